@@ -1,0 +1,425 @@
+"""Every key a run can have: its default, its type, what it does. No jax, no device, no file is touched here.
+
+A config file returns a `ConfigDict` that starts as `default_config()`; the command line may override any key; `resolve`
+turns the result, once, into the frozen `RunConfig` that the rest of the program reads. The dataclasses below are the only
+declaration: defaults, types, `--explain` and `docs/config.md` all come from them.
+
+No key defaults to None and none is a tuple: `ml_collections` cannot override the first from the command line and lets the
+second change its length. "Not set" is "" for strings and 0 for numbers; lists are comma-separated strings.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import ml_collections
+
+MESH_AXES = ("data", "fsdp", "tensor", "seq")
+
+# Logical axis -> mesh axes it is split over, joined by "+"; "" keeps the axis whole. A model may use further names as long
+# as its config adds a rule for each.
+RULES = {
+    "batch": "data+fsdp",  # sequences of a batch
+    "sequence": "seq",  # token axis inside attention and feed-forward blocks
+    "residual": "seq+tensor",  # token axis of the residual stream and norms, between the tensor-parallel blocks
+    "embed": "fsdp",  # model dimension of every weight
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "head_dim": "",
+    "mlp": "tensor",
+    "vocab": "tensor",
+    "layers": "",  # the stacked layer axis
+}
+
+
+def key[T](default: T, doc: str) -> T:
+    """A dataclass field with its one line of documentation."""
+    return cast(T, dataclasses.field(default=default, metadata={"doc": doc}))
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The shape of the transformer."""
+
+    family: str = key("llama", "which file of jaxtrain/models, or package.module:name for your own")
+    num_layers: int = key(4, "transformer blocks")
+    d_model: int = key(128, "width of the residual stream")
+    num_heads: int = key(4, "query heads")
+    num_kv_heads: int = key(4, "key/value heads; num_heads must be a multiple")
+    head_dim: int = key(0, "width of a head; 0: d_model / num_heads")
+    d_ff: int = key(384, "width of the feed-forward block (each of gate and up)")
+    vocab_size: int = key(264, "rows of the embedding; at least the tokenizer's vocabulary")
+    norm_eps: float = key(1e-5, "added to the mean square in RMSNorm")
+    tied_head: bool = key(False, "the output head is the embedding, transposed")
+    qk_norm: bool = key(False, "RMSNorm on queries and keys, per head, before rotary")
+    qkv_bias: bool = key(False, "bias on the query, key and value projections")
+    sliding_window: int = key(0, "a token sees this many positions, itself included; 0: all before it")
+    attention_softcap: float = key(0.0, "attention scores become c tanh(s / c); 0: off")
+    logit_softcap: float = key(0.0, "output logits become c tanh(l / c); 0: off")
+    rope_base: float = key(10_000.0, "base of the rotary wavelengths")
+    rope_scaling: str = key("none", "none | llama3 (Llama 3.1's stretch of long wavelengths)")
+    rope_factor: float = key(8.0, "llama3: how much long wavelengths are stretched")
+    rope_low_freq: float = key(1.0, "llama3: wavelengths above original_len / this are stretched in full")
+    rope_high_freq: float = key(4.0, "llama3: wavelengths below original_len / this stay as they are")
+    rope_original_len: int = key(8192, "llama3: sequence length the model was first trained with")
+    init_std: float = key(0.02, "standard deviation of initial weights (projections into the residual: / sqrt(2 layers))")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """How many devices along each axis, over all nodes. One axis may be -1: whatever is left."""
+
+    data: int = key(1, "replicas of the weights; the batch is split over data x fsdp")
+    fsdp: int = key(-1, "shards of weights, moments and batch; weights are gathered layer by layer")
+    tensor: int = key(1, "shards of heads, feed-forward and vocabulary within a layer")
+    seq: int = key(1, "shards of the sequence (context parallelism): only 1 for now")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """Logical axes onto mesh axes."""
+
+    rules: tuple[tuple[str, str], ...] = key(
+        tuple(RULES.items()), "logical axis -> mesh axes joined by '+'; '' keeps it whole"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Which attention kernel."""
+
+    impl: str = key("auto", "auto | cudnn | chunked | reference; auto says which it took and why")
+
+
+@dataclasses.dataclass(frozen=True)
+class Remat:
+    """What the forward pass keeps for the backward pass."""
+
+    policy: str = key("none", "none | full | dots | attention | custom")
+    tensors: str = key("", "custom: name=keep|offload|recompute, comma-separated; tensors not named are recomputed")
+    every: int = key(1, "this many layers share one checkpoint")
+
+
+@dataclasses.dataclass(frozen=True)
+class Dtypes:
+    """Storage types, each 'auto' (what `precision` says), 'f32' or 'bf16'."""
+
+    params: str = key("auto", "the master weights (auto: f32)")
+    m: str = key("auto", "Adam's first moment (auto: f32)")
+    v: str = key("auto", "Adam's second moment (auto: f32)")
+    grads: str = key("auto", "gradients summed over microbatches (auto: f32)")
+    reduce: str = key("auto", "gradients on the wire between devices (auto: the compute type)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """What is learnt, and how it is cut into sequences."""
+
+    source: str = key(
+        "stdlib",
+        "stdlib | synthetic | FILE.tok[=WEIGHT],FILE.tok[=WEIGHT],... | package.module:name",
+    )
+    eval_source: str = key("", "held-out data, same forms; '': the validation split of stdlib and synthetic")
+    tokenizer: str = key("byte", "byte | path of a tokenizer.json | hf:NAME; must be the one the token files were made with")
+    seq_len: int = key(256, "tokens in a sequence")
+    packing: str = key("documents", "documents: attention stops at document borders | none: it does not")
+    max_segments: int = key(32, "documents in one sequence at most; tokens of further ones are masked, and counted at start")
+    seed: int = key(0, "order of the sequences")
+    prefetch: int = key(2, "batches prepared ahead of the step, by one thread; 0: none")
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """The loop."""
+
+    steps: int = key(1000, "optimizer steps in all, resumed ones included")
+    global_batch: int = key(32, "sequences per optimizer step, over all devices and microbatches")
+    grad_accum: int = key(1, "microbatches per step; gradients are summed over them")
+    seed: int = key(0, "initial weights")
+    loss: str = key("cross_entropy", "cross_entropy | package.module:name")
+    loss_chunk: int = key(2048, "tokens per device whose logits exist at one time")
+    memory_fraction: float = key(0.0, "part of GPU memory for JAX; 0: all but the reserve for cuDNN, NCCL and the context")
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """AdamW and its schedule."""
+
+    name: str = key("adamw", "adamw | package.module:name")
+    lr: float = key(3e-4, "peak learning rate")
+    lr_min: float = key(3e-5, "learning rate at the end of the decay")
+    schedule: str = key("cosine", "constant | cosine | linear | wsd (warmup, stable, decay)")
+    warmup_steps: int = key(100, "linear from 0 to lr")
+    decay_steps: int = key(0, "length of the decay; 0: cosine and linear until the last step, wsd a fifth of the steps")
+    weight_decay: float = key(0.1, "on matrices only (not norms, not biases)")
+    beta1: float = key(0.9, "decay of the first moment")
+    beta2: float = key(0.95, "decay of the second moment")
+    eps: float = key(1e-8, "added to the root of the second moment")
+    clip_norm: float = key(1.0, "gradients are scaled down to this global norm; 0: off")
+
+
+@dataclasses.dataclass(frozen=True)
+class Init:
+    """Start a new run from another run's result."""
+
+    from_: str = key("", "a run's folder, or one of its checkpoints/<step>; step and schedule start at 0")
+    what: str = key("weights", "weights | weights+optimizer")
+
+
+@dataclasses.dataclass(frozen=True)
+class Eval:
+    """Loss on held-out data."""
+
+    every_steps: int = key(200, "and after the last step; 0: never")
+    batches: int = key(8, "global batches (without accumulation) per evaluation, always the same ones")
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """What is saved, and what a resumed run may change."""
+
+    dir: str = key("", "folder of the checkpoints; '': WORKDIR/checkpoints")
+    every_steps: int = key(500, "and after the last step; 0: only then")
+    keep: int = key(2, "newest checkpoints kept")
+    keep_every: int = key(0, "also keep every step that is a multiple of this; 0: none")
+    step: int = key(-1, "resume from this step; later ones are set aside; -1: the newest")
+    allow_change: str = key("", "keys that may differ from the checkpoint's, comma-separated (docs/checkpoints.md)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Log:
+    """What is written while training."""
+
+    every_steps: int = key(10, "a line in the log and in metrics.jsonl")
+    tensorboard: bool = key(True, "write tb/")
+    peak_tflops: float = key(0.0, "dense peak of one device for MFU, where hardware.py does not know it; 0: from the table")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """The text written at the end of training."""
+
+    prompt: str = key("", "continued by the model; '': from the start of a document")
+    max_tokens: int = key(256, "tokens to write; 0: no sample")
+    temperature: float = key(0.8, "0: always the likeliest token")
+    top_p: float = key(0.95, "keep the likeliest tokens whose probabilities sum to this")
+    seed: int = key(0, "of the draws")
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Traces and compiler output, written to WORKDIR/profile."""
+
+    start: int = key(0, "first step to trace; 0: none")
+    steps: int = key(3, "steps to trace")
+    dump_hlo: bool = key(False, "write the compiled step's HLO")
+
+
+@dataclasses.dataclass(frozen=True)
+class Paths:
+    """Places with different traffic: sustained reads, many small files."""
+
+    data: str = key("~/.cache/jaxtrain/data", "token files that jaxtrain makes itself (the stdlib corpus)")
+    cache: str = key("~/.cache/jaxtrain/compile", "XLA's compile cache; '': none")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """A whole run. Made by `resolve`, read by everything, changed by nothing."""
+
+    precision: str = key("bf16", "f32 | bf16: the type of activations, GEMMs and gathered weights")
+    model: Model = Model()
+    mesh: Mesh = Mesh()
+    sharding: Sharding = Sharding()
+    attention: Attention = Attention()
+    remat: Remat = Remat()
+    dtypes: Dtypes = Dtypes()
+    data: Data = Data()
+    train: Train = Train()
+    optimizer: Optimizer = Optimizer()
+    init: Init = Init()
+    eval: Eval = Eval()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+    sample: Sample = Sample()
+    profile: Profile = Profile()
+    paths: Paths = Paths()
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a config, in the words a user needs."""
+
+    key: str
+    value: object
+    rule: str
+    remedy: str
+
+    def __str__(self) -> str:
+        shown = f" = {self.value!r}" if self.value is not None else ""
+        return f"{self.key}{shown}: {self.rule}. {self.remedy}"
+
+
+class ConfigError(ValueError):
+    """All problems of a config at once."""
+
+    def __init__(self, problems: list[Problem]):
+        self.problems = problems
+        super().__init__("\n".join(str(p) for p in problems))
+
+
+def public_name(field_name: str) -> str:
+    """`from_` is `from` in config files: Python reserves the word."""
+    return field_name.rstrip("_")
+
+
+def default_config() -> ml_collections.ConfigDict:
+    """A fresh ConfigDict with every key at its default. Config files start here."""
+    return ml_collections.ConfigDict(to_dict(RunConfig()))
+
+
+def to_dict(run: RunConfig) -> dict[str, Any]:
+    """Nested plain dict of a RunConfig, as written to config.json and read by `from_dict`."""
+
+    def plain(section: Any) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for f in dataclasses.fields(section):
+            value = getattr(section, f.name)
+            if dataclasses.is_dataclass(value):
+                value = plain(value)
+            elif f.name == "rules":
+                value = dict(value)
+            out[public_name(f.name)] = value
+        return out
+
+    return plain(run)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """('model.d_model', 128), ... in declaration order."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping | ml_collections.ConfigDict):
+            yield from flatten(cast(Mapping[str, Any], value), f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def docs() -> dict[str, str]:
+    """Dotted key -> its line of documentation; a rule's is that of the table it stands in."""
+    out: dict[str, str] = {}
+
+    def walk(section: Any, prefix: str) -> None:
+        for f in dataclasses.fields(section):
+            value = getattr(section, f.name)
+            name = prefix + public_name(f.name)
+            if dataclasses.is_dataclass(value):
+                walk(value, name + ".")
+            elif f.name == "rules":
+                out.update({f"{name}.{axis}": f.metadata["doc"] for axis in RULES})
+            else:
+                out[name] = f.metadata["doc"]
+
+    walk(RunConfig(), "")
+    return out
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """A remedy for a misspelt name."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known)}."
+
+
+def from_dict(tree: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
+    """Typed sections from a nested dict. Unknown keys and wrong types come back as problems, with the default in place."""
+    problems: list[Problem] = []
+
+    def build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
+        fields = {public_name(f.name): f for f in dataclasses.fields(cls)}
+        for name in values:
+            if name not in fields:
+                problems.append(
+                    Problem(prefix + name, None, "no such key", nearest(prefix + name, [prefix + k for k in fields]))
+                )
+        made: dict[str, Any] = {}
+        for name, f in fields.items():
+            default = f.default
+            value = values.get(name, default)
+            if dataclasses.is_dataclass(default):
+                if isinstance(value, Mapping):
+                    value = build(type(default), value, f"{prefix}{name}.")
+                elif not dataclasses.is_dataclass(value):
+                    problems.append(Problem(prefix + name, value, "is a section", f"Set its keys, as {prefix}{name}.KEY."))
+                    value = default
+            elif f.name == "rules":
+                value = build_rules(value, f"{prefix}{name}.")
+            else:
+                value = check(prefix + name, value, default)
+            made[f.name] = value
+        return cls(**made)
+
+    def build_rules(value: Any, prefix: str) -> tuple[tuple[str, str], ...]:
+        rules = dict(RULES)
+        for axis, onto in dict(value).items():
+            rules[axis] = check(prefix + axis, onto, "")
+        return tuple(rules.items())
+
+    def check(name: str, value: Any, default: Any) -> Any:
+        kind = type(default)
+        if kind is float and type(value) is int:
+            return float(value)
+        if type(value) is not kind:
+            problems.append(
+                Problem(name, value, f"must be {kind.__name__}, not {type(value).__name__}", f"The default is {default!r}.")
+            )
+            return default
+        if value == "None":
+            problems.append(Problem(name, value, "'None' is a string here", "Write '' for not set."))
+            return default
+        return value
+
+    return build(RunConfig, tree, ""), problems
+
+
+def resolve(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
+    """ConfigDict -> RunConfig with every derived value filled in, and the problems found on the way.
+
+    Derived: `model.head_dim` from d_model / num_heads, `dtypes.*` from `precision`.
+    """
+    tree = config.to_dict() if isinstance(config, ml_collections.ConfigDict) else config
+    run, problems = from_dict(tree)
+    model = run.model
+    if model.head_dim == 0 and model.num_heads > 0:
+        model = dataclasses.replace(model, head_dim=model.d_model // model.num_heads)
+    preset = {"params": "f32", "m": "f32", "v": "f32", "grads": "f32"}
+    preset["reduce"] = run.precision if run.precision in ("f32", "bf16") else "f32"
+    chosen = {k: (preset[k] if v == "auto" else v) for k, v in dataclasses.asdict(run.dtypes).items()}
+    return dataclasses.replace(run, model=model, dtypes=Dtypes(**chosen)), problems
+
+
+def parse_arg(arg: str | None, **defaults: Any) -> Any:
+    """The `:variant` of `--config=FILE:variant`, typed by its defaults.
+
+    `parse_arg("half,seq=4096", half=False, seq=8192)` gives an object with `.half` True and `.seq` 4096. A bare name
+    switches a bool on. Leftovers and values of the wrong type raise ConfigError.
+    """
+    chosen = dict(defaults)
+    problems: list[Problem] = []
+    for item in filter(None, (arg or "").split(",")):
+        name, given, text = item.partition("=")
+        if name not in defaults:
+            problems.append(Problem(f"--config=FILE:{item}", None, "no such variant", nearest(name, list(defaults))))
+            continue
+        kind = type(defaults[name])
+        try:
+            if kind is bool:
+                chosen[name] = {"": True, "true": True, "false": False}[text.lower() if given else ""]
+            else:
+                chosen[name] = kind(text)
+        except (ValueError, KeyError):
+            problems.append(
+                Problem(f"--config=FILE:{item}", None, f"must be {kind.__name__}", f"For example {name}={defaults[name]}.")
+            )
+    if problems:
+        raise ConfigError(problems)
+    return ml_collections.FrozenConfigDict(chosen)

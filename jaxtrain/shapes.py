@@ -1,0 +1,26 @@
+"""The dimension key. A name that ends in `_BTD` is an array with these axes, in this order.
+
+    B  sequences in a batch          N  query heads
+    T  query positions (tokens)      K  key/value heads
+    S  key/value positions           G  query heads per key/value head, N / K
+    D  model dimension               H  head dimension
+    F  feed-forward dimension        V  vocabulary
+    L  layers                        M  packed documents in a row (upper bound)
+    A  microbatches of a step        C  tokens in a loss chunk
+
+Batches are dicts of arrays of shape (B, T), described by `BATCH_KEYS`:
+
+    tokens       int32    input token ids
+    targets      int32    the token that follows each input token in its document
+    segments     int32    document number within the row, from 1; 0 is padding, and a row's padding is at its end
+    positions    int32    position within the document's part in this row, from 0
+    weights      float32  how much each target counts in the loss; 0 where there is no target
+"""
+
+BATCH_KEYS = {
+    "tokens": "int32",
+    "targets": "int32",
+    "segments": "int32",
+    "positions": "int32",
+    "weights": "float32",
+}
