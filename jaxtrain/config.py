@@ -80,9 +80,7 @@ class Mesh:
 class Sharding:
     """Logical axes onto mesh axes."""
 
-    rules: tuple[tuple[str, str], ...] = key(
-        tuple(RULES.items()), "logical axis -> mesh axes joined by '+'; '' keeps it whole"
-    )
+    rules: tuple[tuple[str, str], ...] = key(tuple(RULES.items()), "logical axis -> mesh axes joined by '+'; '' keeps it whole")
 
 
 @dataclasses.dataclass(frozen=True)
