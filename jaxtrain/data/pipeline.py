@@ -1,0 +1,457 @@
+"""Batches as a pure function of (seed, step).
+
+A token file is cut into windows of seq_len + 1 tokens at multiples of seq_len: row `r` of step `s` has the global index
+g = s * global_batch + r, and reads window permutation(epoch, g mod windows). So a run resumes exactly on any number of hosts,
+and any process can make any rows. Nothing here imports jax, and `check` imports nothing that does.
+"""
+
+import functools
+import importlib
+import importlib.util
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxtrain import config
+from jaxtrain.data import stdlib, synthetic
+from jaxtrain.data import tokenizer as tokenizers
+from jaxtrain.data.tokenfile import TokenFile, TokenFileError
+from jaxtrain.shapes import BATCH_KEYS
+
+Rows = slice | np.ndarray | None
+MAX_WINDOWS = 1 << 32  # grain's index_shuffle counts in 32 bits
+WEIGHT_BITS = 24  # mixture weights are rounded to multiples of 2^-24, so that counting is exact in integers
+
+
+class Windows(Protocol):
+    """Numbered rows of T + 1 tokens."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def windows(self) -> int: ...
+
+    def rows(self, index_R: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens (R, T+1), and (row, column) of each token in columns 1..T that starts a document, sorted."""
+        ...
+
+
+class FileWindows:
+    """The windows of one token file."""
+
+    def __init__(self, file: TokenFile, seq_len: int):
+        self.name = str(file.path)
+        self.file = file
+        self.seq_len = seq_len
+        self.windows = count_windows(file.header["tokens"], seq_len)
+        tokens = np.asarray(file.tokens)
+        # a view in which consecutive windows overlap by one token: a whole batch is one gather
+        self._view = np.lib.stride_tricks.as_strided(
+            tokens, (self.windows, seq_len + 1), (seq_len * tokens.itemsize, tokens.itemsize), writeable=False
+        )
+        self._starts = np.asarray(file.doc_offsets)
+
+    def rows(self, index_R: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        begin_R = index_R * self.seq_len
+        # documents that start after the row's first token, up to and with the last target
+        low_R = np.searchsorted(self._starts, begin_R, "right")
+        high_R = np.searchsorted(self._starts, begin_R + self.seq_len, "right")
+        count_R = high_R - low_R
+        row = np.repeat(np.arange(len(index_R)), count_R)
+        nth = np.arange(len(row)) + np.repeat(low_R - (np.cumsum(count_R) - count_R), count_R)
+        return self._view[index_R], row, self._starts[nth] - begin_R[row]
+
+
+def count_windows(tokens: int, seq_len: int) -> int:
+    """Whole windows of seq_len inputs, each of which needs the token after it as its last target."""
+    return max(0, (tokens - 1) // seq_len)
+
+
+def make_batch(tokens_RS: np.ndarray, row: np.ndarray, column: np.ndarray, packing: str, max_segments: int) -> dict:
+    """The arrays of shapes.BATCH_KEYS, each (R, T), from rows of T + 1 tokens.
+
+    `row`, `column` (sorted): where a document starts in columns 1..T. Documents beyond `max_segments` in a row become its
+    padding: segment 0, position 0, weight 0. Work is per document, not per token: five `np.repeat`s and casts.
+    """
+    R, T = tokens_RS.shape[0], tokens_RS.shape[1] - 1
+    weights_RT = np.ones((R, T), np.float32)
+    if packing == "none":
+        segments_RT = np.ones((R, T), np.int32)
+        positions_RT = np.tile(np.arange(T, dtype=np.int32), (R, 1))
+    else:
+        weights_RT[row, column - 1] = 0  # the target belongs to the next document
+        inside = column < T
+        row, column = row[inside], column[inside]
+        # every segment's start in the flattened batch: row starts, and document starts
+        start = np.concatenate([np.arange(R) * T, row * T + column])
+        start.sort()
+        length = np.diff(start, append=R * T)
+        first = np.searchsorted(start, np.arange(R) * T)  # index of each row's first segment
+        number = np.arange(len(start)) - np.repeat(first, np.diff(first, append=len(start))) + 1
+        segments_RT = np.repeat(number.astype(np.int32), length).reshape(R, T)
+        positions_RT = (np.arange(R * T, dtype=np.int32) - np.repeat(start.astype(np.int32), length)).reshape(R, T)
+        for tail in start[number == max_segments + 1]:
+            r, t = divmod(int(tail), T)
+            segments_RT[r, t:] = 0
+            positions_RT[r, t:] = 0
+            weights_RT[r, t:] = 0
+    return {
+        "tokens": tokens_RS[:, :-1].astype(np.int32),
+        "targets": tokens_RS[:, 1:].astype(np.int32),
+        "segments": segments_RT,
+        "positions": positions_RT,
+        "weights": weights_RT,
+    }
+
+
+def masked_tokens(starts: np.ndarray, windows: int, seq_len: int, max_segments: int, chunk: int = 1 << 22) -> int:
+    """Tokens, of all windows, that lie beyond the `max_segments`-th document of their window.
+
+    `starts`: sorted start of each document. Reads them once, `chunk` at a time.
+    """
+    masked = 0
+    kept = np.empty(0, np.int64)  # the last max_segments starts seen, which the next chunk compares with
+    for first in range(0, len(starts), chunk):
+        part = np.asarray(starts[first : first + chunk])
+        part = part[(part % seq_len != 0) & (part < windows * seq_len)]  # a start at column 0 adds no segment
+        joined = np.concatenate([kept, part])
+        window = joined // seq_len
+        M = max_segments
+        nth = np.arange(max(len(kept), M - 1), len(joined))  # candidates: new, with M - 1 starts before them
+        # start number M of its window begins segment M + 1
+        is_tail = window[nth - (M - 1)] == window[nth]
+        is_tail &= (nth < M) | (window[nth - M] != window[nth])
+        masked += int((seq_len - joined[nth[is_tail]] % seq_len).sum())
+        kept = joined[-M:]
+    return masked
+
+
+def interleave(index_R: np.ndarray, weights: list[float]) -> tuple[np.ndarray, np.ndarray]:
+    """(source, index within it) of each global index: sources take turns in proportion to their weights.
+
+    Among the first g indices source k has g * weight_k of them, to within the number of sources, and the indices of each
+    source are 0, 1, 2, ...: a pure function of the global index, in exact integers.
+    """
+    source_R = np.zeros(len(index_R), np.int64)
+    within_R = np.asarray(index_R, np.int64).copy()
+    rest = np.ones(len(index_R), bool)  # not yet given to an earlier source
+    remaining = math.fsum(weights)
+    for k, weight in enumerate(weights[:-1]):
+        share = min(max(1, round(weight / remaining * 2**WEIGHT_BITS)), 2**WEIGHT_BITS - 1)
+        remaining -= weight
+        taken_R = (within_R * share) >> WEIGHT_BITS  # of the first `within` indices that reach here, how many k takes
+        mine = rest & (((within_R + 1) * share) >> WEIGHT_BITS > taken_R)
+        rest &= ~mine
+        source_R[rest] = k + 1
+        within_R = np.where(mine, taken_R, np.where(rest, within_R - taken_R, within_R))
+    return source_R, within_R
+
+
+class Batches:
+    """Batches of one split of a source. Made by `open_source`.
+
+    Attributes: `vocab_size`; `tokenizer` (name, sha256, vocab_size, eot); `bytes_per_token` (UTF-8 bytes of text per token
+    that is predicted; None where unknown); `synthetic`; `tokens_per_epoch`; `masked_fraction` (part of the tokens that
+    `data.max_segments` masks); `fingerprint` (JSON: what was read, for receipts).
+    """
+
+    def __init__(
+        self,
+        sources: list[Windows],
+        weights: list[float],
+        *,
+        global_batch: int,
+        seq_len: int,
+        seed: int,
+        packing: str,
+        max_segments: int,
+        tokenizer: dict[str, Any],
+        fingerprint: dict[str, Any],
+        bytes_per_token: float | None = None,
+        masked_fraction: float = 0.0,
+        synthetic: bool = False,
+    ):
+        # imports jax, in seconds; only a run that has passed `check` comes here
+        from grain.experimental import index_shuffle
+
+        self._shuffle = index_shuffle
+        self.sources = sources
+        self.weights = [w / math.fsum(weights) for w in weights]
+        self.global_batch = global_batch
+        self.seq_len = seq_len
+        self.seed = seed
+        self.packing = packing
+        self.max_segments = max_segments
+        self.tokenizer = tokenizer
+        self.vocab_size: int = tokenizer["vocab_size"]
+        self.fingerprint = fingerprint
+        self.bytes_per_token = bytes_per_token
+        self.masked_fraction = masked_fraction
+        self.synthetic = synthetic
+        self.tokens_per_epoch = sum(s.windows for s in sources) * seq_len
+        self._epoch_seed = functools.lru_cache(maxsize=64)(self._make_epoch_seed)
+
+    def _make_epoch_seed(self, source: int, epoch: int) -> int:
+        return int(np.random.SeedSequence([self.seed, source, epoch]).generate_state(1)[0])
+
+    def epoch(self, step: int) -> float:
+        """Tokens read before optimizer step `step`, over the tokens there are."""
+        return step * self.global_batch * self.seq_len / self.tokens_per_epoch
+
+    def epochs(self, step: int) -> dict[str, float]:
+        """The same for each source of a mixture."""
+        rows = step * self.global_batch
+        return {s.name: rows * w / s.windows for s, w in zip(self.sources, self.weights, strict=True)}
+
+    def windows(self, source: int, index_R: np.ndarray) -> np.ndarray:
+        """Window numbers of a source's indices 0, 1, 2, ...: every epoch is another permutation of all windows."""
+        n = self.sources[source].windows
+        epoch_R, within_R = np.divmod(index_R, n)
+        pairs = zip(epoch_R.tolist(), within_R.tolist(), strict=True)
+        return np.asarray([self._shuffle(i, n - 1, self._epoch_seed(source, e), 4) for e, i in pairs], np.int64)
+
+    def batch(self, step: int, rows: Rows = None) -> dict[str, np.ndarray]:
+        """The batch of optimizer step `step`: arrays (global_batch, seq_len), keys and types of shapes.BATCH_KEYS.
+
+        `rows` (a slice or an index array) makes only those rows of it.
+        """
+        row_R = np.arange(self.global_batch, dtype=np.int64)[slice(None) if rows is None else rows]
+        index_R = step * self.global_batch + row_R
+        if len(self.sources) == 1:
+            return self._rows_of(0, index_R)
+        source_R, within_R = interleave(index_R, self.weights)
+        out = {k: np.empty((len(row_R), self.seq_len), dtype) for k, dtype in BATCH_KEYS.items()}
+        for k in np.unique(source_R).tolist():
+            mine = source_R == k
+            for name, part in self._rows_of(k, within_R[mine]).items():
+                out[name][mine] = part
+        return out
+
+    def _rows_of(self, source: int, index_R: np.ndarray) -> dict[str, np.ndarray]:
+        tokens_RS, row, column = self.sources[source].rows(self.windows(source, index_R))
+        return make_batch(tokens_RS, row, column, self.packing, self.max_segments)
+
+
+class _Steps:
+    """Steps from `start` on, as grain's random-access source."""
+
+    def __init__(self, batches: Any, start: int, rows: Rows):
+        self.batches, self.start, self.rows = batches, start, rows
+
+    def __len__(self) -> int:
+        return (1 << 62) - self.start
+
+    def __getitem__(self, index: Any) -> dict[str, np.ndarray]:
+        if self.rows is None:
+            return self.batches.batch(self.start + index)
+        return self.batches.batch(self.start + index, self.rows)
+
+
+def iterate(batches: Any, start_step: int, prefetch: int, rows: Rows = None) -> Iterator[dict[str, np.ndarray]]:
+    """batch(start_step), batch(start_step + 1), ... made ahead by one thread (`prefetch` 0: in the caller's own).
+
+    An exception in the thread is raised at the batch it belongs to. Closing the generator ends the thread.
+    """
+    import grain
+
+    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    steps = grain.MapDataset.source(_Steps(batches, start_step, rows)).to_iter_dataset(options)
+    if prefetch:
+        steps = grain.experimental.ThreadPrefetchIterDataset(steps, prefetch_buffer_size=prefetch)
+    iterator = iter(steps)
+    try:
+        yield from iterator
+    finally:
+        iterator.close()
+
+
+def parse_files(source: str, key: str = "data.source") -> tuple[list[tuple[str, float]], list[config.Problem]]:
+    """`a.tok=0.7,b.tok=0.3` -> paths with their weights (1 where none is given)."""
+    files, problems = [], []
+    for item in filter(None, (part.strip() for part in source.split(","))):
+        path, given, text = (item, "", "") if item.endswith(".tok") else item.rpartition("=")
+        if not given:
+            path, text = item, "1"
+        try:
+            weight = float(text)
+        except ValueError:
+            weight = math.nan
+        if not (0 < weight < math.inf):
+            problems.append(config.Problem(key, item, "a weight is a number above 0", f"Write {path}=0.5, for example."))
+        files.append((path, weight))
+    if not files and not problems:
+        problems.append(config.Problem(key, source, "names no data", "Set stdlib, synthetic, or token files."))
+    return files, problems
+
+
+def is_custom(source: str) -> bool:
+    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source) is not None
+
+
+def missing_file(key: str, path: str, tokenizer: str) -> config.Problem:
+    """With the two commands that make the data."""
+    stem = path.removesuffix(".val.tok") + ".tok" if path.endswith(".val.tok") else path
+    return config.Problem(
+        key,
+        path,
+        "no such file",
+        "Two commands make it (a 10-billion-token sample of FineWeb-Edu, or put your own files into corpus/):\n"
+        "    hf download HuggingFaceFW/fineweb-edu --repo-type=dataset --include 'sample/10BT/*' --local-dir=corpus\n"
+        "    python -m jaxtrain.data prepare --input='corpus/**/*.parquet' "
+        f"--tokenizer={tokenizer} --validation=0.001 --output={stem}",
+    )
+
+
+def open_files(data: config.Data, source: str, key: str, seq_len: int) -> tuple[list[TokenFile], list[float]]:
+    """Opens the files of a source. Raises ConfigError with all that is wrong with them."""
+    named, problems = parse_files(source, key)
+    files = []
+    for path, _ in named:
+        try:
+            files.append(TokenFile.open(path))
+        except (FileNotFoundError, NotADirectoryError):
+            problems.append(missing_file(key, path, data.tokenizer))
+            continue
+        except (TokenFileError, OSError) as e:
+            problems.append(config.Problem(key, path, str(e), "Check it with: python -m jaxtrain.data verify FILE"))
+            continue
+        header = files[-1].header
+        if reason := tokenizers.differs(data.tokenizer, header["tokenizer"]):
+            problems.append(
+                config.Problem(
+                    "data.tokenizer",
+                    data.tokenizer,
+                    f"is not the tokenizer of {path}: {reason}",
+                    f"Set data.tokenizer={header['tokenizer']['name']}, or prepare the text again.",
+                )
+            )
+        windows = count_windows(header["tokens"], seq_len)
+        if not 0 < windows <= MAX_WINDOWS:
+            rule = f"{path} has {header['tokens']:,} tokens: {windows:,} sequences, outside 1 to 2^32"
+            problems.append(config.Problem("data.seq_len", seq_len, rule, "Choose another length or more data."))
+    if problems:
+        raise config.ConfigError(problems)
+    return files, [weight for _, weight in named]
+
+
+def check(data: config.Data, model_vocab: int, need_eval: bool) -> list[config.Problem]:
+    """What is wrong with the data of a run, before anything is made or any device touched. Reads headers only."""
+    problems = []
+    sources = [("data.source", data.source)]
+    builtin = data.source in ("stdlib", "synthetic")
+    if data.eval_source:
+        sources.append(("data.eval_source", data.eval_source))
+    elif need_eval and not builtin and not is_custom(data.source):
+        guess = ",".join(path.removesuffix(".tok") + ".val.tok" for path, _ in parse_files(data.source)[0])
+        remedy = f"Set it to held-out text (prepare --validation=0.001 makes {guess or 'NAME.val.tok'}), or eval.every_steps=0."
+        problems.append(config.Problem("data.eval_source", "", "evaluation needs held-out data", remedy))
+    if data.packing not in ("documents", "none"):
+        problems.append(config.Problem("data.packing", data.packing, "must be documents or none", "Set one of them."))
+    for name in ("seq_len", "max_segments"):
+        if getattr(data, name) < 1:
+            problems.append(config.Problem(f"data.{name}", getattr(data, name), "must be at least 1", "Set it higher."))
+            return problems
+    for name in ("seed", "prefetch"):
+        if getattr(data, name) < 0:
+            problems.append(config.Problem(f"data.{name}", getattr(data, name), "must be at least 0", "Set it to 0."))
+    for key, source in sources:
+        vocab = 0
+        if source == "stdlib":
+            vocab = tokenizers.ByteTokenizer.vocab_size
+            if data.tokenizer != "byte":
+                rule = "the stdlib corpus is bytes"
+                problems.append(config.Problem("data.tokenizer", data.tokenizer, rule, "Set data.tokenizer=byte."))
+        elif source == "synthetic":
+            vocab = synthetic.VOCAB
+        elif is_custom(source):
+            module = source.partition(":")[0]
+            try:
+                found = importlib.util.find_spec(module)
+            except (ImportError, ValueError):
+                found = None
+            if found is None:
+                problems.append(config.Problem(key, source, f"no module {module}", "Is it installed, or on PYTHONPATH?"))
+        else:
+            try:
+                files, _ = open_files(data, source, key, data.seq_len)
+                vocab = max(f.header["tokenizer"]["vocab_size"] for f in files)
+            except config.ConfigError as e:
+                problems += [p for p in e.problems if p not in problems]
+        if vocab > model_vocab:
+            rule = f"must be at least the tokenizer's vocabulary of {vocab} ({key}={source})"
+            problems.append(config.Problem("model.vocab_size", model_vocab, rule, f"Set {-(-vocab // 8) * 8} or more."))
+    return problems
+
+
+def open_source(
+    data: config.Data,
+    source: str,
+    *,
+    split: str,
+    global_batch: int,
+    data_dir: Path | str,
+    seed: int | None = None,
+    seq_len: int | None = None,
+) -> Batches:
+    """Opens (and for stdlib makes) a source. `source` "" is the same split of `data.source`.
+
+    `split`: train | validation. `seed` and `seq_len` default to the config's. A `package.module:name` is called as
+    `name(data, split, global_batch)` and returns an object with this interface. Raises config.ConfigError.
+    """
+    if split not in ("train", "validation"):
+        raise ValueError(f"split = {split!r}: must be train or validation")
+    key = "data.source" if split == "train" else "data.eval_source"
+    if not source:
+        source = data.source
+        if source not in ("stdlib", "synthetic") and not is_custom(source):
+            raise config.ConfigError([config.Problem(key, "", "files have no split of their own", "Name a held-out file.")])
+    seed = data.seed if seed is None else seed
+    seq_len = data.seq_len if seq_len is None else seq_len
+    if is_custom(source):
+        module, _, name = source.partition(":")
+        return getattr(importlib.import_module(module), name)(data, split, global_batch)
+    common: dict[str, Any] = {
+        "global_batch": global_batch,
+        "seq_len": seq_len,
+        "seed": seed,
+        "packing": data.packing,
+        "max_segments": data.max_segments,
+    }
+    fingerprint: dict[str, Any] = {"source": source, "split": split, **common}
+    if source == "synthetic":
+        rows = synthetic.Synthetic(seed, split, seq_len, data.max_segments)
+        vocab, eot = synthetic.VOCAB, synthetic.EOT
+        info = {"name": "synthetic", "sha256": "", "vocab_size": vocab, "eot": eot}
+        return Batches([rows], [1.0], tokenizer=info, fingerprint=fingerprint, synthetic=True, **common)
+    if source == "stdlib":
+        source = str(stdlib.stdlib_files(data_dir)[split == "validation"])
+    files, weights = open_files(data, source, key, seq_len)
+    sources = [FileWindows(f, seq_len) for f in files]
+    shares = [w / math.fsum(weights) for w in weights]
+    masked = per_token = 0.0
+    for file, windows, share in zip(files, sources, shares, strict=True):
+        header = file.header
+        predicted = header["tokens"] - (header["documents"] if data.packing == "documents" else 0)
+        per_token += share * header["source_bytes"] / max(1, predicted)
+        if data.packing == "documents":
+            count = masked_tokens(file.doc_offsets[:-1], windows.windows, seq_len, data.max_segments)
+            masked += share * count / (windows.windows * seq_len)
+    fingerprint["tokenizer"] = files[0].header["tokenizer"]
+    fingerprint["files"] = [
+        {"name": f.path.name, "weight": w, **{k: f.header[k] for k in ("content_sha256", "tokens", "documents")}}
+        for f, w in zip(files, shares, strict=True)
+    ]
+    return Batches(
+        list(sources),
+        weights,
+        tokenizer=files[0].header["tokenizer"],
+        fingerprint=fingerprint,
+        bytes_per_token=per_token,
+        masked_fraction=masked,
+        **common,
+    )

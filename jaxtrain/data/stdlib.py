@@ -1,0 +1,61 @@
+"""The embedded corpus: the source of the Python standard library on this machine. Real text, no download."""
+
+import hashlib
+import os
+import platform
+import sysconfig
+from pathlib import Path
+
+from jaxtrain.data import tokenizer as tokenizers
+from jaxtrain.data.tokenfile import TokenWriter
+
+# Not the library itself: installed packages, its tests, byte code, and the tokenizer fixtures of the 2-to-3 converter.
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
+VALIDATION = 0.05
+
+
+def list_files(root: Path | None = None) -> list[tuple[str, Path]]:
+    """(path relative to the library, path) of every module, sorted."""
+    root = root or Path(sysconfig.get_path("stdlib"))
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [s for s in subfolders if s not in SKIPPED]
+        for name in names:
+            if name.endswith(".py"):
+                path = Path(folder, name)
+                found.append((path.relative_to(root).as_posix(), path))
+    return sorted(found)
+
+
+def is_validation(relative: str) -> bool:
+    """A file's side of the split depends on its own path alone, so that it stays there when the library changes."""
+    return int.from_bytes(hashlib.sha256(relative.encode()).digest()[:4]) < VALIDATION * 2**32
+
+
+def stdlib_files(data_dir: Path | str) -> tuple[Path, Path]:
+    """The train and validation token files (bytes), made on first use.
+
+    The name holds a fingerprint of the Python version, the list of files and their sizes. Two processes may make them at
+    once: each writes its own temporary file, and the last rename wins with the same content.
+    """
+    data_dir = Path(data_dir).expanduser()
+    files = list_files()
+    listing = [(relative, path.stat().st_size) for relative, path in files]
+    fingerprint = hashlib.sha256(repr((platform.python_version(), VALIDATION, listing)).encode()).hexdigest()[:12]
+    train, validation = (data_dir / f"stdlib-{fingerprint}.{split}.tok" for split in ("train", "val"))
+    for out, wanted in ((train, False), (validation, True)):
+        if not out.exists():
+            data_dir.mkdir(parents=True, exist_ok=True)
+            write_split(out, [(r, p) for r, p in files if is_validation(r) == wanted])
+    return train, validation
+
+
+def write_split(out: Path, files: list[tuple[str, Path]]) -> None:
+    byte = tokenizers.ByteTokenizer()
+    sources = [f"python {platform.python_version()} standard library, {len(files)} files"]
+    with TokenWriter(out, tokenizers.info(byte), suffix=f".partial.{os.getpid()}", sources=sources) as writer:
+        for _, path in files:
+            # a few modules are Latin-1 by their coding line: their odd bytes become U+FFFD, which is UTF-8 again
+            text = path.read_bytes().decode(errors="replace")
+            writer.write(byte.encode_batch([text])[0], len(text.encode()))
+            writer.end_document()

@@ -1,0 +1,58 @@
+"""Made-up tokens that can be learnt: for tests, and for runs that measure speed and not learning.
+
+256 symbols stand in one fixed random circle. A document starts somewhere and walks on by a stride of 1 to 4, its own; one
+symbol in sixteen is replaced by a random one. So a model must first learn the circle, then read the stride off the context.
+A row is a pure function of (seed, row index), computed for all rows at once.
+"""
+
+import numpy as np
+
+SYMBOLS = 256
+EOT = 256
+VOCAB = 257
+DOCUMENTS = 4  # in a row
+ROWS = 1 << 31  # before rows repeat
+
+_CIRCLE = np.random.Generator(np.random.PCG64(20)).permutation(SYMBOLS)
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """splitmix64's finaliser (Steele, Lea, Flood 2014): 64 well-mixed bits from a counter."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class Synthetic:
+    """A source of rows with the interface of `pipeline.Windows`."""
+
+    name = "synthetic"
+    windows = ROWS
+
+    def __init__(self, seed: int, split: str, seq_len: int, max_segments: int):
+        self.key = mix(np.asarray([2 * seed + (split == "validation") + 1], np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+        self.length = seq_len + 1
+        self.documents = max(1, min(DOCUMENTS, max_segments, self.length // 8))
+
+    def rows(self, index_R: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens (R, T+1) of the rows, and (row, column) of each token that starts a document inside its row."""
+        R, n, length = len(index_R), self.documents, self.length
+        row_key_R1 = mix(self.key + index_R.astype(np.uint64)[:, None])
+        bits_RM = mix(row_key_R1 + np.arange(n, dtype=np.uint64) + np.uint64(1 << 32))
+        # documents have about equal lengths, each start moved by up to half of one
+        step = length // n
+        start_RM = np.arange(n) * step + (bits_RM % np.uint64(max(1, step // 2))).astype(np.int64)
+        start_RM[:, 0] = 0
+        length_RM = np.diff(start_RM, axis=1, append=length)
+        stride_RM = (bits_RM >> np.uint64(32)).astype(np.int64) % 4 + 1
+        phase_RM = (bits_RM >> np.uint64(40)).astype(np.int64) % SYMBOLS - stride_RM * start_RM
+        counts = length_RM.ravel()
+        stride_RS = np.repeat(stride_RM.ravel(), counts).reshape(R, length)
+        phase_RS = np.repeat(phase_RM.ravel(), counts).reshape(R, length)
+        noise_RS = mix(row_key_R1 + np.arange(1, length + 1, dtype=np.uint64))
+        symbol_RS = _CIRCLE[(phase_RS + stride_RS * np.arange(length)) % SYMBOLS]
+        random_RS = (noise_RS >> np.uint64(8)).astype(np.int64) % SYMBOLS
+        tokens_RS = np.where(noise_RS % np.uint64(16) == 0, random_RS, symbol_RS).astype(np.uint16)
+        row, column = np.repeat(np.arange(R), n - 1), start_RM[:, 1:].ravel()
+        tokens_RS[row, column - 1] = EOT
+        return tokens_RS, row, column
