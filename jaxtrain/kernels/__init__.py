@@ -1,0 +1,1 @@
+"""Functions on arrays: no models, no config."""

@@ -1,0 +1,84 @@
+"""Attention kernels: one signature, one table of what each can do, no silent fallback.
+
+Each implementation is a file with three functions:
+
+    unsupported(spec, hardware) -> str | None       why it cannot do this, or None
+    prepare(rows, spec) -> pytree                   what it needs to know of the batch, made once and shared by all layers
+    attention(q_BTNH, k_BSKH, v_BSKH, prepared, spec) -> o_BTNH
+
+A token sees the tokens of its own document at or before its own position: what is masked depends on `segments` and
+`positions` alone, never on where a token stands in the array (except for `cudnn`, which needs rows in order).
+Scores are scaled by 1/sqrt(H). Rows of padding (segment 0) come out as 0.
+"""
+
+import dataclasses
+import importlib
+from typing import Any, NamedTuple
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What is asked of a kernel; static."""
+
+    head_dim: int
+    dtype: str  # "f32" or "bf16"
+    packed: bool  # several documents in a row; otherwise one, and no padding
+    max_segments: int  # documents in a row, at most
+    window: int = 0  # a token sees this many positions, itself included; 0: all before it
+    softcap: float = 0.0  # scores become c tanh(s / c); 0: off
+    cached: bool = False  # queries are the newest tokens only, keys come from a cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """What the kernel would run on."""
+
+    platform: str  # "cpu" or "gpu"
+    compute_capability: tuple[int, int] = (0, 0)  # (9, 0) is Hopper
+
+
+class Rows(NamedTuple):
+    """Where queries and keys belong; int32, of shape (B, T) and (B, S)."""
+
+    q_segments: jax.Array
+    q_positions: jax.Array
+    kv_segments: jax.Array
+    kv_positions: jax.Array
+
+
+# A new kernel is one file and one entry. The order is `auto`'s: the first that can do what is asked.
+IMPLEMENTATIONS = {
+    "cudnn": "jaxtrain.kernels.attention.cudnn",
+    "reference": "jaxtrain.kernels.attention.reference",
+    "chunked": "jaxtrain.kernels.attention.chunked",
+}
+
+
+def implementation(name: str) -> Any:
+    """The module behind a name."""
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"attention.impl = {name!r}: no such kernel. Known: auto, {', '.join(IMPLEMENTATIONS)}.")
+    return importlib.import_module(IMPLEMENTATIONS[name])
+
+
+def choose(name: str, spec: Spec, hardware: Hardware, seq_len: int) -> tuple[str, str]:
+    """(kernel, why). A named kernel that cannot do what is asked raises ValueError; `auto` takes the first that can.
+
+    `reference` holds all T x T scores, so `auto` takes it for short sequences only.
+    """
+    if name != "auto":
+        reason = implementation(name).unsupported(spec, hardware)
+        if reason:
+            raise ValueError(f"attention.impl = {name!r}: {reason}. Set attention.impl=auto to take one that can.")
+        return name, "as configured"
+    refused = []
+    for candidate in IMPLEMENTATIONS:
+        reason = implementation(candidate).unsupported(spec, hardware)
+        if not reason and candidate == "reference" and seq_len > 1024:
+            reason = f"holds all {seq_len} x {seq_len} scores"
+        if not reason:
+            return candidate, "; ".join(refused) or "the fastest here"
+        refused.append(f"{candidate} {reason}")
+    raise ValueError(f"attention.impl = 'auto': no kernel can do this: {'; '.join(refused)}.")

@@ -1,0 +1,81 @@
+"""Cross entropy over a large vocabulary, in chunks of tokens, with its gradients computed in the same pass.
+
+The logits of a batch (B x T x V) are never held: a scan takes C tokens at a time, computes their logits, loss, and the
+gradients of hidden states and head at once, and keeps only those. The head is gathered once before the scan and its
+gradient reduced once after it. Since the loss is linear in what follows it, the backward pass only scales.
+
+Runs inside a shard_map: each device holds its own tokens and a slice of the vocabulary; `vocab_axes` names the mesh axes of
+that slice. Softmax across slices as in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def chunked_cross_entropy(
+    x_nD: jax.Array,
+    head_VD: jax.Array,
+    targets_n: jax.Array,
+    weights_n: jax.Array,
+    *,
+    chunk: int,
+    softcap: float,
+    vocab_axes: tuple[str, ...],
+    precision: jax.lax.Precision,
+    gradients: bool,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Weighted sum of -log p(target) over this device's n tokens, and its gradients.
+
+    Args:
+      x_nD: hidden states, compute dtype.
+      head_VD: this device's slice of the head, whole in D, compute dtype.
+      targets_n: int32 ids in the whole vocabulary.
+      weights_n: f32; 0 drops a token.
+      chunk: tokens whose logits exist at one time.
+      softcap: logits become c tanh(l / c); 0: off.
+      vocab_axes: mesh axes over which the vocabulary is split, () if it is not.
+      gradients: also compute them.
+
+    Returns (loss f32 (), d_x (n, D) in x's dtype, d_head f32 (V, D)). d_x and d_head are this device's part: d_x is still
+    to be summed over vocab_axes, d_head over the axes that split the tokens.
+    """
+    n, D = x_nD.shape
+    V = head_VD.shape[0]
+    chunk = min(chunk, n)
+    count = -(-n // chunk)
+
+    def chunks(a: jax.Array) -> jax.Array:
+        padded = jnp.pad(a, [(0, count * chunk - n)] + [(0, 0)] * (a.ndim - 1))
+        return padded.reshape(count, chunk, *a.shape[1:])
+
+    first = V * jax.lax.axis_index(vocab_axes) if vocab_axes else 0
+
+    def total(a: jax.Array) -> jax.Array:
+        return jax.lax.psum(a, vocab_axes) if vocab_axes else a
+
+    def step(carry, item):
+        loss, d_head = carry
+        x_CD, targets_C, weights_C = item
+        raw_CV = jnp.einsum("CD,VD->CV", x_CD, head_VD, precision=precision, preferred_element_type=jnp.float32)
+        squashed_CV = jnp.tanh(raw_CV / softcap) if softcap else None
+        logits_CV = raw_CV if squashed_CV is None else softcap * squashed_CV
+        top_C = logits_CV.max(-1)
+        top_C = jax.lax.pmax(top_C, vocab_axes) if vocab_axes else top_C
+        exp_CV = jnp.exp(logits_CV - top_C[:, None])
+        sum_C = total(exp_CV.sum(-1))
+        is_target_CV = jnp.arange(V)[None, :] == (targets_C - first)[:, None]
+        target_C = total(jnp.where(is_target_CV, logits_CV, 0.0).sum(-1))
+        loss += jnp.sum(weights_C * (jnp.log(sum_C) + top_C - target_C))
+        if not gradients:
+            return (loss, d_head), None
+        d_CV = weights_C[:, None] * (exp_CV / sum_C[:, None] - is_target_CV)
+        if squashed_CV is not None:
+            d_CV *= 1 - squashed_CV**2
+        d_CV = d_CV.astype(x_CD.dtype)
+        d_x_CD = jnp.einsum("CV,VD->CD", d_CV, head_VD, precision=precision, preferred_element_type=x_CD.dtype)
+        d_head += jnp.einsum("CV,CD->VD", d_CV, x_CD, precision=precision, preferred_element_type=jnp.float32)
+        return (loss, d_head), d_x_CD
+
+    start = (jnp.zeros((), jnp.float32), jnp.zeros((V, D), jnp.float32) if gradients else None)
+    (loss, d_head), d_x = jax.lax.scan(step, start, (chunks(x_nD), chunks(targets_n), chunks(weights_n)))
+    return loss, None if d_x is None else d_x.reshape(count * chunk, D)[:n], d_head

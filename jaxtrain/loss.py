@@ -1,0 +1,126 @@
+"""The training loss: a token-weighted sum, normalised once, over the whole batch of a step.
+
+A loss is a function `(hidden_BTD, head_VD, batch, spec) -> f32 ()`: the weighted SUM over the tokens it is given. The step
+divides by the total weight of all microbatches, so neither accumulation nor layout can change the result.
+"""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.kernels.cross_entropy import chunked_cross_entropy
+from jaxtrain.kernels.dot import Numerics
+from jaxtrain.models.layers import RESIDUAL, Embed
+from jaxtrain.sharding import Placement
+
+Batch = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class LossSpec:
+    """What a loss needs to know of the run; static."""
+
+    numerics: Numerics
+    placement: Placement
+    chunk: int
+    logit_softcap: float
+
+
+LossFunction = Callable[[jax.Array, jax.Array, Batch, LossSpec], jax.Array]
+
+
+def cross_entropy(hidden_BTD: jax.Array, head_VD: jax.Array, batch: Batch, spec: LossSpec) -> jax.Array:
+    """Sum over tokens of weight x -log p(target), in nats; the logits are never whole (kernels/cross_entropy.py).
+
+    hidden_BTD: compute dtype, residual layout. head_VD: master dtype, at rest.
+    """
+    return _cross_entropy(hidden_BTD, head_VD, batch["targets"], batch["weights"], spec)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _cross_entropy(x: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, spec: LossSpec) -> jax.Array:
+    return _sharded(x, head, targets, weights, spec, gradients=False)[0]
+
+
+def _forward(x, head, targets, weights, spec):
+    loss, d_x, d_head = _sharded(x, head, targets, weights, spec, gradients=True)
+    return loss, (d_x, d_head, jnp.zeros((0,), head.dtype))
+
+
+def _backward(spec, residuals, g):
+    d_x, d_head, like = residuals
+    return (g * d_x).astype(d_x.dtype), (g * d_head).astype(like.dtype), None, None
+
+
+_cross_entropy.defvjp(_forward, _backward)
+
+
+def _sharded(x, head, targets, weights, spec: LossSpec, gradients: bool):
+    """One shard_map: gather the head, scan over chunks, reduce the head's gradient.
+
+    Where one mesh axis splits both the residual stream's tokens and the vocabulary (tensor parallelism), tokens are gathered
+    over it on the way in, and the partial gradients of hidden states reduce-scattered on the way out.
+    """
+    p, n = spec.placement, spec.numerics
+    head_axes = p.mesh_axes("embed")  # the head's D is split over these at rest
+    vocab_axes = p.mesh_axes("vocab")
+    gathered = tuple(a for a in p.mesh_axes("residual") if a in vocab_axes)
+    kept = tuple(a for a in p.mesh_axes("residual") if a not in vocab_axes)
+    token_axes = p.mesh_axes("batch") + kept
+    tokens = P(p.mesh_axes("batch") or None, kept or None)
+
+    def local(x_BTD, head_VD, targets_BT, weights_BT):
+        head_VD = head_VD.astype(n.compute)
+        if head_axes:
+            head_VD = jax.lax.all_gather(head_VD, head_axes, axis=1, tiled=True)
+        if gathered:
+            x_BTD = jax.lax.all_gather(x_BTD, gathered, axis=1, tiled=True)
+        loss, d_x, d_head = chunked_cross_entropy(
+            x_BTD.reshape(-1, x_BTD.shape[-1]),
+            head_VD,
+            targets_BT.reshape(-1),
+            weights_BT.reshape(-1),
+            chunk=spec.chunk,
+            softcap=spec.logit_softcap,
+            vocab_axes=vocab_axes,
+            precision=n.precision,
+            gradients=gradients,
+        )
+        loss = jax.lax.psum(loss, token_axes) if token_axes else loss
+        if d_x is None or d_head is None:
+            return loss, jnp.zeros((), n.compute), jnp.zeros((), n.reduce)
+        d_x_BTD = d_x.reshape(x_BTD.shape)
+        others = tuple(a for a in vocab_axes if a not in gathered)
+        d_x_BTD = jax.lax.psum(d_x_BTD, others) if others else d_x_BTD
+        if gathered:
+            d_x_BTD = jax.lax.psum_scatter(d_x_BTD, gathered, scatter_dimension=1, tiled=True)
+        d_head = d_head.astype(n.reduce)
+        if head_axes:
+            d_head = jax.lax.psum_scatter(d_head, head_axes, scatter_dimension=1, tiled=True)
+        rest = tuple(a for a in token_axes if a not in head_axes)
+        return loss, d_x_BTD, jax.lax.psum(d_head, rest) if rest else d_head
+
+    return jax.shard_map(
+        local,
+        mesh=p.mesh,
+        in_specs=(p.spec(RESIDUAL), p.spec(Embed.AXES), tokens, tokens),
+        out_specs=(P(), p.spec(RESIDUAL) if gradients else P(), p.spec(Embed.AXES) if gradients else P()),
+        # The replication checker cannot follow a sum that is reduced by hand over some axes only.
+        check_vma=False,
+    )(x, head, targets, weights)
+
+
+LOSSES: dict[str, LossFunction] = {"cross_entropy": cross_entropy}
+
+
+def loss_function(name: str) -> LossFunction:
+    """By name, or a user's own as `package.module:name`."""
+    if name in LOSSES:
+        return LOSSES[name]
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,122 @@
+"""Grouped-query attention: projections, rotary positions, and the call of the kernel, with or without a cache."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.config import Model
+from jaxtrain.kernels import rope
+from jaxtrain.kernels.attention import Rows, Spec, implementation
+from jaxtrain.kernels.dot import dot
+from jaxtrain.models.layers import Context, RMSNorm
+from jaxtrain.models.module import constant, normal, param
+from jaxtrain.sharding import Axes, Placement
+
+HEADS: Axes = ("batch", "sequence", "heads", None)
+KV_HEADS: Axes = ("batch", "sequence", "kv_heads", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """The chosen attention kernel and what it was asked for."""
+
+    name: str
+    spec: Spec
+
+    def prepare(self, rows: Rows) -> Any:
+        """What the kernel wants to know of a batch, once for all layers."""
+        return implementation(self.name).prepare(rows, self.spec)
+
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, prepared: Any, placement: Placement) -> jax.Array:
+        """Run it on each device's own sequences and heads, inside a shard_map that is manual over the whole mesh."""
+        attention, spec = implementation(self.name).attention, self.spec
+        q_spec, kv_spec = placement.spec(HEADS), placement.spec(KV_HEADS)
+        rows = jax.tree.map(lambda x: P(placement.spec(("batch",))[0], *(None,) * (x.ndim - 1)), prepared)
+        return jax.shard_map(
+            lambda q, k, v, prepared: attention(q, k, v, prepared, spec),
+            mesh=placement.mesh,
+            in_specs=(q_spec, kv_spec, kv_spec, rows),
+            out_specs=q_spec,
+        )(q, k, v, prepared)
+
+
+class Shared(NamedTuple):
+    """What all layers share of a batch."""
+
+    prepared: Any  # the kernel's view of documents
+    cos: jax.Array  # rotary tables, f32 (B, T, H/2)
+    sin: jax.Array
+    write_at: jax.Array  # where new keys go in the cache: int32 (); unused without a cache
+
+
+class Attention(nnx.Module):
+    """Causal self-attention within documents."""
+
+    def __init__(self, model: Model, kernel: Kernel, std: float, out_std: float, ctx: Context, rngs: nnx.Rngs):
+        D, N, K, H = model.d_model, model.num_heads, model.num_kv_heads, model.head_dim
+        dtype = ctx.numerics.params
+        self.wq = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), normal(std), dtype)
+        self.wk = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), normal(std), dtype)
+        self.wv = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), normal(std), dtype)
+        self.wo = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), normal(out_std), dtype)
+        if model.qkv_bias:
+            self.bq = param(rngs, (N, H), ("heads", "head_dim"), constant(0.0), dtype)
+            self.bk = param(rngs, (K, H), ("kv_heads", "head_dim"), constant(0.0), dtype)
+            self.bv = param(rngs, (K, H), ("kv_heads", "head_dim"), constant(0.0), dtype)
+        if model.qk_norm:
+            self.q_norm = RMSNorm(H, "head_dim", model.norm_eps, ctx, rngs)
+            self.k_norm = RMSNorm(H, "head_dim", model.norm_eps, ctx, rngs)
+        self.model, self.kernel, self.ctx = model, kernel, ctx
+
+    def _project(self, x_BTD: jax.Array, w: nnx.Param, b: nnx.Param | None, heads: str) -> jax.Array:
+        p, n = self.ctx.placement, self.ctx.numerics
+        y = dot(x_BTD, w[...], "BTD,DNH->BTNH", ("embed", heads, "head_dim"), p, n)
+        if b is not None:
+            y += p.gather(b[...], (heads, "head_dim"), n.compute, n.reduce)
+        return y
+
+    def __call__(self, x_BTD: jax.Array, shared: Shared, cache: Any) -> tuple[jax.Array, Any]:
+        """(B, T, D) in the wide layout to (B, T, D), a partial sum over the tensor axis until it is resharded.
+
+        `cache` is None, or this layer's (k, v), each (B, S, K, H): new keys are written at `shared.write_at` and the queries
+        see all of it. Returns the output and the cache.
+        """
+        p, n, bias = self.ctx.placement, self.ctx.numerics, self.model.qkv_bias
+        q = self._project(x_BTD, self.wq, self.bq if bias else None, "heads")
+        k = self._project(x_BTD, self.wk, self.bk if bias else None, "kv_heads")
+        v = self._project(x_BTD, self.wv, self.bv if bias else None, "kv_heads")
+        if self.model.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = checkpoint_name(p.constrain(rope.rotate(q, shared.cos, shared.sin), *HEADS), "q")
+        k = checkpoint_name(p.constrain(rope.rotate(k, shared.cos, shared.sin), *KV_HEADS), "k")
+        v = checkpoint_name(p.constrain(v, *KV_HEADS), "v")
+        if cache is not None:
+            k, v = (
+                jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), shared.write_at, axis=1)
+                for old, new in zip(cache, (k, v), strict=True)
+            )
+            cache = (k, v)
+        o_BTNH = self.kernel(q, k, v, shared.prepared, p)
+        return dot(o_BTNH, self.wo[...], "BTNH,NHD->BTD", ("heads", "head_dim", "embed"), p, n), cache
+
+
+def rotary_frequencies(model: Model) -> jax.Array:
+    """f32 (H/2,), with the model's scaling applied."""
+    freq = rope.frequencies(model.head_dim, model.rope_base)
+    if model.rope_scaling == "llama3":
+        freq = rope.llama3_scaling(
+            freq, model.rope_factor, model.rope_low_freq, model.rope_high_freq, model.rope_original_len
+        )
+    return freq
+
+
+def share(model: Model, kernel: Kernel, rows: Rows, write_at: jax.Array | None = None) -> Shared:
+    """Everything that depends on the batch alone, made once for all layers."""
+    cos, sin = rope.tables(rows.q_positions, rotary_frequencies(model))
+    at = jnp.zeros((), jnp.int32) if write_at is None else write_at
+    return Shared(kernel.prepare(rows), cos, sin, at)

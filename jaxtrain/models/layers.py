@@ -1,0 +1,87 @@
+"""The small parts of a transformer: norm, embedding, feed-forward."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain.kernels.dot import Numerics, dot
+from jaxtrain.kernels.norm import rms_norm
+from jaxtrain.models.module import constant, normal, param
+from jaxtrain.sharding import Axes, Placement
+
+# Layouts of activations, by logical axis.
+RESIDUAL: Axes = ("batch", "residual", None)  # (B, T, D) between blocks
+WIDE: Axes = ("batch", "sequence", None)  # (B, T, D) inside blocks: tokens whole over the tensor axis
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What every layer needs to know of the run."""
+
+    numerics: Numerics
+    placement: Placement
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm with a learnt scale."""
+
+    def __init__(self, dim: int, axis: str | None, eps: float, ctx: Context, rngs: nnx.Rngs):
+        self.scale = param(rngs, (dim,), (axis,), constant(1.0), ctx.numerics.params)
+        self.axes, self.eps, self.ctx = (axis,), eps, ctx
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        n = self.ctx.numerics
+        scale = self.ctx.placement.gather(self.scale[...], self.axes, n.compute, n.reduce)
+        return rms_norm(x, scale, self.eps)
+
+
+class Embed(nnx.Module):
+    """Token embedding; its (V, D) table also serves as the output head when tied."""
+
+    AXES: Axes = ("vocab", "embed")
+
+    def __init__(self, vocab_size: int, d_model: int, std: float, ctx: Context, rngs: nnx.Rngs):
+        self.embedding = param(rngs, (vocab_size, d_model), self.AXES, normal(std), ctx.numerics.params)
+        self.ctx = ctx
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        """Rows of the table, (B, T, D) in the residual layout.
+
+        Tokens travel, not the table: each device looks up its slice of D for every token of the group that shares the
+        table, and one all-to-all brings the slices together. A gathered table would move V x D, not B x T x D.
+        """
+        p = self.ctx.placement
+        shared = [a for a in p.mesh_axes("batch") if a in p.mesh_axes("embed")]
+        if shared:
+            outer = tuple(a for a in p.mesh_axes("batch") if a not in shared)
+            everyone = jax.sharding.NamedSharding(p.mesh, jax.sharding.PartitionSpec(outer or None))
+            tokens_BT = jax.lax.with_sharding_constraint(tokens_BT, everyone)
+        table_VD = self.embedding[...].astype(self.ctx.numerics.compute)
+        x_BTD = jnp.take(table_VD, tokens_BT, axis=0, mode="clip")
+        if shared:
+            split = jax.sharding.NamedSharding(p.mesh, jax.sharding.PartitionSpec(outer or None, None, p.mesh_axes("embed")))
+            x_BTD = jax.lax.with_sharding_constraint(x_BTD, split)
+        return p.constrain(x_BTD, *RESIDUAL)
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, d_model: int, d_ff: int, std: float, out_std: float, ctx: Context, rngs: nnx.Rngs):
+        dtype = ctx.numerics.params
+        self.gate = param(rngs, (d_model, d_ff), ("embed", "mlp"), normal(std), dtype)
+        self.up = param(rngs, (d_model, d_ff), ("embed", "mlp"), normal(std), dtype)
+        self.down = param(rngs, (d_ff, d_model), ("mlp", "embed"), normal(out_std), dtype)
+        self.ctx = ctx
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """(B, T, D) in the wide layout to (B, T, D), a partial sum over the tensor axis until it is resharded."""
+        p, n = self.ctx.placement, self.ctx.numerics
+        hidden = ("batch", "sequence", "mlp")
+        gate_BTF = checkpoint_name(dot(x_BTD, self.gate[...], "BTD,DF->BTF", ("embed", "mlp"), p, n), "mlp_gate")
+        up_BTF = checkpoint_name(dot(x_BTD, self.up[...], "BTD,DF->BTF", ("embed", "mlp"), p, n), "mlp_up")
+        h_BTF = p.constrain(jax.nn.silu(gate_BTF) * up_BTF, *hidden)
+        return dot(h_BTF, self.down[...], "BTF,FD->BTD", ("mlp", "embed"), p, n)

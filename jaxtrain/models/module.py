@@ -1,0 +1,73 @@
+"""All that is specific to flax nnx: parameters with logical axes, stacks of layers, and the way to plain dicts and back.
+
+Six names of nnx are used in jaxtrain: Module, Param, Rngs, split, merge, eval_shape. Outside a model's own code,
+parameters are a nested dict of arrays.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.sharding import Axes
+
+Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
+Params = dict[str, Any]  # nested dict of arrays, or of anything else of the same structure
+
+
+def normal(std: float) -> Initializer:
+    """Normal, mean 0, drawn in float32 so that every master dtype rounds the same numbers."""
+    return lambda key, shape, dtype: (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+
+def constant(value: float) -> Initializer:
+    """All elements equal."""
+    return lambda key, shape, dtype: jnp.full(shape, value, dtype)
+
+
+def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, init: Initializer, dtype: jnp.dtype) -> nnx.Param:
+    """A parameter that knows its logical axes. They sit under our own metadata key, which flax never interprets."""
+    if len(shape) != len(axes):
+        raise ValueError(f"a parameter of shape {shape} needs {len(shape)} axis names, not {axes}")
+    return nnx.Param(init(rngs.params(), shape, dtype), axes=axes)
+
+
+def stack[M: nnx.Module](make: Callable[[nnx.Rngs], M], num: int, rngs: nnx.Rngs) -> M:
+    """`num` copies of a module, each with its own initial values, stacked on a new first axis of every parameter."""
+    keys = jax.random.split(rngs.params(), num)
+    return jax.vmap(lambda key: make(nnx.Rngs(params=key)))(keys)
+
+
+class Definition:
+    """A model without its numbers: `abstract` parameters, their `axes`, and `bind` to make it callable."""
+
+    def __init__(self, make: Callable[[nnx.Rngs], nnx.Module]):
+        self._make = make
+        module = nnx.eval_shape(lambda: make(nnx.Rngs(params=0)))
+        self._graph, state = nnx.split(module, nnx.Param)
+        self.abstract: Params = _map(state, lambda p: jax.ShapeDtypeStruct(p.get_value().shape, p.get_value().dtype))
+        self.axes: Params = _map(state, _axes)
+
+    def init(self, key: jax.Array) -> Params:
+        """Initial values. Call it under jit with out_shardings: the numbers are the same on every mesh."""
+        return _map(nnx.split(self._make(nnx.Rngs(params=key)), nnx.Param)[1], lambda p: p.get_value())
+
+    def bind(self, params: Params) -> Any:
+        """The model with these parameters."""
+        return nnx.merge(self._graph, _state(params))
+
+
+def _axes(p: Any) -> Axes:
+    """Logical axes; parameters of a stack have gained a first axis, 'layers'."""
+    axes = p.get_metadata("axes")
+    return ("layers", *axes) if len(p.get_value().shape) > len(axes) else axes
+
+
+def _map(state: Any, f: Callable[[Any], Any]) -> Params:
+    return {k: f(v) if isinstance(v, nnx.Variable) else _map(v, f) for k, v in state.items()}
+
+
+def _state(params: Params) -> nnx.State:
+    return nnx.State({k: _state(v) if isinstance(v, dict) else nnx.Param(v) for k, v in params.items()})

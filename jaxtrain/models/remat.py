@@ -1,0 +1,79 @@
+"""What the forward pass keeps for the backward pass, and how layers are grouped under checkpoints.
+
+Tensors that can be named, and what they are (B, T tokens; D, F widths; N, K heads of H):
+
+    attention_norm (B,T,D)   q (B,T,N,H)   k, v (B,T,K,H)   attention_out (B,T,N,H)   attention_lse (cuDNN's residual)
+    attention_proj (B,T,D)   residual (B,T,D)   mlp_norm (B,T,D)   mlp_gate, mlp_up (B,T,F)   mlp_down (B,T,D)
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxtrain.config import Remat
+
+# `attention` keeps what makes attention run forward once: its inputs, its output and its logsumexp.
+ATTENTION_NAMES = ("q", "k", "v", "attention_out", "attention_lse")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A remat policy, ready for use. Hashable."""
+
+    policy: str
+    keep: tuple[str, ...]
+    offload: tuple[str, ...]
+    every: int
+
+    def checkpoint(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        """`body` with only what the policy says kept for its backward pass."""
+        if self.policy == "none":
+            return body
+        policies = jax.checkpoint_policies
+        if self.policy == "full":
+            policy = policies.nothing_saveable
+        elif self.policy == "dots":
+            policy = policies.dots_with_no_batch_dims_saveable
+        elif self.offload:
+            policy = policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=list(self.keep),
+                names_which_can_be_offloaded=list(self.offload),
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+        else:
+            policy = policies.save_only_these_names(*self.keep)
+        # Scan bodies are compiled apart, so XLA cannot merge the recomputation with the original.
+        return jax.checkpoint(body, policy=policy, prevent_cse=False)
+
+    def scan(self, body: Callable[[jax.Array, Any], jax.Array], x: jax.Array, layers: Any, num_layers: int) -> jax.Array:
+        """Run `body(x, layer)` over layers stacked on axis 0, `every` layers under each checkpoint.
+
+        A remainder of num_layers / every forms a last, smaller group.
+        """
+
+        def run(x: jax.Array, group: Any) -> jax.Array:
+            return jax.lax.scan(lambda x, layer: (body(x, layer), None), x, group)[0]
+
+        if self.every == 1 or self.policy == "none":
+            step = self.checkpoint(body)
+            return jax.lax.scan(lambda x, layer: (step(x, layer), None), x, layers)[0]
+        step = self.checkpoint(run)
+        whole = num_layers // self.every
+        groups = jax.tree.map(lambda w: w[: whole * self.every].reshape(whole, self.every, *w.shape[1:]), layers)
+        x, _ = jax.lax.scan(lambda x, group: (step(x, group), None), x, groups)
+        if num_layers % self.every:
+            x = step(x, jax.tree.map(lambda w: w[whole * self.every :], layers))
+        return x
+
+
+def make_plan(remat: Remat) -> Plan:
+    """From the config's `remat` section; validate.py has checked names and actions."""
+    keep, offload = ATTENTION_NAMES, ()
+    if remat.policy == "custom":
+        actions = [item.strip().split("=") for item in remat.tensors.split(",") if item.strip()]
+        keep = tuple(name for name, action in actions if action == "keep")
+        offload = tuple(name for name, action in actions if action == "offload")
+    return Plan(remat.policy, keep, offload, remat.every)

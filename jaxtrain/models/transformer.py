@@ -1,0 +1,121 @@
+"""A pre-norm decoder: embedding, a scanned stack of blocks, final norm, head. No family names here."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain.config import Model
+from jaxtrain.kernels.attention import Rows
+from jaxtrain.models.attention import Attention, Kernel, Shared, share
+from jaxtrain.models.layers import RESIDUAL, WIDE, Context, Embed, RMSNorm, SwiGLU
+from jaxtrain.models.module import normal, param, stack
+from jaxtrain.models.remat import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys and values of the tokens so far, for sampling."""
+
+    kv: tuple[jax.Array, jax.Array]  # each (L, B, S, K, H)
+    segments_BS: jax.Array  # 0 where nothing is written yet
+    positions_BS: jax.Array
+    length: jax.Array  # int32 (): tokens written, the same in every row
+
+
+jax.tree_util.register_dataclass(Cache, ["kv", "segments_BS", "positions_BS", "length"], [])
+
+
+def empty_cache(model: Model, batch: int, length: int, dtype: jnp.dtype) -> Cache:
+    """Room for `length` tokens in each of `batch` rows."""
+    shape = (model.num_layers, batch, length, model.num_kv_heads, model.head_dim)
+    zeros = jnp.zeros((batch, length), jnp.int32)
+    return Cache((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)), zeros, zeros, jnp.zeros((), jnp.int32))
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, model: Model, kernel: Kernel, ctx: Context, rngs: nnx.Rngs):
+        std, out_std = model.init_std, model.init_std / math.sqrt(2 * model.num_layers)
+        self.attention_norm = RMSNorm(model.d_model, "embed", model.norm_eps, ctx, rngs)
+        self.attention = Attention(model, kernel, std, out_std, ctx, rngs)
+        self.mlp_norm = RMSNorm(model.d_model, "embed", model.norm_eps, ctx, rngs)
+        self.mlp = SwiGLU(model.d_model, model.d_ff, std, out_std, ctx, rngs)
+        self.ctx = ctx
+
+    def __call__(self, x_BTD: jax.Array, shared: Shared, cache: Any) -> tuple[jax.Array, Any]:
+        """The residual stream stays in the residual layout; each half of the block widens it and returns a partial sum."""
+        p = self.ctx.placement
+        with jax.named_scope("attention"):
+            h = checkpoint_name(self.attention_norm(x_BTD), "attention_norm")
+            y, cache = self.attention(p.reshard(h, RESIDUAL, WIDE), shared, cache)
+            y = checkpoint_name(p.reshard(y, WIDE, RESIDUAL), "attention_proj")
+            x_BTD = checkpoint_name(x_BTD + y, "residual")
+        with jax.named_scope("mlp"):
+            h = checkpoint_name(self.mlp_norm(x_BTD), "mlp_norm")
+            y = checkpoint_name(p.reshard(self.mlp(p.reshard(h, RESIDUAL, WIDE)), WIDE, RESIDUAL), "mlp_down")
+            return x_BTD + y, cache
+
+
+class Transformer(nnx.Module):
+    """Tokens to final hidden states; `head_VD` turns those into logits."""
+
+    def __init__(self, model: Model, kernel: Kernel, remat: Plan, ctx: Context, rngs: nnx.Rngs):
+        self.embed = Embed(model.vocab_size, model.d_model, model.init_std, ctx, rngs)
+        self.layers = stack(lambda r: Block(model, kernel, ctx, r), model.num_layers, rngs)
+        self.final_norm = RMSNorm(model.d_model, "embed", model.norm_eps, ctx, rngs)
+        if not model.tied_head:
+            shape = (model.vocab_size, model.d_model)
+            self.head = param(rngs, shape, Embed.AXES, normal(model.init_std), ctx.numerics.params)
+        self.model, self.kernel, self.remat, self.ctx = model, kernel, remat, ctx
+
+    @property
+    def head_VD(self) -> jax.Array:
+        """The output head at rest: master dtype, split like the embedding."""
+        return (self.embed.embedding if self.model.tied_head else self.head)[...]
+
+    def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """Hidden states after the final norm, (B, T, D) in the residual layout. The order of tokens in a row is free as far as
+        the kernel allows: only segments and positions say who sees whom."""
+        shared = share(self.model, self.kernel, Rows(segments_BT, positions_BT, segments_BT, positions_BT))
+        with jax.named_scope("embed"):
+            x_BTD = self.embed(tokens_BT)
+
+        def body(x: jax.Array, block: Block) -> jax.Array:
+            return block(x, shared, None)[0]
+
+        with jax.named_scope("layers"):
+            x_BTD = self.remat.scan(body, x_BTD, self.layers, self.model.num_layers)
+        return self.final_norm(x_BTD)
+
+    def decode(self, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Append T tokens of one document to every row of the cache. Returns their hidden states and the cache."""
+        B, T = tokens_BT.shape
+        positions_BT = jnp.broadcast_to(cache.length + jnp.arange(T, dtype=jnp.int32), (B, T))
+        segments_BT = jnp.ones_like(positions_BT)
+
+        def write(old: jax.Array, new: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(old, new, cache.length, axis=1)
+
+        kv_segments, kv_positions = write(cache.segments_BS, segments_BT), write(cache.positions_BS, positions_BT)
+        rows = Rows(segments_BT, positions_BT, kv_segments, kv_positions)
+        shared = share(self.model, self.kernel, rows, cache.length)
+
+        def body(x: jax.Array, layer: tuple[Block, Any]) -> tuple[jax.Array, Any]:
+            return layer[0](x, shared, layer[1])
+
+        x_BTD, kv = jax.lax.scan(body, self.embed(tokens_BT), (self.layers, cache.kv))
+        return self.final_norm(x_BTD), Cache(kv, kv_segments, kv_positions, cache.length + T)
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """f32 (B, T, V). For sampling and checks: training never holds the logits of a whole batch (loss.py)."""
+        n = self.ctx.numerics
+        head_VD = self.ctx.placement.gather(self.head_VD, Embed.AXES, n.compute, n.reduce)
+        logits = jnp.einsum("BTD,VD->BTV", x_BTD, head_VD, precision=n.precision, preferred_element_type=jnp.float32)
+        cap = self.model.logit_softcap
+        return cap * jnp.tanh(logits / cap) if cap else logits

@@ -1,0 +1,187 @@
+"""Placement: the device mesh, the table of logical axes, and the few functions that turn names into shardings.
+
+Every array in jaxtrain has logical axis names ("batch", "embed", "heads", ...). A `Placement` maps them onto the mesh axes
+(data, fsdp, tensor, seq). Changing how a model is split means changing the table, never the model.
+
+Weights have two layouts. At rest, they (and their moments and gradients) are split over every axis their names map to. In
+use, they are whole over the axes that split the batch: `gather` moves them there in the compute dtype, and sends the
+gradient back in the reduce dtype.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.config import MESH_AXES, RunConfig
+
+Axes = tuple[str | None, ...]
+
+
+def mesh_shape(run: RunConfig, num_devices: int) -> tuple[int, ...]:
+    """Sizes of (data, fsdp, tensor, seq), with the -1 filled in. Raises ValueError where the product is not num_devices."""
+    sizes = [getattr(run.mesh, axis) for axis in MESH_AXES]
+    if sizes.count(-1) > 1:
+        raise ValueError(f"mesh {dict(zip(MESH_AXES, sizes, strict=True))}: only one axis may be -1")
+    rest = math.prod(s for s in sizes if s != -1)
+    filled = [num_devices // rest if s == -1 else s for s in sizes]
+    if math.prod(filled) != num_devices:
+        raise ValueError(
+            f"mesh {dict(zip(MESH_AXES, sizes, strict=True))} does not fill {num_devices} devices: "
+            "set sizes whose product is the number of devices, or one of them to -1"
+        )
+    return tuple(filled)
+
+
+def make_mesh(run: RunConfig, devices: Sequence[jax.Device]) -> Mesh:
+    """A (data, fsdp, tensor, seq) mesh. Neighbouring devices land on the right-most axes, which talk most.
+
+    Axis types are Auto: XLA places what `constrain` leaves open.
+    """
+    shape = mesh_shape(run, len(devices))
+    return Mesh(np.asarray(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """A mesh and the rules that map logical axes onto it. Hashable: it may sit in static fields of modules."""
+
+    mesh: Mesh
+    rules: tuple[tuple[str, tuple[str, ...]], ...]
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which weights in use are whole, because each shard of the batch needs all of them."""
+        return tuple(dict(self.rules)["batch"]) + tuple(dict(self.rules)["sequence"])
+
+    def size(self, mesh_axes: str | Sequence[str]) -> int:
+        """Product of the sizes of these mesh axes."""
+        names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
+        return math.prod(self.mesh.shape[a] for a in names)
+
+    def mesh_axes(self, axis: str | None) -> tuple[str, ...]:
+        """Mesh axes, of size above 1, that split this logical axis."""
+        if axis is None:
+            return ()
+        table = dict(self.rules)
+        if axis not in table:
+            raise ValueError(f"logical axis {axis!r} has no rule: add sharding.rules.{axis} (known: {', '.join(table)})")
+        return tuple(a for a in table[axis] if self.mesh.shape[a] > 1)
+
+    def spec(self, axes: Axes, name: str = "array") -> P:
+        """PartitionSpec of an array with these logical axes. `name` is for the error when one mesh axis splits two dims."""
+        parts = [self.mesh_axes(axis) for axis in axes]
+        used = [a for part in parts for a in part]
+        for a in used:
+            if used.count(a) > 1:
+                who = [str(x) for x, part in zip(axes, parts, strict=True) if a in part]
+                raise ValueError(
+                    f"{name}: logical axes {' and '.join(who)} are both split over mesh axis {a!r}; "
+                    f"change sharding.rules.{who[0]} or sharding.rules.{who[1]}"
+                )
+        return P(*(part if len(part) > 1 else (part[0] if part else None) for part in parts))
+
+    def sharding(self, axes: Axes, name: str = "array", shape: tuple[int, ...] | None = None) -> NamedSharding:
+        """NamedSharding for these logical axes; with a shape, checks that each dimension divides evenly."""
+        spec = self.spec(axes, name)
+        for dim, axis in enumerate(axes if shape is not None else ()):
+            parts = self.size(self.mesh_axes(axis))
+            if shape is not None and shape[dim] % parts:
+                raise ValueError(
+                    f"{name}: axis {axis!r} of size {shape[dim]} does not divide over {'+'.join(self.mesh_axes(axis))} = {parts}"
+                )
+        return NamedSharding(self.mesh, spec)
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Pin an activation's layout; the gradient is pinned to the same."""
+        return jax.lax.with_sharding_constraint(x, self.sharding(axes))
+
+    def reshard(self, x: jax.Array, source: Axes, target: Axes) -> jax.Array:
+        """Move an activation from one layout to another, and its gradient back the other way.
+
+        Pinning both ends makes each move one collective: a partial sum that is pinned to a split layout is reduce-scattered,
+        and the gradient of that is all-gathered.
+        """
+        return _pin(x, self.sharding(source), self.sharding(target))
+
+    def whole(self, axes: Axes) -> NamedSharding:
+        """Layout of a weight in use: whole over the axes that split the batch, still split over the others."""
+        kept = [tuple(a for a in self.mesh_axes(axis) if a not in self.batch_axes) for axis in axes]
+        return NamedSharding(self.mesh, P(*(part if part else None for part in kept)))
+
+    def gather(self, w: jax.Array, axes: Axes, compute: jnp.dtype, reduce: jnp.dtype) -> jax.Array:
+        """A weight in the compute dtype, ready for use. The cast comes first, so that the wire carries the small type.
+
+        Its gradient is summed over the batch axes in the `reduce` dtype and comes back split like the weight.
+        """
+        return _gather(w, self.sharding(axes), self.whole(axes), compute, reduce)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _pin(x: jax.Array, source: NamedSharding, target: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, target)
+
+
+def _pin_fwd(x, source, target):
+    return _pin(x, source, target), None
+
+
+def _pin_bwd(source, target, _, g):
+    return (jax.lax.with_sharding_constraint(g, source),)
+
+
+_pin.defvjp(_pin_fwd, _pin_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _gather(w: jax.Array, rest: NamedSharding, use: NamedSharding, compute: jnp.dtype, reduce: jnp.dtype) -> jax.Array:
+    small = jax.lax.with_sharding_constraint(w.astype(compute), rest)
+    return jax.lax.with_sharding_constraint(small, use)
+
+
+def _gather_fwd(w, rest, use, compute, reduce):
+    # An empty array carries the master dtype to the backward rule: residuals may not be dtypes.
+    return _gather(w, rest, use, compute, reduce), jnp.zeros((0,), w.dtype)
+
+
+def _gather_bwd(rest, use, compute, reduce, like, g):
+    return (scatter(g.astype(reduce), rest, like.dtype),)
+
+
+_gather.defvjp(_gather_fwd, _gather_bwd)
+
+
+def scatter(g: jax.Array, rest: NamedSharding, dtype: jnp.dtype) -> jax.Array:
+    """A weight's gradient, a partial sum on every device, to the weight's own layout and dtype; reduced in the dtype it has."""
+    return jax.lax.with_sharding_constraint(g, rest).astype(dtype)
+
+
+def make_placement(run: RunConfig, devices: Sequence[jax.Device]) -> Placement:
+    """The placement that a config asks for, on these devices."""
+    rules = tuple((axis, tuple(filter(None, onto.split("+")))) for axis, onto in run.sharding.rules)
+    return Placement(make_mesh(run, devices), rules)
+
+
+def replicated(placement: Placement) -> NamedSharding:
+    """Every device holds all of it."""
+    return NamedSharding(placement.mesh, P())
+
+
+def left_whole(abstract: dict[str, jax.ShapeDtypeStruct], limit_bytes: int = 16 << 20) -> list[str]:
+    """Names of arrays above the limit that every device holds in full although the mesh has axes to split them over."""
+    found = []
+    for name, a in abstract.items():
+        sharding = a.sharding
+        if not isinstance(sharding, NamedSharding):
+            continue
+        splits = sharding.mesh.shape["fsdp"] * sharding.mesh.shape["tensor"]
+        size = math.prod(a.shape) * a.dtype.itemsize
+        if splits > 1 and size > limit_bytes and sharding.is_fully_replicated:
+            found.append(f"{name} ({size / 2**20:,.0f} MiB on each of {sharding.mesh.size} devices)")
+    return found

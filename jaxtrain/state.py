@@ -1,0 +1,147 @@
+"""The train state: how it is stored on devices, and what its tensors are called outside.
+
+Only this file knows how the master weights are stored and that layers are stacked. Checkpoints see `to_tensors`: one named
+array per layer and tensor, the same names whatever the layout in memory was.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.models.module import Definition, Params
+from jaxtrain.sharding import Placement, replicated
+
+Tensors = dict[str, Any]  # name -> jax.Array, or jax.ShapeDtypeStruct
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything a step changes."""
+
+    step: jax.Array  # int32 (): optimizer steps taken
+    params: Params  # master weights
+    optimizer: Any  # optax state: moments split like their parameters
+
+
+jax.tree_util.register_dataclass(TrainState, ["step", "params", "optimizer"], [])
+
+
+def weights(state: TrainState) -> Params:
+    """The parameters that the forward pass reads and the gradient is taken of."""
+    return state.params
+
+
+def abstract_state(definition: Definition, tx: optax.GradientTransformation, placement: Placement) -> TrainState:
+    """Shapes, dtypes and shardings of a state that nobody has allocated yet. Moments are split like their parameters."""
+
+    def place(path: Any, a: jax.ShapeDtypeStruct, axes: Any) -> jax.ShapeDtypeStruct:
+        name = ".".join(str(k.key) for k in path)
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placement.sharding(axes, name, a.shape))
+
+    params = jax.tree_util.tree_map_with_path(place, definition.abstract, definition.axes)
+    whole = replicated(placement)
+    optimizer = optax.tree_map_params(
+        tx,
+        lambda a, p: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=p.sharding if a.shape == p.shape else whole),
+        jax.eval_shape(tx.init, definition.abstract),
+        params,
+        transform_non_params=lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole),
+    )
+    return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), params, optimizer)
+
+
+def shardings(abstract: Any) -> Any:
+    """The sharding of every leaf."""
+    return jax.tree.map(lambda a: a.sharding, abstract)
+
+
+def create_state(
+    definition: Definition, tx: optax.GradientTransformation, abstract: TrainState, seed: int
+) -> TrainState:
+    """A fresh state, each device making only its own part. The numbers depend on the seed and not on the mesh."""
+
+    def create(key: jax.Array) -> TrainState:
+        params = definition.init(key)
+        return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
+
+    return jax.jit(create, out_shardings=shardings(abstract))(jax.random.key(seed))
+
+
+def _name(path: Any) -> str:
+    """Dotted names of attributes and dict keys. Positions in tuples say nothing to a reader and are left out."""
+    parts = [str(getattr(k, "name", None) or getattr(k, "key", "")) for k in path]
+    return ".".join(p for p in parts if p)
+
+
+def _is_stacked(path: Any) -> bool:
+    return any(getattr(k, "key", None) == "layers" for k in path)
+
+
+def _layer_name(name: str, layer: int) -> str:
+    return name.replace(".layers.", f".layers.{layer}.", 1)
+
+
+def _layer_sharding(sharding: NamedSharding) -> NamedSharding:
+    return NamedSharding(sharding.mesh, P(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
+
+
+def abstract_tensors(abstract: TrainState) -> Tensors:
+    """Name -> shape, dtype and sharding of every tensor of a state, layers apart."""
+    out: Tensors = {}
+    for path, a in jax.tree_util.tree_leaves_with_path(abstract):
+        name = _name(path)
+        if _is_stacked(path):
+            one = jax.ShapeDtypeStruct(a.shape[1:], a.dtype, sharding=_layer_sharding(a.sharding))
+            named = {_layer_name(name, i): one for i in range(a.shape[0])}
+        else:
+            named = {name: a}
+        clash = named.keys() & out.keys()
+        if clash:
+            raise ValueError(f"two tensors of the train state are called {min(clash)}: give the optimizer's fields distinct names")
+        out.update(named)
+    return out
+
+
+@functools.cache
+def _unstack(num: int, sharding: NamedSharding) -> Any:
+    """Compiled split of a stacked array into its layers. On GPUs the parts go straight to host memory: a second copy of the
+    state would not fit on the device."""
+    one = _layer_sharding(sharding)
+    if next(iter(sharding.device_set)).platform == "gpu":
+        one = one.with_memory_kind("pinned_host")
+    return jax.jit(lambda w: tuple(w[i] for i in range(num)), out_shardings=(one,) * num)
+
+
+@functools.cache
+def _stack(sharding: NamedSharding) -> Any:
+    return jax.jit(lambda parts: jnp.stack(parts), out_shardings=sharding)
+
+
+def to_tensors(state: TrainState) -> Tensors:
+    """Copies of a state's tensors by name. They stay good when the state is donated to the next step."""
+    out: Tensors = {}
+    for path, a in jax.tree_util.tree_leaves_with_path(state):
+        name = _name(path)
+        if _is_stacked(path):
+            out.update({_layer_name(name, i): w for i, w in enumerate(_unstack(a.shape[0], a.sharding)(a))})
+        else:
+            out[name] = jnp.copy(a)
+    return out
+
+
+def from_tensors(abstract: TrainState, tensors: Tensors) -> TrainState:
+    """The state made of these tensors, in the layout of `abstract`. Empties `tensors` as it goes, to hold memory once."""
+
+    def make(path: Any, a: jax.ShapeDtypeStruct) -> jax.Array:
+        name = _name(path)
+        if not _is_stacked(path):
+            return tensors.pop(name)
+        return _stack(a.sharding)([tensors.pop(_layer_name(name, i)) for i in range(a.shape[0])])
+
+    return jax.tree_util.tree_map_with_path(make, abstract)

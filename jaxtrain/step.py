@@ -1,0 +1,195 @@
+"""The train step: one pure function, and what it takes to compile it. No files, no loop, no metrics writers."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxtrain.config import RunConfig
+from jaxtrain.kernels import attention
+from jaxtrain.kernels.dot import DTYPES, Numerics
+from jaxtrain.loss import Batch, LossFunction, LossSpec, loss_function
+from jaxtrain.models import family
+from jaxtrain.models.attention import Kernel
+from jaxtrain.models.layers import Context
+from jaxtrain.models.module import Definition, Params
+from jaxtrain.models.remat import make_plan
+from jaxtrain.optimizer import make_optimizer, make_schedule
+from jaxtrain.shapes import BATCH_KEYS
+from jaxtrain.sharding import Axes, Placement, make_placement, replicated
+from jaxtrain.state import TrainState, abstract_state, shardings, weights
+
+MICROBATCHES: Axes = (None, "batch", "sequence")  # (A, B, T)
+Metrics = dict[str, jax.Array]
+
+
+def make_train_step(
+    definition: Definition,
+    tx: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    loss: LossFunction,
+    spec: LossSpec,
+    *,
+    clip_norm: float,
+    grads_dtype: jnp.dtype,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """A pure function `(state, batch) -> (state, metrics)`, to be jitted by the caller with explicit shardings.
+
+    The batch's arrays are (A, B, T): A microbatches, whose gradients are summed in `grads_dtype` before the one update. The loss
+    of each is divided by the weight of all, so the sum is exactly the loss of the whole batch.
+
+    Metrics, f32 (): `loss` (nats per token, before the update), `grad_norm` (global, before clipping), `lr`.
+    """
+    placement = spec.placement
+
+    def loss_of(params: Params, micro: Batch, total: jax.Array) -> jax.Array:
+        model = definition.bind(params)
+        hidden = model(micro["tokens"], micro["segments"], micro["positions"])
+        with jax.named_scope("loss"):
+            return loss(hidden, model.head_VD, micro, spec) / total
+
+    def pinned(grads: Params) -> Params:
+        return jax.tree.map(
+            lambda g, axes: jax.lax.with_sharding_constraint(g.astype(grads_dtype), placement.sharding(axes)),
+            grads,
+            definition.axes,
+        )
+
+    def gradients(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
+        # A batch without targets has nothing to learn from; the floor only keeps it from dividing by zero.
+        total = jnp.maximum(batch["weights"].sum(), 1.0)
+
+        def one(micro: Batch) -> tuple[jax.Array, Params]:
+            value, grads = jax.value_and_grad(loss_of)(params, micro, total)
+            return value, pinned(grads)
+
+        if batch["tokens"].shape[0] == 1:
+            return one(jax.tree.map(lambda x: x[0], batch))
+
+        def add(carry: tuple[jax.Array, Params], micro: Batch) -> tuple[tuple[jax.Array, Params], None]:
+            return jax.tree.map(jnp.add, carry, one(micro)), None
+
+        zeros = pinned(jax.tree.map(lambda p: jnp.zeros(p.shape, grads_dtype), params))
+        return jax.lax.scan(add, (jnp.zeros((), jnp.float32), zeros), batch)[0]
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        value, grads = gradients(weights(state), batch)
+        with jax.named_scope("optimizer"):
+            norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)))
+            if clip_norm:
+                scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30))
+                grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+            lr = jnp.asarray(schedule(state.step), jnp.float32)
+            updates, optimizer = tx.update(grads, state.optimizer, state.params)
+            params = jax.tree.map(lambda p, u: (p - lr * u).astype(p.dtype), state.params, updates)
+        return TrainState(state.step + 1, params, optimizer), {"loss": value, "grad_norm": norm, "lr": lr}
+
+    return train_step
+
+
+def make_eval_step(
+    definition: Definition, loss: LossFunction, spec: LossSpec
+) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
+    """`(params, batch) -> (sum of weighted losses, sum of weights)`, both f32 (); the batch's arrays are (1, B, T)."""
+
+    def eval_step(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        micro = jax.tree.map(lambda x: x[0], batch)
+        model = definition.bind(params)
+        hidden = model(micro["tokens"], micro["segments"], micro["positions"])
+        return loss(hidden, model.head_VD, micro, spec), micro["weights"].sum()
+
+    return eval_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A run's whole computation, before anything is allocated."""
+
+    placement: Placement
+    definition: Definition
+    tx: optax.GradientTransformation
+    state: TrainState  # abstract, with shardings
+    batch: Batch  # abstract, with shardings
+    train_step: Any  # jitted; call .lower(state, batch).compile()
+    eval_step: Any  # jitted
+    attention: str  # the chosen kernel
+    attention_reason: str
+    options: dict[str, Any]  # compiler options of the train step
+
+
+def hardware_of(device: jax.Device) -> attention.Hardware:
+    """What attention kernels need to know of a device, present or only described."""
+    if device.platform == "cpu":
+        return attention.Hardware("cpu")
+    major, _, minor = str(device.compute_capability).partition(".")
+    return attention.Hardware("gpu", (int(major), int(minor or 0)))
+
+
+def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Definition:
+    """The model of a config, placed."""
+    numerics = Numerics(DTYPES[run.precision], DTYPES[run.dtypes.reduce], DTYPES[run.dtypes.params])
+    module = family(run.model.family)
+    return Definition(lambda rngs: module.build(run.model, kernel, make_plan(run.remat), Context(numerics, placement), rngs))
+
+
+def attention_spec(run: RunConfig) -> attention.Spec:
+    """What training asks of the attention kernel."""
+    m, packed = run.model, run.data.packing == "documents"
+    return attention.Spec(
+        m.head_dim, run.precision, packed, run.data.max_segments if packed else 1, m.sliding_window, m.attention_softcap
+    )
+
+
+def build(run: RunConfig, devices: Sequence[jax.Device]) -> Program:
+    """Everything that follows from a config and a set of devices, real or described. Allocates nothing.
+
+    Raises ValueError where the config asks for a layout or a kernel that cannot be.
+    """
+    placement = make_placement(run, devices)
+    spec = attention_spec(run)
+    name, reason = attention.choose(run.attention.impl, spec, hardware_of(devices[0]), run.data.seq_len)
+    definition = make_definition(run, placement, Kernel(name, spec))
+    tx = make_optimizer(run.optimizer, run.dtypes, definition.axes)
+    state = abstract_state(definition, tx, placement)
+
+    shape = (run.train.grad_accum, run.train.global_batch // run.train.grad_accum, run.data.seq_len)
+    sharding = placement.sharding(MICROBATCHES, "batch", shape)
+    batch = {k: jax.ShapeDtypeStruct(shape, jnp.dtype(d), sharding=sharding) for k, d in BATCH_KEYS.items()}
+
+    numerics = Numerics(DTYPES[run.precision], DTYPES[run.dtypes.reduce], DTYPES[run.dtypes.params])
+    loss_spec = LossSpec(numerics, placement, run.train.loss_chunk, run.model.logit_softcap)
+    loss = loss_function(run.train.loss)
+    train_step = make_train_step(
+        definition,
+        tx,
+        make_schedule(run.optimizer, run.train.steps),
+        loss,
+        loss_spec,
+        clip_norm=run.optimizer.clip_norm,
+        grads_dtype=DTYPES[run.dtypes.grads],
+    )
+    whole = replicated(placement)
+    return Program(
+        placement,
+        definition,
+        tx,
+        state,
+        batch,
+        jax.jit(
+            train_step,
+            in_shardings=(shardings(state), shardings(batch)),
+            out_shardings=(shardings(state), {"loss": whole, "grad_norm": whole, "lr": whole}),
+            donate_argnums=0,
+        ),
+        jax.jit(
+            make_eval_step(definition, loss, loss_spec),
+            in_shardings=(shardings(state.params), shardings(batch)),
+            out_shardings=(whole, whole),
+        ),
+        name,
+        reason,
+        {},
+    )
