@@ -1,0 +1,195 @@
+"""What a run says: `log.txt`, and the terminal with its one live line.
+
+Every message takes one road, the logger named "jaxtrain": any module may use `logging.getLogger("jaxtrain")`, and while a
+`Console` is open its messages reach `log.txt` (`log.<process>.txt` for processes other than 0), each with its time and flushed
+at once, and the terminal. On a terminal the last line is live and messages appear above it; elsewhere it is printed as a plain
+line for each line of metrics. Warnings of other libraries, and the traceback of an error that ends the run, go to the log too.
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+LOGGER = logging.getLogger("jaxtrain")
+REDRAW_S = 0.1  # drawing more often shows nothing new and takes time from the loop
+
+
+class Console:
+    """The voice of one process. A context manager; process 0 owns the terminal, the others speak up only to warn."""
+
+    def __init__(self, workdir: str | Path, process_index: int, total_steps: int, *, stream: TextIO | None = None):
+        self.path = Path(workdir) / ("log.txt" if process_index == 0 else f"log.{process_index}.txt")
+        self._process_index = process_index
+        self._total = total_steps
+        self._stream = stream or sys.stdout  # None once it is gone
+        self._live: Progress | None = None
+        self._drawn = 0.0
+        self._numbers = ""
+        self._first: tuple[int, float] | None = None  # step and time of the first line, for the time left
+        self._handlers: list[tuple[logging.Logger, logging.Handler]] = []
+
+    def __enter__(self) -> "Console":
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        to_file = logging.FileHandler(self.path, mode="a", encoding="utf-8")
+        to_file.setFormatter(_FileFormat("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S%z"))
+        others = logging.FileHandler(self.path, mode="a", encoding="utf-8")
+        others.setFormatter(to_file.formatter)
+        others.setLevel(logging.WARNING)
+        to_terminal = _TerminalHandler(self)
+        to_terminal.setLevel(logging.INFO if self._process_index == 0 else logging.WARNING)
+        self._handlers = [(LOGGER, to_file), (LOGGER, to_terminal), (logging.getLogger(), others)]
+        for logger, handler in self._handlers:
+            logger.addHandler(handler)
+        LOGGER.setLevel(logging.INFO)
+        LOGGER.propagate = False  # absl prints what reaches the root logger a second time
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.end_live()
+        if error is not None and not isinstance(error, SystemExit):
+            # To the file alone: Python prints the traceback on the terminal itself.
+            LOGGER.error("the run ends with an error", exc_info=error, extra={"file_only": True})
+        for logger, handler in self._handlers:
+            logger.removeHandler(handler)
+            handler.close()
+        self._handlers = []
+        LOGGER.propagate = True
+
+    def say(self, text: str) -> None:
+        """One message, to the log and the terminal."""
+        LOGGER.info("%s", text)
+
+    def warn(self, text: str) -> None:
+        """One message that the user should act on; also from processes other than 0."""
+        LOGGER.warning("%s", text)
+
+    def tick(self, step: int) -> None:
+        """Move the bar: `step` steps are done. Cheap enough for every step; draws on a terminal alone."""
+        if self._has_live_line():
+            self._draw(step)
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        """Show a train line of metrics.jsonl (see `metrics.TRAIN_KEYS`); it goes to log.txt as well."""
+        done = line["step"]
+        now = time.monotonic()
+        left = None
+        if self._first is None:
+            self._first = done, now
+            if line["step_time_s"] is not None:
+                left = (self._total - done) * line["step_time_s"]
+        elif done > self._first[0]:
+            # Over everything since the first line: evaluations and saves to come take time like those that were.
+            left = (self._total - done) * (now - self._first[1]) / (done - self._first[0])
+        self._numbers = numbers(line, left)
+        text = f"step {done}/{self._total}  {self._numbers}"
+        if self._has_live_line():
+            self._draw(done, force=True)
+            LOGGER.info("%s", text, extra={"file_only": True})
+        else:
+            LOGGER.info("%s", text)
+
+    def end_live(self) -> None:
+        """Leave the live line as it stands and go on below it."""
+        if self._live is not None:
+            live, self._live = self._live, None
+            self._to_terminal(live.stop)
+
+    def _has_live_line(self) -> bool:
+        return self._process_index == 0 and self._stream is not None and self._stream.isatty()
+
+    def _draw(self, step: int, force: bool = False) -> None:
+        now = time.monotonic()
+        if not force and now - self._drawn < REDRAW_S:
+            return
+        self._drawn = now
+        self._to_terminal(lambda: self._redraw(step))
+
+    def _redraw(self, step: int) -> None:
+        if self._live is None:
+            from rich.console import Console as RichConsole
+            from rich.progress import BarColumn, Progress, TextColumn
+
+            columns = (BarColumn(bar_width=20), TextColumn("{task.completed}/{task.total}  {task.fields[numbers]}"))
+            screen = RichConsole(file=self._stream, highlight=False)
+            self._live = Progress(*columns, console=screen, auto_refresh=False)
+            self._live.add_task("train", total=self._total, numbers="")
+            self._live.start()
+            screen.show_cursor(True)  # a process that is killed could not bring it back
+        self._live.update(self._live.task_ids[0], completed=step, numbers=self._numbers, refresh=True)
+
+    def _print(self, text: str, warning: bool) -> None:
+        if self._process_index != 0:
+            text = f"[process {self._process_index}] {text}"
+        if self._live is not None:
+            self._live.console.print(text, style="yellow" if warning else None, markup=False, soft_wrap=True)
+        elif self._stream is not None:
+            self._stream.write(f"{'warning: ' if warning else ''}{text}\n")
+            self._stream.flush()
+
+    def _to_terminal(self, action: Any) -> None:
+        """Write to the terminal; when it is gone (closed pipe, lost connection) the run goes on with its log alone."""
+        try:
+            action()
+        except (OSError, SystemExit) as error:  # rich turns a broken pipe into SystemExit
+            stream, self._stream, self._live = self._stream, None, None
+            if stream is not None:
+                # What the stream still holds must go somewhere, or Python fails at exit and the exit code is lost.
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream.fileno())
+                os.close(nowhere)
+            LOGGER.warning("%s", f"the terminal cannot be written to ({error!r}); all that follows is in {self.path} only")
+
+
+class _FileFormat(logging.Formatter):
+    """Puts the level before what is not ordinary, so that `grep WARNING log.txt` finds it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        if record.levelno >= logging.WARNING:
+            record.message = f"{record.levelname} {record.message}"
+        return super().formatMessage(record)
+
+
+class _TerminalHandler(logging.Handler):
+    def __init__(self, console: Console):
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not getattr(record, "file_only", False):
+            text, warning = record.getMessage(), record.levelno >= logging.WARNING
+            self._console._to_terminal(lambda: self._console._print(text, warning))
+
+
+def numbers(line: Mapping[str, Any], seconds_left: float | None) -> str:
+    """The part of a progress line that follows the step; '-' for what is not known."""
+
+    def show(name: str, form: str, scale: float = 1.0) -> str:
+        value = line[name]
+        return "-" if value is None else format(value * scale, form)
+
+    parts = [
+        f"loss {show('loss', '.4f')}",
+        f"{show('tokens_per_s', ',.0f')} tok/s",
+        f"MFU {show('mfu_causal', '.1f', 100)}{'' if line['mfu_causal'] is None else '% (causal)'}",
+        f"mem {show('peak_memory_gib', '.1f')}{'' if line['peak_memory_gib'] is None else ' GiB'}",
+        f"left {duration(seconds_left)}",
+    ]
+    return "  ".join(parts)
+
+
+def duration(seconds: float | None) -> str:
+    """'42s', '3m20s', '5h07m', '2d04h'; '-' for None."""
+    if seconds is None:
+        return "-"
+    whole = max(0, round(seconds))
+    for big, small, big_name, small_name in ((86400, 3600, "d", "h"), (3600, 60, "h", "m"), (60, 1, "m", "s")):
+        if whole >= big:
+            return f"{whole // big}{big_name}{whole % big // small:02d}{small_name}"
+    return f"{whole}s"

@@ -1,0 +1,96 @@
+"""Leaving a run in good order: Ctrl-C, and the signals a scheduler sends before it takes the machine away.
+
+The first signal asks the loop to finish its step, save and leave; a second one leaves at once. Both work while the main thread
+waits inside XLA (a compile of minutes, a collective that hangs), where Python would run no signal handler: the interpreter's
+own handler writes the signal's number into a pipe right away, and a thread of ours reads it there.
+"""
+
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGUSR1: 75}
+
+# A terminal signals the whole process group and a launcher may pass the same signal on: that is one request, not two.
+SAME_REQUEST_S = 0.2
+
+CLOSE = 0  # no signal has this number
+
+
+class Stop:
+    """Whether, and why, the run has been asked to end. Use as a context manager, in the main thread.
+
+    `signals` may leave out SIGTERM where another part of the process must receive it (the preemption service of
+    jax.distributed takes it for itself).
+    """
+
+    def __init__(self, signals: tuple[signal.Signals, ...] = tuple(EXIT_CODES)):
+        self.reason: str | None = None  # the name of the signal, once one has come
+        self.exit_code: int | None = None
+        self._signals = signals
+        self._first = 0.0
+        self._before: dict[signal.Signals, Any] = {}
+        self._pipe: tuple[int, int] | None = None
+        self._wakeup_before = -1
+        self._thread: threading.Thread | None = None
+
+    def __bool__(self) -> bool:
+        return self.reason is not None
+
+    def __enter__(self) -> "Stop":
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("Stop must be entered in the main thread: Python sets signal handlers nowhere else.")
+        self._pipe = reading, writing = os.pipe()
+        os.set_blocking(writing, False)  # as the interpreter demands: its handler must never wait
+        self._wakeup_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._listen, args=(reading,), name="signals", daemon=True)
+        self._thread.start()
+        for number in self._signals:
+            self._before[number] = signal.signal(number, _leave_it_to_the_thread)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._before.clear()
+        signal.set_wakeup_fd(self._wakeup_before)
+        if self._pipe and self._thread:
+            os.write(self._pipe[1], bytes([CLOSE]))
+            self._thread.join()
+            for end in self._pipe:
+                os.close(end)
+        self._pipe = self._thread = None
+
+    def _listen(self, reading: int) -> None:
+        while True:
+            for number in os.read(reading, 64):
+                if number == CLOSE:
+                    return
+                if number in self._signals:
+                    self._received(signal.Signals(number))
+
+    def _received(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        if self.reason is None:
+            self._first = now
+            self.exit_code = EXIT_CODES[number]
+            self.reason = number.name  # last: the loop looks at this one
+            name = "Ctrl-C" if number is signal.SIGINT else number.name
+            _say(f"\n{name}: finishing this step, then saving. Again to leave at once.\n")
+        elif now - self._first > SAME_REQUEST_S:
+            _say(f"\n{number.name} again: leaving at once. What came after the last checkpoint is lost.\n")
+            os._exit(EXIT_CODES[number])
+
+
+def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None:
+    """A Python handler must be set for the interpreter to write to the pipe; the pipe's reader does the work."""
+
+
+def _say(text: str) -> None:
+    try:
+        os.write(2, text.encode())  # not through sys.stderr: its lock may be held by the thread that was interrupted
+    except OSError:
+        return  # the terminal is gone; the run's end is written to its receipt all the same
