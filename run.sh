@@ -1,0 +1,253 @@
+#!/usr/bin/env bash
+# From a machine with Python and git to a working environment in .venv, and then to the command asked for.
+# `./run.sh --help` says what it can do. Works from any folder; relative paths in arguments mean your folder, not this one.
+set -euo pipefail
+
+self=${BASH_SOURCE[0]}
+while [[ -L $self ]]; do # a link to this script, say in ~/bin, still finds the repository
+  target=$(readlink "$self")
+  [[ $target == /* ]] || target=$(dirname -- "$self")/$target
+  self=$target
+done
+root=$(CDPATH='' cd -P -- "$(dirname -- "$self")" && pwd)
+venv=$root/.venv
+stamp=$venv/.jaxtrain # what is installed; written last, so a broken installation has none
+
+say() { printf 'run.sh: %s\n' "$*" >&2; }
+
+fail() { # fail EXIT_CODE MESSAGE
+  say "$2"
+  exit "$1"
+}
+
+# --- What can be asked for -------------------------------------------------------------------------------------------------
+
+commands() { # one line each: every module of jaxtrain that can be run, with the first line of its docstring
+  local file name first
+  for file in "$root"/jaxtrain/*.py "$root"/jaxtrain/*/__main__.py; do
+    case $file in
+      */jaxtrain/__*__.py) continue ;;
+      */__main__.py) name=$(basename "${file%/__main__.py}") ;;
+      *) name=$(basename "${file%.py}") ;;
+    esac
+    is_command "$name" || continue
+    IFS= read -r first <"$file" || true
+    first=${first#\"\"\"}
+    printf '  %-12s %s\n' "$name" "${first%\"\"\"}"
+  done
+}
+
+is_command() {
+  [[ $1 =~ ^[a-z][a-z0-9_]*$ ]] || return 1
+  [[ -f $root/jaxtrain/$1/__main__.py ]] || grep -qs '^if __name__ ==' "$root/jaxtrain/$1.py"
+}
+
+usage() {
+  cat <<'TEXT'
+usage: ./run.sh                         train configs/tiny.py
+       ./run.sh --config=FILE [--...]   train any config (python -m jaxtrain.main with these arguments)
+       ./run.sh COMMAND [...]           python -m jaxtrain.COMMAND; COMMAND --help tells more
+       ./run.sh test [pytest args]      the tests, run in the repository's folder
+       ./run.sh lint                    ruff, pyright and shellcheck
+       ./run.sh setup                   only prepare the environment
+
+commands:
+TEXT
+  commands
+  cat <<'TEXT'
+
+The environment is .venv, brought in line with requirements/*.txt whenever those change: packages that you add by hand are
+removed then. Delete .venv to start anew.
+
+  JAXTRAIN_CUDA=12|13   install CUDA 12 or 13. Not set: 12 with an NVIDIA GPU; without one the CPU and, on Linux, the
+                        compiler that plans for GPUs
+  JAXTRAIN_DRY_RUN=1    say what would be installed and run, and do neither
+TEXT
+}
+
+# --- Which packages --------------------------------------------------------------------------------------------------------
+
+gpu_here() {
+  local device
+  for device in /dev/nvidia[0-9]*; do
+    [[ -e $device ]] && return 0
+  done
+  # Asked second: on a node of eight it can take seconds. WSL has GPUs without these devices.
+  [[ $(nvidia-smi -L 2>/dev/null) == *GPU\ * ]]
+}
+
+choose() { # sets packages (plan, cuda12, cuda13), why, dev (dev or -); $1: dev or -
+  local had_packages='' had_dev='' _
+  if [[ -f $stamp ]]; then read -r _ had_packages had_dev _ <"$stamp" || true; fi
+  dev=$1
+  if [[ $had_dev == dev ]]; then dev=dev; fi # once there they stay, or `test` and `train` in turn would reinstall each time
+  case ${JAXTRAIN_CUDA-} in
+    12 | 13)
+      [[ $OSTYPE == linux* ]] || fail 2 "JAXTRAIN_CUDA=$JAXTRAIN_CUDA: CUDA packages exist for Linux only, and this is $OSTYPE; unset it"
+      packages=cuda$JAXTRAIN_CUDA
+      why="jax with CUDA $JAXTRAIN_CUDA, as JAXTRAIN_CUDA=$JAXTRAIN_CUDA asks"
+      ;;
+    '')
+      if gpu_here; then
+        packages=cuda12
+        why="jax with CUDA 12, because there is an NVIDIA GPU (JAXTRAIN_CUDA=13 takes CUDA 13)"
+      elif [[ $had_packages == cuda* ]]; then
+        # A login node must not take CUDA from under the jobs that run on the GPU nodes.
+        packages=$had_packages
+        why="jax with CUDA ${packages#cuda}, as before, though no NVIDIA GPU is visible now"
+      elif [[ $OSTYPE == linux* ]]; then
+        packages=plan
+        why="jax for the CPU and the compiler that plans for GPUs, because no NVIDIA GPU is visible (JAXTRAIN_CUDA=12 takes CUDA all the same)"
+      else
+        packages=plan # its GPU part is marked as for Linux
+        why="jax for the CPU; this is $OSTYPE, and training on GPUs and planning for them need Linux"
+      fi
+      ;;
+    *) fail 2 "JAXTRAIN_CUDA=$JAXTRAIN_CUDA: must be 12 or 13; unset it for the default" ;;
+  esac
+}
+
+locked() { # the requirement files in force, one a line
+  echo "$root/requirements/$packages.txt"
+  if [[ $dev == dev ]]; then echo "$root/requirements/dev.txt"; fi
+}
+
+state() { # all that an installation depends on, to be compared as a whole; the first word is the version of this script's ways
+  echo "1 $packages $dev python $(<"$root/.python-version")"
+  local file
+  locked | while IFS= read -r file; do cat "$file"; done
+}
+
+current() { [[ -x $venv/bin/python && -f $stamp && $(<"$stamp") == "$(state)" ]]; }
+
+# --- Installing ------------------------------------------------------------------------------------------------------------
+
+working_uv() { # sets uv: the one on PATH if it runs (a pyenv shim may be there and not run), else a private one in .uv
+  uv=uv
+  if uv --version >/dev/null 2>&1; then return; fi
+  uv=.uv/venv/bin/uv
+  if "$uv" --version >/dev/null 2>&1; then return; fi
+  local name python tried=''
+  for name in python3 python3.12 python3.14 python3.13 python3.11 python3.10 python3.9 python; do
+    while IFS= read -r python; do
+      "$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 9))' >/dev/null 2>&1 || {
+        tried="$tried $python"
+        continue
+      }
+      say "uv into .uv, with $python: this machine has no uv that runs"
+      "$python" -m venv --clear .uv/venv
+      .uv/venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.txt
+      return
+    done < <(type -aP "$name" || true)
+  done
+  fail 1 "neither uv nor a Python 3.9 or later with its venv module runs here (tried:${tried:- none found}); \
+install uv, or Python with venv (on Debian and Ubuntu: apt install python3-venv)"
+}
+
+find_python() { # prints an interpreter of version $1, or the version itself for uv to download
+  "$uv" python find --system --no-python-downloads "$1" 2>/dev/null && return
+  local python
+  for python in "${PYENV_ROOT:-${HOME-}/.pyenv}/versions/$1".*/bin/python; do # pyenv's, also where no shim leads to it
+    if [[ -x $python ]]; then
+      echo "$python"
+      return
+    fi
+  done
+  echo "$1"
+}
+
+install() ( # a subshell: what it exports and where it changes to ends with it
+  cd "$root"
+  mkdir -p .uv
+  if command -v flock >/dev/null; then # several nodes may start on one shared folder at once
+    exec 9>.uv/lock
+    flock -n 9 || {
+      say "waiting for another run.sh that installs"
+      flock 9 || say "this file system has no locks: going on without"
+    }
+    if current; then return; fi
+  fi
+  say "installing into .venv: $why"
+  rm -f "$stamp"
+  # Trust what the machine trusts (a company's proxy, say), where it keeps such a list.
+  local certificates
+  for certificates in /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt /etc/ssl/ca-bundle.pem /etc/ssl/cert.pem; do
+    if [[ -s $certificates ]]; then export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS-1}"; fi
+  done
+  local uv python version file files=()
+  version=$(<.python-version)
+  working_uv
+  if [[ $(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) != "$version" ]]; then
+    python=$(find_python "$version")
+    UV_VENV_CLEAR=1 "$uv" venv --quiet --python "$python" .venv ||
+      fail 1 "no environment with Python $version (uv says why above): install Python $version so that python$version is on PATH, and start again"
+  fi
+  while IFS= read -r file; do files+=("$file"); done < <(locked)
+  "$uv" pip sync --python .venv/bin/python --require-hashes --compile-bytecode "${files[@]}" ||
+    fail 1 "the installation failed (uv says why above); start again, it goes on where it stopped"
+  state >"$stamp"
+)
+
+prepare() { # prepare dev|-
+  choose "$1"
+  if current; then return; fi
+  if [[ -n ${JAXTRAIN_DRY_RUN-} ]]; then
+    say "would install into .venv: $why"
+    locked | while IFS= read -r file; do say "would install from ${file#"$root"/}"; done
+  else
+    install
+  fi
+}
+
+start() { # becomes the environment's Python, with the repository importable and the exit code its own
+  if [[ -n ${JAXTRAIN_DRY_RUN-} ]]; then
+    say "would run:$(printf ' %q' "$venv/bin/python" "$@")"
+    exit 0
+  fi
+  PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$venv/bin/python" "$@"
+}
+
+# --- The command line ------------------------------------------------------------------------------------------------------
+
+case ${1-} in
+  help | --help | -h)
+    usage
+    ;;
+  '')
+    prepare -
+    start -m jaxtrain.main --config=configs/tiny.py
+    ;;
+  -*)
+    prepare -
+    start -m jaxtrain.main "$@"
+    ;;
+  setup)
+    prepare -
+    say "ready: $venv"
+    ;;
+  test)
+    shift
+    prepare dev
+    cd "$root"
+    start -m pytest "$@"
+    ;;
+  lint)
+    prepare dev
+    cd "$root"
+    (start -m ruff check .)
+    (start -m ruff format --check .)
+    if [[ -z ${JAXTRAIN_DRY_RUN-} ]]; then "$venv/bin/shellcheck" run.sh requirements/lock.sh .ci/run tests/*.sh; fi
+    start -m pyright
+    ;;
+  *)
+    if ! is_command "$1"; then
+      say "unknown command '$1'; it must be test, lint, setup, help, or one of these:"
+      commands >&2
+      exit 2
+    fi
+    command=$1
+    shift
+    prepare -
+    start -m "jaxtrain.$command" "$@"
+    ;;
+esac
