@@ -118,6 +118,12 @@ state() { # all that an installation depends on, to be compared as a whole; the 
   locked | while IFS= read -r file; do cat "$file"; done
 }
 
+announce() { # announce installing|"would install"
+  local file
+  say "$1 into .venv: $why"
+  locked | while IFS= read -r file; do say "$1 from ${file#"$root"/}"; done
+}
+
 current() { [[ -x $venv/bin/python && -f $stamp && $(<"$stamp") == "$(state)" ]]; }
 
 # --- Installing ------------------------------------------------------------------------------------------------------------
@@ -167,7 +173,7 @@ install() ( # a subshell: what it exports and where it changes to ends with it
     }
     if current; then return; fi
   fi
-  say "installing into .venv: $why"
+  announce installing
   rm -f "$stamp"
   # Trust what the machine trusts (a company's proxy, say), where it keeps such a list.
   local certificates
@@ -192,8 +198,7 @@ prepare() { # prepare dev|-
   choose "$1"
   if current; then return; fi
   if [[ -n ${JAXTRAIN_DRY_RUN-} ]]; then
-    say "would install into .venv: $why"
-    locked | while IFS= read -r file; do say "would install from ${file#"$root"/}"; done
+    announce "would install"
   else
     install
   fi
