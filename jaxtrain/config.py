@@ -272,8 +272,11 @@ def public_name(field_name: str) -> str:
     return field_name.rstrip("_")
 
 
-def default_config() -> ml_collections.ConfigDict:
-    """A fresh ConfigDict with every key at its default. Config files start here."""
+def default_config() -> Any:
+    """A fresh ConfigDict with every key at its default. Config files start here.
+
+    Typed Any, because no type checker knows the keys of a ConfigDict.
+    """
     return ml_collections.ConfigDict(to_dict(RunConfig()))
 
 
@@ -294,11 +297,11 @@ def to_dict(run: RunConfig) -> dict[str, Any]:
     return plain(run)
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(tree: Mapping[str, Any] | ml_collections.ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """('model.d_model', 128), ... in declaration order."""
     for name, value in tree.items():
         if isinstance(value, Mapping | ml_collections.ConfigDict):
-            yield from flatten(cast(Mapping[str, Any], value), f"{prefix}{name}.")
+            yield from flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

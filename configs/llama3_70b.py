@@ -1,0 +1,49 @@
+"""Llama 3 70B from scratch, sequences of 8192 tokens, on one node of 8 GPUs with 141 GB each, or more.
+
+    hf download HuggingFaceFW/fineweb-edu --repo-type=dataset --include 'sample/10BT/*' --local-dir=corpus
+    python -m jaxtrain.data prepare --input='corpus/**/*.parquet' --tokenizer=hf:NousResearch/Meta-Llama-3-8B \\
+        --output=data/fineweb-edu-llama3.tok --validation=0.001
+    python -m jaxtrain.main --config=configs/llama3_70b.py --workdir=runs/llama3_70b
+
+Another number of GPUs keeps the batch and changes the accumulation: --config=configs/llama3_70b.py:gpus=64
+"""
+
+import ml_collections
+
+from jaxtrain.config import default_config, parse_arg
+from jaxtrain.models.llama import PRESETS
+
+
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+    """Variant `gpus=8`: how many GPUs the batch is divided over."""
+    variant = parse_arg(arg, gpus=8)
+    config = default_config()
+    config.model.update(PRESETS["llama3_70b"])
+
+    config.data.source = "data/fineweb-edu-llama3.tok"
+    config.data.eval_source = "data/fineweb-edu-llama3.val.tok"
+    config.data.tokenizer = (
+        "hf:NousResearch/Meta-Llama-3-8B"  # all Llama 3 sizes share it; the original asks for a licence click
+    )
+    config.data.seq_len = 8192
+
+    # 256 x 8192 = 2.1 M tokens a step, one sequence a GPU at a time.
+    config.train.global_batch = 256
+    config.train.grad_accum = 256 // variant.gpus
+    config.train.steps = 50_000  # 105 B tokens
+
+    config.mesh.fsdp = -1
+    # Weights, moments and gradients in float32 would be 16 bytes a parameter: 131 GiB on each of 8 GPUs. The first moment
+    # bears bfloat16 (the second is divided by, and is not asked to), and layers keep nothing but their input.
+    config.dtypes.m = "bf16"
+    config.remat.policy = "full"
+
+    config.optimizer.lr = 1.5e-4
+    config.optimizer.lr_min = 1.5e-5
+    config.optimizer.warmup_steps = 2000
+    config.optimizer.schedule = "cosine"
+
+    config.eval.every_steps = 200
+    config.checkpoint.every_steps = 20
+    config.log.every_steps = 1
+    return config

@@ -1,0 +1,58 @@
+"""Llama 3 8B from scratch, sequences of 8192 tokens; sized for one node of 8 GPUs.
+
+    hf download HuggingFaceFW/fineweb-edu --repo-type=dataset --include 'sample/10BT/*' --local-dir=corpus
+    python -m jaxtrain.data prepare --input='corpus/**/*.parquet' --tokenizer=hf:NousResearch/Meta-Llama-3-8B \\
+        --output=data/fineweb-edu-llama3.tok --validation=0.001
+    python -m jaxtrain.main --config=configs/llama3_8b.py --workdir=runs/llama3_8b
+
+Half the layers, to measure on a single GPU (all of 8B in float32 with moments and gradients is 120 GiB):
+
+    python -m jaxtrain.main --config=configs/llama3_8b.py:half --config.data.source=synthetic --config.train.steps=20
+
+Another number of GPUs keeps the batch and changes the accumulation: --config=configs/llama3_8b.py:gpus=16
+"""
+
+import ml_collections
+
+from jaxtrain.config import default_config, parse_arg
+from jaxtrain.models.llama import PRESETS
+
+
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+    """Variants: `half` (16 layers, one GPU, a small batch) and `gpus=8` (how many GPUs the batch is divided over)."""
+    variant = parse_arg(arg, half=False, gpus=8)
+    config = default_config()
+    config.model.update(PRESETS["llama3_8b"])
+
+    config.data.source = "data/fineweb-edu-llama3.tok"
+    config.data.eval_source = "data/fineweb-edu-llama3.val.tok"
+    config.data.tokenizer = "hf:NousResearch/Meta-Llama-3-8B"  # the original asks for a licence click first
+    config.data.seq_len = 8192
+
+    # 256 x 8192 = 2.1 M tokens a step. One sequence a GPU at a time: 8192 rows keep every GEMM busy already, and a second
+    # would double the activations.
+    config.train.global_batch = 256
+    config.train.grad_accum = 256 // variant.gpus
+    config.train.steps = 50_000  # 105 B tokens
+
+    config.mesh.fsdp = -1  # weights, moments and batch are split over all GPUs
+    config.remat.policy = "attention"  # attention runs forward once; the wide feed-forward activations are computed again
+
+    config.optimizer.lr = 3e-4
+    config.optimizer.lr_min = 3e-5
+    config.optimizer.warmup_steps = 2000
+    config.optimizer.schedule = "cosine"
+
+    config.eval.every_steps = 500
+    config.checkpoint.every_steps = 100
+    config.log.every_steps = 1  # a step takes long enough to deserve its line
+
+    if variant.half:
+        config.model.num_layers = 16
+        config.train.global_batch = 8
+        config.train.grad_accum = 8
+        config.optimizer.warmup_steps = 10  # so that a handful of steps is a valid run
+        config.eval.every_steps = 0
+        config.data.eval_source = ""
+        config.sample.max_tokens = 0
+    return config

@@ -1,0 +1,42 @@
+"""A small model that learns Python from Python: the standard library's own source, byte by byte, on a CPU in minutes.
+
+python -m jaxtrain.main
+python -m jaxtrain.main --config=configs/tiny.py --config.train.steps=2000 --workdir=runs/longer
+JAX_NUM_CPU_DEVICES=8 python -m jaxtrain.main --config=configs/tiny.py --config.mesh.tensor=2
+"""
+
+import ml_collections
+
+from jaxtrain.config import default_config, parse_arg
+
+
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+    """No variants."""
+    parse_arg(arg)
+    config = default_config()
+
+    # CPUs emulate bfloat16 and are slower in it; float32 also makes runs on different meshes comparable to many digits.
+    config.precision = "f32"
+
+    config.model.num_layers = 4
+    config.model.d_model = 192
+    config.model.num_heads = 4
+    config.model.num_kv_heads = 2  # grouped-query attention, so that the smallest run goes where the large ones go
+    config.model.d_ff = 512
+    config.model.vocab_size = 264  # 256 bytes and the special tokens, padded to a multiple of 8 so that it splits over devices
+
+    config.data.source = "stdlib"
+    config.data.tokenizer = "byte"
+    config.data.seq_len = 256
+
+    config.train.steps = 600
+    config.train.global_batch = 16
+
+    # Small models bear a high learning rate, and a short run has no time for a low one.
+    config.optimizer.lr = 2e-3
+    config.optimizer.lr_min = 1e-4
+    config.optimizer.warmup_steps = 50
+
+    config.eval.every_steps = 200
+    config.checkpoint.every_steps = 200
+    return config

@@ -1,0 +1,64 @@
+"""What a layer's activations are called, and which of them each remat policy keeps.
+
+The model marks these tensors with `checkpoint_name`. A tensor that is kept (or offloaded to the host) for the backward
+pass need not be computed a second time. No jax here: FLOP counts and config checks read it.
+"""
+
+from jaxtrain.config import Problem, Remat, nearest
+
+# Name of an activation -> what it is.
+ACTIVATIONS = {
+    "attention_norm": "normalised input of the attention block",
+    "q": "queries, after rotary",
+    "k": "keys, after rotary",
+    "v": "values",
+    "attention_out": "output of the attention kernel",
+    "attention_lse": "its log-sum-exp, which the kernel's backward pass needs beside the output",
+    "attention_proj": "attention_out through wo",
+    "residual": "residual stream after the attention block",
+    "mlp_norm": "normalised input of the feed-forward block",
+    "mlp_gate": "gate projection, before the nonlinearity",
+    "mlp_up": "up projection",
+    "mlp_down": "output of the feed-forward block",
+}
+PLACES = ("keep", "offload", "recompute")
+
+GEMM_OUTPUTS = ("q", "k", "v", "attention_proj", "mlp_gate", "mlp_up", "mlp_down")
+
+# Policy -> activations it keeps. "none" has no checkpoint at all; "custom" is read from remat.tensors.
+KEPT = {
+    "none": tuple(ACTIVATIONS),
+    "full": (),
+    "dots": GEMM_OUTPUTS,
+    "attention": ("q", "k", "v", "attention_out", "attention_lse"),
+}
+POLICIES = (*KEPT, "custom")
+
+
+def parse_tensors(text: str) -> tuple[dict[str, str], list[Problem]]:
+    """`remat.tensors` ("q=keep,mlp_up=offload") as activation -> keep | offload | recompute, and what is wrong with it."""
+    places: dict[str, str] = {}
+    problems = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, given, place = item.partition("=")
+        if not given:
+            problems.append(Problem("remat.tensors", item, "must be NAME=PLACE", f"For example {name}=keep."))
+        elif name not in ACTIVATIONS:
+            problems.append(
+                Problem("remat.tensors", item, f"no activation is named {name!r}", nearest(name, list(ACTIVATIONS)))
+            )
+        elif place not in PLACES:
+            problems.append(Problem("remat.tensors", item, f"no place is named {place!r}", nearest(place, list(PLACES))))
+        elif name in places:
+            problems.append(Problem("remat.tensors", item, f"{name!r} is named twice", "Keep one of them."))
+        else:
+            places[name] = place
+    return places, problems
+
+
+def kept(remat: Remat) -> frozenset[str]:
+    """Activations that the backward pass finds where the forward pass left them, on the device or on the host."""
+    if remat.policy == "custom":
+        places, _ = parse_tensors(remat.tensors)
+        return frozenset(name for name, place in places.items() if place != "recompute")
+    return frozenset(KEPT[remat.policy])

@@ -1,0 +1,94 @@
+"""Every key of a config on one page: as text with values and who set them, or as the markdown of docs/config.md."""
+
+import dataclasses
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxtrain.config import RULES, RunConfig, docs, flatten, public_name, to_dict
+from jaxtrain.launch import Loaded
+from jaxtrain.validate import CHOICES
+
+
+def show(value: Any) -> str:
+    """A value as it is written on the command line; '' for an empty string."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value) or "''"
+
+
+def rows(loaded: Loaded) -> list[tuple[str, str, str, str]]:
+    """(key, value, who set it, what it is) of every key."""
+    documented = docs()
+    return [
+        (key, show(value), loaded.origins.get(key, "default"), documented.get(key, "a rule of this config's own"))
+        for key, value in flatten(to_dict(loaded.run))
+    ]
+
+
+def text(loaded: Loaded) -> None:
+    """Prints the table: rich's where there is a terminal, aligned columns where there is none."""
+    title = f"{loaded.launch.config_file}{':' + loaded.launch.variant if loaded.launch.variant else ''}"
+    if sys.stdout.isatty():
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        for column in ("key", "value", "set by", "meaning"):
+            table.add_column(column, overflow="fold")
+        for row in rows(loaded):
+            table.add_row(*row, style="bold" if row[2] in ("file", "command line") else "")
+        Console().print(table)
+        return
+    lines = rows(loaded)
+    widths = [max(len(line[i]) for line in lines) for i in range(3)]
+    padded = ["  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3]]) for line in lines]
+    # One write, so that `--explain | head` closes no pipe in the middle.
+    print("\n".join([title, *padded]))
+
+
+def markdown() -> str:
+    """docs/config.md: every section and key with type, default and meaning, from the declarations in config.py."""
+    out = [
+        "# Every key of a config",
+        "",
+        "This page is generated: `python -m jaxtrain.main --explain=markdown > docs/config.md`; a test compares.",
+        "",
+        "A config file is Python: `get_config(arg=None)` starts from `jaxtrain.config.default_config()`, changes what it wants",
+        "and returns it. `--config=FILE:variant` hands it `variant`. Any key below can be set on the command line, as",
+        "`--config.SECTION.KEY=VALUE`, where the last one wins. No key may be None: '' and 0 stand for not set.",
+        "`python -m jaxtrain.main --config=FILE --explain` prints all keys with their values and who set them.",
+        "",
+        "All mistakes in a config (unknown keys, wrong types, impossible combinations) are reported together, before anything",
+        "is started or written, and the exit code is 2.",
+        "",
+        "There is no dropout, and `precision` takes neither fp16 (it would need loss scaling) nor int8, mxfp8 or nvfp4.",
+        "",
+    ]
+    default = RunConfig()
+    top = [f for f in dataclasses.fields(default) if not dataclasses.is_dataclass(f.default)]
+    out += ["## top level", "", *_table([(f.name, f.default, f.metadata["doc"]) for f in top], ""), ""]
+    for f in dataclasses.fields(default):
+        if not dataclasses.is_dataclass(f.default):
+            continue
+        section: Any = f.default
+        out += [f"## {f.name}", "", type(section).__doc__ or "", ""]
+        keys = dataclasses.fields(section)
+        entries = [(public_name(k.name), getattr(section, k.name), k.metadata["doc"]) for k in keys if k.name != "rules"]
+        if f.name == "sharding":
+            doc = keys[0].metadata["doc"]
+            entries += [(f"rules.{axis}", onto, doc) for axis, onto in RULES.items()]
+        out += [*_table(entries, f"{f.name}."), ""]
+    return "\n".join(out)
+
+
+def _table(entries: list[tuple[str, Any, str]], prefix: str) -> list[str]:
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for name, default, doc in entries:
+        # The choices are in the meaning already for most; a key whose meaning lacks one gets them here.
+        missing = [c for c in CHOICES.get(prefix + name, ()) if c not in doc]
+        extra = f" ({' / '.join(CHOICES[prefix + name])})" if missing else ""
+        meaning = (doc + extra).replace("|", "\\|")
+        lines.append(f"| `{prefix}{name}` | {type(default).__name__} | `{show(default)}` | {meaning} |")
+    return lines

@@ -1,0 +1,137 @@
+"""How much arithmetic a token costs, how many parameters a model has, and what part of a GPU's peak that is.
+
+Per token and layer, forward, with model width D, N query and K key/value heads of width H, feed-forward width F, sequence
+length T, and 2 FLOPs per multiply-add:
+
+    projections    2 * (D N H  +  2 D K H  +  N H D)     q, k and v, output
+    feed-forward   2 * 3 D F                             gate, up, down
+    attention      4 N H T                               scores and their sum over values, whole T x T square ("full")
+                   2 N H T                               the half that a causal mask leaves                   ("causal")
+
+and 2 D V once for the head (also when its weight is the embedding's; looking a token up costs nothing). Training is three
+times the forward pass: the backward pass has two GEMMs for each one. With H N = D the "full" sum is the 6 N + 12 L H Q T of
+the PaLM paper, appendix B; Megatron-LM and MaxText count the "causal" half. The two differ by a tenth for 8B at 8192, so no
+figure goes without its convention's name. Neither counts norms, rotary, softmax or the optimizer, neither knows of
+document borders, and what rematerialisation computes again is in HFU only.
+"""
+
+import dataclasses
+
+from jaxtrain.activations import kept
+from jaxtrain.config import Model, Remat
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """FLOPs per token in both conventions."""
+
+    causal: float
+    full: float
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(self.causal + other.causal, self.full + other.full)
+
+    def __mul__(self, factor: float) -> "Flops":
+        return Flops(self.causal * factor, self.full * factor)
+
+
+def head_dim(model: Model) -> int:
+    """H: as configured, or D / N."""
+    return model.head_dim or model.d_model // model.num_heads
+
+
+def gemms(model: Model) -> dict[str, float]:
+    """Forward FLOPs per token of one layer's GEMMs, by the activation each makes (names of `activations.ACTIVATIONS`)."""
+    d, h = model.d_model, head_dim(model)
+    return {
+        "q": 2 * d * model.num_heads * h,
+        "k": 2 * d * model.num_kv_heads * h,
+        "v": 2 * d * model.num_kv_heads * h,
+        "attention_proj": 2 * model.num_heads * h * d,
+        "mlp_gate": 2 * d * model.d_ff,
+        "mlp_up": 2 * d * model.d_ff,
+        "mlp_down": 2 * model.d_ff * d,
+    }
+
+
+def attention(model: Model, seq_len: int) -> Flops:
+    """Forward FLOPs per token of one layer's attention, without its projections.
+
+    A sliding window of W limits the causal count to W - W^2 / 2T positions, which is T / 2 at W = T. The full convention
+    knows no masks: it counts T.
+    """
+    window = min(model.sliding_window or seq_len, seq_len)
+    per_position = 4 * model.num_heads * head_dim(model)
+    return Flops(per_position * (window - window**2 / (2 * seq_len)), per_position * seq_len)
+
+
+def forward(model: Model, seq_len: int) -> Flops:
+    """Forward FLOPs per token."""
+    linear = model.num_layers * sum(gemms(model).values()) + 2 * model.d_model * model.vocab_size
+    return Flops(linear, linear) + attention(model, seq_len) * model.num_layers
+
+
+def per_token(model: Model, seq_len: int) -> Flops:
+    """Training FLOPs per token: three times the forward pass. Llama-3-8B at 8192: 51.5 GFLOP causal, 57.9 full."""
+    return forward(model, seq_len) * 3
+
+
+def recompute(model: Model, remat: Remat, seq_len: int) -> Flops:
+    """FLOPs per token that the remat policy computes a second time; HFU counts them, MFU does not.
+
+    Of each layer a GEMM runs again where the backward pass needs its result and no activation behind it was kept:
+
+    - q, k, v where they are not kept;
+    - the attention kernel unless both its output and its log-sum-exp are kept;
+    - wo unless its output, or the residual stream after it, is kept;
+    - gate and up where they are not kept;
+    - down in the layers whose output is the next layer's input under the same checkpoint, so not in the last layer of each
+      `remat.every`: nothing in the backward pass reads the output of the last one, and XLA drops it.
+
+    This holds for a fused attention kernel with its own backward pass (cuDNN). Left out, as in the usual definition: what
+    that backward pass computes again inside itself.
+    """
+    if remat.policy == "none":
+        return Flops(0.0, 0.0)
+    have = kept(remat)
+    cost = gemms(model)
+    linear = sum(cost[name] for name in ("q", "k", "v", "mlp_gate", "mlp_up") if name not in have)
+    if not have & {"attention_proj", "residual"}:
+        linear += cost["attention_proj"]
+    total = Flops(linear, linear)
+    if not {"attention_out", "attention_lse"} <= have:
+        total += attention(model, seq_len)
+    total *= model.num_layers
+    if "mlp_down" not in have:
+        inner = model.num_layers - -(-model.num_layers // remat.every)
+        total += Flops(cost["mlp_down"], cost["mlp_down"]) * inner
+    return total
+
+
+def mfu(flops_per_token: float, tokens_per_s: float, peak_tflops: float | None) -> float | None:
+    """Part of the dense peak in use: FLOPs per token x tokens per second, both per device, over peak (TFLOP/s).
+
+    With `per_token` it is MFU, with `per_token + recompute` HFU. None where the peak is not known (None or 0).
+    """
+    if not peak_tflops:
+        return None
+    return flops_per_token * tokens_per_s / (peak_tflops * 1e12)
+
+
+def parameters(model: Model) -> dict[str, int]:
+    """Number of parameters by part, and their "total". A tied head has none of its own."""
+    d, h, layers = model.d_model, head_dim(model), model.num_layers
+    q, kv = model.num_heads * h, model.num_kv_heads * h
+    attention_params = 2 * d * q + 2 * d * kv
+    if model.qkv_bias:
+        attention_params += q + 2 * kv
+    if model.qk_norm:
+        attention_params += 2 * h
+    parts = {
+        "embedding": model.vocab_size * d,
+        "attention": layers * attention_params,
+        "mlp": layers * 3 * d * model.d_ff,
+        "norms": layers * 2 * d + d,
+        "head": 0 if model.tied_head else model.vocab_size * d,
+    }
+    return parts | {"total": sum(parts.values())}

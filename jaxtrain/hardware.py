@@ -1,0 +1,224 @@
+"""What GPUs can do, what this machine has, and how much of a GPU's memory a run may use. No jax: this is read before it starts.
+
+Peaks are dense rates. Data sheets print rates with 2:4 sparsity, which are twice as high and which training never sees.
+A GPU that is not in the table is None, never a guess: MFU against the wrong peak is worse than no MFU.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pynvml
+
+from jaxtrain.config import Problem
+
+# GiB of every GPU left to cuDNN workspaces, NCCL buffers and the CUDA context, none of which JAX allocates. A stated
+# budget, not a measurement: raise or lower what JAX gets with train.memory_fraction.
+RESERVE_GIB = 6.0
+# On small cards the reserve is at most this part of the card, which leaves JAX its own default of 75%.
+RESERVE_MOST = 0.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """One GPU model. Rates are dense TFLOP/s (0: the format does not exist there), memory in the data sheet's GB.
+
+    `hbm_gb` is the nominal size; what a driver reports differs by up to two percent, so budgets take the reported one.
+    `nvlink_gb_s` counts both directions, as data sheets do. `sm` is the compute capability times ten.
+    """
+
+    name: str
+    sm: int
+    bf16: float
+    fp8: float
+    tf32: float
+    f32: float
+    hbm_gb: float
+    hbm_tb_s: float
+    nvlink_gb_s: float
+    source: str
+
+    def peak(self, precision: str) -> float:
+        """Dense TFLOP/s of the GEMMs of `config.precision`: f32 runs as full float32, not as tf32."""
+        return {"bf16": self.bf16, "fp8": self.fp8, "f32": self.f32}[precision]
+
+
+A100_SHEET = "NVIDIA A100 data sheet"
+H100_SHEET = "NVIDIA H100 data sheet and H100 architecture white paper"
+H200_SHEET = "NVIDIA H200 data sheet"
+GH200_SHEET = "NVIDIA GH200 data sheet"
+B200_SHEET = "NVIDIA HGX B200 specifications, per GPU"
+
+# Pattern of the whole device kind (after an optional "NVIDIA ") -> GPU. Patterns match in full, so that a MIG slice, a
+# GB200 or a cut-down export model is unknown rather than taken for its bigger relative. The more specific come first.
+# fmt: off
+TABLE: tuple[tuple[str, Gpu], ...] = (
+    (r"A100-SXM4-40GB",            Gpu("A100 SXM 40GB",  80,  312.0,    0.0,  156.0, 19.5,  40, 1.555,  600, A100_SHEET)),
+    (r"A100-PCIE-40GB",            Gpu("A100 PCIe 40GB", 80,  312.0,    0.0,  156.0, 19.5,  40, 1.555,  600, A100_SHEET)),
+    (r"A100-SXM4-80GB",            Gpu("A100 SXM 80GB",  80,  312.0,    0.0,  156.0, 19.5,  80, 2.039,  600, A100_SHEET)),
+    (r"A100 80GB PCIe",            Gpu("A100 PCIe 80GB", 80,  312.0,    0.0,  156.0, 19.5,  80, 1.935,  600, A100_SHEET)),
+    (r"H100 NVL",                  Gpu("H100 NVL",       90,  835.5, 1670.5,  417.5, 60.0,  94, 3.9,    600, H100_SHEET)),
+    (r"H100 PCIe",                 Gpu("H100 PCIe",      90,  756.0, 1513.0,  378.0, 51.0,  80, 2.0,    600, H100_SHEET)),
+    (r"H100( SXM5?)?( 80GB HBM3)", Gpu("H100 SXM",       90,  989.4, 1978.9,  494.7, 66.9,  80, 3.35,   900, H100_SHEET)),
+    (r"H200 NVL",                  Gpu("H200 NVL",       90,  835.5, 1670.5,  417.5, 60.0, 141, 4.8,    900, H200_SHEET)),
+    (r"H200( SXM5?)?( 141GB HBM3e)?", Gpu("H200 SXM",    90,  989.4, 1978.9,  494.7, 66.9, 141, 4.8,    900, H200_SHEET)),
+    (r"GH200 144G HBM3e",          Gpu("GH200 144GB",    90,  989.4, 1978.9,  494.7, 66.9, 144, 4.9,    900, GH200_SHEET)),
+    (r"GH200 480GB",               Gpu("GH200 96GB",     90,  989.4, 1978.9,  494.7, 66.9,  96, 4.0,    900, GH200_SHEET)),
+    (r"B200",                      Gpu("B200",          100, 2250.0, 4500.0, 1125.0, 75.0, 180, 8.0,   1800, B200_SHEET)),
+)
+# fmt: on
+
+
+def lookup(device_kind: str) -> Gpu | None:
+    """The GPU that JAX's `device_kind` (or the driver's product name) stands for; None where the table does not hold it."""
+    name = re.sub(r"^NVIDIA\s+", "", device_kind.strip(), flags=re.IGNORECASE)
+    for pattern, gpu in TABLE:
+        if re.fullmatch(pattern, name, re.IGNORECASE):
+            return gpu
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """The devices a run will see: `kind` is cpu or gpu, `memory_gib` of one device, `source` says how this is known.
+
+    `sm` is the compute capability times ten (90: Hopper), 0 where neither the driver nor the table tells.
+    """
+
+    kind: str
+    name: str
+    count: int
+    memory_gib: float
+    source: str
+    sm: int = 0
+
+    def __post_init__(self):
+        if not self.sm and self.gpu:
+            object.__setattr__(self, "sm", self.gpu.sm)
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The table's entry, None on CPU and for an unknown GPU."""
+        return lookup(self.name) if self.kind == "gpu" else None
+
+
+def probe(environ: Mapping[str, str] | None = None) -> Devices:
+    """The devices of this process, as JAX will find them, without starting JAX.
+
+    JAX_PLATFORMS decides first. CPU devices are counted by JAX_NUM_CPU_DEVICES, else by XLA_FLAGS. GPUs are those the
+    driver reports through NVML and CUDA_VISIBLE_DEVICES leaves. `count` is 0 where JAX_PLATFORMS asks for a GPU and there
+    is none.
+    """
+    environ = os.environ if environ is None else environ
+    platform = environ.get("JAX_PLATFORMS", "").lower().split(",")[0].strip()
+    if platform == "cpu":
+        return _cpu(environ, "JAX_PLATFORMS=cpu")
+    found, why = _gpus(environ)
+    if found:
+        # The mesh wants equal devices; the first one's name, and the least memory and capability, stand for all.
+        names, memories, sms = zip(*found, strict=True)
+        return Devices("gpu", names[0], len(found), min(memories), "NVML", min(sms))
+    if platform in ("cuda", "gpu"):
+        return Devices("gpu", "", 0, 0.0, f"JAX_PLATFORMS={platform}, but {why}")
+    return _cpu(environ, why)
+
+
+def _cpu(environ: Mapping[str, str], why: str) -> Devices:
+    count, source = 1, why
+    flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", environ.get("XLA_FLAGS", ""))
+    if flag:
+        count, source = int(flag[1]), f"{why}; XLA_FLAGS"
+    number = environ.get("JAX_NUM_CPU_DEVICES", "")
+    if re.fullmatch(r"\d+", number):
+        count, source = int(number), f"{why}; JAX_NUM_CPU_DEVICES"
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return Devices("cpu", "cpu", count, host / max(count, 1), source)
+
+
+def _gpus(environ: Mapping[str, str]) -> tuple[list[tuple[str, float, int]], str]:
+    """(name, memory in GiB, compute capability x 10) of every visible GPU, or none and the reason."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):
+        return [], f"CUDA_VISIBLE_DEVICES={visible!r} hides the GPUs"
+    if not importlib.util.find_spec("jax_plugins") or not any(
+        importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)
+    ):
+        return [], "no CUDA plugin of JAX is installed"
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as e:
+        return [], f"no NVIDIA driver ({e})"
+    try:
+        return [_describe(handle) for handle in _visible_handles(visible)], "the driver reports no GPU"
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _describe(handle: Any) -> tuple[str, float, int]:
+    name = pynvml.nvmlDeviceGetName(handle)
+    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) / 2**30
+    return (name.decode() if isinstance(name, bytes) else name), memory, 10 * major + minor
+
+
+def _visible_handles(visible: str | None) -> list[Any]:
+    """NVML handles in the order of CUDA_VISIBLE_DEVICES; like CUDA, the list ends at the first entry that is no device."""
+    count = pynvml.nvmlDeviceGetCount()
+    if visible is None:
+        return [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
+    handles = []
+    for entry in visible.split(","):
+        entry = entry.strip()
+        if entry.isdigit() and int(entry) < count:
+            handles.append(pynvml.nvmlDeviceGetHandleByIndex(int(entry)))
+        elif entry.startswith("GPU-"):
+            handles.append(pynvml.nvmlDeviceGetHandleByUUID(entry))
+        else:
+            break
+    return handles
+
+
+def memory_fraction(total_gib: float, configured: float = 0.0) -> float:
+    """Part of a GPU's memory that JAX takes: `configured`, or where that is 0 all but the reserve, to four digits."""
+    if configured > 0:
+        return configured
+    return round(1 - min(RESERVE_GIB, RESERVE_MOST * total_gib) / total_gib, 4)
+
+
+def memory_environment(fraction: float, environ: Mapping[str, str]) -> tuple[dict[str, str], list[Problem]]:
+    """Variables to export before JAX is imported so that it takes `fraction` of each GPU, and those set that contradict it.
+
+    JAX reads the fraction when it starts the GPU, takes 75% by default, and must preallocate for the number to be a budget.
+    """
+    name = "XLA_CLIENT_MEM_FRACTION"
+    problems = []
+
+    def refuse(variable: str, rule: str, remedy: str) -> None:
+        problems.append(Problem(variable, environ[variable], rule, remedy))
+
+    instead = f"Unset {name} and set train.memory_fraction"
+    if environ.get(name):
+        try:
+            same = abs(float(environ[name]) - fraction) < 1e-6
+        except ValueError:
+            same = False
+        if not same:
+            refuse(name, f"contradicts train.memory_fraction, which gives {fraction}", instead + ".")
+    old = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    if environ.get(old):
+        refuse(old, f"is the old name of {name}; jax refuses both together", instead.replace(name, old) + ".")
+    preallocate = "XLA_PYTHON_CLIENT_PREALLOCATE"
+    if environ.get(preallocate, "") in ("false", "False", "0"):
+        refuse(preallocate, "without preallocation the memory budget is not kept", f"Unset {preallocate}.")
+    allocator = "XLA_PYTHON_CLIENT_ALLOCATOR"
+    if environ.get(allocator, "default").lower() not in ("default", "bfc"):
+        refuse(allocator, "the memory budget holds for the default allocator (bfc) only", f"Unset {allocator}.")
+    unified = "TF_FORCE_UNIFIED_MEMORY"
+    if environ.get(unified, "").lower() in ("1", "true"):
+        refuse(
+            unified, "pages GPU memory to the host, so that a run over budget crawls instead of failing", f"Unset {unified}."
+        )
+    return {name: str(fraction)}, problems

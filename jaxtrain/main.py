@@ -1,0 +1,71 @@
+"""The command line of training: read the config, check everything, set the memory budget, and only then start JAX."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxtrain import explain, hardware, launch
+from jaxtrain.validate import remote, validate
+
+HELP = """\
+Train a language model, or go on training it: a workdir that holds checkpoints is resumed.
+
+  python -m jaxtrain.main [--config=FILE[:variant]] [--config.KEY=VALUE ...] [--workdir=DIR] [--explain]
+
+  --config=FILE[:variant]  a config file; default configs/tiny.py, which trains on a CPU in minutes.
+                           Variants are the file's own: configs/llama3_8b.py:half
+  --config.KEY=VALUE       set any key, as --config.train.steps=100; the last one wins
+  --workdir=DIR            the run's folder; default runs/NAME of the config
+  --explain                print every key, its value and who set it, check the config, and stop
+  --explain=markdown       print docs/config.md, which describes every key
+  --help                   this text
+
+  configs: {configs}
+
+  python -m jaxtrain.main
+  python -m jaxtrain.main --config=configs/llama3_8b.py --config.train.steps=1000 --workdir=runs/first
+
+Exit codes: 0 done; 2 the command or config is wrong, nothing was started or written; 75 start me again (preempted, or a
+peer died); 76 diverged; 130 Ctrl-C, state saved; 1 anything else.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(argv):
+        configs = sorted(p.stem for p in (launch.REPO / "configs").glob("*.py"))
+        print(HELP.format(configs=", ".join(configs)), end="")
+        return 0
+    loaded = launch.load(argv, options={"workdir": ""}, switches={"explain": "text"})
+    style = loaded.options["explain"]
+    problems = list(loaded.problems)
+    if style not in ("", "text", "markdown"):
+        problems.append(launch.Problem("--explain", style, "no such style", "Write --explain or --explain=markdown."))
+    if style == "markdown" and not problems:
+        print(explain.markdown(), end="")
+        return 0
+    workdir = Path(loaded.options["workdir"] or Path("runs") / loaded.launch.name).expanduser()
+    problems += remote("--workdir", loaded.options["workdir"])
+    devices = hardware.probe()
+    if loaded.file_read:
+        problems += validate(loaded.run, devices, workdir)
+    if style == "text":
+        explain.text(loaded)
+    if problems:
+        return launch.report(problems)
+    if style:
+        return 0
+    if devices.kind == "gpu":
+        # JAX reads it when it starts the GPU; validate has refused what contradicts it.
+        fraction = hardware.memory_fraction(devices.memory_gib, loaded.run.train.memory_fraction)
+        os.environ.update(hardware.memory_environment(fraction, os.environ)[0])
+    # Imported here: everything above must answer in a moment, and the memory budget must be set before jax is imported.
+    from jaxtrain import train
+
+    return train.run(loaded.run, workdir, loaded.launch)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

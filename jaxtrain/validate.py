@@ -1,0 +1,435 @@
+"""Everything that can be wrong with a config, found at once, before a device is touched or a file is written. No jax.
+
+Each rule appends a `Problem`: key, value, rule, remedy. A rule that rests on a key that is itself wrong stays silent, so
+that one mistake gives one line.
+"""
+
+import importlib.util
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.activations import POLICIES, parse_tensors
+from jaxtrain.config import MESH_AXES, RULES, Problem, RunConfig, flatten, nearest, to_dict
+from jaxtrain.hardware import Devices, memory_environment, memory_fraction
+from jaxtrain.models import FAMILIES
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "precision": ("f32", "bf16"),
+    "model.rope_scaling": ("none", "llama3"),
+    "attention.impl": ("auto", "cudnn", "chunked", "reference"),
+    "remat.policy": POLICIES,
+    "dtypes.params": ("auto", "f32", "bf16"),
+    "dtypes.m": ("auto", "f32", "bf16"),
+    "dtypes.v": ("auto", "f32", "bf16"),
+    "dtypes.grads": ("auto", "f32", "bf16"),
+    "dtypes.reduce": ("auto", "f32", "bf16"),
+    "data.packing": ("documents", "none"),
+    "optimizer.schedule": ("constant", "cosine", "linear", "wsd"),
+    "init.what": ("weights", "weights+optimizer"),
+}
+# Keys that also take `package.module:name`.
+OPEN_CHOICES: dict[str, tuple[str, ...]] = {
+    "model.family": tuple(FAMILIES),
+    "optimizer.name": ("adamw",),
+    "train.loss": ("cross_entropy",),
+}
+# Precisions that people ask for, and why they are not there.
+REFUSED = {
+    "fp16": "float16 overflows without loss scaling, which jaxtrain does not have",
+    "int8": "training in 8-bit integers is not supported",
+    "mxfp8": "block-scaled formats need GPUs and kernels that jaxtrain does not have",
+    "nvfp4": "block-scaled formats need GPUs and kernels that jaxtrain does not have",
+    "fp8": "8-bit floating point is not there yet",
+}
+ALIASES = {"float16": "fp16", "f16": "fp16", "half": "fp16", "float8": "fp8", "f8": "fp8", "mxfp4": "nvfp4", "fp4": "nvfp4"}
+
+# Key -> smallest value. "> x" is meant for floats that must be above it.
+AT_LEAST: dict[str, float] = {
+    **dict.fromkeys(
+        (
+            *("model.num_layers", "model.d_model", "model.num_heads", "model.num_kv_heads", "model.d_ff", "model.vocab_size"),
+            *("model.rope_factor", "model.rope_original_len", "remat.every", "data.seq_len", "data.max_segments"),
+            *("train.steps", "train.global_batch", "train.grad_accum", "train.loss_chunk", "eval.batches", "checkpoint.keep"),
+            *("log.every_steps", "profile.steps"),
+        ),
+        1,
+    ),
+    **dict.fromkeys(
+        (
+            *("model.head_dim", "model.sliding_window", "model.attention_softcap", "model.logit_softcap", "data.seed"),
+            *("data.prefetch", "train.seed", "train.memory_fraction", "optimizer.lr", "optimizer.lr_min"),
+            *(
+                "optimizer.warmup_steps",
+                "optimizer.decay_steps",
+                "optimizer.weight_decay",
+                "optimizer.beta1",
+                "optimizer.beta2",
+            ),
+            *("optimizer.clip_norm", "eval.every_steps", "checkpoint.every_steps", "checkpoint.keep_every"),
+            *("log.peak_tflops", "sample.max_tokens", "sample.temperature", "sample.seed", "profile.start"),
+        ),
+        0,
+    ),
+    "checkpoint.step": -1,
+}
+ABOVE_ZERO = ("model.norm_eps", "model.rope_base", "model.rope_low_freq", "model.init_std", "optimizer.eps", "sample.top_p")
+AT_MOST = {"train.memory_fraction": 1.0, "sample.top_p": 1.0}
+BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
+
+# Arrays of the model by their logical axes: no mesh axis may split two of one array.
+ARRAYS = {
+    "embed.embedding": ("vocab", "embed"),  # and the head
+    "attention.wq": ("layers", "embed", "heads", "head_dim"),
+    "attention.wk": ("layers", "embed", "kv_heads", "head_dim"),
+    "attention.wo": ("layers", "heads", "head_dim", "embed"),
+    "mlp.gate": ("layers", "embed", "mlp"),
+    "the residual stream": ("batch", "residual"),
+    "queries": ("batch", "sequence", "heads", "head_dim"),
+    "keys": ("batch", "sequence", "kv_heads", "head_dim"),
+    "feed-forward activations": ("batch", "sequence", "mlp"),
+    "logits": ("batch", "sequence", "vocab"),
+}
+
+
+def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
+    """All problems of a resolved config on these devices. Reads the file system, writes nothing."""
+    values = dict(flatten(to_dict(run)))
+    problems = [*_choices(values), *_ranges(values)]
+    bad = {p.key for p in problems}
+    sizes, wrong = mesh_sizes(run, devices)
+    problems += wrong
+    rules_wrong = _rules(run)
+    problems += rules_wrong
+    problems += _model(run, bad)
+    problems += _remat(run, bad)
+    problems += _attention(run, devices, bad)
+    problems += _schedule(run, bad)
+    problems += _steps(run, workdir, bad)
+    problems += _memory(run, devices, bad)
+    if sizes and not rules_wrong:
+        problems += _divisions(run, sizes, bad)
+        problems += _clashes(run, sizes)
+    elif "train.global_batch" not in bad and "train.grad_accum" not in bad:
+        problems += _accumulation(run)
+    problems += _places(run, workdir)
+    # Imported here: the data pipeline sits on a higher floor, and what it reads depends on the source.
+    from jaxtrain.data import pipeline
+
+    if not bad & {"model.vocab_size", "data.seq_len", "data.max_segments"}:
+        problems += pipeline.check(run.data, run.model.vocab_size, run.eval.every_steps > 0)
+    return problems
+
+
+def mesh_sizes(run: RunConfig, devices: Devices) -> tuple[dict[str, int] | None, list[Problem]]:
+    """Size of each mesh axis with the -1 filled in; None, with the reasons, where the mesh cannot be."""
+    asked = {axis: getattr(run.mesh, axis) for axis in MESH_AXES}
+    shown = " x ".join(f"{axis}={size}" for axis, size in asked.items())
+    problems = [
+        Problem(
+            f"mesh.{axis}", size, "must be a positive number, or -1 for whatever is left", "Set 1 to leave the axis unused."
+        )
+        for axis, size in asked.items()
+        if size < 1 and size != -1
+    ]
+    free = [axis for axis, size in asked.items() if size == -1]
+    if len(free) > 1:
+        rule = "only one axis may be -1, or the split is not determined"
+        problems.append(Problem("mesh", shown, rule, f"Set {' or '.join(f'mesh.{a}' for a in free)} to a number."))
+    if asked["seq"] != 1:
+        rule = "splitting the sequence is not supported yet: attention would need keys from other devices"
+        problems.append(Problem("mesh.seq", asked["seq"], rule, "Set mesh.seq to 1; shard more with mesh.fsdp or mesh.tensor."))
+    if devices.count < 1:
+        problems.append(Problem("devices", devices.count, f"no device to run on ({devices.source})", "Unset JAX_PLATFORMS."))
+    if problems:
+        return None, problems
+    what = f"{devices.count} {devices.name} device{'s' if devices.count != 1 else ''}"
+    fixed = math.prod(size for size in asked.values() if size != -1)
+    if devices.count % fixed or (not free and fixed != devices.count):
+        remedy = f"Set sizes whose product {'divides' if free else 'is'} {devices.count}"
+        remedy += "." if free else ", or one of them to -1."
+        rule = (
+            f"the product of {'the fixed sizes' if free else 'the sizes'} is {fixed}, but there are {what} ({devices.source})"
+        )
+        return None, [Problem("mesh", shown, rule, remedy)]
+    return {axis: (devices.count // fixed if size == -1 else size) for axis, size in asked.items()}, []
+
+
+def _choices(values: dict[str, Any]) -> Iterable[Problem]:
+    for key, known in CHOICES.items():
+        value = values[key]
+        if value in known:
+            continue
+        name = ALIASES.get(value.lower(), value.lower())
+        if name in REFUSED and (key == "precision" or key.startswith("dtypes.")):
+            yield Problem(key, value, REFUSED[name], "Use bf16.")
+        else:
+            yield Problem(key, value, "no such choice", nearest(value, list(known)))
+    for key, known in OPEN_CHOICES.items():
+        value = values[key]
+        if ":" in value:
+            yield from _importable(key, value)
+        elif value not in known:
+            remedy = nearest(value, list(known)).rstrip(".?") + ("?" if nearest(value, list(known)).endswith("?") else "")
+            yield Problem(key, value, "no such choice", f"{remedy} (or package.module:name for your own).")
+
+
+def _importable(key: str, value: str) -> Iterable[Problem]:
+    module = value.partition(":")[0]
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        yield Problem(
+            key, value, f"module {module!r} is not found", "Install it or set PYTHONPATH; the form is package.module:name."
+        )
+
+
+def _ranges(values: dict[str, Any]) -> Iterable[Problem]:
+    for key, least in AT_LEAST.items():
+        if values[key] < least:
+            yield Problem(key, values[key], f"must be at least {least:g}", f"Set {least:g} or more.")
+    for key in ABOVE_ZERO:
+        if values[key] <= 0:
+            yield Problem(key, values[key], "must be above 0", "Set a positive number.")
+    for key, most in AT_MOST.items():
+        if values[key] > most:
+            yield Problem(key, values[key], f"must be at most {most:g}", f"Set {most:g} or less.")
+    for key in BELOW_ONE:
+        if values[key] >= 1:
+            yield Problem(key, values[key], "must be below 1", "Set a number from 0 up to, not including, 1.")
+
+
+def _rules(run: RunConfig) -> Iterable[Problem]:
+    problems = []
+    for axis, onto in run.sharding.rules:
+        key, names = f"sharding.rules.{axis}", [n for n in onto.split("+") if n]
+        if axis not in RULES and run.model.family in FAMILIES:
+            rule = f"the {run.model.family} model has no axis of that name"
+            problems.append(Problem(key, onto, rule, nearest(axis, list(RULES))))
+        problems += [
+            Problem(key, onto, f"no mesh axis {n!r}", nearest(n, list(MESH_AXES))) for n in names if n not in MESH_AXES
+        ]
+        if len(set(names)) < len(names):
+            problems.append(Problem(key, onto, "names a mesh axis twice", "Name each once, joined by '+'."))
+    return problems
+
+
+def _model(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
+    m = run.model
+    if not bad & {"model.num_heads", "model.num_kv_heads"} and m.num_heads % m.num_kv_heads:
+        rule = f"model.num_heads = {m.num_heads} is no multiple of it"
+        yield Problem("model.num_kv_heads", m.num_kv_heads, rule, f"Set one of {_divisors(m.num_heads)}.")
+    if not bad & {"model.num_heads", "model.d_model", "model.head_dim"}:
+        # `resolve` fills head_dim with the quotient rounded down.
+        if m.d_model % m.num_heads and m.head_dim == m.d_model // m.num_heads:
+            rule = f"does not divide into model.num_heads = {m.num_heads} heads"
+            yield Problem("model.d_model", m.d_model, rule, "Set a multiple of it, or model.head_dim.")
+        elif m.head_dim % 2 or m.head_dim < 2:
+            remedy = "Change it, or model.d_model and model.num_heads that it comes from."
+            yield Problem("model.head_dim", m.head_dim, "must be even: rotary turns pairs of numbers", remedy)
+    if m.rope_scaling == "llama3" and m.rope_high_freq <= m.rope_low_freq:
+        rule = f"must be above model.rope_low_freq = {m.rope_low_freq:g}"
+        yield Problem("model.rope_high_freq", m.rope_high_freq, rule, "Llama 3.1 has 4 and 1.")
+
+
+def _remat(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
+    _, problems = parse_tensors(run.remat.tensors)
+    yield from problems
+    if run.remat.policy == "custom" and not run.remat.tensors.strip():
+        yield Problem(
+            "remat.tensors", "", "remat.policy = custom needs a list", "For example q=keep,mlp_up=offload; or policy full."
+        )
+    if run.remat.tensors.strip() and run.remat.policy != "custom" and "remat.policy" not in bad:
+        rule = f"is read only with remat.policy = custom, which is {run.remat.policy}"
+        yield Problem("remat.tensors", run.remat.tensors, rule, "Set remat.policy to custom, or remat.tensors to ''.")
+    if not bad & {"remat.every", "model.num_layers"} and run.remat.every > run.model.num_layers:
+        rule = f"there are only model.num_layers = {run.model.num_layers} layers"
+        yield Problem("remat.every", run.remat.every, rule, f"Set 1 to {run.model.num_layers}.")
+
+
+def _attention(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
+    if run.attention.impl != "cudnn":
+        return
+    other = "Set attention.impl to auto or chunked"
+
+    def refuse(rule: str, remedy: str = f"{other}.") -> Problem:
+        return Problem("attention.impl", "cudnn", rule, remedy)
+
+    if devices.kind != "gpu":
+        yield refuse(f"cuDNN needs a GPU, and the run would be on {devices.name} ({devices.source})")
+    sm = devices.sm if devices.kind == "gpu" else 0
+    if 0 < sm < 80:
+        yield refuse(f"cuDNN attention needs a GPU from Ampere (sm80) on; {devices.name} is sm{sm}")
+    elif 0 < sm < 90 and run.data.packing == "documents":
+        remedy = f"{other}, or data.packing to none."
+        yield refuse(f"packed documents need a GPU from Hopper (sm90) on; {devices.name} is sm{sm}", remedy)
+    if run.precision == "f32":
+        yield refuse("cuDNN attention has no float32", f"{other}, or precision to bf16.")
+    most = 128 if 0 < sm < 90 else 256
+    if "model.head_dim" not in bad and (run.model.head_dim > most or run.model.head_dim % 8):
+        yield refuse(f"model.head_dim = {run.model.head_dim} must be a multiple of 8 and at most {most} there")
+    if run.model.attention_softcap > 0:
+        yield refuse(f"cuDNN has no soft cap (model.attention_softcap = {run.model.attention_softcap:g})")
+
+
+def _schedule(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
+    o, steps = run.optimizer, run.train.steps
+    if bad & {"optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.schedule", "train.steps"}:
+        return
+    if o.warmup_steps > steps:
+        rule = f"the run has only train.steps = {steps}, so the learning rate would never reach its peak"
+        yield Problem("optimizer.warmup_steps", o.warmup_steps, rule, f"Set {steps} or less.")
+    elif o.schedule != "constant":
+        decay = o.decay_steps or (steps // 5 if o.schedule == "wsd" else 0)
+        if o.warmup_steps + decay > steps:
+            named = "optimizer.decay_steps" if o.decay_steps else "optimizer.warmup_steps"
+            value = o.decay_steps or o.warmup_steps
+            rule = f"warmup ({o.warmup_steps}) and decay ({decay}) together are longer than train.steps = {steps}"
+            yield Problem(named, value, rule, "Shorten one of them, or train longer.")
+    if o.schedule != "constant" and o.lr_min > o.lr:
+        yield Problem(
+            "optimizer.lr_min", o.lr_min, f"is above the peak, optimizer.lr = {o.lr:g}", "Set it to a tenth of lr, say."
+        )
+
+
+def _steps(run: RunConfig, workdir: Path, bad: set[str]) -> Iterable[Problem]:
+    c, p, steps = run.checkpoint, run.profile, run.train.steps
+    if "train.steps" in bad:
+        return
+    if c.step > steps:
+        yield Problem(
+            "checkpoint.step", c.step, f"is beyond the last step, train.steps = {steps}", "Set an earlier one, or -1."
+        )
+    folder = Path(c.dir).expanduser() if c.dir else workdir / "checkpoints"
+    if c.step >= 0 and not folder.is_dir():
+        yield Problem("checkpoint.step", c.step, f"there is no {folder} to resume from", "Set -1, or the run's own --workdir.")
+    if not bad & {"profile.start", "profile.steps"} and p.start > 0 and p.start + p.steps - 1 > steps:
+        rule = f"tracing {p.steps} steps from there goes past the last step, train.steps = {steps}"
+        yield Problem("profile.start", p.start, rule, "Start earlier, or 0 for no trace.")
+    known = [k for k, _ in flatten(to_dict(run))]
+    for name in filter(None, (n.strip() for n in c.allow_change.split(","))):
+        if name not in known:
+            yield Problem("checkpoint.allow_change", name, "no such key", nearest(name, known).replace("Known: ", "One of: "))
+
+
+def _memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
+    if devices.kind != "gpu" or devices.count < 1 or "train.memory_fraction" in bad:
+        return []
+    fraction = memory_fraction(devices.memory_gib, run.train.memory_fraction)
+    return memory_environment(fraction, os.environ)[1]
+
+
+def _divisions(run: RunConfig, sizes: dict[str, int], bad: set[str]) -> Iterable[Problem]:
+    """Every dimension divides over the mesh axes that its rule names."""
+    table = dict(run.sharding.rules)
+
+    def parts(axis: str) -> int:
+        return math.prod(sizes[a] for a in table[axis].split("+") if a)
+
+    for key, axis in (
+        ("model.num_heads", "heads"),
+        ("model.num_kv_heads", "kv_heads"),
+        ("model.head_dim", "head_dim"),
+        ("model.d_ff", "mlp"),
+        ("model.vocab_size", "vocab"),
+        ("model.d_model", "embed"),
+        ("model.num_layers", "layers"),
+        ("data.seq_len", "residual"),
+        ("data.seq_len", "sequence"),
+    ):
+        section, _, name = key.partition(".")
+        value = getattr(getattr(run, section), name)
+        if key not in bad and value % parts(axis):
+            over = " x ".join(f"mesh.{a} = {sizes[a]}" for a in table[axis].split("+") if sizes[a] > 1)
+            rule = f"does not divide over {over} (sharding.rules.{axis} = {table[axis]!r})"
+            yield Problem(key, value, rule, f"Make it a multiple of {parts(axis)}, or those sizes ones that divide it.")
+    if bad & {"train.global_batch", "train.grad_accum"}:
+        return
+    accumulation = list(_accumulation(run))
+    yield from accumulation
+    batch, accum = run.train.global_batch, run.train.grad_accum
+    micro, unit = batch // accum, parts("batch")
+    if not accumulation and micro % unit:
+        over = table["batch"].replace("+", " x ")
+        rule = f"{'a microbatch' if accum > 1 else 'a batch'} of {micro} does not divide over {unit} devices ({over})"
+        if accum > 1:
+            rule = f"in train.grad_accum = {accum} parts, {rule}"
+        remedy = f"Set a multiple of {unit * accum}, such as {max(1, round(batch / (unit * accum))) * unit * accum}"
+        yield Problem("train.global_batch", batch, rule, remedy + (", or accumulate less." if accum > 1 else "."))
+
+
+def _accumulation(run: RunConfig) -> Iterable[Problem]:
+    batch, accum = run.train.global_batch, run.train.grad_accum
+    if batch % accum:
+        rule = f"does not divide into train.grad_accum = {accum} microbatches"
+        yield Problem("train.global_batch", batch, rule, f"Set a multiple of {accum}.")
+
+
+def _clashes(run: RunConfig, sizes: dict[str, int]) -> Iterable[Problem]:
+    """No mesh axis (of size above 1) splits two dimensions of one array."""
+    table = {axis: [a for a in onto.split("+") if a and sizes[a] > 1] for axis, onto in run.sharding.rules}
+    seen = set()
+    for array, axes in ARRAYS.items():
+        for i, first in enumerate(axes):
+            for second in axes[i + 1 :]:
+                both = set(table[first]) & set(table[second])
+                if both and (first, second) not in seen:
+                    seen.add((first, second))
+                    rule = f"mesh axis {min(both)!r} also splits sharding.rules.{second}, and {array} has both"
+                    yield Problem(
+                        f"sharding.rules.{first}", dict(run.sharding.rules)[first], rule, "Name it in one of them only."
+                    )
+
+
+def _places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
+    written = {"--workdir": str(workdir)}
+    if run.checkpoint.dir:
+        written["checkpoint.dir"] = run.checkpoint.dir
+    if run.paths.cache:
+        written["paths.cache"] = run.paths.cache
+    if "stdlib" in (run.data.source, run.data.eval_source):
+        written["paths.data"] = run.paths.data
+    for key, place in written.items():
+        yield from remote(key, place) or writable(key, Path(place).expanduser())
+    if run.init.from_:
+        gone = remote("init.from", run.init.from_)
+        yield from gone
+        if not gone and not Path(run.init.from_).expanduser().is_dir():
+            yield Problem(
+                "init.from", run.init.from_, "no such folder", "Name a run's folder, or one of its checkpoints/<step>."
+            )
+    yield from remote("data.source", run.data.source)
+    yield from remote("data.eval_source", run.data.eval_source)
+
+
+def remote(key: str, place: str) -> list[Problem]:
+    """s3:// and its like are refused: Path would make a local folder named 's3:' of them."""
+    if "://" not in place:
+        return []
+    return [Problem(key, place, "object stores are not supported", "Copy it to, or mount it as, a folder.")]
+
+
+def writable(key: str, place: Path) -> list[Problem]:
+    """Whether a folder can be made at, or written in, `place`; found out without writing.
+
+    The nearest existing parent must be a folder that this user may write to. Root may write anywhere by its permission
+    bits, so read-only mounts and the kernel's own file systems are looked at besides.
+    """
+    place = Path(os.path.abspath(place))
+    nearest_parent = next(p for p in (place, *place.parents) if os.path.lexists(p))
+    if not nearest_parent.is_dir():
+        return [Problem(key, str(place), f"{nearest_parent} is a file, not a folder", "Name another place.")]
+    real = nearest_parent.resolve()
+    kernel = len(real.parts) > 1 and real.parts[1] in ("proc", "sys")
+    read_only = os.statvfs(real).f_flag & os.ST_RDONLY
+    if kernel or read_only or not os.access(real, os.W_OK | os.X_OK):
+        return [Problem(key, str(place), f"{nearest_parent} is not writable", "Name another place, or change its permissions.")]
+    return []
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
