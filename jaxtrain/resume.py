@@ -1,0 +1,166 @@
+"""What a resumed run may change: one table, and the comparison of two configs by it. No jax, no files."""
+
+import dataclasses
+import fnmatch
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain import config
+from jaxtrain.config import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One rule for some keys."""
+
+    keys: tuple[str, ...]  # dotted, with * for any part
+    change: str  # free | ask | never
+    reason: str
+
+
+# free: changes where, how fast, how long or how visibly the run goes on, or is changed on purpose all the time; noted at start.
+# ask: changes what is learnt, in a way that an edited config file could do unnoticed; must be named in checkpoint.allow_change.
+# never: the tensors or the meaning of token ids would not fit.
+TABLE = (
+    Row(("mesh.*", "sharding.*"), "free", "placement; the numbers stay, up to rounding"),
+    Row(("attention.*", "remat.*"), "free", "how the same function is computed"),
+    Row(("train.grad_accum", "train.loss_chunk", "train.memory_fraction"), "free", "how the same step is computed"),
+    Row(("train.steps",), "free", "a run may go on for longer; a schedule that ends with the last step ends later"),
+    Row(
+        ("optimizer.lr", "optimizer.lr_min", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.decay_steps"),
+        "free",
+        "the learning rate is a function of the step alone, nothing of it is stored",
+    ),
+    Row(("data.source",), "free", "the mixture may change; sequences are then drawn from the new one at the same position"),
+    Row(("data.eval_source", "data.prefetch", "eval.*"), "free", "training does not depend on it"),
+    Row(("log.*", "sample.*", "profile.*", "paths.*", "checkpoint.*"), "free", "what is written, and where"),
+    Row(("train.seed", "model.init_std", "init.*"), "free", "used at a run's start only: no effect on a resumed one"),
+    Row(
+        ("data.seq_len", "train.global_batch"),
+        "ask",
+        "the data position counts sequences of this length in batches of this size",
+    ),
+    Row(
+        ("data.seed", "data.packing", "data.max_segments"),
+        "ask",
+        "another order or cut of the data: some is seen twice, some never",
+    ),
+    Row(("data.tokenizer",), "ask", "token ids must mean the same tokens: only for the same tokenizer in another place"),
+    Row(("train.loss",), "ask", "losses before and after do not compare"),
+    Row(("model.rope_*",), "ask", "positions mean something else; meant for stretching the context"),
+    Row(
+        ("model.sliding_window", "model.attention_softcap", "model.logit_softcap", "model.norm_eps"),
+        "ask",
+        "the same weights compute another function",
+    ),
+    Row(("precision", "dtypes.*"), "ask", "rounding changes; stored tensors are converted"),
+    Row(("optimizer.beta1", "optimizer.beta2", "optimizer.eps"), "ask", "the stored moments were averaged with the old values"),
+    Row(
+        ("optimizer.weight_decay", "optimizer.clip_norm"),
+        "ask",
+        "part of the recipe, unlike the learning rate seldom changed on purpose",
+    ),
+    Row(("optimizer.name",), "never", "another optimizer stores other tensors"),
+    Row(
+        (
+            "model.family",
+            "model.num_layers",
+            "model.d_model",
+            "model.num_heads",
+            "model.num_kv_heads",
+            "model.head_dim",
+            "model.d_ff",
+        ),
+        "never",
+        "other tensors, or the same ones read differently",
+    ),
+    Row(("model.tied_head", "model.qk_norm", "model.qkv_bias"), "never", "adds or removes tensors"),
+    Row(("model.vocab_size",), "never", "other tensors"),
+)
+
+
+def rows_for(key: str) -> list[Row]:
+    """The rows that speak of a key: exactly one for every key of the config."""
+    return [row for row in TABLE if any(fnmatch.fnmatchcase(key, pattern) for pattern in row.keys)]
+
+
+def compare(old: Mapping[str, Any], new: Mapping[str, Any], allow_change: str = "") -> tuple[list[str], list[Problem]]:
+    """Notes on what changed and may, and problems where it may not.
+
+    old: nested config of the checkpoint. A key it lacks (it was written by an older version) counts as its default now.
+    new: nested config of this run, both as `config.to_dict` gives them. allow_change: the value of checkpoint.allow_change.
+    """
+    was, unknown = config.resolve(old)
+    before = dict(config.flatten(config.to_dict(was)))
+    after = dict(config.flatten(new))
+    allowed = [name.strip() for name in allow_change.split(",") if name.strip()]
+    problems = check_allow_change(allow_change)
+    notes: list[str] = []
+    for p in unknown:
+        if p.key in before:
+            problems.append(dataclasses.replace(p, rule=f"in the checkpoint's config, {p.rule}"))
+        else:
+            notes.append(f"{p.key}: in the checkpoint's config, no longer a key")
+    asked: list[tuple[str, str, Row]] = []
+    for name in [*after, *(k for k in before if k not in after)]:
+        if before.get(name) == after.get(name):
+            continue
+        change = f"{_shown(name, before)} -> {_shown(name, after)}"
+        row = rows_for(name)[0]
+        if row.change == "free" or (row.change == "ask" and name in _matching(allowed, [name])):
+            notes.append(f"{name}: {change} ({row.reason})")
+        elif row.change == "ask":
+            asked.append((name, change, row))
+        else:
+            problems.append(
+                Problem(
+                    name,
+                    after.get(name),
+                    f"was {_shown(name, before)} in the checkpoint and can never change on resume: {row.reason}",
+                    "Set it back, or start a new run in another --workdir (--config.init.from starts it from these weights)",
+                )
+            )
+    everything = ",".join(dict.fromkeys([*allowed, *(name for name, _, _ in asked)]))
+    for name, _, row in asked:
+        problems.append(
+            Problem(
+                name,
+                after.get(name),
+                f"was {_shown(name, before)} in the checkpoint: {row.reason}",
+                f"Set it back, or allow it: --config.checkpoint.allow_change={everything}",
+            )
+        )
+    return notes, problems
+
+
+def check_allow_change(allow_change: str) -> list[Problem]:
+    """What is wrong with checkpoint.allow_change itself: names that are no keys, and keys that can never change."""
+    known = list(config.docs())
+    problems: list[Problem] = []
+    for name in filter(None, (part.strip() for part in allow_change.split(","))):
+        matched = _matching([name], known)
+        never = [k for k in matched if rows_for(k)[0].change == "never"]
+        if not matched:
+            problems.append(Problem("checkpoint.allow_change", name, "no such key", config.nearest(name, known)))
+        elif never:
+            problems.append(
+                Problem("checkpoint.allow_change", name, f"{never[0]} can never change on resume", "Take it out of the list")
+            )
+    return problems
+
+
+def _matching(patterns: list[str], keys: list[str]) -> list[str]:
+    return [key for key in keys if any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)]
+
+
+def _shown(name: str, values: Mapping[str, Any]) -> str:
+    return repr(values[name]) if name in values else "not set"
+
+
+def markdown() -> str:
+    """The table as docs/checkpoints.md shows it."""
+    words = {"free": "freely, with a note", "ask": "only if named in `checkpoint.allow_change`", "never": "never"}
+    lines = ["| keys | may change | why |", "|---|---|---|"]
+    for row in TABLE:
+        lines.append(f"| {', '.join(f'`{k}`' for k in row.keys)} | {words[row.change]} | {row.reason} |")
+    return "\n".join(lines)
