@@ -1,5 +1,8 @@
 """Token files, their preparation, and batches as a pure function of (seed, step)."""
 
+import contextlib
+import gzip
+import io
 import itertools
 import json
 import os
@@ -8,22 +11,31 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+import tokenizers
+import tokenizers.decoders
+import tokenizers.models
+import tokenizers.pre_tokenizers
+import tokenizers.trainers
 
 from jaxtrain import config
-from jaxtrain.data import pipeline, stdlib, tokenfile
-from jaxtrain.data import tokenizer as tokenizers
+from jaxtrain.data import bench, pipeline, prepare, stdlib, tokenfile
+from jaxtrain.data import tokenizer as text_tokenizers
+from jaxtrain.data.__main__ import main
 from jaxtrain.data.tokenfile import TokenFile, TokenWriter
 from jaxtrain.shapes import BATCH_KEYS
 
-BYTE = tokenizers.ByteTokenizer()
+BYTE = text_tokenizers.ByteTokenizer()
 
 
 def write_file(path: Path, documents: list[list[int]], vocab: int = 257, eot: int = 256, name: str = "byte") -> Path:
-    info = {**tokenizers.info(BYTE), "vocab_size": vocab, "eot": eot, "name": name}
+    info = {**text_tokenizers.info(BYTE), "vocab_size": vocab, "eot": eot, "name": name}
     with TokenWriter(path, info) as writer:
         for ids in documents:
             writer.write(ids, len(ids))
@@ -87,3 +99,522 @@ def test_rows_equal_a_token_by_token_oracle(tmp_path, mean, T, max_segments, pac
                 total += T
     assert sorted(seen) == list(range(windows))
     assert batches.masked_fraction == pytest.approx(masked / total)
+
+
+def test_batches_are_a_pure_function_of_seed_and_step(tmp_path):
+    path = write_file(tmp_path / "a.tok", random_documents(1, 200, 30))
+    one, two = open_batches(path, seed=5), open_batches(path, seed=5)
+    later = [two.batch(s) for s in (9, 3, 70)]  # out of order, epochs apart
+    for s, want in zip((9, 3, 70), later, strict=True):
+        got = one.batch(s)
+        assert all(np.array_equal(got[k], want[k]) for k in BATCH_KEYS)
+        for rows in (slice(1, 3), np.asarray([3, 0], np.int64)):
+            part = one.batch(s, rows)
+            assert all(np.array_equal(part[k], np.asarray(want[k])[rows]) for k in BATCH_KEYS)
+    other = open_batches(path, seed=6)
+    assert not all(np.array_equal(other.batch(s)["tokens"], one.batch(s)["tokens"]) for s in range(4))
+
+
+def test_every_epoch_is_another_permutation(tmp_path):
+    path = write_file(tmp_path / "a.tok", random_documents(2, 200, 30))
+    batches = open_batches(path)
+    n = batches.sources[0].windows
+    orders = [batches.windows(0, np.arange(e * n, (e + 1) * n)).tolist() for e in range(3)]
+    assert all(sorted(order) == list(range(n)) for order in orders)
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    assert orders[0] != list(range(n))
+    assert batches.epoch(10) == pytest.approx(10 * 4 / n)
+    assert batches.tokens_per_epoch == n * 16
+
+
+def test_mixture_takes_each_source_by_weight_and_in_its_own_order(tmp_path):
+    weights = {"a": 0.7, "b": 0.2, "c": 0.1}
+    for i, name in enumerate(weights):  # tokens tell the source
+        write_file(tmp_path / f"{name}.tok", [[i] * 15] * 50)
+    source = ",".join(f"{tmp_path}/{name}.tok={w}" for name, w in weights.items())
+    batches = open_batches(source, global_batch=8)
+    counts = np.zeros(3)
+    for step in range(100):
+        first = batches.batch(step)["tokens"][:, 0]
+        counts += np.bincount(first, minlength=3)
+        assert np.abs(counts - 8 * (step + 1) * np.asarray([0.7, 0.2, 0.1])).max() < 3
+    index, within = pipeline.interleave(np.arange(1000), [0.7, 0.2, 0.1])
+    for k in range(3):
+        assert within[index == k].tolist() == list(range(int((index == k).sum())))
+    far = 10**9
+    s, w = pipeline.interleave(np.arange(far, far + 50), [0.7, 0.2, 0.1])
+    assert np.allclose(w, far * np.asarray([0.7, 0.2, 0.1])[s], rtol=1e-6)
+    assert [f["weight"] for f in batches.fingerprint["files"]] == pytest.approx([0.7, 0.2, 0.1])
+    assert sum(batches.epochs(50).values()) > 0
+    json.dumps(batches.fingerprint)
+
+
+def test_masked_tokens_does_not_depend_on_the_chunk():
+    rng = np.random.default_rng(0)
+    for max_segments in (1, 2, 5):
+        starts = np.cumsum(np.r_[0, rng.integers(1, 9, 500)])
+        want = pipeline.masked_tokens(starts, 60, 32, max_segments)
+        assert want > 0
+        for chunk in (1, 2, 7, 100):
+            assert pipeline.masked_tokens(starts, 60, 32, max_segments, chunk) == want
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_iterate_yields_the_steps_in_order_raises_and_stops(tmp_path, prefetch):
+    batches = open_batches(write_file(tmp_path / "a.tok", random_documents(3, 100, 30)))
+    before = threading.active_count()
+    steps = pipeline.iterate(batches, 7, prefetch)
+    for step, got in zip(range(7, 12), steps, strict=False):
+        want = batches.batch(step)
+        assert all(np.array_equal(got[k], want[k]) for k in BATCH_KEYS)
+    steps.close()
+    assert threading.active_count() == before
+    part = next(pipeline.iterate(batches, 2, prefetch, rows=slice(0, 2)))
+    assert np.array_equal(part["tokens"], batches.batch(2)["tokens"][:2])
+
+    class Failing:
+        def batch(self, step):
+            if step == 3:
+                raise RuntimeError("disk gone at step 3")
+            return {"step": np.asarray(step)}
+
+    got = []
+    with pytest.raises(RuntimeError, match="disk gone at step 3"):
+        for batch in pipeline.iterate(Failing(), 1, prefetch):
+            got.append(int(batch["step"]))
+    assert got == [1, 2]
+
+
+def test_synthetic_is_deterministic_learnable_and_says_so(tmp_path):
+    data = config.Data(source="synthetic", seq_len=256, max_segments=8)
+
+    def make(split="train", seed=0):
+        return pipeline.open_source(data, "", split=split, global_batch=8, data_dir=tmp_path, seed=seed)
+
+    a, b = make(), make()
+    assert a.synthetic
+    assert a.masked_fraction == 0
+    x, y = a.batch(11), b.batch(11)
+    assert all(np.array_equal(x[k], y[k]) and x[k].dtype == BATCH_KEYS[k] for k in BATCH_KEYS)
+    assert np.array_equal(x["tokens"][:, 1:], x["targets"][:, :-1])
+    assert np.array_equal(a.batch(11, slice(2, 5))["tokens"], x["tokens"][2:5])
+    assert not np.array_equal(make("validation").batch(11)["tokens"], x["tokens"])
+    assert not np.array_equal(make(seed=1).batch(11)["tokens"], x["tokens"])
+    assert x["segments"].max() == 4
+    assert ((x["targets"] == 256) | (x["tokens"] < 256)).any()
+    # after one symbol at most four others are likely (the strides): far fewer than 256
+    pairs = np.concatenate(
+        [np.stack([v["tokens"], v["targets"]])[:, v["weights"] > 0] for v in map(a.batch, range(40))], axis=1
+    )
+    following = np.bincount(pairs[1][pairs[0] == 7], minlength=257)
+    assert np.sort(following)[-4:].sum() > 0.8 * following.sum()
+
+
+def test_stdlib_split_is_disjoint_by_file_and_made_once(tmp_path):
+    train, validation = stdlib.stdlib_files(tmp_path)
+    stamp = train.stat().st_mtime_ns
+    assert stdlib.stdlib_files(tmp_path) == (train, validation)
+    assert train.stat().st_mtime_ns == stamp
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([train.name, validation.name])
+    files = stdlib.list_files()
+    sides = {r: stdlib.is_validation(r) for r, _ in files}
+    assert not any({"test", "tests", "site-packages"} & set(Path(r).parts) for r in sides)
+    opened = [TokenFile.open(p) for p in (train, validation)]
+    assert [f.header["documents"] for f in opened] == [list(sides.values()).count(s) for s in (False, True)]
+    assert 0.01 < opened[1].header["tokens"] / opened[0].header["tokens"] < 0.2
+    # the validation file holds exactly the validation files
+    documents = [p.read_bytes().decode(errors="replace") for r, p in files if sides[r]]
+    tokens, offsets = opened[1].tokens, opened[1].doc_offsets
+    for i, text in enumerate(documents):
+        assert BYTE.decode(tokens[offsets[i] : offsets[i + 1]]) == text
+        assert tokens[offsets[i + 1] - 1] == BYTE.eot
+    assert tokenfile.verify(validation) == []
+    data = config.Data()
+    for split, file in zip(("train", "validation"), opened, strict=True):
+        batches = pipeline.open_source(data, "", split=split, global_batch=2, data_dir=tmp_path)
+        assert batches.fingerprint["files"][0]["content_sha256"] == file.header["content_sha256"]
+        assert batches.bytes_per_token == pytest.approx(1.0)
+
+
+def test_two_processes_may_make_the_stdlib_files_at_once(tmp_path):
+    code = f"from jaxtrain.data.stdlib import stdlib_files; print(*stdlib_files({str(tmp_path)!r}))"
+    both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = [p.communicate(timeout=60)[0].split() for p in both]
+    assert [p.returncode for p in both] == [0, 0]
+    assert outputs[0] == outputs[1]
+    assert sorted(str(p) for p in tmp_path.iterdir()) == sorted(outputs[0])
+    assert tokenfile.verify(outputs[0][0]) == []
+
+
+# token files
+
+
+def test_token_file_round_trip_uint16_and_uint32(tmp_path):
+    for vocab, dtype in ((257, np.uint16), (70_000, np.uint32)):
+        documents = [[1, 2, 3], [], [vocab - 1]]
+        file = TokenFile.open(write_file(tmp_path / f"{vocab}.tok", documents, vocab=vocab))
+        assert file.tokens.dtype == dtype
+        assert file.tokens.tolist() == [1, 2, 3, 256, 256, vocab - 1, 256]
+        assert file.doc_offsets.tolist() == [0, 4, 5, 7]
+        assert (file.header["tokens"], file.header["documents"], file.header["source_bytes"]) == (7, 3, 4)
+        assert tokenfile.verify(file.path) == []
+    with pytest.raises(tokenfile.TokenFileError, match="outside the vocabulary"):
+        write_file(tmp_path / "bad.tok", [[1, 257]])
+    assert not list(tmp_path.glob("bad*"))
+
+
+def test_verify_finds_any_flipped_byte_and_names_the_block(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenfile, "BLOCK", 1 << 10)
+    path = write_file(tmp_path / "a.tok", random_documents(4, 100, 100))
+    good = path.read_bytes()
+    header, end = tokenfile.read_header(path)
+    assert len(header["block_crc32"]) > 5
+    rng = np.random.default_rng(0)
+    for at in rng.integers(tokenfile.PREAMBLE.size, len(good), 40).tolist():
+        path.write_bytes(good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :])
+        faults = tokenfile.verify(path)
+        assert faults, at
+        assert ("header" if at >= end else f"block {(at - tokenfile.PREAMBLE.size) >> 10} ") in faults[0]
+    for damaged in (good[:-1], good[: len(good) // 2], good + b"x", b"", b"jaxtrtok", bytes(64) + good[64:], b"text " * 100):
+        path.write_bytes(damaged)
+        assert tokenfile.verify(path)
+        with pytest.raises(tokenfile.TokenFileError, match="a.tok"):
+            TokenFile.open(path)
+
+
+# preparation
+
+
+def cli(*args: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **environ}
+    command = [sys.executable, "-m", "jaxtrain.data", *args]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def texts(path: Path) -> list[str]:
+    file = TokenFile.open(path)
+    return [BYTE.decode(file.tokens[a:b]) for a, b in itertools.pairwise(file.doc_offsets.tolist())]
+
+
+def make_corpus(folder: Path, count: int = 40) -> list[str]:
+    """The same documents as text, JSON lines (plain and gzip) and Parquet."""
+    documents = [f"Document {i}: " + "naïve café " * (i % 7 + 1) + "\n" for i in range(count)]
+    (folder / "txt").mkdir()
+    for i, text in enumerate(documents):
+        (folder / "txt" / f"{i:03}.txt").write_text(text)
+    lines = "".join(json.dumps({"id": i, "body": text}) + "\n" for i, text in enumerate(documents))
+    (folder / "all.jsonl").write_text(lines)
+    (folder / "all.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    table = pyarrow.table({"id": list(range(count)), "body": documents})
+    pyarrow.parquet.write_table(table, folder / "all.parquet", row_group_size=7)
+    return documents
+
+
+@pytest.mark.parametrize("pattern", ["txt/*.txt", "**/*.txt", "all.jsonl", "all.jsonl.gz", "all.parquet"])
+def test_prepare_reads_every_format_alike(tmp_path, monkeypatch, pattern):
+    documents = make_corpus(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (header,) = prepare.prepare([pattern], Path("out.tok"), text_key="body")
+    assert texts(Path("out.tok")) == documents
+    assert header["source_bytes"] == sum(len(d.encode()) for d in documents)
+    assert tokenfile.verify("out.tok") == []
+    prepare.prepare([pattern], Path("split.tok"), text_key="body", validation=0.3)
+    train, validation = texts(Path("split.tok")), texts(Path("split.val.tok"))
+    assert sorted(train + validation) == sorted(documents)
+    assert 3 < len(validation) < 25
+    prepare.prepare([pattern], Path("again.tok"), text_key="body", validation=0.3)
+    assert Path("again.val.tok").read_bytes() == Path("split.val.tok").read_bytes()
+
+
+def test_long_text_is_one_document_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "PIECE_BYTES", 50)
+    monkeypatch.setattr(prepare, "BATCH_BYTES", 100)
+    for name, text in (("lines", "zwölf Boxkämpfer\n" * 40), ("one line", "ü€𝄞" * 333), ("short", "x"), ("exact", "y" * 50)):
+        (tmp_path / "a.txt").write_text(text)
+        prepare.prepare([str(tmp_path / "a.txt")], tmp_path / "a.tok", force=True)
+        assert texts(tmp_path / "a.tok") == [text], name
+    (tmp_path / "a.txt").write_bytes(b"fine\n" * 40 + b"bad \xff byte\n")
+    said = []
+    with pytest.raises(prepare.PrepareError):
+        prepare.prepare([str(tmp_path / "a.txt")], tmp_path / "a.tok", force=True, say=said.append)
+    assert said == [f"{tmp_path}/a.txt:41: not UTF-8 (invalid start byte, byte 0xff)"]
+
+
+def test_bad_lines_are_named_counted_and_stop(tmp_path):
+    lines = [b'{"text": "one"}', b'{"text": 3}', b"", b"not json", b'{"x": "y"}', b"\xff", b"[1]", b'{"text": "\\ud800"}']
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*lines, b'{"text": "two"}']))
+    done = cli("prepare", "--input=a.jsonl", "--output=a.tok", cwd=tmp_path)
+    assert done.returncode == 2
+    for number in (2, 4, 5, 6, 7, 8):
+        assert f"a.jsonl:{number}: " in done.stderr
+    assert "6 bad lines in a.jsonl; nothing was written" in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+    done = cli("prepare", "--input=a.jsonl", "--output=a.tok", "--skip-bad-lines", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "6 bad lines left out" in done.stderr
+    assert texts(tmp_path / "a.tok") == ["one", "two"]
+    (tmp_path / "many.jsonl").write_bytes(b"{\n" * 50)
+    done = cli("prepare", "--input=many.jsonl", "--output=b.tok", cwd=tmp_path)
+    assert done.stderr.count("many.jsonl:") == prepare.SHOWN
+    assert "50 bad lines" in done.stderr
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None, "b"]}), tmp_path / "n.parquet")
+    done = cli("prepare", "--input=n.parquet", "--output=b.tok", cwd=tmp_path)
+    assert (done.returncode, "n.parquet:2: 'text' is NoneType" in done.stderr) == (2, True)
+
+
+def test_commands_that_are_wrong_exit_2_and_write_nothing(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("some text\n")
+    (tmp_path / "old.tok").write_text("mine")
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 99)[:-20])
+    (tmp_path / "fake.parquet").write_text("no parquet")
+    (tmp_path / "t.json").write_text("{}")
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    for said, *args in (
+        ("matches no file", "--input=none*", "--output=b.tok"),
+        ("is a folder", "--input=.", "--output=b.tok"),
+        ("ends in .tok", "--input=a.txt", "--output=b.bin"),
+        ("old.tok exists", "--input=a.txt", "--output=old.tok"),
+        ("no folder", "--input=a.txt", "--output=no/b.tok"),
+        ("cannot read nowhere.json", "--input=a.txt", "--output=b.tok", "--tokenizer=nowhere.json"),
+        ("not a tokenizer.json", "--input=a.txt", "--output=b.tok", "--tokenizer=t.json"),
+        ("could not be fetched", "--input=a.txt", "--output=b.tok", "--tokenizer=hf:no/such"),
+        ("id 256 ends", "--input=a.txt", "--output=b.tok", "--eot=</s>"),
+        ("--format=jsonl", "--input=t.json", "--output=b.tok"),
+        ("are not read", "--input=old.tok", "--output=b.tok"),
+        ("cannot be read to its end", "--input=cut.jsonl.gz", "--output=b.tok"),
+        ("not readable as Parquet", "--input=fake.parquet", "--output=b.tok"),
+        ("would hold no document", "--input=a.txt", "--output=b.tok", "--validation=0.001"),
+        ("less than 1", "--input=a.txt", "--output=b.tok", "--validation=1.5"),
+    ):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # fails at once, not after five attempts
+        done = main_here(tmp_path, "prepare", *args)
+        assert done[0] == 2, (args, done)
+        assert said in done[1], (args, done)
+        assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before, args
+    assert main_here(tmp_path, "prepare", "--input=a.txt", "--output=old.tok", "--force")[0] == 0
+    assert texts(tmp_path / "old.tok") == ["some text\n"]
+
+
+def main_here(folder: Path, *args: str) -> tuple[int, str]:
+    """(exit code, output) of the command line in this process."""
+    out = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            code = main(list(args))
+        except SystemExit as e:
+            code = e.code
+    return code if isinstance(code, int) else 1, out.getvalue()
+
+
+def test_verify_show_and_bench_commands(tmp_path):
+    (tmp_path / "a.txt").write_text("hello there\n")
+    assert main_here(tmp_path, "prepare", "--input=a.txt", "--output=a.tok")[0] == 0
+    code, out = main_here(tmp_path, "verify", "a.tok")
+    assert (code, "intact" in out) == (0, True)
+    code, out = main_here(tmp_path, "show", "a.tok", "--documents=1")
+    assert (code, "hello there" in out) == (0, True)
+    data = bytearray((tmp_path / "a.tok").read_bytes())
+    data[70] ^= 1
+    (tmp_path / "b.tok").write_bytes(data)
+    code, out = main_here(tmp_path, "verify", "a.tok", "b.tok", "c.tok")
+    assert code == 1
+    assert "a.tok" in out and "b.tok: block 0" in out and "c.tok" in out
+    assert main_here(tmp_path, "show", "c.tok")[0] == 2
+    assert main_here(tmp_path, "bench", "--seconds=0")[0] == 2
+    assert main_here(tmp_path, "polish")[0] == 2
+    assert main_here(tmp_path, "prepare", "--help")[0] == 0
+
+
+def test_bench_reports_the_speed_of_real_batches(monkeypatch):
+    monkeypatch.setattr(bench, "TOKENS", 1_000_000)
+    result = bench.bench(batch=8, seq_len=512, seconds=0.2)
+    assert result["tokens_per_s"] == pytest.approx(8 * 512 / result["batch_us"] * 1e6, rel=1e-6)
+    assert result["tokens_per_s"] > 1e6  # far below what any machine reaches; the command shows the figure itself
+
+
+def test_prepare_killed_midway_leaves_no_output_and_restarts(tmp_path):
+    line = json.dumps({"text": "All work and no play makes a dull corpus. " * 20}) + "\n"
+    (tmp_path / "a.jsonl").write_text(line * 60_000)
+    command = [sys.executable, "-m", "jaxtrain.data", "prepare", "--input=a.jsonl", "--output=a.tok", "--validation=0.5"]
+    (tmp_path / "a.jsonl").open("a").write('{"text": "the other side"}\n{"text": "b"}\n{"text": "c"}\n{"text": "d"}\n')
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment)
+    partial = tmp_path / "a.tok.partial"
+    other = tmp_path / "a.val.tok.partial"
+    deadline = time.monotonic() + 30
+    while not any(p.exists() and p.stat().st_size > 1 << 20 for p in (partial, other)):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, "ended before it could be killed"
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not list(tmp_path.glob("*.tok"))
+    assert partial.exists()
+    assert tokenfile.verify(partial), "an unfinished file must not pass"
+    code, out = main_here(tmp_path, *command[3:])
+    assert code == 0, out
+    assert "was left by a run that was cut off" in out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "a.tok", "a.val.tok"]
+    assert sum(TokenFile.open(tmp_path / n).header["documents"] for n in ("a.tok", "a.val.tok")) == 60_004
+    assert main_here(tmp_path, "verify", "a.tok", "a.val.tok")[0] == 0
+
+
+def test_two_writers_of_one_output_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    with TokenWriter(tmp_path / "a.tok", text_tokenizers.info(BYTE)):
+        code, out = main_here(tmp_path, "prepare", "--input=a.txt", "--output=a.tok")
+        assert (code, "another process is writing it" in out) == (2, True)
+    assert texts(tmp_path / "a.tok") == []
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path):
+    line = json.dumps({"text": "x" * 900}) + "\n"
+    peaks = []
+    for count in (20_000, 60_000):
+        (tmp_path / "a.jsonl").write_text(line * count)
+        (tmp_path / "a.txt").write_text(line * count)
+        tracemalloc.start()
+        prepare.prepare([f"{tmp_path}/a.*"], tmp_path / "a.tok", force=True)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        (tmp_path / "a.tok").unlink()
+    assert peaks[1] < 1.2 * peaks[0], peaks
+    assert peaks[1] < 50 << 20, peaks
+
+
+# tokenizers
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory) -> Path:
+    """A real byte-level BPE tokenizer.json, trained on a little of the standard library."""
+    tok = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tok.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tok.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<s>", "<|endoftext|>", "<stop>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tok.train_from_iterator([Path(json.__file__).read_text()], trainer)
+    tok.enable_truncation(5)  # must not cut documents
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    tok.save(str(path))
+    return path
+
+
+def test_byte_tokenizer_round_trip():
+    text = "naïve 𝄞 \x00\n"
+    assert BYTE.decode([*BYTE.encode(text), BYTE.eot]) == text
+    assert BYTE.encode_batch([text, ""])[0].tolist() == BYTE.encode(text)
+    assert BYTE.decode([0xC3]) == "�"
+
+
+def test_hugging_face_tokenizer(tmp_path, bpe):
+    tok = text_tokenizers.load_tokenizer(str(bpe))
+    text = "def naïve(x): return '<|endoftext|>' 𝄞 " * 5
+    ids = tok.encode(text)
+    assert tok.decode(ids) == text
+    assert tok.encode_batch([text, "a"])[0].tolist() == ids
+    assert tok.vocab_size == 600
+    assert tok.decode([tok.eot]) == "<|endoftext|>"
+    assert tok.eot not in ids  # text cannot forge the end of a document
+    stop = text_tokenizers.load_tokenizer(str(bpe), "<stop>")
+    assert (stop.decode([stop.eot]), stop.sha256) == ("<stop>", tok.sha256)
+    assert text_tokenizers.load_tokenizer(str(bpe.parent)).sha256 == tok.sha256
+    with pytest.raises(text_tokenizers.TokenizerError, match="'<nope>' is not in its vocabulary"):
+        text_tokenizers.load_tokenizer(str(bpe), "<nope>")
+    unknown = tmp_path / "u.json"
+    unknown.write_text(bpe.read_text().replace("<|endoftext|>", "<fin>"))
+    with pytest.raises(text_tokenizers.TokenizerError, match="--eot=TOKEN"):
+        text_tokenizers.load_tokenizer(str(unknown))
+    (tmp_path / "a.txt").write_text(text)
+    assert main_here(tmp_path, "prepare", "--input=a.txt", "--output=a.tok", f"--tokenizer={bpe}", "--eot=<stop>")[0] == 0
+    file = TokenFile.open(tmp_path / "a.tok")
+    assert file.tokens.tolist() == [*ids, stop.eot]
+    assert "def naïve" in main_here(tmp_path, "show", "a.tok")[1]
+    assert tokenfile.verify(file.path) == []
+
+
+# checks before a run
+
+
+def keys_of(problems: list[config.Problem]) -> list[str]:
+    return [p.key for p in problems]
+
+
+def test_check_reports_every_problem(tmp_path, bpe):
+    train = write_file(tmp_path / "a.tok", [[1] * 99])
+    held = write_file(tmp_path / "a.val.tok", [[1] * 99])
+    write_file(tmp_path / "tiny.tok", [[1] * 9])
+    (tmp_path / "junk.tok").write_text("no token file at all, but long enough to be one" * 3)
+    a = str(train)
+
+    def found(vocab=264, need_eval=False, **keys):
+        return pipeline.check(config.Data(**{"source": a, "seq_len": 16, **keys}), vocab, need_eval)
+
+    assert found() == []
+    assert pipeline.check(config.Data(), 264, True) == []
+    assert found(source="synthetic", need_eval=True) == []
+    assert found(need_eval=True, eval_source=str(held)) == []
+    assert found(source=f"{a}=0.5,{held}=2") == []
+    assert found(source="json:loads") == []
+    (missing,) = found(source=f"{tmp_path}/no.tok", tokenizer="hf:org/name")
+    assert missing.key == "data.source"
+    assert "hf download" in missing.remedy
+    assert f"--tokenizer=hf:org/name --validation=0.001 --output={tmp_path}/no.tok" in missing.remedy
+    (missing,) = found(need_eval=True, eval_source=f"{tmp_path}/no.val.tok")
+    assert missing.key == "data.eval_source"
+    assert f"--output={tmp_path}/no.tok" in missing.remedy
+    (needs,) = found(need_eval=True)
+    assert (needs.key, str(held) in needs.remedy) == ("data.eval_source", True)
+    assert "not a token file" in found(source=f"{tmp_path}/junk.tok")[0].rule
+    assert keys_of(found(tokenizer=str(bpe))) == ["data.tokenizer"]
+    assert keys_of(found(source="stdlib", tokenizer=str(bpe))) == ["data.tokenizer"]
+    assert keys_of(found(vocab=256)) == ["model.vocab_size"]
+    assert keys_of(found(vocab=256, source="stdlib")) == ["model.vocab_size"]
+    assert keys_of(found(vocab=100, source="synthetic")) == ["model.vocab_size"]
+    assert keys_of(found(source=f"{tmp_path}/tiny.tok")) == ["data.seq_len"]
+    for weight in ("0", "-1", "x", "nan", "inf"):
+        (bad,) = found(source=f"{a}={weight}")
+        assert "weight" in bad.rule
+    assert keys_of(found(source="")) == ["data.source"]
+    assert keys_of(found(source="no_such_module:data")) == ["data.source"]
+    assert keys_of(found(packing="some", max_segments=0)) == ["data.packing", "data.max_segments"]
+    assert len(found(source=f"{tmp_path}/x.tok,{tmp_path}/junk.tok,{tmp_path}/tiny.tok=0")) == 4
+    with pytest.raises(config.ConfigError, match="no such file"):
+        open_batches(tmp_path / "x.tok")
+
+
+def test_tokens_of_another_tokenizer_are_refused_and_hub_names_need_no_network(tmp_path, bpe):
+    info = text_tokenizers.info(text_tokenizers.load_tokenizer(str(bpe)))
+    for name, recorded in (("p", info), ("h", {**info, "name": "hf:no/such"})):
+        with TokenWriter(tmp_path / f"{name}.tok", recorded) as writer:
+            writer.write([5] * 40, 40)
+            writer.end_document()
+
+    def found(names, tokenizer):
+        source = ",".join(f"{tmp_path}/{n}.tok" for n in names)
+        return pipeline.check(config.Data(source=source, tokenizer=tokenizer, seq_len=16), 600, False)
+
+    assert found("p", str(bpe)) == []
+    assert found("h", "hf:no/such") == []  # not on this machine: the name must do
+    assert found("h", str(bpe)) == []  # the same definition under another name
+    assert keys_of(found("ph", "byte")) == ["data.tokenizer"] * 2
+    assert keys_of(found("h", "hf:no/other")) == ["data.tokenizer"]
+
+
+def test_a_users_own_source(tmp_path, monkeypatch):
+    (tmp_path / "my_source.py").write_text(
+        "def make(data, split, global_batch):\n    return data.seq_len, split, global_batch\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    data = config.Data(source="my_source:make", seq_len=9)
+    assert pipeline.open_source(data, "", split="validation", global_batch=3, data_dir=tmp_path) == (9, "validation", 3)
+
+
+def test_check_and_the_command_line_import_no_jax():
+    code = (
+        "import sys; from jaxtrain import config; from jaxtrain.data import pipeline, __main__;"
+        "pipeline.check(config.Data(), 264, True); sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -252,7 +252,7 @@ class _Steps:
         return self.batches.batch(self.start + index, self.rows)
 
 
-def iterate(batches: Any, start_step: int, prefetch: int, rows: Rows = None) -> Iterator[dict[str, np.ndarray]]:
+def iterate(batches: Any, start_step: int, prefetch: int, rows: Rows = None) -> Generator[dict[str, np.ndarray]]:
     """batch(start_step), batch(start_step + 1), ... made ahead by one thread (`prefetch` 0: in the caller's own).
 
     An exception in the thread is raised at the batch it belongs to. Closing the generator ends the thread.

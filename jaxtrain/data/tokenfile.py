@@ -10,6 +10,8 @@ The header comes last because it is known last: the writer streams. The preamble
 name after that, so a file that was cut off is never taken for whole.
 """
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -34,8 +36,27 @@ def _align(n: int) -> int:
     return -n % 8
 
 
+def open_locked(path: Path) -> BinaryIO:
+    """An empty file for writing that no other process is writing; what an earlier, dead one left in it is gone."""
+    while True:
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "wb")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            file.close()
+            raise TokenFileError(f"{path}: another process is writing it. Wait for it, or choose another output.") from e
+        except OSError as e:
+            if e.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                raise
+            # a file system without locks: the rename at the end still keeps readers safe
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            os.ftruncate(file.fileno(), 0)
+            return file
+        file.close()  # its owner has renamed it meanwhile: that file is finished and not ours
+
+
 class TokenWriter:
-    """Streams documents into `path`; memory does not grow. Commit with `close`, or give up with `abort`.
+    """Streams documents into `path`; memory does not grow. Finish with `close` (`seal`, then `publish`) or `abort`.
 
     Writes `path + suffix` and renames it when all is on disk. As a context manager it closes, or aborts on an exception.
     """
@@ -52,7 +73,7 @@ class TokenWriter:
         self.tokens = self.documents = self.source_bytes = 0
         self._crcs: list[int] = []
         self._crc = self._in_block = 0
-        self._file: BinaryIO = self.partial.open("wb")
+        self._file: BinaryIO = open_locked(self.partial)
         self._offsets: BinaryIO = self._offsets_path.open("w+b")
         self._file.write(bytes(PREAMBLE.size))
         self._offsets.write(struct.pack("<q", 0))
@@ -89,6 +110,12 @@ class TokenWriter:
 
     def close(self) -> dict[str, Any]:
         """Everything to disk, then the name. Returns the header."""
+        header = self.seal()
+        self.publish()
+        return header
+
+    def seal(self) -> dict[str, Any]:
+        """Everything to disk, still under the temporary name. Returns the header."""
         token_bytes = self.tokens * self.dtype.itemsize
         self._put(bytes(_align(token_bytes)))
         self._offsets.flush()
@@ -116,14 +143,17 @@ class TokenWriter:
         self._file.write(PREAMBLE.pack(MAGIC, VERSION, zlib.crc32(encoded), header_offset, len(encoded)))
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._close_files()
+        return header
+
+    def publish(self) -> None:
+        """The name, after `seal`."""
         os.replace(self.partial, self.path)
         folder = os.open(self.path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)  # the rename itself
         finally:
             os.close(folder)
-        return header
+        self._close_files()
 
     def _close_files(self) -> None:
         self._file.close()
