@@ -189,6 +189,7 @@ install() ( # a subshell: what it exports and where it changes to ends with it
       fail 1 "no environment with Python $version (uv says why above): install Python $version so that python$version is on PATH, and start again"
   fi
   while IFS= read -r file; do files+=("$file"); done < <(locked)
+  # Compiled now (about 10 s, once): where Python may not write bytecode itself, each start would take 3 s longer.
   "$uv" pip sync --python .venv/bin/python --require-hashes --compile-bytecode "${files[@]}" ||
     fail 1 "the installation failed (uv says why above); start again, it goes on where it stopped"
   state >"$stamp"
