@@ -221,7 +221,9 @@ case ${1-} in
     ;;
   '')
     prepare -
-    start -m jaxtrain.main --config=configs/tiny.py
+    config=configs/tiny.py
+    [[ $PWD -ef $root ]] || config=$root/$config
+    start -m jaxtrain.main --config="$config"
     ;;
   -*)
     prepare -

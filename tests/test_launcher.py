@@ -104,12 +104,14 @@ def test_no_arguments_installs_and_trains_tiny(machine: Machine):
     done = machine.run()
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        "python -m jaxtrain.main --config=configs/tiny.py",
+        f"python -m jaxtrain.main --config={machine.repo}/configs/tiny.py",
         f"cwd {machine.cwd}",  # paths in arguments stay the caller's
         f"path {machine.repo}",
     ]
     assert machine.installed() == ["cuda12" if HAS_GPU else "plan"]
     assert "NVIDIA GPU" in done.stderr
+    machine.cwd = machine.repo
+    assert machine.run().stdout.startswith("python -m jaxtrain.main --config=configs/tiny.py\n")
 
 
 def test_second_start_is_fast_and_asks_uv_nothing(machine: Machine):
