@@ -67,7 +67,9 @@ def detect_format(path: Path) -> str:
             f"{path}: {suffix} can mean several things. Give --format=jsonl for one JSON object a line, or --format=text for "
             "one document a file."
         )
-    if suffix in (".tok", ".zst", ".xz", ".bz2", ".zip", ".tar"):
+    if suffix == ".tok":
+        raise PrepareError(f"{path}: is already a token file. Choose an --input that leaves it out.")
+    if suffix in (".zst", ".xz", ".bz2", ".zip", ".tar"):
         raise PrepareError(
             f"{path}: {suffix} files are not read. Unpack it to .txt, .jsonl or .parquet (.gz is read as it is)."
         )
