@@ -25,7 +25,7 @@ import tokenizers.pre_tokenizers
 import tokenizers.trainers
 
 from jaxtrain import config
-from jaxtrain.data import bench, pipeline, prepare, stdlib, tokenfile
+from jaxtrain.data import bench, pipeline, prepare, stdlib, tokenfile, windows
 from jaxtrain.data import tokenizer as text_tokenizers
 from jaxtrain.data.__main__ import main
 from jaxtrain.data.tokenfile import TokenFile, TokenWriter
@@ -81,23 +81,23 @@ def test_rows_equal_a_token_by_token_oracle(tmp_path, mean, T, max_segments, pac
         write_file(tmp_path / "a.tok", documents), seq_len=T, global_batch=3, packing=packing, max_segments=max_segments
     )
     masked = total = 0
-    windows = batches.sources[0].windows
-    assert windows == (sum(len(d) + 1 for d in documents) - 1) // T
+    count = batches.sources[0].windows
+    assert count == (sum(len(d) + 1 for d in documents) - 1) // T
     seen = []
-    for step in range(-(-windows // 3)):
+    for step in range(-(-count // 3)):
         batch = batches.batch(step)
         index = np.arange(step * 3, step * 3 + 3)
-        for r, window in enumerate(batches.windows(0, index)):
+        for r, window in enumerate(batches.window_numbers(0, index)):
             want = oracle_row(documents, int(window), T, packing, max_segments)
             for key, dtype in BATCH_KEYS.items():
                 assert batch[key].dtype == dtype
                 assert batch[key].shape == (3, T)
                 assert batch[key][r].tolist() == want[key], (key, step, r)
-            if index[r] < windows:
+            if index[r] < count:
                 seen.append(int(window))
                 masked += want["segments"].count(0)
                 total += T
-    assert sorted(seen) == list(range(windows))
+    assert sorted(seen) == list(range(count))
     assert batches.masked_fraction == pytest.approx(masked / total)
 
 
@@ -119,7 +119,7 @@ def test_every_epoch_is_another_permutation(tmp_path):
     path = write_file(tmp_path / "a.tok", random_documents(2, 200, 30))
     batches = open_batches(path)
     n = batches.sources[0].windows
-    orders = [batches.windows(0, np.arange(e * n, (e + 1) * n)).tolist() for e in range(3)]
+    orders = [batches.window_numbers(0, np.arange(e * n, (e + 1) * n)).tolist() for e in range(3)]
     assert all(sorted(order) == list(range(n)) for order in orders)
     assert orders[0] != orders[1] != orders[2] != orders[0]
     assert orders[0] != list(range(n))
@@ -138,11 +138,11 @@ def test_mixture_takes_each_source_by_weight_and_in_its_own_order(tmp_path):
         first = batches.batch(step)["tokens"][:, 0]
         counts += np.bincount(first, minlength=3)
         assert np.abs(counts - 8 * (step + 1) * np.asarray([0.7, 0.2, 0.1])).max() < 3
-    index, within = pipeline.interleave(np.arange(1000), [0.7, 0.2, 0.1])
+    index, within = windows.interleave(np.arange(1000), [0.7, 0.2, 0.1])
     for k in range(3):
         assert within[index == k].tolist() == list(range(int((index == k).sum())))
     far = 10**9
-    s, w = pipeline.interleave(np.arange(far, far + 50), [0.7, 0.2, 0.1])
+    s, w = windows.interleave(np.arange(far, far + 50), [0.7, 0.2, 0.1])
     assert np.allclose(w, far * np.asarray([0.7, 0.2, 0.1])[s], rtol=1e-6)
     assert [f["weight"] for f in batches.fingerprint["files"]] == pytest.approx([0.7, 0.2, 0.1])
     assert sum(batches.epochs(50).values()) > 0
@@ -153,10 +153,10 @@ def test_masked_tokens_does_not_depend_on_the_chunk():
     rng = np.random.default_rng(0)
     for max_segments in (1, 2, 5):
         starts = np.cumsum(np.r_[0, rng.integers(1, 9, 500)])
-        want = pipeline.masked_tokens(starts, 60, 32, max_segments)
+        want = windows.masked_tokens(starts, 60, 32, max_segments)
         assert want > 0
         for chunk in (1, 2, 7, 100):
-            assert pipeline.masked_tokens(starts, 60, 32, max_segments, chunk) == want
+            assert windows.masked_tokens(starts, 60, 32, max_segments, chunk) == want
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
@@ -457,6 +457,28 @@ def test_prepare_killed_midway_leaves_no_output_and_restarts(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "a.tok", "a.val.tok"]
     assert sum(TokenFile.open(tmp_path / n).header["documents"] for n in ("a.tok", "a.val.tok")) == 60_004
     assert main_here(tmp_path, "verify", "a.tok", "a.val.tok")[0] == 0
+
+
+@pytest.mark.parametrize(("stopped", "code"), [("interrupt", 130), ("disk full", 1)])
+def test_prepare_that_fails_midway_leaves_nothing(tmp_path, stopped, code):
+    (tmp_path / "a.jsonl").write_text((json.dumps({"text": "some words " * 80}) + "\n") * 60_000)
+    # a limit on the size of files stands for the full disk
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 21, 1 << 21)); " if code == 1 else ""
+    program = f"{limit}import sys; from jaxtrain.data.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", program, "prepare", "--input=a.jsonl", "--output=a.tok"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    if code == 130:
+        partial, deadline = tmp_path / "a.tok.partial", time.monotonic() + 30
+        while not (partial.exists() and partial.stat().st_size > 1 << 20):
+            assert time.monotonic() < deadline
+            assert process.poll() is None, "ended before it could be interrupted"
+            time.sleep(0.005)
+        process.send_signal(signal.SIGINT)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == code, error
+    assert ("interrupted" if code == 130 else "File too large") in error
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 def test_two_writers_of_one_output_are_refused(tmp_path):

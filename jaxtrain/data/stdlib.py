@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import secrets
 import sysconfig
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def stdlib_files(data_dir: Path | str) -> tuple[Path, Path]:
 def write_split(out: Path, files: list[tuple[str, Path]]) -> None:
     byte = tokenizers.ByteTokenizer()
     sources = [f"python {platform.python_version()} standard library, {len(files)} files"]
-    with TokenWriter(out, tokenizers.info(byte), suffix=f".partial.{os.getpid()}", sources=sources) as writer:
+    with TokenWriter(out, tokenizers.info(byte), suffix=f".partial.{secrets.token_hex(4)}", sources=sources) as writer:
         for _, path in files:
             # a few modules are Latin-1 by their coding line: their odd bytes become U+FFFD, which is UTF-8 again
             text = path.read_bytes().decode(errors="replace")

@@ -24,7 +24,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 class Synthetic:
-    """A source of rows with the interface of `pipeline.Windows`."""
+    """A source of rows with the interface of `windows.Windows`."""
 
     name = "synthetic"
     windows = ROWS

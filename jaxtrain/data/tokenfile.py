@@ -156,14 +156,18 @@ class TokenWriter:
         self._close_files()
 
     def _close_files(self) -> None:
-        self._file.close()
-        self._offsets.close()
-        self._offsets_path.unlink(missing_ok=True)
+        try:
+            self._file.close()
+            self._offsets.close()
+        finally:
+            self._offsets_path.unlink(missing_ok=True)
 
     def abort(self) -> None:
-        """Leaves nothing behind."""
-        self._close_files()
-        self.partial.unlink(missing_ok=True)
+        """Leaves nothing behind, also where closing fails because the disk is full."""
+        try:
+            self._close_files()
+        finally:
+            self.partial.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         return self
