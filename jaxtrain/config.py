@@ -170,7 +170,7 @@ class Eval:
     """Loss on held-out data."""
 
     every_steps: int = key(200, "and after the last step; 0: never")
-    batches: int = key(8, "global batches (without accumulation) per evaluation, always the same ones")
+    batches: int = key(8, "batches of global_batch / grad_accum sequences per evaluation, always the same ones")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Log:
 class Sample:
     """The text written at the end of training."""
 
-    prompt: str = key("", "continued by the model; '': from the start of a document")
+    prompt: str = key("", "continued by the model; '': a line break")
     max_tokens: int = key(256, "tokens to write; 0: no sample")
     temperature: float = key(0.8, "0: always the likeliest token")
     top_p: float = key(0.95, "keep the likeliest tokens whose probabilities sum to this")

@@ -102,13 +102,16 @@ class Placement:
         """Pin an activation's layout; the gradient is pinned to the same."""
         return jax.lax.with_sharding_constraint(x, self.sharding(axes))
 
-    def reshard(self, x: jax.Array, source: Axes, target: Axes) -> jax.Array:
-        """Move an activation from one layout to another, and its gradient back the other way.
+    def widen(self, x: jax.Array, narrow: Axes, wide: Axes) -> jax.Array:
+        """All-gather an activation from a split layout; its gradient, a partial sum, is reduce-scattered back.
 
-        Pinning both ends makes each move one collective: a partial sum that is pinned to a split layout is reduce-scattered,
-        and the gradient of that is all-gathered.
+        The split layout is pinned first, so that what travels is x in its own dtype and not the float32 it was rounded from.
         """
-        return _pin(x, self.sharding(source), self.sharding(target))
+        return _widen(x, self.sharding(narrow), self.sharding(wide))
+
+    def narrow(self, x: jax.Array, wide: Axes, narrow: Axes) -> jax.Array:
+        """Reduce-scatter a partial sum into a split layout; its gradient is all-gathered back. The mirror of `widen`."""
+        return _narrow(x, self.sharding(wide), self.sharding(narrow))
 
     def whole(self, axes: Axes) -> NamedSharding:
         """Layout of a weight in use: whole over the axes that split the batch, still split over the others."""
@@ -123,20 +126,28 @@ class Placement:
         return _gather(w, self.sharding(axes), self.whole(axes), compute, reduce)
 
 
+def _spread(x: jax.Array, narrow: NamedSharding, wide: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(x, narrow), wide)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _pin(x: jax.Array, source: NamedSharding, target: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, target)
+def _widen(x: jax.Array, narrow: NamedSharding, wide: NamedSharding) -> jax.Array:
+    return _spread(x, narrow, wide)
 
 
-def _pin_fwd(x, source, target):
-    return _pin(x, source, target), None
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _narrow(x: jax.Array, wide: NamedSharding, narrow: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, narrow)
 
 
-def _pin_bwd(source, target, _, g):
-    return (jax.lax.with_sharding_constraint(g, source),)
-
-
-_pin.defvjp(_pin_fwd, _pin_bwd)
+_widen.defvjp(
+    lambda x, narrow, wide: (_spread(x, narrow, wide), None),
+    lambda narrow, wide, _, g: (jax.lax.with_sharding_constraint(g, narrow),),
+)
+_narrow.defvjp(
+    lambda x, wide, narrow: (_narrow(x, wide, narrow), None),
+    lambda wide, narrow, _, g: (_spread(g, narrow, wide),),
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))

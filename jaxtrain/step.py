@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxtrain.config import RunConfig
@@ -112,12 +113,22 @@ class Program:
     definition: Definition
     tx: optax.GradientTransformation
     state: TrainState  # abstract, with shardings
-    batch: Batch  # abstract, with shardings
+    batch: Batch  # abstract, with shardings: (A, B, T)
+    eval_batch: Batch  # likewise: (1, B, T)
     train_step: Any  # jitted; call .lower(state, batch).compile()
     eval_step: Any  # jitted
     attention: str  # the chosen kernel
     attention_reason: str
     options: dict[str, Any]  # compiler options of the train step
+
+
+def place_batch(host: dict[str, np.ndarray], abstract: Batch) -> Batch:
+    """The batch's door: rows from the host, (A x B, T), onto the devices as (A, B, T) microbatches.
+
+    The order of tokens along a row is decided here and nowhere else: behind this door the model sees segments and
+    positions only. Today the order is that of the text.
+    """
+    return {k: jax.device_put(host[k].reshape(a.shape), a.sharding) for k, a in abstract.items()}
 
 
 def hardware_of(device: jax.Device) -> attention.Hardware:
@@ -157,7 +168,11 @@ def build(run: RunConfig, devices: Sequence[jax.Device]) -> Program:
 
     shape = (run.train.grad_accum, run.train.global_batch // run.train.grad_accum, run.data.seq_len)
     sharding = placement.sharding(MICROBATCHES, "batch", shape)
-    batch = {k: jax.ShapeDtypeStruct(shape, jnp.dtype(d), sharding=sharding) for k, d in BATCH_KEYS.items()}
+
+    def abstract_batch(shape: tuple[int, ...]) -> Batch:
+        return {k: jax.ShapeDtypeStruct(shape, jnp.dtype(d), sharding=sharding) for k, d in BATCH_KEYS.items()}
+
+    batch = abstract_batch(shape)
 
     numerics = Numerics(DTYPES[run.precision], DTYPES[run.dtypes.reduce], DTYPES[run.dtypes.params])
     loss_spec = LossSpec(numerics, placement, run.train.loss_chunk, run.model.logit_softcap)
@@ -178,6 +193,7 @@ def build(run: RunConfig, devices: Sequence[jax.Device]) -> Program:
         tx,
         state,
         batch,
+        abstract_batch((1, *shape[1:])),
         jax.jit(
             train_step,
             in_shardings=(shardings(state), shardings(batch)),

@@ -1,8 +1,8 @@
 """Where every matmul of a layer happens: one function that a precision can replace.
 
-`dot` takes the weight as it rests (split, master dtype) and gathers it itself, in the forward pass and again in the backward
-pass. So a gathered weight never outlives its GEMMs, whatever the remat policy saves, and the master dtype never
-reaches the wire.
+`dot` takes the weight as it rests (split, master dtype), gathers it in the compute dtype and names the gathered copy
+"weight". No remat policy keeps that name, so a gathered weight never outlives its layer, and the backward pass gathers it
+once, for the recomputation and the gradient of the input together.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.sharding import Axes, Placement, scatter
 
@@ -50,24 +51,27 @@ def dot(x: jax.Array, w: jax.Array, eqn: str, axes: Axes, placement: Placement, 
     Returns the result in the compute dtype. The weight's gradient is computed in `numerics.reduce`, summed over the batch
     axes in that type, and returned in the layout and dtype of w.
     """
-    return einsum(eqn, x, _use(w, axes, placement, numerics), numerics=numerics)
+    return einsum(eqn, x, use(w, axes, placement, numerics), numerics=numerics)
 
 
-def _use(w: jax.Array, axes: Axes, placement: Placement, numerics: Numerics) -> jax.Array:
-    return placement.gather(w, axes, numerics.compute, numerics.reduce)
+def use(w: jax.Array, axes: Axes, placement: Placement, numerics: Numerics) -> jax.Array:
+    """A weight, gathered in the compute dtype, under the name that no remat policy keeps."""
+    return checkpoint_name(placement.gather(w, axes, numerics.compute, numerics.reduce), "weight")
 
 
 def _dot_fwd(x, w, eqn, axes, placement, numerics):
-    return dot(x, w, eqn, axes, placement, numerics), (x, w)
+    gathered = use(w, axes, placement, numerics)
+    # An empty array carries the master dtype to the backward rule: residuals may not be dtypes.
+    return einsum(eqn, x, gathered, numerics=numerics), (x, gathered, jnp.zeros((0,), w.dtype))
 
 
 def _dot_bwd(eqn, axes, placement, numerics, residuals, dy):
-    x, w = residuals
+    x, gathered, like = residuals
     inputs, y = eqn.split("->")
     xs, ws = inputs.split(",")
-    dx = einsum(f"{y},{ws}->{xs}", dy, _use(w, axes, placement, numerics), numerics=numerics)
+    dx = einsum(f"{y},{ws}->{xs}", dy, gathered, numerics=numerics)
     dw = einsum(f"{xs},{y}->{ws}", x, dy, numerics=numerics, out=numerics.reduce)
-    return dx, scatter(dw, placement.sharding(axes), w.dtype)
+    return dx, scatter(dw, placement.sharding(axes), like.dtype)
 
 
 dot.defvjp(_dot_fwd, _dot_bwd)

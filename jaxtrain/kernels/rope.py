@@ -27,7 +27,7 @@ def llama3_scaling(freq: jax.Array, factor: float, low: float, high: float, orig
 
 def tables(positions_BT: jax.Array, freq: jax.Array) -> tuple[jax.Array, jax.Array]:
     """cos and sin of every angle, each f32 (B, T, H/2)."""
-    angles = positions_BT.astype(jnp.float32)[..., None] * freq
+    angles = positions_BT.astype(jnp.float32)[..., None] * freq[None, None, :]
     return jnp.cos(angles), jnp.sin(angles)
 
 

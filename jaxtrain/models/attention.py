@@ -69,15 +69,15 @@ class Attention(nnx.Module):
             self.bk = param(rngs, (K, H), ("kv_heads", "head_dim"), constant(0.0), dtype)
             self.bv = param(rngs, (K, H), ("kv_heads", "head_dim"), constant(0.0), dtype)
         if model.qk_norm:
-            self.q_norm = RMSNorm(H, "head_dim", model.norm_eps, ctx, rngs)
-            self.k_norm = RMSNorm(H, "head_dim", model.norm_eps, ctx, rngs)
+            self.q_norm = RMSNorm(H, "head_dim", HEADS, model.norm_eps, ctx, rngs)
+            self.k_norm = RMSNorm(H, "head_dim", KV_HEADS, model.norm_eps, ctx, rngs)
         self.model, self.kernel, self.ctx = model, kernel, ctx
 
     def _project(self, x_BTD: jax.Array, w: nnx.Param, b: nnx.Param | None, heads: str) -> jax.Array:
         p, n = self.ctx.placement, self.ctx.numerics
         y = dot(x_BTD, w[...], "BTD,DNH->BTNH", ("embed", heads, "head_dim"), p, n)
         if b is not None:
-            y += p.gather(b[...], (heads, "head_dim"), n.compute, n.reduce)
+            y += p.gather(b[...], (heads, "head_dim"), n.compute, n.reduce)[None, None]
         return y
 
     def __call__(self, x_BTD: jax.Array, shared: Shared, cache: Any) -> tuple[jax.Array, Any]:

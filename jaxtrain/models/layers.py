@@ -26,16 +26,14 @@ class Context:
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm with a learnt scale."""
+    """Root-mean-square norm with a learnt scale, of activations in the layout `x_axes`."""
 
-    def __init__(self, dim: int, axis: str | None, eps: float, ctx: Context, rngs: nnx.Rngs):
+    def __init__(self, dim: int, axis: str | None, x_axes: Axes, eps: float, ctx: Context, rngs: nnx.Rngs):
         self.scale = param(rngs, (dim,), (axis,), constant(1.0), ctx.numerics.params)
-        self.axes, self.eps, self.ctx = (axis,), eps, ctx
+        self.axis, self.x_axes, self.eps, self.ctx = axis, x_axes, eps, ctx
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        n = self.ctx.numerics
-        scale = self.ctx.placement.gather(self.scale[...], self.axes, n.compute, n.reduce)
-        return rms_norm(x, scale, self.eps)
+        return rms_norm(x, self.scale[...], self.eps, self.x_axes, self.axis, self.ctx.placement, self.ctx.numerics)
 
 
 class Embed(nnx.Module):

@@ -17,6 +17,9 @@ from jaxtrain.config import Remat
 # `attention` keeps what makes attention run forward once: its inputs, its output and its logsumexp.
 ATTENTION_NAMES = ("q", "k", "v", "attention_out", "attention_lse")
 
+# Gathered weights (kernels/dot.py): kept by no policy, not even `none`, or every layer's would be held at once.
+WEIGHT = ("weight",)
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -29,10 +32,10 @@ class Plan:
 
     def checkpoint(self, body: Callable[..., Any]) -> Callable[..., Any]:
         """`body` with only what the policy says kept for its backward pass."""
-        if self.policy == "none":
-            return body
         policies = jax.checkpoint_policies
-        if self.policy == "full":
+        if self.policy == "none":
+            policy = policies.save_anything_except_these_names(*WEIGHT)
+        elif self.policy == "full":
             policy = policies.nothing_saveable
         elif self.policy == "dots":
             policy = policies.dots_with_no_batch_dims_saveable

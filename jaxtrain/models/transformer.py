@@ -42,9 +42,9 @@ class Block(nnx.Module):
 
     def __init__(self, model: Model, kernel: Kernel, ctx: Context, rngs: nnx.Rngs):
         std, out_std = model.init_std, model.init_std / math.sqrt(2 * model.num_layers)
-        self.attention_norm = RMSNorm(model.d_model, "embed", model.norm_eps, ctx, rngs)
+        self.attention_norm = RMSNorm(model.d_model, "embed", RESIDUAL, model.norm_eps, ctx, rngs)
         self.attention = Attention(model, kernel, std, out_std, ctx, rngs)
-        self.mlp_norm = RMSNorm(model.d_model, "embed", model.norm_eps, ctx, rngs)
+        self.mlp_norm = RMSNorm(model.d_model, "embed", RESIDUAL, model.norm_eps, ctx, rngs)
         self.mlp = SwiGLU(model.d_model, model.d_ff, std, out_std, ctx, rngs)
         self.ctx = ctx
 
@@ -53,12 +53,12 @@ class Block(nnx.Module):
         p = self.ctx.placement
         with jax.named_scope("attention"):
             h = checkpoint_name(self.attention_norm(x_BTD), "attention_norm")
-            y, cache = self.attention(p.reshard(h, RESIDUAL, WIDE), shared, cache)
-            y = checkpoint_name(p.reshard(y, WIDE, RESIDUAL), "attention_proj")
+            y, cache = self.attention(p.widen(h, RESIDUAL, WIDE), shared, cache)
+            y = checkpoint_name(p.narrow(y, WIDE, RESIDUAL), "attention_proj")
             x_BTD = checkpoint_name(x_BTD + y, "residual")
         with jax.named_scope("mlp"):
             h = checkpoint_name(self.mlp_norm(x_BTD), "mlp_norm")
-            y = checkpoint_name(p.reshard(self.mlp(p.reshard(h, RESIDUAL, WIDE)), WIDE, RESIDUAL), "mlp_down")
+            y = checkpoint_name(p.narrow(self.mlp(p.widen(h, RESIDUAL, WIDE)), WIDE, RESIDUAL), "mlp_down")
             return x_BTD + y, cache
 
 
@@ -68,7 +68,7 @@ class Transformer(nnx.Module):
     def __init__(self, model: Model, kernel: Kernel, remat: Plan, ctx: Context, rngs: nnx.Rngs):
         self.embed = Embed(model.vocab_size, model.d_model, model.init_std, ctx, rngs)
         self.layers = stack(lambda r: Block(model, kernel, ctx, r), model.num_layers, rngs)
-        self.final_norm = RMSNorm(model.d_model, "embed", model.norm_eps, ctx, rngs)
+        self.final_norm = RMSNorm(model.d_model, "embed", RESIDUAL, model.norm_eps, ctx, rngs)
         if not model.tied_head:
             shape = (model.vocab_size, model.d_model)
             self.head = param(rngs, shape, Embed.AXES, normal(model.init_std), ctx.numerics.params)

@@ -55,7 +55,7 @@ def prepare(rows: Rows, spec: Spec) -> Packed | None:
     segments_BT = rows.q_segments
     # The primitive takes rows for packed when there is room for at least two documents.
     number_M = jnp.arange(1, max(2, spec.max_segments) + 1, dtype=segments_BT.dtype)
-    lengths_BM = jnp.sum(segments_BT[:, :, None] == number_M, axis=1, dtype=jnp.int32)
+    lengths_BM = jnp.sum(segments_BT[:, :, None] == number_M[None, None, :], axis=1, dtype=jnp.int32)
     ends_BM = jnp.cumsum(lengths_BM, axis=1, dtype=jnp.int32)
     offsets_BM = jnp.pad(ends_BM, ((0, 0), (1, 0)))
     exists_BM = lengths_BM > 0

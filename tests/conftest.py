@@ -1,0 +1,10 @@
+"""Every test runs on 8 fake CPU devices; ranks are never promoted silently."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import jax
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
