@@ -1,0 +1,24 @@
+"""Loss on held-out text."""
+
+import math
+from typing import Any
+
+from jaxtrain.loss import Batch
+from jaxtrain.models.module import Params
+from jaxtrain.step import place_batch
+
+
+def evaluate(eval_step: Any, params: Params, batches: Any, abstract: Batch, count: int) -> float:
+    """Mean loss in nats per predicted token over batches 0 .. count - 1 of a source: the same ones at every call.
+
+    eval_step: compiled, see step.make_eval_step. batches: the data interface, with `.batch(i)`. The sums are added up in
+    float64 on the host, so the result does not depend on the order of arrival.
+    """
+    sums = [eval_step(params, place_batch(batches.batch(i), abstract)) for i in range(count)]
+    loss, weight = (math.fsum(float(s[k]) for s in sums) for k in (0, 1))
+    return loss / weight if weight else math.nan
+
+
+def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
+    """A loss that does not depend on the tokenizer; None where the bytes behind a token are not known."""
+    return loss / math.log(2) / bytes_per_token if bytes_per_token else None

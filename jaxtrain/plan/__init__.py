@@ -1,0 +1,1 @@
+"""Runs on machines that are not there: the train step, compiled for described GPUs."""
