@@ -169,7 +169,8 @@ class Writers:
         """Forget everything after `step` (-1: everything), in metrics.jsonl and in tb/.
 
         metrics.jsonl is replaced in one move; the event files are written anew from it, which also brings back events that
-        a kill took before they were flushed. Event files of other programs in tb/ stay as they are.
+        a kill took before they were flushed; the old ones are left empty until the next rewind. Event files of other
+        programs in tb/ stay as they are.
         """
         if not self._active:
             return Rewound(0, 0, False)
@@ -196,7 +197,11 @@ class Writers:
                 self._events.add(line, wall)
             self._events.flush()
         for path in stale:
-            path.unlink()
+            # Emptied now and removed next time: a TensorBoard that has the file open reads on only while it exists.
+            if path.stat().st_size:
+                os.truncate(path, 0)
+            else:
+                path.unlink()
         return Rewound(kept, dropped, cut)
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 LOGGER = logging.getLogger("jaxtrain")
+WIDE = 108  # columns from which the bar fits beside the numbers; too narrow a line loses its end
 REDRAW_S = 0.1  # drawing more often shows nothing new and takes time from the loop
 
 
@@ -116,8 +117,10 @@ class Console:
             from rich.console import Console as RichConsole
             from rich.progress import BarColumn, Progress, TextColumn
 
-            columns = (BarColumn(bar_width=20), TextColumn("{task.completed}/{task.total}  {task.fields[numbers]}"))
             screen = RichConsole(file=self._stream, highlight=False)
+            columns = [TextColumn("{task.completed}/{task.total}  {task.fields[numbers]}")]
+            if screen.width >= WIDE:
+                columns = [BarColumn(bar_width=20), *columns]
             self._live = Progress(*columns, console=screen, auto_refresh=False)
             self._live.add_task("train", total=self._total, numbers="")
             self._live.start()
@@ -176,10 +179,10 @@ def numbers(line: Mapping[str, Any], seconds_left: float | None) -> str:
 
     parts = [
         f"loss {show('loss', '.4f')}",
+        f"left {duration(seconds_left)}",
         f"{show('tokens_per_s', ',.0f')} tok/s",
         f"MFU {show('mfu_causal', '.1f', 100)}{'' if line['mfu_causal'] is None else '% (causal)'}",
         f"mem {show('peak_memory_gib', '.1f')}{'' if line['peak_memory_gib'] is None else ' GiB'}",
-        f"left {duration(seconds_left)}",
     ]
     return "  ".join(parts)
 

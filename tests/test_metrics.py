@@ -114,6 +114,12 @@ def test_rewind_forgets_later_steps_in_both_places(tmp_path):
     assert found[0][1] == times[0] and found[2][1] == times[1] and found[3][1] == times[3]
     assert (tmp_path / "tb" / "events.out.tfevents.1.mine").exists()
     assert not list(tmp_path.glob(".*"))
+    for _ in range(3):  # as often as it is resumed: the file in use and one emptied, which an open TensorBoard may still read
+        with metrics.Writers(tmp_path, tensorboard=True) as writers:
+            writers.rewind(6)
+        sizes = [path.stat().st_size for path in sorted((tmp_path / "tb").glob(f"*{metrics.TB_SUFFIX}*"))]
+        assert len(sizes) == 2 and sizes[0] == 0 < sizes[1]
+    assert [step for step, _, _ in events(tmp_path / "tb")[0]] == [line[1] for line in lines]
 
 
 def test_events_lost_in_a_kill_come_back(tmp_path):
@@ -255,13 +261,13 @@ def test_plain_lines_and_log(tmp_path):
             console.tick(9)
             console.step(line)
             console.warn("careful")
-    shown = "step 10/100  loss 2.3457  12,346 tok/s  MFU 45.1% (causal)  mem 70.3 GiB  left 3m00s"
+    shown = "step 10/100  loss 2.3457  left 3m00s  12,346 tok/s  MFU 45.1% (causal)  mem 70.3 GiB"
     assert out.getvalue().splitlines() == ["[bold]not markup[/bold] 100%d", shown, "warning: careful"] * 2
     log = (tmp_path / "log.txt").read_text().splitlines()
     assert len(log) == 6 and log[1].endswith(" " + shown) and log[2].endswith("WARNING careful")
     assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d{4} ", text) for text in log)
     unknown = progress.numbers(train_line(1, tokens_per_s=None, mfu_causal=None, peak_memory_gib=None), None)
-    assert unknown == "loss 0.5000  - tok/s  MFU -  mem -  left -"
+    assert unknown == "loss 0.5000  left -  - tok/s  MFU -  mem -"
     assert [progress.duration(s) for s in (0.4, 59.6, 3600, 200000)] == ["0s", "1m00s", "1h00m", "2d07h"]
 
 
@@ -303,7 +309,8 @@ raise SystemExit(75)
     assert log.count(" one\n") == 1 and log.count(" two\n") == 1 and log.count("cannot be written to") == 1
 
 
-def test_live_line_on_a_terminal(tmp_path):
+@pytest.mark.parametrize("columns", [120, 80])
+def test_live_line_on_a_terminal(tmp_path, columns):
     """A real pseudo-terminal: one line is redrawn, messages stand above it, and a kill leaves the cursor visible."""
     script = f"""
 import os
@@ -319,7 +326,7 @@ with progress.Console({str(tmp_path)!r}, 0, 40) as console:
     os._exit(9)
 """
     main, side = pty.openpty()
-    environ = os.environ | {"TERM": "xterm", "COLUMNS": "120", "LINES": "30"}
+    environ = os.environ | {"TERM": "xterm", "COLUMNS": str(columns), "LINES": "30"}
     child = subprocess.Popen([sys.executable, "-c", script], cwd=REPO, stdout=side, stderr=side, stdin=side, env=environ)
     os.close(side)
     seen = b""
@@ -335,6 +342,7 @@ with progress.Console({str(tmp_path)!r}, 0, 40) as console:
     assert child.wait(10) == 9
     text = seen.decode()
     assert "compiling" in text and "20/40" in text and "loss 6.6667" in text and "message [10] above" in text
+    assert ("━" in text) == (columns == 120) and "GiB" in text[text.rindex("20/40") :]
     assert text.rindex("message [10] above") < text.rindex("20/40")  # the live line is drawn again below
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")
     assert "loss 3.3333" in (tmp_path / "log.txt").read_text()
