@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from jaxtrain.config import RULES, RunConfig, docs, flatten, public_name, to_dict
@@ -16,8 +17,6 @@ def show(value: Any) -> str:
     """A value as it is written on the command line; '' for an empty string."""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, float):
-        return f"{value:g}"
     return str(value) or "''"
 
 
@@ -38,7 +37,7 @@ def text(loaded: Loaded) -> None:
         for column in ("key", "value", "set by", "meaning"):
             table.add_column(column, overflow="fold")
         for row in rows(loaded):
-            table.add_row(*row, style="bold" if row[2] in ("file", "command line") else "")
+            table.add_row(*map(escape, row), style="bold" if row[2] in ("file", "command line") else "")
         Console().print(table)
         return
     lines = rows(loaded)

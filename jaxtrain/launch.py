@@ -28,6 +28,10 @@ NO_DROPOUT = (
 )
 
 
+# The text of an override given as a bare --config.KEY, which switches a bool on and is a mistake for all else.
+BARE = "\0"
+
+
 @dataclasses.dataclass(frozen=True)
 class Launch:
     """How a run was asked for, as its receipt and log tell it."""
@@ -68,7 +72,7 @@ def load(argv: Sequence[str], options: Mapping[str, str] | None = None, switches
     options, switches = dict(options or {}), dict(switches or {})
     given, overrides, problems = _split(argv, options, switches)
     path, variant = _file_and_variant(given.pop("config", _relative(DEFAULT_CONFIG)))
-    launch = Launch(path, variant, tuple(overrides), tuple(argv))
+    launch = Launch(path, variant, tuple((k, "true" if text == BARE else text) for k, text in overrides), tuple(argv))
     config, wrong = read_file(path, variant or None)
     problems += wrong
     file_read = config is not None
@@ -106,8 +110,7 @@ def _split(
             key = name.removeprefix("config.")
             if not has_value and rest and not rest[0].startswith("--") and not rest[0].startswith("config."):
                 value, has_value = rest.pop(0), "="
-            # A bare key is a bool switched on; for any other type `apply` says that "true" is no value of it.
-            overrides.append((key, value if has_value else "true"))
+            overrides.append((key, value if has_value else BARE))
         elif name in switches and not has_value:
             given[name] = switches[name]
         elif name not in names:
@@ -174,25 +177,33 @@ def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict
 def apply(config: ml_collections.ConfigDict, key: str, text: str) -> list[Problem]:
     """Sets one dotted key from its text, read as the type the key has. The config is unchanged where that fails."""
     known = [name for name, _ in flatten(config)]
+    shown = None if text == BARE else text
     *path, last = key.split(".")
     section: Any = config
     for name in path:
         section = section[name] if isinstance(section, ml_collections.ConfigDict) and name in section else None
     if not isinstance(section, ml_collections.ConfigDict) or last not in section:
-        return [_explain_refusal(Problem(key, text, "no such key", nearest_key(key, known)))]
+        return [_explain_refusal(Problem(key, shown, "no such key", nearest_key(key, known)))]
     old = section[last]
     if isinstance(old, ml_collections.ConfigDict):
         keys = [k for k in known if k.startswith(f"{key}.")]
-        return [Problem(key, text, "is a section", f"Set its keys, as --config.{keys[0] if keys else key + '.KEY'}=VALUE.")]
+        return [Problem(key, shown, "is a section", f"Set its keys, as --config.{keys[0] if keys else key + '.KEY'}=VALUE.")]
     if old is None:
         # A file that wrote None; `resolve` reports it, and there is no type to read the text by.
         return []
+    if text == BARE and not isinstance(old, bool):
+        return [Problem(key, None, "needs a value", f"Write --config.{key}=VALUE.")]
     try:
-        section[last] = parse(text, type(old))
+        section[last] = True if text == BARE else parse(text, type(old))
     except (ValueError, KeyError):
-        example = {int: "a whole number such as 8", float: "a number such as 3e-4", bool: "true or false"}
-        return [Problem(key, text, f"must be {type(old).__name__}", f"Write {example.get(type(old), 'a value of that type')}.")]
+        return [Problem(key, text, f"must be {type(old).__name__}", f"Write {_example(text, type(old))}.")]
     return []
+
+
+def _example(text: str, kind: type) -> str:
+    if kind is int and re.fullmatch(r"[\d.]+e\+?\d{1,2}", text.lower()) and float(text).is_integer():
+        return str(int(float(text)))
+    return {int: "a whole number such as 8", float: "a number such as 3e-4", bool: "true or false"}[kind]
 
 
 def parse(text: str, kind: type) -> Any:

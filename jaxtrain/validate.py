@@ -101,25 +101,27 @@ def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
     bad = {p.key for p in problems}
     sizes, wrong = mesh_sizes(run, devices)
     problems += wrong
-    rules_wrong = _rules(run)
-    problems += rules_wrong
+    problems += _rules(run)
     problems += _model(run, bad)
     problems += _remat(run, bad)
     problems += _attention(run, devices, bad)
     problems += _schedule(run, bad)
     problems += _steps(run, workdir, bad)
     problems += _memory(run, devices, bad)
-    if sizes and not rules_wrong:
-        problems += _divisions(run, sizes, bad)
-        problems += _clashes(run, sizes)
-    elif "train.global_batch" not in bad and "train.grad_accum" not in bad:
-        problems += _accumulation(run)
+    # Also of a mesh that does not fill the devices: what does not divide over it would be the next thing to fail.
+    sizes = sizes or {axis: max(getattr(run.mesh, axis), 1) for axis in MESH_AXES}
+    # Mesh axes of size above 1 that split each logical axis; unknown ones are reported by _rules.
+    table = {axis: [a for a in onto.split("+") if sizes.get(a, 1) > 1] for axis, onto in run.sharding.rules}
+    problems += _divisions(run, sizes, table, bad)
+    problems += _clashes(run, table)
     problems += _places(run, workdir)
     # Imported here: the data pipeline sits on a higher floor, and what it reads depends on the source.
     from jaxtrain.data import pipeline
 
     if not bad & {"model.vocab_size", "data.seq_len", "data.max_segments"}:
-        problems += pipeline.check(run.data, run.model.vocab_size, run.eval.every_steps > 0)
+        reported = {p.key for p in problems}
+        found = pipeline.check(run.data, run.model.vocab_size, run.eval.every_steps > 0)
+        problems += [p for p in found if p.key not in reported]
     return problems
 
 
@@ -151,7 +153,7 @@ def mesh_sizes(run: RunConfig, devices: Devices) -> tuple[dict[str, int] | None,
         remedy = f"Set sizes whose product {'divides' if free else 'is'} {devices.count}"
         remedy += "." if free else ", or one of them to -1."
         rule = (
-            f"the product of {'the fixed sizes' if free else 'the sizes'} is {fixed}, but there are {what} ({devices.source})"
+            f"the product of {'the fixed sizes' if free else 'the sizes'} is {fixed}, but the run has {what} ({devices.source})"
         )
         return None, [Problem("mesh", shown, rule, remedy)]
     return {axis: (devices.count // fixed if size == -1 else size) for axis, size in asked.items()}, []
@@ -204,18 +206,15 @@ def _ranges(values: dict[str, Any]) -> Iterable[Problem]:
 
 
 def _rules(run: RunConfig) -> Iterable[Problem]:
-    problems = []
     for axis, onto in run.sharding.rules:
         key, names = f"sharding.rules.{axis}", [n for n in onto.split("+") if n]
         if axis not in RULES and run.model.family in FAMILIES:
-            rule = f"the {run.model.family} model has no axis of that name"
-            problems.append(Problem(key, onto, rule, nearest(axis, list(RULES))))
-        problems += [
-            Problem(key, onto, f"no mesh axis {n!r}", nearest(n, list(MESH_AXES))) for n in names if n not in MESH_AXES
-        ]
+            yield Problem(key, onto, f"the {run.model.family} model has no axis of that name", nearest(axis, list(RULES)))
+        for n in names:
+            if n not in MESH_AXES:
+                yield Problem(key, onto, f"no mesh axis {n!r}", nearest(n, list(MESH_AXES)))
         if len(set(names)) < len(names):
-            problems.append(Problem(key, onto, "names a mesh axis twice", "Name each once, joined by '+'."))
-    return problems
+            yield Problem(key, onto, "names a mesh axis twice", "Name each once, joined by '+'.")
 
 
 def _model(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
@@ -323,13 +322,8 @@ def _memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem
     return memory_environment(fraction, os.environ)[1]
 
 
-def _divisions(run: RunConfig, sizes: dict[str, int], bad: set[str]) -> Iterable[Problem]:
+def _divisions(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]], bad: set[str]) -> Iterable[Problem]:
     """Every dimension divides over the mesh axes that its rule names."""
-    table = dict(run.sharding.rules)
-
-    def parts(axis: str) -> int:
-        return math.prod(sizes[a] for a in table[axis].split("+") if a)
-
     for key, axis in (
         ("model.num_heads", "heads"),
         ("model.num_kv_heads", "kv_heads"),
@@ -342,36 +336,31 @@ def _divisions(run: RunConfig, sizes: dict[str, int], bad: set[str]) -> Iterable
         ("data.seq_len", "sequence"),
     ):
         section, _, name = key.partition(".")
-        value = getattr(getattr(run, section), name)
-        if key not in bad and value % parts(axis):
-            over = " x ".join(f"mesh.{a} = {sizes[a]}" for a in table[axis].split("+") if sizes[a] > 1)
-            rule = f"does not divide over {over} (sharding.rules.{axis} = {table[axis]!r})"
-            yield Problem(key, value, rule, f"Make it a multiple of {parts(axis)}, or those sizes ones that divide it.")
+        value, parts = getattr(getattr(run, section), name), math.prod(sizes[a] for a in table[axis])
+        if key not in bad and value % parts:
+            over = " x ".join(f"mesh.{a} = {sizes[a]}" for a in table[axis])
+            rule = f"does not divide over {over} (sharding.rules.{axis} = {dict(run.sharding.rules)[axis]!r})"
+            yield Problem(key, value, rule, f"Make it a multiple of {parts}, or those sizes ones that divide it.")
     if bad & {"train.global_batch", "train.grad_accum"}:
         return
-    accumulation = list(_accumulation(run))
-    yield from accumulation
-    batch, accum = run.train.global_batch, run.train.grad_accum
-    micro, unit = batch // accum, parts("batch")
-    if not accumulation and micro % unit:
-        over = table["batch"].replace("+", " x ")
-        rule = f"{'a microbatch' if accum > 1 else 'a batch'} of {micro} does not divide over {unit} devices ({over})"
-        if accum > 1:
-            rule = f"in train.grad_accum = {accum} parts, {rule}"
-        remedy = f"Set a multiple of {unit * accum}, such as {max(1, round(batch / (unit * accum))) * unit * accum}"
-        yield Problem("train.global_batch", batch, rule, remedy + (", or accumulate less." if accum > 1 else "."))
-
-
-def _accumulation(run: RunConfig) -> Iterable[Problem]:
-    batch, accum = run.train.global_batch, run.train.grad_accum
+    batch, accum, parts = run.train.global_batch, run.train.grad_accum, math.prod(sizes[a] for a in table["batch"])
+    if batch % (accum * parts) == 0:
+        return
+    over = " x ".join(table["batch"])
     if batch % accum:
         rule = f"does not divide into train.grad_accum = {accum} microbatches"
-        yield Problem("train.global_batch", batch, rule, f"Set a multiple of {accum}.")
+    elif accum > 1:
+        micro = f"a microbatch of {batch // accum} (train.grad_accum = {accum})"
+        rule = f"{micro} does not divide over {parts} devices ({over})"
+    else:
+        rule = f"a batch of {batch} does not divide over {parts} devices ({over})"
+    unit = accum * parts
+    remedy = f"Set a multiple of {unit}, such as {max(1, round(batch / unit)) * unit}"
+    yield Problem("train.global_batch", batch, rule, remedy + (", or accumulate less." if accum > 1 else "."))
 
 
-def _clashes(run: RunConfig, sizes: dict[str, int]) -> Iterable[Problem]:
+def _clashes(run: RunConfig, table: dict[str, list[str]]) -> Iterable[Problem]:
     """No mesh axis (of size above 1) splits two dimensions of one array."""
-    table = {axis: [a for a in onto.split("+") if a and sizes[a] > 1] for axis, onto in run.sharding.rules}
     seen = set()
     for array, axes in ARRAYS.items():
         for i, first in enumerate(axes):

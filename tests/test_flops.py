@@ -1,0 +1,242 @@
+"""FLOPs and parameter counts against figures that others publish, and against counting by hand."""
+
+import dataclasses
+
+import pytest
+
+from jaxtrain import flops, hardware
+from jaxtrain.activations import ACTIVATIONS, GEMM_OUTPUTS, KEPT, parse_tensors
+from jaxtrain.config import Model, Remat
+from jaxtrain.models.llama import PRESETS
+
+SMALL = Model(num_layers=6, d_model=64, num_heads=8, num_kv_heads=2, head_dim=16, d_ff=160, vocab_size=100)
+
+
+@pytest.mark.parametrize(
+    ("preset", "billions"),
+    [("llama2_7b", 6.738), ("llama3_8b", 8.030), ("llama3_70b", 70.554), ("llama3_1b", 1.236)],
+)
+def test_parameters_of_published_models(preset, billions):
+    parts = flops.parameters(Model(**PRESETS[preset]))
+    assert parts["total"] / 1e9 == pytest.approx(billions, abs=1e-3)
+    assert sum(n for part, n in parts.items() if part != "total") == parts["total"]
+
+
+def test_llama3_8b_flops_per_token():
+    """51.47 GFLOP is what Megatron and MaxText count for it at 8192; the whole square adds another 6.44."""
+    f = flops.per_token(Model(**PRESETS["llama3_8b"]), 8192)
+    assert f.causal == pytest.approx(51.47e9, rel=5e-3)
+    assert f.full - f.causal == pytest.approx(6 * 32 * 4096 * 8192)
+
+
+def test_full_convention_is_palms():
+    """6 N + 12 L H Q T, with N the weights that are multiplied: without the embedding, with the head."""
+    parts = flops.parameters(SMALL)
+    weights = parts["attention"] + parts["mlp"] + parts["head"]
+    assert flops.per_token(SMALL, 32).full == 6 * weights + 12 * 6 * 8 * 16 * 32
+
+
+def test_tied_head_is_computed_but_has_no_parameters():
+    tied = dataclasses.replace(SMALL, tied_head=True)
+    assert flops.per_token(tied, 32) == flops.per_token(SMALL, 32)
+    assert flops.parameters(SMALL)["total"] - flops.parameters(tied)["total"] == 100 * 64
+
+
+def test_small_vectors_are_counted():
+    more = dataclasses.replace(SMALL, qkv_bias=True, qk_norm=True)
+    per_layer = (8 + 2 + 2) * 16 + 2 * 16
+    assert flops.parameters(more)["total"] - flops.parameters(SMALL)["total"] == 6 * per_layer
+
+
+@pytest.mark.parametrize("window", [1, 7, 64, 100])
+def test_sliding_window_limits_the_causal_count(window):
+    seq_len = 64
+    exact = sum(min(t + 1, window) for t in range(seq_len)) / seq_len
+    got = flops.attention(dataclasses.replace(SMALL, sliding_window=window), seq_len)
+    # The convention counts half a square and half a band: half a position less than the exact sum.
+    assert got.causal / (4 * 8 * 16) == pytest.approx(exact, abs=0.51)
+    assert got.full == 4 * 8 * 16 * seq_len
+
+
+def test_recompute_by_policy():
+    layer = flops.gemms(SMALL)
+    attention = flops.attention(SMALL, 32).causal
+
+    def causal(**remat):
+        return flops.recompute(SMALL, Remat(**remat), 32).causal
+
+    assert causal(policy="none") == 0
+    assert causal(policy="dots") == 6 * attention
+    assert causal(policy="full") == 6 * (sum(layer.values()) - layer["mlp_down"] + attention)
+    assert causal(policy="attention") == 6 * (layer["attention_proj"] + layer["mlp_gate"] + layer["mlp_up"])
+    # Layers that share a checkpoint: all but the last of each group have their output made again (3 groups of 2; 4 and 2).
+    assert causal(policy="full", every=2) == causal(policy="full") + 3 * layer["mlp_down"]
+    assert causal(policy="full", every=4) == causal(policy="full") + 4 * layer["mlp_down"]
+    # A kept output without its log-sum-exp does not spare the kernel; the residual stream spares wo.
+    most = "q=keep,k=keep,v=keep,mlp_gate=offload,mlp_up=keep"
+    assert causal(policy="custom", tensors=most + ",residual=keep,attention_out=keep") == 6 * attention
+    assert causal(policy="custom", tensors=most + ",residual=recompute") == 6 * (attention + layer["attention_proj"])
+
+
+def test_policies_name_activations():
+    assert set(GEMM_OUTPUTS) == set(flops.gemms(SMALL))
+    for names in KEPT.values():
+        assert set(names) <= set(ACTIVATIONS)
+
+
+def test_tensors_of_custom_remat():
+    places, problems = parse_tensors("q=keep, mlp_up=offload,k=recompute")
+    assert places == {"q": "keep", "mlp_up": "offload", "k": "recompute"} and not problems
+    _, problems = parse_tensors("q,mlp_upp=keep,v=kep,k=keep,k=offload,mlp_gate =keep")
+    assert [p.value for p in problems] == ["q", "mlp_upp=keep", "v=kep", "k=offload", "mlp_gate =keep"]
+    assert "Did you mean mlp_up?" in str(problems[1]) and "Did you mean keep?" in str(problems[2])
+
+
+def test_policy_keeps_what_the_model_says_it_keeps():
+    from jaxtrain.models import remat
+
+    assert set(remat.ATTENTION_NAMES) == set(KEPT["attention"])
+
+
+def test_mfu():
+    assert flops.mfu(50e9, 10_000, 1000.0) == pytest.approx(0.5)
+    assert flops.mfu(50e9, 10_000, None) is None
+    assert flops.mfu(50e9, 10_000, 0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "bf16"),
+    [
+        ("NVIDIA H200", "H200 SXM", 989.4),
+        ("NVIDIA H200 141GB HBM3e", "H200 SXM", 989.4),
+        ("NVIDIA H200 NVL", "H200 NVL", 835.5),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM", 989.4),
+        ("NVIDIA H100 PCIe", "H100 PCIe", 756.0),
+        ("NVIDIA H100 NVL", "H100 NVL", 835.5),
+        ("NVIDIA A100-SXM4-80GB", "A100 SXM 80GB", 312.0),
+        ("A100-SXM4-40GB", "A100 SXM 40GB", 312.0),
+        ("NVIDIA A100 80GB PCIe", "A100 PCIe 80GB", 312.0),
+        ("NVIDIA GH200 480GB", "GH200 96GB", 989.4),
+        ("NVIDIA B200", "B200", 2250.0),
+    ],
+)
+def test_known_gpus(kind, name, bf16):
+    gpu = hardware.lookup(kind)
+    assert gpu is not None and (gpu.name, gpu.peak("bf16")) == (name, bf16)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["", "cpu", "NVIDIA GB200", "NVIDIA H800", "NVIDIA H20", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA L4", "NVIDIA A100"],
+)
+def test_unknown_gpus_are_not_guessed(kind):
+    assert hardware.lookup(kind) is None
+
+
+def test_rates_are_dense():
+    """Doubling from one format to the next narrower one, and no sparse rate among them."""
+    for _, gpu in hardware.TABLE:
+        assert gpu.tf32 == pytest.approx(gpu.bf16 / 2, rel=0.01)
+        assert gpu.fp8 in (0.0, pytest.approx(2 * gpu.bf16, rel=0.01))
+        assert gpu.source
+
+
+def test_probe_counts_cpu_devices():
+    base = {"JAX_PLATFORMS": "cpu"}
+    assert hardware.probe(base).count == 1
+    flags = base | {"XLA_FLAGS": "--a=1 --xla_force_host_platform_device_count=4"}
+    assert hardware.probe(flags).count == 4
+    assert hardware.probe(flags | {"JAX_NUM_CPU_DEVICES": "8"}).count == 8
+
+
+class FakeNvml:
+    """The driver's interface, with as many GPUs as asked."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *names: str):
+        self.names = names
+        self.started = 0
+
+    def nvmlInit(self):
+        if not self.names:
+            raise self.NVMLError("Driver Not Loaded")
+        self.started += 1
+
+    def nvmlShutdown(self):
+        self.started -= 1
+
+    def nvmlDeviceGetCount(self):
+        return len(self.names)
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        return int(uuid.removeprefix("GPU-"))
+
+    def nvmlDeviceGetName(self, handle):
+        return self.names[handle]
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        return type("Memory", (), {"total": 141 * 2**30})
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle):
+        return (9, 0)
+
+
+def test_probe_counts_visible_gpus(monkeypatch):
+    monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: object())
+    nvml = FakeNvml(*["NVIDIA H200"] * 8)
+    monkeypatch.setattr(hardware, "pynvml", nvml)
+    assert hardware.probe({}) == hardware.Devices("gpu", "NVIDIA H200", 8, 141.0, "NVML", 90)
+    assert hardware.probe({"CUDA_VISIBLE_DEVICES": "2,3,5"}).count == 3
+    assert hardware.probe({"CUDA_VISIBLE_DEVICES": "GPU-1,9,2"}).count == 1, "CUDA stops at the first that is not there"
+    assert hardware.probe({"CUDA_VISIBLE_DEVICES": ""}).kind == "cpu"
+    assert hardware.probe({"JAX_PLATFORMS": "cpu"}).kind == "cpu"
+    assert nvml.started == 0
+
+
+def test_probe_without_a_driver(monkeypatch):
+    monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(hardware, "pynvml", FakeNvml())
+    found = hardware.probe({})
+    assert found.kind == "cpu" and "Driver Not Loaded" in found.source
+    asked = hardware.probe({"JAX_PLATFORMS": "cuda"})
+    assert (asked.kind, asked.count) == ("gpu", 0), "what was asked for is not there; the CPU is no substitute"
+
+
+def test_memory_budget():
+    assert hardware.memory_fraction(140.0) == pytest.approx(1 - hardware.RESERVE_GIB / 140.0, abs=1e-4)
+    assert hardware.memory_fraction(8.0) == 0.75
+    assert hardware.memory_fraction(140.0, 0.5) == 0.5
+    exported, problems = hardware.memory_environment(0.95, {})
+    assert exported == {"XLA_CLIENT_MEM_FRACTION": "0.95"} and not problems
+    assert not hardware.memory_environment(0.95, exported)[1], "what we exported ourselves is no contradiction"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("XLA_CLIENT_MEM_FRACTION", "0.5"),
+        ("XLA_CLIENT_MEM_FRACTION", "much"),
+        ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95"),
+        ("XLA_PYTHON_CLIENT_PREALLOCATE", "false"),
+        ("XLA_PYTHON_CLIENT_ALLOCATOR", "platform"),
+        ("TF_FORCE_UNIFIED_MEMORY", "1"),
+    ],
+)
+def test_contradicting_memory_variables(name, value):
+    _, (problem,) = hardware.memory_environment(0.95, {name: value})
+    assert problem.key == name and name in problem.remedy
+
+
+def test_jax_reads_the_variable_that_is_exported(monkeypatch):
+    """Canary: the name that this jax honours."""
+    from jaxlib import xla_client
+
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    for name, value in hardware.memory_environment(0.875, {})[0].items():
+        monkeypatch.setenv(name, value)
+    assert xla_client.generate_pjrt_gpu_plugin_options()["memory_fraction"] == 0.875
