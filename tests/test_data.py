@@ -602,7 +602,6 @@ def test_check_reports_every_problem(tmp_path, bpe):
         assert "weight" in bad.rule
     assert keys_of(found(source="")) == ["data.source"]
     assert keys_of(found(source="no_such_module:data")) == ["data.source"]
-    assert keys_of(found(packing="some", max_segments=0)) == ["data.packing", "data.max_segments"]
     assert len(found(source=f"{tmp_path}/x.tok,{tmp_path}/junk.tok,{tmp_path}/tiny.tok=0")) == 4
     with pytest.raises(config.ConfigError, match="no such file"):
         open_batches(tmp_path / "x.tok")

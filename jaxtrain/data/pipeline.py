@@ -215,7 +215,10 @@ def open_files(data: config.Data, source: str, key: str, seq_len: int) -> tuple[
 
 
 def check(data: config.Data, model_vocab: int, need_eval: bool) -> list[config.Problem]:
-    """What is wrong with the data of a run, before anything is made or any device touched. Reads headers only."""
+    """What is wrong with the data of a run, before anything is made or any device touched. Reads headers only.
+
+    The types and ranges of the keys themselves are checked before (jaxtrain/validate.py).
+    """
     problems = []
     sources = [("data.source", data.source)]
     builtin = data.source in ("stdlib", "synthetic")
@@ -225,15 +228,6 @@ def check(data: config.Data, model_vocab: int, need_eval: bool) -> list[config.P
         guess = ",".join(path.removesuffix(".tok") + ".val.tok" for path, _ in parse_files(data.source)[0])
         remedy = f"Set it to held-out text (prepare --validation=0.001 makes {guess or 'NAME.val.tok'}), or eval.every_steps=0."
         problems.append(config.Problem("data.eval_source", "", "evaluation needs held-out data", remedy))
-    if data.packing not in ("documents", "none"):
-        problems.append(config.Problem("data.packing", data.packing, "must be documents or none", "Set one of them."))
-    for name in ("seq_len", "max_segments"):
-        if getattr(data, name) < 1:
-            problems.append(config.Problem(f"data.{name}", getattr(data, name), "must be at least 1", "Set it higher."))
-            return problems
-    for name in ("seed", "prefetch"):
-        if getattr(data, name) < 0:
-            problems.append(config.Problem(f"data.{name}", getattr(data, name), "must be at least 0", "Set it to 0."))
     for key, source in sources:
         vocab = 0
         if source == "stdlib":
