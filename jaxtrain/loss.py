@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jaxtrain.kernels.dot import Numerics
 from jaxtrain.models.layers import RESIDUAL, Embed
 from jaxtrain.sharding import Placement
 
-Batch = dict[str, jax.Array]
+Batch = dict[str, Any]  # arrays, or their shapes while nothing is allocated
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,7 +60,7 @@ def stored_moments(m: jnp.dtype, v: jnp.dtype, beta1: float, beta2: float, eps: 
     """optax's Adam with each moment stored in a type of its own; the update itself is computed in float32."""
     adam = optax.scale_by_adam(b1=beta1, b2=beta2, eps=eps)
 
-    def cast(state: optax.ScaleByAdamState, mu: Any, nu: Any) -> optax.ScaleByAdamState:
+    def cast(state: Any, mu: Any, nu: Any) -> optax.ScaleByAdamState:
         return optax.ScaleByAdamState(
             state.count, jax.tree.map(lambda x: x.astype(mu), state.mu), jax.tree.map(lambda x: x.astype(nu), state.nu)
         )
@@ -68,8 +68,8 @@ def stored_moments(m: jnp.dtype, v: jnp.dtype, beta1: float, beta2: float, eps: 
     def init(params: Any) -> optax.ScaleByAdamState:
         return cast(adam.init(params), m, v)
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, optax.ScaleByAdamState]:
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
         updates, state = adam.update(grads, cast(state, jnp.float32, jnp.float32), params)
         return updates, cast(state, m, v)
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtrain import config
 from jaxtrain.checkpoint import CheckpointError, locate
 from jaxtrain.config import RunConfig
-from jaxtrain.data.tokenizer import load_tokenizer
+from jaxtrain.data.tokenizer import TokenizerError, load_tokenizer
 from jaxtrain.kernels import attention
 from jaxtrain.kernels.dot import DTYPES
 from jaxtrain.models.attention import Kernel
@@ -67,8 +67,8 @@ class Sampler:
 
 
 def choose(logits_V: jax.Array, key: jax.Array, temperature: float, top_p: float) -> jax.Array:
-    """One token id, int32 (). temperature 0 takes the likeliest; otherwise a draw from softmax(logits / temperature), cut to the
-    smallest set of likeliest tokens whose probabilities reach top_p (Holtzman et al. 2020, arXiv:1904.09751)."""
+    """One token id, int32 (). temperature 0 takes the likeliest; otherwise a draw from softmax(logits / temperature), cut
+    to the smallest set of likeliest tokens whose probabilities reach top_p (Holtzman et al. 2020, arXiv:1904.09751)."""
     if temperature == 0:
         return jnp.argmax(logits_V).astype(jnp.int32)
     order = jnp.argsort(-logits_V)
@@ -83,9 +83,7 @@ def continue_text(sampler: Sampler, params: Params, tokenizer: Any, ask: config.
     prompt = ask.prompt or "\n"
     ids = tokenizer.encode(prompt)
     made: list[int] = []
-    drawn = sampler.tokens(
-        params, ids, max_tokens=ask.max_tokens, temperature=ask.temperature, top_p=ask.top_p, seed=ask.seed
-    )
+    drawn = sampler.tokens(params, ids, max_tokens=ask.max_tokens, temperature=ask.temperature, top_p=ask.top_p, seed=ask.seed)
     for token in drawn:
         if token == tokenizer.eot:
             break
@@ -93,7 +91,7 @@ def continue_text(sampler: Sampler, params: Params, tokenizer: Any, ask: config.
     return tokenizer.decode([*ids, *made])
 
 
-def load(path: str, devices: Sequence[jax.Device]) -> tuple[RunConfig, Sampler, Params, int]:
+def load(path: str, devices: Sequence[Any]) -> tuple[RunConfig, Sampler, Params, int]:
     """Config, sampler, weights and step of a run's folder (its newest checkpoint) or of one checkpoint.
 
     Raises CheckpointError, or ConfigError where the stored config is not one of this version.
@@ -140,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run, sampler, params, step = load(args.workdir, jax.local_devices())
         tokenizer = load_tokenizer(args.tokenizer or run.data.tokenizer)
-    except (CheckpointError, config.ConfigError) as error:
+    except (CheckpointError, TokenizerError, ValueError) as error:  # ValueError: a layout these devices cannot hold
         print(error, file=sys.stderr)
         return 2
     print(f"[{Path(args.workdir)}, step {step}]", file=sys.stderr)

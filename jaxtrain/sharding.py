@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ def mesh_shape(run: RunConfig, num_devices: int) -> tuple[int, ...]:
     return tuple(filled)
 
 
-def make_mesh(run: RunConfig, devices: Sequence[jax.Device]) -> Mesh:
+def make_mesh(run: RunConfig, devices: Sequence[Any]) -> Mesh:
     """A (data, fsdp, tensor, seq) mesh. Neighbouring devices land on the right-most axes, which talk most.
 
     Axis types are Auto: XLA places what `constrain` leaves open.
@@ -94,7 +95,8 @@ class Placement:
             parts = self.size(self.mesh_axes(axis))
             if shape is not None and shape[dim] % parts:
                 raise ValueError(
-                    f"{name}: axis {axis!r} of size {shape[dim]} does not divide over {'+'.join(self.mesh_axes(axis))} = {parts}"
+                    f"{name}: axis {axis!r} of size {shape[dim]} does not divide over "
+                    f"{'+'.join(self.mesh_axes(axis))} = {parts}"
                 )
         return NamedSharding(self.mesh, spec)
 
@@ -173,7 +175,7 @@ def scatter(g: jax.Array, rest: NamedSharding, dtype: jnp.dtype) -> jax.Array:
     return jax.lax.with_sharding_constraint(g, rest).astype(dtype)
 
 
-def make_placement(run: RunConfig, devices: Sequence[jax.Device]) -> Placement:
+def make_placement(run: RunConfig, devices: Sequence[Any]) -> Placement:
     """The placement that a config asks for, on these devices."""
     rules = tuple((axis, tuple(filter(None, onto.split("+")))) for axis, onto in run.sharding.rules)
     return Placement(make_mesh(run, devices), rules)

@@ -22,9 +22,9 @@ Tensors = dict[str, Any]  # name -> jax.Array, or jax.ShapeDtypeStruct
 
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything a step changes."""
+    """Everything a step changes: arrays, or their shapes while nothing is allocated."""
 
-    step: jax.Array  # int32 (): optimizer steps taken
+    step: Any  # int32 (): optimizer steps taken
     params: Params  # master weights
     optimizer: Any  # optax state: moments split like their parameters
 
@@ -61,9 +61,7 @@ def shardings(abstract: Any) -> Any:
     return jax.tree.map(lambda a: a.sharding, abstract)
 
 
-def create_state(
-    definition: Definition, tx: optax.GradientTransformation, abstract: TrainState, seed: int
-) -> TrainState:
+def create_state(definition: Definition, tx: optax.GradientTransformation, abstract: TrainState, seed: int) -> TrainState:
     """A fresh state, each device making only its own part. The numbers depend on the seed and not on the mesh."""
 
     def create(key: jax.Array) -> TrainState:
@@ -103,7 +101,9 @@ def abstract_tensors(abstract: TrainState) -> Tensors:
             named = {name: a}
         clash = named.keys() & out.keys()
         if clash:
-            raise ValueError(f"two tensors of the train state are called {min(clash)}: give the optimizer's fields distinct names")
+            raise ValueError(
+                f"two tensors of the train state are called {min(clash)}: give the optimizer's fields distinct names"
+            )
         out.update(named)
     return out
 

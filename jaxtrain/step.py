@@ -39,8 +39,8 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """A pure function `(state, batch) -> (state, metrics)`, to be jitted by the caller with explicit shardings.
 
-    The batch's arrays are (A, B, T): A microbatches, whose gradients are summed in `grads_dtype` before the one update. The loss
-    of each is divided by the weight of all, so the sum is exactly the loss of the whole batch.
+    The batch's arrays are (A, B, T): A microbatches, whose gradients are summed in `grads_dtype` before the one update. The
+    loss of each is divided by the weight of all, so the sum is exactly the loss of the whole batch.
 
     Metrics, f32 (): `loss` (nats per token, before the update), `grad_norm` (global, before clipping), `lr`.
     """
@@ -131,7 +131,7 @@ def place_batch(host: dict[str, np.ndarray], abstract: Batch) -> Batch:
     return {k: jax.device_put(host[k].reshape(a.shape), a.sharding) for k, a in abstract.items()}
 
 
-def hardware_of(device: jax.Device) -> attention.Hardware:
+def hardware_of(device: Any) -> attention.Hardware:
     """What attention kernels need to know of a device, present or only described."""
     if device.platform == "cpu":
         return attention.Hardware("cpu")
@@ -154,7 +154,7 @@ def attention_spec(run: RunConfig) -> attention.Spec:
     )
 
 
-def build(run: RunConfig, devices: Sequence[jax.Device]) -> Program:
+def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     """Everything that follows from a config and a set of devices, real or described. Allocates nothing.
 
     Raises ValueError where the config asks for a layout or a kernel that cannot be.

@@ -75,7 +75,7 @@ class Attention(nnx.Module):
 
     def _project(self, x_BTD: jax.Array, w: nnx.Param, b: nnx.Param | None, heads: str) -> jax.Array:
         p, n = self.ctx.placement, self.ctx.numerics
-        y = dot(x_BTD, w[...], "BTD,DNH->BTNH", ("embed", heads, "head_dim"), p, n)
+        y: jax.Array = dot(x_BTD, w[...], "BTD,DNH->BTNH", ("embed", heads, "head_dim"), p, n)
         if b is not None:
             y += p.gather(b[...], (heads, "head_dim"), n.compute, n.reduce)[None, None]
         return y
@@ -109,9 +109,7 @@ def rotary_frequencies(model: Model) -> jax.Array:
     """f32 (H/2,), with the model's scaling applied."""
     freq = rope.frequencies(model.head_dim, model.rope_base)
     if model.rope_scaling == "llama3":
-        freq = rope.llama3_scaling(
-            freq, model.rope_factor, model.rope_low_freq, model.rope_high_freq, model.rope_original_len
-        )
+        freq = rope.llama3_scaling(freq, model.rope_factor, model.rope_low_freq, model.rope_high_freq, model.rope_original_len)
     return freq
 
 

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.kernels.dot import Numerics, dot
 from jaxtrain.kernels.norm import rms_norm
@@ -52,15 +54,14 @@ class Embed(nnx.Module):
         table, and one all-to-all brings the slices together. A gathered table would move V x D, not B x T x D.
         """
         p = self.ctx.placement
-        shared = [a for a in p.mesh_axes("batch") if a in p.mesh_axes("embed")]
+        outer = tuple(a for a in p.mesh_axes("batch") if a not in p.mesh_axes("embed")) or None
+        shared = outer != (p.mesh_axes("batch") or None)
         if shared:
-            outer = tuple(a for a in p.mesh_axes("batch") if a not in shared)
-            everyone = jax.sharding.NamedSharding(p.mesh, jax.sharding.PartitionSpec(outer or None))
-            tokens_BT = jax.lax.with_sharding_constraint(tokens_BT, everyone)
+            tokens_BT = jax.lax.with_sharding_constraint(tokens_BT, NamedSharding(p.mesh, P(outer)))
         table_VD = self.embedding[...].astype(self.ctx.numerics.compute)
         x_BTD = jnp.take(table_VD, tokens_BT, axis=0, mode="clip")
         if shared:
-            split = jax.sharding.NamedSharding(p.mesh, jax.sharding.PartitionSpec(outer or None, None, p.mesh_axes("embed")))
+            split = NamedSharding(p.mesh, P(outer, None, p.mesh_axes("embed")))
             x_BTD = jax.lax.with_sharding_constraint(x_BTD, split)
         return p.constrain(x_BTD, *RESIDUAL)
 

@@ -5,6 +5,7 @@ XLA's GPU compiler needs a description of the card and the shape of the machine,
 """
 
 from importlib import resources
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -13,7 +14,7 @@ from jaxtrain.config import RunConfig
 from jaxtrain.step import Program, build
 
 
-def described_devices(chip: str, gpus: int, nodes: int = 1) -> list[jax.Device]:
+def described_devices(chip: str, gpus: int, nodes: int = 1) -> list[Any]:
     """Devices of a machine that is only described: `nodes` nodes, one process each, with `gpus` GPUs of kind `chip`.
 
     Raises ValueError for a chip without a description and RuntimeError where the `plan` extra is not installed.
@@ -28,7 +29,7 @@ def described_devices(chip: str, gpus: int, nodes: int = 1) -> list[jax.Device]:
     return list(topology.devices)
 
 
-def compile_step(run: RunConfig, devices: list[jax.Device]) -> tuple[Program, jax.stages.Compiled]:
+def compile_step(run: RunConfig, devices: list[Any]) -> tuple[Program, jax.stages.Compiled]:
     """The program of a run on these devices, and its train step, compiled as training would compile it."""
     program = build(run, devices)
     compiled = program.train_step.lower(program.state, program.batch).compile(compiler_options=program.options)

@@ -27,9 +27,7 @@ def visible(rows: Rows, spec: Spec) -> jax.Array:
     return mask
 
 
-def masked_attention(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array, spec: Spec
-) -> jax.Array:
+def masked_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array, spec: Spec) -> jax.Array:
     """softmax(q k^T / sqrt(H)) v over the visible keys, scores and sums in float32; a query that sees nothing gives 0."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]

@@ -1,0 +1,494 @@
+"""A training run, from config to sample, chapter by chapter. This file composes the others and decides nothing they could.
+
+The order is: what there is (data, devices, checkpoints), then what will be (shapes, shardings, the compiled step), and only
+then memory is allocated. Nothing is written before the checks that may refuse the run have passed.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain import checkpoint, config, evaluate, flops, hardware, metrics, profiling, resume, sample, state, step
+from jaxtrain.checkpoint import CheckpointError, Checkpoints
+from jaxtrain.config import ConfigError, RunConfig
+from jaxtrain.data import pipeline
+from jaxtrain.data.tokenizer import load_tokenizer
+from jaxtrain.launch import Launch, report
+from jaxtrain.progress import Console
+from jaxtrain.receipt import Receipt, config_sha256, device_facts
+from jaxtrain.sharding import left_whole
+from jaxtrain.signals import Stop
+
+DONE, FAILED, WRONG, DIVERGED = 0, 1, 2, 76
+
+
+class Diverged(RuntimeError):
+    """The loss or the gradient is no number any more."""
+
+
+class OutOfMemory(RuntimeError):
+    """The step does not fit on the devices. Carries the whole explanation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Where this run begins."""
+
+    step: int  # 0, or the checkpoint to resume from
+    resumed: bool
+    cast: bool  # stored tensors are converted to this run's dtypes
+    data_base: int  # the data step is the optimizer step plus this
+    notes: tuple[str, ...]
+
+
+@dataclasses.dataclass
+class Compiled:
+    """The compiled steps and what they cost."""
+
+    train: Any
+    eval: Any
+    seconds: float
+    memory: dict[str, float]  # GiB per device, by class
+
+
+def run(run: RunConfig, workdir: Path, launch: Launch) -> int:
+    """Train; returns the exit code. `run` has passed validate.validate."""
+    # ---- Set up JAX
+    set_compile_cache(run)
+    devices = jax.devices()
+
+    # ---- What there is: data and checkpoints. Nothing is written yet.
+    checkpoints = Checkpoints(run.checkpoint.dir or workdir / "checkpoints", run.checkpoint.keep, run.checkpoint.keep_every)
+    try:
+        program = step.build(run, devices)
+        start = decide_start(run, checkpoints)
+        train_data, eval_data = open_data(run, program)
+    except ConfigError as error:
+        return report(error.problems)
+    except (CheckpointError, ValueError) as error:
+        # ValueError: a layout or a kernel that these devices cannot do.
+        return report([config.Problem("cannot start", None, str(error).rstrip("."), "")])
+
+    # ---- The run's folder, its log and its receipt
+    workdir.mkdir(parents=True, exist_ok=True)
+    metrics.write_atomic(workdir / "config.json", json.dumps(config.to_dict(run), indent=1) + "\n")
+    receipt = Receipt(workdir, process_index=jax.process_index())
+    receipt.start(
+        {
+            "config": launch.name,
+            "config_sha256": config_sha256(config.to_dict(run)),
+            "overrides": dict(launch.overrides),
+            "devices": device_facts(devices),
+            "mesh": dict(program.placement.mesh.shape),
+            "attention": program.attention,
+            "data": train_data.fingerprint,
+            "synthetic": train_data.synthetic,
+            "resumed_from_step": start.step if start.resumed else None,
+        }
+    )
+    code, reason = FAILED, "ended by an exception"
+    try:
+        with Console(workdir, jax.process_index(), run.train.steps) as console, Stop() as stop:
+            try:
+                session = Session(run, workdir, console, stop, receipt, checkpoints, program, start, train_data, eval_data)
+                code, reason = session.train()
+            except Diverged as error:
+                code, reason = DIVERGED, str(error)
+                console.warn(reason)
+            except (OutOfMemory, CheckpointError) as error:
+                code, reason = FAILED, str(error).splitlines()[0]
+                console.warn(str(error))
+    finally:
+        receipt.finish(code, reason)
+    return code
+
+
+def set_compile_cache(run: RunConfig) -> None:
+    """Compiled programs are kept on disk, small ones too: a restart should cost seconds."""
+    if not run.paths.cache:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(Path(run.paths.cache).expanduser()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def decide_start(run: RunConfig, checkpoints: Checkpoints) -> Start:
+    """Resume what the workdir holds, or begin at 0.
+
+    Order: checkpoint.step if given, else the newest checkpoint, else a new run. Raises ConfigError for a change that a resumed
+    run may not make, CheckpointError for a checkpoint that cannot be read: a run never starts over existing ones.
+    """
+    newest = checkpoints.latest()
+    at = newest if run.checkpoint.step < 0 else run.checkpoint.step
+    if at is None:
+        return Start(0, False, False, 0, ())
+    meta = checkpoints.meta(at)
+    notes, problems = resume.compare(meta["config"], config.to_dict(run), run.checkpoint.allow_change)
+    if at > run.train.steps:
+        problems.append(
+            config.Problem(
+                "train.steps", run.train.steps, f"the checkpoint is at step {at} already", "Set more, or another --workdir"
+            )
+        )
+    if problems:
+        raise ConfigError(problems)
+    # The data position is counted in tokens, so that it survives a change of batch size or sequence length.
+    per_step = run.train.global_batch * run.data.seq_len
+    data_base = math.ceil(meta["data"]["tokens"] / per_step) - at
+    cast = meta["config"]["dtypes"] != dataclasses.asdict(run.dtypes)
+    return Start(at, True, cast, data_base, tuple(notes))
+
+
+def open_data(run: RunConfig, program: step.Program) -> tuple[Any, Any]:
+    """Training batches (A x B rows a step) and evaluation batches (B rows), or None for the latter."""
+    folder = Path(run.paths.data).expanduser()
+    train = pipeline.open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, data_dir=folder)
+    if not run.eval.every_steps:
+        return train, None
+    rows = program.eval_batch["tokens"].shape[1]
+    return train, pipeline.open_source(run.data, run.data.eval_source, split="validation", global_batch=rows, data_dir=folder)
+
+
+class Session:
+    """One attempt at a run: everything that exists exactly once while it trains."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        workdir: Path,
+        console: Console,
+        stop: Stop,
+        receipt: Receipt,
+        checkpoints: Checkpoints,
+        program: step.Program,
+        start: Start,
+        train_data: Any,
+        eval_data: Any,
+    ):
+        self.run, self.workdir, self.console, self.stop = run, workdir, console, stop
+        self.receipt, self.checkpoints, self.program, self.start = receipt, checkpoints, program, start
+        self.train_data, self.eval_data = train_data, eval_data
+        self.tokens_per_step = run.train.global_batch * run.data.seq_len
+        self.saved_at = start.step if start.resumed else -1
+        self.loss: float | None = None  # of the newest step whose metrics have arrived
+
+    def train(self) -> tuple[int, str]:
+        """The chapters of a run. Returns (exit code, reason)."""
+        self.announce()
+        compiled = self.compile()
+        with out_of_memory_explained(self.run, compiled):
+            current = self.initial_state()
+            with metrics.Writers(self.workdir, self.run.log.tensorboard, process_index=jax.process_index()) as writers:
+                if self.start.resumed:
+                    writers.rewind(self.start.step)
+                current, done = self.loop(current, compiled, writers)
+            self.finish_saves()
+            if self.stop:
+                self.console.say(f"{self.stop.reason}: state saved at step {done}; the same command goes on from there.")
+                return self.stop.exit_code or FAILED, f"{self.stop.reason} at step {done}"
+            self.sample(current)
+        return DONE, f"{done} steps done"
+
+    # ---- Before anything is allocated
+
+    def announce(self) -> None:
+        """What this run is, in plain numbers."""
+        run, program, say = self.run, self.program, self.console.say
+        mesh = program.placement.mesh
+        shards = program.placement.size("data") * program.placement.size("fsdp")
+        devices = f"{mesh.size} devices" if shards == mesh.size else f"{shards} shards of {mesh.size} devices"
+        each = run.train.global_batch // run.train.grad_accum // shards
+        epochs = self.train_data.epoch(run.train.steps)
+        say(
+            f"global batch {run.train.global_batch} = {devices} x {each} x {run.train.grad_accum} microbatches; "
+            f"{count(self.tokens_per_step)} tokens a step; this run is {epochs:.2g} epochs"
+        )
+        parameters = flops.parameters(run.model)["total"]
+        shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+        say(
+            f"model: {count(parameters)} parameters; mesh: {shape}; attention: {program.attention} ({program.attention_reason})"
+        )
+        if self.train_data.synthetic:
+            say("data: synthetic. Its loss says nothing about language.")
+        if self.train_data.masked_fraction:
+            say(
+                f"data: {self.train_data.masked_fraction:.2%} of tokens stand behind more than data.max_segments="
+                f"{run.data.max_segments} documents in their sequence and are masked"
+            )
+        for name in left_whole(state.abstract_tensors(program.state)):
+            self.console.warn(f"not split over any device, every one holds all of it: {name}. See sharding.rules.")
+        if self.start.resumed:
+            say(f"resuming from step {self.start.step} in {self.checkpoints.directory}")
+            for note in self.start.notes:
+                say(f"  changed: {note}")
+
+    def compile(self) -> Compiled:
+        """Compile the train step for these shapes, and read from it what it will hold."""
+        program = self.program
+        self.console.say("compiling the train step ...")
+        began = time.perf_counter()
+        train = program.train_step.lower(program.state, program.batch).compile(compiler_options=program.options or None)
+        evaluation = None
+        if self.eval_data is not None:
+            evaluation = program.eval_step.lower(program.state.params, program.eval_batch).compile()
+        seconds = time.perf_counter() - began
+        memory = memory_by_class(program, train)
+        self.console.say(
+            f"compiled in {seconds:.1f} s; per device: " + ", ".join(f"{name} {gib:.2f} GiB" for name, gib in memory.items())
+        )
+        self.receipt.update(compile_s=seconds, memory_gib=memory)
+        if self.run.profile.dump_hlo:
+            profiling.dump_hlo(train, self.workdir, self.console.say)
+        limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+        if limit and memory["peak"] > limit / 2**30:
+            raise OutOfMemory(explain_memory(self.run, memory, f"the budget of {limit / 2**30:.1f} GiB a device"))
+        return Compiled(train, evaluation, seconds, memory)
+
+    def initial_state(self) -> state.TrainState:
+        """From the checkpoint, from another run, or fresh."""
+        abstract = self.program.state
+        if self.start.resumed:
+            tensors = self.checkpoints.restore(self.start.step, state.abstract_tensors(abstract), cast=self.start.cast)
+            moved = self.checkpoints.set_aside(self.start.step)
+            if moved:
+                self.console.say(moved)
+            return state.from_tensors(abstract, tensors)
+        fresh = state.create_state(self.program.definition, self.program.tx, abstract, self.run.train.seed)
+        if not self.run.init.from_:
+            return fresh
+        source, at = checkpoint.locate(self.run.init.from_)
+        kinds = ("params.", "optimizer.") if self.run.init.what == "weights+optimizer" else ("params.",)
+        wanted = {k: v for k, v in state.abstract_tensors(abstract).items() if k.startswith(kinds)}
+        tensors = state.to_tensors(fresh) | source.restore(at, wanted, subset=True, cast=True)
+        self.console.say(
+            f"initial {self.run.init.what} from step {at} of {source.directory}; step and learning-rate schedule start at 0"
+        )
+        return state.from_tensors(abstract, tensors)
+
+    # ---- The loop
+
+    def loop(self, current: state.TrainState, compiled: Compiled, writers: metrics.Writers) -> tuple[state.TrainState, int]:
+        """Steps until the last one, or until asked to stop. Metrics are read one step late: the device never waits for us."""
+        run, console = self.run, self.console
+        rates = self.throughput()
+        tracer = profiling.Tracer(run.profile, self.workdir, console.say, process_index=jax.process_index())
+        batches = pipeline.iterate(self.train_data, self.start.step + self.start.data_base, run.data.prefetch)
+        late = Late(self, rates, writers)
+        done = self.start.step
+        try:
+            while done < run.train.steps and not self.stop:
+                rates.start_step()
+                tracer.before_step(done)
+                with rates.waiting_for_data():
+                    batch = step.place_batch(next(batches), self.program.batch)
+                current, values = compiled.train(current, batch)
+                tracer.after_step(done, values)
+                if tracer.tracing:
+                    rates.exclude()
+                late.report()
+                done += 1
+                late.put(done, values)
+                last = done == run.train.steps
+                if self.eval_data is not None and (last or done % run.eval.every_steps == 0):
+                    rates.exclude()
+                    late.report()
+                    self.evaluate(current, compiled, writers, done)
+                if last or (run.checkpoint.every_steps and done % run.checkpoint.every_steps == 0):
+                    rates.exclude()
+                    late.report()
+                    self.save(current, done)
+                for saved in self.checkpoints.poll():
+                    self.tell(saved)
+            late.report()
+            if done > max(self.saved_at, 0):  # asked to stop between two checkpoints
+                self.save(current, done)
+        finally:
+            tracer.close(current.step)
+            close(batches)
+        return current, done
+
+    def throughput(self) -> metrics.Throughput:
+        """Rates in the terms of this model on these devices; MFU is null where the peak is not known."""
+        run = self.run
+        per_token = flops.per_token(run.model, run.data.seq_len)
+        again = flops.recompute(run.model, run.remat, run.data.seq_len)
+        device = jax.devices()[0]
+        peak = run.log.peak_tflops
+        if not peak and device.platform == "gpu":
+            gpu = hardware.lookup(device.device_kind)
+            if gpu is None:
+                self.console.say(f"no peak rate is known for {device.device_kind!r}: mfu is null. Set log.peak_tflops.")
+            else:
+                peak = gpu.peak(run.precision)
+        return metrics.Throughput(
+            tokens_per_step=self.tokens_per_step,
+            num_devices=jax.device_count(),
+            flops_causal=per_token.causal,
+            flops_full=per_token.full,
+            flops_hardware=(per_token + again).causal,
+            peak_flops=peak * 1e12 if peak else None,
+        )
+
+    def evaluate(self, current: state.TrainState, compiled: Compiled, writers: metrics.Writers, done: int) -> None:
+        """Loss on held-out text, to the log and the metrics."""
+        loss = evaluate.evaluate(compiled.eval, current.params, self.eval_data, self.program.eval_batch, self.run.eval.batches)
+        bits = evaluate.bits_per_byte(loss, self.eval_data.bytes_per_token)
+        writers.eval(step=done, loss=loss, bits_per_byte=bits)
+        self.console.say(f"step {done}: held-out loss {loss:.4f}" + (f", {bits:.3f} bits a byte" if bits else ""))
+
+    # ---- Checkpoints
+
+    def save(self, current: state.TrainState, done: int) -> None:
+        """Begin to save; the loop goes on while files are written."""
+        meta = {
+            "config": config.to_dict(self.run),
+            "data": {
+                "tokens": (done + self.start.data_base) * self.tokens_per_step,
+                "fingerprint": self.train_data.fingerprint,
+            },
+            "loss": self.loss,
+            "receipt": self.receipt.id,
+            "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")},
+        }
+        self.checkpoints.save(done, state.to_tensors(current), meta)
+        self.saved_at = done
+
+    def finish_saves(self) -> None:
+        """Wait until everything is on disk."""
+        for saved in self.checkpoints.close():
+            self.tell(saved)
+
+    def tell(self, saved: checkpoint.Saved) -> None:
+        self.console.say(
+            f"checkpoint {saved.step}: {saved.bytes / 2**20:,.1f} MiB in {saved.total_s:.1f} s, "
+            f"of which the loop waited {saved.blocked_s:.2f} s"
+        )
+
+    # ---- After the last step
+
+    def sample(self, current: state.TrainState) -> None:
+        """Let the model write, to the terminal and samples.txt."""
+        if not self.run.sample.max_tokens or self.train_data.synthetic:
+            return
+        tokenizer = load_tokenizer(self.run.data.tokenizer)
+        sampler = sample.Sampler(self.run, self.program.placement)
+        text = sample.continue_text(sampler, current.params, tokenizer, self.run.sample)
+        self.console.end_live()
+        with open(self.workdir / "samples.txt", "a", encoding="utf-8") as file:
+            file.write(f"--- step {self.run.train.steps}\n{text}\n")
+        self.console.say(f"sample ({self.workdir / 'samples.txt'}):\n{text}")
+
+
+class Late:
+    """Metrics of the step before: fetched after the next one is on its way."""
+
+    def __init__(self, session: Session, rates: metrics.Throughput, writers: metrics.Writers):
+        self.session, self.rates, self.writers = session, rates, writers
+        self.waiting: tuple[int, step.Metrics] | None = None
+
+    def put(self, done: int, values: step.Metrics) -> None:
+        """These are the metrics of the step that made `done` steps done."""
+        self.waiting = done, values
+
+    def report(self) -> None:
+        """Fetch what waits. Raises Diverged when the loss or the gradient is no number."""
+        if self.waiting is None:
+            return
+        (done, values), self.waiting = self.waiting, None
+        session = self.session
+        loss, norm, lr = (float(values[k]) for k in ("loss", "grad_norm", "lr"))
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise Diverged(
+                f"step {done}: loss {loss}, gradient norm {norm}. Nothing is saved from here; the newest checkpoint is "
+                f"{session.saved_at if session.saved_at >= 0 else 'none'}. Lower optimizer.lr or look at the data of this step."
+            )
+        session.loss = loss
+        session.console.tick(done)
+        if done % session.run.log.every_steps and done != session.run.train.steps:
+            return
+        in_use, peak = metrics.memory(jax.local_devices())
+        line = {
+            "step": done,
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": lr,
+            "tokens": (done + session.start.data_base) * session.tokens_per_step,
+            "epoch": session.train_data.epoch(done + session.start.data_base),
+            **self.rates.line(),
+            "memory_gib": in_use,
+            "peak_memory_gib": peak,
+            "skipped_steps": 0,
+        }
+        self.writers.train(**line)
+        session.console.step(line)
+
+
+def close(batches: Iterator[Any]) -> None:
+    """End the data thread."""
+    getattr(batches, "close", lambda: None)()
+
+
+def count(number: float) -> str:
+    """2097152 -> '2.1 M'."""
+    for scale, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if number >= scale:
+            return f"{number / scale:.3g}{unit}"
+    return f"{number:g}"
+
+
+def memory_by_class(program: step.Program, compiled: Any) -> dict[str, float]:
+    """GiB on one device: parameters, optimizer state, batch; the compiler's temporaries; and the peak of all together."""
+
+    def held(tree: Any) -> float:
+        shards = (math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
+        return sum(shards) / 2**30
+
+    analysis = compiled.memory_analysis()
+    return {
+        "parameters": held(program.state.params),
+        "optimizer state": held(program.state.optimizer),
+        "batch": held(program.batch),
+        "temporaries": analysis.temp_size_in_bytes / 2**30,
+        "peak": analysis.peak_memory_in_bytes / 2**30,
+    }
+
+
+def explain_memory(run: RunConfig, memory: dict[str, float], limit: str) -> str:
+    """What the step holds, and the settings that would help, most effective first."""
+    hints = []
+    if run.train.grad_accum < run.train.global_batch:
+        hints.append(f"train.grad_accum above {run.train.grad_accum}: smaller microbatches, fewer saved activations")
+    if run.remat.policy != "full":
+        hints.append("remat.policy=full: keep each layer's input only")
+    if run.remat.every == 1 and run.model.num_layers > 8:
+        hints.append("remat.every=2 or more: keep every second layer's input only")
+    if run.dtypes.m == "f32":
+        hints.append("dtypes.m=bf16: half of the first moment")
+    hints.append("mesh.fsdp or mesh.tensor over more devices: parameters and moments are split further")
+    sizes = "\n".join(f"  {name:<18}{gib:8.2f} GiB" for name, gib in memory.items())
+    ways = "\n".join(f"  {hint}" for hint in hints)
+    return (
+        f"out of GPU memory: the train step needs more than {limit}.\nIt holds, per device:\n{sizes}\nWhat would help:\n{ways}"
+    )
+
+
+class out_of_memory_explained:  # noqa: N801 - reads as a statement
+    """Turns the allocator's error, once and at the top, into one that a user can act on."""
+
+    def __init__(self, run: RunConfig, compiled: Compiled):
+        self.run, self.compiled = run, compiled
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+            _, peak = metrics.memory(jax.local_devices())
+            limit = f"there is (measured peak {peak:.2f} GiB)" if peak else "there is"
+            raise OutOfMemory(explain_memory(self.run, self.compiled.memory, limit)) from error
