@@ -33,8 +33,9 @@ jax.tree_util.register_dataclass(Cache, ["kv", "segments_BS", "positions_BS", "l
 def empty_cache(model: Model, batch: int, length: int, dtype: jnp.dtype) -> Cache:
     """Room for `length` tokens in each of `batch` rows."""
     shape = (model.num_layers, batch, length, model.num_kv_heads, model.head_dim)
-    zeros = jnp.zeros((batch, length), jnp.int32)
-    return Cache((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)), zeros, zeros, jnp.zeros((), jnp.int32))
+    # Separate arrays throughout: the cache is donated, and no buffer can be donated twice.
+    segments_BS, positions_BS = jnp.zeros((batch, length), jnp.int32), jnp.zeros((batch, length), jnp.int32)
+    return Cache((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)), segments_BS, positions_BS, jnp.zeros((), jnp.int32))
 
 
 class Block(nnx.Module):
