@@ -25,7 +25,7 @@ PLACES = ("keep", "offload", "recompute")
 
 GEMM_OUTPUTS = ("q", "k", "v", "attention_proj", "mlp_gate", "mlp_up", "mlp_down")
 
-# Policy -> activations it keeps. "none" has no checkpoint at all; "custom" is read from remat.tensors.
+# Policy -> activations it keeps. "none" keeps unnamed ones too, all but gathered weights; "custom" is read from remat.tensors.
 KEPT = {
     "none": tuple(ACTIVATIONS),
     "full": (),

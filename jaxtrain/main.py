@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtrain import explain, hardware, launch
+from jaxtrain.startup import start_jax
 from jaxtrain.validate import remote, validate
 
 HELP = """\
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         fraction = hardware.memory_fraction(devices.memory_gib, loaded.run.train.memory_fraction)
         os.environ.update(hardware.memory_environment(fraction, os.environ)[0])
     # Imported here: everything above must answer in a moment, and the memory budget must be set before jax is imported.
+    start_jax(devices)
     from jaxtrain import train
 
     return train.run(loaded.run, workdir, loaded.launch)

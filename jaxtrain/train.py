@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain import checkpoint, config, evaluate, flops, hardware, metrics, profiling, resume, sample, state, step
+from jaxtrain import checkpoint, config, evaluate, flops, generate, hardware, metrics, profiling, resume, state, step
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.data import pipeline
@@ -203,11 +203,11 @@ class Session:
         run, program, say = self.run, self.program, self.console.say
         mesh = program.placement.mesh
         shards = program.placement.size("data") * program.placement.size("fsdp")
-        devices = f"{mesh.size} devices" if shards == mesh.size else f"{shards} shards of {mesh.size} devices"
+        devices = counted(mesh.size, "device") if shards == mesh.size else f"{shards} shards of {mesh.size} devices"
         each = run.train.global_batch // run.train.grad_accum // shards
         epochs = self.train_data.epoch(run.train.steps)
         say(
-            f"global batch {run.train.global_batch} = {devices} x {each} x {run.train.grad_accum} microbatches; "
+            f"global batch {run.train.global_batch} = {devices} x {each} x {counted(run.train.grad_accum, 'microbatch')}; "
             f"{count(self.tokens_per_step)} tokens a step; this run is {epochs:.2g} epochs"
         )
         parameters = flops.parameters(run.model)["total"]
@@ -241,7 +241,7 @@ class Session:
         seconds = time.perf_counter() - began
         memory = memory_by_class(program, train)
         self.console.say(
-            f"compiled in {seconds:.1f} s; per device: " + ", ".join(f"{name} {gib:.2f} GiB" for name, gib in memory.items())
+            f"compiled in {seconds:.1f} s; per device: " + ", ".join(f"{name} {size(gib)}" for name, gib in memory.items())
         )
         self.receipt.update(compile_s=seconds, memory_gib=memory)
         if self.run.profile.dump_hlo:
@@ -378,8 +378,8 @@ class Session:
         if not self.run.sample.max_tokens or self.train_data.synthetic:
             return
         tokenizer = load_tokenizer(self.run.data.tokenizer)
-        sampler = sample.Sampler(self.run, self.program.placement)
-        text = sample.continue_text(sampler, current.params, tokenizer, self.run.sample)
+        sampler = generate.Sampler(self.run, self.program.placement)
+        text = generate.continue_text(sampler, current.params, tokenizer, self.run.sample)
         self.console.end_live()
         with open(self.workdir / "samples.txt", "a", encoding="utf-8") as file:
             file.write(f"--- step {self.run.train.steps}\n{text}\n")
@@ -443,6 +443,16 @@ def count(number: float) -> str:
     return f"{number:g}"
 
 
+def counted(number: int, noun: str) -> str:
+    """'1 device', '8 devices', '64 microbatches'."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
+
+
+def size(gib: float) -> str:
+    """Bytes in the unit that shows their digits."""
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.1f} MiB"
+
+
 def memory_by_class(program: step.Program, compiled: Any) -> dict[str, float]:
     """GiB on one device: parameters, optimizer state, batch; the compiler's temporaries; and the peak of all together."""
 
@@ -472,7 +482,7 @@ def explain_memory(run: RunConfig, memory: dict[str, float], limit: str) -> str:
     if run.dtypes.m == "f32":
         hints.append("dtypes.m=bf16: half of the first moment")
     hints.append("mesh.fsdp or mesh.tensor over more devices: parameters and moments are split further")
-    sizes = "\n".join(f"  {name:<18}{gib:8.2f} GiB" for name, gib in memory.items())
+    sizes = "\n".join(f"  {name:<18}{size(gib):>12}" for name, gib in memory.items())
     ways = "\n".join(f"  {hint}" for hint in hints)
     return (
         f"out of GPU memory: the train step needs more than {limit}.\nIt holds, per device:\n{sizes}\nWhat would help:\n{ways}"

@@ -72,7 +72,7 @@ class HfTensor:
     theirs: str
 
 
-# Our canonical name -> theirs. {i} is the layer. A head that is tied has no head.kernel; the biases and q/k norms exist
+# Our canonical name -> theirs. {i} is the layer. A model whose head is tied has no head; the biases and q/k norms exist
 # only where model.qkv_bias and model.qk_norm are set.
 HF_NAMES = {
     "embed.embedding": HfTensor("model.embed_tokens.weight", "V D", "V D"),
@@ -91,7 +91,7 @@ HF_NAMES = {
     "layers.{i}.mlp.up": HfTensor("model.layers.{i}.mlp.up_proj.weight", "D F", "F D"),
     "layers.{i}.mlp.down": HfTensor("model.layers.{i}.mlp.down_proj.weight", "F D", "D F"),
     "final_norm.scale": HfTensor("model.norm.weight", "D", "D"),
-    "head.kernel": HfTensor("lm_head.weight", "D V", "V D"),
+    "head": HfTensor("lm_head.weight", "V D", "V D"),
 }
 
 

@@ -1,9 +1,6 @@
 """What the forward pass keeps for the backward pass, and how layers are grouped under checkpoints.
 
-Tensors that can be named, and what they are (B, T tokens; D, F widths; N, K heads of H):
-
-    attention_norm (B,T,D)   q (B,T,N,H)   k, v (B,T,K,H)   attention_out (B,T,N,H)   attention_lse (cuDNN's residual)
-    attention_proj (B,T,D)   residual (B,T,D)   mlp_norm (B,T,D)   mlp_gate, mlp_up (B,T,F)   mlp_down (B,T,D)
+The tensors that can be kept, and which of them each policy keeps, stand in jaxtrain/activations.py.
 """
 
 import dataclasses
@@ -12,10 +9,8 @@ from typing import Any
 
 import jax
 
+from jaxtrain.activations import KEPT, parse_tensors
 from jaxtrain.config import Remat
-
-# `attention` keeps what makes attention run forward once: its inputs, its output and its logsumexp.
-ATTENTION_NAMES = ("q", "k", "v", "attention_out", "attention_lse")
 
 # Gathered weights (kernels/dot.py): kept by no policy, not even `none`, or every layer's would be held at once.
 WEIGHT = ("weight",)
@@ -35,9 +30,8 @@ class Plan:
         policies = jax.checkpoint_policies
         if self.policy == "none":
             policy = policies.save_anything_except_these_names(*WEIGHT)
-        elif self.policy == "full":
-            policy = policies.nothing_saveable
         elif self.policy == "dots":
+            # By operation and not by name: with qk-norm, what the backward pass needs is the GEMM's output, not the named q.
             policy = policies.dots_with_no_batch_dims_saveable
         elif self.offload:
             policy = policies.save_and_offload_only_these_names(
@@ -74,9 +68,9 @@ class Plan:
 
 def make_plan(remat: Remat) -> Plan:
     """From the config's `remat` section; validate.py has checked names and actions."""
-    keep, offload = ATTENTION_NAMES, ()
-    if remat.policy == "custom":
-        actions = [item.strip().split("=") for item in remat.tensors.split(",") if item.strip()]
-        keep = tuple(name for name, action in actions if action == "keep")
-        offload = tuple(name for name, action in actions if action == "offload")
+    if remat.policy != "custom":
+        return Plan(remat.policy, KEPT[remat.policy], (), remat.every)
+    places, _ = parse_tensors(remat.tensors)
+    keep = tuple(name for name, place in places.items() if place == "keep")
+    offload = tuple(name for name, place in places.items() if place == "offload")
     return Plan(remat.policy, keep, offload, remat.every)
