@@ -35,7 +35,9 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.train.steps = 20_000  # 21 B tokens, about the 20 a parameter that are compute-optimal
 
     config.mesh.fsdp = -1
-    config.remat.policy = "attention"
+    # Whatever costs a GEMM or an attention call is kept; norms, rotary and the gate's product are computed again.
+    config.remat.policy = "custom"
+    config.remat.tensors = "q=keep,k=keep,v=keep,attention_out=keep,attention_lse=keep,residual=keep,mlp_gate=keep,mlp_up=keep"
 
     # The weights a run ends with are the better for the decay, and a run that is to go on starts from before it:
     # warmup-stable-decay allows both.
