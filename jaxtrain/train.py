@@ -5,6 +5,8 @@ then memory is allocated. Nothing is written before the checks that may refuse t
 """
 
 import dataclasses
+import datetime
+import importlib
 import importlib.metadata
 import json
 import math
@@ -21,8 +23,9 @@ from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.data import pipeline
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.launch import Launch, report
+from jaxtrain.metrics import MetricsError
 from jaxtrain.progress import Console
-from jaxtrain.receipt import Receipt, config_sha256, device_facts
+from jaxtrain.receipt import Receipt, ReceiptError, config_sha256, device_facts
 from jaxtrain.sharding import left_whole
 from jaxtrain.signals import Stop
 
@@ -67,8 +70,9 @@ def run(run: RunConfig, workdir: Path, launch: Launch) -> int:
     # ---- What there is: data and checkpoints. Nothing is written yet.
     checkpoints = Checkpoints(run.checkpoint.dir or workdir / "checkpoints", run.checkpoint.keep, run.checkpoint.keep_every)
     try:
+        check_own_names(run)
         program = step.build(run, devices)
-        start = decide_start(run, checkpoints)
+        start = decide_start(run, checkpoints, program)
         train_data, eval_data = open_data(run, program)
     except ConfigError as error:
         return report(error.problems)
@@ -78,21 +82,24 @@ def run(run: RunConfig, workdir: Path, launch: Launch) -> int:
 
     # ---- The run's folder, its log and its receipt
     workdir.mkdir(parents=True, exist_ok=True)
-    metrics.write_atomic(workdir / "config.json", json.dumps(config.to_dict(run), indent=1) + "\n")
     receipt = Receipt(workdir, process_index=jax.process_index())
-    receipt.start(
-        {
-            "config": launch.name,
-            "config_sha256": config_sha256(config.to_dict(run)),
-            "overrides": dict(launch.overrides),
-            "devices": device_facts(devices),
-            "mesh": dict(program.placement.mesh.shape),
-            "attention": program.attention,
-            "data": train_data.fingerprint,
-            "synthetic": train_data.synthetic,
-            "resumed_from_step": start.step if start.resumed else None,
-        }
-    )
+    try:
+        receipt.start(
+            {
+                "config": launch.name,
+                "config_sha256": config_sha256(config.to_dict(run)),
+                "overrides": dict(launch.overrides),
+                "devices": device_facts(devices),
+                "mesh": dict(program.placement.mesh.shape),
+                "attention": program.attention,
+                "data": train_data.fingerprint,
+                "synthetic": train_data.synthetic,
+                "resumed_from_step": start.step if start.resumed else None,
+            }
+        )
+    except ReceiptError as error:  # of an earlier attempt, and not to be overwritten
+        return report([config.Problem("cannot start", None, str(error).rstrip("."), "")])
+    metrics.write_atomic(workdir / "config.json", json.dumps(config.to_dict(run), indent=1) + "\n")
     code, reason = FAILED, "ended by an exception"
     try:
         with Console(workdir, jax.process_index(), run.train.steps) as console, Stop() as stop:
@@ -102,9 +109,12 @@ def run(run: RunConfig, workdir: Path, launch: Launch) -> int:
             except Diverged as error:
                 code, reason = DIVERGED, str(error)
                 console.warn(reason)
-            except (OutOfMemory, CheckpointError) as error:
+            except (OutOfMemory, CheckpointError, MetricsError) as error:
                 code, reason = FAILED, str(error).splitlines()[0]
                 console.warn(str(error))
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise
     finally:
         receipt.finish(code, reason)
     return code
@@ -119,15 +129,48 @@ def set_compile_cache(run: RunConfig) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def decide_start(run: RunConfig, checkpoints: Checkpoints) -> Start:
+def check_own_names(run: RunConfig) -> None:
+    """Imports what a user gave as package.module:name. Raises ConfigError where there is no such module or name.
+
+    Not part of validate, which must not run a user's code: that may import jax before the memory budget is set.
+    """
+    problems = []
+    for key, value in config.flatten(config.to_dict(run)):
+        if key not in ("model.family", "train.loss", "optimizer.name", "data.source", "data.eval_source"):
+            continue
+        if key.startswith("data.") and not pipeline.is_custom(value):
+            continue  # a path may hold a colon
+        name, given, attribute = value.partition(":")
+        if not given:
+            continue
+        try:
+            module = importlib.import_module(name)
+        except ImportError as error:
+            problems.append(config.Problem(key, value, f"{name} cannot be imported: {error}", "Is its folder on PYTHONPATH?"))
+            continue
+        if not hasattr(module, attribute):
+            problems.append(config.Problem(key, value, f"{module.__file__} defines no {attribute}", "Mend the name."))
+    if problems:
+        raise ConfigError(problems)
+
+
+def decide_start(run: RunConfig, checkpoints: Checkpoints, program: step.Program) -> Start:
     """Resume what the workdir holds, or begin at 0.
 
     Order: checkpoint.step if given, else the newest checkpoint, else a new run. Raises ConfigError for a change that a resumed
     run may not make, CheckpointError for a checkpoint that cannot be read: a run never starts over existing ones.
     """
-    newest = checkpoints.latest()
-    at = newest if run.checkpoint.step < 0 else run.checkpoint.step
+    # A step that was asked for is taken whatever state the newest one is in: it is the way out of a damaged one.
+    at = checkpoints.latest() if run.checkpoint.step < 0 else run.checkpoint.step
     if at is None:
+        if run.init.from_:
+            source, at = checkpoint.locate(run.init.from_)
+            wrong = checkpoint.differences(source.stored(at), wanted_of_source(run, program.state), subset=True, cast=True)
+            if wrong:
+                rule = f"step {at} of {source.directory} does not fit this model: {'; '.join(wrong[:4])}"
+                rule += f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+                remedy = "Give the model the sizes of that run (key 'config' in its meta.json)."
+                raise ConfigError([config.Problem("init.from", run.init.from_, rule, remedy)])
         return Start(0, False, False, 0, ())
     meta = checkpoints.meta(at)
     notes, problems = resume.compare(meta["config"], config.to_dict(run), run.checkpoint.allow_change)
@@ -144,6 +187,12 @@ def decide_start(run: RunConfig, checkpoints: Checkpoints) -> Start:
     data_base = math.ceil(meta["data"]["tokens"] / per_step) - at
     cast = meta["config"]["dtypes"] != dataclasses.asdict(run.dtypes)
     return Start(at, True, cast, data_base, tuple(notes))
+
+
+def wanted_of_source(run: RunConfig, abstract: state.TrainState) -> state.Tensors:
+    """The tensors that init.from gives: weights, and the optimizer's where init.what says so."""
+    kinds = ("params.", "optimizer.") if run.init.what == "weights+optimizer" else ("params.",)
+    return {k: v for k, v in state.abstract_tensors(abstract).items() if k.startswith(kinds)}
 
 
 def open_data(run: RunConfig, program: step.Program) -> tuple[Any, Any]:
@@ -182,19 +231,43 @@ class Session:
     def train(self) -> tuple[int, str]:
         """The chapters of a run. Returns (exit code, reason)."""
         self.announce()
+        if self.start.step == self.run.train.steps:
+            return self.nothing_left()
         compiled = self.compile()
         with out_of_memory_explained(self.run, compiled):
             current = self.initial_state()
             with metrics.Writers(self.workdir, self.run.log.tensorboard, process_index=jax.process_index()) as writers:
-                if self.start.resumed:
-                    writers.rewind(self.start.step)
+                self.rewind(writers)
                 current, done = self.loop(current, compiled, writers)
             self.finish_saves()
             if self.stop:
-                self.console.say(f"{self.stop.reason}: state saved at step {done}; the same command goes on from there.")
+                saved = f"state saved at step {done}" if done else "before the first step, nothing to save"
+                self.console.say(f"{self.stop.reason}: {saved}; the same command goes on from there.")
                 return self.stop.exit_code or FAILED, f"{self.stop.reason} at step {done}"
             self.sample(current)
         return DONE, f"{done} steps done"
+
+    def nothing_left(self) -> tuple[int, str]:
+        """All steps were done before. What may be missing is the sample, if the run was stopped before it."""
+        steps = self.run.train.steps
+        self.console.say(f"all {steps} steps are done: nothing to train. A larger train.steps goes on from here.")
+        current = self.initial_state()
+        with metrics.Writers(self.workdir, self.run.log.tensorboard, process_index=jax.process_index()) as writers:
+            self.rewind(writers)
+        samples = self.workdir / "samples.txt"
+        if not samples.exists() or f"--- step {steps}\n" not in samples.read_text(encoding="utf-8"):
+            self.sample(current)
+        return DONE, f"{steps} steps were done already"
+
+    def rewind(self, writers: metrics.Writers) -> None:
+        """Metrics of steps that this attempt takes anew go. Those of an attempt that saved no checkpoint are set aside
+        instead: where a checkpoint folder is not mounted, or misspelt, they may be all that tells of the run."""
+        if not self.start.resumed and writers.path.exists() and jax.process_index() == 0:
+            stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+            aside = writers.path.with_name(f"metrics.set_aside-{stamp}.jsonl")
+            writers.path.rename(aside)
+            self.console.say(f"no checkpoint in {self.checkpoints.directory}: starting at 0; metrics so far moved to {aside}")
+        writers.rewind(self.start.step)
 
     # ---- Before anything is allocated
 
@@ -264,8 +337,7 @@ class Session:
         if not self.run.init.from_:
             return fresh
         source, at = checkpoint.locate(self.run.init.from_)
-        kinds = ("params.", "optimizer.") if self.run.init.what == "weights+optimizer" else ("params.",)
-        wanted = {k: v for k, v in state.abstract_tensors(abstract).items() if k.startswith(kinds)}
+        wanted = wanted_of_source(self.run, abstract)
         tensors = state.to_tensors(fresh) | source.restore(at, wanted, subset=True, cast=True)
         self.console.say(
             f"initial {self.run.init.what} from step {at} of {source.directory}; step and learning-rate schedule start at 0"

@@ -24,7 +24,7 @@ class Packed(NamedTuple):
     """cuDNN's description of packed rows."""
 
     lengths_BM: jax.Array  # tokens of each document; -1: no such document
-    offsets_BM: jax.Array  # (B, M + 1): where each document begins, then where the last one ends; -1 after that
+    offsets_BM: jax.Array  # (B, M + 1): where each document begins in its row; -1 elsewhere
     real_BT: jax.Array  # bool, False in padding
 
 
@@ -57,11 +57,12 @@ def prepare(rows: Rows, spec: Spec) -> Packed | None:
     number_M = jnp.arange(1, max(2, spec.max_segments) + 1, dtype=segments_BT.dtype)
     lengths_BM = jnp.sum(segments_BT[:, :, None] == number_M[None, None, :], axis=1, dtype=jnp.int32)
     ends_BM = jnp.cumsum(lengths_BM, axis=1, dtype=jnp.int32)
-    offsets_BM = jnp.pad(ends_BM, ((0, 0), (1, 0)))
     exists_BM = lengths_BM > 0
-    # The end of the last document stays, as the last offset; everything after it is -1.
-    ends_exist = jnp.pad(exists_BM, ((0, 0), (1, 0)), constant_values=True)
-    return Packed(jnp.where(exists_BM, lengths_BM, -1), jnp.where(ends_exist, offsets_BM, -1), segments_BT > 0)
+    # The primitive moves all rows' entries that are not -1 to the front and reads lengths and offsets pairwise, so there must
+    # be as many of one as of the other: a closing offset after the last document would shift those of the next row.
+    starts_BM = jnp.where(exists_BM, ends_BM - lengths_BM, -1)
+    offsets_BM = jnp.pad(starts_BM, ((0, 0), (0, 1)), constant_values=-1)
+    return Packed(jnp.where(exists_BM, lengths_BM, -1), offsets_BM, segments_BT > 0)
 
 
 def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared: Packed | None, spec: Spec) -> jax.Array:
