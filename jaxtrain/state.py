@@ -108,14 +108,22 @@ def abstract_tensors(abstract: TrainState) -> Tensors:
     return out
 
 
+def _off_device(sharding: NamedSharding) -> NamedSharding:
+    """Where copies go: on GPUs straight to host memory, for a second copy of the state would not fit on the device."""
+    on_gpu = next(iter(sharding.device_set)).platform == "gpu"
+    return sharding.with_memory_kind("pinned_host") if on_gpu else sharding
+
+
 @functools.cache
 def _unstack(num: int, sharding: NamedSharding) -> Any:
-    """Compiled split of a stacked array into its layers. On GPUs the parts go straight to host memory: a second copy of the
-    state would not fit on the device."""
-    one = _layer_sharding(sharding)
-    if next(iter(sharding.device_set)).platform == "gpu":
-        one = one.with_memory_kind("pinned_host")
+    """Compiled split of a stacked array into its layers."""
+    one = _off_device(_layer_sharding(sharding))
     return jax.jit(lambda w: tuple(w[i] for i in range(num)), out_shardings=(one,) * num)
+
+
+@functools.cache
+def _copy(sharding: NamedSharding) -> Any:
+    return jax.jit(jnp.copy, out_shardings=_off_device(sharding))
 
 
 @functools.cache
@@ -131,7 +139,7 @@ def to_tensors(state: TrainState) -> Tensors:
         if _is_stacked(path):
             out.update({_layer_name(name, i): w for i, w in enumerate(_unstack(a.shape[0], a.sharding)(a))})
         else:
-            out[name] = jnp.copy(a)
+            out[name] = _copy(a.sharding)(a)
     return out
 
 

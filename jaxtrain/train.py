@@ -103,8 +103,8 @@ def run(run: RunConfig, workdir: Path, launch: Launch) -> int:
     code, reason = FAILED, "ended by an exception"
     try:
         with Console(workdir, jax.process_index(), run.train.steps) as console, Stop() as stop:
+            session = Session(run, workdir, console, stop, receipt, checkpoints, program, start, train_data, eval_data)
             try:
-                session = Session(run, workdir, console, stop, receipt, checkpoints, program, start, train_data, eval_data)
                 code, reason = session.train()
             except Diverged as error:
                 code, reason = DIVERGED, str(error)
@@ -112,6 +112,12 @@ def run(run: RunConfig, workdir: Path, launch: Launch) -> int:
             except (OutOfMemory, CheckpointError, MetricsError) as error:
                 code, reason = FAILED, str(error).splitlines()[0]
                 console.warn(str(error))
+            finally:
+                # Where a step failed, the save before it may be under way still: how that ended belongs in the log too.
+                try:
+                    session.finish_saves()
+                except CheckpointError as error:
+                    console.warn(str(error))
     except BaseException as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise

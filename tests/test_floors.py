@@ -14,12 +14,15 @@ PACKAGE = Path(__file__).resolve().parent.parent / "jaxtrain"
 
 # "name.*" stands for a package and all that is in it.
 FLOORS = (
-    ("facts", ("__init__", "shapes", "config", "activations", "hardware", "flops", "launch")),
+    ("facts", ("__init__", "shapes", "config", "activations", "hardware", "flops", "launch", "startup")),
     ("placement", ("sharding",)),
     ("arrays", ("kernels.*",)),
     ("models", ("models.*",)),
     ("the step", ("data.*", "optimizer", "loss", "state", "step")),
-    ("around the step", ("checkpoint", "resume", "metrics", "progress", "signals", "profiling", "evaluate", "sample")),
+    (
+        "around the step",
+        ("checkpoint", "resume", "metrics", "progress", "signals", "profiling", "evaluate", "generate", "sample"),
+    ),
     ("around the run", ("receipt", "plan.*")),
     ("the whole", ("validate", "explain", "train", "main", "__main__")),
 )
