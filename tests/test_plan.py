@@ -1,6 +1,7 @@
 """The train step of the shipped configs, compiled by XLA:GPU for 8 described H200s.
 
-What it gathers, reduces, shards and donates. No GPU and no driver: the `plan` extra is enough. What is read here is the partitioned, scheduled program itself.
+What it gathers, reduces, shards and donates is read from the partitioned, scheduled program itself. No GPU and no driver: the
+`plan` extra is enough.
 """
 
 import importlib.util
