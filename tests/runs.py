@@ -1,0 +1,143 @@
+"""Whole runs for tests: a small config, in this process (8 CPU devices) or in one of its own, and what they left behind."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxtrain import main as command
+from jaxtrain import metrics
+from jaxtrain.checkpoint import Checkpoints
+
+REPO = Path(__file__).resolve().parent.parent
+
+# After the warm-up the learning rate is constant, so that a run can be taken in parts by raising train.steps.
+SMALL = """
+from jaxtrain.config import default_config
+
+
+def get_config(arg=None):
+    config = default_config()
+    config.precision = "f32"
+    config.model.num_layers = 2
+    config.model.d_model = 32
+    config.model.num_kv_heads = 2
+    config.model.d_ff = 64
+    config.data.seq_len = 64
+    config.train.steps = 24
+    config.train.global_batch = 8
+    config.optimizer.lr = 1e-2
+    config.optimizer.schedule = "constant"
+    config.optimizer.warmup_steps = 4
+    config.eval.every_steps = 8
+    config.eval.batches = 2
+    config.checkpoint.every_steps = 5
+    config.checkpoint.keep = 100
+    config.log.every_steps = 1
+    config.sample.max_tokens = 0
+    return config
+"""
+
+# Fields of a train line that follow from config and data alone; the others are times and memory.
+EXACT = ("kind", "step", "loss", "grad_norm", "lr", "tokens", "epoch")
+
+
+def arguments(config: Path, workdir: Path, overrides: Mapping[str, Any]) -> list[str]:
+    """Command-line arguments; an override's `__` is a dot: train__steps=8."""
+    keys = [f"--config.{key.replace('__', '.')}={value}" for key, value in overrides.items()]
+    return [f"--config={config}", f"--workdir={workdir}", *keys]
+
+
+def train(config: Path, workdir: Path, **overrides: Any) -> int:
+    """A run in this process, on its 8 devices; the exit code. Compiled steps are kept beside the config file."""
+    settings = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        return command.main(arguments(config, workdir, {"paths__cache": config.parent / "compiled", **overrides}))
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()  # other tests of this process keep nothing on disk
+
+
+class Child:
+    """A run in a process of its own, on one device unless `env` says otherwise. What it says goes to a file."""
+
+    def __init__(self, config: Path, workdir: Path, words: Path, *, env: Mapping[str, str] | None = None, **overrides: Any):
+        environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | dict(env or {})
+        line = [sys.executable, "-m", "jaxtrain.main", *arguments(config, workdir, overrides)]
+        self.words = words
+        with open(words, "wb") as out:
+            self.process = subprocess.Popen(line, cwd=REPO, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+
+    @property
+    def said(self) -> str:
+        return self.words.read_text()
+
+    def until(self, what: Callable[[], bool], timeout: float = 300) -> None:
+        """Wait for `what`. If the process ends first, or time runs out, that is a failure, shown with what it said."""
+        limit = time.monotonic() + timeout
+        while not what():
+            code = self.process.poll()
+            if (code is not None and not what()) or time.monotonic() > limit:  # once more: it may have ended just now
+                self.process.kill()
+                raise AssertionError(f"it never came to that; exit code {code}:\n{self.said}")
+            time.sleep(0.02)
+
+    def end(self, timeout: float = 300) -> tuple[int, str]:
+        """(exit code, everything it said)."""
+        self.until(lambda: self.process.poll() is not None, timeout)
+        return self.process.returncode, self.said
+
+
+def lines(workdir: Path) -> list[dict[str, Any]]:
+    """All lines of metrics.jsonl; none if there is no such file."""
+    path = workdir / "metrics.jsonl"
+    return list(metrics.read(path)) if path.exists() else []
+
+
+def exact(workdir: Path) -> list[dict[str, Any]]:
+    """The reproducible part of every line, train and eval lines in the order in which they stand."""
+    return [{k: v for k, v in line.items() if line["kind"] == "eval" or k in EXACT} for line in lines(workdir)]
+
+
+def losses(workdir: Path) -> dict[int, float]:
+    """Step -> training loss; a step that stands there twice is an error."""
+    steps = [line["step"] for line in lines(workdir) if line["kind"] == "train"]
+    assert len(steps) == len(set(steps)), f"steps twice in metrics.jsonl: {steps}"
+    return {line["step"]: line["loss"] for line in lines(workdir) if line["kind"] == "train"}
+
+
+def tensors(workdir: Path, step: int | None = None) -> dict[str, np.ndarray]:
+    """Every tensor of a checkpoint (the newest), by name."""
+    found = Checkpoints(workdir / "checkpoints")
+    step = found.steps()[-1] if step is None else step
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    stored = {k: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=one) for k, a in found.stored(step).items()}
+    return {k: np.asarray(a) for k, a in found.restore(step, stored).items()}
+
+
+def steps(workdir: Path) -> list[int]:
+    """The complete checkpoints."""
+    return Checkpoints(workdir / "checkpoints").steps()
+
+
+def receipt(workdir: Path) -> dict[str, Any]:
+    return json.loads((workdir / "receipt.json").read_text())
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder with its content: what must not change when nothing is written."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
