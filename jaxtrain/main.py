@@ -9,6 +9,8 @@ from jaxtrain import explain, hardware, launch
 from jaxtrain.startup import start_jax
 from jaxtrain.validate import remote, validate
 
+INTERRUPTED = 130
+
 HELP = """\
 Train a language model, or go on training it: a workdir that holds checkpoints is resumed.
 
@@ -64,9 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.update(hardware.memory_environment(fraction, os.environ)[0])
     # Imported here: everything above must answer in a moment, and the memory budget must be set before jax is imported.
     start_jax(devices)
-    from jaxtrain import train
+    try:
+        from jaxtrain import train
 
-    return train.run(loaded.run, workdir, loaded.launch)
+        return train.run(loaded.run, workdir, loaded.launch)
+    except KeyboardInterrupt:  # in the seconds before the run listens to signals itself, and after
+        print("\nCtrl-C: stopped.", file=sys.stderr)
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -276,6 +276,14 @@ def test_a_signal_while_compiling(
     assert list(runs.losses(workdir)) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.usefixtures("own")
+def test_ctrl_c_before_the_run_listens(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "slow_to_import.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    assert runs.train(config, tmp_path / "run", train__loss="slow_to_import:loss") == 130
+    assert "Traceback" not in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_folder_that_cannot_be_written(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file/run", Path("/proc/run")):
