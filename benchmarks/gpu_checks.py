@@ -248,6 +248,7 @@ def step_case(argv: list[str], warmup: int, timed: int) -> dict[str, Any]:
         "global_batch": run.train.global_batch,
         "grad_accum": run.train.grad_accum,
         "remat": run.remat.policy,
+        "remat_tensors": run.remat.tensors,
         "parameters": flops.parameters(run.model)["total"],
         "compile_s": compile_s,
         "compiled_peak_gib": memory.peak_memory_in_bytes / 2**30 if memory else None,
