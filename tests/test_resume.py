@@ -1,0 +1,419 @@
+"""Runs that are interrupted, killed, moved to other meshes and changed: the same numbers come out, or a refusal."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import runs
+
+# A data source that stops before a given step until a file appears: so a test can send a signal at exactly that step.
+GATED = """
+import os
+import time
+from pathlib import Path
+
+from jaxtrain.config import Paths
+from jaxtrain.data import pipeline
+
+
+class Gated:
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __getattr__(self, name):
+        return getattr(self.batches, name)
+
+    def batch(self, step, rows=None):
+        while step >= int(os.environ.get("GATE_STEP", 1 << 30)) and not Path(os.environ["GATE_FILE"]).exists():
+            time.sleep(0.01)
+        return self.batches.batch(step, rows)
+
+
+def source(data, split, global_batch):
+    stdlib = pipeline.open_source(data, "stdlib", split=split, global_batch=global_batch, data_dir=Paths().data)
+    return Gated(stdlib) if split == "train" else stdlib
+"""
+
+
+class Bench:
+    """A folder with the small config, the gated source and one compile cache, and runs in processes of their own."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.config = folder / "small.py"
+        self.config.write_text(runs.SMALL)
+        (folder / "gated.py").write_text(GATED)
+        self.started = 0
+
+    def start(self, workdir: Path, *, gate: int | None = None, **overrides: Any) -> runs.Child:
+        self.started += 1
+        self.opener = self.folder / f"gate-{self.started}"
+        env = {"PYTHONPATH": os.pathsep.join([str(self.folder), str(runs.REPO)]), "GATE_FILE": str(self.opener)}
+        env |= {} if gate is None else {"GATE_STEP": str(gate)}
+        chosen = {
+            "data__source": "gated:source",
+            "optimizer__schedule": "cosine",
+            "paths__cache": self.folder / "cache",
+            **overrides,
+        }
+        return runs.Child(self.config, workdir, self.folder / f"words-{self.started}.txt", env=env, **chosen)
+
+    def at_gate(self, workdir: Path, gate: int) -> runs.Child:
+        """A run that waits at the gate: `gate` steps are taken, and saved as far as due; the next one has no data yet."""
+        child = self.start(workdir, gate=gate)
+        # Metrics are read one step late, so the line before the newest shows that the newest step is on its way.
+        saved = gate // 5 * 5
+        child.until(lambda: gate - 1 in written_steps(workdir) and (not saved or saved in runs.steps(workdir)))
+        return child
+
+    def asked_to_stop(self, child: runs.Child, number: signal.Signals) -> runs.Child:
+        """After a signal that it has understood, but before it could act on it: its data is still behind the gate."""
+        child.process.send_signal(number)
+        child.until(lambda: "finishing this step" in child.said)
+        return child
+
+    def stopped(self, child: runs.Child, number: signal.Signals) -> tuple[int, str]:
+        """How a run ends that is asked to stop and then gets its data."""
+        self.asked_to_stop(child, number)
+        self.opener.touch()
+        return child.end()
+
+
+def written_steps(workdir: Path) -> list[int]:
+    return [line["step"] for line in runs.lines(workdir) if line["kind"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("resume with spaces"))
+
+
+@pytest.fixture(scope="module")
+def whole(bench: Bench) -> Path:
+    """The run that nobody interrupts."""
+    workdir = bench.folder / "whole"
+    code, said = bench.start(workdir).end()
+    assert code == 0, said
+    assert "\x1b" not in said, "control characters in a file"
+    assert said.count("\nstep 24/24  loss ") == 1
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def hunted(bench: Bench) -> tuple[Path, dict[str, tuple[int, str]]]:
+    """A run that is stopped in five ways before it may finish: its folder, and how each attempt ended."""
+    workdir = bench.folder / "hunted"
+    ended = {}
+
+    child = bench.at_gate(workdir, 3)
+    child.process.kill()
+    ended["killed before the first checkpoint"] = child.end()
+    assert (runs.steps(workdir), written_steps(workdir)) == ([], [1, 2])
+
+    ended["Ctrl-C"] = bench.stopped(bench.at_gate(workdir, 7), signal.SIGINT)
+    assert runs.steps(workdir) == [5, 8]
+
+    child = bench.at_gate(workdir, 13)
+    child.process.kill()
+    ended["killed"] = child.end()
+    assert (runs.steps(workdir), written_steps(workdir)[-1]) == ([5, 8, 10], 12)
+
+    child = bench.asked_to_stop(bench.at_gate(workdir, 17), signal.SIGINT)
+    time.sleep(0.5)  # within a fifth of a second two signals count as one
+    assert child.process.poll() is None
+    child.process.send_signal(signal.SIGINT)
+    ended["Ctrl-C twice"] = child.end(timeout=60)  # the gate is still closed: it cannot have finished its step
+    assert runs.steps(workdir) == [5, 8, 10, 15]
+
+    ended["SIGTERM"] = bench.stopped(bench.at_gate(workdir, 20), signal.SIGTERM)
+    assert runs.steps(workdir) == [5, 8, 10, 15, 20, 21]
+
+    ended["finished"] = bench.start(workdir).end()
+    return workdir, ended
+
+
+def test_exit_codes_and_words(hunted: tuple[Path, dict[str, tuple[int, str]]]) -> None:
+    workdir, ended = hunted
+    assert {how: code for how, (code, _) in ended.items()} == {
+        "killed before the first checkpoint": -signal.SIGKILL,
+        "Ctrl-C": 130,
+        "killed": -signal.SIGKILL,
+        "Ctrl-C twice": 130,
+        "SIGTERM": 75,
+        "finished": 0,
+    }
+    assert "SIGINT: state saved at step 8; the same command goes on from there." in ended["Ctrl-C"][1]
+    assert "resuming from step 8 in" in ended["killed"][1]
+    assert "resuming from step 10 in" in ended["Ctrl-C twice"][1]
+    assert "leaving at once" in ended["Ctrl-C twice"][1]
+    assert "state saved at step 21" in ended["SIGTERM"][1]
+    assert not any("Traceback" in said for _, said in ended.values())
+
+
+def test_the_receipt_tells_of_every_attempt(hunted: tuple[Path, dict[str, tuple[int, str]]]) -> None:
+    receipt = runs.receipt(hunted[0])
+    attempts = [*receipt["attempts"], receipt]
+    assert [a["exit_code"] for a in attempts] == [None, 130, None, None, 75, 0]
+    assert [a["resumed_from_step"] for a in attempts] == [None, None, 8, 10, 15, 21]
+    assert attempts[1]["reason"] == "SIGINT at step 8"
+    assert attempts[-1]["reason"] == "24 steps done"
+
+
+def test_metrics_are_those_of_an_uninterrupted_run(whole: Path, hunted: tuple[Path, dict[str, tuple[int, str]]]) -> None:
+    """Every line, bit by bit and in order: none missing, none twice."""
+    assert [line["step"] for line in runs.lines(whole)] == [*range(1, 9), 8, *range(9, 17), 16, *range(17, 25), 24]
+    assert runs.exact(hunted[0]) == runs.exact(whole)
+
+
+def test_what_an_attempt_without_checkpoint_had_measured_is_kept(hunted: tuple[Path, dict[str, tuple[int, str]]]) -> None:
+    (aside,) = hunted[0].glob("metrics.set_aside-*.jsonl")
+    assert [json.loads(line)["step"] for line in aside.read_text().splitlines()] == [1, 2]
+
+
+def test_parameters_and_moments_are_those_of_an_uninterrupted_run(
+    whole: Path, hunted: tuple[Path, dict[str, tuple[int, str]]]
+) -> None:
+    ours, theirs = runs.tensors(hunted[0], 24), runs.tensors(whole, 24)
+    assert ours.keys() == theirs.keys()
+    assert {name.partition(".")[0] for name in ours} == {"step", "params", "optimizer"}
+    different = [name for name in ours if ours[name].tobytes() != theirs[name].tobytes()]
+    assert different == []
+    assert int(ours["step"]) == 24
+    earlier = runs.tensors(whole, 20)
+    assert all((earlier[name] != theirs[name]).any() for name in earlier), "a tensor that no step changes"
+
+
+# ---- In this process, on 8 devices
+
+
+@pytest.fixture(scope="module")
+def config(bench: Bench) -> Path:
+    return bench.config
+
+
+@pytest.fixture(scope="module")
+def base(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten steps on fsdp=8, with checkpoints at 5 and 10: what other runs go on from."""
+    workdir = tmp_path_factory.mktemp("base") / "run"
+    assert runs.train(bench.config, workdir, train__steps=10) == 0
+    return workdir
+
+
+@pytest.fixture
+def copy(base: Path, tmp_path: Path) -> Path:
+    """A copy of it that a test may spoil."""
+    return shutil.copytree(base, tmp_path / "run")
+
+
+def test_goes_on_on_other_meshes(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """fsdp=8, then fsdp=4 x tensor=2, then data=8, then data=2 x fsdp=2 x tensor=2: the losses of a run on fsdp=8 alone."""
+    whole = tmp_path / "whole"
+    assert runs.train(config, whole) == 0
+    workdir = tmp_path / "moved"
+    assert runs.train(config, workdir, train__steps=6) == 0
+    assert runs.train(config, workdir, train__steps=12, mesh__fsdp=4, mesh__tensor=2) == 0
+    assert "changed: mesh.tensor: 1 -> 2" in capsys.readouterr().out
+    assert runs.train(config, workdir, train__steps=18, mesh__data=8, mesh__fsdp=1) == 0
+    assert runs.train(config, workdir, mesh__data=2, mesh__fsdp=2, mesh__tensor=2) == 0
+    ours, theirs = runs.losses(workdir), runs.losses(whole)
+    assert list(ours) == list(theirs) == list(range(1, 25))
+    np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=1e-5)
+    held_out = [
+        [line["loss"] for line in runs.lines(w) if line["kind"] == "eval" and line["step"] in (8, 16, 24)]
+        for w in (workdir, whole)
+    ]
+    np.testing.assert_allclose(held_out[0], held_out[1], rtol=1e-5)
+
+
+def test_a_finished_run_has_nothing_to_do(config: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = runs.exact(copy)
+    assert runs.train(config, copy, train__steps=10) == 0
+    assert "all 10 steps are done: nothing to train" in capsys.readouterr().out
+    assert runs.exact(copy) == before
+    assert runs.steps(copy) == [5, 10]
+    assert runs.receipt(copy)["reason"] == "10 steps were done already"
+    assert not (copy / "samples.txt").exists()  # sample.max_tokens = 0
+
+    # The sample is written if the run was stopped before it, and then not again.
+    assert runs.train(config, copy, train__steps=10, sample__max_tokens=4) == 0
+    assert runs.train(config, copy, train__steps=10, sample__max_tokens=4) == 0
+    assert (copy / "samples.txt").read_text().count("--- step 10\n") == 1
+
+
+def test_a_changed_learning_rate_is_noted(config: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert runs.train(config, copy, train__steps=12, optimizer__lr=5e-3) == 0
+    said = capsys.readouterr().out
+    assert "changed: optimizer.lr: 0.01 -> 0.005" in said
+    assert "changed: optimizer.lr: 0.01 -> 0.005" in (copy / "log.txt").read_text()
+    rates = {line["step"]: line["lr"] for line in runs.lines(copy) if line["kind"] == "train"}
+    assert (rates[10], rates[11]) == (pytest.approx(1e-2), pytest.approx(5e-3))
+
+
+def test_another_sequence_length_must_be_allowed(config: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = runs.tree(copy)
+    changed = {"train__steps": 12, "data__seq_len": 128}
+    assert runs.train(config, copy, **changed) == 2
+    said = capsys.readouterr().err
+    assert "data.seq_len = 128: was 64 in the checkpoint" in said
+    assert "--config.checkpoint.allow_change=data.seq_len" in said
+    assert runs.tree(copy) == before
+
+    assert runs.train(config, copy, **changed, checkpoint__allow_change="data.seq_len") == 0
+    tokens = {line["step"]: line["tokens"] for line in runs.lines(copy) if line["kind"] == "train"}
+    # Ten steps of 8 x 64 tokens, then steps of 8 x 128: the position in the data is kept.
+    assert tokens == {s: s * 512 if s <= 10 else 5120 + (s - 10) * 1024 for s in range(1, 13)}
+    meta = json.loads((copy / "checkpoints/12/meta.json").read_text())
+    assert meta["data"]["tokens"] == 5120 + 2048
+
+    # And is read from there: the next run does not need the permission again.
+    assert runs.train(config, copy, train__steps=13, data__seq_len=128) == 0
+    assert runs.lines(copy)[-2]["tokens"] == 5120 + 3072
+
+
+def test_another_model_is_refused(config: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = runs.tree(copy)
+    assert runs.train(config, copy, model__d_model=64, checkpoint__allow_change="") == 2
+    said = capsys.readouterr().err
+    assert "model.d_model = 64: was 32 in the checkpoint and can never change on resume" in said
+    assert runs.tree(copy) == before
+
+
+def test_goes_back_to_an_earlier_step(config: Path, base: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert runs.train(config, copy, train__steps=10, checkpoint__step=5) == 0
+    said = capsys.readouterr().out
+    assert "going back to step 5: later steps 10 moved to" in said
+    assert runs.exact(copy) == runs.exact(base)
+    (aside,) = (copy / "checkpoints").glob("set_aside-*")
+    assert [p.name for p in aside.iterdir()] == ["10"]
+    ours, theirs = runs.tensors(copy, 10), runs.tensors(base, 10)
+    assert all(ours[name].tobytes() == theirs[name].tobytes() for name in theirs)
+
+
+def test_a_checkpoint_beyond_the_last_step_is_refused(config: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = runs.tree(copy)
+    assert runs.train(config, copy, train__steps=7) == 2
+    assert "train.steps = 7: the checkpoint is at step 10 already" in capsys.readouterr().err
+    assert runs.train(config, copy, checkpoint__step=6) == 2
+    assert "there is no such checkpoint. Complete steps: 5, 10." in capsys.readouterr().err
+    assert runs.tree(copy) == before
+
+
+def test_never_starts_over_a_damaged_checkpoint(config: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (copy / "checkpoints/10/meta.json").write_text('{"format": 1, "conf')
+    before = runs.tree(copy)
+    assert runs.train(config, copy, train__steps=12) != 0
+    said = capsys.readouterr().err
+    assert "checkpoints/10/meta.json cannot be read" in said
+    assert "--config.checkpoint.step=5" in said
+    assert runs.tree(copy) == before
+
+    assert runs.train(config, copy, train__steps=12, checkpoint__step=5) == 0  # the way out that it named
+    assert runs.steps(copy) == [5, 10, 12]
+    assert len(runs.losses(copy)) == 12
+
+
+def test_damaged_arrays_are_an_error_too(config: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (copy / "checkpoints/10/arrays/state").rglob("*"):
+        if path.is_file() and path.stat().st_size > 10_000:
+            path.write_bytes(path.read_bytes()[:5000])
+    assert runs.train(config, copy, train__steps=12) == 1
+    said = capsys.readouterr()
+    assert "--config.checkpoint.step=5" in said.out + said.err
+    assert runs.steps(copy) == [5, 10]
+    assert runs.receipt(copy)["exit_code"] == 1
+
+
+def test_a_broken_metrics_file_is_named(config: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join([*text[:3], "not a line\n", *text[3:]]))
+    assert runs.train(config, copy, train__steps=12) == 1
+    said = capsys.readouterr().out
+    assert "metrics.jsonl:4: not a line of metrics" in said
+    assert "Traceback" not in said + (copy / "log.txt").read_text()
+    assert "metrics.jsonl:4" in runs.receipt(copy)["reason"]
+
+
+def test_a_broken_receipt_is_named_and_kept(config: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (copy / "receipt.json").write_text("{")
+    before = runs.tree(copy)
+    assert runs.train(config, copy, train__steps=12) == 2
+    assert "receipt.json: not a receipt" in capsys.readouterr().err
+    assert runs.tree(copy) == before
+
+
+# ---- A new run from another one's weights
+
+
+def first_batch_loss(workdir: Path) -> float:
+    return runs.losses(workdir)[1]
+
+
+def test_starts_from_weights(config: Path, base: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first loss is that of the source's weights on the first batch: what a resumed run would have seen there."""
+    new = tmp_path / "new"
+    assert runs.train(config, new, init__from=base, train__steps=5) == 0
+    assert (
+        f"initial weights from step 10 of {base}/checkpoints; step and learning-rate schedule start at 0"
+        in capsys.readouterr().out
+    )
+    assert [line["tokens"] for line in runs.lines(new) if line["kind"] == "train"] == [512 * s for s in range(1, 6)]
+
+    # The same weights, the first batch again: the source resumed with its data position set back to the start.
+    path = copy / "checkpoints/10/meta.json"
+    meta = json.loads(path.read_text())
+    meta["data"]["tokens"] = 0
+    path.write_text(json.dumps(meta))
+    assert runs.train(config, copy, train__steps=11) == 0
+    assert runs.losses(new)[1] == runs.losses(copy)[11]
+    assert runs.losses(new)[1] < runs.losses(base)[1] - 0.5
+
+    lr = {line["step"]: line["lr"] for line in runs.lines(new) if line["kind"] == "train"}
+    assert lr[1] == pytest.approx(1e-2 / 4)  # the first step of the warm-up
+    assert int(runs.tensors(new)["step"]) == 5
+
+
+def test_starts_from_weights_and_optimizer(config: Path, base: Path, tmp_path: Path) -> None:
+    """A learning rate of 0 keeps the weights, and betas near 1 keep the moments, so that they can be read off the result."""
+    source = runs.tensors(base, 10)
+    kept = {
+        "optimizer__lr": 0,
+        "optimizer__lr_min": 0,
+        "optimizer__warmup_steps": 0,
+        "optimizer__beta1": 0.9999999,
+        "optimizer__beta2": 0.9999999,
+    }
+    both, alone = tmp_path / "both", tmp_path / "alone"
+    assert (
+        runs.train(config, both, init__from=base / "checkpoints/10", init__what="weights+optimizer", train__steps=1, **kept)
+        == 0
+    )
+    assert runs.train(config, alone, init__from=base / "checkpoints/10", train__steps=1, **kept) == 0
+    with_moments, without = runs.tensors(both), runs.tensors(alone)
+    moments = [name for name in source if ".mu." in name or ".nu." in name]
+    assert len(moments) > 20
+    for name, value in source.items():
+        if name.startswith("params."):
+            np.testing.assert_array_equal(with_moments[name], value)
+            np.testing.assert_array_equal(without[name], value)
+    for name in moments:
+        np.testing.assert_allclose(with_moments[name], source[name], rtol=1e-3, atol=1e-6)
+        assert np.abs(without[name]).max() < 0.01 * max(np.abs(source[name]).max(), 1e-9)
+
+
+def test_a_source_that_does_not_fit_is_refused(
+    config: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = tmp_path / "new"
+    assert runs.train(config, new, init__from=base, model__d_ff=128) == 2
+    assert "init.from" in (said := capsys.readouterr().err)
+    assert "mlp.gate: shape (32, 64) in the checkpoint, (32, 128) in this run" in said
+    (tmp_path / "empty").mkdir()
+    assert runs.train(config, new, init__from=tmp_path / "empty") == 2
+    assert "no complete checkpoint" in capsys.readouterr().err
+    assert not new.exists()
