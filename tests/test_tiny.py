@@ -1,0 +1,159 @@
+"""The run that everybody starts with, whole: configs/tiny.py learns Python, better than a trigram model could."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import runs
+from trigram import Trigram
+
+from jaxtrain import config, evaluate, metrics, step
+from jaxtrain.checkpoint import locate
+from jaxtrain.data import pipeline
+from jaxtrain.data.stdlib import stdlib_files
+from jaxtrain.data.tokenfile import TokenFile
+from jaxtrain.state import TrainState, abstract_tensors, from_tensors
+
+LAST = 700
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """(the run's folder, what it printed)."""
+    workdir = tmp_path_factory.mktemp("tiny") / "run"
+    line = [sys.executable, "-m", "jaxtrain.main", "--config=configs/tiny.py", f"--workdir={workdir}"]
+    environment = {k: v for k, v in runs.os.environ.items() if k != "XLA_FLAGS"}  # one device, as a user has it
+    done = subprocess.run(line, cwd=runs.REPO, env=environment, capture_output=True, text=True, timeout=1500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return workdir, done.stdout
+
+
+@pytest.fixture(scope="module")
+def files() -> tuple[TokenFile, TokenFile]:
+    """The training and the validation split."""
+    train, validation = stdlib_files(Path(config.Paths().data).expanduser())
+    return TokenFile.open(train), TokenFile.open(validation)
+
+
+def test_the_folder_holds_everything(finished: tuple[Path, str]) -> None:
+    workdir, _ = finished
+    assert {p.name for p in workdir.iterdir()} == {
+        "config.json", "receipt.json", "metrics.jsonl", "log.txt", "tb", "checkpoints", "samples.txt",
+    }  # fmt: skip
+    run, problems = config.from_dict(json.loads((workdir / "config.json").read_text()))
+    assert not problems
+    assert run.train.steps == LAST
+    assert [p.name for p in workdir.glob("tb/*")]
+    assert runs.steps(workdir) == [600, LAST]
+    receipt = runs.receipt(workdir)
+    assert (receipt["exit_code"], receipt["attempt"], receipt["synthetic"]) == (0, 1, False)
+    assert receipt["data"]["files"][0]["content_sha256"]
+    assert receipt["memory_gib"]["parameters"] > 0
+
+
+def test_every_line_of_metrics_keeps_the_contract(finished: tuple[Path, str]) -> None:
+    lines = runs.lines(finished[0])
+    train = [line for line in lines if line["kind"] == "train"]
+    held_out = [line for line in lines if line["kind"] == "eval"]
+    assert all(set(line) == set(metrics.TRAIN_KEYS) for line in train)
+    assert all(set(line) == set(metrics.EVAL_KEYS) for line in held_out)
+    assert [line["step"] for line in train] == list(range(10, LAST + 1, 10))
+    assert [line["step"] for line in held_out] == [200, 400, 600, LAST]
+    assert [line["tokens"] for line in train] == [line["step"] * 16 * 128 for line in train]
+    assert sum(line["tokens_per_s"] is None for line in train) < 10  # a halt hides at most the line it falls in
+    assert all(line["mfu_causal"] is None for line in train)  # nobody knows this CPU's peak
+    assert all(0 <= line["grad_norm"] < 100 for line in train)
+
+
+def test_the_loss_falls(finished: tuple[Path, str]) -> None:
+    loss = np.asarray(list(runs.losses(finished[0]).values()))
+    assert 3.0 < loss[0] < np.log(264)  # after ten steps: near that of guessing among all tokens, and already below it
+    tenths = loss.reshape(7, 10).mean(1)
+    assert np.all(np.diff(tenths) < 0)
+    held_out = [line["loss"] for line in runs.lines(finished[0]) if line["kind"] == "eval"]
+    assert held_out == sorted(held_out, reverse=True)
+
+
+class WholeSplit:
+    """Each window of a split once: rows of the last batch that would be a second epoch's count nothing."""
+
+    def __init__(self, batches: pipeline.Batches):
+        self.batches = batches
+        self.windows = batches.sources[0].windows
+        self.count = -(-self.windows // batches.global_batch)
+
+    def batch(self, i: int) -> dict[str, np.ndarray]:
+        out = self.batches.batch(i)
+        again = i * self.batches.global_batch + np.arange(self.batches.global_batch) >= self.windows
+        out["weights"][again] = 0
+        return out
+
+
+def test_better_than_a_trigram_model_on_the_whole_validation_split(
+    finished: tuple[Path, str], files: tuple[TokenFile, TokenFile]
+) -> None:
+    checkpoints, last = locate(str(finished[0]))
+    run, problems = config.resolve(checkpoints.meta(last)["config"])
+    assert not problems
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, global_batch=64))
+    program = step.build(run, jax.devices()[:1])
+    weights_only = TrainState(program.state.step, program.state.params, ())
+    params = from_tensors(weights_only, checkpoints.restore(last, abstract_tensors(weights_only), subset=True)).params
+    data = Path(run.paths.data).expanduser()
+    whole = WholeSplit(pipeline.open_source(run.data, "", split="validation", global_batch=64, data_dir=data))
+    ours = evaluate.evaluate(program.eval_step, params, whole, program.eval_batch, whole.count)
+
+    train, validation = files
+    end = whole.windows * run.data.seq_len + 1  # what the windows cover: the tail is shorter than one
+    trigram = Trigram(train)
+    theirs = trigram.loss(validation, end)
+    print(f"held-out loss: this model {ours:.4f}, trigram {theirs:.4f} (weights {trigram.weights_4.round(3)})")
+    assert 1.5 < theirs < 2.2, "the yardstick itself is off"
+    assert ours < theirs - 0.1
+
+
+def test_the_trigram_model_is_what_it_says(files: tuple[TokenFile, TokenFile]) -> None:
+    """Its probabilities sum to one in any context, and its fitted weights beat equal ones on the text it never saw."""
+    train, validation = files
+    model = Trigram(train)
+    for a, b in ((ord("s"), ord("e")), (256, ord("#")), (3, 4)):
+        every = np.arange(model.vocab)
+        total = (model.weights_4 @ model.parts(np.stack([np.full_like(every, a), np.full_like(every, b), every]))).sum()
+        assert (total == pytest.approx(1)) if model.contexts_VV[a, b] else (total < 1)
+    fitted = model.loss(validation, 100_000)
+    model.weights_4 = np.full(4, 0.25)
+    assert fitted < model.loss(validation, 100_000)
+
+
+def test_the_sample_is_recognisably_python(finished: tuple[Path, str], files: tuple[TokenFile, TokenFile]) -> None:
+    workdir, said = finished
+    written = (workdir / "samples.txt").read_text()
+    assert written.startswith(f"--- step {LAST}\ndef ")
+    sample = written.partition("\n")[2]
+    assert sample.strip() in said
+    known = frequent_words(files[0])
+    words = re.findall(r"[A-Za-z_]{2,}", sample)
+    share = np.mean([word in known for word in words])
+    print(f"{share:.0%} of {len(words)} words of the sample are frequent in the corpus")
+    assert len(words) >= 10
+    assert share > 0.4
+    assert sample.count("\n") >= 3
+    assert re.search(r"\n {4}", sample), "no indented line"
+    # The same measure knows a text without any sense: the sample's own letters in another order.
+    letters = np.random.Generator(np.random.PCG64(0)).permutation(list(sample))
+    shuffled = re.findall(r"[A-Za-z_]{2,}", "".join(letters))
+    assert np.mean([word in known for word in shuffled]) < share / 2
+
+
+def frequent_words(file: TokenFile) -> set[str]:
+    """Words that stand in the training split at least a hundred times."""
+    tokens = np.asarray(file.tokens)
+    text = tokens[tokens < 256].astype(np.uint8).tobytes().decode(errors="replace")
+    words, counts = np.unique(re.findall(r"[A-Za-z_]{2,}", text), return_counts=True)
+    return set(words[counts >= 100].tolist())
