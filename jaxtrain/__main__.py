@@ -6,6 +6,7 @@ COMMANDS = {
     "main": "train a model, or go on training it",
     "data": "turn text into token files, and check them",
     "sample": "generate text from a checkpoint",
+    "checkpoint": "list what a run has saved",
 }
 
 

@@ -27,7 +27,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from etils import epath
 
 FORMAT = 1
 META = "meta.json"
@@ -55,21 +54,14 @@ class Saved:
 class Checkpoints:
     """The steps in one folder. Opening it writes nothing; every process of a run calls the same methods in the same order.
 
-    directory: a local (or network-mounted) path, or gs://BUCKET/PATH as a string.
+    directory: a folder on a local or network-mounted disk.
     keep: newest steps kept. keep_every: also keep every step that is a multiple of this; 0: none.
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 1, keep_every: int = 0):
-        text = os.fspath(directory)
-        if text.startswith("s3:/"):
-            raise CheckpointError(
-                f"checkpoint.dir = {text!r}: s3:// is not supported by Orbax. Use a mounted file system or gs://, "
-                "and copy finished steps to the bucket afterwards."
-            )
         if keep < 1:
             raise ValueError(f"checkpoint.keep = {keep}: at least the newest step is kept. Set it to 1 or more.")
-        self._remote = "://" in text
-        self.directory = epath.Path(text) if self._remote else epath.Path(os.path.abspath(os.path.expanduser(text)))
+        self.directory = Path(directory).expanduser().absolute()
         self._keep = keep
         self._keep_every = keep_every
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -211,21 +203,17 @@ class Checkpoints:
         """In the background: wait for Orbax, make it durable, then delete what need not be kept."""
         response.result()
         if primary:
-            if not self._remote:
-                # Orbax leaves its small JSON files to the page cache. Synced before any older step goes, or a power cut could
-                # take both.
-                _sync_tree(self.directory / str(step))
-                _sync(self.directory)
+            # Orbax leaves its small JSON files to the page cache. Synced before any older step goes, or a power cut could
+            # take both.
+            _sync_tree(self.directory / str(step))
+            _sync(self.directory)
             steps = self.steps()
             for old in steps[: -self._keep]:
                 if not (self._keep_every and old % self._keep_every == 0):
                     self._delete(self.directory / str(old))
         return Saved(step, size, blocked, time.perf_counter() - start)
 
-    def _write_meta(self, folder: epath.Path, text: str) -> None:
-        if self._remote:  # an object appears whole or not at all
-            (folder / META).write_text(text)
-            return
+    def _write_meta(self, folder: Path, text: str) -> None:
         partial = folder / (META + ".partial")
         with open(partial, "w") as f:
             f.write(text)
@@ -235,8 +223,6 @@ class Checkpoints:
         _sync(folder)
 
     def _check_space(self, size: int) -> None:
-        if self._remote:
-            return
         place = self.directory
         while not place.exists():
             place = place.parent
@@ -254,20 +240,16 @@ class Checkpoints:
         for folder in list(self.directory.iterdir()):
             number, _, rest = folder.name.partition(".")
             if _is_step(number) and (f".{rest}" == DELETING or (not rest and self._is_leftover(folder))):
-                folder.rmtree()
+                shutil.rmtree(folder)
 
-    def _is_leftover(self, folder: epath.Path) -> bool:
+    def _is_leftover(self, folder: Path) -> bool:
         """Only what `save` itself writes before the end: anything else in the folder was put there by somebody."""
         names = [entry.name for entry in folder.iterdir()]
         ours = all(n in (META, META + ".partial") or n.startswith(ARRAYS) for n in names)
         return ours and self._state(folder) == "unfinished"
 
-    def _delete(self, folder: epath.Path) -> None:
-        if self._remote:
-            (folder / ARRAYS / "commit_success.txt").unlink()
-        else:
-            folder = folder.rename(folder.parent / (folder.name + DELETING))
-        folder.rmtree()
+    def _delete(self, folder: Path) -> None:
+        shutil.rmtree(folder.rename(folder.parent / (folder.name + DELETING)))
 
     # Restoring
 
@@ -314,10 +296,9 @@ class Checkpoints:
         self._newest = min(self._newest, step_after)
         return f"going back to step {step_after}: later steps {', '.join(map(str, later))} moved to {target}, none deleted"
 
-    def _state(self, folder: epath.Path) -> str:
-        # On disk Orbax renames `arrays` into place; in a bucket it writes in place and adds this file at the end.
-        done = folder / ARRAYS / "commit_success.txt" if self._remote else folder / ARRAYS
-        if not done.exists():
+    def _state(self, folder: Path) -> str:
+        # Orbax writes beside it and renames `arrays` into place at the end.
+        if not (folder / ARRAYS).exists():
             return "unfinished"
         return "complete" if (folder / META).exists() else "damaged"
 
@@ -373,9 +354,7 @@ def locate(path: str | os.PathLike[str]) -> tuple[Checkpoints, int]:
 
 def folder_in(run: str) -> str:
     """Where a run's folder keeps its checkpoints: `checkpoint.dir` of its config.json, else checkpoints/, else itself."""
-    if run.startswith("s3:/"):
-        return run  # refused, with the reason, when it is opened
-    config = epath.Path(run) / "config.json"
+    config = Path(run) / "config.json"
     if config.exists():
         try:
             elsewhere = json.loads(config.read_text()).get("checkpoint", {}).get("dir", "")
@@ -383,7 +362,7 @@ def folder_in(run: str) -> str:
             raise CheckpointError(f"{config} is no config: {e}. Name the checkpoints folder itself.") from e
         if elsewhere:
             return elsewhere
-    inner = epath.Path(run) / "checkpoints"
+    inner = Path(run) / "checkpoints"
     return os.fspath(inner) if inner.exists() else run
 
 

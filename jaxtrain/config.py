@@ -20,16 +20,28 @@ MESH_AXES = ("data", "fsdp", "tensor", "seq")
 # Logical axis -> mesh axes it is split over, joined by "+"; "" keeps the axis whole. A model may use further names as long
 # as its config adds a rule for each.
 RULES = {
-    "batch": "data+fsdp",  # sequences of a batch
-    "sequence": "seq",  # token axis inside attention and feed-forward blocks
-    "residual": "seq+tensor",  # token axis of the residual stream and norms, between the tensor-parallel blocks
-    "embed": "fsdp",  # model dimension of every weight
+    "batch": "data+fsdp",
+    "sequence": "seq",
+    "residual": "seq+tensor",
+    "embed": "fsdp",
     "heads": "tensor",
     "kv_heads": "tensor",
     "head_dim": "",
     "mlp": "tensor",
     "vocab": "tensor",
-    "layers": "",  # the stacked layer axis
+    "layers": "",
+}
+RULE_DOCS = {
+    "batch": "sequences of a batch",
+    "sequence": "tokens, inside attention and feed-forward blocks",
+    "residual": "tokens, in the residual stream and norms between those blocks",
+    "embed": "the model dimension of every weight",
+    "heads": "query heads",
+    "kv_heads": "key/value heads; must be split like the query heads",
+    "head_dim": "the width of a head",
+    "mlp": "the feed-forward width",
+    "vocab": "rows of the embedding and the head",
+    "layers": "the axis along which layers are stacked",
 }
 
 
@@ -317,7 +329,7 @@ def docs() -> dict[str, str]:
             if dataclasses.is_dataclass(value):
                 walk(value, name + ".")
             elif f.name == "rules":
-                out.update({f"{name}.{axis}": f.metadata["doc"] for axis in RULES})
+                out.update({f"{name}.{axis}": line for axis, line in RULE_DOCS.items()})
             else:
                 out[name] = f.metadata["doc"]
 

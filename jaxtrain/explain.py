@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxtrain.config import RULES, RunConfig, docs, flatten, public_name, to_dict
+from jaxtrain.config import RULE_DOCS, RULES, RunConfig, docs, flatten, public_name, to_dict
 from jaxtrain.launch import Loaded
 from jaxtrain.validate import CHOICES
 
@@ -76,8 +76,7 @@ def markdown() -> str:
         keys = dataclasses.fields(section)
         entries = [(public_name(k.name), getattr(section, k.name), k.metadata["doc"]) for k in keys if k.name != "rules"]
         if f.name == "sharding":
-            doc = keys[0].metadata["doc"]
-            entries += [(f"rules.{axis}", onto, doc) for axis, onto in RULES.items()]
+            entries += [(f"rules.{axis}", onto, RULE_DOCS[axis]) for axis, onto in RULES.items()]
         out += [*_table(entries, f"{f.name}."), ""]
     return "\n".join(out)
 

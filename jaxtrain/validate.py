@@ -215,6 +215,10 @@ def _rules(run: RunConfig) -> Iterable[Problem]:
                 yield Problem(key, onto, f"no mesh axis {n!r}", nearest(n, list(MESH_AXES)))
         if len(set(names)) < len(names):
             yield Problem(key, onto, "names a mesh axis twice", "Name each once, joined by '+'.")
+    table = dict(run.sharding.rules)
+    if table["heads"] != table["kv_heads"]:
+        rule = f"sharding.rules.heads is {table['heads']!r}, and a query head must be where its key/value head is"
+        yield Problem("sharding.rules.kv_heads", table["kv_heads"], rule, "Set both to the same mesh axes.")
 
 
 def _model(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
@@ -306,7 +310,7 @@ def _steps(run: RunConfig, workdir: Path, bad: set[str]) -> Iterable[Problem]:
     folder = Path(c.dir).expanduser() if c.dir else workdir / "checkpoints"
     if c.step >= 0 and not folder.is_dir():
         yield Problem("checkpoint.step", c.step, f"there is no {folder} to resume from", "Set -1, or the run's own --workdir.")
-    if not bad & {"profile.start", "profile.steps"} and p.start > 0 and p.start + p.steps - 1 > steps:
+    if not bad & {"profile.start", "profile.steps"} and p.start > 0 and p.start + p.steps > steps:
         rule = f"tracing {p.steps} steps from there goes past the last step, train.steps = {steps}"
         yield Problem("profile.start", p.start, rule, "Start earlier, or 0 for no trace.")
     known = [k for k, _ in flatten(to_dict(run))]

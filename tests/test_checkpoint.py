@@ -308,7 +308,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path):
     """Refused at once; in a child, because what Orbax leaves behind could keep a process from ending."""
     (tmp_path / "file").write_text("in the way")
     code = """
-import sys; sys.path[:0] = sys.argv[2:]
+import shutil, sys; sys.path[:0] = sys.argv[2:]
 from pathlib import Path
 from test_checkpoint import mesh, placed, values
 from jaxtrain.checkpoint import Checkpoints
@@ -316,7 +316,7 @@ found = Checkpoints(Path(sys.argv[1]) / "here")
 write_meta = found._write_meta
 def swap(folder, text):
     write_meta(folder, text)
-    folder.rmtree()
+    shutil.rmtree(folder)
     folder.write_text("in the way")
 found._write_meta = swap
 for target in (Checkpoints(Path(sys.argv[1]) / "file" / "checkpoints"), found):

@@ -33,7 +33,13 @@ class Kernel:
         return implementation(self.name).prepare(rows, self.spec)
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, prepared: Any, placement: Placement) -> jax.Array:
-        """Run it on each device's own sequences and heads, inside a shard_map that is manual over the whole mesh."""
+        """Run it on each device's own sequences and heads, inside a shard_map that is manual over the whole mesh.
+
+        Raises ValueError where query heads and key/value heads are split differently: a device would then pair its query
+        heads with somebody else's keys.
+        """
+        if placement.mesh_axes("heads") != placement.mesh_axes("kv_heads"):
+            raise ValueError("sharding.rules.heads and sharding.rules.kv_heads must name the same mesh axes")
         attention, spec = implementation(self.name).attention, self.spec
         q_spec, kv_spec = placement.spec(HEADS), placement.spec(KV_HEADS)
         rows = jax.tree.map(lambda x: P(placement.spec(("batch",))[0], *(None,) * (x.ndim - 1)), prepared)

@@ -16,6 +16,15 @@ from jaxtrain.config import Remat
 WEIGHT = ("weight",)
 
 
+def anything_but_weights(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """The policy `none`. To refuse the name alone is not enough: what the name was given to would be kept in its place.
+
+    Inside the rules of `dot` and `rms_norm` a gather is itself one operation, a custom_vjp_call, and nothing else is.
+    """
+    keep = jax.checkpoint_policies.save_anything_except_these_names(*WEIGHT)
+    return primitive.name != "custom_vjp_call" and bool(keep(primitive, *avals, **params))
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A remat policy, ready for use. Hashable."""
@@ -29,7 +38,7 @@ class Plan:
         """`body` with only what the policy says kept for its backward pass."""
         policies = jax.checkpoint_policies
         if self.policy == "none":
-            policy = policies.save_anything_except_these_names(*WEIGHT)
+            policy = anything_but_weights
         elif self.policy == "dots":
             # By operation and not by name: with qk-norm, what the backward pass needs is the GEMM's output, not the named q.
             policy = policies.dots_with_no_batch_dims_saveable
