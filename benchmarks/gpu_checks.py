@@ -238,7 +238,7 @@ def step_case(argv: list[str], warmup: int, timed: int) -> dict[str, Any]:
     run, device = loaded.run, jax.devices()[0]
     program = step.build(run, [device])
     began = time.perf_counter()
-    train = program.train_step.lower(program.state, program.batch).compile(compiler_options=program.options or None)
+    train = step.compile_train(program)
     compile_s = time.perf_counter() - began
     memory = train.memory_analysis()
     out: dict[str, Any] = {

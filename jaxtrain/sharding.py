@@ -25,15 +25,19 @@ from jaxtrain.config import MESH_AXES, RunConfig
 Axes = tuple[str | None, ...]
 
 
+class LayoutError(ValueError):
+    """The mesh or the rules ask for a layout that cannot be."""
+
+
 def mesh_shape(run: RunConfig, num_devices: int) -> tuple[int, ...]:
-    """Sizes of (data, fsdp, tensor, seq), with the -1 filled in. Raises ValueError where the product is not num_devices."""
+    """Sizes of (data, fsdp, tensor, seq), with the -1 filled in. Raises LayoutError where the product is not num_devices."""
     sizes = [getattr(run.mesh, axis) for axis in MESH_AXES]
     if sizes.count(-1) > 1:
-        raise ValueError(f"mesh {dict(zip(MESH_AXES, sizes, strict=True))}: only one axis may be -1")
+        raise LayoutError(f"mesh {dict(zip(MESH_AXES, sizes, strict=True))}: only one axis may be -1")
     rest = math.prod(s for s in sizes if s != -1)
     filled = [num_devices // rest if s == -1 else s for s in sizes]
     if math.prod(filled) != num_devices:
-        raise ValueError(
+        raise LayoutError(
             f"mesh {dict(zip(MESH_AXES, sizes, strict=True))} does not fill {num_devices} devices: "
             "set sizes whose product is the number of devices, or one of them to -1"
         )
@@ -72,7 +76,7 @@ class Placement:
             return ()
         table = dict(self.rules)
         if axis not in table:
-            raise ValueError(f"logical axis {axis!r} has no rule: add sharding.rules.{axis} (known: {', '.join(table)})")
+            raise LayoutError(f"logical axis {axis!r} has no rule: add sharding.rules.{axis} (known: {', '.join(table)})")
         return tuple(a for a in table[axis] if self.mesh.shape[a] > 1)
 
     def spec(self, axes: Axes, name: str = "array") -> P:
@@ -82,7 +86,7 @@ class Placement:
         for a in used:
             if used.count(a) > 1:
                 who = [str(x) for x, part in zip(axes, parts, strict=True) if a in part]
-                raise ValueError(
+                raise LayoutError(
                     f"{name}: logical axes {' and '.join(who)} are both split over mesh axis {a!r}; "
                     f"change sharding.rules.{who[0]} or sharding.rules.{who[1]}"
                 )
@@ -94,7 +98,7 @@ class Placement:
         for dim, axis in enumerate(axes if shape is not None else ()):
             parts = self.size(self.mesh_axes(axis))
             if shape is not None and shape[dim] % parts:
-                raise ValueError(
+                raise LayoutError(
                     f"{name}: axis {axis!r} of size {shape[dim]} does not divide over "
                     f"{'+'.join(self.mesh_axes(axis))} = {parts}"
                 )

@@ -37,6 +37,11 @@ class Stop:
         self._wakeup_before = -1
         self._thread: threading.Thread | None = None
 
+    @property
+    def name(self) -> str:
+        """What to call the signal when speaking to a user."""
+        return "Ctrl-C" if self.reason == "SIGINT" else str(self.reason)
+
     def __bool__(self) -> bool:
         return self.reason is not None
 
@@ -78,8 +83,7 @@ class Stop:
             self._first = now
             self.exit_code = EXIT_CODES[number]
             self.reason = number.name  # last: the loop looks at this one
-            name = "Ctrl-C" if number is signal.SIGINT else number.name
-            _say(f"\n{name}: finishing this step, then saving. Again to leave at once.\n")
+            _say(f"\n{self.name}: finishing this step, then saving. Again to leave at once.\n")
         elif now - self._first > SAME_REQUEST_S:
             _say(f"\n{number.name} again: leaving at once. What came after the last checkpoint is lost.\n")
             os._exit(EXIT_CODES[number])

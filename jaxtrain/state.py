@@ -143,13 +143,24 @@ def to_tensors(state: TrainState) -> Tensors:
     return out
 
 
-def from_tensors(abstract: TrainState, tensors: Tensors) -> TrainState:
-    """The state made of these tensors, in the layout of `abstract`. Empties `tensors` as it goes, to hold memory once."""
+def from_tensors(abstract: TrainState, tensors: Tensors, fresh: TrainState | None = None) -> TrainState:
+    """The state made of these tensors, in the layout of `abstract`; what they do not name is taken from `fresh`.
+
+    Empties `tensors` as it goes, to hold memory once.
+    """
+    others = {_name(path): a for path, a in jax.tree_util.tree_leaves_with_path(fresh)}
 
     def make(path: Any, a: jax.ShapeDtypeStruct) -> jax.Array:
         name = _name(path)
-        if not _is_stacked(path):
-            return tensors.pop(name)
-        return _stack(a.sharding)([tensors.pop(_layer_name(name, i)) for i in range(a.shape[0])])
+        names = [_layer_name(name, i) for i in range(a.shape[0])] if _is_stacked(path) else [name]
+        if names[0] not in tensors and name in others:
+            return others[name]
+        parts = [tensors.pop(n) for n in names]
+        return _stack(a.sharding)(parts) if _is_stacked(path) else parts[0]
 
     return jax.tree_util.tree_map_with_path(make, abstract)
+
+
+def without_params(state: TrainState) -> TrainState:
+    """The rest of a state, for one whose parameters are to come from elsewhere; frees theirs."""
+    return TrainState(state.step, {}, state.optimizer)

@@ -157,7 +157,7 @@ def attention_spec(run: RunConfig) -> attention.Spec:
 def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     """Everything that follows from a config and a set of devices, real or described. Allocates nothing.
 
-    Raises ValueError where the config asks for a layout or a kernel that cannot be.
+    Raises LayoutError or Unsupported where the config asks for a layout or a kernel that cannot be.
     """
     placement = make_placement(run, devices)
     spec = attention_spec(run)
@@ -209,3 +209,8 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
         reason,
         {},
     )
+
+
+def compile_train(program: Program) -> jax.stages.Compiled:
+    """The train step, compiled for the program's devices: the same call for training, for benchmarks and for described GPUs."""
+    return program.train_step.lower(program.state, program.batch).compile(compiler_options=program.options or None)

@@ -6,7 +6,6 @@ then memory is allocated. Nothing is written before the checks that may refuse t
 
 import dataclasses
 import datetime
-import importlib
 import importlib.metadata
 import json
 import math
@@ -17,38 +16,26 @@ from typing import Any
 
 import jax
 
-from jaxtrain import checkpoint, config, evaluate, flops, generate, hardware, metrics, profiling, resume, state, step
+from jaxtrain import checkpoint, config, evaluate, flops, generate, hardware, metrics, profiling, state, step
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.data import pipeline
-from jaxtrain.data.tokenizer import load_tokenizer
+from jaxtrain.data.tokenizer import TokenizerError, load_tokenizer
+from jaxtrain.kernels.attention import Unsupported
 from jaxtrain.launch import Launch, report
+from jaxtrain.memory import OutOfMemory, explain_memory, memory_by_class, out_of_memory_explained, size
 from jaxtrain.metrics import MetricsError
 from jaxtrain.progress import Console
 from jaxtrain.receipt import Receipt, ReceiptError, config_sha256, device_facts
-from jaxtrain.sharding import left_whole
+from jaxtrain.sharding import LayoutError, left_whole
 from jaxtrain.signals import Stop
+from jaxtrain.start import Start, check_own_names, decide_start, initial_state, open_data
 
 DONE, FAILED, WRONG, DIVERGED = 0, 1, 2, 76
 
 
 class Diverged(RuntimeError):
     """The loss or the gradient is no number any more."""
-
-
-class OutOfMemory(RuntimeError):
-    """The step does not fit on the devices. Carries the whole explanation."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """Where this run begins."""
-
-    step: int  # 0, or the checkpoint to resume from
-    resumed: bool
-    cast: bool  # stored tensors are converted to this run's dtypes
-    data_base: int  # the data step is the optimizer step plus this
-    notes: tuple[str, ...]
 
 
 @dataclasses.dataclass
@@ -74,10 +61,11 @@ def run(run: RunConfig, workdir: Path, launch: Launch) -> int:
         program = step.build(run, devices)
         start = decide_start(run, checkpoints, program)
         train_data, eval_data = open_data(run, program)
+        # Loaded now although it is used at the end: a missing tokenizer should not be found out after the last step.
+        tokenizer = load_tokenizer(run.data.tokenizer) if run.sample.max_tokens and not train_data.synthetic else None
     except ConfigError as error:
         return report(error.problems)
-    except (CheckpointError, ValueError) as error:
-        # ValueError: a layout or a kernel that these devices cannot do.
+    except (CheckpointError, LayoutError, Unsupported, TokenizerError) as error:
         return report([config.Problem("cannot start", None, str(error).rstrip("."), "")])
 
     # ---- The run's folder, its log and its receipt
@@ -103,7 +91,9 @@ def run(run: RunConfig, workdir: Path, launch: Launch) -> int:
     code, reason = FAILED, "ended by an exception"
     try:
         with Console(workdir, jax.process_index(), run.train.steps) as console, Stop() as stop:
-            session = Session(run, workdir, console, stop, receipt, checkpoints, program, start, train_data, eval_data)
+            session = Session(
+                run, workdir, console, stop, receipt, checkpoints, program, start, train_data, eval_data, tokenizer
+            )
             try:
                 code, reason = session.train()
             except Diverged as error:
@@ -135,82 +125,6 @@ def set_compile_cache(run: RunConfig) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def check_own_names(run: RunConfig) -> None:
-    """Imports what a user gave as package.module:name. Raises ConfigError where there is no such module or name.
-
-    Not part of validate, which must not run a user's code: that may import jax before the memory budget is set.
-    """
-    problems = []
-    for key, value in config.flatten(config.to_dict(run)):
-        if key not in ("model.family", "train.loss", "optimizer.name", "data.source", "data.eval_source"):
-            continue
-        if key.startswith("data.") and not pipeline.is_custom(value):
-            continue  # a path may hold a colon
-        name, given, attribute = value.partition(":")
-        if not given:
-            continue
-        try:
-            module = importlib.import_module(name)
-        except ImportError as error:
-            problems.append(config.Problem(key, value, f"{name} cannot be imported: {error}", "Is its folder on PYTHONPATH?"))
-            continue
-        if not hasattr(module, attribute):
-            problems.append(config.Problem(key, value, f"{module.__file__} defines no {attribute}", "Mend the name."))
-    if problems:
-        raise ConfigError(problems)
-
-
-def decide_start(run: RunConfig, checkpoints: Checkpoints, program: step.Program) -> Start:
-    """Resume what the workdir holds, or begin at 0.
-
-    Order: checkpoint.step if given, else the newest checkpoint, else a new run. Raises ConfigError for a change that a resumed
-    run may not make, CheckpointError for a checkpoint that cannot be read: a run never starts over existing ones.
-    """
-    # A step that was asked for is taken whatever state the newest one is in: it is the way out of a damaged one.
-    at = checkpoints.latest() if run.checkpoint.step < 0 else run.checkpoint.step
-    if at is None:
-        if run.init.from_:
-            source, at = checkpoint.locate(run.init.from_)
-            wrong = checkpoint.differences(source.stored(at), wanted_of_source(run, program.state), subset=True, cast=True)
-            if wrong:
-                rule = f"step {at} of {source.directory} does not fit this model: {'; '.join(wrong[:4])}"
-                rule += f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-                remedy = "Give the model the sizes of that run (key 'config' in its meta.json)."
-                raise ConfigError([config.Problem("init.from", run.init.from_, rule, remedy)])
-        return Start(0, False, False, 0, ())
-    meta = checkpoints.meta(at)
-    notes, problems = resume.compare(meta["config"], config.to_dict(run), run.checkpoint.allow_change)
-    if at > run.train.steps:
-        problems.append(
-            config.Problem(
-                "train.steps", run.train.steps, f"the checkpoint is at step {at} already", "Set more, or another --workdir"
-            )
-        )
-    if problems:
-        raise ConfigError(problems)
-    # The data position is counted in tokens, so that it survives a change of batch size or sequence length.
-    per_step = run.train.global_batch * run.data.seq_len
-    data_base = math.ceil(meta["data"]["tokens"] / per_step) - at
-    cast = meta["config"]["dtypes"] != dataclasses.asdict(run.dtypes)
-    return Start(at, True, cast, data_base, tuple(notes))
-
-
-def wanted_of_source(run: RunConfig, abstract: state.TrainState) -> state.Tensors:
-    """The tensors that init.from gives: weights, and the optimizer's where init.what says so."""
-    kinds = ("params.", "optimizer.") if run.init.what == "weights+optimizer" else ("params.",)
-    return {k: v for k, v in state.abstract_tensors(abstract).items() if k.startswith(kinds)}
-
-
-def open_data(run: RunConfig, program: step.Program) -> tuple[Any, Any]:
-    """Training batches (A x B rows a step) and evaluation batches (B rows), or None for the latter."""
-    folder = Path(run.paths.data).expanduser()
-    train = pipeline.open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, data_dir=folder)
-    if not run.eval.every_steps:
-        return train, None
-    rows = program.eval_batch["tokens"].shape[1]
-    return train, pipeline.open_source(run.data, run.data.eval_source, split="validation", global_batch=rows, data_dir=folder)
-
-
 class Session:
     """One attempt at a run: everything that exists exactly once while it trains."""
 
@@ -226,10 +140,11 @@ class Session:
         start: Start,
         train_data: Any,
         eval_data: Any,
+        tokenizer: Any,
     ):
         self.run, self.workdir, self.console, self.stop = run, workdir, console, stop
         self.receipt, self.checkpoints, self.program, self.start = receipt, checkpoints, program, start
-        self.train_data, self.eval_data = train_data, eval_data
+        self.train_data, self.eval_data, self.tokenizer = train_data, eval_data, tokenizer
         self.tokens_per_step = run.train.global_batch * run.data.seq_len
         self.saved_at = start.step if start.resumed else -1
         self.loss: float | None = None  # of the newest step whose metrics have arrived
@@ -239,16 +154,17 @@ class Session:
         self.announce()
         if self.start.step == self.run.train.steps:
             return self.nothing_left()
-        compiled = self.compile()
-        with out_of_memory_explained(self.run, compiled):
-            current = self.initial_state()
+        with out_of_memory_explained(self.run, {}):
+            compiled = self.compile()
+        with out_of_memory_explained(self.run, compiled.memory):
+            current = initial_state(self.run, self.program, self.start, self.checkpoints, self.console.say)
             with metrics.Writers(self.workdir, self.run.log.tensorboard, process_index=jax.process_index()) as writers:
                 self.rewind(writers)
                 current, done = self.loop(current, compiled, writers)
             self.finish_saves()
             if self.stop:
                 saved = f"state saved at step {done}" if done else "before the first step, nothing to save"
-                self.console.say(f"{self.stop.reason}: {saved}; the same command goes on from there.")
+                self.console.say(f"{self.stop.name}: {saved}; the same command goes on from there.")
                 return self.stop.exit_code or FAILED, f"{self.stop.reason} at step {done}"
             self.sample(current)
         return DONE, f"{done} steps done"
@@ -257,7 +173,7 @@ class Session:
         """All steps were done before. What may be missing is the sample, if the run was stopped before it."""
         steps = self.run.train.steps
         self.console.say(f"all {steps} steps are done: nothing to train. A larger train.steps goes on from here.")
-        current = self.initial_state()
+        current = initial_state(self.run, self.program, self.start, self.checkpoints, self.console.say)
         with metrics.Writers(self.workdir, self.run.log.tensorboard, process_index=jax.process_index()) as writers:
             self.rewind(writers)
         samples = self.workdir / "samples.txt"
@@ -313,7 +229,7 @@ class Session:
         program = self.program
         self.console.say("compiling the train step ...")
         began = time.perf_counter()
-        train = program.train_step.lower(program.state, program.batch).compile(compiler_options=program.options or None)
+        train = step.compile_train(program)
         evaluation = None
         if self.eval_data is not None:
             evaluation = program.eval_step.lower(program.state.params, program.eval_batch).compile()
@@ -326,29 +242,9 @@ class Session:
         if self.run.profile.dump_hlo:
             profiling.dump_hlo(train, self.workdir, self.console.say)
         limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-        if limit and memory["peak"] > limit / 2**30:
+        if limit and memory.get("peak", 0) > limit / 2**30:
             raise OutOfMemory(explain_memory(self.run, memory, f"the budget of {limit / 2**30:.1f} GiB a device"))
         return Compiled(train, evaluation, seconds, memory)
-
-    def initial_state(self) -> state.TrainState:
-        """From the checkpoint, from another run, or fresh."""
-        abstract = self.program.state
-        if self.start.resumed:
-            tensors = self.checkpoints.restore(self.start.step, state.abstract_tensors(abstract), cast=self.start.cast)
-            moved = self.checkpoints.set_aside(self.start.step)
-            if moved:
-                self.console.say(moved)
-            return state.from_tensors(abstract, tensors)
-        fresh = state.create_state(self.program.definition, self.program.tx, abstract, self.run.train.seed)
-        if not self.run.init.from_:
-            return fresh
-        source, at = checkpoint.locate(self.run.init.from_)
-        wanted = wanted_of_source(self.run, abstract)
-        tensors = state.to_tensors(fresh) | source.restore(at, wanted, subset=True, cast=True)
-        self.console.say(
-            f"initial {self.run.init.what} from step {at} of {source.directory}; step and learning-rate schedule start at 0"
-        )
-        return state.from_tensors(abstract, tensors)
 
     # ---- The loop
 
@@ -416,7 +312,9 @@ class Session:
 
     def evaluate(self, current: state.TrainState, compiled: Compiled, writers: metrics.Writers, done: int) -> None:
         """Loss on held-out text, to the log and the metrics."""
-        loss = evaluate.evaluate(compiled.eval, current.params, self.eval_data, self.program.eval_batch, self.run.eval.batches)
+        loss = evaluate.evaluate(
+            compiled.eval, state.weights(current), self.eval_data, self.program.eval_batch, self.run.eval.batches
+        )
         bits = evaluate.bits_per_byte(loss, self.eval_data.bytes_per_token)
         writers.eval(step=done, loss=loss, bits_per_byte=bits)
         self.console.say(f"step {done}: held-out loss {loss:.4f}" + (f", {bits:.3f} bits a byte" if bits else ""))
@@ -453,11 +351,10 @@ class Session:
 
     def sample(self, current: state.TrainState) -> None:
         """Let the model write, to the terminal and samples.txt."""
-        if not self.run.sample.max_tokens or self.train_data.synthetic:
+        if self.tokenizer is None:
             return
-        tokenizer = load_tokenizer(self.run.data.tokenizer)
         sampler = generate.Sampler(self.run, self.program.placement)
-        text = generate.continue_text(sampler, current.params, tokenizer, self.run.sample)
+        text = generate.continue_text(sampler, state.weights(current), self.tokenizer, self.run.sample)
         self.console.end_live()
         with open(self.workdir / "samples.txt", "a", encoding="utf-8") as file:
             file.write(f"--- step {self.run.train.steps}\n{text}\n")
@@ -524,59 +421,3 @@ def count(number: float) -> str:
 def counted(number: int, noun: str) -> str:
     """'1 device', '8 devices', '64 microbatches'."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
-
-
-def size(gib: float) -> str:
-    """Bytes in the unit that shows their digits."""
-    return f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.1f} MiB"
-
-
-def memory_by_class(program: step.Program, compiled: Any) -> dict[str, float]:
-    """GiB on one device: parameters, optimizer state, batch; the compiler's temporaries; and the peak of all together."""
-
-    def held(tree: Any) -> float:
-        shards = (math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
-        return sum(shards) / 2**30
-
-    analysis = compiled.memory_analysis()
-    return {
-        "parameters": held(program.state.params),
-        "optimizer state": held(program.state.optimizer),
-        "batch": held(program.batch),
-        "temporaries": analysis.temp_size_in_bytes / 2**30,
-        "peak": analysis.peak_memory_in_bytes / 2**30,
-    }
-
-
-def explain_memory(run: RunConfig, memory: dict[str, float], limit: str) -> str:
-    """What the step holds, and the settings that would help, most effective first."""
-    hints = []
-    if run.train.grad_accum < run.train.global_batch:
-        hints.append(f"train.grad_accum above {run.train.grad_accum}: smaller microbatches, fewer saved activations")
-    if run.remat.policy != "full":
-        hints.append("remat.policy=full: keep each layer's input only")
-    if run.remat.every == 1 and run.model.num_layers > 8:
-        hints.append("remat.every=2 or more: keep every second layer's input only")
-    if run.dtypes.m == "f32":
-        hints.append("dtypes.m=bf16: half of the first moment")
-    hints.append("mesh.fsdp or mesh.tensor over more devices: parameters and moments are split further")
-    sizes = "\n".join(f"  {name:<18}{size(gib):>12}" for name, gib in memory.items())
-    ways = "\n".join(f"  {hint}" for hint in hints)
-    return (
-        f"out of GPU memory: the train step needs more than {limit}.\nIt holds, per device:\n{sizes}\nWhat would help:\n{ways}"
-    )
-
-
-class out_of_memory_explained:  # noqa: N801 - reads as a statement
-    """Turns the allocator's error, once and at the top, into one that a user can act on."""
-
-    def __init__(self, run: RunConfig, compiled: Compiled):
-        self.run, self.compiled = run, compiled
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
-            _, peak = metrics.memory(jax.local_devices())
-            limit = f"there is (measured peak {peak:.2f} GiB)" if peak else "there is"
-            raise OutOfMemory(explain_memory(self.run, self.compiled.memory, limit)) from error

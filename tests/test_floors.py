@@ -21,10 +21,10 @@ FLOORS = (
     ("the step", ("data.*", "optimizer", "loss", "state", "step")),
     (
         "around the step",
-        ("checkpoint", "resume", "metrics", "progress", "signals", "profiling", "evaluate", "generate", "sample"),
+        ("checkpoint", "resume", "metrics", "progress", "signals", "profiling", "evaluate", "generate", "sample", "memory"),
     ),
     ("around the run", ("receipt", "plan.*")),
-    ("the whole", ("validate", "explain", "train", "main", "__main__")),
+    ("the whole", ("validate", "explain", "start", "train", "main", "__main__")),
 )
 ORDERED_FROM = 5  # from this floor on, the order within a floor counts too
 

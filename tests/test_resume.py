@@ -148,7 +148,7 @@ def test_exit_codes_and_words(hunted: tuple[Path, dict[str, tuple[int, str]]]) -
         "SIGTERM": 75,
         "finished": 0,
     }
-    assert "SIGINT: state saved at step 8; the same command goes on from there." in ended["Ctrl-C"][1]
+    assert "Ctrl-C: state saved at step 8; the same command goes on from there." in ended["Ctrl-C"][1]
     assert "resuming from step 8 in" in ended["killed"][1]
     assert "resuming from step 10 in" in ended["Ctrl-C twice"][1]
     assert "leaving at once" in ended["Ctrl-C twice"][1]

@@ -15,7 +15,7 @@ from jaxtrain.kernels.attention import Rows, Spec, implementation
 from jaxtrain.kernels.dot import dot
 from jaxtrain.models.layers import Context, RMSNorm
 from jaxtrain.models.module import constant, normal, param
-from jaxtrain.sharding import Axes, Placement
+from jaxtrain.sharding import Axes, LayoutError, Placement
 
 HEADS: Axes = ("batch", "sequence", "heads", None)
 KV_HEADS: Axes = ("batch", "sequence", "kv_heads", None)
@@ -35,11 +35,11 @@ class Kernel:
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, prepared: Any, placement: Placement) -> jax.Array:
         """Run it on each device's own sequences and heads, inside a shard_map that is manual over the whole mesh.
 
-        Raises ValueError where query heads and key/value heads are split differently: a device would then pair its query
+        Raises LayoutError where query heads and key/value heads are split differently: a device would then pair its query
         heads with somebody else's keys.
         """
         if placement.mesh_axes("heads") != placement.mesh_axes("kv_heads"):
-            raise ValueError("sharding.rules.heads and sharding.rules.kv_heads must name the same mesh axes")
+            raise LayoutError("sharding.rules.heads and sharding.rules.kv_heads must name the same mesh axes")
         attention, spec = implementation(self.name).attention, self.spec
         q_spec, kv_spec = placement.spec(HEADS), placement.spec(KV_HEADS)
         rows = jax.tree.map(lambda x: P(placement.spec(("batch",))[0], *(None,) * (x.ndim - 1)), prepared)

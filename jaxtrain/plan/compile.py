@@ -11,7 +11,7 @@ import jax
 from jax.experimental import topologies
 
 from jaxtrain.config import RunConfig
-from jaxtrain.step import Program, build
+from jaxtrain.step import Program, build, compile_train
 
 
 def described_devices(chip: str, gpus: int, nodes: int = 1) -> list[Any]:
@@ -32,5 +32,4 @@ def described_devices(chip: str, gpus: int, nodes: int = 1) -> list[Any]:
 def compile_step(run: RunConfig, devices: list[Any]) -> tuple[Program, jax.stages.Compiled]:
     """The program of a run on these devices, and its train step, compiled as training would compile it."""
     program = build(run, devices)
-    compiled = program.train_step.lower(program.state, program.batch).compile(compiler_options=program.options)
-    return program, compiled
+    return program, compile_train(program)

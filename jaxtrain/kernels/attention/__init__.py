@@ -18,6 +18,10 @@ from typing import Any, NamedTuple
 import jax
 
 
+class Unsupported(ValueError):
+    """No kernel, or not the one asked for, can do this."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Spec:
     """What is asked of a kernel; static."""
@@ -59,19 +63,19 @@ IMPLEMENTATIONS = {
 def implementation(name: str) -> Any:
     """The module behind a name."""
     if name not in IMPLEMENTATIONS:
-        raise ValueError(f"attention.impl = {name!r}: no such kernel. Known: auto, {', '.join(IMPLEMENTATIONS)}.")
+        raise Unsupported(f"attention.impl = {name!r}: no such kernel. Known: auto, {', '.join(IMPLEMENTATIONS)}.")
     return importlib.import_module(IMPLEMENTATIONS[name])
 
 
 def choose(name: str, spec: Spec, hardware: Hardware, seq_len: int) -> tuple[str, str]:
-    """(kernel, why). A named kernel that cannot do what is asked raises ValueError; `auto` takes the first that can.
+    """(kernel, why). A named kernel that cannot do what is asked raises Unsupported; `auto` takes the first that can.
 
     `reference` holds all T x T scores, so `auto` takes it for short sequences only.
     """
     if name != "auto":
         reason = implementation(name).unsupported(spec, hardware)
         if reason:
-            raise ValueError(f"attention.impl = {name!r}: {reason}. Set attention.impl=auto to take one that can.")
+            raise Unsupported(f"attention.impl = {name!r}: {reason}. Set attention.impl=auto to take one that can.")
         return name, "as configured"
     refused = []
     for candidate in IMPLEMENTATIONS:
@@ -81,4 +85,4 @@ def choose(name: str, spec: Spec, hardware: Hardware, seq_len: int) -> tuple[str
         if not reason:
             return candidate, "; ".join(refused) or "the fastest here"
         refused.append(f"{candidate} {reason}")
-    raise ValueError(f"attention.impl = 'auto': no kernel can do this: {'; '.join(refused)}.")
+    raise Unsupported(f"attention.impl = 'auto': no kernel can do this: {'; '.join(refused)}.")

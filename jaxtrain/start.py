@@ -1,0 +1,126 @@
+"""Where a run begins: what its names refer to, which checkpoint it goes on from, its data and its first state.
+
+All but `initial_state` runs before anything is written or allocated, and raises ConfigError or CheckpointError for a run that
+should not start.
+"""
+
+import dataclasses
+import importlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxtrain import checkpoint, config, resume, state
+from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.config import ConfigError, RunConfig
+from jaxtrain.data import pipeline
+from jaxtrain.step import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Where this run begins."""
+
+    step: int  # 0, or the checkpoint to resume from
+    resumed: bool
+    cast: bool  # stored tensors are converted to this run's dtypes
+    data_base: int  # the data step is the optimizer step plus this
+    notes: tuple[str, ...]
+
+
+def check_own_names(run: RunConfig) -> None:
+    """Imports what a user gave as package.module:name. Raises ConfigError where there is no such module or name.
+
+    Not part of validate, which must not run a user's code: that may import jax before the memory budget is set.
+    """
+    problems = []
+    for key, value in config.flatten(config.to_dict(run)):
+        if key not in ("model.family", "train.loss", "optimizer.name", "data.source", "data.eval_source"):
+            continue
+        if key.startswith("data.") and not pipeline.is_custom(value):
+            continue  # a path may hold a colon
+        name, given, attribute = value.partition(":")
+        if not given:
+            continue
+        try:
+            module = importlib.import_module(name)
+        except ImportError as error:
+            problems.append(config.Problem(key, value, f"{name} cannot be imported: {error}", "Is its folder on PYTHONPATH?"))
+            continue
+        if not hasattr(module, attribute):
+            problems.append(config.Problem(key, value, f"{module.__file__} defines no {attribute}", "Mend the name."))
+    if problems:
+        raise ConfigError(problems)
+
+
+def decide_start(run: RunConfig, checkpoints: Checkpoints, program: Program) -> Start:
+    """Resume what the workdir holds, or begin at 0.
+
+    Order: checkpoint.step if given, else the newest checkpoint, else a new run. Raises ConfigError for a change that a resumed
+    run may not make, CheckpointError for a checkpoint that cannot be read: a run never starts over existing ones.
+    """
+    # A step that was asked for is taken whatever state the newest one is in: it is the way out of a damaged one.
+    at = checkpoints.latest() if run.checkpoint.step < 0 else run.checkpoint.step
+    if at is None:
+        if run.init.from_:
+            source, at = checkpoint.locate(run.init.from_)
+            wrong = checkpoint.differences(source.stored(at), wanted_of_source(run, program.state), subset=True, cast=True)
+            if wrong:
+                rule = f"step {at} of {source.directory} does not fit this model: {'; '.join(wrong[:4])}"
+                rule += f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+                remedy = "Give the model the sizes of that run (key 'config' in its meta.json)."
+                raise ConfigError([config.Problem("init.from", run.init.from_, rule, remedy)])
+        return Start(0, False, False, 0, ())
+    meta = checkpoints.meta(at)
+    notes, problems = resume.compare(meta["config"], config.to_dict(run), run.checkpoint.allow_change)
+    if at > run.train.steps:
+        problems.append(
+            config.Problem(
+                "train.steps", run.train.steps, f"the checkpoint is at step {at} already", "Set more, or another --workdir"
+            )
+        )
+    if problems:
+        raise ConfigError(problems)
+    # The data position is counted in tokens, so that it survives a change of batch size or sequence length.
+    per_step = run.train.global_batch * run.data.seq_len
+    data_base = math.ceil(meta["data"]["tokens"] / per_step) - at
+    cast = meta["config"]["dtypes"] != dataclasses.asdict(run.dtypes)
+    return Start(at, True, cast, data_base, tuple(notes))
+
+
+def wanted_of_source(run: RunConfig, abstract: state.TrainState) -> state.Tensors:
+    """The tensors that init.from gives: weights, and the optimizer's where init.what says so."""
+    kinds = ("params.", "optimizer.") if run.init.what == "weights+optimizer" else ("params.",)
+    return {k: v for k, v in state.abstract_tensors(abstract).items() if k.startswith(kinds)}
+
+
+def open_data(run: RunConfig, program: Program) -> tuple[Any, Any]:
+    """Training batches (A x B rows a step) and evaluation batches (B rows), or None for the latter."""
+    folder = Path(run.paths.data).expanduser()
+    train = pipeline.open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, data_dir=folder)
+    if not run.eval.every_steps:
+        return train, None
+    rows = program.eval_batch["tokens"].shape[1]
+    return train, pipeline.open_source(run.data, run.data.eval_source, split="validation", global_batch=rows, data_dir=folder)
+
+
+def initial_state(
+    run: RunConfig, program: Program, start: Start, checkpoints: Checkpoints, say: Callable[[str], None]
+) -> state.TrainState:
+    """From the checkpoint, from another run, or fresh. Two whole states are never held at once."""
+    abstract = program.state
+    if start.resumed:
+        tensors = checkpoints.restore(start.step, state.abstract_tensors(abstract), cast=start.cast)
+        moved = checkpoints.set_aside(start.step)
+        if moved:
+            say(moved)
+        return state.from_tensors(abstract, tensors)
+    fresh = state.create_state(program.definition, program.tx, abstract, run.train.seed)
+    if not run.init.from_:
+        return fresh
+    source, at = checkpoint.locate(run.init.from_)
+    fresh = state.without_params(fresh)
+    tensors = source.restore(at, wanted_of_source(run, abstract), subset=True, cast=True)
+    say(f"initial {run.init.what} from step {at} of {source.directory}; step and learning-rate schedule start at 0")
+    return state.from_tensors(abstract, tensors, fresh)
