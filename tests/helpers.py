@@ -1,0 +1,159 @@
+"""Small builders that the numerics tests share: a tiny config, batches through the real pipeline, compiled steps, oracles.
+
+Configs are frozen and hashable, so everything here is cached by them: a step that two tests need is compiled once.
+"""
+
+import dataclasses
+import functools
+import math
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain import config, loss
+from jaxtrain.config import RunConfig
+from jaxtrain.data import pipeline, tokenizer
+from jaxtrain.data.tokenfile import TokenWriter
+from jaxtrain.models import llama
+from jaxtrain.optimizer import adamw
+from jaxtrain.state import create_state, to_tensors
+from jaxtrain.step import Program, build, place_batch
+
+# Every head count divides by 4, so that the same model runs on every mesh; queries are grouped 2 to a key.
+TINY = {
+    "precision": "f32",
+    "model.num_layers": 4,
+    "model.d_model": 64,
+    "model.num_heads": 8,
+    "model.num_kv_heads": 4,
+    "model.d_ff": 96,
+    "model.vocab_size": 264,
+    "mesh.fsdp": 1,
+    "data.source": "synthetic",
+    "data.seq_len": 64,
+    "train.steps": 20,
+    "train.global_batch": 16,
+    "train.loss_chunk": 48,  # does not divide the tokens of a device
+    "optimizer.lr": 1e-3,
+    "optimizer.lr_min": 1e-4,
+    "optimizer.warmup_steps": 3,
+}
+
+
+def tiny(overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    """A config of a model that compiles in seconds, on one device unless the mesh says more."""
+    tree = config.default_config()
+    for key, value in {**TINY, **(overrides or {})}.items():
+        *sections, name = key.split(".")
+        functools.reduce(lambda section, part: section[part], sections, tree)[name] = value
+    run, problems = config.resolve(tree)
+    if problems:
+        raise config.ConfigError(problems)
+    return run
+
+
+def devices_of(run: RunConfig) -> list[Any]:
+    """As many of the fake devices as the mesh has."""
+    return jax.devices()[: math.prod(dataclasses.astuple(run.mesh))]
+
+
+@functools.cache
+def program(run: RunConfig) -> Program:
+    """The run's program on fake devices."""
+    return build(run, devices_of(run))
+
+
+@functools.cache
+def train_step(run: RunConfig) -> jax.stages.Compiled:
+    """The compiled train step."""
+    made = program(run)
+    return made.train_step.lower(made.state, made.batch).compile()
+
+
+@functools.cache
+def lowered(run: RunConfig) -> str:
+    """What XLA is given to compile for a train step."""
+    made = program(run)
+    return made.train_step.lower(made.state, made.batch).as_text()
+
+
+@functools.cache
+def batches(data: config.Data, global_batch: int, split: str = "train") -> pipeline.Batches:
+    """The run's data, through the real pipeline. Sources: synthetic and files."""
+    source = data.source if split == "train" else data.eval_source
+    return pipeline.open_source(data, source, split=split, global_batch=global_batch, data_dir=".")
+
+
+def host_batch(run: RunConfig, step: int) -> dict[str, np.ndarray]:
+    """The rows of one step."""
+    return batches(run.data, run.train.global_batch).batch(step)
+
+
+def fresh_state(run: RunConfig) -> Any:
+    """Initial state on the run's mesh."""
+    made = program(run)
+    return create_state(made.definition, made.tx, made.state, run.train.seed)
+
+
+@functools.cache
+def initial_tensors(run: RunConfig) -> dict[str, np.ndarray]:
+    """Every tensor of the initial state, by its name in checkpoints."""
+    return {k: np.asarray(v) for k, v in to_tensors(fresh_state(run)).items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What a few steps gave."""
+
+    loss: np.ndarray
+    grad_norm: np.ndarray
+    lr: np.ndarray
+    tensors: dict[str, np.ndarray]
+
+
+@functools.cache
+def train(run: RunConfig, steps: int) -> Trained:
+    """`steps` steps of the run from its initial state."""
+    state, step, metrics = fresh_state(run), train_step(run), []
+    for i in range(steps):
+        state, values = step(state, place_batch(host_batch(run, i), program(run).batch))
+        metrics.append(values)
+    curves = {k: np.array([float(m[k]) for m in metrics]) for k in ("loss", "grad_norm", "lr")}
+    return Trained(**curves, tensors={k: np.asarray(v) for k, v in to_tensors(state).items()})
+
+
+def text_file(path: Path, modules: int = 12) -> Path:
+    """A token file of real text in short documents: each line of a few standard library modules is one."""
+    byte = tokenizer.ByteTokenizer()
+    library = Path(sysconfig.get_path("stdlib"))
+    with TokenWriter(path, tokenizer.info(byte)) as writer:
+        for module in sorted(library.glob("*.py"))[:modules]:
+            for line in filter(str.strip, module.read_text(encoding="utf-8").splitlines()):
+                writer.write(byte.encode(line), len(line.encode()))
+                writer.end_document()
+    return path
+
+
+# ---- A user's own parts, named in configs as helpers:NAME
+
+
+class WiderFamily:
+    """The llama model with a feed-forward block twice as wide."""
+
+    @staticmethod
+    def build(model: config.Model, *args: Any) -> Any:
+        return llama.build(dataclasses.replace(model, d_ff=2 * model.d_ff), *args)
+
+
+def half_loss(hidden: jax.Array, head: jax.Array, batch: loss.Batch, spec: loss.LossSpec) -> jax.Array:
+    """Half of the cross entropy."""
+    return 0.5 * loss.cross_entropy(hidden, head, batch, spec)
+
+
+def slower_adamw(optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Any) -> Any:
+    """AdamW with a longer memory."""
+    return adamw(dataclasses.replace(optimizer, beta1=0.99), dtypes, axes)

@@ -1,0 +1,119 @@
+"""Every layout takes the same steps: losses, gradient norms and parameters on 8 fake devices against one."""
+
+import helpers
+import jax
+import numpy as np
+import pytest
+
+MESHES = {
+    "data=8": {"mesh.data": 8},
+    "fsdp=8": {"mesh.fsdp": 8},
+    "data=2 x fsdp=4": {"mesh.data": 2, "mesh.fsdp": 4},
+    "fsdp=4 x tensor=2": {"mesh.fsdp": 4, "mesh.tensor": 2},
+    "fsdp=2 x tensor=4": {"mesh.fsdp": 2, "mesh.tensor": 4},
+}
+STEPS = 20
+# All that can be switched on at once, to be split over a mesh too.
+EVERYTHING = {
+    "model.tied_head": True,
+    "model.qk_norm": True,
+    "model.qkv_bias": True,
+    "model.sliding_window": 24,
+    "model.attention_softcap": 5.0,
+    "model.logit_softcap": 3.0,
+    "model.rope_scaling": "llama3",
+    "model.rope_original_len": 32,
+    "remat.policy": "attention",
+    "remat.every": 3,
+    "attention.impl": "chunked",
+    "train.grad_accum": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(helpers.text_file(tmp_path_factory.mktemp("text") / "lines.tok"))
+
+
+def assert_same_steps(run, reference, steps: int = STEPS) -> None:
+    ours, theirs = helpers.train(run, steps), helpers.train(reference, steps)
+    np.testing.assert_allclose(ours.loss, theirs.loss, rtol=1e-5)
+    np.testing.assert_allclose(ours.grad_norm, theirs.grad_norm, rtol=1e-5)
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    start = helpers.initial_tensors(reference)
+    for name, mine in ours.tensors.items():
+        if name.startswith("params."):
+            # Adam divides by the root of the second moment: where a gradient is nearly zero, rounding picks its sign.
+            # So weights are compared by how far they moved: a layout may differ by a thousandth of that.
+            moved = np.linalg.norm(theirs.tensors[name] - start[name])
+            assert np.linalg.norm(mine - theirs.tensors[name]) <= 1e-3 * moved, name
+
+
+def test_batches_are_packed(text):
+    """The premise of this file: rows hold several documents, and documents straddle rows."""
+    batch = helpers.host_batch(helpers.tiny({"data.source": text}), 0)
+    segments, positions = batch["segments"], batch["positions"]
+    assert (segments.max(axis=1) > 1).mean() > 0.3
+    assert (positions == 0).sum() > len(segments)
+    assert (batch["weights"] == 0).any()
+    synthetic = helpers.host_batch(helpers.tiny(), 0)
+    assert (synthetic["segments"].max(axis=1) >= 4).all()
+
+
+def test_losses_fall(text):
+    """Twenty steps that learn nothing would agree for the wrong reason."""
+    for source in ("synthetic", text):
+        curve = helpers.train(helpers.tiny({"data.source": source}), STEPS).loss
+        assert curve[-1] < curve[0] - 0.3
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_mesh_matches_one_device(mesh, accum, text):
+    """Real text on the meshes without accumulation, made-up documents with it: both are compared with one plain run."""
+    source = {"data.source": text} if accum == 1 else {}
+    assert_same_steps(helpers.tiny(MESHES[mesh] | source | {"train.grad_accum": accum}), helpers.tiny(source))
+
+
+def test_accumulation_matches_one_batch(text):
+    """Microbatches with different numbers of targets: the mean over all tokens, not the mean of means."""
+    source = {"data.source": text}
+    targets = helpers.host_batch(helpers.tiny(source), 0)["weights"].reshape(4, -1).sum(axis=1)
+    assert len(set(targets.tolist())) > 1
+    assert_same_steps(helpers.tiny(source | {"train.grad_accum": 4}), helpers.tiny(source))
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=4 x tensor=2", "fsdp=2 x tensor=4"])
+def test_every_feature_on_a_mesh(mesh):
+    plain = {
+        k: v for k, v in EVERYTHING.items() if k not in ("remat.policy", "remat.every", "attention.impl", "train.grad_accum")
+    }
+    assert_same_steps(helpers.tiny(MESHES[mesh] | EVERYTHING), helpers.tiny(plain), steps=8)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_initial_state_is_bit_identical(mesh):
+    ours, theirs = (helpers.initial_tensors(helpers.tiny(overrides)) for overrides in (MESHES[mesh], {}))
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_state_is_split_and_stays_split(mesh):
+    """Parameters and both moments lie as the program says after a step, and no device holds more than its share."""
+    run = helpers.tiny(MESHES[mesh])
+    program, compiled = helpers.program(run), helpers.train_step(run)
+    state, _ = compiled.output_shardings
+    for (path, out), (_, want) in zip(
+        jax.tree_util.tree_leaves_with_path(state), jax.tree_util.tree_leaves_with_path(program.state), strict=True
+    ):
+        assert out.is_equivalent_to(want.sharding, len(want.shape)), jax.tree_util.keystr(path)
+    moments = program.state.optimizer[0]
+    for moment in (moments.mu, moments.nu):
+        assert jax.tree.map(lambda a: a.sharding, moment) == jax.tree.map(lambda a: a.sharding, program.state.params)
+    shards = run.mesh.fsdp * run.mesh.tensor
+    for path, a in jax.tree_util.tree_leaves_with_path(program.state.params):
+        if a.size > 4096:
+            held = np.prod(a.sharding.shard_shape(a.shape))
+            assert held * shards == a.size, jax.tree_util.keystr(path)
