@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain import config, loss
@@ -93,10 +94,16 @@ def host_batch(run: RunConfig, step: int) -> dict[str, np.ndarray]:
     return batches(run.data, run.train.global_batch).batch(step)
 
 
-def fresh_state(run: RunConfig) -> Any:
-    """Initial state on the run's mesh."""
+@functools.cache
+def _initial_state(run: RunConfig) -> Any:
     made = program(run)
     return create_state(made.definition, made.tx, made.state, run.train.seed)
+
+
+def fresh_state(run: RunConfig) -> Any:
+    """Initial state on the mesh, to be donated. Data and batch size play no part in it: runs that differ there share it."""
+    plain = dataclasses.replace(run, data=tiny().data, train=dataclasses.replace(tiny().train, seed=run.train.seed))
+    return jax.tree.map(jnp.copy, _initial_state(plain))
 
 
 @functools.cache

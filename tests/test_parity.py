@@ -102,7 +102,7 @@ def test_initial_state_is_bit_identical(mesh):
 @pytest.mark.parametrize("mesh", MESHES)
 def test_state_is_split_and_stays_split(mesh):
     """Parameters and both moments lie as the program says after a step, and no device holds more than its share."""
-    run = helpers.tiny(MESHES[mesh])
+    run = helpers.tiny(MESHES[mesh] | {"train.grad_accum": 2})
     program, compiled = helpers.program(run), helpers.train_step(run)
     state, _ = compiled.output_shardings
     for (path, out), (_, want) in zip(
