@@ -45,6 +45,31 @@ RULE_DOCS = {
 }
 
 
+def impossible_rules(table: Mapping[str, list[str]]) -> list[tuple[str, str, str]]:
+    """Rules that the kernels cannot follow, as (logical axis, what is wrong, remedy).
+
+    `table`: logical axis -> mesh axes of size above 1 that split it.
+    """
+    found = []
+    if table["heads"] != table["kv_heads"]:
+        rule = f"query heads are split over {table['heads']}, and a query head must be where its key/value head is"
+        found.append(("kv_heads", rule, "Give heads and kv_heads the same mesh axes."))
+    if table["sequence"]:
+        rule = f"would split sequences over {table['sequence'][0]} inside attention, which sees whole sequences"
+        found.append(("sequence", rule, "Leave it 'seq'; sharding.rules.residual splits tokens between the blocks."))
+    if table["head_dim"]:
+        found.append(("head_dim", "a head's width cannot be split", "Leave it ''; split heads and kv_heads."))
+    alone = [a for a in table["embed"] if a not in table["batch"]]
+    if alone:
+        rule = f"mesh axis {alone[0]!r} does not split the batch, so its devices would add up the same gradients"
+        found.append(("embed", rule, "Name mesh axes of sharding.rules.batch only."))
+    both = [a for a in table["vocab"] if a in table["batch"]]
+    if both:
+        rule = f"mesh axis {both[0]!r} also splits the batch, and every device needs all logits of its tokens"
+        found.append(("vocab", rule, "Name mesh axes that sharding.rules.batch does not."))
+    return found
+
+
 def key[T](default: T, doc: str) -> T:
     """A dataclass field with its one line of documentation."""
     return cast(T, dataclasses.field(default=default, metadata={"doc": doc}))

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.kernels.cross_entropy import chunked_cross_entropy
 from jaxtrain.kernels.dot import Numerics
-from jaxtrain.models.layers import RESIDUAL, Embed
+from jaxtrain.kernels.embedding import TABLE
+from jaxtrain.models.layers import RESIDUAL
 from jaxtrain.sharding import Placement
 
 Batch = dict[str, Any]  # arrays, or their shapes while nothing is allocated
@@ -109,8 +110,8 @@ def _sharded(x, head, targets, weights, spec: LossSpec, gradients: bool):
     return jax.shard_map(
         local,
         mesh=p.mesh,
-        in_specs=(p.spec(RESIDUAL), p.spec(Embed.AXES), tokens, tokens),
-        out_specs=(P(), p.spec(RESIDUAL) if gradients else P(), p.spec(Embed.AXES) if gradients else P()),
+        in_specs=(p.spec(RESIDUAL), p.spec(TABLE), tokens, tokens),
+        out_specs=(P(), p.spec(RESIDUAL) if gradients else P(), p.spec(TABLE) if gradients else P()),
         # The replication checker cannot follow a sum that is reduced by hand over some axes only.
         check_vma=False,
     )(x, head, targets, weights)

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config import MESH_AXES, RunConfig
+from jaxtrain.config import MESH_AXES, RunConfig, impossible_rules
 
 Axes = tuple[str | None, ...]
 
@@ -182,7 +182,11 @@ def scatter(g: jax.Array, rest: NamedSharding, dtype: jnp.dtype) -> jax.Array:
 def make_placement(run: RunConfig, devices: Sequence[Any]) -> Placement:
     """The placement that a config asks for, on these devices."""
     rules = tuple((axis, tuple(filter(None, onto.split("+")))) for axis, onto in run.sharding.rules)
-    return Placement(make_mesh(run, devices), rules)
+    placement = Placement(make_mesh(run, devices), rules)
+    table = {axis: list(placement.mesh_axes(axis)) for axis, _ in rules}
+    for axis, rule, remedy in impossible_rules(table):
+        raise LayoutError(f"sharding.rules.{axis} = {dict(run.sharding.rules)[axis]!r}: {rule}. {remedy}")
+    return placement
 
 
 def replicated(placement: Placement) -> NamedSharding:

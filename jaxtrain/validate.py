@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.activations import POLICIES, parse_tensors
-from jaxtrain.config import MESH_AXES, RULES, Problem, RunConfig, flatten, nearest, to_dict
+from jaxtrain.config import MESH_AXES, RULES, Problem, RunConfig, flatten, impossible_rules, nearest, to_dict
 from jaxtrain.hardware import Devices, memory_environment, memory_fraction
 from jaxtrain.models import FAMILIES
 
@@ -215,10 +215,6 @@ def _rules(run: RunConfig) -> Iterable[Problem]:
                 yield Problem(key, onto, f"no mesh axis {n!r}", nearest(n, list(MESH_AXES)))
         if len(set(names)) < len(names):
             yield Problem(key, onto, "names a mesh axis twice", "Name each once, joined by '+'.")
-    table = dict(run.sharding.rules)
-    if table["heads"] != table["kv_heads"]:
-        rule = f"sharding.rules.heads is {table['heads']!r}, and a query head must be where its key/value head is"
-        yield Problem("sharding.rules.kv_heads", table["kv_heads"], rule, "Set both to the same mesh axes.")
 
 
 def _model(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
@@ -364,7 +360,9 @@ def _divisions(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]
 
 
 def _clashes(run: RunConfig, table: dict[str, list[str]]) -> Iterable[Problem]:
-    """No mesh axis (of size above 1) splits two dimensions of one array."""
+    """No mesh axis (of size above 1) splits two dimensions of one array, and the kernels can follow the rules."""
+    for axis, rule, remedy in impossible_rules(table):
+        yield Problem(f"sharding.rules.{axis}", dict(run.sharding.rules)[axis], rule, remedy)
     seen = set()
     for array, axes in ARRAYS.items():
         for i, first in enumerate(axes):

@@ -15,7 +15,7 @@ from jaxtrain.kernels.attention import Rows, Spec, implementation
 from jaxtrain.kernels.dot import dot
 from jaxtrain.models.layers import Context, RMSNorm
 from jaxtrain.models.module import constant, normal, param
-from jaxtrain.sharding import Axes, LayoutError, Placement
+from jaxtrain.sharding import Axes, Placement
 
 HEADS: Axes = ("batch", "sequence", "heads", None)
 KV_HEADS: Axes = ("batch", "sequence", "kv_heads", None)
@@ -33,13 +33,7 @@ class Kernel:
         return implementation(self.name).prepare(rows, self.spec)
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, prepared: Any, placement: Placement) -> jax.Array:
-        """Run it on each device's own sequences and heads, inside a shard_map that is manual over the whole mesh.
-
-        Raises LayoutError where query heads and key/value heads are split differently: a device would then pair its query
-        heads with somebody else's keys.
-        """
-        if placement.mesh_axes("heads") != placement.mesh_axes("kv_heads"):
-            raise LayoutError("sharding.rules.heads and sharding.rules.kv_heads must name the same mesh axes")
+        """Run it on each device's own sequences and heads, inside a shard_map that is manual over the whole mesh."""
         attention, spec = implementation(self.name).attention, self.spec
         q_spec, kv_spec = placement.spec(HEADS), placement.spec(KV_HEADS)
         rows = jax.tree.map(lambda x: P(placement.spec(("batch",))[0], *(None,) * (x.ndim - 1)), prepared)
@@ -83,7 +77,9 @@ class Attention(nnx.Module):
         p, n = self.ctx.placement, self.ctx.numerics
         y: jax.Array = dot(x_BTD, w[...], "BTD,DNH->BTNH", ("embed", heads, "head_dim"), p, n)
         if b is not None:
-            y += p.gather(b[...], (heads, "head_dim"), n.compute, n.reduce)[None, None]
+            # Added in float32, so that its gradient, a sum over all tokens, is added up in float32 too.
+            bias = p.gather(b[...], (heads, "head_dim"), n.compute, n.reduce)[None, None].astype(jnp.float32)
+            y = (y.astype(jnp.float32) + bias).astype(y.dtype)
         return y
 
     def __call__(self, x_BTD: jax.Array, shared: Shared, cache: Any) -> tuple[jax.Array, Any]:

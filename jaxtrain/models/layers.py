@@ -3,13 +3,11 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxtrain.kernels.dot import Numerics, dot
+from jaxtrain.kernels.embedding import TABLE, embed
 from jaxtrain.kernels.norm import rms_norm
 from jaxtrain.models.module import constant, normal, param
 from jaxtrain.sharding import Axes, Placement
@@ -41,29 +39,13 @@ class RMSNorm(nnx.Module):
 class Embed(nnx.Module):
     """Token embedding; its (V, D) table also serves as the output head when tied."""
 
-    AXES: Axes = ("vocab", "embed")
-
     def __init__(self, vocab_size: int, d_model: int, std: float, ctx: Context, rngs: nnx.Rngs):
-        self.embedding = param(rngs, (vocab_size, d_model), self.AXES, normal(std), ctx.numerics.params)
+        self.embedding = param(rngs, (vocab_size, d_model), TABLE, normal(std), ctx.numerics.params)
         self.ctx = ctx
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        """Rows of the table, (B, T, D) in the residual layout.
-
-        Tokens travel, not the table: each device looks up its slice of D for every token of the group that shares the
-        table, and one all-to-all brings the slices together. A gathered table would move V x D, not B x T x D.
-        """
-        p = self.ctx.placement
-        outer = tuple(a for a in p.mesh_axes("batch") if a not in p.mesh_axes("embed")) or None
-        shared = outer != (p.mesh_axes("batch") or None)
-        if shared:
-            tokens_BT = jax.lax.with_sharding_constraint(tokens_BT, NamedSharding(p.mesh, P(outer)))
-        table_VD = self.embedding[...].astype(self.ctx.numerics.compute)
-        x_BTD = jnp.take(table_VD, tokens_BT, axis=0, mode="clip")
-        if shared:
-            split = NamedSharding(p.mesh, P(outer, None, p.mesh_axes("embed")))
-            x_BTD = jax.lax.with_sharding_constraint(x_BTD, split)
-        return p.constrain(x_BTD, *RESIDUAL)
+        """Rows of the table, (B, T, D) in the residual layout."""
+        return embed(self.embedding[...], tokens_BT, RESIDUAL, self.ctx.placement, self.ctx.numerics)
 
 
 class SwiGLU(nnx.Module):

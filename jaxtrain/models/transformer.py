@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config import Model
 from jaxtrain.kernels.attention import Rows
+from jaxtrain.kernels.embedding import TABLE
 from jaxtrain.models.attention import Attention, Kernel, Shared, share
 from jaxtrain.models.layers import RESIDUAL, WIDE, Context, Embed, RMSNorm, SwiGLU
 from jaxtrain.models.module import normal, param, stack
@@ -72,7 +73,7 @@ class Transformer(nnx.Module):
         self.final_norm = RMSNorm(model.d_model, "embed", RESIDUAL, model.norm_eps, ctx, rngs)
         if not model.tied_head:
             shape = (model.vocab_size, model.d_model)
-            self.head = param(rngs, shape, Embed.AXES, normal(model.init_std), ctx.numerics.params)
+            self.head = param(rngs, shape, TABLE, normal(model.init_std), ctx.numerics.params)
         self.model, self.kernel, self.remat, self.ctx = model, kernel, remat, ctx
 
     @property
@@ -116,7 +117,7 @@ class Transformer(nnx.Module):
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """f32 (B, T, V). For sampling and checks: training never holds the logits of a whole batch (loss.py)."""
         n = self.ctx.numerics
-        head_VD = self.ctx.placement.gather(self.head_VD, Embed.AXES, n.compute, n.reduce)
+        head_VD = self.ctx.placement.gather(self.head_VD, TABLE, n.compute, n.reduce)
         logits = jnp.einsum("BTD,VD->BTV", x_BTD, head_VD, precision=n.precision, preferred_element_type=jnp.float32)
         cap = self.model.logit_softcap
         return cap * jnp.tanh(logits / cap) if cap else logits

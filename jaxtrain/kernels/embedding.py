@@ -1,0 +1,118 @@
+"""Token embedding over a table that is split over devices: tokens travel, the table does not.
+
+Each device looks up its slice of D, and its slice of the vocabulary, for every token of the group that shares the table; one
+all-to-all then brings the slices of D together. That moves B x T x D values; gathering the table would move V x D.
+
+The backward rule is written out because a token's gradient is a sum over all its occurrences: it is added up in float32 on
+each device and reduced across devices in the reduce dtype, like every other weight gradient. Left to autodiff, it would be
+added up in the compute dtype, and in bfloat16 a frequent token's sum stops growing at some hundred terms.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.kernels.dot import Numerics
+from jaxtrain.sharding import Axes, Placement
+
+TABLE: Axes = ("vocab", "embed")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """Which mesh axes do what."""
+
+    outer: tuple[str, ...]  # split the batch, but not the table
+    shared: tuple[str, ...]  # split the batch, and the table's D
+    alone: tuple[str, ...]  # split the table's D only, as in sampling, where one sequence is on all devices
+    vocab: tuple[str, ...]  # split the table's V
+    gathered: tuple[str, ...]  # of those, the ones that also split tokens of the residual stream
+    kept: tuple[str, ...]  # split tokens of the residual stream only
+
+
+def _split(p: Placement) -> _Split:
+    embed, vocab, residual = p.mesh_axes("embed"), p.mesh_axes("vocab"), p.mesh_axes("residual")
+    return _Split(
+        tuple(a for a in p.mesh_axes("batch") if a not in embed),
+        tuple(a for a in embed if a in p.mesh_axes("batch")),
+        tuple(a for a in embed if a not in p.mesh_axes("batch")),
+        vocab,
+        tuple(a for a in residual if a in vocab),
+        tuple(a for a in residual if a not in vocab),
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def embed(table_VD: jax.Array, tokens_BT: jax.Array, residual: Axes, placement: Placement, numerics: Numerics) -> jax.Array:
+    """Rows of the table in the compute dtype, (B, T, D) in the layout `residual`.
+
+    table_VD: at rest, master dtype. tokens_BT: int32 ids below V.
+    """
+    s = _split(placement)
+
+    def local(table_VD, tokens_BT):
+        V = table_VD.shape[0]
+        first = V * jax.lax.axis_index(s.vocab) if s.vocab else 0
+        mine_BT = (tokens_BT >= first) & (tokens_BT < first + V)
+        x_BTD = jnp.take(table_VD, tokens_BT - first, axis=0, mode="clip").astype(numerics.compute)
+        x_BTD = jnp.where(mine_BT[:, :, None], x_BTD, 0)
+        others = tuple(a for a in s.vocab if a not in s.gathered)
+        x_BTD = jax.lax.psum(x_BTD, others) if others else x_BTD
+        if s.gathered:
+            x_BTD = jax.lax.psum_scatter(x_BTD, s.gathered, scatter_dimension=1, tiled=True)
+        if s.shared:
+            x_BTD = jax.lax.all_to_all(x_BTD, s.shared, split_axis=0, concat_axis=2, tiled=True)
+        if s.alone:
+            x_BTD = jax.lax.all_gather(x_BTD, s.alone, axis=2, tiled=True)
+        return x_BTD
+
+    return jax.shard_map(
+        local,
+        mesh=placement.mesh,
+        in_specs=(placement.spec(TABLE), P(s.outer or None, s.kept or None)),
+        out_specs=placement.spec(residual),
+        # The replication checker cannot follow sums that are reduced by hand over some axes only.
+        check_vma=False,
+    )(table_VD, tokens_BT)
+
+
+def _forward(table, tokens, residual, placement, numerics):
+    # An empty array with the table's height carries its dtype and V to the backward rule.
+    return embed(table, tokens, residual, placement, numerics), (tokens, jnp.zeros((table.shape[0], 0), table.dtype))
+
+
+def _backward(residual, placement, numerics, residuals, dy):
+    tokens, like = residuals
+    s = _split(placement)
+    V = like.shape[0] // placement.size(s.vocab)
+
+    def local(dy_BTD, tokens_BT):
+        if s.alone:
+            width = dy_BTD.shape[2] // placement.size(s.alone)
+            dy_BTD = jax.lax.dynamic_slice_in_dim(dy_BTD, jax.lax.axis_index(s.alone) * width, width, axis=2)
+        if s.shared:
+            dy_BTD = jax.lax.all_to_all(dy_BTD, s.shared, split_axis=2, concat_axis=0, tiled=True)
+        if s.gathered:
+            dy_BTD = jax.lax.all_gather(dy_BTD, s.gathered, axis=1, tiled=True)
+        first = V * jax.lax.axis_index(s.vocab) if s.vocab else 0
+        row_BT = tokens_BT - first
+        row_BT = jnp.where((row_BT >= 0) & (row_BT < V), row_BT, V)  # V is out of bounds, and dropped
+        zeros_VD = jnp.zeros((V, dy_BTD.shape[-1]), jnp.float32)
+        d_table = zeros_VD.at[row_BT].add(dy_BTD.astype(jnp.float32), mode="drop").astype(numerics.reduce)
+        summed = s.outer + s.kept
+        return jax.lax.psum(d_table, summed) if summed else d_table
+
+    d_table = jax.shard_map(
+        local,
+        mesh=placement.mesh,
+        in_specs=(placement.spec(residual), P(s.outer or None, s.kept or None)),
+        out_specs=placement.spec(TABLE),
+        check_vma=False,
+    )(dy, tokens)
+    return d_table.astype(like.dtype), None
+
+
+embed.defvjp(_forward, _backward)

@@ -1,0 +1,87 @@
+"""Gradients in bfloat16 against float32, tensor by tensor, on real text: sums over many tokens must not be rounded midway."""
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.kernels.dot import Numerics
+from jaxtrain.kernels.embedding import embed
+from jaxtrain.sharding import make_placement
+from jaxtrain.step import place_batch
+
+F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
+
+
+def placement(**mesh: int):
+    run = helpers.tiny({f"mesh.{axis}": size for axis, size in {"fsdp": 1, **mesh}.items()})
+    return make_placement(run, jax.devices()[: int(np.prod(list(mesh.values()) or [1]))])
+
+
+@pytest.mark.parametrize(
+    "mesh", [{}, {"fsdp": 4}, {"data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}]
+)
+def test_a_frequent_token_gets_all_of_its_gradient(mesh):
+    """3,000 occurrences of one token with equal gradients: a bfloat16 sum would stop at 256 of them."""
+    p = placement(**mesh)
+    V, D, B, T = 16, 8, 8, 512
+    tokens = jnp.where(jnp.arange(B * T) < 3000, 5, jnp.arange(B * T) % V).reshape(B, T).astype(jnp.int32)
+    table = jax.random.normal(jax.random.key(0), (V, D))
+    numerics = Numerics(BF16, F32, F32)
+    residual = ("batch", "residual", None)
+
+    def look_up(table):
+        return embed(table, tokens, residual, p, numerics)
+
+    assert jnp.array_equal(jax.jit(look_up)(table), table.astype(BF16)[tokens])
+    got = jax.jit(jax.grad(lambda table: look_up(table).astype(jnp.float32).sum()))(table)
+    counts = jnp.bincount(tokens.ravel(), length=V)
+    assert jnp.array_equal(got, jnp.broadcast_to(counts[:, None].astype(jnp.float32), (V, D)))
+
+
+# Less than 25 rounded operations lie between a weight and the loss on any path here, each off by up to 2^-8, and their errors
+# add up like a random walk.
+BOUND = 25**0.5 * 2**-8
+
+
+def gradients(path, **overrides) -> dict[str, np.ndarray]:
+    """Gradient of every parameter on one batch of real text, times 1 - beta1: the first moment after a step from zero."""
+    run = helpers.tiny(
+        {
+            "data.source": str(path),
+            "data.tokenizer": "byte",
+            "data.seq_len": 256,
+            "data.packing": "none",
+            "train.global_batch": 32,
+            "model.num_layers": 2,
+            "model.qkv_bias": True,
+            "model.qk_norm": True,
+            "optimizer.clip_norm": 0.0,
+            **overrides,
+        }
+    )
+    program = helpers.program(run)
+    batch = place_batch(helpers.host_batch(run, 0), program.batch)
+    state, _ = helpers.train_step(run)(helpers.fresh_state(run), batch)
+    moments = state.optimizer[0].mu
+    return {jax.tree_util.keystr(path): np.asarray(g) for path, g in jax.tree_util.tree_leaves_with_path(moments)}
+
+
+def off(got: np.ndarray, true: np.ndarray) -> float:
+    return float(np.linalg.norm(got - true) / np.linalg.norm(true))
+
+
+@pytest.mark.parametrize("mesh", [{"mesh.fsdp": 1}, {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}])
+def test_bfloat16_gradients_are_those_of_float32(tmp_path, mesh):
+    path = tmp_path / "text.tok"
+    helpers.text_file(path)
+    true = gradients(path)
+    got = gradients(path, precision="bf16", **mesh)
+    errors = {name: off(got[name], g) for name, g in true.items()}
+    # The keys' bias shifts all scores of a query alike, which softmax does not see: its true gradient is zero.
+    errors = {name: error for name, error in errors.items() if "bk" not in name}
+    assert max(errors.values()) < BOUND, errors
+    (table,) = (name for name in true if "embedding" in name)
+    space = ord(" ")
+    assert off(got[table][space], true[table][space]) < BOUND, "the most frequent byte"
