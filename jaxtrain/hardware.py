@@ -134,8 +134,7 @@ def _cpu(environ: Mapping[str, str], why: str) -> Devices:
     number = environ.get("JAX_NUM_CPU_DEVICES", "")
     if re.fullmatch(r"\d+", number):
         count, source = int(number), f"{why}; JAX_NUM_CPU_DEVICES"
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return Devices("cpu", "cpu", count, host / max(count, 1), source)
+    return Devices("cpu", "cpu", count, host_gib() / max(count, 1), source)
 
 
 def _gpus(environ: Mapping[str, str]) -> tuple[list[tuple[str, float, int]], str]:
@@ -186,6 +185,20 @@ def memory_fraction(total_gib: float, configured: float = 0.0) -> float:
     if configured > 0:
         return configured
     return round(1 - min(RESERVE_GIB, RESERVE_MOST * total_gib) / total_gib, 4)
+
+
+HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # pinned host memory of a process; XLA's default is 64
+HOST_SHARE = 0.8  # of the host's memory may be pinned for copies of the state while they are saved
+
+
+def host_gib() -> float:
+    """Memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def pinned_limit_gib(environ: Mapping[str, str]) -> float:
+    """Host memory that copies of the state may take, by the variable that XLA reads."""
+    return float(environ.get(HOST_LIMIT) or int(HOST_SHARE * host_gib()))
 
 
 def memory_environment(fraction: float, environ: Mapping[str, str]) -> tuple[dict[str, str], list[Problem]]:

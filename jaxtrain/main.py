@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # JAX reads it when it starts the GPU; validate has refused what contradicts it.
         fraction = hardware.memory_fraction(devices.memory_gib, loaded.run.train.memory_fraction)
         os.environ.update(hardware.memory_environment(fraction, os.environ)[0])
+        os.environ.setdefault(hardware.HOST_LIMIT, str(int(hardware.pinned_limit_gib(os.environ))))
     # Imported here: everything above must answer in a moment, and the memory budget must be set before jax is imported.
     start_jax(devices)
     try:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jaxtrain.config import RunConfig
+from jaxtrain.hardware import HOST_LIMIT
 from jaxtrain.metrics import memory as measured
 from jaxtrain.step import Program
 
@@ -60,6 +61,18 @@ def explain_memory(run: RunConfig, memory: dict[str, float], limit: str) -> str:
     )
     ways = "\n".join(f"  {hint}" for hint in hints)
     return f"out of memory: the train step needs more than {limit}.{sizes}\nWhat would help:\n{ways}"
+
+
+def check_host_memory(program: Program, limit_gib: float) -> None:
+    """Raises OutOfMemory where the copies of the state that a save makes would not fit into what the host may pin."""
+    leaves = jax.tree.leaves(program.state)
+    local = sum(math.prod(a.shape) * a.dtype.itemsize for a in leaves) / jax.process_count() / 2**30
+    if local > limit_gib:
+        raise OutOfMemory(
+            f"out of host memory: a checkpoint goes there first and takes {size(local)}; {size(limit_gib)} may be pinned.\n"
+            f"Set {HOST_LIMIT} higher if the host has more to give, dtypes.m and dtypes.v to bf16 for a smaller state, "
+            "or use more nodes."
+        )
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ array per layer and tensor, the same names whatever the layout in memory was.
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -108,22 +109,46 @@ def abstract_tensors(abstract: TrainState) -> Tensors:
     return out
 
 
-def _off_device(sharding: NamedSharding) -> NamedSharding:
-    """Where copies go: on GPUs straight to host memory, for a second copy of the state would not fit on the device."""
+def _spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """A sharding in which no two devices hold the same part, as far as the shape divides: replicas share the work of a copy."""
+    mesh = sharding.mesh
+    spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+    parts: list[tuple[str, ...]] = [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
+    used = {axis for part in parts for axis in part}
+    for axis in (a for a, size in mesh.shape.items() if size > 1 and a not in used):
+        for dim, size in enumerate(shape):
+            if size % math.prod(mesh.shape[a] for a in (*parts[dim], axis)) == 0:
+                parts[dim] = (*parts[dim], axis)
+                break
+    return NamedSharding(mesh, P(*(part or None for part in parts)))
+
+
+def _to_host(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """On GPUs copies go straight to host memory: a second state would not fit on the device."""
     on_gpu = next(iter(sharding.device_set)).platform == "gpu"
-    return sharding.with_memory_kind("pinned_host") if on_gpu else sharding
+    return jax.device_put(x, jax.memory.Space.Host) if on_gpu else x
 
 
 @functools.cache
-def _unstack(num: int, sharding: NamedSharding) -> Any:
-    """Compiled split of a stacked array into its layers."""
-    one = _off_device(_layer_sharding(sharding))
-    return jax.jit(lambda w: tuple(w[i] for i in range(num)), out_shardings=(one,) * num)
+def copy_layer(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
+    """Jitted `(w, i) -> copy of layer i` of an array of this shape, stacked on axis 0; on GPUs in host memory.
+
+    One layer a call: a single call for all of them would hold the whole stack a second time on its way.
+    """
+    one = _spread(_layer_sharding(sharding), shape[1:])
+
+    def layer(w: jax.Array, i: jax.Array) -> jax.Array:
+        part = jax.lax.dynamic_index_in_dim(w, i, keepdims=False)
+        return _to_host(jax.lax.with_sharding_constraint(part, one), sharding)
+
+    return jax.jit(layer)
 
 
 @functools.cache
-def _copy(sharding: NamedSharding) -> Any:
-    return jax.jit(jnp.copy, out_shardings=_off_device(sharding))
+def copy(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
+    """Jitted copy of an array; on GPUs in host memory."""
+    one = _spread(sharding, shape)
+    return jax.jit(lambda w: _to_host(jax.lax.with_sharding_constraint(jnp.copy(w), one), sharding))
 
 
 @functools.cache
@@ -137,9 +162,10 @@ def to_tensors(state: TrainState) -> Tensors:
     for path, a in jax.tree_util.tree_leaves_with_path(state):
         name = _name(path)
         if _is_stacked(path):
-            out.update({_layer_name(name, i): w for i, w in enumerate(_unstack(a.shape[0], a.sharding)(a))})
+            layer = copy_layer(a.shape, a.sharding)
+            out.update({_layer_name(name, i): layer(a, i) for i in range(a.shape[0])})
         else:
-            out[name] = _copy(a.sharding)(a)
+            out[name] = copy(a.shape, a.sharding)(a)
     return out
 
 

@@ -9,6 +9,7 @@ import datetime
 import importlib.metadata
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from jaxtrain.data import pipeline
 from jaxtrain.data.tokenizer import TokenizerError, load_tokenizer
 from jaxtrain.kernels.attention import Unsupported
 from jaxtrain.launch import Launch, report
-from jaxtrain.memory import OutOfMemory, explain_memory, memory_by_class, out_of_memory_explained, size
+from jaxtrain.memory import OutOfMemory, check_host_memory, explain_memory, memory_by_class, out_of_memory_explained, size
 from jaxtrain.metrics import MetricsError
 from jaxtrain.progress import Console
 from jaxtrain.receipt import Receipt, ReceiptError, config_sha256, device_facts
@@ -244,6 +245,8 @@ class Session:
         limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
         if limit and memory.get("peak", 0) > limit / 2**30:
             raise OutOfMemory(explain_memory(self.run, memory, f"the budget of {limit / 2**30:.1f} GiB a device"))
+        if jax.local_devices()[0].platform == "gpu":
+            check_host_memory(program, hardware.pinned_limit_gib(os.environ))
         return Compiled(train, evaluation, seconds, memory)
 
     # ---- The loop

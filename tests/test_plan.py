@@ -12,9 +12,10 @@ from importlib import resources
 import jax
 import pytest
 
-from jaxtrain import hardware, launch
+from jaxtrain import hardware, launch, memory
 from jaxtrain.plan.compile import compile_step, described_devices
-from jaxtrain.state import shardings
+from jaxtrain.state import copy, copy_layer, shardings
+from jaxtrain.step import build
 
 # No skip where the plugin is missing: on Linux every environment that run.sh makes has one, and these tests are the proof that
 # the layouts are what the docs say.
@@ -173,6 +174,31 @@ def test_llama3_70b_fits_one_node():
     card_gib = int(re.findall(r"device_memory_size: (\d+)", spec)[0]) / 2**30
     usable = card_gib * hardware.memory_fraction(card_gib)
     assert step.memory_analysis().peak_memory_in_bytes / 2**30 < usable
+
+
+@pytest.mark.parametrize("mesh", [(), ("data=2", "fsdp=2", "tensor=2")])
+def test_copies_for_a_checkpoint_go_to_host_memory(mesh):
+    """Each byte once, replicas sharing the work; nothing moves between devices, and one layer at a time is held."""
+    loaded = launch.load(["--config=configs/llama3_8b.py", *(f"--config.mesh.{m}" for m in mesh)])
+    params = build(loaded.run, described_devices("h200", 8)).state.params
+    gate, head = params["layers"]["mlp"]["gate"], params["head"]
+    index = jax.ShapeDtypeStruct((), "int32")
+    for lowered, shape in (
+        (copy_layer(gate.shape, gate.sharding).lower(gate, index), gate.shape[1:]),
+        (copy(head.shape, head.sharding).lower(head), head.shape),
+    ):
+        step = lowered.compile()
+        used, part = step.memory_analysis(), 4 * math.prod(shape) // 8
+        assert used.host_output_size_in_bytes == part
+        assert used.output_size_in_bytes < 1024 and used.temp_size_in_bytes < part + 4096
+        assert not COLLECTIVE.search(step.as_text())
+
+
+def test_a_host_without_room_for_a_checkpoint_is_named():
+    program = build(launch.load(["--config=configs/llama3_8b.py"]).run, described_devices("h200", 8))
+    memory.check_host_memory(program, 100.0)
+    with pytest.raises(memory.OutOfMemory, match="takes 89.7. GiB; 64.00 GiB may be pinned"):
+        memory.check_host_memory(program, 64.0)
 
 
 def test_unknown_chip_is_refused():
