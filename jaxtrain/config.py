@@ -159,7 +159,10 @@ class Data:
     tokenizer: str = key("byte", "byte | path of a tokenizer.json | hf:NAME; must be the one the token files were made with")
     seq_len: int = key(256, "tokens in a sequence")
     packing: str = key("documents", "documents: attention stops at document borders | none: it does not")
-    max_segments: int = key(32, "documents in one sequence at most; tokens of further ones are masked, and counted at start")
+    max_segments: int = key(
+        32,
+        "documents in a sequence at most; further ones are masked and counted. cuDNN keeps 4 bytes x heads x tokens for each",
+    )
     seed: int = key(0, "order of the sequences")
     prefetch: int = key(2, "batches prepared ahead of the step, by one thread; 0: none")
 

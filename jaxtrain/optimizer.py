@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain import config
-
-DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+from jaxtrain.kernels.dot import DTYPES
 
 
 def make_schedule(optimizer: config.Optimizer, steps: int) -> optax.Schedule:

@@ -27,6 +27,7 @@ class Start:
     cast: bool  # stored tensors are converted to this run's dtypes
     data_base: int  # the data step is the optimizer step plus this
     notes: tuple[str, ...]
+    files: Any  # of the data it was trained on so far, with digests of their contents; None for a new run
 
 
 def check_own_names(run: RunConfig) -> None:
@@ -64,14 +65,8 @@ def decide_start(run: RunConfig, checkpoints: Checkpoints, program: Program) -> 
     at = checkpoints.latest() if run.checkpoint.step < 0 else run.checkpoint.step
     if at is None:
         if run.init.from_:
-            source, at = checkpoint.locate(run.init.from_)
-            wrong = checkpoint.differences(source.stored(at), wanted_of_source(run, program.state), subset=True, cast=True)
-            if wrong:
-                rule = f"step {at} of {source.directory} does not fit this model: {'; '.join(wrong[:4])}"
-                rule += f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-                remedy = "Give the model the sizes of that run (key 'config' in its meta.json)."
-                raise ConfigError([config.Problem("init.from", run.init.from_, rule, remedy)])
-        return Start(0, False, False, 0, ())
+            return Start(0, False, False, 0, check_source(run, program), None)
+        return Start(0, False, False, 0, (), None)
     meta = checkpoints.meta(at)
     notes, problems = resume.compare(meta["config"], config.to_dict(run), run.checkpoint.allow_change)
     if at > run.train.steps:
@@ -86,7 +81,31 @@ def decide_start(run: RunConfig, checkpoints: Checkpoints, program: Program) -> 
     per_step = run.train.global_batch * run.data.seq_len
     data_base = math.ceil(meta["data"]["tokens"] / per_step) - at
     cast = meta["config"]["dtypes"] != dataclasses.asdict(run.dtypes)
-    return Start(at, True, cast, data_base, tuple(notes))
+    return Start(at, True, cast, data_base, tuple(notes), meta["data"]["fingerprint"].get("files"))
+
+
+def check_source(run: RunConfig, program: Program) -> tuple[str, ...]:
+    """Notes on how the model of init.from differs in what its tensors do not show, such as the rotary base.
+
+    Raises ConfigError where its tensors do not fit: one that is missing or of another shape, and one of its weights that this
+    model has no place for.
+    """
+    source, at = checkpoint.locate(run.init.from_)
+    stored, wanted = source.stored(at), wanted_of_source(run, program.state)
+    wrong = checkpoint.differences(stored, wanted, subset=True, cast=True)
+    unused = sorted(name for name in stored.keys() - wanted.keys() if name.startswith("params."))
+    wrong += [f"{name}: in the source, not in this model" for name in unused]
+    if wrong:
+        rule = f"step {at} of {source.directory} does not fit this model: {'; '.join(wrong[:4])}"
+        rule += f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        remedy = "Give the model the sizes of that run (key 'config' in its meta.json)."
+        raise ConfigError([config.Problem("init.from", run.init.from_, rule, remedy)])
+    there, here = source.meta(at)["config"]["model"], config.to_dict(run)["model"]
+    return tuple(
+        f"model.{name}: {there.get(name)!r} in init.from, {value!r} here"
+        for name, value in here.items()
+        if there.get(name) != value
+    )
 
 
 def wanted_of_source(run: RunConfig, abstract: state.TrainState) -> state.Tensors:

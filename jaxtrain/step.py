@@ -119,7 +119,6 @@ class Program:
     eval_step: Any  # jitted
     attention: str  # the chosen kernel
     attention_reason: str
-    options: dict[str, Any]  # compiler options of the train step
 
 
 def place_batch(host: dict[str, np.ndarray], abstract: Batch) -> Batch:
@@ -139,11 +138,17 @@ def hardware_of(device: Any) -> attention.Hardware:
     return attention.Hardware("gpu", (int(major), int(minor or 0)))
 
 
+def numerics_of(run: RunConfig) -> Numerics:
+    """Which type is used where, from the config."""
+    return Numerics(DTYPES[run.precision], DTYPES[run.dtypes.reduce], DTYPES[run.dtypes.params])
+
+
 def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Definition:
     """The model of a config, placed."""
-    numerics = Numerics(DTYPES[run.precision], DTYPES[run.dtypes.reduce], DTYPES[run.dtypes.params])
     module = family(run.model.family)
-    return Definition(lambda rngs: module.build(run.model, kernel, make_plan(run.remat), Context(numerics, placement), rngs))
+    return Definition(
+        lambda rngs: module.build(run.model, kernel, make_plan(run.remat), Context(numerics_of(run), placement), rngs)
+    )
 
 
 def attention_spec(run: RunConfig) -> attention.Spec:
@@ -174,8 +179,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
 
     batch = abstract_batch(shape)
 
-    numerics = Numerics(DTYPES[run.precision], DTYPES[run.dtypes.reduce], DTYPES[run.dtypes.params])
-    loss_spec = LossSpec(numerics, placement, run.train.loss_chunk, run.model.logit_softcap)
+    loss_spec = LossSpec(numerics_of(run), placement, run.train.loss_chunk, run.model.logit_softcap)
     loss = loss_function(run.train.loss)
     train_step = make_train_step(
         definition,
@@ -207,10 +211,9 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
         ),
         name,
         reason,
-        {},
     )
 
 
 def compile_train(program: Program) -> jax.stages.Compiled:
     """The train step, compiled for the program's devices: the same call for training, for benchmarks and for described GPUs."""
-    return program.train_step.lower(program.state, program.batch).compile(compiler_options=program.options or None)
+    return program.train_step.lower(program.state, program.batch).compile()

@@ -222,8 +222,10 @@ class Session:
             self.console.warn(f"not split over any device, every one holds all of it: {name}. See sharding.rules.")
         if self.start.resumed:
             say(f"resuming from step {self.start.step} in {self.checkpoints.directory}")
-            for note in self.start.notes:
-                say(f"  changed: {note}")
+        for note in self.start.notes:
+            say(f"  changed: {note}")
+        if self.start.resumed and self.start.files != self.train_data.fingerprint.get("files"):
+            self.console.warn("the data is not what the checkpoint was trained on so far: other files, or other contents")
 
     def compile(self) -> Compiled:
         """Compile the train step for these shapes, and read from it what it will hold."""

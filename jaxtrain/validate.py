@@ -15,6 +15,7 @@ from jaxtrain.activations import POLICIES, parse_tensors
 from jaxtrain.config import MESH_AXES, RULES, Problem, RunConfig, flatten, impossible_rules, nearest, to_dict
 from jaxtrain.hardware import Devices, memory_environment, memory_fraction
 from jaxtrain.models import FAMILIES
+from jaxtrain.resume import check_allow_change
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("f32", "bf16"),
@@ -309,10 +310,7 @@ def _steps(run: RunConfig, workdir: Path, bad: set[str]) -> Iterable[Problem]:
     if not bad & {"profile.start", "profile.steps"} and p.start > 0 and p.start + p.steps > steps:
         rule = f"tracing {p.steps} steps from there goes past the last step, train.steps = {steps}"
         yield Problem("profile.start", p.start, rule, "Start earlier, or 0 for no trace.")
-    known = [k for k, _ in flatten(to_dict(run))]
-    for name in filter(None, (n.strip() for n in c.allow_change.split(","))):
-        if name not in known:
-            yield Problem("checkpoint.allow_change", name, "no such key", nearest(name, known).replace("Known: ", "One of: "))
+    yield from check_allow_change(c.allow_change)
 
 
 def _memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:

@@ -186,6 +186,13 @@ def test_several_mistakes_with_an_unreadable_file(tmp_path):
         (["--config.checkpoint.step=800"], "beyond the last step"),
         (["--config.checkpoint.allow_change=data.seqlen"], "Did you mean data.seq_len?"),
         (["--config.profile.start=698"], "goes past the last step"),
+        (["--config.mesh.tensor=2", "--config.sharding.rules.kv_heads="], "must be where its key/value head is"),
+        (["--config.mesh.tensor=2", "--config.sharding.rules.sequence=tensor"], "attention, which sees whole sequences"),
+        (["--config.mesh.tensor=2", "--config.sharding.rules.head_dim=tensor"], "a head's width cannot be split"),
+        (["--config.sharding.rules.batch=data"], "would add up the same gradients"),
+        (["--config.sharding.rules.vocab=fsdp", "--config.sharding.rules.embed="], "every device needs all logits"),
+        (["--config.checkpoint.allow_change=model.rop_*"], "no such key"),
+        (["--config.checkpoint.allow_change=model.d_model"], "can never change on resume"),
         (["--config.paths.cache=/proc/cache"], "paths.cache = '/proc/cache': /proc is not writable"),
     ],
 )

@@ -461,7 +461,9 @@ def test_prepare_killed_midway_leaves_no_output_and_restarts(tmp_path):
 
 @pytest.mark.parametrize(("stopped", "code"), [("interrupt", 130), ("disk full", 1)])
 def test_prepare_that_fails_midway_leaves_nothing(tmp_path, stopped, code):
-    (tmp_path / "a.jsonl").write_text((json.dumps({"text": "some words " * 80}) + "\n") * 60_000)
+    # enough to be still at work when the signal comes, on a machine that has other things to do too
+    lines = 300_000 if code == 130 else 60_000
+    (tmp_path / "a.jsonl").write_text((json.dumps({"text": "some words " * 80}) + "\n") * lines)
     # a limit on the size of files stands for the full disk
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 21, 1 << 21)); " if code == 1 else ""
     program = f"{limit}import sys; from jaxtrain.data.__main__ import main; sys.exit(main(sys.argv[1:]))"

@@ -410,6 +410,8 @@ def test_a_source_that_does_not_fit_is_refused(
     config: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     new = tmp_path / "new"
+    assert runs.train(config, new, init__from=base, model__num_layers=1) == 2
+    assert "params.layers.1.attention.wk: in the source, not in this model" in capsys.readouterr().err
     assert runs.train(config, new, init__from=base, model__d_ff=128) == 2
     assert "init.from" in (said := capsys.readouterr().err)
     assert "mlp.gate: shape (32, 64) in the checkpoint, (32, 128) in this run" in said

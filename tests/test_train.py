@@ -1,5 +1,6 @@
 """Whole runs on 8 CPU devices: what they say, what they leave behind, and how they end when something is wrong."""
 
+import importlib
 import json
 import os
 import re
@@ -279,6 +280,7 @@ def test_a_signal_while_compiling(
 @pytest.mark.usefixtures("own")
 def test_ctrl_c_before_the_run_listens(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "slow_to_import.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    importlib.invalidate_caches()  # the folder was on the path, and looked through, before the file was there
     assert runs.train(config, tmp_path / "run", train__loss="slow_to_import:loss") == 130
     assert "Traceback" not in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
