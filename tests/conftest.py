@@ -5,6 +5,10 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
+import signal
+
 import jax
 
+# A shell that starts the suite in the background makes it ignore Ctrl-C, and its children with it; some tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_numpy_rank_promotion", "raise")

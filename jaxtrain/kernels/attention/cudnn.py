@@ -67,14 +67,14 @@ def prepare(rows: Rows, spec: Spec) -> Packed | None:
 
 def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared: Packed | None, spec: Spec) -> jax.Array:
     """See the package's docstring; bf16 in and out, softmax in f32."""
+    if prepared is None:
+        return _flash(q_BTNH, k_BSKH, v_BSKH, None, spec)
     B, T, N, H = q_BTNH.shape
     if B * T * N * H >= 2**31:
         raise Unsupported(
             f"attention.impl = 'cudnn': {B} x {T} tokens x {N} x {H} elements on a device do not fit the 32-bit offsets of "
             "packed rows. Set train.grad_accum higher."
         )
-    if prepared is None:
-        return _flash(q_BTNH, k_BSKH, v_BSKH, None, spec)
     # cuDNN neither reads nor writes padding, so what it leaves there is undefined. Zeros on both sides also zero its gradients.
     real = prepared.real_BT[:, :, None, None]
     q, k, v = (jnp.where(real, x, 0) for x in (q_BTNH, k_BSKH, v_BSKH))
