@@ -20,7 +20,7 @@ from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.data import pipeline, stdlib
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.launch import Launch
-from jaxtrain.sharding import make_placement
+from jaxtrain.sharding import LayoutError, make_placement
 from jaxtrain.start import decide_start, open_data
 from jaxtrain.step import MICROBATCHES
 
@@ -58,9 +58,6 @@ PROGRAM: dict[str, tuple[Any, dict[str, Any]]] = {
     "sharding.rules.batch": ("fsdp", SPLIT),
     "sharding.rules.residual": ("", SPLIT),
     "sharding.rules.embed": ("", SPLIT),
-    "sharding.rules.heads": ("", SPLIT | {"sharding.rules.kv_heads": ""}),
-    "sharding.rules.kv_heads": ("", SPLIT | {"sharding.rules.heads": ""}),
-    "sharding.rules.head_dim": ("data", SPLIT),
     "sharding.rules.mlp": ("", SPLIT),
     "sharding.rules.vocab": ("", SPLIT),
     "sharding.rules.layers": ("data", SPLIT),
@@ -144,17 +141,23 @@ def test_the_same_config_gives_the_same_program():
     assert not differs(one, other)
 
 
+def test_heads_are_split_together():
+    """heads and kv_heads change the program together; one without the other, and a split head_dim, are refused."""
+    both = {"sharding.rules.heads": "", "sharding.rules.kv_heads": ""}
+    assert differs(helpers.tiny(BASE | SPLIT | both), helpers.tiny(BASE | SPLIT)), "heads and kv_heads change nothing"
+    for key, value in (*both.items(), ("sharding.rules.head_dim", "tensor")):
+        run = helpers.tiny(BASE | SPLIT | {key: value})
+        with pytest.raises(LayoutError, match="key/value head|width cannot be split"):
+            make_placement(run, helpers.devices_of(run))
+
+
 def test_sequence_axis():
     """mesh.seq and sharding.rules.sequence say how a row is split; a run refuses to split it so far."""
-    split, whole = (
-        make_placement(run, jax.devices()[:2]).spec(MICROBATCHES)
-        for run in (
-            helpers.tiny({"mesh.seq": 2, "mesh.fsdp": 1}),
-            helpers.tiny({"mesh.seq": 2, "mesh.fsdp": 1, "sharding.rules.sequence": ""}),
-        )
-    )
-    assert "seq" in split
-    assert "seq" not in whole
+    split = helpers.tiny({"mesh.seq": 2, "mesh.fsdp": 1})
+    with pytest.raises(LayoutError, match="sees whole sequences"):
+        make_placement(split, jax.devices()[:2])
+    whole = helpers.tiny({"mesh.seq": 2, "mesh.fsdp": 1, "sharding.rules.sequence": ""})
+    assert "seq" not in make_placement(whole, jax.devices()[:2]).spec(MICROBATCHES)
     with pytest.raises(ValueError, match="does not fill"):
         make_placement(helpers.tiny({"mesh.seq": 2, "mesh.fsdp": 1}), jax.devices()[:1])
 
@@ -500,7 +503,13 @@ def test_key_changes_what_a_run_does(key, runs):
     LOOP[key](runs)
 
 
-ELSEWHERE = {"mesh.seq", "sharding.rules.sequence"}  # test_sequence_axis
+ELSEWHERE = {
+    "mesh.seq",  # test_sequence_axis
+    "sharding.rules.sequence",
+    "sharding.rules.heads",  # test_heads_are_split_together
+    "sharding.rules.kv_heads",
+    "sharding.rules.head_dim",
+}
 
 
 @pytest.mark.parametrize("key", config.docs())
