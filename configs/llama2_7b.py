@@ -1,6 +1,6 @@
 """Llama 2 7B from scratch, sequences of 4096 tokens; sized for one node of 8 GPUs.
 
-    hf download HuggingFaceFW/fineweb-edu --repo-type=dataset --include 'sample/10BT/*' --local-dir=corpus
+    hf download HuggingFaceFW/fineweb-edu --repo-type=dataset --include 'sample/100BT/*' --local-dir=corpus
     python -m jaxtrain.data prepare --input='corpus/**/*.parquet' --tokenizer=hf:NousResearch/Llama-2-7b-hf \\
         --output=data/fineweb-edu-llama2.tok --validation=0.001
     python -m jaxtrain.main --config=configs/llama2_7b.py --workdir=runs/llama2_7b

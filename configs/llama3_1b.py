@@ -1,6 +1,6 @@
 """The shape of Llama 3.2 1B from scratch, sequences of 8192 tokens; from one GPU up.
 
-    hf download HuggingFaceFW/fineweb-edu --repo-type=dataset --include 'sample/10BT/*' --local-dir=corpus
+    hf download HuggingFaceFW/fineweb-edu --repo-type=dataset --include 'sample/100BT/*' --local-dir=corpus
     python -m jaxtrain.data prepare --input='corpus/**/*.parquet' --tokenizer=hf:NousResearch/Meta-Llama-3-8B \\
         --output=data/fineweb-edu-llama3.tok --validation=0.001
     python -m jaxtrain.main --config=configs/llama3_1b.py --workdir=runs/llama3_1b

@@ -1,6 +1,6 @@
 """Llama 3 70B from scratch, sequences of 8192 tokens, on one node of 8 GPUs with 141 GB each, or more.
 
-    hf download HuggingFaceFW/fineweb-edu --repo-type=dataset --include 'sample/10BT/*' --local-dir=corpus
+    hf download HuggingFaceFW/fineweb-edu --repo-type=dataset --include 'sample/100BT/*' --local-dir=corpus
     python -m jaxtrain.data prepare --input='corpus/**/*.parquet' --tokenizer=hf:NousResearch/Meta-Llama-3-8B \\
         --output=data/fineweb-edu-llama3.tok --validation=0.001
     python -m jaxtrain.main --config=configs/llama3_70b.py --workdir=runs/llama3_70b

@@ -6,6 +6,7 @@ then memory is allocated. Nothing is written before the checks that may refuse t
 
 import dataclasses
 import datetime
+import fcntl
 import importlib.metadata
 import json
 import math
@@ -71,6 +72,10 @@ def run(run: RunConfig, workdir: Path, launch: Launch) -> int:
 
     # ---- The run's folder, its log and its receipt
     workdir.mkdir(parents=True, exist_ok=True)
+    lock = lock_folder(workdir)
+    if lock is None:
+        rule = "another run is at work in this folder"
+        return report([config.Problem("--workdir", str(workdir), rule, "Wait for it, stop it, or name another folder.")])
     receipt = Receipt(workdir, process_index=jax.process_index())
     try:
         receipt.start(
@@ -114,7 +119,28 @@ def run(run: RunConfig, workdir: Path, launch: Launch) -> int:
         raise
     finally:
         receipt.finish(code, reason)
+        if lock >= 0:
+            os.close(lock)
     return code
+
+
+def lock_folder(workdir: Path) -> int | None:
+    """A lock on the run's folder, held until this process ends however it ends; None where another process has it.
+
+    Two runs in one folder would write over each other's metrics and checkpoints.
+    """
+    if jax.process_index() != 0:
+        return -1
+    handle = os.open(workdir, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    except OSError:  # some network file systems cannot lock a folder; the run is no less right without
+        os.close(handle)
+        return -1
+    return handle
 
 
 def set_compile_cache(run: RunConfig) -> None:

@@ -374,7 +374,6 @@ def test_commands_that_are_wrong_exit_2_and_write_nothing(tmp_path, monkeypatch)
         ("is a folder", "--input=.", "--output=b.tok"),
         ("ends in .tok", "--input=a.txt", "--output=b.bin"),
         ("old.tok exists", "--input=a.txt", "--output=old.tok"),
-        ("no folder", "--input=a.txt", "--output=no/b.tok"),
         ("cannot read nowhere.json", "--input=a.txt", "--output=b.tok", "--tokenizer=nowhere.json"),
         ("not a tokenizer.json", "--input=a.txt", "--output=b.tok", "--tokenizer=t.json"),
         ("could not be fetched", "--input=a.txt", "--output=b.tok", "--tokenizer=hf:no/such"),

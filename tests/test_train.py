@@ -286,6 +286,19 @@ def test_ctrl_c_before_the_run_listens(config: Path, tmp_path: Path, capsys: pyt
     assert not (tmp_path / "run").exists()
 
 
+def test_one_run_at_a_time_in_a_folder(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    held = train.lock_folder(workdir)
+    assert held is not None and held >= 0
+    assert runs.train(config, workdir) == 2
+    assert "another run is at work in this folder" in capsys.readouterr().err
+    assert list(workdir.iterdir()) == []
+    os.close(held)
+    assert runs.train(config, workdir) == 0
+    assert runs.train(config, workdir) == 0, "the lock is given back"
+
+
 def test_a_folder_that_cannot_be_written(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file/run", Path("/proc/run")):

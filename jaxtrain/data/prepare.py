@@ -278,11 +278,10 @@ def prepare(
     for path in outputs:
         if path.exists() and not force:
             raise PrepareError(f"--output={output}: {path} exists. Choose another name, or replace it with --force.")
-    if not output.parent.is_dir():
-        raise PrepareError(f"--output={output}: no folder {output.parent}")
     files = find_inputs(inputs)
     formats = [detect_format(path) if format == "auto" else format for path in files]
     tok = tokenizers.load_tokenizer(tokenizer, eot)
+    output.parent.mkdir(parents=True, exist_ok=True)
     progress = Progress(sum(path.stat().st_size for path in files))
     shown = 0
 

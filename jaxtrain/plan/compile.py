@@ -17,15 +17,21 @@ from jaxtrain.step import Program, build, compile_train
 def described_devices(chip: str, gpus: int, nodes: int = 1) -> list[Any]:
     """Devices of a machine that is only described: `nodes` nodes, one process each, with `gpus` GPUs of kind `chip`.
 
-    Raises ValueError for a chip without a description and RuntimeError where the `plan` extra is not installed.
+    Raises ValueError for a chip without a description and RuntimeError where XLA's GPU compiler is not there.
     """
     spec = resources.files("jaxtrain.plan") / "specs" / f"{chip}.txtpb"
     if not spec.is_file():
         known = sorted(p.name.removesuffix(".txtpb") for p in (resources.files("jaxtrain.plan") / "specs").iterdir())
         raise ValueError(f"chip {chip!r}: no description. Known: {', '.join(known)}.")
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology=f"1x{nodes}x{gpus}", target_config=spec.read_text(encoding="utf-8")
-    )
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology=f"1x{nodes}x{gpus}", target_config=spec.read_text(encoding="utf-8")
+        )
+    except NotImplementedError as error:
+        raise RuntimeError(
+            "XLA's GPU compiler is not there: install the plan extra (./run.sh setup), and on a machine without a GPU "
+            "start Python with JAX_PLATFORMS=cpu"
+        ) from error
     return list(topology.devices)
 
 
