@@ -10,6 +10,7 @@ kernel need not run forward twice.
 """
 
 import functools
+import inspect
 from typing import NamedTuple
 
 import jax
@@ -18,6 +19,10 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.kernels.attention import Hardware, Rows, Spec, Unsupported
+
+# jax 0.12 added a parameter for user-written changes of the scores.
+_takes_score_mod = "score_mod" in inspect.signature(fused._dot_product_attention_fwd_rule).parameters
+NO_SCORE_MOD = {"score_mod": None} if _takes_score_mod else {}
 
 
 class Packed(NamedTuple):
@@ -100,6 +105,7 @@ def _static(q: jax.Array, packed: Packed | None, spec: Spec) -> dict:
         "mask_type": mask,
         "layout": fused.AttentionLayout.BTNH.value,
         "sliding_window_length": spec.window or None,
+        **NO_SCORE_MOD,
     }
 
 
