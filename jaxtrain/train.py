@@ -33,7 +33,7 @@ from jaxtrain.sharding import LayoutError, left_whole
 from jaxtrain.signals import Stop
 from jaxtrain.start import Start, check_own_names, decide_start, initial_state, open_data
 
-DONE, FAILED, WRONG, DIVERGED = 0, 1, 2, 76
+DONE, FAILED, DIVERGED = 0, 1, 76
 
 
 class Diverged(RuntimeError):
