@@ -1,0 +1,165 @@
+"""What a plan says, as plain data: `json` of it is the contract of `--json`, and every picture and table is drawn from it."""
+
+import dataclasses
+from typing import Any
+
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """How fast the parts of a GPU are taken to be. Each is what a real program reaches, not what a data sheet prints."""
+
+    gemm_tflops: float  # matrix products in the compute dtype
+    attention_forward_tflops: float  # of the FLOPs inside the mask
+    attention_backward_tflops: float
+    memory_tb_s: float  # memory-bound kernels
+    nvlink_gb_s: float  # bus bandwidth of ring collectives inside a node, one direction
+    network_gb_s: float  # of each GPU's share of the node's network cards, one direction
+    host_gb_s: float  # to and from pinned host memory
+    nvlink_latency_us: float  # a collective's fixed cost
+    network_latency_us: float
+    source: str  # "data-sheet rates" or "calibrated on NVIDIA H200, 2026-11-21"
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of the program, over a whole step: loops are multiplied out."""
+
+    kind: str  # all-gather | reduce-scatter | all-reduce | all-to-all | collective-permute | ...
+    dtype: str  # of what travels; several combined into one launch are joined by "+"
+    axis: str  # mesh axes it runs over, joined by "+"
+    group: int  # devices in one group
+    count: int  # launches a step
+    wire_gib: float  # what each GPU sends in a step over all launches
+    network_gib: float  # each GPU's share of what leaves its node; 0 where the group stays inside one
+    ms: float  # time on the link, all launches
+    exposed_ms: float  # of that, what the GPU waits for
+    source: str  # file:line of the Python that caused it
+    op_name: str  # the path of named scopes it came from
+    instruction: str  # its name in the HLO
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """One of the arrays that are held at the peak."""
+
+    gib: float
+    kind: str  # the class it is counted in
+    shape: str  # bf16[32,1,8192,4096]
+    source: str  # file:line
+    op_name: str
+    instruction: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """GiB on one device."""
+
+    hbm_gib: float  # the card
+    reserve_gib: float  # left to what the compiler does not count: cuDNN workspace, NCCL, CUDA context, fragmentation
+    usable_gib: float  # what training gives to JAX
+    peak_gib: float  # by the compiler's buffer assignment
+    arguments_gib: float  # state and batch, held throughout
+    temp_gib: float
+    host_gib: float  # pinned host memory of one device's offloaded activations
+    by_class: dict[str, float]  # at the peak; sums to peak_gib
+    saved: dict[str, float]  # activations kept for the backward pass, by name
+    peak_at: str  # op_name of the instruction during which the peak is reached
+    timeline: tuple[tuple[float, str], ...]  # (GiB held, phase) over the schedule, thinned to a few hundred points
+    largest: tuple[Buffer, ...]  # at the peak, largest first
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """A token's cost by formula, and a step's cost by the compiled program."""
+
+    per_token_causal: float
+    per_token_full: float
+    hardware_per_step: float  # FLOPs one device executes in a step: GEMMs and attention found in the program
+    expected_per_step: float  # the same by formula, with what the remat policy computes again
+
+
+@dataclasses.dataclass(frozen=True)
+class Time:
+    """A step on one device. Milliseconds."""
+
+    gemm_ms: float
+    attention_ms: float
+    memory_ms: float  # memory-bound kernels
+    compute_ms: float  # the three together
+    communication_ms: float  # time on the links, hidden or not
+    exposed_ms: float  # communication that compute waits for
+    step_ms: float
+    tokens_per_s: float
+    tokens_per_s_per_device: float
+    mfu_causal: float
+    mfu_full: float
+    hfu: float
+    bound_by: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """Instructions of one kind and origin, over a whole step."""
+
+    kind: str  # gemm | attention | memory | communication | host
+    op_name: str  # the innermost named scope, with forward, backward or recompute in front
+    source: str
+    count: int
+    ms: float
+    tflop: float
+    gb: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything a plan found out about one config on one topology."""
+
+    config: str
+    overrides: tuple[str, ...]
+    topology: str
+    chip: str  # device kind
+    mesh: dict[str, int]
+    attention: str
+    fits: bool
+    memory: Memory
+    flops: Flops
+    collectives: tuple[Collective, ...]
+    time: Time
+    kernels: tuple[Kernel, ...]
+    rates: Rates
+    tokens_per_step: int
+    compile_s: float
+    trip_counts: dict[str, int]  # the program's loops: op_name -> iterations
+    hints: tuple[str, ...]
+    warnings: tuple[str, ...]
+    versions: dict[str, str]
+    options: dict[str, str]  # compiler options in force
+    format: int = FORMAT
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """A plan as plain data for `--json`."""
+    return dataclasses.asdict(plan)
+
+
+def from_json(tree: dict[str, Any]) -> Plan:
+    """The inverse of `to_json`. Raises ValueError on another format."""
+    if tree.get("format") != FORMAT:
+        raise ValueError(f"a plan of format {tree.get('format')!r}; this jaxtrain reads {FORMAT}")
+    memory = dict(tree["memory"])
+    memory["timeline"] = tuple((gib, phase) for gib, phase in memory["timeline"])
+    memory["largest"] = tuple(Buffer(**b) for b in memory["largest"])
+    sections = {
+        "overrides": tuple(tree["overrides"]),
+        "memory": Memory(**memory),
+        "flops": Flops(**tree["flops"]),
+        "collectives": tuple(Collective(**c) for c in tree["collectives"]),
+        "time": Time(**tree["time"]),
+        "kernels": tuple(Kernel(**k) for k in tree["kernels"]),
+        "rates": Rates(**tree["rates"]),
+        "hints": tuple(tree["hints"]),
+        "warnings": tuple(tree["warnings"]),
+    }
+    return Plan(**{**tree, **sections})
