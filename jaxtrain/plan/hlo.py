@@ -1,0 +1,476 @@
+"""Read the text of a scheduled, partitioned HLO module (`compiled.as_text()`).
+
+What the plan says about a step is read from here: instructions in the order in which they are started, what each calls, how
+often each runs in a step, and the line of Python that it came from. A line that cannot be read is an error, never left out:
+a collective that the reader skips would be missing in every figure after it.
+"""
+
+import dataclasses
+import functools
+import math
+import operator
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+# Bits of one element. Types below a byte are counted packed, as XLA:GPU stores them.
+BITS = {
+    **dict.fromkeys(("token", "opaque"), 0),
+    **dict.fromkeys(("s1", "u1"), 1),
+    **dict.fromkeys(("s2", "u2"), 2),
+    **dict.fromkeys(("s4", "u4", "f4e2m1fn"), 4),
+    **dict.fromkeys(("pred", "s8", "u8"), 8),
+    **dict.fromkeys(("f8e3m4", "f8e4m3", "f8e4m3fn", "f8e4m3fnuz", "f8e4m3b11fnuz", "f8e5m2", "f8e5m2fnuz", "f8e8m0fnu"), 8),
+    **dict.fromkeys(("s16", "u16", "f16", "bf16"), 16),
+    **dict.fromkeys(("s32", "u32", "f32"), 32),
+    **dict.fromkeys(("s64", "u64", "f64", "c64"), 64),
+    "c128": 128,
+}
+
+_SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([\d,]*)(?::((?:[A-Z]\([^)]*\))*))?\})?")
+_SPACE = re.compile(r"S\((\d+)\)")
+_INDEX = re.compile(r"/\*index=\d+\*/")
+_PARENTHESIS = re.compile(r"[()]")
+_HEAD = re.compile(r"(?:ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (?=(.))")
+_OPCODE = re.compile(r" ([a-z][a-z0-9\-]*)\(")
+_NAME = r"%?[A-Za-z_][\w.\-]*"
+_OPERANDS = re.compile(rf"(?:{_NAME}(?:, {_NAME})*)?")
+_SPLIT = re.compile(r'"(?:[^"\\]|\\.)*"|[{\[(]|[}\])]|, (?=[a-z][\w\-]*=)')
+_CALLED = ("calls", "to_apply", "condition", "body", "branch_computations", "called_computations", "select", "scatter")
+_CALLED += ("true_computation", "false_computation", "async_execution_body")
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+_FILE = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
+_TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
+_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_TABLE_ROW = re.compile(r"(\d+) (.*)$")
+_PACKAGE = Path(__file__).resolve().parents[1]
+_MOST_TRIPS = 100_000  # a loop counted by running its counter
+
+
+class HloError(ValueError):
+    """Something in the module cannot be read, with the instruction's name and text."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+    """An array on one device."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    layout: tuple[int, ...] = ()  # dimensions from minor to major
+    memory_space: int = 0  # 5 is pinned host memory
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        return (self.elements * BITS[self.dtype] + 7) // 8
+
+
+type Type = Shape | tuple["Type", ...]
+
+
+def leaves(type: Type) -> list[Shape]:
+    """Every array of a type, in order."""
+    return [type] if isinstance(type, Shape) else [leaf for part in type for leaf in leaves(part)]
+
+
+def size(type: Type) -> int:
+    """Bytes of all arrays of a type."""
+    return sum(leaf.bytes for leaf in leaves(type))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Instruction:
+    """One line of a computation. Names are without %."""
+
+    name: str
+    opcode: str
+    type: Type
+    operands: tuple[str, ...]
+    called: tuple[str, ...]  # computations that it names, in the order of the text
+    attributes: dict[str, str]  # name -> raw text; a constant's value is under "literal"
+    op_name: str  # the path of named scopes in the Python program; "" where the compiler made the instruction up
+    source: str  # file:line of the innermost frame in this package, else of the innermost one; "" where there is none
+    parameter_number: int | None
+    is_root: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """A list of instructions: in a scheduled module, in the order in which they are started."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        return {i.name: i for i in self.instructions}
+
+    @functools.cached_property
+    def root(self) -> Instruction:
+        return next(i for i in self.instructions if i.is_root)
+
+    @functools.cached_property
+    def parameters(self) -> tuple[Instruction, ...]:
+        """By number."""
+        found = [(i.parameter_number, i) for i in self.instructions if i.parameter_number is not None]
+        return tuple(i for _, i in sorted(found, key=lambda pair: pair[0]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A whole program of one device."""
+
+    name: str
+    computations: dict[str, Computation]
+    entry: Computation
+    num_partitions: int
+    is_scheduled: bool
+    # index into the result -> number of the parameter that lends its memory, and the index into it
+    input_output_alias: dict[tuple[int, ...], tuple[int, tuple[int, ...]]]
+
+    @functools.cached_property
+    def owners(self) -> dict[str, Computation]:
+        """Instruction name -> the computation it is in. Names are unique in a module."""
+        return {i.name: c for c in self.computations.values() for i in c.instructions}
+
+
+# ---- Text to module
+
+
+def parse(text: str) -> Module:
+    """The module of an HLO text. Raises HloError for any line that it does not understand."""
+    lines = iter(text.split("\n"))
+    first = next(lines)
+    if not first.startswith("HloModule "):
+        raise HloError(f"not an HLO module: the text starts with {first[:80]!r}, not with 'HloModule'")
+    name, _, rest = first.removeprefix("HloModule ").partition(",")
+    header = _attributes("," + rest if rest else "", name)
+    tables: dict[str, dict[int, str]] = {table: {} for table in _TABLES}
+    computations: dict[str, Computation] = {}
+    entry: Computation | None = None
+    table: dict[int, str] | None = None
+    source_of: dict[int, str] = {}
+    for line in lines:
+        if not line:
+            table = None
+        elif line in tables:
+            table = tables[line]
+        elif table is not None:
+            row = _TABLE_ROW.match(line)
+            if not row:
+                raise HloError(f"not a row of one of the tables {', '.join(_TABLES)}: {line[:200]!r}")
+            table[int(row[1])] = row[2]
+        else:
+            head = _HEAD.match(line)
+            if not head:
+                raise HloError(f"not the start of a computation: {line[:200]!r}")
+            if not source_of:
+                source_of = _sources(tables)
+            made = _computation(head[1], lines, source_of)
+            computations[made.name] = made
+            if line.startswith("ENTRY "):
+                entry = made
+    if entry is None:
+        raise HloError(f"module {name}: there is no ENTRY computation")
+    unknown = [(i, c) for made in computations.values() for i in made.instructions for c in i.called if c not in computations]
+    if unknown:
+        raise HloError(f"{unknown[0][0].name}: calls {unknown[0][1]}, which is not in the module")
+    aliases = {
+        _numbers(out): (int(parameter), _numbers(index))
+        for out, parameter, index in _ALIAS.findall(header.get("input_output_alias", ""))
+    }
+    scheduled = header.get("is_scheduled") == "true"
+    return Module(name, computations, entry, int(header.get("num_partitions", 1)), scheduled, aliases)
+
+
+def _computation(name: str, lines: Iterator[str], source_of: dict[int, str]) -> Computation:
+    """The computation whose first line has been read."""
+    found: list[Instruction] = []
+    for line in lines:
+        if line.startswith("}"):
+            if sum(i.is_root for i in found) != 1:
+                raise HloError(f"computation {name}: it has {sum(i.is_root for i in found)} ROOT instructions, not one")
+            return Computation(name, tuple(found))
+        found.append(_instruction(line, source_of))
+    raise HloError(f"computation {name}: the text ends inside it")
+
+
+def _instruction(line: str, source_of: dict[int, str]) -> Instruction:
+    start = _INSTRUCTION.match(line)
+    if not start:
+        raise HloError(f"not an instruction: {line.strip()[:200]!r}")
+    name, at = start[2], start.end()
+    end = _closing(line, at, name) if start[3] == "(" else line.find(" ", at)
+    opcode = _OPCODE.match(line, end)
+    if end < 0 or not opcode:
+        raise HloError(f"{name}: no opcode after its type: {line.strip()[:200]!r}")
+    close = _closing(line, opcode.end() - 1, name)
+    inside = line[opcode.end() : close - 1]
+    attributes = _attributes(line[close:], name)
+    operands: tuple[str, ...] = ()
+    number = None
+    if opcode[1] == "constant":
+        attributes["literal"] = inside
+    elif opcode[1] == "parameter":
+        if not inside.isdigit():
+            raise HloError(f"{name}: parameter({inside}) has no number")
+        number = int(inside)
+    else:
+        operands = _operands(inside, name)
+    called = tuple(
+        c.strip().removeprefix("%") for k in attributes if k in _CALLED for c in attributes[k].strip("{}").split(",")
+    )
+    metadata = attributes.get("metadata", "")
+    op_name = _OP_NAME.search(metadata)
+    return Instruction(
+        name=name,
+        opcode=opcode[1],
+        type=_type(line[at:end], name),
+        operands=operands,
+        called=tuple(filter(None, called)),
+        attributes=attributes,
+        op_name=re.sub(r"\\(.)", r"\1", op_name[1]) if op_name else "",
+        source=_source(metadata, source_of, name),
+        parameter_number=number,
+        is_root=start[1] is not None,
+    )
+
+
+def _closing(line: str, at: int, name: str) -> int:
+    """One past the parenthesis that closes the one at `at`."""
+    depth = 0
+    for token in _PARENTHESIS.finditer(line, at):
+        depth += 1 if token[0] == "(" else -1
+        if not depth:
+            return token.end()
+    raise HloError(f"{name}: a parenthesis is not closed: {line.strip()[:200]!r}")
+
+
+def _operands(text: str, name: str) -> tuple[str, ...]:
+    """Names between an opcode's parentheses, which may have their types in front."""
+    text = _INDEX.sub("", text)
+    if not _OPERANDS.fullmatch(text):
+        names = [part.rsplit(" ", 1)[-1] for part in _top_level(text)]
+        text = ", ".join(names)
+        if not _OPERANDS.fullmatch(text):
+            raise HloError(f"{name}: its operands cannot be read: {text[:200]!r}")
+    return tuple(o.removeprefix("%") for o in text.split(", ")) if text else ()
+
+
+def _top_level(text: str) -> list[str]:
+    """The parts of a list that has commas inside brackets too."""
+    parts, depth, start = [], 0, 0
+    for i, c in enumerate(text):
+        depth += (c in "([{") - (c in ")]}")
+        if c == "," and not depth:
+            parts.append(text[start:i].strip())
+            start = i + 1
+    return [*parts, text[start:].strip()] if text.strip() else []
+
+
+def _attributes(text: str, name: str) -> dict[str, str]:
+    """`, name=value, name=value` at the top level: commas inside brackets and strings do not separate."""
+    out: dict[str, str] = {}
+    depth, starts = 0, []
+    for token in _SPLIT.finditer(text):
+        c = token[0][0]
+        if c in "{[(":
+            depth += 1
+        elif c in "}])":
+            depth -= 1
+        elif c == "," and not depth:
+            starts.append(token)
+    if depth or (text.strip() and not (starts and not starts[0].start())):
+        raise HloError(f"{name}: its attributes cannot be read: {text[:200]!r}")
+    for i, token in enumerate(starts):
+        end = starts[i + 1].start() if i + 1 < len(starts) else len(text)
+        key, _, value = text[token.end() : end].partition("=")
+        out[key] = value.strip()
+    return out
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _parsed(text: str) -> Type:
+    """Raises ValueError."""
+    if text.startswith("("):
+        return tuple(_parsed(part) for part in _top_level(_INDEX.sub("", text[1:-1])))
+    match = _SHAPE.fullmatch(text)
+    if not match or match[1] not in BITS:
+        raise ValueError(text)
+    dims = _numbers(match[2].replace("<=", ""))  # of a dimension that varies, its bound
+    space = _SPACE.search(match[4]) if match[4] else None
+    return Shape(match[1], dims, _numbers(match[3] or ""), int(space[1]) if space else 0)
+
+
+def _type(text: str, name: str) -> Type:
+    try:
+        return _parsed(text)
+    except ValueError as error:
+        raise HloError(f"{name}: its type cannot be read: {error}") from None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(",")) if text.strip() else ()
+
+
+# ---- Where an instruction came from
+
+
+def _sources(tables: dict[str, dict[int, str]]) -> dict[int, str]:
+    """Stack frame -> file:line. A parent is written as its number plus one, so that 1 says: no parent."""
+    files = {i: _short(text.strip('"')) for i, text in tables["FileNames"].items()}
+    locations, frames = {}, {}
+    for i, text in tables["FileLocations"].items():
+        row = _row(text, "file_name_id", "line")
+        locations[i] = (files.get(row[0], ""), row[1])
+    for i, text in tables["StackFrames"].items():
+        frames[i] = _row(text, "file_location_id", "parent_frame_id")
+    out = {}
+    for i, (location, _) in frames.items():
+        file, line = locations.get(location, ("", 0))
+        frame, seen = i, set()
+        while frame in frames and frame not in seen:
+            seen.add(frame)
+            here, at = locations.get(frames[frame][0], ("", 0))
+            if here.startswith(f"{_PACKAGE.name}/"):
+                file, line = here, at
+                break
+            frame = frames[frame][1] - 1
+        out[i] = f"{file}:{line}" if file else ""
+    return out
+
+
+def _row(text: str, *names: str) -> tuple[int, ...]:
+    """Numbers of a table's row by name; one that is 0 is not printed."""
+    found = dict(re.findall(r"(\w+)=(\d+)", text))
+    return tuple(int(found.get(name, 0)) for name in names)
+
+
+def _short(path: str) -> str:
+    """From the package's folder, or the installed one's; else the file's name alone."""
+    _, installed, inside = path.rpartition("/site-packages/")
+    if installed:
+        return inside
+    return path.removeprefix(f"{_PACKAGE.parent}/") if path.startswith(f"{_PACKAGE.parent}/") else path.rsplit("/", 1)[-1]
+
+
+def _source(metadata: str, source_of: dict[int, str], name: str) -> str:
+    frame = _FRAME.search(metadata)
+    if frame:
+        if int(frame[1]) not in source_of:
+            raise HloError(f"{name}: stack frame {frame[1]} is not in the module's tables")
+        return source_of[int(frame[1])]
+    file = _FILE.search(metadata)
+    return f"{_short(file[1])}:{file[2] or 0}" if file else ""
+
+
+# ---- How often
+
+
+def walk(module: Module, fusions: bool = False) -> Iterator[tuple[Instruction, Computation, int, tuple[str, ...]]]:
+    """Every instruction that a step runs: (instruction, its computation, times in a step, the loops around it from outside in).
+
+    In scheduled order, a caller before what it calls. Loop bodies are multiplied out; a loop's condition is walked only where
+    the loop does not know its count, since XLA otherwise does not evaluate it. Of a conditional every branch is counted as if
+    it ran each time: which one runs is not known, so what is found there is an upper bound. Fusions are one kernel and entered
+    only on request; computations that are applied to elements (the addition of a reduction) are no steps of their own.
+    Raises HloError where a loop's count cannot be read.
+    """
+    yield from _walk(module, module.entry, 1, (), fusions)
+
+
+def _walk(module: Module, computation: Computation, times: int, loops: tuple[str, ...], fusions: bool):
+    for i in computation.instructions:
+        yield i, computation, times, loops
+        if i.opcode == "while":
+            count, inside = trip_count(module, i), (*loops, i.name)
+            if not _TRIPS.search(i.attributes.get("backend_config", "")):
+                condition = module.computations[i.attributes["condition"].removeprefix("%")]
+                yield from _walk(module, condition, times * (count + 1), inside, fusions)
+            yield from _walk(
+                module, module.computations[i.attributes["body"].removeprefix("%")], times * count, inside, fusions
+            )
+        elif i.opcode in ("call", "conditional", "async-start", "call-start") or (fusions and i.opcode in _FUSIONS):
+            for called in i.called:
+                yield from _walk(module, module.computations[called], times, loops, fusions)
+
+
+_FUSIONS = ("fusion", "fusion-start")
+
+
+def trip_count(module: Module, loop: Instruction) -> int:
+    """How often a while loop's body runs.
+
+    As the compiler wrote it down; else by running the loop's counter, where it starts from a constant and depends on nothing
+    but itself. Raises HloError where the count depends on data.
+    """
+    known = _TRIPS.search(loop.attributes.get("backend_config", ""))
+    if known:
+        return int(known[1])
+    condition, body = (module.computations[loop.attributes[part].removeprefix("%")] for part in ("condition", "body"))
+    outside = module.owners[loop.name]
+    state = _evaluate(module, outside, loop.operands[0], (None,) * len(outside.parameters), {})
+    for count in range(_MOST_TRIPS):
+        again = _evaluate(module, condition, condition.root.name, (state,), {})
+        if again is None:
+            break
+        if not again:
+            return count
+        state = _evaluate(module, body, body.root.name, (state,), {})
+    raise HloError(
+        f"{loop.name} ({loop.op_name or 'no op_name'}, {loop.source or 'no source'}): how often this loop runs cannot be read "
+        f"from the program: it depends on data, or is more than {_MOST_TRIPS}. Use a loop of fixed length, as jax.lax.scan is."
+    )
+
+
+# What an evaluation gives: a number, a tuple of them, or None where no constant determines it.
+type Value = int | tuple["Value", ...] | None
+
+_ARITHMETIC = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "and": operator.and_,
+    "or": operator.or_,
+}
+_COMPARE = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "EQ": operator.eq, "NE": operator.ne}
+_SAME = ("copy", "bitcast", "convert")
+
+
+def _evaluate(module: Module, where: Computation, name: str, arguments: tuple[Value, ...], known: dict[str, Value]) -> Value:
+    """The value of one instruction, by the few scalar operations that loop counters are made of."""
+    if name in known:
+        return known[name]
+    i, out = where.by_name[name], None
+
+    def operands() -> tuple[Value, ...]:
+        return tuple(_evaluate(module, where, o, arguments, known) for o in i.operands)
+
+    if i.opcode == "constant":
+        literal = i.attributes["literal"]
+        out = int(literal) if re.fullmatch(r"-?\d+", literal) else {"true": 1, "false": 0}.get(literal)
+    elif i.parameter_number is not None:
+        out = arguments[i.parameter_number]
+    elif i.opcode == "tuple":
+        out = operands()
+    elif i.opcode == "get-tuple-element":
+        (whole,) = operands()
+        out = whole[int(i.attributes["index"])] if isinstance(whole, tuple) else None
+    elif i.opcode in _SAME and isinstance(i.type, Shape) and not i.type.dims:
+        (out,) = operands()
+    elif i.opcode in ("fusion", "call"):
+        called = module.computations[i.called[0]]
+        out = _evaluate(module, called, called.root.name, operands(), {})
+    elif i.opcode in _ARITHMETIC or i.opcode == "compare":
+        a, b = operands()
+        if isinstance(a, int) and isinstance(b, int):
+            out = int((_ARITHMETIC.get(i.opcode) or _COMPARE[i.attributes["direction"]])(a, b))
+    known[name] = out
+    return out
