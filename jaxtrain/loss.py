@@ -77,14 +77,16 @@ def _sharded(x, head, targets, weights, spec: LossSpec, gradients: bool):
     tokens = P(p.mesh_axes("batch") or None, kept or None)
 
     def local(x_BTD, head_VD, targets_BT, weights_BT):
-        head_VD = head_VD.astype(n.compute)
+        # Turned before it is gathered: the split dimension comes first, so that the parts of all devices lie one after
+        # another and the gathered head, eight times as large, need not be turned in memory.
+        head_DV = head_VD.astype(n.compute).T
         if head_axes:
-            head_VD = jax.lax.all_gather(head_VD, head_axes, axis=1, tiled=True)
+            head_DV = jax.lax.all_gather(head_DV, head_axes, axis=0, tiled=True)
         if gathered:
             x_BTD = jax.lax.all_gather(x_BTD, gathered, axis=1, tiled=True)
         loss, d_x, d_head = chunked_cross_entropy(
             x_BTD.reshape(-1, x_BTD.shape[-1]),
-            head_VD,
+            head_DV,
             targets_BT.reshape(-1),
             weights_BT.reshape(-1),
             chunk=spec.chunk,
@@ -103,9 +105,9 @@ def _sharded(x, head, targets, weights, spec: LossSpec, gradients: bool):
             d_x_BTD = jax.lax.psum_scatter(d_x_BTD, gathered, scatter_dimension=1, tiled=True)
         d_head = d_head.astype(n.reduce)
         if head_axes:
-            d_head = jax.lax.psum_scatter(d_head, head_axes, scatter_dimension=1, tiled=True)
+            d_head = jax.lax.psum_scatter(d_head, head_axes, scatter_dimension=0, tiled=True)
         rest = tuple(a for a in token_axes if a not in head_axes)
-        return loss, d_x_BTD, jax.lax.psum(d_head, rest) if rest else d_head
+        return loss, d_x_BTD, (jax.lax.psum(d_head, rest) if rest else d_head).T
 
     return jax.shard_map(
         local,

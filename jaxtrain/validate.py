@@ -85,7 +85,7 @@ ARRAYS = {
     "embed.embedding": ("vocab", "embed"),  # and the head
     "attention.wq": ("layers", "embed", "heads", "head_dim"),
     "attention.wk": ("layers", "embed", "kv_heads", "head_dim"),
-    "attention.wo": ("layers", "heads", "head_dim", "embed"),
+    "attention.wo": ("layers", "embed", "heads", "head_dim"),
     "mlp.gate": ("layers", "embed", "mlp"),
     "the residual stream": ("batch", "residual"),
     "queries": ("batch", "sequence", "heads", "head_dim"),

@@ -108,10 +108,10 @@ def oracle(params, m: Model, tokens, segments, positions) -> np.ndarray:
             scores = m.attention_softcap * np.tanh(scores / m.attention_softcap)
         weights = np.where(mask[:, None], np.exp(scores), 0)
         weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
-        x = x + np.einsum("btnh,nhd->btd", np.einsum("bnts,bsnh->btnh", weights, v), a["wo"])
+        x = x + np.einsum("btnh,dnh->btd", np.einsum("bnts,bsnh->btnh", weights, v), a["wo"])
         h = norm(x, layer["mlp_norm"]["scale"])
         gate = h @ layer["mlp"]["gate"]
-        x = x + (gate / (1 + np.exp(-gate)) * (h @ layer["mlp"]["up"])) @ layer["mlp"]["down"]
+        x = x + (gate / (1 + np.exp(-gate)) * (h @ layer["mlp"]["up"])) @ layer["mlp"]["down"].T
     head = p["embed"]["embedding"] if m.tied_head else p["head"]
     logits = norm(x, p["final_norm"]["scale"]) @ head.T
     return m.logit_softcap * np.tanh(logits / m.logit_softcap) if m.logit_softcap else logits
@@ -414,17 +414,17 @@ def test_cross_entropy_matches_log_softmax(chunk, softcap):
             chunked_cross_entropy, chunk=chunk, softcap=softcap, vocab_axes=(), precision=F32.precision, gradients=True
         )
     )
-    ours, d_x, d_head = kernel(x, head, targets, weights)
+    ours, d_x, d_head = kernel(x, head.T, targets, weights)
     np.testing.assert_allclose(ours, value, rtol=1e-6)
     np.testing.assert_allclose(d_x, wanted[0], rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(d_head, wanted[1], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(d_head.T, wanted[1], rtol=1e-5, atol=1e-5)
     assert not np.asarray(d_x)[weights == 0].any()
 
 
 def test_no_targets_no_loss():
     x, head, targets, weights = loss_inputs(8, 4, 12)
     ours = chunked_cross_entropy(
-        x, head, targets, 0 * weights, chunk=3, softcap=0.0, vocab_axes=(), precision=F32.precision, gradients=True
+        x, head.T, targets, 0 * weights, chunk=3, softcap=0.0, vocab_axes=(), precision=F32.precision, gradients=True
     )
     assert all(not np.asarray(part).any() for part in ours)
 

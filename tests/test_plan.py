@@ -84,10 +84,10 @@ def test_weights_travel_in_bfloat16(llama3_8b):
     kinds = {kind for kind, _, _ in found}
     assert kinds == {"all-gather", "reduce-scatter"}
     gathered = " ".join(shape for kind, shape, _ in found if kind == "all-gather")
-    for weight in ("bf16[4096,14336]", "bf16[14336,4096]", "bf16[4096,32,128]", "bf16[4096,8,128]", "bf16[32,128,4096]"):
+    for weight in ("bf16[4096,14336]", "bf16[4096,32,128]", "bf16[4096,8,128]"):
         assert weight in gathered, weight
     reduced = " ".join(shape for kind, shape, _ in found if kind == "reduce-scatter")
-    for shard in ("bf16[512,14336]", "bf16[512,8,128]", "bf16[512,32,128]", "bf16[512,128,32]"):
+    for shard in ("bf16[512,14336]", "bf16[512,8,128]", "bf16[512,32,128]"):
         assert shard in reduced, shard
 
 
@@ -153,7 +153,7 @@ def test_head_is_gathered_once_and_its_gradient_reduced_once(llama3_8b):
         for lines in computations(step.as_text()).values()
         for line in lines
         if (match := COLLECTIVE.search(line)) and (name := re.search(r'op_name="([^"]*)"', line)) and "(loss)" in name[1]
-        if "[128256,4096]" in line
+        if "[4096,128256]" in line
     ]
     assert sorted(kind for kind, _ in head) == ["all-gather", "reduce-scatter"]
     assert not [c for c in collectives_in_loops(step.as_text()) if "(loss)" in c[2]]

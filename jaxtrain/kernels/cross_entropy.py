@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 def chunked_cross_entropy(
     x_nD: jax.Array,
-    head_VD: jax.Array,
+    head_DV: jax.Array,
     targets_n: jax.Array,
     weights_n: jax.Array,
     *,
@@ -28,7 +28,7 @@ def chunked_cross_entropy(
 
     Args:
       x_nD: hidden states, compute dtype.
-      head_VD: this device's slice of the head, whole in D, compute dtype.
+      head_DV: this device's slice of the head, whole in D, compute dtype.
       targets_n: int32 ids in the whole vocabulary.
       weights_n: f32; 0 drops a token.
       chunk: tokens whose logits exist at one time.
@@ -36,11 +36,11 @@ def chunked_cross_entropy(
       vocab_axes: mesh axes over which the vocabulary is split, () if it is not.
       gradients: also compute them.
 
-    Returns (loss f32 (), d_x (n, D) in x's dtype, d_head f32 (V, D)). d_x and d_head are this device's part: d_x is still
+    Returns (loss f32 (), d_x (n, D) in x's dtype, d_head f32 (D, V)). d_x and d_head are this device's part: d_x is still
     to be summed over vocab_axes, d_head over the axes that split the tokens.
     """
     n, D = x_nD.shape
-    V = head_VD.shape[0]
+    V = head_DV.shape[1]
     chunk = min(chunk, n)
     count = -(-n // chunk)
 
@@ -56,7 +56,7 @@ def chunked_cross_entropy(
     def step(carry, item):
         loss, d_head = carry
         x_CD, targets_C, weights_C = item
-        raw_CV = jnp.einsum("CD,VD->CV", x_CD, head_VD, precision=precision, preferred_element_type=jnp.float32)
+        raw_CV = jnp.einsum("CD,DV->CV", x_CD, head_DV, precision=precision, preferred_element_type=jnp.float32)
         squashed_CV = jnp.tanh(raw_CV / softcap) if softcap else None
         logits_CV = raw_CV if squashed_CV is None else softcap * squashed_CV
         top_C = logits_CV.max(-1)
@@ -72,10 +72,10 @@ def chunked_cross_entropy(
         if squashed_CV is not None:
             d_CV *= 1 - squashed_CV**2
         d_CV = d_CV.astype(x_CD.dtype)
-        d_x_CD = jnp.einsum("CV,VD->CD", d_CV, head_VD, precision=precision, preferred_element_type=x_CD.dtype)
-        d_head += jnp.einsum("CV,CD->VD", d_CV, x_CD, precision=precision, preferred_element_type=jnp.float32)
+        d_x_CD = jnp.einsum("CV,DV->CD", d_CV, head_DV, precision=precision, preferred_element_type=x_CD.dtype)
+        d_head += jnp.einsum("CV,CD->DV", d_CV, x_CD, precision=precision, preferred_element_type=jnp.float32)
         return (loss, d_head), d_x_CD
 
-    start = (jnp.zeros((), jnp.float32), jnp.zeros((V, D), jnp.float32) if gradients else None)
+    start = (jnp.zeros((), jnp.float32), jnp.zeros((D, V), jnp.float32) if gradients else None)
     (loss, d_head), d_x = jax.lax.scan(step, start, (chunks(x_nD), chunks(targets_n), chunks(weights_n)))
     return loss, None if d_x is None else d_x.reshape(count * chunk, D)[:n], d_head

@@ -63,7 +63,7 @@ class Attention(nnx.Module):
         self.wq = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), normal(std), dtype)
         self.wk = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), normal(std), dtype)
         self.wv = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), normal(std), dtype)
-        self.wo = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), normal(out_std), dtype)
+        self.wo = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), normal(out_std), dtype)
         if model.qkv_bias:
             self.bq = param(rngs, (N, H), ("heads", "head_dim"), constant(0.0), dtype)
             self.bk = param(rngs, (K, H), ("kv_heads", "head_dim"), constant(0.0), dtype)
@@ -104,7 +104,7 @@ class Attention(nnx.Module):
             )
             cache = (k, v)
         o_BTNH = self.kernel(q, k, v, shared.prepared, p)
-        return dot(o_BTNH, self.wo[...], "BTNH,NHD->BTD", ("heads", "head_dim", "embed"), p, n), cache
+        return dot(o_BTNH, self.wo[...], "BTNH,DNH->BTD", ("embed", "heads", "head_dim"), p, n), cache
 
 
 def rotary_frequencies(model: Model) -> jax.Array:

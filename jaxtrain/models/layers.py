@@ -55,7 +55,7 @@ class SwiGLU(nnx.Module):
         dtype = ctx.numerics.params
         self.gate = param(rngs, (d_model, d_ff), ("embed", "mlp"), normal(std), dtype)
         self.up = param(rngs, (d_model, d_ff), ("embed", "mlp"), normal(std), dtype)
-        self.down = param(rngs, (d_ff, d_model), ("mlp", "embed"), normal(out_std), dtype)
+        self.down = param(rngs, (d_model, d_ff), ("embed", "mlp"), normal(out_std), dtype)
         self.ctx = ctx
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -65,4 +65,4 @@ class SwiGLU(nnx.Module):
         gate_BTF = checkpoint_name(dot(x_BTD, self.gate[...], "BTD,DF->BTF", ("embed", "mlp"), p, n), "mlp_gate")
         up_BTF = checkpoint_name(dot(x_BTD, self.up[...], "BTD,DF->BTF", ("embed", "mlp"), p, n), "mlp_up")
         h_BTF = p.constrain(jax.nn.silu(gate_BTF) * up_BTF, *hidden)
-        return dot(h_BTF, self.down[...], "BTF,FD->BTD", ("mlp", "embed"), p, n)
+        return dot(h_BTF, self.down[...], "BTF,DF->BTD", ("embed", "mlp"), p, n)
