@@ -51,9 +51,10 @@ H100_SHEET = "NVIDIA H100 data sheet and H100 architecture white paper"
 H200_SHEET = "NVIDIA H200 data sheet"
 GH200_SHEET = "NVIDIA GH200 data sheet"
 B200_SHEET = "NVIDIA HGX B200 specifications, per GPU"
+GB200_SHEET = "NVIDIA GB200 NVL72 specifications, divided by its 72 GPUs"
 
 # Pattern of the whole device kind (after an optional "NVIDIA ") -> GPU. Patterns match in full, so that a MIG slice, a
-# GB200 or a cut-down export model is unknown rather than taken for its bigger relative. The more specific come first.
+# GB300 or a cut-down export model is unknown rather than taken for its bigger relative. The more specific come first.
 # fmt: off
 TABLE: tuple[tuple[str, Gpu], ...] = (
     (r"A100-SXM4-40GB",            Gpu("A100 SXM 40GB",  80,  312.0,    0.0,  156.0, 19.5,  40, 1.555,  600, A100_SHEET)),
@@ -68,6 +69,7 @@ TABLE: tuple[tuple[str, Gpu], ...] = (
     (r"GH200 144G HBM3e",          Gpu("GH200 144GB",    90,  989.4, 1978.9,  494.7, 66.9, 144, 4.9,    900, GH200_SHEET)),
     (r"GH200 480GB",               Gpu("GH200 96GB",     90,  989.4, 1978.9,  494.7, 66.9,  96, 4.0,    900, GH200_SHEET)),
     (r"B200",                      Gpu("B200",          100, 2250.0, 4500.0, 1125.0, 75.0, 180, 8.0,   1800, B200_SHEET)),
+    (r"GB200",                     Gpu("GB200",         100, 2500.0, 5000.0, 1250.0, 80.0, 186, 8.0,   1800, GB200_SHEET)),
 )
 # fmt: on
 

@@ -118,6 +118,7 @@ def test_mfu():
         ("NVIDIA A100 80GB PCIe", "A100 PCIe 80GB", 312.0),
         ("NVIDIA GH200 480GB", "GH200 96GB", 989.4),
         ("NVIDIA B200", "B200", 2250.0),
+        ("NVIDIA GB200", "GB200", 2500.0),
     ],
 )
 def test_known_gpus(kind, name, bf16):
@@ -127,7 +128,7 @@ def test_known_gpus(kind, name, bf16):
 
 @pytest.mark.parametrize(
     "kind",
-    ["", "cpu", "NVIDIA GB200", "NVIDIA H800", "NVIDIA H20", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA L4", "NVIDIA A100"],
+    ["", "cpu", "NVIDIA GB300", "NVIDIA H800", "NVIDIA H20", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA L4", "NVIDIA A100"],
 )
 def test_unknown_gpus_are_not_guessed(kind):
     assert hardware.lookup(kind) is None

@@ -1,0 +1,168 @@
+"""Machines that a plan is made for: a chip, how many of them NVLink joins, and how many such nodes a network joins.
+
+XLA's GPU compiler needs a description of the card and the shape of the machine, no driver and no card. The descriptions are
+files in specs/, one a chip; what CUDA reports as a card's memory is read from them.
+"""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from jaxtrain import hardware
+
+# Chip -> (the most of them that NVLink joins, what joins them). A node is that: what crosses it goes over a network.
+CHIPS: Mapping[str, tuple[int, str]] = {
+    "a100": (16, "two HGX A100 boards hold"),
+    "a100_40": (16, "two HGX A100 boards hold"),
+    "b200": (8, "an HGX B200 board holds"),
+    "gb200": (72, "the NVLink domain of an NVL72 rack holds"),
+    "gh200": (4, "a quad GH200 board holds"),
+    "h100": (8, "an HGX H100 board holds"),
+    "h100_pcie": (2, "an NVLink bridge joins"),
+    "h200": (8, "an HGX H200 board holds"),
+    "h200_nvl": (4, "an NVLink bridge joins"),
+}
+MOST_GPUS = 2**17  # in all; a slip of the keyboard should not ask the compiler for millions
+FORM = "CHIP:GPUS or CHIP:GPUSxNODES, such as h200:8 or h200:8x16"
+MEMORY = re.compile(r"(?m)^( *device_memory_size: )(\d+)$")
+
+
+class TopologyError(ValueError):
+    """A machine that is not known, cannot be, or is not there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """`nodes` nodes of `gpus` GPUs each, one process a node."""
+
+    chip: str
+    gpus: int  # of a node
+    nodes: int
+    device_kind: str  # as JAX names the device
+    memory_bytes: int  # of one card, as CUDA reports it
+    description: str = dataclasses.field(repr=False)  # for the compiler; "": the GPUs present describe themselves
+
+    @property
+    def total(self) -> int:
+        """GPUs in all."""
+        return self.gpus * self.nodes
+
+    @property
+    def name(self) -> str:
+        """The text that `parse` takes."""
+        return f"{self.chip}:{self.gpus}" + (f"x{self.nodes}" if self.nodes > 1 else "")
+
+    @property
+    def memory_gib(self) -> float:
+        return self.memory_bytes / 2**30
+
+    @property
+    def gpu(self) -> hardware.Gpu:
+        """The data sheet's rates. Raises TopologyError for a GPU that is not in the table; no chip in specs/ is."""
+        found = hardware.lookup(self.device_kind)
+        if found is None:
+            raise TopologyError(
+                f"device {self.device_kind!r}: its rates are not known. Plan for one of {', '.join(CHIPS)}, or add it to the "
+                "table in jaxtrain/hardware.py."
+            )
+        return found
+
+
+def parse(text: str) -> Topology:
+    """The machine behind "h200:8" or "h200:8x16". Raises TopologyError, which says what to write instead."""
+    form = re.fullmatch(r"\s*([\w.-]+)(?::(\d+)(?:x(\d+))?)?\s*", text.lower())
+    if not form:
+        raise TopologyError(f"topology {text!r}: not of the form {FORM}.")
+    chip = form[1]
+    if chip not in CHIPS:
+        near = difflib.get_close_matches(chip, CHIPS, n=1)
+        hint = f"Did you mean {near[0]}? " if near else ""
+        raise TopologyError(f"topology {text!r}: chip {chip!r} has no description. {hint}Known: {', '.join(CHIPS)}.")
+    if form[2] is None:
+        raise TopologyError(f"topology {text!r}: how many GPUs? Write {FORM}.")
+    gpus, nodes = int(form[2]), int(form[3] or 1)
+    if not gpus or not nodes:
+        what = "GPUs in a node" if not gpus else "nodes"
+        raise TopologyError(f"topology {text!r}: 0 {what}. Write at least 1, as in {chip}:1.")
+    most, who = CHIPS[chip]
+    if gpus > most:
+        nodes_instead, rest = divmod(gpus * nodes, most)
+        instead = f"Write {chip}:{most}x{nodes_instead}" if not rest else f"Write at most {chip}:{most}, and xNODES for more"
+        raise TopologyError(f"topology {text!r}: {gpus} GPUs in a node, and {who} at most {most}. {instead}.")
+    if gpus * nodes > MOST_GPUS:
+        raise TopologyError(f"topology {text!r}: {gpus * nodes} GPUs. Write one of at most {MOST_GPUS}.")
+    return Topology(chip, gpus, nodes, **_read(chip))
+
+
+def _read(chip: str) -> dict[str, Any]:
+    text = (resources.files("jaxtrain.plan") / "specs" / f"{chip}.txtpb").read_text(encoding="utf-8")
+    kind, memory = re.search(r'device_description_str: "(.+)"', text), MEMORY.search(text)
+    if not kind or not memory:
+        raise TopologyError(f"jaxtrain/plan/specs/{chip}.txtpb: device_description_str or device_memory_size is missing")
+    return {"device_kind": kind[1], "memory_bytes": int(memory[2]), "description": text}
+
+
+def here() -> Topology:
+    """The GPUs of this process's run. Raises TopologyError where there are none, or where they differ."""
+    found = jax.devices()
+    if found[0].platform != "gpu":
+        raise TopologyError(
+            f"no topology is given, and this machine has no GPU (its devices are {found[0].platform}): name a machine, such as "
+            "--topology=h200:8"
+        )
+    kinds = sorted({d.device_kind for d in found})
+    counts = sorted({sum(d.process_index == p for d in found) for p in range(jax.process_count())})
+    if len(kinds) > 1 or len(counts) > 1:
+        raise TopologyError(f"the GPUs are {', '.join(kinds)}, {' or '.join(map(str, counts))} a process: they must be alike")
+    for chip in CHIPS:
+        read = _read(chip)
+        if read["device_kind"] == kinds[0]:
+            return Topology(chip, counts[0], jax.process_count(), **{**read, "description": ""})
+    # The driver's figure is that of the card; CUDA gives programs up to half a percent less.
+    memory = int(hardware.probe().memory_gib * 2**30)
+    return Topology(kinds[0], counts[0], jax.process_count(), kinds[0], memory, "")
+
+
+def describe(topology: Topology, memory_bytes: int | None = None) -> str:
+    """The text that describes one GPU to the compiler, with this much memory; None: all that the card has.
+
+    The scheduler keeps within a part of the memory described, so what a program may not use must not be described.
+    Raises TopologyError for GPUs that are present, whose memory is what it is.
+    """
+    if not topology.description:
+        raise TopologyError(
+            f"{topology.name} is this machine, which the compiler asks itself: name a topology to describe another"
+        )
+    if memory_bytes is None:
+        return topology.description
+    if not 0 < memory_bytes <= topology.memory_bytes:
+        raise TopologyError(f"{memory_bytes} bytes of memory described for a card of {topology.memory_bytes}")
+    return MEMORY.sub(rf"\g<1>{memory_bytes}", topology.description)
+
+
+def devices(topology: Topology, memory_bytes: int | None = None) -> list[Any]:
+    """Devices to compile for, in the order of their ids, node by node; `process_index` is the node.
+
+    With a description they are described only: programs for them can be read (HLO, memory, schedule), not run. Without one
+    they are the machine's own, and `memory_bytes` must be None.
+    Raises RuntimeError where XLA's GPU compiler is not there.
+    """
+    if not topology.description and memory_bytes is None:
+        return jax.devices()
+    text = describe(topology, memory_bytes)
+    try:
+        found = topologies.get_topology_desc(
+            platform="cuda", topology=f"1x{topology.nodes}x{topology.gpus}", target_config=text
+        ).devices
+    except NotImplementedError as error:
+        raise RuntimeError(
+            "XLA's GPU compiler is not there: install the plan extra (./run.sh setup), and on a machine without a GPU "
+            "start Python with JAX_PLATFORMS=cpu"
+        ) from error
+    return sorted(found, key=lambda d: d.id)

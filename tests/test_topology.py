@@ -1,0 +1,160 @@
+"""Machines by name: what is read from a description, what is refused, and the devices that are made of it.
+
+That each description compiles a train step is seen with one chip of each compute capability; they share every other field.
+"""
+
+import re
+
+import jax
+import pytest
+
+from jaxtrain import hardware, launch
+from jaxtrain.plan import topology
+from jaxtrain.plan.topology import CHIPS, TopologyError, describe, devices, here, parse
+from jaxtrain.step import build, compile_train
+
+
+def test_a_name_is_chip_gpus_and_nodes():
+    one, many = parse("h200:8"), parse("H200:8x16")
+    assert (one.chip, one.gpus, one.nodes, one.total) == ("h200", 8, 1, 8)
+    assert (many.chip, many.gpus, many.nodes, many.total) == ("h200", 8, 16, 128)
+    assert (one.name, many.name) == ("h200:8", "h200:8x16")
+    assert parse(many.name) == many
+
+
+def test_an_h200_has_what_cuda_gives_programs():
+    """Not the data sheet's 141 GB and not 141 GiB."""
+    assert parse("h200:8").memory_gib == pytest.approx(139.80, abs=0.01)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_descriptions_agree_with_the_table_of_gpus(chip):
+    machine = parse(f"{chip}:1")
+    gpu = machine.gpu
+    (device,) = devices(machine)
+    assert (device.device_kind, device.platform) == (machine.device_kind, "gpu")
+    major, minor = device.compute_capability.split(".")
+    assert 10 * int(major) + int(minor) == gpu.sm
+    # A card gives programs a little less than its nominal size, which is in GB or in GiB.
+    assert 0.97 * gpu.hbm_gb * 1e9 < machine.memory_bytes < gpu.hbm_gb * 2**30
+    bandwidth = re.search(r"memory_bandwidth: (\d+)", machine.description)
+    assert bandwidth and int(bandwidth[1]) / 1e12 == pytest.approx(gpu.hbm_tb_s, rel=0.05)
+    assert machine.description.startswith("# ") and "Sources:" in machine.description
+
+
+def test_every_description_is_a_chip():
+    files = {p.name.removesuffix(".txtpb") for p in (topology.resources.files("jaxtrain.plan") / "specs").iterdir()}
+    assert files == set(CHIPS)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("h200", "how many GPUs? Write CHIP:GPUS"),
+        ("", "not of the form"),
+        ("h200:", "not of the form"),
+        ("h200:8x", "not of the form"),
+        ("h200:-8", "not of the form"),
+        ("h200:8x2x2", "not of the form"),
+        ("h200:0", "0 GPUs in a node. Write at least 1"),
+        ("h200:8x0", "0 nodes"),
+        ("h2000:8", "Did you mean h200? Known: a100,"),
+        ("tpu:8", "chip 'tpu' has no description. Known: a100,"),
+        ("h200:16", "Write h200:8x2."),
+        ("h200:16x3", "Write h200:8x6."),
+        ("h200:12", "at most h200:8"),
+        ("h200_nvl:8", "an NVLink bridge joins at most 4. Write h200_nvl:4x2."),
+        ("h200:8x1000000", "at most 131072"),
+    ],
+)
+def test_what_is_no_machine_is_refused(text, message):
+    with pytest.raises(TopologyError, match=re.escape(message)) as error:
+        parse(text)
+    assert repr(text) in str(error.value)
+    assert isinstance(error.value, ValueError)
+
+
+@pytest.mark.parametrize("text", ["h200:8", "h200:8x16", "h200:8x128", "gb200:72x4"])
+def test_a_device_for_every_gpu_node_by_node(text):
+    machine = parse(text)
+    found = devices(machine)
+    assert [d.id for d in found] == list(range(machine.total))
+    assert [d.process_index for d in found] == [i // machine.gpus for i in range(machine.total)]
+
+
+def test_another_memory_can_be_described():
+    machine = parse("h200:8")
+    text = describe(machine, 100 * 2**30)
+    assert text.count(str(100 * 2**30)) == 1 and str(machine.memory_bytes) not in text
+    assert describe(machine) == machine.description
+    assert len(devices(machine, 100 * 2**30)) == 8
+    for wrong in (0, -1, machine.memory_bytes + 1):
+        with pytest.raises(TopologyError, match="bytes of memory described"):
+            describe(machine, wrong)
+
+
+def test_the_compiler_reads_the_memory_described():
+    """In what the compiler's topology serializes to, the figure stands in a varint."""
+    machine = parse("h200:8")
+
+    def varint(n: int) -> bytes:
+        return bytes([n & 127 | (128 if n > 127 else 0)]) + (varint(n >> 7) if n > 127 else b"")
+
+    for memory in (machine.memory_bytes, 100 * 2**30):
+        found = topology.topologies.TopologyDescription(devices(machine, memory)).serialize()
+        assert varint(memory) in found
+
+
+def test_without_a_gpu_a_machine_must_be_named():
+    with pytest.raises(TopologyError, match="has no GPU.*--topology=h200:8"):
+        here()
+
+
+class FakeGpu:
+    platform = "gpu"
+
+    def __init__(self, kind: str, process: int = 0):
+        self.device_kind, self.process_index = kind, process
+
+
+def test_the_machine_itself(monkeypatch):
+    """Only what is made of the devices' names and numbers: no GPU is here."""
+    present = [FakeGpu("NVIDIA H200") for _ in range(4)]
+    monkeypatch.setattr(jax, "devices", lambda: present)
+    machine = here()
+    assert (machine.name, machine.description) == ("h200:4", "")
+    assert machine.memory_bytes == parse("h200:4").memory_bytes
+    assert devices(machine) == present
+    with pytest.raises(TopologyError, match="is this machine"):
+        devices(machine, 2**30)
+    monkeypatch.setattr(hardware, "probe", lambda: hardware.Devices("gpu", "NVIDIA L4", 1, 22.5, "NVML", 89))
+    monkeypatch.setattr(jax, "devices", lambda: [FakeGpu("NVIDIA L4")])
+    assert here().memory_gib == 22.5
+    with pytest.raises(TopologyError, match="NVIDIA L4.*rates are not known"):
+        _ = here().gpu
+    monkeypatch.setattr(jax, "devices", lambda: [FakeGpu("NVIDIA L4"), FakeGpu("NVIDIA H200")])
+    with pytest.raises(TopologyError, match="must be alike"):
+        here()
+
+
+def test_without_the_plugin_the_remedy_is_named(monkeypatch):
+    def missing(**_):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(topology.topologies, "get_topology_desc", missing)
+    with pytest.raises(RuntimeError, match="run.sh setup.*JAX_PLATFORMS=cpu"):
+        devices(parse("h200:8"))
+
+
+@pytest.mark.parametrize(("text", "kernel"), [("a100:2", "chunked"), ("h100:2", "cudnn"), ("b200:2", "cudnn")])
+def test_a_step_compiles_for_each_generation(text, kernel):
+    """Packed documents in cuDNN need Hopper: an A100 takes the other kernel, by itself."""
+    small = {"num_layers": 1, "d_model": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "d_ff": 512, "vocab_size": 512}
+    overrides = ["--config=configs/llama3_8b.py", *(f"--config.model.{k}={v}" for k, v in small.items())]
+    loaded = launch.load(
+        [*overrides, "--config.data.seq_len=2048", "--config.train.global_batch=2", "--config.train.grad_accum=1"]
+    )
+    assert not loaded.problems, loaded.problems
+    program = build(loaded.run, devices(parse(text)))
+    assert program.attention == kernel
+    assert ("__cudnn$fmha" in compile_train(program).as_text()) == (kernel == "cudnn")
