@@ -1,0 +1,231 @@
+"""What a plan's report and page both say: its reductions, its sentences, and how its numbers are written.
+
+Memory is in GiB, as allocators count; what travels is in GB (1e9 bytes), as links and the literature count. A column has the
+decimals that its largest entry deserves: a plan is good to a few percent, not to five digits.
+"""
+
+import dataclasses
+import math
+import shlex
+from collections.abc import Iterable, Sequence
+
+from jaxtrain.plan.result import Collective, Kernel, Plan
+
+GB_PER_GIB = 2**30 / 1e9
+SECONDS_PER_DAY = 86_400
+TRILLION = 1e12
+
+ASSUMPTIONS = (
+    "kernels run one after another; a collective takes its bytes over the link rate plus a fixed cost, and hides behind "
+    "whatever the compiler scheduled between its start and its end; nothing waits for data, saves, stragglers or clocks"
+)
+
+
+# ---- numbers
+
+
+def decimals(values: Iterable[float]) -> int:
+    """How many decimals a column with these values deserves."""
+    largest = max((abs(v) for v in values if math.isfinite(v)), default=0.0)
+    return 0 if largest >= 1000 else 1 if largest >= 10 else 2
+
+
+def column(values: Sequence[float]) -> list[str]:
+    """Numbers of one unit with equal decimals; what would round to zero without being it shows as '<0.1'."""
+    places = decimals(values)
+    return [number(v, places) for v in values]
+
+
+def number(value: float | None, places: int | None = None) -> str:
+    """One number with thousands separated; '-' where there is none."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    places = decimals([value]) if places is None else places
+    if value == 0:
+        return "0"
+    least = 10.0**-places
+    if 0 < abs(value) < least / 2:
+        return f"<{least:.{places}f}"
+    return f"{value:,.{places}f}"
+
+
+def rough(value: float, digits: int = 3) -> str:
+    """A number that is known to so many digits: 24,034 as 24,000."""
+    if value == 0 or not math.isfinite(value):
+        return number(value, 0)
+    places = digits - 1 - math.floor(math.log10(abs(value)))
+    return f"{round(value, places):,.{max(0, places)}f}"
+
+
+def gib(values: Sequence[float]) -> tuple[str, list[str]]:
+    """(unit, numbers) of memory sizes: in MiB where not one of them reaches a GiB."""
+    if max((abs(v) for v in values), default=0.0) >= 1:
+        return "GiB", column(values)
+    return "MiB", column([v * 1024 for v in values])
+
+
+def size(value: float) -> str:
+    """One memory size with its unit."""
+    unit, (text,) = gib([value])
+    return f"{text} {unit}"
+
+
+def percent(fraction: float | None) -> str:
+    """A fraction with one decimal; '-' where there is none, as for the MFU of a GPU without a known peak."""
+    return "-" if fraction is None or not math.isfinite(fraction) else f"{100 * fraction:.1f}%"
+
+
+def place(source: str) -> str:
+    """file:line from the package on, wherever that is installed."""
+    for package, kept in (("/site-packages/", ""), ("/jaxtrain/", "jaxtrain/")):
+        before, found, inside = source.rpartition(package)
+        source = kept + inside if found else source
+    return source
+
+
+# ---- reductions
+
+
+def verdict(plan: Plan) -> str:
+    """Does it fit, and by how much."""
+    m = plan.memory
+    unit, (peak, usable, margin) = gib([m.peak_gib, m.usable_gib, abs(m.usable_gib - m.peak_gib)])
+    if plan.fits:
+        return f"fits: {peak} of {usable} {unit} usable, {margin} {unit} to spare"
+    return f"does not fit: {peak} of {usable} {unit} usable, {margin} {unit} too much"
+
+
+def headline(plan: Plan) -> str:
+    """How fast, in one line."""
+    t = plan.time
+    return (
+        f"{'step' if plan.fits else 'if it did fit: step'} {rough(t.step_ms)} ms, "
+        f"{rough(t.tokens_per_s_per_device, 4)} tokens/s/GPU, MFU {percent(t.mfu_causal)} causal, bound by {t.bound_by}"
+    )
+
+
+def card(plan: Plan) -> str:
+    """What of the card's memory a run may use."""
+    m = plan.memory
+    unit, (all_of_it, reserve, usable) = gib([m.hbm_gib, m.reserve_gib, m.usable_gib])
+    return f"a card has {all_of_it} {unit}: {reserve} stay with cuDNN, NCCL and the CUDA context, {usable} are usable"
+
+
+def peak_at(plan: Plan) -> str:
+    """Where in the schedule the peak is, and how it divides."""
+    m = plan.memory
+    unit, (arguments, temporary) = gib([m.arguments_gib, m.temp_gib])
+    return f"reached in {m.peak_at}; state and batch {arguments} {unit} throughout, temporaries {temporary} {unit}"
+
+
+def devices(plan: Plan) -> int:
+    """GPUs of the mesh."""
+    return math.prod(plan.mesh.values())
+
+
+def mesh(plan: Plan) -> str:
+    """The axes that split anything, as 'fsdp=8 tensor=2'."""
+    return " ".join(f"{axis}={n}" for axis, n in plan.mesh.items() if n > 1) or "one device"
+
+
+def command(plan: Plan) -> str:
+    """The command line that makes this plan again."""
+    overrides = [o if o.startswith("--") else f"--config.{o}" for o in plan.overrides]
+    return shlex.join(["python", "-m", "jaxtrain.plan", f"--config={plan.config}", *overrides, f"--topology={plan.topology}"])
+
+
+def moved(plan: Plan) -> list[Collective]:
+    """Collectives by what they are and the line that caused them, longest first; `instruction` is that of the longest."""
+    groups: dict[tuple[str, str, str, int, str], list[Collective]] = {}
+    for c in plan.collectives:
+        groups.setdefault((c.kind, c.dtype, c.axis, c.group, c.source), []).append(c)
+    merged = [added(sorted(group, key=lambda c: -c.ms)) for group in groups.values()]
+    return sorted(merged, key=lambda c: (-c.ms, -c.wire_gib))
+
+
+def added(group: Sequence[Collective]) -> Collective:
+    """The first of a group with the counts, bytes and times of all."""
+    sums = {f: sum(getattr(c, f) for c in group) for f in ("count", "wire_gib", "network_gib", "ms", "exposed_ms")}
+    return dataclasses.replace(group[0], **sums)
+
+
+def ran(plan: Plan) -> list[Kernel]:
+    """Kernels by time, without the collectives, which are listed for themselves."""
+    return sorted((k for k in plan.kernels if k.kind != "communication"), key=lambda k: -k.ms)
+
+
+def step_parts(plan: Plan) -> list[tuple[str, float]]:
+    """(what, ms) of a step; together they are the step."""
+    t = plan.time
+    parts = [
+        ("GEMM", t.gemm_ms),
+        ("attention", t.attention_ms),
+        ("memory-bound", t.memory_ms),
+        ("exposed communication", t.exposed_ms),
+    ]
+    rest = t.step_ms - sum(ms for _, ms in parts)
+    return [*parts, ("other waiting", rest)] if rest > 0.001 * t.step_ms else parts
+
+
+TRAINING = ("", "tokens", "steps", "days", "GPU-hours")
+
+
+def training(plan: Plan, steps: int | None) -> list[tuple[str, ...]]:
+    """Cells under TRAINING: the config's own number of steps, where given, and every trillion tokens.
+
+    By the planned step time alone: saves, evaluations and restarts come on top.
+    """
+    rows = [("this config", float(steps * plan.tokens_per_step), f"{steps:,}")] if steps else []
+    rows.append(("each trillion", TRILLION, rough(TRILLION / plan.tokens_per_step)))
+    out = []
+    for what, tokens, count in rows:
+        days = tokens / plan.time.tokens_per_s / SECONDS_PER_DAY
+        out.append((what, f"{rough(tokens / 1e9)} B", count, rough(days), rough(days * 24 * devices(plan))))
+    return out
+
+
+def off_by(plan: Plan, published: tuple[float, float] | None) -> str:
+    """What is known of the error of planned times: the range of planned over published step time."""
+    if published is None:
+        return "planned, without a comparison to runs that were published"
+    low, high = published
+    mfu = f"{percent(plan.time.mfu_causal * low)} to {percent(plan.time.mfu_causal * high)}"
+    return (
+        f"planned; for published runs this meter's step times were {low:.2f} to {high:.2f} of the measured ones: "
+        f"as far off here, MFU causal would be {mfu}"
+    )
+
+
+def rates(plan: Plan) -> str:
+    """The rates behind the times, of what this program uses, and where they come from."""
+    r = plan.rates
+    parts = [
+        f"GEMM {number(r.gemm_tflops, 0)} TFLOP/s",
+        f"attention {number(r.attention_forward_tflops, 0)} forward, {number(r.attention_backward_tflops, 0)} backward",
+        f"memory {number(r.memory_tb_s)} TB/s",
+        f"NVLink {number(r.nvlink_gb_s, 0)} GB/s + {number(r.nvlink_latency_us, 0)} us",
+    ]
+    if any(c.network_gib for c in plan.collectives):
+        parts.append(f"network {number(r.network_gb_s, 0)} GB/s + {number(r.network_latency_us, 0)} us")
+    if plan.memory.host_gib:
+        parts.append(f"host {number(r.host_gb_s, 0)} GB/s")
+    return f"{r.source}: {', '.join(parts)}"
+
+
+def work(plan: Plan) -> str:
+    """What a token costs by formula, and what the program executes."""
+    f = plan.flops
+    parted = f.hardware_per_step / f.expected_per_step - 1 if f.expected_per_step else math.nan
+    against = f"{100 * parted:+.1f}%" if math.isfinite(parted) else "-"
+    return (
+        f"{number(f.per_token_causal / 1e9, 2)} GFLOP a token causal, {number(f.per_token_full / 1e9, 2)} full; a step "
+        f"executes {number(f.hardware_per_step / 1e12)} TFLOP a GPU, {against} against the formula "
+        "with what remat computes again"
+    )
+
+
+def built(plan: Plan) -> str:
+    """Compiler, its options and how long it took."""
+    versions = ", ".join(f"{name} {v}" for name, v in plan.versions.items())
+    options = " ".join(f"{name}={v}" for name, v in plan.options.items()) or "none"
+    return f"compiled in {number(plan.compile_s, 0)} s by {versions}; compiler options: {options}"

@@ -1,0 +1,274 @@
+"""A plan as text for people: the whole report of one, and several beside each other."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jaxtrain.plan.figures import (
+    ASSUMPTIONS,
+    GB_PER_GIB,
+    TRAINING,
+    added,
+    built,
+    card,
+    column,
+    command,
+    devices,
+    gib,
+    headline,
+    mesh,
+    moved,
+    number,
+    off_by,
+    peak_at,
+    percent,
+    place,
+    ran,
+    rates,
+    rough,
+    size,
+    step_parts,
+    training,
+    verdict,
+    work,
+)
+from jaxtrain.plan.result import Kernel, Plan
+
+ROWS = 12  # of the longer tables; what is left is summed in one more row
+BAR = 28
+BLOCK = 5  # plans beside each other in `compare`
+COMPARED = 14  # columns of one of them
+SOURCE = 28
+
+
+def text(plan: Plan, console: Console, *, published: tuple[float, float] | None = None, steps: int | None = None) -> None:
+    """Prints the whole report: verdict, memory, collectives, time, kernels, what to change, how it was counted.
+
+    `published` is the range of planned over published step time; `steps` is the config's number of training steps.
+    """
+    _say(console, f"{plan.config} on {plan.topology} ({plan.chip}): mesh {mesh(plan)}, attention {plan.attention}")
+    if plan.overrides:
+        _say(console, f"with {' '.join(plan.overrides)}")
+    _say(console, verdict(plan), "bold green" if plan.fits else "bold red")
+    _say(console, headline(plan), "bold")
+    if not plan.fits:
+        _listed(console, "what would make it fit", plan.hints)
+    _memory(plan, console)
+    _collectives(plan, console)
+    _time(plan, console, published, steps)
+    _kernels(plan, console)
+    _listed(console, "loops", [f"{n:,} x {name}" for name, n in sorted(plan.trip_counts.items(), key=lambda kv: -kv[1])])
+    if plan.fits:
+        _listed(console, "hints", plan.hints)
+    _listed(console, "warnings", plan.warnings, "yellow")
+    _listed(console, "how it was counted", [rates(plan), f"the meter: {ASSUMPTIONS}", work(plan), built(plan)])
+    _heading(console, "to make this plan again")
+    console.print(Text(command(plan)), soft_wrap=True)  # in one line, to be copied
+
+
+def _memory(plan: Plan, console: Console) -> None:
+    m = plan.memory
+    classes = sorted(m.by_class.items(), key=lambda kv: -kv[1])
+    unit, sizes = gib([v for _, v in classes] + [m.peak_gib])
+    _heading(console, f"memory at the peak, {unit} on each GPU")
+    table = _table(["", unit, "", ""], numeric=(1, 2))
+    for (name, value), shown in zip(classes, sizes, strict=False):
+        _row(table, name, shown, percent(value / m.peak_gib), _bar(console, value, m.peak_gib))
+    _row(table, "peak", sizes[-1], "", "", style="bold")
+    console.print(table)
+    _say(console, peak_at(plan))
+    _say(console, card(plan))
+    if m.host_gib:
+        _say(console, f"pinned host memory for each GPU: {size(m.host_gib)}")
+    if m.saved:
+        saved = sorted(m.saved.items(), key=lambda kv: -kv[1])
+        unit, sizes = gib([v for _, v in saved] + [sum(m.saved.values())])
+        _heading(console, f"saved for the backward pass, {unit}")
+        table = _table(["", unit, ""], numeric=(1,))
+        for (name, value), shown in zip(saved, sizes, strict=False):
+            _row(table, name, shown, _bar(console, value, saved[0][1]))
+        _row(table, "all", sizes[-1], "", style="bold")
+        console.print(table)
+
+
+def _collectives(plan: Plan, console: Console) -> None:
+    if not plan.collectives:
+        _say(console, "\nno collectives: nothing moves between GPUs", "bold")
+        return
+    found = moved(plan)
+    shown, more = found[:ROWS], found[ROWS:]
+    if more:
+        rest = dataclasses.replace(added(more), kind=f"{len(more)} more", dtype="", axis="", group=0, source="")
+        shown = [*shown, rest]
+    total = dataclasses.replace(added(found), kind="all", dtype="", axis="", group=0, source="")
+    lines = [*shown, total]
+    crosses = any(c.network_gib for c in found)
+    headings = ["kind", "dtype", "axis", "GPUs", "count", "wire GB", *(["network GB"] if crosses else []), "ms", "exposed ms"]
+    _heading(console, "collectives of a step, bytes sent by each GPU")
+    table = _table([*headings, "source"], numeric=range(3, len(headings)))
+    fields = [column([c.wire_gib * GB_PER_GIB for c in lines]), column([c.ms for c in lines])]
+    fields.append(column([c.exposed_ms for c in lines]))
+    if crosses:
+        fields.insert(1, column([c.network_gib * GB_PER_GIB for c in lines]))
+    for i, c in enumerate(lines):
+        numbers = [f[i] for f in fields]
+        group = str(c.group) if c.group else ""
+        style = "bold" if c is total else ""
+        _row(table, c.kind, c.dtype, c.axis, group, f"{c.count:,}", *numbers, _source(c.source), style=style)
+    console.print(table)
+
+
+def _time(plan: Plan, console: Console, published: tuple[float, float] | None, steps: int | None) -> None:
+    t = plan.time
+    parts = step_parts(plan)
+    times = column([*(ms for _, ms in parts), t.step_ms])
+    _heading(console, "time of a step")
+    table = _table(["", "ms", "", ""], numeric=(1, 2))
+    for (name, ms), shown in zip(parts, times, strict=False):
+        _row(table, name, shown, percent(ms / t.step_ms), _bar(console, ms, t.step_ms))
+    _row(table, "step", times[-1], "", "", style="bold")
+    console.print(table)
+    on_links, waited = column([t.communication_ms, t.exposed_ms])
+    _say(console, f"communication {on_links} ms on the links, of which the GPU waits for {waited} ms")
+    _say(
+        console,
+        f"tokens/s {rough(t.tokens_per_s, 4)}, each GPU {rough(t.tokens_per_s_per_device, 4)}; "
+        f"{plan.tokens_per_step:,} tokens a step",
+    )
+    _say(console, f"MFU {percent(t.mfu_causal)} causal, {percent(t.mfu_full)} full; HFU {percent(t.hfu)}", "bold")
+    _say(console, f"({off_by(plan, published)})")
+    _heading(console, f"time to train on {devices(plan):,} GPUs")
+    table = _table(TRAINING, numeric=range(1, 5))
+    for cells in training(plan, steps):
+        _row(table, *cells)
+    console.print(table)
+
+
+def _kernels(plan: Plan, console: Console) -> None:
+    found = ran(plan)
+    shown, more = found[:ROWS], found[ROWS:]
+    if more:
+        sums = {f: sum(getattr(k, f) for k in more) for f in ("count", "ms", "tflop", "gb")}
+        shown = [*shown, Kernel(f"{len(more)} more", "", "", **sums)]
+    _heading(console, "kernels of a step")
+    table = _table(["kind", "count", "ms", "of step", "TFLOP", "GB", "what", "source"], numeric=range(1, 6))
+    columns = [column([getattr(k, f) for k in shown]) for f in ("ms", "tflop", "gb")]
+    for k, ms, tflop, gb in zip(shown, *columns, strict=True):
+        _row(table, k.kind, f"{k.count:,}", ms, percent(k.ms / plan.time.step_ms), tflop, gb, k.op_name, _source(k.source))
+    console.print(table)
+
+
+def compare(plans: Sequence[Plan], console: Console) -> None:
+    """Prints plans as columns, in the order given; the best entry of what has a best is bold. What each is stands above.
+
+    Raises ValueError without a plan.
+    """
+    if not plans:
+        raise ValueError("nothing to compare: give at least one plan")
+    for i, plan in enumerate(plans, 1):
+        words = [plan.config, *plan.overrides] if i == 1 or plan.config != plans[0].config else plan.overrides
+        _say(console, f"{i}: {plan.topology}, mesh {mesh(plan)}; {' '.join(words) or 'the config as it is'}")
+    block = max(1, min(BLOCK, (console.width - 26) // COMPARED))
+    for first in range(0, len(plans), block):
+        chosen = plans[first : first + block]
+        headings = ["", *(str(first + i + 1) for i in range(len(chosen)))]
+        table = _table(headings, numeric=range(1, len(headings)))
+        _say(console, "")
+        for name, cells, best in _compared(plans):
+            marked = [Text(cell, style="bold" if i == best else "") for i, cell in enumerate(cells)]
+            table.add_row(Text(name), *marked[first : first + block])
+        console.print(table)
+
+
+def _compared(plans: Sequence[Plan]) -> list[tuple[str, list[str], int | None]]:
+    """(name, a cell per plan, which is best) of each row; only a plan that fits can be best."""
+
+    def best(values: list[float], most: bool = False) -> int | None:
+        fit = [i for i, p in enumerate(plans) if p.fits and math.isfinite(values[i])]
+        ordered = sorted(fit, key=lambda i: values[i], reverse=most)
+        return ordered[0] if len(fit) > 1 and values[ordered[0]] != values[ordered[-1]] else None
+
+    def measure(name: str, values: list[float], comparable: bool = True) -> tuple[str, list[str], int | None]:
+        return name, column(values), best(values) if comparable else None
+
+    times = [p.time for p in plans]
+    wire = [sum(c.wire_gib for c in p.collectives) * GB_PER_GIB for p in plans]
+    network = [sum(c.network_gib for c in p.collectives) * GB_PER_GIB for p in plans]
+    per_device = [t.tokens_per_s_per_device for t in times]
+    same_work = len({p.tokens_per_step for p in plans}) == 1  # else a shorter step is not a better one
+    rows = [
+        ("fits", ["yes" if p.fits else "no" for p in plans], None),
+        measure("peak GiB", [p.memory.peak_gib for p in plans]),
+        ("usable GiB", column([p.memory.usable_gib for p in plans]), None),
+    ]
+    names = {name: None for p in plans for name in p.memory.by_class}
+    rows += [(f"  {name} GiB", column([p.memory.by_class.get(name, 0.0) for p in plans]), None) for name in names]
+    rows += [
+        ("tokens a step", [f"{p.tokens_per_step:,}" for p in plans], None),
+        measure("step ms", [t.step_ms for t in times], same_work),
+        ("  GEMM ms", column([t.gemm_ms for t in times]), None),
+        ("  attention ms", column([t.attention_ms for t in times]), None),
+        ("  memory-bound ms", column([t.memory_ms for t in times]), None),
+        ("  exposed comm. ms", column([t.exposed_ms for t in times]), None),
+        ("tokens/s/GPU", [number(v, 0) for v in per_device], best(per_device, most=True)),
+        ("MFU causal", [percent(t.mfu_causal) for t in times], best([t.mfu_causal for t in times], most=True)),
+        ("MFU full", [percent(t.mfu_full) for t in times], None),
+        ("HFU", [percent(t.hfu) for t in times], None),
+        measure("wire GB", wire, same_work),
+    ]
+    if any(network):
+        rows.append(measure("network GB", network, same_work))
+    return [*rows, ("bound by", [t.bound_by for t in times], None)]
+
+
+def _table(headings: Sequence[str], numeric: Iterable[int] = ()) -> Table:
+    """Aligned columns without rules; headings of numbers stand to the right, as the numbers do."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for i, heading in enumerate(headings):
+        right = i in set(numeric)
+        whole = right or heading in ("kind", "dtype", "source")
+        table.add_column(Text(heading), justify="right" if right else "left", no_wrap=whole, overflow="fold")
+    return table
+
+
+def _heading(console: Console, title: str) -> None:
+    _say(console, f"\n{title}", "bold")
+
+
+def _row(table: Table, *cells: str, style: str = "") -> None:
+    table.add_row(*(Text(cell) for cell in cells), style=style)  # Text: brackets in a shape are no markup
+
+
+def _say(console: Console, line: str, style: str = "") -> None:
+    console.print(Text(line, style=style))
+
+
+def _source(source: str) -> str:
+    """file:line, short: without `jaxtrain/`, and of what is still too long its end."""
+    shown = place(source).removeprefix("jaxtrain/")
+    return shown if len(shown) <= SOURCE else "..." + shown[3 - SOURCE :]
+
+
+def _listed(console: Console, title: str, lines: Iterable[str], style: str = "") -> None:
+    lines = list(lines)
+    if not lines:
+        return
+    _heading(console, title)
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1, 0, 0))
+    table.add_column(width=1)
+    table.add_column(overflow="fold")
+    for line in lines:
+        _row(table, "-", line, style=style)
+    console.print(table)
+
+
+def _bar(console: Console, value: float, whole: float) -> str:
+    """A bar of at most BAR characters, with eighths of one where the terminal has them."""
+    eighths = round(8 * BAR * max(0.0, min(1.0, value / whole if whole else 0.0)))
+    if not console.encoding.lower().startswith("utf"):
+        return "#" * round(eighths / 8)
+    return "\u2588" * (eighths // 8) + ("", *"\u258f\u258e\u258d\u258c\u258b\u258a\u2589")[eighths % 8]

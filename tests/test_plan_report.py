@@ -1,0 +1,342 @@
+"""The report and the page of a plan: what they show is the plan's, all of it, legibly, and safe to open anywhere."""
+
+import dataclasses
+import io
+import random
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from jaxtrain.plan import figures, report
+from jaxtrain.plan.result import Buffer, Collective, Flops, Kernel, Memory, Plan, Rates, Time
+
+LAYERS = 32
+
+
+def timeline() -> tuple[tuple[float, str], ...]:
+    """Memory over a step of 32 layers: up in the forward pass, a bump for the logits, down in the backward pass."""
+    arguments, layer = 11.22, 0.664
+    held = [(arguments + 0.9 + layer * i / 3, "forward") for i in range(3 * LAYERS)]
+    top = arguments + 0.9 + layer * LAYERS
+    held += [(top + 2.1, "loss"), (top + 3.2, "loss"), (top + 1.4, "loss")]
+    for i in range(LAYERS):
+        held += [(top - (layer - 0.117) * i + bump, "backward") for bump in (0.4, 2.6, 7.41, 1.1)]
+    held += [(arguments + 3.74 + 0.6 * (i % 3), "optimizer") for i in range(30)]
+    return tuple((round(gib, 3), phase) for gib, phase in held)
+
+
+def sample(**changes: Any) -> Plan:
+    """A plan as it could come out for Llama-3-8B on eight H200s, one sequence of 8192 tokens on each."""
+    source = "/somewhere/jaxtrain/models/transformer.py:118"
+    scope = "jit(train_step)/transpose(jvp(layers))/while/body/checkpoint"
+    moves = [
+        ("all-gather", "bf16", 64, 13.1 + 13.1, 76.2, 0.4, "models/attention.py:61"),
+        ("all-gather", "bf16", 1, 0.86, 2.5, 2.5, "loss.py:88"),
+        ("reduce-scatter", "bf16", 32, 13.1, 38.1, 12.3, "models/remat.py:40"),
+        ("reduce-scatter", "bf16", 1, 0.86, 2.5, 2.5, "loss.py:97"),
+        ("all-reduce", "f32", 3, 2e-9, 0.03, 0.03, "optimizer.py:52"),
+    ]
+    collectives = tuple(
+        Collective(
+            kind, dtype, "fsdp", 8, n, gib / 1.0737, 0.0, ms, exposed, f"/somewhere/jaxtrain/{line}", scope, f"{kind}.{i}"
+        )
+        for i, (kind, dtype, n, gib, ms, exposed, line) in enumerate(moves)
+    )
+    scopes = ["mlp BTD,DF->BTF", "attention BTD,DNH->BTNH", "mlp BTF,FD->BTD", "loss BTD,VD->BTV"]
+    kernels = [
+        Kernel("gemm", f"{way} {what}", source, LAYERS, 96.0 / (i + 1), 71.2 / (i + 1), 33.1 / (i + 1))
+        for i, (way, what) in enumerate((way, what) for way in ("forward", "backward", "recompute") for what in scopes)
+    ]
+    kernels += [
+        Kernel("attention", "backward attention cudnn", source, LAYERS, 73.4, 33.8, 21.5),
+        Kernel("attention", "forward attention cudnn", source, LAYERS, 29.6, 17.6, 12.9),
+        Kernel("memory", "optimizer mul", source, 1, 28.4, 0.0, 116.2),
+        Kernel("communication", "forward attention all-gather", source, 64, 76.2, 0.0, 28.1),
+    ]
+    buffers = tuple(
+        Buffer(gib, kind, shape, source, f"{scope}/{name}", f"fusion.{i}")
+        for i, (gib, kind, shape, name) in enumerate(
+            [
+                (7.0, "saved activations", "bf16[32,1,8192,14336]", "mlp_gate"),
+                (7.0, "saved activations", "bf16[32,1,8192,14336]", "mlp_up"),
+                (3.28, "gradients", "f32[32,512,14336]", "mlp/gate"),
+                (2.0, "saved activations", "bf16[32,1,8192,4096]", "residual"),
+                (0.98, "logits", "bf16[2048,128256]", "loss"),
+            ]
+        )
+    )
+    memory = Memory(
+        hbm_gib=140.4,
+        reserve_gib=6.0,
+        usable_gib=134.4,
+        peak_gib=40.78,
+        arguments_gib=11.22,
+        temp_gib=29.56,
+        host_gib=0.0,
+        by_class={
+            "parameters": 3.74,
+            "moments": 7.48,
+            "gradients": 3.74,
+            "saved activations": 21.25,
+            "logits": 0.98,
+            "temporaries": 3.59,
+        },
+        saved={
+            "mlp_gate": 7.0,
+            "mlp_up": 7.0,
+            "residual": 2.0,
+            "q": 2.0,
+            "attention_out": 2.0,
+            "k": 0.5,
+            "v": 0.5,
+            "attention_lse": 0.25,
+        },
+        peak_at=f"{scope}/mlp/BTF,FD->BTD/dot_general",
+        timeline=timeline(),
+        largest=buffers,
+    )
+    time = Time(
+        gemm_ms=461.7,
+        attention_ms=103.0,
+        memory_ms=126.4,
+        compute_ms=691.1,
+        communication_ms=119.3,
+        exposed_ms=17.7,
+        step_ms=708.8,
+        tokens_per_s=92_460.0,
+        tokens_per_s_per_device=11_557.0,
+        mfu_causal=0.601,
+        mfu_full=0.676,
+        hfu=0.607,
+        bound_by="GEMMs",
+    )
+    rates = Rates(742.0, 594.0, 460.0, 4.08, 370.0, 45.0, 50.0, 10.0, 20.0, "data-sheet rates")
+    plan = Plan(
+        config="configs/llama3_8b.py",
+        overrides=("train.global_batch=8", "train.grad_accum=1"),
+        topology="h200:8",
+        chip="NVIDIA H200",
+        mesh={"data": 1, "fsdp": 8, "tensor": 1, "seq": 1},
+        attention="cudnn",
+        fits=True,
+        memory=memory,
+        flops=Flops(51.47e9, 57.9e9, 425.7e12, 424.9e12),
+        collectives=collectives,
+        time=time,
+        kernels=tuple(kernels),
+        rates=rates,
+        tokens_per_step=65_536,
+        compile_s=21.4,
+        trip_counts={"jit(train_step)/jvp(layers)/while": 32, "jit(train_step)/transpose(jvp(layers))/while": 32},
+        hints=("93.6 GiB are free: train.global_batch=16 with the same grad_accum keeps the GPUs busier",),
+        warnings=("all-reduce in f32 over fsdp at optimizer.py:52: set dtypes.reduce=bf16 if it grows",),
+        versions={"jax": "0.11.2", "jaxlib": "0.11.2"},
+        options={"xla_gpu_enable_latency_hiding_scheduler": "true"},
+    )
+    return dataclasses.replace(plan, **changes)
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """('memory.peak_gib', 40.78), ... of every number and string of a plan."""
+    if dataclasses.is_dataclass(tree):
+        tree = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, tuple) else None
+    if items is None:
+        yield path, tree
+        return
+    for name, value in items:
+        yield from leaves(value, f"{path}.{name}".lstrip("."))
+
+
+def changed(tree: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
+    """A copy of a plan with `change(path, value)` in place of each number and string."""
+    if dataclasses.is_dataclass(tree):
+        fields = [f.name for f in dataclasses.fields(tree)]
+        return type(tree)(**{name: changed(getattr(tree, name), change, f"{path}.{name}".lstrip(".")) for name in fields})
+    if isinstance(tree, dict):
+        return {name: changed(value, change, f"{path}.{name}") for name, value in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(changed(value, change, f"{path}.{i}") for i, value in enumerate(tree))
+    return change(path, tree)
+
+
+def other(value: Any, draw: random.Random) -> Any:
+    """A value that would be written differently: another number, or a string with other digits."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return re.sub(r"\d", lambda digit: str((int(digit[0]) + draw.randint(1, 8)) % 10), value)
+    if isinstance(value, int):
+        return value * draw.randint(3, 9) + draw.randint(1, 9)
+    return value * draw.uniform(1.1, 1.9)
+
+
+def numbers_in(shown: str) -> set[str]:
+    return set(re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?", shown))
+
+
+def written(plan: Plan, width: int = 110, encoding: str = "utf-8", **arguments: Any) -> str:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding)
+    report.text(plan, Console(file=stream, width=width, highlight=False), **arguments)
+    stream.flush()
+    return raw.getvalue().decode(encoding)
+
+
+def row(shown: str, start: str) -> list[str]:
+    """Words of the one line that starts so."""
+    (line,) = [line for line in shown.splitlines() if line.startswith(start)]
+    return line.split()
+
+
+# What only the page shows, for want of room: the picture of the schedule, the buffers at the peak, names in the HLO.
+PAGE_ONLY = r"memory\.(timeline|largest)|\.(op_name|instruction)$"
+# In no rendering: the file format, the sum of three times that are shown, and the rates of links this plan does not use.
+NOWHERE = r"^(format|time\.compute_ms|rates\.(network_gb_s|network_latency_us|host_gb_s)|memory\.host_gib|fits)$|network_gib$"
+
+
+def test_every_number_of_the_plan_is_in_the_text():
+    plan = sample()
+    # So few that each has a row of its own; collectives are among the kernels too, and have a table of theirs.
+    plan = dataclasses.replace(plan, kernels=tuple(k for k in plan.kernels[8:] if k.kind != "communication"))
+    shown = written(plan)
+    for path, value in leaves(plan):
+        if re.search(f"{PAGE_ONLY}|{NOWHERE}", path) or (isinstance(value, str) and not re.search(r"\d", value)):
+            continue
+        if value == 0 or (isinstance(value, float) and value < 0.04):
+            continue  # a zero times two is a zero; and what is below the last digit of its column
+        draw = random.Random(0)
+        new = changed(plan, lambda p, v, path=path, draw=draw: other(v, draw) if p == path else v)
+        assert written(new) != shown, f"{path} = {value!r} changes nothing that is shown"
+
+
+def test_every_number_in_the_text_is_of_the_plan():
+    """No number survives when all of the plan's change, so none is the report's own invention."""
+    arguments = {"published": (0.86, 0.95), "steps": 50_000}
+    same = numbers_in(written(sample(), **arguments))
+    for seed in range(12):
+        draw = random.Random(seed)
+        plan = changed(sample(), lambda _, value, draw=draw: other(value, draw))
+        same &= numbers_in(written(plan, published=(0.5 + seed / 77, 1.3 + seed / 77), steps=50_001 + 7 * seed))
+    # Nothing, the thousand billions of a trillion, "<0.1", and how many kernels have no row of their own.
+    assert same <= {"0", "1,000", "0.1", "3"}, same
+
+
+def test_the_verdict_comes_first_and_says_by_how_much():
+    assert "fits: 40.8 of 134.4 GiB usable, 93.6 GiB to spare" in written(sample()).splitlines()[:3]
+    memory = dataclasses.replace(sample().memory, peak_gib=159.44)
+    shown = written(sample(fits=False, memory=memory, hints=("dtypes.m=bf16 makes it fit: 121.4 GiB, compiled",)))
+    lines = shown.splitlines()
+    assert "does not fit: 159.4 of 134.4 GiB usable, 25.0 GiB too much" in lines[:3]
+    assert lines[3].startswith("if it did fit: step 709 ms")
+    # The way out stands before everything else, and once.
+    assert shown.index("dtypes.m=bf16 makes it fit") < shown.index("memory at the peak")
+    assert shown.count("dtypes.m=bf16") == 1
+
+
+def test_bytes_on_the_wire_are_in_gb_and_the_lines_of_one_cause_are_added():
+    one = Collective("all-gather", "f32", "tensor", 4, 3, 1.0, 0.0, 5.0, 1.0, "a.py:1", "scope", "x")
+    memory = dataclasses.replace(sample().memory, saved={})
+    plan = sample(
+        memory=memory,
+        collectives=(one, dataclasses.replace(one, count=2, wire_gib=2.0, ms=7.0, exposed_ms=9.5, instruction="y")),
+    )
+    shown = written(plan)
+    assert row(shown, "all-gather") == ["all-gather", "f32", "tensor", "4", "5", "3.22", "12.0", "10.5", "a.py:1"]
+    assert row(shown, "all  ") == ["all", "5", "3.22", "12.0", "10.5"]
+    assert "network" not in shown
+    # Over a network: its share has a column, and its rate is among those used.
+    shown = written(sample(collectives=(dataclasses.replace(one, network_gib=0.5),)))
+    assert row(shown, "all-gather")[5:7] == ["1.07", "0.54"]
+    assert "network 45 GB/s + 20 us" in shown
+    assert "nothing moves between GPUs" in written(sample(collectives=()))
+
+
+def test_long_tables_end_in_a_sum_of_the_rest():
+    many = tuple(
+        Collective("all-gather", "bf16", "fsdp", 8, 1, 1.0, 0.0, 100.0 - i, 1.0, f"a.py:{i}", "scope", f"x{i}")
+        for i in range(20)
+    )
+    shown = written(sample(collectives=many))
+    assert "a.py:11" in shown
+    assert "a.py:12" not in shown
+    assert row(shown, "8 more") == ["8", "more", "8", "8.6", "676", "8.0"]
+
+
+@pytest.mark.parametrize("width", [100, 120])
+def test_the_text_keeps_to_the_width(width: int):
+    shown = written(sample(), width, published=(0.86, 0.95), steps=50_000)
+    report_lines, command = shown.split("to make this plan again\n")
+    assert max(map(len, report_lines.splitlines())) <= width
+    # In one line, so that it can be copied.
+    assert command.splitlines() == [
+        "python -m jaxtrain.plan --config=configs/llama3_8b.py --config.train.global_batch=8 --config.train.grad_accum=1"
+        " --topology=h200:8"
+    ]
+
+
+def test_the_text_suits_a_terminal_without_unicode_and_names_with_brackets():
+    plan = sample(warnings=("bf16[layers] is [bold]replicated[/bold]",))
+    assert "bf16[layers] is [bold]replicated[/bold]" in written(plan, encoding="ascii")
+    assert "####" in written(plan, encoding="ascii")
+
+
+def test_published_runs_bound_what_is_believed():
+    assert "MFU causal would be 51.7% to 57.1%" in written(sample(), 120, published=(0.86, 0.95)).replace("\n", " ")
+    assert "without a comparison" in written(sample())
+    unknown = sample(time=dataclasses.replace(sample().time, mfu_causal=float("nan"), mfu_full=float("nan"), hfu=float("nan")))
+    assert "MFU - causal, - full; HFU -" in written(unknown)
+
+
+def test_time_to_train():
+    # 50,000 steps of 65,536 tokens at 92,460 tokens a second are 9.84 hours.
+    assert row(written(sample(), steps=50_000), "this config") == ["this", "config", "3.28", "B", "50,000", "0.410", "78.8"]
+    assert "this config" not in written(sample())
+
+
+@pytest.mark.parametrize(
+    "values, shown",
+    [
+        ([708.8, 0.3], ["708.8", "0.3"]),
+        ([24310.4, 12.0, 0.2], ["24,310", "12", "<1"]),
+        ([40.78, 0.0], ["40.8", "0"]),
+        ([3.14159, 0.001], ["3.14", "<0.01"]),
+        ([float("nan"), 1.0], ["-", "1.00"]),
+    ],
+)
+def test_a_column_has_the_digits_of_its_largest(values: list[float], shown: list[str]):
+    assert figures.column(values) == shown
+
+
+def test_sizes_and_places():
+    assert figures.gib([0.25, 0.001]) == ("MiB", ["256.0", "1.0"])
+    assert figures.rough(24_034.0) == "24,000"
+    assert figures.place("/a/jaxtrain/b/jaxtrain/loss.py:88") == "jaxtrain/loss.py:88"
+    assert figures.place("/env/site-packages/optax/adam.py:3") == "optax/adam.py:3"
+    assert figures.place("/mine/model.py:7") == "/mine/model.py:7"
+    assert figures.command(sample(config="my file.py", overrides=())).endswith("'--config=my file.py' --topology=h200:8")
+
+
+def compared(plans: list[Plan], width: int = 100) -> str:
+    stream = io.StringIO()
+    report.compare(plans, Console(file=stream, width=width, force_terminal=True, color_system="standard", highlight=False))
+    return stream.getvalue()
+
+
+def test_compare_shows_every_plan_and_marks_the_best_that_fits():
+    slow = sample(overrides=("remat.policy=full",), time=dataclasses.replace(sample().time, step_ms=786.0, bound_by="patience"))
+    fast = sample(fits=False, time=dataclasses.replace(sample().time, step_ms=600.0))
+    shown = compared([sample(), slow, fast, *[slow] * 4])
+    assert [line for line in shown.splitlines() if line.startswith("2: ")] == ["2: h200:8, mesh fsdp=8; remat.policy=full"]
+    assert shown.count("patience") == 5
+    (steps,) = [line for line in shown.splitlines() if "step ms" in line and "600.0" in line]
+    # Bold is ESC[1m: on the fastest that fits, not on the fastest.
+    assert re.findall(r"\x1b\[1m *([\d.]+)", steps) == ["708.8"]
+    # A shorter step with fewer tokens is not a better one.
+    half = dataclasses.replace(slow, tokens_per_step=32_768)
+    assert not [line for line in compared([sample(), half]).splitlines() if "step ms" in line and "\x1b[1m" in line]
+    with pytest.raises(ValueError, match="at least one"):
+        compared([])
