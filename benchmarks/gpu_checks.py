@@ -229,7 +229,7 @@ def step_case(argv: list[str], warmup: int, timed: int) -> dict[str, Any]:
     """Median time of a train step on the first device, run the way the loop runs it: one step ahead of the metrics."""
     import jax
 
-    from jaxtrain import state, step
+    from jaxtrain import compiler, state, step
     from jaxtrain.data import pipeline
 
     loaded = launch.load(argv)
@@ -238,7 +238,7 @@ def step_case(argv: list[str], warmup: int, timed: int) -> dict[str, Any]:
     run, device = loaded.run, jax.devices()[0]
     program = step.build(run, [device])
     began = time.perf_counter()
-    train = step.compile_train(program)
+    train = compiler.compile_train(program, compiler.card(hardware.probe().memory_gib, run.train.memory_fraction))
     compile_s = time.perf_counter() - began
     memory = train.memory_analysis()
     out: dict[str, Any] = {

@@ -212,8 +212,3 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
         name,
         reason,
     )
-
-
-def compile_train(program: Program) -> jax.stages.Compiled:
-    """The train step, compiled for the program's devices: the same call for training, for benchmarks and for described GPUs."""
-    return program.train_step.lower(program.state, program.batch).compile()

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain import checkpoint, config, evaluate, flops, generate, hardware, metrics, profiling, state, step
+from jaxtrain import checkpoint, compiler, config, evaluate, flops, generate, hardware, metrics, profiling, state, step
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.data import pipeline
@@ -258,7 +258,10 @@ class Session:
         program = self.program
         self.console.say("compiling the train step ...")
         began = time.perf_counter()
-        train = step.compile_train(program)
+        card = None
+        if jax.local_devices()[0].platform == "gpu":
+            card = compiler.card(hardware.probe().memory_gib, self.run.train.memory_fraction)
+        train = compiler.compile_train(program, card)
         evaluation = None
         if self.eval_data is not None:
             evaluation = program.eval_step.lower(program.state.params, program.eval_batch).compile()
@@ -267,7 +270,7 @@ class Session:
         self.console.say(
             f"compiled in {seconds:.1f} s; per device: " + ", ".join(f"{name} {size(gib)}" for name, gib in memory.items())
         )
-        self.receipt.update(compile_s=seconds, memory_gib=memory)
+        self.receipt.update(compile_s=seconds, memory_gib=memory, compiler_options=compiler.options(program, card))
         if self.run.profile.dump_hlo:
             profiling.dump_hlo(train, self.workdir, self.console.say)
         limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")

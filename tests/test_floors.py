@@ -18,7 +18,7 @@ FLOORS = (
     ("placement", ("sharding",)),
     ("arrays", ("kernels.*",)),
     ("models", ("models.*",)),
-    ("the step", ("data.*", "optimizer", "loss", "state", "step")),
+    ("the step", ("data.*", "optimizer", "loss", "state", "step", "compiler")),
     (
         "around the step",
         ("checkpoint", "resume", "metrics", "progress", "signals", "profiling", "evaluate", "generate", "sample", "memory"),

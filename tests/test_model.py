@@ -19,7 +19,8 @@ from jaxtrain.kernels.cross_entropy import chunked_cross_entropy
 from jaxtrain.kernels.dot import Numerics
 from jaxtrain.kernels.norm import rms_norm
 from jaxtrain.models.transformer import empty_cache
-from jaxtrain.plan.compile import compile_step, described_devices
+from jaxtrain.plan.compile import compile_step
+from jaxtrain.plan.topology import parse
 from jaxtrain.sharding import make_placement
 from jaxtrain.step import attention_spec
 
@@ -276,7 +277,7 @@ def test_offloaded_tensors_go_to_host_memory():
             "remat.tensors": "q=keep,mlp_up=offload",
         }
     )
-    _, compiled = compile_step(run, described_devices("h200", 8))
+    compiled = compile_step(run, parse("h200:8")).executable
     mlp_up_bytes = run.model.num_layers * (run.train.global_batch // 8) * run.data.seq_len * run.model.d_ff * 2
     assert compiled.memory_analysis().host_temp_size_in_bytes == mlp_up_bytes
 

@@ -13,7 +13,8 @@ import jax
 import pytest
 
 from jaxtrain import hardware, launch, memory
-from jaxtrain.plan.compile import compile_step, described_devices
+from jaxtrain.plan.compile import compile_step
+from jaxtrain.plan.topology import devices, parse
 from jaxtrain.state import copy, copy_layer, shardings
 from jaxtrain.step import build
 
@@ -30,7 +31,8 @@ CALLED = re.compile(r"(?:body|condition|calls|to_apply|branch_computations)=\{?(
 def compiled(*overrides: str):
     loaded = launch.load(overrides)
     assert not loaded.problems, loaded.problems
-    return compile_step(loaded.run, described_devices("h200", 8))
+    step = compile_step(loaded.run, parse("h200:8"))
+    return step.program, step.executable
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +182,7 @@ def test_llama3_70b_fits_one_node():
 def test_copies_for_a_checkpoint_go_to_host_memory(mesh):
     """Each byte once, replicas sharing the work; nothing moves between devices, and one layer at a time is held."""
     loaded = launch.load(["--config=configs/llama3_8b.py", *(f"--config.mesh.{m}" for m in mesh)])
-    params = build(loaded.run, described_devices("h200", 8)).state.params
+    params = build(loaded.run, devices(parse("h200:8"))).state.params
     gate, head = params["layers"]["mlp"]["gate"], params["head"]
     index = jax.ShapeDtypeStruct((), "int32")
     for lowered, shape in (
@@ -195,12 +197,7 @@ def test_copies_for_a_checkpoint_go_to_host_memory(mesh):
 
 
 def test_a_host_without_room_for_a_checkpoint_is_named():
-    program = build(launch.load(["--config=configs/llama3_8b.py"]).run, described_devices("h200", 8))
+    program = build(launch.load(["--config=configs/llama3_8b.py"]).run, devices(parse("h200:8")))
     memory.check_host_memory(program, 100.0)
     with pytest.raises(memory.OutOfMemory, match="takes 89.7. GiB; 64.00 GiB may be pinned"):
         memory.check_host_memory(program, 64.0)
-
-
-def test_unknown_chip_is_refused():
-    with pytest.raises(ValueError, match="no description. Known: h200"):
-        described_devices("h900", 8)

@@ -1,41 +1,53 @@
-"""Compile a run's train step for GPUs that are not there.
+"""Compile a run's train step for a machine that is not there, and keep all that a plan reads from it.
 
-XLA's GPU compiler needs a description of the card and the shape of the machine, no driver and no card: the `plan` extra
-(CUDA plugin and PJRT wheels) on any Linux box is enough. The result can be read (HLO, memory, schedule), not run.
+The result can be read, not run: the scheduled program, XLA's buffer assignment, and its count of memory.
 """
 
-from importlib import resources
-from typing import Any
+import dataclasses
+import tempfile
+import time
+from pathlib import Path
 
 import jax
-from jax.experimental import topologies
 
+from jaxtrain import compiler
 from jaxtrain.config import RunConfig
-from jaxtrain.step import Program, build, compile_train
+from jaxtrain.plan import topology as machines
+from jaxtrain.plan.topology import Topology
+from jaxtrain.step import Program, build
 
 
-def described_devices(chip: str, gpus: int, nodes: int = 1) -> list[Any]:
-    """Devices of a machine that is only described: `nodes` nodes, one process each, with `gpus` GPUs of kind `chip`.
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A train step, compiled for a described machine."""
 
-    Raises ValueError for a chip without a description and RuntimeError where XLA's GPU compiler is not there.
+    program: Program
+    executable: jax.stages.Compiled
+    text: str  # the scheduled program of one device, as HLO
+    buffers: bytes  # XLA's HloProto, with the buffer assignment
+    options: dict[str, str]  # the compiler options that training would use
+    card: compiler.Card
+    seconds: float
+
+
+def compile_step(run: RunConfig, topology: Topology) -> Compiled:
+    """The train step of a run, compiled as training on that machine would compile it.
+
+    Raises LayoutError or Unsupported where the config cannot be, RuntimeError where XLA's GPU compiler is not there.
     """
-    spec = resources.files("jaxtrain.plan") / "specs" / f"{chip}.txtpb"
-    if not spec.is_file():
-        known = sorted(p.name.removesuffix(".txtpb") for p in (resources.files("jaxtrain.plan") / "specs").iterdir())
-        raise ValueError(f"chip {chip!r}: no description. Known: {', '.join(known)}.")
-    try:
-        topology = topologies.get_topology_desc(
-            platform="cuda", topology=f"1x{nodes}x{gpus}", target_config=spec.read_text(encoding="utf-8")
-        )
-    except NotImplementedError as error:
-        raise RuntimeError(
-            "XLA's GPU compiler is not there: install the plan extra (./run.sh setup), and on a machine without a GPU "
-            "start Python with JAX_PLATFORMS=cpu"
-        ) from error
-    return list(topology.devices)
-
-
-def compile_step(run: RunConfig, devices: list[Any]) -> tuple[Program, jax.stages.Compiled]:
-    """The program of a run on these devices, and its train step, compiled as training would compile it."""
-    program = build(run, devices)
-    return program, compile_train(program)
+    program = build(run, machines.devices(topology))
+    card = compiler.card(topology.memory_gib, run.train.memory_fraction)
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        # The buffer assignment comes in a dump only: the executable's own copy is empty on GPUs.
+        dump: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
+        executable = compiler.compile_train(program, card, dump)
+        found = sorted(Path(folder).glob("*after_optimizations.hlo.pb"))
+        if len(found) != 1:
+            raise RuntimeError(f"XLA dumped {len(found)} buffer assignments of one program; is xla_dump_to set in XLA_FLAGS?")
+        buffers = found[0].read_bytes()
+    seconds = time.perf_counter() - began
+    text = executable.as_text()
+    if text is None:
+        raise RuntimeError("this jaxlib gives no text of a compiled GPU program")
+    return Compiled(program, executable, text, buffers, compiler.options(program, card), card, seconds)

@@ -1,0 +1,65 @@
+"""How the train step is compiled: XLA's options on GPUs, each with its reason. Training, benchmarks and plans compile here.
+
+Options go to the compiler with the program and not through XLA_FLAGS, so that the executable, its cache key and the receipt
+all know them.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+
+from jaxtrain import hardware
+from jaxtrain.step import Program
+
+# XLA plans schedules for this part of a card's memory (GetSchedulerMemoryLimit in its gpu_hlo_schedule.cc): what it adds
+# for overlap, and what it would compute twice to save memory, both follow from it.
+XLA_SHARE = 0.8
+SLOP = "xla_gpu_memory_limit_slop_factor"
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """The memory of one GPU, and the part of it that a run gives to JAX."""
+
+    memory_gib: float
+    usable_gib: float
+
+
+def card(memory_gib: float, fraction: float = 0.0) -> Card:
+    """A card of this size under `train.memory_fraction` (0: all but the reserve)."""
+    return Card(memory_gib, memory_gib * hardware.memory_fraction(memory_gib, fraction))
+
+
+def local_bytes(tree: Any) -> int:
+    """Bytes of one device's shards of these arrays."""
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+
+def options(program: Program, card: Card | None) -> dict[str, str]:
+    """XLA's options for a program on GPUs with this much memory; none on CPU, where `card` is None."""
+    if card is None:
+        return {}
+    held = local_bytes((program.state, program.batch)) / 2**30
+    chosen = {
+        # Collectives of the next layer start during this one, and loops are unrolled twice for it; without, the last
+        # reduction of a layer and the first gathers of the next wait for each other.
+        "optimization_level": "O1",
+        # What the backward pass computes again is said by remat.policy. XLA's own pass works from an estimate that does not
+        # know of memory shared in loops, and where it finds too little it gathers weights a second time.
+        "xla_disable_hlo_passes": "rematerialization",
+    }
+    # XLA's limit is held + slop% of (its share - held). Where its share is less than what is held, no slop can mend that.
+    spare = XLA_SHARE * card.memory_gib - held
+    if spare > 0:
+        chosen[SLOP] = str(max(1, math.floor(100 * (card.usable_gib - held) / spare)))
+    return chosen
+
+
+def compile_train(
+    program: Program, card: Card | None = None, extra: dict[str, str | bool] | None = None
+) -> jax.stages.Compiled:
+    """The train step, compiled for the program's devices. `card`: their memory, None on CPU. `extra`: options such as dumps."""
+    chosen = options(program, card) | (extra or {})
+    return program.train_step.lower(program.state, program.batch).compile(compiler_options=chosen or None)
