@@ -1,0 +1,312 @@
+"""What travels between devices in a step: every collective of a scheduled module, with its mesh axes and its bytes.
+
+Bytes are those of the ring algorithms, which move the least that any algorithm can (n is the number of devices in a group):
+
+    all-gather          (n-1)/n of the gathered array    reduce-scatter       (n-1)/n of the array that is reduced
+    all-reduce          2(n-1)/n of the array            all-to-all           (n-1)/n of the array
+    collective-permute  the array                        collective-broadcast the array
+
+A ring is laid out node by node, so that it leaves each node once, with all that a device sends: a GPU's share of the network
+is what it sends divided by the GPUs of its group in its node (NCCL runs as many rings as there are network cards). An
+all-to-all is no ring: what it sends to devices of other nodes crosses the network. A permutation that leaves a node anywhere
+counts whole: the GPU at the border has nobody to share with.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterable
+
+import numpy as np
+
+from jaxtrain.plan import result
+from jaxtrain.plan.hlo import Computation, HloError, Instruction, Module, leaves, walk
+
+GIB = 2**30
+_OF_GROUPS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-broadcast")
+_KINDS = (*_OF_GROUPS, "collective-permute")
+# These name groups of replicas, of which there is one, unless they say that they mean devices.
+_OF_REPLICAS = ("all-gather", "reduce-scatter", "all-reduce")
+_LAUNCHES = ("fusion", "fusion-start", "async-start", "call-start")
+_LIST = re.compile(r"\{\s*(?:\{[\d,\s]*\}\s*,?\s*)*\}")
+_PAIRS = re.compile(r"\{\s*(?:\{\s*\d+\s*,\s*\d+\s*\}\s*,?\s*)*\}")
+_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"mesh\[((?:'[^']+'=\d+,?)*)\](?:, device_ids=\((.*)\))? \{(.*)\}")
+_MESH_AXIS = re.compile(r"'([^']+)'=(\d+)")
+_GROUP_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+_ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """One collective instruction. Bytes are those that each GPU sends in one launch."""
+
+    kind: str  # all-gather | reduce-scatter | all-reduce | all-to-all | collective-permute | ...
+    dtype: str  # of what travels; several combined into one launch are joined by "+"
+    axis: str  # mesh axes, joined by "+"; "fsdp(2 of 4)" is over a part of an axis; "" moves nothing
+    group: int  # devices in one group
+    count: int  # launches a step
+    wire_bytes: float
+    network_bytes: float  # of that, a GPU's share of what leaves its node
+    source: str
+    op_name: str
+    instruction: str  # in the schedule: a fusion or an async-start, where the collective is inside one
+    loops: tuple[str, ...]  # names of the while loops around it, from outside in
+
+
+def read(module: Module, mesh_shape: dict[str, int], gpus_per_node: int) -> list[Found]:
+    """Every collective of a module, in the order of its schedule.
+
+    `mesh_shape`: axis -> size, in device order (row-major: the last axis varies fastest). Raises HloError for a collective
+    whose groups are no groups of this mesh, and for any that is of no known form.
+    """
+    if math.prod(mesh_shape.values()) != module.num_partitions:
+        raise HloError(f"module {module.name}: made for {module.num_partitions} devices, but the mesh is {mesh_shape}")
+    mesh = _Mesh(mesh_shape, gpus_per_node)
+    found: dict[str, Found] = {}
+    inside: set[str] = set()  # reached through a launch that has been counted
+    for i, computation, times, loops in walk(module):
+        if i.name in inside:
+            continue
+        moved = [(i, computation)] if _kind(i) else _within(module, i.called) if i.opcode in _LAUNCHES else []
+        inside |= {inner.name for inner, _ in moved}
+        if not moved:
+            continue
+        made = _merged([_one(mesh, inner, where, i, times, loops) for inner, where in moved])
+        before = found.get(i.name)  # a computation called from several places
+        found[i.name] = dataclasses.replace(before, count=before.count + times) if before else made
+    return list(found.values())
+
+
+def by_instruction(found: Iterable[Found]) -> dict[str, Found]:
+    """Instruction name in the schedule -> what it moves."""
+    return {f.instruction: f for f in found}
+
+
+def over_step(found: Found, ms: float, exposed_ms: float) -> result.Collective:
+    """A collective's line in the plan: bytes of all launches, and the times (of all launches) that a model gave it."""
+    return result.Collective(
+        kind=found.kind,
+        dtype=found.dtype,
+        axis=found.axis,
+        group=found.group,
+        count=found.count,
+        wire_gib=found.count * found.wire_bytes / GIB,
+        network_gib=found.count * found.network_bytes / GIB,
+        ms=ms,
+        exposed_ms=exposed_ms,
+        source=found.source,
+        op_name=found.op_name,
+        instruction=found.instruction,
+    )
+
+
+def _kind(i: Instruction) -> str | None:
+    """The kind of collective that an instruction launches. Raises HloError for one of no known kind."""
+    kind = i.opcode.removesuffix("-start")
+    if kind in _KINDS:
+        return kind
+    between_devices = i.opcode in ("send", "recv") and i.attributes.get("is_host_transfer") != "true"
+    if between_devices or "replica_groups" in i.attributes or "source_target_pairs" in i.attributes:
+        raise HloError(f"{i.name}: {i.opcode} moves data between devices in a way that is not understood: {i.attributes}")
+    return None
+
+
+def _within(module: Module, called: Iterable[str]) -> list[tuple[Instruction, Computation]]:
+    """The collectives of computations and of what they call."""
+    out = []
+    for name in called:
+        computation = module.computations[name]
+        for i in computation.instructions:
+            out += [(i, computation)] if _kind(i) else _within(module, i.called)
+    return out
+
+
+def _one(mesh: "_Mesh", i: Instruction, where: Computation, launch: Instruction, times: int, loops: tuple[str, ...]) -> Found:
+    kind = _kind(i) or ""
+    operands = i.operands[:1] if kind == "ragged-all-to-all" else i.operands  # the others say where the parts begin
+    arrays = [leaf for o in operands for leaf in leaves(where.by_name[o].type)]
+    size = sum(a.bytes for a in arrays)
+    if kind == "collective-permute":
+        axis, group, leaves_node = mesh.moves(i)
+        wire = size if group > 1 else 0
+        network = size if leaves_node else 0
+    else:
+        axis, group, local = mesh.groups(i)
+        wire = _ring(kind, size, group)
+        if kind in ("all-to-all", "ragged-all-to-all"):
+            network = size * (group - local) / group
+        else:
+            network = wire / local if local < group else 0
+    return Found(
+        kind=kind,
+        dtype="+".join(dict.fromkeys(a.dtype for a in arrays)),
+        axis=axis,
+        group=group,
+        count=times,
+        wire_bytes=wire,
+        network_bytes=network,
+        source=next(filter(None, (i.source, launch.source, *(where.by_name[o].source for o in operands))), ""),
+        op_name=i.op_name or launch.op_name,
+        instruction=launch.name,
+        loops=loops,
+    )
+
+
+def _ring(kind: str, size: int, n: int) -> float:
+    """Bytes that each of n devices sends, of which each puts in `size`."""
+    match kind:
+        case "all-gather":
+            return (n - 1) * size
+        case "all-reduce":
+            return 2 * (n - 1) / n * size
+        case "collective-broadcast":
+            return size if n > 1 else 0
+        case _:
+            return (n - 1) / n * size
+
+
+def _merged(parts: list[Found]) -> Found:
+    """Several collectives that one instruction launches, as one."""
+    first = parts[0]
+    if len({(p.kind, p.axis, p.group) for p in parts}) > 1:
+        several = "; ".join(f"{p.kind} over {p.axis}" for p in parts)
+        raise HloError(f"{first.instruction}: one launch of different collectives is not understood: {several}")
+    return dataclasses.replace(
+        first,
+        dtype="+".join(dict.fromkeys(dtype for p in parts for dtype in p.dtype.split("+"))),
+        wire_bytes=sum(p.wire_bytes for p in parts),
+        network_bytes=sum(p.network_bytes for p in parts),
+    )
+
+
+# ---- Which devices
+
+
+def _pairs(i: Instruction) -> np.ndarray:
+    """(source, target) of each move of a permutation that goes to another device, shape [moves, 2]."""
+    text = i.attributes.get("source_target_pairs", "")
+    if not _PAIRS.fullmatch(text):
+        raise HloError(f"{i.name}: its source_target_pairs cannot be read: {text!r}")
+    pairs = np.array(_numbers(re.sub(r"[{}]", "", text)), int).reshape(-1, 2)
+    return pairs[pairs[:, 0] != pairs[:, 1]]
+
+
+def _groups(i: Instruction, devices: int) -> np.ndarray:
+    """The devices of each group, shape [groups, devices in one]. With one replica, a device's number is its partition's."""
+    if "channel_id" not in i.attributes:
+        return np.arange(devices)[:, None]  # between replicas, of which there is one
+    if i.opcode.removesuffix("-start") in _OF_REPLICAS and i.attributes.get("use_global_device_ids") != "true":
+        return np.arange(devices)[None, :]  # between replicas and all their partitions
+    text = i.attributes.get("replica_groups", "{}")
+    if "device_ids" in i.attributes:  # part of the value, after a comma
+        text += f", device_ids={i.attributes['device_ids']}"
+    if _LIST.fullmatch(text):
+        listed = [_numbers(group) for group in re.findall(r"\{([\d,\s]+)\}", text)] or [tuple(range(devices))]
+        equal = len({len(group) for group in listed}) == 1
+        groups = np.array(listed) if equal else np.array([[-1]])
+    elif iota := _IOTA.fullmatch(text):
+        groups = _iota(iota[2], iota[3]).reshape(_numbers(iota[1]))
+    elif named := _MESH.fullmatch(text):
+        groups = _named(named)
+    else:
+        raise HloError(f"{i.name}: its replica_groups cannot be read: {text!r}")
+    if sorted(groups.ravel()) != list(range(devices)):
+        raise HloError(f"{i.name}: its replica_groups do not divide the {devices} devices into equal groups: {text}")
+    return groups
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(",") if n.strip())
+
+
+def _iota(sizes: str, order: str | None) -> np.ndarray:
+    """0, 1, 2, ... in an array of these sizes, its dimensions put into this order, flat."""
+    devices = np.arange(math.prod(_numbers(sizes))).reshape(_numbers(sizes))
+    return (devices.transpose(_numbers(order)) if order else devices).ravel()
+
+
+def _named(match: re.Match[str]) -> np.ndarray:
+    """Groups along axes of the compiler's own mesh; `'a':(2)4` is a part of an axis: 4 long, below a major part of 2."""
+    axes = {name: int(size) for name, size in _MESH_AXIS.findall(match[1])}
+    order = _ORDER.fullmatch(match[2]) if match[2] else None
+    devices = _iota(order[1], order[2]) if order else np.array(_numbers(match[2] or ""))
+    if not match[2]:
+        devices = np.arange(math.prod(axes.values()))
+    wanted = [(name, int(before or 1), int(part or axes[name])) for name, before, part in _GROUP_AXIS.findall(match[3])]
+    sizes, inside = [], []  # each axis cut where a part begins or ends
+    for name, size in axes.items():
+        parts = [(before, before * part) for other, before, part in wanted if other == name]
+        for low, high in itertools.pairwise(sorted({1, size, *itertools.chain(*parts)})):
+            sizes.append(high // low)
+            inside.append(any(start <= low and high <= end for start, end in parts))
+    outer, inner = [d for d, x in enumerate(inside) if not x], [d for d, x in enumerate(inside) if x]
+    return devices.reshape(sizes).transpose(outer + inner).reshape(-1, math.prod(sizes[d] for d in inner))
+
+
+def _canonical(groups: np.ndarray) -> bytes:
+    """The same for the same groups, in whatever order they and their devices are written."""
+    groups = np.sort(groups, axis=1)
+    return groups[np.argsort(groups[:, 0])].astype(np.int64).tobytes() + bytes(str(groups.shape), "ascii")
+
+
+class _Mesh:
+    """The run's mesh: which devices the groups along its axes have, and in which node each is."""
+
+    def __init__(self, shape: dict[str, int], gpus_per_node: int):
+        self.devices, self.gpus_per_node = math.prod(shape.values()), gpus_per_node
+        ids = np.arange(self.devices).reshape(tuple(shape.values()))
+        names = [name for name, size in shape.items() if size > 1]
+        along: dict[str, np.ndarray] = {}
+        for count in range(1, len(names) + 1):
+            for chosen in itertools.combinations(names, count):
+                moved = np.moveaxis(ids, [list(shape).index(n) for n in chosen], range(-count, 0))
+                along["+".join(chosen)] = moved.reshape(-1, math.prod(shape[n] for n in chosen))
+        self.along = dict(sorted(along.items(), key=lambda item: item[1].shape[1]))  # small groups first
+        self.axes = {_canonical(groups): axes for axes, groups in self.along.items()}
+        self.known: dict[str, tuple[str, int, int]] = {}
+
+    def groups(self, i: Instruction) -> tuple[str, int, int]:
+        """Of a collective between groups: the axes, the devices in a group, and how many of a group are in one node.
+
+        The latter where they are fewest. Axes may be part of some: then each group has evenly spaced devices along them.
+        """
+        key = str([i.attributes.get(k) for k in ("replica_groups", "device_ids", "channel_id", "use_global_device_ids")])
+        key += i.opcode.removesuffix("-start")
+        if key not in self.known:
+            groups = _groups(i, self.devices)
+            local = min(int(np.unique(row, return_counts=True)[1].min()) for row in groups // self.gpus_per_node)
+            self.known[key] = self._axes(i, groups), groups.shape[1], local
+        return self.known[key]
+
+    def _axes(self, i: Instruction, groups: np.ndarray) -> str:
+        size = groups.shape[1]
+        if size == 1:
+            return ""
+        if exact := self.axes.get(_canonical(groups)):
+            return exact
+        for axes, whole in self.along.items():
+            number, position = self._places(whole)
+            spots = np.sort(position[groups], axis=1)
+            if (number[groups] == number[groups[:, :1]]).all() and len(np.unique(np.diff(spots, axis=1))) == 1:
+                return f"{axes}({size} of {whole.shape[1]})"
+        raise HloError(f"{i.name}: its replica_groups lie along no axes of the mesh: {i.attributes['replica_groups']}")
+
+    def moves(self, i: Instruction) -> tuple[str, int, bool]:
+        """Of a permutation: the fewest axes along which all moves stay in one group, its size, and if any leaves a node."""
+        moves = _pairs(i)
+        if not len(moves):
+            return "", 1, False
+        if moves.max() >= self.devices:
+            raise HloError(f"{i.name}: it names device {moves.max()}, and there are {self.devices}")
+        leaves_node = bool((moves // self.gpus_per_node @ (1, -1)).any())
+        fit = ((axes, whole) for axes, whole in self.along.items() if not (self._places(whole)[0][moves] @ (1, -1)).any())
+        axes, whole = next(fit)  # all axes together hold every device
+        return axes, whole.shape[1], leaves_node
+
+    def _places(self, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of each device: the number of its group, and its position there."""
+        number, position = np.empty(self.devices, int), np.empty(self.devices, int)
+        number[whole], position[whole] = np.indices(whole.shape)
+        return number, position
