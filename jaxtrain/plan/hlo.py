@@ -47,7 +47,7 @@ _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _TABLE_ROW = re.compile(r"(\d+) (.*)$")
 _PACKAGE = Path(__file__).resolve().parents[1]
-_MOST_TRIPS = 100_000  # a loop counted by running its counter
+_MOST_TRIPS = 20_000  # a loop counted by running its counter
 
 
 class HloError(ValueError):
@@ -195,11 +195,20 @@ def _computation(name: str, lines: Iterator[str], source_of: dict[int, str]) -> 
     found: list[Instruction] = []
     for line in lines:
         if line.startswith("}"):
-            if sum(i.is_root for i in found) != 1:
-                raise HloError(f"computation {name}: it has {sum(i.is_root for i in found)} ROOT instructions, not one")
-            return Computation(name, tuple(found))
+            break
+        if not line:
+            raise HloError(f"computation {name}: the text ends inside it")
         found.append(_instruction(line, source_of))
-    raise HloError(f"computation {name}: the text ends inside it")
+    else:
+        raise HloError(f"computation {name}: the text ends inside it")
+    made = Computation(name, tuple(found))
+    if sum(i.is_root for i in found) != 1:
+        raise HloError(f"computation {name}: it has {sum(i.is_root for i in found)} ROOT instructions, not one")
+    for i in found:
+        for operand in i.operands:
+            if operand not in made.by_name:
+                raise HloError(f"{i.name}: its operand {operand} is not in computation {name}")
+    return made
 
 
 def _instruction(line: str, source_of: dict[int, str]) -> Instruction:
