@@ -1,18 +1,25 @@
 """The report and the page of a plan: what they show is the plan's, all of it, legibly, and safe to open anywhere."""
 
 import dataclasses
+import html
 import io
+import json
 import random
 import re
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from jaxtrain.plan import figures, report
+from jaxtrain.plan import figures, page, page_charts, report
 from jaxtrain.plan.result import Buffer, Collective, Flops, Kernel, Memory, Plan, Rates, Time
 
+REPO = Path(__file__).resolve().parent.parent
 LAYERS = 32
 
 
@@ -64,7 +71,7 @@ def sample(**changes: Any) -> Plan:
                 (7.0, "saved activations", "bf16[32,1,8192,14336]", "mlp_up"),
                 (3.28, "gradients", "f32[32,512,14336]", "mlp/gate"),
                 (2.0, "saved activations", "bf16[32,1,8192,4096]", "residual"),
-                (0.98, "logits", "bf16[2048,128256]", "loss"),
+                (0.98, "logits and loss", "bf16[2048,128256]", "loss"),
             ]
         )
     )
@@ -78,10 +85,11 @@ def sample(**changes: Any) -> Plan:
         host_gib=0.0,
         by_class={
             "parameters": 3.74,
-            "moments": 7.48,
+            "first moment": 3.74,
+            "second moment": 3.74,
             "gradients": 3.74,
             "saved activations": 21.25,
-            "logits": 0.98,
+            "logits and loss": 0.98,
             "temporaries": 3.59,
         },
         saved={
@@ -340,3 +348,231 @@ def test_compare_shows_every_plan_and_marks_the_best_that_fits():
     assert not [line for line in compared([sample(), half]).splitlines() if "step ms" in line and "\x1b[1m" in line]
     with pytest.raises(ValueError, match="at least one"):
         compared([])
+
+
+# ---- the page
+
+
+VOID = {"meta", "link", "br", "wbr", "img", "input"}
+
+
+class Read(HTMLParser):
+    """What a page says: its text, titles and labels; its elements with their attributes; and whether tags close in order."""
+
+    def __init__(self, page: str):
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.code: list[str] = []  # of scripts and styles
+        self._open: list[str] = []
+        self.feed(page)
+        self.close()
+        assert not self._open, f"never closed: {self._open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self.words += [value or "" for name, value in attrs if name in ("title", "aria-label", "content")]
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))  # an element of an SVG, closed where it opens
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open, f"</{tag}> closes nothing"
+        opened = self._open.pop()
+        assert opened == tag, f"<{opened}> is closed by </{tag}>"
+
+    def handle_data(self, data: str) -> None:
+        (self.code if self._open and self._open[-1] in ("script", "style") else self.words).append(data)
+
+    def named(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def test_the_page_is_whole_html_with_text_for_every_picture():
+    read = Read(page.html(sample(), (0.86, 0.95), steps=50_000))
+    assert read.named("html") == [{"lang": "en"}]
+    assert len(read.named("title")) > 1  # the page's own, and the tooltips of bars
+    assert all("scope" in th for th in read.named("th"))
+    assert len(read.named("caption")) == len(read.named("table"))
+    for svg in read.named("svg"):
+        nested = "viewbox" in svg
+        assert nested or svg.get("aria-hidden") == "true" or (svg.get("role") == "img" and svg.get("aria-label")), svg
+    ids = [attributes["id"] for _, attributes in read.elements if "id" in attributes]
+    assert len(set(ids)) == len(ids)
+
+
+def test_the_page_asks_for_nothing_from_outside():
+    text = page.html(sample(), (0.86, 0.95), steps=50_000)
+    assert not re.findall(r"https?:|//[a-z]|@import", re.sub(r"// .*", "", text))
+    assert set(re.findall(r"url\(([^)]*)\)", text)) == {"#too-much"}
+    read = Read(text)
+    for tag, attributes in read.elements:
+        assert "src" not in attributes, tag
+        assert attributes.get("href", "data:,") == "data:,", tag
+    (policy,) = [m for m in read.named("meta") if m.get("http-equiv") == "Content-Security-Policy"]
+    assert (policy["content"] or "").startswith("default-src 'none'")
+
+
+def test_names_in_a_plan_cannot_write_the_page():
+    evil = '</script><script>alert("1&1")</script>'
+    plan = changed(sample(), lambda _, value: value + evil if isinstance(value, str) else value)
+    plan = dataclasses.replace(plan, trip_counts={evil: 3}, versions={evil: evil}, mesh={evil: 8})
+    memory = dataclasses.replace(plan.memory, by_class={evil: 40.78}, saved={evil: 21.25})
+    read = Read(page.html(dataclasses.replace(plan, memory=memory)))
+    plain = Read(page.html(sample()))
+    assert len(read.named("script")) == len(plain.named("script")) == 2
+    assert " ".join(read.words).count(evil) > 50
+
+
+def test_every_number_of_the_plan_is_on_the_page():
+    plan = sample()
+    plan = dataclasses.replace(plan, kernels=tuple(k for k in plan.kernels if k.kind != "communication"))
+    shown = page.html(plan)
+    for path, value in leaves(plan):
+        if re.search(NOWHERE, path) or (isinstance(value, str) and not re.search(r"\d", value)):
+            continue
+        if value == 0 or (isinstance(value, float) and value < 0.04):
+            continue  # as in the text
+        draw = random.Random(0)
+        new = changed(plan, lambda p, v, path=path, draw=draw: other(v, draw) if p == path else v)
+        assert page.html(new) != shown, f"{path} = {value!r} changes nothing that is shown"
+
+
+def test_every_number_on_the_page_is_of_the_plan():
+    def said(plan: Plan, published: tuple[float, float], steps: int) -> str:
+        # Without the axis of the chart, whose round numbers are its own.
+        text = re.sub(r'<text [^>]*class="axis"[^>]*>[^<]*</text>', "", page.html(plan, published, steps=steps))
+        return " ".join(w for w in Read(text).words if w not in (page.POLICY, "width=device-width, initial-scale=1"))
+
+    same = numbers_in(said(sample(), (0.86, 0.95), 50_000))
+    for seed in range(12):
+        draw = random.Random(seed)
+        plan = changed(sample(), lambda _, value, draw=draw: other(value, draw))
+        same &= numbers_in(said(plan, (0.5 + seed / 77, 1.3 + seed / 77), 50_001 + 7 * seed))
+    assert same <= {"0", "1,000", "0.1"}, same
+
+
+def test_the_chart_marks_peak_and_limit_and_says_what_the_assignment_adds():
+    plan = sample()
+    shown = page.html(plan)
+    assert ">peak 40.8 GiB<" in shown
+    assert ">usable 134.4 GiB<" in shown
+    assert "more than is held at one time" not in shown
+    larger = dataclasses.replace(plan.memory, peak_gib=42.0)
+    assert "takes 42.0 GiB, 1.22 GiB more than is held at one time" in page.html(dataclasses.replace(plan, memory=larger))
+    # A phase too short for its name has it in the table only.
+    assert ">forward</text>" in shown
+    assert ">loss</text>" not in shown
+    assert ">loss</th>" in shown
+
+
+@pytest.mark.parametrize("held", [(), ((0.3, "forward"),), ((0.3, "forward"), (0.2, "backward"))])
+def test_plans_with_little_in_them_have_a_page(held: tuple[tuple[float, str], ...]):
+    memory = dataclasses.replace(sample().memory, timeline=held, largest=(), saved={}, peak_gib=0.3, host_gib=1.5)
+    plan = sample(memory=memory, collectives=(), kernels=(), trip_counts={}, hints=(), warnings=(), overrides=())
+    words = " ".join(Read(page.html(plan)).words)
+    assert "no collectives" in words
+    assert "Pinned host memory for each GPU: 1.50 GiB" in words
+    assert "Warnings" not in words
+
+
+@pytest.mark.parametrize(
+    "top, expected", [(150.5, [0, 25, 50, 75, 100, 125, 150]), (0.9, [0, 0.2, 0.4, 0.6, 0.8]), (4, [0, 1, 2, 3, 4])]
+)
+def test_ticks_are_round(top: float, expected: list[float]):
+    assert page_charts.ticks(top) == pytest.approx(expected)
+
+
+def test_the_script_names_what_the_page_has():
+    """The check of page.js that needs no browser: what it looks for is there."""
+    text = page.html(sample())
+    read = Read(text)
+    script = (REPO / "jaxtrain/plan/assets/page.js").read_text()
+    looked_for = re.findall(r'(?:querySelector(?:All)?|getElementById|matches)\("([^"]+)"\)', script)
+    assert len(looked_for) == 7
+    classes = {c for _, attributes in read.elements for c in (attributes.get("class") or "").split()}
+    tags = {tag for tag, _ in read.elements}
+    for selector in looked_for:
+        tag, _, name = selector.partition(".")
+        assert selector == ":focus-visible" or selector == "timeline" or not tag or tag in tags, selector
+        assert not name or name in classes, selector
+    points = json.loads(read.code[-2] if read.code[-2].startswith("[") else "null")
+    assert len(points) == len(sample().memory.timeline)
+    assert points[0] == "12.1 GiB, forward"
+    # Sorting reads these.
+    for body in re.findall(r'<table class="sortable">.*?<tbody>(.*?)</tbody>', text):
+        cells = re.findall(r'<td class="number"[^>]*>', body)
+        assert cells
+        assert all("data-value=" in cell for cell in cells)
+
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PROBE = """<pre id="probe"></pre><script>
+const found = { words: [], overlaps: [], outside: [], wide: document.documentElement.scrollWidth - innerWidth };
+const boxes = [...document.querySelectorAll(".chart text")].filter((t) => t.getClientRects().length)
+  .map((t) => [t.textContent, t.getBoundingClientRect()]);
+boxes.forEach(([a, p], i) => {
+  found.words.push(a);
+  if (p.left < 0 || p.right > innerWidth) found.outside.push(a);
+  for (const [b, q] of boxes.slice(i + 1))
+    if (p.left < q.right && q.left < p.right && p.top < q.bottom - 2 && q.top < p.bottom - 2) found.overlaps.push([a, b]);
+});
+const table = [...document.querySelectorAll("table.sortable")].find((t) => t.caption.textContent.startsWith("Collectives"));
+const click = (name) => {
+  const head = [...table.tHead.rows[0].cells].find((c) => c.textContent === name);
+  head.querySelector("button").click();
+  return [head.getAttribute("aria-sort"), ...[...table.tBodies[0].rows].map((r) => r.cells[head.cellIndex].textContent)];
+};
+found.sorted = [click("count"), click("count"), click("kind")];
+const box = document.querySelector(".chart");
+const plot = box.querySelector("svg").getBoundingClientRect();
+box.dispatchEvent(new PointerEvent("pointermove", { clientX: plot.left + 1, clientY: plot.top + 1 }));
+found.tips = [box.querySelector(".tip").textContent];
+for (const key of ["ArrowRight", "End"]) {
+  box.dispatchEvent(new KeyboardEvent("keydown", { key }));
+  found.tips.push(box.querySelector(".tip").textContent);
+}
+document.getElementById("probe").textContent = JSON.stringify(found);
+</script>"""
+
+
+def opened(text: str, folder: Path, width: int) -> tuple[str, list[str]]:
+    """A page as the browser has it after its scripts ran, and what the console said."""
+    path = folder / "page.html"
+    path.write_text(text)
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={folder / 'profile'}"]
+    command = [str(BROWSER), *flags, f"--window-size={width},1200", "--dump-dom", path.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.skipif(not BROWSER, reason="no Chromium here: page.js is checked only by the names it uses")
+@pytest.mark.parametrize("width", [1280, 700])
+def test_the_page_in_a_browser(tmp_path: Path, width: int):
+    text = page.html(sample(), (0.86, 0.95), steps=50_000)
+    document, console = opened(text.replace("</body>", f"{PROBE}</body>"), tmp_path, width)
+    assert console == []
+    (found,) = re.findall(r'<pre id="probe">(.+?)</pre>', document)
+    found = json.loads(html.unescape(found))
+    assert found["overlaps"] == []
+    assert found["outside"] == []
+    assert found["wide"] <= 0, "the page is wider than its window"
+    assert {"peak 40.8 GiB", "usable 134.4 GiB", "forward", "backward", "GiB"} <= set(found["words"])
+    assert ("optimizer" in found["words"]) == (width > 1000)
+    counts = ["64", "32", "3", "1", "1"]
+    assert found["sorted"][0] == ["descending", *counts]
+    assert found["sorted"][1] == ["ascending", *counts[::-1]]
+    assert found["sorted"][2][:2] == ["ascending", "all-gather"]
+    assert found["tips"] == ["12.1 GiB, forward", "12.3 GiB, forward", "16.2 GiB, optimizer"]
+
+
+@pytest.mark.skipif(not BROWSER, reason="no Chromium here: nothing whose console could be read")
+def test_a_page_with_a_mistake_would_be_seen(tmp_path: Path):
+    """Else an empty console would prove nothing."""
+    broken = page.html(sample()).replace("const points =", "const points = missing +")
+    _, console = opened(broken, tmp_path, 1280)
+    assert any("missing is not defined" in line for line in console)
+    _, console = opened(page.html(sample()).replace("</main>", '<img src="https://example.com/x.png"></main>'), tmp_path, 1280)
+    assert any("Content Security Policy" in line for line in console)

@@ -16,8 +16,8 @@ SECONDS_PER_DAY = 86_400
 TRILLION = 1e12
 
 ASSUMPTIONS = (
-    "kernels run one after another; a collective takes its bytes over the link rate plus a fixed cost, and hides behind "
-    "whatever the compiler scheduled between its start and its end; nothing waits for data, saves, stragglers or clocks"
+    "kernels run one after another; collectives run beside them, one at a time, where the compiler scheduled them, for bytes "
+    "over link rate plus a fixed cost; neither slows the other; nothing waits for data, saves, stragglers or clocks"
 )
 
 

@@ -1,0 +1,341 @@
+"""A plan as one page that can be mailed, printed and opened anywhere: no request leaves it, all of it works without scripts."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+
+from jaxtrain.plan.figures import (
+    ASSUMPTIONS,
+    GB_PER_GIB,
+    TRAINING,
+    built,
+    card,
+    column,
+    command,
+    decimals,
+    devices,
+    gib,
+    headline,
+    mesh,
+    moved,
+    number,
+    off_by,
+    peak_at,
+    percent,
+    place,
+    ran,
+    rates,
+    rough,
+    size,
+    step_parts,
+    training,
+    verdict,
+    work,
+)
+from jaxtrain.plan.page_charts import colour, memory_chart, single, stacked
+from jaxtrain.plan.result import Buffer, Collective, Plan
+
+PART_COLOURS = {
+    "GEMM": "var(--c1)",
+    "attention": "var(--c4)",
+    "memory-bound": "var(--c2)",
+    "exposed communication": "var(--c5)",
+    "other waiting": "var(--c8)",
+}
+# Nothing may be fetched, whatever a name in the plan says.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
+
+class Markup(str):
+    """A table cell that is HTML already."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column of a table: `values` decide the order of its numbers, and make it a column of numbers."""
+
+    heading: str
+    cells: Sequence[str]
+    values: Sequence[float] | None = None
+    kind: str = ""  # CSS class
+    total: str = ""
+
+
+def html(plan: Plan, published: tuple[float, float] | None = None, *, steps: int | None = None) -> str:
+    """The page. `published`: range of planned over published step time; `steps`: the config's number of training steps."""
+    title = f"{plan.config} on {plan.topology}"
+    body = [
+        f"<header><h1>{escape(title)}</h1>",
+        _say(f"{plan.chip}, {_plural(devices(plan), 'GPU')}: mesh {mesh(plan)}, attention {plan.attention}", "quiet"),
+        _say(f"with {' '.join(plan.overrides)}", "quiet") if plan.overrides else "",
+        f'<p class="verdict {"yes" if plan.fits else "no"}">{escape(verdict(plan))}</p></header><main>',
+        _tiles(plan),
+        _say(f"Times are {off_by(plan, published)}."),
+        _list("Warnings", plan.warnings, "warnings"),
+        _list("Hints" if plan.fits else "What would make it fit", plan.hints),
+        "<h2>Memory over the schedule</h2>",
+        _schedule(plan),
+        "<h2>Memory at the peak</h2>",
+        _memory(plan),
+        "<h2>Time of a step</h2>",
+        _time(plan, steps),
+        "<h2>What moves between GPUs</h2>",
+        _collectives(plan),
+        "<h2>Kernels</h2>",
+        _kernels(plan),
+        "<h2>Largest arrays at the peak</h2>",
+        _buffers(plan),
+        _loops(plan),
+        _list("How it was counted", (rates(plan), f"the meter: {ASSUMPTIONS}", work(plan), built(plan))),
+        f"<h2>To make this plan again</h2><pre><code>{escape(command(plan))}</code></pre></main>",
+    ]
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}: {escape(verdict(plan))}'
+        f'</title>\n<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="description" '
+        f'content="{escape(headline(plan))}">\n<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        f'<link rel="icon" href="data:,">\n<style>\n{_asset("page.css")}</style>\n</head>\n<body>\n'
+        + "\n".join(filter(None, body))
+        + f"\n{_data(plan)}\n<script>\n{_asset('page.js')}</script>\n</body>\n</html>\n"
+    )
+
+
+def _asset(name: str) -> str:
+    return (resources.files("jaxtrain.plan") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _data(plan: Plan) -> str:
+    """What the cursor over the memory chart says at each of its points."""
+    places = decimals([held for held, _ in plan.memory.timeline])
+    points = [f"{number(held, places)} GiB, {phase}" for held, phase in plan.memory.timeline]
+    # "<" as an escape of JSON, so that no phase can end the script element.
+    return f'<script type="application/json" id="timeline">{json.dumps(points).replace("<", "\\u003c")}</script>'
+
+
+def _tiles(plan: Plan) -> str:
+    t, m = plan.time, plan.memory
+    wire = sum(c.wire_gib for c in plan.collectives) * GB_PER_GIB
+    tiles = [
+        ("peak memory", size(m.peak_gib), f"of {size(m.usable_gib)} usable"),
+        ("step" if plan.fits else "step, if it did fit", f"{rough(t.step_ms)} ms", f"bound by {t.bound_by}"),
+        ("tokens/s/GPU", rough(t.tokens_per_s_per_device, 4), f"{rough(t.tokens_per_s, 4)} in all"),
+        ("MFU, causal", percent(t.mfu_causal), f"full {percent(t.mfu_full)}, HFU {percent(t.hfu)}"),
+        ("exposed", percent(t.exposed_ms / t.step_ms), "communication, of the step"),
+        ("on the wire", f"{number(wire)} GB", "a GPU and step"),
+    ]
+    cells = (f"<div><dt>{escape(a)}</dt><dd>{escape(b)}<span>{escape(c)}</span></dd></div>" for a, b, c in tiles)
+    return f'<dl class="tiles">{"".join(cells)}</dl>'
+
+
+def _schedule(plan: Plan) -> str:
+    m = plan.memory
+    if not m.timeline:
+        return _say("The schedule of this plan was not recorded.")
+    phases = list(dict.fromkeys(phase for _, phase in m.timeline))
+    held = {p: [gib for gib, phase in m.timeline if phase == p] for p in phases}
+    low, high = [min(held[p]) for p in phases], [max(held[p]) for p in phases]
+    highest = max(high)
+    gap = m.peak_gib - highest
+    note = "In the order in which the compiler scheduled the step, which is not to scale in time."
+    if gap > 0.005 * m.peak_gib:
+        note += f" The compiler's assignment takes {size(m.peak_gib)}, {size(gap)} more than is held at one time."
+    unit, lows = gib(low)
+    table = _table(
+        "Phases of the schedule",
+        [
+            Column("phase", phases),
+            Column(f"least held, {unit}", lows, low),
+            Column(f"most held, {gib(high)[0]}", gib(high)[1], high),
+        ],
+        "small",
+    )
+    key = _swatch("var(--c8)") + "state and batch, held throughout &ensp; " + _swatch("var(--c1)") + "everything else"
+    return (
+        f'<div class="chart" tabindex="0" role="group" aria-label="Memory over the schedule; arrow keys move the cursor">'
+        f'{memory_chart(plan)}<div class="tip" role="status"></div></div><p class="quiet">{key}</p>{_say(note, "quiet")}{table}'
+    )
+
+
+def _memory(plan: Plan) -> str:
+    m = plan.memory
+    classes = sorted(m.by_class.items(), key=lambda kv: -kv[1])
+    names, values = [n for n, _ in classes], [v for _, v in classes]
+    unit, sizes = gib([*values, m.peak_gib])
+    whole = max(m.hbm_gib, m.peak_gib + m.reserve_gib)
+    parts = [(f"{n}: {s} {unit}", v, colour(n)) for n, v, s in zip(names, values, sizes, strict=False)]
+    label = f"Memory at the peak: {', '.join(what for what, *_ in parts)}; {size(m.usable_gib)} are usable"
+    table = _table(
+        f"By class, {unit} on each GPU",
+        [
+            Column("class", [Markup(_swatch(colour(n)) + escape(n)) for n in names], total="peak"),
+            Column(unit, sizes[:-1], values, total=sizes[-1]),
+            Column("share", [percent(v / m.peak_gib) for v in values], values),
+        ],
+        "sortable",
+    )
+    saved = ""
+    if m.saved:
+        ordered = sorted(m.saved.items(), key=lambda kv: -kv[1])
+        kept, held = [n for n, _ in ordered], [v for _, v in ordered]
+        unit, sizes = gib([*held, sum(held)])
+        saved = _table(
+            f"Activations saved for the backward pass, {unit}",
+            [
+                Column("activation", kept, total="all"),
+                Column(unit, sizes[:-1], held, total=sizes[-1]),
+                Column("", [Markup(single(v, held[0])) for v in held], kind="share"),
+            ],
+        )
+    host = _say(f"Pinned host memory for each GPU: {size(m.host_gib)}.") if m.host_gib else ""
+    return (
+        stacked(label, parts, whole, mark=m.usable_gib)
+        + _say(f"The line marks what is usable: {card(plan)}.", "quiet")
+        + f'<div class="pair">{table}{saved}</div>'
+        + _say(f"The peak is {peak_at(plan)}.", "quiet")
+        + host
+    )
+
+
+def _time(plan: Plan, steps: int | None) -> str:
+    t = plan.time
+    parts = step_parts(plan)
+    values = [ms for _, ms in parts]
+    shown = column([*values, t.step_ms])
+    drawn = [(f"{name}: {s} ms", ms, PART_COLOURS[name]) for (name, ms), s in zip(parts, shown, strict=False)]
+    label = f"Time of a step: {', '.join(what for what, *_ in drawn)}"
+    table = _table(
+        "A step on each GPU",
+        [
+            Column("part", [Markup(_swatch(PART_COLOURS[name]) + escape(name)) for name, _ in parts], total="step"),
+            Column("ms", shown[:-1], values, total=shown[-1]),
+            Column("share", [percent(ms / t.step_ms) for ms in values], values),
+        ],
+    )
+    rows = list(zip(*training(plan, steps), strict=True))
+    long = [Column(name, cells, kind="number" if name else "") for name, cells in zip(TRAINING, rows, strict=True)]
+    caption = f"Time to train on {_plural(devices(plan), 'GPU')}, {plan.tokens_per_step:,} tokens a step, nothing but steps"
+    on_links, waited = column([t.communication_ms, t.exposed_ms])
+    return (
+        stacked(label, drawn, max(t.step_ms, sum(values)))
+        + f'<div class="pair">{table}{_table(caption, long)}</div>'
+        + _say(f"Communication takes {on_links} ms on the links; the GPU waits for {waited} ms of it.", "quiet")
+    )
+
+
+def _collectives(plan: Plan) -> str:
+    found = moved(plan)
+    if not found:
+        return _say("Nothing: the program has no collectives.")
+
+    def numbers(heading: str, values: list[float]) -> Column:
+        *cells, total = column([*values, math.fsum(values)])
+        return Column(heading, cells, values, total=total)
+
+    network = [c.network_gib * GB_PER_GIB for c in found]
+    counts = [c.count for c in found]
+    columns = [
+        Column("kind", [c.kind for c in found], kind="whole", total="all"),
+        Column("dtype", [c.dtype for c in found]),
+        Column("axis", [c.axis for c in found]),
+        Column("GPUs", [str(c.group) for c in found], [c.group for c in found]),
+        Column("count", [f"{n:,}" for n in counts], counts, total=f"{sum(counts):,}"),
+        numbers("wire GB", [c.wire_gib * GB_PER_GIB for c in found]),
+        *([numbers("network GB", network)] if any(network) else []),
+        numbers("ms", [c.ms for c in found]),
+        numbers("exposed ms", [c.exposed_ms for c in found]),
+        Column("source", [place(c.source) for c in found], kind="whole"),
+        Column("scope, and the longest one's name in the HLO", [_origin(c) for c in found], kind="scope"),
+    ]
+    return _table("Collectives of a step; bytes are those that each GPU sends", columns, "sortable")
+
+
+def _kernels(plan: Plan) -> str:
+    found = ran(plan)
+    ms = [k.ms for k in found]
+    columns = [
+        Column("kind", [k.kind for k in found]),
+        Column("what", [k.op_name for k in found], kind="path"),
+        Column("count", [f"{k.count:,}" for k in found], [k.count for k in found]),
+        Column("ms", column(ms), ms),
+        Column("of step", [percent(v / plan.time.step_ms) for v in ms], ms),
+        Column("TFLOP", column([k.tflop for k in found]), [k.tflop for k in found]),
+        Column("GB", column([k.gb for k in found]), [k.gb for k in found]),
+        Column("source", [place(k.source) for k in found], kind="whole"),
+    ]
+    return _table("What each GPU computes in a step", columns, "sortable")
+
+
+def _buffers(plan: Plan) -> str:
+    found = plan.memory.largest
+    if not found:
+        return _say("None were recorded.")
+    unit, sizes = gib([b.gib for b in found])
+    columns = [
+        Column("array", [b.shape for b in found], kind="whole"),
+        Column(unit, sizes, [b.gib for b in found]),
+        Column("class", [b.kind for b in found]),
+        Column("source", [place(b.source) for b in found], kind="whole"),
+        Column("scope, and name in the HLO", [_origin(b) for b in found], kind="scope"),
+    ]
+    return _table("Held on each GPU at the peak", columns, "sortable")
+
+
+def _origin(part: Collective | Buffer) -> Markup:
+    """Scope and instruction, with places to break the line after slashes."""
+    scope = escape(part.op_name).replace("/", "/<wbr>")
+    return Markup(f'{scope}<br><span class="quiet">{escape(part.instruction)}</span>')
+
+
+def _loops(plan: Plan) -> str:
+    if not plan.trip_counts:
+        return ""
+    loops = sorted(plan.trip_counts.items(), key=lambda kv: -kv[1])
+    counts = [n for _, n in loops]
+    columns = [Column("loop", [n for n, _ in loops], kind="path"), Column("iterations", [f"{n:,}" for n in counts], counts)]
+    return "<h2>Loops</h2>" + _table("Loops of the program; all figures above are multiplied out", columns)
+
+
+def _table(caption: str, columns: Sequence[Column], kind: str = "") -> str:
+    """A table whose first column names the row. Wide ones scroll by themselves, and can be reached by keyboard to do so."""
+
+    def css(c: Column) -> str:
+        return f' class="{c.kind or "number"}"' if c.kind or c.values is not None else ""
+
+    def cell(c: Column, i: int) -> str:
+        text = c.cells[i] if isinstance(c.cells[i], Markup) else escape(c.cells[i])
+        if c is columns[0]:
+            return f'<th scope="row"{css(c)}>{text}</th>'
+        value = f' data-value="{c.values[i]!r}"' if c.values is not None else ""
+        return f"<td{css(c)}{value}>{text}</td>"
+
+    head = "".join(f'<th scope="col"{css(c)}>{escape(c.heading)}</th>' for c in columns)
+    rows = "".join(f"<tr>{''.join(cell(c, i) for c in columns)}</tr>" for i in range(len(columns[0].cells)))
+    foot = ""
+    if columns[0].total:
+        totals = "".join(f"<td{css(c)}>{escape(c.total)}</td>" for c in columns[1:])
+        foot = f'<tfoot><tr><th scope="row">{escape(columns[0].total)}</th>{totals}</tr></tfoot>'
+    name = escape(caption)
+    return (
+        f'<div class="wide" tabindex="0" role="region" aria-label="{name}"><table{f' class="{kind}"' if kind else ""}>'
+        f"<caption>{name}</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody>{foot}</table></div>"
+    )
+
+
+def _say(line: str, kind: str = "") -> str:
+    return f"<p{f' class="{kind}"' if kind else ''}>{escape(line)}</p>"
+
+
+def _list(title: str, lines: Sequence[str], kind: str = "") -> str:
+    if not lines:
+        return ""
+    return f'<h2>{title}</h2><ul class="list {kind}">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>'
+
+
+def _swatch(colour: str) -> str:
+    return f'<span class="swatch" style="background:{colour}"></span>'
+
+
+def _plural(n: int, what: str) -> str:
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
