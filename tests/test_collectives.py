@@ -8,6 +8,7 @@ saw it run.
 import collections
 import dataclasses
 import functools
+import math
 import re
 
 import jax
@@ -214,6 +215,17 @@ def test_planned_launches_are_those_of_a_run(tmp_path):
         event.name for plane in ProfileData.from_file(str(trace)).planes for line in plane.lines for event in line.events
     )
     assert {f.instruction: seen[f.instruction] / 8 for f in found} == {f.instruction: f.count for f in found}
+
+
+def test_data_parallel_sums_every_gradient_once():
+    """By formula: 2(n-1)/n of the parameters' bytes, and a few sums of the loss besides."""
+    run = tiny({"mesh.data": 8})
+    found = collectives.read(hlo.parse(train_step(run).as_text() or ""), dataclasses.asdict(run.mesh), gpus_per_node=4)
+    parameters = sum(math.prod(p.shape) for p in jax.tree.leaves(program(run).state.params))
+    sent = sum(f.count * f.wire_bytes for f in found)
+    assert {(f.kind, f.axis, f.dtype) for f in found} == {("all-reduce", "data", "f32")}
+    assert 0 <= sent - 2 * 7 / 8 * 4 * parameters < 64
+    assert sum(f.count * f.network_bytes for f in found) == sent / 4
 
 
 # ---- Forms of the text
