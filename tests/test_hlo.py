@@ -250,6 +250,12 @@ def test_a_loop_whose_count_is_not_known_is_named(part):
         list(hlo.walk(module))
 
 
+def test_a_loop_without_a_body_is_named():
+    module = hlo.parse(loop(KNOWN).replace(", body=%body", ""))
+    with pytest.raises(hlo.HloError, match="while.1: a while loop without a condition or a body"):
+        list(hlo.walk(module))
+
+
 # ---- Whole programs
 
 

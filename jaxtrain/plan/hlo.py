@@ -47,6 +47,8 @@ _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _TABLE_ROW = re.compile(r"(\d+) (.*)$")
 _PACKAGE = Path(__file__).resolve().parents[1]
+_CALLS = ("call", "conditional", "async-start", "call-start")
+_FUSIONS = ("fusion", "fusion-start")
 _MOST_TRIPS = 20_000  # a loop counted by running its counter
 
 
@@ -399,19 +401,22 @@ def _walk(module: Module, computation: Computation, times: int, loops: tuple[str
     for i in computation.instructions:
         yield i, computation, times, loops
         if i.opcode == "while":
+            condition, body = _parts(module, i)
             count, inside = trip_count(module, i), (*loops, i.name)
             if not _TRIPS.search(i.attributes.get("backend_config", "")):
-                condition = module.computations[i.attributes["condition"].removeprefix("%")]
                 yield from _walk(module, condition, times * (count + 1), inside, fusions)
-            yield from _walk(
-                module, module.computations[i.attributes["body"].removeprefix("%")], times * count, inside, fusions
-            )
-        elif i.opcode in ("call", "conditional", "async-start", "call-start") or (fusions and i.opcode in _FUSIONS):
+            yield from _walk(module, body, times * count, inside, fusions)
+        elif i.opcode in _CALLS or (fusions and i.opcode in _FUSIONS):
             for called in i.called:
                 yield from _walk(module, module.computations[called], times, loops, fusions)
 
 
-_FUSIONS = ("fusion", "fusion-start")
+def _parts(module: Module, loop: Instruction) -> tuple[Computation, Computation]:
+    """A loop's condition and body."""
+    if not {"condition", "body"} <= loop.attributes.keys():
+        raise HloError(f"{loop.name}: a while loop without a condition or a body: {loop.attributes}")
+    condition, body = (loop.attributes[part].removeprefix("%") for part in ("condition", "body"))
+    return module.computations[condition], module.computations[body]
 
 
 def trip_count(module: Module, loop: Instruction) -> int:
@@ -423,7 +428,7 @@ def trip_count(module: Module, loop: Instruction) -> int:
     known = _TRIPS.search(loop.attributes.get("backend_config", ""))
     if known:
         return int(known[1])
-    condition, body = (module.computations[loop.attributes[part].removeprefix("%")] for part in ("condition", "body"))
+    condition, body = _parts(module, loop)
     outside = module.owners[loop.name]
     state = _evaluate(module, outside, loop.operands[0], (None,) * len(outside.parameters), {})
     for count in range(_MOST_TRIPS):
