@@ -1,0 +1,314 @@
+"""What a layout costs at least, by formulas alone: so that a search need not compile what can neither fit nor win.
+
+Everything counted here is counted by the plan as well, at the same rates, and never more of it, so that the time and the memory
+of a compiled plan are at or above these bounds. (A search checks that for every plan it sees.) Per GPU, in one step:
+
+    GEMMs          3 x the forward FLOPs and what remat computes again (jaxtrain/flops.py), less 1% for what XLA simplifies
+    attention      forward (twice where remat repeats it), 2.5 x that backward, causal half only
+    memory-bound   the optimizer reads weights, moments and gradients and writes all but the last; a sum over microbatches reads
+                   two gradients and writes one; a norm moves two rows forward and three backward, SwiGLU three and five; the
+                   loss reads float32 logits and writes their gradient
+    links          weights gathered forward and backward and gradients scattered once a microbatch, replicas' gradients summed
+                   once a step, activations gathered and scattered over the tensor axis four times forward and four backward
+
+    step >= max(GEMMs + attention + memory-bound + forward tensor collectives, all traffic of one link)
+
+A layer's forward pass is a chain, in which each tensor collective waits for a GEMM and the next GEMM for it: nothing hides
+those. All other traffic may hide behind arithmetic, and the bound lets it.
+
+    memory >= state + gradients being summed (with more than one microbatch) + what remat keeps of every layer
+              + max(in the loss: the head, its float32 gradient, one chunk's logits;
+                    in the backward pass: gradients of all layers, the largest weight, what one checkpoint computes again)
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from jaxtrain import flops
+from jaxtrain.activations import ACTIVATIONS, kept, parse_tensors
+from jaxtrain.config import MESH_AXES, RunConfig
+from jaxtrain.models import FAMILIES
+from jaxtrain.plan.result import Rates
+from jaxtrain.plan.roofline import ATTENTION_BACKWARD
+from jaxtrain.plan.topology import Topology
+
+BYTES = {"f32": 4, "bf16": 2}
+SIMPLIFIED = 0.99  # the formula and the compiled GEMMs agree within a percent
+# What the backward pass reads of a layer, whatever is done about the rest: with none of it kept it is computed again.
+READ_BACKWARD = ("attention_norm", "q", "k", "v", "attention_out", "attention_lse", "mlp_norm", "mlp_gate", "mlp_up")
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """No plan of this layout is faster, or smaller on its fullest GPU. Both 0 where nothing is known of the model."""
+
+    step_s: float
+    memory_gib: float
+
+
+def mesh_sizes(run: RunConfig, devices: int) -> dict[str, int]:
+    """Size of each mesh axis, with a -1 filled in. The mesh is one that validate accepts for so many devices."""
+    sizes = {axis: getattr(run.mesh, axis) for axis in MESH_AXES}
+    rest = math.prod(size for size in sizes.values() if size != -1)
+    return {axis: devices // rest if size == -1 else size for axis, size in sizes.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A run on a machine: how many parts each logical axis has, and over which mesh axes."""
+
+    run: RunConfig
+    sizes: Mapping[str, int]
+    node: int  # GPUs in a node
+
+    def axes(self, logical: str) -> tuple[str, ...]:
+        """Mesh axes, of size above 1, that split a logical axis."""
+        rule = dict(self.run.sharding.rules).get(logical, "")
+        return tuple(a for a in rule.split("+") if self.sizes.get(a, 1) > 1)
+
+    def parts(self, *logical: str) -> int:
+        return math.prod(self.sizes[a] for axis in logical for a in self.axes(axis))
+
+    @property
+    def compute_bytes(self) -> int:
+        return BYTES[self.run.precision]
+
+    @property
+    def tokens(self) -> float:
+        """Of one step, on each shard of the batch."""
+        return self.run.train.global_batch * self.run.data.seq_len / self.parts("batch")
+
+    @property
+    def parameters(self) -> dict[str, float]:
+        """Of each part of the model, on one device at rest."""
+        split = {
+            "embedding": ("vocab", "embed"),
+            "attention": ("layers", "heads", "embed"),
+            "mlp": ("layers", "mlp", "embed"),
+            "norms": ("embed",),
+            "head": ("vocab", "embed"),
+        }
+        count = flops.parameters(self.run.model)
+        return {part: count[part] / self.parts(*axes) for part, axes in split.items()}
+
+
+def activation_bytes(layout: Layout, name: str) -> float:
+    """Bytes that one activation of one layer takes on a device, for each token of its shard of the batch."""
+    m, c = layout.run.model, layout.compute_bytes
+    heads = m.num_heads * flops.head_dim(m) * c / layout.parts("heads")
+    kv_heads = m.num_kv_heads * flops.head_dim(m) * c / layout.parts("kv_heads")
+    wide = m.d_ff * c / layout.parts("mlp")
+    known = {
+        "q": heads,
+        "k": kv_heads,
+        "v": kv_heads,
+        "attention_out": heads,
+        "attention_lse": m.num_heads * 4 / layout.parts("heads"),
+        "mlp_gate": wide,
+        "mlp_up": wide,
+    }
+    return known.get(name, m.d_model * c / layout.parts("residual"))
+
+
+def bound(run: RunConfig, topology: Topology, rates: Rates) -> Bound:
+    """The least step time and the least peak memory of a run on a machine.
+
+    A family, an optimizer or a loss of one's own is not looked into: of the first nothing is known, of the others nothing is
+    counted.
+    """
+    if run.model.family not in FAMILIES:
+        return Bound(0.0, 0.0)
+    layout = Layout(run, mesh_sizes(run, topology.total), topology.gpus)
+    return Bound(_step_s(layout, rates), _memory_bytes(layout) / 2**30)
+
+
+def _step_s(layout: Layout, rates: Rates) -> float:
+    traffic: dict[str, float] = {"nvlink": 0.0, "network": 0.0}
+    for axes, wire, launches in (*_weight_traffic(layout), *_tensor_traffic(layout, passes=2)):
+        for link, seconds in _link_s(layout, rates, axes, wire, launches).items():
+            traffic[link] += seconds
+    chain = sum(max(_link_s(layout, rates, *item).values()) for item in _tensor_traffic(layout, passes=1))
+    return max(_arithmetic_s(layout, rates) + _memory_bound_s(layout, rates) + chain, *traffic.values())
+
+
+def _arithmetic_s(layout: Layout, rates: Rates) -> float:
+    run = layout.run
+    tokens = run.train.global_batch * run.data.seq_len / math.prod(layout.sizes.values())
+    attention = flops.attention(run.model, run.data.seq_len).causal * run.model.num_layers
+    linear = flops.forward(run.model, run.data.seq_len).causal - attention
+    backward = ATTENTION_BACKWARD / rates.attention_backward_tflops
+    if not _fused_attention(run):
+        backward = 2 / max(rates.attention_backward_tflops, rates.gemm_tflops)
+    seconds = SIMPLIFIED * 3 * linear / rates.gemm_tflops + attention * (1 / _attention_rate(run, rates) + backward)
+    return tokens * (seconds / 1e12 + _again_s(run, rates))
+
+
+def _fused_attention(run: RunConfig) -> bool:
+    """Else it is made of GEMMs."""
+    return run.attention.impl in ("auto", "cudnn")
+
+
+def _attention_rate(run: RunConfig, rates: Rates) -> float:
+    forward = rates.attention_forward_tflops
+    return forward if _fused_attention(run) else max(forward, rates.gemm_tflops)
+
+
+def _again_s(run: RunConfig, rates: Rates) -> float:
+    """Seconds per token that a GPU spends on what remat computes again."""
+    total = flops.recompute(run.model, run.remat, run.data.seq_len).causal
+    repeats = run.remat.policy != "none" and not {"attention_out", "attention_lse"} <= kept(run.remat)
+    attention = repeats * flops.attention(run.model, run.data.seq_len).causal * run.model.num_layers
+    linear = SIMPLIFIED * (total - attention)
+    return (linear / rates.gemm_tflops + attention / _attention_rate(run, rates)) / 1e12
+
+
+def _memory_bound_s(layout: Layout, rates: Rates) -> float:
+    run, c = layout.run, layout.compute_bytes
+    m, micro = run.model, run.train.grad_accum
+    params = sum(layout.parameters.values())
+    grads = BYTES[run.dtypes.grads] if micro > 1 else 2
+    moved = params * 2 * grads
+    if run.optimizer.name == "adamw":
+        moved += params * 2 * sum(BYTES[d] for d in (run.dtypes.params, run.dtypes.m, run.dtypes.v))
+    if micro > 1:
+        moved += micro * params * (2 * grads + 2)
+    norms = 2 * (2 + 3) * m.d_model / layout.parts("residual")
+    swiglu = (3 + 5) * m.d_ff / layout.parts("mlp")
+    moved += layout.tokens * m.num_layers * c * (norms + swiglu)
+    if run.train.loss == "cross_entropy":
+        moved += layout.tokens * (4 + c) * m.vocab_size / layout.parts("vocab")
+    return moved / (rates.memory_tb_s * 1e12)
+
+
+Traffic = tuple[tuple[str, ...], float, int]  # mesh axes, bytes that each device sends in a step, launches
+
+
+def _weight_traffic(layout: Layout) -> list[Traffic]:
+    """Gathers and reductions of weights, which every shard of the batch needs whole."""
+    run = layout.run
+    split, whole = layout.axes("embed"), layout.parts("embed")
+    replicas = tuple(a for a in layout.axes("batch") if a not in split)
+    copies = math.prod(layout.sizes[a] for a in replicas)
+    count = layout.parameters
+    params = sum(count.values())
+    layers, head = count["attention"] + count["mlp"], count["head"]
+    # Layers twice, the head once; how rows of an embedding travel is the kernel's own affair.
+    gathered = (2 * layers + head) * layout.compute_bytes + (layers + head) * BYTES[run.dtypes.reduce]
+    summed = 2 * params * (copies - 1) / copies * BYTES[run.dtypes.reduce]
+    return [(split, run.train.grad_accum * (whole - 1) * gathered, 0), (replicas, summed, 0)]
+
+
+def _tensor_traffic(layout: Layout, passes: int) -> list[Traffic]:
+    """Around attention and around the feed-forward block: a gather, and a reduce-scatter back. Backward moves as much again."""
+    run = layout.run
+    axes = layout.axes("residual") or layout.axes("heads") or layout.axes("mlp")
+    parts = math.prod(layout.sizes[a] for a in axes)
+    one = layout.tokens * run.model.d_model * layout.compute_bytes * (parts - 1) / parts
+    number = passes * 4 * run.model.num_layers
+    return [(axes, number * one, number * run.train.grad_accum)]
+
+
+def _link_s(layout: Layout, rates: Rates, axes: tuple[str, ...], wire: float, launches: int) -> dict[str, float]:
+    """Seconds that this traffic takes on each kind of link at least.
+
+    What a group sends splits into what stays inside nodes and what leaves them: of a ring over g devices on k nodes that sends
+    `wire` bytes a device, at least (k - 1) / (g - 1) of it must cross, shared by the node's devices.
+    """
+    group = math.prod(layout.sizes[a] for a in axes)
+    if group == 1:
+        return {"nvlink": 0.0, "network": 0.0}
+    crossing = (_nodes(layout, axes) - 1) / (group - 1)
+    seconds = {
+        "nvlink": wire * (1 - crossing) / (rates.nvlink_gb_s * 1e9),
+        "network": wire * crossing / (rates.network_gb_s * 1e9),
+    }
+    link = "network" if crossing else "nvlink"
+    latency = rates.network_latency_us if crossing else rates.nvlink_latency_us
+    return seconds | {link: seconds[link] + launches * latency * 1e-6}
+
+
+def _nodes(layout: Layout, axes: tuple[str, ...]) -> int:
+    """How many nodes one group over these mesh axes touches; neighbouring devices lie along the right-most axis."""
+    members, stride = [0], 1
+    for axis in reversed(MESH_AXES):
+        if axis in axes:
+            members = [at + i * stride for at in members for i in range(layout.sizes[axis])]
+        stride *= layout.sizes[axis]
+    return len({at // layout.node for at in members})
+
+
+def _memory_bytes(layout: Layout) -> float:
+    run, m, c = layout.run, layout.run.model, layout.compute_bytes
+    params, micro = layout.parameters, run.train.grad_accum
+    held = sum(params.values()) * BYTES[run.dtypes.params]
+    if run.optimizer.name == "adamw":
+        held += sum(params.values()) * (BYTES[run.dtypes.m] + BYTES[run.dtypes.v])
+    if micro > 1:
+        held += sum(params.values()) * BYTES[run.dtypes.grads]
+    tokens = layout.tokens / micro
+    held += tokens * saved_bytes(layout)
+
+    vocab = m.vocab_size / layout.parts("vocab")
+    in_loss = 0.0
+    if run.train.loss == "cross_entropy":
+        in_loss = vocab * (m.d_model * (4 + c) + min(run.train.loss_chunk, tokens) * 4)
+    largest = m.d_model * max(m.d_ff / layout.parts("mlp"), m.num_heads * flops.head_dim(m) / layout.parts("heads")) * c
+    in_backward = 2 * (params["attention"] + params["mlp"]) + largest + tokens * _again_bytes(layout)
+    return held + max(in_loss, in_backward)
+
+
+def on_device(layout: Layout) -> frozenset[str]:
+    """Activations that remat leaves on the device, of those that the backward pass reads for certain."""
+    remat = layout.run.remat
+    there = kept(remat)
+    if remat.policy == "custom":
+        places, _ = parse_tensors(remat.tensors)
+        there -= {name for name, place in places.items() if place == "offload"}
+    return there & {*READ_BACKWARD}
+
+
+def saved_bytes(layout: Layout) -> float:
+    """What all layers keep for the backward pass, per token: the input of each checkpoint, and what the policy names."""
+    run = layout.run
+    named = sum(activation_bytes(layout, name) for name in on_device(layout))
+    every = 1 if run.remat.policy == "none" else run.remat.every
+    return run.model.num_layers * named + -(-run.model.num_layers // every) * activation_bytes(layout, "layer input")
+
+
+def _again_bytes(layout: Layout) -> float:
+    """What one checkpoint computes again and holds at one time, per token: of several layers all, of one what SwiGLU reads."""
+    remat = layout.run.remat
+    if remat.policy == "none":
+        return 0.0
+    names = {*READ_BACKWARD} if remat.every > 1 else {"mlp_gate", "mlp_up"}
+    return remat.every * sum(activation_bytes(layout, name) for name in names - kept(remat))
+
+
+def ladder(run: RunConfig, rates: Rates) -> list[tuple[str, ...]]:
+    """Sets of activations to keep, each larger than the last by the one that saves the most time per byte it takes.
+
+    Attention's output and log-sum-exp save nothing apart and count as one. Among equals the smaller comes first, then the one
+    that stands later in the layer, since what leads to it need not be computed again either. The last set saves every GEMM.
+    """
+    layout = Layout(run, dict.fromkeys(MESH_AXES, 1), 1)
+
+    def again(names: frozenset[str]) -> float:
+        keep = ",".join(f"{name}=keep" for name in names)
+        remat = dataclasses.replace(run.remat, policy="custom" if keep else "full", tensors=keep, every=1)
+        return _again_s(dataclasses.replace(run, remat=remat), rates)
+
+    have: frozenset[str] = frozenset()
+    rungs = []
+    steps = [("attention_out", "attention_lse"), *((name,) for name in ACTIVATIONS)]
+    while True:
+        rated = []
+        for place, step in enumerate(steps):
+            size = sum(activation_bytes(layout, name) for name in step)
+            saved = again(have) - again(have | {*step})
+            if saved > 0:
+                rated.append((float(f"{saved / size:.6g}"), -size, place, step))
+        if not rated:
+            return rungs
+        have |= {*max(rated)[-1]}
+        rungs.append(tuple(name for name in ACTIVATIONS if name in have))

@@ -1,0 +1,161 @@
+"""Plans kept on disk, so that what was compiled once is not compiled again.
+
+An entry is a plan as gzipped JSON, some 20 KB, named by a hash of all that the plan depends on: the config's keys that reach
+the program, the machine, the rates, the versions of the compiler and of jaxtrain's own code. Rates are among them because a
+plan is kept and not the program it was read from, which is much larger: new rates mean compiling again.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import gzip
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import tempfile
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from jaxtrain import config
+from jaxtrain.config import RunConfig
+from jaxtrain.plan.bound import mesh_sizes
+from jaxtrain.plan.rates import rates_for
+from jaxtrain.plan.result import Plan, Rates, from_json, to_json
+from jaxtrain.plan.topology import Topology
+
+LOGGER = logging.getLogger("jaxtrain")
+FOLDER = "~/.cache/jaxtrain/plans"
+
+# Keys and sections that no part of the train step's program depends on, nor what is read from it.
+UNRELATED = (
+    *("eval", "checkpoint", "log", "sample", "profile", "paths", "init", "data.source", "data.eval_source", "data.tokenizer"),
+    *("data.seed", "data.prefetch", "train.seed"),
+)
+# Parts of jaxtrain that neither the train step nor what is read from it depends on. A new file counts until it is named here.
+OTHER_CODE = frozenset(
+    (
+        *("checkpoint", "data", "evaluate", "explain", "generate", "main", "metrics", "profiling", "progress", "receipt"),
+        *("resume", "sample", "signals", "start", "startup", "train", "launch", "__main__", "plan.__main__", "plan.bound"),
+        *("plan.cache", "plan.figures", "plan.golden", "plan.page", "plan.parallel", "plan.published", "plan.report"),
+        *("plan.search", "plan.what_fits"),
+    )
+)
+PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt", "flax", "optax")
+OWN = ("model.family", "train.loss", "optimizer.name")  # keys that may name a user's code
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Why there is no plan: what planning raised."""
+
+    reason: str
+
+
+class Cache:
+    """A folder of plans."""
+
+    def __init__(self, folder: str | Path = FOLDER):
+        self.folder = Path(folder).expanduser()
+
+    def key(self, run: RunConfig, topology: Topology, rates: Rates | None, by: str = "") -> str:
+        """The name of an entry. `rates`: None for those of rates.py; `by`: what makes the plan."""
+        rates = rates or rates_for(topology.gpu, run.precision)
+        own = {key: value for key, value in config.flatten(config.to_dict(run)) if key in OWN and ":" in value}
+        facts = {
+            "config": relevant(run, topology.total),
+            "topology": [topology.name, topology.device_kind, topology.memory_bytes, topology.description],
+            "rates": dataclasses.asdict(rates),
+            "by": by,
+            "versions": _versions(),
+            "flags": os.environ.get("XLA_FLAGS", ""),
+            "code": _code(),
+            "own code": {key: _digest_of_module(value) for key, value in own.items()},
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+    def path(self, key: str) -> Path:
+        return self.folder / f"{key}.json.gz"
+
+    def get(self, key: str) -> Plan | Failure | None:
+        """The entry, or None where there is none. A damaged one is named in a warning and counts as none."""
+        path = self.path(key)
+        try:
+            tree = json.loads(gzip.decompress(path.read_bytes()))
+            return Failure(tree["failure"]) if "failure" in tree else from_json(tree)
+        except FileNotFoundError:
+            return None
+        except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+            LOGGER.warning("%s is damaged (%s): it is planned again", path, error or type(error).__name__)
+        return None
+
+    def put(self, key: str, found: Plan | Failure) -> None:
+        """Writes an entry, whole or not at all. Where the folder cannot be written to, a warning says so."""
+        tree = to_json(found) if isinstance(found, Plan) else {"failure": found.reason}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self.path(key), gzip.compress(json.dumps(tree).encode()))
+        except OSError as error:
+            LOGGER.warning("the plan is not kept for later: %s", error)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file so that a reader finds all of it or none."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+
+
+def relevant(run: RunConfig, devices: int) -> dict[str, Any]:
+    """The keys of a run that its program depends on. A mesh axis of -1 counts as the size it stands for."""
+    flat = dict(config.flatten(config.to_dict(run)))
+    flat |= {f"mesh.{axis}": size for axis, size in mesh_sizes(run, devices).items()}
+    return {k: v for k, v in flat.items() if not any(k == u or k.startswith(f"{u}.") for u in UNRELATED)}
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+@functools.cache
+def _code() -> str:
+    """Digest of jaxtrain's own files that a plan depends on."""
+    root = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).with_suffix("").as_posix().replace("/", ".")
+        if not _is_other(name):
+            digest.update(f"{name}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _is_other(name: str) -> bool:
+    return any(name == other or name.startswith(f"{other}.") for other in OTHER_CODE)
+
+
+def _digest_of_module(text: str) -> str:
+    """Digest of the file behind `package.module:name`; of its name alone where there is none."""
+    spec = importlib.util.find_spec(text.partition(":")[0])
+    if spec is None or not spec.origin or not Path(spec.origin).is_file():
+        return text
+    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
+
+
+def labelled(plan: Plan, name: str, overrides: Iterable[str]) -> Plan:
+    """The plan under the name by which it is asked for now: an entry may have been made for another."""
+    return dataclasses.replace(plan, config=name, overrides=tuple(overrides))

@@ -1,0 +1,187 @@
+"""A search as text for people and as plain data: the table of what was tried, what was left out and why, the line to paste."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+from rich.text import Text
+
+from jaxtrain.plan.figures import column, percent, rough, size
+from jaxtrain.plan.search import Candidate, Progress, SearchResult
+from jaxtrain.plan.space import changes, sequences_per_gpu
+
+STYLES = {"best": "bold green", "front": "green", "too big": "red", "failed": "yellow"}
+ENDINGS = {
+    "complete": "complete: no legal layout that was left out can be faster, by its bound",
+    "most": "ended at the number of plans that a search makes",
+    "budget": "ended when the budget of seconds was spent",
+    "interrupted": "interrupted",
+}
+REFUSALS = 3  # shown, of those that differ
+
+
+@contextlib.contextmanager
+def live(console: Console) -> Iterator[Callable[[Progress], None]]:
+    """What to give `search` as `on_progress`: a bar on a terminal, elsewhere a line for each plan."""
+    if not console.is_terminal:
+        seen: list[int] = []
+
+        def line(progress: Progress) -> None:
+            for c in progress.finished[len(seen) :]:
+                seen.append(id(c))
+                console.print(Text(f"{len(seen)}: {describe(c)}: {_outcome(c)}; {_best(progress)}"), soft_wrap=True)
+
+        yield line
+        return
+    columns = (TextColumn("plans"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bar(*columns, TextColumn("{task.fields[best]}"), console=console, transient=True) as bar:
+        task = bar.add_task("plans", total=None, best="")
+        yield lambda progress: bar.update(
+            task,
+            total=progress.most,
+            completed=len(progress.finished),
+            best=f"{len(progress.running)} compiling; {_best(progress)}",
+        )
+
+
+def _best(progress: Progress) -> str:
+    plan = progress.best.plan if progress.best else None
+    if not progress.best or not plan:
+        return "none fits so far"
+    return f"best {rough(plan.time.step_ms)} ms, {size(plan.memory.peak_gib)}: {describe(progress.best)}"
+
+
+def _outcome(candidate: Candidate) -> str:
+    plan = candidate.plan
+    if plan is None:
+        return f"{candidate.outcome.kind}: {candidate.outcome.reason}" if candidate.outcome else "not planned"
+    return f"{rough(plan.time.step_ms)} ms, {size(plan.memory.peak_gib)}{'' if plan.fits else ', does not fit'}"
+
+
+def mesh(candidate: Candidate) -> str:
+    """fsdp=4 tensor=2."""
+    sizes = {key.partition(".")[2]: size for key, size in candidate.overrides if key.startswith("mesh.") and size > 1}
+    return " ".join(f"{axis}={size}" for axis, size in sizes.items()) or "one GPU"
+
+
+def remat(candidate: Candidate) -> str:
+    """The policy; of a custom one, what it keeps, or what it does not where that is shorter."""
+    r = candidate.run.remat
+    over = f", {r.every} layers each" if r.every > 1 else ""
+    if r.policy != "custom":
+        return r.policy + over
+    items = [item.replace("=keep", "") for item in r.tensors.split(",")]
+    return "keep " + " ".join(items) + over
+
+
+def describe(candidate: Candidate) -> str:
+    return f"{mesh(candidate)}, {candidate.run.train.grad_accum} x {_rows(candidate)} sequences, remat {remat(candidate)}"
+
+
+def _rows(candidate: Candidate) -> int:
+    return candidate.run.train.global_batch // candidate.run.train.grad_accum
+
+
+def show(result: SearchResult, console: Console) -> None:
+    """Prints the layouts tried, the front first; what was not compiled, and why; and the overrides of the best."""
+    _say(
+        console,
+        f"{result.name} on {result.topology.name}: {result.layouts:,} legal layouts, {len(result.tried)} planned",
+        "bold",
+    )
+    if result.tried:
+        console.print(_table(result))
+    for reason, count in result.cut.items():
+        _say(console, f"{count:,} layouts not compiled: {reason}")
+    for reason, count in _refusals(result).items():
+        _say(console, f"{count:,} settings refused: {reason}")
+    if result.left:
+        most = f"; by its bound, the best of them could take {1 - result.could_be:.1%} less time" if result.could_be < 1 else ""
+        _say(console, f"{result.left:,} layouts not tried{most}")
+    _say(console, f"{ENDINGS[result.ended]}; {result.seconds:.0f} s")
+    for warning in result.warnings:
+        _say(console, f"warning: {warning}", "yellow")
+    if result.best is None:
+        _say(console, f"no layout that was planned fits into {size(result.usable_gib)}", "bold red")
+        return
+    _say(console, "the best layout, to paste behind the config", "bold")
+    console.print(Text(paste(result)), soft_wrap=True)
+
+
+def paste(result: SearchResult) -> str:
+    """The best layout as overrides of the config; "" where there is none, or where it is the config's own."""
+    if result.best is None:
+        return ""
+    return " ".join(f"--config.{change}" for change in changes(result.run, result.best.overrides))
+
+
+def _table(result: SearchResult) -> Table:
+    table = Table(box=None, pad_edge=False, title_justify="left")
+    for heading in ("mesh", "remat"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("seq/GPU", "x", "step ms", "tok/s/GPU", "MFU", "peak GiB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    plans = [c.plan for c in result.tried if c.plan]
+    steps = iter(column([p.time.step_ms for p in plans]))
+    peaks = iter(column([p.memory.peak_gib for p in plans]))
+    for c in result.tried:
+        note = f"{c.verdict}: {c.reason}" + (f" ({c.name})" if c.name else "")
+        t = c.plan.time if c.plan else None
+        numbers = (next(steps), rough(t.tokens_per_s_per_device), percent(t.mfu_causal), next(peaks)) if t else ("",) * 4
+        rows = f"{sequences_per_gpu(c.run, result.topology):g}"
+        cells = (mesh(c), remat(c), rows, str(c.run.train.grad_accum), *numbers, note)
+        table.add_row(*(Text(cell) for cell in cells), style=STYLES.get(c.verdict, ""))
+    return table
+
+
+def _refusals(result: SearchResult) -> dict[str, int]:
+    """Rules of the config's checks -> settings they refuse, the commonest few."""
+    counts: dict[str, int] = {}
+    for _, reason in result.refused:
+        key = reason.partition(" = ")[0]
+        counts[key] = counts.get(key, 0) + 1
+    first = {reason.partition(" = ")[0]: reason for _, reason in reversed(result.refused)}
+    most = sorted(counts, key=lambda key: -counts[key])[:REFUSALS]
+    return {f"such as {first[key]}": counts[key] for key in most}
+
+
+def _say(console: Console, line: str, style: str = "") -> None:
+    console.print(Text(line, style=style))
+
+
+def to_json(result: SearchResult) -> dict[str, Any]:
+    """Plain data: the best layout's overrides, every layout tried with its figures, and what was left out."""
+
+    def row(c: Candidate) -> dict[str, Any]:
+        figures = (
+            {}
+            if not c.plan
+            else {
+                "fits": c.plan.fits,
+                "step_ms": c.plan.time.step_ms,
+                "tokens_per_s_per_device": c.plan.time.tokens_per_s_per_device,
+                "mfu_causal": c.plan.time.mfu_causal,
+                "peak_gib": c.plan.memory.peak_gib,
+            }
+        )
+        layout = {"overrides": dict(c.overrides), "name": c.name, "verdict": c.verdict, "reason": c.reason}
+        return layout | figures | {"bound": {"step_ms": c.bound.step_s * 1e3, "peak_gib": c.bound.memory_gib}}
+
+    return {
+        "config": result.name,
+        "topology": result.topology.name,
+        "best": dict(result.best.overrides) if result.best else None,
+        "paste": paste(result),
+        "tried": [row(c) for c in result.tried],
+        "layouts": result.layouts,
+        "cut": dict(result.cut),
+        "left": result.left,
+        "ended": result.ended,
+        "seconds": result.seconds,
+        "warnings": list(result.warnings),
+    }

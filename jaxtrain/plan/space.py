@@ -1,0 +1,142 @@
+"""The layouts that a search looks through. A knob is one line of KNOBS; a layout is one setting of each.
+
+Which settings are legal is not said here: the config's own checks decide, on the config with the setting put in.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from jaxtrain import activations, config
+from jaxtrain.config import MESH_AXES, Problem, RunConfig
+from jaxtrain.plan.bound import ladder, mesh_sizes
+from jaxtrain.plan.result import Rates
+from jaxtrain.plan.topology import Topology
+
+Overrides = tuple[tuple[str, Any], ...]
+Setting = dict[str, Any]  # of one knob: key -> value
+Check = Callable[[RunConfig], Sequence[Problem]]
+
+
+def meshes(run: RunConfig, topology: Topology, rates: Rates) -> Iterator[Setting]:
+    """Every way to divide the GPUs over data x fsdp x tensor. Sequences are not split."""
+    total = topology.total
+    for tensor in _divisors(total):
+        for data in _divisors(total // tensor):
+            yield {"mesh.data": data, "mesh.fsdp": total // tensor // data, "mesh.tensor": tensor, "mesh.seq": 1}
+
+
+def remat_policies(run: RunConfig, topology: Topology, rates: Rates) -> Iterator[Setting]:
+    """The named policies, full remat over several layers, and a ladder of tensor sets that keep more and more."""
+
+    def setting(policy: str, tensors: Iterable[str] = (), every: int = 1) -> Setting:
+        return {"remat.policy": policy, "remat.tensors": ",".join(f"{t}=keep" for t in tensors), "remat.every": every}
+
+    for every in (1, 2, 4):
+        yield setting("full", every=every)
+    for policy in activations.KEPT:
+        if policy != "full":
+            yield setting(policy)
+    named = [{*names} for names in activations.KEPT.values()]
+    for names in ladder(run, rates):
+        if {*names} not in named:
+            yield setting("custom", names)
+
+
+def microbatches(run: RunConfig, topology: Topology, rates: Rates) -> Iterator[Setting]:
+    """Every number of microbatches that divides the batch."""
+    for accum in _divisors(run.train.global_batch):
+        yield {"train.grad_accum": accum}
+
+
+@dataclasses.dataclass(frozen=True)
+class Knob:
+    """One axis of the space. `apart`: its settings are legal or not whatever the other knobs say, so each is checked once."""
+
+    settings: Callable[[RunConfig, Topology, Rates], Iterable[Setting]]
+    keys: tuple[str, ...]
+    apart: bool = False
+
+
+KNOBS = (
+    Knob(meshes, tuple(f"mesh.{axis}" for axis in MESH_AXES)),
+    Knob(microbatches, ("train.grad_accum",)),
+    Knob(remat_policies, ("remat.policy", "remat.tensors", "remat.every"), apart=True),
+)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def with_overrides(run: RunConfig, overrides: Iterable[tuple[str, Any]]) -> RunConfig:
+    """The run with some keys changed. Raises ConfigError for a key or a type that does not exist."""
+    tree = config.to_dict(run)
+    for key, value in overrides:
+        *sections, name = key.split(".")
+        place = tree
+        for section in sections:
+            place = place[section]
+        place[name] = value
+    changed, problems = config.from_dict(tree)
+    if problems:
+        raise config.ConfigError(problems)
+    return changed
+
+
+def own_layout(run: RunConfig, topology: Topology) -> Overrides:
+    """The layout that the config has, in the form the knobs give."""
+    flat = dict(config.flatten(config.to_dict(run)))
+    flat |= {f"mesh.{axis}": size for axis, size in mesh_sizes(run, topology.total).items()}
+    places, _ = activations.parse_tensors(run.remat.tensors)
+    flat["remat.tensors"] = ",".join(f"{name}={places[name]}" for name in activations.ACTIVATIONS if name in places)
+    return tuple((key, flat[key]) for knob in KNOBS for key in knob.keys)
+
+
+def legal_layouts(
+    run: RunConfig, topology: Topology, rates: Rates, check: Check
+) -> tuple[list[Overrides], list[tuple[Overrides, str]]]:
+    """(layouts that the config's own checks accept, settings that they refuse, with the reason)."""
+    refused: list[tuple[Overrides, str]] = []
+
+    def accepted(overrides: Overrides, base: RunConfig) -> bool:
+        problems = check(with_overrides(base, overrides))
+        if problems:
+            refused.append((overrides, str(problems[0])))
+        return not problems
+
+    def settings(knob: Knob) -> list[Overrides]:
+        return [tuple(s.items()) for s in knob.settings(run, topology, rates)]
+
+    layouts: list[Overrides] = [()]
+    for knob in (k for k in KNOBS if not k.apart):
+        layouts = [(*left, *right) for left in layouts for right in settings(knob)]
+    layouts = [o for o in layouts if accepted(o, run)]
+    for knob in (k for k in KNOBS if k.apart):
+        legal = [s for s in settings(knob) if layouts and accepted(s, with_overrides(run, layouts[0]))]
+        layouts = [(*left, *right) for left in layouts for right in legal]
+    own = own_layout(run, topology)
+    return layouts if own in layouts or check(with_overrides(run, own)) else [own, *layouts], refused
+
+
+def sequences_per_gpu(run: RunConfig, topology: Topology) -> float:
+    """Of one microbatch. Below 1 where GPUs share a sequence."""
+    return run.train.global_batch / run.train.grad_accum / topology.total
+
+
+def naive_layouts(run: RunConfig, topology: Topology, layouts: Sequence[Overrides]) -> dict[str, Overrides]:
+    """What one would try first, with everything recomputed and a microbatch near one sequence a GPU: for comparison."""
+    found = {}
+    for name, axis in (("plain fsdp", "fsdp"), ("pure data", "data"), ("pure tensor", "tensor")):
+        wanted = {f"mesh.{axis}": topology.total, "remat.policy": "full", "remat.every": 1}
+        alike = [o for o in layouts if wanted.items() <= dict(o).items()]
+        if alike:
+            found[name] = min(alike, key=lambda o: abs(math.log(sequences_per_gpu(with_overrides(run, o), topology))))
+    return found
+
+
+def changes(run: RunConfig, overrides: Overrides) -> tuple[str, ...]:
+    """What to put on the command line of the config to get this layout: "mesh.fsdp=8", ..."""
+    flat = dict(config.flatten(config.to_dict(run)))
+    return tuple(f"{key}={value}" for key, value in overrides if flat[key] != value)
