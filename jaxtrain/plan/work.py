@@ -1,0 +1,275 @@
+"""What one run of an instruction does: FLOPs, bytes of device and host memory, bytes on the wire.
+
+A kernel reads what it wants of its arguments, and writes its output: of a stacked weight that is only sliced inside a fusion,
+the slice; of an array that is updated in place, the update. An instruction that is not known is an error: nothing is counted
+as zero because it was not understood.
+"""
+
+import dataclasses
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from jaxtrain.plan import result
+from jaxtrain.plan.collectives import Found
+from jaxtrain.plan.hlo import BITS, Computation, HloError, Instruction, Module, Shape, Type, leaves
+
+# Shortest time of a kernel: its launch and its tail. An assumption, the one that XLA's own cost model makes
+# (kKernelLaunchOverhead); it matters for the scalars of loops and of the optimizer only.
+KERNEL_US = 1.0
+# FLOPs of a flash attention backward pass over those of its forward: five products of (T, S) where that has two.
+ATTENTION_BACKWARD = 2.5
+HOST_SPACE = 5  # memory space of pinned host memory
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+FREE = _words(
+    "parameter constant bitcast get-tuple-element tuple after-all opt-barrier optimization-barrier add-dependency domain "
+    "partition-id replica-id get-dimension-size"
+)
+COLLECTIVES = _words(
+    "all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all collective-permute collective-broadcast"
+)
+ELEMENTWISE = _words(
+    "abs add and atan2 cbrt ceil clamp compare complex convert cosine count-leading-zeros divide erf exponential "
+    "exponential-minus-one floor imag is-finite log log-plus-one logistic maximum minimum multiply negate not or popcnt power "
+    "real reduce-precision remainder round-nearest-afz round-nearest-even rsqrt select shift-left shift-right-arithmetic "
+    "shift-right-logical sign sine sqrt stochastic-convert subtract tan tanh xor bitcast-convert map copy bitcast reshape "
+    "transpose reverse"
+)
+SLICES = _words("slice dynamic-slice gather broadcast pad")  # read of their first operand no more than they make
+REDUCTIONS = _words("reduce reduce-window select-and-scatter concatenate")
+UPDATES = ("dynamic-update-slice", "scatter")
+OTHER = _words("iota rng rng-bit-generator rng-get-and-update-state").union(UPDATES)
+MEMORY_BOUND = ELEMENTWISE | SLICES | REDUCTIONS | OTHER
+FUSIONS = ("fusion", "fusion-start")
+
+GEMM_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
+ATTENTION_CALLS = {"__cudnn$fmhaSoftmax": 1.0, "__cudnn$fmhaSoftmaxBackward": ATTENTION_BACKWARD}
+CAUSAL_MASKS = {"CAUSAL": True, "PADDING_CAUSAL": True, "NO_MASK": False, "PADDING": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one run of an instruction does."""
+
+    kind: str = "memory"  # gemm | attention | memory | host | communication
+    flops: float = 0.0
+    bytes: float = 0.0  # of device memory; of the wire for communication
+    host_bytes: float = 0.0
+    network_bytes: float = 0.0
+    backward: bool = False  # attention's backward pass, which has its own rate
+
+    def seconds(self, rates: result.Rates) -> float:
+        """At these rates."""
+        if self.kind == "communication":
+            nvlink = self.bytes / (rates.nvlink_gb_s * 1e9) + rates.nvlink_latency_us * 1e-6
+            if not self.network_bytes:
+                return nvlink
+            return max(nvlink, self.network_bytes / (rates.network_gb_s * 1e9) + rates.network_latency_us * 1e-6)
+        attention = rates.attention_backward_tflops if self.backward else rates.attention_forward_tflops
+        arithmetic = self.flops / ((attention if self.kind == "attention" else rates.gemm_tflops) * 1e12)
+        memory = max(self.bytes / (rates.memory_tb_s * 1e12), self.host_bytes / (rates.host_gb_s * 1e9))
+        return max(arithmetic, memory, KERNEL_US * 1e-6)
+
+
+def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str, Found]) -> Work | None:
+    """What one run of an instruction does; None where it does nothing. Raises HloError for one that is not known."""
+    if is_collective(module, i):
+        if i.name not in wires:
+            raise HloError(f"{i.name}: nothing says how many bytes this {i.opcode} sends")
+        return Work("communication", bytes=wires[i.name].wire_bytes, network_bytes=wires[i.name].network_bytes)
+    if i.opcode == "copy-start":
+        to, source = leaves(i.type)[0], leaves(where.by_name[i.operands[0]].type)[0]
+        return _placed("memory", 0.0, [(to.bytes, to), (source.bytes, source)])
+    if i.opcode.endswith("-start") and isinstance(i.type, tuple):  # any other that is started is (arguments, result, context)
+        i = dataclasses.replace(i, opcode=i.opcode.removesuffix("-start"), type=i.type[1])
+    opcode = i.opcode
+    if opcode in FREE:
+        return None
+    if opcode == "fusion":
+        called = module.computations[i.called[0]]
+        made = _gemms(module, called, i)
+        return _traffic(called, [where.by_name[o].type for o in i.operands], i.type, "gemm" if made else "memory", made)
+    if opcode == "dot" or _target(i) in GEMM_CALLS:
+        return _traffic(*_alone(where, i), "gemm", gemm_flops(where, i))
+    if _target(i) in ATTENTION_CALLS:
+        return _attention(where, i)
+    if opcode in MEMORY_BOUND:
+        return _traffic(*_alone(where, i), "memory", 0.0)
+    what = f"the custom call {_target(i)!r}" if opcode == "custom-call" else f"a {opcode}"
+    raise HloError(f"{i.name}: how long {what} takes is not known ({i.op_name or 'no op_name'}, {i.source or 'no source'})")
+
+
+def is_collective(module: Module, i: Instruction) -> bool:
+    """Whether an instruction launches a collective: its own, or one inside an asynchronous call or a fusion."""
+    if i.opcode.removesuffix("-start") in COLLECTIVES:
+        return True
+    inside = (module.computations[c] for c in i.called) if i.opcode in ("async-start", *FUSIONS) else ()
+    return any(is_collective(module, inner) for called in inside for inner in called.instructions)
+
+
+def gemm_flops(where: Computation, i: Instruction) -> float:
+    """Of a dot or a cuBLAS call: 2 x elements of the output x the contracted dimensions."""
+    left, made = leaves(where.by_name[i.operands[0]].type)[0], leaves(i.type)[0]
+    if i.opcode == "dot":
+        contracted = re.findall(r"\d+", i.attributes.get("lhs_contracting_dims", ""))
+    else:
+        contracted = _config(i, "gemm_backend_config")["dot_dimension_numbers"].get("lhs_contracting_dimensions", ())
+    return 2.0 * made.elements * math.prod(left.dims[int(d)] for d in contracted)
+
+
+def attention_pairs(mask: str, window: int, queries: int, keys: int) -> float:
+    """Query-key pairs inside a mask, by the convention of `flops.attention`. A packed row counts as a single document, which
+    is an upper bound: what borders inside it would mask is data."""
+    if not CAUSAL_MASKS[mask]:
+        return queries * keys
+    seen = min(window or keys, keys)
+    return queries * (seen - seen**2 / (2 * keys))
+
+
+def _gemms(module: Module, computation: Computation, i: Instruction) -> float:
+    """FLOPs of the GEMMs in a fusion, those of computations nested in it included."""
+    total = 0.0
+    for inner in computation.instructions:
+        if inner.opcode == "dot" or _target(inner) in GEMM_CALLS:
+            total += gemm_flops(computation, inner)
+        elif inner.opcode in ("fusion", "call"):
+            total += sum(_gemms(module, module.computations[c], i) for c in inner.called)
+        elif inner.opcode not in FREE | MEMORY_BOUND:
+            raise HloError(f"{i.name}: how long it takes is not known, because of the {inner.opcode} {inner.name} inside it")
+    return total
+
+
+def _attention(where: Computation, i: Instruction) -> Work:
+    config = _config(i, "cudnn_fmha_backend_config")
+    mask, window = config["mask_type"], int(config.get("sliding_window_length", 0))
+    if mask not in CAUSAL_MASKS:
+        raise HloError(f"{i.name}: attention under mask {mask!r} is not known. Known: {', '.join(CAUSAL_MASKS)}")
+    inputs = [leaf for o in i.operands for leaf in leaves(where.by_name[o].type)]
+    q, k, v = (leaf.dims for leaf in inputs[:3])  # (B, T, N, H), (B, S, K, H), (B, S, K, H)
+    pairs = q[0] * q[2] * attention_pairs(mask, window, q[1], k[1])
+    made = 2.0 * pairs * (q[3] + v[3]) * ATTENTION_CALLS[_target(i)]
+    # The log-sum-exp (f32) of a packed row has room for every possible document, and one value a token is used of it.
+    moved = sum(leaf.bytes for leaf in (*inputs, *leaves(i.type)) if leaf.dtype not in ("f32", "u8"))
+    return Work("attention", made, moved + 4.0 * q[0] * q[1] * q[2], backward=_target(i).endswith("Backward"))
+
+
+def _target(i: Instruction) -> str:
+    return i.attributes.get("custom_call_target", "").strip('"')
+
+
+def _config(i: Instruction, key: str) -> dict:
+    try:
+        return json.loads(i.attributes["backend_config"])[key]
+    except (KeyError, ValueError) as error:
+        raise HloError(f"{i.name}: its backend_config has no {key}: {error}") from None
+
+
+# ---- Bytes
+
+
+def _traffic(inside: Computation, arguments: list[Type], made_type: Type, kind: str, made: float) -> Work:
+    """Work with the bytes that a kernel reads and writes: what it wants of its arguments, and its output.
+
+    The types are those outside, since only they tell what is in host memory.
+    """
+    demand = _demand(inside)
+    moved: list[tuple[float, Shape]] = []
+    for parameter, argument in zip(inside.parameters, arguments, strict=True):
+        moved += [(_bytes(leaf, demand[parameter.name]), leaf) for leaf in leaves(argument)]
+    root = inside.root
+    outputs = [(root, made_type)]
+    if root.opcode == "tuple" and isinstance(made_type, tuple):
+        outputs = [(inside.by_name[o], t) for o, t in zip(root.operands, made_type, strict=True)]
+    for i, made_there in outputs:
+        written = leaves(made_there)[:1] if i.opcode == "custom-call" else leaves(made_there)  # without its workspace
+        update = _in_place(inside, i)
+        moved += [(float(leaf.bytes) if update is None else _bytes(leaf, update), leaf) for leaf in written]
+    return _placed(kind, made, moved)
+
+
+def _alone(where: Computation, i: Instruction) -> tuple[Computation, list[Type], Type]:
+    """An instruction outside of a fusion as if it were one, and the types of its arguments and its output."""
+    names = list(dict.fromkeys(i.operands))
+    parameters = [
+        dataclasses.replace(where.by_name[o], opcode="parameter", operands=(), parameter_number=n, is_root=False)
+        for n, o in enumerate(names)
+    ]
+    inside = Computation(i.name, (*parameters, dataclasses.replace(i, is_root=True)))
+    return inside, [p.type for p in parameters], i.type
+
+
+def _placed(kind: str, made: float, moved: list[tuple[float, Shape]]) -> Work:
+    """Bytes by the memory that they are in. A kernel that touches host memory is a host copy."""
+    host = sum(b for b, s in moved if s.memory_space == HOST_SPACE)
+    device = sum(b for b, s in moved if s.memory_space != HOST_SPACE)
+    return Work("host" if host else kind, made, device, host)
+
+
+def _elements(i: Instruction) -> int:
+    return max((s.elements for s in leaves(i.type)), default=0)
+
+
+def _bytes(array: Shape, elements: float) -> float:
+    return min(elements, array.elements) * BITS[array.dtype] / 8
+
+
+def _demand(inside: Computation) -> dict[str, float]:
+    """Of every instruction of a fusion, how many of its elements are wanted: from the root backwards.
+
+    A fusion computes lazily, so what only a slice is taken of is read as the slice. Two users that want parts are taken to
+    want different parts.
+    """
+    wanted: dict[str, float] = defaultdict(float)
+    wanted[inside.root.name] = _elements(inside.root)
+    for i in reversed(inside.instructions):  # users stand behind their operands
+        here = min(wanted[i.name], _elements(i))
+        if i.opcode == "tuple":
+            for o in i.operands:
+                wanted[o] = _elements(inside.by_name[o])
+        elif here:
+            for operand, elements in _wanted_of(inside, i, here):
+                wanted[operand.name] += elements
+    return {i.name: min(wanted[i.name], _elements(i)) for i in inside.instructions}
+
+
+def _wanted_of(inside: Computation, i: Instruction, here: float) -> Iterator[tuple[Instruction, float]]:
+    """(operand, elements of it that are wanted) where `here` elements of an instruction are."""
+    operands = [inside.by_name[o] for o in i.operands]
+    part = here / max(_elements(i), 1)
+    if i.opcode in UPDATES:
+        # In place, the rest of the array stays where it is. A scatter combines with what is there, so it reads that.
+        update = _elements(inside.by_name[_update(i)])
+        touched = update if i.opcode == "scatter" else 0
+        yield operands[0], touched if _in_place(inside, i) is not None else max(here - update, touched)
+        yield from ((o, part * _elements(o)) for o in operands[1:])
+    elif i.opcode in SLICES:
+        yield operands[0], min(here, _elements(operands[0]))
+        yield from ((o, part * _elements(o)) for o in operands[1:])
+    else:
+        yield from ((o, part * _elements(o)) for o in operands)
+
+
+def _update(i: Instruction) -> str:
+    """The operand that a dynamic-update-slice or a scatter (array, indices, updates) puts into the array."""
+    return i.operands[1] if i.opcode == "dynamic-update-slice" else i.operands[-1]
+
+
+def _in_place(inside: Computation, i: Instruction) -> int | None:
+    """Elements that an update of an array that is already there writes; None where the whole output is written anew."""
+    i = _through_bitcasts(inside, i)
+    if i.opcode not in UPDATES or _through_bitcasts(inside, inside.by_name[i.operands[0]]).opcode != "parameter":
+        return None
+    return _elements(inside.by_name[_update(i)])
+
+
+def _through_bitcasts(inside: Computation, i: Instruction) -> Instruction:
+    while i.opcode == "bitcast":
+        i = inside.by_name[i.operands[0]]
+    return i
