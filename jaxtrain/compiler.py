@@ -37,15 +37,18 @@ def local_bytes(tree: Any) -> int:
     return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
-def options(program: Program, card: Card | None) -> dict[str, str]:
+def options(program: Program, card: Card | None) -> dict[str, str | bool]:
     """XLA's options for a program on GPUs with this much memory; none on CPU, where `card` is None."""
     if card is None:
         return {}
     held = local_bytes((program.state, program.batch)) / 2**30
-    chosen = {
+    chosen: dict[str, str | bool] = {
         # Collectives of the next layer start during this one, and loops are unrolled twice for it; without, the last
         # reduction of a layer and the first gathers of the next wait for each other.
         "optimization_level": "O1",
+        # GEMMs by cuBLAS. XLA sets aside what may become a Triton GEMM before it fuses the rest, and then leaves SwiGLU's
+        # backward pass in three kernels instead of one.
+        "xla_gpu_enable_triton_gemm": False,
         # What the backward pass computes again is said by remat.policy. XLA's own pass works from an estimate that does not
         # know of memory shared in loops, and where it finds too little it gathers weights a second time.
         "xla_disable_hlo_passes": "rematerialization",

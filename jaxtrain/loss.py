@@ -103,7 +103,9 @@ def _sharded(x, head, targets, weights, spec: LossSpec, gradients: bool):
         d_x_BTD = jax.lax.psum(d_x_BTD, others) if others else d_x_BTD
         if gathered:
             d_x_BTD = jax.lax.psum_scatter(d_x_BTD, gathered, scatter_dimension=1, tiled=True)
-        d_head = d_head.astype(n.reduce)
+        # The layers' backward pass begins with d_x. Tied to it, the float32 sums are rounded before that and freed; the
+        # compiler would keep them until the reduction, which it starts as late as it likes.
+        d_x_BTD, d_head = jax.lax.optimization_barrier((d_x_BTD, d_head.astype(n.reduce)))
         if head_axes:
             d_head = jax.lax.psum_scatter(d_head, head_axes, scatter_dimension=0, tiled=True)
         rest = tuple(a for a in token_axes if a not in head_axes)

@@ -243,30 +243,31 @@ def test_auto_takes_the_first_that_can_and_says_why(asked, hardware, seq_len, ta
 # ---- cuDNN, as far as it goes without a GPU
 
 
-def packed(segments: list[list[int]], max_segments: int) -> tuple[list, list, list]:
+def packed(segments: list[list[int]], max_segments: int) -> tuple[list, list]:
     rows = jnp.asarray(segments, jnp.int32)
     made = cudnn.prepare(Rows(rows, rows, rows, rows), dataclasses.replace(BF16, max_segments=max_segments))
     assert made is not None
-    return made.lengths_BM.tolist(), made.offsets_BM.tolist(), made.real_BT.tolist()
+    return made.lengths_BM.tolist(), made.offsets_BM.tolist()
 
 
 def test_cudnn_rows_of_documents():
-    lengths, offsets, real = packed([[1, 1, 1, 2, 2, 3], [1, 1, 1, 1, 1, 1], [1, 2, 2, 0, 0, 0]], 4)
-    assert lengths == [[3, 2, 1, -1], [6, -1, -1, -1], [1, 2, -1, -1]]
-    assert offsets == [[0, 3, 5, -1, -1], [0, -1, -1, -1, -1], [0, 1, -1, -1, -1]]
-    assert real[2] == [True, True, True, False, False, False]
+    """One entry for each document that there may be, and one for padding."""
+    lengths, offsets = packed([[1, 1, 1, 2, 2, 3], [1, 1, 1, 1, 1, 1], [1, 2, 2, 0, 0, 0]], 4)
+    assert lengths == [[3, 2, 1, -1, -1], [6, -1, -1, -1, -1], [1, 2, -1, -1, 3]]
+    assert offsets == [[0, 3, 5, -1, -1, -1], [0, -1, -1, -1, -1, -1], [0, 1, -1, -1, 3, -1]]
 
 
 def test_cudnn_row_with_as_many_documents_as_there_may_be():
-    lengths, offsets, _ = packed([[1, 2, 3, 3]], 3)
-    assert lengths == [[1, 1, 2]]
-    assert offsets == [[0, 1, 2, -1]]
+    lengths, offsets = packed([[1, 2, 3, 3]], 3)
+    assert lengths == [[1, 1, 2, -1]]
+    assert offsets == [[0, 1, 2, -1, -1]]
 
 
-def test_cudnn_room_for_one_document_becomes_room_for_two():
-    lengths, offsets, _ = packed([[1, 1, 1, 0]], 1)
-    assert lengths == [[3, -1]]
-    assert offsets == [[0, -1, -1]]
+def test_cudnn_room_for_one_document_is_room_for_padding_too():
+    """The primitive takes rows for packed from two on."""
+    lengths, offsets = packed([[1, 1, 1, 0]], 1)
+    assert lengths == [[3, 1]]
+    assert offsets == [[0, 3, -1]]
 
 
 def test_cudnn_unpacked_needs_nothing():

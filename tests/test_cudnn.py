@@ -27,7 +27,8 @@ def documents(rows: list[list[int]], padding: list[int]) -> np.ndarray:
 )
 @pytest.mark.parametrize("max_segments", [4, 7])
 def test_every_document_is_where_the_kernel_is_told(rows, padding, max_segments):
-    """Entry i of the flattened lengths and offsets is document i of all rows: its length, and its start in elements."""
+    """Entry i of the flattened lengths and offsets is document i of all rows: its length, and its start in elements. The
+    padding of a row is its last document, so that the kernel leaves nothing undefined."""
     segments = documents(rows, padding)
     B, T = segments.shape
     N, K, H = 8, 2, 16
@@ -38,10 +39,11 @@ def test_every_document_is_where_the_kernel_is_told(rows, padding, max_segments)
     q, k = jnp.zeros((B, T, N, H)), jnp.zeros((B, T, K, H))
     lengths, offsets = packed.lengths_BM, packed.offsets_BM
     told = [np.asarray(x).ravel() for x in fused._fix_seqlen_offsets(lengths, lengths, offsets, offsets, q, k)]
+    rows = [[*ls, pad] if pad else ls for ls, pad in zip(rows, padding, strict=True)]
+    assert all(sum(ls) == T for ls in rows)
     expected = [(row, start) for row, ls in enumerate(rows) for start in np.cumsum([0, *ls])[:-1]]
     count = len(expected)
     assert told[0][:count].tolist() == told[1][:count].tolist() == [n for ls in rows for n in ls]
     assert not told[0][count:].any() and not told[1][count:].any()
     assert told[2][:count].tolist() == [(row * T + start) * N * H for row, start in expected]
     assert told[3][:count].tolist() == [(row * T + start) * K * H for row, start in expected]
-    assert (np.asarray(packed.real_BT) == (segments > 0)).all()

@@ -240,6 +240,10 @@ def test_the_verdict_comes_first_and_says_by_how_much():
     lines = shown.splitlines()
     assert "does not fit: 159.4 of 134.4 GiB usable, 25.0 GiB too much" in lines[:3]
     assert lines[3].startswith("if it did fit: step 709 ms")
+    # Gaps alone can be too much.
+    memory = dataclasses.replace(sample().memory, peak_gib=134.0, temp_gib=124.0)
+    lines = written(sample(fits=False, memory=memory)).splitlines()
+    assert "does not fit: 134.0 of 134.4 GiB usable; a run takes 135.2 GiB, 1.2 of it gaps between arrays" in lines[:3]
     # The way out stands before everything else, and once.
     assert shown.index("dtypes.m=bf16 makes it fit") < shown.index("memory at the peak")
     assert shown.count("dtypes.m=bf16") == 1
@@ -335,11 +339,15 @@ def compared(plans: list[Plan], width: int = 100) -> str:
 
 
 def test_compare_shows_every_plan_and_marks_the_best_that_fits():
-    slow = sample(overrides=("remat.policy=full",), time=dataclasses.replace(sample().time, step_ms=786.0, bound_by="patience"))
+    slow = sample(
+        overrides=("remat.policy=full",),
+        time=dataclasses.replace(sample().time, step_ms=786.0, bound_by="matrix products 65% of the step"),
+    )
     fast = sample(fits=False, time=dataclasses.replace(sample().time, step_ms=600.0))
     shown = compared([sample(), slow, fast, *[slow] * 4])
     assert [line for line in shown.splitlines() if line.startswith("2: ")] == ["2: h200:8, mesh fsdp=8; remat.policy=full"]
-    assert shown.count("patience") == 5
+    assert shown.count("matrix") == 5
+    assert max(len(re.sub(r"\x1b\[\d*m", "", line)) for line in shown.splitlines()) <= 100
     (steps,) = [line for line in shown.splitlines() if "step ms" in line and "600.0" in line]
     # Bold is ESC[1m: on the fastest that fits, not on the fastest.
     assert re.findall(r"\x1b\[1m *([\d.]+)", steps) == ["708.8"]
@@ -454,21 +462,21 @@ def test_every_number_on_the_page_is_of_the_plan():
     assert same <= {"0", "1,000", "0.1"}, same
 
 
-def test_the_chart_marks_peak_and_limit_and_says_what_the_assignment_adds():
+def test_the_chart_marks_peak_and_limit_and_says_what_gaps_add():
     plan = sample()
     shown = page.html(plan)
     assert ">peak 40.8 GiB<" in shown
     assert ">usable 134.4 GiB<" in shown
-    assert "more than is held at one time" not in shown
-    larger = dataclasses.replace(plan.memory, peak_gib=42.0)
-    assert "takes 42.0 GiB, 1.22 GiB more than is held at one time" in page.html(dataclasses.replace(plan, memory=larger))
+    assert "gaps between arrays" not in shown
+    gaps = dataclasses.replace(plan.memory, temp_gib=31.0)
+    assert "Above the peak, a run takes 42.2 GiB, 1.4 of it gaps between arrays." in page.html(sample(memory=gaps))
     # A phase too short for its name has it in the table only.
     assert ">forward</text>" in shown
     assert ">loss</text>" not in shown
     assert ">loss</th>" in shown
 
 
-@pytest.mark.parametrize("held", [(), ((0.3, "forward"),), ((0.3, "forward"), (0.2, "backward"))])
+@pytest.mark.parametrize("held", [(), ((0.3, ""),), ((0.3, "forward"), (0.2, "backward"))])
 def test_plans_with_little_in_them_have_a_page(held: tuple[tuple[float, str], ...]):
     memory = dataclasses.replace(sample().memory, timeline=held, largest=(), saved={}, peak_gib=0.3, host_gib=1.5)
     plan = sample(memory=memory, collectives=(), kernels=(), trip_counts={}, hints=(), warnings=(), overrides=())
@@ -476,6 +484,15 @@ def test_plans_with_little_in_them_have_a_page(held: tuple[tuple[float, str], ..
     assert "no collectives" in words
     assert "Pinned host memory for each GPU: 1.50 GiB" in words
     assert "Warnings" not in words
+
+
+def test_many_arrays_end_in_a_sum():
+    many = tuple(Buffer(2.0 - i / 100, "gradients", f"f32[{i}]", "a.py:1", "scope", f"x.{i}") for i in range(50))
+    words = Read(page.html(sample(memory=dataclasses.replace(sample().memory, largest=many)))).words
+    assert "f32[39]" in words
+    assert "f32[40]" not in words
+    # The ten that are left: 1.60 down to 1.51.
+    assert words[words.index("10 more") + 1] == "15.6"
 
 
 @pytest.mark.parametrize(

@@ -471,8 +471,16 @@ def argument_class(op_name: str) -> str:
 
 
 STATE = ("parameters", "first moment", "second moment", "other optimizer state")
+_FILLS = frozenset(("broadcast", "constant", "parameter", "bitcast"))
 _EINSUM = re.compile(r"->([A-Z]+)/dot_general")
 _TOKENS = set("BTC")  # the dimensions along a batch: sequences, tokens, tokens of a chunk
+
+
+def _is_fill(module: hlo.Module, instruction: hlo.Instruction) -> bool:
+    """Whether it makes an array of one number."""
+    if instruction.opcode != "fusion":
+        return instruction.opcode == "broadcast"
+    return all(f.opcode in _FILLS for f in module.computations[instruction.called[0]].instructions)
 
 
 def classify(facts: Facts, value: Value) -> tuple[str, str]:
@@ -493,11 +501,14 @@ def classify(facts: Facts, value: Value) -> tuple[str, str]:
         return (f"copies of {held}" if held in STATE else "temporaries"), ""
     if any(i.opcode in _GATHERS for i in origins):
         return ("gathered weights" if dims in facts.weights else "logits and loss" if "(loss)" in text else "temporaries"), ""
-    stacked = any("dynamic_update_slice" in name or i.opcode == "while" for i in origins for name in _op_names(facts.module, i))
     backward = "transpose(" in text
-    names = facts.kept.get((backward, shape.dtype, dims), ()) if stacked and "(loss)" not in text else ()
+    names = facts.kept.get((backward, shape.dtype, dims), ()) if "(loss)" not in text else ()
     if names and (not backward or "rematted_computation" in text):
-        return ("gathered weights", "") if names == (WEIGHT,) else ("saved activations", ", ".join(names))
+        if all(_is_fill(facts.module, i) for i in origins):
+            # XLA can move the empty stack of a microbatch out of the loop over them, and then holds it all the time.
+            return ("temporaries", "") if backward else ("saved activations", f"{', '.join(names)}: zeros to begin with")
+        if any("dynamic_update_slice" in name or i.opcode == "while" for i in origins for name in _op_names(facts.module, i)):
+            return ("gathered weights", "") if names == (WEIGHT,) else ("saved activations", ", ".join(names))
     einsum = [m[1] for i in (made_by, *origins) for name in _op_names(facts.module, i) if (m := _EINSUM.search(name))]
     of_weight = not _TOKENS.intersection(*einsum[:1]) if einsum else dims in facts.weights
     if of_weight and (dims in facts.weights or einsum) and (backward or "(loss)" in text):
@@ -558,7 +569,7 @@ def memory(
     def hold(size: int, kind: str, value: Value) -> None:
         by_class[kind] += size
         if size >= LISTED:
-            largest.append(_buffer(module, size, kind, value))
+            largest.append(_buffer(known, size, kind, value))
 
     parameters = {i.parameter_number: i for i in module.entry.parameters}
     outside = _outside(assignment)
@@ -603,11 +614,13 @@ def memory(
     )
 
 
-def _buffer(module: hlo.Module, size: int, kind: str, value: Value) -> Buffer:
+def _buffer(facts: Facts, size: int, kind: str, value: Value) -> Buffer:
     """One line of the list of what is held at the peak."""
+    module = facts.module
     made_by = module.owners[value.instruction].by_name[value.instruction]
     shape = _part(made_by, value.index)
-    inside = [f for c in made_by.called if made_by.opcode == "fusion" for f in module.computations[c].instructions]
     text = f"{shape.dtype}[{','.join(map(str, shape.dims))}]" if shape else "tuple"
-    source = next((i.source for i in (made_by, *inside) if i.source), "")
-    return Buffer(size / GIB, kind, text, source, (_op_names(module, made_by) or [""])[0], value.instruction)
+    found = [made_by, *_origins(facts, value.instruction, value.index)]  # a loop's result has no name of its own
+    found += [f for i in found if i.opcode == "fusion" for c in i.called for f in module.computations[c].instructions]
+    source = next((i.source for i in found if i.source), "")
+    return Buffer(size / GIB, kind, text, source, next((i.op_name for i in found if i.op_name), ""), value.instruction)

@@ -25,7 +25,7 @@ class Compiled:
     executable: jax.stages.Compiled
     text: str  # the scheduled program of one device, as HLO
     buffers: bytes  # XLA's HloProto, with the buffer assignment
-    options: dict[str, str]  # the compiler options that training would use
+    options: dict[str, str | bool]  # the compiler options that training would use
     card: compiler.Card
     seconds: float
 

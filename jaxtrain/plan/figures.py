@@ -92,7 +92,16 @@ def verdict(plan: Plan) -> str:
     unit, (peak, usable, margin) = gib([m.peak_gib, m.usable_gib, abs(m.usable_gib - m.peak_gib)])
     if plan.fits:
         return f"fits: {peak} of {usable} {unit} usable, {margin} {unit} to spare"
+    if m.peak_gib <= m.usable_gib:
+        return f"does not fit: {peak} of {usable} {unit} usable; {in_pieces(plan)}"
     return f"does not fit: {peak} of {usable} {unit} usable, {margin} {unit} too much"
+
+
+def in_pieces(plan: Plan) -> str:
+    """What a run has to give above the peak: the compiler's heap is taken whole, with the gaps between its arrays."""
+    m = plan.memory
+    unit, (taken, gaps) = gib([m.arguments_gib + m.temp_gib, m.arguments_gib + m.temp_gib - m.peak_gib])
+    return f"a run takes {taken} {unit}, {gaps} of it gaps between arrays"
 
 
 def headline(plan: Plan) -> str:

@@ -357,10 +357,11 @@ def _produced_by(body: Jaxpr, v: Any) -> str:
     """What to call a saved array to which the model gave no name: the scopes it is made in, and the operation."""
     for eqn in reversed(body.eqns):
         if v in eqn.outvars:
-            v, aliased = (eqn.invars[0], True) if eqn.primitive.name in SAME else (v, False)
-            if not aliased:
-                kind = eqn.params["name"] if eqn.primitive.name == "jit" else eqn.primitive.name
-                return "/".join(filter(None, (str(eqn.source_info.name_stack), kind)))
+            if eqn.primitive.name in (*SAME, "sharding_constraint"):
+                v = eqn.invars[0]
+                continue
+            kind = eqn.params["name"] if eqn.primitive.name == "jit" else eqn.primitive.name
+            return "/".join(filter(None, (str(eqn.source_info.name_stack), kind)))
     return "argument"
 
 

@@ -19,6 +19,7 @@ from jaxtrain.plan.figures import (
     devices,
     gib,
     headline,
+    in_pieces,
     mesh,
     moved,
     number,
@@ -45,6 +46,7 @@ PART_COLOURS = {
     "exposed communication": "var(--c5)",
     "other waiting": "var(--c8)",
 }
+LARGEST = 40  # arrays with a row of their own
 # Nothing may be fetched, whatever a name in the plan says.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
@@ -109,7 +111,7 @@ def _asset(name: str) -> str:
 def _data(plan: Plan) -> str:
     """What the cursor over the memory chart says at each of its points."""
     places = decimals([held for held, _ in plan.memory.timeline])
-    points = [f"{number(held, places)} GiB, {phase}" for held, phase in plan.memory.timeline]
+    points = [f"{number(held, places)} GiB, {phase or 'start'}" for held, phase in plan.memory.timeline]
     # "<" as an escape of JSON, so that no phase can end the script element.
     return f'<script type="application/json" id="timeline">{json.dumps(points).replace("<", "\\u003c")}</script>'
 
@@ -136,16 +138,14 @@ def _schedule(plan: Plan) -> str:
     phases = list(dict.fromkeys(phase for _, phase in m.timeline))
     held = {p: [gib for gib, phase in m.timeline if phase == p] for p in phases}
     low, high = [min(held[p]) for p in phases], [max(held[p]) for p in phases]
-    highest = max(high)
-    gap = m.peak_gib - highest
-    note = "In the order in which the compiler scheduled the step, which is not to scale in time."
-    if gap > 0.005 * m.peak_gib:
-        note += f" The compiler's assignment takes {size(m.peak_gib)}, {size(gap)} more than is held at one time."
+    note = "In the order in which the compiler scheduled the step, bodies of loops once: not to scale in time."
+    if m.arguments_gib + m.temp_gib > 1.001 * m.peak_gib:
+        note += f" Above the peak, {in_pieces(plan)}."
     unit, lows = gib(low)
     table = _table(
         "Phases of the schedule",
         [
-            Column("phase", phases),
+            Column("phase", [phase or "start" for phase in phases]),
             Column(f"least held, {unit}", lows, low),
             Column(f"most held, {gib(high)[0]}", gib(high)[1], high),
         ],
@@ -268,13 +268,15 @@ def _kernels(plan: Plan) -> str:
 
 
 def _buffers(plan: Plan) -> str:
-    found = plan.memory.largest
+    found, rest = plan.memory.largest[:LARGEST], plan.memory.largest[LARGEST:]
     if not found:
         return _say("None were recorded.")
-    unit, sizes = gib([b.gib for b in found])
+    values = [b.gib for b in found]
+    others = math.fsum(b.gib for b in rest)
+    unit, (*sizes, all_others) = gib([*values, others])
     columns = [
-        Column("array", [b.shape for b in found], kind="whole"),
-        Column(unit, sizes, [b.gib for b in found]),
+        Column("array", [b.shape for b in found], kind="whole", total=f"{len(rest)} more" if rest else ""),
+        Column(unit, sizes, values, total=all_others),
         Column("class", [b.kind for b in found]),
         Column("source", [place(b.source) for b in found], kind="whole"),
         Column("scope, and name in the HLO", [_origin(b) for b in found], kind="scope"),

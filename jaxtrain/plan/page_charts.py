@@ -97,7 +97,7 @@ def memory_chart(plan: Plan) -> str:
     highest = max(range(len(held)), key=held.__getitem__)
     alternative = (
         f"Memory held on each GPU over the schedule of one step: between {size(min(held))} and {size(held[highest])}, highest "
-        f"in phase {m.timeline[highest][1]}; {size(m.usable_gib)} are usable."
+        f"in phase {m.timeline[highest][1] or 'start'}; {size(m.usable_gib)} are usable."
     )
     out = [f'<svg role="img" aria-label="{escape(alternative)}">']
     for n, (phase, first, end) in enumerate(runs([phase for _, phase in m.timeline])):
@@ -106,7 +106,7 @@ def memory_chart(plan: Plan) -> str:
         if n % 2 == 0:
             out.append(f'<rect class="band" x="{begin:.2f}%" y="-26" width="{finish - begin:.2f}%" height="{HEIGHT + 26}"/>')
         needs = LETTER * len(phase)
-        if needs <= (finish - begin) / 100 * WIDE:
+        if phase and needs <= (finish - begin) / 100 * WIDE:
             kind = "axis" if needs <= (finish - begin) / 100 * NARROW else "axis roomy"
             out.append(text(f"{(begin + finish) / 2:.2f}%", -10, "middle", kind, phase))
     for tick in ticks(top):

@@ -31,7 +31,8 @@ NVLINK_LATENCY_US = 10.0
 NETWORK_LATENCY_US = 30.0
 
 # By compute capability times ten. Gb/s of the one network card that the usual 8-GPU boards have for each GPU (DGX and HGX
-# A100: ConnectX-6; H100, H200 and B200: ConnectX-7), and GB/s of PCIe x16 in one direction (generation 4, then 5).
+# A100: ConnectX-6; H100, H200 and B200: ConnectX-7), which cards in PCIe slots are taken to have too; and GB/s of PCIe x16 in
+# one direction (generation 4, then 5).
 NETWORK_GBIT_S = {80: 200.0, 90: 400.0, 100: 400.0}
 PCIE_GB_S = {80: 32.0, 90: 64.0, 100: 64.0}
 C2C_GB_S = 450.0  # GH200 and GB200 reach their host over NVLink-C2C, 900 GB/s in both directions

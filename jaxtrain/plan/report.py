@@ -177,6 +177,8 @@ def compare(plans: Sequence[Plan], console: Console) -> None:
         chosen = plans[first : first + block]
         headings = ["", *(str(first + i + 1) for i in range(len(chosen)))]
         table = _table(headings, numeric=range(1, len(headings)))
+        for column_of_a_plan in table.columns[1:]:
+            column_of_a_plan.no_wrap, column_of_a_plan.max_width = False, COMPARED - 2
         _say(console, "")
         for name, cells, best in _compared(plans):
             marked = [Text(cell, style="bold" if i == best else "") for i, cell in enumerate(cells)]

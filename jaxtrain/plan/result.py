@@ -135,7 +135,7 @@ class Plan:
     hints: tuple[str, ...]
     warnings: tuple[str, ...]
     versions: dict[str, str]
-    options: dict[str, str]  # compiler options in force
+    options: dict[str, str | bool]  # compiler options in force
     format: int = FORMAT
 
 

@@ -8,7 +8,8 @@ Each implementation is a file with three functions:
 
 A token sees the tokens of its own document at or before its own position: what is masked depends on `segments` and
 `positions` alone, never on where a token stands in the array (except for `cudnn`, which needs rows in order).
-Scores are scaled by 1/sqrt(H). Rows of padding (segment 0) come out as 0.
+Scores are scaled by 1/sqrt(H). Rows of padding (segment 0) come out finite and mean
+nothing: no other token sees them, and their loss has no weight.
 """
 
 import dataclasses

@@ -28,9 +28,8 @@ NO_SCORE_MOD = {"score_mod": None} if _takes_score_mod else {}
 class Packed(NamedTuple):
     """cuDNN's description of packed rows."""
 
-    lengths_BM: jax.Array  # tokens of each document; -1: no such document
+    lengths_BM: jax.Array  # tokens of each document, of padding last; -1: no such document
     offsets_BM: jax.Array  # (B, M + 1): where each document begins in its row; -1 elsewhere
-    real_BT: jax.Array  # bool, False in padding
 
 
 def unsupported(spec: Spec, hardware: Hardware) -> str | None:
@@ -54,12 +53,15 @@ def unsupported(spec: Spec, hardware: Hardware) -> str | None:
 
 
 def prepare(rows: Rows, spec: Spec) -> Packed | None:
-    """Lengths and offsets of the documents in each row. Documents must be contiguous, numbered from 1, padding last."""
+    """Lengths and offsets of the documents in each row. Documents must be contiguous, numbered from 1, padding last.
+
+    Padding counts as one more document. cuDNN leaves what belongs to none undefined, and to put zeros there would be one more
+    pass over queries, keys, values and output, forward and backward, in every layer.
+    """
     if not spec.packed:
         return None
     segments_BT = rows.q_segments
-    # The primitive takes rows for packed when there is room for at least two documents.
-    number_M = jnp.arange(1, max(2, spec.max_segments) + 1, dtype=segments_BT.dtype)
+    number_M = jnp.append(jnp.arange(1, spec.max_segments + 1, dtype=segments_BT.dtype), 0)
     lengths_BM = jnp.sum(segments_BT[:, :, None] == number_M[None, None, :], axis=1, dtype=jnp.int32)
     ends_BM = jnp.cumsum(lengths_BM, axis=1, dtype=jnp.int32)
     exists_BM = lengths_BM > 0
@@ -67,7 +69,7 @@ def prepare(rows: Rows, spec: Spec) -> Packed | None:
     # be as many of one as of the other: a closing offset after the last document would shift those of the next row.
     starts_BM = jnp.where(exists_BM, ends_BM - lengths_BM, -1)
     offsets_BM = jnp.pad(starts_BM, ((0, 0), (0, 1)), constant_values=-1)
-    return Packed(jnp.where(exists_BM, lengths_BM, -1), offsets_BM, segments_BT > 0)
+    return Packed(jnp.where(exists_BM, lengths_BM, -1), offsets_BM)
 
 
 def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared: Packed | None, spec: Spec) -> jax.Array:
@@ -80,10 +82,7 @@ def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared:
             f"attention.impl = 'cudnn': {B} x {T} tokens x {N} x {H} elements on a device do not fit the 32-bit offsets of "
             "packed rows. Set train.grad_accum higher."
         )
-    # cuDNN neither reads nor writes padding, so what it leaves there is undefined. Zeros on both sides also zero its gradients.
-    real = prepared.real_BT[:, :, None, None]
-    q, k, v = (jnp.where(real, x, 0) for x in (q_BTNH, k_BSKH, v_BSKH))
-    return jnp.where(real, _flash(q, k, v, prepared, spec), 0)
+    return _flash(q_BTNH, k_BSKH, v_BSKH, prepared, spec)
 
 
 def _operands(q: jax.Array, packed: Packed | None) -> tuple[jax.Array, ...]:
