@@ -60,7 +60,10 @@ class Tagged(Placement):
         return _with_tags(super().sharding(axes, name, shape), axes)
 
     def whole(self, axes: Axes) -> NamedSharding:
-        return _with_tags(super().whole(axes), axes)
+        # An axis that is whole only while the weight is in use passes no name on to what the weight meets.
+        rules, batch = dict(self.rules), self.batch_axes
+        kept = tuple(axis if axis is not None and not set(rules[axis]) & set(batch) else None for axis in axes)
+        return _with_tags(super().whole(axes), kept)
 
 
 def _with_tags(sharding: NamedSharding, axes: Axes) -> NamedSharding:
@@ -386,12 +389,14 @@ def _whole_shape(shape: tuple[int, ...], dims: Dims, sizes: Mapping[str, int]) -
     return tuple(size * math.prod(sizes[a] for a in part) for size, part in zip(shape, dims, strict=True))
 
 
-def logical(found: Named, tagged_dims: Dims | None) -> Axes | None:
-    """Logical axes of an array, from its layout in the tagged trace; None where the two traces disagree or tell nothing."""
-    if tagged_dims is None or found.dims is None:
+def logical(found: Named, tagged_dims: Dims | None, placement: Placement) -> Axes | None:
+    """Logical axes of an array, from its layout in the tagged trace; None where that tells nothing, or else than the rules."""
+    if tagged_dims is None or found.dims is None or len(tagged_dims) != len(found.dims):
         return None
     bare, axes = split_tags(tagged_dims)
-    return axes if bare == found.dims and len(axes) == len(found.shape) else None
+    known = {axis for axis, _ in placement.rules}
+    ruled = [placement.mesh_axes(axis) == part if axis in known else True for axis, part in zip(axes, bare, strict=True)]
+    return axes if bare == found.dims and all(ruled) else None
 
 
 def bytes_of(shape: tuple[int, ...], dtype: Any) -> int:

@@ -156,7 +156,7 @@ def _traced_rows(run: RunConfig, program: Program) -> list[Row]:
             logical, name, kind = of[len(of) - len(named.shape) :], named.origin, "gathered"
             rows.append(_row(name, kind, named.shape, named.dtype, logical, named.dims, mesh))
             continue
-        logical = layouts.logical(named, tags[key].dims) if key in tags else None
+        logical = layouts.logical(named, tags[key].dims, program.placement) if key in tags else None
         saved = ("offload" if named.on_host else "keep") if named.saved else "recompute"
         layout = "stated" if named.pinned else "follows"
         rows.append(
