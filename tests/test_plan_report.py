@@ -303,6 +303,15 @@ def test_published_runs_bound_what_is_believed():
     assert "MFU - causal, - full; HFU -" in written(unknown)
 
 
+def test_small_classes_share_a_row():
+    plan = sample()
+    by_class = plan.memory.by_class | {"batch": 0.001, "constants": 0.07}
+    shown = written(dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, by_class=by_class)))
+    assert row(shown, "2 others") == ["2", "others", "0.1", "0.2%"]
+    assert "constants" not in shown
+    assert row(written(plan), "logits and loss")[3:5] == ["1.0", "2.4%"]
+
+
 def test_time_to_train():
     # 50,000 steps of 65,536 tokens at 92,460 tokens a second are 9.84 hours.
     assert row(written(sample(), steps=50_000), "this config") == ["this", "config", "3.28", "B", "50,000", "0.410", "78.8"]
@@ -486,13 +495,17 @@ def test_plans_with_little_in_them_have_a_page(held: tuple[tuple[float, str], ..
     assert "Warnings" not in words
 
 
-def test_many_arrays_end_in_a_sum():
+def test_many_arrays_and_kernels_end_in_a_sum():
     many = tuple(Buffer(2.0 - i / 100, "gradients", f"f32[{i}]", "a.py:1", "scope", f"x.{i}") for i in range(50))
     words = Read(page.html(sample(memory=dataclasses.replace(sample().memory, largest=many)))).words
     assert "f32[39]" in words
     assert "f32[40]" not in words
     # The ten that are left: 1.60 down to 1.51.
     assert words[words.index("10 more") + 1] == "15.6"
+    kernels = tuple(Kernel("gemm", f"scope {i}", "a.py:1", 2, 50.0 - i, 1.0, 3.0) for i in range(45))
+    words = Read(page.html(sample(kernels=kernels))).words
+    # Count, ms, TFLOP and GB of the five that are left: 10.0 down to 6.0 ms.
+    assert words[words.index("5 more") + 1 :][:4] == ["10", "40.0", "5.00", "15.0"]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from jaxtrain.plan.result import Collective, Kernel, Plan
 GB_PER_GIB = 2**30 / 1e9
 SECONDS_PER_DAY = 86_400
 TRILLION = 1e12
+SMALL = 0.002  # of the peak: a class of memory below this has no row of its own
 
 ASSUMPTIONS = (
     "kernels run one after another; collectives run beside them, one at a time, where the compiler scheduled them, for bytes "
@@ -72,7 +73,7 @@ def size(value: float) -> str:
 
 def percent(fraction: float | None) -> str:
     """A fraction with one decimal; '-' where there is none, as for the MFU of a GPU without a known peak."""
-    return "-" if fraction is None or not math.isfinite(fraction) else f"{100 * fraction:.1f}%"
+    return "-" if fraction is None or not math.isfinite(fraction) else f"{number(100 * fraction, 1)}%"
 
 
 def place(source: str) -> str:
@@ -130,6 +131,16 @@ def peak_at(plan: Plan) -> str:
 def devices(plan: Plan) -> int:
     """GPUs of the mesh."""
     return math.prod(plan.mesh.values())
+
+
+def classes(plan: Plan) -> list[tuple[str, float]]:
+    """(class, GiB) at the peak, largest first; those too small to show are one entry."""
+    m = plan.memory
+    ordered = sorted(m.by_class.items(), key=lambda kv: -kv[1])
+    small = [(name, held) for name, held in ordered if held < SMALL * m.peak_gib]
+    if len(small) < 2:
+        return ordered
+    return [*ordered[: -len(small)], (f"{len(small)} others", math.fsum(held for _, held in small))]
 
 
 def mesh(plan: Plan) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
@@ -13,6 +14,7 @@ from jaxtrain.plan.figures import (
     TRAINING,
     built,
     card,
+    classes,
     column,
     command,
     decimals,
@@ -46,7 +48,7 @@ PART_COLOURS = {
     "exposed communication": "var(--c5)",
     "other waiting": "var(--c8)",
 }
-LARGEST = 40  # arrays with a row of their own
+LISTED = 40  # kernels and arrays with a row of their own; what is left is summed in one more
 # Nothing may be fetched, whatever a name in the plan says.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
@@ -160,8 +162,8 @@ def _schedule(plan: Plan) -> str:
 
 def _memory(plan: Plan) -> str:
     m = plan.memory
-    classes = sorted(m.by_class.items(), key=lambda kv: -kv[1])
-    names, values = [n for n, _ in classes], [v for _, v in classes]
+    held = classes(plan)
+    names, values = [n for n, _ in held], [v for _, v in held]
     unit, sizes = gib([*values, m.peak_gib])
     whole = max(m.hbm_gib, m.peak_gib + m.reserve_gib)
     parts = [(f"{n}: {s} {unit}", v, colour(n)) for n, v, s in zip(names, values, sizes, strict=False)]
@@ -252,23 +254,30 @@ def _collectives(plan: Plan) -> str:
 
 
 def _kernels(plan: Plan) -> str:
-    found = ran(plan)
+    ordered = ran(plan)
+    found, rest = ordered[:LISTED], ordered[LISTED:]
+
+    def numbers(heading: str, field: str) -> Column:
+        values = [getattr(k, field) for k in found]
+        *cells, others = column([*values, math.fsum(getattr(k, field) for k in rest)])
+        return Column(heading, cells, values, total=others)
+
     ms = [k.ms for k in found]
     columns = [
-        Column("kind", [k.kind for k in found]),
+        Column("kind", [k.kind for k in found], total=f"{len(rest)} more" if rest else ""),
         Column("what", [k.op_name for k in found], kind="path"),
-        Column("count", [f"{k.count:,}" for k in found], [k.count for k in found]),
-        Column("ms", column(ms), ms),
+        Column("count", [f"{k.count:,}" for k in found], [k.count for k in found], total=f"{sum(k.count for k in rest):,}"),
+        numbers("ms", "ms"),
         Column("of step", [percent(v / plan.time.step_ms) for v in ms], ms),
-        Column("TFLOP", column([k.tflop for k in found]), [k.tflop for k in found]),
-        Column("GB", column([k.gb for k in found]), [k.gb for k in found]),
+        numbers("TFLOP", "tflop"),
+        numbers("GB", "gb"),
         Column("source", [place(k.source) for k in found], kind="whole"),
     ]
     return _table("What each GPU computes in a step", columns, "sortable")
 
 
 def _buffers(plan: Plan) -> str:
-    found, rest = plan.memory.largest[:LARGEST], plan.memory.largest[LARGEST:]
+    found, rest = plan.memory.largest[:LISTED], plan.memory.largest[LISTED:]
     if not found:
         return _say("None were recorded.")
     values = [b.gib for b in found]
@@ -286,7 +295,10 @@ def _buffers(plan: Plan) -> str:
 
 def _origin(part: Collective | Buffer) -> Markup:
     """Scope and instruction, with places to break the line after slashes."""
-    scope = escape(part.op_name).replace("/", "/<wbr>")
+    shown = part.op_name.removeprefix("jit(train_step)/")
+    for machinery in ("while/body/", "eval_jaxpr/"):  # of loops and of rematerialisation: in nearly all of them
+        shown = shown.replace(machinery, "")
+    scope = re.sub(r"([/:])", r"\1<wbr>", escape(shown))
     return Markup(f'{scope}<br><span class="quiet">{escape(part.instruction)}</span>')
 
 

@@ -15,6 +15,7 @@ from jaxtrain.plan.figures import (
     added,
     built,
     card,
+    classes,
     column,
     command,
     devices,
@@ -72,11 +73,11 @@ def text(plan: Plan, console: Console, *, published: tuple[float, float] | None 
 
 def _memory(plan: Plan, console: Console) -> None:
     m = plan.memory
-    classes = sorted(m.by_class.items(), key=lambda kv: -kv[1])
-    unit, sizes = gib([v for _, v in classes] + [m.peak_gib])
+    parts = classes(plan)
+    unit, sizes = gib([v for _, v in parts] + [m.peak_gib])
     _heading(console, f"memory at the peak, {unit} on each GPU")
     table = _table(["", unit, "", ""], numeric=(1, 2))
-    for (name, value), shown in zip(classes, sizes, strict=False):
+    for (name, value), shown in zip(parts, sizes, strict=False):
         _row(table, name, shown, percent(value / m.peak_gib), _bar(console, value, m.peak_gib))
     _row(table, "peak", sizes[-1], "", "", style="bold")
     console.print(table)
