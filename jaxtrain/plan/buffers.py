@@ -271,6 +271,7 @@ class Kept:
     dtype: str
     dims: tuple[int, ...]  # (layers, ...) of all devices together
     again: bool  # kept by a forward pass that the backward pass repeats for one group of layers
+    offloaded: bool  # to host memory
 
 
 WEIGHT = "weight"  # what the model calls a gathered weight
@@ -304,7 +305,8 @@ def _kept(jaxpr: Any, scope: str, again: bool) -> Iterator[Kept]:
             if eqn.primitive.name == "scan" and "(loss)" not in here and not eqn.params["reverse"]:
                 for inner, outer in zip(body.outvars, eqn.outvars, strict=True):
                     if outer.aval.ndim == inner.aval.ndim + 1:  # a carry has the shape that it has inside
-                        yield Kept(_activation(body, inner), _dtype(outer.aval.dtype), outer.aval.shape, repeated)
+                        host = outer.aval.memory_space == jax.memory.Space.Host
+                        yield Kept(_activation(body, inner), _dtype(outer.aval.dtype), outer.aval.shape, repeated, host)
             yield from _kept(body, here, repeated)
 
 
@@ -363,7 +365,7 @@ def facts(program: Program, module: hlo.Module) -> Facts:
         for dims in itertools.product(*(sorted(set(pair)) for pair in sizes)):
             weights |= {_plain(dims), _plain(dims[1:])}  # stacked, and one layer's
     kept = collections.defaultdict(list)
-    for k in kept_activations(program):
+    for k in (k for k in kept_activations(program) if not k.offloaded):
         name = AGAIN if k.again and k.name != WEIGHT else k.name
         for dims in _on_a_device(k.dims, program, batch=k.name != WEIGHT):
             if name not in kept[k.again, k.dtype, dims]:
@@ -471,7 +473,7 @@ def argument_class(op_name: str) -> str:
 
 
 STATE = ("parameters", "first moment", "second moment", "other optimizer state")
-_FILLS = frozenset(("broadcast", "constant", "parameter", "bitcast"))
+_FILLS = frozenset(("broadcast", "constant", "bitcast", "copy", "tuple"))
 _EINSUM = re.compile(r"->([A-Z]+)/dot_general")
 _TOKENS = set("BTC")  # the dimensions along a batch: sequences, tokens, tokens of a chunk
 
@@ -579,7 +581,7 @@ def memory(
         hold(a.size, kind, assignment.values[a.values[0]])
     base = sum(a.size for a, _ in outside)
 
-    timeline, now, peak_at, top = [], "", "", -1
+    timeline, now, peak_at, top = [], "embed", "", -1  # before the first layer: the embedding, and gathers ahead of need
     at_peak: dict[int, list[int]] = {}
     for event, (held, alive) in zip(heap, _replay(assignment, heap), strict=True):
         made_by = module.owners[event.instruction].by_name[event.instruction]

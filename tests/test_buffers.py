@@ -1,0 +1,239 @@
+"""What a step holds: XLA's buffer assignment, replayed, adds up to XLA's own peak; classes and names are those of the config.
+
+Compiled by XLA:GPU for 8 described H200s. No GPU and no driver: the `plan` extra is enough.
+"""
+
+import math
+
+import jax
+import pytest
+
+from jaxtrain import activations, launch
+from jaxtrain.plan import buffers, hlo
+from jaxtrain.plan.compile import compile_step
+from jaxtrain.plan.topology import devices, parse
+from jaxtrain.step import build
+
+LAYERS = 4
+BASE = ("--config=configs/llama3_8b.py", "--config.train.global_batch=8", "--config.train.grad_accum=1")
+TOKENS = 8192  # on each GPU
+STACK = LAYERS * TOKENS * 2 / buffers.GIB  # GiB of one number per token and layer in bfloat16
+MIB = 2**20
+
+
+def config(*overrides: str):
+    loaded = launch.load([*BASE, f"--config.model.num_layers={LAYERS}", *overrides])
+    assert not loaded.problems, loaded.problems
+    return loaded.run
+
+
+def held(*overrides: str):
+    step = compile_step(config(*overrides), parse("h200:8"))
+    assignment = buffers.read(step.buffers)
+    memory = buffers.memory(assignment, step.program, hlo.parse(step.text), hbm_gib=139.8, reserve_gib=6.0, usable_gib=133.8)
+    return step, assignment, memory
+
+
+@pytest.fixture(scope="module")
+def kept():
+    """The shipped policy: GEMM and attention outputs stay."""
+    return held()
+
+
+@pytest.fixture(scope="module")
+def full():
+    return held("--config.remat.policy=full", "--config.mesh.fsdp=4", "--config.mesh.tensor=2")
+
+
+@pytest.fixture(scope="module")
+def offloaded():
+    return held("--config.remat.tensors=q=keep,attention_out=keep,attention_lse=keep,residual=offload,mlp_up=offload")
+
+
+@pytest.fixture(params=["kept", "full", "offloaded"])
+def step(request):
+    return request.getfixturevalue(request.param)
+
+
+def shards_gib(tree) -> float:
+    leaves = jax.tree.leaves(tree)
+    return sum(a.dtype.itemsize * math.prod(a.sharding.shard_shape(a.shape)) for a in leaves) / buffers.GIB
+
+
+def test_the_peak_is_xlas_and_the_classes_add_up_to_it(step):
+    compiled, assignment, memory = step
+    analysis = compiled.executable.memory_analysis()
+    assert buffers.peak_bytes(assignment) == analysis.peak_memory_in_bytes
+    assert memory.peak_gib == analysis.peak_memory_in_bytes / buffers.GIB
+    assert math.isclose(sum(memory.by_class.values()), memory.peak_gib, rel_tol=1e-12)
+
+
+def test_allocations_are_xlas_and_exceed_the_peak_by_the_fragmentation(step):
+    """XLA counts a few scalar results and constants beside the temporaries; here they belong to them."""
+    compiled, assignment, memory = step
+    analysis = compiled.executable.memory_analysis()
+    assert memory.arguments_gib * buffers.GIB == analysis.argument_size_in_bytes
+    assert memory.temp_gib * buffers.GIB == pytest.approx(analysis.temp_size_in_bytes, abs=1024)
+    total = (memory.arguments_gib + memory.temp_gib) * buffers.GIB
+    assert total - buffers.peak_bytes(assignment) == buffers.fragmentation(assignment) >= 0
+
+
+def test_state_and_batch_are_counted_to_the_byte_and_once(step):
+    """The new state takes over the memory of the old one."""
+    compiled, _, memory = step
+    state = compiled.program.state
+    adam = state.optimizer[0]
+    assert memory.by_class["parameters"] == shards_gib(state.params)
+    assert memory.by_class["first moment"] == shards_gib(adam.mu)
+    assert memory.by_class["second moment"] == shards_gib(adam.nu)
+    assert memory.by_class["batch"] == shards_gib(compiled.program.batch)
+    assert memory.by_class["other optimizer state"] * buffers.GIB < 1024
+
+
+def test_what_the_policy_keeps_is_there_by_name(kept):
+    _, _, memory = kept
+    d_model, d_ff, kv = 4096, 14336, 1024
+    assert memory.saved["mlp_gate, mlp_up"] == 2 * STACK * d_ff
+    assert memory.saved["q, attention_out"] == 2 * STACK * d_model
+    assert memory.saved["residual, layer input"] == 2 * STACK * d_model
+    assert memory.saved["k, v"] == 2 * STACK * kv
+    assert memory.saved["attention_lse"] > 0
+    assert math.isclose(sum(memory.saved.values()), memory.by_class["saved activations"], rel_tol=1e-12)
+
+
+def test_full_remat_keeps_only_what_enters_a_layer(full):
+    _, _, memory = full
+    assert set(memory.saved) == {"layer input"}
+    # The residual stream is split over the tensor axis, and so is what enters a layer.
+    assert memory.saved["layer input"] == STACK * 4096
+
+
+def test_offloaded_activations_are_in_host_memory(offloaded):
+    compiled, _, memory = offloaded
+    assert memory.host_gib == STACK * (4096 + 14336)
+    assert memory.host_gib * buffers.GIB == compiled.executable.memory_analysis().host_temp_size_in_bytes
+    assert not any("mlp_up" in name or "residual" in name for name in memory.saved)
+    assert memory.saved["q, attention_out"] == 2 * STACK * 4096
+    assert memory.saved["layer input"] == STACK * 4096
+    kept = buffers.kept_activations(compiled.program)
+    assert {k.name for k in kept if k.offloaded} == {"residual", "mlp_up"}
+
+
+def test_the_head_is_told_apart_in_the_loss(kept):
+    """At the peak of a shallow model stand the head's gradient, the gathered head and one chunk of logits."""
+    _, _, memory = kept
+    head = 4096 * 128256 / buffers.GIB
+    assert "(loss)" in memory.peak_at
+    assert memory.by_class["gradients"] >= 4 * head
+    assert memory.by_class["gathered weights"] >= 2 * head
+    assert memory.by_class["logits and loss"] >= 4 * 2048 * 128256 / buffers.GIB
+    shapes = {b.shape: b.kind for b in memory.largest}
+    assert shapes["f32[4096,128256]"] == "gradients" and shapes["bf16[4096,128256]"] == "gathered weights"
+    assert shapes["f32[2048,128256]"] == "logits and loss"
+
+
+def test_the_list_of_buffers_covers_the_peak(step):
+    _, _, memory = step
+    sizes = [b.gib for b in memory.largest]
+    assert sizes == sorted(sizes, reverse=True)
+    for kind, size in memory.by_class.items():
+        listed = sum(b.gib for b in memory.largest if b.kind == kind)
+        assert listed <= size * (1 + 1e-12) and size - listed < 32 * MIB / buffers.GIB, kind
+    assert any(b.source.startswith("jaxtrain/") for b in memory.largest)
+
+
+def test_the_timeline_reaches_the_peak_through_the_phases_of_a_step(step):
+    _, _, memory = step
+    assert len(memory.timeline) <= buffers.POINTS
+    assert max(gib for gib, _ in memory.timeline) == pytest.approx(memory.peak_gib, rel=1e-12)
+    assert min(gib for gib, _ in memory.timeline) >= memory.arguments_gib
+    first = list(dict.fromkeys(phase for _, phase in memory.timeline))
+    order = [phase for phase in first if phase in ("forward layers", "loss", "optimizer")]
+    assert order == ["forward layers", "loss", "optimizer"]
+    assert "backward layers" in first
+
+
+@pytest.mark.parametrize("policy", ["full", "attention", "custom"])
+def test_kept_activations_are_read_from_the_program(policy):
+    run = config(f"--config.remat.policy={policy}")
+    kept = buffers.kept_activations(build(run, devices(parse("h200:8"))))
+    assert {k.name for k in kept} == activations.kept(run.remat) | {"layer input"}
+    assert not any(k.again or k.offloaded for k in kept)
+    assert all(k.dims[0] == LAYERS for k in kept)
+
+
+def test_groups_of_layers_are_told_from_what_is_computed_again():
+    run = config("--config.remat.policy=full", "--config.remat.every=2")
+    kept = buffers.kept_activations(build(run, devices(parse("h200:8"))))
+    assert {k.name for k in kept if not k.again} == {"layer input"}
+    assert {"mlp_gate", "mlp_up", buffers.WEIGHT} <= {k.name for k in kept if k.again}
+
+
+# ---- The reader alone, on assignments made by hand
+
+
+def assignment(events, sizes, heap=0, argument=0, colors=None):
+    """HloProto bytes: values by id with these sizes, one heap's events (kind, value, shared value)."""
+    proto = buffers._message("Hlo")()
+    computation = proto.module.computations.add(id=1)
+    for i, size in sizes.items():
+        computation.instructions.add(name=f"i{i}", opcode="add", id=i)
+        value = proto.assignment.values.add(id=i, size=size, color=(colors or {}).get(i, 0))
+        value.defined_at.instruction_id = i
+    for color in sorted(set((colors or {0: 0}).values())):
+        trace = proto.assignment.traces.add()
+        for kind, value, *shares in events:
+            if (colors or {}).get(value, 0) == color:
+                trace.events.add(kind=kind, value=value, instruction=f"i{value}", shares=shares[0] if shares else 0)
+    if heap:
+        allocation = proto.assignment.allocations.add(size=heap)
+        for i in sizes:
+            allocation.assigned.add(value=i)
+    if argument:
+        proto.assignment.allocations.add(size=argument, is_parameter=True)
+    return proto.SerializeToString()
+
+
+def test_memory_is_held_until_its_last_user_ends():
+    """Value 2 lives in the memory of value 1 and outlives it."""
+    A, F, S = buffers.ALLOCATE, buffers.FREE, buffers.SHARE
+    events = [(A, 1), (S, 2, 1), (F, 1), (A, 3), (F, 2), (F, 3)]
+    read = buffers.read(assignment(events, {1: 100, 2: 100, 3: 10}, heap=128, argument=1000))
+    assert buffers.peak_bytes(read) == 1110
+    assert buffers.fragmentation(read) == 18
+
+
+def test_memory_that_was_free_is_taken_again():
+    A, F, S = buffers.ALLOCATE, buffers.FREE, buffers.SHARE
+    events = [(A, 1), (F, 1), (A, 3), (S, 2, 1), (F, 2), (F, 3)]
+    read = buffers.read(assignment(events, {1: 100, 2: 100, 3: 10}))
+    assert buffers.peak_bytes(read) == 110
+
+
+def test_host_memory_is_not_the_devices():
+    A, F = buffers.ALLOCATE, buffers.FREE
+    read = buffers.read(assignment([(A, 1), (A, 2), (F, 1), (F, 2)], {1: 100, 2: 7}, colors={1: buffers.HOST, 2: 0}))
+    assert buffers.peak_bytes(read) == 7
+
+
+def test_two_heaps_on_the_device_are_refused():
+    read = buffers.read(assignment([(0, 1), (0, 2)], {1: 100, 2: 7}, colors={1: 1, 2: 0}))
+    with pytest.raises(buffers.AssignmentError, match=r"2 heaps on the device \(memory spaces \[0, 1\]\)"):
+        buffers.peak_bytes(read)
+
+
+def test_a_torn_proto_is_refused(kept):
+    compiled, _, _ = kept
+    with pytest.raises(buffers.AssignmentError, match="no whole HloProto"):
+        buffers.read(compiled.buffers[: len(compiled.buffers) // 2])
+    with pytest.raises(buffers.AssignmentError, match="no whole HloProto"):
+        buffers.read(compiled.buffers[:-1])
+    with pytest.raises(buffers.AssignmentError, match="holds no buffer assignment: read the file"):
+        buffers.read(b"")
+
+
+def test_an_event_that_is_not_understood_is_refused():
+    with pytest.raises(buffers.AssignmentError, match=r"cannot read the event at 'i1' \(kind 3, value 1\)"):
+        buffers.read(assignment([(3, 1)], {1: 100}))
+    with pytest.raises(buffers.AssignmentError, match="kind 2, value 1"):
+        buffers.read(assignment([(buffers.SHARE, 1, 9)], {1: 100}))
