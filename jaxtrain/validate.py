@@ -98,6 +98,24 @@ ARRAYS = {
 def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
     """All problems of a resolved config on these devices. Reads the file system, writes nothing."""
     values = dict(flatten(to_dict(run)))
+    bad = {p.key for p in (*_choices(values), *_ranges(values))}
+    problems = validate_step(run, devices)
+    problems += _steps(run, workdir, bad)
+    problems += _memory(run, devices, bad)
+    problems += _places(run, workdir)
+    # Imported here: the data pipeline sits on a higher floor, and what it reads depends on the source.
+    from jaxtrain.data import pipeline
+
+    if not bad & {"model.vocab_size", "data.seq_len", "data.max_segments"}:
+        reported = {p.key for p in problems}
+        found = pipeline.check(run.data, run.model.vocab_size, run.eval.every_steps > 0)
+        problems += [p for p in found if p.key not in reported]
+    return problems
+
+
+def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
+    """The problems that any machine with such devices would have, whatever its files and environment. Reads nothing."""
+    values = dict(flatten(to_dict(run)))
     problems = [*_choices(values), *_ranges(values)]
     bad = {p.key for p in problems}
     sizes, wrong = mesh_sizes(run, devices)
@@ -107,22 +125,12 @@ def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
     problems += _remat(run, bad)
     problems += _attention(run, devices, bad)
     problems += _schedule(run, bad)
-    problems += _steps(run, workdir, bad)
-    problems += _memory(run, devices, bad)
     # Also of a mesh that does not fill the devices: what does not divide over it would be the next thing to fail.
     sizes = sizes or {axis: max(getattr(run.mesh, axis), 1) for axis in MESH_AXES}
     # Mesh axes of size above 1 that split each logical axis; unknown ones are reported by _rules.
     table = {axis: [a for a in onto.split("+") if sizes.get(a, 1) > 1] for axis, onto in run.sharding.rules}
     problems += _divisions(run, sizes, table, bad)
     problems += _clashes(run, table)
-    problems += _places(run, workdir)
-    # Imported here: the data pipeline sits on a higher floor, and what it reads depends on the source.
-    from jaxtrain.data import pipeline
-
-    if not bad & {"model.vocab_size", "data.seq_len", "data.max_segments"}:
-        reported = {p.key for p in problems}
-        found = pipeline.check(run.data, run.model.vocab_size, run.eval.every_steps > 0)
-        problems += [p for p in found if p.key not in reported]
     return problems
 
 

@@ -23,8 +23,8 @@ FLOORS = (
         "around the step",
         ("checkpoint", "resume", "metrics", "progress", "signals", "profiling", "evaluate", "generate", "sample", "memory"),
     ),
-    ("around the run", ("receipt", "plan.*")),
-    ("the whole", ("validate", "explain", "start", "train", "main", "__main__")),
+    ("around the run", ("validate", "receipt", "plan.*")),
+    ("the whole", ("explain", "start", "train", "main", "__main__")),
 )
 ORDERED_FROM = 5  # from this floor on, the order within a floor counts too
 

@@ -1,0 +1,124 @@
+"""A plan, put together: the train step compiled, read, timed and judged."""
+
+from jaxtrain import flops, receipt
+from jaxtrain.config import RunConfig
+from jaxtrain.plan import buffers, collectives, hlo, judge, roofline
+from jaxtrain.plan.compile import Compiled, compile_step
+from jaxtrain.plan.rates import rates_for
+from jaxtrain.plan.result import Flops, Plan, Rates, Time
+from jaxtrain.plan.topology import Topology
+
+
+def make_plan(
+    run: RunConfig, topology: Topology, *, rates: Rates | None = None, name: str = "", overrides: tuple[str, ...] = ()
+) -> Plan:
+    """Compiles the train step of a run for a machine, and reads everything from it.
+
+    Args:
+      run: a config that training accepts (`validate.validate_step`).
+      topology: the machine.
+      rates: what its GPUs reach; None: a calibration if there is one, else parts of the data sheet.
+      name, overrides: how the plan says it was asked for.
+
+    Raises LayoutError, Unsupported, RuntimeError (see `compile_step`), and HloError for a program that cannot be read.
+    """
+    return read_plan(compile_step(run, topology), run, topology, rates=rates, name=name, overrides=overrides)
+
+
+def read_plan(
+    compiled: Compiled,
+    run: RunConfig,
+    topology: Topology,
+    *,
+    rates: Rates | None = None,
+    name: str = "",
+    overrides: tuple[str, ...] = (),
+) -> Plan:
+    """Everything that a compiled step tells."""
+    rates = rates or rates_for(topology.gpu, run.precision)
+    program, module = compiled.program, hlo.parse(compiled.text)
+    mesh = dict(program.placement.mesh.shape)
+
+    card = compiled.card
+    memory = buffers.memory(
+        buffers.read(compiled.buffers),
+        program,
+        module,
+        hbm_gib=card.memory_gib,
+        reserve_gib=card.memory_gib - card.usable_gib,
+        usable_gib=card.usable_gib,
+    )
+    found = collectives.read(module, mesh, topology.gpus)
+    timed = roofline.predict(module, rates, collectives.by_instruction(found))
+    moved = []
+    for f in found:
+        launches = timed.collectives[f.instruction]
+        moved.append(collectives.over_step(f, launches.ms, launches.exposed_ms))
+    moved = tuple(sorted((m for m in moved if m.wire_gib), key=lambda m: -m.wire_gib))
+
+    tokens = run.train.global_batch * run.data.seq_len
+    return Plan(
+        config=name,
+        overrides=overrides,
+        topology=topology.name,
+        chip=topology.device_kind,
+        mesh=mesh,
+        attention=program.attention,
+        fits=memory.peak_gib <= memory.usable_gib,
+        memory=memory,
+        flops=_flops(run, topology, program.attention, timed),
+        collectives=moved,
+        time=_time(run, topology, tokens, timed),
+        kernels=timed.kernels,
+        rates=rates,
+        tokens_per_step=tokens,
+        compile_s=compiled.seconds,
+        trip_counts=_loops(module),
+        hints=(),
+        warnings=judge.warnings(run, program, module, found, moved, timed.step_ms),
+        versions=receipt.versions(),
+        options=compiled.options,
+    )
+
+
+def _flops(run: RunConfig, topology: Topology, attention: str, timed: roofline.Roofline) -> Flops:
+    per_token = flops.per_token(run.model, run.data.seq_len)
+    expected = roofline.expected_flops(run, topology.total, attention)
+    return Flops(per_token.causal, per_token.full, timed.flops, expected)
+
+
+def _time(run: RunConfig, topology: Topology, tokens: int, timed: roofline.Roofline) -> Time:
+    step_s = timed.step_ms / 1e3
+    per_token = flops.per_token(run.model, run.data.seq_len)
+    # FLOPs at the peak of every GPU during one step.
+    most = topology.gpu.peak(run.precision) * 1e12 * step_s
+    each = tokens / topology.total
+    return Time(
+        gemm_ms=timed.gemm_ms,
+        attention_ms=timed.attention_ms,
+        memory_ms=timed.memory_ms,
+        compute_ms=timed.gemm_ms + timed.attention_ms + timed.memory_ms,
+        communication_ms=timed.communication_ms,
+        exposed_ms=timed.exposed_ms + timed.host_exposed_ms,
+        step_ms=timed.step_ms,
+        tokens_per_s=tokens / step_s,
+        tokens_per_s_per_device=each / step_s,
+        mfu_causal=per_token.causal * each / most,
+        mfu_full=per_token.full * each / most,
+        hfu=timed.flops / most,
+        bound_by=timed.bound_by,
+    )
+
+
+def _loops(module: hlo.Module) -> dict[str, int]:
+    """What each loop of the program works on -> its iterations each time it is entered."""
+    out: dict[str, int] = {}
+    for i, _, _, _ in hlo.walk(module):
+        if i.opcode == "while":
+            name = base = roofline.label(i.op_name) or i.name
+            number = 1
+            while name in out:
+                number += 1
+                name = f"{base} ({number})"
+            out[name] = hlo.trip_count(module, i)
+    return out
