@@ -92,6 +92,31 @@ def test_cublas_call(target):
     assert kernel.gb == pytest.approx(0.13), "without the workspace"
 
 
+def test_cublas_call_that_writes_into_a_stack():
+    """XLA's dynamic-slice fusion: the GEMM's output goes straight to its place in an array of 40 of them."""
+    stack, out = "bf16[40,1000,10000]{2,1,0}", "bf16[1000,10000]{1,0}"
+    config = json.dumps({"gemm_backend_config": {"dot_dimension_numbers": {"lhs_contracting_dimensions": ["1"]}}})
+    before = f"""
+%into (a: bf16[1000,5000], b: bf16[5000,10000], s: bf16[40,1000,10000], n: s32[]) -> (bf16[40,1000,10000], s8[4194304]) {{
+  %a = bf16[1000,5000]{{1,0}} parameter(0)
+  %b = bf16[5000,10000]{{1,0}} parameter(1)
+  %s = {stack} parameter(2)
+  %n = s32[] parameter(3)
+  %zero = s32[] constant(0)
+  %g = ({out}, s8[4194304]{{0}}) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", backend_config={config}
+  %made = {out} get-tuple-element(%g), index=0
+  %row = bf16[1,1000,10000]{{2,1,0}} bitcast(%made)
+  %put = {stack} dynamic-update-slice(%s, %row, %n, %zero, %zero)
+  %space = s8[4194304]{{0}} get-tuple-element(%g), index=1
+  ROOT %both = ({stack}, s8[4194304]{{0}}) tuple(%put, %space)
+}}
+"""
+    arguments = f"\n  %stack = {stack} parameter(3)\n  %number = s32[] parameter(4)"
+    call = f"({stack}, s8[4194304]{{0}}) fusion(%a.1, %b.1, %stack, %number), kind=kCustom, calls=%into"
+    kernel = one(f"{arguments}\n  ROOT %f = {call}", before)
+    assert (kernel.kind, kernel.tflop, kernel.gb) == ("gemm", pytest.approx(0.1), pytest.approx(0.13))
+
+
 @pytest.mark.parametrize(
     ("mask", "window", "pairs"),
     [("NO_MASK", 0, 64 * 64), ("CAUSAL", 0, 64 * 32), ("PADDING_CAUSAL", 0, 64 * 32), ("CAUSAL", 16, 64 * (16 - 2))],

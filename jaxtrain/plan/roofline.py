@@ -220,8 +220,9 @@ class _Schedule:
 
     def count(self, i: Instruction, done: Work, seconds: float, times: int) -> None:
         op_name, source = i.op_name, i.source
-        if "/" not in op_name and i.called:  # made by the compiler: named after the last of what it fuses
+        if "/" not in op_name and i.called:  # made by the compiler: named after the GEMM in it, else the last of what it fuses
             inside = [inner for c in i.called for inner in self.module.computations[c].instructions if "/" in inner.op_name]
+            inside.sort(key=lambda inner: inner.opcode in ("dot", "custom-call"))
             op_name, source = (inside[-1].op_name, inside[-1].source) if inside else ("", source)
         name = label(op_name) or re.sub(r"[.\d]+$", "", i.name)
         kernel = self.kernels[done.kind, name, source]

@@ -177,7 +177,8 @@ def _config(i: Instruction, key: str) -> dict:
 def _traffic(inside: Computation, arguments: list[Type], made_type: Type, kind: str, made: float) -> Work:
     """Work with the bytes that a kernel reads and writes: what it wants of its arguments, and its output.
 
-    The types are those outside, since only they tell what is in host memory.
+    The types are those outside, since only they tell what is in host memory. Of a library call that is its first output: the
+    second is a workspace.
     """
     demand = _demand(inside)
     moved: list[tuple[float, Shape]] = []
@@ -188,7 +189,13 @@ def _traffic(inside: Computation, arguments: list[Type], made_type: Type, kind: 
     if root.opcode == "tuple" and isinstance(made_type, tuple):
         outputs = [(inside.by_name[o], t) for o, t in zip(root.operands, made_type, strict=True)]
     for i, made_there in outputs:
-        written = leaves(made_there)[:1] if i.opcode == "custom-call" else leaves(made_there)  # without its workspace
+        if (
+            i.opcode == "get-tuple-element"
+            and inside.by_name[i.operands[0]].opcode == "custom-call"
+            and i.attributes["index"] != "0"
+        ):
+            continue  # a workspace
+        written = leaves(made_there)[:1] if i.opcode == "custom-call" else leaves(made_there)
         update = _in_place(inside, i)
         moved += [(float(leaf.bytes) if update is None else _bytes(leaf, update), leaf) for leaf in written]
     return _placed(kind, made, moved)
