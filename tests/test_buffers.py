@@ -169,6 +169,30 @@ def test_groups_of_layers_are_told_from_what_is_computed_again():
     assert {"mlp_gate", "mlp_up", buffers.WEIGHT} <= {k.name for k in kept if k.again}
 
 
+@pytest.mark.parametrize(
+    "op_name, kind",
+    [
+        ("transpose(jvp(layers))/while/body/checkpoint/mlp/mul", "temporaries"),
+        ("transpose(jvp(layers))/while/body/checkpoint/mlp/BTD,FD->BTF/dot_general", "temporaries"),
+        ("transpose(jvp(layers))/while/body/checkpoint/mlp/BTD,BTF->DF/dot_general", "gradients"),
+        ("transpose(jvp(layers))/while/body/checkpoint/mlp/shard_map/reduce_scatter", "gradients"),
+        ("jvp(loss)/shard_map/while/body/exp", "logits and loss"),
+    ],
+)
+def test_as_many_tokens_as_a_weight_has_rows_make_no_gradient(op_name, kind):
+    """Sequences of 8192 tokens and a model dimension of 8192: activations and weights have one shape."""
+    metadata = f'metadata={{op_name="jit(train_step)/{op_name}"}}'
+    module = hlo.parse(
+        "HloModule m, is_scheduled=true\n\n"
+        "ENTRY %main (p: bf16[8192,28672]) -> bf16[8192,28672] {\n"
+        '  %p = bf16[8192,28672]{1,0} parameter(0), metadata={op_name="x"}\n'
+        f"  ROOT %y = bf16[8192,28672]{{1,0}} negate(%p), {metadata}\n"
+        "}\n"
+    )
+    facts = buffers.Facts(module, frozenset({(8192, 28672)}), frozenset({(1024, 28672)}), {}, {})
+    assert buffers.classify(facts, buffers.Value(1, 8192 * 28672 * 2, "y", (), 0)) == (kind, "")
+
+
 # ---- The reader alone, on assignments made by hand
 
 

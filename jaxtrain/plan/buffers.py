@@ -475,6 +475,7 @@ def argument_class(op_name: str) -> str:
 STATE = ("parameters", "first moment", "second moment", "other optimizer state")
 _FILLS = frozenset(("broadcast", "constant", "bitcast", "copy", "tuple"))
 _EINSUM = re.compile(r"->([A-Z]+)/dot_general")
+_REDUCED = re.compile(r"reduce.scatter|all-reduce|psum|dynamic_update_slice|dynamic_slice|scatter-add|\bwhile$")
 _TOKENS = set("BTC")  # the dimensions along a batch: sequences, tokens, tokens of a chunk
 
 
@@ -511,9 +512,12 @@ def classify(facts: Facts, value: Value) -> tuple[str, str]:
             return ("temporaries", "") if backward else ("saved activations", f"{', '.join(names)}: zeros to begin with")
         if any("dynamic_update_slice" in name or i.opcode == "while" for i in origins for name in _op_names(facts.module, i)):
             return ("gathered weights", "") if names == (WEIGHT,) else ("saved activations", ", ".join(names))
-    einsum = [m[1] for i in (made_by, *origins) for name in _op_names(facts.module, i) if (m := _EINSUM.search(name))]
-    of_weight = not _TOKENS.intersection(*einsum[:1]) if einsum else dims in facts.weights
-    if of_weight and (dims in facts.weights or einsum) and (backward or "(loss)" in text):
+    einsum = next((m[1] for i in (made_by, *origins) for n in _op_names(facts.module, i) if (m := _EINSUM.search(n))), "")
+    # Tokens can be as many as a weight has rows: a shape alone says nothing, unless it is a shard's or something reduced.
+    reduced = dims in facts.at_rest or (
+        dims in facts.weights and _REDUCED.search(" ".join((text, *(i.opcode for i in origins))))
+    )
+    if (backward or "(loss)" in text) and (not _TOKENS.intersection(einsum) if einsum else reduced):
         return "gradients", ""
     if dims in facts.at_rest and "jvp(" not in text and "(optimizer)" not in text and "/optimizer/" not in text:
         return "gradients", ""  # summed over microbatches: has the shape of a weight at rest, and no part in any other phase
