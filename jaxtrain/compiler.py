@@ -49,6 +49,9 @@ def options(program: Program, card: Card | None) -> dict[str, str | bool]:
         # GEMMs by cuBLAS. XLA sets aside what may become a Triton GEMM before it fuses the rest, and then leaves SwiGLU's
         # backward pass in three kernels instead of one.
         "xla_gpu_enable_triton_gemm": False,
+        # XLA would write a GEMM's result straight into the stack that is kept for the backward pass, and run the same GEMM a
+        # second time for whoever else reads it: a tenth of a step that keeps gate, up and queries.
+        "xla_gpu_enable_dynamic_slice_fusion": False,
         # What the backward pass computes again is said by remat.policy. XLA's own pass works from an estimate that does not
         # know of memory shared in loops, and where it finds too little it gathers weights a second time.
         "xla_disable_hlo_passes": "rematerialization",

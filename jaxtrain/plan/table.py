@@ -146,6 +146,18 @@ class Table:
             total["unknown"] += row.bytes_per_device is None
         return list(sums.values())
 
+    def sums(self) -> Grid:
+        """The totals as text."""
+        columns = (
+            ("kind", "left"),
+            ("what it is", "left"),
+            ("arrays", "right"),
+            ("in all", "right"),
+            ("held by a device", "right"),
+        )
+        cells = tuple((_kind(t), KINDS[t["kind"]], str(t["arrays"]), size(t["total_bytes"]), _sum(t)) for t in self.totals())
+        return Grid(self.title, columns, cells)
+
     def grid(self) -> Grid:
         """The table as text."""
         columns = (
@@ -155,7 +167,7 @@ class Table:
         cells = tuple(
             (
                 row.name,
-                f"{row.kind}, {row.saved}" if row.saved else row.kind,
+                _kind({"kind": row.kind, "saved": row.saved}),
                 f"{row.dtype}{list(row.shape)}".replace(" ", ""),
                 row.split,
                 "?" if row.local_shape is None else str(list(row.local_shape)).replace(" ", ""),
@@ -168,10 +180,13 @@ class Table:
         footers = tuple(
             (
                 f"{t['arrays']} array{'s' if t['arrays'] > 1 else ''}",
-                f"{t['kind']}, {t['saved']}" if t["saved"] else t["kind"],
+                _kind(t),
                 f"{size(t['total_bytes'])} in all",
-                f"{t['unknown']} left to the compiler, not counted" if t["unknown"] else "",
-                *("", "", "on the host" if t["saved"] == "offload" else size(t["held_bytes"]), ""),
+                "",
+                "",
+                "",
+                _sum(t),
+                "",
             )
             for t in self.totals()
         )
@@ -188,6 +203,17 @@ class Table:
 
     def __repr__(self) -> str:
         return in_text(self, 160)
+
+
+def _kind(row: dict[str, Any]) -> str:
+    return f"{row['kind']}, {row['saved']}" if row["saved"] else row["kind"]
+
+
+def _sum(total: dict[str, Any]) -> str:
+    if total["saved"] == "offload":
+        return "on the host"
+    unknown = f" and {total['unknown']} left to the compiler" if total["unknown"] else ""
+    return size(total["held_bytes"]) + unknown
 
 
 def _held(row: Row) -> str:
