@@ -17,7 +17,6 @@ from jaxtrain.plan.cache import Cache, Failure
 from jaxtrain.plan.parallel import Outcome, Request
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Buffer, Flops, Memory, Plan, Rates, Time
-from jaxtrain.validate import validate
 
 H200 = topology.parse("h200:8")
 # Where the made-up plans of `above` are fastest.
@@ -35,12 +34,6 @@ def tiny(*overrides: str) -> config.RunConfig:
     sizes = ("num_layers=2", "d_model=256", "num_heads=4", "num_kv_heads=2", "head_dim=64", "d_ff=512", "vocab_size=1024")
     batch = ("data.seq_len=256", "train.global_batch=8", "train.grad_accum=1", "train.loss_chunk=256", "mesh.fsdp=-1")
     return load(*(f"model.{s}" for s in sizes), *batch, "remat.policy=full", "remat.tensors=", *overrides)
-
-
-def check_on(machine: topology.Topology):
-    """What training refuses there, apart from data files, which a plan does not read."""
-    devices = hardware.Devices("gpu", machine.device_kind, machine.total, machine.memory_gib, "described")
-    return lambda run: [p for p in validate(run, devices, Path("runs/none")) if not p.key.startswith("data.")]
 
 
 def made(run: config.RunConfig, machine: topology.Topology, step_s: float, peak_gib: float, rates: Rates | None = None) -> Plan:
@@ -151,7 +144,7 @@ def inline(monkeypatch):
 
 
 def find(run: config.RunConfig, plan_one: str = "test_search:above", machine: topology.Topology = H200, **options):
-    return search.search(run, "made", machine, check=check_on(machine), plan_one=plan_one, **options)
+    return search.search(run, "made", machine, plan_one=plan_one, **options)
 
 
 # ---- the space
@@ -159,26 +152,26 @@ def find(run: config.RunConfig, plan_one: str = "test_search:above", machine: to
 
 def test_space_is_what_the_checks_accept():
     run = load()
-    layouts, refused = space.legal_layouts(run, H200, rates_for(H200.gpu, "bf16"), check_on(H200))
+    layouts, refused = space.legal_layouts(run, H200, rates_for(H200.gpu, "bf16"), space.training_check(H200))
     assert len(layouts) == len(set(layouts)) and space.own_layout(run, H200) in layouts
     meshes = {tuple(dict(o)[f"mesh.{a}"] for a in ("data", "fsdp", "tensor")) for o in layouts}
     assert meshes == {(d, f, 8 // d // f) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if 8 % (d * f) == 0}
     # 8 shards of the batch cannot share 4 sequences.
     assert any("does not divide over 8 devices" in reason for _, reason in refused)
-    check = check_on(H200)
+    check = space.training_check(H200)
     assert not any(check(space.with_overrides(run, o)) for o in layouts[::97])
 
 
 def test_heads_that_do_not_divide_are_refused_and_not_planned():
     run = load("model.num_kv_heads=4", "model.num_heads=4", "model.head_dim=128")
-    layouts, refused = space.legal_layouts(run, H200, rates_for(H200.gpu, "bf16"), check_on(H200))
+    layouts, refused = space.legal_layouts(run, H200, rates_for(H200.gpu, "bf16"), space.training_check(H200))
     assert {dict(o)["mesh.tensor"] for o in layouts} == {1, 2, 4}
     assert any("model.num_heads" in reason for o, reason in refused if dict(o)["mesh.tensor"] == 8)
 
 
 def test_own_layout_outside_the_grid_is_a_candidate():
     run = load("remat.tensors=mlp_up=offload,q=keep", "remat.every=8")
-    layouts, _ = space.legal_layouts(run, H200, rates_for(H200.gpu, "bf16"), check_on(H200))
+    layouts, _ = space.legal_layouts(run, H200, rates_for(H200.gpu, "bf16"), space.training_check(H200))
     assert layouts[0] == space.own_layout(run, H200)
     assert dict(layouts[0])["remat.tensors"] == "q=keep,mlp_up=offload" and dict(layouts[0])["mesh.fsdp"] == 8
 
@@ -201,9 +194,9 @@ def test_ladder_saves_more_at_every_rung_and_ends_without_gemms_to_repeat():
 def test_a_knob_is_one_line(monkeypatch):
     """A new axis of the space multiplies the layouts and shows in their overrides."""
     knob = space.Knob(lambda run, machine, rates: ({"dtypes.m": m} for m in ("f32", "bf16")), ("dtypes.m",), apart=True)
-    before, _ = space.legal_layouts(tiny(), H200, rates_for(H200.gpu, "bf16"), check_on(H200))
+    before, _ = space.legal_layouts(tiny(), H200, rates_for(H200.gpu, "bf16"), space.training_check(H200))
     monkeypatch.setattr(space, "KNOBS", (*space.KNOBS, knob))
-    after, _ = space.legal_layouts(tiny(), H200, rates_for(H200.gpu, "bf16"), check_on(H200))
+    after, _ = space.legal_layouts(tiny(), H200, rates_for(H200.gpu, "bf16"), space.training_check(H200))
     assert len(after) == 2 * len(before) and {dict(o)["dtypes.m"] for o in after} == {"f32", "bf16"}
 
 
@@ -265,7 +258,7 @@ def test_search_finds_the_best_and_stops_when_no_bound_is_below_it(inline):
     best = {key: dict(result.best.overrides)[key] for key in FASTEST}
     everything = [
         (plan, o)
-        for o in space.legal_layouts(run, H200, rates_for(H200.gpu, "bf16"), check_on(H200))[0]
+        for o in space.legal_layouts(run, H200, rates_for(H200.gpu, "bf16"), space.training_check(H200))[0]
         if (plan := above(space.with_overrides(run, o), H200)).fits
     ]
     exhaustive = min(everything, key=lambda item: (item[0].time.step_ms, item[0].memory.peak_gib))
@@ -533,3 +526,35 @@ def test_no_child_outlives_its_pool(children):
 
 def test_free_memory_is_that_of_this_machine():
     assert 0 < parallel.free_gib() <= hardware.host_gib()
+
+
+def test_a_real_search(tmp_path, monkeypatch):
+    """Two layouts of a small model on two H200s, compiled by XLA:GPU in two processes; then again from the cache."""
+    monkeypatch.setattr(space, "KNOBS", tuple(dataclasses.replace(k, settings=few(k.settings)) for k in space.KNOBS))
+    run, machine, kept = tiny(), topology.parse("h200:2"), Cache(tmp_path)
+    console = Console(record=True, width=160)
+    with search_report.live(console) as progress:
+        result = search.search(run, "tiny", machine, jobs=2, cache=kept, on_progress=progress)
+    assert [c.outcome.kind for c in result.tried] == ["planned"] * 2, [c.outcome for c in result.tried]
+    assert result.ended == "complete" and not result.warnings and result.best.plan.fits
+    for c in result.tried:
+        assert c.plan.time.step_ms >= c.bound.step_s * 1e3 and c.plan.memory.peak_gib >= c.bound.memory_gib
+        assert c.plan.config == "tiny" and c.plan.mesh["fsdp"] == 2
+    assert "2: fsdp=2" in console.export_text()
+    began = time.monotonic()
+    again = search.search(run, "tiny", machine, jobs=2, cache=kept)
+    assert time.monotonic() - began < 10
+    assert [c.outcome.kind for c in again.tried] == ["cached"] * 2
+    assert again.best.plan == result.best.plan
+
+
+def few(settings):
+    """Of a knob's settings those of this test: fsdp=2, one microbatch, full remat or none."""
+
+    def some(*args):
+        for s in settings(*args):
+            wanted = {"mesh.fsdp": (2,), "train.grad_accum": (1,), "remat.policy": ("full", "none"), "remat.every": (1,)}
+            if all(s.get(key, values[0]) in values for key, values in wanted.items()):
+                yield s
+
+    return some

@@ -23,7 +23,17 @@ from jaxtrain.plan.cache import Cache
 from jaxtrain.plan.parallel import MAKE, TIMEOUT_S, Outcome, Pool, Request, from_cache, keep
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Plan, Rates
-from jaxtrain.plan.space import KNOBS, Check, Overrides, changes, legal_layouts, naive_layouts, own_layout, with_overrides
+from jaxtrain.plan.space import (
+    KNOBS,
+    Check,
+    Overrides,
+    changes,
+    legal_layouts,
+    naive_layouts,
+    own_layout,
+    training_check,
+    with_overrides,
+)
 from jaxtrain.plan.topology import Topology
 
 MOST = 36  # plans of one search; of 8B some 15 s each on two cores
@@ -159,7 +169,7 @@ def search(
     topology: Topology,
     budget_s: float = 0.0,
     *,
-    check: Check,
+    check: Check | None = None,
     rates: Rates | None = None,
     plan_one: str = MAKE,
     jobs: int = 0,
@@ -175,7 +185,7 @@ def search(
       name: what the config is called.
       topology: the machine; one that `topology.parse` knows, since each plan is made in a process of its own.
       budget_s: seconds after which running compiles are stopped and the best so far is the result; 0: no limit.
-      check: what training would refuse in a config on this machine.
+      check: what is wrong with a config; None: what training on this machine would refuse.
       rates: what the GPU reaches; None: what rates.py says of it.
       plan_one: "package.module:function" of (run, topology, rates=...) -> Plan.
       jobs: compiles at a time; 0: as many as cores.
@@ -191,7 +201,7 @@ def search(
     machines.parse(topology.name)
     rates = rates or rates_for(topology.gpu, run.precision)
     usable = topology.memory_gib * hardware.memory_fraction(topology.memory_gib, run.train.memory_fraction)
-    layouts, refused = legal_layouts(run, topology, rates, check)
+    layouts, refused = legal_layouts(run, topology, rates, check or training_check(topology))
     naive = {overrides: label for label, overrides in naive_layouts(run, topology, layouts).items()}
     own = own_layout(run, topology)
     candidates = []
@@ -280,7 +290,7 @@ def search(
 def _next(todo: Iterable[Candidate], progress: Progress, ranking: _Ranking) -> Candidate | None:
     """The most promising layout that is not cut."""
     open_ = (c for c in todo if not progress.cut(c, ranking.slack))
-    return min(open_, key=lambda c: ranking.promise(c, progress.usable_gib), default=None)
+    return min(open_, key=lambda c: (ranking.promise(c, progress.usable_gib), c.bound.memory_gib), default=None)
 
 
 VERDICTS = ("best", "front", "slower", "too big", "failed")

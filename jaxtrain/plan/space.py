@@ -8,11 +8,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from jaxtrain import activations, config
+from jaxtrain import activations, config, hardware
 from jaxtrain.config import MESH_AXES, Problem, RunConfig
 from jaxtrain.plan.bound import ladder, mesh_sizes
 from jaxtrain.plan.result import Rates
 from jaxtrain.plan.topology import Topology
+from jaxtrain.validate import validate_step
 
 Overrides = tuple[tuple[str, Any], ...]
 Setting = dict[str, Any]  # of one knob: key -> value
@@ -92,6 +93,12 @@ def own_layout(run: RunConfig, topology: Topology) -> Overrides:
     places, _ = activations.parse_tensors(run.remat.tensors)
     flat["remat.tensors"] = ",".join(f"{name}={places[name]}" for name in activations.ACTIVATIONS if name in places)
     return tuple((key, flat[key]) for knob in KNOBS for key in knob.keys)
+
+
+def training_check(topology: Topology) -> Check:
+    """What training on this machine would refuse in a config."""
+    devices = hardware.Devices("gpu", topology.device_kind, topology.total, topology.memory_gib, topology.name)
+    return lambda run: validate_step(run, devices)
 
 
 def legal_layouts(
