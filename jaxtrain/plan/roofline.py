@@ -95,7 +95,8 @@ class _Schedule:
         self.walk(self.module.entry, clock, 1)
         ms = {k: v * 1e3 for k, v in self.seconds.items()}
         gemm, attention, memory = ms.get("gemm", 0.0), ms.get("attention", 0.0), ms.get("memory", 0.0)
-        collectives = {name: launches for name, (kind, launches) in self.links.items() if kind == "communication"}
+        collectives = {name: Launches() for name in self.wires}  # one in a branch that is not the slowest stays at zero
+        collectives |= {name: launches for name, (kind, launches) in self.links.items() if kind == "communication"}
         host = [launches for kind, launches in self.links.values() if kind == "host"]
         exposed = sum(c.exposed_ms for c in collectives.values())
         host_exposed = sum(c.exposed_ms for c in host)
