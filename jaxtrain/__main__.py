@@ -4,6 +4,7 @@ import sys
 
 COMMANDS = {
     "main": "train a model, or go on training it",
+    "plan": "see a run before paying for it: fit, speed, traffic, and the best layout",
     "data": "turn text into token files, and check them",
     "sample": "generate text from a checkpoint",
     "checkpoint": "list what a run has saved",

@@ -347,4 +347,4 @@ def test_a_thousand_gpus():
     found = describe(CONFIG, "h200:8x128", mesh={"data": 128, "fsdp": 8}, train={"global_batch": 1024, "grad_accum": 1}, **FEW)
     gate = found.row("layers.mlp.gate")
     assert gate.replicas == 128 and gate.bytes_per_device == 4 * math.prod(gate.shape) // 8
-    assert re.search(r"8 parts.*each on 128 devices", picture(gate).caption)
+    assert re.search(r"8 parts.* each on 128 devices", picture(gate).caption)

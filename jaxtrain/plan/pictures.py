@@ -147,8 +147,13 @@ def draw(sharding: NamedSharding, shape: tuple[int, ...], names: Sequence[str], 
             grid.append(tuple(row))
         panels.append((heading, tuple(grid)))
     same = len(next(iter(holders.values())))
-    caption = f"{len(holders)} {'part' if len(holders) == 1 else 'parts'} of {'x'.join(map(str, local)) or 'one number'}; "
-    caption += "each on one device" if same == 1 else f"each on {same} devices, whose colours no line parts"
+    of = "x".join(map(str, local)) or "one number"
+    if len(holders) == 1:
+        caption = f"whole on {'one device' if same == 1 else f'all {same} devices'}: {of}"
+    elif same == 1:
+        caption = f"{len(holders)} parts of {of}, each on one device"
+    else:
+        caption = f"{len(holders)} parts of {of}, each on {same} devices (colours with no line between them)"
     if left_out:
         caption += f". Not drawn: {', '.join(label(i) for i in left_out)}, whole on every device"
     ratio = math.sqrt(shape[down] / shape[right]) if down is not None and right is not None and shape[right] else 0.2

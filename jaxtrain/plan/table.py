@@ -232,8 +232,9 @@ def size(count: int) -> str:
     return f"{count} B"
 
 
-def changes(before: Table, after: Table) -> Grid:
+def changes(before: Table, after: Table, title: str = "") -> Grid:
     """What differs between two tables: rows whose layout or size on a device is another, and the sums by kind."""
+    title = title or (before.title if before.title == after.title else f"{before.title}  ⇒  {after.title}")
     old = {(row.kind, row.name): row for row in before}
     new = {(row.kind, row.name): row for row in after}
     cells = []
@@ -249,8 +250,11 @@ def changes(before: Table, after: Table) -> Grid:
         for key in dict.fromkeys([*sums[0], *sums[1]])
         if sums[0].get(key) != sums[1].get(key)
     )
-    columns = (("name", "left"), ("kind", "left"), ("before", "left"), ("after", "left"), ("held", "right"), ("held", "right"))
-    return Grid(f"{before.title}  ⇒  {after.title}", columns, tuple(cells), footers)
+    columns = (
+        *(("name", "left"), ("kind", "left"), ("before", "left"), ("after", "left")),
+        *(("held before", "right"), ("held after", "right")),
+    )
+    return Grid(title, columns, tuple(cells), footers)
 
 
 def parse_filter(text: str) -> dict[str, Any]:
