@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from test_floors import imports
 
 from jaxtrain import config, flops, hardware, launch
 from jaxtrain.plan import bound, cache, parallel, search, search_report, space, topology
@@ -406,10 +407,14 @@ def test_own_code_is_part_of_the_key(tmp_path, monkeypatch):
     assert Cache(tmp_path).key(run, H200, None) != key
 
 
-def test_code_that_is_left_out_of_the_key_exists_and_is_not_what_plans_are_made_of():
-    root = Path(cache.__file__).parent.parent
-    for name in ("step", "models.llama", "loss", "plan.roofline", "plan.hlo", "hardware", "config", "kernels.dot"):
-        assert (root / (name.replace(".", "/") + ".py")).is_file() and not cache._is_other(name), name
+def test_no_code_that_plans_are_made_of_is_left_out_of_the_key():
+    graph, reached, todo = imports(), set(), ["plan.make"]
+    while todo:
+        name = todo.pop()
+        todo += graph[name] - reached
+        reached.add(name)
+    assert {"step", "kernels.dot", "models.llama", "plan.roofline", "compiler"} <= reached
+    assert not [name for name in reached if cache._is_other(name)]
     assert cache._is_other("checkpoint") and cache._is_other("data.pipeline") and cache._is_other("plan.search")
 
 

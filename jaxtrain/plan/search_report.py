@@ -123,7 +123,7 @@ def _table(result: SearchResult) -> Table:
     table = Table(box=None, pad_edge=False, title_justify="left")
     for heading in ("mesh", "remat"):
         table.add_column(heading, overflow="fold")
-    for heading in ("seq/GPU", "x", "step ms", "tok/s/GPU", "MFU", "peak GiB"):
+    for heading in ("seq/GPU", "accum", "step ms", "tok/s/GPU", "MFU", "peak GiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
     plans = [c.plan for c in result.tried if c.plan]
