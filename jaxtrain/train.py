@@ -27,6 +27,7 @@ from jaxtrain.kernels.attention import Unsupported
 from jaxtrain.launch import Launch, report
 from jaxtrain.memory import OutOfMemory, check_host_memory, explain_memory, memory_by_class, out_of_memory_explained, size
 from jaxtrain.metrics import MetricsError
+from jaxtrain.plan.expect import Watch, expect
 from jaxtrain.progress import Console
 from jaxtrain.receipt import Receipt, ReceiptError, config_sha256, device_facts
 from jaxtrain.sharding import LayoutError, left_whole
@@ -174,6 +175,7 @@ class Session:
         self.train_data, self.eval_data, self.tokenizer = train_data, eval_data, tokenizer
         self.tokens_per_step = run.train.global_batch * run.data.seq_len
         self.saved_at = start.step if start.resumed else -1
+        self.watch: Watch | None = None  # planned beside measured, on GPUs that the plan knows
         self.loss: float | None = None  # of the newest step whose metrics have arrived
 
     def train(self) -> tuple[int, str]:
@@ -277,8 +279,22 @@ class Session:
         if limit and memory.get("peak", 0) > limit / 2**30:
             raise OutOfMemory(explain_memory(self.run, memory, f"the budget of {limit / 2**30:.1f} GiB a device"))
         if jax.local_devices()[0].platform == "gpu":
+            self.plan(train)
             check_host_memory(program, hardware.pinned_limit_gib(os.environ))
         return Compiled(train, evaluation, seconds, memory)
+
+    def plan(self, executable: Any) -> None:
+        """What this step should take, by its own program: the run is compared with it. No plan stops no run."""
+        gpu = hardware.lookup(jax.devices()[0].device_kind)
+        if gpu is None:
+            return  # `throughput` says that nothing is known of this GPU
+        try:
+            self.watch = Watch(expect(self.program, executable, gpu, jax.local_device_count(), self.run.precision))
+        except ValueError as error:
+            self.console.say(f"no plan to compare this run with: {error}")
+            return
+        expected = self.watch.expected
+        self.console.say(f"planned: {expected.step_s:.3g} s a step, peak {size(expected.peak_gib)} ({expected.rates})")
 
     # ---- The loop
 
@@ -437,6 +453,10 @@ class Late:
         }
         self.writers.train(**line)
         session.console.step(line)
+        if session.watch is not None:
+            for warning in session.watch.note(line["step_time_s"], peak):
+                session.console.warn(warning)
+            session.receipt.update(**session.watch.record())
 
 
 def close(batches: Iterator[Any]) -> None:

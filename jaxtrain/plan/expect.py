@@ -1,0 +1,82 @@
+"""What a run that is about to start should measure, and a word when it does not.
+
+The plan of the very executable that the run has compiled, kept beside what it measures: that is how the meter is checked on
+every machine that it is used on.
+"""
+
+import dataclasses
+import statistics
+from typing import Any
+
+from jaxtrain import hardware
+from jaxtrain.plan import collectives, hlo, roofline
+from jaxtrain.plan.rates import rates_for
+from jaxtrain.step import Program
+
+APART = 0.15  # planned and measured may differ by this much before it is worth a line
+FIRST = 2  # lines of metrics left out: clocks and caches settle
+ENOUGH = 8  # lines after those that a comparison takes
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What the plan says of a compiled step."""
+
+    step_s: float
+    peak_gib: float
+    rates: str  # where the rates come from
+
+
+def expect(program: Program, executable: Any, gpu: hardware.Gpu, gpus_per_node: int, precision: str) -> Expected:
+    """The plan of a step that is compiled for the GPUs at hand.
+
+    Raises HloError for a program that cannot be read and ValueError for a GPU whose rates are not known.
+    """
+    rates = rates_for(gpu, precision)
+    module = hlo.parse(executable.as_text())
+    found = collectives.read(module, dict(program.placement.mesh.shape), gpus_per_node)
+    timed = roofline.predict(module, rates, collectives.by_instruction(found))
+    peak = executable.memory_analysis().peak_memory_in_bytes / 2**30
+    return Expected(timed.step_ms / 1e3, peak, rates.source)
+
+
+class Watch:
+    """Collects what a run measures until there is enough of it to be compared, once, with the plan."""
+
+    def __init__(self, expected: Expected):
+        self.expected = expected
+        self.steps: list[float] = []
+        self.peak_gib: float | None = None
+        self.seen = 0
+        self.told = False
+
+    def note(self, step_s: float | None, peak_gib: float | None) -> list[str]:
+        """One line of metrics. Returns what is worth saying; the second call after that says nothing."""
+        self.seen += 1
+        self.peak_gib = peak_gib
+        if step_s is not None and self.seen > FIRST:
+            self.steps.append(step_s)
+        if self.told or len(self.steps) < ENOUGH:
+            return []
+        self.told = True
+        planned, measured = self.expected, self.measured()
+        said = []
+        for what, unit, plan, seen in (
+            ("step time", "s", planned.step_s, measured["step_s"]),
+            ("peak memory", "GiB", planned.peak_gib, measured["peak_gib"]),
+        ):
+            if plan and seen and abs(seen / plan - 1) > APART:
+                times = f"{seen / plan:.2f} times"
+                said.append(
+                    f"{what}: {seen:.3g} {unit} measured, {plan:.3g} {unit} planned ({planned.rates}): {times}. "
+                    "python -m jaxtrain.plan --calibrate measures what this machine reaches."
+                )
+        return said
+
+    def measured(self) -> dict[str, float | None]:
+        """The middle step time and the peak so far; None where nothing was measured."""
+        return {"step_s": statistics.median(self.steps) if self.steps else None, "peak_gib": self.peak_gib}
+
+    def record(self) -> dict[str, Any]:
+        """Planned beside measured, for the receipt."""
+        return {"planned": dataclasses.asdict(self.expected), "measured": self.measured()}
