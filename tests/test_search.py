@@ -344,6 +344,16 @@ def test_report_and_json(inline):
     assert space.own_layout(pasted, H200) == result.best.overrides
 
 
+def test_the_best_may_be_the_configs_own(inline):
+    best = find(load(), most=30).best
+    run = space.with_overrides(load(), best.overrides)
+    result = find(run, most=30)
+    console = Console(record=True, width=200)
+    search_report.show(result, console)
+    assert result.best.overrides == best.overrides and search_report.paste(result) == ""
+    assert "the best layout is the config's own" in console.export_text()
+
+
 def test_budget_ends_the_search(inline, monkeypatch):
     clock = iter(range(0, 100_000, 10))
     monkeypatch.setattr(search.time, "monotonic", lambda: float(next(clock)))

@@ -108,6 +108,9 @@ def show(result: SearchResult, console: Console) -> None:
     if result.best is None:
         _say(console, f"no layout that was planned fits into {size(result.usable_gib)}", "bold red")
         return
+    if not paste(result):
+        _say(console, "the best layout is the config's own", "bold")
+        return
     _say(console, "the best layout, to paste behind the config", "bold")
     console.print(Text(paste(result)), soft_wrap=True)
 
