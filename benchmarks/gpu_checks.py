@@ -239,7 +239,7 @@ def step_case(argv: list[str], warmup: int, timed: int) -> dict[str, Any]:
     run, device = loaded.run, jax.devices()[0]
     program = step.build(run, [device])
     began = time.perf_counter()
-    train = compiler.compile_train(program, compiler.card(hardware.probe().memory_gib, run.train.memory_fraction))
+    train = compiler.compile_train(program, compiler.card_of(device, run.train.memory_fraction))
     compile_s = time.perf_counter() - began
     memory = train.memory_analysis()
     out: dict[str, Any] = {

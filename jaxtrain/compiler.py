@@ -32,9 +32,28 @@ def card(memory_gib: float, fraction: float = 0.0) -> Card:
     return Card(memory_gib, memory_gib * hardware.memory_fraction(memory_gib, fraction))
 
 
+def card_of(device: Any, configured: float = 0.0) -> Card:
+    """That of a GPU that is present, from what its allocator was given: a driver's own figure is half a percent higher."""
+    usable = device.memory_stats()["bytes_limit"] / 2**30
+    return Card(usable / hardware.memory_fraction(hardware.probe().memory_gib, configured), usable)
+
+
 def local_bytes(tree: Any) -> int:
     """Bytes of one device's shards of these arrays."""
     return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+
+# Passes that are switched off.
+WITHOUT = (
+    # What the backward pass computes again is said by remat.policy. XLA's own pass works from an estimate that does not know of
+    # memory shared in loops, and where it finds too little it gathers weights a second time.
+    "rematerialization",
+    # It makes one GEMM of the query, key and value projections, and copies three weights side by side for it at every use.
+    "dot-merger",
+    # Copies between a stack and a layer would run on a stream of their own, for which the scheduler reckons 5 ms each: it then
+    # starts gathers behind them, too late.
+    "dynamic-slice-copy-fusion-async-wrapper",
+)
 
 
 def options(program: Program, card: Card | None) -> dict[str, str | bool]:
@@ -52,9 +71,7 @@ def options(program: Program, card: Card | None) -> dict[str, str | bool]:
         # XLA would write a GEMM's result straight into the stack that is kept for the backward pass, and run the same GEMM a
         # second time for whoever else reads it: a tenth of a step that keeps gate, up and queries.
         "xla_gpu_enable_dynamic_slice_fusion": False,
-        # What the backward pass computes again is said by remat.policy. XLA's own pass works from an estimate that does not
-        # know of memory shared in loops, and where it finds too little it gathers weights a second time.
-        "xla_disable_hlo_passes": "rematerialization",
+        "xla_disable_hlo_passes": ",".join(WITHOUT),
     }
     # XLA's limit is held + slop% of (its share - held). Where its share is less than what is held, no slop can mend that.
     spare = XLA_SHARE * card.memory_gib - held

@@ -3,7 +3,9 @@
 Each warning names what was found, what it costs, where it comes from, and what usually mends it.
 """
 
+import dataclasses
 import math
+import re
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -18,8 +20,12 @@ from jaxtrain.state import abstract_tensors
 from jaxtrain.step import Program
 
 LARGE = 1 << 20  # bytes of one launch below which a collective is bookkeeping
-EXPOSED = 0.01  # of the step: waiting for one collective longer than this deserves a line
+EXPOSED = 0.02  # of the step: waiting longer than this for the collectives of one line of Python deserves a warning
+NAMED = 4  # arrays in one warning; the others are counted
 GATHERS, REDUCTIONS = ("all-gather",), ("reduce-scatter", "all-reduce")
+# What the loop over microbatches itself does, and no loop inside it; inside those, "/while/body" comes again.
+MICROBATCH = re.compile(r"jit\(train_step\)/while/body/(?!.*/while/body)")
+LAYER = re.compile(r"\.layers\.(\d+)\.")
 # Operations that leave a value what it is, or round it.
 SAME_VALUE = ("bitcast", "convert", "copy", "transpose", "reshape", "get-tuple-element", "opt-barrier", "optimization-barrier")
 
@@ -27,11 +33,11 @@ SAME_VALUE = ("bitcast", "convert", "copy", "transpose", "reshape", "get-tuple-e
 def warnings(
     run: RunConfig, program: Program, module: Module, found: Sequence[Found], moved: Sequence[Collective], step_ms: float
 ) -> tuple[str, ...]:
-    """All that is suspicious in a compiled step, costliest first within each kind."""
-    large = sorted((f for f in found if f.wire_bytes > LARGE), key=lambda f: -f.wire_bytes * f.count)
+    """All that is suspicious in a compiled step, costliest first within each kind; one warning for each line of Python."""
+    large = [f for f in found if f.wire_bytes > LARGE]
     return (
         *_wide(run, large),
-        *_could_be_outside(module, large),
+        *_could_be_outside(module, large, microbatch_loops(run, found)),
         *_resharding(module, large),
         *_whole(program),
         *_waits(moved, step_ms),
@@ -46,11 +52,34 @@ def _cost(f: Found) -> str:
     return f"{f.count} a step, {f.count * f.wire_bytes / 1e9:.2f} GB on the wire a GPU"
 
 
+def _by_line(found: Sequence[Found]) -> list[Found]:
+    """Collectives of one kind from one line as one, costliest first: an unrolled loop shows each of its own several times."""
+    groups: dict[tuple[str, ...], list[Found]] = {}
+    for f in found:
+        groups.setdefault((f.kind, f.dtype, f.axis, _where(f)), []).append(f)
+    merged = []
+    for group in groups.values():
+        count = sum(f.count for f in group)
+        merged.append(
+            dataclasses.replace(group[0], count=count, wire_bytes=sum(f.count * f.wire_bytes for f in group) / max(1, count))
+        )
+    return sorted(merged, key=lambda f: -f.count * f.wire_bytes)
+
+
+def microbatch_loops(run: RunConfig, found: Sequence[Found]) -> frozenset[str]:
+    """Names of the loops over microbatches; none without accumulation.
+
+    They are known by the collectives that run in them and in no loop of the model: the compiler may leave a loop itself
+    without its name.
+    """
+    if run.train.grad_accum == 1:
+        return frozenset()
+    return frozenset(f.loops[0] for f in found if len(f.loops) == 1 and MICROBATCH.match(f.op_name))
+
+
 def _wide(run: RunConfig, found: Sequence[Found]) -> Iterator[str]:
     """float32 on the wire where the config asks for less."""
-    for f in found:
-        if "f32" not in f.dtype.split("+"):
-            continue
+    for f in _by_line([f for f in found if "f32" in f.dtype.split("+")]):
         if f.kind in GATHERS and DTYPES[run.precision].itemsize < 4:
             yield (
                 f"float32 all-gather over {f.axis} ({_cost(f)}) from {_where(f)}: precision is {run.precision}, so half of it "
@@ -63,18 +92,24 @@ def _wide(run: RunConfig, found: Sequence[Found]) -> Iterator[str]:
             )
 
 
-def _could_be_outside(module: Module, found: Sequence[Found]) -> Iterator[str]:
-    """Gathers inside a loop of something that the loop does not change."""
+def _could_be_outside(module: Module, found: Sequence[Found], microbatches: frozenset[str]) -> Iterator[str]:
+    """Gathers inside a loop of something that the loop does not change.
+
+    The loop over microbatches is left out: weights whole for all of it are what splitting them is to avoid.
+    """
+    outside = []
     for f in found:
-        if f.kind not in GATHERS or not f.loops:
+        if f.kind not in GATHERS or not f.loops or f.loops[-1] in microbatches:
             continue
         owner = module.owners[f.instruction]
         gather = owner.by_name[f.instruction]
         if all(_invariant(module, owner, owner.by_name[o]) for o in gather.operands):
-            yield (
-                f"all-gather over {f.axis} inside a loop of something that the loop does not change ({_cost(f)}) from "
-                f"{_where(f)}: gather it once, before the loop."
-            )
+            outside.append(f)
+    for f in _by_line(outside):
+        yield (
+            f"all-gather over {f.axis} inside a loop of something that the loop does not change ({_cost(f)}) from "
+            f"{_where(f)}: gather it once, before the loop."
+        )
 
 
 def _invariant(module: Module, body: Computation, value: Instruction) -> bool:
@@ -111,14 +146,12 @@ def _passed_through(body: Computation, index: int) -> bool:
 
 def _resharding(module: Module, found: Sequence[Found]) -> Iterator[str]:
     """Moves between layouts that the partitioner made up, because two layouts in the program do not agree."""
-    for f in found:
-        if f.kind not in ("all-to-all", "collective-permute"):
-            continue
-        if _by_partitioner(module, f):
-            yield (
-                f"{f.kind} over {f.axis} that nobody asked for ({_cost(f)}) near {_where(f)}: two layouts do not agree there. "
-                "Pin one of them with Placement.constrain, or change sharding.rules."
-            )
+    moves = [f for f in found if f.kind in ("all-to-all", "collective-permute") and _by_partitioner(module, f)]
+    for f in _by_line(moves):
+        yield (
+            f"{f.kind} over {f.axis} that nobody asked for ({_cost(f)}) near {_where(f)}: two layouts do not agree there. "
+            "Pin one of them with Placement.constrain, or change sharding.rules."
+        )
 
 
 def _by_partitioner(module: Module, f: Found) -> bool:
@@ -128,15 +161,43 @@ def _by_partitioner(module: Module, f: Found) -> bool:
 
 
 def _whole(program: Program) -> Iterator[str]:
-    """State that every device holds in full, or that is split less than its parameter."""
-    for name in left_whole(abstract_tensors(program.state)):
-        yield f"not split over any device, every one holds all of it: {name}. See sharding.rules."
-    split = {a.shape: _shards(a) for a in jax.tree.leaves(program.state.params)}
-    for path, a in jax.tree_util.tree_leaves_with_path(program.state.optimizer):
-        wanted = split.get(a.shape, 1)
-        if _shards(a) < wanted and not a.sharding.is_fully_replicated:
-            name = jax.tree_util.keystr(path)
-            yield f"optimizer{name} is split {_shards(a)} ways and its parameter {wanted} ways: pin its layout in state.py."
+    """State that every device holds in full, or that is split less than its parameter. Layers are named together."""
+    tensors = abstract_tensors(program.state)
+    whole = [line.split(" ")[0] for line in left_whole(tensors)]
+    if whole:
+        yield (
+            f"replicated, every GPU holds all of it ({_size(tensors, whole)}): {_named(whole)}. Split it: moments by state.py, "
+            "like their parameters; parameters by sharding.rules."
+        )
+    split = {a.shape: _shards(a) for name, a in tensors.items() if name.startswith("params.")}
+    less = [name for name, a in tensors.items() if _shards(a) < split.get(a.shape, 1) and name not in whole]
+    less = [name for name in less if _bytes(tensors[name]) > LARGE]
+    if less:
+        yield (
+            f"split less than the parameters of their shape ({_size(tensors, less)} on a GPU): {_named(less)}. Pin their "
+            "layout in state.py."
+        )
+
+
+def _named(names: Sequence[str]) -> str:
+    """Tensors by name, those of all layers as one: optimizer.mu.layers.*.mlp.gate (32 layers)."""
+    layers: dict[str, int] = {}
+    for name in names:
+        short = LAYER.sub(".layers.*.", name)
+        layers[short] = layers.get(short, 0) + (short != name)
+    shown = [f"{name} ({count} layers)" if count else name for name, count in layers.items()]
+    more = [f"{len(shown) - NAMED} more"] if len(shown) > NAMED else []
+    return ", ".join(shown[:NAMED] + more)
+
+
+def _bytes(a: jax.ShapeDtypeStruct) -> int:
+    """On one device."""
+    shape = a.sharding.shard_shape(a.shape) if a.sharding else a.shape
+    return math.prod(shape) * a.dtype.itemsize
+
+
+def _size(tensors: dict[str, jax.ShapeDtypeStruct], names: Sequence[str]) -> str:
+    return f"{sum(_bytes(tensors[name]) for name in names) / 2**30:.2f} GiB"
 
 
 def _shards(a: jax.ShapeDtypeStruct) -> int:
@@ -144,11 +205,14 @@ def _shards(a: jax.ShapeDtypeStruct) -> int:
 
 
 def _waits(moved: Sequence[Collective], step_ms: float) -> Iterator[str]:
-    """Collectives that the schedule does not hide."""
-    for c in sorted(moved, key=lambda c: -c.exposed_ms):
-        if c.exposed_ms > EXPOSED * step_ms:
-            share = c.exposed_ms / step_ms
+    """Lines of Python whose collectives the schedule does not hide."""
+    waited: dict[tuple[str, str, str], float] = {}
+    for c in moved:
+        key = c.kind, c.axis, c.source or c.op_name
+        waited[key] = waited.get(key, 0.0) + c.exposed_ms
+    for (kind, axis, where), ms in sorted(waited.items(), key=lambda item: -item[1]):
+        if ms > EXPOSED * step_ms:
             yield (
-                f"{c.kind} over {c.axis} is waited for {c.exposed_ms:.1f} ms a step ({share:.0%}), {c.source or c.op_name}: "
-                "a larger microbatch gives it more to hide behind, another mesh makes it smaller."
+                f"{kind} over {axis} is waited for {ms:.1f} ms a step ({ms / step_ms:.0%}), {where}: a larger microbatch gives "
+                "it more to hide behind, another mesh makes it smaller."
             )
