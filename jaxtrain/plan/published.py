@@ -1,0 +1,336 @@
+"""The meter against the world: plans of runs whose step times others measured, in the layouts that they state.
+
+A planned step is the step of *our* program on *their* machine: same model, sequences, batch, mesh, precision, and the remat
+policy nearest to theirs. So the ratio of planned to published step time holds two things, the meter's error and the difference
+between two programs. Where both go through XLA to the same kernels the second is small; RUNS says of each what is known.
+
+    python -m jaxtrain.plan --published                                  plans the runs again and prints the table
+    python -m jaxtrain.plan --published=docs/planned_vs_published.md     also renews what is stored, and this page
+
+What is stored (data/published.json) is what the report reads its range from: no plan waits for ten others.
+"""
+
+import dataclasses
+import datetime
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from jaxtrain import flops
+from jaxtrain.config import to_dict
+from jaxtrain.plan import topology as machines
+from jaxtrain.plan.cache import Cache
+from jaxtrain.plan.figures import ASSUMPTIONS, percent
+from jaxtrain.plan.parallel import Outcome, Request, plan_many
+from jaxtrain.plan.published_runs import RUNS, Run
+from jaxtrain.plan.rates import datasheet
+from jaxtrain.plan.result import Plan
+from jaxtrain.plan.what_fits import markdown_table
+
+FORMAT = 1
+STORED = Path(__file__).parent / "data" / "published.json"
+PAGE = "docs/planned_vs_published.md"
+COMMAND = f"python -m jaxtrain.plan --published={PAGE}"
+
+# TFLOP/s, of the FLOPs inside the mask, that cuDNN's attention was measured at on an H100 SXM (heads of 128, 16-bit), by
+# sequence length: (forward with a causal mask, backward). Read off the figures of the FlashAttention-3 paper, arXiv 2407.08608
+# (forward: assets/flash3_fp16_fwd.png of github.com/Dao-AILab/flash-attention); whether its backward was causal is not told.
+CUDNN_H100 = {4096: (518.0, 499.0), 8192: (529.0, 518.0)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """What is stored of a plan. One GPU, one step."""
+
+    asked: str  # digest of the config, the machine and the rates
+    step_s: float
+    gemm_s: float
+    attention_forward_s: float
+    attention_backward_s: float
+    memory_s: float
+    exposed_s: float
+    gemm_tflop: float
+    mfu_causal: float
+    mfu_full: float
+    peak_gib: float
+    usable_gib: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A published run beside its plan."""
+
+    run: Run
+    planned: Planned
+
+    @property
+    def ratio(self) -> float:
+        """Planned over published step time: below 1 where the plan is faster than the run was."""
+        return self.planned.step_s / self.run.step_s
+
+    @property
+    def mfu(self) -> flops.Flops:
+        """The published run's, by our formula and peak, in both conventions."""
+        per_token = flops.per_token(self.run.config.model, self.run.seq_len)
+        peak = machines.parse(self.run.machine).gpu.peak("bf16") * 1e12
+        return per_token * (self.run.sequences * self.run.seq_len / self.run.step_s / peak)
+
+    @property
+    def slower_attention_s(self) -> float | None:
+        """What attention would take longer at the rates cuDNN was measured at; None where there are none of this GPU."""
+        measured = CUDNN_H100.get(self.run.seq_len)
+        if measured is None or not self.run.machine.startswith(("h100", "h200")):
+            return None
+        taken = self.run.request.rates or datasheet(machines.parse(self.run.machine).gpu, "bf16")
+        forward = self.planned.attention_forward_s * (taken.attention_forward_tflops / measured[0] - 1)
+        return forward + self.planned.attention_backward_s * (taken.attention_backward_tflops / measured[1] - 1)
+
+    @property
+    def gemm_rate(self) -> float:
+        """TFLOP/s of GEMMs that would explain all of the difference that attention does not."""
+        rest = self.run.step_s - (self.planned.step_s - self.planned.gemm_s) - (self.slower_attention_s or 0.0)
+        return self.planned.gemm_tflop / rest if rest > 0 else math.inf
+
+
+def digest(request: Request) -> str:
+    facts = [to_dict(request.run), request.topology.name, dataclasses.asdict(request.rates) if request.rates else None]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def planned(request: Request, plan: Plan) -> Planned:
+    """What of a plan is stored."""
+
+    def total(what: str, kind: str, phases: tuple[str, ...] = ("",)) -> float:
+        return sum(getattr(k, what) for k in plan.kernels if k.kind == kind and k.op_name.startswith(phases))
+
+    t, m = plan.time, plan.memory
+    backward = total("ms", "attention", ("backward",))
+    figures = {
+        "step_s": t.step_ms / 1e3,
+        "gemm_s": t.gemm_ms / 1e3,
+        "attention_forward_s": (t.attention_ms - backward) / 1e3,
+        "attention_backward_s": backward / 1e3,
+        "memory_s": t.memory_ms / 1e3,
+        "exposed_s": t.exposed_ms / 1e3,
+        "gemm_tflop": total("tflop", "gemm"),
+        "mfu_causal": t.mfu_causal,
+        "mfu_full": t.mfu_full,
+        "peak_gib": m.peak_gib,
+        "usable_gib": m.usable_gib,
+    }
+    return Planned(digest(request), **{name: float(f"{value:.5g}") for name, value in figures.items()})
+
+
+def _stored() -> dict[str, Any]:
+    tree = json.loads(STORED.read_text(encoding="utf-8"))
+    if tree.get("format") != FORMAT:
+        raise ValueError(f"{STORED}: format {tree.get('format')!r}, and this jaxtrain reads {FORMAT}. Run {COMMAND}")
+    return tree
+
+
+def rows(tree: dict[str, Any] | None = None) -> list[Row]:
+    """Every published run beside what is stored of its plan. Raises ValueError where RUNS has changed since."""
+    found = (_stored() if tree is None else tree)["plans"]
+    absent = [run.name for run in RUNS if run.name not in found]
+    if absent:
+        raise ValueError(f"{STORED}: no plan of {', '.join(absent)}. Run {COMMAND}")
+    return [Row(run, Planned(**found[run.name])) for run in RUNS]
+
+
+def ratio_range() -> tuple[float, float]:
+    """(lowest, highest) ratio of planned to published step time, over the runs of XLA programs with cuDNN attention.
+
+    Of others the ratio says more about their compiler than about the meter: the page has them, this range does not.
+    """
+    return _range(rows(), same_compiler=True)
+
+
+def _range(found: Iterable[Row], same_compiler: bool) -> tuple[float, float]:
+    ratios = [row.ratio for row in found if row.run.same_compiler == same_compiler]
+    return min(ratios), max(ratios)
+
+
+# ---- as text
+
+HEADINGS = ("run", "by", "GPUs", "tokens x sequences", "published s", "planned s", "ratio", "MFU published", "MFU planned")
+
+
+def cells(row: Row) -> list[str]:
+    """A row under HEADINGS. MFU is causal / full."""
+    run, p = row.run, row.planned
+    return [
+        run.name,
+        run.by,
+        run.machine,
+        f"{run.seq_len} x {run.sequences}",
+        f"{run.step_s:.3f}",
+        f"{p.step_s:.3f}",
+        f"{row.ratio:.2f}",
+        f"{percent(row.mfu.causal)} / {percent(row.mfu.full)}",
+        f"{percent(p.mfu_causal)} / {percent(p.mfu_full)}",
+    ]
+
+
+def causes(row: Row) -> list[str]:
+    """Where the difference likely comes from: first what can be put in figures, then what is known to differ."""
+    run, p = row.run, row.planned
+    gap = run.step_s - p.step_s
+    peak = machines.parse(run.machine).gpu.peak("bf16")
+    lines = []
+    if row.slower_attention_s is not None:
+        forward, backward = CUDNN_H100[run.seq_len]
+        lines.append(
+            f"Attention: the plan takes {forward_rate(row):.0f} TFLOP/s; cuDNN was measured at {forward:.0f} forward and "
+            f"{backward:.0f} backward, which is {ms(row.slower_attention_s)} of the {ms(gap)}."
+        )
+    lines.append(
+        f"GEMMs: {p.gemm_s / p.step_s:.0%} of the planned step, at {p.gemm_tflop / p.gemm_s:.0f} TFLOP/s. All of the "
+        f"{'rest' if lines else 'difference'} is explained by {row.gemm_rate:.0f} TFLOP/s, {row.gemm_rate / peak:.0%} of peak."
+    )
+    return [*lines, *run.why]
+
+
+def ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms"
+
+
+def forward_rate(row: Row) -> float:
+    """TFLOP/s that the plan takes for attention."""
+    return (row.run.request.rates or datasheet(machines.parse(row.run.machine).gpu, "bf16")).attention_forward_tflops
+
+
+def layout(run: Run) -> str:
+    """Mesh and remat, theirs and ours."""
+    mesh = " ".join(f"{axis}={size}" for axis, size in run.mesh.items())
+    ours = run.keep if run.keep == "full" else f"keep {run.keep}"
+    figure = f" The figure as published: {run.figure}." if run.figure else ""
+    return f"Mesh {mesh}; remat `{run.remat}`, planned as `{ours}`.{figure}"
+
+
+def markdown(tree: dict[str, Any] | None = None) -> str:
+    """docs/planned_vs_published.md, from what is stored."""
+    tree = _stored() if tree is None else tree
+    found = rows(tree)
+    low, high = _range(found, same_compiler=True)
+    other_low, other_high = _range(found, same_compiler=False)
+    versions = ", ".join(f"{name} {version}" for name, version in tree["versions"].items())
+    mean = math.exp(
+        sum(math.log(row.ratio) for row in found if row.run.same_compiler) / sum(r.run.same_compiler for r in found)
+    )
+    out = [
+        "# Planned against published",
+        "",
+        "A planned step time is an estimate. This page tests the meter: runs that others measured and published, planned in",
+        "the layout they state. **No GPU was used for it, and none of the published figures is ours.**",
+        "",
+        f"For XLA programs with cuDNN attention, as ours is, planned step times are **{low:.2f} to {high:.2f}** of the",
+        f"published ones (geometric mean {mean:.2f}): plans are optimistic. Every plan's report prints this range beside its",
+        f"MFU. For PyTorch programs it is {other_low:.2f} to {other_high:.2f}, which says more about the programs than about",
+        "the meter.",
+        "",
+        *markdown_table(HEADINGS, [cells(row) for row in found]),
+        "",
+        "MFU is causal / full, by one formula and the dense bfloat16 peak for both sides; the percentages that were published",
+        "count one way or the other and are not repeated here. Machines are written as for `--topology`.",
+        "",
+        "## What the ratio is made of",
+        "",
+        f"The meter: {ASSUMPTIONS}.",
+        "Its rates are fixed parts of the data sheet (jaxtrain/plan/rates.py), the same for every plan; a calibration on a GPU",
+        "replaces them. So it leaves out, in every row: clocks that fall under the power limit, gaps between kernel launches,",
+        "collectives and kernels that slow each other down, tiles that do not fill the GPU, stragglers. Each of these makes a",
+        "real step longer than its plan.",
+        "",
+        "The step that is planned is ours, in their layout. Where theirs does more work, the ratio falls too: it tests the",
+        "meter and the program together, and cannot tell them apart.",
+        "",
+        "## Run by run",
+        "",
+    ]
+    for row in found:
+        p = row.planned
+        fits = (
+            "" if p.peak_gib <= p.usable_gib else " Ours would not fit there in this layout; the time is that of the program."
+        )
+        out += [
+            f"### {row.run.name}: {row.ratio:.2f}",
+            "",
+            f"{row.run.by}: <{row.run.source}>. {layout(row.run)}",
+            "",
+            f"Planned: GEMMs {ms(p.gemm_s)}, attention {ms(p.attention_forward_s + p.attention_backward_s)}, memory-bound "
+            f"{ms(p.memory_s)}, exposed communication {ms(p.exposed_s)}; peak {p.peak_gib:.1f} of {p.usable_gib:.1f} GiB."
+            + fits,
+            "",
+            *(f"- {line}" for line in causes(row)),
+            "",
+        ]
+    out += [
+        "## How this page was made",
+        "",
+        "```text",
+        COMMAND,
+        "```",
+        "",
+        f"On {tree['date']}, with {versions}.",
+        "Attention packing is off and the data are synthetic, as in most of the published benchmarks. cuDNN's measured rates",
+        "are read off the figures of the FlashAttention-3 paper (arXiv 2407.08608) for an H100, 16-bit, heads of 128; whether",
+        "its backward figures are causal is not told.",
+    ]
+    return "\n".join(out) + "\n"
+
+
+def show(found: Iterable[Row], console: Console) -> None:
+    """The table, for a terminal."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for i, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="right" if i > 3 else "left")
+    for row in found:
+        table.add_row(*cells(row))
+    console.print(table)
+
+
+# ---- making it
+
+
+def run(console: Console, out: Path | None = None, *, cache: Cache | None = None, jobs: int = 0) -> int:
+    """Plans every run, prints the table, and with `out` renews what is stored and writes the page. Returns the exit code."""
+    requests = {r.name: r.request for r in RUNS}
+    columns = (TextColumn("published runs"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=len(requests))
+
+        def done(name: str, outcome: Outcome) -> None:
+            bar.advance(task)
+            if not console.is_terminal:
+                console.print(f"{name}: {outcome.kind} {outcome.reason}".rstrip())
+
+        outcomes = plan_many(requests, jobs=jobs, cache=cache, on_done=done)
+    failed = {name: o for name, o in outcomes.items() if o.plan is None}
+    for name, o in failed.items():
+        console.print(f"{name}: {o.kind}: {o.reason}")
+    if failed:
+        return 1
+    plans = {name: o.plan for name, o in outcomes.items() if o.plan}
+    tree = {
+        "format": FORMAT,
+        "date": datetime.date.today().isoformat(),
+        "versions": next(iter(plans.values())).versions,
+        "plans": {name: dataclasses.asdict(planned(requests[name], plan)) for name, plan in plans.items()},
+    }
+    found = rows(tree)
+    show(found, console)
+    low, high = _range(found, same_compiler=True)
+    console.print(f"planned over published, XLA programs with cuDNN attention: {low:.2f} to {high:.2f}")
+    if out is None:
+        return 0
+    STORED.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+    out.expanduser().write_text(markdown(tree), encoding="utf-8")
+    console.print(f"wrote {STORED} and {out}")
+    return 0

@@ -1,0 +1,250 @@
+"""Runs whose step times others published, as data: where, on what, in which layout, and what is known to differ from ours."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jaxtrain.config import RunConfig, default_config, resolve
+from jaxtrain.plan import topology as machines
+from jaxtrain.plan.parallel import Request
+from jaxtrain.plan.rates import MEMORY_FRACTION, NETWORK_FRACTION, datasheet
+from jaxtrain.plan.what_fits import SHAPES
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run that somebody measured."""
+
+    name: str
+    by: str  # program and version or date, as far as it is told
+    source: str
+    model: str  # of SHAPES
+    machine: str
+    seq_len: int
+    sequences: int  # on each GPU in a step
+    step_s: float
+    mesh: Mapping[str, int]
+    remat: str  # as published
+    keep: str  # ours, nearest to it: "full", or the activations kept
+    why: tuple[str, ...]  # what is known to differ
+    figure: str = ""  # as published, where it is not the step time
+    same_compiler: bool = True  # an XLA program with cuDNN attention, as ours is
+    rates: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of the machine, where it differs from `machine`
+    dtypes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def config(self) -> RunConfig:
+        """The run as a config of ours. Raises ValueError where it cannot be one."""
+        shape, devices = SHAPES[self.model], machines.parse(self.machine).total
+        config = default_config()
+        config.model.update(shape.model)
+        config.data.update(source="synthetic", packing="none", seq_len=self.seq_len)
+        config.train.update(global_batch=devices * self.sequences, grad_accum=1)
+        config.mesh.update({"data": 1, "fsdp": 1, **self.mesh})
+        config.dtypes.update(self.dtypes)
+        config.remat.policy = "full" if self.keep == "full" else "custom"
+        if config.remat.policy == "custom":
+            config.remat.tensors = ",".join(f"{name}=keep" for name in self.keep.split())
+        run, problems = resolve(config)
+        if problems:
+            raise ValueError(f"{self.name}: {problems[0]}")
+        return run
+
+    @property
+    def request(self) -> Request:
+        """With the rates of the data sheet, even where this machine has a calibration: what is stored must not depend on it."""
+        machine = machines.parse(self.machine)
+        rates = dataclasses.replace(datasheet(machine.gpu, "bf16"), **self.rates)
+        return Request(self.config, machine, self.name, (), rates)
+
+
+# MaxText's remat policies and torchtitan's per-operation one, in our names (jaxtrain/activations.py). Both keep queries and
+# keys before rotary, we after; TransformerEngine names attention's log-sum-exp together with its output.
+MINIMAL_WITH_CONTEXT = "q k v attention_out attention_lse attention_proj mlp_gate mlp_up mlp_down"
+EXCEPT_MLP = "q k v attention_out attention_lse attention_proj"
+QKV = "q k v"
+EVERY_SECOND_GEMM = "q v attention_out attention_lse mlp_gate mlp_down"
+
+NO_SCAN = "Their layers are unrolled (scan_layers=false), ours are a loop: XLA can overlap across layers there."
+BIG_COMBINE = "They let XLA combine gathers up to 1 GiB: fewer launches, which start later; ours start layer by layer."
+PGLE = "Their schedule is guided by a profile of the same run; ours by XLA's own estimates."
+RETUNED = "The measured XLA is of 2024 or early 2025: its kernels and schedules are not those of the XLA behind this plan."
+NETWORK = "On the network the plan takes {0:g}% of {1:g} Gb/s for each GPU, undisturbed; a shared fabric gives less."
+TORCH = "Another compiler: torch.compile fuses and schedules differently, and FSDP2 copies weights in and out of its buffers."
+CAPPED = "The GPUs were held to 500 W: under that cap an H100's clock falls well below the one behind 989 TFLOP/s."
+HBM2E = "The GPUs had HBM2e at 2.4 TB/s, which the plan takes; the described card is otherwise an H100 with 80 GB."
+F32_REDUCE = "Gradients are reduced in float32, as FSDP2 does by default here."
+REAL_DATA = "They read and tokenise C4 while training; a plan knows of no data."
+
+
+def network(gbit_s: float) -> str:
+    return NETWORK.format(100 * NETWORK_FRACTION, gbit_s)
+
+
+def network_rate(gbit_s: float) -> float:
+    """GB/s that a plan takes for a card of so many Gb/s."""
+    return NETWORK_FRACTION * gbit_s / 8
+
+
+RECIPES = "https://github.com/AI-Hypercomputer/gpu-recipes/tree/main/training"
+TITAN = "https://github.com/pytorch/torchtitan/blob/main"
+
+RUNS = (
+    Run(
+        "Llama 2 7B, 8 H100",
+        by="MaxText in NVIDIA's JAX-Toolbox, container 25.10",
+        source="https://github.com/NVIDIA/JAX-Toolbox/blob/main/docs/frameworks/maxtext/README.md",
+        model="llama2_7b",
+        machine="h100:8",
+        seq_len=4096,
+        sequences=2,
+        step_s=0.721,
+        mesh={"fsdp": 8},
+        remat="minimal_flash",
+        keep=MINIMAL_WITH_CONTEXT,
+        why=(NO_SCAN, BIG_COMBINE),
+    ),
+    Run(
+        "Llama 2 7B, 8 H100, 4 sequences",
+        by="MaxText on Google Cloud A3, 2024",
+        source="https://github.com/AI-Hypercomputer/maxtext/tree/d2aa7f25/MaxText/configs/a3/llama_2_7b",
+        model="llama2_7b",
+        machine="h100:8",
+        seq_len=4096,
+        sequences=4,
+        step_s=4 * 4096 * 46.085e9 / 492e12,
+        figure="492 TFLOP/s/GPU, attention's whole square counted",
+        mesh={"fsdp": 8},
+        remat="minimal_flash",
+        keep=MINIMAL_WITH_CONTEXT,
+        why=(NO_SCAN, RETUNED, "The step time follows from a TFLOP/s and the formula of that time."),
+    ),
+    Run(
+        "Llama 2 7B, 256 H100",
+        by="MaxText on Google Cloud A3 Mega, 2024",
+        source=f"{RECIPES}/a3mega/llama-2-7b/maxtext-pretraining-gke",
+        model="llama2_7b",
+        machine="h100:8x32",
+        seq_len=4096,
+        sequences=4,
+        step_s=1.500,
+        mesh={"data": 32, "fsdp": 8},
+        remat="minimal_flash",
+        keep=MINIMAL_WITH_CONTEXT,
+        why=(NO_SCAN, RETUNED, network(200)),
+        rates={"network_gb_s": network_rate(200)},  # 1,600 Gb/s a node
+    ),
+    Run(
+        "Llama 2 70B, 64 H100",
+        by="MaxText in NVIDIA's DGX Cloud benchmarks, container 2024-12-09",
+        source="https://github.com/NVIDIA/dgxc-benchmarking/blob/143b90dd/maxtext/README_70b.md",
+        model="llama2_70b",
+        machine="h100:8x8",
+        seq_len=4096,
+        sequences=2,
+        step_s=6.999,
+        mesh={"fsdp": 64},
+        remat="not told; save_qkv_proj in the sister recipe for Llama 3",
+        keep=QKV,
+        why=(
+            "The same page shows a log with 7.908 s for the same job: runs of one recipe differ by 13%.",
+            *(PGLE, RETUNED, network(400)),
+        ),
+    ),
+    Run(
+        "Llama 3 70B, 128 H100",
+        by="MaxText in NVIDIA's DGX Cloud benchmarks 25.02",
+        source="https://catalog.ngc.nvidia.com/orgs/nvidia/teams/dgxc-benchmarking/resources/maxtext-llama3-70b-dgxc-benchmarking-d",
+        model="llama3_70b",
+        machine="h100:8x16",
+        seq_len=8192,
+        sequences=2,
+        step_s=15.570,
+        mesh={"fsdp": 128},
+        remat="save_qkv_proj",
+        keep=QKV,
+        why=(PGLE, RETUNED, network(400)),
+    ),
+    Run(
+        "Llama 3.1 70B, 256 H200",
+        by="MaxText on Google Cloud A3 Ultra, container 2025-01-10",
+        source=f"{RECIPES}/a3ultra/llama3-1-70b/maxtext-pretraining-gke",
+        model="llama3_70b",
+        machine="h200:8x32",
+        seq_len=8192,
+        sequences=2,
+        step_s=15.516,
+        mesh={"data": 2, "fsdp": 128},
+        remat="save_dot_with_context_except_mlp",
+        keep=EXCEPT_MLP,
+        why=(RETUNED, network(400)),
+    ),
+    Run(
+        "Llama 3.1 8B, 8 H100 at 500 W",
+        by="torchtitan with torch.compile, December 2024",
+        source=f"{TITAN}/benchmarks/llama3_h100_202412_torchtitan.md",
+        model="llama3_8b",
+        machine="h100:8",
+        seq_len=8192,
+        sequences=2,
+        step_s=2 * 8192 / 6667,
+        figure="6,667 tokens/s/GPU",
+        mesh={"fsdp": 8},
+        remat="selective, every second GEMM",
+        keep=EVERY_SECOND_GEMM,
+        same_compiler=False,
+        why=(CAPPED, HBM2E, TORCH, F32_REDUCE, REAL_DATA),
+        rates={"memory_tb_s": MEMORY_FRACTION * 2.4},
+        dtypes={"reduce": "f32"},
+    ),
+    Run(
+        "Llama 3 8B, 8 H100",
+        by="torchtitan with torch.compile, as torchao's baseline, 2025",
+        source="https://github.com/pytorch/ao/blob/main/docs/source/workflows/training.md",
+        model="llama3_8b",
+        machine="h100:8",
+        seq_len=8192,
+        sequences=1,
+        step_s=8192 / 6150,
+        figure="6,150 tokens/s/GPU",
+        mesh={"fsdp": 8},
+        remat="selective, every second GEMM",
+        keep=EVERY_SECOND_GEMM,
+        same_compiler=False,
+        why=("The power limit is not told.", TORCH, F32_REDUCE, REAL_DATA),
+        dtypes={"reduce": "f32"},
+    ),
+    Run(
+        "Llama 3 8B, 64 A100",
+        by="torchtitan, 2024",
+        source=f"{TITAN}/docs/performance.md",
+        model="llama3_8b",
+        machine="a100:8x8",
+        seq_len=8192,
+        sequences=1,
+        step_s=8192 / 2973,
+        figure="2,973 tokens/s/GPU",
+        mesh={"fsdp": 64},
+        remat="selective, every second GEMM",
+        keep=EVERY_SECOND_GEMM,
+        same_compiler=False,
+        why=(TORCH, F32_REDUCE, REAL_DATA, network(200)),
+        dtypes={"reduce": "f32"},
+    ),
+    Run(
+        "Llama 3 70B, 64 A100",
+        by="torchtitan, 2024",
+        source=f"{TITAN}/docs/performance.md",
+        model="llama3_70b",
+        machine="a100:8x8",
+        seq_len=8192,
+        sequences=1,
+        step_s=8192 / 331,
+        figure="331 tokens/s/GPU",
+        mesh={"fsdp": 64},
+        remat="full",
+        keep="full",
+        same_compiler=False,
+        why=(TORCH, F32_REDUCE, REAL_DATA, network(200)),
+        dtypes={"reduce": "f32"},
+    ),
+)

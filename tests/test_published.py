@@ -1,0 +1,103 @@
+"""Published runs beside their plans: the page, what is stored, and the figures on both."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from jaxtrain import receipt
+from jaxtrain.plan import parallel, published
+from jaxtrain.plan.parallel import Outcome
+from jaxtrain.plan.published_runs import RUNS
+from jaxtrain.plan.space import training_check
+
+REPO = Path(__file__).resolve().parent.parent
+TOOLBOX = "Llama 2 7B, 8 H100"
+
+
+def row(name: str) -> published.Row:
+    return next(row for row in published.rows() if row.run.name == name)
+
+
+def test_page_is_what_the_stored_plans_give():
+    assert (REPO / published.PAGE).read_text(encoding="utf-8") == published.markdown(), f"run {published.COMMAND}"
+
+
+def test_stored_plans_are_of_these_runs():
+    stale = [row.run.name for row in published.rows() if row.planned.asked != published.digest(row.run.request)]
+    assert not stale, f"the layouts of these have changed, run {published.COMMAND}"
+    assert len({run.name for run in RUNS}) == len(RUNS)
+
+
+@pytest.mark.parametrize(
+    "model, machine, seq_len, step_s",
+    [("llama2_7b", "h100:8", 4096, 0.721), ("llama3_70b", "h200:8x32", 8192, 15.516), ("llama2_70b", "h100:8x8", 4096, 6.999)],
+)
+def test_runs_that_must_be_there(model, machine, seq_len, step_s):
+    found = [r for r in RUNS if (r.model, r.machine, r.seq_len, r.step_s) == (model, machine, seq_len, step_s)]
+    assert [r.sequences for r in found] == [2]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_training_would_accept_every_run(run):
+    assert not training_check(run.request.topology)(run.config)
+    assert run.why and run.source.startswith("https://")
+
+
+def test_published_mfu_is_that_of_the_publishers():
+    """Google's page divides 508.371 TFLOP/s, attention's whole square, by 989; NVIDIA's has 52.59% for Llama 2."""
+    assert row("Llama 3.1 70B, 256 H200").mfu.full == pytest.approx(508.371 / 989.4, rel=1e-3)
+    assert row("Llama 2 70B, 64 H100").mfu.full == pytest.approx(0.5259, rel=2e-3)
+    assert row("Llama 3.1 8B, 8 H100 at 500 W").mfu.full == pytest.approx(0.390, rel=2e-3)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_causes_add_up_to_the_published_time(run):
+    r = row(run.name)
+    p = r.planned
+    parts = p.gemm_s + p.attention_forward_s + p.attention_backward_s + p.memory_s + p.exposed_s
+    assert parts == pytest.approx(p.step_s, rel=0.01)
+    explained = p.step_s - p.gemm_s + (r.slower_attention_s or 0.0) + p.gemm_tflop / r.gemm_rate
+    assert explained == pytest.approx(run.step_s, rel=1e-6)
+
+
+def test_range_is_over_programs_of_the_same_compiler():
+    plans = json.loads(published.STORED.read_text())["plans"]
+    ratios = [plans[r.name]["step_s"] / r.step_s for r in RUNS if r.same_compiler]
+    assert published.ratio_range() == (min(ratios), max(ratios))
+    assert len(ratios) >= 3
+
+
+def test_a_plan_that_fails_is_named_and_nothing_is_written(monkeypatch, tmp_path, capsys):
+    def plan_many(requests, **how):
+        return {name: Outcome(None, "crashed", "no luck") for name in requests}
+
+    monkeypatch.setattr(published, "plan_many", plan_many)
+    before = published.STORED.read_bytes()
+    assert published.run(Console(width=200), tmp_path / "page.md") == 1
+    assert f"{TOOLBOX}: crashed: no luck" in capsys.readouterr().out
+    assert not (tmp_path / "page.md").exists() and published.STORED.read_bytes() == before
+
+
+def test_a_format_of_another_version_is_refused(monkeypatch, tmp_path):
+    (tmp_path / "published.json").write_text('{"format": 0}')
+    monkeypatch.setattr(published, "STORED", tmp_path / "published.json")
+    with pytest.raises(ValueError, match="format 0.*--published"):
+        published.ratio_range()
+
+
+def test_a_plan_made_again_is_the_stored_one():
+    """The smallest of them; the rest are compiled by the command."""
+    stored = json.loads(published.STORED.read_text())
+    if stored["versions"] != receipt.versions():
+        pytest.skip("other versions than those of the stored plans")
+    request = row(TOOLBOX).run.request
+    outcome = parallel.plan_many({TOOLBOX: request})[TOOLBOX]
+    assert outcome.plan, outcome.reason
+    again, before = (
+        {name: value for name, value in dataclasses.asdict(planned).items() if name in ("step_s", "gemm_tflop", "peak_gib")}
+        for planned in (published.planned(request, outcome.plan), row(TOOLBOX).planned)
+    )
+    assert again == pytest.approx(before, rel=0.01), f"run {published.COMMAND}"
