@@ -1,6 +1,7 @@
 """The table and the pictures of a run's layout, against what is allocated, what XLA decides, and what is computed by hand."""
 
 import dataclasses
+import io
 import math
 import re
 import xml.etree.ElementTree as ET
@@ -240,10 +241,13 @@ def test_table_shows_the_same_in_text_and_html():
 
 def test_print_table():
     run = tiny({"mesh.fsdp": 8})
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=200, record=True, file=io.StringIO())
     print_table(run, devices_of(run), "kind=parameter,mlp", console)
     text = console.export_text()
-    assert "layers.mlp.down" in text and "attention" not in text
+    assert "layers.mlp.down" in text and "attention" not in text and "on a device" in text
+    slim = Console(width=100, record=True, file=io.StringIO())
+    print_table(run, devices_of(run), "kind=parameter,mlp", slim)
+    assert "on a device" not in slim.export_text()
     with pytest.raises(ConfigError, match="--shardings"):
         print_table(run, devices_of(run), "colour=red", console)
 

@@ -219,4 +219,4 @@ def picture(array: Row | NamedSharding, shape: Sequence[int] | None = None) -> P
 def print_table(run: RunConfig, topology: str | Topology | Sequence[Any], filter: str, console: Console) -> None:
     """The table of a run on a console; `filter` as `parse_filter` reads it, "" for all. Raises what `describe` raises."""
     asked = parse_filter(filter)
-    console.print(describe(run, topology).filter(**asked))
+    console.print(describe(run, topology).filter(**asked).grid(narrow=console.width < 140))

@@ -158,8 +158,8 @@ class Table:
         cells = tuple((_kind(t), KINDS[t["kind"]], str(t["arrays"]), size(t["total_bytes"]), _sum(t)) for t in self.totals())
         return Grid(self.title, columns, cells)
 
-    def grid(self) -> Grid:
-        """The table as text."""
+    def grid(self, narrow: bool = False) -> Grid:
+        """The table as text; `narrow` without what one device holds of a single copy."""
         columns = (
             *(("name", "left"), ("kind", "left"), ("array", "left"), ("logical axis→mesh axes", "left")),
             *(("on a device", "left"), ("each", "right"), ("held", "right"), ("same on", "right")),
@@ -190,10 +190,15 @@ class Table:
             )
             for t in self.totals()
         )
-        notes = (
-            "each: bytes of one array on one device. held: of all its copies at once. same on: devices with the same part.",
-        )
-        return Grid(self.title, columns, cells, footers, notes)
+        held = "held: bytes on one device, of all copies that there are at once. same on: devices with the same part."
+        if not narrow:
+            return Grid(self.title, columns, cells, footers, (f"each: bytes of one copy on one device. {held}",))
+        kept = [i for i, (header, _) in enumerate(columns) if header not in ("on a device", "each")]
+
+        def cut(row: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(row[i] for i in kept)
+
+        return Grid(self.title, cut(columns), tuple(map(cut, cells)), tuple(map(cut, footers)), (held,))
 
     def __rich__(self) -> Grid:
         return self.grid()
