@@ -27,7 +27,7 @@ GATHERS, REDUCTIONS = ("all-gather",), ("reduce-scatter", "all-reduce")
 MICROBATCH = re.compile(r"jit\(train_step\)/while/body/(?!.*/while/body)")
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 # Operations that leave a value what it is, or round it.
-SAME_VALUE = ("bitcast", "convert", "copy", "transpose", "reshape", "get-tuple-element", "opt-barrier", "optimization-barrier")
+SAME_VALUE = ("bitcast", "convert", "copy", "transpose", "reshape")
 
 
 def warnings(
@@ -120,8 +120,13 @@ def _invariant(module: Module, body: Computation, value: Instruction) -> bool:
         if i.name in seen:
             continue
         seen.add(i.name)
-        if i.opcode == "get-tuple-element" and body.by_name[i.operands[0]].opcode == "parameter":
-            if not _passed_through(body, int(i.attributes["index"])):
+        if i.opcode == "get-tuple-element":
+            source, index = body.by_name[i.operands[0]], int(i.attributes["index"])
+            while source.opcode == "opt-barrier":
+                source = body.by_name[source.operands[0]]
+            if source.opcode == "tuple":
+                todo.append(body.by_name[source.operands[index]])
+            elif source.opcode != "parameter" or not _passed_through(body, index):
                 return False
         elif i.opcode in SAME_VALUE or i.opcode in ("fusion", "constant"):
             # A fusion that takes this iteration's slice has the loop's counter, which does change, among its operands.
@@ -163,26 +168,26 @@ def _by_partitioner(module: Module, f: Found) -> bool:
 def _whole(program: Program) -> Iterator[str]:
     """State that every device holds in full, or that is split less than its parameter. Layers are named together."""
     tensors = abstract_tensors(program.state)
-    whole = [line.split(" ")[0] for line in left_whole(tensors)]
+    whole = [line.split(" ")[0] for line in left_whole(tensors, LARGE)]
     if whole:
         yield (
-            f"replicated, every GPU holds all of it ({_size(tensors, whole)}): {_named(whole)}. Split it: moments by state.py, "
-            "like their parameters; parameters by sharding.rules."
+            f"replicated, every GPU holds all of it ({_size(tensors, whole)}): {_named(tensors, whole)}. Split it: moments by "
+            "state.py, like their parameters; parameters by sharding.rules."
         )
     split = {a.shape: _shards(a) for name, a in tensors.items() if name.startswith("params.")}
     less = [name for name, a in tensors.items() if _shards(a) < split.get(a.shape, 1) and name not in whole]
     less = [name for name in less if _bytes(tensors[name]) > LARGE]
     if less:
         yield (
-            f"split less than the parameters of their shape ({_size(tensors, less)} on a GPU): {_named(less)}. Pin their "
-            "layout in state.py."
+            f"split less than the parameters of their shape ({_size(tensors, less)} on a GPU): {_named(tensors, less)}. Pin "
+            "their layout in state.py."
         )
 
 
-def _named(names: Sequence[str]) -> str:
-    """Tensors by name, those of all layers as one: optimizer.mu.layers.*.mlp.gate (32 layers)."""
+def _named(tensors: dict[str, jax.ShapeDtypeStruct], names: Sequence[str]) -> str:
+    """Tensors by name, largest first, those of all layers as one: optimizer.mu.layers.*.mlp.gate (32 layers)."""
     layers: dict[str, int] = {}
-    for name in names:
+    for name in sorted(names, key=lambda name: -_bytes(tensors[name])):
         short = LAYER.sub(".layers.*.", name)
         layers[short] = layers.get(short, 0) + (short != name)
     shown = [f"{name} ({count} layers)" if count else name for name, count in layers.items()]

@@ -1,0 +1,179 @@
+"""Every warning of a plan, on a program that deserves it and on one beside it that does not."""
+
+import dataclasses
+
+import jax
+from helpers import program, tiny
+
+from jaxtrain.plan import collectives, hlo, judge
+from jaxtrain.plan.collectives import Found
+from jaxtrain.plan.result import Collective
+from jaxtrain.sharding import replicated
+
+# Large enough that arrays count as more than bookkeeping; nothing of it is compiled.
+SIZES = {"model.d_model": 512, "model.d_ff": 2048, "model.vocab_size": 8192, "precision": "bf16", "mesh.fsdp": 8}
+RUN = tiny(SIZES)
+ACCUMULATING = tiny({**SIZES, "train.grad_accum": 2})
+MESH = {"data": 1, "fsdp": 8, "tensor": 1, "seq": 1}
+# Written short in the modules below.
+SHORT = {
+    "GROUPS": "replica_groups={{0,1,2,3,4,5,6,7}}",
+    "STATE": "(s32[], f32[512,2048]{1,0}, f32[4,512,2048]{2,1,0}, f32[512,2048]{1,0})",
+    "TRIPS": 'backend_config={"known_trip_count":{"n":"4"}}',
+}
+
+# A loop of 4 rounds that carries a weight it does not change (element 1), a stack (element 2) of which each round takes a
+# slice, and an array (element 3) that each round replaces.
+LOOP = """HloModule step, num_partitions=8
+
+%slice (p: f32[4,512,2048], n: s32[]) -> f32[512,2048] {
+  %p = f32[4,512,2048]{2,1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %part = f32[1,512,2048]{2,1,0} dynamic-slice(%p, %n, %zero, %zero), dynamic_slice_sizes={1,512,2048}
+  ROOT %flat = f32[512,2048]{1,0} bitcast(%part)
+}
+
+%body (s: (s32[], f32[512,2048], f32[4,512,2048], f32[512,2048])) -> (s32[], f32[512,2048], f32[4,512,2048], f32[512,2048]) {
+  %s = STATE parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %same = f32[512,2048]{1,0} get-tuple-element(%s), index=1
+  %stack = f32[4,512,2048]{2,1,0} get-tuple-element(%s), index=2
+  %other = f32[512,2048]{1,0} get-tuple-element(%s), index=3
+  %pair = (s32[], f32[512,2048]{1,0}) tuple(%i, %same)
+  %tied = f32[512,2048]{1,0} get-tuple-element(%pair), index=1
+  %sliced = f32[512,2048]{1,0} fusion(%stack, %i), kind=kLoop, calls=%slice
+  %small = bf16[512,2048]{1,0} convert(OPERAND)
+  %whole = bf16[4096,2048]{1,0} all-gather(%small), channel_id=1, GROUPS, use_global_device_ids=true, dimensions={0}, metadata={METADATA}
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %changed = f32[512,2048]{1,0} negate(%other)
+  ROOT %out = STATE tuple(%next, %same, %stack, %changed)
+}
+
+%condition (c: (s32[], f32[512,2048], f32[4,512,2048], f32[512,2048])) -> pred[] {
+  %c = STATE parameter(0)
+  %at = s32[] get-tuple-element(%c), index=0
+  %four = s32[] constant(4)
+  ROOT %less = pred[] compare(%at, %four), direction=LT
+}
+
+ENTRY %main (a: f32[512,2048], b: f32[4,512,2048]) -> f32[512,2048] {
+  %a = f32[512,2048]{1,0} parameter(0)
+  %b = f32[4,512,2048]{2,1,0} parameter(1)
+  %start = s32[] constant(0)
+  %state = STATE tuple(%start, %a, %b, %a)
+  %loop = STATE while(%state), condition=%condition, body=%body, TRIPS
+  ROOT %result = f32[512,2048]{1,0} get-tuple-element(%loop), index=3
+}
+"""
+FOUND = Found("all-gather", "bf16", "fsdp", 8, 4, 8e6, 0.0, "jaxtrain/models/layers.py:65", "jit(train_step)/x", "gather", ())
+
+
+def parsed(text: str, **written: str) -> hlo.Module:
+    """A module, with what is written short put in."""
+    for name, full in {**SHORT, **written}.items():
+        text = text.replace(name, full)
+    return hlo.parse(text)
+
+
+def judged(found=(), *, run=RUN, made=None, moved=(), step_ms=100.0):
+    """The warnings about these collectives of a module."""
+    module = parsed(LOOP, OPERAND="%same", METADATA='op_name="x"')
+    return judge.warnings(run, made or program(run), module, list(found), list(moved), step_ms)
+
+
+def looped(operand: str, op_name: str = "jit(train_step)/jvp(loss)/while/body/all_gather", run=RUN):
+    """The warnings about the loop above, when what it gathers is this value."""
+    module = parsed(LOOP, OPERAND=operand, METADATA=f'op_name="{op_name}"')
+    return judge.warnings(run, program(run), module, collectives.read(module, MESH, 8), [], 100.0)
+
+
+def changed(**fields):
+    return dataclasses.replace(FOUND, **fields)
+
+
+def test_a_healthy_program_gives_none():
+    small = changed(dtype="f32", wire_bytes=1000.0)  # statistics of the loss
+    assert judged([FOUND, small, changed(kind="reduce-scatter")]) == ()
+
+
+def test_float32_gathers_are_named_once_for_each_line():
+    unrolled = [changed(dtype="f32", instruction=f"gather.{i}") for i in range(3)]
+    elsewhere = changed(dtype="s32+f32", source="jaxtrain/models/attention.py:78", wire_bytes=16e6)
+    first, second = judged([*unrolled, elsewhere])
+    assert "float32 all-gather over fsdp (12 a step, 0.10 GB on the wire a GPU)" in first
+    assert "from jaxtrain/models/layers.py:65" in first and "Cast before the gather" in first
+    assert "float32 all-gather" in second and "jaxtrain/models/attention.py:78" in second
+    assert judged(unrolled, run=tiny({**SIZES, "precision": "f32"})) == ()
+
+
+def test_float32_reductions_are_named_unless_asked_for():
+    found = [changed(kind="reduce-scatter", dtype="f32"), changed(kind="all-reduce", dtype="f32")]
+    warnings = judged(found)
+    assert [w.split(" over")[0] for w in warnings] == ["float32 reduce-scatter", "float32 all-reduce"]
+    assert all("dtypes.reduce is bf16" in w for w in warnings)
+    assert judged(found, run=tiny({**SIZES, "dtypes.reduce": "f32"})) == ()
+
+
+def test_a_gather_that_could_be_outside_its_loop():
+    for operand in ("%same", "%tied"):  # tied to the counter by a barrier, which leaves a tuple behind
+        (warning,) = looped(operand)
+        assert "inside a loop of something that the loop does not change (4 a step" in warning
+        assert "gather it once, before the loop" in warning
+    assert looped("%other") == ()
+    assert looped("%sliced") == ()
+
+
+def test_the_loop_over_microbatches_may_gather_again():
+    own = "jit(train_step)/while/body/jvp(loss)/shard_map/all_gather"
+    assert looped("%same", own, ACCUMULATING) == ()
+    assert len(looped("%same", own)) == 1  # without accumulation there is no such loop
+    inner = "jit(train_step)/while/body/jvp(loss)/shard_map/while/body/all_gather"
+    assert len(looped("%same", inner, ACCUMULATING)) == 1
+
+
+def test_resharding_that_the_partitioner_made_up():
+    text = """HloModule step, num_partitions=8
+
+ENTRY %main (a: f32[512,2048]) -> f32[512,2048] {
+  %a = f32[512,2048]{1,0} parameter(0)
+  ROOT %swap = f32[512,2048]{1,0} all-to-all(%a), channel_id=1, GROUPS, dimensions={0}, FRONT metadata={op_name="mlp/dot"}
+}
+"""
+
+    def of(front: str):
+        module = parsed(text, FRONT=front)
+        return judge.warnings(RUN, program(RUN), module, collectives.read(module, MESH, 8), [], 100.0)
+
+    (warning,) = of('frontend_attributes={is_spmd_generated="true"},')
+    assert "all-to-all over fsdp that nobody asked for" in warning and "mlp/dot" in warning
+    assert of("") == ()
+
+
+def test_replicated_moments_are_named_with_what_they_cost():
+    made = program(RUN)
+    whole = replicated(made.placement)
+    moments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), made.state.optimizer)
+    broken = dataclasses.replace(made, state=dataclasses.replace(made.state, optimizer=moments))
+    (warning,) = judged(made=broken)
+    assert warning.startswith("replicated, every GPU holds all of it (0.") and "moments by state.py" in warning
+    # Largest first: 16 MiB each, then four layers of 4 MiB.
+    assert "optimizer.mu.embed.embedding, optimizer.mu.head, optimizer.nu.embed.embedding, optimizer.nu.head" in warning
+    assert ".layers.0." not in warning
+
+
+def test_moments_that_are_split_less_than_their_parameters():
+    made = program(tiny({**SIZES, "mesh.fsdp": 4, "mesh.data": 2}))
+    wider = program(tiny({**SIZES, "mesh.fsdp": 2, "mesh.data": 4}))
+    broken = dataclasses.replace(made, state=dataclasses.replace(made.state, optimizer=wider.state.optimizer))
+    (warning,) = judged(made=broken)
+    assert warning.startswith("split less than the parameters of their shape")
+    assert "optimizer.mu.head" in warning and "params." not in warning
+
+
+def test_waiting_is_added_up_by_line():
+    one = Collective("all-gather", "bf16", "fsdp", 8, 4, 1.0, 0.0, 5.0, 1.5, "jaxtrain/models/layers.py:65", "mlp", "a")
+    assert judged(moved=[one]) == ()
+    (warning,) = judged(moved=[one, dataclasses.replace(one, instruction="b")])
+    assert "waited for 3.0 ms a step (3%), jaxtrain/models/layers.py:65" in warning
