@@ -12,6 +12,7 @@ so that a run that was cut off goes on where it was.
 
 import dataclasses
 import datetime
+import math
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -71,6 +72,7 @@ MOMENTS = ("f32", "bf16")  # in this order
 TRIES = 3  # compiles of one way to split a model over a machine
 # By how much a plan needs more than its bound, beside the state, which the bound knows exactly. Corrected by what is compiled.
 ABOVE_BOUND = 1.3
+ROUGHLY = 1.1  # guesses after a plan that was too big are taken to be off by less than this
 BEHIND = 1.1  # a way to split that is so much slower than another, by their bounds, is not compiled
 NOT_REACHED = "not planned: budget"
 
@@ -112,8 +114,9 @@ class Track:
         if fitting:
             return fitting[0]
         smallest = min(self.layouts, key=lambda layout: layout.memory_gib)
-        # By a guess alone nothing is given up; after a plan that was too big the guess is more than that.
-        return smallest if smallest.memory_gib <= self.usable_gib and not self.tries else None
+        # Nothing is given up by a guess alone, nor by one that is narrow and was never put to the test.
+        most = {0: math.inf, 1: ROUGHLY * self.usable_gib}.get(self.tries, 0.0)
+        return smallest if smallest.memory_gib <= self.usable_gib and self.guess(smallest) <= most else None
 
     def settle(self, layout: Layout, outcome: Outcome) -> None:
         self.tries += 1
