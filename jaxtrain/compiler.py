@@ -43,6 +43,9 @@ def local_bytes(tree: Any) -> int:
     return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
+# Attention kernels that are a loop themselves. Unrolling the loop over layers around them, inside the one over microbatches,
+# makes XLA (jaxlib 0.11.2) abort: "Call graph must have been flattened".
+LOOPS = ("chunked",)
 # Passes that are switched off.
 WITHOUT = (
     # What the backward pass computes again is said by remat.policy. XLA's own pass works from an estimate that does not know of
@@ -62,9 +65,6 @@ def options(program: Program, card: Card | None) -> dict[str, str | bool]:
         return {}
     held = local_bytes((program.state, program.batch)) / 2**30
     chosen: dict[str, str | bool] = {
-        # Collectives of the next layer start during this one, and loops are unrolled twice for it; without, the last
-        # reduction of a layer and the first gathers of the next wait for each other.
-        "optimization_level": "O1",
         # GEMMs by cuBLAS. XLA sets aside what may become a Triton GEMM before it fuses the rest, and then leaves SwiGLU's
         # backward pass in three kernels instead of one.
         "xla_gpu_enable_triton_gemm": False,
@@ -73,6 +73,10 @@ def options(program: Program, card: Card | None) -> dict[str, str | bool]:
         "xla_gpu_enable_dynamic_slice_fusion": False,
         "xla_disable_hlo_passes": ",".join(WITHOUT),
     }
+    if program.attention not in LOOPS:
+        # Collectives of the next layer start during this one, and loops are unrolled twice for it; without, the last
+        # reduction of a layer and the first gathers of the next wait for each other.
+        chosen["optimization_level"] = "O1"
     # XLA's limit is held + slop% of (its share - held). Where its share is less than what is held, no slop can mend that.
     spare = XLA_SHARE * card.memory_gib - held
     if spare > 0:

@@ -17,7 +17,7 @@ ACCUMULATING = tiny({**SIZES, "train.grad_accum": 2})
 MESH = {"data": 1, "fsdp": 8, "tensor": 1, "seq": 1}
 # Written short in the modules below.
 SHORT = {
-    "GROUPS": "replica_groups={{0,1,2,3,4,5,6,7}}",
+    "GROUPS": "replica_groups={{0,1,2,3,4,5,6,7}}, use_global_device_ids=true",
     "STATE": "(s32[], f32[512,2048]{1,0}, f32[4,512,2048]{2,1,0}, f32[512,2048]{1,0})",
     "TRIPS": 'backend_config={"known_trip_count":{"n":"4"}}',
 }
@@ -44,7 +44,7 @@ LOOP = """HloModule step, num_partitions=8
   %tied = f32[512,2048]{1,0} get-tuple-element(%pair), index=1
   %sliced = f32[512,2048]{1,0} fusion(%stack, %i), kind=kLoop, calls=%slice
   %small = bf16[512,2048]{1,0} convert(OPERAND)
-  %whole = bf16[4096,2048]{1,0} all-gather(%small), channel_id=1, GROUPS, use_global_device_ids=true, dimensions={0}, metadata={METADATA}
+  %whole = bf16[4096,2048]{1,0} all-gather(%small), channel_id=1, GROUPS, dimensions={0}, metadata={METADATA}
   %one = s32[] constant(1)
   %next = s32[] add(%i, %one)
   %changed = f32[512,2048]{1,0} negate(%other)

@@ -91,7 +91,7 @@ def _signed(change: float, unit: str, old: float = 0.0) -> str:
 
 def _figure(what: str, old: float, new: float, unit: str, why: str) -> Difference:
     change = _signed(new - old, unit, old)
-    words = f"{what}: {number(new)} {unit}, golden has {number(old)} ({change}){why}"
+    words = f"{what}: {number(new)} {unit}, golden has {number(old)}: {change}{why}"
     return Difference(what, f"{number(old)} {unit}", f"{number(new)} {unit}", change, words)
 
 
@@ -126,7 +126,7 @@ def _moved(old: Golden, new: Golden, margins: Mapping[str, float]) -> Iterable[D
             continue
         if was and now and was.launches == now.launches and not _far(was.wire_gb, now.wire_gb, margins["wire"]):
             continue
-        had, has = (f"{number(c.wire_gb)} GB in {c.launches:,} launches" if c else "none" for c in (was, now))
+        had, has = (f"{number(c.wire_gb)} GB in {_launches(c.launches)}" if c else "none" for c in (was, now))
         gb = (now.wire_gb if now else 0.0) - (was.wire_gb if was else 0.0)
         launches = (now.launches if now else 0) - (was.launches if was else 0)
         blamed = _lines(was.lines if was else {}, now.lines if now else {})
@@ -150,13 +150,21 @@ def _lines(old: dict[str, tuple[int, float]], new: dict[str, tuple[int, float]])
     parts = []
     # A line that is left in both moved something before and moves something else now.
     ordered = sorted(more.items(), key=lambda kv: -abs(kv[1][1] - old.get(kv[0], (0, 0.0))[1]))
-    said = [f"{line} ({n:,} launches, {number(gb)} GB{_was(old.get(line))})" for line, (n, gb) in ordered]
+    said = [f"{line} ({_launches(n)}, {number(gb)} GB{_was(old.get(line))})" for line, (n, gb) in ordered]
     if said:
         parts.append(f"from {_some(said)}")
-    gone = [f"{line} ({n:,} launches, {number(gb)} GB)" for line, (n, gb) in less.items() if line not in new]
+    gone = [f"{line} ({_launches(n)}, {number(gb)} GB)" for line, (n, gb) in _most(less) if line not in new]
     if gone:
         parts.append(f"no longer from {_some(gone)}")
     return "; ".join(parts)
+
+
+def _launches(count: int) -> str:
+    return "1 launch" if count == 1 else f"{count:,} launches"
+
+
+def _most(lines: dict[str, tuple[int, float]]) -> list[tuple[str, tuple[int, float]]]:
+    return sorted(lines.items(), key=lambda kv: -kv[1][1])
 
 
 def _was(value: tuple[int, float] | None) -> str:

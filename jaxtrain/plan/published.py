@@ -287,12 +287,14 @@ def markdown(tree: dict[str, Any] | None = None) -> str:
 
 
 def show(found: Iterable[Row], console: Console) -> None:
-    """The table, for a terminal."""
+    """The table, for a terminal: without who measured it, which the page has."""
+    by = HEADINGS.index("by")
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for i, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="right" if i > 3 else "left")
+    for i, heading in enumerate((*HEADINGS[:by], *HEADINGS[by + 1 :])):
+        table.add_column(heading, justify="right" if i > 2 else "left")
     for row in found:
-        table.add_row(*cells(row))
+        line = cells(row)
+        table.add_row(*line[:by], *line[by + 1 :])
     console.print(table)
 
 

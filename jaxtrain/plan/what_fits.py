@@ -21,6 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from jaxtrain import compiler, flops, receipt
 from jaxtrain.config import ConfigError, RunConfig, default_config, resolve
@@ -363,14 +364,18 @@ def markdown(cells: Sequence[Cell], command: str) -> str:
 
 
 def show(cells: Sequence[Cell], console: Console) -> None:
-    """The tables, for a terminal."""
+    """The tables, for a terminal: layouts, and why there is none, stand below each, since they are long."""
+    at = HEADINGS.index("layout")
     for title, rows in tables(cells):
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
-        for i, heading in enumerate(HEADINGS):
-            table.add_column(heading, justify="right" if i > 2 else "left", overflow="fold")
-        for cells_of_row in rows:
-            table.add_row(*cells_of_row)
+        console.print(Text(title, style="bold"))
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for heading in (*HEADINGS[:at], *HEADINGS[at + 1 :]):
+            table.add_column(heading, justify="left" if heading in ("GPUs", "moments") else "right")
+        for line in rows:
+            table.add_row(*line[:at], *line[at + 1 :])
         console.print(table)
+        for line in rows:
+            console.print(Text(f"{line[0]:<10} {line[at]}", style="dim"))
         console.print()
 
 
