@@ -81,6 +81,14 @@ def test_a_plan_that_fails_is_named_and_nothing_is_written(monkeypatch, tmp_path
     assert not (tmp_path / "page.md").exists() and published.STORED.read_bytes() == before
 
 
+def test_what_could_not_be_written_is_refused_before_anything_is_compiled(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match="--published=.*there is no folder"):
+        published.run(Console(), tmp_path / "missing" / "page.md")
+    monkeypatch.setattr(published, "STORED", tmp_path / "missing" / "published.json")
+    with pytest.raises(ValueError, match="published.json cannot be written"):
+        published.run(Console(), tmp_path / "page.md")
+
+
 def test_a_format_of_another_version_is_refused(monkeypatch, tmp_path):
     (tmp_path / "published.json").write_text('{"format": 0}')
     monkeypatch.setattr(published, "STORED", tmp_path / "published.json")

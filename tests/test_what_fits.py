@@ -10,7 +10,8 @@ from rich.console import Console
 from jaxtrain.plan import parallel, what_fits
 from jaxtrain.plan.cache import Cache
 from jaxtrain.plan.parallel import Outcome
-from jaxtrain.plan.what_fits import SHAPES, Cell, Layout, Shape, Track
+from jaxtrain.plan.well_known import SHAPES, Shape
+from jaxtrain.plan.what_fits import Cell, Layout, Track
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "what_fits.md"
 SIZES = {"num_layers": 2, "d_model": 256, "num_heads": 4, "num_kv_heads": 2, "d_ff": 512, "vocab_size": 1024}
@@ -132,6 +133,11 @@ def test_a_table_is_compiled_written_and_made_again_from_the_cache(monkeypatch, 
     monkeypatch.setattr(parallel.Pool, "start", start)
     assert what_fits.run(Console(width=250), tmp_path / "again.md", jobs=2, **what) == 0
     assert (tmp_path / "again.md").read_text().splitlines()[:-4] == page.splitlines()[:-4]
+
+
+def test_a_page_that_could_not_be_written_is_refused_before_anything_is_compiled(tmp_path):
+    with pytest.raises(ValueError, match="--what-fits=.*there is no folder"):
+        what_fits.run(Console(), tmp_path / "missing" / "page.md")
 
 
 def test_the_page_has_every_cell():

@@ -15,6 +15,7 @@ import datetime
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from jaxtrain.plan.parallel import Outcome, Request, plan_many
 from jaxtrain.plan.published_runs import RUNS, Run
 from jaxtrain.plan.rates import datasheet
 from jaxtrain.plan.result import Plan
-from jaxtrain.plan.what_fits import markdown_table
+from jaxtrain.plan.what_fits import check_page, markdown_table
 
 FORMAT = 1
 STORED = Path(__file__).parent / "data" / "published.json"
@@ -302,7 +303,15 @@ def show(found: Iterable[Row], console: Console) -> None:
 
 
 def run(console: Console, out: Path | None = None, *, cache: Cache | None = None, jobs: int = 0) -> int:
-    """Plans every run, prints the table, and with `out` renews what is stored and writes the page. Returns the exit code."""
+    """Plans every run, prints the table, and with `out` renews what is stored and writes the page. Returns the exit code.
+
+    Raises ValueError where `out` lies in no folder, or what is stored cannot be written.
+    """
+    check_page("published", out)
+    if out is not None and not os.access(STORED, os.W_OK):
+        raise ValueError(
+            f"--published={out}: {STORED} cannot be written, and belongs to the page. Run it in a checkout of your own"
+        )
     requests = {r.name: r.request for r in RUNS}
     columns = (TextColumn("published runs"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:

@@ -7,7 +7,7 @@ from jaxtrain.config import RunConfig, default_config, resolve
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.parallel import Request
 from jaxtrain.plan.rates import MEMORY_FRACTION, NETWORK_FRACTION, datasheet
-from jaxtrain.plan.what_fits import SHAPES
+from jaxtrain.plan.well_known import SHAPES
 
 
 @dataclasses.dataclass(frozen=True)

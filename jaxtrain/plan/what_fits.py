@@ -25,7 +25,6 @@ from rich.text import Text
 
 from jaxtrain import compiler, flops, receipt
 from jaxtrain.config import ConfigError, RunConfig, default_config, resolve
-from jaxtrain.models.llama import PRESETS
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.bound import BYTES, bound
 from jaxtrain.plan.cache import Cache
@@ -35,38 +34,8 @@ from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Plan, Rates
 from jaxtrain.plan.space import changes, meshes, remat_policies, training_check, with_overrides
 from jaxtrain.plan.topology import Topology
+from jaxtrain.plan.well_known import SHAPES, Shape
 
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """A model's dimensions, and where they are from."""
-
-    name: str
-    model: dict[str, Any]  # keys of config.Model
-    seq_len: int
-    source: str
-
-
-def _llama(layers: int, width: int, heads: int, kv_heads: int, d_ff: int, vocab: int, **more: Any) -> dict[str, Any]:
-    sizes = {"num_layers": layers, "d_model": width, "num_heads": heads, "num_kv_heads": kv_heads, "d_ff": d_ff}
-    return sizes | {"vocab_size": vocab} | more
-
-
-SHAPES = {
-    "llama2_7b": Shape("Llama 2 7B", PRESETS["llama2_7b"], 4096, "arXiv 2307.09288"),
-    "llama2_13b": Shape("Llama 2 13B", _llama(40, 5120, 40, 40, 13824, 32000), 4096, "arXiv 2307.09288"),
-    "llama_30b": Shape("llama-shaped 30B", _llama(60, 6656, 52, 52, 17920, 32000), 4096, "LLaMA 33B, arXiv 2302.13971"),
-    "llama2_70b": Shape("Llama 2 70B", _llama(80, 8192, 64, 8, 28672, 32000), 4096, "arXiv 2307.09288"),
-    "llama3_8b": Shape("Llama 3 8B", PRESETS["llama3_8b"], 8192, "arXiv 2407.21783"),
-    "llama3_70b": Shape("Llama 3 70B", PRESETS["llama3_70b"], 8192, "arXiv 2407.21783"),
-    # GPT-3's layers, width and heads; three SwiGLU matrices of 8/3 the width are its two of 4 times the width.
-    "llama_175b": Shape("llama-shaped 175B", _llama(96, 12288, 96, 96, 32768, 50304), 4096, "GPT-3, arXiv 2005.14165"),
-    # Falcon's, likewise, its 39,595 rounded up to a multiple of 256; its heads are 64 wide.
-    "llama_180b": Shape("llama-shaped 180B", _llama(80, 14848, 232, 8, 39680, 65024), 4096, "Falcon-180B, arXiv 2311.16867"),
-    "llama3_405b": Shape(
-        "Llama 3 405B", _llama(126, 16384, 128, 8, 53248, 128256, rope_base=500_000.0), 8192, "arXiv 2407.21783"
-    ),
-}
 MODELS = ("llama2_7b", "llama2_13b", "llama_30b", "llama2_70b", "llama_175b", "llama_180b", "llama3_405b")
 MACHINES = ("h200:1", "h200:2", "h200:4", "h200:8", "h200:8x2", "h200:8x4", "h200:8x16")
 MOMENTS = ("f32", "bf16")  # in this order
@@ -324,6 +293,12 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> li
     return ["| " + " | ".join(cells) + " |" for cells in (headings, rule, *rows)]
 
 
+def check_page(option: str, out: Path | None) -> None:
+    """Raises ValueError where a page could not be written: to be known before an hour of compiling, not after."""
+    if out is not None and not (folder := out.expanduser().absolute().parent).is_dir():
+        raise ValueError(f"--{option}={out}: there is no folder {folder}. Make it, or name another")
+
+
 def markdown(cells: Sequence[Cell], command: str) -> str:
     """docs/what_fits.md."""
     plans = [cell.best.plan for cell in cells if cell.best and cell.best.plan]
@@ -392,8 +367,10 @@ def run(
 ) -> int:
     """Plans the table, prints it, and writes it to `out` if that is given. Returns the exit code.
 
-    `models` (of SHAPES) and `topologies` say what is in it; `how` goes on to `plan_many`.
+    `models` (of SHAPES) and `topologies` say what is in it; `how` goes on to `plan_many`. Raises ValueError where `out` lies in
+    no folder.
     """
+    check_page("what-fits", out)
     cells = [Cell(SHAPES[model], machine) for model in models for machine in topologies]
     columns = (TextColumn("plans"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[last]}"), console=console, transient=True) as bar:
