@@ -21,6 +21,7 @@ import pytest
 from jaxtrain import explain, launch
 from jaxtrain.data.__main__ import parser as data_parser
 from jaxtrain.hardware import Devices
+from jaxtrain.plan import __main__ as plan
 from jaxtrain.resume import markdown as resume_table
 from jaxtrain.validate import validate
 
@@ -115,6 +116,10 @@ def test_commands_that_are_not_run_can_be_parsed(page: str, command: str, tmp_pa
         return
     if name == "setup":
         assert not words
+        return
+    if name == "plan":
+        asked = launch.load(words, plan.OPTIONS, plan.SWITCHES)
+        assert not [*asked.problems, *plan._options(asked.options)]
         return
     assert name == "main", f"{page}: what is {command!r}?"
     loaded = launch.load(words, options={"workdir": ""}, switches={"explain": "text"})

@@ -11,7 +11,7 @@ from typing import Any
 import rich.console
 
 from jaxtrain import hardware, launch
-from jaxtrain.config import Problem, RunConfig
+from jaxtrain.config import ConfigError, Problem, RunConfig
 from jaxtrain.hardware import Devices
 from jaxtrain.launch import Loaded
 from jaxtrain.startup import start_jax
@@ -155,7 +155,7 @@ def run(loaded: Loaded, asked: str, console: rich.console.Console) -> int:
         if asked == "golden":
             from jaxtrain.plan import golden
 
-            return golden.run(console, write=options["golden"] == "write", jobs=jobs, cache=cache)
+            return golden.main_golden(console, write=options["golden"] == "write", jobs=jobs, cache=cache)
         if asked in ("published", "what-fits"):
             from jaxtrain.plan import published, what_fits
 
@@ -178,6 +178,8 @@ def run(loaded: Loaded, asked: str, console: rich.console.Console) -> int:
         if asked == "search":
             return _search(loaded, topology, check, cache, jobs, budget, console)
         return _plan(loaded, topology, check, cache, jobs, budget, console)
+    except ConfigError as error:
+        return launch.report(error.problems)
     except (LayoutError, Unsupported, machines.TopologyError, CalibrationError, ValueError) as error:
         if isinstance(error, HloError | AssignmentError):
             return _failed(f"the compiled program cannot be read: {error}")
@@ -204,12 +206,12 @@ def _overrides(loaded: Loaded) -> tuple[str, ...]:
 def _plan(
     loaded: Loaded, topology: Any, check: Any, cache: Any, jobs: int, budget: float, console: rich.console.Console
 ) -> int:
-    from jaxtrain.plan import fit, page, report
+    from jaxtrain.plan import fit, fit_report, page, report
     from jaxtrain.plan.compile import compile_step
     from jaxtrain.plan.make import read_plan
     from jaxtrain.plan.published import ratio_range
     from jaxtrain.plan.result import to_json
-    from jaxtrain.plan.search_report import live
+    from jaxtrain.plan.why import why
 
     run, options = loaded.run, loaded.options
     busy = console.status(f"compiling the train step for {topology.name} ...")
@@ -221,13 +223,16 @@ def _plan(
     del compiled
     settings = {"check": check, "cache": cache, "jobs": jobs, "budget_s": budget}
     if not plan.fits and not options["no-fit"]:
-        with live(console) as progress:
-            plan = fit.with_hints(plan, fit.advise(run, plan, topology, **settings, on_progress=progress))
+        with fit_report.live(console) as progress:
+            advice = fit.advise(run, plan, topology, **settings, on_progress=progress)
+        plan = fit_report.with_hints(plan, advice)
+        fit_report.show_advice(advice, console)
     report.text(plan, console, published=ratio_range(), steps=run.train.steps)
     if options["why"]:
-        with live(console) as progress:
-            reasons = fit.why(run, plan, topology, **settings, on_progress=progress)
-        fit.show(reasons, console)
+        with fit_report.live(console) as progress:
+            reasons = why(run, plan, topology, **settings, on_progress=progress)
+        plan = fit_report.with_hints(plan, reasons)
+        fit_report.show_reasons(reasons, console)
     if options["json"]:
         Path(options["json"]).expanduser().write_text(json.dumps(to_json(plan), indent=1) + "\n")
     if options["html"]:

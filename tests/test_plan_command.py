@@ -1,0 +1,98 @@
+"""`python -m jaxtrain.plan`: what it writes, and what it says of mistakes. Figures are checked in test_plan.py and beside the rooms."""
+
+import json
+
+import pytest
+
+from jaxtrain.plan import __main__ as command
+from jaxtrain.plan.result import from_json
+
+SMALL = (
+    "--config=configs/llama3_1b.py",
+    "--config.model.num_layers=2",
+    "--config.model.vocab_size=1024",
+    "--config.data.seq_len=1024",
+    "--config.train.global_batch=8",
+    "--config.train.grad_accum=1",
+)
+
+
+@pytest.fixture(autouse=True)
+def at_home(monkeypatch, request):
+    monkeypatch.chdir(request.config.rootpath)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+
+
+def refused(capsys, *argv: str) -> str:
+    assert command.main([*argv]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_plan_is_printed_and_written(tmp_path, capsys):
+    files = {name: tmp_path / f"plan.{name}" for name in ("json", "html", "hlo")}
+    argv = [*SMALL, "--topology=h200:8", "--cache=", *(f"--{name}={path}" for name, path in files.items())]
+    assert command.main(argv) == 0
+    printed = capsys.readouterr().out
+    tree = json.loads(files["json"].read_text())
+    plan = from_json(tree)
+    assert plan.topology == "h200:8" and plan.config == "configs/llama3_1b.py" and plan.fits
+    assert "model.num_layers=2" in plan.overrides
+    assert "fits:" in printed and "MFU" in printed
+    page = files["html"].read_text()
+    assert page.startswith("<!doctype html>") and "h200:8" in page
+    assert files["hlo"].read_text().startswith("HloModule jit_train_step")
+    # The contract that other programs read.
+    assert {"topology", "mesh", "fits", "memory", "flops", "collectives", "time", "compile_s", "hints"} <= tree.keys()
+    assert {"hbm_gib", "usable_gib", "peak_gib", "arguments_gib", "temp_gib", "by_class"} <= tree["memory"].keys()
+    assert {"kind", "dtype", "axis", "count", "wire_gib", "exposed_ms", "source"} <= tree["collectives"][0].keys()
+    wanted = {"compute_ms", "communication_ms", "exposed_ms", "step_ms", "tokens_per_s_per_device", "mfu_causal", "mfu_full"}
+    assert wanted | {"bound_by"} <= tree["time"].keys()
+    assert {"per_token_causal", "per_token_full", "hardware_per_step"} <= tree["flops"].keys()
+
+
+def test_shardings_are_printed_without_compiling(capsys):
+    assert command.main([*SMALL, "--topology=h200:8", "--shardings=mlp"]) == 0
+    printed = capsys.readouterr().out
+    assert "mlp.gate" in printed and "attention.wq" not in printed
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--topology=h900:8"], "chip 'h900' has no description. Did you mean"),
+        (["--topology=h200"], "how many GPUs?"),
+        (["--topology=h200:16"], "Write h200:8x2"),
+        ([], "no machine is named"),
+        (["--topology=h200:8", "--config.mesh.fsdp=3"], "the run has 8 NVIDIA H200 devices (--topology=h200:8)"),
+        (["--topology=h200:8", "--config.model.num_heads=31"], "model.num_kv_heads"),
+        (["--topology=h200:8", "--config.precision=fp8"], "precision = 'fp8'"),
+        (["--topology=a100:8", "--config.attention.impl=cudnn"], "packed documents need a GPU from Hopper"),
+        (["--topology=h200:8", "--config.optimizer.warmup_steps=99999"], "optimizer.warmup_steps"),
+        (["--topology=h200:8", "--budget=soon"], "--budget = 'soon': must be a whole number"),
+        (["--topology=h200:8", "--search", "--html=x.html"], "--html: belongs to a plan, and --search makes none"),
+        (["--topology=h200:8", "--search", "--calibrate"], "each of these replaces the plan"),
+        (["--topology=h200:8", "--golden=renew"], "no such action"),
+        (["--topology=h200:8", "--json=nowhere/plan.json"], "there is no folder"),
+        (["--topology=h200:8", "--toplogy=h200:8"], "Did you mean --topology?"),
+        (["--calibrate"], "JAX finds none"),
+    ],
+)
+def test_mistakes_are_named(argv, said, capsys):
+    assert said in refused(capsys, *SMALL, *argv)
+
+
+def test_help_names_every_option(capsys):
+    assert command.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name in (*command.OPTIONS, *command.SWITCHES):
+        assert f"--{name}" in text
+    assert "h200_nvl" in text
+
+
+def test_a_compile_that_fails_is_told(monkeypatch, capsys):
+    def broken(run, topology):
+        raise RuntimeError("INTERNAL: out of registers")
+
+    monkeypatch.setattr("jaxtrain.plan.compile.compile_step", broken)
+    assert command.main([*SMALL, "--topology=h200:8"]) == 1
+    assert "could not be compiled: RuntimeError: INTERNAL: out of registers" in capsys.readouterr().err
