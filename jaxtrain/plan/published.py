@@ -250,7 +250,7 @@ def markdown(tree: dict[str, Any] | None = None) -> str:
         "real step longer than its plan.",
         "",
         "The step that is planned is ours, in their layout. Where theirs does more work, the ratio falls too: it tests the",
-        "meter and the program together, and cannot tell them apart.",
+        "meter and the program together. Only of the first run the meter has read both programs, and found them alike.",
         "",
         "## Run by run",
         "",
