@@ -103,7 +103,8 @@ RUNS = (
         keep=MINIMAL_WITH_CONTEXT,
         why=(
             "The program hardly matters here: MaxText 0.2.5's own step for this run, compiled for 8 described H100s by jaxlib "
-            "0.12.0.1 with the flags of that page, and read by the same meter on 2026-11-21, takes 569 ms. The ratio is the meter's.",
+            "0.12.0.1 with the flags of that page, and read by the same meter on 2026-11-21, takes 569 ms. "
+            "The ratio is the meter's.",
             *(NO_SCAN, BIG_COMBINE),
         ),
     ),
