@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jaxtrain import activations, launch
-from jaxtrain.plan import buffers, hlo
+from jaxtrain.plan import assignment, buffers, hlo
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.topology import devices, parse
 from jaxtrain.step import build
@@ -29,9 +29,9 @@ def config(*overrides: str):
 
 def held(*overrides: str):
     step = compile_step(config(*overrides), parse("h200:8"))
-    assignment = buffers.read(step.buffers)
-    memory = buffers.memory(assignment, step.program, hlo.parse(step.text), hbm_gib=139.8, reserve_gib=6.0, usable_gib=133.8)
-    return step, assignment, memory
+    read = assignment.read(step.buffers)
+    memory = buffers.memory(read, step.program, hlo.parse(step.text), hbm_gib=139.8, reserve_gib=6.0, usable_gib=133.8)
+    return step, read, memory
 
 
 @pytest.fixture(scope="module")
@@ -61,21 +61,21 @@ def shards_gib(tree) -> float:
 
 
 def test_the_peak_is_xlas_and_the_classes_add_up_to_it(step):
-    compiled, assignment, memory = step
+    compiled, read, memory = step
     analysis = compiled.executable.memory_analysis()
-    assert buffers.peak_bytes(assignment) == analysis.peak_memory_in_bytes
+    assert assignment.peak_bytes(read) == analysis.peak_memory_in_bytes
     assert memory.peak_gib == analysis.peak_memory_in_bytes / buffers.GIB
     assert math.isclose(sum(memory.by_class.values()), memory.peak_gib, rel_tol=1e-12)
 
 
 def test_allocations_are_xlas_and_exceed_the_peak_by_the_fragmentation(step):
     """XLA counts a few scalar results and constants beside the temporaries; here they belong to them."""
-    compiled, assignment, memory = step
+    compiled, read, memory = step
     analysis = compiled.executable.memory_analysis()
     assert memory.arguments_gib * buffers.GIB == analysis.argument_size_in_bytes
     assert memory.temp_gib * buffers.GIB == pytest.approx(analysis.temp_size_in_bytes, abs=1024)
     total = (memory.arguments_gib + memory.temp_gib) * buffers.GIB
-    assert total - buffers.peak_bytes(assignment) == buffers.fragmentation(assignment) >= 0
+    assert total - assignment.peak_bytes(read) == assignment.fragmentation(read) >= 0
 
 
 def test_state_and_batch_are_counted_to_the_byte_and_once(step):
@@ -190,74 +190,14 @@ def test_as_many_tokens_as_a_weight_has_rows_make_no_gradient(op_name, kind):
         "}\n"
     )
     facts = buffers.Facts(module, frozenset({(8192, 28672)}), frozenset({(1024, 28672)}), {}, {})
-    assert buffers.classify(facts, buffers.Value(1, 8192 * 28672 * 2, "y", (), 0)) == (kind, "")
-
-
-# ---- The reader alone, on assignments made by hand
-
-
-def assignment(events, sizes, heap=0, argument=0, colors=None):
-    """HloProto bytes: values by id with these sizes, one heap's events (kind, value, shared value)."""
-    proto = buffers._message("Hlo")()
-    computation = proto.module.computations.add(id=1)
-    for i, size in sizes.items():
-        computation.instructions.add(name=f"i{i}", opcode="add", id=i)
-        value = proto.assignment.values.add(id=i, size=size, color=(colors or {}).get(i, 0))
-        value.defined_at.instruction_id = i
-    for color in sorted(set((colors or {0: 0}).values())):
-        trace = proto.assignment.traces.add()
-        for kind, value, *shares in events:
-            if (colors or {}).get(value, 0) == color:
-                trace.events.add(kind=kind, value=value, instruction=f"i{value}", shares=shares[0] if shares else 0)
-    if heap:
-        allocation = proto.assignment.allocations.add(size=heap)
-        for i in sizes:
-            allocation.assigned.add(value=i)
-    if argument:
-        proto.assignment.allocations.add(size=argument, is_parameter=True)
-    return proto.SerializeToString()
-
-
-def test_memory_is_held_until_its_last_user_ends():
-    """Value 2 lives in the memory of value 1 and outlives it."""
-    A, F, S = buffers.ALLOCATE, buffers.FREE, buffers.SHARE
-    events = [(A, 1), (S, 2, 1), (F, 1), (A, 3), (F, 2), (F, 3)]
-    read = buffers.read(assignment(events, {1: 100, 2: 100, 3: 10}, heap=128, argument=1000))
-    assert buffers.peak_bytes(read) == 1110
-    assert buffers.fragmentation(read) == 18
-
-
-def test_memory_that_was_free_is_taken_again():
-    A, F, S = buffers.ALLOCATE, buffers.FREE, buffers.SHARE
-    events = [(A, 1), (F, 1), (A, 3), (S, 2, 1), (F, 2), (F, 3)]
-    read = buffers.read(assignment(events, {1: 100, 2: 100, 3: 10}))
-    assert buffers.peak_bytes(read) == 110
-
-
-def test_host_memory_is_not_the_devices():
-    A, F = buffers.ALLOCATE, buffers.FREE
-    read = buffers.read(assignment([(A, 1), (A, 2), (F, 1), (F, 2)], {1: 100, 2: 7}, colors={1: buffers.HOST, 2: 0}))
-    assert buffers.peak_bytes(read) == 7
-
-
-def test_two_heaps_on_the_device_are_refused():
-    read = buffers.read(assignment([(0, 1), (0, 2)], {1: 100, 2: 7}, colors={1: 1, 2: 0}))
-    with pytest.raises(buffers.AssignmentError, match=r"2 heaps on the device \(memory spaces \[0, 1\]\)"):
-        buffers.peak_bytes(read)
+    assert buffers.classify(facts, assignment.Value(1, 8192 * 28672 * 2, "y", (), 0)) == (kind, "")
 
 
 def test_a_torn_proto_is_refused(kept):
     compiled, _, _ = kept
-    with pytest.raises(buffers.AssignmentError, match="no whole HloProto"):
-        buffers.read(compiled.buffers[: len(compiled.buffers) // 2])
-    with pytest.raises(buffers.AssignmentError, match="no whole HloProto"):
-        buffers.read(compiled.buffers[:-1])
-    with pytest.raises(buffers.AssignmentError, match="holds no buffer assignment: read the file"):
-        buffers.read(b"")
-
-
-def test_an_event_that_is_not_understood_is_refused():
-    with pytest.raises(buffers.AssignmentError, match=r"cannot read the event at 'i1' \(kind 3, value 1\)"):
-        buffers.read(assignment([(3, 1)], {1: 100}))
-    with pytest.raises(buffers.AssignmentError, match="kind 2, value 1"):
-        buffers.read(assignment([(buffers.SHARE, 1, 9)], {1: 100}))
+    with pytest.raises(assignment.AssignmentError, match="no whole HloProto"):
+        assignment.read(compiled.buffers[: len(compiled.buffers) // 2])
+    with pytest.raises(assignment.AssignmentError, match="no whole HloProto"):
+        assignment.read(compiled.buffers[:-1])
+    with pytest.raises(assignment.AssignmentError, match="holds no buffer assignment: read the file"):
+        assignment.read(b"")

@@ -137,7 +137,7 @@ def run(loaded: Loaded, asked: str, console: rich.console.Console) -> int:
 
     from jaxtrain.kernels.attention import Unsupported
     from jaxtrain.plan import topology as machines
-    from jaxtrain.plan.buffers import AssignmentError
+    from jaxtrain.plan.assignment import AssignmentError
     from jaxtrain.plan.cache import Cache
     from jaxtrain.plan.calibrate import CalibrationError
     from jaxtrain.plan.hlo import HloError

@@ -2,7 +2,7 @@
 
 from jaxtrain import flops, receipt
 from jaxtrain.config import RunConfig
-from jaxtrain.plan import buffers, collectives, hlo, judge, roofline
+from jaxtrain.plan import assignment, buffers, collectives, hlo, judge, roofline
 from jaxtrain.plan.compile import Compiled, compile_step
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Flops, Plan, Rates, Time
@@ -41,7 +41,7 @@ def read_plan(
 
     card = compiled.card
     memory = buffers.memory(
-        buffers.read(compiled.buffers),
+        assignment.read(compiled.buffers),
         program,
         module,
         hbm_gib=card.memory_gib,

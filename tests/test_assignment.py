@@ -1,0 +1,62 @@
+"""The reader of XLA's buffer assignment alone, on assignments made by hand. test_buffers.py holds it against XLA's count."""
+
+import pytest
+
+from jaxtrain.plan import assignment
+
+
+def proto(events, sizes, heap=0, argument=0, colors=None):
+    """HloProto bytes: values by id with these sizes, one heap's events (kind, value, shared value)."""
+    made = assignment._message("Hlo")()
+    computation = made.module.computations.add(id=1)
+    for i, size in sizes.items():
+        computation.instructions.add(name=f"i{i}", opcode="add", id=i)
+        value = made.assignment.values.add(id=i, size=size, color=(colors or {}).get(i, 0))
+        value.defined_at.instruction_id = i
+    for color in sorted(set((colors or {0: 0}).values())):
+        trace = made.assignment.traces.add()
+        for kind, value, *shares in events:
+            if (colors or {}).get(value, 0) == color:
+                trace.events.add(kind=kind, value=value, instruction=f"i{value}", shares=shares[0] if shares else 0)
+    if heap:
+        allocation = made.assignment.allocations.add(size=heap)
+        for i in sizes:
+            allocation.assigned.add(value=i)
+    if argument:
+        made.assignment.allocations.add(size=argument, is_parameter=True)
+    return made.SerializeToString()
+
+
+def test_memory_is_held_until_its_last_user_ends():
+    """Value 2 lives in the memory of value 1 and outlives it."""
+    A, F, S = assignment.ALLOCATE, assignment.FREE, assignment.SHARE
+    events = [(A, 1), (S, 2, 1), (F, 1), (A, 3), (F, 2), (F, 3)]
+    read = assignment.read(proto(events, {1: 100, 2: 100, 3: 10}, heap=128, argument=1000))
+    assert assignment.peak_bytes(read) == 1110
+    assert assignment.fragmentation(read) == 18
+
+
+def test_memory_that_was_free_is_taken_again():
+    A, F, S = assignment.ALLOCATE, assignment.FREE, assignment.SHARE
+    events = [(A, 1), (F, 1), (A, 3), (S, 2, 1), (F, 2), (F, 3)]
+    read = assignment.read(proto(events, {1: 100, 2: 100, 3: 10}))
+    assert assignment.peak_bytes(read) == 110
+
+
+def test_host_memory_is_not_the_devices():
+    A, F = assignment.ALLOCATE, assignment.FREE
+    read = assignment.read(proto([(A, 1), (A, 2), (F, 1), (F, 2)], {1: 100, 2: 7}, colors={1: assignment.HOST, 2: 0}))
+    assert assignment.peak_bytes(read) == 7
+
+
+def test_two_heaps_on_the_device_are_refused():
+    read = assignment.read(proto([(0, 1), (0, 2)], {1: 100, 2: 7}, colors={1: 1, 2: 0}))
+    with pytest.raises(assignment.AssignmentError, match=r"2 heaps on the device \(memory spaces \[0, 1\]\)"):
+        assignment.peak_bytes(read)
+
+
+def test_an_event_that_is_not_understood_is_refused():
+    with pytest.raises(assignment.AssignmentError, match=r"cannot read the event at 'i1' \(kind 3, value 1\)"):
+        assignment.read(proto([(3, 1)], {1: 100}))
+    with pytest.raises(assignment.AssignmentError, match="kind 2, value 1"):
+        assignment.read(proto([(assignment.SHARE, 1, 9)], {1: 100}))
