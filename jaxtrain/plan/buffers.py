@@ -1,7 +1,7 @@
 """What a compiled train step holds on one device, when, and of which kind.
 
-XLA's buffer assignment (assignment.py) says which values are in memory at every point of the schedule. Here each gets its class:
-from the names of the program's arguments and operations, and from the shapes that weights and kept activations have on a device.
+XLA's buffer assignment (assignment.py) says which values are in memory at every point of the schedule. Here each gets its
+class: from the names of the program's arguments and operations, and from the shapes that weights and kept activations have.
 """
 
 import collections
