@@ -1,14 +1,16 @@
 """Starting JAX on a machine without a GPU, in peace.
 
 With the `plan` extra the CUDA plugin is installed where no driver is. JAX then tries it at start, prints a traceback, and the
-plugin's libraries each report the missing driver. None of it matters to a run on CPU, so CPU is named as the platform
-and those lines are left out. Every other line on stderr comes through.
+plugin's libraries each report the missing driver, then or when the first program is compiled for a described GPU. None of it
+matters there, so CPU is named as the platform and those lines are left out. Every other line on stderr comes through.
 """
 
+import contextlib
 import os
 import re
 import sys
 import tempfile
+from collections.abc import Iterator
 
 from jaxtrain.hardware import Devices
 
@@ -23,14 +25,21 @@ def start_jax(devices: Devices) -> None:
         jax.devices()
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
+    with quiet():
+        import jax
+
+        jax.devices()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Leaves NOTES out of stderr, whoever writes there. All other lines come when the block ends, however it ends."""
     sys.stderr.flush()
     saved = os.dup(2)
     with tempfile.TemporaryFile() as caught:
         os.dup2(caught.fileno(), 2)
         try:
-            import jax
-
-            jax.devices()
+            yield
         finally:
             sys.stderr.flush()
             os.dup2(saved, 2)

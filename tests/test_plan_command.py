@@ -1,4 +1,4 @@
-"""`python -m jaxtrain.plan`: what it writes, and what it says of mistakes. Figures are checked in test_plan.py and beside the rooms."""
+"""`python -m jaxtrain.plan`: what it writes, and what it says of mistakes. Figures are checked beside the rooms."""
 
 import json
 

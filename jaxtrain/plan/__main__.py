@@ -155,7 +155,7 @@ def run(loaded: Loaded, asked: str, console: rich.console.Console) -> int:
         if asked == "golden":
             from jaxtrain.plan import golden
 
-            return golden.main_golden(console, write=options["golden"] == "write", jobs=jobs, cache=cache)
+            return golden.run(console, write=options["golden"] == "write", jobs=jobs, cache=cache)
         if asked in ("published", "what-fits"):
             from jaxtrain.plan import published, what_fits
 
@@ -211,7 +211,6 @@ def _plan(
     from jaxtrain.plan.make import read_plan
     from jaxtrain.plan.published import ratio_range
     from jaxtrain.plan.result import to_json
-    from jaxtrain.plan.why import why
 
     run, options = loaded.run, loaded.options
     busy = console.status(f"compiling the train step for {topology.name} ...")
@@ -230,7 +229,7 @@ def _plan(
     report.text(plan, console, published=ratio_range(), steps=run.train.steps)
     if options["why"]:
         with fit_report.live(console) as progress:
-            reasons = why(run, plan, topology, **settings, on_progress=progress)
+            reasons = fit.why(run, plan, topology, **settings, on_progress=progress)
         plan = fit_report.with_hints(plan, reasons)
         fit_report.show_reasons(reasons, console)
     if options["json"]:

@@ -15,6 +15,7 @@ import jax
 from jax.experimental import topologies
 
 from jaxtrain import hardware
+from jaxtrain.startup import quiet
 
 # Chip -> (the most of them that NVLink joins, what joins them). A node is that: what crosses it goes over a network.
 CHIPS: Mapping[str, tuple[int, str]] = {
@@ -157,9 +158,10 @@ def devices(topology: Topology, memory_bytes: int | None = None) -> list[Any]:
         return jax.devices()
     text = describe(topology, memory_bytes)
     try:
-        found = topologies.get_topology_desc(
-            platform="cuda", topology=f"1x{topology.nodes}x{topology.gpus}", target_config=text
-        ).devices
+        with quiet():
+            found = topologies.get_topology_desc(
+                platform="cuda", topology=f"1x{topology.nodes}x{topology.gpus}", target_config=text
+            ).devices
     except NotImplementedError as error:
         raise RuntimeError(
             "XLA's GPU compiler is not there: install the plan extra (./run.sh setup), and on a machine without a GPU "
