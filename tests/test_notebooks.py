@@ -7,6 +7,7 @@ tagged `varies` shows what no two runs share, such as seconds, and is not compar
 
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,20 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from jaxtrain import launch
+from jaxtrain.plan import __main__ as plan_command
+
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 # Where the CUDA plugin is installed and no driver is, its libraries say so on stderr; which of them, and when, says nothing.
 NOISE = re.compile(r".*(cudart_stub|log messages before absl::InitializeLog).*\n")
 # What would tell whose machine a notebook was stored on.
 LOCAL = re.compile(r"(?<![\w.])/(home|root|work|tmp|Users|mnt|opt|usr)/|site-packages|\d{4}-\d\d-\d\dT\d\d:")
+# What each command takes beside --config.
+OPTIONS = {
+    "jaxtrain.plan": (plan_command.OPTIONS, plan_command.SWITCHES),
+    "jaxtrain.main": ({"workdir": ""}, {"explain": "text"}),
+}
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -101,6 +110,17 @@ def test_it_is_stored_with_outputs_and_pictures_and_nothing_of_a_machine(path):
     assert not LOCAL.search(path.read_text()), LOCAL.findall(path.read_text())
     assert {key for cell in notebook.cells for key in cell.metadata} <= {"tags"}
     assert {tag for cell in cells for tag in tags(cell)} <= {"varies", "compiled"}
+
+
+def test_a_command_that_a_notebook_prints_is_accepted(monkeypatch):
+    """It names its config as seen from the repository's root."""
+    monkeypatch.chdir(FOLDER.parent)
+    texts = [o.get("text", "") for path in NOTEBOOKS for cell in code(read(path)) for o in cell.outputs]
+    found = [line for text in texts for line in text.splitlines() if line.startswith("python -m ")]
+    assert {line.split()[2] for line in found} == {*OPTIONS}
+    for line in found:
+        _, _, module, *argv = shlex.split(line)
+        assert not launch.load(argv, *OPTIONS[module]).problems, line
 
 
 def test_a_changed_number_is_stale():
