@@ -5,6 +5,10 @@
         --output=data/fineweb-edu-llama2.tok --validation=0.001
     python -m jaxtrain.main --config=configs/llama2_7b.py --workdir=runs/llama2_7b
 
+Mesh, microbatch and remat are what this search found; to see the plan of this or any other machine, leave out --search:
+
+    python -m jaxtrain.plan --config=configs/llama2_7b.py --topology=h200:8 --search --budget=600
+
 Another number of GPUs keeps the batch and changes the accumulation: --config=configs/llama2_7b.py:gpus=16
 """
 
@@ -26,9 +30,10 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.data.seq_len = 4096
 
     # 512 x 4096 = 2.1 M tokens a step; Llama 2 used 4 M, which one node would take twice as long for.
-    # Two sequences a GPU at a time are 8192 tokens, enough rows to keep every GEMM busy.
-    config.train.global_batch = 512
-    config.train.grad_accum = 512 // (2 * variant.gpus)
+    # Two sequences a GPU at a time are 8192 tokens, enough rows to keep every GEMM busy. Four: 0.7% faster by plan, 112 GiB
+    # instead of 65.
+    config.train.global_batch = max(512, variant.gpus)
+    config.train.grad_accum = max(1, 256 // variant.gpus)
     config.train.steps = 50_000  # 105 B tokens
 
     config.mesh.fsdp = -1  # weights, moments and batch are split over all GPUs

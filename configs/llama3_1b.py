@@ -5,6 +5,10 @@
         --output=data/fineweb-edu-llama3.tok --validation=0.001
     python -m jaxtrain.main --config=configs/llama3_1b.py --workdir=runs/llama3_1b
 
+Mesh, microbatch and remat are what this search found; to see the plan of this or any other machine, leave out --search:
+
+    python -m jaxtrain.plan --config=configs/llama3_1b.py --topology=h200:8 --search --budget=600
+
 On one GPU, the same batch with more accumulation:
 
     python -m jaxtrain.main --config=configs/llama3_1b.py:gpus=1 --workdir=runs/llama3_1b
@@ -29,9 +33,9 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.data.tokenizer = "hf:NousResearch/Meta-Llama-3-8B"
     config.data.seq_len = 8192
 
-    # 128 x 8192 = 1 M tokens a step: a small model gains little from more. Two sequences a GPU at a time.
-    config.train.global_batch = 128
-    config.train.grad_accum = 128 // (2 * variant.gpus)
+    # 128 x 8192 = 1 M tokens a step: a small model gains little from more. Four sequences a GPU at a time: 61 GiB by plan.
+    config.train.global_batch = max(128, variant.gpus)
+    config.train.grad_accum = max(1, 32 // variant.gpus)
     config.train.steps = 20_000  # 21 B tokens, about the 20 a parameter that are compute-optimal
 
     config.mesh.fsdp = -1

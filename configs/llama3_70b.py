@@ -5,6 +5,11 @@
         --output=data/fineweb-edu-llama3.tok --validation=0.001
     python -m jaxtrain.main --config=configs/llama3_70b.py --workdir=runs/llama3_70b
 
+Mesh and remat are what the first of these found; the second says what each choice that saves memory is needed for:
+
+    python -m jaxtrain.plan --config=configs/llama3_70b.py --topology=h200:8 --search --budget=600
+    python -m jaxtrain.plan --config=configs/llama3_70b.py --topology=h200:8 --why
+
 On 16 GPUs or more the batch is 256 sequences, divided over them by accumulation: --config=configs/llama3_70b.py:gpus=64
 """
 
@@ -29,17 +34,18 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
 
     # One sequence a GPU at a time. From 16 GPUs on, 256 x 8192 = 2.1 M tokens a step by accumulation. On 8 there is no room for
     # a second set of gradients: 8 x 8192 = 65 k tokens a step, which suits continued training (init.from).
-    config.train.global_batch = 256 if variant.gpus >= 16 else variant.gpus
+    config.train.global_batch = max(256, variant.gpus) if variant.gpus >= 16 else variant.gpus
     config.train.grad_accum = config.train.global_batch // variant.gpus
     config.train.steps = 50_000  # 105 B tokens
 
     config.mesh.fsdp = -1
-    # Weights, moments and gradients in float32 would be 16 bytes a parameter: 131 GiB on each of 8 GPUs. With both moments
-    # in bfloat16 (beta2 = 0.95 moves the second by up to 5% a step, far above bfloat16's 0.4%) and layers that keep nothing but
-    # their input, the compiled step peaks at 126 GiB (XLA's count for 8 described H200s, jaxlib 0.11.2).
+    # Weights, moments and gradients in float32 would be 16 bytes a parameter: 131 GiB on each of 8 GPUs, of which 134 are
+    # usable. Both moments are bfloat16 (beta2 = 0.95 moves the second by up to 5% a step, far above bfloat16's 0.4%). That
+    # leaves room to keep, besides the input of each layer, keys, values and the residual: the compiled step peaks at 128 GiB.
     config.dtypes.m = "bf16"
     config.dtypes.v = "bf16"
-    config.remat.policy = "full"
+    config.remat.policy = "custom"
+    config.remat.tensors = "k=keep,v=keep,residual=keep"
 
     config.optimizer.lr = 1.5e-4
     config.optimizer.lr_min = 1.5e-5

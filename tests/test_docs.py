@@ -183,10 +183,10 @@ def test_the_tree_names_what_exists():
             exists.add(top.name + "/")
         elif top.is_file():
             exists.add(top.name)
-    for top in ("configs", "jaxtrain", "benchmarks", "docs"):
+    for top in ("configs", "jaxtrain", "benchmarks", "docs", "notebooks"):
         for path in (REPO / top).rglob("*"):
             inside = path.relative_to(REPO).as_posix()
-            if "__pycache__" in inside or path.name == "__init__.py":
+            if "__pycache__" in inside or ".ipynb_checkpoints" in inside or path.name == "__init__.py":
                 continue
             exists.add(inside + "/" if path.is_dir() else inside)
     assert listed == exists

@@ -17,7 +17,13 @@ from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Plan, Rates
 
 FILE_70B = "configs/llama3_70b.py"
+FULL = ("remat.policy=full", "remat.tensors=")
 USABLE = 133.8  # GiB of an H200
+
+
+def seventy(*overrides: str) -> RunConfig:
+    """70B that keeps nothing but the input of each layer."""
+    return load(*FULL, *overrides, file=FILE_70B)
 
 
 def likely(run: RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
@@ -84,7 +90,7 @@ def turned(base: RunConfig, run: RunConfig) -> set[str]:
 
 def test_a_plan_that_fits_needs_no_advice(planned):
     fake = planned()
-    assert advise(load(file=FILE_70B)) == () and not fake.requests
+    assert advise(seventy()) == () and not fake.requests
 
 
 def test_one_cheap_knob_is_found_first(planned):
@@ -100,7 +106,7 @@ def test_one_cheap_knob_is_found_first(planned):
 
 def test_storage_types_come_after_all_that_costs_only_time(planned):
     """State, gradients and inputs of 70B with float32 moments are too much, whatever is computed again."""
-    fake, run = planned(), load("dtypes.m=f32", "dtypes.v=f32", file=FILE_70B)
+    fake, run = planned(), seventy("dtypes.m=f32", "dtypes.v=f32")
     found = advise(run)
     changed = [turned(run, r) & {f"dtypes.{name}" for name in ("params", "m", "v", "grads")} for r in fake.runs]
     assert max(map(len, changed)) == 1 and [len(c) for c in changed] == sorted(len(c) for c in changed)
@@ -122,7 +128,7 @@ def only_types(run: RunConfig) -> space.Check:
 
 def test_of_summed_gradients_and_moments_the_moments_go_first(planned):
     sizes = ("model.num_layers=60", "train.global_batch=32", "train.grad_accum=4")
-    run = load("dtypes.m=f32", "dtypes.v=f32", *sizes, file=FILE_70B)
+    run = seventy("dtypes.m=f32", "dtypes.v=f32", *sizes)
     first = knobs.candidate(run, (), H200, rates_for(H200.gpu, "bf16"))
     above = (USABLE + 1 - first.state_gib) / first.rest_gib
 
@@ -137,7 +143,7 @@ def test_of_summed_gradients_and_moments_the_moments_go_first(planned):
 
 
 def test_weights_change_their_type_last_and_it_is_said_what_that_costs(planned):
-    run = load(file=FILE_70B)
+    run = seventy()
     fake = planned(lambda r, machine, rates: made(r, machine, 1.0, 130.0 if r.dtypes.params == "bf16" else 134.0, rates))
     found = fit.advise(run, made(run, H200, 1.0, 134.0), H200, check=only_types(run))
     assert "dtypes.params=bf16" in found[0].changes and "0.4% of a weight" in found[0].text
@@ -150,17 +156,17 @@ def test_slow_second_moments_are_warned_of():
 
 
 def test_what_cannot_fit_by_its_formula_is_not_compiled(planned):
-    fake, run = planned(), load(file=FILE_70B)
+    fake, run = planned(), seventy()
     found = advise(run, machine=topology.parse("h200:4"))
     assert not fake.requests and "formulas alone" in found[0].text and found[0].fits is None
     rates = rates_for(H200.gpu, "bf16")
-    run = load("remat.policy=none", "train.global_batch=32", "dtypes.m=f32", file=FILE_70B)
+    run = seventy("remat.policy=none", "train.global_batch=32", "dtypes.m=f32")
     advise(run)
     assert fake.requests and all(knobs.candidate(r, (), H200, rates).least_gib < USABLE for r in fake.runs)
 
 
 def test_combinations_only_where_no_single_knob_does(planned):
-    fake, run = planned(), load("remat.policy=none", "train.global_batch=32", file=FILE_70B)
+    fake, run = planned(), seventy("remat.policy=none", "train.global_batch=32")
     found = advise(run)
     assert found[0].fits and any(c.startswith("train.grad_accum=") for c in found[0].changes)
     assert any(c.startswith("remat.policy=") for c in found[0].changes)
@@ -211,7 +217,7 @@ def test_settings_that_training_refuses_are_not_planned(planned):
 
 
 def test_nothing_fits(planned):
-    fake, run = planned(size_of(140.0)), load("remat.policy=none", "train.global_batch=32", file=FILE_70B)
+    fake, run = planned(size_of(140.0)), seventy("remat.policy=none", "train.global_batch=32")
     plan = likely(run, H200)
     plan = dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, arguments_gib=65.7))
     found = advise(run, plan)
@@ -223,17 +229,17 @@ def test_nothing_fits(planned):
 
 def test_more_gpus_are_the_last_word(planned):
     planned()
-    run = load("dtypes.m=f32", "dtypes.v=f32", file=FILE_70B)
+    run = seventy("dtypes.m=f32", "dtypes.v=f32")
     last = advise(run)[-1]
     assert last.fits is None and last.text.startswith("16 GPUs, h200:8x2 with train.global_batch=16: about ")
     assert "not compiled" in last.text
-    grown = load("dtypes.m=f32", "dtypes.v=f32", *last.changes, file=FILE_70B)
+    grown = seventy("dtypes.m=f32", "dtypes.v=f32", *last.changes)
     assert not space.training_check(topology.parse("h200:8x2"))(grown)
     # A batch that divides stays what it is.
     run = load("train.grad_accum=2", "remat.policy=none", "remat.tensors=")
     assert advise(run)[-1].changes == ()
     # 4 GPUs grow within their node.
-    assert advise(load(file=FILE_70B), machine=topology.parse("h200:4"))[-1].text.startswith("8 GPUs, h200:8")
+    assert advise(seventy(), machine=topology.parse("h200:4"))[-1].text.startswith("8 GPUs, h200:8")
 
 
 def test_failures_are_told(planned):
@@ -252,7 +258,7 @@ def test_budget_ends_it(planned, monkeypatch):
         return Outcome(None, "stopped", "spent") if clock[0] > 100 else made(run, machine, 1.0, 134.0, rates)
 
     fake = planned(slow)
-    found = advise(load(file=FILE_70B), made(load(file=FILE_70B), H200, 1.0, 134.0), budget_s=100.0)
+    found = advise(seventy(), made(seventy(), H200, 1.0, 134.0), budget_s=100.0)
     assert len(fake.requests) == 4 and [options["budget_s"] for _, options in fake.batches] == [100.0, 40.0]
     assert "within 100 s" in found[0].text and not any("spent" in a.text for a in found)
 
@@ -273,7 +279,7 @@ def test_ctrl_c_reports_what_there_is(planned):
         return made(run, machine, 1.0, 134.0, rates)
 
     planned(by)
-    found = advise(load(file=FILE_70B), made(load(file=FILE_70B), H200, 1.0, 134.0))
+    found = advise(seventy(), made(seventy(), H200, 1.0, 134.0))
     assert "before it was interrupted" in found[0].text and found[0].plan
 
 
@@ -298,9 +304,9 @@ def test_a_machine_without_a_name_is_refused(planned):
 
 def test_expectations_follow_the_plans():
     rates = rates_for(H200.gpu, "bf16")
-    full = knobs.candidate(load(file=FILE_70B), (), H200, rates)
-    none = knobs.candidate(load("remat.policy=none", file=FILE_70B), (), H200, rates)
-    more = knobs.candidate(load("remat.every=2", file=FILE_70B), (), H200, rates)
+    full = knobs.candidate(seventy(), (), H200, rates)
+    none = knobs.candidate(seventy("remat.policy=none"), (), H200, rates)
+    more = knobs.candidate(seventy("remat.every=2"), (), H200, rates)
     expected = knobs.Expected()
     assert expected.of(full) == (
         pytest.approx(full.state_gib + full.rest_gib * knobs.MEMORY_GUESS),
@@ -317,7 +323,7 @@ def test_expectations_follow_the_plans():
 
 def test_state_by_hand():
     """70.55 B parameters over 8 GPUs: float32 weights, bfloat16 moments; the state is exact, as XLA counts it."""
-    rates, run = rates_for(H200.gpu, "bf16"), load(file=FILE_70B)
+    rates, run = rates_for(H200.gpu, "bf16"), seventy()
     c = knobs.candidate(run, (), H200, rates)
     assert c.state_gib == pytest.approx(70_553_706_496 / 8 * 8 / 2**30)
     # The gradients of a microbatch are float32, which the bound does not count on.
@@ -325,7 +331,7 @@ def test_state_by_hand():
 
 
 def test_gradients_change_their_type_only_where_they_are_summed():
-    run = load("train.global_batch=32", "train.grad_accum=1", file=FILE_70B)
+    run = seventy("train.global_batch=32", "train.grad_accum=1")
     groups = knobs.combinations(run, H200, rates_for(H200.gpu, "bf16"), space.training_check(H200))
     found = [c.run for group in groups for c in group]
     assert {r.train.grad_accum > 1 for r in found if r.dtypes.grads == "bf16"} == {True}
@@ -353,7 +359,8 @@ def test_every_saving_is_found():
     rates = rates_for(H200.gpu, "bf16")
 
     def of(*overrides, file=FILE_70B):
-        found = knobs.savings(load(*overrides, file=file), H200, rates, space.training_check(H200))
+        run = seventy(*overrides) if file == FILE_70B else load(*overrides, file=file)
+        found = knobs.savings(run, H200, rates, space.training_check(H200))
         return {s.choice: dict(s.instead) for s in found}
 
     assert of().keys() == {"remat.policy=full", "dtypes.m=bf16", "dtypes.v=bf16"}
@@ -378,7 +385,7 @@ def test_what_is_needed_and_what_is_not(planned):
         wide = (run.dtypes.m, run.dtypes.v).count("f32")
         return made(run, machine, 1.02 if wide else 1.0, 150.0 if run.remat.policy != "full" else 115.0 + 17 * wide, rates)
 
-    fake, run = planned(by), load(file=FILE_70B)
+    fake, run = planned(by), seventy()
     found = why(run, by(run, H200, None))
     first, *moments, together = found
     assert first.text.startswith("remat.policy=full: with ") and first.text.endswith(" kept 150.0 GiB, does not fit")
@@ -402,7 +409,7 @@ def test_one_that_is_not_needed_stands_alone(planned):
 
 def test_what_is_not_planned_is_said(planned):
     planned(lambda run, machine, rates: Outcome(None, "out of time", "not planned within 9 s"))
-    found = why(load(file=FILE_70B))
+    found = why(seventy())
     assert len(found) == 3 and all(r.needed is None for r in found)
     assert "dtypes.m=bf16: without it there is no plan (out of time): not planned within 9 s" in [r.text for r in found]
 
@@ -414,14 +421,14 @@ def test_ctrl_c_keeps_the_reasons_found(planned):
         return made(run, machine, 1.0, 150.0, rates)
 
     planned(by)
-    first, *others = why(load(file=FILE_70B))
+    first, *others = why(seventy())
     assert first.needed and [r.needed for r in others] == [None, None] and "interrupted" in others[0].text
 
 
 def test_reasons_of_a_plan_that_does_not_fit_are_refused(planned):
     planned()
     with pytest.raises(ValueError, match="does not fit"):
-        why(load(file=FILE_70B), made(load(file=FILE_70B), H200, 1.0, 140.0))
+        why(seventy(), made(seventy(), H200, 1.0, 140.0))
 
 
 # ---- to be read
@@ -443,7 +450,7 @@ def test_what_is_printed(planned):
     text = printed(lambda console: fit_report.show_advice(found, console))
     assert "what would make it fit" in text and "--config.train.grad_accum=32" in text
     assert "paste" in text and printed(lambda console: fit_report.show_advice((), console)) == ""
-    reasons = why(load(file=FILE_70B))
+    reasons = why(seventy())
     text = printed(lambda console: fit_report.show_reasons(reasons, console))
     assert all(r.text in text for r in reasons)
     assert "makes no choice" in printed(lambda console: fit_report.show_reasons((), console))
