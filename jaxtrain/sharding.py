@@ -100,7 +100,7 @@ class Placement:
             if shape is not None and shape[dim] % parts:
                 raise LayoutError(
                     f"{name}: axis {axis!r} of size {shape[dim]} does not divide over "
-                    f"{'+'.join(self.mesh_axes(axis))} = {parts}"
+                    f"{'+'.join(self.mesh_axes(axis))} = {parts}; set mesh sizes that divide it, or sharding.rules.{axis}"
                 )
         return NamedSharding(self.mesh, spec)
 

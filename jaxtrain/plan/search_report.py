@@ -106,7 +106,8 @@ def show(result: SearchResult, console: Console) -> None:
     for warning in result.warnings:
         _say(console, f"warning: {warning}", "yellow")
     if result.best is None:
-        _say(console, f"no layout that was planned fits into {size(result.usable_gib)}", "bold red")
+        none = f"no layout that was planned fits into {size(result.usable_gib)}" if result.tried else "no layout was planned"
+        _say(console, none, "bold red")
         return
     if not paste(result):
         _say(console, "the best layout is the config's own", "bold")
