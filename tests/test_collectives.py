@@ -196,6 +196,27 @@ def test_what_leaves_a_node_by_hand(gpus_per_node, function, expected):
     assert {key: found[key] for key in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("kind", "nodes", "hops"),
+    [
+        *(("all-gather", 1, 0), ("all-gather", 2, 1), ("reduce-scatter", 128, 127)),
+        *(("all-reduce", 1, 0), ("all-reduce", 2, 2), ("all-reduce", 128, 14), ("all-reduce", 5, 6)),
+        *(("all-to-all", 1, 0), ("all-to-all", 16, 1)),
+    ],
+)
+def test_hops_from_node_to_node(kind, nodes, hops):
+    """A ring passes all nodes, an all-reduce goes up a tree and down again, an all-to-all goes straight."""
+    assert collectives._hops(kind, nodes) == hops
+
+
+def test_hops_of_a_program():
+    """An fsdp ring of 4 on nodes of 2 goes from the one to the other; a permutation that leaves its node goes once."""
+    found = collectives.read(compiled(scatters, on_gpus=False), MESH, 2)
+    assert {f.hops for f in found if f.axis == "fsdp"} == {1}
+    assert {f.hops for f in collectives.read(compiled(scatters, on_gpus=False), MESH, 8)} == {0}
+    assert {f.hops for f in collectives.read(compiled(shifts, on_gpus=False), MESH, 2)} == {1}
+
+
 def test_planned_launches_are_those_of_a_run(tmp_path):
     """A trace of 8 devices names each collective 8 times as often as the plan counts it; layers and microbatches loop."""
     run = tiny({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "train.grad_accum": 2})

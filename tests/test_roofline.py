@@ -1,7 +1,8 @@
 """The step time that a plan predicts: small programs whose times are added up by hand, and FLOPs of real compiles by formula.
 
 The rates are round: 100 TFLOP/s, 1 TB/s of memory, 100 GB/s on NVLink with 10 us a collective, 10 GB/s on the network with
-100 us, 20 GB/s to the host. So 100 MB of memory traffic take 0.1 ms, 100 MB on NVLink 1 ms and the 0.01 of their launch.
+100 us from node to node, 20 GB/s to the host. So 100 MB of memory traffic take 0.1 ms, 100 MB on NVLink 1 ms and the 0.01 of
+their launch.
 """
 
 import dataclasses
@@ -44,9 +45,9 @@ def read(entry: str, before: str = "") -> hlo.Module:
     return hlo.parse(f"HloModule small, is_scheduled=true\n{computations}")
 
 
-def moves(name: str, megabytes: float = 100.0, network: float = 0.0) -> dict[str, collectives.Found]:
+def moves(name: str, megabytes: float = 100.0, network: float = 0.0, hops: int = 0) -> dict[str, collectives.Found]:
     """What the collective sends, in millions of bytes."""
-    return {name: collectives.Found("all-gather", "f32", "fsdp", 2, 1, megabytes * 1e6, network * 1e6, "", "", name, ())}
+    return {name: collectives.Found("all-gather", "f32", "fsdp", 2, 1, megabytes * 1e6, network * 1e6, "", "", name, (), hops)}
 
 
 def gemm(name: str) -> str:
@@ -235,8 +236,12 @@ def test_synchronous_collectives_block():
 
 def test_network_where_it_is_slower():
     lines = f"\n  ROOT %ag = {BIG} all-gather(%x), replica_groups={{{{0,1}}}}, dimensions={{0}}"
-    assert predict(lines, moves("ag", network=50.0)).step_ms == pytest.approx(5.1)
-    assert predict(lines, moves("ag", network=1.0)).step_ms == pytest.approx(1.01), "NVLink still takes 1 ms for its part"
+    # Through two nodes, 10 us each, and from one to the other, 100 us.
+    assert predict(lines, moves("ag", network=50.0, hops=1)).step_ms == pytest.approx(5.12)
+    assert predict(lines, moves("ag", network=1.0, hops=1)).step_ms == pytest.approx(1.12), (
+        "NVLink still takes 1 ms for its part"
+    )
+    assert predict(lines, moves("ag", network=50.0, hops=127)).step_ms == pytest.approx(5 + 1.28 + 12.7)
 
 
 def test_collective_in_a_fusion():

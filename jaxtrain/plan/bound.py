@@ -224,7 +224,7 @@ def _link_s(layout: Layout, rates: Rates, axes: tuple[str, ...], wire: float, la
         "network": wire * crossing / (rates.network_gb_s * 1e9),
     }
     link = "network" if crossing else "nvlink"
-    latency = rates.network_latency_us if crossing else rates.nvlink_latency_us
+    latency = rates.nvlink_latency_us + (rates.network_latency_us if crossing else 0.0)
     return seconds | {link: seconds[link] + launches * latency * 1e-6}
 
 

@@ -10,6 +10,9 @@ A ring is laid out node by node, so that it leaves each node once, with all that
 is what it sends divided by the GPUs of its group in its node (NCCL runs as many rings as there are network cards). An
 all-to-all is no ring: what it sends to devices of other nodes crosses the network. A permutation that leaves a node anywhere
 counts whole: the GPU at the border has nobody to share with.
+
+The first byte of a ring goes from node to node until it has been in all of them; an all-reduce goes up a tree of nodes and down
+again, which is faster over many (NCCL takes either). These hops are counted, since each of them takes its time.
 """
 
 import dataclasses
@@ -53,6 +56,7 @@ class Found:
     op_name: str
     instruction: str  # in the schedule: a fusion or an async-start, where the collective is inside one
     loops: tuple[str, ...]  # names of the while loops around it, from outside in
+    hops: int = 0  # from node to node, one after the other
 
 
 def read(module: Module, mesh_shape: dict[str, int], gpus_per_node: int) -> list[Found]:
@@ -132,6 +136,7 @@ def _one(mesh: "_Mesh", i: Instruction, where: Computation, launch: Instruction,
         axis, group, leaves_node = mesh.moves(i)
         wire = size if group > 1 else 0
         network = size if leaves_node else 0
+        hops = int(leaves_node)
     else:
         axis, group, local = mesh.groups(i)
         wire = _ring(kind, size, group)
@@ -139,6 +144,7 @@ def _one(mesh: "_Mesh", i: Instruction, where: Computation, launch: Instruction,
             network = size * (group - local) / group
         else:
             network = wire / local if local < group else 0
+        hops = _hops(kind, math.ceil(group / local))
     return Found(
         kind=kind,
         dtype="+".join(dict.fromkeys(a.dtype for a in arrays)),
@@ -151,7 +157,19 @@ def _one(mesh: "_Mesh", i: Instruction, where: Computation, launch: Instruction,
         op_name=i.op_name or launch.op_name,
         instruction=launch.name,
         loops=loops,
+        hops=hops,
     )
+
+
+def _hops(kind: str, nodes: int) -> int:
+    """How often what a collective sends goes from one node to the next, one after the other."""
+    match kind:
+        case "all-to-all" | "ragged-all-to-all":
+            return min(nodes - 1, 1)
+        case "all-reduce":
+            return 2 * math.ceil(math.log2(nodes))
+        case _:
+            return nodes - 1
 
 
 def _ring(kind: str, size: int, n: int) -> float:

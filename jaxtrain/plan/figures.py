@@ -18,7 +18,7 @@ SMALL = 0.002  # of the peak: a class of memory below this has no row of its own
 
 ASSUMPTIONS = (
     "kernels run one after another; collectives run beside them, one at a time, where the compiler scheduled them, for bytes "
-    "over link rate plus a fixed cost; neither slows the other; nothing waits for data, saves, stragglers or clocks"
+    "over link rate plus a latency for each node passed; neither slows the other; nothing waits for data, saves, stragglers or clocks"
 )
 
 
@@ -223,10 +223,10 @@ def rates(plan: Plan) -> str:
         f"GEMM {number(r.gemm_tflops, 0)} TFLOP/s",
         f"attention {number(r.attention_forward_tflops, 0)} forward, {number(r.attention_backward_tflops, 0)} backward",
         f"memory {number(r.memory_tb_s)} TB/s",
-        f"NVLink {number(r.nvlink_gb_s, 0)} GB/s + {number(r.nvlink_latency_us, 0)} us",
+        f"NVLink {number(r.nvlink_gb_s, 0)} GB/s + {number(r.nvlink_latency_us, 0)} us a node",
     ]
     if any(c.network_gib for c in plan.collectives):
-        parts.append(f"network {number(r.network_gb_s, 0)} GB/s + {number(r.network_latency_us, 0)} us")
+        parts.append(f"network {number(r.network_gb_s, 0)} GB/s + {number(r.network_latency_us, 0)} us between nodes")
     if plan.memory.host_gib:
         parts.append(f"host {number(r.host_gb_s, 0)} GB/s")
     return f"{r.source}: {', '.join(parts)}"

@@ -26,9 +26,10 @@ NVLINK_FRACTION = 370 / 450  # of one direction: packet headers and NCCL's proto
 NETWORK_FRACTION = 0.9  # of a network card's line rate
 HOST_FRACTION = 0.8  # of PCIe's line rate, one direction
 
-# A collective's fixed cost: its launch and a first pass through the group; more hops and a switch between nodes.
+# What a collective takes besides its bytes: its launch and the way through a node, once for each node that it goes through; and
+# the way from one node to the next (NCCL counts 14 us for it in its own table of costs, src/graph/tuning.cc: rings, "Simple").
 NVLINK_LATENCY_US = 10.0
-NETWORK_LATENCY_US = 30.0
+NETWORK_LATENCY_US = 14.0
 
 # By compute capability times ten. Gb/s of the one network card that the usual 8-GPU boards have for each GPU (DGX and HGX
 # A100: ConnectX-6; H100, H200 and B200: ConnectX-7), which cards in PCIe slots are taken to have too; and GB/s of PCIe x16 in

@@ -17,8 +17,8 @@ class Rates:
     nvlink_gb_s: float  # bus bandwidth of ring collectives inside a node, one direction
     network_gb_s: float  # of each GPU's share of the node's network cards, one direction
     host_gb_s: float  # to and from pinned host memory
-    nvlink_latency_us: float  # a collective's fixed cost
-    network_latency_us: float
+    nvlink_latency_us: float  # of a collective's launch and its way through a node, in each node
+    network_latency_us: float  # of the way from one node to the next
     source: str  # "data-sheet rates" or "calibrated on NVIDIA H200, 2026-11-21"
 
 

@@ -63,15 +63,15 @@ class Work:
     bytes: float = 0.0  # of device memory; of the wire for communication
     host_bytes: float = 0.0
     network_bytes: float = 0.0
+    hops: int = 0  # of communication, from node to node
     backward: bool = False  # attention's backward pass, which has its own rate
 
     def seconds(self, rates: result.Rates) -> float:
         """At these rates."""
         if self.kind == "communication":
-            nvlink = self.bytes / (rates.nvlink_gb_s * 1e9) + rates.nvlink_latency_us * 1e-6
-            if not self.network_bytes:
-                return nvlink
-            return max(nvlink, self.network_bytes / (rates.network_gb_s * 1e9) + rates.network_latency_us * 1e-6)
+            links = max(self.bytes / (rates.nvlink_gb_s * 1e9), self.network_bytes / (rates.network_gb_s * 1e9))
+            latency_us = (1 + self.hops) * rates.nvlink_latency_us + self.hops * rates.network_latency_us
+            return links + latency_us * 1e-6
         attention = rates.attention_backward_tflops if self.backward else rates.attention_forward_tflops
         arithmetic = self.flops / ((attention if self.kind == "attention" else rates.gemm_tflops) * 1e12)
         memory = max(self.bytes / (rates.memory_tb_s * 1e12), self.host_bytes / (rates.host_gb_s * 1e9))
@@ -83,7 +83,8 @@ def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str,
     if is_collective(module, i):
         if i.name not in wires:
             raise HloError(f"{i.name}: nothing says how many bytes this {i.opcode} sends")
-        return Work("communication", bytes=wires[i.name].wire_bytes, network_bytes=wires[i.name].network_bytes)
+        wire = wires[i.name]
+        return Work("communication", bytes=wire.wire_bytes, network_bytes=wire.network_bytes, hops=wire.hops)
     if i.opcode == "copy-start":
         to, source = leaves(i.type)[0], leaves(where.by_name[i.operands[0]].type)[0]
         return _placed("memory", 0.0, [(to.bytes, to), (source.bytes, source)])
