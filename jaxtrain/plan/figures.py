@@ -18,7 +18,8 @@ SMALL = 0.002  # of the peak: a class of memory below this has no row of its own
 
 ASSUMPTIONS = (
     "kernels run one after another; collectives run beside them, one at a time, where the compiler scheduled them, for bytes "
-    "over link rate plus a latency for each node passed; neither slows the other; nothing waits for data, saves, stragglers or clocks"
+    "over link rate plus a latency for each node passed; neither slows the other; nothing waits for data, saves, stragglers "
+    "or clocks"
 )
 
 
