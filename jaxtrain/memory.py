@@ -42,6 +42,12 @@ def memory_by_class(program: Program, compiled: Any) -> dict[str, float]:
     return classes
 
 
+def taken_gib(compiled: Any) -> float:
+    """GiB that a compiled step takes on one device: the peak, and the gaps of the compiler's heap, which is taken whole."""
+    a = compiled.memory_analysis()
+    return (a.argument_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes + a.temp_size_in_bytes) / 2**30
+
+
 def explain_memory(run: RunConfig, memory: dict[str, float], limit: str) -> str:
     """What the step holds, and the settings that would help, most effective first."""
     hints = []

@@ -25,7 +25,15 @@ from jaxtrain.data import pipeline
 from jaxtrain.data.tokenizer import TokenizerError, load_tokenizer
 from jaxtrain.kernels.attention import Unsupported
 from jaxtrain.launch import Launch, report
-from jaxtrain.memory import OutOfMemory, check_host_memory, explain_memory, memory_by_class, out_of_memory_explained, size
+from jaxtrain.memory import (
+    OutOfMemory,
+    check_host_memory,
+    explain_memory,
+    memory_by_class,
+    out_of_memory_explained,
+    size,
+    taken_gib,
+)
 from jaxtrain.metrics import MetricsError
 from jaxtrain.plan.expect import Watch, expect
 from jaxtrain.progress import Console
@@ -276,7 +284,8 @@ class Session:
         if self.run.profile.dump_hlo:
             profiling.dump_hlo(train, self.workdir, self.console.say)
         limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-        if limit and memory.get("peak", 0) > limit / 2**30:
+        if limit and (taken := taken_gib(train)) > limit / 2**30:
+            memory |= {"peak and gaps": taken}
             raise OutOfMemory(explain_memory(self.run, memory, f"the budget of {limit / 2**30:.1f} GiB a device"))
         if jax.local_devices()[0].platform == "gpu":
             self.plan(train)

@@ -14,7 +14,9 @@ from jaxtrain import hardware, launch, memory
 from jaxtrain.plan import collectives, hlo
 from jaxtrain.plan.compile import Compiled, compile_step
 from jaxtrain.plan.expect import ENOUGH, FIRST, Expected, Watch, expect
-from jaxtrain.plan.make import read_plan
+from jaxtrain.plan.make import make_plan, read_plan
+from jaxtrain.plan.parallel import Request, plan_many
+from jaxtrain.plan.rates import datasheet
 from jaxtrain.plan.result import from_json, to_json
 from jaxtrain.plan.topology import devices, parse
 from jaxtrain.state import copy, copy_layer, shardings
@@ -161,6 +163,25 @@ def test_llama3_70b_fits_one_node():
     assert not used.host_temp_size_in_bytes and not used.host_argument_size_in_bytes
 
 
+def test_a_thousand_gpus():
+    """What leaves a node stands apart, and the way through 128 of them is counted."""
+    run = config("--config=configs/llama3_70b.py:gpus=1024", "--config.model.num_layers=2")
+    plan = make_plan(run, parse("h200:8x128"), rates=datasheet(NODE.gpu, "bf16"))
+    assert plan.fits and plan.mesh["fsdp"] == 1024
+    rings = [c for c in plan.collectives if c.kind in ("all-gather", "reduce-scatter") and c.group == 1024]
+    assert rings and all(c.network_gib == pytest.approx(c.wire_gib / 8) for c in rings)
+    latency_ms = (128 * plan.rates.nvlink_latency_us + 127 * plan.rates.network_latency_us) / 1e3
+    assert all(c.ms > c.count * latency_ms for c in rings)
+
+
+def test_layers_under_one_checkpoint_do_not_abort_xla():
+    """A loop over the layers of a group, inside the one over groups, did with a tensor axis."""
+    sizes = ("model.num_layers=8", "remat.policy=full", "remat.tensors=", "remat.every=2", "mesh.fsdp=1", "mesh.tensor=8")
+    run = config("--config=configs/llama3_70b.py", *(f"--config.{s}" for s in sizes))
+    (found,) = plan_many({0: Request(run, NODE)}).values()
+    assert found.plan, found.reason
+
+
 # ---- The plan as a whole
 
 
@@ -199,7 +220,7 @@ def test_a_run_expects_what_the_plan_says(full_remat):
     run, step, plan = full_remat
     expected = expect(step.program, step.executable, NODE.gpu, 8, run.precision)
     assert expected.step_s == pytest.approx(plan.time.step_ms / 1e3)
-    assert expected.peak_gib == pytest.approx(plan.memory.peak_gib, abs=1e-6)
+    assert expected.peak_gib == pytest.approx(plan.memory.taken_gib, abs=1e-4)
     assert expected.rates == plan.rates.source
 
 

@@ -69,12 +69,19 @@ def test_shardings_are_printed_without_compiling(capsys):
         (["--topology=a100:8", "--config.attention.impl=cudnn"], "packed documents need a GPU from Hopper"),
         (["--topology=h200:8", "--config.optimizer.warmup_steps=99999"], "optimizer.warmup_steps"),
         (["--topology=h200:8", "--budget=soon"], "--budget = 'soon': must be a whole number"),
-        (["--topology=h200:8", "--search", "--html=x.html"], "--html: belongs to a plan, and --search makes none"),
+        (["--topology=h200:8", "--search", "--html=x.html"], "--html: --search has no use for it"),
+        (["--topology=h200:8", "--golden"], "--config --topology --config.KEY: --golden has no use for it"),
+        (["--topology=h200:8", "--shardings", "--budget=5"], "--budget: --shardings has no use for it"),
+        (["--topology=h200:8", "--search="], "--search = '': has no value"),
+        (["--topology=h200:8", "--shardings="], "--shardings = '': has no value"),
+        (["--topology=h200:8", "--html=tests"], "is a folder"),
+        (["--topology=h200:8", "--cache=pyproject.toml"], "is not a folder"),
+        (["--topology=h200:8", "--cache=pyproject.toml/plans"], "pyproject.toml is not a folder"),
         (["--topology=h200:8", "--search", "--calibrate"], "each of these replaces the plan"),
         (["--topology=h200:8", "--golden=renew"], "no such action"),
         (["--topology=h200:8", "--json=nowhere/plan.json"], "there is no folder"),
         (["--topology=h200:8", "--toplogy=h200:8"], "Did you mean --topology?"),
-        (["--calibrate"], "JAX finds none"),
+        (["--calibrate"], "--config --config.KEY: --calibrate has no use for it"),
     ],
 )
 def test_mistakes_are_named(argv, said, capsys):
@@ -96,3 +103,39 @@ def test_a_compile_that_fails_is_told(monkeypatch, capsys):
     monkeypatch.setattr("jaxtrain.plan.compile.compile_step", broken)
     assert command.main([*SMALL, "--topology=h200:8"]) == 1
     assert "could not be compiled: RuntimeError: INTERNAL: out of registers" in capsys.readouterr().err
+
+
+def test_mistakes_without_a_config(capsys):
+    assert "JAX finds none" in refused(capsys, "--calibrate")
+    assert "--topology: --calibrate has no use for it" in refused(capsys, "--calibrate", "--topology=h200:8")
+    assert "there is no folder" in refused(capsys, "--what-fits=nowhere/what_fits.md")
+    assert "is a folder" in refused(capsys, "--published=docs")
+
+
+def test_a_folder_that_is_not_writable_is_known_before_compiling(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(command.os, "access", lambda path, mode: False)
+    assert "may not be written here" in refused(capsys, *SMALL, "--topology=h200:8", f"--json={tmp_path}/plan.json")
+
+
+def test_a_file_that_cannot_be_written_after_all_is_told(monkeypatch, tmp_path, capsys):
+    """The folder goes away while the step is compiled."""
+    folder = tmp_path / "gone"
+    folder.mkdir()
+
+    def compiles(run, topology):
+        folder.rmdir()
+        raise FileNotFoundError(2, "No such file or directory", str(folder / "plan.json"))
+
+    monkeypatch.setattr("jaxtrain.plan.compile.compile_step", compiles)
+    assert command.main([*SMALL, "--topology=h200:8", f"--json={folder}/plan.json"]) == 1
+    assert "No such file or directory" in capsys.readouterr().err
+
+
+def test_a_search_without_any_plan_fails(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("jaxtrain.plan.topology.devices", none_there)
+    assert command.main([*SMALL, "--topology=h200:8", "--search", f"--cache={tmp_path}"]) == 1
+    assert "XLA's GPU compiler is not there" in capsys.readouterr().err
+
+
+def none_there(topology, memory_bytes=None):
+    raise RuntimeError("XLA's GPU compiler is not there: install the plan extra")

@@ -113,6 +113,7 @@ def sample(**changes: Any) -> Plan:
         compute_ms=691.1,
         communication_ms=119.3,
         exposed_ms=17.7,
+        host_exposed_ms=0.0,
         step_ms=708.8,
         tokens_per_s=92_460.0,
         tokens_per_s_per_device=11_557.0,
@@ -234,16 +235,16 @@ def test_every_number_in_the_text_is_of_the_plan():
 
 
 def test_the_verdict_comes_first_and_says_by_how_much():
-    assert "fits: 40.8 of 134.4 GiB usable, 93.6 GiB to spare" in written(sample()).splitlines()[:3]
+    assert "fits: takes 40.8 of 134.4 GiB usable, 93.6 GiB to spare" in written(sample()).splitlines()[:3]
     memory = dataclasses.replace(sample().memory, peak_gib=159.44)
     shown = written(sample(fits=False, memory=memory, hints=("dtypes.m=bf16 makes it fit: 121.4 GiB, compiled",)))
     lines = shown.splitlines()
-    assert "does not fit: 159.4 of 134.4 GiB usable, 25.0 GiB too much" in lines[:3]
+    assert "does not fit: takes 159.4 of 134.4 GiB usable, 25.0 GiB too much" in lines[:3]
     assert lines[3].startswith("if it did fit: step 709 ms")
     # Gaps alone can be too much.
     memory = dataclasses.replace(sample().memory, peak_gib=134.0, temp_gib=124.0)
     lines = written(sample(fits=False, memory=memory)).splitlines()
-    assert "does not fit: 134.0 of 134.4 GiB usable; a run takes 135.2 GiB, 1.2 of it gaps between arrays" in lines[:3]
+    assert "does not fit: takes 135.2 of 134.4 GiB usable, 0.8 GiB too much" in lines[:3]
     # The way out stands before everything else, and once.
     assert shown.index("dtypes.m=bf16 makes it fit") < shown.index("memory at the peak")
     assert shown.count("dtypes.m=bf16") == 1

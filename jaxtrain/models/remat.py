@@ -60,7 +60,9 @@ class Plan:
         """
 
         def run(x: jax.Array, group: Any) -> jax.Array:
-            return jax.lax.scan(lambda x, layer: (body(x, layer), None), x, group)[0]
+            # Unrolled: gathers of the group's next layer start during this one. A loop inside the loop that XLA itself unrolls
+            # makes it (jaxlib 0.11.2) abort in some layouts: "Call graph must have been flattened".
+            return jax.lax.scan(lambda x, layer: (body(x, layer), None), x, group, unroll=True)[0]
 
         if self.every == 1 or self.policy == "none":
             step = self.checkpoint(body)

@@ -34,8 +34,8 @@ Will it fit, how fast will it be, and what moves? Compiles the train step for a 
   --why                    take back each choice that saves memory, and say what the step would need without it
   --no-fit                 where the step does not fit, do not look for what would make it fit
   --shardings[=FILTER]     instead: how every array is split, without compiling; as --shardings=mlp or kind=parameter
-  --search                 instead: find the layout with the least step time among those that fit
-  --budget=SECONDS         of --search, --what-fits and of the search for what would fit; 0: no limit
+  --search                 instead: find the fastest layout that fits; of those as fast, within 1%, the smallest
+  --budget=SECONDS         of --search, --what-fits, --why and of the search for what would fit; 0: no limit
   --jobs=N                 compiles at a time; default: as many as cores
   --cache=DIR              plans of earlier searches; default {cache}; '' keeps none
   --golden[=write]         instead: compare the shipped configs with the plans kept in tests/golden, or renew those
@@ -49,8 +49,8 @@ Will it fit, how fast will it be, and what moves? Compiles the train step for a 
   python -m jaxtrain.plan --config=configs/llama3_8b.py --topology=h200:8 --search --budget=600
 
 Nothing is run, and no GPU, driver or CUDA library is needed, but for --calibrate.
-Exit codes: 0 planned, whether it fits or not; 2 the command or config is wrong; 1 the step could not be compiled or read, or a
-golden plan differs; 130 Ctrl-C.
+Exit codes: 0 planned, whether it fits or not; 2 the command or config is wrong; 1 no step could be compiled or read, a file not
+written, or a golden plan differs; 130 Ctrl-C.
 """
 
 CACHE = "~/.cache/jaxtrain/plans"
@@ -62,6 +62,14 @@ SWITCHES = dict.fromkeys(("why", "no-fit", "search", "calibrate"), "yes") | {
     "what-fits": "show",
 }
 INSTEAD = ("shardings", "search", "golden", "published", "what-fits", "calibrate")
+# Option -> what it belongs to; "" is the plan of a config.
+BELONGS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("config", "topology"), ("", "shardings", "search")),
+    **dict.fromkeys(("html", "hlo", "why", "no-fit"), ("",)),
+    "json": ("", "search"),
+    "budget": ("", "search", "what-fits"),
+    **dict.fromkeys(("jobs", "cache"), ("", "search", "golden", "published", "what-fits")),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(HELP.format(chips=", ".join(_chips()), cache=CACHE), end="")
         return 0
     loaded = launch.load(argv, OPTIONS, SWITCHES)
-    problems = [*loaded.problems, *_options(loaded.options)]
+    problems = [*loaded.problems, *_options(loaded)]
     here = not loaded.options["topology"]
     asked = next((name for name in INSTEAD if loaded.options[name]), "")
     needs_config = asked in ("", "shardings", "search")
@@ -104,31 +112,51 @@ def _chips() -> list[str]:
     return sorted(p.stem for p in specs.glob("*.txtpb"))
 
 
-def _options(options: dict[str, str]) -> list[Problem]:
-    problems = []
+def _options(loaded: Loaded) -> list[Problem]:
+    """What is wrong with the options, before anything is imported or compiled."""
+    options, problems = loaded.options, []
+    given = {arg[2:].partition("=")[0] for arg in loaded.launch.argv if arg.startswith("--")}
     for name in ("budget", "jobs"):
         text = options[name]
         if not text.isdecimal():
             problems.append(Problem(f"--{name}", text, "must be a whole number, 0 or more", f"For example --{name}=600."))
-    asked = [f"--{name}" for name in INSTEAD if options[name]]
+    for name in (*OPTIONS, *SWITCHES):
+        if name in given and not options[name] and name != "cache":
+            problems.append(Problem(f"--{name}", "", "has no value", f"Write --{name} alone." if name in SWITCHES else ""))
+    asked = [name for name in INSTEAD if options[name]]
     if len(asked) > 1:
-        problems.append(Problem(" ".join(asked), None, "each of these replaces the plan", "Give one of them."))
-    if asked:
-        others = [f"--{name}" for name in ("html", "hlo", "why") if options[name]]
-        if options["json"] and asked != ["--search"]:
-            others.append("--json")
-        if others:
-            problems.append(Problem(" ".join(others), None, f"belongs to a plan, and {asked[0]} makes none", "Leave it out."))
+        written = " ".join(f"--{name}" for name in asked)
+        problems.append(Problem(written, None, "each of these replaces the plan", "Give one of them."))
+    action = asked[0] if asked else ""
+    others = [name for name, actions in BELONGS.items() if name in given and action not in actions]
+    others += ["config.KEY"] if loaded.launch.overrides and action not in BELONGS["config"] else []
+    if others and len(asked) < 2:
+        written = " ".join(f"--{name}" for name in others)
+        problems.append(Problem(written, None, f"--{action} has no use for it", "Leave it out."))
     if options["golden"] not in ("", "compare", "write"):
         problems.append(Problem("--golden", options["golden"], "no such action", "Write --golden or --golden=write."))
     for name in ("why", "no-fit", "search", "calibrate"):
         if options[name] not in ("", "yes"):
             problems.append(Problem(f"--{name}", options[name], "takes no value", f"Write --{name}."))
-    for name in ("json", "html", "hlo"):
-        folder = Path(options[name]).expanduser().absolute().parent
-        if options[name] and not folder.is_dir():
-            problems.append(Problem(f"--{name}", options[name], f"there is no folder {folder}", "Make it, or name another."))
+    for name in ("json", "html", "hlo", "published", "what-fits"):
+        if options[name] not in ("", "show") and (why := _unwritable(Path(options[name]))):
+            problems.append(Problem(f"--{name}", options[name], why, "Name another file."))
+    cache = Path(options["cache"]).expanduser().absolute()
+    above = next(p for p in (cache, *cache.parents) if p.exists())
+    if options["cache"] and not (above.is_dir() and os.access(above, os.W_OK)):
+        rule = f"{above} is {'not writable' if above.is_dir() else 'not a folder'}"
+        problems.append(Problem("--cache", options["cache"], rule, "Name another, or '' to keep no plans."))
     return problems
+
+
+def _unwritable(path: Path) -> str:
+    """Why a file cannot be written there; "" where it can. To be known before minutes of compiling, not after."""
+    path = path.expanduser().absolute()
+    if path.is_dir():
+        return "is a folder"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "may not be written here"
 
 
 def run(loaded: Loaded, asked: str, console: rich.console.Console) -> int:
@@ -159,6 +187,7 @@ def run(loaded: Loaded, asked: str, console: rich.console.Console) -> int:
         if asked in ("published", "what-fits"):
             from jaxtrain.plan import published, what_fits
 
+            machines.devices(machines.parse("h200:1"))  # the compiler is there, or this says so once
             out = None if options[asked] == "show" else Path(options[asked])
             if asked == "published":
                 return published.run(console, out, cache=cache, jobs=jobs)
@@ -176,6 +205,7 @@ def run(loaded: Loaded, asked: str, console: rich.console.Console) -> int:
             print_table(loaded.run, topology, "" if options["shardings"] == "all" else options["shardings"], console)
             return 0
         if asked == "search":
+            machines.devices(machines.parse(topology.name))  # other processes compile for it, by its name
             return _search(loaded, topology, check, cache, jobs, budget, console)
         return _plan(loaded, topology, check, cache, jobs, budget, console)
     except ConfigError as error:
@@ -184,6 +214,8 @@ def run(loaded: Loaded, asked: str, console: rich.console.Console) -> int:
         if isinstance(error, HloError | AssignmentError):
             return _failed(f"the compiled program cannot be read: {error}")
         return launch.report([Problem("cannot plan", None, str(error).rstrip("."), "")])
+    except OSError as error:
+        return _failed(str(error))
     except (jax.errors.JaxRuntimeError, RuntimeError, MemoryError) as error:
         return _failed(f"the train step could not be compiled: {type(error).__name__}: {error}")
 
@@ -211,6 +243,7 @@ def _plan(
     from jaxtrain.plan.make import read_plan
     from jaxtrain.plan.published import ratio_range
     from jaxtrain.plan.result import to_json
+    from jaxtrain.plan.topology import CHIPS
 
     run, options = loaded.run, loaded.options
     busy = console.status(f"compiling the train step for {topology.name} ...")
@@ -220,18 +253,29 @@ def _plan(
     if options["hlo"]:
         Path(options["hlo"]).expanduser().write_text(compiled.text)
     del compiled
+    report.text(plan, console, published=ratio_range(), steps=run.train.steps)
+
     settings = {"check": check, "cache": cache, "jobs": jobs, "budget_s": budget}
-    if not plan.fits and not options["no-fit"]:
+    looked_for = "" if plan.fits or options["no-fit"] else "what would make it fit"
+    looked_for = looked_for or ("what its choices are good for" if options["why"] and plan.fits else "")
+    if looked_for and topology.chip not in CHIPS:
+        console.print(
+            f"\n{looked_for} is not looked for: {topology.chip} has no description in jaxtrain/plan/specs", markup=False
+        )
+    elif looked_for and not plan.fits:
         with fit_report.live(console) as progress:
             advice = fit.advise(run, plan, topology, **settings, on_progress=progress)
         plan = fit_report.with_hints(plan, advice)
         fit_report.show_advice(advice, console)
-    report.text(plan, console, published=ratio_range(), steps=run.train.steps)
-    if options["why"]:
+    elif looked_for:
         with fit_report.live(console) as progress:
             reasons = fit.why(run, plan, topology, **settings, on_progress=progress)
         plan = fit_report.with_hints(plan, reasons)
         fit_report.show_reasons(reasons, console)
+    if options["why"] and not plan.fits:
+        console.print(
+            "\n--why asks what each choice that saves memory is needed for: of a plan that fits, and this one does not"
+        )
     if options["json"]:
         Path(options["json"]).expanduser().write_text(json.dumps(to_json(plan), indent=1) + "\n")
     if options["html"]:
@@ -251,7 +295,7 @@ def _search(
     if loaded.options["json"]:
         tree = search_report.to_json(found)
         Path(loaded.options["json"]).expanduser().write_text(json.dumps(tree, indent=1) + "\n")
-    return 0
+    return 0 if any(c.plan for c in found.tried) else 1
 
 
 if __name__ == "__main__":

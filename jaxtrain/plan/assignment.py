@@ -5,7 +5,7 @@ heap, as large as a simulation of the schedule found necessary: a trace of buffe
 that trace, with everything outside the heap, are XLA's peak (`memory_analysis().peak_memory_in_bytes`), byte for byte.
 
 The heap itself is a little larger than what is alive at any time, because free space is in pieces that the next buffer does not
-fit into. At run time it is allocated whole: a device gives the step arguments + heap, which is the peak + `fragmentation`.
+fit into. At run time it is allocated whole: a device gives the step arguments + heap, which is the peak and the heap's gaps.
 
 On GPUs the assignment is not handed out with the compiled program; it stands in the dump of the module after optimization
 (compiler options xla_dump_to and xla_dump_hlo_as_proto, file `*after_optimizations.hlo.pb`).
@@ -227,20 +227,6 @@ def outside(assignment: Assignment) -> list[tuple[Allocation, str]]:
             continue
         found.append((a, "constants" if a.is_constant else "outputs" if a.is_live_out else "temporaries"))
     return found
-
-
-def peak_bytes(assignment: Assignment) -> int:
-    """The most bytes alive at once on the device, as XLA counts them."""
-    lasting = sum(a.size for a, _ in outside(assignment))
-    return lasting + max((held for held, _ in replay(assignment, device_heap(assignment))), default=0)
-
-
-def fragmentation(assignment: Assignment) -> int:
-    """Bytes of the device's heap that no buffer lives in even at the peak. The step needs them beside the peak."""
-    heap = device_heap(assignment)
-    used = {e.value for e in heap}
-    size = sum(a.size for a in assignment.allocations if not used.isdisjoint(a.values))
-    return size - max((held for held, _ in replay(assignment, heap)), default=0)
 
 
 def host_bytes(assignment: Assignment) -> int:

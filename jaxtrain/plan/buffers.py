@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -324,13 +324,12 @@ def memory(
     hbm_gib: float,
     reserve_gib: float,
     usable_gib: float,
-    classes: Callable[[str], str] = argument_class,
 ) -> Memory:
     """What a step holds on one device.
 
-    assignment, module: of the program's compiled step. `classes`: op_name of an argument -> its class. The peak is XLA's own
-    (`peak_bytes`), and `by_class` adds up to it; offloaded activations are in host memory and counted apart. Arguments and
-    temporaries are allocations: together they exceed the peak by the heap's `fragmentation`, and are what a device has to give.
+    assignment, module: of the program's compiled step. The peak is XLA's own, and `by_class` adds up to it; offloaded
+    activations are in host memory and counted apart. Arguments and temporaries are allocations: together they exceed the peak
+    by the gaps of the heap, and are what a device has to give.
     """
     heap = assigned.device_heap(assignment)
     known = facts(program, module)
@@ -347,7 +346,7 @@ def memory(
     outside = assigned.outside(assignment)
     for a, kind in outside:
         if a.parameter is not None:
-            kind = classes(parameters[a.parameter].op_name)
+            kind = argument_class(parameters[a.parameter].op_name)
         hold(a.size, kind, assignment.values[a.values[0]])
     base = sum(a.size for a, _ in outside)
 

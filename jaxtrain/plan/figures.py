@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 
 from jaxtrain.plan.result import Collective, Kernel, Plan
+from jaxtrain.plan.topology import CHIPS
 
 GB_PER_GIB = 2**30 / 1e9
 SECONDS_PER_DAY = 86_400
@@ -91,18 +92,16 @@ def place(source: str) -> str:
 def verdict(plan: Plan) -> str:
     """Does it fit, and by how much."""
     m = plan.memory
-    unit, (peak, usable, margin) = gib([m.peak_gib, m.usable_gib, abs(m.usable_gib - m.peak_gib)])
+    unit, (taken, usable, margin) = gib([m.taken_gib, m.usable_gib, abs(m.usable_gib - m.taken_gib)])
     if plan.fits:
-        return f"fits: {peak} of {usable} {unit} usable, {margin} {unit} to spare"
-    if m.peak_gib <= m.usable_gib:
-        return f"does not fit: {peak} of {usable} {unit} usable; {in_pieces(plan)}"
-    return f"does not fit: {peak} of {usable} {unit} usable, {margin} {unit} too much"
+        return f"fits: takes {taken} of {usable} {unit} usable, {margin} {unit} to spare"
+    return f"does not fit: takes {taken} of {usable} {unit} usable, {margin} {unit} too much"
 
 
 def in_pieces(plan: Plan) -> str:
     """What a run has to give above the peak: the compiler's heap is taken whole, with the gaps between its arrays."""
     m = plan.memory
-    unit, (taken, gaps) = gib([m.arguments_gib + m.temp_gib, m.arguments_gib + m.temp_gib - m.peak_gib])
+    unit, (taken, gaps) = gib([m.taken_gib, m.taken_gib - m.peak_gib])
     return f"a run takes {taken} {unit}, {gaps} of it gaps between arrays"
 
 
@@ -152,7 +151,9 @@ def mesh(plan: Plan) -> str:
 def command(plan: Plan) -> str:
     """The command line that makes this plan again."""
     overrides = [o if o.startswith("--") else f"--config.{o}" for o in plan.overrides]
-    return shlex.join(["python", "-m", "jaxtrain.plan", f"--config={plan.config}", *overrides, f"--topology={plan.topology}"])
+    # A machine that has no description in specs/ is the one that the plan was made on.
+    machine = [f"--topology={plan.topology}"] if plan.topology.partition(":")[0] in CHIPS else []
+    return shlex.join(["python", "-m", "jaxtrain.plan", f"--config={plan.config}", *overrides, *machine])
 
 
 def moved(plan: Plan) -> list[Collective]:
@@ -184,8 +185,7 @@ def step_parts(plan: Plan) -> list[tuple[str, float]]:
         ("memory-bound", t.memory_ms),
         ("exposed communication", t.exposed_ms),
     ]
-    rest = t.step_ms - sum(ms for _, ms in parts)
-    return [*parts, ("other waiting", rest)] if rest > 0.001 * t.step_ms else parts
+    return [*parts, ("waiting for the host", t.host_exposed_ms)] if t.host_exposed_ms else parts
 
 
 TRAINING = ("", "tokens", "steps", "days", "GPU-hours")

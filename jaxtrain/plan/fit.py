@@ -113,7 +113,7 @@ def _written(changed: Iterable[str]) -> str:
 def figures(plan: Plan) -> str:
     """Its peak and its step time."""
     ms = plan.time.step_ms
-    return f"{size(plan.memory.peak_gib)}, {f'{rough(ms / 1e3)} s' if ms >= 1e3 else f'{rough(ms)} ms'} a step"
+    return f"{size(plan.memory.taken_gib)}, {f'{rough(ms / 1e3)} s' if ms >= 1e3 else f'{rough(ms)} ms'} a step"
 
 
 # ---- a plan that does not fit
@@ -229,7 +229,7 @@ def _loses(run: RunConfig, key: str) -> str:
 def _none_fits(run: RunConfig, plan: Plan, progress: Progress, known: dict[str, Candidate], ended: str) -> Iterator[Advice]:
     made = [(label, o.plan) for label, o in progress.finished if o.plan]
     if made:
-        label, smallest = min(made, key=lambda item: item[1].memory.peak_gib)
+        label, smallest = min(made, key=lambda item: item[1].memory.taken_gib)
         text = f"nothing was found that fits{ended}: the smallest, {label}, takes {figures(smallest)} (compiled), "
         text += f"{size(plan.memory.usable_gib)} are usable"
         yield Advice(text, changes(run, known[label].overrides), False, smallest)
@@ -338,7 +338,7 @@ def _reason(run: RunConfig, saving: Saving, outcome: Outcome, plan: Plan) -> Rea
     if made is None:
         text = f"{saving.choice}: {saving.without} there is no plan ({outcome.kind}): {outcome.reason}"
         return Reason(text, saving.choice, instead, None)
-    text = f"{saving.choice}: {saving.without} {size(made.memory.peak_gib)}, "
+    text = f"{saving.choice}: {saving.without} {size(made.memory.taken_gib)}, "
     if not made.fits:
         return Reason(f"{text}does not fit", saving.choice, instead, True, made)
     more = made.time.step_ms / plan.time.step_ms - 1

@@ -68,7 +68,7 @@ class Expected:
 
     def learn(self, c: Candidate, plan: Plan) -> None:
         if c.rest_gib > 0 and c.least_s > 0:
-            in_memory = (plan.memory.peak_gib - c.state_gib) / c.rest_gib
+            in_memory = (plan.memory.taken_gib - c.state_gib) / c.rest_gib
             self._seen.append((c, in_memory, plan.time.step_ms / 1e3 / c.least_s))
 
     def of(self, c: Candidate) -> tuple[float, float, float]:

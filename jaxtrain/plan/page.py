@@ -46,7 +46,7 @@ PART_COLOURS = {
     "attention": "var(--c4)",
     "memory-bound": "var(--c2)",
     "exposed communication": "var(--c5)",
-    "other waiting": "var(--c8)",
+    "waiting for the host": "var(--c8)",
 }
 LISTED = 40  # kernels and arrays with a row of their own; what is left is summed in one more
 # Nothing may be fetched, whatever a name in the plan says.
@@ -141,7 +141,7 @@ def _schedule(plan: Plan) -> str:
     held = {p: [gib for gib, phase in m.timeline if phase == p] for p in phases}
     low, high = [min(held[p]) for p in phases], [max(held[p]) for p in phases]
     note = "In the order in which the compiler scheduled the step, bodies of loops once: not to scale in time."
-    if m.arguments_gib + m.temp_gib > 1.001 * m.peak_gib:
+    if m.taken_gib > 1.001 * m.peak_gib:
         note += f" Above the peak, {in_pieces(plan)}."
     unit, lows = gib(low)
     table = _table(

@@ -69,6 +69,11 @@ class Memory:
     timeline: tuple[tuple[float, str], ...]  # (GiB held, phase) over the schedule, thinned to a few hundred points
     largest: tuple[Buffer, ...]  # at the peak, largest first
 
+    @property
+    def taken_gib(self) -> float:
+        """What a run has to give: the peak, and the gaps between the arrays of the compiler's heap, which is taken whole."""
+        return self.arguments_gib + self.temp_gib
+
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
@@ -90,6 +95,7 @@ class Time:
     compute_ms: float  # the three together
     communication_ms: float  # time on the links, hidden or not
     exposed_ms: float  # communication that compute waits for
+    host_exposed_ms: float  # copies to and from host memory that compute waits for
     step_ms: float
     tokens_per_s: float
     tokens_per_s_per_device: float

@@ -317,8 +317,7 @@ def _judge(progress: Progress) -> tuple[Candidate, ...]:
         if c.outcome and not c.plan:
             c.verdict, c.reason = "failed", f"{c.outcome.kind}: {c.outcome.reason}"
         elif c.plan and not c.plan.fits:
-            memory = c.plan.memory
-            c.verdict, c.reason = "too big", f"{memory.peak_gib - memory.usable_gib:.1f} GiB too big"
+            c.verdict, c.reason = "too big", f"{c.plan.memory.taken_gib - c.plan.memory.usable_gib:.1f} GiB too big"
     best, smallest = None, math.inf
     for c, plan in fitting:
         more = plan.time.step_ms / fitting[0][1].time.step_ms - 1

@@ -10,6 +10,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
+from jaxtrain.config import RunConfig
 from jaxtrain.plan.figures import column, percent, rough, size
 from jaxtrain.plan.search import Candidate, Progress, SearchResult
 from jaxtrain.plan.space import changes, sequences_per_gpu
@@ -68,9 +69,9 @@ def mesh(candidate: Candidate) -> str:
     return " ".join(f"{axis}={size}" for axis, size in sizes.items()) or "one GPU"
 
 
-def remat(candidate: Candidate) -> str:
-    """The policy; of a custom one, what it keeps, or what it does not where that is shorter."""
-    r = candidate.run.remat
+def remat(run: RunConfig) -> str:
+    """The policy; of a custom one, what it keeps."""
+    r = run.remat
     over = f", {r.every} layers each" if r.every > 1 else ""
     if r.policy != "custom":
         return r.policy + over
@@ -79,7 +80,7 @@ def remat(candidate: Candidate) -> str:
 
 
 def describe(candidate: Candidate) -> str:
-    return f"{mesh(candidate)}, {candidate.run.train.grad_accum} x {_rows(candidate)} sequences, remat {remat(candidate)}"
+    return f"{mesh(candidate)}, {candidate.run.train.grad_accum} x {_rows(candidate)} sequences, remat {remat(candidate.run)}"
 
 
 def _rows(candidate: Candidate) -> int:
@@ -106,7 +107,8 @@ def show(result: SearchResult, console: Console) -> None:
     for warning in result.warnings:
         _say(console, f"warning: {warning}", "yellow")
     if result.best is None:
-        none = f"no layout that was planned fits into {size(result.usable_gib)}" if result.tried else "no layout was planned"
+        planned = any(c.plan for c in result.tried)
+        none = f"no layout that was planned fits into {size(result.usable_gib)}" if planned else "no layout could be planned"
         _say(console, none, "bold red")
         return
     if not paste(result):
@@ -138,7 +140,7 @@ def _table(result: SearchResult) -> Table:
         t = c.plan.time if c.plan else None
         numbers = (next(steps), rough(t.tokens_per_s_per_device), percent(t.mfu_causal), next(peaks)) if t else ("",) * 4
         rows = f"{sequences_per_gpu(c.run, result.topology):g}"
-        cells = (mesh(c), remat(c), rows, str(c.run.train.grad_accum), *numbers, note)
+        cells = (mesh(c), remat(c.run), rows, str(c.run.train.grad_accum), *numbers, note)
         table.add_row(*(Text(cell) for cell in cells), style=STYLES.get(c.verdict, ""))
     return table
 

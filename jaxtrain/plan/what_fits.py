@@ -32,6 +32,7 @@ from jaxtrain.plan.figures import mesh, percent, rough
 from jaxtrain.plan.parallel import Outcome, Request, plan_many
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Plan, Rates
+from jaxtrain.plan.search_report import remat
 from jaxtrain.plan.space import changes, meshes, remat_policies, training_check, with_overrides
 from jaxtrain.plan.topology import Topology
 from jaxtrain.plan.well_known import SHAPES, Shape
@@ -97,10 +98,10 @@ class Track:
         elif plan.fits:
             self.plan, self.run = plan, layout.run
         else:
-            if self.smallest is None or plan.memory.peak_gib < self.smallest.memory.peak_gib:
+            if self.smallest is None or plan.memory.taken_gib < self.smallest.memory.taken_gib:
                 self.smallest = plan
             if layout.memory_gib > self.state_gib:
-                self.above = max(self.above, (plan.memory.peak_gib - self.state_gib) / (layout.memory_gib - self.state_gib))
+                self.above = max(self.above, (plan.memory.taken_gib - self.state_gib) / (layout.memory_gib - self.state_gib))
 
 
 class Cell:
@@ -151,7 +152,7 @@ class Cell:
         state = state_gib(self.shape, self.topology, MOMENTS[-1])
         if state > self.usable_gib:
             return f"does not fit: state alone {amount(state)} a GPU, {usable}"
-        sizes = [t.smallest.memory.peak_gib for t in self.tracks if t.smallest]
+        sizes = [t.smallest.memory.taken_gib for t in self.tracks if t.smallest]
         if sizes:
             return f"does not fit: compiled, {amount(min(sizes))} a GPU, {usable}"
         return f"does not fit: at least {amount(self.least_gib)} a GPU by formula, {usable}"
@@ -231,13 +232,6 @@ HEADINGS = ("GPUs", "layout", "moments", "weights", "moments GiB", "gradients", 
             "tokens/s/GPU", "MFU", "scaling")  # fmt: skip
 
 
-def remat(run: RunConfig) -> str:
-    """The policy, or what a custom one keeps."""
-    r = run.remat
-    over = f", {r.every} layers each" if r.every > 1 else ""
-    return (f"remat {r.policy}" if r.policy != "custom" else f"keep {r.tensors.replace('=keep', '').replace(',', ' ')}") + over
-
-
 def row(cell: Cell, first: Cell | None) -> list[str]:
     """A cell under HEADINGS; `first`: the smallest machine on which this model fits."""
     count, total = parameters(cell.shape), cell.topology.total
@@ -257,9 +251,11 @@ def row(cell: Cell, first: Cell | None) -> list[str]:
     scaling = "-"
     if first and first.best and first.best.plan:
         scaling = percent(speed / first.best.plan.time.tokens_per_s_per_device)
+    policy = remat(best.run)
+    policy = policy if policy.startswith("keep") else f"remat {policy}"
     return [
         cell.topology.name,
-        f"{mesh(plan)}; {remat(best.run)}",
+        f"{mesh(plan)}; {policy}",
         best.moments,
         *(f"{size:.1f}" for size in sizes),
         *rules,
@@ -293,12 +289,6 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> li
     return ["| " + " | ".join(cells) + " |" for cells in (headings, rule, *rows)]
 
 
-def check_page(option: str, out: Path | None) -> None:
-    """Raises ValueError where a page could not be written: to be known before an hour of compiling, not after."""
-    if out is not None and not (folder := out.expanduser().absolute().parent).is_dir():
-        raise ValueError(f"--{option}={out}: there is no folder {folder}. Make it, or name another")
-
-
 def markdown(cells: Sequence[Cell], command: str) -> str:
     """docs/what_fits.md."""
     plans = [cell.best.plan for cell in cells if cell.best and cell.best.plan]
@@ -326,8 +316,9 @@ def markdown(cells: Sequence[Cell], command: str) -> str:
         "  and one machine.",
         f"- Rates: {source}. Memory columns are GiB on each GPU at the peak; what they leave of the peak is",
         "  gathered weights, the loss and temporaries. MFU is causal.",
-        "- Scaling is tokens/s/GPU over that of the smallest machine in the table on which the model fits. Memory is tightest",
-        "  there, so it recomputes most: where more GPUs make room to keep activations, scaling is above 100%.",
+        "- Scaling is tokens/s/GPU over that of the smallest machine in the table on which the model fits. It can be above",
+        "  100%: more GPUs share the optimizer's pass over the state, which is long beside so short a step, and make room to",
+        "  keep activations that are computed again where memory is tight.",
     ]
     for title, rows in tables(cells):
         name, _, about = title.partition(": ")
@@ -367,10 +358,8 @@ def run(
 ) -> int:
     """Plans the table, prints it, and writes it to `out` if that is given. Returns the exit code.
 
-    `models` (of SHAPES) and `topologies` say what is in it; `how` goes on to `plan_many`. Raises ValueError where `out` lies in
-    no folder.
+    `models` (of SHAPES) and `topologies` say what is in it; `how` goes on to `plan_many`.
     """
-    check_page("what-fits", out)
     cells = [Cell(SHAPES[model], machine) for model in models for machine in topologies]
     columns = (TextColumn("plans"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[last]}"), console=console, transient=True) as bar:
@@ -392,4 +381,4 @@ def run(
         budget = f" --budget={budget_s:.0f}" if budget_s else ""
         out.expanduser().write_text(markdown(cells, f"python -m jaxtrain.plan --what-fits={out}{budget}"), encoding="utf-8")
         console.print(f"wrote {out}")
-    return 0
+    return 0 if any(cell.best for cell in cells) or not any(track.reason for cell in cells for track in cell.tracks) else 1
