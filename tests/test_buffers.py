@@ -9,12 +9,13 @@ import jax
 import pytest
 
 from jaxtrain import activations, launch
+from jaxtrain.memory import taken_gib
 from jaxtrain.plan import assignment, buffers, hlo
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.topology import devices, parse
 from jaxtrain.step import build
 
-LAYERS = 4
+LAYERS = 8  # with few, XLA takes the loops apart, and some stacks with them
 BASE = ("--config=configs/llama3_8b.py", "--config.train.global_batch=8", "--config.train.grad_accum=1")
 TOKENS = 8192  # on each GPU
 STACK = LAYERS * TOKENS * 2 / buffers.GIB  # GiB of one number per token and layer in bfloat16
@@ -61,21 +62,19 @@ def shards_gib(tree) -> float:
 
 
 def test_the_peak_is_xlas_and_the_classes_add_up_to_it(step):
-    compiled, read, memory = step
+    compiled, _, memory = step
     analysis = compiled.executable.memory_analysis()
-    assert assignment.peak_bytes(read) == analysis.peak_memory_in_bytes
     assert memory.peak_gib == analysis.peak_memory_in_bytes / buffers.GIB
     assert math.isclose(sum(memory.by_class.values()), memory.peak_gib, rel_tol=1e-12)
 
 
-def test_allocations_are_xlas_and_exceed_the_peak_by_the_fragmentation(step):
+def test_allocations_are_xlas_and_exceed_the_peak_by_the_gaps_of_the_heap(step):
     """XLA counts a few scalar results and constants beside the temporaries; here they belong to them."""
-    compiled, read, memory = step
+    compiled, _, memory = step
     analysis = compiled.executable.memory_analysis()
     assert memory.arguments_gib * buffers.GIB == analysis.argument_size_in_bytes
     assert memory.temp_gib * buffers.GIB == pytest.approx(analysis.temp_size_in_bytes, abs=1024)
-    total = (memory.arguments_gib + memory.temp_gib) * buffers.GIB
-    assert total - assignment.peak_bytes(read) == assignment.fragmentation(read) >= 0
+    assert taken_gib(compiled.executable) == pytest.approx(memory.taken_gib, abs=1e-6) and memory.taken_gib >= memory.peak_gib
 
 
 def test_state_and_batch_are_counted_to_the_byte_and_once(step):

@@ -236,7 +236,8 @@ def test_every_number_in_the_text_is_of_the_plan():
 
 def test_the_verdict_comes_first_and_says_by_how_much():
     assert "fits: takes 40.8 of 134.4 GiB usable, 93.6 GiB to spare" in written(sample()).splitlines()[:3]
-    memory = dataclasses.replace(sample().memory, peak_gib=159.44)
+    held = sample().memory
+    memory = dataclasses.replace(held, peak_gib=159.44, temp_gib=159.44 - held.arguments_gib)
     shown = written(sample(fits=False, memory=memory, hints=("dtypes.m=bf16 makes it fit: 121.4 GiB, compiled",)))
     lines = shown.splitlines()
     assert "does not fit: takes 159.4 of 134.4 GiB usable, 25.0 GiB too much" in lines[:3]

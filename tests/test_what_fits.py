@@ -21,7 +21,7 @@ SMALL = Shape("small", SIZES, 256, "made up")
 def plan(track: Track, layout: Layout, above: float) -> Outcome:
     """One that needs so many times more than its bound says, beside the state; and takes twice the time."""
     peak = track.state_gib + above * (layout.memory_gib - track.state_gib)
-    memory, time = SimpleNamespace(peak_gib=peak), SimpleNamespace(step_ms=2e3 * layout.step_s)
+    memory, time = SimpleNamespace(peak_gib=peak, taken_gib=peak), SimpleNamespace(step_ms=2e3 * layout.step_s)
     return Outcome(SimpleNamespace(fits=peak <= track.usable_gib, memory=memory, time=time), "planned")  # type: ignore[arg-type]
 
 
@@ -78,13 +78,13 @@ def test_a_plan_that_is_too_big_leads_to_a_smaller_layout_then_to_smaller_moment
     assert first == sorted(first, reverse=True) and 1 <= len(first) <= what_fits.TRIES
     assert asked[-1][0].moments == "bf16" and cell.best is not None and cell.best.moments == "bf16"
     for track, layout in asked[:-1]:
-        assert plan(track, layout, 2.6).plan.memory.peak_gib > cell.usable_gib  # type: ignore[union-attr]
+        assert plan(track, layout, 2.6).plan.memory.taken_gib > cell.usable_gib  # type: ignore[union-attr]
 
 
 def test_where_nothing_fits_the_smallest_compiled_plan_is_the_reason():
     cell = Cell(SHAPES["llama_30b"], "h200:4")
     asked = settle(cell, above=9.0)
-    sizes = [plan(track, layout, 9.0).plan.memory.peak_gib for track, layout in asked]  # type: ignore[union-attr]
+    sizes = [plan(track, layout, 9.0).plan.memory.taken_gib for track, layout in asked]  # type: ignore[union-attr]
     assert cell.best is None and {track.moments for track, _ in asked} == {"f32", "bf16"}
     assert cell.why_not.startswith(f"does not fit: compiled, {min(sizes):.0f} GiB a GPU")
 
