@@ -1,6 +1,6 @@
 """The notebooks run, and what is stored in them is what they print today.
 
-`python tests/test_notebooks.py [NAME ...]` runs them and stores the outputs; the tests run copies and compare. A cell tagged
+`python -m tests.test_notebooks [NAME ...]` runs them and stores the outputs; the tests run copies and compare. A cell tagged
 `compiled` shows figures of one jaxlib's compiler: they are compared under the version that the notebook names. A cell
 tagged `varies` shows what no two runs share, such as seconds, and is not compared.
 """
@@ -93,7 +93,7 @@ def test_there_are_notebooks():
 def test_it_runs_and_its_outputs_are_not_stale(path):
     """A cell that raises fails this test with its traceback."""
     found = stale(read(path), run(path))
-    assert not found, "\n\n".join(["python tests/test_notebooks.py stores them anew", *found])
+    assert not found, "\n\n".join(["python -m tests.test_notebooks stores them anew", *found])
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
