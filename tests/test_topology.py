@@ -159,3 +159,16 @@ def test_a_step_compiles_for_each_generation(machine, kernel):
     assert program.attention == kernel
     text = program.train_step.lower(program.state, program.batch).compile().as_text()
     assert ("__cudnn$fmha" in text) == (kernel == "cudnn")
+
+
+def test_the_assembler_comes_with_the_plan_extra():
+    """XLA crashes without ptxas and libdevice; a machine without CUDA has no others than these."""
+    wheels = [folder for folder in topology._toolkits() if "site-packages" in folder.parts]
+    found = [folder for folder in wheels if (folder / topology.LIBDEVICE).is_file()]
+    assert found and all((folder / "bin" / "ptxas").is_file() for folder in found)
+
+
+def test_without_an_assembler_it_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(topology, "_toolkits", lambda: [tmp_path])
+    with pytest.raises(RuntimeError, match="install the plan extra"):
+        topology.devices(topology.parse("h200:8"))

@@ -7,8 +7,10 @@ files in specs/, one a chip; what CUDA reports as a card's memory is read from t
 import dataclasses
 import difflib
 import re
+import sys
 from collections.abc import Mapping
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -147,6 +149,15 @@ def describe(topology: Topology, memory_bytes: int | None = None) -> str:
     return MEMORY.sub(rf"\g<1>{memory_bytes}", topology.description)
 
 
+LIBDEVICE = "nvvm/libdevice/libdevice.10.bc"
+
+
+def _toolkits() -> list[Path]:
+    """Where XLA looks for ptxas and libdevice: in wheels, then where CUDA is usually installed."""
+    wheels = [Path(p) / "nvidia" / name for p in sys.path for name in ("cuda_nvcc", "cu13")]
+    return [*wheels, Path("/usr/local/cuda"), Path("/opt/cuda")]
+
+
 def devices(topology: Topology, memory_bytes: int | None = None) -> list[Any]:
     """Devices to compile for, in the order of their ids, node by node; `process_index` is the node.
 
@@ -157,6 +168,11 @@ def devices(topology: Topology, memory_bytes: int | None = None) -> list[Any]:
     if not topology.description and memory_bytes is None:
         return jax.devices()
     text = describe(topology, memory_bytes)
+    if not any((folder / LIBDEVICE).is_file() for folder in _toolkits()):
+        raise RuntimeError(
+            "XLA's GPU compiler finds no CUDA assembler, and would crash: install the plan extra (./run.sh setup), which "
+            "brings ptxas and libdevice"
+        )
     try:
         with quiet():
             found = topologies.get_topology_desc(
