@@ -32,8 +32,13 @@ def card(memory_gib: float, fraction: float = 0.0) -> Card:
     return Card(memory_gib, memory_gib * hardware.memory_fraction(memory_gib, fraction))
 
 
-def card_of(device: Any, configured: float = 0.0) -> Card:
-    """That of a GPU that is present, from what its allocator was given: a driver's own figure is half a percent higher."""
+def card_of(device: Any, configured: float = 0.0) -> Card | None:
+    """That of a GPU that is present, from what its allocator was given: a driver's own figure is half a percent higher.
+
+    None for a device that is no GPU.
+    """
+    if device.platform != "gpu":
+        return None
     usable = device.memory_stats()["bytes_limit"] / 2**30
     return Card(usable / hardware.memory_fraction(hardware.probe().memory_gib, configured), usable)
 

@@ -268,9 +268,7 @@ class Session:
         program = self.program
         self.console.say("compiling the train step ...")
         began = time.perf_counter()
-        card = None
-        if jax.local_devices()[0].platform == "gpu":
-            card = compiler.card_of(jax.local_devices()[0], self.run.train.memory_fraction)
+        card = compiler.card_of(jax.local_devices()[0], self.run.train.memory_fraction)
         train = compiler.compile_train(program, card)
         evaluation = None
         if self.eval_data is not None:

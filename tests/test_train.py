@@ -350,6 +350,8 @@ def test_other_errors_of_the_runtime_stay_as_they_are() -> None:
 class SmallDevice:
     """A device with room for a thousand bytes."""
 
+    platform = "cpu"
+
     def memory_stats(self) -> dict[str, int]:
         return {"bytes_limit": 1000, "bytes_in_use": 0}
 
