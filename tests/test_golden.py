@@ -46,6 +46,20 @@ def test_shipped_configs_are_as_their_golden_plans(name):
     assert not differences, golden.said(name, differences)
 
 
+@pytest.mark.parametrize("name", ON_8)
+def test_shipped_configs_execute_what_the_formula_says(name):
+    """Model FLOPs and, by its remat policy, what is computed again: within 1%."""
+    plan = planned()[name].plan
+    assert plan and plan.flops.hardware_per_step == pytest.approx(plan.flops.expected_per_step, rel=0.01)
+
+
+def test_llama3_70b_fits_one_node():
+    """With float32 master weights and nothing on the host."""
+    plan = planned()["llama3_70b"].plan
+    assert golden.requests(["llama3_70b"])["llama3_70b"].run.dtypes.params == "f32"
+    assert plan and plan.fits and plan.memory.peak_gib < 132 and plan.memory.host_gib == 0
+
+
 def test_every_shipped_config_has_a_golden_plan():
     """But the one that trains on CPUs."""
     files = {config.partition(":")[0] for config, _ in SHIPPED.values()}
