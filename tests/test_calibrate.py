@@ -156,7 +156,7 @@ def test_packed_rows_count_where_cudnn_serves_them():
 
 
 def test_gemms_are_compiled_as_in_training():
-    program = types.SimpleNamespace(state=(), batch=())
+    program = types.SimpleNamespace(state=(), batch=(), attention="cudnn")
     training = compiler.options(program, compiler.card(139.8))
     assert {k: training[k] for k in calibrate.OPTIONS} == calibrate.OPTIONS
 
