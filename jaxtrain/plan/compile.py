@@ -17,6 +17,11 @@ from jaxtrain.plan.topology import Topology
 from jaxtrain.step import Program, build
 
 
+# On a GPU, XLA times ways to write a kernel for each fusion. Without one it compiles them all the same, and takes the first
+# that compiles: more than half of a plan's seconds, for kernels that nobody runs. Nothing that a plan reads depends on it.
+NO_TUNING: dict[str, str | bool] = {"xla_gpu_experimental_enable_fusion_autotuner": False}
+
+
 @dataclasses.dataclass(frozen=True)
 class Compiled:
     """A train step, compiled for a described machine."""
@@ -41,7 +46,7 @@ def compile_step(run: RunConfig, topology: Topology) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         # The buffer assignment comes in a dump only: the executable's own copy is empty on GPUs.
         dump: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
-        executable = compiler.compile_train(program, card, dump)
+        executable = compiler.compile_train(program, card, NO_TUNING | dump)
         found = sorted(Path(folder).glob("*after_optimizations.hlo.pb"))
         if len(found) != 1:
             raise RuntimeError(f"XLA dumped {len(found)} buffer assignments of one program; is xla_dump_to set in XLA_FLAGS?")

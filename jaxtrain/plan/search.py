@@ -36,7 +36,7 @@ from jaxtrain.plan.space import (
 )
 from jaxtrain.plan.topology import Topology
 
-MOST = 28  # plans of one search: of 8B, two at a time, within ten minutes where one takes up to 40 s
+MOST = 56  # plans of one search: of 8B, two at a time, within ten minutes where one takes up to 20 s
 # How far plans are taken to lie above their bounds before any is made, in time and in memory. Those of Llama 3 8B on 8 H200s
 # came out 5 to 16% above in time and 24 to 77% in memory, fsdp alone and one or two sequences a GPU.
 FIRST_GUESS = (1.08, 1.5)
