@@ -444,7 +444,7 @@ def test_what_is_printed(planned):
     planned()
     run = load("remat.policy=none", "remat.tensors=", "train.grad_accum=4")
     heard = []
-    with fit_report.live(Console(record=True, width=40)) as lines:
+    with fit_report.watch(Console(record=True, width=40)) as lines:
         found = advise(run, on_progress=lambda progress: (heard.append(len(progress.finished)), lines(progress)))
     assert heard == sorted(heard) and heard[0] == 0 and heard[-1] == 2
     text = printed(lambda console: fit_report.show_advice(found, console))
@@ -462,11 +462,11 @@ def test_progress_on_a_terminal_and_off_it(planned):
     planned()
     run = load("remat.policy=none", "remat.tensors=", "train.grad_accum=4")
     console = Console(record=True, width=120, force_terminal=False)
-    with fit_report.live(console) as lines:
+    with fit_report.watch(console) as lines:
         advise(run, on_progress=lines)
     assert [line.partition(":")[0] for line in console.export_text().splitlines()] == ["1", "2"]
     console = Console(record=True, width=120, force_terminal=True)
-    with fit_report.live(console) as bar:
+    with fit_report.watch(console) as bar:
         advise(run, on_progress=bar)
     assert f"2/{fit.MOST}" in console.export_text()
 

@@ -560,7 +560,7 @@ def test_a_real_search(tmp_path, monkeypatch):
     monkeypatch.setattr(space, "KNOBS", tuple(dataclasses.replace(k, settings=few(k.settings)) for k in space.KNOBS))
     run, machine, kept = tiny(), topology.parse("h200:2"), Cache(tmp_path)
     console = Console(record=True, width=160)
-    with search_report.live(console) as progress:
+    with search_report.watch(console) as progress:
         result = search.search(run, "tiny", machine, jobs=2, cache=kept, on_progress=progress)
     assert [c.outcome.kind for c in result.tried] == ["planned"] * 2, [c.outcome for c in result.tried]
     assert result.ended == "complete" and not result.warnings and result.best.plan.fits

@@ -263,12 +263,12 @@ def _plan(
             f"\n{looked_for} is not looked for: {topology.chip} has no description in jaxtrain/plan/specs", markup=False
         )
     elif looked_for and not plan.fits:
-        with fit_report.live(console) as progress:
+        with fit_report.watch(console) as progress:
             advice = fit.advise(run, plan, topology, **settings, on_progress=progress)
         plan = fit_report.with_hints(plan, advice)
         fit_report.show_advice(advice, console)
     elif looked_for:
-        with fit_report.live(console) as progress:
+        with fit_report.watch(console) as progress:
             reasons = fit.why(run, plan, topology, **settings, on_progress=progress)
         plan = fit_report.with_hints(plan, reasons)
         fit_report.show_reasons(reasons, console)
@@ -289,7 +289,7 @@ def _search(
     from jaxtrain.plan import search_report
     from jaxtrain.plan.search import search
 
-    with search_report.live(console) as progress:
+    with search_report.watch(console) as progress:
         found = search(loaded.run, _name(loaded), topology, budget, check=check, jobs=jobs, cache=cache, on_progress=progress)
     search_report.show(found, console)
     if loaded.options["json"]:

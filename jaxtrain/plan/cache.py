@@ -54,7 +54,7 @@ OTHER_CODE = frozenset(
         ),
         *("signals", "start", "train", "validate", "__main__"),
         *("plan.__main__", "plan.bound", "plan.cache", "plan.calibrate", "plan.expect", "plan.figures", "plan.fit"),
-        *("plan.fit_report", "plan.golden", "plan.golden_file", "plan.knobs", "plan.page"),
+        *("plan.fit_report", "plan.golden", "plan.golden_file", "plan.knobs", "plan.live", "plan.page"),
         *("plan.published_runs", "plan.well_known"),
         *("plan.page_charts", "plan.parallel", "plan.published", "plan.report", "plan.search", "plan.search_report"),
         *("plan.space", "plan.what_fits"),

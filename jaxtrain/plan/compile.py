@@ -16,7 +16,6 @@ from jaxtrain.plan import topology as machines
 from jaxtrain.plan.topology import Topology
 from jaxtrain.step import Program, build
 
-
 # On a GPU, XLA times ways to write a kernel for each fusion. Without one it compiles them all the same, and takes the first
 # that compiles: more than half of a plan's seconds, for kernels that nobody runs. Nothing that a plan reads depends on it.
 NO_TUNING: dict[str, str | bool] = {"xla_gpu_experimental_enable_fusion_autotuner": False}

@@ -5,12 +5,11 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.plan.fit import Advice, Progress, Reason, figures
+from jaxtrain.plan.live import live
 from jaxtrain.plan.parallel import Outcome
 from jaxtrain.plan.result import Plan
 
@@ -21,24 +20,19 @@ def with_hints(plan: Plan, found: Iterable[Advice | Reason]) -> Plan:
 
 
 @contextlib.contextmanager
-def live(console: Console) -> Iterator[Callable[[Progress], None]]:
-    """What to give `advise` or `why` as `on_progress`: a bar on a terminal, elsewhere a line for each plan."""
-    if not console.is_terminal:
-        shown: list[str] = []
+def watch(console: Console) -> Iterator[Callable[[Progress], None]]:
+    """What to give `advise` or `why` as `on_progress`."""
+    said = 0
+    with live(console) as show:
 
-        def line(progress: Progress) -> None:
-            for label, outcome in progress.finished[len(shown) :]:
-                shown.append(label)
-                console.print(Text(f"{len(shown)}: {label}: {_came_of(outcome)}"), soft_wrap=True)
+        def changed(progress: Progress) -> None:
+            nonlocal said
+            new = list(enumerate(progress.finished, 1))[said:]
+            said += len(new)
+            lines = [f"{n}: {label}: {_came_of(outcome)}" for n, (label, outcome) in new]
+            show(len(progress.finished), progress.most, ", ".join(progress.running), lines)
 
-        yield line
-        return
-    columns = (TextColumn("plans"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
-    with Bar(*columns, TextColumn("{task.fields[now]}"), console=console, transient=True) as bar:
-        task = bar.add_task("plans", total=None, now="")
-        yield lambda progress: bar.update(
-            task, total=progress.most, completed=len(progress.finished), now=", ".join(progress.running)
-        )
+        yield changed
 
 
 def _came_of(outcome: Outcome) -> str:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from jaxtrain import flops
@@ -29,6 +28,7 @@ from jaxtrain.config import to_dict
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.cache import Cache
 from jaxtrain.plan.figures import ASSUMPTIONS, percent
+from jaxtrain.plan.live import live
 from jaxtrain.plan.parallel import Outcome, Request, plan_many
 from jaxtrain.plan.published_runs import RUNS, Run
 from jaxtrain.plan.rates import datasheet
@@ -60,7 +60,7 @@ class Planned:
     gemm_tflop: float
     mfu_causal: float
     mfu_full: float
-    peak_gib: float
+    taken_gib: float
     usable_gib: float
 
 
@@ -123,7 +123,7 @@ def planned(request: Request, plan: Plan) -> Planned:
         "gemm_tflop": total("tflop", "gemm"),
         "mfu_causal": t.mfu_causal,
         "mfu_full": t.mfu_full,
-        "peak_gib": m.peak_gib,
+        "taken_gib": m.taken_gib,
         "usable_gib": m.usable_gib,
     }
     return Planned(digest(request), **{name: float(f"{value:.5g}") for name, value in figures.items()})
@@ -258,7 +258,7 @@ def markdown(tree: dict[str, Any] | None = None) -> str:
     for row in found:
         p = row.planned
         fits = (
-            "" if p.peak_gib <= p.usable_gib else " Ours would not fit there in this layout; the time is that of the program."
+            "" if p.taken_gib <= p.usable_gib else " Ours would not fit there in this layout; the time is that of the program."
         )
         out += [
             f"### {row.run.name}: {row.ratio:.2f}",
@@ -266,7 +266,7 @@ def markdown(tree: dict[str, Any] | None = None) -> str:
             f"{row.run.by}: <{row.run.source}>. {layout(row.run)}",
             "",
             f"Planned: GEMMs {ms(p.gemm_s)}, attention {ms(p.attention_forward_s + p.attention_backward_s)}, memory-bound "
-            f"{ms(p.memory_s)}, exposed communication {ms(p.exposed_s)}; peak {p.peak_gib:.1f} of {p.usable_gib:.1f} GiB."
+            f"{ms(p.memory_s)}, exposed communication {ms(p.exposed_s)}; memory {p.taken_gib:.1f} of {p.usable_gib:.1f} GiB."
             + fits,
             "",
             *(f"- {line}" for line in causes(row)),
@@ -312,14 +312,12 @@ def run(console: Console, out: Path | None = None, *, cache: Cache | None = None
             f"--published={out}: {STORED} cannot be written, and belongs to the page. Run it in a checkout of your own"
         )
     requests = {r.name: r.request for r in RUNS}
-    columns = (TextColumn("published runs"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=len(requests))
+    finished: list[str] = []
+    with live(console, "published runs") as show_progress:
 
         def done(name: str, outcome: Outcome) -> None:
-            bar.advance(task)
-            if not console.is_terminal:
-                console.print(f"{name}: {outcome.kind} {outcome.reason}".rstrip())
+            finished.append(name)
+            show_progress(len(finished), len(requests), name, [f"{name}: {outcome.kind} {outcome.reason}".rstrip()])
 
         outcomes = plan_many(requests, jobs=jobs, cache=cache, on_done=done)
     failed = {name: o for name, o in outcomes.items() if o.plan is None}

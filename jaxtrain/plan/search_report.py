@@ -5,13 +5,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.config import RunConfig
 from jaxtrain.plan.figures import column, percent, rough, size
+from jaxtrain.plan.live import live
 from jaxtrain.plan.search import Candidate, Progress, SearchResult
 from jaxtrain.plan.space import changes, sequences_per_gpu
 
@@ -26,27 +25,20 @@ REFUSALS = 3  # shown, of those that differ
 
 
 @contextlib.contextmanager
-def live(console: Console) -> Iterator[Callable[[Progress], None]]:
-    """What to give `search` as `on_progress`: a bar on a terminal, elsewhere a line for each plan."""
-    if not console.is_terminal:
-        seen: list[int] = []
+def watch(console: Console) -> Iterator[Callable[[Progress], None]]:
+    """What to give `search` as `on_progress`."""
+    said = 0
+    with live(console) as show:
 
-        def line(progress: Progress) -> None:
-            for c in progress.finished[len(seen) :]:
-                seen.append(id(c))
-                console.print(Text(f"{len(seen)}: {describe(c)}: {_outcome(c)}; {_best(progress)}"), soft_wrap=True)
+        def changed(progress: Progress) -> None:
+            nonlocal said
+            new = list(enumerate(progress.finished, 1))[said:]
+            said += len(new)
+            best = _best(progress)
+            lines = [f"{n}: {describe(c)}: {_outcome(c)}; {best}" for n, c in new]
+            show(len(progress.finished), progress.most, f"{len(progress.running)} compiling; {best}", lines)
 
-        yield line
-        return
-    columns = (TextColumn("plans"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
-    with Bar(*columns, TextColumn("{task.fields[best]}"), console=console, transient=True) as bar:
-        task = bar.add_task("plans", total=None, best="")
-        yield lambda progress: bar.update(
-            task,
-            total=progress.most,
-            completed=len(progress.finished),
-            best=f"{len(progress.running)} compiling; {_best(progress)}",
-        )
+        yield changed
 
 
 def _best(progress: Progress) -> str:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -29,6 +28,7 @@ from jaxtrain.plan import topology as machines
 from jaxtrain.plan.bound import BYTES, bound
 from jaxtrain.plan.cache import Cache
 from jaxtrain.plan.figures import mesh, percent, rough
+from jaxtrain.plan.live import live
 from jaxtrain.plan.parallel import Outcome, Request, plan_many
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Plan, Rates
@@ -361,9 +361,7 @@ def run(
     `models` (of SHAPES) and `topologies` say what is in it; `how` goes on to `plan_many`.
     """
     cells = [Cell(SHAPES[model], machine) for model in models for machine in topologies]
-    columns = (TextColumn("plans"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[last]}"), console=console, transient=True) as bar:
-        task = bar.add_task("plans", total=sum(len(cell.todo()) for cell in cells), last="")
+    with live(console) as show_progress:
 
         def done(cell: Cell) -> None:
             settled = sum(track.tries for c in cells for track in c.tracks)
@@ -371,9 +369,7 @@ def run(
             last = f"{cell.shape.name} on {cell.topology.name}: " + (
                 mesh(best.plan) if (best := cell.best) and best.plan else "no"
             )
-            bar.update(task, completed=settled, total=settled + waiting, last=last)
-            if not console.is_terminal:
-                console.print(f"{settled} of {settled + waiting}: {last}")
+            show_progress(settled, settled + waiting, last, [f"{settled} of {settled + waiting}: {last}"])
 
         plan_cells(cells, cache=cache, jobs=jobs, budget_s=budget_s, on_done=done, **how)
     show(cells, console)
