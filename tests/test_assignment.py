@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxtrain.plan import assignment
+from jaxtrain.plan.program import assignment
 
 
 def proto(events, sizes, heap=0, argument=0, colors=None):

@@ -10,8 +10,8 @@ import pytest
 
 from jaxtrain import activations, launch
 from jaxtrain.memory import taken_gib
-from jaxtrain.plan import assignment, buffers, hlo
 from jaxtrain.plan.compile import compile_step
+from jaxtrain.plan.program import assignment, buffers, hlo
 from jaxtrain.plan.topology import devices, parse
 from jaxtrain.step import build
 

@@ -19,7 +19,8 @@ from helpers import fresh_state, host_batch, program, tiny, train_step
 from jax.profiler import ProfileData
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtrain.plan import collectives, hlo, topology
+from jaxtrain.plan import topology
+from jaxtrain.plan.program import collectives, hlo
 from jaxtrain.step import place_batch
 
 MESH = {"data": 2, "fsdp": 4}

@@ -10,11 +10,13 @@ from test_search import H200, load, made, tiny
 
 from jaxtrain import config
 from jaxtrain.config import Problem, RunConfig
-from jaxtrain.plan import fit, fit_report, knobs, parallel, space, topology
-from jaxtrain.plan.cache import Cache
-from jaxtrain.plan.parallel import Outcome, Request
+from jaxtrain.plan import topology
 from jaxtrain.plan.rates import rates_for
+from jaxtrain.plan.report import fit_report
 from jaxtrain.plan.result import Plan, Rates
+from jaxtrain.plan.search import fit, knobs, parallel, space
+from jaxtrain.plan.search.cache import Cache
+from jaxtrain.plan.search.parallel import Outcome, Request
 
 FILE_70B = "configs/llama3_70b.py"
 FULL = ("remat.policy=full", "remat.tensors=")

@@ -27,7 +27,7 @@ FLOORS = (
     ("the whole", ("explain", "start", "train", "main", "__main__")),
 )
 # Imports that point up on purpose: when called, for users who look for a function in the room that has its name.
-DOORS = {("sharding", "plan.shardings")}
+DOORS = {("sharding", "plan.explore.shardings")}
 ORDERED_FROM = 5  # from this floor on, the order within a floor counts too
 
 # What answers before JAX starts: config files, --help, --explain, and every mistake in a config.

@@ -15,12 +15,14 @@ import pytest
 from rich.console import Console
 
 from jaxtrain import launch, loss, receipt, sharding, step
-from jaxtrain.plan import golden, parallel, topology
-from jaxtrain.plan.figures import number
-from jaxtrain.plan.golden import SHIPPED, GoldenError, compare, from_plan, load, path, save
+from jaxtrain.plan import topology
+from jaxtrain.plan.known import golden
+from jaxtrain.plan.known.golden import SHIPPED, GoldenError, compare, from_plan, load, path, save
 from jaxtrain.plan.make import make_plan
 from jaxtrain.plan.rates import datasheet
+from jaxtrain.plan.report.figures import number
 from jaxtrain.plan.result import Buffer, Plan
+from jaxtrain.plan.search import parallel
 
 ON_8 = [name for name, (_, machine) in SHIPPED.items() if machine == "h200:8"]
 JAXLIB = receipt.versions()["jaxlib"]

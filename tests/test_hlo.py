@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import jaxtrain
-from jaxtrain.plan import hlo, topology
+from jaxtrain.plan import topology
+from jaxtrain.plan.program import hlo
 
 PACKAGE = Path(jaxtrain.__file__).resolve().parent
 

@@ -5,8 +5,8 @@ import dataclasses
 import jax
 from helpers import program, tiny
 
-from jaxtrain.plan import collectives, hlo, judge
-from jaxtrain.plan.collectives import Found
+from jaxtrain.plan.program import collectives, hlo, judge
+from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.result import Collective
 from jaxtrain.sharding import replicated
 

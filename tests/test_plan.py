@@ -11,13 +11,13 @@ import jax
 import pytest
 
 from jaxtrain import hardware, launch, memory
-from jaxtrain.plan import collectives, hlo
 from jaxtrain.plan.compile import Compiled, compile_step
 from jaxtrain.plan.expect import ENOUGH, FIRST, Expected, Watch, expect
 from jaxtrain.plan.make import make_plan, read_plan
-from jaxtrain.plan.parallel import Request, plan_many
+from jaxtrain.plan.program import collectives, hlo
 from jaxtrain.plan.rates import datasheet
 from jaxtrain.plan.result import from_json, to_json
+from jaxtrain.plan.search.parallel import Request, plan_many
 from jaxtrain.plan.topology import devices, parse
 from jaxtrain.state import copy, copy_layer, shardings
 from jaxtrain.step import build

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jaxtrain.plan import figures, page, page_charts, report
+from jaxtrain.plan.report import figures, page, page_charts, report
 from jaxtrain.plan.result import Buffer, Collective, Flops, Kernel, Memory, Plan, Rates, Time
 
 REPO = Path(__file__).resolve().parent.parent
@@ -521,7 +521,7 @@ def test_the_script_names_what_the_page_has():
     """The check of page.js that needs no browser: what it looks for is there."""
     text = page.html(sample())
     read = Read(text)
-    script = (REPO / "jaxtrain/plan/assets/page.js").read_text()
+    script = (REPO / "jaxtrain/plan/report/assets/page.js").read_text()
     looked_for = re.findall(r'(?:querySelector(?:All)?|getElementById|matches)\("([^"]+)"\)', script)
     assert len(looked_for) == 7
     classes = {c for _, attributes in read.elements for c in (attributes.get("class") or "").split()}

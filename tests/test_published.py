@@ -8,10 +8,11 @@ import pytest
 from rich.console import Console
 
 from jaxtrain import receipt
-from jaxtrain.plan import parallel, published
-from jaxtrain.plan.parallel import Outcome
-from jaxtrain.plan.published_runs import RUNS
-from jaxtrain.plan.space import training_check
+from jaxtrain.plan.known import published
+from jaxtrain.plan.known.published_runs import RUNS
+from jaxtrain.plan.search import parallel
+from jaxtrain.plan.search.parallel import Outcome
+from jaxtrain.plan.search.space import training_check
 
 REPO = Path(__file__).resolve().parent.parent
 TOOLBOX = "Llama 2 7B, 8 H100"

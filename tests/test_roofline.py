@@ -12,9 +12,10 @@ import pytest
 from helpers import program, tiny, train_step
 
 from jaxtrain import hardware, launch
-from jaxtrain.plan import collectives, hlo, rates, result, roofline, topology
+from jaxtrain.plan import rates, result, topology
 from jaxtrain.plan.compile import compile_step
-from jaxtrain.plan.hlo import HloError
+from jaxtrain.plan.program import collectives, hlo, roofline
+from jaxtrain.plan.program.hlo import HloError
 
 RATES = result.Rates(100.0, 50.0, 25.0, 1.0, 100.0, 10.0, 20.0, 10.0, 100.0, "round figures")
 

@@ -13,11 +13,13 @@ from rich.console import Console
 from test_floors import imports
 
 from jaxtrain import config, flops, hardware, launch
-from jaxtrain.plan import bound, cache, parallel, search, search_report, space, topology
-from jaxtrain.plan.cache import Cache, Failure
-from jaxtrain.plan.parallel import Outcome, Request
+from jaxtrain.plan import topology
 from jaxtrain.plan.rates import rates_for
+from jaxtrain.plan.report import search_report
 from jaxtrain.plan.result import Buffer, Flops, Memory, Plan, Rates, Time
+from jaxtrain.plan.search import bound, cache, parallel, search, space
+from jaxtrain.plan.search.cache import Cache, Failure
+from jaxtrain.plan.search.parallel import Outcome, Request
 
 H200 = topology.parse("h200:8")
 # Where the made-up plans of `above` are fastest.
@@ -39,7 +41,7 @@ def tiny(*overrides: str) -> config.RunConfig:
 
 def made(run: config.RunConfig, machine: topology.Topology, step_s: float, peak_gib: float, rates: Rates | None = None) -> Plan:
     """A plan with these two figures."""
-    usable = machine.memory_gib * hardware.memory_fraction(machine.memory_gib)
+    usable = machine.usable_gib()
     buffer = Buffer(peak_gib, "state", "f32[1]", "", "", "p")
     return Plan(
         config="made",
@@ -438,7 +440,7 @@ def test_no_code_that_plans_are_made_of_is_left_out_of_the_key():
         name = todo.pop()
         todo += graph[name] - reached
         reached.add(name)
-    assert {"step", "kernels.dot", "models.llama", "plan.roofline", "compiler"} <= reached
+    assert {"step", "kernels.dot", "models.llama", "plan.program.roofline", "compiler"} <= reached
     assert not [name for name in reached if cache._is_other(name)]
     assert cache._is_other("checkpoint") and cache._is_other("data.pipeline") and cache._is_other("plan.search")
 

@@ -20,10 +20,10 @@ from jaxtrain import activations
 from jaxtrain.config import ConfigError
 from jaxtrain.models import attention, layers, transformer
 from jaxtrain.models.remat import Plan
-from jaxtrain.plan import layouts
-from jaxtrain.plan.pictures import ids, in_text
-from jaxtrain.plan.shardings import describe, load, picture, print_table
-from jaxtrain.plan.table import changes, parse_filter, size
+from jaxtrain.plan.explore import layouts
+from jaxtrain.plan.explore.pictures import ids, in_text
+from jaxtrain.plan.explore.shardings import describe, load, picture, print_table
+from jaxtrain.plan.explore.table import changes, parse_filter, size
 from jaxtrain.plan.topology import TopologyError, parse
 from jaxtrain.sharding import LayoutError
 from jaxtrain.step import build

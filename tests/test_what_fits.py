@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from jaxtrain.plan import parallel, what_fits
-from jaxtrain.plan.cache import Cache
-from jaxtrain.plan.parallel import Outcome
-from jaxtrain.plan.well_known import SHAPES, Shape
-from jaxtrain.plan.what_fits import Cell, Layout, Track
+from jaxtrain.plan.known import what_fits
+from jaxtrain.plan.known.well_known import SHAPES, Shape
+from jaxtrain.plan.known.what_fits import Cell, Layout, Track
+from jaxtrain.plan.search import parallel
+from jaxtrain.plan.search.cache import Cache
+from jaxtrain.plan.search.parallel import Outcome
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "what_fits.md"
 SIZES = {"num_layers": 2, "d_model": 256, "num_heads": 4, "num_kv_heads": 2, "d_ff": 512, "vocab_size": 1024}

@@ -165,10 +165,10 @@ def run(loaded: Loaded, asked: str, console: rich.console.Console) -> int:
 
     from jaxtrain.kernels.attention import Unsupported
     from jaxtrain.plan import topology as machines
-    from jaxtrain.plan.assignment import AssignmentError
-    from jaxtrain.plan.cache import Cache
     from jaxtrain.plan.calibrate import CalibrationError
-    from jaxtrain.plan.hlo import HloError
+    from jaxtrain.plan.program.assignment import AssignmentError
+    from jaxtrain.plan.program.hlo import HloError
+    from jaxtrain.plan.search.cache import Cache
     from jaxtrain.sharding import LayoutError
 
     options = loaded.options
@@ -181,11 +181,11 @@ def run(loaded: Loaded, asked: str, console: rich.console.Console) -> int:
             calibrate.run(console=console)
             return 0
         if asked == "golden":
-            from jaxtrain.plan import golden
+            from jaxtrain.plan.known import golden
 
             return golden.run(console, write=options["golden"] == "write", jobs=jobs, cache=cache)
         if asked in ("published", "what-fits"):
-            from jaxtrain.plan import published, what_fits
+            from jaxtrain.plan.known import published, what_fits
 
             machines.devices(machines.parse("h200:1"))  # the compiler is there, or this says so once
             out = None if options[asked] == "show" else Path(options[asked])
@@ -200,7 +200,7 @@ def run(loaded: Loaded, asked: str, console: rich.console.Console) -> int:
         if problems := check(loaded.run):
             return launch.report(problems)
         if asked == "shardings":
-            from jaxtrain.plan.shardings import print_table
+            from jaxtrain.plan.explore.shardings import print_table
 
             print_table(loaded.run, topology, "" if options["shardings"] == "all" else options["shardings"], console)
             return 0
@@ -238,11 +238,12 @@ def _overrides(loaded: Loaded) -> tuple[str, ...]:
 def _plan(
     loaded: Loaded, topology: Any, check: Any, cache: Any, jobs: int, budget: float, console: rich.console.Console
 ) -> int:
-    from jaxtrain.plan import fit, fit_report, page, report
     from jaxtrain.plan.compile import compile_step
+    from jaxtrain.plan.known.published import ratio_range
     from jaxtrain.plan.make import read_plan
-    from jaxtrain.plan.published import ratio_range
+    from jaxtrain.plan.report import fit_report, page, report
     from jaxtrain.plan.result import to_json
+    from jaxtrain.plan.search import fit
     from jaxtrain.plan.topology import CHIPS
 
     run, options = loaded.run, loaded.options
@@ -286,8 +287,8 @@ def _plan(
 def _search(
     loaded: Loaded, topology: Any, check: Any, cache: Any, jobs: int, budget: float, console: rich.console.Console
 ) -> int:
-    from jaxtrain.plan import search_report
-    from jaxtrain.plan.search import search
+    from jaxtrain.plan.report import search_report
+    from jaxtrain.plan.search.search import search
 
     with search_report.watch(console) as progress:
         found = search(loaded.run, _name(loaded), topology, budget, check=check, jobs=jobs, cache=cache, on_progress=progress)

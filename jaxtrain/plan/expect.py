@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxtrain import hardware
 from jaxtrain.memory import taken_gib
-from jaxtrain.plan import collectives, hlo, roofline
+from jaxtrain.plan.program import collectives, hlo, roofline
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.step import Program
 

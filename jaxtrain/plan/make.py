@@ -2,8 +2,8 @@
 
 from jaxtrain import flops, receipt
 from jaxtrain.config import RunConfig
-from jaxtrain.plan import assignment, buffers, collectives, hlo, judge, roofline
 from jaxtrain.plan.compile import Compiled, compile_step
+from jaxtrain.plan.program import assignment, buffers, collectives, hlo, judge, roofline
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Flops, Plan, Rates, Time
 from jaxtrain.plan.topology import Topology

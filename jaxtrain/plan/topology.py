@@ -65,6 +65,10 @@ class Topology:
     def memory_gib(self) -> float:
         return self.memory_bytes / 2**30
 
+    def usable_gib(self, configured: float = 0.0) -> float:
+        """What a program may take of one card: the share `configured` (train.memory_fraction), or all but the reserve."""
+        return self.memory_gib * hardware.memory_fraction(self.memory_gib, configured)
+
     @property
     def gpu(self) -> hardware.Gpu:
         """The data sheet's rates. Raises TopologyError for a GPU that is not in the table; no chip in specs/ is."""

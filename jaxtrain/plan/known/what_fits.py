@@ -25,17 +25,17 @@ from rich.text import Text
 from jaxtrain import compiler, flops, receipt
 from jaxtrain.config import ConfigError, RunConfig, default_config, resolve
 from jaxtrain.plan import topology as machines
-from jaxtrain.plan.bound import BYTES, bound
-from jaxtrain.plan.cache import Cache
-from jaxtrain.plan.figures import mesh, percent, rough
-from jaxtrain.plan.live import live
-from jaxtrain.plan.parallel import Outcome, Request, plan_many
+from jaxtrain.plan.known.well_known import SHAPES, Shape
 from jaxtrain.plan.rates import rates_for
+from jaxtrain.plan.report.figures import mesh, percent, rough
+from jaxtrain.plan.report.live import live
+from jaxtrain.plan.report.search_report import remat
 from jaxtrain.plan.result import Plan, Rates
-from jaxtrain.plan.search_report import remat
-from jaxtrain.plan.space import changes, meshes, remat_policies, training_check, with_overrides
+from jaxtrain.plan.search.bound import BYTES, bound
+from jaxtrain.plan.search.cache import Cache
+from jaxtrain.plan.search.parallel import Outcome, Request, plan_many
+from jaxtrain.plan.search.space import changes, meshes, remat_policies, training_check, with_overrides
 from jaxtrain.plan.topology import Topology
-from jaxtrain.plan.well_known import SHAPES, Shape
 
 MODELS = ("llama2_7b", "llama2_13b", "llama_30b", "llama2_70b", "llama_175b", "llama_180b", "llama3_405b")
 MACHINES = ("h200:1", "h200:2", "h200:4", "h200:8", "h200:8x2", "h200:8x4", "h200:8x16")
@@ -312,8 +312,8 @@ def markdown(cells: Sequence[Cell], command: str) -> str:
         f"- A GPU gives {cells[0].usable_gib:.1f} GiB to the program; {reserve:.1f} GiB stay with cuDNN, NCCL and the CUDA",
         "  context.",
         f"- The layout is the fastest of a few that were compiled, up to {TRIES} for each way to split the state, in the order",
-        "  of the formulas of jaxtrain/plan/bound.py: good, not the best of all. `--search` looks through all, for one config",
-        "  and one machine.",
+        "  of the formulas of jaxtrain/plan/search/bound.py: good, not the best of all. `--search` looks through all, for one",
+        "  config and one machine.",
         f"- Rates: {source}. Memory columns are GiB on each GPU at the peak; what they leave of the peak is",
         "  gathered weights, the loss and temporaries. MFU is causal.",
         "- Scaling is tokens/s/GPU over that of the smallest machine in the table on which the model fits. It can be above",

@@ -24,11 +24,11 @@ from jaxtrain.config import ConfigError, RunConfig, flatten
 from jaxtrain.kernels.dot import DTYPES
 from jaxtrain.loss import LossSpec, loss_function
 from jaxtrain.models.attention import Kernel
-from jaxtrain.plan import layouts
 from jaxtrain.plan import topology as machines
-from jaxtrain.plan.layouts import Named, Value
-from jaxtrain.plan.pictures import Picture, draw
-from jaxtrain.plan.table import Row, Table, parse_filter
+from jaxtrain.plan.explore import layouts
+from jaxtrain.plan.explore.layouts import Named, Value
+from jaxtrain.plan.explore.pictures import Picture, draw
+from jaxtrain.plan.explore.table import Row, Table, parse_filter
 from jaxtrain.plan.topology import Topology
 from jaxtrain.sharding import Axes
 from jaxtrain.step import MICROBATCHES, Program, attention_spec, build, make_definition, numerics_of

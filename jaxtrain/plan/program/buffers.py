@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 
-from jaxtrain.plan import assignment as assigned
-from jaxtrain.plan import hlo
-from jaxtrain.plan.assignment import HOST, Assignment, Value
+from jaxtrain.plan.program import assignment as assigned
+from jaxtrain.plan.program import hlo
+from jaxtrain.plan.program.assignment import HOST, Assignment, Value
 from jaxtrain.plan.result import Buffer, Memory
 from jaxtrain.step import Program
 

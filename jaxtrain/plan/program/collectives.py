@@ -24,7 +24,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from jaxtrain.plan import result
-from jaxtrain.plan.hlo import Computation, HloError, Instruction, Module, leaves, walk
+from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module, leaves, walk
 
 GIB = 2**30
 _OF_GROUPS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-broadcast")

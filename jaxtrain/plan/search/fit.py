@@ -16,13 +16,13 @@ from typing import Any
 
 from jaxtrain.config import RunConfig
 from jaxtrain.plan import topology as machines
-from jaxtrain.plan.bound import mesh_sizes
-from jaxtrain.plan.cache import Cache
-from jaxtrain.plan.figures import percent, rough, size
-from jaxtrain.plan.knobs import Candidate, Expected, Saving, candidate, combinations, savings, split_over
-from jaxtrain.plan.parallel import MAKE, TIMEOUT_S, Outcome, Request, cores, plan_many
+from jaxtrain.plan.report.figures import percent, rough, size
 from jaxtrain.plan.result import Plan, Rates
-from jaxtrain.plan.space import Check, Overrides, changes, with_overrides
+from jaxtrain.plan.search.bound import mesh_sizes
+from jaxtrain.plan.search.cache import Cache
+from jaxtrain.plan.search.knobs import Candidate, Expected, Saving, candidate, combinations, savings, split_over
+from jaxtrain.plan.search.parallel import MAKE, TIMEOUT_S, Outcome, Request, cores, plan_many
+from jaxtrain.plan.search.space import Check, Overrides, changes, with_overrides
 from jaxtrain.plan.topology import CHIPS, Topology
 
 MOST = 12  # plans made

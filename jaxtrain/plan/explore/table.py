@@ -9,8 +9,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config import ConfigError, Problem, nearest
-from jaxtrain.plan.layouts import Dims
-from jaxtrain.plan.pictures import Grid, in_text
+from jaxtrain.plan.explore.layouts import Dims
+from jaxtrain.plan.explore.pictures import Grid, in_text
 from jaxtrain.sharding import Axes
 
 KINDS = {

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 from jaxtrain.config import RunConfig, default_config, resolve
 from jaxtrain.plan import topology as machines
-from jaxtrain.plan.parallel import Request
+from jaxtrain.plan.known.well_known import SHAPES
 from jaxtrain.plan.rates import MEMORY_FRACTION, NETWORK_FRACTION, datasheet
-from jaxtrain.plan.well_known import SHAPES
+from jaxtrain.plan.search.parallel import Request
 
 
 @dataclasses.dataclass(frozen=True)

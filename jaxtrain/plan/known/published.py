@@ -26,14 +26,14 @@ from rich.table import Table
 from jaxtrain import flops
 from jaxtrain.config import to_dict
 from jaxtrain.plan import topology as machines
-from jaxtrain.plan.cache import Cache
-from jaxtrain.plan.figures import ASSUMPTIONS, percent
-from jaxtrain.plan.live import live
-from jaxtrain.plan.parallel import Outcome, Request, plan_many
-from jaxtrain.plan.published_runs import RUNS, Run
+from jaxtrain.plan.known.published_runs import RUNS, Run
+from jaxtrain.plan.known.what_fits import markdown_table
 from jaxtrain.plan.rates import datasheet
+from jaxtrain.plan.report.figures import ASSUMPTIONS, percent
+from jaxtrain.plan.report.live import live
 from jaxtrain.plan.result import Plan
-from jaxtrain.plan.what_fits import markdown_table
+from jaxtrain.plan.search.cache import Cache
+from jaxtrain.plan.search.parallel import Outcome, Request, plan_many
 
 FORMAT = 1
 STORED = Path(__file__).parent / "data" / "published.json"

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from jaxtrain import activations, config
 from jaxtrain.config import RunConfig, Train
 from jaxtrain.models import FAMILIES
-from jaxtrain.plan.bound import BYTES, Layout, bound, ladder, mesh_sizes, saved_bytes
 from jaxtrain.plan.result import Plan, Rates
-from jaxtrain.plan.space import Check, Overrides, changes, microbatches, remat_policies, with_overrides
+from jaxtrain.plan.search.bound import BYTES, Layout, bound, ladder, mesh_sizes, saved_bytes
+from jaxtrain.plan.search.space import Check, Overrides, changes, microbatches, remat_policies, with_overrides
 from jaxtrain.plan.topology import Topology
 
 FASTER = 0.98  # of the best step time: what promises less than that is not worth a compile

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxtrain.plan.fit import Advice, Progress, Reason, figures
-from jaxtrain.plan.live import live
-from jaxtrain.plan.parallel import Outcome
+from jaxtrain.plan.report.live import live
 from jaxtrain.plan.result import Plan
+from jaxtrain.plan.search.fit import Advice, Progress, Reason, figures
+from jaxtrain.plan.search.parallel import Outcome
 
 
 def with_hints(plan: Plan, found: Iterable[Advice | Reason]) -> Plan:

@@ -12,8 +12,8 @@ import jax
 
 from jaxtrain.config import RunConfig
 from jaxtrain.kernels.dot import DTYPES
-from jaxtrain.plan.collectives import Found
-from jaxtrain.plan.hlo import Computation, Instruction, Module
+from jaxtrain.plan.program.collectives import Found
+from jaxtrain.plan.program.hlo import Computation, Instruction, Module
 from jaxtrain.plan.result import Collective
 from jaxtrain.sharding import left_whole
 from jaxtrain.state import abstract_tensors

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxtrain.plan.figures import (
+from jaxtrain.plan.report.figures import (
     ASSUMPTIONS,
     GB_PER_GIB,
     TRAINING,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
-from jaxtrain.plan.figures import (
+from jaxtrain.plan.report.figures import (
     ASSUMPTIONS,
     GB_PER_GIB,
     TRAINING,
@@ -38,7 +38,7 @@ from jaxtrain.plan.figures import (
     verdict,
     work,
 )
-from jaxtrain.plan.page_charts import colour, memory_chart, single, stacked
+from jaxtrain.plan.report.page_charts import colour, memory_chart, single, stacked
 from jaxtrain.plan.result import Buffer, Collective, Plan
 
 PART_COLOURS = {
@@ -107,7 +107,7 @@ def html(plan: Plan, published: tuple[float, float] | None = None, *, steps: int
 
 
 def _asset(name: str) -> str:
-    return (resources.files("jaxtrain.plan") / "assets" / name).read_text(encoding="utf-8")
+    return (resources.files("jaxtrain.plan.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _data(plan: Plan) -> str:

@@ -9,10 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.config import RunConfig
-from jaxtrain.plan.figures import column, percent, rough, size
-from jaxtrain.plan.live import live
-from jaxtrain.plan.search import Candidate, Progress, SearchResult
-from jaxtrain.plan.space import changes, sequences_per_gpu
+from jaxtrain.plan.report.figures import column, percent, rough, size
+from jaxtrain.plan.report.live import live
+from jaxtrain.plan.search.search import Candidate, Progress, SearchResult
+from jaxtrain.plan.search.space import changes, sequences_per_gpu
 
 STYLES = {"best": "bold green", "front": "green", "too big": "red", "failed": "yellow"}
 ENDINGS = {

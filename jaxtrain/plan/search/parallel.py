@@ -2,7 +2,7 @@
 
 A compile that crashes takes its process with it and nothing else; what it said is the reason that is reported.
 
-    python -m jaxtrain.plan.parallel RESULT < job.json        the child; not meant to be called by hand
+    python -m jaxtrain.plan.search.parallel RESULT < job.json        the child; not meant to be called by hand
 """
 
 import ctypes
@@ -24,8 +24,8 @@ from typing import Any, Self
 from jaxtrain import config
 from jaxtrain.config import RunConfig
 from jaxtrain.plan import topology as machines
-from jaxtrain.plan.cache import Cache, Failure, labelled, write_whole
 from jaxtrain.plan.result import Plan, Rates, from_json, to_json
+from jaxtrain.plan.search.cache import Cache, Failure, labelled, write_whole
 from jaxtrain.plan.topology import Topology
 
 MAKE = "jaxtrain.plan.make:make_plan"
@@ -120,11 +120,11 @@ class Pool:
             "rates": request.rates and dataclasses.asdict(request.rates),
             "plan_one": self._plan_one,
         }
-        root = str(Path(__file__).resolve().parents[2])
+        root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
         with errors.open("wb") as said:
             process = subprocess.Popen(
-                [sys.executable, "-m", "jaxtrain.plan.parallel", str(result)],
+                [sys.executable, "-m", "jaxtrain.plan.search.parallel", str(result)],
                 stdin=subprocess.PIPE,
                 stdout=said,
                 stderr=said,

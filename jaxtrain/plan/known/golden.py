@@ -19,12 +19,13 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain import launch
-from jaxtrain.plan import parallel, topology
-from jaxtrain.plan.cache import Cache
-from jaxtrain.plan.figures import number
-from jaxtrain.plan.golden_file import MARGINS, WRITE, Golden, GoldenError, from_plan, inapplicable, load, save
+from jaxtrain.plan import topology
+from jaxtrain.plan.known.golden_file import MARGINS, WRITE, Golden, GoldenError, from_plan, inapplicable, load, save
 from jaxtrain.plan.rates import datasheet
+from jaxtrain.plan.report.figures import number
 from jaxtrain.plan.result import Plan
+from jaxtrain.plan.search import parallel
+from jaxtrain.plan.search.cache import Cache
 
 FOLDER = launch.REPO / "tests" / "golden"
 # File -> (config with its variant, topology). The tiny config trains on CPUs, for which there is no plan.

@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from jaxtrain.plan import result
-from jaxtrain.plan.collectives import Found
-from jaxtrain.plan.hlo import BITS, Computation, HloError, Instruction, Module, Shape, Type, leaves
+from jaxtrain.plan.program.collectives import Found
+from jaxtrain.plan.program.hlo import BITS, Computation, HloError, Instruction, Module, Shape, Type, leaves
 
 # Shortest time of a kernel: its launch and its tail. An assumption, the one that XLA's own cost model makes
 # (kKernelLaunchOverhead); it matters for the scalars of loops and of the optimizer only.

@@ -10,8 +10,8 @@ from typing import Any
 
 from jaxtrain import activations, config, hardware
 from jaxtrain.config import MESH_AXES, Problem, RunConfig
-from jaxtrain.plan.bound import ladder, mesh_sizes
 from jaxtrain.plan.result import Rates
+from jaxtrain.plan.search.bound import ladder, mesh_sizes
 from jaxtrain.plan.topology import Topology
 from jaxtrain.validate import validate_step
 

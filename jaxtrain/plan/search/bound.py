@@ -29,9 +29,9 @@ from jaxtrain import flops
 from jaxtrain.activations import ACTIVATIONS, kept, parse_tensors
 from jaxtrain.config import MESH_AXES, RunConfig
 from jaxtrain.models import FAMILIES
+from jaxtrain.plan.program.work import ATTENTION_BACKWARD
 from jaxtrain.plan.result import Rates
 from jaxtrain.plan.topology import Topology
-from jaxtrain.plan.work import ATTENTION_BACKWARD
 
 BYTES = {"f32": 4, "bf16": 2}
 SIMPLIFIED = 0.99  # the formula and the compiled GEMMs agree within a percent

@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from jaxtrain import flops
 from jaxtrain.config import RunConfig
 from jaxtrain.plan import result
-from jaxtrain.plan.collectives import Found
-from jaxtrain.plan.hlo import Computation, HloError, Instruction, Module, trip_count
-from jaxtrain.plan.work import ATTENTION_BACKWARD, Work, is_collective, work
+from jaxtrain.plan.program.collectives import Found
+from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module, trip_count
+from jaxtrain.plan.program.work import ATTENTION_BACKWARD, Work, is_collective, work
 
 LINKS = ("communication", "host")  # kinds of work that run on a stream of their own
 

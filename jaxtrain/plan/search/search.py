@@ -15,15 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxtrain import hardware
 from jaxtrain.config import RunConfig
 from jaxtrain.plan import topology as machines
-from jaxtrain.plan.bound import Bound, bound
-from jaxtrain.plan.cache import Cache
-from jaxtrain.plan.parallel import MAKE, TIMEOUT_S, Outcome, Pool, Request, from_cache, keep
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Plan, Rates
-from jaxtrain.plan.space import (
+from jaxtrain.plan.search.bound import Bound, bound
+from jaxtrain.plan.search.cache import Cache
+from jaxtrain.plan.search.parallel import MAKE, TIMEOUT_S, Outcome, Pool, Request, from_cache, keep
+from jaxtrain.plan.search.space import (
     KNOBS,
     Check,
     Overrides,
@@ -206,7 +205,7 @@ def search(
     deadline = began + (budget_s or math.inf)
     machines.parse(topology.name)
     rates = rates or rates_for(topology.gpu, run.precision)
-    usable = topology.memory_gib * hardware.memory_fraction(topology.memory_gib, run.train.memory_fraction)
+    usable = topology.usable_gib(run.train.memory_fraction)
     layouts, refused = legal_layouts(run, topology, rates, check or training_check(topology))
     naive = {overrides: label for label, overrides in naive_layouts(run, topology, layouts).items()}
     own = own_layout(run, topology)

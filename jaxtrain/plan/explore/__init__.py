@@ -1,0 +1,1 @@
+"""Which device holds what, for notebooks and the shell."""

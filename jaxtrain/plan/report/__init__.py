@@ -1,0 +1,1 @@
+"""A plan for people: on a terminal, as a page, while it is made."""
