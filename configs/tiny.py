@@ -41,7 +41,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.optimizer.warmup_steps = 50
 
     config.sample.prompt = "def "
-    config.sample.temperature = 1.0  # at less, a model that knows little writes spaces and no end: the likeliest in source code
+    config.sample.temperature = 1.0  # below 1 a model this small often writes nothing but spaces, the likeliest byte
 
     config.eval.every_steps = 200
     config.checkpoint.every_steps = 200

@@ -1,6 +1,7 @@
 """Continue a text with a trained model: `python -m jaxtrain.sample --workdir=runs/tiny --prompt="def "`."""
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,23 +12,24 @@ from jaxtrain.startup import start_jax
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; exit 2 where the question is wrong."""
-    default = config.Sample()
     parser = argparse.ArgumentParser(prog="python -m jaxtrain.sample", description="Continue a text with a trained model.")
     parser.add_argument("--workdir", required=True, help="a run's folder, or one of its checkpoints/<step>")
-    parser.add_argument("--prompt", default=default.prompt, help="text to continue (default: a line break)")
-    parser.add_argument("--max-tokens", type=int, default=default.max_tokens, help="tokens to write at most (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=default.temperature, help="0: the likeliest token (%(default)s)")
-    parser.add_argument("--top-p", type=float, default=default.top_p, help="share of probability to draw from (%(default)s)")
-    parser.add_argument("--seed", type=int, default=default.seed, help="of the draws (%(default)s)")
+    own = "default: as in the run's config"
+    parser.add_argument("--prompt", help=f"text to continue ({own})")
+    parser.add_argument("--max-tokens", type=int, help=f"tokens to write at most ({own})")
+    parser.add_argument("--temperature", type=float, help=f"0: the likeliest token ({own})")
+    parser.add_argument("--top-p", type=float, help=f"share of probability to draw from ({own})")
+    parser.add_argument("--seed", type=int, help=f"of the draws ({own})")
     parser.add_argument("--tokenizer", default="", help="where the tokenizer is now, if it moved since training")
     args = parser.parse_args(argv)
-    for name, ok, rule in (
-        ("max-tokens", args.max_tokens > 0, "must be at least 1"),
-        ("temperature", args.temperature >= 0, "must be 0 or more"),
-        ("top-p", 0 < args.top_p <= 1, "must be above 0 and at most 1"),
+    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(config.Sample) if getattr(args, f.name) is not None}
+    for name, allowed, rule in (
+        ("max_tokens", lambda n: n > 0, "must be at least 1"),
+        ("temperature", lambda t: t >= 0, "must be 0 or more"),
+        ("top_p", lambda p: 0 < p <= 1, "must be above 0 and at most 1"),
     ):
-        if not ok:
-            print(f"--{name} = {getattr(args, name.replace('-', '_'))}: {rule}.", file=sys.stderr)
+        if name in given and not allowed(given[name]):
+            print(f"--{name.replace('_', '-')} = {given[name]}: {rule}.", file=sys.stderr)
             return 2
     start_jax(hardware.probe())
     # Imported here: `--help` and wrong options answer in a moment, and the platform must be named before jax is imported.
@@ -44,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     print(f"[{Path(args.workdir)}, step {step}]", file=sys.stderr)
-    ask = config.Sample(args.prompt, args.max_tokens, args.temperature, args.top_p, args.seed)
+    # A run that writes no samples says max_tokens = 0.
+    ask = dataclasses.replace(run.sample, **{"max_tokens": run.sample.max_tokens or config.Sample().max_tokens, **given})
     print(continue_text(sampler, params, tokenizer, ask))
     return 0
 

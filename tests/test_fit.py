@@ -427,6 +427,20 @@ def test_ctrl_c_keeps_the_reasons_found(planned):
     assert first.needed and [r.needed for r in others] == [None, None] and "interrupted" in others[0].text
 
 
+def test_after_ctrl_c_nothing_more_is_planned(planned):
+    """Not even what two choices that are not needed would come to together."""
+    heard = []
+
+    def by(run, machine, rates):
+        if run.dtypes.v == "f32":
+            raise KeyboardInterrupt
+        return made(run, machine, 1.0, 100.0, rates)
+
+    fake = planned(by)
+    why(seventy(), on_progress=lambda progress: heard.append(progress.interrupted))
+    assert len(fake.batches) == 1 and heard[-1] and not heard[0]
+
+
 def test_reasons_of_a_plan_that_does_not_fit_are_refused(planned):
     planned()
     with pytest.raises(ValueError, match="does not fit"):

@@ -19,8 +19,8 @@ from jaxtrain.plan import topology
 from jaxtrain.plan.known import golden
 from jaxtrain.plan.known.golden import SHIPPED, GoldenError, compare, from_plan, load, path, save
 from jaxtrain.plan.make import make_plan
+from jaxtrain.plan.numbers import number
 from jaxtrain.plan.rates import datasheet
-from jaxtrain.plan.report.figures import number
 from jaxtrain.plan.result import Buffer, Plan
 from jaxtrain.plan.search import parallel
 

@@ -6,6 +6,7 @@ What it gathers, reduces, shards and donates is read from the partitioned, sched
 
 import importlib.util
 import math
+import re
 
 import jax
 import pytest
@@ -84,6 +85,23 @@ def test_weights_travel_in_bfloat16(llama3_8b):
         of_layers = [f for f in found if f.kind == kind and "(loss)" not in f.op_name and f.dtype == "bf16"]
         sent = sum(f.count * f.wire_bytes for f in of_layers)
         assert sent == pytest.approx(times * 2 * weights * 7 / 8, rel=0.01), kind
+
+
+def test_without_tuning_the_program_is_the_same(monkeypatch):
+    """What NO_TUNING leaves out decides how a fusion's kernel is written, and nothing that a plan reads."""
+    argv = ("--config=configs/llama3_1b.py", "--config.model.num_layers=2", *ONE_EACH)
+    fast = compiled(*argv)
+    monkeypatch.setattr("jaxtrain.plan.compile.NO_TUNING", {})
+    tuned = compiled(*argv)
+
+    def instructions(step: Compiled) -> list[str]:
+        kernels = re.compile(r', backend_config=\{"operation_queue_id".*')  # how a fusion's kernel is written
+        return [kernels.sub("", line) for line in step.text.splitlines()[1:]]  # the first holds a hash of the options
+
+    assert instructions(fast) == instructions(tuned) and fast.text != tuned.text
+    sizes = [s.executable.memory_analysis() for s in (fast, tuned)]
+    assert sizes[0].peak_memory_in_bytes == sizes[1].peak_memory_in_bytes
+    assert sizes[0].temp_size_in_bytes == sizes[1].temp_size_in_bytes
 
 
 def test_the_reader_can_tell_float32_gathers():

@@ -69,6 +69,8 @@ def test_shardings_are_printed_without_compiling(capsys):
         (["--topology=a100:8", "--config.attention.impl=cudnn"], "packed documents need a GPU from Hopper"),
         (["--topology=h200:8", "--config.optimizer.warmup_steps=99999"], "optimizer.warmup_steps"),
         (["--topology=h200:8", "--budget=soon"], "--budget = 'soon': must be a whole number"),
+        (["--topology=h200:8", "--search", "--most=0"], "--most = '0': must be a whole number, 1 or more"),
+        (["--topology=h200:8", "--most=5"], "--most: the plan of one layout has no use for it"),
         (["--topology=h200:8", "--search", "--html=x.html"], "--html: --search has no use for it"),
         (["--topology=h200:8", "--golden"], "--config --topology --config.KEY: --golden has no use for it"),
         (["--topology=h200:8", "--shardings", "--budget=5"], "--budget: --shardings has no use for it"),
@@ -135,6 +137,17 @@ def test_a_search_without_any_plan_fails(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("jaxtrain.plan.topology.devices", none_there)
     assert command.main([*SMALL, "--topology=h200:8", "--search", f"--cache={tmp_path}"]) == 1
     assert "XLA's GPU compiler is not there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("asked", [("--search", "--most=2"), ("--why",)], ids=" ".join)
+def test_ctrl_c_among_many_plans_tells_what_there_is(asked, monkeypatch, tmp_path, capsys):
+    def interrupted(self, seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxtrain.plan.search.parallel.Pool.wait", interrupted)
+    argv = [*SMALL, "--topology=h200:8", "--config.dtypes.m=bf16", *asked, f"--cache={tmp_path}"]
+    assert command.main(argv) == command.INTERRUPTED
+    assert "interrupted" in capsys.readouterr().out
 
 
 def none_there(topology, memory_bytes=None):

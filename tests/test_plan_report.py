@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jaxtrain.plan.report import figures, page, page_charts, report
+from jaxtrain.plan import numbers
+from jaxtrain.plan.report import figures, page, page_charts, terminal
+from jaxtrain.plan.report.live import live
 from jaxtrain.plan.result import Buffer, Collective, Flops, Kernel, Memory, Plan, Rates, Time
 
 REPO = Path(__file__).resolve().parent.parent
@@ -190,7 +192,7 @@ def numbers_in(shown: str) -> set[str]:
 def written(plan: Plan, width: int = 110, encoding: str = "utf-8", **arguments: Any) -> str:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding=encoding)
-    report.text(plan, Console(file=stream, width=width, highlight=False), **arguments)
+    terminal.text(plan, Console(file=stream, width=width, highlight=False), **arguments)
     stream.flush()
     return raw.getvalue().decode(encoding)
 
@@ -331,12 +333,12 @@ def test_time_to_train():
     ],
 )
 def test_a_column_has_the_digits_of_its_largest(values: list[float], shown: list[str]):
-    assert figures.column(values) == shown
+    assert numbers.column(values) == shown
 
 
 def test_sizes_and_places():
-    assert figures.gib([0.25, 0.001]) == ("MiB", ["256.0", "1.0"])
-    assert figures.rough(24_034.0) == "24,000"
+    assert numbers.gib([0.25, 0.001]) == ("MiB", ["256.0", "1.0"])
+    assert numbers.rough(24_034.0) == "24,000"
     assert figures.place("/a/jaxtrain/b/jaxtrain/loss.py:88") == "jaxtrain/loss.py:88"
     assert figures.place("/env/site-packages/optax/adam.py:3") == "optax/adam.py:3"
     assert figures.place("/mine/model.py:7") == "/mine/model.py:7"
@@ -345,7 +347,7 @@ def test_sizes_and_places():
 
 def compared(plans: list[Plan], width: int = 100) -> str:
     stream = io.StringIO()
-    report.compare(plans, Console(file=stream, width=width, force_terminal=True, color_system="standard", highlight=False))
+    terminal.compare(plans, Console(file=stream, width=width, force_terminal=True, color_system="standard", highlight=False))
     return stream.getvalue()
 
 
@@ -608,3 +610,26 @@ def test_a_page_with_a_mistake_would_be_seen(tmp_path: Path):
     assert any("missing is not defined" in line for line in console)
     _, console = opened(page.html(sample()).replace("</main>", '<img src="https://example.com/x.png"></main>'), tmp_path, 1280)
     assert any("Content Security Policy" in line for line in console)
+
+
+# ---- while plans are made
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_count_and_clock_stand_whatever_is_told_beside_them(width):
+    console = Console(record=True, width=width, force_terminal=True)
+    with live(console, "published runs [all]") as show:
+        show(3, 56, "2 compiling; best 20,800 ms, 118.5 GiB: fsdp=8, remat keep [q] k v " + "attention_out " * 20)
+    text = console.export_text()
+    assert "3/56" in text and "0:00:0" in text
+    assert "published runs [all]" in text or width < 80
+    assert "[q]" in text or width < 120
+
+
+def test_off_a_terminal_each_plan_is_a_line():
+    console = Console(record=True, width=40, force_terminal=False)
+    with live(console) as show:
+        show(0, 2)
+        show(1, 2, "not shown", ["1: run [tiny]: " + "long " * 20])
+        show(2, 2, lines=["2: b"])
+    assert console.export_text().splitlines() == ["1: run [tiny]: " + "long " * 20, "2: b"]

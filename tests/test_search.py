@@ -17,7 +17,7 @@ from jaxtrain.plan import topology
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.report import search_report
 from jaxtrain.plan.result import Buffer, Flops, Memory, Plan, Rates, Time
-from jaxtrain.plan.search import bound, cache, parallel, search, space
+from jaxtrain.plan.search import best, bound, cache, parallel, space
 from jaxtrain.plan.search.cache import Cache, Failure
 from jaxtrain.plan.search.parallel import Outcome, Request
 
@@ -143,11 +143,11 @@ class Inline:
 
 @pytest.fixture
 def inline(monkeypatch):
-    monkeypatch.setattr(search, "Pool", Inline)
+    monkeypatch.setattr(best, "Pool", Inline)
 
 
 def find(run: config.RunConfig, plan_one: str = "test_search:above", machine: topology.Topology = H200, **options):
-    return search.search(run, "made", machine, plan_one=plan_one, **options)
+    return best.search(run, "made", machine, plan_one=plan_one, **options)
 
 
 # ---- the space
@@ -299,7 +299,7 @@ def test_front_holds_what_nothing_beats(inline):
             o for o in fitting if o.plan.time.step_ms <= c.plan.time.step_ms and o.plan.memory.peak_gib < c.plan.memory.peak_gib
         ]
         assert (c in result.front) == (not better and c.verdict in ("best", "front"))
-        assert c.reason and c.verdict in search.VERDICTS
+        assert c.reason and c.verdict in best.VERDICTS
     assert [c.plan.time.step_ms for c in result.front] == sorted(c.plan.time.step_ms for c in result.front)
 
 
@@ -373,7 +373,7 @@ def test_the_best_may_be_the_configs_own(inline):
 
 def test_budget_ends_the_search(inline, monkeypatch):
     clock = iter(range(0, 100_000, 10))
-    monkeypatch.setattr(search.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(best.time, "monotonic", lambda: float(next(clock)))
     result = find(load(), budget_s=95)
     assert result.ended == "budget" and 0 < len(result.tried) < 10 and result.left > 0
 
@@ -563,7 +563,7 @@ def test_a_real_search(tmp_path, monkeypatch):
     run, machine, kept = tiny(), topology.parse("h200:2"), Cache(tmp_path)
     console = Console(record=True, width=160)
     with search_report.watch(console) as progress:
-        result = search.search(run, "tiny", machine, jobs=2, cache=kept, on_progress=progress)
+        result = best.search(run, "tiny", machine, jobs=2, cache=kept, on_progress=progress)
     assert [c.outcome.kind for c in result.tried] == ["planned"] * 2, [c.outcome for c in result.tried]
     assert result.ended == "complete" and not result.warnings and result.best.plan.fits
     for c in result.tried:
@@ -571,7 +571,7 @@ def test_a_real_search(tmp_path, monkeypatch):
         assert c.plan.config == "tiny" and c.plan.mesh["fsdp"] == 2
     assert "2: fsdp=2" in console.export_text()
     began = time.monotonic()
-    again = search.search(run, "tiny", machine, jobs=2, cache=kept)
+    again = best.search(run, "tiny", machine, jobs=2, cache=kept)
     assert time.monotonic() - began < 10
     assert [c.outcome.kind for c in again.tried] == ["cached"] * 2
     assert again.best.plan == result.best.plan

@@ -11,11 +11,10 @@ from typing import Any
 import rich.console
 
 from jaxtrain import hardware, launch
-from jaxtrain.config import ConfigError, Problem, RunConfig
-from jaxtrain.hardware import Devices
+from jaxtrain.config import ConfigError, Problem
 from jaxtrain.launch import Loaded
+from jaxtrain.plan.search import FOLDER, MOST
 from jaxtrain.startup import start_jax
-from jaxtrain.validate import validate_step
 
 INTERRUPTED = 130
 WIDTH = 118  # of the report where the output is not a terminal
@@ -36,6 +35,7 @@ Will it fit, how fast will it be, and what moves? Compiles the train step for a 
   --shardings[=FILTER]     instead: how every array is split, without compiling; as --shardings=mlp or kind=parameter
   --search                 instead: find the fastest layout that fits; of those as fast, within 1%, the smallest
   --budget=SECONDS         of --search, --what-fits, --why and of the search for what would fit; 0: no limit
+  --most=N                 plans of a --search, those it finds in its cache included; default {most}
   --jobs=N                 compiles at a time; default: as many as cores
   --cache=DIR              plans of earlier searches; default {cache}; '' keeps none
   --golden[=write]         instead: compare the shipped configs with the plans kept in tests/golden, or renew those
@@ -50,11 +50,10 @@ Will it fit, how fast will it be, and what moves? Compiles the train step for a 
 
 Nothing is run, and no GPU, driver or CUDA library is needed, but for --calibrate.
 Exit codes: 0 planned, whether it fits or not; 2 the command or config is wrong; 1 no step could be compiled or read, a file not
-written, or a golden plan differs; 130 Ctrl-C.
+written, or a golden plan differs; 130 Ctrl-C, after what was known by then.
 """
 
-CACHE = "~/.cache/jaxtrain/plans"
-OPTIONS = {"topology": "", "json": "", "html": "", "hlo": "", "budget": "0", "jobs": "0", "cache": CACHE}
+OPTIONS = {"topology": "", "json": "", "html": "", "hlo": "", "budget": "0", "most": str(MOST), "jobs": "0", "cache": FOLDER}
 SWITCHES = dict.fromkeys(("why", "no-fit", "search", "calibrate"), "yes") | {
     "shardings": "all",
     "golden": "compare",
@@ -68,6 +67,7 @@ BELONGS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("html", "hlo", "why", "no-fit"), ("",)),
     "json": ("", "search"),
     "budget": ("", "search", "what-fits"),
+    "most": ("search",),
     **dict.fromkeys(("jobs", "cache"), ("", "search", "golden", "published", "what-fits")),
 }
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        print(HELP.format(chips=", ".join(_chips()), cache=CACHE), end="")
+        print(HELP.format(chips=", ".join(_chips()), cache=FOLDER, most=MOST), end="")
         return 0
     loaded = launch.load(argv, OPTIONS, SWITCHES)
     problems = [*loaded.problems, *_options(loaded)]
@@ -116,10 +116,12 @@ def _options(loaded: Loaded) -> list[Problem]:
     """What is wrong with the options, before anything is imported or compiled."""
     options, problems = loaded.options, []
     given = {arg[2:].partition("=")[0] for arg in loaded.launch.argv if arg.startswith("--")}
-    for name in ("budget", "jobs"):
+    for name, least in (("budget", 0), ("jobs", 0), ("most", 1)):
         text = options[name]
-        if not text.isdecimal():
-            problems.append(Problem(f"--{name}", text, "must be a whole number, 0 or more", f"For example --{name}=600."))
+        if not text.isdecimal() or int(text) < least:
+            problems.append(
+                Problem(f"--{name}", text, f"must be a whole number, {least} or more", f"For example --{name}=100.")
+            )
     for name in (*OPTIONS, *SWITCHES):
         if name in given and not options[name] and name != "cache":
             problems.append(Problem(f"--{name}", "", "has no value", f"Write --{name} alone." if name in SWITCHES else ""))
@@ -132,7 +134,8 @@ def _options(loaded: Loaded) -> list[Problem]:
     others += ["config.KEY"] if loaded.launch.overrides and action not in BELONGS["config"] else []
     if others and len(asked) < 2:
         written = " ".join(f"--{name}" for name in others)
-        problems.append(Problem(written, None, f"--{action} has no use for it", "Leave it out."))
+        who = f"--{action}" if action else "the plan of one layout"
+        problems.append(Problem(written, None, f"{who} has no use for it", "Leave it out."))
     if options["golden"] not in ("", "compare", "write"):
         problems.append(Problem("--golden", options["golden"], "no such action", "Write --golden or --golden=write."))
     for name in ("why", "no-fit", "search", "calibrate"):
@@ -169,6 +172,7 @@ def run(loaded: Loaded, asked: str, console: rich.console.Console) -> int:
     from jaxtrain.plan.program.assignment import AssignmentError
     from jaxtrain.plan.program.hlo import HloError
     from jaxtrain.plan.search.cache import Cache
+    from jaxtrain.plan.search.space import training_check
     from jaxtrain.sharding import LayoutError
 
     options = loaded.options
@@ -193,10 +197,7 @@ def run(loaded: Loaded, asked: str, console: rich.console.Console) -> int:
                 return published.run(console, out, cache=cache, jobs=jobs)
             return what_fits.run(console, out, cache=cache, jobs=jobs, budget_s=budget)
         topology = machines.parse(options["topology"]) if options["topology"] else machines.here()
-        described = Devices(
-            "gpu", topology.device_kind, topology.total, topology.memory_gib, f"--topology={topology.name}", topology.gpu.sm
-        )
-        check: Callable[[RunConfig], list[Problem]] = lambda run: validate_step(run, described)  # noqa: E731
+        check = training_check(topology, f"--topology={topology.name}")
         if problems := check(loaded.run):
             return launch.report(problems)
         if asked == "shardings":
@@ -241,7 +242,7 @@ def _plan(
     from jaxtrain.plan.compile import compile_step
     from jaxtrain.plan.known.published import ratio_range
     from jaxtrain.plan.make import read_plan
-    from jaxtrain.plan.report import fit_report, page, report
+    from jaxtrain.plan.report import fit_report, page, terminal
     from jaxtrain.plan.result import to_json
     from jaxtrain.plan.search import fit
     from jaxtrain.plan.topology import CHIPS
@@ -254,9 +255,19 @@ def _plan(
     if options["hlo"]:
         Path(options["hlo"]).expanduser().write_text(compiled.text)
     del compiled
-    report.text(plan, console, published=ratio_range(), steps=run.train.steps)
+    terminal.text(plan, console, published=ratio_range(), steps=run.train.steps)
 
     settings = {"check": check, "cache": cache, "jobs": jobs, "budget_s": budget}
+    interrupted = False
+
+    def heard(show: Callable[[fit.Progress], None]) -> Callable[[fit.Progress], None]:
+        def changed(progress: fit.Progress) -> None:
+            nonlocal interrupted
+            interrupted = progress.interrupted
+            show(progress)
+
+        return changed
+
     looked_for = "" if plan.fits or options["no-fit"] else "what would make it fit"
     looked_for = looked_for or ("what its choices are good for" if options["why"] and plan.fits else "")
     if looked_for and topology.chip not in CHIPS:
@@ -265,12 +276,12 @@ def _plan(
         )
     elif looked_for and not plan.fits:
         with fit_report.watch(console) as progress:
-            advice = fit.advise(run, plan, topology, **settings, on_progress=progress)
+            advice = fit.advise(run, plan, topology, **settings, on_progress=heard(progress))
         plan = fit_report.with_hints(plan, advice)
         fit_report.show_advice(advice, console)
     elif looked_for:
         with fit_report.watch(console) as progress:
-            reasons = fit.why(run, plan, topology, **settings, on_progress=progress)
+            reasons = fit.why(run, plan, topology, **settings, on_progress=heard(progress))
         plan = fit_report.with_hints(plan, reasons)
         fit_report.show_reasons(reasons, console)
     if options["why"] and not plan.fits:
@@ -281,21 +292,24 @@ def _plan(
         Path(options["json"]).expanduser().write_text(json.dumps(to_json(plan), indent=1) + "\n")
     if options["html"]:
         Path(options["html"]).expanduser().write_text(page.html(plan, ratio_range(), steps=run.train.steps))
-    return 0
+    return INTERRUPTED if interrupted else 0
 
 
 def _search(
     loaded: Loaded, topology: Any, check: Any, cache: Any, jobs: int, budget: float, console: rich.console.Console
 ) -> int:
     from jaxtrain.plan.report import search_report
-    from jaxtrain.plan.search.search import search
+    from jaxtrain.plan.search.best import search
 
     with search_report.watch(console) as progress:
-        found = search(loaded.run, _name(loaded), topology, budget, check=check, jobs=jobs, cache=cache, on_progress=progress)
+        how = {"check": check, "jobs": jobs, "cache": cache, "most": int(loaded.options["most"]), "on_progress": progress}
+        found = search(loaded.run, _name(loaded), topology, budget, **how)
     search_report.show(found, console)
     if loaded.options["json"]:
         tree = search_report.to_json(found)
         Path(loaded.options["json"]).expanduser().write_text(json.dumps(tree, indent=1) + "\n")
+    if found.ended == "interrupted":
+        return INTERRUPTED
     return 0 if any(c.plan for c in found.tried) else 1
 
 

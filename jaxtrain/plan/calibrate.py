@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain import hardware
 from jaxtrain.kernels import attention
 from jaxtrain.plan import rates, result
-from jaxtrain.plan.program.roofline import ATTENTION_BACKWARD
+from jaxtrain.plan.program.work import ATTENTION_BACKWARD
 from jaxtrain.step import hardware_of
 
 AXIS = "x"

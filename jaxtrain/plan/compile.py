@@ -16,8 +16,8 @@ from jaxtrain.plan import topology as machines
 from jaxtrain.plan.topology import Topology
 from jaxtrain.step import Program, build
 
-# On a GPU, XLA times ways to write a kernel for each fusion. Without one it compiles them all the same, and takes the first
-# that compiles: more than half of a plan's seconds, for kernels that nobody runs. Nothing that a plan reads depends on it.
+# A run's compiler times several ways to write each fusion's kernel. Without a GPU it would compile them all the same and take
+# the first: more than half of a plan's seconds, for kernels that nobody runs. Instructions, schedule and buffers stay the same.
 NO_TUNING: dict[str, str | bool] = {"xla_gpu_experimental_enable_fusion_autotuner": False}
 
 
@@ -35,7 +35,7 @@ class Compiled:
 
 
 def compile_step(run: RunConfig, topology: Topology) -> Compiled:
-    """The train step of a run, compiled as training on that machine would compile it.
+    """The train step of a run, compiled as training on that machine would compile it, but for NO_TUNING.
 
     Raises LayoutError or Unsupported where the config cannot be, RuntimeError where XLA's GPU compiler is not there.
     """

@@ -141,13 +141,15 @@ class Plan:
     hints: tuple[str, ...]
     warnings: tuple[str, ...]
     versions: dict[str, str]
-    options: dict[str, str | bool]  # compiler options in force
+    options: dict[str, str | bool]  # compiler options that training would use
     format: int = FORMAT
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
     """A plan as plain data for `--json`."""
-    return dataclasses.asdict(plan)
+    tree = dataclasses.asdict(plan)
+    tree["memory"]["taken_gib"] = plan.memory.taken_gib
+    return tree
 
 
 def from_json(tree: dict[str, Any]) -> Plan:
@@ -155,6 +157,7 @@ def from_json(tree: dict[str, Any]) -> Plan:
     if tree.get("format") != FORMAT:
         raise ValueError(f"a plan of format {tree.get('format')!r}; this jaxtrain reads {FORMAT}")
     memory = dict(tree["memory"])
+    del memory["taken_gib"]
     memory["timeline"] = tuple((gib, phase) for gib, phase in memory["timeline"])
     memory["largest"] = tuple(Buffer(**b) for b in memory["largest"])
     sections = {

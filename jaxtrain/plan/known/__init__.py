@@ -1,1 +1,1 @@
-"""Plans of what is known elsewhere: the shipped configs, well-known models, published runs."""
+"""Plans made to be compared: shipped configs with those kept, well-known models, published runs."""

@@ -21,8 +21,9 @@ from rich.text import Text
 from jaxtrain import launch
 from jaxtrain.plan import topology
 from jaxtrain.plan.known.golden_file import MARGINS, WRITE, Golden, GoldenError, from_plan, inapplicable, load, save
+from jaxtrain.plan.numbers import number
 from jaxtrain.plan.rates import datasheet
-from jaxtrain.plan.report.figures import number
+from jaxtrain.plan.report.live import live
 from jaxtrain.plan.result import Plan
 from jaxtrain.plan.search import parallel
 from jaxtrain.plan.search.cache import Cache
@@ -303,5 +304,14 @@ def run(
             save(from_plan(outcome.plan), path(name, folder))
             console.print(Text(f"{name}: written to {path(name, folder)}"), soft_wrap=True)
 
-    plan_many(wanted, jobs=jobs, cache=cache, on_done=done)
+    heard: list[str] = []
+    with live(console, "golden plans") as progress:
+        progress(0, len(wanted))
+
+        def counted(name: str, outcome: parallel.Outcome) -> None:
+            heard.append(name)
+            progress(len(heard), len(wanted), f"last: {name}")
+            done(name, outcome)
+
+        plan_many(wanted, jobs=jobs, cache=cache, on_done=counted)
     return max(codes)

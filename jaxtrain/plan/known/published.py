@@ -22,20 +22,21 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from jaxtrain import flops
 from jaxtrain.config import to_dict
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.known.published_runs import RUNS, Run
-from jaxtrain.plan.known.what_fits import markdown_table
+from jaxtrain.plan.numbers import percent
 from jaxtrain.plan.rates import datasheet
-from jaxtrain.plan.report.figures import ASSUMPTIONS, percent
+from jaxtrain.plan.report.figures import ASSUMPTIONS, markdown_table
 from jaxtrain.plan.report.live import live
 from jaxtrain.plan.result import Plan
 from jaxtrain.plan.search.cache import Cache
 from jaxtrain.plan.search.parallel import Outcome, Request, plan_many
 
-FORMAT = 1
+FORMAT = 2
 STORED = Path(__file__).parent / "data" / "published.json"
 PAGE = "docs/planned_vs_published.md"
 COMMAND = f"python -m jaxtrain.plan --published={PAGE}"
@@ -314,15 +315,16 @@ def run(console: Console, out: Path | None = None, *, cache: Cache | None = None
     requests = {r.name: r.request for r in RUNS}
     finished: list[str] = []
     with live(console, "published runs") as show_progress:
+        show_progress(0, len(requests))
 
         def done(name: str, outcome: Outcome) -> None:
             finished.append(name)
-            show_progress(len(finished), len(requests), name, [f"{name}: {outcome.kind} {outcome.reason}".rstrip()])
+            show_progress(len(finished), len(requests), f"last: {name}", [f"{name}: {outcome.kind}"])
 
         outcomes = plan_many(requests, jobs=jobs, cache=cache, on_done=done)
     failed = {name: o for name, o in outcomes.items() if o.plan is None}
     for name, o in failed.items():
-        console.print(f"{name}: {o.kind}: {o.reason}")
+        console.print(Text(f"{name}: {o.kind}: {o.reason}"), soft_wrap=True)
     if failed:
         return 1
     plans = {name: o.plan for name, o in outcomes.items() if o.plan}

@@ -3,8 +3,9 @@
     python -m jaxtrain.plan --what-fits [--budget=SECONDS]         as tables on the terminal
     python -m jaxtrain.plan --what-fits=docs/what_fits.md          and as that page
 
-A cell is pruned before it is compiled: where the state alone, or the formulas of bound.py, need more than a GPU gives. Else the
-fastest layout by those formulas that should fit is compiled, and where it does not fit, a smaller one, TRIES times at most.
+A cell is pruned before it is compiled, where the state alone or the formulas of search/bound.py need more than a GPU gives.
+Else the fastest layout by those formulas that should fit is compiled, and where it does not fit, a smaller one, TRIES times at
+most.
 On several nodes two ways to split the state are tried, over all GPUs and within each node, and the faster that fits is shown.
 Moments are float32; bfloat16 only where nothing fits with them. All cells go in rounds through the pool and the cache of plans,
 so that a run that was cut off goes on where it was.
@@ -14,7 +15,7 @@ import dataclasses
 import datetime
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxtrain import compiler, flops, receipt
+from jaxtrain import flops, receipt
 from jaxtrain.config import ConfigError, RunConfig, default_config, resolve
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.known.well_known import SHAPES, Shape
+from jaxtrain.plan.numbers import percent, rough
 from jaxtrain.plan.rates import rates_for
-from jaxtrain.plan.report.figures import mesh, percent, rough
+from jaxtrain.plan.report.figures import markdown_table, mesh, remat
 from jaxtrain.plan.report.live import live
-from jaxtrain.plan.report.search_report import remat
 from jaxtrain.plan.result import Plan, Rates
 from jaxtrain.plan.search.bound import BYTES, bound
 from jaxtrain.plan.search.cache import Cache
@@ -109,7 +110,7 @@ class Cell:
 
     def __init__(self, shape: Shape, machine: str):
         self.shape, self.topology = shape, machines.parse(machine)
-        self.usable_gib = compiler.card(self.topology.memory_gib).usable_gib
+        self.usable_gib = self.topology.usable_gib()
         self.tracks: list[Track] = []
         self.least_gib = 0.0  # of all layouts, with the moments opened last
         self._left = list(MOMENTS)
@@ -281,14 +282,6 @@ def tables(cells: Sequence[Cell]) -> list[tuple[str, list[list[str]]]]:
     return out
 
 
-def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table; columns of numbers stand to the right."""
-    rows = [list(cells) for cells in rows]
-    right = [all(cells[i][:1].isdigit() or cells[i] == "-" for cells in rows) for i in range(len(headings))]
-    rule = ["---:" if r else "---" for r in right]
-    return ["| " + " | ".join(cells) + " |" for cells in (headings, rule, *rows)]
-
-
 def markdown(cells: Sequence[Cell], command: str) -> str:
     """docs/what_fits.md."""
     plans = [cell.best.plan for cell in cells if cell.best and cell.best.plan]
@@ -362,6 +355,7 @@ def run(
     """
     cells = [Cell(SHAPES[model], machine) for model in models for machine in topologies]
     with live(console) as show_progress:
+        show_progress(0, sum(len(cell.todo()) for cell in cells))
 
         def done(cell: Cell) -> None:
             settled = sum(track.tries for c in cells for track in c.tracks)
@@ -369,7 +363,7 @@ def run(
             last = f"{cell.shape.name} on {cell.topology.name}: " + (
                 mesh(best.plan) if (best := cell.best) and best.plan else "no"
             )
-            show_progress(settled, settled + waiting, last, [f"{settled} of {settled + waiting}: {last}"])
+            show_progress(settled, settled + waiting, f"last: {last}", [f"{settled} of {settled + waiting}: {last}"])
 
         plan_cells(cells, cache=cache, jobs=jobs, budget_s=budget_s, on_done=done, **how)
     show(cells, console)

@@ -1,18 +1,15 @@
-"""What a plan's report and page both say: its reductions, its sentences, and how its numbers are written.
-
-Memory is in GiB, as allocators count; what travels is in GB (1e9 bytes), as links and the literature count. A column has the
-decimals that its largest entry deserves: a plan is good to a few percent, not to five digits.
-"""
+"""What a plan's report and page both say: its reductions and its sentences. Numbers are written as numbers.py says."""
 
 import dataclasses
 import math
 import shlex
 from collections.abc import Iterable, Sequence
 
+from jaxtrain.config import RunConfig
+from jaxtrain.plan.numbers import gib, number, percent, rough
 from jaxtrain.plan.result import Collective, Kernel, Plan
 from jaxtrain.plan.topology import CHIPS
 
-GB_PER_GIB = 2**30 / 1e9
 SECONDS_PER_DAY = 86_400
 TRILLION = 1e12
 SMALL = 0.002  # of the peak: a class of memory below this has no row of its own
@@ -22,60 +19,6 @@ ASSUMPTIONS = (
     "over link rate plus a latency for each node passed; neither slows the other; nothing waits for data, saves, stragglers "
     "or clocks"
 )
-
-
-# ---- numbers
-
-
-def decimals(values: Iterable[float]) -> int:
-    """How many decimals a column with these values deserves."""
-    largest = max((abs(v) for v in values if math.isfinite(v)), default=0.0)
-    return 0 if largest >= 1000 else 1 if largest >= 10 else 2
-
-
-def column(values: Sequence[float]) -> list[str]:
-    """Numbers of one unit with equal decimals; what would round to zero without being it shows as '<0.1'."""
-    places = decimals(values)
-    return [number(v, places) for v in values]
-
-
-def number(value: float | None, places: int | None = None) -> str:
-    """One number with thousands separated; '-' where there is none."""
-    if value is None or not math.isfinite(value):
-        return "-"
-    places = decimals([value]) if places is None else places
-    if value == 0:
-        return "0"
-    least = 10.0**-places
-    if 0 < abs(value) < least / 2:
-        return f"<{least:.{places}f}"
-    return f"{value:,.{places}f}"
-
-
-def rough(value: float, digits: int = 3) -> str:
-    """A number that is known to so many digits: 24,034 as 24,000."""
-    if value == 0 or not math.isfinite(value):
-        return number(value, 0)
-    places = digits - 1 - math.floor(math.log10(abs(value)))
-    return f"{round(value, places):,.{max(0, places)}f}"
-
-
-def gib(values: Sequence[float]) -> tuple[str, list[str]]:
-    """(unit, numbers) of memory sizes: in MiB where not one of them reaches a GiB."""
-    if max((abs(v) for v in values), default=0.0) >= 1:
-        return "GiB", column(values)
-    return "MiB", column([v * 1024 for v in values])
-
-
-def size(value: float) -> str:
-    """One memory size with its unit."""
-    unit, (text,) = gib([value])
-    return f"{text} {unit}"
-
-
-def percent(fraction: float | None) -> str:
-    """A fraction with one decimal; '-' where there is none, as for the MFU of a GPU without a known peak."""
-    return "-" if fraction is None or not math.isfinite(fraction) else f"{number(100 * fraction, 1)}%"
 
 
 def place(source: str) -> str:
@@ -145,7 +88,17 @@ def classes(plan: Plan) -> list[tuple[str, float]]:
 
 def mesh(plan: Plan) -> str:
     """The axes that split anything, as 'fsdp=8 tensor=2'."""
-    return " ".join(f"{axis}={n}" for axis, n in plan.mesh.items() if n > 1) or "one device"
+    return " ".join(f"{axis}={n}" for axis, n in plan.mesh.items() if n > 1) or "one GPU"
+
+
+def remat(run: RunConfig) -> str:
+    """The policy; of a custom one, what it keeps."""
+    r = run.remat
+    over = f", {r.every} layers each" if r.every > 1 else ""
+    if r.policy != "custom":
+        return r.policy + over
+    items = [item.replace("=keep", "") for item in r.tensors.split(",")]
+    return "keep " + " ".join(items) + over
 
 
 def command(plan: Plan) -> str:
@@ -250,3 +203,11 @@ def built(plan: Plan) -> str:
     versions = ", ".join(f"{name} {v}" for name, v in plan.versions.items())
     options = " ".join(f"{name}={v}" for name, v in plan.options.items()) or "none"
     return f"compiled in {number(plan.compile_s, 0)} s by {versions}; compiler options: {options}"
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table; columns of numbers stand to the right."""
+    rows = [list(cells) for cells in rows]
+    right = [all(cells[i][:1].isdigit() or cells[i] == "-" for cells in rows) for i in range(len(headings))]
+    rule = ["---:" if r else "---" for r in right]
+    return ["| " + " | ".join(cells) + " |" for cells in (headings, rule, *rows)]

@@ -8,31 +8,24 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
+from jaxtrain.plan.numbers import GB_PER_GIB, column, decimals, gib, number, percent, rough, size
 from jaxtrain.plan.report.figures import (
     ASSUMPTIONS,
-    GB_PER_GIB,
     TRAINING,
     built,
     card,
     classes,
-    column,
     command,
-    decimals,
     devices,
-    gib,
     headline,
     in_pieces,
     mesh,
     moved,
-    number,
     off_by,
     peak_at,
-    percent,
     place,
     ran,
     rates,
-    rough,
-    size,
     step_parts,
     training,
     verdict,
@@ -122,7 +115,7 @@ def _tiles(plan: Plan) -> str:
     t, m = plan.time, plan.memory
     wire = sum(c.wire_gib for c in plan.collectives) * GB_PER_GIB
     tiles = [
-        ("peak memory", size(m.peak_gib), f"of {size(m.usable_gib)} usable"),
+        ("memory", size(m.taken_gib), f"of {size(m.usable_gib)} usable"),
         ("step" if plan.fits else "step, if it did fit", f"{rough(t.step_ms)} ms", f"bound by {t.bound_by}"),
         ("tokens/s/GPU", rough(t.tokens_per_s_per_device, 4), f"{rough(t.tokens_per_s, 4)} in all"),
         ("MFU, causal", percent(t.mfu_causal), f"full {percent(t.mfu_full)}, HFU {percent(t.hfu)}"),

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from jaxtrain.plan.report.figures import size
+from jaxtrain.plan.numbers import size
 from jaxtrain.plan.result import Plan
 
 HEIGHT = 280  # of the chart's plot, px; page.css says the same

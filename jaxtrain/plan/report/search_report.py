@@ -8,19 +8,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxtrain.config import RunConfig
-from jaxtrain.plan.report.figures import column, percent, rough, size
+from jaxtrain.plan.numbers import column, percent, rough, size
+from jaxtrain.plan.report.figures import remat
 from jaxtrain.plan.report.live import live
-from jaxtrain.plan.search.search import Candidate, Progress, SearchResult
+from jaxtrain.plan.search.best import Candidate, Progress, SearchResult
 from jaxtrain.plan.search.space import changes, sequences_per_gpu
 
 STYLES = {"best": "bold green", "front": "green", "too big": "red", "failed": "yellow"}
 ENDINGS = {
-    "complete": "complete: no legal layout that was left out can be faster, by its bound",
-    "most": "ended at the number of plans that a search makes",
+    "complete": "complete: no legal layout that was left out can both fit and be faster, by its bound and by what did not fit",
+    "most": "ended at the number of plans that --most allows",
     "budget": "ended when the budget of seconds was spent",
     "interrupted": "interrupted",
 }
+FORMAT = 1  # of --json
 REFUSALS = 3  # shown, of those that differ
 
 
@@ -45,30 +46,20 @@ def _best(progress: Progress) -> str:
     plan = progress.best.plan if progress.best else None
     if not progress.best or not plan:
         return "none fits so far"
-    return f"best {rough(plan.time.step_ms)} ms, {size(plan.memory.peak_gib)}: {describe(progress.best)}"
+    return f"best {rough(plan.time.step_ms)} ms, {size(plan.memory.taken_gib)}: {describe(progress.best)}"
 
 
 def _outcome(candidate: Candidate) -> str:
     plan = candidate.plan
     if plan is None:
         return f"{candidate.outcome.kind}: {candidate.outcome.reason}" if candidate.outcome else "not planned"
-    return f"{rough(plan.time.step_ms)} ms, {size(plan.memory.peak_gib)}{'' if plan.fits else ', does not fit'}"
+    return f"{rough(plan.time.step_ms)} ms, {size(plan.memory.taken_gib)}{'' if plan.fits else ', does not fit'}"
 
 
 def mesh(candidate: Candidate) -> str:
     """fsdp=4 tensor=2."""
     sizes = {key.partition(".")[2]: size for key, size in candidate.overrides if key.startswith("mesh.") and size > 1}
     return " ".join(f"{axis}={size}" for axis, size in sizes.items()) or "one GPU"
-
-
-def remat(run: RunConfig) -> str:
-    """The policy; of a custom one, what it keeps."""
-    r = run.remat
-    over = f", {r.every} layers each" if r.every > 1 else ""
-    if r.policy != "custom":
-        return r.policy + over
-    items = [item.replace("=keep", "") for item in r.tensors.split(",")]
-    return "keep " + " ".join(items) + over
 
 
 def describe(candidate: Candidate) -> str:
@@ -83,7 +74,7 @@ def show(result: SearchResult, console: Console) -> None:
     """Prints the layouts tried, the front first; what was not compiled, and why; and the overrides of the best."""
     _say(
         console,
-        f"{result.name} on {result.topology.name}: {result.layouts:,} legal layouts, {len(result.tried)} planned",
+        f"{result.name} on {result.topology.name}: {result.layouts:,} legal layouts, {len(result.tried)} tried",
         "bold",
     )
     if result.tried:
@@ -121,16 +112,16 @@ def _table(result: SearchResult) -> Table:
     table = Table(box=None, pad_edge=False, title_justify="left")
     for heading in ("mesh", "remat"):
         table.add_column(heading, overflow="fold")
-    for heading in ("seq/GPU", "accum", "step ms", "tok/s/GPU", "MFU", "peak GiB"):
+    for heading in ("seq/GPU", "accum", "step ms", "tok/s/GPU", "MFU", "GiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
     plans = [c.plan for c in result.tried if c.plan]
     steps = iter(column([p.time.step_ms for p in plans]))
-    peaks = iter(column([p.memory.peak_gib for p in plans]))
+    taken = iter(column([p.memory.taken_gib for p in plans]))
     for c in result.tried:
         note = f"{c.verdict}: {c.reason}" + (f" ({c.name})" if c.name else "")
         t = c.plan.time if c.plan else None
-        numbers = (next(steps), rough(t.tokens_per_s_per_device), percent(t.mfu_causal), next(peaks)) if t else ("",) * 4
+        numbers = (next(steps), rough(t.tokens_per_s_per_device), percent(t.mfu_causal), next(taken)) if t else ("",) * 4
         rows = f"{sequences_per_gpu(c.run, result.topology):g}"
         cells = (mesh(c), remat(c.run), rows, str(c.run.train.grad_accum), *numbers, note)
         table.add_row(*(Text(cell) for cell in cells), style=STYLES.get(c.verdict, ""))
@@ -165,20 +156,25 @@ def to_json(result: SearchResult) -> dict[str, Any]:
                 "tokens_per_s_per_device": c.plan.time.tokens_per_s_per_device,
                 "mfu_causal": c.plan.time.mfu_causal,
                 "peak_gib": c.plan.memory.peak_gib,
+                "taken_gib": c.plan.memory.taken_gib,
             }
         )
         layout = {"overrides": dict(c.overrides), "name": c.name, "verdict": c.verdict, "reason": c.reason}
-        return layout | figures | {"bound": {"step_ms": c.bound.step_s * 1e3, "peak_gib": c.bound.memory_gib}}
+        return layout | figures | {"bound": {"step_ms": c.bound.step_s * 1e3, "memory_gib": c.bound.memory_gib}}
 
     return {
+        "format": FORMAT,
         "config": result.name,
         "topology": result.topology.name,
         "best": dict(result.best.overrides) if result.best else None,
         "paste": paste(result),
         "tried": [row(c) for c in result.tried],
         "layouts": result.layouts,
+        "refused": len(result.refused),
         "cut": dict(result.cut),
         "left": result.left,
+        "could_be": result.could_be,
+        "usable_gib": result.usable_gib,
         "ended": result.ended,
         "seconds": result.seconds,
         "warnings": list(result.warnings),

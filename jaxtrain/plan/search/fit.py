@@ -7,7 +7,6 @@ first, by the step time that formulas (bound.py) and the plans made so far let e
 compiled.
 """
 
-import contextlib
 import dataclasses
 import math
 import time
@@ -16,7 +15,7 @@ from typing import Any
 
 from jaxtrain.config import RunConfig
 from jaxtrain.plan import topology as machines
-from jaxtrain.plan.report.figures import percent, rough, size
+from jaxtrain.plan.numbers import percent, rough, size
 from jaxtrain.plan.result import Plan, Rates
 from jaxtrain.plan.search.bound import mesh_sizes
 from jaxtrain.plan.search.cache import Cache
@@ -59,6 +58,7 @@ class Progress:
     """How far it is. `finished`: (what was changed, what came of it)."""
 
     most: int
+    interrupted: bool = False
     finished: list[tuple[str, Outcome]] = dataclasses.field(default_factory=list)
     running: tuple[str, ...] = ()
 
@@ -146,7 +146,8 @@ def advise(
       timeout_s: of one compile.
       on_progress: called after every change.
 
-    Ctrl-C ends it as the budget does. Raises TopologyError for a machine that cannot be described to another process.
+    Ctrl-C ends it as the budget does; `on_progress` hears of it. Raises TopologyError for a machine that cannot be described
+    to another process.
     """
     if plan.fits:
         return ()
@@ -189,7 +190,8 @@ def advise(
             if fitting or ended:
                 break
     except KeyboardInterrupt:
-        ended = " before it was interrupted"
+        ended, progress.interrupted = " before it was interrupted", True
+        on_progress(progress)
     more = _more_gpus(run, topology, rates, expected, usable)
     if fitting:
         best_ms = min(p.time.step_ms for _, p in fitting)
@@ -200,7 +202,7 @@ def advise(
 
 def _cost(c: Candidate, made: Plan, best_ms: float) -> tuple[float, ...]:
     """Order of what fits: by step time, and where that is the same, by what it does to accuracy."""
-    return (made.time.step_ms / best_ms - 1) // SAME_TIME, c.rank, c.knobs, made.memory.peak_gib
+    return (made.time.step_ms / best_ms - 1) // SAME_TIME, c.rank, c.knobs, made.memory.taken_gib
 
 
 def _that_fits(run: RunConfig, plan: Plan, c: Candidate, made: Plan) -> Advice:
@@ -317,14 +319,17 @@ def why(
 
     def reasons(some: Sequence[Saving]) -> list[Reason]:
         requests = {s.choice: _request(run, s.instead, plan, topology, rates) for s in some}
-        with contextlib.suppress(KeyboardInterrupt):  # what is planned by then is in `progress`
+        try:
             make.plans(requests, progress)
+        except KeyboardInterrupt:  # what is planned by then is in `progress`
+            progress.interrupted = True
+            on_progress(progress)
         outcomes = {choice: Outcome(None, "stopped", "interrupted") for choice in requests} | dict(progress.finished)
         return [_reason(run, s, outcomes[s.choice], plan) for s in some]
 
     alone = reasons(found)
     spare = [s for s, reason in zip(found, alone, strict=True) if reason.needed is False]
-    if len(spare) < 2:
+    if len(spare) < 2 or progress.interrupted:
         return tuple(alone)
     progress.most += 1
     names = f"{', '.join(s.choice for s in spare[:-1])} and {spare[-1].choice}"

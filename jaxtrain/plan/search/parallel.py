@@ -29,7 +29,7 @@ from jaxtrain.plan.search.cache import Cache, Failure, labelled, write_whole
 from jaxtrain.plan.topology import Topology
 
 MAKE = "jaxtrain.plan.make:make_plan"
-TIMEOUT_S = 900.0  # for one plan; 8B takes 20 s, and 70B on 1,024 GPUs no longer, on two cores
+TIMEOUT_S = 900.0  # for one plan; 8B takes some ten seconds on two cores, and 70B on 1,024 GPUs no longer
 HOST_RESERVE_GIB = 0.5  # of the host's memory, left free for everything else
 POLL_S = 0.05
 GIB = 2**30

@@ -95,9 +95,12 @@ def own_layout(run: RunConfig, topology: Topology) -> Overrides:
     return tuple((key, flat[key]) for knob in KNOBS for key in knob.keys)
 
 
-def training_check(topology: Topology) -> Check:
-    """What training on this machine would refuse in a config."""
-    devices = hardware.Devices("gpu", topology.device_kind, topology.total, topology.memory_gib, topology.name)
+def training_check(topology: Topology, source: str = "") -> Check:
+    """What training on this machine would refuse in a config. `source`: where the machine is from, for the refusal."""
+    gpu = topology.gpu
+    devices = hardware.Devices(
+        "gpu", topology.device_kind, topology.total, topology.memory_gib, source or topology.name, gpu.sm
+    )
     return lambda run: validate_step(run, devices)
 
 

@@ -8,30 +8,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxtrain.plan.numbers import GB_PER_GIB, column, gib, number, percent, rough, size
 from jaxtrain.plan.report.figures import (
     ASSUMPTIONS,
-    GB_PER_GIB,
     TRAINING,
     added,
     built,
     card,
     classes,
-    column,
     command,
     devices,
-    gib,
     headline,
     mesh,
     moved,
-    number,
     off_by,
     peak_at,
-    percent,
     place,
     ran,
     rates,
-    rough,
-    size,
     step_parts,
     training,
     verdict,
@@ -205,7 +199,7 @@ def _compared(plans: Sequence[Plan]) -> list[tuple[str, list[str], int | None]]:
     same_work = len({p.tokens_per_step for p in plans}) == 1  # else a shorter step is not a better one
     rows = [
         ("fits", ["yes" if p.fits else "no" for p in plans], None),
-        measure("peak GiB", [p.memory.peak_gib for p in plans]),
+        measure("takes GiB", [p.memory.taken_gib for p in plans]),
         ("usable GiB", column([p.memory.usable_gib for p in plans]), None),
     ]
     names = {name: None for p in plans for name in p.memory.by_class}

@@ -19,6 +19,7 @@ from jaxtrain.config import RunConfig
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Plan, Rates
+from jaxtrain.plan.search import MOST
 from jaxtrain.plan.search.bound import Bound, bound
 from jaxtrain.plan.search.cache import Cache
 from jaxtrain.plan.search.parallel import MAKE, TIMEOUT_S, Outcome, Pool, Request, from_cache, keep
@@ -35,7 +36,6 @@ from jaxtrain.plan.search.space import (
 )
 from jaxtrain.plan.topology import Topology
 
-MOST = 56  # plans of one search: of 8B, two at a time, within ten minutes where one takes up to 20 s
 # How far plans are taken to lie above their bounds before any is made, in time and in memory. Those of Llama 3 8B on 8 H200s
 # came out 5 to 16% above in time and 24 to 77% in memory, fsdp alone and one or two sequences a GPU.
 FIRST_GUESS = (1.08, 1.5)
@@ -56,7 +56,7 @@ class Candidate:
     bound: Bound
     name: str = ""  # of a layout that everybody knows
     outcome: Outcome | None = None
-    verdict: str = ""  # best | front | slower | too big | failed | not tried
+    verdict: str = ""  # best | front | slower | too big | failed
     reason: str = ""
 
     @property
@@ -122,7 +122,7 @@ class Progress:
 
 
 def _order(plan: Plan) -> tuple[float, float]:
-    return plan.time.step_ms, plan.memory.peak_gib
+    return plan.time.step_ms, plan.memory.taken_gib
 
 
 class _Ranking:
@@ -141,7 +141,7 @@ class _Ranking:
     def learn(self, candidate: Candidate, plan: Plan) -> None:
         if not candidate.bound.step_s:
             return
-        ratios = plan.time.step_ms / 1e3 / candidate.bound.step_s, plan.memory.peak_gib / candidate.bound.memory_gib
+        ratios = plan.time.step_ms / 1e3 / candidate.bound.step_s, plan.memory.taken_gib / candidate.bound.memory_gib
         self.slack = [min(old, new) for old, new in zip(self.slack, ratios, strict=True)]
         settings = self._settings[id(candidate)]
         for ident, sums in self._sums.items():
@@ -323,13 +323,13 @@ def _judge(progress: Progress) -> tuple[Candidate, ...]:
         behind = f"{more:.1%} slower"
         if not front:
             c.verdict, c.reason = "front", "fastest that fits"
-        elif plan.memory.peak_gib < smallest:
+        elif plan.memory.taken_gib < smallest:
             c.verdict, c.reason = "front", f"{behind}, smaller than all that are faster"
         else:
             c.verdict, c.reason = "slower", f"{behind}, and not smaller"
             continue
         front.append(c)
-        smallest = plan.memory.peak_gib
+        smallest = plan.memory.taken_gib
         best = c if more <= AS_FAST else best
     if best:
         best.verdict = "best"
