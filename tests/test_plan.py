@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from jaxtrain import hardware, launch, memory
-from jaxtrain.plan.compile import Compiled, compile_step
+from jaxtrain.plan.compile import NO_TUNING, Compiled, compile_step
 from jaxtrain.plan.expect import ENOUGH, FIRST, Expected, Watch, expect
 from jaxtrain.plan.make import make_plan, read_plan
 from jaxtrain.plan.program import collectives, hlo
@@ -90,9 +90,11 @@ def test_weights_travel_in_bfloat16(llama3_8b):
 def test_without_tuning_the_program_is_the_same(monkeypatch):
     """What NO_TUNING leaves out decides how a fusion's kernel is written, and nothing that a plan reads."""
     argv = ("--config=configs/llama3_1b.py", "--config.model.num_layers=2", *ONE_EACH)
-    fast = compiled(*argv)
-    monkeypatch.setattr("jaxtrain.plan.compile.NO_TUNING", {})
-    tuned = compiled(*argv)
+    steps = []
+    for without in (NO_TUNING, {}):
+        monkeypatch.setattr("jaxtrain.plan.compile.NO_TUNING", without)
+        steps.append(compiled(*argv))  # on one line for both: the program's text tells where it was asked for
+    fast, tuned = steps
 
     def instructions(step: Compiled) -> list[str]:
         kernels = re.compile(r', backend_config=\{"operation_queue_id".*')  # how a fusion's kernel is written

@@ -23,15 +23,20 @@ from jaxtrain.state import TrainState, abstract_tensors, from_tensors
 LAST = 700
 
 
+def as_a_user(module: str, *arguments: str, timeout: float) -> subprocess.CompletedProcess[str]:
+    """A command on one device."""
+    line = [sys.executable, "-m", f"jaxtrain.{module}", *arguments]
+    environment = {k: v for k, v in runs.os.environ.items() if k != "XLA_FLAGS"}
+    done = subprocess.run(line, cwd=runs.REPO, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """(the run's folder, what it printed)."""
     workdir = tmp_path_factory.mktemp("tiny") / "run"
-    line = [sys.executable, "-m", "jaxtrain.main", "--config=configs/tiny.py", f"--workdir={workdir}"]
-    environment = {k: v for k, v in runs.os.environ.items() if k != "XLA_FLAGS"}  # one device, as a user has it
-    done = subprocess.run(line, cwd=runs.REPO, env=environment, capture_output=True, text=True, timeout=1500, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return workdir, done.stdout
+    return workdir, as_a_user("main", "--config=configs/tiny.py", f"--workdir={workdir}", timeout=1500).stdout
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +142,13 @@ def test_the_sample_is_shown_and_kept(finished: tuple[Path, str]) -> None:
     assert header == f"--- step {LAST}"
     assert sample.startswith("def ")
     assert sample.strip() in said
+
+
+def test_the_sample_command_asks_as_the_run_did(finished: tuple[Path, str]) -> None:
+    workdir, _ = finished
+    written = (workdir / "samples.txt").read_text().partition("\n")[2]
+    assert as_a_user("sample", f"--workdir={workdir}", timeout=300).stdout.strip() == written.strip()
+    assert as_a_user("sample", f"--workdir={workdir}", "--seed=1", timeout=300).stdout.strip() != written.strip()
 
 
 def test_what_it_writes_is_recognisably_python(finished: tuple[Path, str], files: tuple[TokenFile, TokenFile]) -> None:
