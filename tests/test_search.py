@@ -361,9 +361,13 @@ def test_report_and_json(inline):
     assert space.own_layout(pasted, H200) == result.best.overrides
 
 
-def test_the_best_may_be_the_configs_own(inline):
+@pytest.mark.parametrize("rest", [False, True])
+def test_the_best_may_be_the_configs_own(inline, rest):
+    """Also where the config leaves an axis to what remains."""
     best = find(load(), most=30).best
     run = space.with_overrides(load(), best.overrides)
+    if rest:
+        run = dataclasses.replace(run, mesh=dataclasses.replace(run.mesh, fsdp=-1))
     result = find(run, most=30)
     console = Console(record=True, width=200)
     search_report.show(result, console)

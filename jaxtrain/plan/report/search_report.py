@@ -11,7 +11,7 @@ from rich.text import Text
 from jaxtrain.plan.numbers import column, percent, rough, size
 from jaxtrain.plan.report.figures import remat
 from jaxtrain.plan.report.live import live
-from jaxtrain.plan.search.best import Candidate, Progress, SearchResult
+from jaxtrain.plan.search.best import OWN, Candidate, Progress, SearchResult
 from jaxtrain.plan.search.space import changes, sequences_per_gpu
 
 STYLES = {"best": "bold green", "front": "green", "too big": "red", "failed": "yellow"}
@@ -103,7 +103,7 @@ def show(result: SearchResult, console: Console) -> None:
 
 def paste(result: SearchResult) -> str:
     """The best layout as overrides of the config; "" where there is none, or where it is the config's own."""
-    if result.best is None:
+    if result.best is None or result.best.name.startswith(OWN):
         return ""
     return " ".join(f"--config.{change}" for change in changes(result.run, result.best.overrides))
 

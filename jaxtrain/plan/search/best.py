@@ -40,6 +40,7 @@ from jaxtrain.plan.topology import Topology
 # came out 5 to 16% above in time and 24 to 77% in memory, fsdp alone and one or two sequences a GPU.
 FIRST_GUESS = (1.08, 1.5)
 AS_FAST = 0.01  # of a step: less is not a difference that the meter can tell, and no reason to fill a card
+OWN = "the config's own"  # layout, by name
 LIKENESS = 8.0  # a plan that shares one more setting with a layout says so much more about it
 
 TOO_BIG = "needs more memory than there is, by its bound"
@@ -212,7 +213,7 @@ def search(
     candidates = []
     for overrides in layouts:
         changed = with_overrides(run, overrides)
-        label = " = ".join(filter(None, ("the config's own" if overrides == own else "", naive.get(overrides, ""))))
+        label = " = ".join(filter(None, (OWN if overrides == own else "", naive.get(overrides, ""))))
         candidates.append(Candidate(overrides, changed, bound(changed, topology, rates), label))
 
     def request(c: Candidate) -> Request:
