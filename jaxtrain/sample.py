@@ -12,7 +12,9 @@ from jaxtrain.startup import start_jax
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; exit 2 where the question is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m jaxtrain.sample", description="Continue a text with a trained model.")
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxtrain.sample", description="Continue a text with a trained model.", allow_abbrev=False
+    )
     parser.add_argument("--workdir", required=True, help="a run's folder, or one of its checkpoints/<step>")
     own = "default: as in the run's config"
     parser.add_argument("--prompt", help=f"text to continue ({own})")

@@ -192,6 +192,9 @@ def make_placement(run: RunConfig, devices: Sequence[Any]) -> Placement:
 def describe(config: Any, topology: Any, **overrides: Any) -> Any:
     """A table of how every parameter, moment and activation of a run lies on the devices of a machine; for notebooks.
 
+    It shows itself; `.filter(name=..., kind=..., axis=...)` is a part of it, `.rows()` are plain dicts for a DataFrame. Python
+    must have been started with JAX_PLATFORMS=cpu where there is no GPU.
+
     `describe("configs/llama3_8b.py", "h200:8", mesh={"fsdp": 4, "tensor": 2})`; see plan/explore/shardings.py, which makes it.
     """
     # Imported when called: this is the door that users look for, and the room behind it stands on a floor above.

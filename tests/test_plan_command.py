@@ -21,6 +21,7 @@ SMALL = (
 def at_home(monkeypatch, request):
     monkeypatch.chdir(request.config.rootpath)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # what the command sets would stay with the tests that follow
 
 
 def refused(capsys, *argv: str) -> str:
@@ -75,6 +76,7 @@ def test_shardings_are_printed_without_compiling(capsys):
         (["--topology=h200:8", "--golden"], "--config --topology --config.KEY: --golden has no use for it"),
         (["--topology=h200:8", "--shardings", "--budget=5"], "--budget: --shardings has no use for it"),
         (["--topology=h200:8", "--search="], "--search = '': has no value"),
+        (["--topology=h200:8", "--shardings=nosuch"], "--shardings=nosuch: no array is like that"),
         (["--topology=h200:8", "--shardings="], "--shardings = '': has no value"),
         (["--topology=h200:8", "--html=tests"], "is a folder"),
         (["--topology=h200:8", "--cache=pyproject.toml"], "is not a folder"),
@@ -147,7 +149,8 @@ def test_ctrl_c_among_many_plans_tells_what_there_is(asked, monkeypatch, tmp_pat
     monkeypatch.setattr("jaxtrain.plan.search.parallel.Pool.wait", interrupted)
     argv = [*SMALL, "--topology=h200:8", "--config.dtypes.m=bf16", *asked, f"--cache={tmp_path}"]
     assert command.main(argv) == command.INTERRUPTED
-    assert "interrupted" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "interrupted" in printed and ("it ended before the first plan was made" in printed) == ("--search" in asked)
 
 
 def none_there(topology, memory_bytes=None):

@@ -217,6 +217,10 @@ def picture(array: Row | NamedSharding, shape: Sequence[int] | None = None) -> P
 
 
 def print_table(run: RunConfig, topology: str | Topology | Sequence[Any], filter: str, console: Console) -> None:
-    """The table of a run on a console; `filter` as `parse_filter` reads it, "" for all. Raises what `describe` raises."""
+    """The table of a run on a console; `filter` as `parse_filter` reads it, "" for all. Raises what `describe` raises,
+    and ValueError where no array is like that."""
     asked = parse_filter(filter)
-    console.print(describe(run, topology).filter(**asked).grid(narrow=console.width < 140))
+    found = describe(run, topology).filter(**asked)
+    if not found.rows():
+        raise ValueError(f"--shardings={filter}: no array is like that; --shardings alone lists all of them")
+    console.print(found.grid(narrow=console.width < 140))

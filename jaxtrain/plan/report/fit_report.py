@@ -29,8 +29,8 @@ def watch(console: Console) -> Iterator[Callable[[Progress], None]]:
             nonlocal said
             new = list(enumerate(progress.finished, 1))[said:]
             said += len(new)
-            lines = [f"{n}: {label}: {_came_of(outcome)}" for n, (label, outcome) in new]
-            show(len(progress.finished), progress.most, ", ".join(progress.running), lines)
+            lines = [f"{n}: {progress.done}{label}: {_came_of(outcome)}" for n, (label, outcome) in new]
+            show(len(progress.finished), progress.most, progress.done + ", ".join(progress.running), lines)
 
         yield changed
 

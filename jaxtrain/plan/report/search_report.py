@@ -84,14 +84,15 @@ def show(result: SearchResult, console: Console) -> None:
     for reason, count in _refusals(result).items():
         _say(console, f"{count:,} settings refused: {reason}")
     if result.left:
-        most = f"; by its bound, the best of them could take {1 - result.could_be:.1%} less time" if result.could_be < 1 else ""
-        _say(console, f"{result.left:,} layouts not tried{most}")
+        _say(console, f"{result.left:,} layouts not tried{_could_be(result)}")
     _say(console, f"{ENDINGS[result.ended]}; {result.seconds:.0f} s")
     for warning in result.warnings:
         _say(console, f"warning: {warning}", "yellow")
     if result.best is None:
-        planned = any(c.plan for c in result.tried)
-        none = f"no layout that was planned fits into {size(result.usable_gib)}" if planned else "no layout could be planned"
+        none = f"no layout that was planned fits into {size(result.usable_gib)}"
+        if not any(c.plan for c in result.tried):
+            early = not result.tried and result.ended in ("budget", "interrupted")
+            none = "it ended before the first plan was made" if early else "no layout could be planned"
         _say(console, none, "bold red")
         return
     if not paste(result):
@@ -99,6 +100,18 @@ def show(result: SearchResult, console: Console) -> None:
         return
     _say(console, "the best layout, to paste behind the config", "bold")
     console.print(Text(paste(result)), soft_wrap=True)
+
+
+def _could_be(result: SearchResult) -> str:
+    """What the layouts not tried could still save, beside how much of that the bound is short of by nature."""
+    best = result.best
+    if not best or not best.plan or result.could_be >= 1:
+        return ""
+    low = 1 - best.bound.step_s * 1e3 / best.plan.time.step_ms
+    return (
+        f"; the best of them takes at most {1 - result.could_be:.1%} less time than the best plan, by its bound, which for the "
+        f"best plan itself was {low:.1%} too low"
+    )
 
 
 def paste(result: SearchResult) -> str:

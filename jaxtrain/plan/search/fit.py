@@ -58,6 +58,7 @@ class Progress:
     """How far it is. `finished`: (what was changed, what came of it)."""
 
     most: int
+    done: str = ""  # what was done with what is named: "without "
     interrupted: bool = False
     finished: list[tuple[str, Outcome]] = dataclasses.field(default_factory=list)
     running: tuple[str, ...] = ()
@@ -314,7 +315,7 @@ def why(
     machines.parse(topology.name)
     rates = rates or plan.rates
     found = savings(run, topology, rates, check)
-    progress = Progress(len(found))
+    progress = Progress(len(found), "without ")
     make = _making(on_progress, budget_s, jobs, cache, plan_one, timeout_s)
 
     def reasons(some: Sequence[Saving]) -> list[Reason]:

@@ -136,9 +136,13 @@ def sequences_per_gpu(run: RunConfig, topology: Topology) -> float:
 
 
 def naive_layouts(run: RunConfig, topology: Topology, layouts: Sequence[Overrides]) -> dict[str, Overrides]:
-    """What one would try first, with everything recomputed and a microbatch near one sequence a GPU: for comparison."""
+    """What one would try first, with everything recomputed and a microbatch near one sequence a GPU: for comparison.
+
+    The names say full remat: how much slower such a layout is lies not in its mesh alone.
+    """
     found = {}
-    for name, axis in (("plain fsdp", "fsdp"), ("pure data", "data"), ("pure tensor", "tensor")):
+    for mesh, axis in (("plain fsdp", "fsdp"), ("pure data", "data"), ("pure tensor", "tensor")):
+        name = f"{mesh}, full remat"
         wanted = {f"mesh.{axis}": topology.total, "remat.policy": "full", "remat.every": 1}
         alike = [o for o in layouts if wanted.items() <= dict(o).items()]
         if alike:
