@@ -30,7 +30,8 @@ def watch(console: Console) -> Iterator[Callable[[Progress], None]]:
             new = list(enumerate(progress.finished, 1))[said:]
             said += len(new)
             lines = [f"{n}: {progress.done}{label}: {_came_of(outcome)}" for n, (label, outcome) in new]
-            show(len(progress.finished), progress.most, progress.done + ", ".join(progress.running), lines)
+            now = ", ".join(f"{progress.done}{label}" for label in progress.running)
+            show(len(progress.finished), progress.most, now, lines)
 
         yield changed
 
