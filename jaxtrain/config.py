@@ -23,7 +23,7 @@ RULES = {
     "batch": "data+fsdp",
     "sequence": "seq",
     "residual": "seq+tensor",
-    "embed": "fsdp",
+    "embed": "fsdp+seq",
     "heads": "tensor",
     "kv_heads": "tensor",
     "head_dim": "",
@@ -54,19 +54,24 @@ def impossible_rules(table: Mapping[str, list[str]]) -> list[tuple[str, str, str
     if table["heads"] != table["kv_heads"]:
         rule = f"query heads are split over {table['heads']}, and a query head must be where its key/value head is"
         found.append(("kv_heads", rule, "Give heads and kv_heads the same mesh axes."))
-    if table["sequence"]:
-        rule = f"would split sequences over {table['sequence'][0]} inside attention, which sees whole sequences"
+    if table["sequence"] not in ([], ["seq"]):
+        rule = f"would split sequences over {'+'.join(table['sequence'])}, and keys travel along mesh axis 'seq' only"
         found.append(("sequence", rule, "Leave it 'seq'; sharding.rules.residual splits tokens between the blocks."))
+    if table["residual"][: len(table["sequence"])] != table["sequence"]:
+        rule = (
+            f"tokens inside the blocks are split over {table['sequence']}, of which the residual stream's parts must be parts"
+        )
+        found.append(("residual", rule, "Begin it with sharding.rules.sequence, as 'seq+tensor'."))
     if table["head_dim"]:
         found.append(("head_dim", "a head's width cannot be split", "Leave it ''; split heads and kv_heads."))
-    alone = [a for a in table["embed"] if a not in table["batch"]]
+    alone = [a for a in table["embed"] if a not in table["batch"] + table["sequence"]]
     if alone:
         rule = f"mesh axis {alone[0]!r} does not split the batch, so its devices would add up the same gradients"
-        found.append(("embed", rule, "Name mesh axes of sharding.rules.batch only."))
-    both = [a for a in table["vocab"] if a in table["batch"]]
+        found.append(("embed", rule, "Name mesh axes of sharding.rules.batch and .sequence only."))
+    both = [a for a in table["vocab"] if a in table["batch"] + table["sequence"]]
     if both:
         rule = f"mesh axis {both[0]!r} also splits the batch, and every device needs all logits of its tokens"
-        found.append(("vocab", rule, "Name mesh axes that sharding.rules.batch does not."))
+        found.append(("vocab", rule, "Name mesh axes that sharding.rules.batch and .sequence do not."))
     return found
 
 
@@ -110,21 +115,27 @@ class Mesh:
     data: int = key(1, "replicas of the weights; the batch is split over data x fsdp")
     fsdp: int = key(-1, "shards of weights, moments and batch; weights are gathered layer by layer")
     tensor: int = key(1, "shards of heads, feed-forward and vocabulary within a layer")
-    seq: int = key(1, "shards of the sequence (context parallelism): only 1 for now")
+    seq: int = key(1, "shards of the sequence (context parallelism); attention.context says how keys meet queries")
 
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
     """Logical axes onto mesh axes."""
 
+    zero: int = key(
+        3, "over fsdp and seq: 0 all replicated | 1 moments and master split | 2 gradients too | 3 weights in use too"
+    )
+    gather: str = key("layer", "zero=3 gathers weights per layer | forward (kept until its backward) | step (once a step)")
     rules: tuple[tuple[str, str], ...] = key(tuple(RULES.items()), "logical axis -> mesh axes joined by '+'; '' keeps it whole")
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """Which attention kernel."""
+    """Which attention kernel, and how it reaches keys on other devices."""
 
     impl: str = key("auto", "auto | cudnn | chunked | reference; auto says which it took and why")
+    context: str = key("ring", "ring | ulysses | gather: how keys meet queries where mesh.seq splits the sequence")
+    ulysses: int = key(0, "context=ulysses: ranks that trade tokens for heads, the rest form a ring; 0: as many as heads allow")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("f32", "bf16"),
     "model.rope_scaling": ("none", "llama3"),
     "attention.impl": ("auto", "cudnn", "chunked", "reference"),
+    "attention.context": ("ring", "ulysses", "gather"),
+    "sharding.gather": ("layer", "forward", "step"),
     "remat.policy": POLICIES,
     "dtypes.params": ("auto", "f32", "bf16"),
     "dtypes.m": ("auto", "f32", "bf16"),
@@ -70,14 +72,22 @@ AT_LEAST: dict[str, float] = {
                 "optimizer.beta2",
             ),
             *("optimizer.clip_norm", "eval.every_steps", "checkpoint.every_steps", "checkpoint.keep_every"),
-            *("log.peak_tflops", "sample.max_tokens", "sample.temperature", "sample.seed", "profile.start"),
+            *(
+                "sharding.zero",
+                "attention.ulysses",
+                "log.peak_tflops",
+                "sample.max_tokens",
+                "sample.temperature",
+                "sample.seed",
+                "profile.start",
+            ),
         ),
         0,
     ),
     "checkpoint.step": -1,
 }
 ABOVE_ZERO = ("model.norm_eps", "model.rope_base", "model.rope_low_freq", "model.init_std", "optimizer.eps", "sample.top_p")
-AT_MOST = {"train.memory_fraction": 1.0, "sample.top_p": 1.0}
+AT_MOST = {"sharding.zero": 3, "train.memory_fraction": 1.0, "sample.top_p": 1.0}
 BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
 
 # Arrays of the model by their logical axes: no mesh axis may split two of one array.
@@ -149,9 +159,6 @@ def mesh_sizes(run: RunConfig, devices: Devices) -> tuple[dict[str, int] | None,
     if len(free) > 1:
         rule = "only one axis may be -1, or the split is not determined"
         problems.append(Problem("mesh", shown, rule, f"Set {' or '.join(f'mesh.{a}' for a in free)} to a number."))
-    if asked["seq"] != 1:
-        rule = "splitting the sequence is not supported yet: attention would need keys from other devices"
-        problems.append(Problem("mesh.seq", asked["seq"], rule, "Set mesh.seq to 1; shard more with mesh.fsdp or mesh.tensor."))
     if devices.count < 1:
         problems.append(Problem("devices", devices.count, f"no device to run on ({devices.source})", "Unset JAX_PLATFORMS."))
     if problems:
