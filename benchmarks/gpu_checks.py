@@ -185,7 +185,7 @@ def attention_case(shape: Sequence[Any], kernel_name: str) -> dict[str, Any]:
     @jax.jit
     def measured(q, k, v, do):
         kernel = Kernel(kernel_name, spec)
-        o, back = jax.vjp(lambda q, k, v: kernel(q, k, v, kernel.prepare(rows), placement), q, k, v)
+        o, back = jax.vjp(lambda q, k, v: kernel(q, k, v, kernel.prepare(rows, placement), placement), q, k, v)
         return o, *back(do)
 
     real = rows.q_segments[:, :, None, None] > 0
@@ -261,7 +261,7 @@ def step_case(argv: list[str], warmup: int, timed: int) -> dict[str, Any]:
         )
         marks, losses, waiting = [], [], None
         for i in range(warmup + timed + 1):
-            batch = step.place_batch(batches.batch(i), program.batch)
+            batch = step.place_batch(batches.batch(i), program.batch, program.context)
             current, values = train(current, batch)
             if waiting is not None:
                 losses.append(float(waiting["loss"]))

@@ -68,6 +68,10 @@ def impossible_rules(table: Mapping[str, list[str]]) -> list[tuple[str, str, str
     if alone:
         rule = f"mesh axis {alone[0]!r} does not split the batch, so its devices would add up the same gradients"
         found.append(("embed", rule, "Name mesh axes of sharding.rules.batch and .sequence only."))
+    last = [a for a in table["embed"] if a in table["sequence"]]
+    if last and table["embed"][-len(last) :] != last:
+        rule = f"mesh axis {last[0]!r}, which splits sequences, stands before one that splits the batch"
+        found.append(("embed", rule, "Name the axes of sharding.rules.sequence last, as 'fsdp+seq'."))
     both = [a for a in table["vocab"] if a in table["batch"] + table["sequence"]]
     if both:
         rule = f"mesh axis {both[0]!r} also splits the batch, and every device needs all logits of its tokens"

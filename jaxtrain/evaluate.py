@@ -3,18 +3,19 @@
 import math
 from typing import Any
 
+from jaxtrain.context import Context
 from jaxtrain.loss import Batch
 from jaxtrain.models.module import Params
 from jaxtrain.step import place_batch
 
 
-def evaluate(eval_step: Any, params: Params, batches: Any, abstract: Batch, count: int) -> float:
+def evaluate(eval_step: Any, params: Params, batches: Any, abstract: Batch, context: Context, count: int) -> float:
     """Mean loss in nats per predicted token over batches 0 .. count - 1 of a source: the same ones at every call.
 
     eval_step: compiled, see step.make_eval_step. batches: the data interface, with `.batch(i)`. The sums are added up in
     float64 on the host, so the result does not depend on the order of arrival.
     """
-    sums = [eval_step(params, place_batch(batches.batch(i), abstract)) for i in range(count)]
+    sums = [eval_step(params, place_batch(batches.batch(i), abstract, context)) for i in range(count)]
     loss, weight = (math.fsum(float(s[k]) for s in sums) for k in (0, 1))
     return loss / weight if weight else math.nan
 

@@ -10,12 +10,14 @@ import numpy as np
 import optax
 
 from jaxtrain.config import RunConfig
+from jaxtrain.context import Context, make_context
 from jaxtrain.kernels import attention
+from jaxtrain.kernels.context import window
+from jaxtrain.kernels.context.split import Split
 from jaxtrain.kernels.dot import DTYPES, Numerics
 from jaxtrain.loss import Batch, LossFunction, LossSpec, loss_function
-from jaxtrain.models import family
+from jaxtrain.models import family, layers
 from jaxtrain.models.attention import Kernel
-from jaxtrain.models.layers import Context
 from jaxtrain.models.module import Definition, Params
 from jaxtrain.models.remat import make_plan
 from jaxtrain.optimizer import make_optimizer, make_schedule
@@ -117,17 +119,23 @@ class Program:
     eval_batch: Batch  # likewise: (1, B, T)
     train_step: Any  # jitted; call .lower(state, batch).compile()
     eval_step: Any  # jitted
+    context: Context  # how the devices of a sequence share it, and the order in which they hold its tokens
     attention: str  # the chosen kernel
     attention_reason: str
 
 
-def place_batch(host: dict[str, np.ndarray], abstract: Batch) -> Batch:
+def place_batch(host: dict[str, np.ndarray], abstract: Batch, context: Context) -> Batch:
     """The batch's door: rows from the host, (A x B, T), onto the devices as (A, B, T) microbatches.
 
-    The order of tokens along a row is decided here and nowhere else: behind this door the model sees segments and
-    positions only. Today the order is that of the text.
+    The order of tokens along a row is decided here and nowhere else, for all arrays alike: behind this door the model sees
+    segments and positions only, and the attention kernels know which chunks of the row they hold (jaxtrain/context.py).
     """
-    return {k: jax.device_put(host[k].reshape(a.shape), a.sharding) for k, a in abstract.items()}
+    order = list(context.chunks)
+
+    def ordered(x: np.ndarray) -> np.ndarray:
+        return x if len(order) == 1 else x.reshape(x.shape[0], len(order), -1)[:, order]
+
+    return {k: jax.device_put(ordered(host[k]).reshape(a.shape), a.sharding) for k, a in abstract.items()}
 
 
 def hardware_of(device: Any) -> attention.Hardware:
@@ -147,7 +155,7 @@ def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Def
     """The model of a config, placed."""
     module = family(run.model.family)
     return Definition(
-        lambda rngs: module.build(run.model, kernel, make_plan(run.remat), Context(numerics_of(run), placement), rngs)
+        lambda rngs: module.build(run.model, kernel, make_plan(run.remat), layers.Context(numerics_of(run), placement), rngs)
     )
 
 
@@ -159,15 +167,35 @@ def attention_spec(run: RunConfig) -> attention.Spec:
     )
 
 
+def context_of(run: RunConfig, placement: Placement) -> Context:
+    """How a run's sequences are divided over the seq axis."""
+    tensor = placement.size(placement.mesh_axes("heads"))
+    kv_heads = max(1, run.model.num_kv_heads // tensor)
+    ranks = placement.size(placement.mesh_axes("sequence"))
+    a = run.attention
+    return make_context(a.context, a.ulysses, ranks, run.model.num_heads // tensor, kv_heads)
+
+
+def choose_kernel(run: RunConfig, context: Context, device: Any) -> tuple[Kernel, str]:
+    """The attention kernel for training on devices like this one, and why it was chosen."""
+    split, spec = Split(context), attention_spec(run)
+    places = run.data.seq_len // context.ring
+    asked = window.inner_spec(spec) if context.ring > 1 and window.applies(spec, places, split) else spec
+    # A place of the ring computes a chunk at a time against a chunk.
+    longest = places // 2 if context.ring > 1 else run.data.seq_len
+    name, reason = attention.choose(run.attention.impl, asked, hardware_of(device), longest)
+    return Kernel(name, spec, split), reason
+
+
 def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     """Everything that follows from a config and a set of devices, real or described. Allocates nothing.
 
     Raises LayoutError or Unsupported where the config asks for a layout or a kernel that cannot be.
     """
     placement = make_placement(run, devices)
-    spec = attention_spec(run)
-    name, reason = attention.choose(run.attention.impl, spec, hardware_of(devices[0]), run.data.seq_len)
-    definition = make_definition(run, placement, Kernel(name, spec))
+    context = context_of(run, placement)
+    kernel, reason = choose_kernel(run, context, devices[0])
+    definition = make_definition(run, placement, kernel)
     tx = make_optimizer(run.optimizer, run.dtypes, definition.axes)
     state = abstract_state(definition, tx, placement)
 
@@ -209,6 +237,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
             in_shardings=(shardings(state.params), shardings(batch)),
             out_shardings=(whole, whole),
         ),
-        name,
+        context,
+        kernel.name,
         reason,
     )

@@ -318,7 +318,7 @@ class Session:
                 rates.start_step()
                 tracer.before_step(done)
                 with rates.waiting_for_data():
-                    batch = step.place_batch(next(batches), self.program.batch)
+                    batch = step.place_batch(next(batches), self.program.batch, self.program.context)
                 current, values = compiled.train(current, batch)
                 tracer.after_step(done, values)
                 if tracer.tracing:
@@ -370,7 +370,12 @@ class Session:
     def evaluate(self, current: state.TrainState, compiled: Compiled, writers: metrics.Writers, done: int) -> None:
         """Loss on held-out text, to the log and the metrics."""
         loss = evaluate.evaluate(
-            compiled.eval, state.weights(current), self.eval_data, self.program.eval_batch, self.run.eval.batches
+            compiled.eval,
+            state.weights(current),
+            self.eval_data,
+            self.program.eval_batch,
+            self.program.context,
+            self.run.eval.batches,
         )
         bits = evaluate.bits_per_byte(loss, self.eval_data.bytes_per_token)
         writers.eval(step=done, loss=loss, bits_per_byte=bits)

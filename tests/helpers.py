@@ -127,7 +127,7 @@ def train(run: RunConfig, steps: int) -> Trained:
     """`steps` steps of the run from its initial state."""
     state, step, metrics = fresh_state(run), train_step(run), []
     for i in range(steps):
-        state, values = step(state, place_batch(host_batch(run, i), program(run).batch))
+        state, values = step(state, place_batch(host_batch(run, i), program(run).batch, program(run).context))
         metrics.append(values)
     curves = {k: np.array([float(m[k]) for m in metrics]) for k in ("loss", "grad_norm", "lr")}
     return Trained(**curves, tensors={k: np.asarray(v) for k, v in to_tensors(state).items()})

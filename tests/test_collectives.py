@@ -228,7 +228,7 @@ def test_planned_launches_are_those_of_a_run(tmp_path):
     assert {f.axis for f in found} >= {"data", "fsdp", "tensor", "data+fsdp"}
     assert max(len(f.loops) for f in found) == 2
 
-    state, batch = fresh_state(run), place_batch(host_batch(run, 0), program(run).batch)
+    state, batch = fresh_state(run), place_batch(host_batch(run, 0), program(run).batch, program(run).context)
     state, _ = jax.block_until_ready(step(state, batch))
     with jax.profiler.trace(tmp_path):
         jax.block_until_ready(step(state, batch))

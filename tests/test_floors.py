@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "jaxtrain"
 
 # "name.*" stands for a package and all that is in it.
 FLOORS = (
-    ("facts", ("__init__", "shapes", "config", "activations", "hardware", "flops", "launch", "startup")),
+    ("facts", ("__init__", "shapes", "config", "context", "activations", "hardware", "flops", "launch", "startup")),
     ("placement", ("sharding",)),
     ("arrays", ("kernels.*",)),
     ("models", ("models.*",)),

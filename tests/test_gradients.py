@@ -62,7 +62,7 @@ def gradients(path, **overrides) -> dict[str, np.ndarray]:
         }
     )
     program = helpers.program(run)
-    batch = place_batch(helpers.host_batch(run, 0), program.batch)
+    batch = place_batch(helpers.host_batch(run, 0), program.batch, program.context)
     state, _ = helpers.train_step(run)(helpers.fresh_state(run), batch)
     moments = state.optimizer[0].mu
     return {jax.tree_util.keystr(path): np.asarray(g) for path, g in jax.tree_util.tree_leaves_with_path(moments)}

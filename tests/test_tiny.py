@@ -112,7 +112,7 @@ def test_better_than_a_trigram_model_on_the_whole_validation_split(
     params = from_tensors(weights_only, checkpoints.restore(last, abstract_tensors(weights_only), subset=True)).params
     data = Path(run.paths.data).expanduser()
     whole = WholeSplit(pipeline.open_source(run.data, "", split="validation", global_batch=64, data_dir=data))
-    ours = evaluate.evaluate(program.eval_step, params, whole, program.eval_batch, whole.count)
+    ours = evaluate.evaluate(program.eval_step, params, whole, program.eval_batch, program.context, whole.count)
 
     train, validation = files
     end = whole.windows * run.data.seq_len + 1  # what the windows cover: the tail is shorter than one

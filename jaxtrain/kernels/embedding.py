@@ -1,7 +1,7 @@
 """Token embedding over a table that is split over devices: tokens travel, the table does not.
 
-Each device looks up its slice of D, and its slice of the vocabulary, for every token of the group that shares the table; one
-all-to-all then brings the slices of D together. That moves B x T x D values; gathering the table would move V x D.
+Each device looks up its slice of D, and its slice of the vocabulary, for every token of the group that shares the table; an
+all-to-all then brings the slices of D together (one over the axes that split the batch, one over those that split sequences). That moves B x T x D values; gathering the table would move V x D.
 
 The backward rule is written out because a token's gradient is a sum over all its occurrences: it is added up in float32 on
 each device and reduced across devices in the reduce dtype, like every other weight gradient. Left to autodiff, it would be
@@ -27,6 +27,7 @@ class _Split:
 
     outer: tuple[str, ...]  # split the batch, but not the table
     shared: tuple[str, ...]  # split the batch, and the table's D
+    along: tuple[str, ...]  # split tokens of the residual stream, and the table's D
     alone: tuple[str, ...]  # split the table's D only, as in sampling, where one sequence is on all devices
     vocab: tuple[str, ...]  # split the table's V
     gathered: tuple[str, ...]  # of those, the ones that also split tokens of the residual stream
@@ -38,10 +39,11 @@ def _split(p: Placement) -> _Split:
     return _Split(
         tuple(a for a in p.mesh_axes("batch") if a not in embed),
         tuple(a for a in embed if a in p.mesh_axes("batch")),
-        tuple(a for a in embed if a not in p.mesh_axes("batch")),
+        tuple(a for a in embed if a in residual),
+        tuple(a for a in embed if a not in p.mesh_axes("batch") + residual),
         vocab,
         tuple(a for a in residual if a in vocab),
-        tuple(a for a in residual if a not in vocab),
+        tuple(a for a in residual if a not in vocab + embed),
     )
 
 
@@ -52,6 +54,7 @@ def embed(table_VD: jax.Array, tokens_BT: jax.Array, residual: Axes, placement: 
     table_VD: at rest, master dtype. tokens_BT: int32 ids below V.
     """
     s = _split(placement)
+    parts = placement.size(s.along)
 
     def local(table_VD, tokens_BT):
         V = table_VD.shape[0]
@@ -61,8 +64,13 @@ def embed(table_VD: jax.Array, tokens_BT: jax.Array, residual: Axes, placement: 
         x_BTD = jnp.where(mine_BT[:, :, None], x_BTD, 0)
         others = tuple(a for a in s.vocab if a not in s.gathered)
         x_BTD = jax.lax.psum(x_BTD, others) if others else x_BTD
+        # Tokens in as many parts as the axes of `along` make of them, of which the others then split each.
+        x_BPTD = x_BTD.reshape(x_BTD.shape[0], parts, -1, x_BTD.shape[2])
         if s.gathered:
-            x_BTD = jax.lax.psum_scatter(x_BTD, s.gathered, scatter_dimension=1, tiled=True)
+            x_BPTD = jax.lax.psum_scatter(x_BPTD, s.gathered, scatter_dimension=2, tiled=True)
+        if s.along:
+            x_BPTD = jax.lax.all_to_all(x_BPTD, s.along, split_axis=1, concat_axis=3, tiled=True)
+        x_BTD = x_BPTD.reshape(x_BPTD.shape[0], -1, x_BPTD.shape[3])
         if s.shared:
             x_BTD = jax.lax.all_to_all(x_BTD, s.shared, split_axis=0, concat_axis=2, tiled=True)
         if s.alone:
@@ -95,8 +103,12 @@ def _backward(residual, placement, numerics, residuals, dy):
             dy_BTD = jax.lax.dynamic_slice_in_dim(dy_BTD, jax.lax.axis_index(s.alone) * width, width, axis=2)
         if s.shared:
             dy_BTD = jax.lax.all_to_all(dy_BTD, s.shared, split_axis=2, concat_axis=0, tiled=True)
+        dy_BPTD = dy_BTD[:, None]
+        if s.along:
+            dy_BPTD = jax.lax.all_to_all(dy_BPTD, s.along, split_axis=3, concat_axis=1, tiled=True)
         if s.gathered:
-            dy_BTD = jax.lax.all_gather(dy_BTD, s.gathered, axis=1, tiled=True)
+            dy_BPTD = jax.lax.all_gather(dy_BPTD, s.gathered, axis=2, tiled=True)
+        dy_BTD = dy_BPTD.reshape(dy_BPTD.shape[0], -1, dy_BPTD.shape[3])
         first = V * jax.lax.axis_index(s.vocab) if s.vocab else 0
         row_BT = tokens_BT - first
         row_BT = jnp.where((row_BT >= 0) & (row_BT < V), row_BT, V)  # V is out of bounds, and dropped

@@ -10,8 +10,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config import Model
-from jaxtrain.kernels import rope
+from jaxtrain.kernels import context, rope
 from jaxtrain.kernels.attention import Rows, Spec, implementation
+from jaxtrain.kernels.context.split import Split
 from jaxtrain.kernels.dot import dot
 from jaxtrain.models.layers import Context, RMSNorm
 from jaxtrain.models.module import constant, normal, param
@@ -23,25 +24,45 @@ KV_HEADS: Axes = ("batch", "sequence", "kv_heads", None)
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """The chosen attention kernel and what it was asked for."""
+    """The chosen attention kernel, what it was asked for, and how the sequence is split among devices."""
 
     name: str
     spec: Spec
+    split: Split = Split()
 
-    def prepare(self, rows: Rows) -> Any:
-        """What the kernel wants to know of a batch, once for all layers."""
-        return implementation(self.name).prepare(rows, self.spec)
+    def prepare(self, rows: Rows, placement: Placement) -> Any:
+        """What the kernel wants to know of a batch, once for all layers. Arrays have rows of the batch first."""
+        if self.split.context.size == 1:
+            return implementation(self.name).prepare(rows, self.spec)
+        tokens = placement.spec(("batch", "sequence"))
+        return jax.shard_map(
+            lambda rows: context.prepare(rows, self.spec, self.name, self.split),
+            mesh=placement.mesh,
+            in_specs=(tokens,),
+            out_specs=self._prepared(placement),
+            check_vma=False,
+        )(rows)
+
+    def _prepared(self, placement: Placement) -> P:
+        # Each device of a sequence has rows of its own, laid one after another.
+        return P(placement.mesh_axes("batch") + placement.mesh_axes("sequence") or None)
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, prepared: Any, placement: Placement) -> jax.Array:
         """Run it on each device's own sequences and heads, inside a shard_map that is manual over the whole mesh."""
-        attention, spec = implementation(self.name).attention, self.spec
         q_spec, kv_spec = placement.spec(HEADS), placement.spec(KV_HEADS)
-        rows = jax.tree.map(lambda x: P(placement.spec(("batch",))[0], *(None,) * (x.ndim - 1)), prepared)
+
+        def local(q, k, v, prepared):
+            if self.split.context.size == 1:
+                return implementation(self.name).attention(q, k, v, prepared, self.spec)
+            return context.attention(q, k, v, prepared, self.spec, self.name, self.split)
+
         return jax.shard_map(
-            lambda q, k, v, prepared: attention(q, k, v, prepared, spec),
+            local,
             mesh=placement.mesh,
-            in_specs=(q_spec, kv_spec, kv_spec, rows),
+            in_specs=(q_spec, kv_spec, kv_spec, self._prepared(placement)),
             out_specs=q_spec,
+            # The replication checker knows no groups within an axis.
+            check_vma=self.split.context.size == 1,
         )(q, k, v, prepared)
 
 
@@ -115,8 +136,8 @@ def rotary_frequencies(model: Model) -> jax.Array:
     return freq
 
 
-def share(model: Model, kernel: Kernel, rows: Rows, write_at: jax.Array | None = None) -> Shared:
+def share(model: Model, kernel: Kernel, placement: Placement, rows: Rows, write_at: jax.Array | None = None) -> Shared:
     """Everything that depends on the batch alone, made once for all layers."""
     cos, sin = rope.tables(rows.q_positions, rotary_frequencies(model))
     at = jnp.zeros((), jnp.int32) if write_at is None else write_at
-    return Shared(kernel.prepare(rows), cos, sin, at)
+    return Shared(kernel.prepare(rows, placement), cos, sin, at)

@@ -84,7 +84,7 @@ class Transformer(nnx.Module):
     def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         """Hidden states after the final norm, (B, T, D) in the residual layout. The order of tokens in a row is free as far as
         the kernel allows: only segments and positions say who sees whom."""
-        shared = share(self.model, self.kernel, Rows(segments_BT, positions_BT, segments_BT, positions_BT))
+        shared = share(self.model, self.kernel, self.ctx.placement, Rows(segments_BT, positions_BT, segments_BT, positions_BT))
         with jax.named_scope("embed"):
             x_BTD = self.embed(tokens_BT)
 
@@ -106,7 +106,7 @@ class Transformer(nnx.Module):
 
         kv_segments, kv_positions = write(cache.segments_BS, segments_BT), write(cache.positions_BS, positions_BT)
         rows = Rows(segments_BT, positions_BT, kv_segments, kv_positions)
-        shared = share(self.model, self.kernel, rows, cache.length)
+        shared = share(self.model, self.kernel, self.ctx.placement, rows, cache.length)
 
         def body(x: jax.Array, layer: tuple[Block, Any]) -> tuple[jax.Array, Any]:
             return layer[0](x, shared, layer[1])

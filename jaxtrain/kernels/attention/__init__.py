@@ -1,10 +1,21 @@
 """Attention kernels: one signature, one table of what each can do, no silent fallback.
 
-Each implementation is a file with three functions:
+Each implementation is a file with these functions:
 
     unsupported(spec, hardware) -> str | None       why it cannot do this, or None
     prepare(rows, spec) -> pytree                   what it needs to know of the batch, made once and shared by all layers
     attention(q_BTNH, k_BSKH, v_BSKH, prepared, spec) -> o_BTNH
+
+and with three more, from which kernels/context puts attention together where keys are on several devices:
+
+    describe_block(rows, spec, diagonal) -> pytree  what it needs to know of a block, made once
+    block_forward(q, k, v, described, spec, diagonal) -> (o_BTNH, lse_BNT)
+    block_backward(q, k, v, o, lse, do, described, spec, diagonal) -> (dq, dk, dv)
+
+A block is queries against some of the keys they see: on the diagonal, against themselves; else against keys that all stand
+before them. Its output is normalised by its own log-sum-exp, f32. The backward pass is given the output and log-sum-exp of all
+blocks together, and returns this block's part of the gradients, to be added up in f32. A query that sees nothing in a block
+has output 0 and a log-sum-exp of -1e30. A block knows no windows (kernels/context/window.py is for those).
 
 A token sees the tokens of its own document at or before its own position: what is masked depends on `segments` and
 `positions` alone, never on where a token stands in the array (except for `cudnn`, which needs rows in order).
@@ -17,6 +28,8 @@ import importlib
 from typing import Any, NamedTuple
 
 import jax
+
+NOTHING = -1e30  # log-sum-exp of a query that sees no key; finite, so that the difference of two of them is not NaN
 
 
 class Unsupported(ValueError):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.kernels.attention import Hardware, Rows, Spec
+from jaxtrain.kernels.attention import Hardware, Rows, Spec, reference
 from jaxtrain.kernels.attention.reference import masked_attention, visible
 
 BLOCK = 256  # queries at a time
@@ -27,12 +27,6 @@ def prepare(rows: Rows, spec: Spec) -> Rows:
 def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared: Rows, spec: Spec) -> jax.Array:
     """See the package's docstring. T is padded to a multiple of the block with queries that see nothing."""
     T = q_BTNH.shape[1]
-    block = min(BLOCK, T)
-    count = -(-T // block)
-
-    def blocks(x: jax.Array) -> jax.Array:
-        padded = jnp.pad(x, [(0, 0), (0, count * block - T)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(padded.reshape(x.shape[0], count, block, *x.shape[2:]), 1, 0)
 
     @jax.checkpoint
     def one(q, segments, positions):
@@ -42,7 +36,71 @@ def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared:
     _, out = jax.lax.scan(
         lambda carry, item: (carry, one(*item)),
         None,
-        (blocks(q_BTNH), blocks(prepared.q_segments), blocks(prepared.q_positions)),
+        (_blocks(q_BTNH), _blocks(prepared.q_segments), _blocks(prepared.q_positions)),
     )
-    o_BTNH = jnp.moveaxis(out, 0, 1).reshape(q_BTNH.shape[0], count * block, *q_BTNH.shape[2:])[:, :T]
-    return checkpoint_name(o_BTNH, "attention_out")
+    return checkpoint_name(_joined(out, T), "attention_out")
+
+
+def _blocks(x: jax.Array) -> jax.Array:
+    """(B, T, ...) as (blocks, B, queries of a block, ...), padded with zeros."""
+    B, T = x.shape[:2]
+    block = min(BLOCK, T)
+    count = -(-T // block)
+    padded = jnp.pad(x, [(0, 0), (0, count * block - T)] + [(0, 0)] * (x.ndim - 2))
+    return jnp.moveaxis(padded.reshape(B, count, block, *x.shape[2:]), 1, 0)
+
+
+def _joined(x: jax.Array, T: int) -> jax.Array:
+    """The inverse of `_blocks`."""
+    count, B, block = x.shape[:3]
+    return jnp.moveaxis(x, 0, 1).reshape(B, count * block, *x.shape[3:])[:, :T]
+
+
+def describe_block(rows: Rows, spec: Spec, diagonal: bool) -> Rows:
+    """The mask follows from the rows themselves."""
+    return rows
+
+
+def block_forward(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, described: Rows, spec: Spec, diagonal: bool
+) -> tuple[jax.Array, jax.Array]:
+    """See the package's docstring."""
+
+    def one(q, segments, positions):
+        rows = Rows(segments, positions, described.kv_segments, described.kv_positions)
+        out, lse_BNT = reference.block_forward(q, k_BSKH, v_BSKH, rows, spec, diagonal)
+        return out, jnp.swapaxes(lse_BNT, 1, 2)
+
+    T = q_BTNH.shape[1]
+    _, (out, lse) = jax.lax.scan(
+        lambda carry, item: (carry, one(*item)),
+        None,
+        (_blocks(q_BTNH), _blocks(described.q_segments), _blocks(described.q_positions)),
+    )
+    return _joined(out, T), jnp.swapaxes(_joined(lse, T), 1, 2)
+
+
+def block_backward(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    out_BTNH: jax.Array,
+    lse_BNT: jax.Array,
+    do_BTNH: jax.Array,
+    described: Rows,
+    spec: Spec,
+    diagonal: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See the package's docstring."""
+
+    def one(carry, item):
+        q, out, lse, do, segments, positions = item
+        rows = Rows(segments, positions, described.kv_segments, described.kv_positions)
+        lse_BNT = jnp.swapaxes(lse, 1, 2)
+        dq, dk, dv = reference.block_backward(q, k_BSKH, v_BSKH, out, lse_BNT, do, rows, spec, diagonal)
+        return (carry[0] + dk, carry[1] + dv), dq
+
+    arrays = (q_BTNH, out_BTNH, jnp.swapaxes(lse_BNT, 1, 2), do_BTNH, described.q_segments, described.q_positions)
+    zeros = (jnp.zeros(k_BSKH.shape, jnp.float32), jnp.zeros(v_BSKH.shape, jnp.float32))
+    (dk, dv), dq = jax.lax.scan(one, zeros, tuple(_blocks(x) for x in arrays))
+    return _joined(dq, q_BTNH.shape[1]), dk, dv

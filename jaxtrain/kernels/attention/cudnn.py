@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.kernels.attention import Hardware, Rows, Spec, Unsupported
+from jaxtrain.kernels.attention import NOTHING, Hardware, Rows, Spec, Unsupported
 
 # jax 0.12 added a parameter for user-written changes of the scores.
 _takes_score_mod = "score_mod" in inspect.signature(fused._dot_product_attention_fwd_rule).parameters
@@ -53,23 +53,31 @@ def unsupported(spec: Spec, hardware: Hardware) -> str | None:
 
 
 def prepare(rows: Rows, spec: Spec) -> Packed | None:
-    """Lengths and offsets of the documents in each row. Documents must be contiguous, numbered from 1, padding last.
+    """Lengths and offsets of the documents in each row. A document must be contiguous, and so must padding.
 
     Padding counts as one more document. cuDNN leaves what belongs to none undefined, and to put zeros there would be one more
     pass over queries, keys, values and output, forward and backward, in every layer.
     """
     if not spec.packed:
         return None
-    segments_BT = rows.q_segments
-    number_M = jnp.append(jnp.arange(1, spec.max_segments + 1, dtype=segments_BT.dtype), 0)
-    lengths_BM = jnp.sum(segments_BT[:, :, None] == number_M[None, None, :], axis=1, dtype=jnp.int32)
-    ends_BM = jnp.cumsum(lengths_BM, axis=1, dtype=jnp.int32)
+    lengths_BM, starts_BM = _documents(rows.q_segments, spec)
     exists_BM = lengths_BM > 0
     # The primitive moves all rows' entries that are not -1 to the front and reads lengths and offsets pairwise, so there must
     # be as many of one as of the other: a closing offset after the last document would shift those of the next row.
-    starts_BM = jnp.where(exists_BM, ends_BM - lengths_BM, -1)
-    offsets_BM = jnp.pad(starts_BM, ((0, 0), (0, 1)), constant_values=-1)
+    offsets_BM = _closed(jnp.where(exists_BM, starts_BM, -1))
     return Packed(jnp.where(exists_BM, lengths_BM, -1), offsets_BM)
+
+
+def _documents(segments_BT: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
+    """Lengths and starts of documents 1 to max_segments and of padding in each row, int32 (B, M); 0 where there is none."""
+    number_M = jnp.append(jnp.arange(1, spec.max_segments + 1, dtype=segments_BT.dtype), 0)
+    is_in_BTM = segments_BT[:, :, None] == number_M[None, None, :]
+    return jnp.sum(is_in_BTM, axis=1, dtype=jnp.int32), jnp.argmax(is_in_BTM, axis=1).astype(jnp.int32)
+
+
+def _closed(offsets_BM: jax.Array) -> jax.Array:
+    """With the one entry more that the primitive wants of offsets, unused."""
+    return jnp.pad(offsets_BM, ((0, 0), (0, 1)), constant_values=-1)
 
 
 def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared: Packed | None, spec: Spec) -> jax.Array:
@@ -85,17 +93,17 @@ def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared:
     return _flash(q_BTNH, k_BSKH, v_BSKH, prepared, spec)
 
 
-def _operands(q: jax.Array, packed: Packed | None) -> tuple[jax.Array, ...]:
+def _operands(q: jax.Array, queries: Packed | None, keys: Packed | None) -> tuple[jax.Array, ...]:
     """The primitive's further operands: bias, lengths and offsets of queries and keys, page tables; empty where unused."""
     none = jnp.zeros(0, q.dtype)
-    if packed is None:
+    if queries is None or keys is None:
         return (none,) * 7
-    lengths, offsets = packed.lengths_BM, packed.offsets_BM
-    return (none, lengths, lengths, offsets, offsets, none, none)
+    return (none, queries.lengths_BM, keys.lengths_BM, queries.offsets_BM, keys.offsets_BM, none, none)
 
 
-def _static(q: jax.Array, packed: Packed | None, spec: Spec) -> dict:
-    mask = fused.MaskType.CAUSAL if packed is None else fused.MaskType.PADDING_CAUSAL
+def _static(q: jax.Array, spec: Spec, causal: bool = True) -> dict:
+    kinds = fused.MaskType
+    mask = (kinds.PADDING_CAUSAL if causal else kinds.PADDING) if spec.packed else (kinds.CAUSAL if causal else kinds.NO_MASK)
     return {
         "scale": q.shape[-1] ** -0.5,
         "seed": 42,  # of dropout, which is off
@@ -110,7 +118,7 @@ def _static(q: jax.Array, packed: Packed | None, spec: Spec) -> dict:
 
 def _forward(q, k, v, packed, spec, training):
     return fused._dot_product_attention_fwd_p_wrapper.bind(
-        q, k, v, *_operands(q, packed), **_static(q, packed, spec), is_training=training
+        q, k, v, *_operands(q, packed, packed), **_static(q, spec), is_training=training
     )
 
 
@@ -128,9 +136,127 @@ def _flash_fwd(q, k, v, packed, spec):
 def _flash_bwd(spec, residuals, do):
     q, k, v, packed, out, lse = residuals
     dq, dk, dv = fused._dot_product_attention_bwd_p_wrapper.bind(
-        q, k, v, *_operands(q, packed), lse, out, do, **_static(q, packed, spec)
+        q, k, v, *_operands(q, packed, packed), lse, out, do, **_static(q, spec)
     )
     return dq, dk, dv, None
 
 
 _flash.defvjp(_flash_fwd, _flash_bwd)
+
+
+# ---- Blocks: see the package's docstring. The private primitives give a float32 log-sum-exp, and take that of all blocks back.
+
+
+class Block(NamedTuple):
+    """cuDNN's description of a block of packed rows. Every entry exists, if only with no tokens, so that entry i of what the
+    kernel makes of the documents of all rows is entry i here."""
+
+    queries: Packed
+    keys: Packed
+
+
+def describe_block(rows: Rows, spec: Spec, diagonal: bool) -> Block | None:
+    """Of keys that stand before the queries, only the last document can reach into the first document of the queries: those
+    ends of the two are one rectangle, in which all see all."""
+    if not spec.packed:
+        return None
+    if diagonal:
+        lengths_BM, starts_BM = _documents(rows.q_segments, spec)
+        documents = Packed(lengths_BM, _closed(starts_BM))
+        return Block(documents, documents)
+    q_BT, kv_BS = rows.q_segments, rows.kv_segments
+    one = (q_BT[:, 0] == kv_BS[:, -1]) & (q_BT[:, 0] > 0)
+    queries = jnp.where(one, jnp.sum(q_BT == q_BT[:, :1], axis=1, dtype=jnp.int32), 0)
+    keys = jnp.where(one, jnp.sum(kv_BS == kv_BS[:, -1:], axis=1, dtype=jnp.int32), 0)
+    zero = jnp.zeros_like(queries)
+    # With a single entry a row, the primitive would leave the offsets out.
+    return Block(
+        Packed(jnp.stack([queries, zero], 1), _closed(jnp.stack([zero, zero], 1))),
+        Packed(jnp.stack([keys, zero], 1), _closed(jnp.stack([kv_BS.shape[1] - keys, zero], 1))),
+    )
+
+
+def block_forward(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, described: Block | None, spec: Spec, diagonal: bool
+) -> tuple[jax.Array, jax.Array]:
+    """See the package's docstring."""
+    queries, keys = described or (None, None)
+    out, stats = fused._dot_product_attention_fwd_p_wrapper.bind(
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        *_operands(q_BTNH, queries, keys),
+        **_static(q_BTNH, spec, diagonal),
+        is_training=True,
+    )
+    if described is None:
+        return out, stats
+    lse_BNT = _per_token(stats, described.queries, q_BTNH.shape[1])
+    inside_BT = _inside(described.queries, q_BTNH.shape[1])
+    out = jnp.where(inside_BT[:, :, None, None], out, 0)
+    return out, jnp.where(inside_BT[:, None, :], lse_BNT, NOTHING)
+
+
+def block_backward(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    out_BTNH: jax.Array,
+    lse_BNT: jax.Array,
+    do_BTNH: jax.Array,
+    described: Block | None,
+    spec: Spec,
+    diagonal: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See the package's docstring."""
+    queries, keys = described or (None, None)
+    stats = lse_BNT if queries is None else _per_document(lse_BNT, queries)
+    dq, dk, dv = fused._dot_product_attention_bwd_p_wrapper.bind(
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        *_operands(q_BTNH, queries, keys),
+        stats,
+        out_BTNH,
+        do_BTNH,
+        **_static(q_BTNH, spec, diagonal),
+    )
+    if described is None:
+        return dq, dk, dv
+    q_inside = _inside(described.queries, q_BTNH.shape[1])[:, :, None, None]
+    kv_inside = _inside(described.keys, k_BSKH.shape[1])[:, :, None, None]
+    return jnp.where(q_inside, dq, 0), jnp.where(kv_inside, dk, 0), jnp.where(kv_inside, dv, 0)
+
+
+def _starts_ends(documents: Packed) -> tuple[jax.Array, jax.Array]:
+    starts_BM = documents.offsets_BM[:, :-1]
+    return starts_BM, starts_BM + documents.lengths_BM
+
+
+def _inside(documents: Packed, T: int) -> jax.Array:
+    """Which tokens of each row are in any of the documents, bool (B, T): the kernel leaves the others undefined."""
+    starts_BM, ends_BM = _starts_ends(documents)
+    at_T = jnp.arange(T)[None, None, :]
+    return ((at_T >= starts_BM[:, :, None]) & (at_T < ends_BM[:, :, None])).any(axis=1)
+
+
+def _per_token(stats: jax.Array, documents: Packed, T: int) -> jax.Array:
+    """The kernel's (B x M, N, T), counted from each document's first token, as (B, N, T)."""
+    B, M = documents.lengths_BM.shape
+    stats_BMNT = stats.reshape(B, M, -1, T)
+    starts_BM, ends_BM = _starts_ends(documents)
+    at_T = jnp.arange(T)
+    in_BMT = (at_T >= starts_BM[:, :, None]) & (at_T < ends_BM[:, :, None])
+    document_BT = jnp.argmax(in_BMT, axis=1)
+    place_BT = at_T[None] - jnp.take_along_axis(starts_BM, document_BT, axis=1)
+    rows_B11, heads_1N1 = jnp.arange(B)[:, None, None], jnp.arange(stats_BMNT.shape[2])[None, :, None]
+    return stats_BMNT[rows_B11, document_BT[:, None, :], heads_1N1, jnp.clip(place_BT, 0, T - 1)[:, None, :]]
+
+
+def _per_document(lse_BNT: jax.Array, documents: Packed) -> jax.Array:
+    """The inverse of `_per_token`; what stands behind the end of a document is not read."""
+    B, N, T = lse_BNT.shape
+    starts_BM, _ = _starts_ends(documents)
+    at_BMT = jnp.clip(starts_BM[:, :, None] + jnp.arange(T), 0, T - 1)
+    stats_BMNT = jnp.take_along_axis(lse_BNT[:, None], at_BMT[:, :, None, :], axis=3)
+    return stats_BMNT.reshape(-1, N, T)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.kernels.attention import Hardware, Rows, Spec
+from jaxtrain.kernels.attention import NOTHING, Hardware, Rows, Spec
 
 
 def unsupported(spec: Spec, hardware: Hardware) -> str | None:
@@ -27,22 +27,34 @@ def visible(rows: Rows, spec: Spec) -> jax.Array:
     return mask
 
 
+def _precision(x: jax.Array) -> jax.lax.Precision:
+    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
+def _scores(q_BTNH: jax.Array, k_BSKH: jax.Array, spec: Spec) -> jax.Array:
+    """f32 (B, K, G, T, S): q k^T / sqrt(H), with the soft cap."""
+    B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[2]
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
+    scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, precision=_precision(q_BTNH), preferred_element_type=jnp.float32)
+    scores *= H**-0.5
+    return spec.softcap * jnp.tanh(scores / spec.softcap) if spec.softcap else scores
+
+
 def masked_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array, spec: Spec) -> jax.Array:
     """softmax(q k^T / sqrt(H)) v over the visible keys, scores and sums in float32; a query that sees nothing gives 0."""
     B, T, N, H = q_BTNH.shape
-    K = k_BSKH.shape[2]
-    precision = jax.lax.Precision.HIGHEST if q_BTNH.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
-    scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, precision=precision, preferred_element_type=jnp.float32)
-    scores *= H**-0.5
-    if spec.softcap:
-        scores = spec.softcap * jnp.tanh(scores / spec.softcap)
+    scores = _scores(q_BTNH, k_BSKH, spec)
     mask = mask_BTS[:, None, None]
     scores = jnp.where(mask, scores, -1e30)
     weights = jnp.where(mask, jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True))), 0.0)
     weights /= jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
     out = jnp.einsum(
-        "BKGTS,BSKH->BTKGH", weights.astype(v_BSKH.dtype), v_BSKH, precision=precision, preferred_element_type=jnp.float32
+        "BKGTS,BSKH->BTKGH",
+        weights.astype(v_BSKH.dtype),
+        v_BSKH,
+        precision=_precision(q_BTNH),
+        preferred_element_type=jnp.float32,
     )
     return out.reshape(B, T, N, H).astype(q_BTNH.dtype)
 
@@ -50,3 +62,64 @@ def masked_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ma
 def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared: Rows, spec: Spec) -> jax.Array:
     """See the package's docstring."""
     return checkpoint_name(masked_attention(q_BTNH, k_BSKH, v_BSKH, visible(prepared, spec), spec), "attention_out")
+
+
+def describe_block(rows: Rows, spec: Spec, diagonal: bool) -> Rows:
+    """The mask follows from the rows themselves."""
+    return rows
+
+
+def block_forward(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, described: Rows, spec: Spec, diagonal: bool
+) -> tuple[jax.Array, jax.Array]:
+    """See the package's docstring."""
+    B, T, N, H = q_BTNH.shape
+    mask = visible(described, spec)[:, None, None]
+    scores = jnp.where(mask, _scores(q_BTNH, k_BSKH, spec), NOTHING)
+    top = scores.max(-1, keepdims=True)
+    weights = jnp.where(mask, jnp.exp(scores - top), 0.0)
+    sums = weights.sum(-1, keepdims=True)
+    weights /= jnp.maximum(sums, 1e-30)
+    out = jnp.einsum(
+        "BKGTS,BSKH->BTKGH",
+        weights.astype(v_BSKH.dtype),
+        v_BSKH,
+        precision=_precision(q_BTNH),
+        preferred_element_type=jnp.float32,
+    )
+    lse = jnp.where(sums > 0, top + jnp.log(jnp.maximum(sums, 1e-30)), NOTHING)
+    return out.reshape(B, T, N, H), lse.reshape(B, N, T)
+
+
+def block_backward(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    out_BTNH: jax.Array,
+    lse_BNT: jax.Array,
+    do_BTNH: jax.Array,
+    described: Rows,
+    spec: Spec,
+    diagonal: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See the package's docstring. With p = exp(s - lse): dv = p^T do, ds = p (do v^T - sum(do out))."""
+    B, T, N, H = q_BTNH.shape
+    K, dtype = k_BSKH.shape[2], q_BTNH.dtype
+    grouped = (B, T, K, N // K, H)
+
+    def einsum(eqn: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.einsum(eqn, a, b, precision=_precision(q_BTNH), preferred_element_type=jnp.float32)
+
+    mask = visible(described, spec)[:, None, None]
+    scores = _scores(q_BTNH, k_BSKH, spec)
+    p = jnp.where(mask, jnp.exp(scores - lse_BNT.reshape(B, K, N // K, T, 1)), 0.0)
+    do = do_BTNH.reshape(grouped)
+    both = do.astype(jnp.float32) * out_BTNH.reshape(grouped).astype(jnp.float32)
+    ds = p * (einsum("BTKGH,BSKH->BKGTS", do, v_BSKH) - jnp.moveaxis(both.sum(-1), 1, -1)[..., None])
+    if spec.softcap:
+        ds *= 1 - (scores / spec.softcap) ** 2
+    ds = (ds * H**-0.5).astype(dtype)
+    dq = einsum("BKGTS,BSKH->BTKGH", ds, k_BSKH).reshape(B, T, N, H)
+    dk = einsum("BKGTS,BTKGH->BSKH", ds, q_BTNH.reshape(grouped))
+    dv = einsum("BKGTS,BTKGH->BSKH", p.astype(dtype), do)
+    return dq, dk, dv

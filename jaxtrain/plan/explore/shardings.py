@@ -23,6 +23,7 @@ from jaxtrain.activations import ACTIVATIONS
 from jaxtrain.config import ConfigError, RunConfig, flatten
 from jaxtrain.kernels.dot import DTYPES
 from jaxtrain.loss import LossSpec, loss_function
+from jaxtrain.kernels.context.split import Split
 from jaxtrain.models.attention import Kernel
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.explore import layouts
@@ -180,7 +181,7 @@ def _traced_rows(run: RunConfig, program: Program) -> list[Row]:
 def _tagged(run: RunConfig, program: Program) -> dict[tuple[str, str], Named]:
     """The same arrays with their logical axes: the loss is traced once more, with constraints that carry them."""
     placement = layouts.tagged(program.placement)
-    definition = make_definition(run, placement, Kernel(program.attention, attention_spec(run)))
+    definition = make_definition(run, placement, Kernel(program.attention, attention_spec(run), Split(program.context)))
     spec = LossSpec(numerics_of(run), placement, run.train.loss_chunk, run.model.logit_softcap)
     loss = loss_function(run.train.loss)
 

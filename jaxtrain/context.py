@@ -1,0 +1,79 @@
+"""Who holds which tokens when `mesh.seq` splits a sequence, and how its ranks share the work of attention. No jax.
+
+A rank of the seq axis is (ring place, place in its Ulysses group): rank = ring place x ulysses + place in the group, so that
+a group, whose all-to-alls are the larger traffic, is made of neighbours.
+
+A ring of r places cuts each row into 2 r chunks of C tokens and gives place g the chunks g and 2 r - 1 - g (zigzag order). An
+early chunk sees little and its partner much: under the causal mask every place has the same 2 r C^2 pairs to compute.
+The Ulysses ranks of a place divide those two chunks between them, and attend to both with a part of the heads.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+METHODS = ("ring", "ulysses", "gather")
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """How the ranks of a sequence work together: `ulysses` x `ring` of them; (1, 1): the sequence is on one device."""
+
+    ulysses: int = 1  # ranks that trade tokens for heads around an attention that sees all tokens of the group
+    ring: int = 1  # places whose keys and values travel
+    gathered: bool = False  # keys and values are gathered over the places at once; else they go round
+
+    @property
+    def size(self) -> int:
+        return self.ulysses * self.ring
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Chunks of a row, in the order in which devices hold them; (0,) where a row stays as it is."""
+        if self.ring == 1:
+            return (0,)
+        return tuple(chunk for place in range(self.ring) for chunk in (place, 2 * self.ring - 1 - place))
+
+    @property
+    def divides(self) -> int:
+        """What the length of a sequence must be a multiple of."""
+        return self.size * 2 if self.ring > 1 else self.size
+
+
+def make_context(method: str, asked: int, ranks: int, heads: int, kv_heads: int) -> Context:
+    """The division of `ranks` ranks of the seq axis.
+
+    Args:
+      method: attention.context.
+      asked: attention.ulysses; 0: as many ranks as the heads allow.
+      ranks: mesh.seq.
+      heads, kv_heads: on each rank of the tensor axis.
+    """
+    if ranks == 1:
+        return Context()
+    if method != "ulysses":
+        return Context(1, ranks, method == "gather")
+    fits = [u for u in range(1, ranks + 1) if ranks % u == 0 and not ulysses_problem(u, heads, kv_heads)]
+    group = asked or max(fits)
+    return Context(group, ranks // group)
+
+
+def ulysses_problem(group: int, heads: int, kv_heads: int) -> str | None:
+    """Why so many ranks cannot divide these heads, or None. Key/value heads that are fewer are held by several ranks."""
+    if heads % group:
+        return f"{heads} query heads do not divide over {group} ranks"
+    if kv_heads % group and group % kv_heads:
+        return f"{kv_heads} key/value heads neither divide over {group} ranks nor can each be held by as many of them"
+    return None
+
+
+def pairs(context: Context, seq_len: int) -> Sequence[float]:
+    """Query-key pairs that each rank computes under the causal mask, per head of the model; one document fills the row."""
+    if context.ring == 1:
+        return [seq_len**2 / 2 / context.size] * context.size
+    chunk = seq_len // (2 * context.ring)
+    out = []
+    for place in range(context.ring):
+        mine = (place, 2 * context.ring - 1 - place)
+        seen = sum(chunk**2 / 2 + number * chunk**2 for number in mine)
+        out += [seen / context.ulysses] * context.ulysses
+    return out

@@ -1,0 +1,38 @@
+"""Ulysses (Jacobs et al. 2023, arXiv:2309.14509): ranks trade tokens for heads by all-to-all, and back after attention."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.kernels.context.split import Split
+
+
+def gather(x_BT: jax.Array, split: Split) -> jax.Array:
+    """The tokens of a group, one rank's after the other's."""
+    if split.context.ulysses == 1:
+        return x_BT
+    return jax.lax.all_gather(x_BT, split.axis, axis=1, tiled=True, axis_index_groups=split.groups)
+
+
+def trade(q: jax.Array, k: jax.Array, v: jax.Array, split: Split) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """From all heads of a rank's own tokens to a part of the heads of all tokens of its group.
+
+    Key/value heads that are fewer than ranks are first repeated, so that each rank receives the one that its queries need.
+    """
+    u = split.context.ulysses
+    if u == 1:
+        return q, k, v
+    repeats = max(1, u // k.shape[2])
+    if repeats > 1:
+        k, v = jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2)
+    return _to_heads(q, split), _to_heads(k, split), _to_heads(v, split)
+
+
+def _to_heads(x: jax.Array, split: Split) -> jax.Array:
+    return jax.lax.all_to_all(x, split.axis, split_axis=2, concat_axis=1, tiled=True, axis_index_groups=split.groups)
+
+
+def back(o: jax.Array, split: Split) -> jax.Array:
+    """The inverse of `trade`, for its result."""
+    if split.context.ulysses == 1:
+        return o
+    return jax.lax.all_to_all(o, split.axis, split_axis=1, concat_axis=2, tiled=True, axis_index_groups=split.groups)
