@@ -2,7 +2,8 @@
 
 A ```bash block is run as it stands, block after block of a page in one copy of the repository, with three differences: `run.sh`
 is a stand-in that starts the same modules in this environment (the real one has tests of its own, test_launcher.py); HOME is
-empty; and every training run is cut short, by overrides appended to its command line (SHORT). Commands in ```text blocks, and
+empty; and every training run is cut short, by overrides appended to its command line (SHORT). Where the page says what a block
+prints (the word `prints`, then a ```text block), it must print just that. Commands in ```text blocks, and
 those that config files open with, need GPUs or the network: their command lines are parsed, and their configs checked against
 a described node of eight GPUs.
 """
@@ -19,6 +20,8 @@ from pathlib import Path
 import pytest
 
 from jaxtrain import explain, launch
+from jaxtrain.activations import ACTIVATIONS
+from jaxtrain.config import RunConfig, flatten, to_dict
 from jaxtrain.data.__main__ import parser as data_parser
 from jaxtrain.hardware import Devices
 from jaxtrain.plan import __main__ as plan
@@ -55,6 +58,12 @@ def blocks(path: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
 
 
+def outputs(path: Path) -> dict[str, str]:
+    """Block that is run -> what the page says it prints, where it says so."""
+    body = r"((?:(?!```).*\n)*?)```\n"
+    return dict(re.findall(rf"^```bash\n{body}\nprints\n\n```text\n{body}", path.read_text(), re.MULTILINE))
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Shared by all pages, so that the second one finds the corpus and the compiled steps of the first."""
@@ -74,12 +83,14 @@ def test_commands_run(page: Path, home: Path, tmp_path: Path):
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_", "JAXTRAIN_"))}
     environ |= {"PATH": f"{tools}:{os.environ['PATH']}", "HOME": str(home), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(clone)}
     environ |= {"TMPDIR": str(tmp_path)}
+    printed = outputs(page)
     for block in blocks(page, "bash"):
-        block = block.replace("/tmp/", f"{tmp_path}/")
+        command = block.replace("/tmp/", f"{tmp_path}/")
         done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", block], cwd=clone, env=environ, capture_output=True, text=True, timeout=200
+            ["bash", "-euo", "pipefail", "-c", command], cwd=clone, env=environ, capture_output=True, text=True, timeout=200
         )
-        assert done.returncode == 0, f"{page.name}:\n{block}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        assert done.returncode == 0, f"{page.name}:\n{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        assert done.stdout == printed.get(block, done.stdout), f"{page.name}:\n{command}"
 
 
 def commands(text: str) -> list[str]:
@@ -153,6 +164,36 @@ def test_names_of_files_exist(page: Path):
     for name in re.findall(r"`([\w./-]+)`", page.read_text()):
         if name.startswith(roots):
             assert (REPO / name).exists(), f"{page.name}: {name}"
+
+
+def test_outputs_are_found():
+    """A block whose output went unread would never fail."""
+    page = REPO / "docs" / "mfu.md"
+    assert len(outputs(page)) == page.read_text().count("\nprints\n") > 0
+
+
+def settings() -> list[tuple[str, str]]:
+    """(row, what it tells to write) for the rows of the tables in coming_from.md: their second column."""
+    rows = [line for line in (REPO / "docs" / "coming_from.md").read_text().splitlines() if line.startswith("| ")]
+    return [(row, text) for row in rows for text in re.findall(r"`([^`]+)`", row.split("|")[2])]
+
+
+def test_settings_for_people_from_elsewhere_exist():
+    """Whatever coming_from.md tells to write is a key, with a value that it takes."""
+    keys = {key for key, _ in flatten(to_dict(RunConfig()))}
+    other = ("--", "./run.sh", "python -m", "CUDA_VISIBLE_DEVICES")
+    wrong = []
+    for row, text in settings():
+        key, given, value = text.partition("=")
+        if key not in keys:
+            wrong += [] if text.startswith(other) or key in (*ACTIVATIONS, "custom", "wsd") else [row]
+        elif given and value not in ("hf:NAME", "package.module:name"):
+            overrides = [f"--config.{text}"] + ["--config.remat.policy=custom"] * (key == "remat.tensors")
+            loaded = launch.load(["--config=configs/llama3_8b.py", *overrides])
+            found = [*loaded.problems, *validate(loaded.run, NODE, REPO / "runs" / "none")]
+            wrong += [row for p in found if p.key == key and p.rule != "no such file"]
+    assert not wrong
+    assert len(settings()) > 200
 
 
 def tree() -> dict[str, str]:
