@@ -196,6 +196,12 @@ def test_settings_for_people_from_elsewhere_exist():
     assert len(settings()) > 200
 
 
+def test_rows_without_a_setting_say_why():
+    rows = [line for line in (REPO / "docs" / "coming_from.md").read_text().splitlines() if line.startswith("| `")]
+    words = ("always", "derived", "needless", "not there")
+    assert not [row for row in rows if "`" not in row.split("|")[2] and row.split("|")[2].strip() not in words]
+
+
 def tree() -> dict[str, str]:
     """Path -> description, from the README's tree: two spaces of indentation a level, folders end in a slash."""
     (block,) = [b for b in blocks(REPO / "README.md", "text") if b.startswith("run.sh ")]
