@@ -1,7 +1,8 @@
 """Token embedding over a table that is split over devices: tokens travel, the table does not.
 
-Each device looks up its slice of D, and its slice of the vocabulary, for every token of the group that shares the table; an
-all-to-all then brings the slices of D together (one over the axes that split the batch, one over those that split sequences). That moves B x T x D values; gathering the table would move V x D.
+Each device looks up its slice of D, and its slice of the vocabulary, for every token of the group that shares the table.
+All-to-alls then bring the slices of D together: one over the axes that split the batch, one over those that split sequences.
+That moves B x T x D values; gathering the table would move V x D.
 
 The backward rule is written out because a token's gradient is a sum over all its occurrences: it is added up in float32 on
 each device and reduced across devices in the reduce dtype, like every other weight gradient. Left to autodiff, it would be

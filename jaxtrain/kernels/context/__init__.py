@@ -32,6 +32,7 @@ def prepare(rows: Rows, spec: Spec, kernel: str, split: Split) -> Any:
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, prepared: Any, spec: Spec, kernel: str, split: Split) -> jax.Array:
     """Attention of this device's queries to all that they see."""
     q, k, v = heads.trade(q, k, v, split)
+    o: jax.Array
     if split.context.ring == 1:
         o = implementation(kernel).attention(q, k, v, prepared, spec)
     elif window.applies(spec, q.shape[1], split):

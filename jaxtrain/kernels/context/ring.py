@@ -12,6 +12,7 @@ flash kernels do not give. Going backward, gradients of keys and values travel w
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,16 +37,15 @@ def describe(rows: Rows, spec: Spec, kernel: str, split: Split) -> Described:
     """From the rows of this place's tokens. Those of other places are gathered here, once for all layers."""
     block = functools.partial(implementation(kernel).describe_block, spec=spec)
     own = (rows.q_segments, rows.q_positions)
-    (a_segments, b_segments), (a_positions, b_positions) = halves(own[0]), halves(own[1])
-    early, late = (a_segments, a_positions), (b_segments, b_positions)
-    both = tuple(jnp.concatenate(pair, axis=0) for pair in zip(early, late, strict=True))
+    mine = [halves(x) for x in own]
     everyone = [jax.lax.all_gather(x, split.axis, axis_index_groups=split.rings) for x in own]
     others = []
     for distance in range(1, split.context.ring):
-        theirs = [_of(x, distance, split) for x in everyone]
-        blocks = [_blocks(x, halves(y), distance, split) for x, y in zip((halves(own[0]), halves(own[1])), theirs, strict=True)]
-        (q_segments, kv_segments), (q_positions, kv_positions) = blocks
-        others.append(block(Rows(q_segments, q_positions, kv_segments, kv_positions), diagonal=False))
+        earlier = _earlier(distance, split)
+        queries = [_queries(x, earlier) for x in mine]
+        keys = [_keys(halves(_of(x, distance, split)), earlier) for x in everyone]
+        others.append(block(Rows(*queries, *keys), diagonal=False))
+    both, (early, late) = [_both(x) for x in mine], zip(*mine, strict=True)
     return Described(block(Rows(*both, *both), diagonal=True), block(Rows(*late, *early), diagonal=False), tuple(others))
 
 
@@ -60,15 +60,19 @@ def _earlier(distance: int, split: Split) -> jax.Array:
     return split.place >= distance
 
 
-def _blocks(mine: Pair, theirs: Pair, distance: int, split: Split) -> Pair:
-    """(queries, keys) of the two blocks with another place, rows of the second after those of the first."""
-    earlier = _earlier(distance, split)
-    queries = jnp.concatenate([mine[1], jnp.where(earlier, mine[0], mine[1])], axis=0)
-    return queries, _keys(theirs, distance, split)
+def _both(pair: Pair) -> jax.Array:
+    """Rows of the early chunk, then of the late one."""
+    return jnp.concatenate(pair, axis=0)
 
 
-def _keys(theirs: Pair, distance: int, split: Split) -> jax.Array:
-    return jnp.concatenate([theirs[0], jnp.where(_earlier(distance, split), theirs[0], theirs[1])], axis=0)
+def _queries(mine: Pair, earlier: jax.Array) -> jax.Array:
+    """Those of the two blocks with another place, rows of the second after those of the first."""
+    return jnp.concatenate([mine[1], jnp.where(earlier, mine[0], mine[1])], axis=0)
+
+
+def _keys(theirs: Pair, earlier: jax.Array) -> jax.Array:
+    """Those of the two blocks with another place."""
+    return jnp.concatenate([theirs[0], jnp.where(earlier, theirs[0], theirs[1])], axis=0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -89,36 +93,54 @@ def merge(out: jax.Array, lse: jax.Array, other: jax.Array, other_lse: jax.Array
     return out * share + other.astype(jnp.float32) * rest, both
 
 
+State = tuple[Any, ...]
+
+
+def _in_turn(step: Callable[[State, int, jax.Array], State], state: State, kv: jax.Array, split: Split) -> State:
+    """`step(state, distance, keys and values)` for the own place (distance 0), then for each other one.
+
+    The scheduler takes an attention kernel for a moment's work, and would not send anything beside it. So what is sent is tied
+    to the block during which it is to travel: nothing after that block starts before it has arrived, and it is not sent later.
+    """
+    r = split.context.ring
+    if split.context.gathered:
+        everyone = jax.lax.all_gather(kv, split.axis, axis_index_groups=split.rings)
+        state, everyone = jax.lax.optimization_barrier((step(state, 0, kv), everyone))
+        for distance in range(1, r):
+            state = step(state, distance, _of(everyone, distance, split))
+        return state
+    for distance in range(r - 1):
+        ahead = split.around(kv)
+        state, kv = jax.lax.optimization_barrier((step(state, distance, kv), ahead))
+    return step(state, r - 1, kv)
+
+
 def _forward(q, k, v, described, spec, kernel, split):
-    block = functools.partial(implementation(kernel).block_forward, spec=spec)
-    rows = q.shape[0]
-    mine, keys, values = halves(q), halves(k), halves(v)
-    out, lse = block(*(jnp.concatenate(x, axis=0) for x in (mine, keys, values)), described.diagonal, diagonal=True)
-    early = out[:rows].astype(jnp.float32), lse[:rows]
-    late = out[rows:].astype(jnp.float32), lse[rows:]
-    late = merge(*late, *block(mine[1], keys[0], values[0], described.behind, diagonal=False))
-    for distance, (their_k, their_v) in _travelling(k, v, split):
-        queries, its_keys = _blocks(mine, halves(their_k), distance, split)
-        its_values = _keys(halves(their_v), distance, split)
-        out, lse = block(queries, its_keys, its_values, described.others[distance - 1], diagonal=False)
+    block: Callable[..., Any] = functools.partial(implementation(kernel).block_forward, spec=spec)
+    rows, mine = q.shape[0], halves(q)
+
+    def step(state: State, distance: int, kv: jax.Array) -> State:
+        keys, values = (halves(x) for x in jnp.split(kv, 2, axis=2))
+        if distance == 0:
+            out, lse = block(_both(mine), _both(keys), _both(values), described.diagonal, diagonal=True)
+            early, late = (out[:rows].astype(jnp.float32), lse[:rows]), (out[rows:].astype(jnp.float32), lse[rows:])
+            return early, merge(*late, *block(mine[1], keys[0], values[0], described.behind, diagonal=False))
+        early, late = state
         earlier = _earlier(distance, split)
+        out, lse = block(
+            _queries(mine, earlier),
+            _keys(keys, earlier),
+            _keys(values, earlier),
+            described.others[distance - 1],
+            diagonal=False,
+        )
         late = merge(*late, out[:rows], lse[:rows])
         early = merge(*early, out[rows:], jnp.where(earlier, lse[rows:], NOTHING))
-        late = merge(*late, out[rows:], jnp.where(earlier, NOTHING, lse[rows:]))
+        return early, merge(*late, out[rows:], jnp.where(earlier, NOTHING, lse[rows:]))
+
+    early, late = _in_turn(step, (), jnp.concatenate([k, v], axis=2), split)
     out = jnp.concatenate([early[0], late[0]], axis=1).astype(q.dtype)
     return out, jnp.concatenate([early[1], late[1]], axis=2)
-
-
-def _travelling(k: jax.Array, v: jax.Array, split: Split):
-    """(distance, (k, v)) of each other place: gathered at once, or passed on around the ring one step ahead of their use."""
-    if split.context.gathered:
-        everyone = [jax.lax.all_gather(x, split.axis, axis_index_groups=split.rings) for x in (k, v)]
-        for distance in range(1, split.context.ring):
-            yield distance, tuple(_of(x, distance, split) for x in everyone)
-    else:
-        for distance in range(1, split.context.ring):
-            k, v = split.around(k), split.around(v)
-            yield distance, (k, v)
 
 
 def _attention_fwd(q, k, v, described, spec, kernel, split):
@@ -129,60 +151,45 @@ def _attention_fwd(q, k, v, described, spec, kernel, split):
 
 def _attention_bwd(spec, kernel, split, residuals, do):
     q, k, v, described, out, lse = residuals
-    block = functools.partial(implementation(kernel).block_backward, spec=spec)
+    block: Callable[..., Any] = functools.partial(implementation(kernel).block_backward, spec=spec)
     rows, chunk = q.shape[0], q.shape[1] // 2
-    mine, outs, dos = halves(q), halves(out), halves(do)
-    lses = lse[:, :, :chunk], lse[:, :, chunk:]
+    mine = halves(q), halves(out), (lse[:, :, :chunk], lse[:, :, chunk:]), halves(do)
 
-    def both(pair: Pair) -> jax.Array:
-        return jnp.concatenate(pair, axis=0)
-
-    def chunks(x: jax.Array) -> list[jax.Array]:
+    def chunks(x: jax.Array) -> Pair:
         x = x.astype(jnp.float32)
-        return [x[:rows], x[rows:]]
+        return x[:rows], x[rows:]
 
-    keys, values = halves(k), halves(v)
-    parts = block(both(mine), both(keys), both(values), both(outs), both(lses), both(dos), described.diagonal, diagonal=True)
-    dq, dk, dv = (chunks(x) for x in parts)
-    parts = block(mine[1], keys[0], values[0], outs[1], lses[1], dos[1], described.behind, diagonal=False)
-    dq[1], dk[0], dv[0] = (x + y.astype(jnp.float32) for x, y in zip((dq[1], dk[0], dv[0]), parts, strict=True))
-    home = [jnp.concatenate(x, axis=1) for x in (dk, dv)]  # gradients of the keys and values at hand
+    def run(queries: Sequence[jax.Array], keys: jax.Array, values: jax.Array, of: Any, diagonal: bool) -> tuple[Pair, Pair]:
+        """Gradients of the queries, and of keys and values together, by rows of the first block and of the second."""
+        q, out, lse, do = queries
+        dq, dk, dv = block(q, keys, values, out, lse, do, of, diagonal=diagonal)
+        return chunks(dq), chunks(jnp.concatenate([dk, dv], axis=2))
 
-    by_place = [home]
-    for distance, (their_k, their_v) in _travelling(k, v, split):
+    def step(state: State, distance: int, kv: jax.Array) -> State:
+        keys, values = (halves(x) for x in jnp.split(kv, 2, axis=2))
+        if distance == 0:
+            (early, late), (near, far) = run([_both(x) for x in mine], _both(keys), _both(values), described.diagonal, True)
+            (behind, _), (before, _) = run([x[1] for x in mine], keys[0], values[0], described.behind, False)
+            return early, late + behind, [jnp.concatenate([near + before, far], axis=1)]
+        early, late, home = state
         earlier = _earlier(distance, split)
-        its_keys, its_values = (_keys(halves(x), distance, split) for x in (their_k, their_v))
-
-        def queries(pair: Pair, earlier: jax.Array = earlier) -> jax.Array:
-            return jnp.concatenate([pair[1], jnp.where(earlier, pair[0], pair[1])], axis=0)
-
-        parts = block(
-            queries(mine),
-            its_keys,
-            its_values,
-            queries(outs),
-            queries(lses),
-            queries(dos),
+        sent = home if split.context.gathered else [split.around(home[0])]
+        (first, second), (near, far) = run(
+            [_queries(x, earlier) for x in mine],
+            _keys(keys, earlier),
+            _keys(values, earlier),
             described.others[distance - 1],
-            diagonal=False,
+            False,
         )
-        first, second = chunks(parts[0])
-        dq[0] = dq[0] + jnp.where(earlier, second, 0.0)
-        dq[1] = dq[1] + first + jnp.where(earlier, 0.0, second)
-        theirs = []
-        for x in parts[1:]:
-            first, second = chunks(x)
-            theirs.append(jnp.concatenate([first + jnp.where(earlier, second, 0.0), jnp.where(earlier, 0.0, second)], axis=1))
-        if split.context.gathered:
-            by_place.append(theirs)
-        else:
-            home = [split.around(x) + y for x, y in zip(home, theirs, strict=True)]
-    if split.context.gathered:
-        home = [_returned([parts[i] for parts in by_place], split) for i in (0, 1)]
-    else:
-        home = [split.around(x) for x in home]
-    dq = jnp.concatenate(dq, axis=1).astype(q.dtype)
-    return dq, home[0].astype(k.dtype), home[1].astype(v.dtype), None
+        first, second, near, far, sent = jax.lax.optimization_barrier((first, second, near, far, sent))
+        theirs = jnp.concatenate([near + jnp.where(earlier, far, 0.0), jnp.where(earlier, 0.0, far)], axis=1)
+        home = [*sent, theirs] if split.context.gathered else [sent[0] + theirs]
+        return early + jnp.where(earlier, second, 0.0), late + first + jnp.where(earlier, 0.0, second), home
+
+    early, late, home = _in_turn(step, (), jnp.concatenate([k, v], axis=2), split)
+    d_kv = _returned(home, split) if split.context.gathered else split.around(home[0])
+    dk, dv = jnp.split(d_kv, 2, axis=2)
+    return jnp.concatenate([early, late], axis=1).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
 def _returned(by_distance: list[jax.Array], split: Split) -> jax.Array:

@@ -21,9 +21,9 @@ from rich.console import Console
 from jaxtrain import launch
 from jaxtrain.activations import ACTIVATIONS
 from jaxtrain.config import ConfigError, RunConfig, flatten
+from jaxtrain.kernels.context.split import Split
 from jaxtrain.kernels.dot import DTYPES
 from jaxtrain.loss import LossSpec, loss_function
-from jaxtrain.kernels.context.split import Split
 from jaxtrain.models.attention import Kernel
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.explore import layouts
