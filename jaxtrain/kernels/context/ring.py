@@ -23,6 +23,7 @@ from jaxtrain.kernels.attention import NOTHING, Rows, Spec, implementation
 from jaxtrain.kernels.context.split import Split, halves
 
 Pair = tuple[jax.Array, jax.Array]  # (early, late) chunk
+Part = tuple[jax.Array, jax.Array]  # output (B, T, N, H), and (B, N, T) the log of the sum that it was divided by
 
 
 class Described(NamedTuple):
@@ -83,14 +84,12 @@ def attention(
     return _forward(q, k, v, described, spec, kernel, split)[0]
 
 
-def merge(out: jax.Array, lse: jax.Array, other: jax.Array, other_lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two outputs for the same queries, each normalised over its own keys, as one over both; all f32.
-
-    out: (B, T, N, H). lse: (B, N, T), log of the sum that out was divided by.
-    """
+def merge(one: Part, other: Part) -> Part:
+    """Two outputs for the same queries, each normalised over its own keys, as one over both; f32."""
+    (out, lse), (other_out, other_lse) = one, other
     both = jnp.logaddexp(lse, other_lse)
     share, rest = (jnp.swapaxes(jnp.exp(x - both), 1, 2)[..., None] for x in (lse, other_lse))
-    return out * share + other.astype(jnp.float32) * rest, both
+    return out * share + other_out.astype(jnp.float32) * rest, both
 
 
 State = tuple[Any, ...]
@@ -124,7 +123,7 @@ def _forward(q, k, v, described, spec, kernel, split):
         if distance == 0:
             out, lse = block(_both(mine), _both(keys), _both(values), described.diagonal, diagonal=True)
             early, late = (out[:rows].astype(jnp.float32), lse[:rows]), (out[rows:].astype(jnp.float32), lse[rows:])
-            return early, merge(*late, *block(mine[1], keys[0], values[0], described.behind, diagonal=False))
+            return early, merge(late, block(mine[1], keys[0], values[0], described.behind, diagonal=False))
         early, late = state
         earlier = _earlier(distance, split)
         out, lse = block(
@@ -134,9 +133,9 @@ def _forward(q, k, v, described, spec, kernel, split):
             described.others[distance - 1],
             diagonal=False,
         )
-        late = merge(*late, out[:rows], lse[:rows])
-        early = merge(*early, out[rows:], jnp.where(earlier, lse[rows:], NOTHING))
-        return early, merge(*late, out[rows:], jnp.where(earlier, NOTHING, lse[rows:]))
+        late = merge(late, (out[:rows], lse[:rows]))
+        early = merge(early, (out[rows:], jnp.where(earlier, lse[rows:], NOTHING)))
+        return early, merge(late, (out[rows:], jnp.where(earlier, NOTHING, lse[rows:])))
 
     early, late = _in_turn(step, (), jnp.concatenate([k, v], axis=2), split)
     out = jnp.concatenate([early[0], late[0]], axis=1).astype(q.dtype)
