@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config import MESH_AXES, RunConfig, impossible_rules
+from jaxtrain.config import MESH_AXES, RunConfig, impossible_rules, rules_in_use
 
 Axes = tuple[str | None, ...]
 
@@ -275,12 +275,7 @@ def summed(part: jax.Array, axes: Axes, tokens: Sequence[str], ticket: Any, plac
 
 def make_placement(run: RunConfig, devices: Sequence[Any]) -> Placement:
     """The placement that a config asks for, on these devices."""
-    rules = {axis: tuple(filter(None, onto.split("+"))) for axis, onto in run.sharding.rules}
-    if run.sharding.zero == 0:
-        # What splits the batch splits no weight.
-        batch = {*rules["batch"], *rules["sequence"]}
-        activations = ("batch", "sequence", "residual")
-        rules = {k: onto if k in activations else tuple(a for a in onto if a not in batch) for k, onto in rules.items()}
+    rules = rules_in_use(run.sharding)
     placement = Placement(make_mesh(run, devices), tuple(rules.items()))
     table = {axis: list(placement.mesh_axes(axis)) for axis in rules}
     for axis, rule, remedy in impossible_rules(table):
