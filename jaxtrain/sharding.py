@@ -225,7 +225,7 @@ def numbers(w: Weight) -> jax.Array:
 
 
 def ticket(w: Weight) -> Any:
-    """A residual that tells a backward rule where a weight's gradient goes. Residuals may not be dtypes: an array carries it."""
+    """A residual that tells a backward rule where a weight's gradient goes: arrays carry dtypes, which residuals may not be."""
     if isinstance(w, Held):
         return Held(None, jnp.zeros((0,), w.slot.dtype), w.whole, w.late)
     return jnp.zeros((0,), w.dtype)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtrain.config import RunConfig
 from jaxtrain.kernels.dot import Numerics
 from jaxtrain.models.module import Params
-from jaxtrain.sharding import Axes, Held, Placement
+from jaxtrain.sharding import Axes, Held, Placement, summed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,50 +90,43 @@ class Stage:
         return jax.P(spec[1], spec[0], *spec[2:]) if late and axes[0] == "layers" else spec
 
     def _gathered(self, w: jax.Array, axes: Axes) -> jax.Array:
-        p, n = self.placement, self.numerics
-        split = [tuple(a for a in p.mesh_axes(axis) if a in p.batch_axes) for axis in axes]
+        p = self.placement
 
-        def spread(w: jax.Array, dims: list[tuple[str, ...]]) -> jax.Array:
-            for dim, over in enumerate(dims):
+        def spread(w: jax.Array, axes: Axes) -> jax.Array:
+            for dim, axis in enumerate(axes):
+                over = tuple(a for a in p.mesh_axes(axis) if a in p.batch_axes)
                 w = jax.lax.all_gather(w, over, axis=dim, tiled=True) if over else w
             return w
 
         def local(w: jax.Array) -> jax.Array:
-            w = w.astype(n.compute)
-            if axes[0] != "layers" or not any(split[1:]):
-                return spread(w, split)
-            return spread(jax.lax.map(lambda layer: spread(layer, split[1:]), w), split[:1])
+            w = w.astype(self.numerics.compute)
+            if not self._by_layer(axes):
+                return spread(w, axes)
+            return spread(jax.lax.map(lambda layer: spread(layer, axes[1:]), w), axes[:1])
 
-        return jax.shard_map(
-            local, mesh=p.mesh, in_specs=p.spec(axes), out_specs=p.whole(axes).spec, check_vma=False
-        )(w)  # fmt: skip
+        return jax.shard_map(local, mesh=p.mesh, in_specs=p.spec(axes), out_specs=p.whole(axes).spec, check_vma=False)(w)
 
     def _settled(self, g: jax.Array, axes: Axes) -> jax.Array:
-        p, late = self.placement, self.late(axes)
+        p, late, reduce = self.placement, self.late(axes), self.numerics.reduce
         if not late:
             return g
-        stacked = axes[0] == "layers"
-        split = [tuple(a for a in p.mesh_axes(axis) if a in late) for axis in axes]
-        used = {a for over in split for a in over}
-        rest = tuple(a for a in late if a not in used)
-
-        def scatter(g: jax.Array, dims: list[tuple[str, ...]]) -> jax.Array:
-            for dim, over in enumerate(dims):
-                g = jax.lax.psum_scatter(g, over, scatter_dimension=dim, tiled=True) if over else g
-            return g
+        first = p.mesh_axes(axes[0])
+        inner = tuple(a for a in late if a not in first)
 
         def local(g: jax.Array) -> jax.Array:
-            g = g.squeeze(int(stacked))
-            if stacked and any(split[1:]):
-                g = scatter(g, split[:1])
-                g = jax.lax.map(lambda layer: scatter(layer.astype(self.numerics.reduce), split[1:]), g)
-            else:
-                g = scatter(g.astype(self.numerics.reduce), split)
-            return (jax.lax.psum(g, rest) if rest else g).astype(self.grads)
+            g = g.squeeze(int(axes[0] == "layers"))
+            if not self._by_layer(axes):
+                return summed(g.astype(reduce), axes, late, None, p)
+            g = jax.lax.map(lambda layer: summed(layer.astype(reduce), axes[1:], inner, None, p), g)
+            return summed(g, axes[:1], tuple(a for a in late if a in first), None, p)
 
-        return jax.shard_map(
-            local, mesh=p.mesh, in_specs=self._spec(axes), out_specs=p.spec(axes), check_vma=False
-        )(g)  # fmt: skip
+        g = jax.shard_map(local, mesh=p.mesh, in_specs=self._spec(axes), out_specs=p.spec(axes), check_vma=False)(g)
+        return g.astype(self.grads)
+
+    def _by_layer(self, axes: Axes) -> bool:
+        """Whether a stack moves layer by layer: all at once it would be turned in memory, since its parts lie in strips."""
+        batch = self.placement.batch_axes
+        return axes[0] == "layers" and any(a in batch for axis in axes[1:] for a in self.placement.mesh_axes(axis))
 
 
 def stage(run: RunConfig, placement: Placement, numerics: Numerics, grads: jnp.dtype) -> Stage:

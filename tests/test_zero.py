@@ -39,6 +39,7 @@ STAGES = {
     "step": {"sharding.zero": 3, "sharding.gather": "step"},
 }
 LAST = "data=2 x fsdp=2 x tensor=2"
+SEQ = {"mesh.fsdp": 2, "mesh.tensor": 2, "mesh.seq": 2}
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,14 @@ def test_a_stage_takes_the_steps_of_one_device(mesh, stage, accum):
     assert_same_steps(
         helpers.tiny(MODEL | MESHES[mesh] | STAGES[stage] | {"train.grad_accum": accum}), helpers.tiny(MODEL), steps=3
     )
+
+
+@pytest.mark.parametrize(("stage", "accum"), [("zero=0", 2), ("zero=1", 2), ("zero=2", 1), ("forward", 2)])
+def test_a_sequence_axis_splits_weights_too(stage, accum):
+    run = helpers.tiny(MODEL | SEQ | STAGES[stage] | {"train.grad_accum": accum})
+    assert_same_steps(run, helpers.tiny(MODEL), steps=3)
+    table = helpers.program(run).state.params["embed"]["embedding"]
+    assert table.size / math.prod(table.sharding.shard_shape(table.shape)) == (2 if stage == "zero=0" else 8)
 
 
 @pytest.mark.parametrize("stage", ["zero=1", "zero=2"])
@@ -73,7 +82,9 @@ def test_kept_weights_under_every_policy(remat):
 
 
 def test_gathering_once_a_step_is_stage_1():
-    texts = {helpers.lowered(helpers.tiny(MODEL | MESHES[LAST] | STAGES[s] | {"train.grad_accum": 2})) for s in ("zero=1", "step")}
+    texts = {
+        helpers.lowered(helpers.tiny(MODEL | MESHES[LAST] | STAGES[s] | {"train.grad_accum": 2})) for s in ("zero=1", "step")
+    }
     assert len(texts) == 1
 
 
