@@ -322,6 +322,17 @@ class ConfigError(ValueError):
         super().__init__("\n".join(str(p) for p in problems))
 
 
+def rules_in_use(sharding: Sharding) -> dict[str, tuple[str, ...]]:
+    """Logical axis -> mesh axes that split it. With zero = 0 weights and all that belongs to them are whole over the mesh axes
+    that split the batch."""
+    rules = {axis: tuple(filter(None, onto.split("+"))) for axis, onto in sharding.rules}
+    if sharding.zero > 0:
+        return rules
+    batch = {*rules["batch"], *rules["sequence"]}
+    activations = ("batch", "sequence", "residual")
+    return {k: onto if k in activations else tuple(a for a in onto if a not in batch) for k, onto in rules.items()}
+
+
 def public_name(field_name: str) -> str:
     """`from_` is `from` in config files: Python reserves the word."""
     return field_name.rstrip("_")

@@ -18,7 +18,7 @@ from jaxtrain.kernels.cross_entropy import chunked_cross_entropy
 from jaxtrain.kernels.dot import Numerics
 from jaxtrain.kernels.embedding import TABLE
 from jaxtrain.models.layers import RESIDUAL
-from jaxtrain.sharding import Placement
+from jaxtrain.sharding import Placement, Weight, cotangent, is_whole, late, numbers, part_dtype, summed, ticket
 
 Batch = dict[str, Any]  # arrays, or their shapes while nothing is allocated
 
@@ -33,30 +33,30 @@ class LossSpec:
     logit_softcap: float
 
 
-LossFunction = Callable[[jax.Array, jax.Array, Batch, LossSpec], jax.Array]
+LossFunction = Callable[[jax.Array, Weight, Batch, LossSpec], jax.Array]
 
 
-def cross_entropy(hidden_BTD: jax.Array, head_VD: jax.Array, batch: Batch, spec: LossSpec) -> jax.Array:
+def cross_entropy(hidden_BTD: jax.Array, head_VD: Weight, batch: Batch, spec: LossSpec) -> jax.Array:
     """Sum over tokens of weight x -log p(target), in nats; the logits are never whole (kernels/cross_entropy.py).
 
-    hidden_BTD: compute dtype, residual layout. head_VD: master dtype, at rest.
+    hidden_BTD: compute dtype, residual layout. head_VD: at rest (master dtype), or as the step holds it.
     """
     return _cross_entropy(hidden_BTD, head_VD, batch["targets"], batch["weights"], spec)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _cross_entropy(x: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, spec: LossSpec) -> jax.Array:
+def _cross_entropy(x: jax.Array, head: Weight, targets: jax.Array, weights: jax.Array, spec: LossSpec) -> jax.Array:
     return _sharded(x, head, targets, weights, spec, gradients=False)[0]
 
 
 def _forward(x, head, targets, weights, spec):
     loss, d_x, d_head = _sharded(x, head, targets, weights, spec, gradients=True)
-    return loss, (d_x, d_head, jnp.zeros((0,), head.dtype))
+    return loss, (d_x, d_head, ticket(head))
 
 
 def _backward(spec, residuals, g):
-    d_x, d_head, like = residuals
-    return (g * d_x).astype(d_x.dtype), (g * d_head).astype(like.dtype), None, None
+    d_x, d_head, to = residuals
+    return (g * d_x).astype(d_x.dtype), cotangent(to, g * d_head), None, None
 
 
 _cross_entropy.defvjp(_forward, _backward)
@@ -68,8 +68,8 @@ def _sharded(x, head, targets, weights, spec: LossSpec, gradients: bool):
     Where one mesh axis splits both the residual stream's tokens and the vocabulary (tensor parallelism), tokens are gathered
     over it on the way in, and the partial gradients of hidden states reduce-scattered on the way out.
     """
-    p, n = spec.placement, spec.numerics
-    head_axes = p.mesh_axes("embed")  # the head's D is split over these at rest
+    p, n, whole, to = spec.placement, spec.numerics, is_whole(head), ticket(head)
+    head_axes = () if whole else p.mesh_axes("embed")  # the head's D is split over these
     vocab_axes = p.mesh_axes("vocab")
     gathered = tuple(a for a in p.mesh_axes("residual") if a in vocab_axes)
     kept = tuple(a for a in p.mesh_axes("residual") if a not in vocab_axes)
@@ -105,20 +105,17 @@ def _sharded(x, head, targets, weights, spec: LossSpec, gradients: bool):
             d_x_BTD = jax.lax.psum_scatter(d_x_BTD, gathered, scatter_dimension=1, tiled=True)
         # The layers' backward pass begins with d_x. Tied to it, the float32 sums are rounded before that and freed; the
         # compiler would keep them until the reduction, which it starts as late as it likes.
-        d_x_BTD, d_head = jax.lax.optimization_barrier((d_x_BTD, d_head.astype(n.reduce)))
-        if head_axes:
-            d_head = jax.lax.psum_scatter(d_head, head_axes, scatter_dimension=0, tiled=True)
-        rest = tuple(a for a in token_axes if a not in head_axes)
-        return loss, d_x_BTD, (jax.lax.psum(d_head, rest) if rest else d_head).T
+        d_x_BTD, d_head = jax.lax.optimization_barrier((d_x_BTD, d_head.astype(part_dtype(token_axes, to, n.reduce))))
+        return loss, d_x_BTD, jnp.swapaxes(summed(d_head, TABLE[::-1], token_axes, to, p), -1, -2)
 
     return jax.shard_map(
         local,
         mesh=p.mesh,
-        in_specs=(p.spec(RESIDUAL), p.spec(TABLE), tokens, tokens),
-        out_specs=(P(), p.spec(RESIDUAL) if gradients else P(), p.spec(TABLE) if gradients else P()),
+        in_specs=(p.spec(RESIDUAL), (p.whole(TABLE) if whole else p.home(TABLE)).spec, tokens, tokens),
+        out_specs=(P(), p.spec(RESIDUAL), p.home(TABLE, late(to)).spec) if gradients else (P(), P(), P()),
         # The replication checker cannot follow a sum that is reduced by hand over some axes only.
         check_vma=False,
-    )(x, head, targets, weights)
+    )(x, numbers(head), targets, weights)
 
 
 LOSSES: dict[str, LossFunction] = {"cross_entropy": cross_entropy}

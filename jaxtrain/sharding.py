@@ -5,7 +5,8 @@ Every array in jaxtrain has logical axis names ("batch", "embed", "heads", ...).
 
 Weights have two layouts. At rest, they (and their moments and gradients) are split over every axis their names map to. In
 use, they are whole over the axes that split the batch: `gather` moves them there in the compute dtype, and sends the
-gradient back in the reduce dtype.
+gradient back in the reduce dtype. A step that holds weights, or gradients, in another way (jaxtrain/zero.py) puts a `Held` in
+the weight's place.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config import MESH_AXES, RunConfig, impossible_rules
+from jaxtrain.config import MESH_AXES, RunConfig, impossible_rules, rules_in_use
 
 Axes = tuple[str | None, ...]
 
@@ -124,6 +125,17 @@ class Placement:
         kept = [tuple(a for a in self.mesh_axes(axis) if a not in self.batch_axes) for axis in axes]
         return NamedSharding(self.mesh, P(*(part if part else None for part in kept)))
 
+    def home(self, axes: Axes, late: tuple[str, ...] = ()) -> NamedSharding:
+        """Layout of a weight's gradient as a backward pass leaves it: that of the weight at rest.
+
+        With `late` axes there is one gradient for each of their devices, on a first dimension, not yet summed; over those axes
+        a gradient cannot be split besides.
+        """
+        if not late:
+            return self.sharding(axes)
+        kept = [tuple(a for a in self.mesh_axes(axis) if a not in late) for axis in axes]
+        return NamedSharding(self.mesh, P(late, *(part or None for part in kept)))
+
     def gather(self, w: jax.Array, axes: Axes, compute: jnp.dtype, reduce: jnp.dtype) -> jax.Array:
         """A weight in the compute dtype, ready for use. The cast comes first, so that the wire carries the small type.
 
@@ -179,11 +191,93 @@ def scatter(g: jax.Array, rest: NamedSharding, dtype: jnp.dtype) -> jax.Array:
     return jax.lax.with_sharding_constraint(g, rest).astype(dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A weight as a step holds it: the numbers to compute with, and apart from them the place of its gradient.
+
+    It stands where a model has a parameter, and a kernel returns the gradient of `slot` only. So the gradient has a dtype and a
+    layout of its own, whatever those of the numbers.
+    """
+
+    value: Any  # at rest; in the compute dtype and in the layout of use where `whole`
+    slot: Any  # never read: the gradient has its shape, dtype and layout (`Placement.home`)
+    whole: bool
+    late: tuple[str, ...]  # mesh axes over which the gradient is not summed by the backward pass
+
+    def __getitem__(self, key: Any) -> "Held":
+        if key is not ...:
+            raise TypeError(f"a held weight is used as it is, by [...], not by [{key!r}]")
+        return self
+
+
+jax.tree_util.register_dataclass(Held, ["value", "slot"], ["whole", "late"])
+Weight = jax.Array | Held
+
+
+def is_whole(w: Weight) -> bool:
+    """Whether a weight is gathered and in the compute dtype already."""
+    return isinstance(w, Held) and w.whole
+
+
+def numbers(w: Weight) -> jax.Array:
+    """What to compute with."""
+    return w.value if isinstance(w, Held) else w
+
+
+def ticket(w: Weight) -> Any:
+    """A residual that tells a backward rule where a weight's gradient goes: arrays carry dtypes, which residuals may not be."""
+    if isinstance(w, Held):
+        return Held(None, jnp.zeros((0,), w.slot.dtype), w.whole, w.late)
+    return jnp.zeros((0,), w.dtype)
+
+
+def late(ticket: Any) -> tuple[str, ...]:
+    """Mesh axes over which this weight's gradient is not summed yet."""
+    return ticket.late if isinstance(ticket, Held) else ()
+
+
+def slot_dtype(ticket: Any) -> jnp.dtype:
+    """The dtype in which this weight's gradient leaves the backward pass."""
+    return ticket.slot.dtype if isinstance(ticket, Held) else ticket.dtype
+
+
+def cotangent(ticket: Any, dw: jax.Array) -> Any:
+    """What a backward rule returns for a weight whose gradient is dw, in the layout `Placement.home`."""
+    dw = dw.astype(slot_dtype(ticket))
+    return Held(None, dw, ticket.whole, ticket.late) if isinstance(ticket, Held) else dw
+
+
+def still(tokens: Sequence[str], ticket: Any) -> tuple[str, ...]:
+    """Of the mesh axes that split the tokens, those over which the backward pass sums this weight's gradient."""
+    return tuple(a for a in tokens if a not in late(ticket))
+
+
+def part_dtype(tokens: Sequence[str], ticket: Any, reduce: jnp.dtype) -> jnp.dtype:
+    """What a device's part of a gradient is rounded to: `reduce`, or the slot's dtype where it does not travel yet."""
+    return slot_dtype(ticket) if late(ticket) and not still(tokens, ticket) else reduce
+
+
+def summed(part: jax.Array, axes: Axes, tokens: Sequence[str], ticket: Any, placement: Placement) -> jax.Array:
+    """Inside a shard_map: one device's part of a weight's gradient to its home, by the fewest bytes and in the dtype it has.
+
+    part: the sum over this device's tokens; whole over the axes that split the batch.
+    tokens: mesh axes over which other devices have other tokens.
+    """
+    left = list(still(tokens, ticket))
+    for dim, axis in enumerate(axes):
+        split = tuple(a for a in placement.mesh_axes(axis) if a in left)
+        if split:
+            part = jax.lax.psum_scatter(part, split, scatter_dimension=dim, tiled=True)
+            left = [a for a in left if a not in split]
+    part = jax.lax.psum(part, tuple(left)) if left else part
+    return part[None] if late(ticket) else part
+
+
 def make_placement(run: RunConfig, devices: Sequence[Any]) -> Placement:
     """The placement that a config asks for, on these devices."""
-    rules = tuple((axis, tuple(filter(None, onto.split("+")))) for axis, onto in run.sharding.rules)
-    placement = Placement(make_mesh(run, devices), rules)
-    table = {axis: list(placement.mesh_axes(axis)) for axis, _ in rules}
+    rules = rules_in_use(run.sharding)
+    placement = Placement(make_mesh(run, devices), tuple(rules.items()))
+    table = {axis: list(placement.mesh_axes(axis)) for axis in rules}
     for axis, rule, remedy in impossible_rules(table):
         raise LayoutError(f"sharding.rules.{axis} = {dict(run.sharding.rules)[axis]!r}: {rule}. {remedy}")
     return placement

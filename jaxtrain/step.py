@@ -24,6 +24,7 @@ from jaxtrain.optimizer import make_optimizer, make_schedule
 from jaxtrain.shapes import BATCH_KEYS
 from jaxtrain.sharding import Axes, Placement, make_placement, replicated
 from jaxtrain.state import TrainState, abstract_state, shardings, weights
+from jaxtrain.zero import Stage, stage
 
 MICROBATCHES: Axes = (None, "batch", "sequence")  # (A, B, T)
 Metrics = dict[str, jax.Array]
@@ -36,17 +37,17 @@ def make_train_step(
     loss: LossFunction,
     spec: LossSpec,
     *,
+    held: Stage,
     clip_norm: float,
-    grads_dtype: jnp.dtype,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """A pure function `(state, batch) -> (state, metrics)`, to be jitted by the caller with explicit shardings.
 
-    The batch's arrays are (A, B, T): A microbatches, whose gradients are summed in `grads_dtype` before the one update. The
-    loss of each is divided by the weight of all, so the sum is exactly the loss of the whole batch.
+    The batch's arrays are (A, B, T): A microbatches, whose gradients are summed in the dtype that `held` says before the one
+    update. The loss of each is divided by the weight of all, so the sum is exactly the loss of the whole batch.
 
     Metrics, f32 (): `loss` (nats per token, before the update), `grad_norm` (global, before clipping), `lr`.
     """
-    placement = spec.placement
+    axes = definition.axes
 
     def loss_of(params: Params, micro: Batch, total: jax.Array) -> jax.Array:
         model = definition.bind(params)
@@ -54,29 +55,31 @@ def make_train_step(
         with jax.named_scope("loss"):
             return loss(hidden, model.head_VD, micro, spec) / total
 
-    def pinned(grads: Params) -> Params:
-        return jax.tree.map(
-            lambda g, axes: jax.lax.with_sharding_constraint(g.astype(grads_dtype), placement.sharding(axes)),
-            grads,
-            definition.axes,
-        )
-
     def gradients(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
         # A batch without targets has nothing to learn from; the floor only keeps it from dividing by zero.
         total = jnp.maximum(batch["weights"].sum(), 1.0)
 
+        with jax.named_scope("gather"):
+            held_weights = held.weights(params, axes)
+
         def one(micro: Batch) -> tuple[jax.Array, Params]:
-            value, grads = jax.value_and_grad(loss_of)(params, micro, total)
-            return value, pinned(grads)
+            def of_slots(slots: Params) -> jax.Array:
+                return loss_of(held.bound(held_weights, slots, axes), micro, total)
+
+            value, grads = jax.value_and_grad(of_slots)(held.slots(params, axes))
+            return value, jax.tree.map(held.pinned, grads, axes)
 
         if batch["tokens"].shape[0] == 1:
-            return one(jax.tree.map(lambda x: x[0], batch))
+            value, grads = one(jax.tree.map(lambda x: x[0], batch))
+            return value, held.settled(grads, axes)
 
         def add(carry: tuple[jax.Array, Params], micro: Batch) -> tuple[tuple[jax.Array, Params], None]:
             return jax.tree.map(jnp.add, carry, one(micro)), None
 
-        zeros = pinned(jax.tree.map(lambda p: jnp.zeros(p.shape, grads_dtype), params))
-        return jax.lax.scan(add, (jnp.zeros((), jnp.float32), zeros), batch)[0]
+        zeros = jax.tree.map(held.zero, params, axes)
+        value, grads = jax.lax.scan(add, (jnp.zeros((), jnp.float32), zeros), batch)[0]
+        with jax.named_scope("reduce"):
+            return value, held.settled(grads, axes)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         value, grads = gradients(weights(state), batch)
@@ -154,9 +157,8 @@ def numerics_of(run: RunConfig) -> Numerics:
 def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Definition:
     """The model of a config, placed."""
     module = family(run.model.family)
-    return Definition(
-        lambda rngs: module.build(run.model, kernel, make_plan(run.remat), layers.Context(numerics_of(run), placement), rngs)
-    )
+    plan, ctx = make_plan(run.remat, run.sharding.gather), layers.Context(numerics_of(run), placement)
+    return Definition(lambda rngs: module.build(run.model, kernel, plan, ctx, rngs))
 
 
 def attention_spec(run: RunConfig) -> attention.Spec:
@@ -215,8 +217,8 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
         make_schedule(run.optimizer, run.train.steps),
         loss,
         loss_spec,
+        held=stage(run, placement, numerics_of(run), DTYPES[run.dtypes.grads]),
         clip_norm=run.optimizer.clip_norm,
-        grads_dtype=DTYPES[run.dtypes.grads],
     )
     whole = replicated(placement)
     return Program(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.activations import POLICIES, parse_tensors
-from jaxtrain.config import MESH_AXES, RULES, Problem, RunConfig, flatten, impossible_rules, nearest, to_dict
+from jaxtrain.config import MESH_AXES, RULES, Problem, RunConfig, flatten, impossible_rules, nearest, rules_in_use, to_dict
 from jaxtrain.hardware import Devices, memory_environment, memory_fraction
 from jaxtrain.models import FAMILIES
 from jaxtrain.resume import check_allow_change
@@ -131,6 +131,7 @@ def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
     sizes, wrong = mesh_sizes(run, devices)
     problems += wrong
     problems += _rules(run)
+    problems += _stages(run, bad)
     problems += _model(run, bad)
     problems += _remat(run, bad)
     problems += _attention(run, devices, bad)
@@ -138,7 +139,7 @@ def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
     # Also of a mesh that does not fill the devices: what does not divide over it would be the next thing to fail.
     sizes = sizes or {axis: max(getattr(run.mesh, axis), 1) for axis in MESH_AXES}
     # Mesh axes of size above 1 that split each logical axis; unknown ones are reported by _rules.
-    table = {axis: [a for a in onto.split("+") if sizes.get(a, 1) > 1] for axis, onto in run.sharding.rules}
+    table = {axis: [a for a in onto if sizes.get(a, 1) > 1] for axis, onto in rules_in_use(run.sharding).items()}
     problems += _divisions(run, sizes, table, bad)
     problems += _clashes(run, table)
     return problems
@@ -231,6 +232,15 @@ def _rules(run: RunConfig) -> Iterable[Problem]:
                 yield Problem(key, onto, f"no mesh axis {n!r}", nearest(n, list(MESH_AXES)))
         if len(set(names)) < len(names):
             yield Problem(key, onto, "names a mesh axis twice", "Name each once, joined by '+'.")
+
+
+def _stages(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
+    zero, gather = run.sharding.zero, run.sharding.gather
+    if bad & {"sharding.zero", "sharding.gather"} or zero == 3 or gather == "layer":
+        return
+    held = "whole throughout" if zero == 0 else "gathered once a step already"
+    rule = f"says when zero = 3 gathers weights; with sharding.zero = {zero} they are {held}"
+    yield Problem("sharding.gather", gather, rule, "Set sharding.zero to 3, or sharding.gather to layer.")
 
 
 def _model(run: RunConfig, bad: set[str]) -> Iterable[Problem]:

@@ -18,7 +18,7 @@ FLOORS = (
     ("placement", ("sharding",)),
     ("arrays", ("kernels.*",)),
     ("models", ("models.*",)),
-    ("the step", ("data.*", "optimizer", "loss", "state", "step", "compiler")),
+    ("the step", ("data.*", "optimizer", "loss", "state", "zero", "step", "compiler")),
     (
         "around the step",
         ("checkpoint", "resume", "metrics", "progress", "signals", "profiling", "evaluate", "generate", "sample", "memory"),

@@ -3,6 +3,8 @@
 `dot` takes the weight as it rests (split, master dtype), gathers it in the compute dtype and names the gathered copy
 "weight". No remat policy keeps that name, so a gathered weight never outlives its layer, and the backward pass gathers it
 once, for the recomputation and the gradient of the input together.
+
+Where a step holds a weight in another way (sharding.Held), `dot` takes that in the weight's place.
 """
 
 import dataclasses
@@ -11,8 +13,22 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
-from jaxtrain.sharding import Axes, Placement, scatter
+from jaxtrain.sharding import (
+    Axes,
+    Placement,
+    Weight,
+    cotangent,
+    is_whole,
+    late,
+    numbers,
+    part_dtype,
+    scatter,
+    slot_dtype,
+    summed,
+    ticket,
+)
 
 DTYPES = {"f32": jnp.dtype("float32"), "bf16": jnp.dtype("bfloat16")}
 
@@ -39,39 +55,107 @@ def einsum(eqn: str, *operands: jax.Array, numerics: Numerics, out: jnp.dtype | 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
-def dot(x: jax.Array, w: jax.Array, eqn: str, axes: Axes, placement: Placement, numerics: Numerics) -> jax.Array:
+def dot(x: jax.Array, w: Weight, eqn: str, axes: Axes, placement: Placement, numerics: Numerics) -> jax.Array:
     """`einsum(eqn, x, w)` with w gathered in the compute dtype.
 
     Args:
       x: activations, compute dtype.
-      w: the weight at rest: master dtype, split as `axes` says.
+      w: the weight at rest (master dtype, split as `axes` says), or as the step holds it.
       eqn: such as "BTD,DNH->BTNH"; every letter of w is in x or in the result.
       axes: logical axes of w.
 
     Returns the result in the compute dtype. The weight's gradient is computed in `numerics.reduce`, summed over the batch
-    axes in that type, and returned in the layout and dtype of w.
+    axes in that type, and returned in the layout and dtype of w, or of its slot.
     """
     return einsum(eqn, x, use(w, axes, placement, numerics), numerics=numerics)
 
 
-def use(w: jax.Array, axes: Axes, placement: Placement, numerics: Numerics) -> jax.Array:
-    """A weight, gathered in the compute dtype, under the name that no remat policy keeps."""
-    return checkpoint_name(placement.gather(w, axes, numerics.compute, numerics.reduce), "weight")
+def use(w: Weight, axes: Axes, placement: Placement, numerics: Numerics) -> jax.Array:
+    """A weight, gathered in the compute dtype, under the name that remat policies know it by."""
+    if is_whole(w):
+        return numbers(w)
+    return checkpoint_name(placement.gather(numbers(w), axes, numerics.compute, numerics.reduce), "weight")
 
 
 def _dot_fwd(x, w, eqn, axes, placement, numerics):
     gathered = use(w, axes, placement, numerics)
-    # An empty array carries the master dtype to the backward rule: residuals may not be dtypes.
-    return einsum(eqn, x, gathered, numerics=numerics), (x, gathered, jnp.zeros((0,), w.dtype))
+    return einsum(eqn, x, gathered, numerics=numerics), (x, gathered, ticket(w))
 
 
 def _dot_bwd(eqn, axes, placement, numerics, residuals, dy):
-    x, gathered, like = residuals
+    x, gathered, to = residuals
     inputs, y = eqn.split("->")
     xs, ws = inputs.split(",")
     dx = einsum(f"{y},{ws}->{xs}", dy, gathered, numerics=numerics)
+    if late(to):
+        return dx, cotangent(to, _unsummed(eqn, x, dy, axes, to, placement, numerics))
     dw = einsum(f"{xs},{y}->{ws}", x, dy, numerics=numerics, out=numerics.reduce)
-    return dx, scatter(dw, placement.sharding(axes), like.dtype)
+    return dx, cotangent(to, scatter(dw, placement.sharding(axes), slot_dtype(to)))
 
 
 dot.defvjp(_dot_fwd, _dot_bwd)
+
+
+def _unsummed(eqn, x, dy, axes, to, placement, numerics):
+    """The weight's gradient where some axes are to be summed later. By hand: a partitioner could only sum over all of them."""
+    inputs, y = eqn.split("->")
+    xs, ws = inputs.split(",")
+    logical = {"B": "batch", "T": "sequence", **dict(zip(ws, axes, strict=True))}
+    batch = placement.batch_axes
+
+    def split(letters: str) -> P:
+        used = [tuple(a for a in placement.mesh_axes(logical[c]) if c in "BT" or a not in batch) for c in letters]
+        return P(*(part or None for part in used))
+
+    tokens = placement.mesh_axes("batch") + placement.mesh_axes("sequence")
+
+    def local(x, dy):
+        dw = einsum(f"{xs},{y}->{ws}", x, dy, numerics=numerics, out=part_dtype(tokens, to, numerics.reduce))
+        return summed(dw, axes, tokens, to, placement)
+
+    return jax.shard_map(
+        local,
+        mesh=placement.mesh,
+        in_specs=(split(xs), split(y)),
+        out_specs=placement.home(axes, late(to)).spec,
+        # The replication checker cannot follow sums that are reduced by hand over some axes only.
+        check_vma=False,
+    )(x, dy)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def add_bias(y: jax.Array, b: Weight, axes: Axes, placement: Placement, numerics: Numerics) -> jax.Array:
+    """y + b, added in float32; the result has y's dtype.
+
+    Args:
+      y: (B, T, ...) activations, split like b over all but B and T.
+      b: the bias at rest, or as the step holds it; its axes are the last of y.
+
+    The bias's gradient is a sum over all tokens: in float32 on each device, and in `numerics.reduce` between them.
+    """
+    bias = use(b, axes, placement, numerics)[None, None]
+    return (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(y.dtype)
+
+
+def _add_bias_fwd(y, b, axes, placement, numerics):
+    return add_bias(y, b, axes, placement, numerics), ticket(b)
+
+
+def _add_bias_bwd(axes, placement, numerics, to, dy):
+    tokens = placement.mesh_axes("batch") + placement.mesh_axes("sequence")
+
+    def local(dy):
+        db = jnp.sum(dy.astype(jnp.float32), axis=(0, 1))
+        return summed(db.astype(part_dtype(tokens, to, numerics.reduce)), axes, tokens, to, placement)
+
+    db = jax.shard_map(
+        local,
+        mesh=placement.mesh,
+        in_specs=placement.spec(("batch", "sequence", *axes)),
+        out_specs=placement.home(axes, late(to)).spec,
+        check_vma=False,
+    )(dy)
+    return dy, cotangent(to, db)
+
+
+add_bias.defvjp(_add_bias_fwd, _add_bias_bwd)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.kernels.dot import Numerics
-from jaxtrain.sharding import Axes, Placement
+from jaxtrain.sharding import Axes, Placement, Weight, cotangent, is_whole, late, numbers, part_dtype, still, ticket
 
 TABLE: Axes = ("vocab", "embed")
 
@@ -35,8 +35,9 @@ class _Split:
     kept: tuple[str, ...]  # split tokens of the residual stream only
 
 
-def _split(p: Placement) -> _Split:
-    embed, vocab, residual = p.mesh_axes("embed"), p.mesh_axes("vocab"), p.mesh_axes("residual")
+def _split(p: Placement, embed: tuple[str, ...]) -> _Split:
+    """`embed`: the mesh axes that split D of this table, or of this table's gradient."""
+    vocab, residual = p.mesh_axes("vocab"), p.mesh_axes("residual")
     return _Split(
         tuple(a for a in p.mesh_axes("batch") if a not in embed),
         tuple(a for a in embed if a in p.mesh_axes("batch")),
@@ -49,12 +50,13 @@ def _split(p: Placement) -> _Split:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def embed(table_VD: jax.Array, tokens_BT: jax.Array, residual: Axes, placement: Placement, numerics: Numerics) -> jax.Array:
+def embed(table_VD: Weight, tokens_BT: jax.Array, residual: Axes, placement: Placement, numerics: Numerics) -> jax.Array:
     """Rows of the table in the compute dtype, (B, T, D) in the layout `residual`.
 
-    table_VD: at rest, master dtype. tokens_BT: int32 ids below V.
+    table_VD: at rest (master dtype), or as the step holds it. tokens_BT: int32 ids below V.
     """
-    s = _split(placement)
+    whole = is_whole(table_VD)
+    s = _split(placement, () if whole else placement.mesh_axes("embed"))
     parts = placement.size(s.along)
 
     def local(table_VD, tokens_BT):
@@ -81,21 +83,22 @@ def embed(table_VD: jax.Array, tokens_BT: jax.Array, residual: Axes, placement: 
     return jax.shard_map(
         local,
         mesh=placement.mesh,
-        in_specs=(placement.spec(TABLE), P(s.outer or None, s.kept or None)),
+        in_specs=((placement.whole(TABLE) if whole else placement.home(TABLE)).spec, P(s.outer or None, s.kept or None)),
         out_specs=placement.spec(residual),
         # The replication checker cannot follow sums that are reduced by hand over some axes only.
         check_vma=False,
-    )(table_VD, tokens_BT)
+    )(numbers(table_VD), tokens_BT)
 
 
 def _forward(table, tokens, residual, placement, numerics):
-    # An empty array with the table's height carries its dtype and V to the backward rule.
-    return embed(table, tokens, residual, placement, numerics), (tokens, jnp.zeros((table.shape[0], 0), table.dtype))
+    # An array without width carries V to the backward rule.
+    like = jnp.zeros((numbers(table).shape[0], 0), jnp.int8)
+    return embed(table, tokens, residual, placement, numerics), (tokens, like, ticket(table))
 
 
 def _backward(residual, placement, numerics, residuals, dy):
-    tokens, like = residuals
-    s = _split(placement)
+    tokens, like, to = residuals
+    s = _split(placement, still(placement.mesh_axes("embed"), to))
     V = like.shape[0] // placement.size(s.vocab)
 
     def local(dy_BTD, tokens_BT):
@@ -114,18 +117,20 @@ def _backward(residual, placement, numerics, residuals, dy):
         row_BT = tokens_BT - first
         row_BT = jnp.where((row_BT >= 0) & (row_BT < V), row_BT, V)  # V is out of bounds, and dropped
         zeros_VD = jnp.zeros((V, dy_BTD.shape[-1]), jnp.float32)
-        d_table = zeros_VD.at[row_BT].add(dy_BTD.astype(jnp.float32), mode="drop").astype(numerics.reduce)
-        summed = s.outer + s.kept
-        return jax.lax.psum(d_table, summed) if summed else d_table
+        d_table = zeros_VD.at[row_BT].add(dy_BTD.astype(jnp.float32), mode="drop")
+        left = still(s.outer + s.kept, to)
+        d_table = d_table.astype(part_dtype(s.outer + s.kept, to, numerics.reduce))
+        d_table = jax.lax.psum(d_table, left) if left else d_table
+        return d_table[None] if late(to) else d_table
 
     d_table = jax.shard_map(
         local,
         mesh=placement.mesh,
         in_specs=(placement.spec(residual), P(s.outer or None, s.kept or None)),
-        out_specs=placement.spec(TABLE),
+        out_specs=placement.home(TABLE, late(to)).spec,
         check_vma=False,
     )(dy, tokens)
-    return d_table.astype(like.dtype), None
+    return cotangent(to, d_table), None
 
 
 embed.defvjp(_forward, _backward)

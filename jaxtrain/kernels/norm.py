@@ -12,18 +12,18 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.kernels.dot import Numerics, use
-from jaxtrain.sharding import Axes, Placement
+from jaxtrain.sharding import Axes, Placement, Weight, cotangent, late, part_dtype, summed, ticket
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5, 6))
 def rms_norm(
-    x: jax.Array, w: jax.Array, eps: float, x_axes: Axes, axis: str | None, placement: Placement, numerics: Numerics
+    x: jax.Array, w: Weight, eps: float, x_axes: Axes, axis: str | None, placement: Placement, numerics: Numerics
 ) -> jax.Array:
     """x / sqrt(mean(x^2) + eps) * w over the last axis; the result has x's dtype.
 
     Args:
       x: activations in the layout `x_axes`, whole in the last axis.
-      w: the scale at rest, master dtype, 1-D, split as the logical `axis` says.
+      w: the scale at rest (master dtype, 1-D, split as the logical `axis` says), or as the step holds it.
     """
     return _normalize(x, use(w, (axis,), placement, numerics), eps)[0]
 
@@ -42,22 +42,19 @@ def _normalize(x: jax.Array, scale: jax.Array, eps: float) -> tuple[jax.Array, j
 
 def _forward(x, w, eps, x_axes, axis, placement, numerics):
     scale = use(w, (axis,), placement, numerics)
-    return _normalize(x, scale, eps)[0], (x, scale, jnp.zeros((0,), w.dtype))
+    return _normalize(x, scale, eps)[0], (x, scale, ticket(w))
 
 
 def _backward(eps, x_axes, axis, placement, numerics, residuals, dy):
-    x, scale, like = residuals
-    split = placement.mesh_axes(axis)
-    summed = tuple(a for x_axis in x_axes for a in placement.mesh_axes(x_axis) if a not in split)
+    x, scale, to = residuals
+    tokens = tuple(a for x_axis in x_axes for a in placement.mesh_axes(x_axis))
 
     def local(x, scale, dy):
         _, normal, inverse = _normalize(x, scale, eps)
         dy32 = dy.astype(jnp.float32)
-        d_scale = jnp.sum(dy32 * normal, axis=tuple(range(x.ndim - 1))).astype(numerics.reduce)
-        if split:
-            d_scale = jax.lax.psum_scatter(d_scale, split, scatter_dimension=0, tiled=True)
-        if summed:
-            d_scale = jax.lax.psum(d_scale, summed)
+        d_scale = jnp.sum(dy32 * normal, axis=tuple(range(x.ndim - 1)))
+        d_scale = d_scale.astype(part_dtype(tokens, to, numerics.reduce))
+        d_scale = summed(d_scale, (axis,), tokens, to, placement)
         d_normal = dy32 * _along_last(scale, x.ndim)
         dx = inverse * (d_normal - normal * jnp.mean(d_normal * normal, axis=-1, keepdims=True))
         return dx.astype(x.dtype), d_scale
@@ -66,11 +63,11 @@ def _backward(eps, x_axes, axis, placement, numerics, residuals, dy):
         local,
         mesh=placement.mesh,
         in_specs=(placement.spec(x_axes), P(), placement.spec(x_axes)),
-        out_specs=(placement.spec(x_axes), placement.spec((axis,))),
+        out_specs=(placement.spec(x_axes), placement.home((axis,), late(to)).spec),
         # The replication checker cannot follow a sum that is reduced by hand over some axes only.
         check_vma=False,
     )(x, scale, dy)
-    return dx, d_scale.astype(like.dtype)
+    return dx, cotangent(to, d_scale)
 
 
 rms_norm.defvjp(_forward, _backward)

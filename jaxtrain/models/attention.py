@@ -13,7 +13,7 @@ from jaxtrain.config import Model
 from jaxtrain.kernels import context, rope
 from jaxtrain.kernels.attention import Rows, Spec, implementation
 from jaxtrain.kernels.context.split import Split
-from jaxtrain.kernels.dot import dot
+from jaxtrain.kernels.dot import add_bias, dot
 from jaxtrain.models.layers import Context, RMSNorm
 from jaxtrain.models.module import constant, normal, param
 from jaxtrain.sharding import Axes, Placement
@@ -97,11 +97,7 @@ class Attention(nnx.Module):
     def _project(self, x_BTD: jax.Array, w: nnx.Param, b: nnx.Param | None, heads: str) -> jax.Array:
         p, n = self.ctx.placement, self.ctx.numerics
         y: jax.Array = dot(x_BTD, w[...], "BTD,DNH->BTNH", ("embed", heads, "head_dim"), p, n)
-        if b is not None:
-            # Added in float32, so that its gradient, a sum over all tokens, is added up in float32 too.
-            bias = p.gather(b[...], (heads, "head_dim"), n.compute, n.reduce)[None, None].astype(jnp.float32)
-            y = (y.astype(jnp.float32) + bias).astype(y.dtype)
-        return y
+        return y if b is None else add_bias(y, b[...], (heads, "head_dim"), p, n)
 
     def __call__(self, x_BTD: jax.Array, shared: Shared, cache: Any) -> tuple[jax.Array, Any]:
         """(B, T, D) in the wide layout to (B, T, D), a partial sum over the tensor axis until it is resharded.

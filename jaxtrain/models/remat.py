@@ -12,7 +12,8 @@ import jax
 from jaxtrain.activations import KEPT, parse_tensors
 from jaxtrain.config import Remat
 
-# Gathered weights (kernels/dot.py): kept by no policy, not even `none`, or every layer's would be held at once.
+# Gathered weights (kernels/dot.py). Kept by no policy, not even `none`, or every layer's would be held at once; unless
+# sharding.gather = forward asks for that, and then by all.
 WEIGHT = ("weight",)
 
 
@@ -32,24 +33,28 @@ class Plan:
     keep: tuple[str, ...]
     offload: tuple[str, ...]
     every: int
+    keep_weights: bool = False  # from the forward pass to the backward pass, gathered
 
     def checkpoint(self, body: Callable[..., Any]) -> Callable[..., Any]:
         """`body` with only what the policy says kept for its backward pass."""
         policies = jax.checkpoint_policies
+        weights = WEIGHT if self.keep_weights else ()
         if self.policy == "none":
-            policy = anything_but_weights
+            policy = policies.everything_saveable if self.keep_weights else anything_but_weights
         elif self.policy == "dots":
             # By operation and not by name: with qk-norm, what the backward pass needs is the GEMM's output, not the named q.
-            policy = policies.dots_with_no_batch_dims_saveable
+            policy = policies.save_from_both_policies(
+                policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(*weights)
+            )
         elif self.offload:
             policy = policies.save_and_offload_only_these_names(
-                names_which_can_be_saved=list(self.keep),
+                names_which_can_be_saved=[*self.keep, *weights],
                 names_which_can_be_offloaded=list(self.offload),
                 offload_src="device",
                 offload_dst="pinned_host",
             )
         else:
-            policy = policies.save_only_these_names(*self.keep)
+            policy = policies.save_only_these_names(*self.keep, *weights)
         # Scan bodies are compiled apart, so XLA cannot merge the recomputation with the original.
         return jax.checkpoint(body, policy=policy, prevent_cse=False)
 
@@ -76,11 +81,12 @@ class Plan:
         return x
 
 
-def make_plan(remat: Remat) -> Plan:
-    """From the config's `remat` section; validate.py has checked names and actions."""
+def make_plan(remat: Remat, gather: str) -> Plan:
+    """From the config's `remat` section and `sharding.gather`; validate.py has checked names and actions."""
+    keep_weights = gather == "forward"
     if remat.policy != "custom":
-        return Plan(remat.policy, KEPT[remat.policy], (), remat.every)
+        return Plan(remat.policy, KEPT[remat.policy], (), remat.every, keep_weights)
     places, _ = parse_tensors(remat.tensors)
     keep = tuple(name for name, place in places.items() if place == "keep")
     offload = tuple(name for name, place in places.items() if place == "offload")
-    return Plan(remat.policy, keep, offload, remat.every)
+    return Plan(remat.policy, keep, offload, remat.every, keep_weights)

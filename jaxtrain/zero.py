@@ -1,0 +1,136 @@
+"""How a step holds its weights and gradients: the stages of ZeRO, when weights are gathered, when gradients are summed.
+
+After Rajbhandari et al. 2020 (arXiv:1910.02054), in mixed precision: the float32 master weights count as optimizer state.
+
+    stage 0  nothing is split; gradients are all-reduced
+    stage 1  master and moments are split. Weights are gathered once a step in the compute dtype and stay whole; gradients
+             are held whole, one for each device, and reduce-scattered once, at the end of the step
+    stage 2  the same, but each layer's gradient is reduce-scattered as its backward pass makes it
+    stage 3  weights too are whole only in use (sharding.gather: layer, forward); with gather = step it is stage 1
+
+With several microbatches, sums over mesh axes that do not split a weight wait for the end of the step as well: `data` beside
+`fsdp` (HSDP), or all axes at stage 0. So each of a step's gradients crosses such an axis once.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.config import RunConfig
+from jaxtrain.kernels.dot import Numerics
+from jaxtrain.models.module import Params
+from jaxtrain.sharding import Axes, Held, Placement, summed
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """What a step holds, and how it sums."""
+
+    placement: Placement
+    numerics: Numerics
+    grads: jnp.dtype  # of gradients summed over microbatches
+    whole: bool  # weights are gathered once, before the first microbatch
+    once: bool  # gradients are not summed over any axis before the end of the step
+    accumulates: bool  # several microbatches
+
+    def late(self, axes: Axes) -> tuple[str, ...]:
+        """Mesh axes over which the gradient of a weight with these logical axes is summed at the end of the step."""
+        p = self.placement
+        split = {a for axis in axes for a in p.mesh_axes(axis)}
+        tokens = p.mesh_axes("batch") + p.mesh_axes("sequence")
+        return tokens if self.once else tuple(a for a in tokens if self.accumulates and a not in split)
+
+    def weights(self, params: Params, axes: Params) -> Params:
+        """From the master weights, what all microbatches of a step compute with."""
+        return jax.tree.map(self._gathered, params, axes) if self.whole else params
+
+    def slots(self, params: Params, axes: Params) -> Params:
+        """What gradients are taken of: each has the shape, dtype and layout of its weight's gradient.
+
+        A weight whose gradient comes back to where it rests is its own slot.
+        """
+
+        def slot(w: jax.Array, axes: Axes) -> jax.Array:
+            return w if self._plain(axes) else self.zero(w, axes)
+
+        return jax.tree.map(slot, params, axes)
+
+    def bound(self, weights: Params, slots: Params, axes: Params) -> Params:
+        """The parameters of a model that computes with `weights`, and whose gradient is that of `slots`."""
+
+        def hold(w: jax.Array, slot: jax.Array, axes: Axes) -> jax.Array | Held:
+            return slot if self._plain(axes) else Held(w, slot, self.whole, self.late(axes))
+
+        return jax.tree.map(hold, weights, slots, axes)
+
+    def zero(self, w: jax.Array, axes: Axes) -> jax.Array:
+        """A gradient of nothing yet."""
+        late = self.late(axes)
+        shape = w.shape
+        if late:
+            at = int(axes[0] == "layers")  # behind the stacked layers, which the loop over them takes off
+            shape = (*shape[:at], self.placement.size(late), *shape[at:])
+        return self.pinned(jnp.zeros(shape, self.grads), axes)
+
+    def pinned(self, g: jax.Array, axes: Axes) -> jax.Array:
+        """A microbatch's gradient in the dtype and layout in which it is accumulated."""
+        return jax.lax.with_sharding_constraint(g.astype(self.grads), jax.NamedSharding(self.placement.mesh, self._spec(axes)))
+
+    def settled(self, grads: Params, axes: Params) -> Params:
+        """The step's gradients, summed over every axis and split like the weights at rest."""
+        return jax.tree.map(self._settled, grads, axes)
+
+    def _plain(self, axes: Axes) -> bool:
+        return not self.whole and not self.late(axes)
+
+    def _spec(self, axes: Axes) -> jax.P:
+        """Layout of a gradient before it is settled."""
+        spec = self.placement.home(axes, late := self.late(axes)).spec
+        return jax.P(spec[1], spec[0], *spec[2:]) if late and axes[0] == "layers" else spec
+
+    def _gathered(self, w: jax.Array, axes: Axes) -> jax.Array:
+        p = self.placement
+
+        def spread(w: jax.Array, axes: Axes) -> jax.Array:
+            for dim, axis in enumerate(axes):
+                over = tuple(a for a in p.mesh_axes(axis) if a in p.batch_axes)
+                w = jax.lax.all_gather(w, over, axis=dim, tiled=True) if over else w
+            return w
+
+        def local(w: jax.Array) -> jax.Array:
+            w = w.astype(self.numerics.compute)
+            if not self._by_layer(axes):
+                return spread(w, axes)
+            return spread(jax.lax.map(lambda layer: spread(layer, axes[1:]), w), axes[:1])
+
+        return jax.shard_map(local, mesh=p.mesh, in_specs=p.spec(axes), out_specs=p.whole(axes).spec, check_vma=False)(w)
+
+    def _settled(self, g: jax.Array, axes: Axes) -> jax.Array:
+        p, late, reduce = self.placement, self.late(axes), self.numerics.reduce
+        if not late:
+            return g
+        first = p.mesh_axes(axes[0])
+        inner = tuple(a for a in late if a not in first)
+
+        def local(g: jax.Array) -> jax.Array:
+            g = g.squeeze(int(axes[0] == "layers"))
+            if not self._by_layer(axes):
+                return summed(g.astype(reduce), axes, late, None, p)
+            g = jax.lax.map(lambda layer: summed(layer.astype(reduce), axes[1:], inner, None, p), g)
+            return summed(g, axes[:1], tuple(a for a in late if a in first), None, p)
+
+        g = jax.shard_map(local, mesh=p.mesh, in_specs=self._spec(axes), out_specs=p.spec(axes), check_vma=False)(g)
+        return g.astype(self.grads)
+
+    def _by_layer(self, axes: Axes) -> bool:
+        """Whether a stack moves layer by layer: all at once it would be turned in memory, since its parts lie in strips."""
+        batch = self.placement.batch_axes
+        return axes[0] == "layers" and any(a in batch for axis in axes[1:] for a in self.placement.mesh_axes(axis))
+
+
+def stage(run: RunConfig, placement: Placement, numerics: Numerics, grads: jnp.dtype) -> Stage:
+    """What `sharding.zero` and `sharding.gather` ask for."""
+    s = run.sharding
+    once = s.zero == 1 or s.gather == "step"
+    return Stage(placement, numerics, grads, once or s.zero == 2, once, run.train.grad_accum > 1)

@@ -1,0 +1,197 @@
+"""Stages of ZeRO: the same steps as on one device, and of traffic exactly what each stage promises.
+
+What travels is read from the program that XLA:GPU makes for 8 described H200s.
+"""
+
+import math
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_gradients
+from test_parity import assert_same_steps
+
+from jaxtrain import launch
+from jaxtrain.config import Problem
+from jaxtrain.hardware import Devices
+from jaxtrain.plan.compile import compile_step
+from jaxtrain.plan.program import collectives, hlo
+from jaxtrain.plan.topology import parse
+from jaxtrain.validate import validate_step
+
+NODE = parse("h200:8")
+# Two layers, with every kind of weight that a model can have.
+MODEL = {"model.num_layers": 2, "model.qkv_bias": True, "model.qk_norm": True}
+MESHES = {
+    "fsdp=8": {"mesh.fsdp": 8},
+    "data=2 x fsdp=4": {"mesh.data": 2, "mesh.fsdp": 4},
+    "fsdp=4 x tensor=2": {"mesh.fsdp": 4, "mesh.tensor": 2},
+    "data=2 x fsdp=2 x tensor=2": {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2},
+}
+STAGES = {
+    "zero=0": {"sharding.zero": 0},
+    "zero=1": {"sharding.zero": 1},
+    "zero=2": {"sharding.zero": 2},
+    "zero=3": {"sharding.zero": 3},
+    "forward": {"sharding.zero": 3, "sharding.gather": "forward"},
+    "step": {"sharding.zero": 3, "sharding.gather": "step"},
+}
+LAST = "data=2 x fsdp=2 x tensor=2"
+SEQ = {"mesh.fsdp": 2, "mesh.tensor": 2, "mesh.seq": 2}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage", "accum"), [*((m, s, 2) for m in MESHES for s in STAGES), *((LAST, s, 1) for s in STAGES)]
+)
+def test_a_stage_takes_the_steps_of_one_device(mesh, stage, accum):
+    assert_same_steps(
+        helpers.tiny(MODEL | MESHES[mesh] | STAGES[stage] | {"train.grad_accum": accum}), helpers.tiny(MODEL), steps=3
+    )
+
+
+@pytest.mark.parametrize(("stage", "accum"), [("zero=0", 2), ("zero=1", 2), ("zero=2", 1), ("forward", 2)])
+def test_a_sequence_axis_splits_weights_too(stage, accum):
+    run = helpers.tiny(MODEL | SEQ | STAGES[stage] | {"train.grad_accum": accum})
+    assert_same_steps(run, helpers.tiny(MODEL), steps=3)
+    table = helpers.program(run).state.params["embed"]["embedding"]
+    assert table.size / math.prod(table.sharding.shard_shape(table.shape)) == (2 if stage == "zero=0" else 8)
+
+
+@pytest.mark.parametrize("stage", ["zero=1", "zero=2"])
+def test_a_tied_head_on_a_mesh(stage):
+    """The one table gets two gradients, each with devices of its own."""
+    tied = MODEL | {"model.tied_head": True}
+    run = helpers.tiny(tied | MESHES["data=2 x fsdp=4"] | STAGES[stage] | {"train.grad_accum": 2})
+    assert_same_steps(run, helpers.tiny(tied), steps=3)
+
+
+@pytest.mark.parametrize(
+    "remat",
+    [
+        {"remat.policy": "full", "remat.every": 2},
+        {"remat.policy": "dots"},
+        {"remat.policy": "custom", "remat.tensors": "q=keep,mlp_up=keep"},
+    ],
+    ids=lambda remat: remat["remat.policy"],
+)
+def test_kept_weights_under_every_policy(remat):
+    run = helpers.tiny(MODEL | MESHES["fsdp=8"] | STAGES["forward"] | remat)
+    assert_same_steps(run, helpers.tiny(MODEL), steps=3)
+
+
+def test_gathering_once_a_step_is_stage_1():
+    texts = {
+        helpers.lowered(helpers.tiny(MODEL | MESHES[LAST] | STAGES[s] | {"train.grad_accum": 2})) for s in ("zero=1", "step")
+    }
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("stage", ["zero=0", "zero=1", "zero=2"])
+def test_gradients_of_weights_in_bfloat16_are_float32(stage, tmp_path):
+    """A weight held in bfloat16 does not round its gradient: sums over microbatches and devices are those of float32."""
+    path = tmp_path / "text.tok"
+    helpers.text_file(path)
+    mesh = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "train.grad_accum": 2} | STAGES[stage]
+    true = test_gradients.gradients(path)
+    got = test_gradients.gradients(path, precision="bf16", **mesh, **{"dtypes.reduce": "f32"})
+    errors = {name: test_gradients.off(got[name], g) for name, g in true.items() if "bk" not in name}
+    assert max(errors.values()) < test_gradients.BOUND, errors
+    for name, g in got.items():
+        some = g[g != 0]
+        assert (some.astype(jnp.bfloat16).astype(np.float32) != some).mean() > 0.5, name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_a_stage_splits_at_rest(stage):
+    state = helpers.program(helpers.tiny(MODEL | MESHES["data=2 x fsdp=4"] | STAGES[stage])).state
+    held = sum(math.prod(a.sharding.shard_shape(a.shape)) for a in jax.tree.leaves(state))
+    everything = sum(a.size for a in jax.tree.leaves(state))
+    assert held / everything == pytest.approx(1 if stage == "zero=0" else 1 / 4, rel=0.01)
+
+
+def test_gathers_other_than_per_layer_need_stage_3():
+    devices = Devices("cpu", "CPU", 8, 0.0, "test")
+    for zero in (0, 1, 2):
+        for gather in ("forward", "step"):
+            run = helpers.tiny(MESHES["fsdp=8"] | {"sharding.zero": zero, "sharding.gather": gather})
+            (problem,) = validate_step(run, devices)
+            assert isinstance(problem, Problem) and problem.key == "sharding.gather" and problem.value == gather
+            assert f"sharding.zero = {zero}" in problem.rule and "Set sharding.zero to 3" in problem.remedy
+    assert not validate_step(helpers.tiny(MESHES["fsdp=8"] | STAGES["step"]), devices)
+
+
+def test_stage_0_asks_no_dimension_to_divide():
+    devices = Devices("cpu", "CPU", 8, 0.0, "test")
+    odd = MESHES["fsdp=8"] | {"model.d_model": 60, "model.num_heads": 6, "model.num_kv_heads": 6}
+    assert not validate_step(helpers.tiny(odd | STAGES["zero=0"]), devices)
+    assert [p.key for p in validate_step(helpers.tiny(odd), devices)] == ["model.d_model"]
+
+
+# ---- What travels
+
+BF16 = 2  # bytes
+ACCUM = 2
+
+
+def sizes(state) -> dict[str, int]:
+    """Elements of the weights, by how they are used."""
+    count = {k: sum(a.size for a in jax.tree.leaves(v)) for k, v in state.params.items()}
+    return {"table": count["embed"], "head": count["head"], "layers": count["layers"], "all": sum(count.values())}
+
+
+def promised(stage: str, mesh: dict[str, int], w: dict[str, int], rows: int, accum: int) -> dict[tuple[str, str], float]:
+    """(kind, mesh axis) -> bytes that each GPU sends in a step. `rows`: elements of a microbatch's residual stream on a GPU.
+
+    The embedding's rows travel instead of its table where the table, or its gradient, is split.
+    """
+    data, n = mesh["data"], mesh["fsdp"]
+    ring = BF16 * (n - 1) / n
+    layers, head, every = ring * w["layers"], ring * w["head"], ring * w["all"]
+    over_data = 2 * BF16 * (data - 1) / data
+    if stage == "zero=0":
+        return {("all-reduce", "data+fsdp" if data > 1 else "fsdp"): 2 * BF16 * (data * n - 1) / (data * n) * w["all"]}
+    gathered, reduced, moved = {
+        "zero=1": (every, every, 0),
+        "step": (every, every, 0),
+        "zero=2": (every, accum * (layers + head), accum * ring * rows),  # backward only
+        "zero=3": (accum * (2 * layers + head), accum * (layers + head), accum * 2 * ring * rows),
+        "forward": (accum * (layers + head), accum * (layers + head), accum * 2 * ring * rows),
+    }[stage]
+    found = {("all-gather", "fsdp"): gathered, ("reduce-scatter", "fsdp"): reduced, ("all-to-all", "fsdp"): moved}
+    if data > 1:
+        found["all-reduce", "data"] = over_data * w["all"] / n
+    return {k: v for k, v in found.items() if v}
+
+
+@pytest.mark.parametrize(
+    ("stage", "data", "accum"),
+    [*((s, 1, ACCUM) for s in STAGES), ("zero=0", 1, 1), ("zero=3", 2, ACCUM), ("zero=2", 2, ACCUM), ("zero=1", 2, ACCUM)],
+)
+def test_what_a_stage_moves(stage, data, accum):
+    keys = STAGES[stage] | {
+        "model.num_layers": 2,
+        "model.vocab_size": 32768,
+        "mesh.data": data,
+        "mesh.fsdp": 8 // data,
+        "train.global_batch": 8 * accum,
+        "train.grad_accum": accum,
+    }
+    loaded = launch.load(["--config=configs/llama3_8b.py", *(f"--config.{k}={v}" for k, v in keys.items())])
+    assert not loaded.problems, loaded.problems
+    step = compile_step(loaded.run, NODE)
+    mesh = dict(step.program.placement.mesh.shape)
+    found = [f for f in collectives.read(hlo.parse(step.text), mesh, 8) if f.wire_bytes]
+
+    w = sizes(step.program.state)
+    want = promised(stage, mesh, w, loaded.run.data.seq_len * loaded.run.model.d_model, accum)
+    got: dict[tuple[str, str], float] = {}
+    for f in found:
+        if f.count * f.wire_bytes < 1024:  # the loss, the gradient norm, the number of targets
+            assert f.dtype == "f32" and f.kind == "all-reduce", f
+            continue
+        # Tokens, for the embedding, may share a launch with weights.
+        assert f.dtype in ("bf16", "s32", "bf16+s32", "s32+bf16"), f
+        got[f.kind, f.axis] = got.get((f.kind, f.axis), 0) + f.count * f.wire_bytes
+    assert got == pytest.approx(want, rel=2e-3), {k: v / w["all"] for k, v in got.items()}
