@@ -55,7 +55,7 @@ class Sampler:
         """Token ids that continue the prompt (at least one id), one by one; the caller decides where to stop."""
         # Lengths are rounded up so that prompts of similar length share one compiled step.
         room = -(-(len(prompt) + max_tokens) // 64) * 64
-        cache = jax.device_put(empty_cache(self.run.model, 1, room, self._dtype), replicated(self.placement))
+        cache = jax.device_put(empty_cache(self.run.model, self.placement, 1, room, self._dtype), replicated(self.placement))
         key = jax.random.key(seed)
         new = jnp.asarray([list(prompt)], jnp.int32)
         for i in range(max_tokens):

@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxtrain.activations import POLICIES, parse_tensors
 from jaxtrain.config import MESH_AXES, RULES, Problem, RunConfig, flatten, impossible_rules, nearest, rules_in_use, to_dict
+from jaxtrain.context import make_context, ulysses_problem
 from jaxtrain.hardware import Devices, memory_environment, memory_fraction
 from jaxtrain.models import FAMILIES
 from jaxtrain.resume import check_allow_change
@@ -141,6 +142,7 @@ def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
     # Mesh axes of size above 1 that split each logical axis; unknown ones are reported by _rules.
     table = {axis: [a for a in onto if sizes.get(a, 1) > 1] for axis, onto in rules_in_use(run.sharding).items()}
     problems += _divisions(run, sizes, table, bad)
+    problems += _context(run, devices, math.prod(sizes[a] for a in table["heads"]), sizes["seq"], bad)
     problems += _clashes(run, table)
     return problems
 
@@ -301,6 +303,32 @@ def _attention(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Prob
         yield refuse(f"cuDNN has no soft cap (model.attention_softcap = {run.model.attention_softcap:g})")
 
 
+def _context(run: RunConfig, devices: Devices, tensor: int, ranks: int, bad: set[str]) -> Iterable[Problem]:
+    """What a sequence over several devices asks of heads, lengths and kernels. `tensor`: parts of the heads."""
+    a, m = run.attention, run.model
+    if bad & {"attention.context", "attention.ulysses", "model.num_heads", "model.num_kv_heads"} or m.num_heads % tensor:
+        return
+    heads, kv_heads = m.num_heads // tensor, max(1, m.num_kv_heads // tensor)
+    if a.ulysses and a.context != "ulysses":
+        rule = f"is read only with attention.context = ulysses, which is {a.context}"
+        yield Problem("attention.ulysses", a.ulysses, rule, "Set attention.context to ulysses, or attention.ulysses to 0.")
+    elif a.ulysses > 1 or (a.ulysses and ranks > 1):
+        fits = [u for u in range(1, ranks + 1) if ranks % u == 0 and not ulysses_problem(u, heads, kv_heads)]
+        if a.ulysses not in fits:
+            why = ulysses_problem(a.ulysses, heads, kv_heads) or f"is no divisor of mesh.seq = {ranks}"
+            yield Problem("attention.ulysses", a.ulysses, why, f"Set one of {', '.join(map(str, fits))}, or 0.")
+            return
+    context = make_context(a.context, a.ulysses if a.context == "ulysses" else 0, ranks, heads, kv_heads)
+    if "data.seq_len" not in bad and run.data.seq_len % context.divides:
+        rule = f"does not divide into two chunks for each of {context.ring} places of a ring"
+        rule += f", each shared by {context.ulysses} ranks" if context.ulysses > 1 else ""
+        remedy = f"Make it a multiple of {context.divides}, or mesh.seq smaller."
+        yield Problem("data.seq_len", run.data.seq_len, f"{rule} (mesh.seq = {ranks}, attention.context = {a.context})", remedy)
+    if a.impl == "cudnn" and context.ring > 1 and 0 < m.sliding_window < run.data.seq_len and 0 < devices.sm < 90:
+        rule = f"a sliding window around a ring needs a GPU from Hopper (sm90) on; {devices.name} is sm{devices.sm}"
+        yield Problem("attention.impl", a.impl, rule, "Set attention.impl to auto or chunked, or attention.context to ulysses.")
+
+
 def _schedule(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
     o, steps = run.optimizer, run.train.steps
     if bad & {"optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.schedule", "train.steps"}:
@@ -360,6 +388,8 @@ def _divisions(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]
     ):
         section, _, name = key.partition(".")
         value, parts = getattr(getattr(run, section), name), math.prod(sizes[a] for a in table[axis])
+        if axis == "kv_heads" and parts % value == 0:
+            continue  # each is held by several ranks
         if key not in bad and value % parts:
             over = " x ".join(f"mesh.{a} = {sizes[a]}" for a in table[axis])
             rule = f"does not divide over {over} (sharding.rules.{axis} = {dict(run.sharding.rules)[axis]!r})"

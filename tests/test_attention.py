@@ -283,7 +283,7 @@ def test_private_cudnn_primitives_have_the_parameters_we_bind(direction):
     assert abstract is not None, PRIVATE
     parameters = inspect.signature(abstract).parameters.values()
     q = jnp.zeros((1, 16, 2, 64), jnp.bfloat16)
-    bound = set(cudnn._static(q, None, BF16)) | ({"is_training"} if direction == "fwd" else set())
+    bound = set(cudnn._static(q, BF16)) | ({"is_training"} if direction == "fwd" else set())
     assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == bound, PRIVATE
     operands = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     expected = [

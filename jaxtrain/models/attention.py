@@ -16,10 +16,15 @@ from jaxtrain.kernels.context.split import Split
 from jaxtrain.kernels.dot import add_bias, dot
 from jaxtrain.models.layers import Context, RMSNorm
 from jaxtrain.models.module import constant, normal, param
-from jaxtrain.sharding import Axes, Placement
+from jaxtrain.sharding import Axes, Held, Placement, Weight, is_whole
 
 HEADS: Axes = ("batch", "sequence", "heads", None)
 KV_HEADS: Axes = ("batch", "sequence", "kv_heads", None)
+
+
+def kv_copies(model: Model, placement: Placement) -> int:
+    """How many ranks hold each key/value head: several where there are more ranks than heads to divide over them."""
+    return max(1, placement.size(placement.mesh_axes("kv_heads")) // model.num_kv_heads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,22 +87,39 @@ class Attention(nnx.Module):
         D, N, K, H = model.d_model, model.num_heads, model.num_kv_heads, model.head_dim
         dtype = ctx.numerics.params
         self.wq = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), normal(std), dtype)
-        self.wk = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), normal(std), dtype)
-        self.wv = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), normal(std), dtype)
+        self.copies = kv_copies(model, ctx.placement)
+        kv_heads = "kv_heads" if self.copies == 1 else None  # fewer than there are ranks cannot be split at rest
+        self.wk = param(rngs, (D, K, H), ("embed", kv_heads, "head_dim"), normal(std), dtype)
+        self.wv = param(rngs, (D, K, H), ("embed", kv_heads, "head_dim"), normal(std), dtype)
         self.wo = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), normal(out_std), dtype)
         if model.qkv_bias:
             self.bq = param(rngs, (N, H), ("heads", "head_dim"), constant(0.0), dtype)
-            self.bk = param(rngs, (K, H), ("kv_heads", "head_dim"), constant(0.0), dtype)
-            self.bv = param(rngs, (K, H), ("kv_heads", "head_dim"), constant(0.0), dtype)
+            self.bk = param(rngs, (K, H), (kv_heads, "head_dim"), constant(0.0), dtype)
+            self.bv = param(rngs, (K, H), (kv_heads, "head_dim"), constant(0.0), dtype)
         if model.qk_norm:
             self.q_norm = RMSNorm(H, "head_dim", HEADS, model.norm_eps, ctx, rngs)
             self.k_norm = RMSNorm(H, "head_dim", KV_HEADS, model.norm_eps, ctx, rngs)
         self.model, self.kernel, self.ctx = model, kernel, ctx
 
+    def _for_all(self, w: Weight, axes: Axes) -> Weight:
+        """A key/value weight with each head repeated for the ranks that share it, of which each keeps its own."""
+        if self.copies == 1:
+            return w
+        p = self.ctx.placement
+        layout = p.whole(axes) if is_whole(w) else p.sharding(axes)
+        w = jax.tree.map(lambda x: jnp.repeat(x, self.copies, axis=-2), w)
+        if isinstance(w, Held):
+            return dataclasses.replace(w, value=jax.lax.with_sharding_constraint(w.value, layout))
+        return jax.lax.with_sharding_constraint(w, layout)
+
     def _project(self, x_BTD: jax.Array, w: nnx.Param, b: nnx.Param | None, heads: str) -> jax.Array:
         p, n = self.ctx.placement, self.ctx.numerics
-        y: jax.Array = dot(x_BTD, w[...], "BTD,DNH->BTNH", ("embed", heads, "head_dim"), p, n)
-        return y if b is None else add_bias(y, b[...], (heads, "head_dim"), p, n)
+        axes = ("embed", heads, "head_dim")
+        of_kv = heads == "kv_heads"
+        y: jax.Array = dot(x_BTD, self._for_all(w[...], axes) if of_kv else w[...], "BTD,DNH->BTNH", axes, p, n)
+        if b is None:
+            return y
+        return add_bias(y, self._for_all(b[...], axes[1:]) if of_kv else b[...], axes[1:], p, n)
 
     def __call__(self, x_BTD: jax.Array, shared: Shared, cache: Any) -> tuple[jax.Array, Any]:
         """(B, T, D) in the wide layout to (B, T, D), a partial sum over the tensor axis until it is resharded.

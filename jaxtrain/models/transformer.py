@@ -12,10 +12,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.config import Model
 from jaxtrain.kernels.attention import Rows
 from jaxtrain.kernels.embedding import TABLE
-from jaxtrain.models.attention import Attention, Kernel, Shared, share
+from jaxtrain.models.attention import Attention, Kernel, Shared, kv_copies, share
 from jaxtrain.models.layers import RESIDUAL, WIDE, Context, Embed, RMSNorm, SwiGLU
 from jaxtrain.models.module import normal, param, stack
 from jaxtrain.models.remat import Plan
+from jaxtrain.sharding import Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +32,10 @@ class Cache:
 jax.tree_util.register_dataclass(Cache, ["kv", "segments_BS", "positions_BS", "length"], [])
 
 
-def empty_cache(model: Model, batch: int, length: int, dtype: jnp.dtype) -> Cache:
+def empty_cache(model: Model, placement: Placement, batch: int, length: int, dtype: jnp.dtype) -> Cache:
     """Room for `length` tokens in each of `batch` rows."""
-    shape = (model.num_layers, batch, length, model.num_kv_heads, model.head_dim)
+    heads = model.num_kv_heads * kv_copies(model, placement)
+    shape = (model.num_layers, batch, length, heads, model.head_dim)
     # Separate arrays throughout: the cache is donated, and no buffer can be donated twice.
     segments_BS, positions_BS = jnp.zeros((batch, length), jnp.int32), jnp.zeros((batch, length), jnp.int32)
     return Cache((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)), segments_BS, positions_BS, jnp.zeros((), jnp.int32))
