@@ -82,6 +82,10 @@ def options(program: Program, card: Card | None) -> dict[str, str | bool]:
         # Collectives of the next layer start during this one, and loops are unrolled twice for it; without, the last
         # reduction of a layer and the first gathers of the next wait for each other.
         chosen["optimization_level"] = "O1"
+    if program.context.ring > 1:
+        # Going backward, a ring sends gradients beside the keys; one at a time, only one of the two would have a kernel to
+        # hide behind.
+        chosen["xla_gpu_experimental_parallel_collective_overlap_limit"] = "2"
     # XLA's limit is held + slop% of (its share - held). Where its share is less than what is held, no slop can mend that.
     spare = XLA_SHARE * card.memory_gib - held
     if spare > 0:

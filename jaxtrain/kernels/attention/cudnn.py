@@ -228,27 +228,23 @@ def block_backward(
     return jnp.where(q_inside, dq, 0), jnp.where(kv_inside, dk, 0), jnp.where(kv_inside, dv, 0)
 
 
-def _starts_ends(documents: Packed) -> tuple[jax.Array, jax.Array]:
-    starts_BM = documents.offsets_BM[:, :-1]
-    return starts_BM, starts_BM + documents.lengths_BM
+def _in_document(documents: Packed, T: int) -> jax.Array:
+    """Which token of a row is in which document, bool (B, M, T)."""
+    at_BMT = jnp.arange(T)[None, None, :] - documents.offsets_BM[:, :-1, None]
+    return (at_BMT >= 0) & (at_BMT < documents.lengths_BM[:, :, None])
 
 
 def _inside(documents: Packed, T: int) -> jax.Array:
     """Which tokens of each row are in any of the documents, bool (B, T): the kernel leaves the others undefined."""
-    starts_BM, ends_BM = _starts_ends(documents)
-    at_T = jnp.arange(T)[None, None, :]
-    return ((at_T >= starts_BM[:, :, None]) & (at_T < ends_BM[:, :, None])).any(axis=1)
+    return _in_document(documents, T).any(axis=1)
 
 
 def _per_token(stats: jax.Array, documents: Packed, T: int) -> jax.Array:
     """The kernel's (B x M, N, T), counted from each document's first token, as (B, N, T)."""
     B, M = documents.lengths_BM.shape
     stats_BMNT = stats.reshape(B, M, -1, T)
-    starts_BM, ends_BM = _starts_ends(documents)
-    at_T = jnp.arange(T)
-    in_BMT = (at_T >= starts_BM[:, :, None]) & (at_T < ends_BM[:, :, None])
-    document_BT = jnp.argmax(in_BMT, axis=1)
-    place_BT = at_T[None] - jnp.take_along_axis(starts_BM, document_BT, axis=1)
+    document_BT = jnp.argmax(_in_document(documents, T), axis=1)
+    place_BT = jnp.arange(T)[None] - jnp.take_along_axis(documents.offsets_BM[:, :-1], document_BT, axis=1)
     rows_B11, heads_1N1 = jnp.arange(B)[:, None, None], jnp.arange(stats_BMNT.shape[2])[None, :, None]
     return stats_BMNT[rows_B11, document_BT[:, None, :], heads_1N1, jnp.clip(place_BT, 0, T - 1)[:, None, :]]
 
@@ -256,7 +252,6 @@ def _per_token(stats: jax.Array, documents: Packed, T: int) -> jax.Array:
 def _per_document(lse_BNT: jax.Array, documents: Packed) -> jax.Array:
     """The inverse of `_per_token`; what stands behind the end of a document is not read."""
     B, N, T = lse_BNT.shape
-    starts_BM, _ = _starts_ends(documents)
-    at_BMT = jnp.clip(starts_BM[:, :, None] + jnp.arange(T), 0, T - 1)
+    at_BMT = jnp.clip(documents.offsets_BM[:, :-1, None] + jnp.arange(T)[None, None, :], 0, T - 1)
     stats_BMNT = jnp.take_along_axis(lse_BNT[:, None], at_BMT[:, :, None, :], axis=3)
     return stats_BMNT.reshape(-1, N, T)
