@@ -14,6 +14,12 @@ Mesh, microbatch and remat are what this search found; to see the plan of this o
     python -m jaxtrain.plan --config=configs/llama3_8b.py --topology=h200:8 --search --budget=600
 
 Another number of GPUs keeps the batch and changes the accumulation: --config=configs/llama3_8b.py:gpus=16
+
+Long documents, each sequence over 8 GPUs (docs/parallelism.md says how): 131,072 tokens, or 1,048,576. Both go on from a run with
+8192 tokens, on a file of documents that are long themselves.
+
+    python -m jaxtrain.main --config=configs/llama3_8b.py:long --config.init.from=runs/llama3_8b --workdir=runs/llama3_8b_long
+    python -m jaxtrain.plan --config=configs/llama3_8b.py:1m --topology=h200:8
 """
 
 import ml_collections
@@ -23,8 +29,9 @@ from jaxtrain.models.llama import PRESETS
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """Variants: `half` (16 layers, one GPU, a small batch) and `gpus=8` (how many GPUs the batch is divided over)."""
-    variant = parse_arg(arg, half=False, gpus=8)
+    """Variants: `half` (16 layers, one GPU, a small batch), `gpus=8` (how many GPUs the batch is divided over), `long` and `1m`
+    (131,072 and 1,048,576 tokens, on 8 GPUs)."""
+    variant = parse_arg(arg, **{"half": False, "gpus": 8, "long": False, "1m": False})
     config = default_config()
     config.model.update(PRESETS["llama3_8b"])
 
@@ -52,6 +59,25 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.eval.every_steps = 500
     config.checkpoint.every_steps = 100
     config.log.every_steps = 1  # a step takes long enough to deserve its line
+
+    if variant.long or variant["1m"]:
+        # Still 2.1 M tokens a step, one sequence at a time over all 8 GPUs: 16,384 or 131,072 tokens on each.
+        config.data.seq_len = 1_048_576 if variant["1m"] else 131_072
+        config.train.global_batch = config.train.grad_accum = 2_097_152 // config.data.seq_len
+        config.train.steps = 2000  # 4 B tokens
+        config.mesh.seq = 8
+        config.attention.context = "ring"  # its traffic hides behind attention, and any number of GPUs can take part
+        # Documents of 512 tokens and more on average; of 4096 for 1m. Each costs the kernel 4 bytes x heads x tokens of a chunk.
+        config.data.max_segments = 256
+        # The long wavelengths stretched as in Llama 3.1, which has 8 for 131,072.
+        config.model.rope_scaling = "llama3"
+        config.model.rope_factor = 128.0 if variant["1m"] else 8.0
+        config.optimizer.lr = 3e-5
+        config.optimizer.lr_min = 3e-6
+        config.optimizer.warmup_steps = 100
+    if variant["1m"]:
+        # Attention is nine tenths of the step and must not run twice; its outputs, 32 GiB, wait for the backward pass on the host.
+        config.remat.tensors = "attention_out=offload,attention_lse=keep"
 
     if variant.half:
         config.model.num_layers = 16
