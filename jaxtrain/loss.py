@@ -18,7 +18,7 @@ from jaxtrain.kernels.cross_entropy import chunked_cross_entropy
 from jaxtrain.kernels.dot import Numerics
 from jaxtrain.kernels.embedding import TABLE
 from jaxtrain.models.layers import RESIDUAL
-from jaxtrain.sharding import Placement, Weight, cotangent, is_whole, late, numbers, part_dtype, summed, ticket
+from jaxtrain.sharding import Placement, Weight, cotangent, is_whole, late, numbers, summed, ticket
 
 Batch = dict[str, Any]  # arrays, or their shapes while nothing is allocated
 
@@ -105,7 +105,7 @@ def _sharded(x, head, targets, weights, spec: LossSpec, gradients: bool):
             d_x_BTD = jax.lax.psum_scatter(d_x_BTD, gathered, scatter_dimension=1, tiled=True)
         # The layers' backward pass begins with d_x. Tied to it, the float32 sums are rounded before that and freed; the
         # compiler would keep them until the reduction, which it starts as late as it likes.
-        d_x_BTD, d_head = jax.lax.optimization_barrier((d_x_BTD, d_head.astype(part_dtype(token_axes, to, n.reduce))))
+        d_x_BTD, d_head = jax.lax.optimization_barrier((d_x_BTD, d_head.astype(n.reduce)))
         return loss, d_x_BTD, jnp.swapaxes(summed(d_head, TABLE[::-1], token_axes, to, p), -1, -2)
 
     return jax.shard_map(

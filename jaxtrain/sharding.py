@@ -252,11 +252,6 @@ def still(tokens: Sequence[str], ticket: Any) -> tuple[str, ...]:
     return tuple(a for a in tokens if a not in late(ticket))
 
 
-def part_dtype(tokens: Sequence[str], ticket: Any, reduce: jnp.dtype) -> jnp.dtype:
-    """What a device's part of a gradient is rounded to: `reduce`, or the slot's dtype where it does not travel yet."""
-    return slot_dtype(ticket) if late(ticket) and not still(tokens, ticket) else reduce
-
-
 def summed(part: jax.Array, axes: Axes, tokens: Sequence[str], ticket: Any, placement: Placement) -> jax.Array:
     """Inside a shard_map: one device's part of a weight's gradient to its home, by the fewest bytes and in the dtype it has.
 

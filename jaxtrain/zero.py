@@ -46,13 +46,14 @@ class Stage:
         return jax.tree.map(self._gathered, params, axes) if self.whole else params
 
     def slots(self, params: Params, axes: Params) -> Params:
-        """What gradients are taken of: each has the shape, dtype and layout of its weight's gradient.
+        """What a microbatch's gradients are taken of: each has the shape, dtype and layout of its weight's gradient.
 
-        A weight whose gradient comes back to where it rests is its own slot.
+        A weight whose gradient comes back to where it rests is its own slot. The others' are in the type that travels: a
+        gradient is rounded to it once, wherever it is held, and twice as many bytes would say no more.
         """
 
         def slot(w: jax.Array, axes: Axes) -> jax.Array:
-            return w if self._plain(axes) else self.zero(w, axes)
+            return w if self._plain(axes) else self._zero(w, axes, self.numerics.reduce)
 
         return jax.tree.map(slot, params, axes)
 
@@ -65,21 +66,27 @@ class Stage:
         return jax.tree.map(hold, weights, slots, axes)
 
     def zero(self, w: jax.Array, axes: Axes) -> jax.Array:
-        """A gradient of nothing yet."""
+        """The sum of no microbatch's gradients."""
+        return self._zero(w, axes, self.grads)
+
+    def _zero(self, w: jax.Array, axes: Axes, dtype: jnp.dtype) -> jax.Array:
         late = self.late(axes)
         shape = w.shape
         if late:
             at = int(axes[0] == "layers")  # behind the stacked layers, which the loop over them takes off
             shape = (*shape[:at], self.placement.size(late), *shape[at:])
-        return self.pinned(jnp.zeros(shape, self.grads), axes)
+        return self._pinned(jnp.zeros(shape, dtype), axes)
 
     def pinned(self, g: jax.Array, axes: Axes) -> jax.Array:
         """A microbatch's gradient in the dtype and layout in which it is accumulated."""
-        return jax.lax.with_sharding_constraint(g.astype(self.grads), jax.NamedSharding(self.placement.mesh, self._spec(axes)))
+        return self._pinned(g.astype(self.grads), axes)
 
     def settled(self, grads: Params, axes: Params) -> Params:
         """The step's gradients, summed over every axis and split like the weights at rest."""
         return jax.tree.map(self._settled, grads, axes)
+
+    def _pinned(self, g: jax.Array, axes: Axes) -> jax.Array:
+        return jax.lax.with_sharding_constraint(g, jax.NamedSharding(self.placement.mesh, self._spec(axes)))
 
     def _plain(self, axes: Axes) -> bool:
         return not self.whole and not self.late(axes)

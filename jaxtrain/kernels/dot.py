@@ -23,7 +23,6 @@ from jaxtrain.sharding import (
     is_whole,
     late,
     numbers,
-    part_dtype,
     scatter,
     slot_dtype,
     summed,
@@ -110,7 +109,7 @@ def _unsummed(eqn, x, dy, axes, to, placement, numerics):
     tokens = placement.mesh_axes("batch") + placement.mesh_axes("sequence")
 
     def local(x, dy):
-        dw = einsum(f"{xs},{y}->{ws}", x, dy, numerics=numerics, out=part_dtype(tokens, to, numerics.reduce))
+        dw = einsum(f"{xs},{y}->{ws}", x, dy, numerics=numerics, out=numerics.reduce)
         return summed(dw, axes, tokens, to, placement)
 
     return jax.shard_map(
@@ -146,7 +145,7 @@ def _add_bias_bwd(axes, placement, numerics, to, dy):
 
     def local(dy):
         db = jnp.sum(dy.astype(jnp.float32), axis=(0, 1))
-        return summed(db.astype(part_dtype(tokens, to, numerics.reduce)), axes, tokens, to, placement)
+        return summed(db.astype(numerics.reduce), axes, tokens, to, placement)
 
     db = jax.shard_map(
         local,

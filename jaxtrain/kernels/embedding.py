@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.kernels.dot import Numerics
-from jaxtrain.sharding import Axes, Placement, Weight, cotangent, is_whole, late, numbers, part_dtype, still, ticket
+from jaxtrain.sharding import Axes, Placement, Weight, cotangent, is_whole, late, numbers, still, ticket
 
 TABLE: Axes = ("vocab", "embed")
 
@@ -117,9 +117,8 @@ def _backward(residual, placement, numerics, residuals, dy):
         row_BT = tokens_BT - first
         row_BT = jnp.where((row_BT >= 0) & (row_BT < V), row_BT, V)  # V is out of bounds, and dropped
         zeros_VD = jnp.zeros((V, dy_BTD.shape[-1]), jnp.float32)
-        d_table = zeros_VD.at[row_BT].add(dy_BTD.astype(jnp.float32), mode="drop")
+        d_table = zeros_VD.at[row_BT].add(dy_BTD.astype(jnp.float32), mode="drop").astype(numerics.reduce)
         left = still(s.outer + s.kept, to)
-        d_table = d_table.astype(part_dtype(s.outer + s.kept, to, numerics.reduce))
         d_table = jax.lax.psum(d_table, left) if left else d_table
         return d_table[None] if late(to) else d_table
 

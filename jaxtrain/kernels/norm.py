@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.kernels.dot import Numerics, use
-from jaxtrain.sharding import Axes, Placement, Weight, cotangent, late, part_dtype, summed, ticket
+from jaxtrain.sharding import Axes, Placement, Weight, cotangent, late, summed, ticket
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5, 6))
@@ -52,8 +52,7 @@ def _backward(eps, x_axes, axis, placement, numerics, residuals, dy):
     def local(x, scale, dy):
         _, normal, inverse = _normalize(x, scale, eps)
         dy32 = dy.astype(jnp.float32)
-        d_scale = jnp.sum(dy32 * normal, axis=tuple(range(x.ndim - 1)))
-        d_scale = d_scale.astype(part_dtype(tokens, to, numerics.reduce))
+        d_scale = jnp.sum(dy32 * normal, axis=tuple(range(x.ndim - 1))).astype(numerics.reduce)
         d_scale = summed(d_scale, (axis,), tokens, to, placement)
         d_normal = dy32 * _along_last(scale, x.ndim)
         dx = inverse * (d_normal - normal * jnp.mean(d_normal * normal, axis=-1, keepdims=True))
