@@ -110,7 +110,7 @@ def take_steps(
     """
     start, gradients, metrics = _host(state, PARAMS), {}, []
     for i in range(steps):
-        state, values = step(state, place_batch(batch(i), program.batch))
+        state, values = step(state, place_batch(batch(i), program.batch, program.context))
         metrics.append(values)
         if i == 0:
             gradients = _host(state, MOMENT)
