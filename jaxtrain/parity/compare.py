@@ -32,7 +32,7 @@ import numpy as np
 from jaxtrain import compiler
 from jaxtrain.config import RunConfig
 from jaxtrain.data import pipeline
-from jaxtrain.state import create_state, to_tensors
+from jaxtrain.state import create_state, to_host
 from jaxtrain.step import Program, build, place_batch
 
 EXACT = 1e-5  # of everything but the weights, in float32
@@ -108,18 +108,14 @@ def take_steps(
       step: the compiled train step of `program`.
       batch: the rows of a step, (A x B, T), from its number.
     """
-    start, gradients, metrics = _host(state, PARAMS), {}, []
+    start, gradients, metrics = to_host(state, PARAMS), {}, []
     for i in range(steps):
         state, values = step(state, place_batch(batch(i), program.batch, program.context))
         metrics.append(values)
         if i == 0:
-            gradients = _host(state, MOMENT)
+            gradients = to_host(state, MOMENT)
     loss, norm = (np.array([float(m[name]) for m in metrics]) for name in ("loss", "grad_norm"))
-    return Trained(loss, norm, start, gradients, _host(state, PARAMS)), state
-
-
-def _host(state: Any, prefix: str) -> Arrays:
-    return {name.removeprefix(prefix): np.asarray(a) for name, a in to_tensors(state).items() if name.startswith(prefix)}
+    return Trained(loss, norm, start, gradients, to_host(state, PARAMS)), state
 
 
 def train(run: RunConfig, devices: Sequence[Any], steps: int) -> Trained:
@@ -228,7 +224,7 @@ def weight_errors(got: Trained, reference: Trained, resolved: Mapping[str, float
 
 
 def _apart(got: Arrays, reference: Arrays) -> Arrays:
-    return {n: got[n].astype(np.float64) - a for n, a in reference.items()}
+    return {n: got[n].astype(np.float64) - a.astype(np.float64) for n, a in reference.items()}
 
 
 def _norm(a: np.ndarray | Arrays) -> float:
