@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -166,6 +167,21 @@ def to_tensors(state: TrainState) -> Tensors:
             out.update({_layer_name(name, i): layer(a, i) for i in range(a.shape[0])})
         else:
             out[name] = copy(a.shape, a.sharding)(a)
+    return out
+
+
+def to_host(state: TrainState, prefix: str) -> dict[str, np.ndarray]:
+    """Host copies of the tensors whose names begin with `prefix`, by the rest of their names. Compiles nothing."""
+    out: dict[str, np.ndarray] = {}
+    for path, a in jax.tree_util.tree_leaves_with_path(state):
+        name = _name(path)
+        if not name.startswith(prefix):
+            continue
+        whole = np.array(a)  # a copy: the state may be donated
+        if _is_stacked(path):
+            out.update({_layer_name(name, i).removeprefix(prefix): layer for i, layer in enumerate(whole)})
+        else:
+            out[name.removeprefix(prefix)] = whole
     return out
 
 

@@ -8,7 +8,19 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import signal
 
 import jax
+import pytest
 
 # A shell that starts the suite in the background makes it ignore Ctrl-C, and its children with it; some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-layouts", action="store_true", help="all of the parity matrix, not the sample of it")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    # The matrix is one file, and as much work as the rest of the suite.
+    if config.getoption("--all-layouts") and config.getoption("dist", "no") == "loadfile":
+        config.option.dist = "worksteal"

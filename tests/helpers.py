@@ -21,8 +21,9 @@ from jaxtrain.data import pipeline, tokenizer
 from jaxtrain.data.tokenfile import TokenWriter
 from jaxtrain.models import llama
 from jaxtrain.optimizer import adamw
-from jaxtrain.state import create_state, to_tensors
-from jaxtrain.step import Program, build, place_batch
+from jaxtrain.parity import compare
+from jaxtrain.state import create_state, shardings, to_tensors
+from jaxtrain.step import Program, build
 
 # Every head count divides by 4, so that the same model runs on every mesh; queries are grouped 2 to a key.
 TINY = {
@@ -120,17 +121,43 @@ class Trained:
     grad_norm: np.ndarray
     lr: np.ndarray
     tensors: dict[str, np.ndarray]
+    taken: compare.Trained  # to be compared
 
 
 @functools.cache
 def train(run: RunConfig, steps: int) -> Trained:
     """`steps` steps of the run from its initial state."""
-    state, step, metrics = fresh_state(run), train_step(run), []
-    for i in range(steps):
-        state, values = step(state, place_batch(host_batch(run, i), program(run).batch, program(run).context))
-        metrics.append(values)
-    curves = {k: np.array([float(m[k]) for m in metrics]) for k in ("loss", "grad_norm", "lr")}
-    return Trained(**curves, tensors={k: np.asarray(v) for k, v in to_tensors(state).items()})
+    made, rates = program(run), []
+
+    def step(state: Any, batch: loss.Batch) -> tuple[Any, Any]:
+        state, values = train_step(run)(state, batch)
+        rates.append(values["lr"])
+        return state, values
+
+    taken, state = compare.take_steps(made, step, fresh_state(run), lambda i: host_batch(run, i), steps)
+    tensors = {k: np.asarray(v) for k, v in to_tensors(state).items()}
+    return Trained(taken.loss, taken.grad_norm, np.array([float(lr) for lr in rates]), tensors, taken)
+
+
+def quick_step(made: Program) -> jax.stages.Compiled:
+    """The compiled train step, without what makes it fast: half the time of compiling, for programs that run three steps."""
+    lowered = made.train_step.lower(made.state, made.batch)
+    return lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+
+
+def first_steps(run: RunConfig, steps: int = 3) -> compare.Trained:
+    """The first steps of a run, to be compared, compiled anew.
+
+    They begin with the weights of one device: what other meshes begin with has a test of its own.
+    """
+    made = build(run, devices_of(run))
+    whole = dataclasses.replace(
+        run,
+        **{name: getattr(tiny(), name) for name in ("mesh", "sharding", "attention", "remat", "data")},
+        train=dataclasses.replace(tiny().train, seed=run.train.seed),
+    )
+    state = jax.device_put(jax.tree.map(np.asarray, fresh_state(whole)), shardings(made.state))
+    return compare.take_steps(made, quick_step(made), state, lambda i: host_batch(run, i), steps)[0]
 
 
 def text_file(path: Path, modules: int = 12) -> Path:

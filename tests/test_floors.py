@@ -29,7 +29,7 @@ FLOORS = (
             *("validate", "receipt"),
             *("plan", "plan.result", "plan.numbers", "plan.topology", "plan.rates", "plan.compile", "plan.program.*"),
             *("plan.make", "plan.calibrate", "plan.expect", "plan.search.*", "plan.report.*", "plan.explore.*", "plan.known.*"),
-            "plan.__main__",
+            *("plan.__main__", "parity", "parity.layouts", "parity.compare", "parity.report", "parity.__main__"),
         ),
     ),
     ("the whole", ("explain", "start", "train", "main", "__main__")),

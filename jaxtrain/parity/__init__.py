@@ -1,0 +1,1 @@
+"""The same steps on several layouts, compared number by number."""

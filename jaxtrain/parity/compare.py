@@ -1,0 +1,237 @@
+"""Whether two runs took the same steps: what is compared, and how far apart rounding alone may bring them.
+
+Compared are the loss and the gradient norm of every step, the gradient of every tensor at the first step (Adam's first moment
+after it is 1 - beta1 of the gradient, whatever the layout), and how far every weight moved. The initial weights must be equal
+bit for bit. A tensor's gradient is off by |got - reference| / |reference| in the 2-norm; where the reference is mostly
+cancellation, as for the bias of keys, which softmax does not see, its share of the whole gradient stands below the line.
+
+float32: 1e-5 for all but the weights, which is 168 roundings of u = 2^-24 in a row, or 28,000 at random.
+
+bfloat16: a run may be as far from the reference as rounding can bring it, and how far that is is measured: the reference's
+steps are taken again in float32, and their distance is d. A sum that one device rounds once is rounded on each of n devices and
+in each of log2(n) additions, 1 + log2(n) times, and independent errors add like the root of their number: so the run is at
+most sqrt(1 + log2 n) d from float32, and at most sqrt(2 + log2 n) d from the reference, which is d from it on the other side.
+(n counts microbatches too.) No tensor's d is taken smaller than that of the whole gradient, which chance cannot make small.
+For the norm d is that of the whole gradient: |a| - |b| is at most |a - b|. For the loss, a mean over the N tokens of the batch,
+it is that over sqrt(N), or what the reference's own loss is off by where that is more.
+
+Weights: Adam divides by the root of the second moment, so where a gradient is nearly zero, rounding picks the sign of a whole
+step. Weights whose first gradient is not twice above the bound (the root of its mean square, times that) are left out; of the
+others, one at x times the root mean square is off by e / x for an error e of the gradient, and together they are off by about
+sqrt(e). In float32 e is below 1e-6, and the bound is 1e-3 of the distance that the tensor moved; in bfloat16 it is measured.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxtrain import compiler
+from jaxtrain.config import RunConfig
+from jaxtrain.data import pipeline
+from jaxtrain.state import create_state, to_host
+from jaxtrain.step import Program, build, place_batch
+
+EXACT = 1e-5  # of everything but the weights, in float32
+MOVED = 1e-3  # of the weights
+PARAMS, MOMENT = "params.", "optimizer.mu."
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What a few steps gave. Gradients and weights by the names of checkpoints, without what stands before the first dot."""
+
+    loss: np.ndarray  # of each step
+    grad_norm: np.ndarray
+    start: Arrays  # weights before the first step
+    gradients: Arrays  # of the first step, times 1 - beta1 and the clipping factor
+    weights: Arrays  # after the last step
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """How far from the reference a run may be, all relative."""
+
+    loss: float
+    grad_norm: float
+    gradients: Mapping[str, float]
+    weights: Mapping[str, float]
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """The entry of a comparison that is worst against its bound."""
+
+    value: float
+    bound: float
+    where: str  # "step 2", or a tensor
+
+    @property
+    def ok(self) -> bool:
+        """False for a value that is no number."""
+        return self.value <= self.bound
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A run against the reference."""
+
+    loss: Measure
+    grad_norm: Measure
+    gradient: Measure
+    parameter: Measure
+    start: Measure  # 0, or the part of a tensor's initial values that differ
+
+    @property
+    def wrong(self) -> list[str]:
+        """What is beyond its bound, in words."""
+        named = {"the initial state": self.start, "loss": self.loss, "gradient norm": self.grad_norm}
+        named |= {"gradient": self.gradient, "parameters": self.parameter}
+        return [f"{name} off by {m.value:.1e} ({m.where}), bound {m.bound:.1e}" for name, m in named.items() if not m.ok]
+
+
+# ---- training
+
+
+def take_steps(
+    program: Program, step: Callable[..., Any], state: Any, batch: Callable[[int], Arrays], steps: int
+) -> tuple[Trained, Any]:
+    """Takes `steps` steps from `state`, which is donated. Returns what they gave and the state after them.
+
+    Args:
+      step: the compiled train step of `program`.
+      batch: the rows of a step, (A x B, T), from its number.
+    """
+    start, gradients, metrics = to_host(state, PARAMS), {}, []
+    for i in range(steps):
+        state, values = step(state, place_batch(batch(i), program.batch, program.context))
+        metrics.append(values)
+        if i == 0:
+            gradients = to_host(state, MOMENT)
+    loss, norm = (np.array([float(m[name]) for m in metrics]) for name in ("loss", "grad_norm"))
+    return Trained(loss, norm, start, gradients, to_host(state, PARAMS)), state
+
+
+def train(run: RunConfig, devices: Sequence[Any], steps: int) -> Trained:
+    """The first steps of a run on these devices, compiled as training compiles them.
+
+    Raises LayoutError or Unsupported for a layout that cannot be, JaxRuntimeError where memory does not suffice.
+    """
+    program = build(run, devices)
+    step = compiler.compile_train(program, compiler.card_of(devices[0], run.train.memory_fraction))
+    folder = Path(run.paths.data).expanduser()
+    rows = pipeline.open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, data_dir=folder)
+    state = create_state(program.definition, program.tx, program.state, run.train.seed)
+    return take_steps(program, step, state, rows.batch, steps)[0]
+
+
+def is_float32(run: RunConfig) -> bool:
+    """Whether every type of a run is float32."""
+    return run.precision == "f32" and {*dataclasses.asdict(run.dtypes).values()} == {"f32"}
+
+
+# ---- comparing
+
+
+def bounds(reference: Trained, exact: Trained | None, parts: int, tokens: int) -> Bounds:
+    """How far from `reference` a run may be.
+
+    Args:
+      exact: the reference's steps in float32; None where the reference and the run are in float32 themselves.
+      parts: devices x microbatches of the run, over which its sums are split.
+      tokens: of a batch.
+    """
+    names = reference.gradients
+    if exact is None:
+        why = f"float32: {EXACT:.0e} is 168 roundings of 2^-24; weights {MOVED:.0e} of the way, the root of that in gradients"
+        return Bounds(EXACT, EXACT, dict.fromkeys(names, EXACT), dict.fromkeys(names, MOVED), why)
+    factor = math.sqrt(2 + math.log2(parts))
+    whole = _norm(_apart(reference.gradients, exact.gradients)) / _norm(exact.gradients)
+    gradients = {n: factor * max(whole, d) for n, d in gradient_errors(reference, exact).items()}
+    moved = weight_errors(reference, exact, gradients)
+    typical = math.sqrt(float(np.mean([d * d for d in moved.values()])))
+    weights = {n: factor * max(typical, d) for n, d in moved.items()}
+    loss = factor * max(whole / math.sqrt(tokens), *relative(reference.loss, exact.loss))
+    why = f"bfloat16: sqrt(2 + log2 {parts}) = {factor:.2f} times the reference's own distance from float32"
+    return Bounds(loss, factor * whole, gradients, weights, why)
+
+
+def compare(got: Trained, reference: Trained, allowed: Bounds) -> Comparison:
+    """Every number of a run against the reference's, each by the entry that is worst against its bound.
+
+    Raises ValueError where the two are not runs of the same model.
+    """
+    shapes = [{n: a.shape for n, a in run.weights.items()} for run in (got, reference)]
+    if shapes[0] != shapes[1] or len(got.loss) != len(reference.loss):
+        raise ValueError("runs of different models or lengths cannot be compared")
+
+    def steps(mine: np.ndarray, theirs: np.ndarray, bound: float) -> Measure:
+        return worst({f"step {i + 1}": d for i, d in enumerate(relative(mine, theirs))}, bound)
+
+    unequal = {n: float(np.mean(a != got.start[n])) for n, a in reference.start.items()}
+    return Comparison(
+        steps(got.loss, reference.loss, allowed.loss),
+        steps(got.grad_norm, reference.grad_norm, allowed.grad_norm),
+        worst(gradient_errors(got, reference), allowed.gradients),
+        worst(weight_errors(got, reference, allowed.gradients), allowed.weights),
+        worst(unequal, 0.0),
+    )
+
+
+def worst(values: Mapping[str, float], allowed: Mapping[str, float] | float) -> Measure:
+    """The value that is largest against its bound; one that is no number is larger than all."""
+    bound = allowed if isinstance(allowed, Mapping) else dict.fromkeys(values, allowed)
+
+    def against(name: str) -> tuple[bool, float]:
+        value = values[name]
+        return not math.isfinite(value), value / bound[name] if bound[name] else value
+
+    name = max(values, key=against)
+    return Measure(values[name], bound[name], name)
+
+
+def relative(got: np.ndarray, reference: np.ndarray) -> list[float]:
+    """|got - reference| / |reference|, entry by entry."""
+    return (np.abs(got - reference) / np.abs(reference)).tolist()
+
+
+def gradient_errors(got: Trained, reference: Trained) -> dict[str, float]:
+    """How far each tensor's first gradient is off, relative to its norm, or to its share of the whole norm if that is more."""
+    lengths = _lengths(reference.gradients)
+    return {n: _norm(d) / lengths[n] for n, d in _apart(got.gradients, reference.gradients).items()}
+
+
+def weight_errors(got: Trained, reference: Trained, resolved: Mapping[str, float]) -> dict[str, float]:
+    """How far each tensor's weights are off, relative to how far they moved. `resolved`: the bounds of its gradient.
+
+    Weights whose first gradient is not twice above that, and not exactly zero in both runs, are left out.
+    """
+    found, lengths = {}, _lengths(reference.gradients)
+    for name, mine in _apart(got.weights, reference.weights).items():
+        g = reference.gradients[name]
+        clear = np.abs(g) > 2 * resolved[name] * lengths[name] / math.sqrt(g.size)
+        clear |= (g == 0) & (got.gradients[name] == 0)
+        off = _norm(mine[clear])
+        moved = _norm(reference.weights[name][clear].astype(np.float64) - reference.start[name][clear])
+        found[name] = off / moved if moved else (math.inf if off else 0.0)
+    return found
+
+
+def _apart(got: Arrays, reference: Arrays) -> Arrays:
+    return {n: got[n].astype(np.float64) - a.astype(np.float64) for n, a in reference.items()}
+
+
+def _norm(a: np.ndarray | Arrays) -> float:
+    return math.sqrt(sum(float(np.sum(np.square(x, dtype=np.float64))) for x in (a.values() if isinstance(a, dict) else [a])))
+
+
+def _lengths(gradients: Arrays) -> dict[str, float]:
+    """What a tensor's error is measured against: its norm, or as much of the whole norm as its size would have."""
+    whole, size = _norm(gradients), sum(a.size for a in gradients.values())
+    return {n: max(_norm(a), whole * math.sqrt(a.size / size)) for n, a in gradients.items()}

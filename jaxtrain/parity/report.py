@@ -1,0 +1,180 @@
+"""A comparison of layouts as a table for people and as plain data."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jaxtrain.parity.compare import Bounds, Comparison, Measure, Trained
+from jaxtrain.parity.layouts import Layout
+from jaxtrain.plan.numbers import column
+
+FORMAT = 1  # of --json
+COLUMNS = {"loss": "loss", "grad_norm": "grad norm", "gradient": "gradient", "parameter": "parameters"}
+# Exit codes say the same: 0 for the first, 1 for the others.
+AGREES, DIFFERS, FAILED = "agrees", "DIFFERS", "FAILED"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What became of one layout."""
+
+    layout: Layout
+    trained: Trained | None = None
+    comparison: Comparison | None = None  # None for the reference, and for what failed
+    bounds: Bounds | None = None
+    failed: str = ""  # why there are no numbers
+    seconds: float = 0.0  # compiling included
+    planned: tuple[float, float] | None = None  # step time in ms, GiB a GPU takes
+    not_planned: str = ""
+
+    @property
+    def verdict(self) -> str:
+        if self.failed:
+            return FAILED
+        if not self.comparison:
+            return "reference"
+        return DIFFERS if self.comparison.wrong else AGREES
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Everything a comparison found."""
+
+    config: str
+    overrides: tuple[str, ...]
+    steps: int
+    types: str  # "float32", or what the config's types are
+    devices: str
+    rows: tuple[Row, ...]
+    yardstick: Comparison | None  # the reference against its own steps in float32
+    topology: str
+
+    @property
+    def agrees(self) -> bool:
+        return all(row.verdict in (AGREES, "reference") for row in self.rows)
+
+
+def show(result: Result, console: Console) -> None:
+    """Prints the table, what is wrong, the bounds and the verdict."""
+    _say(console, f"{result.config}, {result.steps} steps in {result.types} on {result.devices}", "bold")
+    if result.overrides:
+        _say(console, f"with {' '.join(result.overrides)}")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(Text("layout"), overflow="fold")
+    plan = ["planned ms", "planned GiB"] if result.topology else []
+    for heading in (*COLUMNS.values(), *plan):
+        table.add_column(Text(heading), justify="right", no_wrap=True)
+    table.add_column(Text(""), no_wrap=True)
+    planned = _planned(result.rows) if plan else [[] for _ in result.rows]
+    for row, extra in zip(result.rows, planned, strict=True):
+        style = {FAILED: "bold red", DIFFERS: "bold red", "reference": "bold"}.get(row.verdict, "")
+        table.add_row(*(Text(cell) for cell in (row.layout.name, *_cells(row), *extra, row.verdict)), style=style)
+        if row.verdict == "reference" and result.yardstick:
+            cells = ("  the same in float32", *_differences(result.yardstick), *("" for _ in plan), "yardstick")
+            table.add_row(*(Text(cell) for cell in cells), style="dim")
+    console.print(table)
+    _say(console, "the reference's loss and gradient norm at the last step; below, the largest relative difference from it of")
+    _say(console, "any step, of any tensor's first gradient, and of any tensor's way from where it began")
+    for row in result.rows:
+        for why in [row.failed] if row.failed else row.comparison.wrong if row.comparison else []:
+            _say(console, f"{row.layout.name}: {why}", "red")
+    for row in result.rows:
+        if row.not_planned:
+            _say(console, f"{row.layout.name}: not planned for {result.topology}: {row.not_planned}", "yellow")
+    for line in _bounds(result.rows):
+        _say(console, line)
+    others = [row for row in result.rows if row.verdict != "reference"]
+    agree = sum(row.verdict == AGREES for row in others)
+    verdict = f"{agree} of {len(others)} layouts take the steps of {result.rows[0].layout.name}"
+    _say(console, verdict, "bold green" if result.agrees else "bold red")
+
+
+def _cells(row: Row) -> list[str]:
+    if row.comparison:
+        return _differences(row.comparison)
+    if not row.trained:
+        return [""] * len(COLUMNS)
+    return [f"{row.trained.loss[-1]:.6f}", f"{row.trained.grad_norm[-1]:.6f}", "", ""]
+
+
+def _differences(comparison: Comparison) -> list[str]:
+    return [f"{getattr(comparison, name).value:.1e}" for name in COLUMNS]
+
+
+def _planned(rows: Sequence[Row]) -> list[list[str]]:
+    times = column([row.planned[0] if row.planned else float("nan") for row in rows])
+    sizes = column([row.planned[1] if row.planned else float("nan") for row in rows])
+    return [list(cells) for cells in zip(times, sizes, strict=True)]
+
+
+def _bounds(rows: Sequence[Row]) -> list[str]:
+    """One line for each kind of bound that was applied, with the loosest of its tensors."""
+    lines: dict[str, None] = {}
+    for row in rows:
+        if row.bounds:
+            b = row.bounds
+            numbers = f"loss {b.loss:.1e}, gradient norm {b.grad_norm:.1e}"
+            numbers += f", gradient {max(b.gradients.values()):.1e}, parameters {max(b.weights.values()):.1e}"
+            lines[f"bounds: {numbers}. {b.why}"] = None
+    return list(lines)
+
+
+def _say(console: Console, line: str, style: str = "") -> None:
+    console.print(Text(line, style=style), soft_wrap=True)
+
+
+def to_json(result: Result) -> dict[str, Any]:
+    """For programs. Every number is one of the table; losses and norms of all steps."""
+
+    def measured(comparison: Comparison | None) -> dict[str, Any] | None:
+        if comparison is None:
+            return None
+        values = {f.name: getattr(comparison, f.name) for f in dataclasses.fields(comparison)}
+        return {name: _measure(m) for name, m in values.items()}
+
+    rows = [
+        {
+            "name": row.layout.name,
+            "mesh": dict(row.layout.mesh),
+            "overrides": list(row.layout.overrides),
+            "verdict": row.verdict.lower(),
+            "why": [row.failed] if row.failed else row.comparison.wrong if row.comparison else [],
+            "loss": _listed(row.trained.loss) if row.trained else None,
+            "grad_norm": _listed(row.trained.grad_norm) if row.trained else None,
+            "difference": measured(row.comparison),
+            "seconds": round(row.seconds, 2),
+            "planned": {"step_ms": row.planned[0], "taken_gib": row.planned[1]} if row.planned else None,
+            "not_planned": row.not_planned,
+        }
+        for row in result.rows
+    ]
+    return {
+        "format": FORMAT,
+        "config": result.config,
+        "overrides": list(result.overrides),
+        "steps": result.steps,
+        "types": result.types,
+        "devices": result.devices,
+        "topology": result.topology,
+        "agrees": result.agrees,
+        "yardstick": measured(result.yardstick),
+        "layouts": rows,
+    }
+
+
+def _measure(m: Measure) -> dict[str, Any]:
+    return {"value": _finite(m.value), "bound": m.bound, "where": m.where, "ok": m.ok}
+
+
+def _listed(values: np.ndarray) -> list[float | None]:
+    return [_finite(float(v)) for v in values]
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no other numbers."""
+    return value if np.isfinite(value) else None

@@ -1,0 +1,139 @@
+"""The layouts that are proved equal: as `python -m jaxtrain.parity --meshes=` writes them, by the model they are tried on.
+
+Rows hold several documents, so that some straddle every border between devices (test_parity.py checks that they do).
+"""
+
+import functools
+
+import helpers
+
+from jaxtrain.config import RunConfig, flatten, to_dict
+from jaxtrain.parity import compare, layouts
+from jaxtrain.parity.compare import Bounds, Comparison, Trained
+from jaxtrain.parity.layouts import in_float32
+
+# Weights ten times as large as usual: scores that differ, so that it matters which keys a query sees, and where.
+BASE = {"model.num_layers": 2, "model.init_std": 0.2, "data.max_segments": 6}
+# 8 query heads each; 4 key/value heads where nothing else is said.
+MODELS = {
+    "2 queries a key": {},
+    "1 query a key": {"model.num_kv_heads": 8},
+    "4 queries a key": {"model.num_kv_heads": 2},
+    "8 queries a key": {"model.num_kv_heads": 1},
+    "window": {"model.sliding_window": 12},
+    "everything": {
+        "model.tied_head": True,
+        "model.qk_norm": True,
+        "model.qkv_bias": True,
+        "model.sliding_window": 24,
+        "model.attention_softcap": 5.0,
+        "model.logit_softcap": 3.0,
+        "model.rope_scaling": "llama3",
+        "model.rope_original_len": 32,
+    },
+}
+CONTEXT = (
+    *(f"seq{n}" for n in (2, 4, 8)),
+    *(f"seq{n}/attention.context={method}" for method in ("ulysses", "gather") for n in (2, 4, 8)),
+)
+LAYOUTS = {
+    "2 queries a key": (
+        "data8",
+        "fsdp8",
+        "tensor4",
+        *CONTEXT,
+        # Pairs of axes
+        "data4xfsdp2",
+        "data2xfsdp4",
+        "data4xtensor2",
+        "data2xtensor4",
+        "data4xseq2",
+        "data2xseq4",
+        "fsdp4xtensor2",
+        "fsdp2xtensor4",
+        "fsdp4xseq2",
+        "fsdp2xseq4",
+        "tensor4xseq2",
+        "tensor2xseq4",
+        # Triples
+        "data2xfsdp2xtensor2",
+        "data2xfsdp2xseq2",
+        "data2xtensor2xseq2",
+        "fsdp2xtensor2xseq2",
+        "fsdp2xtensor2xseq2/attention.context=ulysses",
+        "fsdp2xtensor2xseq2/attention.context=gather",
+        # Ulysses groups in a ring
+        "seq4/attention.context=ulysses/attention.ulysses=2",
+        "seq8/attention.context=ulysses/attention.ulysses=2",
+        "seq8/attention.context=ulysses/attention.ulysses=4",
+        "tensor2xseq4/attention.context=ulysses/attention.ulysses=2",
+        # Microbatches, what is computed again, other kernels
+        "one/train.grad_accum=4",
+        "data2xfsdp4/train.grad_accum=2",
+        "data2xfsdp2xseq2/train.grad_accum=4",
+        "fsdp2xtensor2xseq2/train.grad_accum=2/remat.policy=full",
+        "fsdp4xtensor2/remat.policy=full/remat.every=2",
+        "fsdp4xseq2/remat.policy=attention",
+        "tensor2xseq4/remat.policy=dots",
+        "fsdp2xseq4/attention.impl=chunked",
+        "fsdp2xseq4/attention.impl=chunked/attention.context=gather/remat.policy=full",
+    ),
+    "1 query a key": CONTEXT,
+    "4 queries a key": CONTEXT,
+    "8 queries a key": CONTEXT,
+    "window": (*CONTEXT, "fsdp2xtensor2xseq2", "seq8/attention.context=ulysses/attention.ulysses=2"),
+    "everything": ("fsdp4xtensor2", "fsdp2xtensor2xseq2/train.grad_accum=2/remat.policy=full", "data2xseq4"),
+}
+MATRIX = {f"{model}: {layout}": (model, layout) for model, names in LAYOUTS.items() for layout in names}
+# What the suite tries every time; the others come with --all-layouts. Each setting occurs.
+SAMPLE = (
+    "2 queries a key: data8",
+    "2 queries a key: tensor4xseq2",
+    "2 queries a key: data2xfsdp2xtensor2",
+    "2 queries a key: fsdp2xtensor2xseq2/train.grad_accum=2/remat.policy=full",
+    "2 queries a key: fsdp2xseq4/attention.impl=chunked",
+    "2 queries a key: seq8/attention.context=ulysses/attention.ulysses=2",
+    "1 query a key: seq4",
+    "4 queries a key: seq2/attention.context=gather",
+    "8 queries a key: seq4/attention.context=ulysses",
+    "window: seq4",
+    "everything: data2xseq4",
+)
+SAMPLE_BF16 = (
+    "2 queries a key: fsdp2xtensor2xseq2",
+    "2 queries a key: data2xfsdp4/train.grad_accum=2",
+    "4 queries a key: seq4",
+    "window: seq2/attention.context=ulysses",
+)
+
+
+def config(model: str, layout: str, precision: str) -> RunConfig:
+    """A tiny run of that model in that layout. Raises ConfigError for one that cannot be."""
+    (found,), problems = layouts.parse(layout)
+    assert not problems, problems
+    types = dict(flatten(to_dict(helpers.tiny())))
+    chosen = {o.partition("=")[0]: o.partition("=")[2] for o in found.overrides}
+    typed = {key: type(types[key])(text) for key, text in chosen.items()}
+    mesh = {f"mesh.{axis}": size for axis, size in found.mesh}
+    return helpers.tiny(BASE | MODELS[model] | mesh | typed | {"precision": precision})
+
+
+@functools.cache
+def allowed(model: str, precision: str, parts: int) -> tuple[Trained, Bounds]:
+    """One device's steps, and how far from them a run over so many devices and microbatches may be."""
+    run = config(model, "one", precision)
+    reference = one_device(run)
+    exact = None if precision == "f32" else one_device(in_float32(run))
+    return reference, compare.bounds(reference, exact, parts, run.train.global_batch * run.data.seq_len)
+
+
+one_device = functools.cache(helpers.first_steps)
+
+
+def against_one_device(name: str, precision: str) -> Comparison:
+    """Three steps of an entry against those of one device."""
+    model, layout = MATRIX[name]
+    run = config(model, layout, precision)
+    # First, so that what a test plants is not in the reference.
+    reference, bounds = allowed(model, precision, len(helpers.devices_of(run)) * run.train.grad_accum)
+    return compare.compare(helpers.first_steps(run), reference, bounds)
