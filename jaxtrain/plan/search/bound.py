@@ -25,7 +25,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from jaxtrain import flops
+from jaxtrain import config, flops
 from jaxtrain.activations import ACTIVATIONS, kept, parse_tensors
 from jaxtrain.config import MESH_AXES, RunConfig
 from jaxtrain.models import FAMILIES
@@ -47,11 +47,9 @@ class Bound:
     memory_gib: float
 
 
-def mesh_sizes(run: RunConfig, devices: int) -> dict[str, int]:
-    """Size of each mesh axis, with a -1 filled in. The mesh is one that validate accepts for so many devices."""
-    sizes = {axis: getattr(run.mesh, axis) for axis in MESH_AXES}
-    rest = math.prod(size for size in sizes.values() if size != -1)
-    return {axis: devices // rest if size == -1 else size for axis, size in sizes.items()}
+def mesh_sizes(run: RunConfig, topology: Topology) -> dict[str, int]:
+    """Size of each mesh axis, with every -1 filled in. The mesh is one that validate accepts for this machine."""
+    return config.mesh_sizes(run.mesh, topology.total, topology.gpus)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +117,7 @@ def bound(run: RunConfig, topology: Topology, rates: Rates) -> Bound:
     """
     if run.model.family not in FAMILIES:
         return Bound(0.0, 0.0)
-    layout = Layout(run, mesh_sizes(run, topology.total), topology.gpus)
+    layout = Layout(run, mesh_sizes(run, topology), topology.gpus)
     return Bound(_step_s(layout, rates), _memory_bytes(layout) / 2**30)
 
 

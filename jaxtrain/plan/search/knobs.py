@@ -51,7 +51,7 @@ def candidate(
     if run.model.family not in FAMILIES:
         return Candidate(overrides, run, knobs, rank, 0.0, 0.0, 0.0, 0.0)
     least = bound(run, topology, rates)
-    held = sum(Layout(run, mesh_sizes(run, topology.total), topology.gpus).parameters.values()) / 2**30
+    held = sum(Layout(run, mesh_sizes(run, topology), topology.gpus).parameters.values()) / 2**30
     moments = BYTES[run.dtypes.m] + BYTES[run.dtypes.v] if run.optimizer.name == "adamw" else 0
     state = held * (BYTES[run.dtypes.params] + moments)
     # The bound counts the gradients of a microbatch as they travel, at two bytes; the step holds them like the weights.
@@ -111,7 +111,7 @@ def _chunks(run: RunConfig) -> list[Overrides]:
 
 def _meshes(run: RunConfig, topology: Topology) -> list[Overrides]:
     """Weights split over all GPUs that are not in tensor groups; tensor groups inside a node."""
-    now = mesh_sizes(run, topology.total)
+    now = mesh_sizes(run, topology)
     groups = [now["tensor"], *(t for t in (2, 4, 8) if now["tensor"] < t <= topology.gpus and topology.gpus % t == 0)]
     return [split_over(run, topology.total // now["seq"], tensor) for tensor in groups]
 
@@ -183,7 +183,7 @@ def savings(run: RunConfig, topology: Topology, rates: Rates, check: Check) -> l
     chunk, usual = run.train.loss_chunk, Train().loss_chunk
     if chunk < usual:
         found.append(Saving(f"train.loss_chunk={chunk}", (("train.loss_chunk", usual),), f"at {usual}"))
-    sizes = mesh_sizes(run, topology.total)
+    sizes = mesh_sizes(run, topology)
     if sizes["tensor"] > 1:
         fsdp = sizes["fsdp"] * sizes["tensor"]
         alone = ("mesh.fsdp", -1 if run.mesh.fsdp == -1 else fsdp), ("mesh.tensor", 1)
@@ -210,7 +210,7 @@ def _kept_less(run: RunConfig, topology: Topology, rates: Rates) -> Iterator[Sav
         return ("remat.policy", "custom"), ("remat.tensors", tensors), ("remat.every", remat.every)
 
     def held(overrides: Overrides) -> float:
-        return saved_bytes(Layout(with_overrides(run, overrides), mesh_sizes(run, topology.total), topology.gpus))
+        return saved_bytes(Layout(with_overrides(run, overrides), mesh_sizes(run, topology), topology.gpus))
 
     kept = activations.kept(remat)
     choice = f"remat.policy={remat.policy}"

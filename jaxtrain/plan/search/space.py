@@ -89,7 +89,7 @@ def with_overrides(run: RunConfig, overrides: Iterable[tuple[str, Any]]) -> RunC
 def own_layout(run: RunConfig, topology: Topology) -> Overrides:
     """The layout that the config has, in the form the knobs give."""
     flat = dict(config.flatten(config.to_dict(run)))
-    flat |= {f"mesh.{axis}": size for axis, size in mesh_sizes(run, topology.total).items()}
+    flat |= {f"mesh.{axis}": size for axis, size in mesh_sizes(run, topology).items()}
     places, _ = activations.parse_tensors(run.remat.tensors)
     flat["remat.tensors"] = ",".join(f"{name}={places[name]}" for name in activations.ACTIVATIONS if name in places)
     return tuple((key, flat[key]) for knob in KNOBS for key in knob.keys)
@@ -99,7 +99,7 @@ def training_check(topology: Topology, source: str = "") -> Check:
     """What training on this machine would refuse in a config. `source`: where the machine is from, for the refusal."""
     gpu = topology.gpu
     devices = hardware.Devices(
-        "gpu", topology.device_kind, topology.total, topology.memory_gib, source or topology.name, gpu.sm
+        "gpu", topology.device_kind, topology.total, topology.memory_gib, source or topology.name, gpu.sm, topology.gpus
     )
     return lambda run: validate_step(run, devices)
 
