@@ -36,7 +36,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.train.grad_accum = max(1, 256 // variant.gpus)
     config.train.steps = 50_000  # 105 B tokens
 
-    config.mesh.fsdp = -1  # weights, moments and batch are split over all GPUs
+    config.mesh.fsdp = -1  # weights, moments and batch are split over the GPUs of a node
     # Whatever costs a GEMM or an attention call is kept; norms, rotary and the gate's product are computed again.
     config.remat.policy = "custom"
     config.remat.tensors = "q=keep,k=keep,v=keep,attention_out=keep,attention_lse=keep,residual=keep,mlp_gate=keep,mlp_up=keep"

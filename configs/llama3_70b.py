@@ -38,6 +38,8 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.train.grad_accum = config.train.global_batch // variant.gpus
     config.train.steps = 50_000  # 105 B tokens
 
+    # Over all GPUs, of all nodes: one node has no room for the second set of gradients that accumulation needs.
+    config.mesh.data = 1
     config.mesh.fsdp = -1
     # Weights, moments and gradients in float32 would be 16 bytes a parameter: 131 GiB on each of 8 GPUs, of which 134 are
     # usable. Both moments are bfloat16 (beta2 = 0.95 moves the second by up to 5% a step, far above bfloat16's 0.4%). That

@@ -10,6 +10,7 @@ second change its length. "Not set" is "" for strings and 0 for numbers; lists a
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -114,10 +115,11 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """How many devices along each axis, over all nodes. One axis may be -1: whatever is left."""
+    """How many devices along each axis, over all nodes. One axis may be -1: whatever is left. So may data and fsdp together:
+    fsdp takes what is left inside a node, and data the nodes."""
 
-    data: int = key(1, "replicas of the weights; the batch is split over data x fsdp")
-    fsdp: int = key(-1, "shards of weights, moments and batch; weights are gathered layer by layer")
+    data: int = key(-1, "replicas of the weights; the batch is split over data x fsdp")
+    fsdp: int = key(-1, "shards of weights, moments and batch; with mesh.data=1, over all nodes")
     tensor: int = key(1, "shards of heads, feed-forward and vocabulary within a layer")
     seq: int = key(1, "shards of the sequence (context parallelism); attention.context says how keys meet queries")
 
@@ -331,6 +333,39 @@ def rules_in_use(sharding: Sharding) -> dict[str, tuple[str, ...]]:
     batch = {*rules["batch"], *rules["sequence"]}
     activations = ("batch", "sequence", "residual")
     return {k: onto if k in activations else tuple(a for a in onto if a not in batch) for k, onto in rules.items()}
+
+
+def mesh_sizes(mesh: Mesh, devices: int, node: int, what: str = "") -> dict[str, int]:
+    """Size of each mesh axis on `devices` devices, `node` of them in each node, with -1 filled in.
+
+    Where both data and fsdp are -1, fsdp is what tensor and seq leave of a node (1 where their groups fill it), and data the
+    rest. `what` names the devices in a refusal. Raises ConfigError for sizes that do not fill the devices.
+    """
+    asked = {axis: getattr(mesh, axis) for axis in MESH_AXES}
+    shown = " x ".join(f"{axis}={size}" for axis, size in asked.items())
+    rule = "must be a positive number, or -1 for whatever is left"
+    wrong = {axis: size for axis, size in asked.items() if size < 1 and size != -1}
+    if wrong:
+        raise ConfigError([Problem(f"mesh.{a}", size, rule, "Set 1 to leave the axis unused.") for a, size in wrong.items()])
+    free = [axis for axis, size in asked.items() if size == -1]
+    if len(free) > 1 and free != ["data", "fsdp"]:
+        others = " or ".join(f"mesh.{axis}" for axis in free)
+        rule = "only data and fsdp may both be -1, or the split is not determined"
+        raise ConfigError([Problem("mesh", shown, rule, f"Set {others} to a number.")])
+    fixed = math.prod(size for size in asked.values() if size != -1)
+    if devices % fixed or (not free and fixed != devices):
+        rule = f"the product of {'the fixed sizes' if free else 'the sizes'} is {fixed}, but the run has "
+        remedy = f"Set sizes whose product {'divides' if free else 'is'} {devices}"
+        remedy += "." if free else ", or one of them to -1."
+        raise ConfigError([Problem("mesh", shown, rule + (what or f"{devices} devices"), remedy)])
+    rest = devices // fixed
+    if len(free) < 2:
+        return {axis: rest if size == -1 else size for axis, size in asked.items()}
+    if node % fixed and fixed % node:
+        rule = f"groups of tensor x seq = {fixed} devices neither divide the {node} of a node nor fill nodes"
+        raise ConfigError([Problem("mesh", shown, rule, "Set mesh.data and mesh.fsdp to numbers.")])
+    fsdp = max(1, node // fixed)
+    return asked | {"data": rest // fsdp, "fsdp": fsdp}
 
 
 def public_name(field_name: str) -> str:

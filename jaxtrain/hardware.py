@@ -87,7 +87,8 @@ def lookup(device_kind: str) -> Gpu | None:
 class Devices:
     """The devices a run will see: `kind` is cpu or gpu, `memory_gib` of one device, `source` says how this is known.
 
-    `sm` is the compute capability times ten (90: Hopper), 0 where neither the driver nor the table tells.
+    `sm` is the compute capability times ten (90: Hopper), 0 where neither the driver nor the table tells. `node`: how many of
+    them one node holds; 0 for all.
     """
 
     kind: str
@@ -96,6 +97,7 @@ class Devices:
     memory_gib: float
     source: str
     sm: int = 0
+    node: int = 0
 
     def __post_init__(self):
         if not self.sm and self.gpu:

@@ -9,6 +9,7 @@ gradient back in the reduce dtype. A step that holds weights, or gradients, in a
 the weight's place.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -21,7 +22,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config import MESH_AXES, RunConfig, impossible_rules, rules_in_use
+from jaxtrain.config import MESH_AXES, ConfigError, RunConfig, impossible_rules, mesh_sizes, rules_in_use
 
 Axes = tuple[str | None, ...]
 
@@ -30,28 +31,32 @@ class LayoutError(ValueError):
     """The mesh or the rules ask for a layout that cannot be."""
 
 
-def mesh_shape(run: RunConfig, num_devices: int) -> tuple[int, ...]:
-    """Sizes of (data, fsdp, tensor, seq), with the -1 filled in. Raises LayoutError where the product is not num_devices."""
-    sizes = [getattr(run.mesh, axis) for axis in MESH_AXES]
-    if sizes.count(-1) > 1:
-        raise LayoutError(f"mesh {dict(zip(MESH_AXES, sizes, strict=True))}: only one axis may be -1")
-    rest = math.prod(s for s in sizes if s != -1)
-    filled = [num_devices // rest if s == -1 else s for s in sizes]
-    if math.prod(filled) != num_devices:
-        raise LayoutError(
-            f"mesh {dict(zip(MESH_AXES, sizes, strict=True))} does not fill {num_devices} devices: "
-            "set sizes whose product is the number of devices, or one of them to -1"
-        )
-    return tuple(filled)
+def mesh_shape(run: RunConfig, num_devices: int, node: int = 0) -> tuple[int, ...]:
+    """Sizes of (data, fsdp, tensor, seq), with every -1 filled in. `node`: devices in a node, 0 for all of them.
+
+    Raises LayoutError where the product is not num_devices.
+    """
+    try:
+        sizes = mesh_sizes(run.mesh, num_devices, node or num_devices)
+    except ConfigError as error:
+        raise LayoutError(str(error)) from None
+    return tuple(sizes[axis] for axis in MESH_AXES)
 
 
 def make_mesh(run: RunConfig, devices: Sequence[Any]) -> Mesh:
-    """A (data, fsdp, tensor, seq) mesh. Neighbouring devices land on the right-most axes, which talk most.
+    """A (data, fsdp, tensor, seq) mesh, node by node: data is the outermost axis and crosses nodes first, and neighbours in a
+    node land on the right-most axes, which talk most.
 
-    Axis types are Auto: XLA places what `constrain` leaves open.
+    A node is what one process holds. Axis types are Auto: XLA places what `constrain` leaves open. Raises LayoutError where
+    the nodes hold different numbers of devices.
     """
-    shape = mesh_shape(run, len(devices))
-    return Mesh(np.asarray(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
+    counts = collections.Counter(d.process_index for d in ordered)
+    if len({*counts.values()}) > 1:
+        held = ", ".join(str(count) for count in counts.values())
+        raise LayoutError(f"the nodes hold different numbers of devices ({held}): start as many on each")
+    shape = mesh_shape(run, len(ordered), counts[ordered[0].process_index])
+    return Mesh(np.asarray(ordered).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 @dataclasses.dataclass(frozen=True)

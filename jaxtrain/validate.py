@@ -11,8 +11,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from jaxtrain import config
 from jaxtrain.activations import POLICIES, parse_tensors
-from jaxtrain.config import MESH_AXES, RULES, Problem, RunConfig, flatten, impossible_rules, nearest, rules_in_use, to_dict
+from jaxtrain.config import (
+    MESH_AXES,
+    RULES,
+    ConfigError,
+    Problem,
+    RunConfig,
+    flatten,
+    impossible_rules,
+    nearest,
+    rules_in_use,
+    to_dict,
+)
 from jaxtrain.context import make_context, ulysses_problem
 from jaxtrain.hardware import Devices, memory_environment, memory_fraction
 from jaxtrain.models import FAMILIES
@@ -148,34 +160,15 @@ def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
 
 
 def mesh_sizes(run: RunConfig, devices: Devices) -> tuple[dict[str, int] | None, list[Problem]]:
-    """Size of each mesh axis with the -1 filled in; None, with the reasons, where the mesh cannot be."""
-    asked = {axis: getattr(run.mesh, axis) for axis in MESH_AXES}
-    shown = " x ".join(f"{axis}={size}" for axis, size in asked.items())
-    problems = [
-        Problem(
-            f"mesh.{axis}", size, "must be a positive number, or -1 for whatever is left", "Set 1 to leave the axis unused."
-        )
-        for axis, size in asked.items()
-        if size < 1 and size != -1
-    ]
-    free = [axis for axis, size in asked.items() if size == -1]
-    if len(free) > 1:
-        rule = "only one axis may be -1, or the split is not determined"
-        problems.append(Problem("mesh", shown, rule, f"Set {' or '.join(f'mesh.{a}' for a in free)} to a number."))
+    """Size of each mesh axis with every -1 filled in; None, with the reasons, where the mesh cannot be."""
     if devices.count < 1:
-        problems.append(Problem("devices", devices.count, f"no device to run on ({devices.source})", "Unset JAX_PLATFORMS."))
-    if problems:
-        return None, problems
-    what = f"{devices.count} {devices.name} device{'s' if devices.count != 1 else ''}"
-    fixed = math.prod(size for size in asked.values() if size != -1)
-    if devices.count % fixed or (not free and fixed != devices.count):
-        remedy = f"Set sizes whose product {'divides' if free else 'is'} {devices.count}"
-        remedy += "." if free else ", or one of them to -1."
-        rule = (
-            f"the product of {'the fixed sizes' if free else 'the sizes'} is {fixed}, but the run has {what} ({devices.source})"
-        )
-        return None, [Problem("mesh", shown, rule, remedy)]
-    return {axis: (devices.count // fixed if size == -1 else size) for axis, size in asked.items()}, []
+        rule = f"no device to run on ({devices.source})"
+        return None, [Problem("devices", devices.count, rule, "Unset JAX_PLATFORMS.")]
+    what = f"{devices.count} {devices.name} device{'s' if devices.count != 1 else ''} ({devices.source})"
+    try:
+        return config.mesh_sizes(run.mesh, devices.count, devices.node or devices.count, what), []
+    except ConfigError as error:
+        return None, error.problems
 
 
 def _choices(values: dict[str, Any]) -> Iterable[Problem]:

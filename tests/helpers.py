@@ -34,6 +34,7 @@ TINY = {
     "model.num_kv_heads": 4,
     "model.d_ff": 96,
     "model.vocab_size": 264,
+    "mesh.data": 1,
     "mesh.fsdp": 1,
     "data.source": "synthetic",
     "data.seq_len": 64,

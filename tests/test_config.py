@@ -155,10 +155,10 @@ def test_several_mistakes_with_an_unreadable_file(tmp_path):
         (["--config.model.num_heads=5"], "model.d_model = 128: does not divide"),
         (["--config.model.num_kv_heads=3"], "Set one of 1, 2, 4"),
         (["--config.model.head_dim=47"], "must be even"),
-        (["--config.mesh.data=-1"], "only one axis may be -1"),
+        (["--config.mesh.seq=-1"], "only data and fsdp may both be -1"),
         (["--config.mesh.tensor=0"], "mesh.tensor = 0: must be a positive number"),
         (["--config.mesh.seq=2"], "mesh.seq = 2: splitting the sequence is not supported yet"),
-        (["--config.mesh.fsdp=3"], "product of the sizes is 3, but the run has 8 cpu devices"),
+        (["--config.mesh.fsdp=3"], "product of the fixed sizes is 3, but the run has 8 cpu devices"),
         (
             ["--config.model.d_model=204", "--config.model.head_dim=48"],
             "model.d_model = 204: does not divide over mesh.fsdp = 8",
@@ -509,6 +509,23 @@ def test_mesh_sizes():
     assert sizes("--config.mesh.tensor=2") == {"data": 1, "fsdp": 4, "tensor": 2, "seq": 1}
     assert sizes("--config.mesh.data=2", "--config.mesh.fsdp=4") == {"data": 2, "fsdp": 4, "tensor": 1, "seq": 1}
     assert sizes("--config.mesh.tensor=3") is None
+
+
+def test_mesh_sizes_on_nodes():
+    def sizes(devices=32, node=8, **mesh):
+        found = config.mesh_sizes(config.Mesh(**mesh), devices, node)
+        return tuple(found[axis] for axis in config.MESH_AXES)
+
+    assert sizes() == (4, 8, 1, 1)  # what is left inside a node, and the nodes
+    assert sizes(tensor=2) == (4, 4, 2, 1)
+    assert sizes(tensor=4, seq=2) == (4, 1, 4, 2)
+    assert sizes(seq=16) == (2, 1, 1, 16)  # over two nodes: nothing of them is left
+    assert sizes(data=1) == (1, 32, 1, 1) and sizes(data=2) == (2, 16, 1, 1)
+    assert sizes(fsdp=1) == (32, 1, 1, 1) and sizes(fsdp=16, tensor=2) == (1, 16, 2, 1)
+    assert sizes(data=2, fsdp=2, tensor=-1) == (2, 2, 8, 1)
+    with pytest.raises(config.ConfigError, match="neither divide the 8 of a node nor fill nodes"):
+        sizes(devices=24, tensor=3)
+    assert sizes(devices=24, tensor=3, data=1) == (1, 8, 3, 1)
 
 
 def test_choices_hold_the_defaults():

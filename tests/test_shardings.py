@@ -268,7 +268,7 @@ def test_bad_input():
         describe("configs/none.py", "h200:8")
     with pytest.raises(TopologyError, match="h900"):
         describe(CONFIG, "h900:8")
-    with pytest.raises(LayoutError, match="does not fill 8 devices"):
+    with pytest.raises(LayoutError, match="the run has 8 devices"):
         describe(CONFIG, "h200:8", mesh={"fsdp": 3})
     with pytest.raises(LayoutError, match="sharding.rules.vocab.*also splits the batch"):
         describe(CONFIG, "h200:8", sharding={"rules": {"vocab": "fsdp"}})
@@ -325,7 +325,7 @@ def test_pictures_have_panels_for_a_third_dimension_and_leave_out_the_middle_of_
     three = picture(jax.sharding.NamedSharding(mesh, P("data", "fsdp", "tensor")), (2, 4, 6))
     assert [heading for heading, _ in three.panels] == ["dim 0 [0:1]", "dim 0 [1:2]"]
     assert [grid for _, grid in three.panels] == [(((0,), (1,)), ((2,), (3,))), (((4,), (5,)), ((6,), (7,)))]
-    many = picture(describe(CONFIG, "h200:8x16", train={"grad_accum": 2}, **FEW).row("layers.mlp.gate"))
+    many = picture(describe(CONFIG, "h200:8x16", mesh={"data": 1}, train={"grad_accum": 2}, **FEW).row("layers.mlp.gate"))
     column = [line[0] for line in many.panels[0][1]]
     assert column[:2] == [(0,), (1,)] and column[-2:] == [None, (127,)] and "128 parts" in many.caption
     assert ET.fromstring(many._repr_svg_()) is not None

@@ -11,6 +11,7 @@ import pytest
 from jaxtrain import hardware, launch
 from jaxtrain.plan import topology
 from jaxtrain.plan.topology import CHIPS, TopologyError, describe, devices, here, parse
+from jaxtrain.sharding import LayoutError, make_mesh
 from jaxtrain.step import build
 
 
@@ -80,6 +81,20 @@ def test_a_device_for_every_gpu_node_by_node(text):
     found = devices(machine)
     assert [d.id for d in found] == list(range(machine.total))
     assert [d.process_index for d in found] == [i // machine.gpus for i in range(machine.total)]
+
+
+def test_a_mesh_is_laid_out_node_by_node():
+    """fsdp stays inside a node and data crosses, whatever the order in which the devices are given."""
+    given = devices(parse("h200:4x2"))
+    mixed = [*given[1::2], *given[::2]]
+    for overrides, sizes in (([], (2, 4, 1, 1)), (["mesh.data=1"], (1, 8, 1, 1)), (["mesh.tensor=2"], (2, 2, 2, 1))):
+        run = launch.load(["--config=configs/llama3_8b.py", *(f"--config.{o}" for o in overrides)]).run
+        mesh = make_mesh(run, mixed)
+        assert tuple(mesh.shape.values()) == sizes
+        assert [d.id for d in mesh.devices.flat] == sorted(d.id for d in given)
+    assert {d.process_index for d in make_mesh(launch.load([]).run, mixed).devices[0].flat} == {0}
+    with pytest.raises(LayoutError, match=r"different numbers of devices \(4, 3\)"):
+        make_mesh(launch.load([]).run, given[:7])
 
 
 def test_another_memory_can_be_described():

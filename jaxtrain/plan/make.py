@@ -3,7 +3,7 @@
 from jaxtrain import flops, receipt
 from jaxtrain.config import RunConfig
 from jaxtrain.plan.compile import Compiled, compile_step
-from jaxtrain.plan.program import assignment, buffers, collectives, hlo, judge, roofline
+from jaxtrain.plan.program import assignment, buffers, collectives, hlo, judge, mistakes, roofline
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Flops, Plan, Rates, Time
 from jaxtrain.plan.topology import Topology
@@ -75,7 +75,10 @@ def read_plan(
         compile_s=compiled.seconds,
         trip_counts=_loops(module),
         hints=(),
-        warnings=judge.warnings(run, program, module, found, moved, timed.step_ms),
+        warnings=(
+            *mistakes.mistakes(run, program.placement.mesh, moved, memory, timed, rates),
+            *judge.warnings(run, program, module, found, moved, timed.step_ms),
+        ),
         versions=receipt.versions(),
         options=compiled.options,
     )

@@ -1,4 +1,4 @@
-"""The classic mistakes of sharded programs, found in the compiled step and said in words.
+"""What is wrong with a compiled step: mistakes of sharded programs, found and said in words.
 
 Each warning names what was found, what it costs, where it comes from, and what usually mends it.
 """

@@ -8,15 +8,17 @@ of a compiled plan are at or above these bounds. (A search checks that for every
     memory-bound   the optimizer reads weights, moments and gradients and writes all but the last; a sum over microbatches reads
                    two gradients and writes one; a norm moves two rows forward and three backward, SwiGLU three and five; the
                    loss reads float32 logits and writes their gradient
-    links          weights gathered forward and backward and gradients scattered once a microbatch, replicas' gradients summed
-                   once a step, activations gathered and scattered over the tensor axis four times forward and four backward
+    links          weights gathered forward and backward and gradients scattered once a microbatch, as sharding.zero and
+                   sharding.gather say; replicas' gradients summed once a step; activations gathered and scattered over the
+                   tensor axis four times forward and four backward; over the seq axis, what brings keys to queries
 
     step >= max(GEMMs + attention + memory-bound + forward tensor collectives, all traffic of one link)
 
 A layer's forward pass is a chain, in which each tensor collective waits for a GEMM and the next GEMM for it: nothing hides
 those. All other traffic may hide behind arithmetic, and the bound lets it.
 
-    memory >= state + gradients being summed (with more than one microbatch) + what remat keeps of every layer
+    memory >= state + weights gathered and held + gradients being summed (with more than one microbatch)
+              + what remat keeps of every layer
               + max(in the loss: the head, its float32 gradient, one chunk's logits;
                     in the backward pass: gradients of all layers, the largest weight, what one checkpoint computes again)
 """
@@ -25,9 +27,10 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from jaxtrain import flops
+from jaxtrain import config, flops
 from jaxtrain.activations import ACTIVATIONS, kept, parse_tensors
 from jaxtrain.config import MESH_AXES, RunConfig
+from jaxtrain.context import Context, make_context
 from jaxtrain.models import FAMILIES
 from jaxtrain.plan.program.work import ATTENTION_BACKWARD
 from jaxtrain.plan.result import Rates
@@ -47,11 +50,9 @@ class Bound:
     memory_gib: float
 
 
-def mesh_sizes(run: RunConfig, devices: int) -> dict[str, int]:
-    """Size of each mesh axis, with a -1 filled in. The mesh is one that validate accepts for so many devices."""
-    sizes = {axis: getattr(run.mesh, axis) for axis in MESH_AXES}
-    rest = math.prod(size for size in sizes.values() if size != -1)
-    return {axis: devices // rest if size == -1 else size for axis, size in sizes.items()}
+def mesh_sizes(run: RunConfig, topology: Topology) -> dict[str, int]:
+    """Size of each mesh axis, with every -1 filled in. The mesh is one that validate accepts for this machine."""
+    return config.mesh_sizes(run.mesh, topology.total, topology.gpus)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +65,8 @@ class Layout:
 
     def axes(self, logical: str) -> tuple[str, ...]:
         """Mesh axes, of size above 1, that split a logical axis."""
-        rule = dict(self.run.sharding.rules).get(logical, "")
-        return tuple(a for a in rule.split("+") if self.sizes.get(a, 1) > 1)
+        rules = config.rules_in_use(self.run.sharding)
+        return tuple(a for a in rules.get(logical, ()) if self.sizes.get(a, 1) > 1)
 
     def parts(self, *logical: str) -> int:
         return math.prod(self.sizes[a] for axis in logical for a in self.axes(axis))
@@ -80,31 +81,63 @@ class Layout:
         return self.run.train.global_batch * self.run.data.seq_len / self.parts("batch")
 
     @property
-    def parameters(self) -> dict[str, float]:
-        """Of each part of the model, on one device at rest."""
+    def context(self) -> Context:
+        """How the ranks of the seq axis share a sequence."""
+        m, a = self.run.model, self.run.attention
+        heads, kv_heads = m.num_heads // self.parts("heads"), m.num_kv_heads // self.parts("kv_heads")
+        return make_context(a.context, a.ulysses, self.parts("sequence"), heads, max(1, kv_heads))
+
+    @property
+    def whole(self) -> dict[str, float]:
+        """Parameters of each part of the model on one device that has gathered them."""
         split = {
-            "embedding": ("vocab", "embed"),
-            "attention": ("layers", "heads", "embed"),
-            "mlp": ("layers", "mlp", "embed"),
-            "norms": ("embed",),
-            "head": ("vocab", "embed"),
+            "embedding": ("vocab",),
+            "attention": ("layers", "heads"),
+            "mlp": ("layers", "mlp"),
+            "norms": (),
+            "head": ("vocab",),
         }
         count = flops.parameters(self.run.model)
         return {part: count[part] / self.parts(*axes) for part, axes in split.items()}
+
+    @property
+    def parameters(self) -> dict[str, float]:
+        """Of each part of the model, on one device at rest."""
+        return {part: count / self.parts("embed") for part, count in self.whole.items()}
+
+    @property
+    def once(self) -> bool:
+        """Weights are gathered, and gradients reduced, once a step."""
+        return self.run.sharding.zero == 1 or self.run.sharding.gather == "step"
+
+    @property
+    def gradients(self) -> dict[str, float]:
+        """Elements of each part's gradient on one device, until it is reduced over all axes."""
+        return self.whole if self.once else self.parameters
+
+    @property
+    def held(self) -> float:
+        """Gathered weights that a device holds from its forward pass to its backward pass, or all step long."""
+        whole, s = self.whole, self.run.sharding
+        if self.parts("embed") == 1:
+            return 0.0
+        if self.once or s.zero == 2:
+            return sum(whole.values())
+        return whole["attention"] + whole["mlp"] if s.gather == "forward" else 0.0
 
 
 def activation_bytes(layout: Layout, name: str) -> float:
     """Bytes that one activation of one layer takes on a device, for each token of its shard of the batch."""
     m, c = layout.run.model, layout.compute_bytes
-    heads = m.num_heads * flops.head_dim(m) * c / layout.parts("heads")
-    kv_heads = m.num_kv_heads * flops.head_dim(m) * c / layout.parts("kv_heads")
-    wide = m.d_ff * c / layout.parts("mlp")
+    heads = m.num_heads * flops.head_dim(m) * c / layout.parts("heads", "sequence")
+    kv_heads = m.num_kv_heads * flops.head_dim(m) * c / layout.parts("kv_heads", "sequence")
+    wide = m.d_ff * c / layout.parts("mlp", "sequence")
     known = {
         "q": heads,
         "k": kv_heads,
         "v": kv_heads,
         "attention_out": heads,
-        "attention_lse": m.num_heads * 4 / layout.parts("heads"),
+        "attention_lse": m.num_heads * 4 / layout.parts("heads", "sequence"),
         "mlp_gate": wide,
         "mlp_up": wide,
     }
@@ -119,13 +152,13 @@ def bound(run: RunConfig, topology: Topology, rates: Rates) -> Bound:
     """
     if run.model.family not in FAMILIES:
         return Bound(0.0, 0.0)
-    layout = Layout(run, mesh_sizes(run, topology.total), topology.gpus)
+    layout = Layout(run, mesh_sizes(run, topology), topology.gpus)
     return Bound(_step_s(layout, rates), _memory_bytes(layout) / 2**30)
 
 
 def _step_s(layout: Layout, rates: Rates) -> float:
     traffic: dict[str, float] = {"nvlink": 0.0, "network": 0.0}
-    for axes, wire, launches in (*_weight_traffic(layout), *_tensor_traffic(layout, passes=2)):
+    for axes, wire, launches in (*_weight_traffic(layout), *_tensor_traffic(layout, passes=2), *_context_traffic(layout)):
         for link, seconds in _link_s(layout, rates, axes, wire, launches).items():
             traffic[link] += seconds
     chain = sum(max(_link_s(layout, rates, *item).values()) for item in _tensor_traffic(layout, passes=1))
@@ -167,17 +200,17 @@ def _memory_bound_s(layout: Layout, rates: Rates) -> float:
     run, c = layout.run, layout.compute_bytes
     m, micro = run.model, run.train.grad_accum
     params = sum(layout.parameters.values())
-    grads = BYTES[run.dtypes.grads] if micro > 1 else 2
+    grads, made = BYTES[run.dtypes.grads] if micro > 1 else 2, sum(layout.gradients.values())
     moved = params * 2 * grads
     if run.optimizer.name == "adamw":
         moved += params * 2 * sum(BYTES[d] for d in (run.dtypes.params, run.dtypes.m, run.dtypes.v))
     if micro > 1:
-        moved += micro * params * (2 * grads + 2)
+        moved += micro * made * (2 * grads + 2)
     norms = 2 * (2 + 3) * m.d_model / layout.parts("residual")
-    swiglu = (3 + 5) * m.d_ff / layout.parts("mlp")
+    swiglu = (3 + 5) * m.d_ff / layout.parts("mlp", "sequence")
     moved += layout.tokens * m.num_layers * c * (norms + swiglu)
     if run.train.loss == "cross_entropy":
-        moved += layout.tokens * (4 + c) * m.vocab_size / layout.parts("vocab")
+        moved += layout.tokens * (4 + c) * m.vocab_size / layout.parts("vocab", "sequence")
     return moved / (rates.memory_tb_s * 1e12)
 
 
@@ -187,26 +220,55 @@ Traffic = tuple[tuple[str, ...], float, int]  # mesh axes, bytes that each devic
 def _weight_traffic(layout: Layout) -> list[Traffic]:
     """Gathers and reductions of weights, which every shard of the batch needs whole."""
     run = layout.run
-    split, whole = layout.axes("embed"), layout.parts("embed")
-    replicas = tuple(a for a in layout.axes("batch") if a not in split)
+    split, parts = layout.axes("embed"), layout.parts("embed")
+    replicas = tuple(a for a in (*layout.axes("batch"), *layout.axes("sequence")) if a not in split)
     copies = math.prod(layout.sizes[a] for a in replicas)
-    count = layout.parameters
-    params = sum(count.values())
-    layers, head = count["attention"] + count["mlp"], count["head"]
-    # Layers twice, the head once; how rows of an embedding travel is the kernel's own affair.
-    gathered = (2 * layers + head) * layout.compute_bytes + (layers + head) * BYTES[run.dtypes.reduce]
-    summed = 2 * params * (copies - 1) / copies * BYTES[run.dtypes.reduce]
-    return [(split, run.train.grad_accum * (whole - 1) * gathered, 0), (replicas, summed, 0)]
+    params, micro = layout.parameters, run.train.grad_accum
+    everything, head = sum(params.values()), params["head"]
+    layers = params["attention"] + params["mlp"]
+    # How rows of an embedding travel is the kernel's own affair. The last layer's weights need not be gathered again.
+    again = layers * (1 - 1 / run.model.num_layers)
+    if layout.once:
+        gathered, reduced = everything, everything
+    elif run.sharding.zero == 2:
+        gathered, reduced = everything, micro * (layers + head)
+    else:
+        gathered = micro * (layers + head + (again if run.sharding.gather == "layer" else 0.0))
+        reduced = micro * (layers + head)
+    moved = (parts - 1) * (gathered * layout.compute_bytes + reduced * BYTES[run.dtypes.reduce])
+    summed = 2 * everything * (copies - 1) / copies * BYTES[run.dtypes.reduce]
+    return [(split, moved, 0), (replicas, summed, 0)]
 
 
 def _tensor_traffic(layout: Layout, passes: int) -> list[Traffic]:
     """Around attention and around the feed-forward block: a gather, and a reduce-scatter back. Backward moves as much again."""
     run = layout.run
-    axes = layout.axes("residual") or layout.axes("heads") or layout.axes("mlp")
+    split = tuple(a for a in layout.axes("residual") if a not in layout.axes("sequence"))
+    axes = split or layout.axes("heads") or layout.axes("mlp")
     parts = math.prod(layout.sizes[a] for a in axes)
-    one = layout.tokens * run.model.d_model * layout.compute_bytes * (parts - 1) / parts
+    tokens = layout.tokens / layout.parts("sequence")
+    one = tokens * run.model.d_model * layout.compute_bytes * (parts - 1) / parts
     number = passes * 4 * run.model.num_layers
     return [(axes, number * one, number * run.train.grad_accum)]
+
+
+def _context_traffic(layout: Layout) -> list[Traffic]:
+    """What brings keys to queries over the seq axis, forward and backward; nothing where a window limits how far.
+
+    Around a ring keys and values travel forward, and backward with their gradients in float32; gathered, as much in other
+    shapes. Ulysses trades queries, keys, values and the output for heads, and their gradients.
+    """
+    run, m, context = layout.run, layout.run.model, layout.context
+    if context.size == 1 or m.sliding_window:
+        return []
+    u, r, c = context.ulysses, context.ring, layout.compute_bytes
+    tokens = layout.tokens / context.size * m.num_layers * flops.head_dim(m)
+    queries = tokens * m.num_heads / layout.parts("heads")
+    keys = 2 * tokens * max(m.num_kv_heads / layout.parts("kv_heads"), u)
+    trips = 2 + (run.remat.policy != "none" and not {"attention_out", "attention_lse"} <= kept(run.remat))
+    around = (r - 1) * keys * (trips * c + 4)
+    traded = 2 * (u - 1) / u * (2 * queries + keys) * c
+    return [(layout.axes("sequence"), around + traded, 0)]
 
 
 def _link_s(layout: Layout, rates: Rates, axes: tuple[str, ...], wire: float, launches: int) -> dict[str, float]:
@@ -241,20 +303,22 @@ def _nodes(layout: Layout, axes: tuple[str, ...]) -> int:
 def _memory_bytes(layout: Layout) -> float:
     run, m, c = layout.run, layout.run.model, layout.compute_bytes
     params, micro = layout.parameters, run.train.grad_accum
-    held = sum(params.values()) * BYTES[run.dtypes.params]
+    held = sum(params.values()) * BYTES[run.dtypes.params] + layout.held * c
+    grads = layout.gradients
     if run.optimizer.name == "adamw":
         held += sum(params.values()) * (BYTES[run.dtypes.m] + BYTES[run.dtypes.v])
     if micro > 1:
-        held += sum(params.values()) * BYTES[run.dtypes.grads]
+        held += sum(grads.values()) * BYTES[run.dtypes.grads]
     tokens = layout.tokens / micro
     held += tokens * saved_bytes(layout)
 
-    vocab = m.vocab_size / layout.parts("vocab")
+    vocab, chunk = m.vocab_size / layout.parts("vocab"), min(run.train.loss_chunk, tokens / layout.parts("sequence"))
+    everything_held = layout.held == sum(layout.whole.values())
     in_loss = 0.0
     if run.train.loss == "cross_entropy":
-        in_loss = vocab * (m.d_model * (4 + c) + min(run.train.loss_chunk, tokens) * 4)
+        in_loss = vocab * (m.d_model * (4 if everything_held else 4 + c) + chunk * 4)
     largest = m.d_model * max(m.d_ff / layout.parts("mlp"), m.num_heads * flops.head_dim(m) / layout.parts("heads")) * c
-    in_backward = 2 * (params["attention"] + params["mlp"]) + largest + tokens * _again_bytes(layout)
+    in_backward = 2 * (grads["attention"] + grads["mlp"]) + (0 if layout.held else largest) + tokens * _again_bytes(layout)
     return held + max(in_loss, in_backward)
 
 

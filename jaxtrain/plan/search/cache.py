@@ -65,7 +65,7 @@ class Cache:
         rates = rates or rates_for(topology.gpu, run.precision)
         own = {key: value for key, value in config.flatten(config.to_dict(run)) if key in OWN and ":" in value}
         facts = {
-            "config": relevant(run, topology.total),
+            "config": relevant(run, topology),
             "topology": [topology.name, topology.device_kind, topology.memory_bytes, topology.description],
             "rates": dataclasses.asdict(rates),
             "by": by,
@@ -114,10 +114,10 @@ def write_whole(path: Path, data: bytes) -> None:
         raise
 
 
-def relevant(run: RunConfig, devices: int) -> dict[str, Any]:
+def relevant(run: RunConfig, topology: Topology) -> dict[str, Any]:
     """The keys of a run that its program depends on. A mesh axis of -1 counts as the size it stands for."""
     flat = dict(config.flatten(config.to_dict(run)))
-    flat |= {f"mesh.{axis}": size for axis, size in mesh_sizes(run, devices).items()}
+    flat |= {f"mesh.{axis}": size for axis, size in mesh_sizes(run, topology).items()}
     return {k: v for k, v in flat.items() if not any(k == u or k.startswith(f"{u}.") for u in UNRELATED)}
 
 

@@ -51,11 +51,12 @@ def candidate(
     if run.model.family not in FAMILIES:
         return Candidate(overrides, run, knobs, rank, 0.0, 0.0, 0.0, 0.0)
     least = bound(run, topology, rates)
-    held = sum(Layout(run, mesh_sizes(run, topology.total), topology.gpus).parameters.values()) / 2**30
+    layout = Layout(run, mesh_sizes(run, topology), topology.gpus)
+    held = sum(layout.parameters.values()) / 2**30
     moments = BYTES[run.dtypes.m] + BYTES[run.dtypes.v] if run.optimizer.name == "adamw" else 0
     state = held * (BYTES[run.dtypes.params] + moments)
     # The bound counts the gradients of a microbatch as they travel, at two bytes; the step holds them like the weights.
-    wide = held * (BYTES[run.dtypes.params] - 2)
+    wide = sum(layout.gradients.values()) / 2**30 * (BYTES[run.dtypes.params] - 2)
     rest = least.memory_gib - state + wide
     return Candidate(overrides, run, knobs, rank, least.memory_gib, state, rest, least.step_s)
 
@@ -109,9 +110,15 @@ def _chunks(run: RunConfig) -> list[Overrides]:
     return [(("train.loss_chunk", chunk),) for chunk in halves]
 
 
+def _stages(run: RunConfig) -> list[Overrides]:
+    """Weights whole only while a layer uses them."""
+    least = (("sharding.zero", 3), ("sharding.gather", "layer"))
+    return [least] if (run.sharding.zero, run.sharding.gather) != (3, "layer") else []
+
+
 def _meshes(run: RunConfig, topology: Topology) -> list[Overrides]:
     """Weights split over all GPUs that are not in tensor groups; tensor groups inside a node."""
-    now = mesh_sizes(run, topology.total)
+    now = mesh_sizes(run, topology)
     groups = [now["tensor"], *(t for t in (2, 4, 8) if now["tensor"] < t <= topology.gpus and topology.gpus % t == 0)]
     return [split_over(run, topology.total // now["seq"], tensor) for tensor in groups]
 
@@ -136,7 +143,8 @@ def combinations(run: RunConfig, topology: Topology, rates: Rates, check: Check)
     accums, meshes = useful(_larger_accumulation(run, topology, rates)), useful(_meshes(run, topology))
     remats = [r for r in useful(tuple(s.items()) for s in remat_policies(run, topology, rates)) if legal(r)]
     placed = [(mesh, accum) for mesh in meshes for accum in accums if legal(mesh, accum)]
-    parts = [(a, c, r, m) for (m, a), r, c in itertools.product(placed, remats, useful(_chunks(run)))]
+    products = itertools.product(useful(_stages(run)), placed, remats, useful(_chunks(run)))
+    parts = [(s, a, c, r, m) for s, (m, a), r, c in products]
     # Where formulas tell no difference, the first knob is turned first.
     parts.sort(key=lambda p: tuple(bool(part) for part in reversed(p)))
     turned = [(tuple(itertools.chain(*p)), sum(map(bool, p))) for p in parts]
@@ -183,7 +191,7 @@ def savings(run: RunConfig, topology: Topology, rates: Rates, check: Check) -> l
     chunk, usual = run.train.loss_chunk, Train().loss_chunk
     if chunk < usual:
         found.append(Saving(f"train.loss_chunk={chunk}", (("train.loss_chunk", usual),), f"at {usual}"))
-    sizes = mesh_sizes(run, topology.total)
+    sizes = mesh_sizes(run, topology)
     if sizes["tensor"] > 1:
         fsdp = sizes["fsdp"] * sizes["tensor"]
         alone = ("mesh.fsdp", -1 if run.mesh.fsdp == -1 else fsdp), ("mesh.tensor", 1)
@@ -210,7 +218,7 @@ def _kept_less(run: RunConfig, topology: Topology, rates: Rates) -> Iterator[Sav
         return ("remat.policy", "custom"), ("remat.tensors", tensors), ("remat.every", remat.every)
 
     def held(overrides: Overrides) -> float:
-        return saved_bytes(Layout(with_overrides(run, overrides), mesh_sizes(run, topology.total), topology.gpus))
+        return saved_bytes(Layout(with_overrides(run, overrides), mesh_sizes(run, topology), topology.gpus))
 
     kept = activations.kept(remat)
     choice = f"remat.policy={remat.policy}"

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxtrain import activations, config, hardware
 from jaxtrain.config import MESH_AXES, Problem, RunConfig
+from jaxtrain.context import METHODS
 from jaxtrain.plan.result import Rates
 from jaxtrain.plan.search.bound import ladder, mesh_sizes
 from jaxtrain.plan.topology import Topology
@@ -20,12 +21,28 @@ Setting = dict[str, Any]  # of one knob: key -> value
 Check = Callable[[RunConfig], Sequence[Problem]]
 
 
+LONG = 32_768  # tokens from which a sequence is split over GPUs too, when layouts are looked for
+
+
 def meshes(run: RunConfig, topology: Topology, rates: Rates) -> Iterator[Setting]:
-    """Every way to divide the GPUs over data x fsdp x tensor. Sequences are not split."""
+    """Every way to divide the GPUs over data x fsdp x tensor; and over seq, by every method, where sequences are long or fewer
+    than GPUs, or where the config splits them."""
     total = topology.total
-    for tensor in _divisors(total):
-        for data in _divisors(total // tensor):
-            yield {"mesh.data": data, "mesh.fsdp": total // tensor // data, "mesh.tensor": tensor, "mesh.seq": 1}
+    split = run.mesh.seq != 1 or run.data.seq_len >= LONG or run.train.global_batch < total
+    for seq in _divisors(total) if split else [1]:
+        for tensor in _divisors(total // seq):
+            for data in _divisors(total // seq // tensor):
+                fsdp = total // seq // tensor // data
+                mesh = {"mesh.data": data, "mesh.fsdp": fsdp, "mesh.tensor": tensor, "mesh.seq": seq}
+                for context in METHODS if seq > 1 else [run.attention.context]:
+                    yield mesh | {"attention.context": context}
+
+
+def stages(run: RunConfig, topology: Topology, rates: Rates) -> Iterator[Setting]:
+    """How weights that are split are held. Without zero = 0, which is what another mesh is, and without zero = 1, which is
+    gather = step."""
+    for zero, gather in ((3, "layer"), (3, "forward"), (3, "step"), (2, "layer")):
+        yield {"sharding.zero": zero, "sharding.gather": gather}
 
 
 def remat_policies(run: RunConfig, topology: Topology, rates: Rates) -> Iterator[Setting]:
@@ -61,7 +78,8 @@ class Knob:
 
 
 KNOBS = (
-    Knob(meshes, tuple(f"mesh.{axis}" for axis in MESH_AXES)),
+    Knob(meshes, (*(f"mesh.{axis}" for axis in MESH_AXES), "attention.context")),
+    Knob(stages, ("sharding.zero", "sharding.gather")),
     Knob(microbatches, ("train.grad_accum",)),
     Knob(remat_policies, ("remat.policy", "remat.tensors", "remat.every"), apart=True),
 )
@@ -89,7 +107,7 @@ def with_overrides(run: RunConfig, overrides: Iterable[tuple[str, Any]]) -> RunC
 def own_layout(run: RunConfig, topology: Topology) -> Overrides:
     """The layout that the config has, in the form the knobs give."""
     flat = dict(config.flatten(config.to_dict(run)))
-    flat |= {f"mesh.{axis}": size for axis, size in mesh_sizes(run, topology.total).items()}
+    flat |= {f"mesh.{axis}": size for axis, size in mesh_sizes(run, topology).items()}
     places, _ = activations.parse_tensors(run.remat.tensors)
     flat["remat.tensors"] = ",".join(f"{name}={places[name]}" for name in activations.ACTIVATIONS if name in places)
     return tuple((key, flat[key]) for knob in KNOBS for key in knob.keys)
@@ -99,7 +117,7 @@ def training_check(topology: Topology, source: str = "") -> Check:
     """What training on this machine would refuse in a config. `source`: where the machine is from, for the refusal."""
     gpu = topology.gpu
     devices = hardware.Devices(
-        "gpu", topology.device_kind, topology.total, topology.memory_gib, source or topology.name, gpu.sm
+        "gpu", topology.device_kind, topology.total, topology.memory_gib, source or topology.name, gpu.sm, topology.gpus
     )
     return lambda run: validate_step(run, devices)
 
@@ -122,12 +140,22 @@ def legal_layouts(
     layouts: list[Overrides] = [()]
     for knob in (k for k in KNOBS if not k.apart):
         layouts = [(*left, *right) for left in layouts for right in settings(knob)]
-    layouts = [o for o in layouts if accepted(o, run)]
+    layouts = [o for o in layouts if not _twin(o, run) and accepted(o, run)]
     for knob in (k for k in KNOBS if k.apart):
         legal = [s for s in settings(knob) if layouts and accepted(s, with_overrides(run, layouts[0]))]
         layouts = [(*left, *right) for left in layouts for right in legal]
     own = own_layout(run, topology)
     return layouts if own in layouts or check(with_overrides(run, own)) else [own, *layouts], refused
+
+
+def _twin(overrides: Overrides, run: RunConfig) -> bool:
+    """Whether another setting of the same layout is the same program: nothing is gathered where nothing is split, and the
+    config's own zero = 1 is gather = step."""
+    o = dict(overrides)
+    stage = (o["sharding.zero"], o["sharding.gather"])
+    if o["mesh.fsdp"] * o["mesh.seq"] == 1:
+        return stage != (3, "layer")
+    return run.sharding.zero == 1 and stage == (3, "step")
 
 
 def sequences_per_gpu(run: RunConfig, topology: Topology) -> float:
@@ -144,6 +172,7 @@ def naive_layouts(run: RunConfig, topology: Topology, layouts: Sequence[Override
     for mesh, axis in (("plain fsdp", "fsdp"), ("pure data", "data"), ("pure tensor", "tensor")):
         name = f"{mesh}, full remat"
         wanted = {f"mesh.{axis}": topology.total, "remat.policy": "full", "remat.every": 1}
+        wanted |= {"sharding.zero": 3, "sharding.gather": "layer"}
         alike = [o for o in layouts if wanted.items() <= dict(o).items()]
         if alike:
             found[name] = min(alike, key=lambda o: abs(math.log(sequences_per_gpu(with_overrides(run, o), topology))))

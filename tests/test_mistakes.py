@@ -1,0 +1,85 @@
+"""The classic mistakes of a layout: plans of layouts that make them, beside the same without."""
+
+import functools
+import re
+
+import pytest
+
+from jaxtrain import launch
+from jaxtrain.plan.make import make_plan
+from jaxtrain.plan.result import Plan
+from jaxtrain.plan.topology import parse
+
+
+@functools.cache
+def plan(machine: str, *overrides: str) -> Plan:
+    """Llama 3 8B's layers, two of them."""
+    argv = ["--config=configs/llama3_8b.py", "--config.model.num_layers=2", *(f"--config.{o}" for o in overrides)]
+    loaded = launch.load(argv)
+    assert not loaded.problems, loaded.problems
+    return make_plan(loaded.run, parse(machine))
+
+
+def told(made: Plan, about: str) -> list[str]:
+    return [w for w in made.warnings if about in w]
+
+
+BATCH = ("train.global_batch=8", "train.grad_accum=1")
+
+
+def test_a_healthy_layout_makes_none():
+    made = plan("h200:8", *BATCH)
+    for about in ("across nodes", "rows", "once a step", "too big"):
+        assert not told(made, about), about
+
+
+def test_tensor_groups_across_nodes():
+    made = plan("h200:2x2", "mesh.tensor=4", "train.global_batch=2", "train.grad_accum=2")
+    (warning,) = told(made, "across nodes")
+    assert "tensor groups of 4 reach across nodes of 2 GPUs" in warning and "Set mesh.tensor=2 or less" in warning
+    # What it costs is what the table of collectives says.
+    over = [c for c in made.collectives if c.axis == "tensor"]
+    sent = float(re.findall(r"sends ([\d.]+) GB", warning)[0])
+    assert sent == pytest.approx(sum(c.network_gib for c in over) * 2**30 / 1e9, abs=0.01)
+    assert f"waits {sum(c.exposed_ms for c in over):.1f} ms a step" in warning
+    mended = plan("h200:2x2", "mesh.tensor=2", "train.global_batch=2", "train.grad_accum=1")
+    assert not told(mended, "across nodes")
+
+
+def test_microbatches_too_small_to_hide_their_weights():
+    made = plan("h200:8", "data.seq_len=512", "train.global_batch=64", "train.grad_accum=8")
+    (warning,) = told(made, "too few to hide the weights")
+    assert warning.startswith("a microbatch gives each GPU 512 rows")
+    (fewer,) = re.findall(r"Set train.grad_accum=(\d)\.", warning)
+    mended = plan("h200:8", "data.seq_len=512", "train.global_batch=64", f"train.grad_accum={fewer}")
+    assert mended.time.step_ms < 0.7 * made.time.step_ms
+    assert not told(mended, "too few to hide the weights")
+
+
+def test_matrix_products_with_few_rows():
+    made = plan("h200:1", "data.seq_len=128", "train.global_batch=16", "train.grad_accum=16")
+    (warning,) = told(made, "takes longer to read its weights than to compute")
+    assert "each GPU 128 rows" in warning and "Set train.grad_accum=8." in warning
+    mended = plan("h200:1", "data.seq_len=128", "train.global_batch=16", "train.grad_accum=8")
+    assert mended.time.gemm_ms < made.time.gemm_ms and not told(mended, "takes longer to read")
+
+
+def test_too_few_microbatches_for_what_travels_once_a_step():
+    made = plan("h200:2x4", "data.seq_len=2048", *BATCH)
+    (warning,) = told(made, "once a step")
+    over = sum(c.exposed_ms for c in made.collectives if c.axis == "data")
+    assert made.mesh["data"] == 4 and f"gradients are summed over data once a step, and {over:.1f} ms" in warning
+    assert re.search(r"Set train.grad_accum=\d+ and train.global_batch=\d+ for 2%", warning)
+    assert not told(plan("h200:8", "data.seq_len=2048", *BATCH), "once a step")  # no replicas
+
+
+def test_no_remat_where_the_step_does_not_fit():
+    batch = ("model.num_layers=3", "train.global_batch=256", "train.grad_accum=1")
+    made = plan("h200:8", *batch, "remat.policy=none", "remat.tensors=")
+    assert not made.fits
+    (warning,) = told(made, "GiB too big")
+    assert f"keeps {sum(made.memory.saved.values()):.1f} GiB of activations" in warning and "mlp_gate" in warning
+    policy, promised = re.findall(r"remat.policy=(\w+) remat.tensors='': about (\d+) GiB less", warning)[0]
+    less = made.memory.taken_gib - plan("h200:8", *batch, f"remat.policy={policy}", "remat.tensors=").memory.taken_gib
+    assert less == pytest.approx(float(promised), rel=0.25)
+    assert not told(plan("h200:8", *BATCH, "remat.policy=none", "remat.tensors="), "too big")
