@@ -15,8 +15,8 @@ Mesh, microbatch and remat are what this search found; to see the plan of this o
 
 Another number of GPUs keeps the batch and changes the accumulation: --config=configs/llama3_8b.py:gpus=16
 
-Long documents, each sequence over 8 GPUs (docs/parallelism.md says how): 131,072 tokens, or 1,048,576. Both go on from a run with
-8192 tokens, on a file of documents that are long themselves.
+Long documents, each sequence over 8 GPUs (docs/parallelism.md says how): 131,072 tokens, or 1,048,576. Both go on from a run
+with 8192 tokens, on a file of documents that are long themselves.
 
     python -m jaxtrain.main --config=configs/llama3_8b.py:long --config.init.from=runs/llama3_8b --workdir=runs/llama3_8b_long
     python -m jaxtrain.plan --config=configs/llama3_8b.py:1m --topology=h200:8
@@ -67,7 +67,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         config.train.steps = 2000  # 4 B tokens
         config.mesh.seq = 8
         config.attention.context = "ring"  # its traffic hides behind attention, and any number of GPUs can take part
-        # Documents of 512 tokens and more on average; of 4096 for 1m. Each costs the kernel 4 bytes x heads x tokens of a chunk.
+        # Documents of 512 tokens and more on average; of 4096 for 1m. Each costs 4 bytes x heads x tokens of a chunk.
         config.data.max_segments = 256
         # The long wavelengths stretched as in Llama 3.1, which has 8 for 131,072.
         config.model.rope_scaling = "llama3"
@@ -76,7 +76,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         config.optimizer.lr_min = 3e-6
         config.optimizer.warmup_steps = 100
     if variant["1m"]:
-        # Attention is nine tenths of the step and must not run twice; its outputs, 32 GiB, wait for the backward pass on the host.
+        # Attention is nine tenths of the step and must not run twice; its outputs, 32 GiB, wait on the host meanwhile.
         config.remat.tensors = "attention_out=offload,attention_lse=keep"
 
     if variant.half:
