@@ -157,7 +157,8 @@ def numerics_of(run: RunConfig) -> Numerics:
 def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Definition:
     """The model of a config, placed."""
     module = family(run.model.family)
-    plan, ctx = make_plan(run.remat, run.sharding.gather), layers.Context(numerics_of(run), placement)
+    gathers = run.sharding.zero == 3 and any(a in placement.batch_axes for a in placement.mesh_axes("embed"))
+    plan, ctx = make_plan(run.remat, run.sharding.gather, gathers), layers.Context(numerics_of(run), placement)
     return Definition(lambda rngs: module.build(run.model, kernel, plan, ctx, rngs))
 
 

@@ -8,9 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxtrain.activations import KEPT, parse_tensors
 from jaxtrain.config import Remat
+from jaxtrain.sharding import Held
+
+Body = Callable[[jax.Array, Any, Any], jax.Array]  # (x, layer, what all layers share) -> x
 
 # Gathered weights (kernels/dot.py). Kept by no policy, not even `none`, or every layer's would be held at once; unless
 # sharding.gather = forward asks for that, and then by all.
@@ -34,6 +38,7 @@ class Plan:
     offload: tuple[str, ...]
     every: int
     keep_weights: bool = False  # from the forward pass to the backward pass, gathered
+    last_apart: bool = False  # the last layer keeps its weights, since its backward pass comes next
 
     def checkpoint(self, body: Callable[..., Any]) -> Callable[..., Any]:
         """`body` with only what the policy says kept for its backward pass."""
@@ -58,19 +63,23 @@ class Plan:
         # Scan bodies are compiled apart, so XLA cannot merge the recomputation with the original.
         return jax.checkpoint(body, policy=policy, prevent_cse=False)
 
-    def scan(self, body: Callable[[jax.Array, Any], jax.Array], x: jax.Array, layers: Any, num_layers: int) -> jax.Array:
-        """Run `body(x, layer)` over layers stacked on axis 0, `every` layers under each checkpoint.
+    def scan(self, body: Body, x: jax.Array, layers: Any, shared: Any, num_layers: int) -> jax.Array:
+        """Run `body(x, layer, shared)` over layers stacked on axis 0, `every` layers under each checkpoint.
 
         A remainder of num_layers / every forms a last, smaller group.
         """
+        single = self.every == 1 or self.policy == "none"
+        if single and self.last_apart:
+            last = dataclasses.replace(self, keep_weights=True)
+            return scan_last_apart(self.checkpoint(body), last.checkpoint(body), x, layers, shared, num_layers)
 
         def run(x: jax.Array, group: Any) -> jax.Array:
             # Unrolled: gathers of the group's next layer start during this one. A loop inside the loop that XLA itself unrolls
             # makes it (jaxlib 0.11.2) abort in some layouts: "Call graph must have been flattened".
-            return jax.lax.scan(lambda x, layer: (body(x, layer), None), x, group, unroll=True)[0]
+            return jax.lax.scan(lambda x, layer: (body(x, layer, shared), None), x, group, unroll=True)[0]
 
-        if self.every == 1 or self.policy == "none":
-            step = self.checkpoint(body)
+        if single:
+            step = self.checkpoint(lambda x, layer: body(x, layer, shared))
             return jax.lax.scan(lambda x, layer: (step(x, layer), None), x, layers)[0]
         step = self.checkpoint(run)
         whole = num_layers // self.every
@@ -81,12 +90,85 @@ class Plan:
         return x
 
 
-def make_plan(remat: Remat, gather: str) -> Plan:
-    """From the config's `remat` section and `sharding.gather`; validate.py has checked names and actions."""
-    keep_weights = gather == "forward"
+def scan_last_apart(step: Body, last: Body, x: jax.Array, layers: Any, shared: Any, num_layers: int) -> jax.Array:
+    """`step` over all layers but the last, and `last` over that one, all of them parts of one stack.
+
+    Slices of the stack would be copies of it. So loops run over the layers' numbers, forward and backward; the backward loop
+    carries the gradients of the whole stack and puts each layer's in its place. Loops count in their carry: XLA starts a
+    gather an iteration early only where the layer it takes follows from the loop's own counter.
+    """
+    leaves, tree = jax.tree.flatten(layers)
+    weights = jax.tree.leaves(layers, is_leaf=lambda w: isinstance(w, Held))
+    # Of a held weight, the gradient is that of its slot alone.
+    learnt = [kind for w in weights for kind in ((False, True) if isinstance(w, Held) else (True,))]
+
+    def at(leaves: list[jax.Array], i: jax.Array) -> list[jax.Array]:
+        return [jax.lax.dynamic_index_in_dim(w, i, keepdims=False, allow_negative_indices=False) for w in leaves]
+
+    def put(grads: list[jax.Array], parts: list[jax.Array], i: jax.Array) -> list[jax.Array]:
+        kept = [dw for dw, learns in zip(parts, learnt, strict=True) if learns]
+        return [
+            jax.lax.dynamic_update_index_in_dim(g, dw, i, 0, allow_negative_indices=False)
+            for g, dw in zip(grads, kept, strict=True)
+        ]
+
+    def differentiate(f: Body, x: jax.Array, leaves: list[jax.Array], shared: Any, i: jax.Array) -> tuple[jax.Array, Any]:
+        """The layer's result, and its backward pass without the arguments that are there anyhow."""
+        return jax.vjp(
+            lambda x, layer, shared: f(x, jax.tree.unflatten(tree, layer), shared),
+            *(x, at(leaves, i), shared),
+            saveable_args=(True, False, False),
+            in_nzs=(True, learnt, False),
+        )
+
+    def backward(vjp: Any, leaves: list[jax.Array], shared: Any, i: jax.Array, dy: jax.Array) -> tuple[jax.Array, Any]:
+        dx, d_layer, _ = vjp.replace(args_res=(vjp.args_res[0], at(leaves, i), shared))(dy)
+        return dx, d_layer
+
+    @jax.custom_vjp
+    def run(x: jax.Array, leaves: list[jax.Array], shared: Any) -> jax.Array:
+        layers = jax.tree.unflatten(tree, leaves)
+        return jax.lax.scan(lambda x, layer: (step(x, layer, shared), None), x, layers)[0]
+
+    def forward(x, leaves, shared):
+        def one(carry, _):
+            x, i = carry
+            y, vjp = differentiate(step, x, leaves, shared, i)
+            return (y, i + 1), vjp
+
+        (x, i), vjps = jax.lax.scan(one, (x, jnp.int32(0)), None, length=num_layers - 1)
+        y, vjp = differentiate(last, x, leaves, shared, i)
+        return y, (vjps, vjp, leaves, shared)
+
+    def back(residuals, dy):
+        vjps, vjp, leaves, shared = residuals
+        end = jnp.int32(num_layers - 1)
+        dx, d_layer = backward(vjp, leaves, shared, end, dy)
+        grads = put([jnp.zeros_like(w) for w, learns in zip(leaves, learnt, strict=True) if learns], d_layer, end)
+
+        def one(carry, vjp):
+            dy, grads, count = carry
+            i = num_layers - 2 - count
+            dx, d_layer = backward(vjp, leaves, shared, i, dy)
+            return (dx, put(grads, d_layer, i), count + 1), None
+
+        (dx, grads, _), _ = jax.lax.scan(one, (dx, grads, jnp.int32(0)), vjps, reverse=True)
+        made = iter(grads)
+        return dx, [next(made) if learns else None for learns in learnt], None
+
+    run.defvjp(forward, back)
+    return run(x, leaves, shared)
+
+
+def make_plan(remat: Remat, gather: str, gathers: bool) -> Plan:
+    """From the config's `remat` section and `sharding.gather`; validate.py has checked names and actions.
+
+    `gathers`: layers gather their weights as they use them, on this mesh.
+    """
+    more = (gather == "forward", gathers and gather == "layer")
     if remat.policy != "custom":
-        return Plan(remat.policy, KEPT[remat.policy], (), remat.every, keep_weights)
+        return Plan(remat.policy, KEPT[remat.policy], (), remat.every, *more)
     places, _ = parse_tensors(remat.tensors)
     keep = tuple(name for name, place in places.items() if place == "keep")
     offload = tuple(name for name, place in places.items() if place == "offload")
-    return Plan(remat.policy, keep, offload, remat.every, keep_weights)
+    return Plan(remat.policy, keep, offload, remat.every, *more)

@@ -90,11 +90,11 @@ class Transformer(nnx.Module):
         with jax.named_scope("embed"):
             x_BTD = self.embed(tokens_BT)
 
-        def body(x: jax.Array, block: Block) -> jax.Array:
+        def body(x: jax.Array, block: Block, shared: Shared) -> jax.Array:
             return block(x, shared, None)[0]
 
         with jax.named_scope("layers"):
-            x_BTD = self.remat.scan(body, x_BTD, self.layers, self.model.num_layers)
+            x_BTD = self.remat.scan(body, x_BTD, self.layers, shared, self.model.num_layers)
         return self.final_norm(x_BTD)
 
     def decode(self, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:

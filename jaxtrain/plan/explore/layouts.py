@@ -238,6 +238,7 @@ class _Reader:
         """The results of a jaxpr, given its arguments."""
         known: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         stacked: set[Any] = set()  # results of loops at this level, one slice an iteration
+        single: set[Any] = set()  # results of this level itself: those of a layer outside the loop over layers
 
         def value(v: Any) -> Value:
             whole = ((),) * len(v.aval.shape)
@@ -246,12 +247,15 @@ class _Reader:
         for eqn in jaxpr.eqns:
             operands = [value(v) for v in eqn.invars]
             if eqn.primitive.name in ("scan", "remat2"):
-                for v in dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal) and v in stacked):
+                kept = stacked | single if eqn.primitive.name == "remat2" else stacked
+                for v in dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal) and v in kept):
                     self._save(known[v])
             results = self._results(eqn, operands, region)
             known.update(zip(eqn.outvars, results, strict=True))
-            if eqn.primitive.name == "scan":
-                stacked |= {v for v, r in zip(eqn.outvars, results, strict=True) if r.key is not None}
+            stacks = _stacks(eqn) if eqn.primitive.name == "scan" else [False] * len(results)
+            for v, r, is_stack in zip(eqn.outvars, results, stacks, strict=True):
+                if r.key is not None:
+                    (stacked if is_stack else single).add(v)
         return [value(v) for v in jaxpr.outvars]
 
     def _results(self, eqn: Any, operands: list[Value], region: _Region | None) -> list[Value]:
@@ -308,7 +312,7 @@ class _Reader:
     def _scan(self, eqn: Any, body: Any, operands: list[Value], region: _Region | None) -> list[Value]:
         """Arguments and results of the body's own shape are passed whole; the others are taken or stacked slice by slice."""
         sliced = [len(v.aval.shape) > len(b.aval.shape) for v, b in zip(eqn.invars, body.invars, strict=True)]
-        stacks = [len(v.aval.shape) > len(b.aval.shape) for v, b in zip(eqn.outvars, body.outvars, strict=True)]
+        stacks = _stacks(eqn)
         inner = [
             dataclasses.replace(o, dims=o.dims[1:] if o.dims is not None and s else o.dims, key=None)
             for o, s in zip(operands, sliced, strict=True)
@@ -324,7 +328,7 @@ class _Reader:
         out = []
         for i, (result, v) in enumerate(zip(results, body.outvars, strict=True)):
             if i < carried:
-                out.append(Value(result.dims))
+                out.append(Value(result.dims, key=(LAYER_INPUT, "")))
                 continue
             key = result.key or (_produced_by(body, v), f"#{i}")
             if result.key in (None, (LAYER_INPUT, "")):
@@ -354,6 +358,12 @@ class _Reader:
             dims = _dims(spec, len(v.aval.shape), sizes)
             out.append(Value(dims, True, result.origin, result.key, result.count, result.on_host))
         return out
+
+
+def _stacks(eqn: Any) -> list[bool]:
+    """Which results of a loop are stacked, one slice an iteration; the others are carried."""
+    (body,) = jaxprs_in_params(eqn.params)
+    return [len(v.aval.shape) > len(b.aval.shape) for v, b in zip(eqn.outvars, body.outvars, strict=True)]
 
 
 def _produced_by(body: Jaxpr, v: Any) -> str:
