@@ -129,6 +129,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_matrix(entry, precision):
+    jax.clear_caches()  # two hundred programs in one process
     comparison = matrix.against_one_device(entry, precision)
     assert not comparison.wrong, comparison.wrong
 
