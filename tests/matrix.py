@@ -21,6 +21,7 @@ MODELS = {
     "4 queries a key": {"model.num_kv_heads": 2},
     "8 queries a key": {"model.num_kv_heads": 1},
     "window": {"model.sliding_window": 12},
+    "biases": {"model.qkv_bias": True},
     "everything": {
         "model.tied_head": True,
         "model.qk_norm": True,
@@ -36,6 +37,7 @@ CONTEXT = (
     *(f"seq{n}" for n in (2, 4, 8)),
     *(f"seq{n}/attention.context={method}" for method in ("ulysses", "gather") for n in (2, 4, 8)),
 )
+ZERO = "data2xfsdp4/train.grad_accum=2"
 LAYOUTS = {
     "2 queries a key": (
         "data8",
@@ -62,6 +64,18 @@ LAYOUTS = {
         "fsdp2xtensor2xseq2",
         "fsdp2xtensor2xseq2/attention.context=ulysses",
         "fsdp2xtensor2xseq2/attention.context=gather",
+        # Key/value heads fewer than what splits them
+        "tensor8",
+        "tensor8/attention.impl=chunked",
+        # Stages of ZeRO, and when weights are gathered
+        *(f"fsdp8/sharding.zero={zero}" for zero in (0, 1, 2)),
+        *(f"{ZERO}/sharding.zero={zero}" for zero in (0, 1, 2)),
+        *(f"{ZERO}/sharding.gather={gather}" for gather in ("layer", "forward", "step")),
+        *(f"fsdp2xtensor2xseq2/sharding.zero={zero}" for zero in (0, 1, 2)),
+        *(f"data2xtensor2xseq2/train.grad_accum=2/sharding.gather={gather}" for gather in ("forward", "step")),
+        "seq8/sharding.zero=2/train.grad_accum=2",
+        "data8/sharding.zero=0/train.grad_accum=2",
+        "fsdp8/sharding.gather=forward/remat.policy=full",
         # Ulysses groups in a ring
         "seq4/attention.context=ulysses/attention.ulysses=2",
         "seq8/attention.context=ulysses/attention.ulysses=2",
@@ -69,7 +83,7 @@ LAYOUTS = {
         "tensor2xseq4/attention.context=ulysses/attention.ulysses=2",
         # Microbatches, what is computed again, other kernels
         "one/train.grad_accum=4",
-        "data2xfsdp4/train.grad_accum=2",
+        ZERO,
         "data2xfsdp2xseq2/train.grad_accum=4",
         "fsdp2xtensor2xseq2/train.grad_accum=2/remat.policy=full",
         "fsdp4xtensor2/remat.policy=full/remat.every=2",
@@ -80,8 +94,9 @@ LAYOUTS = {
     ),
     "1 query a key": CONTEXT,
     "4 queries a key": CONTEXT,
-    "8 queries a key": CONTEXT,
+    "8 queries a key": (*CONTEXT, "tensor4xseq2", "tensor2xseq4/attention.context=ulysses"),
     "window": (*CONTEXT, "fsdp2xtensor2xseq2", "seq8/attention.context=ulysses/attention.ulysses=2"),
+    "biases": ("fsdp4xtensor2", "data2xfsdp2xseq2/sharding.zero=1"),
     "everything": ("fsdp4xtensor2", "fsdp2xtensor2xseq2/train.grad_accum=2/remat.policy=full", "data2xseq4"),
 }
 MATRIX = {f"{model}: {layout}": (model, layout) for model, names in LAYOUTS.items() for layout in names}
@@ -95,13 +110,18 @@ SAMPLE = (
     "2 queries a key: seq8/attention.context=ulysses/attention.ulysses=2",
     "1 query a key: seq4",
     "4 queries a key: seq2/attention.context=gather",
-    "8 queries a key: seq4/attention.context=ulysses",
+    "8 queries a key: tensor2xseq4/attention.context=ulysses",
+    "2 queries a key: data2xfsdp4/train.grad_accum=2/sharding.zero=0",
+    "2 queries a key: fsdp2xtensor2xseq2/sharding.zero=1",
+    "2 queries a key: data2xtensor2xseq2/train.grad_accum=2/sharding.gather=forward",
+    "biases: fsdp4xtensor2",
     "window: seq4",
     "everything: data2xseq4",
 )
 SAMPLE_BF16 = (
     "2 queries a key: fsdp2xtensor2xseq2",
-    "2 queries a key: data2xfsdp4/train.grad_accum=2",
+    "2 queries a key: data2xfsdp4/train.grad_accum=2/sharding.gather=step",
+    "2 queries a key: fsdp8/sharding.zero=2",
     "4 queries a key: seq4",
     "window: seq2/attention.context=ulysses",
 )

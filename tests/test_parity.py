@@ -113,12 +113,12 @@ def test_the_matrix_is_whole():
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_documents_straddle_borders_of_shards(ranks):
-    """Between any two chunks that zigzag order gives to different devices some row has one document, and some row has two."""
+    """At every border between two chunks of the zigzag order some rows have one document on both sides; all have several."""
     segments = helpers.host_batch(matrix.config("window", "one", "f32"), 0)["segments"]
-    for border in range(0, segments.shape[1], segments.shape[1] // (2 * ranks)):
-        if border:
-            same = segments[:, border - 1] == segments[:, border]
-            assert same.any() and (segments[:, 0] != segments[:, border]).any(), border
+    assert (segments.max(axis=1) >= 4).all()
+    chunk = segments.shape[1] // (2 * ranks)
+    for border in range(chunk, segments.shape[1], chunk):
+        assert (segments[:, border - 1] == segments[:, border]).any(), border
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -129,6 +129,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_matrix(entry, precision):
+    jax.clear_caches()  # two hundred programs in one process
     comparison = matrix.against_one_device(entry, precision)
     assert not comparison.wrong, comparison.wrong
 

@@ -71,7 +71,7 @@ def _sizes(mesh: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
         return {}, []
     sizes: dict[str, int] = {}
     for part in mesh.split("x"):
-        form = re.fullmatch(r"([A-Za-z_]+)=?(\d+)", part)
+        form = re.fullmatch(r"([A-Za-z_]+)(\d+)", part)
         if not form:
             return {}, [(f"{part!r} is no axis with its size", f"Write {FORM}.")]
         axis, size = form[1], int(form[2])
