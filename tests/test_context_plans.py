@@ -1,4 +1,4 @@
-"""Plans of sequences that are split over GPUs: their arithmetic by formula and by program, in equal parts; bounds below them."""
+"""Plans of sequences that are split over GPUs: arithmetic by formula and by program, in equal parts; bounds below them."""
 
 import functools
 
