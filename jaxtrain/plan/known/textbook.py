@@ -219,7 +219,9 @@ def compare(plan: Plan, terms: Sequence[Term]) -> list[Row]:
         rows.append(
             Row(
                 *key,
-                dtypes=tuple(dict.fromkeys(d for c in group for d in c.dtype.split("+") if d != "s32")),
+                dtypes=tuple(
+                    dict.fromkeys(d for c in group for d in c.dtype.split("+") if c.wire_gib > SMALL * total and d != "s32")
+                ),
                 count=sum(c.count for c in group),
                 gb=sum(c.wire_gib for c in group) * GB_PER_GIB,
                 exposed_ms=sum(c.exposed_ms for c in group),
