@@ -66,14 +66,23 @@ def ulysses_problem(group: int, heads: int, kv_heads: int) -> str | None:
     return None
 
 
-def pairs(context: Context, seq_len: int) -> Sequence[float]:
-    """Query-key pairs that each rank computes under the causal mask, per head of the model; one document fills the row."""
+def pairs(context: Context, seq_len: int, window: int = 0) -> Sequence[float]:
+    """Query-key pairs that each rank computes under the causal mask, per head of the model; one document fills the row.
+
+    `window`: tokens that a query sees, itself included; 0: all before it.
+    """
+    reach = min(window or seq_len, seq_len)
+
+    def before(end: float) -> float:
+        """Pairs of all queries before this place in the row."""
+        return end**2 / 2 if end <= reach else reach**2 / 2 + (end - reach) * reach
+
     if context.ring == 1:
-        return [seq_len**2 / 2 / context.size] * context.size
+        return [before(seq_len) / context.size] * context.size
     chunk = seq_len // (2 * context.ring)
     out = []
     for place in range(context.ring):
         mine = (place, 2 * context.ring - 1 - place)
-        seen = sum(chunk**2 / 2 + number * chunk**2 for number in mine)
+        seen = sum(before((number + 1) * chunk) - before(number * chunk) for number in mine)
         out += [seen / context.ulysses] * context.ulysses
     return out

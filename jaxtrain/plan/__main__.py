@@ -42,6 +42,7 @@ Will it fit, how fast will it be, and what moves? Compiles the train step for a 
   --golden[=write]         instead: compare the shipped configs with the plans kept in tests/golden, or renew those
   --published[=FILE.md]    instead: plan runs whose step times were published, and compare
   --what-fits[=FILE.md]    instead: well-known models on 1 to 128 GPUs
+  --textbook[=FILE.md]     instead: what each known layout moves, beside the formula of its paper
   --calibrate              instead: measure the GPUs of this machine; plans for them then use what was measured
   --help                   this text
 
@@ -60,8 +61,9 @@ SWITCHES = dict.fromkeys(("why", "no-fit", "search", "calibrate"), "yes") | {
     "golden": "compare",
     "published": "show",
     "what-fits": "show",
+    "textbook": "show",
 }
-INSTEAD = ("shardings", "search", "golden", "published", "what-fits", "calibrate")
+INSTEAD = ("shardings", "search", "golden", "published", "what-fits", "textbook", "calibrate")
 # Option -> what it belongs to; "" is the plan of a config.
 BELONGS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("config", "topology"), ("", "shardings", "search")),
@@ -69,7 +71,7 @@ BELONGS: dict[str, tuple[str, ...]] = {
     "json": ("", "search"),
     "budget": ("", "search", "what-fits"),
     "most": ("search",),
-    **dict.fromkeys(("jobs", "cache"), ("", "search", "golden", "published", "what-fits")),
+    **dict.fromkeys(("jobs", "cache"), ("", "search", "golden", "published", "what-fits", "textbook")),
 }
 
 
@@ -142,7 +144,7 @@ def _options(loaded: Loaded) -> list[Problem]:
     for name in ("why", "no-fit", "search", "calibrate"):
         if options[name] not in ("", "yes"):
             problems.append(Problem(f"--{name}", options[name], "takes no value", f"Write --{name}."))
-    for name in ("json", "html", "hlo", "published", "what-fits"):
+    for name in ("json", "html", "hlo", "published", "what-fits", "textbook"):
         if options[name] not in ("", "show") and (why := _unwritable(Path(options[name]))):
             problems.append(Problem(f"--{name}", options[name], why, "Name another file."))
     cache = Path(options["cache"]).expanduser().absolute()
@@ -189,13 +191,15 @@ def run(loaded: Loaded, asked: str, console: rich.console.Console) -> int:
             from jaxtrain.plan.known import golden
 
             return golden.run(console, write=options["golden"] == "write", jobs=jobs, cache=cache)
-        if asked in ("published", "what-fits"):
-            from jaxtrain.plan.known import published, what_fits
+        if asked in ("published", "what-fits", "textbook"):
+            from jaxtrain.plan.known import published, textbook, what_fits
 
             machines.devices(machines.parse("h200:1"))  # the compiler is there, or this says so once
             out = None if options[asked] == "show" else Path(options[asked])
             if asked == "published":
                 return published.run(console, out, cache=cache, jobs=jobs)
+            if asked == "textbook":
+                return textbook.run(console, out, cache=cache, jobs=jobs)
             return what_fits.run(console, out, cache=cache, jobs=jobs, budget_s=budget)
         topology = machines.parse(options["topology"]) if options["topology"] else machines.here()
         check = training_check(topology, f"--topology={topology.name}")

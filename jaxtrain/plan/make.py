@@ -7,6 +7,7 @@ from jaxtrain.plan.program import assignment, buffers, collectives, hlo, judge, 
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Flops, Plan, Rates, Time
 from jaxtrain.plan.topology import Topology
+from jaxtrain.step import Program
 
 
 def make_plan(
@@ -66,7 +67,7 @@ def read_plan(
         attention=program.attention,
         fits=memory.taken_gib <= memory.usable_gib,
         memory=memory,
-        flops=_flops(run, topology, program.attention, timed),
+        flops=_flops(run, topology, program, timed),
         collectives=moved,
         time=_time(run, topology, tokens, timed),
         kernels=timed.kernels,
@@ -84,10 +85,17 @@ def read_plan(
     )
 
 
-def _flops(run: RunConfig, topology: Topology, attention: str, timed: roofline.Roofline) -> Flops:
+def _flops(run: RunConfig, topology: Topology, program: Program, timed: roofline.Roofline) -> Flops:
     per_token = flops.per_token(run.model, run.data.seq_len)
-    expected = roofline.expected_flops(run, topology.total, attention)
-    return Flops(per_token.causal, per_token.full, timed.flops, expected)
+    how = run, topology.total, program.attention, program.context
+    return Flops(
+        per_token_causal=per_token.causal,
+        per_token_full=per_token.full,
+        hardware_per_step=timed.flops,
+        expected_per_step=roofline.expected_flops(*how),
+        attention_per_step=timed.flops - timed.gemm_flops,
+        attention_by_rank=roofline.attention_by_rank(*how) if program.context.size > 1 else (),
+    )
 
 
 def _time(run: RunConfig, topology: Topology, tokens: int, timed: roofline.Roofline) -> Time:

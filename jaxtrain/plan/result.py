@@ -83,6 +83,8 @@ class Flops:
     per_token_full: float
     hardware_per_step: float  # FLOPs one device executes in a step: GEMMs and attention found in the program
     expected_per_step: float  # the same by formula, with what the remat policy computes again
+    attention_per_step: float = 0.0  # of the first, in fused attention kernels
+    attention_by_rank: tuple[float, ...] = ()  # what the causal mask asks of each rank of mesh.seq; () where it is 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +165,7 @@ def from_json(tree: dict[str, Any]) -> Plan:
     sections = {
         "overrides": tuple(tree["overrides"]),
         "memory": Memory(**memory),
-        "flops": Flops(**tree["flops"]),
+        "flops": Flops(**tree["flops"] | {"attention_by_rank": tuple(tree["flops"]["attention_by_rank"])}),
         "collectives": tuple(Collective(**c) for c in tree["collectives"]),
         "time": Time(**tree["time"]),
         "kernels": tuple(Kernel(**k) for k in tree["kernels"]),

@@ -39,7 +39,7 @@ def prepare(rows: Rows, spec: Spec, kernel: str, split: Split) -> Any:
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, prepared: Any, spec: Spec, kernel: str, split: Split) -> jax.Array:
     """(B, 2 C, N, H) of this place's two chunks."""
     chunk = q.shape[1] // 2
-    halo = _halo(spec, chunk, split)
+    halo = halo_tokens(spec, chunk, split)
     both = jnp.concatenate(halves(q), axis=0)
     padded = jnp.pad(both, ((0, 0), (halo, 0), (0, 0), (0, 0)))
     keys, values = _with_halo(k, spec, split), _with_halo(v, spec, split)
@@ -47,7 +47,7 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, prepared: Any, spec: Spe
     return jnp.concatenate(jnp.split(o, 2, axis=0), axis=1)
 
 
-def _halo(spec: Spec, chunk: int, split: Split) -> int:
+def halo_tokens(spec: Spec, chunk: int, split: Split) -> int:
     """Tokens before a chunk that are fetched: those in the window's reach, rounded up to whole tiles where chunks are."""
     step = math.gcd(chunk, ALIGNED)
     return min(-(-(spec.window - 1) // step) * step, (2 * split.context.ring - 1) * chunk)
@@ -56,7 +56,7 @@ def _halo(spec: Spec, chunk: int, split: Split) -> int:
 def _with_halo(x: jax.Array, spec: Spec, split: Split) -> jax.Array:
     """(B, 2 C, ...) as (2 B, halo + C, ...): early chunks with what stands before them, then late ones."""
     chunk = x.shape[1] // 2
-    halo = _halo(spec, chunk, split)
+    halo = halo_tokens(spec, chunk, split)
     early, late = halves(x)
     pieces = [jnp.concatenate([early, late], axis=0)]
     for _ in range(-(-halo // chunk)):

@@ -242,6 +242,9 @@ STATE = ("parameters", "first moment", "second moment", "other optimizer state")
 _FILLS = frozenset(("broadcast", "constant", "bitcast", "copy", "tuple"))
 _EINSUM = re.compile(r"->([A-Z]+)/dot_general")
 _REDUCED = re.compile(r"reduce.scatter|all-reduce|psum|dynamic_update_slice|dynamic_slice|scatter-add|\bwhile$")
+# Stages of ZeRO that hold weights for a whole step, and sum gradients whole over microbatches or after the last of them.
+_GATHERED_ONCE = re.compile(r"^(jit\(train_step\)/gather/\S* ?)+$")
+_SUMMED = re.compile(r"jit\(train_step\)/(reduce/.*|while/body/(eval_jaxpr/)?add)")
 _TOKENS = set("BTC")  # the dimensions along a batch: sequences, tokens, tokens of a chunk
 
 
@@ -270,6 +273,10 @@ def classify(facts: Facts, value: Value) -> tuple[str, str]:
         return (f"copies of {held}" if held in STATE else "temporaries"), ""
     if any(i.opcode in _GATHERS for i in origins):
         return ("gathered weights" if dims in facts.weights else "logits and loss" if "(loss)" in text else "temporaries"), ""
+    if dims in facts.weights and _GATHERED_ONCE.search(text):
+        return "gathered weights", ""
+    if dims in facts.weights and any(_SUMMED.fullmatch(n) for i in (made_by, *origins) for n in _op_names(facts.module, i)):
+        return "gradients", ""
     backward = "transpose(" in text
     names = facts.kept.get((backward, shape.dtype, dims), ()) if "(loss)" not in text else ()
     if names and (not backward or "rematted_computation" in text):

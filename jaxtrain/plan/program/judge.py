@@ -85,7 +85,8 @@ def _wide(run: RunConfig, found: Sequence[Found]) -> Iterator[str]:
                 f"float32 all-gather over {f.axis} ({_cost(f)}) from {_where(f)}: precision is {run.precision}, so half of it "
                 "would do. Cast before the gather, as Placement.gather does."
             )
-        if f.kind in REDUCTIONS and DTYPES[run.dtypes.reduce].itemsize < 4:
+        # Gradients of keys and values add up in float32 over the places of a ring, as inside one device.
+        if f.kind in REDUCTIONS and DTYPES[run.dtypes.reduce].itemsize < 4 and "kernels/context" not in f.source:
             yield (
                 f"float32 {f.kind} over {f.axis} ({_cost(f)}) from {_where(f)}: dtypes.reduce is {run.dtypes.reduce}. Cast "
                 "before the reduction."

@@ -44,7 +44,7 @@ def _axes(c: Collective) -> set[str]:
 
 def _of_weights(c: Collective) -> bool:
     """And not of tokens, or of keys and values, which travel over the same axes."""
-    return c.kind in ("all-gather", "reduce-scatter", "all-reduce") and "kernels/attention" not in c.source
+    return c.kind in ("all-gather", "reduce-scatter", "all-reduce") and "kernels/context" not in c.source
 
 
 def _share(ms: float, timed: Roofline) -> str:

@@ -16,11 +16,16 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from jaxtrain import flops
+from jaxtrain.activations import kept
 from jaxtrain.config import RunConfig
+from jaxtrain.context import Context, pairs
+from jaxtrain.kernels.context import window
+from jaxtrain.kernels.context.split import Split
 from jaxtrain.plan import result
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module, trip_count
-from jaxtrain.plan.program.work import ATTENTION_BACKWARD, Work, is_collective, work
+from jaxtrain.plan.program.work import ATTENTION_BACKWARD, Work, attention_pairs, is_collective, work
+from jaxtrain.step import attention_spec
 
 LINKS = ("communication", "host")  # kinds of work that run on a stream of their own
 
@@ -277,22 +282,56 @@ def _first(op_name: str) -> str:
 
 # ---- By formula
 
+ALONE = Context()
 
 # FLOPs of attention's backward pass over those of its forward, and whether only what the mask leaves is computed. Of the two
 # in XLA, which compute the whole square, the one in chunks makes its scores again.
 _ATTENTION = {"cudnn": (ATTENTION_BACKWARD, True), "chunked": (2.5, False), "reference": (2.0, False)}
 
 
-def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn") -> float:
+def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", context: Context = ALONE) -> float:
     """FLOPs that each of `devices` executes in a step by formula: forward, backward, and what remat computes again.
 
-    `attention`: the kernel in use (`Program.attention`). Raises ValueError for one whose arithmetic is not known.
-    What is computed again is that of a kernel with a backward pass of its own (`flops.recompute`).
+    `attention`: the kernel in use (`Program.attention`); `context`: how it shares a sequence (`Program.context`). Raises
+    ValueError for a kernel whose arithmetic is not known. What is computed again is that of a kernel with a backward pass of
+    its own (`flops.recompute`).
     """
     if attention not in _ATTENTION:
         raise ValueError(f"attention kernel {attention!r}: its FLOPs are not known. Known: {', '.join(_ATTENTION)}.")
+    everything = flops.per_token(run.model, run.data.seq_len) + flops.recompute(run.model, run.remat, run.data.seq_len)
+    one = flops.attention(run.model, run.data.seq_len)
+    # The usual count of training takes the backward pass for twice the forward pass.
+    linear = everything.causal - one.causal * run.model.num_layers * (3 + _again(run))
     backward, masked = _ATTENTION[attention]
-    both = flops.per_token(run.model, run.data.seq_len) + flops.recompute(run.model, run.remat, run.data.seq_len)
-    # The usual count of training, which is in `both`, takes the backward pass for twice the forward pass.
-    both += flops.attention(run.model, run.data.seq_len) * (run.model.num_layers * (backward - 2))
-    return (both.causal if masked else both.full) * run.train.global_batch * run.data.seq_len / devices
+    passes = run.model.num_layers * (1 + backward + _again(run))
+    computed = (one.causal if masked else one.full) * passes * _blocks(run, context, masked)
+    return (linear + computed) * run.train.global_batch * run.data.seq_len / devices
+
+
+def attention_by_rank(run: RunConfig, devices: int, attention: str, context: Context) -> tuple[float, ...]:
+    """FLOPs of attention that the causal mask asks of each rank of the seq axis in a step: forward, backward, and again."""
+    backward, _ = _ATTENTION[attention]
+    passes = run.model.num_layers * (1 + backward + _again(run))
+    mean = flops.attention(run.model, run.data.seq_len).causal * passes * run.train.global_batch * run.data.seq_len / devices
+    by_rank = pairs(context, run.data.seq_len, run.model.sliding_window)
+    return tuple(mean * n * len(by_rank) / sum(by_rank) for n in by_rank)
+
+
+def _again(run: RunConfig) -> int:
+    """How often remat repeats the forward pass of attention."""
+    return int(run.remat.policy != "none" and not {"attention_out", "attention_lse"} <= kept(run.remat))
+
+
+def _blocks(run: RunConfig, context: Context, masked: bool) -> float:
+    """What the places of a ring compute, over what one device would: blocks of chunks, and under a window chunks with what
+    they reach back to."""
+    T, r = run.data.seq_len, context.ring
+    if r == 1:
+        return 1.0
+    spec, split = attention_spec(run), Split(context)
+    chunk = T // (2 * r)
+    if not window.applies(spec, 2 * chunk, split):
+        return 1.0 if masked else (2 * r + 1) / (4 * r)
+    rows = chunk + window.halo_tokens(spec, chunk, split)
+    each, whole = (attention_pairs("CAUSAL", spec.window, n, n) if masked else float(n * n) for n in (rows, T))
+    return 2 * r * each / whole

@@ -195,7 +195,19 @@ def work(plan: Plan) -> str:
         f"{number(f.per_token_causal / 1e9, 2)} GFLOP a token causal, {number(f.per_token_full / 1e9, 2)} full; a step "
         f"executes {number(f.hardware_per_step / 1e12)} TFLOP a GPU, {against} against the formula "
         "with what remat computes again"
-    )
+    ) + balance(plan)
+
+
+def balance(plan: Plan) -> str:
+    """How evenly the ranks of a split sequence share attention; "" where there is one."""
+    asked = plan.flops.attention_by_rank
+    if not asked:
+        return ""
+    apart = max(asked) / min(asked) - 1
+    text = f"; of attention the causal mask asks {number(max(asked) / 1e12)} TFLOP of each of {len(asked)} ranks of seq"
+    text += f" (largest over smallest: {100 * apart:+.1f}%)"
+    computed = plan.flops.attention_per_step
+    return text + (f", which compute {number(computed / 1e12)} each" if computed else "")
 
 
 def built(plan: Plan) -> str:
