@@ -51,6 +51,7 @@ FUSIONS = ("fusion", "fusion-start")
 
 GEMM_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 ATTENTION_CALLS = {"__cudnn$fmhaSoftmax": 1.0, "__cudnn$fmhaSoftmaxBackward": ATTENTION_BACKWARD}
+ALLOCATION = "AllocateBuffer"  # room in host memory for what a loop offloads; nothing is written to it
 CAUSAL_MASKS = {"CAUSAL": True, "PADDING_CAUSAL": True, "NO_MASK": False, "PADDING": False}
 
 
@@ -91,7 +92,7 @@ def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str,
     if i.opcode.endswith("-start") and isinstance(i.type, tuple):  # any other that is started is (arguments, result, context)
         i = dataclasses.replace(i, opcode=i.opcode.removesuffix("-start"), type=i.type[1])
     opcode = i.opcode
-    if opcode in FREE:
+    if opcode in FREE or _target(i) == ALLOCATION:
         return None
     if opcode == "fusion":
         called = module.computations[i.called[0]]
