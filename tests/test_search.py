@@ -165,6 +165,31 @@ def test_space_is_what_the_checks_accept():
     assert not any(check(space.with_overrides(run, o)) for o in layouts[::97])
 
 
+def test_stages_of_zero_once_each():
+    """Only settings that are different programs: not where nothing is split, and not gather=step beside a config's zero=1."""
+    layouts, _ = space.legal_layouts(load(), H200, rates_for(H200.gpu, "bf16"), space.training_check(H200))
+    held = {(dict(o)["mesh.fsdp"] > 1, dict(o)["sharding.zero"], dict(o)["sharding.gather"]) for o in layouts}
+    every = {(3, "layer"), (3, "forward"), (3, "step"), (2, "layer")}
+    assert held == {(False, 3, "layer"), *((True, *stage) for stage in every)}
+    layouts, _ = space.legal_layouts(load("sharding.zero=1"), H200, rates_for(H200.gpu, "bf16"), space.training_check(H200))
+    held = [(dict(o)["sharding.zero"], dict(o)["sharding.gather"]) for o in layouts]
+    assert {*held} == (every - {(3, "step")}) | {(1, "layer")} and held.count((1, "layer")) == 1
+
+
+def test_sequences_are_split_where_they_are_long_or_few():
+    def of(*overrides):
+        rates = rates_for(H200.gpu, "bf16")
+        layouts, _ = space.legal_layouts(load(*overrides), H200, rates, space.training_check(H200))
+        return {(dict(o)["mesh.seq"], dict(o)["attention.context"]) for o in layouts}
+
+    methods = {(seq, method) for seq in (2, 4, 8) for method in ("ring", "ulysses", "gather")}
+    assert of() == {(1, "ring")}
+    assert of("data.seq_len=131072", "train.global_batch=16") == {(1, "ring"), *methods}
+    # Two sequences on 8 GPUs: with tensor groups of 4 or 8 they need no splitting.
+    assert of("train.global_batch=2", "train.grad_accum=1") == {(1, "ring"), *methods}
+    assert of("mesh.seq=2", "attention.context=gather") >= {(1, "gather"), *methods}
+
+
 def test_heads_that_do_not_divide_are_refused_and_not_planned():
     run = load("model.num_kv_heads=4", "model.num_heads=4", "model.head_dim=128")
     layouts, refused = space.legal_layouts(run, H200, rates_for(H200.gpu, "bf16"), space.training_check(H200))
@@ -242,6 +267,37 @@ def test_bound_knows_what_costs():
     fast = of("mesh.fsdp=1", "mesh.tensor=2", "train.grad_accum=256", machine=topology.parse("h200:2"))
     assert slow.step_s > 1.05 * fast.step_s
     assert of("model.family=helpers:WiderFamily") == bound.Bound(0.0, 0.0)
+
+
+def test_bound_knows_what_stages_hold_and_move():
+    rates = rates_for(H200.gpu, "bf16")
+    one = ("train.global_batch=8", "train.grad_accum=1", "remat.policy=full", "remat.tensors=")
+
+    def of(*overrides):
+        return bound.bound(load(*one, *overrides), H200, rates)
+
+    params = 8_030_261_248
+    layer, forward, step = of(), of("sharding.gather=forward"), of("sharding.gather=step")
+    assert of("sharding.zero=1") == step
+    # Whole layers in bfloat16, but for the one that a layer's gathers hold anyway; all weights, and whole gradients.
+    assert forward.memory_gib - layer.memory_gib > (2 * 6.9e9) / 2**30 - 1
+    assert step.memory_gib - layer.memory_gib > (2 * params + 2 * 6.9e9 * 7 / 8) / 2**30 - 2
+    assert of("sharding.zero=0").memory_gib > 12 * params / 2**30
+    two = of("sharding.zero=2").memory_gib
+    assert layer.memory_gib < two < step.memory_gib
+
+    def wires(*overrides):
+        run = load(*overrides)
+        layout = bound.Layout(run, bound.mesh_sizes(run, H200), 8)
+        return {axes: wire for axes, wire, _ in bound._weight_traffic(layout) if wire}
+
+    whole = 2 * params * 7 / 8
+    accum = ("train.global_batch=32", "train.grad_accum=4")
+    assert wires(*accum, "sharding.zero=1") == {("fsdp",): pytest.approx(2 * whole)}
+    assert wires(*accum, "sharding.zero=0") == {("fsdp",): pytest.approx(2 * whole)}  # an all-reduce is as much
+    assert wires(*accum, "sharding.gather=forward")["fsdp",] > 4 * 0.9 * 2 * whole
+    assert wires(*accum)["fsdp",] > 4 * 0.9 * 2.8 * whole
+    assert wires(*accum, "mesh.data=2")["data",] == pytest.approx(2 * params / 4)  # once a step
 
 
 def test_groups_that_leave_a_node():
@@ -341,7 +397,8 @@ def test_nothing_fits(inline):
 
 
 def test_without_a_legal_layout_the_refusals_are_told(inline):
-    result = find(load("model.num_heads=32", "train.global_batch=7", "train.grad_accum=1", "model.num_kv_heads=1"))
+    # Neither sequences nor tokens divide over the GPUs.
+    result = find(load("data.seq_len=8191", "train.global_batch=7", "train.grad_accum=1"))
     assert result.best is None and result.layouts == 0 and result.refused
     console = Console(record=True, width=200)
     search_report.show(result, console)
@@ -582,11 +639,12 @@ def test_a_real_search(tmp_path, monkeypatch):
 
 
 def few(settings):
-    """Of a knob's settings those of this test: fsdp=2, one microbatch, full remat or none."""
+    """Of a knob's settings those of this test: fsdp=2, weights gathered by layer, one microbatch, full remat or none."""
 
     def some(*args):
         for s in settings(*args):
             wanted = {"mesh.fsdp": (2,), "train.grad_accum": (1,), "remat.policy": ("full", "none"), "remat.every": (1,)}
+            wanted |= {"sharding.zero": (3,), "sharding.gather": ("layer",)}
             if all(s.get(key, values[0]) in values for key, values in wanted.items()):
                 yield s
 

@@ -28,6 +28,7 @@ from jaxtrain.plan.search.cache import Cache
 from jaxtrain.plan.search.parallel import Outcome, Request, plan_many
 
 CONFIG = "configs/llama3_8b.py"
+ROOT = Path(__file__).resolve().parents[3]
 BF16, F32 = 2, 4  # bytes
 SMALL = 1e-4  # of a layout's traffic: sums of scalars, statistics of the loss, token ids
 TWO = ("train.grad_accum=2",)  # microbatches: what travels once a step and what once a microbatch part there
@@ -119,7 +120,7 @@ class Row:
 
 def run_of(layout: Layout, more: Sequence[str] = ()) -> RunConfig:
     """The run of a layout; `more` overrides of the model, for a small one. Raises ConfigError."""
-    loaded = launch.load([f"--config={CONFIG}", *(f"--config.{o}" for o in (*more, *layout.overrides))])
+    loaded = launch.load([f"--config={ROOT / CONFIG}", *(f"--config.{o}" for o in (*more, *layout.overrides))])
     if loaded.problems:
         raise ConfigError(loaded.problems)
     return loaded.run
