@@ -24,6 +24,8 @@ from jaxtrain.activations import ACTIVATIONS
 from jaxtrain.config import RunConfig, flatten, to_dict
 from jaxtrain.data.__main__ import parser as data_parser
 from jaxtrain.hardware import Devices
+from jaxtrain.parity import __main__ as parity
+from jaxtrain.parity import layouts as parity_layouts
 from jaxtrain.plan import __main__ as plan
 from jaxtrain.resume import markdown as resume_table
 from jaxtrain.validate import validate
@@ -131,6 +133,11 @@ def test_commands_that_are_not_run_can_be_parsed(page: str, command: str, tmp_pa
     if name == "plan":
         asked = launch.load(words, plan.OPTIONS, plan.SWITCHES)
         assert not [*asked.problems, *plan._options(asked)]
+        return
+    if name == "parity":
+        asked = launch.load(words, parity.OPTIONS)
+        _, problems = parity_layouts.parse(asked.options["meshes"] or parity_layouts.DEFAULT)
+        assert not [*asked.problems, *parity._options(asked), *problems]
         return
     assert name == "main", f"{page}: what is {command!r}?"
     loaded = launch.load(words, options={"workdir": ""}, switches={"explain": "text"})
