@@ -149,6 +149,9 @@ def scan_last_apart(step: Body, last: Body, x: jax.Array, layers: Any, shared: A
         def one(carry, vjp):
             dy, grads, count = carry
             i = num_layers - 2 - count
+            # What is computed again waits for the gradient that needs it, or the compiler, which unrolls this loop, does it for
+            # two layers at a time and holds both. Weights do not wait: they are gathered ahead.
+            vjp, dy = jax.lax.optimization_barrier((vjp, dy))
             dx, d_layer = backward(vjp, leaves, shared, i, dy)
             return (dx, put(grads, d_layer, i), count + 1), None
 

@@ -93,32 +93,35 @@ def merge(one: Part, other: Part) -> Part:
 
 
 State = tuple[Any, ...]
+Step = Callable[[State, int, Any, jax.Array], State]
 
 
-def _in_turn(step: Callable[[State, int, jax.Array], State], state: State, kv: jax.Array, split: Split) -> State:
-    """`step(state, distance, keys and values)` for the own place (distance 0), then for each other one.
+def _in_turn(step: Step, mine: Any, kv: jax.Array, split: Split) -> State:
+    """The state after `step(state, distance, mine, keys and values)` for the own place (distance 0) and each other one.
 
     The scheduler takes an attention kernel for a moment's work, and would not send anything beside it. So what is sent is tied
     to the block during which it is to travel: nothing after that block starts before it has arrived, and it is not sent later.
+    `mine` is tied as well, or what each step makes of it would be made for all steps before the first.
     """
     r = split.context.ring
-    if split.context.gathered:
-        everyone = jax.lax.all_gather(kv, split.axis, axis_index_groups=split.rings)
-        state, everyone = jax.lax.optimization_barrier((step(state, 0, kv), everyone))
-        for distance in range(1, r):
-            state = step(state, distance, _of(everyone, distance, split))
-        return state
-    for distance in range(r - 1):
-        ahead = split.around(kv)
-        state, kv = jax.lax.optimization_barrier((step(state, distance, kv), ahead))
-    return step(state, r - 1, kv)
+    everyone = jax.lax.all_gather(kv, split.axis, axis_index_groups=split.rings) if split.context.gathered else None
+    state: State = ()
+    for distance in range(r):
+        last = distance == r - 1
+        ahead = kv if everyone is not None or last else split.around(kv)
+        state = step(state, distance, mine, kv)
+        if last:
+            return state
+        state, mine, ahead, everyone = jax.lax.optimization_barrier((state, mine, ahead, everyone))
+        kv = ahead if everyone is None else _of(everyone, distance + 1, split)
+    return state
 
 
 def _forward(q, k, v, described, spec, kernel, split):
     block: Callable[..., Any] = functools.partial(implementation(kernel).block_forward, spec=spec)
-    rows, mine = q.shape[0], halves(q)
+    rows = q.shape[0]
 
-    def step(state: State, distance: int, kv: jax.Array) -> State:
+    def step(state: State, distance: int, mine: Pair, kv: jax.Array) -> State:
         keys, values = (halves(x) for x in jnp.split(kv, 2, axis=2))
         if distance == 0:
             out, lse = block(_both(mine), _both(keys), _both(values), described.diagonal, diagonal=True)
@@ -137,7 +140,7 @@ def _forward(q, k, v, described, spec, kernel, split):
         early = merge(early, (out[rows:], jnp.where(earlier, lse[rows:], NOTHING)))
         return early, merge(late, (out[rows:], jnp.where(earlier, NOTHING, lse[rows:])))
 
-    early, late = _in_turn(step, (), jnp.concatenate([k, v], axis=2), split)
+    early, late = _in_turn(step, halves(q), jnp.concatenate([k, v], axis=2), split)
     out = jnp.concatenate([early[0], late[0]], axis=1).astype(q.dtype)
     return out, jnp.concatenate([early[1], late[1]], axis=2)
 
@@ -164,7 +167,7 @@ def _attention_bwd(spec, kernel, split, residuals, do):
         dq, dk, dv = block(q, keys, values, out, lse, do, of, diagonal=diagonal)
         return chunks(dq), chunks(jnp.concatenate([dk, dv], axis=2))
 
-    def step(state: State, distance: int, kv: jax.Array) -> State:
+    def step(state: State, distance: int, mine: Sequence[Pair], kv: jax.Array) -> State:
         keys, values = (halves(x) for x in jnp.split(kv, 2, axis=2))
         if distance == 0:
             (early, late), (near, far) = run([_both(x) for x in mine], _both(keys), _both(values), described.diagonal, True)
@@ -185,7 +188,7 @@ def _attention_bwd(spec, kernel, split, residuals, do):
         home = [*sent, theirs] if split.context.gathered else [sent[0] + theirs]
         return early + jnp.where(earlier, second, 0.0), late + first + jnp.where(earlier, 0.0, second), home
 
-    early, late, home = _in_turn(step, (), jnp.concatenate([k, v], axis=2), split)
+    early, late, home = _in_turn(step, mine, jnp.concatenate([k, v], axis=2), split)
     d_kv = _returned(home, split) if split.context.gathered else split.around(home[0])
     dk, dv = jnp.split(d_kv, 2, axis=2)
     return jnp.concatenate([early, late], axis=1).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None

@@ -119,8 +119,9 @@ def _stages(run: RunConfig) -> list[Overrides]:
 def _meshes(run: RunConfig, topology: Topology) -> list[Overrides]:
     """Weights split over all GPUs that are not in tensor groups; tensor groups inside a node."""
     now = mesh_sizes(run, topology)
-    groups = [now["tensor"], *(t for t in (2, 4, 8) if now["tensor"] < t <= topology.gpus and topology.gpus % t == 0)]
-    return [split_over(run, topology.total // now["seq"], tensor) for tensor in groups]
+    left = topology.total // now["seq"]
+    wider = (t for t in (2, 4, 8) if now["tensor"] < t <= topology.gpus and topology.gpus % t == 0 and left % t == 0)
+    return [split_over(run, left, tensor) for tensor in (now["tensor"], *wider)]
 
 
 def split_over(run: RunConfig, total: int, tensor: int) -> Overrides:
