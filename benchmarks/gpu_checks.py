@@ -35,6 +35,20 @@ SHAPES = [
     (2048, 32, 8, 128, 0, False),
     (2048, 32, 8, 128, 500, False),
 ]
+# Context parallelism on one GPU, its four ranks computed side by side: (how, T, query heads, key/value heads, head_dim, window,
+# packed).
+SPLIT_SHAPES = [
+    *(("ring", 4096, 32, 8, 128, window, packed) for window, packed in ((0, True), (0, False), (300, True), (1500, True))),
+    ("ring", 4096, 8, 8, 64, 0, True),
+    *((how, 4096, 32, 8, 128, 0, packed) for how in ("gather", "ulysses") for packed in (True, False)),
+    ("ulysses", 4096, 32, 2, 128, 500, True),
+]
+SMOKE_SPLIT_SHAPES = [
+    ("ring", 64, 4, 2, 16, 0, True),
+    ("gather", 64, 4, 2, 16, 20, True),
+    ("ulysses", 64, 4, 2, 16, 0, False),
+]
+RANKS = 4
 SMOKE_SHAPES = [(64, 4, 2, 16, 0, True), (64, 4, 2, 16, 20, True), (48, 4, 4, 16, 0, False)]
 
 SYNTHETIC = ["--config.data.source=synthetic", "--config.data.eval_source=", "--config.eval.every_steps=0"]
@@ -89,7 +103,7 @@ def documents(T: int, packed: bool, seed: int) -> tuple[Any, Any]:
     return segments, positions
 
 
-def exact_and_bounds(q, k, v, do, rows, spec) -> tuple[Any, Any]:
+def exact_and_bounds(q, k, v, do, rows, spec, blocks: bool = False) -> tuple[Any, Any]:
     """The definition in float32 on the same bfloat16 numbers, and how far a bfloat16 kernel may be from it.
 
     Both are (o, dq, dk, dv), of the shapes of q, q, k, v. A kernel multiplies bfloat16 numbers exactly and adds in float32; it
@@ -105,6 +119,10 @@ def exact_and_bounds(q, k, v, do, rows, spec) -> tuple[Any, Any]:
     where dP = do v^T, dS = P (dP - delta), delta = sum(do o), and E is the error of dS: of the rounded P, of dP, of delta,
     which is made of the rounded o, and of dS itself. For grouped queries each head's part of dk and dv may be rounded once more
     before the parts are added. These are bounds and not averages: a correct kernel stays below them everywhere.
+
+    blocks: attention is put together from blocks of keys, each of whose results is rounded once more. That adds, at most,
+    u (P |v|) to o (and so half as much again to the error of delta), u (|dS| |k|) / sqrt(H) to dq, u (|dS|^T |q|) / sqrt(H) to
+    dk and u (P^T |do|) to dv.
     """
     import jax
     import jax.numpy as jnp
@@ -134,15 +152,20 @@ def exact_and_bounds(q, k, v, do, rows, spec) -> tuple[Any, Any]:
         dP = einsum("TGH,SH->GTS", do, v)
         dS = P * (dP - jnp.sum(P * dP, axis=-1, keepdims=True))
         Pv = einsum("GTS,SH->TGH", P, jnp.abs(v))
-        delta = 2 * u * einsum("TGH,TGH->GT", jnp.abs(do), Pv)
+        delta = (3 if blocks else 2) * u * einsum("TGH,TGH->GT", jnp.abs(do), Pv)
         E = u * jnp.abs(dS) + P * (u * jnp.abs(dP) + delta[..., None]) + u * jnp.abs(dS)
         dk_parts = jnp.abs(einsum("GTS,TGH->SGH", dS, q)) * scale
         dv_parts = jnp.abs(einsum("GTS,TGH->SGH", P, do))
+        again = u if blocks else 0.0
+        more = jnp.abs(dS) * scale
         return (o, dq, dk, dv), (
-            u * Pv + u * jnp.abs(o),
-            scale * einsum("GTS,SH->TGH", E, jnp.abs(k)) + u * jnp.abs(dq),
-            scale * einsum("GTS,TGH->SH", E, jnp.abs(q)) + u * jnp.abs(dk) + u * dk_parts.sum(1),
-            u * einsum("GTS,TGH->SH", P, jnp.abs(do)) + u * jnp.abs(dv) + u * dv_parts.sum(1),
+            (u + again) * Pv + u * jnp.abs(o),
+            scale * einsum("GTS,SH->TGH", E, jnp.abs(k)) + u * jnp.abs(dq) + again * einsum("GTS,SH->TGH", more, jnp.abs(k)),
+            scale * einsum("GTS,TGH->SH", E, jnp.abs(q))
+            + u * jnp.abs(dk)
+            + u * dk_parts.sum(1)
+            + again * einsum("GTS,TGH->SH", more, jnp.abs(q)),
+            (u + again) * einsum("GTS,TGH->SH", P, jnp.abs(do)) + u * jnp.abs(dv) + u * dv_parts.sum(1),
         )
 
     B, T, _, H = q.shape
@@ -159,8 +182,42 @@ def exact_and_bounds(q, k, v, do, rows, spec) -> tuple[Any, Any]:
     return jax.tree.map(back_again, found)
 
 
-def attention_case(shape: Sequence[Any], kernel_name: str) -> dict[str, Any]:
-    """Largest error of o, dq, dk, dv, and the largest ratio of error to bound (must be at most 1)."""
+def side_by_side(how: str, spec: Any, kernel: str, heads: tuple[int, int], rows: Any) -> Any:
+    """`(q, k, v) -> o`, whole sequences to whole sequences, by RANKS ranks that share each: the functions that ranks run, with
+    all of them on one device. Under `vmap` with the axis's name, what they send goes from row to row of an array."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jaxtrain.context import make_context
+    from jaxtrain.kernels import context
+    from jaxtrain.kernels.attention import Rows
+    from jaxtrain.kernels.context.split import Split
+
+    way = make_context(how, 0, RANKS, *heads)
+    split, order = Split(way), np.asarray(way.chunks)
+
+    def apart(x):  # (B, T, ...) -> (ranks, B, tokens of each, ...)
+        chunks = x.reshape(x.shape[0], len(order), -1, *x.shape[2:])[:, order]
+        return jnp.moveaxis(chunks.reshape(x.shape[0], RANKS, -1, *x.shape[2:]), 1, 0)
+
+    def together(x):
+        chunks = jnp.moveaxis(x, 0, 1).reshape(x.shape[1], len(order), -1, *x.shape[3:])
+        return chunks[:, np.argsort(order)].reshape(x.shape[1], -1, *x.shape[3:])
+
+    def rank(q, k, v, segments, positions):
+        prepared = context.prepare(Rows(segments, positions, segments, positions), spec, kernel, split)
+        return context.attention(q, k, v, prepared, spec, kernel, split)
+
+    ids = apart(rows.q_segments), apart(rows.q_positions)
+    return lambda q, k, v: together(jax.vmap(rank, axis_name="seq")(apart(q), apart(k), apart(v), *ids))
+
+
+def attention_case(shape: Sequence[Any], kernel_name: str, how: str = "") -> dict[str, Any]:
+    """Largest error of o, dq, dk, dv, and the largest ratio of error to bound (must be at most 1).
+
+    how: which kind of context parallelism computes it, over RANKS ranks side by side; "": none.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -182,22 +239,26 @@ def attention_case(shape: Sequence[Any], kernel_name: str) -> dict[str, Any]:
         jax.random.normal(key, (3, T, heads, H), jnp.bfloat16) for key, heads in zip(keys, (N, K, K, N), strict=True)
     )
 
+    kernel = Kernel(kernel_name, spec)
+
+    def whole(q, k, v):
+        return kernel(q, k, v, kernel.prepare(rows, placement), placement)
+
     @jax.jit
     def measured(q, k, v, do):
-        kernel = Kernel(kernel_name, spec)
-        o, back = jax.vjp(lambda q, k, v: kernel(q, k, v, kernel.prepare(rows, placement), placement), q, k, v)
+        o, back = jax.vjp(side_by_side(how, spec, kernel_name, (N, K), rows) if how else whole, q, k, v)
         return o, *back(do)
 
     real = rows.q_segments[:, :, None, None] > 0
     do = jnp.where(real, do, 0)
-    exact, bounds = jax.jit(lambda q, k, v, do: exact_and_bounds(q, k, v, do, rows, spec))(q, k, v, do)
+    exact, bounds = jax.jit(lambda q, k, v, do: exact_and_bounds(q, k, v, do, rows, spec, blocks=bool(how)))(q, k, v, do)
     out: dict[str, Any] = {
         "T": T,
         "heads": f"{N}/{K}",
         "head_dim": H,
         "window": window,
         "packed": packed,
-        "kernel": kernel_name,
+        "kernel": f"{kernel_name}, {how} of {RANKS}" if how else kernel_name,
     }
     worst = 0.0
     for name, got, want, bound in zip(("o", "dq", "dk", "dv"), measured(q, k, v, do), exact, bounds, strict=True):
@@ -215,9 +276,10 @@ def attention_cases(smoke: bool) -> dict[str, Any]:
     import jax
 
     rows = []
-    for shape in SMOKE_SHAPES if smoke else SHAPES:
+    cases = [("", *shape) for shape in (SMOKE_SHAPES if smoke else SHAPES)]
+    for how, *shape in [*cases, *(SMOKE_SPLIT_SHAPES if smoke else SPLIT_SHAPES)]:
         try:
-            rows.append(attention_case(shape, "chunked" if smoke else "cudnn"))
+            rows.append(attention_case(shape, "chunked" if smoke else "cudnn", how))
         except ValueError as error:
             rows.append({"T": shape[0], "heads": f"{shape[1]}/{shape[2]}", "head_dim": shape[3], "refused": str(error)})
     return {"device": jax.devices()[0].device_kind, "rows": rows, "ok": all(row.get("ok") for row in rows)}

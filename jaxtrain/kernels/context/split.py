@@ -34,15 +34,11 @@ class Split:
         u, r = self.context.ulysses, self.context.ring
         return None if u == 1 else [[self.rank(place, i) for place in range(r)] for i in range(u)]
 
-    def send(self, x: jax.Array, moves: list[tuple[int, int]]) -> jax.Array:
-        """x from one place to another for each (from, to); zeros where nothing arrives."""
-        ranks = [(self.rank(a, i), self.rank(b, i)) for a, b in moves for i in range(self.context.ulysses)]
+    def around(self, x: jax.Array, by: int = 1) -> jax.Array:
+        """x of the place before, the last one's for the first; `by` = -1: of the place after."""
+        u, r = self.context.ulysses, self.context.ring
+        ranks = [(self.rank(place, i), self.rank((place + by) % r, i)) for place in range(r) for i in range(u)]
         return jax.lax.ppermute(x, self.axis, ranks)
-
-    def around(self, x: jax.Array) -> jax.Array:
-        """x of the place before, the last one's for the first."""
-        r = self.context.ring
-        return self.send(x, [(place, (place + 1) % r) for place in range(r)])
 
 
 def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:

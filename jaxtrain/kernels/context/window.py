@@ -68,7 +68,5 @@ def _with_halo(x: jax.Array, spec: Spec, split: Split) -> jax.Array:
 
 def _before(early: jax.Array, late: jax.Array, split: Split) -> tuple[jax.Array, jax.Array]:
     """What the places before have, along the row: 0, 1, ... r-1 by their early chunks, then back to 0 by their late ones."""
-    r = split.context.ring
-    earlier = split.send(early, [(place, place + 1) for place in range(r - 1)])
-    later = split.send(late, [(place + 1, place) for place in range(r - 1)])
-    return earlier, jnp.where(split.place == r - 1, early, later)
+    earlier = jnp.where(split.place == 0, 0, split.around(early))
+    return earlier, jnp.where(split.place == split.context.ring - 1, early, split.around(late, by=-1))
