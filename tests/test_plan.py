@@ -78,13 +78,14 @@ def test_weights_travel_in_bfloat16(llama3_8b):
     inside = [f for f in found if f.loops and f.wire_bytes]
     assert {f.kind for f in inside} == {"all-gather", "reduce-scatter"}
     assert {f.axis for f in inside} == {"fsdp"}
-    # Every weight of a layer is gathered for the forward and for the backward pass, and its gradient reduced once.
+    # Every weight of a layer is gathered for the forward and for the backward pass, those of the last layer once for both, and
+    # its gradient reduced once.
     params = llama3_8b.program.state.params["layers"]
     weights = sum(math.prod(a.shape) for a in jax.tree.leaves(params))
-    for kind, times in (("all-gather", 2), ("reduce-scatter", 1)):
+    for kind, times in (("all-gather", 2 - 1 / 32), ("reduce-scatter", 1)):
         of_layers = [f for f in found if f.kind == kind and "(loss)" not in f.op_name and f.dtype == "bf16"]
         sent = sum(f.count * f.wire_bytes for f in of_layers)
-        assert sent == pytest.approx(times * 2 * weights * 7 / 8, rel=0.01), kind
+        assert sent == pytest.approx(times * 2 * weights * 7 / 8, rel=0.001), kind
 
 
 def test_without_tuning_the_program_is_the_same(monkeypatch):

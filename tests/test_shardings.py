@@ -66,7 +66,8 @@ def test_activations_lie_where_xla_puts_them(mesh, monkeypatch):
 
     for module in (attention, layers, transformer):
         monkeypatch.setattr(module, "checkpoint_name", ask)
-    monkeypatch.setattr(Plan, "checkpoint", lambda self, body: body)  # a callback cannot stand inside a checkpoint
+    # A callback cannot stand inside a checkpoint.
+    monkeypatch.setattr(Plan, "checkpoint", lambda self, body, in_loop=True: body)
     made = build(run, devices_of(run))
     made.eval_step.lower(made.state.params, made.eval_batch).compile()
     inside = {"attention_out", "attention_lse"}  # named in a shard_map, where a device sees its own part only

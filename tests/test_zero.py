@@ -81,6 +81,24 @@ def test_kept_weights_under_every_policy(remat):
     assert_same_steps(run, helpers.tiny(MODEL), steps=3)
 
 
+@pytest.mark.parametrize(
+    ("remat", "layers"),
+    [
+        ({"remat.policy": "none"}, 3),
+        ({"remat.policy": "full"}, 1),
+        ({"remat.policy": "dots"}, 3),
+        ({"remat.policy": "attention", "train.grad_accum": 2}, 3),
+    ],
+    ids=lambda x: x.get("remat.policy") if isinstance(x, dict) else None,
+)
+def test_the_last_layer_apart_under_every_policy(remat, layers):
+    """Stacked gradients are written layer by layer: each must land in its own place, with one layer and with several."""
+    model = MODEL | {"model.num_layers": layers}
+    mesh = MESHES["data=2 x fsdp=4"]
+    assert helpers.program(helpers.tiny(model | mesh | remat)).placement.mesh_axes("embed") == ("fsdp",)
+    assert_same_steps(helpers.tiny(model | mesh | remat), helpers.tiny(model), steps=3)
+
+
 def test_gathering_once_a_step_is_stage_1():
     texts = {
         helpers.lowered(helpers.tiny(MODEL | MESHES[LAST] | STAGES[s] | {"train.grad_accum": 2})) for s in ("zero=1", "step")
@@ -133,6 +151,7 @@ def test_stage_0_asks_no_dimension_to_divide():
 
 BF16 = 2  # bytes
 ACCUM = 2
+LAYERS = 2
 
 
 def sizes(state) -> dict[str, int]:
@@ -156,7 +175,8 @@ def promised(stage: str, mesh: dict[str, int], w: dict[str, int], rows: int, acc
         "zero=1": (every, every, 0),
         "step": (every, every, 0),
         "zero=2": (every, accum * (layers + head), accum * ring * rows),  # backward only
-        "zero=3": (accum * (2 * layers + head), accum * (layers + head), accum * 2 * ring * rows),
+        # Forward and backward, but for the last layer, whose weights are still there.
+        "zero=3": (accum * (2 * layers - layers / LAYERS + head), accum * (layers + head), accum * 2 * ring * rows),
         "forward": (accum * (layers + head), accum * (layers + head), accum * 2 * ring * rows),
     }[stage]
     found = {("all-gather", "fsdp"): gathered, ("reduce-scatter", "fsdp"): reduced, ("all-to-all", "fsdp"): moved}
@@ -171,7 +191,7 @@ def promised(stage: str, mesh: dict[str, int], w: dict[str, int], rows: int, acc
 )
 def test_what_a_stage_moves(stage, data, accum):
     keys = STAGES[stage] | {
-        "model.num_layers": 2,
+        "model.num_layers": LAYERS,
         "model.vocab_size": 32768,
         "mesh.data": data,
         "mesh.fsdp": 8 // data,

@@ -40,8 +40,8 @@ class Plan:
     keep_weights: bool = False  # from the forward pass to the backward pass, gathered
     last_apart: bool = False  # the last layer keeps its weights, since its backward pass comes next
 
-    def checkpoint(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        """`body` with only what the policy says kept for its backward pass."""
+    def checkpoint(self, body: Callable[..., Any], in_loop: bool = True) -> Callable[..., Any]:
+        """`body` with only what the policy says kept for its backward pass. `in_loop`: it will be the body of a loop."""
         policies = jax.checkpoint_policies
         weights = WEIGHT if self.keep_weights else ()
         if self.policy == "none":
@@ -60,8 +60,8 @@ class Plan:
             )
         else:
             policy = policies.save_only_these_names(*self.keep, *weights)
-        # Scan bodies are compiled apart, so XLA cannot merge the recomputation with the original.
-        return jax.checkpoint(body, policy=policy, prevent_cse=False)
+        # Scan bodies are compiled apart, so XLA cannot merge the recomputation with the original. Elsewhere it would.
+        return jax.checkpoint(body, policy=policy, prevent_cse=not in_loop)
 
     def scan(self, body: Body, x: jax.Array, layers: Any, shared: Any, num_layers: int) -> jax.Array:
         """Run `body(x, layer, shared)` over layers stacked on axis 0, `every` layers under each checkpoint.
@@ -71,7 +71,7 @@ class Plan:
         single = self.every == 1 or self.policy == "none"
         if single and self.last_apart:
             last = dataclasses.replace(self, keep_weights=True)
-            return scan_last_apart(self.checkpoint(body), last.checkpoint(body), x, layers, shared, num_layers)
+            return scan_last_apart(self.checkpoint(body), last.checkpoint(body, in_loop=False), x, layers, shared, num_layers)
 
         def run(x: jax.Array, group: Any) -> jax.Array:
             # Unrolled: gathers of the group's next layer start during this one. A loop inside the loop that XLA itself unrolls

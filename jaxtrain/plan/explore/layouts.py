@@ -362,7 +362,7 @@ class _Reader:
 
 def _stacks(eqn: Any) -> list[bool]:
     """Which results of a loop are stacked, one slice an iteration; the others are carried."""
-    (body,) = jaxprs_in_params(eqn.params)
+    body: Any = next(iter(jaxprs_in_params(eqn.params)))
     return [len(v.aval.shape) > len(b.aval.shape) for v, b in zip(eqn.outvars, body.outvars, strict=True)]
 
 
