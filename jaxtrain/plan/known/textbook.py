@@ -30,7 +30,7 @@ from jaxtrain.plan.search.parallel import Outcome, Request, plan_many
 CONFIG = "configs/llama3_8b.py"
 ROOT = Path(__file__).resolve().parents[3]
 BF16, F32 = 2, 4  # bytes
-SMALL = 1e-4  # of a layout's traffic: sums of scalars, statistics of the loss, token ids
+LARGE = 2**-10  # GiB of a launch; below it are sums of scalars, statistics of the loss, gradients of norms, token ids
 TWO = ("train.grad_accum=2",)  # microbatches: what travels once a step and what once a microbatch part there
 ONE_SEQUENCE = ("data.seq_len=65536", "train.global_batch=1", "train.grad_accum=1", "mesh.seq=8")
 
@@ -204,6 +204,10 @@ def purpose(c: Collective) -> str:
     return "tokens" if c.axis == "tensor" or c.kind == "all-to-all" else "weights"
 
 
+def _large(c: Collective) -> bool:
+    return c.wire_gib > LARGE * c.count
+
+
 def compare(plan: Plan, terms: Sequence[Term]) -> list[Row]:
     """Every collective of a plan but the small ones, beside the terms that promise it. A term without a collective has a row,
     too, and so has a collective without a term."""
@@ -211,18 +215,15 @@ def compare(plan: Plan, terms: Sequence[Term]) -> list[Row]:
     for c in plan.collectives:
         found.setdefault((c.kind, c.axis, purpose(c)), []).append(c)
     wanted = {(t.kind, t.axis, t.purpose): t for t in terms}
-    total = sum(c.wire_gib for c in plan.collectives)
     rows = []
     for key in dict.fromkeys((*wanted, *found)):
         group, term = found.get(key, []), wanted.get(key)
-        if term is None and sum(c.wire_gib for c in group) < SMALL * total:
+        if term is None and not any(map(_large, group)):
             continue
         rows.append(
             Row(
                 *key,
-                dtypes=tuple(
-                    dict.fromkeys(d for c in group for d in c.dtype.split("+") if c.wire_gib > SMALL * total and d != "s32")
-                ),
+                dtypes=tuple(dict.fromkeys(d for c in group if _large(c) for d in c.dtype.split("+") if d != "s32")),
                 count=sum(c.count for c in group),
                 gb=sum(c.wire_gib for c in group) * GB_PER_GIB,
                 exposed_ms=sum(c.exposed_ms for c in group),
@@ -273,7 +274,7 @@ def markdown(plans: dict[str, Plan], command: str, date: str = "") -> str:
         "- A: microbatches. W: all weights in bfloat16; L: those of the layers; H: the head's. l: layers. X: a microbatch's",
         "  residual stream on one GPU (before tensor splits it), in bfloat16. KV: keys and values of one layer there; QO:",
         "  queries and outputs. n: GPUs along the axis.",
-        f"- Left out: what is less than {SMALL:.2%} of a layout's traffic (sums of scalars, statistics of the loss, token",
+        "- Left out: what moves less than a MiB at a time (sums of scalars, statistics of the loss, gradients of norms, token",
         "  ids). Anything else without a formula would stand here with `none`.",
         "- Where a table is split, its rows travel to the tokens (all-to-all) instead of the table to every GPU.",
         "- Gradients of keys and values travel in float32, twice the bytes of KV. Ulysses trades queries, keys, values and",

@@ -40,7 +40,7 @@ UNRELATED = (
 # counts unless it stands in one of them.
 OTHER_CODE = (
     *("checkpoint", "data", "evaluate", "explain", "generate", "main", "memory", "profiling", "progress", "resume", "sample"),
-    *("signals", "start", "train", "validate", "__main__"),
+    *("signals", "start", "train", "validate", "parity", "__main__"),
     *("plan.__main__", "plan.calibrate", "plan.expect", "plan.known", "plan.report", "plan.search"),
 )
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt", "flax", "optax")
