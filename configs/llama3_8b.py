@@ -68,8 +68,8 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         config.train.steps = 2000
         config.mesh.seq = 8
         config.attention.context = "ring"  # its traffic hides behind attention, and any number of GPUs can take part
-        # Documents of 512 tokens and more on average; of 4096 for 1m. Each costs 4 bytes x heads x tokens of a chunk.
-        config.data.max_segments = 256
+        # Documents of 512 tokens and more on average; of 16,384 for 1m. Each costs 4 bytes x heads x tokens of a chunk.
+        config.data.max_segments = 64 if variant["1m"] else 256
         # The long wavelengths stretched as in Llama 3.1, which has 8 for 131,072.
         config.model.rope_scaling = "llama3"
         config.model.rope_factor = 128.0 if variant["1m"] else 8.0

@@ -22,6 +22,11 @@ class Context:
     ring: int = 1  # places whose keys and values travel
     gathered: bool = False  # keys and values are gathered over the places at once; else they go round
 
+    def __str__(self) -> str:
+        places = f"keys gathered over {self.ring}" if self.gathered else f"a ring of {self.ring}"
+        group = f"Ulysses groups of {self.ulysses}"
+        return " in ".join([group] * (self.ulysses > 1) + [places] * (self.ring > 1)) or "whole sequences"
+
     @property
     def size(self) -> int:
         return self.ulysses * self.ring

@@ -246,6 +246,7 @@ class Session:
         shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
         say(
             f"model: {count(parameters)} parameters; mesh: {shape}; attention: {program.attention} ({program.attention_reason})"
+            + (f"; each sequence over {program.context.size} devices: {program.context}" if program.context.size > 1 else "")
         )
         if self.train_data.synthetic:
             say("data: synthetic. Its loss says nothing about language.")

@@ -28,6 +28,7 @@ from jaxtrain.step import MICROBATCHES
 
 LLAMA3 = {"model.rope_scaling": "llama3"}
 SPLIT = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
+RING = {"mesh.seq": 4}
 # Key -> another value, and what else must be set for the key to matter.
 PROGRAM: dict[str, tuple[Any, dict[str, Any]]] = {
     "precision": ("bf16", {}),
@@ -55,6 +56,12 @@ PROGRAM: dict[str, tuple[Any, dict[str, Any]]] = {
     "mesh.data": (2, {}),
     "mesh.fsdp": (2, {}),
     "mesh.tensor": (2, {}),
+    "mesh.seq": (2, {}),
+    "sharding.zero": (2, SPLIT),
+    "sharding.gather": ("step", SPLIT),
+    "sharding.rules.sequence": ("", RING),
+    "attention.context": ("gather", RING),
+    "attention.ulysses": (2, {**RING, "attention.context": "ulysses"}),
     "sharding.rules.batch": ("fsdp", SPLIT),
     "sharding.rules.residual": ("", SPLIT),
     "sharding.rules.embed": ("", SPLIT),
@@ -149,17 +156,6 @@ def test_heads_are_split_together():
         run = helpers.tiny(BASE | SPLIT | {key: value})
         with pytest.raises(LayoutError, match="key/value head|width cannot be split"):
             make_placement(run, helpers.devices_of(run))
-
-
-def test_sequence_axis():
-    """mesh.seq and sharding.rules.sequence say how a row is split; a run refuses to split it so far."""
-    split = helpers.tiny({"mesh.seq": 2, "mesh.fsdp": 1})
-    with pytest.raises(LayoutError, match="sees whole sequences"):
-        make_placement(split, jax.devices()[:2])
-    whole = helpers.tiny({"mesh.seq": 2, "mesh.fsdp": 1, "sharding.rules.sequence": ""})
-    assert "seq" not in make_placement(whole, jax.devices()[:2]).spec(MICROBATCHES)
-    with pytest.raises(ValueError, match="the run has 1 device"):
-        make_placement(helpers.tiny({"mesh.seq": 2, "mesh.fsdp": 1}), jax.devices()[:1])
 
 
 # ---- Keys of the loop, seen in what real runs leave behind
