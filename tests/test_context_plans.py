@@ -64,3 +64,33 @@ def test_pairs_of_each_rank():
     assert sum(windowed) == pytest.approx(4096 * 256 - 256**2 / 2)
     assert windowed[0] < windowed[1] == windowed[2] == windowed[3]
     assert pairs(make_context("ulysses", 2, 4, 8, 8), 4096) == [4096**2 / 8] * 4
+
+
+def test_activations_grow_with_tokens_and_sends_are_hidden():
+    """Twice the tokens: at most twice the memory beside the state. With wide heads attention is long enough to send behind."""
+
+    def at(tokens: int) -> Plan:
+        wide = (
+            "num_layers=2",
+            "d_model=2048",
+            "num_heads=16",
+            "num_kv_heads=4",
+            "head_dim=128",
+            "d_ff=4096",
+            "vocab_size=2048",
+        )
+        given = (
+            *(f"model.{s}" for s in wide),
+            "train.global_batch=1",
+            "train.grad_accum=1",
+            "mesh.seq=4",
+            f"data.seq_len={tokens}",
+        )
+        return make_plan(launch.load(["--config=configs/llama3_8b.py", *(f"--config.{o}" for o in given)]).run, NODE)
+
+    short, long = at(1 << 16), at(1 << 17)
+    assert long.memory.temp_gib > 3  # activations, not the state, are what is compared
+    assert long.memory.temp_gib <= 2.02 * short.memory.temp_gib
+    sent = [c for c in long.collectives if c.kind == "collective-permute"]
+    assert sum(c.ms for c in sent) > 5
+    assert sum(c.exposed_ms for c in sent) < 0.01 * long.time.attention_ms

@@ -22,7 +22,6 @@ from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.launch import Launch
 from jaxtrain.sharding import LayoutError, make_placement
 from jaxtrain.start import decide_start, open_data
-from jaxtrain.step import MICROBATCHES
 
 # ---- Keys whose effect is in the program: shapes, layouts, kernel, batches, or the text of the compiled step
 

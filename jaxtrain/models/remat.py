@@ -146,16 +146,19 @@ def scan_last_apart(step: Body, last: Body, x: jax.Array, layers: Any, shared: A
         dx, d_layer = backward(vjp, leaves, shared, end, dy)
         grads = put([jnp.zeros_like(w) for w, learns in zip(leaves, learnt, strict=True) if learns], d_layer, end)
 
-        def one(carry, vjp):
+        def one(carry, _):
             dy, grads, count = carry
             i = num_layers - 2 - count
             # What is computed again waits for the gradient that needs it, or the compiler, which unrolls this loop, does it for
-            # two layers at a time and holds both. Weights do not wait: they are gathered ahead.
-            vjp, dy = jax.lax.optimization_barrier((vjp, dy))
+            # two layers at a time and holds both. So what was kept is looked up by a number that is there no sooner. Weights do
+            # not wait: they are gathered ahead.
+            dy, then = jax.lax.optimization_barrier((dy, i))
+            vjp = jax.tree.unflatten(kind, at(kept, then))
             dx, d_layer = backward(vjp, leaves, shared, i, dy)
             return (dx, put(grads, d_layer, i), count + 1), None
 
-        (dx, grads, _), _ = jax.lax.scan(one, (dx, grads, jnp.int32(0)), vjps, reverse=True)
+        kept, kind = jax.tree.flatten(vjps)
+        (dx, grads, _), _ = jax.lax.scan(one, (dx, grads, jnp.int32(0)), None, length=num_layers - 1)
         made = iter(grads)
         return dx, [next(made) if learns else None for learns in learnt], None
 

@@ -37,6 +37,8 @@ SHIPPED: Mapping[str, tuple[str, str]] = {
     "llama3_1b": ("configs/llama3_1b.py", "h200:8"),
     "llama3_1b_on_1": ("configs/llama3_1b.py:gpus=1", "h200:1"),
     "llama3_8b_half": ("configs/llama3_8b.py:half", "h200:1"),
+    "llama3_8b_long": ("configs/llama3_8b.py:long", "h200:8"),
+    "llama3_8b_1m": ("configs/llama3_8b.py:1m", "h200:8"),
 }
 NO_MARGINS = dict.fromkeys(MARGINS, 0.0)
 BLAMED = 4  # lines or names in one sentence
