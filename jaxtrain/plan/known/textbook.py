@@ -154,7 +154,9 @@ def promised(run: RunConfig, sizes: dict[str, int]) -> list[Term]:
         elif run.sharding.gather == "forward":
             terms.append(Term("all-gather", axis, "weights", "(n-1)/n A (L + H)", part * accum * (layers + head)))
         else:
-            terms.append(Term("all-gather", axis, "weights", "(n-1)/n A (2 L + H)", part * accum * (2 * layers + head)))
+            twice = layers * (1 - 1 / m.num_layers)  # the last layer's weights are still there when its backward pass begins
+            gathered = part * accum * (layers + twice + head)
+            terms.append(Term("all-gather", axis, "weights", "(n-1)/n A (2 L - L/l + H)", gathered))
         if once:
             terms.append(Term("reduce-scatter", axis, "weights", "(n-1)/n W", part * everything))
         else:
@@ -276,6 +278,7 @@ def markdown(plans: dict[str, Plan], command: str, date: str = "") -> str:
         "  queries and outputs. n: GPUs along the axis.",
         "- Left out: what moves less than a MiB at a time (sums of scalars, statistics of the loss, gradients of norms, token",
         "  ids). Anything else without a formula would stand here with `none`.",
+        "- The last layer's weights are not gathered a second time (L/l): its backward pass follows its forward pass.",
         "- Where a table is split, its rows travel to the tokens (all-to-all) instead of the table to every GPU.",
         "- Gradients of keys and values travel in float32, twice the bytes of KV. Ulysses trades queries, keys, values and",
         "  the output a third time in the backward pass, since remat keeps them as they were before.",
