@@ -25,7 +25,7 @@ EIGHT_H200 = Devices("gpu", "NVIDIA H200", 8, 140.4, "test")
 MISTAKES = {
     "typo in key": (["--config.model.num_layer=3"], "model.num_layer", "Did you mean model.num_layers?"),
     "wrong type": (["--config.train.steps=1e3"], "train.steps", "must be int. Write 1000."),
-    "heads over tensor": (["--config.mesh.tensor=4"], "model.num_kv_heads", "does not divide over mesh.tensor = 4"),
+    "heads over tensor": (["--config.mesh.tensor=8"], "model.num_heads", "does not divide over mesh.tensor = 8"),
     "batch": (["--config.train.global_batch=13"], "train.global_batch", "does not divide over"),
     "missing data": (["--config.data.eval_source=gone.tok"], "data.eval_source", "no such file"),
     "vocabulary": (["--config.model.vocab_size=200"], "model.vocab_size", "or more"),
@@ -157,7 +157,10 @@ def test_several_mistakes_with_an_unreadable_file(tmp_path):
         (["--config.model.head_dim=47"], "must be even"),
         (["--config.mesh.seq=-1"], "only data and fsdp may both be -1"),
         (["--config.mesh.tensor=0"], "mesh.tensor = 0: must be a positive number"),
-        (["--config.mesh.seq=2"], "mesh.seq = 2: splitting the sequence is not supported yet"),
+        (
+            ["--config.mesh.seq=2", "--config.data.seq_len=254"],
+            "does not divide into two chunks for each of 2 places of a ring",
+        ),
         (["--config.mesh.fsdp=3"], "product of the fixed sizes is 3, but the run has 8 cpu devices"),
         (
             ["--config.model.d_model=204", "--config.model.head_dim=48"],
@@ -187,7 +190,7 @@ def test_several_mistakes_with_an_unreadable_file(tmp_path):
         (["--config.checkpoint.allow_change=data.seqlen"], "Did you mean data.seq_len?"),
         (["--config.profile.start=698"], "goes past the last step"),
         (["--config.mesh.tensor=2", "--config.sharding.rules.kv_heads="], "must be where its key/value head is"),
-        (["--config.mesh.tensor=2", "--config.sharding.rules.sequence=tensor"], "attention, which sees whole sequences"),
+        (["--config.mesh.tensor=2", "--config.sharding.rules.sequence=tensor"], "keys travel along mesh axis 'seq' only"),
         (["--config.mesh.tensor=2", "--config.sharding.rules.head_dim=tensor"], "a head's width cannot be split"),
         (["--config.sharding.rules.batch=data"], "would add up the same gradients"),
         (["--config.sharding.rules.vocab=fsdp", "--config.sharding.rules.embed="], "every device needs all logits"),
@@ -386,9 +389,9 @@ def test_explain_says_who_set_each_key(capsys, monkeypatch, tmp_path):
 
 def test_explain_with_problems_shows_both(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert main.main([TINY, "--config.mesh.seq=2", "--explain"]) == 2
+    assert main.main([TINY, "--config.mesh.seq=3", "--explain"]) == 2
     captured = capsys.readouterr()
-    assert "model.d_model" in captured.out and "mesh.seq = 2" in captured.err
+    assert "model.d_model" in captured.out and "seq=3" in captured.err
     assert main.main([TINY, "--explain=html"]) == 2
 
 
