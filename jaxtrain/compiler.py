@@ -64,11 +64,18 @@ WITHOUT = (
 )
 
 
+# XLA starts a microbatch's first collective during the one before, and computes again whatever that needs. With a gather of
+# weights it needs nothing. Where the first collective is one of activations, over the tensor axis, it needs the forward pass.
+EARLY = "collective-pipeliner-backward"
+
+
 def options(program: Program, card: Card | None) -> dict[str, str | bool]:
     """XLA's options for a program on GPUs with this much memory; none on CPU, where `card` is None."""
     if card is None:
         return {}
     held = local_bytes((program.state, program.batch)) / 2**30
+    microbatches, tensor = program.batch["tokens"].shape[0], program.placement.size("tensor")
+    without = (*WITHOUT, EARLY) if microbatches > 1 and tensor > 1 and not program.gathers else WITHOUT
     chosen: dict[str, str | bool] = {
         # GEMMs by cuBLAS. XLA sets aside what may become a Triton GEMM before it fuses the rest, and then leaves SwiGLU's
         # backward pass in three kernels instead of one.
@@ -76,7 +83,7 @@ def options(program: Program, card: Card | None) -> dict[str, str | bool]:
         # XLA would write a GEMM's result straight into the stack that is kept for the backward pass, and run the same GEMM a
         # second time for whoever else reads it: a tenth of a step that keeps gate, up and queries.
         "xla_gpu_enable_dynamic_slice_fusion": False,
-        "xla_disable_hlo_passes": ",".join(WITHOUT),
+        "xla_disable_hlo_passes": ",".join(without),
     }
     if program.attention not in LOOPS:
         # Collectives of the next layer start during this one, and loops are unrolled twice for it; without, the last

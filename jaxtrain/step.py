@@ -122,6 +122,7 @@ class Program:
     eval_batch: Batch  # likewise: (1, B, T)
     train_step: Any  # jitted; call .lower(state, batch).compile()
     eval_step: Any  # jitted
+    gathers: bool  # weights are gathered in each microbatch
     context: Context  # how the devices of a sequence share it, and the order in which they hold its tokens
     attention: str  # the chosen kernel
     attention_reason: str
@@ -154,11 +155,19 @@ def numerics_of(run: RunConfig) -> Numerics:
     return Numerics(DTYPES[run.precision], DTYPES[run.dtypes.reduce], DTYPES[run.dtypes.params])
 
 
+def gathers_in_use(run: RunConfig, placement: Placement) -> bool:
+    """Whether weights that rest split are gathered wherever they are used, and not once a step."""
+    split = any(a in placement.batch_axes for a in placement.mesh_axes("embed"))
+    return split and run.sharding.zero == 3 and run.sharding.gather != "step"
+
+
 def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Definition:
     """The model of a config, placed."""
     module = family(run.model.family)
-    gathers = run.sharding.zero == 3 and any(a in placement.batch_axes for a in placement.mesh_axes("embed"))
-    plan, ctx = make_plan(run.remat, run.sharding.gather, gathers), layers.Context(numerics_of(run), placement)
+    # Over a tensor axis XLA would turn all that layers keep in memory, to look it up by a number it does not know.
+    waits = placement.size("tensor") == 1
+    plan = make_plan(run.remat, run.sharding.gather, gathers_in_use(run, placement), waits)
+    ctx = layers.Context(numerics_of(run), placement)
     return Definition(lambda rngs: module.build(run.model, kernel, plan, ctx, rngs))
 
 
@@ -240,6 +249,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
             in_shardings=(shardings(state.params), shardings(batch)),
             out_shardings=(whole, whole),
         ),
+        gathers_in_use(run, placement),
         context,
         kernel.name,
         reason,

@@ -4,16 +4,16 @@ import dataclasses
 import datetime
 import io
 import re
-import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 import rich.console
 
-from jaxtrain import compiler, hardware
+from jaxtrain import compiler, hardware, launch
 from jaxtrain.plan import calibrate, rates, topology
 from jaxtrain.plan.calibrate import COLLECTIVES, TINY, CalibrationError, Reading, Sizes, chain, looped, rate, timed, to_rates
+from jaxtrain.step import build
 
 TODAY = datetime.date(2026, 11, 21)
 
@@ -156,7 +156,8 @@ def test_packed_rows_count_where_cudnn_serves_them():
 
 
 def test_gemms_are_compiled_as_in_training():
-    program = types.SimpleNamespace(state=(), batch=(), attention="cudnn")
+    run = launch.load(["--config=configs/llama3_1b.py", "--config.model.num_layers=1"]).run
+    program = build(run, topology.devices(topology.parse("h200:8")))
     training = compiler.options(program, compiler.card(139.8))
     assert {k: training[k] for k in calibrate.OPTIONS} == calibrate.OPTIONS
 

@@ -38,6 +38,7 @@ class Plan:
     offload: tuple[str, ...]
     every: int
     keep_weights: bool = False  # from the forward pass to the backward pass, gathered
+    waits: bool = False  # what is computed again waits for the gradient that needs it
     last_apart: bool = False  # the last layer keeps its weights, since its backward pass comes next
 
     def checkpoint(self, body: Callable[..., Any], in_loop: bool = True) -> Callable[..., Any]:
@@ -70,8 +71,10 @@ class Plan:
         """
         single = self.every == 1 or self.policy == "none"
         if single and self.last_apart:
-            last = dataclasses.replace(self, keep_weights=True)
-            return scan_last_apart(self.checkpoint(body), last.checkpoint(body, in_loop=False), x, layers, shared, num_layers)
+            # Its backward pass comes at once: nothing of it need go to the host and back.
+            last = dataclasses.replace(self, keep_weights=True, keep=(*self.keep, *self.offload), offload=())
+            bodies = self.checkpoint(body), last.checkpoint(body, in_loop=False)
+            return scan_last_apart(*bodies, x, layers, shared, num_layers, self.waits)
 
         def run(x: jax.Array, group: Any) -> jax.Array:
             # Unrolled: gathers of the group's next layer start during this one. A loop inside the loop that XLA itself unrolls
@@ -90,7 +93,7 @@ class Plan:
         return x
 
 
-def scan_last_apart(step: Body, last: Body, x: jax.Array, layers: Any, shared: Any, num_layers: int) -> jax.Array:
+def scan_last_apart(step: Body, last: Body, x: jax.Array, layers: Any, shared: Any, num_layers: int, waits: bool) -> jax.Array:
     """`step` over all layers but the last, and `last` over that one, all of them parts of one stack.
 
     Slices of the stack would be copies of it. So loops run over the layers' numbers, forward and backward; the backward loop
@@ -149,10 +152,9 @@ def scan_last_apart(step: Body, last: Body, x: jax.Array, layers: Any, shared: A
         def one(carry, _):
             dy, grads, count = carry
             i = num_layers - 2 - count
-            # What is computed again waits for the gradient that needs it, or the compiler, which unrolls this loop, does it for
-            # two layers at a time and holds both. So what was kept is looked up by a number that is there no sooner. Weights do
-            # not wait: they are gathered ahead.
-            dy, then = jax.lax.optimization_barrier((dy, i))
+            # The compiler unrolls this loop, and would compute again for two layers at a time and hold both. So what was kept
+            # is looked up by a number that is there no sooner than the gradient. Weights do not wait: they are gathered ahead.
+            dy, then = jax.lax.optimization_barrier((dy, i)) if waits else (dy, i)
             vjp = jax.tree.unflatten(kind, at(kept, then))
             dx, d_layer = backward(vjp, leaves, shared, i, dy)
             return (dx, put(grads, d_layer, i), count + 1), None
@@ -166,12 +168,12 @@ def scan_last_apart(step: Body, last: Body, x: jax.Array, layers: Any, shared: A
     return run(x, leaves, shared)
 
 
-def make_plan(remat: Remat, gather: str, gathers: bool) -> Plan:
+def make_plan(remat: Remat, gather: str, gathers: bool, waits: bool) -> Plan:
     """From the config's `remat` section and `sharding.gather`; validate.py has checked names and actions.
 
-    `gathers`: layers gather their weights as they use them, on this mesh.
+    `gathers`: layers gather their weights as they use them, on this mesh. `waits`: see Plan.
     """
-    more = (gather == "forward", gathers and gather == "layer")
+    more = (gather == "forward", waits, gathers and gather == "layer")
     if remat.policy != "custom":
         return Plan(remat.policy, KEPT[remat.policy], (), remat.every, *more)
     places, _ = parse_tensors(remat.tensors)
