@@ -73,6 +73,12 @@ def impossible_rules(table: Mapping[str, list[str]]) -> list[tuple[str, str, str
     if last and table["embed"][-len(last) :] != last:
         rule = f"mesh axis {last[0]!r}, which splits sequences, stands before one that splits the batch"
         found.append(("embed", rule, "Name the axes of sharding.rules.sequence last, as 'fsdp+seq'."))
+    shared = [a for a in table["embed"] if a in table["batch"]]
+    if shared and table["batch"][-len(shared) :] != shared:
+        rule = (
+            f"splits weights over {'+'.join(shared)}, which are not the last of {'+'.join(table['batch'])}, the axes of a batch"
+        )
+        found.append(("embed", rule, "Name the last axes of sharding.rules.batch, in its order: fsdp+seq or data+fsdp+seq."))
     both = [a for a in table["vocab"] if a in table["batch"] + table["sequence"]]
     if both:
         rule = f"mesh axis {both[0]!r} also splits the batch, and every device needs all logits of its tokens"

@@ -1,6 +1,7 @@
 """The training loss: a token-weighted sum, normalised once, over the whole batch of a step.
 
-A loss is a function `(hidden_BTD, head_VD, batch, spec) -> f32 ()`: the weighted SUM over the tokens it is given. The step
+A loss is a function `(hidden_BTD, head_VD, batch, spec) -> f32 ()`: the weighted SUM over the tokens it is given. One that does
+not hand the head on to `cross_entropy` makes it an array by `kernels.dot.whole(head_VD, TABLE, placement, numerics)`. The step
 divides by the total weight of all microbatches, so neither accumulation nor layout can change the result.
 """
 

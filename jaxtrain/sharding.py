@@ -309,7 +309,7 @@ def left_whole(abstract: dict[str, jax.ShapeDtypeStruct], limit_bytes: int = 16 
         sharding = a.sharding
         if not isinstance(sharding, NamedSharding):
             continue
-        splits = sharding.mesh.shape["fsdp"] * sharding.mesh.shape["tensor"]
+        splits = math.prod(sharding.mesh.shape[axis] for axis in ("fsdp", "tensor", "seq"))
         size = math.prod(a.shape) * a.dtype.itemsize
         if splits > 1 and size > limit_bytes and sharding.is_fully_replicated:
             found.append(f"{name} ({size / 2**20:,.0f} MiB on each of {sharding.mesh.size} devices)")

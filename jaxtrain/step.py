@@ -195,6 +195,8 @@ def choose_kernel(run: RunConfig, context: Context, device: Any) -> tuple[Kernel
     asked = window.inner_spec(spec) if context.ring > 1 and window.applies(spec, places, split) else spec
     # A place of the ring computes a chunk at a time against a chunk.
     longest = places // 2 if context.ring > 1 else run.data.seq_len
+    if asked is not spec:
+        longest += window.halo_tokens(spec, places // 2, split)
     name, reason = attention.choose(run.attention.impl, asked, hardware_of(device), longest)
     return Kernel(name, spec, split), reason
 

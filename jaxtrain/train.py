@@ -255,7 +255,8 @@ class Session:
                 f"data: {self.train_data.masked_fraction:.2%} of tokens stand behind more than data.max_segments="
                 f"{run.data.max_segments} documents in their sequence and are masked"
             )
-        for name in left_whole(state.abstract_tensors(program.state)):
+        # At stage 0 that is what was asked for.
+        for name in left_whole(state.abstract_tensors(program.state)) if run.sharding.zero else ():
             self.console.warn(f"not split over any device, every one holds all of it: {name}. See sharding.rules.")
         if self.start.resumed:
             say(f"resuming from step {self.start.step} in {self.checkpoints.directory}")

@@ -153,8 +153,11 @@ def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
     sizes = sizes or {axis: max(getattr(run.mesh, axis), 1) for axis in MESH_AXES}
     # Mesh axes of size above 1 that split each logical axis; unknown ones are reported by _rules.
     table = {axis: [a for a in onto if sizes.get(a, 1) > 1] for axis, onto in rules_in_use(run.sharding).items()}
-    problems += _divisions(run, sizes, table, bad)
-    problems += _context(run, devices, math.prod(sizes[a] for a in table["heads"]), sizes["seq"], bad)
+    split = list(_context(run, devices, sizes, table, bad))
+    problems += [
+        p for p in _divisions(run, sizes, table, bad) if p.key != "data.seq_len" or not any(q.key == p.key for q in split)
+    ]
+    problems += split
     problems += _clashes(run, table)
     return problems
 
@@ -296,9 +299,12 @@ def _attention(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Prob
         yield refuse(f"cuDNN has no soft cap (model.attention_softcap = {run.model.attention_softcap:g})")
 
 
-def _context(run: RunConfig, devices: Devices, tensor: int, ranks: int, bad: set[str]) -> Iterable[Problem]:
-    """What a sequence over several devices asks of heads, lengths and kernels. `tensor`: parts of the heads."""
+def _context(
+    run: RunConfig, devices: Devices, sizes: dict[str, int], table: dict[str, list[str]], bad: set[str]
+) -> Iterable[Problem]:
+    """What a sequence over several devices asks of heads, lengths and kernels."""
     a, m = run.attention, run.model
+    tensor, ranks = (math.prod(sizes[axis] for axis in table[name]) for name in ("heads", "sequence"))
     if bad & {"attention.context", "attention.ulysses", "model.num_heads", "model.num_kv_heads"} or m.num_heads % tensor:
         return
     heads, kv_heads = m.num_heads // tensor, max(1, m.num_kv_heads // tensor)
@@ -309,12 +315,14 @@ def _context(run: RunConfig, devices: Devices, tensor: int, ranks: int, bad: set
         fits = [u for u in range(1, ranks + 1) if ranks % u == 0 and not ulysses_problem(u, heads, kv_heads)]
         if a.ulysses not in fits:
             why = ulysses_problem(a.ulysses, heads, kv_heads) or f"is no divisor of mesh.seq = {ranks}"
-            yield Problem("attention.ulysses", a.ulysses, why, f"Set one of {', '.join(map(str, fits))}, or 0.")
+            remedy = f"Set one of {', '.join(map(str, fits))}, or 0." if ranks > 1 else "Set 0, or mesh.seq above 1."
+            yield Problem("attention.ulysses", a.ulysses, why, remedy)
             return
     context = make_context(a.context, a.ulysses if a.context == "ulysses" else 0, ranks, heads, kv_heads)
     if "data.seq_len" not in bad and run.data.seq_len % context.divides:
         rule = f"does not divide into two chunks for each of {context.ring} places of a ring"
         rule += f", each shared by {context.ulysses} ranks" if context.ulysses > 1 else ""
+        rule = f"does not divide over {context.ulysses} ranks" if context.ring == 1 else rule
         remedy = f"Make it a multiple of {context.divides}, or mesh.seq smaller."
         yield Problem("data.seq_len", run.data.seq_len, f"{rule} (mesh.seq = {ranks}, attention.context = {a.context})", remedy)
     if a.impl == "cudnn" and context.ring > 1 and 0 < m.sliding_window < run.data.seq_len and 0 < devices.sm < 90:
@@ -377,7 +385,6 @@ def _divisions(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]
         ("model.d_model", "embed"),
         ("model.num_layers", "layers"),
         ("data.seq_len", "residual"),
-        ("data.seq_len", "sequence"),
     ):
         section, _, name = key.partition(".")
         value, parts = getattr(getattr(run, section), name), math.prod(sizes[a] for a in table[axis])

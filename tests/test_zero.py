@@ -215,3 +215,25 @@ def test_what_a_stage_moves(stage, data, accum):
         assert f.dtype in ("bf16", "s32", "bf16+s32", "s32+bf16"), f
         got[f.kind, f.axis] = got.get((f.kind, f.axis), 0) + f.count * f.wire_bytes
     assert got == pytest.approx(want, rel=2e-3), {k: v / w["all"] for k, v in got.items()}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"mesh.fsdp": 8, "sharding.zero": 1},
+        {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "train.grad_accum": 2},
+        {"mesh.fsdp": 2, "mesh.seq": 2, "sharding.zero": 2},
+    ],
+)
+def test_a_loss_of_ones_own_has_the_whole_head_however_it_is_held(layout):
+    own = {"train.loss": "helpers:whole_logits_loss", "model.num_layers": 1}
+    ours, theirs = helpers.train(helpers.tiny(layout | own), 2), helpers.train(helpers.tiny({"model.num_layers": 1}), 2)
+    np.testing.assert_allclose(ours.loss, theirs.loss, rtol=1e-5)
+    np.testing.assert_allclose(ours.grad_norm, theirs.grad_norm, rtol=1e-5)
+
+
+def test_a_single_layer_is_the_last_one():
+    one = {"model.num_layers": 1}
+    ours, theirs = helpers.train(helpers.tiny({"mesh.fsdp": 8} | one), 2), helpers.train(helpers.tiny(one), 2)
+    np.testing.assert_allclose(ours.loss, theirs.loss, rtol=1e-5)
+    np.testing.assert_allclose(ours.grad_norm, theirs.grad_norm, rtol=1e-5)

@@ -76,6 +76,32 @@ def use(w: Weight, axes: Axes, placement: Placement, numerics: Numerics) -> jax.
     return checkpoint_name(placement.gather(numbers(w), axes, numerics.compute, numerics.reduce), "weight")
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def whole(w: Weight, axes: Axes, placement: Placement, numerics: Numerics) -> jax.Array:
+    """A weight, gathered in the compute dtype: for a loss or a layer of one's own, which multiplies by it as it likes.
+
+    w: at rest, or as the step holds it. Its gradient is summed at once, in `numerics.reduce`, and goes where the step wants it.
+    """
+    return use(w, axes, placement, numerics)
+
+
+def _whole_fwd(w, axes, placement, numerics):
+    return use(w, axes, placement, numerics), ticket(w)
+
+
+def _whole_bwd(axes, placement, numerics, to, dw):
+    dw = dw.astype(numerics.reduce)
+    if not late(to):
+        return (cotangent(to, scatter(dw, placement.sharding(axes), slot_dtype(to))),)
+    # One part for each device whose parts are to be summed later: all of them alike.
+    parts = placement.size(late(to))
+    dw = jnp.broadcast_to(dw[None] / parts, (parts, *dw.shape))
+    return (cotangent(to, jax.lax.with_sharding_constraint(dw, placement.home(axes, late(to)))),)
+
+
+whole.defvjp(_whole_fwd, _whole_bwd)
+
+
 def _dot_fwd(x, w, eqn, axes, placement, numerics):
     gathered = use(w, axes, placement, numerics)
     return einsum(eqn, x, gathered, numerics=numerics), (x, gathered, ticket(w))

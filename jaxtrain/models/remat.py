@@ -67,10 +67,10 @@ class Plan:
     def scan(self, body: Body, x: jax.Array, layers: Any, shared: Any, num_layers: int) -> jax.Array:
         """Run `body(x, layer, shared)` over layers stacked on axis 0, `every` layers under each checkpoint.
 
-        A remainder of num_layers / every forms a last, smaller group.
+        A remainder of num_layers / every forms a last, smaller group. Nothing is learnt through `shared`: it has no gradient.
         """
         single = self.every == 1 or self.policy == "none"
-        if single and self.last_apart:
+        if single and self.last_apart and num_layers > 1:
             # Its backward pass comes at once: nothing of it need go to the host and back.
             last = dataclasses.replace(self, keep_weights=True, keep=(*self.keep, *self.offload), offload=())
             bodies = self.checkpoint(body), last.checkpoint(body, in_loop=False)

@@ -11,12 +11,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config import Model
 from jaxtrain.kernels.attention import Rows
+from jaxtrain.kernels.dot import whole
 from jaxtrain.kernels.embedding import TABLE
 from jaxtrain.models.attention import Attention, Kernel, Shared, kv_copies, share
 from jaxtrain.models.layers import RESIDUAL, WIDE, Context, Embed, RMSNorm, SwiGLU
 from jaxtrain.models.module import normal, param, stack
 from jaxtrain.models.remat import Plan
-from jaxtrain.sharding import Placement
+from jaxtrain.sharding import Placement, Weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +80,8 @@ class Transformer(nnx.Module):
         self.model, self.kernel, self.remat, self.ctx = model, kernel, remat, ctx
 
     @property
-    def head_VD(self) -> jax.Array:
-        """The output head at rest: master dtype, split like the embedding."""
+    def head_VD(self) -> Weight:
+        """The output head at rest (master dtype, split like the embedding), or as the step holds it."""
         return (self.embed.embedding if self.model.tied_head else self.head)[...]
 
     def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
@@ -119,7 +120,7 @@ class Transformer(nnx.Module):
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """f32 (B, T, V). For sampling and checks: training never holds the logits of a whole batch (loss.py)."""
         n = self.ctx.numerics
-        head_VD = self.ctx.placement.gather(self.head_VD, TABLE, n.compute, n.reduce)
+        head_VD = whole(self.head_VD, TABLE, self.ctx.placement, n)
         logits = jnp.einsum("BTD,VD->BTV", x_BTD, head_VD, precision=n.precision, preferred_element_type=jnp.float32)
         cap = self.model.logit_softcap
         return cap * jnp.tanh(logits / cap) if cap else logits

@@ -82,14 +82,6 @@ def _closed(offsets_BM: jax.Array) -> jax.Array:
 
 def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared: Packed | None, spec: Spec) -> jax.Array:
     """See the package's docstring; bf16 in and out, softmax in f32."""
-    if prepared is None:
-        return _flash(q_BTNH, k_BSKH, v_BSKH, None, spec)
-    B, T, N, H = q_BTNH.shape
-    if B * T * N * H >= 2**31:
-        raise Unsupported(
-            f"attention.impl = 'cudnn': {B} x {T} tokens x {N} x {H} elements on a device do not fit the 32-bit offsets of "
-            "packed rows. Set train.grad_accum higher."
-        )
     return _flash(q_BTNH, k_BSKH, v_BSKH, prepared, spec)
 
 
@@ -98,6 +90,12 @@ def _operands(q: jax.Array, queries: Packed | None, keys: Packed | None) -> tupl
     none = jnp.zeros(0, q.dtype)
     if queries is None or keys is None:
         return (none,) * 7
+    B, T, N, H = q.shape
+    if B * T * N * H >= 2**31:
+        raise Unsupported(
+            f"attention.impl = 'cudnn': {B} x {T} tokens x {N} x {H} elements on a device do not fit the 32-bit offsets of "
+            "packed rows. Set train.grad_accum or mesh.seq higher."
+        )
     return (none, queries.lengths_BM, keys.lengths_BM, queries.offsets_BM, keys.offsets_BM, none, none)
 
 
@@ -111,7 +109,7 @@ def _static(q: jax.Array, spec: Spec, causal: bool = True) -> dict:
         "variadic_args": (False, False),  # no bias, no gradient of a bias
         "mask_type": mask,
         "layout": fused.AttentionLayout.BTNH.value,
-        "sliding_window_length": spec.window or None,
+        "sliding_window_length": (spec.window or None) if causal else None,
         **NO_SCORE_MOD,
     }
 

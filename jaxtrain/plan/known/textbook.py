@@ -276,6 +276,8 @@ def markdown(plans: dict[str, Plan], command: str, date: str = "") -> str:
         "- A: microbatches. W: all weights in bfloat16; L: those of the layers; H: the head's. l: layers. X: a microbatch's",
         "  residual stream on one GPU (before tensor splits it), in bfloat16. KV: keys and values of one layer there; QO:",
         "  queries and outputs. n: GPUs along the axis.",
+        "- Two microbatches make XLA unroll their loop: what both keep for their backward passes (saved activations, and with",
+        "  gather=forward the weights) can stand side by side.",
         "- Left out: what moves less than a MiB at a time (sums of scalars, statistics of the loss, gradients of norms, token",
         "  ids). Anything else without a formula would stand here with `none`.",
         "- The last layer's weights are not gathered a second time (L/l): its backward pass follows its forward pass.",

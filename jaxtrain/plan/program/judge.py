@@ -39,7 +39,7 @@ def warnings(
         *_wide(run, large),
         *_could_be_outside(module, large, microbatch_loops(run, found)),
         *_resharding(module, large),
-        *_whole(program),
+        *(_whole(program) if run.sharding.zero else ()),
         *_waits(moved, step_ms),
     )
 
