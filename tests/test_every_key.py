@@ -58,7 +58,7 @@ PROGRAM: dict[str, tuple[Any, dict[str, Any]]] = {
     "mesh.seq": (2, {}),
     "sharding.zero": (2, SPLIT),
     "sharding.gather": ("step", SPLIT),
-    "sharding.rules.sequence": ("", RING),
+    "sharding.rules.sequence": ("", {**RING, "sharding.rules.embed": "fsdp"}),
     "attention.context": ("gather", RING),
     "attention.ulysses": (2, {**RING, "attention.context": "ulysses"}),
     "sharding.rules.batch": ("fsdp", SPLIT),
@@ -499,8 +499,6 @@ def test_key_changes_what_a_run_does(key, runs):
 
 
 ELSEWHERE = {
-    "mesh.seq",  # test_sequence_axis
-    "sharding.rules.sequence",
     "sharding.rules.heads",  # test_heads_are_split_together
     "sharding.rules.kv_heads",
     "sharding.rules.head_dim",

@@ -262,7 +262,7 @@ def test_remat_gives_the_same_gradients(policy):
 def test_offloaded_tensors_go_to_host_memory():
     """Compiled for 8 described H200: CPUs have one memory, and run an offloading policy without moving anything.
 
-    The host holds the offloaded activation of every layer, of each device's own sequences, and nothing else.
+    The host holds the offloaded activation of every layer but the last, of each device's own sequences, and nothing else.
     """
     pytest.importorskip("jax_cuda12_plugin", reason="needs the `plan` extra")
     run = helpers.tiny(
@@ -278,7 +278,8 @@ def test_offloaded_tensors_go_to_host_memory():
         }
     )
     compiled = compile_step(run, parse("h200:8")).executable
-    mlp_up_bytes = run.model.num_layers * (run.train.global_batch // 8) * run.data.seq_len * run.model.d_ff * 2
+    # The last layer's backward pass comes at once: what it keeps stays on the device.
+    mlp_up_bytes = (run.model.num_layers - 1) * (run.train.global_batch // 8) * run.data.seq_len * run.model.d_ff * 2
     assert compiled.memory_analysis().host_temp_size_in_bytes == mlp_up_bytes
 
 
@@ -335,7 +336,7 @@ def test_decoding_with_a_cache_gives_the_logits_of_the_whole():
         hidden, cache = model.decode(new, cache)
         return model.logits(hidden)[0], cache
 
-    cache, parts = empty_cache(run.model, 1, 32, jnp.dtype("float32")), []
+    cache, parts = empty_cache(run.model, sampler.placement, 1, 32, jnp.dtype("float32")), []
     for first, last in ((0, 6), *((i, i + 1) for i in range(6, 17))):
         logits, cache = extend(cache, tokens[:, first:last])
         parts.append(np.asarray(logits))

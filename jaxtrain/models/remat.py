@@ -70,7 +70,8 @@ class Plan:
         A remainder of num_layers / every forms a last, smaller group. Nothing is learnt through `shared`: it has no gradient.
         """
         single = self.every == 1 or self.policy == "none"
-        if single and self.last_apart and num_layers > 1:
+        # Of what `dots` keeps, XLA would merge the last layer's attention with its repetition.
+        if single and self.last_apart and num_layers > 1 and self.policy != "dots":
             # Its backward pass comes at once: nothing of it need go to the host and back.
             last = dataclasses.replace(self, keep_weights=True, keep=(*self.keep, *self.offload), offload=())
             bodies = self.checkpoint(body), last.checkpoint(body, in_loop=False)
