@@ -26,14 +26,7 @@ MESHES = {
 STEPS = 20
 # All that can be switched on at once, to be split over a mesh too.
 EVERYTHING = {
-    "model.tied_head": True,
-    "model.qk_norm": True,
-    "model.qkv_bias": True,
-    "model.sliding_window": 24,
-    "model.attention_softcap": 5.0,
-    "model.logit_softcap": 3.0,
-    "model.rope_scaling": "llama3",
-    "model.rope_original_len": 32,
+    **matrix.MODELS["everything"],
     "remat.policy": "attention",
     "remat.every": 3,
     "attention.impl": "chunked",

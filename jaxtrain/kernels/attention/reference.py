@@ -41,14 +41,16 @@ def _scores(q_BTNH: jax.Array, k_BSKH: jax.Array, spec: Spec) -> jax.Array:
     return spec.softcap * jnp.tanh(scores / spec.softcap) if spec.softcap else scores
 
 
-def masked_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array, spec: Spec) -> jax.Array:
-    """softmax(q k^T / sqrt(H)) v over the visible keys, scores and sums in float32; a query that sees nothing gives 0."""
-    B, T, N, H = q_BTNH.shape
-    scores = _scores(q_BTNH, k_BSKH, spec)
+def _weighed(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array, spec: Spec
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Values by their weights, f32 (B, T, N, H); of each query's scores the largest, and the sum of exp(score - largest)."""
     mask = mask_BTS[:, None, None]
-    scores = jnp.where(mask, scores, -1e30)
-    weights = jnp.where(mask, jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True))), 0.0)
-    weights /= jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
+    scores = jnp.where(mask, _scores(q_BTNH, k_BSKH, spec), NOTHING)
+    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+    weights = jnp.where(mask, jnp.exp(scores - top), 0.0)
+    sums = weights.sum(-1, keepdims=True)
+    weights /= jnp.maximum(sums, 1e-30)
     out = jnp.einsum(
         "BKGTS,BSKH->BTKGH",
         weights.astype(v_BSKH.dtype),
@@ -56,7 +58,12 @@ def masked_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ma
         precision=_precision(q_BTNH),
         preferred_element_type=jnp.float32,
     )
-    return out.reshape(B, T, N, H).astype(q_BTNH.dtype)
+    return out.reshape(q_BTNH.shape), top, sums
+
+
+def masked_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array, spec: Spec) -> jax.Array:
+    """softmax(q k^T / sqrt(H)) v over the visible keys, scores and sums in float32; a query that sees nothing gives 0."""
+    return _weighed(q_BTNH, k_BSKH, v_BSKH, mask_BTS, spec)[0].astype(q_BTNH.dtype)
 
 
 def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared: Rows, spec: Spec) -> jax.Array:
@@ -73,22 +80,10 @@ def block_forward(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, described: Rows, spec: Spec, diagonal: bool
 ) -> tuple[jax.Array, jax.Array]:
     """See the package's docstring."""
-    B, T, N, H = q_BTNH.shape
-    mask = visible(described, spec)[:, None, None]
-    scores = jnp.where(mask, _scores(q_BTNH, k_BSKH, spec), NOTHING)
-    top = scores.max(-1, keepdims=True)
-    weights = jnp.where(mask, jnp.exp(scores - top), 0.0)
-    sums = weights.sum(-1, keepdims=True)
-    weights /= jnp.maximum(sums, 1e-30)
-    out = jnp.einsum(
-        "BKGTS,BSKH->BTKGH",
-        weights.astype(v_BSKH.dtype),
-        v_BSKH,
-        precision=_precision(q_BTNH),
-        preferred_element_type=jnp.float32,
-    )
+    out, top, sums = _weighed(q_BTNH, k_BSKH, v_BSKH, visible(described, spec), spec)
     lse = jnp.where(sums > 0, top + jnp.log(jnp.maximum(sums, 1e-30)), NOTHING)
-    return out.reshape(B, T, N, H), lse.reshape(B, N, T)
+    B, T, N, _ = q_BTNH.shape
+    return out, lse.reshape(B, N, T)
 
 
 def block_backward(
