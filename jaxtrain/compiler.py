@@ -48,8 +48,7 @@ def local_bytes(tree: Any) -> int:
     return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
-# Attention kernels that are a loop themselves. Unrolling the loop over layers around them, inside the one over microbatches,
-# makes XLA (jaxlib 0.11.2) abort: "Call graph must have been flattened".
+# Attention kernels that are a loop themselves.
 LOOPS = ("chunked",)
 # Passes that are switched off.
 WITHOUT = (
@@ -85,7 +84,11 @@ def options(program: Program, card: Card | None) -> dict[str, str | bool]:
         "xla_gpu_enable_dynamic_slice_fusion": False,
         "xla_disable_hlo_passes": ",".join(without),
     }
-    if program.attention not in LOOPS:
+    # XLA unrolls loops that hold collectives, innermost first, and (jaxlib 0.11.2) aborts where one to unroll, inside that over
+    # microbatches, holds another loop: "Call graph must have been flattened". That is the loop over layers around chunked
+    # attention; and the one over microbatches itself, around the loss, where too few layers leave no loop over them.
+    nested = program.attention in LOOPS or (microbatches > 1 and program.layer_trips < 2)
+    if not nested:
         # Collectives of the next layer start during this one, and loops are unrolled twice for it; without, the last
         # reduction of a layer and the first gathers of the next wait for each other.
         chosen["optimization_level"] = "O1"

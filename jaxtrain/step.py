@@ -19,7 +19,7 @@ from jaxtrain.loss import Batch, LossFunction, LossSpec, loss_function
 from jaxtrain.models import family, layers
 from jaxtrain.models.attention import Kernel
 from jaxtrain.models.module import Definition, Params
-from jaxtrain.models.remat import make_plan
+from jaxtrain.models.remat import Plan, make_plan
 from jaxtrain.optimizer import make_optimizer, make_schedule
 from jaxtrain.shapes import BATCH_KEYS
 from jaxtrain.sharding import Axes, Placement, make_placement, replicated
@@ -123,6 +123,7 @@ class Program:
     train_step: Any  # jitted; call .lower(state, batch).compile()
     eval_step: Any  # jitted
     gathers: bool  # weights are gathered in each microbatch
+    layer_trips: int  # of the loop over layers
     context: Context  # how the devices of a sequence share it, and the order in which they hold its tokens
     attention: str  # the chosen kernel
     attention_reason: str
@@ -161,12 +162,16 @@ def gathers_in_use(run: RunConfig, placement: Placement) -> bool:
     return split and run.sharding.zero == 3 and run.sharding.gather != "step"
 
 
-def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Definition:
-    """The model of a config, placed."""
-    module = family(run.model.family)
+def remat_plan(run: RunConfig, placement: Placement) -> Plan:
+    """What layers keep for their backward pass, on this mesh."""
     # Over a tensor axis XLA would turn all that layers keep in memory, to look it up by a number it does not know.
     waits = placement.size("tensor") == 1
-    plan = make_plan(run.remat, run.sharding.gather, gathers_in_use(run, placement), waits)
+    return make_plan(run.remat, run.sharding.gather, gathers_in_use(run, placement), waits)
+
+
+def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Definition:
+    """The model of a config, placed."""
+    module, plan = family(run.model.family), remat_plan(run, placement)
     ctx = layers.Context(numerics_of(run), placement)
     return Definition(lambda rngs: module.build(run.model, kernel, plan, ctx, rngs))
 
@@ -252,6 +257,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
             out_shardings=(whole, whole),
         ),
         gathers_in_use(run, placement),
+        remat_plan(run, placement).trips(run.model.num_layers),
         context,
         kernel.name,
         reason,

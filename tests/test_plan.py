@@ -192,6 +192,16 @@ def test_layers_under_one_checkpoint_do_not_abort_xla():
     assert found.plan, found.reason
 
 
+@pytest.mark.parametrize(("num_layers", "every"), [(1, 1), (2, 1), (3, 2)])
+def test_few_layers_do_not_abort_xla(num_layers, every):
+    """Where they leave no loop over layers, XLA would unroll the one over microbatches around the loss, a loop itself."""
+    sizes = (f"model.num_layers={num_layers}", f"remat.every={every}", "model.d_model=512", "model.vocab_size=4096")
+    run = config("--config=configs/llama3_1b.py", *(f"--config.{s}" for s in sizes))
+    assert run.train.grad_accum > 1
+    (found,) = plan_many({0: Request(run, NODE)}).values()
+    assert found.plan, found.reason
+
+
 # ---- The plan as a whole
 
 

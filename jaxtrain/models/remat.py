@@ -64,14 +64,26 @@ class Plan:
         # Scan bodies are compiled apart, so XLA cannot merge the recomputation with the original. Elsewhere it would.
         return jax.checkpoint(body, policy=policy, prevent_cse=not in_loop)
 
+    def apart(self, num_layers: int) -> bool:
+        """Whether the last layer is run outside of the loop over the others."""
+        # Of what `dots` keeps, XLA would merge the last layer's attention with its repetition.
+        return self.last_apart and num_layers > 1 and self.every_layer and self.policy != "dots"
+
+    @property
+    def every_layer(self) -> bool:
+        """Whether each layer stands under a checkpoint of its own."""
+        return self.every == 1 or self.policy == "none"
+
+    def trips(self, num_layers: int) -> int:
+        """How often the loop over layers goes round."""
+        return num_layers - self.apart(num_layers) if self.every_layer else num_layers // self.every
+
     def scan(self, body: Body, x: jax.Array, layers: Any, shared: Any, num_layers: int) -> jax.Array:
         """Run `body(x, layer, shared)` over layers stacked on axis 0, `every` layers under each checkpoint.
 
         A remainder of num_layers / every forms a last, smaller group. Nothing is learnt through `shared`: it has no gradient.
         """
-        single = self.every == 1 or self.policy == "none"
-        # Of what `dots` keeps, XLA would merge the last layer's attention with its repetition.
-        if single and self.last_apart and num_layers > 1 and self.policy != "dots":
+        if self.apart(num_layers):
             # Its backward pass comes at once: nothing of it need go to the host and back.
             last = dataclasses.replace(self, keep_weights=True, keep=(*self.keep, *self.offload), offload=())
             bodies = self.checkpoint(body), last.checkpoint(body, in_loop=False)
@@ -82,7 +94,7 @@ class Plan:
             # makes it (jaxlib 0.11.2) abort in some layouts: "Call graph must have been flattened".
             return jax.lax.scan(lambda x, layer: (body(x, layer, shared), None), x, group, unroll=True)[0]
 
-        if single:
+        if self.every_layer:
             step = self.checkpoint(lambda x, layer: body(x, layer, shared))
             return jax.lax.scan(lambda x, layer: (step(x, layer), None), x, layers)[0]
         step = self.checkpoint(run)
