@@ -24,3 +24,21 @@ def pytest_configure(config: pytest.Config) -> None:
     # The matrix is one file, and as much work as the rest of the suite.
     if config.getoption("--all-layouts") and config.getoption("dist", "no") == "loadfile":
         config.option.dist = "worksteal"
+
+
+# Files that are one long wait. Each stays with one of the two workers: taken last, one would keep the other idle.
+LONG = (
+    "test_tiny",
+    "test_docs",
+    "test_notebooks",
+    "test_resume",
+    "test_golden",
+    "test_zero",
+    "test_parity",
+    "test_context_plans",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))

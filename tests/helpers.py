@@ -76,8 +76,7 @@ def program(run: RunConfig) -> Program:
 @functools.cache
 def train_step(run: RunConfig) -> jax.stages.Compiled:
     """The compiled train step."""
-    made = program(run)
-    return made.train_step.lower(made.state, made.batch).compile()
+    return quick_step(program(run))
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """Every layout takes the same steps: losses, gradients and parameters on 8 fake devices against one.
 
 What is compared, and how far apart rounding may bring it, is said and done in jaxtrain/parity/compare.py. The matrix of layouts
-stands in matrix.py: the suite tries a sample, and `./run.sh test tests/test_parity.py --all-layouts` all of it, in float32 and
-bfloat16.
+stands in matrix.py: the suite tries a sample of it, in float32 and bfloat16, and all of it on request:
+`./run.sh test tests/test_parity.py tests/test_zero.py --all-layouts`.
 """
 
 import dataclasses
@@ -64,8 +64,9 @@ def test_losses_fall(text):
         assert curve[-1] < curve[0] - 0.3
 
 
-@pytest.mark.parametrize("accum", [1, 2])
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "accum"), [*((m, 1) for m in MESHES), ("data=2 x fsdp=4", 2), ("fsdp=2 x tensor=2 x seq=2", 2)]
+)
 def test_mesh_matches_one_device(mesh, accum, text):
     """Real text on the meshes without accumulation, made-up documents with it: both are compared with one plain run."""
     source = {"data.source": text} if accum == 1 else {}
@@ -80,12 +81,11 @@ def test_accumulation_matches_one_batch(text):
     assert_same_steps(helpers.tiny(source | {"train.grad_accum": 4}), helpers.tiny(source))
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=4 x tensor=2", "fsdp=2 x tensor=4"])
-def test_every_feature_on_a_mesh(mesh):
+def test_every_feature_on_a_mesh():
     plain = {
         k: v for k, v in EVERYTHING.items() if k not in ("remat.policy", "remat.every", "attention.impl", "train.grad_accum")
     }
-    assert_same_steps(helpers.tiny(MESHES[mesh] | EVERYTHING), helpers.tiny(plain), steps=8)
+    assert_same_steps(helpers.tiny(MESHES["fsdp=2 x tensor=4"] | EVERYTHING), helpers.tiny(plain), steps=8)
 
 
 def test_the_matrix_is_whole():
@@ -121,8 +121,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("entry", "precision"), [(entry, p) for p, names in chosen.items() for entry in names])
 
 
-def test_matrix(entry, precision):
-    jax.clear_caches()  # two hundred programs in one process
+def test_matrix(entry, precision, request):
+    if request.config.getoption("--all-layouts"):
+        jax.clear_caches()  # two hundred programs in one process
     comparison = matrix.against_one_device(entry, precision)
     assert not comparison.wrong, comparison.wrong
 
@@ -136,9 +137,9 @@ def test_initial_state_is_bit_identical(mesh):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_state_is_split_and_stays_split(mesh):
+def test_state_is_split_and_stays_split(mesh, text):
     """Parameters and both moments lie as the program says after a step, and no device holds more than its share."""
-    run = helpers.tiny(MESHES[mesh] | {"train.grad_accum": 2})
+    run = helpers.tiny(MESHES[mesh] | {"data.source": text})
     program, compiled = helpers.program(run), helpers.train_step(run)
     state, _ = compiled.output_shardings
     for (path, out), (_, want) in zip(

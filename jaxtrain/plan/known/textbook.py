@@ -119,8 +119,8 @@ class Row:
 
 
 def run_of(layout: Layout, more: Sequence[str] = ()) -> RunConfig:
-    """The run of a layout; `more` overrides of the model, for a small one. Raises ConfigError."""
-    loaded = launch.load([f"--config={ROOT / CONFIG}", *(f"--config.{o}" for o in (*more, *layout.overrides))])
+    """The run of a layout; `more`: overrides of its own, for a small one. Raises ConfigError."""
+    loaded = launch.load([f"--config={ROOT / CONFIG}", *(f"--config.{o}" for o in (*layout.overrides, *more))])
     if loaded.problems:
         raise ConfigError(loaded.problems)
     return loaded.run
