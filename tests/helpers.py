@@ -76,7 +76,7 @@ def program(run: RunConfig) -> Program:
 @functools.cache
 def train_step(run: RunConfig) -> jax.stages.Compiled:
     """The compiled train step."""
-    return quick_step(program(run))
+    return compiled(program(run))
 
 
 @functools.cache
@@ -142,10 +142,9 @@ def train(run: RunConfig, steps: int) -> Trained:
     return Trained(taken.loss, taken.grad_norm, np.array([float(lr) for lr in rates]), tensors, taken)
 
 
-def quick_step(made: Program) -> jax.stages.Compiled:
-    """The compiled train step, without what makes it fast: half the time of compiling, for programs that run three steps."""
-    lowered = made.train_step.lower(made.state, made.batch)
-    return lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+def compiled(made: Program) -> jax.stages.Compiled:
+    """The compiled train step of a program."""
+    return made.train_step.lower(made.state, made.batch).compile()
 
 
 def first_steps(run: RunConfig, steps: int = 3) -> compare.Trained:
@@ -160,7 +159,7 @@ def first_steps(run: RunConfig, steps: int = 3) -> compare.Trained:
         train=dataclasses.replace(tiny().train, seed=run.train.seed),
     )
     state = jax.device_put(jax.tree.map(np.asarray, fresh_state(whole)), shardings(made.state))
-    return compare.take_steps(made, quick_step(made), state, lambda i: host_batch(run, i), steps)[0]
+    return compare.take_steps(made, compiled(made), state, lambda i: host_batch(run, i), steps)[0]
 
 
 def text_file(path: Path, modules: int = 12) -> Path:
