@@ -3,12 +3,12 @@
 What travels is read from the program that XLA:GPU makes for 8 described H200s.
 """
 
-import functools
 import math
 
 import helpers
 import jax
 import jax.numpy as jnp
+import matrix
 import numpy as np
 import pytest
 import test_gradients
@@ -63,11 +63,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("mesh", "stage", "accum"), ALL if metafunc.config.getoption("--all-layouts") else SAMPLE)
 
 
-one_device = functools.cache(helpers.first_steps)
-
-
 def assert_same_steps(run: RunConfig, reference: RunConfig) -> None:
-    theirs = one_device(reference)
+    theirs = matrix.one_device(reference)
     comparison = compare.compare(helpers.first_steps(run), theirs, compare.bounds(theirs, None, 1, 1))
     assert not comparison.wrong, comparison.wrong
 
