@@ -10,6 +10,12 @@ Mesh and remat are what the first of these found; the second says what each choi
     python -m jaxtrain.plan --config=configs/llama3_70b.py --topology=h200:8 --search --budget=600
     python -m jaxtrain.plan --config=configs/llama3_70b.py --topology=h200:8 --why
 
+Moments are bfloat16. On one node they can also be in 8-bit blocks, which leaves room to keep attention's output and is as fast,
+or float32 in host memory, which makes room for a batch of 64 by accumulation; docs/memory.md compares the three:
+
+    --config=configs/llama3_70b.py:int8
+    --config=configs/llama3_70b.py:f32
+
 On 16 GPUs or more the batch is 256 sequences, divided over them by accumulation: --config=configs/llama3_70b.py:gpus=64
 """
 
@@ -20,8 +26,8 @@ from jaxtrain.models.llama import PRESETS
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """Variant `gpus=8`: how many GPUs the batch is divided over."""
-    variant = parse_arg(arg, gpus=8)
+    """Variants: `gpus=8`, how many GPUs the batch is divided over; `int8` and `f32`, how moments are stored on one node."""
+    variant = parse_arg(arg, gpus=8, int8=False, f32=False)
     config = default_config()
     config.model.update(PRESETS["llama3_70b"])
 
@@ -48,6 +54,14 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.dtypes.v = "bf16"
     config.remat.policy = "custom"
     config.remat.tensors = "k=keep,v=keep,residual=keep"
+    if variant.int8:  # 14.5 GiB less: attention runs forward once, and the step peaks at 128 GiB again
+        config.dtypes.m = config.dtypes.v = "int8"
+        config.remat.tensors = "k=keep,v=keep,residual=keep,attention_out=keep,attention_lse=keep"
+    elif variant.f32:  # 32.9 GiB less on the device: the sum of gradients over microbatches, which share the copies' cost
+        config.dtypes.m = config.dtypes.v = "f32"
+        config.optimizer.offload = "moments"
+        if variant.gpus == 8:
+            config.train.global_batch, config.train.grad_accum = 64, 8
 
     config.optimizer.lr = 1.5e-4
     config.optimizer.lr_min = 1.5e-5

@@ -5,7 +5,9 @@ import sys
 COMMANDS = {
     "main": "train a model, or go on training it",
     "plan": "see a run before paying for it: fit, speed, traffic, and the best layout",
+    "bench": "measure steps, kernels, a whole node, and the same steps in PyTorch",
     "data": "turn text into token files, and check them",
+    "profile": "where the time of a step went, from a trace",
     "sample": "generate text from a checkpoint",
     "checkpoint": "list what a run has saved",
 }

@@ -31,6 +31,8 @@ KEPT = {
     "full": (),
     "dots": GEMM_OUTPUTS,
     "attention": ("q", "k", "v", "attention_out", "attention_lse"),
+    # What costs a GEMM or an attention call; less where that does not fit (auto_remat.py).
+    "auto": ("q", "k", "v", "attention_out", "attention_lse", "residual", "mlp_gate", "mlp_up"),
 }
 POLICIES = (*KEPT, "custom")
 

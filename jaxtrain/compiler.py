@@ -5,12 +5,16 @@ all know them.
 """
 
 import dataclasses
+import functools
+import importlib.metadata
 import math
 from typing import Any
 
 import jax
+from jaxlib.mlir import ir
 
-from jaxtrain import hardware
+from jaxtrain import hardware, state
+from jaxtrain.config import ConfigError, Problem, parse_options
 from jaxtrain.step import Program
 
 # XLA plans schedules for this part of a card's memory (GetSchedulerMemoryLimit in its gpu_hlo_schedule.cc): what it adds
@@ -48,6 +52,12 @@ def local_bytes(tree: Any) -> int:
     return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
+def on_device(program: Program) -> Any:
+    """The arguments of a train step that rest in device memory."""
+    state = program.state
+    return (state.step, state.params, program.batch) if program.offload else (state, program.batch)
+
+
 # Attention kernels that are a loop themselves.
 LOOPS = ("chunked",)
 # Passes that are switched off.
@@ -68,13 +78,61 @@ WITHOUT = (
 EARLY = "collective-pipeliner-backward"
 
 
-def options(program: Program, card: Card | None) -> dict[str, str | bool]:
-    """XLA's options for a program on GPUs with this much memory; none on CPU, where `card` is None."""
-    if card is None:
-        return {}
-    held = local_bytes((program.state, program.batch)) / 2**30
-    microbatches, tensor = program.batch["tokens"].shape[0], program.placement.size("tensor")
-    without = (*WITHOUT, EARLY) if microbatches > 1 and tensor > 1 and not program.gathers else WITHOUT
+# The oldest GPUs whose compiled steps these options were chosen by, as compute capability times ten: Hopper.
+EVIDENCE = 90
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """XLA's options for a program, and why these."""
+
+    options: dict[str, str | bool]
+    why: str  # whose they are, for the log; "" where there is nothing to choose
+    dropped: tuple[str, ...]  # names that this version of XLA does not know
+
+    def warnings(self) -> list[str]:
+        """What a user should hear of it."""
+        version = importlib.metadata.version("jaxlib")
+        return [f"XLA option {name} is left out: jaxlib {version} has none of that name" for name in self.dropped]
+
+
+def choose(program: Program, card: Card | None) -> Chosen:
+    """XLA's options for a program on GPUs with this much memory; on CPU, where `card` is None, only those of the config.
+
+    A name that this XLA does not know is left out and listed. Raises ConfigError for a value in `compiler.options` that XLA
+    does not take.
+    """
+    own, _ = parse_options(program.compiler.options)
+    wanted, why = _defaults(program, card) if card and program.compiler.defaults else ({}, "XLA's own" if card else "")
+    wanted |= own
+    dropped = tuple(name for name, value in wanted.items() if not _known(name, value))
+    if own:
+        why = f"{why}{', and ' if why else ''}{program.compiler.options} (compiler.options)"
+    return Chosen({name: value for name, value in wanted.items() if name not in dropped}, why, dropped)
+
+
+@functools.cache
+def _known(name: str, value: str | bool) -> bool:
+    """Whether XLA has an option of this name: asked by compiling next to nothing with it."""
+    try:
+        jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        if "No such compile option" in str(error):
+            return False
+        rule = str(error).partition("\n")[0].removeprefix("INVALID_ARGUMENT: ").rstrip(".")
+        raise ConfigError(
+            [Problem("compiler.options", f"{name}={value}", rule, "Correct the value, or leave it out.")]
+        ) from None
+    return True
+
+
+def _defaults(program: Program, card: Card) -> tuple[dict[str, str | bool], str]:
+    """Our own set for this program, and what to call it."""
+    kind = program.placement.mesh.devices.flat[0].device_kind
+    gpu = hardware.lookup(kind)
+    if gpu is None:
+        return {}, f"XLA's own, since {kind!r} is not in jaxtrain/hardware.py"
+    held = local_bytes(on_device(program)) / 2**30
     chosen: dict[str, str | bool] = {
         # GEMMs by cuBLAS. XLA sets aside what may become a Triton GEMM before it fuses the rest, and then leaves SwiGLU's
         # backward pass in three kernels instead of one.
@@ -82,30 +140,65 @@ def options(program: Program, card: Card | None) -> dict[str, str | bool]:
         # XLA would write a GEMM's result straight into the stack that is kept for the backward pass, and run the same GEMM a
         # second time for whoever else reads it: a tenth of a step that keeps gate, up and queries.
         "xla_gpu_enable_dynamic_slice_fusion": False,
-        "xla_disable_hlo_passes": ",".join(without),
+        "xla_disable_hlo_passes": ",".join(_without(program)),
     }
-    # XLA unrolls loops that hold collectives, innermost first, and (jaxlib 0.11.2) aborts where one to unroll, inside that over
-    # microbatches, holds another loop: "Call graph must have been flattened". That is the loop over layers around chunked
-    # attention; and the one over microbatches itself, around the loss, where too few layers leave no loop over them.
-    nested = program.attention in LOOPS or (microbatches > 1 and program.layer_trips < 2)
-    if not nested:
-        # Collectives of the next layer start during this one, and loops are unrolled twice for it; without, the last
-        # reduction of a layer and the first gathers of the next wait for each other.
+    # XLA's limit is held + slop% of (its share - held). Where its share is less than what is held, no slop can mend that.
+    spare = XLA_SHARE * card.memory_gib - held
+    if spare > 0:
+        chosen[SLOP] = str(max(1, math.floor(100 * (card.usable_gib - held) / spare)))
+    if gpu.sm < EVIDENCE:
+        return chosen, f"jaxtrain's, without what was only tried for newer GPUs than {gpu.name}"
+    # Collectives of the next layer start during this one, and loops are unrolled twice for it; without, the last reduction of
+    # a layer and the first gathers of the next wait for each other.
+    if not _nested_loops(program):
         chosen["optimization_level"] = "O1"
     if program.context.ring > 1:
         # Going backward, a ring sends gradients beside the keys; one at a time, only one of the two would have a kernel to
         # hide behind.
         chosen["xla_gpu_experimental_parallel_collective_overlap_limit"] = "2"
-    # XLA's limit is held + slop% of (its share - held). Where its share is less than what is held, no slop can mend that.
-    spare = XLA_SHARE * card.memory_gib - held
-    if spare > 0:
-        chosen[SLOP] = str(max(1, math.floor(100 * (card.usable_gib - held) / spare)))
-    return chosen
+    return chosen, "jaxtrain's (jaxtrain/compiler.py)"
+
+
+def _without(program: Program) -> tuple[str, ...]:
+    microbatches, tensor = program.batch["tokens"].shape[0], program.placement.size("tensor")
+    return (*WITHOUT, EARLY) if microbatches > 1 and tensor > 1 and not program.gathers else WITHOUT
+
+
+def _nested_loops(program: Program) -> bool:
+    """Whether O1 would make XLA abort.
+
+    It unrolls loops that hold collectives, innermost first, and (jaxlib 0.11.2) aborts where one to unroll, inside that over
+    microbatches, holds another loop: "Call graph must have been flattened". That is the loop over layers around chunked
+    attention; and the one over microbatches itself, around the loss, where there is no loop over layers. Such a program has
+    little use for O1: collectives of layers that stand one by one overlap without it.
+    """
+    return program.attention in LOOPS or (program.batch["tokens"].shape[0] > 1 and program.layer_trips < 2)
 
 
 def compile_train(
-    program: Program, card: Card | None = None, extra: dict[str, str | bool] | None = None
+    program: Program, options: dict[str, str | bool], extra: dict[str, str | bool] | None = None
 ) -> jax.stages.Compiled:
-    """The train step, compiled for the program's devices. `card`: their memory, None on CPU. `extra`: options such as dumps."""
-    chosen = options(program, card) | (extra or {})
-    return program.train_step.lower(program.state, program.batch).compile(compiler_options=chosen or None)
+    """The train step, compiled for the program's devices. `options`: what `choose` chose. `extra`: such as dumps."""
+    lowered = program.train_step.lower(program.state, program.batch)
+    if program.offload and not program.placement.mesh.devices.flat[0].addressable_memories():
+        _rest_on_host(lowered, program)
+    return lowered.compile(compiler_options=options | (extra or {}) or None)
+
+
+def _rest_on_host(lowered: jax.stages.Lowered, program: Program) -> None:
+    """Marks the moments among a lowered step's arguments as resting in host memory, as jax does for devices that have some.
+
+    Devices that are only described have no memories, so no sharding can name one (see `state.abstract_state`); the compiler
+    itself needs only this attribute. Results say by themselves where they are.
+    """
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path((program.state, program.batch))]
+    module: Any = lowered.compiler_ir("stablehlo")
+    with module.context:
+        main = next(f.operation for f in module.body.operations if str(f.operation.attributes["sym_name"]) == '"main"')
+        arguments = []
+        for path, given in zip(paths, main.attributes["arg_attrs"], strict=True):
+            attributes = {a.name: a.attr for a in ir.DictAttr(given)}
+            if state.is_moment(path[1:]):
+                attributes["mhlo.memory_kind"] = ir.StringAttr.get("pinned_host")
+            arguments.append(ir.DictAttr.get(attributes))
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get(arguments)

@@ -145,7 +145,7 @@ class Sharding:
 class Attention:
     """Which attention kernel, and how it reaches keys on other devices."""
 
-    impl: str = key("auto", "auto | cudnn | chunked | reference; auto says which it took and why")
+    impl: str = key("auto", "auto | cudnn | pallas | chunked | reference; auto says which it took and why")
     context: str = key("ring", "ring | ulysses | gather: how keys meet queries where mesh.seq splits the sequence")
     ulysses: int = key(0, "context=ulysses: ranks that trade tokens for heads, the rest form a ring; 0: as many as heads allow")
 
@@ -154,20 +154,27 @@ class Attention:
 class Remat:
     """What the forward pass keeps for the backward pass."""
 
-    policy: str = key("none", "none | full | dots | attention | custom")
+    policy: str = key("none", "none | full | dots | attention | custom | auto (what computes least again and fits)")
     tensors: str = key("", "custom: name=keep|offload|recompute, comma-separated; tensors not named are recomputed")
     every: int = key(1, "this many layers share one checkpoint")
 
 
 @dataclasses.dataclass(frozen=True)
 class Dtypes:
-    """Storage types, each 'auto' (what `precision` says), 'f32' or 'bf16'."""
+    """Storage types, each 'auto' (what `precision` says), 'f32' or 'bf16'; moments also 'int8', in blocks."""
 
     params: str = key("auto", "the master weights (auto: f32)")
     m: str = key("auto", "Adam's first moment (auto: f32)")
     v: str = key("auto", "Adam's second moment (auto: f32)")
     grads: str = key("auto", "gradients summed over microbatches (auto: f32)")
     reduce: str = key("auto", "gradients on the wire between devices (auto: the compute type)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8:
+    """What `precision=fp8` leaves in bfloat16."""
+
+    exclude: str = key("", "weights or blocks, comma-separated, that compute in bf16 as wo,mlp.down or attention; '': none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +206,10 @@ class Train:
     grad_accum: int = key(1, "microbatches per step; gradients are summed over them")
     seed: int = key(0, "initial weights")
     loss: str = key("cross_entropy", "cross_entropy | package.module:name")
+    z_loss: float = key(
+        0.0,
+        "this x log(sum exp(logits))^2 is part of the training loss, also in the log; PaLM has 1e-4; 0: off",
+    )
     loss_chunk: int = key(2048, "tokens per device whose logits exist at one time")
     memory_fraction: float = key(0.0, "part of GPU memory for JAX; 0: all but the reserve for cuDNN, NCCL and the context")
 
@@ -218,6 +229,7 @@ class Optimizer:
     beta2: float = key(0.95, "decay of the second moment")
     eps: float = key(1e-8, "added to the root of the second moment")
     clip_norm: float = key(1.0, "gradients are scaled down to this global norm; 0: off")
+    offload: str = key("none", "none | moments: they rest in pinned host memory and visit the device a layer at a time")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,9 +284,36 @@ class Sample:
 class Profile:
     """Traces and compiler output, written to WORKDIR/profile."""
 
-    start: int = key(0, "first step to trace; 0: none")
-    steps: int = key(3, "steps to trace")
+    start: int = key(0, "first step to trace; 0: none until the run gets SIGUSR2")
+    steps: int = key(3, "steps to trace, each time")
     dump_hlo: bool = key(False, "write the compiled step's HLO")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiler:
+    """How XLA compiles the step; jaxtrain/compiler.py has its own options, each with the reason."""
+
+    unroll: bool = key(False, "layers one by one in the program, not as a loop: faster steps, a longer compile")
+    options: str = key("", "XLA options of the train step, NAME=VALUE, comma-separated; they stand above jaxtrain's own")
+    defaults: bool = key(True, "begin with jaxtrain's options; False: with XLA's")
+
+
+def parse_options(text: str) -> tuple[dict[str, str | bool], list["Problem"]]:
+    """`compiler.options` ("xla_gpu_autotune_level=3,optimization_level=O0") as name -> value, and what is wrong with it.
+
+    A comma within a value is written "+": xla_disable_hlo_passes=one+other.
+    """
+    options: dict[str, str | bool] = {}
+    problems = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, given, value = (part.strip() for part in item.partition("="))
+        if not (given and name and value):
+            problems.append(Problem("compiler.options", item, "must be NAME=VALUE", f"For example {name or 'NAME'}=true."))
+        elif name in options:
+            problems.append(Problem("compiler.options", item, f"{name!r} is named twice", "Keep one of them."))
+        else:
+            options[name] = {"true": True, "false": False}.get(value.lower(), value.replace("+", ","))
+    return options, problems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,13 +328,16 @@ class Paths:
 class RunConfig:
     """A whole run. Made by `resolve`, read by everything, changed by nothing."""
 
-    precision: str = key("bf16", "f32 | bf16: the type of activations, GEMMs and gathered weights")
+    precision: str = key(
+        "bf16", "f32 | bf16: the type of activations, GEMMs and gathered weights | fp8: bf16, and GEMMs of layers in 8 bits"
+    )
     model: Model = Model()
     mesh: Mesh = Mesh()
     sharding: Sharding = Sharding()
     attention: Attention = Attention()
     remat: Remat = Remat()
     dtypes: Dtypes = Dtypes()
+    fp8: Fp8 = Fp8()
     data: Data = Data()
     train: Train = Train()
     optimizer: Optimizer = Optimizer()
@@ -305,7 +347,13 @@ class RunConfig:
     log: Log = Log()
     sample: Sample = Sample()
     profile: Profile = Profile()
+    compiler: Compiler = Compiler()
     paths: Paths = Paths()
+
+    @property
+    def compute(self) -> str:
+        """The type of activations, and of GEMMs and gathered weights but for those in 8 bits: f32 | bf16."""
+        return "bf16" if self.precision == "fp8" else self.precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -500,7 +548,7 @@ def resolve(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunC
     if model.head_dim == 0 and model.num_heads > 0:
         model = dataclasses.replace(model, head_dim=model.d_model // model.num_heads)
     preset = {"params": "f32", "m": "f32", "v": "f32", "grads": "f32"}
-    preset["reduce"] = run.precision if run.precision in ("f32", "bf16") else "f32"
+    preset["reduce"] = run.compute if run.compute in ("f32", "bf16") else "f32"
     chosen = {k: (preset[k] if v == "auto" else v) for k, v in dataclasses.asdict(run.dtypes).items()}
     return dataclasses.replace(run, model=model, dtypes=Dtypes(**chosen)), problems
 

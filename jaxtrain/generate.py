@@ -40,7 +40,7 @@ class Sampler:
         name, _ = attention.choose("auto", spec, hardware_of(placement.mesh.devices.flat[0]), seq_len=1)
         self.definition = make_definition(run, self.placement, Kernel(name, spec))
         self.run = run
-        self._dtype = DTYPES[run.precision]
+        self._dtype = DTYPES[run.compute]
         self._extend = jax.jit(self._step, static_argnums=(5, 6), donate_argnums=1)
 
     def _step(self, params, cache, tokens_BT, key, index, temperature: float, top_p: float):

@@ -32,13 +32,18 @@ class LossSpec:
     placement: Placement
     chunk: int
     logit_softcap: float
+    z_loss: float = 0.0  # see `cross_entropy`
 
 
 LossFunction = Callable[[jax.Array, Weight, Batch, LossSpec], jax.Array]
 
 
 def cross_entropy(hidden_BTD: jax.Array, head_VD: Weight, batch: Batch, spec: LossSpec) -> jax.Array:
-    """Sum over tokens of weight x -log p(target), in nats; the logits are never whole (kernels/cross_entropy.py).
+    """Sum over tokens of weight x (-log p(target) + z_loss log(Z)^2), in nats; the logits are never whole
+    (kernels/cross_entropy.py).
+
+    Z is the sum of the exponentials of a token's logits: the second term keeps them from drifting, and is that of PaLM
+    (Chowdhery et al. 2022, arXiv:2204.02311, section 5).
 
     hidden_BTD: compute dtype, residual layout. head_VD: at rest (master dtype), or as the step holds it.
     """
@@ -92,6 +97,7 @@ def _sharded(x, head, targets, weights, spec: LossSpec, gradients: bool):
             weights_BT.reshape(-1),
             chunk=spec.chunk,
             softcap=spec.logit_softcap,
+            z_loss=spec.z_loss,
             vocab_axes=vocab_axes,
             precision=n.precision,
             gradients=gradients,

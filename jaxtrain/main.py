@@ -1,6 +1,7 @@
 """The command line of training: read the config, check everything, set the memory budget, and only then start JAX."""
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ Train a language model, or go on training it: a workdir that holds checkpoints i
   python -m jaxtrain.main --config=configs/llama3_8b.py --config.train.steps=1000 --workdir=runs/first
 
 Exit codes: 0 done; 2 the command or config is wrong, nothing was started or written; 75 start me again (preempted, or a
-peer died); 76 diverged; 130 Ctrl-C, state saved; 1 anything else.
+peer died); 76 diverged; 130 Ctrl-C, state saved; 1 anything else. SIGUSR2 takes a trace of the next profile.steps steps.
 """
 
 
@@ -77,4 +78,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # asks for a trace; before there are steps to trace it must end nothing
     sys.exit(main())

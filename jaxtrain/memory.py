@@ -2,15 +2,16 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
+from jaxtrain import auto_remat, compiler
 from jaxtrain.config import RunConfig
 from jaxtrain.hardware import HOST_LIMIT
 from jaxtrain.metrics import memory as measured
-from jaxtrain.step import Program
+from jaxtrain.step import Program, build, less_kept
 
 
 class OutOfMemory(RuntimeError):
@@ -23,16 +24,18 @@ def size(gib: float) -> str:
 
 
 def memory_by_class(program: Program, compiled: Any) -> dict[str, float]:
-    """GiB on one device: parameters, optimizer state, batch; the compiler's temporaries; and the peak of all together."""
+    """GiB on one device: parameters, optimizer state, batch; the compiler's temporaries; and the peak of all together.
+
+    Moments that rest in host memory are named as such, and no part of the peak.
+    """
 
     def held(tree: Any) -> float:
-        shards = (math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
-        return sum(shards) / 2**30
+        return compiler.local_bytes(tree) / 2**30
 
     analysis = compiled.memory_analysis()
     classes = {
         "parameters": held(program.state.params),
-        "optimizer state": held(program.state.optimizer),
+        "optimizer state" + (" (on the host)" if program.offload else ""): held(program.state.optimizer),
         "batch": held(program.batch),
         "temporaries": analysis.temp_size_in_bytes / 2**30,
     }
@@ -48,6 +51,32 @@ def taken_gib(compiled: Any) -> float:
     return (a.argument_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes + a.temp_size_in_bytes) / 2**30
 
 
+def compile_to_fit(
+    run: RunConfig,
+    program: Program,
+    options: dict[str, str | bool],
+    usable_gib: float,
+    say: Callable[[str], None] = lambda text: None,
+    extra: dict[str, str | bool] | None = None,
+) -> tuple[RunConfig, Program, Any]:
+    """(run, program, compiled train step); with remat.policy=auto, those that compute least again and fit.
+
+    Whether any other policy fits is for the caller to see. usable_gib: of one device, inf where it does not tell. extra:
+    further options of the compiler, such as dumps.
+    """
+    auto = run.remat.policy == "auto"
+    while True:
+        compiled = compiler.compile_train(program, options, extra)
+        less = less_kept(run, program, taken_gib(compiled), usable_gib) if auto else None
+        if less is None:
+            break
+        say(f"the step takes {size(taken_gib(compiled))} of {size(usable_gib)}: keeping less for its backward pass")
+        run, program = less, build(less, list(program.placement.mesh.devices.flat))
+    if auto:
+        say(auto_remat.words(run.remat))
+    return run, program, compiled
+
+
 def explain_memory(run: RunConfig, memory: dict[str, float], limit: str) -> str:
     """What the step holds, and the settings that would help, most effective first."""
     hints = []
@@ -58,25 +87,31 @@ def explain_memory(run: RunConfig, memory: dict[str, float], limit: str) -> str:
     if run.remat.every == 1 and run.model.num_layers > 8:
         hints.append("remat.every=2 or more: keep every second layer's input only")
     if run.dtypes.m == "f32":
-        hints.append("dtypes.m=bf16: half of the first moment")
+        hints.append("dtypes.m=bf16: half of the first moment; dtypes.m=int8 and dtypes.v=int8: a quarter of both")
+    if run.optimizer.offload == "none" and run.optimizer.name == "adamw":
+        hints.append("optimizer.offload=moments: none of the moments, for a slower update; it pays with accumulation")
     hints.append("mesh.fsdp or mesh.tensor over more devices: parameters and moments are split further")
     sizes = (
         ""
         if not memory
-        else "\nIt holds, per device:\n" + "\n".join(f"  {name:<18}{size(gib):>12}" for name, gib in memory.items())
+        else "\nIt holds, per device:\n" + "\n".join(f"  {name:<32}{size(gib):>12}" for name, gib in memory.items())
     )
     ways = "\n".join(f"  {hint}" for hint in hints)
     return f"out of memory: the train step needs more than {limit}.{sizes}\nWhat would help:\n{ways}"
 
 
-def check_host_memory(program: Program, limit_gib: float) -> None:
-    """Raises OutOfMemory where the copies of the state that a save makes would not fit into what the host may pin."""
-    leaves = jax.tree.leaves(program.state)
-    local = sum(math.prod(a.shape) * a.dtype.itemsize for a in leaves) / jax.process_count() / 2**30
-    if local > limit_gib:
+def check_host_memory(program: Program, limit_gib: float, waiting: int = 0) -> None:
+    """Raises OutOfMemory where what the host is to hold does not fit into what it may pin: the copies of the state that a save
+    makes, moments that rest there, and activations that wait there, `waiting` bytes of each device."""
+    # Replicas share the work of a save's copies; what rests or waits on the host, each device has of its own.
+    saved = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(program.state)) / jax.process_count() / 2**30
+    each = waiting + (compiler.local_bytes(program.state.optimizer) if program.offload else 0)
+    resting = each * program.placement.mesh.size / jax.process_count() / 2**30
+    if saved + resting > limit_gib:
+        what = f"what is offloaded takes {size(resting)}, and a checkpoint" if resting else "a checkpoint"
         raise OutOfMemory(
-            f"out of host memory: a checkpoint goes there first and takes {size(local)}; {size(limit_gib)} may be pinned.\n"
-            f"Set {HOST_LIMIT} higher if the host has more to give, dtypes.m and dtypes.v to bf16 for a smaller state, "
+            f"out of host memory: {what} goes there first and takes {size(saved)}; {size(limit_gib)} may be pinned.\n"
+            f"Set {HOST_LIMIT} higher if the host has more to give, dtypes.m and dtypes.v to bf16 or int8 for a smaller state, "
             "or use more nodes."
         )
 

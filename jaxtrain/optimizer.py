@@ -4,6 +4,7 @@ An optimizer here is an `optax.GradientTransformation` that returns a direction;
 learning rate has no state of its own: it follows from the step, and a resumed or restarted run cannot lose it.
 """
 
+import functools
 import importlib
 from typing import Any
 
@@ -13,6 +14,8 @@ import optax
 
 from jaxtrain import config
 from jaxtrain.kernels.dot import DTYPES
+from jaxtrain.moments import INT8, block_axis
+from jaxtrain.quantized import SIGNED, Blocks, decode, encode, is_blocks, scales_of
 
 
 def make_schedule(optimizer: config.Optimizer, steps: int) -> optax.Schedule:
@@ -55,22 +58,59 @@ def decayed(axes: Any) -> Any:
     return jax.tree_util.tree_map_with_path(is_matrix, axes, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def stored_moments(m: jnp.dtype, v: jnp.dtype, beta1: float, beta2: float, eps: float) -> optax.GradientTransformation:
-    """optax's Adam with each moment stored in a type of its own; the update itself is computed in float32."""
+def stored_moments(m: str, v: str, axes: Any, beta1: float, beta2: float, eps: float) -> optax.GradientTransformation:
+    """optax's Adam with each moment stored in a type of its own: f32, bf16, or int8 for 8-bit blocks (jaxtrain/quantized.py).
+
+    The update itself is computed in float32, from the new moments before they are rounded. `axes`: logical axes of the
+    parameters, which decide what goes into blocks; with int8, the rest is stored in float32.
+    """
     adam = optax.scale_by_adam(b1=beta1, b2=beta2, eps=eps)
 
-    def cast(state: Any, mu: Any, nu: Any) -> optax.ScaleByAdamState:
-        return optax.ScaleByAdamState(
-            state.count, jax.tree.map(lambda x: x.astype(mu), state.mu), jax.tree.map(lambda x: x.astype(nu), state.nu)
-        )
+    kinds = {"mu": m, "nu": v}
+
+    def along(path: Any, x: jax.Array) -> int | None:
+        """The dimension that has blocks."""
+        return block_axis(functools.reduce(lambda tree, key: tree[key.key], path, axes), x.shape)
+
+    def scales(name: str, moment: Any) -> Any:
+        def one(path: Any, x: jax.Array) -> jax.Array | None:
+            axis = along(path, x)
+            return None if axis is None else scales_of(x, axis)
+
+        return jax.tree_util.tree_map_with_path(one, moment) if kinds[name] == INT8 else None
+
+    def stored(name: str, moment: Any, scales: Any) -> Any:
+        if kinds[name] != INT8:
+            return jax.tree.map(lambda x: x.astype(DTYPES[kinds[name]]), moment)
+
+        def one(path: Any, x: jax.Array, scales: jax.Array | None) -> jax.Array | Blocks:
+            axis = along(path, x)
+            return x if axis is None or scales is None else encode(x, scales, axis, SIGNED[name])
+
+        return jax.tree_util.tree_map_with_path(one, moment, scales)
+
+    def loaded(name: str, moment: Any) -> Any:
+        one = lambda x: decode(x, SIGNED[name]) if is_blocks(x) else x.astype(jnp.float32)  # noqa: E731
+        return jax.tree.map(one, moment, is_leaf=is_blocks)
 
     def init(params: Any) -> optax.ScaleByAdamState:
-        return cast(adam.init(params), m, v)
+        s: Any = adam.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
+        return optax.ScaleByAdamState(s.count, stored("mu", s.mu, scales("mu", s.mu)), stored("nu", s.nu, scales("nu", s.nu)))
+
+    def exact(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        state = optax.ScaleByAdamState(state.count, loaded("mu", state.mu), loaded("nu", state.nu))
+        return adam.update(jax.tree.map(lambda g: g.astype(jnp.float32), grads), state, params)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
-        updates, state = adam.update(grads, cast(state, jnp.float32, jnp.float32), params)
-        return updates, cast(state, m, v)
+        mu_scales = nu_scales = None
+        if INT8 in (m, v):
+            # A block's scale must be known before its codes. XLA would keep the new moments for that in float32, four times the
+            # gradients; so they are computed twice, and behind the barrier it does not see that they are the same.
+            s: Any = exact(updates, state, params)[1]
+            mu_scales, nu_scales = scales("mu", s.mu), scales("nu", s.nu)
+            updates, state = jax.lax.optimization_barrier((updates, state))
+        updates, s = exact(updates, state, params)
+        return updates, optax.ScaleByAdamState(s.count, stored("mu", s.mu, mu_scales), stored("nu", s.nu, nu_scales))
 
     return optax.GradientTransformation(init, update)
 
@@ -79,7 +119,7 @@ def adamw(optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Any) -> opta
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), decay on matrices only."""
     o = optimizer
     return optax.chain(
-        stored_moments(DTYPES[dtypes.m], DTYPES[dtypes.v], o.beta1, o.beta2, o.eps),
+        stored_moments(dtypes.m, dtypes.v, axes, o.beta1, o.beta2, o.eps),
         optax.add_decayed_weights(o.weight_decay, mask=decayed(axes)),
     )
 

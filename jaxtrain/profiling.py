@@ -1,5 +1,6 @@
 """Where the time of a step goes: traces of a few steps, and the compiled program's text, in WORKDIR/profile."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -8,21 +9,36 @@ from jaxtrain.config import Profile
 from jaxtrain.metrics import write_atomic
 
 TRACE_NAME = "train"  # what a step is called in the trace
+HLO_TEXT = "train_step.hlo.txt"
 
 
 class Tracer:
-    """Traces the steps profile.start .. profile.start + profile.steps - 1, once, on process 0.
+    """Traces steps profile.start .. profile.start + profile.steps - 1, and profile.steps steps whenever asked, on process 0.
 
     Call `before_step(step)` and `after_step(step, result)` around every step, and `close(result)` when the loop ends however
-    it ends. A run that starts inside these steps traces the rest of them; one that starts behind them says so. Python's own
-    calls are left out of the trace: recording them slows the loop that is to be measured.
+    it ends. A run that starts inside these steps traces the rest of them; one that starts behind them says so. `asked` counts
+    the requests so far (`signals.Stop.traces`): each is a trace of the next steps; those that come during a trace are one more
+    trace after it. Python's own calls are left out of the trace: recording them slows the loop that is to be measured. The text
+    of `program` is written beside a trace: one that was loaded from the compile cache is not recorded with it.
     """
 
-    def __init__(self, profile: Profile, workdir: str | Path, say: Callable[[str], None], *, process_index: int = 0):
-        self.folder = Path(workdir) / "profile"
-        self._first, self._end = profile.start, profile.start + profile.steps
-        self._waiting = profile.start > 0 and profile.steps > 0 and process_index == 0
-        self._say = say
+    def __init__(
+        self,
+        profile: Profile,
+        workdir: str | Path,
+        say: Callable[[str], None],
+        *,
+        process_index: int = 0,
+        asked: Callable[[], int] = lambda: 0,
+        program: "HasText | None" = None,
+    ):
+        self.workdir = Path(workdir)
+        self.folder = self.workdir / "profile"
+        self._first, self._end, self._steps = profile.start, profile.start + profile.steps, profile.steps
+        self._here = process_index == 0
+        self._waiting = profile.start > 0 and self._here
+        self._asked, self._answered = asked, 0
+        self._say, self._program = say, program
         self._tracing = False
         self._annotation: Any = None
 
@@ -33,24 +49,36 @@ class Tracer:
 
     def before_step(self, step: int) -> None:
         """Start the trace if it is time, and mark where the step begins."""
-        if not self._waiting and not self._tracing:
-            return
-        import jax
-
         if self._waiting and step >= self._first:
             self._waiting = False
             if step >= self._end:
                 self._say(f"No trace: this run starts at step {step}, behind profile.start={self._first}.")
-                return
-            options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0
-            self.folder.mkdir(parents=True, exist_ok=True)
-            jax.profiler.start_trace(self.folder, profiler_options=options)
-            self._tracing = True
-            self._say(f"Tracing steps {step} to {self._end - 1}.")
+            else:
+                self._start(step)
+        if not self._tracing and (asked := self._asked()) > self._answered:
+            self._answered = asked
+            if not self._here:
+                self._say("No trace by this process: process 0 takes it, if it gets the signal.")
+            else:
+                self._end = step + self._steps
+                self._start(step)
         if self._tracing:
+            import jax
+
             self._annotation = jax.profiler.StepTraceAnnotation(TRACE_NAME, step_num=step)
             self._annotation.__enter__()
+
+    def _start(self, step: int) -> None:
+        import jax
+
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        # By default a trace is called after the second in which it began, and two of short steps would share it.
+        options.session_id = f"{time.strftime('%Y_%m_%d_%H_%M_%S')}_step_{step}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        jax.profiler.start_trace(self.folder, profiler_options=options)
+        self._tracing = True
+        self._say(f"Tracing steps {step} to {self._end - 1}.")
 
     def after_step(self, step: int, result: Any) -> None:
         """Mark where the step ends. `result`: anything the step computes; the last traced step is waited for through it."""
@@ -75,9 +103,11 @@ class Tracer:
         finally:
             jax.profiler.stop_trace()
         written = sorted(self.folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+        if written and self._program is not None and (text := self._program.as_text()) is not None:
+            write_atomic(written[-1].with_name(HLO_TEXT), text)
         self._say(
             f"Trace: {written[-1] if written else self.folder}\n"
-            f"  open it: pip install xprof && xprof --logdir {self.folder}   (or drop the .trace.json.gz beside it on "
+            f"  where the time went: python -m jaxtrain.profile {self.workdir}   (or drop the .trace.json.gz beside it on "
             "https://ui.perfetto.dev)"
         )
 
@@ -90,7 +120,7 @@ class HasText(Protocol):
 
 def dump_hlo(compiled: HasText, workdir: str | Path, say: Callable[[str], None]) -> Path:
     """Write the compiled train step's HLO to WORKDIR/profile/train_step.hlo.txt and return that path."""
-    path = Path(workdir) / "profile" / "train_step.hlo.txt"
+    path = Path(workdir) / "profile" / HLO_TEXT
     text = compiled.as_text()
     if text is None:
         raise RuntimeError("profile.dump_hlo = True: this backend gives no text of a compiled program. Set it to False.")

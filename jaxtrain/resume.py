@@ -23,7 +23,7 @@ class Row:
 # never: the tensors or the meaning of token ids would not fit.
 TABLE = (
     Row(("mesh.*", "sharding.*"), "free", "placement; the numbers stay, up to rounding"),
-    Row(("attention.*", "remat.*"), "free", "how the same function is computed"),
+    Row(("attention.*", "remat.*", "compiler.*"), "free", "how the same function is computed"),
     Row(("train.grad_accum", "train.loss_chunk", "train.memory_fraction"), "free", "how the same step is computed"),
     Row(("train.steps",), "free", "a run may go on for longer; a schedule that ends with the last step ends later"),
     Row(
@@ -46,20 +46,21 @@ TABLE = (
         "another order or cut of the data: some is seen twice, some never",
     ),
     Row(("data.tokenizer",), "ask", "token ids must mean the same tokens: only for the same tokenizer in another place"),
-    Row(("train.loss",), "ask", "losses before and after do not compare"),
+    Row(("train.loss", "train.z_loss"), "ask", "losses before and after do not compare"),
     Row(("model.rope_*",), "ask", "positions mean something else; meant for stretching the context"),
     Row(
         ("model.sliding_window", "model.attention_softcap", "model.logit_softcap", "model.norm_eps"),
         "ask",
         "the same weights compute another function",
     ),
-    Row(("precision", "dtypes.*"), "ask", "rounding changes; stored tensors are converted"),
+    Row(("precision", "fp8.*", "dtypes.*"), "ask", "rounding changes; stored tensors are converted"),
     Row(("optimizer.beta1", "optimizer.beta2", "optimizer.eps"), "ask", "the stored moments were averaged with the old values"),
     Row(
         ("optimizer.weight_decay", "optimizer.clip_norm"),
         "ask",
         "part of the recipe, unlike the learning rate seldom changed on purpose",
     ),
+    Row(("optimizer.offload",), "free", "where moments rest; the numbers stay"),
     Row(("optimizer.name",), "never", "another optimizer stores other tensors"),
     Row(
         (

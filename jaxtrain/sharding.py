@@ -196,6 +196,29 @@ def scatter(g: jax.Array, rest: NamedSharding, dtype: jnp.dtype) -> jax.Array:
     return jax.lax.with_sharding_constraint(g, rest).astype(dtype)
 
 
+def local_spec(letters: str, weight: str, axes: Axes, placement: Placement) -> P:
+    """Layout of an array of an einsum over which a shard_map is manual: activations as in use, weights whole over the batch.
+
+    letters: of the array, such as "BTNH", where B and T are batch and sequence. weight, axes: letters and logical axes of the
+    weight in the einsum.
+    """
+    logical = {"B": "batch", "T": "sequence", **dict(zip(weight, axes, strict=True))}
+    batch = placement.batch_axes
+    used = [tuple(a for a in placement.mesh_axes(logical[c]) if c in "BT" or a not in batch) for c in letters]
+    return P(*(part or None for part in used))
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """A weight in 8 bits: value x scale. One scale for each layer of a stack."""
+
+    value: Any
+    scale: Any  # f32, (L,) or ()
+
+
+jax.tree_util.register_dataclass(Scaled, ["value", "scale"], [])
+
+
 @dataclasses.dataclass(frozen=True)
 class Held:
     """A weight as a step holds it: the numbers to compute with, and apart from them the place of its gradient.
@@ -204,7 +227,7 @@ class Held:
     layout of its own, whatever those of the numbers.
     """
 
-    value: Any  # at rest; in the compute dtype and in the layout of use where `whole`
+    value: Any  # an array, or Scaled; at rest; in the compute dtype (or 8 bits) and in the layout of use where `whole`
     slot: Any  # never read: the gradient has its shape, dtype and layout (`Placement.home`)
     whole: bool
     late: tuple[str, ...]  # mesh axes over which the gradient is not summed by the backward pass
@@ -224,8 +247,17 @@ def is_whole(w: Weight) -> bool:
     return isinstance(w, Held) and w.whole
 
 
+def in_eight(w: Weight) -> bool:
+    """Whether a weight is held in 8 bits."""
+    return isinstance(w, Held) and isinstance(w.value, Scaled)
+
+
 def numbers(w: Weight) -> jax.Array:
-    """What to compute with."""
+    """What to compute with. Raises TypeError for a weight in 8 bits, which only `kernels.dot.dot` multiplies by."""
+    if in_eight(w):
+        raise TypeError(
+            "a weight made with param(..., dot=True) is used by kernels.dot.dot alone; make it without, or use that"
+        )
     return w.value if isinstance(w, Held) else w
 
 

@@ -1,8 +1,9 @@
-"""Leaving a run in good order: Ctrl-C, and the signals a scheduler sends before it takes the machine away.
+"""Signals to a run: to leave in good order (Ctrl-C, and what a scheduler sends before it takes the machine away), or to trace.
 
-The first signal asks the loop to finish its step, save and leave; a second one leaves at once. Both work while the main thread
-waits inside XLA (a compile of minutes, a collective that hangs), where Python would run no signal handler: the interpreter's
-own handler writes the signal's number into a pipe right away, and a thread of ours reads it there.
+The first signal to leave asks the loop to finish its step, save and leave; a second one leaves at once. SIGUSR2 asks to trace
+the next steps, as often as it comes, and changes nothing else. All of them are heard while the main thread waits inside XLA
+(a compile of minutes, a collective that hangs), where Python would run no signal handler: the interpreter's own handler writes
+the signal's number into a pipe right away, and a thread of ours reads it there.
 """
 
 import os
@@ -13,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGUSR1: 75}
+TRACE = signal.SIGUSR2
 
 # A terminal signals the whole process group and a launcher may pass the same signal on: that is one request, not two.
 SAME_REQUEST_S = 0.2
@@ -21,15 +23,16 @@ CLOSE = 0  # no signal has this number
 
 
 class Stop:
-    """Whether, and why, the run has been asked to end. Use as a context manager, in the main thread.
+    """Whether, and why, the run has been asked to end, and how often to trace. Use as a context manager, in the main thread.
 
     `signals` may leave out SIGTERM where another part of the process must receive it (the preemption service of
     jax.distributed takes it for itself).
     """
 
-    def __init__(self, signals: tuple[signal.Signals, ...] = tuple(EXIT_CODES)):
+    def __init__(self, signals: tuple[signal.Signals, ...] = (*EXIT_CODES, TRACE)):
         self.reason: str | None = None  # the name of the signal, once one has come
         self.exit_code: int | None = None
+        self.traces = 0  # how often a trace was asked for
         self._signals = signals
         self._first = 0.0
         self._before: dict[signal.Signals, Any] = {}
@@ -79,7 +82,10 @@ class Stop:
 
     def _received(self, number: signal.Signals) -> None:
         now = time.monotonic()
-        if self.reason is None:
+        if number == TRACE:
+            self.traces += 1
+            _say(f"\n{number.name}: a trace was asked for.\n")
+        elif self.reason is None:
             self._first = now
             self.exit_code = EXIT_CODES[number]
             self.reason = number.name  # last: the loop looks at this one

@@ -91,7 +91,8 @@ def check_source(run: RunConfig, program: Program) -> tuple[str, ...]:
     model has no place for.
     """
     source, at = checkpoint.locate(run.init.from_)
-    stored, wanted = source.stored(at), wanted_of_source(run, program.state)
+    stored = source.stored(at)
+    wanted = state.in_stored_form(wanted_of_source(run, program.state), stored)
     wrong = checkpoint.differences(stored, wanted, subset=True, cast=True)
     unused = sorted(name for name in stored.keys() - wanted.keys() if name.startswith("params."))
     wrong += [f"{name}: in the source, not in this model" for name in unused]
@@ -130,7 +131,9 @@ def initial_state(
     """From the checkpoint, from another run, or fresh. Two whole states are never held at once."""
     abstract = program.state
     if start.resumed:
-        tensors = checkpoints.restore(start.step, state.abstract_tensors(abstract), cast=start.cast)
+        wanted = state.abstract_tensors(abstract)
+        read = state.in_stored_form(wanted, checkpoints.stored(start.step)) if start.cast else wanted
+        tensors = state.converted(checkpoints.restore(start.step, read, cast=start.cast), wanted)
         moved = checkpoints.set_aside(start.step)
         if moved:
             say(moved)
@@ -140,6 +143,8 @@ def initial_state(
         return fresh
     source, at = checkpoint.locate(run.init.from_)
     fresh = state.without_params(fresh)
-    tensors = source.restore(at, wanted_of_source(run, abstract), subset=True, cast=True)
+    wanted = wanted_of_source(run, abstract)
+    read = state.in_stored_form(wanted, source.stored(at))
+    tensors = state.converted(source.restore(at, read, subset=True, cast=True), wanted)
     say(f"initial {run.init.what} from step {at} of {source.directory}; step and learning-rate schedule start at 0")
     return state.from_tensors(abstract, tensors, fresh)

@@ -7,6 +7,7 @@ array per layer and tensor, the same names whatever the layout in memory was.
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,7 +18,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.models.module import Definition, Params
-from jaxtrain.sharding import Placement, replicated
+from jaxtrain.quantized import SIGNED, Blocks, axis_of, decode, encode, is_blocks, scales_of
+from jaxtrain.sharding import LayoutError, Placement, replicated
 
 Tensors = dict[str, Any]  # name -> jax.Array, or jax.ShapeDtypeStruct
 
@@ -39,8 +41,14 @@ def weights(state: TrainState) -> Params:
     return state.params
 
 
-def abstract_state(definition: Definition, tx: optax.GradientTransformation, placement: Placement) -> TrainState:
-    """Shapes, dtypes and shardings of a state that nobody has allocated yet. Moments are split like their parameters."""
+def abstract_state(
+    definition: Definition, tx: optax.GradientTransformation, placement: Placement, offload: bool = False
+) -> TrainState:
+    """Shapes, dtypes and shardings of a state that nobody has allocated yet. Moments are split like their parameters.
+
+    offload: moments rest in pinned host memory. Devices that are only described have none, and jax then drops the memory's
+    kind from a sharding without a word: `compiler.compile_train` puts it back.
+    """
 
     def place(path: Any, a: jax.ShapeDtypeStruct, axes: Any) -> jax.ShapeDtypeStruct:
         name = ".".join(str(k.key) for k in path)
@@ -48,14 +56,31 @@ def abstract_state(definition: Definition, tx: optax.GradientTransformation, pla
 
     params = jax.tree_util.tree_map_with_path(place, definition.abstract, definition.axes)
     whole = replicated(placement)
+
+    def moment(a: Any, p: jax.ShapeDtypeStruct) -> Any:
+        if is_blocks(a) and _dividing(p.sharding, a.scales.shape).spec != p.sharding.spec:
+            raise LayoutError(
+                f"moments of a parameter {p.shape}: a block of 8-bit values would lie on two devices, split as "
+                f"{p.sharding.spec}; set dtypes.m and dtypes.v to bf16, or a smaller mesh.tensor"
+            )
+        home = p.sharding.with_memory_kind(ON_HOST) if offload else p.sharding
+        if is_blocks(a):
+            return Blocks(_like(a.codes, home), _like(a.scales, home))
+        return _like(a, home if a.shape == p.shape else whole)
+
     optimizer = optax.tree_map_params(
         tx,
-        lambda a, p: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=p.sharding if a.shape == p.shape else whole),
+        moment,
         jax.eval_shape(tx.init, definition.abstract),
         params,
-        transform_non_params=lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole),
+        transform_non_params=lambda a: _like(a, whole),
+        is_leaf=is_blocks,
     )
     return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), params, optimizer)
+
+
+def _like(a: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
 
 def shardings(abstract: Any) -> Any:
@@ -65,18 +90,30 @@ def shardings(abstract: Any) -> Any:
 
 def create_state(definition: Definition, tx: optax.GradientTransformation, abstract: TrainState, seed: int) -> TrainState:
     """A fresh state, each device making only its own part. The numbers depend on the seed and not on the mesh."""
-
-    def create(key: jax.Array) -> TrainState:
-        params = definition.init(key)
-        return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
-
-    return jax.jit(create, out_shardings=shardings(abstract))(jax.random.key(seed))
+    params = jax.jit(definition.init, out_shardings=shardings(abstract.params))(jax.random.key(seed))
+    leaves, tree = jax.tree.flatten(shardings(abstract.optimizer))
+    if any(sharding.memory_kind == ON_HOST for sharding in leaves):
+        # One at a time: on its way to the host each is on the device, where there may be no room for all.
+        made = [
+            jax.jit(lambda params, i=i: jax.tree.leaves(tx.init(params))[i], out_shardings=sharding)(params)
+            for i, sharding in enumerate(leaves)
+        ]
+        optimizer = jax.tree.unflatten(tree, made)
+    else:
+        optimizer = jax.jit(tx.init, out_shardings=shardings(abstract.optimizer))(params)
+    step = jax.device_put(jnp.zeros((), jnp.int32), abstract.step.sharding)
+    return TrainState(step, params, optimizer)
 
 
 def _name(path: Any) -> str:
     """Dotted names of attributes and dict keys. Positions in tuples say nothing to a reader and are left out."""
     parts = [str(getattr(k, "name", None) or getattr(k, "key", "")) for k in path]
     return ".".join(p for p in parts if p)
+
+
+def is_moment(path: Any) -> bool:
+    """Whether a leaf of a TrainState, by its path, is one of the optimizer's for a parameter: a moment, and no counter."""
+    return getattr(path[0], "name", "") == "optimizer" and any(isinstance(k, jax.tree_util.DictKey) for k in path)
 
 
 def _is_stacked(path: Any) -> bool:
@@ -124,6 +161,14 @@ def _spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     return NamedSharding(mesh, P(*(part or None for part in parts)))
 
 
+ON_HOST = "pinned_host"
+
+
+def _on_device(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """XLA computes on nothing that is in host memory."""
+    return jax.device_put(x, jax.memory.Space.Device) if sharding.memory_kind == ON_HOST else x
+
+
 def _to_host(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """On GPUs copies go straight to host memory: a second state would not fit on the device."""
     on_gpu = next(iter(sharding.device_set)).platform == "gpu"
@@ -139,7 +184,7 @@ def copy_layer(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
     one = _spread(_layer_sharding(sharding), shape[1:])
 
     def layer(w: jax.Array, i: jax.Array) -> jax.Array:
-        part = jax.lax.dynamic_index_in_dim(w, i, keepdims=False)
+        part = _on_device(jax.lax.dynamic_index_in_dim(w, i, keepdims=False), sharding)
         return _to_host(jax.lax.with_sharding_constraint(part, one), sharding)
 
     return jax.jit(layer)
@@ -149,12 +194,31 @@ def copy_layer(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
 def copy(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
     """Jitted copy of an array; on GPUs in host memory."""
     one = _spread(sharding, shape)
-    return jax.jit(lambda w: _to_host(jax.lax.with_sharding_constraint(jnp.copy(w), one), sharding))
+    return jax.jit(lambda w: _to_host(jax.lax.with_sharding_constraint(jnp.copy(_on_device(w, sharding)), one), sharding))
 
 
 @functools.cache
-def _stack(sharding: NamedSharding) -> Any:
+def _stacking(sharding: NamedSharding) -> Any:
     return jax.jit(lambda parts: jnp.stack(parts), out_shardings=sharding)
+
+
+@functools.cache
+def _putting(sharding: NamedSharding) -> Any:
+    def put(w: jax.Array, part: jax.Array, i: jax.Array) -> jax.Array:
+        part = jax.device_put(_on_device(part, sharding), jax.memory.Space.Host)
+        return jax.lax.dynamic_update_index_in_dim(w, part, i, 0)
+
+    return jax.jit(put, out_shardings=sharding, donate_argnums=0)
+
+
+def _stack(parts: list[jax.Array], a: jax.ShapeDtypeStruct) -> jax.Array:
+    """Layers as one array; in host memory one after the other, since the device may have no room for all."""
+    if a.sharding.memory_kind != ON_HOST:
+        return _stacking(a.sharding)(parts)
+    whole = jax.jit(lambda: jnp.zeros(a.shape, a.dtype), out_shardings=a.sharding)()
+    for i, part in enumerate(parts):
+        whole = _putting(a.sharding)(whole, part, i)
+    return whole
 
 
 def to_tensors(state: TrainState) -> Tensors:
@@ -198,9 +262,80 @@ def from_tensors(abstract: TrainState, tensors: Tensors, fresh: TrainState | Non
         if names[0] not in tensors and name in others:
             return others[name]
         parts = [tensors.pop(n) for n in names]
-        return _stack(a.sharding)(parts) if _is_stacked(path) else parts[0]
+        return _stack(parts, a) if _is_stacked(path) else parts[0]
 
     return jax.tree_util.tree_map_with_path(make, abstract)
+
+
+# ---- Moments that a checkpoint holds in another form: in 8-bit blocks, or not
+
+_CODES, _SCALES = ".codes", ".scales"
+
+
+def in_stored_form(wanted: Tensors, stored: Mapping[str, Any]) -> Tensors:
+    """What to read of a checkpoint that holds the tensors `stored`, so that `converted` can make the wanted ones of it."""
+    out: Tensors = {}
+    for name, a in wanted.items():
+        base = name.removesuffix(_CODES).removesuffix(_SCALES)
+        if name not in stored and base != name and base in stored:
+            if name.endswith(_CODES):
+                out[base] = jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=a.sharding)
+        elif name not in stored and name + _CODES in stored:
+            out[name + _CODES] = jax.ShapeDtypeStruct(a.shape, jnp.uint8, sharding=a.sharding)
+            shape = stored[name + _SCALES].shape
+            out[name + _SCALES] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=_dividing(a.sharding, shape))
+        else:
+            out[name] = a
+    return out
+
+
+def _dividing(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """Split like `sharding` where that is even, whole elsewhere."""
+    parts = [
+        axes
+        if axes and size % math.prod(sharding.mesh.shape[a] for a in (axes if isinstance(axes, tuple) else (axes,))) == 0
+        else None
+        for size, axes in zip(shape, [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))], strict=True)
+    ]
+    return NamedSharding(sharding.mesh, P(*parts), memory_kind=sharding.memory_kind)
+
+
+def _signed(name: str) -> bool:
+    return SIGNED[next(part for part in name.split(".") if part in SIGNED)]
+
+
+def converted(tensors: Tensors, wanted: Tensors) -> Tensors:
+    """The wanted tensors, of those that `in_stored_form` said to read. Empties `tensors` as it goes."""
+    out: Tensors = {}
+    for name, a in wanted.items():
+        base = name.removesuffix(_CODES).removesuffix(_SCALES)
+        if name in tensors:
+            out[name] = tensors.pop(name)
+        elif name + _CODES in tensors:
+            blocks = Blocks(tensors.pop(name + _CODES), tensors.pop(name + _SCALES))
+            out[name] = _decoding(a.sharding, a.dtype, _signed(name))(blocks)
+        elif name.endswith(_CODES):
+            scales = wanted[base + _SCALES]
+            made = _encoding(a.sharding, scales.sharding, axis_of(a.shape, scales.shape), _signed(name))(tensors.pop(base))
+            out[name], out[base + _SCALES] = made.codes, made.scales
+    return out
+
+
+@functools.cache
+def _decoding(sharding: NamedSharding, dtype: Any, signed: bool) -> Any:
+    def convert(b: Blocks) -> jax.Array:
+        return decode(jax.tree.map(lambda x: _on_device(x, sharding), b), signed).astype(dtype)
+
+    return jax.jit(convert, out_shardings=sharding)
+
+
+@functools.cache
+def _encoding(codes: NamedSharding, scales: NamedSharding, axis: int, signed: bool) -> Any:
+    def convert(x: jax.Array) -> Blocks:
+        x = _on_device(x, codes)
+        return encode(x, scales_of(x, axis), axis, signed)
+
+    return jax.jit(convert, out_shardings=Blocks(codes, scales))
 
 
 def without_params(state: TrainState) -> TrainState:

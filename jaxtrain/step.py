@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.config import RunConfig
+from jaxtrain import auto_remat, precision
+from jaxtrain.activations import kept
+from jaxtrain.config import Compiler, ConfigError, Problem, Remat, RunConfig
 from jaxtrain.context import Context, make_context
 from jaxtrain.kernels import attention
 from jaxtrain.kernels.context import window
@@ -24,6 +26,7 @@ from jaxtrain.optimizer import make_optimizer, make_schedule
 from jaxtrain.shapes import BATCH_KEYS
 from jaxtrain.sharding import Axes, Placement, make_placement, replicated
 from jaxtrain.state import TrainState, abstract_state, shardings, weights
+from jaxtrain.update import STACK, Update, at_once, streamed
 from jaxtrain.zero import Stage, stage
 
 MICROBATCHES: Axes = (None, "batch", "sequence")  # (A, B, T)
@@ -32,7 +35,7 @@ Metrics = dict[str, jax.Array]
 
 def make_train_step(
     definition: Definition,
-    tx: optax.GradientTransformation,
+    update: Update,
     schedule: optax.Schedule,
     loss: LossFunction,
     spec: LossSpec,
@@ -57,7 +60,8 @@ def make_train_step(
 
     def gradients(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
         # A batch without targets has nothing to learn from; the floor only keeps it from dividing by zero.
-        total = jnp.maximum(batch["weights"].sum(), 1.0)
+        with jax.named_scope("loss"):
+            total = jnp.maximum(batch["weights"].sum(), 1.0)
 
         with jax.named_scope("gather"):
             held_weights = held.weights(params, axes)
@@ -71,12 +75,16 @@ def make_train_step(
 
         if batch["tokens"].shape[0] == 1:
             value, grads = one(jax.tree.map(lambda x: x[0], batch))
-            return value, held.settled(grads, axes)
+            with jax.named_scope("reduce"):
+                return value, held.settled(grads, axes)
 
         def add(carry: tuple[jax.Array, Params], micro: Batch) -> tuple[tuple[jax.Array, Params], None]:
-            return jax.tree.map(jnp.add, carry, one(micro)), None
+            made = one(micro)
+            with jax.named_scope("accumulate"):
+                return jax.tree.map(jnp.add, carry, made), None
 
-        zeros = jax.tree.map(held.zero, params, axes)
+        with jax.named_scope("accumulate"):
+            zeros = jax.tree.map(held.zero, params, axes)
         value, grads = jax.lax.scan(add, (jnp.zeros((), jnp.float32), zeros), batch)[0]
         with jax.named_scope("reduce"):
             return value, held.settled(grads, axes)
@@ -85,25 +93,23 @@ def make_train_step(
         value, grads = gradients(weights(state), batch)
         with jax.named_scope("optimizer"):
             norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)))
-            if clip_norm:
-                scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30))
-                grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+            scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else None
             lr = jnp.asarray(schedule(state.step), jnp.float32)
-            updates, optimizer = tx.update(grads, state.optimizer, state.params)
-            params = jax.tree.map(lambda p, u: (p - lr * u).astype(p.dtype), state.params, updates)
-        return TrainState(state.step + 1, params, optimizer), {"loss": value, "grad_norm": norm, "lr": lr}
+            params, optimizer = update(grads, state.optimizer, state.params, scale, lr)
+            done = state.step + 1
+        return TrainState(done, params, optimizer), {"loss": value, "grad_norm": norm, "lr": lr}
 
     return train_step
 
 
 def make_eval_step(
-    definition: Definition, loss: LossFunction, spec: LossSpec
+    definition: Definition, loss: LossFunction, spec: LossSpec, held: Stage
 ) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
     """`(params, batch) -> (sum of weighted losses, sum of weights)`, both f32 (); the batch's arrays are (1, B, T)."""
 
     def eval_step(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
         micro = jax.tree.map(lambda x: x[0], batch)
-        model = definition.bind(params)
+        model = definition.bind(held.at_rest(params, definition.axes))
         hidden = model(micro["tokens"], micro["segments"], micro["positions"])
         return loss(hidden, model.head_VD, micro, spec), micro["weights"].sum()
 
@@ -122,8 +128,10 @@ class Program:
     eval_batch: Batch  # likewise: (1, B, T)
     train_step: Any  # jitted; call .lower(state, batch).compile()
     eval_step: Any  # jitted
+    offload: bool  # moments rest in host memory
     gathers: bool  # weights are gathered in each microbatch
-    layer_trips: int  # of the loop over layers
+    layer_trips: int  # of the loop over layers; 0 where there is none
+    compiler: Compiler  # what the config says of XLA's options
     context: Context  # how the devices of a sequence share it, and the order in which they hold its tokens
     attention: str  # the chosen kernel
     attention_reason: str
@@ -153,7 +161,20 @@ def hardware_of(device: Any) -> attention.Hardware:
 
 def numerics_of(run: RunConfig) -> Numerics:
     """Which type is used where, from the config."""
-    return Numerics(DTYPES[run.precision], DTYPES[run.dtypes.reduce], DTYPES[run.dtypes.params])
+    return Numerics(DTYPES[run.compute], DTYPES[run.dtypes.reduce], DTYPES[run.dtypes.params])
+
+
+def eight_bit_weights(run: RunConfig, definition: Definition) -> Params:
+    """Which parameters are held in 8 bits: under `precision=fp8` those that `dot` multiplies by, but for `fp8.exclude`.
+
+    Raises ConfigError for names in fp8.exclude that the model does not have.
+    """
+    paths = jax.tree_util.tree_flatten_with_path(definition.dots)[0]
+    names = [".".join(key.key for key in path) for path, dot in paths if dot]
+    chosen, problems = precision.eight_bit(run, names)
+    if problems:
+        raise ConfigError(problems)
+    return jax.tree_util.tree_map_with_path(lambda path, _: ".".join(key.key for key in path) in chosen, definition.dots)
 
 
 def gathers_in_use(run: RunConfig, placement: Placement) -> bool:
@@ -166,7 +187,7 @@ def remat_plan(run: RunConfig, placement: Placement) -> Plan:
     """What layers keep for their backward pass, on this mesh."""
     # Over a tensor axis XLA would turn all that layers keep in memory, to look it up by a number it does not know.
     waits = placement.size("tensor") == 1
-    return make_plan(run.remat, run.sharding.gather, gathers_in_use(run, placement), waits)
+    return make_plan(run.remat, run.sharding.gather, gathers_in_use(run, placement), waits, run.compiler.unroll)
 
 
 def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Definition:
@@ -180,7 +201,7 @@ def attention_spec(run: RunConfig) -> attention.Spec:
     """What training asks of the attention kernel."""
     m, packed = run.model, run.data.packing == "documents"
     return attention.Spec(
-        m.head_dim, run.precision, packed, run.data.max_segments if packed else 1, m.sliding_window, m.attention_softcap
+        m.head_dim, run.compute, packed, run.data.max_segments if packed else 1, m.sliding_window, m.attention_softcap
     )
 
 
@@ -206,17 +227,38 @@ def choose_kernel(run: RunConfig, context: Context, device: Any) -> tuple[Kernel
     return Kernel(name, spec, split), reason
 
 
+def less_kept(run: RunConfig, program: Program, taken_gib: float, usable_gib: float) -> RunConfig | None:
+    """With remat.policy=auto, the run with a choice that should fit where the present one takes too much; None where it fits.
+
+    `run` has remat.policy=auto, or what this returned for it. Raises nothing where no choice is small enough: what then
+    computes everything again is tried, and refused like any step that is too big.
+    """
+    excess = taken_gib - (1 - auto_remat.MARGIN) * usable_gib
+    if excess <= 0 or not kept(run.remat):
+        return None
+    p = program.placement
+    axes = {axis: p.size(p.mesh_axes(axis)) for axis in ("batch", "sequence", "residual", "heads", "kv_heads", "mlp")}
+    packed = program.attention == "cudnn" and run.data.packing == "documents"
+    remat = auto_remat.smaller(run, excess, axes, packed) or Remat("full")
+    return dataclasses.replace(run, remat=remat)
+
+
 def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     """Everything that follows from a config and a set of devices, real or described. Allocates nothing.
 
-    Raises LayoutError or Unsupported where the config asks for a layout or a kernel that cannot be.
+    Raises LayoutError or Unsupported where the config asks for a layout or a kernel that cannot be, ConfigError for what a
+    model of one's own does not have.
     """
     placement = make_placement(run, devices)
     context = context_of(run, placement)
     kernel, reason = choose_kernel(run, context, devices[0])
     definition = make_definition(run, placement, kernel)
     tx = make_optimizer(run.optimizer, run.dtypes, definition.axes)
-    state = abstract_state(definition, tx, placement)
+    offload = run.optimizer.offload == "moments"
+    if offload and STACK not in definition.axes:
+        rule = f"moments are streamed layer by layer, and model.family = {run.model.family} has no parameters under {STACK!r}"
+        raise ConfigError([Problem("optimizer.offload", "moments", rule, "Set none, or stack the layers under that name.")])
+    state = abstract_state(definition, tx, placement, offload)
 
     shape = (run.train.grad_accum, run.train.global_batch // run.train.grad_accum, run.data.seq_len)
     sharding = placement.sharding(MICROBATCHES, "batch", shape)
@@ -226,15 +268,16 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
 
     batch = abstract_batch(shape)
 
-    loss_spec = LossSpec(numerics_of(run), placement, run.train.loss_chunk, run.model.logit_softcap)
+    loss_spec = LossSpec(numerics_of(run), placement, run.train.loss_chunk, run.model.logit_softcap, run.train.z_loss)
     loss = loss_function(run.train.loss)
+    held = stage(run, placement, numerics_of(run), DTYPES[run.dtypes.grads], eight_bit_weights(run, definition))
     train_step = make_train_step(
         definition,
-        tx,
+        streamed(run.optimizer, run.dtypes, definition.axes) if offload else at_once(tx),
         make_schedule(run.optimizer, run.train.steps),
         loss,
         loss_spec,
-        held=stage(run, placement, numerics_of(run), DTYPES[run.dtypes.grads]),
+        held=held,
         clip_norm=run.optimizer.clip_norm,
     )
     whole = replicated(placement)
@@ -250,14 +293,18 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
             in_shardings=(shardings(state), shardings(batch)),
             out_shardings=(shardings(state), {"loss": whole, "grad_norm": whole, "lr": whole}),
             donate_argnums=0,
+            # What a kernel does not read of a batch stays an argument: who looks at the compiled step finds all of them.
+            keep_unused=True,
         ),
         jax.jit(
-            make_eval_step(definition, loss, loss_spec),
+            make_eval_step(definition, loss, dataclasses.replace(loss_spec, z_loss=0.0), held),
             in_shardings=(shardings(state.params), shardings(batch)),
             out_shardings=(whole, whole),
         ),
+        offload,
         gathers_in_use(run, placement),
         remat_plan(run, placement).trips(run.model.num_layers),
+        run.compiler,
         context,
         kernel.name,
         reason,

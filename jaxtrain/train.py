@@ -18,7 +18,19 @@ from typing import Any
 
 import jax
 
-from jaxtrain import checkpoint, compiler, config, evaluate, flops, generate, hardware, metrics, profiling, state, step
+from jaxtrain import (
+    checkpoint,
+    compiler,
+    config,
+    evaluate,
+    flops,
+    generate,
+    hardware,
+    metrics,
+    profiling,
+    state,
+    step,
+)
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.data import pipeline
@@ -28,6 +40,7 @@ from jaxtrain.launch import Launch, report
 from jaxtrain.memory import (
     OutOfMemory,
     check_host_memory,
+    compile_to_fit,
     explain_memory,
     memory_by_class,
     out_of_memory_explained,
@@ -70,6 +83,7 @@ def run(run: RunConfig, workdir: Path, launch: Launch) -> int:
     try:
         check_own_names(run)
         program = step.build(run, devices)
+        chosen = compiler.choose(program, compiler.card_of(jax.local_devices()[0], run.train.memory_fraction))
         start = decide_start(run, checkpoints, program)
         train_data, eval_data = open_data(run, program)
         # Loaded now although it is used at the end: a missing tokenizer should not be found out after the last step.
@@ -107,7 +121,7 @@ def run(run: RunConfig, workdir: Path, launch: Launch) -> int:
     try:
         with Console(workdir, jax.process_index(), run.train.steps) as console, Stop() as stop:
             session = Session(
-                run, workdir, console, stop, receipt, checkpoints, program, start, train_data, eval_data, tokenizer
+                run, workdir, console, stop, receipt, checkpoints, program, chosen, start, train_data, eval_data, tokenizer
             )
             try:
                 code, reason = session.train()
@@ -173,6 +187,7 @@ class Session:
         receipt: Receipt,
         checkpoints: Checkpoints,
         program: step.Program,
+        chosen: compiler.Chosen,
         start: Start,
         train_data: Any,
         eval_data: Any,
@@ -180,6 +195,8 @@ class Session:
     ):
         self.run, self.workdir, self.console, self.stop = run, workdir, console, stop
         self.receipt, self.checkpoints, self.program, self.start = receipt, checkpoints, program, start
+        self.chosen = chosen  # XLA's options
+        self.asked = run  # `run` as configured; compiling may settle what remat.policy=auto keeps
         self.train_data, self.eval_data, self.tokenizer = train_data, eval_data, tokenizer
         self.tokens_per_step = run.train.global_batch * run.data.seq_len
         self.saved_at = start.step if start.resumed else -1
@@ -267,11 +284,17 @@ class Session:
 
     def compile(self) -> Compiled:
         """Compile the train step for these shapes, and read from it what it will hold."""
-        program = self.program
+        if self.chosen.why:
+            self.console.say(f"XLA options: {self.chosen.why}")
+        for warning in self.chosen.warnings():
+            self.console.warn(warning)
         self.console.say("compiling the train step ...")
         began = time.perf_counter()
-        card = compiler.card_of(jax.local_devices()[0], self.run.train.memory_fraction)
-        train = compiler.compile_train(program, card)
+        limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+        usable = limit / 2**30 if limit else math.inf
+        found = compile_to_fit(self.run, self.program, self.chosen.options, usable, self.console.say)
+        self.run, self.program, train = found
+        program = self.program
         evaluation = None
         if self.eval_data is not None:
             evaluation = program.eval_step.lower(program.state.params, program.eval_batch).compile()
@@ -280,16 +303,17 @@ class Session:
         self.console.say(
             f"compiled in {seconds:.1f} s; per device: " + ", ".join(f"{name} {size(gib)}" for name, gib in memory.items())
         )
-        self.receipt.update(compile_s=seconds, memory_gib=memory, compiler_options=compiler.options(program, card))
+        remat = dataclasses.asdict(self.run.remat)
+        self.receipt.update(remat=remat, compile_s=seconds, memory_gib=memory, compiler_options=self.chosen.options)
         if self.run.profile.dump_hlo:
             profiling.dump_hlo(train, self.workdir, self.console.say)
-        limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
         if limit and (taken := taken_gib(train)) > limit / 2**30:
             memory |= {"peak and gaps": taken}
             raise OutOfMemory(explain_memory(self.run, memory, f"the budget of {limit / 2**30:.1f} GiB a device"))
         if jax.local_devices()[0].platform == "gpu":
             self.plan(train)
-            check_host_memory(program, hardware.pinned_limit_gib(os.environ))
+            waiting = train.memory_analysis().host_temp_size_in_bytes
+            check_host_memory(program, hardware.pinned_limit_gib(os.environ), waiting)
         return Compiled(train, evaluation, seconds, memory)
 
     def plan(self, executable: Any) -> None:
@@ -311,7 +335,14 @@ class Session:
         """Steps until the last one, or until asked to stop. Metrics are read one step late: the device never waits for us."""
         run, console = self.run, self.console
         rates = self.throughput()
-        tracer = profiling.Tracer(run.profile, self.workdir, console.say, process_index=jax.process_index())
+        tracer = profiling.Tracer(
+            run.profile,
+            self.workdir,
+            console.say,
+            process_index=jax.process_index(),
+            asked=lambda: self.stop.traces,
+            program=compiled.train,
+        )
         batches = pipeline.iterate(self.train_data, self.start.step + self.start.data_base, run.data.prefetch)
         late = Late(self, rates, writers)
         done = self.start.step
@@ -322,9 +353,9 @@ class Session:
                 with rates.waiting_for_data():
                     batch = step.place_batch(next(batches), self.program.batch, self.program.context)
                 current, values = compiled.train(current, batch)
-                tracer.after_step(done, values)
                 if tracer.tracing:
                     rates.exclude()
+                tracer.after_step(done, values)
                 late.report()
                 done += 1
                 late.put(done, values)
@@ -343,7 +374,8 @@ class Session:
             if done > max(self.saved_at, 0):  # asked to stop between two checkpoints
                 self.save(current, done)
         finally:
-            tracer.close(current.step)
+            # The newest metrics, and not the state: where a step failed, that is given away already.
+            tracer.close(late.waiting[1] if late.waiting else None)
             close(batches)
         return current, done
 
@@ -359,7 +391,9 @@ class Session:
             if gpu is None:
                 self.console.say(f"no peak rate is known for {device.device_kind!r}: mfu is null. Set log.peak_tflops.")
             else:
-                peak = gpu.peak(run.precision)
+                peak = gpu.peak(run.compute)
+                if run.precision == "fp8":
+                    self.console.say(f"MFU is of the bfloat16 peak, {peak:g} TFLOP/s: a step with FP8 has none of its own")
         return metrics.Throughput(
             tokens_per_step=self.tokens_per_step,
             num_devices=jax.device_count(),
@@ -388,7 +422,7 @@ class Session:
     def save(self, current: state.TrainState, done: int) -> None:
         """Begin to save; the loop goes on while files are written."""
         meta = {
-            "config": config.to_dict(self.run),
+            "config": config.to_dict(self.asked),
             "data": {
                 "tokens": (done + self.start.data_base) * self.tokens_per_step,
                 "fingerprint": self.train_data.fingerprint,

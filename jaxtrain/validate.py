@@ -28,21 +28,24 @@ from jaxtrain.config import (
 from jaxtrain.context import make_context, ulysses_problem
 from jaxtrain.hardware import Devices, memory_environment, memory_fraction
 from jaxtrain.models import FAMILIES
+from jaxtrain.moments import INT8, SMALL, SMALLEST_BLOCK, block, block_axis
+from jaxtrain.precision import WEIGHTS, eight_bit, unsupported
 from jaxtrain.resume import check_allow_change
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "precision": ("f32", "bf16"),
+    "precision": ("f32", "bf16", "fp8"),
     "model.rope_scaling": ("none", "llama3"),
-    "attention.impl": ("auto", "cudnn", "chunked", "reference"),
+    "attention.impl": ("auto", "cudnn", "pallas", "chunked", "reference"),
     "attention.context": ("ring", "ulysses", "gather"),
     "sharding.gather": ("layer", "forward", "step"),
     "remat.policy": POLICIES,
     "dtypes.params": ("auto", "f32", "bf16"),
-    "dtypes.m": ("auto", "f32", "bf16"),
-    "dtypes.v": ("auto", "f32", "bf16"),
+    "dtypes.m": ("auto", "f32", "bf16", INT8),
+    "dtypes.v": ("auto", "f32", "bf16", INT8),
     "dtypes.grads": ("auto", "f32", "bf16"),
     "dtypes.reduce": ("auto", "f32", "bf16"),
     "data.packing": ("documents", "none"),
+    "optimizer.offload": ("none", "moments"),
     "optimizer.schedule": ("constant", "cosine", "linear", "wsd"),
     "init.what": ("weights", "weights+optimizer"),
 }
@@ -58,8 +61,13 @@ REFUSED = {
     "int8": "training in 8-bit integers is not supported",
     "mxfp8": "block-scaled formats need GPUs and kernels that jaxtrain does not have",
     "nvfp4": "block-scaled formats need GPUs and kernels that jaxtrain does not have",
-    "fp8": "8-bit floating point is not there yet",
 }
+# A plan gives the reason: 4 x 32.9 GiB over PCIe at 53 GB/s, beside 6.4 s, for configs/llama3_70b.py on h200:8.
+NO_PARAMS = (
+    "weights are read twice in each microbatch, and read and written by the update: of llama3_70b on h200:8 each GPU would "
+    "move 131 GiB a step over PCIe, 2.7 s beside 6.4 s, and 1.3 s more for each further microbatch; moments are read and "
+    "written once a step, however many microbatches it has, and free twice the memory"
+)
 ALIASES = {"float16": "fp16", "f16": "fp16", "half": "fp16", "float8": "fp8", "f8": "fp8", "mxfp4": "nvfp4", "fp4": "nvfp4"}
 
 # Key -> smallest value. "> x" is meant for floats that must be above it.
@@ -89,6 +97,7 @@ AT_LEAST: dict[str, float] = {
                 "sharding.zero",
                 "attention.ulysses",
                 "log.peak_tflops",
+                "train.z_loss",
                 "sample.max_tokens",
                 "sample.temperature",
                 "sample.seed",
@@ -147,6 +156,8 @@ def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
     problems += _stages(run, bad)
     problems += _model(run, bad)
     problems += _remat(run, bad)
+    problems += _fp8(run, devices, bad)
+    problems += config.parse_options(run.compiler.options)[1]
     problems += _attention(run, devices, bad)
     problems += _schedule(run, bad)
     # Also of a mesh that does not fill the devices: what does not divide over it would be the next thing to fail.
@@ -159,6 +170,7 @@ def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
     ]
     problems += split
     problems += _clashes(run, table)
+    problems += _moments(run, sizes, table, bad)
     return problems
 
 
@@ -182,8 +194,10 @@ def _choices(values: dict[str, Any]) -> Iterable[Problem]:
         name = ALIASES.get(value.lower(), value.lower())
         if name in REFUSED and (key == "precision" or key.startswith("dtypes.")):
             yield Problem(key, value, REFUSED[name], "Use bf16.")
+        elif (key, value) == ("optimizer.offload", "params"):
+            yield Problem(key, value, NO_PARAMS, "Set moments, and spread them over more microbatches by train.grad_accum.")
         else:
-            yield Problem(key, value, "no such choice", nearest(value, list(known)))
+            yield Problem(key, value, "no such choice", nearest(name if name in known else value, list(known)))
     for key, known in OPEN_CHOICES.items():
         value = values[key]
         if ":" in value:
@@ -269,12 +283,28 @@ def _remat(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
     if run.remat.tensors.strip() and run.remat.policy != "custom" and "remat.policy" not in bad:
         rule = f"is read only with remat.policy = custom, which is {run.remat.policy}"
         yield Problem("remat.tensors", run.remat.tensors, rule, "Set remat.policy to custom, or remat.tensors to ''.")
+    if run.remat.policy == "auto" and run.model.family not in FAMILIES and "model.family" not in bad:
+        rule = f"what it chooses among are the activations of jaxtrain's own models, and model.family is {run.model.family}"
+        yield Problem("remat.policy", "auto", rule, "Set another policy.")
+    if run.remat.policy == "auto" and run.remat.every > 1:
+        rule = "layers share checkpoints, and remat.policy = auto decides for each layer"
+        yield Problem("remat.every", run.remat.every, rule, "Set it to 1, or another remat.policy.")
     if not bad & {"remat.every", "model.num_layers"} and run.remat.every > run.model.num_layers:
         rule = f"there are only model.num_layers = {run.model.num_layers} layers"
         yield Problem("remat.every", run.remat.every, rule, f"Set 1 to {run.model.num_layers}.")
 
 
+def _fp8(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
+    if "precision" in bad:
+        return
+    yield from unsupported(run, devices)
+    if run.model.family in FAMILIES:  # of others the names are known once they are made
+        yield from eight_bit(run, WEIGHTS)[1]
+
+
 def _attention(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
+    if run.attention.impl == "pallas":
+        yield from _pallas(run, devices, bad)
     if run.attention.impl != "cudnn":
         return
     other = "Set attention.impl to auto or chunked"
@@ -297,6 +327,18 @@ def _attention(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Prob
         yield refuse(f"model.head_dim = {run.model.head_dim} must be a multiple of 8 and at most {most} there")
     if run.model.attention_softcap > 0:
         yield refuse(f"cuDNN has no soft cap (model.attention_softcap = {run.model.attention_softcap:g})")
+
+
+def _pallas(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
+    def refuse(rule: str) -> Problem:
+        return Problem("attention.impl", "pallas", rule, "Set attention.impl to auto or chunked.")
+
+    sm = devices.sm if devices.kind == "gpu" else 0
+    if 0 < sm < 80:
+        yield refuse(f"Pallas attention needs a GPU from Ampere (sm80) on; {devices.name} is sm{sm}")
+    most = 256 if sm in (0, 80, 90, 100, 103) else 128  # the others have less shared memory
+    if "model.head_dim" not in bad and (run.model.head_dim > most or run.model.head_dim % 8):
+        yield refuse(f"model.head_dim = {run.model.head_dim} must be a multiple of 8 and at most {most} there")
 
 
 def _context(
@@ -410,6 +452,41 @@ def _divisions(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]
     unit = accum * parts
     remedy = f"Set a multiple of {unit}, such as {max(1, round(batch / unit)) * unit}"
     yield Problem("train.global_batch", batch, rule, remedy + (", or accumulate less." if accum > 1 else "."))
+
+
+def _moments(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]], bad: set[str]) -> Iterable[Problem]:
+    """Blocks of 8-bit moments that cannot be cut, or would lie on two devices; and what cannot be streamed."""
+    m, name = run.model, run.optimizer.name
+    if run.optimizer.offload == "moments" and name != "adamw":
+        rule = f"updates layer by layer, and {name} may look at all of them at once"
+        yield Problem("optimizer.offload", "moments", rule, "Set none, or optimizer.name to adamw.")
+    key = next((f"dtypes.{x}" for x in ("m", "v") if getattr(run.dtypes, x) == INT8), None)
+    own = {"model.num_heads", "model.num_kv_heads", "model.head_dim", "model.d_ff", "model.d_model", "model.num_layers"}
+    if key is None or name != "adamw" or m.family not in FAMILIES or bad & own:
+        return
+    length = {"layers": m.num_layers, "embed": m.d_model, "heads": m.num_heads, "kv_heads": m.num_kv_heads}
+    length |= {"head_dim": m.head_dim, "mlp": m.d_ff}
+    cut: dict[str, int] = {}  # axes that have blocks
+    for array, axes in ARRAYS.items():
+        if axes[0] != "layers":
+            continue
+        shape = [length[axis] for axis in axes]
+        along = block_axis(axes, shape)
+        if along is not None:
+            cut[axes[along]] = block(shape[along])
+        elif math.prod(shape[1:]) >= SMALL:
+            rule = f"no dimension of {array} divides into blocks of a power of two from {SMALLEST_BLOCK} on"
+            yield Problem(key, INT8, rule, "Set bf16, or model.head_dim and model.d_ff to multiples of 16.")
+            return
+    if not cut:
+        rule = f"no matrix of the layers has the {SMALL} elements from which moments are stored in blocks"
+        yield Problem(key, INT8, rule, "Set f32 or bf16.")
+    for axis, size in cut.items():
+        parts = math.prod(sizes[a] for a in table[axis])
+        if length[axis] % (parts * size):
+            over = " x ".join(f"mesh.{a} = {sizes[a]}" for a in table[axis])
+            rule = f"a block of {size} along {axis} = {length[axis]} would lie on two devices ({over})"
+            yield Problem(key, INT8, rule, f"Set bf16, or sizes whose product divides {length[axis] // size}.")
 
 
 def _clashes(run: RunConfig, table: dict[str, list[str]]) -> Iterable[Problem]:

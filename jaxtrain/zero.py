@@ -13,14 +13,16 @@ With several microbatches, sums over mesh axes that do not split a weight wait f
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.config import RunConfig
 from jaxtrain.kernels.dot import Numerics
+from jaxtrain.kernels.fp8 import E4M3, from_bits, scaled, to_bits
 from jaxtrain.models.module import Params
-from jaxtrain.sharding import Axes, Held, Placement, summed
+from jaxtrain.sharding import Axes, Held, Placement, Scaled, summed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Stage:
     whole: bool  # weights are gathered once, before the first microbatch
     once: bool  # gradients are not summed over any axis before the end of the step
     accumulates: bool  # several microbatches
+    eight: Params  # which weights are held in 8 bits
 
     def late(self, axes: Axes) -> tuple[str, ...]:
         """Mesh axes over which the gradient of a weight with these logical axes is summed at the end of the step."""
@@ -43,7 +46,19 @@ class Stage:
 
     def weights(self, params: Params, axes: Params) -> Params:
         """From the master weights, what all microbatches of a step compute with."""
-        return jax.tree.map(self._gathered, params, axes) if self.whole else params
+        held = self._rounded(params, axes)
+        return jax.tree.map(self._gathered, held, axes, is_leaf=_is_scaled) if self.whole else held
+
+    def at_rest(self, params: Params, axes: Params) -> Params:
+        """What an evaluation computes with: weights that rest as the master does, and learn nothing."""
+        held = self._rounded(params, axes)
+        return jax.tree.map(
+            lambda w, p: Held(w, p, False, ()) if isinstance(w, Scaled) else w, held, params, is_leaf=_is_scaled
+        )
+
+    def _rounded(self, params: Params, axes: Params) -> Params:
+        """The master weights, those of FP8 matmuls in 8 bits. Once a step: a scale is a collective."""
+        return jax.tree.map(lambda w, axes, eight: scaled(w, axes, self.placement) if eight else w, params, axes, self.eight)
 
     def slots(self, params: Params, axes: Params) -> Params:
         """What a microbatch's gradients are taken of: each has the shape, dtype and layout of its weight's gradient.
@@ -60,10 +75,11 @@ class Stage:
     def bound(self, weights: Params, slots: Params, axes: Params) -> Params:
         """The parameters of a model that computes with `weights`, and whose gradient is that of `slots`."""
 
-        def hold(w: jax.Array, slot: jax.Array, axes: Axes) -> jax.Array | Held:
-            return slot if self._plain(axes) else Held(w, slot, self.whole, self.late(axes))
+        def hold(w: jax.Array | Scaled, slot: jax.Array, axes: Axes) -> jax.Array | Held:
+            plain = self._plain(axes) and not isinstance(w, Scaled)
+            return slot if plain else Held(w, slot, self.whole, self.late(axes))
 
-        return jax.tree.map(hold, weights, slots, axes)
+        return jax.tree.map(hold, weights, slots, axes, is_leaf=_is_scaled)
 
     def zero(self, w: jax.Array, axes: Axes) -> jax.Array:
         """The sum of no microbatch's gradients."""
@@ -96,7 +112,13 @@ class Stage:
         spec = self.placement.home(axes, late := self.late(axes)).spec
         return jax.P(spec[1], spec[0], *spec[2:]) if late and axes[0] == "layers" else spec
 
-    def _gathered(self, w: jax.Array, axes: Axes) -> jax.Array:
+    def _gathered(self, w: jax.Array | Scaled, axes: Axes) -> jax.Array | Scaled:
+        if isinstance(w, Scaled):
+            return Scaled(to_bits(self._spread(from_bits(w.value, E4M3), axes)), w.scale)
+        return self._spread(w.astype(self.numerics.compute), axes)
+
+    def _spread(self, w: jax.Array, axes: Axes) -> jax.Array:
+        """A weight in the type that it has, whole over the batch."""
         p = self.placement
 
         def spread(w: jax.Array, axes: Axes) -> jax.Array:
@@ -106,7 +128,6 @@ class Stage:
             return w
 
         def local(w: jax.Array) -> jax.Array:
-            w = w.astype(self.numerics.compute)
             if not self._by_layer(axes):
                 return spread(w, axes)
             return spread(jax.lax.map(lambda layer: spread(layer, axes[1:]), w), axes[:1])
@@ -136,8 +157,12 @@ class Stage:
         return axes[0] == "layers" and any(a in batch for axis in axes[1:] for a in self.placement.mesh_axes(axis))
 
 
-def stage(run: RunConfig, placement: Placement, numerics: Numerics, grads: jnp.dtype) -> Stage:
-    """What `sharding.zero` and `sharding.gather` ask for."""
+def _is_scaled(x: Any) -> bool:
+    return isinstance(x, Scaled)
+
+
+def stage(run: RunConfig, placement: Placement, numerics: Numerics, grads: jnp.dtype, eight: Params) -> Stage:
+    """What `sharding.zero` and `sharding.gather` ask for. `eight`: which weights are held in 8 bits."""
     s = run.sharding
     once = s.zero == 1 or s.gather == "step"
-    return Stage(placement, numerics, grads, once or s.zero == 2, once, run.train.grad_accum > 1)
+    return Stage(placement, numerics, grads, once or s.zero == 2, once, run.train.grad_accum > 1, eight)

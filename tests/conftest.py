@@ -13,10 +13,16 @@ import signal
 
 import jax
 import pytest
+from hypothesis import settings
 
 # A shell that starts the suite in the background makes it ignore Ctrl-C, and its children with it; some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Property tests draw the same few cases each time, or many with --hypothesis-profile=thorough.
+settings.register_profile("quick", max_examples=6, derandomize=True, deadline=None, database=None)
+settings.register_profile("thorough", max_examples=100, deadline=None, print_blob=True)
+settings.load_profile("quick")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,7 +7,7 @@ from jaxtrain.plan.program import assignment
 
 def proto(events, sizes, heap=0, argument=0, colors=None):
     """HloProto bytes: values by id with these sizes, one heap's events (kind, value, shared value)."""
-    made = assignment._message("Hlo")()
+    made = assignment._hlo_proto()()
     computation = made.module.computations.add(id=1)
     for i, size in sizes.items():
         computation.instructions.add(name=f"i{i}", opcode="add", id=i)

@@ -21,10 +21,14 @@ TOKENS = 8192  # on each GPU
 STACKED = LAYERS - 1  # the last one's backward pass comes at once: what it keeps is in no stack
 STACK = STACKED * TOKENS * 2 / buffers.GIB  # GiB of one number per token and stacked layer in bfloat16
 MIB = 2**20
+KEPT = "q=keep,k=keep,v=keep,attention_out=keep,attention_lse=keep,residual=keep,mlp_gate=keep,mlp_up=keep"
 
 
 def config(*overrides: str):
-    loaded = launch.load([*BASE, f"--config.model.num_layers={LAYERS}", *overrides])
+    loop = ("--config.compiler.unroll=false", "--config.remat.policy=custom", f"--config.remat.tensors={KEPT}")
+    if any("remat.policy" in o for o in overrides):
+        loop = (*loop[:1], "--config.remat.tensors=")
+    loaded = launch.load([*BASE, f"--config.model.num_layers={LAYERS}", *loop, *overrides])
     assert not loaded.problems, loaded.problems
     return loaded.run
 
@@ -189,7 +193,7 @@ def test_as_many_tokens_as_a_weight_has_rows_make_no_gradient(op_name, kind):
         f"  ROOT %y = bf16[8192,28672]{{1,0}} negate(%p), {metadata}\n"
         "}\n"
     )
-    facts = buffers.Facts(module, frozenset({(8192, 28672)}), frozenset({(1024, 28672)}), {}, {})
+    facts = buffers.Facts(module, frozenset({(8192, 28672)}), frozenset({(1024, 28672)}), {}, {}, {})
     assert buffers.classify(facts, assignment.Value(1, 8192 * 28672 * 2, "y", (), 0)) == (kind, "")
 
 

@@ -12,7 +12,9 @@ import rich.console
 
 from jaxtrain import compiler, hardware, launch
 from jaxtrain.plan import calibrate, rates, topology
-from jaxtrain.plan.calibrate import COLLECTIVES, TINY, CalibrationError, Reading, Sizes, chain, looped, rate, timed, to_rates
+from jaxtrain.plan import readings as made
+from jaxtrain.plan.calibrate import TINY, Sizes, chain, looped, timed
+from jaxtrain.plan.readings import COLLECTIVES, CalibrationError, Reading, rate, to_rates
 from jaxtrain.step import build
 
 TODAY = datetime.date(2026, 11, 21)
@@ -26,7 +28,7 @@ def readings():
 def test_everything_is_measured(readings):
     kinds = [r.kind for r in readings]
     assert kinds.count("gemm") == len(TINY.gemms) and kinds.count("host") == kinds.count("link latency") == 2
-    assert set(kinds) == {*calibrate.UNITS, "link latency"}
+    assert set(kinds) == {*made.UNITS, "link latency"}
     # Backward passes and latencies are differences, which noise can turn at this size.
     whole = [r for r in readings if "backward" not in r.kind and r.kind != "link latency"]
     assert all(0 < r.seconds < 10 and r.spread >= 0 for r in whole)
@@ -158,7 +160,7 @@ def test_packed_rows_count_where_cudnn_serves_them():
 def test_gemms_are_compiled_as_in_training():
     run = launch.load(["--config=configs/llama3_1b.py", "--config.model.num_layers=1"]).run
     program = build(run, topology.devices(topology.parse("h200:8")))
-    training = compiler.options(program, compiler.card(139.8))
+    training = compiler.choose(program, compiler.card(139.8)).options
     assert {k: training[k] for k in calibrate.OPTIONS} == calibrate.OPTIONS
 
 
@@ -196,6 +198,36 @@ def test_what_cannot_be_is_not_stored(kind, seconds, key):
     wrong = [dataclasses.replace(r, seconds=seconds) if r.kind == kind else r for r in GOOD + LINKS]
     with pytest.raises(CalibrationError, match=f"^{key} = .*Nothing is stored"):
         to_rates(wrong, H200, "NVIDIA H200", TODAY)
+
+
+def test_a_reading_that_fails_loses_its_own_rate_only(monkeypatch):
+    assert H200
+    monkeypatch.setattr(calibrate, "timed", lambda run, *args, sizes: [1.0])
+    monkeypatch.setattr(calibrate, "normal", lambda seed, shape, dtype=jnp.bfloat16: jnp.zeros(shape, dtype))
+
+    def broken(*_):
+        raise RuntimeError("no such luck\nand much more")
+
+    monkeypatch.setattr(calibrate, "fp8_gemm", broken)
+    monkeypatch.setattr(calibrate, "attention_pair", broken)
+    found = calibrate.measure(jax.devices()[:1], TINY)
+    failed = [r for r in found if r.failed]
+    assert {r.kind for r in failed} == {
+        "FP8 gemm",
+        *(f"{p}attention {d}" for p in ("", "packed ") for d in ("forward", "backward")),
+    }
+    assert {r.failed for r in failed} == {"RuntimeError: no such luck"}
+    good = [r for r in GOOD if "attention" not in r.kind]
+    got, sheet = to_rates(good + failed, H200, "NVIDIA H200", TODAY), rates.datasheet(H200, "bf16")
+    assert (got.gemm_tflops, got.memory_tb_s, got.fp8_tflops) == (525.0, 4.0, 0.0)
+    assert got.attention_forward_tflops == sheet.attention_forward_tflops
+    names = "attention_forward_tflops, attention_backward_tflops, fp8_tflops"
+    assert got.source.endswith(f"; NVLink and network rates, and {names}, whose measurement failed, by the data sheet")
+    with pytest.raises(CalibrationError, match="nothing could be measured"):
+        to_rates(failed, H200, "NVIDIA H200", TODAY)
+    console = rich.console.Console(width=160, file=io.StringIO(), record=True)
+    console.print(made.table(failed, H200, ""))
+    assert "no such luck" in console.export_text()
 
 
 def printed(**kwargs) -> tuple[rich.console.Console, dict]:

@@ -133,7 +133,14 @@ def test_several_mistakes_with_an_unreadable_file(tmp_path):
         (["--config.precision=int8"], "8-bit integers"),
         (["--config.precision=mxfp8"], "block-scaled"),
         (["--config.precision=nvfp4"], "block-scaled"),
-        (["--config.precision=fp8"], "not there yet"),
+        (["--config.precision=float8"], "Did you mean fp8?"),
+        (["--config.fp8.exclude=wo"], "is read only with precision = fp8, which is f32"),
+        (
+            ["--config.precision=fp8", "--config.fp8.exclude=mlp.dwon"],
+            "no weight or block is named 'mlp.dwon'. Did you mean down?",
+        ),
+        (["--config.precision=fp8", "--config.fp8.exclude=layers.0"], "names a layer by number"),
+        (["--config.precision=fp8", "--config.fp8.exclude=attention,mlp"], "leaves no matmul in FP8"),
         (["--config.dtypes.m=fp16"], "loss scaling"),
         (["--config.precision=bf61"], "Did you mean bf16?"),
         (["--config.model.dropout=0.1"], "no dropout"),
@@ -204,19 +211,20 @@ def test_rules(argv, words):
     assert any(words in line for line in lines), lines
 
 
-def test_cudnn_rules_are_the_kernels(monkeypatch):
-    """What this says of cuDNN attention is what the kernel says of itself, over everything they ask."""
-    from jaxtrain.kernels.attention import Hardware, Spec, cudnn
+@pytest.mark.parametrize("kernel", ["cudnn", "pallas"])
+def test_rules_of_attention_are_the_kernels(kernel):
+    """What this says of a kernel is what the kernel says of itself, over everything they ask."""
+    from jaxtrain.kernels.attention import Hardware, Spec, implementation
 
+    loaded = launch.load([TINY, f"--config.attention.impl={kernel}"])
     for sm, precision, head_dim, packing, softcap in (
         (sm, precision, head_dim, packing, softcap)
-        for sm in (75, 80, 90, 100)
+        for sm in (75, 80, 86, 89, 90, 100, 103, 120)
         for precision in ("bf16", "f32")
         for head_dim in (60, 64, 128, 192, 256, 320)
         for packing in ("documents", "none")
         for softcap in (0.0, 30.0)
     ):
-        loaded = launch.load([TINY, "--config.attention.impl=cudnn"])
         run = dataclasses.replace(
             loaded.run,
             precision=precision,
@@ -225,7 +233,7 @@ def test_cudnn_rules_are_the_kernels(monkeypatch):
         )
         found = validate(run, Devices("gpu", "a GPU", 8, 80.0, "test", sm), Path("runs/test"))
         spec = Spec(head_dim, precision, packing == "documents", 32, softcap=softcap)
-        reason = cudnn.unsupported(spec, Hardware("gpu", divmod(sm, 10)))
+        reason = implementation(kernel).unsupported(spec, Hardware("gpu", divmod(sm, 10)))
         assert bool(reason) == any(p.key == "attention.impl" for p in found), (sm, spec, reason, found)
 
 
@@ -480,6 +488,8 @@ def test_a_right_command_starts_training_with_the_budget_set(monkeypatch, tmp_pa
         ("llama3_8b", EIGHT_H200),
         ("llama3_8b:half", dataclasses.replace(EIGHT_H200, count=1)),
         ("llama3_70b", EIGHT_H200),
+        ("llama3_70b:int8", EIGHT_H200),
+        ("llama3_70b:f32", EIGHT_H200),
         ("llama3_70b:gpus=64", dataclasses.replace(EIGHT_H200, count=64)),
         ("llama3_1b", EIGHT_H200),
         ("llama3_1b:gpus=1", dataclasses.replace(EIGHT_H200, count=1)),

@@ -19,14 +19,18 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import attention_tiles, hopper, numerics, peer_maxtext
 from jaxtrain import explain, launch
 from jaxtrain.activations import ACTIVATIONS
+from jaxtrain.bench import __main__ as bench
+from jaxtrain.bench import sweep
 from jaxtrain.config import RunConfig, flatten, to_dict
 from jaxtrain.data.__main__ import parser as data_parser
 from jaxtrain.hardware import Devices
 from jaxtrain.parity import __main__ as parity
 from jaxtrain.parity import layouts as parity_layouts
 from jaxtrain.plan import __main__ as plan
+from jaxtrain.profile import __main__ as profile
 from jaxtrain.resume import markdown as resume_table
 from jaxtrain.validate import validate
 
@@ -38,6 +42,7 @@ SHORT = [
     "--config.eval.batches=1",
     "--config.sample.max_tokens=4",
 ]
+SCRIPTS = {f"benchmarks.{module.__name__.split('.')[-1]}": module for module in (attention_tiles, hopper, peer_maxtext)}
 NODE = Devices("gpu", "NVIDIA H200", 8, 140.0, "described", 90)
 
 PYTHON = """#!/usr/bin/env bash
@@ -99,7 +104,11 @@ def commands(text: str) -> list[str]:
     """The command lines in a text, with continued lines joined."""
     lines = [line.strip() for line in text.replace("\\\\\n", "\\\n").replace("\\\n", " ").splitlines()]
     lines = [re.sub(r"^([A-Z_]+=\S+ )+", "", line) for line in lines]
-    return [line for line in lines if line.startswith(("./run.sh", "python -m jaxtrain", ".venv/bin/python", "hf "))]
+    return [
+        line
+        for line in lines
+        if line.startswith(("./run.sh", "python -m jaxtrain", "python -m benchmarks", ".venv/bin/python", "hf "))
+    ]
 
 
 def text_commands() -> list[tuple[str, str]]:
@@ -117,25 +126,38 @@ def test_commands_that_are_not_run_can_be_parsed(page: str, command: str, tmp_pa
     if words[0] == "hf":
         assert words[1] == "download"
         return
-    if words[1:3] == ["-m", "benchmarks.gpu_checks"]:
-        from benchmarks import gpu_checks
-
-        gpu_checks.parser().parse_args(words[3:])
+    if words[1] == "-m" and words[2] in SCRIPTS:
+        SCRIPTS[words[2]].parser().parse_args(words[3:])
+        return
+    if words[1:3] == ["-m", "benchmarks.numerics"]:
+        assert not launch.load(words[3:], numerics.OPTIONS).problems
         return
     words = words[1:] if words[0] == "./run.sh" else [words[2].removeprefix("jaxtrain."), *words[3:]]
     name = words.pop(0) if words and not words[0].startswith("-") else "main"
     if name == "data":
         data_parser().parse_args(words)
         return
+    if name == "profile":
+        profile.parser().parse_args(words)
+        return
     if name == "setup":
         assert not words
         return
     if name == "test":
-        assert all(word == "--all-layouts" or (REPO / word).is_file() for word in words)
+        options = ("--all-layouts", "--hypothesis-profile=thorough")
+        assert all(word in options or (REPO / word).is_file() for word in words)
         return
     if name == "plan":
         asked = launch.load(words, plan.OPTIONS, plan.SWITCHES)
         assert not [*asked.problems, *plan._options(asked)]
+        return
+    if name == "bench":
+        asked = launch.load(words, bench.OPTIONS, bench.SWITCHES)
+        action = next((n for n in ("suite", "kernels", "peer", "sweep") if asked.options[n]), "steps")
+        assert not [*asked.problems, *bench.options_wrong(asked, action)]
+        if asked.options["sweep"]:
+            cases, wrong = sweep.cases(bench.command(asked), "", asked.options["sweep"])
+            assert not wrong and not [p for case in cases for p in launch.load(case.argv).problems]
         return
     if name == "parity":
         asked = launch.load(words, parity.OPTIONS)
@@ -199,6 +221,7 @@ def test_settings_for_people_from_elsewhere_exist():
             wrong += [] if text.startswith(other) or key in (*ACTIVATIONS, "custom", "wsd") else [row]
         elif given and value not in ("hf:NAME", "package.module:name"):
             overrides = [f"--config.{text}"] + ["--config.remat.policy=custom"] * (key == "remat.tensors")
+            overrides += ["--config.precision=fp8"] * (key == "fp8.exclude")
             if key == "attention.ulysses":
                 overrides += ["--config.attention.context=ulysses", "--config.mesh.seq=8"]
             loaded = launch.load(["--config=configs/llama3_8b.py", *overrides])
@@ -270,28 +293,3 @@ def test_every_rule_and_activation_is_documented():
     for axis, onto in RULES.items():
         assert re.search(rf"^\| `{axis}` \| {f'`{re.escape(onto)}`' if onto else ''} ?\|", page, re.MULTILINE), axis
     assert not [name for name in (*ACTIVATIONS, *POLICIES) if f"`{name}`" not in page]
-
-
-def test_gpu_checks_without_a_gpu_say_so(tmp_path: Path):
-    command = [sys.executable, "-m", "benchmarks.gpu_checks", f"--out={tmp_path / 'out'}"]
-    environ = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, cwd=REPO, env=environ, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "no GPU here" in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
-def test_gpu_checks_notice_a_wrong_mask():
-    """The bounds hold for a bfloat16 kernel and are broken when the window is off by one."""
-    from benchmarks import gpu_checks
-    from jaxtrain.kernels.attention import chunked
-
-    shape = (64, 4, 2, 16, 20, True)
-    assert gpu_checks.attention_case(shape, "chunked")["ok"]
-    right = chunked.visible
-    try:
-        chunked.visible = lambda rows, spec: right(rows, spec.__class__(**{**vars(spec), "window": spec.window + 1}))
-        wrong = gpu_checks.attention_case(shape, "chunked")
-    finally:
-        chunked.visible = right
-    assert not wrong["ok"]
-    assert min(wrong[f"{x}_ratio"] for x in ("o", "dq", "dk", "dv")) > 1

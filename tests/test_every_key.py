@@ -31,6 +31,7 @@ RING = {"mesh.seq": 4}
 # Key -> another value, and what else must be set for the key to matter.
 PROGRAM: dict[str, tuple[Any, dict[str, Any]]] = {
     "precision": ("bf16", {}),
+    "fp8.exclude": ("wo,down", {"precision": "fp8"}),
     "model.family": ("helpers:WiderFamily", {}),
     "model.num_layers": (1, {}),
     "model.d_model": (32, {}),
@@ -85,6 +86,8 @@ PROGRAM: dict[str, tuple[Any, dict[str, Any]]] = {
     "train.grad_accum": (2, {}),
     "train.loss": ("helpers:half_loss", {}),
     "train.loss_chunk": (16, {}),
+    "train.z_loss": (1e-3, {}),
+    "compiler.unroll": (True, {}),
     "train.steps": (40, {}),  # the schedule ends with the last step
     "optimizer.name": ("helpers:slower_adamw", {}),
     "optimizer.lr": (2e-3, {}),
@@ -97,6 +100,7 @@ PROGRAM: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer.beta2": (0.99, {}),
     "optimizer.eps": (1e-5, {}),
     "optimizer.clip_norm": (0.5, {}),
+    "optimizer.offload": ("moments", {}),
 }
 BASE = {"model.num_layers": 2, "data.max_segments": 8}
 
@@ -111,7 +115,14 @@ def facets(run: RunConfig) -> list[Callable[[], Any]]:
 
     def arrays(tree: Any) -> list[Any]:
         return [
-            (jax.tree_util.keystr(path), a.shape, str(a.dtype), str(a.sharding.spec), dict(a.sharding.mesh.shape))
+            (
+                jax.tree_util.keystr(path),
+                a.shape,
+                str(a.dtype),
+                str(a.sharding.spec),
+                a.sharding.memory_kind,
+                dict(a.sharding.mesh.shape),
+            )
             for path, a in jax.tree_util.tree_leaves_with_path(tree)
         ]
 
@@ -502,6 +513,8 @@ ELSEWHERE = {
     "sharding.rules.heads",  # test_heads_are_split_together
     "sharding.rules.kv_heads",
     "sharding.rules.head_dim",
+    "compiler.options",  # tests/test_compiler.py
+    "compiler.defaults",
 }
 
 

@@ -14,11 +14,17 @@ PACKAGE = Path(__file__).resolve().parent.parent / "jaxtrain"
 
 # "name.*" stands for a package and all that is in it.
 FLOORS = (
-    ("facts", ("__init__", "shapes", "config", "context", "activations", "hardware", "flops", "launch", "startup")),
+    (
+        "facts",
+        (
+            *("__init__", "shapes", "config", "context", "activations", "auto_remat", "moments", "precision", "hardware"),
+            *("flops", "launch", "startup"),
+        ),
+    ),
     ("placement", ("sharding",)),
     ("arrays", ("kernels.*",)),
     ("models", ("models.*",)),
-    ("the step", ("data.*", "optimizer", "loss", "state", "zero", "step", "compiler")),
+    ("the step", ("data.*", "quantized", "optimizer", "loss", "state", "update", "zero", "step", "compiler")),
     (
         "around the step",
         ("checkpoint", "resume", "metrics", "progress", "signals", "profiling", "evaluate", "generate", "sample", "memory"),
@@ -27,9 +33,27 @@ FLOORS = (
         "around the run",
         (
             *("validate", "receipt"),
-            *("plan", "plan.result", "plan.numbers", "plan.topology", "plan.rates", "plan.compile", "plan.program.*"),
+            *(
+                "plan",
+                "plan.result",
+                "plan.numbers",
+                "plan.topology",
+                "plan.rates",
+                "plan.readings",
+                "plan.compile",
+                "plan.program.*",
+            ),
             *("plan.make", "plan.calibrate", "plan.expect", "plan.search.*", "plan.report.*", "plan.explore.*", "plan.known.*"),
-            *("plan.__main__", "parity", "parity.layouts", "parity.compare", "parity.report", "parity.__main__"),
+            *(
+                "plan.__main__",
+                "profile.*",
+                "parity",
+                "parity.layouts",
+                "parity.compare",
+                "parity.report",
+                "parity.__main__",
+                "bench.*",
+            ),
         ),
     ),
     ("the whole", ("explain", "start", "train", "main", "__main__")),

@@ -396,6 +396,23 @@ def test_second_signal_leaves_at_once_even_when_stuck(number, code):
     assert (child.returncode, out) == (code, "") and f"{number.name} again: leaving at once" in err
 
 
+@pytest.mark.parametrize("body", [POLL, STUCK], ids=["between steps", "stuck in C"])
+def test_asking_for_traces_ends_nothing(body):
+    """Each is heard, and an end that is asked for afterwards is the first one."""
+    child = start_loop(body)
+    assert child.stderr is not None
+    for _ in range(3):
+        child.send_signal(signal.SIGUSR2)
+        assert [child.stderr.readline() for _ in range(2)] == ["\n", "SIGUSR2: a trace was asked for.\n"]
+    assert child.poll() is None
+    child.send_signal(signal.SIGTERM)
+    assert [child.stderr.readline() for _ in range(2)][1].startswith("SIGTERM: finishing this step, then saving.")
+    if body == STUCK:
+        time.sleep(0.4)
+        child.send_signal(signal.SIGTERM)
+    assert child.wait(timeout=10) == 75
+
+
 def test_handlers_come_back():
     from jaxtrain.signals import Stop
 
@@ -427,7 +444,8 @@ def traced_loop(tmp_path, profile: Profile, first: int, last: int) -> list[str]:
 def test_trace_holds_the_steps_asked_for(tmp_path, last, traced):
     said = traced_loop(tmp_path, Profile(start=3, steps=2), 1, last)
     (path,) = tmp_path.glob("profile/plugins/profile/*/*.xplane.pb")
-    assert said[0] == "Tracing steps 3 to 4." and str(path) in said[1] and "xprof --logdir" in said[1] and len(said) == 2
+    assert said[0] == "Tracing steps 3 to 4." and len(said) == 2
+    assert str(path) in said[1] and f"python -m jaxtrain.profile {tmp_path}" in said[1]
     assert list(path.parent.glob("*.trace.json.gz"))
     data = jax.profiler.ProfileData.from_file(str(path))
     found = {
@@ -438,6 +456,37 @@ def test_trace_holds_the_steps_asked_for(tmp_path, last, traced):
         if event.name == profiling.TRACE_NAME
     }
     assert {int(number) for number in found} == traced
+
+
+def test_each_request_is_a_trace_of_the_next_steps(tmp_path):
+    """Two that come during a trace are one more after it; one trace more, and the text of the program beside each."""
+    compiled = jax.jit(lambda x: jnp.sin(x) @ x).lower(jax.ShapeDtypeStruct((8, 8), jnp.float32)).compile()
+    said, asked = [], {2: 1, 3: 3, 9: 4}
+    now = [0]
+    tracer = profiling.Tracer(Profile(steps=2), tmp_path, said.append, asked=lambda: now[0], program=compiled)
+    for step in range(12):
+        tracer.before_step(step)
+        now[0] = asked.get(step, now[0])
+        tracer.after_step(step, jnp.ones(3))
+    tracer.close()
+    assert [line for line in said if line.startswith("Tracing")] == [
+        *("Tracing steps 3 to 4.", "Tracing steps 5 to 6.", "Tracing steps 10 to 11.")
+    ]
+    texts = list(tmp_path.glob(f"profile/plugins/profile/*/{profiling.HLO_TEXT}"))
+    assert len(texts) == len(list(tmp_path.rglob("*.xplane.pb"))) == 3 and "ENTRY" in texts[0].read_text()
+
+
+@pytest.mark.parametrize(
+    ("steps", "process", "words"),
+    [(0, 0, "No trace: profile.steps = 0."), (2, 1, "No trace by this process: process 0 takes it")],
+)
+def test_a_request_that_cannot_be_met_is_answered(tmp_path, steps, process, words):
+    said: list[str] = []
+    tracer = profiling.Tracer(Profile(steps=steps), tmp_path, said.append, process_index=process, asked=lambda: 1)
+    for step in range(3):
+        tracer.before_step(step)
+        tracer.after_step(step, None)
+    assert len(said) == 1 and said[0].startswith(words) and not (tmp_path / "profile").exists()
 
 
 def test_no_trace_behind_the_window_or_when_off(tmp_path):

@@ -1,4 +1,4 @@
-"""The model against an independent numpy transformer; documents, remat, decoding, sampling, and the loss and norm kernels."""
+"""The model against an independent numpy transformer; documents, remat, decoding, sampling, and the loss."""
 
 import collections
 import functools
@@ -13,16 +13,13 @@ import pytest
 from jaxtrain import generate, loss
 from jaxtrain.activations import KEPT
 from jaxtrain.config import Model
-from jaxtrain.kernels.attention import IMPLEMENTATIONS as KERNELS
-from jaxtrain.kernels.attention import Hardware, implementation
+from jaxtrain.kernels.attention import implementation
 from jaxtrain.kernels.cross_entropy import chunked_cross_entropy
 from jaxtrain.kernels.dot import Numerics
-from jaxtrain.kernels.norm import rms_norm
 from jaxtrain.models.transformer import empty_cache
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.topology import parse
 from jaxtrain.sharding import make_placement
-from jaxtrain.step import attention_spec
 
 F32 = Numerics(jnp.dtype("float32"), jnp.dtype("float32"), jnp.dtype("float32"))
 SMALL = {
@@ -35,7 +32,8 @@ SMALL = {
     "data.seq_len": 24,
     "train.global_batch": 4,
 }
-HERE = [k for k in KERNELS if not implementation(k).unsupported(attention_spec(helpers.tiny(SMALL)), Hardware("cpu"))]
+# Those in XLA: Pallas is interpreted on CPU, and its masks are proved in test_attention_properties.py.
+HERE = ("reference", "chunked")
 
 
 @functools.cache
@@ -232,6 +230,9 @@ POLICIES = {
     "custom": {"remat.policy": "custom", "remat.tensors": "attention_out=keep,mlp_up=keep,q=recompute"},
     "custom, some on the host": {"remat.policy": "custom", "remat.tensors": "mlp_up=offload,residual=offload,q=keep"},
     "custom, all together": {"remat.policy": "custom", "remat.tensors": "residual=keep", "remat.every": 4},
+    "none, one by one": {"compiler.unroll": True},
+    "full, three and one, one by one": {"remat.policy": "full", "remat.every": 3, "compiler.unroll": True},
+    "custom, one by one": {"remat.policy": "custom", "remat.tensors": "mlp_up=offload,q=keep", "compiler.unroll": True},
 }
 
 
@@ -389,11 +390,11 @@ def test_draws_have_the_probabilities_of_the_logits():
 # ---- Cross entropy and norm
 
 
-def plain_loss(x, head, targets, weights, softcap):
+def plain_loss(x, head, targets, weights, softcap, z_loss=0.0):
     logits = jnp.einsum("nd,vd->nv", x, head, precision="highest")
     logits = softcap * jnp.tanh(logits / softcap) if softcap else logits
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
-    return -jnp.sum(weights * picked)
+    return jnp.sum(weights * (z_loss * jax.nn.logsumexp(logits, axis=1) ** 2 - picked))
 
 
 def loss_inputs(n: int, D: int, V: int):
@@ -403,31 +404,10 @@ def loss_inputs(n: int, D: int, V: int):
     return x, head, rng.integers(0, V, n).astype(np.int32), weights
 
 
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
-@pytest.mark.parametrize("chunk", [1, 7, 30, 64])
-def test_cross_entropy_matches_log_softmax(chunk, softcap):
-    x, head, targets, weights = loss_inputs(30, 16, 40)
-    assert (weights == 0).any()
-    value, wanted = jax.jit(jax.value_and_grad(plain_loss, argnums=(0, 1)), static_argnums=4)(
-        x, head, targets, weights, softcap
-    )
-    kernel = jax.jit(
-        functools.partial(
-            chunked_cross_entropy, chunk=chunk, softcap=softcap, vocab_axes=(), precision=F32.precision, gradients=True
-        )
-    )
-    ours, d_x, d_head = kernel(x, head.T, targets, weights)
-    np.testing.assert_allclose(ours, value, rtol=1e-6)
-    np.testing.assert_allclose(d_x, wanted[0], rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(d_head.T, wanted[1], rtol=1e-5, atol=1e-5)
-    assert not np.asarray(d_x)[weights == 0].any()
-
-
 def test_no_targets_no_loss():
     x, head, targets, weights = loss_inputs(8, 4, 12)
-    ours = chunked_cross_entropy(
-        x, head.T, targets, 0 * weights, chunk=3, softcap=0.0, vocab_axes=(), precision=F32.precision, gradients=True
-    )
+    how = {"chunk": 3, "softcap": 0.0, "z_loss": 0.1, "vocab_axes": (), "precision": F32.precision}
+    ours = chunked_cross_entropy(x, head.T, targets, 0 * weights, **how, gradients=True)
     assert all(not np.asarray(part).any() for part in ours)
 
 
@@ -437,7 +417,7 @@ MESHES = [{"mesh.tensor": 8}, {"mesh.fsdp": 2, "mesh.tensor": 4}, {"mesh.data": 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_loss_with_a_split_vocabulary(mesh):
     run = helpers.tiny(mesh)
-    spec = loss.LossSpec(F32, make_placement(run, helpers.devices_of(run)), chunk=5, logit_softcap=2.0)
+    spec = loss.LossSpec(F32, make_placement(run, helpers.devices_of(run)), chunk=5, logit_softcap=2.0, z_loss=0.1)
     B, T, D, V = 4, 16, 8, 24
     x, head, targets, weights = loss_inputs(B * T, D, V)
     batch = {"targets": targets.reshape(B, T), "weights": weights.reshape(B, T)}
@@ -446,33 +426,7 @@ def test_loss_with_a_split_vocabulary(mesh):
         return 3.0 * loss.cross_entropy(x.reshape(B, T, D), head, batch, spec)
 
     value, grads = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))(x, head)
-    wanted = jax.jit(jax.value_and_grad(plain_loss, argnums=(0, 1)), static_argnums=4)(x, head, targets, weights, 2.0)
+    wanted = jax.jit(jax.value_and_grad(plain_loss, argnums=(0, 1)), static_argnums=4)(x, head, targets, weights, 2.0, 0.1)
     np.testing.assert_allclose(value, 3 * wanted[0], rtol=1e-6)
     for mine, theirs in zip(grads, wanted[1], strict=True):
         np.testing.assert_allclose(mine, 3 * theirs, rtol=1e-5, atol=2e-6)
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize(
-    ("axis", "x_axes"), [("embed", ("batch", "residual", None)), ("head_dim", ("batch", "sequence", "heads", None))]
-)
-def test_norm_gradient_matches_autodiff(mesh, axis, x_axes):
-    run = helpers.tiny(mesh)
-    placement = make_placement(run, helpers.devices_of(run))
-    rng = np.random.default_rng(0)
-    shape = (4, 16, 8) if len(x_axes) == 3 else (4, 3, 8, 16)
-    x, dy = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
-    w = rng.standard_normal(shape[-1]).astype(np.float32)
-
-    def plain(x, w):
-        scale = w.reshape((1,) * (x.ndim - 1) + (-1,))
-        return jnp.sum(dy * x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * scale)
-
-    def ours(x, w):
-        return jnp.sum(dy * rms_norm(x, w, 1e-5, x_axes, axis, placement, F32))
-
-    value, grads = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))(x, w)
-    wanted, wanted_grads = jax.jit(jax.value_and_grad(plain, argnums=(0, 1)))(x, w)
-    np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-5)
-    for mine, theirs in zip(grads, wanted_grads, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)

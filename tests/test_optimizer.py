@@ -107,7 +107,7 @@ def test_adamw_equals_optax():
 
 @pytest.mark.parametrize(("m", "v"), [("bf16", "f32"), ("f32", "bf16"), ("bf16", "bf16")])
 def test_moments_are_stored_in_their_types_and_updated_in_f32(m, v):
-    tx = stored_moments(DTYPES[m], DTYPES[v], 0.9, 0.95, 1e-8)
+    tx = stored_moments(m, v, {"w": ("embed", "mlp"), "scale": ("embed",)}, 0.9, 0.95, 1e-8)
     exact = optax.scale_by_adam(0.9, 0.95, 1e-8)
     p = toy(0)
     s, t = tx.init(p), exact.init(p)

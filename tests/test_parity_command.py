@@ -127,7 +127,7 @@ def test_the_planned_machine(capsys):
         (["--config.attention.impl=cudnn"], "cuDNN needs a GPU"),
         (["--config.model.nun_layers=2"], "model.nun_layers = '2': no such key"),
         (["--steps=0"], "--steps = '0': must be a whole number, 1 or more"),
-        (["--dtype=fp8"], "--dtype = 'fp8': no such type. Write f32 or bf16"),
+        (["--dtype=fp16"], "--dtype = 'fp16': no such type. Write f32, bf16 or fp8"),
         (["--topology=h900:8"], "chip 'h900' has no description"),
         (["--json=nowhere/parity.json"], "there is no folder"),
         (["--mesh=fsdp8"], "--mesh: no such option. Did you mean --meshes?"),

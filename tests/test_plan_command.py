@@ -66,7 +66,10 @@ def test_shardings_are_printed_without_compiling(capsys):
         ([], "no machine is named"),
         (["--topology=h200:8", "--config.mesh.fsdp=3"], "the run has 8 NVIDIA H200 devices (--topology=h200:8)"),
         (["--topology=h200:8", "--config.model.num_heads=31"], "model.num_kv_heads"),
-        (["--topology=h200:8", "--config.precision=fp8"], "precision = 'fp8'"),
+        (
+            ["--topology=a100:8", "--config.precision=fp8"],
+            "precision = 'fp8': FP8 needs a GPU of compute capability 8.9 or above",
+        ),
         (["--topology=a100:8", "--config.attention.impl=cudnn"], "packed documents need a GPU from Hopper"),
         (["--topology=h200:8", "--config.optimizer.warmup_steps=99999"], "optimizer.warmup_steps"),
         (["--topology=h200:8", "--budget=soon"], "--budget = 'soon': must be a whole number"),

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from jaxtrain.plan import numbers
-from jaxtrain.plan.report import figures, page, page_charts, terminal
+from jaxtrain.plan.report import figures, page, page_charts, page_kit, terminal
 from jaxtrain.plan.report.live import live
 from jaxtrain.plan.result import Buffer, Collective, Flops, Kernel, Memory, Plan, Rates, Time
 
@@ -465,7 +465,7 @@ def test_every_number_on_the_page_is_of_the_plan():
     def said(plan: Plan, published: tuple[float, float], steps: int) -> str:
         # Without the axis of the chart, whose round numbers are its own.
         text = re.sub(r'<text [^>]*class="axis"[^>]*>[^<]*</text>', "", page.html(plan, published, steps=steps))
-        return " ".join(w for w in Read(text).words if w not in (page.POLICY, "width=device-width, initial-scale=1"))
+        return " ".join(w for w in Read(text).words if w not in (page_kit.POLICY, "width=device-width, initial-scale=1"))
 
     same = numbers_in(said(sample(), (0.86, 0.95), 50_000))
     for seed in range(12):

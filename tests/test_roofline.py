@@ -16,8 +16,9 @@ from jaxtrain.plan import rates, result, topology
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.program import collectives, hlo, roofline
 from jaxtrain.plan.program.hlo import HloError
+from jaxtrain.plan.rates import PALLAS_FRACTION
 
-RATES = result.Rates(100.0, 50.0, 25.0, 1.0, 100.0, 10.0, 20.0, 10.0, 100.0, "round figures")
+RATES = result.Rates(100.0, 50.0, 25.0, 1.0, 100.0, 10.0, 20.0, 10.0, 100.0, "round figures", 200.0)
 
 ELEMENTS = 25_000_000  # of float32: 100 MB
 BIG = f"f32[{ELEMENTS}]{{0}}"
@@ -90,8 +91,17 @@ def test_cublas_call(target):
     config = {"gemm_backend_config": {"dot_dimension_numbers": {"lhs_contracting_dimensions": ["1"]}}}
     line = "%g = (bf16[1000,10000]{1,0}, s8[4194304]{0}) custom-call(%a.1, %b.1)"
     kernel = one(f'\n  ROOT {line}, custom_call_target="{target}", backend_config={json.dumps(config)}')
-    assert (kernel.kind, kernel.tflop, kernel.ms) == ("gemm", pytest.approx(0.1), pytest.approx(1.0))
+    ms = 0.5 if target.endswith("f8") else 1.0
+    assert (kernel.kind, kernel.tflop, kernel.ms) == ("gemm", pytest.approx(0.1), pytest.approx(ms))
     assert kernel.gb == pytest.approx(0.13), "without the workspace"
+
+
+def test_an_fp8_call_without_a_rate_is_refused():
+    config = json.dumps({"gemm_backend_config": {"dot_dimension_numbers": {"lhs_contracting_dimensions": ["1"]}}})
+    line = "%g = (bf16[1000,10000]{1,0}, s8[4194304]{0}) custom-call(%a.1, %b.1)"
+    module = read(f'\n  ROOT {line}, custom_call_target="__cublas$lt$matmul$f8", backend_config={config}')
+    with pytest.raises(HloError, match="a GEMM in 8-bit floating point, for which the rates .round figures. have no figure"):
+        roofline.predict(module, dataclasses.replace(RATES, fp8_tflops=0.0), {})
 
 
 def test_cublas_call_that_writes_into_a_stack():
@@ -136,6 +146,34 @@ def test_attention_call(mask, window, pairs, target, factor, rate):
     )
     assert found.flops == pytest.approx(2 * 4 * pairs * 4 * 8 * factor)
     assert found.attention_ms == pytest.approx(found.flops / rate / 1e3), "at 50 and 25 MFLOP/s"
+
+
+@pytest.mark.parametrize(("mask", "pairs"), [("causal", 64 * 32), ("all", 64 * 64), ("window16", 64 * (16 - 2))])
+@pytest.mark.parametrize(
+    ("kernel", "factor", "rate"),
+    [("forward", 1.0, 50.0), ("backward_q", 2.5 * 3 / 7, 25.0), ("backward_kv", 2.5 * 4 / 7, 25.0)],
+)
+def test_pallas_attention_call(mask, pairs, kernel, factor, rate):
+    """As cuDNN's, at the stated part of its rate; what is computed stands in the name."""
+    q, kv, ids = "bf16[2,64,4,8]{3,2,1,0}", "bf16[2,64,2,8]{3,2,1,0}", "s32[2,64]{1,0}"
+    config = f'{{debug = false, ir = "ML\\EFR{{", name = "jaxtrain_attention_{kernel}_{mask}", num_warps = 8 : i32}}'
+    names = "".join(f"\n  %i{n} = {ids} parameter({n + 3})" for n in range(5))
+    arguments = f"{names}\n  %q = {q} parameter(8)\n  %k = {kv} parameter(9)\n  %v = {kv} parameter(10)"
+    operands = "%i0, %i1, %i2, %i3, %i4, %q, %k, %v"
+    call = f'custom-call({operands}), custom_call_target="__gpu$xla.gpu.triton", backend_config={config}'
+    module = read(f"{arguments}\n  ROOT %o = {q} {call}")
+    found = roofline.predict(
+        module, dataclasses.replace(RATES, attention_forward_tflops=50e-6, attention_backward_tflops=25e-6), {}
+    )
+    assert found.flops == pytest.approx(2 * 4 * pairs * 4 * 8 * factor)
+    assert found.attention_ms == pytest.approx(found.flops / (rate * PALLAS_FRACTION) / 1e3)
+
+
+def test_another_triton_call_is_not_taken_for_attention():
+    q = "bf16[2,64,4,8]{3,2,1,0}"
+    call = 'custom-call(%q), custom_call_target="__gpu$xla.gpu.triton", backend_config={name = "theirs"}'
+    with pytest.raises(HloError, match="custom call '__gpu.xla.gpu.triton'"):
+        roofline.predict(read(f"\n  %q = {q} parameter(3)\n  ROOT %o = {q} {call}"), RATES, {})
 
 
 def test_slice_of_a_stacked_weight_counts_as_the_slice():
@@ -430,7 +468,7 @@ def test_flops_of_an_unknown_attention_kernel_are_refused():
 
 
 H200 = hardware.lookup("NVIDIA H200")
-MEASURED = dataclasses.replace(RATES, source="calibrated on H200 SXM, 2026-11-21")
+MEASURED = dataclasses.replace(RATES, source="calibrated on H200 SXM, 2026-11-21", fp8_tflops=0.0)
 
 
 def test_datasheet_rates():
@@ -438,11 +476,14 @@ def test_datasheet_rates():
     found = rates.datasheet(H200, "bf16")
     assert found.gemm_tflops == found.attention_forward_tflops == pytest.approx(0.75 * 989.4)
     assert (found.memory_tb_s, found.nvlink_gb_s, found.network_gb_s) == pytest.approx((4.08, 370.0, 45.0))
-    assert rates.datasheet(H200, "fp8").gemm_tflops == pytest.approx(2 * found.gemm_tflops, rel=1e-3)
+    assert rates.datasheet(H200, "fp8") == found
+    assert found.fp8_tflops == pytest.approx(2 * found.gemm_tflops, rel=1e-3)
     assert rates.datasheet(H200, "f32").attention_forward_tflops == pytest.approx(0.75 * 66.9)
     assert found.source == "data-sheet rates"
     for _, gpu in hardware.TABLE:
-        assert min(v for v in dataclasses.asdict(rates.datasheet(gpu, "bf16")).values() if not isinstance(v, str)) > 0
+        sheet = dataclasses.asdict(rates.datasheet(gpu, "bf16"))
+        assert (sheet.pop("fp8_tflops") > 0) == (gpu.sm >= 89)
+        assert min(v for v in sheet.values() if not isinstance(v, str)) > 0
     a100 = hardware.lookup("A100-SXM4-80GB")
     assert a100
     with pytest.raises(ValueError, match="'fp8': A100 SXM 80GB has no GEMMs of this type"):
@@ -461,7 +502,12 @@ def test_calibration_is_kept_by_gpu(tmp_path):
     other = rates.rates_for(H200, "f32", tmp_path / "new")
     assert (other.gemm_tflops, other.memory_tb_s) == pytest.approx((0.75 * 66.9, 1.0))
     assert other.source == "calibrated on H200 SXM, 2026-11-21; f32 arithmetic by the data sheet"
-    assert rates.rates_for(H200, "fp8", tmp_path / "new").attention_backward_tflops == MEASURED.attention_backward_tflops
+    eight = rates.rates_for(H200, "fp8", tmp_path / "new")
+    assert (eight.gemm_tflops, eight.fp8_tflops) == (MEASURED.gemm_tflops, rates.datasheet(H200, "fp8").fp8_tflops)
+    assert eight.source.endswith("; fp8 arithmetic by the data sheet")
+    both = dataclasses.replace(MEASURED, fp8_tflops=1200.0)
+    rates.save(both, H200.name, tmp_path / "new")
+    assert rates.rates_for(H200, "fp8", tmp_path / "new") == both
 
 
 @pytest.mark.parametrize(

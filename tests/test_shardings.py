@@ -155,7 +155,7 @@ def test_layers_under_one_checkpoint_keep_one_input():
 
 
 def test_offloaded_activations_take_no_device_memory():
-    found = describe(CONFIG, "h200:8", remat={"tensors": "q=keep,mlp_up=offload"}, **FEW)
+    found = describe(CONFIG, "h200:8", remat={"policy": "custom", "tensors": "q=keep,mlp_up=offload"}, **FEW)
     up, q = found.row("mlp_up"), found.row("q")
     assert (up.saved, up.copies, up.held_bytes) == ("offload", 2, 0)
     assert (q.saved, q.copies, q.held_bytes) == ("keep", 2, 2 * 8192 * 4096 * 2)

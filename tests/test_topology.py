@@ -161,7 +161,7 @@ def test_without_the_plugin_the_remedy_is_named(monkeypatch):
         devices(parse("h200:8"))
 
 
-@pytest.mark.parametrize(("machine", "kernel"), [("a100:2", "chunked"), ("h100:2", "cudnn"), ("b200:2", "cudnn")])
+@pytest.mark.parametrize(("machine", "kernel"), [("a100:2", "pallas"), ("h100:2", "cudnn"), ("b200:2", "cudnn")])
 def test_a_step_compiles_for_each_generation(machine, kernel):
     """Packed documents in cuDNN need Hopper: an A100 takes the other kernel, by itself."""
     small = {"num_layers": 1, "d_model": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "d_ff": 512, "vocab_size": 512}
@@ -174,6 +174,7 @@ def test_a_step_compiles_for_each_generation(machine, kernel):
     assert program.attention == kernel
     text = program.train_step.lower(program.state, program.batch).compile().as_text()
     assert ("__cudnn$fmha" in text) == (kernel == "cudnn")
+    assert ("jaxtrain_attention_forward_causal" in text) == (kernel == "pallas")
 
 
 def test_the_assembler_comes_with_the_plan_extra():

@@ -333,7 +333,13 @@ def test_out_of_memory_is_explained() -> None:
     for name, gib in MEMORY.items():
         assert re.search(rf"^  {name} +{memory.size(gib)}$", said, re.MULTILINE)
     hints = said.partition("What would help:\n")[2].splitlines()
-    assert [hint.split()[0] for hint in hints] == ["train.grad_accum", "remat.policy=full:", "dtypes.m=bf16:", "mesh.fsdp"]
+    assert [hint.split()[0] for hint in hints] == [
+        "train.grad_accum",
+        "remat.policy=full:",
+        "dtypes.m=bf16:",
+        "optimizer.offload=moments:",
+        "mesh.fsdp",
+    ]
 
 
 def test_only_hints_that_are_left_are_given() -> None:

@@ -20,11 +20,12 @@ def chunked_cross_entropy(
     *,
     chunk: int,
     softcap: float,
+    z_loss: float,
     vocab_axes: tuple[str, ...],
     precision: jax.lax.Precision,
     gradients: bool,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Weighted sum of -log p(target) over this device's n tokens, and its gradients.
+    """Weighted sum of -log p(target), and of z_loss log(Z)^2, over this device's n tokens, and its gradients.
 
     Args:
       x_nD: hidden states, compute dtype.
@@ -33,6 +34,7 @@ def chunked_cross_entropy(
       weights_n: f32; 0 drops a token.
       chunk: tokens whose logits exist at one time.
       softcap: logits become c tanh(l / c); 0: off.
+      z_loss: added to each token's loss, times the square of the log of its sum of exponentials; 0: off.
       vocab_axes: mesh axes over which the vocabulary is split, () if it is not.
       gradients: also compute them.
 
@@ -65,10 +67,15 @@ def chunked_cross_entropy(
         sum_C = total(exp_CV.sum(-1))
         is_target_CV = jnp.arange(V)[None, :] == (targets_C - first)[:, None]
         target_C = total(jnp.where(is_target_CV, logits_CV, 0.0).sum(-1))
-        loss += jnp.sum(weights_C * (jnp.log(sum_C) + top_C - target_C))
+        log_z_C = jnp.log(sum_C) + top_C
+        loss_C = log_z_C - target_C
+        loss += jnp.sum(weights_C * (loss_C + z_loss * log_z_C**2 if z_loss else loss_C))
         if not gradients:
             return (loss, d_head), None
-        d_CV = weights_C[:, None] * (exp_CV / sum_C[:, None] - is_target_CV)
+        softmax_CV = exp_CV / sum_C[:, None]
+        if z_loss:
+            softmax_CV *= (1 + 2 * z_loss * log_z_C)[:, None]
+        d_CV = weights_C[:, None] * (softmax_CV - is_target_CV)
         if squashed_CV is not None:
             d_CV *= 1 - squashed_CV**2
         d_CV = d_CV.astype(x_CD.dtype)

@@ -13,15 +13,17 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec as P
 
+from jaxtrain.kernels import fp8
 from jaxtrain.sharding import (
     Axes,
     Placement,
     Weight,
     cotangent,
+    in_eight,
     is_whole,
     late,
+    local_spec,
     numbers,
     scatter,
     slot_dtype,
@@ -63,17 +65,19 @@ def dot(x: jax.Array, w: Weight, eqn: str, axes: Axes, placement: Placement, num
       eqn: such as "BTD,DNH->BTNH"; every letter of w is in x or in the result.
       axes: logical axes of w.
 
-    Returns the result in the compute dtype. The weight's gradient is computed in `numerics.reduce`, summed over the batch
-    axes in that type, and returned in the layout and dtype of w, or of its slot.
+    Returns the result in the compute dtype; a weight that the step holds in 8 bits is multiplied in 8 bits (kernels/fp8.py).
+    The weight's gradient is computed in `numerics.reduce`, summed over the batch axes in that type, and returned in the layout
+    and dtype of w, or of its slot.
     """
-    return einsum(eqn, x, use(w, axes, placement, numerics), numerics=numerics)
+    return _dot_fwd(x, w, eqn, axes, placement, numerics)[0]
 
 
 def use(w: Weight, axes: Axes, placement: Placement, numerics: Numerics) -> jax.Array:
     """A weight, gathered in the compute dtype, under the name that remat policies know it by."""
     if is_whole(w):
         return numbers(w)
-    return checkpoint_name(placement.gather(numbers(w), axes, numerics.compute, numerics.reduce), "weight")
+    with jax.named_scope("weight"):
+        return checkpoint_name(placement.gather(numbers(w), axes, numerics.compute, numerics.reduce), "weight")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -103,11 +107,15 @@ whole.defvjp(_whole_fwd, _whole_bwd)
 
 
 def _dot_fwd(x, w, eqn, axes, placement, numerics):
+    if in_eight(w):
+        return fp8.forward(x, w, eqn, axes, placement)
     gathered = use(w, axes, placement, numerics)
     return einsum(eqn, x, gathered, numerics=numerics), (x, gathered, ticket(w))
 
 
 def _dot_bwd(eqn, axes, placement, numerics, residuals, dy):
+    if isinstance(residuals, fp8.Residuals):
+        return fp8.backward(eqn, axes, placement, numerics.reduce, residuals, dy)
     x, gathered, to = residuals
     inputs, y = eqn.split("->")
     xs, ws = inputs.split(",")
@@ -115,7 +123,8 @@ def _dot_bwd(eqn, axes, placement, numerics, residuals, dy):
     if late(to):
         return dx, cotangent(to, _unsummed(eqn, x, dy, axes, to, placement, numerics))
     dw = einsum(f"{xs},{y}->{ws}", x, dy, numerics=numerics, out=numerics.reduce)
-    return dx, cotangent(to, scatter(dw, placement.sharding(axes), slot_dtype(to)))
+    with jax.named_scope("gradient"):
+        return dx, cotangent(to, scatter(dw, placement.sharding(axes), slot_dtype(to)))
 
 
 dot.defvjp(_dot_fwd, _dot_bwd)
@@ -125,13 +134,6 @@ def _unsummed(eqn, x, dy, axes, to, placement, numerics):
     """The weight's gradient where some axes are to be summed later. By hand: a partitioner could only sum over all of them."""
     inputs, y = eqn.split("->")
     xs, ws = inputs.split(",")
-    logical = {"B": "batch", "T": "sequence", **dict(zip(ws, axes, strict=True))}
-    batch = placement.batch_axes
-
-    def split(letters: str) -> P:
-        used = [tuple(a for a in placement.mesh_axes(logical[c]) if c in "BT" or a not in batch) for c in letters]
-        return P(*(part or None for part in used))
-
     tokens = placement.mesh_axes("batch") + placement.mesh_axes("sequence")
 
     def local(x, dy):
@@ -141,7 +143,7 @@ def _unsummed(eqn, x, dy, axes, to, placement, numerics):
     return jax.shard_map(
         local,
         mesh=placement.mesh,
-        in_specs=(split(xs), split(y)),
+        in_specs=(local_spec(xs, ws, axes, placement), local_spec(y, ws, axes, placement)),
         out_specs=placement.home(axes, late(to)).spec,
         # The replication checker cannot follow sums that are reduced by hand over some axes only.
         check_vma=False,

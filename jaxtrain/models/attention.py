@@ -16,7 +16,7 @@ from jaxtrain.kernels.context.split import Split
 from jaxtrain.kernels.dot import add_bias, dot
 from jaxtrain.models.layers import Context, RMSNorm
 from jaxtrain.models.module import constant, normal, param
-from jaxtrain.sharding import Axes, Held, Placement, Weight, is_whole
+from jaxtrain.sharding import Axes, Held, Placement, Scaled, Weight, is_whole
 
 HEADS: Axes = ("batch", "sequence", "heads", None)
 KV_HEADS: Axes = ("batch", "sequence", "kv_heads", None)
@@ -66,8 +66,8 @@ class Kernel:
             mesh=placement.mesh,
             in_specs=(q_spec, kv_spec, kv_spec, self._prepared(placement)),
             out_specs=q_spec,
-            # The replication checker knows no groups within an axis.
-            check_vma=self.split.context.size == 1,
+            # The replication checker knows no groups within an axis, and Pallas' interpreter pads arrays past it.
+            check_vma=self.split.context.size == 1 and self.name != "pallas",
         )(q, k, v, prepared)
 
 
@@ -86,12 +86,12 @@ class Attention(nnx.Module):
     def __init__(self, model: Model, kernel: Kernel, std: float, out_std: float, ctx: Context, rngs: nnx.Rngs):
         D, N, K, H = model.d_model, model.num_heads, model.num_kv_heads, model.head_dim
         dtype = ctx.numerics.params
-        self.wq = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), normal(std), dtype)
+        self.wq = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), normal(std), dtype, dot=True)
         self.copies = kv_copies(model, ctx.placement)
         kv_heads = "kv_heads" if self.copies == 1 else None  # fewer than there are ranks cannot be split at rest
-        self.wk = param(rngs, (D, K, H), ("embed", kv_heads, "head_dim"), normal(std), dtype)
-        self.wv = param(rngs, (D, K, H), ("embed", kv_heads, "head_dim"), normal(std), dtype)
-        self.wo = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), normal(out_std), dtype)
+        self.wk = param(rngs, (D, K, H), ("embed", kv_heads, "head_dim"), normal(std), dtype, dot=True)
+        self.wv = param(rngs, (D, K, H), ("embed", kv_heads, "head_dim"), normal(std), dtype, dot=True)
+        self.wo = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), normal(out_std), dtype, dot=True)
         if model.qkv_bias:
             self.bq = param(rngs, (N, H), ("heads", "head_dim"), constant(0.0), dtype)
             self.bk = param(rngs, (K, H), (kv_heads, "head_dim"), constant(0.0), dtype)
@@ -107,10 +107,15 @@ class Attention(nnx.Module):
             return w
         p = self.ctx.placement
         layout = p.whole(axes) if is_whole(w) else p.sharding(axes)
-        w = jax.tree.map(lambda x: jnp.repeat(x, self.copies, axis=-2), w)
+
+        def copied(x: Any) -> Any:
+            if isinstance(x, Scaled):
+                return Scaled(copied(x.value), x.scale)
+            return jax.lax.with_sharding_constraint(jnp.repeat(x, self.copies, axis=-2), layout)
+
         if isinstance(w, Held):
-            return dataclasses.replace(w, value=jax.lax.with_sharding_constraint(w.value, layout))
-        return jax.lax.with_sharding_constraint(w, layout)
+            return dataclasses.replace(w, value=copied(w.value), slot=jnp.repeat(w.slot, self.copies, axis=-2))
+        return copied(w)
 
     def _project(self, x_BTD: jax.Array, w: nnx.Param, b: nnx.Param | None, heads: str) -> jax.Array:
         p, n = self.ctx.placement, self.ctx.numerics
@@ -133,8 +138,9 @@ class Attention(nnx.Module):
         v = self._project(x_BTD, self.wv, self.bv if bias else None, "kv_heads")
         if self.model.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q = checkpoint_name(p.constrain(rope.rotate(q, shared.cos, shared.sin), *HEADS), "q")
-        k = checkpoint_name(p.constrain(rope.rotate(k, shared.cos, shared.sin), *KV_HEADS), "k")
+        with jax.named_scope("rope"):
+            q = checkpoint_name(p.constrain(rope.rotate(q, shared.cos, shared.sin), *HEADS), "q")
+            k = checkpoint_name(p.constrain(rope.rotate(k, shared.cos, shared.sin), *KV_HEADS), "k")
         v = checkpoint_name(p.constrain(v, *KV_HEADS), "v")
         if cache is not None:
             k, v = (

@@ -33,7 +33,8 @@ class RMSNorm(nnx.Module):
         self.axis, self.x_axes, self.eps, self.ctx = axis, x_axes, eps, ctx
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.scale[...], self.eps, self.x_axes, self.axis, self.ctx.placement, self.ctx.numerics)
+        with jax.named_scope("norm"):
+            return rms_norm(x, self.scale[...], self.eps, self.x_axes, self.axis, self.ctx.placement, self.ctx.numerics)
 
 
 class Embed(nnx.Module):
@@ -53,9 +54,9 @@ class SwiGLU(nnx.Module):
 
     def __init__(self, d_model: int, d_ff: int, std: float, out_std: float, ctx: Context, rngs: nnx.Rngs):
         dtype = ctx.numerics.params
-        self.gate = param(rngs, (d_model, d_ff), ("embed", "mlp"), normal(std), dtype)
-        self.up = param(rngs, (d_model, d_ff), ("embed", "mlp"), normal(std), dtype)
-        self.down = param(rngs, (d_model, d_ff), ("embed", "mlp"), normal(out_std), dtype)
+        self.gate = param(rngs, (d_model, d_ff), ("embed", "mlp"), normal(std), dtype, dot=True)
+        self.up = param(rngs, (d_model, d_ff), ("embed", "mlp"), normal(std), dtype, dot=True)
+        self.down = param(rngs, (d_model, d_ff), ("embed", "mlp"), normal(out_std), dtype, dot=True)
         self.ctx = ctx
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -64,5 +65,6 @@ class SwiGLU(nnx.Module):
         hidden = ("batch", "sequence", "mlp")
         gate_BTF = checkpoint_name(dot(x_BTD, self.gate[...], "BTD,DF->BTF", ("embed", "mlp"), p, n), "mlp_gate")
         up_BTF = checkpoint_name(dot(x_BTD, self.up[...], "BTD,DF->BTF", ("embed", "mlp"), p, n), "mlp_up")
-        h_BTF = p.constrain(jax.nn.silu(gate_BTF) * up_BTF, *hidden)
+        with jax.named_scope("swiglu"):
+            h_BTF = p.constrain(jax.nn.silu(gate_BTF) * up_BTF, *hidden)
         return dot(h_BTF, self.down[...], "BTF,DF->BTD", ("embed", "mlp"), p, n)

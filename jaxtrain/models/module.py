@@ -27,11 +27,16 @@ def constant(value: float) -> Initializer:
     return lambda key, shape, dtype: jnp.full(shape, value, dtype)
 
 
-def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, init: Initializer, dtype: jnp.dtype) -> nnx.Param:
-    """A parameter that knows its logical axes. They sit under our own metadata key, which flax never interprets."""
+def param(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, init: Initializer, dtype: jnp.dtype, *, dot: bool = False
+) -> nnx.Param:
+    """A parameter that knows its logical axes. They sit under our own metadata key, which flax never interprets.
+
+    dot: it is a weight that `kernels.dot.dot` alone multiplies by, and so may be held in 8 bits.
+    """
     if len(shape) != len(axes):
         raise ValueError(f"a parameter of shape {shape} needs {len(shape)} axis names, not {axes}")
-    return nnx.Param(init(rngs.params(), shape, dtype), axes=axes)
+    return nnx.Param(init(rngs.params(), shape, dtype), axes=axes, dot=dot)
 
 
 def stack[M: nnx.Module](make: Callable[[nnx.Rngs], M], num: int, rngs: nnx.Rngs) -> M:
@@ -41,7 +46,8 @@ def stack[M: nnx.Module](make: Callable[[nnx.Rngs], M], num: int, rngs: nnx.Rngs
 
 
 class Definition:
-    """A model without its numbers: `abstract` parameters, their `axes`, and `bind` to make it callable."""
+    """A model without its numbers: `abstract` parameters, their `axes`, which of them are multiplied by `dots`, and `bind` to
+    make it callable."""
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module]):
         self._make = make
@@ -49,6 +55,7 @@ class Definition:
         self._graph, state = nnx.split(module, nnx.Param)
         self.abstract: Params = _map(state, lambda p: jax.ShapeDtypeStruct(p.get_value().shape, p.get_value().dtype))
         self.axes: Params = _map(state, _axes)
+        self.dots: Params = _map(state, lambda p: p.get_metadata("dot", False))
 
     def init(self, key: jax.Array) -> Params:
         """Initial values. Call it under jit with out_shardings: the numbers are the same on every mesh."""

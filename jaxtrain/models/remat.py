@@ -1,6 +1,7 @@
 """What the forward pass keeps for the backward pass, and how layers are grouped under checkpoints.
 
-The tensors that can be kept, and which of them each policy keeps, stand in jaxtrain/activations.py.
+The tensors that can be kept, and which of them each policy keeps, stand in jaxtrain/activations.py. How layers follow each
+other in the program, as a loop or one by one, stands in layer_loop.py.
 """
 
 import dataclasses
@@ -8,13 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxtrain.activations import KEPT, parse_tensors
 from jaxtrain.config import Remat
-from jaxtrain.sharding import Held
-
-Body = Callable[[jax.Array, Any, Any], jax.Array]  # (x, layer, what all layers share) -> x
+from jaxtrain.models.layer_loop import Body, loop_last_apart, one_by_one
 
 # Gathered weights (kernels/dot.py). Kept by no policy, not even `none`, or every layer's would be held at once; unless
 # sharding.gather = forward asks for that, and then by all.
@@ -40,6 +38,7 @@ class Plan:
     keep_weights: bool = False  # from the forward pass to the backward pass, gathered
     waits: bool = False  # what is computed again waits for the gradient that needs it
     last_apart: bool = False  # the last layer keeps its weights, since its backward pass comes next
+    unroll: bool = False  # layers stand one by one in the program; no loop
 
     def checkpoint(self, body: Callable[..., Any], in_loop: bool = True) -> Callable[..., Any]:
         """`body` with only what the policy says kept for its backward pass. `in_loop`: it will be the body of a loop."""
@@ -75,21 +74,28 @@ class Plan:
         return self.every == 1 or self.policy == "none"
 
     def trips(self, num_layers: int) -> int:
-        """How often the loop over layers goes round."""
+        """How often the loop over layers goes round; 0 where there is none."""
+        if self.unroll:
+            return 0
         return num_layers - self.apart(num_layers) if self.every_layer else num_layers // self.every
 
-    def scan(self, body: Body, x: jax.Array, layers: Any, shared: Any, num_layers: int) -> jax.Array:
-        """Run `body(x, layer, shared)` over layers stacked on axis 0, `every` layers under each checkpoint.
+    def run(self, body: Body, x: jax.Array, layers: Any, shared: Any, num_layers: int) -> jax.Array:
+        """`body(x, layer, shared)` for each of the layers stacked on axis 0, `every` layers under each checkpoint.
 
         A remainder of num_layers / every forms a last, smaller group. Nothing is learnt through `shared`: it has no gradient.
         """
-        if self.apart(num_layers):
-            # Its backward pass comes at once: nothing of it need go to the host and back.
-            last = dataclasses.replace(self, keep_weights=True, keep=(*self.keep, *self.offload), offload=())
-            bodies = self.checkpoint(body), last.checkpoint(body, in_loop=False)
-            return scan_last_apart(*bodies, x, layers, shared, num_layers, self.waits)
+        apart = self.apart(num_layers)
+        # Its backward pass comes at once: nothing of it need go to the host and back.
+        at_once = dataclasses.replace(self, keep_weights=True, keep=(*self.keep, *self.offload), offload=())
+        last = (at_once if apart else self).checkpoint
+        if self.unroll:
+            every = 1 if self.every_layer else self.every
+            return one_by_one(body, self.checkpoint, last, x, layers, shared, num_layers, every)
+        if apart:
+            bodies = self.checkpoint(body), last(body, in_loop=False)
+            return loop_last_apart(*bodies, x, layers, shared, num_layers, self.waits)
 
-        def run(x: jax.Array, group: Any) -> jax.Array:
+        def several(x: jax.Array, group: Any) -> jax.Array:
             # Unrolled: gathers of the group's next layer start during this one. A loop inside the loop that XLA itself unrolls
             # makes it (jaxlib 0.11.2) abort in some layouts: "Call graph must have been flattened".
             return jax.lax.scan(lambda x, layer: (body(x, layer, shared), None), x, group, unroll=True)[0]
@@ -97,7 +103,7 @@ class Plan:
         if self.every_layer:
             step = self.checkpoint(lambda x, layer: body(x, layer, shared))
             return jax.lax.scan(lambda x, layer: (step(x, layer), None), x, layers)[0]
-        step = self.checkpoint(run)
+        step = self.checkpoint(several)
         whole = num_layers // self.every
         groups = jax.tree.map(lambda w: w[: whole * self.every].reshape(whole, self.every, *w.shape[1:]), layers)
         x, _ = jax.lax.scan(lambda x, group: (step(x, group), None), x, groups)
@@ -106,87 +112,12 @@ class Plan:
         return x
 
 
-def scan_last_apart(step: Body, last: Body, x: jax.Array, layers: Any, shared: Any, num_layers: int, waits: bool) -> jax.Array:
-    """`step` over all layers but the last, and `last` over that one, all of them parts of one stack.
-
-    Slices of the stack would be copies of it. So loops run over the layers' numbers, forward and backward; the backward loop
-    carries the gradients of the whole stack and puts each layer's in its place. Loops count in their carry: XLA starts a
-    gather an iteration early only where the layer it takes follows from the loop's own counter.
-    """
-    leaves, tree = jax.tree.flatten(layers)
-    weights = jax.tree.leaves(layers, is_leaf=lambda w: isinstance(w, Held))
-    # Of a held weight, the gradient is that of its slot alone.
-    learnt = [kind for w in weights for kind in ((False, True) if isinstance(w, Held) else (True,))]
-
-    def at(leaves: list[jax.Array], i: jax.Array) -> list[jax.Array]:
-        return [jax.lax.dynamic_index_in_dim(w, i, keepdims=False, allow_negative_indices=False) for w in leaves]
-
-    def put(grads: list[jax.Array], parts: list[jax.Array], i: jax.Array) -> list[jax.Array]:
-        kept = [dw for dw, learns in zip(parts, learnt, strict=True) if learns]
-        return [
-            jax.lax.dynamic_update_index_in_dim(g, dw, i, 0, allow_negative_indices=False)
-            for g, dw in zip(grads, kept, strict=True)
-        ]
-
-    def differentiate(f: Body, x: jax.Array, leaves: list[jax.Array], shared: Any, i: jax.Array) -> tuple[jax.Array, Any]:
-        """The layer's result, and its backward pass without the arguments that are there anyhow."""
-        return jax.vjp(
-            lambda x, layer, shared: f(x, jax.tree.unflatten(tree, layer), shared),
-            *(x, at(leaves, i), shared),
-            saveable_args=(True, False, False),
-            in_nzs=(True, learnt, False),
-        )
-
-    def backward(vjp: Any, leaves: list[jax.Array], shared: Any, i: jax.Array, dy: jax.Array) -> tuple[jax.Array, Any]:
-        dx, d_layer, _ = vjp.replace(args_res=(vjp.args_res[0], at(leaves, i), shared))(dy)
-        return dx, d_layer
-
-    @jax.custom_vjp
-    def run(x: jax.Array, leaves: list[jax.Array], shared: Any) -> jax.Array:
-        layers = jax.tree.unflatten(tree, leaves)
-        return jax.lax.scan(lambda x, layer: (step(x, layer, shared), None), x, layers)[0]
-
-    def forward(x, leaves, shared):
-        def one(carry, _):
-            x, i = carry
-            y, vjp = differentiate(step, x, leaves, shared, i)
-            return (y, i + 1), vjp
-
-        (x, i), vjps = jax.lax.scan(one, (x, jnp.int32(0)), None, length=num_layers - 1)
-        y, vjp = differentiate(last, x, leaves, shared, i)
-        return y, (vjps, vjp, leaves, shared)
-
-    def back(residuals, dy):
-        vjps, vjp, leaves, shared = residuals
-        end = jnp.int32(num_layers - 1)
-        dx, d_layer = backward(vjp, leaves, shared, end, dy)
-        grads = put([jnp.zeros_like(w) for w, learns in zip(leaves, learnt, strict=True) if learns], d_layer, end)
-
-        def one(carry, _):
-            dy, grads, count = carry
-            i = num_layers - 2 - count
-            # The compiler unrolls this loop, and would compute again for two layers at a time and hold both. So what was kept
-            # is looked up by a number that is there no sooner than the gradient. Weights do not wait: they are gathered ahead.
-            dy, then = jax.lax.optimization_barrier((dy, i)) if waits else (dy, i)
-            vjp = jax.tree.unflatten(kind, at(kept, then))
-            dx, d_layer = backward(vjp, leaves, shared, i, dy)
-            return (dx, put(grads, d_layer, i), count + 1), None
-
-        kept, kind = jax.tree.flatten(vjps)
-        (dx, grads, _), _ = jax.lax.scan(one, (dx, grads, jnp.int32(0)), None, length=num_layers - 1)
-        made = iter(grads)
-        return dx, [next(made) if learns else None for learns in learnt], None
-
-    run.defvjp(forward, back)
-    return run(x, leaves, shared)
-
-
-def make_plan(remat: Remat, gather: str, gathers: bool, waits: bool) -> Plan:
+def make_plan(remat: Remat, gather: str, gathers: bool, waits: bool, unroll: bool) -> Plan:
     """From the config's `remat` section and `sharding.gather`; validate.py has checked names and actions.
 
-    `gathers`: layers gather their weights as they use them, on this mesh. `waits`: see Plan.
+    `gathers`: layers gather their weights as they use them, on this mesh. `waits`, `unroll`: see Plan.
     """
-    more = (gather == "forward", waits, gathers and gather == "layer")
+    more = (gather == "forward", waits, gathers and gather == "layer", unroll)
     if remat.policy != "custom":
         return Plan(remat.policy, KEPT[remat.policy], (), remat.every, *more)
     places, _ = parse_tensors(remat.tensors)

@@ -87,7 +87,9 @@ class Transformer(nnx.Module):
     def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         """Hidden states after the final norm, (B, T, D) in the residual layout. The order of tokens in a row is free as far as
         the kernel allows: only segments and positions say who sees whom."""
-        shared = share(self.model, self.kernel, self.ctx.placement, Rows(segments_BT, positions_BT, segments_BT, positions_BT))
+        rows = Rows(segments_BT, positions_BT, segments_BT, positions_BT)
+        with jax.named_scope("attention"):
+            shared = share(self.model, self.kernel, self.ctx.placement, rows)
         with jax.named_scope("embed"):
             x_BTD = self.embed(tokens_BT)
 
@@ -95,8 +97,9 @@ class Transformer(nnx.Module):
             return block(x, shared, None)[0]
 
         with jax.named_scope("layers"):
-            x_BTD = self.remat.scan(body, x_BTD, self.layers, shared, self.model.num_layers)
-        return self.final_norm(x_BTD)
+            x_BTD = self.remat.run(body, x_BTD, self.layers, shared, self.model.num_layers)
+        with jax.named_scope("final_norm"):
+            return self.final_norm(x_BTD)
 
     def decode(self, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Append T tokens of one document to every row of the cache. Returns their hidden states and the cache."""

@@ -34,7 +34,7 @@ Does every layout take the same steps? Trains the same few on each, from the sam
                            attention.*, remat.*, dtypes.*, train.grad_accum, train.loss_chunk. Default, of which what the
                            config cannot be is left out: {default}
   --steps=3                steps to train
-  --dtype=f32|bf16         f32: every type float32; bf16: precision=bf16. Default: as the config says
+  --dtype=f32|bf16|fp8     f32: every type float32; bf16, fp8: that precision. Default: as the config says
   --topology=h200:8        also plan the config on each layout for that machine: step time, and memory that a GPU takes
   --json=FILE              everything that was found, for programs
   --help                   this text
@@ -55,7 +55,7 @@ Exit codes: 0 all agree; 1 one does not, or could not be run; 2 the command or c
 """
 
 OPTIONS = {"meshes": "", "steps": "3", "dtype": "", "topology": "", "json": ""}
-DTYPES = {"": (), "f32": named.FLOAT32, "bf16": ("precision=bf16",)}
+DTYPES = {"": (), "f32": named.FLOAT32, "bf16": ("precision=bf16", "fp8.exclude="), "fp8": ("precision=fp8",)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,7 +96,7 @@ def _options(loaded: Loaded) -> list[Problem]:
     if not steps.isdecimal() or int(steps) < 1:
         problems.append(Problem("--steps", steps, "must be a whole number, 1 or more", "For example --steps=3."))
     if options["dtype"] not in DTYPES:
-        problems.append(Problem("--dtype", options["dtype"], "no such type", "Write f32 or bf16, or leave it out."))
+        problems.append(Problem("--dtype", options["dtype"], "no such type", "Write f32, bf16 or fp8, or leave it out."))
     if options["json"]:
         path = Path(options["json"]).expanduser().absolute()
         if path.is_dir() or not path.parent.is_dir():
@@ -133,7 +133,11 @@ def _runs(loaded: Loaded, layouts: list[Layout]) -> tuple[Runs, list[str], list[
     problems = named.together([(layout.name, wrong) for layout, _, wrong in found])
     if found and not problems:
         run = found[0][1]
-        problems = [*named.check_data(run), *named.check_size(run, [layout for layout, _, _ in found])]
+        problems = [
+            *named.check_moments([run for _, run, _ in found]),
+            *named.check_data(run),
+            *named.check_size(run, [layout for layout, _, _ in found]),
+        ]
     if not problems and loaded.options["topology"]:
         problems = _topology_problems(loaded.options["topology"])
     return [(layout, run, named.load(layout, argv)[0]) for layout, run, _ in found], left_out, problems

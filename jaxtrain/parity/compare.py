@@ -7,13 +7,13 @@ cancellation, as for the bias of keys, which softmax does not see, its share of 
 
 float32: 1e-5 for all but the weights, which is 168 roundings of u = 2^-24 in a row, or 28,000 at random.
 
-bfloat16: a run may be as far from the reference as rounding can bring it, and how far that is is measured: the reference's
-steps are taken again in float32, and their distance is d. A sum that one device rounds once is rounded on each of n devices and
-in each of log2(n) additions, 1 + log2(n) times, and independent errors add like the root of their number: so the run is at
-most sqrt(1 + log2 n) d from float32, and at most sqrt(2 + log2 n) d from the reference, which is d from it on the other side.
-(n counts microbatches too.) No tensor's d is taken smaller than that of the whole gradient, which chance cannot make small.
-For the norm d is that of the whole gradient: |a| - |b| is at most |a - b|. For the loss, a mean over the N tokens of the batch,
-it is that over sqrt(N), or what the reference's own loss is off by where that is more.
+bfloat16 and FP8: a run may be as far from the reference as rounding can bring it, and how far that is is measured: the
+reference's steps are taken again in float32, and their distance is d. A sum that one device rounds once is rounded on each of n
+devices and in each of log2(n) additions, 1 + log2(n) times, and independent errors add like the root of their number: so the
+run is at most sqrt(1 + log2 n) d from float32, and at most sqrt(2 + log2 n) d from the reference, which is d from it on the
+other side. (n counts microbatches too.) No tensor's d is taken smaller than that of the whole gradient, which chance cannot
+make small. For the norm d is that of the whole gradient: |a| - |b| is at most |a - b|. For the loss, a mean over the N tokens
+of the batch, it is that over sqrt(N), or what the reference's own loss is off by where that is more.
 
 Weights: Adam divides by the root of the second moment, so where a gradient is nearly zero, rounding picks the sign of a whole
 step. Weights whose first gradient is not twice above the bound (the root of its mean square, times that) are left out; of the
@@ -32,6 +32,7 @@ import numpy as np
 from jaxtrain import compiler
 from jaxtrain.config import RunConfig
 from jaxtrain.data import pipeline
+from jaxtrain.memory import compile_to_fit
 from jaxtrain.state import create_state, to_host
 from jaxtrain.step import Program, build, place_batch
 
@@ -124,7 +125,9 @@ def train(run: RunConfig, devices: Sequence[Any], steps: int) -> Trained:
     Raises LayoutError or Unsupported for a layout that cannot be, JaxRuntimeError where memory does not suffice.
     """
     program = build(run, devices)
-    step = compiler.compile_train(program, compiler.card_of(devices[0], run.train.memory_fraction))
+    card = compiler.card_of(devices[0], run.train.memory_fraction)
+    options, usable = compiler.choose(program, card).options, card.usable_gib if card else math.inf
+    run, program, step = compile_to_fit(run, program, options, usable)
     folder = Path(run.paths.data).expanduser()
     rows = pipeline.open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, data_dir=folder)
     state = create_state(program.definition, program.tx, program.state, run.train.seed)
@@ -158,7 +161,7 @@ def bounds(reference: Trained, exact: Trained | None, parts: int, tokens: int) -
     typical = math.sqrt(float(np.mean([d * d for d in moved.values()])))
     weights = {n: factor * max(typical, d) for n, d in moved.items()}
     loss = factor * max(whole / math.sqrt(tokens), *relative(reference.loss, exact.loss))
-    why = f"bfloat16: sqrt(2 + log2 {parts}) = {factor:.2f} times the reference's own distance from float32"
+    why = f"fewer bits: sqrt(2 + log2 {parts}) = {factor:.2f} times the reference's own distance from float32"
     return Bounds(loss, factor * whole, gradients, weights, why)
 
 

@@ -15,13 +15,14 @@ from jaxtrain.config import MESH_AXES, Problem, RunConfig, flatten, from_dict, n
 from jaxtrain.data import pipeline
 from jaxtrain.hardware import Devices
 from jaxtrain.models import FAMILIES
+from jaxtrain.moments import INT8
 from jaxtrain.validate import validate_step
 
 DEFAULT = "one,data8,fsdp8,data2xfsdp4,fsdp4xtensor2,data2xfsdp2xtensor2,fsdp4xseq2,fsdp2xtensor2xseq2"
 FORM = "one, or axes with their sizes joined by x, such as fsdp4xtensor2, and further keys, as in fsdp8/sharding.zero=1"
 # What a layout may change: how a step is computed, not what it computes.
 FREE = ("sharding.", "attention.", "remat.", "dtypes.", "train.grad_accum", "train.loss_chunk")
-FLOAT32 = ("precision=f32", *(f"dtypes.{name}=f32" for name in ("params", "m", "v", "grads", "reduce")))
+FLOAT32 = ("precision=f32", "fp8.exclude=", *(f"dtypes.{name}=f32" for name in ("params", "m", "v", "grads", "reduce")))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +107,7 @@ def in_float32(run: RunConfig) -> RunConfig:
     """The same run with every type float32, by whatever attention kernel has it."""
     tree = to_dict(run)
     tree["precision"] = "f32"
+    tree["fp8"]["exclude"] = ""
     tree["dtypes"] = dict.fromkeys(tree["dtypes"], "f32")
     if run.attention.impl == "cudnn":
         tree["attention"]["impl"] = "auto"
@@ -134,7 +136,7 @@ def check_size(run: RunConfig, layouts: Sequence[Layout]) -> list[Problem]:
     if run.model.family not in FAMILIES:
         return []
     count = flops.parameters(run.model)["total"]
-    width = {"f32": 4, "bf16": 2}
+    width = {"f32": 4, "bf16": 2, INT8: 1}
     held = sum(width.get(values[f"dtypes.{name}"], 4) for name in ("params", "m", "v"))
     on_cpu = devices(max(layout.devices for layout in layouts)).kind == "cpu"
     # On CPU devices every group along `data` holds a state in the same memory; gradients come with the first step.
@@ -146,6 +148,12 @@ def check_size(run: RunConfig, layouts: Sequence[Layout]) -> list[Problem]:
     rule += f"{hardware.host_gib():,.0f} GiB"
     remedy = "Compare a smaller one: --config.model.num_layers=2, then model.vocab_size, model.d_model, model.d_ff"
     return [Problem("model", None, rule, f"{remedy}; layouts do not depend on size.")]
+
+
+def check_moments(runs: Sequence[RunConfig]) -> list[Problem]:
+    """8 bits of a first moment are too few to read gradients from."""
+    rule = "gradients are read from Adam's first moment, and its rounding would hide what differs"
+    return [Problem("dtypes.m", INT8, rule, "Set f32: the gradients are the same.")] * any(r.dtypes.m == INT8 for r in runs)
 
 
 def check_data(run: RunConfig) -> list[Problem]:

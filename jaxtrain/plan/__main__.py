@@ -32,6 +32,7 @@ Will it fit, how fast will it be, and what moves? Compiles the train step for a 
   --html=FILE              one page with pictures
   --hlo=FILE               the scheduled program that all of it was read from
   --why                    take back each choice that saves memory, and say what the step would need without it
+  --traffic                bytes moved outside of GEMMs and attention, part by part, beside the least that could be
   --no-fit                 where the step does not fit, do not look for what would make it fit
   --shardings[=FILTER]     instead: how every array is split, without compiling; as --shardings=mlp or kind=parameter
   --search                 instead: find the fastest layout that fits; of those as fast, within 1%, the smallest
@@ -56,7 +57,7 @@ written, or a golden plan differs; 130 Ctrl-C, after what was known by then.
 """
 
 OPTIONS = {"topology": "", "json": "", "html": "", "hlo": "", "budget": "0", "most": str(MOST), "jobs": "0", "cache": FOLDER}
-SWITCHES = dict.fromkeys(("why", "no-fit", "search", "calibrate"), "yes") | {
+SWITCHES = dict.fromkeys(("why", "traffic", "no-fit", "search", "calibrate"), "yes") | {
     "shardings": "all",
     "golden": "compare",
     "published": "show",
@@ -67,7 +68,7 @@ INSTEAD = ("shardings", "search", "golden", "published", "what-fits", "textbook"
 # Option -> what it belongs to; "" is the plan of a config.
 BELONGS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("config", "topology"), ("", "shardings", "search")),
-    **dict.fromkeys(("html", "hlo", "why", "no-fit"), ("",)),
+    **dict.fromkeys(("html", "hlo", "why", "traffic", "no-fit"), ("",)),
     "json": ("", "search"),
     "budget": ("", "search", "what-fits"),
     "most": ("search",),
@@ -141,7 +142,7 @@ def _options(loaded: Loaded) -> list[Problem]:
         problems.append(Problem(written, None, f"{who} has no use for it", "Leave it out."))
     if options["golden"] not in ("", "compare", "write"):
         problems.append(Problem("--golden", options["golden"], "no such action", "Write --golden or --golden=write."))
-    for name in ("why", "no-fit", "search", "calibrate"):
+    for name in ("why", "traffic", "no-fit", "search", "calibrate"):
         if options[name] not in ("", "yes"):
             problems.append(Problem(f"--{name}", options[name], "takes no value", f"Write --{name}."))
     for name in ("json", "html", "hlo", "published", "what-fits", "textbook"):
@@ -247,7 +248,8 @@ def _plan(
     from jaxtrain.plan.compile import compile_step
     from jaxtrain.plan.known.published import ratio_range
     from jaxtrain.plan.make import read_plan
-    from jaxtrain.plan.report import fit_report, page, terminal
+    from jaxtrain.plan.program import traffic
+    from jaxtrain.plan.report import fit_report, page, terminal, traffic_report
     from jaxtrain.plan.result import to_json
     from jaxtrain.plan.search import fit
     from jaxtrain.plan.topology import CHIPS
@@ -259,8 +261,11 @@ def _plan(
         plan = read_plan(compiled, run, topology, name=_name(loaded), overrides=_overrides(loaded))
     if options["hlo"]:
         Path(options["hlo"]).expanduser().write_text(compiled.text)
+    moved = traffic.parts(run, compiled.program, plan.kernels) if options["traffic"] else ()
     del compiled
     terminal.text(plan, console, published=ratio_range(), steps=run.train.steps)
+    if moved:
+        traffic_report.show(moved, console)
 
     settings = {"check": check, "cache": cache, "jobs": jobs, "budget_s": budget}
     interrupted = False

@@ -11,10 +11,10 @@ one node: what a network reaches is not measured.
 import dataclasses
 import datetime
 import functools
-import importlib.metadata
 import math
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,24 +23,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import rich.console
-import rich.table
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain import hardware
-from jaxtrain.kernels import attention
-from jaxtrain.plan import rates, result
+from jaxtrain import compiler, hardware, precision
+from jaxtrain.kernels import attention, fp8
+from jaxtrain.plan import rates
 from jaxtrain.plan.program.work import ATTENTION_BACKWARD
+from jaxtrain.plan.readings import COLLECTIVES, CalibrationError, Reading, table, to_rates
 from jaxtrain.step import hardware_of
 
 AXIS = "x"
-PLAUSIBLE = 1.1  # times the data sheet: more than that means that the clock or the loop is wrong
-OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}  # cuBLAS, as training compiles its GEMMs
-COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
-
-
-class CalibrationError(ValueError):
-    """There is nothing to calibrate here, or what was measured cannot be."""
+# As training compiles its GEMMs: by cuBLAS, and products of one array with several others each for itself.
+OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False, "xla_disable_hlo_passes": ",".join(compiler.WITHOUT)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +58,7 @@ class Sizes:
     collective_rounds: int = 20
     latency_rounds: int = 200
     host_mib: int = 1024
-    warm_s: float = 2.0
+    warm_s: float = 1.0  # of each reading: a GPU's one node has about 18 of them in the two minutes of a benchmark's part
     repeats: int = 7
 
 
@@ -81,18 +76,6 @@ TINY = Sizes(
     warm_s=0.0,
     repeats=3,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """One operation, timed."""
-
-    kind: str  # a key of UNITS, or link latency
-    what: str  # shapes or sizes
-    work: float  # FLOPs or bytes of one round; 1 for a latency
-    seconds: float  # of one round: the median
-    spread: float  # (slowest - fastest) / median
-    weight: float = 1.0  # rounds of it, beside the others of its kind
 
 
 def timed(run: Callable[..., Any], *args: Any, sizes: Sizes) -> list[float]:
@@ -159,22 +142,40 @@ def gemm(shape: tuple[int, int, int], weight: float, sizes: Sizes) -> Reading:
     return reading("gemm", f"{M:,} x {K:,} x {N:,}", flop, taken, rounds, weight)
 
 
-def attention_pair(device: Any, packed: bool, sizes: Sizes) -> tuple[Reading, Reading]:
-    """Forward and backward of the kernel that `attention.impl=auto` takes here, for rows that hold one document each.
+def fp8_gemm(shape: tuple[int, int, int], weight: float, sizes: Sizes) -> Reading:
+    """The same three products in 8-bit floating point, of matrices that are rounded already: a plan times rounding apart."""
+    M, K, N = shape
+    flop = 3 * 2 * M * K * N
+    rounds = max(1, math.ceil(sizes.gemm_tflop * 1e12 / flop))
+    one = jnp.ones(())
 
-    FLOPs inside the causal mask, counted as a plan counts them. The backward pass is what a program with both takes beyond
-    one with the forward pass alone.
+    def body(constants: tuple[jax.Array, ...], state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        w_NK, w_KN, dy_NM = constants
+        x_MK, dy_MN, x_KM = state
+        y = fp8.multiply(x_MK, one, w_NK, one, jnp.dtype("bfloat16"))
+        dx = fp8.multiply(dy_MN, one, w_KN, one, jnp.dtype("bfloat16"))
+        dw = fp8.multiply(x_KM, one, dy_NM, one, jnp.dtype("bfloat16"))
+        return chain(x_MK, dx, y), chain(dy_MN, y, dw), chain(x_KM, dw, dx)
+
+    constants = normal(0, (N, K), fp8.E4M3), normal(1, (K, N), fp8.E4M3), normal(2, (N, M), fp8.E5M2)
+    state = normal(3, (M, K), fp8.E4M3), normal(4, (M, N), fp8.E5M2), normal(5, (K, M), fp8.E4M3)
+    taken = timed(looped(body, rounds), constants, state, sizes=sizes)
+    return reading("FP8 gemm", f"{M:,} x {K:,} x {N:,}", flop, taken, rounds, weight)
+
+
+def attention_loop(
+    device: Any, name: str, spec: attention.Spec, shape: tuple[int, int, int, int, int], backward: bool
+) -> tuple[Callable[..., Any], Any, jax.Array]:
+    """(body, constants, state) for `looped`: a kernel, also with its backward pass, on rows that hold one document each.
+
+    shape: B, T, N, K, H.
     """
-    B, T, N, K, H = sizes.attention
-    spec = attention.Spec(H, "bf16", packed, max_segments=32 if packed else 1)
-    name, _ = attention.choose("auto", spec, hardware_of(device), T)
+    B, T, N, K, H = shape
     kernel = attention.implementation(name)
     segments_BT = jnp.ones((B, T), jnp.int32)
     positions_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    prepared = jax.jit(kernel.prepare, static_argnums=1)(
-        attention.Rows(segments_BT, positions_BT, segments_BT, positions_BT), spec
-    )
-    k_BSKH, v_BSKH, do_BTNH = normal(0, (B, T, K, H)), normal(1, (B, T, K, H)), normal(2, (B, T, N, H))
+    rows = attention.Rows(segments_BT, positions_BT, segments_BT, positions_BT)
+    prepared = jax.jit(kernel.prepare, static_argnums=1)(rows, spec)
 
     def forward(constants: Any, q_BTNH: jax.Array) -> jax.Array:
         k, v, prepared, _ = constants
@@ -185,13 +186,26 @@ def attention_pair(device: Any, packed: bool, sizes: Sizes) -> tuple[Reading, Re
         o, pull = jax.vjp(lambda q, k, v: kernel.attention(q, k, v, prepared, spec), q_BTNH, k, v)
         return chain(q_BTNH, o, *pull(do))
 
+    # As in the model: cuDNN's kernels want a shard_map that is manual over the whole mesh.
     mesh = Mesh(np.asarray([device]), (AXIS,))
+    body = jax.shard_map(both if backward else forward, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
+    k_BSKH, v_BSKH, do_BTNH = normal(0, (B, T, K, H)), normal(1, (B, T, K, H)), normal(2, (B, T, N, H))
+    return body, (k_BSKH, v_BSKH, prepared, do_BTNH), normal(3, (B, T, N, H))
+
+
+def attention_pair(device: Any, packed: bool, sizes: Sizes) -> tuple[Reading, Reading]:
+    """Forward and backward of the kernel that `attention.impl=auto` takes here, for rows that hold one document each.
+
+    FLOPs inside the causal mask, counted as a plan counts them. The backward pass is what a program with both takes beyond
+    one with the forward pass alone.
+    """
+    B, T, N, K, H = sizes.attention
+    spec = attention.Spec(H, "bf16", packed, max_segments=32 if packed else 1)
+    name, _ = attention.choose("auto", spec, hardware_of(device), T)
     times = []
-    for body in (forward, both):
-        # As in the model: cuDNN's kernels want a shard_map that is manual over the whole mesh.
-        manual = jax.shard_map(body, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
-        run = looped(manual, sizes.attention_rounds)
-        times.append(timed(run, (k_BSKH, v_BSKH, prepared, do_BTNH), normal(3, (B, T, N, H)), sizes=sizes))
+    for backward in (False, True):
+        body, constants, q_BTNH = attention_loop(device, name, spec, sizes.attention, backward)
+        times.append(timed(looped(body, sizes.attention_rounds), constants, q_BTNH, sizes=sizes))
     what = f"{name}, {B} x {T:,} tokens, {N} heads on {K}, of {H}"
     flop = 4.0 * B * N * H * T**2 / 2
     kind = "packed attention" if packed else "attention"
@@ -254,115 +268,43 @@ def host(device: Any, sizes: Sizes) -> list[Reading]:
 
 
 def measure(devices: Sequence[Any], sizes: Sizes, say: Callable[[str], None] = lambda _: None) -> list[Reading]:
-    """All readings on these devices; those of links only where there are several. `say` is told what comes next."""
+    """All readings on these devices; those of links only where there are several. `say` is told what comes next.
+
+    What fails becomes a reading that says so, and the rest is measured all the same.
+    """
     found: list[Reading] = []
+
+    def add(kinds: Sequence[str], what: str, make: Callable[..., Reading | Iterable[Reading]], *args: Any) -> None:
+        say(f"{kinds[0]} {what}".strip())
+        try:
+            made = make(*args)
+        except Exception as error:  # compiler, driver, memory: a rate less, and no reason to have none
+            traceback.print_exc()
+            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+            made = [Reading(kind, what, 0.0, 0.0, 0.0, failed=why) for kind in kinds]
+        found.extend([made] if isinstance(made, Reading) else made)
+
+    target = hardware_of(devices[0])
+    major, minor = target.compute_capability
+    eight = target.platform == "cpu" or 10 * major + minor >= precision.SM
     with jax.default_device(devices[0]):
         for shape, weight in sizes.gemms:
-            say(f"GEMM {' x '.join(map(str, shape))}")
-            found.append(gemm(shape, weight, sizes))
+            what = " x ".join(f"{n:,}" for n in shape)
+            add(["gemm"], what, gemm, shape, weight, sizes)
+            # The head, less than once a layer, is never in 8 bits.
+            if weight >= 1 and eight:
+                add(["FP8 gemm"], what, fp8_gemm, shape, weight, sizes)
         for packed in (False, True):
-            say("packed attention" if packed else "attention")
-            found += attention_pair(devices[0], packed, sizes)
-        say("device memory")
-        found.append(memory(sizes))
-        say("host memory")
-        found += host(devices[0], sizes)
+            kind = "packed attention" if packed else "attention"
+            add([f"{kind} forward", f"{kind} backward"], "", attention_pair, devices[0], packed, sizes)
+        add(["memory"], "", memory, sizes)
+        add(["host"], "", host, devices[0], sizes)
     if len(devices) > 1:
+        elements = sizes.collective_mib * 2**20 // 2
         for kind in COLLECTIVES:
-            say(kind)
-            elements = sizes.collective_mib * 2**20 // 2
-            found.append(collective(kind, devices, elements, sizes.collective_rounds, sizes))
-        say("link latency")
-        found += latency(devices, sizes)
+            add([kind], "", collective, kind, devices, elements, sizes.collective_rounds, sizes)
+        add(["link latency"], "", latency, devices, sizes)
     return found
-
-
-# ---- what is made of it
-
-
-def rate(readings: Iterable[Reading], *kinds: str) -> float:
-    """Work per second of all rounds of these kinds together, weighted; 0 where no time was measured."""
-    chosen = [r for r in readings if r.kind in kinds]
-    seconds = sum(r.weight * r.seconds for r in chosen)
-    return sum(r.weight * r.work for r in chosen) / seconds if seconds else 0.0
-
-
-def to_rates(readings: Sequence[Reading], gpu: hardware.Gpu, device_kind: str, today: datetime.date) -> result.Rates:
-    """What a plan reads. What was not measured stays by the data sheet, and the source says so.
-
-    Raises CalibrationError where a rate is not positive, or above what the data sheet says can be.
-    """
-    sheet = rates.datasheet(gpu, "bf16")
-    # Attention's rates are those of cuDNN's kernels: for packed rows, as training packs them, where it serves those.
-    packed = "packed " if any(r.kind.startswith("packed") and r.what.startswith("cudnn") for r in readings) else ""
-    measured = {
-        "gemm_tflops": rate(readings, "gemm") / 1e12,
-        "attention_forward_tflops": rate(readings, f"{packed}attention forward") / 1e12,
-        "attention_backward_tflops": rate(readings, f"{packed}attention backward") / 1e12,
-        "memory_tb_s": rate(readings, "memory") / 1e12,
-        "host_gb_s": rate(readings, "host") / 1e9,
-    }
-    rest = "NVLink and network rates"
-    if any(r.kind in COLLECTIVES for r in readings):
-        measured["nvlink_gb_s"] = rate(readings, *COLLECTIVES) / 1e9
-        measured["nvlink_latency_us"] = 1e6 * statistics.mean(r.seconds for r in readings if r.kind == "link latency")
-        rest = "network rates"
-    for key, value in measured.items():
-        limit = ceilings(gpu).get(key, math.inf)
-        if not 0 < value <= PLAUSIBLE * limit:
-            raise CalibrationError(
-                f"{key} = {value:.4g} measured, which must be positive and at most {limit:.4g}, the data sheet's, on "
-                f"{device_kind}. Nothing is stored. See that nothing else runs on this machine, and calibrate again."
-            )
-    version = importlib.metadata.version("jaxlib")
-    source = f"calibrated on {device_kind}, {today.isoformat()}, jaxlib {version}; {rest} by the data sheet"
-    return dataclasses.replace(sheet, **measured, source=source)
-
-
-def ceilings(gpu: hardware.Gpu) -> dict[str, float]:
-    """The data sheet's own figure for each measured rate, in that rate's unit."""
-    sheet = rates.datasheet(gpu, "bf16")
-    return {
-        "gemm_tflops": gpu.bf16,
-        "attention_forward_tflops": gpu.bf16,
-        "attention_backward_tflops": gpu.bf16,
-        "memory_tb_s": gpu.hbm_tb_s,
-        "nvlink_gb_s": gpu.nvlink_gb_s / 2,
-        "host_gb_s": sheet.host_gb_s / rates.HOST_FRACTION,
-    }
-
-
-# Kind of a reading -> (field of Rates, unit, what one of the unit is in FLOPs or bytes a second)
-UNITS = {
-    "gemm": ("gemm_tflops", "TFLOP/s", 1e12),
-    "attention forward": ("attention_forward_tflops", "TFLOP/s", 1e12),
-    "attention backward": ("attention_backward_tflops", "TFLOP/s", 1e12),
-    "packed attention forward": ("attention_forward_tflops", "TFLOP/s", 1e12),
-    "packed attention backward": ("attention_backward_tflops", "TFLOP/s", 1e12),
-    "memory": ("memory_tb_s", "TB/s", 1e12),
-    "host": ("host_gb_s", "GB/s", 1e9),
-    **dict.fromkeys(COLLECTIVES, ("nvlink_gb_s", "GB/s", 1e9)),
-}
-
-
-def table(readings: Iterable[Reading], gpu: hardware.Gpu | None, title: str) -> rich.table.Table:
-    """What was measured, beside the data sheet. `gpu` is None where there is none."""
-    limits = ceilings(gpu) if gpu else {}
-    out = rich.table.Table(title=title, title_justify="left")
-    for name in ("measured", "on"):
-        out.add_column(name)
-    for name in ("rate", "data sheet", "share", "one round", "spread"):
-        out.add_column(name, justify="right")
-    for r in readings:
-        ms, spread = f"{1e3 * r.seconds:.3g} ms", f"{r.spread:.1%}"
-        if r.kind == "link latency":
-            out.add_row(r.kind, r.what, f"{1e6 * r.seconds:.1f} us", "-", "-", ms, spread)
-            continue
-        key, unit, scale = UNITS[r.kind]
-        value, limit = rate([r], r.kind) / scale, limits.get(key)
-        sheet, share = (f"{limit:,.4g} {unit}", f"{value / limit:.0%}") if limit else ("-", "-")
-        out.add_row(r.kind, r.what, f"{value:,.4g} {unit}", sheet, share, ms, spread)
-    return out
 
 
 def run(folder: Path | str = rates.FOLDER, *, on_cpu: bool = False, console: rich.console.Console | None = None) -> Path | None:

@@ -12,6 +12,7 @@ import jax
 
 from jaxtrain import compiler
 from jaxtrain.config import RunConfig
+from jaxtrain.memory import compile_to_fit
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.topology import Topology
 from jaxtrain.step import Program, build
@@ -29,29 +30,33 @@ class Compiled:
     executable: jax.stages.Compiled
     text: str  # the scheduled program of one device, as HLO
     buffers: bytes  # XLA's HloProto, with the buffer assignment
-    options: dict[str, str | bool]  # the compiler options that training would use
+    chosen: compiler.Chosen  # the compiler options that training would use
     card: compiler.Card
+    run: RunConfig  # with remat.policy=auto, what that came to
     seconds: float
 
 
 def compile_step(run: RunConfig, topology: Topology) -> Compiled:
     """The train step of a run, compiled as training on that machine would compile it, but for NO_TUNING.
 
+    With remat.policy=auto, compiles until what is kept fits.
+
     Raises LayoutError or Unsupported where the config cannot be, RuntimeError where XLA's GPU compiler is not there.
     """
     program = build(run, machines.devices(topology))
     card = compiler.card(topology.memory_gib, run.train.memory_fraction)
+    chosen = compiler.choose(program, card)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         # The buffer assignment comes in a dump only: the executable's own copy is empty on GPUs.
         dump: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
-        executable = compiler.compile_train(program, card, NO_TUNING | dump)
-        found = sorted(Path(folder).glob("*after_optimizations.hlo.pb"))
-        if len(found) != 1:
-            raise RuntimeError(f"XLA dumped {len(found)} buffer assignments of one program; is xla_dump_to set in XLA_FLAGS?")
-        buffers = found[0].read_bytes()
+        run, program, executable = compile_to_fit(run, program, chosen.options, card.usable_gib, extra=NO_TUNING | dump)
+        found = sorted(Path(folder).glob("*after_optimizations.hlo.pb"), key=lambda path: path.stat().st_mtime_ns)
+        if not found:
+            raise RuntimeError("XLA dumped no buffer assignment; is xla_dump_to set in XLA_FLAGS?")
+        buffers = found[-1].read_bytes()  # of the last that was tried
     seconds = time.perf_counter() - began
     text = executable.as_text()
     if text is None:
         raise RuntimeError("this jaxlib gives no text of a compiled GPU program")
-    return Compiled(program, executable, text, buffers, compiler.options(program, card), card, seconds)
+    return Compiled(program, executable, text, buffers, chosen, card, run, seconds)

@@ -1,9 +1,9 @@
 """A plan, put together: the train step compiled, read, timed and judged."""
 
-from jaxtrain import flops, receipt
+from jaxtrain import auto_remat, flops, receipt
 from jaxtrain.config import RunConfig
 from jaxtrain.plan.compile import Compiled, compile_step
-from jaxtrain.plan.program import assignment, buffers, collectives, hlo, judge, mistakes, roofline
+from jaxtrain.plan.program import assignment, buffers, collectives, hlo, judge, matmuls, mistakes, roofline
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Flops, Plan, Rates, Time
 from jaxtrain.plan.topology import Topology
@@ -36,6 +36,8 @@ def read_plan(
     overrides: tuple[str, ...] = (),
 ) -> Plan:
     """Everything that a compiled step tells."""
+    kept = auto_remat.words(compiled.run.remat) if run.remat.policy == "auto" else ""
+    run = compiled.run
     rates = rates or rates_for(topology.gpu, run.precision)
     program, module = compiled.program, hlo.parse(compiled.text)
     mesh = dict(program.placement.mesh.shape)
@@ -58,6 +60,7 @@ def read_plan(
     moved = tuple(sorted((m for m in moved if m.wire_gib), key=lambda m: -m.wire_gib))
 
     tokens = run.train.global_batch * run.data.seq_len
+    products = matmuls.read(module, run.model.num_layers, run.train.grad_accum) if run.precision == "fp8" else None
     return Plan(
         config=name,
         overrides=overrides,
@@ -77,11 +80,15 @@ def read_plan(
         trip_counts=_loops(module),
         hints=(),
         warnings=(
+            *compiled.chosen.warnings(),
             *mistakes.mistakes(run, program.placement.mesh, moved, memory, timed, rates),
             *judge.warnings(run, program, module, found, moved, timed.step_ms),
+            *judge.stayed_wide(run, program, products),
         ),
         versions=receipt.versions(),
-        options=compiled.options,
+        options=compiled.chosen.options,
+        kept=kept,
+        matmuls=products,
     )
 
 
@@ -101,8 +108,8 @@ def _flops(run: RunConfig, topology: Topology, program: Program, timed: roofline
 def _time(run: RunConfig, topology: Topology, tokens: int, timed: roofline.Roofline) -> Time:
     step_s = timed.step_ms / 1e3
     per_token = flops.per_token(run.model, run.data.seq_len)
-    # FLOPs at the peak of every GPU during one step.
-    most = topology.gpu.peak(run.precision) * 1e12 * step_s
+    # FLOPs at the peak of every GPU during one step: that of bfloat16 under fp8 too, whose steps multiply in both.
+    most = topology.gpu.peak(run.compute) * 1e12 * step_s
     each = tokens / topology.total
     return Time(
         gemm_ms=timed.gemm_ms,

@@ -21,6 +21,9 @@ FORMAT = 1
 # replaces them.
 GEMM_FRACTION = 0.75  # of the dense peak: at full load the clock falls below the one that the data sheet multiplies with
 ATTENTION_FRACTION = 0.75  # of the same peak, for FLOPs inside the mask
+# Of cuDNN's rate, assumed or calibrated, for the Pallas kernels. Tokamax has timings of its own Triton kernel beside cuDNN's on
+# an H100 (data/autotuning/nvidia_h100_80gb_hbm3, forward, causal, 2 x 8,192 tokens, 16 heads of 128): 352 of 613 TFLOP/s.
+PALLAS_FRACTION = 0.57
 MEMORY_FRACTION = 0.85  # of HBM bandwidth: refresh, and the turn from reading to writing
 NVLINK_FRACTION = 370 / 450  # of one direction: packet headers and NCCL's protocol; 370 GB/s where the sheet has 900
 NETWORK_FRACTION = 0.9  # of a network card's line rate
@@ -40,12 +43,11 @@ C2C_GB_S = 450.0  # GH200 and GB200 reach their host over NVLink-C2C, 900 GB/s i
 
 
 def datasheet(gpu: hardware.Gpu, precision: str) -> result.Rates:
-    """Stated fractions of a GPU's data sheet, GEMMs in the type that `precision` computes in (f32 | bf16 | fp8).
+    """Stated fractions of a GPU's data sheet, GEMMs in the type that `precision` computes in (f32 | bf16; bf16 beside fp8).
 
     Raises ValueError where the GPU has no such GEMMs, or is of a generation whose network and host links are not known here.
     """
-    peak = gpu.peak(precision)
-    if not peak:
+    if not gpu.peak(precision):
         raise ValueError(f"precision = {precision!r}: {gpu.name} has no GEMMs of this type. Choose bf16.")
     if gpu.sm not in NETWORK_GBIT_S:
         raise ValueError(
@@ -53,7 +55,8 @@ def datasheet(gpu: hardware.Gpu, precision: str) -> result.Rates:
             f"Known: {', '.join(str(sm / 10) for sm in NETWORK_GBIT_S)}. Add it to NETWORK_GBIT_S and PCIE_GB_S."
         )
     # Attention computes scores in bfloat16 under both low precisions, and in full float32 under f32.
-    attention = ATTENTION_FRACTION * gpu.peak("f32" if precision == "f32" else "bf16")
+    peak = gpu.peak("f32" if precision == "f32" else "bf16")
+    attention = ATTENTION_FRACTION * peak
     return result.Rates(
         gemm_tflops=GEMM_FRACTION * peak,
         attention_forward_tflops=attention,
@@ -65,6 +68,7 @@ def datasheet(gpu: hardware.Gpu, precision: str) -> result.Rates:
         nvlink_latency_us=NVLINK_LATENCY_US,
         network_latency_us=NETWORK_LATENCY_US,
         source="data-sheet rates",
+        fp8_tflops=GEMM_FRACTION * gpu.fp8,
     )
 
 
@@ -97,7 +101,8 @@ def load(gpu_name: str, folder: Path | str = FOLDER) -> result.Rates | None:
         rates = result.Rates(**tree["rates"])
         for field in dataclasses.fields(rates):
             value = getattr(rates, field.name)
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            number = number and (value > 0 or (field.name == "fp8_tflops" and value == 0))
             if not (isinstance(value, str) if field.name == "source" else number):
                 raise ValueError(f"{field.name} = {value!r} is no {'text' if field.name == 'source' else 'positive number'}")
     except (ValueError, KeyError, TypeError) as error:
@@ -109,19 +114,17 @@ def load(gpu_name: str, folder: Path | str = FOLDER) -> result.Rates | None:
 
 
 def rates_for(gpu: hardware.Gpu, precision: str, folder: Path | str = FOLDER) -> result.Rates:
-    """What was measured on this GPU for bf16, which is what a calibration measures; else stated fractions of its data sheet.
+    """What was measured on this GPU for bf16 and fp8, which is what a calibration measures; else fractions of its data sheet.
 
-    Under another precision a calibration's GEMM and attention rates are replaced by the data sheet's fractions, and the
-    source says so. Raises ValueError as `datasheet` and `load` do.
+    Under f32 a calibration's GEMM and attention rates are replaced by the data sheet's fractions, as is a rate of FP8 GEMMs
+    that was not measured; the source says so. Raises ValueError as `datasheet` and `load` do.
     """
     sheet = datasheet(gpu, precision)
     measured = load(gpu.name, folder)
     if measured is None:
         return sheet
-    if precision == "bf16":
+    if precision == "bf16" or (precision == "fp8" and measured.fp8_tflops):
         return measured
-    attention = {} if precision == "fp8" else {"attention_forward_tflops": sheet.attention_forward_tflops}
-    if attention:
-        attention["attention_backward_tflops"] = sheet.attention_backward_tflops
+    fields = ("fp8_tflops",) if precision == "fp8" else ("gemm_tflops", "attention_forward_tflops", "attention_backward_tflops")
     source = f"{measured.source}; {precision} arithmetic by the data sheet"
-    return dataclasses.replace(measured, gemm_tflops=sheet.gemm_tflops, source=source, **attention)
+    return dataclasses.replace(measured, source=source, **{name: getattr(sheet, name) for name in fields})

@@ -20,6 +20,7 @@ class Rates:
     nvlink_latency_us: float  # of a collective's launch and its way through a node, in each node
     network_latency_us: float  # of the way from one node to the next
     source: str  # "data-sheet rates" or "calibrated on NVIDIA H200, 2026-11-21"
+    fp8_tflops: float = 0.0  # matrix products in 8-bit floating point; 0 where the GPU has none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Memory:
     peak_gib: float  # by the compiler's buffer assignment
     arguments_gib: float  # state and batch, held throughout
     temp_gib: float
-    host_gib: float  # pinned host memory of one device's offloaded activations
+    host_gib: float  # pinned host memory of one device: offloaded activations, offloaded moments
     by_class: dict[str, float]  # at the peak; sums to peak_gib
     saved: dict[str, float]  # activations kept for the backward pass, by name
     peak_at: str  # op_name of the instruction during which the peak is reached
@@ -108,6 +109,16 @@ class Time:
 
 
 @dataclasses.dataclass(frozen=True)
+class Matmuls:
+    """The matrix products of layers under precision=fp8, for each layer and microbatch: 21 of seven weights, forward and
+    backward, and what remat computes again."""
+
+    products: float
+    eight: float  # of them, in 8-bit floating point
+    wide: tuple[str, ...]  # the others: what and where, and how often in a step
+
+
+@dataclasses.dataclass(frozen=True)
 class Kernel:
     """Instructions of one kind and origin, over a whole step."""
 
@@ -144,6 +155,8 @@ class Plan:
     warnings: tuple[str, ...]
     versions: dict[str, str]
     options: dict[str, str | bool]  # compiler options that training would use
+    kept: str = ""  # what remat.policy=auto came to
+    matmuls: Matmuls | None = None  # under precision=fp8
     format: int = FORMAT
 
 
@@ -162,7 +175,9 @@ def from_json(tree: dict[str, Any]) -> Plan:
     del memory["taken_gib"]
     memory["timeline"] = tuple((gib, phase) for gib, phase in memory["timeline"])
     memory["largest"] = tuple(Buffer(**b) for b in memory["largest"])
+    matmuls = tree.get("matmuls")
     sections = {
+        "matmuls": Matmuls(**matmuls | {"wide": tuple(matmuls["wide"])}) if matmuls else None,
         "overrides": tuple(tree["overrides"]),
         "memory": Memory(**memory),
         "flops": Flops(**tree["flops"] | {"attention_by_rank": tuple(tree["flops"]["attention_by_rank"])}),

@@ -69,6 +69,7 @@ class Rows(NamedTuple):
 # A new kernel is one file and one entry. The order is `auto`'s: the first that can do what is asked.
 IMPLEMENTATIONS = {
     "cudnn": "jaxtrain.kernels.attention.cudnn",
+    "pallas": "jaxtrain.kernels.attention.pallas",
     "reference": "jaxtrain.kernels.attention.reference",
     "chunked": "jaxtrain.kernels.attention.chunked",
 }
@@ -84,19 +85,31 @@ def implementation(name: str) -> Any:
 def choose(name: str, spec: Spec, hardware: Hardware, seq_len: int) -> tuple[str, str]:
     """(kernel, why). A named kernel that cannot do what is asked raises Unsupported; `auto` takes the first that can.
 
-    `reference` holds all T x T scores, so `auto` takes it for short sequences only.
+    Some can, and are slow; those `auto` passes over.
     """
     if name != "auto":
         reason = implementation(name).unsupported(spec, hardware)
         if reason:
             raise Unsupported(f"attention.impl = {name!r}: {reason}. Set attention.impl=auto to take one that can.")
-        return name, "as configured"
+        interpreted = name == "pallas" and hardware.platform != "gpu"
+        passed_over = None if interpreted else _slow(name, spec, hardware, seq_len)
+        more = "; interpreted here, which is for tests, and slow" if interpreted else f"; {passed_over}" if passed_over else ""
+        return name, "as configured" + more
     refused = []
     for candidate in IMPLEMENTATIONS:
-        reason = implementation(candidate).unsupported(spec, hardware)
-        if not reason and candidate == "reference" and seq_len > 1024:
-            reason = f"holds all {seq_len} x {seq_len} scores"
+        reason = implementation(candidate).unsupported(spec, hardware) or _slow(candidate, spec, hardware, seq_len)
         if not reason:
             return candidate, "; ".join(refused) or "the fastest here"
         refused.append(f"{candidate} {reason}")
     raise Unsupported(f"attention.impl = 'auto': no kernel can do this: {'; '.join(refused)}.")
+
+
+def _slow(name: str, spec: Spec, hardware: Hardware, seq_len: int) -> str | None:
+    """Why `auto` does not take a kernel that could do what is asked, or None."""
+    if name == "pallas" and hardware.platform != "gpu":
+        return "needs a GPU"
+    if name == "pallas" and spec.dtype == "f32":
+        return "multiplies f32 without the tensor cores, tile by tile"
+    if name == "reference" and seq_len > 1024:
+        return f"holds all {seq_len} x {seq_len} scores"
+    return None

@@ -26,12 +26,14 @@ def prepare(rows: Rows, spec: Spec) -> Rows:
 
 def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared: Rows, spec: Spec) -> jax.Array:
     """See the package's docstring. T is padded to a multiple of the block with queries that see nothing."""
-    T = q_BTNH.shape[1]
+    T, dtype = q_BTNH.shape[1], k_BSKH.dtype
+    # So that the blocks' parts of their gradients are added up in float32.
+    k_f32, v_f32 = k_BSKH.astype(jnp.float32), v_BSKH.astype(jnp.float32)
 
     @jax.checkpoint
     def one(q, segments, positions):
         rows = Rows(segments, positions, prepared.kv_segments, prepared.kv_positions)
-        return masked_attention(q, k_BSKH, v_BSKH, visible(rows, spec), spec)
+        return masked_attention(q, k_f32.astype(dtype), v_f32.astype(dtype), visible(rows, spec), spec)
 
     _, out = jax.lax.scan(
         lambda carry, item: (carry, one(*item)),

@@ -135,8 +135,9 @@ def _once(parts: Sequence[tuple[str, ...]]) -> Dims | None:
 
 # Primitives that only change a value's clothes: it keeps its name, and stays a copy of the same parameter.
 ALIASES = ("name", "reduce_precision", "optimization_barrier", "device_put", "copy", "copy_p")
-SAME = (*ALIASES, "convert_element_type")
-VIEWS = ("slice", "dynamic_slice", "reshape", "squeeze", "transpose")  # a part of a parameter is still that parameter
+SAME = (*ALIASES, "convert_element_type", "bitcast_convert_type")
+# A part of a parameter is still that parameter, and so is one divided by its scale (kernels/fp8.py).
+VIEWS = ("slice", "dynamic_slice", "reshape", "squeeze", "transpose", "mul")
 
 
 def _broadcast(eqn: Any, dims: list[Dims | None]) -> Dims | None:

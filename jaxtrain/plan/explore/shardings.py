@@ -35,7 +35,7 @@ from jaxtrain.sharding import Axes
 from jaxtrain.step import MICROBATCHES, Program, attention_spec, build, make_definition, numerics_of
 
 # Types by the short names that the config uses too.
-SHORT = {"float32": "f32", "bfloat16": "bf16", "int32": "i32", "bool": "bool"}
+SHORT = {"float32": "f32", "bfloat16": "bf16", "int32": "i32", "uint8": "u8", "bool": "bool"}
 
 
 def load(config: str | Path, **overrides: Any) -> RunConfig:
@@ -122,9 +122,11 @@ def _state_rows(run: RunConfig, program: Program) -> list[Row]:
         _row(n, "parameter", a.shape, a.dtype, axes[n], layouts.dims_of(a.sharding, a.ndim), mesh) for n, a in params.items()
     ]
     for name, a in _leaves(program.state.optimizer):
-        of = next((p for p in params if name.endswith("." + p) and a.shape == params[p].shape), None)
-        dims = layouts.dims_of(a.sharding, a.ndim)
-        rows.append(_row(name, "moment" if a.shape else "counter", a.shape, a.dtype, axes[of] if of else None, dims, mesh))
+        whole = name.removesuffix(".codes").removesuffix(".scales")  # of 8-bit blocks
+        of = next((p for p in params if whole.endswith("." + p) and a.ndim == params[p].ndim), None)
+        dims, kind = layouts.dims_of(a.sharding, a.ndim), "moment" if a.shape else "counter"
+        saved = "offload" if program.offload and a.shape else ""
+        rows.append(_row(name, kind, a.shape, a.dtype, axes[of] if of else None, dims, mesh, saved=saved))
     # As `pinned` in step.py leaves them: split like their parameter, in the type they are summed in.
     grads = DTYPES[run.dtypes.grads]
     rows += [_row(n, "gradient", a.shape, grads, axes[n], layouts.dims_of(a.sharding, a.ndim), mesh) for n, a in params.items()]

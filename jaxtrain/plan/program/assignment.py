@@ -16,7 +16,9 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
+from google.protobuf import message
+
+from jaxtrain.plan.program.protos import message_class
 
 HOST = 5  # XLA's color of pinned host memory; all others are on the device
 
@@ -25,7 +27,7 @@ class AssignmentError(ValueError):
     """The buffer assignment cannot be read, or says something that this reader does not understand."""
 
 
-# ---- The protocol buffers of XLA, as far as they are read: message -> field -> (number, type); a list where it is repeated.
+# ---- The protocol buffers of XLA, as far as they are read
 
 _SCHEMA: dict[str, dict[str, tuple[int, Any]]] = {
     "Hlo": {"module": (1, "Module"), "assignment": (3, "Assignment")},
@@ -53,22 +55,8 @@ ALLOCATE, FREE, SHARE = 0, 1, 2  # kinds of events
 
 
 @functools.cache
-def _message(name: str) -> Any:
-    """The message class of one entry of the schema."""
-    field = descriptor_pb2.FieldDescriptorProto
-    types = {int: field.TYPE_INT64, bool: field.TYPE_BOOL, str: field.TYPE_STRING}
-    file = descriptor_pb2.FileDescriptorProto(name="jaxtrain_assignment.proto", package="jaxtrain.assignment", syntax="proto3")
-    for message_name, fields in _SCHEMA.items():
-        made = file.message_type.add(name=message_name)
-        for field_name, (number, kind) in fields.items():
-            repeated, kind = isinstance(kind, list), kind[0] if isinstance(kind, list) else kind
-            label = field.LABEL_REPEATED if repeated else field.LABEL_OPTIONAL
-            part = made.field.add(name=field_name, number=number, label=label, type=types.get(kind, field.TYPE_MESSAGE))
-            if kind not in types:
-                part.type_name = f".jaxtrain.assignment.{kind}"
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"jaxtrain.assignment.{name}"))
+def _hlo_proto() -> Any:
+    return message_class("assignment", _SCHEMA, "Hlo")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,7 +108,7 @@ def read(proto: bytes) -> Assignment:
     Raises AssignmentError for bytes that are no whole HloProto, that hold no assignment, or whose parts contradict each other.
     """
     try:
-        whole = _message("Hlo").FromString(proto)
+        whole = _hlo_proto().FromString(proto)
     except message.DecodeError as error:
         raise AssignmentError(f"{len(proto)} bytes are no whole HloProto ({error}): dump the module again") from error
     if not whole.assignment.values:
@@ -230,5 +218,5 @@ def outside(assignment: Assignment) -> list[tuple[Allocation, str]]:
 
 
 def host_bytes(assignment: Assignment) -> int:
-    """Pinned host memory, offloaded activations that is, of one device."""
+    """Pinned host memory of one device: offloaded activations, and moments that rest there."""
     return sum(a.size for a in assignment.allocations if a.color == HOST)

@@ -31,11 +31,12 @@ FLOATS = ("bf16", "f16", "f32", "f64", "f8")
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """An activation that a scan over layers stacks up for the backward pass."""
+    """An activation that waits for the backward pass."""
 
     name: str
     dtype: str
-    dims: tuple[int, ...]  # (layers, ...) of all devices together
+    dims: tuple[int, ...]  # of all devices together; of a stack (layers, ...)
+    stacked: bool  # by a scan over layers
     again: bool  # kept by a forward pass that the backward pass repeats for one group of layers
     offloaded: bool  # to host memory
 
@@ -51,7 +52,10 @@ def kept_activations(program: Program) -> tuple[Kept, ...]:
     An activation without a `checkpoint_name` is called by the operation that makes it, what enters a layer "layer input",
     and a gathered weight, which only a repeated forward pass keeps, "weight".
     """
-    return tuple(_kept(jax.make_jaxpr(program.train_step)(program.state, program.batch).jaxpr, "", False))
+    found = tuple(_kept(jax.make_jaxpr(program.train_step)(program.state, program.batch).jaxpr, "", False))
+    # Beside a loop over layers, the last one's backward pass comes at once: it leaves nothing waiting.
+    stacked = tuple(k for k in found if k.stacked)
+    return stacked or found
 
 
 def _inside(eqn: Any) -> Iterator[Any]:
@@ -67,13 +71,27 @@ def _kept(jaxpr: Any, scope: str, again: bool) -> Iterator[Kept]:
         here = f"{scope}/{eqn.source_info.name_stack}"
         repeated = again or "rematted_computation" in here or eqn.primitive.name == "remat2"
         for body in _inside(eqn):
+            if eqn.primitive.name == "remat2":
+                yield from _one_by_one(jaxpr, eqn)
             # The loss scans over tokens, not layers; the scan that runs backwards stacks gradients.
             if eqn.primitive.name == "scan" and "(loss)" not in here and not eqn.params["reverse"]:
                 for inner, outer in zip(body.outvars, eqn.outvars, strict=True):
                     if outer.aval.ndim == inner.aval.ndim + 1:  # a carry has the shape that it has inside
                         host = outer.aval.memory_space == jax.memory.Space.Host
-                        yield Kept(_activation(body, inner), _dtype(outer.aval.dtype), outer.aval.shape, repeated, host)
+                        name = _activation(body, inner)
+                        yield Kept(name, _dtype(outer.aval.dtype), outer.aval.shape, True, repeated, host)
             yield from _kept(body, here, repeated)
+
+
+def _one_by_one(jaxpr: Any, remat: Any) -> Iterator[Kept]:
+    """What a layer that stands in no loop left for its backward pass."""
+    makers = {id(v): e for e in jaxpr.eqns for v in e.outvars}
+    for var in remat.invars:
+        made = makers.get(id(var))
+        stack = str(made.source_info.name_stack) if made is not None else ""
+        if "jvp(layers)" in stack and "transpose(" not in stack:
+            host = var.aval.memory_space == jax.memory.Space.Host
+            yield Kept(_activation(jaxpr, var), _dtype(var.aval.dtype), var.aval.shape, False, False, host)
 
 
 def _dtype(dtype: Any) -> str:
@@ -120,6 +138,7 @@ class Facts:
     weights: frozenset[tuple[int, ...]]  # `_plain` dimensions that a weight, or its gradient, has on a device
     at_rest: frozenset[tuple[int, ...]]  # of those, what parameters have, all layers together
     kept: dict[tuple[bool, str, tuple[int, ...]], tuple[str, ...]]  # again, dtype, `_plain` dimensions on a device -> names
+    alone: dict[tuple[str, tuple[int, ...]], tuple[str, ...]]  # likewise, of layers that stand in no loop
     callers: dict[str, list[hlo.Instruction]]  # of a computation
 
 
@@ -130,12 +149,13 @@ def facts(program: Program, module: hlo.Module) -> Facts:
         sizes = list(zip(a.shape, a.sharding.shard_shape(a.shape), strict=True))
         for dims in itertools.product(*(sorted(set(pair)) for pair in sizes)):
             weights |= {_plain(dims), _plain(dims[1:])}  # stacked, and one layer's
-    kept = collections.defaultdict(list)
-    for k in (k for k in kept_activations(program) if not k.offloaded):
+    kept, alone = collections.defaultdict(list), collections.defaultdict(list)
+    for k in dict.fromkeys(k for k in kept_activations(program) if not k.offloaded):
         name = AGAIN if k.again and k.name != WEIGHT else k.name
         for dims in _on_a_device(k.dims, program, batch=k.name != WEIGHT):
-            if name not in kept[k.again, k.dtype, dims]:
-                kept[k.again, k.dtype, dims].append(name)
+            names = kept[k.again, k.dtype, dims] if k.stacked else alone[k.dtype, dims]
+            if name not in names:
+                names.append(name)
     callers = collections.defaultdict(list)
     for computation in module.computations.values():
         for i in computation.instructions:
@@ -143,7 +163,12 @@ def facts(program: Program, module: hlo.Module) -> Facts:
                 callers[called].append(i)
     at_rest = {_plain(a.sharding.shard_shape(a.shape)) for a in jax.tree.leaves(program.state.params)}
     return Facts(
-        module, frozenset(weights - {()}), frozenset(at_rest), {key: tuple(names) for key, names in kept.items()}, dict(callers)
+        module,
+        frozenset(weights - {()}),
+        frozenset(at_rest),
+        {key: tuple(names) for key, names in kept.items()},
+        {key: tuple(names) for key, names in alone.items()},
+        dict(callers),
     )
 
 
@@ -285,6 +310,9 @@ def classify(facts: Facts, value: Value) -> tuple[str, str]:
             return ("temporaries", "") if backward else ("saved activations", f"{', '.join(names)}: zeros to begin with")
         if any("dynamic_update_slice" in name or i.opcode == "while" for i in origins for name in _op_names(facts.module, i)):
             return ("gathered weights", "") if names == (WEIGHT,) else ("saved activations", ", ".join(names))
+    names = facts.alone.get((shape.dtype, dims), ())
+    if names and "jvp(layers)" in text and not backward:
+        return ("gathered weights", "") if names == (WEIGHT,) else ("saved activations", ", ".join(names))
     einsum = next((m[1] for i in (made_by, *origins) for n in _op_names(facts.module, i) if (m := _EINSUM.search(n))), "")
     # Tokens can be as many as a weight has rows: a shape alone says nothing, unless it is a shard's or something reduced.
     reduced = dims in facts.at_rest or (

@@ -14,10 +14,10 @@ from jaxtrain.config import RunConfig
 from jaxtrain.kernels.dot import DTYPES
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, Instruction, Module
-from jaxtrain.plan.result import Collective
+from jaxtrain.plan.result import Collective, Matmuls
 from jaxtrain.sharding import left_whole
 from jaxtrain.state import abstract_tensors
-from jaxtrain.step import Program
+from jaxtrain.step import Program, eight_bit_weights
 
 LARGE = 1 << 20  # bytes of one launch below which a collective is bookkeeping
 EXPOSED = 0.02  # of the step: waiting longer than this for the collectives of one line of Python deserves a warning
@@ -42,6 +42,16 @@ def warnings(
         *(_whole(program) if run.sharding.zero else ()),
         *_waits(moved, step_ms),
     )
+
+
+def stayed_wide(run: RunConfig, program: Program, products: Matmuls | None) -> Iterator[str]:
+    """Matrix products of layers in bfloat16 though the config puts them in 8 bits."""
+    asked = 3 * sum(jax.tree.leaves(eight_bit_weights(run, program.definition)))  # forward, and two backward
+    if products and products.eight < asked:
+        yield (
+            f"precision is fp8, but of {asked} matrix products of a layer that should be in FP8 {products.eight:g} are. In "
+            f"bfloat16: {'; '.join(products.wide) or 'none'}."
+        )
 
 
 def _where(f: Found) -> str:
@@ -80,7 +90,7 @@ def microbatch_loops(run: RunConfig, found: Sequence[Found]) -> frozenset[str]:
 def _wide(run: RunConfig, found: Sequence[Found]) -> Iterator[str]:
     """float32 on the wire where the config asks for less."""
     for f in _by_line([f for f in found if "f32" in f.dtype.split("+")]):
-        if f.kind in GATHERS and DTYPES[run.precision].itemsize < 4:
+        if f.kind in GATHERS and DTYPES[run.compute].itemsize < 4:
             yield (
                 f"float32 all-gather over {f.axis} ({_cost(f)}) from {_where(f)}: precision is {run.precision}, so half of it "
                 "would do. Cast before the gather, as Placement.gather does."

@@ -98,8 +98,9 @@ def _few_rows(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed: Ro
             f"{travel:.0f} ms a step, all arithmetic takes {arithmetic:.0f} ms, and {_share(waited, timed)} are waited for. "
             f"About {math.ceil(enough / 256) * 256:,} rows would do. {_larger(run, parts, rows, enough)}"
         )
-    balance = rates.gemm_tflops / rates.memory_tb_s * DTYPES[run.precision].itemsize / 2
-    idle = timed.gemm_ms - timed.gemm_flops / (rates.gemm_tflops * 1e9)
+    # In 8 bits both halve: the bytes of a weight, and the time to multiply by it.
+    balance = rates.gemm_tflops / rates.memory_tb_s * DTYPES[run.compute].itemsize / 2
+    idle = timed.gemm_ms - timed.gemm_least_ms
     if rows < balance and idle > EXPOSED * timed.step_ms:
         yield (
             f"a microbatch gives each GPU {rows:,.0f} rows, and below {balance:,.0f} a matrix product takes longer to read its "

@@ -5,15 +5,15 @@ in the order of the compiler's schedule: kernels one after the other on a comput
 one (XLA's parallel_collective_overlap_limit is 1), asynchronous copies inside the device on a third and to the host on a
 fourth. An asynchronous start begins when its stream is free, and its done waits for it.
 
-What it leaves out: a collective takes as long whether or not a GEMM runs beside it, and a GEMM is as fast; all GEMMs run at one
-rate, whatever their shapes and types; a packed row's attention counts as one document; of a conditional the slowest branch
-counts.
+What it leaves out: a collective takes as long whether or not a GEMM runs beside it, and a GEMM is as fast; GEMMs run at one
+rate, and those in 8 bits at another, whatever their shapes; a packed row's attention counts as one document; of a conditional
+the slowest branch counts.
 """
 
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from jaxtrain import flops
 from jaxtrain.activations import kept
@@ -28,6 +28,10 @@ from jaxtrain.plan.program.work import ATTENTION_BACKWARD, Work, attention_pairs
 from jaxtrain.step import attention_spec
 
 LINKS = ("communication", "host")  # kinds of work that run on a stream of their own
+EXPOSED = "exposed "  # in front of one of them: what the compute stream waits
+
+# (instruction's name, kind of work or "exposed" and its link, start, end), s; a call for each run of an instruction.
+type Listener = Callable[[str, str, float, float], None]
 
 
 @dataclasses.dataclass
@@ -53,21 +57,34 @@ class Roofline:
     step_ms: float
     flops: float  # executed in a step: GEMMs, and attention inside its mask
     gemm_flops: float
+    gemm_least_ms: float  # what its GEMMs would take by their FLOPs alone
     collectives: dict[str, Launches]  # by instruction name (an asynchronous one's start)
     kernels: tuple[result.Kernel, ...]  # longest first
     bound_by: str
 
 
-def predict(module: Module, rates: result.Rates, wires: Mapping[str, Found]) -> Roofline:
+def predict(module: Module, rates: result.Rates, wires: Mapping[str, Found], heard: Listener | None = None) -> Roofline:
     """The step time of a scheduled, partitioned module.
 
     `wires`: what each collective moves in a launch, by the instruction that launches it (`collectives.by_instruction`).
+    `heard` is told when everything runs.
     Raises HloError for an unscheduled module, an instruction that is not known, a collective that `wires` lacks, and an
     asynchronous pair that is not closed in the computation that started it.
     """
     if not module.is_scheduled:
         raise HloError(f"module {module.name}: it is not scheduled, so nothing says what overlaps. Read compiled.as_text().")
-    return _Schedule(module, rates, wires).run()
+    return _Schedule(module, rates, wires, heard).run()
+
+
+def cost(module: Module, where: Computation, i: Instruction, wires: Mapping[str, Found]) -> Work | None:
+    """What one run of an instruction does, that which it starts beside the program included; None where it does nothing."""
+    if i.opcode not in ("async-start", "call-start") or is_collective(module, i):
+        return work(module, where, i, wires)
+    called = module.computations[i.called[0]]
+    parts = [w for inner in called.instructions if (w := work(module, called, inner, wires))]
+    if len(parts) > 1:
+        raise HloError(f"{i.name}: an asynchronous call of {len(parts)} kernels; only one is understood")
+    return parts[0] if parts else None
 
 
 # ---- The schedule
@@ -87,10 +104,11 @@ class _Clock:
 class _Schedule:
     """Walks a module and holds the sums."""
 
-    def __init__(self, module: Module, rates: result.Rates, wires: Mapping[str, Found]):
-        self.module, self.rates, self.wires = module, rates, wires
+    def __init__(self, module: Module, rates: result.Rates, wires: Mapping[str, Found], heard: Listener | None = None):
+        self.module, self.rates, self.wires, self.heard = module, rates, wires, heard
         self.seconds: dict[str, float] = defaultdict(float)  # by kind, of what ran on the compute stream or waited
         self.flops: dict[str, float] = defaultdict(float)
+        self.gemm_least_s = 0.0
         self.links: dict[str, tuple[str, Launches]] = {}
         self.kernels: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
         self.known: dict[str, Work | None] = {}
@@ -129,6 +147,7 @@ class _Schedule:
             step_ms=step,
             flops=sum(self.flops.values()),
             gemm_flops=self.flops["gemm"],
+            gemm_least_ms=self.gemm_least_s * 1e3,
             collectives=collectives,
             kernels=tuple(sorted(kernels, key=lambda k: -k.ms)),
             bound_by=f"{most} {shares[most] / step:.0%} of the step" if step else "nothing: the program is empty",
@@ -162,7 +181,7 @@ class _Schedule:
         """A kernel on the compute stream, or the start of something on another one."""
         asynchronous = i.opcode.endswith("-start")
         if i.name not in self.known:
-            self.known[i.name] = self.cost(where, i)
+            self.known[i.name] = cost(self.module, where, i, self.wires)
         done = self.known[i.name]
         seconds = done.seconds(self.rates) if done else 0.0
         if done:
@@ -176,40 +195,38 @@ class _Schedule:
             stream = "copy"
         else:  # arithmetic that XLA starts beside other arithmetic shares the same units: it takes its turn
             clock.now += seconds
+            self.tell(i.name, done.kind if done else "", clock.now - seconds, clock.now)
             self.seconds[done.kind if done else ""] += seconds * times
             if asynchronous:
                 pending[i.name] = ("copy", i.name, clock.now)
             return
         end = max(clock.now, clock.free[stream]) + seconds
         clock.free[stream] = end
+        self.tell(i.name, stream, end - seconds, end)
         if asynchronous:
             pending[i.name] = (stream, i.name, end)
         if not asynchronous or '"is_sync":true' in i.attributes.get("backend_config", "").replace(" ", ""):
             self.wait(stream, i.name, end, clock, times)
 
-    def cost(self, where: Computation, i: Instruction) -> Work | None:
-        if i.opcode not in ("async-start", "call-start") or is_collective(self.module, i):
-            return work(self.module, where, i, self.wires)
-        called = self.module.computations[i.called[0]]
-        parts = [w for inner in called.instructions if (w := work(self.module, called, inner, self.wires))]
-        if len(parts) > 1:
-            raise HloError(f"{i.name}: an asynchronous call of {len(parts)} kernels; only one is understood")
-        return parts[0] if parts else None
-
     def wait(self, stream: str, name: str, end: float, clock: _Clock, times: int) -> None:
         waited = max(end - clock.now, 0.0)
         clock.now += waited
+        self.tell(name, "memory" if stream == "copy" else EXPOSED + stream, clock.now - waited, clock.now)
         if stream == "copy":
             self.seconds["memory"] += waited * times
         else:
             self.links[name][1].exposed_ms += waited * times * 1e3
+
+    def tell(self, name: str, kind: str, start: float, end: float) -> None:
+        if self.heard and end > start:
+            self.heard(name, kind, start, end)
 
     def loop(self, i: Instruction, clock: _Clock, times: int) -> None:
         """Iterations one by one while something from outside is still in flight; all that follow are alike."""
         body = self.module.computations[i.attributes["body"].removeprefix("%")]
         left = trip_count(self.module, i)
         while left:
-            alike = left if all(free <= clock.now for free in clock.free.values()) else 1
+            alike = left if not self.heard and all(free <= clock.now for free in clock.free.values()) else 1
             before = clock.now
             self.walk(body, clock, times * alike)
             clock.now = before + (clock.now - before) * alike
@@ -235,12 +252,17 @@ class _Schedule:
         for n, value in enumerate((1, seconds, done.flops, done.bytes + done.host_bytes)):
             kernel[n] += value * times
         self.flops[done.kind] += done.flops * times
+        if done.kind == "gemm":
+            self.gemm_least_s += done.flops * times / ((self.rates.fp8_tflops if done.fp8 else self.rates.gemm_tflops) * 1e12)
 
 
-_LOST = re.compile(
-    r"(jit\(.*\)|jvp\(\)|transpose\(jvp\(\)\)|while|body|cond|eval_jaxpr|checkpoint|rematted_computation|shard_map)"
+# What JAX puts into the path of scopes by itself.
+LOST = re.compile(
+    r"(jit\(.*\)||while|body|cond|branch_\d+_fun|eval_jaxpr|closed_call|checkpoint|rematted_computation|shard_map|"
+    r"pallas_call)"
 )
-_WRAPPED = re.compile(r"(?:transpose\()?jvp\(([^()]*)\)+")
+_WRAPPED = re.compile(r"(?:transpose|jvp|vmap)\((.*)\)")
+STACK = "layers"  # the scope around all layers
 
 
 def label(op_name: str) -> str:
@@ -249,6 +271,7 @@ def label(op_name: str) -> str:
     "jit(train_step)/transpose(jvp(layers))/while/body/checkpoint/rematted_computation/mlp/BTD,DF->BTF/dot_general" is
     "recompute mlp/BTD,DF->BTF".
     """
+    op_name = first(op_name)
     if not op_name:
         return ""
     if "rematted_computation" in op_name:
@@ -263,16 +286,27 @@ def label(op_name: str) -> str:
         phase = "optimizer "
     else:
         phase = ""
-    parts = [_WRAPPED.sub(r"\1", p) for p in _first(op_name).split("/") if not _LOST.fullmatch(p)]
-    parts = [p for p in parts if p and p != phase.strip()]
+    parts = [p for p in path(op_name) if p != phase.strip()]
     if len(parts) > 1 and parts[-1] == "dot_general":
         parts.pop()
-    if len(parts) > 1 and parts[0] == "layers":
+    while len(parts) > 1 and parts[0] == STACK:
         parts.pop(0)
     return phase + "/".join(parts) if parts else phase.strip()
 
 
-def _first(op_name: str) -> str:
+def path(op_name: str) -> list[str]:
+    """Named scopes from outside in, and at the end what is done there. Of combined instructions, those of the first."""
+    return [p for part in first(op_name).split("/") if not LOST.fullmatch(p := _unwrapped(part))]
+
+
+def _unwrapped(part: str) -> str:
+    """`transpose(jvp(mlp))` is the scope mlp in a backward pass."""
+    while match := _WRAPPED.fullmatch(part):
+        part = match[1]
+    return part
+
+
+def first(op_name: str) -> str:
     """Of several instructions that XLA combined, "prefix/(one:two)", the first."""
     prefix, combined, rest = op_name.rpartition("/(")
     if not combined:
@@ -286,7 +320,12 @@ ALONE = Context()
 
 # FLOPs of attention's backward pass over those of its forward, and whether only what the mask leaves is computed. Of the two
 # in XLA, which compute the whole square, the one in chunks makes its scores again.
-_ATTENTION = {"cudnn": (ATTENTION_BACKWARD, True), "chunked": (2.5, False), "reference": (2.0, False)}
+_ATTENTION = {
+    "cudnn": (ATTENTION_BACKWARD, True),
+    "pallas": (ATTENTION_BACKWARD, True),
+    "chunked": (2.5, False),
+    "reference": (2.0, False),
+}
 
 
 def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", context: Context = ALONE) -> float:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from jaxtrain.plan import result
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import BITS, Computation, HloError, Instruction, Module, Shape, Type, leaves
+from jaxtrain.plan.rates import PALLAS_FRACTION
 
 # Shortest time of a kernel: its launch and its tail. An assumption, the one that XLA's own cost model makes
 # (kKernelLaunchOverhead); it matters for the scalars of loops and of the optimizer only.
@@ -49,8 +50,15 @@ OTHER = _words("iota rng rng-bit-generator rng-get-and-update-state").union(UPDA
 MEMORY_BOUND = ELEMENTWISE | SLICES | REDUCTIONS | OTHER
 FUSIONS = ("fusion", "fusion-start")
 
-GEMM_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
+FP8_CALL = "__cublas$lt$matmul$f8"
+GEMM_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", FP8_CALL)
 ATTENTION_CALLS = {"__cudnn$fmhaSoftmax": 1.0, "__cudnn$fmhaSoftmaxBackward": ATTENTION_BACKWARD}
+# Our own kernels (kernels/attention/pallas.py) say in their names what they compute. Their backward pass is two kernels, which
+# make the scores twice: seven products where a count of FLOPs, and the rate with it, has five.
+TRITON = "__gpu$xla.gpu.triton"
+PALLAS_CALL = re.compile(r'name = "jaxtrain_attention_(forward|backward_q|backward_kv)_(causal|all|window(\d+))"')
+PALLAS_CALLS = {"forward": 1.0, "backward_q": ATTENTION_BACKWARD * 3 / 7, "backward_kv": ATTENTION_BACKWARD * 4 / 7}
+PALLAS_FIRST = 5  # operand that holds the queries; before it, what says which tiles to visit
 ALLOCATION = "AllocateBuffer"  # room in host memory for what a loop offloads; nothing is written to it
 CAUSAL_MASKS = {"CAUSAL": True, "PADDING_CAUSAL": True, "NO_MASK": False, "PADDING": False}
 
@@ -66,15 +74,20 @@ class Work:
     network_bytes: float = 0.0
     hops: int = 0  # of communication, from node to node
     backward: bool = False  # attention's backward pass, which has its own rate
+    share: float = 1.0  # of that rate, for a slower kernel than the one it is of
+    fp8: bool = False  # of GEMMs: in 8-bit floating point
 
     def seconds(self, rates: result.Rates) -> float:
-        """At these rates."""
+        """At these rates. Raises HloError for a GEMM in 8 bits where they have none."""
+        if self.fp8 and not rates.fp8_tflops:
+            raise HloError(f"a GEMM in 8-bit floating point, for which the rates ({rates.source}) have no figure")
         if self.kind == "communication":
             links = max(self.bytes / (rates.nvlink_gb_s * 1e9), self.network_bytes / (rates.network_gb_s * 1e9))
             latency_us = (1 + self.hops) * rates.nvlink_latency_us + self.hops * rates.network_latency_us
             return links + latency_us * 1e-6
-        attention = rates.attention_backward_tflops if self.backward else rates.attention_forward_tflops
-        arithmetic = self.flops / ((attention if self.kind == "attention" else rates.gemm_tflops) * 1e12)
+        attention = self.share * (rates.attention_backward_tflops if self.backward else rates.attention_forward_tflops)
+        gemm = rates.fp8_tflops if self.fp8 else rates.gemm_tflops
+        arithmetic = self.flops / ((attention if self.kind == "attention" else gemm) * 1e12)
         memory = max(self.bytes / (rates.memory_tb_s * 1e12), self.host_bytes / (rates.host_gb_s * 1e9))
         return max(arithmetic, memory, KERNEL_US * 1e-6)
 
@@ -92,19 +105,22 @@ def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str,
     if i.opcode.endswith("-start") and isinstance(i.type, tuple):  # any other that is started is (arguments, result, context)
         i = dataclasses.replace(i, opcode=i.opcode.removesuffix("-start"), type=i.type[1])
     opcode = i.opcode
-    if opcode in FREE or _target(i) == ALLOCATION:
+    if opcode in FREE or target(i) == ALLOCATION:
         return None
     if opcode == "fusion":
         called = module.computations[i.called[0]]
         made = _gemms(module, called, i)
-        return _traffic(called, [where.by_name[o].type for o in i.operands], i.type, "gemm" if made else "memory", made)
-    if opcode == "dot" or _target(i) in GEMM_CALLS:
-        return _traffic(*_alone(where, i), "gemm", gemm_flops(where, i))
-    if _target(i) in ATTENTION_CALLS:
+        done = _traffic(called, [where.by_name[o].type for o in i.operands], i.type, "gemm" if made else "memory", made)
+        return dataclasses.replace(done, fp8=any(target(inner) == FP8_CALL for inner in called.instructions))
+    if opcode == "dot" or target(i) in GEMM_CALLS:
+        return dataclasses.replace(_traffic(*_alone(where, i), "gemm", gemm_flops(where, i)), fp8=target(i) == FP8_CALL)
+    if target(i) in ATTENTION_CALLS:
         return _attention(where, i)
+    if target(i) == TRITON and (call := PALLAS_CALL.search(i.attributes.get("backend_config", ""))):
+        return _pallas(where, i, call)
     if opcode in MEMORY_BOUND:
         return _traffic(*_alone(where, i), "memory", 0.0)
-    what = f"the custom call {_target(i)!r}" if opcode == "custom-call" else f"a {opcode}"
+    what = f"the custom call {target(i)!r}" if opcode == "custom-call" else f"a {opcode}"
     raise HloError(f"{i.name}: how long {what} takes is not known ({i.op_name or 'no op_name'}, {i.source or 'no source'})")
 
 
@@ -139,7 +155,7 @@ def _gemms(module: Module, computation: Computation, i: Instruction) -> float:
     """FLOPs of the GEMMs in a fusion, those of computations nested in it included."""
     total = 0.0
     for inner in computation.instructions:
-        if inner.opcode == "dot" or _target(inner) in GEMM_CALLS:
+        if inner.opcode == "dot" or target(inner) in GEMM_CALLS:
             total += gemm_flops(computation, inner)
         elif inner.opcode in ("fusion", "call"):
             total += sum(_gemms(module, module.computations[c], i) for c in inner.called)
@@ -156,13 +172,24 @@ def _attention(where: Computation, i: Instruction) -> Work:
     inputs = [leaf for o in i.operands for leaf in leaves(where.by_name[o].type)]
     q, k, v = (leaf.dims for leaf in inputs[:3])  # (B, T, N, H), (B, S, K, H), (B, S, K, H)
     pairs = q[0] * q[2] * attention_pairs(mask, window, q[1], k[1])
-    made = 2.0 * pairs * (q[3] + v[3]) * ATTENTION_CALLS[_target(i)]
+    made = 2.0 * pairs * (q[3] + v[3]) * ATTENTION_CALLS[target(i)]
     # The log-sum-exp (f32) of a packed row has room for every possible document, and one value a token is used of it.
     moved = sum(leaf.bytes for leaf in (*inputs, *leaves(i.type)) if leaf.dtype not in ("f32", "u8"))
-    return Work("attention", made, moved + 4.0 * q[0] * q[1] * q[2], backward=_target(i).endswith("Backward"))
+    return Work("attention", made, moved + 4.0 * q[0] * q[1] * q[2], backward=target(i).endswith("Backward"))
 
 
-def _target(i: Instruction) -> str:
+def _pallas(where: Computation, i: Instruction, call: re.Match[str]) -> Work:
+    inputs = [leaf for o in i.operands for leaf in leaves(where.by_name[o].type)]
+    q, k, v = (leaf.dims for leaf in inputs[PALLAS_FIRST : PALLAS_FIRST + 3])
+    mask = "NO_MASK" if call[2] == "all" else "CAUSAL"
+    pairs = q[0] * q[2] * attention_pairs(mask, int(call[3] or 0), q[1], k[1])
+    made = 2.0 * pairs * (q[3] + v[3]) * PALLAS_CALLS[call[1]]
+    moved = float(sum(leaf.bytes for leaf in (*inputs, *leaves(i.type))))
+    return Work("attention", made, moved, backward=call[1] != "forward", share=PALLAS_FRACTION)
+
+
+def target(i: Instruction) -> str:
+    """What a custom call calls; "" for everything else."""
     return i.attributes.get("custom_call_target", "").strip('"')
 
 

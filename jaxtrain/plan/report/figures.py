@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxtrain.config import RunConfig
 from jaxtrain.plan.numbers import gib, number, percent, rough
+from jaxtrain.plan.rates import PALLAS_FRACTION
 from jaxtrain.plan.result import Collective, Kernel, Plan
 from jaxtrain.plan.topology import CHIPS
 
@@ -173,9 +174,11 @@ def off_by(plan: Plan, published: tuple[float, float] | None) -> str:
 def rates(plan: Plan) -> str:
     """The rates behind the times, of what this program uses, and where they come from."""
     r = plan.rates
+    slower = PALLAS_FRACTION if plan.attention == "pallas" else 1.0
+    forward, backward = (slower * x for x in (r.attention_forward_tflops, r.attention_backward_tflops))
     parts = [
-        f"GEMM {number(r.gemm_tflops, 0)} TFLOP/s",
-        f"attention {number(r.attention_forward_tflops, 0)} forward, {number(r.attention_backward_tflops, 0)} backward",
+        f"GEMM {number(r.gemm_tflops, 0)} TFLOP/s" + (f", in FP8 {number(r.fp8_tflops, 0)}" if plan.matmuls else ""),
+        f"{'Pallas ' if slower < 1 else ''}attention {number(forward, 0)} forward, {number(backward, 0)} backward",
         f"memory {number(r.memory_tb_s)} TB/s",
         f"NVLink {number(r.nvlink_gb_s, 0)} GB/s + {number(r.nvlink_latency_us, 0)} us a node",
     ]
@@ -196,6 +199,15 @@ def work(plan: Plan) -> str:
         f"executes {number(f.hardware_per_step / 1e12)} TFLOP a GPU, {against} against the formula "
         "with what remat computes again"
     ) + balance(plan)
+
+
+def matmuls(plan: Plan) -> str:
+    """Under precision=fp8, which products of a layer are in 8 bits, and what MFU is a part of; "" otherwise."""
+    if not (m := plan.matmuls):
+        return ""
+    text = f"matrix products in FP8: {m.eight:g} of {m.products:g} a layer"
+    text += f"; in bfloat16: {'; '.join(m.wide)}" if m.wide else ""
+    return f"{text}. MFU and HFU are parts of the bfloat16 peak: a step that multiplies in both types has none of its own"
 
 
 def balance(plan: Plan) -> str:

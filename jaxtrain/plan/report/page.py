@@ -1,12 +1,9 @@
 """A plan as one page that can be mailed, printed and opened anywhere: no request leaves it, all of it works without scripts."""
 
-import dataclasses
 import json
 import math
 import re
-from collections.abc import Sequence
 from html import escape
-from importlib import resources
 
 from jaxtrain.plan.numbers import GB_PER_GIB, column, decimals, gib, number, percent, rough, size
 from jaxtrain.plan.report.figures import (
@@ -32,6 +29,7 @@ from jaxtrain.plan.report.figures import (
     work,
 )
 from jaxtrain.plan.report.page_charts import colour, memory_chart, single, stacked
+from jaxtrain.plan.report.page_kit import Column, Markup, bullets, document, plural, say, swatch, table, tiles
 from jaxtrain.plan.result import Buffer, Collective, Plan
 
 PART_COLOURS = {
@@ -42,23 +40,6 @@ PART_COLOURS = {
     "waiting for the host": "var(--c8)",
 }
 LISTED = 40  # kernels and arrays with a row of their own; what is left is summed in one more
-# Nothing may be fetched, whatever a name in the plan says.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-
-
-class Markup(str):
-    """A table cell that is HTML already."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Column:
-    """A column of a table: `values` decide the order of its numbers, and make it a column of numbers."""
-
-    heading: str
-    cells: Sequence[str]
-    values: Sequence[float] | None = None
-    kind: str = ""  # CSS class
-    total: str = ""
 
 
 def html(plan: Plan, published: tuple[float, float] | None = None, *, steps: int | None = None) -> str:
@@ -66,13 +47,13 @@ def html(plan: Plan, published: tuple[float, float] | None = None, *, steps: int
     title = f"{plan.config} on {plan.topology}"
     body = [
         f"<header><h1>{escape(title)}</h1>",
-        _say(f"{plan.chip}, {_plural(devices(plan), 'GPU')}: mesh {mesh(plan)}, attention {plan.attention}", "quiet"),
-        _say(f"with {' '.join(plan.overrides)}", "quiet") if plan.overrides else "",
+        say(f"{plan.chip}, {plural(devices(plan), 'GPU')}: mesh {mesh(plan)}, attention {plan.attention}", "quiet"),
+        say(f"with {' '.join(plan.overrides)}", "quiet") if plan.overrides else "",
         f'<p class="verdict {"yes" if plan.fits else "no"}">{escape(verdict(plan))}</p></header><main>',
         _tiles(plan),
-        _say(f"Times are {off_by(plan, published)}."),
-        _list("Warnings", plan.warnings, "warnings"),
-        _list("Hints" if plan.fits else "What would make it fit", plan.hints),
+        say(f"Times are {off_by(plan, published)}."),
+        bullets("Warnings", plan.warnings, "warnings"),
+        bullets("Hints" if plan.fits else "What would make it fit", plan.hints),
         "<h2>Memory over the schedule</h2>",
         _schedule(plan),
         "<h2>Memory at the peak</h2>",
@@ -86,21 +67,10 @@ def html(plan: Plan, published: tuple[float, float] | None = None, *, steps: int
         "<h2>Largest arrays at the peak</h2>",
         _buffers(plan),
         _loops(plan),
-        _list("How it was counted", (rates(plan), f"the meter: {ASSUMPTIONS}", work(plan), built(plan))),
+        bullets("How it was counted", (rates(plan), f"the meter: {ASSUMPTIONS}", work(plan), built(plan))),
         f"<h2>To make this plan again</h2><pre><code>{escape(command(plan))}</code></pre></main>",
     ]
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}: {escape(verdict(plan))}'
-        f'</title>\n<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="description" '
-        f'content="{escape(headline(plan))}">\n<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        f'<link rel="icon" href="data:,">\n<style>\n{_asset("page.css")}</style>\n</head>\n<body>\n'
-        + "\n".join(filter(None, body))
-        + f"\n{_data(plan)}\n<script>\n{_asset('page.js')}</script>\n</body>\n</html>\n"
-    )
-
-
-def _asset(name: str) -> str:
-    return (resources.files("jaxtrain.plan.report") / "assets" / name).read_text(encoding="utf-8")
+    return document(f"{title}: {verdict(plan)}", headline(plan), body, _data(plan))
 
 
 def _data(plan: Plan) -> str:
@@ -114,7 +84,7 @@ def _data(plan: Plan) -> str:
 def _tiles(plan: Plan) -> str:
     t, m = plan.time, plan.memory
     wire = sum(c.wire_gib for c in plan.collectives) * GB_PER_GIB
-    tiles = [
+    cells = [
         ("memory", size(m.taken_gib), f"of {size(m.usable_gib)} usable"),
         ("step" if plan.fits else "step, if it did fit", f"{rough(t.step_ms)} ms", f"bound by {t.bound_by}"),
         ("tokens/s/GPU", rough(t.tokens_per_s_per_device, 4), f"{rough(t.tokens_per_s, 4)} in all"),
@@ -122,14 +92,13 @@ def _tiles(plan: Plan) -> str:
         ("exposed", percent(t.exposed_ms / t.step_ms), "communication, of the step"),
         ("on the wire", f"{number(wire)} GB", "a GPU and step"),
     ]
-    cells = (f"<div><dt>{escape(a)}</dt><dd>{escape(b)}<span>{escape(c)}</span></dd></div>" for a, b, c in tiles)
-    return f'<dl class="tiles">{"".join(cells)}</dl>'
+    return tiles(cells)
 
 
 def _schedule(plan: Plan) -> str:
     m = plan.memory
     if not m.timeline:
-        return _say("The schedule of this plan was not recorded.")
+        return say("The schedule of this plan was not recorded.")
     phases = list(dict.fromkeys(phase for _, phase in m.timeline))
     held = {p: [gib for gib, phase in m.timeline if phase == p] for p in phases}
     low, high = [min(held[p]) for p in phases], [max(held[p]) for p in phases]
@@ -137,7 +106,7 @@ def _schedule(plan: Plan) -> str:
     if m.taken_gib > 1.001 * m.peak_gib:
         note += f" Above the peak, {in_pieces(plan)}."
     unit, lows = gib(low)
-    table = _table(
+    by_phase = table(
         "Phases of the schedule",
         [
             Column("phase", [phase or "start" for phase in phases]),
@@ -146,10 +115,11 @@ def _schedule(plan: Plan) -> str:
         ],
         "small",
     )
-    key = _swatch("var(--c8)") + "state and batch, held throughout &ensp; " + _swatch("var(--c1)") + "everything else"
+    key = swatch("var(--c8)") + "state and batch, held throughout &ensp; " + swatch("var(--c1)") + "everything else"
     return (
         f'<div class="chart" tabindex="0" role="group" aria-label="Memory over the schedule; arrow keys move the cursor">'
-        f'{memory_chart(plan)}<div class="tip" role="status"></div></div><p class="quiet">{key}</p>{_say(note, "quiet")}{table}'
+        f'{memory_chart(plan)}<div class="tip" role="status"></div></div><p class="quiet">{key}</p>{say(note, "quiet")}'
+        f"{by_phase}"
     )
 
 
@@ -161,10 +131,10 @@ def _memory(plan: Plan) -> str:
     whole = max(m.hbm_gib, m.peak_gib + m.reserve_gib)
     parts = [(f"{n}: {s} {unit}", v, colour(n)) for n, v, s in zip(names, values, sizes, strict=False)]
     label = f"Memory at the peak: {', '.join(what for what, *_ in parts)}; {size(m.usable_gib)} are usable"
-    table = _table(
+    by_class = table(
         f"By class, {unit} on each GPU",
         [
-            Column("class", [Markup(_swatch(colour(n)) + escape(n)) for n in names], total="peak"),
+            Column("class", [Markup(swatch(colour(n)) + escape(n)) for n in names], total="peak"),
             Column(unit, sizes[:-1], values, total=sizes[-1]),
             Column("share", [percent(v / m.peak_gib) for v in values], values),
         ],
@@ -175,7 +145,7 @@ def _memory(plan: Plan) -> str:
         ordered = sorted(m.saved.items(), key=lambda kv: -kv[1])
         kept, held = [n for n, _ in ordered], [v for _, v in ordered]
         unit, sizes = gib([*held, sum(held)])
-        saved = _table(
+        saved = table(
             f"Activations saved for the backward pass, {unit}",
             [
                 Column("activation", kept, total="all"),
@@ -183,12 +153,12 @@ def _memory(plan: Plan) -> str:
                 Column("", [Markup(single(v, held[0])) for v in held], kind="share"),
             ],
         )
-    host = _say(f"Pinned host memory for each GPU: {size(m.host_gib)}.") if m.host_gib else ""
+    host = say(f"Pinned host memory for each GPU: {size(m.host_gib)}.") if m.host_gib else ""
     return (
         stacked(label, parts, whole, mark=m.usable_gib)
-        + _say(f"The line marks what is usable: {card(plan)}.", "quiet")
-        + f'<div class="pair">{table}{saved}</div>'
-        + _say(f"The peak is {peak_at(plan)}.", "quiet")
+        + say(f"The line marks what is usable: {card(plan)}.", "quiet")
+        + f'<div class="pair">{by_class}{saved}</div>'
+        + say(f"The peak is {peak_at(plan)}.", "quiet")
         + host
     )
 
@@ -200,29 +170,29 @@ def _time(plan: Plan, steps: int | None) -> str:
     shown = column([*values, t.step_ms])
     drawn = [(f"{name}: {s} ms", ms, PART_COLOURS[name]) for (name, ms), s in zip(parts, shown, strict=False)]
     label = f"Time of a step: {', '.join(what for what, *_ in drawn)}"
-    table = _table(
+    by_part = table(
         "A step on each GPU",
         [
-            Column("part", [Markup(_swatch(PART_COLOURS[name]) + escape(name)) for name, _ in parts], total="step"),
+            Column("part", [Markup(swatch(PART_COLOURS[name]) + escape(name)) for name, _ in parts], total="step"),
             Column("ms", shown[:-1], values, total=shown[-1]),
             Column("share", [percent(ms / t.step_ms) for ms in values], values),
         ],
     )
     rows = list(zip(*training(plan, steps), strict=True))
     long = [Column(name, cells, kind="number" if name else "") for name, cells in zip(TRAINING, rows, strict=True)]
-    caption = f"Time to train on {_plural(devices(plan), 'GPU')}, {plan.tokens_per_step:,} tokens a step, nothing but steps"
+    caption = f"Time to train on {plural(devices(plan), 'GPU')}, {plan.tokens_per_step:,} tokens a step, nothing but steps"
     on_links, waited = column([t.communication_ms, t.exposed_ms])
     return (
         stacked(label, drawn, max(t.step_ms, sum(values)))
-        + f'<div class="pair">{table}{_table(caption, long)}</div>'
-        + _say(f"Communication takes {on_links} ms on the links; the GPU waits for {waited} ms of it.", "quiet")
+        + f'<div class="pair">{by_part}{table(caption, long)}</div>'
+        + say(f"Communication takes {on_links} ms on the links; the GPU waits for {waited} ms of it.", "quiet")
     )
 
 
 def _collectives(plan: Plan) -> str:
     found = moved(plan)
     if not found:
-        return _say("Nothing: the program has no collectives.")
+        return say("Nothing: the program has no collectives.")
 
     def numbers(heading: str, values: list[float]) -> Column:
         *cells, total = column([*values, math.fsum(values)])
@@ -243,7 +213,7 @@ def _collectives(plan: Plan) -> str:
         Column("source", [place(c.source) for c in found], kind="whole"),
         Column("scope, and the longest one's name in the HLO", [_origin(c) for c in found], kind="scope"),
     ]
-    return _table("Collectives of a step; bytes are those that each GPU sends", columns, "sortable")
+    return table("Collectives of a step; bytes are those that each GPU sends", columns, "sortable")
 
 
 def _kernels(plan: Plan) -> str:
@@ -266,13 +236,13 @@ def _kernels(plan: Plan) -> str:
         numbers("GB", "gb"),
         Column("source", [place(k.source) for k in found], kind="whole"),
     ]
-    return _table("What each GPU computes in a step", columns, "sortable")
+    return table("What each GPU computes in a step", columns, "sortable")
 
 
 def _buffers(plan: Plan) -> str:
     found, rest = plan.memory.largest[:LISTED], plan.memory.largest[LISTED:]
     if not found:
-        return _say("None were recorded.")
+        return say("None were recorded.")
     values = [b.gib for b in found]
     others = math.fsum(b.gib for b in rest)
     unit, (*sizes, all_others) = gib([*values, others])
@@ -283,7 +253,7 @@ def _buffers(plan: Plan) -> str:
         Column("source", [place(b.source) for b in found], kind="whole"),
         Column("scope, and name in the HLO", [_origin(b) for b in found], kind="scope"),
     ]
-    return _table("Held on each GPU at the peak", columns, "sortable")
+    return table("Held on each GPU at the peak", columns, "sortable")
 
 
 def _origin(part: Collective | Buffer) -> Markup:
@@ -301,48 +271,4 @@ def _loops(plan: Plan) -> str:
     loops = sorted(plan.trip_counts.items(), key=lambda kv: -kv[1])
     counts = [n for _, n in loops]
     columns = [Column("loop", [n for n, _ in loops], kind="path"), Column("iterations", [f"{n:,}" for n in counts], counts)]
-    return "<h2>Loops</h2>" + _table("Loops of the program; all figures above are multiplied out", columns)
-
-
-def _table(caption: str, columns: Sequence[Column], kind: str = "") -> str:
-    """A table whose first column names the row. Wide ones scroll by themselves, and can be reached by keyboard to do so."""
-
-    def css(c: Column) -> str:
-        return f' class="{c.kind or "number"}"' if c.kind or c.values is not None else ""
-
-    def cell(c: Column, i: int) -> str:
-        text = c.cells[i] if isinstance(c.cells[i], Markup) else escape(c.cells[i])
-        if c is columns[0]:
-            return f'<th scope="row"{css(c)}>{text}</th>'
-        value = f' data-value="{c.values[i]!r}"' if c.values is not None else ""
-        return f"<td{css(c)}{value}>{text}</td>"
-
-    head = "".join(f'<th scope="col"{css(c)}>{escape(c.heading)}</th>' for c in columns)
-    rows = "".join(f"<tr>{''.join(cell(c, i) for c in columns)}</tr>" for i in range(len(columns[0].cells)))
-    foot = ""
-    if columns[0].total:
-        totals = "".join(f"<td{css(c)}>{escape(c.total)}</td>" for c in columns[1:])
-        foot = f'<tfoot><tr><th scope="row">{escape(columns[0].total)}</th>{totals}</tr></tfoot>'
-    name = escape(caption)
-    return (
-        f'<div class="wide" tabindex="0" role="region" aria-label="{name}"><table{f' class="{kind}"' if kind else ""}>'
-        f"<caption>{name}</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody>{foot}</table></div>"
-    )
-
-
-def _say(line: str, kind: str = "") -> str:
-    return f"<p{f' class="{kind}"' if kind else ''}>{escape(line)}</p>"
-
-
-def _list(title: str, lines: Sequence[str], kind: str = "") -> str:
-    if not lines:
-        return ""
-    return f'<h2>{title}</h2><ul class="list {kind}">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>'
-
-
-def _swatch(colour: str) -> str:
-    return f'<span class="swatch" style="background:{colour}"></span>'
-
-
-def _plural(n: int, what: str) -> str:
-    return f"{n:,} {what}{'' if n == 1 else 's'}"
+    return "<h2>Loops</h2>" + table("Loops of the program; all figures above are multiplied out", columns)

@@ -2,10 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.plan.numbers import GB_PER_GIB, column, gib, number, percent, rough, size
@@ -19,11 +18,11 @@ from jaxtrain.plan.report.figures import (
     command,
     devices,
     headline,
+    matmuls,
     mesh,
     moved,
     off_by,
     peak_at,
-    place,
     ran,
     rates,
     step_parts,
@@ -31,13 +30,12 @@ from jaxtrain.plan.report.figures import (
     verdict,
     work,
 )
+from jaxtrain.plan.report.lines import bar, heading, listed, row, say, short, table
 from jaxtrain.plan.result import Kernel, Plan
 
 ROWS = 12  # of the longer tables; what is left is summed in one more row
-BAR = 28
 BLOCK = 5  # plans beside each other in `compare`
 COMPARED = 14  # columns of one of them
-SOURCE = 28
 
 
 def text(plan: Plan, console: Console, *, published: tuple[float, float] | None = None, steps: int | None = None) -> None:
@@ -45,23 +43,25 @@ def text(plan: Plan, console: Console, *, published: tuple[float, float] | None 
 
     `published` is the range of planned over published step time; `steps` is the config's number of training steps.
     """
-    _say(console, f"{plan.config} on {plan.topology} ({plan.chip}): mesh {mesh(plan)}, attention {plan.attention}")
+    say(console, f"{plan.config} on {plan.topology} ({plan.chip}): mesh {mesh(plan)}, attention {plan.attention}")
     if plan.overrides:
-        _say(console, f"with {' '.join(plan.overrides)}")
-    _say(console, verdict(plan), "bold green" if plan.fits else "bold red")
-    _say(console, headline(plan), "bold")
+        say(console, f"with {' '.join(plan.overrides)}")
+    say(console, verdict(plan), "bold green" if plan.fits else "bold red")
+    say(console, headline(plan), "bold")
+    if plan.kept:
+        say(console, plan.kept)
     if not plan.fits:
-        _listed(console, "what would make it fit", plan.hints)
+        listed(console, "what would make it fit", plan.hints)
     _memory(plan, console)
     _collectives(plan, console)
     _time(plan, console, published, steps)
     _kernels(plan, console)
-    _listed(console, "loops", [f"{n:,} x {name}" for name, n in sorted(plan.trip_counts.items(), key=lambda kv: -kv[1])])
+    listed(console, "loops", [f"{n:,} x {name}" for name, n in sorted(plan.trip_counts.items(), key=lambda kv: -kv[1])])
     if plan.fits:
-        _listed(console, "hints", plan.hints)
-    _listed(console, "warnings", plan.warnings, "yellow")
-    _listed(console, "how it was counted", [rates(plan), f"the meter: {ASSUMPTIONS}", work(plan), built(plan)])
-    _heading(console, "to make this plan again")
+        listed(console, "hints", plan.hints)
+    listed(console, "warnings", plan.warnings, "yellow")
+    listed(console, "how it was counted", [rates(plan), f"the meter: {ASSUMPTIONS}", work(plan), built(plan)])
+    heading(console, "to make this plan again")
     console.print(Text(command(plan)), soft_wrap=True)  # in one line, to be copied
 
 
@@ -69,30 +69,30 @@ def _memory(plan: Plan, console: Console) -> None:
     m = plan.memory
     parts = classes(plan)
     unit, sizes = gib([v for _, v in parts] + [m.peak_gib])
-    _heading(console, f"memory at the peak, {unit} on each GPU")
-    table = _table(["", unit, "", ""], numeric=(1, 2))
+    heading(console, f"memory at the peak, {unit} on each GPU")
+    rows = table(["", unit, "", ""], numeric=(1, 2))
     for (name, value), shown in zip(parts, sizes, strict=False):
-        _row(table, name, shown, percent(value / m.peak_gib), _bar(console, value, m.peak_gib))
-    _row(table, "peak", sizes[-1], "", "", style="bold")
-    console.print(table)
-    _say(console, peak_at(plan))
-    _say(console, card(plan))
+        row(rows, name, shown, percent(value / m.peak_gib), bar(console, value, m.peak_gib))
+    row(rows, "peak", sizes[-1], "", "", style="bold")
+    console.print(rows)
+    say(console, peak_at(plan))
+    say(console, card(plan))
     if m.host_gib:
-        _say(console, f"pinned host memory for each GPU: {size(m.host_gib)}")
+        say(console, f"pinned host memory for each GPU: {size(m.host_gib)}")
     if m.saved:
         saved = sorted(m.saved.items(), key=lambda kv: -kv[1])
         unit, sizes = gib([v for _, v in saved] + [sum(m.saved.values())])
-        _heading(console, f"saved for the backward pass, {unit}")
-        table = _table(["", unit, ""], numeric=(1,))
+        heading(console, f"saved for the backward pass, {unit}")
+        rows = table(["", unit, ""], numeric=(1,))
         for (name, value), shown in zip(saved, sizes, strict=False):
-            _row(table, name, shown, _bar(console, value, saved[0][1]))
-        _row(table, "all", sizes[-1], "", style="bold")
-        console.print(table)
+            row(rows, name, shown, bar(console, value, saved[0][1]))
+        row(rows, "all", sizes[-1], "", style="bold")
+        console.print(rows)
 
 
 def _collectives(plan: Plan, console: Console) -> None:
     if not plan.collectives:
-        _say(console, "\nno collectives: nothing moves between GPUs", "bold")
+        say(console, "\nno collectives: nothing moves between GPUs", "bold")
         return
     found = moved(plan)
     shown, more = found[:ROWS], found[ROWS:]
@@ -103,8 +103,8 @@ def _collectives(plan: Plan, console: Console) -> None:
     lines = [*shown, total]
     crosses = any(c.network_gib for c in found)
     headings = ["kind", "dtype", "axis", "GPUs", "count", "wire GB", *(["network GB"] if crosses else []), "ms", "exposed ms"]
-    _heading(console, "collectives of a step, bytes sent by each GPU")
-    table = _table([*headings, "source"], numeric=range(3, len(headings)))
+    heading(console, "collectives of a step, bytes sent by each GPU")
+    rows = table([*headings, "source"], numeric=range(3, len(headings)))
     fields = [column([c.wire_gib * GB_PER_GIB for c in lines]), column([c.ms for c in lines])]
     fields.append(column([c.exposed_ms for c in lines]))
     if crosses:
@@ -113,34 +113,36 @@ def _collectives(plan: Plan, console: Console) -> None:
         numbers = [f[i] for f in fields]
         group = str(c.group) if c.group else ""
         style = "bold" if c is total else ""
-        _row(table, c.kind, c.dtype, c.axis, group, f"{c.count:,}", *numbers, _source(c.source), style=style)
-    console.print(table)
+        row(rows, c.kind, c.dtype, c.axis, group, f"{c.count:,}", *numbers, short(c.source), style=style)
+    console.print(rows)
 
 
 def _time(plan: Plan, console: Console, published: tuple[float, float] | None, steps: int | None) -> None:
     t = plan.time
     parts = step_parts(plan)
     times = column([*(ms for _, ms in parts), t.step_ms])
-    _heading(console, "time of a step")
-    table = _table(["", "ms", "", ""], numeric=(1, 2))
+    heading(console, "time of a step")
+    rows = table(["", "ms", "", ""], numeric=(1, 2))
     for (name, ms), shown in zip(parts, times, strict=False):
-        _row(table, name, shown, percent(ms / t.step_ms), _bar(console, ms, t.step_ms))
-    _row(table, "step", times[-1], "", "", style="bold")
-    console.print(table)
+        row(rows, name, shown, percent(ms / t.step_ms), bar(console, ms, t.step_ms))
+    row(rows, "step", times[-1], "", "", style="bold")
+    console.print(rows)
     on_links, waited = column([t.communication_ms, t.exposed_ms])
-    _say(console, f"communication {on_links} ms on the links, of which the GPU waits for {waited} ms")
-    _say(
+    say(console, f"communication {on_links} ms on the links, of which the GPU waits for {waited} ms")
+    say(
         console,
         f"tokens/s {rough(t.tokens_per_s, 4)}, each GPU {rough(t.tokens_per_s_per_device, 4)}; "
         f"{plan.tokens_per_step:,} tokens a step",
     )
-    _say(console, f"MFU {percent(t.mfu_causal)} causal, {percent(t.mfu_full)} full; HFU {percent(t.hfu)}", "bold")
-    _say(console, f"({off_by(plan, published)})")
-    _heading(console, f"time to train on {devices(plan):,} GPUs")
-    table = _table(TRAINING, numeric=range(1, 5))
+    say(console, f"MFU {percent(t.mfu_causal)} causal, {percent(t.mfu_full)} full; HFU {percent(t.hfu)}", "bold")
+    say(console, f"({off_by(plan, published)})")
+    if plan.matmuls:
+        say(console, matmuls(plan))
+    heading(console, f"time to train on {devices(plan):,} GPUs")
+    rows = table(TRAINING, numeric=range(1, 5))
     for cells in training(plan, steps):
-        _row(table, *cells)
-    console.print(table)
+        row(rows, *cells)
+    console.print(rows)
 
 
 def _kernels(plan: Plan, console: Console) -> None:
@@ -149,12 +151,12 @@ def _kernels(plan: Plan, console: Console) -> None:
     if more:
         sums = {f: sum(getattr(k, f) for k in more) for f in ("count", "ms", "tflop", "gb")}
         shown = [*shown, Kernel(f"{len(more)} more", "", "", **sums)]
-    _heading(console, "kernels of a step")
-    table = _table(["kind", "count", "ms", "of step", "TFLOP", "GB", "what", "source"], numeric=range(1, 6))
+    heading(console, "kernels of a step")
+    rows = table(["kind", "count", "ms", "of step", "TFLOP", "GB", "what", "source"], numeric=range(1, 6))
     columns = [column([getattr(k, f) for k in shown]) for f in ("ms", "tflop", "gb")]
     for k, ms, tflop, gb in zip(shown, *columns, strict=True):
-        _row(table, k.kind, f"{k.count:,}", ms, percent(k.ms / plan.time.step_ms), tflop, gb, k.op_name, _source(k.source))
-    console.print(table)
+        row(rows, k.kind, f"{k.count:,}", ms, percent(k.ms / plan.time.step_ms), tflop, gb, k.op_name, short(k.source))
+    console.print(rows)
 
 
 def compare(plans: Sequence[Plan], console: Console) -> None:
@@ -166,19 +168,19 @@ def compare(plans: Sequence[Plan], console: Console) -> None:
         raise ValueError("nothing to compare: give at least one plan")
     for i, plan in enumerate(plans, 1):
         words = [plan.config, *plan.overrides] if i == 1 or plan.config != plans[0].config else plan.overrides
-        _say(console, f"{i}: {plan.topology}, mesh {mesh(plan)}; {' '.join(words) or 'the config as it is'}")
+        say(console, f"{i}: {plan.topology}, mesh {mesh(plan)}; {' '.join(words) or 'the config as it is'}")
     block = max(1, min(BLOCK, (console.width - 26) // COMPARED))
     for first in range(0, len(plans), block):
         chosen = plans[first : first + block]
         headings = ["", *(str(first + i + 1) for i in range(len(chosen)))]
-        table = _table(headings, numeric=range(1, len(headings)))
-        for column_of_a_plan in table.columns[1:]:
+        rows = table(headings, numeric=range(1, len(headings)))
+        for column_of_a_plan in rows.columns[1:]:
             column_of_a_plan.no_wrap, column_of_a_plan.max_width = False, COMPARED - 2
-        _say(console, "")
+        say(console, "")
         for name, cells, best in _compared(plans):
             marked = [Text(cell, style="bold" if i == best else "") for i, cell in enumerate(cells)]
-            table.add_row(Text(name), *marked[first : first + block])
-        console.print(table)
+            rows.add_row(Text(name), *marked[first : first + block])
+        console.print(rows)
 
 
 def _compared(plans: Sequence[Plan]) -> list[tuple[str, list[str], int | None]]:
@@ -220,52 +222,3 @@ def _compared(plans: Sequence[Plan]) -> list[tuple[str, list[str], int | None]]:
     if any(network):
         rows.append(measure("network GB", network, same_work))
     return [*rows, ("bound by", [t.bound_by for t in times], None)]
-
-
-def _table(headings: Sequence[str], numeric: Iterable[int] = ()) -> Table:
-    """Aligned columns without rules; headings of numbers stand to the right, as the numbers do."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for i, heading in enumerate(headings):
-        right = i in set(numeric)
-        whole = right or heading in ("kind", "dtype", "source")
-        table.add_column(Text(heading), justify="right" if right else "left", no_wrap=whole, overflow="fold")
-    return table
-
-
-def _heading(console: Console, title: str) -> None:
-    _say(console, f"\n{title}", "bold")
-
-
-def _row(table: Table, *cells: str, style: str = "") -> None:
-    table.add_row(*(Text(cell) for cell in cells), style=style)  # Text: brackets in a shape are no markup
-
-
-def _say(console: Console, line: str, style: str = "") -> None:
-    console.print(Text(line, style=style))
-
-
-def _source(source: str) -> str:
-    """file:line, short: without `jaxtrain/`, and of what is still too long its end."""
-    shown = place(source).removeprefix("jaxtrain/")
-    return shown if len(shown) <= SOURCE else "..." + shown[3 - SOURCE :]
-
-
-def _listed(console: Console, title: str, lines: Iterable[str], style: str = "") -> None:
-    lines = list(lines)
-    if not lines:
-        return
-    _heading(console, title)
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1, 0, 0))
-    table.add_column(width=1)
-    table.add_column(overflow="fold")
-    for line in lines:
-        _row(table, "-", line, style=style)
-    console.print(table)
-
-
-def _bar(console: Console, value: float, whole: float) -> str:
-    """A bar of at most BAR characters, with eighths of one where the terminal has them."""
-    eighths = round(8 * BAR * max(0.0, min(1.0, value / whole if whole else 0.0)))
-    if not console.encoding.lower().startswith("utf"):
-        return "#" * round(eighths / 8)
-    return "\u2588" * (eighths // 8) + ("", *"\u258f\u258e\u258d\u258c\u258b\u258a\u2589")[eighths % 8]

@@ -32,6 +32,7 @@ from jaxtrain.activations import ACTIVATIONS, kept, parse_tensors
 from jaxtrain.config import MESH_AXES, RunConfig
 from jaxtrain.context import Context, make_context
 from jaxtrain.models import FAMILIES
+from jaxtrain.moments import INT8
 from jaxtrain.plan.program.work import ATTENTION_BACKWARD
 from jaxtrain.plan.result import Rates
 from jaxtrain.plan.topology import Topology
@@ -73,7 +74,12 @@ class Layout:
 
     @property
     def compute_bytes(self) -> int:
-        return BYTES[self.run.precision]
+        return BYTES[self.run.compute]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a gathered weight of a layer, at least."""
+        return 1 if self.run.precision == "fp8" else self.compute_bytes
 
     @property
     def tokens(self) -> float:
@@ -136,12 +142,24 @@ def activation_bytes(layout: Layout, name: str) -> float:
         "q": heads,
         "k": kv_heads,
         "v": kv_heads,
+        # What only matrix products read is kept as they read it, where a policy does not name it.
+        **dict.fromkeys(("attention_norm", "mlp_norm"), m.d_model * layout.weight_bytes / layout.parts("residual")),
         "attention_out": heads,
         "attention_lse": m.num_heads * 4 / layout.parts("heads", "sequence"),
         "mlp_gate": wide,
         "mlp_up": wide,
     }
     return known.get(name, m.d_model * c / layout.parts("residual"))
+
+
+def moment_bytes(layout: Layout) -> float:
+    """Of both moments, at rest; of 8-bit blocks the codes alone."""
+    run, params = layout.run, layout.parameters
+    if run.optimizer.name != "adamw":
+        return 0.0
+    wide = params["embedding"] + params["head"] + params["norms"]
+    rest = sum(params.values()) - wide
+    return sum(4 * wide + rest if d == INT8 else BYTES[d] * (wide + rest) for d in (run.dtypes.m, run.dtypes.v))
 
 
 def bound(run: RunConfig, topology: Topology, rates: Rates) -> Bound:
@@ -162,7 +180,9 @@ def _step_s(layout: Layout, rates: Rates) -> float:
         for link, seconds in _link_s(layout, rates, axes, wire, launches).items():
             traffic[link] += seconds
     chain = sum(max(_link_s(layout, rates, *item).values()) for item in _tensor_traffic(layout, passes=1))
-    return max(_arithmetic_s(layout, rates) + _memory_bound_s(layout, rates) + chain, *traffic.values())
+    on_host = layout.run.optimizer.offload == "moments"
+    host = 2 * moment_bytes(layout) / (rates.host_gb_s * 1e9) if on_host else 0.0
+    return max(_arithmetic_s(layout, rates) + _memory_bound_s(layout, rates) + chain, *traffic.values(), host)
 
 
 def _arithmetic_s(layout: Layout, rates: Rates) -> float:
@@ -173,13 +193,20 @@ def _arithmetic_s(layout: Layout, rates: Rates) -> float:
     backward = ATTENTION_BACKWARD / rates.attention_backward_tflops
     if not _fused_attention(run):
         backward = 2 / max(rates.attention_backward_tflops, rates.gemm_tflops)
-    seconds = SIMPLIFIED * 3 * linear / rates.gemm_tflops + attention * (1 / _attention_rate(run, rates) + backward)
+    layers = run.model.num_layers * sum(flops.gemms(run.model).values())
+    gemms = layers / _layer_rate(run, rates) + (linear - layers) / rates.gemm_tflops
+    seconds = SIMPLIFIED * 3 * gemms + attention * (1 / _attention_rate(run, rates) + backward)
     return tokens * (seconds / 1e12 + _again_s(run, rates))
+
+
+def _layer_rate(run: RunConfig, rates: Rates) -> float:
+    """Of a layer's matrix products; what fp8.exclude leaves wide is slower."""
+    return rates.fp8_tflops if run.precision == "fp8" else rates.gemm_tflops
 
 
 def _fused_attention(run: RunConfig) -> bool:
     """Else it is made of GEMMs."""
-    return run.attention.impl in ("auto", "cudnn")
+    return run.attention.impl in ("auto", "cudnn", "pallas")
 
 
 def _attention_rate(run: RunConfig, rates: Rates) -> float:
@@ -193,7 +220,7 @@ def _again_s(run: RunConfig, rates: Rates) -> float:
     repeats = run.remat.policy != "none" and not {"attention_out", "attention_lse"} <= kept(run.remat)
     attention = repeats * flops.attention(run.model, run.data.seq_len).causal * run.model.num_layers
     linear = SIMPLIFIED * (total - attention)
-    return (linear / rates.gemm_tflops + attention / _attention_rate(run, rates)) / 1e12
+    return (linear / _layer_rate(run, rates) + attention / _attention_rate(run, rates)) / 1e12
 
 
 def _memory_bound_s(layout: Layout, rates: Rates) -> float:
@@ -203,7 +230,7 @@ def _memory_bound_s(layout: Layout, rates: Rates) -> float:
     grads, made = BYTES[run.dtypes.grads] if micro > 1 else 2, sum(layout.gradients.values())
     moved = params * 2 * grads
     if run.optimizer.name == "adamw":
-        moved += params * 2 * sum(BYTES[d] for d in (run.dtypes.params, run.dtypes.m, run.dtypes.v))
+        moved += 2 * (params * BYTES[run.dtypes.params] + moment_bytes(layout))
     if micro > 1:
         moved += micro * made * (2 * grads + 2)
     norms = 2 * (2 + 3) * m.d_model / layout.parts("residual")
@@ -226,16 +253,18 @@ def _weight_traffic(layout: Layout) -> list[Traffic]:
     params, micro = layout.parameters, run.train.grad_accum
     everything, head = sum(params.values()), params["head"]
     layers = params["attention"] + params["mlp"]
+    others = everything - layers
     # How rows of an embedding travel is the kernel's own affair. The last layer's weights need not be gathered again.
     again = layers * (1 - 1 / run.model.num_layers)
     if layout.once:
-        gathered, reduced = everything, everything
+        gathered, wide, reduced = layers, others, everything
     elif run.sharding.zero == 2:
-        gathered, reduced = everything, micro * (layers + head)
+        gathered, wide, reduced = layers, others, micro * (layers + head)
     else:
-        gathered = micro * (layers + head + (again if run.sharding.gather == "layer" else 0.0))
+        gathered, wide = micro * (layers + (again if run.sharding.gather == "layer" else 0.0)), micro * head
         reduced = micro * (layers + head)
-    moved = (parts - 1) * (gathered * layout.compute_bytes + reduced * BYTES[run.dtypes.reduce])
+    sent = gathered * layout.weight_bytes + wide * layout.compute_bytes + reduced * BYTES[run.dtypes.reduce]
+    moved = (parts - 1) * sent
     summed = 2 * everything * (copies - 1) / copies * BYTES[run.dtypes.reduce]
     return [(split, moved, 0), (replicas, summed, 0)]
 
@@ -303,10 +332,9 @@ def _nodes(layout: Layout, axes: tuple[str, ...]) -> int:
 def _memory_bytes(layout: Layout) -> float:
     run, m, c = layout.run, layout.run.model, layout.compute_bytes
     params, micro = layout.parameters, run.train.grad_accum
-    held = sum(params.values()) * BYTES[run.dtypes.params] + layout.held * c
+    held = sum(params.values()) * BYTES[run.dtypes.params] + layout.held * layout.weight_bytes
     grads = layout.gradients
-    if run.optimizer.name == "adamw":
-        held += sum(params.values()) * (BYTES[run.dtypes.m] + BYTES[run.dtypes.v])
+    held += 0.0 if run.optimizer.offload == "moments" else moment_bytes(layout)
     if micro > 1:
         held += sum(grads.values()) * BYTES[run.dtypes.grads]
     tokens = layout.tokens / micro
@@ -317,7 +345,8 @@ def _memory_bytes(layout: Layout) -> float:
     in_loss = 0.0
     if run.train.loss == "cross_entropy":
         in_loss = vocab * (m.d_model * (4 if everything_held else 4 + c) + chunk * 4)
-    largest = m.d_model * max(m.d_ff / layout.parts("mlp"), m.num_heads * flops.head_dim(m) / layout.parts("heads")) * c
+    largest = m.d_model * max(m.d_ff / layout.parts("mlp"), m.num_heads * flops.head_dim(m) / layout.parts("heads"))
+    largest *= layout.weight_bytes
     in_backward = 2 * (grads["attention"] + grads["mlp"]) + (0 if layout.held else largest) + tokens * _again_bytes(layout)
     return held + max(in_loss, in_backward)
 

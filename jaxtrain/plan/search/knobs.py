@@ -12,7 +12,7 @@ from jaxtrain import activations, config
 from jaxtrain.config import RunConfig, Train
 from jaxtrain.models import FAMILIES
 from jaxtrain.plan.result import Plan, Rates
-from jaxtrain.plan.search.bound import BYTES, Layout, bound, ladder, mesh_sizes, saved_bytes
+from jaxtrain.plan.search.bound import BYTES, Layout, bound, ladder, mesh_sizes, moment_bytes, saved_bytes
 from jaxtrain.plan.search.space import Check, Overrides, changes, microbatches, remat_policies, with_overrides
 from jaxtrain.plan.topology import Topology
 
@@ -53,8 +53,8 @@ def candidate(
     least = bound(run, topology, rates)
     layout = Layout(run, mesh_sizes(run, topology), topology.gpus)
     held = sum(layout.parameters.values()) / 2**30
-    moments = BYTES[run.dtypes.m] + BYTES[run.dtypes.v] if run.optimizer.name == "adamw" else 0
-    state = held * (BYTES[run.dtypes.params] + moments)
+    on_device = 0.0 if run.optimizer.offload == "moments" else moment_bytes(layout) / 2**30
+    state = held * BYTES[run.dtypes.params] + on_device
     # The bound counts the gradients of a microbatch as they travel, at two bytes; the step holds them like the weights.
     wide = sum(layout.gradients.values()) / 2**30 * (BYTES[run.dtypes.params] - 2)
     rest = least.memory_gib - state + wide
@@ -187,8 +187,10 @@ def savings(run: RunConfig, topology: Topology, rates: Rates, check: Check) -> l
     if run.remat.every > 1 and run.remat.policy != "none":
         found.append(Saving(f"remat.every={run.remat.every}", (("remat.every", 1),)))
     for name in ("m", "v", "grads", "params"):
-        if getattr(run.dtypes, name) == "bf16":
-            found.append(Saving(f"dtypes.{name}=bf16", ((f"dtypes.{name}", "f32"),)))
+        if (stored := getattr(run.dtypes, name)) != "f32":
+            found.append(Saving(f"dtypes.{name}={stored}", ((f"dtypes.{name}", "f32"),)))
+    if run.optimizer.offload != "none":
+        found.append(Saving(f"optimizer.offload={run.optimizer.offload}", (("optimizer.offload", "none"),)))
     chunk, usual = run.train.loss_chunk, Train().loss_chunk
     if chunk < usual:
         found.append(Saving(f"train.loss_chunk={chunk}", (("train.loss_chunk", usual),), f"at {usual}"))

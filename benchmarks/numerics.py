@@ -1,0 +1,115 @@
+"""How fewer bits change what is learnt: the same run in several precisions, or with its moments stored in several types.
+
+    python -m benchmarks.numerics --of=precision --config=configs/tiny.py --config.train.steps=300 --seeds=2
+    python -m benchmarks.numerics --of=moments --config=configs/tiny.py --config.train.steps=300 --seeds=2
+
+Trains on one device, from `seeds` initial weights, and prints a table: training loss over the last 20 steps, loss on held-out
+text after the last one, and how far each is from the first row's (of several seeds the worst); and how far the training loss,
+averaged over 20 steps, ever was. The last rows are the first again with another optimizer.eps, 1% off and twice as far: what
+they part by is chance. On CPU products in FP8 are emulated: rounded as on a GPU, added up in float32. As above it takes
+minutes there; docs/precision.md and docs/memory.md hold the tables that it made.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from jaxtrain import evaluate, launch
+from jaxtrain.config import Fp8, Problem, RunConfig
+from jaxtrain.start import open_data
+from jaxtrain.state import create_state
+from jaxtrain.step import build, place_batch
+
+WINDOW = 20  # steps that a training loss is averaged over
+EPS = (1.01, 1.02)  # times optimizer.eps: changes that mean nothing
+
+
+def in_precision(run: RunConfig, precision: str, exclude: str = "") -> RunConfig:
+    """The run in another precision, its other types as that would have them."""
+    dtypes = dataclasses.replace(run.dtypes, reduce="f32" if precision == "f32" else "bf16")
+    return dataclasses.replace(run, precision=precision, fp8=Fp8(exclude), dtypes=dtypes)
+
+
+def with_moments(run: RunConfig, m: str, v: str) -> RunConfig:
+    """The run with its moments stored so."""
+    return dataclasses.replace(run, dtypes=dataclasses.replace(run.dtypes, m=m, v=v))
+
+
+def with_eps(run: RunConfig, times: float) -> RunConfig:
+    """The run with another optimizer.eps."""
+    return dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, eps=times * run.optimizer.eps))
+
+
+def variants(run: RunConfig, of: str) -> dict[str, RunConfig]:
+    """Name of a row -> its run; the first is what the others are compared with."""
+    if of == "precision":
+        first = {"bf16": in_precision(run, "bf16")}
+        others = {
+            "fp8": in_precision(run, "fp8"),
+            "fp8, wo and down in bf16": in_precision(run, "fp8", "wo,down"),
+            "f32": in_precision(run, "f32"),
+        }
+    else:
+        first = {"m f32, v f32": with_moments(run, "f32", "f32")}
+        stored = (("int8", "int8"), ("bf16", "bf16"), ("int8", "f32"), ("f32", "int8"))
+        others = {f"m {m}, v {v}": with_moments(run, m, v) for m, v in stored}
+    ((name, base),) = first.items()
+    return first | others | {f"{name}, eps {times:g} x": with_eps(base, times) for times in EPS}
+
+
+def losses(run: RunConfig) -> tuple[np.ndarray, float]:
+    """(training loss of each step, loss on held-out text after the last) of a run on the first device."""
+    program = build(run, jax.devices()[:1])
+    train, held_out = open_data(run, program)
+    state = create_state(program.definition, program.tx, program.state, run.train.seed)
+    seen = []
+    for i in range(run.train.steps):
+        state, values = program.train_step(state, place_batch(train.batch(i), program.batch, program.context))
+        seen.append(values["loss"])
+    loss = evaluate.evaluate(program.eval_step, state.params, held_out, program.eval_batch, program.context, run.eval.batches)
+    return np.array([float(x) for x in seen]), loss
+
+
+def rows(run: RunConfig, of: str, seeds: int) -> Iterator[str]:
+    """Lines of a Markdown table."""
+    base: list[tuple[np.ndarray, float]] = []
+    window = np.ones(WINDOW) / WINDOW
+    for name, one in variants(run, of).items():
+        if not base:
+            yield f"| {of} | training loss | against {name} | at most, at any time | held-out loss | against {name} |"
+            yield "|---|---:|---:|---:|---:|---:|"
+        trains = [dataclasses.replace(one.train, seed=seed) for seed in range(seeds)]
+        measured = [losses(dataclasses.replace(one, train=train)) for train in trains]
+        base = base or measured
+        train = np.array([np.convolve(loss, window, "valid") for loss, _ in measured])
+        held_out = np.array([loss for _, loss in measured])
+        off = train / np.array([np.convolve(loss, window, "valid") for loss, _ in base]) - 1
+        off_held_out = held_out / np.array([loss for _, loss in base]) - 1
+        worst, ever, worst_held_out = (max(x.ravel(), key=abs) for x in (off[:, -1], off, off_held_out))
+        in_training = f"{train[:, -1].mean():.4f} | {worst:+.2%} | {ever:+.2%}"
+        yield f"| {name} | {in_training} | {held_out.mean():.4f} | {worst_held_out:+.2%} |"
+
+
+OPTIONS = {"of": "precision", "seeds": "1"}
+
+
+def main() -> int:
+    """Prints the table; 2 where the command or the config is wrong."""
+    loaded = launch.load(sys.argv[1:], OPTIONS)
+    problems = list(loaded.problems)
+    if loaded.options["of"] not in ("precision", "moments"):
+        problems.append(Problem("--of", loaded.options["of"], "no such table", "Write precision or moments."))
+    if not loaded.options["seeds"].isdecimal() or not int(loaded.options["seeds"]):
+        problems.append(Problem("--seeds", loaded.options["seeds"], "must be a whole number, 1 or more", "For example 2."))
+    if problems:
+        return launch.report(problems)
+    for line in rows(loaded.run, loaded.options["of"], int(loaded.options["seeds"])):
+        print(line, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""remat.policy=auto: which activations to keep in the memory that there is.
+
+It begins by keeping whatever costs a GEMM or an attention call (`activations.KEPT["auto"]`). Where the compiled step does not
+fit, the next choice is the one that computes least again among those small enough, by formula; the compiler has the last word
+on whether it fits. No jax here.
+"""
+
+import itertools
+from collections.abc import Mapping
+
+from jaxtrain import flops
+from jaxtrain.activations import kept
+from jaxtrain.config import Remat, RunConfig
+
+# Of the usable memory, left free by `auto`: a plan's peak and an allocator's need not agree to the last buffer.
+MARGIN = 0.03
+
+# What is kept or not, together.
+GROUPS = (("q",), ("k",), ("v",), ("attention_out", "attention_lse"), ("residual",), ("mlp_gate",), ("mlp_up",))
+
+
+def bytes_kept(run: RunConfig, names: frozenset[str], axes: Mapping[str, int], packed_stats: bool) -> float:
+    """Bytes on a device of what all layers keep of one microbatch.
+
+    axes: logical axis -> how many devices split it. packed_stats: attention is cuDNN's over packed rows, whose log-sum-exp has
+    a place for every document that a row may hold.
+    """
+    m = run.model
+    tokens = run.train.global_batch // run.train.grad_accum * run.data.seq_len / axes["batch"] / axes["sequence"]
+    q, kv = (n * m.head_dim / axes[axis] for n, axis in ((m.num_heads, "heads"), (m.num_kv_heads, "kv_heads")))
+    documents = run.data.max_segments + 1 if packed_stats else 1
+    compute = 4 if run.precision == "f32" else 2
+    width = {
+        "q": q * compute,
+        "k": kv * compute,
+        "v": kv * compute,
+        "attention_out": q * compute,
+        "attention_lse": m.num_heads / axes["heads"] * documents * 4,
+        "residual": m.d_model * axes["sequence"] / axes["residual"] * compute,
+        "mlp_gate": m.d_ff / axes["mlp"] * compute,
+        "mlp_up": m.d_ff / axes["mlp"] * compute,
+    }
+    return m.num_layers * tokens * sum(width[name] for name in names)
+
+
+def smaller(run: RunConfig, excess_gib: float, axes: Mapping[str, int], packed_stats: bool) -> Remat | None:
+    """Of the choices that hold at least `excess_gib` less than the present one, that which computes least again.
+
+    None where there is none: nothing more can be saved by computing again.
+    """
+    now = bytes_kept(run, kept(run.remat), axes, packed_stats)
+    found: list[tuple[float, float, Remat]] = []
+    for size in range(len(GROUPS) + 1):
+        for groups in itertools.combinations(GROUPS, size):
+            names = tuple(name for group in groups for name in group)
+            remat = Remat("custom", ",".join(f"{name}=keep" for name in names)) if names else Remat("full")
+            held = bytes_kept(run, frozenset(names), axes, packed_stats)
+            if held <= now - excess_gib * 2**30:
+                found.append((flops.recompute(run.model, remat, run.data.seq_len).causal, held, remat))
+    return min(found, key=lambda choice: choice[:2])[2] if found else None
+
+
+def words(remat: Remat) -> str:
+    """What a choice keeps, for the log."""
+    names = sorted(kept(remat))
+    return f"remat.policy=auto keeps {', '.join(names)}" if names else "remat.policy=auto keeps nothing but each layer's input"

@@ -1,0 +1,92 @@
+"""How far a kernel may be from its definition: bounds that follow from the types it computes in, element by element.
+
+They are bounds and not averages: a correct kernel stays below them everywhere, and what is above is an error.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+EXACT = 2.0**-24  # unit roundoff of float32: sums and softmax are in float32 everywhere
+ROUNDOFF = {"f32": EXACT, "bf16": 2.0**-8}  # of the types that a kernel's inputs and results have
+
+
+def attention(
+    q_TGH: Any,
+    k_SH: Any,
+    v_SH: Any,
+    do_TGH: Any,
+    visible_TS: Any,
+    *,
+    dtype: str,
+    softcap: float = 0.0,
+    blocks: bool = False,
+    xp: Any,
+    einsum: Callable[..., Any],
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The definition, on the kernel's own inputs, and how far a kernel may be from it: each (o, dq, dk, dv).
+
+    Of one row and one key/value head, with the G heads of its group. `xp` and `einsum`: numpy's, in float64; or jax.numpy's
+    in float32, of which the highest precision must be asked. With s the scores, P = softmax(s), dP = do v^T,
+    delta = sum(do o) and dS = P (dP - delta), o = P v, dq = dS k / sqrt(H), dk = dS^T q / sqrt(H) and dv = P^T do.
+
+    A kernel multiplies exactly and adds in float32, with roundoff e = 2^-24. It rounds to its type, each time by at most u (e
+    for float32, 2^-8 for bfloat16) of the number: the weights P, dP, dS and every result. With |.| taken element by element, to
+    first order in e and u:
+
+        s    d = e ((H + 4) |q| |k| / sqrt(H) + 4 |s|)             products and sum, then scaled, less the largest score
+        P    F P, F = d + (P d, summed over keys) + (S + 16) e     the exponential, and the sum it is divided by
+        o    ((u + F) P) |v| + S e P |v| + u |o|
+        dv   ((u + F) P)^T |do| + T G e P^T |do| + u |dv|
+        D    error of delta: 2 u |do| . P |v|  (o is rounded, and P), + |do| . F P |v|, + (S + H) e |do| . P |v|
+        E    error of dS: (2 u + F) |dS| + P (u |dP| + H e |do| |v| + D)
+        dq   (E |k| + S e |dS| |k|) / sqrt(H) + u |dq|
+        dk   (E^T |q| + T G e |dS|^T |q|) / sqrt(H) + u |dk|
+
+    For grouped queries each head's part of dk and dv may be rounded once more before the parts are added. A soft cap,
+    s = c t with t = tanh(q k / (c sqrt(H))), takes d times its slope 1 - t^2, plus 8 e c for tanh itself; dS has the slope as a
+    factor, with an error of 2 (8 e + d / c).
+
+    blocks: attention is put together from blocks of keys, each of whose results is rounded once more. That adds, at most,
+    u (P |v|) to o (and so half as much again to D's first part), u (|dS| |k|) / sqrt(H) to dq, u (|dS|^T |q|) / sqrt(H) to dk
+    and u (P^T |do|) to dv.
+    """
+    u, e = ROUNDOFF[dtype], EXACT
+    (T, G, H), S = q_TGH.shape, k_SH.shape[0]
+    scale = H**-0.5
+    q, k, v, do = (abs(x) for x in (q_TGH, k_SH, v_SH, do_TGH))
+    visible = visible_TS[None]
+
+    raw = einsum("TGH,SH->GTS", q_TGH, k_SH) * scale
+    d = e * (H + 4) * einsum("TGH,SH->GTS", q, k) * scale + 4 * e * abs(raw)
+    scores, slope, d_slope = raw, 1.0, 0.0
+    if softcap:
+        t = xp.tanh(raw / softcap)
+        slope, d_slope = 1 - t * t, 2 * (8 * e + d / softcap)
+        scores, d = softcap * t, d * slope + 8 * e * softcap
+    top = xp.where(visible, scores, -1e30).max(-1, keepdims=True)
+    P = xp.where(visible, xp.exp(xp.where(visible, scores - top, 0.0)), 0.0)
+    P = P / xp.maximum(P.sum(-1, keepdims=True), 1e-30)
+    dP = einsum("TGH,SH->GTS", do_TGH, v_SH)
+    without_slope = P * (dP - (P * dP).sum(-1, keepdims=True))
+    dS = without_slope * slope
+
+    F = P * (d + (P * d).sum(-1, keepdims=True) + (S + 16) * e)
+    Pv, Fv = einsum("GTS,SH->TGH", P, v), einsum("GTS,SH->TGH", F, v)
+    D = ((3 if blocks else 2) * u + (S + H) * e) * einsum("TGH,TGH->GT", do, Pv) + einsum("TGH,TGH->GT", do, Fv)
+    dPs = H * e * einsum("TGH,SH->GTS", do, v)
+    F_of_dS = F * abs(dP - (P * dP).sum(-1, keepdims=True))
+    E = 2 * u * abs(dS) + slope * (F_of_dS + P * (u * abs(dP) + dPs + D[..., None])) + abs(without_slope) * d_slope
+
+    o = einsum("GTS,SH->TGH", P, v_SH)
+    dq = einsum("GTS,SH->TGH", dS, k_SH) * scale
+    dk_parts, dv_parts = einsum("GTS,TGH->SGH", dS, q_TGH) * scale, einsum("GTS,TGH->SGH", P, do_TGH)
+    dk, dv = dk_parts.sum(1), dv_parts.sum(1)
+    again = u if blocks else 0.0
+    more_dq, more_dk = einsum("GTS,SH->TGH", abs(dS), k) * scale, einsum("GTS,TGH->SH", abs(dS), q) * scale
+    Pdo = einsum("GTS,TGH->SH", P, do)
+    return (o, dq, dk, dv), (
+        (u + again + S * e) * Pv + Fv + u * abs(o),
+        scale * einsum("GTS,SH->TGH", E, k) + (again + S * e) * more_dq + u * abs(dq),
+        scale * einsum("GTS,TGH->SH", E, q) + (again + T * G * e) * more_dk + u * (abs(dk) + abs(dk_parts).sum(1)),
+        (u + again + T * G * e) * Pdo + einsum("GTS,TGH->SH", F, do) + u * (abs(dv) + abs(dv_parts).sum(1)),
+    )

@@ -1,0 +1,212 @@
+"""Results as tables for a terminal, as a page, and as a folder to keep: results.md, results.json, receipt.json, logs/."""
+
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import rich.console
+import rich.table
+from rich.text import Text
+
+from jaxtrain import hardware, launch
+from jaxtrain.bench.case import OK
+from jaxtrain.metrics import write_atomic
+from jaxtrain.receipt import Receipt, git_state, now, versions
+
+FORMAT = 1  # of --json and results.json
+WIDTH = 150  # where the output is not a terminal
+NO_MEASUREMENT = "CPU: this tries the command and measures nothing of note"
+
+Rows = list[list[str]]
+
+
+def about() -> dict[str, Any]:
+    """Where and with what: without starting JAX, whose memory the cases need."""
+    found = hardware.probe()
+    return {
+        "date": now(),
+        "device": found.name,
+        "platform": found.kind,
+        "count": found.count,
+        "memory_gib": found.memory_gib,
+        "python": platform.python_version(),
+        "packages": versions(),
+        "git": git_state(launch.REPO / "jaxtrain"),
+        "command": shlex.join(sys.orig_argv),
+    }
+
+
+def number(value: Any, form: str = ",.4g") -> str:
+    """A figure, or - where it is not known."""
+    return "-" if value is None else format(value, form)
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def beside(measured: float | None, planned: float | None, form: str = ",.4g") -> str:
+    """`12.3 (1.04 x plan)`."""
+    if measured is None or not planned:
+        return number(measured, form)
+    return f"{measured:{form}} ({measured / planned:.2f} x plan)"
+
+
+# ---- steps
+
+STEP_HEADINGS = (
+    *("case", "step s", "quartiles", "tokens/s", "a device", "MFU causal", "MFU full", "HFU", "peak GiB", "compile s"),
+    "",
+)
+
+
+def step_row(name: str, r: Mapping[str, Any]) -> list[str]:
+    """A case of train steps as cells of STEP_HEADINGS; one that gave nothing says why in the last."""
+    memory, planned = r.get("memory") or {}, r.get("planned") or {}
+    compile_s = number(r.get("compile_s"), ".1f")
+    if r["verdict"] != OK:
+        return [name, *["-"] * 8, compile_s, f"{r['verdict']}: {r['why']}"]
+    s = r["step_s"]
+    return [
+        name,
+        beside(s["median"], planned.get("step_s")),
+        f"{s['q1']:.4g} to {s['q3']:.4g}",
+        f"{r['tokens_per_s']:,.0f}",
+        f"{r['tokens_per_s_per_device']:,.0f}",
+        *(percent(r[key]) for key in ("mfu_causal", "mfu_full", "hfu")),
+        beside(memory.get("peak_gib"), planned.get("peak_gib"), ".2f"),
+        compile_s,
+        f"{r['steps']} steps after {r['warmup']}",
+    ]
+
+
+def step_details(name: str, r: Mapping[str, Any]) -> Rows:
+    """A single case, a fact a line."""
+    memory, planned = r.get("memory") or {}, r.get("planned") or {}
+    rows = [["case", name]]
+    if "mesh" in r:
+        mesh = " x ".join(f"{axis} {n}" for axis, n in r["mesh"].items() if n > 1) or "one device"
+        rows += [
+            ["devices", f"{r['devices']['count']} x {', '.join(r['devices']['kind'])}; mesh: {mesh}"],
+            ["model", f"{r['parameters']:,} parameters, precision {r['precision']}, remat.policy {r['remat']}"],
+            ["batch", f"{r['global_batch']} x {r['seq_len']:,} tokens in {r['grad_accum']} microbatches, {r['data']} data"],
+            ["attention", f"{r['attention']} ({r['attention_reason']})"],
+            ["compile", f"{r['compile_s']:.1f} s"],
+            *([["kept", r["remat_auto"]]] if r.get("remat_auto") else []),
+        ]
+    if r["verdict"] != OK:
+        return [*rows, [r["verdict"], r["why"]]]
+    s = r["step_s"]
+    plan = f"{planned['rates']}" if planned else r["not_planned"]
+    return [
+        *rows,
+        ["step", f"{s['median']:.4g} s, median of {r['steps']} after {r['warmup']} to warm up"],
+        ["", f"quartiles {s['q1']:.4g} to {s['q3']:.4g} s, extremes {s['min']:.4g} to {s['max']:.4g} s"],
+        ["waiting for data", f"{1e3 * r['data_wait_s']:.3g} ms of a step"],
+        ["tokens/s", f"{r['tokens_per_s']:,.0f}; {r['tokens_per_s_per_device']:,.0f} a device"],
+        ["MFU", f"{percent(r['mfu_causal'])} causal, {percent(r['mfu_full'])} full; HFU {percent(r['hfu'])} (causal)"],
+        ["of a peak of", f"{number(r['peak_tflops'], ',.4g')} TFLOP/s; {r['tflops_per_device']:,.4g} TFLOP/s reached (causal)"],
+        ["peak memory", f"{number(memory['peak_gib'], '.2f')} GiB of {number(memory['budget_gib'], '.2f')}, by the allocator"],
+        ["planned step", f"{beside(s['median'], planned.get('step_s')) if planned else '-'} ({plan})"],
+        ["planned peak", beside(memory["peak_gib"], planned.get("peak_gib"), ".2f") if planned else "-"],
+        ["loss", f"{r['loss']['first']:.4f} first, {r['loss']['last']:.4f} last"],
+        *([["trace", r["trace"]]] if r.get("trace") else []),
+    ]
+
+
+# ---- tables
+
+
+def show(
+    console: rich.console.Console, title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], text: int = 1
+) -> None:
+    """A table on the terminal. The first `text` columns and the last are text; the rest are figures."""
+    table = rich.table.Table(title=Text(title), title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    last = len(headings) - 1
+    for i, heading in enumerate(headings):
+        table.add_column(Text(heading, style="dim"), justify="left" if i < text or i == last else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)
+
+
+def markdown(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The same as lines of a page."""
+
+    def line(cells: Iterable[str]) -> str:
+        return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+    return [f"## {title}", "", line(headings), "|" + "---|" * len(headings), *map(line, rows), ""]
+
+
+def page(title: str, facts: Mapping[str, Any], lines: Iterable[str]) -> str:
+    """A whole page: where and with what, then `lines`."""
+    git = facts["git"] or {}
+    return "\n".join(
+        [
+            f"# {title}",
+            "",
+            f"{facts['date']}; {facts['count']} x {facts['device']}, {facts['memory_gib']:.1f} GiB each; Python "
+            f"{facts['python']}; " + ", ".join(f"{name} {version}" for name, version in facts["packages"].items()),
+            "",
+            f"commit {git.get('commit', 'unknown')}{', with changes' if git.get('dirty') else ''}; `{facts['command']}`",
+            *(["", f"**{NO_MEASUREMENT}.**"] if facts["platform"] == "cpu" else []),
+            "",
+            *lines,
+            "",
+        ]
+    )
+
+
+def say(console: rich.console.Console, text: str, style: str = "") -> None:
+    """A line as it stands."""
+    console.print(Text(text, style=style), soft_wrap=True)
+
+
+# ---- a folder to keep
+
+
+def safe(name: str) -> str:
+    """A case's name as one of a file."""
+    return "".join(c if c.isalnum() or c in "-_.=" else "_" for c in name)[:120]
+
+
+class Folder:
+    """--out and --json: the receipt at once, results whenever there are new ones, so that an interrupted run keeps its own."""
+
+    def __init__(self, out: str, file: str, kind: str):
+        self.path = Path(out).expanduser().absolute() if out else None
+        self.file = Path(file).expanduser().absolute() if file else None
+        self.results: dict[str, Any] = {"format": FORMAT, "kind": kind, "about": about()}
+        self.receipt = Receipt(self.path) if self.path else None
+        if self.receipt:
+            facts = self.results["about"]
+            devices = {key: facts[key] for key in ("platform", "device", "count", "memory_gib")}
+            self.receipt.start({"bench": kind, "devices": devices})
+
+    def log(self, name: str) -> Path | None:
+        """Where a case's output goes; None where nothing is kept."""
+        return self.path / "logs" / f"{safe(name)}.txt" if self.path else None
+
+    def trace(self, name: str) -> str:
+        """Where a case's trace goes; "" where nothing is kept."""
+        return str(self.path / "traces" / safe(name)) if self.path else ""
+
+    def write(self, title: str, lines: Iterable[str], **results: Any) -> None:
+        """Everything that is known by now."""
+        self.results |= results
+        text = json.dumps(self.results, indent=1) + "\n"
+        if self.file:
+            write_atomic(self.file, text)
+        if self.path:
+            write_atomic(self.path / "results.json", text)
+            write_atomic(self.path / "results.md", page(title, self.results["about"], lines))
+
+    def finish(self, code: int, reason: str) -> None:
+        """Closes the receipt."""
+        if self.receipt:
+            self.receipt.finish(code, reason)

@@ -1,0 +1,92 @@
+"""Which tiles of the (queries, keys) square a flash kernel has to visit, from where the tokens of each tile belong.
+
+Tokens have an order: by document, then by position. Under causal and window masks a query sees an interval of it, so what a
+tile of queries sees lies between the first and the last of its queries' intervals, and a tile of keys outside of that is
+empty. That takes the least and the largest token of each tile, and holds for tokens in any order along the row; where they
+stand in order, as training packs them, no tile is visited in vain but for the corners of the mask.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.kernels.attention import Rows, Spec
+
+MOST = 2**30  # above all segments and positions
+NEVER = -1  # segment of a key that nobody sees
+
+
+class Ends(NamedTuple):
+    """Of each tile of tokens, all int32 (B, tiles) but the last: its real tokens that come first and last in the order."""
+
+    first_segment: jax.Array
+    first_position: jax.Array
+    last_segment: jax.Array
+    last_position: jax.Array
+    whole: jax.Array  # bool: all of it real tokens of one document
+
+
+def count(tokens: int, tile: int) -> int:
+    """Tiles that hold so many tokens."""
+    return -(-tokens // tile)
+
+
+def padded(x_BT: jax.Array, tile: int, value: int) -> jax.Array:
+    """Filled up to whole tiles."""
+    T = x_BT.shape[1]
+    return jnp.pad(x_BT, ((0, 0), (0, count(T, tile) * tile - T)), constant_values=value)
+
+
+def ends(segments_BT: jax.Array, positions_BT: jax.Array, tile: int) -> Ends:
+    """The ends of tiles of so many tokens; the last tile is filled up with padding."""
+    B = segments_BT.shape[0]
+    segments, positions = (padded(x, tile, 0).reshape(B, -1, tile) for x in (segments_BT, positions_BT))
+    real = segments > 0
+    first = jnp.where(real, segments, MOST).min(-1)
+    last = jnp.where(real, segments, -1).max(-1)
+    return Ends(
+        first,
+        jnp.where(segments == first[..., None], positions, MOST).min(-1),
+        last,
+        jnp.where(segments == last[..., None], positions, -1).max(-1),
+        real.all(-1) & (first == last),
+    )
+
+
+def visits(rows: Rows, spec: Spec, q_tile: int, kv_tile: int, by_keys: bool = False) -> jax.Array:
+    """For each tile of queries the tiles of keys that it must visit, int32 (B, tiles, 4); by_keys: the other way round.
+
+    (start, full_start, full_stop, stop): nothing is seen outside of start:stop, and everything in full_start:full_stop, which
+    needs no mask.
+    """
+    q, kv = (
+        Ends(*(jnp.expand_dims(x, axis) for x in ends(segments, positions, tile)))
+        for segments, positions, tile, axis in (
+            (rows.q_segments, rows.q_positions, q_tile, 2),
+            (rows.kv_segments, rows.kv_positions, kv_tile, 1),
+        )
+    )
+
+    def before(segment, position, other_segment, other_position):
+        """At or before, in the order."""
+        return (segment < other_segment) | ((segment == other_segment) & (position <= other_position))
+
+    reach = q.first_position - (spec.window - 1 if spec.window else MOST)
+    some = before(kv.first_segment, kv.first_position, q.last_segment, q.last_position)
+    some &= before(q.first_segment, reach, kv.last_segment, kv.last_position)
+    full = q.whole & kv.whole & (q.first_segment == kv.first_segment) & (kv.last_position <= q.first_position)
+    if spec.window:
+        full &= q.last_position - kv.first_position < spec.window
+    return _spans(jnp.swapaxes(some, 1, 2), jnp.swapaxes(full, 1, 2)) if by_keys else _spans(some, full)
+
+
+def _spans(some: jax.Array, full: jax.Array) -> jax.Array:
+    """(start, full_start, full_stop, stop) along the last axis: of all that `some` has, and of the first run in `full`."""
+    n = some.shape[-1]
+    at = jnp.arange(n, dtype=jnp.int32)[None, None]
+    stop = jnp.where(some, at + 1, 0).max(-1)
+    start = jnp.minimum(jnp.where(some, at, n).min(-1), stop)
+    full_start = jnp.where(full, at, n).min(-1)
+    full_stop = jnp.where(~full & (at > full_start[..., None]), at, n).min(-1)
+    return jnp.stack([start, jnp.minimum(full_start, stop), jnp.minimum(full_stop, stop), stop], axis=-1)

@@ -1,0 +1,178 @@
+"""How layers that are stacked on axis 0 follow each other in the program, forward and backward.
+
+A loop compiles one layer. It pays for that at run time: what layers keep for the backward pass is copied into stacks, which
+the compiler fills with zeros first, and copied out again. One by one, nothing is stacked but gradients, and any layer's
+collectives can run beside the next layer's arithmetic. Compiling takes as much longer as there are layers.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain.sharding import Held
+
+Body = Callable[[jax.Array, Any, Any], jax.Array]  # (x, layer, what all layers share) -> x
+
+LAYER_INPUT = "layer input"  # what a layer's backward pass always has
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stack:
+    """How a stack's arrays make up its layers, and which of them are learnt."""
+
+    tree: Any
+    learnt: tuple[bool, ...]
+
+    def at(self, arrays: Sequence[jax.Array], i: jax.Array | int) -> list[jax.Array]:
+        """One layer's."""
+        if isinstance(i, int):
+            return [jax.lax.index_in_dim(w, i, keepdims=False) for w in arrays]
+        return [jax.lax.dynamic_index_in_dim(w, i, keepdims=False, allow_negative_indices=False) for w in arrays]
+
+    def zeros(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """A stack of gradients."""
+        return [jnp.zeros_like(w) for w, learns in zip(arrays, self.learnt, strict=True) if learns]
+
+    def put(self, grads: list[jax.Array], parts: list[jax.Array], i: jax.Array | int) -> list[jax.Array]:
+        """The gradients with one layer's in its place."""
+        made = [dw for dw, learns in zip(parts, self.learnt, strict=True) if learns]
+        return [
+            jax.lax.dynamic_update_index_in_dim(g, dw, i, 0, allow_negative_indices=False)
+            for g, dw in zip(grads, made, strict=True)
+        ]
+
+    def cotangents(self, grads: list[jax.Array]) -> list[jax.Array | None]:
+        """Of all arrays of the stack."""
+        made = iter(grads)
+        return [next(made) if learns else None for learns in self.learnt]
+
+    def differentiate(
+        self, f: Body, x: jax.Array, layers: list[list[jax.Array]], shared: Any
+    ) -> tuple[jax.Array, Callable[..., Any]]:
+        """`f(x, [layer, ...], shared)`, and its backward pass without the arguments that are there anyhow."""
+        return jax.vjp(
+            lambda x, layers, shared: f(x, [jax.tree.unflatten(self.tree, layer) for layer in layers], shared),
+            *(x, layers, shared),
+            saveable_args=(True, False, False),
+            in_nzs=(True, [list(self.learnt)] * len(layers), False),
+        )
+
+    def backward(
+        self, vjp: Any, layers: list[list[jax.Array]], shared: Any, dy: jax.Array
+    ) -> tuple[jax.Array, list[list[jax.Array]]]:
+        dx, d_layers, _ = vjp.replace(args_res=(vjp.args_res[0], layers, shared))(dy)
+        return dx, d_layers
+
+
+def _stack(layers: Any) -> tuple[list[jax.Array], _Stack]:
+    leaves, tree = jax.tree.flatten(layers)
+    weights = jax.tree.leaves(layers, is_leaf=lambda w: isinstance(w, Held))
+    # Of a held weight, the gradient is that of its slot alone, which is its last leaf.
+    learnt = tuple(i == 0 for w in weights for i in range(len(jax.tree.leaves(w)) - 1, -1, -1))
+    return leaves, _Stack(tree, learnt)
+
+
+def loop_last_apart(step: Body, last: Body, x: jax.Array, layers: Any, shared: Any, num_layers: int, waits: bool) -> jax.Array:
+    """`step` over all layers but the last, and `last` over that one, all of them parts of one stack.
+
+    Slices of the stack would be copies of it. So loops run over the layers' numbers, forward and backward; the backward loop
+    carries the gradients of the whole stack and puts each layer's in its place. Loops count in their carry: XLA starts a
+    gather an iteration early only where the layer it takes follows from the loop's own counter.
+    """
+    leaves, stack = _stack(layers)
+
+    def single(f: Body) -> Body:
+        return lambda x, layers, shared: f(x, layers[0], shared)
+
+    @jax.custom_vjp
+    def run(x: jax.Array, leaves: list[jax.Array], shared: Any) -> jax.Array:
+        layers = jax.tree.unflatten(stack.tree, leaves)
+        return jax.lax.scan(lambda x, layer: (step(x, layer, shared), None), x, layers)[0]
+
+    def forward(x, leaves, shared):
+        def one(carry, _):
+            x, i = carry
+            y, vjp = stack.differentiate(single(step), x, [stack.at(leaves, i)], shared)
+            return (y, i + 1), vjp
+
+        (x, i), vjps = jax.lax.scan(one, (x, jnp.int32(0)), None, length=num_layers - 1)
+        y, vjp = stack.differentiate(single(last), x, [stack.at(leaves, i)], shared)
+        return y, (vjps, vjp, leaves, shared)
+
+    def back(residuals, dy):
+        vjps, vjp, leaves, shared = residuals
+        end = jnp.int32(num_layers - 1)
+        dx, (d_layer,) = stack.backward(vjp, [stack.at(leaves, end)], shared, dy)
+        grads = stack.put(stack.zeros(leaves), d_layer, end)
+
+        def one(carry, _):
+            dy, grads, count = carry
+            i = num_layers - 2 - count
+            # The compiler unrolls this loop, and would compute again for two layers at a time and hold both. So what was kept
+            # is looked up by a number that is there no sooner than the gradient. Weights do not wait: they are gathered ahead.
+            dy, then = jax.lax.optimization_barrier((dy, i)) if waits else (dy, i)
+            vjp = jax.tree.unflatten(kind, stack.at(kept, then))
+            dx, (d_layer,) = stack.backward(vjp, [stack.at(leaves, i)], shared, dy)
+            return (dx, stack.put(grads, d_layer, i), count + 1), None
+
+        kept, kind = jax.tree.flatten(vjps)
+        (dx, grads, _), _ = jax.lax.scan(one, (dx, grads, jnp.int32(0)), None, length=num_layers - 1)
+        return dx, stack.cotangents(grads), None
+
+    run.defvjp(forward, back)
+    return run(x, leaves, shared)
+
+
+def one_by_one(
+    body: Body,
+    checkpoint: Callable[..., Body],
+    last: Callable[..., Body],
+    x: jax.Array,
+    layers: Any,
+    shared: Any,
+    num_layers: int,
+    every: int,
+) -> jax.Array:
+    """`body` over all layers without a loop, `every` of them under each checkpoint.
+
+    checkpoint, last: what makes a function keep what a remat policy says, and the same for the last group.
+    """
+    leaves, stack = _stack(layers)
+    groups = [range(at, min(at + every, num_layers)) for at in range(0, num_layers, every)]
+
+    def several(x: jax.Array, layers: list[Any], shared: Any) -> jax.Array:
+        for layer in layers:
+            x = body(x, layer, shared)
+        return x
+
+    @jax.custom_vjp
+    def run(x: jax.Array, leaves: list[jax.Array], shared: Any) -> jax.Array:
+        # Without gradients nothing is kept, and a loop costs nothing.
+        layers = jax.tree.unflatten(stack.tree, leaves)
+        return jax.lax.scan(lambda x, layer: (body(x, layer, shared), None), x, layers)[0]
+
+    def forward(x, leaves, shared):
+        vjps = []
+        for group in groups:
+            f = (last if group is groups[-1] else checkpoint)(several, in_loop=False)
+            x = checkpoint_name(x, LAYER_INPUT)
+            x, vjp = stack.differentiate(f, x, [stack.at(leaves, i) for i in group], shared)
+            vjps.append(vjp)
+        return x, (vjps, leaves, shared)
+
+    def back(residuals, dy):
+        vjps, leaves, shared = residuals
+        grads = stack.zeros(leaves)
+        for group, vjp in zip(reversed(groups), reversed(vjps), strict=True):
+            dy, d_layers = stack.backward(vjp, [stack.at(leaves, i) for i in group], shared, dy)
+            for i, parts in zip(group, d_layers, strict=True):
+                # XLA would make one expression of the whole stack, in which every element is looked for in every layer.
+                grads = [jax.lax.optimization_barrier(g) for g in stack.put(grads, parts, i)]
+        return dy, stack.cotangents(grads), None
+
+    run.defvjp(forward, back)
+    return run(x, leaves, shared)

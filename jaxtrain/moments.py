@@ -1,0 +1,43 @@
+"""How Adam's moments are stored: which tensors go into 8-bit blocks, along which dimension, and what that takes. No jax.
+
+The block is a fact of the tensor and never of the mesh: so a checkpoint means the same numbers on every layout. It lies along a
+dimension that data parallelism leaves whole.
+"""
+
+from collections.abc import Sequence
+
+INT8 = "int8"
+BLOCK = 256  # values that share a scale, at most; Dettmers et al. 2023 (bitsandbytes from 0.38 on) use as many
+SMALLEST_BLOCK = 16  # below, the scales would take as much as the codes
+SMALL = 4096  # tensors of fewer elements stay in float32 (Dettmers et al. 2022, arXiv:2110.02861, section 3)
+# Axes along which no block lies. Tensors that have the first stay in float32: embeddings as in the paper (its "stable embedding
+# layer"), and the head, whose rows of rare tokens have gradients of their own size too. The second is what fsdp splits, into
+# parts as small as the mesh is large.
+WIDE, SPLIT = "vocab", "embed"
+
+
+def block(size: int) -> int:
+    """Values of a dimension of this size that share a scale: the largest power of two that divides it, at most BLOCK.
+
+    0 where that is below SMALLEST_BLOCK.
+    """
+    most = min(size & -size, BLOCK)
+    return most if most >= SMALLEST_BLOCK else 0
+
+
+def block_axis(axes: Sequence[str | None], shape: Sequence[int]) -> int | None:
+    """The dimension along which a tensor's moments are cut into blocks; None for a tensor that stays in float32.
+
+    axes, shape: logical axes and sizes of the parameter, a first axis "layers" included. In blocks are matrices with SMALL
+    elements a layer or more and without a vocabulary axis. The last dimension that has a block, and is not SPLIT, takes it.
+    """
+    stacked = int(axes[0] == "layers")
+    if len(axes) - stacked < 2 or WIDE in axes:
+        return None
+    elements = 1
+    for size in shape[stacked:]:
+        elements *= size
+    if elements < SMALL:
+        return None
+    usable = (d for d in reversed(range(stacked, len(axes))) if axes[d] != SPLIT and block(shape[d]))
+    return next(usable, None)

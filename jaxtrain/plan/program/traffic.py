@@ -1,0 +1,124 @@
+"""Device memory that a step moves outside of GEMMs and attention, part by part, beside the least that it could move.
+
+The least supposes that each elementwise part of the model runs as one kernel, that reads what it needs and writes what GEMMs,
+attention and the residual stream need, once; and that nothing is copied, filled or stacked. With n tokens on a device, D, F,
+N, K, H and V as in shapes.py (F, N, K and V divided by the tensor axis, n at norms too), c bytes an activation, L layers, P
+weights of a layer on a device, and A microbatches of n tokens:
+
+    norms         forward 2 x 4 n D c: a sum and its input are read, the new sum and the normed one written. Backward
+                  2 x 5 n D c: the gradients of both, and the sum, are read; its gradient, and the norm's output for the GEMM
+                  that computes the weight's gradient, written. Once more 3 n D c where the residual stream is not kept
+    rotary        2 n (N + K) H c and the tables, 2 n H 4: forward, backward, and again for what of q and k is not kept
+    SwiGLU        3 n F c forward; 6 n F c backward: gate, up and the product's gradient are read, three results written
+    weights       6 P for each gather: read in float32, written in bfloat16. Gradients: read in the type that travels, and
+                  written in that of the sum, which is read too from the second microbatch on
+    loss          n V (4 + 4 + c) for logits in float32: one pass for the maximum and the sum of exponentials, one that
+                  writes the gradient; and the head's gradient, from float32 to the type that travels
+    embedding     a row read and written for each token; its gradient likewise, in float32
+    optimizer     gradients once for their norm; then weight, moments and gradient read, weight and moments written
+
+The counts come from the compiled program, by the named scope that an instruction belongs to. A kernel that holds several parts
+counts for that of its last operation. In a loop over layers, what they keep is stacked: that stands beside the weights.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+
+import jax
+
+from jaxtrain.activations import kept
+from jaxtrain.compiler import local_bytes
+from jaxtrain.config import RunConfig
+from jaxtrain.kernels.dot import DTYPES
+from jaxtrain.plan.result import Kernel
+from jaxtrain.step import Program, numerics_of
+
+# Part -> what of a kernel's label or source shows that it belongs there; the first that fits.
+PARTS: dict[str, str] = {
+    "optimizer": r"^optimizer",
+    "loss and head": r"^loss|\bloss\b",
+    "embedding": r"\bembed",
+    "norms": r"\bnorm\b|final_norm",
+    "rotary": r"\brope\b",
+    "SwiGLU": r"\bswiglu\b",
+    "weights and stacks": r"\b(weight|gradient)\b|layer_loop\.py|remat\.py",
+}
+OTHER = "copies and others"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One line: gigabytes that each GPU reads and writes in a step."""
+
+    name: str
+    counted_gb: float
+    least_gb: float
+
+
+def parts(run: RunConfig, program: Program, kernels: Sequence[Kernel]) -> tuple[Part, ...]:
+    """Every part of a step, and what belongs to none. `kernels`: of the plan of this run."""
+    least = floor(run, program)
+    counted = dict.fromkeys((*least, OTHER), 0.0)
+    for k in kernels:
+        if k.kind == "memory":
+            text = f"{k.op_name} {k.source}"
+            name = next((part for part, pattern in PARTS.items() if re.search(pattern, text)), OTHER)
+            counted[name] += k.gb
+    return tuple(Part(name, gb, least.get(name, 0.0) / 1e9) for name, gb in counted.items())
+
+
+def ratio(found: Sequence[Part]) -> float:
+    """Counted over least, of all parts together."""
+    return sum(p.counted_gb for p in found) / sum(p.least_gb for p in found)
+
+
+def floor(run: RunConfig, program: Program) -> dict[str, float]:
+    """Bytes by part, by the formulas above."""
+    m, p, numerics = run.model, program.placement, numerics_of(run)
+    c, reduce, master = numerics.compute.itemsize, numerics.reduce.itemsize, numerics.params.itemsize
+    grads = DTYPES[run.dtypes.grads].itemsize
+    micro = run.train.grad_accum
+    tensor = p.size(p.mesh_axes("mlp"))
+    n = run.train.global_batch // micro * run.data.seq_len / p.size(p.batch_axes)  # tokens inside the blocks
+    narrow = n / tensor  # and between them
+    D, F, H, V = m.d_model, m.d_ff / tensor, m.head_dim, m.vocab_size / p.size(p.mesh_axes("vocab"))
+    heads = (m.num_heads + m.num_kv_heads) / p.size(p.mesh_axes("heads"))
+    L, have = m.num_layers, kept(run.remat)
+    everything = run.remat.policy == "none"
+
+    again = 0 if everything or "residual" in have else 3
+    norms = (L * (2 * 4 + 2 * 5 + again) + 2 + 3) * narrow * D * c  # the last norm has nothing to add
+    rotated = 2 + (0 if everything or {"q", "k"} <= have else 1)
+    rotary = L * rotated * n * (2 * heads * H * c + 2 * 4 * H)
+    swiglu = L * 9 * n * F * c
+    layer, table = _weights(program)
+    gathers = 1 if run.sharding.gather != "layer" or not program.gathers else 2 - 1 / L
+    weights = layer * L * (master + c) * gathers
+    gradients = layer * L * (reduce + grads) + (layer * L + table) * grads * (1 - 1 / micro)
+    gathered_table = V * D
+    loss = n * V * (4 + 4 + c) + gathered_table * (4 + reduce) + table / 2 * (master + c + reduce + grads)
+    embedding = 2 * n * D * c + n * D * (c + 8) + table / 2 * grads
+    update = (layer * L + table) * (2 * master + 2 * grads) + 2 * local_bytes(program.state.optimizer)
+    per_microbatch = {
+        "norms": norms,
+        "rotary": rotary,
+        "SwiGLU": swiglu,
+        "weights and stacks": weights + gradients,
+        "loss and head": loss,
+        "embedding": embedding,
+    }
+    return {name: each * micro for name, each in per_microbatch.items()} | {"optimizer": update}
+
+
+def _weights(program: Program) -> tuple[float, float]:
+    """Weights on a device: of a layer, and of embedding and head together."""
+    layer = other = 0.0
+    for path, a in jax.tree_util.tree_leaves_with_path(program.state.params):
+        size = math.prod(a.sharding.shard_shape(a.shape))
+        if "layers" in [getattr(k, "key", "") for k in path]:
+            layer += size / a.shape[0]
+        else:
+            other += size
+    return layer, other

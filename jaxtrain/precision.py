@@ -1,0 +1,55 @@
+"""Which matmuls `precision=fp8` puts in 8 bits, and where there are such matmuls. No jax: config checks read it."""
+
+from collections.abc import Iterable, Sequence
+
+from jaxtrain.config import Problem, RunConfig, nearest
+from jaxtrain.hardware import Devices
+
+# Weights of a layer's matmuls in jaxtrain's own models, as parameters are named.
+WEIGHTS = (
+    *(f"layers.attention.{name}" for name in ("wq", "wk", "wv", "wo")),
+    *(f"layers.mlp.{name}" for name in ("gate", "up", "down")),
+)
+SM = 89  # compute capability (times ten) from which GPUs multiply 8-bit floating point: Ada, Hopper, Blackwell
+
+
+def eight_bit(run: RunConfig, weights: Sequence[str]) -> tuple[frozenset[str], list[Problem]]:
+    """Of a model's matmul weights, by name, those in 8 bits; and what is wrong with `fp8.exclude`.
+
+    An item of it is any part of a name between dots: wo, mlp.down, attention.
+    """
+    key, items = "fp8.exclude", [item for item in map(str.strip, run.fp8.exclude.split(",")) if item]
+    if run.precision != "fp8":
+        rule = f"is read only with precision = fp8, which is {run.precision}"
+        return frozenset(), [
+            Problem(key, run.fp8.exclude, rule, "Set precision to fp8, or fp8.exclude to ''.")
+        ] if items else []
+    if not weights:
+        rule = "this model has no weight that is made by param(..., dot=True)"
+        return frozenset(), [Problem("precision", run.precision, rule, "Set precision to bf16, or make its weights so.")]
+    chosen, problems = set(weights), []
+    for item in items:
+        named = {name for name in weights if f".{item}." in f".{name}."}
+        chosen -= named
+        if not named and any(part.isdigit() for part in item.split(".")):
+            rule = f"{item!r} names a layer by number, and all layers are run by the same code"
+            problems.append(Problem(key, run.fp8.exclude, rule, "Name a weight or a block, which means that of every layer."))
+        elif not named:
+            rule = f"no weight or block is named {item!r}"
+            problems.append(Problem(key, run.fp8.exclude, rule, nearest(item.rpartition(".")[2], _parts(weights))))
+    if not chosen and not problems:
+        problems.append(Problem(key, run.fp8.exclude, "leaves no matmul in FP8", "Set precision to bf16, or name fewer."))
+    return frozenset(chosen), problems
+
+
+def _parts(names: Iterable[str]) -> list[str]:
+    parts = [part for name in names for part in name.split(".")[1:]]
+    return list(dict.fromkeys(parts))
+
+
+def unsupported(run: RunConfig, devices: Devices) -> list[Problem]:
+    """Why devices cannot multiply in 8 bits. CPUs can: they round like a GPU, and compute in bfloat16."""
+    if run.precision != "fp8" or devices.kind != "gpu" or not 0 < devices.sm < SM:
+        return []
+    rule = f"FP8 needs a GPU of compute capability 8.9 or above (Ada, Hopper, Blackwell); {devices.name} has {devices.sm / 10}"
+    return [Problem("precision", run.precision, rule, "Set precision to bf16.")]

@@ -1,0 +1,86 @@
+"""A step's update of weights and optimizer state: all at once, or layer by layer where the moments rest in host memory.
+
+Layer by layer, a loop brings one layer's moments to the device, updates them with the layer's weights, and sends them back to
+where they were. Copies from and to the host run beside each other and beside the arithmetic of the layer's other tensors, as
+XLA schedules them; the device holds the moments of one layer at a time. What is not stacked by layers comes and goes whole.
+
+The update waits for the whole backward pass, because the norm that gradients are clipped by is that of all of them: until then
+there would be nowhere to put moments that came early.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from jaxtrain import config
+from jaxtrain.models.module import Params
+from jaxtrain.optimizer import make_optimizer
+
+# (gradients, optimizer state, parameters, factor of the gradients or None, learning rate) -> (parameters, optimizer state)
+Update = Callable[[Params, Any, Params, jax.Array | None, jax.Array], tuple[Params, Any]]
+DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
+STACK = "layers"
+
+
+def at_once(tx: optax.GradientTransformation) -> Update:
+    """The update of everything, on the device."""
+
+    def update(grads: Params, state: Any, params: Params, scale: jax.Array | None, lr: jax.Array) -> tuple[Params, Any]:
+        if scale is not None:
+            grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+        updates, state = tx.update(grads, state, params)
+        return jax.tree.map(lambda p, u: (p - lr * u).astype(p.dtype), params, updates), state
+
+    return update
+
+
+def streamed(optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Params) -> Update:
+    """The same update, of an optimizer that treats every element by itself, with its state in host memory.
+
+    axes: logical axes of the parameters, a dict of which STACK holds what is stacked by layers.
+    """
+    is_axes = lambda x: isinstance(x, tuple)  # noqa: E731
+    layer_axes = {STACK: jax.tree.map(lambda a: a[1:], axes[STACK], is_leaf=is_axes)}
+    rest_axes = {name: a for name, a in axes.items() if name != STACK}
+    of_layer, of_rest = (at_once(make_optimizer(optimizer, dtypes, a)) for a in (layer_axes, rest_axes))
+
+    def moments(change: Callable[..., Any], state: Any, *others: Any) -> Any:
+        """The state with `change` made to the dicts of moments in it, which have the parameters' names."""
+        names = (axes.keys(), layer_axes.keys(), rest_axes.keys())
+        is_moment = lambda x: isinstance(x, dict) and x.keys() in names  # noqa: E731
+        return jax.tree.map(lambda x, *o: change(x, *o) if is_moment(x) else x, state, *others, is_leaf=is_moment)
+
+    def moved(tree: Any, to: Any) -> Any:
+        return jax.tree.map(lambda x: jax.device_put(x, to), tree)
+
+    def update(grads: Params, state: Any, params: Params, scale: jax.Array | None, lr: jax.Array) -> tuple[Params, Any]:
+        def of(tree: Params, names: Any) -> Params:
+            return {name: tree[name] for name in names}
+
+        # Behind a barrier, or XLA's kernels would read host memory themselves, and wait for it.
+        rest = moments(lambda m: jax.lax.optimization_barrier(moved(of(m, rest_axes), DEVICE)), state)
+        new, rest = of_rest(of(grads, rest_axes), rest, of(params, rest_axes), scale, lr)
+        rest = moments(lambda m: moved(m, HOST), rest)
+
+        def layer(i: jax.Array, carry: tuple[Params, Any]) -> tuple[Params, Any]:
+            params, stacked = carry
+
+            def taken(tree: Any) -> Any:
+                return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
+
+            def put(tree: Any, part: Any) -> Any:
+                return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), tree, part)
+
+            one = moments(lambda m: moved(taken(m), DEVICE), stacked)
+            new, one = of_layer(taken(of(grads, layer_axes)), one, taken(params), scale, lr)
+            # The count of steps stays as it was: each layer is at the same step.
+            return put(params, new), moments(lambda m, y: put(m, moved(y, HOST)), stacked, one)
+
+        stacked = moments(lambda m: moved(of(m, layer_axes), HOST), state)
+        layers = jax.tree.leaves(params[STACK])[0].shape[0]
+        done, stacked = jax.lax.fori_loop(0, layers, layer, (of(params, layer_axes), stacked))
+        return new | done, moments(lambda m, other: m | other, rest, stacked)
+
+    return update

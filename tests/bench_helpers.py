@@ -1,0 +1,33 @@
+"""What tests of benchmarks share: a case in this process, a measured answer, and the folder that commands run in."""
+
+import json
+import os
+import sys
+
+import pytest
+
+from jaxtrain.bench import case, suite
+
+SMALL = ("--config=configs/tiny.py", *suite.SMALL)
+ANSWER = {
+    "verdict": "ok",
+    "step_s": dict.fromkeys(("median", "q1", "q3"), 1.0),
+    "memory": {"peak_gib": 40.0},
+    "planned": None,
+    **dict.fromkeys(("tokens_per_s", "tokens_per_s_per_device"), 10.0),
+    **dict.fromkeys(("mfu_causal", "mfu_full", "hfu", "compile_s"), 0.5),
+    **dict.fromkeys(("steps", "warmup"), 2),
+}
+
+
+@pytest.fixture(autouse=True)
+def at_home(monkeypatch, request):
+    monkeypatch.chdir(request.config.rootpath)
+    for name in ("JAX_PLATFORMS", "XLA_FLAGS"):
+        monkeypatch.setenv(name, os.environ[name])  # what the command sets would stay with the tests that follow
+
+
+def here(kind, ask, *, log=None, environ=None, limit_s=None):
+    """A case in this process."""
+    module, _, function = case.CASES[kind].partition(":")
+    return {"seconds": 0.1} | getattr(sys.modules[module], function)(json.loads(json.dumps(ask)))

@@ -1,0 +1,404 @@
+"""Every attention kernel against its definition in float64, over random documents, windows and values.
+
+Errors are held against bounds that follow from the types of the kernel (jaxtrain/bench/bounds.py), not against tolerances.
+Shapes come from few buckets, so that each is compiled once; `--hypothesis-profile=thorough` draws them at random too.
+"""
+
+import contextlib
+import dataclasses
+import functools
+
+import cudnn_emulator
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxtrain.bench import bounds
+from jaxtrain.kernels.attention import Rows, Spec, chunked, cudnn, implementation, pallas, pallas_kernels, tiles
+from jaxtrain.kernels.attention.pallas_kernels import FORWARD, KEYS, QUERIES, Tile
+from jaxtrain.kernels.context import ring
+from jaxtrain.models.attention import Kernel
+from jaxtrain.sharding import make_placement
+
+B = 2
+SMALL_TILES = {FORWARD: Tile(16, 32, 4, 1), QUERIES: Tile(32, 16, 4, 1), KEYS: Tile(16, 32, 4, 1)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """What is compiled once."""
+
+    T: int
+    N: int
+    K: int
+    spec: Spec
+
+
+def bucket(T: int, N: int, K: int, H: int, dtype: str, window: int = 0, softcap: float = 0.0, packed: bool = True) -> Bucket:
+    return Bucket(T, N, K, Spec(H, dtype, packed, 6 if packed else 1, window, softcap))
+
+
+BUCKETS = {
+    "grouped": bucket(96, 6, 2, 16, "f32"),
+    "all": bucket(75, 4, 1, 24, "f32", window=19, softcap=1.5),
+    "one document": bucket(70, 2, 2, 16, "bf16", packed=False),
+    "bf16, window": bucket(80, 4, 2, 16, "bf16", window=33),
+}
+KERNELS = ("reference", "chunked", "cudnn", "pallas")
+
+
+def thorough() -> bool:
+    return settings.default is not None and settings.default.max_examples > 20
+
+
+def does(kernel: str, b: Bucket) -> bool:
+    """cuDNN has no soft cap; its emulator computes in float32 like the others, which is what float32 buckets need."""
+    return kernel != "cudnn" or not b.spec.softcap
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's primitives by their definition, and blocks that short rows do not fill evenly."""
+    monkeypatch.setattr(cudnn, "fused", cudnn_emulator.MODULE)
+    monkeypatch.setattr(chunked, "BLOCK", 32)
+
+
+@st.composite
+def shapes(draw, b: Bucket) -> Bucket:
+    """The bucket itself, or when thorough any shape of its kind."""
+    if not thorough():
+        return b
+    K = draw(st.sampled_from([1, 2, 3]))
+    spec = dataclasses.replace(
+        b.spec,
+        head_dim=draw(st.sampled_from([8, 16, 24, 64])),
+        window=draw(st.integers(1, 90)) if b.spec.window else 0,
+        softcap=draw(st.sampled_from([0.5, 2.0, 30.0])) if b.spec.softcap else 0.0,
+    )
+    return dataclasses.replace(b, T=draw(st.integers(1, 130)), N=K * draw(st.sampled_from([1, 2, 4])), K=K, spec=spec)
+
+
+@st.composite
+def documents(draw, b: Bucket, ordered: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Segments and positions, (B, T): documents, then padding. Not ordered: the tokens of a row in any order."""
+    segments, positions = np.ones((B, b.T), np.int32), np.tile(np.arange(b.T, dtype=np.int32), (B, 1))
+    if not b.spec.packed:
+        return segments, positions
+    for row in range(B):
+        cuts = draw(st.sets(st.integers(1, b.T - 1), max_size=b.spec.max_segments - 1)) if b.T > 1 else set()
+        starts = [0, *sorted(cuts)]
+        number = np.searchsorted(starts, np.arange(b.T), side="right")
+        segments[row], positions[row] = number, np.arange(b.T) - np.asarray(starts)[number - 1]
+        real = b.T - draw(st.integers(0, b.T // 2)) if draw(st.booleans()) else b.T
+        segments[row, real:] = positions[row, real:] = 0
+        if not ordered and draw(st.booleans()):
+            order = np.random.default_rng(draw(st.integers(0, 9))).permutation(b.T)
+            segments[row], positions[row] = segments[row, order], positions[row, order]
+    return segments, positions
+
+
+def values(b: Bucket, seed: int, size: float) -> list[np.ndarray]:
+    """q, k, v, do. `size` of queries: how sharp softmax is."""
+    rng = np.random.default_rng(seed)
+    shapes, sizes = [(B, b.T, heads, b.spec.head_dim) for heads in (b.N, b.K, b.K, b.N)], (size, 1, 1, 1)
+    dtype = jnp.float32 if b.spec.dtype == "f32" else jnp.bfloat16
+    return [
+        np.asarray((s * rng.standard_normal(shape)).astype(np.float32), dtype) for s, shape in zip(sizes, shapes, strict=True)
+    ]
+
+
+def visible(segments: np.ndarray, positions: np.ndarray, spec: Spec) -> np.ndarray:
+    """(T, T) of one row, by the definition."""
+    distance = positions[:, None] - positions[None, :]
+    seen = (segments[:, None] == segments[None, :]) & (segments[None, :] > 0) & (distance >= 0)
+    return seen & (distance < spec.window) if spec.window else seen
+
+
+def exact(b: Bucket, arrays, segments, positions, blocks: bool = False):
+    """The definition and its bounds in float64, of shapes (B, T, heads, H)."""
+    q, k, v, do = (x.astype(np.float64) for x in arrays)
+    group = b.N // b.K
+    found = [[np.zeros(x.shape) for x in (q, q, k, v)] for _ in range(2)]
+    for row, head in np.ndindex(len(q), b.K):
+        heads = slice(head * group, (head + 1) * group)
+        mask = visible(segments[row], positions[row], b.spec)
+        one = (q[row, :, heads], k[row, :, head], v[row, :, head], do[row, :, heads])
+        for out, made in zip(
+            found,
+            bounds.attention(*one, mask, dtype=b.spec.dtype, softcap=b.spec.softcap, blocks=blocks, xp=np, einsum=np.einsum),
+            strict=True,
+        ):
+            for array, part, where in zip(out, made, (heads, heads, head, head), strict=True):
+                array[row, :, where] = part
+    return found
+
+
+@contextlib.contextmanager
+def small_tiles():
+    """Of the Pallas kernels, so that a short row has many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pallas, "LONGEST", 32)
+        patch.setattr(pallas, "tiles", lambda dtype, head_dim: SMALL_TILES)
+        yield
+
+
+@functools.lru_cache(maxsize=32)
+def preparation(kernel: str, b: Bucket):
+    """(segments, positions) -> what the kernel needs to know of them."""
+    module = implementation(kernel)
+    return jax.jit(lambda segments, positions: module.prepare(Rows(segments, positions, segments, positions), b.spec))
+
+
+@functools.lru_cache(maxsize=32)
+def compiled(kernel: str, b: Bucket):
+    """(q, k, v, do, prepared) -> (o, dq, dk, dv)."""
+    module = implementation(kernel)
+
+    @jax.jit
+    def run(q, k, v, do, prepared):
+        o, back = jax.vjp(lambda q, k, v: module.attention(q, k, v, prepared, b.spec), q, k, v)
+        return o, *back(do)
+
+    return run
+
+
+def run(kernel: str, b: Bucket, arrays, segments, positions) -> list[np.ndarray]:
+    """o, dq, dk and dv of a kernel."""
+    with small_tiles():
+        return [np.asarray(x, np.float64) for x in compiled(kernel, b)(*arrays, preparation(kernel, b)(segments, positions))]
+
+
+def worst(got, wanted, limits, real) -> float:
+    """The largest ratio of error to bound over o, dq, dk and dv; infinite for an error where there may be none, or NaN."""
+    ratios = []
+    for i, (a, b, limit) in enumerate(zip(got, wanted, limits, strict=True)):
+        if not np.isfinite(a).all():
+            return np.inf
+        error = np.where(real if i == 0 else True, np.abs(a - b), 0.0)
+        ratios.append(np.where(error > 0, error / np.maximum(limit, 1e-300), 0.0).max())
+    return float(max(ratios))
+
+
+def check(kernel: str, b: Bucket, data) -> float:
+    """The worst ratio of one random case."""
+    b = data.draw(shapes(b))
+    segments, positions = data.draw(documents(b, ordered=kernel == "cudnn"))
+    arrays = values(b, data.draw(st.integers(0, 99)), data.draw(st.sampled_from([0.3, 1.0, 4.0])))
+    real = (segments > 0)[:, :, None, None]
+    arrays[3] = np.where(real, arrays[3], 0).astype(arrays[3].dtype)
+    got = run(kernel, b, arrays, segments, positions)
+    # The chunked kernel rounds what each block of queries has of the gradients of keys and values.
+    return worst(got, *exact(b, arrays, segments, positions, blocks=kernel == "chunked"), real)
+
+
+@pytest.mark.parametrize("name", BUCKETS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_attention_is_its_definition(kernel, name):
+    if not does(kernel, BUCKETS[name]):
+        pytest.skip("cuDNN has no soft cap")
+
+    @given(st.data())
+    def hold(data):
+        assert check(kernel, BUCKETS[name], data) <= 1
+
+    hold()
+
+
+def test_pallas_over_a_mesh_as_models_call_it():
+    """Rows over data and fsdp, heads over tensor; tiles as they are on GPUs, one row with its tokens in any order."""
+    sharded = helpers.tiny({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2})
+    p, b = make_placement(sharded, helpers.devices_of(sharded)), bucket(200, 4, 2, 16, "bf16")
+    kernel = Kernel("pallas", b.spec)
+
+    @jax.jit
+    def both(q, k, v, do, segments, positions):
+        prepared = kernel.prepare(Rows(segments, positions, segments, positions), p)
+        o, back = jax.vjp(lambda q, k, v: kernel(q, k, v, prepared, p), q, k, v)
+        return o, *back(do)
+
+    arrays = [np.concatenate([x, y]) for x, y in zip(values(b, 0, 1.0), values(b, 1, 1.0), strict=True)]
+    lengths = [(200,), (7, 193), (1, 110, 89), (70, 60, 50, 20)]
+    segments = np.stack([np.repeat(np.arange(1, len(n) + 1), n) for n in lengths]).astype(np.int32)
+    positions = np.stack([np.concatenate([np.arange(i) for i in n]) for n in lengths]).astype(np.int32)
+    order = np.random.default_rng(0).permutation(b.T)
+    segments[3], positions[3] = segments[3, order], positions[3, order]
+    got = [np.asarray(x, np.float64) for x in both(*arrays, segments, positions)]
+    assert worst(got, *exact(b, arrays, segments, positions), True) <= 1
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_a_query_does_not_see_does_not_exist(kernel):
+    """Other keys and values in the place of all that one query does not see: its output is the same, to the last bit. A
+    gradient of that output alone is exactly zero for them, and for all other queries."""
+    b = BUCKETS["bf16, window"]
+
+    @given(st.data())
+    @settings(max_examples=3)
+    def hold(data):
+        segments, positions = data.draw(documents(b, ordered=kernel == "cudnn"))
+        q, k, v, do = values(b, data.draw(st.integers(0, 99)), 1.0)
+        row, t = data.draw(st.integers(0, B - 1)), data.draw(st.integers(0, b.T - 1))
+        if not segments[row, t]:
+            return
+        hidden = np.ones((B, b.T), bool)
+        hidden[row] = ~visible(segments[row], positions[row], b.spec)[t]
+        others = np.ones((B, b.T), bool)
+        others[row, t] = False
+        do[others] = 0
+        o, dq, dk, dv = run(kernel, b, (q, k, v, do), segments, positions)
+        assert not dq[others].any() and not dk[hidden].any() and not dv[hidden].any()
+        assert dv[row, t].any()
+        changed = [np.where(hidden[:, :, None, None], 3 * x[::-1], x) for x in (k, v)]
+        assert (run(kernel, b, (q, *changed, do), segments, positions)[0][row, t] == o[row, t]).all()
+
+    hold()
+
+
+def test_blocks_merge_into_the_whole():
+    """Both halves of a row against themselves, and the second against the first: merged by their log-sum-exps, and with the
+    merged ones their parts of the gradients add up. (The other kernels' blocks: test_context.py.)"""
+    b = bucket(80, 4, 2, 16, "f32")
+
+    def split(x):
+        return x[:, : b.T // 2], x[:, b.T // 2 :]
+
+    @jax.jit
+    def both(q, k, v, do, segments, positions):
+        def block(queries, keys, diagonal):
+            ids = [queries(x) for x in (segments, positions)] + [keys(x) for x in (segments, positions)]
+            described = pallas.describe_block(Rows(*ids), b.spec, diagonal)
+            operands = queries(q), keys(k), keys(v)
+            out = pallas.block_forward(*operands, described, b.spec, diagonal)
+            back = functools.partial(pallas.block_backward, *operands, described=described, spec=b.spec, diagonal=diagonal)
+            return out, lambda o, lse, do: back(out_BTNH=o, lse_BNT=lse, do_BTNH=do)
+
+        (o, lse), own = block(*[lambda x: jnp.concatenate(split(x))] * 2, True)
+        behind, back = block(lambda x: split(x)[1], lambda x: split(x)[0], False)
+        late, late_lse = ring.merge((o[B:], lse[B:]), behind)
+        o, lse = jnp.concatenate([o[:B], late]), jnp.concatenate([lse[:B], late_lse])
+        dq, dk, dv = own(o, lse, jnp.concatenate(split(do)))
+        dq_behind, dk_behind, dv_behind = back(late, late_lse, split(do)[1])
+        pairs = (o[:B], late), (dq[:B], dq[B:] + dq_behind), (dk[:B] + dk_behind, dk[B:]), (dv[:B] + dv_behind, dv[B:])
+        return [jnp.concatenate(pair, axis=1) for pair in pairs]
+
+    @given(documents(b, ordered=True), st.integers(0, 99))
+    @settings(max_examples=3)
+    def compare(rows, seed):
+        arrays = values(b, seed, 1.0)
+        real = (rows[0] > 0)[:, :, None, None]
+        arrays[3] = np.where(real, arrays[3], 0).astype(arrays[3].dtype)
+        with small_tiles():
+            got = [np.asarray(x, np.float64) for x in both(*arrays, *rows)]
+        assert worst(got, *exact(b, arrays, *rows, blocks=True), real) <= 1
+
+    compare()
+
+
+@pytest.mark.parametrize("window", [0, 19])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_tiles_to_visit(window, ordered):
+    """All that hold something seen. In the order of training no other, and all that are whole go without a mask."""
+    b = bucket(96, 1, 1, 16, "f32", window=window)
+    q_tile, kv_tile = 16, 8
+
+    @jax.jit
+    def ranges(segments, positions):
+        rows = Rows(segments, positions, segments, positions)
+        return [tiles.visits(rows, b.spec, q_tile, kv_tile, by_keys=by_keys) for by_keys in (False, True)]
+
+    @given(documents(b, ordered))
+    @settings(max_examples=20)
+    def hold(rows):
+        found = [np.asarray(x) for x in ranges(*rows)]
+        for row in range(B):
+            seen = visible(rows[0][row], rows[1][row], b.spec).reshape(b.T // q_tile, q_tile, b.T // kv_tile, kv_tile)
+            some, whole = seen.any((1, 3)), seen.all((1, 3))
+            for visits, needed, unmasked in ((found[0][row], some, whole), (found[1][row], some.T, whole.T)):
+                at = np.arange(needed.shape[1])[None]
+                start, full_start, full_stop, stop = (visits[:, i, None] for i in range(4))
+                visited, without_mask = (at >= start) & (at < stop), (at >= full_start) & (at < full_stop)
+                assert not (needed & ~visited).any() and not (without_mask & ~unmasked).any()
+                assert ((full_start >= start) & (full_stop <= stop)).all()
+                if ordered:
+                    assert (visited == needed).all() and (without_mask == unmasked).all()
+
+    hold()
+
+
+# ---- What these notice
+
+
+def shifted(right):
+    """A window that is off by one."""
+    return lambda of_queries, of_keys, spec, **turned: right(
+        of_queries, of_keys, dataclasses.replace(spec, window=spec.window + 1), **turned
+    )
+
+
+def one_fewer(right):
+    """The first tile that a tile must visit is taken for an empty one."""
+
+    def spans(some, full):
+        start, full_start, full_stop, stop = (right(some, full)[..., i] for i in range(4))
+        start = jnp.minimum(start + 1, stop)
+        return jnp.stack([start, jnp.maximum(full_start, start), jnp.maximum(full_stop, start), stop], -1)
+
+    return spans
+
+
+def all_whole(right):
+    """Tiles on the diagonal are taken for whole ones."""
+
+    def spans(some, full):
+        start, _, _, stop = (right(some, full)[..., i] for i in range(4))
+        return jnp.stack([start, start, stop, stop], -1)
+
+    return spans
+
+
+def last_head_only(right):
+    """Gradients of keys are not summed over the group."""
+
+    def visit(visits, mine, body, carry):
+        of_keys = isinstance(carry, tuple) and len(carry) == 2
+        return right(visits, mine, body, jax.tree.map(jnp.zeros_like, carry) if of_keys else carry)
+
+    return visit
+
+
+def without_slope(right):
+    """The soft cap is forgotten going backward."""
+
+    def scores(a, b, seen, static):
+        return right(a, b, seen, static)[0], None
+
+    return scores
+
+
+BUGS = {
+    "a window off by one": ("all", pallas_kernels, "_visible", shifted),
+    "a tile that is needed is skipped": ("grouped", tiles, "_spans", one_fewer),
+    "tiles are taken for whole": ("grouped", tiles, "_spans", all_whole),
+    "the soft cap is forgotten going backward": ("all", pallas_kernels, "_scores", without_slope),
+    "gradients of keys are not summed": ("grouped", pallas_kernels, "_visit", last_head_only),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_wrong_kernels_are_noticed(bug, monkeypatch):
+    name, module, part, broken = BUGS[bug]
+    monkeypatch.setattr(module, part, broken(getattr(module, part)))
+    made = preparation if module is tiles else compiled  # the other one is right, and stays
+    monkeypatch.setattr(f"test_attention_properties.{made.__name__}", functools.lru_cache(made.__wrapped__))
+    ratios = []
+
+    @given(st.data())
+    def collect(data):
+        ratios.append(check("pallas", BUCKETS[name], data))
+
+    collect()
+    assert max(ratios) > 10, f"{bug}: {ratios}"

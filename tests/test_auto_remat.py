@@ -1,0 +1,82 @@
+"""remat.policy=auto: it keeps what costs a GEMM, less where that does not fit, and least of what is cheap to compute again."""
+
+import itertools
+import math
+
+import helpers
+import pytest
+
+from jaxtrain import auto_remat, flops, launch
+from jaxtrain.activations import KEPT, kept
+from jaxtrain.config import Remat
+from jaxtrain.hardware import Devices
+from jaxtrain.memory import taken_gib
+from jaxtrain.plan.compile import compile_step
+from jaxtrain.plan.topology import parse
+from jaxtrain.step import less_kept
+from jaxtrain.validate import validate_step
+
+WHOLE = dict.fromkeys(("batch", "sequence", "residual", "heads", "kv_heads", "mlp"), 1)
+
+
+def run(*overrides: str):
+    sizes = ("--config.train.grad_accum=1", "--config.train.global_batch=8", "--config.remat.policy=auto")
+    return launch.load(["--config=configs/llama3_8b.py", "--config.remat.tensors=", *sizes, *overrides]).run
+
+
+def test_the_first_choice_computes_no_gemm_again():
+    r = run()
+    assert flops.recompute(r.model, r.remat, r.data.seq_len).causal == 0
+    assert kept(r.remat) == set(KEPT["auto"])
+
+
+def test_bytes_are_those_of_the_arrays():
+    """Llama 3 8B, 8 sequences of 8192 on 8 GPUs, 32 layers: 14,336 wide in bfloat16, and 32 heads' log-sum-exp in float32."""
+    axes = WHOLE | {"batch": 8}
+    assert auto_remat.bytes_kept(run(), frozenset({"mlp_up"}), axes, False) == 32 * 8192 * 14336 * 2
+    assert auto_remat.bytes_kept(run(), frozenset({"k", "v"}), axes | {"kv_heads": 2}, False) == 32 * 8192 * 2 * 4 * 128 * 2
+    lse = auto_remat.bytes_kept(run("--config.data.max_segments=7"), frozenset({"attention_lse"}), axes, True)
+    assert lse == 32 * 8192 * 32 * 8 * 4
+
+
+@pytest.mark.parametrize("excess", [0.1, 3.0, 9.0, 15.0, 20.0, 21.9])
+def test_less_is_the_least_arithmetic_that_is_small_enough(excess):
+    """Against every subset of what can be kept, tried one by one."""
+    r, axes = run(), WHOLE | {"batch": 8}
+    now = auto_remat.bytes_kept(r, kept(r.remat), axes, True) / 2**30
+    found = auto_remat.smaller(r, excess, axes, True)
+    assert found is not None
+    cost = flops.recompute(r.model, found, r.data.seq_len).causal
+    assert auto_remat.bytes_kept(r, kept(found), axes, True) / 2**30 <= now - excess
+    for size, every in ((n, auto_remat.GROUPS) for n in range(len(auto_remat.GROUPS))):
+        for groups in itertools.combinations(every, size):
+            names = frozenset(itertools.chain(*groups))
+            if auto_remat.bytes_kept(r, names, axes, True) / 2**30 <= now - excess:
+                other = Remat("custom", ",".join(f"{n}=keep" for n in names)) if names else Remat("full")
+                assert flops.recompute(r.model, other, r.data.seq_len).causal >= cost
+    assert auto_remat.smaller(r, now + 1, axes, True) is None
+
+
+def test_a_step_that_is_too_big_keeps_less_until_it_fits():
+    """The real compiler decides: a card of which 4 GiB are given to JAX."""
+    r = run("--config.model.num_layers=2", "--config.model.vocab_size=4096", "--config.train.memory_fraction=0.025")
+    compiled = compile_step(r, parse("h200:8"))
+    limit = compiled.card.usable_gib
+    assert limit == pytest.approx(0.025 * 139.8, abs=0.02)
+    assert frozenset() < kept(compiled.run.remat) < set(KEPT["auto"])
+    assert taken_gib(compiled.executable) <= limit
+
+
+def test_what_keeps_nothing_is_not_made_smaller():
+    r = helpers.tiny({"remat.policy": "auto"})
+    program = helpers.program(r)
+    assert less_kept(r, program, 10.0, math.inf) is None
+    full = less_kept(r, program, 10.0, 1.0)
+    assert full is not None and full.remat == Remat("full")
+    assert less_kept(full, program, 10.0, 1.0) is None
+
+
+def test_groups_of_layers_are_refused():
+    r = helpers.tiny({"remat.policy": "auto", "remat.every": 2})
+    (problem,) = validate_step(r, Devices("cpu", "cpu", 1, 8.0, "here"))
+    assert problem.key == "remat.every" and "auto" in problem.rule

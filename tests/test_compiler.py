@@ -1,0 +1,74 @@
+"""XLA's options: which of them a step is compiled with, on which GPU, and what becomes of a user's own."""
+
+import dataclasses
+
+import helpers
+import pytest
+
+from jaxtrain import compiler, hardware, launch
+from jaxtrain.config import ConfigError
+from jaxtrain.plan import topology
+from jaxtrain.step import build
+from jaxtrain.validate import validate_step
+
+
+def program(machine: str = "h200:8", **overrides):
+    args = [f"--config.{key.replace('__', '.')}={value}" for key, value in {"model__num_layers": 2, **overrides}.items()]
+    return build(launch.load(["--config=configs/llama3_1b.py", *args]).run, topology.devices(topology.parse(machine)))
+
+
+def choose(machine: str = "h200:8", **overrides) -> compiler.Chosen:
+    return compiler.choose(program(machine, **overrides), compiler.card(topology.parse(machine).memory_gib))
+
+
+def test_a_users_options_stand_beside_ours_or_in_their_place():
+    ours = choose(train__grad_accum=1).options
+    assert ours["optimization_level"] == "O1" and ours["xla_gpu_enable_triton_gemm"] is False
+    mixed = choose(train__grad_accum=1, compiler__options="xla_gpu_enable_triton_gemm=true,xla_gpu_autotune_level=3").options
+    assert mixed == ours | {"xla_gpu_enable_triton_gemm": True, "xla_gpu_autotune_level": "3"}
+    alone = choose(compiler__defaults=False, compiler__options="xla_disable_hlo_passes=dot-merger+rematerialization")
+    assert alone.options == {"xla_disable_hlo_passes": "dot-merger,rematerialization"}
+    assert choose(compiler__defaults=False).options == {}
+
+
+def test_a_name_that_xla_does_not_know_is_left_out_and_named():
+    chosen = choose(compiler__options="xla_gpu_make_it_fast=true,xla_gpu_autotune_level=3")
+    assert chosen.dropped == ("xla_gpu_make_it_fast",)
+    assert "xla_gpu_make_it_fast" not in chosen.options and chosen.options["xla_gpu_autotune_level"] == "3"
+    (warning,) = chosen.warnings()
+    assert "xla_gpu_make_it_fast is left out: jaxlib" in warning
+
+
+def test_this_xla_knows_all_of_ours():
+    assert choose("h200:8", train__grad_accum=1, mesh__fsdp=4, mesh__seq=2).dropped == ()
+
+
+def test_a_value_that_xla_does_not_take_is_refused():
+    with pytest.raises(ConfigError, match="xla_gpu_autotune_level=high.*not a valid"):
+        choose(compiler__options="xla_gpu_autotune_level=high")
+
+
+@pytest.mark.parametrize(("text", "rule"), [("xla_foo", "must be NAME=VALUE"), ("a=1,a=2", "named twice")])
+def test_what_is_no_list_of_options_is_refused_before_anything_starts(text, rule):
+    run = helpers.tiny({"compiler.options": text})
+    problems = validate_step(run, hardware.Devices("cpu", "cpu", 1, 8.0, "here"))
+    assert [p.key for p in problems] == ["compiler.options"] and rule in problems[0].rule
+
+
+def test_older_and_unknown_gpus_get_the_safe_ones(monkeypatch):
+    """An A100 is known, but no choice rests on its programs; of a GPU that is not in the table nothing is known."""
+    ours, older = choose(train__grad_accum=1), choose("a100:8", train__grad_accum=1, data__packing="none")
+    assert set(ours.options) - set(older.options) == {"optimization_level"} and "A100" in older.why
+    unknown = program(train__grad_accum=1)
+    monkeypatch.setattr(hardware, "lookup", lambda kind: None)
+    chosen = compiler.choose(unknown, compiler.card(24.0))
+    assert chosen.options == {} and "is not in jaxtrain/hardware.py" in chosen.why
+
+
+def test_a_cpu_has_only_the_users():
+    run = helpers.tiny({"compiler.options": "xla_cpu_enable_fast_math=true"})
+    here = helpers.program(run)
+    assert compiler.choose(here, None).options == {"xla_cpu_enable_fast_math": True}
+    assert (
+        compiler.choose(dataclasses.replace(here, compiler=dataclasses.replace(here.compiler, options="")), None).options == {}
+    )

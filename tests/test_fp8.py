@@ -1,0 +1,310 @@
+"""FP8: products against what the formats define, what is not finite, layouts, remat, exclusions, and the compiler's program."""
+
+import dataclasses
+import functools
+import json
+import re
+
+import helpers
+import jax
+import jax.numpy as jnp
+import matrix
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxtrain import flops, launch, precision
+from jaxtrain.config import ConfigError
+from jaxtrain.hardware import Devices
+from jaxtrain.kernels import fp8
+from jaxtrain.kernels.dot import dot
+from jaxtrain.parity import compare
+from jaxtrain.plan import result
+from jaxtrain.plan.compile import compile_step
+from jaxtrain.plan.explore.shardings import describe
+from jaxtrain.plan.make import read_plan
+from jaxtrain.plan.program import collectives, hlo, judge
+from jaxtrain.plan.program.work import Work
+from jaxtrain.plan.report import figures
+from jaxtrain.plan.search import bound
+from jaxtrain.plan.topology import parse
+from jaxtrain.sharding import Held
+from jaxtrain.state import abstract_tensors
+from jaxtrain.step import eight_bit_weights, numerics_of
+from jaxtrain.validate import validate_step
+
+NODE = parse("h200:8")
+F8 = {fp8.E4M3: ml_dtypes.float8_e4m3fn, fp8.E5M2: ml_dtypes.float8_e5m2}
+
+
+@pytest.mark.parametrize("dtype", F8)
+def test_scales(dtype):
+    """A power of two, by which the largest element fits and half of which it would not, or only just."""
+    most = float(jnp.finfo(dtype).max)
+    amax = np.array([1e-30, 3e-5, 0.7, 1.0, most, 2 * most, 1e4, 3e38], np.float32)
+    scale = np.asarray(jax.jit(fp8.scale_of, static_argnums=1)(amax, dtype))
+    assert np.array_equal(np.log2(scale), np.round(np.log2(scale)))
+    assert (amax / scale <= most).all() and (amax / scale >= most / 2).all()
+    odd = np.asarray(fp8.scale_of(jnp.array([0.0, np.inf, np.nan, 1e-37]), dtype))
+    assert odd[0] == 1.0 and np.isnan(odd[1:3]).all() and odd[3] == fp8.SMALLEST
+
+
+PRODUCTS = {"BTD,DF->BTF": ((4, 24, 32), (32, 48)), "BTNH,DNH->BTD": ((4, 24, 6, 8), (64, 6, 8))}
+AXES = {"BTD,DF->BTF": ("embed", "mlp"), "BTNH,DNH->BTD": ("embed", "heads", "head_dim")}
+
+
+def product(eqn, x, w, dy):
+    """y, dx, dw of a weight held in 8 bits, on one device."""
+    run = helpers.tiny({"precision": "fp8"})
+    p, n = helpers.program(run).placement, numerics_of(run)
+
+    def f(x, w):
+        held = fp8.scaled(w, AXES[eqn], p)
+        return dot(x, Held(held, w, False, ()), eqn, AXES[eqn], p, n)
+
+    @jax.jit
+    def all_three(x, w, dy):
+        y, vjp = jax.vjp(f, x, w)
+        return y, *vjp(dy)
+
+    return [np.asarray(a, np.float64) for a in all_three(x, w, dy)]
+
+
+def arrays(eqn, seed=0):
+    (x_shape, w_shape), keys = PRODUCTS[eqn], jax.random.split(jax.random.key(seed), 3)
+    y_shape = jax.eval_shape(lambda x, w: jnp.einsum(eqn, x, w), *(jnp.zeros(s) for s in (x_shape, w_shape))).shape
+    x, dy = (jax.random.normal(k, s, jnp.bfloat16) for k, s in ((keys[0], x_shape), (keys[1], y_shape)))
+    # Gradients of very different sizes, of which e5m2 keeps what e4m3 would lose.
+    dy *= jnp.exp2(jax.random.randint(keys[1], y_shape, -18, 1).astype(jnp.bfloat16))
+    return x, 0.02 * jax.random.normal(keys[2], w_shape), dy
+
+
+def emulated(a, dtype) -> np.ndarray:
+    """What is left of an array, by a scale and a rounding that are written out here once more."""
+    a = np.asarray(a, np.float64)
+    scale = 2.0 ** (np.floor(np.log2(np.float32(np.abs(a).max()) / np.float32(ml_dtypes.finfo(F8[dtype]).max))) + 1)
+    return (a / scale).astype(np.float32).astype(F8[dtype]).astype(np.float64) * scale
+
+
+@pytest.mark.parametrize("eqn", PRODUCTS)
+def test_products_are_those_of_rounded_numbers(eqn):
+    """All three, up to one rounding to bfloat16 (2^-9 of the result) and sums in float32 (2^-24 of each term, at most)."""
+    x, w, dy = arrays(eqn)
+    x8, w8, dy8 = emulated(x, fp8.E4M3), emulated(w, fp8.E4M3), emulated(dy, fp8.E5M2)
+    inputs, y = eqn.split("->")
+    xs, ws = inputs.split(",")
+    back = ((eqn, x8, w8), (f"{y},{ws}->{xs}", dy8, w8), (f"{xs},{y}->{ws}", x8, dy8))
+    for got, (formula, a, b) in zip(product(eqn, x, w, dy), back, strict=True):
+        want, terms = np.einsum(formula, a, b), np.einsum(formula, abs(a), abs(b))
+        assert (abs(got - want) <= 2.0**-8 * abs(want) + 128 * 2.0**-24 * terms).all(), formula
+        assert np.count_nonzero(want)
+
+
+@pytest.mark.parametrize("eqn", PRODUCTS)
+def test_products_against_exact_ones(eqn):
+    """Off by no more than the formats allow: half a unit in the last of 3 (e4m3) or 2 (e5m2) bits of each factor, or half of
+    the smallest number times the scale where that is more."""
+    x, w, dy = arrays(eqn, 1)
+
+    def error(a, dtype):
+        a = np.abs(np.asarray(a, np.float64))
+        info, scale = ml_dtypes.finfo(F8[dtype]), float(fp8.scale_of(jnp.float32(a.max()), dtype))
+        return np.maximum(a * 2.0 ** -(info.nmant + 1), scale * float(info.smallest_subnormal) / 2)
+
+    parts = {"x": (x, fp8.E4M3), "w": (w, fp8.E4M3), "dy": (dy, fp8.E5M2)}
+    exact = {k: np.asarray(a, np.float64) for k, (a, _) in parts.items()}
+    off = {k: error(*v) for k, v in parts.items()}
+    inputs, y = eqn.split("->")
+    xs, ws = inputs.split(",")
+    back = ((eqn, "x", "w"), (f"{y},{ws}->{xs}", "dy", "w"), (f"{xs},{y}->{ws}", "x", "dy"))
+    for got, (formula, a, b) in zip(product(eqn, x, w, dy), back, strict=True):
+        want = np.einsum(formula, exact[a], exact[b])
+        both = np.einsum(formula, abs(exact[a]) + off[a], abs(exact[b]) + off[b])
+        allowed = both - np.einsum(formula, abs(exact[a]), abs(exact[b]))
+        assert (abs(got - want) <= allowed + 2.0**-8 * both).all(), formula
+        assert abs(got - want).max() > 2.0**-8 * abs(want).max()  # it was rounded at all
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("where", ["x", "w", "dy"])
+def test_what_is_not_finite_stays_so(where, bad):
+    """A conversion to e4m3 that saturates would make 448 of infinity, and nobody would know that the run diverged."""
+    eqn = "BTD,DF->BTF"
+    given = dict(zip(("x", "w", "dy"), arrays(eqn), strict=True))
+    given[where] = given[where].at[(0,) * given[where].ndim].set(bad)
+    made = dict(zip(("y", "dx", "dw"), product(eqn, **given), strict=True))
+    touched = {"x": ("y", "dw"), "w": ("y", "dx"), "dy": ("dx", "dw")}[where]
+    assert {name for name, a in made.items() if np.isnan(a).all()} == {*touched}
+    assert all(np.isfinite(a).all() for name, a in made.items() if name not in touched)
+
+
+def test_zeros():
+    eqn = "BTD,DF->BTF"
+    assert all((a == 0).all() for a in product(eqn, *(jnp.zeros_like(a) for a in arrays(eqn))))
+
+
+# ---- A whole step
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "2 queries a key: tensor8",  # each key/value head on two devices
+        "2 queries a key: fsdp2xtensor2xseq2/sharding.zero=1",
+        "2 queries a key: data2xfsdp4/train.grad_accum=2/sharding.gather=step",
+    ],
+)
+def test_layouts_take_the_steps_of_one_device(name):
+    """As far apart as rounding may bring them (parity/compare.py). Each device has scales of its own."""
+    comparison = matrix.against_one_device(name, "fp8")
+    assert not comparison.wrong, comparison.wrong
+
+
+SMALL = {"precision": "fp8", "model.num_layers": 2, "data.packing": "none"}
+FSDP = {"mesh.fsdp": 2, "remat.policy": "full"}
+
+
+@functools.cache
+def first_gradients(run) -> dict[str, np.ndarray]:
+    """Of the first step, by tensor. As written: rounded to bfloat16 wherever the program says so."""
+    made = helpers.program(run)
+    step = made.train_step.lower(made.state, made.batch).compile(compiler_options={"xla_allow_excess_precision": False})
+    return compare.take_steps(made, step, helpers.fresh_state(run), lambda i: helpers.host_batch(run, i), 1)[0].gradients
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({}, {"remat.policy": "full"}),
+        ({}, {"remat.policy": "dots"}),
+        (FSDP | {"sharding.gather": "forward"}, FSDP),  # the last layer apart
+    ],
+    ids=["full", "dots", "last apart"],
+)
+def test_remat_gives_the_same_gradients(one, other):
+    """Bit for bit: what is kept in 8 bits is what would be computed again."""
+    kept, again = first_gradients(helpers.tiny(SMALL | one)), first_gradients(helpers.tiny(SMALL | other))
+    for name, a in kept.items():
+        assert np.array_equal(a, again[name]), name
+
+
+def test_losses_follow_those_in_bfloat16():
+    """Over 20 steps, in which the loss falls; benchmarks.numerics compares 300, docs/precision.md has its table."""
+    eight, sixteen = (helpers.train(helpers.tiny(SMALL | {"precision": p}), 20).loss for p in ("fp8", "bf16"))
+    assert eight[-1] < 0.95 * eight[0]
+    assert (abs(eight / sixteen - 1) < 0.01).all() and (eight != sixteen).any()
+
+
+def test_checkpoints_do_not_change():
+    """A run in bfloat16 goes on in FP8, and back: the state has the same tensors, types and layouts."""
+    eight, sixteen = (helpers.program(helpers.tiny(SMALL | {"precision": p})).state for p in ("fp8", "bf16"))
+    assert abstract_tensors(eight) == abstract_tensors(sixteen)
+    assert {str(a.dtype) for a in jax.tree.leaves(eight)} == {"float32", "int32"}
+
+
+# ---- What is in 8 bits
+
+
+def names(run) -> set[str]:
+    """Weights that a run holds in 8 bits."""
+    found = eight_bit_weights(run, helpers.program(run).definition)
+    paths = jax.tree_util.tree_leaves_with_path(found)
+    return {".".join(key.key for key in path) for path, eight in paths if eight}
+
+
+@pytest.mark.parametrize(
+    ("exclude", "left_out"),
+    [("", ()), ("wo, mlp.down", ("attention.wo", "mlp.down")), ("attention", tuple(f"attention.w{c}" for c in "qkvo"))],
+)
+def test_weights_are_excluded_by_name(exclude, left_out):
+    run = helpers.tiny(SMALL | {"fp8.exclude": exclude})
+    assert names(run) == {*precision.WEIGHTS} - {f"layers.{name}" for name in left_out}
+
+
+def test_the_table_of_shardings_shows_them():
+    run = helpers.tiny(SMALL | FSDP | {"fp8.exclude": "wo"})
+    rows = [r for r in describe(run, helpers.devices_of(run)).entries if r.kind == "gathered"]
+    assert {r.name for r in rows if str(r.dtype) == "u8"} == {*precision.WEIGHTS} - {"layers.attention.wo"}
+    assert {str(r.dtype) for r in rows} == {"u8", "bf16"}
+
+
+def test_without_fp8_nothing_is_in_8_bits():
+    assert names(helpers.tiny({"precision": "bf16"})) == set()
+
+
+def test_a_family_of_ones_own_is_checked_when_it_is_made():
+    run = helpers.tiny(SMALL | {"model.family": "helpers:WiderFamily", "fp8.exclude": "router"})
+    with pytest.raises(ConfigError, match="fp8.exclude = 'router': no weight or block is named 'router'"):
+        helpers.program(run)
+
+
+@pytest.mark.parametrize(("sm", "wrong"), [(80, True), (86, True), (89, False), (90, False), (100, False), (0, False)])
+def test_gpus_without_fp8_are_refused(sm, wrong):
+    run = helpers.tiny(SMALL)
+    found = [p for p in validate_step(run, Devices("gpu", "NVIDIA L4", 1, 24.0, "test", sm)) if p.key == "precision"]
+    assert bool(found) == wrong
+    assert not wrong or "FP8 needs a GPU of compute capability 8.9" in str(found[0])
+
+
+# ---- What the compiler makes of it
+
+
+@pytest.fixture(scope="module")
+def plan():
+    pytest.importorskip("jax_cuda12_plugin", reason="needs the `plan` extra")
+    overrides = ("num_layers=2", "d_model=1024", "d_ff=2048", "num_heads=8", "num_kv_heads=4", "vocab_size=2048")
+    argv = ["--config=configs/llama3_8b.py", "--config.precision=fp8", "--config.train.grad_accum=2"]
+    run = launch.load([*argv, "--config.train.global_batch=16", *(f"--config.model.{o}" for o in overrides)]).run
+    compiled = compile_step(run, NODE)
+    return run, compiled, read_plan(compiled, run, NODE)
+
+
+def test_every_product_of_a_layer_is_an_fp8_call(plan):
+    run, compiled, made = plan
+    assert made.matmuls == result.Matmuls(21.0, 21.0, ())
+    assert not [w for w in made.warnings if "fp8" in w]
+    short = result.Matmuls(21.0, 20.0, ("forward mlp (layers.py:65), 2 a step",))
+    (said,) = judge.stayed_wide(run, compiled.program, short)
+    assert "of 21 matrix products of a layer that should be in FP8 20 are" in said and "layers.py:65" in said
+
+
+def test_gradients_are_added_up_in_full(plan):
+    """cuBLASLt adds up faster, and with less care, where XLA is asked for the default precision: forward only."""
+    _, compiled, _ = plan
+    calls = [line for line in compiled.text.splitlines() if 'custom_call_target="__cublas$lt$matmul$f8"' in line]
+    asked = {
+        (set(re.findall(r"DEFAULT|HIGHEST", line.split("operand_precision")[1][:60])).pop(), "transpose(" in line)
+        for line in calls
+    }
+    assert asked == {("DEFAULT", False), ("HIGHEST", True)}
+
+
+def test_weights_travel_in_fp8_and_scales_once_a_step(plan):
+    run, compiled, made = plan
+    gathers = [c for c in made.collectives if c.kind == "all-gather"]
+    assert any("f8e4m3fn" in c.dtype for c in gathers)
+    # One byte for each weight of a layer, twice a microbatch but for the last layer, and two for each of the head; some travel
+    # as plain bytes. Scales of norms, and segments, are combined with them.
+    counts = flops.parameters(run.model)
+    layer = (counts["attention"] + counts["mlp"]) / run.model.num_layers
+    sent = run.train.grad_accum * (layer * (2 * run.model.num_layers - 1) + 2 * counts["head"]) * 7 / 8
+    assert sum(c.wire_gib for c in gathers) * 2**30 == pytest.approx(sent, rel=0.02)
+    layers = [
+        f
+        for f in collectives.read(hlo.parse(compiled.text), made.mesh, NODE.gpus)
+        if "/fp8.py" in f.source and f.kind == "all-reduce"
+    ]
+    assert layers and all(f.count == 1 for f in layers)
+
+
+def test_rates_differ_by_type(plan):
+    """Half the time for the same product: 2 x 1,979 against 2 x 989 TFLOP/s."""
+    run, _, made = plan
+    least = bound.bound(run, NODE, made.rates)
+    assert least.step_s <= made.time.step_ms / 1e3 and least.memory_gib <= made.memory.peak_gib
+    product = Work("gemm", flops=1e15)
+    assert dataclasses.replace(product, fp8=True).seconds(made.rates) == pytest.approx(
+        product.seconds(made.rates) / 2, rel=1e-3
+    )
+    assert result.from_json(json.loads(json.dumps(result.to_json(made)))) == made
+    assert "matrix products in FP8: 21 of 21 a layer" in figures.matmuls(made)

@@ -1,0 +1,271 @@
+"""Every other kernel against its definition in float64, over random values, on one device and on eight.
+
+As in test_attention_properties.py, errors are held against bounds that follow from the types, element by element: `e` is the
+roundoff of float32, in which all sums are made, `u` that of the compute dtype, to which results are rounded, and `r` that of
+the reduce dtype, in which the parts of a sum travel: each of P parts is rounded, and so may each of their P - 1 sums be.
+"""
+
+import functools
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxtrain.bench.bounds import EXACT as e
+from jaxtrain.bench.bounds import ROUNDOFF
+from jaxtrain.kernels import rope
+from jaxtrain.kernels.cross_entropy import chunked_cross_entropy
+from jaxtrain.kernels.dot import DTYPES, Numerics, add_bias, dot
+from jaxtrain.kernels.embedding import embed
+from jaxtrain.kernels.norm import rms_norm
+from jaxtrain.sharding import make_placement
+
+MESHES = {"one device": {"mesh.fsdp": 1}, "eight": {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}}
+TYPES = {"f32": ("f32", "f32"), "bf16": ("bf16", "bf16"), "bf16, reduced in f32": ("bf16", "f32")}  # compute, reduce
+B, T, D, F, H, V = 4, 6, 16, 24, 8, 40
+
+seeds = st.integers(0, 999)
+sizes = st.sampled_from([1e-3, 1.0, 30.0])
+
+
+@functools.cache
+def placement(mesh: str):
+    run = helpers.tiny(MESHES[mesh])
+    return make_placement(run, helpers.devices_of(run))
+
+
+def parts(mesh: str) -> int:
+    return placement(mesh).mesh.size
+
+
+def normal(seed: int, *shapes: tuple[int, ...], dtype: str = "f32", size: float = 1.0) -> list[np.ndarray]:
+    """Numbers that the dtype has; the first array is `size` as large."""
+    rng = np.random.default_rng(seed)
+    sizes = (size, *(1.0,) * (len(shapes) - 1))
+    return [
+        np.asarray((s * rng.standard_normal(x)).astype(np.float32), DTYPES[dtype]) for s, x in zip(sizes, shapes, strict=True)
+    ]
+
+
+def wide(*arrays) -> list[np.ndarray]:
+    return [np.asarray(x).astype(np.float64) for x in arrays]
+
+
+def within(got, wanted, limit, what: str) -> None:
+    ratio = np.abs(np.asarray(got).astype(np.float64) - wanted) / np.maximum(limit, 1e-300)
+    assert np.isfinite(ratio).all() and ratio.max() <= 1, f"{what}: {ratio.max()} of the bound"
+
+
+def numerics(types: str) -> tuple[Numerics, float, float]:
+    compute, reduce = TYPES[types]
+    return Numerics(DTYPES[compute], DTYPES[reduce], DTYPES["f32"]), ROUNDOFF[compute], ROUNDOFF[reduce]
+
+
+on = pytest.mark.parametrize(
+    ("mesh", "types"), [("one device", "f32"), ("eight", "f32"), ("eight", "bf16"), ("eight", "bf16, reduced in f32")]
+)
+
+
+@on
+def test_dot(mesh, types):
+    """y = x w: D terms. dx = dy w^T: F terms, in parts. dw = x^T dy: B T terms, in parts."""
+    n, u, r = numerics(types)
+    p, P = placement(mesh), parts(mesh)
+
+    @jax.jit
+    def run(x, w, dy):
+        y, back = jax.vjp(lambda x, w: dot(x, w, "BTD,DF->BTF", ("embed", "mlp"), p, n), x, w)
+        return y, *back(dy)
+
+    @given(seeds, sizes)
+    def compare(seed, size):
+        x, w, dy = normal(seed, (B, T, D), (D, F), (B, T, F), dtype=TYPES[types][0], size=size)
+        y, dx, dw = run(x, w.astype(np.float32), dy)
+        x, w, dy = wide(x, w, dy)
+        within(y, x @ w, D * e * (abs(x) @ abs(w)) + u * abs(x @ w), "y")
+        size_of_dx, size_of_dw = abs(dy) @ abs(w).T, np.einsum("btd,btf->df", abs(x), abs(dy))
+        within(dx, dy @ w.T, (F * e + (P + 1) * u) * size_of_dx, "dx")
+        within(dw, np.einsum("btd,btf->df", x, dy), (B * T * e + (P + 1) * r) * size_of_dw, "dw")
+
+    compare()
+
+
+@on
+def test_add_bias(mesh, types):
+    """One sum in float32, rounded; db a sum over tokens, in parts."""
+    n, u, r = numerics(types)
+    p, P = placement(mesh), parts(mesh)
+
+    @jax.jit
+    def run(y, b, dz):
+        z, back = jax.vjp(lambda y, b: add_bias(y, b, ("heads", "head_dim"), p, n), y, b)
+        return z, *back(dz)
+
+    @given(seeds, sizes)
+    def compare(seed, size):
+        y, b, dz = normal(seed, (B, T, 4, H), (4, H), (B, T, 4, H), dtype=TYPES[types][0], size=size)
+        z, dy, db = run(y, b.astype(np.float32), dz)
+        assert (np.asarray(dy) == dz).all()
+        y, b, dz = wide(y, b, dz)
+        within(z, y + b, (u + e) * abs(y + b), "z")
+        within(db, dz.sum((0, 1)), (B * T * e + (P + 1) * r) * abs(dz).sum((0, 1)), "db")
+
+    compare()
+
+
+@on
+@pytest.mark.parametrize("axes", [("batch", "residual", None), ("batch", "sequence", "heads", None)])
+def test_norm(mesh, types, axes):
+    """1 / rms is off by c = (D / 2 + 8) e of itself: a mean of D squares, halved by the root. With n = x / rms, d = dy w and
+    m = mean(d n): y = n w and dx = (d - n m) / rms, dw = sum(n dy) over tokens, in parts."""
+    n, u, r = numerics(types)
+    p, P, eps = placement(mesh), parts(mesh), 1e-5
+    shape = (B, T, D) if len(axes) == 3 else (B, T, 4, H)
+    axis, width = ("embed", D) if len(axes) == 3 else ("head_dim", H)
+
+    @jax.jit
+    def run(x, w, dy):
+        y, back = jax.vjp(lambda x, w: rms_norm(x, w, eps, axes, axis, p, n), x, w)
+        return y, *back(dy)
+
+    @given(seeds, sizes)
+    def compare(seed, size):
+        x, w, dy = normal(seed, shape, (width,), shape, dtype=TYPES[types][0], size=size)
+        y, dx, dw = run(x, w.astype(np.float32), dy)
+        x, w, dy = wide(x, w, dy)
+        inverse = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+        normal_x, d, c = x * inverse, dy * w, (width / 2 + 8) * e
+        m, size_of_m = (d * normal_x).mean(-1, keepdims=True), abs(d * normal_x).mean(-1, keepdims=True)
+        tokens = tuple(range(x.ndim - 1))
+        within(y, normal_x * w, (c + u) * abs(normal_x * w), "y")
+        wanted = inverse * (d - normal_x * m)
+        spread = inverse * (abs(d) + abs(normal_x) * size_of_m)
+        within(dx, wanted, (4 * c + width * e) * spread + u * abs(wanted), "dx")
+        size_of_dw = abs(normal_x * dy).sum(tokens)
+        within(dw, (normal_x * dy).sum(tokens), (c + x.size / width * e + (P + 1) * r) * size_of_dw, "dw")
+
+    compare()
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_rope(dtype):
+    """A pair is turned by its position times a frequency. The frequency, a power, is off by some 64 e of itself, and the angle
+    is rounded; sine and cosine add 4 e. Then two products and a sum. The gradient is the turn back."""
+    base, u = 10_000.0, ROUNDOFF[dtype]
+
+    @jax.jit
+    def run(x, positions, dy):
+        cos, sin = rope.tables(positions, rope.frequencies(H, base))
+        y, back = jax.vjp(lambda x: rope.rotate(x, cos, sin), x)
+        return y, *back(dy)
+
+    def turned(x, angle, sign):
+        a, b = np.split(x, 2, axis=-1)
+        cos, sin = np.cos(angle)[:, :, None], sign * np.sin(angle)[:, :, None]
+        off = (66 * e * angle + 8 * e)[:, :, None] * (abs(a) + abs(b))
+        y = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+        return y, np.concatenate([off, off], axis=-1) + u * abs(y)
+
+    @given(seeds, sizes, st.sampled_from([10, 10_000, 1_000_000]))
+    def compare(seed, size, furthest):
+        x, dy = normal(seed, (B, T, 3, H), (B, T, 3, H), dtype=dtype, size=size)
+        positions = np.random.default_rng(seed).integers(0, furthest, (B, T)).astype(np.int32)
+        y, dx = run(x, positions, dy)
+        angle = positions[..., None] * base ** (-np.arange(0, H, 2) / H)
+        within(y, *turned(*wide(x), angle, 1), "y")
+        within(dx, *turned(*wide(dy), angle, -1), "dx")
+
+    compare()
+
+
+@on
+def test_embedding(mesh, types):
+    """Rows as they are, rounded. A token's gradient is the sum of those of its occurrences, in parts."""
+    n, _, r = numerics(types)
+    p, P = placement(mesh), parts(mesh)
+
+    @jax.jit
+    def run(table, tokens, dy):
+        x, back = jax.vjp(lambda table: embed(table, tokens, ("batch", "residual", None), p, n), table)
+        return x, *back(dy)
+
+    @given(seeds, sizes, st.integers(1, V))
+    def compare(seed, size, different):
+        table, dy = normal(seed, (V, D), (B, T, D), dtype=TYPES[types][0], size=size)
+        tokens = np.random.default_rng(seed).integers(0, different, (B, T)).astype(np.int32)
+        x, d_table = run(table.astype(np.float32), tokens, dy)
+        assert (np.asarray(x) == table[tokens]).all()
+        (dy,) = wide(dy)
+        wanted, size_of_it = np.zeros((V, D)), np.zeros((V, D))
+        np.add.at(wanted, tokens, dy)
+        np.add.at(size_of_it, tokens, abs(dy))
+        within(d_table, wanted, (B * T * e + (P + 1) * r) * size_of_it, "d_table")
+
+    compare()
+
+
+@pytest.mark.parametrize("split", [1, 4])
+@pytest.mark.parametrize(
+    ("dtype", "chunk", "softcap", "z_loss"), [("f32", 7, 0.0, 0.0), ("f32", 30, 2.0, 0.1), ("bf16", 7, 0.0, 0.1)]
+)
+def test_cross_entropy(dtype, chunk, softcap, z_loss, split):
+    """A logit l is off by d = (D + 2) e |x| |w|, and under a soft cap by 8 e c more; so a token's loss by what its logits are
+    off by and (V + 8) e, and its probabilities q by Q = q (d + sum(q d) + (V + 8) e). dl = weight (q - target) is rounded. The
+    z-loss z log(Z)^2 adds its slope 2 z log(Z) times q to that, and what log(Z) is off by times the slope to the loss."""
+    n, u = 30, ROUNDOFF[dtype]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:split]), ("tensor",))
+    of_head = jax.sharding.PartitionSpec(None, "tensor")
+    whole = jax.sharding.PartitionSpec()
+    precision = jax.lax.Precision.HIGHEST if dtype == "f32" else jax.lax.Precision.DEFAULT
+
+    @jax.jit
+    def run(x, head, targets, weights):
+        def local(x, head, targets, weights):
+            how = {"chunk": chunk, "softcap": softcap, "z_loss": z_loss, "vocab_axes": ("tensor",) if split > 1 else ()}
+            loss, dx, d_head = chunked_cross_entropy(x, head, targets, weights, **how, precision=precision, gradients=True)
+            return loss, jax.lax.psum(dx.astype(jnp.float32), "tensor"), d_head
+
+        specs = (whole, of_head, whole, whole)
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(whole, whole, of_head), check_vma=False)(
+            x, head, targets, weights
+        )
+
+    @given(seeds, st.sampled_from([1e-2, 1.0, 5.0]))
+    def compare(seed, size):
+        x, head = normal(seed, (n, D), (D, V), dtype=dtype, size=size)
+        rng = np.random.default_rng(seed)
+        targets, weights = rng.integers(0, V, n).astype(np.int32), ((rng.random(n) < 0.7) * rng.random(n)).astype(np.float32)
+        loss, dx, d_head = run(x, head, targets, weights)
+        x, head, w = wide(x, head, weights)
+        raw, d = x @ head, (D + 2) * e * (abs(x) @ abs(head))
+        slope, d_slope = np.ones_like(raw), 0.0
+        if softcap:
+            t = np.tanh(raw / softcap)
+            slope, d_slope, raw = 1 - t * t, 2 * (8 * e + d / softcap), softcap * t
+            d = d * slope + 8 * e * softcap
+        top = raw.max(-1, keepdims=True)
+        q = np.exp(raw - top)
+        total = q.sum(-1, keepdims=True)
+        q = q / total
+        at = np.arange(n), targets
+        d = d + 4 * e * abs(raw - top)
+        log_z, off_z = (np.log(total) + top)[:, 0], (q * d).sum(-1) + (V + 8) * e * (1 + abs(top[:, 0]))
+        losses, by_z = log_z - raw[at] + z_loss * log_z**2, 2 * z_loss * abs(log_z)
+        off = (1 + by_z) * off_z + d[at] + (V + 8) * e * abs(raw[at]) + 4 * e * z_loss * log_z**2
+        within(loss, (w * losses).sum(), (w * (off + n * e * abs(losses))).sum(), "loss")
+        is_target, Q = np.eye(V)[targets], q * (d + (q * d).sum(-1, keepdims=True) + (V + 8) * e)
+        Q = Q * (1 + by_z)[:, None] + q * (2 * z_loss * off_z + 4 * e * (1 + by_z))[:, None]
+        q = q * (1 + 2 * z_loss * log_z)[:, None]
+        dl = w[:, None] * (q - is_target)
+        off = w[:, None] * (Q * slope + abs(q - is_target) * (d_slope + 4 * e)) + u * abs(dl * slope)
+        dl = dl * slope
+        size_of_dx = abs(dl) @ abs(head).T
+        within(dx, dl @ head.T, off @ abs(head).T + (V * e + (split + 1) * u) * size_of_dx, "dx")
+        within(d_head, x.T @ dl, abs(x).T @ off + n * e * (abs(x).T @ abs(dl)), "d_head")
+        assert not np.asarray(dx)[weights == 0].any()
+
+    compare()
