@@ -375,7 +375,7 @@ def test_every_saving_is_found():
     assert step["remat.policy"] == "custom" and step["remat.every"] == 2 and str(step["remat.tensors"]).endswith("=keep")
     assert of("remat.policy=none").keys() == {"dtypes.m=bf16", "dtypes.v=bf16"}
     eight = of(file="configs/llama3_8b.py")
-    assert eight["remat.policy=custom"]["remat.policy"] == "none" and eight["train.grad_accum=32"] == {"train.grad_accum": 16}
+    assert eight["remat.policy=auto"]["remat.policy"] == "none" and eight["train.grad_accum=32"] == {"train.grad_accum": 16}
     offloaded = of("remat.policy=custom", "remat.tensors=q=keep,mlp_up=offload")
     assert offloaded["remat.tensors=mlp_up=offload"] == {"remat.tensors": "q=keep,mlp_up=keep"}
 

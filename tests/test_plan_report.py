@@ -19,7 +19,7 @@ from rich.console import Console
 from jaxtrain.plan import numbers
 from jaxtrain.plan.report import figures, page, page_charts, page_kit, terminal
 from jaxtrain.plan.report.live import live
-from jaxtrain.plan.result import Buffer, Collective, Flops, Kernel, Memory, Plan, Rates, Time
+from jaxtrain.plan.result import Buffer, Collective, Flops, Kernel, Matmuls, Memory, Plan, Rates, Time
 
 REPO = Path(__file__).resolve().parent.parent
 LAYERS = 32
@@ -124,7 +124,7 @@ def sample(**changes: Any) -> Plan:
         hfu=0.607,
         bound_by="GEMMs",
     )
-    rates = Rates(742.0, 594.0, 460.0, 4.08, 370.0, 45.0, 50.0, 10.0, 20.0, "data-sheet rates")
+    rates = Rates(742.0, 594.0, 460.0, 4.08, 370.0, 45.0, 50.0, 10.0, 20.0, "data-sheet rates", fp8_tflops=1481.0)
     plan = Plan(
         config="configs/llama3_8b.py",
         overrides=("train.global_batch=8", "train.grad_accum=1"),
@@ -139,6 +139,8 @@ def sample(**changes: Any) -> Plan:
         time=time,
         kernels=tuple(kernels),
         rates=rates,
+        matmuls=Matmuls(22.0, 18.0, ("forward mlp BTF,FD->BTD at models/layers.py:92, 128 times",)),
+        kept="remat.policy=auto keeps attention_lse, mlp_gate, mlp_up",
         tokens_per_step=65_536,
         compile_s=21.4,
         trip_counts={"jit(train_step)/jvp(layers)/while": 32, "jit(train_step)/transpose(jvp(layers))/while": 32},
@@ -156,7 +158,8 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         tree = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, tuple) else None
     if items is None:
-        yield path, tree
+        if tree is not None:
+            yield path, tree
         return
     for name, value in items:
         yield from leaves(value, f"{path}.{name}".lstrip("."))
@@ -171,7 +174,7 @@ def changed(tree: Any, change: Callable[[str, Any], Any], path: str = "") -> Any
         return {name: changed(value, change, f"{path}.{name}") for name, value in tree.items()}
     if isinstance(tree, tuple):
         return tuple(changed(value, change, f"{path}.{i}") for i, value in enumerate(tree))
-    return change(path, tree)
+    return tree if tree is None else change(path, tree)
 
 
 def other(value: Any, draw: random.Random) -> Any:

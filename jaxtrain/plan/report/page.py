@@ -16,6 +16,7 @@ from jaxtrain.plan.report.figures import (
     devices,
     headline,
     in_pieces,
+    matmuls,
     mesh,
     moved,
     off_by,
@@ -51,6 +52,7 @@ def html(plan: Plan, published: tuple[float, float] | None = None, *, steps: int
         say(f"with {' '.join(plan.overrides)}", "quiet") if plan.overrides else "",
         f'<p class="verdict {"yes" if plan.fits else "no"}">{escape(verdict(plan))}</p></header><main>',
         _tiles(plan),
+        say(f"{plan.kept}.") if plan.kept else "",
         say(f"Times are {off_by(plan, published)}."),
         bullets("Warnings", plan.warnings, "warnings"),
         bullets("Hints" if plan.fits else "What would make it fit", plan.hints),
@@ -186,6 +188,7 @@ def _time(plan: Plan, steps: int | None) -> str:
         stacked(label, drawn, max(t.step_ms, sum(values)))
         + f'<div class="pair">{by_part}{table(caption, long)}</div>'
         + say(f"Communication takes {on_links} ms on the links; the GPU waits for {waited} ms of it.", "quiet")
+        + (say(f"{matmuls(plan)}.", "quiet") if plan.matmuls else "")
     )
 
 
