@@ -10,6 +10,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 
 import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import pytest
@@ -23,6 +26,20 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 settings.register_profile("quick", max_examples=6, derandomize=True, deadline=None, database=None)
 settings.register_profile("thorough", max_examples=100, deadline=None, print_blob=True)
 settings.load_profile("quick")
+
+
+# Linux lets a process map some 65,530 areas, and a program compiled for 8 CPUs takes a thousand of them: XLA aborts at the end.
+MAPPED = Path("/proc/self/maps")
+MOST_MAPPED = 25_000
+
+
+@pytest.fixture(autouse=True)
+def programs_make_room() -> Iterator[None]:
+    """Lets go of compiled programs where there are too many. Only asked after a test long enough to have compiled some."""
+    start = time.monotonic()
+    yield
+    if time.monotonic() - start > 1 and MAPPED.exists() and MAPPED.read_bytes().count(b"\n") > MOST_MAPPED:
+        jax.clear_caches()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -95,7 +95,7 @@ def test_tensors_of_custom_remat():
 def test_policy_keeps_what_the_model_says_it_keeps():
     from jaxtrain.models import remat
 
-    assert set(remat.make_plan(Remat(policy="attention"), "layer", False, False).keep) == set(KEPT["attention"])
+    assert set(remat.make_plan(Remat(policy="attention"), "layer", False, False, False).keep) == set(KEPT["attention"])
 
 
 def test_mfu():

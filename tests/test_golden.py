@@ -20,6 +20,7 @@ from jaxtrain.plan.known import golden
 from jaxtrain.plan.known.golden import SHIPPED, GoldenError, compare, from_plan, load, path, save
 from jaxtrain.plan.make import make_plan
 from jaxtrain.plan.numbers import number
+from jaxtrain.plan.program import traffic
 from jaxtrain.plan.rates import datasheet
 from jaxtrain.plan.result import Buffer, Plan
 from jaxtrain.plan.search import parallel
@@ -61,6 +62,46 @@ def test_llama3_70b_fits_one_node():
     plan = planned()["llama3_70b"].plan
     assert golden.requests(["llama3_70b"])["llama3_70b"].run.dtypes.params == "f32"
     assert plan and plan.fits and plan.memory.peak_gib < 132 and plan.memory.host_gib == 0
+
+
+def test_llama3_8b_waits_for_nothing():
+    """Exposed communication under 1.5% of the step, and at least 62% MFU (causal) at the data sheet's rates."""
+    plan = planned()["llama3_8b"].plan
+    assert plan and plan.time.communication_ms > 0.05 * plan.time.step_ms, "collectives there are"
+    assert plan.time.exposed_ms + plan.time.host_exposed_ms < 0.015 * plan.time.step_ms
+    assert plan.time.mfu_causal > 0.62
+
+
+def test_llama3_8b_moves_little_outside_of_gemms_and_attention():
+    """At most a quarter more than the least, all in all; what one kernel can do is done in one."""
+    plan, run = planned()["llama3_8b"].plan, golden.requests(["llama3_8b"])["llama3_8b"].run
+    assert plan
+    parts = traffic.parts(run, step.build(run, topology.devices(H200S)), plan.kernels)
+    assert traffic.ratio(parts) < 1.25, parts
+    found = {part.name: part for part in parts}
+    for name in ("SwiGLU", "rotary"):
+        assert found[name].counted_gb == pytest.approx(found[name].least_gb, rel=0.01), name
+    # By hand: nine arrays of 8192 x 14,336 in bfloat16, of 32 layers and 32 microbatches.
+    assert found["SwiGLU"].least_gb == pytest.approx(32 * 32 * 9 * 8192 * 14_336 * 2 / 1e9)
+
+
+def test_loss_and_head_of_llama3_8b_are_near_their_floor():
+    """Three products of tokens, width and vocabulary, no fourth; and at most 10% more time than they and the logits' bytes take."""
+    plan, run = planned()["llama3_8b"].plan, golden.requests(["llama3_8b"])["llama3_8b"].run
+    assert plan
+    (logits,) = [
+        part
+        for part in traffic.parts(run, step.build(run, topology.devices(H200S)), plan.kernels)
+        if part.name == "loss and head"
+    ]
+    gemms = [k for k in plan.kernels if k.kind == "gemm" and k.op_name.startswith("loss")]
+    tflop = 32 * 3 * 2 * 8192 * 4096 * 128_256 / 1e12
+    assert sum(k.tflop for k in gemms) == pytest.approx(tflop, rel=1e-3)
+    rates = plan.rates
+    least = tflop / rates.gemm_tflops * 1e3 + logits.least_gb / rates.memory_tb_s
+    assert sum(k.ms for k in gemms) + logits.counted_gb / rates.memory_tb_s < 1.1 * least
+    waited = [c.exposed_ms for c in plan.collectives if "loss" in c.op_name]
+    assert waited and sum(waited) < 0.01 * least
 
 
 def test_every_shipped_config_has_a_golden_plan():
@@ -159,8 +200,8 @@ def test_a_head_that_is_gathered_for_every_chunk_is_found(healthy, monkeypatch):
 def test_replicated_moments_are_found(healthy, monkeypatch):
     made = step.abstract_state
 
-    def whole(definition, tx, placement):
-        state = made(definition, tx, placement)
+    def whole(definition, tx, placement, offload):
+        state = made(definition, tx, placement, offload)
         everywhere = sharding.replicated(placement)
         moments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), state.optimizer)
         return dataclasses.replace(state, optimizer=moments)
