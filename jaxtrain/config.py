@@ -204,6 +204,11 @@ class Train:
     steps: int = key(1000, "optimizer steps in all, resumed ones included")
     global_batch: int = key(32, "sequences per optimizer step, over all devices and microbatches")
     grad_accum: int = key(1, "microbatches per step; gradients are summed over them")
+    accumulate: str = key(
+        "auto",
+        "layer: each layer's gradient is added to the sum as it comes | microbatch: all of a microbatch's are held first | "
+        "auto: layer where compiler.unroll",
+    )
     seed: int = key(0, "initial weights")
     loss: str = key("cross_entropy", "cross_entropy | package.module:name")
     z_loss: float = key(

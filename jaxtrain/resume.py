@@ -24,7 +24,11 @@ class Row:
 TABLE = (
     Row(("mesh.*", "sharding.*"), "free", "placement; the numbers stay, up to rounding"),
     Row(("attention.*", "remat.*", "compiler.*"), "free", "how the same function is computed"),
-    Row(("train.grad_accum", "train.loss_chunk", "train.memory_fraction"), "free", "how the same step is computed"),
+    Row(
+        ("train.grad_accum", "train.accumulate", "train.loss_chunk", "train.memory_fraction"),
+        "free",
+        "how the same step is computed",
+    ),
     Row(("train.steps",), "free", "a run may go on for longer; a schedule that ends with the last step ends later"),
     Row(
         ("optimizer.lr", "optimizer.lr_min", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.decay_steps"),

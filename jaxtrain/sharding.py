@@ -228,9 +228,12 @@ class Held:
     """
 
     value: Any  # an array, or Scaled; at rest; in the compute dtype (or 8 bits) and in the layout of use where `whole`
-    slot: Any  # never read: the gradient has its shape, dtype and layout (`Placement.home`)
+    slot: Any  # no kernel reads it: the gradient has its shape, dtype and layout (`Placement.home`)
     whole: bool
     late: tuple[str, ...]  # mesh axes over which the gradient is not summed by the backward pass
+    # Of a stack of layers: `slot` is the sum of the microbatches so far, and the stack's gradient is that sum with this one's
+    # added. Each layer's gradient has this dtype. None: the gradient is that of this microbatch.
+    adds: jnp.dtype | None = None
 
     def __getitem__(self, key: Any) -> "Held":
         if key is not ...:
@@ -238,7 +241,7 @@ class Held:
         return self
 
 
-jax.tree_util.register_dataclass(Held, ["value", "slot"], ["whole", "late"])
+jax.tree_util.register_dataclass(Held, ["value", "slot"], ["whole", "late", "adds"])
 Weight = jax.Array | Held
 
 
@@ -264,7 +267,7 @@ def numbers(w: Weight) -> jax.Array:
 def ticket(w: Weight) -> Any:
     """A residual that tells a backward rule where a weight's gradient goes: arrays carry dtypes, which residuals may not be."""
     if isinstance(w, Held):
-        return Held(None, jnp.zeros((0,), w.slot.dtype), w.whole, w.late)
+        return dataclasses.replace(w, value=None, slot=jnp.zeros((0,), w.slot.dtype))
     return jnp.zeros((0,), w.dtype)
 
 
@@ -281,7 +284,7 @@ def slot_dtype(ticket: Any) -> jnp.dtype:
 def cotangent(ticket: Any, dw: jax.Array) -> Any:
     """What a backward rule returns for a weight whose gradient is dw, in the layout `Placement.home`."""
     dw = dw.astype(slot_dtype(ticket))
-    return Held(None, dw, ticket.whole, ticket.late) if isinstance(ticket, Held) else dw
+    return dataclasses.replace(ticket, slot=dw) if isinstance(ticket, Held) else dw
 
 
 def still(tokens: Sequence[str], ticket: Any) -> tuple[str, ...]:

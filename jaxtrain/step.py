@@ -66,22 +66,24 @@ def make_train_step(
         with jax.named_scope("gather"):
             held_weights = held.weights(params, axes)
 
-        def one(micro: Batch) -> tuple[jax.Array, Params]:
+        def one(micro: Batch, sums: Params) -> tuple[jax.Array, Params]:
             def of_slots(slots: Params) -> jax.Array:
                 return loss_of(held.bound(held_weights, slots, axes), micro, total)
 
-            value, grads = jax.value_and_grad(of_slots)(held.slots(params, axes))
+            value, grads = jax.value_and_grad(of_slots)(held.slots(params, axes, sums))
             return value, jax.tree.map(held.pinned, grads, axes)
 
         if batch["tokens"].shape[0] == 1:
-            value, grads = one(jax.tree.map(lambda x: x[0], batch))
+            value, grads = one(jax.tree.map(lambda x: x[0], batch), params)
             with jax.named_scope("reduce"):
                 return value, held.settled(grads, axes)
 
         def add(carry: tuple[jax.Array, Params], micro: Batch) -> tuple[tuple[jax.Array, Params], None]:
-            made = one(micro)
+            loss, sums = carry
+            value, made = one(micro, sums)
             with jax.named_scope("accumulate"):
-                return jax.tree.map(jnp.add, carry, made), None
+                sums = jax.tree.map(lambda a, made, axes: made if held.adds(axes) else a + made, sums, made, axes)
+                return (loss + value, sums), None
 
         with jax.named_scope("accumulate"):
             zeros = jax.tree.map(held.zero, params, axes)
@@ -177,6 +179,24 @@ def eight_bit_weights(run: RunConfig, definition: Definition) -> Params:
     return jax.tree_util.tree_map_with_path(lambda path, _: ".".join(key.key for key in path) in chosen, definition.dots)
 
 
+def adds_layers(run: RunConfig, definition: Definition) -> bool:
+    """Whether gradients of layers are added to those of earlier microbatches one by one, in the backward pass.
+
+    Raises ConfigError where that is asked for and cannot be.
+    """
+    if run.train.accumulate == "layer" and not definition.adds_layers:
+        rule = "gradients are added by layer where layers stand one by one, or the last one apart from a loop over the others"
+        remedy = (
+            "Set compiler.unroll=true, or microbatch here. (The last layer is apart where weights are gathered layer by layer, "
+            "with remat.every=1, and not with remat.policy=dots.)"
+        )
+        raise ConfigError([Problem("train.accumulate", "layer", rule, remedy)])
+    # In a loop the sum keeps XLA from moving a layer's reduce-scatters into the next iteration, where they would hide.
+    return definition.adds_layers and (
+        run.compiler.unroll if run.train.accumulate == "auto" else run.train.accumulate == "layer"
+    )
+
+
 def gathers_in_use(run: RunConfig, placement: Placement) -> bool:
     """Whether weights that rest split are gathered wherever they are used, and not once a step."""
     split = any(a in placement.batch_axes for a in placement.mesh_axes("embed"))
@@ -270,7 +290,8 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
 
     loss_spec = LossSpec(numerics_of(run), placement, run.train.loss_chunk, run.model.logit_softcap, run.train.z_loss)
     loss = loss_function(run.train.loss)
-    held = stage(run, placement, numerics_of(run), DTYPES[run.dtypes.grads], eight_bit_weights(run, definition))
+    eight = eight_bit_weights(run, definition)
+    held = stage(run, placement, numerics_of(run), DTYPES[run.dtypes.grads], eight, adds_layers(run, definition))
     train_step = make_train_step(
         definition,
         streamed(run.optimizer, run.dtypes, definition.axes) if offload else at_once(tx),

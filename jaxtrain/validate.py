@@ -38,6 +38,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "attention.impl": ("auto", "cudnn", "pallas", "chunked", "reference"),
     "attention.context": ("ring", "ulysses", "gather"),
     "sharding.gather": ("layer", "forward", "step"),
+    "train.accumulate": ("auto", "layer", "microbatch"),
     "remat.policy": POLICIES,
     "dtypes.params": ("auto", "f32", "bf16"),
     "dtypes.m": ("auto", "f32", "bf16", INT8),

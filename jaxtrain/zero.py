@@ -36,6 +36,7 @@ class Stage:
     once: bool  # gradients are not summed over any axis before the end of the step
     accumulates: bool  # several microbatches
     eight: Params  # which weights are held in 8 bits
+    adds_layers: bool  # the model adds gradients of stacked layers to the sum of the microbatches before
 
     def late(self, axes: Axes) -> tuple[str, ...]:
         """Mesh axes over which the gradient of a weight with these logical axes is summed at the end of the step."""
@@ -60,26 +61,34 @@ class Stage:
         """The master weights, those of FP8 matmuls in 8 bits. Once a step: a scale is a collective."""
         return jax.tree.map(lambda w, axes, eight: scaled(w, axes, self.placement) if eight else w, params, axes, self.eight)
 
-    def slots(self, params: Params, axes: Params) -> Params:
+    def slots(self, params: Params, axes: Params, sums: Params) -> Params:
         """What a microbatch's gradients are taken of: each has the shape, dtype and layout of its weight's gradient.
 
         A weight whose gradient comes back to where it rests is its own slot. The others' are in the type that travels: a
-        gradient is rounded to it once, wherever it is held, and twice as many bytes would say no more.
+        gradient is rounded to it once, wherever it is held, and twice as many bytes would say no more. Where the model adds
+        to the sum of the microbatches before, that sum is the slot.
         """
 
-        def slot(w: jax.Array, axes: Axes) -> jax.Array:
+        def slot(w: jax.Array, axes: Axes, sum_: jax.Array) -> jax.Array:
+            if self.adds(axes):
+                return sum_
             return w if self._plain(axes) else self._zero(w, axes, self.numerics.reduce)
 
-        return jax.tree.map(slot, params, axes)
+        return jax.tree.map(slot, params, axes, sums)
 
     def bound(self, weights: Params, slots: Params, axes: Params) -> Params:
         """The parameters of a model that computes with `weights`, and whose gradient is that of `slots`."""
 
         def hold(w: jax.Array | Scaled, slot: jax.Array, axes: Axes) -> jax.Array | Held:
-            plain = self._plain(axes) and not isinstance(w, Scaled)
-            return slot if plain else Held(w, slot, self.whole, self.late(axes))
+            adds = self.adds(axes)
+            plain = self._plain(axes) and not isinstance(w, Scaled) and not adds
+            return slot if plain else Held(w, slot, self.whole, self.late(axes), self.numerics.reduce if adds else None)
 
         return jax.tree.map(hold, weights, slots, axes, is_leaf=_is_scaled)
+
+    def adds(self, axes: Axes) -> bool:
+        """Whether the backward pass adds the gradient of a weight with these logical axes to that of earlier microbatches."""
+        return self.adds_layers and self.accumulates and axes[0] == "layers"
 
     def zero(self, w: jax.Array, axes: Axes) -> jax.Array:
         """The sum of no microbatch's gradients."""
@@ -161,8 +170,11 @@ def _is_scaled(x: Any) -> bool:
     return isinstance(x, Scaled)
 
 
-def stage(run: RunConfig, placement: Placement, numerics: Numerics, grads: jnp.dtype, eight: Params) -> Stage:
-    """What `sharding.zero` and `sharding.gather` ask for. `eight`: which weights are held in 8 bits."""
+def stage(run: RunConfig, placement: Placement, numerics: Numerics, grads: jnp.dtype, eight: Params, adds: bool) -> Stage:
+    """What `sharding.zero` and `sharding.gather` ask for.
+
+    eight: which weights are held in 8 bits. adds: the model adds gradients of layers to those of earlier microbatches.
+    """
     s = run.sharding
     once = s.zero == 1 or s.gather == "step"
-    return Stage(placement, numerics, grads, once or s.zero == 2, once, run.train.grad_accum > 1, eight)
+    return Stage(placement, numerics, grads, once or s.zero == 2, once, run.train.grad_accum > 1, eight, adds)

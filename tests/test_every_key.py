@@ -84,6 +84,7 @@ PROGRAM: dict[str, tuple[Any, dict[str, Any]]] = {
     "data.seed": (1, {}),
     "train.global_batch": (8, {}),
     "train.grad_accum": (2, {}),
+    "train.accumulate": ("microbatch", {"train.grad_accum": 2, "compiler.unroll": True}),
     "train.loss": ("helpers:half_loss", {}),
     "train.loss_chunk": (16, {}),
     "train.z_loss": (1e-3, {}),

@@ -86,7 +86,7 @@ def test_llama3_8b_moves_little_outside_of_gemms_and_attention():
 
 
 def test_loss_and_head_of_llama3_8b_are_near_their_floor():
-    """Three products of tokens, width and vocabulary, no fourth; and at most 10% more time than they and the logits' bytes take."""
+    """Three products of tokens, width and vocabulary, no fourth; at most 10% more than they and the logits' bytes take."""
     plan, run = planned()["llama3_8b"].plan, golden.requests(["llama3_8b"])["llama3_8b"].run
     assert plan
     (logits,) = [

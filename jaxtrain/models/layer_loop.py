@@ -6,7 +6,7 @@ collectives can run beside the next layer's arithmetic. Compiling takes as much 
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,27 +22,38 @@ LAYER_INPUT = "layer input"  # what a layer's backward pass always has
 
 @dataclasses.dataclass(frozen=True)
 class _Stack:
-    """How a stack's arrays make up its layers, and which of them are learnt."""
+    """How a stack's arrays make up its layers, which of them are learnt, and which are sums that gradients are added to."""
 
     tree: Any
     learnt: tuple[bool, ...]
+    adds: tuple[jnp.dtype | None, ...]  # see `Held.adds`
 
     def at(self, arrays: Sequence[jax.Array], i: jax.Array | int) -> list[jax.Array]:
-        """One layer's."""
-        if isinstance(i, int):
-            return [jax.lax.index_in_dim(w, i, keepdims=False) for w in arrays]
-        return [jax.lax.dynamic_index_in_dim(w, i, keepdims=False, allow_negative_indices=False) for w in arrays]
+        """One layer's. No sums: in their place stands what has the shape and dtype of the layer's gradient."""
+        return [_at(w, i) if adds is None else jnp.zeros(w.shape[1:], adds) for w, adds in zip(arrays, self.adds, strict=True)]
 
-    def zeros(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """A stack of gradients."""
-        return [jnp.zeros_like(w) for w, learns in zip(arrays, self.learnt, strict=True) if learns]
+    def begin(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """A stack of gradients without any layer's."""
+        return [
+            jnp.zeros_like(w) if adds is None else w
+            for w, learns, adds in zip(arrays, self.learnt, self.adds, strict=True)
+            if learns
+        ]
 
     def put(self, grads: list[jax.Array], parts: list[jax.Array], i: jax.Array | int) -> list[jax.Array]:
-        """The gradients with one layer's in its place."""
-        made = [dw for dw, learns in zip(parts, self.learnt, strict=True) if learns]
+        """The gradients with one layer's in its place, or added there."""
+        made = [(dw, adds) for dw, learns, adds in zip(parts, self.learnt, self.adds, strict=True) if learns]
         return [
-            jax.lax.dynamic_update_index_in_dim(g, dw, i, 0, allow_negative_indices=False)
-            for g, dw in zip(grads, made, strict=True)
+            jax.lax.dynamic_update_index_in_dim(
+                g,
+                dw
+                if adds is None
+                else jax.lax.dynamic_slice_in_dim(g, i, 1, allow_negative_indices=False) + dw[None].astype(g.dtype),
+                i,
+                0,
+                allow_negative_indices=False,
+            )
+            for g, (dw, adds) in zip(grads, made, strict=True)
         ]
 
     def cotangents(self, grads: list[jax.Array]) -> list[jax.Array | None]:
@@ -71,9 +82,22 @@ class _Stack:
 def _stack(layers: Any) -> tuple[list[jax.Array], _Stack]:
     leaves, tree = jax.tree.flatten(layers)
     weights = jax.tree.leaves(layers, is_leaf=lambda w: isinstance(w, Held))
-    # Of a held weight, the gradient is that of its slot alone, which is its last leaf.
-    learnt = tuple(i == 0 for w in weights for i in range(len(jax.tree.leaves(w)) - 1, -1, -1))
-    return leaves, _Stack(tree, learnt)
+    learnt = tuple(learns for _, learns in _leaves_of(weights))
+    adds = tuple(w.adds if learns and isinstance(w, Held) else None for w, learns in _leaves_of(weights))
+    return leaves, _Stack(tree, learnt, adds)
+
+
+def _leaves_of(weights: list[Any]) -> Iterator[tuple[Any, bool]]:
+    """For each leaf of each weight: the weight, and whether the leaf is learnt: of a held one its slot alone, the last."""
+    for w in weights:
+        count = len(jax.tree.leaves(w))
+        yield from ((w, i == count - 1) for i in range(count))
+
+
+def _at(w: jax.Array, i: jax.Array | int) -> jax.Array:
+    if isinstance(i, int):
+        return jax.lax.index_in_dim(w, i, keepdims=False)
+    return jax.lax.dynamic_index_in_dim(w, i, keepdims=False, allow_negative_indices=False)
 
 
 def loop_last_apart(step: Body, last: Body, x: jax.Array, layers: Any, shared: Any, num_layers: int, waits: bool) -> jax.Array:
@@ -107,7 +131,7 @@ def loop_last_apart(step: Body, last: Body, x: jax.Array, layers: Any, shared: A
         vjps, vjp, leaves, shared = residuals
         end = jnp.int32(num_layers - 1)
         dx, (d_layer,) = stack.backward(vjp, [stack.at(leaves, end)], shared, dy)
-        grads = stack.put(stack.zeros(leaves), d_layer, end)
+        grads = stack.put(stack.begin(leaves), d_layer, end)
 
         def one(carry, _):
             dy, grads, count = carry
@@ -115,7 +139,7 @@ def loop_last_apart(step: Body, last: Body, x: jax.Array, layers: Any, shared: A
             # The compiler unrolls this loop, and would compute again for two layers at a time and hold both. So what was kept
             # is looked up by a number that is there no sooner than the gradient. Weights do not wait: they are gathered ahead.
             dy, then = jax.lax.optimization_barrier((dy, i)) if waits else (dy, i)
-            vjp = jax.tree.unflatten(kind, stack.at(kept, then))
+            vjp = jax.tree.unflatten(kind, [_at(array, then) for array in kept])
             dx, (d_layer,) = stack.backward(vjp, [stack.at(leaves, i)], shared, dy)
             return (dx, stack.put(grads, d_layer, i), count + 1), None
 
@@ -166,7 +190,7 @@ def one_by_one(
 
     def back(residuals, dy):
         vjps, leaves, shared = residuals
-        grads = stack.zeros(leaves)
+        grads = stack.begin(leaves)
         for group, vjp in zip(reversed(groups), reversed(vjps), strict=True):
             dy, d_layers = stack.backward(vjp, [stack.at(leaves, i) for i in group], shared, dy)
             for i, parts in zip(group, d_layers, strict=True):

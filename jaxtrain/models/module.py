@@ -47,12 +47,16 @@ def stack[M: nnx.Module](make: Callable[[nnx.Rngs], M], num: int, rngs: nnx.Rngs
 
 class Definition:
     """A model without its numbers: `abstract` parameters, their `axes`, which of them are multiplied by `dots`, and `bind` to
-    make it callable."""
+    make it callable.
+
+    adds_layers: the model says of itself that stacked parameters may come as `sharding.Held` with `adds`.
+    """
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module]):
         self._make = make
         module = nnx.eval_shape(lambda: make(nnx.Rngs(params=0)))
         self._graph, state = nnx.split(module, nnx.Param)
+        self.adds_layers = bool(getattr(module, "adds_layers", False))
         self.abstract: Params = _map(state, lambda p: jax.ShapeDtypeStruct(p.get_value().shape, p.get_value().dtype))
         self.axes: Params = _map(state, _axes)
         self.dots: Params = _map(state, lambda p: p.get_metadata("dot", False))

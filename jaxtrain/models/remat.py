@@ -68,6 +68,10 @@ class Plan:
         # Of what `dots` keeps, XLA would merge the last layer's attention with its repetition.
         return self.last_apart and num_layers > 1 and self.every_layer and self.policy != "dots"
 
+    def adds(self, num_layers: int) -> bool:
+        """Whether the gradients of the layers are added, one by one, to a sum that is there (`Held.adds`)."""
+        return self.unroll or self.apart(num_layers)
+
     @property
     def every_layer(self) -> bool:
         """Whether each layer stands under a checkpoint of its own."""

@@ -80,6 +80,11 @@ class Transformer(nnx.Module):
         self.model, self.kernel, self.remat, self.ctx = model, kernel, remat, ctx
 
     @property
+    def adds_layers(self) -> bool:
+        """Whether gradients of `layers` are added to the sum of the microbatches so far, where they come as `Held.adds`."""
+        return self.remat.adds(self.model.num_layers)
+
+    @property
     def head_VD(self) -> Weight:
         """The output head at rest (master dtype, split like the embedding), or as the step holds it."""
         return (self.embed.embedding if self.model.tied_head else self.head)[...]
