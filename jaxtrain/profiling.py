@@ -59,6 +59,8 @@ class Tracer:
             self._answered = asked
             if not self._here:
                 self._say("No trace by this process: process 0 takes it, if it gets the signal.")
+            elif not self._steps:
+                self._say("No trace: profile.steps = 0. A trace has as many steps as that key says, from the next start on.")
             else:
                 self._end = step + self._steps
                 self._start(step)

@@ -198,7 +198,7 @@ def test_heads_that_do_not_divide_are_refused_and_not_planned():
 
 
 def test_own_layout_outside_the_grid_is_a_candidate():
-    run = load("remat.tensors=mlp_up=offload,q=keep", "remat.every=8")
+    run = load("remat.policy=custom", "remat.tensors=mlp_up=offload,q=keep", "remat.every=8")
     layouts, _ = space.legal_layouts(run, H200, rates_for(H200.gpu, "bf16"), space.training_check(H200))
     assert layouts[0] == space.own_layout(run, H200)
     assert dict(layouts[0])["remat.tensors"] == "q=keep,mlp_up=offload" and dict(layouts[0])["mesh.fsdp"] == 8

@@ -46,19 +46,22 @@ def stages(run: RunConfig, topology: Topology, rates: Rates) -> Iterator[Setting
 
 
 def remat_policies(run: RunConfig, topology: Topology, rates: Rates) -> Iterator[Setting]:
-    """The named policies, full remat over several layers, and a ladder of tensor sets that keep more and more."""
+    """The named policies, full remat over several layers, and a ladder of tensor sets that keep more and more.
+
+    Without `auto`, which is one of those sets, and by itself a search for it.
+    """
 
     def setting(policy: str, tensors: Iterable[str] = (), every: int = 1) -> Setting:
         return {"remat.policy": policy, "remat.tensors": ",".join(f"{t}=keep" for t in tensors), "remat.every": every}
 
     for every in (1, 2, 4):
         yield setting("full", every=every)
-    for policy in activations.KEPT:
+    named = {policy: {*names} for policy, names in activations.KEPT.items() if policy != "auto"}
+    for policy in named:
         if policy != "full":
             yield setting(policy)
-    named = [{*names} for names in activations.KEPT.values()]
     for names in ladder(run, rates):
-        if {*names} not in named:
+        if {*names} not in named.values():
             yield setting("custom", names)
 
 
