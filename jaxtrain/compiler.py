@@ -70,6 +70,9 @@ WITHOUT = (
     # Copies between a stack and a layer would run on a stream of their own, for which the scheduler reckons 5 ms each: it then
     # starts gathers behind them, too late.
     "dynamic-slice-copy-fusion-async-wrapper",
+    # Where layers stand one by one and their weights are not gathered, it makes bfloat16 of a whole stack of 8-bit weights at
+    # once: products of its slices are then no FP8 calls.
+    "slice-sinker",
 )
 
 

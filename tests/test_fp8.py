@@ -249,14 +249,25 @@ def test_gpus_without_fp8_are_refused(sm, wrong):
 # ---- What the compiler makes of it
 
 
-@pytest.fixture(scope="module")
-def plan():
+def planned(machine):
     pytest.importorskip("jax_cuda12_plugin", reason="needs the `plan` extra")
     overrides = ("num_layers=2", "d_model=1024", "d_ff=2048", "num_heads=8", "num_kv_heads=4", "vocab_size=2048")
     argv = ["--config=configs/llama3_8b.py", "--config.precision=fp8", "--config.train.grad_accum=2"]
-    run = launch.load([*argv, "--config.train.global_batch=16", *(f"--config.model.{o}" for o in overrides)]).run
-    compiled = compile_step(run, NODE)
-    return run, compiled, read_plan(compiled, run, NODE)
+    batch = f"--config.train.global_batch={2 * machine.total}"
+    run = launch.load([*argv, batch, *(f"--config.model.{o}" for o in overrides)]).run
+    compiled = compile_step(run, machine)
+    return run, compiled, read_plan(compiled, run, machine)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return planned(NODE)
+
+
+def test_every_product_is_an_fp8_call_on_one_gpu_too():
+    """Nothing is gathered there, and so nothing stands between rounding a stack of weights and taking a layer from it."""
+    _, _, made = planned(parse("h200:1"))
+    assert made.matmuls == result.Matmuls(21.0, 21.0, ())
 
 
 def test_every_product_of_a_layer_is_an_fp8_call(plan):
