@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import checkpoint, config, resume, state
+from jaxtrain import checkpoint, config, resume, state, stored_form
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.data import pipeline
@@ -92,7 +92,7 @@ def check_source(run: RunConfig, program: Program) -> tuple[str, ...]:
     """
     source, at = checkpoint.locate(run.init.from_)
     stored = source.stored(at)
-    wanted = state.in_stored_form(wanted_of_source(run, program.state), stored)
+    wanted = stored_form.in_stored_form(wanted_of_source(run, program.state), stored)
     wrong = checkpoint.differences(stored, wanted, subset=True, cast=True)
     unused = sorted(name for name in stored.keys() - wanted.keys() if name.startswith("params."))
     wrong += [f"{name}: in the source, not in this model" for name in unused]
@@ -132,8 +132,8 @@ def initial_state(
     abstract = program.state
     if start.resumed:
         wanted = state.abstract_tensors(abstract)
-        read = state.in_stored_form(wanted, checkpoints.stored(start.step)) if start.cast else wanted
-        tensors = state.converted(checkpoints.restore(start.step, read, cast=start.cast), wanted)
+        read = stored_form.in_stored_form(wanted, checkpoints.stored(start.step)) if start.cast else wanted
+        tensors = stored_form.converted(checkpoints.restore(start.step, read, cast=start.cast), wanted)
         moved = checkpoints.set_aside(start.step)
         if moved:
             say(moved)
@@ -144,7 +144,7 @@ def initial_state(
     source, at = checkpoint.locate(run.init.from_)
     fresh = state.without_params(fresh)
     wanted = wanted_of_source(run, abstract)
-    read = state.in_stored_form(wanted, source.stored(at))
-    tensors = state.converted(source.restore(at, read, subset=True, cast=True), wanted)
+    read = stored_form.in_stored_form(wanted, source.stored(at))
+    tensors = stored_form.converted(source.restore(at, read, subset=True, cast=True), wanted)
     say(f"initial {run.init.what} from step {at} of {source.directory}; step and learning-rate schedule start at 0")
     return state.from_tensors(abstract, tensors, fresh)

@@ -7,7 +7,6 @@ array per layer and tensor, the same names whatever the layout in memory was.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.models.module import Definition, Params
-from jaxtrain.quantized import SIGNED, Blocks, axis_of, decode, encode, is_blocks, scales_of
+from jaxtrain.quantized import Blocks, is_blocks
 from jaxtrain.sharding import LayoutError, Placement, replicated
 
 Tensors = dict[str, Any]  # name -> jax.Array, or jax.ShapeDtypeStruct
@@ -58,7 +57,7 @@ def abstract_state(
     whole = replicated(placement)
 
     def moment(a: Any, p: jax.ShapeDtypeStruct) -> Any:
-        if is_blocks(a) and _dividing(p.sharding, a.scales.shape).spec != p.sharding.spec:
+        if is_blocks(a) and dividing(p.sharding, a.scales.shape).spec != p.sharding.spec:
             raise LayoutError(
                 f"moments of a parameter {p.shape}: a block of 8-bit values would lie on two devices, split as "
                 f"{p.sharding.spec}; set dtypes.m and dtypes.v to bf16, or a smaller mesh.tensor"
@@ -164,7 +163,7 @@ def _spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
 ON_HOST = "pinned_host"
 
 
-def _on_device(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+def on_device(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """XLA computes on nothing that is in host memory."""
     return jax.device_put(x, jax.memory.Space.Device) if sharding.memory_kind == ON_HOST else x
 
@@ -184,7 +183,7 @@ def copy_layer(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
     one = _spread(_layer_sharding(sharding), shape[1:])
 
     def layer(w: jax.Array, i: jax.Array) -> jax.Array:
-        part = _on_device(jax.lax.dynamic_index_in_dim(w, i, keepdims=False), sharding)
+        part = on_device(jax.lax.dynamic_index_in_dim(w, i, keepdims=False), sharding)
         return _to_host(jax.lax.with_sharding_constraint(part, one), sharding)
 
     return jax.jit(layer)
@@ -194,7 +193,7 @@ def copy_layer(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
 def copy(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
     """Jitted copy of an array; on GPUs in host memory."""
     one = _spread(sharding, shape)
-    return jax.jit(lambda w: _to_host(jax.lax.with_sharding_constraint(jnp.copy(_on_device(w, sharding)), one), sharding))
+    return jax.jit(lambda w: _to_host(jax.lax.with_sharding_constraint(jnp.copy(on_device(w, sharding)), one), sharding))
 
 
 @functools.cache
@@ -205,7 +204,7 @@ def _stacking(sharding: NamedSharding) -> Any:
 @functools.cache
 def _putting(sharding: NamedSharding) -> Any:
     def put(w: jax.Array, part: jax.Array, i: jax.Array) -> jax.Array:
-        part = jax.device_put(_on_device(part, sharding), jax.memory.Space.Host)
+        part = jax.device_put(on_device(part, sharding), jax.memory.Space.Host)
         return jax.lax.dynamic_update_index_in_dim(w, part, i, 0)
 
     return jax.jit(put, out_shardings=sharding, donate_argnums=0)
@@ -267,29 +266,7 @@ def from_tensors(abstract: TrainState, tensors: Tensors, fresh: TrainState | Non
     return jax.tree_util.tree_map_with_path(make, abstract)
 
 
-# ---- Moments that a checkpoint holds in another form: in 8-bit blocks, or not
-
-_CODES, _SCALES = ".codes", ".scales"
-
-
-def in_stored_form(wanted: Tensors, stored: Mapping[str, Any]) -> Tensors:
-    """What to read of a checkpoint that holds the tensors `stored`, so that `converted` can make the wanted ones of it."""
-    out: Tensors = {}
-    for name, a in wanted.items():
-        base = name.removesuffix(_CODES).removesuffix(_SCALES)
-        if name not in stored and base != name and base in stored:
-            if name.endswith(_CODES):
-                out[base] = jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=a.sharding)
-        elif name not in stored and name + _CODES in stored:
-            out[name + _CODES] = jax.ShapeDtypeStruct(a.shape, jnp.uint8, sharding=a.sharding)
-            shape = stored[name + _SCALES].shape
-            out[name + _SCALES] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=_dividing(a.sharding, shape))
-        else:
-            out[name] = a
-    return out
-
-
-def _dividing(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+def dividing(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     """Split like `sharding` where that is even, whole elsewhere."""
     parts = [
         axes
@@ -298,44 +275,6 @@ def _dividing(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
         for size, axes in zip(shape, [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))], strict=True)
     ]
     return NamedSharding(sharding.mesh, P(*parts), memory_kind=sharding.memory_kind)
-
-
-def _signed(name: str) -> bool:
-    return SIGNED[next(part for part in name.split(".") if part in SIGNED)]
-
-
-def converted(tensors: Tensors, wanted: Tensors) -> Tensors:
-    """The wanted tensors, of those that `in_stored_form` said to read. Empties `tensors` as it goes."""
-    out: Tensors = {}
-    for name, a in wanted.items():
-        base = name.removesuffix(_CODES).removesuffix(_SCALES)
-        if name in tensors:
-            out[name] = tensors.pop(name)
-        elif name + _CODES in tensors:
-            blocks = Blocks(tensors.pop(name + _CODES), tensors.pop(name + _SCALES))
-            out[name] = _decoding(a.sharding, a.dtype, _signed(name))(blocks)
-        elif name.endswith(_CODES):
-            scales = wanted[base + _SCALES]
-            made = _encoding(a.sharding, scales.sharding, axis_of(a.shape, scales.shape), _signed(name))(tensors.pop(base))
-            out[name], out[base + _SCALES] = made.codes, made.scales
-    return out
-
-
-@functools.cache
-def _decoding(sharding: NamedSharding, dtype: Any, signed: bool) -> Any:
-    def convert(b: Blocks) -> jax.Array:
-        return decode(jax.tree.map(lambda x: _on_device(x, sharding), b), signed).astype(dtype)
-
-    return jax.jit(convert, out_shardings=sharding)
-
-
-@functools.cache
-def _encoding(codes: NamedSharding, scales: NamedSharding, axis: int, signed: bool) -> Any:
-    def convert(x: jax.Array) -> Blocks:
-        x = _on_device(x, codes)
-        return encode(x, scales_of(x, axis), axis, signed)
-
-    return jax.jit(convert, out_shardings=Blocks(codes, scales))
 
 
 def without_params(state: TrainState) -> TrainState:

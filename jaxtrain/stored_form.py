@@ -1,0 +1,69 @@
+"""Moments that a checkpoint holds in another form than a run wants them: in 8-bit blocks, or not."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from jaxtrain.quantized import SIGNED, Blocks, axis_of, decode, encode, scales_of
+from jaxtrain.state import Tensors, dividing, on_device
+
+_CODES, _SCALES = ".codes", ".scales"
+
+
+def in_stored_form(wanted: Tensors, stored: Mapping[str, Any]) -> Tensors:
+    """What to read of a checkpoint that holds the tensors `stored`, so that `converted` can make the wanted ones of it."""
+    out: Tensors = {}
+    for name, a in wanted.items():
+        base = name.removesuffix(_CODES).removesuffix(_SCALES)
+        if name not in stored and base != name and base in stored:
+            if name.endswith(_CODES):
+                out[base] = jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=a.sharding)
+        elif name not in stored and name + _CODES in stored:
+            out[name + _CODES] = jax.ShapeDtypeStruct(a.shape, jnp.uint8, sharding=a.sharding)
+            shape = stored[name + _SCALES].shape
+            out[name + _SCALES] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=dividing(a.sharding, shape))
+        else:
+            out[name] = a
+    return out
+
+
+def _signed(name: str) -> bool:
+    return SIGNED[next(part for part in name.split(".") if part in SIGNED)]
+
+
+def converted(tensors: Tensors, wanted: Tensors) -> Tensors:
+    """The wanted tensors, of those that `in_stored_form` said to read. Empties `tensors` as it goes."""
+    out: Tensors = {}
+    for name, a in wanted.items():
+        base = name.removesuffix(_CODES).removesuffix(_SCALES)
+        if name in tensors:
+            out[name] = tensors.pop(name)
+        elif name + _CODES in tensors:
+            blocks = Blocks(tensors.pop(name + _CODES), tensors.pop(name + _SCALES))
+            out[name] = _decoding(a.sharding, a.dtype, _signed(name))(blocks)
+        elif name.endswith(_CODES):
+            scales = wanted[base + _SCALES]
+            made = _encoding(a.sharding, scales.sharding, axis_of(a.shape, scales.shape), _signed(name))(tensors.pop(base))
+            out[name], out[base + _SCALES] = made.codes, made.scales
+    return out
+
+
+@functools.cache
+def _decoding(sharding: NamedSharding, dtype: Any, signed: bool) -> Any:
+    def convert(b: Blocks) -> jax.Array:
+        return decode(jax.tree.map(lambda x: on_device(x, sharding), b), signed).astype(dtype)
+
+    return jax.jit(convert, out_shardings=sharding)
+
+
+@functools.cache
+def _encoding(codes: NamedSharding, scales: NamedSharding, axis: int, signed: bool) -> Any:
+    def convert(x: jax.Array) -> Blocks:
+        x = on_device(x, codes)
+        return encode(x, scales_of(x, axis), axis, signed)
+
+    return jax.jit(convert, out_shardings=Blocks(codes, scales))
