@@ -63,6 +63,12 @@ LONG = (
     "test_zero",
     "test_parity",
     "test_context_plans",
+    "test_plan",
+    "test_mistakes",
+    "test_model",
+    "test_fp8",
+    "test_search",
+    "test_train",
 )
 
 
