@@ -265,7 +265,15 @@ def numbers(w: Weight) -> jax.Array:
 
 
 def ticket(w: Weight) -> Any:
-    """A residual that tells a backward rule where a weight's gradient goes: arrays carry dtypes, which residuals may not be."""
+    """A residual that tells a backward rule where a weight's gradient goes: arrays carry dtypes, which residuals may not be.
+
+    Raises TypeError for a weight of a stack whose gradients are added to a sum, where no loop over layers does that.
+    """
+    if isinstance(w, Held) and w.adds is not None:
+        raise TypeError(
+            "gradients of this weight are added to a sum by models/remat.py: run its stack by Plan.run, or leave the "
+            "model's adds_layers False"
+        )
     if isinstance(w, Held):
         return dataclasses.replace(w, value=None, slot=jnp.zeros((0,), w.slot.dtype))
     return jnp.zeros((0,), w.dtype)

@@ -17,7 +17,8 @@ import pytest
 from rich.console import Console
 
 from jaxtrain.plan import numbers
-from jaxtrain.plan.report import figures, page, page_charts, page_kit, terminal
+from jaxtrain.plan.program.traffic import Part
+from jaxtrain.plan.report import figures, page, page_charts, page_kit, terminal, traffic_report
 from jaxtrain.plan.report.live import live
 from jaxtrain.plan.result import Buffer, Collective, Flops, Kernel, Matmuls, Memory, Plan, Rates, Time
 
@@ -301,6 +302,16 @@ def test_the_text_suits_a_terminal_without_unicode_and_names_with_brackets():
     plan = sample(warnings=("bf16[layers] is [bold]replicated[/bold]",))
     assert "bf16[layers] is [bold]replicated[/bold]" in written(plan, encoding="ascii")
     assert "####" in written(plan, encoding="ascii")
+
+
+def test_traffic_stands_beside_the_least_in_a_step_and_in_a_layer():
+    raw = io.StringIO()
+    parts = (Part("norms", 52.24, 38.99, 32), Part("optimizer", 31.9, 32.1), Part("copies and others", 11.7, 0.0))
+    traffic_report.show(parts, Console(file=raw, width=110))
+    assert row(raw.getvalue(), "norms") == ["norms", "52.2", "39.0", "1.34", "1,632", "1,218"]
+    assert row(raw.getvalue(), "optimizer") == ["optimizer", "31.9", "32.1", "0.99"]
+    assert row(raw.getvalue(), "copies")[-3:] == ["11.7", "0", "-"]
+    assert row(raw.getvalue(), "all") == ["all", "95.8", "71.1", "1.35"] and "1.35 x the least" in raw.getvalue()
 
 
 def test_published_runs_bound_what_is_believed():

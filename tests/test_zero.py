@@ -14,7 +14,7 @@ import pytest
 import test_gradients
 
 from jaxtrain import launch
-from jaxtrain.config import Problem, RunConfig
+from jaxtrain.config import ConfigError, Problem, RunConfig
 from jaxtrain.hardware import Devices
 from jaxtrain.parity import compare
 from jaxtrain.plan.compile import compile_step
@@ -263,3 +263,25 @@ def test_a_single_layer_is_the_last_one():
     ours, theirs = helpers.train(helpers.tiny({"mesh.fsdp": 8} | one), 2), helpers.train(helpers.tiny(one), 2)
     np.testing.assert_allclose(ours.loss, theirs.loss, rtol=1e-5)
     np.testing.assert_allclose(ours.grad_norm, theirs.grad_norm, rtol=1e-5)
+
+
+# ---- Gradients that are added layer by layer
+
+
+@pytest.mark.parametrize(
+    "unlike", [{"remat.policy": "dots"}, {"remat.policy": "full", "remat.every": 2}, {"sharding.zero": 1}, {"mesh.fsdp": 1}]
+)
+def test_where_layers_cannot_be_added_one_by_one_it_is_refused(unlike):
+    """It needs layers one by one, or a loop with the last one apart."""
+    asked = {"mesh.fsdp": 2, "train.grad_accum": 2, "train.accumulate": "layer"} | unlike
+    with pytest.raises(ConfigError, match="train.accumulate = 'layer'.*compiler.unroll=true"):
+        helpers.program(helpers.tiny(asked))
+    helpers.program(helpers.tiny(asked | {"compiler.unroll": True}))
+
+
+def test_a_stack_that_nobody_adds_up_is_an_error():
+    """A model that says it adds, and runs its layers by itself, would learn from the last microbatch alone."""
+    run = helpers.tiny({"train.grad_accum": 2, "train.accumulate": "layer", "model.family": "helpers:OwnLoopFamily"})
+    program = helpers.program(run)
+    with pytest.raises(TypeError, match="adds_layers"):
+        program.train_step.lower(program.state, program.batch)

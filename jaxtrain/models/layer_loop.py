@@ -42,16 +42,11 @@ class _Stack:
 
     def put(self, grads: list[jax.Array], parts: list[jax.Array], i: jax.Array | int) -> list[jax.Array]:
         """The gradients with one layer's in its place, or added there."""
-        made = [(dw, adds) for dw, learns, adds in zip(parts, self.learnt, self.adds, strict=True) if learns]
+        made = [(dw[None], adds) for dw, learns, adds in zip(parts, self.learnt, self.adds, strict=True) if learns]
         return [
-            jax.lax.dynamic_update_index_in_dim(
-                g,
-                dw
-                if adds is None
-                else jax.lax.dynamic_slice_in_dim(g, i, 1, allow_negative_indices=False) + dw[None].astype(g.dtype),
-                i,
-                0,
-                allow_negative_indices=False,
+            # As slices, not as layers of one dimension less: of that XLA would make two kernels and a copy between them.
+            jax.lax.dynamic_update_slice_in_dim(
+                g, dw if adds is None else _slice(g, i) + dw.astype(g.dtype), i, 0, allow_negative_indices=False
             )
             for g, (dw, adds) in zip(grads, made, strict=True)
         ]
@@ -80,8 +75,11 @@ class _Stack:
 
 
 def _stack(layers: Any) -> tuple[list[jax.Array], _Stack]:
-    leaves, tree = jax.tree.flatten(layers)
-    weights = jax.tree.leaves(layers, is_leaf=lambda w: isinstance(w, Held))
+    leaves = jax.tree.leaves(layers)
+    weights, whole = jax.tree.flatten(layers, is_leaf=lambda w: isinstance(w, Held))
+    # A layer's own gradient is added to nothing.
+    single = [dataclasses.replace(w, adds=None) if isinstance(w, Held) else w for w in weights]
+    tree = jax.tree.structure(jax.tree.unflatten(whole, single))
     learnt = tuple(learns for _, learns in _leaves_of(weights))
     adds = tuple(w.adds if learns and isinstance(w, Held) else None for w, learns in _leaves_of(weights))
     return leaves, _Stack(tree, learnt, adds)
@@ -92,6 +90,10 @@ def _leaves_of(weights: list[Any]) -> Iterator[tuple[Any, bool]]:
     for w in weights:
         count = len(jax.tree.leaves(w))
         yield from ((w, i == count - 1) for i in range(count))
+
+
+def _slice(w: jax.Array, i: jax.Array | int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(w, i, 1, allow_negative_indices=False)
 
 
 def _at(w: jax.Array, i: jax.Array | int) -> jax.Array:

@@ -261,7 +261,7 @@ def _plan(
         plan = read_plan(compiled, run, topology, name=_name(loaded), overrides=_overrides(loaded))
     if options["hlo"]:
         Path(options["hlo"]).expanduser().write_text(compiled.text)
-    moved = traffic.parts(run, compiled.program, plan.kernels) if options["traffic"] else ()
+    moved = traffic.parts(compiled.run, compiled.program, plan.kernels) if options["traffic"] else ()
     del compiled
     terminal.text(plan, console, published=ratio_range(), steps=run.train.steps)
     if moved:

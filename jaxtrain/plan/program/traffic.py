@@ -46,6 +46,7 @@ PARTS: dict[str, str] = {
     "weights and stacks": r"\b(weight|gradient)\b|layer_loop\.py|remat\.py",
 }
 OTHER = "copies and others"
+OF_LAYERS = ("norms", "rotary", "SwiGLU", "weights and stacks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Part:
     name: str
     counted_gb: float
     least_gb: float
+    times: int = 0  # that a layer runs in a step, for what belongs to layers
 
 
 def parts(run: RunConfig, program: Program, kernels: Sequence[Kernel]) -> tuple[Part, ...]:
@@ -66,7 +68,8 @@ def parts(run: RunConfig, program: Program, kernels: Sequence[Kernel]) -> tuple[
             text = f"{k.op_name} {k.source}"
             name = next((part for part, pattern in PARTS.items() if re.search(pattern, text)), OTHER)
             counted[name] += k.gb
-    return tuple(Part(name, gb, least.get(name, 0.0) / 1e9) for name, gb in counted.items())
+    times = run.model.num_layers * run.train.grad_accum
+    return tuple(Part(name, gb, least.get(name, 0.0) / 1e9, times if name in OF_LAYERS else 0) for name, gb in counted.items())
 
 
 def ratio(found: Sequence[Part]) -> float:
