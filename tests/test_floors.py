@@ -24,7 +24,7 @@ FLOORS = (
     ("placement", ("sharding",)),
     ("arrays", ("kernels.*",)),
     ("models", ("models.*",)),
-    ("the step", ("data.*", "quantized", "optimizer", "loss", "state", "update", "zero", "step", "compiler")),
+    ("the step", ("data.*", "quantized", "optimizer", "loss", "state", "stored_form", "update", "zero", "step", "compiler")),
     (
         "around the step",
         ("checkpoint", "resume", "metrics", "progress", "signals", "profiling", "evaluate", "generate", "sample", "memory"),
