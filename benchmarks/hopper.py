@@ -39,7 +39,7 @@ from jaxtrain.bench.parts import BAD, GOOD, INTERRUPTED, OUT, Node, Outcome, Par
 from jaxtrain.plan import rates
 
 SECONDS = 560  # of a part
-# GiB of a card that parts 2 and 3 need: by plan a step of llama3_8b:half takes 90.7 on a card of 80 GB, where auto keeps
+# GiB of a card that parts 2 and 3 need: by plan a step of llama3_8b:half takes 88.2 on a card of 80 GB, where auto keeps
 # nothing for its backward pass.
 NEED_GIB, LARGE = 100.0, (2, 3)
 

@@ -39,13 +39,13 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.data.seq_len = 8192
 
     # One sequence a GPU at a time. From 16 GPUs on, 256 x 8192 = 2.1 M tokens a step by accumulation. On 8 there is no room for
-    # a second set of gradients: 8 x 8192 = 65 k tokens a step, which suits continued training (init.from). More at once,
-    # at 131.6 GiB and 4% more time a token: train.global_batch=64, train.grad_accum=8, train.accumulate=layer.
+    # a microbatch's gradients beside their sum: 8 x 8192 = 65 k tokens a step, which suits continued training (init.from). More
+    # at once, at 131.6 GiB and 4% more time a token: train.global_batch=64, train.grad_accum=8, train.accumulate=layer.
     config.train.global_batch = max(256, variant.gpus) if variant.gpus >= 16 else variant.gpus
     config.train.grad_accum = config.train.global_batch // variant.gpus
     config.train.steps = 50_000  # 105 B tokens
 
-    # Over all GPUs, of all nodes: one node has no room for the second set of gradients that accumulation needs.
+    # Over all GPUs, of all nodes: one node has no room for the state twice, nor for two sets of gradients.
     config.mesh.data = 1
     config.mesh.fsdp = -1
     # Weights, moments and gradients in float32 would be 16 bytes a parameter: 131 GiB on each of 8 GPUs, of which 134 are

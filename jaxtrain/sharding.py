@@ -219,6 +219,30 @@ class Scaled:
 jax.tree_util.register_dataclass(Scaled, ["value", "scale"], [])
 
 
+@dataclasses.dataclass(eq=False)
+class Sum:
+    """That the gradients of a stack's weight are added to a sum, for one forward pass.
+
+    A loop over layers takes it, once, and for the whole stack: of two runs of the layers each would add its gradients to the
+    sum of all before and return both, and of a part of them the sum of the others would be lost.
+    """
+
+    dtype: jnp.dtype  # of each layer's gradient
+    layers: int
+    taken: bool = False
+
+    def take(self, layers: int) -> jnp.dtype:
+        """The dtype of each layer's gradient. Raises TypeError where the stack is not run whole and once."""
+        if self.taken or layers != self.layers:
+            what = "run twice" if self.taken else f"run in part, {layers} of {self.layers} layers"
+            raise TypeError(f"a stack whose gradients are added layer by layer is {what}: {NOT_ADDED}")
+        self.taken = True
+        return self.dtype
+
+
+NOT_ADDED = "make the model's adds_layers False, or set train.accumulate to microbatch"
+
+
 @dataclasses.dataclass(frozen=True)
 class Held:
     """A weight as a step holds it: the numbers to compute with, and apart from them the place of its gradient.
@@ -231,9 +255,9 @@ class Held:
     slot: Any  # no kernel reads it: the gradient has its shape, dtype and layout (`Placement.home`)
     whole: bool
     late: tuple[str, ...]  # mesh axes over which the gradient is not summed by the backward pass
-    # Of a stack of layers: `slot` is the sum of the microbatches so far, and the stack's gradient is that sum with this one's
-    # added. Each layer's gradient has this dtype. None: the gradient is that of this microbatch.
-    adds: jnp.dtype | None = None
+    # Of a stack of layers whose gradient is to be added up: `slot` is the sum of the microbatches so far, and the stack's
+    # gradient is that sum with this one's added. None: the gradient is that of this microbatch.
+    sum: "Sum | None" = None
 
     def __getitem__(self, key: Any) -> "Held":
         if key is not ...:
@@ -241,7 +265,7 @@ class Held:
         return self
 
 
-jax.tree_util.register_dataclass(Held, ["value", "slot"], ["whole", "late", "adds"])
+jax.tree_util.register_dataclass(Held, ["value", "slot"], ["whole", "late", "sum"])
 Weight = jax.Array | Held
 
 
@@ -267,13 +291,10 @@ def numbers(w: Weight) -> jax.Array:
 def ticket(w: Weight) -> Any:
     """A residual that tells a backward rule where a weight's gradient goes: arrays carry dtypes, which residuals may not be.
 
-    Raises TypeError for a weight of a stack whose gradients are added to a sum, where no loop over layers does that.
+    Raises TypeError for a weight of a stack whose gradients are to be added to a sum, where no loop over layers does that.
     """
-    if isinstance(w, Held) and w.adds is not None:
-        raise TypeError(
-            "gradients of this weight are added to a sum by models/remat.py: run its stack by Plan.run, or leave the "
-            "model's adds_layers False"
-        )
+    if isinstance(w, Held) and w.sum is not None:
+        raise TypeError(f"gradients of a stack are to be added layer by layer, but remat.Plan.run does not run it: {NOT_ADDED}")
     if isinstance(w, Held):
         return dataclasses.replace(w, value=None, slot=jnp.zeros((0,), w.slot.dtype))
     return jnp.zeros((0,), w.dtype)

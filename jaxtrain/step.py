@@ -74,16 +74,18 @@ def make_train_step(
             return value, jax.tree.map(held.pinned, grads, axes)
 
         if batch["tokens"].shape[0] == 1:
-            value, grads = one(jax.tree.map(lambda x: x[0], batch), params)
+            value, grads = one(jax.tree.map(lambda x: x[0], batch), params)  # there is no sum yet, and none is asked for
             with jax.named_scope("reduce"):
                 return value, held.settled(grads, axes)
+
+        def added(before: jax.Array, made: jax.Array, of: Axes) -> jax.Array:
+            return made if held.adds(of) else before + made
 
         def add(carry: tuple[jax.Array, Params], micro: Batch) -> tuple[tuple[jax.Array, Params], None]:
             loss, sums = carry
             value, made = one(micro, sums)
             with jax.named_scope("accumulate"):
-                sums = jax.tree.map(lambda a, made, axes: made if held.adds(axes) else a + made, sums, made, axes)
-                return (loss + value, sums), None
+                return (loss + value, jax.tree.map(added, sums, made, axes)), None
 
         with jax.named_scope("accumulate"):
             zeros = jax.tree.map(held.zero, params, axes)
@@ -182,15 +184,13 @@ def eight_bit_weights(run: RunConfig, definition: Definition) -> Params:
 def adds_layers(run: RunConfig, definition: Definition) -> bool:
     """Whether gradients of layers are added to those of earlier microbatches one by one, in the backward pass.
 
-    Raises ConfigError where that is asked for and cannot be.
+    Raises ConfigError where that is asked for and cannot be: `validate.py` says so earlier, but of a model of one's own.
     """
+    if run.train.grad_accum == 1:
+        return False
     if run.train.accumulate == "layer" and not definition.adds_layers:
-        rule = "gradients are added by layer where layers stand one by one, or the last one apart from a loop over the others"
-        remedy = (
-            "Set compiler.unroll=true, or microbatch here. (The last layer is apart where weights are gathered layer by layer, "
-            "with remat.every=1, and not with remat.policy=dots.)"
-        )
-        raise ConfigError([Problem("train.accumulate", "layer", rule, remedy)])
+        rule = f"the {run.model.family} model does not add gradients layer by layer, as this config has it"
+        raise ConfigError([Problem("train.accumulate", "layer", rule, "Set microbatch.")])
     # In a loop the sum keeps XLA from moving a layer's reduce-scatters into the next iteration, where they would hide.
     return definition.adds_layers and (
         run.compiler.unroll if run.train.accumulate == "auto" else run.train.accumulate == "layer"

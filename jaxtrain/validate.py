@@ -172,6 +172,7 @@ def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
     problems += split
     problems += _clashes(run, table)
     problems += _moments(run, sizes, table, bad)
+    problems += _accumulate(run, table, bad)
     return problems
 
 
@@ -488,6 +489,27 @@ def _moments(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]],
             over = " x ".join(f"mesh.{a} = {sizes[a]}" for a in table[axis])
             rule = f"a block of {size} along {axis} = {length[axis]} would lie on two devices ({over})"
             yield Problem(key, INT8, rule, f"Set bf16, or sizes whose product divides {length[axis] // size}.")
+
+
+def _accumulate(run: RunConfig, table: dict[str, list[str]], bad: set[str]) -> Iterable[Problem]:
+    """Gradients can be added by layer where layers stand one by one, or the last one apart from a loop over the others."""
+    asked = run.train.accumulate == "layer" and run.train.grad_accum > 1 and run.model.family in FAMILIES
+    if not asked or run.compiler.unroll or bad:
+        return
+    rule = ""
+    if (
+        not set(table["embed"]) & {*table["batch"], *table["sequence"]}
+        or run.sharding.zero != 3
+        or run.sharding.gather != "layer"
+    ):
+        rule = "weights are not gathered layer by layer"
+    elif run.remat.policy == "dots" or (run.remat.every > 1 and run.remat.policy != "none"):
+        rule = f"that is not so with remat.policy={run.remat.policy} and remat.every={run.remat.every}"
+    elif run.model.num_layers == 1:
+        rule = "there is one layer"
+    if rule:
+        rule = f"in a loop over layers gradients are added where the last layer stands apart from it, and {rule}"
+        yield Problem("train.accumulate", "layer", rule, "Set microbatch, or compiler.unroll to true.")
 
 
 def _clashes(run: RunConfig, table: dict[str, list[str]]) -> Iterable[Problem]:

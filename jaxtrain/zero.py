@@ -22,7 +22,7 @@ from jaxtrain.config import RunConfig
 from jaxtrain.kernels.dot import Numerics
 from jaxtrain.kernels.fp8 import E4M3, from_bits, scaled, to_bits
 from jaxtrain.models.module import Params
-from jaxtrain.sharding import Axes, Held, Placement, Scaled, summed
+from jaxtrain.sharding import Axes, Held, Placement, Scaled, Sum, summed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Stage:
         """What a microbatch's gradients are taken of: each has the shape, dtype and layout of its weight's gradient.
 
         A weight whose gradient comes back to where it rests is its own slot. The others' are in the type that travels: a
-        gradient is rounded to it once, wherever it is held, and twice as many bytes would say no more. Where the model adds
-        to the sum of the microbatches before, that sum is the slot.
+        gradient is rounded to it once, wherever it is held, and twice as many bytes would say no more. (Once more for a
+        key/value head that several ranks share.) Where the model adds to the sum of the microbatches before, that is the slot.
         """
 
         def slot(w: jax.Array, axes: Axes, sum_: jax.Array) -> jax.Array:
@@ -82,7 +82,8 @@ class Stage:
         def hold(w: jax.Array | Scaled, slot: jax.Array, axes: Axes) -> jax.Array | Held:
             adds = self.adds(axes)
             plain = self._plain(axes) and not isinstance(w, Scaled) and not adds
-            return slot if plain else Held(w, slot, self.whole, self.late(axes), self.numerics.reduce if adds else None)
+            into = Sum(self.numerics.reduce, len(slot)) if adds else None
+            return slot if plain else Held(w, slot, self.whole, self.late(axes), into)
 
         return jax.tree.map(hold, weights, slots, axes, is_leaf=_is_scaled)
 

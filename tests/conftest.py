@@ -9,6 +9,7 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 
+import gc
 import signal
 import time
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ settings.register_profile("thorough", max_examples=100, deadline=None, print_blo
 settings.load_profile("quick")
 
 
-# Linux lets a process map some 65,530 areas, and a program compiled for 8 CPUs takes a thousand of them: XLA aborts at the end.
+# Linux lets a process map some 65,530 areas, and a program compiled for 8 CPUs takes 500 to 1000: XLA aborts at the end.
 MAPPED = Path("/proc/self/maps")
 MOST_MAPPED = 25_000
 
@@ -39,7 +40,12 @@ def programs_make_room() -> Iterator[None]:
     start = time.monotonic()
     yield
     if time.monotonic() - start > 1 and MAPPED.exists() and MAPPED.read_bytes().count(b"\n") > MOST_MAPPED:
+        import helpers
+
+        for held in (helpers.train_step, helpers.program):
+            held.cache_clear()
         jax.clear_caches()
+        gc.collect()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

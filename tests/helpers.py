@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -185,22 +185,39 @@ class WiderFamily:
         return llama.build(dataclasses.replace(model, d_ff=2 * model.d_ff), *args)
 
 
-class OwnLoopFamily:
-    """The llama model with layers in a loop of its own, though it says that it adds their gradients to a sum."""
+def _family(run: Callable[..., jax.Array]) -> Any:
+    """The llama model whose layers are run by `run(plan, body, x, layers, shared, num_layers)`, and which says that it adds
+    their gradients to a sum."""
 
-    @staticmethod
-    def build(*args: Any) -> Any:
-        model = llama.build(*args)
-        model.remat = OwnLoop()
-        return model
+    @dataclasses.dataclass
+    class Layers:
+        plan: Any
+
+        def adds(self, num_layers: int) -> bool:
+            return True
+
+        def run(self, *given: Any) -> jax.Array:
+            return run(self.plan, *given)
+
+    class Family:
+        @staticmethod
+        def build(model: config.Model, kernel: Any, plan: Any, *args: Any) -> Any:
+            made = llama.build(model, kernel, dataclasses.replace(plan, unroll=True), *args)
+            made.remat = Layers(made.remat)
+            return made
+
+    return Family
 
 
-class OwnLoop:
-    def adds(self, num_layers: int) -> bool:
-        return True
-
-    def run(self, body: Any, x: jax.Array, layers: Any, shared: Any, num_layers: int) -> jax.Array:
-        return jax.lax.scan(lambda x, layer: (body(x, layer, shared), None), x, layers)[0]
+OwnLoopFamily = _family(
+    lambda plan, body, x, layers, shared, n: jax.lax.scan(lambda x, one: (body(x, one, shared), None), x, layers)[0]
+)
+TwiceFamily = _family(
+    lambda plan, body, x, layers, shared, n: plan.run(body, plan.run(body, x, layers, shared, n), layers, shared, n)
+)
+HalfFamily = _family(
+    lambda plan, body, x, layers, shared, n: plan.run(body, x, jax.tree.map(lambda w: w[:1], layers), shared, 1)
+)
 
 
 def half_loss(hidden: jax.Array, head: jax.Array, batch: loss.Batch, spec: loss.LossSpec) -> jax.Array:

@@ -274,14 +274,22 @@ def test_a_single_layer_is_the_last_one():
 def test_where_layers_cannot_be_added_one_by_one_it_is_refused(unlike):
     """It needs layers one by one, or a loop with the last one apart."""
     asked = {"mesh.fsdp": 2, "train.grad_accum": 2, "train.accumulate": "layer"} | unlike
-    with pytest.raises(ConfigError, match="train.accumulate = 'layer'.*compiler.unroll=true"):
+    (problem,) = validate_step(helpers.tiny(asked), Devices("cpu", "cpu", asked["mesh.fsdp"], 8.0, "here"))
+    assert problem.key == "train.accumulate" and "compiler.unroll" in problem.remedy
+    with pytest.raises(ConfigError, match="train.accumulate = 'layer'"):
         helpers.program(helpers.tiny(asked))
-    helpers.program(helpers.tiny(asked | {"compiler.unroll": True}))
+    for allowed in ({"compiler.unroll": True}, {"train.grad_accum": 1}):
+        assert not validate_step(helpers.tiny(asked | allowed), Devices("cpu", "cpu", asked["mesh.fsdp"], 8.0, "here"))
+        helpers.program(helpers.tiny(asked | allowed))
 
 
-def test_a_stack_that_nobody_adds_up_is_an_error():
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [("OwnLoopFamily", "does not run it"), ("TwiceFamily", "run twice"), ("HalfFamily", "run in part, 1 of 4 layers")],
+)
+def test_a_stack_that_nobody_adds_up_is_an_error(family, said):
     """A model that says it adds, and runs its layers by itself, would learn from the last microbatch alone."""
-    run = helpers.tiny({"train.grad_accum": 2, "train.accumulate": "layer", "model.family": "helpers:OwnLoopFamily"})
+    run = helpers.tiny({"train.grad_accum": 2, "train.accumulate": "layer", "model.family": f"helpers:{family}"})
     program = helpers.program(run)
-    with pytest.raises(TypeError, match="adds_layers"):
+    with pytest.raises(TypeError, match=f"{said}.*adds_layers"):
         program.train_step.lower(program.state, program.batch)

@@ -26,29 +26,31 @@ class _Stack:
 
     tree: Any
     learnt: tuple[bool, ...]
-    adds: tuple[jnp.dtype | None, ...]  # see `Held.adds`
+    adds_in: tuple[jnp.dtype | None, ...]  # of leaves that are sums, the dtype of what is added; see `sharding.Sum`
 
     def at(self, arrays: Sequence[jax.Array], i: jax.Array | int) -> list[jax.Array]:
         """One layer's. No sums: in their place stands what has the shape and dtype of the layer's gradient."""
-        return [_at(w, i) if adds is None else jnp.zeros(w.shape[1:], adds) for w, adds in zip(arrays, self.adds, strict=True)]
+        return [
+            _at(w, i) if dtype is None else jnp.zeros(w.shape[1:], dtype) for w, dtype in zip(arrays, self.adds_in, strict=True)
+        ]
 
     def begin(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """A stack of gradients without any layer's."""
         return [
-            jnp.zeros_like(w) if adds is None else w
-            for w, learns, adds in zip(arrays, self.learnt, self.adds, strict=True)
+            jnp.zeros_like(w) if dtype is None else w
+            for w, learns, dtype in zip(arrays, self.learnt, self.adds_in, strict=True)
             if learns
         ]
 
     def put(self, grads: list[jax.Array], parts: list[jax.Array], i: jax.Array | int) -> list[jax.Array]:
         """The gradients with one layer's in its place, or added there."""
-        made = [(dw[None], adds) for dw, learns, adds in zip(parts, self.learnt, self.adds, strict=True) if learns]
+        made = [(dw[None], dtype) for dw, learns, dtype in zip(parts, self.learnt, self.adds_in, strict=True) if learns]
         return [
             # As slices, not as layers of one dimension less: of that XLA would make two kernels and a copy between them.
             jax.lax.dynamic_update_slice_in_dim(
-                g, dw if adds is None else _slice(g, i) + dw.astype(g.dtype), i, 0, allow_negative_indices=False
+                g, dw if dtype is None else _slice(g, i) + dw.astype(g.dtype), i, 0, allow_negative_indices=False
             )
-            for g, (dw, adds) in zip(grads, made, strict=True)
+            for g, (dw, dtype) in zip(grads, made, strict=True)
         ]
 
     def cotangents(self, grads: list[jax.Array]) -> list[jax.Array | None]:
@@ -78,11 +80,13 @@ def _stack(layers: Any) -> tuple[list[jax.Array], _Stack]:
     leaves = jax.tree.leaves(layers)
     weights, whole = jax.tree.flatten(layers, is_leaf=lambda w: isinstance(w, Held))
     # A layer's own gradient is added to nothing.
-    single = [dataclasses.replace(w, adds=None) if isinstance(w, Held) else w for w in weights]
+    single = [dataclasses.replace(w, sum=None) if isinstance(w, Held) else w for w in weights]
     tree = jax.tree.structure(jax.tree.unflatten(whole, single))
     learnt = tuple(learns for _, learns in _leaves_of(weights))
-    adds = tuple(w.adds if learns and isinstance(w, Held) else None for w, learns in _leaves_of(weights))
-    return leaves, _Stack(tree, learnt, adds)
+    adds_in = tuple(
+        w.sum.take(len(w.slot)) if learns and isinstance(w, Held) and w.sum else None for w, learns in _leaves_of(weights)
+    )
+    return leaves, _Stack(tree, learnt, adds_in)
 
 
 def _leaves_of(weights: list[Any]) -> Iterator[tuple[Any, bool]]:

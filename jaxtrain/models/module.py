@@ -49,7 +49,8 @@ class Definition:
     """A model without its numbers: `abstract` parameters, their `axes`, which of them are multiplied by `dots`, and `bind` to
     make it callable.
 
-    adds_layers: the model says of itself that stacked parameters may come as `sharding.Held` with `adds`.
+    adds_layers: the model says of itself that stacked parameters may come as `sharding.Held` with a `sum`: it runs each stack
+    whole, once, and by `remat.Plan.run`.
     """
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module]):

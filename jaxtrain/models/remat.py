@@ -69,7 +69,7 @@ class Plan:
         return self.last_apart and num_layers > 1 and self.every_layer and self.policy != "dots"
 
     def adds(self, num_layers: int) -> bool:
-        """Whether the gradients of the layers are added, one by one, to a sum that is there (`Held.adds`)."""
+        """Whether the gradients of the layers are added, one by one, to a sum that is there (`Held.sum`)."""
         return self.unroll or self.apart(num_layers)
 
     @property

@@ -81,7 +81,7 @@ class Transformer(nnx.Module):
 
     @property
     def adds_layers(self) -> bool:
-        """Whether gradients of `layers` are added to the sum of the microbatches so far, where they come as `Held.adds`."""
+        """Whether gradients of `layers` are added to the sum of the microbatches so far, where they come with it."""
         return self.remat.adds(self.model.num_layers)
 
     @property

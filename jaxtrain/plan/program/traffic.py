@@ -56,7 +56,7 @@ class Part:
     name: str
     counted_gb: float
     least_gb: float
-    times: int = 0  # that a layer runs in a step, for what belongs to layers
+    times: int = 0  # that a layer runs in a step, for what belongs to layers (the last norm counts as theirs)
 
 
 def parts(run: RunConfig, program: Program, kernels: Sequence[Kernel]) -> tuple[Part, ...]:

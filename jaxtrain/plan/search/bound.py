@@ -20,7 +20,8 @@ those. All other traffic may hide behind arithmetic, and the bound lets it.
     memory >= state + weights gathered and held + gradients being summed (with more than one microbatch)
               + what remat keeps of every layer
               + max(in the loss: the head, its float32 gradient, one chunk's logits;
-                    in the backward pass: gradients of all layers, the largest weight, what one checkpoint computes again)
+                    in the backward pass: gradients of all layers, of one where they are added to those of the microbatches
+                    before as they come; the largest weight; what one checkpoint computes again)
 """
 
 import dataclasses
@@ -347,8 +348,14 @@ def _memory_bytes(layout: Layout) -> float:
         in_loss = vocab * (m.d_model * (4 if everything_held else 4 + c) + chunk * 4)
     largest = m.d_model * max(m.d_ff / layout.parts("mlp"), m.num_heads * flops.head_dim(m) / layout.parts("heads"))
     largest *= layout.weight_bytes
-    in_backward = 2 * (grads["attention"] + grads["mlp"]) + (0 if layout.held else largest) + tokens * _again_bytes(layout)
+    made = 2 * (grads["attention"] + grads["mlp"]) / (m.num_layers if adds_layers(run) else 1)
+    in_backward = made + (0 if layout.held else largest) + tokens * _again_bytes(layout)
     return held + max(in_loss, in_backward)
+
+
+def adds_layers(run: RunConfig) -> bool:
+    """Whether a microbatch's gradients may never be held whole: where layers stand one by one XLA can do without, too."""
+    return run.train.grad_accum > 1 and (run.compiler.unroll or run.train.accumulate == "layer")
 
 
 def on_device(layout: Layout) -> frozenset[str]:
