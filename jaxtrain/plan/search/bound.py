@@ -348,12 +348,12 @@ def _memory_bytes(layout: Layout) -> float:
         in_loss = vocab * (m.d_model * (4 if everything_held else 4 + c) + chunk * 4)
     largest = m.d_model * max(m.d_ff / layout.parts("mlp"), m.num_heads * flops.head_dim(m) / layout.parts("heads"))
     largest *= layout.weight_bytes
-    made = 2 * (grads["attention"] + grads["mlp"]) / (m.num_layers if adds_layers(run) else 1)
+    made = 2 * (grads["attention"] + grads["mlp"]) / (m.num_layers if may_add_layers(run) else 1)
     in_backward = made + (0 if layout.held else largest) + tokens * _again_bytes(layout)
     return held + max(in_loss, in_backward)
 
 
-def adds_layers(run: RunConfig) -> bool:
+def may_add_layers(run: RunConfig) -> bool:
     """Whether a microbatch's gradients may never be held whole: where layers stand one by one XLA can do without, too."""
     return run.train.grad_accum > 1 and (run.compiler.unroll or run.train.accumulate == "layer")
 
