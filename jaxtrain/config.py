@@ -210,13 +210,19 @@ class Train:
         "auto: layer where compiler.unroll",
     )
     seed: int = key(0, "initial weights")
-    loss: str = key("cross_entropy", "cross_entropy | package.module:name")
+    memory_fraction: float = key(0.0, "part of GPU memory for JAX; 0: all but the reserve for cuDNN, NCCL and the context")
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """What is made small."""
+
+    name: str = key("cross_entropy", "cross_entropy | package.module:name")
     z_loss: float = key(
         0.0,
         "this x log(sum exp(logits))^2 is part of the training loss, also in the log; PaLM has 1e-4; 0: off",
     )
-    loss_chunk: int = key(2048, "tokens per device whose logits exist at one time")
-    memory_fraction: float = key(0.0, "part of GPU memory for JAX; 0: all but the reserve for cuDNN, NCCL and the context")
+    chunk: int = key(2048, "tokens per device whose logits exist at one time")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,6 +351,7 @@ class RunConfig:
     fp8: Fp8 = Fp8()
     data: Data = Data()
     train: Train = Train()
+    loss: Loss = Loss()
     optimizer: Optimizer = Optimizer()
     init: Init = Init()
     eval: Eval = Eval()

@@ -25,7 +25,7 @@ TABLE = (
     Row(("mesh.*", "sharding.*"), "free", "placement; the numbers stay, up to rounding"),
     Row(("attention.*", "remat.*", "compiler.*"), "free", "how the same function is computed"),
     Row(
-        ("train.grad_accum", "train.accumulate", "train.loss_chunk", "train.memory_fraction"),
+        ("train.grad_accum", "train.accumulate", "loss.chunk", "train.memory_fraction"),
         "free",
         "how the same step is computed",
     ),
@@ -50,7 +50,7 @@ TABLE = (
         "another order or cut of the data: some is seen twice, some never",
     ),
     Row(("data.tokenizer",), "ask", "token ids must mean the same tokens: only for the same tokenizer in another place"),
-    Row(("train.loss", "train.z_loss"), "ask", "losses before and after do not compare"),
+    Row(("loss.name", "loss.z_loss"), "ask", "losses before and after do not compare"),
     Row(("model.rope_*",), "ask", "positions mean something else; meant for stretching the context"),
     Row(
         ("model.sliding_window", "model.attention_softcap", "model.logit_softcap", "model.norm_eps"),

@@ -37,7 +37,7 @@ def check_own_names(run: RunConfig) -> None:
     """
     problems = []
     for key, value in config.flatten(config.to_dict(run)):
-        if key not in ("model.family", "train.loss", "optimizer.name", "data.source", "data.eval_source"):
+        if key not in ("model.family", "loss.name", "optimizer.name", "data.source", "data.eval_source"):
             continue
         if key.startswith("data.") and not pipeline.is_custom(value):
             continue  # a path may hold a colon

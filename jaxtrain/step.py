@@ -288,8 +288,8 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
 
     batch = abstract_batch(shape)
 
-    loss_spec = LossSpec(numerics_of(run), placement, run.train.loss_chunk, run.model.logit_softcap, run.train.z_loss)
-    loss = loss_function(run.train.loss)
+    loss_spec = LossSpec(numerics_of(run), placement, run.loss.chunk, run.model.logit_softcap, run.loss.z_loss)
+    loss = loss_function(run.loss.name)
     eight = eight_bit_weights(run, definition)
     held = stage(run, placement, numerics_of(run), DTYPES[run.dtypes.grads], eight, adds_layers(run, definition))
     train_step = make_train_step(

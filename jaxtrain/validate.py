@@ -54,7 +54,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 OPEN_CHOICES: dict[str, tuple[str, ...]] = {
     "model.family": tuple(FAMILIES),
     "optimizer.name": ("adamw",),
-    "train.loss": ("cross_entropy",),
+    "loss.name": ("cross_entropy",),
 }
 # Precisions that people ask for, and why they are not there.
 REFUSED = {
@@ -77,7 +77,7 @@ AT_LEAST: dict[str, float] = {
         (
             *("model.num_layers", "model.d_model", "model.num_heads", "model.num_kv_heads", "model.d_ff", "model.vocab_size"),
             *("model.rope_factor", "model.rope_original_len", "remat.every", "data.seq_len", "data.max_segments"),
-            *("train.steps", "train.global_batch", "train.grad_accum", "train.loss_chunk", "eval.batches", "checkpoint.keep"),
+            *("train.steps", "train.global_batch", "train.grad_accum", "loss.chunk", "eval.batches", "checkpoint.keep"),
             *("log.every_steps", "profile.steps"),
         ),
         1,
@@ -98,7 +98,7 @@ AT_LEAST: dict[str, float] = {
                 "sharding.zero",
                 "attention.ulysses",
                 "log.peak_tflops",
-                "train.z_loss",
+                "loss.z_loss",
                 "sample.max_tokens",
                 "sample.temperature",
                 "sample.seed",

@@ -43,7 +43,7 @@ TINY = {
     "data.seq_len": 64,
     "train.steps": 20,
     "train.global_batch": 16,
-    "train.loss_chunk": 48,  # does not divide the tokens of a device
+    "loss.chunk": 48,  # does not divide the tokens of a device
     "optimizer.lr": 1e-3,
     "optimizer.lr_min": 1e-4,
     "optimizer.warmup_steps": 3,

@@ -154,7 +154,7 @@ def test_several_mistakes_with_an_unreadable_file(tmp_path):
         (["--config.lr=1"], "Did you mean optimizer.lr?"),
         (["--config.train.seq_len=1"], "Did you mean data.seq_len?"),
         (["--config.model.family=lama"], "Did you mean llama?"),
-        (["--config.train.loss=nothere.losses:mine"], "module 'nothere.losses' is not found"),
+        (["--config.loss.name=nothere.losses:mine"], "module 'nothere.losses' is not found"),
         (["--config.model.num_layers=0"], "must be at least 1"),
         (["--config.train.memory_fraction=1.5"], "must be at most 1"),
         (["--config.optimizer.beta2=1"], "must be below 1"),

@@ -85,9 +85,9 @@ PROGRAM: dict[str, tuple[Any, dict[str, Any]]] = {
     "train.global_batch": (8, {}),
     "train.grad_accum": (2, {}),
     "train.accumulate": ("microbatch", {"train.grad_accum": 2, "compiler.unroll": True}),
-    "train.loss": ("helpers:half_loss", {}),
-    "train.loss_chunk": (16, {}),
-    "train.z_loss": (1e-3, {}),
+    "loss.name": ("helpers:half_loss", {}),
+    "loss.chunk": (16, {}),
+    "loss.z_loss": (1e-3, {}),
     "compiler.unroll": (True, {}),
     "train.steps": (40, {}),  # the schedule ends with the last step
     "optimizer.name": ("helpers:slower_adamw", {}),

@@ -367,8 +367,8 @@ def test_every_saving_is_found():
 
     assert of().keys() == {"remat.policy=full", "dtypes.m=bf16", "dtypes.v=bf16"}
     assert of()["dtypes.m=bf16"] == {"dtypes.m": "f32"}
-    more = of("remat.every=2", "train.loss_chunk=1024", "dtypes.grads=bf16", "mesh.tensor=2", "train.global_batch=16")
-    assert more["remat.every=2"] == {"remat.every": 1} and more["train.loss_chunk=1024"] == {"train.loss_chunk": 2048}
+    more = of("remat.every=2", "loss.chunk=1024", "dtypes.grads=bf16", "mesh.tensor=2", "train.global_batch=16")
+    assert more["remat.every=2"] == {"remat.every": 1} and more["loss.chunk=1024"] == {"loss.chunk": 2048}
     assert more["mesh.tensor=2"] == {"mesh.fsdp": -1, "mesh.tensor": 1} and "dtypes.grads=bf16" in more
     # The next step up the ladder keeps one more and no fewer, over as many layers.
     step = more["remat.policy=full"]
@@ -497,7 +497,7 @@ def test_an_empty_value_can_be_seen():
 def test_a_model_that_does_not_fit_is_made_to(tmp_path):
     """With everything kept the step takes more than the part of the card that it may have; with full remat it fits."""
     machine = topology.parse("h100:1")
-    small = ("model.num_layers=4", "data.seq_len=4096", "train.global_batch=1", "train.loss_chunk=2048")
+    small = ("model.num_layers=4", "data.seq_len=4096", "train.global_batch=1", "loss.chunk=2048")
     run, kept = tiny(*small, "train.memory_fraction=0.002", "remat.policy=none"), Cache(tmp_path)
     legal = space.training_check(machine)
 

@@ -35,7 +35,7 @@ def load(*overrides: str, file: str = "configs/llama3_8b.py") -> config.RunConfi
 def tiny(*overrides: str) -> config.RunConfig:
     """Small enough to be compiled in seconds, with few layouts."""
     sizes = ("num_layers=2", "d_model=256", "num_heads=4", "num_kv_heads=2", "head_dim=64", "d_ff=512", "vocab_size=1024")
-    batch = ("data.seq_len=256", "train.global_batch=8", "train.grad_accum=1", "train.loss_chunk=256", "mesh.fsdp=-1")
+    batch = ("data.seq_len=256", "train.global_batch=8", "train.grad_accum=1", "loss.chunk=256", "mesh.fsdp=-1")
     return load(*(f"model.{s}" for s in sizes), *batch, "remat.policy=full", "remat.tensors=", *overrides)
 
 
@@ -489,7 +489,7 @@ def test_own_code_is_part_of_the_key(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     file = tmp_path / "my_loss_for_the_key.py"
     file.write_text("def loss(*a): return 1")
-    run = load("train.loss=my_loss_for_the_key:loss")
+    run = load("loss.name=my_loss_for_the_key:loss")
     key = Cache(tmp_path).key(run, H200, None)
     file.write_text("def loss(*a): return 2")
     assert Cache(tmp_path).key(run, H200, None) != key

@@ -207,7 +207,7 @@ def test_own_names_that_are_wrong(config: Path, tmp_path: Path, capsys: pytest.C
     wrong = {"train__loss": "own:hlaved", "optimizer__name": "own:sings", "data__source": "own:Suorce"}
     assert runs.train(config, workdir, **wrong) == 2
     said = capsys.readouterr().err
-    for key, name in (("train.loss", "hlaved"), ("optimizer.name", "sings"), ("data.source", "Suorce")):
+    for key, name in (("loss.name", "hlaved"), ("optimizer.name", "sings"), ("data.source", "Suorce")):
         assert f"{key} = 'own:{name}': {tmp_path}/own.py defines no {name}" in said
     (tmp_path / "broken.py").write_text("import no_such_module_anywhere\n")
     assert runs.train(config, workdir, train__loss="broken:loss") == 2

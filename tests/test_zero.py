@@ -252,7 +252,7 @@ def test_what_a_stage_moves(stage, data, accum):
     ],
 )
 def test_a_loss_of_ones_own_has_the_whole_head_however_it_is_held(layout):
-    own = {"train.loss": "helpers:whole_logits_loss", "model.num_layers": 1}
+    own = {"loss.name": "helpers:whole_logits_loss", "model.num_layers": 1}
     ours, theirs = helpers.train(helpers.tiny(layout | own), 2), helpers.train(helpers.tiny({"model.num_layers": 1}), 2)
     np.testing.assert_allclose(ours.loss, theirs.loss, rtol=1e-5)
     np.testing.assert_allclose(ours.grad_norm, theirs.grad_norm, rtol=1e-5)

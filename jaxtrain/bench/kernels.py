@@ -113,8 +113,8 @@ def loss(device: Any, sizes: Sizes) -> Iterator[Work]:
 
     T, D, V = sizes.loss
     run = one_device()
-    spec = LossSpec(numerics_of(run), make_placement(run, [device]), run.train.loss_chunk, 0.0)
-    function = loss_function(run.train.loss)
+    spec = LossSpec(numerics_of(run), make_placement(run, [device]), run.loss.chunk, 0.0)
+    function = loss_function(run.loss.name)
 
     def body(constants: Any, hidden_BTD: jax.Array) -> jax.Array:
         head_VD, batch = constants

@@ -59,7 +59,7 @@ def refusal(base: Sequence[str], count: int, python: str) -> list[Problem]:
             out.append(Problem(f"model.{key}", given, "transformers' Llama has no such thing", f"Set {value}."))
     for key, value, known in (
         ("model.family", model.family, ("llama",)),
-        ("train.loss", run.train.loss, ("cross_entropy",)),
+        ("loss.name", run.loss.name, ("cross_entropy",)),
         ("optimizer.name", run.optimizer.name, ("adamw",)),
         ("precision", run.precision, ("bf16", "f32")),
     ):

@@ -31,7 +31,7 @@ Does every layout take the same steps? Trains the same few on each, from the sam
   --meshes=LAYOUT,...      axes with their sizes joined by x, and further keys, each after a slash:
                            fsdp8, fsdp4xtensor2, data2xfsdp2xseq2, fsdp8/sharding.zero=1, seq8/attention.context=ulysses
                            `one` is a single device. The first is what the others are compared with. Keys: sharding.*,
-                           attention.*, remat.*, dtypes.*, compiler.*, train.grad_accum, train.accumulate, train.loss_chunk.
+                           attention.*, remat.*, dtypes.*, compiler.*, train.grad_accum, train.accumulate, loss.chunk.
                            Default, of which what the config cannot be is left out: {default}
   --steps=3                steps to train
   --dtype=f32|bf16|fp8     f32: every type float32; bf16, fp8: that precision. Default: as the config says

@@ -21,7 +21,7 @@ from jaxtrain.validate import validate_step
 DEFAULT = "one,data8,fsdp8,data2xfsdp4,fsdp4xtensor2,data2xfsdp2xtensor2,fsdp4xseq2,fsdp2xtensor2xseq2"
 FORM = "one, or axes with their sizes joined by x, such as fsdp4xtensor2, and further keys, as in fsdp8/sharding.zero=1"
 # What a layout may change: how a step is computed, not what it computes.
-FREE = ("sharding.", "attention.", "remat.", "dtypes.", "compiler.", "train.grad_accum", "train.accumulate", "train.loss_chunk")
+FREE = ("sharding.", "attention.", "remat.", "dtypes.", "compiler.", "train.grad_accum", "train.accumulate", "loss.chunk")
 FLOAT32 = ("precision=f32", "fp8.exclude=", *(f"dtypes.{name}=f32" for name in ("params", "m", "v", "grads", "reduce")))
 
 

@@ -184,8 +184,8 @@ def _tagged(run: RunConfig, program: Program) -> dict[tuple[str, str], Named]:
     """The same arrays with their logical axes: the loss is traced once more, with constraints that carry them."""
     placement = layouts.tagged(program.placement)
     definition = make_definition(run, placement, Kernel(program.attention, attention_spec(run), Split(program.context)))
-    spec = LossSpec(numerics_of(run), placement, run.train.loss_chunk, run.model.logit_softcap)
-    loss = loss_function(run.train.loss)
+    spec = LossSpec(numerics_of(run), placement, run.loss.chunk, run.model.logit_softcap)
+    loss = loss_function(run.loss.name)
 
     def loss_of(params: Any, micro: Any) -> jax.Array:
         model = definition.bind(params)

@@ -237,7 +237,7 @@ def _memory_bound_s(layout: Layout, rates: Rates) -> float:
     norms = 2 * (2 + 3) * m.d_model / layout.parts("residual")
     swiglu = (3 + 5) * m.d_ff / layout.parts("mlp", "sequence")
     moved += layout.tokens * m.num_layers * c * (norms + swiglu)
-    if run.train.loss == "cross_entropy":
+    if run.loss.name == "cross_entropy":
         moved += layout.tokens * (4 + c) * m.vocab_size / layout.parts("vocab", "sequence")
     return moved / (rates.memory_tb_s * 1e12)
 
@@ -341,10 +341,10 @@ def _memory_bytes(layout: Layout) -> float:
     tokens = layout.tokens / micro
     held += tokens * saved_bytes(layout)
 
-    vocab, chunk = m.vocab_size / layout.parts("vocab"), min(run.train.loss_chunk, tokens / layout.parts("sequence"))
+    vocab, chunk = m.vocab_size / layout.parts("vocab"), min(run.loss.chunk, tokens / layout.parts("sequence"))
     everything_held = layout.held == sum(layout.whole.values())
     in_loss = 0.0
-    if run.train.loss == "cross_entropy":
+    if run.loss.name == "cross_entropy":
         in_loss = vocab * (m.d_model * (4 if everything_held else 4 + c) + chunk * 4)
     largest = m.d_model * max(m.d_ff / layout.parts("mlp"), m.num_heads * flops.head_dim(m) / layout.parts("heads"))
     largest *= layout.weight_bytes

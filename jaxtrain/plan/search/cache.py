@@ -44,7 +44,7 @@ OTHER_CODE = (
     *("plan.__main__", "plan.calibrate", "plan.expect", "plan.known", "plan.report", "plan.search"),
 )
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt", "flax", "optax")
-OWN = ("model.family", "train.loss", "optimizer.name")  # keys that may name a user's code
+OWN = ("model.family", "loss.name", "optimizer.name")  # keys that may name a user's code
 
 
 @dataclasses.dataclass(frozen=True)

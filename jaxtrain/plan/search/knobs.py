@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from jaxtrain import activations, config
-from jaxtrain.config import RunConfig, Train
+from jaxtrain.config import Loss, RunConfig
 from jaxtrain.models import FAMILIES
 from jaxtrain.plan.result import Plan, Rates
 from jaxtrain.plan.search.bound import BYTES, Layout, bound, ladder, may_add_layers, mesh_sizes, moment_bytes, saved_bytes
@@ -106,8 +106,8 @@ def _larger_accumulation(run: RunConfig, topology: Topology, rates: Rates) -> li
 
 
 def _chunks(run: RunConfig) -> list[Overrides]:
-    halves = itertools.takewhile(lambda c: c >= SMALLEST_CHUNK, (run.train.loss_chunk // 2**n for n in itertools.count(1)))
-    return [(("train.loss_chunk", chunk),) for chunk in halves]
+    halves = itertools.takewhile(lambda c: c >= SMALLEST_CHUNK, (run.loss.chunk // 2**n for n in itertools.count(1)))
+    return [(("loss.chunk", chunk),) for chunk in halves]
 
 
 def _stages(run: RunConfig) -> list[Overrides]:
@@ -191,9 +191,9 @@ def savings(run: RunConfig, topology: Topology, rates: Rates, check: Check) -> l
             found.append(Saving(f"dtypes.{name}={stored}", ((f"dtypes.{name}", "f32"),)))
     if run.optimizer.offload != "none":
         found.append(Saving(f"optimizer.offload={run.optimizer.offload}", (("optimizer.offload", "none"),)))
-    chunk, usual = run.train.loss_chunk, Train().loss_chunk
+    chunk, usual = run.loss.chunk, Loss().chunk
     if chunk < usual:
-        found.append(Saving(f"train.loss_chunk={chunk}", (("train.loss_chunk", usual),), f"at {usual}"))
+        found.append(Saving(f"loss.chunk={chunk}", (("loss.chunk", usual),), f"at {usual}"))
     sizes = mesh_sizes(run, topology)
     if sizes["tensor"] > 1:
         fsdp = sizes["fsdp"] * sizes["tensor"]
