@@ -17,6 +17,7 @@ document borders, and what rematerialisation computes again is in HFU only.
 
 import dataclasses
 
+from jaxtrain import windows
 from jaxtrain.activations import kept
 from jaxtrain.config import Model, Remat
 
@@ -55,14 +56,17 @@ def gemms(model: Model) -> dict[str, float]:
 
 
 def attention(model: Model, seq_len: int) -> Flops:
-    """Forward FLOPs per token of one layer's attention, without its projections.
+    """Forward FLOPs per token of one layer's attention, the mean of all layers, without its projections.
 
     A sliding window of W limits the causal count to W - W^2 / 2T positions, which is T / 2 at W = T. The full convention
     knows no masks: it counts T.
     """
-    window = min(model.sliding_window or seq_len, seq_len)
+    causal = 0.0
+    for kind, layers in windows.layers_by_kind(model):
+        window = min(windows.window(model, kind) or seq_len, seq_len)
+        causal += layers / model.num_layers * (window - window**2 / (2 * seq_len))
     per_position = 4 * model.num_heads * head_dim(model)
-    return Flops(per_position * (window - window**2 / (2 * seq_len)), per_position * seq_len)
+    return Flops(per_position * causal, per_position * seq_len)
 
 
 def forward(model: Model, seq_len: int) -> Flops:
@@ -83,10 +87,10 @@ def recompute(model: Model, remat: Remat, seq_len: int) -> Flops:
 
     - q, k, v where they are not kept;
     - the attention kernel unless both its output and its log-sum-exp are kept;
-    - wo unless its output, or the residual stream after it, is kept;
+    - wo unless its output is kept, or the residual stream after it; with post_norms, whose backward pass reads it, its output;
     - gate and up where they are not kept;
     - down in the layers whose output is the next layer's input under the same checkpoint, so not in the last layer of each
-      `remat.every`: nothing in the backward pass reads the output of the last one, and XLA drops it.
+      `remat.every`: nothing in the backward pass reads the output of the last one, and XLA drops it; with post_norms in all.
 
     This holds for a fused attention kernel with its own backward pass (cuDNN). Left out, as in the usual definition: what
     that backward pass computes again inside itself.
@@ -96,14 +100,14 @@ def recompute(model: Model, remat: Remat, seq_len: int) -> Flops:
     have = kept(remat)
     cost = gemms(model)
     linear = sum(cost[name] for name in ("q", "k", "v", "mlp_gate", "mlp_up") if name not in have)
-    if not have & {"attention_proj", "residual"}:
+    if not have & ({"attention_proj"} if model.post_norms else {"attention_proj", "residual"}):
         linear += cost["attention_proj"]
     total = Flops(linear, linear)
     if not {"attention_out", "attention_lse"} <= have:
         total += attention(model, seq_len)
     total *= model.num_layers
     if "mlp_down" not in have:
-        inner = model.num_layers - -(-model.num_layers // remat.every)
+        inner = model.num_layers - (0 if model.post_norms else -(-model.num_layers // remat.every))
         total += Flops(cost["mlp_down"], cost["mlp_down"]) * inner
     return total
 
@@ -131,7 +135,7 @@ def parameters(model: Model) -> dict[str, int]:
         "embedding": model.vocab_size * d,
         "attention": layers * attention_params,
         "mlp": layers * 3 * d * model.d_ff,
-        "norms": layers * 2 * d + d,
+        "norms": layers * (4 if model.post_norms else 2) * d + d,
         "head": 0 if model.tied_head else model.vocab_size * d,
     }
     return parts | {"total": sum(parts.values())}

@@ -21,7 +21,7 @@ from jaxtrain.models.module import Params
 from jaxtrain.models.transformer import empty_cache
 from jaxtrain.sharding import Placement, make_placement, replicated
 from jaxtrain.state import TrainState, abstract_tensors, from_tensors
-from jaxtrain.step import attention_spec, hardware_of, make_definition
+from jaxtrain.step import attention_specs, hardware_of, make_definition
 
 # Axes of activations, which hold one sequence here: too little to split.
 WHOLE = ("batch", "sequence", "residual")
@@ -35,10 +35,12 @@ class Sampler:
         self.placement = dataclasses.replace(placement, rules=rules)
         # The rows of a cache are one document each; queries are the newest tokens only, which flash kernels do not do.
         # No token sees farther back than tokens did in training: rotary angles beyond that were never learnt.
-        window = min(run.model.sliding_window or run.data.seq_len, run.data.seq_len)
-        spec = dataclasses.replace(attention_spec(run), packed=True, cached=True, window=window)
-        name, _ = attention.choose("auto", spec, hardware_of(placement.mesh.devices.flat[0]), seq_len=1)
-        self.definition = make_definition(run, self.placement, Kernel(name, spec))
+        specs = tuple(
+            dataclasses.replace(spec, packed=True, cached=True, window=min(spec.window or run.data.seq_len, run.data.seq_len))
+            for spec in attention_specs(run)
+        )
+        name, _ = attention.choose("auto", [(spec, 1) for spec in specs], hardware_of(placement.mesh.devices.flat[0]))
+        self.definition = make_definition(run, self.placement, Kernel(name, specs))
         self.run = run
         self._dtype = DTYPES[run.compute]
         self._extend = jax.jit(self._step, static_argnums=(5, 6), donate_argnums=1)

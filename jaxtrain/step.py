@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain import auto_remat, precision
+from jaxtrain import auto_remat, precision, windows
 from jaxtrain.activations import kept
 from jaxtrain.config import Compiler, ConfigError, Problem, Remat, RunConfig
 from jaxtrain.context import Context, make_context
@@ -217,11 +217,13 @@ def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Def
     return Definition(lambda rngs: module.build(run.model, kernel, plan, ctx, rngs))
 
 
-def attention_spec(run: RunConfig) -> attention.Spec:
-    """What training asks of the attention kernel."""
+def attention_specs(run: RunConfig) -> tuple[attention.Spec, ...]:
+    """What training asks of the attention kernel, for each kind of layer (`models.attention.layer_kinds`)."""
     m, packed = run.model, run.data.packing == "documents"
-    return attention.Spec(
-        m.head_dim, run.compute, packed, run.data.max_segments if packed else 1, m.sliding_window, m.attention_softcap
+    segments = run.data.max_segments if packed else 1
+    return tuple(
+        attention.Spec(m.head_dim, run.compute, packed, segments, windows.window(m, kind), m.attention_softcap)
+        for kind in dict.fromkeys(windows.kinds(m))
     )
 
 
@@ -236,15 +238,19 @@ def context_of(run: RunConfig, placement: Placement) -> Context:
 
 def choose_kernel(run: RunConfig, context: Context, device: Any) -> tuple[Kernel, str]:
     """The attention kernel for training on devices like this one, and why it was chosen."""
-    split, spec = Split(context), attention_spec(run)
+    split, specs = Split(context), attention_specs(run)
     places = run.data.seq_len // context.ring
-    asked = window.inner_spec(spec) if context.ring > 1 and window.applies(spec, places, split) else spec
-    # A place of the ring computes a chunk at a time against a chunk.
-    longest = places // 2 if context.ring > 1 else run.data.seq_len
-    if asked is not spec:
-        longest += window.halo_tokens(spec, places // 2, split)
-    name, reason = attention.choose(run.attention.impl, asked, hardware_of(device), longest)
-    return Kernel(name, spec, split), reason
+
+    def asked(spec: attention.Spec) -> tuple[attention.Spec, int]:
+        if context.ring == 1:
+            return spec, run.data.seq_len
+        # A place of the ring computes a chunk at a time against a chunk.
+        if not window.applies(spec, places, split):
+            return spec, places // 2
+        return window.inner_spec(spec), places // 2 + window.halo_tokens(spec, places // 2, split)
+
+    name, reason = attention.choose(run.attention.impl, [asked(spec) for spec in specs], hardware_of(device))
+    return Kernel(name, specs, split), reason
 
 
 def less_kept(run: RunConfig, program: Program, taken_gib: float, usable_gib: float) -> RunConfig | None:

@@ -210,13 +210,13 @@ def _family(run: Callable[..., jax.Array]) -> Any:
 
 
 OwnLoopFamily = _family(
-    lambda plan, body, x, layers, shared, n: jax.lax.scan(lambda x, one: (body(x, one, shared), None), x, layers)[0]
+    lambda plan, body, x, layers, shared, kinds: jax.lax.scan(lambda x, one: (body(x, one, shared, 0), None), x, layers)[0]
 )
 TwiceFamily = _family(
-    lambda plan, body, x, layers, shared, n: plan.run(body, plan.run(body, x, layers, shared, n), layers, shared, n)
+    lambda plan, body, x, layers, shared, kinds: plan.run(body, plan.run(body, x, layers, shared, kinds), layers, shared, kinds)
 )
 HalfFamily = _family(
-    lambda plan, body, x, layers, shared, n: plan.run(body, x, jax.tree.map(lambda w: w[:1], layers), shared, 1)
+    lambda plan, body, x, layers, shared, kinds: plan.run(body, x, jax.tree.map(lambda w: w[:1], layers), shared, kinds[:1])
 )
 
 

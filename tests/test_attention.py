@@ -47,14 +47,14 @@ PRIVATE = (
 )
 def test_a_kernel_that_cannot_is_refused_by_name(name, asked, hardware, reason):
     with pytest.raises(ValueError, match=reason) as error:
-        choose(name, asked, hardware, 4096)
+        choose(name, [(asked, 4096)], hardware)
     assert f"attention.impl = '{name}'" in str(error.value)
     assert "attention.impl=auto" in str(error.value)
 
 
 def test_unknown_kernel():
     with pytest.raises(ValueError, match="no such kernel.*reference"):
-        choose("flash", BF16, H100, 4096)
+        choose("flash", [(BF16, 4096)], H100)
 
 
 @pytest.mark.parametrize(
@@ -73,14 +73,14 @@ def test_unknown_kernel():
     ],
 )
 def test_auto_takes_the_first_that_can_and_says_why(asked, hardware, seq_len, taken, because):
-    name, why = choose("auto", asked, hardware, seq_len)
+    name, why = choose("auto", [(asked, seq_len)], hardware)
     assert name == taken
     assert because in why
 
 
 def test_pallas_on_a_cpu_is_taken_by_name_only():
-    assert choose("pallas", BF16, CPU, 4096) == ("pallas", "as configured; interpreted here, which is for tests, and slow")
-    assert "pallas needs a GPU" in choose("auto", BF16, CPU, 4096)[1]
+    assert choose("pallas", [(BF16, 4096)], CPU) == ("pallas", "as configured; interpreted here, which is for tests, and slow")
+    assert "pallas needs a GPU" in choose("auto", [(BF16, 4096)], CPU)[1]
 
 
 # ---- cuDNN, as far as it goes without a GPU

@@ -212,12 +212,12 @@ def test_pallas_over_a_mesh_as_models_call_it():
     """Rows over data and fsdp, heads over tensor; tiles as they are on GPUs, one row with its tokens in any order."""
     sharded = helpers.tiny({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2})
     p, b = make_placement(sharded, helpers.devices_of(sharded)), bucket(200, 4, 2, 16, "bf16")
-    kernel = Kernel("pallas", b.spec)
+    kernel = Kernel("pallas", (b.spec,))
 
     @jax.jit
     def both(q, k, v, do, segments, positions):
         prepared = kernel.prepare(Rows(segments, positions, segments, positions), p)
-        o, back = jax.vjp(lambda q, k, v: kernel(q, k, v, prepared, p), q, k, v)
+        o, back = jax.vjp(lambda q, k, v: kernel(q, k, v, prepared, 0, p), q, k, v)
         return o, *back(do)
 
     arrays = [np.concatenate([x, y]) for x, y in zip(values(b, 0, 1.0), values(b, 1, 1.0), strict=True)]

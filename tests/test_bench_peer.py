@@ -14,7 +14,7 @@ from jaxtrain import hardware, launch
 from jaxtrain.bench import __main__ as command
 from jaxtrain.bench import parts, peer, report, suite
 from jaxtrain.bench.measure import DATA
-from jaxtrain.models.llama import HF_NAMES
+from jaxtrain.models.llama import NAMES
 from jaxtrain.plan import rates
 from jaxtrain.validate import validate_step
 
@@ -30,7 +30,7 @@ PEER = [
 
 def test_tensors_go_over_as_transformers_has_them():
     sizes = {"D": 6, "N": 4, "K": 2, "H": 3, "V": 7, "F": 5}
-    for ours, theirs in HF_NAMES.items():
+    for ours, theirs in NAMES.items():
         array = np.random.default_rng(0).normal(size=[sizes[a] for a in theirs.ours.split()])
         name, turned = peer.to_hf(ours.replace("{i}", "1"), array)
         assert name == theirs.name.replace("{i}", "1") and turned.ndim == (1 if turned.ndim == 1 else 2)

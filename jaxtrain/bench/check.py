@@ -146,7 +146,7 @@ def attention_case(
     T, N, K, H, window, packed = shape
     device = jax.devices()[0]
     spec = attention.Spec(H, dtype, packed, 32 if packed else 1, window, softcap)
-    attention.choose(kernel_name, spec, hardware_of(device), T)
+    attention.choose(kernel_name, [(spec, T)], hardware_of(device))
     placement = make_placement(RunConfig(mesh=Mesh(fsdp=1)), [device])
     segments, positions = documents(T, packed, seed=T + N + H)
     rows = attention.Rows(*(jnp.asarray(x) for x in (segments, positions, segments, positions)))
@@ -156,10 +156,10 @@ def attention_case(
         for key, heads in zip(keys, (N, K, K, N), strict=True)
     )
 
-    kernel = Kernel(kernel_name, spec)
+    kernel = Kernel(kernel_name, (spec,))
 
     def whole(q, k, v):
-        return kernel(q, k, v, kernel.prepare(rows, placement), placement)
+        return kernel(q, k, v, kernel.prepare(rows, placement), 0, placement)
 
     @jax.jit
     def measured(q, k, v, do):

@@ -27,7 +27,7 @@ from jaxtrain.bench.case import run as run_program
 from jaxtrain.bench.measure import compiled, devices_for, open_rows, rates, spread, start
 from jaxtrain.bench.report import Folder
 from jaxtrain.config import Problem, RunConfig
-from jaxtrain.models.llama import HF_NAMES, HfTensor
+from jaxtrain.models.hugging_face import COMMON, HfTensor
 
 SCRIPT = launch.REPO / "benchmarks" / "peer_torch.py"
 # One document a row: what PyTorch's causal kernels compute.
@@ -87,7 +87,7 @@ def to_hf(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
     """Name and value of one of our tensors ("layers.0.attention.wq") in transformers."""
     parts = name.split(".")
     layer = parts[1] if parts[0] == "layers" else ""
-    tensor: HfTensor = HF_NAMES[name if not layer else ".".join(["layers", "{i}", *parts[2:]])]
+    tensor: HfTensor = COMMON[name if not layer else ".".join(["layers", "{i}", *parts[2:]])]
     ours, theirs = tensor.ours.split(), tensor.theirs.replace("(", "").replace(")", "").split()
     turned = array.transpose([ours.index(axis) for axis in theirs])
     if "(" in tensor.theirs:  # the merged axes stand side by side

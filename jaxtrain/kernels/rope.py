@@ -25,14 +25,20 @@ def llama3_scaling(freq: jax.Array, factor: float, low: float, high: float, orig
     return freq * (keep + (1 - keep) / factor)
 
 
+def linear_scaling(freq: jax.Array, factor: float) -> jax.Array:
+    """All pairs turn `factor` times slower (Chen et al. 2023, arXiv:2306.15595)."""
+    return freq / factor
+
+
 def tables(positions_BT: jax.Array, freq: jax.Array) -> tuple[jax.Array, jax.Array]:
     """cos and sin of every angle, each f32 (B, T, H/2)."""
     angles = positions_BT.astype(jnp.float32)[..., None] * freq[None, None, :]
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def rotate(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate each pair (x[i], x[i + H/2]) by its angle; computed in f32, returned in x's dtype."""
-    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+def rotate(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array, factor: float = 1.0) -> jax.Array:
+    """Rotate each pair (x[i], x[i + H/2]) by its angle, times `factor`; computed in f32, returned in x's dtype."""
+    x_f32 = x_BTNH.astype(jnp.float32)
+    a, b = jnp.split(x_f32 if factor == 1.0 else x_f32 * factor, 2, axis=-1)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)

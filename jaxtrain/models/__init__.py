@@ -4,9 +4,15 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-# model.family -> module with PRESETS, HF_NAMES and build(). A new family is one file and one line here.
+# model.family -> module with PRESETS, STRUCTURE, build(), and what Hugging Face calls it all (models/hugging_face.py): NAMES,
+# MODEL_TYPE, ARCHITECTURE, read(), write(). A new family is one file and one line here.
 FAMILIES = {
     "llama": "jaxtrain.models.llama",
+    "mistral": "jaxtrain.models.mistral",
+    "qwen2": "jaxtrain.models.qwen2",
+    "qwen3": "jaxtrain.models.qwen3",
+    "gemma2": "jaxtrain.models.gemma2",
+    "gemma3": "jaxtrain.models.gemma3",
 }
 
 

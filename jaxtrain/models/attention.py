@@ -1,6 +1,8 @@
 """Grouped-query attention: projections, rotary positions, and the call of the kernel, with or without a cache."""
 
 import dataclasses
+import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -9,11 +11,13 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain import windows
 from jaxtrain.config import Model
 from jaxtrain.kernels import context, rope
 from jaxtrain.kernels.attention import Rows, Spec, implementation
 from jaxtrain.kernels.context.split import Split
 from jaxtrain.kernels.dot import add_bias, dot
+from jaxtrain.models.layer_loop import Kind
 from jaxtrain.models.layers import Context, RMSNorm
 from jaxtrain.models.module import constant, normal, param
 from jaxtrain.sharding import Axes, Held, Placement, Scaled, Weight, is_whole
@@ -27,21 +31,31 @@ def kv_copies(model: Model, placement: Placement) -> int:
     return max(1, placement.size(placement.mesh_axes("kv_heads")) // model.num_kv_heads)
 
 
+def layer_kinds(model: Model) -> tuple[int, ...]:
+    """For each layer, which of the model's kinds of layers it is: an index into `Kernel.specs`."""
+    letters = windows.kinds(model)
+    known = list(dict.fromkeys(letters))
+    return tuple(known.index(letter) for letter in letters)
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """The chosen attention kernel, what it was asked for, and how the sequence is split among devices."""
 
     name: str
-    spec: Spec
+    specs: tuple[Spec, ...]  # of each kind of layer; they differ in their windows
     split: Split = Split()
 
-    def prepare(self, rows: Rows, placement: Placement) -> Any:
-        """What the kernel wants to know of a batch, once for all layers. Arrays have rows of the batch first."""
+    def prepare(self, rows: Rows, placement: Placement) -> tuple[Any, ...]:
+        """What the kernel wants to know of a batch, once for all layers of a kind. Arrays have rows of the batch first."""
+        return tuple(self._prepare(rows, spec, placement) for spec in self.specs)
+
+    def _prepare(self, rows: Rows, spec: Spec, placement: Placement) -> Any:
         if self.split.context.size == 1:
-            return implementation(self.name).prepare(rows, self.spec)
+            return implementation(self.name).prepare(rows, spec)
         tokens = placement.spec(("batch", "sequence"))
         return jax.shard_map(
-            lambda rows: context.prepare(rows, self.spec, self.name, self.split),
+            lambda rows: context.prepare(rows, spec, self.name, self.split),
             mesh=placement.mesh,
             in_specs=(tokens,),
             out_specs=self._prepared(placement),
@@ -52,14 +66,26 @@ class Kernel:
         # Each device of a sequence has rows of its own, laid one after another.
         return P(placement.mesh_axes("batch") + placement.mesh_axes("sequence") or None)
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, prepared: Any, placement: Placement) -> jax.Array:
-        """Run it on each device's own sequences and heads, inside a shard_map that is manual over the whole mesh."""
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, prepared: tuple[Any, ...], kind: Kind, placement: Placement
+    ) -> jax.Array:
+        """Run it on each device's own sequences and heads, inside a shard_map that is manual over the whole mesh.
+
+        kind: of the layer; where a loop runs layers of several kinds a number on the device, and all of them are compiled.
+        """
+        runs = [functools.partial(self._run, spec=spec, placement=placement) for spec in self.specs]
+        if isinstance(kind, int):
+            return runs[kind](q, k, v, prepared[kind])
+        chosen = [lambda q, k, v, prepared, run=run, i=i: run(q, k, v, prepared[i]) for i, run in enumerate(runs)]
+        return jax.lax.switch(kind, chosen, q, k, v, prepared)
+
+    def _run(self, q: jax.Array, k: jax.Array, v: jax.Array, prepared: Any, spec: Spec, placement: Placement) -> jax.Array:
         q_spec, kv_spec = placement.spec(HEADS), placement.spec(KV_HEADS)
 
         def local(q, k, v, prepared):
             if self.split.context.size == 1:
-                return implementation(self.name).attention(q, k, v, prepared, self.spec)
-            return context.attention(q, k, v, prepared, self.spec, self.name, self.split)
+                return implementation(self.name).attention(q, k, v, prepared, spec)
+            return context.attention(q, k, v, prepared, spec, self.name, self.split)
 
         return jax.shard_map(
             local,
@@ -74,10 +100,18 @@ class Kernel:
 class Shared(NamedTuple):
     """What all layers share of a batch."""
 
-    prepared: Any  # the kernel's view of documents
-    cos: jax.Array  # rotary tables, f32 (B, T, H/2)
-    sin: jax.Array
+    prepared: tuple[Any, ...]  # the kernel's view of documents, by kind of layer
+    rotary: tuple[tuple[jax.Array, jax.Array], ...]  # tables of cos and sin, f32 (B, T, H/2); one pair, or one by kind of layer
     write_at: jax.Array  # where new keys go in the cache: int32 (); unused without a cache
+
+
+def _tables(shared: Shared, kind: Kind) -> tuple[jax.Array, jax.Array]:
+    if len(shared.rotary) == 1:
+        return shared.rotary[0]
+    if isinstance(kind, int):
+        return shared.rotary[kind]
+    cos, sin = (jax.lax.select_n(kind, *of_kinds) for of_kinds in zip(*shared.rotary, strict=True))
+    return cos, sin
 
 
 class Attention(nnx.Module):
@@ -126,7 +160,7 @@ class Attention(nnx.Module):
             return y
         return add_bias(y, self._for_all(b[...], axes[1:]) if of_kv else b[...], axes[1:], p, n)
 
-    def __call__(self, x_BTD: jax.Array, shared: Shared, cache: Any) -> tuple[jax.Array, Any]:
+    def __call__(self, x_BTD: jax.Array, shared: Shared, kind: Kind, cache: Any) -> tuple[jax.Array, Any]:
         """(B, T, D) in the wide layout to (B, T, D), a partial sum over the tensor axis until it is resharded.
 
         `cache` is None, or this layer's (k, v), each (B, S, K, H): new keys are written at `shared.write_at` and the queries
@@ -138,9 +172,13 @@ class Attention(nnx.Module):
         v = self._project(x_BTD, self.wv, self.bv if bias else None, "kv_heads")
         if self.model.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
+        m = self.model
+        # Kernels divide scores by the root of head_dim.
+        scale = math.sqrt(m.head_dim / m.query_scale) if m.query_scale else 1.0
         with jax.named_scope("rope"):
-            q = checkpoint_name(p.constrain(rope.rotate(q, shared.cos, shared.sin), *HEADS), "q")
-            k = checkpoint_name(p.constrain(rope.rotate(k, shared.cos, shared.sin), *KV_HEADS), "k")
+            cos, sin = _tables(shared, kind)
+            q = checkpoint_name(p.constrain(rope.rotate(q, cos, sin, scale), *HEADS), "q")
+            k = checkpoint_name(p.constrain(rope.rotate(k, cos, sin), *KV_HEADS), "k")
         v = checkpoint_name(p.constrain(v, *KV_HEADS), "v")
         if cache is not None:
             k, v = (
@@ -148,7 +186,7 @@ class Attention(nnx.Module):
                 for old, new in zip(cache, (k, v), strict=True)
             )
             cache = (k, v)
-        o_BTNH = self.kernel(q, k, v, shared.prepared, p)
+        o_BTNH = self.kernel(q, k, v, shared.prepared, kind, p)
         return dot(o_BTNH, self.wo[...], "BTNH,DNH->BTD", ("embed", "heads", "head_dim"), p, n), cache
 
 
@@ -157,11 +195,22 @@ def rotary_frequencies(model: Model) -> jax.Array:
     freq = rope.frequencies(model.head_dim, model.rope_base)
     if model.rope_scaling == "llama3":
         freq = rope.llama3_scaling(freq, model.rope_factor, model.rope_low_freq, model.rope_high_freq, model.rope_original_len)
+    elif model.rope_scaling == "linear":
+        freq = rope.linear_scaling(freq, model.rope_factor)
     return freq
+
+
+def _rotary(model: Model, positions_BT: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
+    """Tables for all layers, or for each kind of layer where they turn at different rates."""
+    scaled = rotary_frequencies(model)
+    if not model.local_rope_base:
+        return (rope.tables(positions_BT, scaled),)
+    local = rope.frequencies(model.head_dim, model.local_rope_base)
+    known = dict.fromkeys(windows.kinds(model))
+    return tuple(rope.tables(positions_BT, local if kind == windows.LOCAL else scaled) for kind in known)
 
 
 def share(model: Model, kernel: Kernel, placement: Placement, rows: Rows, write_at: jax.Array | None = None) -> Shared:
     """Everything that depends on the batch alone, made once for all layers."""
-    cos, sin = rope.tables(rows.q_positions, rotary_frequencies(model))
     at = jnp.zeros((), jnp.int32) if write_at is None else write_at
-    return Shared(kernel.prepare(rows, placement), cos, sin, at)
+    return Shared(kernel.prepare(rows, placement), _rotary(model, rows.q_positions), at)

@@ -15,7 +15,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.sharding import Held
 
-Body = Callable[[jax.Array, Any, Any], jax.Array]  # (x, layer, what all layers share) -> x
+# Which of the kinds of layers that a model has: a number of the program's where layers stand one by one or are all alike, and
+# one on the device where a loop runs several.
+Kind = int | jax.Array
+Body = Callable[[jax.Array, Any, Any, Kind], jax.Array]  # (x, layer, what all layers share, kind) -> x
 
 LAYER_INPUT = "layer input"  # what a layer's backward pass always has
 
@@ -59,11 +62,11 @@ class _Stack:
         return [next(made) if learns else None for learns in self.learnt]
 
     def differentiate(
-        self, f: Body, x: jax.Array, layers: list[list[jax.Array]], shared: Any
+        self, f: Callable[..., jax.Array], x: jax.Array, layers: list[list[jax.Array]], shared: Any, *kind: Kind
     ) -> tuple[jax.Array, Callable[..., Any]]:
-        """`f(x, [layer, ...], shared)`, and its backward pass without the arguments that are there anyhow."""
+        """`f(x, [layer, ...], shared, *kind)`, and its backward pass without the arguments that are there anyhow."""
         return jax.vjp(
-            lambda x, layers, shared: f(x, [jax.tree.unflatten(self.tree, layer) for layer in layers], shared),
+            lambda x, layers, shared: f(x, [jax.tree.unflatten(self.tree, layer) for layer in layers], shared, *kind),
             *(x, layers, shared),
             saveable_args=(True, False, False),
             in_nzs=(True, [list(self.learnt)] * len(layers), False),
@@ -106,7 +109,22 @@ def _at(w: jax.Array, i: jax.Array | int) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(w, i, keepdims=False, allow_negative_indices=False)
 
 
-def loop_last_apart(step: Body, last: Body, x: jax.Array, layers: Any, shared: Any, num_layers: int, waits: bool) -> jax.Array:
+def number(kinds: Sequence[int], i: jax.Array) -> Kind:
+    """The kind of layer i of a loop: a number of the program's where all are alike."""
+    return kinds[0] if len(set(kinds)) == 1 else jnp.asarray(kinds, jnp.int32)[i]
+
+
+def loop(body: Callable[..., jax.Array], x: jax.Array, layers: Any, kinds: Sequence[int], unroll: bool = False) -> jax.Array:
+    """`body(x, layer, kind)` over a stack of layers, in a loop that autodiff is left to."""
+    if len(set(kinds)) == 1:
+        return jax.lax.scan(lambda x, layer: (body(x, layer, kinds[0]), None), x, layers, unroll=unroll)[0]
+    each = (layers, jnp.asarray(kinds, jnp.int32))
+    return jax.lax.scan(lambda x, layer: (body(x, *layer), None), x, each, unroll=unroll)[0]
+
+
+def loop_last_apart(
+    step: Body, last: Body, x: jax.Array, layers: Any, shared: Any, kinds: Sequence[int], waits: bool
+) -> jax.Array:
     """`step` over all layers but the last, and `last` over that one, all of them parts of one stack.
 
     Slices of the stack would be copies of it. So loops run over the layers' numbers, forward and backward; the backward loop
@@ -114,23 +132,24 @@ def loop_last_apart(step: Body, last: Body, x: jax.Array, layers: Any, shared: A
     gather an iteration early only where the layer it takes follows from the loop's own counter.
     """
     leaves, stack = _stack(layers)
+    num_layers = len(kinds)
 
-    def single(f: Body) -> Body:
-        return lambda x, layers, shared: f(x, layers[0], shared)
+    def single(f: Body) -> Callable[..., jax.Array]:
+        return lambda x, layers, shared, kind: f(x, layers[0], shared, kind)
 
     @jax.custom_vjp
     def run(x: jax.Array, leaves: list[jax.Array], shared: Any) -> jax.Array:
         layers = jax.tree.unflatten(stack.tree, leaves)
-        return jax.lax.scan(lambda x, layer: (step(x, layer, shared), None), x, layers)[0]
+        return loop(lambda x, layer, kind: step(x, layer, shared, kind), x, layers, kinds)
 
     def forward(x, leaves, shared):
         def one(carry, _):
             x, i = carry
-            y, vjp = stack.differentiate(single(step), x, [stack.at(leaves, i)], shared)
+            y, vjp = stack.differentiate(single(step), x, [stack.at(leaves, i)], shared, number(kinds, i))
             return (y, i + 1), vjp
 
         (x, i), vjps = jax.lax.scan(one, (x, jnp.int32(0)), None, length=num_layers - 1)
-        y, vjp = stack.differentiate(single(last), x, [stack.at(leaves, i)], shared)
+        y, vjp = stack.differentiate(single(last), x, [stack.at(leaves, i)], shared, kinds[-1])
         return y, (vjps, vjp, leaves, shared)
 
     def back(residuals, dy):
@@ -164,7 +183,7 @@ def one_by_one(
     x: jax.Array,
     layers: Any,
     shared: Any,
-    num_layers: int,
+    kinds: Sequence[int],
     every: int,
 ) -> jax.Array:
     """`body` over all layers without a loop, `every` of them under each checkpoint.
@@ -172,23 +191,26 @@ def one_by_one(
     checkpoint, last: what makes a function keep what a remat policy says, and the same for the last group.
     """
     leaves, stack = _stack(layers)
-    groups = [range(at, min(at + every, num_layers)) for at in range(0, num_layers, every)]
+    groups = [range(at, min(at + every, len(kinds))) for at in range(0, len(kinds), every)]
 
-    def several(x: jax.Array, layers: list[Any], shared: Any) -> jax.Array:
-        for layer in layers:
-            x = body(x, layer, shared)
-        return x
+    def several(group: range) -> Callable[..., jax.Array]:
+        def run(x: jax.Array, layers: list[Any], shared: Any) -> jax.Array:
+            for i, layer in zip(group, layers, strict=True):
+                x = body(x, layer, shared, kinds[i])
+            return x
+
+        return run
 
     @jax.custom_vjp
     def run(x: jax.Array, leaves: list[jax.Array], shared: Any) -> jax.Array:
         # Without gradients nothing is kept, and a loop costs nothing.
         layers = jax.tree.unflatten(stack.tree, leaves)
-        return jax.lax.scan(lambda x, layer: (body(x, layer, shared), None), x, layers)[0]
+        return loop(lambda x, layer, kind: body(x, layer, shared, kind), x, layers, kinds)
 
     def forward(x, leaves, shared):
         vjps = []
         for group in groups:
-            f = (last if group is groups[-1] else checkpoint)(several, in_loop=False)
+            f = (last if group is groups[-1] else checkpoint)(several(group), in_loop=False)
             x = checkpoint_name(x, LAYER_INPUT)
             x, vjp = stack.differentiate(f, x, [stack.at(leaves, i) for i in group], shared)
             vjps.append(vjp)

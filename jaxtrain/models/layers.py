@@ -1,6 +1,8 @@
 """The small parts of a transformer: norm, embedding, feed-forward."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 from flax import nnx
@@ -10,6 +12,7 @@ from jaxtrain.kernels.dot import Numerics, dot
 from jaxtrain.kernels.embedding import TABLE, embed
 from jaxtrain.kernels.norm import rms_norm
 from jaxtrain.models.module import constant, normal, param
+from jaxtrain.models.structure import Structure
 from jaxtrain.sharding import Axes, Placement
 
 # Layouts of activations, by logical axis.
@@ -19,22 +22,25 @@ WIDE: Axes = ("batch", "sequence", None)  # (B, T, D) inside blocks: tokens whol
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What every layer needs to know of the run."""
+    """What every layer needs to know of the run, and of its family."""
 
     numerics: Numerics
     placement: Placement
+    structure: Structure = Structure()
 
 
 class RMSNorm(nnx.Module):
     """Root-mean-square norm with a learnt scale, of activations in the layout `x_axes`."""
 
     def __init__(self, dim: int, axis: str | None, x_axes: Axes, eps: float, ctx: Context, rngs: nnx.Rngs):
-        self.scale = param(rngs, (dim,), (axis,), constant(1.0), ctx.numerics.params)
+        self.offset = float(ctx.structure.norm_offset)
+        self.scale = param(rngs, (dim,), (axis,), constant(1.0 - self.offset), ctx.numerics.params)
         self.axis, self.x_axes, self.eps, self.ctx = axis, x_axes, eps, ctx
 
     def __call__(self, x: jax.Array) -> jax.Array:
         with jax.named_scope("norm"):
-            return rms_norm(x, self.scale[...], self.eps, self.x_axes, self.axis, self.ctx.placement, self.ctx.numerics)
+            p, n = self.ctx.placement, self.ctx.numerics
+            return rms_norm(x, self.scale[...], self.eps, self.x_axes, self.axis, p, n, self.offset)
 
 
 class Embed(nnx.Module):
@@ -49,8 +55,14 @@ class Embed(nnx.Module):
         return embed(self.embedding[...], tokens_BT, RESIDUAL, self.ctx.placement, self.ctx.numerics)
 
 
-class SwiGLU(nnx.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202)."""
+NONLINEARITIES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+class GatedLinear(nnx.Module):
+    """down(f(gate(x)) * up(x)): SwiGLU where f is silu, GeGLU where it is gelu (Shazeer 2020, arXiv:2002.05202)."""
 
     def __init__(self, d_model: int, d_ff: int, std: float, out_std: float, ctx: Context, rngs: nnx.Rngs):
         dtype = ctx.numerics.params
@@ -66,5 +78,5 @@ class SwiGLU(nnx.Module):
         gate_BTF = checkpoint_name(dot(x_BTD, self.gate[...], "BTD,DF->BTF", ("embed", "mlp"), p, n), "mlp_gate")
         up_BTF = checkpoint_name(dot(x_BTD, self.up[...], "BTD,DF->BTF", ("embed", "mlp"), p, n), "mlp_up")
         with jax.named_scope("swiglu"):
-            h_BTF = p.constrain(jax.nn.silu(gate_BTF) * up_BTF, *hidden)
+            h_BTF = p.constrain(NONLINEARITIES[self.ctx.structure.activation](gate_BTF) * up_BTF, *hidden)
         return dot(h_BTF, self.down[...], "BTF,DF->BTD", ("embed", "mlp"), p, n)

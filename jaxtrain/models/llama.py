@@ -1,7 +1,12 @@
-"""The Llama family: sizes, and what Hugging Face calls each tensor. The model itself is models/transformer.py."""
+"""The Llama family: sizes, and what Hugging Face calls each tensor and key. The model itself is models/transformer.py."""
 
-import dataclasses
 from typing import Any
+
+from jaxtrain.config import Model
+from jaxtrain.models.hugging_face import COMMON, Settings, must_have, read_common, read_rope, write_common, write_rope
+from jaxtrain.models.structure import Structure
+
+STRUCTURE = Structure()
 
 # Keys of config.Model for each published size; what is not named stays at its default. Llama 3.0 (8192 tokens, no rotary
 # scaling), not 3.1, for 8b and 70b: pretraining starts from the shorter context. llama3_1b is Llama 3.2, whose head is its
@@ -54,50 +59,77 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rope_high_freq": 4.0,
         "rope_original_len": 8192,
     },
+    "llama31_8b": {
+        "num_layers": 32,
+        "d_model": 4096,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "d_ff": 14336,
+        "vocab_size": 128256,
+        "norm_eps": 1e-05,
+        "rope_base": 500000.0,
+        "rope_scaling": "llama3",
+        "rope_factor": 8.0,
+        "rope_low_freq": 1.0,
+        "rope_high_freq": 4.0,
+        "rope_original_len": 8192,
+    },
+    "llama31_70b": {
+        "num_layers": 80,
+        "d_model": 8192,
+        "num_heads": 64,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "d_ff": 28672,
+        "vocab_size": 128256,
+        "norm_eps": 1e-05,
+        "rope_base": 500000.0,
+        "rope_scaling": "llama3",
+        "rope_factor": 8.0,
+        "rope_low_freq": 1.0,
+        "rope_high_freq": 4.0,
+        "rope_original_len": 8192,
+    },
+    "llama32_3b": {
+        "num_layers": 28,
+        "d_model": 3072,
+        "num_heads": 24,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "d_ff": 8192,
+        "vocab_size": 128256,
+        "norm_eps": 1e-05,
+        "tied_head": True,
+        "rope_base": 500000.0,
+        "rope_scaling": "llama3",
+        "rope_factor": 32.0,
+        "rope_low_freq": 1.0,
+        "rope_high_freq": 4.0,
+        "rope_original_len": 8192,
+    },
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class HfTensor:
-    """A tensor's name in a Hugging Face checkpoint, and how its array becomes ours.
-
-    `ours` and `theirs` are the axes of the two arrays; axes in brackets are one merged axis there. torch stores a linear
-    layer as (out, in), so most differ by a transpose. Head axes split off as (heads, head_dim), in that order.
-    Hugging Face keeps queries and keys in rotate-half order (first half of the head dimension paired with the second), which
-    is ours too: nothing is permuted.
-    """
-
-    name: str
-    ours: str
-    theirs: str
+NAMES = COMMON
+MODEL_TYPE, ARCHITECTURE = "llama", "LlamaForCausalLM"
 
 
-# Our canonical name -> theirs. {i} is the layer. A model whose head is tied has no head; the biases and q/k norms exist
-# only where model.qkv_bias and model.qk_norm are set.
-HF_NAMES = {
-    "embed.embedding": HfTensor("model.embed_tokens.weight", "V D", "V D"),
-    "layers.{i}.attention_norm.scale": HfTensor("model.layers.{i}.input_layernorm.weight", "D", "D"),
-    "layers.{i}.attention.wq": HfTensor("model.layers.{i}.self_attn.q_proj.weight", "D N H", "(N H) D"),
-    "layers.{i}.attention.wk": HfTensor("model.layers.{i}.self_attn.k_proj.weight", "D K H", "(K H) D"),
-    "layers.{i}.attention.wv": HfTensor("model.layers.{i}.self_attn.v_proj.weight", "D K H", "(K H) D"),
-    "layers.{i}.attention.wo": HfTensor("model.layers.{i}.self_attn.o_proj.weight", "D N H", "D (N H)"),
-    "layers.{i}.attention.bq": HfTensor("model.layers.{i}.self_attn.q_proj.bias", "N H", "(N H)"),
-    "layers.{i}.attention.bk": HfTensor("model.layers.{i}.self_attn.k_proj.bias", "K H", "(K H)"),
-    "layers.{i}.attention.bv": HfTensor("model.layers.{i}.self_attn.v_proj.bias", "K H", "(K H)"),
-    "layers.{i}.attention.q_norm.scale": HfTensor("model.layers.{i}.self_attn.q_norm.weight", "H", "H"),
-    "layers.{i}.attention.k_norm.scale": HfTensor("model.layers.{i}.self_attn.k_norm.weight", "H", "H"),
-    "layers.{i}.mlp_norm.scale": HfTensor("model.layers.{i}.post_attention_layernorm.weight", "D", "D"),
-    "layers.{i}.mlp.gate": HfTensor("model.layers.{i}.mlp.gate_proj.weight", "D F", "F D"),
-    "layers.{i}.mlp.up": HfTensor("model.layers.{i}.mlp.up_proj.weight", "D F", "F D"),
-    "layers.{i}.mlp.down": HfTensor("model.layers.{i}.mlp.down_proj.weight", "D F", "D F"),
-    "final_norm.scale": HfTensor("model.norm.weight", "D", "D"),
-    "head": HfTensor("lm_head.weight", "V D", "V D"),
-}
+def read(s: Settings) -> dict[str, Any]:
+    """Keys of config.Model from config.json."""
+    return read_common(s, "silu") | read_rope(s)
 
 
-def build(*args: Any, **kwargs: Any) -> Any:
-    """A `Transformer` from its own arguments (the model's config, numerics, placement, rngs, ...)."""
+def write(model: Model) -> dict[str, Any]:
+    """Keys of config.json that say what the model is. Raises HuggingFaceError where they cannot."""
+    must_have(model, "Llama", qkv_bias=False, qk_norm=False, post_norms=False, sliding_window=0, query_scale=0.0)
+    must_have(model, "Llama", attention_softcap=0.0, logit_softcap=0.0)
+    return write_common(model, "silu") | write_rope(model) | {"attention_bias": False, "mlp_bias": False}
+
+
+def build(*args: Any) -> Any:
+    """A `Transformer` from (the model's config, kernel, remat plan, context, rngs)."""
     # Imported here because configs and `--help` read PRESETS, and must not wait for jax.
-    from jaxtrain.models.transformer import Transformer
+    from jaxtrain.models.transformer import build_as
 
-    return Transformer(*args, **kwargs)
+    return build_as(STRUCTURE, *args)

@@ -5,14 +5,15 @@ other in the program, as a loop or one by one, stands in layer_loop.py.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxtrain.activations import KEPT, parse_tensors
 from jaxtrain.config import Remat
-from jaxtrain.models.layer_loop import Body, loop_last_apart, one_by_one
+from jaxtrain.models.layer_loop import Body, loop, loop_last_apart, one_by_one
 
 # Gathered weights (kernels/dot.py). Kept by no policy, not even `none`, or every layer's would be held at once; unless
 # sharding.gather = forward asks for that, and then by all.
@@ -41,7 +42,10 @@ class Plan:
     unroll: bool = False  # layers stand one by one in the program; no loop
 
     def checkpoint(self, body: Callable[..., Any], in_loop: bool = True) -> Callable[..., Any]:
-        """`body` with only what the policy says kept for its backward pass. `in_loop`: it will be the body of a loop."""
+        """`body` with only what the policy says kept for its backward pass. `in_loop`: it will be the body of a loop.
+
+        Arguments that are plain numbers stay so.
+        """
         policies = jax.checkpoint_policies
         weights = WEIGHT if self.keep_weights else ()
         if self.policy == "none":
@@ -61,7 +65,12 @@ class Plan:
         else:
             policy = policies.save_only_these_names(*self.keep, *weights)
         # Scan bodies are compiled apart, so XLA cannot merge the recomputation with the original. Elsewhere it would.
-        return jax.checkpoint(body, policy=policy, prevent_cse=not in_loop)
+
+        def checkpointed(*args: Any) -> Any:
+            static = tuple(i for i, arg in enumerate(args) if isinstance(arg, int))
+            return jax.checkpoint(body, policy=policy, prevent_cse=not in_loop, static_argnums=static)(*args)
+
+        return checkpointed
 
     def apart(self, num_layers: int) -> bool:
         """Whether the last layer is run outside of the loop over the others."""
@@ -83,36 +92,44 @@ class Plan:
             return 0
         return num_layers - self.apart(num_layers) if self.every_layer else num_layers // self.every
 
-    def run(self, body: Body, x: jax.Array, layers: Any, shared: Any, num_layers: int) -> jax.Array:
-        """`body(x, layer, shared)` for each of the layers stacked on axis 0, `every` layers under each checkpoint.
+    def run(self, body: Body, x: jax.Array, layers: Any, shared: Any, kinds: Sequence[int]) -> jax.Array:
+        """`body(x, layer, shared, kind)` for each of the layers stacked on axis 0, `every` layers under each checkpoint.
+
+        kinds: of each layer, a number that the body knows what to do with; the same for all that are alike.
 
         A remainder of num_layers / every forms a last, smaller group. Nothing is learnt through `shared`: it has no gradient.
         """
+        num_layers = len(kinds)
         apart = self.apart(num_layers)
         # Its backward pass comes at once: nothing of it need go to the host and back.
         at_once = dataclasses.replace(self, keep_weights=True, keep=(*self.keep, *self.offload), offload=())
         last = (at_once if apart else self).checkpoint
         if self.unroll:
             every = 1 if self.every_layer else self.every
-            return one_by_one(body, self.checkpoint, last, x, layers, shared, num_layers, every)
+            return one_by_one(body, self.checkpoint, last, x, layers, shared, kinds, every)
         if apart:
             bodies = self.checkpoint(body), last(body, in_loop=False)
-            return loop_last_apart(*bodies, x, layers, shared, num_layers, self.waits)
+            return loop_last_apart(*bodies, x, layers, shared, kinds, self.waits)
+
+        if self.every_layer:
+            return loop(self.checkpoint(lambda x, layer, kind: body(x, layer, shared, kind)), x, layers, kinds)
+
+        def one(x: jax.Array, layer: tuple[Any, Any]) -> tuple[jax.Array, None]:
+            return body(x, layer[0], shared, kinds[0] if alike else layer[1]), None
 
         def several(x: jax.Array, group: Any) -> jax.Array:
             # Unrolled: gathers of the group's next layer start during this one. A loop inside the loop that XLA itself unrolls
             # makes it (jaxlib 0.11.2) abort in some layouts: "Call graph must have been flattened".
-            return jax.lax.scan(lambda x, layer: (body(x, layer, shared), None), x, group, unroll=True)[0]
+            return jax.lax.scan(one, x, group, unroll=True)[0]
 
-        if self.every_layer:
-            step = self.checkpoint(lambda x, layer: body(x, layer, shared))
-            return jax.lax.scan(lambda x, layer: (step(x, layer), None), x, layers)[0]
+        alike = len(set(kinds)) == 1
+        each = (layers, None if alike else jnp.asarray(kinds, jnp.int32))
         step = self.checkpoint(several)
         whole = num_layers // self.every
-        groups = jax.tree.map(lambda w: w[: whole * self.every].reshape(whole, self.every, *w.shape[1:]), layers)
+        groups = jax.tree.map(lambda w: w[: whole * self.every].reshape(whole, self.every, *w.shape[1:]), each)
         x, _ = jax.lax.scan(lambda x, group: (step(x, group), None), x, groups)
         if num_layers % self.every:
-            x = step(x, jax.tree.map(lambda w: w[whole * self.every :], layers))
+            x = step(x, jax.tree.map(lambda w: w[whole * self.every :], each))
         return x
 
 

@@ -13,10 +13,12 @@ from jaxtrain.config import Model
 from jaxtrain.kernels.attention import Rows
 from jaxtrain.kernels.dot import whole
 from jaxtrain.kernels.embedding import TABLE
-from jaxtrain.models.attention import Attention, Kernel, Shared, kv_copies, share
-from jaxtrain.models.layers import RESIDUAL, WIDE, Context, Embed, RMSNorm, SwiGLU
+from jaxtrain.models.attention import Attention, Kernel, Shared, kv_copies, layer_kinds, share
+from jaxtrain.models.layer_loop import Kind
+from jaxtrain.models.layers import RESIDUAL, WIDE, Context, Embed, GatedLinear, RMSNorm
 from jaxtrain.models.module import normal, param, stack
 from jaxtrain.models.remat import Plan
+from jaxtrain.models.structure import Structure
 from jaxtrain.sharding import Placement, Weight
 
 
@@ -43,28 +45,35 @@ def empty_cache(model: Model, placement: Placement, batch: int, length: int, dty
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); with post_norms what is added is normalised too."""
 
     def __init__(self, model: Model, kernel: Kernel, ctx: Context, rngs: nnx.Rngs):
         std, out_std = model.init_std, model.init_std / math.sqrt(2 * model.num_layers)
         self.attention_norm = RMSNorm(model.d_model, "embed", RESIDUAL, model.norm_eps, ctx, rngs)
         self.attention = Attention(model, kernel, std, out_std, ctx, rngs)
         self.mlp_norm = RMSNorm(model.d_model, "embed", RESIDUAL, model.norm_eps, ctx, rngs)
-        self.mlp = SwiGLU(model.d_model, model.d_ff, std, out_std, ctx, rngs)
-        self.ctx = ctx
+        self.mlp = GatedLinear(model.d_model, model.d_ff, std, out_std, ctx, rngs)
+        if model.post_norms:
+            self.attention_post_norm = RMSNorm(model.d_model, "embed", RESIDUAL, model.norm_eps, ctx, rngs)
+            self.mlp_post_norm = RMSNorm(model.d_model, "embed", RESIDUAL, model.norm_eps, ctx, rngs)
+        self.post_norms, self.ctx = model.post_norms, ctx
 
-    def __call__(self, x_BTD: jax.Array, shared: Shared, cache: Any) -> tuple[jax.Array, Any]:
-        """The residual stream stays in the residual layout; each half of the block widens it and returns a partial sum."""
+    def __call__(self, x_BTD: jax.Array, shared: Shared, kind: Kind, cache: Any) -> tuple[jax.Array, Any]:
+        """The residual stream stays in the residual layout; each half of the block widens it and returns a partial sum.
+
+        kind: which of the model's kinds of layers this is (`models.attention.layer_kinds`).
+        """
         p = self.ctx.placement
         with jax.named_scope("attention"):
             h = checkpoint_name(self.attention_norm(x_BTD), "attention_norm")
-            y, cache = self.attention(p.widen(h, RESIDUAL, WIDE), shared, cache)
+            y, cache = self.attention(p.widen(h, RESIDUAL, WIDE), shared, kind, cache)
             y = checkpoint_name(p.narrow(y, WIDE, RESIDUAL), "attention_proj")
+            y = self.attention_post_norm(y) if self.post_norms else y
             x_BTD = checkpoint_name(x_BTD + y, "residual")
         with jax.named_scope("mlp"):
             h = checkpoint_name(self.mlp_norm(x_BTD), "mlp_norm")
             y = checkpoint_name(p.narrow(self.mlp(p.widen(h, RESIDUAL, WIDE)), WIDE, RESIDUAL), "mlp_down")
-            return x_BTD + y, cache
+            return x_BTD + (self.mlp_post_norm(y) if self.post_norms else y), cache
 
 
 class Transformer(nnx.Module):
@@ -96,15 +105,20 @@ class Transformer(nnx.Module):
         with jax.named_scope("attention"):
             shared = share(self.model, self.kernel, self.ctx.placement, rows)
         with jax.named_scope("embed"):
-            x_BTD = self.embed(tokens_BT)
+            x_BTD = self._embedded(tokens_BT)
 
-        def body(x: jax.Array, block: Block, shared: Shared) -> jax.Array:
-            return block(x, shared, None)[0]
+        def body(x: jax.Array, block: Block, shared: Shared, kind: Kind) -> jax.Array:
+            return block(x, shared, kind, None)[0]
 
         with jax.named_scope("layers"):
-            x_BTD = self.remat.run(body, x_BTD, self.layers, shared, self.model.num_layers)
+            x_BTD = self.remat.run(body, x_BTD, self.layers, shared, layer_kinds(self.model))
         with jax.named_scope("final_norm"):
             return self.final_norm(x_BTD)
+
+    def _embedded(self, tokens_BT: jax.Array) -> jax.Array:
+        x_BTD = self.embed(tokens_BT)
+        # The factor is rounded to the type of activations first, as where such models were trained.
+        return x_BTD * jnp.asarray(math.sqrt(self.model.d_model), x_BTD.dtype) if self.ctx.structure.scaled_embedding else x_BTD
 
     def decode(self, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Append T tokens of one document to every row of the cache. Returns their hidden states and the cache."""
@@ -119,10 +133,14 @@ class Transformer(nnx.Module):
         rows = Rows(segments_BT, positions_BT, kv_segments, kv_positions)
         shared = share(self.model, self.kernel, self.ctx.placement, rows, cache.length)
 
-        def body(x: jax.Array, layer: tuple[Block, Any]) -> tuple[jax.Array, Any]:
-            return layer[0](x, shared, layer[1])
+        kinds = layer_kinds(self.model)
+        alike = len(set(kinds)) == 1
 
-        x_BTD, kv = jax.lax.scan(body, self.embed(tokens_BT), (self.layers, cache.kv))
+        def body(x: jax.Array, layer: tuple[Block, Any, jax.Array]) -> tuple[jax.Array, Any]:
+            block, kv, kind = layer
+            return block(x, shared, kinds[0] if alike else kind, kv)
+
+        x_BTD, kv = jax.lax.scan(body, self._embedded(tokens_BT), (self.layers, cache.kv, jnp.asarray(kinds, jnp.int32)))
         return self.final_norm(x_BTD), Cache(kv, kv_segments, kv_positions, cache.length + T)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
@@ -132,3 +150,8 @@ class Transformer(nnx.Module):
         logits = jnp.einsum("BTD,VD->BTV", x_BTD, head_VD, precision=n.precision, preferred_element_type=jnp.float32)
         cap = self.model.logit_softcap
         return cap * jnp.tanh(logits / cap) if cap else logits
+
+
+def build_as(structure: Structure, model: Model, kernel: Kernel, remat: Plan, ctx: Context, rngs: nnx.Rngs) -> Transformer:
+    """A model of a family with this structure."""
+    return Transformer(model, kernel, remat, dataclasses.replace(ctx, structure=structure), rngs)

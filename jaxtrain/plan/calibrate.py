@@ -201,7 +201,7 @@ def attention_pair(device: Any, packed: bool, sizes: Sizes) -> tuple[Reading, Re
     """
     B, T, N, K, H = sizes.attention
     spec = attention.Spec(H, "bf16", packed, max_segments=32 if packed else 1)
-    name, _ = attention.choose("auto", spec, hardware_of(device), T)
+    name, _ = attention.choose("auto", [(spec, T)], hardware_of(device))
     times = []
     for backward in (False, True):
         body, constants, q_BTNH = attention_loop(device, name, spec, sizes.attention, backward)

@@ -25,6 +25,7 @@ nothing: no other token sees them, and their loss has no weight.
 
 import dataclasses
 import importlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -82,22 +83,29 @@ def implementation(name: str) -> Any:
     return importlib.import_module(IMPLEMENTATIONS[name])
 
 
-def choose(name: str, spec: Spec, hardware: Hardware, seq_len: int) -> tuple[str, str]:
+def choose(name: str, asked: Sequence[tuple[Spec, int]], hardware: Hardware) -> tuple[str, str]:
     """(kernel, why). A named kernel that cannot do what is asked raises Unsupported; `auto` takes the first that can.
 
-    Some can, and are slow; those `auto` passes over.
+    Some can, and are slow; those `auto` passes over. asked: for each kind of layer the spec and the length of its rows.
     """
+
+    def unable(name: str) -> str | None:
+        return next(filter(None, (implementation(name).unsupported(spec, hardware) for spec, _ in asked)), None)
+
+    def slow(name: str) -> str | None:
+        return next(filter(None, (_slow(name, spec, hardware, seq_len) for spec, seq_len in asked)), None)
+
     if name != "auto":
-        reason = implementation(name).unsupported(spec, hardware)
+        reason = unable(name)
         if reason:
             raise Unsupported(f"attention.impl = {name!r}: {reason}. Set attention.impl=auto to take one that can.")
         interpreted = name == "pallas" and hardware.platform != "gpu"
-        passed_over = None if interpreted else _slow(name, spec, hardware, seq_len)
+        passed_over = None if interpreted else slow(name)
         more = "; interpreted here, which is for tests, and slow" if interpreted else f"; {passed_over}" if passed_over else ""
         return name, "as configured" + more
     refused = []
     for candidate in IMPLEMENTATIONS:
-        reason = implementation(candidate).unsupported(spec, hardware) or _slow(candidate, spec, hardware, seq_len)
+        reason = unable(candidate) or slow(candidate)
         if not reason:
             return candidate, "; ".join(refused) or "the fastest here"
         refused.append(f"{candidate} {reason}")

@@ -32,7 +32,7 @@ from jaxtrain.plan.explore.pictures import Picture, draw
 from jaxtrain.plan.explore.table import Row, Table, parse_filter
 from jaxtrain.plan.topology import Topology
 from jaxtrain.sharding import Axes
-from jaxtrain.step import MICROBATCHES, Program, attention_spec, build, make_definition, numerics_of
+from jaxtrain.step import MICROBATCHES, Program, attention_specs, build, make_definition, numerics_of
 
 # Types by the short names that the config uses too.
 SHORT = {"float32": "f32", "bfloat16": "bf16", "int32": "i32", "uint8": "u8", "bool": "bool"}
@@ -183,7 +183,7 @@ def _traced_rows(run: RunConfig, program: Program) -> list[Row]:
 def _tagged(run: RunConfig, program: Program) -> dict[tuple[str, str], Named]:
     """The same arrays with their logical axes: the loss is traced once more, with constraints that carry them."""
     placement = layouts.tagged(program.placement)
-    definition = make_definition(run, placement, Kernel(program.attention, attention_spec(run), Split(program.context)))
+    definition = make_definition(run, placement, Kernel(program.attention, attention_specs(run), Split(program.context)))
     spec = LossSpec(numerics_of(run), placement, run.loss.chunk, run.model.logit_softcap)
     loss = loss_function(run.loss.name)
 

@@ -15,9 +15,9 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-from jaxtrain import flops
+from jaxtrain import flops, windows
 from jaxtrain.activations import kept
-from jaxtrain.config import RunConfig
+from jaxtrain.config import Model, RunConfig
 from jaxtrain.context import Context, pairs
 from jaxtrain.kernels.context import window
 from jaxtrain.kernels.context.split import Split
@@ -25,7 +25,7 @@ from jaxtrain.plan import result
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module, trip_count
 from jaxtrain.plan.program.work import ATTENTION_BACKWARD, Work, attention_pairs, is_collective, work
-from jaxtrain.step import attention_spec
+from jaxtrain.step import attention_specs
 
 LINKS = ("communication", "host")  # kinds of work that run on a stream of their own
 EXPOSED = "exposed "  # in front of one of them: what the compute stream waits
@@ -342,18 +342,26 @@ def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", conte
     # The usual count of training takes the backward pass for twice the forward pass.
     linear = everything.causal - one.causal * run.model.num_layers * (3 + _again(run))
     backward, masked = _ATTENTION[attention]
-    passes = run.model.num_layers * (1 + backward + _again(run))
-    computed = (one.causal if masked else one.full) * passes * _blocks(run, context, masked)
+    computed = 0.0
+    for kind, layers in windows.layers_by_kind(run.model):
+        alike = windows.all_of(run.model, kind)
+        each = flops.attention(alike, run.data.seq_len)
+        passes = layers * (1 + backward + _again(run))
+        computed += (each.causal if masked else each.full) * passes * _blocks(run, alike, context, masked)
     return (linear + computed) * run.train.global_batch * run.data.seq_len / devices
 
 
 def attention_by_rank(run: RunConfig, devices: int, attention: str, context: Context) -> tuple[float, ...]:
     """FLOPs of attention that the causal mask asks of each rank of the seq axis in a step: forward, backward, and again."""
     backward, _ = _ATTENTION[attention]
-    passes = run.model.num_layers * (1 + backward + _again(run))
-    mean = flops.attention(run.model, run.data.seq_len).causal * passes * run.train.global_batch * run.data.seq_len / devices
-    by_rank = pairs(context, run.data.seq_len, run.model.sliding_window)
-    return tuple(mean * n * len(by_rank) / sum(by_rank) for n in by_rank)
+    out = [0.0] * context.size
+    for kind, layers in windows.layers_by_kind(run.model):
+        alike = windows.all_of(run.model, kind)
+        passes = layers * (1 + backward + _again(run))
+        mean = flops.attention(alike, run.data.seq_len).causal * passes * run.train.global_batch * run.data.seq_len / devices
+        by_rank = pairs(context, run.data.seq_len, alike.sliding_window)
+        out = [sum_ + mean * n * len(by_rank) / sum(by_rank) for sum_, n in zip(out, by_rank, strict=True)]
+    return tuple(out)
 
 
 def _again(run: RunConfig) -> int:
@@ -361,13 +369,13 @@ def _again(run: RunConfig) -> int:
     return int(run.remat.policy != "none" and not {"attention_out", "attention_lse"} <= kept(run.remat))
 
 
-def _blocks(run: RunConfig, context: Context, masked: bool) -> float:
+def _blocks(run: RunConfig, alike: Model, context: Context, masked: bool) -> float:
     """What the places of a ring compute, over what one device would: blocks of chunks, and under a window chunks with what
     they reach back to."""
     T, r = run.data.seq_len, context.ring
     if r == 1:
         return 1.0
-    spec, split = attention_spec(run), Split(context)
+    spec, split = attention_specs(dataclasses.replace(run, model=alike))[0], Split(context)
     chunk = T // (2 * r)
     if not window.applies(spec, 2 * chunk, split):
         return 1.0 if masked else (2 * r + 1) / (4 * r)

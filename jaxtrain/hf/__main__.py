@@ -1,0 +1,176 @@
+"""`python -m jaxtrain.hf`: Hugging Face checkpoints in and out, and logits to check them by."""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtrain import hardware
+from jaxtrain.startup import start_jax
+
+EXAMPLES = """examples:
+  python -m jaxtrain.hf import meta-llama/Llama-3.2-1B --out=runs/llama32-1b
+  python -m jaxtrain.hf export runs/finetuned --out=served --dtype=bf16
+  python -m jaxtrain.hf check runs/finetuned served
+  python -m jaxtrain.hf logits served --tokens=tokens.npy --out=logits.npy
+"""
+SCRIPT = Path(__file__).parent / "torch_logits.py"
+PYTHON = "JAXTRAIN_REFERENCE_PYTHON"
+SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def size(text: str) -> int:
+    """5GB or 500MiB in bytes."""
+    for unit, scale in sorted(SIZES.items(), key=lambda item: -len(item[0])):
+        if text.endswith(unit):
+            try:
+                return int(float(text.removesuffix(unit)) * scale)
+            except ValueError:
+                break
+    raise argparse.ArgumentTypeError(f"{text!r}: must be a number with one of {', '.join(SIZES)}, as 5GB")
+
+
+def parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    top = argparse.ArgumentParser(
+        "python -m jaxtrain.hf", description="Hugging Face checkpoints in and out.", epilog=EXAMPLES, formatter_class=raw
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    p = commands.add_parser("import", help="a Hugging Face folder to a checkpoint that training and sampling start from")
+    p.add_argument("folder", metavar="DIR", help="a model's folder, or its name in the hub's cache on this machine")
+    p.add_argument("--out", type=Path, required=True, metavar="CKPT", help="the folder to write, as a run's folder")
+    p.add_argument(
+        "--dtype", choices=("auto", "f32", "bf16"), default="auto", help="auto: one that holds all tensors as they are"
+    )
+    p = commands.add_parser("export", help="a checkpoint to a Hugging Face folder, for transformers and vLLM")
+    p.add_argument("checkpoint", metavar="CKPT", help="a run's folder, or one of its checkpoints/<step>")
+    p.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to write")
+    p.add_argument(
+        "--dtype", choices=("auto", "f32", "bf16"), default="auto", help="auto: as stored; bf16 rounds float32 weights"
+    )
+    p.add_argument("--shard-size", type=size, default=size("5GB"), metavar="SIZE", help="of a safetensors file, at most (5GB)")
+    p.add_argument("--tokenizer", default="", metavar="DIR", help="where the tokenizer is now, if it moved since training")
+    p.add_argument("--force", action="store_true", help="replace an existing folder")
+    p = commands.add_parser("check", help="logits of a checkpoint and of a Hugging Face folder, compared through transformers")
+    p.add_argument(
+        "checkpoint", metavar="CKPT_OR_DIR", help="what jaxtrain computes: a run, a checkpoint, a Hugging Face folder"
+    )
+    p.add_argument("folder", metavar="DIR", help="what transformers computes: a Hugging Face folder")
+    p.add_argument("--tokens", type=Path, metavar="T.npy", help="ids [B, T]; without, 2 x 64 drawn at random")
+    p.add_argument("--tolerance", type=float, default=1e-3, metavar="X", help="exit code 1 above this difference (1e-3)")
+    p.add_argument(
+        "--python", default="", metavar="PYTHON", help=f"an interpreter that has transformers and torch (or set {PYTHON})"
+    )
+    p = commands.add_parser("logits", help="f32 logits of given tokens")
+    p.add_argument("checkpoint", metavar="CKPT_OR_DIR", help="a run, a checkpoint, or a Hugging Face folder")
+    p.add_argument("--tokens", type=Path, required=True, metavar="T.npy", help="ids, integers [B, T] or [T]")
+    p.add_argument(
+        "--segments", type=Path, metavar="S.npy", help="documents, from 1, as the tokens; 0: padding. Without: one a row"
+    )
+    p.add_argument("--out", type=Path, required=True, metavar="L.npy", help="f32 [B, T, V]")
+    p.add_argument("--precision", choices=("f32", "bf16"), default="f32", help="of the arithmetic (f32)")
+    return top
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def run_import(args: argparse.Namespace) -> int:
+    from jaxtrain.hf.folder import open_folder
+    from jaxtrain.hf.importing import import_folder
+
+    import_folder(open_folder(args.folder), args.out, args.dtype, say)
+    return 0
+
+
+def run_export(args: argparse.Namespace) -> int:
+    from jaxtrain.hf.exporting import export, open_source
+
+    source = open_source(args.checkpoint)
+    how = {"dtype": args.dtype, "shard_bytes": args.shard_size, "tokenizer": args.tokenizer, "force": args.force}
+    export(source, args.out, **how, say=say)
+    return 0
+
+
+def run_logits(args: argparse.Namespace) -> int:
+    import numpy as np
+
+    from jaxtrain.hf.logits import model_logits, read_tokens
+    from jaxtrain.metrics import replacing
+
+    run, logits = model_logits(args.checkpoint, args.precision)
+    tokens_BT, segments_BT = read_tokens(args.tokens, args.segments, run.model.vocab_size)
+    out = logits(tokens_BT, segments_BT)
+    with replacing(args.out) as file:
+        np.save(file, out)
+    say(f"{args.out}: float32 {list(out.shape)}")
+    return 0
+
+
+def run_check(args: argparse.Namespace) -> int:
+    import numpy as np
+
+    from jaxtrain.hf.logits import largest_differences, model_logits, read_tokens
+    from jaxtrain.models.hugging_face import HuggingFaceError
+
+    python = args.python or os.environ.get(PYTHON, "") or sys.executable
+    run, logits = model_logits(args.checkpoint, "f32")
+    if args.tokens:
+        tokens_BT, segments_BT = read_tokens(args.tokens, None, run.model.vocab_size)
+    else:
+        tokens_BT = np.random.default_rng(0).integers(0, run.model.vocab_size, (2, 64), np.int32)
+        segments_BT = np.ones_like(tokens_BT)
+    with tempfile.TemporaryDirectory() as scratch:
+        tokens, theirs = Path(scratch, "tokens.npy"), Path(scratch, "logits.npy")
+        np.save(tokens, tokens_BT)
+        ended = subprocess.run([python, SCRIPT, args.folder, tokens, theirs], capture_output=True, text=True)
+        if ended.returncode or not theirs.exists():
+            words = ended.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+            hint = (
+                f"Name an interpreter that has transformers and torch: --python, or {PYTHON}."
+                if "No module" in words[0]
+                else ""
+            )
+            raise HuggingFaceError(f"transformers in {python} did not compute {args.folder}: {words[0]}. {hint}".strip())
+        theirs_BTV = np.load(theirs)
+    ours_BTV = logits(tokens_BT, segments_BT)
+    if ours_BTV.shape != theirs_BTV.shape:
+        raise HuggingFaceError(f"{args.folder}: logits are {list(theirs_BTV.shape)}, those here {list(ours_BTV.shape)}.")
+    by_position = largest_differences(ours_BTV, theirs_BTV)
+    say("position  largest difference")
+    for t, difference in enumerate(by_position):
+        say(f"{t:8d}  {difference:.3g}")
+    same = float((ours_BTV.argmax(-1) == theirs_BTV.argmax(-1)).mean())
+    worst = float(by_position.max())
+    say(
+        f"largest difference {worst:.3g} of logits up to {float(np.abs(theirs_BTV).max()):.3g}; "
+        f"the likeliest token is the same at {same:.1%} of {tokens_BT.size} positions"
+    )
+    if worst > args.tolerance:
+        say(f"above --tolerance={args.tolerance:g}: these are not the same model")
+    return int(not worst <= args.tolerance)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0; 1 `check` found a difference; 2 the command or what it names is wrong, nothing was written."""
+    args = parser().parse_args(argv)
+    start_jax(hardware.probe())
+    # Imported here: `--help` and wrong options answer in a moment.
+    from jaxtrain.checkpoint import CheckpointError
+    from jaxtrain.models.hugging_face import HuggingFaceError
+
+    command: Any = {"import": run_import, "export": run_export, "check": run_check, "logits": run_logits}[args.command]
+    try:
+        return command(args)
+    except (HuggingFaceError, CheckpointError, ValueError) as error:  # ValueError: a layout or a config that cannot be
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""A checkpoint of jaxtrain as a Hugging Face folder: `python -m jaxtrain.hf export CKPT --out=DIR`."""
+
+import dataclasses
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import safetensors
+from jax.sharding import SingleDeviceSharding
+
+from jaxtrain import config
+from jaxtrain.checkpoint import Checkpoints, locate
+from jaxtrain.config import RunConfig
+from jaxtrain.data.tokenizer import TokenizerError, load_tokenizer
+from jaxtrain.hf import tokenizer_files
+from jaxtrain.hf.folder import CONFIG, INDEX, SINGLE, model_of
+from jaxtrain.hf.importing import check_space, progress_bar
+from jaxtrain.hf.names import PREFIX, Entry, entries
+from jaxtrain.models import FAMILIES, family
+from jaxtrain.models.hugging_face import HuggingFaceError
+
+TYPES = {"f32": np.dtype("float32"), "bf16": np.dtype(ml_dtypes.bfloat16)}
+THEIR_TYPES = {"f32": "float32", "bf16": "bfloat16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A checkpoint to export, looked at and not yet read."""
+
+    checkpoints: Checkpoints
+    step: int
+    run: RunConfig
+    stored: dict[str, jax.ShapeDtypeStruct]
+
+
+def open_source(path: str) -> Source:
+    """Raises CheckpointError or HuggingFaceError."""
+    checkpoints, step = locate(path)
+    run, problems = config.resolve(checkpoints.meta(step)["config"])
+    if problems:
+        raise HuggingFaceError(f"{path}: its config is not one of this version: {'; '.join(map(str, problems))}")
+    return Source(checkpoints, step, run, checkpoints.stored(step))
+
+
+def config_json(run: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]:
+    """config.json of a run's model. Raises HuggingFaceError where transformers has no such model."""
+    if run.model.family not in FAMILIES:
+        raise HuggingFaceError(f"model.family = {run.model.family!r}: only jaxtrain's own families have a format to export to.")
+    module = family(run.model.family)
+    out = {
+        "architectures": [module.ARCHITECTURE],
+        "model_type": module.MODEL_TYPE,
+        **module.write(run.model),
+        "max_position_embeddings": run.data.seq_len,
+        "torch_dtype": THEIR_TYPES[dtype],
+        "dtype": THEIR_TYPES[dtype],
+        "bos_token_id": None,
+        "eos_token_id": eos,
+        "pad_token_id": None,
+        "use_cache": True,
+    }
+    # What is written must read as what it was.
+    again = dataclasses.replace(model_of(out), init_std=run.model.init_std)
+    lost = [f.name for f in dataclasses.fields(again) if getattr(again, f.name) != getattr(_plain(run), f.name)]
+    if lost:
+        raise HuggingFaceError(
+            f"model.{lost[0]} = {getattr(run.model, lost[0])!r}: config.json of {module.MODEL_TYPE} cannot say it."
+        )
+    return out
+
+
+def _plain(run: RunConfig) -> config.Model:
+    """The model without settings that are not in force."""
+    m, default = run.model, config.Model()
+    changes: dict[str, Any] = {}
+    if m.rope_scaling == "none":
+        changes |= {"rope_factor": default.rope_factor}
+    if m.rope_scaling != "llama3":
+        changes |= {name: getattr(default, name) for name in ("rope_low_freq", "rope_high_freq", "rope_original_len")}
+    if m.query_scale == m.head_dim and "query_scale" in changes:
+        changes["query_scale"] = 0.0
+    return dataclasses.replace(m, **changes)
+
+
+def export(
+    source: Source, out: Path, *, dtype: str, shard_bytes: int, tokenizer: str, force: bool, say: Callable[[str], None]
+) -> None:
+    """Writes config.json, generation_config.json, safetensors, and the tokenizer's files; OUT appears when it is whole.
+
+    dtype: auto (as stored) | f32 | bf16. tokenizer: a folder or file, '' for the run's own. Raises HuggingFaceError before
+    anything is written.
+    """
+    if out.exists() and not force:
+        raise HuggingFaceError(f"{out}: is there already. Name another --out, or replace it with --force.")
+    run = source.run
+    wanted = entries(run.model)
+    missing = sorted(name for name in wanted if name not in source.stored)
+    left = sorted(name for name in source.stored if name.startswith(PREFIX) and name not in wanted)
+    if missing or left:
+        what = f"{missing[0]} is not in it" if missing else f"{left[0]} has no name in Hugging Face's {run.model.family}"
+        raise HuggingFaceError(f"step {source.step} of {source.checkpoints.directory}: {what}.")
+    stored = {name: str(source.stored[name].dtype) for name in wanted}
+    chosen = dtype if dtype != "auto" else ("bf16" if set(stored.values()) == {"bfloat16"} else "f32")
+    spec = tokenizer or run.data.tokenizer
+    folder = tokenizer_files.source_of(spec)
+    try:
+        eot = load_tokenizer(spec).eot
+    except TokenizerError as error:
+        raise HuggingFaceError(f"{error} Name another with --tokenizer.") from error
+    described = config_json(run, chosen, eot)
+    size = sum(int(np.prod(e.shape)) for e in wanted.values()) * TYPES[chosen].itemsize
+    check_space(out, size)
+
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    started = time.perf_counter()
+    with progress_bar(None, size) as progress:
+        files = write_tensors(source, list(wanted.values()), partial, TYPES[chosen], shard_bytes, progress)
+    seconds = time.perf_counter() - started
+    if folder is None:
+        tokenizer_files.write_byte_tokenizer(partial)
+    else:
+        tokenizer_files.copy_files(folder, partial)
+    generation = tokenizer_files.generation_config(folder, eot)
+    for name, value in ((CONFIG, described), (tokenizer_files.GENERATION, generation)):
+        (partial / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    if out.exists():
+        shutil.rmtree(out)
+    os.replace(partial, out)
+    rounded = ", rounded from float32" if chosen == "bf16" and "float32" in stored.values() else ""
+    say(
+        f"{out}: {family(run.model.family).ARCHITECTURE}, {len(wanted)} tensors as {chosen}{rounded}, {size / 1e9:.2f} GB in {files} "
+        f"{'file' if files == 1 else 'files'}, {seconds:.1f} s, {size / 1e9 / seconds:.2f} GB/s"
+    )
+
+
+def shards(wanted: list[Entry], itemsize: int, most: int) -> list[list[Entry]]:
+    """Tensors in their order, in files of at most so many bytes; a tensor that is larger has one of its own."""
+    out: list[list[Entry]] = [[]]
+    held = 0
+    for entry in wanted:
+        size = int(np.prod(entry.shape)) * itemsize
+        if out[-1] and held + size > most:
+            out.append([])
+            held = 0
+        out[-1].append(entry)
+        held += size
+    return out
+
+
+def write_tensors(
+    source: Source, wanted: list[Entry], out: Path, dtype: np.dtype[Any], most: int, progress: Callable[[str, int], None]
+) -> int:
+    """The safetensors files and, where there are several, their index. Returns how many. One file's tensors are held at a time."""
+    files = shards(wanted, dtype.itemsize, most)
+    where, total = {}, 0
+    for number, part in enumerate(files, 1):
+        name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        arrays = {}
+        for entry, x in read(source, part):
+            arrays[entry.theirs] = entry.to_theirs(x.astype(dtype, copy=False))
+            where[entry.theirs] = name
+            total += arrays[entry.theirs].nbytes
+            progress(entry.theirs, arrays[entry.theirs].nbytes)
+        specs = {
+            key: safetensors.TensorSpec(dtype=str(x.dtype), shape=list(x.shape), data_ptr=x.ctypes.data, data_len=x.nbytes)
+            for key, x in arrays.items()
+        }
+        safetensors.serialize_file(specs, str(out / name), {"format": "pt"})
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return len(files)
+
+
+def read(source: Source, wanted: list[Entry]) -> Iterator[tuple[Entry, np.ndarray]]:
+    """Tensors of a checkpoint on the host, as they are stored."""
+    cpu = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    abstract = {e.ours: jax.ShapeDtypeStruct(e.shape, source.stored[e.ours].dtype, sharding=cpu) for e in wanted}
+    tensors = source.checkpoints.restore(source.step, abstract, subset=True)
+    for entry in wanted:
+        yield entry, np.asarray(tensors.pop(entry.ours))

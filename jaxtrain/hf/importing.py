@@ -1,0 +1,170 @@
+"""A Hugging Face folder as a checkpoint of jaxtrain: `python -m jaxtrain.hf import DIR --out=CKPT`."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import rich.progress
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain import config
+from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.config import RunConfig
+from jaxtrain.hf import tokenizer_files
+from jaxtrain.hf.folder import Folder
+from jaxtrain.hf.loading import load, matched
+from jaxtrain.hf.names import Matched
+from jaxtrain.kernels.dot import DTYPES
+from jaxtrain.metrics import write_atomic
+from jaxtrain.models.hugging_face import HuggingFaceError
+from jaxtrain.state import Tensors
+
+TOKENIZER = "tokenizer"  # its folder, beside the checkpoints
+
+
+def run_of(folder: Folder, tokenizer: str, dtype: str) -> RunConfig:
+    """The config that an imported checkpoint carries: the model's, its tokenizer's, and the type its weights are in."""
+    tree = config.to_dict(config.RunConfig())
+    tree["model"] = dataclasses.asdict(folder.model)
+    tree["precision"] = "f32" if dtype == "f32" else "bf16"
+    tree["dtypes"]["params"] = dtype
+    tree["data"]["tokenizer"] = tokenizer
+    # Positions up to here were learnt; sampling sees no farther.
+    longest = folder.settings.get("max_position_embeddings")
+    tree["data"]["seq_len"] = longest if isinstance(longest, int) else config.Data().seq_len
+    run, problems = config.resolve(tree)
+    if problems:
+        raise HuggingFaceError("; ".join(map(str, problems)))
+    return run
+
+
+def dtype_of(folder: Folder, asked: str) -> str:
+    """auto: whatever holds all tensors as they are. Raises HuggingFaceError for a type that rounds, unless it is asked for."""
+    return folder.dtype if asked == "auto" else asked
+
+
+def spread(shape: tuple[int, ...], devices: list[Any]) -> NamedSharding:
+    """Over all devices along the first dimension that divides by their number; whole where none does."""
+    mesh = jax.make_mesh((len(devices),), ("all",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))
+    dim = next((i for i, size in enumerate(shape) if size % len(devices) == 0), None)
+    return NamedSharding(mesh, P() if dim is None else P(*[None] * dim, "all"))
+
+
+def import_folder(
+    folder: Folder, out: Path, dtype: str, say: Callable[[str], None], console: rich.progress.Console | None = None
+) -> None:
+    """Writes OUT/config.json, OUT/checkpoints/0 and OUT/tokenizer. Raises HuggingFaceError, before anything is written."""
+    if out.exists() and any(out.iterdir()):
+        raise HuggingFaceError(f"{out}: is there already, and not empty. Name another --out, or remove it.")
+    found = matched(folder)
+    dtype = dtype_of(folder, dtype)
+    size = sum(int(np.prod(e.shape)) for e in found.used.values()) * DTYPES[dtype].itemsize
+    check_space(out, size)
+    report(folder, found, dtype, say)
+
+    devices = jax.local_devices()
+    abstract = {
+        name: jax.ShapeDtypeStruct(entry.shape, DTYPES[dtype], sharding=spread(entry.shape, devices))
+        for name, entry in found.used.items()
+    }
+    started = time.perf_counter()
+    with progress_bar(console, folder.bytes) as progress:
+        tensors = load(folder, found, abstract, progress)
+    seconds = time.perf_counter() - started
+    say(
+        f"read {folder.bytes / 1e9:.2f} GB in {seconds:.1f} s, {folder.bytes / 1e9 / seconds:.2f} GB/s, onto {len(devices)} devices"
+    )
+
+    tokenizer = "byte"
+    names = [name for name in tokenizer_files.TOKENIZER if (folder.path / name).is_file()]
+    if (folder.path / "tokenizer.json").is_file():
+        tokenizer = str((out / TOKENIZER).absolute())
+    run = run_of(folder, tokenizer, dtype)
+    started = time.perf_counter()
+    save(out, run, tensors, folder)
+    if names:
+        tokenizer_files.copy_files(folder.path, out / TOKENIZER)
+    seconds = time.perf_counter() - started
+    say(f"wrote {size / 1e9:.2f} GB in {seconds:.1f} s, {size / 1e9 / seconds:.2f} GB/s, to {out}")
+    if tokenizer == "byte":
+        say(f"{folder.path} has no tokenizer.json: name one when you train or sample (data.tokenizer, --tokenizer)")
+
+
+def report(folder: Folder, found: Matched, dtype: str, say: Callable[[str], None]) -> None:
+    """What is there, and what is made of it."""
+    m = folder.model
+    parameters = sum(int(np.prod(e.shape)) for e in found.used.values())
+    files = len({place.file for place in folder.tensors.values()})
+    say(
+        f"{folder.path}: {m.family}, {parameters / 1e9:.3g} G parameters, {len(folder.tensors)} tensors in {files} "
+        f"{'file' if files == 1 else 'files'}; {len(found.used)} used, {len(found.unused)} unused, 0 missing; stored as {dtype}"
+    )
+    for name, why in found.unused.items():
+        say(f"  unused: {name} ({why})")
+
+
+def check_space(out: Path, size: int) -> None:
+    """Raises HuggingFaceError where the disk has no room."""
+    place = out.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < size:
+        raise HuggingFaceError(
+            f"{out}: {size / 2**30:.1f} GiB are needed, and {free / 2**30:.1f} GiB free. Name another --out."
+        )
+
+
+def progress_bar(console: rich.progress.Console | None, total: int) -> Any:
+    """A context that gives `progress(name, bytes)`; a bar on a terminal, nothing elsewhere."""
+
+    class Bar:
+        def __enter__(self) -> Callable[[str, int], None]:
+            columns = (
+                *(rich.progress.BarColumn(), rich.progress.DownloadColumn(), rich.progress.TransferSpeedColumn()),
+                *(rich.progress.TimeRemainingColumn(), rich.progress.TextColumn("{task.description}")),
+            )
+            self.bar = rich.progress.Progress(*columns, console=console, transient=True)
+            self.bar.start()
+            task = self.bar.add_task("", total=total)
+            return lambda name, size: self.bar.update(task, advance=size, description=name)
+
+        def __exit__(self, *error: object) -> None:
+            self.bar.stop()
+
+    return Bar()
+
+
+def save(out: Path, run: RunConfig, tensors: Tensors, folder: Folder) -> None:
+    """As a run of no steps."""
+    plain = config.to_dict(run)
+    meta = {
+        "config": plain,
+        "data": {"tokens": 0, "fingerprint": {}},
+        "loss": None,
+        "receipt": None,
+        "hugging_face": {"folder": str(folder.path), "config": dict(folder.settings)},
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")},
+    }
+    checkpoints = Checkpoints(out / "checkpoints")
+    try:
+        checkpoints.save(0, tensors, meta)
+    finally:
+        checkpoints.close()
+    write_atomic(out / "config.json", json.dumps(plain, indent=1) + "\n")
+
+
+def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Keys of config.Model for a config file that is to train from such a folder."""
+    from jaxtrain.hf.folder import open_folder
+
+    return dataclasses.asdict(open_folder(path).model)

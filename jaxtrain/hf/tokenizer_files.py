@@ -1,0 +1,76 @@
+"""The files that a Hugging Face folder has beside the weights: the tokenizer's, and how text is to be generated."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.data.tokenizer import ByteTokenizer
+from jaxtrain.models.hugging_face import HuggingFaceError
+
+# What tokenizers of any family may consist of; those that are there are taken.
+TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("chat_template.json", "tokenizer.model", "vocab.json", "merges.txt"),
+)
+GENERATION = "generation_config.json"
+
+
+def copy_files(source: Path, target: Path) -> list[str]:
+    """Copies what is there of TOKENIZER and GENERATION. Returns the names."""
+    found = [name for name in (*TOKENIZER, GENERATION) if (source / name).is_file()]
+    target.mkdir(parents=True, exist_ok=True)
+    for name in found:
+        shutil.copyfile(source / name, target / name)
+    return found
+
+
+def source_of(spec: str) -> Path | None:
+    """The folder of a tokenizer as `data.tokenizer` names it; None for bytes. Raises HuggingFaceError where it is not here."""
+    if spec == "byte":
+        return None
+    if spec.startswith("hf:"):
+        from jaxtrain.data.tokenizer import cached_hub_path
+
+        found = cached_hub_path(spec.removeprefix("hf:"))
+        if found is None:
+            raise HuggingFaceError(f"tokenizer {spec}: is not on this machine. Name its folder: --tokenizer=DIR.")
+        return found.parent
+    path = Path(spec).expanduser()
+    folder = path if path.is_dir() else path.parent
+    if not (folder / "tokenizer.json").is_file():
+        raise HuggingFaceError(f"tokenizer {spec}: there is no {folder / 'tokenizer.json'}. Name its folder: --tokenizer=DIR.")
+    return folder
+
+
+def write_byte_tokenizer(target: Path) -> None:
+    """jaxtrain's bytes as a tokenizer.json that gives the same ids, for a model that was trained on them."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    # The letters that byte-level BPE has for bytes are those of its alphabet, in the order of the bytes that print, then the others.
+    letters = _letters_of_bytes()
+    end = "<|endoftext|>"
+    vocab = {letter: byte for byte, letter in letters.items()} | {end: ByteTokenizer.eot}
+    made: Any = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([end])
+    target.mkdir(parents=True, exist_ok=True)
+    made.save(str(target / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
+    (target / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _letters_of_bytes() -> dict[int, str]:
+    """Each byte's letter in byte-level BPE (Radford et al. 2019): itself where it prints, else one from 256 on."""
+    prints = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in prints]
+    return {byte: chr(byte) for byte in prints} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+def generation_config(source: Path | None, eos: int | None) -> dict[str, Any]:
+    """generation_config.json: that of the tokenizer's folder where it has one, else where a text ends."""
+    if source is not None and (source / GENERATION).is_file():
+        return json.loads((source / GENERATION).read_text(encoding="utf-8"))
+    return {"_from_model_config": True, "eos_token_id": eos}

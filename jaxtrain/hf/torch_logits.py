@@ -1,0 +1,22 @@
+"""Logits of a Hugging Face folder by transformers, in float32 on a CPU. A program of its own: it imports nothing of jaxtrain and
+runs in any Python that has transformers and torch (`python torch_logits.py DIR TOKENS.npy OUT.npy`)."""
+
+import sys
+
+
+def main():
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder, tokens, out = sys.argv[1:]
+    torch.set_grad_enabled(False)
+    # Not sdpa: its kernels know no soft cap, and transformers warns of it.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model.eval()
+    rows = torch.from_numpy(np.load(tokens).astype(np.int64))
+    np.save(out, np.concatenate([model(row[None], use_cache=False).logits.float().numpy() for row in rows]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The Qwen2 family, Qwen2.5 included: Llama's layers with biases on queries, keys and values."""
+
+from typing import Any
+
+from jaxtrain import windows
+from jaxtrain.config import Model
+from jaxtrain.models.hugging_face import (
+    COMMON,
+    QKV_BIAS,
+    Settings,
+    must_have,
+    read_common,
+    read_layer_types,
+    read_rope,
+    windows_of,
+    write_common,
+    write_layer_types,
+    write_rope,
+)
+from jaxtrain.models.structure import Structure
+
+STRUCTURE = Structure()
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "qwen25_500m": {
+        "num_layers": 24,
+        "d_model": 896,
+        "num_heads": 14,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "d_ff": 4864,
+        "vocab_size": 151936,
+        "norm_eps": 1e-06,
+        "tied_head": True,
+        "qkv_bias": True,
+        "rope_base": 1000000.0,
+    },
+    "qwen25_1b": {
+        "num_layers": 28,
+        "d_model": 1536,
+        "num_heads": 12,
+        "num_kv_heads": 2,
+        "head_dim": 128,
+        "d_ff": 8960,
+        "vocab_size": 151936,
+        "norm_eps": 1e-06,
+        "tied_head": True,
+        "qkv_bias": True,
+        "rope_base": 1000000.0,
+    },
+    "qwen25_7b": {
+        "num_layers": 28,
+        "d_model": 3584,
+        "num_heads": 28,
+        "num_kv_heads": 4,
+        "head_dim": 128,
+        "d_ff": 18944,
+        "vocab_size": 152064,
+        "norm_eps": 1e-06,
+        "qkv_bias": True,
+        "rope_base": 1000000.0,
+    },
+}
+
+NAMES = COMMON | QKV_BIAS
+MODEL_TYPE, ARCHITECTURE = "qwen2", "Qwen2ForCausalLM"
+
+
+def read_windows(s: Settings, layers: int) -> dict[str, Any]:
+    """Which layers see a window, if `use_sliding_window`: by `layer_types`, or all from `max_window_layers` on."""
+    in_use = s.take("use_sliding_window", False)
+    window, first = s.take("sliding_window", None), s.take("max_window_layers", layers)
+    letters = read_layer_types(s, layers)
+    by_number = "".join(windows.LOCAL if in_use and window and i >= first else windows.GLOBAL for i in range(layers))
+    return windows_of(letters or by_number, window if in_use else None, s.path)
+
+
+def write_windows(model: Model) -> dict[str, Any]:
+    """The inverse of `read_windows`. Before layer_types, transformers knew the first layer with a window, and all after it."""
+    letters = windows.kinds(model)
+    first = letters.find(windows.LOCAL)
+    return {
+        "use_sliding_window": windows.LOCAL in letters,
+        "sliding_window": model.sliding_window or None,
+        "max_window_layers": first if first >= 0 else model.num_layers,
+        "layer_types": write_layer_types(model),
+    }
+
+
+def read(s: Settings) -> dict[str, Any]:
+    """Keys of config.Model from config.json."""
+    common = read_common(s, "silu")
+    return common | {"qkv_bias": True} | read_rope(s) | read_windows(s, common["num_layers"])
+
+
+def write(model: Model) -> dict[str, Any]:
+    """Keys of config.json that say what the model is. Raises HuggingFaceError where they cannot."""
+    must_have(model, "Qwen2", qkv_bias=True, qk_norm=False, post_norms=False, query_scale=0.0, local_rope_base=0.0)
+    must_have(model, "Qwen2", attention_softcap=0.0, logit_softcap=0.0, head_dim=model.d_model // model.num_heads)
+    out = write_common(model, "silu") | write_rope(model) | write_windows(model)
+    del out["head_dim"]  # no key of this family
+    return out
+
+
+def build(*args: Any) -> Any:
+    """A `Transformer` from (the model's config, kernel, remat plan, context, rngs)."""
+    from jaxtrain.models.transformer import build_as
+
+    return build_as(STRUCTURE, *args)
