@@ -253,7 +253,7 @@ class Optimizer:
 class Init:
     """Start a new run from another run's result."""
 
-    from_: str = key("", "a run's folder, or one of its checkpoints/<step>; step and schedule start at 0")
+    from_: str = key("", "a run's folder, one of its checkpoints/<step>, or a Hugging Face folder; the step starts at 0")
     what: str = key("weights", "weights | weights+optimizer")
 
 

@@ -51,9 +51,16 @@ TABLE = (
     ),
     Row(("data.tokenizer",), "ask", "token ids must mean the same tokens: only for the same tokenizer in another place"),
     Row(("loss.name", "loss.z_loss"), "ask", "losses before and after do not compare"),
-    Row(("model.rope_*",), "ask", "positions mean something else; meant for stretching the context"),
+    Row(("model.rope_*", "model.local_rope_base"), "ask", "positions mean something else; meant for stretching the context"),
     Row(
-        ("model.sliding_window", "model.attention_softcap", "model.logit_softcap", "model.norm_eps"),
+        (
+            "model.sliding_window",
+            "model.attention_pattern",
+            "model.attention_softcap",
+            "model.logit_softcap",
+            "model.query_scale",
+            "model.norm_eps",
+        ),
         "ask",
         "the same weights compute another function",
     ),
@@ -79,7 +86,7 @@ TABLE = (
         "never",
         "other tensors, or the same ones read differently",
     ),
-    Row(("model.tied_head", "model.qk_norm", "model.qkv_bias"), "never", "adds or removes tensors"),
+    Row(("model.tied_head", "model.qk_norm", "model.qkv_bias", "model.post_norms"), "never", "adds or removes tensors"),
     Row(("model.vocab_size",), "never", "other tensors"),
 )
 

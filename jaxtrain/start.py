@@ -15,6 +15,7 @@ from jaxtrain import checkpoint, config, resume, state, stored_form
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.data import pipeline
+from jaxtrain.hf.origin import HuggingFace, open_origin, structure_problem
 from jaxtrain.step import Program
 
 
@@ -90,18 +91,28 @@ def check_source(run: RunConfig, program: Program) -> tuple[str, ...]:
     Raises ConfigError where its tensors do not fit: one that is missing or of another shape, and one of its weights that this
     model has no place for.
     """
-    source, at = checkpoint.locate(run.init.from_)
-    stored = source.stored(at)
+    source = open_origin(run.init.from_)
+    there, here = source.model, config.to_dict(run)["model"]
+    problems = structure_problem("model.family", there.get("family", ""), run.model.family)
+    if isinstance(source, HuggingFace) and run.init.what != "weights":
+        rule = f"{source.name} is a Hugging Face folder, which holds no optimizer's state"
+        problems.append(config.Problem("init.what", run.init.what, rule, "Set weights."))
+    if problems:
+        raise ConfigError(problems)
+    stored = source.stored
     wanted = stored_form.in_stored_form(wanted_of_source(run, program.state), stored)
     wrong = checkpoint.differences(stored, wanted, subset=True, cast=True)
     unused = sorted(name for name in stored.keys() - wanted.keys() if name.startswith("params."))
     wrong += [f"{name}: in the source, not in this model" for name in unused]
     if wrong:
-        rule = f"step {at} of {source.directory} does not fit this model: {'; '.join(wrong[:4])}"
+        rule = f"{source.name} does not fit this model: {'; '.join(wrong[:4])}"
         rule += f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        remedy = "Give the model the sizes of that run (key 'config' in its meta.json)."
-        raise ConfigError([config.Problem("init.from", run.init.from_, rule, remedy)])
-    there, here = source.meta(at)["config"]["model"], config.to_dict(run)["model"]
+        of = (
+            "its config.json (`python -m jaxtrain.hf config`)"
+            if isinstance(source, HuggingFace)
+            else "that run (its config.json)"
+        )
+        raise ConfigError([config.Problem("init.from", run.init.from_, rule, f"Give the model the sizes of {of}.")])
     return tuple(
         f"model.{name}: {there.get(name)!r} in init.from, {value!r} here"
         for name, value in here.items()
@@ -141,10 +152,10 @@ def initial_state(
     fresh = state.create_state(program.definition, program.tx, abstract, run.train.seed)
     if not run.init.from_:
         return fresh
-    source, at = checkpoint.locate(run.init.from_)
+    source = open_origin(run.init.from_)
     fresh = state.without_params(fresh)
     wanted = wanted_of_source(run, abstract)
-    read = stored_form.in_stored_form(wanted, source.stored(at))
-    tensors = stored_form.converted(source.restore(at, read, subset=True, cast=True), wanted)
-    say(f"initial {run.init.what} from step {at} of {source.directory}; step and learning-rate schedule start at 0")
+    read = stored_form.in_stored_form(wanted, source.stored)
+    tensors = stored_form.converted(source.read(read), wanted)
+    say(f"initial {run.init.what} from {source.name}; step and learning-rate schedule start at 0")
     return state.from_tensors(abstract, tensors, fresh)

@@ -48,6 +48,7 @@ from jaxtrain.memory import (
     taken_gib,
 )
 from jaxtrain.metrics import MetricsError
+from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.plan.expect import Watch, expect
 from jaxtrain.progress import Console
 from jaxtrain.receipt import Receipt, ReceiptError, config_sha256, device_facts
@@ -90,7 +91,7 @@ def run(run: RunConfig, workdir: Path, launch: Launch) -> int:
         tokenizer = load_tokenizer(run.data.tokenizer) if run.sample.max_tokens and not train_data.synthetic else None
     except ConfigError as error:
         return report(error.problems)
-    except (CheckpointError, LayoutError, Unsupported, TokenizerError) as error:
+    except (CheckpointError, HuggingFaceError, LayoutError, Unsupported, TokenizerError) as error:
         return report([config.Problem("cannot start", None, str(error).rstrip("."), "")])
 
     # ---- The run's folder, its log and its receipt

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import config
+from jaxtrain import config, windows
 from jaxtrain.activations import POLICIES, parse_tensors
 from jaxtrain.config import (
     MESH_AXES,
@@ -34,7 +34,7 @@ from jaxtrain.resume import check_allow_change
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("f32", "bf16", "fp8"),
-    "model.rope_scaling": ("none", "llama3"),
+    "model.rope_scaling": ("none", "llama3", "linear"),
     "attention.impl": ("auto", "cudnn", "pallas", "chunked", "reference"),
     "attention.context": ("ring", "ulysses", "gather"),
     "sharding.gather": ("layer", "forward", "step"),
@@ -84,7 +84,15 @@ AT_LEAST: dict[str, float] = {
     ),
     **dict.fromkeys(
         (
-            *("model.head_dim", "model.sliding_window", "model.attention_softcap", "model.logit_softcap", "data.seed"),
+            *(
+                "model.head_dim",
+                "model.sliding_window",
+                "model.attention_softcap",
+                "model.logit_softcap",
+                "model.query_scale",
+                "model.local_rope_base",
+                "data.seed",
+            ),
             *("data.prefetch", "train.seed", "train.memory_fraction", "optimizer.lr", "optimizer.lr_min"),
             *(
                 "optimizer.warmup_steps",
@@ -270,6 +278,16 @@ def _model(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
         elif m.head_dim % 2 or m.head_dim < 2:
             remedy = "Change it, or model.d_model and model.num_heads that it comes from."
             yield Problem("model.head_dim", m.head_dim, "must be even: rotary turns pairs of numbers", remedy)
+    letters = set(m.attention_pattern)
+    if letters - {windows.LOCAL, windows.GLOBAL}:
+        rule = "is made of l (the layer sees model.sliding_window) and g (it sees everything)"
+        yield Problem("model.attention_pattern", m.attention_pattern, rule, "For example lllllg.")
+    elif letters and not m.sliding_window:
+        rule = "says which layers see model.sliding_window, which is 0"
+        yield Problem("model.attention_pattern", m.attention_pattern, rule, "Set model.sliding_window, or the pattern to ''.")
+    elif m.local_rope_base and not m.sliding_window:
+        rule = "is that of layers that see model.sliding_window, which is 0"
+        yield Problem("model.local_rope_base", m.local_rope_base, rule, "Set model.sliding_window, or this to 0.")
     if m.rope_scaling == "llama3" and m.rope_high_freq <= m.rope_low_freq:
         rule = f"must be above model.rope_low_freq = {m.rope_low_freq:g}"
         yield Problem("model.rope_high_freq", m.rope_high_freq, rule, "Llama 3.1 has 4 and 1.")
@@ -542,10 +560,9 @@ def _places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
     if run.init.from_:
         gone = remote("init.from", run.init.from_)
         yield from gone
-        if not gone and not Path(run.init.from_).expanduser().is_dir():
-            yield Problem(
-                "init.from", run.init.from_, "no such folder", "Name a run's folder, or one of its checkpoints/<step>."
-            )
+        if not gone and not run.init.from_.startswith("hf:") and not Path(run.init.from_).expanduser().is_dir():
+            remedy = "Name a run's folder, one of its checkpoints/<step>, or a Hugging Face model's folder (or hf:NAME)."
+            yield Problem("init.from", run.init.from_, "no such folder", remedy)
     yield from remote("data.source", run.data.source)
     yield from remote("data.eval_source", run.data.eval_source)
 

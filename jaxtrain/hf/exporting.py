@@ -21,7 +21,7 @@ from jaxtrain.config import RunConfig
 from jaxtrain.data.tokenizer import TokenizerError, load_tokenizer
 from jaxtrain.hf import tokenizer_files
 from jaxtrain.hf.folder import CONFIG, INDEX, SINGLE, model_of
-from jaxtrain.hf.importing import check_space, progress_bar
+from jaxtrain.hf.importing import check_space, gigabytes, progress_bar
 from jaxtrain.hf.names import PREFIX, Entry, entries
 from jaxtrain.models import FAMILIES, family
 from jaxtrain.models.hugging_face import HuggingFaceError
@@ -122,7 +122,7 @@ def export(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     started = time.perf_counter()
-    with progress_bar(None, size) as progress:
+    with progress_bar(size) as progress:
         files = write_tensors(source, list(wanted.values()), partial, TYPES[chosen], shard_bytes, progress)
     seconds = time.perf_counter() - started
     if folder is None:
@@ -137,8 +137,8 @@ def export(
     os.replace(partial, out)
     rounded = ", rounded from float32" if chosen == "bf16" and "float32" in stored.values() else ""
     say(
-        f"{out}: {family(run.model.family).ARCHITECTURE}, {len(wanted)} tensors as {chosen}{rounded}, {size / 1e9:.2f} GB in {files} "
-        f"{'file' if files == 1 else 'files'}, {seconds:.1f} s, {size / 1e9 / seconds:.2f} GB/s"
+        f"{out}: {family(run.model.family).ARCHITECTURE}, {len(wanted)} tensors as {chosen}{rounded}, {gigabytes(size)} in {files} "
+        f"{'file' if files == 1 else 'files'}, {seconds:.1f} s, {gigabytes(size / seconds)}/s"
     )
 
 
@@ -159,7 +159,7 @@ def shards(wanted: list[Entry], itemsize: int, most: int) -> list[list[Entry]]:
 def write_tensors(
     source: Source, wanted: list[Entry], out: Path, dtype: np.dtype[Any], most: int, progress: Callable[[str, int], None]
 ) -> int:
-    """The safetensors files and, where there are several, their index. Returns how many. One file's tensors are held at a time."""
+    """The safetensors files and, where there are several, their index. Returns how many. The tensors of one file are held."""
     files = shards(wanted, dtype.itemsize, most)
     where, total = {}, 0
     for number, part in enumerate(files, 1):

@@ -4,6 +4,7 @@ Tensors are read with plain reads into memory of their own, and the files are no
 memory of the process, so a checkpoint that is read once, from one end to the other, would be held twice.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -16,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxtrain import config
-from jaxtrain.config import Model, Problem
+from jaxtrain.config import Model
 from jaxtrain.models import FAMILIES, family
 from jaxtrain.models.hugging_face import HuggingFaceError, Settings
 
@@ -81,7 +82,7 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def locate(name: str) -> Path:
-    """The folder of a local path, or of a model's name in the hub's cache on this machine. Raises HuggingFaceError; no network."""
+    """The folder of a local path, or of a model's name in the hub's cache on this machine; no network. Raises HuggingFaceError."""
     path = Path(name.removeprefix("hf:")).expanduser()
     if not name.startswith("hf:") and path.is_dir():
         return path
@@ -89,10 +90,8 @@ def locate(name: str) -> Path:
 
     found: Any = None
     hub_name = name.removeprefix("hf:")
-    try:
+    with contextlib.suppress(ValueError):  # no name that the hub could have
         found = huggingface_hub.try_to_load_from_cache(hub_name, CONFIG)
-    except ValueError:  # no name that the hub could have
-        pass
     if isinstance(found, str):
         return Path(found).parent
     raise HuggingFaceError(
@@ -207,12 +206,3 @@ def read_header(file: Path) -> dict[str, Place]:
             )
         out[name] = Place(file, 8 + size + start, end - start, DTYPES[dtype], shape)
     return out
-
-
-def differences(here: Model, there: Model) -> list[Problem]:
-    """Keys of two models that make another program or other tensors of the same names: what no import may differ in."""
-    return [
-        Problem(f"model.{name}", getattr(here, name), f"is {getattr(there, name)!r} in the Hugging Face model", "Set that.")
-        for name in ("family", "tied_head", "qkv_bias", "qk_norm", "post_norms")
-        if getattr(here, name) != getattr(there, name)
-    ]

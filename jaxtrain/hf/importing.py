@@ -1,9 +1,9 @@
 """A Hugging Face folder as a checkpoint of jaxtrain: `python -m jaxtrain.hf import DIR --out=CKPT`."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import rich.console
 import rich.progress
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -59,9 +60,7 @@ def spread(shape: tuple[int, ...], devices: list[Any]) -> NamedSharding:
     return NamedSharding(mesh, P() if dim is None else P(*[None] * dim, "all"))
 
 
-def import_folder(
-    folder: Folder, out: Path, dtype: str, say: Callable[[str], None], console: rich.progress.Console | None = None
-) -> None:
+def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], None]) -> None:
     """Writes OUT/config.json, OUT/checkpoints/0 and OUT/tokenizer. Raises HuggingFaceError, before anything is written."""
     if out.exists() and any(out.iterdir()):
         raise HuggingFaceError(f"{out}: is there already, and not empty. Name another --out, or remove it.")
@@ -77,11 +76,12 @@ def import_folder(
         for name, entry in found.used.items()
     }
     started = time.perf_counter()
-    with progress_bar(console, folder.bytes) as progress:
+    with progress_bar(folder.bytes) as progress:
         tensors = load(folder, found, abstract, progress)
     seconds = time.perf_counter() - started
     say(
-        f"read {folder.bytes / 1e9:.2f} GB in {seconds:.1f} s, {folder.bytes / 1e9 / seconds:.2f} GB/s, onto {len(devices)} devices"
+        f"read {gigabytes(folder.bytes)} in {seconds:.1f} s, {gigabytes(folder.bytes / seconds)}/s, onto {len(devices)} "
+        f"{'device' if len(devices) == 1 else 'devices'}"
     )
 
     tokenizer = "byte"
@@ -94,7 +94,7 @@ def import_folder(
     if names:
         tokenizer_files.copy_files(folder.path, out / TOKENIZER)
     seconds = time.perf_counter() - started
-    say(f"wrote {size / 1e9:.2f} GB in {seconds:.1f} s, {size / 1e9 / seconds:.2f} GB/s, to {out}")
+    say(f"wrote {gigabytes(size)} in {seconds:.1f} s, {gigabytes(size / seconds)}/s, to {out}")
     if tokenizer == "byte":
         say(f"{folder.path} has no tokenizer.json: name one when you train or sample (data.tokenizer, --tokenizer)")
 
@@ -105,7 +105,7 @@ def report(folder: Folder, found: Matched, dtype: str, say: Callable[[str], None
     parameters = sum(int(np.prod(e.shape)) for e in found.used.values())
     files = len({place.file for place in folder.tensors.values()})
     say(
-        f"{folder.path}: {m.family}, {parameters / 1e9:.3g} G parameters, {len(folder.tensors)} tensors in {files} "
+        f"{folder.path}: {m.family}, {count(parameters)} parameters, {len(folder.tensors)} tensors in {files} "
         f"{'file' if files == 1 else 'files'}; {len(found.used)} used, {len(found.unused)} unused, 0 missing; stored as {dtype}"
     )
     for name, why in found.unused.items():
@@ -124,8 +124,22 @@ def check_space(out: Path, size: int) -> None:
         )
 
 
-def progress_bar(console: rich.progress.Console | None, total: int) -> Any:
+def gigabytes(size: float) -> str:
+    """16.06 GB, or 0.76 MB"""
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
+
+
+def count(number: int) -> str:
+    """8.03 G, or 855 k"""
+    scale, unit = next((x for x in ((1e9, "G"), (1e6, "M")) if number >= x[0]), (1e3, "k"))
+    return f"{number / scale:.3g} {unit}"
+
+
+def progress_bar(total: int) -> Any:
     """A context that gives `progress(name, bytes)`; a bar on a terminal, nothing elsewhere."""
+    console = rich.console.Console(stderr=True)
+    if not console.is_terminal:
+        return contextlib.nullcontext(lambda name, size: None)
 
     class Bar:
         def __enter__(self) -> Callable[[str, int], None]:
@@ -161,10 +175,3 @@ def save(out: Path, run: RunConfig, tensors: Tensors, folder: Folder) -> None:
     finally:
         checkpoints.close()
     write_atomic(out / "config.json", json.dumps(plain, indent=1) + "\n")
-
-
-def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Keys of config.Model for a config file that is to train from such a folder."""
-    from jaxtrain.hf.folder import open_folder
-
-    return dataclasses.asdict(open_folder(path).model)

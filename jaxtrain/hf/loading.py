@@ -1,7 +1,9 @@
 """A folder's tensors onto devices, one after the other: the host holds the tensor at hand and the one being read."""
 
 import concurrent.futures
+import functools
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -49,13 +51,15 @@ def load(folder: Folder, found: Matched, abstract: Mapping[str, jax.ShapeDtypeSt
         a = abstract[name]
         view = found.used[name].to_ours(stored)
 
-        def part(index: tuple[slice, ...], view: np.ndarray = view, dtype: np.dtype = np.dtype(a.dtype)) -> np.ndarray:
-            return copied(view[index]).astype(dtype, copy=False)
-
+        part = functools.partial(_part, view, np.dtype(a.dtype))
         out[name] = jax.make_array_from_callback(a.shape, a.sharding, part)
         out[name].block_until_ready()
         progress(name, stored.nbytes)
     return out
+
+
+def _part(view: np.ndarray, dtype: np.dtype[Any], index: Any) -> np.ndarray:
+    return copied(view[index]).astype(dtype, copy=False)
 
 
 def _read_ahead(folder: Folder, order: list[Entry]) -> Iterator[tuple[str, np.ndarray]]:

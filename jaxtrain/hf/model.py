@@ -1,4 +1,4 @@
-"""A model with its weights, from a run's folder, one of its checkpoints, or a Hugging Face folder: to compute with, not to train."""
+"""A model with its weights, from a run, one of its checkpoints, or a Hugging Face folder: to compute with, not to train."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from jaxtrain.checkpoint import locate
 from jaxtrain.config import RunConfig
 from jaxtrain.hf import folder as folders
 from jaxtrain.hf.importing import run_of
-from jaxtrain.hf.loading import load, matched
+from jaxtrain.hf.origin import is_hugging_face, open_origin
 from jaxtrain.models.module import Definition, Params
 from jaxtrain.sharding import Placement, replicated
 from jaxtrain.state import TrainState, abstract_tensors, from_tensors
@@ -34,11 +34,6 @@ def run_at(path: str) -> tuple[RunConfig, int]:
     return run, step
 
 
-def is_hugging_face(path: str) -> bool:
-    """A folder of theirs, or hf:NAME of one in the hub's cache."""
-    return path.startswith("hf:") or folders.is_folder(path)
-
-
 def read_params(path: str, definition: Definition, placement: Placement) -> Params:
     """The weights of a model, placed. Raises as `run_at` does."""
     whole = replicated(placement)
@@ -51,12 +46,7 @@ def read_params(path: str, definition: Definition, placement: Placement) -> Para
     )
     abstract = TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), params, ())
     wanted = {name: a for name, a in abstract_tensors(abstract).items() if name.startswith("params.")}
-    if is_hugging_face(path):
-        opened = folders.open_folder(path)
-        tensors = load(opened, matched(opened), wanted, lambda name, size: None)
-    else:
-        checkpoints, step = locate(path)
-        tensors = checkpoints.restore(step, wanted, subset=True, cast=True)
+    tensors = open_origin(path).read(wanted)
     fresh = TrainState(jnp.zeros((), jnp.int32), {}, ())
     return from_tensors(abstract, tensors, fresh).params
 

@@ -48,7 +48,6 @@ def write_byte_tokenizer(target: Path) -> None:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    # The letters that byte-level BPE has for bytes are those of its alphabet, in the order of the bytes that print, then the others.
     letters = _letters_of_bytes()
     end = "<|endoftext|>"
     vocab = {letter: byte for byte, letter in letters.items()} | {end: ByteTokenizer.eot}

@@ -1,13 +1,15 @@
-"""Logits of a Hugging Face folder by transformers, in float32 on a CPU. A program of its own: it imports nothing of jaxtrain and
-runs in any Python that has transformers and torch (`python torch_logits.py DIR TOKENS.npy OUT.npy`)."""
+"""Logits of a Hugging Face folder by transformers, in float32 on a CPU: `python torch_logits.py DIR TOKENS.npy OUT.npy`.
+
+A program of its own: it imports nothing of jaxtrain, and runs in any Python that has transformers and torch.
+"""
 
 import sys
 
 
 def main():
     import numpy as np
-    import torch
-    from transformers import AutoModelForCausalLM
+    import torch  # pyright: ignore[reportMissingImports]
+    from transformers import AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
 
     folder, tokens, out = sys.argv[1:]
     torch.set_grad_enabled(False)

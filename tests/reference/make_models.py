@@ -32,7 +32,10 @@ MODELS = {
         rope_parameters={"rope_type": "default", "rope_theta": 3000.0},
     ),
     "qwen3": t.Qwen3Config(
-        **COMMON, head_dim=16, tie_word_embeddings=True, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 3e3}
+        **COMMON,
+        head_dim=16,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 3e3},
     ),
     "gemma2": t.Gemma2Config(
         **COMMON,
