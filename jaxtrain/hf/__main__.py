@@ -1,13 +1,13 @@
 """`python -m jaxtrain.hf`: Hugging Face checkpoints in and out, and logits to check them by."""
 
 import argparse
+import dataclasses
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from jaxtrain import hardware
 from jaxtrain.startup import start_jax
@@ -46,6 +46,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--dtype", choices=("auto", "f32", "bf16"), default="auto", help="auto: one that holds all tensors as they are"
     )
+    p = commands.add_parser("config", help="what a config file has to say of the model in a Hugging Face folder")
+    p.add_argument("folder", metavar="DIR", help="a model's folder, or its name in the hub's cache on this machine")
     p = commands.add_parser("export", help="a checkpoint to a Hugging Face folder, for transformers and vLLM")
     p.add_argument("checkpoint", metavar="CKPT", help="a run's folder, or one of its checkpoints/<step>")
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to write")
@@ -85,6 +87,14 @@ def run_import(args: argparse.Namespace) -> int:
     from jaxtrain.hf.importing import import_folder
 
     import_folder(open_folder(args.folder), args.out, args.dtype, say)
+    return 0
+
+
+def run_config(args: argparse.Namespace) -> int:
+    from jaxtrain.hf.folder import open_folder
+
+    for key, value in dataclasses.asdict(open_folder(args.folder).model).items():
+        say(f"config.model.{key} = {value!r}")
     return 0
 
 
@@ -156,6 +166,15 @@ def run_check(args: argparse.Namespace) -> int:
     return int(not worst <= args.tolerance)
 
 
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "import": run_import,
+    "config": run_config,
+    "export": run_export,
+    "check": run_check,
+    "logits": run_logits,
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 `check` found a difference; 2 the command or what it names is wrong, nothing was written."""
     args = parser().parse_args(argv)
@@ -164,7 +183,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxtrain.checkpoint import CheckpointError
     from jaxtrain.models.hugging_face import HuggingFaceError
 
-    command: Any = {"import": run_import, "export": run_export, "check": run_check, "logits": run_logits}[args.command]
+    command: Any = {"import": run_import, "config": run_config, "export": run_export, "check": run_check, "logits": run_logits}[
+        args.command
+    ]
     try:
         return command(args)
     except (HuggingFaceError, CheckpointError, ValueError) as error:  # ValueError: a layout or a config that cannot be

@@ -137,8 +137,8 @@ def export(
     os.replace(partial, out)
     rounded = ", rounded from float32" if chosen == "bf16" and "float32" in stored.values() else ""
     say(
-        f"{out}: {family(run.model.family).ARCHITECTURE}, {len(wanted)} tensors as {chosen}{rounded}, {gigabytes(size)} in {files} "
-        f"{'file' if files == 1 else 'files'}, {seconds:.1f} s, {gigabytes(size / seconds)}/s"
+        f"{out}: {family(run.model.family).ARCHITECTURE}, {len(wanted)} tensors as {chosen}{rounded}, {gigabytes(size)} in "
+        f"{files} {'file' if files == 1 else 'files'}, {seconds:.1f} s, {gigabytes(size / seconds)}/s"
     )
 
 

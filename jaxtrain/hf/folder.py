@@ -82,7 +82,7 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def locate(name: str) -> Path:
-    """The folder of a local path, or of a model's name in the hub's cache on this machine; no network. Raises HuggingFaceError."""
+    """The folder of a local path, or of a model's name in the hub's cache on this machine. Raises HuggingFaceError."""
     path = Path(name.removeprefix("hf:")).expanduser()
     if not name.startswith("hf:") and path.is_dir():
         return path

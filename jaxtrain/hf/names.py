@@ -53,7 +53,7 @@ def entries(model: Model, names: Mapping[str, HfTensor] | None = None) -> dict[s
 
     names: of its family, if not that of model.family.
     """
-    names = family(model.family).NAMES if names is None else names
+    known: Mapping[str, HfTensor] = family(model.family).NAMES if names is None else names
     letters = {"D": model.d_model, "N": model.num_heads, "K": model.num_kv_heads, "H": model.head_dim}
     letters |= {"F": model.d_ff, "V": model.vocab_size}
     absent = {"head": model.tied_head, ".bq": not model.qkv_bias, ".bk": not model.qkv_bias, ".bv": not model.qkv_bias}
@@ -66,9 +66,8 @@ def entries(model: Model, names: Mapping[str, HfTensor] | None = None) -> dict[s
         theirs = tuple(math.prod(letters[a] for a in group) for group in _grouped(how.theirs))
         out[PREFIX + filled[0]] = Entry(PREFIX + filled[0], filled[1], shape, theirs, how, sizes)
 
-    present = [
-        (ours, how) for ours, how in names.items() if not any(gone and ours.endswith(end) for end, gone in absent.items())
-    ]
+    gone = tuple(end for end, is_absent in absent.items() if is_absent)
+    present = [(ours, how) for ours, how in known.items() if not ours.endswith(gone or "?")]
     for ours, how in present:
         if "{i}" not in ours and ours != "head" and not ours.startswith("final"):
             add(ours, how, None)

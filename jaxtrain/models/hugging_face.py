@@ -1,8 +1,8 @@
 """What families say of their Hugging Face checkpoints, and the keys of config.json that most of them share. No jax.
 
 config.json has had two manners. transformers 4 has `rope_theta` and `rope_scaling`, transformers 5 both in `rope_parameters`,
-by type of layer where layers differ. Both are read, and what is written holds both. A key that is not there is never taken to be
-what transformers would make of it, where that would change the numbers and go unnoticed.
+by type of layer where layers differ. Both are read, and what is written holds both. A key that is not there is never taken to
+be what transformers would make of it, where that would change the numbers and go unnoticed.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Tiny random models of every family, made by transformers with each of its options in use: `python make_models.py OUT`.
 
-Runs in a Python with torch and transformers, not in jaxtrain's. Norms and biases are random too: at their initial ones and zeros
-they could be left out unnoticed.
+Runs in a Python with torch and transformers, not in jaxtrain's. Norms and biases are random too: at their initial ones and
+zeros they could be left out unnoticed.
 """
 
 import sys
