@@ -183,11 +183,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxtrain.checkpoint import CheckpointError
     from jaxtrain.models.hugging_face import HuggingFaceError
 
-    command: Any = {"import": run_import, "config": run_config, "export": run_export, "check": run_check, "logits": run_logits}[
-        args.command
-    ]
     try:
-        return command(args)
+        return COMMANDS[args.command](args)
     except (HuggingFaceError, CheckpointError, ValueError) as error:  # ValueError: a layout or a config that cannot be
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -49,12 +49,16 @@ def positions_of(segments_BT: np.ndarray) -> np.ndarray:
 
 
 def model_logits(path: str, precision: str) -> tuple[RunConfig, Callable[[np.ndarray, np.ndarray], np.ndarray]]:
-    """The config of a model, and a function of (tokens, segments), each int32 (B, T), to its logits, f32 (B, T, V).
-
-    path: a run's folder, a checkpoint, or a Hugging Face folder. precision: f32 | bf16, of the arithmetic; where that is f32,
-    weights too are taken in f32, which changes none of their values.
-    """
+    """The config of a model, and `logits_of` it. path: a run's folder, a checkpoint, or a Hugging Face folder."""
     run, _ = run_at(path)
+    return run, logits_of(run, path, precision)
+
+
+def logits_of(run: RunConfig, path: str, precision: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """A function of (tokens, segments), each int32 (B, T), to the logits, f32 (B, T, V), of a model with the weights at `path`.
+
+    precision: f32 | bf16, of the arithmetic; where that is f32, weights too are taken in f32, which changes no value.
+    """
     weights = dataclasses.replace(run.dtypes, params="f32" if precision == "f32" else run.dtypes.params)
     run = alone(dataclasses.replace(run, precision=precision, dtypes=weights), jax.local_devices())
     devices = jax.local_devices()[: run.mesh.fsdp]
@@ -92,7 +96,7 @@ def model_logits(path: str, precision: str) -> tuple[RunConfig, Callable[[np.nda
         ]
         return np.concatenate(rows)
 
-    return run, logits
+    return logits
 
 
 def largest_differences(ours_BTV: np.ndarray, theirs_BTV: np.ndarray) -> np.ndarray:

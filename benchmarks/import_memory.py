@@ -1,0 +1,139 @@
+"""Host memory and speed of an import: a synthetic checkpoint of Llama's shape, random and sharded, onto 8 CPU devices.
+
+python -m benchmarks.import_memory --gigabytes=4 --folder=/tmp/import
+
+Prints the import's own report, then one line of JSON. Peak memory is that of the process while it imports, the arrays on its
+devices included, less what it held before; size is that of the safetensors files. --gigabytes=16.06 is Llama 3 8B in bfloat16.
+"""
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import threading
+import time
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+SHARD = 1 << 30
+
+
+def shape_of(gigabytes: float) -> dict:
+    """config.json of a model whose weights take so much in bfloat16: Llama 3 8B's layers, fewer or narrower."""
+    layers = max(1, round((gigabytes - 2.1) / 0.436)) if gigabytes > 3 else 4
+    width, vocab = (4096, 128256) if gigabytes > 3 else (1024, 32000)
+    wide = (
+        14336 if gigabytes > 3 else max(1024, int((gigabytes * 1e9 / 2 - 2 * vocab * width) / (layers * 3 * width)) // 64 * 64)
+    )
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": width,
+        "intermediate_size": wide,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": vocab,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "rope_theta": 500000.0,
+    }
+
+
+def write(folder: Path, gigabytes: float) -> None:
+    """A file at a time, so that making it takes little memory."""
+    import ml_dtypes
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    from jaxtrain.hf.folder import model_of
+    from jaxtrain.hf.names import entries
+
+    folder.mkdir(parents=True)
+    described = shape_of(gigabytes)
+    (folder / "config.json").write_text(json.dumps(described))
+    rng = np.random.default_rng(0)
+    where: dict[str, str] = {}
+    held: dict[str, np.ndarray] = {}
+
+    def flush() -> None:
+        name = f"model-{len(set(where.values())):05d}.safetensors"
+        save_file(held, folder / name)
+        where.update(dict.fromkeys(held, name))
+        held.clear()
+
+    for entry in entries(model_of(described)).values():
+        bits = rng.integers(0x3C00, 0x3E00, entry.their_shape, np.uint16)
+        held[entry.theirs] = bits.view(ml_dtypes.bfloat16)
+        if sum(x.nbytes for x in held.values()) > min(SHARD, gigabytes * 1e9 / 4):
+            flush()
+    flush()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+class Peak:
+    """The most memory while a block runs, looked at a hundred times a second."""
+
+    def __enter__(self) -> "Peak":
+        self.bytes, self._over = resident(), threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.01):
+            self.bytes = max(self.bytes, resident())
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--folder", type=Path, required=True, help="a scratch folder, with twice the room")
+    args = parser.parse_args()
+    theirs, ours = args.folder / "theirs", args.folder / "ours"
+    for folder in (theirs, ours):
+        shutil.rmtree(folder, ignore_errors=True)
+    made = os.fork()  # what making it takes is not of this process
+    if not made:
+        write(theirs, args.gigabytes)
+        os._exit(0)
+    if os.waitpid(made, 0)[1]:
+        raise SystemExit("the synthetic checkpoint could not be written")
+
+    import jax
+
+    from jaxtrain.checkpoint import _orbax
+    from jaxtrain.hf.folder import open_folder
+    from jaxtrain.hf.importing import import_folder
+
+    jax.block_until_ready(jax.device_put(0.0))
+    _orbax()
+    folder = open_folder(theirs)
+    before, started = resident(), time.perf_counter()
+    with Peak() as peak:
+        import_folder(folder, ours, "auto", print)
+    report = {
+        "devices": jax.local_device_count(),
+        "size_gb": folder.bytes / 1e9,
+        "peak_over_size": (peak.bytes - before) / folder.bytes,
+        "seconds": time.perf_counter() - started,
+    }
+    print(json.dumps(report))
+    shutil.rmtree(args.folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""What the tests of jaxtrain.hf share: folders with golden configs and random weights, and the Python that has transformers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxtrain.hf.folder import model_of
+from jaxtrain.hf.names import entries
+
+HERE = Path(__file__).parent / "reference"
+sys.path.insert(0, str(HERE))
+from weights import random_tokens, random_weight  # noqa: E402
+
+GOLDEN = np.load(HERE / "golden" / "golden.npz")
+FAMILIES = ("llama", "llama2", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
+TOKENS = random_tokens(128)
+
+
+def settings(name: str, version: int = 5) -> dict[str, Any]:
+    """config.json as transformers of this version writes it."""
+    return json.loads((HERE / "golden" / f"{name}.{version}.json").read_text())
+
+
+def write(folder: Path, name: str, *, version: int = 5, scale: float = 1.0, **changes: Any) -> Path:
+    """A folder of a family with the golden weights; `changes` to config.json, None removes a key."""
+    described = settings(name, version)
+    tensors = {
+        e.theirs: random_weight(e.theirs, e.their_shape) * np.float32(1.0 if "norm" in e.theirs else scale)
+        for e in entries(model_of(described)).values()
+    }
+    described = {k: v for k, v in (described | changes).items() if not (k in changes and v is None)}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(described))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def reference() -> str:
+    """The Python that has torch, transformers and PEFT; skips the test where there is none (tests/reference/setup.sh)."""
+    python = os.environ.get("JAXTRAIN_REFERENCE_PYTHON") or str(HERE.parents[1] / ".reference" / "bin" / "python")
+    if not Path(python).exists():
+        pytest.skip("no Python with transformers: tests/reference/setup.sh makes one")
+    return python
+
+
+def ask(script: Path, *args: Any) -> str:
+    """Output of a script in that Python."""
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    ended = subprocess.run([reference(), script, *map(str, args)], capture_output=True, text=True, env=env)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout

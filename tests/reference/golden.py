@@ -1,0 +1,109 @@
+"""What transformers makes of tiny models of every family, each with all its options in use: `python golden.py golden`.
+
+Runs in a Python of its own, with torch and transformers (requirements.txt). With transformers 5 it writes, for each family,
+config.json and the logits of weights.py's numbers, and the losses of thirty steps of torch's AdamW; with transformers 4
+config.json in its manner.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers as t
+from weights import random_tokens, random_weight
+
+VOCAB = 128
+SHAPE = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+# No token for padding: transformers learns nothing of it, wherever it stands.
+ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None, "max_position_embeddings": 256}
+COMMON = {**SHAPE, **HEADS, **ENDS, "rms_norm_eps": 1e-5}
+LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+GEMMA = {**COMMON, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 6}
+V5 = t.__version__.startswith("5.")
+
+
+def rope(base, kind="default", **more):
+    """In the manner of the transformers at hand."""
+    if V5:
+        return {"rope_parameters": {"rope_type": kind, "rope_theta": base, **more}}
+    return {"rope_theta": base, **({"rope_scaling": {"rope_type": kind, **more}} if kind != "default" else {})}
+
+
+def gemma3_rope():
+    """Layers with a window turn at a base of their own."""
+    scaled = {"rope_type": "linear", "factor": 8.0}
+    if not V5:
+        return {"rope_theta": 9000.0, "rope_local_base_freq": 300.0, "rope_scaling": scaled}
+    local = {"rope_type": "default", "rope_theta": 300.0}
+    return {"rope_parameters": {"full_attention": {**scaled, "rope_theta": 9000.0}, "sliding_attention": local}}
+
+
+S, F = "sliding_attention", "full_attention"
+MODELS = {
+    "llama": t.LlamaConfig(**COMMON, tie_word_embeddings=True, **rope(5000.0, "llama3", **LLAMA3)),
+    "llama2": t.LlamaConfig(**COMMON, tie_word_embeddings=False, **rope(777.0)),
+    "mistral": t.MistralConfig(**COMMON, head_dim=16, sliding_window=7, tie_word_embeddings=False, **rope(2000.0)),
+    "qwen2": t.Qwen2Config(
+        **COMMON, use_sliding_window=True, sliding_window=9, max_window_layers=2, tie_word_embeddings=False, **rope(3000.0)
+    ),
+    "qwen3": t.Qwen3Config(**COMMON, head_dim=16, tie_word_embeddings=True, **rope(3000.0, "linear", factor=2.0)),
+    "gemma2": t.Gemma2Config(**GEMMA, attn_logit_softcapping=4.0, final_logit_softcapping=3.0, **rope(4000.0)),
+    "gemma3": t.Gemma3TextConfig(**GEMMA, layer_types=[S, S, F, S], **gemma3_rope()),
+}
+
+
+def model_of(config):
+    """With weights.py's numbers."""
+    config._attn_implementation = "eager"
+    model = t.AutoModelForCausalLM.from_config(config, torch_dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(torch.from_numpy(random_weight(name, tuple(p.shape))))
+    return model
+
+
+def adamw_losses(model, steps=30):
+    """Mean cross entropy of each step's batch, before its update."""
+    # Small weights: at those that reach every cap, a step of 1e-3 is a leap.
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(torch.from_numpy(random_weight(name, tuple(p.shape)) * (1.0 if "norm" in name else 0.3)))
+    matrices = [p for n, p in model.named_parameters() if "norm" not in n]
+    others = [p for n, p in model.named_parameters() if "norm" in n]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+    losses = []
+    for step in range(steps):
+        rows = torch.from_numpy(random_tokens(VOCAB, (4, 33), seed=100 + step % 3).astype(np.int64))
+        logits = model(rows[:, :-1], use_cache=False).logits.float()
+        loss = torch.nn.functional.cross_entropy(logits.reshape(-1, VOCAB), rows[:, 1:].reshape(-1))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return np.array(losses)
+
+
+def main():
+    out = Path(sys.argv[1])
+    out.mkdir(parents=True, exist_ok=True)
+    logits = {}
+    for name, config in MODELS.items():
+        config.architectures = [
+            {"gemma3": "Gemma3ForCausalLM"}.get(name, type(config).__name__.replace("Config", "ForCausalLM"))
+        ]
+        config.to_json_file(out / f"{name}.{5 if V5 else 4}.json", use_diff=True)
+        if V5:
+            with torch.no_grad():
+                rows = torch.from_numpy(random_tokens(VOCAB).astype(np.int64))
+                logits[name] = model_of(config)(rows, use_cache=False).logits.float().numpy()
+    if V5:
+        losses = {f"{name}_adamw": adamw_losses(model_of(MODELS[name])) for name in ("llama2", "gemma2")}
+        np.savez_compressed(out / "golden.npz", **logits, **losses)
+
+
+if __name__ == "__main__":
+    main()

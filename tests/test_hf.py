@@ -1,0 +1,369 @@
+"""Hugging Face models in and out: all families give the logits of transformers, and what is not understood is not read."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import helpers
+import hugging_face
+import numpy as np
+import pytest
+from hugging_face import FAMILIES, GOLDEN, TOKENS
+from safetensors.numpy import load_file, save_file
+
+from jaxtrain import config, flops, main
+from jaxtrain.config import Model
+from jaxtrain.data.tokenizer import ByteTokenizer, load_tokenizer
+from jaxtrain.hf import __main__ as command
+from jaxtrain.hf import exporting, tokenizer_files
+from jaxtrain.hf.folder import model_of, open_folder
+from jaxtrain.hf.importing import import_folder
+from jaxtrain.hf.loading import matched
+from jaxtrain.hf.logits import logits_of, model_logits
+from jaxtrain.hf.model import run_at
+from jaxtrain.models import family
+from jaxtrain.models.hugging_face import HuggingFaceError
+from jaxtrain.models.structure import Structure
+from jaxtrain.start import Start, initial_state
+from jaxtrain.step import place_batch
+
+ROOT = Path(__file__).resolve().parents[1]
+SEGMENTS = np.ones_like(TOKENS)
+SAME = 1e-4
+
+
+def off(logits, name):
+    return float(np.abs(logits - GOLDEN[name]).max())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_transformers(tmp_path, name):
+    _, logits = model_logits(str(hugging_face.write(tmp_path, name)), "f32")
+    assert off(logits(TOKENS, SEGMENTS), name) < SAME
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_configs_of_transformers_4_and_5_say_the_same(name):
+    assert model_of(hugging_face.settings(name, 4)) == model_of(hugging_face.settings(name, 5))
+
+
+# Family -> what is switched off: keys of config.Model, or parts of the family's structure.
+OFF = [
+    ("llama", {"rope_scaling": "none"}),
+    ("llama", {"rope_base": 10_000.0}),
+    ("mistral", {"sliding_window": 0}),
+    ("qwen2", {"attention_pattern": ""}),
+    ("qwen3", {"qk_norm": False}),
+    ("qwen3", {"rope_scaling": "none"}),
+    ("gemma2", {"attention_softcap": 0.0}),
+    ("gemma2", {"logit_softcap": 0.0}),
+    ("gemma2", {"query_scale": 0.0}),
+    ("gemma2", {"attention_pattern": "gl"}),
+    ("gemma2", {"post_norms": False}),
+    ("gemma2", {"norm_offset": False}),
+    ("gemma2", {"scaled_embedding": False}),
+    ("gemma2", {"activation": "silu"}),
+    ("gemma3", {"local_rope_base": 0.0}),
+    ("gemma3", {"sliding_window": 7}),
+    ("gemma3", {"rope_factor": 4.0}),
+    ("gemma3", {"qk_norm": False}),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), OFF, ids=lambda x: x if isinstance(x, str) else ",".join(x))
+def test_without_any_one_option_they_are_not(tmp_path, name, change, monkeypatch):
+    path = str(hugging_face.write(tmp_path, name))
+    run, _ = run_at(path)
+    of_family = {k: v for k, v in change.items() if k in {f.name for f in dataclasses.fields(Structure)}}
+    if of_family:
+        module = family(run.model.family)
+        monkeypatch.setattr(module, "STRUCTURE", dataclasses.replace(module.STRUCTURE, **of_family))
+    else:
+        run = dataclasses.replace(run, model=dataclasses.replace(run.model, **change))
+    assert off(logits_of(run, path, "f32")(TOKENS[:1], SEGMENTS[:1]), name) > 100 * SAME
+
+
+def test_documents_of_a_row_do_not_see_each_other(tmp_path):
+    """Segments: each document's logits are those of the document by itself."""
+    _, logits = model_logits(str(hugging_face.write(tmp_path, "gemma3")), "f32")
+    segments = np.repeat([[1, 2]], (20, 12), axis=1)
+    both = logits(TOKENS[:1], segments)
+    apart = [logits(TOKENS[:1, part], np.ones_like(segments[:, part])) for part in (slice(0, 20), slice(20, 32))]
+    assert np.abs(both - np.concatenate(apart, axis=1)).max() < SAME
+
+
+def lines():
+    out: list[str] = []
+    return out, out.append
+
+
+def imported(tmp_path, name, dtype="auto", **changes):
+    """A folder, and the checkpoint made of it."""
+    folder = hugging_face.write(tmp_path / "theirs", name, **changes)
+    said, say = lines()
+    import_folder(open_folder(folder), tmp_path / "ours", dtype, say)
+    return folder, tmp_path / "ours", said
+
+
+def exported(ckpt, out, **how):
+    said, say = lines()
+    given = {"dtype": "auto", "shard_bytes": 10**9, "tokenizer": "", "force": False} | how
+    exporting.export(exporting.open_source(str(ckpt)), out, **given, say=say)
+    return said
+
+
+def tensors_of(folder):
+    return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_round_trip(tmp_path, name):
+    """Imported and exported: the same tensors bit for bit, a config that reads the same, and transformers' own logits."""
+    folder, ours, said = imported(tmp_path, name)
+    assert "0 unused, 0 missing; stored as f32" in said[0]
+    out = tmp_path / "back"
+    exported(ours, out, shard_bytes=100_000)
+    before, after = tensors_of(folder), tensors_of(out)
+    assert before.keys() == after.keys() and len(list(out.glob("*.safetensors"))) > 1
+    assert all(np.array_equal(before[k].view(np.uint32), after[k].view(np.uint32)) for k in before)
+    assert open_folder(out).model == dataclasses.replace(open_folder(folder).model, init_std=open_folder(out).model.init_std)
+
+
+def test_transformers_computes_the_same_before_and_after(tmp_path):
+    """Of every family, by transformers itself: the logits of what was exported are those of what was imported, bit for bit."""
+    hugging_face.reference()
+    pairs = []
+    for name in FAMILIES:
+        folder, ours, _ = imported(tmp_path / name, name)
+        exported(ours, tmp_path / name / "back")
+        pairs += [folder, tmp_path / name / "back"]
+    np.save(tmp_path / "tokens.npy", TOKENS)
+    hugging_face.ask(ROOT / "tests" / "reference" / "logits.py", tmp_path / "tokens.npy", *pairs)
+    for name in FAMILIES:
+        theirs, ours = (np.load(tmp_path / name / x / "logits.npy") for x in ("theirs", "back"))
+        assert np.array_equal(theirs, ours), name
+        # The torch of another day may add up in another order.
+        assert np.abs(theirs - GOLDEN[name]).max() < 1e-5, name
+
+
+def test_check_compares_with_transformers(tmp_path, capsys, monkeypatch):
+    folder, ours, _ = imported(tmp_path, "qwen3")
+    monkeypatch.setenv("JAXTRAIN_REFERENCE_PYTHON", hugging_face.reference())
+    assert command.main(["check", str(ours), str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "the likeliest token is the same at 100.0% of 128 positions" in shown and len(shown.splitlines()) == 66
+    other = hugging_face.write(tmp_path / "other", "qwen3", rope_parameters={"rope_type": "default", "rope_theta": 3000.0})
+    assert command.main(["check", str(ours), str(other)]) == 1
+    assert "not the same model" in capsys.readouterr().out
+
+
+def test_check_without_transformers_says_so(tmp_path, capsys):
+    folder = hugging_face.write(tmp_path / "a", "llama2")
+    assert command.main(["check", str(folder), str(folder), f"--python={sys.executable}"]) == 2
+    assert "Name an interpreter that has transformers and torch" in capsys.readouterr().err
+
+
+def test_logits_command(tmp_path, capsys):
+    folder = hugging_face.write(tmp_path / "a", "mistral")
+    np.save(tmp_path / "t.npy", TOKENS)
+    args = ["logits", str(folder), f"--tokens={tmp_path / 't.npy'}", f"--out={tmp_path / 'l.npy'}"]
+    assert command.main(args) == 0
+    assert off(np.load(tmp_path / "l.npy"), "mistral") < SAME
+    np.save(tmp_path / "t.npy", TOKENS + 100)
+    assert command.main(args) == 2
+    assert "the model's vocabulary has 128" in capsys.readouterr().err
+
+
+# ---- What is refused, by name
+
+
+REFUSED = [
+    ({"model_type": "gpt2"}, "model_type = 'gpt2': no such architecture in jaxtrain"),
+    ({"model_type": "gemma3", "text_config": {}}, "models that see or hear are not supported"),
+    ({"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM is a language model"),
+    ({"hidden_act": "gelu"}, "hidden_act = 'gelu': models of this family are built with 'silu' only"),
+    ({"attention_bias": True}, "attention_bias = True: biases on attention's projections"),
+    ({"mlp_bias": True}, "mlp_bias = True"),
+    ({"attention_dropout": 0.1}, "attention_dropout = 0.1: jaxtrain has no dropout"),
+    ({"residual_multiplier": 2.0}, "unknown key residual_multiplier = 2.0"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "unknown key quantization_config"),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope_type = 'yarn': is not supported"),
+    ({"rope_parameters": {"rope_type": "default"}}, "no rope_theta, neither by itself nor in rope_parameters"),
+    ({"rope_parameters": None}, "no rope_theta"),
+    ({"rope_theta": 5.0}, "rope_theta is 5.0 in the manner of transformers 4 and 777.0 in rope_parameters"),
+    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0}}, "no key 'low_freq_factor'"),
+    ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "beta": 1}}, "unknown key beta = 1"),
+    ({"partial_rotary_factor": 0.5}, "unknown key partial_rotary_factor = 0.5"),
+    ({"tie_word_embeddings": None}, "no key 'tie_word_embeddings'"),
+    ({"rms_norm_eps": None}, "no key 'rms_norm_eps'"),
+    ({"num_hidden_layers": 3}, "model.layers.3.input_layernorm.weight: [64], not known"),
+    ({"num_hidden_layers": 5}, "model.layers.4.input_layernorm.weight: missing"),
+    ({"intermediate_size": 80}, "mlp.gate_proj.weight: its shape is [96, 64], config.json makes it [80, 64]"),
+    ({"tie_word_embeddings": True}, "tie_word_embeddings is true, but lm_head.weight is not the embedding"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), REFUSED, ids=lambda x: "-".join(x) if isinstance(x, dict) else "")
+def test_what_is_not_understood_is_refused(tmp_path, change, words, capsys):
+    folder = hugging_face.write(tmp_path / "theirs", "llama2", **change)
+    assert command.main(["import", str(folder), f"--out={tmp_path / 'ours'}"]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "ours").exists()
+
+
+def test_files_that_are_damaged_are_refused(tmp_path):
+    def refused(words, folder):
+        with pytest.raises(HuggingFaceError, match=words):
+            matched(open_folder(folder))
+
+    whole = hugging_face.write(tmp_path / "whole", "llama2")
+    file, data = whole / "model.safetensors", (whole / "model.safetensors").read_bytes()
+    file.write_bytes(data[:-1000])
+    refused("cut off: .* ends at byte", whole)
+    file.write_bytes(data[:100])
+    refused("cut off in its header", whole)
+    file.write_bytes(data)
+    tensors = load_file(file)
+    save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}, file)
+    assert list(matched(open_folder(whole)).unused.values()) == ["follows from config.json"]
+    save_file({k: v for k, v in tensors.items() if "norm" in k}, file)
+    refused("embed_tokens.weight: missing", whole)
+    save_file({k: v.astype(np.float64) for k, v in tensors.items()}, file)
+    refused("has dtype F64; F32, BF16, F16 are supported", whole)
+    file.unlink()
+    refused("has neither model.safetensors nor model.safetensors.index.json", whole)
+    save_file(tensors, whole / "a.safetensors")
+    index = whole / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys([*tensors, "more"], "a.safetensors")}))
+    refused("more should be in a.safetensors", whole)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "b.safetensors")}))
+    refused("no such file, but the index names it", whole)
+    refused("no such folder, and no model of that name", tmp_path / "nothere")
+
+
+def test_export_refuses_what_no_family_holds(tmp_path):
+    run = helpers.tiny({"model.qk_norm": True})
+    with pytest.raises(HuggingFaceError, match="model.qk_norm = True: transformers' Llama has False only"):
+        exporting.config_json(run, "f32", None)
+    _, ours, _ = imported(tmp_path, "llama2")
+    exported(ours, tmp_path / "back")
+    with pytest.raises(HuggingFaceError, match="is there already"):
+        exported(ours, tmp_path / "back")
+    exported(ours, tmp_path / "back", force=True)
+    with pytest.raises(HuggingFaceError, match="is there already, and not empty"):
+        imported(tmp_path, "llama2")
+
+
+def test_types_are_rounded_only_where_asked(tmp_path):
+    folder, ours, _ = imported(tmp_path, "llama")
+    said = exported(ours, tmp_path / "half", dtype="bf16")
+    assert "rounded from float32" in said[0]
+    half = open_folder(tmp_path / "half")
+    assert half.dtype == "bf16" and half.bytes * 2 == open_folder(folder).bytes
+    import_folder(half, tmp_path / "again", "auto", lambda line: None)
+    assert {str(a.dtype) for a in exporting.open_source(str(tmp_path / "again")).stored.values()} == {"bfloat16"}
+
+
+# ---- Training from what was imported
+
+
+def test_thirty_steps_follow_torch(tmp_path):
+    """AdamW from an imported model on transformers' batches, beside torch.optim.AdamW: within 1e-4 of each loss."""
+    for name in ("llama2", "gemma2"):
+        folder = hugging_face.write(tmp_path / name, name, scale=0.3)
+        shape = {f"model.{k}": v for k, v in dataclasses.asdict(open_folder(folder).model).items()}
+        how = {
+            "data.seq_len": 32,
+            "train.global_batch": 4,
+            "mesh.fsdp": 2,
+            "optimizer.lr": 1e-3,
+            "optimizer.schedule": "constant",
+        }
+        how |= {"optimizer.warmup_steps": 0, "optimizer.weight_decay": 0.1, "train.steps": 30, "data.packing": "none"}
+        run = helpers.tiny(shape | how | {"init.from": str(folder)})
+        made, step = helpers.program(run), helpers.train_step(run)
+        state = initial_state(run, made, Start(0, False, False, 0, (), None), None, lambda line: None)
+        losses = []
+        for i in range(30):
+            rows = hugging_face.random_tokens(128, (4, 33), seed=100 + i % 3)
+            ones = np.ones((4, 32), np.int32)
+            batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:], "segments": ones, "weights": ones.astype(np.float32)}
+            batch["positions"] = np.broadcast_to(np.arange(32, dtype=np.int32), (4, 32)).copy()
+            state, values = step(state, place_batch(batch, made.batch, made.context))
+            losses.append(float(values["loss"]))
+        wanted = GOLDEN[f"{name}_adamw"]
+        assert wanted[-1] < wanted[0] - 0.3  # it learns
+        assert np.abs(np.array(losses) / wanted - 1).max() < 1e-4, name
+
+
+def test_import_streams(tmp_path):
+    """Host memory of an import onto 8 devices, the arrays included, stays below 1.3 times the checkpoint's size."""
+    args = [sys.executable, "-m", "benchmarks.import_memory", "--gigabytes=0.3", f"--folder={tmp_path}"]
+    ended = subprocess.run(args, capture_output=True, text=True, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads(ended.stdout.splitlines()[-1])
+    assert report["devices"] == 8 and report["peak_over_size"] < 1.3, report
+
+
+# ---- Tokenizers
+
+
+def test_the_byte_tokenizer_is_exported_as_one_of_theirs(tmp_path):
+    tokenizer_files.write_byte_tokenizer(tmp_path)
+    theirs, ours = load_tokenizer(str(tmp_path)), ByteTokenizer()
+    text = "déjà vu\n\t\x00 日本 <|endoftext|>" + "".join(map(chr, range(300)))
+    assert theirs.encode(text) == ours.encode(text) and theirs.eot == ours.eot
+    assert theirs.decode(ours.encode(text)) == text
+
+
+def test_presets_have_the_published_sizes():
+    """Parameters as the model cards' safetensors indexes count them."""
+    published = {
+        ("llama", "llama32_3b"): 3_212_749_824,
+        ("mistral", "mistral_7b"): 7_241_732_096,
+        ("qwen2", "qwen25_500m"): 494_032_768,
+        ("qwen3", "qwen3_8b"): 8_190_735_360,
+        ("gemma2", "gemma2_2b"): 2_614_341_888,
+        ("gemma3", "gemma3_1b"): 999_885_952,
+    }
+    for (name, preset), count in published.items():
+        assert flops.parameters(Model(**family(name).PRESETS[preset]))["total"] == count
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_presets_read_back(name):
+    """What a preset is written as reads as itself."""
+    if name == "llama2":
+        return
+    for preset in family(name).PRESETS.values():
+        tree = config.default_config()
+        tree.model.update(preset | {"family": name})
+        run, problems = config.resolve(tree)
+        assert not problems and exporting.config_json(run, "bf16", 0)["model_type"]
+
+
+def test_a_run_starts_from_a_folder_and_stretches_its_context(tmp_path, capsys):
+    """init.from with a Hugging Face folder, and sequences sixteen times as long as it was trained with."""
+    folder = hugging_face.write(tmp_path / "theirs", "llama2", scale=0.3)
+    model = {k: v for k, v in dataclasses.asdict(open_folder(folder).model).items() if v not in ("", 0, 0.0)}
+    model |= {"rope_scaling": "llama3", "rope_factor": 16.0, "rope_original_len": 64}
+    keys = {f"model.{k}": v for k, v in model.items()}
+    keys |= {"data.source": "synthetic", "data.seq_len": 1024, "train.global_batch": 8, "train.steps": 2}
+    keys |= {"optimizer.warmup_steps": 1, "eval.every_steps": 0, "sample.max_tokens": 0, "init.from": folder}
+    args = [f"--config={ROOT / 'configs' / 'tiny.py'}", f"--workdir={tmp_path / 'run'}"]
+    args += [f"--config.{k}={v}" for k, v in keys.items()]
+    code = main.main(args)
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    assert f"initial weights from {folder}" in shown.out
+    assert "model.rope_scaling: 'none' in init.from, 'llama3' here" in shown.out
+    shutil.rmtree(tmp_path / "run")
+    assert main.main([*args, "--config.model.d_ff=64"]) == 2
+    assert "does not fit this model" in capsys.readouterr().err
+    assert main.main([*args, "--config.model.family=gemma2"]) == 2
+    assert "which computes otherwise" in capsys.readouterr().err
+    assert main.main([*args, "--config.init.what=weights+optimizer"]) == 2
+    assert "holds no optimizer's state" in capsys.readouterr().err
