@@ -464,7 +464,11 @@ def _moments(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]],
     if run.optimizer.offload == "moments" and name not in groups.METHODS:
         rule = f"updates layer by layer, and {name} may look at all of them at once"
         yield Problem("optimizer.offload", "moments", rule, f"Set none, or optimizer.name to {' or '.join(groups.METHODS)}.")
-    if name == "muon" and run.dtypes.v == INT8 and "optimizer=adamw" not in run.optimizer.groups.replace(" ", ""):
+    if (
+        name == "muon"
+        and run.dtypes.v == INT8
+        and not any(optimizer == "adamw" for _, optimizer in groups.moved(run.optimizer.groups))
+    ):
         rule = "blocks are cut of the matrices of layers, and with Muon those have no second moment"
         yield Problem("dtypes.v", INT8, rule, "Set f32 or bf16.")
         return
