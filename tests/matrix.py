@@ -109,7 +109,6 @@ LAYOUTS = {
         "data2xfsdp2xtensor2/train.grad_accum=2",
         "fsdp2xtensor2xseq2",
         "fsdp8/sharding.zero=1",
-        "fsdp4xtensor2/optimizer.offload=moments",
     ),
     "everything": ("fsdp4xtensor2", "fsdp2xtensor2xseq2/train.grad_accum=2/remat.policy=full", "data2xseq4"),
 }

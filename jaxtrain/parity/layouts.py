@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from jaxtrain import flops, hardware, launch
 from jaxtrain.config import MESH_AXES, Problem, RunConfig, flatten, from_dict, nearest, to_dict
 from jaxtrain.data import pipeline
+from jaxtrain.groups import METHODS
 from jaxtrain.hardware import Devices
 from jaxtrain.models import FAMILIES
-from jaxtrain.groups import METHODS
 from jaxtrain.moments import INT8
 from jaxtrain.validate import validate_step
 
