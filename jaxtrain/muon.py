@@ -25,6 +25,7 @@ from jaxtrain.sharding import Axes, Placement
 A, B, C = 3.4445, -4.7750, 2.0315
 ITERATIONS = 5
 RMS = 0.2
+AT_ONCE = 1 << 26  # elements that a device makes orthogonal at one time: enough to fill a GPU, however small the matrices
 STACK, WIDTH = "layers", "head_dim"
 
 Orthogonal = Callable[[jax.Array, Axes], jax.Array]  # (an update, its logical axes) -> the update, made orthogonal
@@ -81,7 +82,11 @@ def orthogonal(placement: Placement | None, numerics: Numerics) -> Orthogonal:
         before, rows = dims(axes)
         shape = x.shape
         matrix = (math.prod(shape[before : before + rows]), math.prod(shape[before + rows :]))
-        made = newton_schulz(x.reshape(-1, *matrix), numerics)
+        x_SMN = x.reshape(-1, *matrix)
+        # A loop, since XLA would work on all parameters at once, and hold what five iterations make of each.
+        most = max(1, AT_ONCE // math.prod(matrix))
+        each = max(n for n in range(1, x_SMN.shape[0] + 1) if x_SMN.shape[0] % n == 0 and n <= most)
+        made = jax.lax.map(lambda some: newton_schulz(some, numerics), x_SMN.reshape(-1, each, *matrix))
         return made.reshape(shape)
 
     def update(x: jax.Array, axes: Axes) -> jax.Array:
