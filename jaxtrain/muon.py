@@ -94,8 +94,10 @@ def orthogonal(placement: Placement | None, numerics: Numerics) -> Orthogonal:
         longest = max(math.prod(x.shape[before : before + rows]), math.prod(x.shape[before + rows :]))
         with jax.named_scope("newton_schulz"):
             small = x.astype(numerics.compute)
-            one = placement is None or placement.mesh.size == 1
-            made = stacked(small, axes) if one else _shared(small, axes, placement, stacked)
+            if placement is None or placement.mesh.size == 1:
+                made = stacked(small, axes)
+            else:
+                made = _shared(small, axes, placement, stacked)
             return made.astype(jnp.float32) * (RMS * math.sqrt(longest))
 
     return update
@@ -121,8 +123,8 @@ def _shared(x: jax.Array, axes: Axes, placement: Placement, stacked: Orthogonal)
         x = padded(x, parts)
         for dim, names in of_matrix.items():
             x = jax.lax.all_to_all(x, names, split_axis=0, concat_axis=dim - before + 1, tiled=True)
+        mine = x.shape[0]
         if replicas:  # they hold the same
-            mine = x.shape[0]
             x = padded(x, copies)
             each = x.shape[0] // copies
             x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(replicas) * each, each)

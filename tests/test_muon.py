@@ -117,7 +117,6 @@ MESHES = {
     "one device": {},
     "fsdp8": {"mesh.fsdp": 8},  # more devices than layers
     "data2xfsdp2xtensor2": {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2},
-    "fsdp2xtensor2xseq2": {"mesh.fsdp": 2, "mesh.tensor": 2, "mesh.seq": 2},
     "layers over data": {"mesh.data": 3, "mesh.tensor": 2, "sharding.rules.layers": "data"},
 }
 
