@@ -12,11 +12,12 @@ import optax
 import pytest
 from test_moments import resumed, save, trained
 
-from jaxtrain import config, groups, muon, resume, state, validate
+from jaxtrain import compiler, config, flops, groups, muon, resume, state, validate
 from jaxtrain.config import ConfigError
 from jaxtrain.hardware import Devices
 from jaxtrain.kernels.dot import Numerics
 from jaxtrain.optimizer import FLOAT32, check_groups, choices, make_optimizer, make_schedule
+from jaxtrain.plan.search import bound
 from jaxtrain.sharding import make_placement
 from jaxtrain.step import place_batch
 from jaxtrain.update import at_once, streamed
@@ -277,6 +278,21 @@ def test_stopped_and_resumed(tmp_path):
             ConfigError, match=f"can never change on resume: {rule}" if rule else "allow_change=optimizer.momentum"
         ):
             resumed(helpers.tiny(SMALL | changes), tmp_path)
+
+
+def test_bounds_count_what_is_held():
+    """Of searches: the state's bytes on a device; and the products, one by one."""
+    run = helpers.tiny(MUON | {"mesh.fsdp": 4, "mesh.tensor": 2, "dtypes.m": "bf16"})
+    sizes = {"data": 1, "fsdp": 4, "tensor": 2, "seq": 1}
+    held = compiler.local_bytes(helpers.program(run).state.optimizer)
+    assert bound.moment_bytes(bound.Layout(run, sizes, 8)) == pytest.approx(held - 4, rel=0.01)  # without the counter
+    other = dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, groups="head:optimizer=muon"))
+    assert bound.moment_bytes(bound.Layout(other, sizes, 8)) < compiler.local_bytes(helpers.program(other).state.optimizer)
+    products = 0
+    for rows, columns in 4 * [*2 * [(64, 64)], *2 * [(64, 32)], *3 * [(64, 96)]]:
+        short, long = min(rows, columns), max(rows, columns)
+        products += 5 * (2 * short * long * short + 2 * short * short * short + 2 * short * short * long)
+    assert flops.newton_schulz(run.model) == products
 
 
 # ---- Groups
