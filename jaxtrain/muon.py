@@ -21,7 +21,7 @@ import optax
 from jaxtrain.kernels.dot import Numerics, einsum
 from jaxtrain.sharding import Axes, Placement
 
-# x -> a x + b x^3 + c x^5 on singular values, five times: from [0.01, 1] to between 0.68 and 1.14 (Jordan et al.).
+# x -> a x + b x^3 + c x^5 on singular values, five times (Jordan et al.): [0.005, 1] comes to lie in [0.68, 1.16].
 A, B, C = 3.4445, -4.7750, 2.0315
 ITERATIONS = 5
 RMS = 0.2
