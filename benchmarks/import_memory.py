@@ -22,12 +22,10 @@ SHARD = 1 << 30
 
 
 def shape_of(gigabytes: float) -> dict:
-    """config.json of a model whose weights take so much in bfloat16: Llama 3 8B's layers, fewer or narrower."""
-    layers = max(1, round((gigabytes - 2.1) / 0.436)) if gigabytes > 3 else 4
-    width, vocab = (4096, 128256) if gigabytes > 3 else (1024, 32000)
-    wide = (
-        14336 if gigabytes > 3 else max(1024, int((gigabytes * 1e9 / 2 - 2 * vocab * width) / (layers * 3 * width)) // 64 * 64)
-    )
+    """config.json of a model of Llama 3 8B's shape, narrower throughout, whose weights take so much in bfloat16."""
+    scale = (gigabytes / 16.06) ** 0.5
+    width, wide, vocab = (max(256, round(size * scale / 256) * 256) for size in (4096, 14336, 128256))
+    layers = 32
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],

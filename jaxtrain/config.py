@@ -170,7 +170,7 @@ class Dtypes:
     """Storage types, each 'auto' (what `precision` says), 'f32' or 'bf16'; moments also 'int8', in blocks."""
 
     params: str = key("auto", "the master weights (auto: f32)")
-    m: str = key("auto", "Adam's first moment (auto: f32)")
+    m: str = key("auto", "Adam's first moment, Muon's momentum (auto: f32)")
     v: str = key("auto", "Adam's second moment (auto: f32)")
     grads: str = key("auto", "gradients summed over microbatches (auto: f32)")
     reduce: str = key("auto", "gradients on the wire between devices (auto: the compute type)")
@@ -233,19 +233,21 @@ class Loss:
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """AdamW and its schedule."""
+    """AdamW or Muon, and the schedule."""
 
-    name: str = key("adamw", "adamw | package.module:name")
+    name: str = key("adamw", "adamw | muon (matrices of layers by Muon, the rest by AdamW) | package.module:name")
     lr: float = key(3e-4, "peak learning rate")
     lr_min: float = key(3e-5, "learning rate at the end of the decay")
     schedule: str = key("cosine", "constant | cosine | linear | wsd (warmup, stable, decay)")
     warmup_steps: int = key(100, "linear from 0 to lr")
     decay_steps: int = key(0, "length of the decay; 0: cosine and linear until the last step, wsd a fifth of the steps")
     weight_decay: float = key(0.1, "on matrices only (not norms, not biases)")
+    momentum: float = key(0.95, "muon: decay of the momentum of matrices")
     beta1: float = key(0.9, "decay of the first moment")
     beta2: float = key(0.95, "decay of the second moment")
     eps: float = key(1e-8, "added to the root of the second moment")
     clip_norm: float = key(1.0, "gradients are scaled down to this global norm; 0: off")
+    groups: str = key("", "by name, PATTERN:SETTING=VALUE,...;...: lr (a factor), weight_decay, optimizer (adamw | muon)")
     offload: str = key("none", "none | moments: they rest in pinned host memory and visit the device a layer at a time")
 
 

@@ -80,6 +80,18 @@ def per_token(model: Model, seq_len: int) -> Flops:
     return forward(model, seq_len) * 3
 
 
+def newton_schulz(model: Model) -> float:
+    """FLOPs a step, of the whole model, of Muon's matrix products; not of a token, and in no MFU.
+
+    Of a matrix with sides a <= b an iteration multiplies it by its transpose, that by itself, and the sum with the matrix:
+    2 a^2 b + 2 a^3 + 2 a^2 b. There are five.
+    """
+    d, h = model.d_model, head_dim(model)
+    columns = [*[model.num_heads * h] * 2, *[model.num_kv_heads * h] * 2, *[model.d_ff] * 3]
+    sides = [(min(d, n), max(d, n)) for n in columns]
+    return 5.0 * model.num_layers * sum(4 * a * a * b + 2 * a**3 for a, b in sides)
+
+
 def recompute(model: Model, remat: Remat, seq_len: int) -> Flops:
     """FLOPs per token that the remat policy computes a second time; HFU counts them, MFU does not.
 

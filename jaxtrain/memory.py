@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain import auto_remat, compiler
+from jaxtrain import auto_remat, compiler, groups
 from jaxtrain.config import RunConfig
 from jaxtrain.hardware import HOST_LIMIT
 from jaxtrain.metrics import memory as measured
@@ -87,8 +87,10 @@ def explain_memory(run: RunConfig, memory: dict[str, float], limit: str) -> str:
     if run.remat.every == 1 and run.model.num_layers > 8:
         hints.append("remat.every=2 or more: keep every second layer's input only")
     if run.dtypes.m == "f32":
-        hints.append("dtypes.m=bf16: half of the first moment; dtypes.m=int8 and dtypes.v=int8: a quarter of both")
-    if run.optimizer.offload == "none" and run.optimizer.name == "adamw":
+        both = run.optimizer.name != "muon"
+        eighth = "dtypes.m=int8 and dtypes.v=int8: a quarter of both" if both else "dtypes.m=int8: a quarter"
+        hints.append(f"dtypes.m=bf16: half of the first moment; {eighth}")
+    if run.optimizer.offload == "none" and run.optimizer.name in groups.METHODS:
         hints.append("optimizer.offload=moments: none of the moments, for a slower update; it pays with accumulation")
     hints.append("mesh.fsdp or mesh.tensor over more devices: parameters and moments are split further")
     sizes = (

@@ -1,9 +1,10 @@
-"""The optimizer and its schedule, from optax.
+"""The optimizers and their schedule, on optax.
 
 An optimizer here is an `optax.GradientTransformation` that returns a direction; the step multiplies it by -lr(step). So the
 learning rate has no state of its own: it follows from the step, and a resumed or restarted run cannot lose it.
 """
 
+import dataclasses
 import functools
 import importlib
 from typing import Any
@@ -12,10 +13,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain import config
-from jaxtrain.kernels.dot import DTYPES
+from jaxtrain import config, groups
+from jaxtrain.config import ConfigError
+from jaxtrain.kernels.dot import DTYPES, Numerics
 from jaxtrain.moments import INT8, block_axis
+from jaxtrain.muon import STACK, dims, orthogonal, scale_by_muon
 from jaxtrain.quantized import SIGNED, Blocks, decode, encode, is_blocks, scales_of
+from jaxtrain.sharding import Axes, Placement
 
 
 def make_schedule(optimizer: config.Optimizer, steps: int) -> optax.Schedule:
@@ -58,19 +62,70 @@ def decayed(axes: Any) -> Any:
     return jax.tree_util.tree_map_with_path(is_matrix, axes, is_leaf=lambda x: isinstance(x, tuple))
 
 
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What is done with one parameter: facts of its name, its axes and the config."""
+
+    muon: bool  # by Muon, not by AdamW
+    lr: float  # factor of the schedule's learning rate
+    weight_decay: float
+
+
+def choices(optimizer: config.Optimizer, axes: Any) -> Any:
+    """A tree of `Choice`, by what parameters are and the groups that their names belong to. `axes`: their logical axes.
+
+    With Muon are the matrices of a stack of layers, wherever weight decay applies; a router or a head need a group.
+    """
+    found = groups.parse(optimizer.groups)[0]
+
+    def one(path: Any, a: Axes, is_matrix: bool) -> Choice:
+        group = groups.group_of(found, _name(path)) or groups.Group("*")
+        hidden = is_matrix and dims(a)[1] > 0 and (STACK in a or path[0].key == STACK)
+        decay = group.weight_decay
+        return Choice(
+            optimizer.name == "muon" and (group.optimizer == "muon" if group.optimizer else hidden),
+            group.lr,
+            decay if decay is not None else optimizer.weight_decay if is_matrix else 0.0,
+        )
+
+    return jax.tree_util.tree_map_with_path(one, axes, decayed(axes), is_leaf=lambda x: isinstance(x, tuple))
+
+
+def check_groups(optimizer: config.Optimizer, axes: Any) -> None:
+    """Raises ConfigError for groups that fit no parameter of a model, or no matrix where they ask for Muon."""
+    leaves = jax.tree_util.tree_flatten_with_path(axes, is_leaf=lambda x: isinstance(x, tuple))[0]
+    matrices = jax.tree.leaves(decayed(axes))
+    found = {_name(path): is_matrix and dims(a)[1] > 0 for (path, a), is_matrix in zip(leaves, matrices, strict=True)}
+    problems = groups.unfit(optimizer.groups, found)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _name(path: Any) -> str:
+    return ".".join(str(k.key) for k in path)
+
+
+def _at(tree: Any, path: Any) -> Any:
+    return functools.reduce(lambda tree, key: tree[key.key], path, tree)
+
+
 def stored_moments(m: str, v: str, axes: Any, beta1: float, beta2: float, eps: float) -> optax.GradientTransformation:
-    """optax's Adam with each moment stored in a type of its own: f32, bf16, or int8 for 8-bit blocks (jaxtrain/quantized.py).
+    """optax's Adam with each moment stored in a type of its own."""
+    return stored(m, v, axes, optax.scale_by_adam(b1=beta1, b2=beta2, eps=eps))
+
+
+def stored(m: str, v: str, axes: Any, adam: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`adam`, or what has a state like it, with each moment stored in a type of its own: f32, bf16, or int8 for 8-bit blocks
+    (jaxtrain/quantized.py).
 
     The update itself is computed in float32, from the new moments before they are rounded. `axes`: logical axes of the
     parameters, which decide what goes into blocks; with int8, the rest is stored in float32.
     """
-    adam = optax.scale_by_adam(b1=beta1, b2=beta2, eps=eps)
-
     kinds = {"mu": m, "nu": v}
 
     def along(path: Any, x: jax.Array) -> int | None:
         """The dimension that has blocks."""
-        return block_axis(functools.reduce(lambda tree, key: tree[key.key], path, axes), x.shape)
+        return block_axis(_at(axes, path), x.shape)
 
     def scales(name: str, moment: Any) -> Any:
         def one(path: Any, x: jax.Array) -> jax.Array | None:
@@ -79,7 +134,7 @@ def stored_moments(m: str, v: str, axes: Any, beta1: float, beta2: float, eps: f
 
         return jax.tree_util.tree_map_with_path(one, moment) if kinds[name] == INT8 else None
 
-    def stored(name: str, moment: Any, scales: Any) -> Any:
+    def rounded(name: str, moment: Any, scales: Any) -> Any:
         if kinds[name] != INT8:
             return jax.tree.map(lambda x: x.astype(DTYPES[kinds[name]]), moment)
 
@@ -95,7 +150,7 @@ def stored_moments(m: str, v: str, axes: Any, beta1: float, beta2: float, eps: f
 
     def init(params: Any) -> optax.ScaleByAdamState:
         s: Any = adam.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
-        return optax.ScaleByAdamState(s.count, stored("mu", s.mu, scales("mu", s.mu)), stored("nu", s.nu, scales("nu", s.nu)))
+        return optax.ScaleByAdamState(s.count, rounded("mu", s.mu, scales("mu", s.mu)), rounded("nu", s.nu, scales("nu", s.nu)))
 
     def exact(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         state = optax.ScaleByAdamState(state.count, loaded("mu", state.mu), loaded("nu", state.nu))
@@ -110,26 +165,63 @@ def stored_moments(m: str, v: str, axes: Any, beta1: float, beta2: float, eps: f
             mu_scales, nu_scales = scales("mu", s.mu), scales("nu", s.nu)
             updates, state = jax.lax.optimization_barrier((updates, state))
         updates, s = exact(updates, state, params)
-        return updates, optax.ScaleByAdamState(s.count, stored("mu", s.mu, mu_scales), stored("nu", s.nu, nu_scales))
+        return updates, optax.ScaleByAdamState(s.count, rounded("mu", s.mu, mu_scales), rounded("nu", s.nu, nu_scales))
 
     return optax.GradientTransformation(init, update)
+
+
+def scaled(optimizer: config.Optimizer, axes: Any) -> optax.GradientTransformation:
+    """What comes after a direction, for each parameter by its `Choice`: decoupled weight decay, then the factor of its rate."""
+    chosen = choices(optimizer, axes)
+
+    def one(path: Any, update: jax.Array, param: jax.Array) -> jax.Array:
+        choice = _at(chosen, path)
+        update = update + choice.weight_decay * param if choice.weight_decay else update
+        return update if choice.lr == 1 else choice.lr * update
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return jax.tree_util.tree_map_with_path(one, updates, params), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def adamw(optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Any) -> optax.GradientTransformation:
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), decay on matrices only."""
     o = optimizer
-    return optax.chain(
-        stored_moments(dtypes.m, dtypes.v, axes, o.beta1, o.beta2, o.eps),
-        optax.add_decayed_weights(o.weight_decay, mask=decayed(axes)),
+    return optax.chain(stored_moments(dtypes.m, dtypes.v, axes, o.beta1, o.beta2, o.eps), scaled(o, axes))
+
+
+def muon(
+    optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Any, placement: Placement | None, numerics: Numerics
+) -> optax.GradientTransformation:
+    """Muon (jaxtrain/muon.py) for the matrices of layers, AdamW for the rest."""
+    o, chosen, made = optimizer, choices(optimizer, axes), orthogonal(placement, numerics)
+    both = scale_by_muon(
+        optax.scale_by_adam(b1=o.beta1, b2=o.beta2, eps=o.eps),
+        o.momentum,
+        lambda path: _at(chosen, path).muon,
+        lambda path, x: made(x, _at(axes, path)),
     )
+    return optax.chain(stored(dtypes.m, dtypes.v, axes, both), scaled(o, axes))
 
 
-OPTIMIZERS = {"adamw": adamw}
+FLOAT32 = Numerics(jnp.dtype("float32"), jnp.dtype("float32"), jnp.dtype("float32"))
 
 
-def make_optimizer(optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Any) -> optax.GradientTransformation:
-    """By name, or a user's own as `package.module:name`, called with the same arguments."""
-    if optimizer.name in OPTIMIZERS:
-        return OPTIMIZERS[optimizer.name](optimizer, dtypes, axes)
+def make_optimizer(
+    optimizer: config.Optimizer,
+    dtypes: config.Dtypes,
+    axes: Any,
+    placement: Placement | None = None,
+    numerics: Numerics = FLOAT32,
+) -> optax.GradientTransformation:
+    """By name, or a user's own as `package.module:name`, called with (optimizer, dtypes, axes).
+
+    placement: where parameters lie, for an optimizer that needs some of them whole; None: on one device.
+    """
+    if optimizer.name == "adamw":
+        return adamw(optimizer, dtypes, axes)
+    if optimizer.name == "muon":
+        return muon(optimizer, dtypes, axes, placement, numerics)
     module, _, attribute = optimizer.name.partition(":")
     return getattr(importlib.import_module(module), attribute)(optimizer, dtypes, axes)

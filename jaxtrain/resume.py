@@ -5,7 +5,7 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain import config
+from jaxtrain import config, groups
 from jaxtrain.config import Problem
 
 
@@ -65,9 +65,13 @@ TABLE = (
         "the same weights compute another function",
     ),
     Row(("precision", "fp8.*", "dtypes.*"), "ask", "rounding changes; stored tensors are converted"),
-    Row(("optimizer.beta1", "optimizer.beta2", "optimizer.eps"), "ask", "the stored moments were averaged with the old values"),
     Row(
-        ("optimizer.weight_decay", "optimizer.clip_norm"),
+        ("optimizer.momentum", "optimizer.beta1", "optimizer.beta2", "optimizer.eps"),
+        "ask",
+        "the stored moments were averaged with the old values",
+    ),
+    Row(
+        ("optimizer.weight_decay", "optimizer.clip_norm", "optimizer.groups"),
         "ask",
         "part of the recipe, unlike the learning rate seldom changed on purpose",
     ),
@@ -119,6 +123,8 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], allow_change: str = 
             continue
         change = f"{_shown(name, before)} -> {_shown(name, after)}"
         row = rows_for(name)[0]
+        if name == groups.KEY and groups.moved(before[name]) != groups.moved(after[name]):
+            row = dataclasses.replace(row, change="never", reason="parameters that change their optimizer store other tensors")
         if row.change == "free" or (row.change == "ask" and name in _matching(allowed, [name])):
             notes.append(f"{name}: {change} ({row.reason})")
         elif row.change == "ask":

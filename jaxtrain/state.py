@@ -57,6 +57,8 @@ def abstract_state(
     whole = replicated(placement)
 
     def moment(a: Any, p: jax.ShapeDtypeStruct) -> Any:
+        if isinstance(a, optax.MaskedNode):
+            return a
         if is_blocks(a) and dividing(p.sharding, a.scales.shape).spec != p.sharding.spec:
             raise LayoutError(
                 f"moments of a parameter {p.shape}: a block of 8-bit values would lie on two devices, split as "
@@ -73,7 +75,7 @@ def abstract_state(
         jax.eval_shape(tx.init, definition.abstract),
         params,
         transform_non_params=lambda a: _like(a, whole),
-        is_leaf=is_blocks,
+        is_leaf=lambda x: is_blocks(x) or isinstance(x, optax.MaskedNode),
     )
     return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), params, optimizer)
 

@@ -22,7 +22,7 @@ from jaxtrain.models import family, layers
 from jaxtrain.models.attention import Kernel
 from jaxtrain.models.module import Definition, Params
 from jaxtrain.models.remat import Plan, make_plan
-from jaxtrain.optimizer import make_optimizer, make_schedule
+from jaxtrain.optimizer import check_groups, make_optimizer, make_schedule
 from jaxtrain.shapes import BATCH_KEYS
 from jaxtrain.sharding import Axes, Placement, make_placement, replicated
 from jaxtrain.state import TrainState, abstract_state, shardings, weights
@@ -279,7 +279,9 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     context = context_of(run, placement)
     kernel, reason = choose_kernel(run, context, devices[0])
     definition = make_definition(run, placement, kernel)
-    tx = make_optimizer(run.optimizer, run.dtypes, definition.axes)
+    check_groups(run.optimizer, definition.axes)
+    how = (run.optimizer, run.dtypes, definition.axes, placement, numerics_of(run))
+    tx = make_optimizer(*how)
     offload = run.optimizer.offload == "moments"
     if offload and STACK not in definition.axes:
         rule = f"moments are streamed layer by layer, and model.family = {run.model.family} has no parameters under {STACK!r}"
@@ -300,7 +302,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     held = stage(run, placement, numerics_of(run), DTYPES[run.dtypes.grads], eight, adds_layers(run, definition))
     train_step = make_train_step(
         definition,
-        streamed(run.optimizer, run.dtypes, definition.axes) if offload else at_once(tx),
+        streamed(*how) if offload else at_once(tx),
         make_schedule(run.optimizer, run.train.steps),
         loss,
         loss_spec,

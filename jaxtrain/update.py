@@ -15,8 +15,10 @@ import jax
 import optax
 
 from jaxtrain import config
+from jaxtrain.kernels.dot import Numerics
 from jaxtrain.models.module import Params
 from jaxtrain.optimizer import make_optimizer
+from jaxtrain.sharding import Placement
 
 # (gradients, optimizer state, parameters, factor of the gradients or None, learning rate) -> (parameters, optimizer state)
 Update = Callable[[Params, Any, Params, jax.Array | None, jax.Array], tuple[Params, Any]]
@@ -36,15 +38,17 @@ def at_once(tx: optax.GradientTransformation) -> Update:
     return update
 
 
-def streamed(optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Params) -> Update:
-    """The same update, of an optimizer that treats every element by itself, with its state in host memory.
+def streamed(
+    optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Params, placement: Placement, numerics: Numerics
+) -> Update:
+    """The same update, of an optimizer that treats every layer by itself, with its state in host memory.
 
     axes: logical axes of the parameters, a dict of which STACK holds what is stacked by layers.
     """
     is_axes = lambda x: isinstance(x, tuple)  # noqa: E731
     layer_axes = {STACK: jax.tree.map(lambda a: a[1:], axes[STACK], is_leaf=is_axes)}
     rest_axes = {name: a for name, a in axes.items() if name != STACK}
-    of_layer, of_rest = (at_once(make_optimizer(optimizer, dtypes, a)) for a in (layer_axes, rest_axes))
+    of_layer, of_rest = (at_once(make_optimizer(optimizer, dtypes, a, placement, numerics)) for a in (layer_axes, rest_axes))
 
     def moments(change: Callable[..., Any], state: Any, *others: Any) -> Any:
         """The state with `change` made to the dicts of moments in it, which have the parameters' names."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import config, windows
+from jaxtrain import config, groups, windows
 from jaxtrain.activations import POLICIES, parse_tensors
 from jaxtrain.config import (
     MESH_AXES,
@@ -53,7 +53,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 # Keys that also take `package.module:name`.
 OPEN_CHOICES: dict[str, tuple[str, ...]] = {
     "model.family": tuple(FAMILIES),
-    "optimizer.name": ("adamw",),
+    "optimizer.name": groups.METHODS,
     "loss.name": ("cross_entropy",),
 }
 # Precisions that people ask for, and why they are not there.
@@ -98,6 +98,7 @@ AT_LEAST: dict[str, float] = {
                 "optimizer.warmup_steps",
                 "optimizer.decay_steps",
                 "optimizer.weight_decay",
+                "optimizer.momentum",
                 "optimizer.beta1",
                 "optimizer.beta2",
             ),
@@ -119,7 +120,7 @@ AT_LEAST: dict[str, float] = {
 }
 ABOVE_ZERO = ("model.norm_eps", "model.rope_base", "model.rope_low_freq", "model.init_std", "optimizer.eps", "sample.top_p")
 AT_MOST = {"sharding.zero": 3, "train.memory_fraction": 1.0, "sample.top_p": 1.0}
-BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
+BELOW_ONE = ("optimizer.momentum", "optimizer.beta1", "optimizer.beta2")
 
 # Arrays of the model by their logical axes: no mesh axis may split two of one array.
 ARRAYS = {
@@ -169,6 +170,7 @@ def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
     problems += config.parse_options(run.compiler.options)[1]
     problems += _attention(run, devices, bad)
     problems += _schedule(run, bad)
+    problems += groups.problems(run.optimizer.groups, run.optimizer.name)
     # Also of a mesh that does not fill the devices: what does not divide over it would be the next thing to fail.
     sizes = sizes or {axis: max(getattr(run.mesh, axis), 1) for axis in MESH_AXES}
     # Mesh axes of size above 1 that split each logical axis; unknown ones are reported by _rules.
@@ -477,12 +479,20 @@ def _divisions(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]
 def _moments(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]], bad: set[str]) -> Iterable[Problem]:
     """Blocks of 8-bit moments that cannot be cut, or would lie on two devices; and what cannot be streamed."""
     m, name = run.model, run.optimizer.name
-    if run.optimizer.offload == "moments" and name != "adamw":
+    if run.optimizer.offload == "moments" and name not in groups.METHODS:
         rule = f"updates layer by layer, and {name} may look at all of them at once"
-        yield Problem("optimizer.offload", "moments", rule, "Set none, or optimizer.name to adamw.")
+        yield Problem("optimizer.offload", "moments", rule, f"Set none, or optimizer.name to {' or '.join(groups.METHODS)}.")
+    if (
+        name == "muon"
+        and run.dtypes.v == INT8
+        and not any(optimizer == "adamw" for _, optimizer in groups.moved(run.optimizer.groups))
+    ):
+        rule = "blocks are cut of the matrices of layers, and with Muon those have no second moment"
+        yield Problem("dtypes.v", INT8, rule, "Set f32 or bf16.")
+        return
     key = next((f"dtypes.{x}" for x in ("m", "v") if getattr(run.dtypes, x) == INT8), None)
     own = {"model.num_heads", "model.num_kv_heads", "model.head_dim", "model.d_ff", "model.d_model", "model.num_layers"}
-    if key is None or name != "adamw" or m.family not in FAMILIES or bad & own:
+    if key is None or name not in groups.METHODS or m.family not in FAMILIES or bad & own:
         return
     length = {"layers": m.num_layers, "embed": m.d_model, "heads": m.num_heads, "kv_heads": m.num_kv_heads}
     length |= {"head_dim": m.head_dim, "mlp": m.d_ff}

@@ -21,6 +21,7 @@ MODELS = {
     "4 queries a key": {"model.num_kv_heads": 2},
     "8 queries a key": {"model.num_kv_heads": 1},
     "window": {"model.sliding_window": 12},
+    "muon": {"optimizer.name": "muon"},
     "biases": {"model.qkv_bias": True},
     "everything": {
         "model.tied_head": True,
@@ -102,6 +103,13 @@ LAYOUTS = {
     "8 queries a key": (*CONTEXT, "tensor4xseq2", "tensor2xseq4/attention.context=ulysses"),
     "window": (*CONTEXT, "fsdp2xtensor2xseq2", "seq8/attention.context=ulysses/attention.ulysses=2"),
     "biases": ("fsdp4xtensor2", "data2xfsdp2xseq2/sharding.zero=1"),
+    "muon": (
+        "fsdp8",
+        "fsdp4xtensor2",
+        "data2xfsdp2xtensor2/train.grad_accum=2",
+        "fsdp2xtensor2xseq2",
+        "fsdp8/sharding.zero=1",
+    ),
     "everything": ("fsdp4xtensor2", "fsdp2xtensor2xseq2/train.grad_accum=2/remat.policy=full", "data2xseq4"),
 }
 MATRIX = {f"{model}: {layout}": (model, layout) for model, names in LAYOUTS.items() for layout in names}
@@ -122,6 +130,7 @@ SAMPLE = (
     "2 queries a key: data2xtensor2xseq2/train.grad_accum=2/sharding.gather=forward",
     "biases: fsdp4xtensor2",
     "window: seq4",
+    "muon: data2xfsdp2xtensor2/train.grad_accum=2",
     "everything: data2xseq4",
 )
 SAMPLE_BF16 = (

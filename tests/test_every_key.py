@@ -97,6 +97,8 @@ PROGRAM: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer.warmup_steps": (4, {}),
     "optimizer.decay_steps": (5, {}),
     "optimizer.weight_decay": (0.2, {}),
+    "optimizer.momentum": (0.9, {"optimizer.name": "muon"}),
+    "optimizer.groups": ("head:lr=0.5", {}),
     "optimizer.beta1": (0.8, {}),
     "optimizer.beta2": (0.99, {}),
     "optimizer.eps": (1e-5, {}),

@@ -18,13 +18,19 @@ FLOORS = (
         "facts",
         (
             *("__init__", "shapes", "config", "context", "activations", "auto_remat", "moments", "precision", "hardware"),
-            *("flops", "launch", "startup"),
+            *("groups", "flops", "launch", "startup"),
         ),
     ),
     ("placement", ("sharding",)),
     ("arrays", ("kernels.*",)),
     ("models", ("models.*",)),
-    ("the step", ("data.*", "quantized", "optimizer", "loss", "state", "stored_form", "update", "zero", "step", "compiler")),
+    (
+        "the step",
+        (
+            *("data.*", "quantized", "muon", "optimizer", "loss", "state", "stored_form", "update", "zero", "step"),
+            "compiler",
+        ),
+    ),
     (
         "around the step",
         ("checkpoint", "resume", "metrics", "progress", "signals", "profiling", "evaluate", "generate", "sample", "memory"),

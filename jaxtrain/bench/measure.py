@@ -59,7 +59,8 @@ def problems(loaded: Loaded, count: int) -> list[Problem]:
 def state_gib(run: RunConfig, count: int) -> float:
     """GiB that each of `count` devices holds at least of a train step: parameters, and moments that do not rest on the host,
     split over all. No step of this config takes less, whatever it computes again."""
-    moments = ("m", "v") if run.optimizer.name == "adamw" and run.optimizer.offload == "none" else ()
+    known = {"adamw": ("m", "v"), "muon": ("m",)}  # Muon's rest, by AdamW, is left out
+    moments = known.get(run.optimizer.name, ()) if run.optimizer.offload == "none" else ()
     each = sum(BYTES[getattr(run.dtypes, name)] for name in ("params", *moments))
     return flops.parameters(run.model)["total"] * each / count / 2**30
 

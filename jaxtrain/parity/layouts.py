@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from jaxtrain import flops, hardware, launch
 from jaxtrain.config import MESH_AXES, Problem, RunConfig, flatten, from_dict, nearest, to_dict
 from jaxtrain.data import pipeline
+from jaxtrain.groups import METHODS
 from jaxtrain.hardware import Devices
 from jaxtrain.models import FAMILIES
 from jaxtrain.moments import INT8
@@ -159,7 +160,7 @@ def check_moments(runs: Sequence[RunConfig]) -> list[Problem]:
 def check_data(run: RunConfig) -> list[Problem]:
     """What is wrong with a run's data, and with an optimizer whose gradients cannot be seen."""
     problems = pipeline.check(dataclasses.replace(run.data, eval_source=""), run.model.vocab_size, need_eval=False)
-    if run.optimizer.name != "adamw":
-        rule = "gradients are read from Adam's first moment"
+    if run.optimizer.name not in METHODS:
+        rule = "gradients are read from Adam's first moment, or Muon's momentum"
         problems.append(Problem("optimizer.name", run.optimizer.name, rule, "Set adamw: the gradients are the same."))
     return problems

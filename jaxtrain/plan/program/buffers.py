@@ -73,8 +73,9 @@ def _kept(jaxpr: Any, scope: str, again: bool) -> Iterator[Kept]:
         for body in _inside(eqn):
             if eqn.primitive.name == "remat2":
                 yield from _one_by_one(jaxpr, eqn)
-            # The loss scans over tokens, not layers; the scan that runs backwards stacks gradients.
-            if eqn.primitive.name == "scan" and "(loss)" not in here and not eqn.params["reverse"]:
+            # The loss scans over tokens, an optimizer over weights; the scan that runs backwards stacks gradients.
+            elsewhere = "(loss)" in here or "/optimizer" in here
+            if eqn.primitive.name == "scan" and not elsewhere and not eqn.params["reverse"]:
                 for inner, outer in zip(body.outvars, eqn.outvars, strict=True):
                     if outer.aval.ndim == inner.aval.ndim + 1:  # a carry has the shape that it has inside
                         host = outer.aval.memory_space == jax.memory.Space.Host

@@ -3,7 +3,8 @@
 Everything counted here is counted by the plan as well, at the same rates, and never more of it, so that the time and the memory
 of a compiled plan are at or above these bounds. (A search checks that for every plan it sees.) Per GPU, in one step:
 
-    GEMMs          3 x the forward FLOPs and what remat computes again (jaxtrain/flops.py), less 1% for what XLA simplifies
+    GEMMs          3 x the forward FLOPs and what remat computes again (jaxtrain/flops.py), less 1% for what XLA simplifies;
+                   Muon's are shared by all GPUs
     attention      forward (twice where remat repeats it), 2.5 x that backward, causal half only
     memory-bound   the optimizer reads weights, moments and gradients and writes all but the last; a sum over microbatches reads
                    two gradients and writes one; a norm moves two rows forward and three backward, SwiGLU three and five; the
@@ -28,7 +29,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from jaxtrain import config, flops
+from jaxtrain import config, flops, groups
 from jaxtrain.activations import ACTIVATIONS, kept, parse_tensors
 from jaxtrain.config import MESH_AXES, RunConfig
 from jaxtrain.context import Context, make_context
@@ -154,13 +155,18 @@ def activation_bytes(layout: Layout, name: str) -> float:
 
 
 def moment_bytes(layout: Layout) -> float:
-    """Of both moments, at rest; of 8-bit blocks the codes alone."""
+    """Of all moments, at rest, at least; of 8-bit blocks the codes alone. Muon has one of the matrices of layers."""
     run, params = layout.run, layout.parameters
-    if run.optimizer.name != "adamw":
+    if run.optimizer.name not in groups.METHODS:
         return 0.0
     wide = params["embedding"] + params["head"] + params["norms"]
     rest = sum(params.values()) - wide
-    return sum(4 * wide + rest if d == INT8 else BYTES[d] * (wide + rest) for d in (run.dtypes.m, run.dtypes.v))
+    muon = run.optimizer.name == "muon"
+    # Which parameters a group moves is known of the model alone.
+    moved = any(optimizer == "muon" for _, optimizer in groups.moved(run.optimizer.groups))
+    second = (0.0 if moved else wide, 0.0) if muon else (wide, rest)
+    held = ((run.dtypes.m, wide, rest), (run.dtypes.v, *second))
+    return sum(4 * w + r if d == INT8 else BYTES[d] * (w + r) for d, w, r in held)
 
 
 def bound(run: RunConfig, topology: Topology, rates: Rates) -> Bound:
@@ -197,7 +203,10 @@ def _arithmetic_s(layout: Layout, rates: Rates) -> float:
     layers = run.model.num_layers * sum(flops.gemms(run.model).values())
     gemms = layers / _layer_rate(run, rates) + (linear - layers) / rates.gemm_tflops
     seconds = SIMPLIFIED * 3 * gemms + attention * (1 / _attention_rate(run, rates) + backward)
-    return tokens * (seconds / 1e12 + _again_s(run, rates))
+    muon = 0.0
+    if run.optimizer.name == "muon" and not groups.moved(run.optimizer.groups):
+        muon = SIMPLIFIED * flops.newton_schulz(run.model) / math.prod(layout.sizes.values()) / (rates.gemm_tflops * 1e12)
+    return tokens * (seconds / 1e12 + _again_s(run, rates)) + muon
 
 
 def _layer_rate(run: RunConfig, rates: Rates) -> float:
@@ -230,7 +239,7 @@ def _memory_bound_s(layout: Layout, rates: Rates) -> float:
     params = sum(layout.parameters.values())
     grads, made = BYTES[run.dtypes.grads] if micro > 1 else 2, sum(layout.gradients.values())
     moved = params * 2 * grads
-    if run.optimizer.name == "adamw":
+    if run.optimizer.name in groups.METHODS:
         moved += 2 * (params * BYTES[run.dtypes.params] + moment_bytes(layout))
     if micro > 1:
         moved += micro * made * (2 * grads + 2)

@@ -1,0 +1,116 @@
+"""Parameter groups by name: the text of `optimizer.groups`, and what it says of one parameter. No jax: config checks read it.
+
+    PATTERN:SETTING=VALUE[,SETTING=VALUE...][;PATTERN:...]        embed.*:lr=0.1;*.scale:weight_decay=0
+
+A pattern is as in a shell (fnmatch) and must fit the whole name, which has no layer number: layers.attention.wq. A parameter
+belongs to the first group whose pattern fits.
+"""
+
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+
+from jaxtrain.config import Problem, nearest
+
+KEY = "optimizer.groups"
+METHODS = ("adamw", "muon")
+SETTINGS = ("lr", "weight_decay", "optimizer")
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """What is different for the parameters of one group."""
+
+    pattern: str
+    lr: float = 1.0  # factor of the schedule's learning rate
+    weight_decay: float | None = None  # None: optimizer.weight_decay on matrices, 0 elsewhere
+    optimizer: str = ""  # adamw | muon; "": by what the parameter is
+
+
+def parse(text: str) -> tuple[tuple[Group, ...], list[Problem]]:
+    """The groups, and all that is wrong with the text itself."""
+    groups: list[Group] = []
+    problems: list[Problem] = []
+    for item in filter(None, (part.strip() for part in text.split(";"))):
+        pattern, given, settings = (part.strip() for part in item.partition(":"))
+        if not (pattern and given and settings):
+            problems.append(Problem(KEY, item, "must be PATTERN:SETTING=VALUE", f"For example {pattern or '*.scale'}:lr=0.5."))
+            continue
+        if any(g.pattern == pattern for g in groups):
+            problems.append(Problem(KEY, item, f"{pattern!r} has a group already", "Write its settings into one group."))
+        chosen: dict[str, float | str] = {}
+        for setting in settings.split(","):
+            problem = _read(setting, chosen)
+            if problem:
+                problems.append(Problem(KEY, item, *problem))
+        groups.append(Group(pattern, **chosen))  # pyright: ignore[reportArgumentType]
+    return tuple(groups), problems
+
+
+def _read(setting: str, chosen: dict[str, float | str]) -> tuple[str, str] | None:
+    """Adds one NAME=VALUE to `chosen`, or says what is wrong with it, and the remedy."""
+    name, given, value = (part.strip() for part in setting.partition("="))
+    if not (given and name and value):
+        return f"{setting.strip()!r} must be SETTING=VALUE", f"Settings are {', '.join(SETTINGS)}."
+    if name not in SETTINGS:
+        return f"no setting {name!r}", nearest(name, list(SETTINGS))
+    if name in chosen:
+        return f"{name!r} is set twice", "Keep one of them."
+    if name == "optimizer":
+        if value not in METHODS:
+            return f"optimizer = {value!r}: no such choice", nearest(value, list(METHODS))
+        chosen[name] = value
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        return f"{name} = {value!r} must be a number of at least 0", "lr is a factor of the schedule's, weight_decay a value."
+    chosen[name] = number
+    return None
+
+
+def group_of(groups: Sequence[Group], name: str) -> Group | None:
+    """The first group whose pattern fits."""
+    return next((g for g in groups if fnmatch.fnmatchcase(name, g.pattern)), None)
+
+
+def moved(text: str) -> list[tuple[str, str]]:
+    """The patterns that move parameters between the two optimizers, which store different tensors."""
+    return [(g.pattern, g.optimizer) for g in parse(text)[0] if g.optimizer]
+
+
+def problems(text: str, optimizer: str) -> list[Problem]:
+    """What is wrong with the groups of a config, whatever its model. optimizer: the value of optimizer.name."""
+    groups, found = parse(text)
+    if groups and optimizer not in METHODS:
+        rule = f"{optimizer} makes its own updates, and would not see them"
+        return [*found, Problem(KEY, text, rule, f"Set '', or optimizer.name to {' or '.join(METHODS)}.")]
+    if optimizer == "adamw" and any(g.optimizer == "muon" for g in groups):
+        rule = "optimizer=muon in a group needs optimizer.name = muon"
+        found.append(Problem(KEY, text, rule, "Set optimizer.name to muon, and optimizer=adamw for what is to stay."))
+    return found
+
+
+def unfit(text: str, matrices: Mapping[str, bool]) -> list[Problem]:
+    """What of the groups fits no parameter. matrices: names of a model's parameters, and whether Muon can take each."""
+    groups, found = parse(text)[0], []
+    names = list(matrices)
+    for g in groups:
+        fit = [name for name in names if fnmatch.fnmatchcase(name, g.pattern)]
+        mine = [name for name in fit if group_of(groups, name) is g]
+        if not fit and any(part.isdigit() for part in g.pattern.split(".")):
+            rule = f"{g.pattern!r} names a layer by number, and the layers of a stack are one parameter"
+            found.append(Problem(KEY, text, rule, "Leave the number out, which means every layer."))
+        elif not fit:
+            found.append(Problem(KEY, text, f"{g.pattern!r} fits no parameter", f"There are {', '.join(names)}."))
+        elif not mine:
+            rule = f"all that {g.pattern!r} fits belongs to groups before it: {', '.join(fit)}"
+            found.append(Problem(KEY, text, rule, "Put the narrower pattern first."))
+        not_one = [name for name in mine if not matrices[name]]
+        if g.optimizer == "muon" and not_one:
+            rule = f"{', '.join(not_one)} is no matrix, and Muon takes matrices only"
+            found.append(Problem(KEY, text, rule, "Name matrices, or leave optimizer out."))
+    return found

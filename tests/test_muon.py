@@ -1,0 +1,394 @@
+"""Muon against its definition by singular values, on one device and split; what is stored; groups by name; resuming."""
+
+import dataclasses
+import re
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from test_moments import resumed, save, trained
+
+from jaxtrain import compiler, config, flops, groups, muon, resume, state, validate
+from jaxtrain.config import ConfigError
+from jaxtrain.hardware import Devices
+from jaxtrain.kernels.dot import Numerics
+from jaxtrain.optimizer import FLOAT32, check_groups, choices, make_optimizer, make_schedule
+from jaxtrain.plan.search import bound
+from jaxtrain.sharding import make_placement
+from jaxtrain.step import place_batch
+from jaxtrain.update import at_once, streamed
+
+MUON = {"optimizer.name": "muon"}
+SMALL = MUON | {"model.num_layers": 2, "data.seq_len": 32}
+RECIPE = config.Optimizer(name="muon", weight_decay=0.3, momentum=0.9, beta1=0.8, beta2=0.9, eps=1e-6)
+TYPES = config.Dtypes("f32", "f32", "f32", "f32", "f32")
+BF16 = Numerics(jnp.dtype("bfloat16"), jnp.dtype("bfloat16"), jnp.dtype("float32"))
+LR = jnp.float32(0.02)
+
+AXES = {
+    "embed": {"embedding": ("vocab", "embed")},
+    "layers": {
+        "wq": ("layers", "embed", "heads", "head_dim"),
+        "wk": ("layers", "embed", None, "head_dim"),  # as where ranks share key/value heads
+        "down": ("layers", "embed", "mlp"),
+        "bq": ("layers", "heads", "head_dim"),
+        "scale": ("layers", "embed"),
+    },
+}
+SHAPES = {"embedding": (24, 8), "wq": (3, 8, 4, 6), "wk": (3, 8, 2, 2), "down": (3, 8, 16), "bq": (3, 4, 6), "scale": (3, 8)}
+HIDDEN = {"wq": (8, 24), "wk": (8, 4), "down": (8, 16)}  # rows and columns
+
+
+def toy(seed: int) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: rng.standard_normal(SHAPES[path[-1].key]).astype(np.float32),
+        AXES,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+def by_name(tree: Any) -> dict[str, np.ndarray]:
+    return {path[-1].key: np.asarray(x, np.float64) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+# ---- The definition, in float64: no iteration on matrices, but its polynomial on their singular values
+
+
+def about_orthogonal(x: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    u, s, vt = np.linalg.svd(x.reshape(-1, *shape), full_matrices=False)
+    s = s / np.sqrt((s**2).sum(-1, keepdims=True))
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return ((u * s[:, None]) @ vt).reshape(x.shape)
+
+
+def muon_step(p, g, m, shape, o: config.Optimizer, lr: float):
+    m = o.momentum * m + (1 - o.momentum) * g
+    u = 0.2 * np.sqrt(max(shape)) * about_orthogonal((1 - o.momentum) * g + o.momentum * m, shape)
+    return p - lr * (u + o.weight_decay * p), m
+
+
+def adam_step(p, g, m, v, t: int, decay: float, o: config.Optimizer, lr: float):
+    m, v = o.beta1 * m + (1 - o.beta1) * g, o.beta2 * v + (1 - o.beta2) * g * g
+    u = m / (1 - o.beta1**t) / (np.sqrt(v / (1 - o.beta2**t)) + o.eps)
+    return p - lr * (u + decay * p), m, v
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[dict[str, np.ndarray]]:
+    """Parameters of the toy after each of three steps."""
+    p = by_name(toy(0))
+    m, v, out = {n: 0 * x for n, x in p.items()}, {n: 0 * x for n, x in p.items()}, []
+    for t in (1, 2, 3):
+        g, lr = by_name(toy(t)), float(LR)
+        for n in p:
+            if n in HIDDEN:
+                p[n], m[n] = muon_step(p[n], g[n], m[n], HIDDEN[n], RECIPE, lr)
+            else:
+                decay = RECIPE.weight_decay if n == "embedding" else 0.0
+                p[n], m[n], v[n] = adam_step(p[n], g[n], m[n], v[n], t, decay, RECIPE, lr)
+        out.append(dict(p))
+    return out
+
+
+def placed(mesh: dict[str, Any]) -> Any:
+    run = helpers.tiny(mesh)
+    return make_placement(run, helpers.devices_of(run))
+
+
+def steps(o: config.Optimizer, dtypes: config.Dtypes, mesh: dict[str, Any], numerics: Numerics = FLOAT32, count: int = 3):
+    """The toy's parameters after each step, and the last state."""
+    placement = placed(mesh)
+    tx = make_optimizer(o, dtypes, AXES, placement, numerics)
+    homes = jax.tree.map(lambda p, a: placement.sharding(a), toy(0), AXES)
+    params, update = jax.device_put(toy(0), homes), jax.jit(at_once(tx))
+    current, out = tx.init(params), []
+    for t in (1, 2, 3)[:count]:
+        params, current = update(jax.device_put(toy(t), homes), current, params, None, LR)
+        out.append(by_name(params))
+    return out, current
+
+
+MESHES = {
+    "one device": {},
+    "fsdp8": {"mesh.fsdp": 8},  # more devices than layers
+    "data2xfsdp2xtensor2": {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2},
+    "layers over data": {"mesh.data": 3, "mesh.tensor": 2, "sharding.rules.layers": "data"},
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_first_three_steps_are_the_definitions(mesh, expected):
+    for t, (got, wanted) in enumerate(zip(steps(RECIPE, TYPES, MESHES[mesh])[0], expected, strict=True)):
+        for n, x in wanted.items():
+            np.testing.assert_allclose(got[n], x, rtol=2e-5, atol=2e-5, err_msg=f"{n}, step {t + 1}")
+    moved = {n: np.abs(x - by_name(toy(0))[n]).max() for n, x in expected[-1].items()}
+    assert min(moved.values()) > 0.01
+
+
+def test_first_three_steps_of_a_run():
+    """Gradients as the momentum tells them: the whole path, with clipping, the schedule, and layers by their names."""
+    run = helpers.tiny(SMALL)
+    rates = make_schedule(run.optimizer, run.train.steps)
+    before, o = helpers.initial_tensors(run), run.optimizer
+    for t in range(3):
+        after = helpers.train(run, t + 1).tensors
+        for name in (f"layers.{i}.{w}" for i in range(2) for w in ("attention.wq", "attention.wo", "attention.wk", "mlp.down")):
+            was, now = (tensors[f"optimizer.mu.{name}"].astype(np.float64) for tensors in (before, after))
+            g, p = (now - o.momentum * was) / (1 - o.momentum), before[f"params.{name}"].astype(np.float64)
+            wanted, _ = muon_step(p, g, was, (p.shape[0], p[0].size), o, float(rates(t)))
+            moved = np.abs(wanted - p).max()
+            np.testing.assert_allclose(
+                after[f"params.{name}"], wanted, rtol=0, atol=2e-3 * moved, err_msg=f"{name}, step {t + 1}"
+            )
+        before = after
+    assert not [n for n in before if ".nu." in n and ("attention.w" in n or "mlp." in n.replace("mlp_norm", ""))]
+    assert {n for n in before if ".nu." in n} >= {"optimizer.nu.head", "optimizer.nu.layers.1.mlp_norm.scale"}
+
+
+# ---- Newton-Schulz
+
+
+@pytest.mark.parametrize("numerics", [FLOAT32, BF16])
+def test_orthogonal_at_any_scale_and_either_way_up(numerics):
+    x = np.random.default_rng(0).standard_normal((2, 12, 40)).astype(np.float32)
+    x[1] = 0
+    wide = np.asarray(muon.newton_schulz(jnp.asarray(x), numerics), np.float64)
+    s = np.linalg.svd(wide[0], compute_uv=False)
+    assert s.min() > 0.6 and s.max() < 1.25
+    assert (wide[1] == 0).all()
+    atol = 1e-5 if numerics is FLOAT32 else 0.03
+    np.testing.assert_allclose(wide[0], about_orthogonal(x[0].astype(np.float64), (12, 40)), atol=atol)
+    for other in (1e-12 * x, 1e12 * x):
+        np.testing.assert_allclose(muon.newton_schulz(jnp.asarray(other), numerics), wide, atol=atol)
+    tall = muon.newton_schulz(jnp.asarray(x.transpose(0, 2, 1)), numerics)
+    np.testing.assert_allclose(np.asarray(tall, np.float64).transpose(0, 2, 1), wide, atol=atol)
+    assert tall.dtype == numerics.compute
+
+
+@pytest.mark.parametrize(
+    ("axes", "found"),
+    [
+        (("layers", "embed", "heads", "head_dim"), (1, 1)),
+        (("heads", "head_dim", "embed"), (0, 2)),
+        (("layers", "experts", "embed", "mlp"), (2, 1)),
+        (("vocab", "embed"), (0, 1)),
+        (("layers", "heads", "head_dim"), (0, 0)),
+        (("layers", "embed"), (0, 0)),
+        (("layers", "head_dim"), (0, 0)),
+    ],
+)
+def test_rows_and_columns(axes, found):
+    assert muon.dims(axes) == found
+
+
+def test_what_goes_by_muon():
+    features = MUON | {"model.qkv_bias": True, "model.qk_norm": True}
+    axes = helpers.program(helpers.tiny(features)).definition.axes
+    chosen = jax.tree_util.tree_leaves_with_path(choices(config.Optimizer(name="muon"), axes))
+    assert {".".join(k.key for k in path) for path, choice in chosen if choice.muon} == {
+        *(f"layers.attention.{w}" for w in ("wq", "wk", "wv", "wo")),
+        *(f"layers.mlp.{w}" for w in ("gate", "up", "down")),
+    }
+    assert not any(choice.muon for choice in jax.tree.leaves(choices(config.Optimizer(), axes)))
+
+
+def test_devices_share_the_layers():
+    """Of 16 layers on 8 devices each multiplies 2 and never sees the others: matrices travel by all-to-all alone."""
+    placement, axes = placed({"mesh.fsdp": 4, "mesh.tensor": 2}), {"layers": {"down": AXES["layers"]["down"]}}
+    tx = make_optimizer(RECIPE, TYPES, axes, placement)
+    home = placement.sharding(axes["layers"]["down"])
+    a = {"layers": {"down": jax.ShapeDtypeStruct((16, 8, 6), jnp.float32, sharding=home)}}
+    shapes = jax.tree.map(lambda x: x.update(sharding=home) if x.ndim else x, jax.eval_shape(tx.init, a))
+    text = jax.jit(lambda g, s: tx.update(g, s, g)).lower(a, shapes).compile().as_text()
+    assert "all-gather" not in text and "all-reduce" not in text and len(re.findall(r" all-to-all\(", text)) == 4
+    assert not re.search(r"f32\[16,8,6\]|f32\[16,6,", text)
+    assert re.search(r"f32\[2,6,6\]\S* dot\(", text) or re.search(r"f32\[2,6,6\]", text)
+
+
+# ---- What is stored
+
+
+@pytest.mark.parametrize(("m", "atol"), [("bf16", 0.02), ("int8", 0.04)])
+def test_momentum_is_stored_in_its_type(m, atol):
+    """Blocks need 4096 elements a layer; then the update is of the new momentum, before it is rounded."""
+    axes = {"layers": {"w": ("layers", "embed", "mlp")}, "head": ("vocab", "embed")}
+    rng = np.random.default_rng(0)
+    trees = [
+        {"layers": {"w": jnp.asarray(rng.standard_normal((2, 16, 256)), jnp.float32)}, "head": jnp.ones((4, 16))}
+        for _ in range(4)
+    ]
+    kept, exact = (make_optimizer(RECIPE, dataclasses.replace(TYPES, m=kind), axes) for kind in (m, "f32"))
+    s, t = kept.init(trees[0]), exact.init(trees[0])
+    for i in range(3):
+        got, s = kept.update(trees[i + 1], s, trees[0])
+        wanted, t = exact.update(trees[i + 1], t, trees[0])
+        difference = np.abs(got["layers"]["w"] - wanted["layers"]["w"]).max()
+        assert difference < atol and (difference == 0) == (i == 0)
+    stored = s[0].mu["layers"]["w"]
+    assert {x.dtype.name for x in jax.tree.leaves(stored)} == ({"bfloat16"} if m == "bf16" else {"uint8", "float32"})
+    assert s[0].nu["layers"]["w"] == optax.MaskedNode()
+
+
+def test_second_moments_in_blocks_are_refused():
+    shape = {"model.head_dim": 16, "model.d_ff": 512, "dtypes.v": "int8"}
+    machine = Devices("cpu", "cpu", 1, 8.0, "test")
+    (problem,) = validate.validate_step(helpers.tiny(MUON | shape), machine)
+    assert problem.key == "dtypes.v" and "no second moment" in problem.rule
+    assert not validate.validate_step(helpers.tiny(MUON | shape | {"optimizer.groups": "*.gate:optimizer=adamw"}), machine)
+    assert not validate.validate_step(helpers.tiny(MUON | shape | {"dtypes.m": "int8", "dtypes.v": "f32"}), machine)
+
+
+def test_streamed_from_the_host():
+    """Layer by layer, and the same numbers, up to the order in which products of one matrix and of several are added up."""
+    placement = placed({"mesh.fsdp": 2})
+    how = (RECIPE, TYPES, AXES, placement, FLOAT32)
+    tx = make_optimizer(*how)
+    grads, params = jax.tree.map(jnp.asarray, (toy(1), toy(0)))
+    a, b = (jax.jit(update)(grads, tx.init(params), params, None, LR) for update in (at_once(tx), streamed(*how)))
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-6, atol=1e-7)
+
+
+def test_stopped_and_resumed(tmp_path):
+    """Two steps, a checkpoint, one more on what was read: bit for bit the three steps of one go; and on another mesh."""
+    run = helpers.tiny(SMALL)
+    save(run, trained(run, 2), tmp_path)
+    current = resumed(run, tmp_path)
+    assert current.optimizer[0].nu["layers"]["mlp"]["gate"] == optax.MaskedNode()
+    made = helpers.program(run)
+    batch = place_batch(helpers.host_batch(run, 2), made.batch, made.context)
+    last, _ = helpers.train_step(run)(current, batch)
+    whole = helpers.train(run, 3).tensors
+    found = {k: np.asarray(v) for k, v in state.to_tensors(last).items()}
+    assert found.keys() == whole.keys()
+    for name, x in whole.items():
+        np.testing.assert_array_equal(found[name], x, err_msg=name)
+    for changes, rule in (
+        ({"optimizer.name": "adamw"}, "another optimizer stores other tensors"),
+        ({"optimizer.momentum": 0.9}, ""),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"can never change on resume: {rule}" if rule else "allow_change=optimizer.momentum"
+        ):
+            resumed(helpers.tiny(SMALL | changes), tmp_path)
+
+
+def test_bounds_count_what_is_held():
+    """Of searches: the state's bytes on a device; and the products, one by one."""
+    run = helpers.tiny(MUON | {"mesh.fsdp": 4, "mesh.tensor": 2, "dtypes.m": "bf16"})
+    sizes = {"data": 1, "fsdp": 4, "tensor": 2, "seq": 1}
+    held = compiler.local_bytes(helpers.program(run).state.optimizer)
+    assert bound.moment_bytes(bound.Layout(run, sizes, 8)) == pytest.approx(held - 4, rel=0.01)  # without the counter
+    other = dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, groups="head:optimizer=muon"))
+    assert bound.moment_bytes(bound.Layout(other, sizes, 8)) < compiler.local_bytes(helpers.program(other).state.optimizer)
+    products = 0
+    for rows, columns in 4 * [*2 * [(64, 64)], *2 * [(64, 32)], *3 * [(64, 96)]]:
+        short, long = min(rows, columns), max(rows, columns)
+        products += 5 * (2 * short * long * short + 2 * short * short * short + 2 * short * short * long)
+    assert flops.newton_schulz(run.model) == products
+
+
+# ---- Groups
+
+
+def updates(o: config.Optimizer) -> tuple[dict[str, np.ndarray], Any]:
+    tx = make_optimizer(o, TYPES, AXES)
+    made, current = tx.update(jax.tree.map(jnp.asarray, toy(1)), tx.init(toy(0)), toy(0))
+    return {path[-1].key: np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(made)}, current
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_groups_change_rates_and_decay_exactly(name):
+    plain = dataclasses.replace(RECIPE, name=name)
+    was, before = updates(plain)
+    text = "layers.w?:lr=0.25; layers.*:lr=2,weight_decay=0.5; *.wq:lr=0"
+    now, after = updates(dataclasses.replace(plain, groups=text))
+    bare, _ = updates(dataclasses.replace(plain, weight_decay=0.0))
+    p = {path[-1].key: x for path, x in jax.tree_util.tree_leaves_with_path(toy(0))}
+    for n in ("wq", "wk"):  # the first group that fits
+        np.testing.assert_array_equal(now[n], np.float32(0.25) * was[n])
+    for n in ("down", "bq", "scale"):
+        np.testing.assert_allclose(now[n], 2 * (bare[n] + 0.5 * p[n]), rtol=1e-6, atol=1e-7)
+    np.testing.assert_array_equal(now["embedding"], was["embedding"])
+    assert jax.tree.structure(before) == jax.tree.structure(after)
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def test_groups_move_parameters_between_the_two():
+    o = dataclasses.replace(RECIPE, groups="*.down:optimizer=adamw;embed.*:optimizer=muon")
+    now, current = updates(o)
+    adam, _ = updates(dataclasses.replace(RECIPE, name="adamw"))
+    was, _ = updates(RECIPE)
+    np.testing.assert_array_equal(now["down"], adam["down"])
+    np.testing.assert_array_equal(now["wq"], was["wq"])
+    g, p = toy(1)["embed"]["embedding"], toy(0)["embed"]["embedding"]
+    wanted = 0.2 * np.sqrt(24) * about_orthogonal(g.astype(np.float64), (24, 8)) + RECIPE.weight_decay * p
+    np.testing.assert_allclose(now["embedding"], wanted, rtol=1e-4, atol=1e-4)
+    assert {path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(current[0].nu)} == {"down", "bq", "scale"}
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "word"),
+    [
+        ("head", "adamw", "PATTERN:SETTING=VALUE"),
+        ("head:lr", "adamw", "SETTING=VALUE"),
+        ("head:rate=1", "adamw", "no setting 'rate'"),
+        ("head:lr=fast", "adamw", "must be a number"),
+        ("head:lr=-1", "adamw", "must be a number"),
+        ("head:weight_decay=nan", "adamw", "must be a number"),
+        ("head:lr=1,lr=2", "adamw", "set twice"),
+        ("head:lr=1;head:weight_decay=0", "adamw", "has a group already"),
+        ("head:optimizer=sgd", "muon", "no such choice"),
+        ("head:optimizer=muon", "adamw", "needs optimizer.name = muon"),
+        ("head:lr=1", "helpers:slower_adamw", "would not see them"),
+    ],
+)
+def test_what_is_wrong_with_groups(text, name, word):
+    run = helpers.tiny({"optimizer.groups": text, "optimizer.name": name})
+    (problem,) = validate.validate_step(run, Devices("cpu", "cpu", 1, 8.0, "test"))
+    assert problem.key == "optimizer.groups" and word in problem.rule
+
+
+def test_all_mistakes_are_reported():
+    text = "head:rate=1,lr=x;;body;embed.*:lr=1"
+    assert len(groups.problems(text, "adamw")) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("layers.wx:lr=1", "'layers.wx' fits no parameter. There are embed.embedding, layers.bq"),
+        ("layers.0.wq:lr=1", "names a layer by number"),
+        ("layers.*:lr=1;layers.wq:lr=2", "belongs to groups before it: layers.wq"),
+        ("layers.b*:optimizer=muon", "layers.bq is no matrix"),
+        ("*.scale:optimizer=muon", "layers.scale is no matrix"),
+    ],
+)
+def test_groups_that_fit_nothing(text, word):
+    with pytest.raises(ConfigError) as error:
+        check_groups(dataclasses.replace(RECIPE, groups=text), AXES)
+    assert word in str(error.value)
+    check_groups(dataclasses.replace(RECIPE, groups="layers.wq:lr=1;*.w?:optimizer=adamw;embed*:optimizer=muon"), AXES)
+
+
+def test_a_model_without_such_a_parameter_is_refused_before_anything_starts():
+    with pytest.raises(ConfigError, match=r"'haed' fits no parameter"):
+        helpers.program(helpers.tiny({"optimizer.groups": "haed:lr=1"}))
+
+
+def test_groups_on_resume():
+    """Rates and decay if allowed; another optimizer for a parameter never."""
+    was, rate, moved = (
+        config.to_dict(helpers.tiny(MUON | {"optimizer.groups": text})) for text in ("", "head:lr=2", "head:optimizer=muon")
+    )
+    assert "allow_change=optimizer.groups" in resume.compare(was, rate)[1][0].remedy
+    assert not resume.compare(was, rate, "optimizer.groups")[1]
+    (problem,) = resume.compare(was, moved, "optimizer.groups")[1]
+    assert "can never change" in problem.rule
