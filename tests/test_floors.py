@@ -17,7 +17,7 @@ FLOORS = (
     (
         "facts",
         (
-            *("__init__", "shapes", "config", "context", "activations", "auto_remat", "moments", "precision", "hardware"),
+            *("__init__", "shapes", "config", "context", "activations", "auto_remat", "windows", "moments", "precision", "hardware"),
             *("groups", "flops", "launch", "startup"),
         ),
     ),
@@ -33,7 +33,7 @@ FLOORS = (
     ),
     (
         "around the step",
-        ("checkpoint", "resume", "metrics", "progress", "signals", "profiling", "evaluate", "generate", "sample", "memory"),
+        ("checkpoint", "resume", "metrics", "progress", "signals", "profiling", "hf.*", "evaluate", "generate", "sample", "memory"),
     ),
     (
         "around the run",
