@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--workdir", required=True, help="a run's folder, or one of its checkpoints/<step>")
     own = "default: as in the run's config"
-    parser.add_argument("--prompt", help=f"text to continue ({own})")
+    parser.add_argument("--prompt", help=f"text to continue; several are separated by || ({own})")
     parser.add_argument("--max-tokens", type=int, help=f"tokens to write at most ({own})")
     parser.add_argument("--temperature", type=float, help=f"0: the likeliest token ({own})")
     parser.add_argument("--top-p", type=float, help=f"share of probability to draw from ({own})")
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from jaxtrain.checkpoint import CheckpointError
     from jaxtrain.data.tokenizer import TokenizerError, load_tokenizer
-    from jaxtrain.generate import continue_text, load
+    from jaxtrain.generate import continue_all, load
 
     try:
         run, sampler, params, step = load(args.workdir, jax.local_devices())
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"[{Path(args.workdir)}, step {step}]", file=sys.stderr)
     # A run that writes no samples says max_tokens = 0.
     ask = dataclasses.replace(run.sample, **{"max_tokens": run.sample.max_tokens or config.Sample().max_tokens, **given})
-    print(continue_text(sampler, params, tokenizer, ask))
+    print(*continue_all(sampler, params, tokenizer, ask), sep="\n\n")
     return 0
 
 

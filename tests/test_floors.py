@@ -27,7 +27,21 @@ FLOORS = (
     ("the step", ("data.*", "quantized", "optimizer", "loss", "state", "stored_form", "update", "zero", "step", "compiler")),
     (
         "around the step",
-        ("checkpoint", "resume", "metrics", "progress", "signals", "profiling", "evaluate", "generate", "sample", "memory"),
+        (
+            *(
+                "checkpoint",
+                "resume",
+                "samples",
+                "metrics",
+                "throughput",
+                "trackers.*",
+                "progress",
+                "signals",
+                "profiling",
+                "evaluate",
+            ),
+            *("generate", "scoring", "lm_eval", "sample", "memory"),
+        ),
     ),
     (
         "around the run",
@@ -56,7 +70,7 @@ FLOORS = (
             ),
         ),
     ),
-    ("the whole", ("explain", "start", "train", "main", "__main__")),
+    ("the whole", ("explain", "start", "between", "train", "main", "__main__")),
 )
 # Imports that point up on purpose: when called, for users who look for a function in the room that has its name.
 DOORS = {("sharding", "plan.explore.shardings")}
