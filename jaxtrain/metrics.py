@@ -128,7 +128,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
 
 def tagged(line: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a line by the names that trackers show: train/loss, eval/loss, eval/SET/loss. Those not known are left out."""
+    """A line's numbers as trackers call them: train/loss, eval/loss, eval/SET/loss. Those not known are left out."""
     place = f"{line['kind']}/{line['set']}" if "set" in line else line["kind"]
     numbers = (item for item in line.items() if item[0] not in ("kind", "step", "set", "time_unix"))
     return {f"{place}/{name}": value for name, value in numbers if isinstance(value, int | float)}
@@ -138,7 +138,7 @@ class Tracker(Protocol):
     """A view of a run, kept up by process 0 alone. `rewind` comes first. Nothing that a tracker fails at may end the run."""
 
     def rewind(self, step: int, lines: Iterable[Mapping[str, Any]], samples: Iterable[Sample], dropped: int) -> None:
-        """The run goes on from `step`: these are the lines and samples up to it, and `dropped` lines of later steps are gone."""
+        """The run goes on from `step`: with these lines and samples up to it, and without `dropped` lines of later steps."""
         ...
 
     def line(self, line: Mapping[str, Any], wall_time: float) -> None:

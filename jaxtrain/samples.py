@@ -5,8 +5,8 @@
     --- step 400
     ...
 
-Where there are several prompts the line says which: `--- step 200, prompt 2`. A line of a text that looks like such a heading is
-written with a space before it, so that the file can be read back. Nothing here opens a file.
+Where there are several prompts the line says which: `--- step 200, prompt 2`. A line of a text that looks like such a heading
+is written with a space before it, so that the file can be read back. Nothing here opens a file.
 """
 
 import re

@@ -139,8 +139,8 @@ def run(run: RunConfig, workdir: Path, launch: Launch) -> int:
                 chosen,
                 start,
                 train_data,
-                held_out,
-                tokenizer,
+                HeldOut(run, program, held_out, writers, console, receipt),
+                Samples(run, program, tokenizer, writers, console),
             )
             try:
                 code, reason = session.train()
@@ -212,17 +212,15 @@ class Session:
         chosen: compiler.Chosen,
         start: Start,
         train_data: Any,
-        held_out: dict[str, Any],
-        tokenizer: Any,
+        held_out: HeldOut,
+        samples: Samples,
     ):
         self.run, self.workdir, self.console, self.stop = run, workdir, console, stop
         self.receipt, self.checkpoints, self.program, self.start = receipt, checkpoints, program, start
         self.writers = writers
         self.chosen = chosen  # XLA's options
         self.asked = run  # `run` as configured; compiling may settle what remat.policy=auto keeps
-        self.train_data = train_data
-        self.held_out = HeldOut(run, program, held_out, writers, console, receipt)
-        self.samples = Samples(run, program, tokenizer, writers, console)
+        self.train_data, self.held_out, self.samples = train_data, held_out, samples
         self.tokens_per_step = run.train.global_batch * run.data.seq_len
         self.saved_at = start.step if start.resumed else -1
         self.watch: Watch | None = None  # planned beside measured, on GPUs that the plan knows

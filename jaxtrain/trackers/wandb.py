@@ -106,8 +106,8 @@ class WandB:
         elif dropped:
             LOGGER.info(
                 "%s",
-                f"W&B takes nothing back: {dropped} lines of steps after {step} stay there, beside those of the same steps taken "
-                f"anew (attempt {self._attempt})",
+                f"W&B takes nothing back: {dropped} lines of steps after {step} stay there, beside those of the steps "
+                f"taken anew (attempt {self._attempt})",
             )
 
     @_never_fails
