@@ -2,8 +2,8 @@
 
     python -m jaxtrain.lm_eval --workdir=runs/tiny --tasks=lambada_openai,hellaswag --output_path=scores.json
 
-All other options are the harness's own (`lm_eval run --help`). The package `lm-eval` (the extra of that name) is imported when it
-is used and not before. In Python, `harness_model()` is the class: `lm_eval.simple_evaluate(harness_model()(workdir=...), ...)`.
+All other options are the harness's own (`lm_eval run --help`). The package `lm-eval` (the extra of that name) is imported when
+it is used and not before. In Python, `harness_model()` is the class: `simple_evaluate(harness_model()(workdir="runs/tiny"))`.
 """
 
 import argparse

@@ -41,6 +41,7 @@ def write(samples: Iterable[Sample]) -> str:
 def read(text: str) -> Iterator[Sample]:
     """The samples of a samples.txt. What stands before the first heading is none."""
     found = list(HEADING.finditer(text))
-    for heading, following in zip(found, [*found[1:], None], strict=True):
-        body = text[heading.end() : following.start() if following else len(text)]
+    ends = [heading.start() for heading in found[1:]] + [len(text)]
+    for heading, end in zip(found, ends, strict=False):  # with no heading there is one end too many
+        body = text[heading.end() : end]
         yield Sample(int(heading[1]), int(heading[2] or 0), body.removesuffix("\n"))

@@ -131,8 +131,8 @@ class Scorer:
     ) -> list[list[int]]:
         """What the model writes after each prompt (at least one token each), the likeliest token at a time.
 
-        Ends where `done(index of the prompt, its tokens so far)` says so, or after its `max_tokens`. A prompt that leaves no room
-        for them in max_length loses tokens on the left; raises ValueError where nothing would be left of it.
+        Ends where `done(index of the prompt, its tokens so far)` says so, or after its `max_tokens`. A prompt that leaves no
+        room for them in max_length loses tokens on the left; raises ValueError where nothing would be left of it.
         """
         for most in max_tokens:
             if most >= self.max_length:

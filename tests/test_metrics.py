@@ -7,7 +7,6 @@ import os
 import pty
 import re
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from runs import events
 
 from jaxtrain import metrics, profiling, progress, receipt
 from jaxtrain.config import Profile
@@ -31,23 +31,6 @@ def train_line(step: int, **changes):
     """Every field a caller gives for a train line."""
     line = dict.fromkeys(metrics.TRAIN_KEYS[1:-1], 0.5) | {"step": step, "tokens": 100 * step, "skipped_steps": 0}
     return line | changes
-
-
-def events(folder: Path):
-    """(step, wall time, {tag: value}) of every event with a summary, and the number of restarts, as TensorBoard finds them."""
-    from tensorboardX.proto import event_pb2
-
-    found, restarts = [], 0
-    for path in sorted(folder.glob("events.out.tfevents.*")):
-        data = path.read_bytes()
-        while data:
-            (size,) = struct.unpack("<Q", data[:8])
-            event = event_pb2.Event.FromString(data[12 : 12 + size])  # pyright: ignore[reportAttributeAccessIssue]
-            data = data[16 + size :]
-            restarts += event.HasField("session_log")
-            if event.HasField("summary"):
-                found.append((event.step, event.wall_time, {v.tag: v.simple_value for v in event.summary.value}))
-    return found, restarts
 
 
 # metrics.jsonl and tb/
