@@ -40,8 +40,7 @@ def harness_model() -> type:
             tokenizer: str = "",
             max_length: int = 0,
             batch_size: int | str = ROWS,
-            max_batch_size: int | None = None,
-            device: str | None = None,
+            **kwargs: Any,
         ):
             import jax
 
@@ -50,10 +49,10 @@ def harness_model() -> type:
             from jaxtrain.scoring import Scorer
 
             super().__init__()
+            if unknown := sorted(kwargs.keys() - {"device", "max_batch_size"}):  # those two the harness always gives
+                raise TaskError(f"model argument {unknown[0]!r}: known are workdir, tokenizer, max_length and batch_size")
             if not str(batch_size).isdigit() or int(batch_size) < 1:
                 raise TaskError(f"batch_size = {batch_size!r}: must be a number from 1 on; there is no auto")
-            if device is not None or max_batch_size is not None:
-                raise TaskError("device and max_batch_size do not apply: the model is on all devices that jax sees")
             run, sampler, params, self.step = generate.load(workdir, jax.local_devices())
             if not 0 <= int(max_length) <= run.data.seq_len:
                 raise TaskError(f"max_length = {max_length}: must be at most data.seq_len = {run.data.seq_len}, as in training")
