@@ -138,7 +138,7 @@ def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
     problems += _steps(run, workdir, bad)
     problems += _memory(run, devices, bad)
     problems += _places(run, workdir)
-    problems += _shown(run, bad)
+    problems += _shown(run)
     # Imported here: the data pipeline sits on a higher floor, and what it reads depends on the source.
     from jaxtrain.data import pipeline
 
@@ -556,7 +556,7 @@ def _places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
     yield from remote("data.eval_source", run.data.eval_source)
 
 
-def _shown(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
+def _shown(run: RunConfig) -> Iterable[Problem]:
     """Samples that would never be written, and a tracker that is not there."""
     if run.sample.every_steps > 0 and run.sample.max_tokens == 0:
         rule = "sample.max_tokens = 0 writes no samples"
