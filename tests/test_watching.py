@@ -195,8 +195,15 @@ def test_a_resumed_run_drops_samples_of_steps_it_takes_anew(watched: Watched) ->
 
 
 def test_generation_is_compiled_once(watched: Watched) -> None:
-    """Once for the prompt of several tokens, and once for single ones: however often samples are taken."""
-    assert watched.compiled == [2, 2]
+    """Once for each prompt's length, and once for the token that follows: however often samples are taken."""
+    assert watched.compiled == [3, 3]
+
+
+def test_the_time_of_samples_is_in_no_rate(watched: Watched) -> None:
+    """The first ones, after step 3, took longer than all steps: neither that step nor the next one is counted."""
+    lines = map(json.loads, watched.first["metrics.jsonl"].splitlines())
+    times = {line["step"]: line["step_time_s"] for line in lines if line["kind"] == "train"}
+    assert times[3] is None and times[4] is None
 
 
 def test_samples_file_can_be_read_back_whatever_a_model_writes() -> None:
