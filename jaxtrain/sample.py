@@ -24,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help=f"of the draws ({own})")
     parser.add_argument("--tokenizer", default="", help="where the tokenizer is now, if it moved since training")
     args = parser.parse_args(argv)
-    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(config.Sample) if getattr(args, f.name) is not None}
+    asked = ((f.name, getattr(args, f.name, None)) for f in dataclasses.fields(config.Sample))
+    given = {name: value for name, value in asked if value is not None}
     for name, allowed, rule in (
         ("max_tokens", lambda n: n > 0, "must be at least 1"),
         ("temperature", lambda t: t >= 0, "must be 0 or more"),
