@@ -64,7 +64,8 @@ def variants(run: RunConfig, of: str) -> dict[str, RunConfig]:
 def losses(run: RunConfig) -> tuple[np.ndarray, float]:
     """(training loss of each step, loss on held-out text after the last) of a run on the first device."""
     program = build(run, jax.devices()[:1])
-    train, held_out = open_data(run, program)
+    train, sets = open_data(run, program)
+    (held_out,) = sets.values()
     state = create_state(program.definition, program.tx, program.state, run.train.seed)
     seen = []
     for i in range(run.train.steps):

@@ -9,6 +9,7 @@ COMMANDS = {
     "data": "turn text into token files, and check them",
     "profile": "where the time of a step went, from a trace",
     "sample": "generate text from a checkpoint",
+    "lm_eval": "evaluate a checkpoint with EleutherAI's lm-evaluation-harness",
     "checkpoint": "list what a run has saved",
 }
 

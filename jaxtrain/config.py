@@ -191,7 +191,11 @@ class Data:
         "stdlib",
         "stdlib | synthetic | FILE.tok[=WEIGHT],FILE.tok[=WEIGHT],... | package.module:name",
     )
-    eval_source: str = key("", "held-out data, same forms; '': the validation split of stdlib and synthetic")
+    eval_source: str = key(
+        "",
+        "held-out data, same forms, or several sets by name: NAME=SOURCE;NAME=SOURCE;...; '': the validation split of stdlib "
+        "and synthetic",
+    )
     tokenizer: str = key("byte", "byte | path of a tokenizer.json | hf:NAME; must be the one the token files were made with")
     seq_len: int = key(256, "tokens in a sequence")
     packing: str = key("documents", "documents: attention stops at document borders | none: it does not")
@@ -285,14 +289,16 @@ class Log:
 
     every_steps: int = key(10, "a line in the log and in metrics.jsonl")
     tensorboard: bool = key(True, "write tb/")
+    wandb: str = key("", "Weights & Biases: PROJECT or ENTITY/PROJECT; '': not there. WANDB_MODE and its like say how")
     peak_tflops: float = key(0.0, "dense peak of one device for MFU, where hardware.py does not know it; 0: from the table")
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """The text written at the end of training."""
+    """Texts that the model writes at the end of training, and on the way."""
 
-    prompt: str = key("", "continued by the model; '': a line break")
+    every_steps: int = key(0, "and after the last step; 0: only then")
+    prompt: str = key("", "continued by the model; several are separated by ||; '': a line break")
     max_tokens: int = key(256, "tokens to write; 0: no sample")
     temperature: float = key(0.8, "0: always the likeliest token")
     top_p: float = key(0.95, "keep the likeliest tokens whose probabilities sum to this")

@@ -23,3 +23,11 @@ def evaluate(eval_step: Any, params: Params, batches: Any, abstract: Batch, cont
 def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
     """A loss that does not depend on the tokenizer; None where the bytes behind a token are not known."""
     return loss / math.log(2) / bytes_per_token if bytes_per_token else None
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss): among how many equally likely tokens the model is, so to speak, in doubt."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

@@ -19,6 +19,7 @@ from jaxtrain.kernels.dot import DTYPES
 from jaxtrain.models.attention import Kernel
 from jaxtrain.models.module import Params
 from jaxtrain.models.transformer import empty_cache
+from jaxtrain.samples import prompts
 from jaxtrain.sharding import Placement, make_placement, replicated
 from jaxtrain.state import TrainState, abstract_tensors, from_tensors
 from jaxtrain.step import attention_specs, hardware_of, make_definition
@@ -52,11 +53,22 @@ class Sampler:
         return choose(logits_V, jax.random.fold_in(key, index), temperature, top_p), cache
 
     def tokens(
-        self, params: Params, prompt: Sequence[int], *, max_tokens: int, temperature: float, top_p: float, seed: int
+        self,
+        params: Params,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float,
+        top_p: float,
+        seed: int,
+        room: int = 0,
     ) -> Iterator[int]:
-        """Token ids that continue the prompt (at least one id), one by one; the caller decides where to stop."""
+        """Token ids that continue the prompt (at least one id), one by one; the caller decides where to stop.
+
+        room: tokens that the cache holds at least; prompts with the same room share the single-token step.
+        """
         # Lengths are rounded up so that prompts of similar length share one compiled step.
-        room = -(-(len(prompt) + max_tokens) // 64) * 64
+        room = -(-max(len(prompt) + max_tokens, room) // 64) * 64
         cache = jax.device_put(empty_cache(self.run.model, self.placement, 1, room, self._dtype), replicated(self.placement))
         key = jax.random.key(seed)
         new = jnp.asarray([list(prompt)], jnp.int32)
@@ -78,17 +90,23 @@ def choose(logits_V: jax.Array, key: jax.Array, temperature: float, top_p: float
     return order[jax.random.categorical(key, kept)].astype(jnp.int32)
 
 
-def continue_text(sampler: Sampler, params: Params, tokenizer: Any, ask: config.Sample) -> str:
-    """The prompt and its continuation, up to the end of the document or max_tokens."""
-    prompt = ask.prompt or "\n"
-    ids = tokenizer.encode(prompt)
+def continue_text(sampler: Sampler, params: Params, tokenizer: Any, ask: config.Sample, room: int = 0) -> str:
+    """The prompt and its continuation, up to the end of the document or max_tokens. `room`: see Sampler.tokens."""
+    ids = tokenizer.encode(ask.prompt or "\n")
     made: list[int] = []
-    drawn = sampler.tokens(params, ids, max_tokens=ask.max_tokens, temperature=ask.temperature, top_p=ask.top_p, seed=ask.seed)
-    for token in drawn:
+    how = {"temperature": ask.temperature, "top_p": ask.top_p, "seed": ask.seed}
+    for token in sampler.tokens(params, ids, max_tokens=ask.max_tokens, room=room, **how):
         if token == tokenizer.eot:
             break
         made.append(token)
     return tokenizer.decode([*ids, *made])
+
+
+def continue_all(sampler: Sampler, params: Params, tokenizer: Any, ask: config.Sample) -> list[str]:
+    """The same for each of the prompts that `ask.prompt` holds."""
+    asks = [dataclasses.replace(ask, prompt=prompt) for prompt in prompts(ask.prompt)]
+    room = max(len(tokenizer.encode(one.prompt)) for one in asks) + ask.max_tokens
+    return [continue_text(sampler, params, tokenizer, one, room) for one in asks]
 
 
 def load(path: str, devices: Sequence[Any]) -> tuple[RunConfig, Sampler, Params, int]:

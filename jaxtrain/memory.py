@@ -10,8 +10,8 @@ import jax
 from jaxtrain import auto_remat, compiler, groups
 from jaxtrain.config import RunConfig
 from jaxtrain.hardware import HOST_LIMIT
-from jaxtrain.metrics import memory as measured
 from jaxtrain.step import Program, build, less_kept
+from jaxtrain.throughput import memory as measured
 
 
 class OutOfMemory(RuntimeError):

@@ -17,14 +17,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--workdir", required=True, help="a run's folder, or one of its checkpoints/<step>")
     own = "default: as in the run's config"
-    parser.add_argument("--prompt", help=f"text to continue ({own})")
+    parser.add_argument("--prompt", help=f"text to continue; several are separated by || ({own})")
     parser.add_argument("--max-tokens", type=int, help=f"tokens to write at most ({own})")
     parser.add_argument("--temperature", type=float, help=f"0: the likeliest token ({own})")
     parser.add_argument("--top-p", type=float, help=f"share of probability to draw from ({own})")
     parser.add_argument("--seed", type=int, help=f"of the draws ({own})")
     parser.add_argument("--tokenizer", default="", help="where the tokenizer is now, if it moved since training")
     args = parser.parse_args(argv)
-    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(config.Sample) if getattr(args, f.name) is not None}
+    asked = ((f.name, getattr(args, f.name, None)) for f in dataclasses.fields(config.Sample))
+    given = {name: value for name, value in asked if value is not None}
     for name, allowed, rule in (
         ("max_tokens", lambda n: n > 0, "must be at least 1"),
         ("temperature", lambda t: t >= 0, "must be 0 or more"),
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from jaxtrain.checkpoint import CheckpointError
     from jaxtrain.data.tokenizer import TokenizerError, load_tokenizer
-    from jaxtrain.generate import continue_text, load
+    from jaxtrain.generate import continue_all, load
 
     try:
         run, sampler, params, step = load(args.workdir, jax.local_devices())
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"[{Path(args.workdir)}, step {step}]", file=sys.stderr)
     # A run that writes no samples says max_tokens = 0.
     ask = dataclasses.replace(run.sample, **{"max_tokens": run.sample.max_tokens or config.Sample().max_tokens, **given})
-    print(continue_text(sampler, params, tokenizer, ask))
+    print(*continue_all(sampler, params, tokenizer, ask), sep="\n\n")
     return 0
 
 

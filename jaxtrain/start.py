@@ -37,7 +37,9 @@ def check_own_names(run: RunConfig) -> None:
     Not part of validate, which must not run a user's code: that may import jax before the memory budget is set.
     """
     problems = []
-    for key, value in config.flatten(config.to_dict(run)):
+    names = [(key, value) for key, value in config.flatten(config.to_dict(run)) if key != "data.eval_source"]
+    names += [("data.eval_source", source) for source in pipeline.parse_sets(run.data.eval_source)[0].values()]
+    for key, value in names:
         if key not in ("model.family", "loss.name", "optimizer.name", "data.source", "data.eval_source"):
             continue
         if key.startswith("data.") and not pipeline.is_custom(value):
@@ -126,14 +128,18 @@ def wanted_of_source(run: RunConfig, abstract: state.TrainState) -> state.Tensor
     return {k: v for k, v in state.abstract_tensors(abstract).items() if k.startswith(kinds)}
 
 
-def open_data(run: RunConfig, program: Program) -> tuple[Any, Any]:
-    """Training batches (A x B rows a step) and evaluation batches (B rows), or None for the latter."""
+def open_data(run: RunConfig, program: Program) -> tuple[Any, dict[str, Any]]:
+    """Training batches (A x B rows a step), and evaluation batches (B rows) of each held-out set by its name, "" where it has
+    none; no sets where nothing is evaluated."""
     folder = Path(run.paths.data).expanduser()
     train = pipeline.open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, data_dir=folder)
     if not run.eval.every_steps:
-        return train, None
+        return train, {}
     rows = program.eval_batch["tokens"].shape[1]
-    return train, pipeline.open_source(run.data, run.data.eval_source, split="validation", global_batch=rows, data_dir=folder)
+    return train, {
+        name: pipeline.open_source(run.data, source, split="validation", global_batch=rows, data_dir=folder)
+        for name, source in pipeline.parse_sets(run.data.eval_source)[0].items()
+    }
 
 
 def initial_state(

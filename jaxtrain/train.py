@@ -5,7 +5,6 @@ then memory is allocated. Nothing is written before the checks that may refuse t
 """
 
 import dataclasses
-import datetime
 import fcntl
 import importlib.metadata
 import json
@@ -22,15 +21,15 @@ from jaxtrain import (
     checkpoint,
     compiler,
     config,
-    evaluate,
     flops,
-    generate,
     hardware,
     metrics,
     profiling,
     state,
     step,
+    throughput,
 )
+from jaxtrain.between import HeldOut, Samples
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.data import pipeline
@@ -55,6 +54,7 @@ from jaxtrain.receipt import Receipt, ReceiptError, config_sha256, device_facts
 from jaxtrain.sharding import LayoutError, left_whole
 from jaxtrain.signals import Stop
 from jaxtrain.start import Start, check_own_names, decide_start, initial_state, open_data
+from jaxtrain.trackers import TrackerError, open_trackers
 
 DONE, FAILED, DIVERGED = 0, 1, 76
 
@@ -86,7 +86,7 @@ def run(run: RunConfig, workdir: Path, launch: Launch) -> int:
         program = step.build(run, devices)
         chosen = compiler.choose(program, compiler.card_of(jax.local_devices()[0], run.train.memory_fraction))
         start = decide_start(run, checkpoints, program)
-        train_data, eval_data = open_data(run, program)
+        train_data, held_out = open_data(run, program)
         # Loaded now although it is used at the end: a missing tokenizer should not be found out after the last step.
         tokenizer = load_tokenizer(run.data.tokenizer) if run.sample.max_tokens and not train_data.synthetic else None
     except ConfigError as error:
@@ -102,6 +102,11 @@ def run(run: RunConfig, workdir: Path, launch: Launch) -> int:
         return report([config.Problem("--workdir", str(workdir), rule, "Wait for it, stop it, or name another folder.")])
     receipt = Receipt(workdir, process_index=jax.process_index())
     try:
+        trackers = open_trackers(workdir, run.log, resumed=start.resumed, process_index=jax.process_index())
+    except TrackerError as error:
+        return report([config.Problem("log.wandb", run.log.wandb, str(error).rstrip("."), "")])
+    writers = metrics.Writers(workdir, trackers.all, process_index=jax.process_index())
+    try:
         receipt.start(
             {
                 "config": launch.name,
@@ -113,16 +118,30 @@ def run(run: RunConfig, workdir: Path, launch: Launch) -> int:
                 "data": train_data.fingerprint,
                 "synthetic": train_data.synthetic,
                 "resumed_from_step": start.step if start.resumed else None,
+                **trackers.facts,
             }
         )
     except ReceiptError as error:  # of an earlier attempt, and not to be overwritten
+        writers.close(FAILED)
         return report([config.Problem("cannot start", None, str(error).rstrip("."), "")])
     metrics.write_atomic(workdir / "config.json", json.dumps(config.to_dict(run), indent=1) + "\n")
     code, reason = FAILED, "ended by an exception"
     try:
         with Console(workdir, jax.process_index(), run.train.steps) as console, Stop() as stop:
             session = Session(
-                run, workdir, console, stop, receipt, checkpoints, program, chosen, start, train_data, eval_data, tokenizer
+                run,
+                workdir,
+                console,
+                stop,
+                receipt,
+                writers,
+                checkpoints,
+                program,
+                chosen,
+                start,
+                train_data,
+                HeldOut(run, program, held_out, writers, console, receipt),
+                Samples(run, program, tokenizer, writers, console),
             )
             try:
                 code, reason = session.train()
@@ -143,6 +162,8 @@ def run(run: RunConfig, workdir: Path, launch: Launch) -> int:
         raise
     finally:
         receipt.finish(code, reason)
+        writers.note("receipt", receipt.fields)
+        writers.close(code)
         if lock >= 0:
             os.close(lock)
     return code
@@ -186,19 +207,21 @@ class Session:
         console: Console,
         stop: Stop,
         receipt: Receipt,
+        writers: metrics.Writers,
         checkpoints: Checkpoints,
         program: step.Program,
         chosen: compiler.Chosen,
         start: Start,
         train_data: Any,
-        eval_data: Any,
-        tokenizer: Any,
+        held_out: HeldOut,
+        samples: Samples,
     ):
         self.run, self.workdir, self.console, self.stop = run, workdir, console, stop
         self.receipt, self.checkpoints, self.program, self.start = receipt, checkpoints, program, start
+        self.writers = writers
         self.chosen = chosen  # XLA's options
         self.asked = run  # `run` as configured; compiling may settle what remat.policy=auto keeps
-        self.train_data, self.eval_data, self.tokenizer = train_data, eval_data, tokenizer
+        self.train_data, self.held_out, self.samples = train_data, held_out, samples
         self.tokens_per_step = run.train.global_batch * run.data.seq_len
         self.saved_at = start.step if start.resumed else -1
         self.watch: Watch | None = None  # planned beside measured, on GPUs that the plan knows
@@ -213,15 +236,14 @@ class Session:
             compiled = self.compile()
         with out_of_memory_explained(self.run, compiled.memory):
             current = initial_state(self.run, self.program, self.start, self.checkpoints, self.console.say)
-            with metrics.Writers(self.workdir, self.run.log.tensorboard, process_index=jax.process_index()) as writers:
-                self.rewind(writers)
-                current, done = self.loop(current, compiled, writers)
+            self.rewind()
+            current, done = self.loop(current, compiled)
             self.finish_saves()
             if self.stop:
                 saved = f"state saved at step {done}" if done else "before the first step, nothing to save"
                 self.console.say(f"{self.stop.name}: {saved}; the same command goes on from there.")
                 return self.stop.exit_code or FAILED, f"{self.stop.reason} at step {done}"
-            self.sample(current)
+            self.samples.write(state.weights(current), done)
         return DONE, f"{done} steps done"
 
     def nothing_left(self) -> tuple[int, str]:
@@ -229,22 +251,17 @@ class Session:
         steps = self.run.train.steps
         self.console.say(f"all {steps} steps are done: nothing to train. A larger train.steps goes on from here.")
         current = initial_state(self.run, self.program, self.start, self.checkpoints, self.console.say)
-        with metrics.Writers(self.workdir, self.run.log.tensorboard, process_index=jax.process_index()) as writers:
-            self.rewind(writers)
-        samples = self.workdir / "samples.txt"
-        if not samples.exists() or f"--- step {steps}\n" not in samples.read_text(encoding="utf-8"):
-            self.sample(current)
+        self.rewind()
+        if not self.samples.written(steps):
+            self.samples.write(state.weights(current), steps)
         return DONE, f"{steps} steps were done already"
 
-    def rewind(self, writers: metrics.Writers) -> None:
-        """Metrics of steps that this attempt takes anew go. Those of an attempt that saved no checkpoint are set aside
-        instead: where a checkpoint folder is not mounted, or misspelt, they may be all that tells of the run."""
-        if not self.start.resumed and writers.path.exists() and jax.process_index() == 0:
-            stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
-            aside = writers.path.with_name(f"metrics.set_aside-{stamp}.jsonl")
-            writers.path.rename(aside)
-            self.console.say(f"no checkpoint in {self.checkpoints.directory}: starting at 0; metrics so far moved to {aside}")
-        writers.rewind(self.start.step)
+    def rewind(self) -> None:
+        """Metrics and samples of steps that this attempt takes anew go; those of one that saved no checkpoint are set aside."""
+        for moved in () if self.start.resumed else self.writers.set_aside():
+            self.console.say(f"no checkpoint in {self.checkpoints.directory}: starting at 0; what was there moved to {moved}")
+        self.writers.rewind(self.start.step)
+        self.writers.note("config", config.to_dict(self.asked))
 
     # ---- Before anything is allocated
 
@@ -297,7 +314,7 @@ class Session:
         self.run, self.program, train = found
         program = self.program
         evaluation = None
-        if self.eval_data is not None:
+        if self.run.eval.every_steps:
             evaluation = program.eval_step.lower(program.state.params, program.eval_batch).compile()
         seconds = time.perf_counter() - began
         memory = memory_by_class(program, train)
@@ -332,7 +349,7 @@ class Session:
 
     # ---- The loop
 
-    def loop(self, current: state.TrainState, compiled: Compiled, writers: metrics.Writers) -> tuple[state.TrainState, int]:
+    def loop(self, current: state.TrainState, compiled: Compiled) -> tuple[state.TrainState, int]:
         """Steps until the last one, or until asked to stop. Metrics are read one step late: the device never waits for us."""
         run, console = self.run, self.console
         rates = self.throughput()
@@ -345,7 +362,7 @@ class Session:
             program=compiled.train,
         )
         batches = pipeline.iterate(self.train_data, self.start.step + self.start.data_base, run.data.prefetch)
-        late = Late(self, rates, writers)
+        late = Late(self, rates)
         done = self.start.step
         try:
             while done < run.train.steps and not self.stop:
@@ -361,10 +378,14 @@ class Session:
                 done += 1
                 late.put(done, values)
                 last = done == run.train.steps
-                if self.eval_data is not None and (last or done % run.eval.every_steps == 0):
+                if self.held_out.due(done):
                     rates.exclude()
                     late.report()
-                    self.evaluate(current, compiled, writers, done)
+                    self.held_out.evaluate(compiled.eval, state.weights(current), done)
+                if self.samples.due(done):  # before the checkpoint, or a kill between the two would lose them
+                    rates.exclude()
+                    late.report()
+                    self.samples.write(state.weights(current), done)
                 if last or (run.checkpoint.every_steps and done % run.checkpoint.every_steps == 0):
                     rates.exclude()
                     late.report()
@@ -380,7 +401,7 @@ class Session:
             close(batches)
         return current, done
 
-    def throughput(self) -> metrics.Throughput:
+    def throughput(self) -> throughput.Throughput:
         """Rates in the terms of this model on these devices; MFU is null where the peak is not known."""
         run = self.run
         per_token = flops.per_token(run.model, run.data.seq_len)
@@ -395,7 +416,7 @@ class Session:
                 peak = gpu.peak(run.compute)
                 if run.precision == "fp8":
                     self.console.say(f"MFU is of the bfloat16 peak, {peak:g} TFLOP/s: a step with FP8 has none of its own")
-        return metrics.Throughput(
+        return throughput.Throughput(
             tokens_per_step=self.tokens_per_step,
             num_devices=jax.device_count(),
             flops_causal=per_token.causal,
@@ -403,20 +424,6 @@ class Session:
             flops_hardware=(per_token + again).causal,
             peak_flops=peak * 1e12 if peak else None,
         )
-
-    def evaluate(self, current: state.TrainState, compiled: Compiled, writers: metrics.Writers, done: int) -> None:
-        """Loss on held-out text, to the log and the metrics."""
-        loss = evaluate.evaluate(
-            compiled.eval,
-            state.weights(current),
-            self.eval_data,
-            self.program.eval_batch,
-            self.program.context,
-            self.run.eval.batches,
-        )
-        bits = evaluate.bits_per_byte(loss, self.eval_data.bytes_per_token)
-        writers.eval(step=done, loss=loss, bits_per_byte=bits)
-        self.console.say(f"step {done}: held-out loss {loss:.4f}" + (f", {bits:.3f} bits a byte" if bits else ""))
 
     # ---- Checkpoints
 
@@ -446,25 +453,12 @@ class Session:
             f"of which the loop waited {saved.blocked_s:.2f} s"
         )
 
-    # ---- After the last step
-
-    def sample(self, current: state.TrainState) -> None:
-        """Let the model write, to the terminal and samples.txt."""
-        if self.tokenizer is None:
-            return
-        sampler = generate.Sampler(self.run, self.program.placement)
-        text = generate.continue_text(sampler, state.weights(current), self.tokenizer, self.run.sample)
-        self.console.end_live()
-        with open(self.workdir / "samples.txt", "a", encoding="utf-8") as file:
-            file.write(f"--- step {self.run.train.steps}\n{text}\n")
-        self.console.say(f"sample ({self.workdir / 'samples.txt'}):\n{text}")
-
 
 class Late:
     """Metrics of the step before: fetched after the next one is on its way."""
 
-    def __init__(self, session: Session, rates: metrics.Throughput, writers: metrics.Writers):
-        self.session, self.rates, self.writers = session, rates, writers
+    def __init__(self, session: Session, rates: throughput.Throughput):
+        self.session, self.rates = session, rates
         self.waiting: tuple[int, step.Metrics] | None = None
 
     def put(self, done: int, values: step.Metrics) -> None:
@@ -487,7 +481,7 @@ class Late:
         session.console.tick(done)
         if done % session.run.log.every_steps and done != session.run.train.steps:
             return
-        in_use, peak = metrics.memory(jax.local_devices())
+        in_use, peak = throughput.memory(jax.local_devices())
         line = {
             "step": done,
             "loss": loss,
@@ -500,7 +494,7 @@ class Late:
             "peak_memory_gib": peak,
             "skipped_steps": 0,
         }
-        self.writers.train(**line)
+        session.writers.train(**line)
         session.console.step(line)
         if session.watch is not None:
             for warning in session.watch.note(line["step_time_s"], peak):

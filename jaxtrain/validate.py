@@ -7,6 +7,7 @@ that one mistake gives one line.
 import importlib.util
 import math
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,7 @@ AT_LEAST: dict[str, float] = {
                 "attention.ulysses",
                 "log.peak_tflops",
                 "loss.z_loss",
+                "sample.every_steps",
                 "sample.max_tokens",
                 "sample.temperature",
                 "sample.seed",
@@ -145,6 +147,7 @@ def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
     problems += _steps(run, workdir, bad)
     problems += _memory(run, devices, bad)
     problems += _places(run, workdir)
+    problems += _shown(run)
     # Imported here: the data pipeline sits on a higher floor, and what it reads depends on the source.
     from jaxtrain.data import pipeline
 
@@ -563,7 +566,10 @@ def _places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
         written["checkpoint.dir"] = run.checkpoint.dir
     if run.paths.cache:
         written["paths.cache"] = run.paths.cache
-    if "stdlib" in (run.data.source, run.data.eval_source):
+    # Imported here: the data pipeline sits on a higher floor.
+    from jaxtrain.data.pipeline import parse_sets
+
+    if "stdlib" in (run.data.source, *parse_sets(run.data.eval_source)[0].values()):
         written["paths.data"] = run.paths.data
     for key, place in written.items():
         yield from remote(key, place) or writable(key, Path(place).expanduser())
@@ -575,6 +581,19 @@ def _places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
             yield Problem("init.from", run.init.from_, "no such folder", remedy)
     yield from remote("data.source", run.data.source)
     yield from remote("data.eval_source", run.data.eval_source)
+
+
+def _shown(run: RunConfig) -> Iterable[Problem]:
+    """Samples that would never be written, and a tracker that is not there."""
+    if run.sample.every_steps > 0 and run.sample.max_tokens == 0:
+        rule = "sample.max_tokens = 0 writes no samples"
+        yield Problem("sample.every_steps", run.sample.every_steps, rule, "Set it to 0, or sample.max_tokens above 0.")
+    where = run.log.wandb
+    if where and not re.fullmatch(r"([^\s/\\#?%:]+/)?[^\s/\\#?%:]+", where):
+        yield Problem("log.wandb", where, "must be PROJECT or ENTITY/PROJECT", "For example --config.log.wandb=pretraining.")
+    elif where and importlib.util.find_spec("wandb") is None:
+        remedy = "Install it (pip install wandb; it is the extra `wandb` of pyproject.toml), or set log.wandb to ''."
+        yield Problem("log.wandb", where, "the package wandb is not installed", remedy)
 
 
 def remote(key: str, place: str) -> list[Problem]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import struct
 import subprocess
 import sys
 import time
@@ -141,3 +142,57 @@ def receipt(workdir: Path) -> dict[str, Any]:
 def tree(folder: Path) -> dict[str, bytes]:
     """Every file below a folder with its content: what must not change when nothing is written."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def events(folder: Path) -> tuple[list[tuple[int, float, dict[str, Any]]], int]:
+    """(step, wall time, {tag: number or text}) of every event with a summary, and the number of restarts, as TensorBoard
+    finds them."""
+    from tensorboardX.proto import event_pb2
+
+    def value(v: Any) -> Any:
+        return v.tensor.string_val[0].decode() if v.HasField("tensor") else v.simple_value
+
+    found, restarts = [], 0
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        data = path.read_bytes()
+        while data:
+            (size,) = struct.unpack("<Q", data[:8])
+            event = event_pb2.Event.FromString(data[12 : 12 + size])  # pyright: ignore[reportAttributeAccessIssue]
+            data = data[16 + size :]
+            restarts += event.HasField("session_log")
+            if event.HasField("summary"):
+                found.append((event.step, event.wall_time, {v.tag: value(v) for v in event.summary.value}))
+    return found, restarts
+
+
+def wandb_records(file: Path) -> list[Any]:
+    """The records of a W&B run that was kept offline and is finished: seven bytes, then a log in LevelDB's format."""
+    from wandb.proto import wandb_internal_pb2
+
+    limit = time.monotonic() + 20
+    while True:  # another process writes it
+        found = _records(file.read_bytes(), wandb_internal_pb2.Record)  # pyright: ignore[reportAttributeAccessIssue]
+        if any(record.HasField("exit") for record in found):
+            return found
+        assert time.monotonic() < limit, f"{file}: no end after {len(found)} records"
+        time.sleep(0.02)
+
+
+def _records(data: bytes, kind_of_record: Any) -> list[Any]:
+    at, parts, found = 7, b"", []
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:  # too short for a header: the rest of a block is empty
+            at += left
+            continue
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        if not kind:
+            break
+        if at + 7 + size > len(data):
+            break
+        parts += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            found.append(kind_of_record.FromString(parts))
+            parts = b""
+    return found

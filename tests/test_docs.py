@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import attention_tiles, hopper, numerics, peer_maxtext
-from jaxtrain import explain, launch
+from jaxtrain import explain, launch, lm_eval
 from jaxtrain.activations import ACTIVATIONS
 from jaxtrain.bench import __main__ as bench
 from jaxtrain.bench import sweep
@@ -139,6 +139,9 @@ def test_commands_that_are_not_run_can_be_parsed(page: str, command: str, tmp_pa
         return
     if name == "profile":
         profile.parser().parse_args(words)
+        return
+    if name == "lm_eval":
+        assert "--tasks" in " ".join(lm_eval.parser().parse_known_args(words)[1])
         return
     if name == "setup":
         assert not words

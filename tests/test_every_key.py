@@ -5,6 +5,7 @@ import functools
 import json
 import shutil
 import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain import config, generate, hardware, train
+from jaxtrain import config, generate, hardware, samples, trackers, train
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.data import pipeline, stdlib
@@ -22,6 +23,7 @@ from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.launch import Launch
 from jaxtrain.sharding import LayoutError, make_placement
 from jaxtrain.start import decide_start, open_data
+from jaxtrain.trackers import open_trackers
 
 # ---- Keys whose effect is in the program: shapes, layouts, kernel, batches, or the text of the compiled step
 
@@ -221,7 +223,7 @@ class Runs:
                 "profile.dump_hlo": True,
                 "sample.max_tokens": 0,
             },
-            "seed": {"train.seed": 1, "checkpoint.keep": 2, "model.init_std": 0.02},
+            "seed": {"train.seed": 1, "checkpoint.keep": 2, "model.init_std": 0.02, "sample.every_steps": 3},
             "weights": {"init.from": str(folder / "base")},
             "both": {"init.from": str(folder / "base"), "init.what": "weights+optimizer"},
         }
@@ -401,6 +403,23 @@ def sample_max_tokens(runs):
     assert len(write(runs, max_tokens=2)) <= len(write(runs))
 
 
+def sample_every_steps(runs):
+    """Steps at which the model wrote: where it is not set, the last one alone."""
+    found = {
+        name: [s.step for s in samples.read((runs.workdir(name) / "samples.txt").read_text())] for name in ("base", "seed")
+    }
+    assert found == {"base": [4], "seed": [3, 4]}
+
+
+def log_wandb(runs):
+    """Without a login it is refused, so it was asked for. What is sent is in tests/test_watching.py."""
+    assert not open_trackers(runs.folder, runs.config("base").log, resumed=False).facts
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trackers, "WandB", lambda workdir, where, resumed: types.SimpleNamespace(facts={"where": where}))
+        asked = runs.config("base", **{"log.wandb": "team/project"}).log
+        assert open_trackers(runs.folder, asked, resumed=False).facts == {"wandb": {"where": "team/project"}}
+
+
 def sample_temperature(runs):
     assert write(runs, temperature=0.0) != write(runs, temperature=1.0)
 
@@ -416,8 +435,8 @@ def sample_seed(runs):
 def data_eval_source(runs):
     """Held-out text named in the config is what is read; without it, files have no validation split."""
     program = helpers.program(runs.config("base"))
-    named = open_data(runs.config("base"), program)[1]
-    other = open_data(runs.config("base", **{"data.eval_source": runs.text}), program)[1]
+    named = open_data(runs.config("base"), program)[1][""]
+    other = open_data(runs.config("base", **{"data.eval_source": runs.text}), program)[1][""]
     assert named.fingerprint["files"][0]["name"] == "held_out.tok"
     assert other.fingerprint["files"][0]["name"] == "train.tok"
 
@@ -497,7 +516,9 @@ LOOP: dict[str, Callable[[Runs], None]] = {
     "checkpoint.allow_change": checkpoint_allow_change,
     "log.every_steps": log_every_steps,
     "log.tensorboard": log_tensorboard,
+    "log.wandb": log_wandb,
     "log.peak_tflops": log_peak_tflops,
+    "sample.every_steps": sample_every_steps,
     "sample.prompt": sample_prompt,
     "sample.max_tokens": sample_max_tokens,
     "sample.temperature": sample_temperature,

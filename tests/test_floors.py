@@ -17,7 +17,18 @@ FLOORS = (
     (
         "facts",
         (
-            *("__init__", "shapes", "config", "context", "activations", "auto_remat", "windows", "moments", "precision", "hardware"),
+            *(
+                "__init__",
+                "shapes",
+                "config",
+                "context",
+                "activations",
+                "auto_remat",
+                "windows",
+                "moments",
+                "precision",
+                "hardware",
+            ),
             *("groups", "flops", "launch", "startup"),
         ),
     ),
@@ -33,7 +44,22 @@ FLOORS = (
     ),
     (
         "around the step",
-        ("checkpoint", "resume", "metrics", "progress", "signals", "profiling", "hf.*", "evaluate", "generate", "sample", "memory"),
+        (
+            *(
+                "checkpoint",
+                "resume",
+                "samples",
+                "metrics",
+                "throughput",
+                "trackers.*",
+                "progress",
+                "signals",
+                "profiling",
+                "hf.*",
+                "evaluate",
+            ),
+            *("generate", "scoring", "lm_eval", "sample", "memory"),
+        ),
     ),
     (
         "around the run",
@@ -62,7 +88,7 @@ FLOORS = (
             ),
         ),
     ),
-    ("the whole", ("explain", "start", "train", "main", "__main__")),
+    ("the whole", ("explain", "start", "between", "train", "main", "__main__")),
 )
 # Imports that point up on purpose: when called, for users who look for a function in the room that has its name.
 DOORS = {("sharding", "plan.explore.shardings")}

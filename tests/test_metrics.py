@@ -7,7 +7,6 @@ import os
 import pty
 import re
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -18,9 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from runs import events
 
 from jaxtrain import metrics, profiling, progress, receipt
 from jaxtrain.config import Profile
+from jaxtrain.throughput import Throughput, memory
+from jaxtrain.trackers.tensorboard import SUFFIX, TensorBoard
 
 REPO = Path(__file__).parents[1]
 
@@ -31,31 +33,14 @@ def train_line(step: int, **changes):
     return line | changes
 
 
-def events(folder: Path):
-    """(step, wall time, {tag: value}) of every event with a summary, and the number of restarts, as TensorBoard finds them."""
-    from tensorboardX.proto import event_pb2
-
-    found, restarts = [], 0
-    for path in sorted(folder.glob("events.out.tfevents.*")):
-        data = path.read_bytes()
-        while data:
-            (size,) = struct.unpack("<Q", data[:8])
-            event = event_pb2.Event.FromString(data[12 : 12 + size])  # pyright: ignore[reportAttributeAccessIssue]
-            data = data[16 + size :]
-            restarts += event.HasField("session_log")
-            if event.HasField("summary"):
-                found.append((event.step, event.wall_time, {v.tag: v.simple_value for v in event.summary.value}))
-    return found, restarts
-
-
 # metrics.jsonl and tb/
 
 
 def test_lines_have_the_documented_keys_and_every_digit(tmp_path):
     loss = np.float32(0.1)
-    with metrics.Writers(tmp_path, tensorboard=False) as writers:
+    with metrics.Writers(tmp_path) as writers:
         writers.train(**train_line(1, loss=jnp.float32(0.1), grad_norm=loss, lr=1 / 3, mfu_full=None, tokens=np.int64(7)))
-        writers.eval(step=1, loss=2.5, bits_per_byte=None)
+        writers.eval(step=1, loss=2.5, bits_per_byte=None, perplexity=12.25)
         train, evaluation = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before closing: each line is flushed
     assert tuple(json.loads(train)) == metrics.TRAIN_KEYS
     assert tuple(json.loads(evaluation)) == metrics.EVAL_KEYS
@@ -65,12 +50,12 @@ def test_lines_have_the_documented_keys_and_every_digit(tmp_path):
     assert train["lr"] == 1 / 3
     assert train["mfu_full"] is None
     assert train["tokens"] == 7 and isinstance(train["tokens"], int)
-    assert json.loads(evaluation) == {"kind": "eval", "step": 1, "loss": 2.5, "bits_per_byte": None}
+    assert json.loads(evaluation) == {"kind": "eval", "step": 1, "loss": 2.5, "bits_per_byte": None, "perplexity": 12.25}
     assert not (tmp_path / "tb").exists()
 
 
 def test_nonfinite_values_are_valid_json_and_read_back(tmp_path):
-    with metrics.Writers(tmp_path, tensorboard=False) as writers:
+    with metrics.Writers(tmp_path) as writers:
         writers.train(**train_line(1, loss=np.float32("nan"), grad_norm=float("-inf")))
     text = (tmp_path / "metrics.jsonl").read_text()
     line = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
@@ -81,7 +66,7 @@ def test_nonfinite_values_are_valid_json_and_read_back(tmp_path):
 
 
 def test_wrong_fields_are_refused(tmp_path):
-    writers = metrics.Writers(tmp_path, tensorboard=False)
+    writers = metrics.Writers(tmp_path)
     line = train_line(1)
     del line["loss"]
     with pytest.raises(TypeError, match=r"lacks \['loss'\] and has unknown \['los'\]"):
@@ -93,7 +78,7 @@ def test_wrong_fields_are_refused(tmp_path):
 
 def test_rewind_forgets_later_steps_in_both_places(tmp_path):
     for attempt in range(2):
-        with metrics.Writers(tmp_path, tensorboard=True) as writers:
+        with metrics.Writers(tmp_path, [TensorBoard(tmp_path)]) as writers:
             if attempt:
                 before = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
                 (tmp_path / "tb" / "events.out.tfevents.1.mine").write_bytes(b"")  # another program's stays
@@ -102,22 +87,26 @@ def test_rewind_forgets_later_steps_in_both_places(tmp_path):
             for step in range(1 + 4 * attempt, 7):
                 writers.train(**train_line(step, loss=step + 10.0 * attempt))
                 if step in (2, 6):
-                    writers.eval(step=step, loss=9.0, bits_per_byte=3.0)
+                    writers.eval(step=step, loss=9.0, bits_per_byte=3.0, perplexity=7.0)
     lines = [(line["kind"], line["step"], line["loss"]) for line in metrics.read(tmp_path / "metrics.jsonl")]
     assert lines == [("train", 1, 1.0), ("train", 2, 2.0), ("eval", 2, 9.0), ("train", 3, 3.0), ("train", 4, 4.0),
                      ("train", 5, 15.0), ("train", 6, 16.0), ("eval", 6, 9.0)]  # fmt: skip
     found, restarts = events(tmp_path / "tb")
     assert [(step, v.get("train/loss", v.get("eval/loss"))) for step, _, v in found] == [line[1:] for line in lines]
     assert restarts == 1
-    assert found[0][2]["train/tokens_per_s"] == 0.5 and found[2][2] == {"eval/loss": 9.0, "eval/bits_per_byte": 3.0}
+    assert found[0][2]["train/tokens_per_s"] == 0.5 and found[2][2] == {
+        "eval/loss": 9.0,
+        "eval/bits_per_byte": 3.0,
+        "eval/perplexity": 7.0,
+    }
     times = [line.get("time_unix") for line in metrics.read(tmp_path / "metrics.jsonl")]
     assert found[0][1] == times[0] and found[2][1] == times[1] and found[3][1] == times[3]
     assert (tmp_path / "tb" / "events.out.tfevents.1.mine").exists()
     assert not list(tmp_path.glob(".*"))
     for _ in range(3):  # as often as it is resumed: the file in use and one emptied, which an open TensorBoard may still read
-        with metrics.Writers(tmp_path, tensorboard=True) as writers:
+        with metrics.Writers(tmp_path, [TensorBoard(tmp_path)]) as writers:
             writers.rewind(6)
-        sizes = [path.stat().st_size for path in sorted((tmp_path / "tb").glob(f"*{metrics.TB_SUFFIX}*"))]
+        sizes = [path.stat().st_size for path in sorted((tmp_path / "tb").glob(f"*{SUFFIX}*"))]
         assert len(sizes) == 2 and sizes[0] == 0 < sizes[1]
     assert [step for step, _, _ in events(tmp_path / "tb")[0]] == [line[1] for line in lines]
 
@@ -126,8 +115,9 @@ def test_events_lost_in_a_kill_come_back(tmp_path):
     script = f"""
 import os
 from jaxtrain import metrics
+from jaxtrain.trackers.tensorboard import TensorBoard
 line = dict.fromkeys(metrics.TRAIN_KEYS[1:-1], 0.5)
-writers = metrics.Writers({str(tmp_path)!r}, tensorboard=True)
+writers = metrics.Writers({str(tmp_path)!r}, [TensorBoard({str(tmp_path)!r})])
 for step in range(1, 6):
     writers.train(**line | dict(step=step))
 os.kill(os.getpid(), 9)
@@ -135,14 +125,14 @@ os.kill(os.getpid(), 9)
     assert subprocess.run([sys.executable, "-c", script], cwd=REPO).returncode == -9
     assert len(list(metrics.read(tmp_path / "metrics.jsonl"))) == 5
     assert events(tmp_path / "tb")[0] == []  # the kill took them
-    with metrics.Writers(tmp_path, tensorboard=True) as writers:
+    with metrics.Writers(tmp_path, [TensorBoard(tmp_path)]) as writers:
         writers.rewind(3)
     assert [step for step, _, _ in events(tmp_path / "tb")[0]] == [1, 2, 3]
 
 
 def test_a_cut_last_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    writers = metrics.Writers(tmp_path, tensorboard=False)
+    writers = metrics.Writers(tmp_path)
     for step in (1, 2, 3):
         writers.train(**train_line(step))
     writers.close()
@@ -162,12 +152,12 @@ def test_a_cut_last_line(tmp_path):
 
 
 def test_rewind_to_nothing_and_other_processes(tmp_path):
-    writers = metrics.Writers(tmp_path / "a", tensorboard=True)
+    writers = metrics.Writers(tmp_path / "a", [TensorBoard(tmp_path / "a")])
     assert writers.rewind(-1) == metrics.Rewound(0, 0, False)
     writers.train(**train_line(0))
     assert writers.rewind(-1) == metrics.Rewound(0, 1, False)
     assert (tmp_path / "a" / "metrics.jsonl").read_text() == "" and events(tmp_path / "a" / "tb") == ([], 0)
-    other = metrics.Writers(tmp_path / "b", tensorboard=True, process_index=1)
+    other = metrics.Writers(tmp_path / "b", [TensorBoard(tmp_path / "b")], process_index=1)
     other.train(**train_line(1))
     other.rewind(0)
     assert not (tmp_path / "b").exists()
@@ -194,7 +184,7 @@ def run_loop(throughput, now, *, steps, device_s, data_s=0.0, halt_after=(), hal
 def make_throughput(now, **changes):
     known: dict[str, Any] = {"tokens_per_step": 8000, "num_devices": 4, "flops_causal": 5e9, "flops_full": 6e9}
     known |= {"flops_hardware": 7e9, "peak_flops": 1e14}
-    return metrics.Throughput(**known | changes, clock=lambda: now[0])
+    return Throughput(**known | changes, clock=lambda: now[0])
 
 
 def test_throughput_is_that_of_the_device():
@@ -245,8 +235,8 @@ class FakeDevice:
 def test_memory_is_that_of_the_fullest_device():
     gib = 2**30
     devices = [FakeDevice({"bytes_in_use": n * gib, "peak_bytes_in_use": (9 - n) * gib}) for n in (2, 3)]
-    assert metrics.memory(devices) == (3.0, 7.0)
-    assert metrics.memory(jax.local_devices()) == (None, None)  # CPUs do not tell
+    assert memory(devices) == (3.0, 7.0)
+    assert memory(jax.local_devices()) == (None, None)  # CPUs do not tell
 
 
 # messages

@@ -175,7 +175,7 @@ def test_traces_and_compiler_output(config: Path, tmp_path: Path) -> None:
 def test_own_parts(config: Path, plain: Path, tmp_path: Path) -> None:
     workdir = tmp_path / "own run"
     parts: dict[str, Any] = {
-        "train__loss": "own:halved",
+        "loss__name": "own:halved",
         "data__source": "own:Source",
         "optimizer__name": "own:signs",
         "optimizer__clip_norm": 0,
@@ -204,13 +204,13 @@ def test_own_family(config: Path, plain: Path, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("own")
 def test_own_names_that_are_wrong(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workdir = tmp_path / "run"
-    wrong = {"train__loss": "own:hlaved", "optimizer__name": "own:sings", "data__source": "own:Suorce"}
+    wrong = {"loss__name": "own:hlaved", "optimizer__name": "own:sings", "data__source": "own:Suorce"}
     assert runs.train(config, workdir, **wrong) == 2
     said = capsys.readouterr().err
     for key, name in (("loss.name", "hlaved"), ("optimizer.name", "sings"), ("data.source", "Suorce")):
         assert f"{key} = 'own:{name}': {tmp_path}/own.py defines no {name}" in said
     (tmp_path / "broken.py").write_text("import no_such_module_anywhere\n")
-    assert runs.train(config, workdir, train__loss="broken:loss") == 2
+    assert runs.train(config, workdir, loss__name="broken:loss") == 2
     assert "No module named 'no_such_module_anywhere'" in capsys.readouterr().err
     assert not workdir.exists()
 
@@ -281,7 +281,7 @@ def test_a_signal_while_compiling(
 def test_ctrl_c_before_the_run_listens(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "slow_to_import.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     importlib.invalidate_caches()  # the folder was on the path, and looked through, before the file was there
-    assert runs.train(config, tmp_path / "run", train__loss="slow_to_import:loss") == 130
+    assert runs.train(config, tmp_path / "run", loss__name="slow_to_import:loss") == 130
     assert "Traceback" not in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 

@@ -137,7 +137,7 @@ def _steps(run: RunConfig, devices: Sequence[Any], ask: dict[str, Any], out: dic
     """Fills `out` as far as it gets: what was known when memory ran out is worth keeping."""
     import jax
 
-    from jaxtrain import auto_remat, metrics, state, step
+    from jaxtrain import auto_remat, state, step, throughput
     from jaxtrain.memory import taken_gib
     from jaxtrain.receipt import config_sha256, device_facts
 
@@ -182,7 +182,7 @@ def _steps(run: RunConfig, devices: Sequence[Any], ask: dict[str, Any], out: dic
                 break
         jax.block_until_ready(current)
         seconds = [b - a for a, b in itertools.pairwise(marks[warmup - 1 :])]
-        out["memory"]["peak_gib"] = metrics.memory(devices)[1]
+        out["memory"]["peak_gib"] = throughput.memory(devices)[1]
         out |= {
             "verdict": OK,
             "steps": len(seconds),
@@ -236,7 +236,7 @@ def _trace(folder: Path, run: RunConfig, program: Any, train: Any, current: Any,
     receipt.start({"devices": device_facts(mesh.devices.flat), "mesh": dict(mesh.shape), "attention": program.attention})
     metrics.write_atomic(folder / "config.json", json.dumps(config.to_dict(run), indent=1) + "\n")
     known = {name for name in metrics.TRAIN_KEYS if name not in ("kind", "time_unix")}
-    with metrics.Writers(folder, tensorboard=False) as writers:
+    with metrics.Writers(folder) as writers:
         writers.train(**dict.fromkeys(known) | {"step": 1, "step_time_s": step_s})
     tracer = profiling.Tracer(dataclasses.replace(run.profile, start=1, steps=TRACED), folder, print, program=train)
     values = None

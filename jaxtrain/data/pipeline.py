@@ -164,6 +164,35 @@ def parse_files(source: str, key: str = "data.source") -> tuple[list[tuple[str, 
     return files, problems
 
 
+def parse_sets(text: str) -> tuple[dict[str, str], list[config.Problem]]:
+    """`data.eval_source` as name -> source: `web=web.val.tok;code=code.val.tok`. One source without a name has the name "".
+
+    A name has only letters, digits, _ and -, and what follows it is no number: that would be a file and its weight.
+    """
+    key, sets, problems = "data.eval_source", {}, []
+    items = [item for part in text.split(";") if (item := part.strip())]
+    for item in items:
+        name, _, source = (part.strip() for part in item.partition("="))
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or not source or is_number(source):
+            name, source = "", item
+        if not name and len(items) > 1:
+            rule = "is one of several held-out sets, and has no name"
+            problems.append(config.Problem(key, item, rule, f"Write NAME={item}; a name has letters, digits, _ and -."))
+        elif name in sets:
+            problems.append(config.Problem(key, item, f"the name {name!r} is given twice", "Give each set a name of its own."))
+        else:
+            sets[name] = source
+    return sets or {"": ""}, problems
+
+
+def is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def is_custom(source: str) -> bool:
     return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source) is not None
 
@@ -223,7 +252,8 @@ def check(data: config.Data, model_vocab: int, need_eval: bool) -> list[config.P
     sources = [("data.source", data.source)]
     builtin = data.source in ("stdlib", "synthetic")
     if data.eval_source:
-        sources.append(("data.eval_source", data.eval_source))
+        sets, problems = parse_sets(data.eval_source)
+        sources += [("data.eval_source", source) for source in sets.values()]
     elif need_eval and not builtin and not is_custom(data.source):
         guess = ",".join(path.removesuffix(".tok") + ".val.tok" for path, _ in parse_files(data.source)[0])
         remedy = f"Set it to held-out text (prepare --validation=0.001 makes {guess or 'NAME.val.tok'}), or eval.every_steps=0."

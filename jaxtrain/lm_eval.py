@@ -1,0 +1,185 @@
+"""A trained model under EleutherAI's evaluation harness.
+
+    python -m jaxtrain.lm_eval --workdir=runs/tiny --tasks=lambada_openai,hellaswag --output_path=scores.json
+
+All other options are the harness's own (`lm_eval run --help`). The package `lm-eval` (the extra of that name) is imported when
+it is used and not before. In Python, `harness_model()` is the class: `simple_evaluate(harness_model()(workdir="runs/tiny"))`.
+"""
+
+import argparse
+import functools
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtrain import hardware
+from jaxtrain.startup import start_jax
+
+MISSING = "the package lm_eval is not installed. Install it (pip install lm-eval; it is the extra `lm-eval` of pyproject.toml)."
+MAX_TOKENS = 256  # written where a task does not say how many, as with the harness's other models
+ROWS = 8
+
+
+class TaskError(ValueError):
+    """A task asks for what this model cannot do."""
+
+
+@functools.cache
+def harness_model() -> type:
+    """The model class, known to the harness as `jaxtrain`. Its arguments: workdir (a run's folder, or one of its
+    checkpoints/<step>), tokenizer (where it is now), max_length (tokens that the model sees), batch_size."""
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+
+    class Model(TemplateLM):
+        def __init__(
+            self,
+            workdir: str,
+            tokenizer: str = "",
+            max_length: int = 0,
+            batch_size: int | str = ROWS,
+            **kwargs: Any,
+        ):
+            import jax
+
+            from jaxtrain import generate
+            from jaxtrain.data.tokenizer import load_tokenizer
+            from jaxtrain.scoring import Scorer
+
+            super().__init__()
+            if unknown := sorted(kwargs.keys() - {"device", "max_batch_size"}):  # those two the harness always gives
+                raise TaskError(f"model argument {unknown[0]!r}: known are workdir, tokenizer, max_length and batch_size")
+            if not str(batch_size).isdigit() or int(batch_size) < 1:
+                raise TaskError(f"batch_size = {batch_size!r}: must be a number from 1 on; there is no auto")
+            run, sampler, params, self.step = generate.load(workdir, jax.local_devices())
+            if not 0 <= int(max_length) <= run.data.seq_len:
+                raise TaskError(f"max_length = {max_length}: must be at most data.seq_len = {run.data.seq_len}, as in training")
+            self.ids: Any = load_tokenizer(tokenizer or run.data.tokenizer)
+            if self.ids.vocab_size > run.model.vocab_size:
+                raise TaskError(f"tokenizer {self.ids.name!r} has {self.ids.vocab_size} ids, the model {run.model.vocab_size}")
+            self.scorer = Scorer(run, sampler, params, rows=int(batch_size), max_length=int(max_length))
+
+        @property
+        def eot_token_id(self) -> int:
+            return self.ids.eot
+
+        @property
+        def max_length(self) -> int:
+            return self.scorer.max_length
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+            return self.ids.encode(string)
+
+        def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, **kwargs: Any) -> list[tuple[float, bool]]:
+            from jaxtrain.scoring import Scored
+
+            scores = self.scorer.score([Scored([*before, *after], len(after)) for _, before, after in requests])
+            for (texts, _, _), score in zip(requests, scores, strict=True):
+                self.cache_hook.add_partial("loglikelihood", texts, score)
+            return scores
+
+        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+            parts = [list(self.scorer.windows(self.tok_encode(r.args[0]), self.prefix_token_id)) for r in requests]
+            scores = iter(self.scorer.score([part for several in parts for part in several]))
+            totals = [sum(next(scores)[0] for _ in several) for several in parts]
+            for request, total in zip(requests, totals, strict=True):
+                self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+            return totals
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+            asks = [how_to_write(r.args[1], min(MAX_TOKENS, self.max_length // 2)) for r in requests]
+            prompts = [self.tok_encode(r.args[0]) or [self.prefix_token_id] for r in requests]
+
+            def done(i: int, made: list[int]) -> bool:
+                return made[-1] == self.ids.eot or any(stop in self.ids.decode(made) for stop in asks[i][0])
+
+            made = self.scorer.likeliest(prompts, [most for _, most in asks], done)
+            texts = [
+                before(self.ids.decode([t for t in m if t != self.ids.eot]), a[0]) for m, a in zip(made, asks, strict=True)
+            ]
+            for request, text in zip(requests, texts, strict=True):
+                self.cache_hook.add_partial("generate_until", request.args, text)
+            return texts
+
+    register_model("jaxtrain")(Model)
+    return Model
+
+
+def how_to_write(asked: dict[str, Any], most: int) -> tuple[list[str], int]:
+    """(strings to stop at, tokens at most) of a task's generation arguments. Raises TaskError for anything but the likeliest
+    token at a time."""
+    rest = dict(asked)
+    until = rest.pop("until", None) or []
+    lengths = [rest.pop(name, None) for name in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")]
+    if rest.pop("do_sample", False) or rest.pop("temperature", 0):
+        raise TaskError(f"generation arguments {asked}: only the likeliest token at a time; pass --gen_kwargs do_sample=False")
+    drawing = {"temperature", "top_p", "top_k", "min_p"}  # without meaning where nothing is drawn
+    if unknown := sorted(rest.keys() - drawing):
+        raise TaskError(f"generation argument {unknown[0]!r} is not supported")
+    stops = [until] if isinstance(until, str) else list(until)
+    return [stop for stop in stops if stop], int(next((n for n in lengths if n is not None), most))
+
+
+def before(text: str, stops: Sequence[str]) -> str:
+    """The text up to the first of these."""
+    for stop in stops:
+        text = text.partition(stop)[0]
+    return text
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options that are not the harness's."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxtrain.lm_eval",
+        description="Evaluate a trained model with EleutherAI's lm-evaluation-harness.",
+        epilog="All other options go to the harness: --tasks=NAME,NAME --num_fewshot=N --limit=N --output_path=FILE "
+        "--include_path=FOLDER --gen_kwargs NAME=VALUE ...",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--workdir", required=True, help="a run's folder, or one of its checkpoints/<step>")
+    parser.add_argument("--tokenizer", default="", help="where the tokenizer is now, if it moved since training")
+    parser.add_argument("--max-length", type=int, default=0, help="tokens that the model sees (default: data.seq_len)")
+    parser.add_argument("--batch_size", type=int, default=ROWS, help=f"texts at a time (default: {ROWS})")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; exit 2 where it is wrong."""
+    args, rest = parser().parse_known_args(argv)
+    if importlib.util.find_spec("lm_eval") is None:
+        print(MISSING, file=sys.stderr)
+        return 2
+    if not any(word == "--tasks" or word.startswith("--tasks=") for word in rest):
+        print("--tasks is missing: names of the harness's tasks, comma-separated.", file=sys.stderr)
+        return 2
+    if reserved := [word for word in rest if word.split("=")[0] in ("--model", "--model_args", "--device")]:
+        print(f"{reserved[0]}: that is set by this command. Name the model with --workdir.", file=sys.stderr)
+        return 2
+    start_jax(hardware.probe())
+    from lm_eval._cli import HarnessCLI
+    from lm_eval.utils import setup_logging
+
+    from jaxtrain.checkpoint import CheckpointError
+    from jaxtrain.data.tokenizer import TokenizerError
+
+    harness_model()
+    model = {"workdir": args.workdir, "tokenizer": args.tokenizer, "max_length": args.max_length}
+    own = ["run", "--model", "jaxtrain", "--model_args", json.dumps(model), "--batch_size", str(args.batch_size)]
+    before_this = sys.argv
+    sys.argv = ["lm_eval", *own, *rest]  # the harness reads its options there and nowhere else
+    setup_logging()
+    try:
+        harness = HarnessCLI()
+        harness.execute(harness.parse_args())
+    except (CheckpointError, TokenizerError, TaskError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    finally:
+        sys.argv = before_this
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Weights & Biases: the lines of metrics.jsonl, the samples, config and receipt of a run, sent to a server or kept for later.
+
+How wandb works (online or offline, which server, which key) is left to its own variables: WANDB_MODE, WANDB_BASE_URL,
+WANDB_API_KEY, ... A run of the trainer is one run of W&B, across resumes: its id is in `wandb.json`. W&B takes nothing back. So
+the x axis of its charts is the trainer's step, not W&B's count of calls, and steps that are taken anew stand there twice, told
+apart by `attempt`; metrics.jsonl, from which a new W&B run is filled, has them once.
+"""
+
+import functools
+import importlib
+import json
+import logging
+import os
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.metrics import tagged, write_atomic
+from jaxtrain.samples import Sample
+
+FORMAT = 1
+FINISH_S = 300.0  # at most, for what is not sent yet when the run ends; it stays on disk for `wandb sync`
+LOGGER = logging.getLogger("jaxtrain")
+
+
+class TrackerError(ValueError):
+    """W&B cannot be started as it is asked for; the message says why and what to do."""
+
+
+def _never_fails(method: Callable[..., None]) -> Callable[..., None]:
+    """What goes wrong in W&B is said once, and ends what is sent there, not the run."""
+
+    @functools.wraps(method)
+    def call(self: "WandB", *args: Any) -> None:
+        if self.broken:
+            return
+        try:
+            method(self, *args)
+        except Exception as error:  # the package documents no classes: service, socket, file and value errors all come through
+            self.broken = True
+            said = next(iter(str(error).splitlines()), "") or type(error).__name__
+            LOGGER.warning("%s", f"W&B failed ({said}): nothing more is sent there. The run goes on; metrics.jsonl has it all.")
+
+    return call
+
+
+class WandB:
+    """A `metrics.Tracker`. Making one starts or continues the W&B run; raises TrackerError where that cannot be.
+
+    where: PROJECT or ENTITY/PROJECT. resumed: the trainer's run goes on from a checkpoint, and so does its W&B run, if it was
+    in the same place.
+    """
+
+    def __init__(self, workdir: Path, where: str, *, resumed: bool):
+        self.broken = False
+        path = workdir / "wandb.json"
+        known = load(path) if resumed and path.exists() else None
+        known = known if known and known["where"] == where else None
+        self._new = known is None  # what the trainer's run has seen so far is news to this W&B run
+        self._attempt = known["attempt"] + 1 if known else 1  # how often this W&B run was begun
+        entity, _, project = where.rpartition("/")
+        settings: dict[str, Any] = {"console": "off"}  # log.txt has what the run says
+        if "WANDB_FINISH_TIMEOUT" not in os.environ:
+            settings |= {"finish_timeout": FINISH_S, "finish_timeout_raises": True}
+        run_id = known["id"] if known else os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:12]
+        offline = os.environ.get("WANDB_MODE", "").lower() in ("offline", "disabled", "dryrun")
+        wandb: Any = None
+        try:
+            wandb = importlib.import_module("wandb")
+            self._run: Any = wandb.init(
+                entity=entity or None,
+                project=project,
+                id=run_id,
+                name=os.environ.get("WANDB_NAME") or workdir.absolute().name,
+                dir=str(workdir),
+                resume=None
+                if offline
+                else "allow",  # offline nothing can be asked of the server, and the id is what joins them
+                settings=wandb.Settings(**settings),
+            )
+        except Exception as error:  # no login, no such entity, no network, a variable with a wrong value
+            lines = str(error).splitlines() or [type(error).__name__]
+            raise TrackerError(
+                f"W&B did not start: {lines[0].rstrip('.')}. Run `wandb login`, set WANDB_MODE=offline to send it later "
+                "(wandb sync), or set log.wandb to ''"
+            ) from error
+        self._table = wandb.Table
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+        self.facts = {"where": where, "id": self._run.id, "attempt": self._attempt, "url": self._run.url or None}
+        write_atomic(path, json.dumps({"format": FORMAT, **self.facts}, indent=1) + "\n")
+
+    @_never_fails
+    def rewind(self, step: int, lines: Iterable[Mapping[str, Any]], samples: Iterable[Sample], dropped: int) -> None:
+        """A new W&B run gets all that was before it; one that goes on has that."""
+        if self._new:
+            for line in lines:
+                self._log(line)
+            by_step: dict[int, list[Sample]] = {}
+            for sample in samples:
+                by_step.setdefault(sample.step, []).append(sample)
+            for several in by_step.values():
+                self._log_samples(several)
+            self._new = False
+        elif dropped:
+            LOGGER.info(
+                "%s",
+                f"W&B takes nothing back: {dropped} lines of steps after {step} stay there, beside those of the steps "
+                f"taken anew (attempt {self._attempt})",
+            )
+
+    @_never_fails
+    def line(self, line: Mapping[str, Any], wall_time: float) -> None:
+        self._log(line)
+
+    @_never_fails
+    def samples(self, samples: Sequence[Sample]) -> None:
+        self._log_samples(samples)
+
+    @_never_fails
+    def note(self, name: str, facts: Mapping[str, Any]) -> None:
+        """The config is W&B's config; any other is a file of the run."""
+        if name == "config":
+            self._run.config.update(dict(facts), allow_val_change=True)
+            return
+        path = Path(self._run.dir) / f"{name}.json"
+        write_atomic(path, json.dumps(facts, indent=1) + "\n")
+        self._run.save(str(path), base_path=self._run.dir, policy="now")
+
+    @_never_fails
+    def close(self, exit_code: int | None) -> None:
+        if exit_code is not None:
+            self._run.finish(exit_code=exit_code)
+            self.broken = True  # nothing may follow
+
+    def _log(self, line: Mapping[str, Any]) -> None:
+        self._run.log({**tagged(line), "step": line["step"], "attempt": self._attempt})
+
+    def _log_samples(self, samples: Sequence[Sample]) -> None:
+        table = self._table(columns=["step", "prompt", "text"], data=[list(sample) for sample in samples])
+        self._run.log({"samples": table, "step": samples[0].step, "attempt": self._attempt})
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A wandb.json. Raises TrackerError naming the file where it is none, or of a later format."""
+    try:
+        known = json.loads(path.read_text())
+        version, _, _, _ = (known[name] for name in ("format", "where", "id", "attempt"))
+    except (ValueError, KeyError, TypeError) as error:
+        raise TrackerError(f"{path}: not what a run wrote ({error!r}). Move it away to start a new W&B run") from error
+    if version != FORMAT:
+        raise TrackerError(f"{path}: format {version!r}, this jaxtrain reads {FORMAT}. Use the version that wrote it")
+    return known

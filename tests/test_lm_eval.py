@@ -1,0 +1,249 @@
+"""Scores and texts for the evaluation harness, against the model's own logits: one text at a time, on one device, in numpy."""
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import runs
+
+from jaxtrain import config, generate, lm_eval, scoring
+from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.data.tokenizer import ByteTokenizer
+from jaxtrain.scoring import Scored, Scorer
+from jaxtrain.state import to_tensors
+
+# Weights large enough that some tokens are far likelier than others.
+MODEL = {"model.num_layers": 1, "model.init_std": 0.2, "data.seq_len": 32, "model.num_heads": 2, "model.num_kv_heads": 1}
+EOT = ByteTokenizer.eot
+LONGEST = 80  # of the texts here
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with a checkpoint of the initial weights."""
+    run = helpers.tiny(MODEL)
+    place = tmp_path_factory.mktemp("run") / "a, run=1"
+    saver = Checkpoints(place / "checkpoints")
+    data = {"tokens": 0, "fingerprint": {}}
+    saver.save(1, to_tensors(helpers.fresh_state(run)), {"config": config.to_dict(run), "data": data})
+    saver.close()
+    return place
+
+
+@pytest.fixture(scope="module")
+def model(workdir: Path) -> Any:
+    """On eight devices: rows are divided among them, and so are weights."""
+    return lm_eval.harness_model()(workdir=str(workdir), batch_size=3)
+
+
+@functools.cache
+def forward() -> Any:
+    """The logits of a text of LONGEST tokens, (T, V)."""
+    run = helpers.tiny(MODEL)
+    params = helpers.fresh_state(run).params
+
+    def logits(tokens_T: jax.Array) -> jax.Array:
+        bound = helpers.program(run).definition.bind(params)
+        tokens_BT, positions_BT = tokens_T[None], jnp.arange(LONGEST, dtype=jnp.int32)[None]
+        return bound.logits(bound(tokens_BT, jnp.ones_like(tokens_BT), positions_BT))[0]
+
+    return jax.jit(logits)
+
+
+def log_probs(tokens: list[int]) -> np.ndarray:
+    """log p of every token given those before it: float64 (len - 1, V)."""
+    seen = tokens[:-1]
+    logits_TV = np.asarray(forward()(jnp.asarray(seen + [0] * (LONGEST - len(seen)), jnp.int32)), np.float64)[: len(seen)]
+    return logits_TV - np.log(np.exp(logits_TV).sum(-1, keepdims=True))
+
+
+def expected(tokens: list[int], count: int) -> tuple[float, bool]:
+    last_CV, targets = log_probs(tokens)[-count:], tokens[-count:]
+    return last_CV[np.arange(count), targets].sum(), bool((last_CV.argmax(-1) == targets).all())
+
+
+def greedy(prompt: list[int], count: int) -> list[int]:
+    """The likeliest token, `count` times, each time from the whole text."""
+    made: list[int] = []
+    for _ in range(count):
+        made.append(int(log_probs([*prompt, *made, 0])[-1].argmax()))
+    return made
+
+
+def requests(*arguments: Any) -> list[Any]:
+    return [SimpleNamespace(args=one) for one in arguments]
+
+
+def test_scores_are_those_of_the_logits(model: Any) -> None:
+    """Of contexts and continuations of many lengths, more than a batch has rows, in any order; a likeliest one among them."""
+    byte = ByteTokenizer()
+    asked = [("def f(", "x):"), ("a", "b"), ("", "whole"), ("two words ", "here")]
+    asked += [("x" * n, "yz") for n in (3, 9, 27)] + [("c" * 20, "d" * 5)]
+    given = model.loglikelihood(requests(*asked), disable_tqdm=True)
+    for (context, continuation), (score, is_likeliest) in zip(asked, given, strict=True):
+        bare = context.rstrip()  # the harness gives the space to the word behind it
+        before, continuation = byte.encode(bare) or [EOT], context[len(bare) :] + continuation
+        want, want_likeliest = expected([*before, *byte.encode(continuation)], len(byte.encode(continuation)))
+        assert score == pytest.approx(want, abs=2e-4)
+        assert is_likeliest == want_likeliest
+    likeliest = [*b"ab", *greedy([*b"ab"], 3)]
+    assert [found for _, found in model.scorer.score([Scored(likeliest, 3), Scored([*likeliest, 1], 3)])] == [True, False]
+    assert len({round(score, 3) for score, _ in given}) == len(given), "the scores tell nothing apart"
+    assert model.scorer._score._cache_size() == 1, "all of these have one padded length"
+
+
+def test_long_inputs_lose_their_left(model: Any) -> None:
+    """The model sees 32 tokens: the last one of 33 is predicted from the 32 before it."""
+    tokens = ByteTokenizer().encode("".join(chr(ord("a") + i % 26) for i in range(50)))
+    ((score, _),) = model.scorer.score([Scored(tokens, 4)])
+    assert score == pytest.approx(expected(tokens[-33:], 4)[0], abs=2e-4)
+    assert score != pytest.approx(expected(tokens[-32:], 4)[0], abs=2e-4)
+    assert model.scorer.score([Scored(tokens, 0)]) == [(0.0, True)]
+    with pytest.raises(ValueError, match="33 tokens are to be scored at once, and the model sees max_length = 32"):
+        model.scorer.score([Scored(tokens, 33)])
+
+
+def test_rolling_scores_every_token_once(model: Any) -> None:
+    text = "".join(chr(ord("A") + i * 7 % 50) for i in range(75))
+    tokens = ByteTokenizer().encode(text)
+    total, short, none = model.loglikelihood_rolling(requests((text,), ("abc",), ("",)))
+    after = [EOT, *tokens]
+    parts = [(after[:33], 32), (after[32:65], 32), (after[75 - 32 :], 11)]
+    assert sum(count for _, count in parts) == 75
+    assert total == pytest.approx(sum(expected(part, count)[0] for part, count in parts), abs=1e-3)
+    assert short == pytest.approx(expected([EOT, *b"abc"], 3)[0], abs=2e-4)
+    assert none == 0
+
+
+def test_texts_are_the_likeliest_tokens(model: Any) -> None:
+    """Prompts of different lengths in one batch; each ends where it should, whatever its neighbours do."""
+    byte = ByteTokenizer()
+    prompts = ["d", "def f(x", "a longer prompt here", "", "z" * 60]
+    seen = [byte.encode(p)[-(32 - 8) :] or [EOT] for p in prompts]
+    wanted = [greedy(ids, 8) for ids in seen]
+    assert not any(EOT in made for made in wanted), "choose other prompts: the end of a document is tested apart"
+    ask = {"until": [], "max_gen_toks": 8, "do_sample": False}
+    assert model.generate_until(requests(*((p, ask) for p in prompts))) == [byte.decode(made) for made in wanted]
+    stop = byte.decode(wanted[1][3:5])
+    stops = [{"until": [stop, "\n\n"], "max_gen_toks": 8, "temperature": 0.0}, {"until": "", "max_gen_toks": 2}]
+    first, second = model.generate_until(requests((prompts[1], stops[0]), (prompts[0], stops[1])))
+    assert first == byte.decode(wanted[1]).partition(stop)[0]
+    assert second == byte.decode(wanted[0][:2])
+    made = model.scorer.likeliest(seen[:2], [8, 3], lambda i, made: made[-1] == wanted[0][1])
+    assert made[0] == wanted[0][: wanted[0].index(wanted[0][1]) + 1]
+
+
+def test_what_it_cannot_do_is_said(model: Any, workdir: Path) -> None:
+    for ask, words in (
+        ({"do_sample": True}, "only the likeliest token"),
+        ({"temperature": 0.7}, "only the likeliest token"),
+        ({"num_beams": 4}, "'num_beams' is not supported"),
+        ({"max_gen_toks": 32}, "leaves no room for a prompt"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model.generate_until(requests(("a", ask)))
+    harness = lm_eval.harness_model()
+    for given, words in (
+        ({"batch_size": "auto"}, "no auto"),
+        ({"dtype": "float16"}, "model argument 'dtype'"),
+        ({"max_length": 64}, "data.seq_len = 32"),
+    ):
+        with pytest.raises(lm_eval.TaskError, match=words):
+            harness(workdir=str(workdir), **given)
+
+
+@pytest.mark.parametrize(("length", "to"), [(0, 64), (1, 64), (64, 64), (65, 128), (1000, 1024), (1024, 1024)])
+def test_lengths_are_rounded_up(length: int, to: int) -> None:
+    assert scoring.padded(length) == to
+
+
+def test_chunks_of_logits_change_nothing(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, sampler, params, _ = generate.load(str(workdir), jax.devices()[:1])
+    tokens = ByteTokenizer().encode("some text to be scored")
+    scores = []
+    for logits in (scoring.LOGITS, 8):
+        monkeypatch.setattr(scoring, "LOGITS", logits)
+        scores += Scorer(run, sampler, params, rows=2).score([Scored(tokens, 12)])
+    assert scores[0][0] == pytest.approx(scores[1][0], abs=1e-4) == pytest.approx(expected(tokens, 12)[0], abs=2e-4)
+
+
+# ---- The harness itself, with tasks of its own format and no network
+
+CHOICE = """
+task: own_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/choice.jsonl}}, cache_dir: {folder}/cache}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+target_delimiter: ""
+metric_list: [{{metric: acc}}]
+"""
+WRITE = """
+task: own_write
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/write.jsonl}}, cache_dir: {folder}/cache}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{prompt}}}}"
+doc_to_target: "{{{{target}}}}"
+generation_kwargs: {{until: ["\\n\\n"], max_gen_toks: 6, do_sample: false}}
+metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+def test_tasks_of_the_harness(
+    workdir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its command line: scores in its own file are what the logits say."""
+    byte = ByteTokenizer()
+    questions = [("one", [" a", " bb"]), ("two ", ["x", "y", "z"]), ("three", ["!", "?"]), ("f", ["oo", "rr"])]
+    best = [
+        int(np.argmax([expected([*byte.encode(q), *byte.encode(c)], len(c))[0] for c in choices])) for q, choices in questions
+    ]
+    answers = [best[0], best[1], best[2], 1 - best[3]]  # three of four are right
+    rows = [{"question": q, "choices": c, "answer": a} for (q, c), a in zip(questions, answers, strict=True)]
+    (tmp_path / "choice.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    written = byte.decode(greedy(byte.encode("def"), 6)).partition("\n\n")[0]
+    targets = [{"prompt": "def", "target": written}, {"prompt": "class", "target": "something else"}]
+    (tmp_path / "write.jsonl").write_text("".join(json.dumps(row) + "\n" for row in targets))
+    (tmp_path / "choice.yaml").write_text(CHOICE.format(folder=tmp_path))
+    (tmp_path / "write.yaml").write_text(WRITE.format(folder=tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    line = [f"--workdir={workdir}", "--tasks=own_choice,own_write", f"--include_path={tmp_path}", "--batch_size=3"]
+    assert lm_eval.main([*line, f"--output_path={tmp_path / 'out'}"]) == 0
+    assert "own_choice" in capsys.readouterr().out
+    (file,) = (tmp_path / "out").rglob("*.json")
+    results = json.loads(file.read_text())["results"]
+    assert results["own_choice"]["acc,none"] == 0.75
+    assert results["own_write"]["exact_match,none"] == 0.5
+
+
+def test_a_wrong_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    there = f"--workdir={tmp_path}"
+    assert lm_eval.main([there]) == 2
+    assert "--tasks is missing" in capsys.readouterr().err
+    assert lm_eval.main([there, "--tasks=a", "--model=hf"]) == 2
+    assert "--model=hf: that is set by this command" in capsys.readouterr().err
+    monkeypatch.setattr(lm_eval.importlib.util, "find_spec", lambda name: None)
+    assert lm_eval.main([there, "--tasks=a"]) == 2
+    assert "the extra `lm-eval`" in capsys.readouterr().err
+
+
+def test_the_harness_is_imported_when_it_is_used() -> None:
+    code = (
+        "import sys, jaxtrain.lm_eval, jaxtrain.trackers; print([n for n in ('lm_eval', 'wandb', 'jax') if n in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], cwd=runs.REPO, capture_output=True, text=True, check=True).stdout
+    assert out == "[]\n"

@@ -1,0 +1,376 @@
+"""What a run shows of itself while it trains: held-out sets by name, samples at intervals, TensorBoard and Weights & Biases.
+
+Two runs of ten steps, one watched in every way and gone back to step 4 afterwards, one not watched at all.
+"""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import helpers
+import pytest
+import runs
+import wandb
+
+from jaxtrain import evaluate, generate, metrics, samples, validate
+from jaxtrain.data import pipeline
+from jaxtrain.hardware import Devices
+from jaxtrain.samples import Sample
+from jaxtrain.trackers.tensorboard import TensorBoard
+from jaxtrain.trackers.wandb import TrackerError, WandB
+
+SETS = "web={folder}/web.tok; code_2={folder}/code.tok=2,{folder}/web.tok=1;made-up=synthetic"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("config")
+    for name, modules in (("train", 4), ("web", 2), ("code", 3)):
+        helpers.text_file(folder / f"{name}.tok", modules)
+    changes = {
+        "model.num_layers": 1,
+        "mesh.fsdp": 1,  # compiles faster than split weights
+        "data.source": str(folder / "train.tok"),
+        "data.eval_source": str(folder / "web.tok"),
+        "train.steps": 10,
+        "eval.every_steps": 4,
+        "checkpoint.every_steps": 4,
+    }
+    text = "\n".join(f"    config.{key} = {value!r}" for key, value in changes.items())
+    path = folder / "watched.py"
+    path.write_text(runs.SMALL.replace("    return config", f"{text}\n    return config"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    workdir = tmp_path_factory.mktemp("plain") / "run"
+    assert runs.train(config, workdir, log__tensorboard="false") == 0
+    return workdir
+
+
+@dataclasses.dataclass
+class Watched:
+    """A run, and how its files stood before it went back to step 4 and came to its end again."""
+
+    workdir: Path
+    first: dict[str, str]
+    compiled: list[int]  # programs of every sampler
+
+
+@pytest.fixture(scope="module")
+def watched(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    workdir = tmp_path_factory.mktemp("watched") / "run"
+    everything: dict[str, Any] = {
+        "data__eval_source": SETS.format(folder=config.parent),
+        "sample__every_steps": 3,
+        "sample__max_tokens": 4,
+        "sample__prompt": "def||x",
+        "log__wandb": "trainers/project",
+    }
+    made: list[generate.Sampler] = []
+    start = generate.Sampler.__init__
+
+    def noted(self: generate.Sampler, *args: Any) -> None:
+        start(self, *args)
+        made.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("WANDB_SILENT", "true")
+        patch.setattr(generate.Sampler, "__init__", noted)
+        assert runs.train(config, workdir, **everything) == 0
+        names = ("samples.txt", "metrics.jsonl", "wandb.json", "receipt.json")
+        first = {name: (workdir / name).read_text() for name in names}
+        assert runs.train(config, workdir, checkpoint__step=4, **everything) == 0
+    return Watched(workdir, first, [sampler._extend._cache_size() for sampler in made])
+
+
+def held_out(workdir: Path, name: str = "") -> list[dict[str, Any]]:
+    return [line for line in runs.lines(workdir) if line["kind"] == "eval" and line.get("set", "") == name]
+
+
+# ---- Held-out sets
+
+
+def test_every_set_is_evaluated_each_time(watched: Watched, plain: Path) -> None:
+    lines = [line for line in runs.lines(watched.workdir) if line["kind"] == "eval"]
+    assert [(line["step"], line["set"]) for line in lines] == [(s, n) for s in (4, 8, 10) for n in ("web", "code_2", "made-up")]
+    for line in lines:
+        assert tuple(line) == metrics.NAMED_EVAL_KEYS
+        assert line["perplexity"] == pytest.approx(math.exp(line["loss"]), rel=1e-12)
+    # A set says the same as a single source without a name.
+    alone = held_out(plain)
+    assert [tuple(line) for line in alone] == [metrics.EVAL_KEYS] * 3
+    assert [{k: v for k, v in line.items() if k != "set"} for line in held_out(watched.workdir, "web")] == alone
+    assert [line["loss"] for line in held_out(watched.workdir, "code_2")] != [line["loss"] for line in alone]
+    # A document's last byte is predicted, its first is not, and the token that ends it is: as many tokens as bytes.
+    assert all(line["bits_per_byte"] == pytest.approx(line["loss"] / math.log(2), rel=1e-6) for line in alone)
+    assert all(line["bits_per_byte"] is None for line in held_out(watched.workdir, "made-up"))
+    said = (plain / "log.txt").read_text()
+    last = alone[-1]
+    assert f"step 10: held-out loss {last['loss']:.4f}, {last['bits_per_byte']:.3f} bits a byte, perplexity " in said
+    assert "step 8: held-out loss of made-up " in (watched.workdir / "log.txt").read_text()
+
+
+def test_the_receipt_has_the_newest_evaluation(watched: Watched, plain: Path) -> None:
+    assert runs.receipt(plain)["held_out"] == [{k: v for k, v in held_out(plain)[-1].items() if k != "kind"}]
+    newest = runs.receipt(watched.workdir)["held_out"]
+    assert [(line["set"], line["step"]) for line in newest] == [("web", 10), ("code_2", 10), ("made-up", 10)]
+
+
+def test_perplexity_has_no_bound() -> None:
+    assert evaluate.perplexity(0.0) == 1 and evaluate.perplexity(1e4) == math.inf and math.isnan(evaluate.perplexity(math.nan))
+
+
+@pytest.mark.parametrize(
+    ("text", "sets"),
+    [
+        ("", {"": ""}),
+        ("a/b.tok", {"": "a/b.tok"}),
+        ("a.tok=0.3,b.tok=0.7", {"": "a.tok=0.3,b.tok=0.7"}),
+        ("corpus=0.5", {"": "corpus=0.5"}),  # a file without a suffix, and its weight
+        ("web=web.tok", {"web": "web.tok"}),
+        ("year=2024.tok ; b-2 = b.tok=2,c.tok ;", {"year": "2024.tok", "b-2": "b.tok=2,c.tok"}),
+        ("./web=web.tok", {"": "./web=web.tok"}),
+        ("own=own:Source;made=synthetic", {"own": "own:Source", "made": "synthetic"}),
+    ],
+)
+def test_sets_are_read(text: str, sets: dict[str, str]) -> None:
+    assert pipeline.parse_sets(text) == (sets, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "words"),
+    [
+        ("a={web};a={code}", "data.eval_source", "the name 'a' is given twice"),
+        ("a={web};{code}", "data.eval_source", "has no name"),
+        ("a={web};b={folder}/none.tok", "data.eval_source", "no such file"),
+        ("a={web};b={folder}/watched.py", "data.eval_source", "not a token file"),
+        ("a={web};b=own_module_that_is_not:Source", "data.eval_source", "no module own_module_that_is_not"),
+        ("a={web};b={other}", "data.tokenizer", "is not the tokenizer of"),
+    ],
+)
+def test_what_is_wrong_with_a_set_is_said_before_anything_starts(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, key: str, words: str
+) -> None:
+    folder = config.parent
+    other = tmp_path / "other.tok"
+    if "{other}" in text:
+        from jaxtrain.data.tokenfile import TokenWriter
+
+        with TokenWriter(other, {"name": "elsewhere", "sha256": "0" * 64, "vocab_size": 257, "eot": 256}) as writer:
+            writer.write([1] * 1000, 1000)
+            writer.end_document()
+    source = text.format(folder=folder, web=folder / "web.tok", code=folder / "code.tok", other=other)
+    assert runs.train(config, tmp_path / "run", data__eval_source=source) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") >= 1 and key in said and words in said
+    assert not (tmp_path / "run").exists()
+
+
+# ---- Samples
+
+
+def test_samples_do_not_disturb_training(watched: Watched, plain: Path) -> None:
+    assert runs.losses(watched.workdir) == runs.losses(plain)
+    ours, theirs = runs.tensors(watched.workdir), runs.tensors(plain)
+    assert all((ours[name] == theirs[name]).all() for name in theirs)
+
+
+def test_samples_are_written_at_intervals(watched: Watched) -> None:
+    found = list(samples.read(watched.first["samples.txt"]))
+    assert [(s.step, s.prompt) for s in found] == [(step, prompt) for step in (3, 6, 9, 10) for prompt in (1, 2)]
+    assert all(s.text.startswith(("def", "x")[s.prompt - 1]) for s in found)
+    assert samples.write(found) == watched.first["samples.txt"]
+    assert "sample (prompt 2, step 6, " in (watched.workdir / "log.txt").read_text()
+
+
+def test_a_resumed_run_drops_samples_of_steps_it_takes_anew(watched: Watched) -> None:
+    """They come again, the same ones: and once. Without rewinding, the file would have them twice."""
+    assert (watched.workdir / "samples.txt").read_text() == watched.first["samples.txt"]
+    assert len(runs.losses(watched.workdir)) == 10
+
+
+def test_generation_is_compiled_once(watched: Watched) -> None:
+    """Once for each prompt's length, and once for the token that follows: however often samples are taken."""
+    assert watched.compiled == [3, 3]
+
+
+def test_the_time_of_samples_is_in_no_rate(watched: Watched) -> None:
+    """The first ones, after step 3, took longer than all steps: neither that step nor the next one is counted."""
+    lines = map(json.loads, watched.first["metrics.jsonl"].splitlines())
+    times = {line["step"]: line["step_time_s"] for line in lines if line["kind"] == "train"}
+    assert times[3] is None and times[4] is None
+
+
+def test_samples_file_can_be_read_back_whatever_a_model_writes() -> None:
+    nasty = [
+        Sample(3, 0, "--- step 9\n--- step 9, prompt 2\n\n"),
+        Sample(4, 2, ""),
+        Sample(12, 1, "a\n--- step x\r\n--- step 1"),
+    ]
+    text = samples.write(nasty)
+    back = list(samples.read(text))
+    assert [s[:2] for s in back] == [s[:2] for s in nasty]
+    assert [s.text.replace(" ---", "---") for s in back] == [s.text for s in nasty]
+    assert samples.write(back) == text
+    assert list(samples.read("no heading\n")) == []
+
+
+def test_what_was_written_without_a_checkpoint_is_set_aside(tmp_path: Path) -> None:
+    with metrics.Writers(tmp_path) as writers:
+        writers.samples([Sample(2, 0, "x")])
+        writers.eval(step=2, loss=1.0, bits_per_byte=None, perplexity=2.7)
+        writers.close()
+        assert {p.name.partition(".set_aside-")[0] for p in writers.set_aside()} == {"metrics", "samples"}
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".jsonl", ".txt"]
+    other = metrics.Writers(tmp_path / "other", [TensorBoard(tmp_path / "other")], process_index=1)
+    other.samples([Sample(2, 0, "x")])
+    other.note("config", {})
+    other.close(0)
+    assert not (tmp_path / "other").exists()
+
+
+def test_several_prompts() -> None:
+    assert samples.prompts("") == [""] and samples.prompts("a||b|c||") == ["a", "b|c", ""]
+
+
+# ---- Trackers
+
+
+def test_tensorboard_shows_sets_and_texts(watched: Watched) -> None:
+    found, restarts = runs.events(watched.workdir / "tb")
+    numbers = {(step, tag): value for step, _, values in found for tag, value in values.items()}
+    for line in held_out(watched.workdir, "code_2"):
+        for name in ("loss", "perplexity", "bits_per_byte"):
+            assert numbers[line["step"], f"eval/code_2/{name}"] == pytest.approx(line[name])
+    texts = list(samples.read((watched.workdir / "samples.txt").read_text()))
+    shown = [(step, tag, value) for step, _, values in found for tag, value in values.items() if tag.startswith("sample/")]
+    indented = ["".join(f"    {line}" for line in s.text.splitlines(keepends=True)) for s in texts]
+    assert shown == [(s.step, f"sample/{s.prompt}/text_summary", text) for s, text in zip(texts, indented, strict=True)]
+    assert json.loads(numbers[10, "receipt/text_summary"])["exit_code"] == 0
+    assert json.loads(numbers[4, "config/text_summary"]) == json.loads((watched.workdir / "config.json").read_text())
+    assert restarts == 1
+
+
+def history(records: list[Any]) -> list[dict[str, Any]]:
+    """What was logged; a table is a dict of several keys, called by the first part of their names."""
+    rows = ([(i.key or i.nested_key[0], json.loads(i.value_json)) for i in r.history.item] for r in records)
+    return [dict(row) for row in rows if row]
+
+
+def test_wandb_is_told_the_same(watched: Watched) -> None:
+    """Read back from what the package itself keeps when it is offline: two attempts, one id."""
+    attempts = [runs.wandb_records(path) for path in sorted((watched.workdir / "wandb").glob("offline-run-*/run-*.wandb"))]
+    assert len(attempts) == 2
+    known = json.loads((watched.workdir / "wandb.json").read_text())
+    before = json.loads(watched.first["wandb.json"])
+    assert known == before | {"attempt": 2} and known["format"] == 1
+    assert runs.receipt(watched.workdir)["wandb"] == {k: known[k] for k in ("where", "id", "attempt", "url")}
+    for number, (records, from_step) in enumerate(zip(attempts, (0, 4), strict=True), start=1):
+        begun = next(r.run for r in records if r.HasField("run"))
+        assert (begun.entity, begun.project, begun.run_id) == ("trainers", "project", known["id"])
+        rows = [row for row in history(records) if "samples" not in row]
+        lines = [line for line in runs.lines(watched.workdir) if line["step"] > from_step]
+        assert [row["step"] for row in rows] == [line["step"] for line in lines]
+        assert {row["attempt"] for row in rows} == {number}
+        for row, line in zip(rows, lines, strict=True):
+            told = metrics.tagged(line)
+            told = {k: v for k, v in told.items() if k.startswith("eval/") or k in ("train/loss", "train/grad_norm")}
+            assert {k: row[k] for k in told} == told
+        axes = {r.metric.name or r.metric.glob_name: r.metric.step_metric for r in records if r.HasField("metric")}
+        assert axes["*"] == "step"
+        options = {u.key: json.loads(u.value_json) for r in records if r.HasField("config") for u in r.config.update}
+        assert options["train"]["global_batch"] == 8
+        tables = [row for row in history(records) if "samples" in row]
+        assert [row["step"] for row in tables] == [step for step in (3, 6, 9, 10) if step > from_step]
+    folder = sorted((watched.workdir / "wandb").glob("offline-run-*"))[-1] / "files"
+    assert json.loads((folder / "receipt.json").read_text())["exit_code"] == 0
+    table = json.loads(sorted((folder / "media/table").glob("*.json"))[-1].read_text())
+    assert table["columns"] == ["step", "prompt", "text"] and len(table["data"]) == 2
+    exits = [r.exit.exit_code for r in attempts[-1] if r.HasField("exit")]
+    assert exits == [0]
+    assert "W&B takes nothing back: 12 lines of steps after 4 stay there" in (watched.workdir / "log.txt").read_text()
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_wandb_run_that_is_new_gets_all_there_is(tmp_path: Path) -> None:
+    """Also where the trainer's run is not; and another project is another W&B run."""
+    line = {"kind": "eval", "step": 2, "loss": 1.5, "bits_per_byte": None, "perplexity": 4.5}
+    ids = []
+    for project in ("one", "two"):
+        tracker = WandB(tmp_path, project, resumed=True)
+        tracker.rewind(2, [line], [Sample(2, 0, "x")], 0)
+        tracker.close(0)
+        (file,) = tmp_path.glob(f"wandb/*-{tracker.facts['id']}/*.wandb")
+        rows = history(runs.wandb_records(file))
+        assert [row["step"] for row in rows] == [2, 2] and rows[0]["eval/loss"] == 1.5 and "samples" in rows[1]
+        ids.append(tracker.facts["id"])
+    assert len(set(ids)) == 2
+    (tmp_path / "wandb.json").write_text('{"format": 9, "where": "two", "id": "x", "attempt": 1}')
+    with pytest.raises(TrackerError, match="format 9"):
+        WandB(tmp_path, "two", resumed=True)
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_tracker_that_fails_stops_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tracker = WandB(tmp_path, "one", resumed=False)
+    finish = tracker._run.finish
+
+    class Broken:
+        dir = str(tmp_path)
+
+        def __getattr__(self, name: str) -> Any:
+            raise BrokenPipeError("the service is gone\nand more")
+
+    tracker._run = Broken()
+    with caplog.at_level("WARNING", logger="jaxtrain"):
+        tracker.rewind(0, [], [], 0)
+        writers = metrics.Writers(tmp_path, [tracker])
+        for step in (1, 2):
+            writers.eval(step=step, loss=1.0, bits_per_byte=None, perplexity=2.7)
+        writers.note("receipt", {"exit_code": 0})
+        writers.close(0)
+    finish()
+    said = [record.getMessage() for record in caplog.records if record.name == "jaxtrain"]
+    assert said == ["W&B failed (the service is gone): nothing more is sent there. The run goes on; metrics.jsonl has it all."]
+    assert [line["step"] for line in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_without_a_login_nothing_starts(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    wandb.teardown()  # it reads its variables once
+    assert runs.train(config, tmp_path / "run", log__wandb="project", train__steps=4) == 2
+    said = capsys.readouterr().err
+    assert "log.wandb = 'project': W&B did not start: " in said and "WANDB_MODE=offline" in said
+    assert not list((tmp_path / "run").glob("*.json*")) and not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_what_validate_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def problems(**changes: Any) -> dict[str, str]:
+        run = helpers.tiny({key.replace("__", "."): value for key, value in changes.items()})
+        return {p.key: p.rule for p in validate.validate(run, Devices("cpu", "CPU", 1, 8.0, "described"), tmp_path / "run")}
+
+    assert problems(log__wandb="project") == problems(log__wandb="team/project") == {}
+    for wrong in ("a/b/c", "a b", "/a", "a/"):
+        assert problems(log__wandb=wrong) == {"log.wandb": "must be PROJECT or ENTITY/PROJECT"}
+    monkeypatch.setattr(validate.importlib.util, "find_spec", lambda name: None)
+    assert problems(log__wandb="project") == {"log.wandb": "the package wandb is not installed"}
+    assert problems(sample__every_steps=5, sample__max_tokens=0) == {
+        "sample.every_steps": "sample.max_tokens = 0 writes no samples"
+    }
