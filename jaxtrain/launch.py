@@ -84,10 +84,16 @@ def load(argv: Sequence[str], options: Mapping[str, str] | None = None, switches
         problems += wrong
         if not wrong:
             chosen.add(key)
-    run, wrong = resolve(config)
-    problems += [_explain_refusal(p) for p in wrong]
+    run, wrong = resolved(config)
+    problems += wrong
     origins = _origins(run, dict(flatten(config)), from_file, chosen)
     return Loaded(run, problems, origins, launch, options | dict.fromkeys(switches, "") | given, file_read)
+
+
+def resolved(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
+    """`config.resolve`, with the reasons for what does not exist on purpose."""
+    run, problems = resolve(config)
+    return run, [_explain_refusal(p) for p in problems]
 
 
 def _split(

@@ -1,13 +1,13 @@
 """The command line of training: read the config, check everything, set the memory budget, and only then start JAX."""
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtrain import explain, hardware, launch
-from jaxtrain.startup import start_jax
+from jaxtrain.config import ConfigError
+from jaxtrain.startup import set_memory_budget, start_jax
 from jaxtrain.validate import remote, validate
 
 INTERRUPTED = 130
@@ -61,20 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return launch.report(problems)
     if style:
         return 0
-    if devices.kind == "gpu":
-        # JAX reads it when it starts the GPU; validate has refused what contradicts it.
-        fraction = hardware.memory_fraction(devices.memory_gib, loaded.run.train.memory_fraction)
-        os.environ.update(hardware.memory_environment(fraction, os.environ)[0])
-        os.environ.setdefault(hardware.HOST_LIMIT, str(int(hardware.pinned_limit_gib(os.environ))))
+    set_memory_budget(devices, loaded.run.train.memory_fraction)
     # Imported here: everything above must answer in a moment, and the memory budget must be set before jax is imported.
     start_jax(devices)
     try:
         from jaxtrain import train
 
-        return train.run(loaded.run, workdir, loaded.launch)
+        result = train.attempt(loaded.run, workdir, loaded.launch)
     except KeyboardInterrupt:  # in the seconds before the run listens to signals itself, and after
         print("\nCtrl-C: stopped.", file=sys.stderr)
         return INTERRUPTED
+    return launch.report(result.error.problems) if isinstance(result.error, ConfigError) else result.exit_code
 
 
 if __name__ == "__main__":

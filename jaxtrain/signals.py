@@ -23,7 +23,10 @@ CLOSE = 0  # no signal has this number
 
 
 class Stop:
-    """Whether, and why, the run has been asked to end, and how often to trace. Use as a context manager, in the main thread.
+    """Whether, and why, the run has been asked to end, and how often to trace. Use as a context manager.
+
+    Signals are heard in the main thread alone: Python sets handlers nowhere else. A run in another thread leaves them to
+    whoever started it, and is never asked.
 
     `signals` may leave out SIGTERM where another part of the process must receive it (the preemption service of
     jax.distributed takes it for itself).
@@ -50,7 +53,7 @@ class Stop:
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("Stop must be entered in the main thread: Python sets signal handlers nowhere else.")
+            return self
         self._pipe = reading, writing = os.pipe()
         os.set_blocking(writing, False)  # as the interpreter demands: its handler must never wait
         self._wakeup_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -64,8 +67,8 @@ class Stop:
         for number, handler in self._before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._before.clear()
-        signal.set_wakeup_fd(self._wakeup_before)
         if self._pipe and self._thread:
+            signal.set_wakeup_fd(self._wakeup_before)
             os.write(self._pipe[1], bytes([CLOSE]))
             self._thread.join()
             for end in self._pipe:

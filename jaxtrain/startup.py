@@ -1,4 +1,4 @@
-"""Starting JAX on a machine without a GPU, in peace.
+"""Starting JAX: on GPUs under the memory budget of a run, on a machine without one in peace.
 
 With the `plan` extra the CUDA plugin is installed where no driver is. JAX then tries it at start, prints a traceback, and the
 plugin's libraries each report the missing driver, then or when the first program is compiled for a described GPU. None of it
@@ -12,9 +12,38 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
+from jaxtrain import hardware
+from jaxtrain.config import ConfigError, Problem
 from jaxtrain.hardware import Devices
 
 NOTES = re.compile(rb"cudart_stub|log messages before absl::InitializeLog")
+
+
+def set_memory_budget(devices: Devices, configured: float) -> None:
+    """Exports how much of each GPU JAX is to take, which it reads when it starts them. `validate` refuses what contradicts it.
+
+    configured: train.memory_fraction. Raises ConfigError where the GPUs of this process were started without that.
+    """
+    if devices.kind != "gpu":
+        return
+    fraction = hardware.memory_fraction(devices.memory_gib, configured)
+    wanted = hardware.memory_environment(fraction, os.environ)[0]
+    if any(not os.environ.get(name) for name in wanted) and _started_on_gpus():
+        rule = "JAX was started in this process before, and took as much of the GPUs as it does by default"
+        before = " ".join(f"{name}={value}" for name, value in wanted.items())
+        remedy = f"Begin a new process in which nothing is computed before the run, or one that is started with {before}."
+        raise ConfigError([Problem("train.memory_fraction", configured, rule, remedy)])
+    os.environ.update(wanted)
+    os.environ.setdefault(hardware.HOST_LIMIT, str(int(hardware.pinned_limit_gib(os.environ))))
+
+
+def _started_on_gpus() -> bool:
+    if "jax" not in sys.modules:
+        return False
+    import jax
+    from jax._src import xla_bridge  # jax has no public way to ask whether it has started
+
+    return xla_bridge.backends_are_initialized() and jax.devices()[0].platform == "gpu"
 
 
 def start_jax(devices: Devices) -> None:
@@ -28,6 +57,7 @@ def start_jax(devices: Devices) -> None:
     with quiet():
         import jax
 
+        jax.config.update("jax_platforms", "cpu")  # where jax was imported before, it has read the variable
         jax.devices()
 
 

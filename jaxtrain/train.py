@@ -1,5 +1,8 @@
 """A training run, from config to sample, chapter by chapter. This file composes the others and decides nothing they could.
 
+`run` is what Python programs and notebooks call; the command line (main.py) answers before jax is imported, and calls
+`attempt`.
+
 The order is: what there is (data, devices, checkpoints), then what will be (shapes, shardings, the compiled step), and only
 then memory is allocated. Nothing is written before the checks that may refuse the run have passed.
 """
@@ -11,11 +14,12 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import ml_collections
 
 from jaxtrain import (
     checkpoint,
@@ -31,11 +35,11 @@ from jaxtrain import (
 )
 from jaxtrain.between import HeldOut, Samples
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
-from jaxtrain.config import ConfigError, RunConfig
+from jaxtrain.config import ConfigError, RunConfig, to_dict
 from jaxtrain.data import pipeline
 from jaxtrain.data.tokenizer import TokenizerError, load_tokenizer
 from jaxtrain.kernels.attention import Unsupported
-from jaxtrain.launch import Launch, report
+from jaxtrain.launch import Launch, resolved
 from jaxtrain.memory import (
     OutOfMemory,
     check_host_memory,
@@ -54,9 +58,11 @@ from jaxtrain.receipt import Receipt, ReceiptError, config_sha256, device_facts
 from jaxtrain.sharding import LayoutError, left_whole
 from jaxtrain.signals import Stop
 from jaxtrain.start import Start, check_own_names, decide_start, initial_state, open_data
+from jaxtrain.startup import set_memory_budget, start_jax
 from jaxtrain.trackers import TrackerError, open_trackers
+from jaxtrain.validate import remote, validate
 
-DONE, FAILED, DIVERGED = 0, 1, 76
+DONE, FAILED, REFUSED, DIVERGED = 0, 1, 2, 76
 
 
 class Diverged(RuntimeError):
@@ -73,14 +79,56 @@ class Compiled:
     memory: dict[str, float]  # GiB per device, by class
 
 
-def run(run: RunConfig, workdir: Path, launch: Launch) -> int:
-    """Train; returns the exit code. `run` has passed validate.validate."""
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How a run, or an attempt at it, ended."""
+
+    exit_code: int  # as that of the command: 0 done; 75 or 130 asked to leave by a signal, and saved
+    reason: str  # in words, as in receipt.json
+    step: int  # optimizer steps done
+    metrics: dict[str, Any]  # the newest train line of metrics.jsonl; empty where there is none
+    checkpoints: Path  # the folder of the checkpoints
+    error: Exception | None = None  # what ended it; `run` raises that
+
+
+def run(config: ml_collections.ConfigDict | RunConfig | Mapping[str, Any], workdir: str | os.PathLike[str]) -> Result:
+    """Train in this process, as the command line does: checks everything, then goes on from what `workdir` holds, or begins.
+
+    config: what a config file's `get_config` returns (start from `config.default_config()`). JAX may have been imported before;
+    on GPUs nothing may have been computed, since JAX takes their memory, as `train.memory_fraction` says, when it starts.
+
+    Signals (Ctrl-C, an interrupted notebook) end the run in good order where this is the main thread, and are left alone where
+    it is not. XLA's compile cache stays at `paths.cache`.
+
+    Raises ConfigError, with all that is wrong with the config, before anything is started or written; Diverged, OutOfMemory,
+    CheckpointError or MetricsError where the run came to that, and whatever else ended it.
+    """
+    asked, problems = resolved(to_dict(config) if isinstance(config, RunConfig) else config)
+    folder, devices = Path(workdir).expanduser(), hardware.probe()
+    problems += [*remote("workdir", os.fspath(workdir)), *validate(asked, devices, folder)]
+    if problems:
+        raise ConfigError(list({str(p): p for p in problems}.values()))
+    set_memory_budget(devices, asked.train.memory_fraction)
+    start_jax(devices)
+    result = attempt(asked, folder, Launch("python", "", (), ()))
+    if result.error is not None:
+        raise result.error
+    return result
+
+
+def attempt(run: RunConfig, workdir: Path, launch: Launch) -> Result:
+    """One attempt at a run that has passed validate.validate, on JAX as it was started. What ended it is in the result."""
     # ---- Set up JAX
     set_compile_cache(run)
     devices = jax.devices()
 
     # ---- What there is: data and checkpoints. Nothing is written yet.
     checkpoints = Checkpoints(run.checkpoint.dir or workdir / "checkpoints", run.checkpoint.keep, run.checkpoint.keep_every)
+
+    def refused(problems: list[config.Problem]) -> Result:
+        error = ConfigError(problems)
+        return Result(REFUSED, str(error), 0, {}, checkpoints.directory, error)
+
     try:
         check_own_names(run)
         program = step.build(run, devices)
@@ -90,21 +138,22 @@ def run(run: RunConfig, workdir: Path, launch: Launch) -> int:
         # Loaded now although it is used at the end: a missing tokenizer should not be found out after the last step.
         tokenizer = load_tokenizer(run.data.tokenizer) if run.sample.max_tokens and not train_data.synthetic else None
     except ConfigError as error:
-        return report(error.problems)
+        return refused(error.problems)
     except (CheckpointError, HuggingFaceError, LayoutError, Unsupported, TokenizerError) as error:
-        return report([config.Problem("cannot start", None, str(error).rstrip("."), "")])
+        return refused([config.Problem("cannot start", None, str(error).rstrip("."), "")])
 
     # ---- The run's folder, its log and its receipt
     workdir.mkdir(parents=True, exist_ok=True)
     lock = lock_folder(workdir)
     if lock is None:
         rule = "another run is at work in this folder"
-        return report([config.Problem("--workdir", str(workdir), rule, "Wait for it, stop it, or name another folder.")])
+        return refused([config.Problem("--workdir", str(workdir), rule, "Wait for it, stop it, or name another folder.")])
     receipt = Receipt(workdir, process_index=jax.process_index())
     try:
         trackers = open_trackers(workdir, run.log, resumed=start.resumed, process_index=jax.process_index())
     except TrackerError as error:
-        return report([config.Problem("log.wandb", run.log.wandb, str(error).rstrip("."), "")])
+        unlock(lock)
+        return refused([config.Problem("log.wandb", run.log.wandb, str(error).rstrip("."), "")])
     writers = metrics.Writers(workdir, trackers.all, process_index=jax.process_index())
     try:
         receipt.start(
@@ -123,9 +172,10 @@ def run(run: RunConfig, workdir: Path, launch: Launch) -> int:
         )
     except ReceiptError as error:  # of an earlier attempt, and not to be overwritten
         writers.close(FAILED)
-        return report([config.Problem("cannot start", None, str(error).rstrip("."), "")])
+        unlock(lock)
+        return refused([config.Problem("cannot start", None, str(error).rstrip("."), "")])
     metrics.write_atomic(workdir / "config.json", json.dumps(config.to_dict(run), indent=1) + "\n")
-    code, reason = FAILED, "ended by an exception"
+    code, reason, ended = FAILED, "ended by an exception", None
     try:
         with Console(workdir, jax.process_index(), run.train.steps) as console, Stop() as stop:
             session = Session(
@@ -146,10 +196,10 @@ def run(run: RunConfig, workdir: Path, launch: Launch) -> int:
             try:
                 code, reason = session.train()
             except Diverged as error:
-                code, reason = DIVERGED, str(error)
+                code, reason, ended = DIVERGED, str(error), error
                 console.warn(reason)
             except (OutOfMemory, CheckpointError, MetricsError) as error:
-                code, reason = FAILED, str(error).splitlines()[0]
+                code, reason, ended = FAILED, str(error).splitlines()[0], error
                 console.warn(str(error))
             finally:
                 # Where a step failed, the save before it may be under way still: how that ended belongs in the log too.
@@ -164,13 +214,20 @@ def run(run: RunConfig, workdir: Path, launch: Launch) -> int:
         receipt.finish(code, reason)
         writers.note("receipt", receipt.fields)
         writers.close(code)
-        if lock >= 0:
-            os.close(lock)
-    return code
+        unlock(lock)
+    return Result(code, reason, session.done, {} if ended else newest(workdir), checkpoints.directory, ended)
+
+
+def newest(workdir: Path) -> dict[str, Any]:
+    """The last train line of a run's metrics.jsonl; empty where there is none."""
+    path, last = workdir / "metrics.jsonl", {}
+    for line in metrics.read(path) if path.exists() else ():
+        last = line if line["kind"] == "train" else last
+    return last
 
 
 def lock_folder(workdir: Path) -> int | None:
-    """A lock on the run's folder, held until this process ends however it ends; None where another process has it.
+    """A lock on the run's folder, held until `unlock` or the end of this process, however it ends; None where another has it.
 
     Two runs in one folder would write over each other's metrics and checkpoints.
     """
@@ -186,6 +243,12 @@ def lock_folder(workdir: Path) -> int | None:
         os.close(handle)
         return -1
     return handle
+
+
+def unlock(lock: int) -> None:
+    """Lets the next run of this process into the folder."""
+    if lock >= 0:
+        os.close(lock)
 
 
 def set_compile_cache(run: RunConfig) -> None:
@@ -226,6 +289,7 @@ class Session:
         self.saved_at = start.step if start.resumed else -1
         self.watch: Watch | None = None  # planned beside measured, on GPUs that the plan knows
         self.loss: float | None = None  # of the newest step whose metrics have arrived
+        self.done = start.step  # optimizer steps taken
 
     def train(self) -> tuple[int, str]:
         """The chapters of a run. Returns (exit code, reason)."""
@@ -376,6 +440,7 @@ class Session:
                 tracer.after_step(done, values)
                 late.report()
                 done += 1
+                self.done = done
                 late.put(done, values)
                 last = done == run.train.steps
                 if self.held_out.due(done):

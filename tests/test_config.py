@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -455,14 +456,14 @@ def test_the_list_of_commands(tmp_path):
 
 
 def test_a_right_command_starts_training_with_the_budget_set(monkeypatch, tmp_path):
-    """train.run gets the config, the workdir and the launch; the memory variable is exported before it is imported."""
+    """train.attempt gets the config, the workdir and the launch; the memory variable is exported before it is imported."""
     seen = {}
 
     class Train:
         @staticmethod
-        def run(run, workdir, how):
+        def attempt(run, workdir, how):
             seen.update(run=run, workdir=workdir, name=how.name, fraction=os.environ["XLA_CLIENT_MEM_FRACTION"])
-            return 75
+            return types.SimpleNamespace(exit_code=75, error=None)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "")  # so that what main exports is taken back
