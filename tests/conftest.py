@@ -10,10 +10,12 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 
 import gc
+import importlib
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -50,10 +52,53 @@ def programs_make_room() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-layouts", action="store_true", help="all of the parity matrix, not the sample of it")
+    parser.addoption("--part", metavar=FORM, type=own_part, help="only the contract tests, on a part of your own")
+    more = "a key of the config that the part needs; may be repeated"
+    parser.addoption("--part-config", metavar="KEY=VALUE", type=own_key, action="append", default=[], help=more)
+
+
+FORM = "KEY=package.module:name"
+KEYS = ("model.family", "loss.name", "optimizer.name", "data.source")
+
+
+def own_part(text: str) -> tuple[str, str]:
+    """(key, name) of --part. Raises pytest.UsageError for what is none."""
+    key, _, name = text.partition("=")
+    if key not in KEYS:
+        raise pytest.UsageError(f"--part={text}: must be {FORM}, with KEY one of {', '.join(KEYS)}")
+    module, given, attribute = name.partition(":")
+    if not (given and module and attribute):
+        raise pytest.UsageError(
+            f"--part={text}: must be {key}=package.module:name; jaxtrain's own parts are tried without --part"
+        )
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise pytest.UsageError(f"--part={text}: {module} cannot be imported: {error}. Is its folder on PYTHONPATH?") from None
+    if not hasattr(found, attribute):
+        raise pytest.UsageError(f"--part={text}: {found.__file__} defines no {attribute}")
+    return key, name
+
+
+def own_key(text: str) -> tuple[str, Any]:
+    """(key, value) of --part-config, with the type of the key; rules for axes of one's own may be new."""
+    from jaxtrain import config, launch
+
+    key, given, value = text.partition("=")
+    known = dict(config.flatten(config.default_config()))
+    if not given or (key not in known and not key.startswith("sharding.rules.")):
+        raise pytest.UsageError(f"--part-config={text}: must be KEY=VALUE. {launch.nearest_key(key, list(known))}")
+    try:
+        return key, launch.parse(value, type(known.get(key, "")))
+    except (ValueError, KeyError):
+        raise pytest.UsageError(f"--part-config={text}: {key} must be {type(known[key]).__name__}") from None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--part"):
+        config.args[:] = [str(Path(__file__).with_name("test_contract.py"))]
+        config.option.dist = "no"
     # The matrix is one file, and as much work as the rest of the suite.
     if config.getoption("--all-layouts") and config.getoption("dist", "no") == "loadfile":
         config.option.dist = "worksteal"
@@ -78,6 +123,9 @@ LONG = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part = config.getoption("--part")
+    if part:
+        items[:] = [item for item in items if getattr(item, "callspec", None) and item.callspec.params.get("part") == part]
     order = {name: i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))

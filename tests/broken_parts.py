@@ -1,0 +1,158 @@
+"""Parts that break a contract each, for tests of test_contract.py."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from jaxtrain.data import pipeline
+from jaxtrain.kernels.embedding import TABLE
+from jaxtrain.loss import cross_entropy
+from jaxtrain.models.module import constant, normal, param
+from jaxtrain.models.transformer import Transformer
+
+# ---- Families
+
+
+class Unruled(Transformer):
+    """A parameter with an axis that no rule knows."""
+
+    def __init__(self, model: Any, kernel: Any, remat: Any, ctx: Any, rngs: nnx.Rngs):
+        super().__init__(model, kernel, remat, ctx, rngs)
+        self.more = param(rngs, (8,), ("colour",), constant(0.0), ctx.numerics.params)
+
+
+class Dead(Transformer):
+    """A parameter that nothing reads."""
+
+    def __init__(self, model: Any, kernel: Any, remat: Any, ctx: Any, rngs: nnx.Rngs):
+        super().__init__(model, kernel, remat, ctx, rngs)
+        self.more = param(rngs, (model.vocab_size, model.d_model), TABLE, normal(0.1), ctx.numerics.params)
+
+
+class Peeking(Transformer):
+    """Each token sees the one after it."""
+
+    def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        x = super().__call__(tokens_BT, segments_BT, positions_BT)
+        return x + 0.1 * jnp.roll(x, -1, axis=1)
+
+
+class Mixing(Transformer):
+    """Each token sees the one before it, of whatever document."""
+
+    def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        x = super().__call__(tokens_BT, segments_BT, positions_BT)
+        return x + 0.1 * jnp.roll(x, 1, axis=1).at[:, 0].set(0)
+
+
+class Forgetful(Transformer):
+    """Writes each token as if it were the first."""
+
+    def decode(self, tokens_BT: jax.Array, cache: Any) -> Any:
+        out, new = super().decode(tokens_BT, dataclasses.replace(cache, segments_BS=0 * cache.segments_BS))
+        return out, new
+
+
+def _family(model: type[Transformer]) -> Any:
+    return type("Family", (), {"build": staticmethod(model)})
+
+
+unruled, dead, peeking, mixing, forgetful = map(_family, (Unruled, Dead, Peeking, Mixing, Forgetful))
+
+# ---- Losses
+
+
+def mean(hidden, head, batch, spec):
+    return cross_entropy(hidden, head, batch, spec) / jnp.sum(batch["weights"])
+
+
+def counting_all(hidden, head, batch, spec):
+    return cross_entropy(hidden, head, batch | {"weights": batch["weights"] + 0.1}, spec)
+
+
+def leaning(hidden, head, batch, spec):
+    """A term for tokens that do not count; still linear in the weights."""
+    return cross_entropy(hidden, head, batch, spec) * (1 + 0.1 * jnp.tanh(jnp.mean(hidden)))
+
+
+def half_gradient(hidden, head, batch, spec):
+    value = cross_entropy(hidden, head, batch, spec)
+    return value / 2 + jax.lax.stop_gradient(value / 2)
+
+
+# ---- Optimizers
+
+
+def uphill(optimizer, dtypes, axes):
+    return optax.stateless(lambda updates, params: jax.tree.map(jnp.negative, updates))
+
+
+def restless(optimizer, dtypes, axes):
+    return optax.stateless(lambda updates, params: jax.tree.map(lambda g: jnp.sign(g + 1e-9), updates))
+
+
+def fixed_moment(optimizer, dtypes, axes):
+    """An array of the embedding's shape that is none of its moments."""
+    return optax.GradientTransformation(
+        lambda params: optax.TraceState(jnp.zeros((264, 32))), lambda updates, state, params=None: (updates, state)
+    )
+
+
+def whole_moments(optimizer, dtypes, axes):
+    """A list of moments, which nobody can tell whose they are."""
+    return optax.GradientTransformation(
+        lambda params: {f"m{i}": jnp.zeros_like(p) for i, p in enumerate(jax.tree.leaves(params))},
+        lambda updates, state, params=None: (updates, state),
+    )
+
+
+# ---- Sources
+
+
+class _Source:
+    def __init__(self, data, split, global_batch):
+        self.inner = pipeline.open_source(data, "synthetic", split=split, global_batch=global_batch, data_dir="")
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def batch(self, step, rows=None):
+        return self.changed(self.inner.batch(step, rows))
+
+
+class Wide(_Source):
+    def changed(self, batch):
+        return batch | {"tokens": batch["tokens"].astype(np.int64)}
+
+
+class Counting(_Source):
+    calls = itertools.count()
+
+    def changed(self, batch):
+        return batch | {"tokens": batch["tokens"] + next(self.calls) % 2}
+
+
+class Crossing(_Source):
+    """Also the first token of the next document is a target."""
+
+    def changed(self, batch):
+        return batch | {"weights": np.ones_like(batch["weights"])}
+
+
+class Shifted(_Source):
+    def changed(self, batch):
+        return batch | {"positions": batch["positions"] + 1}
+
+
+class Timeless(_Source):
+    def changed(self, batch):
+        return batch
+
+    def epoch(self, step):
+        return 0.0

@@ -1,0 +1,586 @@
+"""What a part must keep to so that training is right with it: families, losses, optimizers, sources, jaxtrain's or your own.
+
+`./run.sh test --part=model.family=package.module:name` tries all of it on a part of your own, and nothing else. The suite
+tries jaxtrain's own parts: each on what is cheap, a sample on the rest (`--all-layouts`: all on everything).
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain import config
+from jaxtrain.config import RunConfig
+from jaxtrain.data import pipeline
+from jaxtrain.generate import Sampler
+from jaxtrain.groups import METHODS
+from jaxtrain.hf.names import entries
+from jaxtrain.kernels.embedding import TABLE
+from jaxtrain.loss import LOSSES, LossSpec, loss_function
+from jaxtrain.models import FAMILIES, family
+from jaxtrain.models.attention import Kernel
+from jaxtrain.models.layers import RESIDUAL
+from jaxtrain.models.transformer import empty_cache
+from jaxtrain.parity import compare
+from jaxtrain.shapes import BATCH_KEYS
+from jaxtrain.sharding import LayoutError, replicated
+from jaxtrain.state import TrainState, abstract_tensors, from_tensors, shardings, to_tensors
+from jaxtrain.step import build, make_definition, numerics_of
+
+PARTS = {
+    "model.family": tuple(FAMILIES),
+    "loss.name": tuple(LOSSES),
+    "optimizer.name": METHODS,
+    "data.source": ("synthetic", "stdlib"),
+}
+KINDS = {"family": "model.family", "loss": "loss.name", "optimizer": "optimizer.name", "source": "data.source"}  # test_KIND_...
+SIZES = {
+    "model.num_layers": 2,
+    "model.d_model": 32,
+    "model.num_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.d_ff": 48,
+    "model.init_std": 0.2,  # ten times as large as usual: scores that differ, so that it matters which keys a query sees
+    "data.seq_len": 32,
+    "data.max_segments": 6,
+    "train.global_batch": 4,
+    "optimizer.weight_decay": 0.0,
+}
+# What jaxtrain's families are usually configured with.
+USUAL: dict[str, dict[str, Any]] = {
+    "mistral": {"model.sliding_window": 12},
+    "qwen2": {"model.qkv_bias": True},
+    "qwen3": {"model.qk_norm": True},
+    "gemma2": {"model.post_norms": True, "model.sliding_window": 12, "model.attention_pattern": "lg"},
+    "gemma3": {"model.post_norms": True, "model.qk_norm": True, "model.sliding_window": 12, "model.attention_pattern": "lg"},
+}
+SPLIT = {"mesh.fsdp": 2, "mesh.tensor": 2}
+T = SIZES["data.seq_len"]
+
+
+def sample[F: Callable[..., None]](*names: str) -> Callable[[F], F]:
+    """Of jaxtrain's own parts only these are tried, where not all are asked for."""
+
+    def mark(test: F) -> F:
+        test.sample = names  # pyright: ignore
+        return test
+
+    return mark
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`part` is (key, name), of the kind that the test is named for."""
+    if "part" not in metafunc.fixturenames:
+        return
+    key = KINDS[metafunc.function.__name__.split("_")[1]]
+    given = metafunc.config.getoption("part")
+    names = PARTS[key]
+    if not metafunc.config.getoption("all_layouts"):
+        names = getattr(metafunc.function, "sample", names)
+    if given:
+        names = [given[1]] if given[0] == key else []
+    metafunc.parametrize("part", [(key, name) for name in names], ids=lambda part: part[1])
+
+
+@pytest.fixture
+def run(part: tuple[str, str], request: pytest.FixtureRequest) -> RunConfig:
+    """A small run with the part, on one device."""
+    key, name = part
+    return helpers.tiny({**SIZES, **USUAL.get(name, {}), **dict(request.config.getoption("part_config")), key: name})
+
+
+def on(run: RunConfig, mesh: Mapping[str, int]) -> RunConfig:
+    """The same run on a mesh."""
+    return dataclasses.replace(run, mesh=config.Mesh(**{"data": 1, "fsdp": 1} | {k[5:]: n for k, n in mesh.items()}))
+
+
+def far(ours: Any, theirs: Any) -> float:
+    """The largest distance of two trees' leaves, each relative to the norm of the second."""
+    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
+    both = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]
+    return max(float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)) for a, b in both)
+
+
+def names_of(tree: Any) -> list[tuple[str, Any]]:
+    return [(".".join(str(k.key) for k in path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+# ---- Families
+
+
+@functools.cache
+def forward(run: RunConfig) -> Callable[..., Any]:
+    definition = helpers.program(run).definition
+    return jax.jit(lambda params, *batch: definition.bind(params)(*batch))
+
+
+@functools.cache
+def params_of(run: RunConfig) -> Any:
+    return helpers.fresh_state(run).params
+
+
+def packed() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, segments and positions of one row: documents of 12 and 15 tokens, and padding."""
+    tokens = np.random.default_rng(5).integers(0, 256, (1, T)).astype(np.int32)
+    segments = np.repeat([1, 2, 0], [12, 15, T - 27]).astype(np.int32)[None]
+    positions = np.concatenate([np.arange(12), np.arange(15), np.zeros(T - 27)]).astype(np.int32)[None]
+    return tokens, segments, positions
+
+
+def hidden_of(run: RunConfig, *row: np.ndarray) -> np.ndarray:
+    return np.asarray(forward(run)(params_of(run), *row), np.float32)[0]
+
+
+def model_of(run: RunConfig) -> Any:
+    """The model with shapes for numbers."""
+    definition = helpers.program(run).definition
+    return definition.bind(definition.abstract)
+
+
+def test_family_builds(part, run):
+    """Parameters have axes that rules know, and divide over a mesh; hidden states and head have the shapes of the config."""
+    try:
+        made = helpers.program(run)
+        build(on(run, SPLIT), jax.devices()[:4])
+    except LayoutError as error:
+        pytest.fail(
+            f"axes of parameters have rules, and can be split over fsdp=2 x tensor=2: {error} (--part-config= sets keys)"
+        )
+
+    def shapes(params: Any, *row: Any) -> Any:
+        model = made.definition.bind(params)
+        return model(*row), model.head_VD
+
+    out, head = jax.eval_shape(shapes, made.definition.abstract, *packed())
+    D, V = run.model.d_model, run.model.vocab_size
+    assert out.shape == (1, T, D), f"a model returns hidden states (B, T, D), {(1, T, D)}; this one {out.shape}"
+    assert head.shape == (V, D), f"head_VD is the output head (V, D), {(V, D)}; this one {head.shape}"
+    assert "layers" in made.definition.axes or not made.definition.adds_layers, (
+        "a model that says adds_layers keeps its layers stacked, under the name 'layers'"
+    )
+
+
+def test_family_is_causal(part, run):
+    """A token changed at t changes nothing before t, and something from t on."""
+    tokens, _, positions = packed()
+    ones, positions = np.ones_like(tokens), np.arange(T, dtype=np.int32)[None]
+    before, at = hidden_of(run, tokens, ones, positions), 20
+    changed = tokens.copy()
+    changed[0, at] = (changed[0, at] + 1) % 256
+    after = hidden_of(run, changed, ones, positions)
+    early = far(after[:at], before[:at])
+    assert early < 1e-6, f"attention is causal: a later token changed hidden states before it by {early:.1e}"
+    assert far(after[at:], before[at:]) > 1e-6, "hidden states depend on their own token: changing one changed nothing"
+    assert far(after[at + 1 : at + 4], before[at + 1 : at + 4]) > 1e-6, (
+        "tokens see those before them: changing one changed no later hidden state"
+    )
+
+
+def test_family_keeps_documents_apart(part, run):
+    """The second document of a row comes out as if it were alone."""
+    tokens, segments, positions = packed()
+    together = hidden_of(run, tokens, segments, positions)[12:27]
+    alone = [np.roll(x, -12, axis=1) for x in (tokens, segments, positions)]
+    for x in alone[1:]:
+        x[0, 15:] = 0
+    apart = far(together, hidden_of(run, *alone)[:15])
+    assert apart < 1e-5, f"documents of a packed row do not see each other: the second is off by {apart:.1e} from being alone"
+
+
+@functools.cache
+def gradients(run: RunConfig) -> tuple[Any, Any]:
+    """Loss and gradients of one batch on one device."""
+    made = helpers.program(run)
+    batch = helpers.host_batch(run, 0)
+    spec = LossSpec(numerics_of(run), made.placement, run.loss.chunk, run.model.logit_softcap)
+
+    def loss(params: Any) -> jax.Array:
+        model = made.definition.bind(params)
+        return LOSSES["cross_entropy"](
+            model(*(batch[k] for k in ("tokens", "segments", "positions"))), model.head_VD, batch, spec
+        )
+
+    return jax.device_get(jax.jit(jax.value_and_grad(loss))(params_of(run)))
+
+
+@sample("gemma3")
+def test_family_gradients_live(part, run):
+    """Every parameter learns, in every layer, and nothing is infinite or no number."""
+    loss, grads = gradients(run)
+    assert np.isfinite(loss), f"the loss is a number: it is {loss}"
+    for name, grad in names_of(grads):
+        layers = grad if name.startswith("layers.") else grad[None]
+        for i, one in enumerate(layers):
+            where = f"{name}, layer {i}" if name.startswith("layers.") else name
+            assert np.isfinite(one).all(), f"gradients are finite: that of {where} is not"
+            assert one.any(), f"every parameter learns: the gradient of {where} is zero throughout"
+
+
+KEPT = [{"remat.policy": p} for p in ("full", "dots", "attention")] + [{"remat.policy": "full", "remat.every": 2}]
+
+
+@pytest.mark.parametrize(
+    "how", [*KEPT, {"compiler.unroll": True}], ids=lambda how: ",".join(f"{k}={v}" for k, v in how.items())
+)
+@sample("gemma3")
+def test_family_gradients_do_not_depend_on_how_layers_are_run(part, run, how, request):
+    """What the backward pass keeps or computes again, and a loop over layers or none, change no gradient."""
+    if not request.config.getoption("part") and not request.config.getoption("all_layouts") and how not in (KEPT[0], KEPT[-1]):
+        pytest.skip("--all-layouts tries it")
+    tree = config.to_dict(run)
+    for key, value in how.items():
+        section, name = key.split(".")
+        tree[section][name] = value
+    other, problems = config.resolve(tree)
+    assert not problems
+    plain, changed = gradients(run), gradients(other)
+    off = far(changed, plain)
+    said = ", ".join(f"{k}={v}" for k, v in how.items())
+    assert off < 1e-5, f"loss and gradients are the same with {said}: they are off by {off:.1e}"
+
+
+@sample("gemma3")
+def test_family_takes_the_same_steps_on_any_layout(part, run):
+    same_steps(run)
+
+
+def same_steps(run: RunConfig) -> None:
+    """Two steps on fsdp=2 x tensor=2 are those of one device, within what parity tests allow."""
+    one, many = (helpers.train(r, 2).taken for r in (run, on(run, SPLIT)))
+    found = compare.compare(many, one, compare.bounds(one, None, 1, 1))
+    assert not found.wrong, f"layouts take the same steps: fsdp=2 x tensor=2 against one device has {'; '.join(found.wrong)}"
+
+
+@sample("gemma3")
+def test_family_decodes_with_a_cache_what_it_computes_without(part, run):
+    model, placement = model_of(run), helpers.program(run).placement
+    if not (hasattr(model, "decode") and hasattr(model, "logits")):
+        pytest.skip("this family has no decode() and logits(): it trains, and cannot write (set sample.max_tokens=0)")
+    sampler, n = Sampler(run, placement), 14
+    tokens = packed()[0]
+    whole = hidden_of(run, tokens, np.ones_like(tokens), np.arange(T, dtype=np.int32)[None])[:n]
+
+    @jax.jit
+    def extend(params, cache, new):
+        return sampler.definition.bind(params).decode(new, cache)
+
+    cache, parts = empty_cache(run.model, sampler.placement, 1, T, jnp.dtype("float32")), []
+    for first, last in ((0, 6), *((i, i + 1) for i in range(6, n))):
+        hidden, cache = extend(params_of(run), cache, tokens[:, first:last])
+        parts.append(np.asarray(hidden)[0])
+    off = far(np.concatenate(parts), whole)
+    assert off < 1e-5, f"decoding token by token with the cache gives the hidden states of the whole text: off by {off:.1e}"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_names_of_jaxtrains_families(name):
+    """NAMES has every parameter of every preset with its shape, so that checkpoints go to and from Hugging Face."""
+    plain = helpers.tiny({**SIZES, "model.family": name})
+    placement = helpers.program(plain).placement
+    whole = replicated(placement)
+    for preset, keys in family(name).PRESETS.items():
+        model = dataclasses.replace(config.Model(family=name), **({"head_dim": keys["d_model"] // keys["num_heads"]} | keys))
+        kernel = Kernel("reference", ())
+        params = make_definition(dataclasses.replace(plain, model=model), placement, kernel).abstract
+        placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), params)
+        ours = {k: a.shape for k, a in abstract_tensors(TrainState(None, placed, ())).items()}
+        named = {k: e.shape for k, e in entries(model).items()}
+        differ = sorted(k for k in ours.keys() | named.keys() if ours.get(k) != named.get(k))
+        assert not differ, f"NAMES of {name} has every parameter of {preset} with its shape: not so for {', '.join(differ[:4])}"
+
+
+# ---- Losses
+
+
+def loss_inputs(run: RunConfig) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Hidden states, head and a batch with weights of all sizes, some of them zero."""
+    rng = np.random.default_rng(7)
+    B, D, V = run.train.global_batch, run.model.d_model, run.model.vocab_size
+    hidden, head = (rng.standard_normal(shape).astype(np.float32) for shape in ((B, T, D), (V, D)))
+    batch = dict(helpers.host_batch(run, 0))
+    batch["weights"] = (rng.random((B, T)) < 0.7) * rng.random((B, T)).astype(np.float32)
+    return hidden, 0.3 * head, batch
+
+
+@functools.cache
+def loss_and_gradients(run: RunConfig) -> Callable[..., Any]:
+    """Jitted `(hidden, head, batch) -> (sum, (gradient of hidden, gradient of the head))`, on the run's mesh."""
+    placement = helpers.program(run).placement
+    spec = LossSpec(numerics_of(run), placement, run.loss.chunk, run.model.logit_softcap)
+    layouts = placement.sharding(RESIDUAL), placement.sharding(TABLE)
+    tokens = placement.sharding(("batch", "sequence"))
+
+    def both(hidden: jax.Array, head: jax.Array, batch: Any) -> Any:
+        return jax.value_and_grad(lambda x, w: loss_function(run.loss.name)(x, w, batch, spec), argnums=(0, 1))(hidden, head)
+
+    return jax.jit(both, in_shardings=(*layouts, dict.fromkeys(BATCH_KEYS, tokens)))
+
+
+def test_loss_is_a_sum_over_tokens(part, run):
+    """One float32 number, linear in the weights, and the sum of those of the microbatches."""
+    hidden, head, batch = loss_inputs(run)
+    loss, (d_hidden, d_head) = loss_and_gradients(run)(hidden, head, batch)
+    assert loss.shape == () and loss.dtype == jnp.float32, f"a loss is one float32 number, not {loss.dtype} {loss.shape}"
+    finite = all(np.isfinite(np.asarray(x)).all() for x in (loss, d_hidden, d_head))
+    assert finite, "loss and gradients are finite"
+    assert np.asarray(d_hidden).any() and np.asarray(d_head).any(), "hidden states and the head have a gradient"
+    twice = loss_and_gradients(run)(hidden, head, batch | {"weights": 2 * batch["weights"]})
+    off = far(twice, jax.tree.map(lambda x: 2 * x, (loss, (d_hidden, d_head))))
+    assert off < 1e-5, (
+        f"a loss is the weighted sum over tokens: with twice the weights it is off from twice the loss by {off:.1e}"
+    )
+    B = len(hidden) // 2
+    halves = []
+    for i in range(2):
+        keep = np.zeros((len(hidden), 1), np.float32)
+        keep[i * B : (i + 1) * B] = 1
+        halves.append(loss_and_gradients(run)(hidden, head, batch | {"weights": keep * batch["weights"]}))
+    off = far(jax.tree.map(jnp.add, *halves), (loss, (d_hidden, d_head)))
+    assert off < 1e-5, f"the loss of a batch is the sum of its microbatches' losses: off by {off:.1e}"
+
+
+def test_loss_drops_tokens_of_weight_zero(part, run):
+    hidden, head, batch = loss_inputs(run)
+    loss, grads = loss_and_gradients(run)(hidden, head, batch)
+    dropped = batch["weights"] == 0
+    here = np.asarray(grads[0])[dropped]
+    assert not here.any(), "a token of weight 0 has no gradient: hidden states of some have one"
+    other = batch | {"targets": np.where(dropped, (batch["targets"] + 1) % run.model.vocab_size, batch["targets"])}
+    moved = np.where(dropped[..., None], -hidden, hidden)
+    off = far(loss_and_gradients(run)(moved, head, other), (loss, grads))
+    assert off < 1e-5, f"tokens of weight 0 do not count: other ones in their place change loss or gradients by {off:.1e}"
+
+
+def test_loss_has_the_gradient_of_its_value(part, run):
+    """Against central differences along random directions; cross entropy also against its formula."""
+    hidden, head, batch = loss_inputs(run)
+    value = loss_and_gradients(run)
+    loss, grads = value(hidden, head, batch)
+    rng = np.random.default_rng(9)
+    for i, what in enumerate(("hidden states", "the head")):
+        x = (hidden, head)[i]
+        # Half along the gradient, so that what is compared is not small beside the loss's own rounding.
+        g = np.asarray(grads[i], np.float32)
+        noise = rng.standard_normal(x.shape).astype(np.float32)
+        along = g / np.linalg.norm(g) + noise / np.linalg.norm(noise)
+        step = 0.02 * np.linalg.norm(x) / np.sqrt(x.size)
+        there = [
+            float(value(*(x + s * step * along if j == i else y for j, y in enumerate((hidden, head))), batch)[0])
+            for s in (1, -1)
+        ]
+        measured, told = (there[0] - there[1]) / (2 * step), float(np.sum(g * along))
+        off = abs(measured - told) / abs(told)
+        assert off < 0.01, f"the gradient of {what} is that of the loss: {told:.5g} where the loss changes by {measured:.5g}"
+    if run.loss.name != "cross_entropy":
+        return
+
+    def formula(x: jax.Array, w: jax.Array) -> jax.Array:
+        logits = jnp.einsum("btd,vd->btv", x, w, precision="highest")
+        picked = jnp.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
+        return jnp.sum(batch["weights"] * (jax.nn.logsumexp(logits, -1) - picked))
+
+    assert far((loss, grads), jax.jit(jax.value_and_grad(formula, argnums=(0, 1)))(hidden, head)) < 1e-5
+
+
+def test_loss_is_the_same_on_any_layout(part, run):
+    given = loss_inputs(run)
+    off = far(loss_and_gradients(on(run, SPLIT))(*given), loss_and_gradients(run)(*given))
+    assert off < 1e-5, f"loss and gradients on fsdp=2 x tensor=2 are those of one device: off by {off:.1e}"
+
+
+@sample()
+def test_loss_takes_the_same_steps_on_any_layout(part, run):
+    """Within a step, where the head may come in other forms."""
+    same_steps(run)
+
+
+# ---- Optimizers
+
+
+@functools.cache
+def update_of(run: RunConfig) -> Callable[..., Any]:
+    """Jitted `(gradients, state, params) -> (updates, state)` on the run's mesh."""
+    made = helpers.program(run)
+    params, state = shardings(made.state.params), shardings(made.state.optimizer)
+    return jax.jit(made.tx.update, in_shardings=(params, state, params), out_shardings=(params, state))
+
+
+@functools.cache
+def random_gradients(run: RunConfig, seed: int) -> Any:
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(np.float32), helpers.program(run).state.params)
+
+
+def begin(run: RunConfig) -> tuple[Any, Any]:
+    """Parameters and the optimizer's first state. Nothing is donated."""
+    state = helpers.fresh_state(run)
+    return state.params, state.optimizer
+
+
+def test_optimizer_state_is_split_like_the_parameters(part, run):
+    try:
+        made = helpers.program(on(run, SPLIT))
+        abstract_tensors(made.state)
+    except ValueError as error:
+        reason = str(error).partition("\n")[0]
+        pytest.fail(
+            f"the state is made of trees like that of the parameters, in named tuples with names of their own: {reason}"
+        )
+    split = {a.shape for a in jax.tree.leaves(made.state.params) if not a.sharding.is_fully_replicated}
+    leaves = jax.tree_util.tree_leaves_with_path(made.state.optimizer)
+    whole = [jax.tree_util.keystr(p) for p, a in leaves if a.shape in split and a.sharding.is_fully_replicated]
+    assert not whole, (
+        f"the state of a parameter is split like it: {', '.join(whole[:3])} would be whole on every device; keep it in trees "
+        "of the parameters' structure, in named tuples, as optax's own do"
+    )
+
+
+def test_optimizer_goes_downhill(part, run):
+    """The step adds -lr x update, so the first update points along the gradient; it has the parameters' shapes."""
+    grads = random_gradients(run, 0)
+    params, state = begin(run)
+    updates, _ = update_of(run)(grads, state, params)
+    for (name, u), p in zip(names_of(updates), jax.tree.leaves(params), strict=True):
+        assert u.shape == p.shape, f"an update has its parameter's shape: {name} has {u.shape}, not {p.shape}"
+        assert np.isfinite(np.asarray(u)).all(), f"updates are finite: that of {name} is not"
+    along = sum(float(np.sum(np.asarray(u) * g)) for u, g in zip(*map(jax.tree.leaves, (updates, grads)), strict=True))
+    assert along > 0, f"the first step goes downhill (it is -lr times the update): update times gradient is {along:.3g}"
+
+
+def test_optimizer_leaves_weights_that_have_no_gradient(part, run):
+    """With weight_decay=0; what it has yet to be seen to do is nothing at all."""
+    params, state = begin(run)
+    updates, _ = update_of(run)(jax.tree.map(np.zeros_like, random_gradients(run, 0)), state, params)
+    moved = [name for name, u in names_of(updates) if np.asarray(u).any()]
+    assert not moved, f"without gradients and weight decay the first step changes nothing: it moves {', '.join(moved[:3])}"
+
+
+def test_optimizer_resumes_exactly(part, run):
+    """Its state through the tensors of a checkpoint and back: the next update is the same, bit for bit."""
+    made = helpers.program(run)
+    params, state = begin(run)
+    for seed in (0, 1):
+        _, state = update_of(run)(random_gradients(run, seed), state, params)
+    tensors = to_tensors(dataclasses.replace(helpers.fresh_state(run), params=params, optimizer=state))
+    restored = from_tensors(made.state, dict(tensors)).optimizer
+    last = random_gradients(run, 2)
+    ours, theirs = (update_of(run)(last, s, params) for s in (restored, state))
+    same = all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True))
+    assert same, "a resumed run takes the same steps: after saving and restoring, the next update is another one"
+
+
+def test_optimizer_is_the_same_on_any_layout(part, run):
+    """Of the same gradients; of some updates a part of the bits is rounding."""
+    many, results = on(run, SPLIT), []
+    for one in (run, many):
+        params, state = begin(run)
+        if one is many:
+            made = helpers.program(many).state
+            params = jax.device_put(jax.tree.map(np.asarray, params), shardings(made.params))
+            state = jax.device_put(jax.tree.map(np.asarray, state), shardings(made.optimizer))
+        for seed in (0, 1):
+            updates, state = update_of(one)(random_gradients(run, seed), state, params)
+        results.append(jax.tree.map(np.asarray, updates))
+    off = far(results[1], results[0])
+    assert off < 1e-4, f"updates on fsdp=2 x tensor=2 are those of one device: off by {off:.1e}"
+
+
+# ---- Sources
+
+
+def opened(run: RunConfig, split: str = "train") -> Any:
+    folder = Path(RunConfig().paths.data).expanduser()
+    return pipeline.open_source(run.data, run.data.source, split=split, global_batch=run.train.global_batch, data_dir=folder)
+
+
+def test_source_gives_the_arrays_of_a_batch(part, run):
+    source = opened(run)
+    batch = source.batch(3)
+    missing = [
+        name
+        for name in ("epoch", "synthetic", "masked_fraction", "fingerprint", "bytes_per_token")
+        if not hasattr(source, name)
+    ]
+    assert not missing, f"a source has the attributes that a run reads: it lacks {', '.join(missing)}"
+    try:
+        json.dumps(source.fingerprint)
+    except TypeError as error:
+        pytest.fail(f"a fingerprint is plain JSON, for receipts: {error}")
+    assert set(batch) >= set(BATCH_KEYS), (
+        f"a batch has {', '.join(BATCH_KEYS)}: {sorted(set(BATCH_KEYS) - set(batch))} is missing"
+    )
+    for key, dtype in BATCH_KEYS.items():
+        found, shape = batch[key], (run.train.global_batch, T)
+        assert found.shape == shape, f"arrays of a batch are (global_batch, seq_len), {shape}: {key} is {found.shape}"
+        assert found.dtype == dtype, f"{key} is {dtype}, not {found.dtype}"
+    for key in ("tokens", "targets"):
+        low, high = int(batch[key].min()), int(batch[key].max())
+        assert low >= 0 and high < run.model.vocab_size, (
+            f"{key} are ids of the vocabulary, 0 to {run.model.vocab_size - 1}: they reach from {low} to {high}; set "
+            "model.vocab_size (--part-config=)"
+        )
+
+
+def test_source_batches_follow_from_the_step(part, run):
+    """In any order, from a new object, and in parts: so a run resumes exactly, on any number of hosts."""
+    source = opened(run)
+    first = {step: source.batch(step) for step in (0, 1, 5)}
+
+    def same(found: Any, step: int, what: str, rows: Any = slice(None)) -> None:
+        wrong = [k for k in BATCH_KEYS if not np.array_equal(found[k], first[step][k][rows])]
+        assert not wrong, f"a batch is a function of its step alone: {', '.join(wrong)} of step {step} differ {what}"
+
+    for step in (5, 0, 1):
+        same(source.batch(step), step, "when asked for again, in another order")
+    same(opened(run).batch(5), 5, "from a source that is opened anew")
+    for rows in (slice(1, 3), np.array([3, 0])):
+        same(source.batch(5, rows), 5, f"where only rows {rows} are asked for", rows)
+    assert any(not np.array_equal(first[0][k], first[1][k]) for k in BATCH_KEYS), "steps have batches of their own"
+    held_out = opened(run, "validation").batch(0)
+    assert not np.array_equal(held_out["tokens"], first[0]["tokens"]), "held-out text is not the training text"
+
+
+def test_source_documents_are_consistent(part, run):
+    """Segments, positions, targets and weights tell of the same documents."""
+    for step in range(4):
+        batch = opened(run).batch(step)
+        segments, positions, weights = (batch[k] for k in ("segments", "positions", "weights"))
+        real, same = segments > 0, segments[:, 1:] == segments[:, :-1]
+        assert (segments >= 0).all(), "segments count from 1; 0 is padding"
+        padded = (~real[:, :-1] <= ~real[:, 1:]).all() and (
+            ~same <= ((segments[:, 1:] == segments[:, :-1] + 1) | ~real[:, 1:])
+        ).all()
+        assert padded, "documents of a row are numbered 1, 2, 3, and its padding is at its end"
+        assert segments.max() <= run.data.max_segments or run.data.packing == "none", (
+            "a row has at most data.max_segments documents"
+        )
+        within = real[:, 1:] & same
+        starts = np.concatenate([real[:, :1], real[:, 1:] & ~same], axis=1)
+        assert not positions[starts].any(), "positions begin at 0 in each document of a row"
+        assert (np.diff(positions, axis=1)[within] == 1).all(), "positions go up by 1 within a document"
+        assert np.isfinite(weights).all() and (weights >= 0).all(), "weights are finite and not negative"
+        assert weights.any(), "a batch has targets: all weights are 0"
+        assert not weights[~real].any(), "padding has no targets: its weights are 0"
+        if run.data.packing == "documents":
+            last = real[:, :-1] & ~same
+            assert not weights[:, :-1][last].any(), "the last token of a document has no target in it: its weight is 0"
+        counted = within & (weights[:, :-1] > 0)
+        shifted = batch["targets"][:, :-1][counted] == batch["tokens"][:, 1:][counted]
+        assert shifted.all(), "a target is the token that follows in its document"
+
+
+def test_source_epochs_go_forward(part, run):
+    source = opened(run)
+    epochs = [float(source.epoch(step)) for step in (0, 1, 10, 1000)]
+    assert epochs[0] == 0 and np.isfinite(epochs).all(), (
+        f"epoch(step) is how often the data was seen by then: 0 at step 0, not {epochs[0]}"
+    )
+    assert all(a < b for a, b in zip(epochs, epochs[1:], strict=False)), f"epochs go forward with the steps: they are {epochs}"
