@@ -1,11 +1,11 @@
 """README and docs say what is so: their commands run, their links lead somewhere, the tree names the files that exist.
 
-A ```bash block is run as it stands, block after block of a page in one copy of the repository, with three differences: `run.sh`
+A ```bash block is run as it stands, block after block of a page in one copy of the repository, with four differences: `run.sh`
 is a stand-in that starts the same modules in this environment (the real one has tests of its own, test_launcher.py); HOME is
-empty; and every training run is cut short, by overrides appended to its command line (SHORT). Where the page says what a block
-prints (the word `prints`, then a ```text block), it must print just that. Commands in ```text blocks, and
-those that config files open with, need GPUs or the network: their command lines are parsed, and their configs checked against
-a described node of eight GPUs.
+empty; every training run is cut short, by overrides appended to its command line (SHORT); and of contract tests only those are
+run that compile little (QUICK). Where the page says what a block prints (the word `prints`, then a ```text block), it must
+print just that. Commands in ```text blocks, and those that config files open with, need GPUs or the network: their command
+lines are parsed, and their configs checked against a described node of eight GPUs.
 """
 
 import dataclasses
@@ -42,6 +42,7 @@ SHORT = [
     "--config.eval.batches=1",
     "--config.sample.max_tokens=4",
 ]
+QUICK = "not layout and not gradients"
 SCRIPTS = {f"benchmarks.{module.__name__.split('.')[-1]}": module for module in (attention_tiles, hopper, peer_maxtext)}
 NODE = Devices("gpu", "NVIDIA H200", 8, 140.0, "described", 90)
 
@@ -55,6 +56,7 @@ exec {python} "$@"
 RUN = """#!/usr/bin/env bash
 case "${1-}" in
   '' | -*) exec python -m jaxtrain.main "$@" ;;
+  test) shift; exec python -m pytest "$@" -k {quick} ;;
   *) module=$1; shift; exec python -m "jaxtrain.$module" "$@" ;;
 esac
 """
@@ -83,9 +85,11 @@ def test_commands_run(page: Path, home: Path, tmp_path: Path):
     clone.mkdir()
     for name in ("jaxtrain", "configs", "tests", "benchmarks"):
         shutil.copytree(REPO / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPO / "pyproject.toml", clone)
     tools.mkdir()
     for file, text in ((tools / "python", PYTHON), (clone / "run.sh", RUN)):
-        file.write_text(text.replace("{short}", shlex.join(SHORT)).replace("{python}", shlex.quote(sys.executable)))
+        text = text.replace("{short}", shlex.join(SHORT)).replace("{quick}", shlex.quote(QUICK))
+        file.write_text(text.replace("{python}", shlex.quote(sys.executable)))
         file.chmod(0o755)
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_", "JAXTRAIN_"))}
     environ |= {"PATH": f"{tools}:{os.environ['PATH']}", "HOME": str(home), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(clone)}
