@@ -41,9 +41,10 @@ def _started_on_gpus() -> bool:
     if "jax" not in sys.modules:
         return False
     import jax
-    from jax._src import xla_bridge  # jax has no public way to ask whether it has started
+    from jax._src import xla_bridge  # there is no public way to ask
 
-    return xla_bridge.backends_are_initialized() and jax.devices()[0].platform == "gpu"
+    # Plugins may be there before devices are (`plan` describes machines by them), and have read the variables by then.
+    return xla_bridge._plugins_registered and jax.devices()[0].platform == "gpu"
 
 
 def start_jax(devices: Devices) -> None:

@@ -53,6 +53,14 @@ def test_what_breaks_a_contract_is_named(part, caught):
         test(part, run_with(*part))
 
 
+def test_an_axis_of_ones_own_needs_only_its_rule():
+    import conftest
+
+    rule = dict([conftest.own_key("sharding.rules.colour=fsdp")])
+    run = helpers.tiny({**contract.SIZES, "model.num_layers": 1, **rule, "model.family": "broken_parts:unruled"})
+    contract.test_family_builds(("model.family", "broken_parts:unruled"), run)
+
+
 def tried(*options: str) -> tuple[int, str]:
     """Exit code and output of the suite with these options."""
     env = os.environ | {"PYTHONPATH": f"{REPO}:{REPO / 'tests'}"}

@@ -22,7 +22,7 @@ from jaxtrain.bench.case import FAILED, NO_MEMORY, OK, REFUSED, keep
 from jaxtrain.config import ConfigError, Problem, RunConfig
 from jaxtrain.data import pipeline
 from jaxtrain.launch import Loaded
-from jaxtrain.startup import start_jax
+from jaxtrain.startup import set_memory_budget, start_jax
 from jaxtrain.validate import validate_step
 
 NO_EVAL = ("--config.data.eval_source=", "--config.eval.every_steps=0")
@@ -76,10 +76,7 @@ def start(run: RunConfig, count: int) -> list[Any]:
     found = devices_for(count)
     if found.kind == "cpu" and hardware.probe().count < found.count:
         os.environ["JAX_NUM_CPU_DEVICES"] = str(found.count)
-    if found.kind == "gpu":
-        fraction = hardware.memory_fraction(found.memory_gib, run.train.memory_fraction)
-        os.environ.update(hardware.memory_environment(fraction, os.environ)[0])
-        os.environ.setdefault(hardware.HOST_LIMIT, str(int(hardware.pinned_limit_gib(os.environ))))
+    set_memory_budget(found, run.train.memory_fraction)
     start_jax(found)
     import jax
 
