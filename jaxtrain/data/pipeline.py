@@ -31,7 +31,7 @@ class Batches:
     """Batches of one split of a source. Made by `open_source`.
 
     Attributes: `vocab_size`; `tokenizer` (name, sha256, vocab_size, eot); `bytes_per_token` (UTF-8 bytes of text per token
-    that is predicted; None where unknown); `synthetic`; `tokens_per_epoch`; `masked_fraction` (part of the tokens that
+    whose prediction counts; None where unknown); `synthetic`; `tokens_per_epoch`; `masked_fraction` (part of the tokens that
     `data.max_segments` masks); `fingerprint` (JSON: what was read, for receipts).
     """
 
@@ -108,8 +108,8 @@ class Batches:
         return out
 
     def _rows_of(self, source: int, index_R: np.ndarray) -> dict[str, np.ndarray]:
-        tokens_RS, row, column = self.sources[source].rows(self.window_numbers(source, index_R))
-        return make_batch(tokens_RS, row, column, self.packing, self.max_segments)
+        rows = self.sources[source].rows(self.window_numbers(source, index_R))
+        return make_batch(*rows, self.packing, self.max_segments)
 
 
 class _Steps:
@@ -302,11 +302,13 @@ def open_source(
     files, weights = open_files(data, source, key, seq_len)
     sources = [FileWindows(f, seq_len) for f in files]
     shares = [w / math.fsum(weights) for w in weights]
-    masked = per_token = 0.0
+    masked = text_bytes = predicted = 0.0
     for file, windows, share in zip(files, sources, shares, strict=True):
         header = file.header
-        predicted = header["tokens"] - (header["documents"] if data.packing == "documents" else 0)
-        per_token += share * header["source_bytes"] / max(1, predicted)
+        loss = header["loss"] or {"tokens": header["tokens"], "bytes": header["source_bytes"], "first": header["documents"]}
+        # of a token read from the mixture: the bytes whose prediction counts, and the predictions that count
+        text_bytes += share * loss["bytes"] / header["tokens"]
+        predicted += share * (loss["tokens"] - (loss["first"] if data.packing == "documents" else 0)) / header["tokens"]
         if data.packing == "documents":
             count = masked_tokens(file.doc_offsets[:-1], windows.windows, seq_len, data.max_segments)
             masked += share * count / (windows.windows * seq_len)
@@ -320,7 +322,7 @@ def open_source(
         weights,
         tokenizer=files[0].header["tokenizer"],
         fingerprint=fingerprint,
-        bytes_per_token=per_token,
+        bytes_per_token=text_bytes / predicted if predicted else None,
         masked_fraction=masked,
         **common,
     )
