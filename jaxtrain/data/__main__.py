@@ -6,7 +6,10 @@ from pathlib import Path
 
 from jaxtrain.data import tokenfile
 from jaxtrain.data import tokenizer as tokenizers
-from jaxtrain.data.prepare import FORMATS, PrepareError, prepare, validation_path
+from jaxtrain.data.prepare import SHARD_MB, prepare, validation_path
+from jaxtrain.data.readers import FORMATS, PrepareError
+from jaxtrain.data.shards import WorkerDied
+from jaxtrain.data.template import LOSSES
 
 EXAMPLES = """examples:
   python -m jaxtrain.data prepare --input='books/*.txt' --output=books.tok --validation=0.01
@@ -24,13 +27,17 @@ def parser() -> argparse.ArgumentParser:
     p = commands.add_parser(
         "prepare",
         help="text, JSON lines or Parquet to a token file",
-        description="Writes a token file. It appears under its name only when it is whole; a run that was cut off is started "
-        "again by the same command.",
+        description="Writes a token file. It appears under its name only when it is whole; the same command goes on with a run "
+        "that was cut off, from its finished parts.",
         epilog=EXAMPLES,
         formatter_class=raw,
     )
     p.add_argument(
-        "--input", action="append", required=True, metavar="GLOB", help="files to read, ** for subfolders; repeatable"
+        "--input",
+        action="append",
+        required=True,
+        metavar="GLOB",
+        help="files to read, ** for subfolders, or a data set hf:DATASET[:CONFIG][:SPLIT]; repeatable",
     )
     p.add_argument("--output", type=Path, required=True, metavar="NAME.tok", help="the token file to write")
     p.add_argument(
@@ -39,12 +46,42 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--eot", default="", metavar="TOKEN", help="the token that ends a document, where it is not a well-known one"
     )
-    p.add_argument("--text-key", default="text", metavar="KEY", help="JSON key or Parquet column of the text (default: text)")
+    p.add_argument(
+        "--text-key",
+        default="text",
+        metavar="KEY[,KEY]",
+        help="JSON key or Parquet column of the text (default: text); several are joined by --separator",
+    )
+    p.add_argument(
+        "--separator",
+        type=lambda text: text.replace("\\n", "\n").replace("\\t", "\t"),
+        default="\n\n",
+        metavar="TEXT",
+        help=r"what stands between the texts of several keys; \n and \t are understood (default: a blank line, \n\n)",
+    )
+    p.add_argument(
+        "--chat",
+        action="store_true",
+        help="rows are conversations: messages, conversations, prompt with completion or response, instruction and output",
+    )
+    p.add_argument(
+        "--chat-template",
+        default="",
+        metavar="FILE",
+        help="the Jinja template that writes them (default: the tokenizer's own)",
+    )
+    p.add_argument(
+        "--loss",
+        choices=LOSSES,
+        default=LOSSES[0],
+        help="tokens of a conversation that count in the loss: of the assistant's turns (default), all, of its last turn",
+    )
     p.add_argument(
         "--format",
         choices=FORMATS,
         default="auto",
-        help="auto: .jsonl .ndjson a document a line, .parquet a document a row, all else a document a file; .gz is unpacked",
+        help="auto: .jsonl .ndjson a document a line, .parquet a document a row, all else a document a file; .gz .bz2 .xz .zst "
+        "are unpacked",
     )
     p.add_argument(
         "--validation",
@@ -55,6 +92,20 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--skip-bad-lines", action="store_true", help="leave out lines that cannot be read, and count them")
     p.add_argument("--force", action="store_true", help="replace an existing output")
+    p.add_argument(
+        "--processes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how many to work with (default: one a core); the file is the same",
+    )
+    p.add_argument(
+        "--shard-mb",
+        type=float,
+        default=SHARD_MB,
+        metavar="MB",
+        help=f"input that a process takes at a time, and that is lost where a run is cut off (default {SHARD_MB})",
+    )
     v = commands.add_parser("verify", help="read token files whole and check them", description="Exit code 0: all are intact.")
     v.add_argument("files", nargs="+", type=Path, metavar="FILE")
     s = commands.add_parser("show", help="the header and the first documents of a token file")
@@ -77,7 +128,8 @@ def describe(path: Path, header: dict) -> str:
 
 
 def run_prepare(args: argparse.Namespace) -> int:
-    keys = ("tokenizer", "eot", "text_key", "format", "validation", "skip_bad_lines", "force")
+    keys = ("tokenizer", "eot", "text_key", "separator", "format", "chat", "chat_template", "loss", "validation")
+    keys += ("skip_bad_lines", "force", "processes", "shard_mb")
     headers = prepare(args.input, args.output, **{k: getattr(args, k) for k in keys})
     for path, header in zip((args.output, validation_path(args.output)), headers, strict=False):
         print(describe(path, header))
@@ -131,7 +183,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0; 1 damaged file or failing disk; 2 wrong command or input, nothing written; 130 Ctrl-C, nothing written."""
+    """Exit code: 0; 1 damaged file, failing disk or process; 2 wrong command or input; 130 Ctrl-C. Only 0 means written."""
     args = parser().parse_args(argv)
     command = {"prepare": run_prepare, "verify": run_verify, "show": run_show, "bench": run_bench}[args.command]
     try:
@@ -148,8 +200,11 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
+    except WorkerDied as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
+        print("interrupted; no token file was written", file=sys.stderr)
         return 130
 
 

@@ -38,8 +38,8 @@ def is_validation(relative: str) -> bool:
 def stdlib_files(data_dir: Path | str) -> tuple[Path, Path]:
     """The train and validation token files (bytes), made on first use.
 
-    The name holds a fingerprint of the Python version, the file format, the list of files and their sizes. Two processes may make them at
-    once: each writes its own temporary file, and the last rename wins with the same content.
+    The name holds a fingerprint of the Python version, the file format, the list of files and their sizes. Two processes may
+    make them at once: each writes its own temporary file, and the last rename wins with the same content.
     """
     data_dir = Path(data_dir).expanduser()
     files = list_files()

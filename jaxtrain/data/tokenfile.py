@@ -166,10 +166,10 @@ class TokenWriter:
         """All documents of another file of the same kind, without a look into them."""
         if file.header["tokenizer"] != self.tokenizer or (file.loss_bits is None) != (self._loss is None):
             raise ValueError(f"{file.path} is of another kind than {self.path}")
-        step = BLOCK // self.dtype.itemsize  # a multiple of 8
+        step = 1 << 20  # tokens; a multiple of 8
         for first in range(0, file.header["tokens"], step):
             part = file.tokens[first : first + step]
-            self._put(part.tobytes())
+            self._put(memoryview(part).cast("B"))
             if self._loss is not None:
                 self._put_loss(file.loss_flags(first, first + part.size), 0, 0)
         if self._loss is not None:
@@ -245,6 +245,10 @@ class TokenWriter:
             for file in filter(None, (self._file, self._offsets, self._loss)):
                 stack.callback(file.close)
 
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
     def abort(self) -> None:
         """Leaves nothing behind, also where closing fails because the disk is full."""
         try:
@@ -256,7 +260,7 @@ class TokenWriter:
         return self
 
     def __exit__(self, kind: object, value: object, traceback: object) -> None:
-        if self._file.closed:
+        if self.closed:
             return
         if kind is None:
             self.close()
