@@ -183,7 +183,7 @@ class Data:
 
     source: str = key(
         "stdlib",
-        "stdlib | synthetic | FILE.tok[=WEIGHT],FILE.tok[=WEIGHT],... | package.module:name",
+        "stdlib | synthetic | FILE.tok[=WEIGHT],FILE.tok[=WEIGHT],... | FILE.mix | package.module:name",
     )
     eval_source: str = key("", "held-out data, same forms; '': the validation split of stdlib and synthetic")
     tokenizer: str = key("byte", "byte | path of a tokenizer.json | hf:NAME; must be the one the token files were made with")

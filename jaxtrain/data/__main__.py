@@ -1,10 +1,15 @@
-"""`python -m jaxtrain.data`: make, check, show and time token files."""
+"""`python -m jaxtrain.data`: make, check, show, mix, count and time token files."""
 
 import argparse
+import json
+import math
 import sys
 from pathlib import Path
 
-from jaxtrain.data import tokenfile
+import numpy as np
+
+from jaxtrain.config import Data
+from jaxtrain.data import mixture, tokenfile
 from jaxtrain.data import tokenizer as tokenizers
 from jaxtrain.data.prepare import SHARD_MB, prepare, validation_path
 from jaxtrain.data.readers import FORMATS, PrepareError
@@ -21,7 +26,10 @@ EXAMPLES = """examples:
 def parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     top = argparse.ArgumentParser(
-        "python -m jaxtrain.data", description="Make, check, show and time token files.", epilog=EXAMPLES, formatter_class=raw
+        "python -m jaxtrain.data",
+        description="Make, check, show, mix, count and time token files.",
+        epilog=EXAMPLES,
+        formatter_class=raw,
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     p = commands.add_parser(
@@ -111,6 +119,35 @@ def parser() -> argparse.ArgumentParser:
     s = commands.add_parser("show", help="the header and the first documents of a token file")
     s.add_argument("file", type=Path, metavar="FILE")
     s.add_argument("--documents", type=int, default=2, metavar="N", help="documents to show the start of (default 2)")
+    m = commands.add_parser(
+        "mix",
+        help="write a mixture: token files with weights, and what they hold now",
+        description="data.source=NAME.mix reads it. A file that no longer holds what it held when the mixture was written is "
+        "refused.",
+    )
+    m.add_argument("files", nargs="+", metavar="FILE.tok[=WEIGHT]", help="token files made with the same tokenizer")
+    m.add_argument("--output", type=Path, required=True, metavar="NAME.mix", help="the mixture to write")
+    m.add_argument(
+        "--by",
+        choices=("weight", "tokens"),
+        default="weight",
+        help="tokens: in proportion to what the files hold, times a weight where one is given",
+    )
+    m.add_argument(
+        "--temperature", type=float, default=1.0, metavar="T", help="weights to the power 1/T: above 1 nearer to each other"
+    )
+    m.add_argument(
+        "--tokens", type=float, default=0.0, metavar="N", help="count the epochs in N tokens, 10e9 say (default: all there are)"
+    )
+    m.add_argument("--force", action="store_true", help="replace an existing mixture")
+    c = commands.add_parser("stats", help="documents, lengths, packing, duplicates of token files; some documents")
+    c.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    c.add_argument("--seq-len", type=int, default=4096, metavar="T", help="data.seq_len to pack for (default 4096)")
+    c.add_argument(
+        "--max-segments", type=int, default=Data().max_segments, metavar="M", help="data.max_segments (default: as there)"
+    )
+    c.add_argument("--documents", type=int, default=3, metavar="N", help="documents to show the start of (default 3)")
+    c.add_argument("--json", action="store_true", help="figures as JSON, one object a file and line")
     b = commands.add_parser("bench", help="batches per second from a token file in the page cache, on one core")
     b.add_argument("--batch", type=int, default=8, metavar="B", help="sequences in a batch (default 8)")
     b.add_argument("--seq-len", type=int, default=4096, metavar="T", help="tokens in a sequence (default 4096)")
@@ -138,7 +175,14 @@ def run_prepare(args: argparse.Namespace) -> int:
 
 def run_verify(args: argparse.Namespace) -> int:
     damaged = False
-    for path in args.files:
+    files = [(path, mixture.verify(path) if path.suffix == mixture.SUFFIX else None) for path in args.files]
+    for path, wrong in files:
+        if wrong is not None:
+            damaged |= bool(wrong)
+            names = [] if wrong else [str(entry["path"]) for entry in mixture.read(path)]
+            for line in wrong or [f"{path}: its files hold what they held when it was written: {', '.join(names)}"]:
+                print(line)
+            continue
         faults = tokenfile.verify(path)
         damaged |= bool(faults)
         for fault in faults or [f"{describe(path, tokenfile.TokenFile.open(path).header)}: intact"]:
@@ -146,24 +190,93 @@ def run_verify(args: argparse.Namespace) -> int:
     return int(damaged)
 
 
+def written(file: tokenfile.TokenFile, first: int, last: int, tokenizer: tokenizers.Tokenizer | None) -> str:
+    """Tokens as text (as ids without a tokenizer); what does not count in the loss stands between ⟦ and ⟧."""
+
+    def decode(ids: np.ndarray) -> str:
+        return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
+
+    if file.loss_bits is None:
+        return decode(file.tokens[first:last])
+    flags = file.loss_flags(first, last)
+    runs = np.split(np.arange(first, last), np.flatnonzero(np.diff(flags)) + 1)
+    texts = [(decode(file.tokens[run]), flags[run[0] - first]) for run in runs if run.size]
+    return "".join(text if counts else f"⟦{text}⟧" for text, counts in texts)
+
+
+def tokenizer_of(file: tokenfile.TokenFile) -> tuple[tokenizers.Tokenizer | None, str]:
+    """The tokenizer that made the file, or None and why it is not here."""
+    recorded = file.header["tokenizer"]
+    try:
+        tokenizer = tokenizers.load_tokenizer(recorded["name"])
+    except tokenizers.TokenizerError as e:
+        return None, f"{e}; ids are shown"
+    if tokenizer.sha256 != recorded["sha256"]:
+        return None, "the tokenizer of that name is another one now; ids are shown"
+    return tokenizer, ""
+
+
+def show_document(file: tokenfile.TokenFile, i: int, tokenizer: tokenizers.Tokenizer | None) -> None:
+    first, last = int(file.doc_offsets[i]), int(file.doc_offsets[i + 1])
+    print(f"--- document {i}: tokens {first:,} to {last:,}")
+    print(written(file, first, min(last, first + 200), tokenizer))
+
+
 def run_show(args: argparse.Namespace) -> int:
     file = tokenfile.TokenFile.open(args.file)
     header = file.header
     print(describe(args.file, header))
     print("made from: " + ", ".join(header["sources"]))
-    try:
-        tokenizer = tokenizers.load_tokenizer(header["tokenizer"]["name"])
-        same = tokenizer.sha256 == header["tokenizer"]["sha256"]
-        note = "" if same else "the tokenizer of that name is another one now; ids are shown"
-    except tokenizers.TokenizerError as e:
-        tokenizer, same, note = None, False, f"{e}; ids are shown"
+    if header["loss"]:
+        print(f"{header['loss']['tokens']:,} tokens count in the loss; the others stand between ⟦ and ⟧")
+    tokenizer, note = tokenizer_of(file)
     if note:
         print(note)
     for i in range(min(args.documents, header["documents"])):
-        first, last = int(file.doc_offsets[i]), int(file.doc_offsets[i + 1])
-        ids = file.tokens[first : min(last, first + 200)]
-        print(f"--- document {i}: tokens {first:,} to {last:,}")
-        print(tokenizer.decode(ids) if tokenizer and same else " ".join(map(str, ids)))
+        show_document(file, i, tokenizer)
+    return 0
+
+
+def run_mix(args: argparse.Namespace) -> int:
+    named: list[tuple[str, float | None]] = []
+    for item in args.files:
+        path, given, text = (item, "", "") if item.endswith(".tok") else item.rpartition("=")
+        try:
+            named.append((path if given else item, float(text) if given else None))
+        except ValueError:
+            raise mixture.MixtureError(f"{item}: a weight is a number above 0, as in {path}=0.5") from None
+    if args.output.exists() and not args.force:
+        raise mixture.MixtureError(f"--output={args.output}: exists. Choose another name, or replace it with --force.")
+    if not 0 <= args.tokens < math.inf:
+        raise mixture.MixtureError(f"--tokens={args.tokens}: is a count of tokens")
+    weighed = mixture.weigh(named, args.by, args.temperature)
+    mixture.write(args.output, weighed)
+    tokens = int(args.tokens) or sum(file.header["tokens"] for file, _ in weighed)
+    print(f"{'weight':>10} {'tokens':>18} {'epochs':>10}   in {tokens:,} tokens")
+    for path, held, weight, epochs in mixture.table(weighed, tokens):
+        print(f"{weight:10.4f} {held:18,} {epochs:10.3f}   {path}")
+    return 0
+
+
+def run_stats(args: argparse.Namespace) -> int:
+    for name in ("seq_len", "max_segments"):
+        if getattr(args, name) <= 0:
+            raise PrepareError(f"--{name.replace('_', '-')}={getattr(args, name)}: must be above 0")
+    from jaxtrain.data import stats
+
+    for path in args.files:
+        found = stats.stats(path, args.seq_len, args.max_segments)
+        if args.json:
+            print(json.dumps(found))
+            continue
+        file = tokenfile.TokenFile.open(path)
+        print(describe(path, file.header))
+        print("\n".join(stats.lines(found)))
+        tokenizer, note = tokenizer_of(file)
+        if note:
+            print(note)
+        for i in stats.sample(file, args.documents):
+            show_document(file, i, tokenizer)
     return 0
 
 
@@ -185,10 +298,17 @@ def run_bench(args: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0; 1 damaged file, failing disk or process; 2 wrong command or input; 130 Ctrl-C. Only 0 means written."""
     args = parser().parse_args(argv)
-    command = {"prepare": run_prepare, "verify": run_verify, "show": run_show, "bench": run_bench}[args.command]
+    command = {
+        "prepare": run_prepare,
+        "verify": run_verify,
+        "show": run_show,
+        "mix": run_mix,
+        "stats": run_stats,
+        "bench": run_bench,
+    }[args.command]
     try:
         return command(args)
-    except (PrepareError, tokenizers.TokenizerError, tokenfile.TokenFileError) as e:
+    except (PrepareError, tokenizers.TokenizerError, tokenfile.TokenFileError, mixture.MixtureError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     except FileNotFoundError as e:

@@ -131,6 +131,8 @@ class ChatTemplate:
     def parts(self, messages: list[dict[str, str]], loss: str) -> tuple[str, list[Part]]:
         """The conversation as text, and the same cut at control tokens and where the loss begins and ends. Raises RowError.
 
+        No token reaches over a cut: what stands before a turn is encoded as the prompt of a generation would be.
+
         Assistant turns are what stands in `{% generation %}` blocks where the template has them. Else a turn is what its
         message adds to the conversation before it with the generation prompt, up to the control token that ends it.
         """
