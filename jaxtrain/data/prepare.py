@@ -234,14 +234,14 @@ def _shards(
                 return
             if isinstance(result := results[following], Exception):
                 raise result
-            for line in result["lines"]:
-                shown += 1
-                if shown <= SHOWN:
-                    say(line)
             if not skip_bad_lines:
-                for path, count in result["bad"][: None if not bad else 1]:
+                for path, count in result["bad"]:
                     if not bad or path in bad:
                         bad[path] = bad.get(path, 0) + count
+            for path, line in result["lines"]:
+                shown += skip_bad_lines or path in bad
+                if shown <= SHOWN and (skip_bad_lines or path in bad):
+                    say(line)
             following += 1
         if bad:
             _refuse(bad)

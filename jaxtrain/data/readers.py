@@ -91,6 +91,7 @@ class _Zstandard(io.RawIOBase):
         import zstandard
 
         self._raw = raw
+        self._error = zstandard.ZstdError
         self._new = lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
         self._frame = self._new()
         self._begun = False
@@ -108,7 +109,10 @@ class _Zstandard(io.RawIOBase):
                     raise EOFError("the last zstandard frame is cut off")
                 return 0
             self._begun = True
-            self._ready = self._frame.decompress(data)
+            try:
+                self._ready = self._frame.decompress(data)
+            except self._error as e:
+                raise OSError(str(e)) from e
             if self._frame.eof:
                 self._input, self._frame, self._begun = self._frame.unused_data, self._new(), False
         count = min(len(buffer), len(self._ready))
@@ -255,10 +259,6 @@ def read(source: Input) -> Iterator[Piece]:
         yield from READERS[source.cut.kind](source)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
         raise PrepareError(f"{source.cut.path}: cannot be read to its end ({e})") from e
-    except Exception as e:
-        if type(e).__module__ == "zstd":  # zstandard.ZstdError, of a package that may not be loaded
-            raise PrepareError(f"{source.cut.path}: cannot be read to its end ({e})") from e
-        raise
 
 
 READERS: dict[str, Callable[[Input], Iterator[Piece]]] = {

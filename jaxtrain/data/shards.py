@@ -119,19 +119,20 @@ def names(folder: Path, number: int, job: Job) -> list[Path]:
 
 
 def make_shard(job: Job, folder: Path, number: int, shard: Shard, skip_bad_lines: bool, progress: Progress) -> dict[str, Any]:
-    """Writes a shard. Returns what its JSON says: `files` (content hashes), `tokens`, `bad` ([path, count] each), `lines`.
+    """Writes a shard. Returns what its JSON says: `files` (content hashes), `tokens`, `bad` ([path, count] each), and `lines`
+    ([path, reason] each) of the first bad lines.
 
     Without `skip_bad_lines` it stops after the first file with bad lines, and is not marked as finished.
     """
     tok, rows = job.load()
-    lines: list[str] = []
+    lines: list[tuple[str, str]] = []
     bad: list[tuple[str, int]] = []
     done = 0
     own = f".{os.getpid()}"  # a process that outlived a run that was killed writes under another name
     writers = [TokenWriter(path, tokenizers.info(tok), suffix=own, loss=job.chat) for path in names(folder, number, job)]
     try:
         for cut in shard:
-            source = Input(cut, rows, lambda line: lines.append(line) if len(lines) < SHOWN else None)
+            source = Input(cut, rows, lambda line, path=cut.path: lines.append((path, line)) if len(lines) < SHOWN else None)
             writer = None  # of the document that is being written
             for batch in batches_of(read(source)):
                 if source.bad and not skip_bad_lines:
@@ -182,11 +183,11 @@ class Folder:
             say(f"{path} was left by a run with other {differing(found, manifest)}; starting afresh")
         for old in path.iterdir():
             if old.is_dir() and old != self.shards:
-                shutil.rmtree(old)
+                shutil.rmtree(old, ignore_errors=True)  # a process that outlived its run may still write there, in vain
         self.shards.mkdir(exist_ok=True)
         for old in self.shards.iterdir():
             if old.suffix not in (".tok", ".json"):  # of a shard that was not finished
-                old.unlink()
+                old.unlink(missing_ok=True)
         part = path / "manifest.json.new"
         part.write_text(text)
         part.replace(kept)
