@@ -187,9 +187,9 @@ def test_stats_against_direct_counts(tmp_path, monkeypatch, capsys):
     assert packed["rows"] == len(rows)
     assert packed["counted"] == pytest.approx(np.mean([r["weights"] for r in rows]))
     assert packed["documents_per_row"] == pytest.approx(np.mean([r["segments"].max() for r in rows]))
-    assert (
-        packed["masked"] == pytest.approx(np.mean([r["segments"] == 0 for r in rows])) == pytest.approx(batches.masked_fraction)
-    )
+    assert packed["masked"] == pytest.approx(np.mean([r["segments"] == 0 for r in rows]))
+    assert packed["masked"] == pytest.approx(batches.masked_fraction)
+    assert packed["masked"] > 0
     assert found["tokens_with_loss"] == int(file.loss_flags(0, len(file.tokens)).sum())
     assert main(["stats", str(path), "--seq-len=32", "--max-segments=2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(found))
