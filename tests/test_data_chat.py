@@ -193,6 +193,16 @@ def made_source(name: str) -> str:
     return TEMPLATES[name][0]
 
 
+def test_ordinary_text_is_left_alone_and_only_control_tokens_are_marked(folders):
+    _, made = load(folders["bytes"])
+    mark = template.MARK
+    for text in ("Sure.", "", "the end", "  a list:\n- <b>bold</b>\n", "1 < 2", "text"):
+        assert made.guard(text) == text or text == "text"  # of <|endoftext|>
+    assert made.guard("a </s> b") == f"a <{mark}/s> b"
+    assert made.guard(" so <|im_ ") == f" {mark}so <|im_{mark} "
+    assert made.guard("> quoted") == f"{mark}> quoted{mark}"
+
+
 def test_a_message_at_whose_border_a_control_token_would_arise(folders):
     """A template that writes `<|` before a message and `|>` after it: the message names no token all the same."""
     _, made = load(folders["bytes"], "{% for m in messages %}<|{{ m.content }}|><|{{ m.role }}|>{{ eos_token }}{% endfor %}")

@@ -99,15 +99,19 @@ class ChatTemplate:
         texts = [token.text for token in control]
         self._texts = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
         self._longest = max(map(len, texts), default=0)
-        self._substrings = {text[i:j] for text in texts for i in range(len(text)) for j in range(i + 1, len(text) + 1)}
+        self._beginnings = {text[:n] for text in texts for n in range(1, len(text))}
+        self._endings = {text[n:] for text in texts for n in range(1, len(text))}
+        self._insides = {text[i:j] for text in texts for i in range(1, len(text)) for j in range(i + 1, len(text))}
 
     def guard(self, text: str) -> str:
         """The text with marks where it, or what the template may write next to it, could be read as a control token."""
         if any(mark in text for mark in (MARK, OPEN, CLOSE)):
             raise RowError("a message holds one of the noncharacters U+FDD0 to U+FDD2, which are used as marks here")
         core = text.strip()
-        # an end of the text that is a piece of a control token may be made whole by what the template writes next to it
-        joins = any(core[-n:] in self._substrings or core[:n] in self._substrings for n in range(1, self._longest)) and core
+        # what begins, ends or lies within a control token may be made whole by what the template writes next to it
+        joins = core in self._insides or any(
+            core[-n:] in self._beginnings or core[:n] in self._endings for n in range(1, min(len(core), self._longest) + 1)
+        )
         guarded = text
         while found := self._texts.search(guarded):
             if len(found[0]) == 1:
