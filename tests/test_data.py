@@ -27,6 +27,7 @@ from jaxtrain.data import bench, pipeline, prepare, readers, shards, stdlib, tok
 from jaxtrain.data import tokenizer as text_tokenizers
 from jaxtrain.data.__main__ import main
 from jaxtrain.data.tokenfile import TokenFile, TokenWriter
+from jaxtrain.data.verify import verify
 from jaxtrain.shapes import BATCH_KEYS
 
 BYTE = text_tokenizers.ByteTokenizer()
@@ -226,7 +227,7 @@ def test_stdlib_split_is_disjoint_by_file_and_made_once(tmp_path):
     for i, text in enumerate(documents):
         assert BYTE.decode(tokens[offsets[i] : offsets[i + 1]]) == text
         assert tokens[offsets[i + 1] - 1] == BYTE.eot
-    assert tokenfile.verify(validation) == []
+    assert verify(validation) == []
     data = config.Data()
     for split, file in zip(("train", "validation"), opened, strict=True):
         batches = pipeline.open_source(data, "", split=split, global_batch=2, data_dir=tmp_path)
@@ -241,7 +242,7 @@ def test_two_processes_may_make_the_stdlib_files_at_once(tmp_path):
     assert [p.returncode for p in both] == [0, 0]
     assert outputs[0] == outputs[1]
     assert sorted(str(p) for p in tmp_path.iterdir()) == sorted(outputs[0])
-    assert tokenfile.verify(outputs[0][0]) == []
+    assert verify(outputs[0][0]) == []
 
 
 # token files
@@ -255,7 +256,7 @@ def test_token_file_round_trip_uint16_and_uint32(tmp_path):
         assert file.tokens.tolist() == [1, 2, 3, 256, 256, vocab - 1, 256]
         assert file.doc_offsets.tolist() == [0, 4, 5, 7]
         assert (file.header["tokens"], file.header["documents"], file.header["source_bytes"]) == (7, 3, 4)
-        assert tokenfile.verify(file.path) == []
+        assert verify(file.path) == []
     with pytest.raises(tokenfile.TokenFileError, match="outside the vocabulary"):
         write_file(tmp_path / "bad.tok", [[1, 257]])
     assert not list(tmp_path.glob("bad*"))
@@ -270,12 +271,12 @@ def test_verify_finds_any_flipped_byte_and_names_the_block(tmp_path, monkeypatch
     rng = np.random.default_rng(0)
     for at in rng.integers(tokenfile.PREAMBLE.size, len(good), 40).tolist():
         path.write_bytes(good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :])
-        faults = tokenfile.verify(path)
+        faults = verify(path)
         assert faults, at
         assert ("header" if at >= end else f"block {(at - tokenfile.PREAMBLE.size) >> 10} ") in faults[0]
     for damaged in (good[:-1], good[: len(good) // 2], good + b"x", b"", b"jaxtrtok", bytes(64) + good[64:], b"text " * 100):
         path.write_bytes(damaged)
-        assert tokenfile.verify(path)
+        assert verify(path)
         with pytest.raises(tokenfile.TokenFileError, match="a.tok"):
             TokenFile.open(path)
 
@@ -315,7 +316,7 @@ def test_prepare_reads_every_format_alike(tmp_path, monkeypatch, pattern):
     (header,) = prepare.prepare([pattern], Path("out.tok"), text_key="body")
     assert texts(Path("out.tok")) == documents
     assert header["source_bytes"] == sum(len(d.encode()) for d in documents)
-    assert tokenfile.verify("out.tok") == []
+    assert verify("out.tok") == []
     prepare.prepare([pattern], Path("split.tok"), text_key="body", validation=0.3)
     train, validation = texts(Path("split.tok")), texts(Path("split.val.tok"))
     assert sorted(train + validation) == sorted(documents)
@@ -509,7 +510,7 @@ def test_hugging_face_tokenizer(tmp_path, bpe):
     file = TokenFile.open(tmp_path / "a.tok")
     assert file.tokens.tolist() == [*ids, stop.eot]
     assert "def naïve" in main_here(tmp_path, "show", "a.tok")[1]
-    assert tokenfile.verify(file.path) == []
+    assert verify(file.path) == []
 
 
 # checks before a run

@@ -18,6 +18,7 @@ from jaxtrain.data import pipeline, prepare, rows, template, tokenfile
 from jaxtrain.data import tokenizer as text_tokenizers
 from jaxtrain.data.__main__ import main
 from jaxtrain.data.tokenfile import TokenFile, TokenWriter
+from jaxtrain.data.verify import verify
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
@@ -316,7 +317,7 @@ def test_chat_files_end_to_end(tmp_path, folders, capsys):
         assert main([*command, f"--input={tmp_path}/c.{name}", f"--output={tmp_path}/{name}.tok"]) == 0
     file, other = (TokenFile.open(tmp_path / f"{name}.tok") for name in ("jsonl", "parquet"))
     assert file.header["content_sha256"] == other.header["content_sha256"]
-    assert tokenfile.verify(file.path) == []
+    assert verify(file.path) == []
     tok = text_tokenizers.load_tokenizer(str(folders["bytes"]))
     flags = file.loss_flags(0, file.header["tokens"])
     parts = [p for t in talks for p in load(folders["bytes"])[1].parts(t, "assistant")[1]]
@@ -403,7 +404,7 @@ def test_loss_bits_round_trip(tmp_path_factory, data):
     assert file.header["loss"]["tokens"] == sum(want)
     starts = np.asarray(file.doc_offsets[:-1])
     assert file.header["loss"]["first"] == sum(want[s] for s in starts)
-    assert tokenfile.verify(file.path) == []
+    assert verify(file.path) == []
     if len(want) > 9:
         view = pipeline.FileWindows(file, 3)
         index = np.arange(view.windows)
@@ -420,7 +421,7 @@ def test_damaged_loss_bits_are_found(tmp_path):
     data = bytearray((tmp_path / "a.tok").read_bytes())
     data[end - 16 - 12] ^= 1  # among the bits: two offsets follow, and three bytes of padding
     (tmp_path / "b.tok").write_bytes(data)
-    faults = tokenfile.verify(tmp_path / "b.tok")
+    faults = verify(tmp_path / "b.tok")
     assert any("checksum" in f for f in faults) and any("have the loss bit" in f for f in faults)
     with TokenWriter(tmp_path / "c.tok", info) as writer, pytest.raises(ValueError, match="loss flags"):
         writer.write([1], 1, np.asarray([True]), 1)

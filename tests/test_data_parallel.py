@@ -18,11 +18,12 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.data import datasets_input, prepare, readers, shards, tokenfile
+from jaxtrain.data import datasets_input, prepare, readers, shards
 from jaxtrain.data import tokenizer as text_tokenizers
 from jaxtrain.data.__main__ import main
 from jaxtrain.data.rows import TextRows
 from jaxtrain.data.tokenfile import TokenFile
+from jaxtrain.data.verify import verify
 
 BYTE = text_tokenizers.ByteTokenizer()
 
@@ -86,7 +87,7 @@ def test_the_file_is_the_same_for_any_number_of_processes_and_size_of_parts(corp
         out = tmp_path / f"{processes}-{shard_mb}.tok"
         prepare.prepare(inputs, out, validation=0.2, processes=processes, shard_mb=shard_mb)
         made[processes, shard_mb] = [p.read_bytes() for p in (out, prepare.validation_path(out))]
-        assert tokenfile.verify(out) == []
+        assert verify(out) == []
     assert all(files == made[1, 64] for files in made.values())
     assert len(texts(tmp_path / "1-64.tok")) + len(texts(tmp_path / "1-64.val.tok")) == 2000 + 3000 + 19 + 300
     assert not list(tmp_path.glob("*.partial"))
@@ -170,7 +171,7 @@ def test_killed_and_started_again_gives_the_same_file(tmp_path):
     for one, other in (("a.tok", "b.tok"), ("a.val.tok", "b.val.tok")):
         files = [TokenFile.open(tmp_path / name) for name in (one, other)]
         assert files[0].header["content_sha256"] == files[1].header["content_sha256"]
-        assert tokenfile.verify(tmp_path / one) == []
+        assert verify(tmp_path / one) == []
 
 
 def cut_off(folder: Path, monkeypatch, **options) -> list[str]:

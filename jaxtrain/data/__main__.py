@@ -15,6 +15,7 @@ from jaxtrain.data.prepare import SHARD_MB, prepare, validation_path
 from jaxtrain.data.readers import FORMATS, PrepareError
 from jaxtrain.data.shards import WorkerDied
 from jaxtrain.data.template import LOSSES
+from jaxtrain.data.verify import verify
 
 EXAMPLES = """examples:
   python -m jaxtrain.data prepare --input='books/*.txt' --output=books.tok --validation=0.01
@@ -183,7 +184,7 @@ def run_verify(args: argparse.Namespace) -> int:
             for line in wrong or [f"{path}: its files hold what they held when it was written: {', '.join(names)}"]:
                 print(line)
             continue
-        faults = tokenfile.verify(path)
+        faults = verify(path)
         damaged |= bool(faults)
         for fault in faults or [f"{describe(path, tokenfile.TokenFile.open(path).header)}: intact"]:
             print(fault)
