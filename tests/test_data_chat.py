@@ -165,6 +165,15 @@ def test_ids_are_those_of_the_whole_text_with_control_tokens_read(folders, kind,
     assert ids_of(tok, made.parts(talk(*pairs), "last")[1])[: len(prompt)] == prompt
 
 
+@pytest.mark.parametrize(("kind", "prefixed"), [("metaspace", ["start"]), ("prepend", ["start", "after"])])
+def test_a_space_is_put_before_a_text_only_where_the_package_would(folders, kind, prefixed):
+    tok, _ = load(folders[kind])
+    names = tokenizers.Tokenizer.from_file(str(folders[kind] / "tokenizer.json"))
+    for place in ("start", "after", "inner"):
+        (ids,) = tok.encode_places(["is it"], [place])
+        assert "".join(map(names.id_to_token, ids)) == ("▁is▁it" if place in prefixed else "is▁it"), place
+
+
 EVIL = st.lists(
     st.sampled_from(
         [*SPECIAL, "<|im_", "end|>", "<", ">", "|", "s>", "</", "im_end", " ", "\n", "a", "ü", "<|", "|>", "eot_id"]

@@ -191,6 +191,11 @@ def cut_off(folder: Path, monkeypatch, **options) -> list[str]:
     return said
 
 
+def swap(path: Path) -> None:
+    """In place of a part's file, the whole one of another part."""
+    path.write_bytes(path.with_name("000000.tok").read_bytes())
+
+
 def test_what_differs_starts_afresh_and_says_so(tmp_path, monkeypatch):
     write_lines(tmp_path / "a.jsonl", 1000)
 
@@ -216,7 +221,7 @@ def test_what_differs_starts_afresh_and_says_so(tmp_path, monkeypatch):
     assert "other inputs; starting afresh" in run()[0]
     assert texts(tmp_path / "a.tok") == want
     # a part that is not what it was is made again
-    for damage in (lambda p: p.with_suffix(".json").unlink(), lambda p: p.write_bytes(p.read_bytes()[:-1]), Path.unlink):
+    for damage in (lambda p: p.with_suffix(".json").unlink(), lambda p: p.write_bytes(p.read_bytes()[:-1]), Path.unlink, swap):
         (tmp_path / "a.tok").unlink()
         cut_off(tmp_path, monkeypatch)
         damage(finished(tmp_path)[1].with_suffix(".tok"))
