@@ -189,7 +189,7 @@ class Data:
 
     source: str = key(
         "stdlib",
-        "stdlib | synthetic | FILE.tok[=WEIGHT],FILE.tok[=WEIGHT],... | package.module:name",
+        "stdlib | synthetic | FILE.tok[=WEIGHT],FILE.tok[=WEIGHT],... | FILE.mix | package.module:name",
     )
     eval_source: str = key(
         "",
