@@ -347,7 +347,7 @@ def test_presets_read_back(name):
 
 def test_a_run_starts_from_a_folder_and_stretches_its_context(tmp_path, capsys):
     """init.from with a Hugging Face folder, and sequences sixteen times as long as it was trained with."""
-    folder = hugging_face.write(tmp_path / "theirs", "llama2", scale=0.3)
+    folder = hugging_face.write(tmp_path / "theirs", "llama2", scale=0.3, vocab=264)
     model = {k: v for k, v in dataclasses.asdict(open_folder(folder).model).items() if v not in ("", 0, 0.0)}
     model |= {"rope_scaling": "llama3", "rope_factor": 16.0, "rope_original_len": 64}
     keys = {f"model.{k}": v for k, v in model.items()}
