@@ -65,7 +65,7 @@ def losses(run: RunConfig) -> tuple[np.ndarray, float]:
     """(training loss of each step, loss on held-out text after the last) of a run on the first device."""
     program = build(run, jax.devices()[:1])
     train, held_out = open_data(run, program)
-    state = create_state(program.definition, program.tx, program.state, run.train.seed)
+    state = create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
     seen = []
     for i in range(run.train.steps):
         state, values = program.train_step(state, place_batch(train.batch(i), program.batch, program.context))

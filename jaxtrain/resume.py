@@ -38,7 +38,8 @@ TABLE = (
     Row(("data.source",), "free", "the mixture may change; sequences are then drawn from the new one at the same position"),
     Row(("data.eval_source", "data.prefetch", "eval.*"), "free", "training does not depend on it"),
     Row(("log.*", "sample.*", "profile.*", "paths.*", "checkpoint.*"), "free", "what is written, and where"),
-    Row(("train.seed", "model.init_std", "init.*"), "free", "used at a run's start only: no effect on a resumed one"),
+    Row(("train.seed", "model.init_std"), "free", "used at a run's start only: no effect on a resumed one"),
+    Row(("init.*",), "free", "used at a run's start only; with adapters, where their base lies: another one is refused"),
     Row(
         ("data.seq_len", "train.global_batch"),
         "ask",
@@ -66,6 +67,8 @@ TABLE = (
     ),
     Row(("optimizer.offload",), "free", "where moments rest; the numbers stay"),
     Row(("optimizer.name",), "never", "another optimizer stores other tensors"),
+    Row(("lora.alpha",), "ask", "the same adapters compute another function"),
+    Row(("lora.rank", "lora.targets", "train.freeze"), "never", "other tensors are trained and have moments"),
     Row(
         (
             "model.family",

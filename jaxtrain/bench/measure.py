@@ -161,7 +161,7 @@ def _steps(run: RunConfig, devices: Sequence[Any], ask: dict[str, Any], out: dic
         return
 
     rows = open_rows(run)
-    current = state.create_state(program.definition, program.tx, program.state, run.train.seed)
+    current = state.create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
     batches = pipeline.iterate(rows, 0, run.data.prefetch)
     marks, losses, waits, waiting = [], [], [], None
     warmup, wanted = ask["warmup"], ask["steps"]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.sharding import Held
+from jaxtrain.sharding import Held, frozen
 
 Body = Callable[[jax.Array, Any, Any], jax.Array]  # (x, layer, what all layers share) -> x
 
@@ -90,10 +90,11 @@ def _stack(layers: Any) -> tuple[list[jax.Array], _Stack]:
 
 
 def _leaves_of(weights: list[Any]) -> Iterator[tuple[Any, bool]]:
-    """For each leaf of each weight: the weight, and whether the leaf is learnt: of a held one its slot alone, the last."""
+    """For each leaf of each weight: the weight, and whether the leaf is learnt: of a held one its slot alone, the last, and
+    of a frozen one nothing."""
     for w in weights:
         count = len(jax.tree.leaves(w))
-        yield from ((w, i == count - 1) for i in range(count))
+        yield from ((w, i == count - 1 and not frozen(w)) for i in range(count))
 
 
 def _slice(w: jax.Array, i: jax.Array | int) -> jax.Array:
