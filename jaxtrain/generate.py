@@ -11,13 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain import config
+from jaxtrain import config, lora
 from jaxtrain.checkpoint import locate
 from jaxtrain.config import RunConfig
 from jaxtrain.kernels import attention
 from jaxtrain.kernels.dot import DTYPES
 from jaxtrain.models.attention import Kernel
-from jaxtrain.models.module import Params
+from jaxtrain.models.lora import is_adapter
+from jaxtrain.models.module import Params, names, part
 from jaxtrain.models.transformer import empty_cache
 from jaxtrain.sharding import Placement, make_placement, replicated
 from jaxtrain.state import TrainState, abstract_tensors, from_tensors
@@ -89,8 +90,10 @@ def continue_text(sampler: Sampler, params: Params, tokenizer: Any, ask: config.
     return tokenizer.decode([*ids, *made])
 
 
-def load(path: str, devices: Sequence[Any]) -> tuple[RunConfig, Sampler, Params, int]:
+def load(path: str, devices: Sequence[Any], base: str = "") -> tuple[RunConfig, Sampler, Params, int]:
     """Config, sampler, weights and step of a run's folder (its newest checkpoint) or of one checkpoint.
+
+    Of a run with adapters, weights are those of their base and the adapters. base: where the base is now, if not where it was.
 
     Raises CheckpointError, or ConfigError where the stored config is not one of this version.
     """
@@ -109,5 +112,14 @@ def load(path: str, devices: Sequence[Any]) -> tuple[RunConfig, Sampler, Params,
         sampler.definition.axes,
     )
     abstract = TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), params, ())
-    tensors = checkpoints.restore(step, abstract_tensors(abstract), subset=True)
-    return run, sampler, from_tensors(abstract, tensors).params, step
+    wanted = abstract_tensors(abstract)
+    if not run.lora.rank:
+        return run, sampler, from_tensors(abstract, checkpoints.restore(step, wanted, subset=True)).params, step
+    meta, adapters = checkpoints.meta(step), {name for name in wanted if is_adapter(name)}
+    place = base or lora.base_path(meta)
+    tensors = checkpoints.restore(step, {k: v for k, v in wanted.items() if k in adapters or k == "step"}, subset=True)
+    tensors |= lora.restore_base(place, {k: v for k, v in wanted.items() if k not in tensors})
+    params = from_tensors(abstract, tensors).params
+    beside = part(params, jax.tree.map(lambda name: not is_adapter(name), names(params)))
+    lora.check_same(meta, place, lora.digest(beside))
+    return run, sampler, params, step

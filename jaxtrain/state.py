@@ -49,7 +49,8 @@ def abstract_state(
 ) -> TrainState:
     """Shapes, dtypes and shardings of a state that nobody has allocated yet. Moments are split like their parameters.
 
-    trained: which parameters are learnt and so have moments; None: all. offload: moments rest in pinned host memory. Devices that are only described have none, and jax then drops the memory's
+    trained: which parameters are learnt and so have moments; None: all.
+    offload: moments rest in pinned host memory. Devices that are only described have none, and jax then drops the memory's
     kind from a sharding without a word: `compiler.compile_train` puts it back.
     """
 
@@ -236,8 +237,8 @@ def _stack(parts: list[jax.Array], a: jax.ShapeDtypeStruct) -> jax.Array:
     if a.sharding.memory_kind != ON_HOST:
         return _stacking(a.sharding)(parts)
     whole = jax.jit(lambda: jnp.zeros(a.shape, a.dtype), out_shardings=a.sharding)()
-    for i, part in enumerate(parts):
-        whole = _putting(a.sharding)(whole, part, i)
+    for i, layer in enumerate(parts):
+        whole = _putting(a.sharding)(whole, layer, i)
     return whole
 
 

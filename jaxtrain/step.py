@@ -214,8 +214,10 @@ def trained_parameters(run: RunConfig, definition: Definition) -> Params:
         gone = [target for target in lora_of(run).targets if target not in adapted]
         if gone:
             rule = f"the {run.model.family} model gives no adapter to {', '.join(gone)}"
-            has = f"It has: {', '.join(sorted(adapted))}." if adapted else "Set lora.rank to 0, or use models.lora.Adapters in it."
-            raise ConfigError([Problem("lora.targets", run.lora.targets, rule, has)])
+            remedy = (
+                f"It has: {', '.join(sorted(adapted))}." if adapted else "Give it models.lora.Adapters, or set lora.rank to 0."
+            )
+            raise ConfigError([Problem("lora.targets", run.lora.targets, rule, remedy)])
         return jax.tree.map(is_adapter, called)
     patterns = parts_of(run.train.freeze)
     every = f"The parameters are: {', '.join(known)}."

@@ -21,7 +21,6 @@ from jaxtrain.sharding import Axes, Held, Placement, Scaled, Weight, is_whole
 
 HEADS: Axes = ("batch", "sequence", "heads", None)
 KV_HEADS: Axes = ("batch", "sequence", "kv_heads", None)
-QKV, OUT = "BTD,DNH->BTNH", "BTNH,DNH->BTD"
 
 
 def kv_copies(model: Model, placement: Placement) -> int:
@@ -101,7 +100,7 @@ class Attention(nnx.Module):
         if model.qk_norm:
             self.q_norm = RMSNorm(H, "head_dim", HEADS, model.norm_eps, ctx, rngs)
             self.k_norm = RMSNorm(H, "head_dim", KV_HEADS, model.norm_eps, ctx, rngs)
-        self.lora = Adapters(self, {"wq": QKV, "wk": QKV, "wv": QKV, "wo": OUT}, ctx, rngs)
+        self.lora = Adapters(self, ("wq", "wk", "wv", "wo"), ctx, rngs)
         self.model, self.kernel, self.ctx = model, kernel, ctx
 
     def _for_all(self, w: Weight, axes: Axes) -> Weight:
@@ -125,7 +124,7 @@ class Attention(nnx.Module):
         p, n, w = self.ctx.placement, self.ctx.numerics, getattr(self, name)
         axes = ("embed", heads, "head_dim")
         of_kv = heads == "kv_heads"
-        y: jax.Array = dot(x_BTD, self._for_all(w[...], axes) if of_kv else w[...], QKV, axes, p, n)
+        y: jax.Array = dot(x_BTD, self._for_all(w[...], axes) if of_kv else w[...], "BTD,DNH->BTNH", axes, p, n)
         y = self.lora(name, x_BTD, y, axes, self._for_all if of_kv else as_it_is)
         if b is None:
             return y
@@ -155,7 +154,8 @@ class Attention(nnx.Module):
             cache = (k, v)
         o_BTNH = self.kernel(q, k, v, shared.prepared, p)
         axes = ("embed", "heads", "head_dim")
-        return self.lora("wo", o_BTNH, dot(o_BTNH, self.wo[...], OUT, axes, p, n), axes), cache
+        y_BTD = dot(o_BTNH, self.wo[...], "BTNH,DNH->BTD", axes, p, n)
+        return self.lora("wo", o_BTNH, y_BTD, axes), cache
 
 
 def rotary_frequencies(model: Model) -> jax.Array:

@@ -59,7 +59,7 @@ class SwiGLU(nnx.Module):
         self.gate = param(rngs, (d_model, d_ff), ("embed", "mlp"), normal(std), dtype, dot=True)
         self.up = param(rngs, (d_model, d_ff), ("embed", "mlp"), normal(std), dtype, dot=True)
         self.down = param(rngs, (d_model, d_ff), ("embed", "mlp"), normal(out_std), dtype, dot=True)
-        self.lora = Adapters(self, {"gate": "BTD,DF->BTF", "up": "BTD,DF->BTF", "down": "BTF,DF->BTD"}, ctx, rngs)
+        self.lora = Adapters(self, ("gate", "up", "down"), ctx, rngs)
         self.ctx = ctx
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:

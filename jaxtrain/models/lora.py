@@ -7,7 +7,7 @@ whole. b begins at zero, so that training begins with the model as it was.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,9 @@ from jaxtrain.sharding import Axes, Weight
 
 MODULE = "lora"  # of the adapters of one module, and part of each one's name
 A, B = "_a", "_b"
+# The equation that `dot` gets with each weight that can be adapted: it says which dimensions are inputs.
+QKV, IN = "BTD,DNH->BTNH", "BTD,DF->BTF"
+EQUATIONS = {"wq": QKV, "wk": QKV, "wv": QKV, "wo": "BTNH,DNH->BTD", "gate": IN, "up": IN, "down": "BTF,DF->BTD"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +43,12 @@ class Lora:
 def is_adapter(name: str) -> bool:
     """Whether a parameter, by its dotted name, belongs to an adapter."""
     return MODULE in name.split(".")
+
+
+def adapter_of(weight: str, half: str) -> str:
+    """The name of one half, A or B, of a weight's adapter: layers.0.mlp.up has layers.0.mlp.lora.up_a."""
+    module, dot, name = weight.rpartition(".")
+    return f"{module}{dot}{MODULE}.{name}{half}"
 
 
 def uniform(fan_in: int) -> Initializer:
@@ -63,16 +72,16 @@ def as_it_is(w: Weight, axes: Axes) -> Weight:
 
 
 class Adapters(nnx.Module):
-    """The adapters of one module's weights.
+    """The adapters of those of a module's `weights` that `lora.targets` names; none where the rank is 0.
 
-    of: the module; it has the weights already. equations: weight -> the equation that `dot` gets with it.
+    of: the module; it has the weights already.
     """
 
-    def __init__(self, of: nnx.Module, eqns: Mapping[str, str], ctx: Any, rngs: nnx.Rngs):
+    def __init__(self, of: nnx.Module, weights: Sequence[str], ctx: Any, rngs: nnx.Rngs):
         lora: Lora = ctx.lora
-        self.ctx, self.eqns = ctx, tuple((name, eqn) for name, eqn in eqns.items() if lora.rank and name in lora.targets)
-        for name, eqn in self.eqns:
-            w = getattr(of, name)
+        self.ctx, self.names = ctx, tuple(name for name in weights if lora.rank and name in lora.targets)
+        for name in self.names:
+            w, eqn = getattr(of, name), EQUATIONS[name]
             shape, axes = w.get_value().shape, w.get_metadata("axes")
             inputs = [c in eqn.split(",")[0] for c in _letters(eqn)]
             into, out = ([i for i, x in enumerate(inputs) if x == wanted] for wanted in (True, False))
@@ -89,9 +98,9 @@ class Adapters(nnx.Module):
 
         y: `dot(x, w, eqn, axes, ...)`. prepared: what is done to w, and so to b, before it is multiplied by.
         """
-        eqn = dict(self.eqns).get(name)
-        if eqn is None:
+        if name not in self.names:
             return y
+        eqn = EQUATIONS[name]
         p, n, (down, up) = self.ctx.placement, self.ctx.numerics, equations(eqn)
         of = dict(zip(_letters(eqn), axes, strict=True)) | {"R": None}
         a_axes, b_axes = (tuple(of[c] for c in _letters(e)) for e in (down, up))
