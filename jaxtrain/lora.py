@@ -75,8 +75,8 @@ def check_same(meta: Mapping[str, Any], path: str, found: str) -> None:
     """Raises CheckpointError where the base in `path`, whose digest is `found`, is not the one that adapters stand beside."""
     if found != meta["base"]["digest"]:
         raise CheckpointError(
-            f"the weights in {path} are not those that the adapters of step {meta['step']} were trained beside: their digest is "
-            f"{found}, and was {meta['base']['digest']} in {meta['base']['path']}. Name the right base (init.from of a run, "
+            f"the weights in {path} are not those that the adapters of step {meta['step']} were trained beside: their digest "
+            f"is {found}, and was {meta['base']['digest']} in {meta['base']['path']}. Name the right base (init.from of a run, "
             "--base of a command)."
         )
 

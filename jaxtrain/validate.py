@@ -112,12 +112,7 @@ AT_LEAST: dict[str, float] = {
     "checkpoint.step": -1,
 }
 ABOVE_ZERO = (
-    "model.norm_eps",
-    "model.rope_base",
-    "model.rope_low_freq",
-    "model.init_std",
-    "optimizer.eps",
-    "sample.top_p",
+    *("model.norm_eps", "model.rope_base", "model.rope_low_freq", "model.init_std", "optimizer.eps", "sample.top_p"),
     "lora.alpha",
 )
 AT_MOST = {"sharding.zero": 3, "train.memory_fraction": 1.0, "sample.top_p": 1.0}
