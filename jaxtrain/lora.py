@@ -91,7 +91,7 @@ def merged(tensors: Mapping[str, Any], scale: float) -> Iterator[tuple[str, Any]
     without its weight.
     """
     adapters = {name for name in tensors if is_adapter(name)}
-    for name in (name for name in tensors if name not in adapters):
+    for name in [name for name in tensors if name not in adapters]:
         a, b = (adapter_of(name, half) for half in (A, B))
         if not {a, b} & adapters:
             yield name, tensors[name]

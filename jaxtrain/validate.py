@@ -470,7 +470,7 @@ def _moments(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]],
         yield Problem("optimizer.offload", "moments", rule, "Set none, or optimizer.name to adamw.")
     key = next((f"dtypes.{x}" for x in ("m", "v") if getattr(run.dtypes, x) == INT8), None)
     own = {"model.num_heads", "model.num_kv_heads", "model.head_dim", "model.d_ff", "model.d_model", "model.num_layers"}
-    if key is None or name != "adamw" or m.family not in FAMILIES or bad & own:
+    if key is None or run.lora.rank or name != "adamw" or m.family not in FAMILIES or bad & own:
         return
     length = {"layers": m.num_layers, "embed": m.d_model, "heads": m.num_heads, "kv_heads": m.num_kv_heads}
     length |= {"head_dim": m.head_dim, "mlp": m.d_ff}

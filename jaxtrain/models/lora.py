@@ -105,9 +105,9 @@ class Adapters(nnx.Module):
         of = dict(zip(_letters(eqn), axes, strict=True)) | {"R": None}
         a_axes, b_axes = (tuple(of[c] for c in _letters(e)) for e in (down, up))
         with jax.named_scope(MODULE):
-            h_BTR = dot(x, getattr(self, name + A)[...], down, a_axes, p, n)
-            z = dot(h_BTR, prepared(getattr(self, name + B)[...], b_axes), up, b_axes, p, n)
-            return y + (self.ctx.lora.scale * z).astype(y.dtype)
+            # Scaled where it is narrow: behind b, the backward pass would make a scaled copy of y's whole gradient.
+            h_BTR = self.ctx.lora.scale * dot(x, getattr(self, name + A)[...], down, a_axes, p, n)
+            return y + dot(h_BTR, prepared(getattr(self, name + B)[...], b_axes), up, b_axes, p, n)
 
 
 def _letters(eqn: str) -> str:
