@@ -27,7 +27,10 @@ FLOORS = (
     ("the step", ("data.*", "quantized", "optimizer", "loss", "state", "stored_form", "update", "zero", "step", "compiler")),
     (
         "around the step",
-        ("checkpoint", "resume", "metrics", "progress", "signals", "profiling", "evaluate", "generate", "sample", "memory"),
+        (
+            *("checkpoint", "lora", "resume", "metrics", "progress", "signals", "profiling", "evaluate", "hf", "hf.peft"),
+            *("generate", "sample", "memory"),
+        ),
     ),
     (
         "around the run",
