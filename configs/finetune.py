@@ -20,8 +20,8 @@ from jaxtrain.models.llama import PRESETS
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """Variants: `model=tiny` or one of the Llama presets, `base=DIR` (what it starts from), `lora=16` (the adapters' rank; 0: all
-    weights are trained), `gpus=8` (how many the batch is divided over)."""
+    """Variants: `model=tiny` or one of the Llama presets, `base=DIR` (what it starts from), `lora=16` (the adapters' rank; 0:
+    all weights are trained), `gpus=8` (how many the batch is divided over)."""
     variant = parse_arg(arg, model="tiny", base="", lora=0, gpus=8)
     tiny = variant.model == "tiny"
     if not tiny and variant.model not in PRESETS:
@@ -36,7 +36,9 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.data.max_segments = 64
 
     config.lora.rank = variant.lora
-    config.lora.alpha = 32.0  # with rank 16 outputs count twice, as people have it; of other ranks the best rates are then alike
+    config.lora.alpha = (
+        32.0  # with rank 16 outputs count twice, as people have it; of other ranks the best rates are then alike
+    )
     # All linear layers: adapters beside attention alone fall behind (Schulman et al. 2025, "LoRA Without Regret").
 
     if tiny:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import runs
 
-from jaxtrain import flops, generate, lora, validate
+from jaxtrain import flops, generate, launch, lora, validate
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.config import ConfigError
 from jaxtrain.data import tokenizer
@@ -23,7 +24,7 @@ from jaxtrain.hardware import Devices
 from jaxtrain.hf import peft
 from jaxtrain.models.llama import HF_NAMES
 from jaxtrain.models.lora import equations, is_adapter
-from jaxtrain.state import from_tensors, to_tensors
+from jaxtrain.state import abstract_tensors, from_tensors, to_tensors
 from jaxtrain.step import build, place_batch
 
 RANK, ALPHA = 3, 6.0
@@ -59,7 +60,7 @@ def begun(run):
 def step(run, tensors):
     """(loss, gradients by canonical name, tensors) of one step from these tensors."""
     made = helpers.program(run)
-    shapes = {k: a.sharding for k, a in _abstract(made.state).items()}
+    shapes = {k: a.sharding for k, a in abstract_tensors(made.state).items()}
     state = from_tensors(made.state, {k: jax.device_put(tensors[k], shapes[k]) for k in shapes})
     batch = place_batch(helpers.host_batch(run, 0), made.batch, made.context)
     state, values = helpers.train_step(run)(state, batch)
@@ -67,12 +68,6 @@ def step(run, tensors):
     mu = "optimizer.mu."
     grads = {k.removeprefix(mu): v / (1 - run.optimizer.beta1) for k, v in after.items() if k.startswith(mu)}
     return float(values["loss"]), grads, after
-
-
-def _abstract(state):
-    from jaxtrain.state import abstract_tensors
-
-    return abstract_tensors(state)
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +156,9 @@ def test_nothing_is_computed_for_the_base():
 
 def test_the_base_rests_in_the_compute_dtype_and_adapters_do_not():
     made = helpers.program(helpers.tiny(MODEL | LORA | {"precision": "bf16"}))
-    kinds = {name.rpartition(".")[2][-2:]: a.dtype for name, a in _abstract(made.state).items() if name.startswith(PREFIX)}
+    kinds = {
+        name.rpartition(".")[2][-2:]: a.dtype for name, a in abstract_tensors(made.state).items() if name.startswith(PREFIX)
+    }
     assert kinds["_a"] == kinds["_b"] == jnp.float32
     assert kinds["wq"] == kinds["ad"] == jnp.bfloat16
 
@@ -235,14 +232,13 @@ def test_checkpoints_hold_adapters_alone_and_name_the_base(trained):
 
 
 def test_resumes_to_the_bit(trained):
-    """Killed after step 8, and gone on with; on another mesh the digest of the base is the same, or it would be refused."""
-    parts, (again, elsewhere) = over(trained), (trained / "again", trained / "elsewhere")
+    """Ended after step 8, and gone on with."""
+    parts, again = over(trained), trained / "again"
     assert runs.train(trained / "small.py", again, **parts, train__steps=8) == 0
     assert runs.train(trained / "small.py", again, **parts, train__steps=16) == 0
     one, two = runs.tensors(trained / "adapters"), runs.tensors(again)
     assert one.keys() == two.keys()
     assert all(np.array_equal(one[name], two[name]) for name in one)
-    del elsewhere
 
 
 def test_what_was_saved_can_be_used(trained):
@@ -272,10 +268,22 @@ def _gathered(path, flat, layers):
     return jnp.stack([flat[name.replace(".layers.", f".layers.{i}.")] for i in range(layers)])
 
 
+def test_the_command_writes_what_peft_reads(trained, tmp_path, capsys):
+    out = tmp_path / "adapter"
+    assert peft.main([f"--workdir={trained / 'adapters'}", f"--output={out}", "--base=some/model"]) == 0
+    settings, tensors = peft.read(out, HF_NAMES)
+    assert (settings.rank, settings.alpha, settings.base, len(tensors)) == (4, 32.0, "some/model", 2 * 2 * 7)
+    stored = {k.removeprefix(PREFIX): v for k, v in runs.tensors(trained / "adapters").items() if k.startswith(PREFIX)}
+    back = peft.from_peft(tensors, HF_NAMES, {k: v.shape for k, v in stored.items()})
+    assert all(np.array_equal(back[k], stored[k]) for k in stored)
+    capsys.readouterr()
+    assert peft.main([f"--workdir={trained / 'base'}", f"--output={tmp_path / 'none'}"]) == 2
+    assert "is of a run without adapters" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
 def test_another_base_is_refused(trained, tmp_path, capsys):
     """Under the same path, and gone."""
-    import shutil
-
     folder = tmp_path / "copy"
     shutil.copytree(trained / "adapters", folder)
     shutil.copytree(trained / "base", tmp_path / "base")
@@ -317,6 +325,25 @@ def test_runs_that_are_refused(trained, tmp_path, capsys):
     changed = {**parts, "lora__rank": 2, "train__steps": 17}
     assert runs.train(config, trained / "adapters", **changed) == 2
     assert "can never change on resume: other tensors are trained" in capsys.readouterr().err
+
+
+def test_the_digest_is_of_every_number_and_of_nothing_else():
+    x = {"w": jnp.arange(24.0).reshape(4, 6), "layers": {"v": jnp.ones((2, 3))}}
+    mesh = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4])
+    split = jax.device_put(x["w"], jax.NamedSharding(mesh, jax.P("a", "b")))
+    assert lora.digest(x) == lora.digest(x | {"w": split}) == lora.digest(x | {"w": x["w"].astype(jnp.bfloat16)})
+    others = (x["w"].at[2, 3].add(1), x["w"][::-1], x["w"].reshape(6, 4), -x["w"])
+    found = {lora.digest(x), *(lora.digest(x | {"w": w}) for w in others), lora.digest({"u": x["w"], "layers": x["layers"]})}
+    assert len(found) == 2 + len(others)
+
+
+def test_the_config_for_finetuning():
+    """Its variants are runs that may start; how the small one goes, test_lora's own runs show."""
+    for arg, devices in (("", 1), ("base=runs/tiny,lora=8", 1), ("model=llama3_8b,base=x,lora=16", 8), ("model=llama3_70b", 8)):
+        loaded = launch.load([f"--config=configs/finetune.py:{arg}"])
+        assert not loaded.problems
+        assert not validate.validate_step(loaded.run, Devices("gpu", "NVIDIA H200", devices, 139.8, "test", 90, 8))
+    assert "Known: tiny" in str(launch.load(["--config=configs/finetune.py:model=llama9"]).problems[0])
 
 
 @pytest.mark.parametrize(
@@ -425,8 +452,6 @@ def test_peft_computes_the_same(expected, tmp_path):
     run = helpers.tiny(MODEL | LORA)
     peft.write(tmp_path / "adapter", ours(expected), HF_NAMES, alpha=ALPHA, base="")
     made = helpers.program(run)
-    shapes = {k: a.sharding for k, a in _abstract(made.base(made.state)).items() if k.startswith(PREFIX)}
-    del shapes
     tokens = helpers.host_batch(run, 0)["tokens"][:2, :16]
     np.savez(tmp_path / "base.npz", **{k.removeprefix(PREFIX): v for k, v in tensors.items() if not is_adapter(k)})
     np.savez(tmp_path / "merged.npz", **{k.removeprefix(PREFIX): v for k, v in lora.merged(tensors, ALPHA / RANK)})

@@ -1,15 +1,20 @@
-"""Adapters as Hugging Face's library PEFT has them: adapter_config.json and adapter_model.safetensors, out and in. No jax.
+"""Adapters as Hugging Face's library PEFT has them: adapter_config.json and adapter_model.safetensors, out and in.
+
+    python -m jaxtrain.hf.peft --workdir=runs/chat --output=chat_adapter --base=meta-llama/Meta-Llama-3-8B
 
 PEFT calls the two matrices of a linear layer `base_model.model.{layer}.lora_A.weight`, (rank, inputs), and `.lora_B.weight`,
 (outputs, rank). What the layers are called, and which axes of a weight are its inputs, follows from a family's own map of names
 (`models.hugging_face`): `HF_NAMES` here and in what follows.
 """
 
+import argparse
 import dataclasses
 import json
 import math
+import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -209,3 +214,61 @@ def read(folder: Path, names: Mapping[str, Named]) -> tuple[Settings, dict[str, 
     modules = {name.removesuffix(_A).rpartition(".")[2] for name in tensors if name.endswith(_A)}
     targets = tuple(ours for theirs, ours in known.items() if theirs in modules)
     return Settings(rank, alpha, targets, str(found.get("base_model_name_or_path") or ""), tuple(notes)), tensors
+
+
+def export(workdir: str, folder: Path, base: str = "") -> tuple[int, list[str]]:
+    """Writes the adapters of a run (its newest checkpoint), or of one checkpoint, for PEFT; returns the step and the names.
+
+    base: see `write`; "": the checkpoint that the adapters stand beside. Raises PeftError, CheckpointError, and ConfigError
+    where the stored config is not one of this version.
+    """
+    # Imported here: `--help` and wrong options answer in a moment, and reading and writing PEFT's files needs no jax.
+    import jax
+
+    from jaxtrain import config, lora
+    from jaxtrain.checkpoint import locate
+    from jaxtrain.models import family
+    from jaxtrain.models.lora import is_adapter
+
+    checkpoints, step = locate(workdir)
+    meta = checkpoints.meta(step)
+    run, problems = config.resolve(meta["config"])
+    if problems:
+        raise config.ConfigError(problems)
+    if not run.lora.rank:
+        raise PeftError(f"step {step} of {checkpoints.directory} is of a run without adapters: lora.rank is 0.")
+    names = getattr(family(run.model.family), "HF_NAMES", None)
+    if names is None:
+        raise PeftError(f"the {run.model.family} model says not what Hugging Face calls its tensors: give it HF_NAMES.")
+    here, prefix = jax.sharding.SingleDeviceSharding(jax.local_devices()[0]), "params."
+    stored = {name: a for name, a in checkpoints.stored(step).items() if name.startswith(prefix) and is_adapter(name)}
+    wanted = {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here) for name, a in stored.items()}
+    found = checkpoints.restore(step, wanted, subset=True)
+    adapters = {name.removeprefix(prefix): np.asarray(x) for name, x in found.items()}
+    return step, write(folder, adapters, names, alpha=run.lora.alpha, base=base or lora.base_path(meta))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; exit 2 where nothing was written."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxtrain.hf.peft", description="Write the adapters of a run for PEFT.", allow_abbrev=False
+    )
+    parser.add_argument("--workdir", required=True, help="a run's folder, or one of its checkpoints/<step>")
+    parser.add_argument("--output", required=True, help="folder to write; it may hold no adapter yet")
+    parser.add_argument("--base", default="", help="what PEFT's users load the adapter beside (default: the base's checkpoint)")
+    args = parser.parse_args(argv)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # some megabytes are read and written: no GPU is needed for that
+    from jaxtrain.checkpoint import CheckpointError
+    from jaxtrain.config import ConfigError
+
+    try:
+        step, names = export(args.workdir, Path(args.output), args.base)
+    except (PeftError, CheckpointError, ConfigError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"step {step}: {len(names)} tensors written to {args.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -202,8 +202,8 @@ def one_by_one(
         for group, vjp in zip(reversed(groups), reversed(vjps), strict=True):
             dy, d_layers = stack.backward(vjp, [stack.at(leaves, i) for i in group], shared, dy)
             if stack.some_frozen:
-                # Small gradients, as of adapters, XLA would compute after all layers, and until then hold what it makes them of.
-                # So what comes next waits for those of the group before: their sums over devices are done by then.
+                # Small gradients, as of adapters, XLA would compute after all layers, and hold until then what it makes them
+                # of. So what comes next waits for those of the group before: their sums over devices are done by then.
                 dy, grads = jax.lax.optimization_barrier((dy, grads))
             for i, parts in zip(group, d_layers, strict=True):
                 # XLA would make one expression of the whole stack, in which every element is looked for in every layer.

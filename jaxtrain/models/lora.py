@@ -106,8 +106,10 @@ class Adapters(nnx.Module):
         a_axes, b_axes = (tuple(of[c] for c in _letters(e)) for e in (down, up))
         with jax.named_scope(MODULE):
             # Scaled where it is narrow: behind b, the backward pass would make a scaled copy of y's whole gradient.
-            h_BTR = self.ctx.lora.scale * dot(x, getattr(self, name + A)[...], down, a_axes, p, n)
-            return y + dot(h_BTR, prepared(getattr(self, name + B)[...], b_axes), up, b_axes, p, n)
+            h_BTR: jax.Array = dot(x, getattr(self, name + A)[...], down, a_axes, p, n)
+            h_BTR *= self.ctx.lora.scale
+            z: jax.Array = dot(h_BTR, prepared(getattr(self, name + B)[...], b_axes), up, b_axes, p, n)
+            return y + z
 
 
 def _letters(eqn: str) -> str:
