@@ -4,9 +4,8 @@ The small model of configs/tiny.py, on any machine, from a run of it:
 
     python -m jaxtrain.main --config=configs/finetune.py:base=runs/tiny,lora=8 --workdir=runs/tiny_lora
 
-Llama 3 8B on one node of 8 GPUs. Conversations become a token file in which only the answers count in the loss:
+Llama 3 8B on one node of 8 GPUs, on a token file of conversations (docs/data.md):
 
-    python -m jaxtrain.data prepare --help
     python -m jaxtrain.main --config=configs/finetune.py:model=llama3_8b,base=DIR,lora=16 --workdir=runs/chat \\
         --config.data.source=data/chat.tok --config.data.eval_source=data/chat.val.tok --config.train.steps=1000
 

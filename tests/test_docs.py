@@ -27,6 +27,7 @@ from jaxtrain.bench import sweep
 from jaxtrain.config import RunConfig, flatten, to_dict
 from jaxtrain.data.__main__ import parser as data_parser
 from jaxtrain.hardware import Devices
+from jaxtrain.hf import peft
 from jaxtrain.parity import __main__ as parity
 from jaxtrain.parity import layouts as parity_layouts
 from jaxtrain.plan import __main__ as plan
@@ -139,6 +140,9 @@ def test_commands_that_are_not_run_can_be_parsed(page: str, command: str, tmp_pa
         return
     if name == "profile":
         profile.parser().parse_args(words)
+        return
+    if name == "hf.peft":
+        peft.parser().parse_args(words)
         return
     if name == "setup":
         assert not words

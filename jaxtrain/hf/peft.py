@@ -248,15 +248,20 @@ def export(workdir: str, folder: Path, base: str = "") -> tuple[int, list[str]]:
     return step, write(folder, adapters, names, alpha=run.lora.alpha, base=base or lora.base_path(meta))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; exit 2 where nothing was written."""
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxtrain.hf.peft", description="Write the adapters of a run for PEFT.", allow_abbrev=False
     )
     parser.add_argument("--workdir", required=True, help="a run's folder, or one of its checkpoints/<step>")
     parser.add_argument("--output", required=True, help="folder to write; it may hold no adapter yet")
     parser.add_argument("--base", default="", help="what PEFT's users load the adapter beside (default: the base's checkpoint)")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; exit 2 where nothing was written."""
+    args = parser().parse_args(argv)
     os.environ["JAX_PLATFORMS"] = "cpu"  # some megabytes are read and written: no GPU is needed for that
     from jaxtrain.checkpoint import CheckpointError
     from jaxtrain.config import ConfigError
