@@ -142,7 +142,8 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], allow_change: str = 
 
 
 def check_allow_change(allow_change: str) -> list[Problem]:
-    """What is wrong with checkpoint.allow_change itself: names that are no keys, and keys that can never change."""
+    """What is wrong with checkpoint.allow_change itself: names that are no keys, and those that name only keys which can never
+    change. A pattern that takes such a key in with others does not allow it: `compare` refuses it all the same."""
     known = list(config.docs())
     problems: list[Problem] = []
     for name in filter(None, (part.strip() for part in allow_change.split(","))):
@@ -150,7 +151,7 @@ def check_allow_change(allow_change: str) -> list[Problem]:
         never = [k for k in matched if rows_for(k)[0].change == "never"]
         if not matched:
             problems.append(Problem("checkpoint.allow_change", name, "no such key", config.nearest(name, known)))
-        elif never:
+        elif never == matched:
             problems.append(
                 Problem("checkpoint.allow_change", name, f"{never[0]} can never change on resume", "Take it out of the list")
             )
