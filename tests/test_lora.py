@@ -17,7 +17,7 @@ import runs
 
 from jaxtrain import flops, generate, launch, lora, validate
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
-from jaxtrain.config import ConfigError
+from jaxtrain.config import ConfigError, to_dict
 from jaxtrain.data import tokenizer
 from jaxtrain.data.tokenfile import TokenWriter
 from jaxtrain.hardware import Devices
@@ -338,13 +338,23 @@ def test_the_digest_is_of_every_number_and_of_nothing_else():
     assert len(found) == 2 + len(others)
 
 
-def test_the_config_for_finetuning():
+def test_the_config_for_finetuning(tmp_path):
     """Its variants are runs that may start; how the small one goes, test_lora's own runs show."""
-    for arg, devices in (("", 1), ("base=runs/tiny,lora=8", 1), ("model=llama3_8b,base=x,lora=16", 8), ("model=llama3_70b", 8)):
+    (tmp_path / "large").mkdir()
+    described = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336}
+    described |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+    described |= {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "rope_theta": 5e5, "max_position_embeddings": 131072}
+    (tmp_path / "large" / "config.json").write_text(json.dumps(described))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps(to_dict(helpers.tiny())))
+    large = f"base={tmp_path / 'large'}"
+    for arg, devices in (("", 1), (f"base={run},lora=8", 1), (f"{large},lora=16", 8), (large, 8)):
         loaded = launch.load([f"--config=configs/finetune.py:{arg}"])
         assert not loaded.problems
         assert not validate.validate_step(loaded.run, Devices("gpu", "NVIDIA H200", devices, 139.8, "test", 90, 8))
-    assert "Known: tiny" in str(launch.load(["--config=configs/finetune.py:model=llama9"]).problems[0])
+    found = str(launch.load(["--config=configs/finetune.py:base=nothere"]).problems[0])
+    assert "is neither a run's folder nor a Hugging Face model's" in found
 
 
 @pytest.mark.parametrize(
