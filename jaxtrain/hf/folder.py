@@ -211,8 +211,8 @@ def read_header(file: Path) -> dict[str, Place]:
 def describe(path: str) -> dict[str, dict[str, Any]]:
     """What a config file says of a run that begins from `path`: its section `model`, and what of `data` belongs to it.
 
-    path: a Hugging Face folder, or hf:NAME, or a run's folder. `config.update(describe(path))` takes it over. No tensor is read.
-    Raises HuggingFaceError.
+    path: a Hugging Face folder, or hf:NAME, or a run's folder. `config.update(describe(path))` takes it over; no tensor is
+    read. Raises HuggingFaceError.
     """
     if path.startswith("hf:") or is_folder(path):
         found = locate(path)
