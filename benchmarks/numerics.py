@@ -66,7 +66,7 @@ def losses(run: RunConfig) -> tuple[np.ndarray, float]:
     program = build(run, jax.devices()[:1])
     train, sets = open_data(run, program)
     (held_out,) = sets.values()
-    state = create_state(program.definition, program.tx, program.state, run.train.seed)
+    state = create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
     seen = []
     for i in range(run.train.steps):
         state, values = program.train_step(state, place_batch(train.batch(i), program.batch, program.context))

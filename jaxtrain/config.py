@@ -189,7 +189,7 @@ class Data:
 
     source: str = key(
         "stdlib",
-        "stdlib | synthetic | FILE.tok[=WEIGHT],FILE.tok[=WEIGHT],... | package.module:name",
+        "stdlib | synthetic | FILE.tok[=WEIGHT],FILE.tok[=WEIGHT],... | FILE.mix | package.module:name",
     )
     eval_source: str = key(
         "",
@@ -219,6 +219,7 @@ class Train:
         "layer: each layer's gradient is added to the sum as it comes | microbatch: all of a microbatch's are held first | "
         "auto: layer where compiler.unroll",
     )
+    freeze: str = key("", "parameters that stay as they are, comma-separated patterns of names: embed.*,layers.mlp.*,head")
     seed: int = key(0, "initial weights")
     memory_fraction: float = key(0.0, "part of GPU memory for JAX; 0: all but the reserve for cuDNN, NCCL and the context")
 
@@ -261,6 +262,15 @@ class Init:
 
     from_: str = key("", "a run's folder, one of its checkpoints/<step>, or a Hugging Face folder; the step starts at 0")
     what: str = key("weights", "weights | weights+optimizer")
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters beside the weights of init.from, which stay as they are (docs/finetuning.md)."""
+
+    rank: int = key(0, "columns of each adapter's first matrix; 0: no adapters, all weights are trained")
+    alpha: float = key(32.0, "adapters' outputs are multiplied by alpha / rank")
+    targets: str = key("wq,wk,wv,wo,gate,up,down", "weights that have an adapter, comma-separated")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,6 +333,11 @@ class Compiler:
     defaults: bool = key(True, "begin with jaxtrain's options; False: with XLA's")
 
 
+def parts_of(text: str) -> tuple[str, ...]:
+    """The items of a comma-separated list."""
+    return tuple(filter(None, map(str.strip, text.split(","))))
+
+
 def parse_options(text: str) -> tuple[dict[str, str | bool], list["Problem"]]:
     """`compiler.options` ("xla_gpu_autotune_level=3,optimization_level=O0") as name -> value, and what is wrong with it.
 
@@ -368,6 +383,7 @@ class RunConfig:
     loss: Loss = Loss()
     optimizer: Optimizer = Optimizer()
     init: Init = Init()
+    lora: Lora = Lora()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()

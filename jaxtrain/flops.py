@@ -12,14 +12,16 @@ and 2 D V once for the head (also when its weight is the embedding's; looking a 
 times the forward pass: the backward pass has two GEMMs for each one. With H N = D the "full" sum is the 6 N + 12 L H Q T of
 the PaLM paper, appendix B; Megatron-LM and MaxText count the "causal" half. The two differ by a tenth for 8B at 8192, so no
 figure goes without its convention's name. Neither counts norms, rotary, softmax or the optimizer, neither knows of
-document borders, and what rematerialisation computes again is in HFU only.
+document borders, and what rematerialisation computes again is in HFU only. Of a run that does not train all weights, MFU counts
+what is left (`training`).
 """
 
 import dataclasses
+import fnmatch
 
 from jaxtrain import windows
 from jaxtrain.activations import kept
-from jaxtrain.config import Model, Remat
+from jaxtrain.config import Model, Remat, RunConfig, parts_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +92,59 @@ def newton_schulz(model: Model) -> float:
     columns = [*[model.num_heads * h] * 2, *[model.num_kv_heads * h] * 2, *[model.d_ff] * 3]
     sides = [(min(d, n), max(d, n)) for n in columns]
     return 5.0 * model.num_layers * sum(4 * a * a * b + 2 * a**3 for a, b in sides)
+
+
+# Weights of a model's matrix products -> the activations they make. A tied head is the embedding.
+_MADE = {
+    **{f"layers.attention.{name}": made for name, made in (("wq", "q"), ("wk", "k"), ("wv", "v"), ("wo", "attention_proj"))},
+    **{f"layers.mlp.{name}": f"mlp_{name}" for name in ("gate", "up", "down")},
+}
+_BELOW = ("embed.embedding", "layers.attention_norm.scale", "layers.mlp_norm.scale", *_MADE)  # all that is below the last norm
+
+
+def learns(run: RunConfig, name: str) -> bool:
+    """Whether a parameter, by its name without layer numbers, is trained."""
+    return not run.lora.rank and not any(fnmatch.fnmatchcase(name, pattern) for pattern in parts_of(run.train.freeze))
+
+
+def passes_layers(run: RunConfig) -> bool:
+    """Whether the backward pass goes through the layers: not where nothing there, nor below, is trained."""
+    return run.lora.rank > 0 or any(learns(run, name) for name in _BELOW)
+
+
+def adapters(run: RunConfig) -> float:
+    """Forward FLOPs per token of the adapters of all layers: 2 R (inputs + outputs) for each weight that has one."""
+    m, d = run.model, run.model.d_model
+    heads, kv_heads = m.num_heads * head_dim(m), m.num_kv_heads * head_dim(m)
+    ends = {"wq": d + heads, "wk": d + kv_heads, "wv": d + kv_heads, "wo": heads + d}
+    ends |= dict.fromkeys(("gate", "up", "down"), d + m.d_ff)
+    return m.num_layers * 2 * run.lora.rank * sum(ends.get(name, 0) for name in parts_of(run.lora.targets))
+
+
+def training(run: RunConfig) -> Flops:
+    """Training FLOPs per token of a run: those of `per_token`, less what is not computed for frozen weights, and adapters'.
+
+    A frozen weight has no gradient, a third of its three GEMMs: with adapters a step is twice the forward pass, and three times
+    that of the adapters. Below the lowest layer that is trained gradients are counted that need not be computed, as is the
+    first layer's in the usual count.
+    """
+    m, everything = run.model, per_token(run.model, run.data.seq_len)
+    head = 2 * m.d_model * m.vocab_size
+    made = gemms(m)
+    saved = sum(m.num_layers * made[a] for name, a in _MADE.items() if not learns(run, name))
+    saved += 0 if learns(run, "embed.embedding" if m.tied_head else "head") else head
+    total = everything + Flops(1.0, 1.0) * (3 * adapters(run) - saved)
+    if passes_layers(run):
+        return total
+    within = forward(m, run.data.seq_len) + Flops(-head, -head)
+    through = within + attention(m, run.data.seq_len) * m.num_layers  # its backward pass is all of activations
+    to_norm = 0 if learns(run, "final_norm.scale") else head  # nobody wants the gradient of the last hidden states
+    return total + through * -1 + Flops(-to_norm, -to_norm)
+
+
+def again(run: RunConfig) -> Flops:
+    """FLOPs per token that a run computes a second time."""
+    return recompute(run.model, run.remat, run.data.seq_len) if passes_layers(run) else Flops(0.0, 0.0)
 
 
 def recompute(model: Model, remat: Remat, seq_len: int) -> Flops:

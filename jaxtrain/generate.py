@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain import config
-from jaxtrain.checkpoint import locate
 from jaxtrain.config import RunConfig
+from jaxtrain.hf.model import alone, read_params, run_at
 from jaxtrain.kernels import attention
 from jaxtrain.kernels.dot import DTYPES
 from jaxtrain.models.attention import Kernel
@@ -21,7 +21,6 @@ from jaxtrain.models.module import Params
 from jaxtrain.models.transformer import empty_cache
 from jaxtrain.samples import prompts
 from jaxtrain.sharding import Placement, make_placement, replicated
-from jaxtrain.state import TrainState, abstract_tensors, from_tensors
 from jaxtrain.step import attention_specs, hardware_of, make_definition
 
 # Axes of activations, which hold one sequence here: too little to split.
@@ -109,25 +108,14 @@ def continue_all(sampler: Sampler, params: Params, tokenizer: Any, ask: config.S
     return [continue_text(sampler, params, tokenizer, one, room) for one in asks]
 
 
-def load(path: str, devices: Sequence[Any]) -> tuple[RunConfig, Sampler, Params, int]:
-    """Config, sampler, weights and step of a run's folder (its newest checkpoint) or of one checkpoint.
+def load(path: str, devices: Sequence[Any], base: str = "") -> tuple[RunConfig, Sampler, Params, int]:
+    """Config, sampler, weights and step of a run's folder (its newest checkpoint), one checkpoint, or a Hugging Face folder.
 
-    Raises CheckpointError, or ConfigError where the stored config is not one of this version.
+    Of a run with adapters, weights are those of their base and the adapters. base: where the base is now, if not where it was.
+
+    Raises CheckpointError, HuggingFaceError, or ConfigError where the stored config is not one of this version.
     """
-    checkpoints, step = locate(path)
-    run, problems = config.resolve(checkpoints.meta(step)["config"])
-    if problems:
-        raise config.ConfigError(problems)
-    spread = dataclasses.replace(run, mesh=config.Mesh(data=1, fsdp=len(devices), tensor=1, seq=1))
-    sampler = Sampler(run, make_placement(spread, devices))
-    whole = replicated(sampler.placement)
-    params = jax.tree_util.tree_map_with_path(
-        lambda path, a, axes: jax.ShapeDtypeStruct(
-            a.shape, a.dtype, sharding=sampler.placement.sharding(axes, jax.tree_util.keystr(path), a.shape)
-        ),
-        sampler.definition.abstract,
-        sampler.definition.axes,
-    )
-    abstract = TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), params, ())
-    tensors = checkpoints.restore(step, abstract_tensors(abstract), subset=True)
-    return run, sampler, from_tensors(abstract, tensors).params, step
+    run, step = run_at(path)
+    spread = alone(run, devices)
+    sampler = Sampler(run, make_placement(spread, devices[: spread.mesh.fsdp]))
+    return run, sampler, read_params(path, run, sampler.definition, sampler.placement, base), step

@@ -19,7 +19,7 @@ from jaxtrain.kernels.cross_entropy import chunked_cross_entropy
 from jaxtrain.kernels.dot import Numerics
 from jaxtrain.kernels.embedding import TABLE
 from jaxtrain.models.layers import RESIDUAL
-from jaxtrain.sharding import Placement, Weight, cotangent, is_whole, late, numbers, summed, ticket
+from jaxtrain.sharding import Placement, Weight, cotangent, frozen, is_whole, late, numbers, summed, ticket
 
 Batch = dict[str, Any]  # arrays, or their shapes while nothing is allocated
 
@@ -62,7 +62,7 @@ def _forward(x, head, targets, weights, spec):
 
 def _backward(spec, residuals, g):
     d_x, d_head, to = residuals
-    return (g * d_x).astype(d_x.dtype), cotangent(to, g * d_head), None, None
+    return (g * d_x).astype(d_x.dtype), cotangent(to, None if frozen(to) else g * d_head), None, None
 
 
 _cross_entropy.defvjp(_forward, _backward)
@@ -101,25 +101,29 @@ def _sharded(x, head, targets, weights, spec: LossSpec, gradients: bool):
             vocab_axes=vocab_axes,
             precision=n.precision,
             gradients=gradients,
+            head_gradient=not frozen(to),
         )
         loss = jax.lax.psum(loss, token_axes) if token_axes else loss
-        if d_x is None or d_head is None:
+        if d_x is None:
             return loss, jnp.zeros((), n.compute), jnp.zeros((), n.reduce)
         d_x_BTD = d_x.reshape(x_BTD.shape)
         others = tuple(a for a in vocab_axes if a not in gathered)
         d_x_BTD = jax.lax.psum(d_x_BTD, others) if others else d_x_BTD
         if gathered:
             d_x_BTD = jax.lax.psum_scatter(d_x_BTD, gathered, scatter_dimension=1, tiled=True)
+        if d_head is None:
+            return loss, d_x_BTD, jnp.zeros((), n.reduce)
         # The layers' backward pass begins with d_x. Tied to it, the float32 sums are rounded before that and freed; the
         # compiler would keep them until the reduction, which it starts as late as it likes.
         d_x_BTD, d_head = jax.lax.optimization_barrier((d_x_BTD, d_head.astype(n.reduce)))
         return loss, d_x_BTD, jnp.swapaxes(summed(d_head, TABLE[::-1], token_axes, to, p), -1, -2)
 
+    d_head_spec = P() if frozen(to) else p.home(TABLE, late(to)).spec
     return jax.shard_map(
         local,
         mesh=p.mesh,
         in_specs=(p.spec(RESIDUAL), (p.whole(TABLE) if whole else p.home(TABLE)).spec, tokens, tokens),
-        out_specs=(P(), p.spec(RESIDUAL), p.home(TABLE, late(to)).spec) if gradients else (P(), P(), P()),
+        out_specs=(P(), p.spec(RESIDUAL), d_head_spec) if gradients else (P(), P(), P()),
         # The replication checker cannot follow a sum that is reduced by hand over some axes only.
         check_vma=False,
     )(x, numbers(head), targets, weights)

@@ -106,7 +106,8 @@ def check_host_memory(program: Program, limit_gib: float, waiting: int = 0) -> N
     """Raises OutOfMemory where what the host is to hold does not fit into what it may pin: the copies of the state that a save
     makes, moments that rest there, and activations that wait there, `waiting` bytes of each device."""
     # Replicas share the work of a save's copies; what rests or waits on the host, each device has of its own.
-    saved = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(program.state)) / jax.process_count() / 2**30
+    held = jax.tree.leaves(program.saved(program.state))
+    saved = sum(math.prod(a.shape) * a.dtype.itemsize for a in held) / jax.process_count() / 2**30
     each = waiting + (compiler.local_bytes(program.state.optimizer) if program.offload else 0)
     resting = each * program.placement.mesh.size / jax.process_count() / 2**30
     if saved + resting > limit_gib:

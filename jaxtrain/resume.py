@@ -38,7 +38,8 @@ TABLE = (
     Row(("data.source",), "free", "the mixture may change; sequences are then drawn from the new one at the same position"),
     Row(("data.eval_source", "data.prefetch", "eval.*"), "free", "training does not depend on it"),
     Row(("log.*", "sample.*", "profile.*", "paths.*", "checkpoint.*"), "free", "what is written, and where"),
-    Row(("train.seed", "model.init_std", "init.*"), "free", "used at a run's start only: no effect on a resumed one"),
+    Row(("train.seed", "model.init_std"), "free", "used at a run's start only: no effect on a resumed one"),
+    Row(("init.*",), "free", "used at a run's start only; with adapters, where their base lies: another one is refused"),
     Row(
         ("data.seq_len", "train.global_batch"),
         "ask",
@@ -77,6 +78,8 @@ TABLE = (
     ),
     Row(("optimizer.offload",), "free", "where moments rest; the numbers stay"),
     Row(("optimizer.name",), "never", "another optimizer stores other tensors"),
+    Row(("lora.alpha",), "ask", "the same adapters compute another function"),
+    Row(("lora.rank", "lora.targets", "train.freeze"), "never", "other tensors are trained and have moments"),
     Row(
         (
             "model.family",
@@ -152,7 +155,8 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], allow_change: str = 
 
 
 def check_allow_change(allow_change: str) -> list[Problem]:
-    """What is wrong with checkpoint.allow_change itself: names that are no keys, and keys that can never change."""
+    """What is wrong with checkpoint.allow_change itself: names that are no keys, and those that name only keys which can never
+    change. A pattern that takes such a key in with others does not allow it: `compare` refuses it all the same."""
     known = list(config.docs())
     problems: list[Problem] = []
     for name in filter(None, (part.strip() for part in allow_change.split(","))):
@@ -160,7 +164,7 @@ def check_allow_change(allow_change: str) -> list[Problem]:
         never = [k for k in matched if rows_for(k)[0].change == "never"]
         if not matched:
             problems.append(Problem("checkpoint.allow_change", name, "no such key", config.nearest(name, known)))
-        elif never:
+        elif never == matched:
             problems.append(
                 Problem("checkpoint.allow_change", name, f"{never[0]} can never change on resume", "Take it out of the list")
             )

@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--top-p", type=float, help=f"share of probability to draw from ({own})")
     parser.add_argument("--seed", type=int, help=f"of the draws ({own})")
     parser.add_argument("--tokenizer", default="", help="where the tokenizer is now, if it moved since training")
+    parser.add_argument("--base", default="", help="of a run with adapters: where the model is now that they stand beside")
     args = parser.parse_args(argv)
     asked = ((f.name, getattr(args, f.name, None)) for f in dataclasses.fields(config.Sample))
     given = {name: value for name, value in asked if value is not None}
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxtrain.generate import continue_all, load
 
     try:
-        run, sampler, params, step = load(args.workdir, jax.local_devices())
+        run, sampler, params, step = load(args.workdir, jax.local_devices(), args.base)
         tokenizer = load_tokenizer(args.tokenizer or run.data.tokenizer)
     except (CheckpointError, TokenizerError, ValueError) as error:  # ValueError: a layout these devices cannot hold
         print(error, file=sys.stderr)

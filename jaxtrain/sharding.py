@@ -258,6 +258,8 @@ class Held:
     # Of a stack of layers whose gradient is to be added up: `slot` is the sum of the microbatches so far, and the stack's
     # gradient is that sum with this one's added. None: the gradient is that of this microbatch.
     sum: "Sum | None" = None
+    # A weight that is not learnt. Its gradient is as empty as its slot: (layers, 0) of a stack, (0,) otherwise.
+    frozen: bool = False
 
     def __getitem__(self, key: Any) -> "Held":
         if key is not ...:
@@ -265,7 +267,7 @@ class Held:
         return self
 
 
-jax.tree_util.register_dataclass(Held, ["value", "slot"], ["whole", "late", "sum"])
+jax.tree_util.register_dataclass(Held, ["value", "slot"], ["whole", "late", "sum", "frozen"])
 Weight = jax.Array | Held
 
 
@@ -310,8 +312,18 @@ def slot_dtype(ticket: Any) -> jnp.dtype:
     return ticket.slot.dtype if isinstance(ticket, Held) else ticket.dtype
 
 
-def cotangent(ticket: Any, dw: jax.Array) -> Any:
-    """What a backward rule returns for a weight whose gradient is dw, in the layout `Placement.home`."""
+def frozen(ticket: Any) -> bool:
+    """Whether this weight has no gradient: a backward rule need not compute one."""
+    return isinstance(ticket, Held) and ticket.frozen
+
+
+def cotangent(ticket: Any, dw: Any) -> Any:
+    """What a backward rule returns for a weight whose gradient is dw, in the layout `Placement.home`.
+
+    Of a frozen weight that is nothing, whatever dw is: the compiler then drops what computed and summed it.
+    """
+    if frozen(ticket):
+        return ticket
     dw = dw.astype(slot_dtype(ticket))
     return dataclasses.replace(ticket, slot=dw) if isinstance(ticket, Held) else dw
 

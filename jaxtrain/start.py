@@ -11,11 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import checkpoint, config, resume, state, stored_form
-from jaxtrain.checkpoint import Checkpoints
+from jaxtrain import checkpoint, config, lora, resume, state, stored_form
+from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.data import pipeline
 from jaxtrain.hf.origin import HuggingFace, open_origin, structure_problem
+from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.step import Program
 
 
@@ -29,6 +30,10 @@ class Start:
     data_base: int  # the data step is the optimizer step plus this
     notes: tuple[str, ...]
     files: Any  # of the data it was trained on so far, with digests of their contents; None for a new run
+    base: str = ""  # the checkpoint that this run's adapters stand beside; "": it has none
+
+
+NAME_ONE = "Name a run's folder, one of its checkpoints/<step>, or a Hugging Face folder."
 
 
 def check_own_names(run: RunConfig) -> None:
@@ -68,7 +73,11 @@ def decide_start(run: RunConfig, checkpoints: Checkpoints, program: Program) -> 
     at = checkpoints.latest() if run.checkpoint.step < 0 else run.checkpoint.step
     if at is None:
         if run.init.from_:
-            return Start(0, False, False, 0, check_source(run, program), None)
+            notes = check_source(run, program)
+            return Start(0, False, False, 0, notes, None, open_origin(run.init.from_).path if program.adapters else "")
+        if program.adapters:
+            rule = "adapters stand beside the weights of a model that is trained already, and none is named"
+            raise ConfigError([config.Problem("init.from", "", rule, NAME_ONE)])
         return Start(0, False, False, 0, (), None)
     meta = checkpoints.meta(at)
     notes, problems = resume.compare(meta["config"], config.to_dict(run), run.checkpoint.allow_change)
@@ -84,7 +93,15 @@ def decide_start(run: RunConfig, checkpoints: Checkpoints, program: Program) -> 
     per_step = run.train.global_batch * run.data.seq_len
     data_base = math.ceil(meta["data"]["tokens"] / per_step) - at
     cast = meta["config"]["dtypes"] != dataclasses.asdict(run.dtypes)
-    return Start(at, True, cast, data_base, tuple(notes), meta["data"]["fingerprint"].get("files"))
+    base = ""
+    if program.adapters:
+        named = lora.base_path(meta, run.init.from_)
+        try:
+            check_source(dataclasses.replace(run, init=config.Init(named)), program)
+            base = open_origin(named).path
+        except (CheckpointError, HuggingFaceError) as error:
+            raise lora.gone(named, error) from error
+    return Start(at, True, cast, data_base, tuple(notes), meta["data"]["fingerprint"].get("files"), base)
 
 
 def check_source(run: RunConfig, program: Program) -> tuple[str, ...]:
@@ -99,10 +116,14 @@ def check_source(run: RunConfig, program: Program) -> tuple[str, ...]:
     if isinstance(source, HuggingFace) and run.init.what != "weights":
         rule = f"{source.name} is a Hugging Face folder, which holds no optimizer's state"
         problems.append(config.Problem("init.what", run.init.what, rule, "Set weights."))
+    if source.adapters:
+        rule = f"{source.name} holds adapters alone"
+        remedy = "Name the model they stand beside, or one that they were merged into."
+        problems.append(config.Problem("init.from", run.init.from_, rule, remedy))
     if problems:
         raise ConfigError(problems)
     stored = source.stored
-    wanted = stored_form.in_stored_form(wanted_of_source(run, program.state), stored)
+    wanted = stored_form.in_stored_form(wanted_of_source(run, program), stored)
     wrong = checkpoint.differences(stored, wanted, subset=True, cast=True)
     unused = sorted(name for name in stored.keys() - wanted.keys() if name.startswith("params."))
     wrong += [f"{name}: in the source, not in this model" for name in unused]
@@ -122,9 +143,10 @@ def check_source(run: RunConfig, program: Program) -> tuple[str, ...]:
     )
 
 
-def wanted_of_source(run: RunConfig, abstract: state.TrainState) -> state.Tensors:
-    """The tensors that init.from gives: weights, and the optimizer's where init.what says so."""
+def wanted_of_source(run: RunConfig, program: Program) -> state.Tensors:
+    """The tensors that init.from gives: weights, and the optimizer's where init.what says so. No adapters."""
     kinds = ("params.", "optimizer.") if run.init.what == "weights+optimizer" else ("params.",)
+    abstract = program.base(program.state) if program.adapters else program.state
     return {k: v for k, v in state.abstract_tensors(abstract).items() if k.startswith(kinds)}
 
 
@@ -148,20 +170,36 @@ def initial_state(
     """From the checkpoint, from another run, or fresh. Two whole states are never held at once."""
     abstract = program.state
     if start.resumed:
-        wanted = state.abstract_tensors(abstract)
+        wanted = state.abstract_tensors(program.saved(abstract))
         read = stored_form.in_stored_form(wanted, checkpoints.stored(start.step)) if start.cast else wanted
         tensors = stored_form.converted(checkpoints.restore(start.step, read, cast=start.cast), wanted)
+        if start.base:
+            tensors |= lora.restore_base(start.base, wanted_of_source(run, program))
         moved = checkpoints.set_aside(start.step)
         if moved:
             say(moved)
         return state.from_tensors(abstract, tensors)
-    fresh = state.create_state(program.definition, program.tx, abstract, run.train.seed)
+    only = program.trained if program.adapters else None
+    fresh = state.create_state(program.definition, program.tx, abstract, run.train.seed, program.trained, only)
     if not run.init.from_:
         return fresh
-    source = open_origin(run.init.from_)
-    fresh = state.without_params(fresh)
-    wanted = wanted_of_source(run, abstract)
+    source = open_origin(start.base or run.init.from_)
+    fresh = fresh if program.adapters else state.without_params(fresh)
+    wanted = wanted_of_source(run, program)
     read = stored_form.in_stored_form(wanted, source.stored)
     tensors = stored_form.converted(source.read(read), wanted)
     say(f"initial {run.init.what} from {source.name}; step and learning-rate schedule start at 0")
     return state.from_tensors(abstract, tensors, fresh)
+
+
+def base_of(program: Program, start: Start, current: state.TrainState, checkpoints: Checkpoints) -> dict[str, str]:
+    """What the checkpoints of a run with adapters say of their base; {} of any other run.
+
+    Raises CheckpointError where a resumed run's adapters were trained beside other weights.
+    """
+    if not start.base:
+        return {}
+    found = lora.digest(program.base(current).params)
+    if start.resumed:
+        lora.check_same(checkpoints.meta(start.step), start.base, found)
+    return {"path": start.base, "digest": found}

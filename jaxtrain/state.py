@@ -16,7 +16,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.models.module import Definition, Params
+from jaxtrain.models.module import Definition, Params, part
 from jaxtrain.quantized import Blocks, is_blocks
 from jaxtrain.sharding import LayoutError, Placement, replicated
 
@@ -41,10 +41,15 @@ def weights(state: TrainState) -> Params:
 
 
 def abstract_state(
-    definition: Definition, tx: optax.GradientTransformation, placement: Placement, offload: bool = False
+    definition: Definition,
+    tx: optax.GradientTransformation,
+    placement: Placement,
+    offload: bool = False,
+    trained: Params | None = None,
 ) -> TrainState:
     """Shapes, dtypes and shardings of a state that nobody has allocated yet. Moments are split like their parameters.
 
+    trained: which parameters are learnt and so have moments; None: all.
     offload: moments rest in pinned host memory. Devices that are only described have none, and jax then drops the memory's
     kind from a sharding without a word: `compiler.compile_train` puts it back.
     """
@@ -69,11 +74,12 @@ def abstract_state(
             return Blocks(_like(a.codes, home), _like(a.scales, home))
         return _like(a, home if a.shape == p.shape else whole)
 
+    every = jax.tree.map(lambda _: True, definition.abstract) if trained is None else trained
     optimizer = optax.tree_map_params(
         tx,
         moment,
-        jax.eval_shape(tx.init, definition.abstract),
-        params,
+        jax.eval_shape(tx.init, part(definition.abstract, every)),
+        part(params, every),
         transform_non_params=lambda a: _like(a, whole),
         is_leaf=lambda x: is_blocks(x) or isinstance(x, optax.MaskedNode),
     )
@@ -89,19 +95,35 @@ def shardings(abstract: Any) -> Any:
     return jax.tree.map(lambda a: a.sharding, abstract)
 
 
-def create_state(definition: Definition, tx: optax.GradientTransformation, abstract: TrainState, seed: int) -> TrainState:
-    """A fresh state, each device making only its own part. The numbers depend on the seed and not on the mesh."""
-    params = jax.jit(definition.init, out_shardings=shardings(abstract.params))(jax.random.key(seed))
+def create_state(
+    definition: Definition,
+    tx: optax.GradientTransformation,
+    abstract: TrainState,
+    seed: int,
+    trained: Params | None = None,
+    only: Params | None = None,
+) -> TrainState:
+    """A fresh state, each device making only its own part. The numbers depend on the seed and not on the mesh.
+
+    trained: which parameters are learnt; None: all. only: which parameters to make, those among them; None: all.
+    """
+
+    def chosen(tree: Params, choice: Params | None) -> Params:
+        return tree if choice is None else part(tree, choice)
+
+    layouts = shardings(chosen(abstract.params, only))
+    params = jax.jit(lambda key: chosen(definition.init(key), only), out_shardings=layouts)(jax.random.key(seed))
+    learnt = chosen(params, trained)
     leaves, tree = jax.tree.flatten(shardings(abstract.optimizer))
     if any(sharding.memory_kind == ON_HOST for sharding in leaves):
         # One at a time: on its way to the host each is on the device, where there may be no room for all.
         made = [
-            jax.jit(lambda params, i=i: jax.tree.leaves(tx.init(params))[i], out_shardings=sharding)(params)
+            jax.jit(lambda params, i=i: jax.tree.leaves(tx.init(params))[i], out_shardings=sharding)(learnt)
             for i, sharding in enumerate(leaves)
         ]
         optimizer = jax.tree.unflatten(tree, made)
     else:
-        optimizer = jax.jit(tx.init, out_shardings=shardings(abstract.optimizer))(params)
+        optimizer = jax.jit(tx.init, out_shardings=shardings(abstract.optimizer))(learnt)
     step = jax.device_put(jnp.zeros((), jnp.int32), abstract.step.sharding)
     return TrainState(step, params, optimizer)
 
@@ -217,8 +239,8 @@ def _stack(parts: list[jax.Array], a: jax.ShapeDtypeStruct) -> jax.Array:
     if a.sharding.memory_kind != ON_HOST:
         return _stacking(a.sharding)(parts)
     whole = jax.jit(lambda: jnp.zeros(a.shape, a.dtype), out_shardings=a.sharding)()
-    for i, part in enumerate(parts):
-        whole = _putting(a.sharding)(whole, part, i)
+    for i, layer in enumerate(parts):
+        whole = _putting(a.sharding)(whole, layer, i)
     return whole
 
 

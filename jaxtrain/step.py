@@ -1,6 +1,7 @@
 """The train step: one pure function, and what it takes to compile it. No files, no loop, no metrics writers."""
 
 import dataclasses
+import fnmatch
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import optax
 
 from jaxtrain import auto_remat, precision, windows
 from jaxtrain.activations import kept
-from jaxtrain.config import Compiler, ConfigError, Problem, Remat, RunConfig
+from jaxtrain.config import Compiler, ConfigError, Problem, Remat, RunConfig, parts_of
 from jaxtrain.context import Context, make_context
 from jaxtrain.kernels import attention
 from jaxtrain.kernels.context import window
@@ -20,7 +21,8 @@ from jaxtrain.kernels.dot import DTYPES, Numerics
 from jaxtrain.loss import Batch, LossFunction, LossSpec, loss_function
 from jaxtrain.models import family, layers
 from jaxtrain.models.attention import Kernel
-from jaxtrain.models.module import Definition, Params
+from jaxtrain.models.lora import Lora, is_adapter
+from jaxtrain.models.module import Definition, Params, filled, names, part
 from jaxtrain.models.remat import Plan, make_plan
 from jaxtrain.optimizer import check_groups, make_optimizer, make_schedule
 from jaxtrain.shapes import BATCH_KEYS
@@ -48,9 +50,12 @@ def make_train_step(
     The batch's arrays are (A, B, T): A microbatches, whose gradients are summed in the dtype that `held` says before the one
     update. The loss of each is divided by the weight of all, so the sum is exactly the loss of the whole batch.
 
+    Frozen parameters (`held.trained` says which) have no gradient, and leave the step as they came.
+
     Metrics, f32 (): `loss` (nats per token, before the update), `grad_norm` (global, before clipping), `lr`.
     """
     axes = definition.axes
+    learnt = part(axes, held.trained)  # axes of what has a gradient
 
     def loss_of(params: Params, micro: Batch, total: jax.Array) -> jax.Array:
         model = definition.bind(params)
@@ -70,13 +75,14 @@ def make_train_step(
             def of_slots(slots: Params) -> jax.Array:
                 return loss_of(held.bound(held_weights, slots, axes), micro, total)
 
-            value, grads = jax.value_and_grad(of_slots)(held.slots(params, axes, sums))
-            return value, jax.tree.map(held.pinned, grads, axes)
+            value, grads = jax.value_and_grad(of_slots)(held.slots(masters, learnt, sums))
+            return value, jax.tree.map(held.pinned, grads, learnt)
 
+        masters = part(params, held.trained)
         if batch["tokens"].shape[0] == 1:
-            value, grads = one(jax.tree.map(lambda x: x[0], batch), params)  # there is no sum yet, and none is asked for
+            value, grads = one(jax.tree.map(lambda x: x[0], batch), masters)  # there is no sum yet, and none is asked for
             with jax.named_scope("reduce"):
-                return value, held.settled(grads, axes)
+                return value, held.settled(grads, learnt)
 
         def added(before: jax.Array, made: jax.Array, of: Axes) -> jax.Array:
             return made if held.adds(of) else before + made
@@ -85,13 +91,13 @@ def make_train_step(
             loss, sums = carry
             value, made = one(micro, sums)
             with jax.named_scope("accumulate"):
-                return (loss + value, jax.tree.map(added, sums, made, axes)), None
+                return (loss + value, jax.tree.map(added, sums, made, learnt)), None
 
         with jax.named_scope("accumulate"):
-            zeros = jax.tree.map(held.zero, params, axes)
+            zeros = jax.tree.map(held.zero, masters, learnt)
         value, grads = jax.lax.scan(add, (jnp.zeros((), jnp.float32), zeros), batch)[0]
         with jax.named_scope("reduce"):
-            return value, held.settled(grads, axes)
+            return value, held.settled(grads, learnt)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         value, grads = gradients(weights(state), batch)
@@ -99,9 +105,9 @@ def make_train_step(
             norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)))
             scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else None
             lr = jnp.asarray(schedule(state.step), jnp.float32)
-            params, optimizer = update(grads, state.optimizer, state.params, scale, lr)
+            params, optimizer = update(grads, state.optimizer, part(state.params, held.trained), scale, lr)
             done = state.step + 1
-        return TrainState(done, params, optimizer), {"loss": value, "grad_norm": norm, "lr": lr}
+        return TrainState(done, filled(state.params, params), optimizer), {"loss": value, "grad_norm": norm, "lr": lr}
 
     return train_step
 
@@ -139,6 +145,17 @@ class Program:
     context: Context  # how the devices of a sequence share it, and the order in which they hold its tokens
     attention: str  # the chosen kernel
     attention_reason: str
+    trained: Params  # which parameters are learnt
+    adapters: bool  # those are low-rank adapters, which are saved alone
+
+    def saved(self, state: TrainState) -> TrainState:
+        """Of a state, abstract or not, what a checkpoint of this run holds."""
+        return TrainState(state.step, part(state.params, self.trained), state.optimizer) if self.adapters else state
+
+    def base(self, state: TrainState) -> TrainState:
+        """Of a state, abstract or not, what adapters stand beside; without them, all parameters."""
+        frozen = jax.tree.map(lambda learns: not (learns and self.adapters), self.trained)
+        return TrainState(state.step, part(state.params, frozen), ())
 
 
 def place_batch(host: dict[str, np.ndarray], abstract: Batch, context: Context) -> Batch:
@@ -164,8 +181,12 @@ def hardware_of(device: Any) -> attention.Hardware:
 
 
 def numerics_of(run: RunConfig) -> Numerics:
-    """Which type is used where, from the config."""
-    return Numerics(DTYPES[run.compute], DTYPES[run.dtypes.reduce], DTYPES[run.dtypes.params])
+    """Which type is used where, from the config.
+
+    What adapters stand beside rests in the compute dtype: it would be rounded to that wherever it is used, nothing is ever
+    added to it, and no checkpoint holds it.
+    """
+    return Numerics(DTYPES[run.compute], DTYPES[run.dtypes.reduce], DTYPES[run.compute if run.lora.rank else run.dtypes.params])
 
 
 def eight_bit_weights(run: RunConfig, definition: Definition) -> Params:
@@ -179,6 +200,40 @@ def eight_bit_weights(run: RunConfig, definition: Definition) -> Params:
     if problems:
         raise ConfigError(problems)
     return jax.tree_util.tree_map_with_path(lambda path, _: ".".join(key.key for key in path) in chosen, definition.dots)
+
+
+def trained_parameters(run: RunConfig, definition: Definition) -> Params:
+    """Which parameters are learnt: adapters alone where there are any, otherwise all but those that `train.freeze` names.
+
+    Raises ConfigError for a pattern that no parameter has, where none is left, and for a model without the adapters asked for.
+    """
+    called = names(definition.abstract)
+    known = jax.tree.leaves(called)
+    if run.lora.rank:
+        adapted = {name.rpartition(".")[2].removesuffix("_a") for name in known if is_adapter(name)}
+        gone = [target for target in lora_of(run).targets if target not in adapted]
+        if gone:
+            rule = f"the {run.model.family} model gives no adapter to {', '.join(gone)}"
+            remedy = (
+                f"It has: {', '.join(sorted(adapted))}." if adapted else "Give it models.lora.Adapters, or set lora.rank to 0."
+            )
+            raise ConfigError([Problem("lora.targets", run.lora.targets, rule, remedy)])
+        return jax.tree.map(is_adapter, called)
+    patterns = parts_of(run.train.freeze)
+    every = f"The parameters are: {', '.join(known)}."
+    unmatched = [p for p in patterns if not fnmatch.filter(known, p)]
+    if unmatched:
+        rule = f"no parameter is called {', '.join(unmatched)}"
+        raise ConfigError([Problem("train.freeze", run.train.freeze, rule, every)])
+    trained = jax.tree.map(lambda name: not any(fnmatch.fnmatchcase(name, p) for p in patterns), called)
+    if not any(jax.tree.leaves(trained)):
+        raise ConfigError([Problem("train.freeze", run.train.freeze, "leaves nothing to train", every)])
+    return trained
+
+
+def lora_of(run: RunConfig) -> Lora:
+    """The adapters that a config asks for."""
+    return Lora(run.lora.rank, run.lora.alpha, parts_of(run.lora.targets), DTYPES[run.dtypes.params])
 
 
 def adds_layers(run: RunConfig, definition: Definition) -> bool:
@@ -213,7 +268,7 @@ def remat_plan(run: RunConfig, placement: Placement) -> Plan:
 def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Definition:
     """The model of a config, placed."""
     module, plan = family(run.model.family), remat_plan(run, placement)
-    ctx = layers.Context(numerics_of(run), placement)
+    ctx = layers.Context(numerics_of(run), placement, lora=lora_of(run))
     return Definition(lambda rngs: module.build(run.model, kernel, plan, ctx, rngs))
 
 
@@ -279,14 +334,17 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     context = context_of(run, placement)
     kernel, reason = choose_kernel(run, context, devices[0])
     definition = make_definition(run, placement, kernel)
-    check_groups(run.optimizer, definition.axes)
-    how = (run.optimizer, run.dtypes, definition.axes, placement, numerics_of(run))
+    trained = trained_parameters(run, definition)
+    learnt = part(definition.axes, trained)
+    check_groups(run.optimizer, learnt)
+    how = (run.optimizer, run.dtypes, learnt, placement, numerics_of(run))
     tx = make_optimizer(*how)
     offload = run.optimizer.offload == "moments"
-    if offload and STACK not in definition.axes:
-        rule = f"moments are streamed layer by layer, and model.family = {run.model.family} has no parameters under {STACK!r}"
+    if offload and STACK not in learnt:
+        has = "trains" if run.train.freeze else "has"
+        rule = f"moments are streamed layer by layer, and model.family = {run.model.family} {has} no parameters under {STACK!r}"
         raise ConfigError([Problem("optimizer.offload", "moments", rule, "Set none, or stack the layers under that name.")])
-    state = abstract_state(definition, tx, placement, offload)
+    state = abstract_state(definition, tx, placement, offload, trained)
 
     shape = (run.train.grad_accum, run.train.global_batch // run.train.grad_accum, run.data.seq_len)
     sharding = placement.sharding(MICROBATCHES, "batch", shape)
@@ -299,7 +357,8 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     loss_spec = LossSpec(numerics_of(run), placement, run.loss.chunk, run.model.logit_softcap, run.loss.z_loss)
     loss = loss_function(run.loss.name)
     eight = eight_bit_weights(run, definition)
-    held = stage(run, placement, numerics_of(run), DTYPES[run.dtypes.grads], eight, adds_layers(run, definition))
+    grads, adds = DTYPES[run.dtypes.grads], adds_layers(run, definition)
+    held = stage(run, placement, numerics_of(run), grads, eight=eight, trained=trained, adds=adds)
     train_step = make_train_step(
         definition,
         streamed(*how) if offload else at_once(tx),
@@ -337,4 +396,6 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
         context,
         kernel.name,
         reason,
+        trained,
+        run.lora.rank > 0,
     )

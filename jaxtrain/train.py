@@ -52,12 +52,13 @@ from jaxtrain.memory import (
 )
 from jaxtrain.metrics import MetricsError
 from jaxtrain.models.hugging_face import HuggingFaceError
+from jaxtrain.models.module import part
 from jaxtrain.plan.expect import Watch, expect
 from jaxtrain.progress import Console
 from jaxtrain.receipt import Receipt, ReceiptError, config_sha256, device_facts
 from jaxtrain.sharding import LayoutError, left_whole
 from jaxtrain.signals import Stop
-from jaxtrain.start import Start, check_own_names, decide_start, initial_state, open_data
+from jaxtrain.start import Start, base_of, check_own_names, decide_start, initial_state, open_data
 from jaxtrain.startup import set_memory_budget, start_jax
 from jaxtrain.trackers import TrackerError, open_trackers
 from jaxtrain.validate import remote, validate
@@ -288,6 +289,7 @@ class Session:
         self.tokens_per_step = run.train.global_batch * run.data.seq_len
         self.saved_at = start.step if start.resumed else -1
         self.watch: Watch | None = None  # planned beside measured, on GPUs that the plan knows
+        self.base: dict[str, str] = {}  # what checkpoints say of the weights that adapters stand beside
         self.loss: float | None = None  # of the newest step whose metrics have arrived
         self.done = start.step  # optimizer steps taken
 
@@ -299,7 +301,7 @@ class Session:
         with out_of_memory_explained(self.run, {}):
             compiled = self.compile()
         with out_of_memory_explained(self.run, compiled.memory):
-            current = initial_state(self.run, self.program, self.start, self.checkpoints, self.console.say)
+            current = self.begin()
             self.rewind()
             current, done = self.loop(current, compiled)
             self.finish_saves()
@@ -314,11 +316,17 @@ class Session:
         """All steps were done before. What may be missing is the sample, if the run was stopped before it."""
         steps = self.run.train.steps
         self.console.say(f"all {steps} steps are done: nothing to train. A larger train.steps goes on from here.")
-        current = initial_state(self.run, self.program, self.start, self.checkpoints, self.console.say)
+        current = self.begin()
         self.rewind()
         if not self.samples.written(steps):
             self.samples.write(state.weights(current), steps)
         return DONE, f"{steps} steps were done already"
+
+    def begin(self) -> state.TrainState:
+        """The first state of this attempt."""
+        current = initial_state(self.run, self.program, self.start, self.checkpoints, self.console.say)
+        self.base = base_of(self.program, self.start, current, self.checkpoints)
+        return current
 
     def rewind(self) -> None:
         """Metrics and samples of steps that this attempt takes anew go; those of one that saved no checkpoint are set aside."""
@@ -341,10 +349,16 @@ class Session:
             f"global batch {run.train.global_batch} = {devices} x {each} x {counted(run.train.grad_accum, 'microbatch')}; "
             f"{count(self.tokens_per_step)} tokens a step; this run is {epochs:.2g} epochs"
         )
-        parameters = flops.parameters(run.model)["total"]
+        parameters = count(flops.parameters(run.model)["total"])
+        learnt = sum(math.prod(a.shape) for a in jax.tree.leaves(part(program.state.params, program.trained)))
+        if program.adapters:
+            parameters = f"{parameters} parameters, and adapters of {count(learnt)}, which alone are trained"
+        else:
+            everything = all(jax.tree.leaves(program.trained))
+            parameters += " parameters" + ("" if everything else f", of which {count(learnt)} are trained")
         shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
         say(
-            f"model: {count(parameters)} parameters; mesh: {shape}; attention: {program.attention} ({program.attention_reason})"
+            f"model: {parameters}; mesh: {shape}; attention: {program.attention} ({program.attention_reason})"
             + (f"; each sequence over {program.context.size} devices: {program.context}" if program.context.size > 1 else "")
         )
         if self.train_data.synthetic:
@@ -469,8 +483,7 @@ class Session:
     def throughput(self) -> throughput.Throughput:
         """Rates in the terms of this model on these devices; MFU is null where the peak is not known."""
         run = self.run
-        per_token = flops.per_token(run.model, run.data.seq_len)
-        again = flops.recompute(run.model, run.remat, run.data.seq_len)
+        per_token, again = flops.training(run), flops.again(run)
         device = jax.devices()[0]
         peak = run.log.peak_tflops
         if not peak and device.platform == "gpu":
@@ -504,7 +517,9 @@ class Session:
             "receipt": self.receipt.id,
             "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")},
         }
-        self.checkpoints.save(done, state.to_tensors(current), meta)
+        if self.base:
+            meta["base"] = self.base
+        self.checkpoints.save(done, state.to_tensors(self.program.saved(current)), meta)
         self.saved_at = done
 
     def finish_saves(self) -> None:

@@ -23,6 +23,7 @@ from jaxtrain.config import (
     flatten,
     impossible_rules,
     nearest,
+    parts_of,
     rules_in_use,
     to_dict,
 )
@@ -114,13 +115,17 @@ AT_LEAST: dict[str, float] = {
                 "sample.temperature",
                 "sample.seed",
                 "profile.start",
+                "lora.rank",
             ),
         ),
         0,
     ),
     "checkpoint.step": -1,
 }
-ABOVE_ZERO = ("model.norm_eps", "model.rope_base", "model.rope_low_freq", "model.init_std", "optimizer.eps", "sample.top_p")
+ABOVE_ZERO = (
+    *("model.norm_eps", "model.rope_base", "model.rope_low_freq", "model.init_std", "optimizer.eps", "sample.top_p"),
+    "lora.alpha",
+)
 AT_MOST = {"sharding.zero": 3, "train.memory_fraction": 1.0, "sample.top_p": 1.0}
 BELOW_ONE = ("optimizer.momentum", "optimizer.beta1", "optimizer.beta2")
 
@@ -185,6 +190,7 @@ def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
     problems += split
     problems += _clashes(run, table)
     problems += _moments(run, sizes, table, bad)
+    problems += _lora(run, bad)
     problems += _accumulate(run, table, bad)
     return problems
 
@@ -495,7 +501,7 @@ def _moments(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]],
         return
     key = next((f"dtypes.{x}" for x in ("m", "v") if getattr(run.dtypes, x) == INT8), None)
     own = {"model.num_heads", "model.num_kv_heads", "model.head_dim", "model.d_ff", "model.d_model", "model.num_layers"}
-    if key is None or name not in groups.METHODS or m.family not in FAMILIES or bad & own:
+    if key is None or run.lora.rank or name not in groups.METHODS or m.family not in FAMILIES or bad & own:
         return
     length = {"layers": m.num_layers, "embed": m.d_model, "heads": m.num_heads, "kv_heads": m.num_kv_heads}
     length |= {"head_dim": m.head_dim, "mlp": m.d_ff}
@@ -520,6 +526,29 @@ def _moments(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]],
             over = " x ".join(f"mesh.{a} = {sizes[a]}" for a in table[axis])
             rule = f"a block of {size} along {axis} = {length[axis]} would lie on two devices ({over})"
             yield Problem(key, INT8, rule, f"Set bf16, or sizes whose product divides {length[axis] // size}.")
+
+
+def _lora(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
+    """What adapters cannot be combined with, and weights that have none."""
+    if not run.lora.rank or "lora.rank" in bad:
+        return
+    targets, key = parts_of(run.lora.targets), "lora.targets"
+    if not targets:
+        yield Problem(key, run.lora.targets, "names no weight", "Name some, as wq,wv, or set lora.rank to 0.")
+    known = [name.rpartition(".")[2] for name in WEIGHTS]
+    for target in targets if run.model.family in FAMILIES else ():
+        if target not in known:
+            yield Problem(key, run.lora.targets, f"no weight that can be adapted is called {target!r}", nearest(target, known))
+    if run.train.freeze.strip():
+        rule = "is without meaning: with lora.rank above 0 all weights but the adapters stay as they are"
+        yield Problem("train.freeze", run.train.freeze, rule, "Set it to '', or lora.rank to 0.")
+    if run.init.what != "weights":
+        rule = "moments of the base's own weights, which are not trained with lora.rank above 0, have no place here"
+        yield Problem("init.what", run.init.what, rule, "Set weights.")
+    for name in ("m", "v"):
+        if getattr(run.dtypes, name) == INT8:
+            rule = "moments of adapters are too few to be worth storing in blocks"
+            yield Problem(f"dtypes.{name}", INT8, rule, "Set f32 or bf16.")
 
 
 def _accumulate(run: RunConfig, table: dict[str, list[str]], bad: set[str]) -> Iterable[Problem]:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtrain.config import RunConfig
 from jaxtrain.kernels.dot import Numerics
 from jaxtrain.kernels.fp8 import E4M3, from_bits, scaled, to_bits
-from jaxtrain.models.module import Params
+from jaxtrain.models.module import Params, filled
 from jaxtrain.sharding import Axes, Held, Placement, Scaled, Sum, summed
 
 
@@ -36,6 +36,7 @@ class Stage:
     once: bool  # gradients are not summed over any axis before the end of the step
     accumulates: bool  # several microbatches
     eight: Params  # which weights are held in 8 bits
+    trained: Params  # which weights are learnt
     adds_layers: bool  # the model adds gradients of stacked layers to the sum of the microbatches before
 
     def late(self, axes: Axes) -> tuple[str, ...]:
@@ -62,7 +63,8 @@ class Stage:
         return jax.tree.map(lambda w, axes, eight: scaled(w, axes, self.placement) if eight else w, params, axes, self.eight)
 
     def slots(self, params: Params, axes: Params, sums: Params) -> Params:
-        """What a microbatch's gradients are taken of: each has the shape, dtype and layout of its weight's gradient.
+        """What a microbatch's gradients are taken of: each has the shape, dtype and layout of its weight's gradient. Here and
+        in what follows, parameters and axes are those of the weights that are learnt.
 
         A weight whose gradient comes back to where it rests is its own slot. The others' are in the type that travels: a
         gradient is rounded to it once, wherever it is held, and twice as many bytes would say no more. (Once more for a
@@ -77,15 +79,18 @@ class Stage:
         return jax.tree.map(slot, params, axes, sums)
 
     def bound(self, weights: Params, slots: Params, axes: Params) -> Params:
-        """The parameters of a model that computes with `weights`, and whose gradient is that of `slots`."""
+        """The parameters of a model that computes with `weights`, and whose gradient is that of `slots`. Weights and axes are
+        those of all parameters: what has no slot is frozen."""
 
-        def hold(w: jax.Array | Scaled, slot: jax.Array, axes: Axes) -> jax.Array | Held:
+        def hold(w: jax.Array | Scaled, slot: jax.Array, axes: Axes, learns: bool) -> jax.Array | Held:
+            if not learns:
+                return Held(w, _no_slot(w, axes), self.whole, (), frozen=True)
             adds = self.adds(axes)
             plain = self._plain(axes) and not isinstance(w, Scaled) and not adds
             into = Sum(self.numerics.reduce, len(slot)) if adds else None
             return slot if plain else Held(w, slot, self.whole, self.late(axes), into)
 
-        return jax.tree.map(hold, weights, slots, axes, is_leaf=_is_scaled)
+        return jax.tree.map(hold, weights, filled(weights, slots), axes, self.trained, is_leaf=_is_scaled)
 
     def adds(self, axes: Axes) -> bool:
         """Whether the backward pass adds the gradient of a weight with these logical axes to that of earlier microbatches."""
@@ -171,11 +176,27 @@ def _is_scaled(x: Any) -> bool:
     return isinstance(x, Scaled)
 
 
-def stage(run: RunConfig, placement: Placement, numerics: Numerics, grads: jnp.dtype, eight: Params, adds: bool) -> Stage:
+def _no_slot(w: jax.Array | Scaled, axes: Axes) -> jax.Array:
+    """The slot of a weight without a gradient; of a stack it has the layers, which a loop over them takes off."""
+    value = w.value if isinstance(w, Scaled) else w
+    return jnp.zeros((*value.shape[: int(axes[0] == "layers")], 0), jnp.float32)
+
+
+def stage(
+    run: RunConfig,
+    placement: Placement,
+    numerics: Numerics,
+    grads: jnp.dtype,
+    *,
+    eight: Params,
+    trained: Params,
+    adds: bool,
+) -> Stage:
     """What `sharding.zero` and `sharding.gather` ask for.
 
-    eight: which weights are held in 8 bits. adds: the model adds gradients of layers to those of earlier microbatches.
+    eight: which weights are held in 8 bits. trained: which are learnt. adds: the model adds gradients of layers to those of
+    earlier microbatches.
     """
     s = run.sharding
     once = s.zero == 1 or s.gather == "step"
-    return Stage(placement, numerics, grads, once or s.zero == 2, once, run.train.grad_accum > 1, eight, adds)
+    return Stage(placement, numerics, grads, once or s.zero == 2, once, run.train.grad_accum > 1, eight, trained, adds)

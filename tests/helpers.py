@@ -101,12 +101,14 @@ def host_batch(run: RunConfig, step: int) -> dict[str, np.ndarray]:
 @functools.cache
 def _initial_state(run: RunConfig) -> Any:
     made = program(run)
-    return create_state(made.definition, made.tx, made.state, run.train.seed)
+    return create_state(made.definition, made.tx, made.state, run.train.seed, made.trained)
 
 
 def fresh_state(run: RunConfig) -> Any:
     """Initial state on the mesh, to be donated. Data and batch size play no part in it: runs that differ there share it."""
-    plain = dataclasses.replace(run, data=tiny().data, train=dataclasses.replace(tiny().train, seed=run.train.seed))
+    plain = dataclasses.replace(
+        run, data=tiny().data, train=dataclasses.replace(tiny().train, seed=run.train.seed, freeze=run.train.freeze)
+    )
     return jax.tree.map(jnp.copy, _initial_state(plain))
 
 
@@ -156,7 +158,7 @@ def first_steps(run: RunConfig, steps: int = 3) -> compare.Trained:
     whole = dataclasses.replace(
         run,
         **{name: getattr(tiny(), name) for name in ("mesh", "sharding", "attention", "remat", "data")},
-        train=dataclasses.replace(tiny().train, seed=run.train.seed),
+        train=dataclasses.replace(tiny().train, seed=run.train.seed, freeze=run.train.freeze),
     )
     state = jax.device_put(jax.tree.map(np.asarray, fresh_state(whole)), shardings(made.state))
     return compare.take_steps(made, compiled(made), state, lambda i: host_batch(run, i), steps)[0]

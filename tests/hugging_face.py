@@ -28,9 +28,9 @@ def settings(name: str, version: int = 5) -> dict[str, Any]:
     return json.loads((HERE / "golden" / f"{name}.{version}.json").read_text())
 
 
-def write(folder: Path, name: str, *, version: int = 5, scale: float = 1.0, **changes: Any) -> Path:
+def write(folder: Path, name: str, *, version: int = 5, scale: float = 1.0, vocab: int = 128, **changes: Any) -> Path:
     """A folder of a family with the golden weights; `changes` to config.json, None removes a key."""
-    described = settings(name, version)
+    described = settings(name, version) | {"vocab_size": vocab}
     tensors = {
         e.theirs: random_weight(e.theirs, e.their_shape) * np.float32(1.0 if "norm" in e.theirs else scale)
         for e in entries(model_of(described)).values()

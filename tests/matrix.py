@@ -22,6 +22,16 @@ MODELS = {
     "8 queries a key": {"model.num_kv_heads": 1},
     "window": {"model.sliding_window": 12},
     "muon": {"optimizer.name": "muon"},
+    "kinds of layers": {
+        "model.num_layers": 3,
+        "model.family": "gemma3",
+        "model.post_norms": True,
+        "model.qk_norm": True,
+        "model.sliding_window": 12,
+        "model.attention_pattern": "lgl",
+        "model.local_rope_base": 100.0,
+        "model.query_scale": 24.0,
+    },
     "biases": {"model.qkv_bias": True},
     "everything": {
         "model.tied_head": True,
@@ -110,6 +120,14 @@ LAYOUTS = {
         "fsdp2xtensor2xseq2",
         "fsdp8/sharding.zero=1",
     ),
+    "kinds of layers": (
+        "fsdp4xtensor2/remat.policy=full",
+        "data2xseq4",
+        "data2xfsdp2xtensor2/train.grad_accum=2/compiler.unroll=True",
+        "data2xfsdp2xseq2/train.grad_accum=2/train.accumulate=layer",
+        "fsdp8/remat.policy=full/remat.every=2",
+        "fsdp4xseq2/attention.context=ulysses/remat.policy=attention/attention.impl=chunked",
+    ),
     "everything": ("fsdp4xtensor2", "fsdp2xtensor2xseq2/train.grad_accum=2/remat.policy=full", "data2xseq4"),
 }
 MATRIX = {f"{model}: {layout}": (model, layout) for model, names in LAYOUTS.items() for layout in names}
@@ -131,6 +149,8 @@ SAMPLE = (
     "biases: fsdp4xtensor2",
     "window: seq4",
     "muon: data2xfsdp2xtensor2/train.grad_accum=2",
+    "kinds of layers: data2xfsdp2xseq2/train.grad_accum=2/train.accumulate=layer",
+    "kinds of layers: data2xfsdp2xtensor2/train.grad_accum=2/compiler.unroll=True",
     "everything: data2xseq4",
 )
 SAMPLE_BF16 = (

@@ -460,6 +460,8 @@ def test_resume_rules():
     assert all("checkpoint.allow_change=data.seq_len,train.global_batch" in str(p) for p in problems), "ready to paste"
     notes, problems = resume.compare(tree(), changed, "data.seq_len, train.*")
     assert not problems and len(notes) == 2
+    _, problems = resume.compare(tree(), tree(train__freeze="head", train__global_batch=8), "train.*")
+    assert [p.key for p in problems] == ["train.freeze"], "a pattern does not allow what can never change"
 
     _, problems = resume.compare(tree(), tree(model__d_model=64, model__num_layers=2), "model.num_layers")
     assert [p.key for p in problems] == ["checkpoint.allow_change", "model.num_layers", "model.d_model", "model.head_dim"]

@@ -6,11 +6,9 @@ import io
 import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
-import time
 import tracemalloc
 from pathlib import Path
 
@@ -25,10 +23,11 @@ import tokenizers.pre_tokenizers
 import tokenizers.trainers
 
 from jaxtrain import config
-from jaxtrain.data import bench, pipeline, prepare, stdlib, tokenfile, windows
+from jaxtrain.data import bench, pipeline, prepare, readers, shards, stdlib, tokenfile, windows
 from jaxtrain.data import tokenizer as text_tokenizers
 from jaxtrain.data.__main__ import main
 from jaxtrain.data.tokenfile import TokenFile, TokenWriter
+from jaxtrain.data.verify import verify
 from jaxtrain.shapes import BATCH_KEYS
 
 BYTE = text_tokenizers.ByteTokenizer()
@@ -228,7 +227,7 @@ def test_stdlib_split_is_disjoint_by_file_and_made_once(tmp_path):
     for i, text in enumerate(documents):
         assert BYTE.decode(tokens[offsets[i] : offsets[i + 1]]) == text
         assert tokens[offsets[i + 1] - 1] == BYTE.eot
-    assert tokenfile.verify(validation) == []
+    assert verify(validation) == []
     data = config.Data()
     for split, file in zip(("train", "validation"), opened, strict=True):
         batches = pipeline.open_source(data, "", split=split, global_batch=2, data_dir=tmp_path)
@@ -243,7 +242,7 @@ def test_two_processes_may_make_the_stdlib_files_at_once(tmp_path):
     assert [p.returncode for p in both] == [0, 0]
     assert outputs[0] == outputs[1]
     assert sorted(str(p) for p in tmp_path.iterdir()) == sorted(outputs[0])
-    assert tokenfile.verify(outputs[0][0]) == []
+    assert verify(outputs[0][0]) == []
 
 
 # token files
@@ -257,7 +256,7 @@ def test_token_file_round_trip_uint16_and_uint32(tmp_path):
         assert file.tokens.tolist() == [1, 2, 3, 256, 256, vocab - 1, 256]
         assert file.doc_offsets.tolist() == [0, 4, 5, 7]
         assert (file.header["tokens"], file.header["documents"], file.header["source_bytes"]) == (7, 3, 4)
-        assert tokenfile.verify(file.path) == []
+        assert verify(file.path) == []
     with pytest.raises(tokenfile.TokenFileError, match="outside the vocabulary"):
         write_file(tmp_path / "bad.tok", [[1, 257]])
     assert not list(tmp_path.glob("bad*"))
@@ -272,12 +271,12 @@ def test_verify_finds_any_flipped_byte_and_names_the_block(tmp_path, monkeypatch
     rng = np.random.default_rng(0)
     for at in rng.integers(tokenfile.PREAMBLE.size, len(good), 40).tolist():
         path.write_bytes(good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :])
-        faults = tokenfile.verify(path)
+        faults = verify(path)
         assert faults, at
         assert ("header" if at >= end else f"block {(at - tokenfile.PREAMBLE.size) >> 10} ") in faults[0]
     for damaged in (good[:-1], good[: len(good) // 2], good + b"x", b"", b"jaxtrtok", bytes(64) + good[64:], b"text " * 100):
         path.write_bytes(damaged)
-        assert tokenfile.verify(path)
+        assert verify(path)
         with pytest.raises(tokenfile.TokenFileError, match="a.tok"):
             TokenFile.open(path)
 
@@ -317,7 +316,7 @@ def test_prepare_reads_every_format_alike(tmp_path, monkeypatch, pattern):
     (header,) = prepare.prepare([pattern], Path("out.tok"), text_key="body")
     assert texts(Path("out.tok")) == documents
     assert header["source_bytes"] == sum(len(d.encode()) for d in documents)
-    assert tokenfile.verify("out.tok") == []
+    assert verify("out.tok") == []
     prepare.prepare([pattern], Path("split.tok"), text_key="body", validation=0.3)
     train, validation = texts(Path("split.tok")), texts(Path("split.val.tok"))
     assert sorted(train + validation) == sorted(documents)
@@ -327,8 +326,8 @@ def test_prepare_reads_every_format_alike(tmp_path, monkeypatch, pattern):
 
 
 def test_long_text_is_one_document_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "PIECE_BYTES", 50)
-    monkeypatch.setattr(prepare, "BATCH_BYTES", 100)
+    monkeypatch.setattr(readers, "PIECE_BYTES", 50)
+    monkeypatch.setattr(shards, "BATCH_BYTES", 100)
     for name, text in (("lines", "zwölf Boxkämpfer\n" * 40), ("one line", "ü€𝄞" * 333), ("short", "x"), ("exact", "y" * 50)):
         (tmp_path / "a.txt").write_text(text)
         prepare.prepare([str(tmp_path / "a.txt")], tmp_path / "a.tok", force=True)
@@ -431,68 +430,23 @@ def test_bench_reports_the_speed_of_real_batches(monkeypatch):
     assert result["tokens_per_s"] > 1e6  # far below what any machine reaches; the command shows the figure itself
 
 
-def test_prepare_killed_midway_leaves_no_output_and_restarts(tmp_path):
-    line = json.dumps({"text": "All work and no play makes a dull corpus. " * 20}) + "\n"
-    (tmp_path / "a.jsonl").write_text(line * 60_000)
-    command = [sys.executable, "-m", "jaxtrain.data", "prepare", "--input=a.jsonl", "--output=a.tok", "--validation=0.5"]
-    (tmp_path / "a.jsonl").open("a").write('{"text": "the other side"}\n{"text": "b"}\n{"text": "c"}\n{"text": "d"}\n')
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment)
-    partial = tmp_path / "a.tok.partial"
-    other = tmp_path / "a.val.tok.partial"
-    deadline = time.monotonic() + 30
-    while not any(p.exists() and p.stat().st_size > 1 << 20 for p in (partial, other)):
-        assert time.monotonic() < deadline
-        assert process.poll() is None, "ended before it could be killed"
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not list(tmp_path.glob("*.tok"))
-    assert partial.exists()
-    assert tokenfile.verify(partial), "an unfinished file must not pass"
-    code, out = main_here(tmp_path, *command[3:])
-    assert code == 0, out
-    assert "was left by a run that was cut off" in out
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "a.tok", "a.val.tok"]
-    assert sum(TokenFile.open(tmp_path / n).header["documents"] for n in ("a.tok", "a.val.tok")) == 60_004
-    assert main_here(tmp_path, "verify", "a.tok", "a.val.tok")[0] == 0
-
-
-@pytest.mark.parametrize(("stopped", "code"), [("interrupt", 130), ("disk full", 1)])
-def test_prepare_that_fails_midway_leaves_nothing(tmp_path, stopped, code):
-    # enough to be still at work when the signal comes, on a machine that has other things to do too
-    lines = 300_000 if code == 130 else 60_000
-    (tmp_path / "a.jsonl").write_text((json.dumps({"text": "some words " * 80}) + "\n") * lines)
-    # a limit on the size of files stands for the full disk
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 21, 1 << 21)); " if code == 1 else ""
-    program = f"{limit}import sys; from jaxtrain.data.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    command = [sys.executable, "-c", program, "prepare", "--input=a.jsonl", "--output=a.tok"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
-    if code == 130:
-        partial, deadline = tmp_path / "a.tok.partial", time.monotonic() + 30
-        while not (partial.exists() and partial.stat().st_size > 1 << 20):
-            assert time.monotonic() < deadline
-            assert process.poll() is None, "ended before it could be interrupted"
-            time.sleep(0.005)
-        process.send_signal(signal.SIGINT)
-    error = process.communicate(timeout=60)[1]
-    assert process.returncode == code, error
-    assert ("interrupted" if code == 130 else "File too large") in error
-    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
-
-
 def test_two_writers_of_one_output_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("text")
-    with TokenWriter(tmp_path / "a.tok", text_tokenizers.info(BYTE)):
+    with shards.Folder(tmp_path / "a.tok.partial", {}, print):
         code, out = main_here(tmp_path, "prepare", "--input=a.txt", "--output=a.tok")
         assert (code, "another process is writing it" in out) == (2, True)
+    with (
+        TokenWriter(tmp_path / "a.tok", text_tokenizers.info(BYTE)),
+        pytest.raises(tokenfile.TokenFileError, match="writing it"),
+    ):
+        TokenWriter(tmp_path / "a.tok", text_tokenizers.info(BYTE))
     assert texts(tmp_path / "a.tok") == []
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.tok", "a.txt"]
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "PIECE_BYTES", 1 << 19)
-    monkeypatch.setattr(prepare, "BATCH_BYTES", 1 << 19)
+    monkeypatch.setattr(readers, "PIECE_BYTES", 1 << 19)
+    monkeypatch.setattr(shards, "BATCH_BYTES", 1 << 19)
     line = json.dumps({"text": "x" * 900}) + "\n"
     peaks = []
     for count in (5_000, 30_000):
@@ -556,7 +510,7 @@ def test_hugging_face_tokenizer(tmp_path, bpe):
     file = TokenFile.open(tmp_path / "a.tok")
     assert file.tokens.tolist() == [*ids, stop.eot]
     assert "def naïve" in main_here(tmp_path, "show", "a.tok")[1]
-    assert tokenfile.verify(file.path) == []
+    assert verify(file.path) == []
 
 
 # checks before a run

@@ -110,6 +110,10 @@ PROGRAM: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer.eps": (1e-5, {}),
     "optimizer.clip_norm": (0.5, {}),
     "optimizer.offload": ("moments", {}),
+    "train.freeze": ("layers.mlp.*", {}),
+    "lora.rank": (2, {}),
+    "lora.alpha": (8.0, {"lora.rank": 2}),
+    "lora.targets": ("wq", {"lora.rank": 2}),
 }
 BASE = {"model.num_layers": 2, "data.max_segments": 8}
 

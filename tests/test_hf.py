@@ -15,6 +15,7 @@ from hugging_face import FAMILIES, GOLDEN, TOKENS
 from safetensors.numpy import load_file, save_file
 
 from jaxtrain import config, flops, main
+from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.config import Model
 from jaxtrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxtrain.hf import __main__ as command
@@ -110,8 +111,9 @@ def imported(tmp_path, name, dtype="auto", **changes):
 
 def exported(ckpt, out, **how):
     said, say = lines()
+    base = how.pop("base", "")
     given = {"dtype": "auto", "shard_bytes": 10**9, "tokenizer": "", "force": False} | how
-    exporting.export(exporting.open_source(str(ckpt)), out, **given, say=say)
+    exporting.export(exporting.open_source(str(ckpt), base), out, **given, say=say)
     return said
 
 
@@ -347,7 +349,7 @@ def test_presets_read_back(name):
 
 def test_a_run_starts_from_a_folder_and_stretches_its_context(tmp_path, capsys):
     """init.from with a Hugging Face folder, and sequences sixteen times as long as it was trained with."""
-    folder = hugging_face.write(tmp_path / "theirs", "llama2", scale=0.3)
+    folder = hugging_face.write(tmp_path / "theirs", "llama2", scale=0.3, vocab=264)
     model = {k: v for k, v in dataclasses.asdict(open_folder(folder).model).items() if v not in ("", 0, 0.0)}
     model |= {"rope_scaling": "llama3", "rope_factor": 16.0, "rope_original_len": 64}
     keys = {f"model.{k}": v for k, v in model.items()}
@@ -367,3 +369,41 @@ def test_a_run_starts_from_a_folder_and_stretches_its_context(tmp_path, capsys):
     assert "which computes otherwise" in capsys.readouterr().err
     assert main.main([*args, "--config.init.what=weights+optimizer"]) == 2
     assert "holds no optimizer's state" in capsys.readouterr().err
+
+
+# ---- Adapters
+
+
+def test_adapters_go_to_peft_and_come_back(tmp_path, capsys):
+    """A LoRA run on a Hugging Face base: its merged export is base and adapter in PEFT, whose format comes back as it was."""
+    folder = hugging_face.write(tmp_path / "theirs", "qwen2", scale=0.3, vocab=264)
+    config_file = ROOT / "configs" / "finetune.py"
+    keys = {"data.source": "synthetic", "data.seq_len": 64, "train.global_batch": 8, "train.steps": 4, "paths.cache": ""}
+    keys |= {"optimizer.lr": 0.02, "optimizer.warmup_steps": 1, "eval.every_steps": 0, "sample.max_tokens": 0, "mesh.fsdp": 8}
+    args = [f"--config={config_file}:base={folder},lora=3", f"--workdir={tmp_path / 'run'}"]
+    assert main.main([*args, *(f"--config.{k}={v}" for k, v in keys.items())]) == 0, capsys.readouterr().err
+    exported(tmp_path / "run", tmp_path / "merged")
+    assert command.main(["export-adapter", str(tmp_path / "run"), f"--out={tmp_path / 'adapter'}"]) == 0
+    args = ["import-adapter", str(tmp_path / "adapter"), f"--base={folder}", f"--out={tmp_path / 'again'}"]
+    assert command.main(args) == 0
+    exported(tmp_path / "again", tmp_path / "merged-again")
+    base, merged, again = (tensors_of(p) for p in (folder, tmp_path / "merged", tmp_path / "merged-again"))
+    assert merged.keys() == base.keys() and all(np.array_equal(merged[k], again[k]) for k in merged)
+    changed = {k for k in base if not np.array_equal(base[k], merged[k])}
+    assert changed == {k for k in base if "_proj.weight" in k}
+    other = hugging_face.write(tmp_path / "other", "qwen2", scale=0.31, vocab=264)
+    with pytest.raises(CheckpointError, match="are not those that the adapters of step 4 were trained beside"):
+        exported(tmp_path / "run", tmp_path / "none", base=str(other))
+
+    hugging_face.reference()
+    np.save(tmp_path / "tokens.npy", TOKENS)
+    script = ROOT / "tests" / "reference" / "peft_logits.py"
+    hugging_face.ask(script, tmp_path / "tokens.npy", folder, tmp_path / "adapter", tmp_path / "peft.npz")
+    theirs = np.load(tmp_path / "peft.npz")
+    for name in changed:
+        # Both add in float32: the last bit of a sum of three products.
+        np.testing.assert_allclose(merged[name], theirs[f"weight.{name}"], rtol=0, atol=3e-7)
+    _, logits = model_logits(str(tmp_path / "merged"), "f32")
+    beside = model_logits(str(tmp_path / "run"), "f32")[1](TOKENS, SEGMENTS)
+    assert np.abs(logits(TOKENS, SEGMENTS) - theirs["merged"]).max() < SAME
+    assert np.abs(beside - theirs["logits"]).max() < SAME

@@ -286,7 +286,7 @@ def save_and_restore(ask: dict[str, Any]) -> dict[str, Any]:
 
     program = step.build(run, devices)
     run, program, train, _ = compiled(program, run)
-    current = state.create_state(program.definition, program.tx, program.state, run.train.seed)
+    current = state.create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
     rows = open_rows(run)
     for i in range(2):  # so that the moments are not zeros
         current, _ = train(current, step.place_batch(rows.batch(i), program.batch, program.context))

@@ -159,7 +159,7 @@ def _steps(run: RunConfig, devices: Sequence[Any], ask: dict[str, Any], out: dic
         return
 
     rows = open_rows(run)
-    current = state.create_state(program.definition, program.tx, program.state, run.train.seed)
+    current = state.create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
     batches = pipeline.iterate(rows, 0, run.data.prefetch)
     marks, losses, waits, waiting = [], [], [], None
     warmup, wanted = ask["warmup"], ask["steps"]
@@ -293,8 +293,8 @@ def peak_tflops(run: RunConfig, device: Any) -> float | None:
 
 def rates(run: RunConfig, count: int, step_s: float, peak_tflops: float | None) -> dict[str, Any]:
     """Tokens per second and utilisations of a step that takes this long on `count` devices."""
-    per_token = flops.per_token(run.model, run.data.seq_len)
-    hardware_flops = per_token + flops.recompute(run.model, run.remat, run.data.seq_len)
+    per_token = flops.training(run)
+    hardware_flops = per_token + flops.again(run)
     tokens_per_s = run.train.global_batch * run.data.seq_len / step_s
     each = tokens_per_s / count
     return {

@@ -140,7 +140,7 @@ def export_example(ask: dict[str, Any]) -> dict[str, Any]:
     if ask["train"]:
         program = step.build(run, devices)
         run, program, train, _ = compiled(program, run)
-        current = state.create_state(program.definition, program.tx, program.state, run.train.seed)
+        current = state.create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
         arrays: dict[str, Any] = dict(to_hf(name, a) for name, a in state.to_host(current, "params.").items())
         np.savez(folder / "weights.npz", **arrays)
         spec["weights"] = str(folder / "weights.npz")

@@ -1,12 +1,21 @@
-"""`python -m jaxtrain.data`: make, check, show and time token files."""
+"""`python -m jaxtrain.data`: make, check, show, mix, count and time token files."""
 
 import argparse
+import json
+import math
 import sys
 from pathlib import Path
 
-from jaxtrain.data import tokenfile
+import numpy as np
+
+from jaxtrain.config import Data
+from jaxtrain.data import mixture, tokenfile
 from jaxtrain.data import tokenizer as tokenizers
-from jaxtrain.data.prepare import FORMATS, PrepareError, prepare, validation_path
+from jaxtrain.data.prepare import SHARD_MB, prepare, validation_path
+from jaxtrain.data.readers import FORMATS, PrepareError
+from jaxtrain.data.shards import WorkerDied
+from jaxtrain.data.template import LOSSES
+from jaxtrain.data.verify import verify
 
 EXAMPLES = """examples:
   python -m jaxtrain.data prepare --input='books/*.txt' --output=books.tok --validation=0.01
@@ -18,19 +27,26 @@ EXAMPLES = """examples:
 def parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     top = argparse.ArgumentParser(
-        "python -m jaxtrain.data", description="Make, check, show and time token files.", epilog=EXAMPLES, formatter_class=raw
+        "python -m jaxtrain.data",
+        description="Make, check, show, mix, count and time token files.",
+        epilog=EXAMPLES,
+        formatter_class=raw,
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     p = commands.add_parser(
         "prepare",
         help="text, JSON lines or Parquet to a token file",
-        description="Writes a token file. It appears under its name only when it is whole; a run that was cut off is started "
-        "again by the same command.",
+        description="Writes a token file. It appears under its name only when it is whole; the same command goes on with a run "
+        "that was cut off, from its finished parts.",
         epilog=EXAMPLES,
         formatter_class=raw,
     )
     p.add_argument(
-        "--input", action="append", required=True, metavar="GLOB", help="files to read, ** for subfolders; repeatable"
+        "--input",
+        action="append",
+        required=True,
+        metavar="GLOB",
+        help="files to read, ** for subfolders, or a data set hf:DATASET[:CONFIG][:SPLIT]; repeatable",
     )
     p.add_argument("--output", type=Path, required=True, metavar="NAME.tok", help="the token file to write")
     p.add_argument(
@@ -39,12 +55,42 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--eot", default="", metavar="TOKEN", help="the token that ends a document, where it is not a well-known one"
     )
-    p.add_argument("--text-key", default="text", metavar="KEY", help="JSON key or Parquet column of the text (default: text)")
+    p.add_argument(
+        "--text-key",
+        default="text",
+        metavar="KEY[,KEY]",
+        help="JSON key or Parquet column of the text (default: text); several are joined by --separator",
+    )
+    p.add_argument(
+        "--separator",
+        type=lambda text: text.replace("\\n", "\n").replace("\\t", "\t"),
+        default="\n\n",
+        metavar="TEXT",
+        help=r"what stands between the texts of several keys; \n and \t are understood (default: a blank line, \n\n)",
+    )
+    p.add_argument(
+        "--chat",
+        action="store_true",
+        help="rows are conversations: messages, conversations, prompt with completion or response, instruction and output",
+    )
+    p.add_argument(
+        "--chat-template",
+        default="",
+        metavar="FILE",
+        help="the Jinja template that writes them (default: the tokenizer's own)",
+    )
+    p.add_argument(
+        "--loss",
+        choices=LOSSES,
+        default=LOSSES[0],
+        help="tokens of a conversation that count in the loss: of the assistant's turns (default), all, of its last turn",
+    )
     p.add_argument(
         "--format",
         choices=FORMATS,
         default="auto",
-        help="auto: .jsonl .ndjson a document a line, .parquet a document a row, all else a document a file; .gz is unpacked",
+        help="auto: .jsonl .ndjson a document a line, .parquet a document a row, all else a document a file; .gz .bz2 .xz .zst "
+        "are unpacked",
     )
     p.add_argument(
         "--validation",
@@ -55,11 +101,54 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--skip-bad-lines", action="store_true", help="leave out lines that cannot be read, and count them")
     p.add_argument("--force", action="store_true", help="replace an existing output")
+    p.add_argument(
+        "--processes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how many to work with (default: one a core); the file is the same",
+    )
+    p.add_argument(
+        "--shard-mb",
+        type=float,
+        default=SHARD_MB,
+        metavar="MB",
+        help=f"input that a process takes at a time, and that is lost where a run is cut off (default {SHARD_MB})",
+    )
     v = commands.add_parser("verify", help="read token files whole and check them", description="Exit code 0: all are intact.")
     v.add_argument("files", nargs="+", type=Path, metavar="FILE")
     s = commands.add_parser("show", help="the header and the first documents of a token file")
     s.add_argument("file", type=Path, metavar="FILE")
     s.add_argument("--documents", type=int, default=2, metavar="N", help="documents to show the start of (default 2)")
+    m = commands.add_parser(
+        "mix",
+        help="write a mixture: token files with weights, and what they hold now",
+        description="data.source=NAME.mix reads it. A file that no longer holds what it held when the mixture was written is "
+        "refused.",
+    )
+    m.add_argument("files", nargs="+", metavar="FILE.tok[=WEIGHT]", help="token files made with the same tokenizer")
+    m.add_argument("--output", type=Path, required=True, metavar="NAME.mix", help="the mixture to write")
+    m.add_argument(
+        "--by",
+        choices=("weight", "tokens"),
+        default="weight",
+        help="tokens: in proportion to what the files hold, times a weight where one is given",
+    )
+    m.add_argument(
+        "--temperature", type=float, default=1.0, metavar="T", help="weights to the power 1/T: above 1 nearer to each other"
+    )
+    m.add_argument(
+        "--tokens", type=float, default=0.0, metavar="N", help="count the epochs in N tokens, 10e9 say (default: all there are)"
+    )
+    m.add_argument("--force", action="store_true", help="replace an existing mixture")
+    c = commands.add_parser("stats", help="documents, lengths, packing, duplicates of token files; some documents")
+    c.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    c.add_argument("--seq-len", type=int, default=4096, metavar="T", help="data.seq_len to pack for (default 4096)")
+    c.add_argument(
+        "--max-segments", type=int, default=Data().max_segments, metavar="M", help="data.max_segments (default: as there)"
+    )
+    c.add_argument("--documents", type=int, default=3, metavar="N", help="documents to show the start of (default 3)")
+    c.add_argument("--json", action="store_true", help="figures as JSON, one object a file and line")
     b = commands.add_parser("bench", help="batches per second from a token file in the page cache, on one core")
     b.add_argument("--batch", type=int, default=8, metavar="B", help="sequences in a batch (default 8)")
     b.add_argument("--seq-len", type=int, default=4096, metavar="T", help="tokens in a sequence (default 4096)")
@@ -77,7 +166,8 @@ def describe(path: Path, header: dict) -> str:
 
 
 def run_prepare(args: argparse.Namespace) -> int:
-    keys = ("tokenizer", "eot", "text_key", "format", "validation", "skip_bad_lines", "force")
+    keys = ("tokenizer", "eot", "text_key", "separator", "format", "chat", "chat_template", "loss", "validation")
+    keys += ("skip_bad_lines", "force", "processes", "shard_mb")
     headers = prepare(args.input, args.output, **{k: getattr(args, k) for k in keys})
     for path, header in zip((args.output, validation_path(args.output)), headers, strict=False):
         print(describe(path, header))
@@ -86,12 +176,51 @@ def run_prepare(args: argparse.Namespace) -> int:
 
 def run_verify(args: argparse.Namespace) -> int:
     damaged = False
-    for path in args.files:
-        faults = tokenfile.verify(path)
+    files = [(path, mixture.verify(path) if path.suffix == mixture.SUFFIX else None) for path in args.files]
+    for path, wrong in files:
+        if wrong is not None:
+            damaged |= bool(wrong)
+            names = [] if wrong else [str(entry["path"]) for entry in mixture.read(path)]
+            for line in wrong or [f"{path}: its files hold what they held when it was written: {', '.join(names)}"]:
+                print(line)
+            continue
+        faults = verify(path)
         damaged |= bool(faults)
         for fault in faults or [f"{describe(path, tokenfile.TokenFile.open(path).header)}: intact"]:
             print(fault)
     return int(damaged)
+
+
+def written(file: tokenfile.TokenFile, first: int, last: int, tokenizer: tokenizers.Tokenizer | None) -> str:
+    """Tokens as text (as ids without a tokenizer); what does not count in the loss stands between ⟦ and ⟧."""
+
+    def decode(ids: np.ndarray) -> str:
+        return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
+
+    if file.loss_bits is None:
+        return decode(file.tokens[first:last])
+    flags = file.loss_flags(first, last)
+    runs = np.split(np.arange(first, last), np.flatnonzero(np.diff(flags)) + 1)
+    texts = [(decode(file.tokens[run]), flags[run[0] - first]) for run in runs if run.size]
+    return "".join(text if counts else f"⟦{text}⟧" for text, counts in texts)
+
+
+def tokenizer_of(file: tokenfile.TokenFile) -> tuple[tokenizers.Tokenizer | None, str]:
+    """The tokenizer that made the file, or None and why it is not here."""
+    recorded = file.header["tokenizer"]
+    try:
+        tokenizer = tokenizers.load_tokenizer(recorded["name"])
+    except tokenizers.TokenizerError as e:
+        return None, f"{e}; ids are shown"
+    if tokenizer.sha256 != recorded["sha256"]:
+        return None, "the tokenizer of that name is another one now; ids are shown"
+    return tokenizer, ""
+
+
+def show_document(file: tokenfile.TokenFile, i: int, tokenizer: tokenizers.Tokenizer | None) -> None:
+    first, last = int(file.doc_offsets[i]), int(file.doc_offsets[i + 1])
+    print(f"--- document {i}: tokens {first:,} to {last:,}")
+    print(written(file, first, min(last, first + 200), tokenizer))
 
 
 def run_show(args: argparse.Namespace) -> int:
@@ -99,19 +228,56 @@ def run_show(args: argparse.Namespace) -> int:
     header = file.header
     print(describe(args.file, header))
     print("made from: " + ", ".join(header["sources"]))
-    try:
-        tokenizer = tokenizers.load_tokenizer(header["tokenizer"]["name"])
-        same = tokenizer.sha256 == header["tokenizer"]["sha256"]
-        note = "" if same else "the tokenizer of that name is another one now; ids are shown"
-    except tokenizers.TokenizerError as e:
-        tokenizer, same, note = None, False, f"{e}; ids are shown"
+    if header["loss"]:
+        print(f"{header['loss']['tokens']:,} tokens count in the loss; the others stand between ⟦ and ⟧")
+    tokenizer, note = tokenizer_of(file)
     if note:
         print(note)
     for i in range(min(args.documents, header["documents"])):
-        first, last = int(file.doc_offsets[i]), int(file.doc_offsets[i + 1])
-        ids = file.tokens[first : min(last, first + 200)]
-        print(f"--- document {i}: tokens {first:,} to {last:,}")
-        print(tokenizer.decode(ids) if tokenizer and same else " ".join(map(str, ids)))
+        show_document(file, i, tokenizer)
+    return 0
+
+
+def run_mix(args: argparse.Namespace) -> int:
+    named: list[tuple[str, float | None]] = []
+    for item in args.files:
+        path, given, text = (item, "", "") if item.endswith(".tok") else item.rpartition("=")
+        try:
+            named.append((path if given else item, float(text) if given else None))
+        except ValueError:
+            raise mixture.MixtureError(f"{item}: a weight is a number above 0, as in {path}=0.5") from None
+    if args.output.exists() and not args.force:
+        raise mixture.MixtureError(f"--output={args.output}: exists. Choose another name, or replace it with --force.")
+    if not 0 <= args.tokens < math.inf:
+        raise mixture.MixtureError(f"--tokens={args.tokens}: is a count of tokens")
+    weighed = mixture.weigh(named, args.by, args.temperature)
+    mixture.write(args.output, weighed)
+    tokens = int(args.tokens) or sum(file.header["tokens"] for file, _ in weighed)
+    print(f"{'weight':>10} {'tokens':>18} {'epochs':>10}   in {tokens:,} tokens")
+    for path, held, weight, epochs in mixture.table(weighed, tokens):
+        print(f"{weight:10.4f} {held:18,} {epochs:10.3f}   {path}")
+    return 0
+
+
+def run_stats(args: argparse.Namespace) -> int:
+    for name in ("seq_len", "max_segments"):
+        if getattr(args, name) <= 0:
+            raise PrepareError(f"--{name.replace('_', '-')}={getattr(args, name)}: must be above 0")
+    from jaxtrain.data import stats
+
+    for path in args.files:
+        found = stats.stats(path, args.seq_len, args.max_segments)
+        if args.json:
+            print(json.dumps(found))
+            continue
+        file = tokenfile.TokenFile.open(path)
+        print(describe(path, file.header))
+        print("\n".join(stats.lines(found)))
+        tokenizer, note = tokenizer_of(file)
+        if note:
+            print(note)
+        for i in stats.sample(file, args.documents):
+            show_document(file, i, tokenizer)
     return 0
 
 
@@ -131,12 +297,19 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0; 1 damaged file or failing disk; 2 wrong command or input, nothing written; 130 Ctrl-C, nothing written."""
+    """Exit code: 0; 1 damaged file, failing disk or process; 2 wrong command or input; 130 Ctrl-C. Only 0 means written."""
     args = parser().parse_args(argv)
-    command = {"prepare": run_prepare, "verify": run_verify, "show": run_show, "bench": run_bench}[args.command]
+    command = {
+        "prepare": run_prepare,
+        "verify": run_verify,
+        "show": run_show,
+        "mix": run_mix,
+        "stats": run_stats,
+        "bench": run_bench,
+    }[args.command]
     try:
         return command(args)
-    except (PrepareError, tokenizers.TokenizerError, tokenfile.TokenFileError) as e:
+    except (PrepareError, tokenizers.TokenizerError, tokenfile.TokenFileError, mixture.MixtureError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     except FileNotFoundError as e:
@@ -148,8 +321,11 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
+    except WorkerDied as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
+        print("interrupted; no token file was written", file=sys.stderr)
         return 130
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain import config
-from jaxtrain.data import stdlib, synthetic
+from jaxtrain.data import mixture, stdlib, synthetic
 from jaxtrain.data import tokenizer as tokenizers
 from jaxtrain.data.tokenfile import TokenFile, TokenFileError
 from jaxtrain.data.windows import FileWindows, Windows, count_windows, interleave, make_batch, masked_tokens
@@ -31,7 +31,7 @@ class Batches:
     """Batches of one split of a source. Made by `open_source`.
 
     Attributes: `vocab_size`; `tokenizer` (name, sha256, vocab_size, eot); `bytes_per_token` (UTF-8 bytes of text per token
-    that is predicted; None where unknown); `synthetic`; `tokens_per_epoch`; `masked_fraction` (part of the tokens that
+    whose prediction counts; None where unknown); `synthetic`; `tokens_per_epoch`; `masked_fraction` (part of the tokens that
     `data.max_segments` masks); `fingerprint` (JSON: what was read, for receipts).
     """
 
@@ -108,8 +108,8 @@ class Batches:
         return out
 
     def _rows_of(self, source: int, index_R: np.ndarray) -> dict[str, np.ndarray]:
-        tokens_RS, row, column = self.sources[source].rows(self.window_numbers(source, index_R))
-        return make_batch(tokens_RS, row, column, self.packing, self.max_segments)
+        rows = self.sources[source].rows(self.window_numbers(source, index_R))
+        return make_batch(*rows, self.packing, self.max_segments)
 
 
 class _Steps:
@@ -146,10 +146,10 @@ def iterate(batches: Any, start_step: int, prefetch: int, rows: Rows = None) -> 
 
 
 def parse_files(source: str, key: str = "data.source") -> tuple[list[tuple[str, float]], list[config.Problem]]:
-    """`a.tok=0.7,b.tok=0.3` -> paths with their weights (1 where none is given)."""
+    """`a.tok=0.7,b.mix=0.3` -> paths with their weights (1 where none is given); a mixture's files share its weight."""
     files, problems = [], []
     for item in filter(None, (part.strip() for part in source.split(","))):
-        path, given, text = (item, "", "") if item.endswith(".tok") else item.rpartition("=")
+        path, given, text = (item, "", "") if item.endswith((".tok", mixture.SUFFIX)) else item.rpartition("=")
         if not given:
             path, text = item, "1"
         try:
@@ -212,16 +212,34 @@ def missing_file(key: str, path: str, tokenizer: str) -> config.Problem:
 
 
 def open_files(data: config.Data, source: str, key: str, seq_len: int) -> tuple[list[TokenFile], list[float]]:
-    """Opens the files of a source. Raises ConfigError with all that is wrong with them."""
+    """Opens the files of a source, those of mixtures among them. Raises ConfigError with all that is wrong with them."""
     named, problems = parse_files(source, key)
     files = []
-    for path, _ in named:
+    weights = []
+    wanted: list[tuple[str, float, str, dict[str, Any]]] = []  # path, weight, the mixture it is of, its entry there
+    for path, weight in named:
+        if not path.endswith(mixture.SUFFIX):
+            wanted.append((path, weight, "", {}))
+            continue
         try:
-            files.append(TokenFile.open(path))
+            entries = mixture.read(path)
+        except (FileNotFoundError, NotADirectoryError):
+            remedy = "Write it with: python -m jaxtrain.data mix --output=NAME.mix A.tok=0.7 B.tok=0.3"
+            problems.append(config.Problem(key, path, "no such file", remedy))
+            continue
+        except (mixture.MixtureError, OSError) as e:
+            problems.append(config.Problem(key, path, str(e), "Check it with: python -m jaxtrain.data verify FILE"))
+            continue
+        total = math.fsum(entry["weight"] for entry in entries)
+        wanted += [(entry["path"], weight * entry["weight"] / total, path, entry) for entry in entries]
+    for path, weight, of, entry in wanted:
+        try:
+            files.append(mixture.open_checked(of, entry) if of else TokenFile.open(path))
+            weights.append(weight)
         except (FileNotFoundError, NotADirectoryError):
             problems.append(missing_file(key, path, data.tokenizer))
             continue
-        except (TokenFileError, OSError) as e:
+        except (mixture.MixtureError, TokenFileError, OSError) as e:
             problems.append(config.Problem(key, path, str(e), "Check it with: python -m jaxtrain.data verify FILE"))
             continue
         header = files[-1].header
@@ -240,7 +258,7 @@ def open_files(data: config.Data, source: str, key: str, seq_len: int) -> tuple[
             problems.append(config.Problem("data.seq_len", seq_len, rule, "Choose another length or more data."))
     if problems:
         raise config.ConfigError(problems)
-    return files, [weight for _, weight in named]
+    return files, weights
 
 
 def check(data: config.Data, model_vocab: int, need_eval: bool) -> list[config.Problem]:
@@ -255,7 +273,8 @@ def check(data: config.Data, model_vocab: int, need_eval: bool) -> list[config.P
         sets, problems = parse_sets(data.eval_source)
         sources += [("data.eval_source", source) for source in sets.values()]
     elif need_eval and not builtin and not is_custom(data.source):
-        guess = ",".join(path.removesuffix(".tok") + ".val.tok" for path, _ in parse_files(data.source)[0])
+        paths = [path for path, _ in parse_files(data.source)[0] if path.endswith(".tok")]
+        guess = ",".join(path.removesuffix(".tok") + ".val.tok" for path in paths)
         remedy = f"Set it to held-out text (prepare --validation=0.001 makes {guess or 'NAME.val.tok'}), or eval.every_steps=0."
         problems.append(config.Problem("data.eval_source", "", "evaluation needs held-out data", remedy))
     for key, source in sources:
@@ -332,11 +351,13 @@ def open_source(
     files, weights = open_files(data, source, key, seq_len)
     sources = [FileWindows(f, seq_len) for f in files]
     shares = [w / math.fsum(weights) for w in weights]
-    masked = per_token = 0.0
+    masked = text_bytes = predicted = 0.0
     for file, windows, share in zip(files, sources, shares, strict=True):
         header = file.header
-        predicted = header["tokens"] - (header["documents"] if data.packing == "documents" else 0)
-        per_token += share * header["source_bytes"] / max(1, predicted)
+        loss = header["loss"] or {"tokens": header["tokens"], "bytes": header["source_bytes"], "first": header["documents"]}
+        # of a token read from the mixture: the bytes whose prediction counts, and the predictions that count
+        text_bytes += share * loss["bytes"] / header["tokens"]
+        predicted += share * (loss["tokens"] - (loss["first"] if data.packing == "documents" else 0)) / header["tokens"]
         if data.packing == "documents":
             count = masked_tokens(file.doc_offsets[:-1], windows.windows, seq_len, data.max_segments)
             masked += share * count / (windows.windows * seq_len)
@@ -350,7 +371,7 @@ def open_source(
         weights,
         tokenizer=files[0].header["tokenizer"],
         fingerprint=fingerprint,
-        bytes_per_token=per_token,
+        bytes_per_token=text_bytes / predicted if predicted else None,
         masked_fraction=masked,
         **common,
     )

@@ -1,183 +1,25 @@
-"""Corpora to token files: text, JSON lines and Parquet, streamed, with every bad line named."""
+"""Corpora to token files: text, JSON lines, Parquet and data sets by name, by as many processes as there are cores."""
 
-import codecs
+import datetime
 import glob
-import gzip
-import hashlib
-import json
+import os
 import sys
 import time
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import rich.progress
 
+from jaxtrain.data import datasets_input, readers
 from jaxtrain.data import tokenizer as tokenizers
-from jaxtrain.data.tokenfile import TokenWriter
+from jaxtrain.data.readers import Cut, PrepareError
+from jaxtrain.data.shards import SHOWN, Folder, Job, Shard, describe, group, make_shards, names
+from jaxtrain.data.template import LOSSES
+from jaxtrain.data.tokenfile import TokenFile, TokenWriter
 
-FORMATS = ("auto", "text", "jsonl", "parquet")
-BATCH_BYTES = 4 << 20  # text encoded at once
-PIECE_BYTES = 4 << 20  # longer text files are encoded in pieces, cut after a line
-BATCH_ROWS = 1024  # Parquet rows decoded at once
-SHOWN = 20  # bad lines shown one by one; further ones are counted
-
-
-class PrepareError(ValueError):
-    """The command or its input is wrong; the message names the file or option."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Text of a document, and whether the document ends with it."""
-
-    text: str
-    num_bytes: int
-    end: bool = True
-
-
-@dataclass
-class Input:
-    """One input file being read: where it stands and how many lines of it were bad."""
-
-    path: Path
-    text_key: str
-    report: Callable[[str], None]
-    done: int = 0  # bytes of the file read
-    bad: int = 0
-
-    def reject(self, line: int, reason: str) -> None:
-        self.bad += 1
-        self.report(f"{self.path}:{line}: {reason}")
-
-
-def detect_format(path: Path) -> str:
-    """text | jsonl | parquet, by the file's name. Raises PrepareError for names that say it is neither."""
-    name = path.name.lower().removesuffix(".gz")
-    suffix = Path(name).suffix
-    if suffix in (".jsonl", ".ndjson"):
-        return "jsonl"
-    if suffix in (".parquet", ".pq"):
-        return "parquet"
-    if suffix in (".json", ".csv", ".tsv", ".arrow"):
-        raise PrepareError(
-            f"{path}: {suffix} can mean several things. Give --format=jsonl for one JSON object a line, or --format=text for "
-            "one document a file."
-        )
-    if suffix == ".tok":
-        raise PrepareError(f"{path}: is already a token file. Choose an --input that leaves it out.")
-    if suffix in (".zst", ".xz", ".bz2", ".zip", ".tar"):
-        raise PrepareError(
-            f"{path}: {suffix} files are not read. Unpack it to .txt, .jsonl or .parquet (.gz is read as it is)."
-        )
-    return "text"
-
-
-def open_binary(path: Path, raw: BinaryIO) -> BinaryIO:
-    return cast(BinaryIO, gzip.open(raw)) if path.suffix.lower() == ".gz" else raw
-
-
-def read_text(source: Input) -> Iterator[Piece]:
-    """The file is one document. A part of it is in memory at a time."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    with source.path.open("rb") as raw, open_binary(source.path, raw) as f:
-        line, started = 1, False
-        data = f.read(PIECE_BYTES)
-        while data:
-            data += f.readline(PIECE_BYTES)
-            following = f.read(PIECE_BYTES)
-            try:
-                text = decoder.decode(data, final=not following)
-            except UnicodeDecodeError as e:
-                reason = f"not UTF-8 ({e.reason}, byte {e.object[e.start]:#04x})"
-                source.reject(line + e.object.count(b"\n", 0, e.start), reason)
-                if started:  # what went before it stays, where bad lines are skipped
-                    yield Piece("", 0)
-                return
-            yield Piece(text, len(text.encode()), end=not following)
-            started = True
-            line += data.count(b"\n")
-            data = following
-            source.done = raw.tell()
-
-
-def read_jsonl(source: Input) -> Iterator[Piece]:
-    """Every line is a JSON object whose `text_key` is a document; blank lines are skipped."""
-    with source.path.open("rb") as raw, open_binary(source.path, raw) as f:
-        for number, line in enumerate(f, 1):
-            source.done = raw.tell()
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line.decode())
-            except UnicodeDecodeError as e:
-                source.reject(number, f"not UTF-8 ({e.reason}, column {e.start + 1})")
-                continue
-            except json.JSONDecodeError as e:
-                source.reject(number, f"not JSON ({e.msg}, column {e.colno})")
-                continue
-            if not isinstance(record, dict):
-                source.reject(number, f"is a JSON {type(record).__name__}, not an object")
-            elif source.text_key not in record:
-                source.reject(number, f"no key {source.text_key!r} (has: {', '.join(map(repr, list(record)[:8]))})")
-            else:
-                yield from checked(source, number, record[source.text_key])
-
-
-def read_parquet(source: Input) -> Iterator[Piece]:
-    """Every row is a document, in the column `text_key`; a row group at most is in memory."""
-    import pyarrow
-    import pyarrow.parquet
-
-    size = source.path.stat().st_size
-    try:
-        with pyarrow.parquet.ParquetFile(source.path) as file:
-            if source.text_key not in file.schema_arrow.names:
-                names = ", ".join(file.schema_arrow.names)
-                raise PrepareError(
-                    f"{source.path}: no column {source.text_key!r}; it has {names}. Name one with --text-key=NAME."
-                )
-            number, rows = 0, file.metadata.num_rows
-            for batch in file.iter_batches(BATCH_ROWS, columns=[source.text_key]):
-                for scalar in batch.column(0):
-                    number += 1
-                    try:
-                        value = scalar.as_py()
-                    except UnicodeDecodeError as e:
-                        source.reject(number, f"not UTF-8 ({e.reason})")
-                        continue
-                    yield from checked(source, number, value)
-                source.done = size * number // max(1, rows)
-    except pyarrow.ArrowException as e:
-        raise PrepareError(f"{source.path}: not readable as Parquet ({e})") from e
-
-
-def checked(source: Input, line: int, value: Any) -> Iterator[Piece]:
-    """A value from a file as a document, where it is text; empty text makes none."""
-    if not isinstance(value, str):
-        source.reject(line, f"{source.text_key!r} is {type(value).__name__}, not text")
-        return
-    try:
-        num_bytes = len(value.encode())
-    except UnicodeEncodeError as e:
-        source.reject(line, f"{source.text_key!r} has half a surrogate pair at character {e.start + 1}")
-        return
-    if num_bytes:
-        yield Piece(value, num_bytes)
-
-
-def read(source: Input, kind: str) -> Iterator[Piece]:
-    """The documents of a file of any kind. Raises PrepareError where it cannot be read to its end."""
-    try:
-        yield from READERS[kind](source)
-    except (OSError, EOFError, zlib.error) as e:
-        raise PrepareError(f"{source.path}: cannot be read to its end ({e})") from e
-
-
-READERS: dict[str, Callable[[Input], Iterator[Piece]]] = {"text": read_text, "jsonl": read_jsonl, "parquet": read_parquet}
+SHARD_MB = 64  # of input, in a shard
 
 
 def find_inputs(patterns: list[str]) -> list[Path]:
@@ -197,17 +39,13 @@ def validation_path(output: Path) -> Path:
     return output.with_name(output.name.removesuffix(".tok") + ".val.tok")
 
 
-def in_validation(piece: Piece, fraction: float) -> bool:
-    """By the text itself (a long file's first part): the same document is on the same side in every run and order."""
-    digest = hashlib.blake2b(piece.text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest) < fraction * 2**64
-
-
 class Progress:
     """Bytes read of all, as a live bar on a terminal, else a line every ten seconds."""
 
-    def __init__(self, total: int):
+    def __init__(self, total: int, already: int = 0):
+        """`already`: bytes that an earlier run has read."""
         self.total = total
+        self.already = already
         self.started = self.last = time.monotonic()
         self.bar = None
         if sys.stderr.isatty():
@@ -220,7 +58,7 @@ class Progress:
                 rich.progress.TextColumn("{task.fields[tokens]}"),
             )
             self.bar = rich.progress.Progress(*columns, console=rich.console.Console(stderr=True))
-            self.task = self.bar.add_task("prepare", total=total, tokens="")
+            self.task = self.bar.add_task("prepare", total=total, completed=already, tokens="")
 
     def context(self) -> AbstractContextManager[Any]:
         return self.bar or nullcontext()
@@ -230,7 +68,7 @@ class Progress:
             self.bar.update(self.task, completed=done, tokens=f"{tokens / 1e6:,.1f} M tokens")
         elif time.monotonic() - self.last > 10:
             self.last = time.monotonic()
-            rate = done / (self.last - self.started) / 1e6
+            rate = (done - self.already) / (self.last - self.started) / 1e6
             print(
                 f"prepare: {done / 1e6:,.0f} of {self.total / 1e6:,.0f} MB, {tokens / 1e6:,.1f} M tokens, {rate:,.1f} MB/s",
                 file=sys.stderr,
@@ -238,18 +76,45 @@ class Progress:
             )
 
 
-def batches_of(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in lists of about BATCH_BYTES."""
-    batch: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += piece.num_bytes
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def cut_inputs(patterns: list[str], format: str, shard_bytes: int, job: Job) -> tuple[list[Cut], list[list[Any]]]:
+    """All inputs in parts, and (path, bytes, time of change in ns) of each, or what stands for it. Raises PrepareError."""
+    cuts: list[Cut] = []
+    state: list[list[Any]] = []
+    by_name = [p for p in patterns if p.startswith(datasets_input.PREFIX)]
+    for path in find_inputs([p for p in patterns if p not in by_name]):
+        kind = readers.detect_format(path) if format == "auto" else format
+        found = path.stat()
+        state.append([str(path), found.st_size, found.st_mtime_ns])
+        cuts += readers.cut_file(path, kind, shard_bytes)
+    for name in by_name:
+        try:
+            count, content = datasets_input.parts(name, job.load()[1].columns)
+        except datasets_input.DatasetError as e:
+            raise PrepareError(str(e)) from e
+        state.append([name, count, content])
+        cuts += [Cut(name, "dataset", 0, i, i + 1) for i in range(count)]
+    return cuts, state
+
+
+def check_options(job: Job, outputs: list[Path], force: bool, processes: int, shard_mb: float) -> None:
+    """Raises PrepareError for what can be seen without reading anything."""
+    if outputs[0].suffix != ".tok":
+        raise PrepareError(f"--output={outputs[0]}: the name of a token file ends in .tok")
+    if not 0 <= job.validation < 1:
+        raise PrepareError(f"--validation={job.validation}: is a fraction of the documents, at least 0 and less than 1")
+    if processes < 0:
+        raise PrepareError(f"--processes={processes}: is a count of processes, 0 for as many as there are cores")
+    if not shard_mb > 0:
+        raise PrepareError(f"--shard-mb={shard_mb}: must be above 0")
+    if job.loss not in LOSSES:
+        raise PrepareError(f"--loss={job.loss}: is one of {', '.join(LOSSES)}")
+    if not job.chat and (job.chat_template or job.loss != LOSSES[0]):
+        raise PrepareError("--chat-template and --loss say how conversations are written: give --chat too")
+    if not all(job.text_keys):
+        raise PrepareError(f"--text-key={','.join(job.text_keys)}: names a column, or several with commas between")
+    for path in outputs:
+        if path.exists() and not force:
+            raise PrepareError(f"--output={outputs[0]}: {path} exists. Choose another name, or replace it with --force.")
 
 
 def prepare(
@@ -259,76 +124,145 @@ def prepare(
     tokenizer: str = "byte",
     eot: str = "",
     text_key: str = "text",
+    separator: str = "\n\n",
     format: str = "auto",
+    chat: bool = False,
+    chat_template: Path | str = "",
+    loss: str = "assistant",
     validation: float = 0.0,
     skip_bad_lines: bool = False,
     force: bool = False,
+    processes: int = 1,
+    shard_mb: float = SHARD_MB,
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
 ) -> list[dict[str, Any]]:
     """Writes `output` (and NAME.val.tok with `validation` > 0), both or neither. Returns their headers.
 
-    Raises PrepareError, TokenizerError or TokenFileError for what the user can put right. Bad lines are named through `say`;
-    unless they are skipped, the file they are in is read to its end to name the others, and nothing is written.
+    `text_key`: a column, or several with commas between, joined by `separator`. `chat`: rows are conversations, written by the
+    tokenizer's chat template or the file `chat_template`; `loss` says which of their tokens count (template.LOSSES).
+    `processes` 0: as many as there are cores; the result does not depend on it. Finished shards (`shard_mb` of input) of a run
+    that was cut off are taken over.
+
+    Raises PrepareError, TokenizerError or TokenFileError for what the user can put right, and WorkerDied. Bad lines are named
+    through `say`; unless they are skipped, the file they are in is read to its end to name the others, and nothing is written.
     """
-    if output.suffix != ".tok":
-        raise PrepareError(f"--output={output}: the name of a token file ends in .tok")
-    if not 0 <= validation < 1:
-        raise PrepareError(f"--validation={validation}: is a fraction of the documents, at least 0 and less than 1")
+    job = Job(
+        tokenizer=tokenizer,
+        eot=eot,
+        text_keys=tuple(text_key.split(",")),
+        separator=separator,
+        validation=validation,
+        chat=chat,
+        chat_template=str(chat_template),
+        loss=loss,
+        date=datetime.date.today().isoformat(),
+    )
     outputs = [output, validation_path(output)] if validation else [output]
-    for path in outputs:
-        if path.exists() and not force:
-            raise PrepareError(f"--output={output}: {path} exists. Choose another name, or replace it with --force.")
-    files = find_inputs(inputs)
-    formats = [detect_format(path) if format == "auto" else format for path in files]
-    tok = tokenizers.load_tokenizer(tokenizer, eot)
+    check_options(job, outputs, force, processes, shard_mb)
+    tok, _ = job.load()
+    shard_bytes = max(1, int(shard_mb * 1e6))
+    cuts, state = cut_inputs(inputs, format, shard_bytes, job)
+    shards = group(cuts, shard_bytes)
+    manifest = {**describe(job), "inputs": state, "shard_bytes": shard_bytes, "format": format, "version": 1}
     output.parent.mkdir(parents=True, exist_ok=True)
-    progress = Progress(sum(path.stat().st_size for path in files))
-    shown = 0
-
-    def report(line: str) -> None:
-        nonlocal shown
-        shown += 1
-        if shown <= SHOWN:
-            say(line)
-
-    done = bad = 0
+    made = {"chat": {"loss": loss, "template_sha256": manifest["chat_template"]}} if chat else {}
     with ExitStack() as stack:
-        left = [p for p in (path.with_name(path.name + ".partial") for path in outputs) if p.exists()]
-        writers = [stack.enter_context(TokenWriter(path, tokenizers.info(tok), sources=inputs)) for path in outputs]
-        for partial in left:
-            say(f"{partial} was left by a run that was cut off; starting again from the first file")
-        stack.enter_context(progress.context())
-        for path, kind in zip(files, formats, strict=True):
-            source = Input(path, text_key, report)
-            writer = None  # of the document that is being written
-            for batch in batches_of(read(source, kind)):
-                if source.bad and not skip_bad_lines:
-                    continue  # nothing will be written: only look for further bad lines
-                for piece, ids in zip(batch, tok.encode_batch([p.text for p in batch]), strict=True):
-                    if writer is None:
-                        writer = writers[1 if validation and in_validation(piece, validation) else 0]
-                    writer.write(ids, piece.num_bytes)
-                    if piece.end:
-                        writer.end_document()
-                        writer = None
-                progress.update(done + source.done, sum(w.tokens for w in writers))
-            done += path.stat().st_size
-            bad += source.bad
-            if bad and not skip_bad_lines:
-                raise PrepareError(
-                    f"{count_lines(bad)} in {path}{shown_of(bad)}; nothing was written. Mend the file, or leave such lines out "
-                    "with --skip-bad-lines."
+        folder = stack.enter_context(Folder(output.with_name(output.name + ".partial"), manifest, say))
+        try:
+            results = _shards(job, folder, shards, processes or cores(), skip_bad_lines, say)
+        except BaseException:
+            if kept := len(list(folder.shards.glob("*.json"))):
+                say(
+                    f"{kept} of {len(shards)} parts are finished and kept in {folder.path}; the same command goes on from there"
                 )
-        if bad:
+            raise
+        if bad := sum(count for result in results for _, count in result["bad"]):
             say(f"{count_lines(bad)} left out{shown_of(bad)}")
+        writers = [
+            stack.enter_context(
+                TokenWriter(path, tokenizers.info(tok), suffix=".merging", sources=inputs, loss=chat, made=made)
+            )
+            for path in outputs
+        ]
+        for number in range(len(shards)):
+            for writer, path in zip(writers, names(folder.shards, number, job), strict=True):
+                writer.append(TokenFile.open(path))
         for writer in writers:
             if not writer.documents:
+                folder.discard()
                 why = "Change --validation." if len(writers) > 1 else "Is there any text in the input?"
                 raise PrepareError(f"{writer.path}: would hold no document; nothing was written. {why}")
         headers = [writer.seal() for writer in writers]
         for writer in writers:
             writer.publish()
     return headers
+
+
+def cores() -> int:
+    """Those that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def _shards(
+    job: Job, folder: Folder, shards: list[Shard], processes: int, skip_bad_lines: bool, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Makes the shards that are not there yet. Returns the results of all, in order; says bad lines in order."""
+    found = {number: folder.finished(number, job, skip_bad_lines) for number in range(len(shards))}
+    results: dict[int, Any] = {number: result for number, result in found.items() if result is not None}
+    missing = {number: shard for number, shard in enumerate(shards) if number not in results}
+    if results:
+        say(f"{folder.path}: {len(results)} of {len(shards)} parts are finished; going on")
+    sizes = [sum(cut.size for cut in shard) for shard in shards]
+    at = {number: (sizes[number], result["tokens"]) for number, result in results.items()}
+    progress = Progress(sum(sizes), sum(done for done, _ in at.values()))
+
+    def update(number: int, done: int, tokens: int) -> None:
+        at[number] = (done, tokens)
+        progress.update(sum(d for d, _ in at.values()), sum(t for _, t in at.values()))
+
+    shown = following = 0
+    bad: dict[str, int] = {}
+
+    def check() -> None:
+        """Goes through results in the order of the input, as far as they are there; raises for what is wrong with it."""
+        nonlocal shown, following
+        while following < len(shards):
+            # the file with the first bad line ends before this shard
+            if bad and shards[following][0].path not in bad:
+                _refuse(bad)
+            if following not in results:
+                return
+            if isinstance(result := results[following], Exception):
+                raise result
+            if not skip_bad_lines:
+                for path, count in result["bad"]:
+                    if not bad or path in bad:
+                        bad[path] = bad.get(path, 0) + count
+            for path, line in result["lines"]:
+                shown += skip_bad_lines or path in bad
+                if shown <= SHOWN and (skip_bad_lines or path in bad):
+                    say(line)
+            following += 1
+        if bad:
+            _refuse(bad)
+
+    with progress.context():
+        check()
+        if missing:
+            for number, result in make_shards(job, folder.shards, missing, processes, skip_bad_lines, update):
+                results[number] = result
+                if not isinstance(result, Exception):
+                    update(number, sizes[number], result["tokens"])
+                check()
+    return [results[number] for number in range(len(shards))]
+
+
+def _refuse(bad: dict[str, int]) -> None:
+    ((path, count),) = bad.items()
+    raise PrepareError(
+        f"{count_lines(count)} in {path}{shown_of(count)}; nothing was written. Mend the file, or leave such lines out "
+        "with --skip-bad-lines."
+    )
 
 
 def count_lines(bad: int) -> str:

@@ -7,6 +7,7 @@ import secrets
 import sysconfig
 from pathlib import Path
 
+from jaxtrain.data import tokenfile
 from jaxtrain.data import tokenizer as tokenizers
 from jaxtrain.data.tokenfile import TokenWriter
 
@@ -37,13 +38,14 @@ def is_validation(relative: str) -> bool:
 def stdlib_files(data_dir: Path | str) -> tuple[Path, Path]:
     """The train and validation token files (bytes), made on first use.
 
-    The name holds a fingerprint of the Python version, the list of files and their sizes. Two processes may make them at
-    once: each writes its own temporary file, and the last rename wins with the same content.
+    The name holds a fingerprint of the Python version, the file format, the list of files and their sizes. Two processes may
+    make them at once: each writes its own temporary file, and the last rename wins with the same content.
     """
     data_dir = Path(data_dir).expanduser()
     files = list_files()
     listing = [(relative, path.stat().st_size) for relative, path in files]
-    fingerprint = hashlib.sha256(repr((platform.python_version(), VALIDATION, listing)).encode()).hexdigest()[:12]
+    made_of = (platform.python_version(), VALIDATION, tokenfile.VERSION, listing)
+    fingerprint = hashlib.sha256(repr(made_of).encode()).hexdigest()[:12]
     train, validation = (data_dir / f"stdlib-{fingerprint}.{split}.tok" for split in ("train", "val"))
     for out, wanted in ((train, False), (validation, True)):
         if not out.exists():

@@ -3,6 +3,8 @@
     bytes 0..63    preamble: magic, format version, where the header lies and its crc32
     tokens         uint16 or uint32, little-endian; every document ends with the tokenizer's end-of-text id
     padding        to a multiple of 8
+    loss           in files made with --chat: one bit a token, lowest bit first, set where the token counts as a target;
+                   padding to a multiple of 8
     documents      int64 offsets into the tokens: the start of each document, then the end of the last
     header         JSON: counts, tokenizer, sources, and a crc32 of each 16 MiB from byte 64 to here
 
@@ -10,6 +12,7 @@ The header comes last because it is known last: the writer streams. The preamble
 name after that, so a file that was cut off is never taken for whole.
 """
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -23,7 +26,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 
 MAGIC = b"jaxtrtok"
-VERSION = 1
+VERSION = 2  # 1 had no loss bits
 BLOCK = 16 << 20  # bytes under one checksum
 PREAMBLE = struct.Struct("<8sIIQQ32x")  # magic, version, crc32 of the header, header offset, header length
 
@@ -34,6 +37,11 @@ class TokenFileError(ValueError):
 
 def _align(n: int) -> int:
     return -n % 8
+
+
+def loss_bytes(tokens: int) -> int:
+    """Bytes that the loss bits of so many tokens take, padding left out."""
+    return -(-tokens // 8)
 
 
 def open_locked(path: Path) -> BinaryIO:
@@ -59,24 +67,38 @@ class TokenWriter:
     """Streams documents into `path`; memory does not grow. Finish with `close` (`seal`, then `publish`) or `abort`.
 
     Writes `path + suffix` and renames it when all is on disk. As a context manager it closes, or aborts on an exception.
+    `loss`: the file holds loss bits, and every `write` gives them. `made`: what else the header is to say of its making.
     """
 
     def __init__(
-        self, path: Path | str, tokenizer: dict[str, Any], *, suffix: str = ".partial", sources: list[str] | None = None
+        self,
+        path: Path | str,
+        tokenizer: dict[str, Any],
+        *,
+        suffix: str = ".partial",
+        sources: list[str] | None = None,
+        loss: bool = False,
+        made: dict[str, Any] | None = None,
     ):
         self.path = Path(path)
         self.partial = self.path.with_name(self.path.name + suffix)
         self._offsets_path = self.path.with_name(self.path.name + suffix + ".offsets")
         self.tokenizer = tokenizer
         self.sources = sources or []
+        self.made = made or {}
         self.dtype = np.dtype("<u2" if tokenizer["vocab_size"] <= 1 << 16 else "<u4")
         self.tokens = self.documents = self.source_bytes = 0
         self._crcs: list[int] = []
         self._crc = self._in_block = 0
+        self._begin, self._ended = 0, False  # of the current document: its first token, and whether its last is end-of-text
         self._file: BinaryIO = open_locked(self.partial)
         self._offsets: BinaryIO = self._offsets_path.open("w+b")
         self._file.write(bytes(PREAMBLE.size))
         self._offsets.write(struct.pack("<q", 0))
+        self._loss_path = self.path.with_name(self.path.name + suffix + ".loss") if loss else None
+        self._loss: BinaryIO | None = self._loss_path.open("w+b") if self._loss_path else None
+        self._loss_rest = np.empty(0, bool)  # flags of less than a byte
+        self.loss = {"tokens": 0, "bytes": 0, "first": 0}
 
     def _put(self, data: bytes | memoryview) -> None:
         """Writes, and takes the checksum of each whole block on the way."""
@@ -91,22 +113,73 @@ class TokenWriter:
                 self._crcs.append(self._crc)
                 self._crc = self._in_block = 0
 
-    def write(self, ids: np.ndarray | list[int], source_bytes: int) -> None:
-        """Tokens of the current document (or a part of it), which stand for `source_bytes` bytes of text."""
+    def _put_loss(self, flags: np.ndarray, first: int, num_bytes: int) -> None:
+        """`first`: how many of them stand first in a document."""
+        if self._loss is None:
+            return
+        self.loss["tokens"] += int(np.count_nonzero(flags))
+        self.loss["bytes"] += num_bytes
+        self.loss["first"] += first
+        flags = np.concatenate([self._loss_rest, flags])
+        whole = flags.size // 8 * 8
+        self._loss.write(np.packbits(flags[:whole], bitorder="little").tobytes())
+        self._loss_rest = flags[whole:]
+
+    def write(
+        self, ids: np.ndarray | list[int], source_bytes: int, loss: np.ndarray | None = None, loss_bytes: int = 0
+    ) -> None:
+        """Tokens of the current document (or a part of it), which stand for `source_bytes` bytes of text.
+
+        `loss` (bool, as many): which of them count, where the file holds loss bits; these stand for `loss_bytes` of text.
+        """
         array = np.asarray(ids)
+        if (loss is None) != (self._loss is None) or (loss is not None and loss.shape != array.shape):
+            raise ValueError(f"{self.path}: loss flags belong to every token of a file that holds them, and to no other file")
         if array.size and not 0 <= int(array.min()) <= int(array.max()) < self.tokenizer["vocab_size"]:
             raise TokenFileError(
                 f"{self.path}: id {int(array.max())} is outside the vocabulary of {self.tokenizer['vocab_size']} tokens"
             )
+        if loss is not None:
+            first = bool(array.size) and self.tokens == self._begin and bool(loss[0])
+            self._put_loss(loss, int(first), loss_bytes)
         self._put(np.ascontiguousarray(array, self.dtype).tobytes())
         self.tokens += array.size
         self.source_bytes += source_bytes
+        if array.size:
+            self._ended = int(array[-1]) == self.tokenizer["eot"]
 
-    def end_document(self) -> None:
-        self._put(np.asarray([self.tokenizer["eot"]], self.dtype).tobytes())
-        self.tokens += 1
+    def end_document(self, loss: bool = False, once: bool = False) -> None:
+        """Writes the end-of-text id; with `once` only where the document does not end with it already.
+
+        `loss`: whether that id counts, where the file holds loss bits.
+        """
+        if not (once and self._ended):
+            if self._loss is not None:
+                self._put_loss(np.asarray([loss]), int(loss and self.tokens == self._begin), 0)
+            self._put(np.asarray([self.tokenizer["eot"]], self.dtype).tobytes())
+            self.tokens += 1
         self.documents += 1
+        self._begin, self._ended = self.tokens, False
         self._offsets.write(struct.pack("<q", self.tokens))
+
+    def append(self, file: "TokenFile") -> None:
+        """All documents of another file of the same kind, without a look into them."""
+        if file.header["tokenizer"] != self.tokenizer or (file.loss_bits is None) != (self._loss is None):
+            raise ValueError(f"{file.path} is of another kind than {self.path}")
+        step = 1 << 20  # tokens; a multiple of 8
+        for first in range(0, file.header["tokens"], step):
+            part = file.tokens[first : first + step]
+            self._put(memoryview(part).cast("B"))
+            if self._loss is not None:
+                self._put_loss(file.loss_flags(first, first + part.size), 0, 0)
+        if self._loss is not None:
+            for key in ("bytes", "first"):
+                self.loss[key] += file.header["loss"][key]
+        for first in range(1, file.header["documents"] + 1, 1 << 20):
+            self._offsets.write((file.doc_offsets[first : first + (1 << 20)] + self.tokens).astype("<i8").tobytes())
+        for key in ("tokens", "documents", "source_bytes"):
+            setattr(self, key, getattr(self, key) + file.header[key])
+        self._begin, self._ended = self.tokens, False
 
     def close(self) -> dict[str, Any]:
         """Everything to disk, then the name. Returns the header."""
@@ -118,21 +191,31 @@ class TokenWriter:
         """Everything to disk, still under the temporary name. Returns the header."""
         token_bytes = self.tokens * self.dtype.itemsize
         self._put(bytes(_align(token_bytes)))
+        if self._loss is not None:
+            self._loss.write(np.packbits(self._loss_rest, bitorder="little").tobytes())
+            self._loss.flush()
+            self._loss.seek(0)
+            while data := self._loss.read(1 << 20):
+                self._put(data)
+            self._put(bytes(_align(loss_bytes(self.tokens))))
         self._offsets.flush()
         self._offsets.seek(0)
         while data := self._offsets.read(1 << 20):
             self._put(data)
         if self._in_block:
             self._crcs.append(self._crc)
-        content = [self.dtype.str, self.tokens, self.documents, self.tokenizer["sha256"], self._crcs]
+        loss = None if self._loss is None else self.loss
+        content = [self.dtype.str, self.tokens, self.documents, self.tokenizer["sha256"], loss, self._crcs]
         header = {
             "dtype": self.dtype.str,
             "tokens": self.tokens,
             "documents": self.documents,
             "source_bytes": self.source_bytes,
+            "loss": loss,
             "tokenizer": self.tokenizer,
             "content_sha256": hashlib.sha256(json.dumps(content).encode()).hexdigest(),
             "sources": self.sources,
+            "made": self.made,
             "block_bytes": BLOCK,
             "block_crc32": self._crcs,
         }
@@ -156,11 +239,15 @@ class TokenWriter:
         self._close_files()
 
     def _close_files(self) -> None:
-        try:
-            self._file.close()
-            self._offsets.close()
-        finally:
-            self._offsets_path.unlink(missing_ok=True)
+        with contextlib.ExitStack() as stack:  # all of it, also where closing one fails
+            for path in filter(None, (self._offsets_path, self._loss_path)):
+                stack.callback(path.unlink, missing_ok=True)
+            for file in filter(None, (self._file, self._offsets, self._loss)):
+                stack.callback(file.close)
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
 
     def abort(self) -> None:
         """Leaves nothing behind, also where closing fails because the disk is full."""
@@ -173,7 +260,7 @@ class TokenWriter:
         return self
 
     def __exit__(self, kind: object, value: object, traceback: object) -> None:
-        if self._file.closed:
+        if self.closed:
             return
         if kind is None:
             self.close()
@@ -184,11 +271,19 @@ class TokenWriter:
 class TokenFile:
     """An open token file: memory maps and the header. Made by `TokenFile.open`."""
 
-    def __init__(self, path: Path, header: dict[str, Any], tokens: np.ndarray, doc_offsets: np.ndarray):
+    def __init__(
+        self,
+        path: Path,
+        header: dict[str, Any],
+        tokens: np.ndarray,
+        doc_offsets: np.ndarray,
+        loss_bits: np.ndarray | None = None,
+    ):
         self.path = path
         self.header = header
         self.tokens = tokens  # (tokens,) uint16 or uint32
         self.doc_offsets = doc_offsets  # (documents + 1,) int64
+        self.loss_bits = loss_bits  # (ceil(tokens / 8),) uint8; None: every token counts
 
     @classmethod
     def open(cls, path: Path | str) -> "TokenFile":
@@ -199,7 +294,19 @@ class TokenFile:
         tokens = np.memmap(path, dtype, "r", PREAMBLE.size, (header["tokens"],)) if header["tokens"] else np.empty(0, dtype)
         start = header_offset - 8 * (header["documents"] + 1)
         doc_offsets = np.memmap(path, "<i8", "r", start, (header["documents"] + 1,))
-        return cls(path, header, tokens, doc_offsets)
+        loss_bits = None
+        if header["loss"] is not None:
+            size = loss_bytes(header["tokens"])
+            begin = start - size - _align(size)
+            loss_bits = np.memmap(path, np.uint8, "r", begin, (size,)) if size else np.empty(0, np.uint8)
+        return cls(path, header, tokens, doc_offsets, loss_bits)
+
+    def loss_flags(self, first: int, last: int) -> np.ndarray:
+        """Whether each of the tokens first..last-1 counts as a target: bool (last - first,)."""
+        if self.loss_bits is None:
+            return np.ones(last - first, bool)
+        bits = np.unpackbits(self.loss_bits[first // 8 : loss_bytes(last)], bitorder="little")
+        return bits[first % 8 : first % 8 + last - first].view(bool)
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
@@ -221,53 +328,9 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
         raise TokenFileError(f"{path}: the header (at byte {offset:,}) does not match its checksum. {remedy}")
     header = json.loads(encoded)
     token_bytes = header["tokens"] * np.dtype(header["dtype"]).itemsize
-    expected = PREAMBLE.size + token_bytes + _align(token_bytes) + 8 * (header["documents"] + 1)
+    flag_bytes = 0 if header["loss"] is None else loss_bytes(header["tokens"])
+    data = token_bytes + _align(token_bytes) + flag_bytes + _align(flag_bytes)
+    expected = PREAMBLE.size + data + 8 * (header["documents"] + 1)
     if offset != expected:
         raise TokenFileError(f"{path}: the header says {expected:,} bytes of data, the file has {offset:,}. {remedy}")
     return header, offset
-
-
-def verify(path: Path | str) -> list[str]:
-    """Reads all of the file. What is wrong with it, a line each; empty where nothing is."""
-    path = Path(path).expanduser()
-    try:
-        file = TokenFile.open(path)
-    except (TokenFileError, OSError) as e:
-        return [str(e)]
-    header, faults = file.header, []
-    raw = np.memmap(path, np.uint8, "r")
-    _, end = read_header(path)
-    block = header["block_bytes"]
-    starts = range(PREAMBLE.size, end, block)
-    if len(starts) != len(header["block_crc32"]):
-        faults.append(f"{path}: {len(starts)} blocks, {len(header['block_crc32'])} checksums")
-    itemsize = np.dtype(header["dtype"]).itemsize
-    for i, (start, crc) in enumerate(zip(starts, header["block_crc32"], strict=False)):
-        stop = min(start + block, end)
-        if zlib.crc32(raw[start:stop]) != crc:
-            first, last = ((b - PREAMBLE.size) // itemsize for b in (start, stop))
-            faults.append(
-                f"{path}: block {i} (bytes {start:,} to {stop:,}, tokens {first:,} to {min(last, header['tokens']):,}) "
-                "does not match its checksum"
-            )
-    step = block // itemsize
-    vocab = header["tokenizer"]["vocab_size"]
-    for first in range(0, header["tokens"], step):
-        largest = int(file.tokens[first : first + step].max())
-        if largest >= vocab:
-            faults.append(f"{path}: id {largest} among tokens {first:,} to {first + step:,}; the vocabulary has {vocab}")
-    offsets = file.doc_offsets
-    if offsets[0] != 0 or offsets[-1] != header["tokens"]:
-        faults.append(f"{path}: documents span {offsets[0]:,} to {offsets[-1]:,}, tokens 0 to {header['tokens']:,}")
-    for first in range(0, header["documents"], 1 << 20):
-        part = np.asarray(offsets[first : first + (1 << 20) + 1])
-        bad = np.flatnonzero(np.diff(part) <= 0)
-        if bad.size:
-            faults.append(f"{path}: document {first + int(bad[0]):,} ends at or before its start")
-            break
-        if part[0] >= 0 and part[-1] <= header["tokens"]:
-            bad = np.flatnonzero(file.tokens[part[1:] - 1] != header["tokenizer"]["eot"])
-            if bad.size:
-                faults.append(f"{path}: document {first + int(bad[0]):,} does not end with end-of-text")
-                break
-    return faults

@@ -2,7 +2,9 @@
 
 import functools
 import hashlib
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +16,16 @@ EOT_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "<|
 
 class TokenizerError(ValueError):
     """A tokenizer that cannot be loaded or used; the message names it and says what to do."""
+
+
+@dataclass(frozen=True)
+class ControlToken:
+    """A token that only a template writes. `lstrip`, `rstrip`: it takes the white space on that side with it."""
+
+    text: str
+    id: int
+    lstrip: bool = False
+    rstrip: bool = False
 
 
 class Tokenizer(Protocol):
@@ -43,6 +55,14 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
 
+    def control_tokens(self) -> tuple[ControlToken, ...]:
+        """Those that a chat template may write, the longest first."""
+        ...
+
+    def encode_places(self, texts: Sequence[str], places: Sequence[str]) -> list[np.ndarray]:
+        """Texts that stand at the start of a document, after a control token, or inner (after other text)."""
+        ...
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
 
 
@@ -61,6 +81,13 @@ class ByteTokenizer:
         """One uint16 array per text."""
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint16) for text in texts]
 
+    def control_tokens(self) -> tuple[ControlToken, ...]:
+        """End-of-text, under the name that templates write."""
+        return (ControlToken("<|endoftext|>", self.eot),)
+
+    def encode_places(self, texts: Sequence[str], places: Sequence[str]) -> list[np.ndarray]:
+        return self.encode_batch(texts)
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Bytes that are not UTF-8 (a model may write any) come out as U+FFFD; ends of documents are left out."""
         return bytes(int(i) for i in ids if i < 256).decode(errors="replace")
@@ -77,13 +104,20 @@ class HuggingFaceTokenizer:
 
         self.name = name
         self.sha256 = hashlib.sha256(definition).hexdigest()
+
+        def make(text: str) -> "tokenizers.Tokenizer":
+            made = tokenizers.Tokenizer.from_str(text)
+            made.no_truncation()
+            made.no_padding()
+            made.encode_special_tokens = True
+            return made
+
+        self._make = make
+        self._definition = definition
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(definition.decode())
+            self._tokenizer = make(definition.decode())
         except Exception as e:  # the package raises plain Exception for whatever it cannot parse
             raise TokenizerError(f"tokenizer {name!r}: not a tokenizer.json that the tokenizers package can read ({e})") from e
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
         self.eot = find_eot(name, vocab, eot)
@@ -93,11 +127,68 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """One uint32 array per text; the package uses all cores."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return self._batch(self._tokenizer, texts)
+
+    def _batch(self, tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
+        encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(e.ids, np.uint32) for e in encodings]
+
+    @functools.cached_property
+    def _placed(self) -> dict[str, Any]:
+        """Tokenizers for texts that do not start a document: some put a space before a text, and only there."""
+        definition = json.loads(self._definition)
+        return {
+            "start": self._tokenizer,
+            "after": self._make(json.dumps(_without_prefix(definition, ("first",)))),
+            "inner": self._make(json.dumps(_without_prefix(definition, ("first", "always"), everywhere=True))),
+        }
+
+    def control_tokens(self) -> tuple[ControlToken, ...]:
+        """The special ones among its added tokens, the longest first."""
+        found = []
+        for token in json.loads(self._definition).get("added_tokens", []):
+            if not token["special"]:
+                continue
+            if token["single_word"]:
+                raise TokenizerError(
+                    f"tokenizer {self.name!r}: its control token {token['content']!r} is read only as a whole word, which "
+                    "chat templates are not supported with"
+                )
+            found.append(ControlToken(token["content"], token["id"], token["lstrip"], token["rstrip"]))
+        return tuple(sorted(found, key=lambda token: -len(token.text)))
+
+    def encode_places(self, texts: Sequence[str], places: Sequence[str]) -> list[np.ndarray]:
+        """As the package encodes the whole, control tokens read as such, except that no token reaches across two texts."""
+        out: list[np.ndarray] = [np.empty(0, np.uint32)] * len(texts)
+        for place, tokenizer in self._placed.items():
+            mine = [i for i, p in enumerate(places) if p == place]
+            for i, ids in zip(mine, self._batch(tokenizer, [texts[i] for i in mine]), strict=True):
+                out[i] = ids
+        return out
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+def _without_prefix(part: Any, schemes: tuple[str, ...], everywhere: bool = False) -> Any:
+    """A part of a definition in which no space is put before a text under `schemes`; `everywhere`: under no scheme at all."""
+    if isinstance(part, list):
+        return [_without_prefix(p, schemes, everywhere) for p in part]
+    if not isinstance(part, dict):
+        return part
+    out = {
+        k: v if k in ("model", "decoder", "post_processor") else _without_prefix(v, schemes, everywhere)
+        for k, v in part.items()
+    }
+    if out.get("prepend_scheme") in schemes:
+        out["prepend_scheme"] = "never"
+    if everywhere and out.get("type") == "ByteLevel" and "add_prefix_space" in out:
+        out["add_prefix_space"] = False
+    if everywhere and out.get("type") == "Metaspace" and "add_prefix_space" in out:
+        out["add_prefix_space"] = False
+    if everywhere and out.get("type") == "Prepend":
+        return {"type": "Sequence", "normalizers": []}
+    return out
 
 
 def find_eot(name: str, vocab: dict[str, int], eot: str) -> int:
@@ -115,12 +206,34 @@ def find_eot(name: str, vocab: dict[str, int], eot: str) -> int:
     )
 
 
-def cached_hub_path(name: str) -> Path | None:
-    """Where `hf:NAME`'s tokenizer.json lies on this machine already; None where it does not. No network."""
+def cached_hub_path(name: str, file: str = "tokenizer.json") -> Path | None:
+    """Where a file of `hf:NAME` lies on this machine already; None where it does not. No network."""
     import huggingface_hub
 
-    found: Any = huggingface_hub.try_to_load_from_cache(name, "tokenizer.json")
+    found: Any = huggingface_hub.try_to_load_from_cache(name, file)
     return Path(found) if isinstance(found, str) else None
+
+
+def read_beside(spec: str, file: str) -> bytes | None:
+    """A file that lies beside the tokenizer.json of `spec`, on this machine or on the hub; None where there is none."""
+    if not spec.startswith("hf:"):
+        path = Path(spec).expanduser()
+        path = (path if path.is_dir() else path.parent) / file
+        return path.read_bytes() if path.is_file() else None
+    import huggingface_hub
+    from huggingface_hub.errors import EntryNotFoundError
+
+    name = spec.removeprefix("hf:")
+    path = cached_hub_path(name, file)
+    if path is None:
+        try:
+            path = Path(huggingface_hub.hf_hub_download(name, file))
+        except EntryNotFoundError:  # not there; or, its kin for want of a network, not on this machine
+            return None
+        except Exception as e:
+            reason = next(iter(str(e).splitlines()), "") or type(e).__name__
+            raise TokenizerError(f"tokenizer {spec!r}: {file} could not be fetched from the hub ({reason})") from e
+    return path.read_bytes()
 
 
 def read_definition(spec: str) -> bytes:

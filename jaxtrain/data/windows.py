@@ -19,8 +19,11 @@ class Windows(Protocol):
     @property
     def windows(self) -> int: ...
 
-    def rows(self, index_R: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens (R, T+1), and (row, column) of each token in columns 1..T that starts a document, sorted."""
+    def rows(self, index_R: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+        """Tokens (R, T+1), (row, column) of each token in columns 1..T that starts a document, sorted, and loss flags.
+
+        Loss flags: bool (R, T), whether the target in columns 1..T counts; None where all do.
+        """
         ...
 
 
@@ -38,8 +41,9 @@ class FileWindows:
             tokens, (self.windows, seq_len + 1), (seq_len * tokens.itemsize, tokens.itemsize), writeable=False
         )
         self._starts = np.asarray(file.doc_offsets)
+        self._bits = None if file.loss_bits is None else np.asarray(file.loss_bits)
 
-    def rows(self, index_R: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def rows(self, index_R: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
         begin_R = index_R * self.seq_len
         # documents that start after the row's first token, up to and with the last target
         low_R = np.searchsorted(self._starts, begin_R, "right")
@@ -47,7 +51,19 @@ class FileWindows:
         count_R = high_R - low_R
         row = np.repeat(np.arange(len(index_R)), count_R)
         nth = np.arange(len(row)) + np.repeat(low_R - (np.cumsum(count_R) - count_R), count_R)
-        return self._view[index_R], row, self._starts[nth] - begin_R[row]
+        return self._view[index_R], row, self._starts[nth] - begin_R[row], self._loss(begin_R)
+
+    def _loss(self, begin_R: np.ndarray) -> np.ndarray | None:
+        """The flags of the targets of rows that begin at tokens `begin_R`."""
+        if self._bits is None:
+            return None
+        byte_R, bit_R = np.divmod(begin_R + 1, 8)
+        # one byte more than the targets fill: a row may begin in the midst of one
+        index_RN = np.minimum(byte_R[:, None] + np.arange(self.seq_len // 8 + 2), len(self._bits) - 1)
+        flags_RN = np.unpackbits(self._bits[index_RN], axis=1, bitorder="little").view(bool)
+        if not bit_R.any():
+            return flags_RN[:, : self.seq_len]
+        return np.take_along_axis(flags_RN, bit_R[:, None] + np.arange(self.seq_len), axis=1)
 
 
 def count_windows(tokens: int, seq_len: int) -> int:
@@ -55,14 +71,22 @@ def count_windows(tokens: int, seq_len: int) -> int:
     return max(0, (tokens - 1) // seq_len)
 
 
-def make_batch(tokens_RS: np.ndarray, row: np.ndarray, column: np.ndarray, packing: str, max_segments: int) -> dict:
+def make_batch(
+    tokens_RS: np.ndarray,
+    row: np.ndarray,
+    column: np.ndarray,
+    loss_RT: np.ndarray | None,
+    packing: str,
+    max_segments: int,
+) -> dict:
     """The arrays of shapes.BATCH_KEYS, each (R, T), from rows of T + 1 tokens.
 
     `row`, `column` (sorted): where a document starts in columns 1..T. Documents beyond `max_segments` in a row become its
-    padding: segment 0, position 0, weight 0. Work is per document, not per token: five `np.repeat`s and casts.
+    padding: segment 0, position 0, weight 0. `loss_RT`: whether each target counts; None where all do, and then work is
+    per document, not per token: five `np.repeat`s and casts.
     """
     R, T = tokens_RS.shape[0], tokens_RS.shape[1] - 1
-    weights_RT = np.ones((R, T), np.float32)
+    weights_RT = np.ones((R, T), np.float32) if loss_RT is None else loss_RT.astype(np.float32)
     if packing == "none":
         segments_RT = np.ones((R, T), np.int32)
         positions_RT = np.tile(np.arange(T, dtype=np.int32), (R, 1))

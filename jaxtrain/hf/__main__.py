@@ -56,7 +56,16 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--shard-size", type=size, default=size("5GB"), metavar="SIZE", help="of a safetensors file, at most (5GB)")
     p.add_argument("--tokenizer", default="", metavar="DIR", help="where the tokenizer is now, if it moved since training")
+    p.add_argument("--base", default="", metavar="DIR", help="of a run with adapters, where its base is now, if it moved")
     p.add_argument("--force", action="store_true", help="replace an existing folder")
+    p = commands.add_parser("export-adapter", help="the adapters of a LoRA run in PEFT's format")
+    p.add_argument("checkpoint", metavar="CKPT", help="a run's folder, or one of its checkpoints/<step>")
+    p.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to write; it may hold no adapter yet")
+    p.add_argument("--base", default="", metavar="NAME", help="what PEFT's users load it beside (default: the base's place)")
+    p = commands.add_parser("import-adapter", help="PEFT's adapters to a checkpoint that samples, evaluates and exports")
+    p.add_argument("folder", metavar="DIR", help="with adapter_config.json and adapter_model.safetensors")
+    p.add_argument("--base", required=True, metavar="CKPT_OR_DIR", help="the model that they stand beside")
+    p.add_argument("--out", type=Path, required=True, metavar="CKPT", help="the folder to write, as a run's folder")
     p = commands.add_parser("check", help="logits of a checkpoint and of a Hugging Face folder, compared through transformers")
     p.add_argument(
         "checkpoint", metavar="CKPT_OR_DIR", help="what jaxtrain computes: a run, a checkpoint, a Hugging Face folder"
@@ -101,9 +110,29 @@ def run_config(args: argparse.Namespace) -> int:
 def run_export(args: argparse.Namespace) -> int:
     from jaxtrain.hf.exporting import export, open_source
 
-    source = open_source(args.checkpoint)
+    source = open_source(args.checkpoint, args.base)
     how = {"dtype": args.dtype, "shard_bytes": args.shard_size, "tokenizer": args.tokenizer, "force": args.force}
     export(source, args.out, **how, say=say)
+    return 0
+
+
+def run_export_adapter(args: argparse.Namespace) -> int:
+    from jaxtrain.hf import adapters
+
+    step, names = adapters.export(args.checkpoint, args.out, args.base)
+    say(f"{args.out}: {len(names)} tensors of step {step}")
+    return 0
+
+
+def run_import_adapter(args: argparse.Namespace) -> int:
+    from jaxtrain.hf import adapters
+
+    run, notes = adapters.import_adapter(Path(args.folder), args.base, args.out)
+    say(
+        f"{args.out}: adapters of rank {run.lora.rank}, alpha {run.lora.alpha:g}, of {run.lora.targets} beside {run.init.from_}"
+    )
+    for note in notes:
+        say(f"  {note}")
     return 0
 
 
@@ -170,6 +199,8 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "import": run_import,
     "config": run_config,
     "export": run_export,
+    "export-adapter": run_export_adapter,
+    "import-adapter": run_import_adapter,
     "check": run_check,
     "logits": run_logits,
 }
@@ -185,7 +216,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         return COMMANDS[args.command](args)
-    except (HuggingFaceError, CheckpointError, ValueError) as error:  # ValueError: a layout or a config that cannot be
+    # ValueError: a layout, a config or an adapter that cannot be.
+    except (HuggingFaceError, CheckpointError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -1,6 +1,7 @@
 """A checkpoint of jaxtrain as a Hugging Face folder: `python -m jaxtrain.hf export CKPT --out=DIR`."""
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -15,18 +16,25 @@ import numpy as np
 import safetensors
 from jax.sharding import SingleDeviceSharding
 
-from jaxtrain import config
-from jaxtrain.checkpoint import Checkpoints, locate
+from jaxtrain import config, lora
+from jaxtrain.checkpoint import CheckpointError, Checkpoints, locate
 from jaxtrain.config import RunConfig
 from jaxtrain.data.tokenizer import TokenizerError, load_tokenizer
 from jaxtrain.hf import tokenizer_files
 from jaxtrain.hf.folder import CONFIG, INDEX, SINGLE, model_of
 from jaxtrain.hf.importing import check_space, gigabytes, progress_bar
+from jaxtrain.hf.model import alone, read_params
 from jaxtrain.hf.names import PREFIX, Entry, entries
+from jaxtrain.hf.origin import open_origin
 from jaxtrain.models import FAMILIES, family
 from jaxtrain.models.hugging_face import HuggingFaceError
+from jaxtrain.models.lora import A, B, adapter_of
+from jaxtrain.models.module import Params
+from jaxtrain.sharding import make_placement
+from jaxtrain.step import choose_kernel, context_of, make_definition
 
 TYPES = {"f32": np.dtype("float32"), "bf16": np.dtype(ml_dtypes.bfloat16)}
+Reader = Callable[[list[Entry]], Iterator[tuple[Entry, np.ndarray]]]
 THEIR_TYPES = {"f32": "float32", "bf16": "bfloat16"}
 
 
@@ -34,19 +42,33 @@ THEIR_TYPES = {"f32": "float32", "bf16": "bfloat16"}
 class Source:
     """A checkpoint to export, looked at and not yet read."""
 
+    path: str
+    base: str  # of adapters, where it is now
     checkpoints: Checkpoints
     step: int
     run: RunConfig
-    stored: dict[str, jax.ShapeDtypeStruct]
+    stored: dict[str, jax.ShapeDtypeStruct]  # weights, those of the base where the checkpoint holds adapters
 
 
-def open_source(path: str) -> Source:
-    """Raises CheckpointError or HuggingFaceError."""
+def open_source(path: str, base: str = "") -> Source:
+    """Raises CheckpointError or HuggingFaceError. base: see `model.read_params`."""
     checkpoints, step = locate(path)
-    run, problems = config.resolve(checkpoints.meta(step)["config"])
+    meta = checkpoints.meta(step)
+    run, problems = config.resolve(meta["config"])
     if problems:
         raise HuggingFaceError(f"{path}: its config is not one of this version: {'; '.join(map(str, problems))}")
-    return Source(checkpoints, step, run, checkpoints.stored(step))
+    if base and not run.lora.rank:
+        raise HuggingFaceError(
+            f"--base={base}: step {step} of {checkpoints.directory} is of a run without adapters. Leave it out."
+        )
+    stored = checkpoints.stored(step)
+    if run.lora.rank:
+        place = base or lora.base_path(meta)
+        try:
+            stored = dict(open_origin(place).stored)
+        except (CheckpointError, HuggingFaceError) as error:
+            raise lora.gone(place, error) from error
+    return Source(path, base, checkpoints, step, run, stored)
 
 
 def config_json(run: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]:
@@ -123,7 +145,7 @@ def export(
     partial.mkdir(parents=True)
     started = time.perf_counter()
     with progress_bar(size) as progress:
-        files = write_tensors(source, list(wanted.values()), partial, TYPES[chosen], shard_bytes, progress)
+        files = write_tensors(reader(source), list(wanted.values()), partial, TYPES[chosen], shard_bytes, progress)
     seconds = time.perf_counter() - started
     if folder is None:
         tokenizer_files.write_byte_tokenizer(partial)
@@ -157,7 +179,7 @@ def shards(wanted: list[Entry], itemsize: int, most: int) -> list[list[Entry]]:
 
 
 def write_tensors(
-    source: Source, wanted: list[Entry], out: Path, dtype: np.dtype[Any], most: int, progress: Callable[[str, int], None]
+    read: Reader, wanted: list[Entry], out: Path, dtype: np.dtype[Any], most: int, progress: Callable[[str, int], None]
 ) -> int:
     """The safetensors files and, where there are several, their index. Returns how many. The tensors of one file are held."""
     files = shards(wanted, dtype.itemsize, most)
@@ -165,7 +187,7 @@ def write_tensors(
     for number, part in enumerate(files, 1):
         name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         arrays = {}
-        for entry, x in read(source, part):
+        for entry, x in read(part):
             arrays[entry.theirs] = entry.to_theirs(x.astype(dtype, copy=False))
             where[entry.theirs] = name
             total += arrays[entry.theirs].nbytes
@@ -181,8 +203,46 @@ def write_tensors(
     return len(files)
 
 
-def read(source: Source, wanted: list[Entry]) -> Iterator[tuple[Entry, np.ndarray]]:
-    """Tensors of a checkpoint on the host, as they are stored."""
+def reader(source: Source) -> Reader:
+    """What reads a checkpoint's tensors: as they are stored, or with its adapters merged into their base."""
+    if source.run.lora.rank:
+        return functools.partial(_merged, source.run.lora, merged_from(source))
+    return functools.partial(_stored, source)
+
+
+def merged_from(source: Source) -> Params:
+    """The weights of the base and the adapters. Where the base is stored in float32, they are merged in it."""
+    wide = any(str(a.dtype) == "float32" for a in source.stored.values())
+    run = dataclasses.replace(source.run, precision="f32") if wide else source.run
+    spread = alone(run, jax.local_devices())
+    placement = make_placement(spread, jax.local_devices()[: spread.mesh.fsdp])
+    kernel, _ = choose_kernel(spread, context_of(spread, placement), jax.local_devices()[0])
+    return read_params(source.path, run, make_definition(spread, placement, kernel), placement, source.base)
+
+
+def _merged(how: config.Lora, params: Params, wanted: list[Entry]) -> Iterator[tuple[Entry, np.ndarray]]:
+    for entry in wanted:
+        names = [entry.ours, *(adapter_of(entry.ours, half) for half in (A, B))]
+        tensors = {name: x for name in names if (x := tensor_of(params, name)) is not None}
+        for _, x in lora.merged(tensors, how.alpha / how.rank):
+            yield entry, np.asarray(x)
+
+
+def tensor_of(params: Params, name: str) -> Any:
+    """One layer's tensor of a model's parameters by the name that checkpoints have for it; None where there is no such."""
+    found: Any = params
+    layer = None
+    for part in name.removeprefix(PREFIX).split("."):
+        if part.isdecimal():
+            layer = int(part)
+        elif not isinstance(found, dict) or part not in found:
+            return None
+        else:
+            found = found[part]
+    return np.asarray(found if layer is None else found[layer])
+
+
+def _stored(source: Source, wanted: list[Entry]) -> Iterator[tuple[Entry, np.ndarray]]:
     cpu = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     abstract = {e.ours: jax.ShapeDtypeStruct(e.shape, source.stored[e.ours].dtype, sharding=cpu) for e in wanted}
     tensors = source.checkpoints.restore(source.step, abstract, subset=True)

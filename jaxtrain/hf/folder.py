@@ -206,3 +206,28 @@ def read_header(file: Path) -> dict[str, Place]:
             )
         out[name] = Place(file, 8 + size + start, end - start, DTYPES[dtype], shape)
     return out
+
+
+def describe(path: str) -> dict[str, dict[str, Any]]:
+    """What a config file says of a run that begins from `path`: its section `model`, and what of `data` belongs to it.
+
+    path: a Hugging Face folder, or hf:NAME, or a run's folder. `config.update(describe(path))` takes it over; no tensor is
+    read. Raises HuggingFaceError.
+    """
+    if path.startswith("hf:") or is_folder(path):
+        found = locate(path)
+        settings = read_settings(found)
+        model = dataclasses.asdict(model_of(settings, str(found / CONFIG)))
+        longest = settings.get("max_position_embeddings")
+        data = {"tokenizer": str(found)} if (found / "tokenizer.json").is_file() else {}
+        return {"model": model, "data": data | ({"seq_len": longest} if isinstance(longest, int) else {})}
+    try:
+        run, problems = config.resolve(json.loads((Path(path).expanduser() / CONFIG).read_text(encoding="utf-8")))
+    except (OSError, ValueError, AttributeError) as error:
+        raise HuggingFaceError(f"{path}: is neither a run's folder nor a Hugging Face model's ({error}).") from error
+    if problems:
+        raise HuggingFaceError(f"{path}: its config is not one of this version: {'; '.join(map(str, problems))}")
+    return {
+        "model": dataclasses.asdict(run.model),
+        "data": {"tokenizer": run.data.tokenizer, "seq_len": run.data.seq_len},
+    }

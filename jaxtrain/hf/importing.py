@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
         tokenizer = str((out / TOKENIZER).absolute())
     run = run_of(folder, tokenizer, dtype)
     started = time.perf_counter()
-    save(out, run, tensors, folder)
+    save(out, run, tensors, {"hugging_face": {"folder": str(folder.path), "config": dict(folder.settings)}})
     if names:
         tokenizer_files.copy_files(folder.path, out / TOKENIZER)
     seconds = time.perf_counter() - started
@@ -158,15 +158,15 @@ def progress_bar(total: int) -> Any:
     return Bar()
 
 
-def save(out: Path, run: RunConfig, tensors: Tensors, folder: Folder) -> None:
-    """As a run of no steps."""
+def save(out: Path, run: RunConfig, tensors: Tensors, more: Mapping[str, Any]) -> None:
+    """As a run of no steps. more: what meta.json says besides."""
     plain = config.to_dict(run)
     meta = {
         "config": plain,
         "data": {"tokens": 0, "fingerprint": {}},
         "loss": None,
         "receipt": None,
-        "hugging_face": {"folder": str(folder.path), "config": dict(folder.settings)},
+        **more,
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")},
     }
     checkpoints = Checkpoints(out / "checkpoints")

@@ -80,7 +80,7 @@ def logits_of(run: RunConfig, path: str, precision: str) -> Callable[[np.ndarray
 
         made["forward"], made["shape"] = jax.jit(forward), (T, documents)
         if "params" not in made:
-            made["params"] = read_params(path, definition, placement)
+            made["params"] = read_params(path, sized, definition, placement)
 
     def logits(tokens_BT: np.ndarray, segments_BT: np.ndarray) -> np.ndarray:
         T, documents = tokens_BT.shape[1], max(1, int(segments_BT.max()))

@@ -7,13 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain import config
+from jaxtrain import config, lora
 from jaxtrain.checkpoint import locate
 from jaxtrain.config import RunConfig
 from jaxtrain.hf import folder as folders
 from jaxtrain.hf.importing import run_of
 from jaxtrain.hf.origin import is_hugging_face, open_origin
-from jaxtrain.models.module import Definition, Params
+from jaxtrain.models.lora import is_adapter
+from jaxtrain.models.module import Definition, Params, names, part
 from jaxtrain.sharding import Placement, replicated
 from jaxtrain.state import TrainState, abstract_tensors, from_tensors
 
@@ -34,9 +35,30 @@ def run_at(path: str) -> tuple[RunConfig, int]:
     return run, step
 
 
-def read_params(path: str, definition: Definition, placement: Placement) -> Params:
-    """The weights of a model, placed. Raises as `run_at` does."""
-    whole = replicated(placement)
+def read_params(path: str, run: RunConfig, definition: Definition, placement: Placement, base: str = "") -> Params:
+    """The weights of a model, placed; of a run with adapters those of its base and the adapters. Raises as `run_at` does.
+
+    base: where the base is now, if not where it was.
+    """
+    abstract = abstract_of(definition, placement)
+    wanted = {name: a for name, a in abstract_tensors(abstract).items() if name.startswith("params.")}
+    fresh = TrainState(jnp.zeros((), jnp.int32), {}, ())
+    if not run.lora.rank:
+        return from_tensors(abstract, open_origin(path).read(wanted), fresh).params
+    checkpoints, step = locate(path)
+    meta = checkpoints.meta(step)
+    place = base or lora.base_path(meta)
+    adapters = {name: a for name, a in wanted.items() if is_adapter(name)}
+    tensors = checkpoints.restore(step, adapters, subset=True, cast=True)
+    tensors |= lora.restore_base(place, {name: a for name, a in wanted.items() if name not in adapters})
+    found = from_tensors(abstract, tensors, fresh).params
+    beside = part(found, jax.tree.map(lambda name: not is_adapter(name), names(found)))
+    lora.check_same(meta, place, lora.digest(beside))
+    return found
+
+
+def abstract_of(definition: Definition, placement: Placement) -> TrainState:
+    """A state of weights alone, placed and not allocated."""
     params = jax.tree_util.tree_map_with_path(
         lambda path, a, axes: jax.ShapeDtypeStruct(
             a.shape, a.dtype, sharding=placement.sharding(axes, jax.tree_util.keystr(path), a.shape)
@@ -44,11 +66,7 @@ def read_params(path: str, definition: Definition, placement: Placement) -> Para
         definition.abstract,
         definition.axes,
     )
-    abstract = TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), params, ())
-    wanted = {name: a for name, a in abstract_tensors(abstract).items() if name.startswith("params.")}
-    tensors = open_origin(path).read(wanted)
-    fresh = TrainState(jnp.zeros((), jnp.int32), {}, ())
-    return from_tensors(abstract, tensors, fresh).params
+    return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(placement)), params, ())
 
 
 def alone(run: RunConfig, devices: Sequence[Any]) -> RunConfig:

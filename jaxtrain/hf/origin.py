@@ -25,6 +25,16 @@ class Origin(Protocol):
         ...
 
     @property
+    def path(self) -> str:
+        """Where this very one is found again."""
+        ...
+
+    @property
+    def adapters(self) -> bool:
+        """Whether it holds adapters alone (jaxtrain/lora.py)."""
+        ...
+
+    @property
     def model(self) -> Mapping[str, Any]:
         """Its config's section `model`."""
         ...
@@ -51,6 +61,14 @@ class Run:
         return f"step {self.step} of {self.checkpoints.directory}"
 
     @property
+    def path(self) -> str:
+        return str(self.checkpoints.directory / str(self.step))
+
+    @property
+    def adapters(self) -> bool:
+        return "base" in self.checkpoints.meta(self.step)
+
+    @property
     def model(self) -> Mapping[str, Any]:
         return self.checkpoints.meta(self.step)["config"]["model"]
 
@@ -72,6 +90,14 @@ class HuggingFace:
     @property
     def name(self) -> str:
         return str(self.folder.path)
+
+    @property
+    def path(self) -> str:
+        return str(self.folder.path.absolute())
+
+    @property
+    def adapters(self) -> bool:
+        return False
 
     @property
     def model(self) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.data.template import BYTE_TEMPLATE
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.models.hugging_face import HuggingFaceError
 
@@ -57,7 +58,13 @@ def write_byte_tokenizer(target: Path) -> None:
     made.add_special_tokens([end])
     target.mkdir(parents=True, exist_ok=True)
     made.save(str(target / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end,
+        "clean_up_tokenization_spaces": False,
+        # As conversations were written in training.
+        "chat_template": BYTE_TEMPLATE,
+    }
     (target / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 

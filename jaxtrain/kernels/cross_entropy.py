@@ -24,6 +24,7 @@ def chunked_cross_entropy(
     vocab_axes: tuple[str, ...],
     precision: jax.lax.Precision,
     gradients: bool,
+    head_gradient: bool = True,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Weighted sum of -log p(target), and of z_loss log(Z)^2, over this device's n tokens, and its gradients.
 
@@ -37,6 +38,7 @@ def chunked_cross_entropy(
       z_loss: added to each token's loss, times the square of the log of its sum of exponentials; 0: off.
       vocab_axes: mesh axes over which the vocabulary is split, () if it is not.
       gradients: also compute them.
+      head_gradient: that of the head among them.
 
     Returns (loss f32 (), d_x (n, D) in x's dtype, d_head f32 (D, V)). d_x and d_head are this device's part: d_x is still
     to be summed over vocab_axes, d_head over the axes that split the tokens.
@@ -80,9 +82,10 @@ def chunked_cross_entropy(
             d_CV *= 1 - squashed_CV**2
         d_CV = d_CV.astype(x_CD.dtype)
         d_x_CD = jnp.einsum("CV,DV->CD", d_CV, head_DV, precision=precision, preferred_element_type=x_CD.dtype)
-        d_head += jnp.einsum("CV,CD->DV", d_CV, x_CD, precision=precision, preferred_element_type=jnp.float32)
+        if head_gradient:
+            d_head += jnp.einsum("CV,CD->DV", d_CV, x_CD, precision=precision, preferred_element_type=jnp.float32)
         return (loss, d_head), d_x_CD
 
-    start = (jnp.zeros((), jnp.float32), jnp.zeros((D, V), jnp.float32) if gradients else None)
+    start = (jnp.zeros((), jnp.float32), jnp.zeros((D, V), jnp.float32) if gradients and head_gradient else None)
     (loss, d_head), d_x = jax.lax.scan(step, start, (chunks(x_nD), chunks(targets_n), chunks(weights_n)))
     return loss, None if d_x is None else d_x.reshape(count * chunk, D)[:n], d_head

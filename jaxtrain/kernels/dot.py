@@ -20,6 +20,7 @@ from jaxtrain.sharding import (
     Placement,
     Weight,
     cotangent,
+    frozen,
     in_eight,
     is_whole,
     late,
@@ -67,7 +68,7 @@ def dot(x: jax.Array, w: Weight, eqn: str, axes: Axes, placement: Placement, num
 
     Returns the result in the compute dtype; a weight that the step holds in 8 bits is multiplied in 8 bits (kernels/fp8.py).
     The weight's gradient is computed in `numerics.reduce`, summed over the batch axes in that type, and returned in the layout
-    and dtype of w, or of its slot.
+    and dtype of w, or of its slot. A frozen weight has none.
     """
     return _dot_fwd(x, w, eqn, axes, placement, numerics)[0]
 
@@ -94,6 +95,8 @@ def _whole_fwd(w, axes, placement, numerics):
 
 
 def _whole_bwd(axes, placement, numerics, to, dw):
+    if frozen(to):
+        return (cotangent(to, None),)
     dw = dw.astype(numerics.reduce)
     if not late(to):
         return (cotangent(to, scatter(dw, placement.sharding(axes), slot_dtype(to))),)
@@ -110,7 +113,9 @@ def _dot_fwd(x, w, eqn, axes, placement, numerics):
     if in_eight(w):
         return fp8.forward(x, w, eqn, axes, placement)
     gathered = use(w, axes, placement, numerics)
-    return einsum(eqn, x, gathered, numerics=numerics), (x, gathered, ticket(w))
+    to = ticket(w)
+    # A frozen weight's gradient is what x would be kept for.
+    return einsum(eqn, x, gathered, numerics=numerics), (None if frozen(to) else x, gathered, to)
 
 
 def _dot_bwd(eqn, axes, placement, numerics, residuals, dy):
@@ -120,6 +125,8 @@ def _dot_bwd(eqn, axes, placement, numerics, residuals, dy):
     inputs, y = eqn.split("->")
     xs, ws = inputs.split(",")
     dx = einsum(f"{y},{ws}->{xs}", dy, gathered, numerics=numerics)
+    if frozen(to):
+        return dx, cotangent(to, None)
     if late(to):
         return dx, cotangent(to, _unsummed(eqn, x, dy, axes, to, placement, numerics))
     dw = einsum(f"{xs},{y}->{ws}", x, dy, numerics=numerics, out=numerics.reduce)

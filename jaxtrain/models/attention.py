@@ -19,6 +19,7 @@ from jaxtrain.kernels.context.split import Split
 from jaxtrain.kernels.dot import add_bias, dot
 from jaxtrain.models.layer_loop import Kind
 from jaxtrain.models.layers import Context, RMSNorm
+from jaxtrain.models.lora import Adapters, as_it_is
 from jaxtrain.models.module import constant, normal, param
 from jaxtrain.sharding import Axes, Held, Placement, Scaled, Weight, is_whole
 
@@ -133,6 +134,7 @@ class Attention(nnx.Module):
         if model.qk_norm:
             self.q_norm = RMSNorm(H, "head_dim", HEADS, model.norm_eps, ctx, rngs)
             self.k_norm = RMSNorm(H, "head_dim", KV_HEADS, model.norm_eps, ctx, rngs)
+        self.lora = Adapters(self, ("wq", "wk", "wv", "wo"), ctx, rngs)
         self.model, self.kernel, self.ctx = model, kernel, ctx
 
     def _for_all(self, w: Weight, axes: Axes) -> Weight:
@@ -148,14 +150,16 @@ class Attention(nnx.Module):
             return jax.lax.with_sharding_constraint(jnp.repeat(x, self.copies, axis=-2), layout)
 
         if isinstance(w, Held):
-            return dataclasses.replace(w, value=copied(w.value), slot=jnp.repeat(w.slot, self.copies, axis=-2))
+            slot = w.slot if w.frozen else jnp.repeat(w.slot, self.copies, axis=-2)
+            return dataclasses.replace(w, value=copied(w.value), slot=slot)
         return copied(w)
 
-    def _project(self, x_BTD: jax.Array, w: nnx.Param, b: nnx.Param | None, heads: str) -> jax.Array:
-        p, n = self.ctx.placement, self.ctx.numerics
+    def _project(self, x_BTD: jax.Array, name: str, b: nnx.Param | None, heads: str) -> jax.Array:
+        p, n, w = self.ctx.placement, self.ctx.numerics, getattr(self, name)
         axes = ("embed", heads, "head_dim")
         of_kv = heads == "kv_heads"
         y: jax.Array = dot(x_BTD, self._for_all(w[...], axes) if of_kv else w[...], "BTD,DNH->BTNH", axes, p, n)
+        y = self.lora(name, x_BTD, y, axes, self._for_all if of_kv else as_it_is)
         if b is None:
             return y
         return add_bias(y, self._for_all(b[...], axes[1:]) if of_kv else b[...], axes[1:], p, n)
@@ -167,9 +171,9 @@ class Attention(nnx.Module):
         see all of it. Returns the output and the cache.
         """
         p, n, bias = self.ctx.placement, self.ctx.numerics, self.model.qkv_bias
-        q = self._project(x_BTD, self.wq, self.bq if bias else None, "heads")
-        k = self._project(x_BTD, self.wk, self.bk if bias else None, "kv_heads")
-        v = self._project(x_BTD, self.wv, self.bv if bias else None, "kv_heads")
+        q = self._project(x_BTD, "wq", self.bq if bias else None, "heads")
+        k = self._project(x_BTD, "wk", self.bk if bias else None, "kv_heads")
+        v = self._project(x_BTD, "wv", self.bv if bias else None, "kv_heads")
         if self.model.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         m = self.model
@@ -187,7 +191,9 @@ class Attention(nnx.Module):
             )
             cache = (k, v)
         o_BTNH = self.kernel(q, k, v, shared.prepared, kind, p)
-        return dot(o_BTNH, self.wo[...], "BTNH,DNH->BTD", ("embed", "heads", "head_dim"), p, n), cache
+        axes = ("embed", "heads", "head_dim")
+        y_BTD: jax.Array = dot(o_BTNH, self.wo[...], "BTNH,DNH->BTD", axes, p, n)
+        return self.lora("wo", o_BTNH, y_BTD, axes), cache
 
 
 def rotary_frequencies(model: Model) -> jax.Array:

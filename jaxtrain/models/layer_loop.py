@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.sharding import Held
+from jaxtrain.sharding import Held, frozen
 
 # Which of the kinds of layers that a model has: a number of the program's where layers stand one by one or are all alike, and
 # one on the device where a loop runs several.
@@ -30,6 +30,7 @@ class _Stack:
     tree: Any
     learnt: tuple[bool, ...]
     adds_in: tuple[jnp.dtype | None, ...]  # of leaves that are sums, the dtype of what is added; see `sharding.Sum`
+    some_frozen: bool = False  # some weights are not learnt
 
     def at(self, arrays: Sequence[jax.Array], i: jax.Array | int) -> list[jax.Array]:
         """One layer's. No sums: in their place stands what has the shape and dtype of the layer's gradient."""
@@ -89,14 +90,15 @@ def _stack(layers: Any) -> tuple[list[jax.Array], _Stack]:
     adds_in = tuple(
         w.sum.take(len(w.slot)) if learns and isinstance(w, Held) and w.sum else None for w, learns in _leaves_of(weights)
     )
-    return leaves, _Stack(tree, learnt, adds_in)
+    return leaves, _Stack(tree, learnt, adds_in, any(map(frozen, weights)))
 
 
 def _leaves_of(weights: list[Any]) -> Iterator[tuple[Any, bool]]:
-    """For each leaf of each weight: the weight, and whether the leaf is learnt: of a held one its slot alone, the last."""
+    """For each leaf of each weight: the weight, and whether the leaf is learnt: of a held one its slot alone, the last, and
+    of a frozen one nothing."""
     for w in weights:
         count = len(jax.tree.leaves(w))
-        yield from ((w, i == count - 1) for i in range(count))
+        yield from ((w, i == count - 1 and not frozen(w)) for i in range(count))
 
 
 def _slice(w: jax.Array, i: jax.Array | int) -> jax.Array:
@@ -221,6 +223,10 @@ def one_by_one(
         grads = stack.begin(leaves)
         for group, vjp in zip(reversed(groups), reversed(vjps), strict=True):
             dy, d_layers = stack.backward(vjp, [stack.at(leaves, i) for i in group], shared, dy)
+            if stack.some_frozen:
+                # Small gradients, as of adapters, XLA would compute after all layers, and hold until then what it makes them
+                # of. So what comes next waits for those of the group before: their sums over devices are done by then.
+                dy, grads = jax.lax.optimization_barrier((dy, grads))
             for i, parts in zip(group, d_layers, strict=True):
                 # XLA would make one expression of the whole stack, in which every element is looked for in every layer.
                 grads = [jax.lax.optimization_barrier(g) for g in stack.put(grads, parts, i)]

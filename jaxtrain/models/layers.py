@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.kernels.dot import Numerics, dot
 from jaxtrain.kernels.embedding import TABLE, embed
 from jaxtrain.kernels.norm import rms_norm
+from jaxtrain.models.lora import Adapters, Lora
 from jaxtrain.models.module import constant, normal, param
 from jaxtrain.models.structure import Structure
 from jaxtrain.sharding import Axes, Placement
@@ -27,6 +28,7 @@ class Context:
     numerics: Numerics
     placement: Placement
     structure: Structure = Structure()
+    lora: Lora = Lora()
 
 
 class RMSNorm(nnx.Module):
@@ -69,14 +71,18 @@ class GatedLinear(nnx.Module):
         self.gate = param(rngs, (d_model, d_ff), ("embed", "mlp"), normal(std), dtype, dot=True)
         self.up = param(rngs, (d_model, d_ff), ("embed", "mlp"), normal(std), dtype, dot=True)
         self.down = param(rngs, (d_model, d_ff), ("embed", "mlp"), normal(out_std), dtype, dot=True)
+        self.lora = Adapters(self, ("gate", "up", "down"), ctx, rngs)
         self.ctx = ctx
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """(B, T, D) in the wide layout to (B, T, D), a partial sum over the tensor axis until it is resharded."""
         p, n = self.ctx.placement, self.ctx.numerics
         hidden = ("batch", "sequence", "mlp")
-        gate_BTF = checkpoint_name(dot(x_BTD, self.gate[...], "BTD,DF->BTF", ("embed", "mlp"), p, n), "mlp_gate")
-        up_BTF = checkpoint_name(dot(x_BTD, self.up[...], "BTD,DF->BTF", ("embed", "mlp"), p, n), "mlp_up")
+        gate_BTF: jax.Array = dot(x_BTD, self.gate[...], "BTD,DF->BTF", ("embed", "mlp"), p, n)
+        gate_BTF = checkpoint_name(self.lora("gate", x_BTD, gate_BTF, ("embed", "mlp")), "mlp_gate")
+        up_BTF: jax.Array = dot(x_BTD, self.up[...], "BTD,DF->BTF", ("embed", "mlp"), p, n)
+        up_BTF = checkpoint_name(self.lora("up", x_BTD, up_BTF, ("embed", "mlp")), "mlp_up")
         with jax.named_scope("swiglu"):
             h_BTF = p.constrain(NONLINEARITIES[self.ctx.structure.activation](gate_BTF) * up_BTF, *hidden)
-        return dot(h_BTF, self.down[...], "BTF,DF->BTD", ("embed", "mlp"), p, n)
+        y_BTD: jax.Array = dot(h_BTF, self.down[...], "BTF,DF->BTD", ("embed", "mlp"), p, n)
+        return self.lora("down", h_BTF, y_BTD, ("embed", "mlp"))

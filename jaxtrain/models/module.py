@@ -71,6 +71,32 @@ class Definition:
         return nnx.merge(self._graph, _state(params))
 
 
+def part(tree: Params, chosen: Params) -> Params:
+    """The leaves of `tree` for which `chosen`, of the same structure, says True. No dict is left empty."""
+    out: Params = {}
+    for name, choice in chosen.items():
+        if isinstance(choice, dict):
+            if inner := part(tree.get(name, {}), choice):
+                out[name] = inner
+        elif choice:
+            out[name] = tree[name]
+    return out
+
+
+def filled(tree: Params, some: Params) -> Params:
+    """`tree` with the leaves that `some`, a part of it, has in their place."""
+    return {
+        name: filled(value, some.get(name, {})) if isinstance(value, dict) else some.get(name, value)
+        for name, value in tree.items()
+    }
+
+
+def names(tree: Params) -> Params:
+    """Each leaf's name, without layer numbers: layers.attention.wq."""
+    path_name = lambda path, _: ".".join(str(key.key) for key in path)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(path_name, tree, is_leaf=lambda x: not isinstance(x, dict))
+
+
 def _axes(p: Any) -> Axes:
     """Logical axes; parameters of a stack have gained a first axis, 'layers'."""
     axes = p.get_metadata("axes")

@@ -131,7 +131,7 @@ def train(run: RunConfig, devices: Sequence[Any], steps: int) -> Trained:
     run, program, step = compile_to_fit(run, program, options, usable)
     folder = Path(run.paths.data).expanduser()
     rows = pipeline.open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, data_dir=folder)
-    state = create_state(program.definition, program.tx, program.state, run.train.seed)
+    state = create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
     return take_steps(program, step, state, rows.batch, steps)[0]
 
 

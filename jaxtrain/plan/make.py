@@ -93,7 +93,7 @@ def read_plan(
 
 
 def _flops(run: RunConfig, topology: Topology, program: Program, timed: roofline.Roofline) -> Flops:
-    per_token = flops.per_token(run.model, run.data.seq_len)
+    per_token = flops.training(run)
     how = run, topology.total, program.attention, program.context
     return Flops(
         per_token_causal=per_token.causal,
@@ -107,7 +107,7 @@ def _flops(run: RunConfig, topology: Topology, program: Program, timed: roofline
 
 def _time(run: RunConfig, topology: Topology, tokens: int, timed: roofline.Roofline) -> Time:
     step_s = timed.step_ms / 1e3
-    per_token = flops.per_token(run.model, run.data.seq_len)
+    per_token = flops.training(run)
     # FLOPs at the peak of every GPU during one step: that of bfloat16 under fp8 too, whose steps multiply in both.
     most = topology.gpu.peak(run.compute) * 1e12 * step_s
     each = tokens / topology.total

@@ -12,6 +12,7 @@ import jax
 
 from jaxtrain.config import RunConfig
 from jaxtrain.kernels.dot import DTYPES
+from jaxtrain.models.lora import is_adapter
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, Instruction, Module
 from jaxtrain.plan.result import Collective, Matmuls
@@ -178,7 +179,8 @@ def _by_partitioner(module: Module, f: Found) -> bool:
 
 def _whole(program: Program) -> Iterator[str]:
     """State that every device holds in full, or that is split less than its parameter. Layers are named together."""
-    tensors = abstract_tensors(program.state)
+    # Half of an adapter has no dimension that is split over the batch's axes, and is small.
+    tensors = {name: a for name, a in abstract_tensors(program.state).items() if not is_adapter(name)}
     whole = [line.split(" ")[0] for line in left_whole(tensors, LARGE)]
     if whole:
         yield (

@@ -337,16 +337,17 @@ def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", conte
     """
     if attention not in _ATTENTION:
         raise ValueError(f"attention kernel {attention!r}: its FLOPs are not known. Known: {', '.join(_ATTENTION)}.")
-    everything = flops.per_token(run.model, run.data.seq_len) + flops.recompute(run.model, run.remat, run.data.seq_len)
+    everything = flops.training(run) + flops.again(run)
     one = flops.attention(run.model, run.data.seq_len)
     # The usual count of training takes the backward pass for twice the forward pass.
-    linear = everything.causal - one.causal * run.model.num_layers * (3 + _again(run))
+    back = flops.passes_layers(run)
+    linear = everything.causal - one.causal * run.model.num_layers * (1 + back * (2 + _again(run)))
     backward, masked = _ATTENTION[attention]
     computed = 0.0
     for kind, layers in windows.layers_by_kind(run.model):
         alike = windows.all_of(run.model, kind)
         each = flops.attention(alike, run.data.seq_len)
-        passes = layers * (1 + backward + _again(run))
+        passes = layers * (1 + back * (backward + _again(run)))
         computed += (each.causal if masked else each.full) * passes * _blocks(run, alike, context, masked)
     return (linear + computed) * run.train.global_batch * run.data.seq_len / devices
 

@@ -32,6 +32,7 @@ from jaxtrain.activations import kept
 from jaxtrain.compiler import local_bytes
 from jaxtrain.config import RunConfig
 from jaxtrain.kernels.dot import DTYPES
+from jaxtrain.models.module import part
 from jaxtrain.plan.result import Kernel
 from jaxtrain.step import Program, numerics_of
 
@@ -97,13 +98,15 @@ def floor(run: RunConfig, program: Program) -> dict[str, float]:
     rotary = L * rotated * n * (2 * heads * H * c + 2 * 4 * H)
     swiglu = L * 9 * n * F * c
     layer, table = _weights(program)
+    layer_learnt, table_learnt = _weights(program, learnt=True)
     gathers = 1 if run.sharding.gather != "layer" or not program.gathers else 2 - 1 / L
     weights = layer * L * (master + c) * gathers
-    gradients = layer * L * (reduce + grads) + (layer * L + table) * grads * (1 - 1 / micro)
+    gradients = layer_learnt * L * (reduce + grads) + (layer_learnt * L + table_learnt) * grads * (1 - 1 / micro)
     gathered_table = V * D
-    loss = n * V * (4 + 4 + c) + gathered_table * (4 + reduce) + table / 2 * (master + c + reduce + grads)
-    embedding = 2 * n * D * c + n * D * (c + 8) + table / 2 * grads
-    update = (layer * L + table) * (2 * master + 2 * grads) + 2 * local_bytes(program.state.optimizer)
+    head = table_learnt / table  # the part of the two tables that is trained
+    loss = n * V * (4 + 4 + c) + head * gathered_table * (4 + reduce) + table / 2 * (master + c + head * (reduce + grads))
+    embedding = 2 * n * D * c + head * n * D * (c + 8) + table_learnt / 2 * grads
+    update = (layer_learnt * L + table_learnt) * (2 * master + 2 * grads) + 2 * local_bytes(program.state.optimizer)
     per_microbatch = {
         "norms": norms,
         "rotary": rotary,
@@ -115,10 +118,11 @@ def floor(run: RunConfig, program: Program) -> dict[str, float]:
     return {name: each * micro for name, each in per_microbatch.items()} | {"optimizer": update}
 
 
-def _weights(program: Program) -> tuple[float, float]:
-    """Weights on a device: of a layer, and of embedding and head together."""
+def _weights(program: Program, learnt: bool = False) -> tuple[float, float]:
+    """Weights on a device: of a layer, and of embedding and head together. learnt: those that are trained."""
     layer = other = 0.0
-    for path, a in jax.tree_util.tree_leaves_with_path(program.state.params):
+    params = part(program.state.params, program.trained) if learnt else program.state.params
+    for path, a in jax.tree_util.tree_leaves_with_path(params):
         size = math.prod(a.sharding.shard_shape(a.shape))
         if "layers" in [getattr(k, "key", "") for k in path]:
             layer += size / a.shape[0]

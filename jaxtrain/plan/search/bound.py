@@ -173,9 +173,9 @@ def bound(run: RunConfig, topology: Topology, rates: Rates) -> Bound:
     """The least step time and the least peak memory of a run on a machine.
 
     A family, an optimizer or a loss of one's own is not looked into: of the first nothing is known, of the others nothing is
-    counted.
+    counted. Nor is a run that does not train all of its weights.
     """
-    if run.model.family not in FAMILIES:
+    if run.model.family not in FAMILIES or run.lora.rank or run.train.freeze:
         return Bound(0.0, 0.0)
     layout = Layout(run, mesh_sizes(run, topology), topology.gpus)
     return Bound(_step_s(layout, rates), _memory_bytes(layout) / 2**30)

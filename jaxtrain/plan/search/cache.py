@@ -49,6 +49,7 @@ OTHER_CODE = (
         "generate",
         "hf",
         "lm_eval",
+        "lora",
         "main",
         "parity",
         "profile",

@@ -1,0 +1,114 @@
+"""Checkpoints of adapters: which base they stand beside, that it is the same one, and both merged into one set of weights.
+
+A run with `lora.rank` saves its adapters alone. meta.json says under `base` where the other weights came from, and a digest of
+them: adapters beside other weights than they were trained with are another model, and nothing would show it.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain import stored_form
+from jaxtrain.checkpoint import CheckpointError
+from jaxtrain.hf.origin import open_origin
+from jaxtrain.models.hugging_face import HuggingFaceError
+from jaxtrain.models.lora import EQUATIONS, A, B, adapter_of, is_adapter
+from jaxtrain.models.module import Params
+from jaxtrain.state import Tensors
+
+
+@jax.jit
+def _sum(x: jax.Array) -> jax.Array:
+    """Each element's 16 bits times an odd number that its place decides, added up modulo 2^32."""
+    place = jnp.zeros(x.shape, jnp.uint32)
+    for dim, size in enumerate(x.shape):
+        place = place * jnp.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim)
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32)
+    return jnp.sum((bits + 1) * (2 * place * jnp.uint32(0x9E3779B1) + 1), dtype=jnp.uint32)
+
+
+def digest(params: Params) -> str:
+    """A number, in hexadecimal, that follows from all weights, rounded to bfloat16, and from nothing else: sums of integers are
+    the same on every mesh. It tells models apart that were mixed up, and is no proof against forgery."""
+    found = hashlib.sha256()
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        found.update(f"{jax.tree_util.keystr(path)} {x.shape} {int(_sum(x))}\n".encode())
+    return found.hexdigest()[:32]
+
+
+def base_path(meta: Mapping[str, Any], asked: str = "") -> str:
+    """The checkpoint that adapters stand beside: `asked` where that is another place than they were trained from, otherwise the
+    one that their own meta.json names. Raises CheckpointError where that names none."""
+    base = meta.get("base")
+    if not isinstance(base, Mapping) or not {"path", "digest"} <= base.keys():
+        raise CheckpointError(
+            f"step {meta.get('step')} holds adapters, and its meta.json names no base that they stand beside: it was not "
+            "written by a run with lora.rank."
+        )
+    return asked if asked and asked != meta["config"]["init"]["from"] else base["path"]
+
+
+def restore_base(path: str, wanted: Tensors) -> Tensors:
+    """The wanted weights, named as in checkpoints, of the base in `path`, rounded to the dtypes asked for.
+
+    Raises CheckpointError, which names the base, where it is not there, or has other tensors.
+    """
+    try:
+        source = open_origin(path)
+        return stored_form.converted(source.read(stored_form.in_stored_form(wanted, source.stored)), wanted)
+    except (CheckpointError, HuggingFaceError) as error:
+        raise gone(path, error) from error
+
+
+def gone(path: str, error: Exception) -> CheckpointError:
+    """The error for a base that cannot be read."""
+    return CheckpointError(
+        f"the base of these adapters, {path}, cannot be read: {error} Put it back there, or name the place where it is now "
+        "(init.from of a run, --base of a command)."
+    )
+
+
+def check_same(meta: Mapping[str, Any], path: str, found: str) -> None:
+    """Raises CheckpointError where the base in `path`, whose digest is `found`, is not the one that adapters stand beside."""
+    if found != meta["base"]["digest"]:
+        raise CheckpointError(
+            f"the weights in {path} are not those that the adapters of step {meta['step']} were trained beside: their digest "
+            f"is {found}, and was {meta['base']['digest']} in {meta['base']['path']}. Name the right base (init.from of a run, "
+            "--base of a command)."
+        )
+
+
+def merged(tensors: Mapping[str, Any], scale: float) -> Iterator[tuple[str, Any]]:
+    """(name, array) of a model without adapters, one by one: W + scale a b for what is adapted, all else as it is.
+
+    tensors: by their canonical names, with or without a prefix: weights, and adapters (`...attention.lora.wq_a`). Each is
+    looked up once, when its turn comes. scale: alpha / rank.
+
+    Computed in float32 and rounded once, to the weight's own dtype. Raises ValueError for an adapter without its other half or
+    without its weight.
+    """
+    adapters = {name for name in tensors if is_adapter(name)}
+    for name in [name for name in tensors if name not in adapters]:
+        a, b = (adapter_of(name, half) for half in (A, B))
+        if not {a, b} & adapters:
+            yield name, tensors[name]
+            continue
+        if not {a, b} <= adapters:
+            raise ValueError(f"of the adapter of {name}, {a if a not in adapters else b} is missing")
+        adapters -= {a, b}
+        w = np.asarray(tensors[name])
+        yield name, (w.astype(np.float32) + scale * product(name, tensors[a], tensors[b])).astype(w.dtype)
+    if adapters:
+        raise ValueError(f"no weight for {', '.join(sorted(adapters))}")
+
+
+def product(name: str, a: Any, b: Any) -> np.ndarray:
+    """a b in float32, with the dimensions in the order that the weight `name` has them in."""
+    xs, ws = EQUATIONS[name.rpartition(".")[2]].split("->")[0].split(",")
+    made = np.tensordot(np.asarray(a, np.float32), np.asarray(b, np.float32), 1)
+    letters = sorted(ws, key=lambda c: c not in xs)  # input dimensions first, as the product has them
+    return made.transpose([letters.index(c) for c in ws])

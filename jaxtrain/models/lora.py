@@ -1,0 +1,117 @@
+"""Low-rank adapters beside linear layers (Hu et al. 2021, arXiv:2106.09685): y = x W + alpha / rank (x a) b.
+
+For each adapted weight W there are two parameters, in the submodule `lora` of W's own module: `W_a`, W's input dimensions by
+the rank, and `W_b`, the rank by W's output dimensions. They are split over devices as those dimensions of W are; the rank is
+whole. b begins at zero, so that training begins with the model as it was.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.kernels.dot import dot
+from jaxtrain.models.module import Initializer, constant, param
+from jaxtrain.sharding import Axes, Weight
+
+MODULE = "lora"  # of the adapters of one module, and part of each one's name
+A, B = "_a", "_b"
+# The equation that `dot` gets with each weight that can be adapted: it says which dimensions are inputs.
+QKV, IN = "BTD,DNH->BTNH", "BTD,DF->BTF"
+EQUATIONS = {"wq": QKV, "wk": QKV, "wv": QKV, "wo": "BTNH,DNH->BTD", "gate": IN, "up": IN, "down": "BTF,DF->BTD"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Which adapters a model has; none with rank 0. Static."""
+
+    rank: int = 0
+    alpha: float = 0.0
+    targets: tuple[str, ...] = ()  # names of weights
+    params: jnp.dtype = dataclasses.field(default_factory=lambda: jnp.dtype("float32"))  # of the adapters' own master weights
+
+    @property
+    def scale(self) -> float:
+        """What the adapters' outputs are multiplied by."""
+        return self.alpha / self.rank
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter, by its dotted name, belongs to an adapter."""
+    return MODULE in name.split(".")
+
+
+def adapter_of(weight: str, half: str) -> str:
+    """The name of one half, A or B, of a weight's adapter: layers.0.mlp.up has layers.0.mlp.lora.up_a."""
+    module, dot, name = weight.rpartition(".")
+    return f"{module}{dot}{MODULE}.{name}{half}"
+
+
+def uniform(fan_in: int) -> Initializer:
+    """Uniform in +-1 / sqrt(fan_in), drawn in float32: torch's `kaiming_uniform_` with a = sqrt(5), as PEFT begins with."""
+    bound = 1 / math.sqrt(fan_in)
+    return lambda key, shape, dtype: jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
+
+
+def equations(eqn: str) -> tuple[str, str]:
+    """Of "BTD,DNH->BTNH", those of an adapter's two products: ("BTD,DR->BTR", "BTR,RNH->BTNH")."""
+    inputs, y = eqn.split("->")
+    xs, ws = inputs.split(",")
+    tokens = xs.removesuffix("".join(c for c in xs if c in ws))
+    into, out = ("".join(c for c in ws if c in letters) for letters in (xs, y))
+    return f"{xs},{into}R->{tokens}R", f"{tokens}R,R{out}->{y}"
+
+
+def as_it_is(w: Weight, axes: Axes) -> Weight:
+    """The weight."""
+    return w
+
+
+class Adapters(nnx.Module):
+    """The adapters of those of a module's `weights` that `lora.targets` names; none where the rank is 0.
+
+    of: the module; it has the weights already.
+    """
+
+    def __init__(self, of: nnx.Module, weights: Sequence[str], ctx: Any, rngs: nnx.Rngs):
+        lora: Lora = ctx.lora
+        self.ctx, self.names = ctx, tuple(name for name in weights if lora.rank and name in lora.targets)
+        for name in self.names:
+            w, eqn = getattr(of, name), EQUATIONS[name]
+            shape, axes = w.get_value().shape, w.get_metadata("axes")
+            inputs = [c in eqn.split(",")[0] for c in _letters(eqn)]
+            into, out = ([i for i, x in enumerate(inputs) if x == wanted] for wanted in (True, False))
+            fan_in = math.prod(shape[i] for i in into)
+            a_shape, a_axes = (*(shape[i] for i in into), lora.rank), (*(axes[i] for i in into), None)
+            b_shape, b_axes = (lora.rank, *(shape[i] for i in out)), (None, *(axes[i] for i in out))
+            setattr(self, name + A, param(rngs, a_shape, a_axes, uniform(fan_in), lora.params))
+            setattr(self, name + B, param(rngs, b_shape, b_axes, constant(0.0), lora.params))
+
+    def __call__(
+        self, name: str, x: jax.Array, y: jax.Array, axes: Axes, prepared: Callable[[Weight, Axes], Weight] = as_it_is
+    ) -> jax.Array:
+        """y + alpha / rank (x a) b, where `name` is adapted.
+
+        y: `dot(x, w, eqn, axes, ...)`. prepared: what is done to w, and so to b, before it is multiplied by.
+        """
+        if name not in self.names:
+            return y
+        eqn = EQUATIONS[name]
+        p, n, (down, up) = self.ctx.placement, self.ctx.numerics, equations(eqn)
+        of = dict(zip(_letters(eqn), axes, strict=True)) | {"R": None}
+        a_axes, b_axes = (tuple(of[c] for c in _letters(e)) for e in (down, up))
+        with jax.named_scope(MODULE):
+            # Scaled where it is narrow: behind b, the backward pass would make a scaled copy of y's whole gradient.
+            h_BTR: jax.Array = dot(x, getattr(self, name + A)[...], down, a_axes, p, n)
+            h_BTR *= self.ctx.lora.scale
+            z: jax.Array = dot(h_BTR, prepared(getattr(self, name + B)[...], b_axes), up, b_axes, p, n)
+            return y + z
+
+
+def _letters(eqn: str) -> str:
+    """Of the weight."""
+    return eqn.split("->")[0].split(",")[1]

@@ -1,0 +1,201 @@
+"""Mixture files, and what `stats` counts in token files."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxtrain import config
+from jaxtrain.data import mixture, pipeline, stats
+from jaxtrain.data import tokenizer as text_tokenizers
+from jaxtrain.data.__main__ import main
+from jaxtrain.data.tokenfile import TokenFile, TokenWriter
+
+BYTE = text_tokenizers.ByteTokenizer()
+
+
+def write_file(path: Path, documents: list[list[int]], loss: bool = False, **info) -> Path:
+    with TokenWriter(path, {**text_tokenizers.info(BYTE), **info}, loss=loss) as writer:
+        for ids in documents:
+            writer.write(ids, len(ids), np.asarray(ids) % 2 == 0 if loss else None, sum(i % 2 == 0 for i in ids))
+            writer.end_document()
+    return path
+
+
+@pytest.fixture
+def files(tmp_path) -> Path:
+    write_file(tmp_path / "a.tok", [[1] * 99] * 9)  # 900 tokens
+    (tmp_path / "sub").mkdir()
+    write_file(tmp_path / "sub" / "b.tok", [[2] * 99])  # 100
+    return tmp_path
+
+
+def rows_of(source: str, steps: int = 20) -> list[int]:
+    batches = pipeline.open_source(
+        config.Data(source=source, seq_len=16), source, split="train", global_batch=8, data_dir="unused"
+    )
+    return [row for s in range(steps) for row in batches.batch(s)["tokens"].tolist()]
+
+
+def test_a_mixture_is_read_like_the_files_that_it_names(files, monkeypatch, capsys):
+    monkeypatch.chdir(files)
+    assert main(["mix", "--output=sub/m.mix", "a.tok=1.4", "sub/b.tok=0.6", "--tokens=2000"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert [float(line.split()[2]) for line in table[1:]] == pytest.approx([2000 * 0.7 / 900, 2000 * 0.3 / 100], abs=1e-3)
+    stored = json.loads(Path("sub/m.mix").read_text())
+    assert [(f["path"], f["tokens"]) for f in stored["files"]] == [("../a.tok", 900), ("b.tok", 100)]
+    assert rows_of("sub/m.mix") == rows_of("a.tok=0.7,sub/b.tok=0.3")
+    # a mixture has a weight like a file, which its own files share
+    write_file(files / "c.tok", [[3] * 99])
+    assert rows_of("sub/m.mix=0.5,c.tok=0.5") == rows_of("a.tok=0.35,sub/b.tok=0.15,c.tok=0.5")
+    data = config.Data(source="sub/m.mix", eval_source="sub/m.mix", seq_len=16)
+    assert pipeline.check(data, 264, True) == []
+    # moved together, it holds still; from another folder too
+    (files / "moved").mkdir()
+    for name in ("a.tok", "sub"):
+        (files / name).rename(files / "moved" / name)
+    monkeypatch.chdir("/")
+    assert rows_of(str(files / "moved/sub/m.mix"), 2)
+    assert main(["verify", str(files / "moved/sub/m.mix")]) == 0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0, 5.0])
+def test_weights_by_size_and_temperature(files, monkeypatch, temperature):
+    monkeypatch.chdir(files)
+    weighed = mixture.weigh([("a.tok", None), ("sub/b.tok", None)], "tokens", temperature)
+    assert weighed[0][1] / weighed[1][1] == pytest.approx(9 ** (1 / temperature))
+    assert math.fsum(w for _, w in weighed) == pytest.approx(1)
+    weighed = mixture.weigh([("a.tok", None), ("sub/b.tok", 3.0)], "tokens", temperature)
+    assert weighed[0][1] / weighed[1][1] == pytest.approx(3 ** (1 / temperature))
+    weighed = mixture.weigh([("a.tok", 8.0), ("sub/b.tok", 2.0)], "weight", temperature)
+    assert weighed[0][1] / weighed[1][1] == pytest.approx(4 ** (1 / temperature))
+
+
+def test_a_file_that_changed_is_refused_by_name(files, monkeypatch, capsys):
+    monkeypatch.chdir(files)
+    assert main(["mix", "--output=m.mix", "a.tok", "sub/b.tok", "--by=tokens"]) == 0
+    assert main(["mix", "--output=m.mix", "a.tok", "sub/b.tok", "--by=tokens"]) == 2  # it is there
+    write_file(files / "sub" / "b.tok", [[2] * 98 + [3]])  # as many tokens, others
+    (problem,) = pipeline.check(config.Data(source="m.mix", seq_len=16), 264, False)
+    assert (problem.key, problem.value) == ("data.source", "sub/b.tok")
+    assert "is not the file that m.mix was written for" in problem.rule
+    capsys.readouterr()
+    assert main(["verify", "m.mix"]) == 1
+    assert "sub/b.tok: is not the file" in capsys.readouterr().out
+    (files / "sub" / "b.tok").unlink()
+    (problem,) = pipeline.check(config.Data(source="m.mix", seq_len=16), 264, False)
+    assert (problem.value, problem.rule) == ("sub/b.tok", "no such file")
+    (problem,) = pipeline.check(config.Data(source="none.mix", seq_len=16), 264, False)
+    assert "jaxtrain.data mix" in problem.remedy
+
+
+def test_mixtures_that_are_wrong_are_refused(files, monkeypatch, capsys):
+    monkeypatch.chdir(files)
+    write_file(files / "other.tok", [[1] * 9], sha256="x", name="other")
+    write_file(files / "empty.tok", [])
+    for args, said in (
+        (["a.tok"], "has no weight"),
+        (["a.tok=0"], "above 0"),
+        (["a.tok=x"], "a weight is a number"),
+        (["a.tok=1", "./a.tok=2"], "named twice"),
+        (["a.tok=1", "other.tok=1"], "several tokenizers"),
+        (["a.tok=1", "none.tok=1"], "no such file"),
+        (["empty.tok", "--by=tokens"], "no tokens"),
+        (["a.tok=1", "--temperature=0"], "--temperature"),
+        (["a.tok=1", "--tokens=-1"], "--tokens"),
+        (["a.tok=1", "--output=m.json"], "ends in .mix"),
+    ):
+        assert main(["mix", "--output=m.mix", *args]) == 2, args
+        assert said in capsys.readouterr().err
+        assert not list(files.glob("m.*")), args
+    good = {"path": "a.tok", "weight": 1, "tokens": 900, "content_sha256": "0"}
+    for stored in (
+        "no json",
+        "[]",
+        {"format": "jaxtrain mixture", "version": 9, "files": []},
+        {"format": "jaxtrain mixture", "version": 1, "files": []},
+        {"format": "jaxtrain mixture", "version": 1},
+        *(
+            {"format": "jaxtrain mixture", "version": 1, "files": [{**good, **wrong}]}
+            for wrong in ({"weight": 0}, {"weight": "x"})
+        ),
+        {"format": "jaxtrain mixture", "version": 1, "files": [{"path": "a.tok"}]},
+    ):
+        Path("m.mix").write_text(stored if isinstance(stored, str) else json.dumps(stored))
+        (problem,) = pipeline.check(config.Data(source="m.mix", seq_len=16), 264, False)
+        assert "m.mix" in problem.rule, (stored, problem)
+
+
+def test_bytes_per_token_of_masked_and_mixed_files(tmp_path):
+    rng = np.random.default_rng(0)
+    plain = write_file(tmp_path / "a.tok", [[1] * 50] * 10)
+    masked = write_file(tmp_path / "b.tok", [rng.integers(0, 256, 40).tolist() for _ in range(10)], loss=True)
+
+    def figure(source, packing="documents"):
+        data = config.Data(source=str(source), seq_len=16, packing=packing)
+        return pipeline.open_source(data, data.source, split="train", global_batch=2, data_dir="").bytes_per_token
+
+    assert figure(plain) == pytest.approx(500 / 500)
+    assert figure(plain, "none") == pytest.approx(500 / 510)
+    file = TokenFile.open(masked)
+    flags = file.loss_flags(0, 410)
+    even = int((np.asarray(file.tokens) % 2 == 0).sum()) - 10  # end-of-text is even, and has no bit here
+    assert flags.sum() == even
+    first = int(flags[np.asarray(file.doc_offsets[:-1])].sum())
+    assert first > 0
+    assert figure(masked) == pytest.approx(even / (even - first))
+    assert figure(masked, "none") == pytest.approx(1)
+    both = (0.5 * 500 / 510 + 0.5 * even / 410) / (0.5 * 500 / 510 + 0.5 * (even - first) / 410)
+    assert figure(f"{plain}=1,{masked}=1") == pytest.approx(both)
+    nothing = write_file(tmp_path / "c.tok", [[1] * 50] * 10, loss=True)
+    assert figure(nothing) is None
+
+
+def test_stats_against_direct_counts(tmp_path, monkeypatch, capsys):
+    rng = np.random.default_rng(1)
+    documents = [rng.integers(0, 256, int(n)).tolist() for n in rng.exponential(30, 300)]
+    documents += documents[:7] + [documents[0]] + [[5]]
+    path = write_file(tmp_path / "a.tok", documents, loss=True)
+    monkeypatch.setattr(stats, "DOCUMENTS", 64)
+    monkeypatch.setattr(stats, "ROW_TOKENS", 100)
+    found = stats.stats(path, 32, 2)
+    sizes = np.sort([len(d) + 1 for d in documents])
+    assert (found["documents"], found["tokens"]) == (len(documents), sizes.sum())
+    for p, value in found["length_percentiles"].items():
+        assert value == np.percentile(sizes, p, method="inverted_cdf")
+    assert sum(n for *_, n in found["length_histogram"]) == len(documents)
+    for a, b, n in found["length_histogram"]:
+        assert n == ((sizes >= a) & (sizes < b)).sum()
+    seen: dict[tuple, int] = {}
+    for d in documents:
+        seen[tuple(d)] = seen.get(tuple(d), 0) + 1
+    again = {
+        "documents": sum(n - 1 for n in seen.values()),
+        "tokens": sum((n - 1) * (len(d) + 1) for d, n in seen.items()),
+    }
+    assert found["duplicates"] == again
+    assert again["documents"] >= 8
+    file = TokenFile.open(path)
+    for hash_bytes in (16, 100, 1 << 20):
+        assert stats.duplicates(file, hash_bytes) == again
+    data = config.Data(source=str(path), seq_len=32, max_segments=2)
+    batches = pipeline.open_source(data, data.source, split="train", global_batch=1, data_dir="")
+    rows = [batches.batch(s) for s in range(batches.sources[0].windows)]
+    packed = found["packing"]
+    assert packed["rows"] == len(rows)
+    assert packed["counted"] == pytest.approx(np.mean([r["weights"] for r in rows]))
+    assert packed["documents_per_row"] == pytest.approx(np.mean([r["segments"].max() for r in rows]))
+    assert packed["masked"] == pytest.approx(np.mean([r["segments"] == 0 for r in rows]))
+    assert packed["masked"] == pytest.approx(batches.masked_fraction)
+    assert packed["masked"] > 0
+    assert found["tokens_with_loss"] == int(file.loss_flags(0, len(file.tokens)).sum())
+    assert main(["stats", str(path), "--seq-len=32", "--max-segments=2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(found))
+    assert main(["stats", str(path), "--seq-len=32"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("--- document ") == 3 and "####" in out
+    assert main(["stats", str(write_file(tmp_path / "none.tok", []))]) == 0
+    assert main(["stats", str(path), "--seq-len=0"]) == 2
+    assert main(["stats", str(tmp_path / "missing.tok")]) == 2
