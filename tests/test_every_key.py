@@ -240,7 +240,7 @@ class Runs:
         if name in ("weights", "both"):
             self.workdir("base")
         place = self.folder / name
-        assert train.run(self.config(name), place, Launch("configs/tiny.py", "", (), ())) == train.DONE
+        assert train.attempt(self.config(name), place, Launch("configs/tiny.py", "", (), ())).exit_code == train.DONE
         return place
 
     def lines(self, name: str, kind: str) -> list[dict[str, Any]]:
