@@ -15,9 +15,6 @@ import threading
 import time
 from pathlib import Path
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-
 SHARD = 1 << 30
 
 
@@ -96,11 +93,18 @@ class Peak:
         self._thread.join()
 
 
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser("python -m benchmarks.import_memory", description=__doc__.partition("\n")[0])
+    p.add_argument("--gigabytes", type=float, default=1.0, help="of the checkpoint, about")
+    p.add_argument("--folder", type=Path, required=True, help="a scratch folder, with twice the room")
+    return p
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--folder", type=Path, required=True, help="a scratch folder, with twice the room")
-    args = parser.parse_args()
+    # Before jax is imported; not at import, which the tests of the docs do.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    args = parser().parse_args()
     theirs, ours = args.folder / "theirs", args.folder / "ours"
     for folder in (theirs, ours):
         shutil.rmtree(folder, ignore_errors=True)

@@ -354,7 +354,7 @@ def test_the_config_for_finetuning(tmp_path):
         assert not loaded.problems
         assert not validate.validate_step(loaded.run, Devices("gpu", "NVIDIA H200", devices, 139.8, "test", 90, 8))
     found = str(launch.load(["--config=configs/finetune.py:base=nothere"]).problems[0])
-    assert "is neither a run's folder nor a Hugging Face model's" in found
+    assert "nothere: no such folder" in found
 
 
 @pytest.mark.parametrize(

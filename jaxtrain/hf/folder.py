@@ -223,6 +223,8 @@ def describe(path: str) -> dict[str, dict[str, Any]]:
         return {"model": model, "data": data | ({"seq_len": longest} if isinstance(longest, int) else {})}
     try:
         run, problems = config.resolve(json.loads((Path(path).expanduser() / CONFIG).read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise HuggingFaceError(f"{path}: no such folder, of a run or of a Hugging Face model.") from error
     except (OSError, ValueError, AttributeError) as error:
         raise HuggingFaceError(f"{path}: is neither a run's folder nor a Hugging Face model's ({error}).") from error
     if problems:
