@@ -54,6 +54,7 @@ def refusal(base: Sequence[str], count: int, python: str) -> list[Problem]:
         out.append(Problem("--peer", "torch", rule, "Add --devices=1, with a config for one."))
     model = run.model
     plain = {"qkv_bias": False, "qk_norm": False, "sliding_window": 0, "attention_softcap": 0.0, "logit_softcap": 0.0}
+    plain |= {"post_norms": False, "query_scale": 0.0}
     for key, value in plain.items():
         if (given := getattr(model, key)) != value:
             out.append(Problem(f"model.{key}", given, "transformers' Llama has no such thing", f"Set {value}."))
@@ -61,10 +62,14 @@ def refusal(base: Sequence[str], count: int, python: str) -> list[Problem]:
         ("model.family", model.family, ("llama",)),
         ("loss.name", run.loss.name, ("cross_entropy",)),
         ("optimizer.name", run.optimizer.name, ("adamw",)),
+        ("optimizer.groups", run.optimizer.groups, ("",)),
+        ("train.freeze", run.train.freeze, ("",)),
+        ("lora.rank", run.lora.rank, (0,)),
         ("precision", run.precision, ("bf16", "f32")),
     ):
         if value not in known:
-            out.append(Problem(key, value, "the peer has no such thing", f"Set {' or '.join(known)}."))
+            remedy = f"Set {' or '.join(str(x) or repr(x) for x in known)}."
+            out.append(Problem(key, value, "the peer has no such thing", remedy))
     return [*out, *interpreter(python)]
 
 
