@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--dtype", choices=("auto", "f32", "bf16"), default="auto", help="auto: one that holds all tensors as they are"
     )
+    p.add_argument("--list", action="store_true", help="say what becomes of each tensor")
     p = commands.add_parser("config", help="what a config file has to say of the model in a Hugging Face folder")
     p.add_argument("folder", metavar="DIR", help="a model's folder, or its name in the hub's cache on this machine")
     p = commands.add_parser("export", help="a checkpoint to a Hugging Face folder, for transformers and vLLM")
@@ -95,7 +96,7 @@ def run_import(args: argparse.Namespace) -> int:
     from jaxtrain.hf.folder import open_folder
     from jaxtrain.hf.importing import import_folder
 
-    import_folder(open_folder(args.folder), args.out, args.dtype, say)
+    import_folder(open_folder(args.folder), args.out, args.dtype, say, args.list)
     return 0
 
 

@@ -23,7 +23,7 @@ from jaxtrain.config import RunConfig
 from jaxtrain.hf import tokenizer_files
 from jaxtrain.hf.folder import Folder
 from jaxtrain.hf.loading import load, matched
-from jaxtrain.hf.names import Matched
+from jaxtrain.hf.names import PREFIX, Matched, shown
 from jaxtrain.kernels.dot import DTYPES
 from jaxtrain.metrics import write_atomic
 from jaxtrain.models.hugging_face import HuggingFaceError
@@ -60,15 +60,18 @@ def spread(shape: tuple[int, ...], devices: list[Any]) -> NamedSharding:
     return NamedSharding(mesh, P() if dim is None else P(*[None] * dim, "all"))
 
 
-def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], None]) -> None:
-    """Writes OUT/config.json, OUT/checkpoints/0 and OUT/tokenizer. Raises HuggingFaceError, before anything is written."""
+def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], None], each: bool = False) -> None:
+    """Writes OUT/config.json, OUT/checkpoints/0 and OUT/tokenizer. Raises HuggingFaceError, before anything is written.
+
+    each: say also what becomes of each tensor.
+    """
     if out.exists() and any(out.iterdir()):
         raise HuggingFaceError(f"{out}: is there already, and not empty. Name another --out, or remove it.")
     found = matched(folder)
     dtype = dtype_of(folder, dtype)
     size = sum(int(np.prod(e.shape)) for e in found.used.values()) * DTYPES[dtype].itemsize
     check_space(out, size)
-    report(folder, found, dtype, say)
+    report(folder, found, dtype, say, each)
 
     devices = jax.local_devices()
     abstract = {
@@ -99,7 +102,7 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
         say(f"{folder.path} has no tokenizer.json: name one when you train or sample (data.tokenizer, --tokenizer)")
 
 
-def report(folder: Folder, found: Matched, dtype: str, say: Callable[[str], None]) -> None:
+def report(folder: Folder, found: Matched, dtype: str, say: Callable[[str], None], each: bool) -> None:
     """What is there, and what is made of it."""
     m = folder.model
     parameters = sum(int(np.prod(e.shape)) for e in found.used.values())
@@ -108,6 +111,9 @@ def report(folder: Folder, found: Matched, dtype: str, say: Callable[[str], None
         f"{folder.path}: {m.family}, {count(parameters)} parameters, {len(folder.tensors)} tensors in {files} "
         f"{'file' if files == 1 else 'files'}; {len(found.used)} used, {len(found.unused)} unused, 0 missing; stored as {dtype}"
     )
+    for entry in found.used.values() if each else ():
+        stored = folder.tensors[entry.theirs].dtype
+        say(f"  {entry.theirs} {shown(entry.their_shape)} {stored} -> {entry.ours.removeprefix(PREFIX)} {shown(entry.shape)}")
     for name, why in found.unused.items():
         say(f"  unused: {name} ({why})")
 
