@@ -120,6 +120,11 @@ LONG = (
     "test_fp8",
     "test_search",
     "test_train",
+    "test_lora",
+    "test_hf",
+    "test_freeze",
+    "test_contract",
+    "test_muon",
 )
 
 
@@ -127,5 +132,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     part = config.getoption("--part")
     if part:
         items[:] = [item for item in items if getattr(item, "callspec", None) and item.callspec.params.get("part") == part]
+    if not config.getoption("--all-layouts"):
+        more = [item for item in items if item.get_closest_marker("more")]
+        config.hook.pytest_deselected(items=more)
+        items[:] = [item for item in items if item not in more]
     order = {name: i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
