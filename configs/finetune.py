@@ -14,11 +14,12 @@ docs/finetuning.md says what is trained, saved, and how to use it.
 
 import ml_collections
 
-from jaxtrain.config import ConfigError, Problem, default_config, parse_arg
+from jaxtrain import flops
+from jaxtrain.config import ConfigError, Model, Problem, default_config, parse_arg
 from jaxtrain.hf.folder import describe
 from jaxtrain.models.hugging_face import HuggingFaceError
 
-LARGE = 1024  # width from which a model is one for GPUs
+LARGE = 50_000_000  # parameters from which a model is one for GPUs
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
@@ -37,8 +38,10 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         )
         config.data.seq_len = 128
     config.init["from"] = variant.base
-    large = config.model.d_model >= LARGE
+    large = flops.parameters(Model(**config.model.to_dict()))["total"] >= LARGE
 
+    # Most conversations are shorter, and several share a sequence.
+    config.data.seq_len = min(config.data.seq_len, 8192)
     # A conversation sees itself only, whatever else stands in its sequence.
     config.data.packing = "documents"
     # Short conversations: 8192 tokens hold some dozens of them, and what does not fit is masked.
@@ -52,7 +55,6 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     if large:
         config.data.source = "data/chat.tok"
         config.data.eval_source = "data/chat.val.tok"
-        config.data.seq_len = min(config.data.seq_len, 8192)
         # 32 x 8192 = 262 k tokens a step: some hundred conversations. Larger batches cost adapters more than all weights.
         config.train.global_batch = max(32, variant.gpus)
         config.train.grad_accum = max(1, 32 // variant.gpus)

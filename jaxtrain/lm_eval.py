@@ -162,7 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from lm_eval.utils import setup_logging
 
     from jaxtrain.checkpoint import CheckpointError
+    from jaxtrain.config import ConfigError
     from jaxtrain.data.tokenizer import TokenizerError
+    from jaxtrain.models.hugging_face import HuggingFaceError
 
     harness_model()
     model = {"workdir": args.workdir, "tokenizer": args.tokenizer, "max_length": args.max_length}
@@ -173,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         harness = HarnessCLI()
         harness.execute(harness.parse_args())
-    except (CheckpointError, TokenizerError, TaskError) as error:
+    except (CheckpointError, HuggingFaceError, ConfigError, TokenizerError, TaskError) as error:
         print(error, file=sys.stderr)
         return 2
     finally:

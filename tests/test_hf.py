@@ -201,6 +201,7 @@ REFUSED = [
     ({"partial_rotary_factor": 0.5}, "unknown key partial_rotary_factor = 0.5"),
     ({"tie_word_embeddings": None}, "no key 'tie_word_embeddings'"),
     ({"rms_norm_eps": None}, "no key 'rms_norm_eps'"),
+    ({"hidden_size": "64"}, "hidden_size = '64': must be a whole number above 0"),
     ({"num_hidden_layers": 3}, "model.layers.3.input_layernorm.weight: [64], not known"),
     ({"num_hidden_layers": 5}, "model.layers.4.input_layernorm.weight: missing"),
     ({"intermediate_size": 80}, "mlp.gate_proj.weight: its shape is [96, 64], config.json makes it [80, 64]"),
@@ -214,6 +215,44 @@ def test_what_is_not_understood_is_refused(tmp_path, change, words, capsys):
     assert command.main(["import", str(folder), f"--out={tmp_path / 'ours'}"]) == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "ours").exists()
+
+
+# As published, by what matters here: what transformers 4 wrote, with keys that later ones dropped.
+PUBLISHED = {
+    "gemma2": {"sliding_window_size": 6, "hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"},
+    "qwen2": {"use_mrope": False, "unsloth_version": "2024.9", "use_sliding_window": False, "layer_types": None},
+    "mistral": {"sliding_window": None, "transformers.js_config": {}},
+}
+# Keys that say a number where they are not: transformers has another one than none for each.
+SAID = {"gemma2": ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window"), "mistral": ("sliding_window",)}
+
+
+def test_published_configs_are_read():
+    for name, more in PUBLISHED.items():
+        model = model_of(hugging_face.settings(name, 4) | more)
+        assert model.sliding_window == (6 if name == "gemma2" else 0)
+    for name, keys in SAID.items():
+        for key in keys:
+            with pytest.raises(HuggingFaceError, match=f"no key '{key}'. Add it, null where"):
+                model_of({k: v for k, v in hugging_face.settings(name, 4).items() if k != key})
+    windowed = {k: v for k, v in hugging_face.settings("qwen2", 4).items() if k not in ("layer_types", "max_window_layers")}
+    with pytest.raises(HuggingFaceError, match="max_window_layers"):
+        model_of(windowed)
+    with pytest.raises(HuggingFaceError, match="use_mrope = True"):
+        model_of(hugging_face.settings("qwen2", 4) | {"use_mrope": True})
+    with pytest.raises(HuggingFaceError, match="sliding_window_size = 7: sliding_window is 6"):
+        model_of(hugging_face.settings("gemma2", 4) | {"sliding_window_size": 7})
+
+
+def test_a_key_that_is_missing_can_be_said(tmp_path, capsys):
+    """Llama 2's config.json has no rope_theta."""
+    folder = hugging_face.write(tmp_path / "theirs", "llama2", rope_parameters=None)
+    args = ["import", str(folder), f"--out={tmp_path / 'ours'}"]
+    assert command.main(args) == 2
+    assert "--set rope_theta=10000.0" in capsys.readouterr().err
+    assert command.main([*args, "--set", "rope_theta=777.0"]) == 0
+    _, logits = model_logits(str(tmp_path / "ours"), "f32")
+    assert off(logits(TOKENS, SEGMENTS), "llama2") < SAME
 
 
 def test_files_that_are_damaged_are_refused(tmp_path):
@@ -255,6 +294,8 @@ def test_export_refuses_what_no_family_holds(tmp_path):
     with pytest.raises(HuggingFaceError, match="is there already"):
         exported(ours, tmp_path / "back")
     exported(ours, tmp_path / "back", force=True)
+    with pytest.raises(HuggingFaceError, match="--force replaces nothing else"):
+        exported(ours, ours, force=True)
     with pytest.raises(HuggingFaceError, match="is there already, and not empty"):
         imported(tmp_path, "llama2")
 
@@ -321,6 +362,21 @@ def test_the_byte_tokenizer_is_exported_as_one_of_theirs(tmp_path):
     assert theirs.decode(ours.encode(text)) == text
 
 
+def test_a_lone_tokenizer_is_completed(tmp_path):
+    """Without tokenizer_config.json transformers would go by the model's type; what ends a text are control tokens first."""
+    tokenizer_files.write_byte_tokenizer(tmp_path / "whole")
+    described = json.loads((tmp_path / "whole" / "tokenizer.json").read_text())
+    described["model"]["vocab"]["</s>"] = 257  # a piece of HTML, as in Gemma
+    (tmp_path / "mine.json").write_text(json.dumps(described))
+    spec = str(tmp_path / "mine.json")
+    assert load_tokenizer(spec).eot == 256
+    (tmp_path / "out").mkdir()
+    tokenizer_files.complete(spec, 256, tmp_path / "out")
+    assert load_tokenizer(str(tmp_path / "out")).sha256 == load_tokenizer(spec).sha256
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert settings == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+
+
 def test_presets_have_the_published_sizes():
     """Parameters as the model cards' safetensors indexes count them."""
     published = {
@@ -345,6 +401,10 @@ def test_presets_read_back(name):
         tree.model.update(preset | {"family": name})
         run, problems = config.resolve(tree)
         assert not problems and exporting.config_json(run, "bf16", 0)["model_type"]
+    changes = {"gemma2": ({"query_scale": 0.0}, {"attention_pattern": "lglg"}), "gemma3": ({"num_layers": 4},)}
+    for change in changes.get(name, ()):
+        model = dataclasses.replace(run.model, **change)
+        assert exporting.config_json(dataclasses.replace(run, model=model), "f32", 0)["num_hidden_layers"] == model.num_layers
 
 
 def test_a_run_starts_from_a_folder_and_stretches_its_context(tmp_path, capsys):

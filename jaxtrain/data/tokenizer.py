@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -120,7 +120,8 @@ class HuggingFaceTokenizer:
             raise TokenizerError(f"tokenizer {name!r}: not a tokenizer.json that the tokenizers package can read ({e})") from e
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
-        self.eot = find_eot(name, vocab, eot)
+        control = {token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special}
+        self.eot = find_eot(name, vocab, eot, control)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -191,13 +192,16 @@ def _without_prefix(part: Any, schemes: tuple[str, ...], everywhere: bool = Fals
     return out
 
 
-def find_eot(name: str, vocab: dict[str, int], eot: str) -> int:
-    """The id of the token that ends a document: the one asked for, or the first known name in the vocabulary."""
+def find_eot(name: str, vocab: dict[str, int], eot: str, control: Container[str] = ()) -> int:
+    """The id of the token that ends a document: the one asked for, or the first known name in the vocabulary.
+
+    Control tokens go before others: in the vocabulary of Gemma `</s>` is a piece of HTML.
+    """
     if eot:
         if eot not in vocab:
             raise TokenizerError(f"tokenizer {name!r}: --eot={eot!r} is not in its vocabulary of {len(vocab)} tokens")
         return vocab[eot]
-    for known in EOT_NAMES:
+    for known in (*(name for name in EOT_NAMES if name in control), *EOT_NAMES):
         if known in vocab:
             return vocab[known]
     raise TokenizerError(

@@ -2,12 +2,14 @@
 
 import argparse
 import dataclasses
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxtrain import hardware
 from jaxtrain.startup import start_jax
@@ -34,6 +36,22 @@ def size(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r}: must be a number with one of {', '.join(SIZES)}, as 5GB")
 
 
+def place(text: str) -> Path:
+    """A path, also as --out=~/x, which shells leave as it is."""
+    return Path(text).expanduser()
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """rope_theta=10000.0 as a key of config.json and its value."""
+    key, given, value = text.partition("=")
+    if not given:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be KEY=VALUE, as rope_theta=10000.0")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
 def parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     top = argparse.ArgumentParser(
@@ -42,16 +60,19 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     p = commands.add_parser("import", help="a Hugging Face folder to a checkpoint that training and sampling start from")
     p.add_argument("folder", metavar="DIR", help="a model's folder, or its name in the hub's cache on this machine")
-    p.add_argument("--out", type=Path, required=True, metavar="CKPT", help="the folder to write, as a run's folder")
+    p.add_argument("--out", type=place, required=True, metavar="CKPT", help="the folder to write, as a run's folder")
     p.add_argument(
         "--dtype", choices=("auto", "f32", "bf16"), default="auto", help="auto: one that holds all tensors as they are"
     )
     p.add_argument("--list", action="store_true", help="say what becomes of each tensor")
+    p.add_argument(
+        "--set", type=setting, action="append", default=[], metavar="KEY=VALUE", help="a key of config.json that is not there"
+    )
     p = commands.add_parser("config", help="what a config file has to say of the model in a Hugging Face folder")
     p.add_argument("folder", metavar="DIR", help="a model's folder, or its name in the hub's cache on this machine")
     p = commands.add_parser("export", help="a checkpoint to a Hugging Face folder, for transformers and vLLM")
     p.add_argument("checkpoint", metavar="CKPT", help="a run's folder, or one of its checkpoints/<step>")
-    p.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to write")
+    p.add_argument("--out", type=place, required=True, metavar="DIR", help="the folder to write")
     p.add_argument(
         "--dtype", choices=("auto", "f32", "bf16"), default="auto", help="auto: as stored; bf16 rounds float32 weights"
     )
@@ -61,29 +82,31 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--force", action="store_true", help="replace an existing folder")
     p = commands.add_parser("export-adapter", help="the adapters of a LoRA run in PEFT's format")
     p.add_argument("checkpoint", metavar="CKPT", help="a run's folder, or one of its checkpoints/<step>")
-    p.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to write; it may hold no adapter yet")
+    p.add_argument("--out", type=place, required=True, metavar="DIR", help="the folder to write; it may hold no adapter yet")
     p.add_argument("--base", default="", metavar="NAME", help="what PEFT's users load it beside (default: the base's place)")
     p = commands.add_parser("import-adapter", help="PEFT's adapters to a checkpoint that samples, evaluates and exports")
     p.add_argument("folder", metavar="DIR", help="with adapter_config.json and adapter_model.safetensors")
     p.add_argument("--base", required=True, metavar="CKPT_OR_DIR", help="the model that they stand beside")
-    p.add_argument("--out", type=Path, required=True, metavar="CKPT", help="the folder to write, as a run's folder")
+    p.add_argument("--out", type=place, required=True, metavar="CKPT", help="the folder to write, as a run's folder")
     p = commands.add_parser("check", help="logits of a checkpoint and of a Hugging Face folder, compared through transformers")
     p.add_argument(
         "checkpoint", metavar="CKPT_OR_DIR", help="what jaxtrain computes: a run, a checkpoint, a Hugging Face folder"
     )
     p.add_argument("folder", metavar="DIR", help="what transformers computes: a Hugging Face folder")
-    p.add_argument("--tokens", type=Path, metavar="T.npy", help="ids [B, T]; without, 2 x 64 drawn at random")
+    p.add_argument("--base", default="", metavar="DIR", help="of a run with adapters, where its base is now, if it moved")
+    p.add_argument("--tokens", type=place, metavar="T.npy", help="ids [B, T]; without, 2 x 64 drawn at random")
     p.add_argument("--tolerance", type=float, default=1e-3, metavar="X", help="exit code 1 above this difference (1e-3)")
     p.add_argument(
         "--python", default="", metavar="PYTHON", help=f"an interpreter that has transformers and torch (or set {PYTHON})"
     )
     p = commands.add_parser("logits", help="f32 logits of given tokens")
     p.add_argument("checkpoint", metavar="CKPT_OR_DIR", help="a run, a checkpoint, or a Hugging Face folder")
-    p.add_argument("--tokens", type=Path, required=True, metavar="T.npy", help="ids, integers [B, T] or [T]")
+    p.add_argument("--base", default="", metavar="DIR", help="of a run with adapters, where its base is now, if it moved")
+    p.add_argument("--tokens", type=place, required=True, metavar="T.npy", help="ids, integers [B, T] or [T]")
     p.add_argument(
-        "--segments", type=Path, metavar="S.npy", help="documents, from 1, as the tokens; 0: padding. Without: one a row"
+        "--segments", type=place, metavar="S.npy", help="documents, from 1, as the tokens; 0: padding. Without: one a row"
     )
-    p.add_argument("--out", type=Path, required=True, metavar="L.npy", help="f32 [B, T, V]")
+    p.add_argument("--out", type=place, required=True, metavar="L.npy", help="f32 [B, T, V]")
     p.add_argument("--precision", choices=("f32", "bf16"), default="f32", help="of the arithmetic (f32)")
     return top
 
@@ -96,7 +119,7 @@ def run_import(args: argparse.Namespace) -> int:
     from jaxtrain.hf.folder import open_folder
     from jaxtrain.hf.importing import import_folder
 
-    import_folder(open_folder(args.folder), args.out, args.dtype, say, args.list)
+    import_folder(open_folder(args.folder, dict(args.set)), args.out, args.dtype, say, args.list)
     return 0
 
 
@@ -143,7 +166,7 @@ def run_logits(args: argparse.Namespace) -> int:
     from jaxtrain.hf.logits import model_logits, read_tokens
     from jaxtrain.metrics import replacing
 
-    run, logits = model_logits(args.checkpoint, args.precision)
+    run, logits = model_logits(args.checkpoint, args.precision, args.base)
     tokens_BT, segments_BT = read_tokens(args.tokens, args.segments, run.model.vocab_size)
     out = logits(tokens_BT, segments_BT)
     with replacing(args.out) as file:
@@ -155,11 +178,12 @@ def run_logits(args: argparse.Namespace) -> int:
 def run_check(args: argparse.Namespace) -> int:
     import numpy as np
 
+    from jaxtrain.hf.folder import locate
     from jaxtrain.hf.logits import largest_differences, model_logits, read_tokens
     from jaxtrain.models.hugging_face import HuggingFaceError
 
     python = args.python or os.environ.get(PYTHON, "") or sys.executable
-    run, logits = model_logits(args.checkpoint, "f32")
+    run, logits = model_logits(args.checkpoint, "f32", args.base)
     if args.tokens:
         tokens_BT, segments_BT = read_tokens(args.tokens, None, run.model.vocab_size)
     else:
@@ -168,7 +192,7 @@ def run_check(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         tokens, theirs = Path(scratch, "tokens.npy"), Path(scratch, "logits.npy")
         np.save(tokens, tokens_BT)
-        ended = subprocess.run([python, SCRIPT, args.folder, tokens, theirs], capture_output=True, text=True)
+        ended = subprocess.run([python, SCRIPT, locate(args.folder), tokens, theirs], capture_output=True, text=True)
         if ended.returncode or not theirs.exists():
             words = ended.stderr.strip().splitlines()[-1:] or ["it said nothing"]
             hint = (
@@ -208,7 +232,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0; 1 `check` found a difference; 2 the command or what it names is wrong, nothing was written."""
+    """Exit code: 0; 1 `check` found a difference, or the disk failed; 2 what was asked is wrong, nothing was written."""
     args = parser().parse_args(argv)
     start_jax(hardware.probe())
     # Imported here: `--help` and wrong options answer in a moment.
@@ -221,6 +245,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (HuggingFaceError, CheckpointError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # no permission, a full disk
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -16,12 +16,12 @@ import numpy as np
 import safetensors
 from jax.sharding import SingleDeviceSharding
 
-from jaxtrain import config, lora
+from jaxtrain import config, lora, windows
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, locate
 from jaxtrain.config import RunConfig
 from jaxtrain.data.tokenizer import TokenizerError, load_tokenizer
 from jaxtrain.hf import tokenizer_files
-from jaxtrain.hf.folder import CONFIG, INDEX, SINGLE, model_of
+from jaxtrain.hf.folder import CONFIG, INDEX, SINGLE, is_folder, model_of
 from jaxtrain.hf.importing import check_space, gigabytes, progress_bar
 from jaxtrain.hf.model import alone, read_params
 from jaxtrain.hf.names import PREFIX, Entry, entries
@@ -57,6 +57,8 @@ def open_source(path: str, base: str = "") -> Source:
     run, problems = config.resolve(meta["config"])
     if problems:
         raise HuggingFaceError(f"{path}: its config is not one of this version: {'; '.join(map(str, problems))}")
+    if run.model.family not in FAMILIES:
+        raise HuggingFaceError(f"model.family = {run.model.family!r}: only jaxtrain's own families have a format to export to.")
     if base and not run.lora.rank:
         raise HuggingFaceError(
             f"--base={base}: step {step} of {checkpoints.directory} is of a run without adapters. Leave it out."
@@ -71,16 +73,27 @@ def open_source(path: str, base: str = "") -> Source:
     return Source(path, base, checkpoints, step, run, stored)
 
 
+def longest(run: RunConfig) -> int:
+    """Tokens of the longest sequences that the model was trained to see, here or where its weights are from.
+
+    Of that place nothing is asked where it is gone.
+    """
+    if not run.init.from_:
+        return run.data.seq_len
+    try:
+        return max(run.data.seq_len, open_origin(run.init.from_).seq_len)
+    except (CheckpointError, HuggingFaceError):
+        return run.data.seq_len
+
+
 def config_json(run: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]:
-    """config.json of a run's model. Raises HuggingFaceError where transformers has no such model."""
-    if run.model.family not in FAMILIES:
-        raise HuggingFaceError(f"model.family = {run.model.family!r}: only jaxtrain's own families have a format to export to.")
+    """config.json of a model of one of jaxtrain's families. Raises HuggingFaceError where transformers has none such."""
     module = family(run.model.family)
     out = {
         "architectures": [module.ARCHITECTURE],
         "model_type": module.MODEL_TYPE,
         **module.write(run.model),
-        "max_position_embeddings": run.data.seq_len,
+        "max_position_embeddings": longest(run),
         "torch_dtype": THEIR_TYPES[dtype],
         "dtype": THEIR_TYPES[dtype],
         "bos_token_id": None,
@@ -89,8 +102,8 @@ def config_json(run: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]:
         "use_cache": True,
     }
     # What is written must read as what it was.
-    again = dataclasses.replace(model_of(out), init_std=run.model.init_std)
-    lost = [f.name for f in dataclasses.fields(again) if getattr(again, f.name) != getattr(_plain(run), f.name)]
+    again, model = _plain(model_of(out)), _plain(run.model)
+    lost = [f.name for f in dataclasses.fields(again) if getattr(again, f.name) != getattr(model, f.name)]
     if lost:
         raise HuggingFaceError(
             f"model.{lost[0]} = {getattr(run.model, lost[0])!r}: config.json of {module.MODEL_TYPE} cannot say it."
@@ -98,16 +111,18 @@ def config_json(run: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]:
     return out
 
 
-def _plain(run: RunConfig) -> config.Model:
-    """The model without settings that are not in force."""
-    m, default = run.model, config.Model()
-    changes: dict[str, Any] = {}
+def _plain(m: config.Model) -> config.Model:
+    """The model as what it computes: without settings that are not in force, and those in force written out."""
+    default, local = config.Model(), windows.LOCAL in windows.kinds(m)
+    changes: dict[str, Any] = {"init_std": default.init_std, "attention_pattern": windows.kinds(m)}
+    changes |= {"query_scale": m.query_scale or float(m.head_dim), "sliding_window": m.sliding_window if local else 0}
+    changes |= {"local_rope_base": (m.local_rope_base or m.rope_base) if local else 0.0}
+    if local and not m.local_rope_base and m.rope_scaling != "none":
+        changes["local_rope_base"] = 0.0  # scaled as in the other layers, which no base says
     if m.rope_scaling == "none":
         changes |= {"rope_factor": default.rope_factor}
     if m.rope_scaling != "llama3":
         changes |= {name: getattr(default, name) for name in ("rope_low_freq", "rope_high_freq", "rope_original_len")}
-    if m.query_scale == m.head_dim and "query_scale" in changes:
-        changes["query_scale"] = 0.0
     return dataclasses.replace(m, **changes)
 
 
@@ -121,6 +136,8 @@ def export(
     """
     if out.exists() and not force:
         raise HuggingFaceError(f"{out}: is there already. Name another --out, or replace it with --force.")
+    if out.exists() and (not is_folder(out) or (out / "checkpoints").exists()):
+        raise HuggingFaceError(f"{out}: is no folder with a Hugging Face model, and --force replaces nothing else.")
     run = source.run
     wanted = entries(run.model)
     missing = sorted(name for name in wanted if name not in source.stored)
@@ -145,19 +162,21 @@ def export(
     partial.mkdir(parents=True)
     started = time.perf_counter()
     with progress_bar(size) as progress:
-        files = write_tensors(reader(source), list(wanted.values()), partial, TYPES[chosen], shard_bytes, progress)
+        files = write_tensors(reader(source, chosen), list(wanted.values()), partial, TYPES[chosen], shard_bytes, progress)
     seconds = time.perf_counter() - started
     if folder is None:
         tokenizer_files.write_byte_tokenizer(partial)
     else:
         tokenizer_files.copy_files(folder, partial)
+        tokenizer_files.complete(spec, eot, partial)
     generation = tokenizer_files.generation_config(folder, eot)
     for name, value in ((CONFIG, described), (tokenizer_files.GENERATION, generation)):
         (partial / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     if out.exists():
         shutil.rmtree(out)
     os.replace(partial, out)
-    rounded = ", rounded from float32" if chosen == "bf16" and "float32" in stored.values() else ""
+    wider = sorted(set(stored.values()) - {"bfloat16"})
+    rounded = f", rounded from {' and '.join(wider)}" if chosen == "bf16" and wider else ""
     say(
         f"{out}: {family(run.model.family).ARCHITECTURE}, {len(wanted)} tensors as {chosen}{rounded}, {gigabytes(size)} in "
         f"{files} {'file' if files == 1 else 'files'}, {seconds:.1f} s, {gigabytes(size / seconds)}/s"
@@ -203,16 +222,19 @@ def write_tensors(
     return len(files)
 
 
-def reader(source: Source) -> Reader:
-    """What reads a checkpoint's tensors: as they are stored, or with its adapters merged into their base."""
+def reader(source: Source, dtype: str) -> Reader:
+    """What reads a checkpoint's tensors: as they are stored, or with its adapters merged into their base.
+
+    dtype: that they are to be written in.
+    """
     if source.run.lora.rank:
-        return functools.partial(_merged, source.run.lora, merged_from(source))
+        return functools.partial(_merged, source.run.lora, merged_from(source, dtype))
     return functools.partial(_stored, source)
 
 
-def merged_from(source: Source) -> Params:
-    """The weights of the base and the adapters. Where the base is stored in float32, they are merged in it."""
-    wide = any(str(a.dtype) == "float32" for a in source.stored.values())
+def merged_from(source: Source, dtype: str) -> Params:
+    """The weights of the base and the adapters, in float32 unless the base is stored in bfloat16 and the result is to be."""
+    wide = dtype == "f32" or any(str(a.dtype) != "bfloat16" for a in source.stored.values())
     run = dataclasses.replace(source.run, precision="f32") if wide else source.run
     spread = alone(run, jax.local_devices())
     placement = make_placement(spread, jax.local_devices()[: spread.mesh.fsdp])
@@ -242,8 +264,16 @@ def tensor_of(params: Params, name: str) -> Any:
     return np.asarray(found if layer is None else found[layer])
 
 
+def _host() -> Any:
+    """A CPU; where JAX was told to start none, the first device."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return jax.local_devices()[0]
+
+
 def _stored(source: Source, wanted: list[Entry]) -> Iterator[tuple[Entry, np.ndarray]]:
-    cpu = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    cpu = SingleDeviceSharding(_host())
     abstract = {e.ours: jax.ShapeDtypeStruct(e.shape, source.stored[e.ours].dtype, sharding=cpu) for e in wanted}
     tensors = source.checkpoints.restore(source.step, abstract, subset=True)
     for entry in wanted:

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,14 @@ class Folder:
         return sum(place.size for place in self.tensors.values())
 
     @property
-    def dtype(self) -> str:
-        """The smallest type that holds every tensor without rounding: bf16 | f32."""
-        return "bf16" if all(p.dtype == DTYPES["BF16"] for p in self.tensors.values()) else "f32"
+    def seq_len(self) -> int:
+        """Positions that the model is made for; 0 where config.json does not say."""
+        longest = self.settings.get("max_position_embeddings")
+        return longest if isinstance(longest, int) else 0
+
+    def dtype(self, names: Iterable[str]) -> str:
+        """The smallest type that holds these tensors without rounding: bf16 | f32."""
+        return "bf16" if all(self.tensors[name].dtype == DTYPES["BF16"] for name in names) else "f32"
 
     def read(self, name: str) -> np.ndarray:
         """A tensor as it is stored, in memory of its own. Raises HuggingFaceError where the file ends early."""
@@ -100,10 +105,13 @@ def locate(name: str) -> Path:
     )
 
 
-def open_folder(name: str | os.PathLike[str]) -> Folder:
-    """Config and list of tensors; no tensor is read. Raises HuggingFaceError for what is missing, cut off or not understood."""
+def open_folder(name: str | os.PathLike[str], changes: Mapping[str, Any] | None = None) -> Folder:
+    """Config and list of tensors; no tensor is read. Raises HuggingFaceError for what is missing, cut off or not understood.
+
+    changes: keys of config.json that are to be other than they stand there.
+    """
     path = locate(os.fspath(name))
-    settings = read_settings(path)
+    settings = read_settings(path) | dict(changes or {})
     return Folder(path, settings, model_of(settings, str(path / CONFIG)), list_tensors(path))
 
 
@@ -150,8 +158,8 @@ def list_tensors(path: Path) -> dict[str, Place]:
     """Every tensor of the folder's safetensors files, by its name; headers are read and checked against the files' lengths."""
     if (path / INDEX).exists():
         try:
-            named = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            named = dict(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].items())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise HuggingFaceError(f"{path / INDEX}: cannot be read as an index of safetensors ({error!r}).") from error
         files = sorted(set(named.values()))
     elif (path / SINGLE).exists():
@@ -219,7 +227,7 @@ def describe(path: str) -> dict[str, dict[str, Any]]:
         settings = read_settings(found)
         model = dataclasses.asdict(model_of(settings, str(found / CONFIG)))
         longest = settings.get("max_position_embeddings")
-        data = {"tokenizer": str(found)} if (found / "tokenizer.json").is_file() else {}
+        data = {"tokenizer": str(found.absolute())} if (found / "tokenizer.json").is_file() else {}
         return {"model": model, "data": data | ({"seq_len": longest} if isinstance(longest, int) else {})}
     try:
         run, problems = config.resolve(json.loads((Path(path).expanduser() / CONFIG).read_text(encoding="utf-8")))

@@ -40,17 +40,11 @@ def run_of(folder: Folder, tokenizer: str, dtype: str) -> RunConfig:
     tree["dtypes"]["params"] = dtype
     tree["data"]["tokenizer"] = tokenizer
     # Positions up to here were learnt; sampling sees no farther.
-    longest = folder.settings.get("max_position_embeddings")
-    tree["data"]["seq_len"] = longest if isinstance(longest, int) else config.Data().seq_len
+    tree["data"]["seq_len"] = folder.seq_len or config.Data().seq_len
     run, problems = config.resolve(tree)
     if problems:
         raise HuggingFaceError("; ".join(map(str, problems)))
     return run
-
-
-def dtype_of(folder: Folder, asked: str) -> str:
-    """auto: whatever holds all tensors as they are. Raises HuggingFaceError for a type that rounds, unless it is asked for."""
-    return folder.dtype if asked == "auto" else asked
 
 
 def spread(shape: tuple[int, ...], devices: list[Any]) -> NamedSharding:
@@ -68,7 +62,7 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
     if out.exists() and any(out.iterdir()):
         raise HuggingFaceError(f"{out}: is there already, and not empty. Name another --out, or remove it.")
     found = matched(folder)
-    dtype = dtype_of(folder, dtype)
+    dtype = folder.dtype(e.theirs for e in found.used.values()) if dtype == "auto" else dtype
     size = sum(int(np.prod(e.shape)) for e in found.used.values()) * DTYPES[dtype].itemsize
     check_space(out, size)
     report(folder, found, dtype, say, each)

@@ -9,12 +9,11 @@ import jax
 import numpy as np
 
 from jaxtrain.hf.folder import Folder
-from jaxtrain.hf.names import TIED, Entry, Matched, entries, match
+from jaxtrain.hf.names import TIED, Entry, Matched, copied, entries, match
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.state import Tensors
 
 SHOWN = 12  # problems named one by one
-COLUMNS = 64  # of a transposed copy at a time: what fits the cache on both sides is several times faster
 Progress = Callable[[str, int], None]  # (name, bytes) of each tensor that is done
 
 
@@ -26,11 +25,19 @@ def matched(folder: Folder, wanted: Mapping[str, Entry] | None = None) -> Matche
         shown = wrong[:SHOWN] + ([f"... and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else [])
         raise HuggingFaceError(f"{folder.path}: its tensors are not those of config.json:\n  " + "\n  ".join(shown))
     for name, why in found.unused.items():
-        if why == TIED and folder.read(name).tobytes() != folder.read("model.embed_tokens.weight").tobytes():
+        if why == TIED and not _same(folder.read(name), folder.read("model.embed_tokens.weight")):
             raise HuggingFaceError(
                 f"{folder.path}: tie_word_embeddings is true, but {name} is not the embedding. Remove the wrong one of the two."
             )
     return found
+
+
+def _same(x: np.ndarray, y: np.ndarray) -> bool:
+    """Bit for bit."""
+    if x.dtype != y.dtype or x.shape != y.shape:
+        return False
+    bits = np.dtype(f"u{x.dtype.itemsize}")
+    return all(np.array_equal(a.view(bits), b.view(bits)) for a, b in zip(x, y, strict=True))
 
 
 def load(folder: Folder, found: Matched, abstract: Mapping[str, jax.ShapeDtypeStruct], progress: Progress) -> Tensors:
@@ -70,16 +77,3 @@ def _read_ahead(folder: Folder, order: list[Entry]) -> Iterator[tuple[str, np.nd
             stored = following.result()
             following = reader.submit(folder.read, after.theirs) if after else None
             yield entry.ours, stored
-
-
-def copied(view: np.ndarray) -> np.ndarray:
-    """A contiguous copy of a view with its axes in another order."""
-    # As integers: numpy copies types it does not know element by element.
-    words = view.view(np.uint16) if view.dtype.itemsize == 2 else view
-    if words.flags.c_contiguous or words.ndim < 2:
-        return np.array(words).view(view.dtype)
-    out = np.empty(words.shape, words.dtype)
-    step = max(1, COLUMNS // max(1, int(np.prod(words.shape[2:]))))
-    for i in range(0, words.shape[1], step):
-        out[:, i : i + step] = words[:, i : i + step]
-    return out.view(view.dtype)

@@ -48,13 +48,13 @@ def positions_of(segments_BT: np.ndarray) -> np.ndarray:
     return (at - np.maximum.accumulate(np.where(starts, at, 0), axis=1)).astype(np.int32)
 
 
-def model_logits(path: str, precision: str) -> tuple[RunConfig, Callable[[np.ndarray, np.ndarray], np.ndarray]]:
+def model_logits(path: str, precision: str, base: str = "") -> tuple[RunConfig, Callable[[np.ndarray, np.ndarray], np.ndarray]]:
     """The config of a model, and `logits_of` it. path: a run's folder, a checkpoint, or a Hugging Face folder."""
     run, _ = run_at(path)
-    return run, logits_of(run, path, precision)
+    return run, logits_of(run, path, precision, base)
 
 
-def logits_of(run: RunConfig, path: str, precision: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+def logits_of(run: RunConfig, path: str, precision: str, base: str = "") -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     """A function of (tokens, segments), each int32 (B, T), to the logits, f32 (B, T, V), of a model with the weights at `path`.
 
     precision: f32 | bf16, of the arithmetic; where that is f32, weights too are taken in f32, which changes no value.
@@ -80,7 +80,7 @@ def logits_of(run: RunConfig, path: str, precision: str) -> Callable[[np.ndarray
 
         made["forward"], made["shape"] = jax.jit(forward), (T, documents)
         if "params" not in made:
-            made["params"] = read_params(path, sized, definition, placement)
+            made["params"] = read_params(path, sized, definition, placement, base)
 
     def logits(tokens_BT: np.ndarray, segments_BT: np.ndarray) -> np.ndarray:
         T, documents = tokens_BT.shape[1], max(1, int(segments_BT.max()))

@@ -27,7 +27,7 @@ def run_at(path: str) -> tuple[RunConfig, int]:
     if is_hugging_face(path):
         opened = folders.open_folder(path)
         here = str(opened.path) if (opened.path / "tokenizer.json").is_file() else "byte"
-        return run_of(opened, here, opened.dtype), 0
+        return run_of(opened, here, opened.dtype(opened.tensors)), 0
     checkpoints, step = locate(path)
     run, problems = config.resolve(checkpoints.meta(step)["config"])
     if problems:

@@ -11,6 +11,7 @@ from jaxtrain.config import Model
 from jaxtrain.models import family
 from jaxtrain.models.hugging_face import HfTensor
 
+COLUMNS = 64  # of a transposed copy at a time: what fits the cache on both sides is several times faster
 PREFIX = "params."  # of parameters among the tensors of a train state
 # Buffers that old versions of transformers saved, and that follow from config.json.
 DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|original_inv_freq)")
@@ -36,7 +37,7 @@ class Entry:
     def to_theirs(self, x: np.ndarray) -> np.ndarray:
         """The inverse of `to_ours`, contiguous."""
         theirs, ours = flat(self.how.theirs), flat(self.how.ours)
-        return np.ascontiguousarray(x.transpose([ours.index(a) for a in theirs])).reshape(self.their_shape)
+        return copied(x.transpose([ours.index(a) for a in theirs])).reshape(self.their_shape)
 
 
 def flat(axes: str) -> list[str]:
@@ -44,7 +45,8 @@ def flat(axes: str) -> list[str]:
     return axes.replace("(", "").replace(")", "").split()
 
 
-def _grouped(axes: str) -> list[list[str]]:
+def grouped(axes: str) -> list[list[str]]:
+    """The letters of each axis of "(N H) D"."""
     return [part.strip("()").split() for part in re.findall(r"\([^)]*\)|\S+", axes)]
 
 
@@ -63,7 +65,7 @@ def entries(model: Model, names: Mapping[str, HfTensor] | None = None) -> dict[s
         filled = [text if layer is None else text.replace("{i}", str(layer)) for text in (ours, how.name)]
         sizes = tuple((a, letters[a]) for a in flat(how.ours))
         shape = tuple(size for _, size in sizes)
-        theirs = tuple(math.prod(letters[a] for a in group) for group in _grouped(how.theirs))
+        theirs = tuple(math.prod(letters[a] for a in group) for group in grouped(how.theirs))
         out[PREFIX + filled[0]] = Entry(PREFIX + filled[0], filled[1], shape, theirs, how, sizes)
 
     gone = tuple(end for end, is_absent in absent.items() if is_absent)
@@ -118,3 +120,16 @@ TIED = "the head is the embedding"
 def shown(shape: Iterable[int]) -> str:
     """[4096, 14336]"""
     return str(list(shape))
+
+
+def copied(view: np.ndarray) -> np.ndarray:
+    """A contiguous copy of a view with its axes in another order."""
+    # As integers: numpy copies types it does not know element by element.
+    words = view.view(np.uint16) if view.dtype.itemsize == 2 else view
+    if words.flags.c_contiguous or words.ndim < 2:
+        return np.array(words).view(view.dtype)
+    out = np.empty(words.shape, words.dtype)
+    step = max(1, COLUMNS // max(1, int(np.prod(words.shape[2:]))))
+    for i in range(0, words.shape[1], step):
+        out[:, i : i + step] = words[:, i : i + step]
+    return out.view(view.dtype)

@@ -40,6 +40,11 @@ class Origin(Protocol):
         ...
 
     @property
+    def seq_len(self) -> int:
+        """Tokens of the longest sequences that it is made for; 0 where it does not say."""
+        ...
+
+    @property
     def stored(self) -> Mapping[str, jax.ShapeDtypeStruct]:
         """Shape and dtype of every tensor, by the names of checkpoints. Nothing is read."""
         ...
@@ -73,6 +78,10 @@ class Run:
         return self.checkpoints.meta(self.step)["config"]["model"]
 
     @property
+    def seq_len(self) -> int:
+        return self.checkpoints.meta(self.step)["config"]["data"]["seq_len"]
+
+    @property
     def stored(self) -> Mapping[str, jax.ShapeDtypeStruct]:
         return self.checkpoints.stored(self.step)
 
@@ -102,6 +111,10 @@ class HuggingFace:
     @property
     def model(self) -> Mapping[str, Any]:
         return dataclasses.asdict(self.folder.model)
+
+    @property
+    def seq_len(self) -> int:
+        return self.folder.seq_len
 
     @property
     def stored(self) -> Mapping[str, jax.ShapeDtypeStruct]:

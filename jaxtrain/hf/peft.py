@@ -191,14 +191,18 @@ def read(folder: Path, names: Mapping[str, Named]) -> tuple[Settings, dict[str, 
         tensors = load_file(folder / TENSORS)
     except (OSError, ValueError) as error:
         raise PeftError(f"{folder} holds no adapter of PEFT ({CONFIG} and {TENSORS}): {error}") from error
-    if not isinstance(found, dict) or found.get("peft_type") != "LORA":
-        raise PeftError(f"{folder / CONFIG}: peft_type is {found.get('peft_type')!r}; LORA can be read, and nothing else.")
+    kind = found.get("peft_type") if isinstance(found, dict) else found
+    if kind != "LORA":
+        raise PeftError(f"{folder / CONFIG}: peft_type is {kind!r}; LORA can be read, and nothing else.")
     unknown = [f"{key} = {value!r}" for key, value in found.items() if key not in (*_FREE, *_READ) and value not in _NOTHING]
     if found.get("init_lora_weights", True) not in _INITIAL:
         unknown.append(f"init_lora_weights = {found['init_lora_weights']!r}")
     if unknown:
         raise PeftError(f"{folder / CONFIG}: {'; '.join(unknown)}: jaxtrain's adapters have nothing of the kind.")
-    rank, alpha, notes = int(found["r"]), float(found["lora_alpha"]), []
+    try:
+        rank, alpha, notes = int(found["r"]), float(found["lora_alpha"]), []
+    except (KeyError, TypeError, ValueError) as error:
+        raise PeftError(f"{folder / CONFIG}: r and lora_alpha must be numbers ({error!r}).") from error
     if found.get("use_rslora"):
         notes.append(f"use_rslora: alpha / sqrt(rank) is read as alpha = {alpha * math.sqrt(rank):g}")
         alpha *= math.sqrt(rank)

@@ -26,6 +26,21 @@ def copy_files(source: Path, target: Path) -> list[str]:
     return found
 
 
+def complete(spec: str, eot: int, target: Path) -> None:
+    """What a lone tokenizer.json lacks: its own name, and a tokenizer_config.json without which transformers would go by the
+    model's type and add tokens of its own."""
+    path = Path(spec).expanduser()
+    if path.is_file() and path.name != "tokenizer.json":
+        shutil.copyfile(path, target / "tokenizer.json")
+    if (target / "tokenizer_config.json").is_file():
+        return
+    import tokenizers
+
+    made: Any = tokenizers.Tokenizer.from_file(str(target / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": made.id_to_token(eot)}
+    (target / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
 def source_of(spec: str) -> Path | None:
     """The folder of a tokenizer as `data.tokenizer` names it; None for bytes. Raises HuggingFaceError where it is not here."""
     if spec == "byte":
@@ -39,7 +54,7 @@ def source_of(spec: str) -> Path | None:
         return found.parent
     path = Path(spec).expanduser()
     folder = path if path.is_dir() else path.parent
-    if not (folder / "tokenizer.json").is_file():
+    if not path.is_file() and not (folder / "tokenizer.json").is_file():
         raise HuggingFaceError(f"tokenizer {spec}: there is no {folder / 'tokenizer.json'}. Name its folder: --tokenizer=DIR.")
     return folder
 

@@ -90,14 +90,15 @@ def read_gemma(s: Settings, pattern: str) -> dict[str, Any]:
     common = read_common(s, ACTIVATION, tied=True, free_heads=True)
     if s.take("use_bidirectional_attention", False):
         raise HuggingFaceError(f"{s.path}: use_bidirectional_attention: jaxtrain has causal attention only.")
-    layers = common["num_layers"]
+    layers, window = common["num_layers"], s.said("sliding_window")
+    s.only("sliding_window_size", window, f"sliding_window is {window!r}, and both mean the same")
     letters = read_layer_types(s, layers) or (pattern * layers)[:layers]
     return common | {
         "post_norms": True,
-        "query_scale": float(s.take("query_pre_attn_scalar")),
-        "attention_softcap": float(s.take("attn_logit_softcapping", None) or 0.0),
-        "logit_softcap": float(s.take("final_logit_softcapping", None) or 0.0),
-        **windows_of(letters, s.take("sliding_window", None), s.path),
+        "query_scale": s.number("query_pre_attn_scalar"),
+        "attention_softcap": float(s.said("attn_logit_softcapping") or 0.0),
+        "logit_softcap": float(s.said("final_logit_softcapping") or 0.0),
+        **windows_of(letters, window, s.path),
     }
 
 

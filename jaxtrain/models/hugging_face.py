@@ -20,6 +20,7 @@ NO_MATTER = frozenset(
         *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "initializer_range", "max_position_embeddings"),
         *("pretraining_tp", "attention_dropout", "id2label", "label2id", "problem_type", "return_dict", "is_encoder_decoder"),
         *("output_attentions", "output_hidden_states", "chunk_size_feed_forward", "cache_implementation", "unsloth_fixed"),
+        *("unsloth_version", "transformers.js_config"),
         *("_attn_implementation", "_attn_implementation_autoset", "_sliding_window_pattern", "hidden_dropout", "auto_map"),
     )
 )
@@ -94,6 +95,26 @@ class Settings:
             raise HuggingFaceError(f"{self.path}: no key {key!r}. Add it, with what the model was trained with.")
         return default
 
+    def whole(self, key: str, default: Any = _NO_DEFAULT) -> int:
+        """A number of layers, heads or the like. Raises HuggingFaceError where it is none."""
+        value = self.take(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise HuggingFaceError(f"{self.path}: {key} = {value!r}: must be a whole number above 0.")
+        return value
+
+    def number(self, key: str, default: Any = _NO_DEFAULT) -> float:
+        """Raises HuggingFaceError where the value is no number."""
+        value = self.take(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise HuggingFaceError(f"{self.path}: {key} = {value!r}: must be a number.")
+        return float(value)
+
+    def said(self, key: str) -> Any:
+        """The value of a key that has to be there, and may be null: where it is not, transformers has a number of its own."""
+        if key not in self._left:
+            raise HuggingFaceError(f"{self.path}: no key {key!r}. Add it, null where the model was trained without.")
+        return self._left.pop(key)
+
     def only(self, key: str, value: Any, why: str) -> None:
         """Refuse any value but one (or its absence)."""
         given = self.take(key, value)
@@ -123,17 +144,16 @@ def read_common(s: Settings, activation: str, tied: bool | None = None, free_hea
             raise HuggingFaceError(f"{s.path}: {name} = {given!r}: models of this family are built with {activation!r} only.")
     s.only("attention_bias", False, "biases on attention's projections are built for Qwen2 alone, and there without this key")
     s.only("mlp_bias", False, "the feed-forward block is built without biases")
-    width, heads = s.take("hidden_size"), s.take("num_attention_heads")
-    head_dim = s.take("head_dim") if free_heads else s.take("head_dim", None) or width // heads
+    width, heads = s.whole("hidden_size"), s.whole("num_attention_heads")
     return {
-        "num_layers": s.take("num_hidden_layers"),
+        "num_layers": s.whole("num_hidden_layers"),
         "d_model": width,
         "num_heads": heads,
-        "num_kv_heads": s.take("num_key_value_heads", heads),
-        "head_dim": head_dim,
-        "d_ff": s.take("intermediate_size"),
-        "vocab_size": s.take("vocab_size"),
-        "norm_eps": s.take("rms_norm_eps"),
+        "num_kv_heads": s.whole("num_key_value_heads", heads),
+        "head_dim": s.whole("head_dim") if free_heads else s.whole("head_dim", width // heads),
+        "d_ff": s.whole("intermediate_size"),
+        "vocab_size": s.whole("vocab_size"),
+        "norm_eps": s.number("rms_norm_eps"),
         "tied_head": s.take("tie_word_embeddings", _NO_DEFAULT if tied is None else tied),
     }
 
@@ -173,16 +193,16 @@ def _rope(given: Mapping[str, Any], path: str, known: Sequence[str]) -> dict[str
     if given.get("rope_theta") is None:
         raise HuggingFaceError(
             f"{path}: no rope_theta, neither by itself nor in rope_parameters. Add the base that the model was trained with; "
-            "transformers would take its default without a word (10000.0 in Llama 2)."
+            "transformers would take its default without a word. Llama 2 was trained with 10000.0: --set rope_theta=10000.0"
         )
     s.only("partial_rotary_factor", 1.0, "only whole heads are rotated")
-    out: dict[str, Any] = {"rope_base": float(s.take("rope_theta")), "rope_scaling": "none" if kind == "default" else kind}
+    out: dict[str, Any] = {"rope_base": s.number("rope_theta"), "rope_scaling": "none" if kind == "default" else kind}
     if kind in ("llama3", "linear"):
-        out["rope_factor"] = float(s.take("factor"))
+        out["rope_factor"] = s.number("factor")
     if kind == "llama3":
-        out["rope_low_freq"] = float(s.take("low_freq_factor"))
-        out["rope_high_freq"] = float(s.take("high_freq_factor"))
-        out["rope_original_len"] = s.take("original_max_position_embeddings")
+        out["rope_low_freq"] = s.number("low_freq_factor")
+        out["rope_high_freq"] = s.number("high_freq_factor")
+        out["rope_original_len"] = s.whole("original_max_position_embeddings")
     s.finish()
     return out
 

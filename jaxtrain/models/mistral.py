@@ -63,7 +63,7 @@ MODEL_TYPE, ARCHITECTURE = "mistral", "MistralForCausalLM"
 def read(s: Settings) -> dict[str, Any]:
     """Keys of config.Model from config.json."""
     common = read_common(s, "silu", tied=False)
-    window = s.take("sliding_window", None)
+    window = s.said("sliding_window")
     letters = (windows.LOCAL if window else windows.GLOBAL) * common["num_layers"]
     return common | read_rope(s) | windows_of(letters, window, s.path)
 

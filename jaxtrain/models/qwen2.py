@@ -68,9 +68,14 @@ MODEL_TYPE, ARCHITECTURE = "qwen2", "Qwen2ForCausalLM"
 
 def read_windows(s: Settings, layers: int) -> dict[str, Any]:
     """Which layers see a window, if `use_sliding_window`: by `layer_types`, or all from `max_window_layers` on."""
+    s.only("use_mrope", False, "positions are numbers, not places in pictures")
     in_use = s.take("use_sliding_window", False)
-    window, first = s.take("sliding_window", None), s.take("max_window_layers", layers)
     letters = read_layer_types(s, layers)
+    if in_use:
+        window, first = s.said("sliding_window"), layers if letters else s.whole("max_window_layers")
+        s.take("max_window_layers", None)
+    else:
+        window, first = s.take("sliding_window", None), s.take("max_window_layers", layers)
     by_number = "".join(windows.LOCAL if in_use and window and i >= first else windows.GLOBAL for i in range(layers))
     return windows_of(letters or by_number, window if in_use else None, s.path)
 
