@@ -57,8 +57,8 @@ def harness_model() -> type:
             if not 0 <= int(max_length) <= run.data.seq_len:
                 raise TaskError(f"max_length = {max_length}: must be at most data.seq_len = {run.data.seq_len}, as in training")
             self.ids: Any = load_tokenizer(tokenizer or run.data.tokenizer)
-            if self.ids.vocab_size > run.model.vocab_size:
-                raise TaskError(f"tokenizer {self.ids.name!r} has {self.ids.vocab_size} ids, the model {run.model.vocab_size}")
+            self._vocab = run.model.vocab_size
+            self._known([self.ids.eot])
             self.scorer = Scorer(run, sampler, params, rows=int(batch_size), max_length=int(max_length))
 
         @property
@@ -70,7 +70,13 @@ def harness_model() -> type:
             return self.scorer.max_length
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-            return self.ids.encode(string)
+            return self._known(self.ids.encode(string))
+
+        def _known(self, ids: list[int]) -> list[int]:
+            # A tokenizer may have more ids than the model, for pictures or for nothing: what counts is what is asked.
+            if ids and max(ids) >= self._vocab:
+                raise TaskError(f"tokenizer {self.ids.name!r} gives the id {max(ids)}, and the model has {self._vocab}")
+            return ids
 
         def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, **kwargs: Any) -> list[tuple[float, bool]]:
             from jaxtrain.scoring import Scored

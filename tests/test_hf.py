@@ -305,7 +305,7 @@ def test_types_are_rounded_only_where_asked(tmp_path):
     said = exported(ours, tmp_path / "half", dtype="bf16")
     assert "rounded from float32" in said[0]
     half = open_folder(tmp_path / "half")
-    assert half.dtype == "bf16" and half.bytes * 2 == open_folder(folder).bytes
+    assert half.dtype(half.tensors) == "bf16" and half.bytes * 2 == open_folder(folder).bytes
     import_folder(half, tmp_path / "again", "auto", lambda line: None)
     assert {str(a.dtype) for a in exporting.open_source(str(tmp_path / "again")).stored.values()} == {"bfloat16"}
 

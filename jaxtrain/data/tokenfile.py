@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 
 MAGIC = b"jaxtrtok"
-VERSION = 2  # 1 had no loss bits
+VERSION = 3  # 1 had no loss bits, 2 no largest id
 BLOCK = 16 << 20  # bytes under one checksum
 PREAMBLE = struct.Struct("<8sIIQQ32x")  # magic, version, crc32 of the header, header offset, header length
 
@@ -87,7 +87,7 @@ class TokenWriter:
         self.sources = sources or []
         self.made = made or {}
         self.dtype = np.dtype("<u2" if tokenizer["vocab_size"] <= 1 << 16 else "<u4")
-        self.tokens = self.documents = self.source_bytes = 0
+        self.tokens = self.documents = self.source_bytes = self.largest_id = 0
         self._crcs: list[int] = []
         self._crc = self._in_block = 0
         self._begin, self._ended = 0, False  # of the current document: its first token, and whether its last is end-of-text
@@ -147,6 +147,7 @@ class TokenWriter:
         self.source_bytes += source_bytes
         if array.size:
             self._ended = int(array[-1]) == self.tokenizer["eot"]
+            self.largest_id = max(self.largest_id, int(array.max()))
 
     def end_document(self, loss: bool = False, once: bool = False) -> None:
         """Writes the end-of-text id; with `once` only where the document does not end with it already.
@@ -158,6 +159,7 @@ class TokenWriter:
                 self._put_loss(np.asarray([loss]), int(loss and self.tokens == self._begin), 0)
             self._put(np.asarray([self.tokenizer["eot"]], self.dtype).tobytes())
             self.tokens += 1
+            self.largest_id = max(self.largest_id, self.tokenizer["eot"])
         self.documents += 1
         self._begin, self._ended = self.tokens, False
         self._offsets.write(struct.pack("<q", self.tokens))
@@ -179,6 +181,7 @@ class TokenWriter:
             self._offsets.write((file.doc_offsets[first : first + (1 << 20)] + self.tokens).astype("<i8").tobytes())
         for key in ("tokens", "documents", "source_bytes"):
             setattr(self, key, getattr(self, key) + file.header[key])
+        self.largest_id = max(self.largest_id, file.header["largest_id"])
         self._begin, self._ended = self.tokens, False
 
     def close(self) -> dict[str, Any]:
@@ -211,6 +214,7 @@ class TokenWriter:
             "tokens": self.tokens,
             "documents": self.documents,
             "source_bytes": self.source_bytes,
+            "largest_id": self.largest_id,
             "loss": loss,
             "tokenizer": self.tokenizer,
             "content_sha256": hashlib.sha256(json.dumps(content).encode()).hexdigest(),

@@ -32,11 +32,14 @@ def verify(path: Path | str) -> list[str]:
                 "does not match its checksum"
             )
     step = block // itemsize
-    vocab = header["tokenizer"]["vocab_size"]
+    vocab, seen = header["tokenizer"]["vocab_size"], 0
     for first in range(0, header["tokens"], step):
         largest = int(file.tokens[first : first + step].max())
+        seen = max(seen, largest)
         if largest >= vocab:
             faults.append(f"{path}: id {largest} among tokens {first:,} to {first + step:,}; the vocabulary has {vocab}")
+    if seen != header["largest_id"]:
+        faults.append(f"{path}: the largest id is {seen}, the header says {header['largest_id']}")
     if header["loss"] is not None:
         counted = sum(
             int(np.count_nonzero(file.loss_flags(first, min(first + step, header["tokens"]))))
