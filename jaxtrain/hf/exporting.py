@@ -48,6 +48,7 @@ class Source:
     step: int
     run: RunConfig
     stored: dict[str, jax.ShapeDtypeStruct]  # weights, those of the base where the checkpoint holds adapters
+    bare: bool  # imported from a folder without a tokenizer
 
 
 def open_source(path: str, base: str = "") -> Source:
@@ -70,7 +71,8 @@ def open_source(path: str, base: str = "") -> Source:
             stored = dict(open_origin(place).stored)
         except (CheckpointError, HuggingFaceError) as error:
             raise lora.gone(place, error) from error
-    return Source(path, base, checkpoints, step, run, stored)
+    bare = run.data.tokenizer == "byte" and "hugging_face" in meta
+    return Source(path, base, checkpoints, step, run, stored, bare)
 
 
 def longest(run: RunConfig) -> int:
@@ -148,9 +150,10 @@ def export(
     stored = {name: str(source.stored[name].dtype) for name in wanted}
     chosen = dtype if dtype != "auto" else ("bf16" if set(stored.values()) == {"bfloat16"} else "f32")
     spec = tokenizer or run.data.tokenizer
+    bare = source.bare and not tokenizer
     folder = tokenizer_files.source_of(spec)
     try:
-        eot = load_tokenizer(spec).eot
+        eot = None if bare else load_tokenizer(spec).eot
     except TokenizerError as error:
         raise HuggingFaceError(f"{error} Name another with --tokenizer.") from error
     described = config_json(run, chosen, eot)
@@ -164,9 +167,11 @@ def export(
     with progress_bar(size) as progress:
         files = write_tensors(reader(source, chosen), list(wanted.values()), partial, TYPES[chosen], shard_bytes, progress)
     seconds = time.perf_counter() - started
-    if folder is None:
+    if bare:
+        say(f"{source.path} was imported without a tokenizer, so {out} has none: copy one there, or name it with --tokenizer")
+    elif folder is None:
         tokenizer_files.write_byte_tokenizer(partial)
-    else:
+    elif eot is not None:
         tokenizer_files.copy_files(folder, partial)
         tokenizer_files.complete(spec, eot, partial)
     generation = tokenizer_files.generation_config(folder, eot)
