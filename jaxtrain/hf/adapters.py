@@ -12,7 +12,7 @@ from jaxtrain import config, lora
 from jaxtrain.checkpoint import locate
 from jaxtrain.config import RunConfig
 from jaxtrain.hf.importing import save
-from jaxtrain.hf.model import abstract_of, alone, run_at
+from jaxtrain.hf.model import abstract_of, placed, run_at
 from jaxtrain.hf.names import PREFIX
 from jaxtrain.hf.origin import open_origin
 from jaxtrain.hf.peft import PeftError, from_peft, read, write
@@ -20,9 +20,7 @@ from jaxtrain.models import FAMILIES, family
 from jaxtrain.models.hugging_face import HfTensor
 from jaxtrain.models.lora import EQUATIONS, is_adapter
 from jaxtrain.models.module import names, part
-from jaxtrain.sharding import make_placement
 from jaxtrain.state import TrainState, abstract_tensors, from_tensors
-from jaxtrain.step import choose_kernel, context_of, make_definition
 
 
 def export(path: str, folder: Path, base: str = "") -> tuple[int, list[str]]:
@@ -68,10 +66,7 @@ def import_adapter(folder: Path, base: str, out: Path) -> tuple[RunConfig, tuple
     path = open_origin(base).path
     lora_config = config.Lora(settings.rank, settings.alpha, ",".join(settings.targets))
     run = dataclasses.replace(run, lora=lora_config, init=config.Init(path), train=dataclasses.replace(run.train, freeze=""))
-    spread = alone(run, jax.local_devices())
-    placement = make_placement(spread, jax.local_devices()[: spread.mesh.fsdp])
-    kernel, _ = choose_kernel(spread, context_of(spread, placement), jax.local_devices()[0])
-    definition = make_definition(spread, placement, kernel)
+    definition, placement = placed(run)
     abstract = abstract_of(definition, placement)
     shapes = {name: a for name, a in abstract_tensors(abstract).items() if name.startswith(PREFIX)}
     adapters = {name: a for name, a in shapes.items() if is_adapter(name)}

@@ -23,15 +23,13 @@ from jaxtrain.data.tokenizer import TokenizerError, load_tokenizer
 from jaxtrain.hf import tokenizer_files
 from jaxtrain.hf.folder import CONFIG, INDEX, SINGLE, is_folder, model_of
 from jaxtrain.hf.importing import check_space, gigabytes, progress_bar
-from jaxtrain.hf.model import alone, read_params
+from jaxtrain.hf.model import placed, read_params
 from jaxtrain.hf.names import PREFIX, Entry, entries
 from jaxtrain.hf.origin import open_origin
 from jaxtrain.models import FAMILIES, family
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import A, B, adapter_of
 from jaxtrain.models.module import Params
-from jaxtrain.sharding import make_placement
-from jaxtrain.step import choose_kernel, context_of, make_definition
 
 TYPES = {"f32": np.dtype("float32"), "bf16": np.dtype(ml_dtypes.bfloat16)}
 Reader = Callable[[list[Entry]], Iterator[tuple[Entry, np.ndarray]]]
@@ -241,10 +239,8 @@ def merged_from(source: Source, dtype: str) -> Params:
     """The weights of the base and the adapters, in float32 unless the base is stored in bfloat16 and the result is to be."""
     wide = dtype == "f32" or any(str(a.dtype) != "bfloat16" for a in source.stored.values())
     run = dataclasses.replace(source.run, precision="f32") if wide else source.run
-    spread = alone(run, jax.local_devices())
-    placement = make_placement(spread, jax.local_devices()[: spread.mesh.fsdp])
-    kernel, _ = choose_kernel(spread, context_of(spread, placement), jax.local_devices()[0])
-    return read_params(source.path, run, make_definition(spread, placement, kernel), placement, source.base)
+    definition, placement = placed(run)
+    return read_params(source.path, run, definition, placement, source.base)
 
 
 def _merged(how: config.Lora, params: Params, wanted: list[Entry]) -> Iterator[tuple[Entry, np.ndarray]]:

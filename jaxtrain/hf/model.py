@@ -15,8 +15,9 @@ from jaxtrain.hf.importing import run_of
 from jaxtrain.hf.origin import is_hugging_face, open_origin
 from jaxtrain.models.lora import is_adapter
 from jaxtrain.models.module import Definition, Params, names, part
-from jaxtrain.sharding import Placement, replicated
+from jaxtrain.sharding import Placement, make_placement, replicated
 from jaxtrain.state import TrainState, abstract_tensors, from_tensors
+from jaxtrain.step import choose_kernel, context_of, make_definition
 
 
 def run_at(path: str) -> tuple[RunConfig, int]:
@@ -67,6 +68,14 @@ def abstract_of(definition: Definition, placement: Placement) -> TrainState:
         definition.axes,
     )
     return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(placement)), params, ())
+
+
+def placed(run: RunConfig) -> tuple[Definition, Placement]:
+    """The model of a run on the devices of this process, `alone`."""
+    spread = alone(run, jax.local_devices())
+    placement = make_placement(spread, jax.local_devices()[: spread.mesh.fsdp])
+    kernel, _ = choose_kernel(spread, context_of(spread, placement), jax.local_devices()[0])
+    return make_definition(spread, placement, kernel), placement
 
 
 def alone(run: RunConfig, devices: Sequence[Any]) -> RunConfig:

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
+from jaxtrain.hf.names import grouped
 from jaxtrain.metrics import write_atomic
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -71,17 +72,12 @@ class _Place:
         return [c for c in self.ours if c in wanted]
 
 
-def _parts(entry: Named) -> list[list[str]]:
-    """Letters of each of their axes: outputs and inputs of a linear layer."""
-    return [part.strip("()").split() for part in re.findall(r"\([^)]*\)|\S+", entry.theirs)]
-
-
 def _place(weight: str, names: Mapping[str, Named]) -> _Place:
     """Raises KeyError for a weight that the family has no name for."""
     number = re.search(r"\.(\d+)\.", weight)
     entry = names[re.sub(r"\.\d+\.", ".{i}.", weight, count=1)]
     called = entry.name.replace("{i}", number[1] if number else "")
-    outputs, inputs = _parts(entry)
+    outputs, inputs = grouped(entry.theirs)
     return _Place(PREFIX + called.removesuffix(WEIGHT), entry.ours.split(), outputs, inputs)
 
 
@@ -208,7 +204,7 @@ def read(folder: Path, names: Mapping[str, Named]) -> tuple[Settings, dict[str, 
         alpha *= math.sqrt(rank)
     if found.get("lora_dropout"):
         notes.append(f"lora_dropout = {found['lora_dropout']}: jaxtrain has none, which matters for training only")
-    linear = [name for name, entry in names.items() if name.startswith("layers.") and len(_parts(entry)) == 2]
+    linear = [name for name, entry in names.items() if name.startswith("layers.") and len(grouped(entry.theirs)) == 2]
     known = {_place(name.replace("{i}", "0"), names).layer.rpartition(".")[2]: name.rpartition(".")[2] for name in linear}
     modules = {name.removesuffix(_A).rpartition(".")[2] for name in tensors if name.endswith(_A)}
     targets = tuple(ours for theirs, ours in known.items() if theirs in modules)
