@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -172,9 +172,9 @@ def export(
     elif eot is not None:
         tokenizer_files.copy_files(folder, partial)
         tokenizer_files.complete(spec, eot, partial)
-    generation = tokenizer_files.generation_config(folder, eot)
-    for name, value in ((CONFIG, described), (tokenizer_files.GENERATION, generation)):
-        (partial / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    write_json(partial / CONFIG, described)
+    if not (partial / tokenizer_files.GENERATION).exists():  # else it came with the tokenizer
+        write_json(partial / tokenizer_files.GENERATION, {"_from_model_config": True, "eos_token_id": eot})
     if out.exists():
         shutil.rmtree(out)
     os.replace(partial, out)
@@ -184,6 +184,11 @@ def export(
         f"{out}: {family(run.model.family).ARCHITECTURE}, {len(wanted)} tensors as {chosen}{rounded}, {gigabytes(size)} in "
         f"{files} {'file' if files == 1 else 'files'}, {seconds:.1f} s, {gigabytes(size / seconds)}/s"
     )
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """As transformers writes it."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def shards(wanted: list[Entry], itemsize: int, most: int) -> list[list[Entry]]:
@@ -220,8 +225,7 @@ def write_tensors(
         }
         safetensors.serialize_file(specs, str(out / name), {"format": "pt"})
     if len(files) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
     return len(files)
 
 

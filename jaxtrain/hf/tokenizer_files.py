@@ -88,10 +88,3 @@ def _letters_of_bytes() -> dict[int, str]:
     prints = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in prints]
     return {byte: chr(byte) for byte in prints} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-
-
-def generation_config(source: Path | None, eos: int | None) -> dict[str, Any]:
-    """generation_config.json: that of the tokenizer's folder where it has one, else where a text ends."""
-    if source is not None and (source / GENERATION).is_file():
-        return json.loads((source / GENERATION).read_text(encoding="utf-8"))
-    return {"_from_model_config": True, "eos_token_id": eos}
