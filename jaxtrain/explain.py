@@ -10,7 +10,7 @@ from rich.table import Table
 
 from jaxtrain.config import RULE_DOCS, RULES, RunConfig, docs, flatten, public_name, to_dict
 from jaxtrain.launch import Loaded
-from jaxtrain.validate import CHOICES
+from jaxtrain.validate.values import CHOICES
 
 
 def show(value: Any) -> str:

@@ -91,20 +91,25 @@ def choose(logits_V: jax.Array, key: jax.Array, temperature: float, top_p: float
 
 def continue_text(sampler: Sampler, params: Params, tokenizer: Any, ask: config.Sample, room: int = 0) -> str:
     """The prompt and its continuation, up to the end of the document or max_tokens. `room`: see Sampler.tokens."""
-    ids = tokenizer.encode(ask.prompt or "\n")
+    prompt = prompt_ids(tokenizer, ask.prompt)
     made: list[int] = []
     how = {"temperature": ask.temperature, "top_p": ask.top_p, "seed": ask.seed}
-    for token in sampler.tokens(params, ids, max_tokens=ask.max_tokens, room=room, **how):
+    for token in sampler.tokens(params, prompt, max_tokens=ask.max_tokens, room=room, **how):
         if token == tokenizer.eot:
             break
         made.append(token)
-    return tokenizer.decode([*ids, *made])
+    return tokenizer.decode([*prompt[len(tokenizer.bos) :], *made])
+
+
+def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
+    """As a document begins; a line's end where there is nothing at all to go on from."""
+    return [*tokenizer.bos, *tokenizer.encode(prompt)] or tokenizer.encode("\n")
 
 
 def continue_all(sampler: Sampler, params: Params, tokenizer: Any, ask: config.Sample) -> list[str]:
     """The same for each of the prompts that `ask.prompt` holds."""
     asks = [dataclasses.replace(ask, prompt=prompt) for prompt in prompts(ask.prompt)]
-    room = max(len(tokenizer.encode(one.prompt)) for one in asks) + ask.max_tokens
+    room = max(len(prompt_ids(tokenizer, one.prompt)) for one in asks) + ask.max_tokens
     return [continue_text(sampler, params, tokenizer, one, room) for one in asks]
 
 

@@ -58,7 +58,7 @@ def harness_model() -> type:
                 raise TaskError(f"max_length = {max_length}: must be at most data.seq_len = {run.data.seq_len}, as in training")
             self.ids: Any = load_tokenizer(tokenizer or run.data.tokenizer)
             self._vocab = run.model.vocab_size
-            self._known([self.ids.eot])
+            self._known([*self.ids.bos, self.ids.eot])
             self.scorer = Scorer(run, sampler, params, rows=int(batch_size), max_length=int(max_length))
 
         @property
@@ -66,11 +66,16 @@ def harness_model() -> type:
             return self.ids.eot
 
         @property
+        def prefix_token_id(self) -> int:
+            return self.ids.bos[-1] if self.ids.bos else self.ids.eot
+
+        @property
         def max_length(self) -> int:
             return self.scorer.max_length
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-            return self._known(self.ids.encode(string))
+            # As a document begins, unless the harness puts something before it itself.
+            return self._known([*(self.ids.bos if add_special_tokens is not False else ()), *self.ids.encode(string)])
 
         def _known(self, ids: list[int]) -> list[int]:
             # A tokenizer may have more ids than the model, for pictures or for nothing: what counts is what is asked.
@@ -87,7 +92,8 @@ def harness_model() -> type:
             return scores
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-            parts = [list(self.scorer.windows(self.tok_encode(r.args[0]), self.prefix_token_id)) for r in requests]
+            texts = [self.tok_encode(r.args[0], add_special_tokens=False) for r in requests]
+            parts = [list(self.scorer.windows(text, self.prefix_token_id)) for text in texts]
             scores = iter(self.scorer.score([part for several in parts for part in several]))
             totals = [sum(next(scores)[0] for _ in several) for several in parts]
             for request, total in zip(requests, totals, strict=True):

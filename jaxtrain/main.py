@@ -8,7 +8,8 @@ from pathlib import Path
 from jaxtrain import explain, hardware, launch
 from jaxtrain.config import ConfigError
 from jaxtrain.startup import set_memory_budget, start_jax
-from jaxtrain.validate import remote, validate
+from jaxtrain.validate import validate
+from jaxtrain.validate.places import remote
 
 INTERRUPTED = 130
 

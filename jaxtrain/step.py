@@ -239,7 +239,7 @@ def lora_of(run: RunConfig) -> Lora:
 def adds_layers(run: RunConfig, definition: Definition) -> bool:
     """Whether gradients of layers are added to those of earlier microbatches one by one, in the backward pass.
 
-    Raises ConfigError where that is asked for and cannot be: `validate.py` says so earlier, but of a model of one's own.
+    Raises ConfigError where that is asked for and cannot be: `validate` says so earlier, but of a model of one's own.
     """
     if run.train.grad_accum == 1:
         return False

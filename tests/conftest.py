@@ -50,6 +50,13 @@ def programs_make_room() -> Iterator[None]:
         gc.collect()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_kept_on_disk() -> Iterator[None]:
+    """A compile cache that a test leaves switched on would give later ones what another checkout has compiled."""
+    yield
+    assert jax.config.jax_compilation_cache_dir is None, "a test has left JAX's compile cache switched on"  # pyright: ignore
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-layouts", action="store_true", help="all of the parity matrix, not the sample of it")
     parser.addoption("--part", metavar=FORM, type=own_part, help="only the contract tests, on a part of your own")

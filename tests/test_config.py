@@ -15,7 +15,9 @@ import pytest
 from jaxtrain import config, explain, hardware, launch, main
 from jaxtrain.data import pipeline
 from jaxtrain.hardware import Devices
-from jaxtrain.validate import CHOICES, mesh_sizes, validate
+from jaxtrain.validate import validate
+from jaxtrain.validate.layout import mesh_sizes
+from jaxtrain.validate.values import CHOICES
 
 REPO = Path(__file__).resolve().parent.parent
 TINY = f"--config={REPO}/configs/tiny.py"

@@ -20,9 +20,10 @@ import tokenizers
 import tokenizers.decoders
 import tokenizers.models
 import tokenizers.pre_tokenizers
+import tokenizers.processors
 import tokenizers.trainers
 
-from jaxtrain import config
+from jaxtrain import config, generate
 from jaxtrain.data import bench, pipeline, prepare, readers, shards, stdlib, tokenfile, windows
 from jaxtrain.data import tokenizer as text_tokenizers
 from jaxtrain.data.__main__ import main
@@ -511,6 +512,36 @@ def test_hugging_face_tokenizer(tmp_path, bpe):
     assert file.tokens.tolist() == [*ids, stop.eot]
     assert "def naïve" in main_here(tmp_path, "show", "a.tok")[1]
     assert verify(file.path) == []
+
+
+def test_what_begins_a_document_is_the_tokenizers_own(tmp_path, bpe, monkeypatch):
+    """As `tokenizers` itself encodes a text, and transformers and vLLM with it; once for each document, and only there."""
+    package = tokenizers.Tokenizer.from_file(str(bpe))
+    package.no_truncation()
+    package.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A <stop>", special_tokens=[("<s>", package.token_to_id("<s>")), ("<stop>", package.token_to_id("<stop>"))]
+    )
+    package.save(str(tmp_path / "t.json"))
+    tok = text_tokenizers.load_tokenizer(str(tmp_path / "t.json"))
+    assert (tok.bos, BYTE.bos) == ((package.token_to_id("<s>"),), ())
+    assert text_tokenizers.load_tokenizer(str(bpe)).bos == ()
+    documents = ["def naïve(x):\n" * 40, "<s>", "a" * 300]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    (tmp_path / "b.txt").write_text(documents[0])
+    monkeypatch.setattr(readers, "PIECE_BYTES", 64)  # the text file is read in many pieces
+    for name in ("a.jsonl", "b.txt"):
+        assert main_here(tmp_path, "prepare", f"--input={name}", f"--output={name}.tok", "--tokenizer=t.json")[0] == 0
+    package.encode_special_tokens = True
+    whole = TokenFile.open(tmp_path / "a.jsonl.tok")
+    assert whole.tokens.tolist() == [i for text in documents for i in (*package.encode(text).ids[:-1], tok.eot)]
+    assert np.count_nonzero(np.asarray(whole.tokens) == tok.bos[0]) == len(documents)
+    assert whole.header["source_bytes"] == sum(len(text.encode()) for text in documents)
+    pieces = TokenFile.open(tmp_path / "b.txt.tok")
+    assert np.flatnonzero(np.asarray(pieces.tokens) == tok.bos[0]).tolist() == [0]
+    assert tok.decode(pieces.tokens[1:-1]) == documents[0]
+    assert generate.prompt_ids(tok, "def") == package.encode("def").ids[:-1]
+    assert generate.prompt_ids(tok, "") == [*tok.bos]
+    assert generate.prompt_ids(BYTE, "") == BYTE.encode("\n")
 
 
 # checks before a run

@@ -69,7 +69,7 @@ FLOORS = (
     (
         "around the run",
         (
-            *("validate", "receipt"),
+            *("validate.values", "validate.layout", "validate.places", "validate", "receipt"),
             *(
                 "plan",
                 "plan.result",
@@ -93,7 +93,7 @@ FLOORS = (
             ),
         ),
     ),
-    ("the whole", ("explain", "start", "between", "train", "main", "__main__")),
+    ("the whole", ("explain", "start", "between", "session", "train", "main", "__main__")),
 )
 # Imports that point up on purpose: when called, for users who look for a function in the room that has its name.
 DOORS = {("sharding", "plan.explore.shardings")}

@@ -414,7 +414,7 @@ def test_a_run_starts_from_a_folder_and_stretches_its_context(tmp_path, capsys):
     model |= {"rope_scaling": "llama3", "rope_factor": 16.0, "rope_original_len": 64}
     keys = {f"model.{k}": v for k, v in model.items()}
     keys |= {"data.source": "synthetic", "data.seq_len": 1024, "train.global_batch": 8, "train.steps": 2}
-    keys |= {"optimizer.warmup_steps": 1, "eval.every_steps": 0, "sample.max_tokens": 0, "init.from": folder}
+    keys |= {"optimizer.warmup_steps": 1, "eval.every_steps": 0, "sample.max_tokens": 0, "init.from": folder, "paths.cache": ""}
     args = [f"--config={ROOT / 'configs' / 'tiny.py'}", f"--workdir={tmp_path / 'run'}"]
     args += [f"--config.{k}={v}" for k, v in keys.items()]
     code = main.main(args)

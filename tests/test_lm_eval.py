@@ -124,6 +124,20 @@ def test_rolling_scores_every_token_once(model: Any) -> None:
     assert none == 0
 
 
+def test_texts_begin_as_in_training(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tokenizer that puts a token before every text: before contexts, prompts and whole texts, and nowhere twice."""
+    byte = ByteTokenizer()
+    monkeypatch.setattr(byte, "bos", (7,), raising=False)
+    monkeypatch.setattr(model, "ids", byte)
+    known, empty = model.loglikelihood(requests(("def f(", "x):"), ("", "x):")), disable_tqdm=True)
+    assert known[0] == pytest.approx(expected([7, *b"def f(x):"], 3)[0], abs=2e-4)
+    assert empty[0] == pytest.approx(expected([7, *b"x):"], 3)[0], abs=2e-4)
+    (rolling,) = model.loglikelihood_rolling(requests(("abc",)))
+    assert rolling == pytest.approx(expected([7, *b"abc"], 3)[0], abs=2e-4)
+    (text,) = model.generate_until(requests(("d", {"max_gen_toks": 3})))
+    assert text == byte.decode([t for t in greedy([7, *b"d"], 3) if t != EOT])
+
+
 def test_texts_are_the_likeliest_tokens(model: Any) -> None:
     """Prompts of different lengths in one batch; each ends where it should, whatever its neighbours do."""
     byte = ByteTokenizer()

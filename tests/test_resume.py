@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 import runs
 
-# A data source that stops before a given step until a file appears: so a test can send a signal at exactly that step.
+# A data source that stops before a given step until a file appears: so a test can send a signal at exactly that step. As long
+# as it holds back what the training loop itself waits for, it says so in another file.
 GATED = """
 import os
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -30,9 +33,20 @@ class Gated:
         return getattr(self.batches, name)
 
     def batch(self, step, rows=None):
-        while step >= int(os.environ.get("GATE_STEP", 1 << 30)) and not Path(os.environ["GATE_FILE"]).exists():
+        gate = Path(os.environ["GATE_FILE"])
+        while step >= int(os.environ.get("GATE_STEP", 1 << 30)) and not gate.exists():
+            if loop_waits():
+                gate.with_suffix(".waits").touch()
             time.sleep(0.01)
         return self.batches.batch(step, rows)
+
+
+def loop_waits():
+    "Whether the main thread is inside the generator of batches."
+    frame = sys._current_frames()[threading.main_thread().ident]
+    while frame and frame.f_code is not pipeline.iterate.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def source(data, split, global_batch):
@@ -70,6 +84,10 @@ class Bench:
         # Metrics are read one step late, so the line before the newest shows that the newest step is on its way.
         saved = gate // 5 * 5
         child.until(lambda: gate - 1 in written_steps(workdir) and (not saved or saved in runs.steps(workdir)))
+        # From here on the loop can wait for one batch only; until it does, a signal would stop it a step earlier.
+        waits = self.opener.with_suffix(".waits")
+        waits.unlink(missing_ok=True)
+        child.until(waits.exists)
         return child
 
     def asked_to_stop(self, child: runs.Child, number: signal.Signals) -> runs.Child:

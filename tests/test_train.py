@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import runs
 
-from jaxtrain import memory, train
+from jaxtrain import memory, session, train
 from jaxtrain.config import RunConfig, resolve
 
 # What a user might bring along. The family doubles the embedding so that it can be told from the built-in one.
@@ -260,15 +260,15 @@ def test_an_exception_reaches_receipt_and_log(config: Path, tmp_path: Path) -> N
 def test_a_signal_while_compiling(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    compile_step = train.Session.compile
+    compile_step = session.Session.compile
 
-    def interrupted(session: train.Session) -> train.Compiled:
+    def interrupted(begun: session.Session) -> session.Compiled:
         os.kill(os.getpid(), signal.SIGINT)
-        return compile_step(session)
+        return compile_step(begun)
 
     workdir = tmp_path / "run"
     with monkeypatch.context() as m:
-        m.setattr(train.Session, "compile", interrupted)
+        m.setattr(session.Session, "compile", interrupted)
         assert runs.train(config, workdir) == 130
     assert "Ctrl-C: before the first step, nothing to save" in capsys.readouterr().out
     assert runs.steps(workdir) == []
@@ -365,9 +365,9 @@ class SmallDevice:
 def test_a_step_beyond_the_budget_is_refused_before_it_allocates(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train.jax, "local_devices", lambda: [SmallDevice()])
-    monkeypatch.setattr(train, "memory_by_class", lambda program, compiled: MEMORY)
-    monkeypatch.setattr(train, "initial_state", lambda *args: pytest.fail("it allocated all the same"))
+    monkeypatch.setattr(session.jax, "local_devices", lambda: [SmallDevice()])
+    monkeypatch.setattr(session, "memory_by_class", lambda program, compiled: MEMORY)
+    monkeypatch.setattr(session, "initial_state", lambda *args: pytest.fail("it allocated all the same"))
     workdir = tmp_path / "run"
     assert runs.train(config, workdir) == 1
     assert "needs more than the budget of 0.0 GiB a device" in capsys.readouterr().out

@@ -13,7 +13,7 @@ from jaxtrain.bench.measure import DATA, TRACED
 from jaxtrain.bench.parts import INTERRUPTED
 from jaxtrain.config import Problem
 from jaxtrain.launch import Loaded
-from jaxtrain.validate import writable
+from jaxtrain.validate.places import writable
 
 HELP = """\
 What do the devices of this machine reach? Times the very program that training runs.

@@ -264,7 +264,7 @@ def open_files(data: config.Data, source: str, key: str, seq_len: int) -> tuple[
 def check(data: config.Data, model_vocab: int, need_eval: bool) -> list[config.Problem]:
     """What is wrong with the data of a run, before anything is made or any device touched. Reads headers only.
 
-    The types and ranges of the keys themselves are checked before (jaxtrain/validate.py).
+    The types and ranges of the keys themselves are checked before (jaxtrain/validate).
     """
     problems = []
     sources = [("data.source", data.source)]

@@ -140,6 +140,8 @@ def make_shard(job: Job, folder: Path, number: int, shard: Shard, skip_bad_lines
                 for piece, (ids, flags, counted) in zip(batch, encode(tok, batch), strict=True):
                     if writer is None:
                         writer = writers[1 if job.validation and in_validation(piece, job.validation) else 0]
+                        if not job.chat:  # a template writes its own
+                            writer.write(list(tok.bos), 0)
                     writer.write(ids, piece.num_bytes, flags, counted)
                     if piece.end:
                         # of a conversation, end-of-text is what a template may have written already

@@ -1,7 +1,8 @@
 """Token files (`NAME.tok`): one file that says itself what it holds.
 
     bytes 0..63    preamble: magic, format version, where the header lies and its crc32
-    tokens         uint16 or uint32, little-endian; every document ends with the tokenizer's end-of-text id
+    tokens         uint16 or uint32, little-endian; every document begins with what the tokenizer puts before a text, if
+                   anything, and ends with its end-of-text id
     padding        to a multiple of 8
     loss           in files made with --chat: one bit a token, lowest bit first, set where the token counts as a target;
                    padding to a multiple of 8
@@ -26,7 +27,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 
 MAGIC = b"jaxtrtok"
-VERSION = 3  # 1 had no loss bits, 2 no largest id
+VERSION = 4  # 1 had no loss bits, 2 no largest id, 3 no token that begins a document
 BLOCK = 16 << 20  # bytes under one checksum
 PREAMBLE = struct.Struct("<8sIIQQ32x")  # magic, version, crc32 of the header, header offset, header length
 

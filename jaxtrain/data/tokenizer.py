@@ -42,6 +42,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def bos(self) -> tuple[int, ...]:
+        """The ids that it puts before every text; most have one or none. A chat template writes its own."""
+        ...
+
+    @property
     def eot(self) -> int:
         """The id that ends every document."""
         ...
@@ -71,6 +76,7 @@ class ByteTokenizer:
 
     name = "byte"
     vocab_size = 257
+    bos = ()
     eot = 256
     sha256 = hashlib.sha256(b"jaxtrain byte tokenizer: ids 0-255 are bytes, 256 ends a document").hexdigest()
 
@@ -122,6 +128,16 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(vocab.values()) + 1
         control = {token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special}
         self.eot = find_eot(name, vocab, eot, control)
+        self.bos = self._find_bos(vocab)
+
+    def _find_bos(self, vocab: dict[str, int]) -> tuple[int, ...]:
+        """What its post-processor writes before a text, seen on the first one that gives any token."""
+        for text in ("a", *vocab):
+            encoding = self._tokenizer.encode(text, add_special_tokens=True)
+            own = [i for i, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
+            if own:
+                return tuple(encoding.ids[: own[0]])
+        return ()
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -134,7 +134,7 @@ class Plan:
 
 
 def make_plan(remat: Remat, gather: str, gathers: bool, waits: bool, unroll: bool) -> Plan:
-    """From the config's `remat` section and `sharding.gather`; validate.py has checked names and actions.
+    """From the config's `remat` section and `sharding.gather`; `validate` has checked names and actions.
 
     `gathers`: layers gather their weights as they use them, on this mesh. `waits`, `unroll`: see Plan.
     """

@@ -1,0 +1,239 @@
+"""Everything that can be wrong with a config, found at once, before a device is touched or a file is written. No jax.
+
+Each rule appends a `Problem`: key, value, rule, remedy. A rule that rests on a key that is itself wrong stays silent, so
+that one mistake gives one line.
+"""
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from jaxtrain import config, groups, windows
+from jaxtrain.activations import parse_tensors
+from jaxtrain.config import Problem, RunConfig, flatten, nearest, parts_of, to_dict
+from jaxtrain.hardware import Devices, memory_environment, memory_fraction
+from jaxtrain.models import FAMILIES
+from jaxtrain.moments import INT8
+from jaxtrain.precision import WEIGHTS, eight_bit, unsupported
+from jaxtrain.resume import check_allow_change
+from jaxtrain.validate.layout import check_layout
+from jaxtrain.validate.places import check_places
+from jaxtrain.validate.values import choices, ranges
+
+
+def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
+    """All problems of a resolved config on these devices. Reads the file system, writes nothing."""
+    values = dict(flatten(to_dict(run)))
+    bad = {p.key for p in (*choices(values), *ranges(values))}
+    problems = validate_step(run, devices)
+    problems += _steps(run, workdir, bad)
+    problems += _memory(run, devices, bad)
+    problems += check_places(run, workdir)
+    problems += _shown(run)
+    # Imported here: the data pipeline sits on a higher floor, and what it reads depends on the source.
+    from jaxtrain.data import pipeline
+
+    if not bad & {"model.vocab_size", "data.seq_len", "data.max_segments"}:
+        reported = {p.key for p in problems}
+        found = pipeline.check(run.data, run.model.vocab_size, run.eval.every_steps > 0)
+        problems += [p for p in found if p.key not in reported]
+    return problems
+
+
+def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
+    """The problems that any machine with such devices would have, whatever its files and environment. Reads nothing."""
+    values = dict(flatten(to_dict(run)))
+    problems = [*choices(values), *ranges(values)]
+    bad = {p.key for p in problems}
+    problems += _model(run, bad)
+    problems += _remat(run, bad)
+    problems += _fp8(run, devices, bad)
+    problems += config.parse_options(run.compiler.options)[1]
+    problems += _attention(run, devices, bad)
+    problems += _schedule(run, bad)
+    problems += groups.problems(run.optimizer.groups, run.optimizer.name)
+    problems += check_layout(run, devices, bad)
+    problems += _lora(run, bad)
+    return problems
+
+
+def _model(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
+    m = run.model
+    if not bad & {"model.num_heads", "model.num_kv_heads"} and m.num_heads % m.num_kv_heads:
+        rule = f"model.num_heads = {m.num_heads} is no multiple of it"
+        yield Problem("model.num_kv_heads", m.num_kv_heads, rule, f"Set one of {_divisors(m.num_heads)}.")
+    if not bad & {"model.num_heads", "model.d_model", "model.head_dim"}:
+        # `resolve` fills head_dim with the quotient rounded down.
+        if m.d_model % m.num_heads and m.head_dim == m.d_model // m.num_heads:
+            rule = f"does not divide into model.num_heads = {m.num_heads} heads"
+            yield Problem("model.d_model", m.d_model, rule, "Set a multiple of it, or model.head_dim.")
+        elif m.head_dim % 2 or m.head_dim < 2:
+            remedy = "Change it, or model.d_model and model.num_heads that it comes from."
+            yield Problem("model.head_dim", m.head_dim, "must be even: rotary turns pairs of numbers", remedy)
+    letters = set(m.attention_pattern)
+    if letters - {windows.LOCAL, windows.GLOBAL}:
+        rule = "is made of l (the layer sees model.sliding_window) and g (it sees everything)"
+        yield Problem("model.attention_pattern", m.attention_pattern, rule, "For example lllllg.")
+    elif letters and not m.sliding_window:
+        rule = "says which layers see model.sliding_window, which is 0"
+        yield Problem("model.attention_pattern", m.attention_pattern, rule, "Set model.sliding_window, or the pattern to ''.")
+    elif m.local_rope_base and not m.sliding_window:
+        rule = "is that of layers that see model.sliding_window, which is 0"
+        yield Problem("model.local_rope_base", m.local_rope_base, rule, "Set model.sliding_window, or this to 0.")
+    if m.rope_scaling == "llama3" and m.rope_high_freq <= m.rope_low_freq:
+        rule = f"must be above model.rope_low_freq = {m.rope_low_freq:g}"
+        yield Problem("model.rope_high_freq", m.rope_high_freq, rule, "Llama 3.1 has 4 and 1.")
+
+
+def _remat(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
+    _, problems = parse_tensors(run.remat.tensors)
+    yield from problems
+    if run.remat.policy == "custom" and not run.remat.tensors.strip():
+        yield Problem(
+            "remat.tensors", "", "remat.policy = custom needs a list", "For example q=keep,mlp_up=offload; or policy full."
+        )
+    if run.remat.tensors.strip() and run.remat.policy != "custom" and "remat.policy" not in bad:
+        rule = f"is read only with remat.policy = custom, which is {run.remat.policy}"
+        yield Problem("remat.tensors", run.remat.tensors, rule, "Set remat.policy to custom, or remat.tensors to ''.")
+    if run.remat.policy == "auto" and run.model.family not in FAMILIES and "model.family" not in bad:
+        rule = f"what it chooses among are the activations of jaxtrain's own models, and model.family is {run.model.family}"
+        yield Problem("remat.policy", "auto", rule, "Set another policy.")
+    if run.remat.policy == "auto" and run.remat.every > 1:
+        rule = "layers share checkpoints, and remat.policy = auto decides for each layer"
+        yield Problem("remat.every", run.remat.every, rule, "Set it to 1, or another remat.policy.")
+    if not bad & {"remat.every", "model.num_layers"} and run.remat.every > run.model.num_layers:
+        rule = f"there are only model.num_layers = {run.model.num_layers} layers"
+        yield Problem("remat.every", run.remat.every, rule, f"Set 1 to {run.model.num_layers}.")
+
+
+def _fp8(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
+    if "precision" in bad:
+        return
+    yield from unsupported(run, devices)
+    if run.model.family in FAMILIES:  # of others the names are known once they are made
+        yield from eight_bit(run, WEIGHTS)[1]
+
+
+def _attention(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
+    if run.attention.impl == "pallas":
+        yield from _pallas(run, devices, bad)
+    if run.attention.impl != "cudnn":
+        return
+    other = "Set attention.impl to auto or chunked"
+
+    def refuse(rule: str, remedy: str = f"{other}.") -> Problem:
+        return Problem("attention.impl", "cudnn", rule, remedy)
+
+    if devices.kind != "gpu":
+        yield refuse(f"cuDNN needs a GPU, and the run would be on {devices.name} ({devices.source})")
+    sm = devices.sm if devices.kind == "gpu" else 0
+    if 0 < sm < 80:
+        yield refuse(f"cuDNN attention needs a GPU from Ampere (sm80) on; {devices.name} is sm{sm}")
+    elif 0 < sm < 90 and run.data.packing == "documents":
+        remedy = f"{other}, or data.packing to none."
+        yield refuse(f"packed documents need a GPU from Hopper (sm90) on; {devices.name} is sm{sm}", remedy)
+    if run.precision == "f32":
+        yield refuse("cuDNN attention has no float32", f"{other}, or precision to bf16.")
+    most = 128 if 0 < sm < 90 else 256
+    if "model.head_dim" not in bad and (run.model.head_dim > most or run.model.head_dim % 8):
+        yield refuse(f"model.head_dim = {run.model.head_dim} must be a multiple of 8 and at most {most} there")
+    if run.model.attention_softcap > 0:
+        yield refuse(f"cuDNN has no soft cap (model.attention_softcap = {run.model.attention_softcap:g})")
+
+
+def _pallas(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
+    def refuse(rule: str) -> Problem:
+        return Problem("attention.impl", "pallas", rule, "Set attention.impl to auto or chunked.")
+
+    sm = devices.sm if devices.kind == "gpu" else 0
+    if 0 < sm < 80:
+        yield refuse(f"Pallas attention needs a GPU from Ampere (sm80) on; {devices.name} is sm{sm}")
+    most = 256 if sm in (0, 80, 90, 100, 103) else 128  # the others have less shared memory
+    if "model.head_dim" not in bad and (run.model.head_dim > most or run.model.head_dim % 8):
+        yield refuse(f"model.head_dim = {run.model.head_dim} must be a multiple of 8 and at most {most} there")
+
+
+def _schedule(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
+    o, steps = run.optimizer, run.train.steps
+    if bad & {"optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.schedule", "train.steps"}:
+        return
+    if o.warmup_steps > steps:
+        rule = f"the run has only train.steps = {steps}, so the learning rate would never reach its peak"
+        yield Problem("optimizer.warmup_steps", o.warmup_steps, rule, f"Set {steps} or less.")
+    elif o.schedule != "constant":
+        decay = o.decay_steps or (steps // 5 if o.schedule == "wsd" else 0)
+        if o.warmup_steps + decay > steps:
+            named = "optimizer.decay_steps" if o.decay_steps else "optimizer.warmup_steps"
+            value = o.decay_steps or o.warmup_steps
+            rule = f"warmup ({o.warmup_steps}) and decay ({decay}) together are longer than train.steps = {steps}"
+            yield Problem(named, value, rule, "Shorten one of them, or train longer.")
+    if o.schedule != "constant" and o.lr_min > o.lr:
+        yield Problem(
+            "optimizer.lr_min", o.lr_min, f"is above the peak, optimizer.lr = {o.lr:g}", "Set it to a tenth of lr, say."
+        )
+
+
+def _steps(run: RunConfig, workdir: Path, bad: set[str]) -> Iterable[Problem]:
+    c, p, steps = run.checkpoint, run.profile, run.train.steps
+    if "train.steps" in bad:
+        return
+    if c.step > steps:
+        yield Problem(
+            "checkpoint.step", c.step, f"is beyond the last step, train.steps = {steps}", "Set an earlier one, or -1."
+        )
+    folder = Path(c.dir).expanduser() if c.dir else workdir / "checkpoints"
+    if c.step >= 0 and not folder.is_dir():
+        yield Problem("checkpoint.step", c.step, f"there is no {folder} to resume from", "Set -1, or the run's own --workdir.")
+    if not bad & {"profile.start", "profile.steps"} and p.start > 0 and p.start + p.steps > steps:
+        rule = f"tracing {p.steps} steps from there goes past the last step, train.steps = {steps}"
+        yield Problem("profile.start", p.start, rule, "Start earlier, or 0 for no trace.")
+    yield from check_allow_change(c.allow_change)
+
+
+def _memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
+    if devices.kind != "gpu" or devices.count < 1 or "train.memory_fraction" in bad:
+        return []
+    fraction = memory_fraction(devices.memory_gib, run.train.memory_fraction)
+    return memory_environment(fraction, os.environ)[1]
+
+
+def _lora(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
+    """What adapters cannot be combined with, and weights that have none."""
+    if not run.lora.rank or "lora.rank" in bad:
+        return
+    targets, key = parts_of(run.lora.targets), "lora.targets"
+    if not targets:
+        yield Problem(key, run.lora.targets, "names no weight", "Name some, as wq,wv, or set lora.rank to 0.")
+    known = [name.rpartition(".")[2] for name in WEIGHTS]
+    for target in targets if run.model.family in FAMILIES else ():
+        if target not in known:
+            yield Problem(key, run.lora.targets, f"no weight that can be adapted is called {target!r}", nearest(target, known))
+    if run.train.freeze.strip():
+        rule = "is without meaning: with lora.rank above 0 all weights but the adapters stay as they are"
+        yield Problem("train.freeze", run.train.freeze, rule, "Set it to '', or lora.rank to 0.")
+    if run.init.what != "weights":
+        rule = "moments of the base's own weights, which are not trained with lora.rank above 0, have no place here"
+        yield Problem("init.what", run.init.what, rule, "Set weights.")
+    for name in ("m", "v"):
+        if getattr(run.dtypes, name) == INT8:
+            rule = "moments of adapters are too few to be worth storing in blocks"
+            yield Problem(f"dtypes.{name}", INT8, rule, "Set f32 or bf16.")
+
+
+def _shown(run: RunConfig) -> Iterable[Problem]:
+    """Samples that would never be written, and a tracker that is not there."""
+    if run.sample.every_steps > 0 and run.sample.max_tokens == 0:
+        rule = "sample.max_tokens = 0 writes no samples"
+        yield Problem("sample.every_steps", run.sample.every_steps, rule, "Set it to 0, or sample.max_tokens above 0.")
+    where = run.log.wandb
+    if where and not re.fullmatch(r"([^\s/\\#?%:]+/)?[^\s/\\#?%:]+", where):
+        yield Problem("log.wandb", where, "must be PROJECT or ENTITY/PROJECT", "For example --config.log.wandb=pretraining.")
+    elif where and importlib.util.find_spec("wandb") is None:
+        remedy = "Install it (pip install wandb; it is the extra `wandb` of pyproject.toml), or set log.wandb to ''."
+        yield Problem("log.wandb", where, "the package wandb is not installed", remedy)
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)

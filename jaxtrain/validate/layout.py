@@ -1,0 +1,228 @@
+"""What the mesh and sharding.rules ask of everything that is split: sizes that divide, and axes that do not clash."""
+
+import math
+from collections.abc import Iterable
+
+from jaxtrain import config, groups
+from jaxtrain.config import MESH_AXES, RULES, ConfigError, Problem, RunConfig, impossible_rules, nearest, rules_in_use
+from jaxtrain.context import make_context, ulysses_problem
+from jaxtrain.hardware import Devices
+from jaxtrain.models import FAMILIES
+from jaxtrain.moments import INT8, SMALL, SMALLEST_BLOCK, block, block_axis
+
+# Arrays of the model by their logical axes: no mesh axis may split two of one array.
+ARRAYS = {
+    "embed.embedding": ("vocab", "embed"),  # and the head
+    "attention.wq": ("layers", "embed", "heads", "head_dim"),
+    "attention.wk": ("layers", "embed", "kv_heads", "head_dim"),
+    "attention.wo": ("layers", "embed", "heads", "head_dim"),
+    "mlp.gate": ("layers", "embed", "mlp"),
+    "the residual stream": ("batch", "residual"),
+    "queries": ("batch", "sequence", "heads", "head_dim"),
+    "keys": ("batch", "sequence", "kv_heads", "head_dim"),
+    "feed-forward activations": ("batch", "sequence", "mlp"),
+    "logits": ("batch", "sequence", "vocab"),
+}
+
+
+def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
+    """All of it. `bad`: keys that are wrong in themselves."""
+    sizes, wrong = mesh_sizes(run, devices)
+    yield from wrong
+    yield from _rules(run)
+    yield from _stages(run, bad)
+    # Also of a mesh that does not fill the devices: what does not divide over it would be the next thing to fail.
+    sizes = sizes or {axis: max(getattr(run.mesh, axis), 1) for axis in MESH_AXES}
+    # Mesh axes of size above 1 that split each logical axis; unknown ones are reported by _rules.
+    table = {axis: [a for a in onto if sizes.get(a, 1) > 1] for axis, onto in rules_in_use(run.sharding).items()}
+    split = list(_context(run, devices, sizes, table, bad))
+    for problem in _divisions(run, sizes, table, bad):
+        if problem.key != "data.seq_len" or not any(other.key == problem.key for other in split):
+            yield problem
+    yield from split
+    yield from _clashes(run, table)
+    yield from _moments(run, sizes, table, bad)
+    yield from _accumulate(run, table, bad)
+
+
+def mesh_sizes(run: RunConfig, devices: Devices) -> tuple[dict[str, int] | None, list[Problem]]:
+    """Size of each mesh axis with every -1 filled in; None, with the reasons, where the mesh cannot be."""
+    if devices.count < 1:
+        rule = f"no device to run on ({devices.source})"
+        return None, [Problem("devices", devices.count, rule, "Unset JAX_PLATFORMS.")]
+    what = f"{devices.count} {devices.name} device{'s' if devices.count != 1 else ''} ({devices.source})"
+    try:
+        return config.mesh_sizes(run.mesh, devices.count, devices.node or devices.count, what), []
+    except ConfigError as error:
+        return None, error.problems
+
+
+def _rules(run: RunConfig) -> Iterable[Problem]:
+    for axis, onto in run.sharding.rules:
+        key, names = f"sharding.rules.{axis}", [n for n in onto.split("+") if n]
+        if axis not in RULES and run.model.family in FAMILIES:
+            yield Problem(key, onto, f"the {run.model.family} model has no axis of that name", nearest(axis, list(RULES)))
+        for n in names:
+            if n not in MESH_AXES:
+                yield Problem(key, onto, f"no mesh axis {n!r}", nearest(n, list(MESH_AXES)))
+        if len(set(names)) < len(names):
+            yield Problem(key, onto, "names a mesh axis twice", "Name each once, joined by '+'.")
+
+
+def _stages(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
+    zero, gather = run.sharding.zero, run.sharding.gather
+    if bad & {"sharding.zero", "sharding.gather"} or zero == 3 or gather == "layer":
+        return
+    held = "whole throughout" if zero == 0 else "gathered once a step already"
+    rule = f"says when zero = 3 gathers weights; with sharding.zero = {zero} they are {held}"
+    yield Problem("sharding.gather", gather, rule, "Set sharding.zero to 3, or sharding.gather to layer.")
+
+
+def _context(
+    run: RunConfig, devices: Devices, sizes: dict[str, int], table: dict[str, list[str]], bad: set[str]
+) -> Iterable[Problem]:
+    """What a sequence over several devices asks of heads, lengths and kernels."""
+    a, m = run.attention, run.model
+    tensor, ranks = (math.prod(sizes[axis] for axis in table[name]) for name in ("heads", "sequence"))
+    if bad & {"attention.context", "attention.ulysses", "model.num_heads", "model.num_kv_heads"} or m.num_heads % tensor:
+        return
+    heads, kv_heads = m.num_heads // tensor, max(1, m.num_kv_heads // tensor)
+    if a.ulysses and a.context != "ulysses":
+        rule = f"is read only with attention.context = ulysses, which is {a.context}"
+        yield Problem("attention.ulysses", a.ulysses, rule, "Set attention.context to ulysses, or attention.ulysses to 0.")
+    elif a.ulysses > 1 or (a.ulysses and ranks > 1):
+        fits = [u for u in range(1, ranks + 1) if ranks % u == 0 and not ulysses_problem(u, heads, kv_heads)]
+        if a.ulysses not in fits:
+            why = ulysses_problem(a.ulysses, heads, kv_heads) or f"is no divisor of mesh.seq = {ranks}"
+            remedy = f"Set one of {', '.join(map(str, fits))}, or 0." if ranks > 1 else "Set 0, or mesh.seq above 1."
+            yield Problem("attention.ulysses", a.ulysses, why, remedy)
+            return
+    context = make_context(a.context, a.ulysses if a.context == "ulysses" else 0, ranks, heads, kv_heads)
+    if "data.seq_len" not in bad and run.data.seq_len % context.divides:
+        rule = f"does not divide into two chunks for each of {context.ring} places of a ring"
+        rule += f", each shared by {context.ulysses} ranks" if context.ulysses > 1 else ""
+        rule = f"does not divide over {context.ulysses} ranks" if context.ring == 1 else rule
+        remedy = f"Make it a multiple of {context.divides}, or mesh.seq smaller."
+        yield Problem("data.seq_len", run.data.seq_len, f"{rule} (mesh.seq = {ranks}, attention.context = {a.context})", remedy)
+    if a.impl == "cudnn" and context.ring > 1 and 0 < m.sliding_window < run.data.seq_len and 0 < devices.sm < 90:
+        rule = f"a sliding window around a ring needs a GPU from Hopper (sm90) on; {devices.name} is sm{devices.sm}"
+        yield Problem("attention.impl", a.impl, rule, "Set attention.impl to auto or chunked, or attention.context to ulysses.")
+
+
+def _divisions(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]], bad: set[str]) -> Iterable[Problem]:
+    """Every dimension divides over the mesh axes that its rule names."""
+    for key, axis in (
+        ("model.num_heads", "heads"),
+        ("model.num_kv_heads", "kv_heads"),
+        ("model.head_dim", "head_dim"),
+        ("model.d_ff", "mlp"),
+        ("model.vocab_size", "vocab"),
+        ("model.d_model", "embed"),
+        ("model.num_layers", "layers"),
+        ("data.seq_len", "residual"),
+    ):
+        section, _, name = key.partition(".")
+        value, parts = getattr(getattr(run, section), name), math.prod(sizes[a] for a in table[axis])
+        if axis == "kv_heads" and parts % value == 0:
+            continue  # each is held by several ranks
+        if key not in bad and value % parts:
+            over = " x ".join(f"mesh.{a} = {sizes[a]}" for a in table[axis])
+            rule = f"does not divide over {over} (sharding.rules.{axis} = {dict(run.sharding.rules)[axis]!r})"
+            yield Problem(key, value, rule, f"Make it a multiple of {parts}, or those sizes ones that divide it.")
+    if bad & {"train.global_batch", "train.grad_accum"}:
+        return
+    batch, accum, parts = run.train.global_batch, run.train.grad_accum, math.prod(sizes[a] for a in table["batch"])
+    if batch % (accum * parts) == 0:
+        return
+    over = " x ".join(table["batch"])
+    if batch % accum:
+        rule = f"does not divide into train.grad_accum = {accum} microbatches"
+    elif accum > 1:
+        micro = f"a microbatch of {batch // accum} (train.grad_accum = {accum})"
+        rule = f"{micro} does not divide over {parts} devices ({over})"
+    else:
+        rule = f"a batch of {batch} does not divide over {parts} devices ({over})"
+    unit = accum * parts
+    remedy = f"Set a multiple of {unit}, such as {max(1, round(batch / unit)) * unit}"
+    yield Problem("train.global_batch", batch, rule, remedy + (", or accumulate less." if accum > 1 else "."))
+
+
+def _moments(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]], bad: set[str]) -> Iterable[Problem]:
+    """Blocks of 8-bit moments that cannot be cut, or would lie on two devices; and what cannot be streamed."""
+    m, name = run.model, run.optimizer.name
+    if run.optimizer.offload == "moments" and name not in groups.METHODS:
+        rule = f"updates layer by layer, and {name} may look at all of them at once"
+        yield Problem("optimizer.offload", "moments", rule, f"Set none, or optimizer.name to {' or '.join(groups.METHODS)}.")
+    if (
+        name == "muon"
+        and run.dtypes.v == INT8
+        and not any(optimizer == "adamw" for _, optimizer in groups.moved(run.optimizer.groups))
+    ):
+        rule = "blocks are cut of the matrices of layers, and with Muon those have no second moment"
+        yield Problem("dtypes.v", INT8, rule, "Set f32 or bf16.")
+        return
+    key = next((f"dtypes.{x}" for x in ("m", "v") if getattr(run.dtypes, x) == INT8), None)
+    own = {"model.num_heads", "model.num_kv_heads", "model.head_dim", "model.d_ff", "model.d_model", "model.num_layers"}
+    if key is None or run.lora.rank or name not in groups.METHODS or m.family not in FAMILIES or bad & own:
+        return
+    length = {"layers": m.num_layers, "embed": m.d_model, "heads": m.num_heads, "kv_heads": m.num_kv_heads}
+    length |= {"head_dim": m.head_dim, "mlp": m.d_ff}
+    cut: dict[str, int] = {}  # axes that have blocks
+    for array, axes in ARRAYS.items():
+        if axes[0] != "layers":
+            continue
+        shape = [length[axis] for axis in axes]
+        along = block_axis(axes, shape)
+        if along is not None:
+            cut[axes[along]] = block(shape[along])
+        elif math.prod(shape[1:]) >= SMALL:
+            rule = f"no dimension of {array} divides into blocks of a power of two from {SMALLEST_BLOCK} on"
+            yield Problem(key, INT8, rule, "Set bf16, or model.head_dim and model.d_ff to multiples of 16.")
+            return
+    if not cut:
+        rule = f"no matrix of the layers has the {SMALL} elements from which moments are stored in blocks"
+        yield Problem(key, INT8, rule, "Set f32 or bf16.")
+    for axis, size in cut.items():
+        parts = math.prod(sizes[a] for a in table[axis])
+        if length[axis] % (parts * size):
+            over = " x ".join(f"mesh.{a} = {sizes[a]}" for a in table[axis])
+            rule = f"a block of {size} along {axis} = {length[axis]} would lie on two devices ({over})"
+            yield Problem(key, INT8, rule, f"Set bf16, or sizes whose product divides {length[axis] // size}.")
+
+
+def _accumulate(run: RunConfig, table: dict[str, list[str]], bad: set[str]) -> Iterable[Problem]:
+    """Gradients can be added by layer where layers stand one by one, or the last one apart from a loop over the others."""
+    asked = run.train.accumulate == "layer" and run.train.grad_accum > 1 and run.model.family in FAMILIES
+    if not asked or run.compiler.unroll or bad:
+        return
+    rule = ""
+    if (
+        not set(table["embed"]) & {*table["batch"], *table["sequence"]}
+        or run.sharding.zero != 3
+        or run.sharding.gather != "layer"
+    ):
+        rule = "weights are not gathered layer by layer"
+    elif run.remat.policy == "dots" or (run.remat.every > 1 and run.remat.policy != "none"):
+        rule = f"that is not so with remat.policy={run.remat.policy} and remat.every={run.remat.every}"
+    elif run.model.num_layers == 1:
+        rule = "there is one layer"
+    if rule:
+        rule = f"in a loop over layers gradients are added where the last layer stands apart from it, and {rule}"
+        yield Problem("train.accumulate", "layer", rule, "Set microbatch, or compiler.unroll to true.")
+
+
+def _clashes(run: RunConfig, table: dict[str, list[str]]) -> Iterable[Problem]:
+    """No mesh axis (of size above 1) splits two dimensions of one array, and the kernels can follow the rules."""
+    for axis, rule, remedy in impossible_rules(table):
+        yield Problem(f"sharding.rules.{axis}", dict(run.sharding.rules)[axis], rule, remedy)
+    seen = set()
+    for array, axes in ARRAYS.items():
+        for i, first in enumerate(axes):
+            for second in axes[i + 1 :]:
+                both = set(table[first]) & set(table[second])
+                if both and (first, second) not in seen:
+                    seen.add((first, second))
+                    rule = f"mesh axis {min(both)!r} also splits sharding.rules.{second}, and {array} has both"
+                    yield Problem(
+                        f"sharding.rules.{first}", dict(run.sharding.rules)[first], rule, "Name it in one of them only."
+                    )
