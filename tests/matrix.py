@@ -134,8 +134,6 @@ MATRIX = {f"{model}: {layout}": (model, layout) for model, names in LAYOUTS.item
 # What the suite tries every time; the others come with --all-layouts. Each setting occurs.
 SAMPLE = (
     "2 queries a key: data8",
-    "2 queries a key: tensor4xseq2",
-    "2 queries a key: data2xfsdp2xtensor2",
     "2 queries a key: fsdp2xtensor2xseq2/train.grad_accum=2/remat.policy=full",
     "2 queries a key: fsdp2xseq4/attention.impl=chunked",
     "2 queries a key: seq8/attention.context=ulysses/attention.ulysses=2",
@@ -144,7 +142,6 @@ SAMPLE = (
     "8 queries a key: tensor2xseq4/attention.context=ulysses",
     "2 queries a key: data2xfsdp4/train.grad_accum=2/sharding.zero=0",
     "2 queries a key: fsdp2xtensor2xseq2/train.grad_accum=2/sharding.zero=1/compiler.unroll=True",
-    "2 queries a key: data2xfsdp2xtensor2/train.grad_accum=2/train.accumulate=layer",
     "2 queries a key: data2xtensor2xseq2/train.grad_accum=2/sharding.gather=forward",
     "biases: fsdp4xtensor2",
     "window: seq4",
@@ -157,7 +154,6 @@ SAMPLE_BF16 = (
     "2 queries a key: fsdp2xtensor2xseq2",
     "2 queries a key: data2xfsdp4/train.grad_accum=2/sharding.gather=step",
     "2 queries a key: fsdp8/sharding.zero=2",
-    "4 queries a key: seq4",
     "window: seq2/attention.context=ulysses",
 )
 

@@ -1,6 +1,7 @@
 """Plans of sequences that are split over GPUs: arithmetic by formula and by program, in equal parts; bounds below them."""
 
 import functools
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,12 @@ def planned(case: str) -> tuple[RunConfig, Plan]:
     return loaded.run, make_plan(loaded.run, NODE)
 
 
-@pytest.mark.parametrize("case", CASES)
+def sampled(*cases: str) -> list[Any]:
+    """The two that are compiled with --all-layouts alone are marked."""
+    return [pytest.param(case, marks=pytest.mark.more if case in ("gather", "ulysses x ring") else ()) for case in cases]
+
+
+@pytest.mark.parametrize("case", sampled(*CASES))
 def test_arithmetic_by_program_and_by_formula(case):
     run, plan = planned(case)
     assert plan.attention == "cudnn" and plan.mesh["seq"] == 4
@@ -44,7 +50,7 @@ def test_arithmetic_by_program_and_by_formula(case):
     assert 0 < least.step_s < plan.time.step_ms / 1e3 and 0 < least.memory_gib < plan.memory.taken_gib
 
 
-@pytest.mark.parametrize("case", ["ring", "ulysses", "gather", "ulysses x ring", "full remat"])
+@pytest.mark.parametrize("case", sampled("ring", "ulysses", "gather", "ulysses x ring", "full remat"))
 def test_ranks_do_equal_work_and_none_for_nothing(case):
     """What the program computes is what the causal mask asks of every rank: no rank idles, and no block is empty."""
     _, plan = planned(case)

@@ -23,6 +23,7 @@ MESHES = {
     "fsdp=2 x tensor=4": {"mesh.fsdp": 2, "mesh.tensor": 4},
     "fsdp=2 x tensor=2 x seq=2": {"mesh.fsdp": 2, "mesh.tensor": 2, "mesh.seq": 2},
 }
+OFTEN = {"fsdp=2 x tensor=2 x seq=2"}  # the matrix has three steps on the others; --all-layouts takes twenty on all
 STEPS = 20
 # All that can be switched on at once, to be split over a mesh too.
 EVERYTHING = {
@@ -65,7 +66,12 @@ def test_losses_fall(text):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "accum"), [*((m, 1) for m in MESHES), ("data=2 x fsdp=4", 2), ("fsdp=2 x tensor=2 x seq=2", 2)]
+    ("mesh", "accum"),
+    [
+        *(pytest.param(m, 1, marks=() if m in OFTEN else pytest.mark.more) for m in MESHES),
+        ("data=2 x fsdp=4", 2),
+        pytest.param("fsdp=2 x tensor=2 x seq=2", 2, marks=pytest.mark.more),
+    ],
 )
 def test_mesh_matches_one_device(mesh, accum, text):
     """Real text on the meshes without accumulation, made-up documents with it: both are compared with one plain run."""
@@ -81,6 +87,7 @@ def test_accumulation_matches_one_batch(text):
     assert_same_steps(helpers.tiny(source | {"train.grad_accum": 4}), helpers.tiny(source))
 
 
+@pytest.mark.more
 def test_every_feature_on_a_mesh():
     plain = {
         k: v for k, v in EVERYTHING.items() if k not in ("remat.policy", "remat.every", "attention.impl", "train.grad_accum")

@@ -166,7 +166,7 @@ def test_head_is_gathered_once_and_its_gradient_reduced_once(llama3_8b):
     ]
 
 
-@pytest.mark.parametrize("mesh", [("fsdp=4", "tensor=2"), ("data=2", "fsdp=4")])
+@pytest.mark.parametrize("mesh", [("fsdp=4", "tensor=2"), pytest.param(("data=2", "fsdp=4"), marks=pytest.mark.more)])
 def test_other_meshes_keep_weights_narrow(mesh):
     overrides = [f"--config.mesh.{m}" for m in mesh]
     step = compiled("--config=configs/llama3_8b.py", "--config.model.num_layers=4", *overrides)

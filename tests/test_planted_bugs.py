@@ -106,8 +106,18 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize("precision", ["f32", "bf16"])
-@pytest.mark.parametrize("bug", BUGS)
+# In bfloat16 the bounds are wider: the two bugs that change least.
+SMALLEST = ("wrong position offset on one rank", "dropped log-sum-exp")
+
+
+@pytest.mark.parametrize(
+    ("bug", "precision"),
+    [
+        pytest.param(bug, precision, marks=() if precision == "f32" or bug in SMALLEST else pytest.mark.more)
+        for bug in BUGS
+        for precision in ("f32", "bf16")
+    ],
+)
 def test_a_bug_is_found(bug, precision, monkeypatch):
     entry, plant = BUGS[bug]
     model, _ = matrix.MATRIX[entry]

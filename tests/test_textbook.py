@@ -38,7 +38,7 @@ def compared(name: str) -> tuple[Plan, list[Row]]:
         "tensor parallel",
         "context parallel, ring",
         "context parallel, Ulysses",
-        "context parallel, gathered keys",
+        pytest.param("context parallel, gathered keys", marks=pytest.mark.more),
     ],
 )
 def test_a_layout_moves_what_its_paper_says_and_nothing_else(name):

@@ -44,17 +44,13 @@ SEQ = {"mesh.fsdp": 2, "mesh.tensor": 2, "mesh.seq": 2}
 
 
 ALL = [*((m, s, 2) for m in MESHES for s in STAGES), *((LAST, s, 1) for s in STAGES)]
-# Every stage on all axes, and something of each on the others; --all-layouts tries all.
+# Almost every stage on all axes, and something of each on the others; --all-layouts tries all.
 SAMPLE = [
-    *((LAST, s, 2) for s in STAGES),
-    ("fsdp=8", "zero=0", 2),
+    *((LAST, s, 2) for s in STAGES if s != "step"),
     ("data=2 x fsdp=4", "zero=1", 2),
     ("fsdp=4 x tensor=2", "zero=2", 2),
-    ("data=2 x fsdp=4", "zero=3", 2),
-    ("fsdp=4 x tensor=2", "forward", 2),
     ("fsdp=8", "step", 2),
     (LAST, "zero=1", 1),
-    (LAST, "zero=2", 1),
 ]
 
 
@@ -77,7 +73,15 @@ def test_the_sample_has_every_mesh_and_stage():
     assert {m for m, _, _ in SAMPLE} == {*MESHES} and {s for _, s, _ in SAMPLE} == {*STAGES} and {*SAMPLE} <= {*ALL}
 
 
-@pytest.mark.parametrize(("stage", "accum"), [("zero=0", 2), ("zero=1", 2), ("zero=2", 1), ("forward", 2)])
+@pytest.mark.parametrize(
+    ("stage", "accum"),
+    [
+        ("zero=0", 2),
+        pytest.param("zero=1", 2, marks=pytest.mark.more),
+        pytest.param("zero=2", 1, marks=pytest.mark.more),
+        ("forward", 2),
+    ],
+)
 def test_a_sequence_axis_splits_weights_too(stage, accum):
     run = helpers.tiny(MODEL | SEQ | STAGES[stage] | {"train.grad_accum": accum})
     assert_same_steps(run, helpers.tiny(MODEL))
@@ -97,7 +101,7 @@ def test_a_tied_head_on_a_mesh(stage):
     "remat",
     [
         {"remat.policy": "full", "remat.every": 2},
-        {"remat.policy": "dots"},
+        pytest.param({"remat.policy": "dots"}, marks=pytest.mark.more),
         {"remat.policy": "custom", "remat.tensors": "q=keep,mlp_up=keep"},
     ],
     ids=lambda remat: remat["remat.policy"],
@@ -112,7 +116,7 @@ def test_kept_weights_under_every_policy(remat):
     [
         ({"remat.policy": "none"}, 3),
         ({"remat.policy": "full"}, 1),
-        ({"remat.policy": "dots"}, 3),
+        pytest.param({"remat.policy": "dots"}, 3, marks=pytest.mark.more),
         ({"remat.policy": "attention", "train.grad_accum": 2}, 3),
     ],
     ids=lambda x: x.get("remat.policy") if isinstance(x, dict) else None,
@@ -132,7 +136,7 @@ def test_gathering_once_a_step_is_stage_1():
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize("stage", ["zero=0", "zero=1", "zero=2"])
+@pytest.mark.parametrize("stage", ["zero=0", pytest.param("zero=1", marks=pytest.mark.more), "zero=2"])
 def test_gradients_of_weights_in_bfloat16_are_float32(stage, tmp_path):
     """A weight held in bfloat16 does not round its gradient: sums over microbatches and devices are those of float32."""
     path = tmp_path / "text.tok"
