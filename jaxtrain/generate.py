@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxtrain import config
 from jaxtrain.config import RunConfig
+from jaxtrain.data.tokenizer import TokenizerError
 from jaxtrain.hf.model import alone, read_params, run_at
 from jaxtrain.kernels import attention
 from jaxtrain.kernels.dot import DTYPES
@@ -91,7 +92,7 @@ def choose(logits_V: jax.Array, key: jax.Array, temperature: float, top_p: float
 
 def continue_text(sampler: Sampler, params: Params, tokenizer: Any, ask: config.Sample, room: int = 0) -> str:
     """The prompt and its continuation, up to the end of the document or max_tokens. `room`: see Sampler.tokens."""
-    prompt = prompt_ids(tokenizer, ask.prompt)
+    prompt = prompt_ids(tokenizer, ask.prompt, sampler.run.model.vocab_size)
     made: list[int] = []
     how = {"temperature": ask.temperature, "top_p": ask.top_p, "seed": ask.seed}
     for token in sampler.tokens(params, prompt, max_tokens=ask.max_tokens, room=room, **how):
@@ -101,15 +102,25 @@ def continue_text(sampler: Sampler, params: Params, tokenizer: Any, ask: config.
     return tokenizer.decode([*prompt[len(tokenizer.bos) :], *made])
 
 
-def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
-    """As a document begins; a line's end where there is nothing at all to go on from."""
-    return [*tokenizer.bos, *tokenizer.encode(prompt)] or tokenizer.encode("\n")
+def prompt_ids(tokenizer: Any, prompt: str, vocab_size: int) -> list[int]:
+    """As a document begins; a line's end where there is nothing at all to go on from.
+
+    Raises TokenizerError for an id that the model does not have: the tokenizer is not that of its training.
+    """
+    ids = [*tokenizer.bos, *tokenizer.encode(prompt)] or tokenizer.encode("\n")
+    if max(ids) >= vocab_size:
+        raise TokenizerError(
+            f"tokenizer {tokenizer.name!r} gives the id {max(ids)} for the prompt {prompt!r}, and the model has "
+            f"{vocab_size}. Name the tokenizer that it was trained with."
+        )
+    return ids
 
 
 def continue_all(sampler: Sampler, params: Params, tokenizer: Any, ask: config.Sample) -> list[str]:
     """The same for each of the prompts that `ask.prompt` holds."""
     asks = [dataclasses.replace(ask, prompt=prompt) for prompt in prompts(ask.prompt)]
-    room = max(len(prompt_ids(tokenizer, one.prompt)) for one in asks) + ask.max_tokens
+    vocab_size = sampler.run.model.vocab_size
+    room = max(len(prompt_ids(tokenizer, one.prompt, vocab_size)) for one in asks) + ask.max_tokens
     return [continue_text(sampler, params, tokenizer, one, room) for one in asks]
 
 

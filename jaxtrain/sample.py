@@ -52,7 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"[{Path(args.workdir)}, step {step}]", file=sys.stderr)
     # A run that writes no samples says max_tokens = 0.
     ask = dataclasses.replace(run.sample, **{"max_tokens": run.sample.max_tokens or config.Sample().max_tokens, **given})
-    print(*continue_all(sampler, params, tokenizer, ask), sep="\n\n")
+    try:
+        texts = continue_all(sampler, params, tokenizer, ask)
+    except TokenizerError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(*texts, sep="\n\n")
     return 0
 
 

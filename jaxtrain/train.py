@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import ml_collections
 
-from jaxtrain import compiler, config, hardware, metrics, step
+from jaxtrain import compiler, config, generate, hardware, metrics, samples, step
 from jaxtrain.between import HeldOut, Samples
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.config import ConfigError, RunConfig, to_dict
@@ -99,8 +99,10 @@ def attempt(run: RunConfig, workdir: Path, launch: Launch) -> Result:
         chosen = compiler.choose(program, compiler.card_of(jax.local_devices()[0], run.train.memory_fraction))
         start = decide_start(run, checkpoints, program)
         train_data, held_out = open_data(run, program)
-        # Loaded now although it is used at the end: a missing tokenizer should not be found out after the last step.
+        # Now, although they are used later: a tokenizer that is missing, or of another model, should not end a run half-way.
         tokenizer = load_tokenizer(run.data.tokenizer) if run.sample.max_tokens and not train_data.synthetic else None
+        for prompt in samples.prompts(run.sample.prompt) if tokenizer else ():
+            generate.prompt_ids(tokenizer, prompt, run.model.vocab_size)
     except ConfigError as error:
         return refused(error.problems)
     except (CheckpointError, HuggingFaceError, LayoutError, Unsupported, TokenizerError) as error:

@@ -23,7 +23,7 @@ import tokenizers.pre_tokenizers
 import tokenizers.processors
 import tokenizers.trainers
 
-from jaxtrain import config, generate
+from jaxtrain import config, generate, train
 from jaxtrain.data import bench, pipeline, prepare, readers, shards, stdlib, tokenfile, windows
 from jaxtrain.data import tokenizer as text_tokenizers
 from jaxtrain.data.__main__ import main
@@ -539,9 +539,31 @@ def test_what_begins_a_document_is_the_tokenizers_own(tmp_path, bpe, monkeypatch
     pieces = TokenFile.open(tmp_path / "b.txt.tok")
     assert np.flatnonzero(np.asarray(pieces.tokens) == tok.bos[0]).tolist() == [0]
     assert tok.decode(pieces.tokens[1:-1]) == documents[0]
-    assert generate.prompt_ids(tok, "def") == package.encode("def").ids[:-1]
-    assert generate.prompt_ids(tok, "") == [*tok.bos]
-    assert generate.prompt_ids(BYTE, "") == BYTE.encode("\n")
+    assert generate.prompt_ids(tok, "def", 600) == package.encode("def").ids[:-1]
+    assert generate.prompt_ids(tok, "", 600) == [*tok.bos]
+    assert generate.prompt_ids(BYTE, "", 257) == BYTE.encode("\n")
+    with pytest.raises(text_tokenizers.TokenizerError, match="gives the id .* and the model has 3"):
+        generate.prompt_ids(tok, "def", 3)
+
+
+def test_a_prompt_that_the_model_cannot_read_is_refused_before_the_run(tmp_path, bpe, monkeypatch):
+    """A model as small as its file's largest id trains; a prompt of other tokens would end it at the first sample."""
+    monkeypatch.chdir(tmp_path)
+    tok = text_tokenizers.load_tokenizer(str(bpe))
+    with TokenWriter(tmp_path / "low.tok", text_tokenizers.info(tok)) as writer:
+        for _ in range(40):
+            writer.write([5, 6, 7, 8] * 40, 160)
+            writer.end_document()
+    asked = config.default_config()
+    asked.model.update(num_layers=1, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=16)
+    asked.data.update(source="low.tok", tokenizer=str(bpe), seq_len=64)
+    asked.train.update(steps=1, global_batch=8)
+    asked.optimizer.warmup_steps = 0
+    asked.sample.update(prompt="def", max_tokens=4)
+    asked.eval.every_steps, asked.paths.cache = 0, ""
+    with pytest.raises(config.ConfigError, match="the prompt 'def', and the model has 16"):
+        train.run(asked, "run")
+    assert not (tmp_path / "run").exists()
 
 
 # checks before a run
