@@ -308,7 +308,7 @@ class Sample:
     """Texts that the model writes at the end of training, and on the way."""
 
     every_steps: int = key(0, "and after the last step; 0: only then")
-    prompt: str = key("", "continued by the model; several are separated by ||; '': a line break")
+    prompt: str = key("", "continued by the model; several are separated by ||; '': what begins a document, or a line break")
     max_tokens: int = key(256, "tokens to write; 0: no sample")
     temperature: float = key(0.8, "0: always the likeliest token")
     top_p: float = key(0.95, "keep the likeliest tokens whose probabilities sum to this")

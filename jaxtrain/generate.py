@@ -105,9 +105,12 @@ def continue_text(sampler: Sampler, params: Params, tokenizer: Any, ask: config.
 def prompt_ids(tokenizer: Any, prompt: str, vocab_size: int) -> list[int]:
     """As a document begins; a line's end where there is nothing at all to go on from.
 
-    Raises TokenizerError for an id that the model does not have: the tokenizer is not that of its training.
+    Raises TokenizerError for an id that the model does not have (the tokenizer is not that of its training), and where there
+    is nothing to go on from at all.
     """
     ids = [*tokenizer.bos, *tokenizer.encode(prompt)] or tokenizer.encode("\n")
+    if not ids:
+        raise TokenizerError(f"tokenizer {tokenizer.name!r} makes no token of the prompt {prompt!r}: give another prompt")
     if max(ids) >= vocab_size:
         raise TokenizerError(
             f"tokenizer {tokenizer.name!r} gives the id {max(ids)} for the prompt {prompt!r}, and the model has "

@@ -67,6 +67,7 @@ def harness_model() -> type:
 
         @property
         def prefix_token_id(self) -> int:
+            """What stands before a text without a context: the harness has room for one token."""
             return self.ids.bos[-1] if self.ids.bos else self.ids.eot
 
         @property

@@ -11,6 +11,7 @@ import sys
 import threading
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -542,6 +543,8 @@ def test_what_begins_a_document_is_the_tokenizers_own(tmp_path, bpe, monkeypatch
     assert generate.prompt_ids(tok, "def", 600) == package.encode("def").ids[:-1]
     assert generate.prompt_ids(tok, "", 600) == [*tok.bos]
     assert generate.prompt_ids(BYTE, "", 257) == BYTE.encode("\n")
+    with pytest.raises(text_tokenizers.TokenizerError, match="makes no token of the prompt ''"):
+        generate.prompt_ids(SimpleNamespace(name="words", bos=(), encode=str.split), "", 257)
     with pytest.raises(text_tokenizers.TokenizerError, match="gives the id .* and the model has 3"):
         generate.prompt_ids(tok, "def", 3)
 

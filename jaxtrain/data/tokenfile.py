@@ -2,7 +2,7 @@
 
     bytes 0..63    preamble: magic, format version, where the header lies and its crc32
     tokens         uint16 or uint32, little-endian; every document begins with what the tokenizer puts before a text, if
-                   anything, and ends with its end-of-text id
+                   anything (made with --chat: what the template writes), and ends with its end-of-text id
     padding        to a multiple of 8
     loss           in files made with --chat: one bit a token, lowest bit first, set where the token counts as a target;
                    padding to a multiple of 8

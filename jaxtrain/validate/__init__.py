@@ -47,6 +47,7 @@ def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
     values = dict(flatten(to_dict(run)))
     problems = [*choices(values), *ranges(values)]
     bad = {p.key for p in problems}
+    problems += check_layout(run, devices, bad)
     problems += _model(run, bad)
     problems += _remat(run, bad)
     problems += _fp8(run, devices, bad)
@@ -54,7 +55,6 @@ def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
     problems += _attention(run, devices, bad)
     problems += _schedule(run, bad)
     problems += groups.problems(run.optimizer.groups, run.optimizer.name)
-    problems += check_layout(run, devices, bad)
     problems += _lora(run, bad)
     return problems
 
