@@ -140,7 +140,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     part = config.getoption("--part")
     if part:
         items[:] = [item for item in items if getattr(item, "callspec", None) and item.callspec.params.get("part") == part]
-    if not config.getoption("--all-layouts"):
+    if not (config.getoption("--all-layouts") or part):
         more = [item for item in items if item.get_closest_marker("more")]
         config.hook.pytest_deselected(items=more)
         items[:] = [item for item in items if item not in more]

@@ -228,13 +228,13 @@ KEPT = [{"remat.policy": p} for p in ("full", "dots", "attention")] + [{"remat.p
 
 
 @pytest.mark.parametrize(
-    "how", [*KEPT, {"compiler.unroll": True}], ids=lambda how: ",".join(f"{k}={v}" for k, v in how.items())
+    "how",
+    [KEPT[0], KEPT[-1], *(pytest.param(how, marks=pytest.mark.more) for how in (*KEPT[1:-1], {"compiler.unroll": True}))],
+    ids=lambda how: ",".join(f"{k}={v}" for k, v in how.items()),
 )
 @sample("gemma3")
-def test_family_gradients_do_not_depend_on_how_layers_are_run(part, run, how, request):
+def test_family_gradients_do_not_depend_on_how_layers_are_run(part, run, how):
     """What the backward pass keeps or computes again, and a loop over layers or none, change no gradient."""
-    if not request.config.getoption("part") and not request.config.getoption("all_layouts") and how not in (KEPT[0], KEPT[-1]):
-        pytest.skip("--all-layouts tries it")
     tree = config.to_dict(run)
     for key, value in how.items():
         section, name = key.split(".")
