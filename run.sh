@@ -13,7 +13,7 @@ root=$(CDPATH='' cd -P -- "$(dirname -- "$self")" && pwd)
 venv=$root/.venv
 stamp=$venv/.jaxtrain # what is installed; written last, so a broken installation has none
 
-say() { printf 'run.sh: %s\n' "$*" >&2; }
+say() { printf 'run.sh: %s\n' "$*" >&2 || true; } # where a terminal was lost, nobody reads it
 
 fail() { # fail EXIT_CODE MESSAGE
   say "$2"
@@ -62,6 +62,14 @@ removed then. Delete .venv to start anew.
   JAXTRAIN_CUDA=12|13   install CUDA 12 or 13. Not set: 12 with an NVIDIA GPU; without one the CPU and, on Linux, the
                         compiler that plans for GPUs
   JAXTRAIN_DRY_RUN=1    say what would be installed and run, and do neither
+
+Training is started again, and goes on from its newest checkpoint, after exit 75 (a peer died, its time limit, a signal to it
+alone) and 124 (the watchdog ended a hang); but not after a signal to run.sh, which is passed on, nor in the last ten minutes of a
+Slurm job. Where something else ends the job at train.max_minutes, set JAXTRAIN_RESTARTS=0. Restarts need bash 4.3.
+
+  JAXTRAIN_RESTARTS=N       at most N restarts in a row without progress; default 3. 0: none, and Python takes run.sh's place
+  JAXTRAIN_RESTART_WAIT=S   seconds before the first of them, doubled up to 60; default 1
+  JAXTRAIN_RESTART_RESET=S  an attempt that lasted S seconds and did not hang made progress; default 600
 TEXT
 }
 
@@ -213,6 +221,141 @@ start() { # becomes the environment's Python, with the repository importable and
   PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$venv/bin/python" "$@"
 }
 
+# --- Training, and again ---------------------------------------------------------------------------------------------------
+
+whole() { # whole NAME DEFAULT: prints what the variable NAME holds, a whole number
+  local value=${!1-}
+  value=${value:-$2}
+  [[ $value =~ ^[0-9]{1,6}$ ]] || fail 2 "$1=$value: must be a whole number from 0 to 999999; unset it for $2"
+  echo $((10#$value)) # 010 is ten
+}
+
+child='' # the running attempt
+asked='' # the last signal that asked this script to end
+heard=no # whether a signal ended the last `wait`
+
+# Whoever signals this script may have signalled the attempt as well (a terminal signals the whole process group, a scheduler
+# all processes of the job or only this one), and nobody can tell here. So each signal is passed on, once, whatever its way: the
+# trainer takes two within 0.2 s for one request.
+hear() {
+  heard=yes
+  if [[ $1 != USR2 ]]; then asked=$1; fi # USR2 asks for a trace
+  if [[ -n $child ]]; then kill -s "$1" "$child" 2>/dev/null || true; fi
+}
+
+await() { # await PID: until it has ended; sets code
+  while :; do
+    heard=no code=0
+    wait "$1" 2>/dev/null || code=$? # silent: bash would tell of deaths by a signal with this script's line number
+    [[ $heard == yes ]] || return 0
+    # A signal came: then `wait` returned because of it, or had the true code already, which it tells a second time.
+  done
+}
+
+attempt() { # attempt ARGUMENTS: one run, in the same process group and with the same stdin; sets code
+  (
+    trap - INT QUIT # which bash lets everything with & ignore
+    trap '' USR2    # until the trainer listens; it would end Python
+    start "$@"
+  ) <&0 &
+  child=$!
+  # A signal that came before there was a child to pass it to. TERM, because the others are lost on a shell that is just forked.
+  if [[ -n $asked ]]; then kill -s TERM "$child" 2>/dev/null || true; fi
+  await "$child"
+  child=''
+}
+
+explain() { # what `code` means; sets `why`, and `code` to one of ours where a signal was the death
+  local signal=''
+  if ((code > 128 && code != 130)); then signal=$(kill -l $((code - 128)) 2>/dev/null) || true; fi
+  why=${signal:+killed by signal $((code - 128)), $signal}
+  case $signal:$code in
+    :75) why="start me again: a peer died, its time limit, or a signal" ;;
+    :124) why="the watchdog ended a hang" ;;
+    ABRT:*) why="$why, as jax ends a run whose peer died" ;;
+    TERM:* | USR1:*) why="$why, before it listened" ;;
+    # Not started again: what took all the memory once will again, and whoever sends this signal means an end.
+    KILL:*) why="$why: out of memory (dmesg tells), or somebody's kill -9" ;;
+    # Nor this: a fault in native code is to be looked at, and it may have harmed what a restart reads.
+    SEGV:* | BUS:*) why="$why: a fault outside Python" ;;
+  esac
+  why="exit $code${why:+ ($why)}"
+  case $signal in ABRT | TERM | USR1) code=75 ;; esac
+}
+
+rest() { # rest SECONDS, before an attempt; a signal ends it and this script
+  local nap
+  sleep "$1" &
+  nap=$!
+  while [[ -z $asked ]]; do
+    heard=no
+    wait "$nap" 2>/dev/null || true
+    [[ $heard == yes ]] || break
+  done
+  if [[ -n $asked ]]; then
+    kill "$nap" 2>/dev/null || true
+    say "not started again, because run.sh was sent $asked"
+    if [[ $asked == INT ]]; then exit 130; else exit 75; fi
+  fi
+}
+
+train() { # train ARGUMENTS: python -m jaxtrain.main, and again after an end that asks for it; never returns
+  local limit first reset signal began pause code why row=0 total=0
+  limit=$(whole JAXTRAIN_RESTARTS 3)
+  first=$(whole JAXTRAIN_RESTART_WAIT 1)
+  reset=$(whole JAXTRAIN_RESTART_RESET 600)
+  # In older ones what is started with & can never be made to hear Ctrl-C.
+  if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 403)); then
+    if [[ -n ${JAXTRAIN_RESTARTS-} ]] && ((limit > 0)); then
+      fail 2 "JAXTRAIN_RESTARTS=$JAXTRAIN_RESTARTS: restarts need bash 4.3 or later, and this is $BASH_VERSION; unset it, or install a newer bash"
+    fi
+    limit=0
+  fi
+  prepare -
+  if [[ -n ${JAXTRAIN_DRY_RUN-} ]] || ((limit == 0)); then start -m jaxtrain.main "$@"; fi
+
+  unset JAXTRAIN_RESTART                    # the first attempt is none
+  { : <&0; } 2>/dev/null || exec </dev/null # a daemon's stdin may be closed
+  # HUP and QUIT too: the run must not outlive this script.
+  for signal in TERM INT HUP QUIT USR1 USR2; do
+    # shellcheck disable=SC2064 # its value now
+    trap "hear $signal" "$signal"
+  done
+  pause=$first
+  while :; do
+    began=$SECONDS
+    attempt -m jaxtrain.main "$@"
+    # The time says nothing of one that hung: most of it may have been the watchdog's patience.
+    if ((code != 124 && SECONDS - began >= reset)); then row=0 pause=$first; fi
+    explain
+    case $code in
+      75 | 124) ;;
+      *)
+        if ((code > 128 && code != 130)); then say "$why: not started again"; fi
+        exit "$code"
+        ;;
+    esac
+    if [[ -n $asked ]]; then
+      say "$why: not started again, because run.sh was sent $asked"
+      exit "$code"
+    fi
+    # Near the end of a Slurm job the time limit (train.max_minutes=auto) is why it ended, and no attempt would get anywhere.
+    if [[ ${SLURM_JOB_END_TIME-} =~ ^[0-9]{1,12}$ ]] && ((SLURM_JOB_END_TIME - $(date +%s) < 600)); then
+      say "$why: not started again in the last ten minutes of the job (SLURM_JOB_END_TIME=$SLURM_JOB_END_TIME)"
+      exit "$code"
+    fi
+    if ((row == limit)); then
+      say "$why: not started again, after $row in a row without progress (JAXTRAIN_RESTARTS=$limit)"
+      exit "$code"
+    fi
+    row=$((row + 1)) total=$((total + 1))
+    say "$why: starting again in $pause s, restart $row of $limit"
+    rest "$pause"
+    if ((pause < 60)); then pause=$((pause * 2 < 60 ? pause * 2 : 60)); fi
+    export JAXTRAIN_RESTART=$total # of them all, for the receipt
+  done
+}
+
 # --- The command line ------------------------------------------------------------------------------------------------------
 
 case ${1-} in
@@ -220,14 +363,16 @@ case ${1-} in
     usage
     ;;
   '')
-    prepare -
     config=configs/tiny.py
     [[ $PWD -ef $root ]] || config=$root/$config
-    start -m jaxtrain.main --config="$config"
+    train --config="$config"
     ;;
   -*)
-    prepare -
-    start -m jaxtrain.main "$@"
+    train "$@"
+    ;;
+  main)
+    shift
+    train "$@"
     ;;
   setup)
     prepare -

@@ -1,6 +1,7 @@
 """What a run does between its steps: loss on held-out text, and samples. Neither changes what is learnt."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from jaxtrain import evaluate, generate
@@ -26,11 +27,19 @@ class HeldOut:
         """Whether held-out text is looked at after this step."""
         return bool(self._sets) and (done == self._run.train.steps or done % self._run.eval.every_steps == 0)
 
-    def evaluate(self, compiled: Any, params: Params, done: int) -> None:
-        """To metrics, log and receipt. compiled: the evaluation step."""
-        program, lines = self._program, []
+    def evaluate(self, compiled: Any, params: Params, done: int, unwanted: Callable[[], bool] = lambda: False) -> None:
+        """To metrics, log and receipt, once all sets are evaluated; nothing where `unwanted()` came true before that.
+
+        compiled: the evaluation step.
+        """
+        program, lines, found = self._program, [], {}
         for name, batches in self._sets.items():
-            loss = evaluate.evaluate(compiled, params, batches, program.eval_batch, program.context, self._run.eval.batches)
+            how = (program.eval_batch, program.context, self._run.eval.batches, unwanted)
+            found[name] = evaluate.evaluate(compiled, params, batches, *how)
+            if found[name] is None:
+                return
+        for name, loss in found.items():
+            batches = self._sets[name]
             bits, perplexity = evaluate.bits_per_byte(loss, batches.bytes_per_token), evaluate.perplexity(loss)
             lines.append(self._writers.eval(step=done, loss=loss, bits_per_byte=bits, perplexity=perplexity, name=name))
             said = f"step {done}: held-out loss {f'of {name} ' if name else ''}{loss:.4f}"

@@ -222,6 +222,25 @@ class Train:
     freeze: str = key("", "parameters that stay as they are, comma-separated patterns of names: embed.*,layers.mlp.*,head")
     seed: int = key(0, "initial weights")
     memory_fraction: float = key(0.0, "part of GPU memory for JAX; 0: all but the reserve for cuDNN, NCCL and the context")
+    max_minutes: str = key(
+        "", "leave with exit code 75 after so many minutes, state saved | auto: before Slurm's end of the job"
+    )
+    spike: float = key(
+        0.0,
+        "a step is skipped where loss or gradient norm is so many robust standard deviations above the last 128; 0: only where "
+        "one is not finite",
+    )
+    on_divergence: str = key(
+        "stop", "after max_skips: stop (exit code 76) | rollback (to the last good checkpoint, and past the data that did it)"
+    )
+    max_skips: int = key(8, "so many skipped steps in a row are a divergence")
+    timeouts: str = key(
+        "", "seconds until a hang is ended, as step=900,data=300: startup, compile, step, checkpoint, data; 0: never"
+    )
+    verify_every: int = key(0, "take every so many steps twice and compare all bits, to find faulty hardware; 0: never")
+    deterministic: bool = key(
+        False, "the same bits from every run on the same GPUs: slower kernels, and XLA's choices kept with the run"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

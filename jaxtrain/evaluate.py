@@ -1,22 +1,45 @@
 """Loss on held-out text."""
 
 import math
+from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from jaxtrain.context import Context
 from jaxtrain.loss import Batch
 from jaxtrain.models.module import Params
-from jaxtrain.step import place_batch
+from jaxtrain.step import place_batch, rows_here
 
 
-def evaluate(eval_step: Any, params: Params, batches: Any, abstract: Batch, context: Context, count: int) -> float:
-    """Mean loss in nats per predicted token over batches 0 .. count - 1 of a source: the same ones at every call.
+def evaluate(
+    eval_step: Any,
+    params: Params,
+    batches: Any,
+    abstract: Batch,
+    context: Context,
+    count: int,
+    unwanted: Callable[[], bool] = lambda: False,
+) -> float | None:
+    """Mean loss in nats per predicted token over batches 0 .. count - 1 of a source: the same ones at every call. None once
+    `unwanted()` is true, which is asked for each batch.
 
     eval_step: compiled, see step.make_eval_step. batches: the data interface, with `.batch(i)`. The sums are added up in
     float64 on the host, so the result does not depend on the order of arrival.
     """
-    sums = [eval_step(params, place_batch(batches.batch(i), abstract, context)) for i in range(count)]
-    loss, weight = (math.fsum(float(s[k]) for s in sums) for k in (0, 1))
+    rows = rows_here(abstract)
+    made = []
+    for i in range(count):
+        if unwanted():
+            return None
+        host = batches.batch(i) if rows is None else batches.batch(i, np.asarray(rows))
+        made.append(eval_step(params, place_batch(host, abstract, context, rows)))
+    sums = []
+    for one in made:
+        if unwanted():
+            return None
+        sums.append(tuple(map(float, one)))
+    loss, weight = (math.fsum(s[k] for s in sums) for k in (0, 1))
     return loss / weight if weight else math.nan
 
 

@@ -191,6 +191,11 @@ def memory_fraction(total_gib: float, configured: float = 0.0) -> float:
     return round(1 - min(RESERVE_GIB, RESERVE_MOST * total_gib) / total_gib, 4)
 
 
+# What makes programs on GPUs give the same bits each time: XLA's options, and NCCL's algorithms (as in Megatron-LM's guide to
+# deterministic training).
+REPEATABLE = {"xla_gpu_deterministic_ops": True, "xla_gpu_exclude_nondeterministic_ops": True}
+NCCL_ALGO = "^NVLS"
+
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # pinned host memory of a process; XLA's default is 64
 HOST_SHARE = 0.8  # of the host's memory may be pinned for copies of the state while they are saved
 

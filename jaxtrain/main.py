@@ -36,8 +36,8 @@ peer died); 76 diverged; 130 Ctrl-C, state saved; 1 anything else. SIGUSR2 takes
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code."""
+def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
+    """Runs the command line and returns its exit code. own_process: see train.attempt."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         configs = sorted(p.stem for p in (launch.REPO / "configs").glob("*.py"))
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from jaxtrain import train
 
-        result = train.attempt(loaded.run, workdir, loaded.launch)
+        result = train.attempt(loaded.run, workdir, loaded.launch, own_process=own_process)
     except KeyboardInterrupt:  # in the seconds before the run listens to signals itself, and after
         print("\nCtrl-C: stopped.", file=sys.stderr)
         return INTERRUPTED
@@ -77,4 +77,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # asks for a trace; before there are steps to trace it must end nothing
-    sys.exit(main())
+    sys.exit(main(own_process=True))

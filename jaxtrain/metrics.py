@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -54,7 +55,8 @@ def write_atomic(path: Path, data: str | bytes) -> None:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write that becomes `path` when the block ends well, and vanishes when it raises."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # The watchdog and the listener for signals write too, at a run's end, from threads of their own.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         with open(temporary, "wb") as file:
             yield file
@@ -249,6 +251,10 @@ class Writers:
         for tracker in self._trackers:
             tracker.rewind(step, read(self.path) if kept else (), still, dropped)
         return Rewound(kept, dropped, cut)
+
+    def evaluated(self) -> set[int]:
+        """Steps whose held-out loss is written."""
+        return {line["step"] for line in read(self.path) if line["kind"] == "eval"} if self.path.exists() else set()
 
     def close(self, exit_code: int | None = None) -> None:
         """Flush to disk and close. Writing again afterwards reopens, as long as no exit code was given."""

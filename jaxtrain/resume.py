@@ -29,6 +29,13 @@ TABLE = (
         "free",
         "how the same step is computed",
     ),
+    Row(
+        ("train.max_minutes", "train.timeouts", "train.verify_every", "train.on_divergence", "train.max_skips"),
+        "free",
+        "when a run leaves, or is looked at",
+    ),
+    Row(("train.spike",), "free", "steps from here on; what earlier ones were compared with is stored in any case"),
+    Row(("train.deterministic",), "free", "other kernels: the numbers differ by rounding"),
     Row(("train.steps",), "free", "a run may go on for longer; a schedule that ends with the last step ends later"),
     Row(
         ("optimizer.lr", "optimizer.lr_min", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.decay_steps"),

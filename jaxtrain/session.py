@@ -1,21 +1,22 @@
-"""An attempt at a run while it trains, chapter by chapter: what it is, the compiled step, the first state, the loop, saves."""
+"""An attempt at a run while it trains, chapter by chapter: the compiled step, the first state, the loop, saves."""
 
 import dataclasses
 import importlib.metadata
 import math
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxtrain import checkpoint, compiler, config, flops, hardware, metrics, profiling, state, step, throughput
+from jaxtrain import compiler, config, flops, hardware, metrics, profiling, state, step, throughput
+from jaxtrain.announce import announce
 from jaxtrain.between import HeldOut, Samples
-from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.checkpoint import CheckpointError, Checkpoints, Damaged, Failed, Saved
 from jaxtrain.config import RunConfig
-from jaxtrain.data import pipeline
+from jaxtrain.distributed import Peers
+from jaxtrain.loop import Loop
 from jaxtrain.memory import (
     OutOfMemory,
     check_host_memory,
@@ -26,19 +27,16 @@ from jaxtrain.memory import (
     size,
     taken_gib,
 )
-from jaxtrain.models.module import part
 from jaxtrain.plan.expect import Watch, expect
 from jaxtrain.progress import Console
 from jaxtrain.receipt import Receipt
-from jaxtrain.sharding import left_whole
 from jaxtrain.signals import Stop
-from jaxtrain.start import Start, base_of, initial_state
+from jaxtrain.start import Start, base_of, decide_start, initial_state
+from jaxtrain.watchdog import Watchdog
 
 DONE, FAILED = 0, 1
-
-
-class Diverged(RuntimeError):
-    """The loss or the gradient is no number any more."""
+FAILED_SAVES = 3  # in a row end a run: what it learns would be lost
+AGAIN_S = 5.0  # after which the save of a last step is tried again
 
 
 @dataclasses.dataclass
@@ -69,38 +67,72 @@ class Session:
         train_data: Any,
         held_out: HeldOut,
         samples: Samples,
+        peers: Peers,
+        watchdog: Watchdog,
+        argv: tuple[str, ...],
     ):
         self.run, self.workdir, self.console, self.stop = run, workdir, console, stop
         self.receipt, self.checkpoints, self.program, self.start = receipt, checkpoints, program, start
-        self.writers = writers
+        self.writers, self.peers, self.watchdog, self.argv = writers, peers, watchdog, argv
         self.chosen = chosen  # XLA's options
-        self.asked = run  # `run` as configured; compiling may settle what remat.policy=auto keeps
+        self.asked_run = run  # `run` as configured; compiling may settle what remat.policy=auto keeps
         self.train_data, self.held_out, self.samples = train_data, held_out, samples
         self.tokens_per_step = run.train.global_batch * run.data.seq_len
         self.saved_at = start.step if start.resumed else -1
+        self.blocked_s = 0.0  # that the loop waited for saves, since it last looked
+        self.failed_saves = 0  # in a row
         self.watch: Watch | None = None  # planned beside measured, on GPUs that the plan knows
         self.base: dict[str, str] = {}  # what checkpoints say of the weights that adapters stand beside
-        self.loss: float | None = None  # of the newest step whose metrics have arrived
+        self.loss: float | None = None  # of the newest step that was taken and whose metrics have arrived
         self.done = start.step  # optimizer steps taken
+        self._heard: list[tuple[int, float, float]] = []  # the last steps: number, loss, when
+        self._saving: int | None = None  # the watchdog's token of the save under way
+        self.longest_save_s = 0.0
+
+    @property
+    def asked(self) -> bool:
+        """Whether this run has been asked to stop."""
+        return self.peers.stop_reason is not None
+
+    def may_start(self, step: int) -> bool:
+        """Whether a step, by its number, is to be taken. Several processes agree on the last one; one alone just ends."""
+        return not self.asked if self.peers.count == 1 else self.peers.may_start(step)
 
     def train(self) -> tuple[int, str]:
         """The chapters of a run. Returns (exit code, reason)."""
-        self.announce()
+        announce(self.run, self.program, self.start, self.train_data, self.checkpoints.directory, self.console)
         if self.start.step == self.run.train.steps:
             return self.nothing_left()
-        with out_of_memory_explained(self.run, {}):
+        with out_of_memory_explained(self.run, {}), self.watchdog.phase("compile"):
             compiled = self.compile()
         with out_of_memory_explained(self.run, compiled.memory):
             current = self.begin()
             self.rewind()
-            current, done = self.loop(current, compiled)
-            self.finish_saves()
-            if self.stop:
-                saved = f"state saved at step {done}" if done else "before the first step, nothing to save"
-                self.console.say(f"{self.stop.name}: {saved}; the same command goes on from there.")
-                return self.stop.exit_code or FAILED, f"{self.stop.reason} at step {done}"
-            self.samples.write(state.weights(current), done)
-        return DONE, f"{done} steps done"
+            loop = Loop(self, current, compiled)
+            del current  # the loop gives it away
+            loop.run()
+            self.finish_saves(loop)
+            if self.asked and loop.done < self.run.train.steps:
+                return self.left(loop.done)
+            if self.failed_saves:
+                raise CheckpointError(
+                    "the last step could not be saved, as the log says. The newest checkpoint stands: start again."
+                )
+            self.samples.write(state.weights(loop.current), loop.done)
+        return DONE, f"{loop.done} steps done"
+
+    def left(self, done: int) -> tuple[int, str]:
+        """Ended because that was asked for."""
+        why = self.peers.stop_reason or ""
+        name = "Ctrl-C" if why == "SIGINT" else why
+        if self.saved_at == done and not self.failed_saves:
+            saved = f"state saved at step {done}"
+        elif self.saved_at >= 0:
+            saved = f"the newest checkpoint is step {self.saved_at}"
+        else:
+            saved = "before the first step, nothing to save"
+        self.console.say(f"{name}: {saved}; the same command goes on from there.")
+        return self.stop.exit_code_of(why), f"{why} at step {done}"
 
     def nothing_left(self) -> tuple[int, str]:
         """All steps were done before. What may be missing is the sample, if the run was stopped before it."""
@@ -113,60 +145,48 @@ class Session:
         return DONE, f"{steps} steps were done already"
 
     def begin(self) -> state.TrainState:
-        """The first state of this attempt."""
-        current = initial_state(self.run, self.program, self.start, self.checkpoints, self.console.say)
-        self.base = base_of(self.program, self.start, current, self.checkpoints)
-        return current
+        """The first state of this attempt: from the newest good checkpoint, where there are any."""
+        while True:
+            try:
+                with self.watchdog.phase("checkpoint"):
+                    current = initial_state(self.run, self.program, self.start, self.checkpoints, self.console.say)
+            except Damaged as error:
+                if not self.start.resumed or self.run.checkpoint.step >= 0:
+                    raise
+                self.console.warn(str(error))
+                passed = {**self.start.passed, self.start.step: str(error)}
+                self.start = decide_start(self.asked_run, self.checkpoints, self.program, passed)
+                self.console.say(f"resuming from step {self.start.step} in {self.checkpoints.directory}")
+                continue
+            self.base = base_of(self.program, self.start, current, self.checkpoints)
+            self.done = self.start.step
+            self.saved_at = self.start.step if self.start.resumed else -1
+            self.receipt.update(
+                resumed_from_step=self.start.step if self.start.resumed else None,
+                passed_over={str(k): v for k, v in self.start.passed.items()},
+            )
+            return current
+
+    def go_back(self) -> state.TrainState:
+        """The state of the newest good checkpoint, in the middle of a run."""
+        again = dataclasses.replace(self.asked_run, checkpoint=dataclasses.replace(self.run.checkpoint, step=-1))
+        self.start = decide_start(again, self.checkpoints, self.program)
+        return self.begin()
+
+    def pass_over(self) -> None:
+        """Read anew which data this run skips."""
+        again = dataclasses.replace(self.asked_run, checkpoint=dataclasses.replace(self.run.checkpoint, step=-1))
+        place = decide_start(again, self.checkpoints, self.program, self.start.passed).position
+        self.start = dataclasses.replace(self.start, position=place)
 
     def rewind(self) -> None:
         """Metrics and samples of steps that this attempt takes anew go; those of one that saved no checkpoint are set aside."""
         for moved in () if self.start.resumed else self.writers.set_aside():
             self.console.say(f"no checkpoint in {self.checkpoints.directory}: starting at 0; what was there moved to {moved}")
         self.writers.rewind(self.start.step)
-        self.writers.note("config", config.to_dict(self.asked))
+        self.writers.note("config", config.to_dict(self.asked_run))
 
     # ---- Before anything is allocated
-
-    def announce(self) -> None:
-        """What this run is, in plain numbers."""
-        run, program, say = self.run, self.program, self.console.say
-        mesh = program.placement.mesh
-        shards = program.placement.size("data") * program.placement.size("fsdp")
-        devices = counted(mesh.size, "device") if shards == mesh.size else f"{shards} shards of {mesh.size} devices"
-        each = run.train.global_batch // run.train.grad_accum // shards
-        epochs = self.train_data.epoch(run.train.steps)
-        say(
-            f"global batch {run.train.global_batch} = {devices} x {each} x {counted(run.train.grad_accum, 'microbatch')}; "
-            f"{count(self.tokens_per_step)} tokens a step; this run is {epochs:.2g} epochs"
-        )
-        parameters = count(flops.parameters(run.model)["total"])
-        learnt = sum(math.prod(a.shape) for a in jax.tree.leaves(part(program.state.params, program.trained)))
-        if program.adapters:
-            parameters = f"{parameters} parameters, and adapters of {count(learnt)}, which alone are trained"
-        else:
-            everything = all(jax.tree.leaves(program.trained))
-            parameters += " parameters" + ("" if everything else f", of which {count(learnt)} are trained")
-        shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
-        say(
-            f"model: {parameters}; mesh: {shape}; attention: {program.attention} ({program.attention_reason})"
-            + (f"; each sequence over {program.context.size} devices: {program.context}" if program.context.size > 1 else "")
-        )
-        if self.train_data.synthetic:
-            say("data: synthetic. Its loss says nothing about language.")
-        if self.train_data.masked_fraction:
-            say(
-                f"data: {self.train_data.masked_fraction:.2%} of tokens stand behind more than data.max_segments="
-                f"{run.data.max_segments} documents in their sequence and are masked"
-            )
-        # At stage 0 that is what was asked for.
-        for name in left_whole(state.abstract_tensors(program.state)) if run.sharding.zero else ():
-            self.console.warn(f"not split over any device, every one holds all of it: {name}. See sharding.rules.")
-        if self.start.resumed:
-            say(f"resuming from step {self.start.step} in {self.checkpoints.directory}")
-        for note in self.start.notes:
-            say(f"  changed: {note}")
-        if self.start.resumed and self.start.files != self.train_data.fingerprint.get("files"):
-            self.console.warn("the data is not what the checkpoint was trained on so far: other files, or other contents")
 
     def compile(self) -> Compiled:
         """Compile the train step for these shapes, and read from it what it will hold."""
@@ -215,61 +235,6 @@ class Session:
         expected = self.watch.expected
         self.console.say(f"planned: {expected.step_s:.3g} s a step, peak {size(expected.peak_gib)} ({expected.rates})")
 
-    # ---- The loop
-
-    def loop(self, current: state.TrainState, compiled: Compiled) -> tuple[state.TrainState, int]:
-        """Steps until the last one, or until asked to stop. Metrics are read one step late: the device never waits for us."""
-        run, console = self.run, self.console
-        rates = self.throughput()
-        tracer = profiling.Tracer(
-            run.profile,
-            self.workdir,
-            console.say,
-            process_index=jax.process_index(),
-            asked=lambda: self.stop.traces,
-            program=compiled.train,
-        )
-        batches = pipeline.iterate(self.train_data, self.start.step + self.start.data_base, run.data.prefetch)
-        late = Late(self, rates)
-        done = self.start.step
-        try:
-            while done < run.train.steps and not self.stop:
-                rates.start_step()
-                tracer.before_step(done)
-                with rates.waiting_for_data():
-                    batch = step.place_batch(next(batches), self.program.batch, self.program.context)
-                current, values = compiled.train(current, batch)
-                if tracer.tracing:
-                    rates.exclude()
-                tracer.after_step(done, values)
-                late.report()
-                done += 1
-                self.done = done
-                late.put(done, values)
-                last = done == run.train.steps
-                if self.held_out.due(done):
-                    rates.exclude()
-                    late.report()
-                    self.held_out.evaluate(compiled.eval, state.weights(current), done)
-                if self.samples.due(done):  # before the checkpoint, or a kill between the two would lose them
-                    rates.exclude()
-                    late.report()
-                    self.samples.write(state.weights(current), done)
-                if last or (run.checkpoint.every_steps and done % run.checkpoint.every_steps == 0):
-                    rates.exclude()
-                    late.report()
-                    self.save(current, done)
-                for saved in self.checkpoints.poll():
-                    self.tell(saved)
-            late.report()
-            if done > max(self.saved_at, 0):  # asked to stop between two checkpoints
-                self.save(current, done)
-        finally:
-            # The newest metrics, and not the state: where a step failed, that is given away already.
-            tracer.close(late.waiting[1] if late.waiting else None)
-            close(batches)
-        return current, done
-
     def throughput(self) -> throughput.Throughput:
         """Rates in the terms of this model on these devices; MFU is null where the peak is not known."""
         run = self.run
@@ -293,98 +258,97 @@ class Session:
             peak_flops=peak * 1e12 if peak else None,
         )
 
+    # ---- Between steps
+
+    def settled(self) -> None:
+        """From here on there is something to save: signals are left to the loop."""
+        self.stop.at_once = None
+
+    def evaluate(self, compiled: Any, params: Any, done: int, finish: bool) -> None:
+        """Held-out loss; given up for a request to stop, unless `finish`: the next attempt evaluates then."""
+        with self.watchdog.phase("step"):
+            alone = self.peers.count == 1 and not finish
+            self.held_out.evaluate(compiled, params, done, unwanted=(lambda: self.asked) if alone else lambda: False)
+
+    def heard(self, done: int, loss: float) -> None:
+        """The metrics of a step have arrived."""
+        self._heard = [*self._heard[-9:], (done, loss, time.time())]
+
+    def facts(self) -> dict[str, Any]:
+        """What the watchdog writes down at a hang."""
+        return {
+            "steps_dispatched": self.done,
+            "last_steps_heard_of": [{"step": s, "loss": repr(loss), "time_unix": t} for s, loss, t in self._heard],
+            "pending_save": self.checkpoints.pending,
+            "newest_checkpoint": self.saved_at,
+            "next_batch": self.start.position.at(self.done),
+            "device_memory": {str(d): d.memory_stats() for d in jax.local_devices()},
+        }
+
     # ---- Checkpoints
 
     def save(self, current: state.TrainState, done: int) -> None:
-        """Begin to save; the loop goes on while files are written."""
-        meta = {
-            "config": config.to_dict(self.asked),
-            "data": {
-                "tokens": (done + self.start.data_base) * self.tokens_per_step,
-                "fingerprint": self.train_data.fingerprint,
-            },
-            "loss": self.loss,
-            "receipt": self.receipt.id,
-            "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")},
-        }
-        if self.base:
-            meta["base"] = self.base
-        self.checkpoints.save(done, state.to_tensors(self.program.saved(current)), meta)
-        self.saved_at = done
+        """Begin to save; the loop goes on while files are written. Raises CheckpointError after too many failures in a row."""
+        began = time.perf_counter()
+        with self.watchdog.phase("checkpoint"):
+            self.settle_saves()
+            meta = {
+                "config": config.to_dict(self.asked_run),
+                "data": {
+                    "tokens": self.start.position.at(done) * self.tokens_per_step,
+                    "fingerprint": self.train_data.fingerprint,
+                },
+                "loss": self.loss,
+                "receipt": self.receipt.id,
+                "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")},
+            }
+            if self.base:
+                meta["base"] = self.base
+            saved = self.program.saved(current)
+            made = state.to_digests(saved)
+            self.checkpoints.save(done, state.to_tensors(saved), meta, lambda: state.digests_by_name(made))
+            if self.checkpoints.pending is not None:
+                self._saving = self.watchdog.begin("checkpoint", f"the save of step {done}")
+        self.blocked_s += time.perf_counter() - began
 
-    def finish_saves(self) -> None:
-        """Wait until everything is on disk."""
-        for saved in self.checkpoints.close():
-            self.tell(saved)
+    def poll(self) -> None:
+        """Tell of saves that have ended."""
+        self.tell(self.checkpoints.poll())
 
-    def tell(self, saved: checkpoint.Saved) -> None:
-        self.console.say(
-            f"checkpoint {saved.step}: {saved.bytes / 2**20:,.1f} MiB in {saved.total_s:.1f} s, "
-            f"of which the loop waited {saved.blocked_s:.2f} s"
-        )
-
-
-class Late:
-    """Metrics of the step before: fetched after the next one is on its way."""
-
-    def __init__(self, session: Session, rates: throughput.Throughput):
-        self.session, self.rates = session, rates
-        self.waiting: tuple[int, step.Metrics] | None = None
-
-    def put(self, done: int, values: step.Metrics) -> None:
-        """These are the metrics of the step that made `done` steps done."""
-        self.waiting = done, values
-
-    def report(self) -> None:
-        """Fetch what waits. Raises Diverged when the loss or the gradient is no number."""
-        if self.waiting is None:
-            return
-        (done, values), self.waiting = self.waiting, None
-        session = self.session
-        loss, norm, lr = (float(values[k]) for k in ("loss", "grad_norm", "lr"))
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise Diverged(
-                f"step {done}: loss {loss}, gradient norm {norm}. Nothing is saved from here; the newest checkpoint is "
-                f"{session.saved_at if session.saved_at >= 0 else 'none'}. Lower optimizer.lr or look at the data of this step."
+    def settle_saves(self) -> None:
+        """Wait for the save under way. All processes come here at the same step, so all end here if too many have failed."""
+        self.tell(self.checkpoints.wait())
+        if self.failed_saves >= FAILED_SAVES:
+            raise CheckpointError(
+                f"{self.failed_saves} saves in a row have failed, and the run ends before it loses more. The newest checkpoint "
+                f"is {self.saved_at if self.saved_at >= 0 else 'none'}."
             )
-        session.loss = loss
-        session.console.tick(done)
-        if done % session.run.log.every_steps and done != session.run.train.steps:
-            return
-        in_use, peak = throughput.memory(jax.local_devices())
-        line = {
-            "step": done,
-            "loss": loss,
-            "grad_norm": norm,
-            "lr": lr,
-            "tokens": (done + session.start.data_base) * session.tokens_per_step,
-            "epoch": session.train_data.epoch(done + session.start.data_base),
-            **self.rates.line(),
-            "memory_gib": in_use,
-            "peak_memory_gib": peak,
-            "skipped_steps": 0,
-        }
-        session.writers.train(**line)
-        session.console.step(line)
-        if session.watch is not None:
-            for warning in session.watch.note(line["step_time_s"], peak):
-                session.console.warn(warning)
-            session.receipt.update(**session.watch.record())
 
+    def finish_saves(self, loop: Loop | None = None) -> None:
+        """Wait until everything is on disk, or has failed. With the loop that has ended, its last step is tried again."""
+        with self.watchdog.phase("checkpoint"):
+            self.tell(self.checkpoints.wait())
+            while loop is not None and 0 < self.failed_saves < FAILED_SAVES and self.saved_at < loop.done:
+                time.sleep(AGAIN_S)
+                self.save(loop.current, loop.done)
+                self.tell(self.checkpoints.wait())
 
-def close(batches: Iterator[Any]) -> None:
-    """End the data thread."""
-    getattr(batches, "close", lambda: None)()
-
-
-def count(number: float) -> str:
-    """2097152 -> '2.1 M'."""
-    for scale, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if number >= scale:
-            return f"{number / scale:.3g}{unit}"
-    return f"{number:g}"
-
-
-def counted(number: int, noun: str) -> str:
-    """'1 device', '8 devices', '64 microbatches'."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
+    def tell(self, ended: list[Saved | Failed]) -> None:
+        """To the log and the receipt, and to the watchdog."""
+        for one in ended:
+            if self._saving is not None:
+                self.watchdog.end(self._saving)
+                self._saving = None
+            if isinstance(one, Failed):
+                self.failed_saves += 1
+                again = "the next save tries again" if self.failed_saves < FAILED_SAVES else "it is the last that is tried"
+                self.console.warn(f"{one.error} ({self.failed_saves} in a row; {again})")
+                continue
+            self.failed_saves, self.saved_at = 0, one.step
+            self.longest_save_s = max(self.longest_save_s, one.total_s)
+            rate = one.bytes / max(one.total_s, 1e-9) / 1e9
+            self.console.say(
+                f"checkpoint {one.step}: {one.bytes / 2**20:,.1f} MiB in {one.total_s:.1f} s ({rate:.2f} GB/s), of which the "
+                f"loop waited {one.blocked_s:.2f} s; host memory at most {one.host_gib:.1f} GiB"
+            )
+            self.receipt.update(save=dataclasses.asdict(one) | {"gb_per_s": rate})

@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -28,11 +29,19 @@ class Stop:
     Signals are heard in the main thread alone: Python sets handlers nowhere else. A run in another thread leaves them to
     whoever started it, and is never asked.
 
-    `signals` may leave out SIGTERM where another part of the process must receive it (the preemption service of
-    jax.distributed takes it for itself).
+    ask: called with the signal's name, in the thread that listens, at the first signal to leave.
+
+    at_once: where this is set, there is nothing to save: it is called with the signal's name and exit code instead, to bring
+    the run's files to an end, and then the process ends. The main thread may be inside a compile of minutes.
     """
 
-    def __init__(self, signals: tuple[signal.Signals, ...] = (*EXIT_CODES, TRACE)):
+    def __init__(
+        self,
+        ask: Callable[[str], None] = lambda name: None,
+        signals: tuple[signal.Signals, ...] = (*EXIT_CODES, TRACE),
+    ):
+        self.at_once: Callable[[str, int], None] | None = None
+        self._ask = ask
         self.reason: str | None = None  # the name of the signal, once one has come
         self.exit_code: int | None = None
         self.traces = 0  # how often a trace was asked for
@@ -47,6 +56,11 @@ class Stop:
     def name(self) -> str:
         """What to call the signal when speaking to a user."""
         return "Ctrl-C" if self.reason == "SIGINT" else str(self.reason)
+
+    @staticmethod
+    def exit_code_of(why: str) -> int:
+        """Of a run that was asked to stop: by a signal's name, or for another reason in words."""
+        return next((code for number, code in EXIT_CODES.items() if why.startswith(number.name)), 75)
 
     def __bool__(self) -> bool:
         return self.reason is not None
@@ -92,7 +106,14 @@ class Stop:
             self._first = now
             self.exit_code = EXIT_CODES[number]
             self.reason = number.name  # last: the loop looks at this one
+            if self.at_once is not None:
+                _say(f"\n{self.name}: leaving, there is nothing to save yet.\n")
+                try:
+                    self.at_once(number.name, self.exit_code)
+                finally:
+                    os._exit(self.exit_code)
             _say(f"\n{self.name}: finishing this step, then saving. Again to leave at once.\n")
+            self._ask(number.name)
         elif now - self._first > SAME_REQUEST_S:
             _say(f"\n{number.name} again: leaving at once. What came after the last checkpoint is lost.\n")
             os._exit(EXIT_CODES[number])

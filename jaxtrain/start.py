@@ -6,17 +6,18 @@ should not start.
 
 import dataclasses
 import importlib
-import math
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import checkpoint, config, lora, resume, state, stored_form
+from jaxtrain import checkpoint, config, lora, position, resume, state, stored_form
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.data import pipeline
 from jaxtrain.hf.origin import HuggingFace, open_origin, structure_problem
 from jaxtrain.models.hugging_face import HuggingFaceError
+from jaxtrain.position import Position
 from jaxtrain.step import Program
 
 
@@ -27,10 +28,11 @@ class Start:
     step: int  # 0, or the checkpoint to resume from
     resumed: bool
     cast: bool  # stored tensors are converted to this run's dtypes
-    data_base: int  # the data step is the optimizer step plus this
+    position: Position  # which data each of its steps reads
     notes: tuple[str, ...]
     files: Any  # of the data it was trained on so far, with digests of their contents; None for a new run
     base: str = ""  # the checkpoint that this run's adapters stand beside; "": it has none
+    passed: Mapping[int, str] = types.MappingProxyType({})  # newer steps that were not taken, with the reason
 
 
 NAME_ONE = "Name a run's folder, one of its checkpoints/<step>, or a Hugging Face folder."
@@ -63,22 +65,29 @@ def check_own_names(run: RunConfig) -> None:
         raise ConfigError(problems)
 
 
-def decide_start(run: RunConfig, checkpoints: Checkpoints, program: Program) -> Start:
+def decide_start(
+    run: RunConfig, checkpoints: Checkpoints, program: Program, passed: Mapping[int, str] = types.MappingProxyType({})
+) -> Start:
     """Resume what the workdir holds, or begin at 0.
 
-    Order: checkpoint.step if given, else the newest checkpoint, else a new run. Raises ConfigError for a change that a resumed
-    run may not make, CheckpointError for a checkpoint that cannot be read: a run never starts over existing ones.
+    Order: checkpoint.step if given, else the newest checkpoint that can be read and is not in `passed`, else a new run. Raises
+    ConfigError for a change that a resumed run may not make, CheckpointError where there are checkpoints and none is left: a
+    run never starts over existing ones.
     """
+    reasons = dict(passed)
+    per_step = run.train.global_batch * run.data.seq_len
     # A step that was asked for is taken whatever state the newest one is in: it is the way out of a damaged one.
-    at = checkpoints.latest() if run.checkpoint.step < 0 else run.checkpoint.step
+    at = checkpoints.latest(reasons) if run.checkpoint.step < 0 else run.checkpoint.step
     if at is None:
+        beginning = position.position(checkpoints.directory, 0, 0, per_step)
         if run.init.from_:
             notes = check_source(run, program)
-            return Start(0, False, False, 0, notes, None, open_origin(run.init.from_).path if program.adapters else "")
+            base = open_origin(run.init.from_).path if program.adapters else ""
+            return Start(0, False, False, beginning, notes, None, base)
         if program.adapters:
             rule = "adapters stand beside the weights of a model that is trained already, and none is named"
             raise ConfigError([config.Problem("init.from", "", rule, NAME_ONE)])
-        return Start(0, False, False, 0, (), None)
+        return Start(0, False, False, beginning, (), None)
     meta = checkpoints.meta(at)
     notes, problems = resume.compare(meta["config"], config.to_dict(run), run.checkpoint.allow_change)
     if at > run.train.steps:
@@ -89,9 +98,7 @@ def decide_start(run: RunConfig, checkpoints: Checkpoints, program: Program) -> 
         )
     if problems:
         raise ConfigError(problems)
-    # The data position is counted in tokens, so that it survives a change of batch size or sequence length.
-    per_step = run.train.global_batch * run.data.seq_len
-    data_base = math.ceil(meta["data"]["tokens"] / per_step) - at
+    place = position.position(checkpoints.directory, at, meta["data"]["tokens"], per_step)
     cast = meta["config"]["dtypes"] != dataclasses.asdict(run.dtypes)
     base = ""
     if program.adapters:
@@ -101,7 +108,7 @@ def decide_start(run: RunConfig, checkpoints: Checkpoints, program: Program) -> 
             base = open_origin(named).path
         except (CheckpointError, HuggingFaceError) as error:
             raise lora.gone(named, error) from error
-    return Start(at, True, cast, data_base, tuple(notes), meta["data"]["fingerprint"].get("files"), base)
+    return Start(at, True, cast, place, tuple(notes), meta["data"]["fingerprint"].get("files"), base, reasons)
 
 
 def check_source(run: RunConfig, program: Program) -> tuple[str, ...]:
@@ -175,7 +182,8 @@ def initial_state(
         tensors = stored_form.converted(checkpoints.restore(start.step, read, cast=start.cast), wanted)
         if start.base:
             tensors |= lora.restore_base(start.base, wanted_of_source(run, program))
-        moved = checkpoints.set_aside(start.step)
+        words = "passing over damaged checkpoints, going on from step {step}:" if start.passed else None
+        moved = checkpoints.set_aside(start.step, *([words] if words else []))
         if moved:
             say(moved)
         return state.from_tensors(abstract, tensors)

@@ -16,6 +16,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain import digests, guard
 from jaxtrain.models.module import Definition, Params, part
 from jaxtrain.quantized import Blocks, is_blocks
 from jaxtrain.sharding import LayoutError, Placement, replicated
@@ -30,9 +31,10 @@ class TrainState:
     step: Any  # int32 (): optimizer steps taken
     params: Params  # master weights
     optimizer: Any  # optax state: moments split like their parameters
+    guard: Any = ()  # which steps are taken (jaxtrain/guard.py); on every device
 
 
-jax.tree_util.register_dataclass(TrainState, ["step", "params", "optimizer"], [])
+jax.tree_util.register_dataclass(TrainState, ["step", "params", "optimizer", "guard"], [])
 
 
 def weights(state: TrainState) -> Params:
@@ -83,7 +85,8 @@ def abstract_state(
         transform_non_params=lambda a: _like(a, whole),
         is_leaf=lambda x: is_blocks(x) or isinstance(x, optax.MaskedNode),
     )
-    return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), params, optimizer)
+    guarded = jax.tree.map(lambda a: _like(a, whole), jax.eval_shape(guard.fresh))
+    return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), params, optimizer, guarded)
 
 
 def _like(a: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -125,7 +128,7 @@ def create_state(
     else:
         optimizer = jax.jit(tx.init, out_shardings=shardings(abstract.optimizer))(learnt)
     step = jax.device_put(jnp.zeros((), jnp.int32), abstract.step.sharding)
-    return TrainState(step, params, optimizer)
+    return TrainState(step, params, optimizer, jax.jit(guard.fresh, out_shardings=shardings(abstract.guard))())
 
 
 def _name(path: Any) -> str:
@@ -257,6 +260,44 @@ def to_tensors(state: TrainState) -> Tensors:
     return out
 
 
+def to_digests(state: TrainState) -> list[tuple[list[str], jax.Array]]:
+    """The digests of what `to_tensors` makes, taken of the state itself and on their way: names, and uint32 (names, 3).
+
+    `digests_by_name` waits for them.
+    """
+    found = [(_name(path), _is_stacked(path), a) for path, a in jax.tree_util.tree_leaves_with_path(state)]
+    out: list[tuple[list[str], jax.Array]] = []
+    here = [item for item in found if item[2].sharding.memory_kind != ON_HOST]
+    made = digests.of_layers([a for _, _, a in here], [stacked for _, stacked, _ in here])
+    for (name, stacked, a), digest in zip(here, made, strict=True):
+        out.append(([_layer_name(name, i) for i in range(a.shape[0])], digest) if stacked else ([name], digest[None]))
+    for name, stacked, a in found:
+        if a.sharding.memory_kind != ON_HOST:
+            continue
+        for i in range(a.shape[0] if stacked else 1):  # one at a time: the device may have no room for all
+            part, where = (copy_to_device(a, i), _layer_name(name, i)) if stacked else (a, name)
+            out.append(([where], jnp.asarray(digests.of_many({where: part})[where])[None]))
+    return out
+
+
+def digests_by_name(made: list[tuple[list[str], jax.Array]]) -> dict[str, np.ndarray]:
+    """uint32 (3,) of each tensor, from what `to_digests` gave."""
+    return {name: digest for names, found in made for name, digest in zip(names, np.asarray(found), strict=True)}
+
+
+def copy_to_device(a: jax.Array, layer: int) -> jax.Array:
+    """A layer of a stack in host memory, in device memory."""
+    return _taking(a.sharding)(a, layer)
+
+
+@functools.cache
+def _taking(sharding: NamedSharding) -> Any:
+    def take(w: jax.Array, i: jax.Array) -> jax.Array:
+        return on_device(jax.lax.dynamic_index_in_dim(w, i, keepdims=False), sharding)
+
+    return jax.jit(take, out_shardings=_layer_sharding(sharding).with_memory_kind("device"))
+
+
 def to_host(state: TrainState, prefix: str) -> dict[str, np.ndarray]:
     """Host copies of the tensors whose names begin with `prefix`, by the rest of their names. Compiles nothing."""
     out: dict[str, np.ndarray] = {}
@@ -303,4 +344,4 @@ def dividing(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
 
 def without_params(state: TrainState) -> TrainState:
     """The rest of a state, for one whose parameters are to come from elsewhere; frees theirs."""
-    return TrainState(state.step, {}, state.optimizer)
+    return dataclasses.replace(state, params={})

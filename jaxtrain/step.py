@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain import auto_remat, precision, windows
+from jaxtrain import auto_remat, guard, precision, windows
 from jaxtrain.activations import kept
 from jaxtrain.config import Compiler, ConfigError, Problem, Remat, RunConfig, parts_of
 from jaxtrain.context import Context, make_context
@@ -44,6 +44,7 @@ def make_train_step(
     *,
     held: Stage,
     clip_norm: float,
+    spike: float = 0.0,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """A pure function `(state, batch) -> (state, metrics)`, to be jitted by the caller with explicit shardings.
 
@@ -52,7 +53,11 @@ def make_train_step(
 
     Frozen parameters (`held.trained` says which) have no gradient, and leave the step as they came.
 
-    Metrics, f32 (): `loss` (nats per token, before the update), `grad_norm` (global, before clipping), `lr`.
+    A loss or gradient that is not finite, or further out than `spike` (see guard.judge), changes neither weights nor optimizer
+    state; the step counts, and the one after it is held.
+
+    Metrics, f32 (): `loss` (nats per token, before the update), `grad_norm` (global, before clipping), `lr`; i32 (): `verdict`
+    (guard.TAKEN and its like).
     """
     axes = definition.axes
     learnt = part(axes, held.trained)  # axes of what has a gradient
@@ -105,9 +110,12 @@ def make_train_step(
             norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)))
             scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else None
             lr = jnp.asarray(schedule(state.step), jnp.float32)
-            params, optimizer = update(grads, state.optimizer, part(state.params, held.trained), scale, lr)
-            done = state.step + 1
-        return TrainState(done, filled(state.params, params), optimizer), {"loss": value, "grad_norm": norm, "lr": lr}
+            verdict, guarded = guard.judge(state.guard, value, norm, spike)
+            old = part(state.params, held.trained)
+            params, optimizer = update(grads, state.optimizer, old, scale, lr, verdict == guard.TAKEN)
+            done = state.step + (verdict != guard.HELD)
+        new = TrainState(done.astype(jnp.int32), filled(state.params, params), optimizer, guarded)
+        return new, {"loss": value, "grad_norm": norm, "lr": lr, "verdict": verdict}
 
     return train_step
 
@@ -150,7 +158,7 @@ class Program:
 
     def saved(self, state: TrainState) -> TrainState:
         """Of a state, abstract or not, what a checkpoint of this run holds."""
-        return TrainState(state.step, part(state.params, self.trained), state.optimizer) if self.adapters else state
+        return dataclasses.replace(state, params=part(state.params, self.trained)) if self.adapters else state
 
     def base(self, state: TrainState) -> TrainState:
         """Of a state, abstract or not, what adapters stand beside; without them, all parameters."""
@@ -158,18 +166,43 @@ class Program:
         return TrainState(state.step, part(state.params, frozen), ())
 
 
-def place_batch(host: dict[str, np.ndarray], abstract: Batch, context: Context) -> Batch:
+def rows_here(abstract: Batch) -> list[int] | None:
+    """The rows of a batch, of its (A x B, T), that devices of this process hold; None where they are all."""
+    shape, sharding = abstract["tokens"].shape, abstract["tokens"].sharding
+    if sharding is None or len(sharding.addressable_devices) == len(sharding.device_set):
+        return None
+    held = set()
+    for micro, rows, _ in sharding.addressable_devices_indices_map(shape).values():
+        held |= {a * shape[1] + b for a in range(*micro.indices(shape[0])) for b in range(*rows.indices(shape[1]))}
+    return sorted(held)
+
+
+def place_batch(host: dict[str, np.ndarray], abstract: Batch, context: Context, rows: Sequence[int] | None = None) -> Batch:
     """The batch's door: rows from the host, (A x B, T), onto the devices as (A, B, T) microbatches.
 
     The order of tokens along a row is decided here and nowhere else, for all arrays alike: behind this door the model sees
     segments and positions only, and the attention kernels know which chunks of the row they hold (jaxtrain/context.py).
+
+    rows: which rows of the batch `host` has, where it has not all (rows_here).
     """
     order = list(context.chunks)
 
     def ordered(x: np.ndarray) -> np.ndarray:
-        return x if len(order) == 1 else x.reshape(x.shape[0], len(order), -1)[:, order]
+        return x if len(order) == 1 else x.reshape(x.shape[0], len(order), -1)[:, order].reshape(x.shape)
 
-    return {k: jax.device_put(ordered(host[k]).reshape(a.shape), a.sharding) for k, a in abstract.items()}
+    if rows is None:
+        return {k: jax.device_put(ordered(host[k]).reshape(a.shape), a.sharding) for k, a in abstract.items()}
+    place = {row: i for i, row in enumerate(rows)}
+
+    def put(x: np.ndarray, a: jax.ShapeDtypeStruct) -> jax.Array:
+        def part(index: Any) -> np.ndarray:
+            micro, within = (range(*i.indices(n)) for i, n in zip(index, a.shape[:2], strict=False))
+            wanted = [place[m * a.shape[1] + b] for m in micro for b in within]
+            return x[wanted].reshape(len(micro), len(within), -1)[:, :, index[2]]
+
+        return jax.make_array_from_callback(a.shape, a.sharding, part)
+
+    return {k: put(ordered(host[k]), a) for k, a in abstract.items()}
 
 
 def hardware_of(device: Any) -> attention.Hardware:
@@ -367,6 +400,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
         loss_spec,
         held=held,
         clip_norm=run.optimizer.clip_norm,
+        spike=run.train.spike,
     )
     whole = replicated(placement)
     return Program(
@@ -379,7 +413,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
         jax.jit(
             train_step,
             in_shardings=(shardings(state), shardings(batch)),
-            out_shardings=(shardings(state), {"loss": whole, "grad_norm": whole, "lr": whole}),
+            out_shardings=(shardings(state), dict.fromkeys(("loss", "grad_norm", "lr", "verdict"), whole)),
             donate_argnums=0,
             # What a kernel does not read of a batch stays an argument: who looks at the compiled step finds all of them.
             keep_unused=True,

@@ -8,10 +8,12 @@ then memory is allocated. Nothing is written before the checks that may refuse t
 itself are in session.py.
 """
 
+import contextlib
 import dataclasses
 import fcntl
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,11 @@ from jaxtrain import compiler, config, generate, hardware, metrics, samples, ste
 from jaxtrain.between import HeldOut, Samples
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.config import ConfigError, RunConfig, to_dict
+from jaxtrain.corruption import Corrupted
+from jaxtrain.data.tokenfile import TokenFileError
 from jaxtrain.data.tokenizer import TokenizerError, load_tokenizer
+from jaxtrain.distributed import Peers
+from jaxtrain.divergence import Diverged
 from jaxtrain.kernels.attention import Unsupported
 from jaxtrain.launch import Launch, resolved
 from jaxtrain.memory import OutOfMemory
@@ -31,16 +37,20 @@ from jaxtrain.metrics import MetricsError
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.progress import Console
 from jaxtrain.receipt import Receipt, ReceiptError, config_sha256, device_facts
-from jaxtrain.session import FAILED, Diverged, Session
+from jaxtrain.session import FAILED, Session
 from jaxtrain.sharding import LayoutError
 from jaxtrain.signals import Stop
 from jaxtrain.start import check_own_names, decide_start, open_data
 from jaxtrain.startup import set_memory_budget, start_jax
+from jaxtrain.timelimit import TimeLimit, limit_s
 from jaxtrain.trackers import TrackerError, open_trackers
 from jaxtrain.validate import validate
 from jaxtrain.validate.places import remote
+from jaxtrain.watchdog import Watchdog, parse_budgets
 
-REFUSED, DIVERGED = 2, 76
+REFUSED, AGAIN, DIVERGED, HUNG = 2, 75, 76, 124
+BEAT_S, DEAD_S = 2.0, 15.0  # how often processes show that they live, and after how long one is taken for dead
+AGREE_S = 600.0  # processes wait for each other so long at the start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +90,67 @@ def run(config: ml_collections.ConfigDict | RunConfig | Mapping[str, Any], workd
     return result
 
 
-def attempt(run: RunConfig, workdir: Path, launch: Launch) -> Result:
-    """One attempt at a run that has passed validate.validate, on JAX as it was started. What ended it is in the result."""
+def attempt(run: RunConfig, workdir: Path, launch: Launch, *, own_process: bool = False) -> Result:
+    """One attempt at a run that has passed validate.validate, on JAX as it was started. What ended it is in the result.
+
+    own_process: the process is there for this run alone, and may be ended where it stands: by a signal before the first step,
+    by the watchdog, and when another process of the run has died.
+    """
+    budgets = parse_budgets(run.train.timeouts)[0] if own_process else {}
+    with contextlib.ExitStack() as stack:
+        ending = Ending()
+        watchdog = Watchdog(budgets, workdir, facts=ending.facts, ended=ending.hung, process_index=jax.process_index())
+        stack.enter_context(watchdog)
+        stack.enter_context(watchdog.phase("startup"))
+        peers = Peers.of_this_run()
+        stack.callback(peers.close)
+        if own_process and peers.count > 1:
+            peers.watch(BEAT_S, DEAD_S, ending.alone)
+        return _attempt(run, workdir, launch, own_process, watchdog, peers, ending)
+
+
+class Ending:
+    """How a run's files are brought to an end from outside its main thread, once there are any."""
+
+    def __init__(self):
+        self.receipt: Receipt | None = None
+        self.session: Session | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """For the watchdog's report."""
+        return self.session.facts() if self.session else {}
+
+    def hung(self, cause: str) -> None:
+        """The watchdog ends the process."""
+        self._finish(HUNG, cause)
+
+    def early(self, name: str, code: int) -> None:
+        """A signal came before the first step."""
+        self._finish(code, f"{name} before the first step")
+
+    def alone(self, words: str) -> None:
+        """Another process of the run has died: nothing that this one waits for will come. Ends the process."""
+        try:
+            os.write(2, f"\n{words}: leaving, to be started again from the newest checkpoint.\n".encode())
+            self._finish(AGAIN, words)
+        finally:
+            os._exit(AGAIN)
+
+    def _finish(self, code: int, reason: str) -> None:
+        if self.receipt is not None:
+            self.receipt.finish(code, reason)
+
+
+def _attempt(
+    run: RunConfig, workdir: Path, launch: Launch, own_process: bool, watchdog: Watchdog, peers: Peers, ending: Ending
+) -> Result:
     # ---- Set up JAX
     set_compile_cache(run)
     devices = jax.devices()
 
     # ---- What there is: data and checkpoints. Nothing is written yet.
-    checkpoints = Checkpoints(run.checkpoint.dir or workdir / "checkpoints", run.checkpoint.keep, run.checkpoint.keep_every)
+    place = run.checkpoint.dir or workdir / "checkpoints"
+    checkpoints = Checkpoints(place, run.checkpoint.keep, run.checkpoint.keep_every, peers)
 
     def refused(problems: list[config.Problem]) -> Result:
         error = ConfigError(problems)
@@ -111,10 +174,15 @@ def attempt(run: RunConfig, workdir: Path, launch: Launch) -> Result:
     # ---- The run's folder, its log and its receipt
     workdir.mkdir(parents=True, exist_ok=True)
     lock = lock_folder(workdir)
-    if lock is None:
+    seen = peers.gather("start", f"{'locked' if lock is None else ''}:{start.step}", AGREE_S)
+    if len({each.partition(":")[2] for each in seen}) > 1:
+        steps = ", ".join(f"process {i}: {each.partition(':')[2]}" for i, each in enumerate(seen))
+        rule = f"the processes of this run find different newest checkpoints in {checkpoints.directory} ({steps})"
+        return refused([config.Problem("checkpoint.dir", str(place), rule, "Put it where all of them see the same files.")])
+    if lock is None or seen[0].startswith("locked"):
         rule = "another run is at work in this folder"
         return refused([config.Problem("--workdir", str(workdir), rule, "Wait for it, stop it, or name another folder.")])
-    receipt = Receipt(workdir, process_index=jax.process_index())
+    receipt = ending.receipt = Receipt(workdir, process_index=jax.process_index())
     try:
         trackers = open_trackers(workdir, run.log, resumed=start.resumed, process_index=jax.process_index())
     except TrackerError as error:
@@ -133,6 +201,7 @@ def attempt(run: RunConfig, workdir: Path, launch: Launch) -> Result:
                 "data": train_data.fingerprint,
                 "synthetic": train_data.synthetic,
                 "resumed_from_step": start.step if start.resumed else None,
+                "restart": int(os.environ.get("JAXTRAIN_RESTART", 0)),
                 **trackers.facts,
             }
         )
@@ -143,8 +212,10 @@ def attempt(run: RunConfig, workdir: Path, launch: Launch) -> Result:
     metrics.write_atomic(workdir / "config.json", json.dumps(config.to_dict(run), indent=1) + "\n")
     code, reason, ended = FAILED, "ended by an exception", None
     try:
-        with Console(workdir, jax.process_index(), run.train.steps) as console, Stop() as stop:
-            session = Session(
+        with Console(workdir, jax.process_index(), run.train.steps) as console, Stop(peers.ask_to_stop) as stop:
+            if own_process:
+                stop.at_once = ending.early
+            session = ending.session = Session(
                 run,
                 workdir,
                 console,
@@ -158,21 +229,26 @@ def attempt(run: RunConfig, workdir: Path, launch: Launch) -> Result:
                 train_data,
                 HeldOut(run, program, held_out, writers, console, receipt),
                 Samples(run, program, tokenizer, writers, console),
+                peers,
+                watchdog,
+                launch.argv,
             )
             try:
-                code, reason = session.train()
+                with TimeLimit(limit_s(run.train.max_minutes)[0], lambda: session.longest_save_s, peers.ask_to_stop):
+                    code, reason = session.train()
             except Diverged as error:
                 code, reason, ended = DIVERGED, str(error), error
                 console.warn(reason)
-            except (OutOfMemory, CheckpointError, MetricsError) as error:
+            except (OutOfMemory, CheckpointError, MetricsError, Corrupted, TokenFileError) as error:
                 code, reason, ended = FAILED, str(error).splitlines()[0], error
                 console.warn(str(error))
+            except jax.errors.JaxRuntimeError:
+                if peers.count > 1 and own_process:
+                    time.sleep(2 * DEAD_S)  # most often another process has died: then this one is ended, with its name
+                raise
             finally:
                 # Where a step failed, the save before it may be under way still: how that ended belongs in the log too.
-                try:
-                    session.finish_saves()
-                except CheckpointError as error:
-                    console.warn(str(error))
+                session.finish_saves()
     except BaseException as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxtrain import config
@@ -20,8 +21,9 @@ from jaxtrain.models.module import Params
 from jaxtrain.optimizer import make_optimizer
 from jaxtrain.sharding import Placement
 
-# (gradients, optimizer state, parameters, factor of the gradients or None, learning rate) -> (parameters, optimizer state)
-Update = Callable[[Params, Any, Params, jax.Array | None, jax.Array], tuple[Params, Any]]
+# (gradients, optimizer state, parameters, factor of the gradients or None, learning rate, whether it is done at all: bool ())
+# -> (parameters, optimizer state)
+Update = Callable[[Params, Any, Params, jax.Array | None, jax.Array, jax.Array], tuple[Params, Any]]
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 STACK = "layers"
 
@@ -29,11 +31,17 @@ STACK = "layers"
 def at_once(tx: optax.GradientTransformation) -> Update:
     """The update of everything, on the device."""
 
-    def update(grads: Params, state: Any, params: Params, scale: jax.Array | None, lr: jax.Array) -> tuple[Params, Any]:
+    def update(
+        grads: Params, state: Any, params: Params, scale: jax.Array | None, lr: jax.Array, taken: jax.Array
+    ) -> tuple[Params, Any]:
         if scale is not None:
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-        updates, state = tx.update(grads, state, params)
-        return jax.tree.map(lambda p, u: (p - lr * u).astype(p.dtype), params, updates), state
+        updates, new = tx.update(grads, state, params)
+        # Chosen element by element, within the kernels that write them: a branch would need room for both.
+        return (
+            jax.tree.map(lambda p, u: jnp.where(taken, (p - lr * u).astype(p.dtype), p), params, updates),
+            jax.tree.map(lambda n, old: jnp.where(taken, n, old), new, state),
+        )
 
     return update
 
@@ -59,26 +67,28 @@ def streamed(
     def moved(tree: Any, to: Any) -> Any:
         return jax.tree.map(lambda x: jax.device_put(x, to), tree)
 
-    def update(grads: Params, state: Any, params: Params, scale: jax.Array | None, lr: jax.Array) -> tuple[Params, Any]:
+    def update(
+        grads: Params, state: Any, params: Params, scale: jax.Array | None, lr: jax.Array, taken: jax.Array
+    ) -> tuple[Params, Any]:
         def of(tree: Params, names: Any) -> Params:
             return {name: tree[name] for name in names}
 
         # Behind a barrier, or XLA's kernels would read host memory themselves, and wait for it.
         rest = moments(lambda m: jax.lax.optimization_barrier(moved(of(m, rest_axes), DEVICE)), state)
-        new, rest = of_rest(of(grads, rest_axes), rest, of(params, rest_axes), scale, lr)
+        new, rest = of_rest(of(grads, rest_axes), rest, of(params, rest_axes), scale, lr, taken)
         rest = moments(lambda m: moved(m, HOST), rest)
 
         def layer(i: jax.Array, carry: tuple[Params, Any]) -> tuple[Params, Any]:
             params, stacked = carry
 
-            def taken(tree: Any) -> Any:
+            def layer_of(tree: Any) -> Any:
                 return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
 
             def put(tree: Any, part: Any) -> Any:
                 return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), tree, part)
 
-            one = moments(lambda m: moved(taken(m), DEVICE), stacked)
-            new, one = of_layer(taken(of(grads, layer_axes)), one, taken(params), scale, lr)
+            one = moments(lambda m: moved(layer_of(m), DEVICE), stacked)
+            new, one = of_layer(layer_of(of(grads, layer_axes)), one, layer_of(params), scale, lr, taken)
             # The count of steps stays as it was: each layer is at the same step.
             return put(params, new), moments(lambda m, y: put(m, moved(y, HOST)), stacked, one)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -17,7 +18,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxtrain import checkpoint, config, resume
-from jaxtrain.checkpoint import CheckpointError, Checkpoints
+from jaxtrain.checkpoint import CheckpointError, Checkpoints, Damaged
+from jaxtrain.checkpoint.__main__ import main
 
 
 def mesh(rows: int, columns: int) -> jax.sharding.Mesh:
@@ -31,7 +33,7 @@ def values(seed: int, width: int = 64) -> dict[str, np.ndarray]:
         out[f"params.layers.{i}.attention.wq"] = rng.standard_normal((width, 2 * width), dtype=np.float32)
         out[f"optimizer.mu.layers.{i}.attention.wq"] = np.array(jnp.asarray(rng.standard_normal((width, 8)), jnp.bfloat16))
     out["params.norm"] = rng.standard_normal(width, dtype=np.float32)
-    out["params.odd"] = np.array([np.nan, -0.0, np.inf, 1e-45], np.float32)
+    out["optimizer.odd"] = np.array([np.nan, -0.0, np.inf, 1e-45], np.float32)
     out["optimizer.count"] = np.array(seed, np.int32)
     return out
 
@@ -73,8 +75,9 @@ def test_restore_is_bit_identical_and_reported(tmp_path: Path):
     assert found.poll() == [], "each save is reported once"
     assert_same(Checkpoints(found.directory, 2).restore(5, abstract(tensors)), values(1))
     meta = found.meta(5)
-    assert meta["format"] == 1 and meta["data"] == {"position": 40} and meta["bytes"] == size and meta["step"] == 5
-    assert json.loads((tmp_path / "checkpoints/5/meta.json").read_text()) == meta, "plain JSON beside the arrays"
+    assert meta["format"] == 2 and meta["data"] == {"position": 40} and meta["bytes"] == size and meta["step"] == 5
+    written = json.loads((tmp_path / "checkpoints/5/meta.json").read_text())
+    assert {k: v for k, v in written.items() if k != "seal"} == meta, "plain JSON beside the arrays"
     stored = found.stored(5)
     assert {n: (s.shape, s.dtype) for n, s in stored.items()} == {n: (x.shape, x.dtype) for n, x in tensors.items()}
 
@@ -97,10 +100,7 @@ def test_restore_onto_another_mesh(tmp_path: Path, shape: tuple[int, int]):
 
 
 def test_donation_right_after_save(tmp_path: Path):
-    """What is saved is what the arrays held at the call, though the next steps run at once.
-
-    On CPU jax declines the donation while the save still looks at the buffer; on GPU the copy to the host is queued first.
-    """
+    """What is saved is what the copies held at the call, though the next steps run at once on what they were copied from."""
     onto = mesh(8, 1)
     expected = {"w": np.arange(1 << 22, dtype=np.float32).reshape(1024, -1)}
     state = placed(expected, onto)
@@ -108,7 +108,7 @@ def test_donation_right_after_save(tmp_path: Path):
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x * -1.5 + 1, tree), donate_argnums=0)
     step.lower(state).compile()
     found = Checkpoints(tmp_path)
-    found.save(1, state, {})
+    found.save(1, jax.tree.map(jnp.copy, state), {})
     for _ in range(3):
         state = step(state)
     jax.block_until_ready(state)
@@ -280,19 +280,18 @@ def test_a_failed_save_is_raised_by_poll(tmp_path: Path, small_files: None):
     found = save_steps(tmp_path, 1)
     large = placed(values(2, width=1024), mesh(8, 1))
     found.save(2, large, {})
-    with pytest.raises(CheckpointError, match=r"File too large.*Complete steps: 1\..*checkpoint\.dir"):
-        poll_until_settled(found)
-    assert found.poll() == [], "raised once"
-    assert found.steps() == [1] and found.states()[2] == "unfinished"
+    failed = poll_until_settled(found)
+    assert failed.step == 2 and re.search(r"File too large.*Complete steps: 1\..*checkpoint\.dir", str(failed.error))
+    assert found.poll() == [], "told once"
+    assert found.states() == {1: "complete"}, "what it had written is gone"
     found.save(3, large, {})
-    with pytest.raises(CheckpointError, match="File too large"):
-        found.save(4, large, {})
+    found.save(4, large, {})
     found.save(5, placed(values(5), mesh(8, 1)), {})
-    found.close()
-    assert [p.name for p in sorted(tmp_path.iterdir())] == ["1", "5"], "a later save works, and clears the failed ones away"
+    assert [(type(end).__name__, end.step) for end in found.close()] == [("Failed", 3), ("Failed", 4), ("Saved", 5)]
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["1", "5"], "a later save works"
 
 
-def test_a_failure_after_the_arrays_is_raised_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_failure_after_the_arrays_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     found = save_steps(tmp_path, 1)
 
     def broken(path: str) -> None:
@@ -300,12 +299,33 @@ def test_a_failure_after_the_arrays_is_raised_too(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(checkpoint, "_sync_tree", broken)
     found.save(2, placed(values(2), mesh(8, 1)), {})
-    with pytest.raises(CheckpointError, match="Input/output error"):
-        found.wait()
+    [failed] = found.wait()
+    assert isinstance(failed, checkpoint.Failed) and "Input/output error" in str(failed.error)
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path):
+    wrong = placed({**values(1), "params.norm": np.array([1, np.nan, np.inf], np.float32)}, mesh(8, 1))
+    found = Checkpoints(tmp_path / "a")
+    with pytest.raises(CheckpointError, match=r"infinite or no number are not saved: params\.norm \(2 values\)"):
+        found.save_now(1, wrong, {})
+    kept = Checkpoints(tmp_path / "b", finite=False)
+    kept.save_now(1, wrong, {})
+    assert np.isnan(np.asarray(kept.restore(1, abstract(wrong))["params.norm"])[1])
+    with pytest.raises(Damaged, match=r"params\.norm holds values that are infinite"):
+        Checkpoints(tmp_path / "b").restore(1, abstract(wrong))
+
+
+def test_another_disk_under_the_folder_is_refused(tmp_path: Path):
+    """An unmounted disk leaves a folder on the disk below it."""
+    found = save_steps(tmp_path, 1)
+    found._device = 12345
+    found.save(2, placed(values(2), mesh(8, 1)), {})
+    [failed] = found.wait()
+    assert isinstance(failed, checkpoint.Failed) and "was it unmounted?" in str(failed.error) and found.steps() == [1]
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path):
-    """Refused at once; in a child, because what Orbax leaves behind could keep a process from ending."""
+    """Told as a failed save; in a child, because what Orbax leaves behind could keep a process from ending."""
     (tmp_path / "file").write_text("in the way")
     code = """
 import shutil, sys; sys.path[:0] = sys.argv[2:]
@@ -320,10 +340,9 @@ def swap(folder, text):
     folder.write_text("in the way")
 found._write_meta = swap
 for target in (Checkpoints(Path(sys.argv[1]) / "file" / "checkpoints"), found):
-    try:
-        target.save(1, placed(values(1), mesh(8, 1)), {})
-    except Exception as e:
-        print(type(e).__name__, e)
+    target.save(1, placed(values(1), mesh(8, 1)), {})
+    for end in target.close():
+        print(type(end.error).__name__, end.error)
 """
     here = Path(__file__).parent
     child = subprocess.run(
@@ -333,22 +352,29 @@ for target in (Checkpoints(Path(sys.argv[1]) / "file" / "checkpoints"), found):
         timeout=50,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
-    assert child.returncode == 0 and child.stdout.count("CheckpointError saving to") == 2, child.stdout + child.stderr[-2000:]
+    assert child.returncode == 0 and child.stdout.count("CheckpointError saving step 1 to") == 2, (
+        child.stdout + child.stderr[-2000:]
+    )
     assert child.stdout.count("NotADirectoryError") == 2
 
 
-def poll_until_settled(found: Checkpoints) -> None:
+def poll_until_settled(found: Checkpoints) -> checkpoint.Failed:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        found.poll()
+        for end in found.poll():
+            assert isinstance(end, checkpoint.Failed)
+            return end
         time.sleep(0.01)
+    raise AssertionError("the save did not end")
 
 
 def test_a_full_disk_is_noticed_before_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     found = save_steps(tmp_path, 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 1000))
-    with pytest.raises(CheckpointError, match=r"0\.00 GiB free, a checkpoint needs .* checkpoint\.keep \(now 100\)"):
-        found.save(2, placed(values(2), mesh(8, 1)), {})
+    found.save(2, placed(values(2), mesh(8, 1)), {})
+    [failed] = found.wait()
+    assert isinstance(failed, checkpoint.Failed)
+    assert re.search(r"0\.00 GiB are free there, a checkpoint needs .* checkpoint\.keep is 100", str(failed.error))
     assert found.states() == {1: "complete"}
 
 
@@ -357,8 +383,9 @@ def test_never_from_scratch_over_what_cannot_be_read(tmp_path: Path):
     good = (tmp_path / "2/meta.json").read_text()
     for broken, says in {
         '{"loss": 1': "cannot be read",
-        "{}": "no format version",
-        '{"format": 99}': "format 99 is newer",
+        "{}": "no JSON object with a seal",
+        '{"format": 99}': "format 99, and this jaxtrain reads 2",
+        good.replace('"step": 2', '"step": 3'): "do not match its seal",
     }.items():
         (tmp_path / "2/meta.json").write_text(broken)
         with pytest.raises(CheckpointError, match=says + r"(.|\n)*--config\.checkpoint\.step=1"):
@@ -371,12 +398,19 @@ def test_never_from_scratch_over_what_cannot_be_read(tmp_path: Path):
     assert found.latest() == 2
     for p in tmp_path.glob("2/arrays/**/d/*"):
         p.write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"2/arrays cannot be read: .*--config\.checkpoint\.step=1") as e:
+    with pytest.raises(Damaged, match=r"2/arrays cannot be read: .*was written with .*--config\.checkpoint\.step=1") as e:
         found.restore(2, abstract(placed(values(2), mesh(8, 1))))
     assert len(str(e.value)) < 900, "not Orbax's page"
-    shutil.rmtree(tmp_path / "2/arrays/state")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        found.stored(2)
+
+
+def test_the_newest_readable_step(tmp_path: Path):
+    found = save_steps(tmp_path, 1, 2, 3)
+    (tmp_path / "3/meta.json").write_text("{}")
+    passed = {2: "its arrays"}
+    assert found.latest(passed) == 1 and passed.keys() == {2, 3}
+    with pytest.raises(CheckpointError, match=r"no good checkpoint is left(.|\n)*3: (.|\n)*2: its arrays(.|\n)*1: too"):
+        found.latest({1: "too", 2: "its arrays"})
+    assert Checkpoints(tmp_path / "none").latest({}) is None
 
 
 def test_a_folder_in_a_step_that_is_not_ours_is_left_alone(tmp_path: Path):
@@ -421,11 +455,11 @@ def test_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     save_steps(tmp_path / "checkpoints", 1, 4)
     (tmp_path / "checkpoints/6").mkdir()
     (tmp_path / "checkpoints/4/meta.json").unlink()
-    assert checkpoint.main(["list", str(tmp_path)]) == 0
+    assert main(["list", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     for expected in ("1.0000", "complete", "damaged", "unfinished"):
         assert expected in out
-    assert checkpoint.main(["list", str(tmp_path / "nowhere")]) == 2
+    assert main(["list", str(tmp_path / "nowhere")]) == 2
     assert "no checkpoints there" in capsys.readouterr().err
 
 

@@ -330,10 +330,10 @@ def test_chat_files_end_to_end(tmp_path, folders, capsys):
     tok = text_tokenizers.load_tokenizer(str(folders["bytes"]))
     flags = file.loss_flags(0, file.header["tokens"])
     parts = [p for t in talks for p in load(folders["bytes"])[1].parts(t, "assistant")[1]]
-    assert tok.decode(file.tokens[flags]) == "It is 4.<|im_end|>Yes.<|im_end|></s></s><|im_end|>"
+    assert tok.decode(file.tokens[:][flags]) == "It is 4.<|im_end|>Yes.<|im_end|></s></s><|im_end|>"
     assert file.header["loss"]["bytes"] == len("It is 4.Yes.</s></s>")
     assert file.header["source_bytes"] == sum(len(p.text.encode()) for p in parts if p.control < 0)
-    assert (file.tokens == tok.eot).sum() == 2  # nothing but the ends of the documents
+    assert (file.tokens[:] == tok.eot).sum() == 2  # nothing but the ends of the documents
     capsys.readouterr()
     assert main(["show", str(file.path), "--documents=2"]) == 0
     assert "<|im_start|>assistant\n⟧It is 4.<|im_end|>⟦" in capsys.readouterr().out
@@ -353,9 +353,9 @@ def test_the_byte_tokenizers_template_and_the_end_of_text(tmp_path):
     for loss, want in (("assistant", "4$"), ("last", "4$"), ("all", "### user\n2+2 <|endoftext|>\n\n### assistant\n4$")):
         prepare.prepare([f"{tmp_path}/c.jsonl"], tmp_path / "c.tok", chat=True, loss=loss, force=True)
         file = TokenFile.open(tmp_path / "c.tok")
-        assert (file.tokens == 256).sum() == 1
+        assert (file.tokens[:] == 256).sum() == 1
         assert file.header["loss"]["first"] == (loss == "all")
-        flagged = file.tokens[file.loss_flags(0, len(file.tokens))]
+        flagged = file.tokens[:][file.loss_flags(0, len(file.tokens))]
         assert "".join("$" if t == 256 else chr(t) for t in flagged) == want
     # a template that ends no turn: end-of-text does, and counts
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}|{% endfor %}")
@@ -430,7 +430,7 @@ def test_damaged_loss_bits_are_found(tmp_path):
     data = bytearray((tmp_path / "a.tok").read_bytes())
     data[end - 16 - 12] ^= 1  # among the bits: two offsets follow, and three bytes of padding
     (tmp_path / "b.tok").write_bytes(data)
-    faults = verify(tmp_path / "b.tok")
-    assert any("checksum" in f for f in faults) and any("have the loss bit" in f for f in faults)
+    (fault,) = verify(tmp_path / "b.tok")
+    assert "checksum" in fault and "loss bits of tokens 0 to 101" in fault
     with TokenWriter(tmp_path / "c.tok", info) as writer, pytest.raises(ValueError, match="loss flags"):
         writer.write([1], 1, np.asarray([True]), 1)

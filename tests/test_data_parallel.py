@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import itertools
 import json
 import lzma
 import os
@@ -30,7 +31,7 @@ BYTE = text_tokenizers.ByteTokenizer()
 
 def texts(path: Path) -> list[str]:
     file = TokenFile.open(path)
-    return [BYTE.decode(file.tokens[a:b]) for a, b in zip(file.doc_offsets, file.doc_offsets[1:], strict=False)]
+    return [BYTE.decode(file.tokens[a:b]) for a, b in itertools.pairwise(file.doc_offsets[:].tolist())]
 
 
 def write_lines(path: Path, count: int, words: int = 40) -> Path:

@@ -407,7 +407,7 @@ def test_handlers_come_back():
     from jaxtrain.signals import Stop
 
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
-    with Stop((signal.SIGINT, signal.SIGUSR1)) as stop:
+    with Stop(signals=(signal.SIGINT, signal.SIGUSR1)) as stop:
         assert signal.getsignal(signal.SIGTERM) == before[1] and signal.getsignal(signal.SIGINT) != before[0]
         assert not stop and stop.exit_code is None
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before

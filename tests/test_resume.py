@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import runs
 
+from jaxtrain.checkpoint import files
+
 # A data source that stops before a given step until a file appears: so a test can send a signal at exactly that step. As long
 # as it holds back what the training loop itself waits for, it says so in another file.
 GATED = """
@@ -23,6 +25,7 @@ from pathlib import Path
 
 from jaxtrain.config import Paths
 from jaxtrain.data import pipeline
+from jaxtrain.feed import Feed
 
 
 class Gated:
@@ -42,16 +45,25 @@ class Gated:
 
 
 def loop_waits():
-    "Whether the main thread is inside the generator of batches."
+    "Whether the main thread waits for a batch."
     frame = sys._current_frames()[threading.main_thread().ident]
-    while frame and frame.f_code is not pipeline.iterate.__code__:
+    while frame and frame.f_code is not Feed.next.__code__:
         frame = frame.f_back
     return frame is not None
 
 
 def source(data, split, global_batch):
     stdlib = pipeline.open_source(data, "stdlib", split=split, global_batch=global_batch, data_dir=Paths().data)
-    return Gated(stdlib) if split == "train" else stdlib
+    return Gated(stdlib) if split == "train" else AtEval(stdlib)
+
+
+class AtEval(Gated):
+    "Held-out data that is never there, once a file asks for that."
+    def batch(self, step, rows=None):
+        while Path(os.environ["GATE_FILE"]).with_suffix(".no-eval").exists():
+            Path(os.environ["GATE_FILE"]).with_suffix(".in-eval").touch()
+            time.sleep(0.01)
+        return self.batches.batch(step, rows)
 """
 
 
@@ -91,16 +103,22 @@ class Bench:
         return child
 
     def asked_to_stop(self, child: runs.Child, number: signal.Signals) -> runs.Child:
-        """After a signal that it has understood, but before it could act on it: its data is still behind the gate."""
+        """After a signal that it has understood."""
         child.process.send_signal(number)
         child.until(lambda: "finishing this step" in child.said)
         return child
 
+    def in_eval(self, workdir: Path) -> runs.Child:
+        """A run whose next evaluation does not end, and which is in it."""
+        self.opener = self.folder / f"gate-{self.started + 1}"
+        self.opener.with_suffix(".no-eval").touch()
+        child = self.start(workdir)
+        child.until(self.opener.with_suffix(".in-eval").exists)
+        return child
+
     def stopped(self, child: runs.Child, number: signal.Signals) -> tuple[int, str]:
-        """How a run ends that is asked to stop and then gets its data."""
-        self.asked_to_stop(child, number)
-        self.opener.touch()
-        return child.end()
+        """How a run ends that is asked to stop while its data does not come."""
+        return self.asked_to_stop(child, number).end(timeout=60)
 
 
 def written_steps(workdir: Path) -> list[int]:
@@ -135,22 +153,22 @@ def hunted(bench: Bench) -> tuple[Path, dict[str, tuple[int, str]]]:
     assert (runs.steps(workdir), written_steps(workdir)) == ([], [1, 2])
 
     ended["Ctrl-C"] = bench.stopped(bench.at_gate(workdir, 7), signal.SIGINT)
-    assert runs.steps(workdir) == [5, 8]
+    assert runs.steps(workdir) == [5, 7]
 
     child = bench.at_gate(workdir, 13)
     child.process.kill()
     ended["killed"] = child.end()
-    assert (runs.steps(workdir), written_steps(workdir)[-1]) == ([5, 8, 10], 12)
+    assert (runs.steps(workdir), written_steps(workdir)[-1]) == ([5, 7, 10], 12)
 
-    child = bench.asked_to_stop(bench.at_gate(workdir, 17), signal.SIGINT)
+    child = bench.asked_to_stop(bench.in_eval(workdir), signal.SIGINT)
     time.sleep(0.5)  # within a fifth of a second two signals count as one
     assert child.process.poll() is None
     child.process.send_signal(signal.SIGINT)
-    ended["Ctrl-C twice"] = child.end(timeout=60)  # the gate is still closed: it cannot have finished its step
-    assert runs.steps(workdir) == [5, 8, 10, 15]
+    ended["Ctrl-C twice"] = child.end(timeout=60)  # its evaluation cannot have ended
+    assert runs.steps(workdir) == [5, 7, 10, 15]
 
     ended["SIGTERM"] = bench.stopped(bench.at_gate(workdir, 20), signal.SIGTERM)
-    assert runs.steps(workdir) == [5, 8, 10, 15, 20, 21]
+    assert runs.steps(workdir) == [5, 7, 10, 15, 20]
 
     ended["finished"] = bench.start(workdir).end()
     return workdir, ended
@@ -166,11 +184,11 @@ def test_exit_codes_and_words(hunted: tuple[Path, dict[str, tuple[int, str]]]) -
         "SIGTERM": 75,
         "finished": 0,
     }
-    assert "Ctrl-C: state saved at step 8; the same command goes on from there." in ended["Ctrl-C"][1]
-    assert "resuming from step 8 in" in ended["killed"][1]
+    assert "Ctrl-C: state saved at step 7; the same command goes on from there." in ended["Ctrl-C"][1]
+    assert "resuming from step 7 in" in ended["killed"][1]
     assert "resuming from step 10 in" in ended["Ctrl-C twice"][1]
     assert "leaving at once" in ended["Ctrl-C twice"][1]
-    assert "state saved at step 21" in ended["SIGTERM"][1]
+    assert "state saved at step 20" in ended["SIGTERM"][1]
     assert not any("Traceback" in said for _, said in ended.values())
 
 
@@ -178,8 +196,8 @@ def test_the_receipt_tells_of_every_attempt(hunted: tuple[Path, dict[str, tuple[
     receipt = runs.receipt(hunted[0])
     attempts = [*receipt["attempts"], receipt]
     assert [a["exit_code"] for a in attempts] == [None, 130, None, None, 75, 0]
-    assert [a["resumed_from_step"] for a in attempts] == [None, None, 8, 10, 15, 21]
-    assert attempts[1]["reason"] == "SIGINT at step 8"
+    assert [a["resumed_from_step"] for a in attempts] == [None, None, 7, 10, 15, 20]
+    assert attempts[1]["reason"] == "SIGINT at step 7"
     assert attempts[-1]["reason"] == "24 steps done"
 
 
@@ -199,7 +217,7 @@ def test_parameters_and_moments_are_those_of_an_uninterrupted_run(
 ) -> None:
     ours, theirs = runs.tensors(hunted[0], 24), runs.tensors(whole, 24)
     assert ours.keys() == theirs.keys()
-    assert {name.partition(".")[0] for name in ours} == {"step", "params", "optimizer"}
+    assert {name.partition(".")[0] for name in ours} == {"step", "params", "optimizer", "guard"}
     different = [name for name in ours if ours[name].tobytes() != theirs[name].tobytes()]
     assert different == []
     assert int(ours["step"]) == 24
@@ -324,27 +342,45 @@ def test_a_checkpoint_beyond_the_last_step_is_refused(config: Path, copy: Path, 
 
 def test_never_starts_over_a_damaged_checkpoint(config: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (copy / "checkpoints/10/meta.json").write_text('{"format": 1, "conf')
+    (copy / "checkpoints/5/meta.json").rename(copy / "kept")
     before = runs.tree(copy)
-    assert runs.train(config, copy, train__steps=12) != 0
+    assert runs.train(config, copy, train__steps=12) == 2
     said = capsys.readouterr().err
-    assert "checkpoints/10/meta.json cannot be read" in said
-    assert "--config.checkpoint.step=5" in said
+    assert "no good checkpoint is left" in said and "checkpoints/10/meta.json cannot be read" in said
+    assert "checkpoints/5/meta.json cannot be read" in said
     assert runs.tree(copy) == before
 
-    assert runs.train(config, copy, train__steps=12, checkpoint__step=5) == 0  # the way out that it named
+    (copy / "kept").rename(copy / "checkpoints/5/meta.json")
+    assert runs.train(config, copy, train__steps=12) == 0
+    assert "checkpoint 10 is passed over: " in capsys.readouterr().out
     assert runs.steps(copy) == [5, 10, 12]
+    assert len(list(copy.glob("checkpoints/set_aside-*/10/meta.json"))) == 1
     assert len(runs.losses(copy)) == 12
 
 
-def test_damaged_arrays_are_an_error_too(config: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path in (copy / "checkpoints/10/arrays/state").rglob("*"):
+def cut(step: Path) -> None:
+    """Truncates the files of a checkpoint that hold its arrays."""
+    for path in (step / "arrays/state").rglob("*"):
         if path.is_file() and path.stat().st_size > 10_000:
             path.write_bytes(path.read_bytes()[:5000])
-    assert runs.train(config, copy, train__steps=12) == 1
-    said = capsys.readouterr()
-    assert "--config.checkpoint.step=5" in said.out + said.err
+
+
+def test_damaged_arrays_are_passed_over_too(config: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cut(copy / "checkpoints/10")
+    assert runs.train(config, copy, train__steps=12, checkpoint__step=10) == 1, "a step that was asked for is taken, or none"
+    said = capsys.readouterr().out
+    assert "checkpoints/10/arrays cannot be read" in said and "--config.checkpoint.step=5" in said
     assert runs.steps(copy) == [5, 10]
-    assert runs.receipt(copy)["exit_code"] == 1
+    assert runs.train(config, copy, train__steps=12) == 0
+    assert "passing over damaged checkpoints, going on from step 5: 10 moved to" in capsys.readouterr().out
+    assert runs.receipt(copy)["resumed_from_step"] == 5 and "10" in runs.receipt(copy)["passed_over"]
+    assert list(runs.losses(copy)) == list(range(1, 13))
+    for step in (5, 10, 12):
+        cut(copy / "checkpoints" / str(step))
+    before = runs.tree(copy / "checkpoints")
+    assert runs.train(config, copy, train__steps=13) == 1
+    assert "no good checkpoint is left" in capsys.readouterr().out
+    assert runs.tree(copy / "checkpoints") == before
 
 
 def test_a_broken_metrics_file_is_named(config: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -384,9 +420,9 @@ def test_starts_from_weights(config: Path, base: Path, copy: Path, tmp_path: Pat
 
     # The same weights, the first batch again: the source resumed with its data position set back to the start.
     path = copy / "checkpoints/10/meta.json"
-    meta = json.loads(path.read_text())
+    meta = files.unsealed(path.read_text())
     meta["data"]["tokens"] = 0
-    path.write_text(json.dumps(meta))
+    path.write_text(files.sealed(meta))
     assert runs.train(config, copy, train__steps=11) == 0
     assert runs.losses(new)[1] == runs.losses(copy)[11]
     assert runs.losses(new)[1] < runs.losses(base)[1] - 0.5

@@ -55,7 +55,7 @@ class Source:
 class Poisoned(Source):
     def batch(self, step, rows=None):
         batch = self.batches.batch(step, rows)
-        if step == 6:
+        if step >= 6:
             batch["weights"] = batch["weights"] * np.float32("nan")
         return batch
 
@@ -221,17 +221,18 @@ def test_own_names_that_are_wrong(config: Path, tmp_path: Path, capsys: pytest.C
 @pytest.mark.usefixtures("own")
 def test_a_loss_that_is_no_number_ends_the_run(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workdir = tmp_path / "run"
-    poisoned = {"data__source": "own:Poisoned", "eval__every_steps": 0, "checkpoint__every_steps": 5}
+    poisoned = {"data__source": "own:Poisoned", "eval__every_steps": 0, "checkpoint__every_steps": 5, "train__max_skips": 3}
     assert runs.train(config, workdir, **poisoned) == 76
     said = capsys.readouterr().out
-    assert "step 7: loss nan, gradient norm nan. Nothing is saved from here; the newest checkpoint is 5." in said
-    assert "Lower optimizer.lr" in said
-    assert list(runs.losses(workdir)) == [1, 2, 3, 4, 5, 6]
+    assert "step 7: loss nan, gradient norm nan, not finite: the step is skipped. Data: batch 6" in said
+    assert "3 steps in a row were skipped, the last one step 9 with loss nan. Nothing is saved from here; the newest" in said
+    assert "checkpoint is 5. Lower optimizer.lr" in said
+    assert [line["skipped_steps"] for line in runs.lines(workdir)] == [0] * 6 + [1, 2, 3]
     assert runs.steps(workdir) == [5]
     assert all(np.isfinite(value).all() for value in runs.tensors(workdir).values())
     assert runs.receipt(workdir)["exit_code"] == 76
-    assert "step 7: loss nan" in runs.receipt(workdir)["reason"]
-    # Also where the bad step itself would have been saved.
+    assert "3 steps in a row were skipped" in runs.receipt(workdir)["reason"]
+    # Also where a bad step itself would have been saved.
     other = tmp_path / "other"
     assert runs.train(config, other, **(poisoned | {"checkpoint__every_steps": 7})) == 76
     assert runs.steps(other) == []
@@ -242,7 +243,7 @@ def test_a_learning_rate_that_blows_up_ends_the_run(config: Path, tmp_path: Path
     workdir = tmp_path / "run"
     assert runs.train(config, workdir, optimizer__lr=1e30, optimizer__lr_min=0, optimizer__warmup_steps=0) == 76
     assert runs.steps(workdir) == []
-    assert list(runs.losses(workdir)) == [1]
+    assert list(runs.losses(workdir)) == list(range(1, 10))
 
 
 @pytest.mark.usefixtures("own")

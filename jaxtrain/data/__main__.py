@@ -180,8 +180,8 @@ def run_verify(args: argparse.Namespace) -> int:
     for path, wrong in files:
         if wrong is not None:
             damaged |= bool(wrong)
-            names = [] if wrong else [str(entry["path"]) for entry in mixture.read(path)]
-            for line in wrong or [f"{path}: its files hold what they held when it was written: {', '.join(names)}"]:
+            names = "" if wrong else ", ".join(str(entry["path"]) for entry in mixture.read(path))
+            for line in wrong or [f"{path}: its files are intact, and hold what they held when it was written: {names}"]:
                 print(line)
             continue
         faults = verify(path)
@@ -197,11 +197,13 @@ def written(file: tokenfile.TokenFile, first: int, last: int, tokenizer: tokeniz
     def decode(ids: np.ndarray) -> str:
         return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
 
+    tokens = file.tokens[first:last]
     if file.loss_bits is None:
-        return decode(file.tokens[first:last])
+        return decode(tokens)
     flags = file.loss_flags(first, last)
-    runs = np.split(np.arange(first, last), np.flatnonzero(np.diff(flags)) + 1)
-    texts = [(decode(file.tokens[run]), flags[run[0] - first]) for run in runs if run.size]
+    borders = np.flatnonzero(np.diff(flags)) + 1
+    runs = zip(np.split(tokens, borders), np.split(flags, borders), strict=True)
+    texts = [(decode(run), counts[0]) for run, counts in runs if run.size]
     return "".join(text if counts else f"⟦{text}⟧" for text, counts in texts)
 
 

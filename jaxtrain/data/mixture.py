@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.data.tokenfile import TokenFile, TokenFileError
+from jaxtrain.data.verify import verify as verify_file
 
 FORMAT = "jaxtrain mixture"
 VERSION = 1
@@ -113,7 +114,7 @@ def table(weighed: list[tuple[TokenFile, float]], tokens: int) -> list[tuple[str
 
 
 def verify(path: Path | str) -> list[str]:
-    """What is wrong with the mixture, a line each; its files' own blocks are not read."""
+    """What is wrong with the mixture and with its files, a line each. Reads all of them."""
     faults = []
     try:
         entries = read(path)
@@ -122,6 +123,7 @@ def verify(path: Path | str) -> list[str]:
     for entry in entries:
         try:
             open_checked(path, entry)
+            faults += verify_file(entry["path"])
         except (MixtureError, TokenFileError, OSError) as e:
             faults.append(str(e))
     return faults

@@ -350,18 +350,23 @@ def open_source(
     if source == "stdlib":
         source = str(stdlib.stdlib_files(data_dir)[split == "validation"])
     files, weights = open_files(data, source, key, seq_len)
-    sources = [FileWindows(f, seq_len) for f in files]
     shares = [w / math.fsum(weights) for w in weights]
+    sources: list[FileWindows] = []
     masked = text_bytes = predicted = 0.0
-    for file, windows, share in zip(files, sources, shares, strict=True):
+    for file, share in zip(files, shares, strict=True):
         header = file.header
         loss = header["loss"] or {"tokens": header["tokens"], "bytes": header["source_bytes"], "first": header["documents"]}
         # of a token read from the mixture: the bytes whose prediction counts, and the predictions that count
         text_bytes += share * loss["bytes"] / header["tokens"]
         predicted += share * (loss["tokens"] - (loss["first"] if data.packing == "documents" else 0)) / header["tokens"]
-        if data.packing == "documents":
-            count = masked_tokens(file.doc_offsets[:-1], windows.windows, seq_len, data.max_segments)
-            masked += share * count / (windows.windows * seq_len)
+        try:
+            sources.append(windows := FileWindows(file, seq_len))
+            if data.packing == "documents":
+                count = masked_tokens(file.doc_offsets, windows.windows, seq_len, data.max_segments)
+                masked += share * count / (windows.windows * seq_len)
+        except TokenFileError as e:
+            remedy = f"Check it with: python -m jaxtrain.data verify {file.path}"
+            raise config.ConfigError([config.Problem(key, str(file.path), str(e), remedy)]) from e
     fingerprint["tokenizer"] = files[0].header["tokenizer"]
     fingerprint["files"] = [
         {"name": f.path.name, "weight": w, **{k: f.header[k] for k in ("content_sha256", "tokens", "documents")}}

@@ -17,7 +17,7 @@ from jaxtrain.data import tokenizer as tokenizers
 from jaxtrain.data.readers import Cut, PrepareError
 from jaxtrain.data.shards import SHOWN, Folder, Job, Shard, describe, group, make_shards, names
 from jaxtrain.data.template import LOSSES
-from jaxtrain.data.tokenfile import TokenFile, TokenWriter
+from jaxtrain.data.tokenfile import TokenFile, TokenFileError, TokenWriter
 
 SHARD_MB = 64  # of input, in a shard
 
@@ -186,7 +186,13 @@ def prepare(
         ]
         for number in range(len(shards)):
             for writer, path in zip(writers, names(folder.shards, number, job), strict=True):
-                writer.append(TokenFile.open(path))
+                try:
+                    writer.append(TokenFile.open(path))
+                except TokenFileError as e:
+                    folder.forget(number)
+                    raise TokenFileError(
+                        f"{e} It is a part of this run's result: the same command makes that part again."
+                    ) from e
         for writer in writers:
             if not writer.documents:
                 folder.discard()

@@ -204,6 +204,10 @@ class Folder:
             return None
         return found if files == found["files"] and (skip_bad_lines or not found["bad"]) else None
 
+    def forget(self, number: int) -> None:
+        """A shard that is not what it was: the next run makes it again."""
+        (self.shards / f"{number:06}.json").unlink(missing_ok=True)
+
     def discard(self) -> None:
         """Nothing of it is worth keeping."""
         shutil.rmtree(self.path, ignore_errors=True)

@@ -60,8 +60,11 @@ def duplicates(file: TokenFile, hash_bytes: int = HASH_BYTES) -> dict[str, int]:
         for first in range(0, count, DOCUMENTS):
             offsets = file.doc_offsets[first : first + DOCUMENTS + 1].tolist()
             rows = np.empty(len(offsets) - 1, record)
+            tokens, begin = file.tokens[0:0], 0  # of many documents together, and where they begin
             for i, (a, b) in enumerate(itertools.pairwise(offsets)):
-                digest = hashlib.blake2b(np.ascontiguousarray(file.tokens[a:b]), digest_size=8).digest()
+                if b > begin + len(tokens):
+                    tokens, begin = file.tokens[a : max(b, a + ROW_TOKENS)], a
+                digest = hashlib.blake2b(tokens[a - begin : b - begin], digest_size=8).digest()
                 rows[i] = int.from_bytes(digest, "little"), b - a
             storage.write(rows.tobytes())
         storage.flush()
@@ -101,7 +104,7 @@ def packing(file: TokenFile, seq_len: int, max_segments: int) -> dict[str, float
         "rows": windows.windows,
         "counted": counted / total,
         "documents_per_row": segments / windows.windows,
-        "masked": masked_tokens(file.doc_offsets[:-1], windows.windows, seq_len, max_segments) / total,
+        "masked": masked_tokens(file.doc_offsets, windows.windows, seq_len, max_segments) / total,
     }
 
 

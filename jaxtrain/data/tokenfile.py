@@ -1,21 +1,23 @@
 """Token files (`NAME.tok`): one file that says itself what it holds.
 
-    bytes 0..63    preamble: magic, format version, where the header lies and its crc32
+    bytes 0..63    preamble: magic, format version, where the header lies and its crc32; zeros
     tokens         uint16 or uint32, little-endian; every document begins with what the tokenizer puts before a text, if
                    anything (made with --chat: what the template writes), and ends with its end-of-text id
     padding        to a multiple of 8
     loss           in files made with --chat: one bit a token, lowest bit first, set where the token counts as a target;
                    padding to a multiple of 8
     documents      int64 offsets into the tokens: the start of each document, then the end of the last
-    header         JSON: counts, tokenizer, sources, and a crc32 of each 16 MiB from byte 64 to here
+    checksums      uint32, the crc32 of each block: of each 16 KiB of the file up to here, the first without the preamble
+    header         JSON: counts, tokenizer, sources, and a crc32 of each 16 KiB of the checksums
 
 The header comes last because it is known last: the writer streams. The preamble is written after it, and the file gets its
-name after that, so a file that was cut off is never taken for whole.
+name after that, so a file that was cut off is never taken for whole. Every read is checked block by block (checked.py).
 """
 
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -26,14 +28,12 @@ from typing import Any, BinaryIO, Self
 
 import numpy as np
 
+from jaxtrain.data.checked import Blocks, Column, OpenFile, TokenFileError, remedy
+
 MAGIC = b"jaxtrtok"
-VERSION = 4  # 1 had no loss bits, 2 no largest id, 3 no token that begins a document
-BLOCK = 16 << 20  # bytes under one checksum
-PREAMBLE = struct.Struct("<8sIIQQ32x")  # magic, version, crc32 of the header, header offset, header length
-
-
-class TokenFileError(ValueError):
-    """A token file that is damaged, cut off, or no token file; the message names it."""
+VERSION = 5  # 1 had no loss bits, 2 no largest id, 3 no token that begins a document, 4 checksums of 16 MiB alone
+BLOCK = 16 << 10  # bytes under one checksum: of a row of a batch two or three blocks are read, and their checksums are 0.02%
+PREAMBLE = struct.Struct("<8sIIQQ32s")  # magic, version, crc32 of the header, header offset, header length, zeros
 
 
 def _align(n: int) -> int:
@@ -84,16 +84,17 @@ class TokenWriter:
         self.path = Path(path)
         self.partial = self.path.with_name(self.path.name + suffix)
         self._offsets_path = self.path.with_name(self.path.name + suffix + ".offsets")
+        self._sums_path = self.path.with_name(self.path.name + suffix + ".checksums")
         self.tokenizer = tokenizer
         self.sources = sources or []
         self.made = made or {}
         self.dtype = np.dtype("<u2" if tokenizer["vocab_size"] <= 1 << 16 else "<u4")
         self.tokens = self.documents = self.source_bytes = self.largest_id = 0
-        self._crcs: list[int] = []
-        self._crc = self._in_block = 0
+        self._crc, self._in_block = 0, PREAMBLE.size  # of the current block: its checksum so far, and the bytes before here
         self._begin, self._ended = 0, False  # of the current document: its first token, and whether its last is end-of-text
         self._file: BinaryIO = open_locked(self.partial)
         self._offsets: BinaryIO = self._offsets_path.open("w+b")
+        self._sums: BinaryIO = self._sums_path.open("w+b")
         self._file.write(bytes(PREAMBLE.size))
         self._offsets.write(struct.pack("<q", 0))
         self._loss_path = self.path.with_name(self.path.name + suffix + ".loss") if loss else None
@@ -111,8 +112,11 @@ class TokenWriter:
             self._in_block += len(part)
             view = view[len(part) :]
             if self._in_block == BLOCK:
-                self._crcs.append(self._crc)
-                self._crc = self._in_block = 0
+                self._end_block()
+
+    def _end_block(self) -> None:
+        self._sums.write(struct.pack("<I", self._crc))
+        self._crc = self._in_block = 0
 
     def _put_loss(self, flags: np.ndarray, first: int, num_bytes: int) -> None:
         """`first`: how many of them stand first in a document."""
@@ -166,13 +170,13 @@ class TokenWriter:
         self._offsets.write(struct.pack("<q", self.tokens))
 
     def append(self, file: "TokenFile") -> None:
-        """All documents of another file of the same kind, without a look into them."""
+        """All documents of another file of the same kind, without a look into them. Raises TokenFileError for a damaged one."""
         if file.header["tokenizer"] != self.tokenizer or (file.loss_bits is None) != (self._loss is None):
             raise ValueError(f"{file.path} is of another kind than {self.path}")
         step = 1 << 20  # tokens; a multiple of 8
         for first in range(0, file.header["tokens"], step):
             part = file.tokens[first : first + step]
-            self._put(memoryview(part).cast("B"))
+            self._put(part.tobytes())
             if self._loss is not None:
                 self._put_loss(file.loss_flags(first, first + part.size), 0, 0)
         if self._loss is not None:
@@ -207,9 +211,16 @@ class TokenWriter:
         while data := self._offsets.read(1 << 20):
             self._put(data)
         if self._in_block:
-            self._crcs.append(self._crc)
+            self._end_block()
         loss = None if self._loss is None else self.loss
-        content = [self.dtype.str, self.tokens, self.documents, self.tokenizer["sha256"], loss, self._crcs]
+        content = [self.dtype.str, self.tokens, self.documents, self.tokenizer["sha256"], loss]
+        digest, table_crc32 = hashlib.sha256(json.dumps(content).encode()), []
+        self._sums.flush()
+        self._sums.seek(0)
+        while data := self._sums.read(BLOCK):
+            self._file.write(data)
+            digest.update(data)
+            table_crc32.append(zlib.crc32(data))
         header = {
             "dtype": self.dtype.str,
             "tokens": self.tokens,
@@ -218,17 +229,17 @@ class TokenWriter:
             "largest_id": self.largest_id,
             "loss": loss,
             "tokenizer": self.tokenizer,
-            "content_sha256": hashlib.sha256(json.dumps(content).encode()).hexdigest(),
+            "content_sha256": digest.hexdigest(),
             "sources": self.sources,
             "made": self.made,
             "block_bytes": BLOCK,
-            "block_crc32": self._crcs,
+            "table_crc32": table_crc32,
         }
         encoded = json.dumps(header).encode()
         header_offset = self._file.tell()
         self._file.write(encoded)
         self._file.seek(0)
-        self._file.write(PREAMBLE.pack(MAGIC, VERSION, zlib.crc32(encoded), header_offset, len(encoded)))
+        self._file.write(PREAMBLE.pack(MAGIC, VERSION, zlib.crc32(encoded), header_offset, len(encoded), b""))
         self._file.flush()
         os.fsync(self._file.fileno())
         return header
@@ -245,9 +256,9 @@ class TokenWriter:
 
     def _close_files(self) -> None:
         with contextlib.ExitStack() as stack:  # all of it, also where closing one fails
-            for path in filter(None, (self._offsets_path, self._loss_path)):
+            for path in filter(None, (self._offsets_path, self._sums_path, self._loss_path)):
                 stack.callback(path.unlink, missing_ok=True)
-            for file in filter(None, (self._file, self._offsets, self._loss)):
+            for file in filter(None, (self._file, self._offsets, self._sums, self._loss)):
                 stack.callback(file.close)
 
     @property
@@ -274,37 +285,40 @@ class TokenWriter:
 
 
 class TokenFile:
-    """An open token file: memory maps and the header. Made by `TokenFile.open`."""
+    """An open token file: the header, and its arrays, which stay on the disk. Made by `TokenFile.open`.
+
+    A slice of an array is read when it is asked for, and checked then: TokenFileError where it is damaged or cut off.
+    """
 
     def __init__(
         self,
         path: Path,
         header: dict[str, Any],
-        tokens: np.ndarray,
-        doc_offsets: np.ndarray,
-        loss_bits: np.ndarray | None = None,
+        blocks: Blocks,
+        tokens: Column,
+        doc_offsets: Column,
+        loss_bits: Column | None = None,
     ):
         self.path = path
         self.header = header
+        self.blocks = blocks
         self.tokens = tokens  # (tokens,) uint16 or uint32
         self.doc_offsets = doc_offsets  # (documents + 1,) int64
         self.loss_bits = loss_bits  # (ceil(tokens / 8),) uint8; None: every token counts
 
     @classmethod
     def open(cls, path: Path | str) -> "TokenFile":
-        """Maps the file; reads and checks the preamble, the header and the size. Raises TokenFileError or FileNotFoundError."""
+        """Reads and checks the preamble, the header and the size. Raises TokenFileError or FileNotFoundError."""
         path = Path(path).expanduser()
-        header, header_offset = read_header(path)
-        dtype = np.dtype(header["dtype"])
-        tokens = np.memmap(path, dtype, "r", PREAMBLE.size, (header["tokens"],)) if header["tokens"] else np.empty(0, dtype)
-        start = header_offset - 8 * (header["documents"] + 1)
-        doc_offsets = np.memmap(path, "<i8", "r", start, (header["documents"] + 1,))
-        loss_bits = None
-        if header["loss"] is not None:
-            size = loss_bytes(header["tokens"])
-            begin = start - size - _align(size)
-            loss_bits = np.memmap(path, np.uint8, "r", begin, (size,)) if size else np.empty(0, np.uint8)
-        return cls(path, header, tokens, doc_offsets, loss_bits)
+        file = OpenFile(path)
+        header = _header(file)
+        parts = layout(header)
+        end, block = parts["documents"].stop, header["block_bytes"]
+        blocks = Blocks(file, PREAMBLE.size, end, block, header["table_crc32"], functools.partial(_lies, header))
+        tokens = Column(blocks, header["dtype"], parts["tokens"].start, header["tokens"])
+        doc_offsets = Column(blocks, "<i8", parts["documents"].start, header["documents"] + 1)
+        loss_bits = None if header["loss"] is None else Column(blocks, np.uint8, parts["loss"].start, len(parts["loss"]))
+        return cls(path, header, blocks, tokens, doc_offsets, loss_bits)
 
     def loss_flags(self, first: int, last: int) -> np.ndarray:
         """Whether each of the tokens first..last-1 counts as a target: bool (last - first,)."""
@@ -314,28 +328,57 @@ class TokenFile:
         return bits[first % 8 : first % 8 + last - first].view(bool)
 
 
+def layout(header: dict[str, Any]) -> dict[str, range]:
+    """The bytes of each part of the file, by its name in the format."""
+    sizes = {
+        "tokens": header["tokens"] * np.dtype(header["dtype"]).itemsize,
+        "loss": 0 if header["loss"] is None else loss_bytes(header["tokens"]),
+        "documents": 8 * (header["documents"] + 1),
+    }
+    parts, at = {}, PREAMBLE.size
+    for name, size in sizes.items():
+        parts[name] = range(at, at + size)
+        at += size + _align(size)
+    parts["checksums"] = range(at, at + 4 * -(-at // header["block_bytes"]))
+    return parts
+
+
+def _lies(header: dict[str, Any], start: int, stop: int) -> str:
+    """What the bytes start..stop-1 are."""
+    parts, found = layout(header), []
+    per = {"tokens": 1 / np.dtype(header["dtype"]).itemsize, "loss": 8, "documents": 1 / 8}
+    for name, what in {"tokens": "tokens", "loss": "loss bits of tokens", "documents": "offsets of documents"}.items():
+        part = parts[name]
+        if part and start < part.stop and stop > part.start:
+            first, last = (int((min(max(at, part.start), part.stop) - part.start) * per[name]) for at in (start, stop))
+            count = header["documents" if name == "documents" else "tokens"]
+            found.append(f"{what} {first:,} to {min(last, count):,}")
+    return ", ".join(found) or "padding"
+
+
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header and where it begins, checked against the file's size."""
-    remedy = "Make it again with: python -m jaxtrain.data prepare"
-    with path.open("rb") as f:
-        preamble = f.read(PREAMBLE.size)
-        if len(preamble) < PREAMBLE.size or not preamble.startswith(MAGIC):
-            raise TokenFileError(f"{path}: not a token file (it does not begin with {MAGIC!r}). {remedy}")
-        _, version, crc, offset, length = PREAMBLE.unpack(preamble)
-        if version != VERSION:
-            raise TokenFileError(f"{path}: format version {version}; this program reads version {VERSION}. {remedy}")
-        size = os.fstat(f.fileno()).st_size
-        if size != offset + length:
-            raise TokenFileError(f"{path}: has {size:,} bytes, should have {offset + length:,}: cut off or added to. {remedy}")
-        f.seek(offset)
-        encoded = f.read(length)
-    if zlib.crc32(encoded) != crc:
-        raise TokenFileError(f"{path}: the header (at byte {offset:,}) does not match its checksum. {remedy}")
+    """The header and where the checksums begin, checked against the file's size."""
+    header = _header(OpenFile(path))
+    return header, layout(header)["checksums"].start
+
+
+def _header(file: OpenFile) -> dict[str, Any]:
+    path, again, copy = file.path, remedy(file.path), remedy(file.path, copied=True)
+    preamble = file.read(0, min(file.size, PREAMBLE.size))
+    if len(preamble) < PREAMBLE.size or not preamble.startswith(MAGIC):
+        raise TokenFileError(f"{path}: not a token file (it does not begin with {MAGIC!r}). {again}")
+    _, version, crc, offset, length, zeros = PREAMBLE.unpack(preamble)
+    if version != VERSION:
+        raise TokenFileError(f"{path}: format version {version}; this program reads version {VERSION}. {again}")
+    if file.size != offset + length:
+        raise TokenFileError(f"{path}: has {file.size:,} bytes, should have {offset + length:,}: cut off or added to. {copy}")
+    encoded = file.read(offset, offset + length)
+    if zlib.crc32(encoded) != crc or any(zeros):
+        raise TokenFileError(
+            f"{path}: the header (at byte {offset:,}) does not match its checksum, or the preamble is damaged. {copy}"
+        )
     header = json.loads(encoded)
-    token_bytes = header["tokens"] * np.dtype(header["dtype"]).itemsize
-    flag_bytes = 0 if header["loss"] is None else loss_bytes(header["tokens"])
-    data = token_bytes + _align(token_bytes) + flag_bytes + _align(flag_bytes)
-    expected = PREAMBLE.size + data + 8 * (header["documents"] + 1)
+    expected = layout(header)["checksums"].stop
     if offset != expected:
-        raise TokenFileError(f"{path}: the header says {expected:,} bytes of data, the file has {offset:,}. {remedy}")
-    return header, offset
+        raise TokenFileError(f"{path}: the header says {expected:,} bytes of data, the file has {offset:,}. {again}")
+    return header

@@ -5,8 +5,10 @@ from typing import Protocol
 
 import numpy as np
 
+from jaxtrain.data.checked import Column
 from jaxtrain.data.tokenfile import TokenFile
 
+BLOCKS = 1024  # of documents' offsets, read together
 WEIGHT_BITS = 24  # mixture weights are rounded to multiples of 2^-24, so that counting is exact in integers
 
 
@@ -28,42 +30,61 @@ class Windows(Protocol):
 
 
 class FileWindows:
-    """The windows of one token file."""
+    """The windows of one token file. What `rows` gives has just been checked: TokenFileError where the file is damaged."""
 
     def __init__(self, file: TokenFile, seq_len: int):
+        """Reads the documents' offsets once."""
         self.name = str(file.path)
         self.file = file
         self.seq_len = seq_len
         self.windows = count_windows(file.header["tokens"], seq_len)
-        tokens = np.asarray(file.tokens)
-        # a view in which consecutive windows overlap by one token: a whole batch is one gather
-        self._view = np.lib.stride_tricks.as_strided(
-            tokens, (self.windows, seq_len + 1), (seq_len * tokens.itemsize, tokens.itemsize), writeable=False
-        )
-        self._starts = np.asarray(file.doc_offsets)
-        self._bits = None if file.loss_bits is None else np.asarray(file.loss_bits)
+        # Of each block of offsets, the number and the value of the first: which blocks a row needs, without a search on disk.
+        self._nth = file.doc_offsets.block_borders()
+        self._first = np.empty(len(self._nth) - 1, np.int64)
+        for k in range(0, len(self._first), BLOCKS):
+            nth = self._nth[k : k + BLOCKS + 1]
+            self._first[k : k + BLOCKS] = file.doc_offsets[nth[0] : nth[-1]][nth[:-1] - nth[0]]
 
     def rows(self, index_R: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-        begin_R = index_R * self.seq_len
+        self.file.blocks.file.look_at_times()
+        T = self.seq_len
+        begin_R = index_R * T
         # documents that start after the row's first token, up to and with the last target
-        low_R = np.searchsorted(self._starts, begin_R, "right")
-        high_R = np.searchsorted(self._starts, begin_R + self.seq_len, "right")
+        starts = self._starts(begin_R)
+        low_R = np.searchsorted(starts, begin_R, "right")
+        high_R = np.searchsorted(starts, begin_R + T, "right")
         count_R = high_R - low_R
         row = np.repeat(np.arange(len(index_R)), count_R)
         nth = np.arange(len(row)) + np.repeat(low_R - (np.cumsum(count_R) - count_R), count_R)
-        return self._view[index_R], row, self._starts[nth] - begin_R[row], self._loss(begin_R)
+        tokens_RS = np.empty((len(index_R), T + 1), self.file.tokens.dtype)
+        loss_RT = None if self.file.loss_bits is None else np.empty((len(index_R), T), bool)
+        r = 0
+        for first, count in _runs(index_R):
+            begin, end = first * T, (first + count) * T
+            read = self.file.tokens[begin : end + 1]
+            tokens_RS[r : r + count, :-1] = read[:-1].reshape(count, T)
+            tokens_RS[r : r + count, -1] = read[T::T]
+            if loss_RT is not None:
+                loss_RT[r : r + count] = self.file.loss_flags(begin + 1, end + 1).reshape(count, T)
+            r += count
+        return tokens_RS, row, starts[nth] - begin_R[row], loss_RT
 
-    def _loss(self, begin_R: np.ndarray) -> np.ndarray | None:
-        """The flags of the targets of rows that begin at tokens `begin_R`."""
-        if self._bits is None:
-            return None
-        byte_R, bit_R = np.divmod(begin_R + 1, 8)
-        # one byte more than the targets fill: a row may begin in the midst of one
-        index_RN = np.minimum(byte_R[:, None] + np.arange(self.seq_len // 8 + 2), len(self._bits) - 1)
-        flags_RN = np.unpackbits(self._bits[index_RN], axis=1, bitorder="little").view(bool)
-        if not bit_R.any():
-            return flags_RN[:, : self.seq_len]
-        return np.take_along_axis(flags_RN, bit_R[:, None] + np.arange(self.seq_len), axis=1)
+    def _starts(self, begin_R: np.ndarray) -> np.ndarray:
+        """Sorted starts of documents, of all blocks that hold one in a row which begins at `begin_R`.
+
+        They may leave out blocks between two rows: within a row they are complete.
+        """
+        low_R = np.searchsorted(self._first, begin_R, "right") - 1
+        high_R = np.searchsorted(self._first, begin_R + self.seq_len, "right")
+        blocks = sorted({k for low, high in zip(low_R.tolist(), high_R.tolist(), strict=True) for k in range(low, high)})
+        parts = [self.file.doc_offsets[self._nth[k] : self._nth[k + 1]] for k in blocks]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def _runs(index_R: np.ndarray) -> list[tuple[int, int]]:
+    """(first, count) of each run of consecutive indices."""
+    first = np.flatnonzero(np.diff(index_R, prepend=-2) != 1)
+    return list(zip(index_R[first].tolist(), np.diff(first, append=len(index_R)).tolist(), strict=True))
 
 
 def count_windows(tokens: int, seq_len: int) -> int:
@@ -116,10 +137,10 @@ def make_batch(
     }
 
 
-def masked_tokens(starts: np.ndarray, windows: int, seq_len: int, max_segments: int, chunk: int = 1 << 22) -> int:
+def masked_tokens(starts: np.ndarray | Column, windows: int, seq_len: int, max_segments: int, chunk: int = 1 << 22) -> int:
     """Tokens, of all windows, that lie beyond the `max_segments`-th document of their window.
 
-    `starts`: sorted start of each document. Reads them once, `chunk` at a time.
+    `starts`: sorted start of each document; what lies behind the last window does no harm. Reads them once, `chunk` at a time.
     """
     masked = 0
     kept = np.empty(0, np.int64)  # the last max_segments starts seen, which the next chunk compares with

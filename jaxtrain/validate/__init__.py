@@ -13,14 +13,16 @@ from pathlib import Path
 from jaxtrain import config, groups, windows
 from jaxtrain.activations import parse_tensors
 from jaxtrain.config import Problem, RunConfig, flatten, nearest, parts_of, to_dict
-from jaxtrain.hardware import Devices, memory_environment, memory_fraction
+from jaxtrain.hardware import NCCL_ALGO, REPEATABLE, Devices, memory_environment, memory_fraction
 from jaxtrain.models import FAMILIES
 from jaxtrain.moments import INT8
 from jaxtrain.precision import WEIGHTS, eight_bit, unsupported
 from jaxtrain.resume import check_allow_change
+from jaxtrain.timelimit import limit_s
 from jaxtrain.validate.layout import check_layout
 from jaxtrain.validate.places import check_places
 from jaxtrain.validate.values import choices, ranges
+from jaxtrain.watchdog import parse_budgets
 
 
 def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
@@ -54,6 +56,7 @@ def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
     problems += config.parse_options(run.compiler.options)[1]
     problems += _attention(run, devices, bad)
     problems += _schedule(run, bad)
+    problems += _repeatable(run, devices)
     problems += groups.problems(run.optimizer.groups, run.optimizer.name)
     problems += _lora(run, bad)
     return problems
@@ -190,6 +193,8 @@ def _steps(run: RunConfig, workdir: Path, bad: set[str]) -> Iterable[Problem]:
         rule = f"tracing {p.steps} steps from there goes past the last step, train.steps = {steps}"
         yield Problem("profile.start", p.start, rule, "Start earlier, or 0 for no trace.")
     yield from check_allow_change(c.allow_change)
+    yield from limit_s(run.train.max_minutes)[1]
+    yield from parse_budgets(run.train.timeouts)[1]
 
 
 def _memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
@@ -197,6 +202,24 @@ def _memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem
         return []
     fraction = memory_fraction(devices.memory_gib, run.train.memory_fraction)
     return memory_environment(fraction, os.environ)[1]
+
+
+def _repeatable(run: RunConfig, devices: Devices) -> Iterable[Problem]:
+    """What takes from train.deterministic what it promises, or needs it."""
+    if run.train.verify_every > 0 and devices.kind == "gpu" and not run.train.deterministic:
+        rule = "compares the bits of two runs of a step, which differ on GPUs without train.deterministic"
+        yield Problem("train.verify_every", run.train.verify_every, rule, "Set train.deterministic=true, or this to 0.")
+    if not run.train.deterministic:
+        return
+    options, _ = config.parse_options(run.compiler.options)
+    for name, value in REPEATABLE.items():
+        if name in options and options[name] != value:
+            rule = f"train.deterministic sets {name}={str(value).lower()}"
+            yield Problem("compiler.options", run.compiler.options, rule, f"Take {name} out, or set train.deterministic=false.")
+    algorithm = os.environ.get("NCCL_ALGO", "")
+    if devices.kind == "gpu" and algorithm and algorithm != NCCL_ALGO:
+        rule = f"train.deterministic sets {NCCL_ALGO}: sums in switches (NVLS) have no fixed order"
+        yield Problem("NCCL_ALGO", algorithm, rule, "Unset it, or set train.deterministic=false.")
 
 
 def _lora(run: RunConfig, bad: set[str]) -> Iterable[Problem]:

@@ -1,0 +1,70 @@
+"""What a run is, in plain numbers, before anything is allocated."""
+
+import math
+from typing import Any
+
+import jax
+
+from jaxtrain import flops, state
+from jaxtrain.config import RunConfig
+from jaxtrain.models.module import part
+from jaxtrain.progress import Console
+from jaxtrain.sharding import left_whole
+from jaxtrain.start import Start
+from jaxtrain.step import Program
+
+
+def announce(run: RunConfig, program: Program, start: Start, data: Any, directory: Any, console: Console) -> None:
+    """Batch, model, mesh, data, and where it goes on from, to the log and the terminal."""
+    mesh, say = program.placement.mesh, console.say
+    shards = program.placement.size("data") * program.placement.size("fsdp")
+    devices = counted(mesh.size, "device") if shards == mesh.size else f"{shards} shards of {mesh.size} devices"
+    each = run.train.global_batch // run.train.grad_accum // shards
+    epochs = data.epoch(run.train.steps)
+    say(
+        f"global batch {run.train.global_batch} = {devices} x {each} x {counted(run.train.grad_accum, 'microbatch')}; "
+        f"{count(run.train.global_batch * run.data.seq_len)} tokens a step; this run is {epochs:.2g} epochs"
+    )
+    parameters = count(flops.parameters(run.model)["total"])
+    learnt = sum(math.prod(a.shape) for a in jax.tree.leaves(part(program.state.params, program.trained)))
+    if program.adapters:
+        parameters = f"{parameters} parameters, and adapters of {count(learnt)}, which alone are trained"
+    else:
+        everything = all(jax.tree.leaves(program.trained))
+        parameters += " parameters" + ("" if everything else f", of which {count(learnt)} are trained")
+    shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+    say(
+        f"model: {parameters}; mesh: {shape}; attention: {program.attention} ({program.attention_reason})"
+        + (f"; each sequence over {program.context.size} devices: {program.context}" if program.context.size > 1 else "")
+    )
+    if data.synthetic:
+        say("data: synthetic. Its loss says nothing about language.")
+    if data.masked_fraction:
+        say(
+            f"data: {data.masked_fraction:.2%} of tokens stand behind more than data.max_segments="
+            f"{run.data.max_segments} documents in their sequence and are masked"
+        )
+    # At stage 0 that is what was asked for.
+    for name in left_whole(state.abstract_tensors(program.state)) if run.sharding.zero else ():
+        console.warn(f"not split over any device, every one holds all of it: {name}. See sharding.rules.")
+    for at, why in start.passed.items():
+        console.warn(f"checkpoint {at} is passed over: {why}")
+    if start.resumed:
+        say(f"resuming from step {start.step} in {directory}")
+    for note in start.notes:
+        say(f"  changed: {note}")
+    if start.resumed and start.files != data.fingerprint.get("files"):
+        console.warn("the data is not what the checkpoint was trained on so far: other files, or other contents")
+
+
+def count(number: float) -> str:
+    """2097152 -> '2.1 M'."""
+    for scale, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if number >= scale:
+            return f"{number / scale:.3g}{unit}"
+    return f"{number:g}"
+
+
+def counted(number: int, noun: str) -> str:
+    """'1 device', '8 devices', '64 microbatches'."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"

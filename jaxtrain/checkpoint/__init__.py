@@ -1,0 +1,613 @@
+"""Saving and restoring a run's tensors.
+
+A checkpoint is one folder per step:
+
+    checkpoints/500/meta.json       config, rules, data position, versions, and each tensor's shape, dtype and digest
+    checkpoints/500/arrays/         the tensors by their canonical names, written by Orbax, which renames it into place last
+    checkpoints/500/integrity.json  size and CRC-32 of every file above, written when all of them are on disk
+
+meta.json is written and synced before the arrays, so a step is complete exactly when both are there, whenever the process was
+killed. Old steps are deleted only after the new one is on disk, and are renamed before they are deleted, so that half of a step
+is never taken for one. Orbax does not notice a flipped bit in an array: the digests, taken of the state on its devices
+(jaxtrain/digests.py), are compared at every restore with those of what was read. Everything here sees flat dicts of arrays; how
+a train state is laid out in memory is decided elsewhere.
+
+Orbax is imported on first use (0.7 s): a fresh run does not pay for it before its first step.
+"""
+
+import concurrent.futures
+import dataclasses
+import datetime
+import json
+import os
+import resource
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain import digests
+from jaxtrain.checkpoint import files
+from jaxtrain.distributed import Peers
+
+FORMAT = 2
+META = "meta.json"
+ARRAYS = "arrays"
+DELETING = ".deleting"
+# Bounds on Orbax's files: a reader on another mesh fetches whole chunks, a copying tool moves whole files.
+CHUNK_BYTES = 64 << 20
+FILE_BYTES = 1 << 30
+# How long processes wait for each other at a save or a restore: a slow disk's whole save may lie between them.
+PEERS_S = 1200.0
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, found, read, or does not fit what it is to be restored into. Says what to do."""
+
+
+class Damaged(CheckpointError):
+    """A step is not as it was written, or holds weights that are no numbers. An older one may be good."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A save that has reached the disk."""
+
+    step: int
+    bytes: int  # of all tensors, over all processes
+    blocked_s: float  # seconds the training loop waited, a still running earlier save included
+    total_s: float  # seconds from the call until the files were synced and old steps deleted
+    host_gib: float  # the most memory this process has held so far, GiB
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """A save that came to nothing. What it had written is gone again; complete steps are as they were."""
+
+    step: int
+    error: CheckpointError
+
+
+class Checkpoints:
+    """The steps in one folder. Opening it writes nothing; every process of a run calls the same methods in the same order.
+
+    directory: a folder on a local or network-mounted disk.
+    keep: newest steps kept. keep_every: also keep every step that is a multiple of this; 0: none.
+    peers: the processes of the run, which save and restore together.
+    finite: whether parameters that are infinite or no number are refused, written and read.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        keep: int = 1,
+        keep_every: int = 0,
+        peers: Peers | None = None,
+        finite: bool = True,
+    ):
+        if keep < 1:
+            raise ValueError(f"checkpoint.keep = {keep}: at least the newest step is kept. Set it to 1 or more.")
+        self.directory = Path(directory).expanduser().absolute()
+        self._keep = keep
+        self._keep_every = keep_every
+        self._peers = peers or Peers(0, 1)
+        self._primary = self._peers.process_index == 0
+        self._finite = finite
+        self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: concurrent.futures.Future[Saved] | None = None
+        self._pending_step = -1
+        self._finished: list[Saved | Failed] = []
+        self._newest = -1  # the newest step this object saved: does not depend on what a network file system shows
+        self._device: int | None = None  # file system of the folder, once something was saved there
+
+    # What is there
+
+    def steps(self) -> list[int]:
+        """Complete steps, ascending. Unfinished and damaged ones are left out."""
+        return sorted(step for step, state in self.states().items() if state == "complete")
+
+    def states(self) -> dict[int, str]:
+        """Every step folder: 'complete', 'unfinished' (the save was cut off) or 'damaged' (arrays without meta.json)."""
+        if not self.directory.exists():
+            return {}
+        return {int(f.name): self._state(f) for f in self.directory.iterdir() if _is_step(f.name) and f.is_dir()}
+
+    def latest(self, passed: dict[int, str] | None = None) -> int | None:
+        """The newest step whose meta.json can be read; None where nothing was ever completely saved.
+
+        passed: newer steps not to be taken, with the reason; those that cannot be read are added. Without it the newest one
+        must be readable. Raises CheckpointError where there are steps and none is left: starting afresh over existing
+        checkpoints has to be the user's decision.
+        """
+        steps = sorted((step for step, state in self.states().items() if state != "unfinished"), reverse=True)
+        for step in steps:
+            if passed is not None and step in passed:
+                continue
+            try:
+                self.meta(step)
+            except CheckpointError as error:
+                if passed is None:
+                    raise
+                passed[step] = str(error)
+                continue
+            return step
+        if not steps:
+            return None
+        reasons = "".join(f"\n  {step}: {why}" for step, why in sorted((passed or {}).items(), reverse=True))
+        raise CheckpointError(
+            f"no good checkpoint is left in {self.directory}, and a run never starts afresh over existing ones:{reasons}\n"
+            "Restore one from a copy, or move the folder away to start at step 0."
+        )
+
+    def meta(self, step: int) -> dict[str, Any]:
+        """What `save` was given as `meta`, with `format`, `step`, `bytes`, `tensors` and `time_unix` (seconds) added.
+
+        Raises CheckpointError when the step is not there or was cut off, Damaged when its meta.json cannot be read.
+        """
+        folder = self.directory / str(step)
+        state = self._state(folder) if folder.exists() else "missing"
+        if state in ("missing", "unfinished"):
+            what = "there is no such checkpoint" if state == "missing" else "its save was cut off"
+            raise CheckpointError(f"step {step} in {self.directory}: {what}. Complete steps: {self.listing()}.")
+        try:
+            text = (folder / META).read_bytes()
+            version = json.loads(text).get("format")
+            if isinstance(version, int) and version != FORMAT:
+                raise CheckpointError(
+                    f"{folder / META}: format {version}, and this jaxtrain reads {FORMAT}. Use the version that wrote it (see "
+                    f"'versions' in that file). {self._way_out(step)}"
+                )
+            return files.unsealed(text)
+        except (OSError, ValueError, AttributeError) as e:
+            raise Damaged(f"{folder / META} cannot be read ({e}). {self._way_out(step)}") from e
+
+    def stored(self, step: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Name -> shape and dtype of every tensor of a step, without reading the tensors."""
+        return {
+            name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
+            for name, (shape, dtype, _) in self.meta(step)["tensors"].items()
+        }
+
+    # Saving
+
+    @property
+    def pending(self) -> int | None:
+        """The step that is being saved."""
+        return self._pending_step if self._pending is not None else None
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, jax.Array],
+        meta: Mapping[str, Any],
+        sums: Callable[[], Mapping[str, np.ndarray]] | None = None,
+    ) -> float | None:
+        """Start saving; returns the seconds it blocked, or None if this step is saved already (nothing is done then).
+
+        The tensors are the save's own from here on: copies, where their originals are given away. A save still running is waited
+        for first. `meta` must be JSON. sums: waits for the digests by name (digests.sums) that were taken of the state itself;
+        without, they are taken of `tensors`. What becomes of the save, `poll` tells; a parameter that is infinite or no number
+        makes it fail.
+        """
+        start = time.perf_counter()
+        self._settle()
+        there = "there" if step == self._newest or step in self.steps() else ""
+        if self._peers.gather("save", there, PEERS_S)[0]:
+            return None
+        size = sum(x.nbytes for x in tensors.values())
+        if sums is None:
+            found = digests.of_many(dict(tensors))
+            sums = lambda: found  # noqa: E731
+        record = {**meta, "format": FORMAT, "step": step, "bytes": size, "time_unix": time.time()}
+        record["shapes"] = {name: [list(x.shape), x.dtype.name] for name, x in tensors.items()}
+        self._pending_step = step
+        if self._peers.count == 1:
+            job = (self._write, record, dict(tensors), sums)
+        else:
+            # Orbax begins with a collective over the devices, and those must be in the same order on all processes.
+            job = (self._end, record, self._begun(record, dict(tensors), sums))
+        returned = time.perf_counter()
+        self._pending = self._worker.submit(*job, start, returned)
+        return returned - start
+
+    def save_now(self, step: int, tensors: Mapping[str, jax.Array], meta: Mapping[str, Any]) -> None:
+        """Save, wait until it is on disk, and no more saves after it. Raises CheckpointError where that fails."""
+        self.save(step, tensors, meta)
+        for result in self.close():
+            if isinstance(result, Failed):
+                raise result.error
+
+    def poll(self) -> list[Saved | Failed]:
+        """Saves that ended since the last call. Costs nothing: call it every step."""
+        if self._pending is not None and self._pending.done():
+            self._settle()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self) -> list[Saved | Failed]:
+        """`poll`, after waiting for a running save."""
+        self._settle()
+        return self.poll()
+
+    def close(self) -> list[Saved | Failed]:
+        """`wait`, and no more saves after it. Without it a program that ends at once may lose its last checkpoint."""
+        try:
+            return self.wait()
+        finally:
+            self._worker.shutdown()
+
+    def _settle(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            saved = pending.result()
+        except Exception as e:  # Orbax, tensorstore and the file system each have their own; none may be lost
+            self._finished.append(Failed(self._pending_step, self._failed(e)))
+            return
+        self._newest = saved.step
+        self._finished.append(saved)
+
+    def _failed(self, error: Exception) -> CheckpointError:
+        """The error in our words, once what the save had written is gone: on a full disk it would be in the way of the next."""
+        left = ""
+        if self._primary:
+            try:
+                self._sweep()
+            except OSError as e:
+                left = f" What it had written could not be removed ({e})."
+        return CheckpointError(
+            f"saving step {self._pending_step} to {self.directory} failed: {_innermost(error)}.{left} Complete steps: "
+            f"{self.listing()}. Free some space, or set checkpoint.dir to another place and start again."
+        )
+
+    def _write(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any, start: float, returned: float) -> Saved:
+        """In the background: everything, where there is one process."""
+        self._prepare(record, sums)
+        ocp = _orbax()
+        folder = self.directory / str(record["step"])
+        with _context(ocp):
+            ocp.save(folder / ARRAYS, tensors, overwrite=True)
+        tensors.clear()  # copies of a whole state
+        return self._commit(record, start, returned)
+
+    def _begun(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any) -> Any:
+        """Orbax's answer to come; None where a process could not begin, with its error."""
+        try:
+            self._prepare(record, sums)
+            error = ""
+        except Exception as e:
+            error = _innermost(e)
+        errors = self._peers.gather("begun", error, PEERS_S)
+        if any(errors):
+            return RuntimeError(_of_processes(errors))
+        ocp = _orbax()
+        try:
+            with _context(ocp, processes=self._peers.count):
+                return ocp.save_async(self.directory / str(record["step"]) / ARRAYS, tensors, overwrite=True)
+        except Exception as e:
+            return e
+
+    def _end(self, record: dict[str, Any], begun: Any, start: float, returned: float) -> Saved:
+        """In the background: the rest, where there are several processes."""
+        error = begun if isinstance(begun, Exception) else None
+        if error is None:
+            try:
+                begun.result()  # pyright: ignore[reportAttributeAccessIssue]
+            except Exception as e:
+                error = e
+        errors = self._peers.gather("written", _innermost(error) if error else "", PEERS_S)
+        if any(errors):
+            raise RuntimeError(_of_processes(errors))
+        return self._commit(record, start, returned)
+
+    def _prepare(self, record: dict[str, Any], sums: Any) -> None:
+        """meta.json, on disk before the arrays."""
+        found = sums()
+        wrong = {name: digests.not_finite(x) for name, x in found.items() if name.startswith("params.")}
+        wrong = {name: count for name, count in wrong.items() if count}
+        if wrong and self._finite:
+            shown = ", ".join(f"{name} ({count:,} values)" for name, count in list(wrong.items())[:3])
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise ValueError(f"parameters that are infinite or no number are not saved: {shown}{more}")
+        if not self._primary:
+            return
+        self._check_place()
+        self._sweep()
+        self._check_space(record["bytes"])
+        folder = self.directory / str(record["step"])
+        folder.mkdir(parents=True, exist_ok=True)
+        self._device = self.directory.stat().st_dev
+        shapes = record.pop("shapes")
+        record["tensors"] = {name: [*shapes[name], digests.text(x)] for name, x in found.items()}
+        self._write_meta(folder, files.sealed(record))
+
+    def _commit(self, record: dict[str, Any], start: float, returned: float) -> Saved:
+        """Make it durable, write down what the files are, then delete what need not be kept."""
+        step = record["step"]
+        folder = self.directory / str(step)
+        if self._primary:
+            # Orbax leaves its small JSON files to the page cache. Synced before any older step goes, or a power cut could
+            # take both.
+            _sync_tree(folder)
+            _sync(self.directory)
+        self._peers.gather("synced", "", PEERS_S)
+        names = files.listed(folder)
+        # Read back, each process its share. It shows at once what did not reach the file system.
+        mine = files.measure(folder, names[self._peers.process_index :: self._peers.count])
+        shares = [json.loads(share) for share in self._peers.gather("files", json.dumps(mine), PEERS_S)]
+        if self._primary:
+            self._write_synced(folder / files.NAME, files.encode({k: v for share in shares for k, v in share.items()}))
+            steps = self.steps()
+            for old in steps[: -self._keep]:
+                if not (self._keep_every and old % self._keep_every == 0):
+                    self._delete(self.directory / str(old))
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        now = time.perf_counter()
+        return Saved(step, record["bytes"], returned - start, now - start, most)
+
+    def _write_meta(self, folder: Path, text: str) -> None:
+        self._write_synced(folder / META, text)
+
+    def _write_synced(self, path: Path, text: str) -> None:
+        partial = path.with_name(path.name + ".partial")
+        with open(partial, "w") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        partial.replace(path)
+        _sync(path.parent)
+
+    def _check_place(self) -> None:
+        """A disk that was unmounted under the run would otherwise be replaced by a folder on the disk below it."""
+        place = _existing(self.directory)
+        if self._device is not None and place.stat().st_dev != self._device:
+            raise OSError(f"{place} is on another file system than the checkpoints before: was it unmounted? Mount it again")
+
+    def _check_space(self, size: int) -> None:
+        free = shutil.disk_usage(_existing(self.directory)).free
+        if free < size:
+            raise OSError(
+                f"{free / 2**30:.2f} GiB are free there, a checkpoint needs {size / 2**30:.2f} GiB, and checkpoint.keep is "
+                f"{self._keep}"
+            )
+
+    def _sweep(self) -> None:
+        """Remove what cut-off saves and deletions left: it can never be restored and would fill the disk."""
+        if not self.directory.exists():
+            return
+        for folder in list(self.directory.iterdir()):
+            number, _, rest = folder.name.partition(".")
+            if _is_step(number) and (f".{rest}" == DELETING or (not rest and self._is_leftover(folder))):
+                shutil.rmtree(folder)
+
+    def _is_leftover(self, folder: Path) -> bool:
+        """Only what `save` itself writes before the end: anything else in the folder was put there by somebody."""
+        names = [entry.name for entry in folder.iterdir()]
+        ours = all(n.removesuffix(".partial") in (META, files.NAME) or n.startswith(ARRAYS) for n in names)
+        return ours and self._state(folder) == "unfinished"
+
+    def _delete(self, folder: Path) -> None:
+        shutil.rmtree(folder.rename(folder.parent / (folder.name + DELETING)))
+
+    # Restoring
+
+    def restore(
+        self, step: int, abstract: Mapping[str, jax.ShapeDtypeStruct], *, subset: bool = False, cast: bool = False
+    ) -> dict[str, jax.Array]:
+        """The tensors of a step, each with the shape, dtype and sharding `abstract` asks for, on any mesh.
+
+        subset: `abstract` may name a part of the tensors; the others are not read. cast: a float may become another float
+        type (rounded to nearest); otherwise a different dtype is an error.
+        Raises CheckpointError, before any tensor is read, naming what differs between checkpoint and run; Damaged where what
+        was read is not what was saved.
+        """
+        recorded = self.meta(step)["tensors"]
+        stored = self.stored(step)
+        problems = differences(stored, abstract, subset=subset, cast=cast)
+        folder = self.directory / str(step)
+        if problems:
+            shown = problems[:8] + ([f"... and {len(problems) - 8} more"] if len(problems) > 8 else [])
+            raise CheckpointError(
+                f"checkpoint {folder} does not fit this run ({len(problems)} differences):\n  "
+                + "\n  ".join(shown)
+                + "\nUse the config that wrote it (key 'config' in its meta.json), or another workdir for a new run."
+            )
+        # In the dtypes that were stored: Orbax would cast, and the digests are of the stored bits.
+        exactly = {k: jax.ShapeDtypeStruct(a.shape, stored[k].dtype, sharding=a.sharding) for k, a in abstract.items()}
+        tensors, error = self._load(step, exactly, subset)
+        errors = self._peers.gather("read", f"{type(error).__name__}:{error}" if error else "", PEERS_S)
+        if error:
+            raise error
+        if any(errors):
+            raise (Damaged if any(e.startswith("Damaged:") for e in errors) else CheckpointError)(_of_processes(errors))
+        found = digests.of_many(tensors)
+        wrong = [name for name, digest in found.items() if digests.text(digest) != recorded[name][2]]
+        if wrong:
+            shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+            raise Damaged(
+                f"checkpoint {folder}: {shown} {'is' if len(wrong) == 1 else 'are'} not what was saved: the digest of the "
+                f"values read differs from that of the values on the devices then. {self._way_out(step)}"
+            )
+        undefined = [name for name, x in found.items() if name.startswith("params.") and digests.not_finite(x)]
+        if undefined and self._finite:
+            raise Damaged(
+                f"checkpoint {folder}: {undefined[0]} holds values that are infinite or no number. {self._way_out(step)}"
+            )
+        return {name: self._cast(tensors.pop(name), a.dtype) for name, a in abstract.items()}
+
+    def _load(
+        self, step: int, exactly: dict[str, jax.ShapeDtypeStruct], subset: bool
+    ) -> tuple[dict[str, jax.Array], Exception | None]:
+        folder, ocp = self.directory / str(step), _orbax()
+        try:
+            with _context(ocp, subset, self._peers.count):
+                return ocp.load(folder / ARRAYS, exactly), None
+        except Exception as e:  # a page of wrappers around one sentence
+            innermost: Any = e
+            while innermost.__cause__ is not None:
+                innermost = innermost.__cause__
+            if isinstance(innermost, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(innermost):
+                return {}, innermost  # the devices have no room for it, and the files are not to blame
+            text = f"{folder / ARRAYS} cannot be read: {_innermost(e)}."
+            verdict = files.check(folder)
+            if verdict.proved and not verdict.problems:
+                return {}, CheckpointError(f"{text} Its files are as they were written, so this is no damage.")
+            named = "; ".join(verdict.problems[:3])
+            return {}, Damaged(f"{text} {named + '. ' if named else ''}{self._way_out(step)}")
+
+    @staticmethod
+    def _cast(x: jax.Array, dtype: Any) -> jax.Array:
+        return x if x.dtype == dtype else jax.jit(lambda y: y.astype(dtype), out_shardings=x.sharding, donate_argnums=0)(x)
+
+    def set_aside(self, step_after: int, what: str = "going back to step {step}: later steps") -> str:
+        """Move every step after this one to DIR/set_aside-TIME/; nothing is deleted. Returns a line saying so, '' if none.
+
+        Raises CheckpointError if `step_after` itself is not a complete step: then nothing is moved.
+        """
+        self.meta(step_after)
+        later = sorted(step for step in self.states() if step > step_after)
+        self._newest = min(self._newest, step_after)
+        self._peers.gather("aside", "", PEERS_S)  # nobody moves what another still has to see
+        if not later:
+            return ""
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+        target = self.directory / f"set_aside-{stamp}"
+        if self._primary:
+            target.mkdir()
+            for step in later:
+                (self.directory / str(step)).rename(target / str(step))
+        return f"{what.format(step=step_after)} {', '.join(map(str, later))} moved to {target}, none deleted"
+
+    def _state(self, folder: Path) -> str:
+        # Orbax writes beside it and renames `arrays` into place at the end.
+        if not (folder / ARRAYS).exists():
+            return "unfinished"
+        return "complete" if (folder / META).exists() else "damaged"
+
+    def listing(self) -> str:
+        """The complete steps, in words."""
+        return ", ".join(map(str, self.steps())) or "none"
+
+    def _way_out(self, step: int) -> str:
+        earlier = [s for s in self.steps() if s < step]
+        if earlier:
+            return (
+                f"To go on from the step before: --config.checkpoint.step={earlier[-1]} (this one is set aside, not deleted)."
+            )
+        return f"There is no earlier step: restore {self.directory / str(step)} from a copy, or move it away to start afresh."
+
+
+def differences(
+    stored: Mapping[str, jax.ShapeDtypeStruct], wanted: Mapping[str, jax.ShapeDtypeStruct], *, subset: bool, cast: bool
+) -> list[str]:
+    """One line for each tensor missing, left over, or of another shape or dtype. The flags are those of `restore`."""
+    out = [f"{name}: not in the checkpoint" for name in sorted(wanted.keys() - stored.keys())]
+    if not subset:
+        out += [f"{name}: in the checkpoint, not in this run" for name in sorted(stored.keys() - wanted.keys())]
+    for name in sorted(wanted.keys() & stored.keys()):
+        have, want = stored[name], wanted[name]
+        floats = jnp.issubdtype(have.dtype, jnp.floating) and jnp.issubdtype(want.dtype, jnp.floating)
+        if have.shape != want.shape:
+            out.append(f"{name}: shape {have.shape} in the checkpoint, {want.shape} in this run")
+        elif have.dtype != want.dtype and not (cast and floats):
+            out.append(f"{name}: dtype {have.dtype} in the checkpoint, {want.dtype} in this run")
+    return out
+
+
+def locate(path: str | os.PathLike[str]) -> tuple[Checkpoints, int]:
+    """A run's folder, its checkpoints folder, or one step's folder -> the checkpoints and the step meant (the newest).
+
+    Opened for reading. Raises CheckpointError if there is nothing complete to be read.
+    """
+    text = os.fspath(path).rstrip("/")
+    parent, _, name = text.rpartition("/")
+    if _is_step(name):
+        found = Checkpoints(parent or ("/" if text.startswith("/") else "."))
+        found.meta(int(name))
+        return found, int(name)
+    found = Checkpoints(folder_in(text))
+    step = found.latest()
+    if step is None:
+        raise CheckpointError(
+            f"{text}: no complete checkpoint in {found.directory}. Name a run's folder, its checkpoints folder, or "
+            "one checkpoints/STEP."
+        )
+    return found, step
+
+
+def folder_in(run: str) -> str:
+    """Where a run's folder keeps its checkpoints: `checkpoint.dir` of its config.json, else checkpoints/, else itself."""
+    config = Path(run) / "config.json"
+    if config.exists():
+        try:
+            elsewhere = json.loads(config.read_text()).get("checkpoint", {}).get("dir", "")
+        except (ValueError, AttributeError) as e:
+            raise CheckpointError(f"{config} is no config: {e}. Name the checkpoints folder itself.") from e
+        if elsewhere:
+            return elsewhere
+    inner = Path(run) / "checkpoints"
+    return os.fspath(inner) if inner.exists() else run
+
+
+def _is_step(name: str) -> bool:
+    return name.isascii() and name.isdecimal() and str(int(name)) == name
+
+
+def _orbax() -> Any:
+    # `import orbax.checkpoint.v1` does not work in 0.12: v1 is an attribute.
+    from orbax.checkpoint import v1 as ocp
+
+    return ocp
+
+
+def _context(ocp: Any, subset: bool = False, processes: int = 1) -> Any:
+    context = ocp.Context()
+    if processes > 1:
+        # With the processes named, Orbax waits for them at the coordination service, with a time limit, and not on the devices.
+        context.multiprocessing.active_processes = set(range(processes))
+    saving = context.array.saving
+    saving.use_compression = False  # random floats do not compress; zstd costs most of the time of a save
+    saving.ocdbt_target_data_file_size = FILE_BYTES
+    saving.storage_options.chunk_byte_size = CHUNK_BYTES
+    # Created in the background, a folder that cannot be created leaves threads waiting for it: 20 minutes at exit.
+    context.asynchronous.create_directories_asynchronously = False
+    context.pytree.loading.partial_load = subset
+    return context
+
+
+def _innermost(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
+
+
+def _of_processes(errors: list[str]) -> str:
+    return "; ".join(f"process {i}: {error}" for i, error in enumerate(errors) if error)
+
+
+def _existing(place: Path) -> Path:
+    while not place.exists():
+        place = place.parent
+    return place
+
+
+def _sync(path: str | os.PathLike[str]) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sync_tree(root: str | os.PathLike[str]) -> None:
+    for folder, _, names in os.walk(root):
+        for name in names:
+            _sync(Path(folder, name))
+        _sync(folder)

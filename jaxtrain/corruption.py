@@ -1,0 +1,135 @@
+"""Hardware that computes wrong without saying so: a step taken twice must give the same bits, and replicas must agree.
+
+Both go by digests of what each device holds (jaxtrain/digests.py). A step can only be compared with itself where a program
+gives the same bits each time: on GPUs that takes train.deterministic.
+"""
+
+import collections
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain import digests, state
+from jaxtrain.state import TrainState
+
+PROBE = 512  # rows and columns of the matrices that each device multiplies when something is wrong
+
+
+class Corrupted(RuntimeError):
+    """The same computation gave different bits, or replicas of the same numbers differ. Names the device where it can."""
+
+
+class Verifier:
+    """Takes steps twice. mesh: that of the states. say: for the log."""
+
+    def __init__(self, abstract: TrainState, mesh: jax.sharding.Mesh, say: Callable[[str], None]):
+        self._abstract, self._mesh, self._say = abstract, mesh, say
+        self._names, leaves = zip(*_leaves(abstract), strict=True)
+        self._specs = [a.sharding.spec for a in leaves]
+        local = jax.shard_map(
+            lambda *xs: jnp.stack([digests.sums(x)[:2] for x in xs])[None],
+            mesh=mesh,
+            in_specs=tuple(self._specs),
+            out_specs=P(mesh.axis_names),
+            check_vma=False,
+        )
+        self._digests = jax.jit(local, out_shardings=NamedSharding(mesh, P()))
+
+    def by_device(self, current: TrainState) -> np.ndarray:
+        """u32 (devices, tensors, 2): digests of the part of each tensor that each device of the mesh holds."""
+        return np.asarray(self._digests(*(x for _, x in _leaves(current))))
+
+    def twice(self, train_step: Any, current: TrainState, batch: Any, done: int) -> tuple[TrainState, Any]:
+        """What `train_step(current, batch)` gives, once it has given the same bits twice. `current` is given away.
+
+        The state waits in host memory meanwhile, as for a checkpoint: the devices need no more memory than for a step. Raises
+        Corrupted.
+        """
+        jax.block_until_ready(current)
+        began = time.perf_counter()
+        kept = state.to_tensors(current)
+        jax.block_until_ready(kept)
+        copied = time.perf_counter()
+        first = self.by_device(train_step(current, batch)[0])
+        once = time.perf_counter()
+        homes = {name: a.sharding for name, a in state.abstract_tensors(self._abstract).items()}
+        again = state.from_tensors(self._abstract, {name: jax.device_put(x, homes[name]) for name, x in kept.items()})
+        del kept
+        result, values = train_step(again, batch)
+        second = self.by_device(result)
+        self._compare(first, second, done)
+        self._replicas(second, done)
+        extra = time.perf_counter() - began - (once - copied)
+        self._say(
+            f"step {done} taken twice: the same bits on {self._mesh.size} devices; it cost {extra:.2f} s more than one step"
+        )
+        return result, values
+
+    def _compare(self, first: np.ndarray, second: np.ndarray, done: int) -> None:
+        wrong = (first != second).any(axis=2)
+        if not wrong.any():
+            return
+        where = np.flatnonzero(wrong.any(axis=1))
+        names = [self._names[i] for i in np.flatnonzero(wrong.any(axis=0))]
+        devices = [self._mesh.devices.flat[i] for i in where]
+        if len(devices) < self._mesh.size:
+            who = f"on {_listed(devices)} alone"
+        else:
+            who = f"on all devices, as sums over devices spread it; each by itself: {probe()}"
+        raise Corrupted(
+            f"step {done} gave other bits when it was taken again, {who} ({len(names)} tensors, among them {names[0]}). "
+            "Nothing is saved from here. Take the device out of service, or see docs/reliability.md for what else can cause it."
+        )
+
+    def _replicas(self, found: np.ndarray, done: int) -> None:
+        where = np.indices(self._mesh.devices.shape).reshape(self._mesh.devices.ndim, -1)
+        for i, (name, spec) in enumerate(zip(self._names, self._specs, strict=True)):
+            used = {a for part in spec if part for a in ((part,) if isinstance(part, str) else part)}
+            axes = [d for d, axis in enumerate(self._mesh.axis_names) if axis in used]
+            groups = collections.defaultdict(list)
+            for device in range(self._mesh.size):
+                groups[tuple(where[axes, device].tolist())].append(device)
+            for group in groups.values():
+                bits = [tuple(found[device, i].tolist()) for device in group]
+                usual, times = collections.Counter(bits).most_common(1)[0]
+                odd = [self._mesh.devices.flat[d] for d, b in zip(group, bits, strict=True) if b != usual]
+                if odd:
+                    who = (
+                        _listed(odd)
+                        if times > len(group) / 2
+                        else f"one of {_listed([self._mesh.devices.flat[d] for d in group])}"
+                    )
+                    raise Corrupted(
+                        f"after step {done}, {name} on {who} differs from the same numbers on the other devices. Nothing is "
+                        "saved from here. Take the device out of service."
+                    )
+
+
+def _leaves(tree: TrainState) -> list[tuple[str, Any]]:
+    """Those in device memory: XLA computes on nothing that is in host memory."""
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(p).lstrip("."), x) for p, x in found if x.sharding.memory_kind != state.ON_HOST]
+
+
+def probe() -> str:
+    """Whether the devices of this process agree about a product that each computes by itself, in words."""
+    key = jax.random.key(0)
+    product = jax.jit(lambda x: jax.lax.fori_loop(0, 8, lambda _, y: jnp.tanh(y @ x), x))
+    found = {}
+    for device in jax.local_devices():
+        x = jax.device_put(jax.random.normal(key, (PROBE, PROBE)) / math.sqrt(PROBE), device)
+        found[device] = digests.text(jax.jit(digests.sums)(product(x)))
+    usual = collections.Counter(found.values()).most_common(1)[0][0]
+    odd = [device for device, bits in found.items() if bits != usual]
+    return f"{_listed(odd)} computes otherwise than the others" if odd else "all agree about a test product"
+
+
+def _listed(devices: list[Any]) -> str:
+    return ", ".join(f"device {d.id} ({d.device_kind}, process {d.process_index})" for d in devices)

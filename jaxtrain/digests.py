@@ -1,0 +1,135 @@
+"""Digests of arrays, computed where the arrays are: equal bits have equal digests, on any mesh and any number of processes.
+
+A digest is three sums modulo 2^32 over an array's elements, read as unsigned words w_i of their own width: of w_i, of
+w_i x (2654435761 i | 1), and of how many are no finite number. Integer sums do not depend on their order, so the digest does
+not depend on how an array is split. One flipped bit changes the first sum by a power of two below 2^32, which is never
+nothing; elements that changed places change the second. (The factor is Knuth's, from The Art of Computer Programming 6.4.)
+
+Each device sums up what it holds, and one all-reduce adds all sums of a call: hundreds of little ones would have to be in the
+same order everywhere, between those of training.
+"""
+
+import functools
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+KNUTH = 2654435761
+WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+AT_ONCE = 32  # arrays of one kind in a call of `of_many`
+
+
+def sums(x: jax.Array, begin: Sequence[Any] = (), shape: Sequence[int] = ()) -> jax.Array:
+    """uint32 (3,): the digest of an array whose elements have 1, 2 or 4 bytes. For use inside jit.
+
+    begin, shape: where `x` begins in the whole array, and the whole's shape, if it is a part of one.
+    """
+    word = jax.lax.bitcast_convert_type(x.astype(jnp.uint8) if x.dtype == bool else x, WORDS[x.dtype.itemsize])
+    w = word.astype(jnp.uint32)
+    index, stride = jnp.zeros(x.shape, jnp.uint32), 1
+    for axis in reversed(range(x.ndim)):
+        place = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        place += jnp.asarray(begin[axis], jnp.uint32) if begin else jnp.uint32(0)
+        index += place * jnp.uint32(stride % (1 << 32))
+        stride *= shape[axis] if shape else x.shape[axis]
+    weighted = w * ((index * jnp.uint32(KNUTH)) | jnp.uint32(1))
+    wrong = jnp.zeros(x.shape, bool) if not jnp.issubdtype(x.dtype, jnp.floating) else ~jnp.isfinite(x)
+    return jnp.stack([jnp.sum(a, dtype=jnp.uint32) for a in (w, weighted, wrong.astype(jnp.uint32))])
+
+
+def of_layers(arrays: Sequence[jax.Array], stacked: Sequence[bool]) -> list[jax.Array]:
+    """Digests of arrays in device memory, on their way: uint32 (3,), or (layers, 3) for those that are stacked on axis 0."""
+    kinds = tuple((x.shape, layers, x.sharding) for x, layers in zip(arrays, stacked, strict=True))
+    return _program(kinds)(*arrays)
+
+
+@functools.lru_cache(maxsize=256)
+def _program(kinds: tuple[tuple[tuple[int, ...], bool, Any], ...]) -> Any:
+    """Jitted: arrays of these kinds -> their digests, on every device."""
+    if not all(isinstance(sharding, NamedSharding) for _, _, sharding in kinds):
+
+        def alone(*arrays: jax.Array) -> list[jax.Array]:
+            return [jax.vmap(sums)(x) if layers else sums(x) for x, (_, layers, _) in zip(arrays, kinds, strict=True)]
+
+        return jax.jit(alone)
+    mesh: Mesh = kinds[0][2].mesh
+    specs = [P(*sharding.spec, *[None] * (len(shape) - len(sharding.spec))) for shape, _, sharding in kinds]
+
+    def axes_of(part: Any) -> tuple[str, ...]:
+        return (part,) if isinstance(part, str) else tuple(part or ())
+
+    def local(*arrays: jax.Array) -> jax.Array:
+        found = []
+        for x, (shape, layers, _), spec in zip(arrays, kinds, specs, strict=True):
+            begin = [
+                jax.lax.axis_index(axes_of(part)) * n if axes_of(part) else 0 for part, n in zip(spec, x.shape, strict=True)
+            ]
+            if layers:
+                mine = jax.vmap(lambda y, begin=begin, shape=shape: sums(y, begin[1:], shape[1:]))(x)
+                every = jax.lax.dynamic_update_slice(jnp.zeros((shape[0], 3), jnp.uint32), mine, (begin[0], 0))
+            else:
+                every = sums(x, begin, shape)[None]
+            # Devices that hold the same part: one of them counts.
+            used = {axis for part in spec for axis in axes_of(part)}
+            first = jnp.asarray(True)
+            for axis in mesh.axis_names:
+                first &= (jax.lax.axis_index(axis) == 0) | (axis in used)
+            found.append(jnp.where(first, every, 0))
+        return jax.lax.psum(jnp.concatenate(found), mesh.axis_names)
+
+    whole = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=P(), check_vma=False)
+
+    def apart(*arrays: jax.Array) -> list[jax.Array]:
+        together, out, at = whole(*arrays), [], 0
+        for shape, layers, _ in kinds:
+            rows = shape[0] if layers else 1
+            out.append(together[at : at + rows] if layers else together[at])
+            at += rows
+        return out
+
+    return jax.jit(apart, out_shardings=[NamedSharding(mesh, P())] * len(kinds))
+
+
+def of_many(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    """uint32 (3,) by name. Waits for them, a few at a time: arrays of one kind share a compiled program."""
+    kinds: dict[Any, list[str]] = {}
+    for name, x in arrays.items():
+        kinds.setdefault((x.shape, x.dtype, x.sharding), []).append(name)
+    out: dict[str, np.ndarray] = {}
+    for names in kinds.values():
+        for some in (names[i : i + AT_ONCE] for i in range(0, len(names), AT_ONCE)):
+            here = [_on_device(arrays[name]) for name in some]
+            found = [np.asarray(x) for x in of_layers(here, [False] * len(here))]
+            out.update(zip(some, found, strict=True))
+    return {name: out[name] for name in arrays}
+
+
+def _on_device(x: jax.Array) -> jax.Array:
+    """XLA computes on nothing that rests in pinned host memory."""
+    sharding = x.sharding
+    if isinstance(sharding, NamedSharding) and sharding.memory_kind == "pinned_host":
+        return jax.device_put(x, sharding.with_memory_kind("device"))
+    return x
+
+
+def text(digest: Any) -> str:
+    """As files have it: the two sums that say which bits they are, as 16 hexadecimal digits."""
+    first, second, _ = np.asarray(digest).tolist()
+    return f"{first:08x}{second:08x}"
+
+
+def not_finite(digest: Any) -> int:
+    """How many elements are infinite or no number."""
+    return int(np.asarray(digest)[2])
+
+
+def together(texts: Iterable[tuple[str, str]]) -> str:
+    """One digest for many tensors, from (name, digest) pairs in any order."""
+    lines = "".join(f"{name} {digest}\n" for name, digest in sorted(texts))
+    return hashlib.sha256(lines.encode()).hexdigest()[:16]

@@ -1,0 +1,87 @@
+"""Which data a step reads: the next in order, past what was skipped after a divergence.
+
+Positions are counted in tokens wherever they are stored, so that they survive a change of batch size or sequence length. What
+was skipped stands in `skipped_data.json` beside the checkpoints: it belongs to the run and not to one of its steps, since a run
+that goes back to an earlier step must pass it again.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.checkpoint import CheckpointError, files
+from jaxtrain.metrics import write_atomic
+
+NAME = "skipped_data.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """The batches of steps after `step`, of which the first is batch `begin` of the source."""
+
+    step: int  # optimizer steps done
+    begin: int
+    skipped: tuple[tuple[int, int], ...] = ()  # batches [first, last), ascending and apart
+
+    def at(self, step: int) -> int:
+        """The batch that comes after `step` optimizer steps (`step` or more of them)."""
+        batch = self.begin + step - self.step
+        for first, last in self.skipped:
+            if last > self.begin and batch >= max(first, self.begin):
+                batch += last - max(first, self.begin)
+        return batch
+
+
+class Positioned:
+    """A source whose batch i is the one that comes after i optimizer steps."""
+
+    def __init__(self, source: Any, position: Position):
+        self._source, self._position = source, position
+
+    def batch(self, step: int, rows: Any = None) -> Any:
+        """As the source's own `batch`."""
+        at = self._position.at(step)
+        return self._source.batch(at) if rows is None else self._source.batch(at, rows)
+
+
+def position(directory: Path, step: int, tokens: int, per_step: int) -> Position:
+    """That of a run which has done `step` steps and read `tokens` tokens, skipped ones included, `per_step` in each batch.
+
+    Raises CheckpointError where the list of what was skipped cannot be read.
+    """
+    return Position(step, math.ceil(tokens / per_step), _batches(read(directory), per_step))
+
+
+def read(directory: Path) -> list[dict[str, Any]]:
+    """What was skipped, oldest first: `tokens` [first, last), `steps`, `back_to`, `why`, `time_unix`. [] where nothing was."""
+    path = directory / NAME
+    try:
+        return files.unsealed(path.read_bytes())["skipped"] if path.exists() else []
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}). It names data that this run passes over. Restore it, or remove it to read all."
+        ) from error
+
+
+def skip(directory: Path, tokens: tuple[int, int], steps: Sequence[int], why: str, back_to: int) -> None:
+    """Add a range of data [first, last) to what this run passes over, from its next start or rollback on.
+
+    steps: the first and the last that it was skipped for. back_to: the checkpoint from which the run goes on.
+    """
+    new = {"tokens": list(tokens), "steps": list(steps), "back_to": back_to, "why": why, "time_unix": time.time()}
+    known = [*read(directory), new]
+    write_atomic(directory / NAME, files.sealed({"format": 1, "skipped": known}))
+
+
+def _batches(skipped: list[dict[str, Any]], per_step: int) -> tuple[tuple[int, int], ...]:
+    """Ranges of tokens as ranges of whole batches, those that touch joined."""
+    out: list[tuple[int, int]] = []
+    for first, last in sorted((item["tokens"][0] // per_step, math.ceil(item["tokens"][1] / per_step)) for item in skipped):
+        if out and first <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], last))
+        else:
+            out.append((first, last))
+    return tuple(out)

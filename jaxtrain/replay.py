@@ -1,0 +1,263 @@
+"""A step that went wrong, kept whole, and taken again: `python -m jaxtrain.main --replay=BUNDLE`.
+
+    replay/step-7/bundle.json     the config, what was seen, digests of the state, versions, devices, the command
+    replay/step-7/batch.npz       the batch as it came from the data pipeline
+    replay/step-7/checkpoints/7/  the weights that the step was computed from, infinite and undefined ones included
+
+The guard holds the state until this is written (jaxtrain/guard.py), so it is the very state of that step. Loss and gradient
+follow from weights and batch alone: moments are not kept, and stand as digests.
+"""
+
+import dataclasses
+import importlib.metadata
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain import checkpoint, compiler, config, digests, guard, state, step
+from jaxtrain.checkpoint import CheckpointError, Checkpoints, files
+from jaxtrain.config import Problem, RunConfig
+from jaxtrain.distributed import Peers
+from jaxtrain.divergence import Bad, finite
+from jaxtrain.metrics import write_atomic
+from jaxtrain.receipt import device_facts
+from jaxtrain.state import TrainState
+from jaxtrain.step import Program
+
+FORMAT = 1
+BUNDLE, BATCH = "bundle.json", "batch.npz"
+FIGURES = ("loss", "grad_norm", "verdict")
+
+
+class ReplayError(RuntimeError):
+    """A bundle that cannot be written or read. Says what to do."""
+
+
+def weights_alone(current: TrainState) -> TrainState:
+    """Of a state, what a bundle holds."""
+    return TrainState(current.step, current.params, ())
+
+
+def write(
+    folder: Path,
+    run: RunConfig,
+    current: TrainState,
+    bad: Bad,
+    batch: Mapping[str, np.ndarray],
+    argv: tuple[str, ...],
+    peers: Peers,
+) -> str:
+    """Write the bundle of a step that was not taken; every process of the run calls it. Returns a line for the log.
+
+    current: the state as the guard holds it. batch: all rows. Raises ReplayError where it cannot be written; nothing of it is
+    left then.
+    """
+    store = Checkpoints(folder / "checkpoints", peers=peers, finite=False)
+    sums = state.digests_by_name(state.to_digests(current))
+    of = [(name, digests.text(x)) for name, x in sums.items() if name.startswith(("params.", "optimizer."))]
+    kept = state.to_tensors(weights_alone(current))
+    try:
+        store.save_now(
+            bad.step, kept, {"config": config.to_dict(run), "loss": finite(bad.loss), "data": {"tokens": bad.tokens[0]}}
+        )
+        if peers.process_index == 0:
+            np.savez(folder / BATCH, **dict(batch))  # pyright: ignore[reportArgumentType]
+            record = {
+                "format": FORMAT,
+                **{k: finite(v) if isinstance(v, float) else v for k, v in dataclasses.asdict(bad).items()},
+                "state_digest": digests.together(of),
+                "weights_digest": digests.together((n, d) for n, d in of if n.startswith("params.")),
+                "not_finite": {name: digests.not_finite(x) for name, x in sums.items() if digests.not_finite(x)},
+                "guard": {name: np.asarray(x).tolist() for name, x in current.guard.items()},
+                "config": config.to_dict(run),
+                "command": list(argv),
+                "devices": device_facts(jax.devices()),
+                "versions": {n: importlib.metadata.version(n) for n in ("jax", "jaxlib", "flax", "optax")},
+            }
+            write_atomic(folder / BUNDLE, files.sealed(record))
+    except (CheckpointError, OSError) as error:
+        raise ReplayError(f"step {bad.step} cannot be kept for a replay: {error}") from error
+    return f"kept for a replay: python -m jaxtrain.main --replay={folder}"
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """bundle.json. Raises ReplayError where there is none that can be read."""
+    path = folder / BUNDLE
+    try:
+        record = files.unsealed(path.read_bytes())
+    except FileNotFoundError as error:
+        raise ReplayError(f"{path}: no such file. A bundle is a folder WORKDIR/replay/step-N.") from error
+    except (OSError, ValueError) as error:
+        raise ReplayError(f"{path} cannot be read ({error}).") from error
+    if record.get("format") != FORMAT:
+        raise ReplayError(f"{path}: format {record.get('format')}, and this jaxtrain reads {FORMAT}.")
+    return record
+
+
+def asked(folder: Path) -> tuple[dict[str, Any], list[Problem]]:
+    """The config of a bundle, and what is wrong with the bundle."""
+    try:
+        return read(folder)["config"], []
+    except ReplayError as error:
+        return {}, [Problem("--replay", str(folder), str(error).rstrip("."), "Name the folder that the log of the run names.")]
+
+
+def replay(folder: Path, run: RunConfig, say: Callable[[str], None]) -> bool:
+    """Take the step of a bundle again on the devices that are here, and look for where its first bad value comes from.
+
+    run: the bundle's config, as far as it was not overridden. Returns whether the step went wrong again in the same way.
+    Raises ReplayError, CheckpointError or ConfigError where it cannot be taken.
+    """
+    record = read(folder)
+    program = step.build(run, jax.devices())
+    with np.load(folder / BATCH) as stored:
+        rows = {name: stored[name] for name in stored.files}
+    wanted = program.batch["tokens"].shape
+    if rows["tokens"].shape != (wanted[0] * wanted[1], wanted[2]):
+        raise ReplayError(
+            f"{folder / BATCH} holds {rows['tokens'].shape}, and this config's batch is {wanted}: leave it as it was."
+        )
+    batch = step.place_batch(rows, program.batch, program.context, step.rows_here(program.batch))
+    say(f"step {record['step']} of {folder}: data {record['data']}")
+    current = _state(folder, record, program)
+    sums = state.digests_by_name(state.to_digests(weights_alone(current)))
+    del sums["step"]
+    same = digests.together((name, digests.text(x)) for name, x in sums.items()) == record["weights_digest"]
+    say(f"weights: {'the same bits as then' if same else 'OTHER bits than then'} (digest {record['weights_digest']})")
+    params = current.params
+    held = jax.tree.map(jnp.copy, params)  # the step gives its state away
+    chosen = compiler.choose(program, compiler.card_of(jax.local_devices()[0], run.train.memory_fraction))
+    _, values = compiler.compile_train(program, chosen.options)(current, batch)
+    now = {name: float(values[name]) for name in FIGURES}
+    then = {name: float(record[name]) for name in FIGURES}
+    for name in ("loss", "grad_norm"):
+        equal = now[name] == then[name] or (now[name] != now[name] and then[name] != then[name])
+        say(f"{name}: {then[name]!r} then, {now[name]!r} now: {'the same' if equal else 'different'}")
+    again = now["verdict"] == then["verdict"]
+    said = guard.NAMES[int(now["verdict"])]
+    say(f"{said} again" if again else f"{guard.NAMES[int(then['verdict'])]} then, {said} now: not reproduced")
+    say(first_bad(run, program, held, batch, sums))
+    return again
+
+
+def _state(folder: Path, record: Mapping[str, Any], program: Program) -> TrainState:
+    """The state before the bad step, but for the moments: those are fresh."""
+    abstract = weights_alone(program.state)
+    store, at = checkpoint.locate(folder)
+    tensors = store.restore(at, state.abstract_tensors(abstract))
+    params = state.from_tensors(abstract, tensors).params
+    optimizer = jax.jit(program.tx.init, out_shardings=state.shardings(program.state.optimizer))(
+        step.part(params, program.trained)
+    )
+    kept = {n: np.asarray(x, program.state.guard[n].dtype) for n, x in record["guard"].items()}
+    guarded = jax.device_put(kept | {"held": np.int32(0)}, state.shardings(program.state.guard))
+    done = jax.device_put(np.int32(record["step"] - 1), program.state.step.sharding)
+    return TrainState(done, params, optimizer, guarded)
+
+
+# ---- Where it comes from
+
+
+def first_bad(run: RunConfig, program: Program, params: Any, batch: Any, sums: Mapping[str, np.ndarray]) -> str:
+    """One line: the first place, in the order of computation, with a value that is infinite or no number.
+
+    sums: the parameters' digests. Layers are found by running the model's first 1, 2, 4, ... layers with its own final norm and
+    head, and plain cross entropy: what a layer spoils, the loss after it shows.
+    """
+    wrong = _order(name for name, x in sums.items() if digests.not_finite(x))
+    if wrong:
+        return f"first: parameter {wrong[0]}, {digests.not_finite(sums[wrong[0]]):,} values that are not finite{_more(wrong)}"
+    weights = jax.device_get(batch["weights"]) if batch["weights"].is_fully_addressable else None
+    if weights is not None and not np.isfinite(weights).all():
+        rows = np.unique(np.argwhere(~np.isfinite(weights))[:, :2], axis=0).tolist()
+        return f"first: the batch: weights of tokens that are not finite, in (microbatch, row) {', '.join(map(str, rows[:8]))}"
+    plain = dataclasses.replace(run, loss=config.Loss(chunk=run.loss.chunk))
+    for micro in range(batch["tokens"].shape[0]):
+        one = {name: jax.device_put(x[micro : micro + 1], program.eval_batch[name].sharding) for name, x in batch.items()}
+        where = _in_layers(plain, params, one) or _in_loss(program, params, one) or _in_gradients(program, params, one)
+        if where:
+            return f"first: {where}, in microbatch {micro}" if batch["tokens"].shape[0] > 1 else f"first: {where}"
+    return "every value is finite: " + _largest(program, params, {n: x[:1] for n, x in batch.items()})
+
+
+def _loss(program: Program, params: Any, micro: Any) -> jax.Array:
+    total, weight = program.eval_step(params, micro)
+    return total / jnp.maximum(weight, 1.0)
+
+
+def _in_layers(run: RunConfig, params: Any, micro: Any) -> str:
+    """The first layer after which values are not finite; '' where all are, or where there are no layers to be counted."""
+    if step.STACK not in params:
+        return ""
+
+    def spoiled(layers: int) -> bool:
+        model = dataclasses.replace(run.model, num_layers=layers)
+        program = step.build(dataclasses.replace(run, model=model), jax.devices())
+        some = {**params, step.STACK: jax.tree.map(lambda x: x[:layers], params[step.STACK])}
+        some = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), some, program.state.params)
+        return not np.isfinite(float(_loss(program, some, micro)))
+
+    low, high = 0, run.model.num_layers
+    if not spoiled(high):
+        return ""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if spoiled(middle) else (middle, high)
+    return f"the forward pass of layer {high - 1}" + (" (or the embedding before it)" if high == 1 else "")
+
+
+def _in_loss(program: Program, params: Any, micro: Any) -> str:
+    found = float(_loss(program, params, micro))
+    return "" if np.isfinite(found) else f"the loss ({found}), after hidden states that are finite in every layer"
+
+
+def _gradients(program: Program, params: Any, micro: Any) -> dict[str, np.ndarray]:
+    """f32 (2,) by parameter, layers apart: how many values are not finite, and the norm."""
+
+    def measured(grads: Any) -> Any:
+        return jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+
+    learnt = step.part(params, program.trained)
+    grads = jax.jit(lambda some: measured(jax.grad(lambda p: _loss(program, step.filled(params, p), micro))(some)))(learnt)
+    one = jax.jit(lambda g: jnp.stack([jnp.sum(~jnp.isfinite(g)).astype(jnp.float32), jnp.sqrt(jnp.sum(g * g))]))
+    return {
+        name: np.asarray(one(g))
+        for name, g in state.to_tensors(TrainState(jnp.zeros((), jnp.int32), grads, ())).items()
+        if name != "step"
+    }
+
+
+def _in_gradients(program: Program, params: Any, micro: Any) -> str:
+    found = _gradients(program, params, micro)
+    wrong = _order((name for name, x in found.items() if x[0]), backward=True)
+    if not wrong:
+        return ""
+    return f"the gradient of {wrong[0]} in the backward pass, after a loss that is finite{_more(wrong)}"
+
+
+def _largest(program: Program, params: Any, micro: Any) -> str:
+    one = {name: jax.device_put(x, program.eval_batch[name].sharding) for name, x in micro.items()}
+    norms = {name: float(x[1]) for name, x in _gradients(program, params, one).items()}
+    top = sorted(norms, key=norms.__getitem__, reverse=True)[:3]
+    return "the largest gradients of the first microbatch are those of " + ", ".join(f"{n} ({norms[n]:.3g})" for n in top)
+
+
+def _order(names: Any, backward: bool = False) -> list[str]:
+    """Names of parameters in the order in which a step uses them: embedding, layers by number, the rest."""
+
+    def place(name: str) -> tuple[int, int, str]:
+        layer = re.search(r"\.layers\.(\d+)\.", name)
+        if layer:
+            return 1, int(layer[1]), name
+        return (0 if "embed" in name else 2), 0, name
+
+    return sorted(names, key=place, reverse=backward)
+
+
+def _more(names: list[str]) -> str:
+    return f"; {len(names) - 1} other tensors have some too" if len(names) > 1 else ""

@@ -1,0 +1,68 @@
+"""Leaving before somebody else ends the run: `train.max_minutes`, or the end of a Slurm job."""
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from jaxtrain.config import Problem
+
+END = "SLURM_JOB_END_TIME"  # seconds since 1970; Slurm sets it for every job
+LEAST_S = 60.0  # left for the last save
+MOST = 0.25  # of the whole time, at most, is left for it
+LOOK_S = 1.0
+
+
+def limit_s(text: str, environ: Mapping[str, str] = os.environ, now: float | None = None) -> tuple[float, list[Problem]]:
+    """(seconds from now, inf for none) that `train.max_minutes` gives, and what is wrong with it."""
+    key, value = "train.max_minutes", text.strip()
+    if not value:
+        return math.inf, []
+    if value == "auto":
+        end = environ.get(END, "")
+        if not end.isdigit():
+            rule = f"auto goes by {END}, which is {'not set' if not end else repr(end)}: this is no job of Slurm's"
+            return math.inf, [Problem(key, text, rule, "Set a number of minutes, or '' for no limit.")]
+        return float(end) - (time.time() if now is None else now), []
+    try:
+        minutes = float(value)
+    except ValueError:
+        minutes = math.nan
+    if not 0 < minutes < math.inf:
+        return math.inf, [
+            Problem(key, text, "must be a number of minutes above 0, or auto", "For example 230, or '' for no limit.")
+        ]
+    return 60 * minutes, []
+
+
+class TimeLimit:
+    """Asks a run to stop in time. A context manager.
+
+    seconds: until the run should be gone; inf: never. save_s: how long the longest save took so far. ask: called once, with a
+    reason in words, when only so much time is left as a step and a save may take.
+    """
+
+    def __init__(self, seconds: float, save_s: Callable[[], float], ask: Callable[[str], None]):
+        self._end, self._whole = time.monotonic() + seconds, seconds
+        self._save_s, self._ask = save_s, ask
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "TimeLimit":
+        if math.isfinite(self._whole):
+            self._thread = threading.Thread(target=self._wait, name="time limit", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        if self._thread:
+            self._thread.join()
+
+    def _wait(self) -> None:
+        while not self._over.wait(LOOK_S):
+            left = self._end - time.monotonic()
+            if left <= min(LEAST_S + 2 * self._save_s(), MOST * self._whole):
+                self._ask(f"time limit, {max(left, 0.0):.0f} s before it")
+                return

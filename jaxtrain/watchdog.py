@@ -1,0 +1,359 @@
+"""Ends a run that hangs, and leaves evidence of what it was doing. No jax here.
+
+What a run does has a budget each (`BUDGETS`, in seconds): the phases of its main thread, and what goes on beside it, such as a
+save in the background. A thread looks at the clock; where a budget is used up it writes a folder `hang-YYYYMMDD-HHMMSS` into
+the run's folder and ends the process with 124:
+
+    cause.txt     which budget, in one sentence
+    stacks.txt    where every Python thread stands, and what every thread of the process waits in
+    report.json   the cause, the activities under way with their ages, and what the run knew last
+
+(`cause.1.txt` and so on for processes other than 0.) That thread runs only while Python runs: a call into C that never comes
+back and holds the interpreter's lock (the GIL) stops it too. Calls of XLA, tensorstore and the operating system release it.
+"""
+
+import contextlib
+import faulthandler
+import json
+import logging
+import math
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config import Problem, nearest
+
+LOGGER = logging.getLogger("jaxtrain")
+KEY = "train.timeouts"
+EXIT_CODE = 124
+
+BUDGETS: dict[str, float] = {  # seconds; 0: not watched
+    "startup": 900.0,
+    "compile": 5400.0,  # a cold compile of a large model takes 20 minutes, and autotuning adds to it
+    "step": 900.0,
+    "checkpoint": 1800.0,
+    "data": 900.0,
+}
+CAUSES = {  # what a phase that took too long is called; the seconds follow
+    "startup": "the run has not started after",
+    "compile": "compiling has not finished after",
+    "step": "no step finished within",
+    "checkpoint": "saving has not finished after",
+    "data": "waiting for data for",
+}
+
+# The end has budgets too, seconds for each attempt: file systems, devices and terminals may be what hangs.
+STACKS_S, FACTS_S, REPORT_S, LOG_S, ENDED_S = 3.0, 3.0, 2.0, 2.0, 5.0
+
+POLL_S = 2.0  # the longest between two looks at the clock
+
+
+def parse_budgets(text: str) -> tuple[dict[str, float], list[Problem]]:
+    """`train.timeouts` ("step=600,data=120") as name -> seconds, and what is wrong with it.
+
+    What is not named keeps its default, what is wrong too; 0 switches one off.
+    """
+    budgets, named, problems = dict(BUDGETS), set(), []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, given, value = (part.strip() for part in item.partition("="))
+        if not (given and name and value):
+            problems.append(Problem(KEY, item, "must be NAME=SECONDS", f"For example {name or 'step'}=600."))
+            continue
+        if name not in BUDGETS:
+            problems.append(Problem(KEY, item, f"there is no {name!r} to watch", nearest(name, list(BUDGETS))))
+            continue
+        if name in named:
+            problems.append(Problem(KEY, item, f"{name!r} is named twice", "Keep one of them."))
+            continue
+        named.add(name)
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = math.nan
+        if not 0 <= seconds < math.inf:
+            rule = "a budget is a number of seconds above 0, or 0 for none"
+            problems.append(Problem(KEY, item, rule, f"{name}={BUDGETS[name]:g} is the default."))
+            continue
+        budgets[name] = seconds
+    return budgets, problems
+
+
+class _Activity:
+    """Something under way, and how much of its budget it has used."""
+
+    def __init__(self, name: str, what: str | None, budget: float):
+        self.name, self.what, self.budget = name, what, budget  # what: beside the main thread alone; seconds, 0: none
+        self.began = self.since = time.monotonic()
+        self.used = 0.0  # seconds of the budget, those after `since` not counted
+        self.stands = False  # its clock, while a phase within it runs
+
+    def seconds(self, now: float) -> float:
+        """Used of the budget."""
+        return self.used if self.stands else self.used + now - self.since
+
+    def stand(self, now: float) -> None:
+        self.used, self.stands = self.seconds(now), True
+
+    def go_on(self, now: float) -> None:
+        self.since, self.stands = now, False
+
+    def restart(self, now: float) -> None:
+        self.used, self.since = 0.0, now
+
+    def over(self, now: float) -> float:
+        """Seconds beyond the budget; negative within it."""
+        return self.seconds(now) - self.budget if self.budget else -math.inf
+
+    def cause(self) -> str:
+        """What to say when the budget is used up."""
+        began = f"{self.what} has not finished after" if self.what else CAUSES[self.name]
+        return f"{began} {self.budget:g} s ({KEY}: {self.name}={self.budget:g})"
+
+    def fields(self, now: float) -> dict[str, Any]:
+        """For the report; times in seconds."""
+        return {
+            "name": self.name,
+            "what": self.what,
+            "seconds": self.seconds(now),
+            "budget_s": self.budget or None,
+            "since_begun_s": now - self.began,
+            "stands": self.stands,
+        }
+
+
+class Watchdog:
+    """Watches a run from `__enter__` to `__exit__`. A context manager; see the module for what it does.
+
+    Args:
+        budgets: seconds by name, as `parse_budgets` gives them; where all are 0, nothing is started.
+        workdir: the run's folder. Made at a hang if it is not there.
+        facts: what the run knows (last steps, a pending save, device memory); put into report.json as JSON. Called at a hang,
+            in a thread of its own that is given FACTS_S seconds. What it raises is written into the report.
+        ended: called with the cause when the folder is written, to finish the receipt. It has ENDED_S seconds.
+        process_index: goes into the names of the files. May be set later, once it is known.
+    """
+
+    def __init__(
+        self,
+        budgets: Mapping[str, float],
+        workdir: Path,
+        *,
+        facts: Callable[[], dict[str, Any]],
+        ended: Callable[[str], None],
+        process_index: int = 0,
+    ):
+        self.process_index = process_index
+        self._budgets = {name: budgets.get(name, 0.0) for name in BUDGETS}
+        self._workdir = Path(workdir).absolute()
+        self._facts, self._ended = facts, ended
+        on = [seconds for seconds in self._budgets.values() if seconds]
+        self._interval = min(POLL_S, min(on, default=0.0) / 20)
+        self._lock = threading.Lock()
+        self._phases: list[_Activity] = []  # of the main thread, the innermost last
+        self._beside: dict[int, _Activity] = {}
+        self._tokens = 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "Watchdog":
+        if self._interval:
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What the main thread does in this block has the budget `name`, from now on; the block around it stands still.
+
+        Raises KeyError for a name that is not in BUDGETS.
+        """
+        activity = _Activity(name, None, self._budgets[name])
+        with self._lock:
+            if self._phases:
+                self._phases[-1].stand(activity.began)
+            self._phases.append(activity)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._phases.pop()
+                if self._phases:
+                    self._phases[-1].go_on(time.monotonic())
+
+    def beat(self) -> None:
+        """The innermost phase made progress: it has its whole budget again."""
+        with self._lock:
+            if self._phases:
+                self._phases[-1].restart(time.monotonic())
+
+    def begin(self, name: str, what: str) -> int:
+        """Something begins beside the main thread, with the budget `name`; `what` ("the save of step 500") names it in the
+        cause. Returns the token that `end` takes. Raises KeyError for a name that is not in BUDGETS."""
+        activity = _Activity(name, what, self._budgets[name])
+        with self._lock:
+            self._tokens += 1
+            self._beside[self._tokens] = activity
+            return self._tokens
+
+    def end(self, token: int) -> None:
+        """It has ended. Raises KeyError for a token that has ended before."""
+        with self._lock:
+            del self._beside[token]
+
+    # ---- The watchdog's thread
+
+    def _watch(self) -> None:
+        try:
+            last = time.monotonic()
+            while not self._stop.wait(self._interval):
+                now = time.monotonic()
+                late, last = now - last - self._interval, now
+                with self._lock:
+                    if late > self._interval:
+                        self._give_back(late, now)
+                    report = self._overdue(now)
+                if report:
+                    self._leave(report)
+        except Exception:  # of this file, or no space for a few lines: no reason to end a run that is well
+            LOGGER.exception("the watchdog has failed; the run goes on without it")
+
+    def _under_way(self) -> list[_Activity]:
+        return [*self._phases, *self._beside.values()]
+
+    def _give_back(self, late: float, now: float) -> None:
+        """The process did not run for `late` seconds (stopped, or its machine suspended): nothing has used its budget then.
+
+        The same holds for a call into C that keeps the GIL for long and then returns: the two look alike from here.
+        """
+        for activity in self._under_way():
+            activity.since = min(activity.since + late, now)  # one that began after the pause has nothing to get back
+
+    def _overdue(self, now: float) -> dict[str, Any] | None:
+        """The report of the activity that is furthest beyond its budget, or None."""
+        running = [*self._phases[-1:], *self._beside.values()]
+        late = max(running, key=lambda activity: activity.over(now), default=None)
+        if late is None or late.over(now) <= 0:
+            return None
+        return {
+            "cause": late.cause(),
+            "phase": self._phases[-1].name if self._phases else None,
+            "budget": late.name,
+            "budget_s": late.budget,
+            "seconds": late.seconds(now),
+            "activities": [activity.fields(now) for activity in self._under_way()],
+            **_here(os.getpid(), self.process_index),
+        }
+
+    def _leave(self, report: dict[str, Any]) -> None:
+        """Write the evidence and end the process, whatever else hangs or fails."""
+        try:
+            cause, faults = report["cause"], []
+            # The stacks first: asking a device for facts may be the end of this process. Elsewhere if the run's folder hangs.
+            for place in (self._workdir, Path(tempfile.gettempdir())):
+                folder = _folder(place)
+                _, fault = _within(STACKS_S, lambda folder=folder: self._write_stacks(folder, cause))
+                if fault is None:
+                    break
+                faults.append(f"{folder} could not be written: {fault}")
+            facts, fault = _within(FACTS_S, lambda: _plain(self._facts()))
+            report["facts"] = {"error": fault} if fault is not None else facts
+            path = folder / _name("report", "json", self.process_index)
+            _, fault = _within(REPORT_S, lambda: path.write_text(json.dumps(report, indent=1) + "\n"))
+            if fault is not None:
+                faults.append(f"{path} could not be written: {fault}")
+            text = "; ".join([f"the run hangs and is ended: {cause}. Evidence: {folder}", *faults])
+            _within(LOG_S, lambda: LOGGER.error("%s", text))
+            _, fault = _within(ENDED_S, lambda: self._ended(cause))
+            if fault is not None:
+                _within(LOG_S, lambda: LOGGER.error("%s", f"the run could not be closed in good order: {fault}"))
+        finally:
+            os._exit(EXIT_CODE)  # sys.exit would end this thread alone, and the main thread does not listen
+
+    def _write_stacks(self, folder: Path, cause: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _name("cause", "txt", self.process_index)).write_text(cause + "\n")
+        names = [f"  Thread 0x{t.ident or 0:016x}  {t.native_id}  {t.name}" for t in threading.enumerate()]
+        # Not into the folder at once: faulthandler keeps the GIL while it writes, and with it all of Python if that hangs.
+        with tempfile.TemporaryFile("w+") as dumped:
+            faulthandler.dump_traceback(dumped, all_threads=True)
+            dumped.seek(0)
+            stacks = dumped.read()
+        text = "\n".join([cause, "", "Python's threads: as below, native id, name", *names, "", stacks])
+        (folder / _name("stacks", "txt", self.process_index)).write_text(text + _native_threads(os.getpid()))
+
+
+def _within(seconds: float, call: Callable[[], Any]) -> tuple[Any, str | None]:
+    """(what the call returns, None), or (None, what it raised or that it did not return in time). It runs in its own thread."""
+    found: list[tuple[Any, str | None]] = []
+
+    def run() -> None:
+        try:
+            found.append((call(), None))
+        except BaseException as error:  # SystemExit too: the caller ends the process, and the fault is told
+            found.append((None, repr(error)))
+
+    try:
+        thread = threading.Thread(target=run, name="watchdog's evidence", daemon=True)
+        thread.start()
+    except RuntimeError as error:  # no more threads may be started
+        return None, repr(error)
+    thread.join(seconds)
+    return found[0] if found else (None, f"not done within {seconds:g} s")
+
+
+def _plain(facts: Any) -> Any:
+    """As JSON can hold it: what it cannot, such as NaN, becomes text."""
+    try:
+        return json.loads(json.dumps(facts, default=str), parse_constant=str)
+    except (TypeError, ValueError):  # keys that are no text, a cycle
+        return {"text": repr(facts)}
+
+
+def _here(pid: int, process_index: int) -> dict[str, Any]:
+    """Fields of a report that say which process this is about, and when."""
+    at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    return {"time": at, "host": socket.gethostname(), "pid": pid, "process_index": process_index}
+
+
+def _folder(workdir: Path) -> Path:
+    return workdir / time.strftime("hang-%Y%m%d-%H%M%S")
+
+
+def _name(stem: str, suffix: str, process_index: int) -> str:
+    return f"{stem}.{suffix}" if process_index == 0 else f"{stem}.{process_index}.{suffix}"
+
+
+def _native_threads(pid: int) -> str:
+    """Every thread of a process: native id, name, state, and the kernel's function that it waits in where we may know it."""
+    tasks = Path(f"/proc/{pid}/task")
+    if not tasks.exists():
+        return "\nThe system does not list the threads of a process.\n"
+    lines = ["", "All threads of the process: native id, name, state (R runs, S waits, D waits for a device), waits in"]
+    for task in sorted(tasks.iterdir(), key=lambda task: int(task.name)):
+        try:
+            name = (task / "comm").read_text().strip()
+            state = _state(task / "stat")
+        except OSError:
+            continue  # it ended while we looked
+        try:
+            waits = (task / "wchan").read_text().strip("0")
+        except OSError:
+            waits = ""  # not for us to read
+        lines.append(f"  {task.name}  {name}  {state}  {waits}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _state(stat: Path) -> str:
+    """The letter of a process or thread from its file `stat`: T where it is stopped."""
+    return stat.read_text().rpartition(")")[2].split()[0]

@@ -1,0 +1,594 @@
+"""Token files that are damaged, cut off or replaced, before a run opens them or under it: named, and not trained on."""
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jaxtrain import config, train
+from jaxtrain.data import checked, mixture, pipeline, prepare, tokenfile
+from jaxtrain.data import tokenizer as text_tokenizers
+from jaxtrain.data.__main__ import main
+from jaxtrain.data.tokenfile import TokenFile, TokenFileError, TokenWriter
+from jaxtrain.data.verify import verify
+from jaxtrain.data.windows import FileWindows
+from jaxtrain.shapes import BATCH_KEYS
+
+T = 16  # tokens in a row
+HOUR = 3600.0
+
+
+def write_file(path: Path, tokens: int = 800, loss: bool = True, seed: int = 0) -> Path:
+    """A file of whole rows, in documents of every length, whose last row ends with its last token."""
+    rng = np.random.default_rng(seed)
+    left = tokens + 1
+    with TokenWriter(path, text_tokenizers.info(text_tokenizers.ByteTokenizer()), loss=loss) as writer:
+        while left:
+            length = min(left, 1 + int(rng.integers(0, 40)))
+            flags = rng.random(length - 1) < 0.5 if loss else None
+            writer.write(rng.integers(0, 256, length - 1), length - 1, flags, 1 if loss else 0)
+            writer.end_document(loss=loss)
+            left -= length
+    return path
+
+
+def rows_of(windows: FileWindows, index: np.ndarray | None = None) -> list[np.ndarray | None]:
+    return list(windows.rows(np.arange(windows.windows) if index is None else index))
+
+
+def same(got: list[np.ndarray | None], want: list[np.ndarray | None]) -> bool:
+    return all(np.array_equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+def poke(path: Path, at: int, byte: int) -> None:
+    """One byte of a file, in place; the time of change stays, so that only a checksum can tell."""
+    was = path.stat()
+    with path.open("r+b") as f:
+        f.seek(at)
+        f.write(bytes([byte]))
+    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+
+
+def flips(path: Path, seed: int) -> list[tuple[int, int, int]]:
+    """(place, byte, that byte with one bit flipped) of every byte of a file."""
+    data = path.read_bytes()
+    bits = np.random.default_rng(seed).integers(0, 8, len(data)).tolist()
+    return [(at, byte, byte ^ (1 << bit)) for at, (byte, bit) in enumerate(zip(data, bits, strict=True))]
+
+
+@pytest.fixture
+def small_blocks(monkeypatch) -> int:
+    """Files of a few thousand bytes then have many blocks, and a table of several parts."""
+    monkeypatch.setattr(tokenfile, "BLOCK", 64)
+    return 64
+
+
+# flipped bits
+
+
+@pytest.mark.parametrize("loss", [False, True])
+def test_a_bit_flipped_before_the_file_is_opened_is_found(tmp_path, small_blocks, loss):
+    """In every byte: tokens, loss bits, padding, offsets, checksums, header and preamble."""
+    path = write_file(tmp_path / "a.tok", loss=loss)
+    header, end = tokenfile.read_header(path)
+    assert end > 20 * small_blocks
+    assert len(header["table_crc32"]) > 1
+    want = rows_of(FileWindows(TokenFile.open(path), T))
+    assert verify(path) == []
+    found = 0
+    for at, byte, flipped in flips(path, 1):
+        poke(path, at, flipped)
+        try:
+            assert not same(rows_of(FileWindows(TokenFile.open(path), T)), want)
+            raise AssertionError(f"a bit of byte {at} went unseen")
+        except TokenFileError as e:
+            assert str(path) in str(e)
+            assert "jaxtrain.data prepare" in str(e), e
+            found += 1
+        if at % 16 == 0:
+            assert verify(path), at
+        poke(path, at, byte)
+    assert found == path.stat().st_size
+    assert same(rows_of(FileWindows(TokenFile.open(path), T)), want)
+
+
+@pytest.mark.parametrize("loss", [False, True])
+def test_a_bit_flipped_under_an_open_file_is_found_or_never_read(tmp_path, small_blocks, monkeypatch, loss):
+    monkeypatch.setattr(checked, "LOOK_SECONDS", HOUR)
+    path = write_file(tmp_path / "a.tok", loss=loss)
+    header, end = tokenfile.read_header(path)
+    windows = FileWindows(TokenFile.open(path), T)
+    want = rows_of(windows)  # with it all parts of the table have been read
+    read, pread = set(), os.pread
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pread", lambda fd, n, at: read.update(range(at, at + n)) or pread(fd, n, at))
+        rows_of(windows)
+    unseen = []
+    for at, byte, flipped in flips(path, 2):
+        poke(path, at, flipped)
+        try:
+            assert same(rows_of(windows), want), at
+            unseen.append(at)
+        except TokenFileError as e:
+            assert f"block {at // small_blocks} (bytes " in str(e)
+            assert f"python -m jaxtrain.data verify {path}" in str(e)
+        poke(path, at, byte)
+    assert unseen == [at for at in range(path.stat().st_size) if at not in read]
+    # The preamble, the checksums and the header were read before, checked, and are kept in memory; a last block may hold
+    # nothing but the end of the last document, which no row asks for.
+    assert read >= set(range(tokenfile.PREAMBLE.size, end - small_blocks))
+    assert not read & {*range(tokenfile.PREAMBLE.size), *range(end, path.stat().st_size)}
+    assert same(rows_of(windows), want)
+
+
+def test_a_checksum_that_is_damaged_before_it_is_read_first_is_found(tmp_path, small_blocks, monkeypatch):
+    path = write_file(tmp_path / "a.tok")
+    header, end = tokenfile.read_header(path)
+    for at in range(end, tokenfile.layout(header)["checksums"].stop):
+        file = TokenFile.open(path)
+        byte = path.read_bytes()[at]
+        poke(path, at, byte ^ 16)
+        with pytest.raises(TokenFileError, match=r"the checksums of blocks \d+ to \d+ \(bytes .* do not match theirs"):
+            rows_of(FileWindows(file, T))
+        poke(path, at, byte)
+
+
+def test_only_rows_that_need_the_damaged_block_are_refused(tmp_path):
+    """With blocks of the real size, and both widths of ids."""
+    for vocab, width in ((257, 2), (70_000, 4)):
+        path = tmp_path / f"{vocab}.tok"
+        rng = np.random.default_rng(vocab)
+        info = {**text_tokenizers.info(text_tokenizers.ByteTokenizer()), "vocab_size": vocab}
+        with TokenWriter(path, info) as writer:
+            for _ in range(200):
+                writer.write(rng.integers(0, 256, 700), 700)
+                writer.end_document()
+        windows = FileWindows(TokenFile.open(path), 512)
+        want = rows_of(windows)
+        block = 3
+        poke(path, block * tokenfile.BLOCK + 77, path.read_bytes()[block * tokenfile.BLOCK + 77] ^ 1)
+        first = (block * tokenfile.BLOCK - 64) // width
+        last = ((block + 1) * tokenfile.BLOCK - 64) // width
+        needs = [w * 512 < last and w * 512 + 513 > first for w in range(windows.windows)]
+        assert 0 < sum(needs) < len(needs) / 2
+        for w, needed in enumerate(needs):
+            if needed:
+                with pytest.raises(TokenFileError) as e:
+                    windows.rows(np.asarray([w]))
+                assert f"block 3 (bytes 49,152 to 65,536: tokens {first:,} to {last:,}) does not match" in str(e.value)
+            else:
+                tokens, _, column, _ = windows.rows(np.asarray([w]))
+                assert np.array_equal(tokens[0], want[0][w])
+                assert np.array_equal(column, want[2][want[1] == w])
+        with pytest.raises(TokenFileError, match="block 3 "):  # a batch with one bad row is no batch
+            rows_of(windows, np.asarray([0, needs.index(True), 1]))
+
+
+def test_rows_do_not_depend_on_how_they_are_asked_for(tmp_path, small_blocks):
+    """One by one, in runs, in any order, twice: documents that span many blocks of offsets and such that share one."""
+    path = write_file(tmp_path / "a.tok", 3000)
+    file = TokenFile.open(path)
+    tokens, starts, flags = file.tokens[:], file.doc_offsets[:], file.loss_flags(0, file.header["tokens"])
+    assert len(file.doc_offsets.block_borders()) > 10
+    rng = np.random.default_rng(3)
+    for seq_len in (1, 7, 16, 300, 2999, 3000):
+        windows = FileWindows(file, seq_len)
+        some = rng.integers(0, windows.windows, 40)
+        for index in (np.arange(windows.windows), some, np.sort(some), some[:1], some[:0], np.repeat(some[:3], 2)):
+            got, row, column, loss = windows.rows(index)
+            for r, w in enumerate(index.tolist()):
+                a = w * seq_len
+                assert np.array_equal(got[r], tokens[a : a + seq_len + 1])
+                assert np.array_equal(loss[r], flags[a + 1 : a + seq_len + 1])
+                inside = starts[(starts > a) & (starts <= a + seq_len)] - a
+                assert np.array_equal(column[row == r], inside)
+
+
+# a file that changes under a run
+
+
+def cut(path: Path, size: int) -> None:
+    os.truncate(path, size)
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_file_that_is_cut_off_is_an_error_and_no_signal(tmp_path, monkeypatch, looks):
+    """At every length that matters, seen by a look at the path or only by a read that comes back short."""
+    monkeypatch.setattr(checked, "LOOK_SECONDS", 0.0 if looks else HOUR)
+    whole = write_file(tmp_path / "whole.tok", 40_000)
+    size = whole.stat().st_size
+    header, end = tokenfile.read_header(whole)
+    parts = tokenfile.layout(header)
+    lengths = {0, 1, 63, 64, 65, 4096, 16_384, end - 1, end, size - 1}
+    lengths |= {part.start + d for part in parts.values() for d in (-1, 0, 1)}
+    for length in sorted(lengths):
+        path = Path(shutil.copy(whole, tmp_path / "a.tok"))
+        windows = FileWindows(TokenFile.open(path), T)
+        want, was = rows_of(windows), path.stat()
+        cut(path, length)
+        if looks or length < end:
+            with pytest.raises(TokenFileError) as e:
+                rows_of(windows)
+            assert ("a.tok: is not the file that was opened: " if looks else " are missing: ") in str(e.value)
+            assert f"was cut off ({size:,} bytes, now {length:,}) while it was being read" in str(e.value)
+            assert "goes on from its last checkpoint" in str(e.value)
+        else:
+            assert same(rows_of(windows), want)  # all that is needed of the rest is in memory
+        cut(path, size)  # a hole in place of what was lost is no better
+        os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+        if path.read_bytes()[:end] != whole.read_bytes()[:end]:
+            with pytest.raises(TokenFileError, match=r"block \d+ \(bytes .* does not match its checksum"):
+                rows_of(windows)
+        else:
+            assert same(rows_of(windows), want)
+
+
+def replace_by_rename(path: Path) -> None:
+    write_file(path.with_name("other.tok"), seed=1).replace(path)
+
+
+def replace_by_an_equal_file(path: Path) -> None:
+    shutil.copy2(path, path.with_name("copy.tok"))
+    path.with_name("copy.tok").replace(path)
+
+
+def rewrite_in_place(path: Path) -> None:
+    other = write_file(path.with_name("other.tok"), seed=1).read_bytes()
+    with path.open("r+b") as f:
+        f.write(other)
+        f.truncate()
+
+
+def write_the_same_in_place(path: Path) -> None:
+    data = path.read_bytes()
+    with path.open("r+b") as f:
+        f.write(data)
+    os.utime(path)  # later than the clock of the file system can tell apart
+
+
+def append(path: Path) -> None:
+    with path.open("ab") as f:
+        f.write(b"x")
+
+
+def rename_the_folder(path: Path) -> None:
+    path.parent.rename(path.parent.with_name("elsewhere"))
+
+
+def point_the_link_elsewhere(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(write_file(path.with_name("other.tok"), seed=1))
+
+
+CHANGES = {
+    replace_by_rename: "was replaced by another",
+    replace_by_an_equal_file: "was replaced by another",
+    rewrite_in_place: "was ",  # cut off, added to, or written to
+    write_the_same_in_place: "was written to",
+    append: "was added to",
+    Path.unlink: "was deleted, or renamed,",
+    rename_the_folder: "was deleted, or renamed,",
+    point_the_link_elsewhere: "was replaced by another",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_is_replaced_or_written_to_is_named(tmp_path, monkeypatch, change):
+    (tmp_path / "folder").mkdir()
+    path = write_file(tmp_path / "folder" / "a.tok")
+    if change is point_the_link_elsewhere:
+        path = path.rename(path.with_name("target.tok")).with_name("a.tok")
+        path.symlink_to("target.tok")
+    monkeypatch.setattr(checked, "LOOK_SECONDS", HOUR)
+    windows = FileWindows(TokenFile.open(path), T)
+    want = rows_of(windows)
+    change(path)
+    # before anybody has looked: what is read is what was there, or nothing
+    with contextlib.suppress(TokenFileError):
+        assert same(rows_of(windows), want)
+        assert change is not rewrite_in_place
+    monkeypatch.setattr(checked, "LOOK_SECONDS", 0.0)
+    for _ in range(2):
+        with pytest.raises(TokenFileError) as e:
+            windows.rows(np.asarray([0]))
+        assert str(e.value).startswith(f"{path}: is not the file that was opened: the file {CHANGES[change]}")
+        assert "Put that file back, and start the run again" in str(e.value)
+
+
+def test_a_file_that_was_put_back_is_the_one_that_was_opened(tmp_path, monkeypatch):
+    monkeypatch.setattr(checked, "LOOK_SECONDS", 0.0)
+    path = write_file(tmp_path / "a.tok")
+    windows = FileWindows(TokenFile.open(path), T)
+    want = rows_of(windows)
+    path.rename(tmp_path / "kept.tok")
+    write_file(path, seed=1)
+    with pytest.raises(TokenFileError, match="was replaced by another"):
+        rows_of(windows)
+    (tmp_path / "kept.tok").replace(path)
+    assert same(rows_of(windows), want)
+
+
+def test_no_false_alarm(tmp_path, monkeypatch):
+    monkeypatch.setattr(checked, "LOOK_SECONDS", 0.0)
+    path = write_file(tmp_path / "a.tok")
+    windows = FileWindows(TokenFile.open(path), T)
+    want = rows_of(windows)
+    was = path.stat()
+    for harmless in (
+        lambda: os.utime(path, ns=(was.st_atime_ns + 10**12, was.st_mtime_ns)),
+        lambda: shutil.copy2(path, tmp_path / "copy.tok"),
+        lambda: path.chmod(0o444),
+        lambda: os.link(path, tmp_path / "link.tok"),
+        lambda: (tmp_path / "another").write_text("beside it"),
+        lambda: verify(path),
+        lambda: open_batches(path).batch(0),
+        lambda: tmp_path.joinpath("copy.tok").unlink(),
+    ):
+        harmless()
+        assert same(rows_of(windows), want)
+
+
+def test_a_path_is_looked_at_once_a_second_and_not_more(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(checked, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    looks = []
+    monkeypatch.setattr(checked.OpenFile, "changed", lambda self: looks.append(clock[0]) or "")
+    windows = FileWindows(TokenFile.open(write_file(tmp_path / "a.tok")), T)
+    for clock[0] in np.arange(0, 5, 0.0625).tolist():
+        windows.rows(np.asarray([0]))
+    assert looks == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_disk_that_cannot_be_read_is_said_by_name(tmp_path, monkeypatch):
+    path = write_file(tmp_path / "a.tok")
+    windows = FileWindows(TokenFile.open(path), T)
+
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pread", fail)
+        with pytest.raises(TokenFileError, match=r"a.tok: bytes 64 to [\d,]+ cannot be read \(Input/output error\)"):
+            windows.rows(np.asarray([0]))
+        patched.setattr(os, "stat", fail)
+        with pytest.raises(TokenFileError, match=r"can no longer be looked at \(Input/output error\)"):
+            windows.rows(np.asarray([0]))
+    assert rows_of(windows)
+
+
+def test_pread_may_give_less_than_was_asked_for(tmp_path, monkeypatch):
+    """A signal, a network file system, or more than 2 GiB: it is asked again."""
+    windows = FileWindows(TokenFile.open(write_file(tmp_path / "a.tok")), T)
+    want, pread = rows_of(windows), os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, n, at: pread(fd, min(n, 100), at))
+    assert same(rows_of(windows), want)
+
+
+def test_files_are_closed_with_what_reads_them(tmp_path):
+    path = write_file(tmp_path / "a.tok")
+
+    def opened() -> int:
+        links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+        return sum(link.exists() and link.resolve() == path for link in links)
+
+    files = [FileWindows(TokenFile.open(path), T) for _ in range(20)]
+    assert opened() == 20
+    del files
+    assert opened() == 0
+
+
+# through batches, into a run
+
+
+def open_batches(source: Path | str, **keys) -> pipeline.Batches:
+    data = config.Data(**{"source": str(source), "seq_len": T, **keys})
+    return pipeline.open_source(data, data.source, split="train", global_batch=4, data_dir="unused")
+
+
+def first_steps(batches: pipeline.Batches, source: int, steps: int) -> dict[int, int]:
+    """Block of tokens -> the first of the steps that reads it."""
+    found: dict[int, int] = {}
+    file, seq_len = batches.sources[source].file, batches.seq_len
+    size, width = file.blocks.block_bytes, file.tokens.dtype.itemsize
+    for step in range(steps):
+        index = np.arange(step * batches.global_batch, (step + 1) * batches.global_batch)
+        of, within = pipeline.interleave(index, batches.weights)
+        for window in batches.window_numbers(source, within[of == source]).tolist():
+            first, last = (64 + width * (window * seq_len + n) for n in (0, seq_len))
+            for block in range(first // size, last // size + 1):
+                found.setdefault(block, step)
+    del found[max(found)]  # loss bits or offsets may share the last one
+    return found
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("files", [1, 2])
+def test_the_error_comes_with_the_batch_it_belongs_to(tmp_path, small_blocks, prefetch, files):
+    for name in "ab"[:files]:
+        write_file(tmp_path / f"{name}.tok", seed=ord(name))
+    batches = open_batches(",".join(f"{tmp_path}/{name}.tok=0.5" for name in "ab"[:files]))
+    block, step = max(first_steps(batches, files - 1, 9).items(), key=lambda found: found[1])
+    assert step >= 4
+    want = [batches.batch(s) for s in range(step)]
+    before = threading.active_count()
+    damaged = tmp_path / f"{'ab'[files - 1]}.tok"
+    poke(damaged, block * 64 + 30, damaged.read_bytes()[block * 64 + 30] ^ 2)
+    got = []
+    with pytest.raises(TokenFileError, match=rf"{damaged.name}: block {block} ") as e:
+        for batch in pipeline.iterate(batches, 0, prefetch):
+            got.append(batch)
+    assert type(e.value) is TokenFileError
+    assert len(got) == step
+    for g, w in zip(got, want, strict=True):
+        assert all(np.array_equal(g[k], w[k]) for k in BATCH_KEYS)
+    assert threading.active_count() == before
+
+
+def test_a_file_of_a_mixture_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(checked, "LOOK_SECONDS", 0.0)
+    for name in "ab":
+        write_file(tmp_path / f"{name}.tok", seed=ord(name))
+    assert main(["mix", f"--output={tmp_path}/m.mix", f"{tmp_path}/a.tok=0.5", f"{tmp_path}/b.tok=0.5"]) == 0
+    batches = open_batches(tmp_path / "m.mix")
+    batches.batch(0)
+    replace_by_rename(tmp_path / "b.tok")
+    with pytest.raises(TokenFileError, match="b.tok: is not the file that was opened"):
+        batches.batch(1)
+
+
+def test_damaged_offsets_are_a_problem_of_the_config_before_the_run(tmp_path):
+    path = write_file(tmp_path / "a.tok", 40_000)
+    header, end = tokenfile.read_header(path)
+    poke(path, end - 20, path.read_bytes()[end - 20] ^ 1)
+    for packing in ("documents", "none"):
+        with pytest.raises(config.ConfigError) as e:
+            open_batches(path, packing=packing)
+        (problem,) = e.value.problems
+        assert (problem.key, problem.value) == ("data.source", str(path))
+        assert "offsets of documents" in problem.rule
+        assert f"python -m jaxtrain.data verify {path}" in problem.remedy
+
+
+def test_a_run_ends_with_the_error_and_has_trained_on_nothing_damaged(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = write_file(tmp_path / "a.tok", 400_000, loss=False)
+    asked = config.default_config()
+    asked.model.update(num_layers=1, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=264)
+    asked.data.update(source="a.tok", seq_len=64)
+    asked.train.update(steps=60, global_batch=8)
+    asked.optimizer.warmup_steps = 0
+    asked.sample.every_steps = asked.sample.max_tokens = 0
+    asked.eval.every_steps, asked.checkpoint.every_steps, asked.paths.cache, asked.log.every_steps = 0, 0, "", 1
+    data = config.Data(source="a.tok", seq_len=64, seed=asked.data.seed)
+    batches = pipeline.open_source(data, "a.tok", split="train", global_batch=8, data_dir="unused")
+    block, step = max(first_steps(batches, 0, 40).items(), key=lambda found: found[1])
+    assert step > 10
+    poke(path, block * tokenfile.BLOCK + 5000, path.read_bytes()[block * tokenfile.BLOCK + 5000] ^ 64)
+    with pytest.raises(TokenFileError, match=rf"a.tok: block {block} "):
+        result = train.run(asked, "run")
+        raise result.error or AssertionError("it was not seen")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    done = max((line["step"] for line in lines if line["kind"] == "train"), default=0)
+    assert step - 1 <= done <= step  # steps are counted from 1 once they are done; the last one's metrics may come late
+    assert f"a.tok: block {block} " in (tmp_path / "run" / "receipt.json").read_text()
+
+
+# verify, mixtures, and the joining of parts
+
+
+def test_verify_names_every_run_of_damaged_blocks(tmp_path, capsys):
+    path = write_file(tmp_path / "a.tok", 100_000)
+    header, end = tokenfile.read_header(path)
+    data = bytearray(path.read_bytes())
+    for at in (70, *range(3 * 16_384, 6 * 16_384), end - 9):
+        data[at] ^= 1
+    path.write_bytes(data)
+    last = (end - 1) // 16_384
+    faults = verify(path)
+    assert len(faults) == 3
+    assert faults[0] == f"{path}: block 0 (bytes 64 to 16,384: tokens 0 to 8,160) does not match its checksum"
+    assert "blocks 3 to 5 (bytes 49,152 to 98,304: tokens 24,544 to 49,120) do not match their checksums" in faults[1]
+    assert f"block {last} (bytes {last * 16_384:,} to {end:,}: " in faults[2] and "offsets of documents" in faults[2]
+    capsys.readouterr()
+    whole = write_file(tmp_path / "b.tok", seed=1)
+    assert main(["verify", str(path), str(whole)]) == 1
+    out = capsys.readouterr().out
+    assert out.count("checksum") == 3 and f"{whole}: " in out and out.rstrip().endswith("intact")
+
+
+def test_verify_of_a_mixture_reads_its_files(tmp_path, capsys):
+    for name in "ab":
+        write_file(tmp_path / f"{name}.tok", seed=ord(name))
+    weighed = mixture.weigh([(str(tmp_path / f"{name}.tok"), 1.0) for name in "ab"], "weight", 1.0)
+    mixture.write(tmp_path / "m.mix", weighed)
+    assert main(["verify", str(tmp_path / "m.mix")]) == 0
+    assert "its files are intact" in capsys.readouterr().out
+    poke(tmp_path / "b.tok", 200, (tmp_path / "b.tok").read_bytes()[200] ^ 1)
+    assert main(["verify", str(tmp_path / "m.mix")]) == 1
+    assert "b.tok: block 0 " in capsys.readouterr().out
+
+
+def test_verify_compares_what_the_file_holds_with_its_header(tmp_path, monkeypatch):
+    """Files whose checksums are right and whose contents are not: by a faulty program, not by a faulty disk."""
+    put = TokenWriter._put
+
+    def written(change) -> list[str]:
+        """Faults of a file into which `change(piece, its number)` was written."""
+        number = itertools.count()
+        monkeypatch.setattr(TokenWriter, "_put", lambda self, data: put(self, change(bytes(data), next(number))))
+        path = tmp_path / "a.tok"
+        with TokenWriter(path, {**text_tokenizers.info(text_tokenizers.ByteTokenizer())}, loss=True) as writer:
+            for ids in ([1, 2, 3], [4, 5]):
+                writer.write(ids, len(ids), np.asarray(ids) > 1, 1)
+                writer.end_document()
+        monkeypatch.setattr(TokenWriter, "_put", put)
+        return verify(path)
+
+    def at(which: int, new: bytes):
+        return lambda data, number: new if number == which else data
+
+    # pieces: ids, end-of-text, ids, end-of-text, padding, loss bits, padding, offsets
+    assert written(lambda data, _: data) == []
+    assert any("id 300 among tokens 0 to 7; the vocabulary has 257" in f for f in written(at(0, b"\x01\0\x2c\x01\x03\0")))
+    assert any("document 0 does not end with end-of-text" in f for f in written(at(1, b"\x07\0")))
+    assert any("document 1 does not end with end-of-text" in f for f in written(at(3, b"\x07\0")))
+    assert any("the largest id is 5, the header says 256" in f for f in written(lambda d, n: b"\1\0" if n in (1, 3) else d))
+    assert any("7 tokens have the loss bit, the header says 4" in f for f in written(at(5, b"\x7f")))
+    offsets = [np.asarray(o, "<i8").tobytes() for o in ([0, 4, 4], [0, 9, 7], [1, 4, 7])]
+    assert any("documents span 0 to 4, tokens 0 to 7" in f for f in written(at(7, offsets[0])))
+    assert any("document 0 does not end" in f or "document 1 ends at or before" in f for f in written(at(7, offsets[1])))
+    assert any("documents span 1 to 7" in f for f in written(at(7, offsets[2])))
+
+
+def test_a_damaged_part_is_not_joined_into_the_output_with_new_checksums(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"line {i} " * 20}) + "\n" for i in range(200)))
+    make = prepare._shards
+
+    def damage(job, folder, *rest):
+        results = make(job, folder, *rest)
+        part = folder.shards / "000002.tok"
+        poke(part, 300, part.read_bytes()[300] ^ 1)
+        return results
+
+    def run() -> list[str]:
+        said = []
+        prepare.prepare([f"{tmp_path}/a.jsonl"], tmp_path / "a.tok", shard_mb=0.01, say=said.append)
+        return said
+
+    monkeypatch.setattr(prepare, "_shards", damage)
+    with pytest.raises(TokenFileError, match=r"000002.tok: block 0 .* the same command makes that part again"):
+        run()
+    assert not (tmp_path / "a.tok").exists()
+    monkeypatch.setattr(prepare, "_shards", make)
+    (said,) = run()
+    assert "parts are finished; going on" in said
+    assert verify(tmp_path / "a.tok") == []
+    file = TokenFile.open(tmp_path / "a.tok")
+    text = text_tokenizers.ByteTokenizer().decode(file.tokens[:])
+    assert text == "".join(f"line {i} " * 20 for i in range(200))
+
+
+def test_files_of_older_formats_say_how_they_are_made_again(tmp_path):
+    path = write_file(tmp_path / "a.tok")
+    for version in (1, 4, 6):
+        poke(path, 8, version)
+        with pytest.raises(TokenFileError, match=f"format version {version}; this program reads version 5. Make it again with"):
+            TokenFile.open(path)
+    path.rename(tmp_path / "stdlib-0123456789ab.train.tok")
+    with pytest.raises(TokenFileError, match="Delete it: the next run with data.source=stdlib makes it again"):
+        TokenFile.open(tmp_path / "stdlib-0123456789ab.train.tok")
+
+
+def test_checksums_are_a_fiftieth_of_a_percent_of_the_file(tmp_path):
+    path = write_file(tmp_path / "a.tok", 200_000, loss=False)
+    header, end = tokenfile.read_header(path)
+    assert (header["block_bytes"], header["table_crc32"]) == (16_384, header["table_crc32"][:1])
+    assert len(tokenfile.layout(header)["checksums"]) == 4 * -(-end // 16_384)

@@ -1,0 +1,96 @@
+"""Slow steps are told with what they waited for, and Python's collector runs at steps of our choosing."""
+
+import gc
+
+import pytest
+
+from jaxtrain.pauses import Collector, Pauses
+
+
+def note(
+    pauses: Pauses, step: int, wall_s: float, data_s: float = 0.0, save_s: float = 0.0, gc_s: float = 0.0, eval_s: float = 0.0
+) -> str | None:
+    return pauses.note(step, wall_s, data_s=data_s, save_s=save_s, gc_s=gc_s, eval_s=eval_s)
+
+
+def usual(steps: int = 16, wall_s: float = 0.52) -> Pauses:
+    pauses = Pauses()
+    assert not any(note(pauses, step, wall_s) for step in range(1, steps + 1))
+    return pauses
+
+
+def test_a_slow_step_is_told_the_biggest_part_first():
+    said = note(usual(), 1200, 3.41, data_s=2.80, save_s=0.05)
+    assert said == "step 1200 took 3.41 s, usually 0.52 s: data 2.80 s, device and the rest 0.56 s, save 0.05 s"
+    said = note(usual(), 1200, 3.41, data_s=0.02, save_s=0.028, gc_s=1.0)  # two of them below 1% of the excess
+    assert said == "step 1200 took 3.41 s, usually 0.52 s: device and the rest 2.36 s, Python's collector 1.00 s"
+
+
+def test_parts_that_overlap_leave_no_negative_rest():
+    assert note(usual(), 20, 2.0, data_s=2.1) == "step 20 took 2.00 s, usually 0.52 s: data 2.10 s"
+
+
+@pytest.mark.parametrize(
+    "usually, wall_s, slow",
+    [(0.52, 1.04, False), (0.52, 1.05, True), (0.01, 0.25, False), (0.01, 0.27, True), (10.0, 19.0, False)],
+)
+def test_what_is_slow(usually: float, wall_s: float, slow: bool):
+    assert bool(note(usual(wall_s=usually), 20, wall_s)) is slow
+
+
+def test_nothing_is_said_before_enough_is_known():
+    assert note(usual(15), 16, 100.0) is None
+    assert note(usual(16), 17, 100.0)
+
+
+def test_steps_with_evaluation_are_neither_compared_nor_a_measure():
+    pauses = usual()
+    assert not any(note(pauses, step, 100.0, eval_s=99.0) for step in range(17, 117))
+    said = note(pauses, 117, 2.0)
+    assert said is not None and "usually 0.52 s" in said
+
+
+def test_what_is_usual_follows_the_run():
+    pauses = usual(64)
+    said = [note(pauses, step, 5.0) for step in range(65, 165)]
+    assert said[0] and not any(said[33:])  # half of the window is slow: that is how it goes now
+
+
+def test_lines_are_rare_and_say_what_they_left_out():
+    pauses = usual(64)
+    assert note(pauses, 100, 3.0)
+    assert not any(note(pauses, step, 3.0) for step in (101, 105, 119))
+    assert (note(pauses, 120, 3.0) or "").endswith(" (3 more slow since step 100)")
+    assert not (note(pauses, 140, 3.0) or "more").endswith("more slow since step 120)")
+
+
+def test_the_collector_runs_only_when_called():
+    class Cycle:
+        gone = 0
+
+        def __init__(self):
+            self.me = self
+
+        def __del__(self):
+            Cycle.gone += 1
+
+    assert gc.isenabled()
+    with Collector() as collector:
+        assert not gc.isenabled() and gc.get_freeze_count() > 1000
+        for _ in range(2000):
+            Cycle()
+        assert Cycle.gone == 0
+        assert [collector.step(done) for done in range(1, 50)] == [0.0] * 49
+        assert Cycle.gone == 0
+        assert collector.step(50) > 0 and Cycle.gone == 2000
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def test_a_collector_that_was_off_stays_off():
+    gc.disable()
+    try:
+        with pytest.raises(KeyError), Collector():
+            raise KeyError
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
