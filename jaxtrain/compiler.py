@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -112,6 +113,33 @@ def choose(program: Program, card: Card | None) -> Chosen:
     if own:
         why = f"{why}{', and ' if why else ''}{program.compiler.options} (compiler.options)"
     return Chosen({name: value for name, value in wanted.items() if name not in dropped}, why, dropped)
+
+
+TIMEOUT = "xla_gpu_execution_terminate_timeout"  # after which XLA itself ends the process: a backstop behind the watchdog
+AUTOTUNED = (
+    "autotuned.txt"  # in a run's folder: which kernels XLA chose by trying them, so that the next attempt takes the same
+)
+
+
+def for_run(chosen: Chosen, gpu: bool, step_s: float, repeatable: bool, workdir: Path) -> Chosen:
+    """The options of a run beside those of its program. step_s: the watchdog's budget of a step, 0 for none.
+
+    repeatable: train.deterministic.
+    """
+    more: dict[str, str | bool] = {}
+    if gpu and step_s:
+        more[TIMEOUT] = f"{math.ceil(1.5 * step_s)}s"
+    if gpu and repeatable:
+        path = workdir / AUTOTUNED
+        more |= hardware.REPEATABLE
+        more["xla_gpu_load_autotune_results_from" if path.exists() else "xla_gpu_dump_autotune_results_to"] = str(path)
+    lost = [name for name, value in more.items() if not _known(name, value)]
+    needed = [name for name in lost if name in hardware.REPEATABLE]
+    if needed:
+        rule = f"this version of XLA has no option {needed[0]}, without which a run does not repeat itself"
+        raise ConfigError([Problem("train.deterministic", True, rule, "Set it to false, or install another jaxlib.")])
+    options = chosen.options | {name: value for name, value in more.items() if name not in lost}
+    return dataclasses.replace(chosen, options=options, dropped=(*chosen.dropped, *lost))
 
 
 @functools.cache

@@ -1,17 +1,23 @@
 """The command line of training: read the config, check everything, set the memory budget, and only then start JAX."""
 
+import dataclasses
+import json
+import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxtrain import explain, hardware, launch
-from jaxtrain.config import ConfigError
+import ml_collections
+
+from jaxtrain import distributed, explain, hardware, launch
+from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.startup import set_memory_budget, start_jax
 from jaxtrain.validate import validate
 from jaxtrain.validate.places import remote
 
-INTERRUPTED = 130
+FAILED, REFUSED, AGAIN, INTERRUPTED = 1, 2, 75, 130
 
 HELP = """\
 Train a language model, or go on training it: a workdir that holds checkpoints is resumed.
@@ -22,6 +28,10 @@ Train a language model, or go on training it: a workdir that holds checkpoints i
                            Variants are the file's own: configs/llama3_8b.py:half
   --config.KEY=VALUE       set any key, as --config.train.steps=100; the last one wins
   --workdir=DIR            the run's folder; default runs/NAME of the config
+  --replay=BUNDLE          take a step that went wrong again, and say where its first bad value comes from
+  --coordinator=HOST:PORT --num-processes=N --process-id=I [--local-devices=0,1,...]
+                           this is process I of a run of N, of which process 0 is at HOST:PORT. Not needed under Slurm or
+                           torchrun; docs/reliability.md has them all
   --explain                print every key, its value and who set it, check the config, and stop
   --explain=markdown       print docs/config.md, which describes every key
   --help                   this text
@@ -32,7 +42,8 @@ Train a language model, or go on training it: a workdir that holds checkpoints i
   python -m jaxtrain.main --config=configs/llama3_8b.py --config.train.steps=1000 --workdir=runs/first
 
 Exit codes: 0 done; 2 the command or config is wrong, nothing was started or written; 75 start me again (preempted, or a
-peer died); 76 diverged; 130 Ctrl-C, state saved; 1 anything else. SIGUSR2 takes a trace of the next profile.steps steps.
+peer died); 76 diverged; 124 a hang was ended; 130 Ctrl-C, state saved; 1 anything else. SIGUSR2 takes a trace of the next
+profile.steps steps.
 """
 
 
@@ -43,9 +54,15 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
         configs = sorted(p.stem for p in (launch.REPO / "configs").glob("*.py"))
         print(HELP.format(configs=", ".join(configs)), end="")
         return 0
-    loaded = launch.load(argv, options={"workdir": ""}, switches={"explain": "text"})
-    style = loaded.options["explain"]
+    cluster_options = dict.fromkeys(distributed.FIELDS, "")
+    loaded = launch.load(argv, options={"workdir": "", "replay": "", **cluster_options}, switches={"explain": "text"})
+    style, bundle = loaded.options["explain"], loaded.options["replay"]
     problems = list(loaded.problems)
+    cluster, wrong = distributed.detect(loaded.options, os.environ)
+    problems += wrong
+    if bundle:
+        loaded = of_bundle(Path(bundle), loaded)
+        problems += loaded.problems
     if style not in ("", "text", "markdown"):
         problems.append(launch.Problem("--explain", style, "no such style", "Write --explain or --explain=markdown."))
     if style == "markdown" and not problems:
@@ -53,7 +70,7 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
         return 0
     workdir = Path(loaded.options["workdir"] or Path("runs") / loaded.launch.name).expanduser()
     problems += remote("--workdir", loaded.options["workdir"])
-    devices = hardware.probe()
+    devices = distributed.all_devices(hardware.probe(), cluster)
     if loaded.file_read:
         problems += validate(loaded.run, devices, workdir)
     if style == "text":
@@ -64,15 +81,57 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
         return 0
     set_memory_budget(devices, loaded.run.train.memory_fraction)
     # Imported here: everything above must answer in a moment, and the memory budget must be set before jax is imported.
-    start_jax(devices)
     try:
+        start_jax(devices, cluster, loaded.run.train.deterministic)
+    except distributed.ClusterError as error:
+        print(error, file=sys.stderr)
+        return AGAIN
+    try:
+        if bundle:
+            return again(Path(bundle), loaded.run)
         from jaxtrain import train
 
         result = train.attempt(loaded.run, workdir, loaded.launch, own_process=own_process)
+    except Exception:
+        if cluster is None or not own_process:
+            raise
+        traceback.print_exc()
+        distributed.leave(1)
     except KeyboardInterrupt:  # in the seconds before the run listens to signals itself, and after
         print("\nCtrl-C: stopped.", file=sys.stderr)
         return INTERRUPTED
-    return launch.report(result.error.problems) if isinstance(result.error, ConfigError) else result.exit_code
+    code = launch.report(result.error.problems) if isinstance(result.error, ConfigError) else result.exit_code
+    if cluster is not None and own_process:
+        distributed.leave(code)  # Python's own way out waits for the others, minutes where one of them has failed
+    return code
+
+
+def of_bundle(bundle: Path, loaded: launch.Loaded) -> launch.Loaded:
+    """What was asked for, with the config of a replay's bundle below the command line instead of a file's."""
+    try:
+        tree = json.loads((bundle / "bundle.json").read_text())["config"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        rule = f"holds no bundle.json with a config ({error})"
+        problem = launch.Problem(
+            "--replay", str(bundle), rule, "Name the folder that the run's log names, WORKDIR/replay/step-N."
+        )
+        return dataclasses.replace(loaded, problems=[problem], file_read=False)
+    config = ml_collections.ConfigDict(tree)
+    problems = [p for key, text in loaded.launch.overrides for p in launch.apply(config, key, text)]
+    run, wrong = launch.resolved(config)
+    return dataclasses.replace(loaded, run=run, problems=[*problems, *wrong], file_read=True)
+
+
+def again(bundle: Path, run: RunConfig) -> int:
+    """Takes the step of a bundle again; 0 where it goes wrong as it did then, 1 where it does not."""
+    from jaxtrain import checkpoint, replay, train
+
+    train.set_compile_cache(run)
+    try:
+        return 0 if replay.replay(bundle, run, print) else FAILED
+    except (replay.ReplayError, checkpoint.CheckpointError, ConfigError) as error:
+        print(error, file=sys.stderr)
+        return REFUSED
 
 
 if __name__ == "__main__":

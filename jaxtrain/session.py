@@ -194,6 +194,14 @@ class Session:
             self.console.say(f"XLA options: {self.chosen.why}")
         for warning in self.chosen.warnings():
             self.console.warn(warning)
+        if self.run.train.deterministic:
+            gpu = jax.local_devices()[0].platform == "gpu"
+            self.console.say(
+                "deterministic: kernels that add up in a fixed order, no sums in switches, XLA's choices kept with the run. What "
+                "it costs on this GPU is not measured: compare two runs"
+                if gpu
+                else "deterministic: nothing to do, programs on CPUs repeat themselves"
+            )
         self.console.say("compiling the train step ...")
         began = time.perf_counter()
         limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")

@@ -97,6 +97,15 @@ class Stop:
                 if number in self._signals:
                     self._received(signal.Signals(number))
 
+    def asked_elsewhere(self, why: str) -> None:
+        """Another process of the run was asked to stop."""
+        if self.at_once is not None and self.reason is None:
+            code = self.exit_code_of(why)
+            try:
+                self.at_once(why, code)
+            finally:
+                os._exit(code)
+
     def _received(self, number: signal.Signals) -> None:
         now = time.monotonic()
         if number == TRACE:

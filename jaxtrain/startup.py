@@ -14,9 +14,10 @@ from collections.abc import Iterator
 
 from jaxtrain import hardware
 from jaxtrain.config import ConfigError, Problem
+from jaxtrain.distributed import Cluster, start
 from jaxtrain.hardware import Devices
 
-NOTES = re.compile(rb"cudart_stub|log messages before absl::InitializeLog")
+NOTES = re.compile(rb"cudart_stub|log messages before absl::InitializeLog|^\[Gloo\] Rank")
 
 
 def set_memory_budget(devices: Devices, configured: float) -> None:
@@ -47,18 +48,23 @@ def _started_on_gpus() -> bool:
     return xla_bridge._plugins_registered and jax.devices()[0].platform == "gpu"
 
 
-def start_jax(devices: Devices) -> None:
-    """Import jax and start its backend on the devices that `hardware.probe` found."""
-    if devices.kind != "cpu":
+def start_jax(devices: Devices, cluster: Cluster | None = None, repeatable: bool = False) -> None:
+    """Import jax and start its backend on the devices that `hardware.probe` found, with the other processes of the run.
+
+    repeatable: train.deterministic. Raises ClusterError where the processes do not come together.
+    """
+    if repeatable and devices.kind == "gpu":
+        os.environ["NCCL_ALGO"] = hardware.NCCL_ALGO  # `validate` refuses what contradicts it
+    if devices.kind == "cpu":
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    with quiet() if devices.kind == "cpu" else contextlib.nullcontext():
         import jax
 
-        jax.devices()
-        return
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    with quiet():
-        import jax
-
-        jax.config.update("jax_platforms", "cpu")  # where jax was imported before, it has read the variable
+        if devices.kind == "cpu":
+            jax.config.update("jax_platforms", "cpu")  # where jax was imported before, it has read the variable
+    if cluster is not None:
+        start(cluster)
+    with quiet() if devices.kind == "cpu" else contextlib.nullcontext():
         jax.devices()
 
 

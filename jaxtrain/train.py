@@ -13,7 +13,6 @@ import dataclasses
 import fcntl
 import json
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -83,7 +82,7 @@ def run(config: ml_collections.ConfigDict | RunConfig | Mapping[str, Any], workd
     if problems:
         raise ConfigError(list({str(p): p for p in problems}.values()))
     set_memory_budget(devices, asked.train.memory_fraction)
-    start_jax(devices)
+    start_jax(devices, repeatable=asked.train.deterministic)
     result = attempt(asked, folder, Launch("python", "", (), ()))
     if result.error is not None:
         raise result.error
@@ -102,11 +101,17 @@ def attempt(run: RunConfig, workdir: Path, launch: Launch, *, own_process: bool 
         watchdog = Watchdog(budgets, workdir, facts=ending.facts, ended=ending.hung, process_index=jax.process_index())
         stack.enter_context(watchdog)
         stack.enter_context(watchdog.phase("startup"))
-        peers = Peers.of_this_run()
-        stack.callback(peers.close)
-        if own_process and peers.count > 1:
+        peers = ending.peers = Peers.of_this_run()
+        if own_process:
             peers.watch(BEAT_S, DEAD_S, ending.alone)
-        return _attempt(run, workdir, launch, own_process, watchdog, peers, ending)
+        try:
+            result = _attempt(run, workdir, launch, own_process, watchdog, peers, ending)
+        except BaseException as error:
+            peers.close(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            raise
+        # What all processes decide alike is no failure of this one.
+        peers.close(result.reason if result.exit_code == FAILED else "")
+        return result
 
 
 class Ending:
@@ -115,6 +120,7 @@ class Ending:
     def __init__(self):
         self.receipt: Receipt | None = None
         self.session: Session | None = None
+        self.peers = Peers(0, 1)
 
     def facts(self) -> dict[str, Any]:
         """For the watchdog's report."""
@@ -125,8 +131,10 @@ class Ending:
         self._finish(HUNG, cause)
 
     def early(self, name: str, code: int) -> None:
-        """A signal came before the first step."""
+        """This run, or another of its processes, is asked to stop before the first step."""
+        self.peers.ask_to_stop(name)
         self._finish(code, f"{name} before the first step")
+        self.peers.close()
 
     def alone(self, words: str) -> None:
         """Another process of the run has died: nothing that this one waits for will come. Ends the process."""
@@ -160,6 +168,8 @@ def _attempt(
         check_own_names(run)
         program = step.build(run, devices)
         chosen = compiler.choose(program, compiler.card_of(jax.local_devices()[0], run.train.memory_fraction))
+        step_s = parse_budgets(run.train.timeouts)[0]["step"] if own_process else 0.0
+        chosen = compiler.for_run(chosen, devices[0].platform == "gpu", step_s, run.train.deterministic, workdir)
         start = decide_start(run, checkpoints, program)
         train_data, held_out = open_data(run, program)
         # Now, although they are used later: a tokenizer that is missing, or of another model, should not end a run half-way.
@@ -215,6 +225,7 @@ def _attempt(
         with Console(workdir, jax.process_index(), run.train.steps) as console, Stop(peers.ask_to_stop) as stop:
             if own_process:
                 stop.at_once = ending.early
+                peers.on_stop = stop.asked_elsewhere
             session = ending.session = Session(
                 run,
                 workdir,
@@ -242,10 +253,6 @@ def _attempt(
             except (OutOfMemory, CheckpointError, MetricsError, Corrupted, TokenFileError) as error:
                 code, reason, ended = FAILED, str(error).splitlines()[0], error
                 console.warn(str(error))
-            except jax.errors.JaxRuntimeError:
-                if peers.count > 1 and own_process:
-                    time.sleep(2 * DEAD_S)  # most often another process has died: then this one is ended, with its name
-                raise
             finally:
                 # Where a step failed, the save before it may be under way still: how that ended belongs in the log too.
                 session.finish_saves()

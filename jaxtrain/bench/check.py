@@ -282,7 +282,7 @@ def save_and_restore(ask: dict[str, Any]) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from jaxtrain import state, step
-    from jaxtrain.checkpoint import Checkpoints
+    from jaxtrain.checkpoint import Checkpoints, Failed
 
     program = step.build(run, devices)
     run, program, train, _ = compiled(program, run)
@@ -308,6 +308,8 @@ def save_and_restore(ask: dict[str, Any]) -> dict[str, Any]:
 
     pairs = zip(state.to_tensors(current).items(), state.to_tensors(restored).values(), strict=True)
     differ = [name for (name, a), b in pairs if not same(a, b)]
+    if isinstance(saved, Failed):
+        raise saved.error
     out = {
         "gib": saved.bytes / 2**30,
         "save_s": saved.total_s,

@@ -18,6 +18,7 @@ Orbax is imported on first use (0.7 s): a fresh run does not pay for it before i
 import concurrent.futures
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import resource
@@ -189,10 +190,10 @@ class Checkpoints:
     ) -> float | None:
         """Start saving; returns the seconds it blocked, or None if this step is saved already (nothing is done then).
 
-        The tensors are the save's own from here on: copies, where their originals are given away. A save still running is waited
-        for first. `meta` must be JSON. sums: waits for the digests by name (digests.sums) that were taken of the state itself;
-        without, they are taken of `tensors`. What becomes of the save, `poll` tells; a parameter that is infinite or no number
-        makes it fail.
+        The tensors are the save's own from here on: copies, where their originals are given away. A save still running is
+        waited for first. `meta` must be JSON. sums: waits for the digests by name (digests.sums) that were taken of the state
+        itself; without, they are taken of `tensors`. What becomes of the save, `poll` tells; a parameter that is infinite or no
+        number makes it fail.
         """
         start = time.perf_counter()
         self._settle()
@@ -207,12 +208,12 @@ class Checkpoints:
         record["shapes"] = {name: [list(x.shape), x.dtype.name] for name, x in tensors.items()}
         self._pending_step = step
         if self._peers.count == 1:
-            job = (self._write, record, dict(tensors), sums)
+            job = functools.partial(self._write, record, dict(tensors), sums)
         else:
             # Orbax begins with a collective over the devices, and those must be in the same order on all processes.
-            job = (self._end, record, self._begun(record, dict(tensors), sums))
+            job = functools.partial(self._end, record, self._begun(record, dict(tensors), sums))
         returned = time.perf_counter()
-        self._pending = self._worker.submit(*job, start, returned)
+        self._pending = self._worker.submit(job, start, returned)
         return returned - start
 
     def save_now(self, step: int, tensors: Mapping[str, jax.Array], meta: Mapping[str, Any]) -> None:
