@@ -1,5 +1,6 @@
 """Loss on held-out text."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from jaxtrain.context import Context
 from jaxtrain.loss import Batch
 from jaxtrain.models.module import Params
 from jaxtrain.step import place_batch, rows_here
+from jaxtrain.waiting import Unwanted, wait_for
 
 
 def evaluate(
@@ -32,7 +34,11 @@ def evaluate(
     for i in range(count):
         if unwanted():
             return None
-        host = batches.batch(i) if rows is None else batches.batch(i, np.asarray(rows))
+        fetch = functools.partial(batches.batch, i, *([] if rows is None else [np.asarray(rows)]))
+        try:
+            host = wait_for(fetch, unwanted, "held-out data")
+        except Unwanted:
+            return None
         made.append(eval_step(params, place_batch(host, abstract, context, rows)))
     sums = []
     for one in made:

@@ -14,8 +14,7 @@ import numpy as np
 from jaxtrain.data import pipeline
 from jaxtrain.position import Position, Positioned
 from jaxtrain.step import Program, place_batch, rows_here
-
-LOOK_S = 0.05  # how often a wait looks whether it is still wanted
+from jaxtrain.waiting import LOOK_S
 
 Host = dict[str, np.ndarray]
 

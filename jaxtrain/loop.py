@@ -6,7 +6,7 @@ The device never waits for the loop: metrics of a step are read once the next on
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -17,17 +17,17 @@ from jaxtrain.feed import Feed
 from jaxtrain.pauses import Collector, Pauses
 from jaxtrain.replay import ReplayError
 
-if TYPE_CHECKING:
-    from jaxtrain.session import Compiled, Session
-
 ROLLBACKS = 3  # to one checkpoint: more would only find the same again
 AGREE_S = 600.0  # processes wait for each other so long, seconds
 
 
 class Loop:
-    """Steps until the last one, or until asked to stop. `current` is the newest state, `done` the steps taken."""
+    """Steps until the last one, or until asked to stop. `current` is the newest state, `done` the steps taken.
 
-    def __init__(self, session: "Session", current: state.TrainState, compiled: "Compiled"):
+    session: the session.Session that it belongs to; compiled: its session.Compiled.
+    """
+
+    def __init__(self, session: Any, current: state.TrainState, compiled: Any):
         self.session, self.compiled = session, compiled
         self.current: Any = current
         self.done = session.start.step

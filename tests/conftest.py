@@ -60,6 +60,7 @@ def nothing_is_kept_on_disk() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-layouts", action="store_true", help="all of the parity matrix, not the sample of it")
+    parser.addoption("--figures", metavar="FILE", default="", help="what the fault tests measured is written there, as JSON")
     parser.addoption("--part", metavar=FORM, type=own_part, help="only the contract tests, on a part of your own")
     more = "a key of the config that the part needs; may be repeated"
     parser.addoption("--part-config", metavar="KEY=VALUE", type=own_key, action="append", default=[], help=more)

@@ -6,7 +6,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +76,18 @@ def train(config: Path, workdir: Path, **overrides: Any) -> int:
 class Child:
     """A run in a process of its own, on one device unless `env` says otherwise. What it says goes to a file."""
 
-    def __init__(self, config: Path, workdir: Path, words: Path, *, env: Mapping[str, str] | None = None, **overrides: Any):
+    def __init__(
+        self,
+        config: Path,
+        workdir: Path,
+        words: Path,
+        *,
+        env: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
+        **overrides: Any,
+    ):
         environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | dict(env or {})
-        line = [sys.executable, "-m", "jaxtrain.main", *arguments(config, workdir, overrides)]
+        line = [sys.executable, "-m", "jaxtrain.main", *arguments(config, workdir, overrides), *options]
         self.words = words
         with open(words, "wb") as out:
             self.process = subprocess.Popen(line, cwd=REPO, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out)

@@ -463,7 +463,7 @@ def test_a_right_command_starts_training_with_the_budget_set(monkeypatch, tmp_pa
 
     class Train:
         @staticmethod
-        def attempt(run, workdir, how):
+        def attempt(run, workdir, how, own_process):
             seen.update(run=run, workdir=workdir, name=how.name, fraction=os.environ["XLA_CLIENT_MEM_FRACTION"])
             return types.SimpleNamespace(exit_code=75, error=None)
 

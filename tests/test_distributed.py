@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from jaxtrain import distributed
-from jaxtrain.distributed import Cluster, ClusterError, PeerLost, Peers, detect, node_names
+from jaxtrain.distributed import Cluster, ClusterError, PeerLost, Peers, detect, meeting, peers
+from jaxtrain.distributed.cluster import node_names
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -330,7 +331,7 @@ def test_no_deadlock_in_a_collective(seed):
 
 
 def test_a_process_that_does_not_say_where_it_is(monkeypatch):
-    monkeypatch.setattr(distributed, "AGREE_S", 0.2)
+    monkeypatch.setattr(peers, "AGREE_S", 0.2)
     store = Store()
     store.key_value_set("jaxtrain/who/1", "host there, pid 7")
     peers = Peers(0, 2, store)
@@ -394,7 +395,7 @@ def test_who_is_missing():
 
 
 def test_no_process_0(monkeypatch):
-    monkeypatch.setattr(distributed, "GRACE_S", 0.2)
+    monkeypatch.setattr(meeting, "GRACE_S", 0.2)
     port = free_port()
     error = meet({1: 2}, 1, port)[1]
     assert error.startswith(f"process 1 of 2 did not meet process 0 at 127.0.0.1:{port} within 1 s: connection refused. ")
@@ -431,7 +432,7 @@ def test_two_that_are_the_same():
 
 
 def test_a_port_in_use(monkeypatch):
-    monkeypatch.setattr(distributed, "LEAVING_S", 0.1)
+    monkeypatch.setattr(meeting, "LEAVING_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         error = meet({0: 2}, 5, port)[0]

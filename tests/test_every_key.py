@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain import config, generate, hardware, samples, trackers, train
+from jaxtrain import compiler, config, generate, hardware, samples, timelimit, trackers, train, watchdog
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.data import pipeline, stdlib
@@ -91,6 +91,7 @@ PROGRAM: dict[str, tuple[Any, dict[str, Any]]] = {
     "data.seed": (1, {}),
     "train.global_batch": (8, {}),
     "train.grad_accum": (2, {}),
+    "train.spike": (5.0, {}),
     "train.accumulate": ("microbatch", {"train.grad_accum": 2, "compiler.unroll": True}),
     "loss.name": ("helpers:half_loss", {}),
     "loss.chunk": (16, {}),
@@ -476,6 +477,23 @@ def train_memory_fraction(runs):
     assert given != default
 
 
+def train_max_minutes(runs):
+    assert timelimit.limit_s("2")[0] == 120 and timelimit.limit_s("")[0] == float("inf")
+    assert timelimit.limit_s("auto", {timelimit.END: "1600"}, now=1000.0)[0] == 600
+    assert all(timelimit.limit_s(wrong, {})[1] for wrong in ("auto", "soon", "0", "-1"))
+
+
+def train_timeouts(runs):
+    assert watchdog.parse_budgets("step=7")[0]["step"] == 7 != watchdog.parse_budgets("")[0]["step"]
+
+
+def train_deterministic(runs):
+    """On GPUs, in XLA's options."""
+    plain = compiler.Chosen({}, "", ())
+    assert compiler.for_run(plain, True, 0, True, runs.folder).options.items() > hardware.REPEATABLE.items()
+    assert compiler.for_run(plain, True, 0, False, runs.folder).options == {}
+
+
 def paths_data(runs):
     """The stdlib corpus is made where the config says. Two modules of it are enough here."""
     with pytest.MonkeyPatch.context() as patch:
@@ -509,6 +527,9 @@ LOOP: dict[str, Callable[[Runs], None]] = {
     "data.prefetch": data_prefetch,
     "train.seed": train_seed,
     "train.memory_fraction": train_memory_fraction,
+    "train.max_minutes": train_max_minutes,
+    "train.timeouts": train_timeouts,
+    "train.deterministic": train_deterministic,
     "init.from": init_from,
     "init.what": init_what,
     "eval.every_steps": eval_every_steps,
@@ -546,6 +567,9 @@ ELSEWHERE = {
     "sharding.rules.heads",  # test_heads_are_split_together
     "sharding.rules.kv_heads",
     "sharding.rules.head_dim",
+    "train.on_divergence",  # tests/faults/test_divergence.py
+    "train.max_skips",
+    "train.verify_every",  # tests/faults/test_corruption.py
     "compiler.options",  # tests/test_compiler.py
     "compiler.defaults",
 }

@@ -29,31 +29,39 @@ FLOORS = (
                 "precision",
                 "hardware",
             ),
-            *("groups", "flops", "launch", "startup"),
+            *("groups", "flops", "launch"),
         ),
     ),
-    ("placement", ("sharding",)),
+    ("placement", ("sharding", "distributed.*", "startup")),
     ("arrays", ("kernels.*",)),
     ("models", ("models.*",)),
     (
         "the step",
         (
             *("data.*", "quantized", "muon", "optimizer", "loss", "state", "stored_form", "update", "zero", "step"),
-            "compiler",
+            *("compiler", "digests", "guard", "waiting"),
         ),
     ),
     (
         "around the step",
         (
             *(
+                "checkpoint.files",
                 "checkpoint",
+                "checkpoint.__main__",
                 "resume",
                 "samples",
                 "metrics",
                 "throughput",
                 "trackers.*",
                 "progress",
+                "position",
                 "signals",
+                "timelimit",
+                "watchdog",
+                "pauses",
+                "corruption",
+                "divergence",
                 "profiling",
                 "hf.names",
                 "hf.folder",
@@ -69,7 +77,7 @@ FLOORS = (
     (
         "around the run",
         (
-            *("validate.values", "validate.layout", "validate.places", "validate", "receipt"),
+            *("validate.values", "validate.layout", "validate.places", "validate", "receipt", "replay"),
             *(
                 "plan",
                 "plan.result",
@@ -93,7 +101,7 @@ FLOORS = (
             ),
         ),
     ),
-    ("the whole", ("explain", "start", "between", "session", "train", "main", "__main__")),
+    ("the whole", ("explain", "start", "between", "announce", "feed", "loop", "session", "train", "main", "__main__")),
 )
 # Imports that point up on purpose: when called, for users who look for a function in the room that has its name.
 DOORS = {("sharding", "plan.explore.shardings")}

@@ -1,0 +1,99 @@
+"""Bits flipped in, and parts taken away from, every kind of file of a checkpoint: nothing loads that is not what was saved."""
+
+import shutil
+from pathlib import Path
+
+import jax
+import pytest
+import runs
+from faults import Faults, Figures, dice, same, steps_written
+
+from jaxtrain.checkpoint import CheckpointError, Checkpoints, files
+from jaxtrain.checkpoint.__main__ import main as command
+
+COUNTS = {False: (16, 8), True: (60, 20)}
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
+    made = Faults(tmp_path_factory.mktemp("damage"), train__steps=10)
+    assert made.in_process(made.folder / "run") == 0
+    return made
+
+
+def restored(folder: Path) -> dict | None:
+    """The tensors of step 10 as a run reads them; None where it refuses them."""
+    found = Checkpoints(folder)
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    try:
+        stored = {k: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=one) for k, a in found.stored(10).items()}
+        return {k: jax.device_get(a) for k, a in found.restore(10, stored).items()}
+    except CheckpointError:
+        return None
+
+
+def flip(path: Path, rng) -> str:  # noqa: ANN001
+    data = bytearray(path.read_bytes())
+    at, bit = rng.randrange(len(data)), rng.randrange(8)
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
+    return f"bit {bit} of byte {at} of {path.name}"
+
+
+def cut(path: Path, rng) -> str:  # noqa: ANN001
+    if rng.random() < 0.4:
+        path.unlink()
+        return f"{path.name} deleted"
+    size = rng.randrange(path.stat().st_size)
+    path.write_bytes(path.read_bytes()[:size])
+    return f"{path.name} cut to {size} bytes"
+
+
+def test_nothing_damaged_loads_as_if_it_were_good(faults: Faults, whole: bool, figures: Figures, tmp_path: Path) -> None:
+    good = faults.folder / "run/checkpoints"
+    truth = runs.tensors(faults.folder / "run", 10)
+    there = [*files.listed(good / "10"), files.NAME]
+    data = [name for name in there if "/d/" in name]
+    rng, counts = dice("damage"), {"refused": 0, "harmless": 0, "in_files_of_arrays": 0, "found_by_verify": 0}
+    flips, cuts = COUNTS[whole]
+    for i in range(flips + cuts):
+        folder = tmp_path / f"{i}" / "checkpoints"
+        shutil.copytree(good, folder)
+        # Every file has its turn, and those that hold the arrays half of all turns.
+        name = rng.choice(data) if i % 2 else there[(i // 2) % len(there)]
+        what = (flip if i < flips else cut)(folder / "10" / name, rng)
+        got = restored(folder)
+        if got is None:
+            counts["refused"] += 1
+        else:
+            assert same(got, truth), f"loaded silently wrong: {what} in {name}"
+            counts["harmless"] += 1
+        counts["in_files_of_arrays"] += name in data
+        found = command(["verify", str(folder), "--step=10"]) == 1
+        counts["found_by_verify"] += found
+        # A checkpoint whose list of digests is gone says so, and is proved by a restore alone.
+        assert found or name == files.NAME, f"verify found nothing: {what} in {name}"
+        shutil.rmtree(folder.parent)
+    figures.add("damage", flips=flips, truncations_and_deletions=cuts, **counts)
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "meta", "manifest"])
+def test_training_falls_back_and_finishes(faults: Faults, how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workdir = tmp_path / "run"
+    shutil.copytree(faults.folder / "run", workdir)
+    step = workdir / "checkpoints/10"
+    biggest = max(step.rglob("d/*"), key=lambda path: path.stat().st_size)
+    rng = dice(how)
+    if how == "flip":
+        flip(biggest, rng)
+    elif how == "cut":
+        cut(biggest, rng)
+    else:
+        (step / {"meta": "meta.json", "manifest": "arrays/state/manifest.ocdbt"}[how]).unlink()
+    assert faults.in_process(workdir, train__steps=12) == 0
+    said = capsys.readouterr().out
+    assert "passing over damaged checkpoints, going on from step 5: 10 moved to" in said
+    assert steps_written(workdir) == 12
+    whole = tmp_path / "whole"
+    assert faults.in_process(whole, train__steps=12) == 0
+    assert same(runs.tensors(workdir, 12), runs.tensors(whole, 12))

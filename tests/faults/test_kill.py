@@ -1,0 +1,40 @@
+"""SIGKILL at random moments, many of them inside a save: what comes out is what an uninterrupted run gives, bit for bit."""
+
+import signal
+import time
+from pathlib import Path
+
+import runs
+from faults import Faults, Figures, dice, same, saving, steps_written
+
+STEPS = {False: 400, True: 1500}
+KILLS = {False: (6, 3), True: (40, 15)}  # at all, and at least so many inside a save
+
+
+def test_killed_at_random_moments(tmp_path: Path, whole: bool, figures: Figures) -> None:
+    faults = Faults(tmp_path, train__steps=STEPS[whole], checkpoint__keep=3, log__every_steps=10)
+    code, said = faults.start(tmp_path / "whole").end()
+    assert code == 0, said
+    rng, kills, inside, before, reached = dice("kill"), 0, 0, 0, []
+    wanted, least = KILLS[whole]
+    hunted = tmp_path / "hunted"
+    while kills < wanted:
+        child = faults.start(hunted)
+        if inside < least and rng.random() < 0.7:
+            child.until(lambda: saving(hunted))
+            time.sleep(rng.uniform(0, 0.15))
+        else:
+            time.sleep(rng.uniform(0.2, 7))
+        in_save = saving(hunted)
+        child.process.kill()
+        code, said = child.end()
+        assert code == -signal.SIGKILL, f"it ended by itself, {code}: {said}"
+        kills, inside, before = kills + 1, inside + in_save, before + (not runs.steps(hunted))
+        reached.append(steps_written(hunted))
+    assert inside >= least
+    code, said = faults.start(hunted).end()
+    assert code == 0, said
+    assert "passed over" not in said and "damaged" not in said
+    assert same(runs.tensors(hunted), runs.tensors(tmp_path / "whole"))
+    assert runs.exact(hunted) == runs.exact(tmp_path / "whole")
+    figures.add("kill", kills=kills, inside_a_save=inside, before_the_first_checkpoint=before, steps=STEPS[whole])

@@ -1,0 +1,168 @@
+"""SIGTERM in each phase: exit 75, the state saved, and the run goes on as if nothing had been; on one process and on two."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import runs
+from faults import Faults, Figures, same, saving, steps_written
+
+# A source that waits before a step, a step that waits inside XLA, held-out data that never comes: as long as a file is there.
+OWN = """
+import os
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtrain.data import pipeline
+from jaxtrain.loss import cross_entropy
+
+HERE = Path(__file__).parent
+
+
+def wait(name):
+    while (HERE / name).exists():
+        (HERE / f"{name}.waits").touch()
+        time.sleep(0.01)
+
+
+class Source:
+    def __init__(self, batches, split):
+        self.batches, self.split = batches, split
+
+    def __getattr__(self, name):
+        return getattr(self.batches, name)
+
+    def batch(self, step, rows=None):
+        if self.split == "validation":
+            wait("eval")
+        elif step >= 7:
+            wait("data")
+        return self.batches.batch(step, rows)
+
+
+def source(data, split, global_batch):
+    return Source(pipeline.open_source(data, "synthetic", split=split, global_batch=global_batch, data_dir=""), split)
+
+
+def loss(hidden_BTD, head_VD, batch, spec):
+    def held(x):
+        wait("step")
+        return x
+
+    found = cross_entropy(hidden_BTD, head_VD, batch, spec)
+    return found + jax.lax.stop_gradient(0 * jax.pure_callback(held, jax.ShapeDtypeStruct((), jnp.float32), batch["weights"][0, 0]))
+"""
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
+    own = {"data__source": "own:source", "loss__name": "own:loss", "eval__every_steps": 6, "train__steps": 14}
+    return Faults(tmp_path_factory.mktemp("stop"), OWN, **own)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(faults: Faults) -> Path:
+    code, said = faults.start(faults.folder / "whole").end()
+    assert code == 0, said
+    return faults.folder / "whole"
+
+
+def stopped_in(faults: Faults, phase: str, workdir: Path) -> tuple[int, str, int]:
+    """(exit code, words, steps that were on disk or under way when the signal came) of a run that got SIGTERM in this phase."""
+    gate = faults.folder / phase
+    if phase in ("data", "eval", "step"):
+        gate.touch()
+    options = {"paths__cache": ""} if phase == "compile" else {}
+    child = faults.start(workdir, **options)
+    if phase == "import":
+        time.sleep(1.0)
+    elif phase == "compile":
+        child.until(lambda: "compiling the train step" in child.said)
+        time.sleep(0.3)
+    elif phase == "save":
+        child.until(lambda: saving(workdir))
+    else:
+        waits = gate.with_suffix(".waits")
+        child.until(waits.exists)
+        waits.unlink()
+    if phase == "step":
+        time.sleep(0.3)
+    before = steps_written(workdir)
+    child.process.send_signal(signal.SIGTERM)
+    if phase == "step":
+        time.sleep(0.3)
+        gate.unlink()
+    code, said = child.end(timeout=60)
+    gate.unlink(missing_ok=True)
+    return code, said, before
+
+
+@pytest.mark.parametrize("phase", ["compile", "data", "step", "eval", "save"])
+def test_sigterm_in_each_phase(faults: Faults, uninterrupted: Path, phase: str, tmp_path: Path, figures: Figures) -> None:
+    workdir = tmp_path / "run"
+    code, said, before = stopped_in(faults, phase, workdir)
+    assert code == 75, said
+    assert "Traceback" not in said
+    saved = max(runs.steps(workdir), default=0)
+    assert runs.receipt(workdir)["exit_code"] == 75 and "SIGTERM" in runs.receipt(workdir)["reason"]
+    if phase == "compile":
+        assert saved == 0 and "there is nothing to save yet" in said
+    else:
+        assert saved >= before >= 0 and f"state saved at step {saved}" in said
+    code, said = faults.start(workdir).end()
+    assert code == 0, said
+    assert same(runs.tensors(workdir), runs.tensors(uninterrupted))
+    assert runs.exact(workdir) == runs.exact(uninterrupted), "an evaluation that was given up comes after all"
+    figures.add(f"sigterm in {phase}", written_before=before, saved=saved)
+
+
+def test_sigterm_to_either_of_two_processes(faults: Faults, uninterrupted: Path, tmp_path: Path) -> None:
+    workdir = tmp_path / "run"
+    for signalled in (0, 1):
+        both = faults.processes(workdir, 2, 4)
+        target = 3 + 4 * signalled
+        both[0].until(lambda at=target: steps_written(workdir) >= at)
+        both[signalled].process.send_signal(signal.SIGTERM)
+        ends = [child.end(timeout=90) for child in both]
+        assert [code for code, _ in ends] == [75, 75], ends
+        assert f"state saved at step {max(runs.steps(workdir))}" in ends[0][1]
+        assert max(runs.steps(workdir)) == steps_written(workdir), "nothing that was told is lost"
+    ends = [child.end(timeout=90) for child in faults.processes(workdir, 2, 4)]
+    assert [code for code, _ in ends] == [0, 0], ends
+    whole = tmp_path / "whole"
+    ends = [child.end(timeout=90) for child in faults.processes(whole, 2, 4)]
+    assert same(runs.tensors(workdir), runs.tensors(whole))
+    assert runs.exact(workdir) == runs.exact(whole)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_of_two_processes_is_killed(faults: Faults, victim: int, tmp_path: Path, figures: Figures) -> None:
+    workdir = tmp_path / "run"
+    both = faults.processes(workdir, 2, 4, train__steps=400)
+    both[0].until(lambda: bool(runs.steps(workdir)) and steps_written(workdir) > 6)
+    both[victim].process.kill()
+    began = time.monotonic()
+    code, said = both[1 - victim].end(timeout=60)
+    took = time.monotonic() - began
+    assert code == 75, said
+    assert took < 30
+    assert f"process {victim} (host " in said and "to be started again" in said
+    assert runs.receipt(workdir)["exit_code"] == (75 if victim else None)
+    figures.add(f"process {victim} of 2 killed", seconds_until_the_other_left=round(took, 1))
+    steps = max(runs.steps(workdir)) + 5
+    ends = [child.end(timeout=90) for child in faults.processes(workdir, 2, 4, train__steps=steps)]
+    assert [code for code, _ in ends] == [0, 0], ends
+    whole = tmp_path / "whole"
+    ends = [child.end(timeout=90) for child in faults.processes(whole, 2, 4, train__steps=steps)]
+    assert same(runs.tensors(workdir, steps), runs.tensors(whole, steps))
+
+
+def test_a_time_limit_leaves_in_time(faults: Faults, tmp_path: Path) -> None:
+    workdir = tmp_path / "run"
+    code, said = faults.start(workdir, train__steps=100_000, train__max_minutes="0.2").end(timeout=60)
+    assert code == 75, said
+    assert "time limit" in said and max(runs.steps(workdir)) == steps_written(workdir)
