@@ -291,7 +291,7 @@ class Late:
     def _write(self, done: int, loss: float, norm: float, lr: float, skipped: int) -> None:
         session = self._loop.session
         in_use, peak = throughput.memory(jax.local_devices())
-        read = session.start.position.at(done)
+        read = session.start.position.read(done)
         line = {
             "step": done,
             "loss": loss,

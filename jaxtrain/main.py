@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from jaxtrain.startup import set_memory_budget, start_jax
 from jaxtrain.validate import validate
 from jaxtrain.validate.places import remote
 
+LINGER_S = 1.0  # process 0 holds what jax in the others is connected to: they should be gone before it
 FAILED, REFUSED, AGAIN, INTERRUPTED = 1, 2, 75, 130
 
 HELP = """\
@@ -102,6 +104,8 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
         return INTERRUPTED
     code = launch.report(result.error.problems) if isinstance(result.error, ConfigError) else result.exit_code
     if cluster is not None and own_process:
+        if cluster.process_id == 0:
+            time.sleep(LINGER_S)
         distributed.leave(code)  # Python's own way out waits for the others, minutes where one of them has failed
     return code
 

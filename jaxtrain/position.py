@@ -34,6 +34,10 @@ class Position:
                 batch += last - max(first, self.begin)
         return batch
 
+    def read(self, step: int) -> int:
+        """How many batches lie before the place that `step` optimizer steps have reached, those that were skipped included."""
+        return self.at(step - 1) + 1 if step > self.step else self.begin
+
 
 class Positioned:
     """A source whose batch i is the one that comes after i optimizer steps."""

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain import checkpoint, compiler, config, digests, guard, state, step
+from jaxtrain import compiler, config, digests, guard, state, step
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, files
 from jaxtrain.config import Problem, RunConfig
 from jaxtrain.distributed import Peers
@@ -148,8 +148,8 @@ def replay(folder: Path, run: RunConfig, say: Callable[[str], None]) -> bool:
 def _state(folder: Path, record: Mapping[str, Any], program: Program) -> TrainState:
     """The state before the bad step, but for the moments: those are fresh."""
     abstract = weights_alone(program.state)
-    store, at = checkpoint.locate(folder)
-    tensors = store.restore(at, state.abstract_tensors(abstract))
+    store = Checkpoints(folder / "checkpoints", finite=False)
+    tensors = store.restore(record["step"], state.abstract_tensors(abstract))
     params = state.from_tensors(abstract, tensors).params
     optimizer = jax.jit(program.tx.init, out_shardings=state.shardings(program.state.optimizer))(
         step.part(params, program.trained)
@@ -223,11 +223,15 @@ def _gradients(program: Program, params: Any, micro: Any) -> dict[str, np.ndarra
         return jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
     learnt = step.part(params, program.trained)
-    grads = jax.jit(lambda some: measured(jax.grad(lambda p: _loss(program, step.filled(params, p), micro))(some)))(learnt)
+
+    def of(some: Any) -> Any:
+        return measured(jax.grad(lambda p: _loss(program, step.filled(params, p), micro))(some))
+
+    grads = jax.jit(of, out_shardings=jax.tree.map(lambda x: x.sharding, learnt))(learnt)
     one = jax.jit(lambda g: jnp.stack([jnp.sum(~jnp.isfinite(g)).astype(jnp.float32), jnp.sqrt(jnp.sum(g * g))]))
     return {
         name: np.asarray(one(g))
-        for name, g in state.to_tensors(TrainState(jnp.zeros((), jnp.int32), grads, ())).items()
+        for name, g in state.to_tensors(TrainState(jax.device_put(np.int32(0), program.state.step.sharding), grads, ())).items()
         if name != "step"
     }
 

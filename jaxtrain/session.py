@@ -197,8 +197,8 @@ class Session:
         if self.run.train.deterministic:
             gpu = jax.local_devices()[0].platform == "gpu"
             self.console.say(
-                "deterministic: kernels that add up in a fixed order, no sums in switches, XLA's choices kept with the run. What "
-                "it costs on this GPU is not measured: compare two runs"
+                "deterministic: kernels that add up in a fixed order, no sums in switches, XLA's choices kept with the run. "
+                "What it costs on this GPU is not measured: compare two runs"
                 if gpu
                 else "deterministic: nothing to do, programs on CPUs repeat themselves"
             )
@@ -303,7 +303,7 @@ class Session:
             meta = {
                 "config": config.to_dict(self.asked_run),
                 "data": {
-                    "tokens": self.start.position.at(done) * self.tokens_per_step,
+                    "tokens": self.start.position.read(done) * self.tokens_per_step,
                     "fingerprint": self.train_data.fingerprint,
                 },
                 "loss": self.loss,

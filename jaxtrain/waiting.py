@@ -1,7 +1,7 @@
 """Waiting for something that may hang, in a way that can be given up. No jax here.
 
-Python hears of signals in its main thread only between two of its own instructions: a call there that never returns would keep a
-run from saving. So what may hang is done in a thread, and the main thread looks from time to time whether it is still wanted.
+A call in the main thread that never returns would keep a run that is asked to stop from saving. So what may hang is done in a
+thread, and the main thread looks from time to time whether it is still wanted.
 """
 
 import queue
@@ -16,8 +16,10 @@ class Unwanted(Exception):
 
 
 def wait_for[T](call: Callable[[], T], unwanted: Callable[[], object], name: str) -> T:
-    """What `call()` returns or raises, in a thread of this name. Raises Unwanted once `unwanted()` is true and it has not ended;
-    the thread is left behind then."""
+    """What `call()` returns or raises, in a thread of this name.
+
+    Raises Unwanted once `unwanted()` is true and it has not ended; the thread is left behind then.
+    """
     done: queue.Queue[tuple[bool, T | BaseException]] = queue.Queue(1)
 
     def run() -> None:

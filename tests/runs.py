@@ -1,12 +1,13 @@
 """Whole runs for tests: a small config, in this process (8 CPU devices) or in one of its own, and what they left behind."""
 
+import contextlib
 import json
 import os
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,9 @@ def arguments(config: Path, workdir: Path, overrides: Mapping[str, Any]) -> list
     return [f"--config={config}", f"--workdir={workdir}", *keys]
 
 
-def train(config: Path, workdir: Path, **overrides: Any) -> int:
-    """A run in this process, on its 8 devices; the exit code. Compiled steps are kept beside the config file."""
+@contextlib.contextmanager
+def own_cache() -> Iterator[None]:
+    """A run may switch JAX's compile cache on; afterwards it is as before."""
     settings = (
         "jax_compilation_cache_dir",
         "jax_persistent_cache_min_compile_time_secs",
@@ -66,11 +68,17 @@ def train(config: Path, workdir: Path, **overrides: Any) -> int:
     )
     before = {name: getattr(jax.config, name) for name in settings}
     try:
-        return command.main(arguments(config, workdir, {"paths__cache": config.parent / "compiled", **overrides}))
+        yield
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()  # other tests of this process keep nothing on disk
+
+
+def train(config: Path, workdir: Path, **overrides: Any) -> int:
+    """A run in this process, on its 8 devices; the exit code. Compiled steps are kept beside the config file."""
+    with own_cache():
+        return command.main(arguments(config, workdir, {"paths__cache": config.parent / "compiled", **overrides}))
 
 
 class Child:

@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from jaxtrain import distributed
-from jaxtrain.distributed import Cluster, ClusterError, PeerLost, Peers, detect, meeting, peers
+from jaxtrain.distributed import Cluster, ClusterError, PeerLost, Peers, detect, meeting
+from jaxtrain.distributed import peers as peers_module
 from jaxtrain.distributed.cluster import node_names
 
 REPO = Path(__file__).resolve().parent.parent
@@ -331,7 +332,7 @@ def test_no_deadlock_in_a_collective(seed):
 
 
 def test_a_process_that_does_not_say_where_it_is(monkeypatch):
-    monkeypatch.setattr(peers, "AGREE_S", 0.2)
+    monkeypatch.setattr(peers_module, "AGREE_S", 0.2)
     store = Store()
     store.key_value_set("jaxtrain/who/1", "host there, pid 7")
     peers = Peers(0, 2, store)

@@ -8,10 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from jaxtrain.distributed.peers import Peers
+from typing import Any
 
 GOODBYE_S = 300.0  # process 0 holds the store: it leaves last. As long as jax waits in its own shutdown.
 
@@ -23,9 +20,7 @@ class Watch:
     the work grows with the number of processes and not with its square, and all of them name the same culprit.
     """
 
-    def __init__(
-        self, peers: "Peers", client: Any, address: str, every_s: float, dead_after_s: float, lost: Callable[[str], None]
-    ):
+    def __init__(self, peers: Any, client: Any, address: str, every_s: float, dead_after_s: float, lost: Callable[[str], None]):
         self.peers, self.client, self.address = peers, client, address
         self.every_s, self.dead_after_s, self.lost = every_s, dead_after_s, lost
         self.me = peers.process_index
@@ -36,7 +31,8 @@ class Watch:
         self.everyone_left = threading.Event()
         self.quiet = threading.Event()  # no more beats
         self.ending = threading.Event()  # and no more reports
-        self.restore_abort = _delay_abort() if self.me else None
+        if self.me:
+            _delay_abort()
         work = [self.beat, self.hold_the_line] if self.me else [self.attend]
         self.threads = [threading.Thread(target=run, name=f"peers: {run.__name__}", daemon=True) for run in work]
         for thread in self.threads:
@@ -152,6 +148,7 @@ class Watch:
         time.sleep(self.dead_after_s + 6 * self.every_s)
 
     def close(self, failed: str) -> None:
+        """See Peers.close."""
         if self.me == 0 and not failed:
             until = time.monotonic() + GOODBYE_S
             while not (self.everyone_left.wait(0.1) or self.reported or time.monotonic() > until):
@@ -166,16 +163,14 @@ class Watch:
         with self.lock:
             self.ending.set()
         self.join(self.threads[-1])
-        if self.restore_abort:
-            self.restore_abort()
 
     def join(self, thread: threading.Thread) -> None:
         if thread is not threading.current_thread():  # `lost` may close, too
             thread.join(timeout=2.5 * self.every_s + 2)
 
 
-def _delay_abort() -> Callable[[], None] | None:
-    """Has this process live 6 s longer when it aborts; returns what undoes that. None where something else handles aborts.
+def _delay_abort() -> None:
+    """Has this process live 6 s longer when it aborts, unless something else handles aborts.
 
     jax aborts the moment it loses its connection to process 0. The handler of SIGABRT is then called with its number, 6, and
     is the C function sleep: enough for a thread of ours to say who is gone, and to leave with the exit code for that. Every
@@ -187,9 +182,3 @@ def _delay_abort() -> Callable[[], None] | None:
     before = libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
     if before is not None:
         libc.signal(signal.SIGABRT, before)
-        return None
-
-    def restore() -> None:
-        libc.signal(signal.SIGABRT, None)
-
-    return restore

@@ -1,7 +1,7 @@
 """What the fault tests share: a small run in processes of its own, and figures that docs/reliability.md shows.
 
-The default suite takes a sample of each campaign; `./run.sh test tests/faults --all-layouts --figures=FILE` takes all of them and
-writes what they measured, which `python tests/faults/figures.py FILE` turns into the tables of docs/reliability.md.
+The default suite takes a sample of each campaign. `./run.sh test tests/faults --all-layouts --figures=FILE` takes all of them
+and writes what they measured; docs/reliability.md shows that.
 """
 
 import json
@@ -50,6 +50,11 @@ class Faults:
     def in_process(self, workdir: Path, **overrides: Any) -> int:
         """The same on the 8 devices of this process; the exit code."""
         return runs.train(self.config, workdir, **{**self.overrides, **overrides})
+
+    def replay(self, bundle: Path, *arguments: str) -> int:
+        """A bundle taken again on the 8 devices of this process; the exit code."""
+        with runs.own_cache():
+            return runs.command.main([f"--replay={bundle}", *arguments])
 
 
 def free_port() -> int:

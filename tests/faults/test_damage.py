@@ -41,7 +41,7 @@ def flip(path: Path, rng) -> str:  # noqa: ANN001
 
 
 def cut(path: Path, rng) -> str:  # noqa: ANN001
-    if rng.random() < 0.4:
+    if rng.random() < 0.4 or not path.stat().st_size:
         path.unlink()
         return f"{path.name} deleted"
     size = rng.randrange(path.stat().st_size)

@@ -53,8 +53,8 @@ def loss(hidden_BTD, head_VD, batch, spec):
         wait("step")
         return x
 
-    found = cross_entropy(hidden_BTD, head_VD, batch, spec)
-    return found + jax.lax.stop_gradient(0 * jax.pure_callback(held, jax.ShapeDtypeStruct((), jnp.float32), batch["weights"][0, 0]))
+    nothing = jax.pure_callback(held, jax.ShapeDtypeStruct((), jnp.float32), batch["weights"][0, 0])
+    return cross_entropy(hidden_BTD, head_VD, batch, spec) + jax.lax.stop_gradient(0 * nothing)
 """
 
 
