@@ -89,6 +89,7 @@ class Loop:
         if batch is None:
             return
         self._waited = time.perf_counter() - began
+        session.passed("data")
         host, placed = batch
         self.tracer.before_step(self.done)
         values = self._take(placed)

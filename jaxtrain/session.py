@@ -1,6 +1,7 @@
 """An attempt at a run while it trains, chapter by chapter: the compiled step, the first state, the loop, saves."""
 
 import dataclasses
+import functools
 import importlib.metadata
 import math
 import os
@@ -32,6 +33,7 @@ from jaxtrain.progress import Console
 from jaxtrain.receipt import Receipt
 from jaxtrain.signals import Stop
 from jaxtrain.start import Start, base_of, decide_start, initial_state
+from jaxtrain.timeline import Timeline
 from jaxtrain.watchdog import Watchdog
 
 DONE, FAILED = 0, 1
@@ -70,10 +72,12 @@ class Session:
         peers: Peers,
         watchdog: Watchdog,
         argv: tuple[str, ...],
+        timeline: Timeline,
     ):
         self.run, self.workdir, self.console, self.stop = run, workdir, console, stop
         self.receipt, self.checkpoints, self.program, self.start = receipt, checkpoints, program, start
         self.writers, self.peers, self.watchdog, self.argv = writers, peers, watchdog, argv
+        self.timeline: Timeline | None = timeline  # None once the first step is done
         self.chosen = chosen  # XLA's options
         self.asked_run = run  # `run` as configured; compiling may settle what remat.policy=auto keeps
         self.train_data, self.held_out, self.samples = train_data, held_out, samples
@@ -86,7 +90,6 @@ class Session:
         self.loss: float | None = None  # of the newest step that was taken and whose metrics have arrived
         self.done = start.step  # optimizer steps taken
         self._heard: list[tuple[int, float, float]] = []  # the last steps: number, loss, when
-        self._saving: int | None = None  # the watchdog's token of the save under way
         self.longest_save_s = 0.0
 
     @property
@@ -103,11 +106,15 @@ class Session:
         announce(self.run, self.program, self.start, self.train_data, self.checkpoints.directory, self.console)
         if self.start.step == self.run.train.steps:
             return self.nothing_left()
+        self.passed("open")
         with out_of_memory_explained(self.run, {}), self.watchdog.phase("compile"):
             compiled = self.compile()
+        self.passed("compile")
         with out_of_memory_explained(self.run, compiled.memory):
             current = self.begin()
             self.rewind()
+            jax.block_until_ready(current)
+            self.passed("restore" if self.start.resumed else "initial state")
             loop = Loop(self, current, compiled)
             del current  # the loop gives it away
             loop.run()
@@ -278,8 +285,18 @@ class Session:
             alone = self.peers.count == 1 and not finish
             self.held_out.evaluate(compiled, params, done, unwanted=(lambda: self.asked) if alone else lambda: False)
 
+    def passed(self, part: str) -> None:
+        """A part of the start is over."""
+        if self.timeline is not None:
+            self.timeline.end(part)
+
     def heard(self, done: int, loss: float) -> None:
         """The metrics of a step have arrived."""
+        if self.timeline is not None:
+            self.timeline.end("step")
+            self.console.say(self.timeline.words)
+            self.receipt.update(start_s=self.timeline.parts)
+            self.timeline = None
         self._heard = [*self._heard[-9:], (done, loss, time.time())]
 
     def facts(self) -> dict[str, Any]:
@@ -314,9 +331,11 @@ class Session:
                 meta["base"] = self.base
             saved = self.program.saved(current)
             made = state.to_digests(saved)
-            self.checkpoints.save(done, state.to_tensors(saved), meta, lambda: state.digests_by_name(made))
-            if self.checkpoints.pending is not None:
-                self._saving = self.watchdog.begin("checkpoint", f"the save of step {done}")
+            tensors = state.to_tensors(saved)
+            token = self.watchdog.begin("checkpoint", f"the save of step {done}")
+            ended = functools.partial(self.watchdog.end, token)
+            if self.checkpoints.save(done, tensors, meta, lambda: state.digests_by_name(made), ended) is None:
+                ended()  # this step was saved before
         self.blocked_s += time.perf_counter() - began
 
     def poll(self) -> None:
@@ -342,11 +361,8 @@ class Session:
                 self.tell(self.checkpoints.wait())
 
     def tell(self, ended: list[Saved | Failed]) -> None:
-        """To the log and the receipt, and to the watchdog."""
+        """To the log and the receipt."""
         for one in ended:
-            if self._saving is not None:
-                self.watchdog.end(self._saving)
-                self._saving = None
             if isinstance(one, Failed):
                 self.failed_saves += 1
                 again = "the next save tries again" if self.failed_saves < FAILED_SAVES else "it is the last that is tried"

@@ -42,6 +42,7 @@ from jaxtrain.signals import Stop
 from jaxtrain.start import check_own_names, decide_start, open_data
 from jaxtrain.startup import set_memory_budget, start_jax
 from jaxtrain.timelimit import TimeLimit, limit_s
+from jaxtrain.timeline import Timeline
 from jaxtrain.trackers import TrackerError, open_trackers
 from jaxtrain.validate import validate
 from jaxtrain.validate.places import remote
@@ -153,6 +154,7 @@ def _attempt(
     run: RunConfig, workdir: Path, launch: Launch, own_process: bool, watchdog: Watchdog, peers: Peers, ending: Ending
 ) -> Result:
     # ---- Set up JAX
+    timeline = Timeline()
     set_compile_cache(run)
     devices = jax.devices()
 
@@ -243,6 +245,7 @@ def _attempt(
                 peers,
                 watchdog,
                 launch.argv,
+                timeline,
             )
             try:
                 with TimeLimit(limit_s(run.train.max_minutes)[0], lambda: session.longest_save_s, peers.ask_to_stop):

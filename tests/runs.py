@@ -140,7 +140,12 @@ def losses(workdir: Path) -> dict[int, float]:
 
 def tensors(workdir: Path, step: int | None = None) -> dict[str, np.ndarray]:
     """Every tensor of a checkpoint (the newest), by name."""
-    found = Checkpoints(workdir / "checkpoints")
+    return tensors_in(workdir / "checkpoints", step)
+
+
+def tensors_in(folder: Path, step: int | None = None) -> dict[str, np.ndarray]:
+    """The same for a folder of checkpoints."""
+    found = Checkpoints(folder)
     step = found.steps()[-1] if step is None else step
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     stored = {k: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=one) for k, a in found.stored(step).items()}

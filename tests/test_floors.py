@@ -58,6 +58,7 @@ FLOORS = (
                 "position",
                 "signals",
                 "timelimit",
+                "timeline",
                 "watchdog",
                 "pauses",
                 "corruption",

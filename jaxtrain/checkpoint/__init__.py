@@ -187,13 +187,14 @@ class Checkpoints:
         tensors: Mapping[str, jax.Array],
         meta: Mapping[str, Any],
         sums: Callable[[], Mapping[str, np.ndarray]] | None = None,
+        ended: Callable[[], None] = lambda: None,
     ) -> float | None:
         """Start saving; returns the seconds it blocked, or None if this step is saved already (nothing is done then).
 
         The tensors are the save's own from here on: copies, where their originals are given away. A save still running is
         waited for first. `meta` must be JSON. sums: waits for the digests by name (digests.sums) that were taken of the state
         itself; without, they are taken of `tensors`. What becomes of the save, `poll` tells; a parameter that is infinite or no
-        number makes it fail.
+        number makes it fail. ended: called in another thread as soon as the save has come to an end.
         """
         start = time.perf_counter()
         self._settle()
@@ -214,6 +215,7 @@ class Checkpoints:
             job = functools.partial(self._end, record, self._begun(record, dict(tensors), sums))
         returned = time.perf_counter()
         self._pending = self._worker.submit(job, start, returned)
+        self._pending.add_done_callback(lambda _: ended())
         return returned - start
 
     def save_now(self, step: int, tensors: Mapping[str, jax.Array], meta: Mapping[str, Any]) -> None:

@@ -1,0 +1,46 @@
+"""A run of 2 processes, of 4, and of one: the same losses, and any checkpoint goes on in any of them with the same data."""
+
+from pathlib import Path
+
+import numpy as np
+import runs
+from faults import Faults, Figures
+
+SHAPES = {"1 x 8": (1, 8), "2 x 4": (2, 4), "4 x 2": (4, 2)}  # processes x devices
+
+
+def train(faults: Faults, workdir: Path, shape: str, steps: int) -> None:
+    number, devices = SHAPES[shape]
+    if number == 1:
+        assert faults.in_process(workdir, train__steps=steps) == 0
+        return
+    ends = [child.end(timeout=120) for child in faults.processes(workdir, number, devices, train__steps=steps)]
+    assert [code for code, _ in ends] == [0] * number, ends
+
+
+def test_processes_come_and_go(tmp_path: Path, whole: bool, figures: Figures) -> None:
+    more = {"data__source": "stdlib", "eval__every_steps": 4, "eval__batches": 1, "mesh__data": 2, "mesh__fsdp": 4}
+    faults = Faults(tmp_path, **more)
+    shapes = list(SHAPES) if whole else ["1 x 8", "2 x 4"]
+    found, worst = {}, 0.0
+    for shape in shapes:
+        train(faults, tmp_path / shape, shape, 12)
+        found[shape] = runs.exact(tmp_path / shape)
+    first = found[shapes[0]]
+    for shape in shapes[1:]:
+        for a, b in zip(first, found[shape], strict=True):
+            assert (a["kind"], a["step"], a.get("tokens")) == (b["kind"], b["step"], b.get("tokens"))
+            worst = max(worst, abs(a["loss"] - b["loss"]) / a["loss"])
+    # One after another, each from the checkpoint of the one before.
+    moved = tmp_path / "moved"
+    order = [*shapes[1:], shapes[0], *([shapes[1]] if whole else [])]
+    for i, shape in enumerate(order):
+        train(faults, moved, shape, 12 if i == len(order) - 1 else 3 * (i + 1))
+    for a, b in zip(first, runs.exact(moved), strict=True):
+        assert (a["kind"], a["step"], a.get("tokens")) == (b["kind"], b["step"], b.get("tokens"))
+        worst = max(worst, abs(a["loss"] - b["loss"]) / a["loss"])
+    assert worst < 1e-5, "sums over devices may differ in their last bits, the data may not"
+    # Other data would show: the losses of neighbouring steps differ by far more.
+    gaps = np.diff([line["loss"] for line in first if line["kind"] == "train"])
+    assert np.abs(gaps).min() > 100 * worst
+    figures.add("elastic", shapes=", ".join(shapes), moved_through=", ".join(order), largest_relative_difference=worst)
