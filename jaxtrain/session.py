@@ -155,7 +155,7 @@ class Session:
         """The first state of this attempt: from the newest good checkpoint, where there are any."""
         while True:
             try:
-                with self.watchdog.phase("checkpoint"):
+                with self.watchdog.phase("checkpoint" if self.start.resumed else "startup"):
                     current = initial_state(self.run, self.program, self.start, self.checkpoints, self.console.say)
             except Damaged as error:
                 if not self.start.resumed or self.run.checkpoint.step >= 0:

@@ -178,8 +178,8 @@ class Checkpoints:
 
     @property
     def pending(self) -> int | None:
-        """The step that is being saved."""
-        return self._pending_step if self._pending is not None else None
+        """The step that is being saved; None where no save is under way."""
+        return self._pending_step if self._pending is not None and not self._pending.done() else None
 
     def save(
         self,
@@ -245,14 +245,15 @@ class Checkpoints:
             self._worker.shutdown()
 
     def _settle(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if self._pending is None:
             return
         try:
-            saved = pending.result()
+            saved = self._pending.result()
         except Exception as e:  # Orbax, tensorstore and the file system each have their own; none may be lost
+            self._pending = None
             self._finished.append(Failed(self._pending_step, self._failed(e)))
             return
+        self._pending = None
         self._newest = saved.step
         self._finished.append(saved)
 

@@ -1,6 +1,7 @@
 """Hardware that computes wrong: a step that gives other bits the second time, and a replica that differs, end the run."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -71,7 +72,8 @@ def test_a_replica_that_differs_is_named() -> None:
 
 
 def state_of(w: np.ndarray, sharding: NamedSharding, parts: list[np.ndarray]) -> TrainState:
-    here = [jax.device_put(part, device) for part, device in zip(parts, sharding.mesh.devices.flat, strict=True)]
+    devices: Any = sharding.mesh.devices
+    here = [jax.device_put(part, device) for part, device in zip(parts, devices.flat, strict=True)]
     whole = jax.make_array_from_single_device_arrays(w.shape, sharding, here)
     step = jax.device_put(np.int32(7), NamedSharding(sharding.mesh, PartitionSpec()))
     return TrainState(step, {"w": whole}, ())

@@ -5,12 +5,13 @@ import re
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import runs
 from faults import Faults, Figures, same, steps_written
 
 # 85 M parameters, 1.02 GB of weights and moments; batches so small that a step takes half a second on two cores.
-LARGE = {
+LARGE: dict[str, Any] = {
     "model__num_layers": 6,
     "model__d_model": 1024,
     "model__d_ff": 2816,
@@ -76,7 +77,7 @@ def test_from_a_kill_to_the_next_step(tmp_path: Path, figures: Figures) -> None:
 def test_nothing_grows(tmp_path: Path, whole: bool, figures: Figures) -> None:
     """Memory, open files and step time, after a first part that fills caches."""
     steps, settled = (5000, 1500) if whole else (900, 500)
-    often = {"eval__every_steps": 50, "eval__batches": 1, "checkpoint__every_steps": 50, "checkpoint__keep": 2}
+    often: dict[str, Any] = {"eval__every_steps": 50, "eval__batches": 1, "checkpoint__every_steps": 50, "checkpoint__keep": 2}
     faults = Faults(tmp_path, train__steps=steps, log__every_steps=10, data__source="stdlib", **often)
     workdir = tmp_path / "run"
     child = faults.start(workdir)

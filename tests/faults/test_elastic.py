@@ -1,6 +1,7 @@
 """A run of 2 processes, of 4, and of one: the same losses, and any checkpoint goes on in any of them with the same data."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import runs
@@ -19,7 +20,14 @@ def train(faults: Faults, workdir: Path, shape: str, steps: int) -> None:
 
 
 def test_processes_come_and_go(tmp_path: Path, whole: bool, figures: Figures) -> None:
-    more = {"data__source": "stdlib", "eval__every_steps": 4, "eval__batches": 1, "mesh__data": 2, "mesh__fsdp": 4}
+    more: dict[str, Any] = {
+        "data__source": "stdlib",
+        "eval__every_steps": 4,
+        "eval__batches": 1,
+        "mesh__data": 2,
+        "mesh__fsdp": 4,
+    }
+    more["optimizer__warmup_steps"] = 1  # so that a part of three steps is allowed
     faults = Faults(tmp_path, **more)
     shapes = list(SHAPES) if whole else ["1 x 8", "2 x 4"]
     found, worst = {}, 0.0

@@ -54,9 +54,9 @@ def loss(hidden_BTD, head_VD, batch, spec):
 """
 
 CAUSES = {
-    "step": "no step finished within 4 s (train.timeouts: step=4)",
-    "data": "waiting for data for 4 s (train.timeouts: data=4)",
-    "save": "the save of step 5 has not finished after 4 s (train.timeouts: checkpoint=4)",
+    "step": "no step finished within 8 s (train.timeouts: step=8)",
+    "data": "waiting for data for 8 s (train.timeouts: data=8)",
+    "save": "the save of step 5 has not finished after 8 s (train.timeouts: checkpoint=8)",
 }
 
 
@@ -64,7 +64,7 @@ CAUSES = {
 def test_a_hang_ends_with_124_and_says_what_hung(how: str, tmp_path: Path, figures: Figures) -> None:
     faults = Faults(tmp_path, OWN, data__source="own:source", loss__name="own:loss", train__steps=4000)
     workdir = tmp_path / "run"
-    limits = {"train__timeouts": "step=4,data=4,checkpoint=4", "paths__cache": ""}  # host calls are never cached
+    limits = {"train__timeouts": "step=8,data=8,checkpoint=8", "paths__cache": ""}  # host calls are never cached
     code, said = faults.start(workdir, env={"HANGS": how}, **limits).end(timeout=90)
     assert code == 124, said
     [folder] = workdir.glob("hang-*")

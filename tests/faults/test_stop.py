@@ -3,6 +3,7 @@
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import runs
@@ -60,7 +61,7 @@ def loss(hidden_BTD, head_VD, batch, spec):
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
-    own = {"data__source": "own:source", "loss__name": "own:loss", "eval__every_steps": 6, "train__steps": 14}
+    own: dict[str, Any] = {"data__source": "own:source", "loss__name": "own:loss", "eval__every_steps": 6, "train__steps": 14}
     return Faults(tmp_path_factory.mktemp("stop"), OWN, **own)
 
 
@@ -76,7 +77,7 @@ def stopped_in(faults: Faults, phase: str, workdir: Path) -> tuple[int, str, int
     gate = faults.folder / phase
     if phase in ("data", "eval", "step"):
         gate.touch()
-    options = {"paths__cache": ""} if phase == "compile" else {}
+    options: dict[str, Any] = {"paths__cache": ""} if phase == "compile" else {}
     child = faults.start(workdir, **options)
     if phase == "import":
         time.sleep(1.0)
