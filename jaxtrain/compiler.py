@@ -108,8 +108,15 @@ def choose(program: Program, card: Card | None) -> Chosen:
     """
     own, _ = parse_options(program.compiler.options)
     wanted, why = _defaults(program, card) if card and program.compiler.defaults else ({}, "XLA's own" if card else "")
+    if card and program.deterministic:
+        wanted |= hardware.REPEATABLE
+        why += ", and what makes a step repeat itself"
     wanted |= own
     dropped = tuple(name for name, value in wanted.items() if not _known(name, value))
+    needed = [name for name in dropped if name in hardware.REPEATABLE]
+    if needed:
+        rule = f"this version of XLA has no option {needed[0]}, without which a step does not repeat itself"
+        raise ConfigError([Problem("train.deterministic", True, rule, "Set it to false, or install another jaxlib.")])
     if own:
         why = f"{why}{', and ' if why else ''}{program.compiler.options} (compiler.options)"
     return Chosen({name: value for name, value in wanted.items() if name not in dropped}, why, dropped)
@@ -131,13 +138,8 @@ def for_run(chosen: Chosen, gpu: bool, step_s: float, repeatable: bool, workdir:
         more[TIMEOUT] = f"{math.ceil(1.5 * step_s)}s"
     if gpu and repeatable:
         path = workdir / AUTOTUNED
-        more |= hardware.REPEATABLE
         more["xla_gpu_load_autotune_results_from" if path.exists() else "xla_gpu_dump_autotune_results_to"] = str(path)
     lost = [name for name, value in more.items() if not _known(name, value)]
-    needed = [name for name in lost if name in hardware.REPEATABLE]
-    if needed:
-        rule = f"this version of XLA has no option {needed[0]}, without which a run does not repeat itself"
-        raise ConfigError([Problem("train.deterministic", True, rule, "Set it to false, or install another jaxlib.")])
     options = chosen.options | {name: value for name, value in more.items() if name not in lost}
     return dataclasses.replace(chosen, options=options, dropped=(*chosen.dropped, *lost))
 

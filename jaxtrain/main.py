@@ -21,6 +21,9 @@ from jaxtrain.validate.places import remote
 LINGER_S = 1.0  # process 0 holds what jax in the others is connected to: they should be gone before it
 FAILED, REFUSED, AGAIN, INTERRUPTED = 1, 2, 75, 130
 
+OPTIONS = {"workdir": "", "replay": "", **dict.fromkeys(distributed.FIELDS, "")}
+SWITCHES = {"explain": "text"}
+
 HELP = """\
 Train a language model, or go on training it: a workdir that holds checkpoints is resumed.
 
@@ -56,8 +59,7 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
         configs = sorted(p.stem for p in (launch.REPO / "configs").glob("*.py"))
         print(HELP.format(configs=", ".join(configs)), end="")
         return 0
-    cluster_options = dict.fromkeys(distributed.FIELDS, "")
-    loaded = launch.load(argv, options={"workdir": "", "replay": "", **cluster_options}, switches={"explain": "text"})
+    loaded = launch.load(argv, OPTIONS, SWITCHES)
     style, bundle = loaded.options["explain"], loaded.options["replay"]
     problems = list(loaded.problems)
     cluster, wrong = distributed.detect(loaded.options, os.environ)

@@ -150,6 +150,7 @@ class Program:
     gathers: bool  # weights are gathered in each microbatch
     layer_trips: int  # of the loop over layers; 0 where there is none
     compiler: Compiler  # what the config says of XLA's options
+    deterministic: bool  # the same bits each time are asked for
     context: Context  # how the devices of a sequence share it, and the order in which they hold its tokens
     attention: str  # the chosen kernel
     attention_reason: str
@@ -427,6 +428,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
         gathers_in_use(run, placement),
         remat_plan(run, placement).trips(run.model.num_layers),
         run.compiler,
+        run.train.deterministic,
         context,
         kernel.name,
         reason,

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import attention_tiles, hopper, import_memory, numerics, peer_maxtext
-from jaxtrain import explain, launch, lm_eval
+from jaxtrain import explain, launch, lm_eval, main
 from jaxtrain.activations import ACTIVATIONS
 from jaxtrain.bench import __main__ as bench
 from jaxtrain.bench import sweep
@@ -178,7 +178,7 @@ def test_commands_that_are_not_run_can_be_parsed(page: str, command: str, tmp_pa
         assert not [*asked.problems, *parity._options(asked), *problems]
         return
     assert name == "main", f"{page}: what is {command!r}?"
-    loaded = launch.load(words, options={"workdir": ""}, switches={"explain": "text"})
+    loaded = launch.load(words, main.OPTIONS, main.SWITCHES)
     variant = loaded.launch.variant
     gpus = re.search(r"gpus=(\d+)", variant)
     count = int(gpus[1]) if gpus else 1 if "half" in variant else NODE.count

@@ -488,9 +488,13 @@ def train_timeouts(runs):
 
 
 def train_deterministic(runs):
-    """On GPUs, in XLA's options."""
+    """On GPUs, in XLA's options; and a run keeps what XLA chose by trying."""
+    for asked in (True, False):
+        program = helpers.program(runs.config("base", **{"train.deterministic": asked, "compiler.defaults": False}))
+        chosen = compiler.choose(program, compiler.card(141.0)).options
+        assert (chosen.items() >= hardware.REPEATABLE.items()) == asked
     plain = compiler.Chosen({}, "", ())
-    assert compiler.for_run(plain, True, 0, True, runs.folder).options.items() > hardware.REPEATABLE.items()
+    assert "xla_gpu_dump_autotune_results_to" in compiler.for_run(plain, True, 0, True, runs.folder).options
     assert compiler.for_run(plain, True, 0, False, runs.folder).options == {}
 
 

@@ -213,7 +213,7 @@ def test_replicated_moments_are_found(healthy, monkeypatch):
     differences = compare(from_plan(healthy), planned_now())
     peak = named(differences, "peak memory")
     assert "first moment +6.27 GiB" in peak and "second moment +6.27 GiB" in peak and "state.optimizer[0].mu" in peak
-    assert "golden has none; from jaxtrain/optimizer.py:" in named(differences, "all-gather f32 over fsdp")
+    assert "golden has none; from jaxtrain/update.py:" in named(differences, "all-gather f32 over fsdp")
     (moments,) = [w for w in warned(differences) if w.startswith("replicated")]
     assert "optimizer.mu.layers.*.mlp" in moments or "optimizer.mu.head" in moments
 

@@ -222,7 +222,9 @@ def test_parameters_and_moments_are_those_of_an_uninterrupted_run(
     assert different == []
     assert int(ours["step"]) == 24
     earlier = runs.tensors(whole, 20)
-    assert all((earlier[name] != theirs[name]).any() for name in earlier), "a tensor that no step changes"
+    counts = ("guard.skipped", "guard.in_a_row", "guard.held")  # of steps that went wrong: there were none
+    changes = [(earlier[name] != theirs[name]).any() for name in earlier if name not in counts]
+    assert all(changes), "a tensor that no step changes"
 
 
 # ---- In this process, on 8 devices

@@ -3,6 +3,7 @@
 What travels is read from the program that XLA:GPU makes for 8 described H200s.
 """
 
+import dataclasses
 import math
 
 import helpers
@@ -154,6 +155,7 @@ def test_gradients_of_weights_in_bfloat16_are_float32(stage, tmp_path):
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_a_stage_splits_at_rest(stage):
     state = helpers.program(helpers.tiny(MODEL | MESHES["data=2 x fsdp=4"] | STAGES[stage])).state
+    state = dataclasses.replace(state, guard=())  # a few hundred numbers, on every device
     held = sum(math.prod(a.sharding.shard_shape(a.shape)) for a in jax.tree.leaves(state))
     everything = sum(a.size for a in jax.tree.leaves(state))
     assert held / everything == pytest.approx(1 if stage == "zero=0" else 1 / 4, rel=0.01)

@@ -43,8 +43,9 @@ DELETING = ".deleting"
 # Bounds on Orbax's files: a reader on another mesh fetches whole chunks, a copying tool moves whole files.
 CHUNK_BYTES = 64 << 20
 FILE_BYTES = 1 << 30
-# How long processes wait for each other at a save or a restore: a slow disk's whole save may lie between them.
-PEERS_S = 1200.0
+# How long processes wait for each other at a save or a restore: a whole save on a slow disk may lie between them, or a compile
+# of one that the others found in their caches. The watchdog's budgets are what ends a hang.
+PEERS_S = 5400.0
 
 
 class CheckpointError(RuntimeError):

@@ -33,7 +33,7 @@ def restored(folder: Path) -> dict | None:
 
 
 def flip(path: Path, rng) -> str:  # noqa: ANN001
-    data = bytearray(path.read_bytes())
+    data = bytearray(path.read_bytes()) or bytearray(1)  # of an empty file: a byte appears
     at, bit = rng.randrange(len(data)), rng.randrange(8)
     data[at] ^= 1 << bit
     path.write_bytes(data)

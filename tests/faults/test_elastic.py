@@ -15,7 +15,7 @@ def train(faults: Faults, workdir: Path, shape: str, steps: int) -> None:
     if number == 1:
         assert faults.in_process(workdir, train__steps=steps) == 0
         return
-    ends = [child.end(timeout=120) for child in faults.processes(workdir, number, devices, train__steps=steps)]
+    ends = [child.end(timeout=300) for child in faults.processes(workdir, number, devices, train__steps=steps)]
     assert [code for code, _ in ends] == [0] * number, ends
 
 
