@@ -56,11 +56,6 @@ class Bads:
         self.row.append(bad)
         return self.in_a_row >= self._most
 
-    def undone(self) -> None:
-        """The run goes on from before the row."""
-        self.in_a_row = 0
-        self.row.clear()
-
 
 def described(source: Any, batch: int) -> str:
     """Which data a batch is made of, in words; its number alone for a source of one's own."""

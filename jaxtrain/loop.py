@@ -5,6 +5,7 @@ The device never waits for the loop: metrics of a step are read once the next on
 """
 
 import dataclasses
+import json
 import time
 from typing import Any
 
@@ -18,7 +19,7 @@ from jaxtrain.pauses import Collector, Pauses
 from jaxtrain.replay import ReplayError
 
 ROLLBACKS = 3  # to one checkpoint: more would only find the same again
-AGREE_S = 600.0  # processes wait for each other so long, seconds
+AGREE_S = 5400.0  # processes wait for each other so long, seconds: one may compile what the others found in their caches
 
 
 class Loop:
@@ -44,7 +45,7 @@ class Loop:
         )
         program = session.program
         self.verifier = Verifier(program.state, program.placement.mesh, session.console.say)
-        self._bundled = False
+        self._bundled = self._save_due = False
         self._collected = self._waited = self._between = 0.0  # seconds of the step under way
         self._begin()
 
@@ -62,6 +63,7 @@ class Loop:
         session, steps = self.session, self.session.run.train.steps
         try:
             with Collector() as collector, session.watchdog.phase("step"):
+                session.peers.gather("settled", "", AGREE_S)  # nobody leaves at once when another has begun to step
                 session.settled()
                 if session.start.resumed:
                     self._due_before()
@@ -70,8 +72,8 @@ class Loop:
                     self._collected = collector.step(self.done)
                     session.watchdog.beat()
                 self._settle()
-                if self.done > max(session.saved_at, 0):  # asked to stop between two checkpoints
-                    self._save()
+                if self.done > 0:  # asked to stop between two checkpoints
+                    session.save(self.current, self.done)
         finally:
             # The newest metrics, and not the state: where a step failed, that is given away already.
             self.tracer.close(self.late.values)
@@ -135,25 +137,28 @@ class Loop:
                 return
             session.samples.write(state.weights(self.current), done)
         self._between = time.perf_counter() - began if session.held_out.due(done) or session.samples.due(done) else 0.0
-        if done == run.train.steps or (run.checkpoint.every_steps and done % run.checkpoint.every_steps == 0):
+        every = run.checkpoint.every_steps
+        if done == run.train.steps or self._save_due or (every and done % every == 0):
             self.rates.exclude()
             if self._settle():
                 return
-            self._save()
+            # While steps are skipped the state is that before them: it is saved once one is taken.
+            self._save_due = bool(self.bads.in_a_row) and done < run.train.steps
+            if not self._save_due:
+                self.session.save(self.current, done)
         session.poll()
 
     def _due_before(self) -> None:
         """What an attempt that was asked to stop left out at the step that this one resumes from."""
         session, done = self.session, self.done
-        if session.held_out.due(done) and done not in session.writers.evaluated():
+        missing = [session.held_out.due(done) and done not in session.writers.evaluated()]
+        missing.append(session.samples.due(done) and not session.samples.written(done))
+        # Process 0 knows: the others need not see its files.
+        evaluate, write = json.loads(session.peers.gather("due", json.dumps(missing), AGREE_S)[0])
+        if evaluate:
             session.evaluate(self.compiled.eval, state.weights(self.current), done, finish=False)
-        if session.samples.due(done) and not session.samples.written(done):
+        if write:
             session.samples.write(state.weights(self.current), done)
-
-    def _save(self) -> None:
-        # While steps are skipped the state is that before them, and saved or about to be gone back to.
-        if not self.bads.in_a_row or self.session.asked or self.done == self.session.run.train.steps:
-            self.session.save(self.current, self.done)
 
     def _note_pause(self) -> None:
         """A word on the step that ends here, where it took far longer than others."""
@@ -201,7 +206,7 @@ class Loop:
         """The bundle for a replay of the first bad step of this attempt."""
         session = self.session
         folder = session.workdir / "replay" / f"step-{bad.step}"
-        if (folder / replay.BUNDLE).exists():
+        if session.peers.gather("bundle", "there" if (folder / replay.BUNDLE).exists() else "", AGREE_S)[0]:
             return
         host = self.late.host
         if session.peers.count > 1:  # each process has its own rows
@@ -229,10 +234,11 @@ class Loop:
         times = sum(item["back_to"] == back for item in position.read(directory))
         if times >= ROLLBACKS:
             raise Diverged(f"{said}, after {times} rollbacks to step {back}: it is not the data alone. Lower optimizer.lr.")
+        known = position.read(directory) if session.peers.process_index == 0 else []
         if session.peers.process_index == 0:
-            position.skip(directory, tokens, (row[0].step, row[-1].step), said, back)
-        session.peers.gather("rolled back", "", AGREE_S)
-        session.pass_over()
+            known = position.skip(directory, tokens, (row[0].step, row[-1].step), said, back)
+        # From process 0's mouth: a network file system may show the others the list as it was.
+        session.pass_over(json.loads(session.peers.gather("rolled back", json.dumps(known), AGREE_S)[0]))
         session.console.warn(
             f"{said}: back to step {back}, and past {row[0].data}" + (f" to {row[-1].data}" if len(row) > 1 else "")
         )

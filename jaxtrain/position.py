@@ -51,12 +51,14 @@ class Positioned:
         return self._source.batch(at) if rows is None else self._source.batch(at, rows)
 
 
-def position(directory: Path, step: int, tokens: int, per_step: int) -> Position:
+def position(directory: Path, step: int, tokens: int, per_step: int, skipped: list[dict[str, Any]] | None = None) -> Position:
     """That of a run which has done `step` steps and read `tokens` tokens, skipped ones included, `per_step` in each batch.
+
+    skipped: as `read` gives it, where it is known.
 
     Raises CheckpointError where the list of what was skipped cannot be read.
     """
-    return Position(step, math.ceil(tokens / per_step), _batches(read(directory), per_step))
+    return Position(step, math.ceil(tokens / per_step), _batches(read(directory) if skipped is None else skipped, per_step))
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
@@ -70,14 +72,15 @@ def read(directory: Path) -> list[dict[str, Any]]:
         ) from error
 
 
-def skip(directory: Path, tokens: tuple[int, int], steps: Sequence[int], why: str, back_to: int) -> None:
+def skip(directory: Path, tokens: tuple[int, int], steps: Sequence[int], why: str, back_to: int) -> list[dict[str, Any]]:
     """Add a range of data [first, last) to what this run passes over, from its next start or rollback on.
 
-    steps: the first and the last that it was skipped for. back_to: the checkpoint from which the run goes on.
+    steps: the first and the last that it was skipped for. back_to: the checkpoint from which the run goes on. Returns all.
     """
     new = {"tokens": list(tokens), "steps": list(steps), "back_to": back_to, "why": why, "time_unix": time.time()}
     known = [*read(directory), new]
     write_atomic(directory / NAME, files.sealed({"format": 1, "skipped": known}))
+    return known
 
 
 def _batches(skipped: list[dict[str, Any]], per_step: int) -> tuple[tuple[int, int], ...]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxtrain import compiler, config, digests, guard, state, step
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, files
-from jaxtrain.config import Problem, RunConfig
+from jaxtrain.config import RunConfig
 from jaxtrain.distributed import Peers
 from jaxtrain.divergence import Bad, finite
 from jaxtrain.metrics import write_atomic
@@ -97,14 +97,6 @@ def read(folder: Path) -> dict[str, Any]:
     if record.get("format") != FORMAT:
         raise ReplayError(f"{path}: format {record.get('format')}, and this jaxtrain reads {FORMAT}.")
     return record
-
-
-def asked(folder: Path) -> tuple[dict[str, Any], list[Problem]]:
-    """The config of a bundle, and what is wrong with the bundle."""
-    try:
-        return read(folder)["config"], []
-    except ReplayError as error:
-        return {}, [Problem("--replay", str(folder), str(error).rstrip("."), "Name the folder that the log of the run names.")]
 
 
 def replay(folder: Path, run: RunConfig, say: Callable[[str], None]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain import compiler, config, flops, hardware, metrics, profiling, state, step, throughput
+from jaxtrain import compiler, config, flops, hardware, metrics, position, profiling, state, step, throughput
 from jaxtrain.announce import announce
 from jaxtrain.between import HeldOut, Samples
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, Damaged, Failed, Saved
@@ -104,14 +104,18 @@ class Session:
     def train(self) -> tuple[int, str]:
         """The chapters of a run. Returns (exit code, reason)."""
         announce(self.run, self.program, self.start, self.train_data, self.checkpoints.directory, self.console)
+        current = None
         if self.start.step == self.run.train.steps:
-            return self.nothing_left()
+            current = self.begin()
+            if self.start.step == self.run.train.steps:
+                return self.nothing_left(current)
+            # Its last checkpoint was damaged, and the one before is not the end.
         self.passed("open")
         with out_of_memory_explained(self.run, {}), self.watchdog.phase("compile"):
             compiled = self.compile()
         self.passed("compile")
         with out_of_memory_explained(self.run, compiled.memory):
-            current = self.begin()
+            current = self.begin() if current is None else current
             self.rewind()
             jax.block_until_ready(current)
             self.passed("restore" if self.start.resumed else "initial state")
@@ -141,11 +145,10 @@ class Session:
         self.console.say(f"{name}: {saved}; the same command goes on from there.")
         return self.stop.exit_code_of(why), f"{why} at step {done}"
 
-    def nothing_left(self) -> tuple[int, str]:
+    def nothing_left(self, current: state.TrainState) -> tuple[int, str]:
         """All steps were done before. What may be missing is the sample, if the run was stopped before it."""
         steps = self.run.train.steps
         self.console.say(f"all {steps} steps are done: nothing to train. A larger train.steps goes on from here.")
-        current = self.begin()
         self.rewind()
         if not self.samples.written(steps):
             self.samples.write(state.weights(current), steps)
@@ -180,10 +183,11 @@ class Session:
         self.start = decide_start(again, self.checkpoints, self.program)
         return self.begin()
 
-    def pass_over(self) -> None:
-        """Read anew which data this run skips."""
-        again = dataclasses.replace(self.asked_run, checkpoint=dataclasses.replace(self.run.checkpoint, step=-1))
-        place = decide_start(again, self.checkpoints, self.program, self.start.passed).position
+    def pass_over(self, skipped: list[dict[str, Any]]) -> None:
+        """From now on this run skips this data (position.read)."""
+        step = self.start.step
+        tokens = self.checkpoints.meta(step)["data"]["tokens"]
+        place = position.position(self.checkpoints.directory, step, tokens, self.tokens_per_step, skipped)
         self.start = dataclasses.replace(self.start, position=place)
 
     def rewind(self) -> None:
@@ -283,7 +287,12 @@ class Session:
         """Held-out loss; given up for a request to stop, unless `finish`: the next attempt evaluates then."""
         with self.watchdog.phase("step"):
             alone = self.peers.count == 1 and not finish
-            self.held_out.evaluate(compiled, params, done, unwanted=(lambda: self.asked) if alone else lambda: False)
+
+            def unwanted() -> bool:  # asked for each batch
+                self.watchdog.beat()
+                return alone and self.asked
+
+            self.held_out.evaluate(compiled, params, done, unwanted)
 
     def passed(self, part: str) -> None:
         """A part of the start is over."""
@@ -317,6 +326,8 @@ class Session:
         began = time.perf_counter()
         with self.watchdog.phase("checkpoint"):
             self.settle_saves()
+            if self.saved_at == done:
+                return  # a second copy of the state would be for nothing
             meta = {
                 "config": config.to_dict(self.asked_run),
                 "data": {
@@ -335,7 +346,8 @@ class Session:
             token = self.watchdog.begin("checkpoint", f"the save of step {done}")
             ended = functools.partial(self.watchdog.end, token)
             if self.checkpoints.save(done, tensors, meta, lambda: state.digests_by_name(made), ended) is None:
-                ended()  # this step was saved before
+                ended()  # this step is there already
+                self.saved_at, self.failed_saves = done, 0
         self.blocked_s += time.perf_counter() - began
 
     def poll(self) -> None:

@@ -39,7 +39,7 @@ from jaxtrain.receipt import Receipt, ReceiptError, config_sha256, device_facts
 from jaxtrain.session import FAILED, Session
 from jaxtrain.sharding import LayoutError
 from jaxtrain.signals import Stop
-from jaxtrain.start import check_own_names, decide_start, open_data
+from jaxtrain.start import Start, check_own_names, decide_start, open_data
 from jaxtrain.startup import set_memory_budget, start_jax
 from jaxtrain.timelimit import TimeLimit, limit_s
 from jaxtrain.timeline import Timeline
@@ -110,8 +110,10 @@ def attempt(run: RunConfig, workdir: Path, launch: Launch, *, own_process: bool 
         except BaseException as error:
             peers.close(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
             raise
+        ending.result = result.exit_code  # a peer that is gone from here on changes nothing
         # What all processes decide alike is no failure of this one.
-        peers.close(result.reason if result.exit_code == FAILED else "")
+        alike = isinstance(result.error, CheckpointError | Corrupted)
+        peers.close(result.reason if result.exit_code in (FAILED, REFUSED) and not alike else "")
         return result
 
 
@@ -122,6 +124,7 @@ class Ending:
         self.receipt: Receipt | None = None
         self.session: Session | None = None
         self.peers = Peers(0, 1)
+        self.result: int | None = None  # the exit code, once the run has come to its end
 
     def facts(self) -> dict[str, Any]:
         """For the watchdog's report."""
@@ -139,6 +142,8 @@ class Ending:
 
     def alone(self, words: str) -> None:
         """Another process of the run has died: nothing that this one waits for will come. Ends the process."""
+        if self.result is not None:
+            os._exit(self.result)
         try:
             os.write(2, f"\n{words}: leaving, to be started again from the newest checkpoint.\n".encode())
             self._finish(AGAIN, words)
@@ -186,12 +191,15 @@ def _attempt(
     # ---- The run's folder, its log and its receipt
     workdir.mkdir(parents=True, exist_ok=True)
     lock = lock_folder(workdir)
-    seen = peers.gather("start", f"{'locked' if lock is None else ''}:{start.step}", AGREE_S)
-    if len({each.partition(":")[2] for each in seen}) > 1:
-        steps = ", ".join(f"process {i}: {each.partition(':')[2]}" for i, each in enumerate(seen))
-        rule = f"the processes of this run find different newest checkpoints in {checkpoints.directory} ({steps})"
-        return refused([config.Problem("checkpoint.dir", str(place), rule, "Put it where all of them see the same files.")])
-    if lock is None or seen[0].startswith("locked"):
+    seen = [json.loads(each) for each in peers.gather("start", json.dumps(view(run, start, train_data)), AGREE_S)]
+    for name, remedy in ALIKE.items():
+        if len({json.dumps(each[name], sort_keys=True) for each in seen}) > 1:
+            found = "; ".join(f"process {i}: {each[name]}" for i, each in enumerate(seen[:4]))
+            problem = config.Problem(name, None, f"the processes of this run do not see the same ({found})", remedy)
+            unlock(-1 if lock is None else lock)
+            return refused([problem])
+    taken = peers.gather("lock", "locked" if lock is None else "", AGREE_S)[0]
+    if lock is None or taken:
         rule = "another run is at work in this folder"
         return refused([config.Problem("--workdir", str(workdir), rule, "Wait for it, stop it, or name another folder.")])
     receipt = ending.receipt = Receipt(workdir, process_index=jax.process_index())
@@ -268,6 +276,20 @@ def _attempt(
         writers.close(code)
         unlock(lock)
     return Result(code, reason, session.done, {} if ended else newest(workdir), checkpoints.directory, ended)
+
+
+# What the processes of a run must agree about before they start, and what to do where they do not.
+ALIKE = {
+    "checkpoint.step": "Put the folder of checkpoints where all of them see the same files.",
+    "data.source": "Give all of them the same token files.",
+    "config": "Start all of them with the same command.",
+}
+
+
+def view(run: RunConfig, start: Start, data: Any) -> dict[str, Any]:
+    """What one process sees of it."""
+    skipped = [start.step, dataclasses.astuple(start.position)]
+    return {"checkpoint.step": skipped, "data.source": data.fingerprint, "config": config_sha256(config.to_dict(run))}
 
 
 def newest(workdir: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import dataclasses
 import datetime
 import functools
 import json
+import logging
 import os
 import resource
 import shutil
@@ -36,6 +37,7 @@ from jaxtrain import digests
 from jaxtrain.checkpoint import files
 from jaxtrain.distributed import Peers
 
+LOGGER = logging.getLogger("jaxtrain")
 FORMAT = 2
 META = "meta.json"
 ARRAYS = "arrays"
@@ -132,7 +134,7 @@ class Checkpoints:
                 continue
             try:
                 self.meta(step)
-            except CheckpointError as error:
+            except Damaged as error:
                 if passed is None:
                     raise
                 passed[step] = str(error)
@@ -165,8 +167,10 @@ class Checkpoints:
                     f"'versions' in that file). {self._way_out(step)}"
                 )
             return files.unsealed(text)
-        except (OSError, ValueError, AttributeError) as e:
+        except (FileNotFoundError, ValueError, AttributeError) as e:
             raise Damaged(f"{folder / META} cannot be read ({e}). {self._way_out(step)}") from e
+        except OSError as e:  # of the disk or the network, which may be well again in a moment
+            raise CheckpointError(f"{folder / META} cannot be read now ({e}). {self._way_out(step)}") from e
 
     def stored(self, step: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Name -> shape and dtype of every tensor of a step, without reading the tensors."""
@@ -263,6 +267,9 @@ class Checkpoints:
         left = ""
         if self._primary:
             try:
+                step = self.directory / str(self._pending_step)
+                if self._state(step) != "unfinished":  # its arrays are there, and what comes after them failed
+                    self._delete(step)
                 self._sweep()
             except OSError as e:
                 left = f" What it had written could not be removed ({e})."
@@ -333,28 +340,59 @@ class Checkpoints:
         self._write_meta(folder, files.sealed(record))
 
     def _commit(self, record: dict[str, Any], start: float, returned: float) -> Saved:
-        """Make it durable, write down what the files are, then delete what need not be kept."""
+        """Make it durable, write down what the files are, then delete what need not be kept.
+
+        A failure on one process is one of all of them: each part ends with what everybody has to say of it.
+        """
         step = record["step"]
         folder = self.directory / str(step)
-        if self._primary:
+
+        def synced() -> str:
             # Orbax leaves its small JSON files to the page cache. Synced before any older step goes, or a power cut could
             # take both.
             _sync_tree(folder)
             _sync(self.directory)
-        self._peers.gather("synced", "", PEERS_S)
-        names = files.listed(folder)
+            return json.dumps(files.listed(folder))
+
+        names = json.loads(self._together("synced", synced if self._primary else lambda: "")[0])
         # Read back, each process its share. It shows at once what did not reach the file system.
-        mine = files.measure(folder, names[self._peers.process_index :: self._peers.count])
-        shares = [json.loads(share) for share in self._peers.gather("files", json.dumps(mine), PEERS_S)]
+        shares = self._together(
+            "files", lambda: json.dumps(files.measure(folder, names[self._peers.process_index :: self._peers.count]))
+        )
+
+        def written() -> str:
+            found = {name: value for share in shares for name, value in json.loads(share).items()}
+            self._write_synced(folder / files.NAME, files.encode(found))
+            return ""
+
+        self._together("integrity", written if self._primary else lambda: "")
         if self._primary:
-            self._write_synced(folder / files.NAME, files.encode({k: v for share in shares for k, v in share.items()}))
-            steps = self.steps()
-            for old in steps[: -self._keep]:
-                if not (self._keep_every and old % self._keep_every == 0):
-                    self._delete(self.directory / str(old))
+            self._delete_old()
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         now = time.perf_counter()
         return Saved(step, record["bytes"], returned - start, now - start, most)
+
+    def _together(self, name: str, part: Callable[[], str]) -> list[str]:
+        """What `part` gives on every process. Raises RuntimeError on all of them where it fails on one."""
+        try:
+            said = "ok " + part()
+        except Exception as e:
+            said = "no " + _innermost(e)
+        answers = self._peers.gather(name, said, PEERS_S)
+        if any(answer.startswith("no ") for answer in answers):
+            wrong = [answer[3:] if answer.startswith("no ") else "" for answer in answers]
+            raise RuntimeError(_of_processes(wrong) if self._peers.count > 1 else wrong[0])
+        return [answer[3:] for answer in answers]
+
+    def _delete_old(self) -> None:
+        steps = self.steps()
+        for old in steps[: -self._keep]:
+            if self._keep_every and old % self._keep_every == 0:
+                continue
+            try:
+                self._delete(self.directory / str(old))
+            except OSError as e:  # the new step is on disk: this is no reason to call its save a failure
+                LOGGER.warning("%s", f"checkpoint {old} could not be deleted ({e}); the next save tries again")
 
     def _write_meta(self, folder: Path, text: str) -> None:
         self._write_synced(folder / META, text)
@@ -413,6 +451,7 @@ class Checkpoints:
         was read is not what was saved.
         """
         recorded = self.meta(step)["tensors"]
+        self._device = self.directory.stat().st_dev
         stored = self.stored(step)
         problems = differences(stored, abstract, subset=subset, cast=cast)
         folder = self.directory / str(step)
