@@ -63,9 +63,14 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def saving(workdir: Path) -> bool:
-    """Whether a save is under way: a step's folder is there and not complete."""
-    return any(state == "unfinished" for state in Checkpoints(workdir / "checkpoints").states().values())
+def saving(workdir: Path, since: float = 0.0) -> bool:
+    """Whether a save is under way that began after this time: a step's folder is there and not complete."""
+    found = Checkpoints(workdir / "checkpoints")
+    try:
+        unfinished = [step for step, state in found.states().items() if state == "unfinished"]
+        return any((found.directory / str(step)).stat().st_ctime > since for step in unfinished)
+    except FileNotFoundError:  # swept just now
+        return False
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:

@@ -19,13 +19,13 @@ def test_killed_at_random_moments(tmp_path: Path, whole: bool, figures: Figures)
     wanted, least = KILLS[whole]
     hunted = tmp_path / "hunted"
     while kills < wanted:
-        child = faults.start(hunted)
+        child, began = faults.start(hunted), time.time()
         if inside < least and rng.random() < 0.7:
-            child.until(lambda: saving(hunted))
+            child.until(lambda began=began: saving(hunted, began))
             time.sleep(rng.uniform(0, 0.15))
         else:
             time.sleep(rng.uniform(0.2, 7))
-        in_save = saving(hunted)
+        in_save = saving(hunted, began)
         child.process.kill()
         code, said = child.end()
         assert code == -signal.SIGKILL, f"it ended by itself, {code}: {said}"

@@ -102,7 +102,7 @@ def stopped_in(faults: Faults, phase: str, workdir: Path) -> tuple[int, str, int
     return code, said, before
 
 
-@pytest.mark.parametrize("phase", ["compile", "data", "step", "eval", "save"])
+@pytest.mark.parametrize("phase", ["compile", "data", pytest.param("step", marks=pytest.mark.more), "eval", "save"])
 def test_sigterm_in_each_phase(faults: Faults, uninterrupted: Path, phase: str, tmp_path: Path, figures: Figures) -> None:
     workdir = tmp_path / "run"
     code, said, before = stopped_in(faults, phase, workdir)
@@ -140,7 +140,7 @@ def test_sigterm_to_either_of_two_processes(faults: Faults, uninterrupted: Path,
     assert runs.exact(workdir) == runs.exact(whole)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.more), 1])
 def test_one_of_two_processes_is_killed(faults: Faults, victim: int, tmp_path: Path, figures: Figures) -> None:
     workdir = tmp_path / "run"
     both = faults.processes(workdir, 2, 4, train__steps=400)
