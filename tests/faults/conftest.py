@@ -6,10 +6,10 @@ from faults import Figures
 
 @pytest.fixture(scope="session")
 def figures(request: pytest.FixtureRequest) -> Figures:
-    return Figures(request.config.getoption("--figures"))
+    return Figures(str(request.config.getoption("--figures")))
 
 
 @pytest.fixture(scope="session")
 def whole(request: pytest.FixtureRequest) -> bool:
     """Whether the campaigns are to be taken whole."""
-    return request.config.getoption("--all-layouts")
+    return bool(request.config.getoption("--all-layouts"))
