@@ -46,6 +46,7 @@ class Loop:
         program = session.program
         self.verifier = Verifier(program.state, program.placement.mesh, session.console.say)
         self._bundled = self._save_due = False
+        self._began: float | None = None  # when the step under way began
         self._collected = self._waited = self._between = 0.0  # seconds of the step under way
         self._begin()
 
@@ -163,7 +164,7 @@ class Loop:
     def _note_pause(self) -> None:
         """A word on the step that ends here, where it took far longer than others."""
         now = time.perf_counter()
-        began, self._began = getattr(self, "_began", None), now
+        began, self._began = self._began, now
         if began is None:
             return
         parts = {"data_s": self._waited, "save_s": self.session.blocked_s, "gc_s": self._collected, "eval_s": self._between}
