@@ -56,7 +56,7 @@ def local_bytes(tree: Any) -> int:
 def on_device(program: Program) -> Any:
     """The arguments of a train step that rest in device memory."""
     state = program.state
-    return (state.step, state.params, program.batch) if program.offload else (state, program.batch)
+    return (state.step, state.params, state.guard, program.batch) if program.offload else (state, program.batch)
 
 
 # Attention kernels that are a loop themselves.

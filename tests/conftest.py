@@ -58,6 +58,20 @@ def nothing_is_kept_on_disk() -> Iterator[None]:
     assert jax.config.jax_compilation_cache_dir is None, "a test has left JAX's compile cache switched on"  # pyright: ignore
 
 
+@pytest.fixture(scope="session")
+def figures(request: pytest.FixtureRequest) -> Any:
+    """Where the fault tests put what they measured."""
+    from faults import Figures
+
+    return Figures(str(request.config.getoption("--figures")))
+
+
+@pytest.fixture(scope="session")
+def whole(request: pytest.FixtureRequest) -> bool:
+    """Whether campaigns are to be taken whole."""
+    return bool(request.config.getoption("--all-layouts"))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-layouts", action="store_true", help="all of the parity matrix, not the sample of it")
     parser.addoption("--figures", metavar="FILE", default="", help="what the fault tests measured is written there, as JSON")

@@ -109,7 +109,7 @@ def steps(o: config.Optimizer, dtypes: config.Dtypes, mesh: dict[str, Any], nume
     params, update = jax.device_put(toy(0), homes), jax.jit(at_once(tx))
     current, out = tx.init(params), []
     for t in (1, 2, 3)[:count]:
-        params, current = update(jax.device_put(toy(t), homes), current, params, None, LR)
+        params, current = update(jax.device_put(toy(t), homes), current, params, None, LR, True)
         out.append(by_name(params))
     return out, current
 
@@ -250,7 +250,7 @@ def test_streamed_from_the_host():
     how = (RECIPE, TYPES, AXES, placement, FLOAT32)
     tx = make_optimizer(*how)
     grads, params = jax.tree.map(jnp.asarray, (toy(1), toy(0)))
-    a, b = (jax.jit(update)(grads, tx.init(params), params, None, LR) for update in (at_once(tx), streamed(*how)))
+    a, b = (jax.jit(update)(grads, tx.init(params), params, None, LR, True) for update in (at_once(tx), streamed(*how)))
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-6, atol=1e-7)

@@ -66,6 +66,7 @@ def test_from_a_kill_to_the_next_step(tmp_path: Path, figures: Figures) -> None:
     child = faults.start(workdir)
     child.until(lambda: "first step " in child.said)
     took = time.time() - killed
+    child.until(lambda: "start_s" in runs.receipt(workdir))
     child.process.kill()
     parts = runs.receipt(workdir)["start_s"]
     assert list(parts) == ["launch", "open", "compile", "restore", "data", "step"]

@@ -25,7 +25,6 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain import flops
-from jaxtrain.config import to_dict
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.known.published_runs import RUNS, Run
 from jaxtrain.plan.numbers import percent
@@ -33,7 +32,7 @@ from jaxtrain.plan.rates import datasheet
 from jaxtrain.plan.report.figures import ASSUMPTIONS, markdown_table
 from jaxtrain.plan.report.live import live
 from jaxtrain.plan.result import Plan
-from jaxtrain.plan.search.cache import Cache
+from jaxtrain.plan.search.cache import Cache, relevant
 from jaxtrain.plan.search.parallel import Outcome, Request, plan_many
 
 FORMAT = 2
@@ -102,7 +101,11 @@ class Row:
 
 
 def digest(request: Request) -> str:
-    facts = [to_dict(request.run), request.topology.name, dataclasses.asdict(request.rates) if request.rates else None]
+    facts = [
+        relevant(request.run, request.topology),
+        request.topology.name,
+        dataclasses.asdict(request.rates) if request.rates else None,
+    ]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 

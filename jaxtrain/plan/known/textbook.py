@@ -201,7 +201,8 @@ def _context(run: RunConfig, sizes: dict[str, int], tokens: float) -> list[Term]
 
 def purpose(c: Collective) -> str:
     """What a collective is for."""
-    if "kernels/context" in c.source:
+    # Where XLA has put several into one, the source line is that of any of them; the weights are the most of it.
+    if "kernels/context" in c.source and "/weight/" not in c.op_name:
         return "attention"
     return "tokens" if c.axis == "tensor" or c.kind == "all-to-all" else "weights"
 
