@@ -63,9 +63,9 @@ removed then. Delete .venv to start anew.
                         compiler that plans for GPUs
   JAXTRAIN_DRY_RUN=1    say what would be installed and run, and do neither
 
-Training is started again, and goes on from its newest checkpoint, after exit 75 (a peer died, its time limit, a signal to it
-alone) and 124 (the watchdog ended a hang); but not after a signal to run.sh, which is passed on, nor in the last ten minutes of a
-Slurm job. Where something else ends the job at train.max_minutes, set JAXTRAIN_RESTARTS=0. Restarts need bash 4.3.
+Training is started again, and goes on from its newest checkpoint, after exit 75 (a peer died, a signal to it alone) and 124 (the
+watchdog ended a hang); but not after a signal to run.sh, which is passed on, nor once train.max_minutes are over, counted from the
+first attempt, nor in the last ten minutes of a Slurm job. Restarts need bash 4.3.
 
   JAXTRAIN_RESTARTS=N       at most N restarts in a row without progress; default 3. 0: none, and Python takes run.sh's place
   JAXTRAIN_RESTART_WAIT=S   seconds before the first of them, doubled up to 60; default 1
@@ -312,9 +312,14 @@ train() { # train ARGUMENTS: python -m jaxtrain.main, and again after an end tha
     limit=0
   fi
   prepare -
+  unset JAXTRAIN_RESTART JAXTRAIN_LAUNCHED JAXTRAIN_NOTE # of another run.sh; the first attempt is none
   if [[ -n ${JAXTRAIN_DRY_RUN-} ]] || ((limit == 0)); then start -m jaxtrain.main "$@"; fi
 
-  unset JAXTRAIN_RESTART                    # the first attempt is none
+  # For attempts after the first: since when time counts, and what has been done; and where one says that it is the last.
+  export JAXTRAIN_LAUNCHED JAXTRAIN_NOTE
+  JAXTRAIN_LAUNCHED=$(date +%s)
+  JAXTRAIN_NOTE=$(mktemp)
+  trap 'rm -f "$JAXTRAIN_NOTE"' EXIT
   { : <&0; } 2>/dev/null || exec </dev/null # a daemon's stdin may be closed
   # HUP and QUIT too: the run must not outlive this script.
   for signal in TERM INT HUP QUIT USR1 USR2; do
@@ -337,6 +342,10 @@ train() { # train ARGUMENTS: python -m jaxtrain.main, and again after an end tha
     esac
     if [[ -n $asked ]]; then
       say "$why: not started again, because run.sh was sent $asked"
+      exit "$code"
+    fi
+    if [[ -s $JAXTRAIN_NOTE ]]; then
+      say "$why: not started again, because $(<"$JAXTRAIN_NOTE")"
       exit "$code"
     fi
     # Near the end of a Slurm job the time limit (train.max_minutes=auto) is why it ended, and no attempt would get anywhere.

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +124,8 @@ def choose(program: Program, card: Card | None) -> Chosen:
 
 
 TIMEOUT = "xla_gpu_execution_terminate_timeout"  # after which XLA itself ends the process: a backstop behind the watchdog
-AUTOTUNED = (
-    "autotuned.txt"  # in a run's folder: which kernels XLA chose by trying them, so that the next attempt takes the same
-)
+AUTOTUNED = "autotuned.txt"  # in a run's folder: which kernels XLA chose by trying them, for the next attempt to take the same
+LOAD, DUMP = "xla_gpu_load_autotune_results_from", "xla_gpu_dump_autotune_results_to"
 
 
 def for_run(chosen: Chosen, gpu: bool, step_s: float, repeatable: bool, workdir: Path) -> Chosen:
@@ -138,10 +138,22 @@ def for_run(chosen: Chosen, gpu: bool, step_s: float, repeatable: bool, workdir:
         more[TIMEOUT] = f"{math.ceil(1.5 * step_s)}s"
     if gpu and repeatable:
         path = workdir / AUTOTUNED
-        more["xla_gpu_load_autotune_results_from" if path.exists() else "xla_gpu_dump_autotune_results_to"] = str(path)
-    lost = [name for name, value in more.items() if not _known(name, value)]
+        more[LOAD if path.exists() else DUMP] = str(path)
+    # Asked with no file: the run's folder may not be there yet, and is not for the answer.
+    lost = [name for name, value in more.items() if not _known(name, value if name == TIMEOUT else "")]
     options = chosen.options | {name: value for name, value in more.items() if name not in lost}
     return dataclasses.replace(chosen, options=options, dropped=(*chosen.dropped, *lost))
+
+
+def of_no_run(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what `for_run` added: what the program itself was compiled with."""
+    return {name: value for name, value in options.items() if name not in (TIMEOUT, LOAD, DUMP)}
+
+
+def autotuned(options: Mapping[str, Any]) -> Path | None:
+    """The file that holds what XLA chose by trying, where these options name one."""
+    named = options.get(LOAD) or options.get(DUMP)
+    return Path(named) if named else None
 
 
 @functools.cache

@@ -215,7 +215,8 @@ class Loop:
         session.finish_saves()
         with session.watchdog.phase("checkpoint"):
             try:
-                said = replay.write(folder, session.asked_run, self.current, bad, host, session.argv, session.peers)
+                how = (session.chosen.options, session.argv, session.peers)
+                said = replay.write(folder, session.run, self.current, bad, host, *how)
                 session.console.say(said)
             except ReplayError as error:
                 session.console.warn(str(error))
@@ -239,7 +240,11 @@ class Loop:
         if session.peers.process_index == 0:
             known = position.skip(directory, tokens, (row[0].step, row[-1].step), said, back)
         # From process 0's mouth: a network file system may show the others the list as it was.
-        session.pass_over(json.loads(session.peers.gather("rolled back", json.dumps(known), AGREE_S)[0]))
+        mine = json.dumps([known, session.peers.stop_reason])
+        known, asked = json.loads(session.peers.gather("rolled back", mine, AGREE_S)[0])
+        session.pass_over(known)
+        if asked:  # the step that was agreed on lies ahead again
+            session.peers.stop_here(asked)
         session.console.warn(
             f"{said}: back to step {back}, and past {row[0].data}" + (f" to {row[-1].data}" if len(row) > 1 else "")
         )

@@ -10,7 +10,9 @@ follow from weights and batch alone: moments are not kept, and stand as digests.
 
 import dataclasses
 import importlib.metadata
+import json
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,13 +51,14 @@ def write(
     current: TrainState,
     bad: Bad,
     batch: Mapping[str, np.ndarray],
+    options: Mapping[str, Any],
     argv: tuple[str, ...],
     peers: Peers,
 ) -> str:
     """Write the bundle of a step that was not taken; every process of the run calls it. Returns a line for the log.
 
-    current: the state as the guard holds it. batch: all rows. Raises ReplayError where it cannot be written; nothing of it is
-    left then.
+    run: as it was compiled. current: the state as the guard holds it. batch: all rows. options: XLA's, of the compiled step.
+    Raises ReplayError where it cannot be written; nothing of it is left then.
     """
     store = Checkpoints(folder / "checkpoints", peers=peers, finite=False)
     sums = state.digests_by_name(state.to_digests(current))
@@ -75,10 +78,13 @@ def write(
                 "not_finite": {name: digests.not_finite(x) for name, x in sums.items() if digests.not_finite(x)},
                 "guard": {name: np.asarray(x).tolist() for name, x in current.guard.items()},
                 "config": config.to_dict(run),
+                "compiler_options": compiler.of_no_run(options),
                 "command": list(argv),
                 "devices": device_facts(jax.devices()),
                 "versions": {n: importlib.metadata.version(n) for n in ("jax", "jaxlib", "flax", "optax")},
             }
+            if (tried := compiler.autotuned(options)) and tried.exists():
+                shutil.copy(tried, folder / compiler.AUTOTUNED)
             write_atomic(folder / BUNDLE, files.sealed(record))
     except (CheckpointError, OSError) as error:
         raise ReplayError(f"step {bad.step} cannot be kept for a replay: {error}") from error
@@ -123,8 +129,7 @@ def replay(folder: Path, run: RunConfig, say: Callable[[str], None]) -> bool:
     say(f"weights: {'the same bits as then' if same else 'OTHER bits than then'} (digest {record['weights_digest']})")
     params = current.params
     held = jax.tree.map(jnp.copy, params)  # the step gives its state away
-    chosen = compiler.choose(program, compiler.card_of(jax.local_devices()[0], run.train.memory_fraction))
-    _, values = compiler.compile_train(program, chosen.options)(current, batch)
+    _, values = compiler.compile_train(program, _options(folder, run, record, program, say))(current, batch)
     now = {name: float(values[name]) for name in FIGURES}
     then = {name: float(record[name]) for name in FIGURES}
     for name in ("loss", "grad_norm"):
@@ -135,6 +140,19 @@ def replay(folder: Path, run: RunConfig, say: Callable[[str], None]) -> bool:
     say(f"{said} again" if again else f"{guard.NAMES[int(then['verdict'])]} then, {said} now: not reproduced")
     say(first_bad(run, program, held, batch, sums))
     return again
+
+
+def _options(
+    folder: Path, run: RunConfig, record: Mapping[str, Any], program: Program, say: Callable[[str], None]
+) -> dict[str, str | bool]:
+    """XLA's, as the bundle's step had them, with the kernels that XLA chose by trying; those of another step or GPU its own."""
+    facts = device_facts(jax.devices())
+    alike = all(facts[name] == record["devices"][name] for name in ("kind", "count"))
+    if alike and json.loads(json.dumps(config.to_dict(run))) == record["config"]:
+        tried = folder / compiler.AUTOTUNED
+        return record["compiler_options"] | ({compiler.LOAD: str(tried)} if tried.exists() else {})
+    say("compiled for this config and these devices: last bits may differ")
+    return compiler.choose(program, compiler.card_of(jax.local_devices()[0], run.train.memory_fraction)).options
 
 
 def _state(folder: Path, record: Mapping[str, Any], program: Program) -> TrainState:

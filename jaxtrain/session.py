@@ -33,6 +33,7 @@ from jaxtrain.progress import Console
 from jaxtrain.receipt import Receipt
 from jaxtrain.signals import Stop
 from jaxtrain.start import Start, base_of, decide_start, initial_state
+from jaxtrain.timelimit import tell_launcher
 from jaxtrain.timeline import Timeline
 from jaxtrain.watchdog import Watchdog
 
@@ -129,12 +130,14 @@ class Session:
                 raise CheckpointError(
                     "the last step could not be saved, as the log says. The newest checkpoint stands: start again."
                 )
-            self.samples.write(state.weights(loop.current), loop.done)
+            with self.watchdog.phase("step"):
+                self.samples.write(state.weights(loop.current), loop.done)
         return DONE, f"{loop.done} steps done"
 
     def left(self, done: int) -> tuple[int, str]:
         """Ended because that was asked for."""
         why = self.peers.stop_reason or ""
+        tell_launcher(why)
         name = "Ctrl-C" if why == "SIGINT" else why
         if self.saved_at == done and not self.failed_saves:
             saved = f"state saved at step {done}"
@@ -151,7 +154,8 @@ class Session:
         self.console.say(f"all {steps} steps are done: nothing to train. A larger train.steps goes on from here.")
         self.rewind()
         if not self.samples.written(steps):
-            self.samples.write(state.weights(current), steps)
+            with self.watchdog.phase("step"):
+                self.samples.write(state.weights(current), steps)
         return DONE, f"{steps} steps were done already"
 
     def begin(self) -> state.TrainState:
@@ -179,8 +183,9 @@ class Session:
 
     def go_back(self) -> state.TrainState:
         """The state of the newest good checkpoint, in the middle of a run."""
-        again = dataclasses.replace(self.asked_run, checkpoint=dataclasses.replace(self.run.checkpoint, step=-1))
-        self.start = decide_start(again, self.checkpoints, self.program)
+        newest = dataclasses.replace(self.run.checkpoint, step=-1)  # from here on, whatever the command asked for
+        self.run, self.asked_run = (dataclasses.replace(run, checkpoint=newest) for run in (self.run, self.asked_run))
+        self.start = decide_start(self.asked_run, self.checkpoints, self.program)
         return self.begin()
 
     def pass_over(self, skipped: list[dict[str, Any]]) -> None:

@@ -4,6 +4,7 @@ All but `initial_state` runs before anything is written or allocated, and raises
 should not start.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import types
@@ -19,6 +20,7 @@ from jaxtrain.hf.origin import HuggingFace, open_origin, structure_problem
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.position import Position
 from jaxtrain.step import Program
+from jaxtrain.timelimit import launched
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,21 @@ def check_own_names(run: RunConfig) -> None:
             problems.append(config.Problem(key, value, f"{module.__file__} defines no {attribute}", "Mend the name."))
     if problems:
         raise ConfigError(problems)
+
+
+def going_on(run: RunConfig, checkpoints: Checkpoints) -> RunConfig:
+    """The run that an attempt goes on with: run.sh repeats the command, and a launch goes back to checkpoint.step only once.
+
+    It has gone back where a later step was saved since then.
+    """
+    launch, step = launched(), run.checkpoint.step
+    if launch is None or step < 0:
+        return run
+    for later in (s for s in checkpoints.steps() if s > step):
+        with contextlib.suppress(CheckpointError):
+            if checkpoints.meta(later)["time_unix"] >= launch:
+                return dataclasses.replace(run, checkpoint=dataclasses.replace(run.checkpoint, step=-1))
+    return run
 
 
 def decide_start(

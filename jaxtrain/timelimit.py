@@ -1,10 +1,12 @@
 """Leaving before somebody else ends the run: `train.max_minutes`, or the end of a Slurm job."""
 
+import contextlib
 import math
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from jaxtrain.config import Problem
 
@@ -12,10 +14,31 @@ END = "SLURM_JOB_END_TIME"  # seconds since 1970; Slurm sets it for every job
 LEAST_S = 60.0  # left for the last save
 MOST = 0.25  # of the whole time, at most, is left for it
 LOOK_S = 1.0
+WHY = "time limit"
+LAUNCHED = "JAXTRAIN_LAUNCHED"  # seconds since 1970: when run.sh was called, which may have made attempts before this one
+NOTE = "JAXTRAIN_NOTE"  # a file of run.sh's: what is in it is why there should be no further attempt
 
 
-def limit_s(text: str, environ: Mapping[str, str] = os.environ, now: float | None = None) -> tuple[float, list[Problem]]:
-    """(seconds from now, inf for none) that `train.max_minutes` gives, and what is wrong with it."""
+def launched(environ: Mapping[str, str] = os.environ) -> float | None:
+    """When run.sh was called, seconds since 1970; None where it was not."""
+    text = environ.get(LAUNCHED, "")
+    return float(text) if text.isdigit() else None
+
+
+def tell_launcher(why: str, environ: Mapping[str, str] = os.environ) -> None:
+    """A run that ends for its time limit is not to be started again: tells run.sh, where there is one."""
+    if why.startswith(WHY) and NOTE in environ:
+        with contextlib.suppress(OSError):  # then it tries again, and finds the time over
+            Path(environ[NOTE]).write_text("its time limit is over (train.max_minutes)\n")
+
+
+def limit_s(
+    text: str, environ: Mapping[str, str] = os.environ, now: float | None = None, age: float = 0.0
+) -> tuple[float, list[Problem]]:
+    """(seconds from now, inf for none) that `train.max_minutes` gives, and what is wrong with it.
+
+    Minutes count from the launch: that by run.sh, or else `age` seconds ago.
+    """
     key, value = "train.max_minutes", text.strip()
     if not value:
         return math.inf, []
@@ -33,7 +56,9 @@ def limit_s(text: str, environ: Mapping[str, str] = os.environ, now: float | Non
         return math.inf, [
             Problem(key, text, "must be a number of minutes above 0, or auto", "For example 230, or '' for no limit.")
         ]
-    return 60 * minutes, []
+    now = time.time() if now is None else now
+    began = launched(environ)
+    return 60 * minutes - (now - began if began is not None else age), []
 
 
 class TimeLimit:
@@ -64,5 +89,5 @@ class TimeLimit:
         while not self._over.wait(LOOK_S):
             left = self._end - time.monotonic()
             if left <= min(LEAST_S + 2 * self._save_s(), MOST * self._whole):
-                self._ask(f"time limit, {max(left, 0.0):.0f} s before it")
+                self._ask(f"{WHY}, {max(left, 0.0):.0f} s before it")
                 return

@@ -39,10 +39,10 @@ from jaxtrain.receipt import Receipt, ReceiptError, config_sha256, device_facts
 from jaxtrain.session import FAILED, Session
 from jaxtrain.sharding import LayoutError
 from jaxtrain.signals import Stop
-from jaxtrain.start import Start, check_own_names, decide_start, open_data
+from jaxtrain.start import Start, check_own_names, decide_start, going_on, open_data
 from jaxtrain.startup import set_memory_budget, start_jax
-from jaxtrain.timelimit import TimeLimit, limit_s
-from jaxtrain.timeline import Timeline
+from jaxtrain.timelimit import TimeLimit, limit_s, tell_launcher
+from jaxtrain.timeline import Timeline, age_s
 from jaxtrain.trackers import TrackerError, open_trackers
 from jaxtrain.validate import validate
 from jaxtrain.validate.places import remote
@@ -137,6 +137,7 @@ class Ending:
     def early(self, name: str, code: int) -> None:
         """This run, or another of its processes, is asked to stop before the first step."""
         self.peers.ask_to_stop(name)
+        tell_launcher(name)
         self._finish(code, f"{name} before the first step")
         self.peers.close()
 
@@ -177,6 +178,7 @@ def _attempt(
         chosen = compiler.choose(program, compiler.card_of(jax.local_devices()[0], run.train.memory_fraction))
         step_s = parse_budgets(run.train.timeouts)[0]["step"] if own_process else 0.0
         chosen = compiler.for_run(chosen, devices[0].platform == "gpu", step_s, run.train.deterministic, workdir)
+        run = going_on(run, checkpoints)
         start = decide_start(run, checkpoints, program)
         train_data, held_out = open_data(run, program)
         # Now, although they are used later: a tokenizer that is missing, or of another model, should not end a run half-way.
@@ -255,8 +257,14 @@ def _attempt(
                 launch.argv,
                 timeline,
             )
+
+            def over(why: str) -> None:
+                stop.asked_elsewhere(why)  # before the first step this leaves at once
+                peers.ask_to_stop(why)
+
             try:
-                with TimeLimit(limit_s(run.train.max_minutes)[0], lambda: session.longest_save_s, peers.ask_to_stop):
+                seconds, _ = limit_s(run.train.max_minutes, age=age_s() if own_process else 0.0)
+                with TimeLimit(seconds, lambda: session.longest_save_s, over):
                     code, reason = session.train()
             except Diverged as error:
                 code, reason, ended = DIVERGED, str(error), error

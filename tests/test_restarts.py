@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from test_launcher import Machine, script
 
-# Lines of the plan: `exit CODE`; `kill NUMBER`, itself; `sleep SECONDS CODE`; `read CODE`, a line of stdin first; `until CODE`,
-# a signal came that asks to end, and 0.3 s for what else may come.
+# Lines of the plan: `exit CODE`; `kill NUMBER`, itself; `sleep SECONDS CODE`; `read CODE`, a line of stdin first; `note CODE`,
+# there should be no further attempt; `until CODE`, a signal came that asks to end, and 0.3 s for what else may come.
 FAKE_PYTHON = f"""#!{sys.executable} -IS
 import json, os, signal, sys, time
 
@@ -34,7 +34,8 @@ for name in names:
     signal.signal(getattr(signal, name), hear)
 number = len(open("attempts").readlines()) if os.path.exists("attempts") else 0
 action, *rest = open("plan").readlines()[number].split()
-facts = dict(pid=os.getpid(), arguments=sys.argv[1:], restart=os.environ.get("JAXTRAIN_RESTART"), at_birth=at_birth)
+facts = dict(pid=os.getpid(), arguments=sys.argv[1:], at_birth=at_birth)
+facts |= dict(restart=os.environ.get("JAXTRAIN_RESTART"), launched=os.environ.get("JAXTRAIN_LAUNCHED"))
 if all(os.isatty(i) for i in range(3)):
     facts.update(group=os.getpgrp(), foreground=os.tcgetpgrp(0))
 if action == "read":
@@ -45,6 +46,8 @@ if action == "kill":
     if rest[0] != "9":
         signal.signal(int(rest[0]), signal.SIG_DFL)
     os.kill(os.getpid(), int(rest[0]))
+if action == "note":
+    open(os.environ["JAXTRAIN_NOTE"], "w").write("the time is over\\n")
 if action == "sleep":
     time.sleep(float(rest[0]))
 if action == "until":
@@ -132,6 +135,8 @@ def test_started_again_until_it_is_done(launcher: Launcher):
     ]
     attempts = launcher.attempts()
     assert [a["restart"] for a in attempts] == [None, "1", "2"]
+    launched = {a["launched"] for a in attempts}  # the first attempt's for all
+    assert len(launched) == 1 and 0 <= time.time() - int(*launched) < 60
     assert {tuple(a["arguments"]) for a in attempts} == {("-m", "jaxtrain.main", "--config=x.py")}
 
 
@@ -143,6 +148,13 @@ def test_every_way_to_train(launcher: Launcher):
         assert first["arguments"] == second["arguments"]
         assert first["arguments"][1] == "jaxtrain.main"
     assert first["arguments"][2:] == ["--config=x.py", "a b", ""]
+
+
+def test_a_run_whose_time_is_over(launcher: Launcher):
+    done = launcher.train("exit 124", "note 75", "exit 0")
+    assert done.returncode == 75 and len(launcher.attempts()) == 2
+    assert done.stderr.endswith("signal): not started again, because the time is over\n")
+    assert not list(launcher.cwd.glob("tmp.*"))
 
 
 def test_other_commands_are_never_started_again(launcher: Launcher):

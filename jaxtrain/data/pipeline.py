@@ -107,6 +107,14 @@ class Batches:
                 out[name][mine] = part
         return out
 
+    def windows(self, step: int) -> dict[str, list[int]]:
+        """Which windows the batch of optimizer step `step` is made of, by source, each in the order of its rows."""
+        index_R = step * self.global_batch + np.arange(self.global_batch, dtype=np.int64)
+        if len(self.sources) == 1:
+            return {self.sources[0].name: self.window_numbers(0, index_R).tolist()}
+        source_R, within_R = interleave(index_R, self.weights)
+        return {self.sources[k].name: self.window_numbers(k, within_R[source_R == k]).tolist() for k in np.unique(source_R)}
+
     def _rows_of(self, source: int, index_R: np.ndarray) -> dict[str, np.ndarray]:
         rows = self.sources[source].rows(self.window_numbers(source, index_R))
         return make_batch(*rows, self.packing, self.max_segments)

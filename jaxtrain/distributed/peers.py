@@ -40,6 +40,7 @@ class Peers:
         self._ceiling: int | None = None  # the same, as told to the others
         self._last: int | None = None  # the last step for all
         self._reason: str | None = None
+        self._stopped = False  # at once, where all are between the same two steps
         self._broken: RuntimeError | None = None
         self._watch: Watch | None = None
         self.on_stop: Callable[[str], None] | None = None  # called once, in another thread, when somebody has asked to stop
@@ -157,6 +158,8 @@ class Peers:
         Raises PeerLost, naming the processes that have not said where they are, where it is their turn to.
         """
         with self._agreement:
+            if self._stopped:
+                return False
             if self._ceiling is not None and step > self._ceiling:
                 self._agreement.wait_for(lambda: self._last is not None or self._broken is not None, AGREE_S + 30)
                 if self._last is None:
@@ -165,6 +168,12 @@ class Peers:
                     return False
             self._reached = step
             return True
+
+    def stop_here(self, why: str) -> None:
+        """No step from here on, whatever was agreed. All processes call it between the same two steps, with the same words."""
+        with self._agreement:
+            self._reason = self._reason or why
+            self._stopped = True
 
     @property
     def stop_reason(self) -> str | None:

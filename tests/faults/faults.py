@@ -4,13 +4,15 @@ The default suite takes a sample of each campaign. `./run.sh test tests/faults -
 and writes what they measured; docs/reliability.md shows that.
 """
 
+import contextlib
+import importlib
 import json
 import os
 import random
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +51,25 @@ class Faults:
 
     def in_process(self, workdir: Path, **overrides: Any) -> int:
         """The same on the 8 devices of this process; the exit code."""
-        return runs.train(self.config, workdir, **{**self.overrides, **overrides})
+        with self._own():
+            return runs.train(self.config, workdir, **{**self.overrides, **overrides})
 
     def replay(self, bundle: Path, *arguments: str) -> int:
         """A bundle taken again on the 8 devices of this process; the exit code."""
-        with runs.own_cache():
+        with self._own(), runs.own_cache():
             return runs.command.main([f"--replay={bundle}", *arguments])
+
+    @contextlib.contextmanager
+    def _own(self) -> Iterator[None]:
+        """`import own` finds this folder's, and not what another test has left behind."""
+        sys.modules.pop("own", None)
+        sys.path.insert(0, str(self.folder))
+        importlib.invalidate_caches()
+        try:
+            yield
+        finally:
+            sys.path.remove(str(self.folder))
+            sys.modules.pop("own", None)
 
 
 def free_port() -> int:

@@ -122,11 +122,6 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
     return Faults(tmp_path_factory.mktemp("divergence"), OWN, train__steps=12)
 
 
-@pytest.fixture(autouse=True)
-def own(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(faults.folder)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_bad_step_is_skipped_and_kept_for_a_replay(
     faults: Faults, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], figures: Figures
@@ -142,7 +137,7 @@ def test_a_bad_step_is_skipped_and_kept_for_a_replay(
         assert [line["skipped_steps"] for line in runs.lines(workdir)][-1] == 1
         assert all(np.isfinite(x).all() for x in runs.tensors(workdir).values())
     assert f"step {step}: loss" in said and ("spike" if kind == "spike" else "not finite") in said
-    assert f"Data: batch {step - 1} (windows " in said or f"Data: batch {step - 1}" in said
+    assert f"Data: batch {step - 1} (windows " in said
 
     bundle = workdir / "replay" / f"step-{step}"
     record = json.loads((bundle / "bundle.json").read_text())

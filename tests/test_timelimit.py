@@ -1,0 +1,73 @@
+"""When a run has to leave: minutes from its launch, or the end of a Slurm job; and one that goes on with its launch."""
+
+import math
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.timelimit import LAUNCHED, NOTE, TimeLimit, launched, limit_s, tell_launcher
+
+
+def test_minutes_count_from_the_launch() -> None:
+    assert limit_s("", {}) == (math.inf, [])
+    assert limit_s("10", {}, age=30.0) == (570.0, [])
+    assert limit_s("10", {LAUNCHED: "1000"}, now=1090.0, age=30.0) == (510.0, []), "attempts before this one count"
+    assert limit_s("auto", {"SLURM_JOB_END_TIME": "5000"}, now=4000.0) == (1000.0, [])
+    assert launched({}) is None and launched({LAUNCHED: "1000"}) == 1000.0
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "soon", "inf", "nan", "auto"])
+def test_what_is_no_limit(text: str) -> None:
+    seconds, (problem,) = limit_s(text, {"SLURM_JOB_END_TIME": "tomorrow"} if text == "auto" else {})
+    assert seconds == math.inf and problem.key == "train.max_minutes" and problem.value == text and problem.remedy
+
+
+def test_asked_in_time_for_a_save() -> None:
+    asked, heard = [], threading.Event()
+
+    def ask(why: str) -> None:
+        asked.append(why)
+        heard.set()
+
+    with TimeLimit(3600.0, lambda: 10.0, ask):
+        assert not heard.wait(1.5)
+    with TimeLimit(100.0, lambda: 3600.0, ask):  # saves take longer than all of it: a quarter is left
+        assert not heard.wait(1.5)
+    with TimeLimit(-5.0, lambda: 0.0, ask):  # over before this attempt began
+        assert heard.wait(5)
+    assert asked == ["time limit, 0 s before it"]
+
+
+def test_the_launcher_hears_of_it(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    tell_launcher("SIGTERM", {NOTE: str(note)})
+    assert not note.exists()
+    tell_launcher("time limit, 60 s before it", {})
+    tell_launcher("time limit, 60 s before it", {NOTE: str(note)})
+    assert "train.max_minutes" in note.read_text()
+
+
+def test_a_launch_goes_back_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """checkpoint.step=2: the first attempt goes there; its restart goes on from what the first has saved."""
+    import helpers
+    import jax
+
+    from jaxtrain.start import going_on
+
+    run = helpers.tiny({"checkpoint.step": 2})
+    store = Checkpoints(tmp_path)
+    for step in (2, 4):
+        store.save(step, {"params.w": jax.device_put(np.ones(3, np.float32))}, {})
+        store.wait()
+    written = store.meta(4)["time_unix"]
+    assert going_on(run, store) is run, "no launcher"
+    monkeypatch.setenv(LAUNCHED, str(math.ceil(written) + 5))
+    assert going_on(run, store) is run, "step 4 is of another launch"
+    monkeypatch.setenv(LAUNCHED, str(int(written) - 5))
+    assert going_on(run, store).checkpoint.step == -1
+    (tmp_path / "4" / "meta.json").write_text("{")
+    assert going_on(run, store) is run, "nothing is known of a damaged step"
+    store.close()
