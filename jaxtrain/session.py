@@ -31,6 +31,7 @@ from jaxtrain.memory import (
 from jaxtrain.plan.expect import Watch, expect
 from jaxtrain.progress import Console
 from jaxtrain.receipt import Receipt
+from jaxtrain.sharding import node_of
 from jaxtrain.signals import Stop
 from jaxtrain.start import Start, base_of, decide_start, initial_state
 from jaxtrain.timelimit import tell_launcher
@@ -252,7 +253,8 @@ class Session:
         if gpu is None:
             return  # `throughput` says that nothing is known of this GPU
         try:
-            self.watch = Watch(expect(self.program, executable, gpu, jax.local_device_count(), self.run.precision))
+            node = sum(node_of(d) == node_of(jax.local_devices()[0]) for d in jax.devices())
+            self.watch = Watch(expect(self.program, executable, gpu, node, self.run.precision))
         except ValueError as error:
             self.console.say(f"no plan to compare this run with: {error}")
             return

@@ -43,19 +43,25 @@ def mesh_shape(run: RunConfig, num_devices: int, node: int = 0) -> tuple[int, ..
     return tuple(sizes[axis] for axis in MESH_AXES)
 
 
+def node_of(device: Any) -> int:
+    """Which node a device is in: XLA numbers the hosts of a run. A process may hold all GPUs of a node, or one of them."""
+    # Described devices are of one process here, and their process is their node.
+    return device.slice_index if jax.process_count() > 1 else device.process_index
+
+
 def make_mesh(run: RunConfig, devices: Sequence[Any]) -> Mesh:
     """A (data, fsdp, tensor, seq) mesh, node by node: data is the outermost axis and crosses nodes first, and neighbours in a
     node land on the right-most axes, which talk most.
 
-    A node is what one process holds. Axis types are Auto: XLA places what `constrain` leaves open. Raises LayoutError where
-    the nodes hold different numbers of devices.
+    Axis types are Auto: XLA places what `constrain` leaves open. Raises LayoutError where the nodes hold different numbers of
+    devices.
     """
-    ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
-    counts = collections.Counter(d.process_index for d in ordered)
+    ordered = sorted(devices, key=lambda d: (node_of(d), d.process_index, d.id))
+    counts = collections.Counter(map(node_of, ordered))
     if len({*counts.values()}) > 1:
         held = ", ".join(str(count) for count in counts.values())
         raise LayoutError(f"the nodes hold different numbers of devices ({held}): start as many on each")
-    shape = mesh_shape(run, len(ordered), counts[ordered[0].process_index])
+    shape = mesh_shape(run, len(ordered), counts[node_of(ordered[0])])
     return Mesh(np.asarray(ordered).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 

@@ -300,6 +300,19 @@ def test_stop_at_the_furthest_step():
         assert one.stop_reason == "SIGTERM"
 
 
+def test_back_at_an_earlier_step_the_agreed_one_is_not_waited_for():
+    """A rollback after an agreement: the processes tell each other, also those that have not heard who asked."""
+    store = Store()
+    peers = [Peers(i, 2, store) for i in range(2)]
+    assert all(one.may_start(step) for one in peers for step in (1, 2, 3))
+    peers[0].ask_to_stop("SIGTERM")
+    while peers[0].stop_reason is None:
+        time.sleep(0.01)
+    for one in peers:
+        one.stop_here("SIGTERM")
+        assert not one.may_start(2) and one.stop_reason == "SIGTERM"
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_deadlock_in_a_collective(seed):
     """Loops that wait for each other in every step, as devices do, and differ in how far they run ahead."""

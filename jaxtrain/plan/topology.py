@@ -4,6 +4,7 @@ XLA's GPU compiler needs a description of the card and the shape of the machine,
 files in specs/, one a chip; what CUDA reports as a card's memory is read from them.
 """
 
+import collections
 import dataclasses
 import difflib
 import re
@@ -17,6 +18,7 @@ import jax
 from jax.experimental import topologies
 
 from jaxtrain import hardware
+from jaxtrain.sharding import node_of
 from jaxtrain.startup import quiet
 
 # Chip -> (the most of them that NVLink joins, what joins them). A node is that: what crosses it goes over a network.
@@ -124,16 +126,17 @@ def here() -> Topology:
             "--topology=h200:8"
         )
     kinds = sorted({d.device_kind for d in found})
-    counts = sorted({sum(d.process_index == p for d in found) for p in range(jax.process_count())})
+    nodes = collections.Counter(map(node_of, found))
+    counts = sorted({*nodes.values()})
     if len(kinds) > 1 or len(counts) > 1:
-        raise TopologyError(f"the GPUs are {', '.join(kinds)}, {' or '.join(map(str, counts))} a process: they must be alike")
+        raise TopologyError(f"the GPUs are {', '.join(kinds)}, {' or '.join(map(str, counts))} a node: they must be alike")
     for chip in CHIPS:
         read = _read(chip)
         if read["device_kind"] == kinds[0]:
-            return Topology(chip, counts[0], jax.process_count(), **{**read, "description": ""})
+            return Topology(chip, counts[0], len(nodes), **{**read, "description": ""})
     # The driver's figure is that of the card; CUDA gives programs up to half a percent less.
     memory = int(hardware.probe().memory_gib * 2**30)
-    return Topology(kinds[0], counts[0], jax.process_count(), kinds[0], memory, "")
+    return Topology(kinds[0], counts[0], len(nodes), kinds[0], memory, "")
 
 
 def describe(topology: Topology, memory_bytes: int | None = None) -> str:

@@ -17,6 +17,7 @@ def train(faults: Faults, workdir: Path, shape: str, steps: int) -> None:
         return
     ends = [child.end(timeout=300) for child in faults.processes(workdir, number, devices, train__steps=steps)]
     assert [code for code, _ in ends] == [0] * number, ends
+    assert runs.receipt(workdir)["mesh"]["fsdp"] == 8, "processes of one host are one node"
 
 
 def by_step(workdir: Path) -> dict[tuple[str, int], dict[str, Any]]:
@@ -32,27 +33,21 @@ def furthest(a: dict[tuple[str, int], dict[str, Any]], b: dict[tuple[str, int], 
 
 
 def test_processes_come_and_go(tmp_path: Path, whole: bool, figures: Figures) -> None:
-    more: dict[str, Any] = {
-        "data__source": "stdlib",
-        "eval__every_steps": 4,
-        "eval__batches": 1,
-        "mesh__data": 2,
-        "mesh__fsdp": 4,
-    }
+    more: dict[str, Any] = {"data__source": "stdlib", "eval__every_steps": 4, "eval__batches": 1}
     more["optimizer__warmup_steps"] = 1  # so that a part of three steps is allowed
     faults = Faults(tmp_path, **more)
     shapes = list(SHAPES) if whole else ["1 x 8", "2 x 4"]
     found = {}
-    for shape in shapes:
+    for shape in shapes if whole else shapes[:1]:
         train(faults, tmp_path / shape, shape, 12)
         found[shape] = by_step(tmp_path / shape)
     first = found[shapes[0]]
-    worst = max(furthest(first, found[shape]) for shape in shapes[1:])
+    worst = max((furthest(first, lines) for lines in found.values()), default=0.0)
     # One after another, each from the checkpoint of the one before.
     moved = tmp_path / "moved"
     order = [*shapes[1:], shapes[0], *([shapes[1]] if whole else [])]
     for i, shape in enumerate(order):
-        train(faults, moved, shape, 12 if i == len(order) - 1 else 3 * (i + 1))
+        train(faults, moved, shape, 12 * (i + 1) // len(order))
     worst = max(worst, furthest(first, by_step(moved)))
     assert worst < 1e-5, "sums over devices may differ in their last bits, the data may not"
     # Other data would show: the losses of neighbouring steps differ by far more.

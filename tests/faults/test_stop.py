@@ -59,6 +59,9 @@ def loss(hidden_BTD, head_VD, batch, spec):
 """
 
 
+TWO = 120  # steps of the runs of two processes
+
+
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
     own: dict[str, Any] = {"data__source": "own:source", "loss__name": "own:loss", "eval__every_steps": 6, "train__steps": 14}
@@ -70,6 +73,14 @@ def uninterrupted(faults: Faults) -> Path:
     code, said = faults.start(faults.folder / "whole").end()
     assert code == 0, said
     return faults.folder / "whole"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted_two(faults: Faults) -> Path:
+    """By two processes with four devices each."""
+    ends = [child.end() for child in faults.processes(faults.folder / "two", 2, 4, train__steps=TWO)]
+    assert [code for code, _ in ends] == [0, 0], ends
+    return faults.folder / "two"
 
 
 def stopped_in(faults: Faults, phase: str, workdir: Path) -> tuple[int, str, int]:
@@ -102,7 +113,10 @@ def stopped_in(faults: Faults, phase: str, workdir: Path) -> tuple[int, str, int
     return code, said, before
 
 
-@pytest.mark.parametrize("phase", ["compile", "data", pytest.param("step", marks=pytest.mark.more), "eval", "save"])
+MORE = [pytest.param(phase, marks=pytest.mark.more) for phase in ("step", "eval")]
+
+
+@pytest.mark.parametrize("phase", ["compile", "data", "save", *MORE])
 def test_sigterm_in_each_phase(faults: Faults, uninterrupted: Path, phase: str, tmp_path: Path, figures: Figures) -> None:
     workdir = tmp_path / "run"
     code, said, before = stopped_in(faults, phase, workdir)
@@ -121,29 +135,29 @@ def test_sigterm_in_each_phase(faults: Faults, uninterrupted: Path, phase: str, 
     figures.add(f"sigterm in {phase}", written_before=before, saved=saved)
 
 
-def test_sigterm_to_either_of_two_processes(faults: Faults, uninterrupted: Path, tmp_path: Path) -> None:
+def test_sigterm_to_either_of_two_processes(faults: Faults, uninterrupted_two: Path, whole: bool, tmp_path: Path) -> None:
     workdir = tmp_path / "run"
-    for signalled in (0, 1):
-        both = faults.processes(workdir, 2, 4)
-        target = 3 + 4 * signalled
+    for signalled in (0, 1) if whole else (1,):
+        both = faults.processes(workdir, 2, 4, train__steps=TWO)
+        target = 3 + 10 * signalled
         both[0].until(lambda at=target: steps_written(workdir) >= at)
         both[signalled].process.send_signal(signal.SIGTERM)
         ends = [child.end(timeout=90) for child in both]
         assert [code for code, _ in ends] == [75, 75], ends
         assert f"state saved at step {max(runs.steps(workdir))}" in ends[0][1]
         assert max(runs.steps(workdir)) == steps_written(workdir), "nothing that was told is lost"
-    ends = [child.end(timeout=90) for child in faults.processes(workdir, 2, 4)]
+    ends = [child.end() for child in faults.processes(workdir, 2, 4, train__steps=TWO)]
     assert [code for code, _ in ends] == [0, 0], ends
-    whole = tmp_path / "whole"
-    ends = [child.end(timeout=90) for child in faults.processes(whole, 2, 4)]
-    assert same(runs.tensors(workdir), runs.tensors(whole))
-    assert runs.exact(workdir) == runs.exact(whole)
+    assert same(runs.tensors(workdir), runs.tensors(uninterrupted_two))
+    assert runs.exact(workdir) == runs.exact(uninterrupted_two)
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.more), 1])
-def test_one_of_two_processes_is_killed(faults: Faults, victim: int, tmp_path: Path, figures: Figures) -> None:
+def test_one_of_two_processes_is_killed(
+    faults: Faults, uninterrupted_two: Path, victim: int, tmp_path: Path, figures: Figures
+) -> None:
     workdir = tmp_path / "run"
-    both = faults.processes(workdir, 2, 4, train__steps=400)
+    both = faults.processes(workdir, 2, 4, train__steps=TWO)
     both[0].until(lambda: bool(runs.steps(workdir)) and steps_written(workdir) > 6)
     both[victim].process.kill()
     began = time.monotonic()
@@ -154,12 +168,11 @@ def test_one_of_two_processes_is_killed(faults: Faults, victim: int, tmp_path: P
     assert f"process {victim} (host " in said and "to be started again" in said
     assert runs.receipt(workdir)["exit_code"] == (75 if victim else None)
     figures.add(f"process {victim} of 2 killed", seconds_until_the_other_left=round(took, 1))
-    steps = max(runs.steps(workdir)) + 5
-    ends = [child.end(timeout=90) for child in faults.processes(workdir, 2, 4, train__steps=steps)]
+    assert steps_written(workdir) < TWO
+    ends = [child.end() for child in faults.processes(workdir, 2, 4, train__steps=TWO)]
     assert [code for code, _ in ends] == [0, 0], ends
-    whole = tmp_path / "whole"
-    ends = [child.end(timeout=90) for child in faults.processes(whole, 2, 4, train__steps=steps)]
-    assert same(runs.tensors(workdir, steps), runs.tensors(whole, steps))
+    assert same(runs.tensors(workdir), runs.tensors(uninterrupted_two))
+    assert runs.exact(workdir) == runs.exact(uninterrupted_two)
 
 
 def test_a_time_limit_leaves_in_time(faults: Faults, tmp_path: Path) -> None:

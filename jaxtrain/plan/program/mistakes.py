@@ -15,6 +15,7 @@ from jaxtrain.config import MESH_AXES, RunConfig
 from jaxtrain.kernels.dot import DTYPES
 from jaxtrain.plan.program.roofline import Roofline
 from jaxtrain.plan.result import Collective, Memory, Rates
+from jaxtrain.sharding import node_of
 
 EXPOSED = 0.02  # of the step: waiting for less than this is no mistake
 SLACK = 1.25  # no schedule hides all that it could
@@ -63,7 +64,7 @@ def _size(mesh: Mesh, axes: set[str]) -> int:
 
 def _across_nodes(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed: Roofline) -> Iterator[str]:
     """Groups over an axis that talks in every layer, of GPUs in different nodes."""
-    nodes = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    nodes = np.vectorize(node_of)(mesh.devices)
     node = int(np.unique(nodes, return_counts=True)[1].max())
     for axis in ("tensor", "seq"):
         groups = np.moveaxis(nodes, MESH_AXES.index(axis), -1)
