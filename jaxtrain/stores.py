@@ -24,8 +24,9 @@ def refused(place: str, checkpoints: bool = False) -> tuple[str, str] | None:
         return None
     if not checkpoints:
         return (
-            "object stores are not supported here; checkpoints alone go to gs://",
-            "Copy it to, or mount it as, a folder. The rest of a run is locked, appended to, or read at any place of a file.",
+            "object stores are not supported here: checkpoints may lie at gs://, all else is locked, appended to or read piece "
+            "by piece",
+            "Copy it to, or mount it as, a folder.",
         )
     if scheme != "gs":
         at_s3 = scheme == "s3"

@@ -11,6 +11,7 @@ import http.server
 import itertools
 import json
 import re
+import sys
 import threading
 from collections.abc import Callable
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -32,7 +33,8 @@ class Server(http.server.ThreadingHTTPServer):
         self.generation = itertools.count(1)
         self.lock = threading.RLock()
         self.asked: list[tuple[str, str]] = []  # method, path
-        self.fails: Callable[[str, str], int] = lambda method, path: 0  # the status of an error for a request; 0: none
+        # The status of an error for a request, by its method (PUT for every kind of upload) and path or bucket/name; 0: none.
+        self.fails: Callable[[str, str], int] = lambda method, path: 0
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -51,6 +53,11 @@ class Server(http.server.ThreadingHTTPServer):
         with self.lock:
             for key in keys:
                 del self.objects[key]
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that goes away, as one that is killed, is no news; anything else is."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -162,9 +169,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def stored(self, key: str, data: bytes, query: dict[str, str]) -> None:
         """The object is there, whole."""
+        if status := self.server.fails("PUT", key):
+            return self.error(status)
         if not self.unmet(key, query):
             self.server.put(key, data)
-            self.json(self.about(key))
+            return self.json(self.about(key))
+        return None
 
     def deleted(self, key: str, query: dict[str, str]) -> None:
         """It is gone."""

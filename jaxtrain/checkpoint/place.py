@@ -203,7 +203,11 @@ class Bucket:
                 found = _client().find(root, detail=True)
             except FileNotFoundError:  # an empty folder is no error: without the bucket there is nothing to list in
                 raise Unreachable(f"{folder}: there is no such bucket, or it is not shown to these credentials.") from None
-        return {name.removeprefix(root): found[name]["size"] for name in found if name.startswith(root) and name != root}
+        return {
+            name.removeprefix(root): about["size"]
+            for name, about in found.items()
+            if name.startswith(root) and name != root and about["type"] != "directory"
+        }
 
     def read(self, path: "AnyPath") -> bytes:
         with _asking(path):
