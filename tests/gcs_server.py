@@ -64,6 +64,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     """One request."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # an answer is two writes, and the second would wait 40 ms for the first to be heard
     server: Server
 
     def log_message(self, format: str, *args: object) -> None:

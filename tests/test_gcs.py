@@ -245,7 +245,7 @@ def test_a_run_goes_on(server: Server, bucket: str, tmp_path: Path, capsys: pyte
     server.put(f"{bucket}/run/10/meta.json", b"{}")
     assert runs.train(config, tmp_path / "run", train__steps=10, **place) == 0
     assert Checkpoints(f"gs://{bucket}/run").steps() == [5, 10] and "moved to gs://" in capsys.readouterr().out
-    other = {"init__from": f"gs://{bucket}/run", "train__steps": 1, "eval__every_steps": 0}
+    other = {"init__from": f"gs://{bucket}/run", "train__steps": 5, "eval__every_steps": 0}
     assert runs.train(config, tmp_path / "other", **other) == 0
     server.buckets.remove(bucket)
     assert runs.train(config, tmp_path / "run", train__steps=12, **place) == 2
