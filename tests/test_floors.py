@@ -48,6 +48,7 @@ FLOORS = (
             *(
                 "checkpoint.errors",
                 "checkpoint.place",
+                "checkpoint.arrays",
                 "checkpoint.files",
                 "checkpoint",
                 "checkpoint.__main__",

@@ -34,6 +34,11 @@ import numpy as np
 
 from jaxtrain import digests, stores
 from jaxtrain.checkpoint import files, place
+from jaxtrain.checkpoint.arrays import context as _context
+from jaxtrain.checkpoint.arrays import differences
+from jaxtrain.checkpoint.arrays import innermost as _innermost
+from jaxtrain.checkpoint.arrays import of_processes as _of_processes
+from jaxtrain.checkpoint.arrays import orbax as _orbax
 from jaxtrain.checkpoint.errors import CheckpointError as CheckpointError
 from jaxtrain.checkpoint.errors import Damaged as Damaged
 from jaxtrain.checkpoint.errors import Unreachable
@@ -47,9 +52,6 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("jaxtrain")
 FORMAT = 2
-# Bounds on Orbax's files: a reader on another mesh fetches whole chunks, a copying tool moves whole files.
-CHUNK_BYTES = 64 << 20
-FILE_BYTES = 1 << 30
 # How long processes wait for each other at a save or a restore: a whole save on a slow disk may lie between them, or a compile
 # of one that the others found in their caches. The watchdog's budgets are what ends a hang.
 PEERS_S = 5400.0
@@ -504,23 +506,6 @@ class Checkpoints:
         return f"There is no earlier step: restore {self.directory / str(step)} from a copy, or move it away to start afresh."
 
 
-def differences(
-    stored: Mapping[str, jax.ShapeDtypeStruct], wanted: Mapping[str, jax.ShapeDtypeStruct], *, subset: bool, cast: bool
-) -> list[str]:
-    """One line for each tensor missing, left over, or of another shape or dtype. The flags are those of `restore`."""
-    out = [f"{name}: not in the checkpoint" for name in sorted(wanted.keys() - stored.keys())]
-    if not subset:
-        out += [f"{name}: in the checkpoint, not in this run" for name in sorted(stored.keys() - wanted.keys())]
-    for name in sorted(wanted.keys() & stored.keys()):
-        have, want = stored[name], wanted[name]
-        floats = jnp.issubdtype(have.dtype, jnp.floating) and jnp.issubdtype(want.dtype, jnp.floating)
-        if have.shape != want.shape:
-            out.append(f"{name}: shape {have.shape} in the checkpoint, {want.shape} in this run")
-        elif have.dtype != want.dtype and not (cast and floats):
-            out.append(f"{name}: dtype {have.dtype} in the checkpoint, {want.dtype} in this run")
-    return out
-
-
 def locate(path: str | os.PathLike[str]) -> tuple[Checkpoints, int]:
     """A run's folder, its checkpoints folder, or one step's folder -> the checkpoints and the step meant (the newest).
 
@@ -557,36 +542,3 @@ def folder_in(run: str) -> str:
             return elsewhere
     inner = Path(run) / "checkpoints"
     return os.fspath(inner) if inner.exists() else run
-
-
-def _orbax() -> Any:
-    # `import orbax.checkpoint.v1` does not work in 0.12: v1 is an attribute.
-    from orbax.checkpoint import v1 as ocp
-
-    return ocp
-
-
-def _context(ocp: Any, subset: bool = False, processes: int = 1) -> Any:
-    context = ocp.Context()
-    if processes > 1:
-        # With the processes named, Orbax waits for them at the coordination service, with a time limit, and not on the devices.
-        context.multiprocessing.active_processes = set(range(processes))
-    saving = context.array.saving
-    saving.use_compression = False  # random floats do not compress; zstd costs most of the time of a save
-    saving.ocdbt_target_data_file_size = FILE_BYTES
-    saving.storage_options.chunk_byte_size = CHUNK_BYTES
-    # Created in the background, a folder that cannot be created leaves threads waiting for it: 20 minutes at exit.
-    context.asynchronous.create_directories_asynchronously = False
-    context.pytree.loading.partial_load = subset
-    return context
-
-
-def _innermost(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
-
-
-def _of_processes(errors: list[str]) -> str:
-    return "; ".join(f"process {i}: {error}" for i, error in enumerate(errors) if error)
