@@ -33,7 +33,8 @@ def refused(place: str, checkpoints: bool = False) -> tuple[str, str] | None:
         copied = "`aws s3 sync`" if at_s3 else "the store's own tool"
         mounted = " (Mountpoint for S3 cannot, s3fs can)" if at_s3 else ""
         return (
-            f"object stores are not supported but gs://, as Orbax writes none: it would make a local folder named '{scheme}:'",
+            f"object stores are not supported but gs://: Orbax writes to no other, and as a path it is a local folder "
+            f"'{scheme}:'",
             f"Save to a disk and copy finished steps with {copied}, or mount the bucket as a folder that can rename "
             f"folders{mounted}.",
         )

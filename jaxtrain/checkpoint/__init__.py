@@ -8,9 +8,10 @@ A checkpoint is one folder per step:
 
 meta.json is written and synced before the arrays, so a step is complete exactly when both are there, whenever the process was
 killed. Old steps are deleted only after the new one is on disk, and are renamed before they are deleted, so that half of a step
-is never taken for one. Orbax does not notice a flipped bit in an array: the digests, taken of the state on its devices
-(jaxtrain/digests.py), are compared at every restore with those of what was read. Everything here sees flat dicts of arrays; how
-a train state is laid out in memory is decided elsewhere.
+is never taken for one. (In a bucket nothing is renamed, and other marks say the same: place.py.) Orbax does not notice a
+flipped bit in an array: the digests, taken of the state on its devices (jaxtrain/digests.py), are compared at every restore
+with those of what was read. Everything here sees flat dicts of arrays; how a train state is laid out in memory is decided
+elsewhere.
 
 Orbax is imported on first use (0.7 s): a fresh run does not pay for it before its first step.
 """
