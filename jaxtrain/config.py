@@ -304,7 +304,7 @@ class Eval:
 class Checkpoint:
     """What is saved, and what a resumed run may change."""
 
-    dir: str = key("", "folder of the checkpoints; '': WORKDIR/checkpoints")
+    dir: str = key("", "folder of the checkpoints, or gs://BUCKET/PATH; '': WORKDIR/checkpoints")
     every_steps: int = key(500, "and after the last step; 0: only then")
     keep: int = key(2, "newest checkpoints kept")
     keep_every: int = key(0, "also keep every step that is a multiple of this; 0: none")

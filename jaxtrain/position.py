@@ -9,11 +9,13 @@ import dataclasses
 import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxtrain.checkpoint import CheckpointError, files
-from jaxtrain.metrics import write_atomic
+from jaxtrain.checkpoint import CheckpointError, files, place
+from jaxtrain.checkpoint.errors import Unreachable
+
+if TYPE_CHECKING:
+    from jaxtrain.checkpoint.place import AnyPath
 
 NAME = "skipped_data.json"
 
@@ -51,7 +53,9 @@ class Positioned:
         return self._source.batch(at) if rows is None else self._source.batch(at, rows)
 
 
-def position(directory: Path, step: int, tokens: int, per_step: int, skipped: list[dict[str, Any]] | None = None) -> Position:
+def position(
+    directory: "AnyPath", step: int, tokens: int, per_step: int, skipped: list[dict[str, Any]] | None = None
+) -> Position:
     """That of a run which has done `step` steps and read `tokens` tokens, skipped ones included, `per_step` in each batch.
 
     skipped: as `read` gives it, where it is known.
@@ -61,25 +65,29 @@ def position(directory: Path, step: int, tokens: int, per_step: int, skipped: li
     return Position(step, math.ceil(tokens / per_step), _batches(read(directory) if skipped is None else skipped, per_step))
 
 
-def read(directory: Path) -> list[dict[str, Any]]:
+def read(directory: "AnyPath") -> list[dict[str, Any]]:
     """What was skipped, oldest first: `tokens` [first, last), `steps`, `back_to`, `why`, `time_unix`. [] where nothing was."""
     path = directory / NAME
     try:
-        return files.unsealed(path.read_bytes())["skipped"] if path.exists() else []
+        return files.unsealed(place.at(directory).read(path))["skipped"]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except Unreachable:
+        raise
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({error}). It names data that this run passes over. Restore it, or remove it to read all."
         ) from error
 
 
-def skip(directory: Path, tokens: tuple[int, int], steps: Sequence[int], why: str, back_to: int) -> list[dict[str, Any]]:
+def skip(directory: "AnyPath", tokens: tuple[int, int], steps: Sequence[int], why: str, back_to: int) -> list[dict[str, Any]]:
     """Add a range of data [first, last) to what this run passes over, from its next start or rollback on.
 
     steps: the first and the last that it was skipped for. back_to: the checkpoint from which the run goes on. Returns all.
     """
     new = {"tokens": list(tokens), "steps": list(steps), "back_to": back_to, "why": why, "time_unix": time.time()}
     known = [*read(directory), new]
-    write_atomic(directory / NAME, files.sealed({"format": 1, "skipped": known}))
+    place.at(directory).write(directory / NAME, files.sealed({"format": 1, "skipped": known}))
     return known
 
 

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from jaxtrain import config, hardware
 from jaxtrain.startup import start_jax
@@ -49,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CheckpointError, TokenizerError, ValueError) as error:  # ValueError: a layout these devices cannot hold
         print(error, file=sys.stderr)
         return 2
-    print(f"[{Path(args.workdir)}, step {step}]", file=sys.stderr)
+    print(f"[{args.workdir.rstrip('/')}, step {step}]", file=sys.stderr)
     # A run that writes no samples says max_tokens = 0.
     ask = dataclasses.replace(run.sample, **{"max_tokens": run.sample.max_tokens or config.Sample().max_tokens, **given})
     try:

@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import ml_collections
@@ -48,6 +48,9 @@ from jaxtrain.validate import validate
 from jaxtrain.validate.places import remote
 from jaxtrain.watchdog import Watchdog, parse_budgets
 
+if TYPE_CHECKING:
+    from jaxtrain.checkpoint.place import AnyPath
+
 REFUSED, AGAIN, DIVERGED, HUNG = 2, 75, 76, 124
 BEAT_S, DEAD_S = 2.0, 15.0  # how often processes show that they live, and after how long one is taken for dead
 AGREE_S = 600.0  # processes wait for each other so long at the start
@@ -61,7 +64,7 @@ class Result:
     reason: str  # in words, as in receipt.json
     step: int  # optimizer steps done
     metrics: dict[str, Any]  # the newest train line of metrics.jsonl; empty where there is none
-    checkpoints: Path  # the folder of the checkpoints
+    checkpoints: "AnyPath"  # the folder of the checkpoints, or its place in a bucket
     error: Exception | None = None  # what ended it; `run` raises that
 
 

@@ -29,7 +29,7 @@ FLOORS = (
                 "precision",
                 "hardware",
             ),
-            *("groups", "flops", "launch"),
+            *("groups", "flops", "launch", "stores"),
         ),
     ),
     ("placement", ("sharding", "distributed.*", "startup")),
@@ -46,6 +46,9 @@ FLOORS = (
         "around the step",
         (
             *(
+                "checkpoint.errors",
+                "checkpoint.place",
+                "checkpoint.arrays",
                 "checkpoint.files",
                 "checkpoint",
                 "checkpoint.__main__",

@@ -8,9 +8,10 @@ A checkpoint is one folder per step:
 
 meta.json is written and synced before the arrays, so a step is complete exactly when both are there, whenever the process was
 killed. Old steps are deleted only after the new one is on disk, and are renamed before they are deleted, so that half of a step
-is never taken for one. Orbax does not notice a flipped bit in an array: the digests, taken of the state on its devices
-(jaxtrain/digests.py), are compared at every restore with those of what was read. Everything here sees flat dicts of arrays; how
-a train state is laid out in memory is decided elsewhere.
+is never taken for one. (In a bucket nothing is renamed, and other marks say the same: place.py.) Orbax does not notice a
+flipped bit in an array: the digests, taken of the state on its devices (jaxtrain/digests.py), are compared at every restore
+with those of what was read. Everything here sees flat dicts of arrays; how a train state is laid out in memory is decided
+elsewhere.
 
 Orbax is imported on first use (0.7 s): a fresh run does not pay for it before its first step.
 """
@@ -23,39 +24,38 @@ import json
 import logging
 import os
 import resource
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain import digests
-from jaxtrain.checkpoint import files
+from jaxtrain import digests, stores
+from jaxtrain.checkpoint import files, place
+from jaxtrain.checkpoint.arrays import context as _context
+from jaxtrain.checkpoint.arrays import differences
+from jaxtrain.checkpoint.arrays import innermost as _innermost
+from jaxtrain.checkpoint.arrays import of_processes as _of_processes
+from jaxtrain.checkpoint.arrays import orbax as _orbax
+from jaxtrain.checkpoint.errors import CheckpointError as CheckpointError
+from jaxtrain.checkpoint.errors import Damaged as Damaged
+from jaxtrain.checkpoint.errors import Unreachable
+from jaxtrain.checkpoint.place import ARRAYS, META
+from jaxtrain.checkpoint.place import sync as _sync
+from jaxtrain.checkpoint.place import sync_tree as _sync_tree
 from jaxtrain.distributed import Peers
+
+if TYPE_CHECKING:
+    from jaxtrain.checkpoint.place import AnyPath
 
 LOGGER = logging.getLogger("jaxtrain")
 FORMAT = 2
-META = "meta.json"
-ARRAYS = "arrays"
-DELETING = ".deleting"
-# Bounds on Orbax's files: a reader on another mesh fetches whole chunks, a copying tool moves whole files.
-CHUNK_BYTES = 64 << 20
-FILE_BYTES = 1 << 30
 # How long processes wait for each other at a save or a restore: a whole save on a slow disk may lie between them, or a compile
 # of one that the others found in their caches. The watchdog's budgets are what ends a hang.
 PEERS_S = 5400.0
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, found, read, or does not fit what it is to be restored into. Says what to do."""
-
-
-class Damaged(CheckpointError):
-    """A step is not as it was written, or holds weights that are no numbers. An older one may be good."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Failed:
 class Checkpoints:
     """The steps in one folder. Opening it writes nothing; every process of a run calls the same methods in the same order.
 
-    directory: a folder on a local or network-mounted disk.
+    directory: a folder on a local or network-mounted disk, or gs://BUCKET/PATH (checkpoint/place.py).
     keep: newest steps kept. keep_every: also keep every step that is a multiple of this; 0: none.
     peers: the processes of the run, which save and restore together.
     finite: whether parameters that are infinite or no number are refused, written and read.
@@ -96,7 +96,8 @@ class Checkpoints:
     ):
         if keep < 1:
             raise ValueError(f"checkpoint.keep = {keep}: at least the newest step is kept. Set it to 1 or more.")
-        self.directory = Path(directory).expanduser().absolute()
+        self._place = place.at(directory)
+        self.directory = self._place.path
         self._keep = keep
         self._keep_every = keep_every
         self._peers = peers or Peers(0, 1)
@@ -117,9 +118,7 @@ class Checkpoints:
 
     def states(self) -> dict[int, str]:
         """Every step folder: 'complete', 'unfinished' (the save was cut off) or 'damaged' (arrays without meta.json)."""
-        if not self.directory.exists():
-            return {}
-        return {int(f.name): self._state(f) for f in self.directory.iterdir() if _is_step(f.name) and f.is_dir()}
+        return self._place.states()
 
     def latest(self, passed: dict[int, str] | None = None) -> int | None:
         """The newest step whose meta.json can be read; None where nothing was ever completely saved.
@@ -154,12 +153,12 @@ class Checkpoints:
         Raises CheckpointError when the step is not there or was cut off, Damaged when its meta.json cannot be read.
         """
         folder = self.directory / str(step)
-        state = self._state(folder) if folder.exists() else "missing"
+        state = self._place.state(step)
         if state in ("missing", "unfinished"):
             what = "there is no such checkpoint" if state == "missing" else "its save was cut off"
             raise CheckpointError(f"step {step} in {self.directory}: {what}. Complete steps: {self.listing()}.")
         try:
-            text = (folder / META).read_bytes()
+            text = self._place.read(folder / META)
             version = json.loads(text).get("format")
             if isinstance(version, int) and version != FORMAT:
                 raise CheckpointError(
@@ -169,6 +168,8 @@ class Checkpoints:
             return files.unsealed(text)
         except (FileNotFoundError, ValueError, AttributeError) as e:
             raise Damaged(f"{folder / META} cannot be read ({e}). {self._way_out(step)}") from e
+        except Unreachable:
+            raise
         except OSError as e:  # of the disk or the network, which may be well again in a moment
             raise CheckpointError(f"{folder / META} cannot be read now ({e}). {self._way_out(step)}") from e
 
@@ -178,6 +179,12 @@ class Checkpoints:
             name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
             for name, (shape, dtype, _) in self.meta(step)["tensors"].items()
         }
+
+    def _is_there(self, step: int) -> bool:
+        try:
+            return self._place.state(step) == "complete"
+        except Unreachable:  # the save that follows fails of it, where it is told and tried again
+            return False
 
     # Saving
 
@@ -203,7 +210,7 @@ class Checkpoints:
         """
         start = time.perf_counter()
         self._settle()
-        there = "there" if step == self._newest or step in self.steps() else ""
+        there = "there" if step == self._newest or self._is_there(step) else ""
         if self._peers.gather("save", there, PEERS_S)[0]:
             return None
         size = sum(x.nbytes for x in tensors.values())
@@ -267,15 +274,14 @@ class Checkpoints:
         left = ""
         if self._primary:
             try:
-                step = self.directory / str(self._pending_step)
-                if self._state(step) != "unfinished":  # its arrays are there, and what comes after them failed
-                    self._delete(step)
-                self._sweep()
+                if self._place.state(self._pending_step) in ("complete", "damaged"):  # what comes after the arrays failed
+                    self._place.delete(self._pending_step)
+                self._place.sweep()
             except OSError as e:
                 left = f" What it had written could not be removed ({e})."
         return CheckpointError(
             f"saving step {self._pending_step} to {self.directory} failed: {_innermost(error)}.{left} Complete steps: "
-            f"{self.listing()}. Free some space, or set checkpoint.dir to another place and start again."
+            f"{self.listing()}. {self._place.way_out}"
         )
 
     def _write(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any, start: float, returned: float) -> Saved:
@@ -329,12 +335,9 @@ class Checkpoints:
             raise ValueError(f"parameters that are infinite or no number are not saved: {shown}{more}")
         if not self._primary:
             return
-        self._check_place()
-        self._sweep()
-        self._check_space(record["bytes"])
-        folder = self.directory / str(record["step"])
-        folder.mkdir(parents=True, exist_ok=True)
-        self._device = self.directory.stat().st_dev
+        self._place.check(record["bytes"], self._keep, self._device)
+        folder = self._place.make(record["step"])
+        self._device = self._place.file_system()
         shapes = record.pop("shapes")
         record["tensors"] = {name: [*shapes[name], digests.text(x)] for name, x in found.items()}
         self._write_meta(folder, files.sealed(record))
@@ -362,7 +365,7 @@ class Checkpoints:
 
         def written() -> str:
             found = {name: value for share in shares for name, value in json.loads(share).items()}
-            self._write_synced(folder / files.NAME, files.encode(found))
+            self._place.write(folder / files.NAME, files.encode(found))
             return ""
 
         self._together("integrity", written if self._primary else lambda: "")
@@ -390,53 +393,12 @@ class Checkpoints:
             if self._keep_every and old % self._keep_every == 0:
                 continue
             try:
-                self._delete(self.directory / str(old))
+                self._place.delete(old)
             except OSError as e:  # the new step is on disk: this is no reason to call its save a failure
                 LOGGER.warning("%s", f"checkpoint {old} could not be deleted ({e}); the next save tries again")
 
-    def _write_meta(self, folder: Path, text: str) -> None:
-        self._write_synced(folder / META, text)
-
-    def _write_synced(self, path: Path, text: str) -> None:
-        partial = path.with_name(path.name + ".partial")
-        with open(partial, "w") as f:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
-        partial.replace(path)
-        _sync(path.parent)
-
-    def _check_place(self) -> None:
-        """A disk that was unmounted under the run would otherwise be replaced by a folder on the disk below it."""
-        place = _existing(self.directory)
-        if self._device is not None and place.stat().st_dev != self._device:
-            raise OSError(f"{place} is on another file system than the checkpoints before: was it unmounted? Mount it again")
-
-    def _check_space(self, size: int) -> None:
-        free = shutil.disk_usage(_existing(self.directory)).free
-        if free < size:
-            raise OSError(
-                f"{free / 2**30:.2f} GiB are free there, a checkpoint needs {size / 2**30:.2f} GiB, and checkpoint.keep is "
-                f"{self._keep}"
-            )
-
-    def _sweep(self) -> None:
-        """Remove what cut-off saves and deletions left: it can never be restored and would fill the disk."""
-        if not self.directory.exists():
-            return
-        for folder in list(self.directory.iterdir()):
-            number, _, rest = folder.name.partition(".")
-            if _is_step(number) and (f".{rest}" == DELETING or (not rest and self._is_leftover(folder))):
-                shutil.rmtree(folder)
-
-    def _is_leftover(self, folder: Path) -> bool:
-        """Only what `save` itself writes before the end: anything else in the folder was put there by somebody."""
-        names = [entry.name for entry in folder.iterdir()]
-        ours = all(n.removesuffix(".partial") in (META, files.NAME) or n.startswith(ARRAYS) for n in names)
-        return ours and self._state(folder) == "unfinished"
-
-    def _delete(self, folder: Path) -> None:
-        shutil.rmtree(folder.rename(folder.parent / (folder.name + DELETING)))
+    def _write_meta(self, folder: "AnyPath", text: str) -> None:
+        self._place.write(folder / META, text)
 
     # Restoring
 
@@ -451,7 +413,7 @@ class Checkpoints:
         was read is not what was saved.
         """
         recorded = self.meta(step)["tensors"]
-        self._device = self.directory.stat().st_dev
+        self._device = self._place.file_system()
         stored = self.stored(step)
         problems = differences(stored, abstract, subset=subset, cast=cast)
         folder = self.directory / str(step)
@@ -499,7 +461,10 @@ class Checkpoints:
             if isinstance(innermost, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(innermost):
                 return {}, innermost  # the devices have no room for it, and the files are not to blame
             text = f"{folder / ARRAYS} cannot be read: {_innermost(e)}."
-            verdict = files.check(folder)
+            try:
+                verdict = files.check(folder)
+            except Unreachable as unreachable:
+                return {}, unreachable
             if verdict.proved and not verdict.problems:
                 return {}, CheckpointError(f"{text} Its files are as they were written, so this is no damage.")
             named = "; ".join(verdict.problems[:3])
@@ -523,20 +488,15 @@ class Checkpoints:
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
         target = self.directory / f"set_aside-{stamp}"
         if self._primary:
-            target.mkdir()
-            for step in later:
-                (self.directory / str(step)).rename(target / str(step))
+            self._place.set_aside(later, target.name)
         return f"{what.format(step=step_after)} {', '.join(map(str, later))} moved to {target}, none deleted"
-
-    def _state(self, folder: Path) -> str:
-        # Orbax writes beside it and renames `arrays` into place at the end.
-        if not (folder / ARRAYS).exists():
-            return "unfinished"
-        return "complete" if (folder / META).exists() else "damaged"
 
     def listing(self) -> str:
         """The complete steps, in words."""
-        return ", ".join(map(str, self.steps())) or "none"
+        try:
+            return ", ".join(map(str, self.steps())) or "none"
+        except Unreachable:  # this goes into messages, that of the same trouble among them
+            return "not known"
 
     def _way_out(self, step: int) -> str:
         earlier = [s for s in self.steps() if s < step]
@@ -547,23 +507,6 @@ class Checkpoints:
         return f"There is no earlier step: restore {self.directory / str(step)} from a copy, or move it away to start afresh."
 
 
-def differences(
-    stored: Mapping[str, jax.ShapeDtypeStruct], wanted: Mapping[str, jax.ShapeDtypeStruct], *, subset: bool, cast: bool
-) -> list[str]:
-    """One line for each tensor missing, left over, or of another shape or dtype. The flags are those of `restore`."""
-    out = [f"{name}: not in the checkpoint" for name in sorted(wanted.keys() - stored.keys())]
-    if not subset:
-        out += [f"{name}: in the checkpoint, not in this run" for name in sorted(stored.keys() - wanted.keys())]
-    for name in sorted(wanted.keys() & stored.keys()):
-        have, want = stored[name], wanted[name]
-        floats = jnp.issubdtype(have.dtype, jnp.floating) and jnp.issubdtype(want.dtype, jnp.floating)
-        if have.shape != want.shape:
-            out.append(f"{name}: shape {have.shape} in the checkpoint, {want.shape} in this run")
-        elif have.dtype != want.dtype and not (cast and floats):
-            out.append(f"{name}: dtype {have.dtype} in the checkpoint, {want.dtype} in this run")
-    return out
-
-
 def locate(path: str | os.PathLike[str]) -> tuple[Checkpoints, int]:
     """A run's folder, its checkpoints folder, or one step's folder -> the checkpoints and the step meant (the newest).
 
@@ -571,7 +514,7 @@ def locate(path: str | os.PathLike[str]) -> tuple[Checkpoints, int]:
     """
     text = os.fspath(path).rstrip("/")
     parent, _, name = text.rpartition("/")
-    if _is_step(name):
+    if place.is_step(name):
         found = Checkpoints(parent or ("/" if text.startswith("/") else "."))
         found.meta(int(name))
         return found, int(name)
@@ -587,6 +530,9 @@ def locate(path: str | os.PathLike[str]) -> tuple[Checkpoints, int]:
 
 def folder_in(run: str) -> str:
     """Where a run's folder keeps its checkpoints: `checkpoint.dir` of its config.json, else checkpoints/, else itself."""
+    if stores.is_bucket(run):
+        inner = f"{run.rstrip('/')}/checkpoints"
+        return inner if place.at(inner).states() else run
     config = Path(run) / "config.json"
     if config.exists():
         try:
@@ -597,61 +543,3 @@ def folder_in(run: str) -> str:
             return elsewhere
     inner = Path(run) / "checkpoints"
     return os.fspath(inner) if inner.exists() else run
-
-
-def _is_step(name: str) -> bool:
-    return name.isascii() and name.isdecimal() and str(int(name)) == name
-
-
-def _orbax() -> Any:
-    # `import orbax.checkpoint.v1` does not work in 0.12: v1 is an attribute.
-    from orbax.checkpoint import v1 as ocp
-
-    return ocp
-
-
-def _context(ocp: Any, subset: bool = False, processes: int = 1) -> Any:
-    context = ocp.Context()
-    if processes > 1:
-        # With the processes named, Orbax waits for them at the coordination service, with a time limit, and not on the devices.
-        context.multiprocessing.active_processes = set(range(processes))
-    saving = context.array.saving
-    saving.use_compression = False  # random floats do not compress; zstd costs most of the time of a save
-    saving.ocdbt_target_data_file_size = FILE_BYTES
-    saving.storage_options.chunk_byte_size = CHUNK_BYTES
-    # Created in the background, a folder that cannot be created leaves threads waiting for it: 20 minutes at exit.
-    context.asynchronous.create_directories_asynchronously = False
-    context.pytree.loading.partial_load = subset
-    return context
-
-
-def _innermost(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
-
-
-def _of_processes(errors: list[str]) -> str:
-    return "; ".join(f"process {i}: {error}" for i, error in enumerate(errors) if error)
-
-
-def _existing(place: Path) -> Path:
-    while not place.exists():
-        place = place.parent
-    return place
-
-
-def _sync(path: str | os.PathLike[str]) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _sync_tree(root: str | os.PathLike[str]) -> None:
-    for folder, _, names in os.walk(root):
-        for name in names:
-            _sync(Path(folder, name))
-        _sync(folder)

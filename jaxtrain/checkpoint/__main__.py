@@ -5,7 +5,7 @@ import datetime
 import os
 import sys
 
-from jaxtrain.checkpoint import CheckpointError, Checkpoints, files, folder_in
+from jaxtrain.checkpoint import CheckpointError, Checkpoints, files, folder_in, place
 
 DAMAGED = 1
 
@@ -73,7 +73,9 @@ def _verify(path: str, only: int | None) -> int:
         raise CheckpointError(f"step {only} in {found.directory}: no such checkpoint. There are: {found.listing()}.")
     steps = [step for step in sorted(states) if only in (None, step)]
     folders = {step: found.directory / str(step) for step in steps}
-    total = sum((folders[step] / name).stat().st_size for step in steps for name in files.listed(folders[step]))
+    total = sum(
+        size for step in steps for name, size in place.at(folders[step]).files(folders[step]).items() if name != files.NAME
+    )
     out, damaged = Console(soft_wrap=True), 0
     columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=out, transient=True) as bar:

@@ -11,10 +11,15 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-NAME = "integrity.json"
+from jaxtrain.checkpoint import place
+from jaxtrain.checkpoint.errors import Unreachable
+
+if TYPE_CHECKING:
+    from jaxtrain.checkpoint.place import AnyPath
+
+NAME = place.DIGESTS
 PIECE = 1 << 22
 THREADS = 8  # crc32 runs outside the interpreter's lock, at 2 to 6 GB/s each
 
@@ -30,16 +35,15 @@ class Verdict:
     bytes: int  # read
 
 
-def listed(folder: Path) -> list[str]:
+def listed(folder: "AnyPath") -> list[str]:
     """Every file of a step but the digests themselves, as paths within it, sorted."""
-    found = (Path(place, name).relative_to(folder).as_posix() for place, _, names in os.walk(folder) for name in names)
-    return sorted(name for name in found if name != NAME)
+    return sorted(name for name in place.at(folder).files(folder) if name != NAME)
 
 
-def crc32(path: Path, told: Callable[[int], None] = lambda _: None) -> tuple[int, str]:
+def crc32(path: "AnyPath", told: Callable[[int], None] = lambda _: None) -> tuple[int, str]:
     """(bytes, CRC-32) of a file. told: called with the bytes of each piece that was read."""
     size = crc = 0
-    with open(path, "rb", buffering=0) as file:
+    with place.at(path).opened(path) as file:
         while piece := file.read(PIECE):
             crc = zlib.crc32(piece, crc)
             size += len(piece)
@@ -47,7 +51,7 @@ def crc32(path: Path, told: Callable[[int], None] = lambda _: None) -> tuple[int
     return size, f"{crc:08x}"
 
 
-def measure(folder: Path, names: Sequence[str], told: Callable[[int], None] = lambda _: None) -> Found:
+def measure(folder: "AnyPath", names: Sequence[str], told: Callable[[int], None] = lambda _: None) -> Found:
     """Sizes and digests of these files of a step, several at a time. Raises OSError for one that cannot be read."""
     with concurrent.futures.ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
         return dict(zip(names, pool.map(lambda name: crc32(folder / name, told), names), strict=True))
@@ -78,12 +82,17 @@ def _seal(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def check(folder: Path, told: Callable[[int], None] = lambda _: None) -> Verdict:
-    """Whether the files of a step are those that were written. Raises OSError only where the folder itself cannot be listed."""
+def check(folder: "AnyPath", told: Callable[[int], None] = lambda _: None) -> Verdict:
+    """Whether the files of a step are those that were written.
+
+    Raises OSError only where the folder itself cannot be listed, or its bucket be reached.
+    """
     try:
-        wanted: Mapping[str, Any] = unsealed((folder / NAME).read_bytes())["files"]
+        wanted: Mapping[str, Any] = unsealed(place.at(folder).read(folder / NAME))["files"]
     except FileNotFoundError:
         return Verdict(False, (), 0)
+    except Unreachable:
+        raise
     except (OSError, ValueError, KeyError) as error:
         return Verdict(True, (f"{NAME}: cannot be read ({error})",), 0)
     there = set(listed(folder))
@@ -94,6 +103,8 @@ def check(folder: Path, told: Callable[[int], None] = lambda _: None) -> Verdict
             return f"{name}: is gone", 0
         try:
             now, found = crc32(folder / name, told)
+        except Unreachable:
+            raise
         except OSError as error:
             return f"{name}: cannot be read ({error.strerror})", 0
         if now != size:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from jaxtrain.config import Problem, RunConfig
+from jaxtrain.stores import GCS, is_bucket, refused
 
 
 def check_places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
@@ -19,22 +20,22 @@ def check_places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
     if "stdlib" in (run.data.source, *parse_sets(run.data.eval_source)[0].values()):
         written["paths.data"] = run.paths.data
     for key, place in written.items():
-        yield from remote(key, place) or writable(key, Path(place).expanduser())
+        checkpoints = key == "checkpoint.dir"
+        yield from remote(key, place, checkpoints) or ([] if is_bucket(place) else writable(key, Path(place).expanduser()))
     if run.init.from_:
-        gone = remote("init.from", run.init.from_)
+        gone = remote("init.from", run.init.from_, checkpoints=True)
         yield from gone
-        if not gone and not run.init.from_.startswith("hf:") and not Path(run.init.from_).expanduser().is_dir():
+        if not gone and not run.init.from_.startswith(("hf:", GCS)) and not Path(run.init.from_).expanduser().is_dir():
             remedy = "Name a run's folder, one of its checkpoints/<step>, or a Hugging Face model's folder (or hf:NAME)."
             yield Problem("init.from", run.init.from_, "no such folder", remedy)
     yield from remote("data.source", run.data.source)
     yield from remote("data.eval_source", run.data.eval_source)
 
 
-def remote(key: str, place: str) -> list[Problem]:
-    """s3:// and its like are refused: Path would make a local folder named 's3:' of them."""
-    if "://" not in place:
-        return []
-    return [Problem(key, place, "object stores are not supported", "Copy it to, or mount it as, a folder.")]
+def remote(key: str, place: str, checkpoints: bool = False) -> list[Problem]:
+    """s3:// and its like are refused: Path would make a local folder named 's3:' of them. Checkpoints may lie at gs://."""
+    why = refused(place, checkpoints)
+    return [Problem(key, place, *why)] if why else []
 
 
 def writable(key: str, place: Path) -> list[Problem]:
