@@ -46,7 +46,7 @@ def stepped(run) -> TrainState:
     return state
 
 
-@pytest.mark.parametrize("written", ["ring", "tensor wider than heads", "nothing split"])
+@pytest.mark.parametrize("written", [pytest.param("ring", marks=pytest.mark.more), "tensor wider than heads", "nothing split"])
 def test_restores_on_every_other_layout(written: str, tmp_path: Path):
     state = stepped(run_of(written))
     kept = {name: np.asarray(x) for name, x in to_tensors(state).items()}

@@ -37,8 +37,9 @@ def planned(case: str) -> tuple[RunConfig, Plan]:
 
 
 def sampled(*cases: str) -> list[Any]:
-    """The two that are compiled with --all-layouts alone are marked."""
-    return [pytest.param(case, marks=pytest.mark.more if case in ("gather", "ulysses x ring") else ()) for case in cases]
+    """Those that are compiled with --all-layouts alone are marked."""
+    rare = ("gather", "ulysses x ring", "full remat")
+    return [pytest.param(case, marks=pytest.mark.more if case in rare else ()) for case in cases]
 
 
 @pytest.mark.parametrize("case", sampled(*CASES))

@@ -72,7 +72,9 @@ def off(got: np.ndarray, true: np.ndarray) -> float:
     return float(np.linalg.norm(got - true) / np.linalg.norm(true))
 
 
-@pytest.mark.parametrize("mesh", [{"mesh.fsdp": 1}, {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param({"mesh.fsdp": 1}, marks=pytest.mark.more), {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}]
+)
 def test_bfloat16_gradients_are_those_of_float32(tmp_path, mesh):
     path = tmp_path / "text.tok"
     helpers.text_file(path)

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -117,8 +117,10 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def launcher(tmp_path: Path) -> Launcher:
-    return Launcher(tmp_path)
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` makes what it starts ignore it, and their children
+    yield Launcher(tmp_path)
+    signal.signal(signal.SIGHUP, before)
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:

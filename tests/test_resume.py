@@ -245,15 +245,14 @@ def copy(base: Path, tmp_path: Path) -> Path:
 
 
 def test_goes_on_on_other_meshes(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """fsdp=8, then fsdp=4 x tensor=2, then data=8, then data=2 x fsdp=2 x tensor=2: the losses of a run on fsdp=8 alone."""
+    """fsdp=8, then data=8, then data=2 x fsdp=2 x tensor=2: the losses of a run on fsdp=8 alone."""
     whole = tmp_path / "whole"
     assert runs.train(config, whole) == 0
     workdir = tmp_path / "moved"
     assert runs.train(config, workdir, train__steps=6) == 0
-    assert runs.train(config, workdir, train__steps=12, mesh__fsdp=4, mesh__tensor=2) == 0
-    assert "changed: mesh.tensor: 1 -> 2" in capsys.readouterr().out
-    assert runs.train(config, workdir, train__steps=18, mesh__data=8, mesh__fsdp=1) == 0
+    assert runs.train(config, workdir, train__steps=14, mesh__data=8, mesh__fsdp=1) == 0
     assert runs.train(config, workdir, mesh__data=2, mesh__fsdp=2, mesh__tensor=2) == 0
+    assert "changed: mesh.tensor: 1 -> 2" in capsys.readouterr().out
     ours, theirs = runs.losses(workdir), runs.losses(whole)
     assert list(ours) == list(theirs) == list(range(1, 25))
     np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=1e-5)

@@ -90,7 +90,7 @@ def test_a_sequence_axis_splits_weights_too(stage, accum):
     assert table.size / math.prod(table.sharding.shard_shape(table.shape)) == (2 if stage == "zero=0" else 8)
 
 
-@pytest.mark.parametrize("stage", ["zero=1", "zero=2"])
+@pytest.mark.parametrize("stage", ["zero=1", pytest.param("zero=2", marks=pytest.mark.more)])
 def test_a_tied_head_on_a_mesh(stage):
     """The one table gets two gradients, each with devices of its own."""
     tied = MODEL | {"model.tied_head": True}
@@ -115,7 +115,7 @@ def test_kept_weights_under_every_policy(remat):
 @pytest.mark.parametrize(
     ("remat", "layers"),
     [
-        ({"remat.policy": "none"}, 3),
+        pytest.param({"remat.policy": "none"}, 3, marks=pytest.mark.more),
         ({"remat.policy": "full"}, 1),
         pytest.param({"remat.policy": "dots"}, 3, marks=pytest.mark.more),
         ({"remat.policy": "attention", "train.grad_accum": 2}, 3),
@@ -137,7 +137,7 @@ def test_gathering_once_a_step_is_stage_1():
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize("stage", ["zero=0", pytest.param("zero=1", marks=pytest.mark.more), "zero=2"])
+@pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.more) for s in ("zero=0", "zero=1")), "zero=2"])
 def test_gradients_of_weights_in_bfloat16_are_float32(stage, tmp_path):
     """A weight held in bfloat16 does not round its gradient: sums over microbatches and devices are those of float32."""
     path = tmp_path / "text.tok"
@@ -219,7 +219,13 @@ def promised(stage: str, mesh: dict[str, int], w: dict[str, int], rows: int, acc
 
 @pytest.mark.parametrize(
     ("stage", "data", "accum"),
-    [*((s, 1, ACCUM) for s in STAGES), ("zero=0", 1, 1), ("zero=3", 2, ACCUM), ("zero=2", 2, ACCUM), ("zero=1", 2, ACCUM)],
+    [
+        *(pytest.param(s, 1, ACCUM, marks=() if s in ("zero=0", "zero=3", "step") else pytest.mark.more) for s in STAGES),
+        pytest.param("zero=0", 1, 1, marks=pytest.mark.more),
+        pytest.param("zero=3", 2, ACCUM, marks=pytest.mark.more),
+        ("zero=2", 2, ACCUM),
+        ("zero=1", 2, ACCUM),
+    ],
 )
 def test_what_a_stage_moves(stage, data, accum):
     keys = STAGES[stage] | {
@@ -252,9 +258,9 @@ def test_what_a_stage_moves(stage, data, accum):
 @pytest.mark.parametrize(
     "layout",
     [
-        {"mesh.fsdp": 8, "sharding.zero": 1},
+        pytest.param({"mesh.fsdp": 8, "sharding.zero": 1}, marks=pytest.mark.more),
         {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "train.grad_accum": 2},
-        {"mesh.fsdp": 2, "mesh.seq": 2, "sharding.zero": 2},
+        pytest.param({"mesh.fsdp": 2, "mesh.seq": 2, "sharding.zero": 2}, marks=pytest.mark.more),
     ],
 )
 def test_a_loss_of_ones_own_has_the_whole_head_however_it_is_held(layout):

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import runs
 from faults import Faults, Figures, same, steps_written
 
@@ -25,9 +26,9 @@ LARGE: dict[str, Any] = {
 }
 
 
-def test_a_save_of_a_gigabyte(tmp_path: Path, whole: bool, figures: Figures) -> None:
-    small = {} if whole else {"model__num_layers": 2, "model__d_model": 512, "model__d_ff": 1408}
-    faults = Faults(tmp_path, **{**LARGE, **small})
+@pytest.mark.more
+def test_a_save_of_a_gigabyte(tmp_path: Path, figures: Figures) -> None:
+    faults = Faults(tmp_path, **LARGE)
     with_saves, without = tmp_path / "with", tmp_path / "without"
     code, said = faults.start(with_saves, checkpoint__every_steps=5, checkpoint__keep=3).end()
     assert code == 0, said
@@ -75,9 +76,10 @@ def test_from_a_kill_to_the_next_step(tmp_path: Path, figures: Figures) -> None:
     figures.add("restart", seconds=round(took, 1), **{name: round(s, 2) for name, s in parts.items()})
 
 
-def test_nothing_grows(tmp_path: Path, whole: bool, figures: Figures) -> None:
+@pytest.mark.more
+def test_nothing_grows(tmp_path: Path, figures: Figures) -> None:
     """Memory, open files and step time, after a first part that fills caches."""
-    steps, settled = (5000, 1500) if whole else (900, 500)
+    steps, settled = 5000, 1500
     often: dict[str, Any] = {"eval__every_steps": 50, "eval__batches": 1, "checkpoint__every_steps": 50, "checkpoint__keep": 2}
     faults = Faults(tmp_path, train__steps=steps, log__every_steps=10, data__source="stdlib", **often)
     workdir = tmp_path / "run"

@@ -77,7 +77,7 @@ def test_nothing_damaged_loads_as_if_it_were_good(faults: Faults, whole: bool, f
     figures.add("damage", flips=flips, truncations_and_deletions=cuts, **counts)
 
 
-@pytest.mark.parametrize("how", ["flip", "cut", "meta", "manifest"])
+@pytest.mark.parametrize("how", ["flip", *(pytest.param(how, marks=pytest.mark.more) for how in ("cut", "meta", "manifest"))])
 def test_training_falls_back_and_finishes(faults: Faults, how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workdir = tmp_path / "run"
     shutil.copytree(faults.folder / "run", workdir)

@@ -74,6 +74,7 @@ def test_a_disk_that_stays_full_ends_the_run(disk: Path, tmp_path: Path) -> None
     until(lambda: command(["verify", str(disk / "checkpoints")]) == 0, 5)
 
 
+@pytest.mark.more
 def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
     """Deleted under the run: it says so by nothing, and has its state on disk again at the next save."""
     faults = Faults(tmp_path, train__steps=100_000, log__every_steps=5)

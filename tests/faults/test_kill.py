@@ -8,7 +8,7 @@ import runs
 from faults import Faults, Figures, dice, same, saving, steps_written
 
 STEPS = {False: 400, True: 1500}
-KILLS = {False: (6, 3), True: (40, 15)}  # at all, and at least so many inside a save
+KILLS = {False: (4, 2), True: (40, 15)}  # at all, and at least so many inside a save
 
 
 def test_killed_at_random_moments(tmp_path: Path, whole: bool, figures: Figures) -> None:

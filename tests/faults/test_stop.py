@@ -113,10 +113,10 @@ def stopped_in(faults: Faults, phase: str, workdir: Path) -> tuple[int, str, int
     return code, said, before
 
 
-MORE = [pytest.param(phase, marks=pytest.mark.more) for phase in ("step", "eval")]
+MORE = [pytest.param(phase, marks=pytest.mark.more) for phase in ("data", "step", "eval")]
 
 
-@pytest.mark.parametrize("phase", ["compile", "data", "save", *MORE])
+@pytest.mark.parametrize("phase", ["compile", "save", *MORE])
 def test_sigterm_in_each_phase(faults: Faults, uninterrupted: Path, phase: str, tmp_path: Path, figures: Figures) -> None:
     workdir = tmp_path / "run"
     code, said, before = stopped_in(faults, phase, workdir)
