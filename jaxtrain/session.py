@@ -93,6 +93,7 @@ class Session:
         self.done = start.step  # optimizer steps taken
         self._heard: list[tuple[int, float, float]] = []  # the last steps: number, loss, when
         self.longest_save_s = 0.0
+        self._held_up: dict[int, float] = {}  # seconds that the loop waited for the save of a step
 
     @property
     def asked(self) -> bool:
@@ -355,7 +356,8 @@ class Session:
             if self.checkpoints.save(done, tensors, meta, lambda: state.digests_by_name(made), ended) is None:
                 ended()  # this step is there already
                 self.saved_at, self.failed_saves = done, 0
-        self.blocked_s += time.perf_counter() - began
+        self._held_up[done] = time.perf_counter() - began  # digests and copies on their way, an earlier save included
+        self.blocked_s += self._held_up[done]
 
     def poll(self) -> None:
         """Tell of saves that have ended."""
@@ -388,10 +390,11 @@ class Session:
                 self.console.warn(f"{one.error} ({self.failed_saves} in a row; {again})")
                 continue
             self.failed_saves, self.saved_at = 0, one.step
+            waited = self._held_up.pop(one.step, one.blocked_s)
             self.longest_save_s = max(self.longest_save_s, one.total_s)
             rate = one.bytes / max(one.total_s, 1e-9) / 1e9
             self.console.say(
                 f"checkpoint {one.step}: {one.bytes / 2**20:,.1f} MiB in {one.total_s:.1f} s ({rate:.2f} GB/s), of which the "
-                f"loop waited {one.blocked_s:.2f} s; host memory at most {one.host_gib:.1f} GiB"
+                f"loop waited {waited:.2f} s; host memory at most {one.host_gib:.1f} GiB"
             )
-            self.receipt.update(save=dataclasses.asdict(one) | {"gb_per_s": rate})
+            self.receipt.update(save=dataclasses.asdict(one) | {"gb_per_s": rate, "blocked_s": waited})

@@ -59,7 +59,7 @@ def loss(hidden_BTD, head_VD, batch, spec):
 """
 
 
-TWO = 120  # steps of the runs of two processes
+TWO = 40  # steps of the runs of two processes
 
 
 @pytest.fixture(scope="module")
