@@ -21,7 +21,7 @@ LARGE: dict[str, Any] = {
     "model__vocab_size": 4096,
     "data__seq_len": 16,
     "train__global_batch": 1,
-    "train__steps": 16,
+    "train__steps": 24,
     "checkpoint__keep": 1,
 }
 
@@ -30,17 +30,17 @@ LARGE: dict[str, Any] = {
 def test_a_save_of_a_gigabyte(tmp_path: Path, figures: Figures) -> None:
     faults = Faults(tmp_path, **LARGE)
     with_saves, without = tmp_path / "with", tmp_path / "without"
-    code, said = faults.start(with_saves, checkpoint__every_steps=5, checkpoint__keep=3).end()
+    code, said = faults.start(with_saves, checkpoint__every_steps=8, checkpoint__keep=3).end()
     assert code == 0, said
     code, said = faults.start(without, checkpoint__every_steps=0).end()
     assert code == 0, said
     assert runs.exact(with_saves) == runs.exact(without)
-    assert same(runs.tensors(with_saves, 16), runs.tensors(without, 16)), "training during a save is training"
-    assert runs.steps(with_saves) == [10, 15, 16]
-    saves = [save for save in saves_in(with_saves) if save["step"] == 5]
-    [save] = saves
+    assert same(runs.tensors(with_saves, 24), runs.tensors(without, 24)), "training during a save is training"
+    assert runs.steps(with_saves) == [8, 16, 24]
+    first, save, _ = saves_in(with_saves)  # the first compiles how digests and copies are made, the last has no step beside it
+    share = round(save["blocked_s"] / save["total_s"], 4)
+    figures.add("save", **{k: round(v, 3) for k, v in save.items()}, share=share, first_blocked_s=first["blocked_s"])
     assert save["blocked_s"] < 0.05 * save["total_s"]
-    figures.add("save", **{k: round(v, 3) for k, v in save.items()}, share=round(save["blocked_s"] / save["total_s"], 4))
 
 
 def saves_in(workdir: Path) -> list[dict[str, float]]:
