@@ -45,8 +45,12 @@ def mesh_shape(run: RunConfig, num_devices: int, node: int = 0) -> tuple[int, ..
 
 def node_of(device: Any) -> int:
     """Which node a device is in: XLA numbers the hosts of a run. A process may hold all GPUs of a node, or one of them."""
-    # Described devices are of one process here, and their process is their node.
-    return device.slice_index if jax.process_count() > 1 else device.process_index
+    if jax.process_count() > 1:
+        for number in ("partition_index", "slice_index"):  # its name, and the one that it had in older versions
+            if (found := getattr(device, number, None)) is not None:
+                return found
+    # A described device says by its process which node it is in.
+    return device.process_index
 
 
 def make_mesh(run: RunConfig, devices: Sequence[Any]) -> Mesh:
