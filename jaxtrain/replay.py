@@ -31,7 +31,7 @@ from jaxtrain.receipt import device_facts
 from jaxtrain.state import TrainState
 from jaxtrain.step import Program
 
-FORMAT = 1
+FORMAT = 2
 BUNDLE, BATCH = "bundle.json", "batch.npz"
 FIGURES = ("loss", "grad_norm", "verdict")
 
