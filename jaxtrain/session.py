@@ -93,7 +93,6 @@ class Session:
         self.done = start.step  # optimizer steps taken
         self._heard: list[tuple[int, float, float]] = []  # the last steps: number, loss, when
         self.longest_save_s = 0.0
-        self._held_up: dict[int, float] = {}  # seconds that the loop waited for the save of a step
 
     @property
     def asked(self) -> bool:
@@ -331,7 +330,7 @@ class Session:
 
     def save(self, current: state.TrainState, done: int) -> None:
         """Begin to save; the loop goes on while files are written. Raises CheckpointError after too many failures in a row."""
-        began = time.perf_counter()
+        began = time.perf_counter()  # copies and digests, an earlier save: the loop waits for all of it
         with self.watchdog.phase("checkpoint"):
             self.settle_saves()
             if self.saved_at == done:
@@ -353,11 +352,10 @@ class Session:
             tensors = state.to_tensors(saved)
             token = self.watchdog.begin("checkpoint", f"the save of step {done}")
             ended = functools.partial(self.watchdog.end, token)
-            if self.checkpoints.save(done, tensors, meta, lambda: state.digests_by_name(made), ended) is None:
+            if self.checkpoints.save(done, tensors, meta, lambda: state.digests_by_name(made), ended, began) is None:
                 ended()  # this step is there already
                 self.saved_at, self.failed_saves = done, 0
-        self._held_up[done] = time.perf_counter() - began  # digests and copies on their way, an earlier save included
-        self.blocked_s += self._held_up[done]
+        self.blocked_s += time.perf_counter() - began
 
     def poll(self) -> None:
         """Tell of saves that have ended."""
@@ -390,11 +388,10 @@ class Session:
                 self.console.warn(f"{one.error} ({self.failed_saves} in a row; {again})")
                 continue
             self.failed_saves, self.saved_at = 0, one.step
-            waited = self._held_up.pop(one.step, one.blocked_s)
             self.longest_save_s = max(self.longest_save_s, one.total_s)
             rate = one.bytes / max(one.total_s, 1e-9) / 1e9
             self.console.say(
                 f"checkpoint {one.step}: {one.bytes / 2**20:,.1f} MiB in {one.total_s:.1f} s ({rate:.2f} GB/s), of which the "
-                f"loop waited {waited:.2f} s; host memory at most {one.host_gib:.1f} GiB"
+                f"loop waited {one.blocked_s:.2f} s; host memory at most {one.host_gib:.1f} GiB"
             )
-            self.receipt.update(save=dataclasses.asdict(one) | {"gb_per_s": rate, "blocked_s": waited})
+            self.receipt.update(save=dataclasses.asdict(one) | {"gb_per_s": rate})

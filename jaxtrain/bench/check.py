@@ -293,7 +293,8 @@ def save_and_restore(ask: dict[str, Any]) -> dict[str, Any]:
     jax.block_until_ready(current)
 
     checkpoints = Checkpoints(ask["folder"])
-    checkpoints.save(2, state.to_tensors(current), {"config": {}, "data": {}})
+    began = time.perf_counter()
+    checkpoints.save(2, state.to_tensors(current), {"config": {}, "data": {}}, began=began)
     (saved,) = checkpoints.wait()
     began = time.perf_counter()
     tensors = checkpoints.restore(2, state.abstract_tensors(program.state))

@@ -64,8 +64,8 @@ class Saved:
 
     step: int
     bytes: int  # of all tensors, over all processes
-    blocked_s: float  # seconds the training loop waited, a still running earlier save included
-    total_s: float  # seconds from the call until the files were synced and old steps deleted
+    blocked_s: float  # seconds the training loop waited, for copies and a still running earlier save
+    total_s: float  # seconds from the beginning of the copies until the files were synced and old steps deleted
     host_gib: float  # the most memory this process has held so far, GiB
 
 
@@ -200,6 +200,7 @@ class Checkpoints:
         meta: Mapping[str, Any],
         sums: Callable[[], Mapping[str, np.ndarray]] | None = None,
         ended: Callable[[], None] = lambda: None,
+        began: float | None = None,
     ) -> float | None:
         """Start saving; returns the seconds it blocked, or None if this step is saved already (nothing is done then).
 
@@ -207,8 +208,9 @@ class Checkpoints:
         waited for first. `meta` must be JSON. sums: waits for the digests by name (digests.sums) that were taken of the state
         itself; without, they are taken of `tensors`. What becomes of the save, `poll` tells; a parameter that is infinite or no
         number makes it fail. ended: called in another thread as soon as the save has come to an end.
+        began: time.perf_counter() before the tensors were copied, where the save's times are to count that.
         """
-        start = time.perf_counter()
+        start = time.perf_counter() if began is None else began
         self._settle()
         there = "there" if step == self._newest or self._is_there(step) else ""
         if self._peers.gather("save", there, PEERS_S)[0]:
