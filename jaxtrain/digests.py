@@ -51,8 +51,12 @@ def _added(one: Sequence[jax.Array], other: Sequence[jax.Array]) -> tuple[jax.Ar
 
 def of_layers(arrays: Sequence[jax.Array], stacked: Sequence[bool]) -> list[jax.Array]:
     """Digests of arrays in device memory, on their way: uint32 (3,), or (layers, 3) for those that are stacked on axis 0."""
-    kinds = tuple((x.shape, layers, x.sharding) for x, layers in zip(arrays, stacked, strict=True))
-    return _program(kinds)(*arrays)
+    return program(arrays, stacked)(*arrays)
+
+
+def program(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct], stacked: Sequence[bool]) -> Any:
+    """Jitted: arrays like these -> what `of_layers` gives."""
+    return _program(tuple((x.shape, layers, x.sharding) for x, layers in zip(arrays, stacked, strict=True)))
 
 
 @functools.lru_cache(maxsize=256)

@@ -33,6 +33,7 @@ from jaxtrain.progress import Console
 from jaxtrain.receipt import Receipt
 from jaxtrain.sharding import node_of
 from jaxtrain.signals import Stop
+from jaxtrain.snapshot import Snapshots
 from jaxtrain.start import Start, base_of, decide_start, initial_state
 from jaxtrain.timelimit import tell_launcher
 from jaxtrain.timeline import Timeline
@@ -51,6 +52,12 @@ class Compiled:
     eval: Any
     seconds: float
     memory: dict[str, float]  # GiB per device, by class
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Of the packages that decide what a checkpoint holds."""
+    return {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")}
 
 
 class Session:
@@ -88,6 +95,7 @@ class Session:
         self.blocked_s = 0.0  # that the loop waited for saves, since it last looked
         self.failed_saves = 0  # in a row
         self.watch: Watch | None = None  # planned beside measured, on GPUs that the plan knows
+        self.snapshots = Snapshots(program.saved(program.state))
         self.base: dict[str, str] = {}  # what checkpoints say of the weights that adapters stand beside
         self.loss: float | None = None  # of the newest step that was taken and whose metrics have arrived
         self.done = start.step  # optimizer steps taken
@@ -313,6 +321,9 @@ class Session:
             self.console.say(self.timeline.words)
             self.receipt.update(start_s=self.timeline.parts)
             self.timeline = None
+            if self.run.checkpoint.every_steps:  # other saves come at the end, where no step waits for them
+                self.snapshots.prepare()
+                self.checkpoints.prepare()
         self._heard = [*self._heard[-9:], (done, loss, time.time())]
 
     def facts(self) -> dict[str, Any]:
@@ -343,16 +354,14 @@ class Session:
                 },
                 "loss": self.loss,
                 "receipt": self.receipt.id,
-                "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")},
+                "versions": versions(),
             }
             if self.base:
                 meta["base"] = self.base
-            saved = self.program.saved(current)
-            made = state.to_digests(saved)
-            tensors = state.to_tensors(saved)
+            tensors, sums = self.snapshots.take(self.program.saved(current))
             token = self.watchdog.begin("checkpoint", f"the save of step {done}")
             ended = functools.partial(self.watchdog.end, token)
-            if self.checkpoints.save(done, tensors, meta, lambda: state.digests_by_name(made), ended, began) is None:
+            if self.checkpoints.save(done, tensors, meta, sums, ended, began) is None:
                 ended()  # this step is there already
                 self.saved_at, self.failed_saves = done, 0
         self.blocked_s += time.perf_counter() - began
@@ -384,6 +393,7 @@ class Session:
         for one in ended:
             if isinstance(one, Failed):
                 self.failed_saves += 1
+                self.snapshots.forget()
                 again = "the next save tries again" if self.failed_saves < FAILED_SAVES else "it is the last that is tried"
                 self.console.warn(f"{one.error} ({self.failed_saves} in a row; {again})")
                 continue
@@ -392,6 +402,7 @@ class Session:
             rate = one.bytes / max(one.total_s, 1e-9) / 1e9
             self.console.say(
                 f"checkpoint {one.step}: {one.bytes / 2**20:,.1f} MiB in {one.total_s:.1f} s ({rate:.2f} GB/s), of which the "
-                f"loop waited {one.blocked_s:.2f} s; host memory at most {one.host_gib:.1f} GiB"
+                f"loop waited {one.blocked_s:.2f} s and copies took {one.copied_s:.2f} s; "
+                f"host memory at most {one.host_gib:.1f} GiB"
             )
             self.receipt.update(save=dataclasses.asdict(one) | {"gb_per_s": rate})

@@ -146,8 +146,14 @@ def _is_stacked(path: Any) -> bool:
     return any(getattr(k, "key", None) == "layers" for k in path)
 
 
-def _layer_name(name: str, layer: int) -> str:
+def layer_name(name: str, layer: int) -> str:
+    """What one layer of a stacked array is called."""
     return name.replace(".layers.", f".layers.{layer}.", 1)
+
+
+def named_leaves(state: TrainState) -> list[tuple[str, bool, Any]]:
+    """Each array of a state, or its shape: its name, whether layers are stacked on its axis 0, and itself."""
+    return [(_name(path), _is_stacked(path), a) for path, a in jax.tree_util.tree_leaves_with_path(state)]
 
 
 def _layer_sharding(sharding: NamedSharding) -> NamedSharding:
@@ -157,11 +163,10 @@ def _layer_sharding(sharding: NamedSharding) -> NamedSharding:
 def abstract_tensors(abstract: TrainState) -> Tensors:
     """Name -> shape, dtype and sharding of every tensor of a state, layers apart."""
     out: Tensors = {}
-    for path, a in jax.tree_util.tree_leaves_with_path(abstract):
-        name = _name(path)
-        if _is_stacked(path):
+    for name, stacked, a in named_leaves(abstract):
+        if stacked:
             one = jax.ShapeDtypeStruct(a.shape[1:], a.dtype, sharding=_layer_sharding(a.sharding))
-            named = {_layer_name(name, i): one for i in range(a.shape[0])}
+            named = {layer_name(name, i): one for i in range(a.shape[0])}
         else:
             named = {name: a}
         clash = named.keys() & out.keys()
@@ -201,13 +206,18 @@ def _to_host(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     return jax.device_put(x, jax.memory.Space.Host) if on_gpu else x
 
 
+def home_of_copy(shape: tuple[int, ...], sharding: NamedSharding, stacked: bool) -> NamedSharding:
+    """How the copy of an array, or of each of its layers, is split; on GPUs it is so in host memory."""
+    return _spread(_layer_sharding(sharding), shape[1:]) if stacked else _spread(sharding, shape)
+
+
 @functools.cache
 def copy_layer(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
     """Jitted `(w, i) -> copy of layer i` of an array of this shape, stacked on axis 0; on GPUs in host memory.
 
     One layer a call: a single call for all of them would hold the whole stack a second time on its way.
     """
-    one = _spread(_layer_sharding(sharding), shape[1:])
+    one = home_of_copy(shape, sharding, stacked=True)
 
     def layer(w: jax.Array, i: jax.Array) -> jax.Array:
         part = on_device(jax.lax.dynamic_index_in_dim(w, i, keepdims=False), sharding)
@@ -219,7 +229,7 @@ def copy_layer(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
 @functools.cache
 def copy(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
     """Jitted copy of an array; on GPUs in host memory."""
-    one = _spread(sharding, shape)
+    one = home_of_copy(shape, sharding, stacked=False)
     return jax.jit(lambda w: _to_host(jax.lax.with_sharding_constraint(jnp.copy(on_device(w, sharding)), one), sharding))
 
 
@@ -250,39 +260,40 @@ def _stack(parts: list[jax.Array], a: jax.ShapeDtypeStruct) -> jax.Array:
 def to_tensors(state: TrainState) -> Tensors:
     """Copies of a state's tensors by name. They stay good when the state is donated to the next step."""
     out: Tensors = {}
-    for path, a in jax.tree_util.tree_leaves_with_path(state):
-        name = _name(path)
-        if _is_stacked(path):
+    for name, stacked, a in named_leaves(state):
+        if stacked:
             layer = copy_layer(a.shape, a.sharding)
-            out.update({_layer_name(name, i): layer(a, i) for i in range(a.shape[0])})
+            out.update({layer_name(name, i): layer(a, i) for i in range(a.shape[0])})
         else:
             out[name] = copy(a.shape, a.sharding)(a)
     return out
 
 
-def to_digests(state: TrainState) -> list[tuple[list[str], jax.Array]]:
-    """The digests of what `to_tensors` makes, taken of the state itself and on their way: names, and uint32 (names, 3).
+def to_digests(state: TrainState, compiled: Any = None) -> list[tuple[list[str], Any]]:
+    """The digests of what `to_tensors` makes, taken of the state itself and on their way: names, and uint32 (names, 3),
+    or (3,) of one.
 
-    `digests_by_name` waits for them.
+    `digests_by_name` waits for them. compiled: digests.program of the arrays in device memory.
     """
-    found = [(_name(path), _is_stacked(path), a) for path, a in jax.tree_util.tree_leaves_with_path(state)]
-    out: list[tuple[list[str], jax.Array]] = []
+    found = named_leaves(state)
+    out: list[tuple[list[str], Any]] = []
     here = [item for item in found if item[2].sharding.memory_kind != ON_HOST]
-    made = digests.of_layers([a for _, _, a in here], [stacked for _, stacked, _ in here])
+    arrays = [a for _, _, a in here]
+    made = compiled(*arrays) if compiled else digests.of_layers(arrays, [stacked for _, stacked, _ in here])
     for (name, stacked, a), digest in zip(here, made, strict=True):
-        out.append(([_layer_name(name, i) for i in range(a.shape[0])], digest) if stacked else ([name], digest[None]))
+        out.append(([layer_name(name, i) for i in range(a.shape[0])], digest) if stacked else ([name], digest))
     for name, stacked, a in found:
         if a.sharding.memory_kind != ON_HOST:
             continue
         for i in range(a.shape[0] if stacked else 1):  # one at a time: the device may have no room for all
-            part, where = (copy_to_device(a, i), _layer_name(name, i)) if stacked else (a, name)
-            out.append(([where], jnp.asarray(digests.of_many({where: part})[where])[None]))
+            part, where = (copy_to_device(a, i), layer_name(name, i)) if stacked else (a, name)
+            out.append(([where], digests.of_many({where: part})[where]))
     return out
 
 
-def digests_by_name(made: list[tuple[list[str], jax.Array]]) -> dict[str, np.ndarray]:
+def digests_by_name(made: list[tuple[list[str], Any]]) -> dict[str, np.ndarray]:
     """uint32 (3,) of each tensor, from what `to_digests` gave."""
-    return {name: digest for names, found in made for name, digest in zip(names, np.asarray(found), strict=True)}
+    return {name: digest for names, found in made for name, digest in zip(names, np.asarray(found).reshape(-1, 3), strict=True)}
 
 
 def copy_to_device(a: jax.Array, layer: int) -> jax.Array:
@@ -301,13 +312,12 @@ def _taking(sharding: NamedSharding) -> Any:
 def to_host(state: TrainState, prefix: str) -> dict[str, np.ndarray]:
     """Host copies of the tensors whose names begin with `prefix`, by the rest of their names. Compiles nothing."""
     out: dict[str, np.ndarray] = {}
-    for path, a in jax.tree_util.tree_leaves_with_path(state):
-        name = _name(path)
+    for name, stacked, a in named_leaves(state):
         if not name.startswith(prefix):
             continue
         whole = np.array(a)  # a copy: the state may be donated
-        if _is_stacked(path):
-            out.update({_layer_name(name, i).removeprefix(prefix): layer for i, layer in enumerate(whole)})
+        if stacked:
+            out.update({layer_name(name, i).removeprefix(prefix): layer for i, layer in enumerate(whole)})
         else:
             out[name.removeprefix(prefix)] = whole
     return out
@@ -322,7 +332,7 @@ def from_tensors(abstract: TrainState, tensors: Tensors, fresh: TrainState | Non
 
     def make(path: Any, a: jax.ShapeDtypeStruct) -> jax.Array:
         name = _name(path)
-        names = [_layer_name(name, i) for i in range(a.shape[0])] if _is_stacked(path) else [name]
+        names = [layer_name(name, i) for i in range(a.shape[0])] if _is_stacked(path) else [name]
         if names[0] not in tensors and name in others:
             return others[name]
         parts = [tensors.pop(n) for n in names]

@@ -45,7 +45,9 @@ def programs_make_room() -> Iterator[None]:
     if time.monotonic() - start > 1 and MAPPED.exists() and MAPPED.read_bytes().count(b"\n") > MOST_MAPPED:
         import helpers
 
-        for held in (helpers.train_step, helpers.program):
+        from jaxtrain import snapshot
+
+        for held in (helpers.train_step, helpers.program, snapshot.together, snapshot.apart):
             held.cache_clear()
         jax.clear_caches()
         gc.collect()

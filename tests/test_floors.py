@@ -38,8 +38,8 @@ FLOORS = (
     (
         "the step",
         (
-            *("data.*", "quantized", "muon", "optimizer", "loss", "state", "stored_form", "update", "zero", "step"),
-            *("compiler", "digests", "guard", "waiting"),
+            *("data.*", "quantized", "muon", "optimizer", "loss", "state", "snapshot", "stored_form", "update", "zero"),
+            *("step", "compiler", "digests", "guard", "waiting"),
         ),
     ),
     (

@@ -13,7 +13,8 @@ flipped bit in an array: the digests, taken of the state on its devices (jaxtrai
 with those of what was read. Everything here sees flat dicts of arrays; how a train state is laid out in memory is decided
 elsewhere.
 
-Orbax is imported on first use (0.7 s): a fresh run does not pay for it before its first step.
+Orbax is imported on first use (0.7 s): a fresh run does not pay for it before its first step. `prepare` does it behind those
+that follow.
 """
 
 import concurrent.futures
@@ -64,7 +65,8 @@ class Saved:
 
     step: int
     bytes: int  # of all tensors, over all processes
-    blocked_s: float  # seconds the training loop waited, for copies and a still running earlier save
+    blocked_s: float  # seconds the training loop waited, to begin and for a still running earlier save
+    copied_s: float  # seconds until the copies of the state were made: the devices take no next step before that
     total_s: float  # seconds from the beginning of the copies until the files were synced and old steps deleted
     host_gib: float  # the most memory this process has held so far, GiB
 
@@ -193,6 +195,10 @@ class Checkpoints:
         """The step that is being saved; None where no save is under way."""
         return self._pending_step if self._pending is not None and not self._pending.done() else None
 
+    def prepare(self) -> None:
+        """Begin to get ready for the first save, in another thread."""
+        self._worker.submit(_orbax)
+
     def save(
         self,
         step: int,
@@ -226,7 +232,7 @@ class Checkpoints:
             job = functools.partial(self._write, record, dict(tensors), sums)
         else:
             # Orbax begins with a collective over the devices, and those must be in the same order on all processes.
-            job = functools.partial(self._end, record, self._begun(record, dict(tensors), sums))
+            job = functools.partial(self._end, record, *self._begun(record, dict(tensors), sums))
         returned = time.perf_counter()
         self._pending = self._worker.submit(job, start, returned)
         self._pending.add_done_callback(lambda _: ended())
@@ -288,32 +294,33 @@ class Checkpoints:
 
     def _write(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any, start: float, returned: float) -> Saved:
         """In the background: everything, where there is one process."""
-        self._prepare(record, sums)
+        copied = self._prepare(record, tensors, sums) - start
         ocp = _orbax()
         folder = self.directory / str(record["step"])
         with _context(ocp):
             ocp.save(folder / ARRAYS, tensors, overwrite=True)
         tensors.clear()  # copies of a whole state
-        return self._commit(record, start, returned)
+        return self._commit(record, start, returned, copied)
 
-    def _begun(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any) -> Any:
-        """Orbax's answer to come; None where a process could not begin, with its error."""
+    def _begun(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any) -> tuple[float, Any]:
+        """When the copies were made, and Orbax's answer to come; an error where a process could not begin."""
+        copied = 0.0
         try:
-            self._prepare(record, sums)
+            copied = self._prepare(record, tensors, sums)
             error = ""
         except Exception as e:
             error = _innermost(e)
         errors = self._peers.gather("begun", error, PEERS_S)
         if any(errors):
-            return RuntimeError(_of_processes(errors))
+            return copied, RuntimeError(_of_processes(errors))
         ocp = _orbax()
         try:
             with _context(ocp, processes=self._peers.count):
-                return ocp.save_async(self.directory / str(record["step"]) / ARRAYS, tensors, overwrite=True)
+                return copied, ocp.save_async(self.directory / str(record["step"]) / ARRAYS, tensors, overwrite=True)
         except Exception as e:
-            return e
+            return copied, e
 
-    def _end(self, record: dict[str, Any], begun: Any, start: float, returned: float) -> Saved:
+    def _end(self, record: dict[str, Any], copied: float, begun: Any, start: float, returned: float) -> Saved:
         """In the background: the rest, where there are several processes."""
         error = begun if isinstance(begun, Exception) else None
         if error is None:
@@ -324,10 +331,12 @@ class Checkpoints:
         errors = self._peers.gather("written", _innermost(error) if error else "", PEERS_S)
         if any(errors):
             raise RuntimeError(_of_processes(errors))
-        return self._commit(record, start, returned)
+        return self._commit(record, start, returned, copied - start)
 
-    def _prepare(self, record: dict[str, Any], sums: Any) -> None:
-        """meta.json, on disk before the arrays."""
+    def _prepare(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any) -> float:
+        """meta.json, on disk before the arrays. Returns when the copies were made, by time.perf_counter()."""
+        jax.block_until_ready(tensors)
+        copied = time.perf_counter()
         found = sums()
         wrong = {name: digests.not_finite(x) for name, x in found.items() if name.startswith("params.")}
         wrong = {name: count for name, count in wrong.items() if count}
@@ -336,15 +345,16 @@ class Checkpoints:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise ValueError(f"parameters that are infinite or no number are not saved: {shown}{more}")
         if not self._primary:
-            return
+            return copied
         self._place.check(record["bytes"], self._keep, self._device)
         folder = self._place.make(record["step"])
         self._device = self._place.file_system()
         shapes = record.pop("shapes")
         record["tensors"] = {name: [*shapes[name], digests.text(x)] for name, x in found.items()}
         self._write_meta(folder, files.sealed(record))
+        return copied
 
-    def _commit(self, record: dict[str, Any], start: float, returned: float) -> Saved:
+    def _commit(self, record: dict[str, Any], start: float, returned: float, copied: float) -> Saved:
         """Make it durable, write down what the files are, then delete what need not be kept.
 
         A failure on one process is one of all of them: each part ends with what everybody has to say of it.
@@ -375,7 +385,7 @@ class Checkpoints:
             self._delete_old()
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         now = time.perf_counter()
-        return Saved(step, record["bytes"], returned - start, now - start, most)
+        return Saved(step, record["bytes"], returned - start, copied, now - start, most)
 
     def _together(self, name: str, part: Callable[[], str]) -> list[str]:
         """What `part` gives on every process. Raises RuntimeError on all of them where it fails on one."""

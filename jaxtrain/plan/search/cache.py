@@ -42,7 +42,19 @@ UNRELATED = (
 OTHER_CODE = (
     *("announce", "bench", "between", "checkpoint", "corruption", "data", "divergence", "evaluate", "explain"),
     *("feed", "generate", "hf", "lm_eval", "loop", "lora", "main", "parity", "pauses", "position", "profile", "profiling"),
-    *("progress", "replay", "resume", "sample", "scoring", "session", "signals", "start", "stored_form", "timelimit"),
+    *(
+        "progress",
+        "replay",
+        "resume",
+        "sample",
+        "scoring",
+        "session",
+        "signals",
+        "snapshot",
+        "start",
+        "stored_form",
+        "timelimit",
+    ),
     *("timeline", "trackers", "train", "validate", "waiting", "watchdog", "__main__"),
     *("plan.__main__", "plan.calibrate", "plan.expect", "plan.known", "plan.report", "plan.search"),
 )

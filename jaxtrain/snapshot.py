@@ -1,0 +1,138 @@
+"""Copies of the state for its saves: what the loop waits for when a save is due.
+
+The programs that copy and take digests are compiled in another thread, behind the first steps, so that the first save is no
+slower than the others (but for the digests of what rests in host memory). On GPUs copies go to pinned host memory, which XLA
+keeps from save to save, a layer at a time: the device may have no room for more. On CPUs new memory costs several times the
+copy itself, as the kernel clears every page of it at its first use. There one program makes all copies in the memory of those
+of the save before, without the loop waiting for it.
+"""
+
+import concurrent.futures
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxtrain import digests, state
+from jaxtrain.state import Tensors, TrainState
+
+Digests = Callable[[], dict[str, np.ndarray]]  # waits for them: uint32 (3,) by name (digests.sums)
+
+
+class Leaf(NamedTuple):
+    """An array of a state, by what its copies depend on."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: NamedSharding
+    stacked: bool  # layers on axis 0: each is copied by itself
+
+    @property
+    def abstract(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
+
+    def names(self, name: str) -> list[str]:
+        """What the tensors of this leaf are called."""
+        return [state.layer_name(name, i) for i in range(self.shape[0])] if self.stacked else [name]
+
+
+class Snapshots:
+    """Copies of one run's states. abstract: shapes, dtypes and shardings of what its checkpoints hold."""
+
+    def __init__(self, abstract: TrainState):
+        leaves = [(name, Leaf(a.shape, a.dtype, a.sharding, layers)) for name, layers, a in state.named_leaves(abstract)]
+        self._leaves = tuple(leaf for _, leaf in leaves)
+        self._names = [name for base, leaf in leaves for name in leaf.names(base)]
+        on_cpus = all(d.platform == "cpu" for d in abstract.step.sharding.device_set)
+        self._keeps = on_cpus and all(leaf.sharding.memory_kind != state.ON_HOST for leaf in self._leaves)
+        self._kept: list[jax.Array] = []  # the last copies, or memory for the first
+        self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+        self._prepared: concurrent.futures.Future[None] | None = None
+
+    def prepare(self) -> concurrent.futures.Future[None]:
+        """Begin to get ready, in another thread. Without it the first `take` does so and waits for it."""
+        if self._prepared is None:
+            self._prepared = self._worker.submit(self._get_ready)
+            self._worker.shutdown(wait=False)
+        return self._prepared
+
+    def _get_ready(self) -> None:
+        if self._keeps:
+            make, _ = together(self._leaves)
+            self._kept = make()
+        else:
+            apart(self._leaves)
+
+    def take(self, current: TrainState) -> tuple[Tensors, Digests]:
+        """Copies of a state's tensors by name, and their digests, taken of the state itself; all on their way.
+
+        They stay good when the state is donated to the next step, and until the next call of `take`: whatever was done with the
+        last ones has to be over then, or `forget` be called before.
+        """
+        self.prepare().result()
+        if not self._keeps:
+            summed, copying = apart(self._leaves)
+            made = state.to_digests(current, summed)
+            tensors: Tensors = {}
+            for leaf, (name, _, a) in zip(self._leaves, state.named_leaves(current), strict=True):
+                which = [(a, np.int32(i)) for i in range(leaf.shape[0])] if leaf.stacked else [(a,)]
+                tensors |= {n: copying[leaf](*of) for n, of in zip(leaf.names(name), which, strict=True)}
+            return tensors, lambda: state.digests_by_name(made)
+        make, copy = together(self._leaves)
+        memory, self._kept = self._kept or make(), []
+        self._kept, sums = copy([a for _, _, a in state.named_leaves(current)], memory)
+        tensors = {name: _another(x) for name, x in zip(self._names, self._kept, strict=True)}
+        return tensors, lambda: dict(zip(self._names, np.asarray(sums), strict=True))
+
+    def forget(self) -> None:
+        """Somebody may still be reading the last copies: the next ones get memory of their own."""
+        self._kept = []
+
+
+@functools.lru_cache(maxsize=8)
+def together(leaves: tuple[Leaf, ...]) -> tuple[Any, Any]:
+    """Compiled: () -> memory for copies, and (arrays, memory) -> (copies, uint32 (copies, 3): their digests)."""
+    like = []
+    for leaf in leaves:
+        home = state.home_of_copy(leaf.shape, leaf.sharding, leaf.stacked)
+        shape, count = (leaf.shape[1:], leaf.shape[0]) if leaf.stacked else (leaf.shape, 1)
+        like += [jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=home)] * count
+
+    def copy(arrays: list[jax.Array], memory: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+        del memory  # only its place is wanted
+        out: list[jax.Array] = []
+        for a, leaf in zip(arrays, leaves, strict=True):
+            out += [a[i] for i in range(leaf.shape[0])] if leaf.stacked else [jnp.copy(a)]
+        return out, jnp.concatenate([found.reshape(-1, 3) for found in summed(*arrays)])
+
+    abstract = [leaf.abstract for leaf in leaves]
+    summed = digests.program(abstract, [leaf.stacked for leaf in leaves])
+    homes = [a.sharding for a in like]
+    memory = jax.jit(lambda: [jnp.zeros(a.shape, a.dtype) for a in like], out_shardings=homes)
+    copying = jax.jit(copy, donate_argnums=1, keep_unused=True, out_shardings=(homes, None))
+    return memory.lower().compile(), copying.lower(abstract, like).compile()
+
+
+@functools.lru_cache(maxsize=8)
+def apart(leaves: tuple[Leaf, ...]) -> tuple[Any, dict[Leaf, Any]]:
+    """Compiled: digests of all arrays in device memory (digests.program), and each leaf's copy: array[, layer] -> copy."""
+    here = [leaf for leaf in leaves if leaf.sharding.memory_kind != state.ON_HOST]
+    arrays = [leaf.abstract for leaf in here]
+    summed = digests.program(arrays, [leaf.stacked for leaf in here]).lower(*arrays).compile()
+    layer, copying = jax.ShapeDtypeStruct((), jnp.int32), {}
+    for leaf in dict.fromkeys(leaves):
+        if leaf.stacked:
+            copying[leaf] = state.copy_layer(leaf.shape, leaf.sharding).lower(leaf.abstract, layer).compile()
+        else:
+            copying[leaf] = state.copy(leaf.shape, leaf.sharding).lower(leaf.abstract).compile()
+    return summed, copying
+
+
+def _another(x: jax.Array) -> jax.Array:
+    """The same array as another object. What reads `x` may store its numbers on the host with it (Orbax asks for that), and on
+    CPUs those lie in the array's own memory, which then cannot be given away while the object lives."""
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, [part.data for part in x.addressable_shards])

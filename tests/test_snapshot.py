@@ -1,0 +1,101 @@
+"""Copies of the state for saves: right, whatever becomes of the state; ready before they are needed; in memory used again."""
+
+from pathlib import Path
+from typing import Any
+
+import helpers
+import jax
+import numpy as np
+import pytest
+
+from jaxtrain import digests
+from jaxtrain.checkpoint import Checkpoints, Saved
+from jaxtrain.config import RunConfig
+from jaxtrain.snapshot import Snapshots
+from jaxtrain.state import to_tensors
+from jaxtrain.step import place_batch
+
+LAYOUTS = {
+    "one device": {},
+    "replicas": {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "sharding.zero": 1},
+    "moments on the host": {"mesh.fsdp": 8, "optimizer.offload": "moments"},
+}
+
+
+def step(run: RunConfig, current: Any, i: int) -> Any:
+    """A train step, which gives its state away."""
+    made = helpers.program(run)
+    return helpers.train_step(run)(current, place_batch(helpers.host_batch(run, i), made.batch, made.context))[0]
+
+
+def places(tensors: dict[str, jax.Array]) -> dict[str, list[int]]:
+    """Where in memory they are."""
+    return {name: [part.data.unsafe_buffer_pointer() for part in x.addressable_shards] for name, x in tensors.items()}
+
+
+def equal(tensors: dict[str, jax.Array], expected: dict[str, np.ndarray]) -> bool:
+    assert tensors.keys() == expected.keys()
+    return all(np.array_equal(np.asarray(x), expected[name]) for name, x in tensors.items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_copies_outlive_the_state(layout: str) -> None:
+    run = helpers.tiny(LAYOUTS[layout])
+    snapshots, current = Snapshots(helpers.program(run).state), helpers.fresh_state(run)
+    for i in range(3):
+        expected = {name: np.array(x) for name, x in to_tensors(current).items()}
+        tensors, sums = snapshots.take(current)
+        leaf = jax.tree.leaves(current.params)[0]
+        current = step(run, current, i)
+        assert leaf.is_deleted()
+        assert equal(tensors, expected)
+        found, wanted = sums(), digests.of_many(tensors)
+        assert found.keys() == wanted.keys()
+        assert all(np.array_equal(found[name], wanted[name]) for name in found)
+
+
+def test_memory_of_the_save_before_is_used_again(tmp_path: Path) -> None:
+    """Also after Orbax has read the copies, and not while it might."""
+    run = helpers.tiny()
+    snapshots, current = Snapshots(helpers.program(run).state), helpers.fresh_state(run)
+    store, seen = Checkpoints(tmp_path, keep=9), []
+    for i in range(4):
+        tensors, sums = snapshots.take(current)
+        seen.append(places(tensors))
+        store.save(i + 1, tensors, {}, sums)
+        del tensors
+        (saved,) = store.wait()
+        assert isinstance(saved, Saved) and saved.total_s > saved.copied_s > 0
+        if i == 2:
+            snapshots.forget()
+        current = step(run, current, i)
+    assert seen[0] == seen[1] == seen[2]
+    assert all(seen[3][name] != at for name, at in seen[2].items() if name.startswith("params."))
+
+
+def test_what_somebody_still_reads_is_not_written_over() -> None:
+    run = helpers.tiny()
+    snapshots, current = Snapshots(helpers.program(run).state), helpers.fresh_state(run)
+    tensors, _ = snapshots.take(current)
+    read = {name: np.asarray(x) for name, x in tensors.items()}
+    expected = {name: x.copy() for name, x in read.items()}
+    again, _ = snapshots.take(step(run, current, 0))
+    jax.block_until_ready(again)
+    assert all(np.array_equal(x, expected[name]) for name, x in read.items())
+    assert not equal(again, expected)
+
+
+@pytest.mark.parametrize("keeps", [True, pytest.param(False, id="as on GPUs")])
+def test_the_first_save_finds_everything_compiled(keeps: bool, caplog: pytest.LogCaptureFixture) -> None:
+    run = helpers.tiny({"model.d_ff": 72, "mesh.fsdp": 2})  # shapes of no other test
+    snapshots, current = Snapshots(helpers.program(run).state), helpers.fresh_state(run)
+    snapshots._keeps = keeps
+    snapshots.prepare().result()
+    with jax.log_compiles():
+        tensors, sums = snapshots.take(current)
+        found = sums()
+    assert found.keys() == tensors.keys()
+    assert not [message for message in caplog.messages if "Compiling" in message]
+    with jax.log_compiles():
+        jax.jit(lambda x: x + 1)(1)
+    assert [message for message in caplog.messages if "Compiling" in message], "the log would say so"
