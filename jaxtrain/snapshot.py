@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain import digests, state
 from jaxtrain.state import Tensors, TrainState
@@ -113,7 +114,7 @@ def together(leaves: tuple[Leaf, ...]) -> tuple[Any, Any]:
     summed = digests.program(abstract, [leaf.stacked for leaf in leaves])
     homes = [a.sharding for a in like]
     memory = jax.jit(lambda: [jnp.zeros(a.shape, a.dtype) for a in like], out_shardings=homes)
-    copying = jax.jit(copy, donate_argnums=1, keep_unused=True, out_shardings=(homes, None))
+    copying = jax.jit(copy, donate_argnums=1, keep_unused=True, out_shardings=(homes, NamedSharding(homes[0].mesh, P())))
     return memory.lower().compile(), copying.lower(abstract, like).compile()
 
 

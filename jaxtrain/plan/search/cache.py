@@ -42,20 +42,8 @@ UNRELATED = (
 OTHER_CODE = (
     *("announce", "bench", "between", "checkpoint", "corruption", "data", "divergence", "evaluate", "explain"),
     *("feed", "generate", "hf", "lm_eval", "loop", "lora", "main", "parity", "pauses", "position", "profile", "profiling"),
-    *(
-        "progress",
-        "replay",
-        "resume",
-        "sample",
-        "scoring",
-        "session",
-        "signals",
-        "snapshot",
-        "start",
-        "stored_form",
-        "timelimit",
-    ),
-    *("timeline", "trackers", "train", "validate", "waiting", "watchdog", "__main__"),
+    *("progress", "replay", "resume", "sample", "scoring", "session", "signals", "snapshot", "start", "stored_form"),
+    *("timelimit", "timeline", "trackers", "train", "validate", "waiting", "watchdog", "__main__"),
     *("plan.__main__", "plan.calibrate", "plan.expect", "plan.known", "plan.report", "plan.search"),
 )
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt", "flax", "optax")
