@@ -117,12 +117,12 @@ def main() -> None:
 
     import jax
 
-    from jaxtrain.checkpoint import _orbax
+    from jaxtrain.checkpoint.arrays import orbax
     from jaxtrain.hf.folder import open_folder
     from jaxtrain.hf.importing import import_folder
 
     jax.block_until_ready(jax.device_put(0.0))
-    _orbax()
+    orbax()
     folder = open_folder(theirs)
     before, started = resident(), time.perf_counter()
     with Peak() as peak:

@@ -47,6 +47,7 @@ class Loop:
         self.verifier = Verifier(program.state, program.placement.mesh, session.console.say)
         self._bundled = self._save_due = False
         self._began: float | None = None  # when the step under way began
+        self._saving: int | None = None  # what was being saved then
         self._collected = self._waited = self._between = 0.0  # seconds of the step under way
         self._begin()
 
@@ -102,7 +103,7 @@ class Loop:
             values = self._take(placed)  # the guard held it
         if values is None:
             return
-        if self.tracer.tracing:
+        if self.tracer.tracing or not session.snapshots.ready:
             rates.exclude()
         self.tracer.after_step(self.done, values)
         self.done += 1
@@ -140,7 +141,7 @@ class Loop:
         self._between = time.perf_counter() - began if session.held_out.due(done) or session.samples.due(done) else 0.0
         every = run.checkpoint.every_steps
         if done == run.train.steps or self._save_due or (every and done % every == 0):
-            self.rates.exclude()
+            self.rates.exclude(more=1)  # the step after the one that is only queued waits for the copies
             if self._settle():
                 return
             # While steps are skipped the state is that before them: it is saved once one is taken.
@@ -167,11 +168,13 @@ class Loop:
         began, self._began = self._began, now
         if began is None:
             return
-        parts = {"data_s": self._waited, "save_s": self.session.blocked_s, "gc_s": self._collected, "eval_s": self._between}
-        said = self.pauses.note(self.done, now - began, **parts)
-        self._waited = self._between = self.session.blocked_s = 0.0
+        session = self.session
+        parts = {"data_s": self._waited, "save_s": session.blocked_s, "gc_s": self._collected, "eval_s": self._between}
+        saving, self._saving = self._saving, session.checkpoints.pending
+        said = self.pauses.note(self.done, now - began, saving=self._saving or saving, **parts)
+        self._waited = self._between = session.blocked_s = 0.0
         if said:
-            self.session.console.say(said)
+            session.console.say(said)
 
     # ---- Steps that were not taken
 
@@ -231,6 +234,7 @@ class Loop:
             raise Diverged(f"{said}, and there is no checkpoint to go back to. Lower optimizer.lr, or save more often.")
         self.feed.close()
         self.current = None  # its memory is needed
+        session.snapshots.forget()
         self.current = session.go_back()
         back = session.start.step
         times = sum(item["back_to"] == back for item in position.read(directory))

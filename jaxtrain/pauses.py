@@ -63,9 +63,12 @@ class Pauses:
         self._told: int | None = None  # step of the last line
         self._left_out = 0
 
-    def note(self, step: int, wall_s: float, *, data_s: float, save_s: float, gc_s: float, eval_s: float) -> str | None:
+    def note(
+        self, step: int, wall_s: float, *, data_s: float, save_s: float, gc_s: float, eval_s: float, saving: int | None = None
+    ) -> str | None:
         """A step took `wall_s` seconds, of which the loop spent these on other things. A line for the log where it was slow.
 
+        saving: the step that was being saved meanwhile: its copies hold up the device, writing takes processors and memory.
         Steps with evaluation or samples (`eval_s` above 0) take long on purpose: not compared, and no measure for others.
         """
         if eval_s > 0:
@@ -83,4 +86,5 @@ class Pauses:
         said = ", ".join(f"{name} {worth[name]:.2f} s" for name in sorted(worth, key=worth.__getitem__, reverse=True))
         more = f" ({self._left_out} more slow since step {self._told})" if self._left_out else ""
         self._told, self._left_out = step, 0
-        return f"step {step} took {wall_s:.2f} s, usually {usual:.2f} s: {said}{more}"
+        beside = f", while step {saving} was being saved" if saving is not None else ""
+        return f"step {step} took {wall_s:.2f} s, usually {usual:.2f} s: {said}{beside}{more}"

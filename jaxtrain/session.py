@@ -358,10 +358,10 @@ class Session:
             }
             if self.base:
                 meta["base"] = self.base
-            tensors, sums = self.snapshots.take(self.program.saved(current))
+            taken = self.snapshots.take(self.program.saved(current))
             token = self.watchdog.begin("checkpoint", f"the save of step {done}")
             ended = functools.partial(self.watchdog.end, token)
-            if self.checkpoints.save(done, tensors, meta, sums, ended, began) is None:
+            if self.checkpoints.save(done, taken.tensors, meta, taken.sums, ended, began, taken.began) is None:
                 ended()  # this step is there already
                 self.saved_at, self.failed_saves = done, 0
         self.blocked_s += time.perf_counter() - began

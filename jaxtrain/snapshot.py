@@ -9,6 +9,7 @@ of the save before, without the loop waiting for it.
 
 import concurrent.futures
 import functools
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,7 +22,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain import digests, state
 from jaxtrain.state import Tensors, TrainState
 
-Digests = Callable[[], dict[str, np.ndarray]]  # waits for them: uint32 (3,) by name (digests.sums)
+
+class Snapshot(NamedTuple):
+    """Copies of a state's tensors by name, and their digests, taken of the state itself."""
+
+    tensors: Tensors
+    sums: Callable[[], dict[str, np.ndarray]]  # waits for them: uint32 (3,) by name (digests.sums)
+    began: float  # when copying began, by time.perf_counter()
 
 
 class Leaf(NamedTuple):
@@ -61,6 +68,11 @@ class Snapshots:
             self._worker.shutdown(wait=False)
         return self._prepared
 
+    @property
+    def ready(self) -> bool:
+        """Whether nothing is being prepared."""
+        return self._prepared is None or self._prepared.done()
+
     def _get_ready(self) -> None:
         if self._keeps:
             make, _ = together(self._leaves)
@@ -68,13 +80,15 @@ class Snapshots:
         else:
             apart(self._leaves)
 
-    def take(self, current: TrainState) -> tuple[Tensors, Digests]:
-        """Copies of a state's tensors by name, and their digests, taken of the state itself; all on their way.
+    def take(self, current: TrainState) -> Snapshot:
+        """Copies of a state; all on their way.
 
         They stay good when the state is donated to the next step, and until the next call of `take`: whatever was done with the
         last ones has to be over then, or `forget` be called before.
         """
-        self.prepare().result()
+        if self.prepare().exception() is not None:
+            self._get_ready()  # what was in the way then, a full disk or memory, may be gone
+        began = time.perf_counter()
         if not self._keeps:
             summed, copying = apart(self._leaves)
             made = state.to_digests(current, summed)
@@ -82,12 +96,12 @@ class Snapshots:
             for leaf, (name, _, a) in zip(self._leaves, state.named_leaves(current), strict=True):
                 which = [(a, np.int32(i)) for i in range(leaf.shape[0])] if leaf.stacked else [(a,)]
                 tensors |= {n: copying[leaf](*of) for n, of in zip(leaf.names(name), which, strict=True)}
-            return tensors, lambda: state.digests_by_name(made)
+            return Snapshot(tensors, lambda: state.digests_by_name(made), began)
         make, copy = together(self._leaves)
         memory, self._kept = self._kept or make(), []
         self._kept, sums = copy([a for _, _, a in state.named_leaves(current)], memory)
         tensors = {name: _another(x) for name, x in zip(self._names, self._kept, strict=True)}
-        return tensors, lambda: dict(zip(self._names, np.asarray(sums), strict=True))
+        return Snapshot(tensors, lambda: dict(zip(self._names, np.asarray(sums), strict=True)), began)
 
     def forget(self) -> None:
         """Somebody may still be reading the last copies: the next ones get memory of their own."""

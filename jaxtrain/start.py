@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import checkpoint, config, lora, position, resume, state, stored_form
-from jaxtrain.checkpoint import CheckpointError, Checkpoints
+from jaxtrain import config, lora, position, resume, state, stored_form
+from jaxtrain.checkpoint import CheckpointError, Checkpoints, arrays
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.data import pipeline
 from jaxtrain.hf.origin import HuggingFace, open_origin, structure_problem
@@ -148,7 +148,7 @@ def check_source(run: RunConfig, program: Program) -> tuple[str, ...]:
         raise ConfigError(problems)
     stored = source.stored
     wanted = stored_form.in_stored_form(wanted_of_source(run, program), stored)
-    wrong = checkpoint.differences(stored, wanted, subset=True, cast=True)
+    wrong = arrays.differences(stored, wanted, subset=True, cast=True)
     unused = sorted(name for name in stored.keys() - wanted.keys() if name.startswith("params."))
     wrong += [f"{name}: in the source, not in this model" for name in unused]
     if wrong:

@@ -69,9 +69,9 @@ class Throughput:
         yield
         self._wait += self._clock() - before
 
-    def exclude(self) -> None:
-        """The step under way does something else too: leave it out, and the next one."""
-        self._skip = self.SETTLE
+    def exclude(self, more: int = 0) -> None:
+        """The step under way does something else too: leave it out, and the next one, and so many more."""
+        self._skip = max(self._skip, self.SETTLE + more)
 
     def line(self) -> dict[str, float | None]:
         """The rate fields of a train line, over the steps since the last call."""

@@ -224,7 +224,7 @@ if point == "meta":
 if point == "arrays":
     Checkpoints._write_meta = then_die(Checkpoints._write_meta)
 if point == "sync":
-    checkpoint._sync_tree = die
+    checkpoint.place.sync_tree = die
 if point == "delete":
     shutil.rmtree = half_delete
 print("go", flush=True)
@@ -297,7 +297,7 @@ def test_a_failure_after_the_arrays_is_told_too(tmp_path: Path, monkeypatch: pyt
     def broken(path: str) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(checkpoint, "_sync_tree", broken)
+    monkeypatch.setattr(checkpoint.place, "sync_tree", broken)
     found.save(2, placed(values(2), mesh(8, 1)), {})
     [failed] = found.wait()
     assert isinstance(failed, checkpoint.Failed) and "Input/output error" in str(failed.error)

@@ -50,6 +50,8 @@ FLOORS = (
                 "checkpoint.place",
                 "checkpoint.arrays",
                 "checkpoint.files",
+                "checkpoint.steps",
+                "checkpoint.restoring",
                 "checkpoint",
                 "checkpoint.__main__",
                 "resume",

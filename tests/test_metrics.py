@@ -166,7 +166,7 @@ def test_rewind_to_nothing_and_other_processes(tmp_path):
 # rates and memory
 
 
-def run_loop(throughput, now, *, steps, device_s, data_s=0.0, halt_after=(), halt_s=0.0):
+def run_loop(throughput, now, *, steps, device_s, data_s=0.0, halt_after=(), halt_s=0.0, save_after=(), copies_s=0.0):
     """The trainer's loop against a simulated device: step i is queued, then the result of step i - 1 is waited for."""
     done = [0.0]  # when the device finishes each step, the first being none
     for i in range(steps):
@@ -178,6 +178,10 @@ def run_loop(throughput, now, *, steps, device_s, data_s=0.0, halt_after=(), hal
         if i in halt_after:
             now[0] = max(now[0], done[-1]) + halt_s  # an evaluation waits for everything queued
             throughput.exclude()
+        if i in save_after:  # the newest metrics are read, then the device copies the state: the loop goes on
+            now[0] = max(now[0], done[-1])
+            done[-1] += copies_s
+            throughput.exclude(more=1)
     throughput.start_step()
 
 
@@ -213,6 +217,13 @@ def test_halts_and_warm_up_do_not_count(data_s):
     line = throughput.line()
     assert line["step_time_s"] == pytest.approx(max(0.5, data_s))
     assert line["data_wait_s"] == pytest.approx(data_s)
+
+
+def test_copies_for_a_save_do_not_count():
+    now = [0.0]
+    throughput = make_throughput(now)
+    run_loop(throughput, now, steps=16, device_s=0.5, save_after=(4, 9), copies_s=3.0)
+    assert throughput.line()["step_time_s"] == pytest.approx(0.5)
 
 
 def test_unknown_peak_gives_no_utilisation():

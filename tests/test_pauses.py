@@ -26,6 +26,11 @@ def test_a_slow_step_is_told_the_biggest_part_first():
     assert said == "step 1200 took 3.41 s, usually 0.52 s: device and the rest 2.36 s, Python's collector 1.00 s"
 
 
+def test_a_save_under_way_is_named():
+    said = usual().note(502, 3.41, data_s=0.0, save_s=0.02, gc_s=0.0, eval_s=0.0, saving=500)
+    assert said == "step 502 took 3.41 s, usually 0.52 s: device and the rest 3.39 s, while step 500 was being saved"
+
+
 def test_parts_that_overlap_leave_no_negative_rest():
     assert note(usual(), 20, 2.0, data_s=2.1) == "step 20 took 2.00 s, usually 0.52 s: data 2.10 s"
 

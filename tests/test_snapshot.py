@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain import digests
+from jaxtrain import digests, snapshot
 from jaxtrain.checkpoint import Checkpoints, Saved
 from jaxtrain.config import RunConfig
 from jaxtrain.snapshot import Snapshots
@@ -44,7 +44,7 @@ def test_copies_outlive_the_state(layout: str) -> None:
     snapshots, current = Snapshots(helpers.program(run).state), helpers.fresh_state(run)
     for i in range(3):
         expected = {name: np.array(x) for name, x in to_tensors(current).items()}
-        tensors, sums = snapshots.take(current)
+        tensors, sums, _ = snapshots.take(current)
         leaf = jax.tree.leaves(current.params)[0]
         current = step(run, current, i)
         assert leaf.is_deleted()
@@ -60,7 +60,7 @@ def test_memory_of_the_save_before_is_used_again(tmp_path: Path) -> None:
     snapshots, current = Snapshots(helpers.program(run).state), helpers.fresh_state(run)
     store, seen = Checkpoints(tmp_path, keep=9), []
     for i in range(3):
-        tensors, sums = snapshots.take(current)
+        tensors, sums, _ = snapshots.take(current)
         seen.append(places(tensors))
         store.save(i + 1, tensors, {}, sums)
         del tensors
@@ -74,21 +74,33 @@ def test_what_somebody_still_reads_is_not_written_over() -> None:
     run = helpers.tiny()
     snapshots, current = Snapshots(helpers.program(run).state), helpers.fresh_state(run)
     expected = {name: np.array(x) for name, x in to_tensors(current).items()}
-    tensors, _ = snapshots.take(current)
+    tensors = snapshots.take(current).tensors
     snapshots.forget()
     current = step(run, current, 0)
-    later, _ = snapshots.take(current)
+    later = snapshots.take(current).tensors
     assert equal(tensors, expected)
     current = step(run, current, 1)
-    tensors, _ = snapshots.take(current)
+    tensors = snapshots.take(current).tensors
     assert all(x.is_deleted() for x in later.values()), "without `forget` the next copies lie where these were"
     # Numbers that were asked for on the host lie in the copies' memory.
     read = {name: np.asarray(x) for name, x in tensors.items()}
     expected = {name: x.copy() for name, x in read.items()}
-    again, _ = snapshots.take(step(run, current, 2))
+    again = snapshots.take(step(run, current, 2)).tensors
     jax.block_until_ready(again)
     assert all(np.array_equal(x, expected[name]) for name, x in read.items())
     assert not equal(again, expected)
+
+
+def test_what_was_in_the_way_while_it_got_ready_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = helpers.tiny()
+    snapshots, current = Snapshots(helpers.program(run).state), helpers.fresh_state(run)
+    together = snapshot.together
+    monkeypatch.setattr(snapshot, "together", lambda leaves: 1 / 0)
+    assert isinstance(snapshots.prepare().exception(), ZeroDivisionError)
+    with pytest.raises(ZeroDivisionError):
+        snapshots.take(current)
+    monkeypatch.setattr(snapshot, "together", together)
+    assert equal(snapshots.take(current).tensors, {name: np.array(x) for name, x in to_tensors(current).items()})
 
 
 @pytest.mark.parametrize("keeps", [True, pytest.param(False, id="as on GPUs")])
@@ -98,7 +110,7 @@ def test_the_first_save_finds_everything_compiled(keeps: bool, caplog: pytest.Lo
     snapshots._keeps = keeps
     snapshots.prepare().result()
     with jax.log_compiles():
-        tensors, sums = snapshots.take(current)
+        tensors, sums, _ = snapshots.take(current)
         found = sums()
     assert found.keys() == tensors.keys()
     assert not [message for message in caplog.messages if "Compiling" in message]

@@ -25,38 +25,28 @@ import json
 import logging
 import os
 import resource
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain import digests, stores
-from jaxtrain.checkpoint import files, place
-from jaxtrain.checkpoint.arrays import context as _context
-from jaxtrain.checkpoint.arrays import differences
-from jaxtrain.checkpoint.arrays import innermost as _innermost
-from jaxtrain.checkpoint.arrays import of_processes as _of_processes
-from jaxtrain.checkpoint.arrays import orbax as _orbax
+from jaxtrain.checkpoint import files, place, restoring
+from jaxtrain.checkpoint.arrays import context, innermost, of_processes, orbax
 from jaxtrain.checkpoint.errors import CheckpointError as CheckpointError
 from jaxtrain.checkpoint.errors import Damaged as Damaged
-from jaxtrain.checkpoint.errors import Unreachable
 from jaxtrain.checkpoint.place import ARRAYS, META
-from jaxtrain.checkpoint.place import sync as _sync
-from jaxtrain.checkpoint.place import sync_tree as _sync_tree
+from jaxtrain.checkpoint.steps import FORMAT, PEERS_S, Steps
 from jaxtrain.distributed import Peers
 
 if TYPE_CHECKING:
     from jaxtrain.checkpoint.place import AnyPath
 
 LOGGER = logging.getLogger("jaxtrain")
-FORMAT = 2
-# How long processes wait for each other at a save or a restore: a whole save on a slow disk may lie between them, or a compile
-# of one that the others found in their caches. The watchdog's budgets are what ends a hang.
-PEERS_S = 5400.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +56,7 @@ class Saved:
     step: int
     bytes: int  # of all tensors, over all processes
     blocked_s: float  # seconds the training loop waited, to begin and for a still running earlier save
-    copied_s: float  # seconds until the copies of the state were made: the devices take no next step before that
+    copied_s: float  # seconds it took to make the copies: the devices take no step meanwhile
     total_s: float  # seconds from the beginning of the copies until the files were synced and old steps deleted
     host_gib: float  # the most memory this process has held so far, GiB
 
@@ -79,7 +69,17 @@ class Failed:
     error: CheckpointError
 
 
-class Checkpoints:
+@dataclasses.dataclass
+class _Times:
+    """Of a save under way, by time.perf_counter()."""
+
+    began: float
+    copying: float  # began then
+    returned: float = 0.0  # to the loop
+    copied: float = 0.0  # made by then
+
+
+class Checkpoints(Steps):
     """The steps in one folder. Opening it writes nothing; every process of a run calls the same methods in the same order.
 
     directory: a folder on a local or network-mounted disk, or gs://BUCKET/PATH (checkpoint/place.py).
@@ -98,8 +98,7 @@ class Checkpoints:
     ):
         if keep < 1:
             raise ValueError(f"checkpoint.keep = {keep}: at least the newest step is kept. Set it to 1 or more.")
-        self._place = place.at(directory)
-        self.directory = self._place.path
+        super().__init__(directory)
         self._keep = keep
         self._keep_every = keep_every
         self._peers = peers or Peers(0, 1)
@@ -112,82 +111,6 @@ class Checkpoints:
         self._newest = -1  # the newest step this object saved: does not depend on what a network file system shows
         self._device: int | None = None  # file system of the folder, once something was saved there
 
-    # What is there
-
-    def steps(self) -> list[int]:
-        """Complete steps, ascending. Unfinished and damaged ones are left out."""
-        return sorted(step for step, state in self.states().items() if state == "complete")
-
-    def states(self) -> dict[int, str]:
-        """Every step folder: 'complete', 'unfinished' (the save was cut off) or 'damaged' (arrays without meta.json)."""
-        return self._place.states()
-
-    def latest(self, passed: dict[int, str] | None = None) -> int | None:
-        """The newest step whose meta.json can be read; None where nothing was ever completely saved.
-
-        passed: newer steps not to be taken, with the reason; those that cannot be read are added. Without it the newest one
-        must be readable. Raises CheckpointError where there are steps and none is left: starting afresh over existing
-        checkpoints has to be the user's decision.
-        """
-        steps = sorted((step for step, state in self.states().items() if state != "unfinished"), reverse=True)
-        for step in steps:
-            if passed is not None and step in passed:
-                continue
-            try:
-                self.meta(step)
-            except Damaged as error:
-                if passed is None:
-                    raise
-                passed[step] = str(error)
-                continue
-            return step
-        if not steps:
-            return None
-        reasons = "".join(f"\n  {step}: {why}" for step, why in sorted((passed or {}).items(), reverse=True))
-        raise CheckpointError(
-            f"no good checkpoint is left in {self.directory}, and a run never starts afresh over existing ones:{reasons}\n"
-            "Restore one from a copy, or move the folder away to start at step 0."
-        )
-
-    def meta(self, step: int) -> dict[str, Any]:
-        """What `save` was given as `meta`, with `format`, `step`, `bytes`, `tensors` and `time_unix` (seconds) added.
-
-        Raises CheckpointError when the step is not there or was cut off, Damaged when its meta.json cannot be read.
-        """
-        folder = self.directory / str(step)
-        state = self._place.state(step)
-        if state in ("missing", "unfinished"):
-            what = "there is no such checkpoint" if state == "missing" else "its save was cut off"
-            raise CheckpointError(f"step {step} in {self.directory}: {what}. Complete steps: {self.listing()}.")
-        try:
-            text = self._place.read(folder / META)
-            version = json.loads(text).get("format")
-            if isinstance(version, int) and version != FORMAT:
-                raise CheckpointError(
-                    f"{folder / META}: format {version}, and this jaxtrain reads {FORMAT}. Use the version that wrote it (see "
-                    f"'versions' in that file). {self._way_out(step)}"
-                )
-            return files.unsealed(text)
-        except (FileNotFoundError, ValueError, AttributeError) as e:
-            raise Damaged(f"{folder / META} cannot be read ({e}). {self._way_out(step)}") from e
-        except Unreachable:
-            raise
-        except OSError as e:  # of the disk or the network, which may be well again in a moment
-            raise CheckpointError(f"{folder / META} cannot be read now ({e}). {self._way_out(step)}") from e
-
-    def stored(self, step: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Name -> shape and dtype of every tensor of a step, without reading the tensors."""
-        return {
-            name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
-            for name, (shape, dtype, _) in self.meta(step)["tensors"].items()
-        }
-
-    def _is_there(self, step: int) -> bool:
-        try:
-            return self._place.state(step) == "complete"
-        except Unreachable:  # the save that follows fails of it, where it is told and tried again
-            return False
-
     # Saving
 
     @property
@@ -197,7 +120,7 @@ class Checkpoints:
 
     def prepare(self) -> None:
         """Begin to get ready for the first save, in another thread."""
-        self._worker.submit(_orbax)
+        threading.Thread(target=orbax, name="orbax").start()
 
     def save(
         self,
@@ -207,6 +130,7 @@ class Checkpoints:
         sums: Callable[[], Mapping[str, np.ndarray]] | None = None,
         ended: Callable[[], None] = lambda: None,
         began: float | None = None,
+        copying: float | None = None,
     ) -> float | None:
         """Start saving; returns the seconds it blocked, or None if this step is saved already (nothing is done then).
 
@@ -214,11 +138,13 @@ class Checkpoints:
         waited for first. `meta` must be JSON. sums: waits for the digests by name (digests.sums) that were taken of the state
         itself; without, they are taken of `tensors`. What becomes of the save, `poll` tells; a parameter that is infinite or no
         number makes it fail. ended: called in another thread as soon as the save has come to an end.
-        began: time.perf_counter() before the tensors were copied, where the save's times are to count that.
+        began: time.perf_counter() before the tensors were copied, where the save's times are to count that. copying: when that
+        began, if it was later.
         """
-        start = time.perf_counter() if began is None else began
+        now = time.perf_counter() if began is None else began
+        times = _Times(now, now if copying is None else copying)
         self._settle()
-        there = "there" if step == self._newest or self._is_there(step) else ""
+        there = "there" if step == self._newest or self.is_there(step) else ""
         if self._peers.gather("save", there, PEERS_S)[0]:
             return None
         size = sum(x.nbytes for x in tensors.values())
@@ -229,14 +155,14 @@ class Checkpoints:
         record["shapes"] = {name: [list(x.shape), x.dtype.name] for name, x in tensors.items()}
         self._pending_step = step
         if self._peers.count == 1:
-            job = functools.partial(self._write, record, dict(tensors), sums)
+            job = functools.partial(self._write, record, dict(tensors), sums, times)
         else:
             # Orbax begins with a collective over the devices, and those must be in the same order on all processes.
-            job = functools.partial(self._end, record, *self._begun(record, dict(tensors), sums))
-        returned = time.perf_counter()
-        self._pending = self._worker.submit(job, start, returned)
+            job = functools.partial(self._end, record, self._begun(record, dict(tensors), sums, times), times)
+        times.returned = time.perf_counter()
+        self._pending = self._worker.submit(job)
         self._pending.add_done_callback(lambda _: ended())
-        return returned - start
+        return times.returned - times.began
 
     def save_now(self, step: int, tensors: Mapping[str, jax.Array], meta: Mapping[str, Any]) -> None:
         """Save, wait until it is on disk, and no more saves after it. Raises CheckpointError where that fails."""
@@ -282,45 +208,44 @@ class Checkpoints:
         left = ""
         if self._primary:
             try:
-                if self._place.state(self._pending_step) in ("complete", "damaged"):  # what comes after the arrays failed
-                    self._place.delete(self._pending_step)
-                self._place.sweep()
+                if self.place.state(self._pending_step) in ("complete", "damaged"):  # what comes after the arrays failed
+                    self.place.delete(self._pending_step)
+                self.place.sweep()
             except OSError as e:
                 left = f" What it had written could not be removed ({e})."
         return CheckpointError(
-            f"saving step {self._pending_step} to {self.directory} failed: {_innermost(error)}.{left} Complete steps: "
-            f"{self.listing()}. {self._place.way_out}"
+            f"saving step {self._pending_step} to {self.directory} failed: {innermost(error)}.{left} Complete steps: "
+            f"{self.listing()}. {self.place.way_out}"
         )
 
-    def _write(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any, start: float, returned: float) -> Saved:
+    def _write(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any, times: _Times) -> Saved:
         """In the background: everything, where there is one process."""
-        copied = self._prepare(record, tensors, sums) - start
-        ocp = _orbax()
+        self._prepare(record, tensors, sums, times)
+        ocp = orbax()
         folder = self.directory / str(record["step"])
-        with _context(ocp):
+        with context(ocp):
             ocp.save(folder / ARRAYS, tensors, overwrite=True)
         tensors.clear()  # copies of a whole state
-        return self._commit(record, start, returned, copied)
+        return self._commit(record, times)
 
-    def _begun(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any) -> tuple[float, Any]:
-        """When the copies were made, and Orbax's answer to come; an error where a process could not begin."""
-        copied = 0.0
+    def _begun(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any, times: _Times) -> Any:
+        """Orbax's answer to come; None where a process could not begin, with its error."""
         try:
-            copied = self._prepare(record, tensors, sums)
+            self._prepare(record, tensors, sums, times)
             error = ""
         except Exception as e:
-            error = _innermost(e)
+            error = innermost(e)
         errors = self._peers.gather("begun", error, PEERS_S)
         if any(errors):
-            return copied, RuntimeError(_of_processes(errors))
-        ocp = _orbax()
+            return RuntimeError(of_processes(errors))
+        ocp = orbax()
         try:
-            with _context(ocp, processes=self._peers.count):
-                return copied, ocp.save_async(self.directory / str(record["step"]) / ARRAYS, tensors, overwrite=True)
+            with context(ocp, processes=self._peers.count):
+                return ocp.save_async(self.directory / str(record["step"]) / ARRAYS, tensors, overwrite=True)
         except Exception as e:
-            return copied, e
+            return e
 
-    def _end(self, record: dict[str, Any], copied: float, begun: Any, start: float, returned: float) -> Saved:
+    def _end(self, record: dict[str, Any], begun: Any, times: _Times) -> Saved:
         """In the background: the rest, where there are several processes."""
         error = begun if isinstance(begun, Exception) else None
         if error is None:
@@ -328,15 +253,15 @@ class Checkpoints:
                 begun.result()  # pyright: ignore[reportAttributeAccessIssue]
             except Exception as e:
                 error = e
-        errors = self._peers.gather("written", _innermost(error) if error else "", PEERS_S)
+        errors = self._peers.gather("written", innermost(error) if error else "", PEERS_S)
         if any(errors):
-            raise RuntimeError(_of_processes(errors))
-        return self._commit(record, start, returned, copied - start)
+            raise RuntimeError(of_processes(errors))
+        return self._commit(record, times)
 
-    def _prepare(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any) -> float:
-        """meta.json, on disk before the arrays. Returns when the copies were made, by time.perf_counter()."""
+    def _prepare(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any, times: _Times) -> None:
+        """meta.json, on disk before the arrays."""
         jax.block_until_ready(tensors)
-        copied = time.perf_counter()
+        times.copied = time.perf_counter()
         found = sums()
         wrong = {name: digests.not_finite(x) for name, x in found.items() if name.startswith("params.")}
         wrong = {name: count for name, count in wrong.items() if count}
@@ -345,16 +270,15 @@ class Checkpoints:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise ValueError(f"parameters that are infinite or no number are not saved: {shown}{more}")
         if not self._primary:
-            return copied
-        self._place.check(record["bytes"], self._keep, self._device)
-        folder = self._place.make(record["step"])
-        self._device = self._place.file_system()
+            return
+        self.place.check(record["bytes"], self._keep, self._device)
+        folder = self.place.make(record["step"])
+        self._device = self.place.file_system()
         shapes = record.pop("shapes")
         record["tensors"] = {name: [*shapes[name], digests.text(x)] for name, x in found.items()}
         self._write_meta(folder, files.sealed(record))
-        return copied
 
-    def _commit(self, record: dict[str, Any], start: float, returned: float, copied: float) -> Saved:
+    def _commit(self, record: dict[str, Any], times: _Times) -> Saved:
         """Make it durable, write down what the files are, then delete what need not be kept.
 
         A failure on one process is one of all of them: each part ends with what everybody has to say of it.
@@ -365,8 +289,8 @@ class Checkpoints:
         def synced() -> str:
             # Orbax leaves its small JSON files to the page cache. Synced before any older step goes, or a power cut could
             # take both.
-            _sync_tree(folder)
-            _sync(self.directory)
+            place.sync_tree(folder)
+            place.sync(self.directory)
             return json.dumps(files.listed(folder))
 
         names = json.loads(self._together("synced", synced if self._primary else lambda: "")[0])
@@ -377,7 +301,7 @@ class Checkpoints:
 
         def written() -> str:
             found = {name: value for share in shares for name, value in json.loads(share).items()}
-            self._place.write(folder / files.NAME, files.encode(found))
+            self.place.write(folder / files.NAME, files.encode(found))
             return ""
 
         self._together("integrity", written if self._primary else lambda: "")
@@ -385,18 +309,19 @@ class Checkpoints:
             self._delete_old()
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         now = time.perf_counter()
-        return Saved(step, record["bytes"], returned - start, copied, now - start, most)
+        blocked, copied, total = times.returned - times.began, times.copied - times.copying, now - times.began
+        return Saved(step, record["bytes"], blocked, copied, total, most)
 
     def _together(self, name: str, part: Callable[[], str]) -> list[str]:
         """What `part` gives on every process. Raises RuntimeError on all of them where it fails on one."""
         try:
             said = "ok " + part()
         except Exception as e:
-            said = "no " + _innermost(e)
+            said = "no " + innermost(e)
         answers = self._peers.gather(name, said, PEERS_S)
         if any(answer.startswith("no ") for answer in answers):
             wrong = [answer[3:] if answer.startswith("no ") else "" for answer in answers]
-            raise RuntimeError(_of_processes(wrong) if self._peers.count > 1 else wrong[0])
+            raise RuntimeError(of_processes(wrong) if self._peers.count > 1 else wrong[0])
         return [answer[3:] for answer in answers]
 
     def _delete_old(self) -> None:
@@ -405,86 +330,21 @@ class Checkpoints:
             if self._keep_every and old % self._keep_every == 0:
                 continue
             try:
-                self._place.delete(old)
+                self.place.delete(old)
             except OSError as e:  # the new step is on disk: this is no reason to call its save a failure
                 LOGGER.warning("%s", f"checkpoint {old} could not be deleted ({e}); the next save tries again")
 
     def _write_meta(self, folder: "AnyPath", text: str) -> None:
-        self._place.write(folder / META, text)
+        self.place.write(folder / META, text)
 
     # Restoring
 
     def restore(
         self, step: int, abstract: Mapping[str, jax.ShapeDtypeStruct], *, subset: bool = False, cast: bool = False
     ) -> dict[str, jax.Array]:
-        """The tensors of a step, each with the shape, dtype and sharding `abstract` asks for, on any mesh.
-
-        subset: `abstract` may name a part of the tensors; the others are not read. cast: a float may become another float
-        type (rounded to nearest); otherwise a different dtype is an error.
-        Raises CheckpointError, before any tensor is read, naming what differs between checkpoint and run; Damaged where what
-        was read is not what was saved.
-        """
-        recorded = self.meta(step)["tensors"]
-        self._device = self._place.file_system()
-        stored = self.stored(step)
-        problems = differences(stored, abstract, subset=subset, cast=cast)
-        folder = self.directory / str(step)
-        if problems:
-            shown = problems[:8] + ([f"... and {len(problems) - 8} more"] if len(problems) > 8 else [])
-            raise CheckpointError(
-                f"checkpoint {folder} does not fit this run ({len(problems)} differences):\n  "
-                + "\n  ".join(shown)
-                + "\nUse the config that wrote it (key 'config' in its meta.json), or another workdir for a new run."
-            )
-        # In the dtypes that were stored: Orbax would cast, and the digests are of the stored bits.
-        exactly = {k: jax.ShapeDtypeStruct(a.shape, stored[k].dtype, sharding=a.sharding) for k, a in abstract.items()}
-        tensors, error = self._load(step, exactly, subset)
-        errors = self._peers.gather("read", f"{type(error).__name__}:{error}" if error else "", PEERS_S)
-        if error:
-            raise error
-        if any(errors):
-            raise (Damaged if any(e.startswith("Damaged:") for e in errors) else CheckpointError)(_of_processes(errors))
-        found = digests.of_many(tensors)
-        wrong = [name for name, digest in found.items() if digests.text(digest) != recorded[name][2]]
-        if wrong:
-            shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-            raise Damaged(
-                f"checkpoint {folder}: {shown} {'is' if len(wrong) == 1 else 'are'} not what was saved: the digest of the "
-                f"values read differs from that of the values on the devices then. {self._way_out(step)}"
-            )
-        undefined = [name for name, x in found.items() if name.startswith("params.") and digests.not_finite(x)]
-        if undefined and self._finite:
-            raise Damaged(
-                f"checkpoint {folder}: {undefined[0]} holds values that are infinite or no number. {self._way_out(step)}"
-            )
-        return {name: self._cast(tensors.pop(name), a.dtype) for name, a in abstract.items()}
-
-    def _load(
-        self, step: int, exactly: dict[str, jax.ShapeDtypeStruct], subset: bool
-    ) -> tuple[dict[str, jax.Array], Exception | None]:
-        folder, ocp = self.directory / str(step), _orbax()
-        try:
-            with _context(ocp, subset, self._peers.count):
-                return ocp.load(folder / ARRAYS, exactly), None
-        except Exception as e:  # a page of wrappers around one sentence
-            innermost: Any = e
-            while innermost.__cause__ is not None:
-                innermost = innermost.__cause__
-            if isinstance(innermost, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(innermost):
-                return {}, innermost  # the devices have no room for it, and the files are not to blame
-            text = f"{folder / ARRAYS} cannot be read: {_innermost(e)}."
-            try:
-                verdict = files.check(folder)
-            except Unreachable as unreachable:
-                return {}, unreachable
-            if verdict.proved and not verdict.problems:
-                return {}, CheckpointError(f"{text} Its files are as they were written, so this is no damage.")
-            named = "; ".join(verdict.problems[:3])
-            return {}, Damaged(f"{text} {named + '. ' if named else ''}{self._way_out(step)}")
-
-    @staticmethod
-    def _cast(x: jax.Array, dtype: Any) -> jax.Array:
-        return x if x.dtype == dtype else jax.jit(lambda y: y.astype(dtype), out_shardings=x.sharding, donate_argnums=0)(x)
+        """The tensors of a step as `abstract` asks for them, on any mesh; arguments and errors of `restoring.restore`."""
+        self._device = self.place.file_system()
+        return restoring.restore(self, step, abstract, subset=subset, cast=cast, peers=self._peers, finite=self._finite)
 
     def set_aside(self, step_after: int, what: str = "going back to step {step}: later steps") -> str:
         """Move every step after this one to DIR/set_aside-TIME/; nothing is deleted. Returns a line saying so, '' if none.
@@ -500,23 +360,8 @@ class Checkpoints:
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
         target = self.directory / f"set_aside-{stamp}"
         if self._primary:
-            self._place.set_aside(later, target.name)
+            self.place.set_aside(later, target.name)
         return f"{what.format(step=step_after)} {', '.join(map(str, later))} moved to {target}, none deleted"
-
-    def listing(self) -> str:
-        """The complete steps, in words."""
-        try:
-            return ", ".join(map(str, self.steps())) or "none"
-        except Unreachable:  # this goes into messages, that of the same trouble among them
-            return "not known"
-
-    def _way_out(self, step: int) -> str:
-        earlier = [s for s in self.steps() if s < step]
-        if earlier:
-            return (
-                f"To go on from the step before: --config.checkpoint.step={earlier[-1]} (this one is set aside, not deleted)."
-            )
-        return f"There is no earlier step: restore {self.directory / str(step)} from a copy, or move it away to start afresh."
 
 
 def locate(path: str | os.PathLike[str]) -> tuple[Checkpoints, int]:
