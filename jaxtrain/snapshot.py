@@ -86,8 +86,8 @@ class Snapshots:
         They stay good when the state is donated to the next step, and until the next call of `take`: whatever was done with the
         last ones has to be over then, or `forget` be called before.
         """
-        if self.prepare().exception() is not None:
-            self._get_ready()  # what was in the way then, a full disk or memory, may be gone
+        # Whether it went well or not: what was in the way, a full disk or memory, may be gone, and what is missing is made now.
+        concurrent.futures.wait([self.prepare()])
         began = time.perf_counter()
         if not self._keeps:
             summed, copying = apart(self._leaves)

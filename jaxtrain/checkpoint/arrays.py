@@ -52,10 +52,16 @@ def context(ocp: Any, subset: bool = False, processes: int = 1) -> Any:
     return context
 
 
-def innermost(error: BaseException) -> str:
-    """Of a page of wrappers the sentence that says what happened."""
-    while error.__cause__ is not None:
+def cause(error: Exception) -> Exception:
+    """Of a page of wrappers the one inside."""
+    while isinstance(error.__cause__, Exception):
         error = error.__cause__
+    return error
+
+
+def innermost(error: Exception) -> str:
+    """Of a page of wrappers the sentence that says what happened."""
+    error = cause(error)
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
 

@@ -7,7 +7,7 @@ import jax
 
 from jaxtrain import digests
 from jaxtrain.checkpoint import files
-from jaxtrain.checkpoint.arrays import context, differences, innermost, of_processes, orbax
+from jaxtrain.checkpoint.arrays import cause, context, differences, innermost, of_processes, orbax
 from jaxtrain.checkpoint.errors import CheckpointError, Damaged, Unreachable
 from jaxtrain.checkpoint.place import ARRAYS
 from jaxtrain.checkpoint.steps import PEERS_S, Steps
@@ -72,11 +72,9 @@ def _load(
         with context(ocp, subset, processes):
             return ocp.load(folder / ARRAYS, exactly), None
     except Exception as e:  # a page of wrappers around one sentence
-        cause: Any = e
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        if isinstance(cause, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(cause):
-            return {}, cause  # the devices have no room for it, and the files are not to blame
+        inside = cause(e)
+        if isinstance(inside, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(inside):
+            return {}, inside  # the devices have no room for it, and the files are not to blame
         text = f"{folder / ARRAYS} cannot be read: {innermost(e)}."
         try:
             verdict = files.check(folder)
