@@ -320,6 +320,8 @@ class Log:
     tensorboard: bool = key(True, "write tb/")
     wandb: str = key("", "Weights & Biases: PROJECT or ENTITY/PROJECT; '': not there. WANDB_MODE and its like say how")
     peak_tflops: float = key(0.0, "dense peak of one device for MFU, where hardware.py does not know it; 0: from the table")
+    gpu_every_s: float = key(10.0, "seconds between lines on each GPU: power, clocks, throttling, memory; 0: none")
+    mfu_alert: float = key(0.8, "warn while MFU is below this part of the plan's; 0: never")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -384,6 +386,19 @@ class Paths:
 
 
 @dataclasses.dataclass(frozen=True)
+class Env:
+    """The environment variables of a run on GPUs, which are part of it: jaxtrain/environment.py has the tables."""
+
+    defaults: bool = key(True, "begin with the table of the GPU; False: with nothing but the memory budget")
+    set: str = key("", "NAME=VALUE, comma-separated (a comma within a value: +); they stand above the table")
+    inherit: str = key(
+        "NCCL_SOCKET_IFNAME,NCCL_IB_HCA,NCCL_IB_GID_INDEX,NCCL_TOPO_FILE",
+        "names or patterns of the shell's variables that may stay; others that change a run are refused. These say where a "
+        "site's network is",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class RunConfig:
     """A whole run. Made by `resolve`, read by everything, changed by nothing."""
 
@@ -410,6 +425,7 @@ class RunConfig:
     profile: Profile = Profile()
     compiler: Compiler = Compiler()
     paths: Paths = Paths()
+    env: Env = Env()
 
     @property
     def compute(self) -> str:

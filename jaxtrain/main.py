@@ -1,4 +1,4 @@
-"""The command line of training: read the config, check everything, set the memory budget, and only then start JAX."""
+"""The command line of training: read the config, check everything, set the environment, and only then start JAX."""
 
 import dataclasses
 import json
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import ml_collections
 
-from jaxtrain import distributed, explain, hardware, launch
+from jaxtrain import distributed, environment, explain, hardware, launch
 from jaxtrain.config import ConfigError, RunConfig
-from jaxtrain.startup import set_memory_budget, start_jax
+from jaxtrain.startup import set_environment, start_jax
 from jaxtrain.validate import validate
 from jaxtrain.validate.places import remote
 
@@ -83,10 +83,11 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
         return launch.report(problems)
     if style:
         return 0
-    set_memory_budget(devices, loaded.run.train.memory_fraction)
-    # Imported here: everything above must answer in a moment, and the memory budget must be set before jax is imported.
+    overlay, _ = environment.overlay(loaded.run, devices, os.environ)  # what is wrong with it, `validate` has told
+    set_environment(overlay)
+    # Imported here: everything above must answer in a moment, and the environment must be set before jax is imported.
     try:
-        start_jax(devices, cluster, loaded.run.train.deterministic)
+        start_jax(devices, cluster)
     except distributed.ClusterError as error:
         print(error, file=sys.stderr)
         return AGAIN
@@ -95,7 +96,7 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
             return again(Path(bundle), loaded.run)
         from jaxtrain import train
 
-        result = train.attempt(loaded.run, workdir, loaded.launch, own_process=own_process)
+        result = train.attempt(loaded.run, workdir, loaded.launch, overlay, own_process=own_process)
     except Exception:
         if cluster is None or not own_process:
             raise

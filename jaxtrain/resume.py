@@ -35,6 +35,7 @@ TABLE = (
         "when a run leaves, or is looked at",
     ),
     Row(("train.spike",), "free", "steps from here on; what earlier ones were compared with is stored in any case"),
+    Row(("env.*",), "free", "how GPUs are run; other algorithms of NCCL's add in another order"),
     Row(("train.deterministic",), "free", "other kernels: the numbers differ by rounding"),
     Row(("train.steps",), "free", "a run may go on for longer; a schedule that ends with the last step ends later"),
     Row(

@@ -1,4 +1,4 @@
-"""Starting JAX: on GPUs under the memory budget of a run, on a machine without one in peace.
+"""Starting JAX: on GPUs in the environment of a run, on a machine without one in peace.
 
 With the `plan` extra the CUDA plugin is installed where no driver is. JAX then tries it at start, prints a traceback, and the
 plugin's libraries each report the missing driver, then or when the first program is compiled for a described GPU. None of it
@@ -12,30 +12,26 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-from jaxtrain import hardware
 from jaxtrain.config import ConfigError, Problem
 from jaxtrain.distributed import Cluster, start
+from jaxtrain.environment import Overlay
 from jaxtrain.hardware import Devices
 
 NOTES = re.compile(rb"cudart_stub|log messages before absl::InitializeLog|^\[Gloo\] Rank")
 
 
-def set_memory_budget(devices: Devices, configured: float) -> None:
-    """Exports how much of each GPU JAX is to take, which it reads when it starts them. `validate` refuses what contradicts it.
+def set_environment(overlay: Overlay) -> None:
+    """Exports what a run sets, before JAX starts the GPUs: it then takes as much of their memory as the variables say.
 
-    configured: train.memory_fraction. Raises ConfigError where the GPUs of this process were started without that.
+    Raises ConfigError where the GPUs of this process were started without that.
     """
-    if devices.kind != "gpu":
-        return
-    fraction = hardware.memory_fraction(devices.memory_gib, configured)
-    wanted = hardware.memory_environment(fraction, os.environ)[0]
-    if any(not os.environ.get(name) for name in wanted) and _started_on_gpus():
-        rule = "JAX was started in this process before, and took as much of the GPUs as it does by default"
-        before = " ".join(f"{name}={value}" for name, value in wanted.items())
-        remedy = f"Begin a new process in which nothing is computed before the run, or one that is started with {before}."
-        raise ConfigError([Problem("train.memory_fraction", configured, rule, remedy)])
-    os.environ.update(wanted)
-    os.environ.setdefault(hardware.HOST_LIMIT, str(int(hardware.pinned_limit_gib(os.environ))))
+    absent = {name: value for name, value in overlay.set.items() if os.environ.get(name) != value}
+    if absent and _started_on_gpus():
+        rule = "JAX was started in this process before, without them: it took as much of the GPUs as it does by default"
+        before = " ".join(f"{name}={value}" for name, value in absent.items())
+        remedy = "Begin a new process in which nothing is computed before the run, or one that is started with these."
+        raise ConfigError([Problem("environment", before, rule, remedy)])
+    os.environ.update(absent)
 
 
 def _started_on_gpus() -> bool:
@@ -48,13 +44,11 @@ def _started_on_gpus() -> bool:
     return xla_bridge._plugins_registered and jax.devices()[0].platform == "gpu"
 
 
-def start_jax(devices: Devices, cluster: Cluster | None = None, repeatable: bool = False) -> None:
+def start_jax(devices: Devices, cluster: Cluster | None = None) -> None:
     """Import jax and start its backend on the devices that `hardware.probe` found, with the other processes of the run.
 
-    repeatable: train.deterministic. Raises ClusterError where the processes do not come together.
+    Raises ClusterError where the processes do not come together.
     """
-    if repeatable and devices.kind == "gpu":
-        os.environ["NCCL_ALGO"] = hardware.NCCL_ALGO  # `validate` refuses what contradicts it
     if devices.kind == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
     with quiet() if devices.kind == "cpu" else contextlib.nullcontext():

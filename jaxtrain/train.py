@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import ml_collections
 
-from jaxtrain import compiler, config, generate, hardware, metrics, samples, step
+from jaxtrain import compiler, config, environment, generate, hardware, metrics, samples, step
 from jaxtrain.between import HeldOut, Samples
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.config import ConfigError, RunConfig, to_dict
@@ -40,7 +40,7 @@ from jaxtrain.session import FAILED, Session
 from jaxtrain.sharding import LayoutError
 from jaxtrain.signals import Stop
 from jaxtrain.start import Start, check_own_names, decide_start, going_on, open_data
-from jaxtrain.startup import set_memory_budget, start_jax
+from jaxtrain.startup import set_environment, start_jax
 from jaxtrain.timelimit import TimeLimit, limit_s, tell_launcher
 from jaxtrain.timeline import Timeline, age_s
 from jaxtrain.trackers import TrackerError, open_trackers
@@ -85,17 +85,21 @@ def run(config: ml_collections.ConfigDict | RunConfig | Mapping[str, Any], workd
     problems += [*remote("workdir", os.fspath(workdir)), *validate(asked, devices, folder)]
     if problems:
         raise ConfigError(list({str(p): p for p in problems}.values()))
-    set_memory_budget(devices, asked.train.memory_fraction)
-    start_jax(devices, repeatable=asked.train.deterministic)
-    result = attempt(asked, folder, Launch("python", "", (), ()))
+    overlay, _ = environment.overlay(asked, devices, os.environ)
+    set_environment(overlay)
+    start_jax(devices)
+    result = attempt(asked, folder, Launch("python", "", (), ()), overlay)
     if result.error is not None:
         raise result.error
     return result
 
 
-def attempt(run: RunConfig, workdir: Path, launch: Launch, *, own_process: bool = False) -> Result:
+def attempt(
+    run: RunConfig, workdir: Path, launch: Launch, overlay: environment.Overlay | None = None, *, own_process: bool = False
+) -> Result:
     """One attempt at a run that has passed validate.validate, on JAX as it was started. What ended it is in the result.
 
+    overlay: the environment that was set for it, for log and receipt.
     own_process: the process is there for this run alone, and may be ended where it stands: by a signal before the first step,
     by the watchdog, and when another process of the run has died.
     """
@@ -109,7 +113,7 @@ def attempt(run: RunConfig, workdir: Path, launch: Launch, *, own_process: bool 
         if own_process:
             peers.watch(BEAT_S, DEAD_S, ending.alone)
         try:
-            result = _attempt(run, workdir, launch, own_process, watchdog, peers, ending)
+            result = _attempt(run, workdir, launch, overlay or environment.Overlay(), own_process, watchdog, peers, ending)
         except BaseException as error:
             peers.close(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
             raise
@@ -160,7 +164,14 @@ class Ending:
 
 
 def _attempt(
-    run: RunConfig, workdir: Path, launch: Launch, own_process: bool, watchdog: Watchdog, peers: Peers, ending: Ending
+    run: RunConfig,
+    workdir: Path,
+    launch: Launch,
+    overlay: environment.Overlay,
+    own_process: bool,
+    watchdog: Watchdog,
+    peers: Peers,
+    ending: Ending,
 ) -> Result:
     # ---- Set up JAX
     timeline = Timeline()
@@ -227,6 +238,7 @@ def _attempt(
                 "synthetic": train_data.synthetic,
                 "resumed_from_step": start.step if start.resumed else None,
                 "restart": int(os.environ.get("JAXTRAIN_RESTART", 0)),
+                "env": {"set": overlay.set, "inherited": overlay.inherited},
                 **trackers.facts,
             }
         )
@@ -238,6 +250,8 @@ def _attempt(
     code, reason, ended = FAILED, "ended by an exception", None
     try:
         with Console(workdir, jax.process_index(), run.train.steps) as console, Stop(peers.ask_to_stop) as stop:
+            for line in overlay.lines():
+                console.say(line)
             if own_process:
                 stop.at_once = ending.early
                 peers.on_stop = stop.asked_elsewhere

@@ -568,6 +568,11 @@ def test_key_changes_what_a_run_does(key, runs):
 
 
 ELSEWHERE = {
+    "env.defaults",  # tests/test_environment.py
+    "env.set",
+    "env.inherit",
+    "log.gpu_every_s",  # tests/test_monitor.py
+    "log.mfu_alert",
     "sharding.rules.heads",  # test_heads_are_split_together
     "sharding.rules.kv_heads",
     "sharding.rules.head_dim",

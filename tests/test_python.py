@@ -13,8 +13,8 @@ import pytest
 import runs
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxtrain import startup, train
-from jaxtrain.config import ConfigError, resolve
+from jaxtrain import environment, startup, train
+from jaxtrain.config import ConfigError, RunConfig, resolve
 from jaxtrain.hardware import HOST_LIMIT, Devices
 
 H200 = Devices("gpu", "NVIDIA H200", 8, 140.4, "test")
@@ -109,14 +109,16 @@ def changed(config: Any, section: str, **values: Any) -> Any:
 
 
 def test_gpus_that_were_started_without_the_budget_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("XLA_CLIENT_MEM_FRACTION", HOST_LIMIT):
+    overlay, problems = environment.overlay(RunConfig(), H200, {})
+    assert not problems and overlay.set["XLA_CLIENT_MEM_FRACTION"] and overlay.set[HOST_LIMIT]
+    for name in overlay.set:
         monkeypatch.setenv(name, "")  # so that what is exported is taken back
     assert not startup._started_on_gpus()  # these are CPUs
     monkeypatch.setattr(startup, "_started_on_gpus", lambda: True)
-    with pytest.raises(ConfigError, match="train.memory_fraction = 0.9: JAX was started .*XLA_CLIENT_MEM_FRACTION=0.9"):
-        startup.set_memory_budget(H200, 0.9)
+    with pytest.raises(ConfigError, match="XLA_CLIENT_MEM_FRACTION=0.*: JAX was started .* before"):
+        startup.set_environment(overlay)
     monkeypatch.setattr(startup, "_started_on_gpus", lambda: False)
-    startup.set_memory_budget(H200, 0.9)
-    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.9"
+    startup.set_environment(overlay)
+    assert {name: os.environ[name] for name in overlay.set} == overlay.set
     monkeypatch.setattr(startup, "_started_on_gpus", lambda: True)
-    startup.set_memory_budget(H200, 0.9)  # the second run of a process
+    startup.set_environment(overlay)  # the second run of a process

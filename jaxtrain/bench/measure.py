@@ -17,12 +17,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import flops, hardware, launch
+from jaxtrain import environment, flops, hardware, launch
 from jaxtrain.bench.case import FAILED, NO_MEMORY, OK, REFUSED, keep
 from jaxtrain.config import ConfigError, Problem, RunConfig
 from jaxtrain.data import pipeline
 from jaxtrain.launch import Loaded
-from jaxtrain.startup import set_memory_budget, start_jax
+from jaxtrain.startup import set_environment, start_jax
 from jaxtrain.validate import validate_step
 
 NO_EVAL = ("--config.data.eval_source=", "--config.eval.every_steps=0")
@@ -50,10 +50,7 @@ def problems(loaded: Loaded, count: int) -> list[Problem]:
         found.append(Problem("--devices", count, f"this machine has {devices.count}", "Ask for fewer, or leave it out."))
     found += validate_step(loaded.run, devices)
     found += pipeline.check(loaded.run.data, loaded.run.model.vocab_size, need_eval=False)
-    if devices.kind == "gpu" and devices.count:
-        fraction = hardware.memory_fraction(devices.memory_gib, loaded.run.train.memory_fraction)
-        found += hardware.memory_environment(fraction, os.environ)[1]
-    return found
+    return found + environment.overlay(loaded.run, devices, os.environ)[1]
 
 
 def state_gib(run: RunConfig, count: int) -> float:
@@ -72,11 +69,11 @@ def open_rows(run: RunConfig) -> Any:
 
 
 def start(run: RunConfig, count: int) -> list[Any]:
-    """Starts JAX under the memory budget of a training run and returns the devices of the case."""
+    """Starts JAX in the environment of a training run and returns the devices of the case."""
     found = devices_for(count)
     if found.kind == "cpu" and hardware.probe().count < found.count:
         os.environ["JAX_NUM_CPU_DEVICES"] = str(found.count)
-    set_memory_budget(found, run.train.memory_fraction)
+    set_environment(environment.overlay(run, found, os.environ)[0])
     start_jax(found)
     import jax
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import rich.console
 
-from jaxtrain import hardware, launch
+from jaxtrain import environment, hardware, launch
 from jaxtrain.config import ConfigError, Problem, RunConfig
 from jaxtrain.launch import Loaded
 from jaxtrain.parity import layouts as named
 from jaxtrain.parity.layouts import Layout
-from jaxtrain.startup import start_jax
+from jaxtrain.startup import set_environment, start_jax
 
 INTERRUPTED = 130
 WIDTH = 118  # of the table where the output is not a terminal
@@ -167,8 +167,7 @@ def _prepare(runs: Runs) -> None:
         if "xla_backend_optimization_level" not in flags:
             os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
     else:
-        fraction = hardware.memory_fraction(found.memory_gib, runs[0][1].train.memory_fraction)
-        os.environ.update(hardware.memory_environment(fraction, os.environ)[0])
+        set_environment(environment.overlay(runs[0][1], found, os.environ)[0])
     start_jax(found)
 
 

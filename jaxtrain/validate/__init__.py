@@ -13,7 +13,8 @@ from pathlib import Path
 from jaxtrain import config, groups, windows
 from jaxtrain.activations import parse_tensors
 from jaxtrain.config import Problem, RunConfig, flatten, nearest, parts_of, to_dict
-from jaxtrain.hardware import NCCL_ALGO, REPEATABLE, Devices, memory_environment, memory_fraction
+from jaxtrain.environment import overlay
+from jaxtrain.hardware import REPEATABLE, Devices
 from jaxtrain.models import FAMILIES
 from jaxtrain.moments import INT8
 from jaxtrain.precision import WEIGHTS, eight_bit, unsupported
@@ -31,7 +32,7 @@ def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
     bad = {p.key for p in (*choices(values), *ranges(values))}
     problems = validate_step(run, devices)
     problems += _steps(run, workdir, bad)
-    problems += _memory(run, devices, bad)
+    problems += _environment(run, devices, bad)
     problems += check_places(run, workdir)
     problems += _shown(run)
     # Imported here: the data pipeline sits on a higher floor, and what it reads depends on the source.
@@ -197,11 +198,10 @@ def _steps(run: RunConfig, workdir: Path, bad: set[str]) -> Iterable[Problem]:
     yield from parse_budgets(run.train.timeouts)[1]
 
 
-def _memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
-    if devices.kind != "gpu" or devices.count < 1 or "train.memory_fraction" in bad:
+def _environment(run: RunConfig, devices: Devices, bad: set[str]) -> list[Problem]:
+    if "train.memory_fraction" in bad:
         return []
-    fraction = memory_fraction(devices.memory_gib, run.train.memory_fraction)
-    return memory_environment(fraction, os.environ)[1]
+    return overlay(run, devices, os.environ)[1]
 
 
 def _repeatable(run: RunConfig, devices: Devices) -> Iterable[Problem]:
@@ -216,10 +216,6 @@ def _repeatable(run: RunConfig, devices: Devices) -> Iterable[Problem]:
         if name in options and options[name] != value:
             rule = f"train.deterministic sets {name}={str(value).lower()}"
             yield Problem("compiler.options", run.compiler.options, rule, f"Take {name} out, or set train.deterministic=false.")
-    algorithm = os.environ.get("NCCL_ALGO", "")
-    if devices.kind == "gpu" and algorithm and algorithm != NCCL_ALGO:
-        rule = f"train.deterministic sets {NCCL_ALGO}: sums in switches (NVLS) have no fixed order"
-        yield Problem("NCCL_ALGO", algorithm, rule, "Unset it, or set train.deterministic=false.")
 
 
 def _lora(run: RunConfig, bad: set[str]) -> Iterable[Problem]:

@@ -107,6 +107,8 @@ AT_LEAST: dict[str, float] = {
                 "sharding.zero",
                 "attention.ulysses",
                 "log.peak_tflops",
+                "log.gpu_every_s",
+                "log.mfu_alert",
                 "loss.z_loss",
                 "sample.every_steps",
                 "sample.max_tokens",
@@ -124,7 +126,7 @@ ABOVE_ZERO = (
     *("model.norm_eps", "model.rope_base", "model.rope_low_freq", "model.init_std", "optimizer.eps", "sample.top_p"),
     "lora.alpha",
 )
-AT_MOST = {"sharding.zero": 3, "train.memory_fraction": 1.0, "sample.top_p": 1.0}
+AT_MOST = {"sharding.zero": 3, "log.mfu_alert": 1.0, "train.memory_fraction": 1.0, "sample.top_p": 1.0}
 BELOW_ONE = ("optimizer.momentum", "optimizer.beta1", "optimizer.beta2")
 
 

@@ -33,8 +33,8 @@ LOGGER = logging.getLogger("jaxtrain")
 
 # Keys and sections that no part of the train step's program depends on, nor what is read from it.
 UNRELATED = (
-    *("eval", "checkpoint", "log", "sample", "profile", "paths", "init", "data.source", "data.eval_source", "data.tokenizer"),
-    *("data.seed", "data.prefetch", "train.seed", "train.max_minutes", "train.on_divergence", "train.max_skips"),
+    *("eval", "checkpoint", "log", "env", "sample", "profile", "paths", "init", "data.source", "data.eval_source"),
+    *("data.tokenizer", "data.seed", "data.prefetch", "train.seed", "train.max_minutes", "train.on_divergence", "train.max_skips"),
     *("train.timeouts", "train.verify_every"),
 )
 # Parts of jaxtrain, with all that is in them, that plan.make does not import, directly or not, as a test checks. A new file

@@ -1,0 +1,166 @@
+"""The environment variables of a run: a table per GPU, what the config adds, and what the shell may not slip in.
+
+Two people who start one config should get one run. So the variables that change what GPUs compute, or how fast, are part of the
+config: `env.defaults` takes the table below, `env.set` adds to it, and `env.inherit` names those of the shell that may stay.
+What is left of the shell's is refused by name. No jax here: all of it is decided before jax is imported.
+"""
+
+import dataclasses
+import fnmatch
+from collections.abc import Mapping
+
+from jaxtrain.config import Problem, RunConfig, parts_of
+from jaxtrain.hardware import HOST_LIMIT, NCCL_ALGO, Devices, memory_environment, memory_fraction, pinned_limit_gib
+
+# Variable -> (value, why); the value None: it stays unset, for the reason given.
+Table = Mapping[str, tuple[str | None, str]]
+
+ALL: Table = {
+    "CUDA_DEVICE_ORDER": ("PCI_BUS_ID", "a GPU has one number in CUDA, NVML, nvidia-smi and the receipt"),
+    "NCCL_DEBUG": ("WARN", "an error of NCCL's comes with its reason; nothing is printed otherwise"),
+    "NCCL_NVLS_ENABLE": (None, "NCCL sums in the switches where there are any; train.deterministic forbids it"),
+    "NCCL_PROTO": (None, "NCCL chooses by size; one protocol for all sizes costs the others"),
+}
+# By compute capability (hardware.Gpu.sm): what differs from one generation to the next.
+TABLES: Mapping[int, Table] = {
+    80: ALL
+    | {
+        "CUDA_DEVICE_MAX_CONNECTIONS": (
+            None,
+            "NVIDIA's JAX images set 1 on Hopper alone",
+        ),
+    },
+    90: ALL
+    | {
+        "CUDA_DEVICE_MAX_CONNECTIONS": (
+            None,
+            "NVIDIA's JAX images set 1 on Hopper; whether it pays here is not measured: jaxtrain.bench --suite=node compares",
+        ),
+        "NCCL_MNNVL_ENABLE": (None, "NVLink ends at the node (HGX): with 1 NCCL looks for links between nodes and fails"),
+    },
+    100: ALL
+    | {
+        "CUDA_DEVICE_MAX_CONNECTIONS": (None, "NVIDIA's JAX guide advises against 1 from Blackwell on"),
+    },
+}
+
+# Names that change what is computed or how fast it is.
+PREFIXES = ("NCCL_", "XLA_", "JAX_", "CUDA_", "CUDNN_", "CUBLAS_", "CUBLASLT_", "NVTE_", "TF_", "NVIDIA_TF32_OVERRIDE")
+# Of those, the ones that do not, or that somebody else looks after.
+HARMLESS = (
+    *("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_TIMESTAMP*", "TF_CPP_MIN_LOG_LEVEL", "TF_CPP_VMODULE"),
+    *("JAX_LOGGING_LEVEL", "JAX_DEBUG_LOG_MODULES", "JAX_TRACEBACK_FILTERING", "CUDA_CACHE_*"),
+    # What images of NVIDIA's say of themselves, and where a toolkit lies.
+    *("*_VERSION", "CUDA_HOME", "CUDA_PATH*", "CUDA_ROOT"),
+    # Which devices and processes there are: hardware.probe and distributed.detect read them.
+    *("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "CUDA_VISIBLE_DEVICES", "JAX_COORDINATOR_*", "JAX_LOCAL_DEVICE_IDS"),
+    # The memory budget: hardware.memory_environment refuses what contradicts it.
+    *("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_*", "TF_FORCE_UNIFIED_MEMORY", HOST_LIMIT),
+)
+# Read by the loader or the shell before Python runs: setting them here would do nothing.
+TOO_LATE = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "PYTHONPATH", "PYTHONHASHSEED", "CUDA_VISIBLE_DEVICES")
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlay:
+    """What a run sets in its own environment, with the reasons, and what it takes from the shell's."""
+
+    set: dict[str, str] = dataclasses.field(default_factory=dict)
+    why: dict[str, str] = dataclasses.field(default_factory=dict)  # of those set
+    inherited: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """For the log: what is set and why, and what came from the shell."""
+        said = [f"environment: {name}={value} ({self.why[name]})" for name, value in self.set.items()]
+        if self.inherited:
+            shell = " ".join(f"{name}={value}" for name, value in self.inherited.items())
+            said.append(f"environment: from the shell, as it stands: {shell}")
+        return said
+
+
+def table(sm: int) -> Table:
+    """The table of a GPU by its compute capability times ten; that of the generation before where it is between two."""
+    return TABLES.get(max((known for known in TABLES if known <= sm), default=0), ALL)
+
+
+def changing(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that change what a run computes or how fast, as the shell has them."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name.startswith(PREFIXES) and not any(fnmatch.fnmatchcase(name, each) for each in HARMLESS)
+    }
+
+
+def foreign(environ: Mapping[str, str], inherit: str) -> dict[str, str]:
+    """Those of `changing` that `env.inherit` does not name: they got in by accident."""
+    patterns = parts_of(inherit)
+    return {
+        name: value
+        for name, value in changing(environ).items()
+        if value != "" and not any(fnmatch.fnmatchcase(name, each) for each in patterns)
+    }
+
+
+def parse(text: str) -> tuple[dict[str, str], list[Problem]]:
+    """`env.set` as name -> value, and what is wrong with it."""
+    found: dict[str, str] = {}
+    problems = []
+    for item in parts_of(text):
+        name, given, value = (part.strip() for part in item.partition("="))
+        if not given or not name.replace("_", "a").isalnum() or name[:1].isdigit():
+            problems.append(Problem("env.set", item, "must be NAME=VALUE", "For example NCCL_CROSS_NIC=1."))
+        elif name in found:
+            problems.append(Problem("env.set", item, f"{name} is named twice", "Keep one of them."))
+        elif name in TOO_LATE:
+            rule = f"{name} is read before the config is"
+            problems.append(
+                Problem("env.set", item, rule, f"Set it in the shell that starts the run, and leave {name} out here.")
+            )
+        else:
+            found[name] = value.replace("+", ",")
+    return found, problems
+
+
+def overlay(run: RunConfig, devices: Devices, environ: Mapping[str, str]) -> tuple[Overlay, list[Problem]]:
+    """What a run sets, and what is wrong with the environment it would start in.
+
+    On CPUs only `env.set` is set, and nothing refused.
+    """
+    env = run.env
+    asked, problems = parse(env.set)
+    chosen = {name: (value, "env.set") for name, value in asked.items()}
+    on_gpus = devices.kind == "gpu" and devices.count > 0
+    if not on_gpus:
+        return _overlay(chosen, changing(environ)), problems
+    known = table(devices.sm) if env.defaults else {}
+    # An inherited variable stands above the table: the config named it.
+    stays = {name for name in environ if any(fnmatch.fnmatchcase(name, each) for each in parts_of(env.inherit))}
+    stays |= {name for name in ("NCCL_DEBUG",) if environ.get(name)}  # who asks NCCL for more gets more
+    chosen = {name: (v, why) for name, (v, why) in known.items() if v is not None and name not in stays} | chosen
+    memory, wrong = memory_environment(memory_fraction(devices.memory_gib, run.train.memory_fraction), environ)
+    problems += wrong
+    for name in {*memory, HOST_LIMIT} & set(asked):
+        rule = "is decided by train.memory_fraction" if name != HOST_LIMIT else f"is read from the shell: {HOST_LIMIT}=GIB"
+        problems.append(Problem("env.set", name, rule, "Leave it out here."))
+    chosen |= {name: (value, "train.memory_fraction") for name, value in memory.items()}
+    if not environ.get(HOST_LIMIT):
+        chosen[HOST_LIMIT] = (str(int(pinned_limit_gib(environ))), "memory of the host that copies of the state may pin, GiB")
+    if run.train.deterministic:
+        for source, value in (("env.set", asked.get("NCCL_ALGO")), ("NCCL_ALGO", environ.get("NCCL_ALGO"))):
+            if value and value != NCCL_ALGO:
+                rule = f"train.deterministic sets {NCCL_ALGO}: sums in switches (NVLS) have no fixed order"
+                problems.append(Problem(source, value, rule, "Unset it, or set train.deterministic=false."))
+        chosen["NCCL_ALGO"] = (NCCL_ALGO, "train.deterministic")
+    reported = {p.key for p in problems}
+    for name, value in foreign(environ, env.inherit).items():
+        if name in reported or chosen.get(name, ("", ""))[0] == value:
+            continue
+        rule = "is set in the shell and changes how a run goes, and the config does not name it"
+        remedy = f"Unset it; or make it part of the run: env.inherit={name} takes the shell's, env.set={name}=VALUE its own."
+        problems.append(Problem(name, value, rule, remedy))
+    return _overlay(chosen, {n: v for n, v in changing(environ).items() if n not in chosen}), problems
+
+
+def _overlay(chosen: Mapping[str, tuple[str, str]], inherited: dict[str, str]) -> Overlay:
+    return Overlay({n: v for n, (v, _) in chosen.items()}, {n: why for n, (_, why) in chosen.items()}, inherited)

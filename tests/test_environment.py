@@ -1,0 +1,149 @@
+"""The environment of a run: what it sets, what the shell may bring, and what is refused."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxtrain import environment, hardware
+from jaxtrain.config import RunConfig, default_config
+from jaxtrain.hardware import HOST_LIMIT, Devices
+from jaxtrain.launch import resolved
+from jaxtrain.validate import validate
+
+H200 = Devices("gpu", "NVIDIA H200", 8, 140.0, "described", 90)
+CPU = Devices("cpu", "cpu", 8, 3.0, "described")
+# What a shell on a GPU node holds that is nobody's fault: an image's own words, where the network is, what is asked for.
+USUAL = {
+    "PATH": "/usr/bin",
+    "CUDA_VERSION": "12.9.1",
+    "NCCL_VERSION": "2.28.3",
+    "CUDA_HOME": "/usr/local/cuda",
+    "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7",
+    "NCCL_SOCKET_IFNAME": "eth0",
+    "JAX_PLATFORMS": "cuda",
+    "HTTP_PROXY": "http://proxy:3128",
+}
+
+
+def run(**env: Any) -> RunConfig:
+    config = default_config()
+    config.env.update(env)
+    found, problems = resolved(config)
+    assert not problems
+    return found
+
+
+def test_the_usual_shell_is_taken_and_recorded():
+    overlay, problems = environment.overlay(run(), H200, USUAL)
+    assert not problems
+    assert overlay.inherited == {"NCCL_SOCKET_IFNAME": "eth0"}
+    assert overlay.set["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID" and overlay.set["NCCL_DEBUG"] == "WARN"
+    assert overlay.set["XLA_CLIENT_MEM_FRACTION"] == str(hardware.memory_fraction(140.0))
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in overlay.set
+    assert overlay.set.keys() == overlay.why.keys()
+    said = "\n".join(overlay.lines())
+    assert all(f"{name}={value} (" in said for name, value in overlay.set.items()) and "NCCL_SOCKET_IFNAME=eth0" in said
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["NCCL_P2P_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS", "XLA_FLAGS", "NVIDIA_TF32_OVERRIDE", "JAX_ENABLE_X64", "NCCL_ALGO"],
+)
+def test_what_the_shell_slips_in_is_refused_unless_named(name: str):
+    shell = USUAL | {name: "1"}
+    (problem,) = environment.overlay(run(), H200, shell)[1]
+    assert problem.key == name and f"env.inherit={name}" in problem.remedy
+    overlay, problems = environment.overlay(run(inherit=f"NCCL_SOCKET_IFNAME,{name}"), H200, shell)
+    assert not problems and overlay.inherited[name] == "1" and name not in overlay.set
+    assert not environment.overlay(run(inherit=f"NCCL_SOCKET*,{name[:-1]}*"), H200, shell)[1]
+    assert not environment.overlay(run(), CPU, shell)[1], "CPUs: fake devices come from XLA_FLAGS"
+
+
+def test_the_config_stands_above_table_and_shell():
+    asked = run(set="NCCL_CROSS_NIC=1, CUDA_DEVICE_ORDER=FASTEST_FIRST,NCCL_IB_HCA=mlx5_0+mlx5_1")
+    overlay, problems = environment.overlay(asked, H200, USUAL | {"NCCL_CROSS_NIC": "1"})
+    assert not problems
+    expected = {"NCCL_CROSS_NIC": "1", "CUDA_DEVICE_ORDER": "FASTEST_FIRST", "NCCL_IB_HCA": "mlx5_0,mlx5_1"}
+    assert overlay.set.items() >= expected.items()
+    assert overlay.why["NCCL_CROSS_NIC"] == "env.set" and "NCCL_CROSS_NIC" not in overlay.inherited
+    assert environment.overlay(asked, H200, USUAL | {"NCCL_CROSS_NIC": "2"})[1], "two minds on one variable"
+    assert environment.overlay(asked, CPU, {})[0].set == expected
+
+
+def test_without_the_table():
+    overlay, _ = environment.overlay(run(defaults=False), H200, {})
+    assert overlay.set.keys() == {"XLA_CLIENT_MEM_FRACTION", HOST_LIMIT}
+    assert environment.overlay(run(defaults=False), H200, {HOST_LIMIT: "900"})[0].set.keys() == {"XLA_CLIENT_MEM_FRACTION"}
+
+
+def test_who_asks_nccl_for_more_gets_more():
+    overlay, problems = environment.overlay(run(), H200, {"NCCL_DEBUG": "INFO"})
+    assert not problems and "NCCL_DEBUG" not in overlay.set
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("NCCL_DEBUG", "must be NAME=VALUE"),
+        ("A B=1", "must be NAME=VALUE"),
+        ("A=1,A=2", "named twice"),
+        ("LD_LIBRARY_PATH=/x", "read before"),
+        ("XLA_CLIENT_MEM_FRACTION=0.5", "train.memory_fraction"),
+    ],
+)
+def test_mistakes_in_env_set(text: str, why: str):
+    (problem,) = environment.overlay(run(set=text), H200, {})[1]
+    assert problem.key == "env.set" and why in problem.rule
+
+
+def test_deterministic_sums():
+    asked = run()
+    asked = dataclasses.replace(asked, train=dataclasses.replace(asked.train, deterministic=True))
+    assert environment.overlay(asked, H200, {})[0].set["NCCL_ALGO"] == hardware.NCCL_ALGO
+    (problem,) = environment.overlay(asked, H200, {"NCCL_ALGO": "NVLS"})[1]
+    assert "train.deterministic" in problem.rule
+    other = dataclasses.replace(asked, env=dataclasses.replace(asked.env, set="NCCL_ALGO=Ring"))
+    assert "train.deterministic" in environment.overlay(other, H200, {})[1][0].rule
+
+
+def test_each_generation_has_its_table():
+    assert {sm: environment.table(sm) is environment.TABLES[known] for sm, known in ((80, 80), (89, 80), (90, 90), (103, 100))}
+    assert environment.table(75) is environment.ALL
+    for table in environment.TABLES.values():
+        assert all(why and not why.endswith(".") for _, why in table.values())
+        assert all(value is None or name.startswith(environment.PREFIXES) for name, (value, _) in table.items())
+
+
+def test_validate_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    for name in environment.changing(os.environ):
+        monkeypatch.delenv(name)
+    config = default_config()
+    config.data.source = "synthetic"
+    config.train.global_batch = 8
+    asked = resolved(config)[0]
+    assert not validate(asked, H200, tmp_path)
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert [p.key for p in validate(asked, H200, tmp_path)] == ["NCCL_P2P_DISABLE"]
+
+
+def test_a_run_sets_it_says_so_and_records_it(tmp_path: Path):
+    """On CPUs, where env.set alone counts: the run's own process has the variable, log and receipt tell it."""
+    keys = {
+        "train.steps": 1, "optimizer.warmup_steps": 1, "model.num_layers": 1, "model.d_model": 32, "model.d_ff": 64,
+        "data.seq_len": 32, "data.source": "synthetic", "eval.every_steps": 0, "sample.max_tokens": 0, "train.global_batch": 8,
+        "paths.cache": "", "env.set": "JAXTRAIN_TEST_MARK=here", "log.tensorboard": False,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "jaxtrain.main", f"--workdir={tmp_path}", *(f"--config.{k}={v}" for k, v in keys.items())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "environment: JAXTRAIN_TEST_MARK=here (env.set)" in done.stdout
+    assert "JAXTRAIN_TEST_MARK" not in os.environ
+    receipt = json.loads((tmp_path / "receipt.json").read_text())
+    assert receipt["env"]["set"] == {"JAXTRAIN_TEST_MARK": "here"}
+    assert receipt["environment"]["JAXTRAIN_TEST_MARK"] == "here"
