@@ -55,7 +55,8 @@ HARMLESS = (
     # Which devices and processes there are: hardware.probe and distributed.detect read them.
     *("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "CUDA_VISIBLE_DEVICES", "JAX_COORDINATOR_*", "JAX_LOCAL_DEVICE_IDS"),
     # The memory budget: hardware.memory_environment refuses what contradicts it.
-    *("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_*", "TF_FORCE_UNIFIED_MEMORY", HOST_LIMIT),
+    *("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"),
+    *("XLA_PYTHON_CLIENT_ALLOCATOR", "TF_FORCE_UNIFIED_MEMORY", HOST_LIMIT),
 )
 # Read by the loader or the shell before Python runs: setting them here would do nothing.
 TOO_LATE = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "PYTHONPATH", "PYTHONHASHSEED", "CUDA_VISIBLE_DEVICES")

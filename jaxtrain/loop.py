@@ -88,7 +88,7 @@ class Loop:
         self._note_pause()
         rates.start_step()
         began = time.perf_counter()
-        with rates.waiting_for_data(), session.watchdog.phase("data"):
+        with rates.waiting_for_data(), session.watchdog.phase("data"), session.ledger.during("data"):
             batch = self.feed.next(lambda: session.asked and not session.may_start(self.done + 1))
         if batch is None:
             return
@@ -108,6 +108,7 @@ class Loop:
         self.tracer.after_step(self.done, values)
         self.done += 1
         session.done = self.done
+        session.ledger.stepped(self.done)
         self.late.put(self.done, values, host)
         self._between_steps()
 
@@ -137,7 +138,8 @@ class Loop:
             self.rates.exclude()
             if self._settle():
                 return
-            session.samples.write(state.weights(self.current), done)
+            with session.ledger.during("eval"):
+                session.samples.write(state.weights(self.current), done)
         self._between = time.perf_counter() - began if session.held_out.due(done) or session.samples.due(done) else 0.0
         every = run.checkpoint.every_steps
         if done == run.train.steps or self._save_due or (every and done % every == 0):

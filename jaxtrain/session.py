@@ -17,6 +17,7 @@ from jaxtrain.between import HeldOut, Samples
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, Damaged, Failed, Saved
 from jaxtrain.config import RunConfig
 from jaxtrain.distributed import Peers
+from jaxtrain.ledger import Ledger
 from jaxtrain.loop import Loop
 from jaxtrain.memory import (
     OutOfMemory,
@@ -82,11 +83,13 @@ class Session:
         watchdog: Watchdog,
         argv: tuple[str, ...],
         timeline: Timeline,
+        ledger: Ledger,
     ):
         self.run, self.workdir, self.console, self.stop = run, workdir, console, stop
         self.receipt, self.checkpoints, self.program, self.start = receipt, checkpoints, program, start
         self.writers, self.peers, self.watchdog, self.argv = writers, peers, watchdog, argv
         self.timeline: Timeline | None = timeline  # None once the first step is done
+        self.ledger = ledger
         self.chosen = chosen  # XLA's options
         self.asked_run = run  # `run` as configured; compiling may settle what remat.policy=auto keeps
         self.train_data, self.held_out, self.samples = train_data, held_out, samples
@@ -121,7 +124,7 @@ class Session:
                 return self.nothing_left(current)
             # Its last checkpoint was damaged, and the one before is not the end.
         self.passed("open")
-        with out_of_memory_explained(self.run, {}), self.watchdog.phase("compile"):
+        with out_of_memory_explained(self.run, {}), self.watchdog.phase("compile"), self.ledger.during("compile"):
             compiled = self.compile()
         self.passed("compile")
         with out_of_memory_explained(self.run, compiled.memory):
@@ -131,7 +134,9 @@ class Session:
             self.passed("restore" if self.start.resumed else "initial state")
             loop = Loop(self, current, compiled)
             del current  # the loop gives it away
+            self.ledger.base("step")
             loop.run()
+            self.ledger.base("other")
             self.finish_saves(loop)
             if self.asked and loop.done < self.run.train.steps:
                 return self.left(loop.done)
@@ -139,7 +144,7 @@ class Session:
                 raise CheckpointError(
                     "the last step could not be saved, as the log says. The newest checkpoint stands: start again."
                 )
-            with self.watchdog.phase("step"):
+            with self.watchdog.phase("step"), self.ledger.during("eval"):
                 self.samples.write(state.weights(loop.current), loop.done)
         return DONE, f"{loop.done} steps done"
 
@@ -171,7 +176,8 @@ class Session:
         """The first state of this attempt: from the newest good checkpoint, where there are any."""
         while True:
             try:
-                with self.watchdog.phase("checkpoint" if self.start.resumed else "startup"):
+                phase, cause = ("checkpoint", "restore") if self.start.resumed else ("startup", "startup")
+                with self.watchdog.phase(phase), self.ledger.during(cause):
                     current = initial_state(self.run, self.program, self.start, self.checkpoints, self.console.say)
             except Damaged as error:
                 if not self.start.resumed or self.run.checkpoint.step >= 0:
@@ -183,6 +189,7 @@ class Session:
                 continue
             self.base = base_of(self.program, self.start, current, self.checkpoints)
             self.done = self.start.step
+            self.ledger.back(self.done)
             self.saved_at = self.start.step if self.start.resumed else -1
             self.receipt.update(
                 resumed_from_step=self.start.step if self.start.resumed else None,
@@ -300,7 +307,7 @@ class Session:
 
     def evaluate(self, compiled: Any, params: Any, done: int, finish: bool) -> None:
         """Held-out loss; given up for a request to stop, unless `finish`: the next attempt evaluates then."""
-        with self.watchdog.phase("step"):
+        with self.watchdog.phase("step"), self.ledger.during("eval"):
             alone = self.peers.count == 1 and not finish
 
             def unwanted() -> bool:  # asked for each batch
@@ -342,7 +349,7 @@ class Session:
     def save(self, current: state.TrainState, done: int) -> None:
         """Begin to save; the loop goes on while files are written. Raises CheckpointError after too many failures in a row."""
         began = time.perf_counter()  # copies and digests, an earlier save: the loop waits for all of it
-        with self.watchdog.phase("checkpoint"):
+        with self.watchdog.phase("checkpoint"), self.ledger.during("save"):
             self.settle_saves()
             if self.saved_at == done:
                 return  # a second copy of the state would be for nothing
@@ -381,7 +388,7 @@ class Session:
 
     def finish_saves(self, loop: Loop | None = None) -> None:
         """Wait until everything is on disk, or has failed. With the loop that has ended, its last step is tried again."""
-        with self.watchdog.phase("checkpoint"):
+        with self.watchdog.phase("checkpoint"), self.ledger.during("save"):
             self.tell(self.checkpoints.wait())
             while loop is not None and 0 < self.failed_saves < FAILED_SAVES and self.saved_at < loop.done:
                 time.sleep(AGAIN_S)

@@ -13,6 +13,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import ml_collections
 
-from jaxtrain import compiler, config, environment, generate, hardware, metrics, samples, step
+from jaxtrain import compiler, config, environment, generate, goodput, hardware, metrics, samples, step
 from jaxtrain.between import HeldOut, Samples
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.config import ConfigError, RunConfig, to_dict
@@ -31,6 +32,7 @@ from jaxtrain.distributed import Peers
 from jaxtrain.divergence import Diverged
 from jaxtrain.kernels.attention import Unsupported
 from jaxtrain.launch import Launch, resolved
+from jaxtrain.ledger import Ledger
 from jaxtrain.memory import OutOfMemory
 from jaxtrain.metrics import MetricsError
 from jaxtrain.models.hugging_face import HuggingFaceError
@@ -130,6 +132,7 @@ class Ending:
     def __init__(self):
         self.receipt: Receipt | None = None
         self.session: Session | None = None
+        self.ledger: Ledger | None = None
         self.peers = Peers(0, 1)
         self.result: int | None = None  # the exit code, once the run has come to its end
 
@@ -159,6 +162,8 @@ class Ending:
             os._exit(AGAIN)
 
     def _finish(self, code: int, reason: str) -> None:
+        if self.ledger is not None:
+            self.ledger.end(code, reason)
         if self.receipt is not None:
             self.receipt.finish(code, reason)
 
@@ -248,8 +253,14 @@ def _attempt(
         return refused([config.Problem("cannot start", None, str(error).rstrip("."), "")])
     metrics.write_atomic(workdir / "config.json", json.dumps(config.to_dict(run), indent=1) + "\n")
     code, reason, ended = FAILED, "ended by an exception", None
+    born = time.time() - (age_s() if own_process else 0.0)
+    ledger = ending.ledger = Ledger(workdir / goodput.FILE, born, active=jax.process_index() == 0)
     try:
-        with Console(workdir, jax.process_index(), run.train.steps) as console, Stop(peers.ask_to_stop) as stop:
+        with (
+            Console(workdir, jax.process_index(), run.train.steps) as console,
+            ledger,
+            Stop(peers.ask_to_stop) as stop,
+        ):
             for line in overlay.lines():
                 console.say(line)
             if own_process:
@@ -273,6 +284,7 @@ def _attempt(
                 watchdog,
                 launch.argv,
                 timeline,
+                ledger,
             )
 
             def over(why: str) -> None:
@@ -292,11 +304,14 @@ def _attempt(
             finally:
                 # Where a step failed, the save before it may be under way still: how that ended belongs in the log too.
                 session.finish_saves()
+            if (spent := ledger.close(code, reason)) is not None:
+                console.say(goodput.words(spent))
     except BaseException as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise
     finally:
-        receipt.finish(code, reason)
+        spent = ledger.close(code, reason)
+        receipt.finish(code, reason, {"goodput": spent.record()} if spent else {})
         writers.note("receipt", receipt.fields)
         writers.close(code)
         unlock(lock)

@@ -34,14 +34,36 @@ LOGGER = logging.getLogger("jaxtrain")
 # Keys and sections that no part of the train step's program depends on, nor what is read from it.
 UNRELATED = (
     *("eval", "checkpoint", "log", "env", "sample", "profile", "paths", "init", "data.source", "data.eval_source"),
-    *("data.tokenizer", "data.seed", "data.prefetch", "train.seed", "train.max_minutes", "train.on_divergence", "train.max_skips"),
+    *(
+        "data.tokenizer",
+        "data.seed",
+        "data.prefetch",
+        "train.seed",
+        "train.max_minutes",
+        "train.on_divergence",
+        "train.max_skips",
+    ),
     *("train.timeouts", "train.verify_every"),
 )
 # Parts of jaxtrain, with all that is in them, that plan.make does not import, directly or not, as a test checks. A new file
 # counts unless it stands in one of them.
 OTHER_CODE = (
     *("announce", "bench", "between", "checkpoint", "corruption", "data", "divergence", "evaluate", "explain"),
-    *("feed", "generate", "hf", "lm_eval", "loop", "lora", "main", "parity", "pauses", "position", "profile", "profiling"),
+    *(
+        "feed",
+        "generate",
+        "goodput",
+        "hf",
+        "lm_eval",
+        "loop",
+        "lora",
+        "main",
+        "parity",
+        "pauses",
+        "position",
+        "profile",
+        "profiling",
+    ),
     *("progress", "replay", "resume", "sample", "scoring", "session", "signals", "snapshot", "start", "stored_form"),
     *("timelimit", "timeline", "trackers", "train", "validate", "waiting", "watchdog", "__main__"),
     *("plan.__main__", "plan.calibrate", "plan.expect", "plan.known", "plan.report", "plan.search"),

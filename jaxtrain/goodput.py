@@ -1,0 +1,169 @@
+"""Where the wall time of a run went, over all its attempts: what its ledger adds up to. No jax here.
+
+Goodput is the part of the wall time in which steps were taken that counted. Time after an end that was wanted (exit code 0, or
+130 for Ctrl-C) until somebody went on is "stopped" and no part of it. ledger.py writes the file.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.progress import duration
+
+# Cause -> what it means. "other" is the way out, after the last step.
+MEANING = {
+    "step": "steps that counted",
+    "startup": "from the birth of the process to the first step, without the three below",
+    "compile": "compiling",
+    "restore": "reading a checkpoint",
+    "data": "waiting for data",
+    "save": "waiting for a save",
+    "eval": "held-out loss and samples",
+    "repeated": "steps that were lost, and taken again",
+    "down": "nothing ran: from a crash, or a request to leave, to the next attempt",
+    "other": "the rest",
+    "stopped": "nothing ran, because that was wanted",
+}
+CAUSES = tuple(MEANING)
+REPEATABLE = ("step", "data", "eval")  # what a step that is lost had cost
+WANTED = (0, 130)  # exit codes after which nobody misses the run
+FILE = "goodput.jsonl"
+
+
+@dataclasses.dataclass
+class Span:
+    """A stretch of time of an attempt (0: between two). `first` and `last`: steps done at its ends; last None: not known."""
+
+    attempt: int
+    start: float  # seconds since 1970
+    end: float
+    seconds: dict[str, float]
+    first: int = 0
+    last: int | None = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Goodput:
+    """Where the wall time of a run went. `parts` has every cause of CAUSES, in seconds, and sums to `wall_s`."""
+
+    wall_s: float
+    parts: dict[str, float]
+    attempts: int
+    steps: int  # done
+    steps_repeated: int  # at least: those of a killed attempt's last seconds nobody has counted
+    spans: list[Span] = dataclasses.field(default_factory=list)
+
+    @property
+    def goodput(self) -> float | None:
+        """Part of the time in which the run was wanted; None before there is any."""
+        wanted = self.wall_s - self.parts["stopped"]
+        return self.parts["step"] / wanted if wanted > 0 else None
+
+    def record(self) -> dict[str, Any]:
+        """For the receipt."""
+        parts = {cause: round(s, 3) for cause, s in self.parts.items()}
+        counted = {"attempts": self.attempts, "steps": self.steps, "steps_repeated": self.steps_repeated}
+        return {"goodput": self.goodput, "wall_s": round(self.wall_s, 3), "parts_s": parts, **counted}
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a ledger; the last has `seen_last` besides: when its writer was last alive.
+
+    Raises ValueError where a line is none of a ledger. A last line cut short by a kill is left
+    out. A ledger that is not there has no lines.
+    """
+    try:
+        raw, seen = path.read_bytes(), path.stat().st_mtime
+    except FileNotFoundError:
+        return []
+    lines = []
+    for number, text in enumerate(raw[: raw.rfind(b"\n") + 1].splitlines(), start=1):
+        try:
+            line = json.loads(text)
+            line["kind"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}:{number}: not a line of a goodput ledger ({error!r})") from error
+        lines.append(line)
+    if lines:
+        lines[-1] = lines[-1] | {"seen_last": seen}
+    return lines
+
+
+def summarise(lines: Iterable[Mapping[str, Any]], now: float | None = None) -> Goodput:
+    """Adds up a ledger. now: for a run that is alive, until when; None: until it was last seen."""
+    spans: list[Span] = []
+    attempts = at = repeated = 0
+    began = until = 0.0
+    doing: str | None = None  # in the attempt under way; None between attempts
+    away = "down"
+    last_seen: float | None = None
+    for line in lines:
+        kind = line["kind"]
+        if kind == "begin":
+            if doing is not None:  # killed: until it was last seen it did what it did
+                until = _tail(spans, attempts, until, line["seen"], doing, at)
+                away = "down"
+            if attempts:
+                gap = max(0.0, line["time"] - until)
+                spans.append(Span(0, until, until + gap, {away: gap}, at, at))
+                until += gap
+            else:
+                began = until = line["time"]
+            attempts, doing, last_seen = attempts + 1, "startup", None
+        elif kind == "spent":
+            length = sum(line["seconds"].values())
+            done = at if line["step"] is None else line["step"]
+            spans.append(Span(attempts, until, until + length, dict(line["seconds"]), at, done))
+            until, at, doing = until + length, done, line["doing"]
+        elif kind == "back":
+            repeated += max(0, at - line["step"])
+            at = line["step"]
+            _repeat(spans, at)
+        elif kind == "end":
+            doing, away = None, "stopped" if line["exit_code"] in WANTED else "down"
+        last_seen = line.get("seen_last", last_seen)
+    if doing is not None:
+        until = _tail(spans, attempts, until, now if now is not None else last_seen, doing, at)
+    parts = dict.fromkeys(CAUSES, 0.0)
+    for span in spans:
+        for cause, seconds in span.seconds.items():
+            parts[cause] += seconds
+    return Goodput(until - began, parts, attempts, at, repeated, spans)
+
+
+def _tail(spans: list[Span], attempt: int, until: float, seen: float | None, doing: str, at: int) -> float:
+    """The time from the last line of an attempt to when it was last seen. Returns the latter."""
+    length = max(0.0, (seen or until) - until)
+    if length:
+        spans.append(Span(attempt, until, until + length, {doing: length}, at, None))
+    return until + length
+
+
+def _repeat(spans: list[Span], step: int) -> None:
+    """What was spent on steps after `step` was spent on steps that are taken again."""
+    for span in spans:
+        if span.last is not None and span.last <= step:
+            continue
+        whole = span.last is None or span.first >= step
+        share = 1.0 if whole or span.last is None else (span.last - step) / (span.last - span.first)
+        for cause in REPEATABLE:
+            lost = share * span.seconds.get(cause, 0.0)
+            if lost:
+                span.seconds[cause] -= lost
+                span.seconds["repeated"] = span.seconds.get("repeated", 0.0) + lost
+        # What is left of it is of steps that stand; a later `back` may take from them too.
+        span.last = step if not whole else span.first
+
+
+def words(found: Goodput) -> str:
+    """One line: the goodput, and the causes of the rest, largest first."""
+    if found.goodput is None:
+        return "goodput: nothing has been measured yet"
+    rest = {cause: s for cause, s in found.parts.items() if cause not in ("step", "stopped") and s >= 0.001 * found.wall_s}
+    lost = ", ".join(f"{cause} {duration(rest[cause])}" for cause in sorted(rest, key=rest.__getitem__, reverse=True))
+    many = f"{found.attempts} attempt{'s' if found.attempts > 1 else ''}"
+    again = f"; {found.steps_repeated} steps or more were taken again" if found.steps_repeated else ""
+    whole = duration(found.wall_s - found.parts["stopped"])
+    return f"goodput {found.goodput:.1%} of {whole} in {many}; the rest: {lost or 'nothing'}{again}"

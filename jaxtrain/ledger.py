@@ -1,0 +1,168 @@
+"""The ledger of a run's wall time: an append-only file of what each attempt spent it on. No jax here.
+
+`goodput.jsonl` in the run's folder is written by process 0. A line of kind `begin` opens an attempt, `spent` says what the time
+since the line before went to, `back` that the run went back to a step (so that the steps after it are taken twice), `end` how
+the attempt ended. Once a second the file's time of modification is set: it tells when a killed attempt was last alive.
+goodput.py adds it all up.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.goodput import Goodput, read, summarise
+
+LOGGER = logging.getLogger("jaxtrain")
+
+BEAT_S = 1.0
+PATIENCE_S = 2.0  # with another thread that hangs in a write
+LINE_S = 30.0  # from one line to the next at most, while nothing else happens
+
+
+class Ledger:
+    """Writes down where the time of one attempt goes. A context manager; its methods may be called from any thread.
+
+    path: of goodput.jsonl. began: when the process was born, seconds since 1970. active: False on processes other than 0, where
+    nothing is written.
+    """
+
+    def __init__(self, path: Path, began: float, active: bool = True):
+        self.path, self._active, self._kept = path, active, active
+        self._offset = time.time() - time.monotonic()  # one clock for the whole attempt, whatever NTP does meanwhile
+        self._since = self._line = began  # when the cause under way began; when the last line was written
+        self._stack = ["startup"]
+        self._spent: dict[str, float] = {}  # since the last line
+        self._step: int | None = None  # not known before there is a state
+        self._lock = threading.RLock()
+        self._over = threading.Event()
+        self._failed = False
+        self._thread = threading.Thread(target=self._beat, name="goodput", daemon=True)
+
+    def __enter__(self) -> "Ledger":
+        if self._active:
+            seen = _cut_to_lines(self.path)
+            self._append({"kind": "begin", "time": self._since, "seen": seen})
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def base(self, cause: str) -> None:
+        """From here on this is what time goes to that nothing else claims."""
+        with self._lock:
+            self._account()
+            self._stack[0] = cause
+
+    @contextlib.contextmanager
+    def during(self, cause: str) -> Iterator[None]:
+        """Time in this block goes to `cause`, but for what a block inside it claims."""
+        with self._lock:
+            self._account()
+            self._stack.append(cause)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._account()
+                self._stack.pop()
+                if cause != "data":
+                    self._write()
+
+    def stepped(self, step: int) -> None:
+        """So many steps are done."""
+        with self._lock:
+            self._step = step
+
+    def back(self, step: int) -> None:
+        """The run goes on from this step: what was done after it will be done again."""
+        with self._lock:
+            self._account()
+            self._write()
+            self._step = step
+            self._append({"kind": "back", "step": step})
+
+    def end(self, exit_code: int, reason: str) -> None:
+        """The attempt is over. What comes after this is not written."""
+        self._over.set()
+        if not self._lock.acquire(timeout=PATIENCE_S):  # the watchdog, say, must get on
+            return
+        try:
+            if self._active:
+                self._account()
+                self._write()
+                self._append({"kind": "end", "time": self._line, "exit_code": exit_code, "reason": reason})
+                self._active = False
+        finally:
+            self._lock.release()
+
+    def close(self, exit_code: int, reason: str) -> Goodput | None:
+        """The attempt is over, and this is where the time of all attempts went; None where that cannot be told."""
+        self.end(exit_code, reason)
+        try:
+            return summarise(read(self.path)) if self._kept else None
+        except (OSError, ValueError) as error:
+            LOGGER.warning("%s", f"no goodput: {error}")
+            return None
+
+    def _now(self) -> float:
+        return time.monotonic() + self._offset
+
+    def _account(self) -> None:
+        now = self._now()
+        cause = self._stack[-1]
+        self._spent[cause] = self._spent.get(cause, 0.0) + now - self._since
+        self._since = now
+
+    def _write(self) -> None:
+        """One line of all that was spent since the last; where that fails it is part of the next."""
+        seconds = {cause: round(s, 6) for cause, s in self._spent.items() if s > 0}
+        line = {"kind": "spent", "until": self._since, "seconds": seconds, "step": self._step, "doing": self._stack[-1]}
+        if seconds and self._append(line):
+            self._spent, self._line = {}, self._since
+
+    def _append(self, line: Mapping[str, Any]) -> bool:
+        if not self._active:
+            return False
+        try:
+            with open(self.path, "ab") as file:
+                file.write(json.dumps(line).encode() + b"\n")
+        except OSError as error:
+            if not self._failed:
+                LOGGER.warning("%s", f"{self.path} cannot be written ({error}): the time it lacks counts as lost")
+            self._failed = True
+            return False
+        return True
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT_S):
+            with self._lock:
+                self._account()
+                if self._since - self._line >= LINE_S:
+                    self._write()
+                now = self._since
+            with contextlib.suppress(OSError):  # the next line of the ledger tells as well
+                os.utime(self.path, (now, now))
+
+
+def _cut_to_lines(path: Path) -> float | None:
+    """Takes off a last line that a kill cut short. Returns when the file was last touched; None where there is none."""
+    try:
+        seen = path.stat().st_mtime
+        held = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    if whole := held[: held.rfind(b"\n") + 1]:
+        if whole != held:
+            os.truncate(path, len(whole))
+        return seen
+    os.truncate(path, 0)
+    return None
