@@ -1,6 +1,10 @@
 #!/usr/bin/env bash
 # From a machine with Python and git to a working environment in .venv, and then to the command asked for.
 # `./run.sh --help` says what it can do. Works from any folder; relative paths in arguments mean your folder, not this one.
+if [[ ${BASH_SOURCE[0]} != "$0" ]]; then # its options and variables would stay in that shell
+  echo "run.sh: run it (./run.sh), do not source it" >&2
+  return 2
+fi
 set -euo pipefail
 
 self=${BASH_SOURCE[0]}
@@ -46,6 +50,9 @@ usage() {
   cat <<'TEXT'
 usage: ./run.sh                         train configs/tiny.py
        ./run.sh --config=FILE [--...]   train any config (python -m jaxtrain.main with these arguments)
+         --nodes=HOST,HOST,...          on several machines, reached by ssh; this one is the first. HOST:PORT for the first says
+                                        where the others find it (12321). All see this folder under the same path
+         --no-preflight                 without looking first whether the GPUs are fit to train
        ./run.sh COMMAND [...]           python -m jaxtrain.COMMAND; COMMAND --help tells more
        ./run.sh test [pytest args]      the tests, run in the repository's folder
        ./run.sh lint                    ruff, pyright and shellcheck
@@ -55,6 +62,9 @@ commands:
 TEXT
   commands
   cat <<'TEXT'
+
+On GPUs training begins with jaxtrain.preflight; where that finds a fault, run.sh says so and ends with 3. It looks again, without
+measuring, before each restart. What run.sh sets for the run, it prints; your own shell stays as it is.
 
 The environment is .venv, brought in line with requirements/*.txt whenever those change: packages that you add by hand are
 removed then. Delete .venv to start anew.
@@ -70,6 +80,8 @@ first attempt, nor in the last ten minutes of a Slurm job. Restarts need bash 4.
   JAXTRAIN_RESTARTS=N       at most N restarts in a row without progress; default 3. 0: none, and Python takes run.sh's place
   JAXTRAIN_RESTART_WAIT=S   seconds before the first of them, doubled up to 60; default 1
   JAXTRAIN_RESTART_RESET=S  an attempt that lasted S seconds and did not hang made progress; default 600
+
+  JAXTRAIN_SSH=COMMAND      how --nodes reaches a machine; default: ssh -n -o BatchMode=yes -o ServerAliveInterval=15
 TEXT
 }
 
@@ -96,13 +108,13 @@ choose() { # sets packages (plan, cuda12, cuda13), why, dev (dev or -); $1: dev 
       why="jax with CUDA $JAXTRAIN_CUDA, as JAXTRAIN_CUDA=$JAXTRAIN_CUDA asks"
       ;;
     '')
-      if gpu_here; then
+      if [[ $had_packages == cuda* ]]; then
+        # A login node must not take CUDA from under the jobs that run on the GPU nodes, nor these change what was chosen there.
+        packages=$had_packages
+        why="jax with CUDA ${packages#cuda}, as before (JAXTRAIN_CUDA=12 or 13 chooses anew)"
+      elif gpu_here; then
         packages=cuda12
         why="jax with CUDA 12, because there is an NVIDIA GPU (JAXTRAIN_CUDA=13 takes CUDA 13)"
-      elif [[ $had_packages == cuda* ]]; then
-        # A login node must not take CUDA from under the jobs that run on the GPU nodes.
-        packages=$had_packages
-        why="jax with CUDA ${packages#cuda}, as before, though no NVIDIA GPU is visible now"
       elif [[ $OSTYPE == linux* ]]; then
         packages=plan
         why="jax for the CPU and the compiler that plans for GPUs, because no NVIDIA GPU is visible (JAXTRAIN_CUDA=12 takes CUDA all the same)"
@@ -221,6 +233,140 @@ start() { # becomes the environment's Python, with the repository importable and
   PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$venv/bin/python" "$@"
 }
 
+# --- What a run begins with ------------------------------------------------------------------------------------------------
+
+host_class() { # what kind of machine this is, in a few words, whoever it is
+  local names model=''
+  # Sorted by how many: a node of eight says "8 NVIDIA H200", one that has lost a GPU says so.
+  names=$(timeout 20 nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | sort | uniq -c | sed 's/^ *//' | paste -sd+ -) ||
+    names=''
+  if [[ -z $names && -r /proc/cpuinfo ]]; then model=$(sed -n 's/^model name[^:]*: *//p' /proc/cpuinfo | head -n 1); fi
+  echo "${names:-$(getconf _NPROCESSORS_ONLN) CPUs${model:+, $model}}"
+}
+
+provenance() { # what the run starts from, before Python does: files may change while it runs
+  local commit='' dirty=''
+  if commit=$(git -C "$root" rev-parse HEAD 2>/dev/null) && git -C "$root" ls-files --error-unmatch run.sh >/dev/null 2>&1; then
+    dirty=no
+    [[ -z $(git -C "$root" status --porcelain --untracked-files=no 2>/dev/null) ]] || dirty=yes
+  else
+    commit=''
+  fi
+  if [[ -n ${JAXTRAIN_EXPECTED-} && $JAXTRAIN_EXPECTED != "$commit $dirty" ]]; then
+    fail 2 "this machine has commit ${commit:-none} (changed: ${dirty:-unknown}), and the one that started the run has ${JAXTRAIN_EXPECTED% *} \
+(changed: ${JAXTRAIN_EXPECTED##* }): bring $root to the same state on all nodes"
+  fi
+  if [[ -n ${JAXTRAIN_EXPECTED-} ]]; then quiet=yes; fi # the first machine says it for all
+  export JAXTRAIN_COMMIT=$commit JAXTRAIN_DIRTY=$dirty JAXTRAIN_HOST_CLASS
+  JAXTRAIN_HOST_CLASS=$(host_class)
+  case $dirty in no) dirty='unchanged' ;; yes) dirty='changed since' ;; *) dirty='this is no git checkout' ;; esac
+  [[ -n $quiet ]] || say "${commit:+commit ${commit:0:12}, }$dirty; on $JAXTRAIN_HOST_CLASS"
+}
+
+told() { # what is set for the run that was not there, or was something else
+  local name line="sets PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}"
+  for name in JAXTRAIN_COMMIT JAXTRAIN_DIRTY JAXTRAIN_HOST_CLASS JAXTRAIN_LAUNCHED JAXTRAIN_NOTE JAXTRAIN_PREFLIGHT; do
+    if [[ -n ${!name-} ]]; then line+=" $(printf '%s=%q' "$name" "${!name}")"; fi
+  done
+  [[ -n $quiet ]] || say "$line, for the run alone"
+}
+
+preflight() { # preflight yes|no ARGUMENTS: are the GPUs here, and on all nodes, fit to train? Ends the script where not; yes: measure
+  local measure=$1 code=0 here=("--json=$scratch/preflight.json")
+  shift
+  if [[ $measure == no ]]; then set -- "$@" --no-measure; fi
+  if [[ $looks == no || ${JAX_PLATFORMS-} == cpu* ]] || ! gpu_here; then return; fi
+  everywhere preflight "$@"
+  if [[ -n $asked ]]; then gone; fi
+  case $code in
+    0) export JAXTRAIN_PREFLIGHT=$scratch/preflight.json ;;
+    2) exit 2 ;; # a mistake in the command, which is told above
+    3) fail 3 "not started: preflight found the faults above. Mend them, or give --no-preflight to train all the same" ;;
+    *) fail "$code" "not started: preflight ended with $code. --no-preflight trains without it" ;;
+  esac
+}
+
+# --- Several machines ------------------------------------------------------------------------------------------------------
+
+nodes=() # host names, this machine first; none: this one alone, or a scheduler's
+coordinator=''
+
+listed() { # listed HOST,HOST,...: sets nodes and coordinator
+  local host
+  IFS=, read -ra nodes <<<"$1"
+  ((${#nodes[@]} > 1)) || fail 2 "--nodes=$1: names one machine; leave it out to train on this one"
+  for host in "${nodes[@]}"; do
+    [[ $host =~ ^[A-Za-z0-9][A-Za-z0-9._@-]*(:[0-9]{1,5})?$ ]] || fail 2 "--nodes=$1: '$host' is no host; write HOST,HOST,..."
+    [[ $host != *:* || $host == "${nodes[0]}" ]] || fail 2 "--nodes=$1: only the first machine has a port; $host is reached by ssh"
+  done
+  coordinator=${nodes[0]#*@}
+  [[ $coordinator == *:* ]] || coordinator+=:12321
+}
+
+elsewhere() { # elsewhere INDEX COMMAND ARGUMENTS: a process on the machine of that place in the list; ends as it does
+  local index=$1 asked_for=$2 name line
+  shift 2
+  line="cd $(printf %q "$PWD") && env JAXTRAIN_RESTARTS=0 JAXTRAIN_EXPECTED=$(printf %q "$JAXTRAIN_COMMIT $JAXTRAIN_DIRTY")"
+  for name in JAXTRAIN_RESTART JAXTRAIN_LAUNCHED JAXTRAIN_CUDA; do
+    if [[ -n ${!name-} ]]; then line+=" $name=$(printf %q "${!name}")"; fi
+  done
+  line+=" $(printf %q "$root/run.sh") $asked_for$(printf ' %q' "$@")"
+  # shellcheck disable=SC2086 # a command with its options
+  ${JAXTRAIN_SSH:-ssh -n -o BatchMode=yes -o ServerAliveInterval=15} "${nodes[index]}" "$line" </dev/null
+}
+
+beside() { # beside INDEX PID ...: runs `elsewhere`, and where that fails does not let process PID wait for it in vain
+  local index=$1 pid=$2 there=0
+  shift 2
+  elsewhere "$index" "$@" || there=$?
+  echo "$there" >"$scratch/node.$index"
+  if ((there == 0)); then return; fi
+  # A trainer finds out by itself that another is gone, and saves if it can. What never got so far is ended.
+  if ((there != 2 && there != 255)); then sleep 60; fi
+  kill -s TERM "$pid" 2>/dev/null || true
+}
+
+everywhere() { # everywhere COMMAND ARGUMENTS: here (where it gets `here` too), and on all nodes; sets code
+  local command=$1 index others=() there word since
+  shift
+  if ((${#nodes[@]} == 0)); then
+    begin -m "jaxtrain.$command" "$@" ${here[@]+"${here[@]}"}
+    await "$child"
+    child=''
+    return
+  fi
+  set -- "$@" "--coordinator=$coordinator" "--num-processes=${#nodes[@]}"
+  begin -m "jaxtrain.$command" "$@" --process-id=0 ${here[@]+"${here[@]}"}
+  word=$command
+  if [[ $command == main ]]; then word='main --no-preflight'; fi
+  rm -f "$scratch"/node.*
+  for ((index = 1; index < ${#nodes[@]}; index++)); do
+    beside "$index" "$child" "$word" "$@" "--process-id=$index" &
+    others+=($!)
+  done
+  await "$child"
+  child=''
+  since=$SECONDS
+  for ((index = 1; index < ${#nodes[@]}; index++)); do
+    # They leave by themselves, at the latest when they miss this one.
+    while [[ ! -s $scratch/node.$index ]] && ((SECONDS - since < 60)); do sleep 0.2; done
+    kill "${others[index - 1]}" 2>/dev/null || true
+    there=$(cat "$scratch/node.$index" 2>/dev/null) || there=unknown
+    case $there in
+      "$code" | 0) ;;
+      unknown) say "${nodes[index]} had not ended 60 s after this machine; it is left alone" ;;
+      255) say "${nodes[index]}: ssh could not reach it, or lost it" ;;
+      *) say "${nodes[index]} ended with $there" ;;
+    esac
+    case $there in
+      2 | 3) code=$there ;; # nothing was started there
+      255) ((code != 0 && code != 143)) || code=75 ;;
+      unknown) ;;
+      *) ((code != 0)) || code=$there ;;
+    esac
+  done
+}
+
 # --- Training, and again ---------------------------------------------------------------------------------------------------
 
 whole() { # whole NAME DEFAULT: prints what the variable NAME holds, a whole number
@@ -230,7 +376,9 @@ whole() { # whole NAME DEFAULT: prints what the variable NAME holds, a whole num
   echo $((10#$value)) # 010 is ten
 }
 
-child='' # the running attempt
+quiet='' # whether another machine's run.sh says what is to be said
+scratch='' # a folder of this run.sh's
+child='' # the running process
 asked='' # the last signal that asked this script to end
 heard=no # whether a signal ended the last `wait`
 
@@ -252,7 +400,7 @@ await() { # await PID: until it has ended; sets code
   done
 }
 
-attempt() { # attempt ARGUMENTS: one run, in the same process group and with the same stdin; sets code
+begin() { # begin ARGUMENTS: one process here, in the same process group and with the same stdin; sets child
   (
     trap - INT QUIT # which bash lets everything with & ignore
     trap '' USR2    # until the trainer listens; it would end Python
@@ -261,8 +409,6 @@ attempt() { # attempt ARGUMENTS: one run, in the same process group and with the
   child=$!
   # A signal that came before there was a child to pass it to. TERM, because the others are lost on a shell that is just forked.
   if [[ -n $asked ]]; then kill -s TERM "$child" 2>/dev/null || true; fi
-  await "$child"
-  child=''
 }
 
 explain() { # what `code` means; sets `why`, and `code` to one of ours where a signal was the death
@@ -294,42 +440,81 @@ rest() { # rest SECONDS, before an attempt; a signal ends it and this script
   done
   if [[ -n $asked ]]; then
     kill "$nap" 2>/dev/null || true
-    say "not started again, because run.sh was sent $asked"
-    if [[ $asked == INT ]]; then exit 130; else exit 75; fi
+    gone
   fi
 }
 
+gone() { # ends the script between two processes, as the last signal asks
+  local again=''
+  if ((row > 0)); then again=' again'; fi
+  say "not started$again, because run.sh was sent $asked"
+  if [[ $asked == INT ]]; then exit 130; else exit 75; fi
+}
+
 train() { # train ARGUMENTS: python -m jaxtrain.main, and again after an end that asks for it; never returns
-  local limit first reset signal began pause code why row=0 total=0
+  local limit first reset signal began pause code why word arguments=() here=() row=0 total=0 looks=yes
+  for word in "$@"; do
+    case $word in
+      --help | -h | --explain* | --replay*) # these answer, and train nothing
+        prepare -
+        start -m jaxtrain.main "$@"
+        ;;
+      --no-preflight) looks=no ;;
+      --nodes=*) listed "${word#*=}" ;;
+      *) arguments+=("$word") ;;
+    esac
+  done
+  set -- ${arguments[@]+"${arguments[@]}"} # written so for bash before 4.4, in which an empty list is unbound
+  for word in "$@"; do
+    case $word in
+      --nodes) fail 2 "--nodes needs a value: write --nodes=HOST,HOST,..." ;;
+      --coordinator* | --num-processes* | --process-id*)
+        ((${#nodes[@]} == 0)) || fail 2 "$word contradicts --nodes, which says which processes there are: leave one of them out"
+        ;;
+    esac
+  done
   limit=$(whole JAXTRAIN_RESTARTS 3)
   first=$(whole JAXTRAIN_RESTART_WAIT 1)
   reset=$(whole JAXTRAIN_RESTART_RESET 600)
   # In older ones what is started with & can never be made to hear Ctrl-C.
   if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 403)); then
-    if [[ -n ${JAXTRAIN_RESTARTS-} ]] && ((limit > 0)); then
-      fail 2 "JAXTRAIN_RESTARTS=$JAXTRAIN_RESTARTS: restarts need bash 4.3 or later, and this is $BASH_VERSION; unset it, or install a newer bash"
+    if ((limit > 0 && ${#nodes[@]} > 0)) || { [[ -n ${JAXTRAIN_RESTARTS-} ]] && ((limit > 0)); }; then
+      fail 2 "restarts and --nodes need bash 4.3 or later, and this is $BASH_VERSION; set JAXTRAIN_RESTARTS=0, or install a newer bash"
     fi
     limit=0
   fi
   prepare -
-  unset JAXTRAIN_RESTART JAXTRAIN_LAUNCHED JAXTRAIN_NOTE # of another run.sh; the first attempt is none
-  if [[ -n ${JAXTRAIN_DRY_RUN-} ]] || ((limit == 0)); then start -m jaxtrain.main "$@"; fi
+  provenance
+  unset JAXTRAIN_RESTART JAXTRAIN_NOTE JAXTRAIN_PREFLIGHT # of another run.sh; the first attempt is none
+  if [[ -z ${JAXTRAIN_EXPECTED-} ]]; then unset JAXTRAIN_LAUNCHED; fi
+  if [[ -n ${JAXTRAIN_DRY_RUN-} ]]; then
+    told
+    start -m jaxtrain.main "$@"
+  fi
+  scratch=$(mktemp -d) # where Python takes this script's place, it stays behind
+  if ((limit == 0 && ${#nodes[@]} == 0)); then
+    preflight yes "$@"
+    told
+    start -m jaxtrain.main "$@"
+  fi
+  trap 'rm -rf "$scratch"' EXIT
 
   # For attempts after the first: since when time counts, and what has been done; and where one says that it is the last.
-  export JAXTRAIN_LAUNCHED JAXTRAIN_NOTE
+  export JAXTRAIN_LAUNCHED JAXTRAIN_NOTE=$scratch/note
   JAXTRAIN_LAUNCHED=$(date +%s)
-  JAXTRAIN_NOTE=$(mktemp)
-  trap 'rm -f "$JAXTRAIN_NOTE"' EXIT
+  : >"$JAXTRAIN_NOTE"
   { : <&0; } 2>/dev/null || exec </dev/null # a daemon's stdin may be closed
   # HUP and QUIT too: the run must not outlive this script.
   for signal in TERM INT HUP QUIT USR1 USR2; do
     # shellcheck disable=SC2064 # its value now
     trap "hear $signal" "$signal"
   done
+  preflight yes "$@"
+  told
   pause=$first
   while :; do
     began=$SECONDS
-    attempt -m jaxtrain.main "$@"
+    everywhere main "$@"
     # The time says nothing of one that hung: most of it may have been the watchdog's patience.
     if ((code != 124 && SECONDS - began >= reset)); then row=0 pause=$first; fi
     explain
@@ -360,6 +545,7 @@ train() { # train ARGUMENTS: python -m jaxtrain.main, and again after an end tha
     row=$((row + 1)) total=$((total + 1))
     say "$why: starting again in $pause s, restart $row of $limit"
     rest "$pause"
+    preflight no "$@" # what ended it may be a GPU
     if ((pause < 60)); then pause=$((pause * 2 < 60 ? pause * 2 : 60)); fi
     export JAXTRAIN_RESTART=$total # of them all, for the receipt
   done
@@ -398,7 +584,7 @@ case ${1-} in
     cd "$root"
     (start -m ruff check .)
     (start -m ruff format --check .)
-    if [[ -z ${JAXTRAIN_DRY_RUN-} ]]; then "$venv/bin/shellcheck" run.sh requirements/lock.sh .ci/run tests/*.sh tests/reference/*.sh; fi
+    if [[ -z ${JAXTRAIN_DRY_RUN-} ]]; then "$venv/bin/shellcheck" run.sh requirements/lock.sh .ci/run tests/*.sh tests/reference/*.sh deploy/*.sbatch; fi
     start -m pyright
     ;;
   *)

@@ -4,10 +4,15 @@ import sys
 
 COMMANDS = {
     "main": "train a model, or go on training it",
+    "preflight": "is this node fit to train? What is wrong, and how to put it right",
     "plan": "see a run before paying for it: fit, speed, traffic, and the best layout",
+    "report": "one page of a run, live or finished, or of several compared",
+    "receipt": "what ran, and what differs between two runs",
+    "parity": "the same steps on several layouts, compared",
     "bench": "measure steps, kernels, a whole node, and the same steps in PyTorch",
     "data": "turn text into token files, and check them",
     "profile": "where the time of a step went, from a trace",
+    "hf": "Hugging Face checkpoints in and out",
     "sample": "generate text from a checkpoint",
     "lm_eval": "evaluate a checkpoint with EleutherAI's lm-evaluation-harness",
     "checkpoint": "list what a run has saved",

@@ -50,6 +50,7 @@ PREFIXES = ("NCCL_", "XLA_", "JAX_", "CUDA_", "CUDNN_", "CUBLAS_", "CUBLASLT_", 
 HARMLESS = (
     *("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_TIMESTAMP*", "TF_CPP_MIN_LOG_LEVEL", "TF_CPP_VMODULE"),
     *("JAX_LOGGING_LEVEL", "JAX_DEBUG_LOG_MODULES", "JAX_TRACEBACK_FILTERING", "CUDA_CACHE_*"),
+    *("TF_CLI_*", "TF_VAR_*", "TF_DATA_DIR", "TF_LOG*", "TF_PLUGIN_*"),  # Terraform's
     # What images of NVIDIA's say of themselves, and where a toolkit lies.
     *("*_VERSION", "CUDA_HOME", "CUDA_PATH*", "CUDA_ROOT"),
     # Which devices and processes there are: hardware.probe and distributed.detect read them.

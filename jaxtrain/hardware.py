@@ -155,7 +155,7 @@ def _gpus(environ: Mapping[str, str]) -> tuple[list[tuple[str, float, int]], str
     except pynvml.NVMLError as e:
         return [], f"no NVIDIA driver ({e})"
     try:
-        return [_describe(handle) for handle in _visible_handles(visible)], "the driver reports no GPU"
+        return [_describe(handle) for handle in visible_handles(visible)], "the driver reports no GPU"
     finally:
         pynvml.nvmlShutdown()
 
@@ -167,18 +167,21 @@ def _describe(handle: Any) -> tuple[str, float, int]:
     return (name.decode() if isinstance(name, bytes) else name), memory, 10 * major + minor
 
 
-def _visible_handles(visible: str | None) -> list[Any]:
-    """NVML handles in the order of CUDA_VISIBLE_DEVICES; like CUDA, the list ends at the first entry that is no device."""
-    count = pynvml.nvmlDeviceGetCount()
+def visible_handles(visible: str | None, nvml: Any = pynvml) -> list[Any]:
+    """NVML handles in the order of CUDA_VISIBLE_DEVICES; like CUDA, the list ends at the first entry that is no device.
+
+    NVML must be initialised, by `nvml.nvmlInit()`. Raises nvml.NVMLError.
+    """
+    count = nvml.nvmlDeviceGetCount()
     if visible is None:
-        return [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
+        return [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
     handles = []
     for entry in visible.split(","):
         entry = entry.strip()
         if entry.isdigit() and int(entry) < count:
-            handles.append(pynvml.nvmlDeviceGetHandleByIndex(int(entry)))
+            handles.append(nvml.nvmlDeviceGetHandleByIndex(int(entry)))
         elif entry.startswith("GPU-"):
-            handles.append(pynvml.nvmlDeviceGetHandleByUUID(entry))
+            handles.append(nvml.nvmlDeviceGetHandleByUUID(entry))
         else:
             break
     return handles

@@ -303,6 +303,7 @@ class Late:
             tokens = (at * session.tokens_per_step, (at + 1) * session.tokens_per_step)
             bad = Bad(done, verdict, loss, norm, at, tokens, described(session.train_data, at))
         session.console.tick(done)
+        session.look_at_gpus(done)
         if done % session.run.log.every_steps == 0 or done == session.run.train.steps:
             self._write(done, loss, norm, float(found["lr"]), skipped=loop.bads.skipped + (bad is not None))
         return bad
@@ -328,4 +329,5 @@ class Late:
         if session.watch is not None:
             for warning in session.watch.note(line["step_time_s"], peak):
                 session.console.warn(warning)
-            session.receipt.update(**session.watch.record())
+        if session.mfu is not None and (warning := session.mfu.note(line["step_time_s"])):
+            session.console.warn(warning)

@@ -1,7 +1,8 @@
 """The numbers of a run, the texts it writes, and the files they are kept in.
 
 `metrics.jsonl` is the record: one JSON object a line, each written whole and flushed at once, so that a killed run loses no
-finished line. `samples.txt` is that of the texts. Trackers (jaxtrain/trackers) show both elsewhere, and are derived from them.
+finished line. Processes other than 0 know their own GPUs alone, and write those to `metrics.<process>.jsonl`. `samples.txt` is
+the record of the texts. Trackers (jaxtrain/trackers) show both elsewhere, and are derived from them.
 Neither jax nor a tracker's package is imported here.
 
 Lines hold every digit: a float32 value is written as the decimal that reads back as the same number. JSON has no NaN and no
@@ -31,6 +32,13 @@ TRAIN_KEYS = (
 )  # fmt: skip
 EVAL_KEYS = ("kind", "step", "loss", "bits_per_byte", "perplexity")
 NAMED_EVAL_KEYS = ("kind", "step", "set", *EVAL_KEYS[2:])  # where data.eval_source names its sets
+# One GPU over the last seconds (jaxtrain/monitor.py): means, but the highest temperature. `gpu` is its index on its node.
+GPU_KEYS = (
+    "kind", "step", "gpu", "process",
+    "utilization", "memory_used_gib", "pool_gib", "in_use_gib", "largest_free_gib",
+    "power_w", "power_limit_w", "temperature_c", "sm_clock_mhz", "memory_clock_mhz",
+    "throttled", "throttle_reasons", "nvlink_tx_gb_s", "nvlink_rx_gb_s", "ecc_uncorrected", "time_unix",
+)  # fmt: skip
 
 
 class MetricsError(ValueError):
@@ -130,9 +138,14 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
 
 def tagged(line: Mapping[str, Any]) -> dict[str, float]:
-    """A line's numbers as trackers call them: train/loss, eval/loss, eval/SET/loss. Those not known are left out."""
-    place = f"{line['kind']}/{line['set']}" if "set" in line else line["kind"]
-    numbers = (item for item in line.items() if item[0] not in ("kind", "step", "set", "time_unix"))
+    """A line's numbers as trackers call them: train/loss, eval/loss, eval/SET/loss, and gpu/I/power_w, or gpu/P.I/power_w for
+    GPU I of a process P other than 0. Those not known are left out."""
+    place = line["kind"]
+    if "set" in line:
+        place += f"/{line['set']}"
+    elif place == "gpu":
+        place += f"/{line['process']}.{line['gpu']}" if line["process"] else f"/{line['gpu']}"
+    numbers = (item for item in line.items() if item[0] not in ("kind", "step", "set", "gpu", "process", "time_unix"))
     return {f"{place}/{name}": value for name, value in numbers if isinstance(value, int | float)}
 
 
@@ -161,22 +174,27 @@ class Tracker(Protocol):
 
 
 class Writers:
-    """The metric files of one run, written by process 0 alone (other processes may call everything; nothing happens).
+    """The metric files of one run. Process 0 writes them; another process may call everything, and writes the lines of its GPUs
+    to a file of its own.
 
     `rewind(step)` belongs before the first line of a resumed run. Lines are kept up to and including the restored step, so
     the lines of a step must be written before its checkpoint is complete, or a kill between the two loses them.
     """
 
     def __init__(self, workdir: str | Path, trackers: Sequence[Tracker] = (), *, process_index: int = 0):
-        self.path = Path(workdir) / "metrics.jsonl"
-        self.samples_path = Path(workdir) / "samples.txt"
         self._active = process_index == 0
+        self.path = Path(workdir) / ("metrics.jsonl" if self._active else f"metrics.{process_index}.jsonl")
+        self.samples_path = Path(workdir) / "samples.txt"
         self._trackers = trackers if self._active else ()
         self._file: BinaryIO | None = None
 
     def train(self, **line: Any) -> None:
         """Write one train line. Takes all of TRAIN_KEYS but `kind` and `time_unix`; TypeError names any missing or unknown."""
         self._write({"kind": "train", **line, "time_unix": time.time()}, TRAIN_KEYS)
+
+    def gpu(self, **line: Any) -> None:
+        """Write one line on a GPU, from any process. Takes all of GPU_KEYS but `kind` and `time_unix`, as `train` does."""
+        self._write({"kind": "gpu", **line, "time_unix": time.time()}, GPU_KEYS)
 
     def eval(self, *, step: int, loss: float, bits_per_byte: float | None, perplexity: float, name: str = "") -> dict[str, Any]:
         """Write one eval line, and return it: loss in nats per token; bits per byte is None where the tokenizer cannot tell
@@ -190,7 +208,7 @@ class Writers:
         if set(line) != set(keys):
             missing, unknown = sorted(set(keys) - set(line)), sorted(set(line) - set(keys))
             raise TypeError(f"a {line['kind']} line lacks {missing} and has unknown {unknown}")
-        if not self._active:
+        if not self._active and line["kind"] != "gpu":
             return
         line = {name: plain(line[name]) for name in keys}
         if self._file is None:
@@ -219,7 +237,7 @@ class Writers:
         misspelt, it may be all that tells of the run. Returns the new places."""
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
         moved = []
-        for path in (self.path, self.samples_path) if self._active else ():
+        for path in (self.path, self.samples_path) if self._active else (self.path,):
             if path.exists():
                 moved.append(path.rename(path.with_name(f"{path.stem}.set_aside-{stamp}{path.suffix}")))
         return moved
@@ -229,8 +247,6 @@ class Writers:
 
         The files are replaced in one move.
         """
-        if not self._active:
-            return Rewound(0, 0, False)
         self.close()
         kept = dropped = 0
         cut = False
@@ -244,6 +260,8 @@ class Writers:
                         kept += 1
                     else:
                         dropped += 1
+        if not self._active:
+            return Rewound(kept, dropped, cut)
         samples = list(read_samples(self.samples_path.read_bytes().decode())) if self.samples_path.exists() else []
         still = [sample for sample in samples if sample.step <= step]
         if still != samples:

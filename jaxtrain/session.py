@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.metadata
 import math
 import os
 import time
@@ -11,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain import compiler, config, flops, hardware, metrics, position, profiling, state, step, throughput
+from jaxtrain import compiler, config, flops, hardware, installed, metrics, position, profiling, state, step, throughput
 from jaxtrain.announce import announce
 from jaxtrain.between import HeldOut, Samples
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, Damaged, Failed, Saved
@@ -29,6 +28,7 @@ from jaxtrain.memory import (
     size,
     taken_gib,
 )
+from jaxtrain.monitor import MfuAlert, Monitor
 from jaxtrain.plan.expect import Watch, expect
 from jaxtrain.progress import Console
 from jaxtrain.receipt import Receipt
@@ -42,6 +42,7 @@ from jaxtrain.watchdog import Watchdog
 
 DONE, FAILED = 0, 1
 FAILED_SAVES = 3  # in a row end a run: what it learns would be lost
+STORED_BY = ("jax", "flax", "optax", "orbax-checkpoint")  # decide what a checkpoint holds
 AGAIN_S = 5.0  # after which the save of a last step is tried again
 
 
@@ -53,12 +54,6 @@ class Compiled:
     eval: Any
     seconds: float
     memory: dict[str, float]  # GiB per device, by class
-
-
-@functools.cache
-def versions() -> dict[str, str]:
-    """Of the packages that decide what a checkpoint holds."""
-    return {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")}
 
 
 class Session:
@@ -98,7 +93,10 @@ class Session:
         self.blocked_s = 0.0  # that the loop waited for saves, since it last looked
         self.failed_saves = 0  # in a row
         self.watch: Watch | None = None  # planned beside measured, on GPUs that the plan knows
+        self.monitor = Monitor({}, 0.0)  # that of the loop, while it runs
+        self.mfu: MfuAlert | None = None  # where there is a plan
         self.snapshots = Snapshots(program.saved(program.state))
+        self.versions = installed.versions(STORED_BY)
         self.base: dict[str, str] = {}  # what checkpoints say of the weights that adapters stand beside
         self.loss: float | None = None  # of the newest step that was taken and whose metrics have arrived
         self.done = start.step  # optimizer steps taken
@@ -135,7 +133,9 @@ class Session:
             loop = Loop(self, current, compiled)
             del current  # the loop gives it away
             self.ledger.base("step")
-            loop.run()
+            pools = {d.local_hardware_id: d.memory_stats for d in jax.local_devices() if d.platform == "gpu"}
+            with Monitor(pools, self.run.log.gpu_every_s, process=self.peers.process_index) as self.monitor:
+                loop.run()
             self.ledger.base("other")
             self.finish_saves(loop)
             if self.asked and loop.done < self.run.train.steps:
@@ -175,6 +175,7 @@ class Session:
     def begin(self) -> state.TrainState:
         """The first state of this attempt: from the newest good checkpoint, where there are any."""
         while True:
+            began = time.perf_counter()
             try:
                 phase, cause = ("checkpoint", "restore") if self.start.resumed else ("startup", "startup")
                 with self.watchdog.phase(phase), self.ledger.during(cause):
@@ -195,6 +196,11 @@ class Session:
                 resumed_from_step=self.start.step if self.start.resumed else None,
                 passed_over={str(k): v for k, v in self.start.passed.items()},
             )
+            if self.start.resumed:
+                with self.ledger.during("restore"):
+                    jax.block_until_ready(current)
+                seconds = time.perf_counter() - began  # one whose digests do not match is Damaged, and never comes here
+                self.receipt.update(restore={"step": self.done, "seconds": seconds, "digests": "matched"})
             return current
 
     def go_back(self) -> state.TrainState:
@@ -273,7 +279,10 @@ class Session:
         except ValueError as error:
             self.console.say(f"no plan to compare this run with: {error}")
             return
+        self.receipt.update(**self.watch.record())  # what was measured follows at the end
         expected = self.watch.expected
+        if self.peers.process_index == 0:  # the others would say the same
+            self.mfu = MfuAlert(expected.step_s, self.run.log.mfu_alert)
         self.console.say(f"planned: {expected.step_s:.3g} s a step, peak {size(expected.peak_gib)} ({expected.rates})")
 
     def throughput(self) -> throughput.Throughput:
@@ -300,6 +309,13 @@ class Session:
         )
 
     # ---- Between steps
+
+    def look_at_gpus(self, done: int) -> None:
+        """Lines on the GPUs, where they are due, and what there is to warn of."""
+        for line in self.monitor.lines(done):
+            self.writers.gpu(**line)
+        for text in self.monitor.alerts():
+            self.console.warn(text)
 
     def settled(self) -> None:
         """From here on there is something to save: signals are left to the loop."""
@@ -361,7 +377,7 @@ class Session:
                 },
                 "loss": self.loss,
                 "receipt": self.receipt.id,
-                "versions": versions(),
+                "versions": self.versions,
             }
             if self.base:
                 meta["base"] = self.base
@@ -412,4 +428,4 @@ class Session:
                 f"loop waited {one.blocked_s:.2f} s and copies took {one.copied_s:.2f} s; "
                 f"host memory at most {one.host_gib:.1f} GiB"
             )
-            self.receipt.update(save=dataclasses.asdict(one) | {"gb_per_s": rate})
+            self.receipt.saved(dataclasses.asdict(one) | {"gb_per_s": rate})

@@ -235,23 +235,28 @@ def _attempt(
             {
                 "config": launch.name,
                 "config_sha256": config_sha256(config.to_dict(run)),
+                "resolved": config.to_dict(run),
                 "overrides": dict(launch.overrides),
                 "devices": device_facts(devices),
                 "mesh": dict(program.placement.mesh.shape),
                 "attention": program.attention,
                 "data": train_data.fingerprint,
+                "eval_data": {name: batches.fingerprint for name, batches in held_out.items()},
                 "synthetic": train_data.synthetic,
                 "resumed_from_step": start.step if start.resumed else None,
                 "restart": int(os.environ.get("JAXTRAIN_RESTART", 0)),
                 "env": {"set": overlay.set, "inherited": overlay.inherited},
                 **trackers.facts,
-            }
+            },
+            launch.config_file,
         )
     except ReceiptError as error:  # of an earlier attempt, and not to be overwritten
         writers.close(FAILED)
         unlock(lock)
         return refused([config.Problem("cannot start", None, str(error).rstrip("."), "")])
     metrics.write_atomic(workdir / "config.json", json.dumps(config.to_dict(run), indent=1) + "\n")
+    if fit := receipt.fields.get("preflight"):
+        metrics.write_atomic(workdir / "preflight.json", json.dumps(fit, indent=1) + "\n")
     code, reason, ended = FAILED, "ended by an exception", None
     born = time.time() - (age_s() if own_process else 0.0)
     ledger = ending.ledger = Ledger(workdir / goodput.FILE, born, active=jax.process_index() == 0)
@@ -311,7 +316,8 @@ def _attempt(
         raise
     finally:
         spent = ledger.close(code, reason)
-        receipt.finish(code, reason, {"goodput": spent.record()} if spent else {})
+        watch = ending.session.watch if ending.session else None
+        receipt.finish(code, reason, ({"goodput": spent.record()} if spent else {}) | (watch.record() if watch else {}))
         writers.note("receipt", receipt.fields)
         writers.close(code)
         unlock(lock)

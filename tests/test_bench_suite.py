@@ -16,10 +16,11 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxtrain import hardware, launch
 from jaxtrain.bench import __main__ as command
-from jaxtrain.bench import check, kernels, measure, preflight, report, suite
+from jaxtrain.bench import check, kernels, measure, report, suite
 from jaxtrain.kernels import attention
 from jaxtrain.parity.__main__ import main as parity_main
 from jaxtrain.plan import calibrate
+from jaxtrain.preflight.check import FAULT, Check
 from jaxtrain.validate import validate_step
 
 H200 = hardware.lookup("NVIDIA H200")
@@ -165,83 +166,14 @@ def test_what_checked_kernels_come_to(answer, want, said, tmp_path, monkeypatch)
     assert found.verdict == want and said in found.found
 
 
-class FakeNvml:
-    """Two GPUs behind the functions that a preflight calls."""
-
-    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = NVML_VOLATILE_ECC = 0
-    NVML_NVLINK_MAX_LINKS, NVML_FEATURE_ENABLED = 18, 1
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, names=("NVIDIA H200", "NVIDIA H200"), used=(0.5, 0.5), links=(18, 18), errors=(0, 0), watts=700):
-        self.names, self.used, self.active, self.errors, self.watts = names, used, links, errors, watts
-
-    def nvmlInit(self): ...
-    def nvmlShutdown(self): ...
-    def nvmlSystemGetDriverVersion(self):
-        return "580.1"
-
-    def nvmlDeviceGetCount(self):
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, i):
-        return i
-
-    def nvmlDeviceGetName(self, i):
-        return self.names[i]
-
-    def nvmlDeviceGetMemoryInfo(self, i):
-        return types.SimpleNamespace(used=self.used[i] * 2**30)
-
-    def nvmlDeviceGetTotalEccErrors(self, i, *_):
-        if self.errors is None:
-            raise self.NVMLError("not supported")
-        return self.errors[i]
-
-    def nvmlDeviceGetEnforcedPowerLimit(self, i):
-        return self.watts * 1000
-
-    def nvmlDeviceGetPowerManagementDefaultLimit(self, i):
-        return 700_000
-
-    def nvmlDeviceGetNvLinkState(self, i, link):
-        if link >= self.active[i]:
-            raise self.NVMLError("no such link")
-        return self.NVML_FEATURE_ENABLED
-
-
-def test_a_node_that_is_well():
-    found = {f.what: f for f in preflight.gpus(FakeNvml())}
-    assert {f.state for f in found.values()} == {"ok"}
-    assert found["GPUs"].found == "2 x NVIDIA H200" and found["NVLink"].found == "18 active a GPU"
-
-
-@pytest.mark.parametrize(
-    ("nvml", "what", "state", "said"),
-    [
-        (FakeNvml(names=("NVIDIA H200", "NVIDIA H100")), "GPUs", "WRONG", "H100, NVIDIA H200"),
-        (FakeNvml(used=(0.5, 30.0)), "memory in use", "WRONG", "GPUs [1] are used by others"),
-        (FakeNvml(links=(18, 16)), "NVLink", "WRONG", "[18, 16]"),
-        (FakeNvml(links=(0, 0)), "NVLink", "note", "0 active"),
-        (FakeNvml(errors=(0, 2)), preflight.ECC, "WRONG", "2"),
-        (FakeNvml(watts=500), "power limit", "note", "500 W, by default 700 W"),
-    ],
-)
-def test_what_is_wrong_with_a_node(nvml, what, state, said):
-    (found,) = [f for f in preflight.gpus(nvml) if f.state != "ok"]
-    assert (found.what, found.state) == (what, state) and said in found.found
-
-
-def test_what_a_gpu_does_not_tell_is_left_out():
-    assert preflight.ECC not in [f.what for f in preflight.gpus(FakeNvml(errors=None))]
-
-
-def test_variables_that_contradict_the_budget():
-    devices = hardware.Devices("gpu", "NVIDIA H200", 8, 140.0, "described")
-    found = preflight.environment({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9", "NCCL_DEBUG": "INFO"}, devices)
-    assert [(f.what, f.state) for f in found] == [("XLA_PYTHON_CLIENT_MEM_FRACTION", "WRONG"), ("NCCL_DEBUG", "note")]
-    assert preflight.environment({"HOME": "/"}, devices)[0].state == "ok"
+def test_a_node_with_a_fault_is_not_well(tmp_path, monkeypatch):
+    fault = Check("ECC", FAULT, "none", "GPU5: 2")
+    seen = types.SimpleNamespace(gpus=types.SimpleNamespace(absent=""))
+    monkeypatch.setattr(suite.inspection, "look", lambda *_: (seen, [fault]))
+    node = suite.Node(measure.devices_for(0), True, report.Folder(str(tmp_path / "node"), "", "suite"))
+    found = suite.part_preflight(node, 20.0)
+    assert (found.verdict, found.found) == ("FAILED", "wrong: ECC (GPU5: 2)")
+    assert found.data[0]["seen"] == "GPU5: 2" and any("| ECC | FAULT |" in line for line in found.lines)
 
 
 # ---- the suite
@@ -317,9 +249,11 @@ def test_a_part_that_breaks_is_one_that_failed(tmp_path, monkeypatch, capsys):
     assert "Traceback" in (out / "logs" / "rates_error.txt").read_text()
 
 
-def test_a_cpu_is_looked_at_too(monkeypatch):
-    monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    assert ("NCCL_DEBUG", "note") in [(f.what, f.state) for f in preflight.check(measure.devices_for(0))]
+def test_a_cpu_is_looked_at_too(tmp_path):
+    node = suite.Node(measure.devices_for(0), True, report.Folder(str(tmp_path / "node"), "", "suite"))
+    found = suite.part_preflight(node, 20.0)
+    assert found.verdict == "ok" and "no NVIDIA GPU" in found.found
+    assert {"/dev/shm", "clock"} <= {c["name"] for c in found.data}
 
 
 @pytest.mark.parametrize(

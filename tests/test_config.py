@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain import config, explain, hardware, launch, main
+from jaxtrain import config, environment, explain, hardware, launch, main
 from jaxtrain.data import pipeline
 from jaxtrain.hardware import Devices
 from jaxtrain.validate import validate
@@ -39,6 +39,17 @@ MISTAKES = {
     "axes": (["--config.sharding.rules.embed=fsdp+tensr"], "sharding.rules.embed", "Did you mean tensor?"),
     "leftover": (["config.model.num_layers=9"], "argument 'config.model.num_layers=9'", "Write --config.model.num_layers=9."),
 }
+
+
+@pytest.fixture(autouse=True)
+def a_plain_shell():
+    """The suite's own fake devices would be refused on a described node of GPUs; and what a command exports is taken back."""
+    before = dict(os.environ)
+    for name in environment.changing(os.environ):
+        del os.environ[name]
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def problems_of(*argv: str, devices: Devices = EIGHT_CPUS, workdir: Path = Path("runs/test"), base: str = TINY) -> list[str]:
@@ -467,12 +478,12 @@ def test_a_right_command_starts_training_with_the_budget_set(monkeypatch, tmp_pa
 
     class Train:
         @staticmethod
-        def attempt(run, workdir, how, own_process):
+        def attempt(run, workdir, how, overlay, own_process):
             seen.update(run=run, workdir=workdir, name=how.name, fraction=os.environ["XLA_CLIENT_MEM_FRACTION"])
+            assert overlay.set.items() <= os.environ.items()
             return types.SimpleNamespace(exit_code=75, error=None)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "")  # so that what main exports is taken back
     monkeypatch.setitem(sys.modules, "jaxtrain.train", Train)
     monkeypatch.setattr("jaxtrain.train", Train, raising=False)
     monkeypatch.setattr(hardware, "probe", lambda: EIGHT_H200)

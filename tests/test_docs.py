@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import attention_tiles, hopper, import_memory, numerics, peer_maxtext
-from jaxtrain import explain, launch, lm_eval, main
+from jaxtrain import environment, explain, launch, lm_eval, main
 from jaxtrain.activations import ACTIVATIONS
 from jaxtrain.bench import __main__ as bench
 from jaxtrain.bench import sweep
@@ -31,7 +31,9 @@ from jaxtrain.hf import __main__ as hugging_face_command
 from jaxtrain.parity import __main__ as parity
 from jaxtrain.parity import layouts as parity_layouts
 from jaxtrain.plan import __main__ as plan
+from jaxtrain.preflight import __main__ as preflight
 from jaxtrain.profile import __main__ as profile
+from jaxtrain.report import __main__ as report
 from jaxtrain.resume import markdown as resume_table
 from jaxtrain.validate import validate
 
@@ -129,6 +131,8 @@ def text_commands() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("page", "command"), text_commands())
 def test_commands_that_are_not_run_can_be_parsed(page: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(REPO)
+    for variable in environment.changing(os.environ):  # the suite's own fake devices, on a described node
+        monkeypatch.delenv(variable)
     words = shlex.split(command)
     if words[0] == "hf":
         assert words[1] == "download"
@@ -139,6 +143,8 @@ def test_commands_that_are_not_run_can_be_parsed(page: str, command: str, tmp_pa
     if words[1:3] == ["-m", "benchmarks.numerics"]:
         assert not launch.load(words[3:], numerics.OPTIONS).problems
         return
+    if words[0] == "./run.sh":
+        words = [word for word in words if word != "--no-preflight" and not re.fullmatch(r"--nodes=[\w.,:@-]+", word)]
     words = words[1:] if words[0] == "./run.sh" else [words[2].removeprefix("jaxtrain."), *words[3:]]
     name = words.pop(0) if words and not words[0].startswith("-") else "main"
     if name == "data":
@@ -176,6 +182,13 @@ def test_commands_that_are_not_run_can_be_parsed(page: str, command: str, tmp_pa
         asked = launch.load(words, parity.OPTIONS)
         _, problems = parity_layouts.parse(asked.options["meshes"] or parity_layouts.DEFAULT)
         assert not [*asked.problems, *parity._options(asked), *problems]
+        return
+    if name == "preflight":
+        asked = launch.load(words, preflight.OPTIONS, preflight.SWITCHES)
+        assert not [*asked.problems, *preflight.options_wrong(asked)]
+        return
+    if name == "report":
+        assert not report.parse(words)[3]
         return
     assert name == "main", f"{page}: what is {command!r}?"
     loaded = launch.load(words, main.OPTIONS, main.SWITCHES)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from jaxtrain import launch, loss, receipt, sharding, step
+from jaxtrain import installed, launch, loss, sharding, step
 from jaxtrain.plan import topology
 from jaxtrain.plan.known import golden
 from jaxtrain.plan.known.golden import SHIPPED, GoldenError, compare, from_plan, load, path, save
@@ -27,7 +27,7 @@ from jaxtrain.plan.search import parallel
 
 # Each config as it ships. (Unrolled rings take a minute to compile: they are planned by the command only.)
 ON_8 = [name for name, (config, machine) in SHIPPED.items() if machine == "h200:8" and ":" not in config]
-JAXLIB = receipt.versions()["jaxlib"]
+JAXLIB = installed.versions()["jaxlib"]
 H200S = topology.parse("h200:8")
 
 

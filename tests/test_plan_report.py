@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from jaxtrain.page import charts, kit
 from jaxtrain.plan import numbers
 from jaxtrain.plan.program.traffic import Part
-from jaxtrain.plan.report import figures, page, page_charts, page_kit, terminal, traffic_report
+from jaxtrain.plan.report import figures, page, terminal, traffic_report
 from jaxtrain.plan.report.live import live
 from jaxtrain.plan.result import Buffer, Collective, Flops, Kernel, Matmuls, Memory, Plan, Rates, Time
 
@@ -479,7 +480,7 @@ def test_every_number_on_the_page_is_of_the_plan():
     def said(plan: Plan, published: tuple[float, float], steps: int) -> str:
         # Without the axis of the chart, whose round numbers are its own.
         text = re.sub(r'<text [^>]*class="axis"[^>]*>[^<]*</text>', "", page.html(plan, published, steps=steps))
-        return " ".join(w for w in Read(text).words if w not in (page_kit.POLICY, "width=device-width, initial-scale=1"))
+        return " ".join(w for w in Read(text).words if w not in (kit.POLICY, "width=device-width, initial-scale=1"))
 
     same = numbers_in(said(sample(), (0.86, 0.95), 50_000))
     for seed in range(12):
@@ -530,21 +531,21 @@ def test_many_arrays_and_kernels_end_in_a_sum():
     "top, expected", [(150.5, [0, 25, 50, 75, 100, 125, 150]), (0.9, [0, 0.2, 0.4, 0.6, 0.8]), (4, [0, 1, 2, 3, 4])]
 )
 def test_ticks_are_round(top: float, expected: list[float]):
-    assert page_charts.ticks(top) == pytest.approx(expected)
+    assert charts.ticks(top) == pytest.approx(expected)
 
 
 def test_the_script_names_what_the_page_has():
     """The check of page.js that needs no browser: what it looks for is there."""
     text = page.html(sample())
     read = Read(text)
-    script = (REPO / "jaxtrain/plan/report/assets/page.js").read_text()
+    script = (REPO / "jaxtrain/page/assets/page.js").read_text()
     looked_for = re.findall(r'(?:querySelector(?:All)?|getElementById|matches)\("([^"]+)"\)', script)
     assert len(looked_for) == 7
     classes = {c for _, attributes in read.elements for c in (attributes.get("class") or "").split()}
     tags = {tag for tag, _ in read.elements}
     for selector in looked_for:
         tag, _, name = selector.partition(".")
-        assert selector == ":focus-visible" or selector == "timeline" or not tag or tag in tags, selector
+        assert selector == ":focus-visible" or not tag or tag in tags, selector
         assert not name or name in classes, selector
     points = json.loads(read.code[-2] if read.code[-2].startswith("[") else "null")
     assert len(points) == len(sample().memory.timeline)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jaxtrain import receipt
+from jaxtrain import installed
 from jaxtrain.plan.known import published
 from jaxtrain.plan.known.published_runs import RUNS
 from jaxtrain.plan.search import parallel
@@ -97,7 +97,7 @@ def test_a_format_of_another_version_is_refused(monkeypatch, tmp_path):
 def test_a_plan_made_again_is_the_stored_one():
     """The smallest of them; the rest are compiled by the command."""
     stored = json.loads(published.STORED.read_text())
-    if stored["versions"] != receipt.versions():
+    if stored["versions"] != installed.versions():
         pytest.skip("other versions than those of the stored plans")
     request = row(TOOLBOX).run.request
     outcome = parallel.plan_many({TOOLBOX: request})[TOOLBOX]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,6 +37,8 @@ number = len(open("attempts").readlines()) if os.path.exists("attempts") else 0
 action, *rest = open("plan").readlines()[number].split()
 facts = dict(pid=os.getpid(), arguments=sys.argv[1:], at_birth=at_birth)
 facts |= dict(restart=os.environ.get("JAXTRAIN_RESTART"), launched=os.environ.get("JAXTRAIN_LAUNCHED"))
+told = "COMMIT", "DIRTY", "HOST_CLASS", "PREFLIGHT"
+facts |= {{name.lower(): os.environ.get("JAXTRAIN_" + name) for name in told}}
 if all(os.isatty(i) for i in range(3)):
     facts.update(group=os.getpgrp(), foreground=os.tcgetpgrp(0))
 if action == "read":
@@ -123,15 +126,26 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
     signal.signal(signal.SIGHUP, before)
 
 
+# What each start says first: where it starts from, and what it sets (test_launcher.py looks at both).
+INTRODUCTION = re.compile(r"run\.sh: (this is no git checkout|sets )")
+
+
+def told(stderr: str) -> str:
+    """What was said after the introduction, which must be there."""
+    first, second, *rest = stderr.splitlines(keepends=True)
+    assert INTRODUCTION.match(first) and INTRODUCTION.match(second), stderr
+    return "".join(rest)
+
+
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     _, stderr = process.communicate(timeout=10)
-    return process.returncode, stderr
+    return process.returncode, told(stderr)
 
 
 def test_started_again_until_it_is_done(launcher: Launcher):
     done = launcher.train("exit 75", "exit 124", "exit 0")
     assert done.returncode == 0
-    assert done.stderr.splitlines() == [
+    assert told(done.stderr).splitlines() == [
         "run.sh: exit 75 (start me again: a peer died, its time limit, or a signal): starting again in 0 s, restart 1 of 3",
         "run.sh: exit 124 (the watchdog ended a hang): starting again in 0 s, restart 2 of 3",
     ]
@@ -169,7 +183,7 @@ def test_other_commands_are_never_started_again(launcher: Launcher):
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 76, 130])
 def test_ends_with_the_runs_own_code(launcher: Launcher, code: int):
     done = launcher.train(f"exit {code}")
-    assert (done.returncode, done.stderr) == (code, "")
+    assert (done.returncode, told(done.stderr)) == (code, "")
     assert len(launcher.attempts()) == 1
 
 
@@ -179,11 +193,11 @@ def test_deaths_by_a_signal(launcher: Launcher):
     assert "exit 134 (killed by signal 6, ABRT, as jax ends a run whose peer died): starting again" in done.stderr
     assert "exit 143 (killed by signal 15, TERM, before it listened): starting again" in done.stderr
     assert "not started again, after 2 in a row without progress (JAXTRAIN_RESTARTS=2)" in done.stderr
-    assert len(done.stderr.splitlines()) == 3  # none of bash's own about jobs
+    assert len(told(done.stderr).splitlines()) == 3  # none of bash's own about jobs
     for number, name in (9, "KILL: out of memory (dmesg tells), or somebody's kill -9"), (11, "SEGV: a fault outside Python"):
         done = launcher.train(f"kill {number}")
         assert done.returncode == 128 + number
-        assert done.stderr == f"run.sh: exit {128 + number} (killed by signal {number}, {name}): not started again\n"
+        assert told(done.stderr) == f"run.sh: exit {128 + number} (killed by signal {number}, {name}): not started again\n"
 
 
 def test_the_budget_and_what_refills_it(launcher: Launcher):
@@ -276,13 +290,15 @@ def test_a_trace_is_no_request_to_end(launcher: Launcher):
 def test_a_signal_between_two_attempts_ends_at_once(launcher: Launcher, name: str, code: int):
     process = launcher.begin("exit 124", "exit 0", JAXTRAIN_RESTART_WAIT="30")
     assert process.stderr
-    assert "starting again in 30 s" in process.stderr.readline()
+    introduction = process.stderr.readline() + process.stderr.readline()
+    assert told(introduction + process.stderr.readline()).find("starting again in 30 s") > 0
     process.send_signal(signal.SIGUSR2)  # nothing to trace: it goes on waiting
     time.sleep(0.1)
     assert process.poll() is None
     begin = time.monotonic()
     process.send_signal(signal.Signals[name])
-    assert ended(process) == (code, f"run.sh: not started again, because run.sh was sent {name[3:]}\n")
+    _, rest = process.communicate(timeout=10)
+    assert (process.returncode, rest) == (code, f"run.sh: not started again, because run.sh was sent {name[3:]}\n")
     assert time.monotonic() - begin < 2
     assert len(launcher.attempts()) == 1
 
@@ -327,7 +343,7 @@ def test_closed_stdin(launcher: Launcher):
         capture_output=True,
         timeout=10,
     )
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert (done.returncode, told(done.stderr.decode())) == (0, "")
 
 
 def test_switched_off_python_takes_the_launchers_place(launcher: Launcher):
@@ -339,7 +355,7 @@ def test_switched_off_python_takes_the_launchers_place(launcher: Launcher):
 def test_dry_run(launcher: Launcher):
     done = launcher.train("exit 0", JAXTRAIN_DRY_RUN="1")
     assert done.returncode == 0
-    assert done.stderr.startswith("run.sh: would run: ")
+    assert told(done.stderr).startswith("run.sh: would run: ")
     assert launcher.attempts() == []
 
 

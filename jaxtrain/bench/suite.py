@@ -16,13 +16,16 @@ from typing import Any
 import rich.console
 
 from jaxtrain import hardware, launch
-from jaxtrain.bench import check, preflight, report
+from jaxtrain.bench import check, report
 from jaxtrain.bench.case import LATE, NO_MEMORY, OK, apart, last_words, program
 from jaxtrain.bench.case import run as run_program
 from jaxtrain.bench.measure import DATA
 from jaxtrain.bench.parts import BAD, GOOD, OFF, OUT, Node, Outcome, Part, run_parts, summary
 from jaxtrain.bench.report import Folder
 from jaxtrain.parity import layouts
+from jaxtrain.preflight import inspection
+from jaxtrain.preflight.check import FAULT, Asked
+from jaxtrain.preflight.live import Live
 
 BUDGET_S = 1800.0  # of all parts together
 APART_TIME, APART_PEAK = 0.15, 0.10  # planned and measured may differ by this much
@@ -50,13 +53,16 @@ def smoke_config(node: Node) -> list[str]:
 
 
 def part_preflight(node: Node, limit_s: float) -> Outcome:
-    """Driver, GPUs, links, environment."""
-    found = preflight.check(node.devices)
-    wrong = [f.what for f in found if f.state == "WRONG"]
-    rows = [[f.what, f.found, f.state] for f in found]
-    text = f"wrong: {', '.join(wrong)}" if wrong else f"{node.devices.count} x {node.devices.name}"
-    lines = report.markdown("Preflight", preflight.HEADINGS, rows)
-    return Outcome(BAD if wrong else GOOD, text, lines, [dataclasses.asdict(f) for f in found])
+    """Whether the node is fit: GPUs, links, versions, host, environment. Only asked; the next part measures."""
+    asked = Asked(launch.load([]).run, {}, None, named=False)
+    seen, found = inspection.look(Live({}, limit_s / 2), asked)
+    wrong = [f"{c.name} ({c.seen})" for c in found if c.state == FAULT]
+    if node.devices.kind == "gpu" and not node.devices.count:
+        wrong = [node.devices.source]
+    rows = [[c.name, c.state, c.expected, c.seen] for c in found]
+    text = f"wrong: {', '.join(wrong)}" if wrong else seen.gpus.absent or f"{node.devices.count} x {node.devices.name}"
+    lines = report.markdown("Preflight", ("check", "state", "expected", "seen"), rows)
+    return Outcome(BAD if wrong else GOOD, text, lines, [dataclasses.asdict(c) for c in found])
 
 
 def part_rates(node: Node, limit_s: float) -> Outcome:
@@ -187,9 +193,9 @@ def part_connections(node: Node, limit_s: float) -> Outcome:
     found = {}
     for value in ("unset", "1"):
         environ = {k: v for k, v in os.environ.items() if k != MAX_CONNECTIONS}
-        environ |= {} if value == "unset" else {MAX_CONNECTIONS: value}
         label = f"{name}, {MAX_CONNECTIONS} {value}"
-        found[label] = _steps(node, label, argv, limit_s / 2, (2, 1) if node.smoke else (10, 3), environ)
+        part = [] if value == "unset" else [f"--config.env.set={MAX_CONNECTIONS}={value}"]
+        found[label] = _steps(node, label, [*argv, *part], limit_s / 2, (2, 1) if node.smoke else (10, 3), environ)
     lines = report.markdown(MAX_CONNECTIONS, report.STEP_HEADINGS, [report.step_row(n, r) for n, r in found.items()])
     bad = [f"{n}: {r['why']}" for n, r in found.items() if r["verdict"] not in (OK, NO_MEMORY, LATE)]
     if bad:
@@ -230,7 +236,7 @@ def _steps(
 
 # Part -> (what it does, seconds at most). Together they are below BUDGET_S.
 PARTS: dict[str, tuple[Callable[[Node, float], Outcome], float]] = {
-    "preflight": (part_preflight, 10),
+    "preflight": (part_preflight, 20),
     "rates": (part_rates, 120),
     "kernels": (part_kernels, 300),
     "parity": (part_parity, 300),

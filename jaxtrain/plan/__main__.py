@@ -27,7 +27,7 @@ Will it fit, how fast will it be, and what moves? Compiles the train step for a 
   --config, --config.KEY   as for training
   --topology=h200:8        the machine: 8 H200s in one node; h100:8x16 is 16 nodes of 8. On a machine with GPUs, the default
                            is that machine. Chips: {chips}
-                           Several nodes can be planned, but not yet trained on
+                           Runs over several nodes were tried on CPUs alone
   --json=FILE              everything the plan found, for programs
   --html=FILE              one page with pictures
   --hlo=FILE               the scheduled program that all of it was read from

@@ -1,6 +1,6 @@
 """A plan, put together: the train step compiled, read, timed and judged."""
 
-from jaxtrain import auto_remat, flops, receipt
+from jaxtrain import auto_remat, flops, installed
 from jaxtrain.config import RunConfig
 from jaxtrain.plan.compile import Compiled, compile_step
 from jaxtrain.plan.program import assignment, buffers, collectives, hlo, judge, matmuls, mistakes, roofline
@@ -85,7 +85,7 @@ def read_plan(
             *judge.warnings(run, program, module, found, moved, timed.step_ms),
             *judge.stayed_wide(run, program, products),
         ),
-        versions=receipt.versions(),
+        versions=installed.versions(),
         options=compiled.chosen.options,
         kept=kept,
         matmuls=products,

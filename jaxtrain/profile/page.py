@@ -5,10 +5,10 @@ import re
 from collections.abc import Sequence
 from html import escape
 
+from jaxtrain.page.charts import single, stacked, ticks
+from jaxtrain.page.kit import Column, Markup, bullets, document, say, swatch, table, tiles
 from jaxtrain.plan.numbers import column, gib, number, percent, rough, size
 from jaxtrain.plan.report.figures import place
-from jaxtrain.plan.report.page_charts import single, stacked, ticks
-from jaxtrain.plan.report.page_kit import Column, Markup, bullets, document, say, swatch, table, tiles
 from jaxtrain.profile import figures
 from jaxtrain.profile.result import KINDS, Change, Diff, Op, Profile, Program, Stretch, Timeline
 

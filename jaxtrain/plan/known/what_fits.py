@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxtrain import flops, receipt
+from jaxtrain import flops, installed
 from jaxtrain.config import ConfigError, RunConfig, default_config, resolve
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.known.well_known import SHAPES, Shape
@@ -285,7 +285,7 @@ def tables(cells: Sequence[Cell]) -> list[tuple[str, list[list[str]]]]:
 def markdown(cells: Sequence[Cell], command: str) -> str:
     """docs/what_fits.md."""
     plans = [cell.best.plan for cell in cells if cell.best and cell.best.plan]
-    versions = plans[0].versions if plans else receipt.versions()
+    versions = plans[0].versions if plans else installed.versions()
     source = plans[0].rates.source if plans else rates_for(cells[0].topology.gpu, "bf16").source
     reserve = cells[0].topology.memory_gib - cells[0].usable_gib
     out = [

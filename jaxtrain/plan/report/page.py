@@ -1,10 +1,11 @@
 """A plan as one page that can be mailed, printed and opened anywhere: no request leaves it, all of it works without scripts."""
 
-import json
 import math
 import re
 from html import escape
 
+from jaxtrain.page.charts import single, stacked
+from jaxtrain.page.kit import Column, Markup, bullets, cursor_data, document, plural, say, swatch, table, tiles
 from jaxtrain.plan.numbers import GB_PER_GIB, column, decimals, gib, number, percent, rough, size
 from jaxtrain.plan.report.figures import (
     ASSUMPTIONS,
@@ -29,8 +30,7 @@ from jaxtrain.plan.report.figures import (
     verdict,
     work,
 )
-from jaxtrain.plan.report.page_charts import colour, memory_chart, single, stacked
-from jaxtrain.plan.report.page_kit import Column, Markup, bullets, document, plural, say, swatch, table, tiles
+from jaxtrain.plan.report.page_charts import colour, memory_chart
 from jaxtrain.plan.result import Buffer, Collective, Plan
 
 PART_COLOURS = {
@@ -72,15 +72,7 @@ def html(plan: Plan, published: tuple[float, float] | None = None, *, steps: int
         bullets("How it was counted", (rates(plan), f"the meter: {ASSUMPTIONS}", work(plan), built(plan))),
         f"<h2>To make this plan again</h2><pre><code>{escape(command(plan))}</code></pre></main>",
     ]
-    return document(f"{title}: {verdict(plan)}", headline(plan), body, _data(plan))
-
-
-def _data(plan: Plan) -> str:
-    """What the cursor over the memory chart says at each of its points."""
-    places = decimals([held for held, _ in plan.memory.timeline])
-    points = [f"{number(held, places)} GiB, {phase or 'start'}" for held, phase in plan.memory.timeline]
-    # "<" as an escape of JSON, so that no phase can end the script element.
-    return f'<script type="application/json" id="timeline">{json.dumps(points).replace("<", "\\u003c")}</script>'
+    return document(f"{title}: {verdict(plan)}", headline(plan), body)
 
 
 def _tiles(plan: Plan) -> str:
@@ -117,10 +109,12 @@ def _schedule(plan: Plan) -> str:
         ],
         "small",
     )
+    places = decimals([held for held, _ in m.timeline])
+    points = cursor_data([f"{number(held, places)} GiB, {phase or 'start'}" for held, phase in m.timeline])
     key = swatch("var(--c8)") + "state and batch, held throughout &ensp; " + swatch("var(--c1)") + "everything else"
     return (
         f'<div class="chart" tabindex="0" role="group" aria-label="Memory over the schedule; arrow keys move the cursor">'
-        f'{memory_chart(plan)}<div class="tip" role="status"></div></div><p class="quiet">{key}</p>{say(note, "quiet")}'
+        f'{memory_chart(plan)}{points}<div class="tip" role="status"></div></div><p class="quiet">{key}</p>{say(note, "quiet")}'
         f"{by_phase}"
     )
 

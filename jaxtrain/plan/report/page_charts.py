@@ -1,14 +1,14 @@
-"""The pictures of a plan's page, as inline SVG that keeps its letters at one size however wide the page is.
+"""The picture of memory over a plan's schedule, as inline SVG that keeps its letters at one size however wide the page is.
 
 Positions along x are percentages, so the browser stretches the drawing and not the text; only the curves lie in a nested svg
 that is stretched as a whole.
 """
 
 import itertools
-import math
 from collections.abc import Sequence
 from html import escape
 
+from jaxtrain.page.charts import ticks
 from jaxtrain.plan.numbers import size
 from jaxtrain.plan.result import Plan
 
@@ -33,31 +33,6 @@ def colour(name: str) -> str:
     return f"var(--c{COLOUR_OF.get(name, REST)})"
 
 
-def stacked(label: str, parts: Sequence[tuple[str, float, str]], whole: float, mark: float | None = None) -> str:
-    """A bar of (what, value, CSS colour), 100% being `whole`; a line at `mark`. Each part's text is its tooltip."""
-    out = [f'<svg class="bar" role="img" aria-label="{escape(label)}">']
-    out.append('<rect class="empty" x="0" y="0.5" width="100%" height="97%"/>')
-    start = 0.0
-    for what, value, colour in parts:
-        width = 100 * value / whole
-        if width > 0:
-            out.append(
-                f'<rect x="{start:.3f}%" width="{width:.3f}%" height="100%" style="fill:{colour};stroke:var(--ground)">'
-                f"<title>{escape(what)}</title></rect>"
-            )
-        start += width
-    if mark is not None:
-        x = f"{100 * mark / whole:.3f}%"
-        out.append(f'<line class="mark" x1="{x}" x2="{x}" y1="-4" y2="38"/>')
-    return "".join([*out, "</svg>"])
-
-
-def single(value: float, whole: float, colour: str = "var(--c1)") -> str:
-    """A thin bar beside a number that already says it, so hidden from screen readers."""
-    width = 100 * value / whole if whole else 0.0
-    return f'<svg class="bar" aria-hidden="true"><rect width="{width:.2f}%" height="100%" style="fill:{colour}"/></svg>'
-
-
 def runs(phases: Sequence[str]) -> list[tuple[str, int, int]]:
     """(phase, first, last) of each stretch of the schedule in one phase."""
     out, first = [], 0
@@ -66,13 +41,6 @@ def runs(phases: Sequence[str]) -> list[tuple[str, int, int]]:
         out.append((phase, first, first + n - 1))
         first += n
     return out
-
-
-def ticks(top: float) -> list[float]:
-    """Four to eight round numbers from 0 to `top`."""
-    step = 10.0 ** math.floor(math.log10(top / 4))
-    step *= max(m for m in (1, 2, 2.5, 5) if 4 * m * step <= top)
-    return [i * step for i in range(int(top / step) + 1)]
 
 
 def memory_chart(plan: Plan) -> str:

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import gzip
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -21,7 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import config
+from jaxtrain import config, installed
 from jaxtrain.config import RunConfig
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Plan, Rates, from_json, to_json
@@ -34,38 +33,17 @@ LOGGER = logging.getLogger("jaxtrain")
 # Keys and sections that no part of the train step's program depends on, nor what is read from it.
 UNRELATED = (
     *("eval", "checkpoint", "log", "env", "sample", "profile", "paths", "init", "data.source", "data.eval_source"),
-    *(
-        "data.tokenizer",
-        "data.seed",
-        "data.prefetch",
-        "train.seed",
-        "train.max_minutes",
-        "train.on_divergence",
-        "train.max_skips",
-    ),
-    *("train.timeouts", "train.verify_every"),
+    *("data.tokenizer", "data.seed", "data.prefetch", "train.seed", "train.max_minutes", "train.on_divergence"),
+    *("train.max_skips", "train.timeouts", "train.verify_every"),
 )
 # Parts of jaxtrain, with all that is in them, that plan.make does not import, directly or not, as a test checks. A new file
 # counts unless it stands in one of them.
 OTHER_CODE = (
     *("announce", "bench", "between", "checkpoint", "corruption", "data", "divergence", "evaluate", "explain"),
-    *(
-        "feed",
-        "generate",
-        "goodput",
-        "hf",
-        "lm_eval",
-        "loop",
-        "lora",
-        "main",
-        "parity",
-        "pauses",
-        "position",
-        "profile",
-        "profiling",
-    ),
-    *("progress", "replay", "resume", "sample", "scoring", "session", "signals", "snapshot", "start", "stored_form"),
-    *("timelimit", "timeline", "trackers", "train", "validate", "waiting", "watchdog", "__main__"),
+    *("feed", "generate", "goodput", "hf", "ledger", "lm_eval", "loop", "lora", "main", "monitor", "page", "parity", "pauses"),
+    *("position", "preflight", "profile", "profiling", "progress", "receipt", "replay", "report", "resume", "sample"),
+    *("scoring", "session", "signals", "snapshot", "start", "stored_form", "timelimit", "timeline", "trackers", "train"),
+    *("validate", "waiting", "watchdog", "__main__"),
     *("plan.__main__", "plan.calibrate", "plan.expect", "plan.known", "plan.report", "plan.search"),
 )
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt", "flax", "optax")
@@ -94,7 +72,7 @@ class Cache:
             "topology": [topology.name, topology.device_kind, topology.memory_bytes, topology.description],
             "rates": dataclasses.asdict(rates),
             "by": by,
-            "versions": _versions(),
+            "versions": installed.versions(PACKAGES),
             "flags": os.environ.get("XLA_FLAGS", ""),
             "code": _code(),
             "own code": {key: _digest_of_module(value) for key, value in own.items()},
@@ -144,15 +122,6 @@ def relevant(run: RunConfig, topology: Topology) -> dict[str, Any]:
     flat = dict(config.flatten(config.to_dict(run)))
     flat |= {f"mesh.{axis}": size for axis, size in mesh_sizes(run, topology).items()}
     return {k: v for k, v in flat.items() if not any(k == u or k.startswith(f"{u}.") for u in UNRELATED)}
-
-
-@functools.cache
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 @functools.cache

@@ -1,0 +1,227 @@
+"""Watches the GPUs of this process while it trains: a thread asks the driver each second, the loop writes lines and warnings.
+
+    with Monitor({d.local_hardware_id: d.memory_stats for d in jax.local_devices() if d.platform == "gpu"}, 10.0) as monitor:
+        ...
+        for line in monitor.lines(step):
+            writers.gpu(**line)
+        for text in monitor.alerts():
+            console.warn(text)
+
+Where there is no GPU it does nothing and says nothing. Where watching fails, that is told once, and the run goes on without. No
+jax here: what JAX knows of its own memory comes through functions that are passed in.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pynvml
+
+from jaxtrain.hardware import visible_handles
+from jaxtrain.monitor.alerts import Episodes, GpuAlerts, MfuAlert
+from jaxtrain.monitor.card import Card, Lost, Sample, mean, rate_gb_s
+
+__all__ = ["MfuAlert", "Monitor"]
+
+SAMPLE_S = 1.0  # between two samples of a GPU; the driver's own figures are means over up to a second
+SILENT_S = 60.0  # after which a driver that has not answered is worth a word
+JOIN_S = 5.0  # at the end the thread may be in a call that never comes back
+
+Pools = Mapping[int, Callable[[], Mapping[str, int] | None]]
+
+
+class Monitor:
+    """The GPUs of one process. A context manager: sampling begins and ends with it.
+
+    Args:
+        pools: GPU, by its place among those that CUDA_VISIBLE_DEVICES leaves (jax's local_hardware_id) -> its memory_stats.
+            Empty: nothing is watched.
+        every_s: seconds between lines (log.gpu_every_s); 0: nothing is watched.
+        process: of this process, for the lines.
+        nvml: the library of that name, or what answers like it.
+        environ: for CUDA_VISIBLE_DEVICES.
+        sample_s: seconds between samples.
+        clock: seconds; for tests.
+    """
+
+    def __init__(
+        self,
+        pools: Pools,
+        every_s: float,
+        *,
+        process: int = 0,
+        nvml: Any = pynvml,
+        environ: Mapping[str, str] = os.environ,
+        sample_s: float = SAMPLE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._pools: Pools = pools if every_s > 0 else {}
+        self._every_s, self._process, self._nvml, self._environ = every_s, process, nvml, environ
+        self._sample_s, self._clock = sample_s, clock
+        self._cards: dict[int, Card] = {}  # by place
+        self._lock = threading.Lock()  # of all below that the thread writes
+        self._samples: dict[int, list[Sample]] = {}  # since the last line
+        self._gone: dict[int, str] = {}  # GPUs that are not asked any more, and why
+        self._failure = ""  # why the thread has ended
+        self._heard = 0.0  # when the driver last answered
+        self._counters: dict[int, tuple[float, tuple[int, int]]] = {}  # NVLink's, at the end of the last line
+        self._episodes = Episodes()
+        self._alerts = GpuAlerts(self._episodes)
+        self._written = 0.0
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "Monitor":
+        if not self._pools:
+            return self
+        nvml = self._nvml
+        try:
+            nvml.nvmlInit()
+        except nvml.NVMLError as error:
+            self._episodes.said.append(f"the GPUs are not monitored: NVML does not start ({error})")
+            return self
+        try:
+            handles = visible_handles(self._environ.get("CUDA_VISIBLE_DEVICES"), nvml)
+            # MIG slices are no entries that NVML's list of GPUs has.
+            missing = sorted(place for place in self._pools if place >= len(handles))
+            if missing:
+                self._episodes.said.append(f"visible GPUs {missing} are not monitored: NVML lists {len(handles)}")
+            self._cards = {place: Card(nvml, handles[place]) for place in self._pools if place not in missing}
+        except (nvml.NVMLError, Lost) as error:
+            self._episodes.said.append(f"the GPUs are not monitored: {error}")
+            self._cards = {}
+        self._written = self._heard = self._clock()
+        if self._cards:
+            self._thread = threading.Thread(target=self._watch, name="monitor of GPUs", daemon=True)
+            self._thread.start()
+        else:
+            nvml.nvmlShutdown()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        if self._thread is None:
+            return
+        self._thread.join(JOIN_S)
+        if not self._thread.is_alive():  # else it is inside NVML, which must stay
+            with contextlib.suppress(self._nvml.NVMLError):
+                self._nvml.nvmlShutdown()
+
+    # ---- The thread
+
+    def _watch(self) -> None:
+        try:
+            while True:
+                self.sample()
+                if self._over.wait(self._sample_s):
+                    return
+        except Exception as error:  # a library that fails in a way of its own must not end a run; it is told, once
+            with self._lock:
+                self._failure = f"{type(error).__name__}: {error}"
+
+    def sample(self) -> None:
+        """Asks each GPU once."""
+        for place, card in self._cards.items():
+            if place in self._gone:
+                continue
+            try:
+                found = card.sample(self._clock())
+            except Lost as error:
+                with self._lock:
+                    self._gone[place] = str(error)
+                continue
+            with self._lock:
+                self._samples.setdefault(place, []).append(found)
+                self._heard = found.at
+
+    # ---- The loop's side
+
+    def lines(self, step: int) -> list[dict[str, Any]]:
+        """The fields of a line for each GPU (metrics.GPU_KEYS but `kind` and `time_unix`), over the time since the last ones.
+
+        Nothing before `every_s` seconds have passed, and nothing on a GPU that has not answered: call it after every step.
+        """
+        if not self._cards or self._clock() - self._written < self._every_s:
+            return []
+        self._written = self._clock()
+        with self._lock:
+            samples, self._samples = self._samples, {}
+        out = []
+        for place, card in self._cards.items():
+            if found := samples.get(place):
+                line = {"step": step, "gpu": card.index, "process": self._process} | self._line(place, found)
+                self._alerts.look(line, card.default_limit_w)
+                out.append(line)
+        return out
+
+    def _line(self, place: int, samples: list[Sample]) -> dict[str, Any]:
+        def over_time(name: str) -> float | None:
+            return mean([getattr(sample, name) for sample in samples])
+
+        stats = self._pools[place]() or {}
+        told = [sample.reasons for sample in samples if sample.reasons is not None]
+        temperatures = [sample.temperature_c for sample in samples if sample.temperature_c is not None]
+        sent, received = self._nvlink(place, samples)
+        return {
+            "utilization": over_time("utilization"),
+            "memory_used_gib": over_time("memory_used_gib"),
+            "pool_gib": gib(stats, "pool_bytes"),
+            "in_use_gib": gib(stats, "bytes_in_use"),
+            # XLA's allocator on GPUs (BFC) does not keep this figure and says 0.
+            "largest_free_gib": gib(stats, "largest_free_block_bytes") or None,
+            "power_w": over_time("power_w"),
+            "power_limit_w": samples[-1].power_limit_w,
+            "temperature_c": max(temperatures, default=None),
+            "sm_clock_mhz": over_time("sm_clock_mhz"),
+            "memory_clock_mhz": over_time("memory_clock_mhz"),
+            "throttled": sum(map(bool, told)) / len(told) if told else None,
+            "throttle_reasons": "+".join(dict.fromkeys(reason for reasons in told for reason in reasons)),
+            "nvlink_tx_gb_s": sent,
+            "nvlink_rx_gb_s": received,
+            "ecc_uncorrected": samples[-1].ecc_uncorrected,
+        }
+
+    def _nvlink(self, place: int, samples: list[Sample]) -> tuple[float | None, float | None]:
+        """GB/s sent and received, from the counters at the end of the line before to those at the end of this one."""
+        read = [(sample.at, sample.nvlink_kib) for sample in samples if sample.nvlink_kib is not None]
+        if not read:
+            return None, None
+        (began, before), (ended, now) = self._counters.get(place, read[0]), read[-1]
+        self._counters[place] = (ended, now)
+        sent, received = (rate_gb_s((began, a), (ended, b)) for a, b in zip(before, now, strict=True))
+        return sent, received
+
+    def alerts(self) -> list[str]:
+        """Warnings that are new since the last call: each is told when it begins, and a word when it is over."""
+        with self._lock:
+            gone, failure, heard = dict(self._gone), self._failure, self._heard
+        for place, why in gone.items():
+            gpu = self._cards[place].index
+            self._episodes.see(
+                f"gone {gpu}",
+                True,
+                f"GPU {gpu} has fallen off the bus, or needs a reset: {why}. The run will fail or hang. Look for Xid errors in "
+                "dmesg, and take the node out of service.",
+                "",
+            )
+        if failure:
+            self._episodes.see("failed", True, f"the GPUs are no longer monitored: {failure}", "")
+        elif self._thread is not None:
+            silent = self._clock() - heard
+            alive = len(gone) < len(self._cards)
+            self._episodes.see(
+                "silent",
+                alive and silent > SILENT_S,
+                f"the driver has not answered for {silent:.0f} s: a GPU may hang. Look for Xid errors in dmesg.",
+                "the driver answers again",
+            )
+        return self._episodes.take()
+
+
+def gib(stats: Mapping[str, int], name: str) -> float | None:
+    """A figure of JAX's memory_stats; None where the device does not tell. jaxlib fills in -1 for what it does not know."""
+    value = stats.get(name, -1)
+    return value / 2**30 if value >= 0 else None

@@ -1,0 +1,162 @@
+"""What in the numbers of a run's GPUs deserves a word in the log, told once when it begins and once when it is over. No jax."""
+
+import collections
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+THROTTLED = 0.2  # of a line's samples: a dip of a second is not worth a word
+CAP_W = 1.0  # below the board's default limit; drivers round
+OUTSIDE_GIB = 1.0  # that memory outside the pool may grow: NCCL and cuDNN take theirs in the first steps
+SETTLED = 3  # lines of a GPU after which it has
+FREE = 0.1  # part of the pool that is free ...
+LARGEST = 0.25  # ... and the largest block is less than this part of it: fragmented
+
+# What to look at, by reason (card.THROTTLING).
+LOOK = {
+    "hw_slowdown": "the hardware halves the clocks, or worse: look at temperature and power supply",
+    "sync_boost": "another GPU of its sync boost group is slower: look at the others",
+    "sw_thermal": "it is near its highest temperature: look at the fans, the air inlet, and what stands beside it",
+    "hw_thermal": "it is too hot and the hardware slows it down: look at the fans and the air inlet, or give the node back",
+    "hw_power_brake": "the chassis asks for less power: look at power supplies and the rack's budget",
+    "board_limit": "the board holds it back: tell the vendor",
+    "reliability": "voltage is at its limit: tell the vendor",
+}
+
+
+class Episodes:
+    """Conditions that begin and end. A word is said when one changes, not while it lasts."""
+
+    def __init__(self):
+        self._open: set[str] = set()
+        self.said: list[str] = []
+
+    def see(self, key: str, wrong: bool | None, begun: str, over: str) -> None:
+        """The condition `key` holds, or does not; None: nobody knows, and nothing changes."""
+        if wrong is None or wrong == (key in self._open):
+            return
+        self._open ^= {key}
+        self.said.append(begun if wrong else over)
+
+    def take(self) -> list[str]:
+        """What was said since the last call."""
+        said, self.said = self.said, []
+        return said
+
+
+class GpuAlerts:
+    """Looks at the lines of kind "gpu" as they are made."""
+
+    def __init__(self, episodes: Episodes):
+        self._episodes = episodes
+        self._ecc: dict[int, int] = {}  # GPU -> errors told of, or there at the start
+        self._seen: collections.Counter[int] = collections.Counter()
+        self._outside: dict[int, float] = {}  # GPU -> GiB outside the pool once it had settled
+
+    def look(self, line: Mapping[str, Any], default_limit_w: float | None) -> None:
+        """A line (metrics.GPU_KEYS); default_limit_w: the board's own power limit, None where it does not tell."""
+        gpu = line["gpu"]
+        self._seen[gpu] += 1
+        self._throttling(gpu, line)
+        self._power(gpu, line["power_limit_w"], default_limit_w)
+        self._memory_errors(gpu, line["ecc_uncorrected"])
+        self._outside_the_pool(gpu, line["memory_used_gib"], line["pool_gib"])
+        self._fragments(gpu, line["pool_gib"], line["in_use_gib"], line["largest_free_gib"])
+
+    def _throttling(self, gpu: int, line: Mapping[str, Any]) -> None:
+        share, reasons = line["throttled"], line["throttle_reasons"]
+        # Over only where nothing of it is left, so that a share about the limit is one episode.
+        wrong = None if share is None or 0 < share < THROTTLED else share > 0
+        look = "; ".join(LOOK[reason] for reason in reasons.split("+") if reason)
+        heat = "" if line["temperature_c"] is None else f", {line['temperature_c']:.0f} C"
+        clock = "" if line["sm_clock_mhz"] is None else f", {line['sm_clock_mhz']:,.0f} MHz"
+        begun = f"GPU {gpu} is throttled: {reasons} in {share or 0:.0%} of the samples{heat}{clock}: {look}."
+        more = f" nvidia-smi -q -d PERFORMANCE -i {gpu} tells more."
+        self._episodes.see(f"throttled {gpu}", wrong, begun + more, f"GPU {gpu} is no longer throttled")
+
+    def _power(self, gpu: int, limit: float | None, default: float | None) -> None:
+        if limit is None or default is None:
+            return
+        begun = (
+            f"GPU {gpu} is limited to {limit:.0f} W, {default:.0f} W by default: it will be slower under load. "
+            f"Somebody has set that; nvidia-smi -i {gpu} -pl {default:.0f} sets it back."
+        )
+        over = f"GPU {gpu} has its default power limit again, {default:.0f} W"
+        self._episodes.see(f"power {gpu}", limit < default - CAP_W, begun, over)
+
+    def _memory_errors(self, gpu: int, errors: int | None) -> None:
+        if errors is None:
+            return
+        known = self._ecc.setdefault(gpu, errors)  # those before this run are preflight's to tell
+        if errors > known:
+            self._episodes.said.append(
+                f"GPU {gpu} has {errors - known} new uncorrected memory errors (ECC), {errors} since its driver was loaded: "
+                "what it has computed since may be wrong. Take the node out of service and reset the GPU; "
+                f"nvidia-smi -q -d ECC,ROW_REMAPPER -i {gpu} tells more."
+            )
+        self._ecc[gpu] = errors
+
+    def _outside_the_pool(self, gpu: int, used: float | None, pool: float | None) -> None:
+        if used is None or pool is None:
+            return
+        outside = used - pool
+        if self._seen[gpu] <= SETTLED:
+            self._outside[gpu] = max(outside, self._outside.get(gpu, outside))
+            return
+        before = self._outside.setdefault(gpu, outside)
+        begun = (
+            f"GPU {gpu}: memory outside JAX's pool has grown from {before:.1f} to {outside:.1f} GiB. Another process uses "
+            f"the GPU (nvidia-smi -i {gpu} lists them), or NCCL or cuDNN take more than at the start. Theirs is what "
+            "train.memory_fraction leaves: lower it before an allocation fails."
+        )
+        over = f"GPU {gpu}: memory outside JAX's pool is back to {outside:.1f} GiB"
+        self._episodes.see(f"outside {gpu}", outside > before + OUTSIDE_GIB, begun, over)
+
+    def _fragments(self, gpu: int, pool: float | None, in_use: float | None, largest: float | None) -> None:
+        if pool is None or in_use is None or largest is None:
+            return
+        free = pool - in_use
+        begun = (
+            f"GPU {gpu}: the pool is in fragments: {free:.1f} of {pool:.1f} GiB are free, and the largest block is "
+            f"{largest:.1f} GiB. A large array may not fit though there is room; a restart mends it."
+        )
+        over = f"GPU {gpu}: the pool's free memory is in one piece again"
+        self._episodes.see(f"fragments {gpu}", free > FREE * pool and largest < LARGEST * free, begun, over)
+
+
+class MfuAlert:
+    """Warns while the utilisation (MFU) of a run stays below a part of the planned one.
+
+    planned_step_s: seconds of a step by the plan (plan.expect.Expected.step_s); both MFUs count the same FLOPs, so their
+    quotient is that of the step times. part: log.mfu_alert, 0 for never. Single slow lines are no matter: the middle one of
+    the last LINES counts.
+    """
+
+    LINES = 8
+    BACK = 1.02  # times the part that must be reached for an episode to be over
+
+    def __init__(self, planned_step_s: float, part: float):
+        self._planned, self._part = planned_step_s, part
+        self._steps: collections.deque[float] = collections.deque(maxlen=self.LINES)
+        self._low = False
+
+    def note(self, step_s: float | None) -> str | None:
+        """A train line with its `step_time_s`. Returns what is worth saying: an episode begins, or is over."""
+        if step_s is None or not self._part or not self._planned:
+            return None
+        self._steps.append(step_s)
+        if len(self._steps) < self.LINES:
+            return None
+        middle = statistics.median(self._steps)
+        reached = self._planned / middle
+        if not self._low and reached < self._part:
+            self._low = True
+            return (
+                f"MFU is {reached:.0%} of the plan's, below log.mfu_alert={self._part:g}: {middle:.3g} s a step, "
+                f"{self._planned:.3g} s planned. Look at data_wait_s, and at throttling and power in the lines on GPUs; "
+                "python -m jaxtrain.profile shows where a step's time goes."
+            )
+        if self._low and reached >= self.BACK * self._part:
+            self._low = False
+            return f"MFU is back at {reached:.0%} of the plan's: {middle:.3g} s a step"
+        return None

@@ -1,0 +1,110 @@
+"""One GPU as the driver tells of it at one moment, through NVML. No jax: NVML asks the driver and leaves the devices alone."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+# Why clocks are held below what was asked for, by NVML's bits (nvml.h, nvmlClocksEventReasons). Left out are those that say
+# nothing of trouble: an idle GPU (0x1), clocks as they were set (0x2, 0x100), and the power limit (0x4): a GPU at its limit is
+# what full load looks like, and power beside its limit shows it.
+THROTTLING = {
+    0x8: "hw_slowdown",
+    0x10: "sync_boost",
+    0x20: "sw_thermal",
+    0x40: "hw_thermal",
+    0x80: "hw_power_brake",
+    0x200: "board_limit",
+    0x400: "reliability",
+}
+ALL_LINKS = 0xFFFFFFFF  # the scope of an NVLink counter that is summed over all links of the GPU (nvml.h)
+# Member of NVML's union of values, by its type (nvmlValueType_t).
+MEMBERS = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
+
+
+class Lost(RuntimeError):
+    """The driver has lost this GPU: it answers no more, and will not before a reset."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """What a GPU said, None where it does not tell."""
+
+    at: float  # seconds, of the monitor's clock
+    utilization: float | None  # 0 to 1: part of the driver's last period in which a kernel ran
+    memory_used_gib: float | None  # of the whole card, other processes and the driver included
+    power_w: float | None
+    power_limit_w: float | None
+    temperature_c: float | None
+    sm_clock_mhz: float | None
+    memory_clock_mhz: float | None
+    reasons: tuple[str, ...] | None  # of THROTTLING
+    ecc_uncorrected: int | None  # since the driver was loaded
+    nvlink_kib: tuple[int, int] | None  # sent, received since the driver was loaded
+
+
+class Card:
+    """A GPU by its NVML handle. Raises nvml.NVMLError where it cannot even say which one it is."""
+
+    def __init__(self, nvml: Any, handle: Any):
+        self._nvml, self._handle = nvml, handle
+        self._refused: Exception | None = None  # the last question that was not answered
+        self.index = int(nvml.nvmlDeviceGetIndex(handle))
+        self.default_limit_w = self._ask(nvml.nvmlDeviceGetPowerManagementDefaultLimit, lambda mw: mw / 1e3)
+
+    def sample(self, at: float) -> Sample:
+        """Raises Lost where the GPU has fallen off the bus, or answers nothing at all."""
+        nvml = self._nvml
+        found = Sample(
+            at,
+            self._ask(nvml.nvmlDeviceGetUtilizationRates, lambda rates: rates.gpu / 100),
+            self._ask(nvml.nvmlDeviceGetMemoryInfo, lambda info: int(info.used) / 2**30),
+            self._ask(nvml.nvmlDeviceGetPowerUsage, lambda mw: mw / 1e3),
+            self._ask(nvml.nvmlDeviceGetEnforcedPowerLimit, lambda mw: mw / 1e3),
+            self._ask(nvml.nvmlDeviceGetTemperature, float, nvml.NVML_TEMPERATURE_GPU),
+            self._ask(nvml.nvmlDeviceGetClockInfo, float, nvml.NVML_CLOCK_SM),
+            self._ask(nvml.nvmlDeviceGetClockInfo, float, nvml.NVML_CLOCK_MEM),
+            # The older of its two names, which all drivers know.
+            self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, named),
+            self._ask(nvml.nvmlDeviceGetTotalEccErrors, int, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC),
+            self._nvlink(),
+        )
+        if all(value is None for name, value in dataclasses.asdict(found).items() if name != "at"):
+            raise Lost(f"answers none of the driver's questions ({self._refused})")
+        return found
+
+    def _ask(self, question: Callable[..., Any], reading: Callable[[Any], Any], *args: Any) -> Any:
+        """The answer as `reading` makes it; None where this GPU, or this driver, does not know it."""
+        try:
+            return reading(question(self._handle, *args))
+        except self._nvml.NVMLError as error:
+            if error.value in (self._nvml.NVML_ERROR_GPU_IS_LOST, self._nvml.NVML_ERROR_RESET_REQUIRED):
+                raise Lost(str(error)) from error
+            self._refused = error
+            return None
+
+    def _nvlink(self) -> tuple[int, int] | None:
+        nvml = self._nvml
+        fields = [nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX]
+        values = self._ask(nvml.nvmlDeviceGetFieldValues, list, [(field, ALL_LINKS) for field in fields])
+        if values is None or any(value.nvmlReturn != nvml.NVML_SUCCESS for value in values):
+            return None
+        sent, received = (getattr(value.value, MEMBERS[value.valueType]) for value in values)
+        return int(sent), int(received)
+
+
+def named(bits: int) -> tuple[str, ...]:
+    """NVML's reasons that are throttling, by name."""
+    return tuple(name for bit, name in THROTTLING.items() if bits & bit)
+
+
+def rate_gb_s(before: tuple[float, int], now: tuple[float, int]) -> float | None:
+    """GB/s between two readings (seconds, KiB) of a counter; None where it was set back, or no time has passed."""
+    seconds, kib = now[0] - before[0], now[1] - before[1]
+    return kib * 1024 / 1e9 / seconds if seconds > 0 and kib >= 0 else None
+
+
+def mean(values: list[float | None]) -> float | None:
+    """Of those that are known; None where none is."""
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None

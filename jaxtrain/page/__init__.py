@@ -1,0 +1,1 @@
+"""The one writer of pages: plans, profiles and reports of runs are documents made of it."""

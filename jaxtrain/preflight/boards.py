@@ -1,0 +1,63 @@
+"""What is expected of a node, by the GPUs in it: how many, how they are joined, what power and clocks they may take.
+
+A GPU that is not here has no expectation: then the GPUs of a node are compared with each other, and the report says so.
+"""
+
+import dataclasses
+
+from jaxtrain import hardware
+
+SWITCH, BRIDGE = "switch", "bridge"
+
+
+@dataclasses.dataclass(frozen=True)
+class Board:
+    """A kind of node.
+
+    joined: by switches each GPU reaches each other one over all its links; by bridges it reaches the others of its bridge.
+    links: NVLinks of a GPU. bridged: how many GPUs a bridge may join. power_w: the GPU's limit as it is sold.
+    sm_mhz: the highest clock that it offers. all_reduce, others: bus bandwidth in GB/s that NCCL's own benchmark reaches over
+    the whole board, with sums in the switches and without. None where it differs from node to node, or no source was found.
+    """
+
+    name: str
+    gpus: int | None
+    joined: str
+    links: int
+    bridged: tuple[int, ...]
+    power_w: float
+    sm_mhz: int | None
+    all_reduce: float | None
+    others: float | None
+    source: str
+
+
+NCCL_TESTS = "NVIDIA/nccl-tests issues 212 and 272: 475 to 480 with NVLS on 8 GPUs, about 370 for what does not use it"
+HOPPER = f"data sheet; nvidia-smi as published: NV18, 18 links of 26.562 GB/s, 700 W, 1980 MHz; {NCCL_TESTS}"
+# Bridges of two and of four carry 900 GB/s a GPU: 18 links to one partner, or 6 to each of three.
+H200_NVL = "data sheet: 2- or 4-way bridge, 900 GB/s a GPU, up to 600 W; nvidia-smi as published: 1785 MHz"
+HGX_A100 = "data sheet: 12 links, 600 GB/s, 400 W, 1410 MHz"
+PAIR = "data sheet: a bridge joins two, 600 GB/s; its highest limit"
+HGX_B200 = "HGX B200 specifications: 18 links, 1.8 TB/s a GPU, 1000 W"
+
+# By the GPU's name in hardware.py.
+# fmt: off
+BOARDS: dict[str, Board] = {
+    "H200 SXM":       Board("HGX H200",  8,    SWITCH, 18, (),     700, 1980, 480,  370,  HOPPER),
+    "H100 SXM":       Board("HGX H100",  8,    SWITCH, 18, (),     700, 1980, 480,  370,  HOPPER),
+    "H200 NVL":       Board("H200 NVL",  None, BRIDGE, 18, (2, 4), 600, 1785, None, None, H200_NVL),
+    "H100 NVL":       Board("H100 NVL",  None, BRIDGE, 12, (2,),   400, None, None, None, PAIR),
+    "H100 PCIe":      Board("H100 PCIe", None, BRIDGE, 12, (2,),   350, None, None, None, PAIR),
+    "A100 SXM 80GB":  Board("HGX A100",  8,    SWITCH, 12, (),     400, 1410, None, None, HGX_A100),
+    "A100 SXM 40GB":  Board("HGX A100",  8,    SWITCH, 12, (),     400, 1410, None, None, HGX_A100),
+    "A100 PCIe 80GB": Board("A100 PCIe", None, BRIDGE, 12, (2,),   300, 1410, None, None, PAIR),
+    "A100 PCIe 40GB": Board("A100 PCIe", None, BRIDGE, 12, (2,),   250, 1410, None, None, PAIR),
+    "B200":           Board("HGX B200",  8,    SWITCH, 18, (),    1000, None, None, None, HGX_B200),
+}
+# fmt: on
+
+
+def board_of(names: list[str]) -> Board | None:
+    """The board of a node whose GPUs have these names; None where they differ or are not in the table."""
+    found = {gpu.name if (gpu := hardware.lookup(name)) else "" for name in names}
+    return BOARDS.get(found.pop()) if len(found) == 1 else None

@@ -1,0 +1,215 @@
+"""A run against a golden one: the same losses, no slower, no more memory, and a checkpoint that is whole."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxtrain.receipt.compare import differences
+from jaxtrain.receipt.opened import Run
+from jaxtrain.receipt.outcome import first_difference
+from jaxtrain.receipt.result import Difference
+from jaxtrain.receipt.settings import NO_EFFECT, matches
+from jaxtrain.receipt.stored import FORMAT, ReceiptError
+
+OK, WORSE, NOT = "ok", "WORSE", "not compared"
+SLOWER, MORE = 5.0, 2.0  # percent; chosen, as all limits here, and options of the command
+# Percent that a loss may differ by where bits cannot be the same: another machine adds in another order, and steps amplify it.
+LOSS = 1.0
+
+# What a golden run keeps of a receipt.
+KEPT = (
+    *("config", "config_sha256", "jaxtrain", "python", "packages", "versions", "environment", "env", "devices", "mesh"),
+    *("attention", "remat", "compiler_options", "data", "eval_data", "memory_gib", "exit_code", "reason", "started"),
+)
+# Keys of a config that do not touch the loss of a step, and those that change how the same loss is computed: its last bits.
+BESIDE = (
+    *("eval.*", "sample.*", "profile.*", "checkpoint.*", "data.prefetch", "data.eval_source", "train.verify_every"),
+    *("log.*", "paths.*"),
+)
+ROUNDING = (
+    *("mesh.*", "sharding.*", "attention.*", "remat.*", "compiler.*", "train.grad_accum", "train.accumulate", "loss.chunk"),
+    *("train.memory_fraction", "train.deterministic", "optimizer.offload"),
+)
+HELD_OUT = "held out"  # begins the name of a difference in data that no step sees
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """One thing that was checked: `golden` and `run` as they were found, by which `rule`."""
+
+    name: str
+    state: str  # OK | WORSE | NOT
+    golden: str
+    run: str
+    rule: str
+
+
+def kept(run: Run) -> dict[str, Any]:
+    """The golden receipt of a run. Raises ReceiptError where the run has no loss to compare with."""
+    figures = run.figures
+    if not figures["loss_at"]:
+        raise ReceiptError(f"{run.path}: no loss was written in this run, so it is no golden one. Train some steps first.")
+    receipt = run.receipt
+    hardware, source = dict(receipt.get("hardware") or {}), receipt.get("source") or {}
+    for name in ("before", "after"):
+        hardware.pop(name, None)
+    hardware["gpus"] = [{k: v for k, v in gpu.items() if k not in ("uuid", "pci")} for gpu in hardware.get("gpus", ())]
+    return {
+        "format": FORMAT,
+        "golden": run.name,
+        **{name: receipt[name] for name in KEPT if name in receipt},
+        "resolved": _mattering(run.resolved) if run.resolved else None,
+        "source": {name: source.get(name) for name in ("commit", "dirty", "files", "config_file", "own")},
+        "hardware": hardware if "cpu" in hardware else None,
+        "host": {name: value for name, value in receipt.get("host", {}).items() if name != "name"},
+        "speed": figures["speed"],
+        "memory": figures["memory"],
+        "loss_at": figures["loss_at"],
+        "attempts": [],
+    }
+
+
+def _mattering(resolved: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A config without what explains nothing: most of that are places of somebody's machine."""
+    inner = {k: _mattering(v, f"{prefix}{k}.") if isinstance(v, dict) else v for k, v in resolved.items()}
+    return {key: value for key, value in inner.items() if not matches(f"{prefix}{key}", NO_EFFECT)}
+
+
+def check(
+    run: Run, golden: Run, *, slower: float = SLOWER, more_memory: float = MORE, loss_tolerance: float | None = None
+) -> list[Verdict]:
+    """The verdicts. Limits are in percent; loss_tolerance None: bit for bit where that can be, else LOSS.
+
+    Raises ReceiptError where a file beside the receipt cannot be read.
+    """
+    found, notes = differences(golden.receipt, run.receipt, golden.resolved, run.resolved)
+    blocked = [note for note in notes if note.startswith("config:")] + other_work(found)
+    return [
+        _loss(run, golden, blocked, [*rounding(found), *in_no_order(run, golden)], loss_tolerance),
+        _at_most("step time", "s", _step_s, run, golden, slower, [*blocked, *other_machine(found)]),
+        _memory(run, golden, more_memory, [*blocked, *other_machine(found)]),
+        checkpoint(run),
+    ]
+
+
+def other_work(found: Sequence[Difference]) -> list[str]:
+    """The differences by which the two compute something else."""
+    return [
+        f"{d.group} {d.name}"
+        for d in found
+        if (d.group == "config" and not matches(d.name, (*BESIDE, *ROUNDING)))
+        or (d.group == "data" and not d.name.startswith(HELD_OUT))
+    ]
+
+
+def rounding(found: Sequence[Difference]) -> list[str]:
+    """Those by which the same is computed in another way. Other code is none: that it computes the same is what is checked."""
+    return [
+        f"{d.group} {d.name}"
+        for d in found
+        if d.group in ("versions", "environment", "hardware") or (d.group == "config" and matches(d.name, ROUNDING))
+    ]
+
+
+def in_no_order(*runs: Run) -> list[str]:
+    """Why two runs of one program need not have the same bits: cuDNN and NCCL add up in no fixed order, unless told to."""
+
+    def free(run: Run) -> bool:
+        told = (run.resolved or {}).get("train", {}).get("deterministic", False)
+        return "gpu" in run.receipt.get("devices", {}).get("platform", ()) and not told
+
+    return ["order of sums on GPUs, without train.deterministic"] if any(map(free, runs)) else []
+
+
+def other_machine(found: Sequence[Difference]) -> list[str]:
+    """Those by which times and memory say nothing of the code."""
+    return [f"{d.group} {d.name}" for d in found if d.group == "hardware"]
+
+
+def _loss(run: Run, golden: Run, blocked: list[str], ways: list[str], tolerance: float | None) -> Verdict:
+    steps, first = first_difference(golden.losses, run.losses)
+    if blocked or not steps:
+        why = f"another computation: {_few(blocked)}" if blocked else "no step whose loss both have"
+        return Verdict("loss", NOT, "", "", why)
+    last = f"{len(steps)} steps to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+    late = [step for step in golden.losses if step > steps[-1]]
+    last += f"; the golden run goes on to {max(late)}" if late else ""
+    if tolerance is None and not ways:
+        rule = f"bit for bit, {last}"
+        if first is None:
+            return Verdict("loss", OK, "", "", rule)
+        return Verdict("loss", WORSE, repr(golden.losses[first]), repr(run.losses[first]), f"{rule}; differs from {first} on")
+    limit = LOSS if tolerance is None else tolerance
+    rule = f"within {limit:g}%, {last}" + (f" (other {_few(ways)})" if tolerance is None else "")
+    worst = max(steps, key=lambda step: _apart(golden.losses[step], run.losses[step]))
+    apart = _apart(golden.losses[worst], run.losses[worst])
+    state = OK if apart <= limit / 100 else WORSE
+    values = (f"{golden.losses[worst]:.6g}", f"{run.losses[worst]:.6g}")
+    return Verdict("loss", state, *values, f"{rule}; most apart at {worst}: {apart:.3%}")
+
+
+def _apart(golden: float, run: float) -> float:
+    """Relative difference; that to or from what is no number is infinite."""
+    if repr(golden) == repr(run):
+        return 0.0
+    apart = abs(run - golden) / abs(golden) if golden else float("inf")
+    return apart if apart == apart else float("inf")
+
+
+def _step_s(run: Run) -> float | None:
+    return ((run.figures["speed"] or {}).get("step_time_s") or {}).get("median")
+
+
+def _memory(run: Run, golden: Run, more: float, blocked: list[str]) -> Verdict:
+    """Of the measured peak where both have one, else of the compiler's."""
+    for name, what in (("peak_gib", "peak memory, measured"), ("compiler_peak_gib", "peak memory, compiler's")):
+
+        def of(one: Run, name: str = name) -> float | None:
+            return (one.figures["memory"] or {}).get(name)
+
+        if of(run) is not None and of(golden) is not None:
+            return _at_most(what, "GiB", of, run, golden, more, blocked)
+    return Verdict("peak memory", NOT, "", "", "not measured: these devices do not tell, or one of the runs did not")
+
+
+def _at_most(name: str, unit: str, of: Any, run: Run, golden: Run, percent: float, blocked: list[str]) -> Verdict:
+    had, has = of(golden), of(run)
+    golden_s, run_s = (f"{value:.4g} {unit}" if value is not None else "not measured" for value in (had, has))
+    if blocked or had is None or has is None:
+        why = f"other {_few(blocked)}" if blocked else "one of the runs is too short for it"
+        return Verdict(name, NOT, golden_s, run_s, why)
+    state = OK if has <= had * (1 + percent / 100) else WORSE
+    return Verdict(name, state, golden_s, run_s, f"at most {percent:g}% more; {has / had - 1:+.1%}")
+
+
+def checkpoint(run: Run) -> Verdict:
+    """Whether the files of the newest checkpoint are those that were written."""
+    from jaxtrain.checkpoint import CheckpointError, Checkpoints, files, folder_in  # imports jax, in seconds
+
+    name = "newest checkpoint"
+    if run.folder is None:
+        return Verdict(name, NOT, "", "", "a receipt file alone has none")
+    try:
+        found = Checkpoints(folder_in(str(run.folder)))
+        states = {step: state for step, state in found.states().items() if state != "unfinished"}
+        if not states:
+            return Verdict(name, NOT, "", "", f"{found.directory} holds none")
+        step = max(states)
+        found.meta(step)
+        verdict = files.check(found.directory / str(step))
+    except (CheckpointError, OSError) as error:
+        return Verdict(name, WORSE, "", "", str(error))
+    if verdict.problems:
+        return Verdict(name, WORSE, "", f"step {step}", "; ".join(verdict.problems))
+    if not verdict.proved:
+        return Verdict(name, NOT, "", f"step {step}", "no integrity.json, so its files prove nothing")
+    return Verdict(name, OK, "", f"step {step}", f"every file as it was written, {verdict.bytes / 2**20:,.1f} MiB read")
+
+
+def passed(verdicts: Sequence[Verdict]) -> bool:
+    """Nothing is worse, and the loss was compared: a check of nothing is no proof."""
+    return not any(v.state == WORSE for v in verdicts) and verdicts[0].state == OK
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

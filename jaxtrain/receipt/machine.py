@@ -1,0 +1,148 @@
+"""Which hardware ran: the GPUs of this node as the driver tells of them, how they are linked, and the host.
+
+`nvml` is pynvml, or an object with the same functions. What a GPU does not tell is None.
+"""
+
+import contextlib
+import os
+import platform
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxtrain.hardware import host_gib
+from jaxtrain.monitor.card import THROTTLING
+
+# Why a clock is lower than it could be, as the monitor has it, and the power limit: beside a card's power it says whether that
+# was all the card may take.
+REASONS = {0x4: "sw_power_cap", **THROTTLING}
+# nvmlGpuTopologyLevel_t (nvml.h) in the words of `nvidia-smi topo -m`.
+LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+NVLINKS = 18  # of a GPU at most (Hopper, Blackwell); NVML says so of each link that is not there
+
+
+def hardware(nvml: Any) -> dict[str, Any]:
+    """The host's CPU, memory and kernel; with GPUs also `gpus` (all of this node, by NVML's numbers), `topology`, and their
+    clocks at this moment as `before`."""
+    found: dict[str, Any] = {"cpu": cpu(), "kernel": platform.release(), "gpus": []}
+    with opened(nvml) as there:
+        handles = _handles(nvml) if there else []
+        if handles:
+            found["gpus"] = [_gpu(nvml, i, handle) for i, handle in enumerate(handles)]
+            found["topology"] = _topology(nvml, handles)
+            found["before"] = [_clocks(nvml, i, handle) for i, handle in enumerate(handles)]
+    return found
+
+
+def clocks(nvml: Any) -> list[dict[str, Any]]:
+    """Clocks, power, temperature, throttling and errors of every GPU at this moment; empty where there is none."""
+    with opened(nvml) as there:
+        return [_clocks(nvml, i, handle) for i, handle in enumerate(_handles(nvml))] if there else []
+
+
+def cpu() -> dict[str, Any]:
+    """Model, number of logical processors, memory in GiB."""
+    model = None
+    with contextlib.suppress(OSError):  # not on every system
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+    return {"model": model or platform.processor() or None, "count": os.cpu_count(), "memory_gib": round(host_gib(), 1)}
+
+
+@contextlib.contextmanager
+def opened(nvml: Any) -> Iterator[bool]:
+    """Whether there is a driver to ask; it may be asked in the block."""
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        nvml.nvmlShutdown()
+
+
+def ask(nvml: Any, function: str, *args: Any) -> Any:
+    """What a function of NVML returns; None where this GPU or driver cannot tell."""
+    try:
+        value = getattr(nvml, function)(*args)
+    except nvml.NVMLError:
+        return None
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _handles(nvml: Any) -> list[Any]:
+    return [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(ask(nvml, "nvmlDeviceGetCount") or 0)]
+
+
+def _gpu(nvml: Any, index: int, handle: Any) -> dict[str, Any]:
+    limit, usual = (ask(nvml, f"nvmlDeviceGetPowerManagement{what}", handle) for what in ("Limit", "DefaultLimit"))
+    pci, ecc = ask(nvml, "nvmlDeviceGetPciInfo", handle), ask(nvml, "nvmlDeviceGetEccMode", handle)
+    bus = getattr(pci, "busId", None)
+    return {
+        "index": index,
+        "name": ask(nvml, "nvmlDeviceGetName", handle),
+        "uuid": ask(nvml, "nvmlDeviceGetUUID", handle),
+        "pci": bus.decode() if isinstance(bus, bytes) else bus,
+        "power_limit_w": limit / 1000 if limit else None,
+        "power_limit_default_w": usual / 1000 if usual else None,
+        "max_sm_clock_mhz": ask(nvml, "nvmlDeviceGetMaxClockInfo", handle, nvml.NVML_CLOCK_SM),
+        "max_memory_clock_mhz": ask(nvml, "nvmlDeviceGetMaxClockInfo", handle, nvml.NVML_CLOCK_MEM),
+        "ecc": None if ecc is None else bool(ecc[0]),
+    }
+
+
+def _clocks(nvml: Any, index: int, handle: Any) -> dict[str, Any]:
+    bits, power = ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle), ask(nvml, "nvmlDeviceGetPowerUsage", handle)
+    uncorrected = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_AGGREGATE_ECC)
+    return {
+        "index": index,
+        "sm_clock_mhz": ask(nvml, "nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_SM),
+        "memory_clock_mhz": ask(nvml, "nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_MEM),
+        "power_w": power / 1000 if power else None,
+        "temperature_c": ask(nvml, "nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
+        "throttle_reasons": None if bits is None else "+".join(name for bit, name in REASONS.items() if bits & bit),
+        "ecc_uncorrected": ask(nvml, "nvmlDeviceGetTotalEccErrors", handle, *uncorrected),
+    }
+
+
+def _topology(nvml: Any, handles: list[Any]) -> dict[str, Any]:
+    """`nvlinks`: active links of each GPU. `pairs`: how many pairs are linked how, as {"NVLink": 28}."""
+    pairs: Counter[str] = Counter()
+    for i, one in enumerate(handles):
+        for other in handles[i + 1 :]:
+            direct = ask(nvml, "nvmlDeviceGetP2PStatus", one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+            level = ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", one, other)
+            pairs["NVLink" if direct == nvml.NVML_P2P_STATUS_OK else LEVELS.get(level, "not told")] += 1
+    active = [sum(ask(nvml, "nvmlDeviceGetNvLinkState", h, link) == 1 for link in range(NVLINKS)) for h in handles]
+    return {"nvlinks": active, "pairs": dict(pairs)}
+
+
+class HasKind(Protocol):
+    """A jax.Device, as far as `device_facts` looks at it."""
+
+    @property
+    def platform(self) -> str: ...
+    @property
+    def device_kind(self) -> str: ...
+    @property
+    def process_index(self) -> int: ...
+    @property
+    def id(self) -> int: ...
+
+
+def device_facts(devices: Iterable[HasKind]) -> dict[str, Any]:
+    """Kinds, counts and the device ids of each process, from `jax.devices()`."""
+    devices = list(devices)
+    processes: dict[str, list[int]] = {}
+    for device in devices:
+        processes.setdefault(str(device.process_index), []).append(device.id)
+    return {
+        "platform": sorted({device.platform for device in devices}),
+        "kind": sorted({device.device_kind for device in devices}),
+        "count": len(devices),
+        "process_count": len(processes),
+        "processes": processes,
+    }

@@ -1,0 +1,568 @@
+"""Preflight: recorded nodes, healthy and broken, are judged; each fault by its own check and no other.
+
+tests/recorded/faults/NAME holds one file or a few over a healthy node. The recordings are composed from the formats that
+nvidia-smi and the kernel print, and were not taken from nodes (docs/preflight.md).
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxtrain import launch
+from jaxtrain.preflight import __main__ as command
+from jaxtrain.preflight import boards, inspection, judge, live, places, report, smi, together, variables, versions
+from jaxtrain.preflight.check import FAULT, NOTE, OK, UNKNOWN, Asked, Check, grouped
+from jaxtrain.preflight.live import Live
+from jaxtrain.preflight.machine import ABSENT, TIMED_OUT, Answer, Disk, Recorded, Recording, RecordingError, file_name
+
+REPO = Path(__file__).resolve().parent.parent
+RECORDED = Path(__file__).resolve().parent / "recorded"
+H200 = RECORDED / "h200_healthy"
+
+# Fault -> (the check that tells it, words of what was seen, words of its remedy).
+FAULTS = {
+    "phb_link": ("topology", "GPU0-GPU3 PHB (across one PCIe host bridge", "nvidia-fabricmanager"),
+    "nvl_missing_bridge": ("topology", "GPU4 to GPU7: no NVLink, not NV6 to 3 others", "the bridge sits on all"),
+    "seven_gpus": ("GPU count", "7 of 8", "power-cycle the node"),
+    "lost_gpu": ("GPU count", "the driver cannot reach GPU 0000:5D:00.0", "power-cycle the node"),
+    "ecc_error": ("ECC", "GPU5: 2", "--gpu-reset"),
+    "row_remap_pending": ("row remap", "pending on GPU2", "reset the GPU"),
+    "row_remap_failed": ("row remap", "failed on GPU2", "replaced"),
+    "xid": ("Xid", "74 (NVLink error) on 0000:9a:00", "Xid catalogue"),
+    "power_cap": ("power limit", "GPU0 to GPU7: 500 W of 700", "nvidia-smi -i N -pl"),
+    "low_clocks": ("clocks", "GPU0 to GPU7: set to 1410 MHz, by default 1980", "nvidia-smi -rac"),
+    "throttling": ("throttling", "GPU1: hw_slowdown+hw_thermal", "fans"),
+    "memory_in_use": ("memory in use", "GPU0: 40.3 GiB, by python (pid 20417)", "End those processes"),
+    "mig": ("MIG", "GPU7: Enabled", "-mig 0"),
+    "narrow_pcie": ("PCIe", "GPU3: x8 of x16", "seated anew"),
+    "nvlink_down": ("NVLink", "GPU6 17 of 18 (link 11 down)", "nvidia-smi nvlink -s"),
+    "nvlink_recoveries": ("NVLink errors", "GPU4 link 7: Recovery 12", "nvidia-smi nvlink -e"),
+    "fabric_manager": ("fabric", "In Progress", "systemctl restart nvidia-fabricmanager"),
+    "port_down": ("InfiniBand", "mlx5_5 DOWN", "ibstat"),
+    "old_driver": ("driver", "515.65.01; CUDA 12 needs 525.60.13", "Install a newer driver"),
+    "old_cudnn": ("CUDA wheels", "nvidia-cudnn-cu12 9.1.0.70 (needs <10.0,>=9.10.2.21)", "./run.sh setup"),
+    "no_plugin": ("CUDA plugin", "no CUDA plugin of JAX", "JAXTRAIN_CUDA=12 ./run.sh setup"),
+    "library_path": ("library path", "/opt/cuda/lib64/libcudnn.so.9", "unset LD_LIBRARY_PATH"),
+    "numa_balancing": ("NUMA balancing", "on (1)", "sysctl kernel.numa_balancing=0"),
+    "governor": ("CPU governor", "powersave", "cpupower frequency-set -g performance"),
+    "small_shm": ("/dev/shm", "61 MiB", "--shm-size"),
+    "locked_memory": ("locked memory", "8 MiB", "ulimit -l unlimited"),
+    "full_disk": ("disk checkpoints", "1.2 of 204,800 GiB free", "checkpoint.dir"),
+    "checkpoints_in_memory": ("disk checkpoints", "tmpfs", "outlives the node"),
+    "stale_nccl": ("variables", "NCCL_ALGO=Ring, NCCL_P2P_DISABLE=1", "env.inherit"),
+    "stale_xla": ("variables", "XLA_FLAGS=", "env.inherit"),
+    "two_memory_fractions": ("memory variables", "XLA_PYTHON_CLIENT_MEM_FRACTION=0.75", "train.memory_fraction"),
+    "mnnvl": ("NCCL_MNNVL_ENABLE", "1", "unset NCCL_MNNVL_ENABLE"),
+    "proxy": ("proxy", "also for node-a, node-b", "no_proxy=node-a,node-b"),
+    "renumbered_device": ("CUDA_VISIBLE_DEVICES", "number 3 of those, of which there is 1", "--gpus-per-task"),
+    "slow_gpu": ("GEMM", "GPU5 622 (-17%)", "take it out"),
+    "slow_all_reduce": ("all-reduce", "43 GB/s", "NCCL_DEBUG=INFO"),
+    "nvidia_smi_hangs": ("nvidia-smi", "no answer in time", "power-cycle the node"),
+    "driver_broken": ("nvidia-smi", "couldn't communicate with the NVIDIA driver", "Without GPUs, remove the driver"),
+}
+
+
+@pytest.fixture(autouse=True)
+def a_plain_environment(monkeypatch):
+    """The tests' own shell may be a job of several processes; the recordings have environments of their own."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "JAXTRAIN_", "OMPI_")) or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+
+
+def judged(folder: Path, capsys, *more: str) -> tuple[int, dict, str]:
+    """(exit code, JSON, verdict line) of a recorded node."""
+    code = command.main([f"--recorded={folder}", "--json", *more])
+    said = capsys.readouterr()
+    return code, json.loads(said.out), said.err.strip()
+
+
+def faults(found: dict) -> list[dict]:
+    return [check for node in found["nodes"] for check in node["checks"] if check["state"] == FAULT]
+
+
+def copied(tmp_path: Path, change: dict[str, str], base: Path = H200) -> Path:
+    """A recording with some files of its own over another one."""
+    folder = tmp_path / "node"
+    folder.mkdir()
+    (folder / "base.txt").write_text(str(base))
+    for name, text in change.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def answer(command_: str, out: str, code: str = "0") -> dict[str, str]:
+    return {f"commands/{file_name(command_)}": f"$ {command_}\nexit {code}\n{out}"}
+
+
+def gpu_table(**change: str) -> dict[str, str]:
+    """The healthy node's GPUs with cells changed: field="value" for all of them."""
+    lines = Recorded(H200).run(smi.GPUS).out.splitlines()
+    rows = [
+        dict(zip(smi.CORE, line.split(", "), strict=True)) | {k.replace("__", "."): v for k, v in change.items()}
+        for line in lines[1:]
+    ]
+    return answer(smi.GPUS, "\n".join([lines[0], *(", ".join(row.values()) for row in rows)]) + "\n")
+
+
+def check_of(folder: Path, name: str, capsys, *more: str) -> dict:
+    found = judged(folder, capsys, *more)[1]
+    return next(check for node in found["nodes"] for check in node["checks"] if check["name"] == name)
+
+
+# ---- healthy nodes
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("h200_healthy", "8 x NVIDIA H200"), ("h200_nvl_healthy", "8 x NVIDIA H200 NVL")])
+def test_a_healthy_node_is_fit(name, gpus, capsys):
+    code, found, line = judged(RECORDED / name, capsys)
+    checks = found["nodes"][0]["checks"]
+    assert (code, found["verdict"], found["exit_code"]) == (0, "fit", 0)
+    assert line == f"fit: {gpus}, {len(checks)} checks"  # without a remark
+    assert {check["state"] for check in checks} == {OK} and len({check["name"] for check in checks}) == len(checks) > 40
+    assert all(check["expected"] and check["seen"] and check["why"] for check in checks)
+    assert found["format"] == 1 and found["nodes"][0]["host"] == "node-a"
+
+
+def test_what_a_board_should_have_comes_from_the_board(capsys):
+    assert check_of(H200, "topology", capsys)["seen"] == "all pairs NV18"
+    assert check_of(RECORDED / "h200_nvl_healthy", "topology", capsys)["seen"] == "bridges of 4, NV6 within each"
+
+
+def test_the_table_for_people(capsys):
+    assert command.main([f"--recorded={RECORDED / 'faults' / 'power_cap'}"]) == 3
+    said = capsys.readouterr().out
+    assert "power limit" in said and "why: GEMMs" in said and "fix: sudo nvidia-smi -i N -pl" in said
+    assert said.rstrip().endswith("FAULT: power limit (GPU0 to GPU7: 500 W of 700): see above")
+
+
+def test_a_machine_without_gpus_gets_a_plain_report(capsys):
+    code, found, line = judged(RECORDED / "no_gpu", capsys)
+    assert (code, found["verdict"]) == (0, "no GPUs") and line.startswith("no GPUs: no NVIDIA GPU: there is no nvidia-smi")
+    states = {check["name"]: check["state"] for check in found["nodes"][0]["checks"]}
+    assert states["CPU governor"] == NOTE and FAULT not in states.values() and "ECC" not in states and "driver" not in states
+
+
+# ---- faults
+
+
+def test_every_recorded_fault_is_expected():
+    assert {path.name for path in (RECORDED / "faults").iterdir()} == set(FAULTS)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_told_and_nothing_else(name, capsys):
+    check, seen, fix = FAULTS[name]
+    code, found, line = judged(RECORDED / "faults" / name, capsys)
+    assert {c["name"] for c in faults(found)} == {check}
+    (fault,) = faults(found)
+    assert seen in fault["seen"] and fix in fault["fix"] and fault["why"]
+    assert code == found["exit_code"] == 3 and found["verdict"] == "fault"
+    assert line.startswith(f"FAULT: {check} (") and line.endswith(": see above")
+
+
+def test_two_faults_are_two(tmp_path, capsys):
+    folder = copied(tmp_path, {"files/proc/sys/kernel/numa_balancing": "1\n", **gpu_table(mig__mode__current="Enabled")})
+    assert {c["name"] for c in faults(judged(folder, capsys)[1])} == {"NUMA balancing", "MIG"}
+
+
+# ---- what looks like a fault and is none, and the other way round
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "state", "seen"),
+    [
+        (gpu_table(persistence_mode="Disabled"), "persistence", NOTE, "off on GPU0"),
+        (gpu_table(compute_mode="Prohibited"), "compute mode", FAULT, "GPU0 to GPU7: Prohibited"),
+        (gpu_table(pcie__link__gen__current="1"), "PCIe", NOTE, "gen 1 of 5"),
+        (gpu_table(ecc__errors__uncorrected__volatile__total="[N/A]"), "ECC", UNKNOWN, "do not tell"),
+        (gpu_table(clocks__max__sm="1755"), "clocks", FAULT, "offers 1755 MHz of 1980"),
+        (gpu_table(name="NVIDIA H200 Mystery"), "topology", OK, "28 pairs NV18; what this board should have is not known"),
+        (gpu_table(name="NVIDIA H200 Mystery", power__limit="500.00"), "power limit", FAULT, "500 W of 700"),
+        (gpu_table(name="NVIDIA H200 Mystery"), "all-reduce", OK, "what this board reaches is not known"),
+        (answer("dmesg", "", "1") | {}, "Xid", UNKNOWN, "dmesg"),
+        (
+            answer("dmesg", "[1.0] NVRM: Xid (PCI:0000:9a:00): 79, pid=1, GPU has fallen off the bus.\n"),
+            "Xid",
+            NOTE,
+            "older: 79",
+        ),
+        (answer("dmesg", "[301000.0] NVRM: Xid (PCI:0000:9a:00): 31, pid=1, name=python, MMU Fault\n"), "Xid", OK, "none"),
+        (answer(smi.THROTTLE, "index, x\n0, 0x0000000000000004\n"), "throttling", NOTE, "GPU0"),
+        (answer(smi.REMAPPED, "h\nGPU-1, 0, 1, 0, 0\n"), "row remap", OK, "done after an uncorrected error on GPU-1"),
+        (answer(smi.REMAPPED, "h\nGPU-1, 0, 1, Yes, No\n"), "row remap", FAULT, "pending on GPU-1"),
+        (
+            answer(smi.FABRIC_STATE, 'Field "fabric.state" is not a valid field to query.\n', "2"),
+            "fabric",
+            UNKNOWN,
+            "not a valid",
+        ),
+        (answer(smi.TOPOLOGY, "", "9"), "topology", UNKNOWN, "exit code 9"),
+        (
+            {"files/sys/devices/system/node/online": "0\n", "files/proc/sys/kernel/numa_balancing": "1\n"},
+            "NUMA balancing",
+            NOTE,
+            "on (1)",
+        ),
+        ({"files/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "schedutil\n"}, "CPU governor", NOTE, "schedutil"),
+        ({"files/sys/fs/cgroup/cpu.max": "400000 100000\n"}, "CPUs", NOTE, "192, of which the container may use 4 for 8 GPUs"),
+        ({"files/sys/fs/cgroup/memory.max": f"{200 << 30}\n"}, "host memory", NOTE, "200 GiB of 2,015 GiB"),
+        ({"environ.json": '{"CUDA_VISIBLE_DEVICES": "0,1"}'}, "CUDA_VISIBLE_DEVICES", NOTE, "2 of 8 GPUs"),
+        ({"environ.json": '{"CUDA_VISIBLE_DEVICES": "3,1"}'}, "CUDA_VISIBLE_DEVICES", NOTE, "2 of 8 GPUs"),
+        ({"environ.json": '{"CUDA_VISIBLE_DEVICES": "8"}'}, "CUDA_VISIBLE_DEVICES", FAULT, "there is no GPU 8"),
+        ({"environ.json": '{"CUDA_VISIBLE_DEVICES": ""}'}, "CUDA_VISIBLE_DEVICES", FAULT, "hides all GPUs"),
+        ({"environ.json": '{"CUDA_VISIBLE_DEVICES": "7,6,5,4,3,2,1,0"}'}, "CUDA_VISIBLE_DEVICES", NOTE, "another order"),
+        ({"environ.json": '{"CUDA_DEVICE_MAX_CONNECTIONS": "1"}'}, "variables", FAULT, "CUDA_DEVICE_MAX_CONNECTIONS=1"),
+        ({"environ.json": '{"NCCL_IB_HCA": "mlx5"}'}, "variables", OK, "none"),  # env.inherit names it
+        ({"environ.json": '{"HTTPS_PROXY": "http://p:1"}'}, "proxy", NOTE, "nobody to miss"),
+        ({"environ.json": '{"SLURM_GPUS_ON_NODE": "4"}'}, "GPU count", FAULT, "8, and Slurm gave 4"),
+        ({"environ.json": '{"LD_LIBRARY_PATH": "/opt/mpi/lib"}'}, "library path", OK, "none in /opt/mpi/lib"),
+    ],
+)
+def test_degrees(change, name, state, seen, tmp_path, capsys):
+    check = check_of(copied(tmp_path, change), name, capsys)
+    assert check["state"] == state and seen in check["seen"]
+
+
+def test_part_of_a_board_is_what_schedulers_hand_out(tmp_path, capsys):
+    lines = Recorded(H200).run(smi.GPUS).out.splitlines()
+    few = {
+        n: copied(tmp_path / str(n), answer(smi.GPUS, "\n".join(lines[: n + 1]) + "\n"))
+        for n in (1, 4, 5)
+        if not (tmp_path / str(n)).mkdir()
+    }
+    states = {n: check_of(folder, "GPU count", capsys)["state"] for n, folder in few.items()}
+    assert states == {1: NOTE, 4: NOTE, 5: FAULT}
+
+
+def test_a_variable_that_the_config_names_is_part_of_the_run(capsys):
+    stale = RECORDED / "faults" / "stale_nccl"
+    assert judged(stale, capsys, "--config.env.inherit=NCCL_ALGO,NCCL_P2P_DISABLE")[0] == 0
+    code, found, _ = judged(stale, capsys, "--config.env.inherit=NCCL_ALGO")
+    assert code == 3 and faults(found)[0]["seen"] == "NCCL_P2P_DISABLE=1"
+
+
+def test_a_checkpoint_needs_room_for_two(capsys, tmp_path):
+    disks = json.loads((H200 / "disks.json").read_text())
+    disks["checkpoints"]["free_gib"] = 150.0
+    folder = copied(tmp_path, {"disks.json": json.dumps(disks)})
+    assert check_of(folder, "disk checkpoints", capsys)["state"] == OK
+    config = f"--config={REPO / 'configs' / 'llama3_8b.py'}"  # 8.03 billion weights at 12 bytes, twice: 179.5 GiB
+    check = check_of(folder, "disk checkpoints", capsys, config)
+    assert check["state"] == FAULT and check["expected"] == "179 GiB free"
+    assert check_of(folder, "disk checkpoints", capsys, config, "--config.checkpoint.dir=gs://b/run")["state"] == UNKNOWN
+
+
+def test_places_that_share_a_disk():
+    data, here = Disk("/a", 9, 9, "1", "xfs", "/"), Disk("/b", 9, 9, "1", "xfs", "/")
+    assert places.shared({"data": data, "checkpoints": here}).seen == "data and checkpoints share /"
+    assert places.shared({"data": data, "checkpoints": dataclasses.replace(here, device="2")}).state == OK
+    over = dataclasses.replace(here, kind="nfs4", device="3")
+    assert places.shared({"data": data, "cache": over}).seen == "cache over the network (nfs4)"
+
+
+def test_rates_below_what_a_board_reaches():
+    node = inspection.look(Recorded(H200), Asked(launch.load([]).run, {}, None))[0]
+
+    def state(**figures) -> dict[str, str]:
+        return {check.name: check.state for check in judge.checks(node, figures)}
+
+    # 480 with sums in the switches, 370 without: between the two nothing is broken.
+    assert [state(all_reduce_bus_gb_s=rate)["all-reduce"] for rate in (400, 380, 300, 290)] == [OK, NOTE, NOTE, FAULT]
+    assert [state(reduce_scatter_bus_gb_s=rate)["reduce-scatter"] for rate in (300, 290)] == [OK, FAULT]
+    assert [state(gemm_tflops=[700.0] * 7 + [last])["GEMM"] for last in (640.0, 620.0)] == [OK, FAULT]
+    assert state(gemm_tflops=[400.0] * 8)["GEMM"] == FAULT  # alike, and all below half of the peak
+    assert [state(h2d_gb_s=[50.0] * 7 + [last])["host to device"] for last in (26.0, 24.0)] == [OK, FAULT]
+    slow = {"checkpoints": {"write_gb_s": 0.04, "read_gb_s": 1.0}}
+    assert state(disk=slow)["disk rates"] == FAULT and state(disk={"cache": slow["checkpoints"]})["disk rates"] == OK
+    left = {check.name: check.seen for check in judge.checks(node, {"left_out": {"gemm_tflops": "no time"}})}
+    assert left["GEMM"] == "no time"
+
+
+# ---- reading
+
+
+def test_reading_nvidia_smi():
+    found = smi.topology(Recorded(RECORDED / "h200_nvl_healthy").run(smi.TOPOLOGY).out)  # its heading is underlined
+    assert len(found.pairs()) == 28 and found.joined["GPU1", "GPU3"] == "NV6" and found.numa["GPU7"] == "1"
+    found = smi.topology(Recorded(H200).run(smi.TOPOLOGY).out)
+    assert found.joined["GPU2", "NIC2"] == "PIX" and found.joined["GPU2", "NIC5"] == "SYS" and found.nics["NIC5"] == "mlx5_5"
+    # As an older one prints it in the middle of an issue: spaces for tabs, no GPU NUMA ID.
+    old = (
+        "        GPU0    GPU1    mlx5_0  CPU Affinity\n"
+        "GPU0     X      NV12    PXB     0-23\n"
+        "GPU1    NV12     X      SYS     0-23\n"
+        "mlx5_0  PXB     SYS      X\n"
+    )
+    found = smi.topology(old)
+    assert found.pairs() == {("GPU0", "GPU1"): "NV12"} and found.nics == {"mlx5_0": "mlx5_0"} and not found.numa
+    assert not smi.topology("Failed to run topology matrix\n").gpus
+    lines = (
+        "GPU 0: NVIDIA H100 (UUID: GPU-1)\n\t Link 0: 26.562 GB/s\n\t Link 1: <inactive>\nGPU 1: NVIDIA H100 (UUID: GPU-2)\n"
+    )
+    assert smi.links(lines) == {0: {0: 26.562, 1: None}, 1: {}}
+
+
+def test_versions_are_compared_by_their_numbers():
+    assert versions.within("9.28.0.42", "<10.0,>=9.10.2.21") and not versions.within("9.9", ">=9.10.2.21")
+    assert versions.within("12.0", "==12") and not versions.within("12.0", "!=12") and versions.within("1", "")
+    assert versions.numbers("580.65.06") > versions.numbers("525.60.13") > versions.numbers("515.105.01")
+
+
+def test_who_is_beyond_a_proxy():
+    assert variables.bypassed("node-a", "localhost,node-a") and variables.bypassed("a.cluster", ".cluster")
+    assert (
+        variables.bypassed("10.1.2.3", "10.0.0.0/8")
+        and variables.bypassed("node-a", "*")
+        and variables.bypassed("127.0.0.1", "")
+    )
+    assert not variables.bypassed("node-a", "ode-a,10.0.0.0/8") and not variables.bypassed("a.cluster", "b.cluster")
+
+
+def test_words():
+    assert grouped([("GPU0", "a"), ("GPU1", "a"), ("GPU2", "a"), ("GPU3", "a")]) == "GPU0 to GPU3: a"
+    assert grouped([("GPU0", "a"), ("GPU2", "b"), ("GPU4", "a")]) == "GPU0, GPU4: a; GPU2: b"
+    assert boards.board_of(["NVIDIA H200", "NVIDIA H100 80GB HBM3"]) is None
+
+
+# ---- a live node
+
+
+def fake_smi(tmp_path: Path, body: str) -> str:
+    """A folder with an nvidia-smi of ours, to stand first in PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("nvidia-smi", "dmesg"):
+        script = folder / name
+        script.write_text(f"#!/bin/sh\n{body}\n")
+        script.chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+def test_a_command_that_hangs_is_given_up(tmp_path, monkeypatch, capsys):
+    # It leaves a child behind that keeps its output open, as a shell script's would.
+    monkeypatch.setenv("PATH", fake_smi(tmp_path, "sleep 100 & sleep 100"))
+    began = time.monotonic()
+    code = command.main(["--limit=4", "--json", f"--workdir={tmp_path}"])  # a command has a quarter of it
+    found = json.loads(capsys.readouterr().out)
+    assert time.monotonic() - began < 4 and code == 3
+    assert [c["name"] for c in faults(found) if c["name"] == "nvidia-smi"] == ["nvidia-smi"]
+    assert "no answer in time to nvidia-smi --query-gpu" in next(c["seen"] for c in faults(found) if c["name"] == "nvidia-smi")
+
+
+def test_commands_run_at_the_same_time_and_say_why_they_failed(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", fake_smi(tmp_path, "sleep 0.4; echo so it is; exit 9"))
+    machine, began = Live({}), time.monotonic()
+    machine.ask(inspection.COMMANDS)
+    answers = [machine.run(each) for each in inspection.COMMANDS]
+    assert time.monotonic() - began < 0.4 * len(answers) / 2
+    assert {(a.code, a.why) for a in answers} == {(9, "so it is")}
+    assert machine.run("no-such-command-here").code == ABSENT and not Answer(TIMED_OUT).told
+
+
+def test_what_is_recorded_is_judged_alike(tmp_path, monkeypatch, capsys):
+    """A live node whose nvidia-smi answers as the healthy one's: kept by --record, it is judged as it was."""
+    answers = tmp_path / "answers"
+    answers.mkdir()
+    for each in inspection.COMMANDS:
+        if (kept_ := H200 / "commands" / file_name(each)).exists():
+            shutil.copyfile(kept_, answers / kept_.name)
+    look = f'exec {sys.executable} -c "{SAY}" {answers} "$(basename "$0")" "$@"'
+    monkeypatch.setenv("PATH", fake_smi(tmp_path, look))
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    monkeypatch.setenv("SECRET_TOKEN", "hush")
+    monkeypatch.setenv("https_proxy", "http://me:hush@proxy:3128")
+    kept = tmp_path / "kept"
+    common = ["--json", "--no-measure", f"--workdir={tmp_path}"]
+    command.main([*common, f"--record={kept}"])
+    live_ = json.loads(capsys.readouterr().out)
+    command.main([*common, f"--recorded={kept}"])
+    again = json.loads(capsys.readouterr().out)
+    assert live_["nodes"][0]["checks"] == again["nodes"][0]["checks"]
+    states = {c["name"]: c["state"] for c in live_["nodes"][0]["checks"]}
+    assert (states["topology"], states["ECC"], states["variables"]) == (OK, OK, FAULT)
+    texts = [path.read_text() for path in kept.rglob("*") if path.is_file()]
+    assert not [text for text in texts if "hush" in text] and any("http://proxy:3128" in text for text in texts)
+
+
+SAY = (
+    "import pathlib, sys; from jaxtrain.preflight.machine import file_name; "
+    "p = pathlib.Path(sys.argv[1]) / file_name(' '.join(sys.argv[2:])); "
+    "t = p.read_text() if p.exists() else sys.exit(2); sys.stdout.write(t.split(chr(10), 2)[2])"
+).replace('"', '\\"')
+
+
+def test_this_machine(tmp_path, capsys):
+    """Asked for real; what it has is not known here, but it answers, in the form of the contract."""
+    file = tmp_path / "preflight.json"
+    code = command.main([f"--json={file}", f"--workdir={tmp_path}", "--no-measure"])
+    said, found = capsys.readouterr().out, json.loads(file.read_text())
+    assert code == found["exit_code"] and found["verdict"] in ("fit", "fault", "no GPUs") and said.rstrip()
+    assert set(found) == {"format", "verdict", "exit_code", "seconds", "time", "nodes"}
+    assert {"name", "state", "expected", "seen", "why", "fix", "node"} == set(found["nodes"][0]["checks"][0])
+    disks = Live({"checkpoints": str(tmp_path / "not" / "there"), "bucket": "gs://b/x"}).disks()
+    assert disks["checkpoints"].total_gib > 0 and disks["checkpoints"].kind != "unknown" and "bucket" not in disks
+    assert live.clock_synchronised() in (True, False, None)
+
+
+class Unmeasured(Recorded):
+    """A node that could be measured, as far as anybody knows."""
+
+    def measured(self) -> None:
+        return None
+
+
+def together_on(name: str, places_: dict[str, str], seconds: float = 60) -> together.NodeReport:
+    asked = Asked(launch.load([]).run, places_, None)
+    (node,) = together.preflight(together.Part(Unmeasured(RECORDED / name), asked, None, time.monotonic() + seconds))
+    return node
+
+
+def test_time_that_is_over_is_said():
+    gemm = next(check for check in together_on("h200_healthy", {}, 8).checks if check.name == "GEMM")
+    assert gemm.state == UNKNOWN and "s of --limit are left" in gemm.seen
+
+
+def test_no_work_for_gpus_that_do_not_answer(monkeypatch):
+    monkeypatch.setattr(together, "measure", lambda *_: pytest.fail("measured all the same"))
+    node = together_on("faults/nvidia_smi_hangs", {})
+    assert "nvidia-smi does not answer" in node.measured["left_out"]["gemm_tflops"]
+
+
+def test_what_is_measured_is_judged(monkeypatch):
+    figures = {"gemm_tflops": [700.0] * 7 + [500.0], "left_out": {"hbm_gb_s": "it said no"}}
+    asked = []
+    monkeypatch.setattr(together, "measure", lambda *how: asked.append(how) or figures)
+    node = together_on("h200_healthy", {"data": "~/data", "checkpoints": "gs://b/c", "cache": "/c"})
+    found = {check.name: check for check in node.checks}
+    assert found["GEMM"].state == FAULT and "GPU7" in found["GEMM"].seen and found["HBM"].seen == "it said no"
+    ((where, seconds, options),) = asked
+    assert where == {"data": Path.home() / "data"} and 50 < seconds <= 54 and options == []
+
+
+# ---- several nodes
+
+
+def meet(second: str, first: str = "a") -> list[tuple[int, str]]:
+    """(exit code, output) of two processes over loopback, each on a recorded node."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    common = [sys.executable, "-m", "jaxtrain.preflight", f"--coordinator={address}", "--num-processes=2"]
+    environ = os.environ | {"PYTHONPATH": str(REPO)}
+    started = [
+        subprocess.Popen(
+            [*common, f"--process-id={i}", f"--recorded={RECORDED / 'two_nodes' / name}"],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ,
+        )
+        for i, name in enumerate((first, second))
+    ]  # fmt: skip
+    return [(process.wait(100), process.stdout.read() if process.stdout else "") for process in started]
+
+
+def test_two_healthy_nodes_are_fit():
+    (first, said), (second, quiet) = meet("b")
+    assert (first, second) == (0, 0) and not quiet.strip()
+    assert "2 nodes: node-a, node-b" in said and "nodes alike" in said and "between nodes" in said
+    assert said.rstrip().splitlines()[-1].startswith("fit: 2 nodes of 8 x NVIDIA H200, ")
+
+
+def test_a_fault_on_one_node_stops_all():
+    (first, said), (second, _) = meet("b_phb_link")
+    assert (first, second) == (3, 3)
+    assert "FAULT: topology on node-b (GPU0-GPU3 PHB" in said.rstrip().splitlines()[-1] and "on node-a" not in said
+
+
+def test_a_process_that_does_not_come_is_named(capsys):
+    """The node itself is judged all the same."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    options = [f"--coordinator={address}", "--num-processes=2", "--process-id=0", "--limit=1"]
+    code, found, line = judged(RECORDED / "two_nodes" / "a", capsys, *options)
+    assert code == 3 and [c["name"] for c in faults(found)] == ["processes"] and len(found["nodes"][0]["checks"]) > 40
+    assert line.startswith("FAULT: processes (process 1 of 2 did not come to") and len(line) < 200
+
+
+def test_the_same_fault_on_two_nodes_names_both():
+    fault = Check("MIG", FAULT, "off", "GPU7: Enabled", "why", "fix")
+    nodes = [report.NodeReport(host, "8 x NVIDIA H200", "", [fault], {}) for host in ("a", "b")]
+    assert report.last_line(nodes) == "FAULT: MIG on a (GPU7: Enabled), MIG on b (GPU7: Enabled): see above"
+    assert report.rows(nodes) == [("all", fault)]
+
+
+def test_nodes_that_differ():
+    def portrait(driver="580", packages=(("jax", "1"),), met_unix=100.0) -> dict:
+        return {"driver": driver, "GPUs": "8", "packages": dict(packages), "network cards": 8, "met_unix": met_unix}
+
+    hosts = ["a", "b", "c"]
+    assert [c.state for c in inspection.alike(hosts, [portrait()] * 3)] == [OK]
+    (fault,) = inspection.alike(hosts, [portrait(), portrait(driver="570"), portrait()])
+    assert (fault.name, fault.node, fault.seen) == ("driver of all nodes", "b", "570, others 580")
+    (fault,) = inspection.alike(hosts, [portrait(), portrait(), portrait(packages=(("jax", "2"),))])
+    assert (fault.node, fault.seen) == ("c", "jax 2, others 1")
+    (fault,) = inspection.alike(hosts, [portrait(), portrait(met_unix=163.0), portrait()])
+    assert (fault.name, fault.node, fault.seen) == ("clocks of all nodes", "b", "+63.0 s from the others")
+
+
+def test_processes_of_a_node_that_see_different_gpus():
+    (fault,) = variables.of_processes([("a", "0"), ("a", "1"), ("b", "unset"), ("b", "unset")])
+    assert fault.state == FAULT and "2 values on a" in fault.seen
+    assert not variables.of_processes([("a", "0,1"), ("b", "2,3")])
+
+
+def test_the_figures_of_processes_are_those_of_their_node():
+    parts = [
+        {"gemm_tflops": [1.0], "left_out": {"x": "y"}, "disk": {"data": {}}},
+        {"gemm_tflops": [2.0], "left_out": {}, "disk": {}},
+    ]
+    found = together.merged(parts)
+    assert found["gemm_tflops"] == [1.0, 2.0] and found["disk"] == {"data": {}} and found["left_out"] == {"x": "y"}
+
+
+# ---- the command line
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--limit=soon"], "--limit = 'soon': must be a whole number of seconds"),
+        (["--recorded=/nowhere"], "/nowhere is no folder"),
+        ([f"--recorded={RECORDED}"], "holds no facts.json"),
+        (["--record=x", "--recorded=y"], "there is no node to record"),
+        (["--no-measure=3"], "takes no value"),
+        (["--config.train.stepz=3"], "no such key"),
+        (["--jsn"], "no such option"),
+        ([f"--json={RECORDED}"], "is a folder"),
+    ],
+)
+def test_a_wrong_command_line_is_2(argv, said, capsys):
+    assert command.main(argv) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_recordings_in_a_circle(tmp_path):
+    (tmp_path / "base.txt").write_text(".")
+    with pytest.raises(RecordingError, match="in a circle"):
+        Recorded(tmp_path)
+
+
+def test_help(capsys):
+    assert command.main(["--help"]) == 0
+    assert "--recorded=DIR" in capsys.readouterr().out
+
+
+def test_a_recording_keeps_what_was_measured(tmp_path):
+    machine = Recording(Recorded(H200), tmp_path)
+    machine.keep_measured({"gemm_tflops": [1.0]})
+    machine.facts()
+    assert Recorded(tmp_path).measured() == {"gemm_tflops": [1.0]}

@@ -1,0 +1,638 @@
+"""A report says what the run's files say: every number, every part that is there, nothing of what is not."""
+
+import html
+import io
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import runs
+from rich.console import Console
+from test_plan_report import BROWSER, Read, opened
+
+from jaxtrain import goodput, metrics
+from jaxtrain.page.charts import ticks_between, ticks_of_log
+from jaxtrain.page.curves import Curve, Limit, Picture, draw, thinned
+from jaxtrain.report import __main__ as command
+from jaxtrain.report import figures, follow, followed, page, pictures, time_spent
+from jaxtrain.report.run import RunError, alerts, read, read_all, verdict
+
+STEPS = 120
+OVERRIDES = {"train__steps": STEPS, "log__peak_tflops": 0.1, "sample__max_tokens": 8, "checkpoint__every_steps": 30}
+OVERRIDES |= {"eval__every_steps": 20}
+
+
+@pytest.fixture(scope="module")
+def twice(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
+    """A real run in two attempts, the first one killed: its folder, and what `report --follow` printed meanwhile and its exit
+    code."""
+    folder = tmp_path_factory.mktemp("twice")
+    config, workdir, words = folder / "small.py", folder / "run", folder / "followed.txt"
+    config.write_text(runs.SMALL)
+    overrides = OVERRIDES | {"paths__cache": folder / "compiled"}
+    first = runs.Child(config, workdir, folder / "first.txt", **overrides)
+    first.until(lambda: len(runs.lines(workdir)) > 35 and bool(runs.steps(workdir)))
+    first.process.send_signal(signal.SIGSTOP)  # until somebody looks
+    with open(words, "wb") as out:
+        line = [sys.executable, "-m", "jaxtrain.report", str(workdir), "--follow"]
+        follower = subprocess.Popen(line, cwd=runs.REPO, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        first.until(lambda: words.stat().st_size > 0)
+        first.process.kill()
+        first.process.wait()
+        second = runs.Child(config, workdir, folder / "second.txt", **overrides)
+        code, said = second.end()
+        assert code == 0, said
+        followed_to = follower.wait(60)
+        return workdir, words.read_text(), followed_to
+    finally:
+        follower.kill()
+
+
+@pytest.fixture(scope="module")
+def text(twice: tuple[Path, str, int]) -> str:
+    """The page of that run."""
+    return page.html([read(twice[0])])
+
+
+def embedded(text: str) -> dict[str, dict[float, Any]]:
+    """Curve -> place -> value, of all charts against steps of a page."""
+    out: dict[str, dict[float, Any]] = {}
+    for script in re.findall(r'<script type="application/json">(.*?)</script>', text):
+        found = json.loads(script)
+        if isinstance(found, dict) and found["x"] == "step":
+            out |= {c["name"]: dict(zip(c["at"], c["is"], strict=True)) for c in found["curves"]}
+    return out
+
+
+def fake(folder: Path, lines: list[dict[str, Any]], **files: str) -> Path:
+    """A run's folder with these lines of metrics, and files by name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(metrics.encode(line) + "\n" for line in lines))
+    for name, content in files.items():
+        (folder / name.replace("__", ".")).write_text(content)
+    return folder
+
+
+def line(step: int, **changes: Any) -> dict[str, Any]:
+    """A train line."""
+    return (
+        dict.fromkeys(metrics.TRAIN_KEYS, 0.5)
+        | {"kind": "train", "step": step, "tokens": 100 * step, "time_unix": 1e9}
+        | changes
+    )
+
+
+def gpu(step: int, n: int, process: int = 0, **changes: Any) -> dict[str, Any]:
+    """A line of one GPU."""
+    sample = {"utilization": 0.9, "memory_used_gib": 100.0, "pool_gib": 120.0, "in_use_gib": 80.0, "largest_free_gib": 30.0}
+    sample |= {"power_w": 500.0, "power_limit_w": 700.0, "temperature_c": 60.0, "sm_clock_mhz": 1900, "memory_clock_mhz": 3200}
+    sample |= {"throttled": 0.0, "throttle_reasons": "", "nvlink_tx_gb_s": None, "nvlink_rx_gb_s": None, "ecc_uncorrected": 0}
+    return {"kind": "gpu", "step": step, "gpu": n, "process": process, "time_unix": 1e9 + step, **sample, **changes}
+
+
+# ---- The page of a real run
+
+
+def test_events_page_and_metrics_agree(twice: tuple[Path, str, int], text: str):
+    """On loss and throughput, at every step, to the last digit that each of them holds."""
+    workdir = twice[0]
+    shown = embedded(text)
+    train = [x for x in runs.lines(workdir) if x["kind"] == "train"]
+    assert [x["step"] for x in train] == list(range(1, STEPS + 1))
+    events, _ = runs.events(workdir / "tb")
+    board = {step: values for step, _, values in events if "train/loss" in values}
+    rates = 0
+    for x in train:
+        assert shown["train"][x["step"]] == x["loss"]
+        assert shown["tokens/s/device"][x["step"]] == x["tokens_per_s_per_device"]
+        percent = None if x["mfu_causal"] is None else 100.0 * x["mfu_causal"]
+        assert shown["MFU causal"][x["step"]] == percent
+        assert board[x["step"]]["train/loss"] == np.float32(x["loss"])
+        rate = board[x["step"]].get("train/tokens_per_s_per_device")
+        assert rate == (None if x["tokens_per_s_per_device"] is None else np.float32(x["tokens_per_s_per_device"]))
+        rates += rate is not None
+    assert rates > STEPS / 4
+    held_out = {x["step"]: x["loss"] for x in runs.lines(workdir) if x["kind"] == "eval"}
+    assert shown["held-out"] == held_out and len(held_out) == 6
+    assert {s: v["eval/loss"] for s, _, v in events if "eval/loss" in v} == {s: np.float32(v) for s, v in held_out.items()}
+
+
+def test_the_page_shows_the_run(twice: tuple[Path, str, int], text: str):
+    read_page = Read(text)  # also: every element that opens is closed
+    words = " ".join(read_page.words)
+    last = runs.lines(twice[0])[-1] if runs.lines(twice[0])[-1]["kind"] == "train" else runs.lines(twice[0])[-2]
+    assert f"done: {STEPS} steps done" in words and f"{last['loss']:.4f}" in words
+    for heading in ("What it learned", "How fast", "Where the wall time went", "What the model wrote", "What ran"):
+        assert f"<h2>{heading}</h2>" in text
+    assert "The devices do not tell what they hold" in words  # a CPU
+    assert "No GPU was sampled" in words
+    assert "killed: no end was written" in words and "from step" in words.lower()
+    found = read(twice[0]).goodput()
+    assert found is not None and found.attempts == 2 and found.parts["repeated"] > 0
+    assert math.isclose(sum(found.parts.values()), found.wall_s, rel_tol=1e-3)
+    assert f"{100 * (found.goodput or 0):.1f}%" in words
+    for cause, seconds in found.parts.items():
+        assert (f"{seconds:,.1f}" in words) or not seconds, cause
+
+
+def test_the_page_asks_for_nothing_from_outside(twice: tuple[Path, str, int], text: str, tmp_path: Path):
+    several = page.html(read_all([twice[0], everything(tmp_path / "other", 0, steps=200)]))
+    for shown in (text, several):
+        assert not re.findall(r"https?:|//[a-z]|@import|url\(", re.sub(r"// .*", "", shown))
+        assert "default-src 'none'" in shown
+
+
+PROBE = """<pre id="probe"></pre><script>
+const found = { overlaps: [], outside: [], wide: document.documentElement.scrollWidth - innerWidth, tips: [] };
+for (const chart of document.querySelectorAll(".chart")) {
+  const boxes = [...chart.querySelectorAll("text")].map((t) => [t.textContent, t.getBoundingClientRect()]);
+  boxes.forEach(([a, p], i) => {
+    if (p.left < 0 || p.right > innerWidth) found.outside.push(a);
+    for (const [b, q] of boxes.slice(i + 1))
+      if (p.left < q.right && q.left < p.right && p.top < q.bottom - 2 && q.top < p.bottom - 2) found.overlaps.push([a, b]);
+  });
+  const plot = chart.querySelector("svg").getBoundingClientRect();
+  const tips = [];
+  for (const part of [0, 1]) {
+    const clientX = plot.left + part * plot.width;
+    chart.dispatchEvent(new PointerEvent("pointermove", { clientX, clientY: plot.top + 5 }));
+    const tip = chart.querySelector(".tip");
+    const box = tip.getBoundingClientRect();
+    if (box.left < 0 || box.right > innerWidth) found.outside.push(tip.textContent);
+    tips.push(tip.textContent);
+  }
+  chart.dispatchEvent(new KeyboardEvent("keydown", { key: "Home" }));
+  chart.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight" }));
+  found.tips.push([...tips, chart.querySelector(".tip").textContent]);
+}
+document.getElementById("probe").textContent = JSON.stringify(found);
+</script>"""
+
+
+@pytest.mark.skipif(not BROWSER, reason="no Chromium here: the page is checked as text only")
+@pytest.mark.parametrize("width", [1280, 500])
+def test_the_page_in_a_browser(text: str, tmp_path: Path, width: int):
+    document, console = opened(text.replace("</body>", f"{PROBE}</body>"), tmp_path, width)
+    assert console == []
+    found = json.loads(html.unescape(re.findall(r'<pre id="probe">(.+?)</pre>', document)[0]))
+    assert found["overlaps"] == [] and found["outside"] == [] and found["wide"] <= 0
+    shown = embedded(text)
+    first, last, second = found["tips"][0]  # of the loss
+    assert first.splitlines()[:2] == ["step 1", f"train {_five(shown['train'][1])}"]
+    assert last.splitlines()[0] == f"step {STEPS}" and f"held-out {_five(shown['held-out'][STEPS])}" in last.splitlines()
+    assert second.splitlines()[0] == "step 2"
+
+
+def _five(value: float) -> str:
+    return f"{float(f'{value:.5g}'):.10g}"
+
+
+@pytest.mark.skipif(not BROWSER, reason="no Chromium here: the page is checked as text only")
+def test_a_page_of_everything_in_a_browser(tmp_path: Path):
+    """GPUs, several runs, losses that are no numbers, a spike, and thousands of lines."""
+    two = read_all([everything(tmp_path / "a", 0), everything(tmp_path / "b", 1)])
+    for shown, width in ((page.html(two), 1280), (page.html(two[:1]), 500)):
+        document, console = opened(shown.replace("</body>", f"{PROBE}</body>"), tmp_path, width)
+        assert console == []
+        found = json.loads(html.unescape(re.findall(r'<pre id="probe">(.+?)</pre>', document)[0]))
+        assert found["overlaps"] == [] and found["outside"] == [] and found["wide"] <= 0
+
+
+def everything(folder: Path, seed: int, steps: int = 3000) -> Path:
+    draw = random.Random(seed)
+    lines = []
+    for step in range(1, steps + 1):
+        value = 2 + 8 / math.sqrt(step) + draw.random() / 5
+        changes: dict[str, Any] = {"peak_memory_gib": 100.0 + seed, "memory_gib": 90.0, "tokens_per_s_per_device": 9e3 + step}
+        changes["loss"] = {700: math.nan, 701: math.nan, 1500: 99.5, 2500: math.inf}.get(step, value)
+        changes |= {"step_time_s": None, "tokens_per_s_per_device": None} if step % 100 == 0 else {}
+        lines.append(line(step, **changes))
+        if step % 50 == 0:
+            hot = {"throttled": 0.5, "throttle_reasons": "sw_thermal"}
+            lines += [gpu(step, n, power_w=500.0 + 10 * n, **(hot if n == 3 else {})) for n in range(8)]
+        if step % 500 == 0:
+            lines.append({"kind": "eval", "step": step, "loss": value, "bits_per_byte": None, "perplexity": 9.0, "set": "web"})
+    config = json.dumps({"train": {"steps": steps}})
+    return fake(folder, lines, config__json=config, log__txt="2026-01-01 00:00:00+0000 WARNING hot\n")
+
+
+# ---- What a page holds
+
+
+def test_long_runs_keep_their_spikes_and_stay_small(tmp_path: Path):
+    began = time.monotonic()
+    folder = everything(tmp_path / "long", 0, steps=100_000)
+    written = time.monotonic() - began
+    shown = page.html([read(folder)])
+    assert len(shown) < 1_500_000
+    assert time.monotonic() - began - written < 30
+    curves = embedded(shown)
+    assert len(curves["train"]) < 3000
+    assert curves["train"][1500] == 99.5
+    assert curves["train"][700] == "NaN" and curves["train"][2500] == "Infinity"
+    assert "3 values NaN or infinite, marked" in shown and shown.count('class="lost"') == 2  # two of them in one place
+    assert "train: NaN at 700" in shown
+
+
+def test_thinning_keeps_what_stands_out():
+    draw = random.Random(1)
+    values: list[float | None] = [draw.random() for _ in range(20_000)]
+    values[7_003], values[9_000], values[12_345], values[15_000] = 50.0, None, -50.0, math.nan
+    found = thinned(Curve("x", list(range(20_000)), values), 100)
+    assert len(found.at) <= 2 * 100 + 4
+    kept = dict(zip(found.at, found.values, strict=True))
+    assert kept[7_003] == 50.0 and kept[9_000] is None and kept[12_345] == -50.0 and math.isnan(kept[15_000] or 0.0)
+    assert found.at[0] == 0 and found.at[-1] == 19_999 and list(found.at) == sorted(found.at)
+    for column in range(100):  # the lowest and the highest of each hundredth
+        whole = [v for v in values[200 * column : 200 * column + 199] if v is not None and v == v]
+        part = [v for at, v in kept.items() if 200 * column - 2 <= at < 200 * column + 202 and v is not None and v == v]
+        assert min(part) <= min(whole) and max(part) >= max(whole)
+    short = Curve("x", [1, 2], [None, 1.0])
+    assert thinned(short, 100) is short
+
+
+def test_a_curve_stands_where_its_values_are():
+    text = draw(
+        Picture("a <b>", "step", [Curve("c<d", [10, 20, 30], [1.0, None, 3.0])], limits=[Limit("planned", 4.0)], zero=True)
+    )
+    high = 4.0 * 1.06
+    (path,) = re.findall(r'class="curve [^"]*" style="[^"]*" d="([^"]*)"', text)
+    assert path == f"M0.0 {1000 * (1 - 1 / high):.1f}M1000.0 {1000 * (1 - 3 / high):.1f}"  # two points, apart at the gap
+    assert re.findall(r'<circle cx="([\d.]+)%" cy="([\d.]+)%"', text) == [
+        ("0.00", f"{100 * (1 - 1 / high):.2f}"),
+        ("100.00", f"{100 * (1 - 3 / high):.2f}"),
+    ]
+    assert f'y1="{100 * (1 - 4 / high):.2f}%"' in text and "planned 4<" in text
+    assert "a &lt;b&gt;. c&lt;d: 1 at step 10 to 3 at step 30, lowest 1 at 10, highest 3 at 30; planned: 4." in text
+    assert draw(Picture("empty", "step", [Curve("c", [1, 2], [None, math.nan])])) == ""
+
+
+@pytest.mark.parametrize("low, high", [(0, 1), (3, 3.001), (2, 300), (1, 100_000), (-5, 5), (1e-7, 4e-3), (0.97, 12.3)])
+def test_axes_have_few_round_numbers(low: float, high: float):
+    found = ticks_between(low, high)
+    assert 2 <= len(found) <= 5 and low <= found[0] and found[-1] <= high * (1 + 1e-12)
+    if low > 0:
+        found = ticks_of_log(low, high)
+        assert 2 <= len(found) <= 6 and all(low <= t <= high * (1 + 1e-12) for t in found) and found == sorted(found)
+
+
+def test_the_smoothed_loss_is_a_mean_of_neighbours():
+    found = figures.smoothed([1.0, 2.0, 3.0, None, 5.0, math.nan, 7.0])
+    assert found == [2.0, 2.0, 2.75, None, 5.0, None, 6.0]  # two on each side at least
+    assert figures.smoothed([1e30] + [2.5] * 100)[50] == 2.5
+    many = figures.smoothed([float(i) for i in range(1000)])
+    assert many[500] == pytest.approx(500.0) and many[0] == pytest.approx(10.0)
+
+
+def test_time_is_drawn_as_it_was_spent():
+    """Areas of the timeline are shares of the wall time, and nothing is drawn while nothing ran."""
+    lines: list[dict[str, Any]] = [{"kind": "begin", "time": 100.0, "seen": None}]
+    lines.append({"kind": "spent", "until": 110.0, "seconds": {"startup": 6.0, "compile": 4.0}, "step": 0, "doing": "step"})
+    lines.append({"kind": "spent", "until": 140.0, "seconds": {"step": 27.0, "data": 3.0}, "step": 30, "doing": "step"})
+    lines.append({"kind": "begin", "time": 160.0, "seen": 145.0})
+    lines.append({"kind": "spent", "until": 165.0, "seconds": {"restore": 5.0}, "step": 30, "doing": "step"})
+    lines.append({"kind": "back", "step": 20})
+    lines.append({"kind": "spent", "until": 200.0, "seconds": {"step": 35.0}, "step": 60, "doing": "step"})
+    lines.append({"kind": "end", "time": 200.0, "exit_code": 0, "reason": "60 steps done"})
+    found = goodput.summarise(lines)
+    drawn = dict.fromkeys(time_spent.COLOURS, 0.0)
+    places = r'<rect x="([\d.]+)%" width="([\d.]+)%" y="[\d.]+" height="([\d.]+)" fill="[^"]+"><title>(\w+),'
+    rects = re.findall(places, time_spent._timeline(found))
+    for _, width, height, cause in rects:
+        drawn[cause] += float(width) / 100 * float(height) / 60 * found.wall_s
+    for cause, seconds in drawn.items():
+        assert seconds == pytest.approx(found.parts[cause], abs=0.02 * found.wall_s), cause
+    assert found.parts["down"] == 15.0
+    assert not [x for x, *_ in rects if 45.5 < float(x) < 59.5]  # of 100 s, from the kill to the second attempt
+
+
+def test_gpus_are_drawn_by_their_range_and_told_one_by_one(tmp_path: Path):
+    lines = [line(step) for step in (1, 2, 3)]
+    lines += [gpu(step, n, power_w=100.0 * (n + 1) + step) for step in (1, 2, 3) for n in range(4)]
+    lines.append(gpu(3, 2, throttled=0.5, throttle_reasons="sw_power_cap+hw_slowdown", ecc_uncorrected=7))
+    folder = fake(tmp_path / "run", lines)
+    other = [gpu(3, n, process=1, power_w=5.0) for n in range(4)]
+    (folder / "metrics.1.jsonl").write_text("".join(metrics.encode(x) + "\n" for x in other))
+    (folder / "metrics.set_aside-1.jsonl").write_text("not read\n")
+    run = read(folder)
+    assert [(m.low, m.high) for m in pictures.moments(run, "power_w")] == [(101.0, 401.0), (102.0, 402.0), (5.0, 500.0)]
+    words = " ".join(Read(page.html([run])).words)
+    assert "1.3" in words and "0.2" in words and "sw_power_cap+hw_slowdown" in words
+    assert "500 of 700" in words and "5 of 700" in words
+
+
+def test_warnings_are_those_of_the_logs(tmp_path: Path):
+    (tmp_path / "log.txt").write_text(
+        "2026-01-01 00:00:00+0000 step 1/2  loss 3\n2026-01-01 00:00:02+0000 WARNING slow\n  and more of it\n"
+        "2026-01-01 00:00:04+0000 no WARNING of mine\n2026-01-01 00:00:05+0000 ERROR ends\n"
+    )
+    (tmp_path / "log.1.txt").write_text("2026-01-01 00:00:03+0000 WARNING other process\n")
+    assert [text[25:] for text in alerts(tmp_path)] == ["WARNING slow\n  and more of it", "WARNING other process", "ERROR ends"]
+
+
+def test_names_in_a_run_cannot_write_the_page(tmp_path: Path):
+    evil = '</script><script>alert("1&1")</script>'
+    lines = [line(1), line(2), {"kind": "eval", "step": 2, "loss": 1.0, "bits_per_byte": None, "perplexity": 2.0, "set": evil}]
+    facts = {"format": 2, "attempts": [], "exit_code": 1, "ended": "2026-01-01T00:00:00+00:00", "reason": evil, "config": evil}
+    facts |= {"command": evil, "id": evil, "overrides": {evil: evil}, "started": "2026-01-01T00:00:00+00:00"}
+    folder = fake(tmp_path / "run", lines, receipt__json=json.dumps(facts))
+    (folder / "samples.txt").write_text(f"--- step 2\n{evil}\n")
+    (folder / "log.txt").write_text(f"2026-01-01 00:00:00+0000 WARNING {evil}\n")
+    shown = page.html([read(folder)])
+    assert '<script>alert("1' not in shown
+    assert " ".join(Read(shown).words).count(evil) > 6
+
+
+# ---- Several runs
+
+
+def test_several_runs_and_the_best(tmp_path: Path):
+    slow = fake(tmp_path / "x" / "run", [line(s, loss=5.0 - s / 10, tokens_per_s_per_device=100.0) for s in range(1, 31)])
+    fast = [line(s, loss=4.0 - s / 10, tokens=200 * s, tokens_per_s_per_device=300.0) for s in range(1, 21)]
+    quick = fake(tmp_path / "y" / "run", fast)
+    shown = page.html(read_all([slow, quick]))
+    read_page = Read(shown)
+    assert {"x/run", "y/run"} <= set(read_page.words)  # the same name twice is told with its folder
+    best = re.findall(r'class="best" title="best">([^<]*)<', shown)
+    assert best == ["2.4500", "300"]  # the mean of steps 11 to 20, which both have: not the lower loss that more steps gave
+    assert "train loss at step 20" in read_page.words
+    charts = [json.loads(s) for s in re.findall(r'<script type="application/json">(.*?)</script>', shown)]
+    losses = [c for c in charts if any("smoothed" in x["name"] for x in c["curves"])]
+    assert [c["x"] for c in losses] == ["step", "tokens"]  # batches differ
+    assert losses[1]["curves"][2]["at"][-1] == 4000
+    assert "What differs" in shown
+
+
+def test_differences_are_those_of_receipt_diff(twice: tuple[Path, str, int], tmp_path: Path):
+    """The same comparison as the command's, with the one thing that was changed."""
+    workdir = twice[0]
+    copy = tmp_path / "changed"
+    copy.mkdir()
+    for name in ("metrics.jsonl", "config.json"):
+        (copy / name).write_bytes((workdir / name).read_bytes())
+    facts = json.loads((workdir / "receipt.json").read_text())
+    facts["packages"]["optax"] = "0.0.1"
+    (copy / "receipt.json").write_text(json.dumps(facts))
+    shown = page.html(read_all([workdir, copy]))
+    (table,) = re.findall(r"<caption>What can explain it</caption>.*?<tbody>(.*?)</tbody>", shown)
+    rows = re.findall(r"<tr>(.*?)</tr>", table)
+    assert len(rows) == 1 and "optax" in rows[0] and "0.0.1" in rows[0]
+    same = page.html(read_all([workdir, _copied(workdir, tmp_path / "same")]))
+    assert "Nothing differs that can explain anything" in same
+
+
+def _copied(workdir: Path, folder: Path) -> Path:
+    folder.mkdir()
+    for name in ("metrics.jsonl", "config.json", "receipt.json"):
+        (folder / name).write_bytes((workdir / name).read_bytes())
+    return folder
+
+
+# ---- Runs of which something is missing
+
+
+def ended(code: int | None, reason: str = "why") -> str:
+    when = "2026-01-01T00:00:00+00:00"
+    facts = {"format": 2, "attempts": [], "started": when, "ended": None if code is None else when}
+    return json.dumps(facts | {"exit_code": code, "reason": reason})
+
+
+@pytest.mark.parametrize(
+    "code, kind, words",
+    [
+        (0, "yes", "done: why"),
+        (75, "no", "ended at step 2 with exit code 75 (asked to leave, or a peer died: start it again): why"),
+        (124, "no", "ended at step 2 with exit code 124 (the watchdog ended a hang): why"),
+        (9, "no", "ended at step 2 with exit code 9: why"),
+    ],
+)
+def test_how_a_run_ended(tmp_path: Path, code: int, kind: str, words: str):
+    folder = fake(tmp_path, [line(1), line(2)], receipt__json=ended(code))
+    assert verdict(read(folder)) == (kind, words)
+
+
+def test_alive_or_killed_is_told_by_the_last_sign_of_life(tmp_path: Path):
+    folder = fake(tmp_path, [line(1), line(2)], receipt__json=ended(None), config__json='{"train": {"steps": 9}}')
+    assert verdict(read(folder)) == ("", "running: step 2 of 9, last sign of life 0s ago")
+    for path in folder.iterdir():
+        os.utime(path, (time.time() - 7200, time.time() - 7200))
+    kind, words = verdict(read(folder))
+    assert kind == "no" and words == "died at step 2 of 9: no end was written, and nothing since 2h00m. Killed, or it hangs"
+
+
+@pytest.mark.parametrize("name", ["config.json", "receipt.json", "metrics.jsonl"])
+def test_a_run_of_one_file_has_a_page(tmp_path: Path, name: str):
+    content = {"config.json": "{}", "receipt.json": ended(1), "metrics.jsonl": ""}[name]
+    (tmp_path / name).write_text(content)
+    words = " ".join(Read(page.html([read(tmp_path)])).words)
+    assert "No step has been written to metrics.jsonl yet" in words
+    assert "There is no goodput.jsonl" in words
+    assert ("There is no receipt.json" in words) == (name != "receipt.json")
+    assert "What it learned" not in words
+
+
+def test_what_cannot_be_read_is_said(tmp_path: Path):
+    folder = fake(tmp_path, [line(1)], receipt__json='{"format": 99, "attempts": []}', config__json="{")
+    (folder / "goodput.jsonl").write_text("{}\n")
+    words = " ".join(Read(page.html([read(folder)])).words)
+    assert "The receipt is left out" in words and "99" in words
+    assert "config.json cannot be read" in words and "Where the wall time went is left out" in words
+    (folder / "metrics.jsonl").write_text('{"kind": "train"}\n' + metrics.encode(line(2)) + "\n")
+    with pytest.raises(metrics.MetricsError, match="metrics.jsonl:1"):
+        read(folder)
+
+
+def test_old_lines_without_a_key_are_gaps(tmp_path: Path):
+    old = {k: v for k, v in line(1).items() if k != "hfu"}
+    run = read(fake(tmp_path, [old, line(2)]))
+    assert run.train["hfu"] == [None, 0.5] and run.train["step_time_s"] == [0.5, 0.5] and run.train["no such"] == [None, None]
+
+
+# ---- The command
+
+
+def test_the_command(twice: tuple[Path, str, int], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert command.main([str(twice[0])]) == 0
+    assert capsys.readouterr().out == f"{twice[0] / 'report.html'}\n"
+    assert command.main([str(twice[0]), f"--html={tmp_path / 'one.html'}"]) == 0
+    assert (tmp_path / "one.html").read_text().startswith("<!doctype html>")
+    assert command.main([str(twice[0]), str(everything(tmp_path / "b", 1, steps=20))]) == 0
+    assert "2 runs compared" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ([], "no run is named"),
+        (["."], "not a run's folder: none of receipt.json, metrics.jsonl, config.json is there"),
+        (["none"], "none: no such folder. Name a run's folder"),
+        (["one", "one"], "named twice"),
+        (["one", "two", "--follow"], "2 runs are named"),
+        (["one", "--follow", "--html=x"], "a command of its own"),
+        (["one", "--follow=yes"], "takes no value"),
+        (["one", "--htlm=x"], "no such option"),
+        (["one", "--html"], "there is no file"),
+        (["one", "--html=."], "is a folder"),
+        (["one", "--html=no/such/x.html"], "there is no folder"),
+        ([f"r{i}" for i in range(9)], "9 runs"),
+    ],
+)
+def test_wrong_commands_are_refused(words: list[str], said: str, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    for name in ("one", "two", *(f"r{i}" for i in range(9))):
+        fake(tmp_path / name, [line(1)])
+    monkeypatch.chdir(tmp_path)
+    before = runs.tree(tmp_path)
+    assert command.main(words) == 2
+    assert said in capsys.readouterr().err
+    assert runs.tree(tmp_path) == before
+
+
+def test_more_runs_than_colours():
+    with pytest.raises(RunError, match="at most 8"):
+        page.html([None] * 9)  # type: ignore[list-item]
+
+
+# ---- Following a run
+
+
+def test_a_real_run_is_followed_through_a_kill_to_its_end(twice: tuple[Path, str, int]):
+    workdir, said, code = twice
+    assert code == 0, said
+    lines = said.splitlines()
+    again = [
+        i for i, text in enumerate(lines) if text == f"the run goes on from step {runs.receipt(workdir)['resumed_from_step']}"
+    ]
+    assert len(again) == 1
+    losses = {x["step"]: x["loss"] for x in runs.lines(workdir) if x["kind"] == "train"}
+    after = [text for text in lines[again[0] :] if re.match(rf"step \d+/{STEPS}  loss", text)]
+    for text in after:  # what is said of a step is what metrics.jsonl has
+        step, value = re.findall(r"step (\d+)/\d+  loss ([\d.]+)", text)[0]
+        assert value == f"{losses[int(step)]:.4f}"
+    assert after[-1].startswith(f"step {STEPS}/{STEPS}")
+    assert any(f"held-out loss {x['loss']:.4f}" in said for x in runs.lines(workdir) if x["kind"] == "eval" and x["step"] > 100)
+    assert lines[-1] == f"done: {STEPS} steps done"
+
+
+def test_a_tail_follows_a_file_whatever_becomes_of_it(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    tail = followed.Tail(path)
+    assert tail.poll() == (False, [])
+
+    def encoded(*steps: int) -> bytes:
+        return b"".join(metrics.encode(line(s)).encode() + b"\n" for s in steps)
+
+    def polled() -> tuple[bool, list[int]]:
+        anew, lines = tail.poll()
+        return anew, [x["step"] for x in lines]
+
+    path.write_bytes(encoded(1, 2)[:-5])
+    assert polled() == (False, [1])
+    path.write_bytes(encoded(1, 2, 3))  # the same inode, longer
+    assert polled() == (False, [2, 3])
+    assert polled() == (False, [])
+    metrics.write_atomic(path, encoded(1))  # a rewind
+    assert polled() == (True, [1])
+    metrics.write_atomic(path, encoded(1, 2, 3))  # another inode, and longer
+    assert polled() == (True, [1, 2, 3])
+    path.write_bytes(encoded(7, 8, 9, 10))  # other lines in the same inode
+    assert polled() == (True, [7, 8, 9, 10])
+    path.unlink()
+    assert polled() == (False, [])
+    path.write_bytes(encoded(1))
+    assert polled() == (True, [1])
+    path.write_bytes(encoded(1) + b"nonsense\n")
+    with pytest.raises(metrics.MetricsError, match="not a line of metrics"):
+        tail.poll()
+
+
+def test_after_exit_75_it_waits_for_the_run_to_be_started_again(tmp_path: Path):
+    found = followed.Followed(fake(tmp_path, [line(1)], receipt__json=ended(75)))
+    found.poll()
+    assert not found.over and found.stands.endswith("Waiting for it to be started again")
+    for path in tmp_path.iterdir():
+        os.utime(path, (time.time() - 3600, time.time() - 3600))
+    found.poll()
+    assert found.over
+
+
+def seen(folder: Path, width: int = 100, terminal: bool = True) -> str:
+    """The live view as text."""
+    console = Console(width=width, force_terminal=terminal, file=io.StringIO(), record=True)
+    found = followed.Followed(folder)
+    found.poll()
+    console.print(follow.view(found, console))
+    return console.export_text()
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_the_live_view(tmp_path: Path, width: int):
+    folder = everything(tmp_path / "run", 0, steps=600)
+    (folder / "receipt.json").write_text(ended(None))
+    (folder / "metrics.1.jsonl").write_text(metrics.encode(gpu(600, 0, process=1)) + "\n")
+    text = seen(folder, width)
+    assert "running: step 600 of 600" in text and "600 of 600" in text
+    last = [x for x in metrics.read(folder / "metrics.jsonl") if x["kind"] == "train"][-1]
+    assert f"{last['loss']:.4f}" in text and "held-out web" in text and "50.0% causal" in text
+    assert re.search(r"1\.0 +90\.0%", text) and ("50.0% sw_thermal" in text or width < 100)
+    assert "WARNING hot" in text
+    assert max(map(len, text.splitlines())) <= width
+    assert "\u2588" in text and "\u2581" in text
+
+
+def test_many_gpus_are_one_row_and_no_lines_are_no_view(tmp_path: Path):
+    lines = [line(1), *(gpu(1, n, process=p, power_w=100.0 + n + 8 * p) for p in range(4) for n in range(8))]
+    assert "100 to 131" in seen(fake(tmp_path / "many", lines))
+    assert "no step has been written yet" in seen(fake(tmp_path / "none", []))
+
+
+def test_a_row_of_bars():
+    console = Console(file=io.StringIO())
+    rising = follow.spark([float(i) for i in range(200)], console)
+    assert len(rising) == follow.SPARK and rising[0] == follow.BARS[0] and rising[-1] == follow.BARS[-1]
+    assert list(rising) == sorted(rising)
+    assert follow.spark([1.0, math.nan, None], console) == ""
+    plain = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert set(follow.spark([1.0, 2.0, 3.0], plain)) <= set(follow.PLAIN_BARS)
+
+
+def test_ctrl_c_ends_the_following_and_not_the_run(tmp_path: Path):
+    folder = fake(tmp_path / "run", [line(1)], receipt__json=ended(None))
+    command_line = [sys.executable, "-m", "jaxtrain.report", str(folder), "--follow"]
+    child = subprocess.Popen(command_line, cwd=runs.REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stdout.readline().startswith("step 1")
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=30)
+    assert child.returncode == 130 and "Ctrl-C" in err and "Traceback" not in err
+
+
+def test_off_a_terminal_each_new_line_is_a_line(tmp_path: Path):
+    folder = fake(tmp_path / "run", [line(s, loss=9.0) for s in (1, 2, 3)], receipt__json=ended(None))
+    said = tmp_path / "said.txt"
+    with open(said, "wb") as out:
+        command_line = [sys.executable, "-m", "jaxtrain.report", str(folder), "--follow"]
+        child = subprocess.Popen(command_line, cwd=runs.REPO, stdout=out, stderr=subprocess.STDOUT)
+    limit = time.monotonic() + 30
+    while b"step 3" not in said.read_bytes() and time.monotonic() < limit:
+        time.sleep(0.05)
+    with open(folder / "metrics.jsonl", "a") as file:
+        for step in (4, 5):
+            file.write(metrics.encode(line(step, loss=8.0)) + "\n")
+            file.write(metrics.encode(gpu(step, 0)) + "\n")
+    (folder / "receipt.json").write_text(ended(0, "5 steps done"))
+    assert child.wait(20) == 0
+    told = said.read_text().splitlines()
+    parts = [text.split("  ")[:2] for text in told[:-1]]
+    assert parts == [["step 3", "loss 9.0000"], ["step 4", "loss 8.0000"], ["step 5", "loss 8.0000"]]
+    assert told[-1] == "done: 5 steps done"
