@@ -256,7 +256,10 @@ provenance() { # what the run starts from, before Python does: files may change 
     fail 2 "this machine has commit ${commit:-none} (changed: ${dirty:-unknown}), and the one that started the run has ${JAXTRAIN_EXPECTED% *} \
 (changed: ${JAXTRAIN_EXPECTED##* }): bring $root to the same state on all nodes"
   fi
-  if [[ -n ${JAXTRAIN_EXPECTED-} ]]; then quiet=yes; fi # the first machine says it for all
+  # The first process says it for all.
+  if [[ ${SLURM_PROCID:-${RANK:-${JAXTRAIN_PROCESS_ID:-${JOB_COMPLETION_INDEX:-0}}}} != 0 || -n ${JAXTRAIN_EXPECTED-} ]]; then
+    quiet=yes
+  fi
   export JAXTRAIN_COMMIT=$commit JAXTRAIN_DIRTY=$dirty JAXTRAIN_HOST_CLASS
   JAXTRAIN_HOST_CLASS=$(host_class)
   case $dirty in no) dirty='unchanged' ;; yes) dirty='changed since' ;; *) dirty='this is no git checkout' ;; esac
@@ -274,12 +277,13 @@ told() { # what is set for the run that was not there, or was something else
 preflight() { # preflight yes|no ARGUMENTS: are the GPUs here, and on all nodes, fit to train? Ends the script where not; yes: measure
   local measure=$1 code=0 here=("--json=$scratch/preflight.json")
   shift
-  if [[ $measure == no ]]; then set -- "$@" --no-measure; fi
+  # Before a restart it only looks; what the run keeps is what was measured at the start.
+  if [[ $measure == no ]]; then set -- "$@" --no-measure && here=(); fi
   if [[ $looks == no || ${JAX_PLATFORMS-} == cpu* ]] || ! gpu_here; then return; fi
   everywhere preflight "$@"
   if [[ -n $asked ]]; then gone; fi
   case $code in
-    0) export JAXTRAIN_PREFLIGHT=$scratch/preflight.json ;;
+    0) if [[ $measure == yes ]]; then export JAXTRAIN_PREFLIGHT=$scratch/preflight.json; fi ;;
     2) exit 2 ;; # a mistake in the command, which is told above
     3) fail 3 "not started: preflight found the faults above. Mend them, or give --no-preflight to train all the same" ;;
     *) fail "$code" "not started: preflight ended with $code. --no-preflight trains without it" ;;
@@ -322,7 +326,7 @@ beside() { # beside INDEX PID ...: runs `elsewhere`, and where that fails does n
   echo "$there" >"$scratch/node.$index"
   if ((there == 0)); then return; fi
   # A trainer finds out by itself that another is gone, and saves if it can. What never got so far is ended.
-  if ((there != 2 && there != 255)); then sleep 60; fi
+  if ((there != 2 && there != 255)); then sleep 60 >/dev/null 2>&1; fi # holds no pipe open when it is left behind
   kill -s TERM "$pid" 2>/dev/null || true
 }
 

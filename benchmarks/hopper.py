@@ -6,9 +6,10 @@
     2  llama3_8b:half at 8192, planned beside measured: bf16, FP8, Pallas attention, layers in a loop, XLA's options, a trace
     3  llama3_8b:half against PyTorch, in turns
     4  llama3_1b, bf16 and FP8; configs/tiny.py through the command line; llama3_1b against PyTorch
+    5  preflight, recorded; lines on the GPU and the receipt of a run; what they cost (benchmarks/operate.py)
 
-Parts 2 and 3 need 100 GiB: an H200, not a card of 80 GB. All four take 37 minutes at most. With half an hour, run 1, 2, 3 and
-what there is time for of 4; on 80 GB, 1 and 4. What there is no time for is left out and said, with the command for it:
+Parts 2 and 3 need 100 GiB: an H200, not a card of 80 GB. All five take 46 minutes at most. With half an hour, run 1, 2, 3 and
+what there is time for of 4 and 5; on 80 GB 1, 4, 5. What there is no time for is left out and said, with the command for it:
 --only=NAME,NAME runs some of a part. Rates that part 1 measured stand in OUT/rates; later parts take them from there where
 their machine has none.
 
@@ -29,6 +30,7 @@ from typing import Any
 
 import rich.console
 
+from benchmarks import operate
 from jaxtrain import hardware, launch
 from jaxtrain.bench import kernels, report, suite
 from jaxtrain.bench import peer as peers
@@ -48,7 +50,6 @@ NEED_GIB, LARGE = 100.0, (2, 3)
 HALF = (f"--config={launch.REPO}/configs/llama3_8b.py:half",)
 SIXTEEN = (f"--config={launch.REPO}/configs/llama3_1b.py:gpus=1", "--config.train.global_batch=16")
 ONE, ONE_PEER = (*SIXTEEN, "--config.train.grad_accum=4"), (*SIXTEEN, "--config.train.grad_accum=8")
-TINY = (suite.TINY, *suite.SMALL, "--config.train.global_batch=8")
 AIM_MFU, AIM_FP8, AIM_PEER = 0.60, 1.4, 1.15
 AIMS = ("", "reached", "aim")
 
@@ -71,7 +72,7 @@ def steps(name: str, argv: Sequence[str], trace: bool = False) -> Part:
 
     def act(node: Node, limit_s: float) -> Outcome:
         """Train steps, planned beside measured."""
-        argv_here = [*(TINY if node.smoke else argv), *DATA["synthetic"]]
+        argv_here = [*(operate.TINY if node.smoke else argv), *DATA["synthetic"]]
         ask = {"argv": argv_here, "devices": 1, "warmup": 2, "steps": 3 if node.smoke else 6, "limit_s": 0.8 * limit_s}
         ask["trace"] = node.folder.trace(name) if trace else ""
         answer = apart("steps", ask, log=node.folder.log(name), limit_s=limit_s)
@@ -159,7 +160,9 @@ def peer(name: str, argv: Sequence[str], python: str, why: str) -> Part:
             return Outcome(OUT, why)
         out = node.path / report.safe(f"peer_{name}")
         more = ["--peer=torch", f"--peer-python={python}", "--devices=1", "--steps=6", "--warmup=2", f"--out={out}"]
-        code, said = run_program(program("bench", *(TINY if node.smoke else argv), *more), out / "log.txt", limit_s=limit_s)
+        code, said = run_program(
+            program("bench", *(operate.TINY if node.smoke else argv), *more), out / "log.txt", limit_s=limit_s
+        )
         lines = [f"## {name} against PyTorch", "", "```text", said.strip(), "```", ""]
         file = out / "results.json"
         found = json.loads(file.read_text()) if file.exists() else {}
@@ -195,6 +198,7 @@ def items(part: int, python: str, why: str = "") -> list[Part]:
             Part("configs/tiny.py", suite.part_run, 120.0, 45.0),
             peer("1b", ONE_PEER, python, why),
         ],
+        5: [*operate.ITEMS],
     }[part]
 
 
@@ -226,7 +230,7 @@ def aims(done: Mapping[str, Any]) -> list[list[str]]:
 def parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m benchmarks.hopper", description=__doc__, formatter_class=raw)
-    parser.add_argument("--part", type=int, choices=(1, 2, 3, 4), required=True, help="see above")
+    parser.add_argument("--part", type=int, choices=(1, 2, 3, 4, 5), required=True, help="see above")
     parser.add_argument("--out", type=Path, required=True, help="a folder; each part has its own in it")
     parser.add_argument("--only", default="", help="NAME,NAME: these of the part, as its table names them")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of the part, at most (%(default)s)")

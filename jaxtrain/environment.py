@@ -50,7 +50,7 @@ PREFIXES = ("NCCL_", "XLA_", "JAX_", "CUDA_", "CUDNN_", "CUBLAS_", "CUBLASLT_", 
 HARMLESS = (
     *("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_TIMESTAMP*", "TF_CPP_MIN_LOG_LEVEL", "TF_CPP_VMODULE"),
     *("JAX_LOGGING_LEVEL", "JAX_DEBUG_LOG_MODULES", "JAX_TRACEBACK_FILTERING", "CUDA_CACHE_*"),
-    *("TF_CLI_*", "TF_VAR_*", "TF_DATA_DIR", "TF_LOG*", "TF_PLUGIN_*"),  # Terraform's
+    *("TF_CLI_*", "TF_VAR_*", "TF_DATA_DIR", "TF_LOG*", "TF_PLUGIN_*", "TF_TOKEN_*"),  # Terraform's
     # What images of NVIDIA's say of themselves, and where a toolkit lies.
     *("*_VERSION", "CUDA_HOME", "CUDA_PATH*", "CUDA_ROOT"),
     # Which devices and processes there are: hardware.probe and distributed.detect read them.
@@ -59,6 +59,8 @@ HARMLESS = (
     *("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"),
     *("XLA_PYTHON_CLIENT_ALLOCATOR", "TF_FORCE_UNIFIED_MEMORY", HOST_LIMIT),
 )
+# In the name of a variable whose value belongs into no log and no receipt.
+SECRET = ("TOKEN", "SECRET", "PASSW", "CREDENTIAL", "AUTH", "API_KEY", "ACCESS_KEY", "PRIVATE")
 # Read by the loader or the shell before Python runs: setting them here would do nothing.
 TOO_LATE = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "PYTHONPATH", "PYTHONHASHSEED", "CUDA_VISIBLE_DEVICES")
 
@@ -85,12 +87,17 @@ def table(sm: int) -> Table:
     return TABLES.get(max((known for known in TABLES if known <= sm), default=0), ALL)
 
 
+def secret(name: str) -> bool:
+    """Whether the name of a variable speaks of a secret."""
+    return any(word in name.upper() for word in SECRET)
+
+
 def changing(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that change what a run computes or how fast, as the shell has them."""
+    """The variables that change what a run computes or how fast, as the shell has them. None with a secret."""
     return {
         name: value
         for name, value in sorted(environ.items())
-        if name.startswith(PREFIXES) and not any(fnmatch.fnmatchcase(name, each) for each in HARMLESS)
+        if name.startswith(PREFIXES) and not secret(name) and not any(fnmatch.fnmatchcase(name, each) for each in HARMLESS)
     }
 
 

@@ -30,6 +30,7 @@ CAUSES = tuple(MEANING)
 REPEATABLE = ("step", "data", "eval")  # what a step that is lost had cost
 WANTED = (0, 130)  # exit codes after which nobody misses the run
 FILE = "goodput.jsonl"
+LINE_S = 30.0  # from one line of the ledger to the next at most
 
 
 @dataclasses.dataclass
@@ -134,8 +135,11 @@ def summarise(lines: Iterable[Mapping[str, Any]], now: float | None = None) -> G
 
 
 def _tail(spans: list[Span], attempt: int, until: float, seen: float | None, doing: str, at: int) -> float:
-    """The time from the last line of an attempt to when it was last seen. Returns the latter."""
-    length = max(0.0, (seen or until) - until)
+    """The time from the last line of an attempt to when it was last seen. Returns the latter.
+
+    Lines come every LINE_S seconds: what claims to be much later is the time at which the file was copied.
+    """
+    length = min(max(0.0, (seen or until) - until), 2 * LINE_S)
     if length:
         spans.append(Span(attempt, until, until + length, {doing: length}, at, None))
     return until + length

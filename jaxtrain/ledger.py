@@ -16,13 +16,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.goodput import Goodput, read, summarise
+from jaxtrain.goodput import LINE_S, Goodput, read, summarise
 
 LOGGER = logging.getLogger("jaxtrain")
 
 BEAT_S = 1.0
 PATIENCE_S = 2.0  # with another thread that hangs in a write
-LINE_S = 30.0  # from one line to the next at most, while nothing else happens
 
 
 class Ledger:

@@ -65,6 +65,13 @@ def test_what_the_shell_slips_in_is_refused_unless_named(name: str):
     assert not environment.overlay(run(), CPU, shell)[1], "CPUs: fake devices come from XLA_FLAGS"
 
 
+def test_secrets_are_no_part_of_it():
+    shell = {"TF_TOKEN_app": "s3cret", "XLA_AUTH_HEADER": "s3cret", "JAX_X_API_KEY": "s3cret", "NCCL_ALGO": "Ring"}
+    assert environment.changing(shell) == {"NCCL_ALGO": "Ring"}
+    overlay, problems = environment.overlay(run(inherit="*"), H200, shell)
+    assert not problems and "s3cret" not in "".join(overlay.lines())
+
+
 def test_the_config_stands_above_table_and_shell():
     asked = run(set="NCCL_CROSS_NIC=1, CUDA_DEVICE_ORDER=FASTEST_FIRST,NCCL_IB_HCA=mlx5_0+mlx5_1")
     overlay, problems = environment.overlay(asked, H200, USUAL | {"NCCL_CROSS_NIC": "1"})

@@ -93,6 +93,11 @@ def test_between_attempts(code: int, cause: str):
     assert found.goodput == pytest.approx(1.0 if cause == "stopped" else 20 / 120)
 
 
+def test_a_file_that_was_copied_later_tells_of_no_more_time():
+    lines = [begin(0.0), back(0), spent(30.0, 9, step=30.0) | {"seen_last": 86_400.0}]
+    assert goodput.summarise(lines).wall_s == 30.0 + 2 * goodput.LINE_S
+
+
 def test_while_it_runs():
     lines = [begin(0.0), spent(2.0, None, startup=2.0), back(0), spent(4.0, 2, step=2.0)]
     assert nonzero(goodput.summarise(lines, now=9.0)) == {"startup": 2.0, "step": 7.0}
