@@ -51,7 +51,8 @@ usage() {
 usage: ./run.sh                         train configs/tiny.py
        ./run.sh --config=FILE [--...]   train any config (python -m jaxtrain.main with these arguments)
          --nodes=HOST,HOST,...          on several machines, reached by ssh; this one is the first. HOST:PORT for the first says
-                                        where the others find it (12321). All see this folder under the same path
+                                        where the others find it (12321). The repository has the same path and commit on
+                                        all of them; they see one --workdir
          --no-preflight                 without looking first whether the GPUs are fit to train
        ./run.sh COMMAND [...]           python -m jaxtrain.COMMAND; COMMAND --help tells more
        ./run.sh test [pytest args]      the tests, run in the repository's folder
@@ -81,7 +82,9 @@ first attempt, nor in the last ten minutes of a Slurm job. Restarts need bash 4.
   JAXTRAIN_RESTART_WAIT=S   seconds before the first of them, doubled up to 60; default 1
   JAXTRAIN_RESTART_RESET=S  an attempt that lasted S seconds and did not hang made progress; default 600
 
-  JAXTRAIN_SSH=COMMAND      how --nodes reaches a machine; default: ssh -n -o BatchMode=yes -o ServerAliveInterval=15
+  JAXTRAIN_PREFLIGHT_ALLOW=NAME,...
+                            checks of preflight whose fault does not stop training, as 'NUMA balancing'
+  JAXTRAIN_SSH=COMMAND      how --nodes reaches a machine; default: ssh -n -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15
 TEXT
 }
 
@@ -93,7 +96,7 @@ gpu_here() {
     [[ -e $device ]] && return 0
   done
   # Asked second: on a node of eight it can take seconds. WSL has GPUs without these devices.
-  [[ $(nvidia-smi -L 2>/dev/null) == *GPU\ * ]]
+  [[ $(timeout 30 nvidia-smi -L 2>/dev/null) == *GPU\ * ]]
 }
 
 choose() { # sets packages (plan, cuda12, cuda13), why, dev (dev or -); $1: dev or -
@@ -237,20 +240,30 @@ start() { # becomes the environment's Python, with the repository importable and
 
 host_class() { # what kind of machine this is, in a few words, whoever it is
   local names model=''
-  # Sorted by how many: a node of eight says "8 NVIDIA H200", one that has lost a GPU says so.
-  names=$(timeout 20 nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | sort | uniq -c | sed 's/^ *//' | paste -sd+ -) ||
-    names=''
-  if [[ -z $names && -r /proc/cpuinfo ]]; then model=$(sed -n 's/^model name[^:]*: *//p' /proc/cpuinfo | head -n 1); fi
-  echo "${names:-$(getconf _NPROCESSORS_ONLN) CPUs${model:+, $model}}"
+  # By how many there are: a node of eight says "8 NVIDIA H200". From the driver's files, because nvidia-smi may hang on a dead GPU.
+  names=$(cat /proc/driver/nvidia/gpus/*/information 2>/dev/null | sed -n 's/^Model:[[:space:]]*//p')
+  if [[ -z $names ]]; then names=$(timeout 20 nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null) || names=''; fi
+  if [[ -n $names ]]; then
+    sort <<<"$names" | uniq -c | sed 's/^ *//' | paste -sd+ -
+    return
+  fi
+  if [[ -r /proc/cpuinfo ]]; then model=$(sed -n 's/^model name[^:]*: *//p' /proc/cpuinfo | head -n 1); fi
+  echo "$(getconf _NPROCESSORS_ONLN) CPUs${model:+, $model}"
 }
 
 provenance() { # what the run starts from, before Python does: files may change while it runs
-  local commit='' dirty=''
+  local commit='' dirty='' state='this is no git checkout' refused
+  local -x GIT_OPTIONAL_LOCKS=0 LC_ALL=C # on a shared file system nobody needs to write the index
   if commit=$(git -C "$root" rev-parse HEAD 2>/dev/null) && git -C "$root" ls-files --error-unmatch run.sh >/dev/null 2>&1; then
-    dirty=no
-    [[ -z $(git -C "$root" status --porcelain --untracked-files=no 2>/dev/null) ]] || dirty=yes
+    dirty=no state=unchanged
+    # What a run is made of: changed files that git knows, and new ones where they count.
+    if [[ -n $(git -C "$root" status --porcelain --untracked-files=no)$(git -C "$root" ls-files --others --exclude-standard jaxtrain configs) ]]; then
+      dirty=yes state='changed since'
+    fi
   else
     commit=''
+    refused=$(git -C "$root" rev-parse HEAD 2>&1) || true
+    if [[ $refused == *dubious* ]]; then state="git refuses: this checkout belongs to somebody else (git config --global --add safe.directory $root)"; fi
   fi
   if [[ -n ${JAXTRAIN_EXPECTED-} && $JAXTRAIN_EXPECTED != "$commit $dirty" ]]; then
     fail 2 "this machine has commit ${commit:-none} (changed: ${dirty:-unknown}), and the one that started the run has ${JAXTRAIN_EXPECTED% *} \
@@ -262,8 +275,7 @@ provenance() { # what the run starts from, before Python does: files may change 
   fi
   export JAXTRAIN_COMMIT=$commit JAXTRAIN_DIRTY=$dirty JAXTRAIN_HOST_CLASS
   JAXTRAIN_HOST_CLASS=$(host_class)
-  case $dirty in no) dirty='unchanged' ;; yes) dirty='changed since' ;; *) dirty='this is no git checkout' ;; esac
-  [[ -n $quiet ]] || say "${commit:+commit ${commit:0:12}, }$dirty; on $JAXTRAIN_HOST_CLASS"
+  [[ -n $quiet ]] || say "${commit:+commit ${commit:0:12}, }$state; on $JAXTRAIN_HOST_CLASS"
 }
 
 told() { # what is set for the run that was not there, or was something else
@@ -274,18 +286,22 @@ told() { # what is set for the run that was not there, or was something else
   [[ -n $quiet ]] || say "$line, for the run alone"
 }
 
-preflight() { # preflight yes|no ARGUMENTS: are the GPUs here, and on all nodes, fit to train? Ends the script where not; yes: measure
-  local measure=$1 code=0 here=("--json=$scratch/preflight.json")
+no_gpus_wanted() { [[ ${JAX_PLATFORMS-} == cpu* || ${CUDA_VISIBLE_DEVICES-all} == '' || ${CUDA_VISIBLE_DEVICES-} == -1 ]]; }
+
+preflight() { # preflight yes|no ARGUMENTS: are the GPUs here, and on all nodes, fit to train? Sets code: 0, or why to try again
+  local measure=$1 here=("--json=$scratch/preflight.json") # yes: measure
   shift
+  code=0
   # Before a restart it only looks; what the run keeps is what was measured at the start.
   if [[ $measure == no ]]; then set -- "$@" --no-measure && here=(); fi
-  if [[ $looks == no || ${JAX_PLATFORMS-} == cpu* ]] || ! gpu_here; then return; fi
+  if [[ $looks == no ]] || no_gpus_wanted || ! gpu_here; then return; fi
   everywhere preflight "$@"
   if [[ -n $asked ]]; then gone; fi
   case $code in
     0) if [[ $measure == yes ]]; then export JAXTRAIN_PREFLIGHT=$scratch/preflight.json; fi ;;
     2) exit 2 ;; # a mistake in the command, which is told above
     3) fail 3 "not started: preflight found the faults above. Mend them, or give --no-preflight to train all the same" ;;
+    75 | 124 | 134 | 143) ;; # a process of it was lost, or they have not met
     *) fail "$code" "not started: preflight ended with $code. --no-preflight trains without it" ;;
   esac
 }
@@ -305,23 +321,29 @@ listed() { # listed HOST,HOST,...: sets nodes and coordinator
   done
   coordinator=${nodes[0]#*@}
   [[ $coordinator == *:* ]] || coordinator+=:12321
+  host=${coordinator%:*}
+  case " localhost $(hostname 2>/dev/null) $(hostname -s 2>/dev/null) $(hostname -f 2>/dev/null) $(hostname -I 2>/dev/null) " in
+    *" $host "*) ;;
+    *) [[ $host == 127.* ]] || say "--nodes=$1: process 0 runs here, on $(hostname), and the others will look for it at $host" ;;
+  esac
 }
 
 elsewhere() { # elsewhere INDEX COMMAND ARGUMENTS: a process on the machine of that place in the list; ends as it does
   local index=$1 asked_for=$2 name line
   shift 2
   line="cd $(printf %q "$PWD") && env JAXTRAIN_RESTARTS=0 JAXTRAIN_EXPECTED=$(printf %q "$JAXTRAIN_COMMIT $JAXTRAIN_DIRTY")"
-  for name in JAXTRAIN_RESTART JAXTRAIN_LAUNCHED JAXTRAIN_CUDA; do
+  for name in JAXTRAIN_RESTART JAXTRAIN_LAUNCHED JAXTRAIN_CUDA JAXTRAIN_PREFLIGHT_ALLOW; do # no other variable comes along
     if [[ -n ${!name-} ]]; then line+=" $name=$(printf %q "${!name}")"; fi
   done
   line+=" $(printf %q "$root/run.sh") $asked_for$(printf ' %q' "$@")"
   # shellcheck disable=SC2086 # a command with its options
-  ${JAXTRAIN_SSH:-ssh -n -o BatchMode=yes -o ServerAliveInterval=15} "${nodes[index]}" "$line" </dev/null
+  ${JAXTRAIN_SSH:-ssh -n -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15} "${nodes[index]}" "$line" </dev/null
 }
 
 beside() { # beside INDEX PID ...: runs `elsewhere`, and where that fails does not let process PID wait for it in vain
   local index=$1 pid=$2 there=0
   shift 2
+  trap '' HUP INT QUIT TERM USR1 # sent to the process group: what ends it is the end of the process that it reaches
   elsewhere "$index" "$@" || there=$?
   echo "$there" >"$scratch/node.$index"
   if ((there == 0)); then return; fi
@@ -353,8 +375,9 @@ everywhere() { # everywhere COMMAND ARGUMENTS: here (where it gets `here` too), 
   since=$SECONDS
   for ((index = 1; index < ${#nodes[@]}; index++)); do
     # They leave by themselves, at the latest when they miss this one.
-    while [[ ! -s $scratch/node.$index ]] && ((SECONDS - since < 60)); do sleep 0.2; done
-    kill "${others[index - 1]}" 2>/dev/null || true
+    while [[ ! -s $scratch/node.$index ]] && ((SECONDS - since < 60)); do sleep 0.2 || true; done
+    kill -KILL "${others[index - 1]}" 2>/dev/null || true
+    wait "${others[index - 1]}" 2>/dev/null || true
     there=$(cat "$scratch/node.$index" 2>/dev/null) || there=unknown
     case $there in
       "$code" | 0) ;;
@@ -363,10 +386,10 @@ everywhere() { # everywhere COMMAND ARGUMENTS: here (where it gets `here` too), 
       *) say "${nodes[index]} ended with $there" ;;
     esac
     case $there in
-      2 | 3) code=$there ;; # nothing was started there
-      255) ((code != 0 && code != 143)) || code=75 ;;
-      unknown) ;;
-      *) ((code != 0)) || code=$there ;;
+      0 | unknown) ;;
+      2 | 3 | 124) code=$there ;; # nothing was started there; a hang that this one has left as a lost peer
+      255) if ((code == 0 || code == 143)); then code=75; fi ;;
+      *) if ((code == 0)) || { ((code == 143)) && [[ -z $asked ]]; }; then code=$there; fi ;;
     esac
   done
 }
@@ -456,13 +479,9 @@ gone() { # ends the script between two processes, as the last signal asks
 }
 
 train() { # train ARGUMENTS: python -m jaxtrain.main, and again after an end that asks for it; never returns
-  local limit first reset signal began pause code why word arguments=() here=() row=0 total=0 looks=yes
+  local limit first reset signal began pause code why word arguments=() here=() row=0 total=0 looks=yes measure=yes index
   for word in "$@"; do
     case $word in
-      --help | -h | --explain* | --replay*) # these answer, and train nothing
-        prepare -
-        start -m jaxtrain.main "$@"
-        ;;
       --no-preflight) looks=no ;;
       --nodes=*) listed "${word#*=}" ;;
       *) arguments+=("$word") ;;
@@ -471,6 +490,10 @@ train() { # train ARGUMENTS: python -m jaxtrain.main, and again after an end tha
   set -- ${arguments[@]+"${arguments[@]}"} # written so for bash before 4.4, in which an empty list is unbound
   for word in "$@"; do
     case $word in
+      --help | -h | --explain* | --replay*) # these answer, and train nothing
+        prepare -
+        start -m jaxtrain.main "$@"
+        ;;
       --nodes) fail 2 "--nodes needs a value: write --nodes=HOST,HOST,..." ;;
       --coordinator* | --num-processes* | --process-id*)
         ((${#nodes[@]} == 0)) || fail 2 "$word contradicts --nodes, which says which processes there are: leave one of them out"
@@ -482,8 +505,8 @@ train() { # train ARGUMENTS: python -m jaxtrain.main, and again after an end tha
   reset=$(whole JAXTRAIN_RESTART_RESET 600)
   # In older ones what is started with & can never be made to hear Ctrl-C.
   if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 403)); then
-    if ((limit > 0 && ${#nodes[@]} > 0)) || { [[ -n ${JAXTRAIN_RESTARTS-} ]] && ((limit > 0)); }; then
-      fail 2 "restarts and --nodes need bash 4.3 or later, and this is $BASH_VERSION; set JAXTRAIN_RESTARTS=0, or install a newer bash"
+    if ((${#nodes[@]} > 0)) || { [[ -n ${JAXTRAIN_RESTARTS-} ]] && ((limit > 0)); }; then
+      fail 2 "restarts and --nodes need bash 4.3 or later, and this is $BASH_VERSION; leave them out, or install a newer bash"
     fi
     limit=0
   fi
@@ -493,32 +516,41 @@ train() { # train ARGUMENTS: python -m jaxtrain.main, and again after an end tha
   if [[ -z ${JAXTRAIN_EXPECTED-} ]]; then unset JAXTRAIN_LAUNCHED; fi
   if [[ -n ${JAXTRAIN_DRY_RUN-} ]]; then
     told
+    for ((index = 1; index < ${#nodes[@]}; index++)); do say "would run it on ${nodes[index]} too, as process $index"; done
     start -m jaxtrain.main "$@"
   fi
-  scratch=$(mktemp -d) # where Python takes this script's place, it stays behind
-  if ((limit == 0 && ${#nodes[@]} == 0)); then
-    preflight yes "$@"
+  if ((limit == 0 && ${#nodes[@]} == 0)) && { [[ $looks == no ]] || no_gpus_wanted || ! gpu_here; }; then
     told
     start -m jaxtrain.main "$@"
   fi
+  scratch=$(mktemp -d)
   trap 'rm -rf "$scratch"' EXIT
-
-  # For attempts after the first: since when time counts, and what has been done; and where one says that it is the last.
-  export JAXTRAIN_LAUNCHED JAXTRAIN_NOTE=$scratch/note
-  JAXTRAIN_LAUNCHED=$(date +%s)
-  : >"$JAXTRAIN_NOTE"
   { : <&0; } 2>/dev/null || exec </dev/null # a daemon's stdin may be closed
   # HUP and QUIT too: the run must not outlive this script.
   for signal in TERM INT HUP QUIT USR1 USR2; do
     # shellcheck disable=SC2064 # its value now
     trap "hear $signal" "$signal"
   done
-  preflight yes "$@"
-  told
+  if ((limit == 0 && ${#nodes[@]} == 0)); then
+    preflight yes "$@"
+    if ((code != 0)); then exit "$code"; fi
+    told
+    start -m jaxtrain.main "$@" # and the folder stays, with what preflight found
+  fi
+
+  # For attempts after the first: since when time counts, and what has been done; and where one says that it is the last.
+  export JAXTRAIN_LAUNCHED JAXTRAIN_NOTE=$scratch/note
+  JAXTRAIN_LAUNCHED=$(date +%s)
+  : >"$JAXTRAIN_NOTE"
   pause=$first
   while :; do
     began=$SECONDS
-    everywhere main "$@"
+    preflight "$measure" "$@" # again before each restart: what ended the run may be a GPU
+    if ((code == 0)); then
+      if [[ $measure == yes ]]; then told; fi
+      measure=no
+      everywhere main "$@"
+    fi
     # The time says nothing of one that hung: most of it may have been the watchdog's patience.
     if ((code != 124 && SECONDS - began >= reset)); then row=0 pause=$first; fi
     explain
@@ -549,7 +581,6 @@ train() { # train ARGUMENTS: python -m jaxtrain.main, and again after an end tha
     row=$((row + 1)) total=$((total + 1))
     say "$why: starting again in $pause s, restart $row of $limit"
     rest "$pause"
-    preflight no "$@" # what ended it may be a GPU
     if ((pause < 60)); then pause=$((pause * 2 < 60 ? pause * 2 : 60)); fi
     export JAXTRAIN_RESTART=$total # of them all, for the receipt
   done

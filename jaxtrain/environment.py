@@ -9,7 +9,7 @@ import dataclasses
 import fnmatch
 from collections.abc import Mapping
 
-from jaxtrain.config import Problem, RunConfig, parts_of
+from jaxtrain.config import Env, Problem, RunConfig, parts_of
 from jaxtrain.hardware import HOST_LIMIT, NCCL_ALGO, Devices, memory_environment, memory_fraction, pinned_limit_gib
 
 # Variable -> (value, why); the value None: it stays unset, for the reason given.
@@ -52,7 +52,8 @@ HARMLESS = (
     *("JAX_LOGGING_LEVEL", "JAX_DEBUG_LOG_MODULES", "JAX_TRACEBACK_FILTERING", "CUDA_CACHE_*"),
     *("TF_CLI_*", "TF_VAR_*", "TF_DATA_DIR", "TF_LOG*", "TF_PLUGIN_*", "TF_TOKEN_*"),  # Terraform's
     # What images of NVIDIA's say of themselves, and where a toolkit lies.
-    *("*_VERSION", "CUDA_HOME", "CUDA_PATH*", "CUDA_ROOT"),
+    *("*_VERSION", "CUDA_HOME", "CUDA_PATH*", "CUDA_ROOT", "CUDA_DIR", "CUDA_INSTALL_PATH", "CUDA_TOOLKIT_ROOT_DIR"),
+    *("CUDA_BIN_PATH", "CUDNN_HOME", "CUDNN_PATH", "CUDNN_ROOT*", "CUDNN_*DIR", "NCCL_HOME", "NCCL_ROOT*", "NCCL_*_DIR"),
     # Which devices and processes there are: hardware.probe and distributed.detect read them.
     *("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "CUDA_VISIBLE_DEVICES", "JAX_COORDINATOR_*", "JAX_LOCAL_DEVICE_IDS"),
     # The memory budget: hardware.memory_environment refuses what contradicts it.
@@ -61,8 +62,12 @@ HARMLESS = (
 )
 # In the name of a variable whose value belongs into no log and no receipt.
 SECRET = ("TOKEN", "SECRET", "PASSW", "CREDENTIAL", "AUTH", "API_KEY", "ACCESS_KEY", "PRIVATE")
-# Read by the loader or the shell before Python runs: setting them here would do nothing.
-TOO_LATE = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "PYTHONPATH", "PYTHONHASHSEED", "CUDA_VISIBLE_DEVICES")
+# Read by the loader, by the shell, or before the config is: setting them here would do nothing, or too little.
+TOO_LATE = (
+    *("LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "PYTHONPATH", "PYTHONHASHSEED", "CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS"),
+    *("JAX_NUM_CPU_DEVICES", "JAX_COORDINATOR_*", "JAXTRAIN_*", "SLURM_*"),
+)
+EXPORTED = "JAXTRAIN_EXPORTED"  # names of what an earlier run of this process has set
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +77,11 @@ class Overlay:
     set: dict[str, str] = dataclasses.field(default_factory=dict)
     why: dict[str, str] = dataclasses.field(default_factory=dict)  # of those set
     inherited: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def common(self) -> dict[str, str]:
+        """What all processes of a run must have alike: not the memory of a host, nor what its network is called."""
+        apart = (HOST_LIMIT, *parts_of(Env().inherit))
+        return {name: value for name, value in {**self.inherited, **self.set}.items() if name not in apart}
 
     def lines(self) -> list[str]:
         """For the log: what is set and why, and what came from the shell."""
@@ -121,7 +131,10 @@ def parse(text: str) -> tuple[dict[str, str], list[Problem]]:
             problems.append(Problem("env.set", item, "must be NAME=VALUE", "For example NCCL_CROSS_NIC=1."))
         elif name in found:
             problems.append(Problem("env.set", item, f"{name} is named twice", "Keep one of them."))
-        elif name in TOO_LATE:
+        elif secret(name):
+            rule = "its name speaks of a secret, and what is set here stands in the log and the receipt"
+            problems.append(Problem("env.set", name, rule, "Set it in the shell that starts the run."))
+        elif any(fnmatch.fnmatchcase(name, each) for each in TOO_LATE):
             rule = f"{name} is read before the config is"
             problems.append(
                 Problem("env.set", item, rule, f"Set it in the shell that starts the run, and leave {name} out here.")
@@ -141,15 +154,16 @@ def overlay(run: RunConfig, devices: Devices, environ: Mapping[str, str]) -> tup
     chosen = {name: (value, "env.set") for name, value in asked.items()}
     on_gpus = devices.kind == "gpu" and devices.count > 0
     if not on_gpus:
-        return _overlay(chosen, changing(environ)), problems
+        return _overlay(chosen, environ), problems
     known = table(devices.sm) if env.defaults else {}
     # An inherited variable stands above the table: the config named it.
     stays = {name for name in environ if any(fnmatch.fnmatchcase(name, each) for each in parts_of(env.inherit))}
     stays |= {name for name in ("NCCL_DEBUG",) if environ.get(name)}  # who asks NCCL for more gets more
     chosen = {name: (v, why) for name, (v, why) in known.items() if v is not None and name not in stays} | chosen
-    memory, wrong = memory_environment(memory_fraction(devices.memory_gib, run.train.memory_fraction), environ)
+    fraction = memory_fraction(devices.memory_gib, run.train.memory_fraction)
+    memory, wrong = memory_environment(fraction, {**environ, **asked})
     problems += wrong
-    for name in {*memory, HOST_LIMIT} & set(asked):
+    for name in sorted({*memory, HOST_LIMIT} & set(asked) - {p.key for p in wrong}):
         rule = "is decided by train.memory_fraction" if name != HOST_LIMIT else f"is read from the shell: {HOST_LIMIT}=GIB"
         problems.append(Problem("env.set", name, rule, "Leave it out here."))
     chosen |= {name: (value, "train.memory_fraction") for name, value in memory.items()}
@@ -166,10 +180,14 @@ def overlay(run: RunConfig, devices: Devices, environ: Mapping[str, str]) -> tup
         if name in reported or chosen.get(name, ("", ""))[0] == value:
             continue
         rule = "is set in the shell and changes how a run goes, and the config does not name it"
+        if name in environ.get(EXPORTED, "").split(","):
+            problems.append(Problem(name, value, "was set by an earlier run of this process", "Begin a new process."))
+            continue
         remedy = f"Unset it; or make it part of the run: env.inherit={name} takes the shell's, env.set={name}=VALUE its own."
         problems.append(Problem(name, value, rule, remedy))
-    return _overlay(chosen, {n: v for n, v in changing(environ).items() if n not in chosen}), problems
+    return _overlay(chosen, environ), problems
 
 
-def _overlay(chosen: Mapping[str, tuple[str, str]], inherited: dict[str, str]) -> Overlay:
+def _overlay(chosen: Mapping[str, tuple[str, str]], environ: Mapping[str, str]) -> Overlay:
+    inherited = {name: value for name, value in changing(environ).items() if name not in chosen}
     return Overlay({n: v for n, (v, _) in chosen.items()}, {n: why for n, (_, why) in chosen.items()}, inherited)

@@ -5,6 +5,7 @@ Goodput is the part of the wall time in which steps were taken that counted. Tim
 """
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,12 +23,14 @@ MEANING = {
     "save": "waiting for a save",
     "eval": "held-out loss and samples",
     "repeated": "steps that were lost, and taken again",
-    "down": "nothing ran: from a crash, or a request to leave, to the next attempt",
+    "hang": "nothing moved, until the watchdog ended it",
+    "down": "no step could run: from a crash, or a request to leave, to the next attempt; preflight is in it",
     "other": "the rest",
     "stopped": "nothing ran, because that was wanted",
 }
 CAUSES = tuple(MEANING)
 REPEATABLE = ("step", "data", "eval")  # what a step that is lost had cost
+HUNG = 124  # the watchdog's exit code
 WANTED = (0, 130)  # exit codes after which nobody misses the run
 FILE = "goodput.jsonl"
 LINE_S = 30.0  # from one line of the ledger to the next at most
@@ -106,6 +109,8 @@ def summarise(lines: Iterable[Mapping[str, Any]], now: float | None = None) -> G
             if doing is not None:  # killed: until it was last seen it did what it did
                 until = _tail(spans, attempts, until, line["seen"], doing, at)
                 away = "down"
+                for span in _without_progress(spans, attempts):
+                    span.last = None  # it was at work on steps that it has not finished
             if attempts:
                 gap = max(0.0, line["time"] - until)
                 spans.append(Span(0, until, until + gap, {away: gap}, at, at))
@@ -124,6 +129,8 @@ def summarise(lines: Iterable[Mapping[str, Any]], now: float | None = None) -> G
             _repeat(spans, at)
         elif kind == "end":
             doing, away = None, "stopped" if line["exit_code"] in WANTED else "down"
+            if line["exit_code"] == HUNG:
+                _hung(spans, attempts)
         last_seen = line.get("seen_last", last_seen)
     if doing is not None:
         until = _tail(spans, attempts, until, now if now is not None else last_seen, doing, at)
@@ -143,6 +150,18 @@ def _tail(spans: list[Span], attempt: int, until: float, seen: float | None, doi
     if length:
         spans.append(Span(attempt, until, until + length, {doing: length}, at, None))
     return until + length
+
+
+def _without_progress(spans: list[Span], attempt: int) -> list[Span]:
+    """The newest spans of an attempt, back to the last in which a step was done."""
+    newest = itertools.takewhile(lambda span: span.attempt == attempt, reversed(spans))
+    return list(itertools.takewhile(lambda span: span.last is None or span.first == span.last, newest))
+
+
+def _hung(spans: list[Span], attempt: int) -> None:
+    """The attempt was ended by the watchdog: what it spent since its last step was spent on nothing."""
+    for span in _without_progress(spans, attempt):
+        span.seconds = {"hang": sum(span.seconds.values())}
 
 
 def _repeat(spans: list[Span], step: int) -> None:

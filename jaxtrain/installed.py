@@ -1,12 +1,20 @@
 """Which packages are installed here, by the versions that their own metadata tells. No jax."""
 
+import functools
+import hashlib
 import importlib.metadata
+from pathlib import Path
 
 # Those that compute something.
 PACKAGES = (
     "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "ml_collections", "ml_dtypes", "tokenizers",
     "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt",
     "nvidia-cudnn-cu12", "nvidia-nccl-cu12", "nvidia-cublas-cu12", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "nvidia-cublas",
+)  # fmt: skip
+# Of a run besides: ptxas and libdevice, which make its kernels, NVSHMEM, and what reads and writes the arrays of checkpoints.
+OF_A_RUN = (
+    *PACKAGES,
+    "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13", "tensorstore",
 )  # fmt: skip
 
 
@@ -16,6 +24,15 @@ def version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+@functools.cache
+def code() -> str:
+    """SHA-256 of jaxtrain's own files, as they are when first asked for."""
+    root, digest = Path(__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str]:

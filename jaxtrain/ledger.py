@@ -7,6 +7,7 @@ goodput.py adds it all up.
 """
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -25,7 +26,8 @@ PATIENCE_S = 2.0  # with another thread that hangs in a write
 
 
 class Ledger:
-    """Writes down where the time of one attempt goes. A context manager; its methods may be called from any thread.
+    """Writes down where the time of one attempt goes. A context manager. `during` and `base` belong to the main thread; `end` may
+    come from any.
 
     path: of goodput.jsonl. began: when the process was born, seconds since 1970. active: False on processes other than 0, where
     nothing is written.
@@ -131,10 +133,16 @@ class Ledger:
     def _append(self, line: Mapping[str, Any]) -> bool:
         if not self._active:
             return False
+        size = 0
         try:
-            with open(self.path, "ab") as file:
-                file.write(json.dumps(line).encode() + b"\n")
+            with open(self.path, "ab", buffering=0) as file:
+                size = file.tell()
+                whole = json.dumps(line).encode() + b"\n"
+                if file.write(whole) != len(whole):  # the disk is full
+                    raise OSError(errno.ENOSPC, "only a part of a line could be written")
         except OSError as error:
+            with contextlib.suppress(OSError):  # what was written of it would spoil the next line
+                os.truncate(self.path, size)
             if not self._failed:
                 LOGGER.warning("%s", f"{self.path} cannot be written ({error}): the time it lacks counts as lost")
             self._failed = True

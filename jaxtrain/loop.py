@@ -66,6 +66,7 @@ class Loop:
         try:
             with Collector() as collector, session.watchdog.phase("step"):
                 session.peers.gather("settled", "", AGREE_S)  # nobody leaves at once when another has begun to step
+                session.ledger.base("step")  # not before: processes wait for each other, one of which may compile
                 session.settled()
                 if session.start.resumed:
                     self._due_before()
@@ -162,7 +163,8 @@ class Loop:
         if evaluate:
             session.evaluate(self.compiled.eval, state.weights(self.current), done, finish=False)
         if write:
-            session.samples.write(state.weights(self.current), done)
+            with session.ledger.during("eval"):
+                session.samples.write(state.weights(self.current), done)
 
     def _note_pause(self) -> None:
         """A word on the step that ends here, where it took far longer than others."""
@@ -218,7 +220,7 @@ class Loop:
         if session.peers.count > 1:  # each process has its own rows
             host = session.train_data.batch(bad.batch)
         session.finish_saves()
-        with session.watchdog.phase("checkpoint"):
+        with session.watchdog.phase("checkpoint"), session.ledger.during("save"):
             try:
                 how = (session.chosen.options, session.argv, session.peers)
                 said = replay.write(folder, session.run, self.current, bad, host, *how)

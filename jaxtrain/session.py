@@ -132,7 +132,6 @@ class Session:
             self.passed("restore" if self.start.resumed else "initial state")
             loop = Loop(self, current, compiled)
             del current  # the loop gives it away
-            self.ledger.base("step")
             pools = {d.local_hardware_id: d.memory_stats for d in jax.local_devices() if d.platform == "gpu"}
             with Monitor(pools, self.run.log.gpu_every_s, process=self.peers.process_index) as self.monitor:
                 loop.run()
@@ -168,7 +167,7 @@ class Session:
         self.console.say(f"all {steps} steps are done: nothing to train. A larger train.steps goes on from here.")
         self.rewind()
         if not self.samples.written(steps):
-            with self.watchdog.phase("step"):
+            with self.watchdog.phase("step"), self.ledger.during("eval"):
                 self.samples.write(state.weights(current), steps)
         return DONE, f"{steps} steps were done already"
 

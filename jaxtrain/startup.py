@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from jaxtrain.config import ConfigError, Problem
 from jaxtrain.distributed import Cluster, start
-from jaxtrain.environment import Overlay
+from jaxtrain.environment import EXPORTED, Overlay
 from jaxtrain.hardware import Devices
 
 NOTES = re.compile(rb"cudart_stub|log messages before absl::InitializeLog|^\[Gloo\] Rank")
@@ -32,6 +32,7 @@ def set_environment(overlay: Overlay) -> None:
         remedy = "Begin a new process in which nothing is computed before the run, or one that is started with these."
         raise ConfigError([Problem("environment", before, rule, remedy)])
     os.environ.update(absent)
+    os.environ[EXPORTED] = ",".join(sorted({*filter(None, os.environ.get(EXPORTED, "").split(",")), *overlay.set}))
 
 
 def _started_on_gpus() -> bool:

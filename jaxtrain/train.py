@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import ml_collections
 
-from jaxtrain import compiler, config, environment, generate, goodput, hardware, metrics, samples, step
+from jaxtrain import compiler, config, environment, generate, goodput, hardware, installed, metrics, samples, step
 from jaxtrain.between import HeldOut, Samples
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.config import ConfigError, RunConfig, to_dict
@@ -212,7 +212,7 @@ def _attempt(
     # ---- The run's folder, its log and its receipt
     workdir.mkdir(parents=True, exist_ok=True)
     lock = lock_folder(workdir)
-    seen = [json.loads(each) for each in peers.gather("start", json.dumps(view(run, start, train_data)), AGREE_S)]
+    seen = [json.loads(each) for each in peers.gather("start", json.dumps(view(run, start, train_data, overlay)), AGREE_S)]
     for name, remedy in ALIKE.items():
         if len({json.dumps(each[name], sort_keys=True) for each in seen}) > 1:
             found = "; ".join(f"process {i}: {each[name]}" for i, each in enumerate(seen[:4]))
@@ -329,13 +329,20 @@ ALIKE = {
     "checkpoint.step": "Put the folder of checkpoints where all of them see the same files.",
     "data.source": "Give all of them the same token files.",
     "config": "Start all of them with the same command.",
+    "code": "Bring the repository to the same state on all nodes.",
+    "environment": "Give all of them the same variables, or set them by env.set.",
 }
 
 
-def view(run: RunConfig, start: Start, data: Any) -> dict[str, Any]:
+def view(run: RunConfig, start: Start, data: Any, overlay: environment.Overlay) -> dict[str, Any]:
     """What one process sees of it."""
-    skipped = [start.step, dataclasses.astuple(start.position)]
-    return {"checkpoint.step": skipped, "data.source": data.fingerprint, "config": config_sha256(config.to_dict(run))}
+    return {
+        "checkpoint.step": [start.step, dataclasses.astuple(start.position)],
+        "data.source": data.fingerprint,
+        "config": config_sha256(config.to_dict(run)),
+        "code": installed.code(),
+        "environment": overlay.common(),
+    }
 
 
 def newest(workdir: Path) -> dict[str, Any]:

@@ -81,6 +81,8 @@ def test_the_config_stands_above_table_and_shell():
     assert overlay.why["NCCL_CROSS_NIC"] == "env.set" and "NCCL_CROSS_NIC" not in overlay.inherited
     assert environment.overlay(asked, H200, USUAL | {"NCCL_CROSS_NIC": "2"})[1], "two minds on one variable"
     assert environment.overlay(asked, CPU, {})[0].set == expected
+    flags = environment.overlay(run(set="XLA_FLAGS=--new"), CPU, {"XLA_FLAGS": "--old"})[0]
+    assert flags.set == {"XLA_FLAGS": "--new"} and not flags.inherited
 
 
 def test_without_the_table():
@@ -102,11 +104,47 @@ def test_who_asks_nccl_for_more_gets_more():
         ("A=1,A=2", "named twice"),
         ("LD_LIBRARY_PATH=/x", "read before"),
         ("XLA_CLIENT_MEM_FRACTION=0.5", "train.memory_fraction"),
+        ("JAX_PLATFORMS=cpu", "read before"),
+        ("JAXTRAIN_COORDINATOR=a:1", "read before"),
+        ("HF_TOKEN=hf_x", "speaks of a secret"),
     ],
 )
 def test_mistakes_in_env_set(text: str, why: str):
     (problem,) = environment.overlay(run(set=text), H200, {})[1]
-    assert problem.key == "env.set" and why in problem.rule
+    assert problem.key in ("env.set", text.partition("=")[0]) and why in problem.rule
+    assert "hf_x" not in str(problem)
+
+
+@pytest.mark.parametrize(
+    "text", ["XLA_PYTHON_CLIENT_PREALLOCATE=false", "XLA_PYTHON_CLIENT_MEM_FRACTION=0.5", "TF_FORCE_UNIFIED_MEMORY=1"]
+)
+def test_the_memory_budget_is_not_walked_past(text: str):
+    (problem,) = environment.overlay(run(set=text), H200, {})[1]
+    assert problem.key == text.partition("=")[0]
+
+
+def test_modules_that_say_where_libraries_lie_are_nobodys_fault():
+    shell = {
+        "CUDA_DIR": "/c",
+        "CUDA_INSTALL_PATH": "/c",
+        "CUDNN_HOME": "/d",
+        "NCCL_HOME": "/n",
+        "NCCL_INCLUDE_DIR": "/n/include",
+    }
+    assert environment.changing(shell) == {}
+
+
+def test_a_second_run_of_a_process_is_told_what_the_first_has_left():
+    shell = {"NCCL_CROSS_NIC": "1", environment.EXPORTED: "NCCL_CROSS_NIC,NCCL_DEBUG"}
+    (problem,) = environment.overlay(run(), H200, shell)[1]
+    assert "earlier run of this process" in problem.rule and problem.remedy == "Begin a new process."
+
+
+def test_what_processes_must_have_alike():
+    shell = {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_ALGO": "Ring"}
+    found = environment.overlay(run(inherit="NCCL_*", set="NCCL_CROSS_NIC=1"), H200, shell)[0].common()
+    assert found.items() >= {"NCCL_ALGO": "Ring", "NCCL_CROSS_NIC": "1"}.items()
+    assert not found.keys() & {"NCCL_SOCKET_IFNAME", HOST_LIMIT}
 
 
 def test_deterministic_sums():
@@ -144,13 +182,13 @@ def test_a_run_sets_it_says_so_and_records_it(tmp_path: Path):
     keys = {
         "train.steps": 1, "optimizer.warmup_steps": 1, "model.num_layers": 1, "model.d_model": 32, "model.d_ff": 64,
         "data.seq_len": 32, "data.source": "synthetic", "eval.every_steps": 0, "sample.max_tokens": 0, "train.global_batch": 8,
-        "paths.cache": "", "env.set": "JAXTRAIN_TEST_MARK=here", "log.tensorboard": False,
+        "paths.cache": "", "env.set": "NCCL_CROSS_NIC=1", "log.tensorboard": False,
     }  # fmt: skip
     command = [sys.executable, "-m", "jaxtrain.main", f"--workdir={tmp_path}", *(f"--config.{k}={v}" for k, v in keys.items())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "environment: JAXTRAIN_TEST_MARK=here (env.set)" in done.stdout
-    assert "JAXTRAIN_TEST_MARK" not in os.environ
+    assert "environment: NCCL_CROSS_NIC=1 (env.set)" in done.stdout
+    assert "NCCL_CROSS_NIC" not in os.environ
     receipt = json.loads((tmp_path / "receipt.json").read_text())
-    assert receipt["env"]["set"] == {"JAXTRAIN_TEST_MARK": "here"}
-    assert receipt["environment"]["JAXTRAIN_TEST_MARK"] == "here"
+    assert receipt["env"]["set"] == {"NCCL_CROSS_NIC": "1"}
+    assert receipt["environment"]["NCCL_CROSS_NIC"] == "1"

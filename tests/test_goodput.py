@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,53 @@ def test_while_it_runs():
     assert nothing.goodput is None and "nothing" in goodput.words(nothing)
 
 
+def test_a_hang_is_no_good_time():
+    """Nothing moved after step 10, which the checkpoint holds: none of it was spent on steps that count."""
+    lines = [
+        begin(0.0),
+        back(0),
+        spent(10.0, 10, step=10.0),
+        spent(40.0, 10, step=30.0),
+        spent(900.0, 10, step=860.0),
+        end(900.0, 124),
+        begin(905.0, seen=900.0),
+        back(10),
+        spent(915.0, 20, step=10.0),
+    ]
+    assert nonzero(goodput.summarise(lines)) == {"step": 20.0, "hang": 890.0, "down": 5.0}
+
+
+def test_a_kill_in_a_step_that_takes_long():
+    """Lines come while a step is under way: a kill loses them, although the step counted stands in a checkpoint."""
+    lines = [begin(0.0), back(0), spent(10.0, 5, step=10.0), spent(40.0, 5, step=30.0), begin(60.0, seen=45.0), back(5)]
+    assert nonzero(goodput.summarise(lines)) == {"step": 10.0, "repeated": 35.0, "down": 15.0}
+
+
+def test_a_disk_that_is_full_spoils_no_line(tmp_path: Path):
+    """A real limit on the size of files, in a process of its own; then there is room again."""
+    path = tmp_path / goodput.FILE
+    code = f"""
+import resource, signal, time
+from pathlib import Path
+from jaxtrain import goodput
+from jaxtrain.ledger import Ledger
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+path = Path({str(path)!r})
+with Ledger(path, time.time()) as ledger:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, -1))
+    with ledger.during("compile"):
+        time.sleep(0.1)
+    assert path.read_bytes().endswith(b"}}\\n"), path.read_bytes()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+    with ledger.during("save"):
+        time.sleep(0.1)
+    found = ledger.close(0, "done")
+assert found.parts["compile"] >= 0.1 and found.parts["save"] >= 0.1, found
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_blocks_claim_their_time_and_no_more(tmp_path: Path):
     path = tmp_path / goodput.FILE
     began = time.time()
@@ -125,7 +174,9 @@ def test_blocks_claim_their_time_and_no_more(tmp_path: Path):
     assert found is not None and found.steps == 3
     assert found.wall_s == pytest.approx(wall, abs=0.05)
     expected = {"startup": 0.3, "compile": 0.2, "eval": 0.1, "data": 0.2, "step": 0.1}
-    assert {k: v for k, v in found.parts.items() if v} == {k: pytest.approx(v, abs=0.05) for k, v in expected.items()}
+    # A sleep takes as long as asked or, on a busy machine, longer.
+    assert found.parts.keys() - {k for k, v in found.parts.items() if not v} == expected.keys()
+    assert all(v - 0.01 <= found.parts[k] <= v + 0.5 for k, v in expected.items()), found.parts
     last = [json.loads(line) for line in path.read_text().splitlines()][-1]
     assert last["kind"] == "end" and last["exit_code"] == 0
 

@@ -70,10 +70,10 @@ def test_told_not_to_look(node: Launcher):
     assert node.attempts()[0]["arguments"] == ["-m", "jaxtrain.main", "--config=x.py"]
 
 
-@pytest.mark.parametrize("how", [{"JAX_PLATFORMS": "cpu"}, {"JAXTRAIN_DRY_RUN": "1"}])
+@pytest.mark.parametrize("how", [{"JAX_PLATFORMS": "cpu"}, {"CUDA_VISIBLE_DEVICES": ""}, {"JAXTRAIN_DRY_RUN": "1"}])
 def test_nothing_to_look_at(node: Launcher, how: dict[str, str]):
     assert node.train("exit 0", **how).returncode == 0
-    assert modules(node) == [] if "JAXTRAIN_DRY_RUN" in how else ["jaxtrain.main"]
+    assert modules(node) == ([] if "JAXTRAIN_DRY_RUN" in how else ["jaxtrain.main"])
 
 
 def test_questions_need_no_look(node: Launcher):
@@ -87,6 +87,24 @@ def test_a_preflight_that_breaks_is_not_taken_for_a_good_one(node: Launcher):
     done = node.train("exit 1")
     assert done.returncode == 1 and modules(node) == ["jaxtrain.preflight"]
     assert "preflight ended with 1" in done.stderr
+
+
+@pytest.mark.parametrize("ended", ["exit 75", "kill 6"])
+def test_a_preflight_that_lost_a_process_is_tried_again(node: Launcher, ended: str):
+    """Within the same budget as training: a node that is slow to come is no fault."""
+    done = node.train(ended, "exit 0", "exit 75", ended, "exit 0", "exit 0")
+    assert done.returncode == 0, done.stderr
+    looked, trained, again = "jaxtrain.preflight", "jaxtrain.main", "jaxtrain.preflight --no-measure"
+    assert modules(node) == [looked, looked, trained, again, again, trained]
+    assert "restart 3 of 3" in done.stderr
+
+
+def test_asked_to_stop_while_it_looks_and_restarts_are_off(node: Launcher):
+    process = node.begin("until 130", "exit 0", JAXTRAIN_RESTARTS="0")
+    node.await_attempts(1)
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=10)
+    assert process.returncode == 75 and node.signals() == ["SIGTERM"] and modules(node) == ["jaxtrain.preflight"]
 
 
 def test_asked_to_stop_while_it_looks(node: Launcher):
@@ -121,19 +139,23 @@ def test_the_commit_is_known_before_python_starts(node: Launcher):
     fact = node.attempts()[-1]
     assert (fact["commit"], fact["dirty"], fact["host_class"]) == (commit, "no", "8 NVIDIA H200")
     assert f"run.sh: commit {commit[:12]}, unchanged; on 8 NVIDIA H200" in said.splitlines()
-    with open(node.repo / "jaxtrain/main.py", "a") as file:
-        file.write("# changed\n")
+    new = node.repo / "jaxtrain/new.py"
+    new.write_text("x = 1\n")  # git does not know it, and a run may import it
     said = node.train("exit 0", "exit 0").stderr
     assert node.attempts()[-1]["dirty"] == "yes" and f"commit {commit[:12]}, changed since" in said
+    new.unlink()
+    with open(node.repo / "jaxtrain/main.py", "a") as file:
+        file.write("# changed\n")
+    assert node.train("exit 0", "exit 0").returncode == 0 and node.attempts()[-1]["dirty"] == "yes"
 
 
 def test_what_is_set_is_told_and_nothing_else_changes(launcher: Launcher):
-    """Run from a shell as a user would: its variables, folder and home are afterwards what they were."""
+    """Run from a shell as a user would. Its variables are its own; what could change are files: the user's, the repository's,
+    temporary ones."""
     launcher.plan("exit 0")
     home = launcher.cwd
-    before = {p.name for p in home.iterdir()}
-    look = "env | grep -v '^_=' | sort; pwd; trap; set -o"
-    line = f'{{ {look}; }} >"$OUT/before"; "{launcher.repo}/run.sh" --config=x.py; {{ {look}; }} >"$OUT/after"'
+    before, repo = {p.name for p in home.iterdir()}, runs.tree(launcher.repo)
+    line = f'"{launcher.repo}/run.sh" --config=x.py'
     out = launcher.repo.parent
     env = {
         "PATH": f"{launcher.bin}:/usr/bin:/bin",
@@ -142,10 +164,10 @@ def test_what_is_set_is_told_and_nothing_else_changes(launcher: Launcher):
         "PYTHONPATH": "/mine",
         "TMPDIR": str(out),
     }
-    folders = {p.name for p in out.iterdir()} | {"before", "after"}
+    folders = {p.name for p in out.iterdir()}
     done = subprocess.run(["bash", "-c", line], env=env, cwd=home, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert (out / "before").read_text() == (out / "after").read_text()
+    assert runs.tree(launcher.repo) == repo
     assert {p.name for p in home.iterdir()} - before == {"attempts"}  # the stand-in's own
     assert {p.name for p in out.iterdir()} == folders, "temporary files are left"
     (line,) = [each for each in done.stderr.splitlines() if each.startswith("run.sh: sets ")]
@@ -175,7 +197,9 @@ SSH = """#!/bin/bash
 host=${*: -2:1} command=${*: -1}
 printf '%s\\n' "$*" >>"$HOME/ssh"
 [[ $host != unreachable ]] || exit 255
-exec bash -c "$command"
+if [[ $host == bad* ]]; then exit "${host#bad}"; fi
+# As over there: nothing of this shell's comes along.
+exec env -i PATH="$PATH" HOME="$HOME" JAX_PLATFORMS=cpu ${DEVICES:+JAX_NUM_CPU_DEVICES=$DEVICES} bash -c "$command"
 """
 
 
@@ -202,6 +226,28 @@ def test_a_machine_that_ssh_cannot_reach(launcher: Launcher):
     done = launcher.run("--config=x.py", "--nodes=here,unreachable", JAXTRAIN_RESTARTS="0")
     assert done.returncode == 75 and "unreachable: ssh could not reach it" in done.stderr
     assert time.monotonic() - began < 15, "what waits for that machine is ended; by itself it would wait 20 s"
+
+
+@pytest.mark.parametrize(("there", "code"), [(2, 2), (3, 3), (124, 124)])
+def test_how_another_machine_ended(launcher: Launcher, there: int, code: int):
+    """What it refuses, nobody tries again; its hang is the run's, although this process has left for a lost peer."""
+    script(launcher.bin / "ssh", SSH)
+    launcher.plan("sleep 1 75")
+    done = launcher.run("--config=x.py", f"--nodes=here,bad{there}", JAXTRAIN_RESTARTS="0")
+    assert done.returncode == code, done.stderr
+
+
+def test_a_signal_to_the_process_group_keeps_the_runs_code(launcher: Launcher):
+    """As systemd, or `kill -- -PGID`, sends it: also to ssh and to what waits for it."""
+    script(launcher.bin / "ssh", "#!/bin/bash\nsleep 3\nexit 75\n")  # over there it ends as the processes have agreed
+    process = launcher.begin("until 75", arguments=["--config=x.py", "--nodes=here,there"])
+    launcher.await_attempts(1)
+    time.sleep(0.5)
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGTERM)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 75 and time.monotonic() - began < 15, stderr
+    assert "because run.sh was sent TERM" in stderr
 
 
 def test_another_state_of_the_code_is_refused(launcher: Launcher, tmp_path: Path):
@@ -273,7 +319,7 @@ def test_launch_train_save_kill_and_resume(count: int, tmp_path: Path, alone: di
     config = tmp_path / "small.py"
     config.write_text(runs.SMALL)
     names = ["127.0.0.1:" + str(free_port()), *(f"node{i}" for i in range(1, count))]
-    devices = {"JAX_NUM_CPU_DEVICES": str(4 // count)}
+    devices = {"JAX_NUM_CPU_DEVICES": str(4 // count), "DEVICES": str(4 // count)}
     given = runs.arguments(config, workdir, {"paths__cache": tmp_path / "compiled", **MORE})
     process = machine.begin(f"--nodes={','.join(names)}", *given, **devices)
     try:

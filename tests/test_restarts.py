@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -84,12 +84,12 @@ class Launcher(Machine):
         self.plan(*lines)
         return self.run("--config=x.py", **{"JAXTRAIN_RESTART_WAIT": "0"} | env)
 
-    def begin(self, *lines: str, **env: str) -> subprocess.Popen[str]:
+    def begin(self, *lines: str, arguments: Sequence[str] = ("--config=x.py",), **env: str) -> subprocess.Popen[str]:
         """Starts and returns at once, in a process group of its own."""
         self.plan(*lines)
         base = {"PATH": f"{self.bin}:{PATH}", "HOME": str(self.cwd), "JAXTRAIN_RESTART_WAIT": "0"}
         return subprocess.Popen(
-            ["bash", str(self.repo / "run.sh"), "--config=x.py"],
+            ["bash", str(self.repo / "run.sh"), *arguments],
             env=base | env,
             cwd=self.cwd,
             stdin=subprocess.DEVNULL,
