@@ -66,7 +66,7 @@ def gpu_lines(node: Node, limit_s: float) -> Outcome:
     if not seen and not node.smoke:
         return Outcome(BAD, "no line on the GPU", data=receipt)
     missing = sorted({key for line in seen for key, value in line.items() if value is None})
-    text = f"{len(seen)} lines on the GPU" + (f"; it does not tell {', '.join(missing)}" if missing else "")
+    text = f"lines on the GPU: {len(seen)}" + (f"; it does not tell {', '.join(missing)}" if missing else "")
     return Outcome(GOOD, f"{text}; receipt, metrics and page in {folder.name}/", data={"gpu": seen, "receipt": receipt})
 
 

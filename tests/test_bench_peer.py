@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from bench_helpers import ANSWER, at_home, here  # noqa: F401
 
-from benchmarks import hopper
+from benchmarks import hopper, operate
 from jaxtrain import hardware, launch
 from jaxtrain.bench import __main__ as command
 from jaxtrain.bench import parts, peer, report, suite
@@ -164,6 +165,46 @@ def test_aims_follow_from_what_was_measured(tmp_path, monkeypatch, capsys):
         "| 8b:half, measured over planned peak | 0.98 | 0.90 to 1.10 |",
     ):
         assert line in page
+
+
+def test_what_the_operators_tools_cost_follows_from_turns(tmp_path, monkeypatch, capsys):
+    """Part 5 on a described GPU: runs whose steps take 1.01 s with lines on the GPU, 1 s without."""
+    asked = []
+
+    def run(command, log, *, limit_s):
+        asked.append(command)
+        words = dict(word[2:].split("=", 1) for word in command if word.startswith("--") and "=" in word)
+        if "jaxtrain.preflight" in command:
+            Path(words["json"]).write_text(json.dumps({"exit_code": 3}))
+            return 3, "FAULT: ECC"
+        if "jaxtrain.main" in command:
+            folder = Path(words["workdir"])
+            (folder / "checkpoints" / "60").mkdir(parents=True)
+            every = float(words["config.log.gpu_every_s"])
+            (folder / "receipt.json").write_text(json.dumps({"speed": {"step_time_s": {"median": 1.01 if every else 1.0}}}))
+            (folder / "metrics.jsonl").write_text(json.dumps({"kind": "gpu", "power_w": 650.0, "nvlink_tx_gb_s": None}) + "\n")
+        return 0, "done"
+
+    monkeypatch.setattr(operate, "run", run)
+    monkeypatch.setattr(hardware, "probe", lambda: described(80.0))
+    assert hopper.main(["--part=5", f"--out={tmp_path}"]) == 0
+    found = json.loads((tmp_path / "part5" / "results.json").read_text())["parts"]
+    assert (found["preflight"]["verdict"], found["preflight"]["found"]) == ("off", "FAULT: ECC")
+    assert found["a run and its receipt"]["found"].startswith("lines on the GPU: 1; it does not tell nvlink_tx_gb_s")
+    assert found["cost of sampling"]["found"].startswith("a step takes +1.00% with it (off 1 and 1 s, on 1.01 and 1.01 s)")
+    every = [word for command in asked for word in command if word.startswith("--config.log.gpu_every_s=")]
+    assert [word.partition("=")[2] for word in every] == ["2", "0", "1", "1", "0"]
+    assert not [*tmp_path.rglob("checkpoints")]
+
+
+@pytest.mark.more
+def test_the_operators_tools_in_tiny_form(tmp_path):
+    """Part 5 as it is, on CPUs."""
+    assert hopper.main(["--part=5", f"--out={tmp_path}", "--smoke"]) == 0
+    folder = tmp_path / "part5"
+    assert json.loads((folder / "preflight.json").read_text())["verdict"] == "no GPUs"
+    assert (folder / "run" / "report.html").exists() and (folder / "recorded_node").is_dir()
+    assert json.loads((folder / "results.json").read_text())["parts"]["cost of sampling"]["verdict"] == "ok"
 
 
 def test_what_there_is_no_time_for_is_left_out(tmp_path, monkeypatch, capsys):
