@@ -155,7 +155,7 @@ def _gpus(environ: Mapping[str, str]) -> tuple[list[tuple[str, float, int]], str
     except pynvml.NVMLError as e:
         return [], f"no NVIDIA driver ({e})"
     try:
-        return [_describe(handle) for handle in visible_handles(visible)], "the driver reports no GPU"
+        return [_describe(handle) for handle in visible_handles(visible, pynvml)], "the driver reports no GPU"
     finally:
         pynvml.nvmlShutdown()
 

@@ -26,8 +26,7 @@ PATIENCE_S = 2.0  # with another thread that hangs in a write
 
 
 class Ledger:
-    """Writes down where the time of one attempt goes. A context manager. `during` and `base` belong to the main thread; `end` may
-    come from any.
+    """Writes down where the time of one attempt goes. A context manager. `during` and `base` belong to the main thread.
 
     path: of goodput.jsonl. began: when the process was born, seconds since 1970. active: False on processes other than 0, where
     nothing is written.

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain import compiler, config, flops, hardware, installed, metrics, position, profiling, state, step, throughput
+from jaxtrain import compiler, config, flops, hardware, installed, lora, metrics, position, profiling, state, step, throughput
 from jaxtrain.announce import announce
 from jaxtrain.between import HeldOut, Samples
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, Damaged, Failed, Saved
@@ -31,7 +31,7 @@ from jaxtrain.memory import (
 from jaxtrain.monitor import MfuAlert, Monitor
 from jaxtrain.plan.expect import Watch, expect
 from jaxtrain.progress import Console
-from jaxtrain.receipt import Receipt
+from jaxtrain.receipt import Receipt, of_checkpoint, of_weights
 from jaxtrain.sharding import node_of
 from jaxtrain.signals import Stop
 from jaxtrain.snapshot import Snapshots
@@ -195,12 +195,19 @@ class Session:
                 resumed_from_step=self.start.step if self.start.resumed else None,
                 passed_over={str(k): v for k, v in self.start.passed.items()},
             )
+            self.receipt.began(self.loaded(current))
             if self.start.resumed:
                 with self.ledger.during("restore"):
                     jax.block_until_ready(current)
                 seconds = time.perf_counter() - began  # one whose digests do not match is Damaged, and never comes here
                 self.receipt.update(restore={"step": self.done, "seconds": seconds, "digests": "matched"})
             return current
+
+    def loaded(self, current: state.TrainState) -> dict[str, Any] | None:
+        """What the first state was read from, for the receipt; None: it was made from the seed."""
+        if self.start.resumed:
+            return of_checkpoint(self.checkpoints.directory, self.checkpoints.meta(self.done))
+        return of_weights(self.run.init.from_, lora.digest(current.params)) if self.run.init.from_ else None
 
     def go_back(self) -> state.TrainState:
         """The state of the newest good checkpoint, in the middle of a run."""
@@ -255,7 +262,8 @@ class Session:
             f"compiled in {seconds:.1f} s; per device: " + ", ".join(f"{name} {size(gib)}" for name, gib in memory.items())
         )
         remat = dataclasses.asdict(self.run.remat)
-        self.receipt.update(remat=remat, compile_s=seconds, memory_gib=memory, compiler_options=self.chosen.options)
+        options = compiler.of_no_run(self.chosen.options)  # what a run adds, such as places in its folder, explains nothing
+        self.receipt.update(remat=remat, compile_s=seconds, memory_gib=memory, compiler_options=options)
         if self.run.profile.dump_hlo:
             profiling.dump_hlo(train, self.workdir, self.console.say)
         if limit and (taken := taken_gib(train)) > limit / 2**30:

@@ -255,7 +255,7 @@ def _attempt(
         unlock(lock)
         return refused([config.Problem("cannot start", None, str(error).rstrip("."), "")])
     metrics.write_atomic(workdir / "config.json", json.dumps(config.to_dict(run), indent=1) + "\n")
-    if fit := receipt.fields.get("preflight"):
+    if fit := receipt.preflight:
         metrics.write_atomic(workdir / "preflight.json", json.dumps(fit, indent=1) + "\n")
     code, reason, ended = FAILED, "ended by an exception", None
     born = time.time() - (age_s() if own_process else 0.0)

@@ -20,10 +20,11 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtrain import hardware
+from jaxtrain.monitor import card
 from jaxtrain.plan import calibrate, topology
-from jaxtrain.preflight import device_work, disk_rates, measure
+from jaxtrain.preflight import answer, device_work, disk_rates, measure, under_load
+from jaxtrain.preflight.bounded import Unmeasured
 from jaxtrain.preflight.device_work import TINY, Sizes
-from jaxtrain.preflight.disk_rates import Unmeasured
 
 REPO = Path(__file__).parents[1]
 MIB = 2**20
@@ -40,6 +41,7 @@ def test_everything_is_measured_in_another_process(tmp_path):
     assert [found[name] for name in measure.INTER_NODE] == [None, None]
     assert found["left_out"] == dict.fromkeys(measure.INTER_NODE, "there is one node")
     assert found["disk"]["data"] is found["disk"]["scratch"] and found["disk"]["data"]["write_gb_s"] > 0
+    assert found["gpus"] == list(range(8)) and found["under_load"] == [] and found["failed"] == {}
     assert list(tmp_path.iterdir()) == []
 
 
@@ -47,6 +49,17 @@ def test_no_gpu_is_said(tmp_path):
     found = measure.measure({"data": tmp_path}, 10, disk_bytes=MIB)
     assert found["gemm_tflops"] == [] and found["all_reduce_bus_gb_s"] is None and found["disk"]["data"]["read_gb_s"] > 0
     assert found["left_out"]["gemm_tflops"].startswith("there is no GPU to measure (JAX_PLATFORMS=cpu")
+
+
+def test_a_driver_that_hangs_is_a_fault_in_time(monkeypatch):
+    stuck = threading.Event()
+    monkeypatch.setattr(measure, "PROBE_S", 0.2)
+    monkeypatch.setattr(hardware, "probe", lambda: stuck.wait(30))
+    began = time.monotonic()
+    found = measure.measure({}, 10)
+    stuck.set()
+    assert time.monotonic() - began < 3 and found["failed"] == {"driver": "the driver (NVML) did not answer within 0 s"}
+    assert "did not answer" in found["left_out"]["gemm_tflops"]
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests(monkeypatch):
@@ -75,6 +88,15 @@ def test_work_is_counted_by_hand(monkeypatch):
     moved = 3 * MIB * TINY.memory_rounds
     assert device_work.memory(devices, TINY) == pytest.approx([moved / 0.5e9, moved / 0.25e9])
     assert device_work.host(devices, TINY) == pytest.approx([MIB / 0.5e9, MIB / 0.25e9])
+
+
+def test_a_slow_card_makes_fewer_rounds():
+    """By a program of ten: 0.02 s a round are 15 rounds in 0.3 s."""
+    sizes = Sizes()
+    slow = lambda w, x: time.sleep(0.2)  # noqa: E731
+    assert 10 <= device_work.enough(slow, 0, 0, sizes) <= 15
+    assert device_work.enough(lambda w, x: time.sleep(0.002), 0, 0, sizes) == sizes.gemm_rounds
+    assert device_work.enough(slow, 0, 0, dataclasses.replace(sizes, gemm_s=0.001)) == 1
 
 
 def test_each_device_is_timed_by_itself():
@@ -137,19 +159,79 @@ def test_what_fails_or_comes_too_late_is_left_out(tmp_path, monkeypatch, late):
     monkeypatch.setattr(device_work, "memory", lambda *_: [1.0])
     monkeypatch.setattr(device_work, "host", lambda *_: [2.0])
     monkeypatch.setattr(device_work, "collective", lambda kind, members, sizes: len(members))
-    answer = device_work.Answer(tmp_path / "answer.json", -1.0 if late else 60.0)
-    device_work.work(jax.devices(), jax.devices()[:2], TINY, answer)
+    found = answer.Answer(tmp_path / "answer.json", -1.0 if late else 60.0)
+    device_work.work(jax.devices(), jax.devices()[:2], TINY, found)
     kept = json.loads((tmp_path / "answer.json").read_text())
     assert not kept["done"] and kept["doing"]  # as a process leaves it that is ended now
-    answer.done()
+    found.done()
     kept = json.loads((tmp_path / "answer.json").read_text())
     why = kept["left_out"]
     assert kept["done"] and {k: kept["measured"][k] for k in measure.BUS} == dict.fromkeys(measure.BUS, 8)
     assert why["inter_node_all_reduce_bus_gb_s"] == "there is one node"
     if late:
-        assert {why[name] for name in measure.GPU_LISTS} == {"no time was left"}
+        assert {why[name] for name in measure.GPU_LISTS} == {"no time was left"} and not kept["failed"]
     else:
+        assert kept["failed"] == {"gemm_tflops": "GEMMs on 2 GPUs: RuntimeError: no such luck"}
         assert why["gemm_tflops"] == "RuntimeError: no such luck" and kept["measured"]["hbm_gb_s"] == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS", True),
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 256 MiB", False),  # others hold it: `memory in use`
+        ("UNIMPLEMENTED: no pinned_host on this platform", False),
+    ],
+)
+def test_which_errors_are_faults(tmp_path, text, fault):
+    def broken() -> Any:
+        raise RuntimeError(text)
+
+    found = answer.Answer(tmp_path / "answer.json", 60.0)
+    found.add("hbm_gb_s", "memory of 8 GPUs", broken)
+    assert text in found.fields["left_out"]["hbm_gb_s"] and bool(found.fields["failed"]) == fault
+
+
+def test_a_jax_that_goes_on_with_the_cpu_is_a_fault(monkeypatch, tmp_path, capsys):
+    """It does where its plugin for the GPUs does not start."""
+    monkeypatch.setattr(hardware, "probe", lambda: hardware.Devices("gpu", "NVIDIA H200", 8, 140.0, "NVML"))
+    monkeypatch.setattr(device_work.startup, "start_jax", lambda *_: None)
+    monkeypatch.setattr(device_work, "work", lambda *_: pytest.fail("measured the CPU"))
+    monkeypatch.setattr(device_work.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
+    options = [f"--answer={tmp_path / 'answer.json'}", "--limit=10", f"--parent={os.getppid()}"]
+    assert device_work.main(options) == 1
+    assert "JAX does not start on the GPUs (NVIDIA H200): it found cpu devices" in capsys.readouterr().err
+
+
+class Played:
+    """A card of monitor.card, as it answers under load."""
+
+    index = 6
+
+    def __init__(self, *said: Any):
+        self.said = list(said)
+
+    def sample(self, at: float) -> Any:
+        given = self.said.pop(0) if len(self.said) > 1 else self.said[0]
+        if isinstance(given, Exception):
+            raise given
+        return given
+
+
+def sampled(mhz: float, *reasons: str) -> card.Sample:
+    return card.Sample(0.0, 1.0, 90.0, 650.0, 700.0, 60.0, mhz, 3201.0, reasons, 0, None)
+
+
+def test_gpus_are_watched_while_they_compute():
+    watched = Played(sampled(1500.0), None, sampled(1100.0, "hw_thermal", "sw_thermal"), card.Lost("gone"))
+    with under_load.UnderLoad([watched], sample_s=0.001) as watch:  # pyright: ignore[reportArgumentType]
+        watch._thread.join(10)
+    (found,) = watch.found()
+    assert found == {"gpu": 6, "sm_mhz": 1300.0, "power_w": 650.0, "power_limit_w": 700.0,
+                     "reasons": {"hw_thermal": 0.5, "sw_thermal": 0.5}}  # fmt: skip
+    with under_load.UnderLoad([]) as nothing:
+        pass
+    assert nothing.found() == [] and under_load.cards(jax.devices()) == []
 
 
 def test_two_processes_measure_together(tmp_path):
@@ -205,15 +287,46 @@ def test_a_hang_costs_the_budget_and_no_more(monkeypatch, tmp_path):
     assert found["gemm_tflops"] == [7.0] and "gemm_tflops" not in found["left_out"]
     words = "not done within 2 s, and ended in all-reduce over the node's 8 GPUs"
     assert found["hbm_gb_s"] == [] and found["left_out"]["hbm_gb_s"] == found["left_out"]["all_reduce_bus_gb_s"] == words
+    assert found["failed"] == {}  # too short to call it a hang
     with pytest.raises(ProcessLookupError):
         os.kill(int(note.read_text()), 0)
+
+
+@pytest.mark.parametrize(
+    ("key", "measured", "for_s", "fault"),
+    [
+        ("all_reduce_bus_gb_s", {"gemm_tflops": [7.0]}, 16, True),
+        ("all_reduce_bus_gb_s", {"gemm_tflops": [7.0]}, 5, False),  # NCCL may have been at its beginning
+        ("all_reduce_bus_gb_s", {}, 16, False),
+        ("gemm_tflops", {}, 50, False),
+        ("", {}, 50, False),
+    ],
+)
+def test_what_is_a_hang(key, measured, for_s, fault):
+    assert bool(measure.hangs({"key": key, "measured": measured, "began_unix": time.time() - for_s})) == fault
+
+
+def test_a_hang_in_a_collective_is_a_fault(monkeypatch, tmp_path):
+    monkeypatch.setattr(measure, "HANG_S", 0.5)
+    at = '"key": "all_reduce_bus_gb_s", "began_unix": time.time(), "done"'
+    child(monkeypatch, tmp_path, HALF.replace('"done"', at) + "time.sleep(100)")
+    found = measure.measure({}, 2.0, on_cpu=True)
+    assert found["failed"] == {"all_reduce_bus_gb_s": found["left_out"]["all_reduce_bus_gb_s"]}
 
 
 def test_a_crash_is_told_in_its_own_words(monkeypatch, tmp_path):
     child(monkeypatch, tmp_path, HALF + "print('NCCL WARN unhandled cuda error', flush=True)\nos.kill(os.getpid(), 11)")
     found = measure.measure({}, 20.0, on_cpu=True)
     words = "the process ended with code -11 in all-reduce over the node's 8 GPUs: NCCL WARN unhandled cuda error"
-    assert found["gemm_tflops"] == [7.0] and found["left_out"]["h2d_gb_s"] == words
+    assert found["gemm_tflops"] == [7.0] and found["left_out"]["h2d_gb_s"] == words and found["failed"] == {"process": words}
+
+
+@pytest.mark.parametrize(("args", "fault"), [((), True), (("--num-processes=2",), False)])
+def test_one_that_falls_with_the_others_is_no_crash(args, fault, monkeypatch, tmp_path):
+    """When the first of several is ended, because the time is over, JAX ends the others."""
+    child(monkeypatch, tmp_path, HALF + "time.sleep(0.5)\nos.kill(os.getpid(), 6)")
+    found = measure.measure({}, measure.PEERS_S, args, on_cpu=True)
+    assert ("process" in found["failed"]) == fault and "ended with code -6" in found["left_out"]["hbm_gb_s"]
 
 
 def test_it_ends_with_the_process_that_asked(tmp_path):
@@ -251,7 +364,8 @@ def alive(pid: int) -> bool:
 def test_it_takes_little_of_the_gpus_memory():
     here = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "HOME": "/h", "PYTHONPATH": "/p"}
     got = measure.environment(hardware.Devices("gpu", "NVIDIA H200", 8, 140.0, "NVML"), here)
-    assert got == {"HOME": "/h", "PYTHONPATH": f"{REPO}{os.pathsep}/p", "XLA_CLIENT_MEM_FRACTION": "0.0571"}
+    assert got == {"HOME": "/h", "PYTHONPATH": f"{REPO}{os.pathsep}/p", "XLA_CLIENT_MEM_FRACTION": "0.0571",
+                   "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # fmt: skip
     small = measure.environment(hardware.Devices("gpu", "some card", 1, 8.0, "NVML"), here)
     assert small["XLA_CLIENT_MEM_FRACTION"] == "0.5"
 
@@ -316,7 +430,8 @@ def test_a_place_that_may_only_be_read(tmp_path, monkeypatch):
 def test_full_and_broken_disks_say_why(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * MIB))
     left_out: dict[str, str] = {}
-    assert measure.disks({"data": tmp_path}, 10.0, left_out, MIB) == {}
+    failed: dict[str, str] = {}
+    assert measure.disks({"data": tmp_path}, 10.0, left_out, failed, MIB) == {} and not failed
     assert left_out["disk.data"] == f"{tmp_path} has 0.00 GiB free; a file is written only where there are 0.00"
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
 
@@ -325,8 +440,8 @@ def test_full_and_broken_disks_say_why(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", quota)
-        assert measure.disks({"data": tmp_path, "cache": tmp_path}, 10.0, left_out, MIB) == {}
-    assert left_out["disk.data"] == left_out["disk.cache"] == f"{tmp_path}: Disk quota exceeded"
+        assert measure.disks({"data": tmp_path, "cache": tmp_path}, 10.0, left_out, failed, MIB) == {}
+    assert failed == left_out and left_out["disk.data"] == left_out["disk.cache"] == f"{tmp_path}: Disk quota exceeded"
 
 
 def test_a_mount_that_hangs_hangs_nobody(tmp_path, monkeypatch):
@@ -335,6 +450,6 @@ def test_a_mount_that_hangs_hangs_nobody(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_rates, "existing", lambda _: stuck.wait(30) and tmp_path)
     left_out: dict[str, str] = {}
     began = time.monotonic()
-    assert measure.disks({"data": tmp_path}, 0.2, left_out, MIB) == {} and time.monotonic() - began < 3
+    assert measure.disks({"data": tmp_path}, 0.2, left_out, {}, MIB) == {} and time.monotonic() - began < 3
     assert "did not answer within" in left_out["disk.data"]
     stuck.set()

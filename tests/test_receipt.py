@@ -14,7 +14,19 @@ import runs
 from test_metrics import train_line
 
 from jaxtrain import config, metrics
-from jaxtrain.receipt import FORMAT, Receipt, ReceiptError, attempts, figures, load, machine, software
+from jaxtrain.receipt import (
+    FORMAT,
+    Receipt,
+    ReceiptError,
+    attempts,
+    figures,
+    git_state,
+    lineage,
+    load,
+    machine,
+    software,
+    things,
+)
 from jaxtrain.receipt import __main__ as command
 from jaxtrain.receipt.golden import check, kept, passed
 from jaxtrain.receipt.opened import open_run
@@ -28,6 +40,7 @@ RESOLVED = config.to_dict(config.RunConfig())
 class Gpu:
     limit_mw: int = 700_000
     reasons: int = 0x1
+    lost: bool = False
 
 
 class Nvml:
@@ -52,13 +65,15 @@ class Nvml:
     SystemGetDriverVersion, SystemGetCudaDriverVersion = "580.65.06", 13000
     DeviceGetName, DeviceGetUUID, DeviceGetEccMode = b"NVIDIA H200", "GPU-1", [1, 1]
     DeviceGetPowerManagementDefaultLimit, DeviceGetPowerUsage, DeviceGetTemperature = 700_000, 121_000, 31
-    DeviceGetTotalEccErrors, DeviceGetClockInfo, DeviceGetMaxClockInfo = 0, 345, 1980
+    DeviceGetClockInfo, DeviceGetMaxClockInfo = 345, 1980
     DeviceGetTopologyCommonAncestor = 30
 
     def DeviceGetCount(self) -> int:
         return len(self.gpus)
 
     def DeviceGetHandleByIndex(self, index: int) -> Gpu:
+        if self.gpus[index].lost:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
         return self.gpus[index]
 
     def DeviceGetPciInfo(self, gpu: Gpu) -> Any:
@@ -69,6 +84,9 @@ class Nvml:
 
     def DeviceGetCurrentClocksThrottleReasons(self, gpu: Gpu) -> int:
         return gpu.reasons
+
+    def DeviceGetTotalEccErrors(self, gpu: Gpu, kind: int, counter: int) -> int:
+        return 0 if counter == pynvml.NVML_VOLATILE_ECC else 12  # of its life
 
     def DeviceGetNvLinkState(self, gpu: Gpu, link: int) -> int:
         return int(link < 16)
@@ -81,15 +99,19 @@ class Nvml:
 
 
 def test_a_killed_run_has_what_was_known_at_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "preflight.json").write_text('{"verdict": "fit"}')
+    checks = [{"name": "driver", "state": "ok", "seen": "580"}, {"name": "disk", "state": "note", "seen": "nearly full"}]
+    fit = {"verdict": "fit", "seconds": 3.0, "nodes": [{"host": "a", "checks": checks, "measured": {"h2d_gb_s": [55.0]}}]}
+    (tmp_path / "preflight.json").write_text(json.dumps(fit))
     told = {"JAXTRAIN_PREFLIGHT": str(tmp_path / "preflight.json"), "JAXTRAIN_HOST_CLASS": "8 x NVIDIA H200"}
     for name, value in {**told, "JAXTRAIN_COMMIT": "abc", "JAXTRAIN_DIRTY": "no"}.items():
         monkeypatch.setenv(name, value)
-    Receipt(tmp_path, nvml=Nvml(Gpu(), Gpu(), Gpu())).start({"resolved": RESOLVED}, runs.REPO / "configs" / "tiny.py")
+    slip = Receipt(tmp_path, nvml=Nvml(Gpu(), Gpu(), Gpu()))
+    slip.start({"resolved": RESOLVED}, runs.REPO / "configs" / "tiny.py")
     found = load(tmp_path / "receipt.json")
     assert (found["format"], found["exit_code"], found["resolved"]) == (FORMAT, None, json.loads(json.dumps(RESOLVED)))
     assert found["source"]["config_file"] == "configs/tiny.py" and "jaxtrain/train.py" in found["source"]["files"]
-    assert found["preflight"] == {"verdict": "fit"}
+    short = [{"name": "driver", "state": "ok"}, checks[1]]
+    assert slip.preflight == fit and found["preflight"] == {**fit, "nodes": [{**fit["nodes"][0], "checks": short}]}
     assert found["launch"] == {"commit": "abc", "dirty": False, "host_class": "8 x NVIDIA H200", "by": "run.sh"}
     assert (found["versions"]["driver"], found["versions"]["driver_cuda"]) == ("580.65.06", "13.0")
     assert found["hardware"]["topology"] == {"nvlinks": [16, 16, 16], "pairs": {"NVLink": 1, "PHB": 2}}
@@ -105,6 +127,7 @@ def test_a_killed_run_has_what_was_known_at_its_start(tmp_path: Path, monkeypatc
         "ecc": True,
     }
     assert found["hardware"]["before"][0]["throttle_reasons"] == "" and "after" not in found["hardware"]
+    assert found["hardware"]["before"][0]["ecc_uncorrected"] == 0
 
 
 def test_the_end_adds_clocks_and_figures(tmp_path: Path) -> None:
@@ -141,6 +164,36 @@ def test_a_damaged_metrics_file_costs_the_figures_and_not_the_end(tmp_path: Path
     assert any("metrics.jsonl:1" in note for note in open_run(tmp_path).notes)
 
 
+def test_a_lost_gpu_costs_neither_the_receipt_nor_the_exit_code(tmp_path: Path) -> None:
+    nvml = Nvml(Gpu(), Gpu(lost=True), Gpu())
+    slip = Receipt(tmp_path, nvml=nvml)
+    slip.start({})
+    found = load(tmp_path / "receipt.json")["hardware"]
+    assert found["gpus"][1] == found["before"][1] == {"index": 1, "lost": True}
+    assert found["gpus"][2]["index"] == 2 and found["topology"]["nvlinks"] == [16, 16]
+    nvml.gpus[0].lost = True
+    slip.finish(75, "a peer died")
+    found = load(tmp_path / "receipt.json")
+    assert found["exit_code"] == 75 and [gpu.get("lost", False) for gpu in found["hardware"]["after"]] == [True, True, False]
+    assert things.described(found)["GPUs: name"] == "2 x NVIDIA H200, 1 x lost"
+    assert command.main(["show", str(tmp_path)]) == 0
+
+
+def test_whatever_fails_at_the_end_is_told_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slip = Receipt(tmp_path, nvml=Nvml(Gpu()))
+    slip.start({})
+    with metrics.Writers(tmp_path) as writers:
+        writers.train(**train_line(1))
+
+    def broken(nvml: Any) -> None:
+        raise OverflowError("an error of nobody's")
+
+    monkeypatch.setattr(machine, "clocks", broken)
+    slip.finish(75, "SIGTERM")
+    found = load(tmp_path / "receipt.json")
+    assert (found["exit_code"], found["no_figures"]) == (75, "OverflowError: an error of nobody's") and found["loss_at"]
+
+
 def test_without_gpus_there_are_facts_of_the_host_alone() -> None:
     found = machine.hardware(Nvml(broken=("nvmlInit",)))
     assert found["gpus"] == [] and found.keys() == {"cpu", "kernel", "gpus"} and found["cpu"]["count"] > 0
@@ -153,6 +206,25 @@ def test_what_a_gpu_does_not_tell_is_null() -> None:
     found = machine.hardware(Nvml(Gpu(), broken=tuple(f"nvmlDeviceGet{name}" for name in asked)))
     assert found["gpus"][0]["ecc"] is None
     assert (found["before"][0]["power_w"], found["before"][0]["throttle_reasons"]) == (None, None)
+
+
+def test_processors_are_those_that_the_process_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {3, 5, 7})
+    Receipt(tmp_path, nvml=Nvml(broken=("nvmlInit",))).start({})
+    assert load(tmp_path / "receipt.json")["host"]["cpus"] == 3
+
+
+def test_no_secret_and_nothing_of_one_attempt_alone_is_kept() -> None:
+    kept = {"NCCL_ALGO": "Ring", "SLURM_JOB_ID": "7"}
+    told = {
+        "JAXTRAIN_RESTART": "2",
+        "JAXTRAIN_NOTE": "/x",
+        "NCCL_API_KEY": "k",
+        "JAX_private": "p",
+        "UCX_PASSWD": "x",
+        "HOME": "/",
+    }
+    assert software.environment({**told, **kept}) == kept
 
 
 def test_the_container_is_told_and_never_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,12 +252,27 @@ def test_source_of_a_users_own_parts(tmp_path: Path) -> None:
     assert len(found["patch"]) <= PATCH_MOST
 
 
+def test_git_is_asked_in_its_own_language_and_takes_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "git"
+    said = '[ "$LC_ALL" = C ] && echo "fatal: not a git repository" >&2 || echo "fatal: kein Git-Repository" >&2'
+    fake.write_text(f'#!/bin/sh\n[ "$GIT_OPTIONAL_LOCKS" = 0 ] || exit 0\n{said}\nexit 128\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    monkeypatch.delenv("GIT_OPTIONAL_LOCKS", raising=False)
+    assert git_state(tmp_path) is None
+
+
 # ---- Attempts
 
 
-def test_attempts_are_kept_short_and_come_back_whole(tmp_path: Path) -> None:
+def test_attempts_are_kept_short_and_come_back_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = []
+    monkeypatch.setenv("JAXTRAIN_PREFLIGHT", str(tmp_path / "preflight.json"))
+    checks = [{"name": f"check {i}", "state": "note", "seen": "x" * 200} for i in range(40)]
     for number in range(40):
+        monkeypatch.setenv("JAXTRAIN_RESTART", str(number))
+        (tmp_path / "preflight.json").write_text(json.dumps({"seconds": number, "nodes": [{"checks": checks}]}))
         slip = Receipt(tmp_path, nvml=Nvml(Gpu()))
         resolved = {**RESOLVED, "precision": "f32"} if number < 2 else RESOLVED
         slip.start({"resolved": resolved, "env": {"set": {"A": str(number // 20)}, "inherited": {}}})
@@ -195,7 +282,7 @@ def test_attempts_are_kept_short_and_come_back_whole(tmp_path: Path) -> None:
     found = load(tmp_path / "receipt.json")
     assert attempts(found) == json.loads(json.dumps(whole))
     assert "resolved" not in found["attempts"][0] and found["attempts"][1]["resolved"]["precision"] == "f32"
-    assert found["attempts"][19]["env"] == {"set": {"A": "0"}}
+    assert found["attempts"][19]["env"] == {"set": {"A": "0"}} and found["attempts"][5]["preflight"] == {"seconds": 5}
     assert all(len(json.dumps(each)) < 4000 for each in found["attempts"][2:])
 
 
@@ -210,6 +297,39 @@ def test_a_receipt_of_the_format_before_is_read_and_kept(tmp_path: Path, capsys:
     slip.start({})
     first, second = attempts(load(tmp_path / "receipt.json"))
     assert first == {name: value for name, value in old.items() if name != "attempts"} and second["attempt"] == 2
+
+
+def attempt(number: int, **fields: Any) -> dict[str, Any]:
+    return {"format": FORMAT, "id": f"id{number}", "attempt": number, **fields}
+
+
+def read_from(number: int, step: int = 10) -> dict[str, Any]:
+    """`loaded` of what an attempt saved."""
+    return {"from": "/x/checkpoints", "step": step, "saved_by": f"id{number}", "digest": f"digest of {number}"}
+
+
+def test_the_state_of_a_run_is_of_those_attempts_that_saved_what_was_read() -> None:
+    first, second = attempt(1, loaded=None), attempt(2, loaded=read_from(1))  # the second saved nothing
+    third = attempt(3, loaded=read_from(1, 20))
+    assert lineage.lineage([first, second, third]) == ([first, third], None)
+    assert lineage.lineage([first, attempt(2, loaded=None)])[0][0]["attempt"] == 2  # began anew
+    foreign = read_from(9)
+    assert lineage.lineage([attempt(1, loaded=foreign), second]) == ([attempt(1, loaded=foreign), second], foreign)
+    weights = lineage.of_weights("hf:model", "d" * 32)
+    assert lineage.lineage([attempt(1, loaded=weights), second])[1] == weights
+    # Before `loaded` was written.
+    old = [attempt(1, resumed_from_step=None), attempt(2, resumed_from_step=5)]
+    assert lineage.lineage(old) == (old, None)
+    (_, origin) = lineage.lineage([attempt(1, resumed_from_step=1000)])
+    assert lineage.described(origin) == "step 1000"
+
+
+def test_an_attempt_began_where_it_first_began(tmp_path: Path) -> None:
+    slip = Receipt(tmp_path)
+    slip.start({})
+    slip.began(None)
+    slip.began(read_from(1))  # it diverged, and went back
+    assert load(tmp_path / "receipt.json")["loaded"] is None
 
 
 # ---- Figures
@@ -270,6 +390,16 @@ def test_memory_says_who_told() -> None:
     assert set(nothing.values()) == {None}
 
 
+def test_throttling_is_a_share_of_the_time_and_of_this_attempt() -> None:
+    def gpu(step: int, index: int, share: float | None, why: str = "") -> dict[str, Any]:
+        return {"kind": "gpu", "step": step, "gpu": index, "throttled": share, "throttle_reasons": why}
+
+    watched = [gpu(1, 0, 1.0, "hw_thermal"), gpu(11, 0, 0.5, "sw_thermal"), gpu(12, 0, 0.1, "sw_thermal+hw_slowdown")]
+    watched += [gpu(11, 1, 0.0), gpu(12, 1, None), gpu(11, 2, None)]
+    found = figures.of_run(watched, {"resumed_from_step": 10})["throttled"]
+    assert found == [{"gpu": 0, "share": pytest.approx(0.3), "reasons": "sw_thermal+hw_slowdown"}]
+
+
 # ---- A golden run
 
 
@@ -289,11 +419,27 @@ def test_a_run_is_as_good_as_itself(trained: Path, tmp_path: Path, capsys: pytes
     assert command.main(["check", str(trained), golden]) == 0
     said = capsys.readouterr().out
     assert "bit for bit" in said and "every file as it was written" in said and "as the golden run" in said
+    assert "verified, not restored" in " ".join(said.split())
     text = Path(golden).read_text()
     assert str(trained.parent) not in text and "name" not in json.loads(text)["host"]
     assert command.main(["check", str(trained), golden, "--json"]) == 0
     verdicts = json.loads(capsys.readouterr().out)
     assert verdicts["passed"] and [v["state"] for v in verdicts["checks"]] == ["ok", "ok", "not compared", "ok"]
+    assert json.loads((trained / "golden.json").read_text()) == verdicts
+    assert command.main(["show", str(trained)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"as good as golden.json, checked {verdicts['time']} at step 20" in said and "restore not tested" in said
+
+
+def test_a_golden_receipt_is_not_written_over_by_a_verdict(trained: Path, tmp_path: Path, capsys) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(trained, copy)
+    golden = copy / "golden.json"
+    assert command.main(["check", str(copy), f"--save={golden}"]) == 0
+    kept_text = golden.read_text()
+    assert command.main(["check", str(copy), str(golden)]) == 0
+    assert golden.read_text() == kept_text and "the verdict was not kept" in capsys.readouterr().err
+    assert open_run(copy).checked is None
 
 
 def altered(trained: Path, tmp_path: Path, change: Any, **limits: Any) -> list[tuple[str, str]]:
@@ -370,6 +516,60 @@ def test_another_computation_proves_nothing(trained: Path, tmp_path: Path) -> No
     assert altered(trained, tmp_path, other)[0] == ("not compared", "another computation: config optimizer.lr")
     assert altered(trained, tmp_path, layout)[0][1].startswith("within 1%")
     assert altered(trained, tmp_path, beside)[0][1].startswith("bit for bit")
+
+
+def test_a_key_that_is_newer_than_the_golden_receipt_has_its_default(trained: Path, tmp_path: Path) -> None:
+    def older(golden: dict[str, Any]) -> None:
+        del golden["resolved"]["optimizer"]["clip_norm"], golden["resolved"]["loss"]
+
+    assert altered(trained, tmp_path, older)[0][1].startswith("bit for bit")
+    golden = kept(open_run(trained))
+    del golden["resolved"]["optimizer"]["lr"]  # whose value here is not the default
+    (tmp_path / "golden.json").write_text(json.dumps(golden))
+    assert check(open_run(trained), open_run(tmp_path / "golden.json"))[0].rule.endswith("config optimizer.lr")
+
+
+def in_two_attempts(trained: Path, folder: Path, **first: Any) -> Path:
+    """A copy of the run whose receipt has one attempt more, before it, of which some fields are others."""
+    shutil.copytree(trained, folder)
+    receipt = runs.receipt(trained)
+    early = {**{name: value for name, value in receipt.items() if name != "attempts"}, "id": "early", **first}
+    loaded = {"from": "/x", "step": 10, "saved_by": "early", "digest": "d" * 64}
+    (folder / "receipt.json").write_text(json.dumps({**receipt, "attempt": 2, "attempts": [early], "loaded": loaded}))
+    return folder
+
+
+def test_an_earlier_attempt_with_another_config_proves_nothing(trained: Path, tmp_path: Path) -> None:
+    other = {**runs.receipt(trained)["resolved"]}
+    other["optimizer"] = {**other["optimizer"], "lr": 0.9}
+    mixed = in_two_attempts(trained, tmp_path / "mixed", resolved=other)
+    found = check(open_run(mixed), open_run(trained))
+    assert (found[0].state, found[0].rule) == ("not compared", "another computation: config optimizer.lr (in earlier attempts)")
+    assert not passed(found)
+    with pytest.raises(ReceiptError, match="its attempts ran with other config optimizer.lr"):
+        kept(open_run(mixed))
+    alike = in_two_attempts(trained, tmp_path / "alike")
+    assert passed(check(open_run(alike), open_run(trained))) and kept(open_run(alike))["loaded"] is None
+
+
+def test_a_state_that_came_from_elsewhere_proves_nothing(trained: Path, tmp_path: Path) -> None:
+    folder = in_two_attempts(trained, tmp_path / "run", loaded=read_from(9))
+    found = check(open_run(folder), open_run(trained))[0]
+    assert (found.state, found.rule) == ("not compared", "another computation: data first state")
+    golden = kept(open_run(folder))
+    assert golden["loaded"] == {**read_from(9), "from": None}
+    (tmp_path / "golden.json").write_text(json.dumps(golden))
+    assert passed(check(open_run(folder), open_run(tmp_path / "golden.json")))
+
+
+def test_a_throttled_gpu_is_slow_and_not_wrong(trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    hot = runs.receipt(trained) | {"throttled": [{"gpu": 3, "share": 0.4, "reasons": "hw_thermal"}]}
+    (folder / "receipt.json").write_text(json.dumps(hot))
+    loss, speed, *_ = check(open_run(folder), open_run(trained))
+    assert loss.rule.startswith("bit for bit") and loss.state == "ok"
+    assert (speed.state, speed.rule) == ("not compared", "other hardware GPU 3: throttled by")
 
 
 def test_a_damaged_checkpoint_is_found(trained: Path, tmp_path: Path) -> None:

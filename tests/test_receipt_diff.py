@@ -85,7 +85,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     bench = Bench(tmp_path_factory.mktemp("planted"))
     there = {"data__source": bench.other_data}
     moved = {"checkpoint__dir": bench.folder / "elsewhere", "log__every_steps": 2, "paths__cache": ""}
-    bench.run({"base": {}, "again": moved, "key": {"optimizer__lr": 0.02}, "file": there})
+    forked = {"checkpoint__dir": bench.folder / "base" / "checkpoints"}
+    bench.run({"base": {}, "again": moved, "key": {"optimizer__lr": 0.02}, "file": there, "forked": forked})
     bench.run({"variable": {}}, JAX_DEFAULT_MATMUL_PRECISION="highest")
     bench.run({"package": {}}, path=str(bench.folder / "fake"))
     source = bench.repo / CHANGED
@@ -108,6 +109,7 @@ def planted(bench: Bench, name: str) -> list[tuple[str, str]]:
         ("package", [("versions", "optax")]),
         ("file", [("data", "text.tok")]),
         ("line", [("code", CHANGED)]),
+        ("forked", [("data", "first state")]),
     ],
 )
 def test_what_was_planted_is_named_and_nothing_else(bench: Bench, name: str, expected: list[tuple[str, str]]) -> None:
@@ -126,7 +128,9 @@ def test_the_command_says_it(bench: Bench, capsys: pytest.CaptureFixture[str]) -
     assert "nothing differs that can explain" in capsys.readouterr().out
     assert command.main(["diff", base, str(bench.folder / "key"), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert found["differences"] == [{"group": "config", "name": "optimizer.lr", "a": "0.01", "b": "0.02", "lines": []}]
+    assert found["differences"] == [
+        {"group": "config", "name": "optimizer.lr", "a": "0.01", "b": "0.02", "lines": [], "earlier": False}
+    ]
     assert [each["said"] for each in found["outcomes"] if each["name"] == "loss"] == [
         "differs from step 2 on; the same to step 1"
     ]
@@ -174,6 +178,7 @@ def test_lines_that_differ_between_two_patches(tmp_path: Path) -> None:
     assert ways(one, two) == ["line 5: - five", "line 5: + FIVE", "line 20: + line 20"]
     assert ways(two, one) == ["line 5: - FIVE", "line 5: + five", "line 20: - line 20"]
     assert ways(one, {**two, "commit": "another"}) == []
+    assert ways(one, {**two, "patch_cut": 1}) == ways({**one, "patch_cut": 1}, two) == []
     many = version(tmp_path, {n: [f"other {n}"] for n in range(1, 41)})
     assert ways(clean, many)[-1] == "... and 40 more lines" and len(ways(clean, many)) == 41
 
@@ -234,6 +239,8 @@ MACHINE = {
         ("environment.XLA_FLAGS", "--xla_force_host_platform_device_count=8"),
         ("hardware.gpus", [{**GPU, "uuid": "GPU-2", "pci": "x"}, {**GPU, "index": 1}]),
         ("hardware.after", [{**STATE, "sm_clock_mhz": 1500, "power_w": 80.0, "throttle_reasons": ""}]),
+        ("hardware.after", [{**STATE, "throttle_reasons": "hw_thermal"}]),  # one look says nothing of the run
+        ("throttled", [{"gpu": 0, "share": 0.1, "reasons": "hw_thermal"}]),
         ("hardware.cpu.memory_gib", 2015.4),
         ("source.commit", "x"),  # of files that are the same
         ("source.patch", "a README"),
@@ -260,9 +267,14 @@ def test_what_explains_nothing_is_no_difference(bench: Bench, path: str, value: 
         ),
         ("hardware.topology.pairs", {"PHB": 1}, ("hardware", "links of GPU pairs", "1 x NVLink", "1 x PHB")),
         (
-            "hardware.after",
-            [{**STATE, "throttle_reasons": "sw_power_cap+hw_thermal"}],
+            "throttled",
+            [{"gpu": 0, "share": 0.2, "reasons": "hw_thermal"}],
             ("hardware", "GPU 0: throttled by", "not there", "hw_thermal"),
+        ),
+        (
+            "hardware.after",
+            [{**STATE, "ecc_uncorrected": 2}],
+            ("hardware", "GPU 0: new uncorrected ECC errors", "not there", "2"),
         ),
         (
             "preflight.nodes",
@@ -342,11 +354,82 @@ def test_a_receipt_of_the_format_before_is_compared_by_what_it_has(bench: Bench)
     assert found == () and [note.partition(":")[0] for note in notes] == ["code", "config"]
 
 
-def test_earlier_attempts_that_ran_otherwise_are_noted(bench: Bench, tmp_path: Path) -> None:
+# ---- What is told of more than the newest attempt
+
+
+def two_attempts(bench: Bench, folder: Path, newest: dict[str, Any], **first: Any) -> Path:
+    """A run of two attempts: some fields of the newest, and of the first, are others than those of `base`."""
+    folder.mkdir(parents=True)
     receipt = runs.receipt(bench.folder / "base")
-    first = {name: value for name, value in receipt.items() if name != "attempts"}
-    first["packages"] = {**receipt["packages"], "jax": "0.1"}
-    shutil.copy(bench.folder / "base" / "config.json", tmp_path)
-    (tmp_path / "receipt.json").write_text(json.dumps({**receipt, "attempt": 2, "attempts": [first]}))
-    found = compare(open_run(tmp_path), open_run(bench.folder / "base"))
-    assert found.notes == (f"{tmp_path.name}: attempt 1 ran with other versions jax",)
+    early = {name: value for name, value in receipt.items() if name != "attempts"} | {"id": "early", "loaded": None} | first
+    shutil.copy(bench.folder / "base" / "config.json", folder)
+    (folder / "receipt.json").write_text(json.dumps({**receipt, "attempt": 2, "attempts": [early], **newest}))
+    return folder
+
+
+def loaded(saved_by: str, **changes: Any) -> dict[str, Any]:
+    return {"loaded": {"from": "/other/checkpoints", "step": 1000, "saved_by": saved_by, "digest": "a" * 64, **changes}}
+
+
+def found_in(bench: Bench, folder: Path, other: Path | None = None) -> list[tuple[str, str, str]]:
+    found = compare(open_run(folder), open_run(other or bench.folder / "base"))
+    assert found.same == (not found.differences) and not found.notes
+    return [(f"{d.group} {d.title}", d.a, d.b) for d in found.differences]
+
+
+def test_an_earlier_attempt_that_ran_otherwise_is_a_difference(bench: Bench, tmp_path: Path) -> None:
+    jax = runs.receipt(bench.folder / "base")["packages"] | {"jax": "0.1"}
+    named = [("versions jax (in earlier attempts)", "0.1 in attempt 1", "as at the end")]
+    went_on = two_attempts(bench, tmp_path / "on", loaded("early"), packages=jax)
+    assert found_in(bench, went_on) == named
+    assert command.main(["diff", str(went_on), str(bench.folder / "base")]) == 1
+    assert found_in(bench, two_attempts(bench, tmp_path / "again" / "on", loaded("early"), packages=jax), went_on) == []
+    before = two_attempts(bench, tmp_path / "old", {"resumed_from_step": 2}, packages=jax)
+    without = {name: value for name, value in runs.receipt(before).items() if name != "loaded"}  # as was once written
+    (before / "receipt.json").write_text(json.dumps(without))
+    assert found_in(bench, before) == named
+    # One that nothing is left of, such as one that ran out of memory, explains nothing.
+    assert found_in(bench, two_attempts(bench, tmp_path / "anew", {"loaded": None}, packages=jax)) == []
+
+
+def test_what_a_run_began_from_is_compared(bench: Bench, tmp_path: Path) -> None:
+    seed, step = "made from train.seed", "step 1000 of /other/checkpoints, digest aaaaaaaaaaaa"
+    foreign = two_attempts(bench, tmp_path / "foreign", loaded("early"), **loaded("of another run"))
+    assert found_in(bench, foreign) == [("data first state", step, seed)]
+    moved = loaded("of another run", **{"from": "/copied"})
+    assert found_in(bench, foreign, two_attempts(bench, tmp_path / "moved", loaded("early"), **moved)) == []
+    other = loaded("of another run", digest="b" * 64)
+    assert len(found_in(bench, foreign, two_attempts(bench, tmp_path / "other", loaded("early"), **other))) == 1
+
+
+def test_init_from_is_compared_by_its_weights(bench: Bench, tmp_path: Path) -> None:
+    def run(name: str, path: str, digest: str | None) -> Path:
+        folder = two_attempts(bench, tmp_path / name, {"loaded": {**loaded("")["loaded"], "from": path, "step": None}})
+        receipt = json.loads((folder / "receipt.json").read_text())
+        receipt["loaded"]["digest"], receipt["attempts"] = digest, []
+        receipt["resolved"] = json.loads((folder / "config.json").read_text())
+        receipt["resolved"]["init"]["from"] = path
+        (folder / "receipt.json").write_text(json.dumps(receipt))
+        return folder
+
+    here = run("here", "/a", "d" * 32)
+    assert found_in(bench, here, run("moved", "/b", "d" * 32)) == []
+    assert [name for name, *_ in found_in(bench, here, run("changed", "/a", "e" * 32))] == ["data first state"]
+    assert [name for name, *_ in found_in(bench, here, run("untold", "/b", None))] == ["config init.from"]
+
+
+def test_a_key_that_one_config_lacks_has_its_default(bench: Bench) -> None:
+    receipt = runs.receipt(bench.folder / "base")
+    config = json.loads((bench.folder / "base" / "config.json").read_text())
+    older = {**config, "optimizer": {name: value for name, value in config["optimizer"].items() if name != "beta1"}}
+    assert differences(receipt, receipt, older, config) == ((), [])
+    config["optimizer"]["beta1"] = 0.5
+    found, _ = differences(receipt, receipt, older, config)
+    assert [(d.name, d.a, d.b) for d in found] == [("optimizer.beta1", "0.9", "0.5")]
+
+
+def test_what_utilisation_is_counted_by_is_compared(bench: Bench) -> None:
+    receipt = runs.receipt(bench.folder / "base")
+    config = json.loads((bench.folder / "base" / "config.json").read_text())
+    found, _ = differences(receipt, receipt, config, {**config, "log": {**config["log"], "peak_tflops": 5.0, "every_steps": 9}})
+    assert [(d.group, d.name, d.b) for d in found] == [("config", "log.peak_tflops", "5.0")]

@@ -23,8 +23,10 @@ from test_plan_report import BROWSER, Read, opened
 from jaxtrain import goodput, metrics
 from jaxtrain.page.charts import ticks_between, ticks_of_log
 from jaxtrain.page.curves import Curve, Limit, Picture, draw, thinned
+from jaxtrain.receipt import ReceiptError, parts
+from jaxtrain.receipt.opened import open_run
 from jaxtrain.report import __main__ as command
-from jaxtrain.report import figures, follow, followed, page, pictures, time_spent
+from jaxtrain.report import facts, figures, follow, followed, page, pictures, time_spent
 from jaxtrain.report.run import RunError, alerts, read, read_all, verdict
 
 STEPS = 120
@@ -326,10 +328,56 @@ def test_gpus_are_drawn_by_their_range_and_told_one_by_one(tmp_path: Path):
     (folder / "metrics.1.jsonl").write_text("".join(metrics.encode(x) + "\n" for x in other))
     (folder / "metrics.set_aside-1.jsonl").write_text("not read\n")
     run = read(folder)
-    assert [(m.low, m.high) for m in pictures.moments(run, "power_w")] == [(101.0, 401.0), (102.0, 402.0), (5.0, 500.0)]
+    assert [(m.step, m.low, m.high) for m in pictures.moments(run, "power_w")] == [(2, 101.0, 402.0), (3, 5.0, 500.0)]
     words = " ".join(Read(page.html([run])).words)
     assert "1.3" in words and "0.2" in words and "sw_power_cap+hw_slowdown" in words
     assert "500 of 700" in words and "5 of 700" in words
+
+
+def test_gpus_of_nodes_that_are_a_step_apart_are_drawn_together(tmp_path: Path):
+    """Each process has its own clock, so the lines of two nodes stand at other steps."""
+    lines = [line(step) for step in range(1, 41)]
+    lines += [gpu(step, 0, power_w=500.0) for step in range(2, 40, 2)]
+    folder = fake(tmp_path / "run", lines)
+    other = [gpu(step, 0, process=1, power_w=100.0) for step in range(1, 40, 2)]
+    (folder / "metrics.1.jsonl").write_text("".join(metrics.encode(x) + "\n" for x in other))
+    found = pictures.moments(read(folder), "power_w")
+    assert len(found) > 8 and [m.step for m in found] == sorted({m.step for m in found})
+    inside = [m for m in found if 2 < m.step < 38]
+    assert inside and all((m.low, m.high) == (100.0, 500.0) and 250 < m.mean < 350 for m in inside)
+    alone = read(fake(tmp_path / "one", [line(1), gpu(1, 0), gpu(1, 1, power_w=700.0)]))
+    assert [(m.step, m.low, m.high) for m in pictures.moments(alone, "power_w")] == [(1, 500.0, 700.0)]
+
+
+def test_rates_and_memory_are_the_newest_attempts_or_not_measured(tmp_path: Path):
+    """As in the receipt: what an earlier attempt reached is not told in its place."""
+    lines = [line(s, tokens_per_s_per_device=900.0, peak_memory_gib=99.0 if s < 50 else 40.0) for s in range(1, 53)]
+    told = json.loads(ended(None)) | {"resumed_from_step": 49}
+    run = read(fake(tmp_path / "run", lines, receipt__json=json.dumps(told)))
+    f = figures.figures(run)
+    assert (f.per_device, f.window, f.peak_gib) == (None, None, 40.0)
+    assert ("tokens/s/device", "-", "not measured") in figures.tiles(run)
+    told |= {"speed": {"tokens_per_s_per_device": 123.0, "window": {"first_step": 50, "last_step": 52}}}
+    run = read(fake(tmp_path / "done", lines, receipt__json=json.dumps(told | {"memory": {"peak_gib": 41.0}})))
+    f = figures.figures(run)
+    assert (f.per_device, f.window, f.peak_gib) == (123.0, (50, 52), 41.0)
+
+
+def test_what_ran_is_what_the_receipts_command_shows(twice: tuple[Path, str, int], text: str):
+    words = Read(text).words
+    shown = parts.parts(open_run(twice[0]), facts.PARTS)
+    assert len(shown) == len(parts.PARTS) - 3
+    for title, rows in shown:
+        assert title in words
+        for name, value in rows:
+            assert str(value) in words and (name.strip() in words or not name), (title, name)
+
+
+def test_tokens_of_a_step_do_not_count_what_was_skipped(tmp_path: Path):
+    config = {"train": {"global_batch": 8}, "data": {"seq_len": 64}}
+    lines = [line(1, tokens=512), line(2, tokens=9 * 512)]  # seven batches were skipped
+    assert read(fake(tmp_path / "run", lines, config__json=json.dumps(config))).tokens_per_step == 512
+    assert read(fake(tmp_path / "bare", lines)).tokens_per_step is None
 
 
 def test_warnings_are_those_of_the_logs(tmp_path: Path):
@@ -358,20 +406,56 @@ def test_names_in_a_run_cannot_write_the_page(tmp_path: Path):
 
 
 def test_several_runs_and_the_best(tmp_path: Path):
-    slow = fake(tmp_path / "x" / "run", [line(s, loss=5.0 - s / 10, tokens_per_s_per_device=100.0) for s in range(1, 31)])
+    batch = [json.dumps({"train": {"global_batch": n}, "data": {"seq_len": 10}}) for n in (10, 20)]
+    lines = [line(s, loss=5.0 - s / 10, tokens_per_s_per_device=100.0) for s in range(1, 31)]
+    slow = fake(tmp_path / "x" / "run", lines, config__json=batch[0])
     fast = [line(s, loss=4.0 - s / 10, tokens=200 * s, tokens_per_s_per_device=300.0) for s in range(1, 21)]
-    quick = fake(tmp_path / "y" / "run", fast)
+    quick = fake(tmp_path / "y" / "run", fast, config__json=batch[1])
     shown = page.html(read_all([slow, quick]))
     read_page = Read(shown)
     assert {"x/run", "y/run"} <= set(read_page.words)  # the same name twice is told with its folder
     best = re.findall(r'class="best" title="best">([^<]*)<', shown)
     assert best == ["2.4500", "300"]  # the mean of steps 11 to 20, which both have: not the lower loss that more steps gave
-    assert "train loss at step 20" in read_page.words
+    assert "train loss, steps 11 to 20" in read_page.words
     charts = [json.loads(s) for s in re.findall(r'<script type="application/json">(.*?)</script>', shown)]
     losses = [c for c in charts if any("smoothed" in x["name"] for x in c["curves"])]
     assert [c["x"] for c in losses] == ["step", "tokens"]  # batches differ
     assert losses[1]["curves"][2]["at"][-1] == 4000
     assert "What differs" in shown
+
+
+def test_a_finer_log_is_no_lower_loss(tmp_path: Path):
+    """Losses are compared over the same steps, however many lines there are."""
+    fall = [line(s, loss=10.0 - s / 100) for s in range(1, 501)]
+    fine, coarse = read(fake(tmp_path / "fine", fall)), read(fake(tmp_path / "coarse", fall[9::10]))
+    first = figures.window([fine, coarse], 500)
+    assert first == 401
+    losses = [figures.loss_over(run, first, 500) for run in (fine, coarse)]
+    assert losses == [pytest.approx(10 - 4.505), pytest.approx(10 - 4.55)]
+    assert figures.window([fine], 500) == 476  # a twentieth
+
+
+def test_held_out_loss_is_compared_where_all_were_evaluated(tmp_path: Path):
+    def evaluated(name: str, at: dict[int, float]) -> Path:
+        found = [{"kind": "eval", "step": s, "loss": v, "bits_per_byte": None, "perplexity": 9.0} for s, v in at.items()]
+        return fake(tmp_path / name, [line(1, loss=1.0), line(2, loss=1.0), *found])
+
+    long, short = evaluated("long", {10: 4.0, 20: 3.0, 30: 1.5}), evaluated("short", {10: 5.0, 20: 2.0})
+    shown = page.html(read_all([long, short]))
+    assert "held-out at step 20" in Read(shown).words
+    assert re.findall(r'class="best" title="best">([^<]*)<', shown) == ["2.0000"]
+    shown = page.html(read_all([long, evaluated("never", {7: 0.5})]))
+    assert "held-out, newest" in Read(shown).words and "0.5000" in shown and 'class="best"' not in shown
+
+
+def test_the_bars_of_several_runs_have_a_key(twice: tuple[Path, str, int], tmp_path: Path):
+    copy = _copied(twice[0], tmp_path / "copy")
+    (copy / "goodput.jsonl").write_bytes((twice[0] / "goodput.jsonl").read_bytes())
+    shown = page.html(read_all([twice[0], copy]))
+    spent = shown[shown.index("<h2>Where the wall time went") :]
+    (key,) = re.findall(r'<p class="key">(.*?)</p>', spent[: spent.index("<table")])
+    for cause in ("step", "startup", "repeated"):
+        assert f'style="background:{time_spent.COLOURS[cause]}"></span>{cause}<' in key
 
 
 def test_differences_are_those_of_receipt_diff(twice: tuple[Path, str, int], tmp_path: Path):
@@ -449,8 +533,9 @@ def test_what_cannot_be_read_is_said(tmp_path: Path):
     assert "The receipt is left out" in words and "99" in words
     assert "config.json cannot be read" in words and "Where the wall time went is left out" in words
     (folder / "metrics.jsonl").write_text('{"kind": "train"}\n' + metrics.encode(line(2)) + "\n")
-    with pytest.raises(metrics.MetricsError, match="metrics.jsonl:1"):
+    with pytest.raises(ReceiptError, match="metrics.jsonl:1"):
         read(folder)
+    assert command.main([str(folder)]) == 2
 
 
 def test_old_lines_without_a_key_are_gaps(tmp_path: Path):

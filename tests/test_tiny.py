@@ -49,7 +49,7 @@ def files() -> tuple[TokenFile, TokenFile]:
 def test_the_folder_holds_everything(finished: tuple[Path, str]) -> None:
     workdir, _ = finished
     assert {p.name for p in workdir.iterdir()} == {
-        "config.json", "receipt.json", "metrics.jsonl", "log.txt", "tb", "checkpoints", "samples.txt",
+        "config.json", "receipt.json", "metrics.jsonl", "log.txt", "tb", "checkpoints", "samples.txt", "goodput.jsonl",
     }  # fmt: skip
     run, problems = config.from_dict(json.loads((workdir / "config.json").read_text()))
     assert not problems

@@ -7,11 +7,13 @@
         for text in monitor.alerts():
             console.warn(text)
 
-Where there is no GPU it does nothing and says nothing. Where watching fails, that is told once, and the run goes on without. No
-jax here: what JAX knows of its own memory comes through functions that are passed in.
+Where there is no GPU it does nothing and says nothing. Where watching fails, that is told once, and the run goes on without.
+A GPU that is lost and a driver that is silent are told at once, by the threads: the loop hangs then, and asks no more. No jax
+here: what JAX knows of its own memory comes through functions that are passed in.
 """
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -26,8 +28,10 @@ from jaxtrain.monitor.card import Card, Lost, Sample, mean, rate_gb_s
 
 __all__ = ["MfuAlert", "Monitor"]
 
+LOGGER = logging.getLogger("jaxtrain")
 SAMPLE_S = 1.0  # between two samples of a GPU; the driver's own figures are means over up to a second
 SILENT_S = 60.0  # after which a driver that has not answered is worth a word
+LISTEN_S = 5.0  # between two looks whether it has
 JOIN_S = 5.0  # at the end the thread may be in a call that never comes back
 
 Pools = Mapping[int, Callable[[], Mapping[str, int] | None]]
@@ -65,7 +69,7 @@ class Monitor:
         self._lock = threading.Lock()  # of all below that the thread writes
         self._samples: dict[int, list[Sample]] = {}  # since the last line
         self._gone: dict[int, str] = {}  # GPUs that are not asked any more, and why
-        self._failure = ""  # why the thread has ended
+        self._failed = False  # the thread that asks has ended
         self._heard = 0.0  # when the driver last answered
         self._counters: dict[int, tuple[float, tuple[int, int]]] = {}  # NVLink's, at the end of the last line
         self._episodes = Episodes()
@@ -97,6 +101,8 @@ class Monitor:
         if self._cards:
             self._thread = threading.Thread(target=self._watch, name="monitor of GPUs", daemon=True)
             self._thread.start()
+            # The first hangs where the driver does.
+            threading.Thread(target=self._listen, name="monitor of the driver", daemon=True).start()
         else:
             nvml.nvmlShutdown()
         return self
@@ -110,7 +116,7 @@ class Monitor:
             with contextlib.suppress(self._nvml.NVMLError):
                 self._nvml.nvmlShutdown()
 
-    # ---- The thread
+    # ---- The threads
 
     def _watch(self) -> None:
         try:
@@ -119,8 +125,23 @@ class Monitor:
                 if self._over.wait(self._sample_s):
                     return
         except Exception as error:  # a library that fails in a way of its own must not end a run; it is told, once
+            self._failed = True
+            LOGGER.warning("the GPUs are no longer monitored: %s: %s", type(error).__name__, error)
+
+    def _listen(self) -> None:
+        silence = Episodes()
+        while not self._over.wait(min(self._sample_s, LISTEN_S)):
             with self._lock:
-                self._failure = f"{type(error).__name__}: {error}"
+                silent = self._clock() - self._heard
+                asked = not self._failed and len(self._gone) < len(self._cards)
+            silence.see(
+                "silent",
+                asked and silent > SILENT_S,
+                f"the driver has not answered for {silent:.0f} s: a GPU may hang. Look for Xid errors in dmesg.",
+                "the driver answers again",
+            )
+            for text in silence.take():
+                LOGGER.warning("%s", text)
 
     def sample(self) -> None:
         """Asks each GPU once."""
@@ -132,10 +153,16 @@ class Monitor:
             except Lost as error:
                 with self._lock:
                     self._gone[place] = str(error)
+                LOGGER.warning(
+                    "GPU %d has fallen off the bus, or needs a reset: %s. The run will fail or hang. Look for Xid errors in "
+                    "dmesg, and take the node out of service.",
+                    *(card.index, error),
+                )
                 continue
             with self._lock:
-                self._samples.setdefault(place, []).append(found)
-                self._heard = found.at
+                self._heard = self._clock()
+                if found:
+                    self._samples.setdefault(place, []).append(found)
 
     # ---- The loop's side
 
@@ -195,29 +222,7 @@ class Monitor:
         return sent, received
 
     def alerts(self) -> list[str]:
-        """Warnings that are new since the last call: each is told when it begins, and a word when it is over."""
-        with self._lock:
-            gone, failure, heard = dict(self._gone), self._failure, self._heard
-        for place, why in gone.items():
-            gpu = self._cards[place].index
-            self._episodes.see(
-                f"gone {gpu}",
-                True,
-                f"GPU {gpu} has fallen off the bus, or needs a reset: {why}. The run will fail or hang. Look for Xid errors in "
-                "dmesg, and take the node out of service.",
-                "",
-            )
-        if failure:
-            self._episodes.see("failed", True, f"the GPUs are no longer monitored: {failure}", "")
-        elif self._thread is not None:
-            silent = self._clock() - heard
-            alive = len(gone) < len(self._cards)
-            self._episodes.see(
-                "silent",
-                alive and silent > SILENT_S,
-                f"the driver has not answered for {silent:.0f} s: a GPU may hang. Look for Xid errors in dmesg.",
-                "the driver answers again",
-            )
+        """Warnings by the lines that are new since the last call: each is told when it begins, and a word when it is over."""
         return self._episodes.take()
 
 

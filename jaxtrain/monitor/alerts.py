@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 THROTTLED = 0.2  # of a line's samples: a dip of a second is not worth a word
+CLEAN = 6  # lines in a row without any, after which throttling is over: it comes and goes as a GPU warms and cools
 CAP_W = 1.0  # below the board's default limit; drivers round
 OUTSIDE_GIB = 1.0  # that memory outside the pool may grow: NCCL and cuDNN take theirs in the first steps
-SETTLED = 3  # lines of a GPU after which it has
+SETTLED = 3  # lines of a GPU after which it has; the middle one of them is what it takes
 FREE = 0.1  # part of the pool that is free ...
 LARGEST = 0.25  # ... and the largest block is less than this part of it: fragmented
 
@@ -50,13 +51,12 @@ class GpuAlerts:
     def __init__(self, episodes: Episodes):
         self._episodes = episodes
         self._ecc: dict[int, int] = {}  # GPU -> errors told of, or there at the start
-        self._seen: collections.Counter[int] = collections.Counter()
-        self._outside: dict[int, float] = {}  # GPU -> GiB outside the pool once it had settled
+        self._clean: collections.Counter[int] = collections.Counter()  # GPU -> lines in a row without throttling
+        self._outside: dict[int, list[float]] = {}  # GPU -> GiB outside the pool, in its first lines
 
     def look(self, line: Mapping[str, Any], default_limit_w: float | None) -> None:
         """A line (metrics.GPU_KEYS); default_limit_w: the board's own power limit, None where it does not tell."""
         gpu = line["gpu"]
-        self._seen[gpu] += 1
         self._throttling(gpu, line)
         self._power(gpu, line["power_limit_w"], default_limit_w)
         self._memory_errors(gpu, line["ecc_uncorrected"])
@@ -65,8 +65,10 @@ class GpuAlerts:
 
     def _throttling(self, gpu: int, line: Mapping[str, Any]) -> None:
         share, reasons = line["throttled"], line["throttle_reasons"]
-        # Over only where nothing of it is left, so that a share about the limit is one episode.
-        wrong = None if share is None or 0 < share < THROTTLED else share > 0
+        if share is not None:
+            self._clean[gpu] = 0 if share else self._clean[gpu] + 1
+        throttled, over = share is not None and share >= THROTTLED, self._clean[gpu] >= CLEAN
+        wrong = throttled if throttled or over else None
         look = "; ".join(LOOK[reason] for reason in reasons.split("+") if reason)
         heat = "" if line["temperature_c"] is None else f", {line['temperature_c']:.0f} C"
         clock = "" if line["sm_clock_mhz"] is None else f", {line['sm_clock_mhz']:,.0f} MHz"
@@ -100,10 +102,11 @@ class GpuAlerts:
         if used is None or pool is None:
             return
         outside = used - pool
-        if self._seen[gpu] <= SETTLED:
-            self._outside[gpu] = max(outside, self._outside.get(gpu, outside))
+        first = self._outside.setdefault(gpu, [])
+        if len(first) < SETTLED:
+            first.append(outside)
             return
-        before = self._outside.setdefault(gpu, outside)
+        before = statistics.median(first)  # one line that a visitor spoilt is no measure
         begun = (
             f"GPU {gpu}: memory outside JAX's pool has grown from {before:.1f} to {outside:.1f} GiB. Another process uses "
             f"the GPU (nvidia-smi -i {gpu} lists them), or NCCL or cuDNN take more than at the start. Theirs is what "

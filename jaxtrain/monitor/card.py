@@ -19,6 +19,7 @@ THROTTLING = {
 }
 ALL_LINKS = 0xFFFFFFFF  # the scope of an NVLink counter that is summed over all links of the GPU (nvml.h)
 # Member of NVML's union of values, by its type (nvmlValueType_t).
+MUTE = 3  # samples in a row in which a GPU answers nothing, after which it is taken for lost: one may be the driver's trouble
 MEMBERS = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
 
 
@@ -49,11 +50,13 @@ class Card:
     def __init__(self, nvml: Any, handle: Any):
         self._nvml, self._handle = nvml, handle
         self._refused: Exception | None = None  # the last question that was not answered
+        self._mute = 0  # samples in a row without any answer
         self.index = int(nvml.nvmlDeviceGetIndex(handle))
         self.default_limit_w = self._ask(nvml.nvmlDeviceGetPowerManagementDefaultLimit, lambda mw: mw / 1e3)
 
-    def sample(self, at: float) -> Sample:
-        """Raises Lost where the GPU has fallen off the bus, or answers nothing at all."""
+    def sample(self, at: float) -> Sample | None:
+        """None where it answers nothing this time. Raises Lost where the driver says that the GPU has fallen off the bus or
+        needs a reset, or where it has answered nothing several times in a row."""
         nvml = self._nvml
         found = Sample(
             at,
@@ -69,9 +72,13 @@ class Card:
             self._ask(nvml.nvmlDeviceGetTotalEccErrors, int, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC),
             self._nvlink(),
         )
-        if all(value is None for name, value in dataclasses.asdict(found).items() if name != "at"):
+        if any(value is not None for name, value in dataclasses.asdict(found).items() if name != "at"):
+            self._mute = 0
+            return found
+        self._mute += 1
+        if self._mute >= MUTE:
             raise Lost(f"answers none of the driver's questions ({self._refused})")
-        return found
+        return None
 
     def _ask(self, question: Callable[..., Any], reading: Callable[[Any], Any], *args: Any) -> Any:
         """The answer as `reading` makes it; None where this GPU, or this driver, does not know it."""

@@ -1,5 +1,6 @@
 """Is this node fit to train, and are the others of the run? What is wrong, why it matters, and how to put it right."""
 
+import contextlib
 import json
 import os
 import sys
@@ -13,14 +14,16 @@ from jaxtrain import distributed, launch
 from jaxtrain.config import Problem
 from jaxtrain.launch import Loaded
 from jaxtrain.metrics import write_atomic
-from jaxtrain.preflight import report
+from jaxtrain.preflight import deadline, report
+from jaxtrain.preflight.bounded import GRACE_S, Unmeasured, within
 from jaxtrain.preflight.check import Asked
 from jaxtrain.preflight.live import COMMAND_S, Live
 from jaxtrain.preflight.machine import Machine, Recorded, Recording, RecordingError
 from jaxtrain.preflight.together import Part, preflight
 from jaxtrain.validate.places import writable
 
-LIMIT_S = 60
+LIMIT_S, MEET_S = 60, 300
+ALLOW = "JAXTRAIN_PREFLIGHT_ALLOW"
 INTERRUPTED = 130
 LINGER_S = 1.0  # process 0 holds what the others are connected to
 
@@ -32,8 +35,11 @@ Is this node fit to train, and are the others of the run? Takes a minute at most
   --config, --workdir ...  the run it is for: its places, its environment. Takes all that jaxtrain.main takes, of several
                            processes too: every node is looked at, and all come to one verdict
   --json[=FILE]            everything that was found, for programs; without FILE on the terminal, in place of the table
+  --allow=NAME,...         checks whose fault is only noted, as 'NUMA balancing' where the kernel is not yours; without it,
+                           those that the variable JAXTRAIN_PREFLIGHT_ALLOW names
   --no-measure             ask only: no GEMM, no collective, no file written
   --limit={limit}               seconds for all of it; what does not fit is 'not measured'
+  --meet={meet}               seconds for the other processes to come, before that
   --record=DIR             also keep what this node answered, to be judged elsewhere or sent in. No secrets: variables that
                            change a run, and no others
   --recorded=DIR           judge such a folder instead of this node
@@ -43,12 +49,14 @@ Is this node fit to train, and are the others of the run? Takes a minute at most
   python -m jaxtrain.preflight --config=configs/llama3_8b.py --workdir=runs/first
   python -m jaxtrain.preflight --recorded=tests/recorded/faults/phb_link
 
-Exit codes: 0 fit, or there is no GPU; 3 a fault, on this node or another of the run; 2 the command or config is wrong.
+Exit codes: 0 fit, or there is no GPU; 3 a fault, on this node or another of the run; 75 a process of the run did not come, or
+was lost: try again; 2 the command or config is wrong.
 """
 
 OPTIONS = {
-    **dict.fromkeys(("workdir", "replay", "record", "recorded"), ""),
+    **dict.fromkeys(("workdir", "replay", "record", "recorded", "allow"), ""),
     "limit": str(LIMIT_S),
+    "meet": str(MEET_S),
     **dict.fromkeys(distributed.FIELDS, ""),
 }
 SWITCHES = {"json": "-", "no-measure": "yes", "explain": "text"}
@@ -59,9 +67,19 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
     began = time.monotonic()
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        print(HELP.format(limit=LIMIT_S), end="")
+        print(HELP.format(limit=LIMIT_S, meet=MEET_S), end="")
         return 0
     loaded = launch.load(argv, OPTIONS, SWITCHES)
+    alone = distributed.detect(loaded.options, os.environ)[0] is None
+    limits = ("limit",) if alone else ("limit", "meet")
+    limit = sum(float(loaded.options[name]) for name in limits if loaded.options[name].isdecimal())
+    in_time = deadline.guarded(limit, lambda: distributed.leave(report.CODES[report.FAULTY]))
+    with in_time if own_process else contextlib.nullcontext():
+        return answered(loaded, argv, began, own_process)
+
+
+def answered(loaded: Loaded, argv: Sequence[str], began: float, own_process: bool) -> int:
+    """Looks, tells, and returns the exit code."""
     options = loaded.options
     cluster, wrong = distributed.detect(options, os.environ)
     if problems := [*loaded.problems, *wrong, *options_wrong(loaded)]:
@@ -75,12 +93,14 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
         named = any(arg.startswith("--config") for arg in argv)
         asked = Asked(loaded.run, places(loaded), said, named)
         left_out = "--no-measure" if options["no-measure"] else "the recording has no figure" if options["recorded"] else ""
-        nodes = preflight(Part(machine, asked, cluster, began + limit, left_out))
+        nodes = preflight(Part(machine, asked, cluster, began + limit, left_out, float(options["meet"])))
     except KeyboardInterrupt:
         print("\nCtrl-C: stopped.", file=sys.stderr)
         return INTERRUPTED
     except RecordingError as error:
         return launch.report([Problem("--recorded", options["recorded"], str(error), "Name a folder that --record made.")])
+    allowed = (options["allow"] or os.environ.get(ALLOW, "")).split(",")
+    report.allow(nodes, [name.strip() for name in allowed if name.strip()])
     found = report.as_json(nodes, time.monotonic() - began)
     if cluster is None or cluster.process_id == 0:
         tell(nodes, found, options["json"])
@@ -94,10 +114,10 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
 def options_wrong(loaded: Loaded) -> list[Problem]:
     """What is wrong with the command line itself."""
     options, found = loaded.options, []
-    if not options["limit"].isdecimal() or int(options["limit"]) < 1:
-        found.append(
-            Problem("--limit", options["limit"], "must be a whole number of seconds, 1 or more", "For example --limit=60.")
-        )
+    for name, usual in (("limit", LIMIT_S), ("meet", MEET_S)):
+        if not options[name].isdecimal() or int(options[name]) < 1:
+            rule = "must be a whole number of seconds, 1 or more"
+            found.append(Problem(f"--{name}", options[name], rule, f"For example --{name}={usual}."))
     if options["no-measure"] not in ("", "yes"):
         found.append(Problem("--no-measure", options["no-measure"], "takes no value", "Write --no-measure."))
     if options["record"] and options["recorded"]:
@@ -105,15 +125,25 @@ def options_wrong(loaded: Loaded) -> list[Problem]:
             Problem("--record", options["record"], "there is no node to record with --recorded", "Leave one of them out.")
         )
     if options["record"]:
-        found += writable("--record", Path(options["record"]).expanduser())
+        found += may_write("--record", Path(options["record"]).expanduser())
     if options["json"] not in ("", "-"):
         file = Path(options["json"]).expanduser()
-        found += (
-            [Problem("--json", options["json"], "is a folder", "Name a file.")]
-            if file.is_dir()
-            else writable("--json", file.parent)
-        )
+        found += may_write("--json", file.parent) or may_write("--json", file, folder=False)
     return found
+
+
+def may_write(key: str, place: Path, folder: bool = True) -> list[Problem]:
+    """What is wrong with writing there; a file system that hangs is."""
+
+    def ask() -> list[Problem]:
+        if folder:
+            return writable(key, place)
+        return [Problem(key, str(place), "is a folder", "Name a file.")] if place.is_dir() else []
+
+    try:
+        return within(GRACE_S, str(place), ask)
+    except Unmeasured as error:
+        return [Problem(key, str(place), str(error), "Name another place.")]
 
 
 def machine_of(loaded: Loaded, limit_s: float) -> Machine:
@@ -121,7 +151,7 @@ def machine_of(loaded: Loaded, limit_s: float) -> Machine:
     options = loaded.options
     if options["recorded"]:
         return Recorded(Path(options["recorded"]).expanduser())
-    live = Live(places(loaded), min(COMMAND_S, limit_s / 4))
+    live = Live(places(loaded), min(COMMAND_S, limit_s / 2))
     return Recording(live, Path(options["record"]).expanduser()) if options["record"] else live
 
 

@@ -1,15 +1,16 @@
 """What a check is, and what checks look at. A check is a function of a Node that returns one or more `Check`s."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jaxtrain.config import RunConfig
 from jaxtrain.distributed import Cluster
 from jaxtrain.preflight.boards import Board
-from jaxtrain.preflight.machine import Machine
+from jaxtrain.preflight.machine import Machine, RecordingError
 from jaxtrain.preflight.smi import Gpus
 
 OK, NOTE, FAULT, UNKNOWN = "ok", "note", "FAULT", "not measured"
+MISSING = "missing"  # a process of the run did not come, or was lost: no fault that is known, and worth another try
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,9 @@ class Subject:
     def fault(self, seen: str, fix: str = "") -> Check:
         return Check(self.name, FAULT, self.expected, seen, self.why, fix or self.fix)
 
+    def missing(self, seen: str) -> Check:
+        return Check(self.name, MISSING, self.expected, seen, self.why, self.fix)
+
     def unknown(self, reason: str) -> Check:
         return Check(self.name, UNKNOWN, self.expected, reason, self.why)
 
@@ -78,8 +82,25 @@ class Node:
         cluster = self.asked.cluster
         if cluster is None:
             return False
-        each = len(cluster.local_device_ids or ()) or self.gpus.count
-        return cluster.num_processes * each > self.gpus.count
+        own = cluster.local_device_ids or ()
+        # A process that is to take a GPU beyond those it sees was left one of the node's by somebody (variables.py).
+        here = self.gpus.on_node if own and max(own) >= self.gpus.count else self.gpus.count
+        return cluster.num_processes * (len(own) or here) > here
+
+
+Part = tuple[Subject, Callable[[Node], Check | Iterable[Check]]]
+
+
+def run(parts: Sequence[Part], node: Node) -> Iterable[Check]:
+    """What each part finds. One that cannot make sense of what the node says is not measured, and the others are."""
+    for subject, part in parts:
+        try:
+            found = part(node)
+            yield from [found] if isinstance(found, Check) else list(found)
+        except RecordingError:
+            raise
+        except Exception as error:  # nodes say what nobody has seen yet
+            yield subject.unknown(f"{type(error).__name__}: {error}")
 
 
 def grouped(parts: Sequence[tuple[str, str]]) -> str:

@@ -7,24 +7,27 @@ each is timed by itself. A measurement is a program that repeats its operation i
 
 import argparse
 import concurrent.futures
+import contextlib
 import ctypes
 import dataclasses
 import functools
-import json
 import os
 import signal
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+
+import pynvml
 
 from jaxtrain import hardware, startup
 from jaxtrain.config import ConfigError
 from jaxtrain.distributed import FIELDS, detect
-from jaxtrain.metrics import write_atomic
+from jaxtrain.preflight import under_load
+from jaxtrain.preflight.answer import Answer
 
 PR_SET_PDEATHSIG = 1  # Linux's prctl: this process is killed when the one that started it ends, however that happens
 
@@ -34,7 +37,9 @@ class Sizes:
     """How much of everything. All arrays are per GPU."""
 
     gemm: int = 8192  # rows and columns
-    gemm_rounds: int = 200  # of a timed program: 0.3 s on an H100 at 700 TFLOP/s
+    gemm_rounds: int = 200  # of a timed program, at most: 0.3 s on an H100 at 700 TFLOP/s
+    gemm_s: float = 0.3  # that it should take
+    gemm_probe: int = 10  # rounds of the program by which that is found out
     memory_mib: int = 1024
     memory_rounds: int = 100
     host_mib: int = 1024
@@ -44,7 +49,7 @@ class Sizes:
     repeats: int = 5
 
 
-TINY = Sizes(64, 2, 1, 2, 1, 1, 2, 0.0, 3)  # for CPUs: tries everything and measures nothing
+TINY = Sizes(64, 2, 0.3, 1, 1, 2, 1, 1, 2, 0.0, 3)  # for CPUs: tries everything and measures nothing
 
 
 # ---- on each GPU by itself, all at once
@@ -107,14 +112,31 @@ def gemm_program(devices: Sequence[Any], rounds: int) -> Any:
     return looped(jax.shard_map(body, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False), rounds)
 
 
-def gemm(devices: Sequence[Any], sizes: Sizes) -> list[float]:
-    """TFLOP/s of each device in a square bfloat16 product."""
+def gemm(devices: Sequence[Any], sizes: Sizes, watch: AbstractContextManager[Any] | None = None) -> list[float]:
+    """TFLOP/s of each device in a square bfloat16 product. `watch` is entered while they are at it."""
+    import jax
     import jax.numpy as jnp
 
     n = sizes.gemm
     w, x = (random(seed, (n, n), jnp.bfloat16, devices) for seed in (0, 1))
-    seconds = timed_each(gemm_program(devices, sizes.gemm_rounds), w, x, devices=devices, sizes=sizes)
-    return [2.0 * n**3 * sizes.gemm_rounds / s / 1e12 for s in seconds]
+    # Processes need not agree on it: no device waits for another here.
+    rounds = enough(gemm_program(devices, sizes.gemm_probe), w, x, sizes)
+    run = gemm_program(devices, rounds)
+    jax.block_until_ready(run(w, x))  # compiled, before anybody watches
+    with watch or contextlib.nullcontext():
+        seconds = timed_each(run, w, x, devices=devices, sizes=sizes)
+    return [2.0 * n**3 * rounds / s / 1e12 for s in seconds]
+
+
+def enough(probe: Any, w: Any, x: Any, sizes: Sizes) -> int:
+    """The rounds that take about `gemm_s`, by a program of `gemm_probe`: a slow card must not be at it for a minute."""
+    import jax
+
+    jax.block_until_ready(probe(w, x))
+    began = time.perf_counter()
+    jax.block_until_ready(probe(w, x))
+    one_s = (time.perf_counter() - began) / sizes.gemm_probe
+    return max(1, min(sizes.gemm_rounds, round(sizes.gemm_s / one_s)))
 
 
 def memory(devices: Sequence[Any], sizes: Sizes) -> list[float]:
@@ -171,42 +193,16 @@ def groups(devices: Sequence[Any], local: Any) -> tuple[list[Any], list[Any]]:
 # ---- the process
 
 
-class Answer:
-    """What was found so far, in a file that is always whole."""
-
-    def __init__(self, path: Path, limit_s: float):
-        self._path, self._until = path, time.monotonic() + limit_s
-        self.fields: dict[str, Any] = {"doing": "", "done": False, "measured": {}, "left_out": {}}
-
-    def doing(self, words: str) -> None:
-        """What comes next, for whoever has to say in what this process hung."""
-        self.fields["doing"] = words
-        self._keep()
-
-    def add(self, key: str, words: str, make: Callable[[], Any], *, together: bool = False) -> None:
-        """Measures `key`. What fails is left out, with its reason; so is what begins too late, but not where processes do it
-        together: one that left it out would leave the others waiting."""
-        if not together and time.monotonic() > self._until:
-            self.fields["left_out"][key] = "no time was left"
-            return
-        self.doing(words)
-        try:
-            self.fields["measured"][key] = make()
-        except Exception as error:  # compiler, driver, memory: the rest is worth measuring all the same
-            traceback.print_exc()
-            self.fields["left_out"][key] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-
-    def done(self) -> None:
-        self.fields |= {"doing": "", "done": True}
-        self._keep()
-
-    def _keep(self) -> None:
-        write_atomic(self._path, json.dumps(self.fields))
-
-
 def work(devices: Sequence[Any], mine: Sequence[Any], sizes: Sizes, answer: Answer) -> None:
     """Everything, the most telling first. `devices` are the run's, `mine` this process's."""
-    answer.add("gemm_tflops", f"GEMMs on {len(mine)} GPUs", lambda: gemm(mine, sizes))
+    try:
+        watched = under_load.cards(mine)
+    except (pynvml.NVMLError, IndexError) as error:  # figures are worth having without it
+        watched, answer.fields["left_out"]["under_load"] = [], f"NVML: {error}"
+    answer.fields["measured"]["gpus"] = [card.index for card in watched] or list(range(len(mine)))
+    watch = under_load.UnderLoad(watched)
+    answer.add("gemm_tflops", f"GEMMs on {len(mine)} GPUs", lambda: gemm(mine, sizes, watch))
+    answer.fields["measured"]["under_load"] = watch.found()
     node, everywhere = groups(devices, mine[0])
     for prefix, members, where in (("", node, "the node's"), ("inter_node_", everywhere, "all")):
         for kind in ("all-reduce", "reduce-scatter"):
@@ -242,6 +238,9 @@ def main(argv: Sequence[str]) -> int:
     startup.start_jax(here, cluster)
     import jax
 
+    if here.kind == "gpu" and jax.devices()[0].platform != "gpu":  # JAX goes on with the CPU where its plugin does not start
+        print(f"JAX does not start on the GPUs ({here.name}): it found {jax.devices()[0].platform} devices", file=sys.stderr)
+        return 1
     work(jax.devices(), jax.local_devices(), Sizes() if here.kind == "gpu" else TINY, answer)
     answer.done()
     return 0

@@ -3,22 +3,22 @@
 import os
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from jaxtrain.preflight.bounded import GRACE_S, Unmeasured, within
 
 SIZE = 2**30  # bytes that are written, and read back
 PIECE = 2**24  # bytes in one write
 SYNC = 2**27  # bytes after which the disk must have them: the clock is looked at only then
 ROOM = 4  # times the size that must be free
-GRACE_S = 3.0  # for one write that was begun in time
 
 DiskRates = dict[str, float | None]  # write_gb_s, read_gb_s
 
 
-class Unmeasured(Exception):
-    """There is no figure for this place; the message says why."""
+class Failed(Unmeasured):
+    """The file system refused to write or to read: no room by a quota, an error of the disk."""
 
 
 def rates(place: Path, seconds: float, size: int = SIZE) -> DiskRates:
@@ -27,37 +27,23 @@ def rates(place: Path, seconds: float, size: int = SIZE) -> DiskRates:
     A place that may only be read is read from: its largest file. Its `write_gb_s` is then None. `seconds`: for both together;
     what was moved by then counts. A network file system's server may still have the file in its own memory.
 
-    Raises Unmeasured where there is no room, nothing to read, or the file system does not answer in time.
+    Raises Unmeasured where there is no room, nothing to read, or the file system does not answer in time; Failed, which is one,
+    where it refuses.
     """
-    return within(seconds + GRACE_S, place, lambda: _rates(existing(place), seconds, size))
+    return _asked(seconds + GRACE_S, place, lambda: _rates(existing(place), seconds, size))
 
 
 def disk_of(place: Path) -> int:
     """A number that places on one disk share. Raises Unmeasured as `rates` does."""
-    return within(GRACE_S, place, lambda: os.stat(existing(place)).st_dev)
+    return _asked(GRACE_S, place, lambda: os.stat(existing(place)).st_dev)
 
 
-def within[T](seconds: float, place: Path, ask: Callable[[], T]) -> T:
-    """What `ask` returns, or Unmeasured. A mount whose server is gone holds whoever touches it: a thread that can be left."""
-    found: list[T] = []
-    raised: list[Exception] = []
-
-    def go() -> None:
-        try:
-            found.append(ask())
-        except Exception as error:  # handed to the caller, whose thread this is not
-            raised.append(error)
-
-    thread = threading.Thread(target=go, name="disk rates", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if raised and isinstance(raised[0], OSError):
-        raise Unmeasured(f"{place}: {raised[0].strerror or raised[0]}") from raised[0]
-    if raised:
-        raise raised[0]
-    if not found:
-        raise Unmeasured(f"{place} did not answer within {seconds:.0f} s: its file system hangs, or is very slow")
-    return found[0]
+def _asked[T](seconds: float, place: Path, ask: Callable[[], T]) -> T:
+    """What `ask` returns. A mount whose server is gone holds whoever touches it."""
+    try:
+        return within(seconds, f"{place} (its file system hangs, or is very slow)", ask)
+    except OSError as error:
+        raise Failed(f"{place}: {error.strerror or error}") from error
 
 
 def existing(place: Path) -> Path:

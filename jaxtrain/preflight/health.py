@@ -1,29 +1,14 @@
 """The GPUs themselves: are all there, alike, free and whole, and without memory errors?"""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 
+from jaxtrain import hardware
 from jaxtrain.preflight import smi
 from jaxtrain.preflight.check import Check, Node, Subject, grouped, listed
 from jaxtrain.preflight.smi import Row, number
 
-IN_USE_MIB = 2048.0  # of a GPU, held by others: the driver itself reserves less
-XID_HOURS = 24.0  # older ones are history: whoever mended the GPU has had the time to
-
-# Xids that mean hardware (NVIDIA's Xid catalogue); others come from programs.
-HARDWARE = {
-    48: "double-bit ECC error",
-    64: "row remapping failed",
-    74: "NVLink error",
-    79: "GPU has fallen off the bus",
-    92: "many single-bit ECC errors",
-    95: "uncontained ECC error",
-    119: "GSP did not answer",
-    120: "GSP error",
-    140: "unrecovered ECC error",
-    145: "NVLink RLW error",
-    149: "NVLink NETIR error",
-}
+IN_USE_MIB = 2048.0  # of a GPU, held by others, beyond which it is worth a word: the driver itself reserves less
 
 COUNT = Subject(
     "GPU count",
@@ -47,18 +32,13 @@ ECC = Subject(
 REMAP = Subject(
     "row remap",
     "no memory row waits to be remapped, none failed",
-    "A pending remap means that bad memory is still in use until the GPU is reset; a failed one that no spare rows are left.",
+    "A failed remap means that no spare rows are left. A pending one waits for a reset and until then harms no new work, as "
+    "NVIDIA says (error containment); it is a fault here because a reset costs less before a run than in its midst.",
     "Pending: reset the GPU (nvidia-smi --gpu-reset -i N) or reboot. Failed: have the GPU replaced.",
-)
-XID = Subject(
-    "Xid",
-    f"no hardware Xid in the kernel's log of the last {XID_HOURS:.0f} hours",
-    "The driver reports there what a GPU died of; the next run dies of it too.",
-    "Look the number up in NVIDIA's Xid catalogue; reset the GPU or reboot the node, and report the GPU if it comes back.",
 )
 MEMORY = Subject(
     "memory in use",
-    f"below {IN_USE_MIB / 1024:.0f} GiB a GPU",
+    "what train.memory_fraction leaves of the GPU is enough for it",
     "JAX takes its whole memory budget at the start, and fails where somebody else has part of it.",
     "End those processes, or wait for them; nvidia-smi shows their owners. A process that is gone and still "
     "holds memory needs a reset.",
@@ -77,17 +57,6 @@ MODE = Subject(
 )
 
 
-def checks(node: Node) -> Iterable[Check]:
-    yield count(node)
-    yield names(node)
-    yield each(node, ECC, "ecc.errors.uncorrected.volatile.total", lambda value: value != "0", ok="none")
-    yield remaps(node)
-    yield xids(node)
-    yield memory(node)
-    yield each(node, MIG, "mig.mode.current", lambda value: value == "Enabled", ok="off")
-    yield mode(node)
-
-
 def who(row: Row) -> str:
     return f"GPU{row['index']}"
 
@@ -102,21 +71,36 @@ def each(node: Node, subject: Subject, field: str, wrong: Callable[[str], bool],
 
 
 def count(node: Node) -> Check:
-    have, broken = node.gpus.count, node.gpus.broken
-    if broken:
-        return COUNT.fault(f"{have}; {broken}")
-    slurm = node.machine.environ().get("SLURM_GPUS_ON_NODE", "")
-    if slurm.isdigit() and int(slurm) != have:
-        return COUNT.fault(f"{have}, and Slurm gave {slurm}")
-    whole = node.board.gpus if node.board else None
-    if whole is None:
-        return COUNT.ok(f"{have}; how many there should be is not known of this model")
-    if have == whole:
-        return COUNT.ok(f"{have} of {whole}")
-    # Half, a quarter or one of a board is what a scheduler or a cloud hands out; seven of eight is what is left.
-    if have and not whole % have:
-        return COUNT.note(f"{have} of {whole}", "Nothing, if that is what was asked for.")
-    return COUNT.fault(f"{have} of {whole}")
+    """Against what the scheduler or the container gave, else against the board."""
+    gpus, board = node.gpus, node.board
+    if gpus.broken:
+        return COUNT.fault(f"{gpus.count}; {gpus.broken}")
+    fine = "Nothing, if that is what was asked for."
+    giver, given = given_by(node.machine.environ())
+    if gpus.on_node < given:
+        return COUNT.fault(f"{gpus.on_node}, and {giver} gave {given}")
+    if given:
+        text = f"{gpus.count}, and {giver} gave {given}"
+        return COUNT.note(text, f"{fine} The others may be another job's.") if gpus.count > given else COUNT.ok(text)
+    if board is None or board.gpus is None:
+        return COUNT.ok(f"{gpus.count}; how many there should be is not known of this model")
+    seen = f"{gpus.on_node} of {board.gpus}"
+    if gpus.on_node >= board.gpus:
+        return COUNT.ok(seen if gpus.on_node == board.gpus else f"{gpus.on_node}; a board has {board.gpus}")
+    # Half, a quarter or one of a board is what schedulers and clouds hand out, and a pod any number; seven of eight is what is
+    # left of a node.
+    part = gpus.others or not board.gpus % gpus.on_node or node.machine.environ().get("KUBERNETES_SERVICE_HOST")
+    return COUNT.note(seen, fine) if part else COUNT.fault(seen)
+
+
+def given_by(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Who gave this job or container its GPUs, and how many; 0 where that is not told in numbers."""
+    if (slurm := environ.get("SLURM_GPUS_ON_NODE", "")).isdigit():
+        return "Slurm", int(slurm)
+    parts = [part.strip() for part in environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")]
+    if all(re.fullmatch(r"\d+|GPU-[\w-]+", part) for part in parts):
+        return "NVIDIA_VISIBLE_DEVICES", len(parts)
+    return "", 0
 
 
 def names(node: Node) -> Check:
@@ -131,9 +115,11 @@ def remaps(node: Node) -> Check:
     if not found:
         return REMAP.unknown(answer.why if not answer.told else "these GPUs do not tell")
     index = {row["uuid"]: who(row) for row in node.gpus.rows}
+    others = {row["uuid"] for row in node.gpus.others}
 
     def set_in(field: str) -> list[str]:
-        return [index.get(row["gpu_uuid"], str(row["gpu_uuid"])) for row in found if row[field] not in (None, "0", "No")]
+        bad = [row["gpu_uuid"] for row in found if row["gpu_uuid"] not in others and row[field] not in (None, "0", "No")]
+        return [index.get(uuid, str(uuid)) for uuid in bad]
 
     pending, failed = set_in("remapped_rows.pending"), set_in("remapped_rows.failure")
     if pending or failed:
@@ -141,25 +127,6 @@ def remaps(node: Node) -> Check:
         return REMAP.fault("; ".join(parts))
     done = set_in("remapped_rows.uncorrectable")
     return REMAP.ok(f"none pending; done after an uncorrected error on {listed(done)}" if done else "none pending, none failed")
-
-
-def xids(node: Node) -> Check:
-    answer = node.machine.run("dmesg")
-    if not answer.told:
-        return XID.unknown(f"dmesg: {answer.why}")
-    now = (node.machine.read("/proc/uptime") or "").split()
-    uptime = float(now[0]) if now else None
-    fresh, old = [], []
-    for line in re.finditer(r"(?m)^(?:\[\s*([\d.]+)\])?.*NVRM: Xid \(PCI:([\w:.]+)\): (\d+)", answer.out):
-        number_ = int(line[3])
-        if number_ not in HARDWARE:
-            continue
-        text = f"{number_} ({HARDWARE[number_]}) on {line[2]}"
-        recent = uptime is None or not line[1] or uptime - float(line[1]) < 3600 * XID_HOURS
-        (fresh if recent else old).append(text)
-    if fresh:
-        return XID.fault(listed(list(dict.fromkeys(fresh))))
-    return XID.note(f"older: {listed(list(dict.fromkeys(old)))}") if old else XID.ok("none")
 
 
 def memory(node: Node) -> Check:
@@ -174,7 +141,16 @@ def memory(node: Node) -> Check:
         if index.get(row["gpu_uuid"]) in busy
     }
     by = f", by {listed(sorted(holders))}" if holders else ", by processes that are not to be seen from here"
-    return MEMORY.fault(grouped([(name, f"{mib / 1024:.1f} GiB") for name, mib in busy.items()]) + by)
+    seen = grouped([(name, f"{mib / 1024:.1f} GiB") for name, mib in busy.items()]) + by
+    too_much = any(busy.get(who(row), 0.0) > left(node, row) for row in node.gpus.rows)
+    return MEMORY.fault(seen) if too_much else MEMORY.note(seen)
+
+
+def left(node: Node, row: Row) -> float:
+    """MiB of a GPU that the run leaves to all else."""
+    total = (number(row, "memory.total") or 0.0) / 1024
+    fraction = hardware.memory_fraction(total, node.asked.run.train.memory_fraction) if total else 1.0
+    return 1024 * total * (1 - fraction)
 
 
 def mode(node: Node) -> Check:
@@ -184,3 +160,14 @@ def mode(node: Node) -> Check:
         return MODE.fault(grouped(shut))
     other = [(name, m) for name, m in modes.items() if m not in ("Default", "")]
     return MODE.note(grouped(other)) if other else MODE.ok("Default")
+
+
+def ecc(node: Node) -> Check:
+    return each(node, ECC, "ecc.errors.uncorrected.volatile.total", lambda value: value != "0", ok="none")
+
+
+def mig(node: Node) -> Check:
+    return each(node, MIG, "mig.mode.current", lambda value: value == "Enabled", ok="off")
+
+
+PARTS = ((COUNT, count), (NAMES, names), (ECC, ecc), (REMAP, remaps), (MEMORY, memory), (MIG, mig), (MODE, mode))

@@ -1,12 +1,16 @@
 """The machine around the GPUs: kernel settings, limits of this process and its container, the clock."""
 
-from collections.abc import Iterable
+import re
 
 from jaxtrain.preflight.check import Check, Node, Subject
+from jaxtrain.preflight.smi import number
 
 SHM_GIB = 1.0
 OPEN_FILES = (1024, 65536)  # below the first nothing of this size runs; below the second it is worth knowing
 CPUS_A_GPU = 4  # JAX dispatches, NCCL's proxies, the input pipeline and a save that is being written
+CAP_IPC_LOCK = 1 << 14  # linux/capability.h: no limit on locked memory holds for such a process
+# Whose powersave is the default, and as fast as the load asks (the kernel's guides to intel_pstate and amd-pstate).
+FOLLOW_THE_LOAD = ("intel_pstate", "amd-pstate-epp", "amd_pstate_epp")
 HOST_SHARE = 0.5  # of the GPUs' memory: a copy of the state waits on the host while it is saved
 
 BALANCING = Subject(
@@ -65,28 +69,6 @@ CLOCK = Subject(
 )
 
 
-def checks(node: Node) -> Iterable[Check]:
-    machine, facts = node.machine, node.machine.facts()
-    yield balancing(node)
-    yield governor(machine.read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"))
-    yield shm(node)
-    yield locked(node, facts.get("memlock_bytes"))
-    files = facts.get("open_files")
-    if files is None or files >= OPEN_FILES[1]:
-        yield FILES.ok("unlimited" if files is None else str(files))
-    else:
-        yield FILES.fault(str(files)) if files < OPEN_FILES[0] else FILES.note(str(files))
-    yield cpus(node, facts.get("cpus") or 0)
-    yield memory(node, facts.get("memory_gib") or 0.0)
-    synchronised = facts.get("clock_synchronised")
-    if synchronised is None:
-        yield CLOCK.unknown("this kernel does not tell")
-    elif synchronised:
-        yield CLOCK.ok("it does")
-    else:
-        yield CLOCK.fault("it does not") if node.several_nodes else CLOCK.note("it does not")
-
-
 def balancing(node: Node) -> Check:
     value = (node.machine.read("/proc/sys/kernel/numa_balancing") or "").strip()
     if not value:
@@ -100,19 +82,23 @@ def balancing(node: Node) -> Check:
     return BALANCING.fault(f"on ({value})")
 
 
-def governor(text: str | None) -> Check:
-    value = (text or "").strip()
+def governor(node: Node) -> Check:
+    folder = "/sys/devices/system/cpu/cpu0/cpufreq"
+    value = (node.machine.read(f"{folder}/scaling_governor") or "").strip()
+    driver = (node.machine.read(f"{folder}/scaling_driver") or "").strip()
     if not value:
         return GOVERNOR.unknown("this machine shows none, as most virtual ones")
     if value == "performance":
         return GOVERNOR.ok(value)
-    return GOVERNOR.fault(value) if value in ("powersave", "conservative") else GOVERNOR.note(value)
+    seen = f"{value} ({driver})" if driver else value
+    slow = value == "conservative" or value == "powersave" and driver not in FOLLOW_THE_LOAD
+    return GOVERNOR.fault(seen) if slow else GOVERNOR.note(seen)
 
 
 def shm(node: Node) -> Check:
     found = node.machine.disks().get("shm")
-    if found is None:
-        return SHM.unknown("there is none")
+    if found is None or found.silent:
+        return SHM.unknown("it does not answer" if found else "there is none")
     seen = (
         f"{found.total_gib:.1f} GiB, {found.free_gib:.1f} free" if found.total_gib >= 1 else f"{found.total_gib * 1024:.0f} MiB"
     )
@@ -121,15 +107,32 @@ def shm(node: Node) -> Check:
     return SHM.fault(seen) if node.gpus.count > 1 else SHM.note(seen)
 
 
-def locked(node: Node, limit: int | None) -> Check:
+def locked(node: Node) -> Check:
+    limit = node.machine.facts().get("memlock_bytes")
     if limit is None:
         return LOCKED.ok("unlimited")
-    seen = f"{limit / 2**20:.0f} MiB"
+    seen = f"{limit / 2**20:,.0f} MiB"
+    status = re.search(r"(?m)^CapEff:\s*([0-9a-f]+)", node.machine.read("/proc/self/status") or "")
+    if status and int(status[1], 16) & CAP_IPC_LOCK:
+        return LOCKED.ok(f"{seen}, and this process may lock what it likes (CAP_IPC_LOCK)")
+    if limit >= 2**20 * sum(number(row, "memory.total") or 0.0 for row in node.gpus.rows):
+        return LOCKED.ok(f"{seen}, as much as the GPUs have")
     # What CUDA pins does not count towards the limit; only the network's memory does.
-    return LOCKED.fault(seen) if node.several_nodes else LOCKED.note(f"{seen}; a run of one node has no need of it")
+    if not node.several_nodes:
+        return LOCKED.note(f"{seen}; a run of one node has no need of it")
+    cards = node.machine.listing("/sys/class/infiniband")
+    return LOCKED.fault(seen) if cards else LOCKED.note(f"{seen}; there is no InfiniBand that needs it")
 
 
-def cpus(node: Node, count: int) -> Check:
+def files(node: Node) -> Check:
+    limit = node.machine.facts().get("open_files")
+    if limit is None or limit >= OPEN_FILES[1]:
+        return FILES.ok("unlimited" if limit is None else str(limit))
+    return FILES.fault(str(limit)) if limit < OPEN_FILES[0] else FILES.note(str(limit))
+
+
+def cpus(node: Node) -> Check:
+    count = node.machine.facts().get("cpus") or 0
     quota = (node.machine.read("/sys/fs/cgroup/cpu.max") or "max").split()
     text = f"{count}"
     if len(quota) == 2 and quota[0].isdigit():
@@ -140,11 +143,26 @@ def cpus(node: Node, count: int) -> Check:
     return CPUS.note(f"{text} for {node.gpus.count} GPUs")
 
 
-def memory(node: Node, gib: float) -> Check:
+def memory(node: Node) -> Check:
+    gib = node.machine.facts().get("memory_gib") or 0.0
     limit = (node.machine.read("/sys/fs/cgroup/memory.max") or "max").strip()
     text = f"{gib:,.0f} GiB"
     if limit.isdigit() and int(limit) / 2**30 < gib:
         gib = int(limit) / 2**30
         text = f"{gib:,.0f} GiB of {text}, as the container is limited"
-    wanted = HOST_SHARE * sum(float(row["memory.total"] or 0) for row in node.gpus.rows) / 1024
+    wanted = HOST_SHARE * sum(number(row, "memory.total") or 0.0 for row in node.gpus.rows) / 1024
     return MEMORY.ok(text) if gib >= wanted else MEMORY.note(f"{text}, for GPUs with {wanted / HOST_SHARE:,.0f} GiB")
+
+
+def clock(node: Node) -> Check:
+    synchronised = node.machine.facts().get("clock_synchronised")
+    if synchronised is None:
+        return CLOCK.unknown("this kernel does not tell")
+    # chronyd without rtcsync keeps the clock right and does not tell the kernel; several nodes compare their clocks as well.
+    return CLOCK.ok("it does") if synchronised else CLOCK.note("the kernel does not know of one")
+
+
+PARTS = (
+    *((BALANCING, balancing), (GOVERNOR, governor), (SHM, shm), (LOCKED, locked), (FILES, files)),
+    *((CPUS, cpus), (MEMORY, memory), (CLOCK, clock)),
+)

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxtrain.preflight import health, host, joints, pace, places, smi, variables, versions
+from jaxtrain.preflight import deaths, health, host, joints, network, pace, places, smi, variables, versions
 from jaxtrain.preflight.boards import board_of
-from jaxtrain.preflight.check import FAULT, NOTE, OK, Asked, Check, Node, Subject, listed
+from jaxtrain.preflight.check import FAULT, NOTE, OK, Asked, Check, Node, Subject, listed, run
 from jaxtrain.preflight.machine import TIMED_OUT, Machine
 
 COMMANDS = (*smi.COMMANDS, "dmesg")
@@ -23,7 +23,7 @@ ALIKE = {
     "driver": "Drivers of different versions have different faults and speeds, and one node then goes its own way.",
     "GPUs": "A mesh goes at the pace of its slowest GPU, and wants as many of them on every node.",
     "packages": "With other versions of JAX or NCCL a process compiles another program, and hangs in the first collective.",
-    "network cards": "NCCL builds its rings over the same card of every node; a missing one halves the rate for all.",
+    "network cards": "NCCL builds its rings over the same card of every node; one that is missing, or down, slows all of them.",
 }
 
 
@@ -35,12 +35,11 @@ def look(machine: Machine, asked: Asked) -> tuple[Node, list[Check]]:
     found: list[Check] = []
     if gpus.absent:
         # Nothing that is wrong here stops a run on CPUs.
-        there = [*host.checks(node), *places.checks(node)]
+        there = run([*host.PARTS, *places.PARTS], node)
         return node, [dataclasses.replace(c, state=NOTE) if c.state == FAULT else c for c in there]
     found.append(answers(machine, gpus))
-    if gpus.rows:
-        found += [*health.checks(node), *pace.checks(node), *joints.checks(node)]
-    found += [*versions.checks(node), *host.checks(node), *places.checks(node), *variables.checks(node)]
+    of_gpus = [*health.PARTS, *deaths.PARTS, *pace.PARTS, *joints.PARTS, *network.PARTS] if gpus.rows else []
+    found += run([*of_gpus, *versions.PARTS, *host.PARTS, *places.PARTS, *variables.PARTS], node)
     return node, found
 
 
@@ -58,7 +57,7 @@ def portrait(node: Node, met_unix: float | None) -> dict[str, Any]:
         "driver": node.gpus.rows[0]["driver_version"] if node.gpus.rows else "none",
         "GPUs": f"{node.gpus.count} x {', '.join(sorted(set(node.gpus.names)))}" if node.gpus.rows else "none",
         "packages": {name: package["version"] for name, package in packages.items()},
-        "network cards": len(node.machine.listing("/sys/class/infiniband")),
+        "network cards": len(network.active_cards(node)),
         "met_unix": met_unix,
     }
 

@@ -1,11 +1,12 @@
-"""How the GPUs are joined to each other, to the CPUs and to the network."""
+"""How the GPUs are joined to each other and to the CPUs."""
 
 from collections import Counter
 from collections.abc import Iterable
 
 from jaxtrain.preflight import smi
-from jaxtrain.preflight.boards import SWITCH
+from jaxtrain.preflight.boards import SWITCH, Board
 from jaxtrain.preflight.check import Check, Node, Subject, grouped, listed
+from jaxtrain.preflight.health import given_by
 from jaxtrain.preflight.smi import Topology
 
 # What nvidia-smi's letters mean, as its own legend has it.
@@ -17,7 +18,7 @@ PATHS = {
     "PIX": "across one PCIe switch",
 }
 GOOD = ("Completed", "Success")  # fabric.state and fabric.status
-NEAR = ("PIX", "PXB")  # a NIC that a GPU reaches without the CPU
+ALONE = "Nothing: this run has one GPU, and nothing goes over its links."
 
 TOPOLOGY = Subject(
     "topology",
@@ -58,48 +59,32 @@ NUMA = Subject(
     "Copies between host and GPU that cross the CPUs' interconnect are slower, and NCCL places its threads by it.",
     "In a VM: pass the host's topology through. Otherwise: enable NUMA in the firmware.",
 )
-NICS = Subject(
-    "GPU and NIC",
-    "a network card behind the same PCIe switch as each GPU (PIX or PXB)",
-    "Only such a card is reached by GPUDirect RDMA at full rate; otherwise what goes between nodes passes the CPU.",
-    "Look for a card that is missing or whose port is down (ibstat); in a VM, have the host's PCIe topology "
-    "passed through (NCCL_TOPO_FILE).",
-)
-PORTS = Subject(
-    "InfiniBand",
-    "the ports of the cards beside the GPUs are up",
-    "NCCL leaves out a port that is down, and its GPUs share another one's.",
-    "Look at cable and switch port (ibstat, ibdiagnet), and at the subnet manager.",
-)
-DIRECT = Subject(
-    "GPUDirect RDMA",
-    "nvidia_peermem loaded, or DMA-BUF",
-    "Without it what goes between nodes is copied through the host's memory, at about half the rate.",
-    "sudo modprobe nvidia_peermem. With the open kernel modules and Linux 5.12 or later NCCL uses DMA-BUF, which "
-    "needs no module.",
-)
 
 
-def checks(node: Node) -> Iterable[Check]:
+def matrix(node: Node) -> Topology:
+    """nvidia-smi's matrix, of the GPUs that the run may use; empty where there is none."""
     answer = node.machine.run(smi.TOPOLOGY)
-    found = smi.topology(answer.out) if answer.told else Topology({}, {}, {})
-    if not found.gpus and node.gpus.count > 1:
+    return smi.topology(answer.out).of(node.gpus.indices) if answer.told else Topology({}, {}, {})
+
+
+def topology(node: Node) -> Iterable[Check]:
+    if node.gpus.count < 2:
+        return
+    found = matrix(node)
+    if found.gpus:
+        yield joined(node, found)
+    else:
+        answer = node.machine.run(smi.TOPOLOGY)
         yield TOPOLOGY.unknown(f"nvidia-smi topo -m: {answer.why}" if not answer.told else "nvidia-smi topo -m has no matrix")
-    elif node.gpus.count > 1:
-        yield topology(node, found)
-        yield numa(node, found)
-    yield links(node)
-    yield errors(node)
-    if node.board and node.board.joined == SWITCH:
-        yield fabric(node)
-    if found.nics or node.several_nodes:
-        yield nics(node, found)
-        yield from ports(node, found)
-    if node.several_nodes:
-        yield direct(node)
 
 
-def topology(node: Node, found: Topology) -> Check:
+def direct_pairs(node: Node) -> str:
+    """What joins the pairs of a board of four, which has no switches: each GPU has a third of its links to each of the others
+    (NVIDIA/nccl, issue 1617: NV6 on HGX H100 4-GPU, NV4 on HGX A100 4-GPU). Empty for a larger board."""
+    return f"NV{node.board.links // 3}" if node.board and node.gpus.on_node <= 4 else ""
+
+
+def joined(node: Node, found: Topology) -> Check:
     pairs, board = found.pairs(), node.board
     counted = ", ".join(f"{n} pairs {how}" for how, n in Counter(pairs.values()).most_common())
     if board is None:
@@ -109,14 +94,27 @@ def topology(node: Node, found: Topology) -> Check:
         )
     if board.joined == SWITCH:
         wanted = f"NV{board.links}"
+        if direct_pairs(node) and set(pairs.values()) == {direct_pairs(node)}:
+            return TOPOLOGY.ok(f"all pairs {direct_pairs(node)}, without switches")
         wrong = {pair: how for pair, how in pairs.items() if how != wanted}
         return TOPOLOGY.fault(named(wrong, wanted)) if wrong else TOPOLOGY.ok(f"all pairs {wanted}")
+    return bridged(node, board, found, counted)
+
+
+def bridged(node: Node, board: Board, found: Topology, counted: str) -> Check:
+    pairs = found.pairs()
     partners = {gpu: sorted(how for pair, how in pairs.items() if gpu in pair and how.startswith("NV")) for gpu in found.gpus}
     sizes = {len(hows) + 1 for hows in partners.values()}
     if sizes == {1}:
         return TOPOLOGY.note(
             f"{counted}: no NVLink bridges", "Nothing, if none were bought; a bridge of GPUs makes collectives faster."
         )
+    widths = {f"NV{board.links // (size - 1)}": size for size in board.bridged}
+    whole = max((widths.get(how, 0) for how in pairs.values()), default=0)
+    # Where the run has a part of the node, a bridge may join its GPUs to others that are out of sight.
+    part = node.gpus.others or given_by(node.machine.environ())[1] or node.gpus.on_node < whole
+    if part and all(how in widths for hows in partners.values() for how in hows):
+        return TOPOLOGY.note(f"{counted}, of bridges of {whole}", "Nothing; GPUs of one bridge are faster together.")
     size = max(sizes)
     wanted = f"NV{board.links // (size - 1)}"
     bare = [gpu for gpu, hows in partners.items() if hows != [wanted] * (size - 1)]
@@ -133,35 +131,44 @@ def named(wrong: dict[tuple[str, str], str], wanted: str) -> str:
     return f"{'; '.join(parts)}, not {wanted}"
 
 
-def numa(node: Node, found: Topology) -> Check:
+def numa(node: Node) -> Iterable[Check]:
+    found = matrix(node)
+    if node.gpus.count > 1 and found.gpus:
+        yield beside(node, found)
+
+
+def beside(node: Node, found: Topology) -> Check:
     several = "-" in (node.machine.read("/sys/devices/system/node/online") or "")
     if not several:
         return NUMA.ok("one NUMA node")
     lost = [gpu for gpu in found.gpus if gpu not in found.numa]
     if lost:
         return NUMA.note(f"not told of {listed(lost)}")
-    beside = {n: [g for g in found.gpus if found.numa[g] == n] for n in sorted(set(found.numa.values()))}
-    return NUMA.ok("; ".join(f"{n}: {listed(gpus, 8)}" for n, gpus in beside.items()))
+    near = {n: [g for g in found.gpus if found.numa[g] == n] for n in sorted(set(found.numa.values()))}
+    return NUMA.ok("; ".join(f"{n}: {listed(gpus, 8)}" for n, gpus in near.items()))
 
 
 def links(node: Node) -> Check:
     answer = node.machine.run(smi.LINKS)
-    found = smi.links(answer.out)
+    found = node.gpus.mine(smi.links(answer.out))
     active = {gpu: sum(rate is not None for rate in of.values()) for gpu, of in found.items()}
-    if not found or (not any(active.values()) and (node.board is None or node.board.joined != SWITCH)):
-        return (
-            NVLINK.unknown(answer.why)
-            if not answer.told and not found
-            else NVLINK.note("none", "Nothing, if none were bought.")
-        )
+    switched = node.board is not None and node.board.joined == SWITCH
+    if not found and (switched or not answer.told):
+        return NVLINK.unknown(answer.why if not answer.told else "nvidia-smi nvlink -s names no GPU")
+    if not any(active.values()) and (node.gpus.count == 1 or not switched):
+        return NVLINK.note("none", "Nothing, if none were bought, or the GPU is alone in a virtual machine.")
     whole = node.board.links if node.board else max(active.values())
-    down = []
+    down, bare = [], []
     for gpu, n in active.items():
         dead = [str(link) for link, rate in found[gpu].items() if rate is None]
-        if n < whole:
-            down.append(f"GPU{gpu} {n} of {whole}" + (f" (link {listed(dead)} down)" if dead and n else ""))
+        if n == 0 and node.board is None:
+            bare.append(f"GPU{gpu}")  # a bridge joins the others, perhaps
+        elif n < whole or dead and node.board is None:
+            down.append(f"GPU{gpu} {n} of {max(whole, n + len(dead))}" + (f" (link {listed(dead)} down)" if dead and n else ""))
     if down:
-        return NVLINK.fault(listed(down))
+        return NVLINK.fault(listed(down)) if node.gpus.count > 1 else NVLINK.note(listed(down), ALONE)
+    if bare:
+        return NVLINK.note(f"none on {listed(bare, 8)}, and {whole} on others", "Nothing, if their bridges are meant so.")
     rates = sorted({rate for of in found.values() for rate in of.values() if rate})
     if len(rates) > 1:
         return NVLINK.fault(f"links at different rates: {listed([f'{rate:g} GB/s' for rate in rates])}")
@@ -170,7 +177,7 @@ def links(node: Node) -> Check:
 
 def errors(node: Node) -> Check:
     answer = node.machine.run(smi.LINK_ERRORS)
-    found = smi.link_errors(answer.out)
+    found = {at: times for at, times in smi.link_errors(answer.out).items() if at[0] in node.gpus.indices}
     if not found:
         return ERRORS.unknown("nvidia-smi nvlink -e: " + (answer.why if not answer.told else "no counters"))
 
@@ -178,57 +185,31 @@ def errors(node: Node) -> Check:
         return [f"GPU{g} link {n}: {kind} {times}" for (g, n, kind), times in found.items() if kind in kinds and times]
 
     if recovered := counted("Recovery"):
-        return ERRORS.fault(listed(recovered))
+        return ERRORS.fault(listed(recovered)) if node.gpus.count > 1 else ERRORS.note(listed(recovered), ALONE)
     # Corrected by sending again: a few over weeks are nothing.
     again = counted("Replay", "CRC")
     return ERRORS.note(listed(again)) if again else ERRORS.ok("none")
 
 
-def fabric(node: Node) -> Check:
+def fabric(node: Node) -> Iterable[Check]:
+    if not node.board or node.board.joined != SWITCH:
+        return
     answer = node.machine.run(smi.FABRIC_STATE)
-    states = [(row["index"], row["fabric.state"], row["fabric.status"]) for row in smi.rows(answer, smi.FABRIC)]
-    told = [(i, state, status) for i, state, status in states if state]
-    if not told:
-        return FABRIC.unknown(answer.why if not answer.told else "these GPUs do not tell")
+    rows = {int(row["index"] or 0): row for row in smi.rows(answer, smi.FABRIC)}
+    told = [
+        (gpu, row["fabric.state"], row["fabric.status"]) for gpu, row in node.gpus.mine(rows).items() if row["fabric.state"]
+    ]
     wrong = [(f"GPU{i}", f"{state}, {status or 'no status'}") for i, state, status in told if (state, status) != GOOD]
-    return FABRIC.fault(grouped(wrong)) if wrong else FABRIC.ok(", ".join(GOOD))
-
-
-def nics(node: Node, found: Topology) -> Check:
-    if not found.nics:
-        return NICS.note("nvidia-smi names no network card")
-    near = {gpu: [n for n in found.nics if found.joined.get((gpu, n)) in NEAR] for gpu in found.gpus}
-    far = [gpu for gpu, cards in near.items() if not cards]
-    if not far:
-        return NICS.ok("; ".join(f"{gpu} {listed([found.nics[n] for n in cards], 2)}" for gpu, cards in near.items()))
-    text = f"none beside {listed(far, 8)}"
-    # Where other GPUs of the node have theirs, one is missing; where none has, the machine is built (or virtualised) so.
-    broken = node.several_nodes and len(far) < len(near)
-    return NICS.fault(text) if broken else NICS.note(text)
-
-
-def ports(node: Node, found: Topology) -> Iterable[Check]:
-    """The cards that are near a GPU; one that is down only matters where the run crosses nodes."""
-    cards = [name for n, name in found.nics.items() if any(found.joined.get((gpu, n)) in NEAR for gpu in found.gpus)]
-    states = {card: node.machine.read(f"/sys/class/infiniband/{card}/ports/1/state") for card in cards}
-    told = {card: state.strip() for card, state in states.items() if state}
+    pairs = set(matrix(node).pairs().values())
+    linked = any(rate for of in node.gpus.mine(smi.links(node.machine.run(smi.LINKS).out)).values() for rate in of.values())
     if not told:
-        return
-    down = [f"{card} {state.partition(': ')[2] or state}" for card, state in told.items() if "ACTIVE" not in state]
-    if down:
-        yield (
-            PORTS.fault(listed(down))
-            if node.several_nodes
-            else PORTS.note(f"{listed(down)}; a run of one node has no need of them")
-        )
-        return
-    rates = {(node.machine.read(f"/sys/class/infiniband/{card}/ports/1/rate") or "").strip() for card in told}
-    yield PORTS.ok(f"{len(told)} active, {listed(sorted(rates))}")
+        yield FABRIC.unknown(answer.why if not answer.told else "these GPUs do not tell")
+    elif not wrong:
+        yield FABRIC.ok(", ".join(GOOD))
+    elif (direct_pairs(node) and pairs == {direct_pairs(node)}) or (node.gpus.count == 1 and not linked):
+        yield FABRIC.note(f"{grouped(wrong)}; no switch joins these GPUs", "Nothing.")
+    else:
+        yield FABRIC.fault(grouped(wrong))
 
 
-def direct(node: Node) -> Check:
-    modules = node.machine.read("/proc/modules")
-    if modules is None:
-        return DIRECT.unknown("/proc/modules cannot be read")
-    loaded = any(line.startswith(("nvidia_peermem ", "nv_peer_mem ")) for line in modules.splitlines())
-    return DIRECT.ok("nvidia_peermem") if loaded else DIRECT.note("no nvidia_peermem; whether NCCL uses DMA-BUF its log tells")
+PARTS = ((TOPOLOGY, topology), (NUMA, numa), (NVLINK, links), (ERRORS, errors), (FABRIC, fabric))

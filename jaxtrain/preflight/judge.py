@@ -8,24 +8,31 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxtrain import hardware
-from jaxtrain.preflight.check import Check, Node, Subject, listed
+from jaxtrain.preflight.check import Check, Node, Subject, grouped, listed
+from jaxtrain.preflight.measure import GPU_LISTS
+from jaxtrain.preflight.network import active_cards, port
+from jaxtrain.preflight.pace import SLOW as SLOWED
+from jaxtrain.preflight.places import NETWORK as NETWORK_DISKS
+from jaxtrain.preflight.smi import number
 
-SLOW = 0.10  # below the median of its node, beyond which a GPU is a slow one (as Megatron-LM's own sniff test has it)
+SLOW = 0.10  # below the median of the others, beyond which a GPU is a slow one
 LEAST_OF_PEAK = 0.5  # of the data sheet's rate, that large GEMMs and copies reach on every healthy GPU
 BUS = 0.8  # of what the board reaches
 NETWORK = 0.5  # of what the cards carry together
+OFTEN = 0.5  # of the samples under load
+LOW_CLOCK, LOW_POWER = 0.75, 0.8  # of the highest clock and of the limit: at full power a GEMM may well run at such a clock
 DISK = {"write_gb_s": 0.05, "read_gb_s": 0.02}  # GB/s, below which a place is of no use
 
 GEMM = Subject(
     "GEMM",
-    f"no GPU more than {SLOW:.0%} below the median, none below {LEAST_OF_PEAK:.0%} of its peak",
+    f"no GPU more than {SLOW:.0%} below the median of the others, none below {LEAST_OF_PEAK:.0%} of its peak",
     "Every step waits for the slowest GPU, in every collective: one that is 15% slower costs all of them 15%.",
     "See whether it is hot, capped or used by others (nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE); if none "
     "of these, take it out and report it.",
 )
 HBM = Subject(
     "HBM",
-    f"no GPU more than {SLOW:.0%} below the median, none below {LEAST_OF_PEAK:.0%} of its data sheet",
+    f"no GPU more than {SLOW:.0%} below the median of the others, none below {LEAST_OF_PEAK:.0%} of its data sheet",
     "Norms, optimizer and attention's edges go at the pace of the memory.",
     "Look at ECC and row remaps of that GPU; if they are well, take it out and report it.",
 )
@@ -49,7 +56,7 @@ REDUCE_SCATTER = Subject(
 )
 BETWEEN = Subject(
     "between nodes",
-    f"bus bandwidth at least {NETWORK:.0%} of the cards' rates together",
+    f"bus bandwidth at least {NETWORK:.0%} of what the cards beside the GPUs carry, or of the node's own if that is less",
     "Each step crosses the network; where one node's cards are slow or unused, all nodes wait.",
     "Look at the nodes' GPU and NIC, InfiniBand and GPUDirect lines; NCCL_DEBUG=INFO tells whether NET/IB or "
     "NET/Socket is used.",
@@ -60,16 +67,35 @@ DISKS = Subject(
     "A save that takes longer than the steps between two of them holds up training; so does input that comes too late.",
     "Set checkpoint.dir or paths.data to a faster file system, and see who else uses this one.",
 )
-FIGURES = {"gemm_tflops": GEMM, "hbm_gb_s": HBM, "h2d_gb_s": HOST}
+WORK = Subject(
+    "GPU work",
+    "GEMMs, copies and collectives run to their end",
+    "What crashes or hangs in a small program does so in a run's first step, or in its thousandth.",
+    "Look for Xid in dmesg, at the checks above, and with NCCL_DEBUG=INFO at what NCCL says; then reset the GPUs or take the "
+    "node out.",
+)
+LOAD = Subject(
+    "under load",
+    "no GPU slowed down by heat, the board or its power supply while all compute",
+    "Heat and weak power supplies show only when all GPUs work, and then all wait for the one that slows down.",
+    "Look at fans, coolant and inlet temperature, power supplies and cables; nvidia-smi -q -d "
+    "PERFORMANCE,TEMPERATURE tells more.",
+)
 
 
 def checks(node: Node, measured: Mapping[str, Any]) -> Iterable[Check]:
-    left_out = measured.get("left_out", {})
+    left_out, failed = measured.get("left_out", {}), measured.get("failed", {})
     gpu = hardware.lookup(node.gpus.names[0]) if node.gpus.names else None
+    broken = [words for key, words in failed.items() if not key.startswith("disk.")]
+    if broken:
+        yield WORK.fault(listed(broken, 2))
     if node.gpus.count:
-        yield spread(GEMM, measured.get("gemm_tflops"), "TFLOP/s", gpu.bf16 if gpu else None, left_out.get("gemm_tflops"))
-        yield spread(HBM, measured.get("hbm_gb_s"), "GB/s", 1000 * gpu.hbm_tb_s if gpu else None, left_out.get("hbm_gb_s"))
-        yield host(measured.get("h2d_gb_s"), left_out.get("h2d_gb_s"))
+        numbers = measured.get("gpus") or node.gpus.indices
+        figures = {name: dict(zip(numbers, measured.get(name) or (), strict=False)) for name in GPU_LISTS}
+        yield spread(GEMM, figures["gemm_tflops"], "TFLOP/s", gpu.bf16 if gpu else None, left_out.get("gemm_tflops"))
+        yield under_load(node, measured, left_out)
+        yield spread(HBM, figures["hbm_gb_s"], "GB/s", 1000 * gpu.hbm_tb_s if gpu else None, left_out.get("hbm_gb_s"))
+        yield host(figures["h2d_gb_s"], left_out.get("h2d_gb_s"))
     if node.gpus.count > 1:
         board = node.board if node.board and node.board.gpus == node.gpus.count else None
         best, others = (board.all_reduce, board.others) if board else (None, None)
@@ -78,33 +104,60 @@ def checks(node: Node, measured: Mapping[str, Any]) -> Iterable[Check]:
             yield bus(subject, measured.get(key), top, others, left_out.get(key))
     if node.several_nodes:
         yield between(node, measured, left_out)
-    yield from disks(measured.get("disk") or {}, left_out)
+    yield from disks(node, measured.get("disk") or {}, left_out, failed)
 
 
-def spread(subject: Subject, figures: list[float] | None, unit: str, peak: float | None, why: str | None) -> Check:
-    """A rate of each GPU: against the median of the node, and against the data sheet where it is known."""
+def spread(subject: Subject, figures: Mapping[int, float], unit: str, peak: float | None, why: str | None) -> Check:
+    """A rate of each GPU: against the median of the others, and against the data sheet where it is known."""
     if not figures:
         return subject.unknown(why or "not in what was measured")
-    middle = statistics.median(figures)
-    text = f"{min(figures):,.0f} to {max(figures):,.0f} {unit}"
-    slow = [f"GPU{i} {rate:,.0f} ({rate / middle - 1:+.0%})" for i, rate in enumerate(figures) if rate < (1 - SLOW) * middle]
+    text = f"{min(figures.values()):,.0f} to {max(figures.values()):,.0f} {unit}"
+    slow = []
+    for gpu, rate in figures.items():
+        middle = statistics.median([other for at, other in figures.items() if at != gpu] or [rate])
+        slow += [f"GPU{gpu} {rate:,.0f} ({rate / middle - 1:+.0%})"] if rate < (1 - SLOW) * middle else []
     if slow:
-        return subject.fault(f"{listed(slow)}; median {middle:,.0f} {unit}")
-    if peak and min(figures) < LEAST_OF_PEAK * peak:
+        return subject.fault(f"{listed(slow)}; all {text}")
+    if peak and min(figures.values()) < LEAST_OF_PEAK * peak:
         return subject.fault(f"{text}, of {peak:,.0f}")
     return subject.ok(f"{text}, of {peak:,.0f}" if peak else text)
 
 
-def host(figures: list[float] | None, why: str | None) -> Check:
+def under_load(node: Node, measured: Mapping[str, Any], left_out: Mapping[str, str]) -> Check:
+    """What the GPUs told while the GEMMs ran."""
+    found = measured.get("under_load") or []
+    if not found:
+        return LOAD.unknown(left_out.get("under_load") or left_out.get("gemm_tflops") or "not in what was measured")
+    highest = {int(row["index"] or 0): number(row, "clocks.max.sm") for row in node.gpus.rows}
+    often, seldom, low, seen = [], [], [], []
+    for gpu in found:
+        name, mhz, watt, limit = (gpu[key] for key in ("gpu", "sm_mhz", "power_w", "power_limit_w"))
+        for reason, share in gpu["reasons"].items():
+            # Laptops and cards in desktops are built to reach their highest temperature.
+            worst = share >= OFTEN and (node.board or reason != "sw_thermal")
+            if reason in SLOWED.values():
+                (often if worst else seldom).append((f"GPU{name}", f"{reason} in {share:.0%} of the samples"))
+        if mhz and watt and limit and (top := highest.get(name)) and mhz < LOW_CLOCK * top and watt < LOW_POWER * limit:
+            low.append((f"GPU{name}", f"{mhz:,.0f} of {top:,.0f} MHz at {watt:.0f} of {limit:.0f} W"))
+        seen += [mhz] if mhz else []
+    if often:
+        return LOAD.fault(grouped(often))
+    if low:
+        locked = "Its clocks may be locked, which nvidia-smi does not show: sudo nvidia-smi -rgc resets them."
+        return LOAD.note(f"slow, and not for want of power: {grouped(low)}", locked)
+    if seldom:
+        return LOAD.note(grouped(seldom))
+    return LOAD.ok(f"{min(seen):,.0f} to {max(seen):,.0f} MHz" if seen else "none")
+
+
+def host(figures: Mapping[int, float], why: str | None) -> Check:
     if not figures:
         return HOST.unknown(why or "not in what was measured")
-    middle = statistics.median(figures)
-    slow = [f"GPU{i} {rate:.0f} GB/s" for i, rate in enumerate(figures) if rate < 0.5 * middle]
-    return (
-        HOST.fault(f"{listed(slow)}; median {middle:.0f}")
-        if slow
-        else HOST.ok(f"{min(figures):.0f} to {max(figures):.0f} GB/s")
-    )
+    middle = statistics.median(figures.values())
+    slow = [f"GPU{gpu} {rate:.0f} GB/s" for gpu, rate in figures.items() if rate < 0.5 * middle]
+    if slow:
+        return HOST.fault(f"{listed(slow)}; median {middle:.0f}")
+    return HOST.ok(f"{min(figures.values()):.0f} to {max(figures.values()):.0f} GB/s")
 
 
 def bus(subject: Subject, rate: float | None, best: float | None, others: float | None, why: str | None) -> Check:
@@ -126,40 +179,43 @@ def between(node: Node, measured: Mapping[str, Any], left_out: Mapping[str, str]
     rate = measured.get("inter_node_all_reduce_bus_gb_s")
     if rate is None:
         return BETWEEN.unknown(left_out.get("inter_node_all_reduce_bus_gb_s", "not in what was measured"))
-    cards = sum(card_gb_s(node))
     seen = f"all-reduce {rate:,.0f} GB/s"
+    rates = [port(node, card, "rate").split() for card in active_cards(node)]
+    cards = sum(float(words[0]) / 8 for words in rates if words)
     if not cards:
-        return BETWEEN.ok(f"{seen}; what the cards carry is not known")
-    # Within the node NVLink is the limit, whatever the cards could carry.
-    limit = min(cards, node.board.others if node.board and node.board.others else cards)
+        return BETWEEN.ok(f"{seen}; what the cards beside the GPUs carry is not known")
+    # What does not go faster within the node does not between nodes, whatever the cards could carry.
+    limit = min(cards, measured.get("all_reduce_bus_gb_s") or cards)
     seen += f", of {limit:,.0f}"
     return BETWEEN.fault(seen) if rate < NETWORK * limit else BETWEEN.ok(seen)
 
 
-def card_gb_s(node: Node) -> list[float]:
-    """GB/s of every InfiniBand port that is up."""
-    rates = []
-    for card in node.machine.listing("/sys/class/infiniband"):
-        port = f"/sys/class/infiniband/{card}/ports/1"
-        rate = (node.machine.read(f"{port}/rate") or "").split()
-        if rate and "ACTIVE" in (node.machine.read(f"{port}/state") or ""):
-            rates.append(float(rate[0]) / 8)
-    return rates
-
-
-def disks(found: Mapping[str, Mapping[str, float | None]], left_out: Mapping[str, str]) -> Iterable[Check]:
+def disks(
+    node: Node, found: Mapping[str, Mapping[str, float | None]], left_out: Mapping[str, str], failed: Mapping[str, str]
+) -> Iterable[Check]:
     missing = [f"{name.removeprefix('disk.')}: {why}" for name, why in left_out.items() if name.startswith("disk.")]
+    refused = {name: f"{name.removeprefix('disk.')}: {why}" for name, why in failed.items() if name.startswith("disk.")}
+    if refused:
+        say = DISKS.fault if "disk.checkpoints" in refused else DISKS.note  # data is there already, it may be
+        yield say("; ".join(refused.values()), "Look at quota, permissions and errors of that file system, or name another.")
+        return
     if not found:
         if missing:
             yield DISKS.unknown("; ".join(missing))
         return
     needed = {("checkpoints", "write_gb_s"), ("data", "read_gb_s")}
-    slow, told = [], []
+    kinds = {name: disk.kind for name, disk in node.machine.disks().items()}
+    slow, busy, told = [], [], []
     for place, rates in found.items():
         for key, rate in rates.items():
-            word = key.partition("_")[0]
-            if rate is not None:
-                told.append(f"{place} {word} {rate:.2g} GB/s")
-                slow += [f"{place} {word} {rate:.2g} GB/s"] if (place, key) in needed and rate < DISK[key] else []
+            if rate is None:
+                continue
+            told.append(f"{place} {key.partition('_')[0]} {rate:.2g} GB/s")
+            if (place, key) in needed and rate < DISK[key]:
+                # One moment of a file system that many share says little.
+                (busy if kinds.get(place) in NETWORK_DISKS else slow).append(told[-1])
     seen = "; ".join([", ".join(told), *missing])
-    yield DISKS.fault(listed(slow)) if slow else DISKS.ok(seen)
+    if slow:
+        yield DISKS.fault(listed(slow))
+    else:
+        yield DISKS.note(f"{listed(busy)}, over the network") if busy else DISKS.ok(seen)

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import importlib.metadata
 import os
 import re
@@ -18,10 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain import environment, hardware
+from jaxtrain.preflight import bounded
+from jaxtrain.preflight.bounded import Unmeasured, within
 from jaxtrain.preflight.machine import ABSENT, TIMED_OUT, Answer, Disk
 from jaxtrain.stores import is_bucket
 
-COMMAND_S = 15.0  # nvidia-smi takes seconds on eight GPUs whose driver is asleep, and for ever on a GPU that has died
+# nvidia-smi wakes eight GPUs without persistence one after the other, which takes longer than anything else here; and it takes
+# for ever on a GPU that has died.
+COMMAND_S = 25.0
 MOST = 4 << 20  # characters that are read of a command or a file: the kernel's log can be long
 # Variables besides those that change a run: where it is, who started it, and how it gets through to the others.
 MORE = re.compile(
@@ -40,6 +45,7 @@ class Live:
         self._places = places
         self._command_s = command_s
         self._asked: dict[str, _Command] = {}
+        self._disks: dict[str, Disk] | None = None
 
     def ask(self, commands: Iterable[str]) -> None:
         for command in commands:
@@ -58,8 +64,8 @@ class Live:
 
     def listing(self, path: str) -> list[str]:
         try:
-            return sorted(os.listdir(path))
-        except OSError:
+            return within(bounded.GRACE_S, path, lambda: sorted(os.listdir(path)))
+        except (OSError, Unmeasured):
             return []
 
     def environ(self) -> Mapping[str, str]:
@@ -68,13 +74,19 @@ class Live:
         return {name: hidden.sub("", wanted[name]) for name in sorted(wanted) if not SECRET.search(name)}
 
     def disks(self) -> dict[str, Disk]:
-        found = {}
-        mounts = _mounts(self.read("/proc/self/mountinfo") or "")
-        for name, place in {**self._places, "shm": "/dev/shm"}.items():
-            if place and not is_bucket(place):
-                with contextlib.suppress(OSError):  # then it is not told
-                    found[name] = _disk(Path(os.path.abspath(os.path.expanduser(place))), mounts)
-        return found
+        if self._disks is None:  # asked once: each place may cost its time
+            mounts = _mounts(self.read("/proc/self/mountinfo") or "")
+            self._disks = {}
+            for name, place in {**self._places, "shm": "/dev/shm"}.items():
+                if place and not is_bucket(place):
+                    path = Path(os.path.abspath(os.path.expanduser(place)))
+                    try:
+                        self._disks[name] = within(bounded.GRACE_S, place, functools.partial(_disk, path, mounts))
+                    except Unmeasured:
+                        self._disks[name] = Disk(str(path), 0.0, 0.0, "", "", "", silent=True)
+                    except OSError:  # then it is not told
+                        continue
+        return self._disks
 
     def packages(self) -> dict[str, dict[str, Any]]:
         found = {}

@@ -48,7 +48,8 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Disk:
-    """The file system that a place is on. GiB; `device` tells two file systems of one node apart."""
+    """The file system that a place is on. GiB; `device` tells two file systems of one node apart. `silent`: it did not answer
+    in time, and nothing else is known."""
 
     path: str
     total_gib: float
@@ -56,6 +57,7 @@ class Disk:
     device: str
     kind: str  # of file system: ext4, nfs4, tmpfs
     mount: str
+    silent: bool = False
 
 
 class Machine(Protocol):

@@ -31,7 +31,7 @@ SHARED = Subject(
 )
 
 
-def checks(node: Node) -> Iterable[Check]:
+def rooms(node: Node) -> Iterable[Check]:
     disks = node.machine.disks()
     for name, place in node.asked.places.items():
         subject = Subject(
@@ -43,9 +43,17 @@ def checks(node: Node) -> Iterable[Check]:
             yield subject.unknown(f"{place} is a bucket")
         elif name not in disks:
             yield subject.unknown(f"{place} cannot be looked at")
+        elif disks[name].silent:
+            fix = f"Mount it anew, or set {KEYS[name]} to another file system; a run that touches it hangs."
+            seen = f"{disks[name].path} did not answer: its file system hangs"
+            yield subject.note(seen, fix) if name == "cache" else subject.fault(seen, fix)
         else:
             yield room(node, subject, name, disks[name])
-    yield shared({name: disks[name] for name in node.asked.places if name in disks})
+
+
+def sharing(node: Node) -> Check:
+    disks = node.machine.disks()
+    return shared({name: disks[name] for name in node.asked.places if name in disks and not disks[name].silent})
 
 
 def needed(node: Node, name: str) -> float:
@@ -77,3 +85,7 @@ def shared(disks: dict[str, Disk]) -> Check:
     if odd:
         return SHARED.note("; ".join(odd))
     return SHARED.ok(listed([f"{name} on {disk.mount} ({disk.kind})" for name, disk in disks.items()]))
+
+
+DISKS = Subject("disks", "room at each of the run's places", WHY["checkpoints"], "See the places that the config names.")
+PARTS = ((DISKS, rooms), (SHARED, sharing))

@@ -11,14 +11,14 @@ import rich.console
 import rich.table
 from rich.text import Text
 
-from jaxtrain.preflight.check import FAULT, NOTE, OK, UNKNOWN, Check
+from jaxtrain.preflight.check import FAULT, MISSING, NOTE, OK, UNKNOWN, Check
 
 FORMAT = 1
 SHORT = 120  # characters of a fault in the verdict line
 WIDTH = 150  # where the output is not a terminal
-FIT, FAULTY, NO_GPUS = "fit", "fault", "no GPUs"
-CODES = {FIT: 0, NO_GPUS: 0, FAULTY: 3}
-STYLES = {OK: "green", NOTE: "yellow", FAULT: "bold red", UNKNOWN: "dim"}
+FIT, FAULTY, NO_GPUS, NOT_MET = "fit", "fault", "no GPUs", "not met"
+CODES = {FIT: 0, NO_GPUS: 0, FAULTY: 3, NOT_MET: 75}
+STYLES = {OK: "green", NOTE: "yellow", FAULT: "bold red", UNKNOWN: "dim", MISSING: "bold red"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,25 @@ class NodeReport:
 def verdict(nodes: Sequence[NodeReport]) -> str:
     if any(check.state == FAULT for node in nodes for check in node.checks):
         return FAULTY
+    if any(check.state == MISSING for node in nodes for check in node.checks):
+        return NOT_MET
     return FIT if any(node.gpus for node in nodes) else NO_GPUS
+
+
+def allow(nodes: Sequence[NodeReport], names: Sequence[str]) -> None:
+    """Makes notes of the faults that these checks found: who owns a pod cannot change the kernel of its node."""
+    known = {check.name for node in nodes for check in node.checks}
+    for node in nodes:
+        node.checks[:] = [
+            dataclasses.replace(c, state=NOTE, seen=f"allowed: {c.seen}") if c.state == FAULT and c.name in names else c
+            for c in node.checks
+        ]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        fix = "Name checks as the table does; one that finds nothing here may be left out of it."
+        nodes[0].checks.append(
+            Check("--allow", NOTE, "names of checks", f"no check here is called {', '.join(unknown)}", "", fix)
+        )
 
 
 def as_json(nodes: Sequence[NodeReport], seconds: float) -> dict[str, Any]:
@@ -70,6 +88,9 @@ def last_line(nodes: Sequence[NodeReport]) -> str:
                 faults.append(f"{check.name}{on} ({textwrap.shorten(check.seen, SHORT, placeholder=' ...')})")
         more = f", and {len(faults) - 3} more" if len(faults) > 3 else ""
         return f"FAULT: {', '.join(faults[:3])}{more}: see above"
+    if found == NOT_MET:
+        seen = next(textwrap.shorten(check.seen, SHORT, placeholder=" ...") for check in checks if check.state == MISSING)
+        return f"not met: {seen}; this node has no fault that would stop it"
     counted = f"{len(checks)} checks"
     others = [
         f"{states[state]} {words}" for state, words in ((NOTE, "worth a look"), (UNKNOWN, "not measured")) if states[state]
@@ -110,7 +131,7 @@ def show(nodes: Sequence[NodeReport], console: rich.console.Console) -> None:
         table.add_row(*(Text(cell, style=STYLES[check.state] if cell == check.state else "") for cell in cells))
     console.print(table)
     for where, check in lines:
-        if check.state == FAULT:
+        if check.state in (FAULT, MISSING):
             console.print(Text(f"\n{check.name}{f' on {where}' if len(nodes) > 1 else ''}: {check.seen}", style="bold"))
             console.print(Text(f"  expected: {check.expected}\n  why: {check.why}\n  fix: {check.fix}"))
-    console.print(Text(last_line(nodes), style=STYLES[FAULT if verdict(nodes) == FAULTY else OK]), soft_wrap=True)
+    console.print(Text(last_line(nodes), style=STYLES[FAULT if verdict(nodes) in (FAULTY, NOT_MET) else OK]), soft_wrap=True)

@@ -7,19 +7,21 @@ their own. Values come in nvidia-smi's units: MiB, W, MHz. What it does not tell
 import csv
 import dataclasses
 import re
+from collections.abc import Mapping, Sequence
 
 from jaxtrain.preflight.machine import ABSENT, TIMED_OUT, Answer, Machine
 
 CORE = (
     *("index", "uuid", "pci.bus_id", "name", "driver_version", "compute_cap", "memory.total", "memory.used"),
     *("persistence_mode", "compute_mode", "mig.mode.current", "ecc.mode.current", "ecc.errors.uncorrected.volatile.total"),
-    *("power.limit", "power.default_limit", "clocks.max.sm", "temperature.gpu"),
+    *("power.limit", "enforced.power.limit", "power.default_limit", "clocks.max.sm", "temperature.gpu"),
     *("pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max"),
 )
 REASONS = ("index", "clocks_event_reasons.active")  # drivers before 535 know it as clocks_throttle_reasons.active
 OLD_REASONS = ("index", "clocks_throttle_reasons.active")
 APPLICATION = ("index", "clocks.applications.graphics", "clocks.default_applications.graphics")
 FABRIC = ("index", "fabric.state", "fabric.status")
+RECOVERY = ("index", "gpu_recovery_action")  # drivers from 570 on
 REMAPS = ("gpu_uuid", *(f"remapped_rows.{each}" for each in ("correctable", "uncorrectable", "pending", "failure")))
 APPS = ("gpu_uuid", "pid", "process_name", "used_memory")
 
@@ -34,13 +36,17 @@ OLD_THROTTLE = _query("gpu", OLD_REASONS)
 APPLICATION_CLOCKS = _query("gpu", APPLICATION)
 FABRIC_STATE = _query("gpu", FABRIC)
 REMAPPED = _query("remapped-rows", REMAPS)
+RECOVERY_ACTION = _query("gpu", RECOVERY)
 PROCESSES = _query("compute-apps", APPS)
 TOPOLOGY = "nvidia-smi topo -m"
 LINKS = "nvidia-smi nvlink -s"
 LINK_ERRORS = "nvidia-smi nvlink -e"
-COMMANDS = (GPUS, THROTTLE, OLD_THROTTLE, APPLICATION_CLOCKS, FABRIC_STATE, REMAPPED, PROCESSES, TOPOLOGY, LINKS, LINK_ERRORS)
+QUERIES = (GPUS, THROTTLE, OLD_THROTTLE, APPLICATION_CLOCKS, FABRIC_STATE, REMAPPED, RECOVERY_ACTION, PROCESSES)
+COMMANDS = (*QUERIES, TOPOLOGY, LINKS, LINK_ERRORS)
 
-LOST = re.compile(r"Unable to determine the device handle for GPU\s*([0-9A-Fa-f:.]+)|GPU is lost", re.IGNORECASE)
+LOST = re.compile(r"Unable to determine the device handle for GPU\s*([0-9A-Fa-f:.]+)", re.IGNORECASE)
+DEAD = re.compile(r"(?m)^(\d+), .*(requires reset|GPU is lost)", re.IGNORECASE)  # in a cell of its row
+SAYS_NOTHING = ("", "n/a", "not supported", "not found", "unknown error", "insufficient permissions")
 
 Row = dict[str, str | None]
 
@@ -57,9 +63,8 @@ def rows(answer: Answer, fields: tuple[str, ...]) -> list[Row]:
 
 
 def _told(cell: str) -> str | None:
-    return (
-        None if cell.strip("[]").lower() in ("", "n/a", "not supported", "unknown error", "insufficient permissions") else cell
-    )
+    """None for what stands in brackets, as [N/A] and [Requested functionality has been deprecated]: that is no value."""
+    return None if cell.startswith("[") or cell.lower() in SAYS_NOTHING else cell
 
 
 def number(row: Row, field: str) -> float | None:
@@ -70,32 +75,58 @@ def number(row: Row, field: str) -> float | None:
         return None
 
 
+def bits(row: Row, field: str) -> int | None:
+    """A cell such as 0x0000000000000004; None where there is none."""
+    try:
+        return int(row.get(field) or "", 16)
+    except ValueError:
+        return None
+
+
 @dataclasses.dataclass(frozen=True)
 class Gpus:
-    """The GPUs of a node. `rows` has the CORE fields of each; `broken`: why there are none, or not all, where it is a fault."""
+    """The GPUs of a node. `rows` has the CORE fields of each that the run may use; `broken`: why there are none, or not all,
+    where it is a fault."""
 
     rows: list[Row]
     broken: str = ""
     absent: str = ""  # why a node without GPUs is one
     lost: tuple[str, ...] = ()  # bus addresses of GPUs that the driver cannot reach
+    others: tuple[Row, ...] = ()  # GPUs that CUDA_VISIBLE_DEVICES leaves out: they may be another run's
 
     @property
     def count(self) -> int:
         return len(self.rows)
 
     @property
+    def on_node(self) -> int:
+        return len(self.rows) + len(self.others)
+
+    @property
     def names(self) -> list[str]:
         return [row["name"] or "unknown" for row in self.rows]
 
+    @property
+    def indices(self) -> list[int]:
+        """Their numbers on the node, which nvidia-smi calls them by."""
+        return [int(row["index"] or 0) for row in self.rows]
+
+    def mine[T](self, found: Mapping[int, T]) -> dict[int, T]:
+        """What was found by GPU, of those that the run may use. (Within a container nvidia-smi numbers those it has.)"""
+        return {index: value for index, value in found.items() if index in self.indices}
+
 
 def gpus(machine: Machine) -> Gpus:
-    """All GPUs of the node, whatever CUDA_VISIBLE_DEVICES says."""
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves; all, where it leaves none, so that they can be told of."""
     answer = machine.run(GPUS)
     found = rows(answer, CORE)
     lost = tuple((match[1] or "?").rstrip(".:") for match in LOST.finditer(answer.out + answer.err))
     known = machine.listing("/proc/driver/nvidia/gpus")
     if found:
-        return Gpus(found, f"the driver cannot reach GPU {', '.join(lost)}" if lost else "", lost=lost)
+        mine = visible(found, machine.environ().get("CUDA_VISIBLE_DEVICES")) or found
+        dead = [f"GPU{m[1]}: {m[2]}" for m in DEAD.finditer(answer.out) if m[1] in [row["index"] for row in mine]]
+        broken = [f"the driver cannot reach GPU {', '.join(lost)}"] * bool(lost) + dead
+        return Gpus(mine, "; ".join(broken), lost=lost, others=tuple(row for row in found if row not in mine))
     if answer.code == ABSENT and machine.read("/proc/driver/nvidia/version") is None:
         return Gpus([], absent="no NVIDIA GPU: there is no nvidia-smi and no driver")
     if "no devices were found" in (answer.out + answer.err).lower() and not known:
@@ -104,6 +135,23 @@ def gpus(machine: Machine) -> Gpus:
         return Gpus([], broken="the driver is loaded, and there is no nvidia-smi")
     said = "nvidia-smi did not answer in time" if answer.code == TIMED_OUT else f"nvidia-smi says: {answer.why}"
     return Gpus([], broken=said, lost=lost)
+
+
+def visible(found: list[Row], wanted: str | None) -> list[Row]:
+    """The rows that CUDA_VISIBLE_DEVICES names, read as CUDA and `hardware.visible_handles` do."""
+    if wanted is None:
+        return found
+    mine = []
+    for entry in (part.strip() for part in wanted.split(",")):
+        named = [row for row in found if entry in (row["index"], row["uuid"]) or _begins(row["uuid"], entry)]
+        if not named:
+            break  # the list ends at the first entry that is no device
+        mine.append(named[0])
+    return mine
+
+
+def _begins(uuid: str | None, entry: str) -> bool:
+    return entry.startswith("GPU-") and (uuid or "").startswith(entry)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +165,12 @@ class Topology:
     @property
     def gpus(self) -> list[str]:
         return sorted({a for a, _ in self.joined if a.startswith("GPU")}, key=lambda name: int(name[3:]))
+
+    def of(self, indices: Sequence[int]) -> "Topology":
+        """The same with these GPUs alone."""
+        names = [f"GPU{index}" for index in indices]
+        mine = {pair: how for pair, how in self.joined.items() if all(n in names or not n.startswith("GPU") for n in pair)}
+        return Topology(mine, {gpu: node for gpu, node in self.numa.items() if gpu in names}, self.nics)
 
     def pairs(self) -> dict[tuple[str, str], str]:
         """The joints between GPUs, each pair once."""

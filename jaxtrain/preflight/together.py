@@ -17,7 +17,8 @@ from jaxtrain.distributed import Cluster, ClusterError, PeerLost, Peers, start
 from jaxtrain.preflight import inspection, judge, variables
 from jaxtrain.preflight.check import FAULT, Asked, Check, Node, Subject
 from jaxtrain.preflight.machine import TIMED_OUT, Machine, Recording
-from jaxtrain.preflight.measure import BUS, GPU_LISTS, INTER_NODE, measure
+from jaxtrain.preflight.measure import BUS, EACH, GPU_LISTS, INTER_NODE, measure
+from jaxtrain.preflight.places import NETWORK
 from jaxtrain.preflight.report import NodeReport
 from jaxtrain.preflight.smi import GPUS
 from jaxtrain.startup import quiet
@@ -36,13 +37,18 @@ MEETING = Subject(
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What this process was asked. `ends`: when all should be over, by time.monotonic(). `left_out`: why not to measure."""
+    """What this process was asked.
+
+    `ends`: when all should be over, by time.monotonic(); with other processes the time that is left counts from when they have
+    met, for which there are `meet_s` seconds. `left_out`: why not to measure.
+    """
 
     machine: Machine
     asked: Asked
     cluster: Cluster | None  # that this process really belongs to; a recorded node may have been part of another
     ends: float
     left_out: str = ""
+    meet_s: float = 300.0  # as long as the run itself would wait
 
     @property
     def left_s(self) -> float:
@@ -53,12 +59,13 @@ def preflight(part: Part) -> list[NodeReport]:
     """The findings on every node of the run, the same in every process."""
     if part.cluster is None:
         return _all(part, Peers(0, 1))
+    limit_s = part.left_s
     try:
-        with _met(part.cluster, part.left_s / 2) as peers:
-            return _all(part, peers)
+        with _met(part.cluster, part.meet_s) as peers:
+            return _all(dataclasses.replace(part, ends=time.monotonic() + limit_s), peers)
     except (ClusterError, PeerLost) as error:
         node, checks = inspection.look(part.machine, part.asked)
-        return [_report(node, [*checks, MEETING.fault(str(error))], {})]
+        return [_report(node, [*checks, MEETING.missing(str(error))], {})]
 
 
 @contextlib.contextmanager
@@ -124,11 +131,28 @@ def _measured(part: Part, node: Node | None, peers: Peers, gather: Callable[[str
     reasons = [each for each in gather("ready", reason) if each]
     if reasons:
         return recorded or left_out(reasons[0])
-    places = {n: p for n, p in part.asked.places.items() if node and p and not is_bucket(p) and n != "cache"}
-    found = measure({n: Path(p).expanduser() for n, p in places.items()}, part.left_s - SPARE_S, _options(part, peers, gather))
+    places, others = _places(part, node, peers.process_index)
+    options = _options(part, peers, gather)
+    budget = min(gather("budget", part.left_s - SPARE_S))  # they end together: one that is ended takes the others along
+    found = measure(places, budget, options)
+    found["left_out"] |= others
     if isinstance(part.machine, Recording):
         part.machine.keep_measured(found)
     return found
+
+
+def _places(part: Part, node: Node | None, process: int) -> tuple[dict[str, Path], dict[str, str]]:
+    """The places to measure, and those that are left out, with the reason."""
+    wanted = {n: p for n, p in part.asked.places.items() if node and p and not is_bucket(p) and n != "cache"}
+    disks = node.machine.disks() if node else {}
+    left = {f"disk.{n}": "it does not answer" for n in wanted if n in disks and disks[n].silent}
+    if process:
+        network = [n for n in wanted if n in disks and disks[n].kind in NETWORK]
+        left |= {
+            f"disk.{n}": "it is on the network, and process 0 measures it: many at once would disturb each other"
+            for n in network
+        }
+    return {n: Path(p).expanduser() for n, p in wanted.items() if f"disk.{n}" not in left}, left
 
 
 def _options(part: Part, peers: Peers, gather: Callable[[str, Any], list[Any]]) -> list[str]:
@@ -152,7 +176,8 @@ def merged(parts: list[Mapping[str, Any]]) -> dict[str, Any]:
     """The figures of a node from those of its processes, which have GPUs of their own each."""
     out: dict[str, Any] = dict(parts[0])
     for part in parts[1:]:
-        for name in GPU_LISTS:
+        for name in EACH:
             out[name] = [*out.get(name, []), *part.get(name, [])]
-        out["left_out"] = {**part.get("left_out", {}), **out.get("left_out", {})}
+        for name in ("left_out", "failed"):
+            out[name] = {**part.get(name, {}), **out.get(name, {})}
     return out

@@ -1,13 +1,13 @@
 """The environment that a run would start in: variables that change it by accident, hide GPUs, or lead its processes astray."""
 
 import ipaddress
-import re
 from collections.abc import Iterable, Mapping
 
 from jaxtrain import environment
 from jaxtrain.config import Problem
 from jaxtrain.distributed.cluster import node_names
 from jaxtrain.hardware import Devices
+from jaxtrain.preflight import smi
 from jaxtrain.preflight.check import Check, Node, Subject, listed
 from jaxtrain.preflight.smi import number
 
@@ -59,22 +59,20 @@ DEVICES = Subject(
 )
 
 
-def checks(node: Node) -> Iterable[Check]:
+def overlay(node: Node) -> Iterable[Check]:
+    """What the run's own rules for its environment refuse, and the variables that those rules leave to somebody's judgement."""
     environ = node.machine.environ()
     wrong = problems(node, environ)
     own = {p.key for p in wrong if p.key in environ and p.key not in environment.changing(environ)}
     stale = [p for p in wrong if p.key not in {*own, MNNVL}]
-    budget = [p for p in wrong if p.key in own]
     yield verdict(STALE, stale)
-    yield verdict(BUDGET, budget)
+    yield verdict(BUDGET, [p for p in wrong if p.key in own])
     if environ.get(CONNECTIONS) and CONNECTIONS not in {p.key for p in stale}:
         yield QUEUES.note(f"{environ[CONNECTIONS]}, as env.inherit or env.set has it", "Nothing, if it is meant.")
     elif not environ.get(CONNECTIONS):
         yield QUEUES.ok("unset")
     if environ.get(MNNVL) == "1" and not any(rack in name for rack in RACKS for name in node.gpus.names):
         yield FABRICS.fault("1")
-    yield proxy(node, environ)
-    yield visible(node, environ)
 
 
 def problems(node: Node, environ: Mapping[str, str]) -> list[Problem]:
@@ -97,7 +95,8 @@ def verdict(subject: Subject, wrong: list[Problem]) -> Check:
     return subject.fault(listed([f"{p.key}={p.value}" for p in wrong]), fix)
 
 
-def proxy(node: Node, environ: Mapping[str, str]) -> Check:
+def proxy(node: Node) -> Check:
+    environ = node.machine.environ()
     names = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
     found = {name: environ[name] for each in names for name in (each, each.upper()) if environ.get(name)}
     if not found:
@@ -131,15 +130,16 @@ def bypassed(host: str, no_proxy: str) -> bool:
     return host in ("localhost", "127.0.0.1", "::1")
 
 
-def visible(node: Node, environ: Mapping[str, str]) -> Check:
-    value = environ.get(VISIBLE)
+def visible(node: Node) -> Check:
+    value = node.machine.environ().get(VISIBLE)
     if value is None:
         return DEVICES.ok("unset")
     given = [part.strip() for part in value.split(",") if part.strip()]
     if value.strip() in ("", "-1", "NoDevFiles"):
         return DEVICES.fault(f"{value!r} hides all GPUs", f"unset {VISIBLE}.")
-    cluster, have = node.asked.cluster, node.gpus.count
-    gone = [g for g in given if g.isdigit() and int(g) >= have]
+    cluster, every = node.asked.cluster, [*node.gpus.rows, *node.gpus.others]
+    have = len(every)
+    gone = [g for g in given if not smi.visible(every, g)]
     if gone:
         return DEVICES.fault(f"{value}: there is no GPU {listed(gone)}", f"unset {VISIBLE}, or name GPUs 0 to {have - 1}.")
     ids = cluster.local_device_ids if cluster else None
@@ -148,12 +148,9 @@ def visible(node: Node, environ: Mapping[str, str]) -> Check:
         return DEVICES.fault(f"{value} in one of several processes of the node: {own}")
     if len(given) < have:
         return DEVICES.note(f"{value}: {len(given)} of {have} GPUs", f"Nothing, if they are meant; otherwise unset {VISIBLE}.")
-    in_order = all(re.fullmatch(r"\d+", g) for g in given) and given == sorted(given, key=int)
-    return (
-        DEVICES.ok(value)
-        if in_order or not given[0].isdigit()
-        else DEVICES.note(f"{value}: in another order than the node's", "Nothing, if it is meant.")
-    )
+    if node.gpus.indices == sorted(node.gpus.indices):
+        return DEVICES.ok(value)
+    return DEVICES.note(f"{value}: in another order than the node's", "Nothing, if it is meant.")
 
 
 def of_processes(processes: list[tuple[str, str]]) -> list[Check]:
@@ -164,3 +161,6 @@ def of_processes(processes: list[tuple[str, str]]) -> list[Check]:
         if len(values) > 1:
             found.append(DEVICES.fault(f"{len(values)} values on {host}: {listed([repr(v) for v in values])}"))
     return found
+
+
+PARTS = ((STALE, overlay), (PROXY, proxy), (DEVICES, visible))

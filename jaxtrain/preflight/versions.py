@@ -7,8 +7,10 @@ from jaxtrain.preflight.check import Check, Node, Subject, listed
 
 # Lowest driver for a CUDA version: CUDA Toolkit release notes, "CUDA Toolkit and minimum required driver versions".
 DRIVERS = {"12": "525.60.13", "13": "580.65.06"}
-# Libraries that the wheels bring and that another copy in LD_LIBRARY_PATH would take the place of.
+# Libraries that the wheels bring. JAX's plugin loads most of them by their full path when it starts, and then another copy in
+# LD_LIBRARY_PATH stays outside (jax_plugins/xla_cuda12). Not so the parts of cuDNN and nvJitLink, which others load by name.
 OURS = re.compile(r"lib(cudnn\w*|nccl|cublas\w*|cudart|cusolver\w*|cusparse|cufft|cupti|nvJitLink)\.so(\.[\d.]+)?")
+BY_NAME = r"libcudnn_\w+\.so\.{cudnn}|libnvJitLink\.so\.{cuda}"  # the very name that is asked for
 
 DRIVER = Subject(
     "driver",
@@ -31,23 +33,20 @@ WHEELS = Subject(
 )
 LIBRARIES = Subject(
     "library path",
-    "no CUDA library in LD_LIBRARY_PATH",
-    "The loader takes those before the ones that JAX was built for: cuDNN or NCCL of another version, which fail or are slow.",
-    "unset LD_LIBRARY_PATH, or take the CUDA, cuDNN and NCCL folders out of it.",
+    "no part of cuDNN and no nvJitLink in LD_LIBRARY_PATH",
+    "The loader takes those before the ones that the other libraries belong to: a cuDNN of two versions fails, or is slow.",
+    "unset LD_LIBRARY_PATH, or take the folders of CUDA and cuDNN out of it.",
 )
 
 
-def checks(node: Node) -> Iterable[Check]:
-    packages = node.machine.packages()
-    plugins = sorted(m[1] for name in packages if (m := re.fullmatch(r"jax-cuda(\d+)-plugin", name)))
-    yield driver(node, plugins[0] if len(plugins) == 1 else "")
-    yield plugin(packages, plugins)
-    if plugins:
-        yield wheels(packages, plugins[0])
-    yield libraries(node, packages)
+def plugins_of(node: Node) -> list[str]:
+    """The CUDA versions that a plugin of JAX is installed for."""
+    return sorted(m[1] for name in node.machine.packages() if (m := re.fullmatch(r"jax-cuda(\d+)-plugin", name)))
 
 
-def driver(node: Node, cuda: str) -> Check:
+def driver(node: Node) -> Check:
+    plugins = plugins_of(node)
+    cuda = plugins[0] if len(plugins) == 1 else ""
     have = node.gpus.rows[0]["driver_version"] if node.gpus.rows else None
     if not have or cuda not in DRIVERS:
         return DRIVER.unknown("the CUDA that JAX brings is not known" if have else "nvidia-smi does not tell it")
@@ -55,7 +54,8 @@ def driver(node: Node, cuda: str) -> Check:
     return DRIVER.ok(seen) if numbers(have) >= numbers(DRIVERS[cuda]) else DRIVER.fault(seen)
 
 
-def plugin(packages: dict, plugins: list[str]) -> Check:
+def plugin(node: Node) -> Check:
+    packages, plugins = node.machine.packages(), plugins_of(node)
     if not plugins:
         return PLUGIN.fault("no CUDA plugin of JAX is installed")
     if len(plugins) > 1:
@@ -68,10 +68,12 @@ def plugin(packages: dict, plugins: list[str]) -> Check:
     return PLUGIN.ok(seen)
 
 
-def wheels(packages: dict, cuda: str) -> Check:
+def wheels(node: Node) -> Iterable[Check]:
     """What the plugin's extra with-cuda requires, against what is installed."""
-    wrong, found = [], []
-    asked = [text for text in packages[f"jax-cuda{cuda}-plugin"]["requires"] if "with-cuda" in text]
+    packages, wrong, found = node.machine.packages(), [], []
+    if not (plugins := plugins_of(node)):
+        return
+    asked = [text for text in packages[f"jax-cuda{plugins[0]}-plugin"]["requires"] if "with-cuda" in text]
     for text in asked:
         name, bounds = re.fullmatch(r"([\w-]+)\s*([^;]*?)\s*(?:;.*)?", text).groups()  # pyright: ignore[reportOptionalMemberAccess]
         name = name.lower().replace("_", "-")
@@ -81,23 +83,28 @@ def wheels(packages: dict, cuda: str) -> Check:
             wrong += [] if within(have, bounds) else [f"{name} {have} (needs {bounds})"]
         else:
             wrong.append(f"{name} is missing")
-    if asked and not found:
-        return WHEELS.note("none of them: JAX takes the system's, whose versions are not known here")
     tell = [n for n in found if re.search("cudnn|nccl|cublas", n)]
-    return WHEELS.fault(listed(wrong)) if wrong else WHEELS.ok(listed([f"{n} {packages[n]['version']}" for n in tell]))
+    if asked and not found:
+        yield WHEELS.note("none of them: JAX takes the system's, whose versions are not known here")
+    elif wrong:
+        yield WHEELS.fault(listed(wrong))
+    else:
+        yield WHEELS.ok(listed([f"{n} {packages[n]['version']}" for n in tell]))
 
 
-def libraries(node: Node, packages: dict) -> Check:
-    path = node.machine.environ().get("LD_LIBRARY_PATH", "")
+def libraries(node: Node) -> Check:
+    packages, path = node.machine.packages(), node.machine.environ().get("LD_LIBRARY_PATH", "")
     if not path:
         return LIBRARIES.ok("LD_LIBRARY_PATH is not set")
     folders = dict.fromkeys(folder for folder in path.split(":") if folder)
     found = [f"{folder}/{name}" for folder in folders for name in node.machine.listing(folder) if OURS.fullmatch(name)]
     if not found:
         return LIBRARIES.ok(f"none in {path}")
-    # Where the wheels bring no libraries, these are the ones JAX is meant to take.
-    own = any(name.startswith(("nvidia-cudnn", "nvidia-nccl")) for name in packages)
-    return LIBRARIES.fault(listed(found)) if own else LIBRARIES.note(listed(found))
+    cuda = "|".join(plugins_of(node))
+    # Where the wheels bring no cuDNN, these are the ones JAX is meant to take.
+    cudnn = packages.get(f"nvidia-cudnn-cu{cuda}", {"version": ""})["version"].partition(".")[0]
+    first = [each for each in found if re.search(f"/({BY_NAME.format(cudnn=cudnn, cuda=cuda)})$", each)] if cudnn else []
+    return LIBRARIES.fault(listed(first)) if first else LIBRARIES.note(f"{listed(found)}; JAX loads its own before them")
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -119,3 +126,6 @@ def within(version: str, bounds: str) -> bool:
         return {"<": a < b, ">": a > b, "<=": a <= b, ">=": a >= b, "==": a == b, "!=": a != b}[sign]
 
     return all(compare(each) for each in bounds.split(",") if re.match(r"\s*[<>=!]", each))
+
+
+PARTS = ((DRIVER, driver), (PLUGIN, plugin), (WHEELS, wheels), (LIBRARIES, libraries))

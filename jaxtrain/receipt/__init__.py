@@ -13,7 +13,6 @@ import shlex
 import sys
 import uuid
 from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,11 @@ import pynvml
 
 import jaxtrain
 from jaxtrain import goodput, metrics
-from jaxtrain.installed import versions
+from jaxtrain.installed import OF_A_RUN, versions
 from jaxtrain.receipt import figures, machine, software
+from jaxtrain.receipt.launched import launch, preflight, without_the_usual
+from jaxtrain.receipt.lineage import of_checkpoint as of_checkpoint
+from jaxtrain.receipt.lineage import of_weights as of_weights
 from jaxtrain.receipt.machine import device_facts as device_facts
 from jaxtrain.receipt.software import environment as environment
 from jaxtrain.receipt.source import git_state as git_state
@@ -31,22 +33,21 @@ from jaxtrain.receipt.stored import FORMAT as FORMAT
 from jaxtrain.receipt.stored import ReceiptError as ReceiptError
 from jaxtrain.receipt.stored import attempts as attempts
 from jaxtrain.receipt.stored import load as load
+from jaxtrain.receipt.stored import now as now
 from jaxtrain.receipt.stored import shortened
-
-PREFLIGHT = "JAXTRAIN_PREFLIGHT"  # names the file in which run.sh has had the preflight of this start written
-SAVES_KEPT = 10_000  # of an attempt, for their median
 
 
 class Receipt:
     """The receipt of the run in `workdir`. Process 0 writes; on others only `id` and `fields` live, in memory.
 
-    nvml: what tells of the GPUs of this node.
+    nvml: what tells of the GPUs of this node. `preflight`: what that found before this start, whole; None where it was not run.
     """
 
     def __init__(self, workdir: str | Path, *, process_index: int = 0, nvml: Any = pynvml):
         self.path = Path(workdir) / "receipt.json"
         self.id = str(uuid.uuid4())
         self.fields: dict[str, Any] = {}
+        self.preflight: dict[str, Any] | None = None
         self._active = process_index == 0
         self._nvml = nvml
         self._earlier: list[dict[str, Any]] = []  # as they stand in the file; the newest of them whole
@@ -74,17 +75,18 @@ class Receipt:
             "command": shlex.join(sys.orig_argv),
             "jaxtrain": jaxtrain.__version__,
             "python": platform.python_version(),
-            "packages": versions(),
-            "host": {"name": platform.node(), "system": platform.platform(), "cpus": os.cpu_count()},
+            "packages": versions(OF_A_RUN),
+            "host": {"name": platform.node(), "system": platform.platform(), "cpus": machine.processors()},
             "environment": environment(os.environ),
         }
         if self._active:  # the others' is never written
             own = own_files(fields.get("resolved", {}))
+            self.preflight = preflight(os.environ)
             found |= {
                 "source": source(Path(jaxtrain.__file__).parent, Path(config_file) if config_file else None, own),
                 "versions": software.native(self._nvml, os.environ),
                 "hardware": machine.hardware(self._nvml),
-                "preflight": preflight(os.environ),
+                "preflight": without_the_usual(self.preflight),
                 "launch": launch(os.environ),
             }
         if clash := sorted(set(found) & set(fields)):
@@ -95,15 +97,23 @@ class Receipt:
         """Add or replace fields, on disk at once."""
         self._set(self.fields | fields)
 
+    def began(self, loaded: Mapping[str, Any] | None) -> None:
+        """What the first state of this attempt was read from: `of_checkpoint` or `of_weights`; None: it was made from the seed.
+
+        The first call counts: a run that goes back to an earlier step later on has begun as it has.
+        """
+        if "loaded" not in self.fields:
+            self.update(loaded=dict(loaded) if loaded else None)
+
     def saved(self, one: Mapping[str, Any]) -> None:
         """A save has reached the disk: a `checkpoint.Saved` as a dict. `save` is the newest, `saves` tells of all."""
-        self._saves = [*self._saves[1 - SAVES_KEPT :], one]
+        self._saves.append(one)
         self.update(save=dict(one), saves=figures.saves(self._saves))
 
     def finish(self, exit_code: int, reason: str, fields: Mapping[str, Any] | None = None) -> None:
         """Close the attempt: how it ended, why in plain words, and any last figures.
 
-        Then come the figures that the run's folder holds: speed, memory, loss and goodput.
+        Then come the figures that the run's folder holds, speed, memory, loss and goodput, and the GPUs as they are now.
         """
         self.update(**{**(fields or {}), "ended": now(), "exit_code": exit_code, "reason": reason})
         if self._active:  # a second write: what can fail may not cost the first
@@ -111,17 +121,18 @@ class Receipt:
 
     def _at_the_end(self) -> dict[str, Any]:
         out: dict[str, Any] = {}
-        hardware = self.fields.get("hardware")
-        if hardware and hardware["gpus"]:
-            out["hardware"] = {**hardware, "after": machine.clocks(self._nvml)}
         folder = self.path.parent
         try:
             if (folder / "metrics.jsonl").exists():
                 out |= figures.of_run(list(metrics.read(folder / "metrics.jsonl")), self.fields)
             if "goodput" not in self.fields and (ledger := goodput.read(folder / goodput.FILE)):
                 out["goodput"] = goodput.summarise(ledger).record()
-        except (OSError, ValueError) as error:  # a file that somebody else has damaged: the run has ended as it has
-            out["no_figures"] = str(error)
+            if (hardware := self.fields.get("hardware")) and hardware["gpus"]:
+                out["hardware"] = {**hardware, "after": machine.clocks(self._nvml)}
+        # Whatever it is, a damaged file or a driver that fails in its own way: the run has ended as it has, and its exit code,
+        # which decides whether it is started again, must not become another one here.
+        except Exception as error:
+            out["no_figures"] = f"{type(error).__name__}: {error}"
         return out
 
     def _set(self, fields: Mapping[str, Any]) -> None:
@@ -130,31 +141,6 @@ class Receipt:
         self.fields = {name: value for name, value in fields.items() if name != "attempts"} | {"attempts": earlier}
         if self._active:
             metrics.write_atomic(self.path, json.dumps(self.fields, indent=2) + "\n")
-
-
-def preflight(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """What preflight found before this start; None where there was none."""
-    path = environ.get(PREFLIGHT)
-    if not path:
-        return None
-    try:
-        return json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        return {"error": f"{PREFLIGHT}={path}: {error}"}
-
-
-def launch(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """What run.sh found before Python started; None for a run that it did not start."""
-    if "JAXTRAIN_HOST_CLASS" not in environ:
-        return None
-    dirty = {"yes": True, "no": False}.get(environ.get("JAXTRAIN_DIRTY", ""))
-    host = environ["JAXTRAIN_HOST_CLASS"]
-    return {"commit": environ.get("JAXTRAIN_COMMIT") or None, "dirty": dirty, "host_class": host, "by": "run.sh"}
-
-
-def now() -> str:
-    """Local time with its offset, to the second, as ISO 8601."""
-    return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def config_sha256(resolved: Mapping[str, Any]) -> str:

@@ -1,7 +1,6 @@
 """`python -m jaxtrain.receipt show|list|diff|check`: what ran, and what differs between two runs. Touches no device."""
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -12,7 +11,7 @@ from rich.console import Console
 
 from jaxtrain.receipt import words
 from jaxtrain.receipt.compare import compare
-from jaxtrain.receipt.golden import LOSS, MORE, SLOWER, check, kept, passed
+from jaxtrain.receipt.golden import LOSS, MORE, SLOWER, check, keep, kept, passed, record
 from jaxtrain.receipt.opened import Run, open_run, runs_in
 from jaxtrain.receipt.stored import ReceiptError
 
@@ -33,7 +32,7 @@ ABOUT = {
     "show": "what ran, on what, how fast, and how it ended",
     "list": "one line for each run; a folder of runs stands for all in it",
     "diff": "what differs between two runs that can explain other results or another speed, and what came of it",
-    "check": "whether a run is as good as a golden one; --save writes the golden one",
+    "check": "whether a run is as good as a golden one, which `show` tells from then on; --save writes the golden one",
 }
 
 
@@ -108,9 +107,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
         return 0
     golden = open_run(args.golden)
     verdicts = check(one, golden, slower=args.slower, more_memory=args.more_memory, loss_tolerance=args.loss)
+    found = record(verdicts, one, golden)
+    if why := keep(found, one):
+        print(f"note: {why}", file=sys.stderr)
     if args.json:
-        record = {"passed": passed(verdicts), "run": one.name, "golden": golden.name}
-        print(json.dumps(record | {"checks": [dataclasses.asdict(v) for v in verdicts]}, indent=1))
+        print(json.dumps(found, indent=1))
     else:
         words.judged(verdicts, one.name, golden.name, console)
     return 0 if passed(verdicts) else 1

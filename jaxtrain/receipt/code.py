@@ -57,7 +57,7 @@ def lines_changed(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list
 
     Empty where the patches cannot tell: of different commits, or of a file that git does not track, or cut off.
     """
-    if not a.get("commit") or a.get("commit") != b.get("commit"):
+    if not a.get("commit") or a.get("commit") != b.get("commit") or a.get("patch_cut") or b.get("patch_cut"):
         return []
     before, after = (set(edits(side.get("patch") or "").get(name, [])) for side in (a, b))
     undone = [(e, "+" if e.sign == "-" else "-") for e in before - after]

@@ -4,30 +4,48 @@ Left out is what explains nothing: times, ids, names of hosts, places of files, 
 from another, the other is named alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxtrain.receipt import outcome, settings, things
+from jaxtrain.receipt import lineage, outcome, settings, things
 from jaxtrain.receipt.code import lines_changed
 from jaxtrain.receipt.opened import Run, source_of
 from jaxtrain.receipt.result import GROUPS, Comparison, Difference, differing, shown
 from jaxtrain.receipt.software import WHEELS
 
+AT_THE_END = "as at the end"  # what all earlier attempts of a run had
+
 
 def compare(a: Run, b: Run) -> Comparison:
-    """From A to B, by their newest attempts. Raises ReceiptError where a file beside a receipt cannot be read."""
-    found, notes = differences(a.receipt, b.receipt, a.resolved, b.resolved)
-    return Comparison(a.name, b.name, found, outcome.outcomes(a, b), (*a.notes, *b.notes, *notes, *_changed(a), *_changed(b)))
+    """From A to B. Raises ReceiptError where a file beside a receipt cannot be read."""
+    found, notes = between(a, b)
+    return Comparison(a.name, b.name, found, outcome.outcomes(a, b), (*a.notes, *b.notes, *notes))
+
+
+def between(a: Run, b: Run) -> tuple[tuple[Difference, ...], list[str]]:
+    """(what differs, what could not be compared): by the newest attempts, by earlier ones whose steps are in the result, and by
+    what the first of them began from. Raises ReceiptError."""
+    origins = [lineage.lineage(run.attempts)[1] for run in (a, b)]
+    told = lineage.ORIGIN if all(one and one["digest"] for one in origins) else ()
+    found, notes = differences(a.told, b.told, a.resolved, b.resolved, told)
+    return _sorted([*found, *lineage.differences(*origins), *_earlier(a, b)]), notes
 
 
 def differences(
-    a: Mapping[str, Any], b: Mapping[str, Any], config_a: Mapping[str, Any] | None, config_b: Mapping[str, Any] | None
+    a: Mapping[str, Any],
+    b: Mapping[str, Any],
+    config_a: Mapping[str, Any] | None,
+    config_b: Mapping[str, Any] | None,
+    told: Iterable[str] = (),
 ) -> tuple[tuple[Difference, ...], list[str]]:
-    """(what differs between two attempts in the order of GROUPS, what could not be compared). The configs are resolved ones."""
+    """(what differs between two attempts in the order of GROUPS, what could not be compared). The configs are resolved ones.
+
+    told: keys of the config that something else tells better.
+    """
     notes = []
     data_a, data_b = a.get("data") or {}, b.get("data") or {}
     held_a, held_b = a.get("eval_data"), b.get("eval_data")
-    told = [*(settings.FILES if things.by_content(data_a, data_b) else ())]
+    told = [*told, *(settings.FILES if things.by_content(data_a, data_b) else ())]
     told += settings.HELD_OUT if held_a is not None and held_b is not None else ()
     found = code(source_of(a), source_of(b), notes)
     if config_a is not None and config_b is not None:
@@ -42,7 +60,11 @@ def differences(
         for name in dict.fromkeys((*held_a, *held_b)):
             what = f"held out{f' ({name})' if name else ''}: "
             found += things.data(held_a.get(name, {}), held_b.get(name, {}), what)
-    return tuple(sorted(found, key=lambda d: GROUPS.index(d.group))), notes
+    return _sorted(found), notes
+
+
+def _sorted(found: Iterable[Difference]) -> tuple[Difference, ...]:
+    return tuple(sorted(found, key=lambda d: GROUPS.index(d.group)))
 
 
 def code(a: Mapping[str, Any], b: Mapping[str, Any], notes: list[str]) -> list[Difference]:
@@ -85,14 +107,26 @@ def versions(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
     return differing("versions", *whole)
 
 
-def _changed(run: Run) -> list[str]:
-    """What earlier attempts of a run had otherwise than its last one, in a line each."""
-    out = []
-    for attempt in run.attempts[:-1]:
+def history(run: Run) -> dict[tuple[str, str], str]:
+    """What earlier attempts had otherwise than the newest one: (group, name) -> "0.9 in attempts 1, 2". Of those attempts alone
+    whose steps are in the result."""
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for attempt in lineage.lineage(run.attempts)[0][:-1]:
         if attempt["format"] != run.receipt["format"]:
             continue
-        found, _ = differences(attempt, run.receipt, attempt.get("resolved"), run.receipt.get("resolved"))
-        if found:
-            names = ", ".join(f"{d.group} {d.name}" for d in found[:3]) + (f" and {len(found) - 3} more" if found[3:] else "")
-            out.append(f"{run.name}: attempt {attempt['attempt']} ran with other {names}")
-    return out
+        past, _ = differences(attempt, run.told, attempt.get("resolved"), run.receipt.get("resolved"))
+        for d in past:
+            found.setdefault((d.group, d.name), {}).setdefault(d.a, []).append(str(attempt.get("attempt")))
+    return {key: "; ".join(_in_attempts(*each) for each in values.items()) for key, values in found.items()}
+
+
+def _in_attempts(value: str, attempts: list[str]) -> str:
+    more = f" and {len(attempts) - 3} more" if len(attempts) > 3 else ""
+    return f"{value} in attempt{'s' if attempts[1:] else ''} {', '.join(attempts[:3])}{more}"
+
+
+def _earlier(a: Run, b: Run) -> list[Difference]:
+    """Where the earlier attempts of two runs differ, as far as their newest ones do not say so."""
+    one, other = history(a), history(b)
+    keys = [key for key in dict.fromkeys((*one, *other)) if one.get(key) != other.get(key)]
+    return [Difference(*key, one.get(key, AT_THE_END), other.get(key, AT_THE_END), earlier=True) for key in keys]

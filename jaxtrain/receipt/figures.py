@@ -27,7 +27,8 @@ def of_run(lines: Sequence[Line], facts: Mapping[str, Any]) -> dict[str, Any]:
     since = facts.get("resumed_from_step") or 0
     mine = [line for line in lines if line["step"] > since]
     found = speed(mine)
-    out = {"speed": found, "memory": memory(mine, facts.get("memory_gib") or {}), "loss_at": loss_at(lines)}
+    out: dict[str, Any] = {"speed": found, "memory": memory(mine, facts.get("memory_gib") or {}), "loss_at": loss_at(lines)}
+    out["throttled"] = throttled(mine)
     if planned := facts.get("planned"):
         out["measured_over_planned"] = {
             "step_s": _ratio((found["step_time_s"] or {}).get("median"), planned.get("step_s")),
@@ -80,6 +81,20 @@ def memory(lines: Iterable[Line], compiled: Mapping[str, float]) -> dict[str, fl
         "pool_gib": max(filter(None, pools), default=None),
         "compiler_peak_gib": compiled.get("peak"),
     }
+
+
+def throttled(lines: Iterable[Line]) -> list[dict[str, Any]]:
+    """The GPUs of process 0 whose clocks were held down, in which share of the time, and why; none where nobody watched."""
+    found: dict[int, list[Line]] = {}
+    for line in lines:
+        if line["kind"] == "gpu" and line.get("throttled") is not None:
+            found.setdefault(line["gpu"], []).append(line)
+    out = []
+    for gpu, mine in sorted(found.items()):
+        reasons = dict.fromkeys(why for line in mine for why in (line.get("throttle_reasons") or "").split("+") if why)
+        share = statistics.fmean(line["throttled"] for line in mine)
+        out += [{"gpu": gpu, "share": share, "reasons": "+".join(reasons)}] if share else []
+    return out
 
 
 def loss_at(lines: Iterable[Line]) -> dict[str, float | str]:

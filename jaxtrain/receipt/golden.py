@@ -1,15 +1,18 @@
 """A run against a golden one: the same losses, no slower, no more memory, and a checkpoint that is whole."""
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxtrain.receipt.compare import differences
-from jaxtrain.receipt.opened import Run
+from jaxtrain.metrics import write_atomic
+from jaxtrain.receipt.compare import between, history
+from jaxtrain.receipt.lineage import lineage
+from jaxtrain.receipt.opened import VERDICT, Run
 from jaxtrain.receipt.outcome import first_difference
 from jaxtrain.receipt.result import Difference
-from jaxtrain.receipt.settings import NO_EFFECT, matches
-from jaxtrain.receipt.stored import FORMAT, ReceiptError
+from jaxtrain.receipt.settings import counts, matches
+from jaxtrain.receipt.stored import FORMAT, ReceiptError, now
 
 OK, WORSE, NOT = "ok", "WORSE", "not compared"
 SLOWER, MORE = 5.0, 2.0  # percent; chosen, as all limits here, and options of the command
@@ -30,6 +33,8 @@ ROUNDING = (
     *("mesh.*", "sharding.*", "attention.*", "remat.*", "compiler.*", "train.grad_accum", "train.accumulate", "loss.chunk"),
     *("train.memory_fraction", "train.deterministic", "optimizer.offload"),
 )
+# Of the hardware, what changes how fast it is and not what it computes.
+CONDITION = ("GPU *: *", "preflight: *", "GPUs: power_limit_w", "GPUs: max_*", "host memory, GiB")
 HELD_OUT = "held out"  # begins the name of a difference in data that no step sees
 
 
@@ -45,11 +50,15 @@ class Verdict:
 
 
 def kept(run: Run) -> dict[str, Any]:
-    """The golden receipt of a run. Raises ReceiptError where the run has no loss to compare with."""
+    """The golden receipt of a run. Raises ReceiptError for one without a loss to compare with, or made in several ways."""
     figures = run.figures
     if not figures["loss_at"]:
         raise ReceiptError(f"{run.path}: no loss was written in this run, so it is no golden one. Train some steps first.")
-    receipt = run.receipt
+    past = [Difference(*key, value, "", earlier=True) for key, value in history(run).items()]
+    if mixed := other_work(past) + rounding(past):
+        rule = f"its attempts ran with other {_few(mixed)}, so no one config and machine stands for its losses"
+        raise ReceiptError(f"{run.path}: {rule}. Name a run that was made in one way.")
+    receipt, origin = run.receipt, lineage(run.attempts)[1]
     hardware, source = dict(receipt.get("hardware") or {}), receipt.get("source") or {}
     for name in ("before", "after"):
         hardware.pop(name, None)
@@ -65,6 +74,7 @@ def kept(run: Run) -> dict[str, Any]:
         "speed": figures["speed"],
         "memory": figures["memory"],
         "loss_at": figures["loss_at"],
+        "loaded": origin and origin | {"from": None},
         "attempts": [],
     }
 
@@ -72,7 +82,7 @@ def kept(run: Run) -> dict[str, Any]:
 def _mattering(resolved: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A config without what explains nothing: most of that are places of somebody's machine."""
     inner = {k: _mattering(v, f"{prefix}{k}.") if isinstance(v, dict) else v for k, v in resolved.items()}
-    return {key: value for key, value in inner.items() if not matches(f"{prefix}{key}", NO_EFFECT)}
+    return {key: value for key, value in inner.items() if isinstance(value, dict) or counts(f"{prefix}{key}")}
 
 
 def check(
@@ -82,7 +92,7 @@ def check(
 
     Raises ReceiptError where a file beside the receipt cannot be read.
     """
-    found, notes = differences(golden.receipt, run.receipt, golden.resolved, run.resolved)
+    found, notes = between(golden, run)
     blocked = [note for note in notes if note.startswith("config:")] + other_work(found)
     return [
         _loss(run, golden, blocked, [*rounding(found), *in_no_order(run, golden)], loss_tolerance),
@@ -95,7 +105,7 @@ def check(
 def other_work(found: Sequence[Difference]) -> list[str]:
     """The differences by which the two compute something else."""
     return [
-        f"{d.group} {d.name}"
+        f"{d.group} {d.title}"
         for d in found
         if (d.group == "config" and not matches(d.name, (*BESIDE, *ROUNDING)))
         or (d.group == "data" and not d.name.startswith(HELD_OUT))
@@ -105,9 +115,11 @@ def other_work(found: Sequence[Difference]) -> list[str]:
 def rounding(found: Sequence[Difference]) -> list[str]:
     """Those by which the same is computed in another way. Other code is none: that it computes the same is what is checked."""
     return [
-        f"{d.group} {d.name}"
+        f"{d.group} {d.title}"
         for d in found
-        if d.group in ("versions", "environment", "hardware") or (d.group == "config" and matches(d.name, ROUNDING))
+        if d.group in ("versions", "environment")
+        or (d.group == "hardware" and not matches(d.name, CONDITION))
+        or (d.group == "config" and matches(d.name, ROUNDING))
     ]
 
 
@@ -122,8 +134,8 @@ def in_no_order(*runs: Run) -> list[str]:
 
 
 def other_machine(found: Sequence[Difference]) -> list[str]:
-    """Those by which times and memory say nothing of the code."""
-    return [f"{d.group} {d.name}" for d in found if d.group == "hardware"]
+    """Those by which times and memory, which are the newest attempt's, say nothing of the code."""
+    return [f"{d.group} {d.name}" for d in found if d.group == "hardware" and not d.earlier]
 
 
 def _loss(run: Run, golden: Run, blocked: list[str], ways: list[str], tolerance: float | None) -> Verdict:
@@ -203,12 +215,34 @@ def checkpoint(run: Run) -> Verdict:
         return Verdict(name, WORSE, "", f"step {step}", "; ".join(verdict.problems))
     if not verdict.proved:
         return Verdict(name, NOT, "", f"step {step}", "no integrity.json, so its files prove nothing")
-    return Verdict(name, OK, "", f"step {step}", f"every file as it was written, {verdict.bytes / 2**20:,.1f} MiB read")
+    read = f"every file as it was written, {verdict.bytes / 2**20:,.1f} MiB read; verified, not restored"
+    return Verdict(name, OK, "", f"step {step}", read)
 
 
 def passed(verdicts: Sequence[Verdict]) -> bool:
     """Nothing is worse, and the loss was compared: a check of nothing is no proof."""
     return not any(v.state == WORSE for v in verdicts) and verdicts[0].state == OK
+
+
+def record(verdicts: Sequence[Verdict], run: Run, golden: Run) -> dict[str, Any]:
+    """The verdicts, for programs and for the run's folder. `step`: the last whose loss was there to be compared."""
+    checks = [dataclasses.asdict(verdict) for verdict in verdicts]
+    when = {"time": now(), "step": max(run.losses, default=None)}
+    return {"passed": passed(verdicts), "run": run.name, "golden": golden.name, **when, "checks": checks}
+
+
+def keep(found: Mapping[str, Any], run: Run) -> str:
+    """Writes a record into the run's folder; returns why not, "" where it is written, or the run is a receipt file alone."""
+    if run.folder is None:
+        return ""
+    path = run.folder / VERDICT
+    if path.exists() and "checks" not in (run.checked or {}):
+        return f"{path} is there already, and is no verdict of a check: the verdict was not kept. Move that file away."
+    try:
+        write_atomic(path, json.dumps(found, indent=1) + "\n")
+    except OSError as error:  # a folder that may only be read: the verdict stands all the same
+        return f"the verdict was not kept: {error}"
+    return ""
 
 
 def _few(names: Sequence[str]) -> str:

@@ -1,13 +1,14 @@
 """Which hardware ran: the GPUs of this node as the driver tells of them, how they are linked, and the host.
 
-`nvml` is pynvml, or an object with the same functions. What a GPU does not tell is None.
+`nvml` is pynvml, or an object with the same functions. What a GPU does not tell is None. One that the driver has lost is
+{"index": its number, "lost": True}, and is no error: the run may go on without it, and its end is told all the same.
 """
 
 import contextlib
 import os
 import platform
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,20 +30,25 @@ def hardware(nvml: Any) -> dict[str, Any]:
     with opened(nvml) as there:
         handles = _handles(nvml) if there else []
         if handles:
-            found["gpus"] = [_gpu(nvml, i, handle) for i, handle in enumerate(handles)]
-            found["topology"] = _topology(nvml, handles)
-            found["before"] = [_clocks(nvml, i, handle) for i, handle in enumerate(handles)]
+            found["gpus"] = _each(_gpu, nvml, handles)
+            found["topology"] = _topology(nvml, [handle for handle in handles if handle is not None])
+            found["before"] = _each(_clocks, nvml, handles)
     return found
 
 
 def clocks(nvml: Any) -> list[dict[str, Any]]:
     """Clocks, power, temperature, throttling and errors of every GPU at this moment; empty where there is none."""
     with opened(nvml) as there:
-        return [_clocks(nvml, i, handle) for i, handle in enumerate(_handles(nvml))] if there else []
+        return _each(_clocks, nvml, _handles(nvml)) if there else []
+
+
+def processors() -> int | None:
+    """Logical processors that this process may use: a scheduler or container may leave it fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # not on macOS
 
 
 def cpu() -> dict[str, Any]:
-    """Model, number of logical processors, memory in GiB."""
+    """Of the whole machine: model, number of logical processors, memory in GiB."""
     model = None
     with contextlib.suppress(OSError):  # not on every system
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -61,7 +67,7 @@ def opened(nvml: Any) -> Iterator[bool]:
     try:
         yield True
     finally:
-        nvml.nvmlShutdown()
+        ask(nvml, "nvmlShutdown")
 
 
 def ask(nvml: Any, function: str, *args: Any) -> Any:
@@ -74,7 +80,12 @@ def ask(nvml: Any, function: str, *args: Any) -> Any:
 
 
 def _handles(nvml: Any) -> list[Any]:
-    return [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(ask(nvml, "nvmlDeviceGetCount") or 0)]
+    """By NVML's numbers; None for a GPU that is lost."""
+    return [ask(nvml, "nvmlDeviceGetHandleByIndex", i) for i in range(ask(nvml, "nvmlDeviceGetCount") or 0)]
+
+
+def _each(told: Callable[[Any, int, Any], dict[str, Any]], nvml: Any, handles: Sequence[Any]) -> list[dict[str, Any]]:
+    return [{"index": i, "lost": True} if h is None else told(nvml, i, h) for i, h in enumerate(handles)]
 
 
 def _gpu(nvml: Any, index: int, handle: Any) -> dict[str, Any]:
@@ -96,7 +107,7 @@ def _gpu(nvml: Any, index: int, handle: Any) -> dict[str, Any]:
 
 def _clocks(nvml: Any, index: int, handle: Any) -> dict[str, Any]:
     bits, power = ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle), ask(nvml, "nvmlDeviceGetPowerUsage", handle)
-    uncorrected = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_AGGREGATE_ECC)
+    uncorrected = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)  # since the driver was loaded
     return {
         "index": index,
         "sm_clock_mhz": ask(nvml, "nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_SM),

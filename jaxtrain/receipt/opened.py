@@ -12,6 +12,7 @@ from jaxtrain.receipt import figures, stored
 from jaxtrain.receipt.stored import ReceiptError
 
 NAME = "receipt.json"
+VERDICT = "golden.json"  # of the last check against a golden run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +40,16 @@ class Run:
 
     @cached_property
     def figures(self) -> dict[str, Any]:
-        """speed, memory, loss_at: as the receipt has them, or from metrics.jsonl where the run was killed, or runs still."""
+        """speed, memory, throttled, loss_at: as the receipt has them; of a run that was killed, or runs, from metrics.jsonl."""
         if "speed" in self.receipt or not self.lines:
-            return {name: self.receipt.get(name) for name in ("speed", "memory", "loss_at", "measured_over_planned")}
+            names = ("speed", "memory", "throttled", "loss_at", "measured_over_planned")
+            return {name: self.receipt.get(name) for name in names}
         return figures.of_run(self.lines, self.receipt)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """The newest attempt, with its figures."""
+        return self.receipt | self.figures
 
     @cached_property
     def losses(self) -> dict[int, Any]:
@@ -74,6 +81,17 @@ class Run:
         except ValueError as error:
             raise ReceiptError(f"{path}: not a config ({error}). Move it away.") from error
 
+    @cached_property
+    def checked(self) -> dict[str, Any] | None:
+        """What the last `check` against a golden run came to; None where there was none. A file that cannot be read is told as
+        {"error": ...}: what it says explains nothing of the run."""
+        path = self.folder / VERDICT if self.folder else None
+        try:
+            found = json.loads(path.read_text()) if path and path.exists() else None
+        except (OSError, ValueError) as error:
+            return {"error": f"{path} cannot be read: {error}"}
+        return found if found and "checks" in found else None  # a golden receipt may have been given the same name
+
     @property
     def end(self) -> str:
         """How the newest attempt ended, in a word and a reason."""
@@ -93,7 +111,7 @@ class Run:
         if self.receipt.get("exit_code") is None:
             out.append(f"{self.name}: {self.end}; its figures are those of metrics.jsonl so far")
         if said := self.receipt.get("no_figures"):
-            out.append(f"{self.name}: no figures, because {said}")
+            out.append(f"{self.name}: not all figures of its end are here, because of {said}")
         source = source_of(self.receipt)
         if source.get("error"):
             out.append(f"{self.name}: git could not tell the commit: {source['error']}")

@@ -10,13 +10,22 @@ ABSENT = "not there"
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One thing that differs and can explain a difference in results or speed. `lines`: of a source file."""
+    """One thing that differs and can explain a difference in results or speed. `lines`: of a source file.
+
+    earlier: not of the newest attempts, but of earlier ones whose steps are in the result; a and b tell which.
+    """
 
     group: str
     name: str
     a: str
     b: str
     lines: tuple[str, ...] = ()
+    earlier: bool = False
+
+    @property
+    def title(self) -> str:
+        """The name, for people."""
+        return f"{self.name} (in earlier attempts)" if self.earlier else self.name
 
 
 @dataclasses.dataclass(frozen=True)

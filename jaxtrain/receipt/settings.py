@@ -4,7 +4,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxtrain.config import flatten
+from jaxtrain.config import RunConfig, flatten, to_dict
 from jaxtrain.environment import HARMLESS
 from jaxtrain.hardware import NCCL_ALGO
 from jaxtrain.receipt.result import Difference, differing
@@ -23,9 +23,12 @@ NO_EFFECT = {
     "profile.dump_hlo": "a file more",
     "env.*": "compared as the variables that came of them",
 }
-MESH = "mesh.*"  # -1 is whatever is left: compared by the sizes that came of it
+STATED = ("log.peak_tflops",)  # of those: what utilisation (MFU) is counted by
 FILES = ("data.source", "data.tokenizer")  # paths: compared by what the files hold, where both receipts tell
 HELD_OUT = ("data.eval_source",)
+
+# A key that one of two configs does not have yet, or no more: what its jaxtrain did is taken to be today's default.
+DEFAULTS = dict(flatten(to_dict(RunConfig())))
 
 # Variables of the same kind, besides environment.HARMLESS.
 NO_EFFECT_VARIABLES = {
@@ -46,20 +49,26 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
+def counts(key: str) -> bool:
+    """Whether a key can explain anything."""
+    return key in STATED or not matches(key, NO_EFFECT)
+
+
 def config(a: Mapping[str, Any], b: Mapping[str, Any], mesh_a: Any, mesh_b: Any, by_content: Iterable[str]) -> list[Difference]:
     """Of two resolved configs. mesh_a, mesh_b: the sizes that came of the mesh; None where that is not known.
 
     by_content: keys that the data's fingerprint tells better.
     """
-    left_out = {*NO_EFFECT, *by_content}
+    told = set(by_content)
     if mesh_a is not None and mesh_b is not None:
         a, b = ({**side, "mesh": sizes_asked(side, mesh_a, mesh_b)} for side in (a, b))
-    flat_a, flat_b = ({k: v for k, v in flatten(side) if not matches(k, left_out)} for side in (a, b))
+    whole = (DEFAULTS | dict(flatten(side)) for side in (a, b))
+    flat_a, flat_b = ({k: v for k, v in side.items() if counts(k) and k not in told} for side in whole)
     return differing("config", flat_a, flat_b)
 
 
 def sizes_asked(resolved: Mapping[str, Any], mesh_a: Mapping[str, int], mesh_b: Mapping[str, int]) -> dict[str, int]:
-    """The mesh of a config, without the axes whose sizes came out the same."""
+    """The mesh of a config, without the axes whose sizes came out the same: -1 is whatever is left."""
     return {axis: size for axis, size in resolved.get("mesh", {}).items() if mesh_a.get(axis) != mesh_b.get(axis)}
 
 

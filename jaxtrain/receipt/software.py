@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.environment import secret
 from jaxtrain.installed import version
 from jaxtrain.receipt.machine import ask, opened
 
@@ -29,7 +30,8 @@ ENVIRONMENT_PREFIXES = (
     "SLURM_NNODES",
     "SLURM_PROCID",
 )
-SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "AUTH")
+# What run.sh tells one attempt alone; what it means is told as `restart` and `preflight`.
+OF_AN_ATTEMPT = ("JAXTRAIN_RESTART", "JAXTRAIN_LAUNCHED", "JAXTRAIN_NOTE", "JAXTRAIN_PREFLIGHT")
 
 # What is asked for most, and the wheels that bring it. A system's own libraries are not looked for: jax loads the wheels'
 # first, unless LD_LIBRARY_PATH says otherwise, and that is kept.
@@ -87,9 +89,9 @@ def container(environ: Mapping[str, str]) -> str | None:
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables worth keeping, by name."""
+    """The variables worth keeping, by name; none whose name speaks of a secret."""
     return {
         name: value
         for name, value in sorted(variables.items())
-        if name.startswith(ENVIRONMENT_PREFIXES) and not any(word in name for word in SECRET_WORDS)
+        if name.startswith(ENVIRONMENT_PREFIXES) and name not in OF_AN_ATTEMPT and not secret(name)
     }

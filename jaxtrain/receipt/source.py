@@ -1,6 +1,7 @@
 """Which code ran: the commit, what was changed since, and the SHA-256 of every file of it."""
 
 import hashlib
+import os
 import re
 import subprocess
 import sys
@@ -83,4 +84,6 @@ def _patch(root: Path, package: str) -> str:
 
 def _git(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     command = ["git", "-c", "core.quotePath=false", "-C", str(folder), *args]
-    return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30, check=False)
+    # Its messages are read here, so not in the user's language; and to look must take no lock that somebody's commit needs.
+    env = {**os.environ, "LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30, check=False, env=env)

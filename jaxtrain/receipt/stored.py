@@ -7,6 +7,7 @@ back.
 
 import json
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,17 @@ FORMAT = 2
 READ = (1, FORMAT)  # format 1: no digests of the source, no config, no facts on the GPUs, no figures
 
 # What an earlier attempt may leave out. Of a field whose parts change on their own, each part counts for itself.
-REPEATED = ("packages", "environment", "resolved", "overrides", "devices", "data", "eval_data", "preflight", "host", "launch")
-REPEATED_IN_PARTS = ("source", "versions", "hardware", "env", "speed")
+REPEATED = ("packages", "environment", "resolved", "overrides", "devices", "data", "eval_data", "host", "launch")
+REPEATED_IN_PARTS = ("source", "versions", "hardware", "env", "preflight", "speed")
 
 
 class ReceiptError(ValueError):
     """receipt.json cannot be read."""
+
+
+def now() -> str:
+    """Local time with its offset, to the second, as ISO 8601."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def load(path: str | Path) -> dict[str, Any]:

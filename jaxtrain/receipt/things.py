@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxtrain.monitor.card import THROTTLING
+from jaxtrain.monitor.alerts import THROTTLED
 from jaxtrain.receipt.result import ABSENT, Difference, differing, shown
 
 APART = 0.1  # figures of preflight may differ by this much: they are measured
@@ -30,7 +30,8 @@ def hardware(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
 
 
 def described(attempt: Mapping[str, Any]) -> dict[str, Any]:
-    """The hardware class of an attempt: what it is, in words, without anything that names a certain machine."""
+    """The hardware class of an attempt: what it is, in words, without anything that names a certain machine; and what was wrong
+    with it. attempt: with `throttled` of its figures, where its own end did not write them."""
     devices, machine = attempt.get("devices") or {}, attempt.get("hardware") or {}
     found: dict[str, Any] = {}
     if "count" in devices and "kind" in devices:
@@ -41,15 +42,18 @@ def described(attempt: Mapping[str, Any]) -> dict[str, Any]:
     if machine:
         found["host CPU"], found["host memory, GiB"] = machine["cpu"]["model"], round(machine["cpu"]["memory_gib"])
     for name in STATIC:
-        found[f"GPUs: {name}"] = _alike([gpu.get(name) for gpu in machine.get("gpus", ())])
+        found[f"GPUs: {name}"] = _alike(["lost" if gpu.get("lost") else gpu.get(name) for gpu in machine.get("gpus", ())])
     links = machine.get("topology") or {}
     found["NVLinks of a GPU"] = _alike(links.get("nvlinks", []))
     found["links of GPU pairs"] = ", ".join(f"{n} x {how}" for how, n in sorted(links.get("pairs", {}).items())) or None
-    for state in machine.get("after") or machine.get("before") or ():
-        # Not the power limit: every GPU that works hard meets it, and one look at the end of a run sees it or not.
-        why = [name for name in (state["throttle_reasons"] or "").split("+") if name in THROTTLING.values()]
-        found[f"GPU {state['index']}: throttled by"] = "+".join(why) or None
-        found[f"GPU {state['index']}: uncorrected ECC errors"] = state["ecc_uncorrected"] or None
+    for gpu in attempt.get("throttled") or ():
+        # From as much on as the monitor warns of: a dip of a second explains nothing.
+        found[f"GPU {gpu['gpu']}: throttled by"] = gpu["reasons"] if gpu["share"] >= THROTTLED else None
+    errors = [{s["index"]: s.get("ecc_uncorrected") for s in machine.get(when) or ()} for when in ("before", "after")]
+    for index, after in errors[1].items():
+        before = errors[0].get(index)
+        new = after - before if after is not None and before is not None else 0
+        found[f"GPU {index}: new uncorrected ECC errors"] = new if new > 0 else None
     return {name: value for name, value in found.items() if value is not None}
 
 

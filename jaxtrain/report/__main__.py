@@ -7,6 +7,7 @@ from pathlib import Path
 from jaxtrain.config import Problem
 from jaxtrain.launch import report as refuse
 from jaxtrain.metrics import MetricsError
+from jaxtrain.receipt.stored import ReceiptError
 from jaxtrain.report.run import RunError
 
 HELP = """\
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return watch(Path(folders[0]).expanduser())
         return write(folders, html)
-    except (RunError, MetricsError) as error:
+    except (RunError, MetricsError, ReceiptError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:

@@ -5,7 +5,6 @@ from html import escape
 from jaxtrain.page.kit import Column, Markup, bullets, say, table
 from jaxtrain.receipt import ReceiptError
 from jaxtrain.receipt.compare import compare
-from jaxtrain.receipt.opened import open_run
 from jaxtrain.report.run import Run
 
 LINES = 12  # of a source file's changed lines
@@ -13,15 +12,18 @@ LINES = 12  # of a source file's changed lines
 
 def section(one: Run, other: Run) -> str:
     """What differs from one run to another, what came of it, and what else should be known."""
+    without = [run.name for run in (one, other) if not run.receipt]
+    if without:
+        return say(f"{one.name} and {other.name} cannot be compared: {' and '.join(without)} without a receipt")
     try:
-        found = compare(open_run(one.folder), open_run(other.folder))
+        found = compare(one.opened, other.opened)
     except ReceiptError as error:
         return say(f"{one.name} and {other.name} cannot be compared: {error}")
     out = [f"<h3>From {escape(one.name)} to {escape(other.name)}</h3>"]
     if found.same:
         out.append(say("Nothing differs that can explain anything."))
     else:
-        names = [_named(d.name, d.lines) for d in found.differences]
+        names = [_named(d.title, d.lines) for d in found.differences]
         columns = [
             Column("of", [d.group for d in found.differences]),
             Column("what", names, kind="path"),

@@ -1,79 +1,29 @@
-"""What a run was, from its receipt: the facts that a reader asks for first, its attempts, its GPUs, and what differs."""
+"""What a run was, as tables: its attempts and the newest one by its receipt, and its GPUs by their lines of metrics."""
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from jaxtrain import receipt
 from jaxtrain.page.kit import Column, table
-from jaxtrain.plan.numbers import column, number, percent, size
+from jaxtrain.plan.numbers import column, number, percent
+from jaxtrain.receipt import parts
 from jaxtrain.report.run import MEANING, Run
 
-SHORT = 12  # characters of a hash
+# What the page has a section of its own for, and shows better, is left out.
+PARTS = tuple(title for title in parts.PARTS if title not in ("Loss", "Goodput", "Attempts"))
 
 
-def facts(run: Run) -> list[tuple[str, str]]:
-    """(what, as it was) of the newest attempt; what its receipt does not hold is left out."""
-    r = run.receipt
-    source = r.get("source") or r.get("git") or {}
-    devices, planned, measured = (r.get(name) or {} for name in ("devices", "planned", "measured"))
-    env = r.get("env") or {}
-    split = [f"{axis}={n}" for axis, n in (r.get("mesh") or {}).items() if n > 1] or ["one device"]
-    found = [
-        ("command", r.get("command")),
-        ("config", r.get("config")),
-        ("changed", _pairs(r.get("overrides"))),
-        ("commit", _commit(source)),
-        ("devices", f"{devices['count']} x {', '.join(devices['kind'])}" if devices else None),
-        ("processes", devices.get("process_count")),
-        ("mesh", " ".join(split) if devices else None),
-        ("attention", r.get("attention")),
-        ("data", _data(r.get("data"), r.get("synthetic"))),
-        ("versions", _pairs(r.get("versions"), " ", ", ")),
-        ("packages", _pairs(r.get("packages"), " ", ", ")),
-        ("environment, set", _pairs(env.get("set"))),
-        ("environment, inherited", _pairs(env.get("inherited"))),
-        ("environment", _pairs(None if env else r.get("environment"))),
-        ("host", (r.get("host") or {}).get("name")),
-        ("preflight", _preflight(r.get("preflight"))),
-        ("compiled in", f"{r['compile_s']:.1f} s" if r.get("compile_s") else None),
-        ("step, planned", f"{planned['step_s']:.4g} s" if planned.get("step_s") else None),
-        ("step, measured", f"{measured['step_s']:.4g} s" if measured.get("step_s") else None),
-        ("peak memory, planned", size(planned["peak_gib"]) if planned.get("peak_gib") else None),
-        ("peak memory, measured", size(measured["peak_gib"]) if measured.get("peak_gib") else None),
-        ("receipt", r.get("id")),
+def newest(run: Run) -> str:
+    """The newest attempt: the parts of its receipt, as a table."""
+    rows = [
+        ("" if i else title, name.strip(), str(value))
+        for title, part in parts.parts(run.opened, PARTS)
+        for i, (name, value) in enumerate(part)
     ]
-    return [(name, str(value)) for name, value in found if value not in (None, "")]
-
-
-def _pairs(found: Mapping[str, Any] | None, between: str = "=", after: str = "  ") -> str:
-    return after.join(
-        f"{name}{between}{value}" for name, value in (found or {}).items() if isinstance(value, str | int | float)
-    )
-
-
-def _commit(source: Mapping[str, Any]) -> str | None:
-    if source.get("error"):
-        return f"not known: {source['error']}"
-    if not source.get("commit"):
-        return None
-    return source["commit"][:SHORT] + (", with changes that are not committed" if source.get("dirty") else "")
-
-
-def _data(fingerprint: Any, synthetic: bool | None) -> str | None:
-    if synthetic:
-        return "made-up tokens"
-    text = fingerprint if isinstance(fingerprint, str) else json.dumps(fingerprint)
-    return None if fingerprint is None else text if len(text) <= 200 else text[:200] + " ..."
-
-
-def _preflight(found: Mapping[str, Any] | None) -> str | None:
-    if not found:
-        return None
-    nodes = found.get("nodes") or []
-    faults = [f"{c['name']}: {c['seen']}" for node in nodes for c in node.get("checks", ()) if c.get("state") == "FAULT"]
-    return "; ".join([str(found.get("verdict")), *faults])
+    part, what, value = (list(cells) for cells in zip(*rows, strict=True))
+    columns = [Column("part", part, kind="whole"), Column("what", what, kind="whole"), Column("as it was", value, kind="path")]
+    return table("The newest attempt, by receipt.json", columns)
 
 
 def attempts(run: Run) -> str:
@@ -110,10 +60,12 @@ def when(text: str | None) -> str:
 
 def gpu_table(run: Run) -> str:
     """Each GPU at its newest sample, and what was ever wrong with it."""
-    newest = {(line["process"], line["gpu"]): line for line in run.gpu}
-    if not newest:
+    every: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for line in run.gpu:
+        every.setdefault((line["process"], line["gpu"]), []).append(line)
+    if not every:
         return ""
-    lines = [newest[key] for key in sorted(newest)]
+    lines = [every[key][-1] for key in sorted(every)]
     several = len({line["process"] for line in lines}) > 1
     columns = [Column("GPU", [f"{line['process']}.{line['gpu']}" if several else str(line["gpu"]) for line in lines])]
 
@@ -136,7 +88,7 @@ def gpu_table(run: Run) -> str:
     numbers("NVLink sent GB/s", "nvlink_tx_gb_s")
     numbers("received GB/s", "nvlink_rx_gb_s")
     numbers("ECC uncorrected", "ecc_uncorrected")
-    mine = [[x for x in run.gpu if (x["process"], x["gpu"]) == key] for key in sorted(newest)]
+    mine = [every[key] for key in sorted(every)]
     shares = [[x["throttled"] for x in of if x.get("throttled") is not None] for of in mine]
     if any(shares):
         mean = [sum(s) / len(s) if s else 0.0 for s in shares]
@@ -144,10 +96,3 @@ def gpu_table(run: Run) -> str:
         columns.append(Column("throttled, of the run", [percent(m) for m in mean], mean))
         columns.append(Column("for", why))
     return table(f"Each GPU at step {lines[-1]['step']:,}", columns, "sortable")
-
-
-def fact_table(run: Run) -> str:
-    """The facts as a table."""
-    rows = facts(run)
-    columns = [Column("what", [a for a, _ in rows], kind="whole"), Column("as it was", [b for _, b in rows], kind="path")]
-    return table("The newest attempt, by receipt.json", columns)

@@ -5,11 +5,9 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 from jaxtrain.plan.numbers import number, percent, rough, size
-from jaxtrain.receipt.figures import RATES
-from jaxtrain.receipt.figures import speed as receipt_speed
+from jaxtrain.report.columns import Columns
 from jaxtrain.report.run import Run
 
 SMOOTH = 50  # the smoothed loss at a line is the mean of its neighbours to a 50th of all lines on each side,
@@ -19,7 +17,8 @@ UNIT = 2**40  # parts of a nat that sums of losses count in
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """None where a run does not tell. Rates are medians over `window`, the steps that receipts take theirs over."""
+    """None where a run does not tell. Rates and memory are those of the receipt, or as a receipt would have them by now: of the
+    newest attempt, rates as medians over `window`."""
 
     step: int
     loss: float | None  # of the newest line, as it stands; nats per token
@@ -37,34 +36,21 @@ class Figures:
 def figures(run: Run) -> Figures:
     """Those of one run."""
     t = run.train
-    rates = speed(run)
-    window, found = rates["window"], run.goodput()
+    rates, memory = (run.opened.figures[part] or {} for part in ("speed", "memory"))
+    window, found = rates.get("window"), run.goodput()
     return Figures(
         step=t.steps[-1] if t.steps else 0,
         loss=t["loss"][-1] if t.steps else None,
         held_out={name: column["loss"][-1] for name, column in run.evals.items()},
         window=(window["first_step"], window["last_step"]) if window else None,
-        step_s=(rates["step_time_s"] or {}).get("median"),
-        per_device=rates["tokens_per_s_per_device"],
-        mfu_causal=rates["mfu_causal"],
-        mfu_full=rates["mfu_full"],
-        hfu=rates["hfu"],
-        peak_gib=max(t.known("peak_memory_gib"), default=None),
+        step_s=(rates.get("step_time_s") or {}).get("median"),
+        per_device=rates.get("tokens_per_s_per_device"),
+        mfu_causal=rates.get("mfu_causal"),
+        mfu_full=rates.get("mfu_full"),
+        hfu=rates.get("hfu"),
+        peak_gib=memory.get("peak_gib"),
         goodput=found.goodput if found else None,
     )
-
-
-def speed(run: Run) -> dict[str, Any]:
-    """As a receipt has it (jaxtrain.receipt.figures): of the newest attempt, or of all where that one has too little."""
-    keys = ("step_time_s", *RATES)
-    columns = [run.train[key] for key in keys]
-    lines = [
-        {"kind": "train", "step": step, **dict(zip(keys, values, strict=True))}
-        for step, *values in zip(run.train.steps, *columns, strict=True)
-    ]
-    since = run.receipt.get("resumed_from_step") or 0
-    newest = receipt_speed(line for line in lines if line["step"] > since)
-    return newest if newest["window"] else receipt_speed(lines)
 
 
 def middle(values: Sequence[float]) -> float | None:
@@ -107,7 +93,7 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
         ("tokens/s/device", rough(f.per_device, 4) if f.per_device else "-", over),
         ("MFU, causal", percent(f.mfu_causal), f"full {percent(f.mfu_full)}, HFU {percent(f.hfu)}"),
         ("goodput", percent(f.goodput), lost),
-        ("peak memory", size(f.peak_gib) if f.peak_gib is not None else "-", plan if f.peak_gib else "the devices do not tell"),
+        ("peak memory", size(f.peak_gib) if f.peak_gib is not None else "-", plan if f.peak_gib else "not measured"),
     ]
 
 
@@ -126,12 +112,32 @@ def last_common(runs: Sequence[Run]) -> int | None:
     return min(known) if len(known) == len(runs) else None
 
 
-def loss_at(run: Run, step: int) -> float | None:
-    """The mean training loss of the last twentieth of the lines up to a step, and of ten at least: a run that went further is
-    not better for that, and one line alone is noise."""
-    upto = [v for at, v in zip(run.train.steps, run.train["loss"], strict=True) if at <= step]
-    last = [v for v in upto[-max(10, len(upto) // 20) :] if v is not None and math.isfinite(v)]
-    return statistics.fmean(last) if last else None
+def window(runs: Sequence[Run], last: int) -> int:
+    """The first of the steps to `last` over which the training losses of these runs are compared: a twentieth of all, and as
+    many as the run that writes the fewest lines needs for ten. One line alone is noise."""
+    apart = 1
+    for run in runs:
+        steps = [at for at in run.train.steps if at <= last][-11:]
+        apart = max(apart, -(-(steps[-1] - steps[0]) // (len(steps) - 1)) if len(steps) > 1 else 1)
+    return max(1, last + 1 - max(10 * apart, last // 20))
+
+
+def loss_over(run: Run, first: int, last: int) -> float | None:
+    """The mean training loss of the lines of these steps; None where there is none that is a number."""
+    found = [v for at, v in zip(run.train.steps, run.train["loss"], strict=True) if first <= at <= last]
+    known = [v for v in found if v is not None and math.isfinite(v)]
+    return statistics.fmean(known) if known else None
+
+
+def held_out_at(runs: Sequence[Run], name: str) -> tuple[int | None, list[float | None]]:
+    """(the last step at which all runs that have this held-out set were evaluated, the losses there). Where there is no such
+    step, None and the newest of each: they may not be compared."""
+    sets = [run.evals.get(name, Columns([], {})) for run in runs]
+    every = [dict(zip(each.steps, each["loss"], strict=True)) for each in sets]
+    common = set.intersection(*(set(losses) for losses in every if losses))
+    if not common:
+        return None, [losses[max(losses)] if losses else None for losses in every]
+    return max(common), [losses.get(max(common)) for losses in every]
 
 
 def best(values: Sequence[float | None], most: bool) -> int | None:

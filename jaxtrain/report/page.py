@@ -34,7 +34,7 @@ def _one(run: Run) -> str:
         _warnings(run, "Warnings"),
         *_charts([run]),
         _samples([run]),
-        f"<h2>What ran</h2>{facts.attempts(run)}{facts.fact_table(run)}" if run.receipt else "",
+        f"<h2>What ran</h2>{facts.attempts(run)}{facts.newest(run)}" if run.receipt else "",
         "</main>",
     ]
     return document(f"{run.name}: {words}", f"Report of a training run: {words}", body)
@@ -138,11 +138,13 @@ def _final(runs: Sequence[Run]) -> str:
 
     common = figures.last_common(runs)
     if common is not None:
-        losses = [figures.loss_at(run, common) for run in runs]
-        measure(f"train loss at step {common:,}", losses, [figures.loss(v) for v in losses], most=False)
+        first = figures.window(runs, common)
+        losses = [figures.loss_over(run, first, common) for run in runs]
+        measure(f"train loss, steps {first:,} to {common:,}", losses, [figures.loss(v) for v in losses], most=False)
     for name in dict.fromkeys(name for f in found for name in f.held_out):
-        losses = [f.held_out.get(name) for f in found]
-        measure(f"held-out {name}".rstrip(), losses, [figures.loss(v) for v in losses], most=False)
+        step, losses = figures.held_out_at(runs, name)
+        heading = f"held-out {name}".rstrip() + (", newest" if step is None else f" at step {step:,}")
+        measure(heading, losses, [figures.loss(v) for v in losses], most=None if step is None else False)
     per_device = [f.per_device for f in found]
     measure("tokens/s/device", per_device, [number(v, 0) for v in per_device], most=True)
     measure("step s", [f.step_s for f in found], [f"{f.step_s:.4g}" if f.step_s else "-" for f in found], most=None)
@@ -152,7 +154,8 @@ def _final(runs: Sequence[Run]) -> str:
     peaks = [f.peak_gib for f in found]
     measure("peak memory", peaks, ["-" if v is None else size(v) for v in peaks], most=False)
     note = (
-        "Train loss is the mean of each run's last lines up to the last step that all have reached; held-out loss is its "
-        "newest; rates are medians over the newest attempt, without its first fifth. A star marks the best."
+        "Train loss is the mean over the same steps of each, up to the last that all have reached; held-out loss that of the "
+        "last step at which all were evaluated. Rates and memory are the newest attempt's: medians without its first fifth, "
+        "and the peak. A star marks the best."
     )
     return table("What they came to", columns) + say(note, "quiet")

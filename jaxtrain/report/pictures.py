@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.page.curves import COLUMNS, LEAST_COLUMNS, Curve, Limit, Picture, Spread, draw
+from jaxtrain.report.columns import Columns
 from jaxtrain.report.figures import smoothed
-from jaxtrain.report.run import Columns, Run
+from jaxtrain.report.run import Run
 
 MANY = 8  # runs on a page: as many colours as the page tells apart
 LOG_FROM = 4.0  # largest over smallest of a loss, from which on its axis counts in powers of ten
@@ -138,7 +139,7 @@ def _planned(runs: Sequence[Run], key: str) -> list[Limit]:
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """All GPUs' samples at one step."""
+    """All GPUs' samples of a stretch of time, at the last of its steps."""
 
     step: int
     low: float
@@ -147,11 +148,23 @@ class Moment:
 
 
 def moments(run: Run, key: str) -> list[Moment]:
-    """Of one quantity, over all GPUs that tell it."""
-    by_step: dict[int, list[float]] = {}
-    for line in run.gpu:
-        if (value := line.get(key)) is not None:
-            by_step.setdefault(line["step"], []).append(value)
+    """Of one quantity, over all GPUs that tell it.
+
+    Each process writes its lines by its own clock, so one step has lines of some nodes and the next those of others. What
+    belongs together is therefore told by time, in stretches of twice the time from one line of a GPU to its next.
+    """
+    lines = [line for line in run.gpu if line.get(key) is not None]
+    if not lines:
+        return []
+    first = [line["time_unix"] for line in lines if all(line[x] == lines[0][x] for x in ("process", "gpu"))]
+    apart = [b - a for a, b in zip(first, first[1:], strict=False)]
+    width = 2 * statistics.median(apart) if apart else math.inf
+    stretches: dict[int, list[dict[str, Any]]] = {}
+    for line in lines:
+        stretches.setdefault(int((line["time_unix"] - first[0]) // width) if width else 0, []).append(line)
+    by_step: dict[int, list[float]] = {}  # two stretches may end in one step
+    for _, mine in sorted(stretches.items()):
+        by_step.setdefault(max(line["step"] for line in mine), []).extend(line[key] for line in mine)
     return [Moment(step, min(v), statistics.fmean(v), max(v)) for step, v in sorted(by_step.items())]
 
 

@@ -4,12 +4,14 @@ import dataclasses
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxtrain import goodput, metrics, receipt, samples
 from jaxtrain.progress import duration
+from jaxtrain.receipt import opened
+from jaxtrain.report.columns import Columns, columns
 
 FILES = ("receipt.json", "metrics.jsonl", "config.json")  # any of them makes a folder a run
 ALIVE = ("metrics.jsonl", "log.txt", goodput.FILE, "receipt.json")  # written to while a run goes on
@@ -33,25 +35,6 @@ class RunError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Columns:
-    """Lines of one kind, by key; a value that a line does not have is None."""
-
-    steps: list[int]
-    values: dict[str, list[Any]]
-
-    def __getitem__(self, key: str) -> list[Any]:
-        return self.values.get(key) or [None] * len(self.steps)
-
-    def known(self, key: str) -> list[float]:
-        """The values that are numbers, in order."""
-        return [v for v in self[key] if v is not None and v == v]
-
-    def last(self, key: str) -> Any:
-        """The newest value that is not None; None where there is none."""
-        return next((v for v in reversed(self[key]) if v is not None), None)
-
-
-@dataclasses.dataclass(frozen=True)
 class Run:
     """All that a page shows of one run."""
 
@@ -60,13 +43,18 @@ class Run:
     train: Columns
     evals: dict[str, Columns]  # by held-out set, "" where there is one without a name
     gpu: list[dict[str, Any]]  # lines of kind "gpu", of all processes, in order of time
-    receipt: dict[str, Any]  # empty where there is none
+    opened: opened.Run  # as the commands of receipts look at it
     config: dict[str, Any]  # as resolved; empty where there is none
     ledger: list[dict[str, Any]]  # of goodput
     alerts: list[str]  # warnings and errors of the log, oldest first
     samples: list[samples.Sample]  # of the last step that has any
     silent_s: float | None  # since the last sign of life
     notes: list[str]  # what is missing or could not be read, in sentences
+
+    @property
+    def receipt(self) -> dict[str, Any]:
+        """Empty where there is none."""
+        return self.opened.receipt
 
     @property
     def steps(self) -> int | None:
@@ -79,8 +67,9 @@ class Run:
 
     @property
     def tokens_per_step(self) -> int | None:
-        """Of its global batch; None for a run without a line."""
-        return self.train["tokens"][-1] // self.train.steps[-1] if self.train.steps and self.train.steps[-1] else None
+        """Of its global batch; None for a run without a config. Not from its lines: they count skipped data too."""
+        batch, length = (self.config.get(part, {}).get(key) for part, key in (("train", "global_batch"), ("data", "seq_len")))
+        return batch * length if batch and length else None
 
     @property
     def ended(self) -> bool:
@@ -107,13 +96,16 @@ def check(folder: str | Path) -> Path:
 
 
 def read(folder: str | Path, name: str = "") -> Run:
-    """A run's folder. Raises RunError where it is none, MetricsError for a damaged metrics.jsonl, OSError as files do."""
+    """A run's folder. Raises RunError where it is none, ReceiptError for a damaged metrics.jsonl, MetricsError for one of
+    another process, OSError as files do."""
     at = check(folder)
     notes: list[str] = []
-    lines = list(metrics.read(at / "metrics.jsonl")) if (at / "metrics.jsonl").exists() else []
-    train = _columns(line for line in lines if line["kind"] == "train")
+    name = name or at.resolve().name
+    whole = opened.Run(name, at / opened.NAME, at, _receipt(at / opened.NAME, notes))
+    lines = whole.lines
+    train = columns(line for line in lines if line["kind"] == "train")
     sets = dict.fromkeys(line.get("set", "") for line in lines if line["kind"] == "eval")
-    evals = {s: _columns(x for x in lines if x["kind"] == "eval" and x.get("set", "") == s) for s in sets}
+    evals = {s: columns(x for x in lines if x["kind"] == "eval" and x.get("set", "") == s) for s in sets}
     gpu = [line for line in lines if line["kind"] == "gpu"]
     for path in sorted(at.glob("metrics.*.jsonl")):
         if re.fullmatch(r"metrics\.\d+\.jsonl", path.name):  # those set aside have other names
@@ -127,11 +119,11 @@ def read(folder: str | Path, name: str = "") -> Run:
     last = max((s.step for s in written), default=None)
     return Run(
         folder=at,
-        name=name or at.resolve().name,
+        name=name,
         train=train,
         evals=evals,
         gpu=gpu,
-        receipt=_receipt(at / "receipt.json", notes),
+        opened=whole,
         config=config,
         ledger=ledger,
         alerts=alerts(at),
@@ -150,20 +142,6 @@ def read_all(folders: Sequence[str | Path]) -> list[Run]:
     short = [path.name for path in paths]
     names = [s if short.count(s) == 1 else f"{path.parent.name}/{s}" for path, s in zip(paths, short, strict=True)]
     return [read(folder, name) for folder, name in zip(folders, names, strict=True)]
-
-
-def _columns(lines: Iterable[Mapping[str, Any]]) -> Columns:
-    found = Columns([], {})
-    for line in lines:
-        for key, value in line.items():
-            if key not in found.values:
-                found.values[key] = [None] * len(found.steps)  # of lines that an earlier version wrote
-            found.values[key].append(value)
-        found.steps.append(line["step"])
-        for column in found.values.values():
-            if len(column) < len(found.steps):
-                column.append(None)
-    return found
 
 
 def _json(path: Path, notes: list[str]) -> dict[str, Any]:
@@ -225,7 +203,8 @@ def silence(folder: Path, now: float | None = None) -> float | None:
 def last_words(run: Run, slow: bool = False) -> Run:
     """The run as its folder has it now, but for its lines of metrics: how it stands; with `slow` also its ledger and log."""
     notes: list[str] = []
-    new: dict[str, Any] = {"receipt": _receipt(run.folder / "receipt.json", notes), "silent_s": silence(run.folder)}
+    fresh = opened.Run(run.name, run.opened.path, run.folder, _receipt(run.opened.path, notes))
+    new: dict[str, Any] = {"opened": fresh, "silent_s": silence(run.folder)}
     if slow:
         new |= {"ledger": _ledger(run.folder / goodput.FILE, notes), "alerts": alerts(run.folder)}
     return dataclasses.replace(run, **new)

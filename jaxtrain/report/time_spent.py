@@ -35,7 +35,7 @@ def section(runs: Sequence[Run]) -> str:
     if len(runs) == 1:
         run, g = found[0]
         return say(f"{_capital(goodput.words(g))}.") + _bar(g, "") + _table(g) + _timeline(g)
-    out = [_bar(g, run.name) for run, g in found]
+    out = [_key([g for _, g in found]), *(_bar(g, run.name) for run, g in found)]
     columns = [Column("run", [run.name for run, _ in found])]
     for cause in goodput.CAUSES:
         seconds = [g.parts[cause] for _, g in found]
@@ -58,10 +58,20 @@ def _bar(g: Goodput, name: str) -> str:
     return title + stacked(label, parts, g.wall_s)
 
 
+def _key(every: Sequence[Goodput]) -> str:
+    """Which colour is which cause, of those that any of them has."""
+    causes = [cause for cause in goodput.CAUSES if any(g.parts[cause] for g in every)]
+    return f'<p class="key">{" &ensp; ".join(f"<span>{_patch(cause)}{cause}</span>" for cause in causes)}</p>'
+
+
+def _patch(cause: str) -> str:
+    return swatch(COLOURS[cause]) if cause in COLOURS else '<span class="swatch outline"></span>'
+
+
 def _table(g: Goodput) -> str:
     parts = [(cause, s) for cause, s in g.parts.items() if s > 0]
     seconds = [s for _, s in parts]
-    patch = [Markup((swatch(COLOURS[c]) if c in COLOURS else '<span class="swatch outline"></span>') + c) for c, _ in parts]
+    patch = [Markup(_patch(c) + c) for c, _ in parts]
     columns = [
         Column("cause", patch, total="wall time"),
         Column("seconds", [f"{s:,.1f}" for s in seconds], seconds, total=f"{g.wall_s:,.1f}"),
