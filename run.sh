@@ -312,20 +312,60 @@ nodes=() # host names, this machine first; none: this one alone, or a scheduler'
 coordinator=''
 
 listed() { # listed HOST,HOST,...: sets nodes and coordinator
-  local host
+  local host port seen=' '
   IFS=, read -ra nodes <<<"$1"
-  ((${#nodes[@]} > 1)) || fail 2 "--nodes=$1: names one machine; leave it out to train on this one"
+  ((${#nodes[@]} > 1)) || fail 2 "--nodes=$1: names one machine; leave it out to stay on this one"
   for host in "${nodes[@]}"; do
     [[ $host =~ ^[A-Za-z0-9][A-Za-z0-9._@-]*(:[0-9]{1,5})?$ ]] || fail 2 "--nodes=$1: '$host' is no host; write HOST,HOST,..."
     [[ $host != *:* || $host == "${nodes[0]}" ]] || fail 2 "--nodes=$1: only the first machine has a port; $host is reached by ssh"
+    [[ $seen != *" ${host%:*} "* ]] || fail 2 "--nodes=$1: names ${host%:*} twice"
+    seen+="${host%:*} "
   done
   coordinator=${nodes[0]#*@}
   [[ $coordinator == *:* ]] || coordinator+=:12321
-  host=${coordinator%:*}
-  case " localhost $(hostname 2>/dev/null) $(hostname -s 2>/dev/null) $(hostname -f 2>/dev/null) $(hostname -I 2>/dev/null) " in
-    *" $host "*) ;;
-    *) [[ $host == 127.* ]] || say "--nodes=$1: process 0 runs here, on $(hostname), and the others will look for it at $host" ;;
+  host=${coordinator%:*} port=${coordinator##*:}
+  ((10#$port > 0 && 10#$port < 65536)) || fail 2 "--nodes=$1: $port is no port; write one from 1024 to 65535"
+  case " $(hostname 2>/dev/null) $(hostname -s 2>/dev/null) $(hostname -f 2>/dev/null) $(hostname -I 2>/dev/null) " in
+    *" $host "*) return ;;
   esac
+  if [[ $host == localhost || $host == 127.* ]]; then
+    say "--nodes=$1: the others will look for process 0 at $host, which is each machine itself; write this one's name, $(hostname)"
+  else
+    say "--nodes=$1: process 0 runs here, on $(hostname), and the others will look for it at $host"
+  fi
+}
+
+asked_of_us() { # asked_of_us WORDS: takes the options of this script out of them; sets arguments, looks, nodes and coordinator
+  local word
+  arguments=() looks=yes
+  for word in "$@"; do
+    case $word in
+      --no-preflight) looks=no ;;
+      --nodes=*) listed "${word#*=}" ;;
+      --nodes) fail 2 "--nodes needs a value: write --nodes=HOST,HOST,..." ;;
+      --no-preflight=*) fail 2 "$word: takes no value; write --no-preflight" ;;
+      *) arguments+=("$word") ;;
+    esac
+  done
+  for word in ${arguments[@]+"${arguments[@]}"}; do
+    case $word in
+      --coordinator* | --num-processes* | --process-id*)
+        ((${#nodes[@]} == 0)) || fail 2 "$word contradicts --nodes, which says which processes there are: leave one of them out"
+        ;;
+    esac
+  done
+}
+
+listen() { # a folder for this script's files, and ears for signals
+  local signal
+  scratch=$(mktemp -d)
+  trap 'rm -rf "$scratch"' EXIT
+  { : <&0; } 2>/dev/null || exec </dev/null # a daemon's stdin may be closed
+  # HUP and QUIT too: the run must not outlive this script.
+  for signal in TERM INT HUP QUIT USR1 USR2; do
+    # shellcheck disable=SC2064 # its value now
+    trap "hear $signal" "$signal"
+  done
 }
 
 elsewhere() { # elsewhere INDEX COMMAND ARGUMENTS: a process on the machine of that place in the list; ends as it does
@@ -479,24 +519,14 @@ gone() { # ends the script between two processes, as the last signal asks
 }
 
 train() { # train ARGUMENTS: python -m jaxtrain.main, and again after an end that asks for it; never returns
-  local limit first reset signal began pause code why word arguments=() here=() row=0 total=0 looks=yes measure=yes index
-  for word in "$@"; do
-    case $word in
-      --no-preflight) looks=no ;;
-      --nodes=*) listed "${word#*=}" ;;
-      *) arguments+=("$word") ;;
-    esac
-  done
+  local limit first reset began pause code why word arguments looks here=() row=0 total=0 measure=yes index
+  asked_of_us "$@"
   set -- ${arguments[@]+"${arguments[@]}"} # written so for bash before 4.4, in which an empty list is unbound
   for word in "$@"; do
     case $word in
       --help | -h | --explain* | --replay*) # these answer, and train nothing
         prepare -
         start -m jaxtrain.main "$@"
-        ;;
-      --nodes) fail 2 "--nodes needs a value: write --nodes=HOST,HOST,..." ;;
-      --coordinator* | --num-processes* | --process-id*)
-        ((${#nodes[@]} == 0)) || fail 2 "$word contradicts --nodes, which says which processes there are: leave one of them out"
         ;;
     esac
   done
@@ -516,21 +546,19 @@ train() { # train ARGUMENTS: python -m jaxtrain.main, and again after an end tha
   if [[ -z ${JAXTRAIN_EXPECTED-} ]]; then unset JAXTRAIN_LAUNCHED; fi
   if [[ -n ${JAXTRAIN_DRY_RUN-} ]]; then
     told
-    for ((index = 1; index < ${#nodes[@]}; index++)); do say "would run it on ${nodes[index]} too, as process $index"; done
+    if ((${#nodes[@]} > 0)); then set -- "$@" "--coordinator=$coordinator" "--num-processes=${#nodes[@]}" --process-id=0; fi
+    for ((index = 1; index < ${#nodes[@]}; index++)); do say "would run it on ${nodes[index]} too, with --process-id=$index"; done
     start -m jaxtrain.main "$@"
+  fi
+  if ((${#nodes[@]} > 0)); then # a mistake in the config is told here, and once
+    (start -m jaxtrain.main "$@" "--coordinator=$coordinator" "--num-processes=${#nodes[@]}" --process-id=0 --explain >/dev/null) ||
+      exit $?
   fi
   if ((limit == 0 && ${#nodes[@]} == 0)) && { [[ $looks == no ]] || no_gpus_wanted || ! gpu_here; }; then
     told
     start -m jaxtrain.main "$@"
   fi
-  scratch=$(mktemp -d)
-  trap 'rm -rf "$scratch"' EXIT
-  { : <&0; } 2>/dev/null || exec </dev/null # a daemon's stdin may be closed
-  # HUP and QUIT too: the run must not outlive this script.
-  for signal in TERM INT HUP QUIT USR1 USR2; do
-    # shellcheck disable=SC2064 # its value now
-    trap "hear $signal" "$signal"
-  done
+  listen
   if ((limit == 0 && ${#nodes[@]} == 0)); then
     preflight yes "$@"
     if ((code != 0)); then exit "$code"; fi
@@ -586,6 +614,18 @@ train() { # train ARGUMENTS: python -m jaxtrain.main, and again after an end tha
   done
 }
 
+look() { # look ARGUMENTS: python -m jaxtrain.preflight, on a list of machines too; never returns
+  local arguments looks here=() code=0
+  asked_of_us "$@"
+  set -- ${arguments[@]+"${arguments[@]}"}
+  prepare -
+  if ((${#nodes[@]} == 0)) || [[ -n ${JAXTRAIN_DRY_RUN-} ]]; then start -m jaxtrain.preflight "$@"; fi
+  provenance
+  listen
+  everywhere preflight "$@"
+  exit "$code"
+}
+
 # --- The command line ------------------------------------------------------------------------------------------------------
 
 case ${1-} in
@@ -603,6 +643,10 @@ case ${1-} in
   main)
     shift
     train "$@"
+    ;;
+  preflight)
+    shift
+    look "$@"
     ;;
   setup)
     prepare -

@@ -392,9 +392,7 @@ class Env:
     defaults: bool = key(True, "begin with the table of the GPU; False: with nothing but the memory budget")
     set: str = key("", "NAME=VALUE, comma-separated (a comma within a value: +); they stand above the table")
     inherit: str = key(
-        "NCCL_SOCKET_IFNAME,NCCL_IB_HCA,NCCL_IB_GID_INDEX,NCCL_TOPO_FILE",
-        "names or patterns of the shell's variables that may stay; others that change a run are refused. These say where a "
-        "site's network is",
+        "", "names or patterns of the shell's variables that may stay, as NCCL_ALGO,FI_*; others that change a run are refused"
     )
 
 

@@ -7,9 +7,10 @@ What is left of the shell's is refused by name. No jax here: all of it is decide
 
 import dataclasses
 import fnmatch
+import re
 from collections.abc import Mapping
 
-from jaxtrain.config import Env, Problem, RunConfig, parts_of
+from jaxtrain.config import Problem, RunConfig, parts_of
 from jaxtrain.hardware import HOST_LIMIT, NCCL_ALGO, Devices, memory_environment, memory_fraction, pinned_limit_gib
 
 # Variable -> (value, why); the value None: it stays unset, for the reason given.
@@ -60,6 +61,8 @@ HARMLESS = (
     *("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"),
     *("XLA_PYTHON_CLIENT_ALLOCATOR", "TF_FORCE_UNIFIED_MEMORY", HOST_LIMIT),
 )
+# Where a site's network is: no part of a run, and different from host to host.
+SITE = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_TOPO_FILE")
 # In the name of a variable whose value belongs into no log and no receipt.
 SECRET = ("TOKEN", "SECRET", "PASSW", "CREDENTIAL", "AUTH", "API_KEY", "ACCESS_KEY", "PRIVATE")
 # Read by the loader, by the shell, or before the config is: setting them here would do nothing, or too little.
@@ -80,7 +83,7 @@ class Overlay:
 
     def common(self) -> dict[str, str]:
         """What all processes of a run must have alike: not the memory of a host, nor what its network is called."""
-        apart = (HOST_LIMIT, *parts_of(Env().inherit))
+        apart = (HOST_LIMIT, *SITE)
         return {name: value for name, value in {**self.inherited, **self.set}.items() if name not in apart}
 
     def lines(self) -> list[str]:
@@ -112,13 +115,8 @@ def changing(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def foreign(environ: Mapping[str, str], inherit: str) -> dict[str, str]:
-    """Those of `changing` that `env.inherit` does not name: they got in by accident."""
-    patterns = parts_of(inherit)
-    return {
-        name: value
-        for name, value in changing(environ).items()
-        if value != "" and not any(fnmatch.fnmatchcase(name, each) for each in patterns)
-    }
+    """Those of `changing` that neither a site brings nor `env.inherit` names: they got in by accident."""
+    return {name: value for name, value in changing(environ).items() if value != "" and not _matches(name, inherit)}
 
 
 def parse(text: str) -> tuple[dict[str, str], list[Problem]]:
@@ -151,43 +149,76 @@ def overlay(run: RunConfig, devices: Devices, environ: Mapping[str, str]) -> tup
     """
     env = run.env
     asked, problems = parse(env.set)
+    problems += [
+        Problem(
+            "env.inherit", each, "is no name or pattern of a variable", "Write names, as NCCL_ALGO,FI_*; values go to env.set."
+        )
+        for each in parts_of(env.inherit)
+        if not re.fullmatch(r"[A-Za-z_*?][\w*?]*", each)
+    ]
     chosen = {name: (value, "env.set") for name, value in asked.items()}
-    on_gpus = devices.kind == "gpu" and devices.count > 0
-    if not on_gpus:
+    if devices.kind != "gpu" or devices.count < 1:
         return _overlay(chosen, environ), problems
     known = table(devices.sm) if env.defaults else {}
     # An inherited variable stands above the table: the config named it.
-    stays = {name for name in environ if any(fnmatch.fnmatchcase(name, each) for each in parts_of(env.inherit))}
+    stays = {name for name in environ if _matches(name, env.inherit)}
     stays |= {name for name in ("NCCL_DEBUG",) if environ.get(name)}  # who asks NCCL for more gets more
     chosen = {name: (v, why) for name, (v, why) in known.items() if v is not None and name not in stays} | chosen
-    fraction = memory_fraction(devices.memory_gib, run.train.memory_fraction)
-    memory, wrong = memory_environment(fraction, {**environ, **asked})
+    decided, wrong = _decided(run, devices, asked, environ)
+    chosen |= decided
     problems += wrong
-    for name in sorted({*memory, HOST_LIMIT} & set(asked) - {p.key for p in wrong}):
+    problems += _slipped_in(environ, env.inherit, {*chosen, *(p.key for p in problems)})
+    return _overlay(chosen, environ), problems
+
+
+def _decided(
+    run: RunConfig, devices: Devices, asked: Mapping[str, str], environ: Mapping[str, str]
+) -> tuple[dict[str, tuple[str, str]], list[Problem]]:
+    """What other keys decide: memory, and sums that repeat themselves. And what contradicts them."""
+    fraction = memory_fraction(devices.memory_gib, run.train.memory_fraction)
+    memory, problems = memory_environment(fraction, {**environ, **asked})
+    decided = {name: (value, "train.memory_fraction") for name, value in memory.items()}
+    for name in sorted({*memory, HOST_LIMIT} & set(asked) - {p.key for p in problems}):
         rule = "is decided by train.memory_fraction" if name != HOST_LIMIT else f"is read from the shell: {HOST_LIMIT}=GIB"
         problems.append(Problem("env.set", name, rule, "Leave it out here."))
-    chosen |= {name: (value, "train.memory_fraction") for name, value in memory.items()}
     if not environ.get(HOST_LIMIT):
-        chosen[HOST_LIMIT] = (str(int(pinned_limit_gib(environ))), "memory of the host that copies of the state may pin, GiB")
+        decided[HOST_LIMIT] = (str(int(pinned_limit_gib(environ))), "memory of the host that copies of the state may pin, GiB")
     if run.train.deterministic:
         for source, value in (("env.set", asked.get("NCCL_ALGO")), ("NCCL_ALGO", environ.get("NCCL_ALGO"))):
             if value and value != NCCL_ALGO:
                 rule = f"train.deterministic sets {NCCL_ALGO}: sums in switches (NVLS) have no fixed order"
                 problems.append(Problem(source, value, rule, "Unset it, or set train.deterministic=false."))
-        chosen["NCCL_ALGO"] = (NCCL_ALGO, "train.deterministic")
-    reported = {p.key for p in problems}
-    for name, value in foreign(environ, env.inherit).items():
-        if name in reported or chosen.get(name, ("", ""))[0] == value:
-            continue
-        rule = "is set in the shell and changes how a run goes, and the config does not name it"
-        if name in environ.get(EXPORTED, "").split(","):
-            problems.append(Problem(name, value, "was set by an earlier run of this process", "Begin a new process."))
-            continue
-        remedy = f"Unset it; or make it part of the run: env.inherit={name} takes the shell's, env.set={name}=VALUE its own."
-        problems.append(Problem(name, value, rule, remedy))
-    return _overlay(chosen, environ), problems
+        decided["NCCL_ALGO"] = (NCCL_ALGO, "train.deterministic")
+    return decided, problems
+
+
+def _slipped_in(environ: Mapping[str, str], inherit: str, told: set[str]) -> list[Problem]:
+    """What the shell brings and nobody has named, all in one, with the line that takes it. told: set by the run, or refused."""
+    earlier = environ.get(EXPORTED, "").split(",")
+    found = {name: value for name, value in foreign(environ, inherit).items() if name not in told}
+    problems = []
+    if left := {name: value for name, value in found.items() if name in earlier}:
+        words = " ".join(f"{name}={value}" for name, value in left.items())
+        problems.append(Problem("environment", words, "was set by an earlier run of this process", "Begin a new process."))
+    if others := {name: value for name, value in found.items() if name not in earlier}:
+        words = " ".join(f"{name}={value}" for name, value in others.items())
+        rule = "set in the shell, changes how a run goes, and the config does not name it"
+        names = ",".join([*parts_of(inherit), *others])
+        remedy = (
+            f"Unset it (unset {' '.join(others)}), or make it part of the run: --config.env.inherit={names} takes it as it "
+        )
+        problems.append(Problem("environment", words, rule, f"{remedy}stands, --config.env.set=NAME=VALUE sets another value."))
+    return problems
+
+
+def _matches(name: str, patterns: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, each) for each in (*SITE, *parts_of(patterns)))
 
 
 def _overlay(chosen: Mapping[str, tuple[str, str]], environ: Mapping[str, str]) -> Overlay:
     inherited = {name: value for name, value in changing(environ).items() if name not in chosen}
-    return Overlay({n: v for n, (v, _) in chosen.items()}, {n: why for n, (_, why) in chosen.items()}, inherited)
+    why = {}
+    for name, (value, reason) in chosen.items():
+        there = environ.get(name) or value
+        why[name] = reason if there == value else f"{reason}; in place of the shell's {there}"
+    return Overlay({name: value for name, (value, _) in chosen.items()}, why, inherited)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,11 +59,28 @@ def test_the_usual_shell_is_taken_and_recorded():
 def test_what_the_shell_slips_in_is_refused_unless_named(name: str):
     shell = USUAL | {name: "1"}
     (problem,) = environment.overlay(run(), H200, shell)[1]
-    assert problem.key == name and f"env.inherit={name}" in problem.remedy
-    overlay, problems = environment.overlay(run(inherit=f"NCCL_SOCKET_IFNAME,{name}"), H200, shell)
-    assert not problems and overlay.inherited[name] == "1" and name not in overlay.set
-    assert not environment.overlay(run(inherit=f"NCCL_SOCKET*,{name[:-1]}*"), H200, shell)[1]
+    assert (problem.key, problem.value) == ("environment", f"{name}=1")
+    taken = re.search(r"--config.env.inherit=(\S+)", problem.remedy)
+    assert taken, "the line that helps, as it can be typed"
+    overlay, problems = environment.overlay(run(inherit=taken[1]), H200, shell)
+    assert not problems and overlay.inherited == {name: "1", "NCCL_SOCKET_IFNAME": "eth0"} and name not in overlay.set
+    assert not environment.overlay(run(inherit=f"{name[:-1]}*"), H200, shell)[1]
+    overlay, problems = environment.overlay(run(set=f"{name}=2"), H200, shell)
+    assert not problems and overlay.set[name] == "2" and "in place of the shell's 1" in "".join(overlay.lines())
     assert not environment.overlay(run(), CPU, shell)[1], "CPUs: fake devices come from XLA_FLAGS"
+
+
+def test_all_that_slipped_in_is_told_at_once():
+    """With a line that takes what was taken before, too: following it ends the matter."""
+    shell = USUAL | {"NCCL_ALGO": "Ring", "NCCL_PROTO": "LL", "XLA_FLAGS": "--a=b"}
+    (problem,) = environment.overlay(run(inherit="NCCL_ALGO"), H200, shell)[1]
+    assert problem.value == "NCCL_PROTO=LL XLA_FLAGS=--a=b"
+    assert "--config.env.inherit=NCCL_ALGO,NCCL_PROTO,XLA_FLAGS takes" in problem.remedy
+
+
+def test_a_value_is_no_name():
+    (problem,) = environment.overlay(run(inherit="NCCL_ALGO=Ring"), H200, {})[1]
+    assert problem.key == "env.inherit" and "no name or pattern" in problem.rule
 
 
 def test_secrets_are_no_part_of_it():
@@ -79,7 +97,6 @@ def test_the_config_stands_above_table_and_shell():
     expected = {"NCCL_CROSS_NIC": "1", "CUDA_DEVICE_ORDER": "FASTEST_FIRST", "NCCL_IB_HCA": "mlx5_0,mlx5_1"}
     assert overlay.set.items() >= expected.items()
     assert overlay.why["NCCL_CROSS_NIC"] == "env.set" and "NCCL_CROSS_NIC" not in overlay.inherited
-    assert environment.overlay(asked, H200, USUAL | {"NCCL_CROSS_NIC": "2"})[1], "two minds on one variable"
     assert environment.overlay(asked, CPU, {})[0].set == expected
     flags = environment.overlay(run(set="XLA_FLAGS=--new"), CPU, {"XLA_FLAGS": "--old"})[0]
     assert flags.set == {"XLA_FLAGS": "--new"} and not flags.inherited
@@ -174,7 +191,7 @@ def test_validate_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     asked = resolved(config)[0]
     assert not validate(asked, H200, tmp_path)
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    assert [p.key for p in validate(asked, H200, tmp_path)] == ["NCCL_P2P_DISABLE"]
+    assert [p.value for p in validate(asked, H200, tmp_path)] == ["NCCL_P2P_DISABLE=1"]
 
 
 def test_a_run_sets_it_says_so_and_records_it(tmp_path: Path):

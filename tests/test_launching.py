@@ -210,6 +210,9 @@ exec env -i PATH="$PATH" HOME="$HOME" JAX_PLATFORMS=cpu ${DEVICES:+JAX_NUM_CPU_D
         (["--nodes=a,b;rm"], "'b;rm' is no host"),
         (["--nodes=a,b:22"], "only the first machine has a port"),
         (["--nodes"], "needs a value"),
+        (["--nodes=a,b,a"], "names a twice"),
+        (["--nodes=a:99999,b"], "99999 is no port"),
+        (["--no-preflight=1"], "takes no value"),
         (["--nodes=a,b", "--process-id=1"], "contradicts --nodes"),
     ],
 )
@@ -219,9 +222,30 @@ def test_mistakes_in_the_list(launcher: Launcher, given: list[str], why: str):
     assert done.returncode == 2 and why in done.stderr and launcher.attempts() == []
 
 
+def test_a_mistake_in_the_config_is_told_before_anybody_is_reached(launcher: Launcher):
+    script(launcher.bin / "ssh", SSH)
+    launcher.plan("exit 2")
+    done = launcher.run("--config=x.py", "--nodes=here,there")
+    assert done.returncode == 2 and len(launcher.attempts()) == 1 and "--explain" in launcher.attempts()[0]["arguments"]
+    assert not (launcher.cwd / "ssh").exists()
+
+
+def test_preflight_on_a_list_of_machines(launcher: Launcher):
+    """Each is told its place, and the verdict of all is the command's."""
+    script(launcher.bin / "ssh", '#!/bin/bash\nprintf "%s\\n" "$*" >>"$HOME/ssh"\nexit 3\n')
+    launcher.plan("sleep 1 3")
+    done = launcher.run("preflight", "--no-measure", "--nodes=here,there")
+    assert done.returncode == 3, done.stderr
+    (here,) = launcher.attempts()
+    common = ["--no-measure", "--coordinator=here:12321", "--num-processes=2"]
+    assert here["arguments"] == ["-m", "jaxtrain.preflight", *common, "--process-id=0"]
+    (there,) = (launcher.cwd / "ssh").read_text().splitlines()
+    assert there.endswith(f"preflight {' '.join(common)} --process-id=1")
+
+
 def test_a_machine_that_ssh_cannot_reach(launcher: Launcher):
     script(launcher.bin / "ssh", SSH)
-    launcher.plan("until 75")
+    launcher.plan("exit 0", "until 75")  # the first answers --explain
     began = time.monotonic()
     done = launcher.run("--config=x.py", "--nodes=here,unreachable", JAXTRAIN_RESTARTS="0")
     assert done.returncode == 75 and "unreachable: ssh could not reach it" in done.stderr
@@ -232,7 +256,7 @@ def test_a_machine_that_ssh_cannot_reach(launcher: Launcher):
 def test_how_another_machine_ended(launcher: Launcher, there: int, code: int):
     """What it refuses, nobody tries again; its hang is the run's, although this process has left for a lost peer."""
     script(launcher.bin / "ssh", SSH)
-    launcher.plan("sleep 1 75")
+    launcher.plan("exit 0", "sleep 1 75")
     done = launcher.run("--config=x.py", f"--nodes=here,bad{there}", JAXTRAIN_RESTARTS="0")
     assert done.returncode == code, done.stderr
 
@@ -240,8 +264,8 @@ def test_how_another_machine_ended(launcher: Launcher, there: int, code: int):
 def test_a_signal_to_the_process_group_keeps_the_runs_code(launcher: Launcher):
     """As systemd, or `kill -- -PGID`, sends it: also to ssh and to what waits for it."""
     script(launcher.bin / "ssh", "#!/bin/bash\nsleep 3\nexit 75\n")  # over there it ends as the processes have agreed
-    process = launcher.begin("until 75", arguments=["--config=x.py", "--nodes=here,there"])
-    launcher.await_attempts(1)
+    process = launcher.begin("exit 0", "until 75", arguments=["--config=x.py", "--nodes=here,there"])
+    launcher.await_attempts(2)
     time.sleep(0.5)
     began = time.monotonic()
     os.killpg(process.pid, signal.SIGTERM)
@@ -253,10 +277,10 @@ def test_a_signal_to_the_process_group_keeps_the_runs_code(launcher: Launcher):
 def test_another_state_of_the_code_is_refused(launcher: Launcher, tmp_path: Path):
     """The second machine's checkout has another commit: nothing trains."""
     script(launcher.bin / "ssh", SSH.replace('"$command"', '"${command//JAXTRAIN_EXPECTED=/JAXTRAIN_EXPECTED=other}"'))
-    launcher.plan("until 75")
+    launcher.plan("exit 0", "until 75")
     done = launcher.run("--config=x.py", "--nodes=here,there")
     assert done.returncode == 2, done.stderr
-    assert "to the same state on all nodes" in done.stderr and len(launcher.attempts()) == 1
+    assert "to the same state on all nodes" in done.stderr and len(launcher.attempts()) == 2
 
 
 class Real(Machine):
