@@ -26,6 +26,7 @@ from jaxtrain.preflight import (
     inspection,
     judge,
     live,
+    names,
     pace,
     places,
     report,
@@ -72,8 +73,8 @@ FAULTS = {
     "locked_memory": ("locked memory", "8 MiB", "ulimit -l unlimited"),
     "full_disk": ("disk checkpoints", "1.2 of 204,800 GiB free", "checkpoint.dir"),
     "checkpoints_in_memory": ("disk checkpoints", "tmpfs", "outlives the node"),
-    "stale_nccl": ("variables", "NCCL_ALGO=Ring, NCCL_P2P_DISABLE=1", "env.inherit"),
-    "stale_xla": ("variables", "XLA_FLAGS=", "env.inherit"),
+    "stale_nccl": ("variables", "NCCL_ALGO=Ring NCCL_P2P_DISABLE=1", "--config.env.inherit=NCCL_ALGO,NCCL_P2P_DISABLE"),
+    "stale_xla": ("variables", "XLA_FLAGS=--xla", "--config.env.inherit=XLA_FLAGS"),
     "two_memory_fractions": ("memory variables", "XLA_PYTHON_CLIENT_MEM_FRACTION=0.75", "train.memory_fraction"),
     "mnnvl": ("NCCL_MNNVL_ENABLE", "1", "unset NCCL_MNNVL_ENABLE"),
     "proxy": ("proxy", "also for node-a, node-b", "no_proxy=node-a,node-b"),
@@ -81,12 +82,12 @@ FAULTS = {
     "slow_gpu": ("GEMM", "GPU5 622 (-17%)", "take it out"),
     "slow_all_reduce": ("all-reduce", "43 GB/s", "NCCL_DEBUG=INFO"),
     "nvidia_smi_hangs": ("nvidia-smi", "no answer in time", "power-cycle the node"),
-    "needs_reset": ("GPU count", "GPU6: requires reset", "power-cycle the node"),
+    "needs_reset": ("GPU count", "GPU6: requires reset", "--gpu-reset -i 6, with no process"),
     "recovery_action": ("recovery action", "GPU4: Drain and Reset", "--gpu-reset"),
     "hot_under_load": ("under load", "GPU2: sw_thermal in 80% of the samples", "fans"),
     "gpu_work_crashes": ("GPU work", "ended with code -6 in all-reduce over the node's 8 GPUs", "NCCL_DEBUG=INFO"),
     "mount_hangs": ("disk checkpoints", "/scratch/run/checkpoints did not answer", "Mount it anew"),
-    "driver_broken": ("nvidia-smi", "couldn't communicate with the NVIDIA driver", "Without GPUs, remove the driver"),
+    "driver_broken": ("nvidia-smi", "couldn't communicate with the NVIDIA driver", "dkms status"),
 }
 
 # What looks like a fault and is none -> (the check that might have told it, its state, words of what was seen).
@@ -493,14 +494,73 @@ def test_a_check_that_raises_is_one_line(monkeypatch, capsys):
 
 def test_a_fault_that_is_allowed_is_noted(monkeypatch, capsys):
     node = RECORDED / "faults" / "numa_balancing"
-    code, found, line = judged(node, capsys, "--allow=NUMA balancing, GPU cuont")
+    code, found, line = judged(node, capsys, "--allow=NUMA balancing, MIG")
     states = {c["name"]: (c["state"], c["seen"]) for c in found["nodes"][0]["checks"]}
-    assert code == 0 and line.startswith("fit: ") and states["NUMA balancing"] == (NOTE, "allowed: on (1)")
-    assert states["--allow"] == (NOTE, "no check here is called GPU cuont")  # a slip is not taken in silence
+    assert code == 0 and line.startswith("fit, allowed: NUMA balancing: 8 x NVIDIA H200, ")
+    assert states["NUMA balancing"] == (NOTE, "allowed: on (1)")
     assert judged(node, capsys, "--allow=CPU governor")[0] == 3
     monkeypatch.setenv("JAXTRAIN_PREFLIGHT_ALLOW", "CPU governor,NUMA balancing")
     assert judged(node, capsys)[0] == 0 and judged(RECORDED / "faults" / "mig", capsys)[0] == 3
     assert judged(node, capsys, "--allow=CPU governor")[0] == 3  # what is given counts, and not the variable
+    monkeypatch.setenv("JAXTRAIN_PREFLIGHT_ALLOW", "foo")
+    assert command.main([f"--recorded={node}"]) == 2
+    assert "JAXTRAIN_PREFLIGHT_ALLOW = 'foo': no check whose fault could be allowed is called that" in capsys.readouterr().err
+
+
+def test_what_is_allowed_is_told_beside_a_fault(tmp_path, capsys):
+    folder = copied(tmp_path, {"files/proc/sys/kernel/numa_balancing": "1\n", **gpu_table(mig__mode__current="Enabled")})
+    code, _, line = judged(folder, capsys, "--allow=NUMA balancing")
+    assert code == 3 and line == "FAULT: MIG (GPU0 to GPU7: Enabled), allowed: NUMA balancing: see above"
+
+
+def test_every_check_has_a_name_that_can_be_allowed(capsys):
+    """No recording, sound or broken, has a line that --allow would refuse."""
+    folders = [RECORDED / name for name in ("h200_healthy", "h200_nvl_healthy", "no_gpu", "two_nodes/a")]
+    folders += [*(RECORDED / "faults").iterdir(), *(RECORDED / "sound").iterdir()]
+    asked = Asked(launch.load([]).run, {"data": "/data", "checkpoints": "/scratch", "cache": "/c"}, None)
+    told = {c.name for folder in folders for c in inspection.look(Recorded(folder), asked)[1]}
+    node = inspection.look(Recorded(H200), asked)[0]
+    told |= {c.name for c in judge.checks(node, Recorded(RECORDED / "two_nodes" / "a").measured() or {})}
+    assert len(told) > 45 and not told - set(names.known())
+    assert {"GPU work", "clocks of all nodes", "driver of all nodes", "disk cache"} < set(names.known())
+
+
+# ---- what people read
+
+
+def test_notes_stand_under_the_table(capsys):
+    assert command.main([f"--recorded={RECORDED / 'sound' / 'governor_follows_load'}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    after = lines[next(i for i, line in enumerate(lines) if line.startswith("└")) + 1 :]
+    assert len(after) == 2 and after[0].startswith("CPU governor: powersave (intel_pstate)") and "; " in after[0]
+    assert after[1].startswith("fit: ")
+    assert command.main([f"--recorded={H200}"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2].startswith("└")  # nothing is said of what is ok
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected", "why"),
+    [
+        ("mount_hangs", "its file system answers", "waits for it, and hangs"),
+        ("checkpoints_in_memory", "on a disk, which outlives the node", "gone when the node restarts"),
+        ("full_disk", "10 GiB free", "A save that finds no room fails"),
+        ("driver_broken", "it answers", "kernel module is not loaded"),
+        ("nvidia_smi_hangs", "it answers", "hangs the driver"),
+        ("needs_reset", "none that requires a reset", "until it is reset"),
+    ],
+)
+def test_the_reason_is_that_of_the_fault(fault, expected, why, capsys):
+    (found,) = faults(judged(RECORDED / "faults" / fault, capsys)[1])
+    assert expected in found["expected"] and why in found["why"]
+
+
+def test_a_reset_mends_no_gpu_that_is_lost(tmp_path, capsys):
+    lost = one_gpu(3, power__limit="[GPU is lost]")
+    lines = next(iter(lost.values())).splitlines()
+    lines = [line.replace("16, 16", "16, [GPU requires reset]") if line.startswith("6, ") else line for line in lines]
+    text = "\n".join(lines) + "\n"
+    check = check_of(copied(tmp_path, dict.fromkeys(lost, text)), "GPU count", capsys)
+    assert check["seen"] == "8; GPU3: GPU is lost; GPU6: requires reset" and "Xid 79" in check["fix"]
 
 
 # ---- reading
@@ -569,9 +629,37 @@ def test_a_command_that_hangs_is_given_up(tmp_path, monkeypatch, capsys):
     began = time.monotonic()
     code = command.main(["--limit=4", "--json", f"--workdir={tmp_path}"])  # a command has half of it
     found = json.loads(capsys.readouterr().out)
-    assert time.monotonic() - began < 4 and code == 3
+    assert time.monotonic() - began < 20 and code == 3  # and not the 100 s, on a machine that is busy too
     assert [c["name"] for c in faults(found) if c["name"] == "nvidia-smi"] == ["nvidia-smi"]
-    assert "no answer in time to nvidia-smi --query-gpu" in next(c["seen"] for c in faults(found) if c["name"] == "nvidia-smi")
+    seen = next(c["seen"] for c in faults(found) if c["name"] == "nvidia-smi")
+    assert seen == f"no answer in time to any of {len(smi.COMMANDS)} questions"
+
+
+def test_one_question_that_hangs_is_named(tmp_path, capsys):
+    folder = copied(tmp_path, answer(smi.LINKS, "", "timeout") | answer(smi.FABRIC_STATE, "", "timeout"))
+    seen = check_of(folder, "nvidia-smi", capsys)["seen"]
+    assert seen == f"no answer in time to 2 of {len(smi.COMMANDS)} questions: nvidia-smi --query-gpu, nvidia-smi nvlink -s"
+
+
+def test_no_command_is_left_behind(tmp_path, monkeypatch, capsys):
+    """Those that hang are killed, also the many that nobody waited for."""
+    pids = tmp_path / "pids"
+    monkeypatch.setenv("PATH", fake_smi(tmp_path, f"echo $$ >> {pids}; exec sleep 300"))
+    command.main(["--limit=4", "--no-measure", "--json", f"--workdir={tmp_path}"])
+    capsys.readouterr()
+    started = pids.read_text().split()
+    until = time.monotonic() + 5
+    while (left := [pid for pid in started if alive(pid)]) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(started) == len(inspection.COMMANDS) and not left
+
+
+def alive(pid: str) -> bool:
+    """Whether a process runs; one that is dead and waits to be read does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_commands_run_at_the_same_time_and_say_why_they_failed(tmp_path, monkeypatch):
@@ -819,6 +907,12 @@ def test_the_figures_of_processes_are_those_of_their_node():
         (["--recorded=/nowhere"], "/nowhere is no folder"),
         ([f"--recorded={RECORDED}"], "holds no facts.json"),
         (["--record=x", "--recorded=y"], "there is no node to record"),
+        (["--recorded="], "--recorded = '': names nothing"),
+        (["--record="], "--record = '': names nothing"),
+        (["--json="], "--json = '': names nothing"),
+        (["--allow=topology,foo"], "--allow = 'foo': no check whose fault could be allowed is called that. Known: "),
+        (["--allow=TOPOLOGY"], "Did you mean topology?"),
+        (["--allow=GPU cuont"], "Did you mean GPU count?"),
         (["--no-measure=3"], "takes no value"),
         (["--config.train.stepz=3"], "no such key"),
         (["--jsn"], "no such option"),

@@ -23,7 +23,7 @@ from jaxtrain.bench.measure import DATA
 from jaxtrain.bench.parts import BAD, GOOD, OFF, OUT, Node, Outcome, Part, run_parts, summary
 from jaxtrain.bench.report import Folder
 from jaxtrain.parity import layouts
-from jaxtrain.preflight import inspection
+from jaxtrain.preflight import inspection, live
 from jaxtrain.preflight.check import FAULT, Asked
 from jaxtrain.preflight.live import Live
 
@@ -55,7 +55,10 @@ def smoke_config(node: Node) -> list[str]:
 def part_preflight(node: Node, limit_s: float) -> Outcome:
     """Whether the node is fit: GPUs, links, versions, host, environment. Only asked; the next part measures."""
     asked = Asked(launch.load([]).run, {}, None, named=False)
-    seen, found = inspection.look(Live({}, limit_s / 2), asked)
+    try:
+        seen, found = inspection.look(Live({}, limit_s / 2), asked)
+    finally:
+        live.end_commands()  # those that hang
     wrong = [f"{c.name} ({c.seen})" for c in found if c.state == FAULT]
     if node.devices.kind == "gpu" and not node.devices.count:
         wrong = [node.devices.source]

@@ -14,7 +14,7 @@ from jaxtrain import distributed, launch
 from jaxtrain.config import Problem
 from jaxtrain.launch import Loaded
 from jaxtrain.metrics import write_atomic
-from jaxtrain.preflight import deadline, report
+from jaxtrain.preflight import deadline, live, names, report
 from jaxtrain.preflight.bounded import GRACE_S, Unmeasured, within
 from jaxtrain.preflight.check import Asked
 from jaxtrain.preflight.live import COMMAND_S, Live
@@ -36,7 +36,7 @@ Is this node fit to train, and are the others of the run? Takes a minute at most
                            processes too: every node is looked at, and all come to one verdict
   --json[=FILE]            everything that was found, for programs; without FILE on the terminal, in place of the table
   --allow=NAME,...         checks whose fault is only noted, as 'NUMA balancing' where the kernel is not yours; without it,
-                           those that the variable JAXTRAIN_PREFLIGHT_ALLOW names
+                           those that the variable JAXTRAIN_PREFLIGHT_ALLOW names. The verdict says which were allowed
   --no-measure             ask only: no GEMM, no collective, no file written
   --limit={limit}               seconds for all of it; what does not fit is 'not measured'
   --meet={meet}               seconds for the other processes to come, before that
@@ -73,7 +73,12 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
     alone = distributed.detect(loaded.options, os.environ)[0] is None
     limits = ("limit",) if alone else ("limit", "meet")
     limit = sum(float(loaded.options[name]) for name in limits if loaded.options[name].isdecimal())
-    in_time = deadline.guarded(limit, lambda: distributed.leave(report.CODES[report.FAULTY]))
+
+    def leave() -> None:
+        live.end_commands()
+        distributed.leave(report.CODES[report.FAULTY])
+
+    in_time = deadline.guarded(limit, leave)
     with in_time if own_process else contextlib.nullcontext():
         return answered(loaded, argv, began, own_process)
 
@@ -90,8 +95,8 @@ def answered(loaded: Loaded, argv: Sequence[str], began: float, own_process: boo
         said, wrong = distributed.detect(options, machine.environ()) if options["recorded"] else (cluster, [])
         if wrong:
             return launch.report(wrong)
-        named = any(arg.startswith("--config") for arg in argv)
-        asked = Asked(loaded.run, places(loaded), said, named)
+        for_a_run = any(arg.startswith("--config") for arg in argv)
+        asked = Asked(loaded.run, places(loaded), said, for_a_run)
         left_out = "--no-measure" if options["no-measure"] else "the recording has no figure" if options["recorded"] else ""
         nodes = preflight(Part(machine, asked, cluster, began + limit, left_out, float(options["meet"])))
     except KeyboardInterrupt:
@@ -99,8 +104,9 @@ def answered(loaded: Loaded, argv: Sequence[str], began: float, own_process: boo
         return INTERRUPTED
     except RecordingError as error:
         return launch.report([Problem("--recorded", options["recorded"], str(error), "Name a folder that --record made.")])
-    allowed = (options["allow"] or os.environ.get(ALLOW, "")).split(",")
-    report.allow(nodes, [name.strip() for name in allowed if name.strip()])
+    finally:
+        live.end_commands()
+    report.allow(nodes, allowed(loaded)[1])
     found = report.as_json(nodes, time.monotonic() - began)
     if cluster is None or cluster.process_id == 0:
         tell(nodes, found, options["json"])
@@ -118,6 +124,10 @@ def options_wrong(loaded: Loaded) -> list[Problem]:
         if not options[name].isdecimal() or int(options[name]) < 1:
             rule = "must be a whole number of seconds, 1 or more"
             found.append(Problem(f"--{name}", options[name], rule, f"For example --{name}={usual}."))
+    for name in ("record", "recorded", "json"):  # a variable of the shell that is empty, most often
+        if f"--{name}=" in loaded.launch.argv:
+            found.append(Problem(f"--{name}", "", "names nothing", f"Name a place, or leave --{name} out."))
+    found += names.unknown(*allowed(loaded))
     if options["no-measure"] not in ("", "yes"):
         found.append(Problem("--no-measure", options["no-measure"], "takes no value", "Write --no-measure."))
     if options["record"] and options["recorded"]:
@@ -130,6 +140,13 @@ def options_wrong(loaded: Loaded) -> list[Problem]:
         file = Path(options["json"]).expanduser()
         found += may_write("--json", file.parent) or may_write("--json", file, folder=False)
     return found
+
+
+def allowed(loaded: Loaded) -> tuple[str, list[str]]:
+    """Who names the checks whose faults are only noted, the option or the variable, and their names."""
+    given = loaded.options["allow"]
+    text = given or os.environ.get(ALLOW, "")
+    return "--allow" if given else ALLOW, [name.strip() for name in text.split(",") if name.strip()]
 
 
 def may_write(key: str, place: Path, folder: bool = True) -> list[Problem]:

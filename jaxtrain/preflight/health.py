@@ -17,6 +17,12 @@ COUNT = Subject(
     "Look for Xid 79 in dmesg, power-cycle the node (a warm reboot may not bring it back), and report the GPU if "
     "it stays away.",
 )
+RESET = Subject(
+    COUNT.name,
+    "all of the board's GPUs, and none that requires a reset",
+    "After some errors the driver gives a GPU no more work until it is reset: a run that is given it fails when it starts.",
+    "sudo nvidia-smi --gpu-reset -i N, with no process on that GPU; where the reset is refused, reboot the node.",
+)
 NAMES = Subject(
     "GPU model",
     "all alike",
@@ -73,6 +79,8 @@ def each(node: Node, subject: Subject, field: str, wrong: Callable[[str], bool],
 def count(node: Node) -> Check:
     """Against what the scheduler or the container gave, else against the board."""
     gpus, board = node.gpus, node.board
+    if gpus.reset:
+        return RESET.fault(f"{gpus.count}; {gpus.broken}", RESET.fix.replace("-i N", f"-i {','.join(gpus.reset)}"))
     if gpus.broken:
         return COUNT.fault(f"{gpus.count}; {gpus.broken}")
     fine = "Nothing, if that is what was asked for."

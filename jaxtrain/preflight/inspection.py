@@ -16,15 +16,31 @@ ANSWERS = Subject(
     "nvidia-smi",
     "it answers",
     "Whatever hangs nvidia-smi hangs the driver: a GPU that has died, or one that is being reset. A run would hang likewise.",
-    "Look for Xid in dmesg, then power-cycle the node; nvidia-smi in state D (ps) cannot be killed. Without "
-    "GPUs, remove the driver.",
+    "Look for Xid in dmesg, then power-cycle the node; nvidia-smi in state D (ps) cannot be killed.",
 )
+UNLOADED = Subject(
+    ANSWERS.name,
+    ANSWERS.expected,
+    "The driver's kernel module is not loaded, or not built for the kernel that runs, as after an update of the kernel. JAX "
+    "then finds no GPU either.",
+    "lsmod | grep nvidia shows whether it is loaded, sudo modprobe nvidia loads it or says why not, and dkms status tells for "
+    "which kernels it is built. Build it for that of uname -r, or boot one of those. Without GPUs, remove the driver.",
+)
+FAILS = Subject(
+    ANSWERS.name,
+    ANSWERS.expected,
+    "What it asks is the driver, and JAX asks the same one: where it tells nothing, a run finds no GPU.",
+    "Run nvidia-smi by hand and look into dmesg for NVRM; after an update of the driver reboot, so that the module and the "
+    "libraries are of one version. Without GPUs, remove the driver.",
+)
+NO_MODULE = "couldn't communicate with the NVIDIA driver"
 ALIKE = {
     "driver": "Drivers of different versions have different faults and speeds, and one node then goes its own way.",
     "GPUs": "A mesh goes at the pace of its slowest GPU, and wants as many of them on every node.",
     "packages": "With other versions of JAX or NCCL a process compiles another program, and hangs in the first collective.",
     "network cards": "NCCL builds its rings over the same card of every node; one that is missing, or down, slows all of them.",
 }
+COMPARED = (*ALIKE, "clocks")
 
 
 def look(machine: Machine, asked: Asked) -> tuple[Node, list[Check]]:
@@ -45,9 +61,14 @@ def look(machine: Machine, asked: Asked) -> tuple[Node, list[Check]]:
 
 def answers(machine: Machine, gpus: smi.Gpus) -> Check:
     hung = [command for command in smi.COMMANDS if machine.run(command).code == TIMED_OUT]
+    if len(hung) == len(smi.COMMANDS):
+        return ANSWERS.fault(f"no answer in time to any of {len(hung)} questions")
     if hung:
-        return ANSWERS.fault(f"no answer in time to {listed([command.partition('=')[0] for command in hung], 2)}")
-    return ANSWERS.fault(gpus.broken) if gpus.broken and not gpus.rows else ANSWERS.ok("it does")
+        kinds = list(dict.fromkeys(command.partition("=")[0] for command in hung))
+        return ANSWERS.fault(f"no answer in time to {len(hung)} of {len(smi.COMMANDS)} questions: {listed(kinds)}")
+    if gpus.rows or not gpus.broken:
+        return ANSWERS.ok("it does")
+    return (UNLOADED if NO_MODULE in gpus.broken else FAILS).fault(gpus.broken)
 
 
 def portrait(node: Node, met_unix: float | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""This node, as `machine.Machine` asks it. A command that hangs is given up and left behind: nothing waits for it."""
+"""This node, as `machine.Machine` asks it. A command that hangs is given up and told to end: nothing waits for it."""
 
 import contextlib
 import ctypes
@@ -36,6 +36,20 @@ MORE = re.compile(
 )
 SECRET = re.compile(r"(?i)token|secret|passw|jwt|api_?key|credential")
 PACKAGES = re.compile(r"jax|jaxlib|jax-cuda\w*(-\w+)?|nvidia-[\w-]+")
+_started: list[subprocess.Popen[bytes]] = []  # commands of this process, until `end_commands`
+
+
+def end_commands() -> None:
+    """Kills every command that is still on its way, also those whose answer nobody came for.
+
+    One that waits for a dead GPU (state D) ends when the driver lets it, and nothing here waits for that.
+    """
+    while _started:
+        process = _started.pop()
+        # The number of one that is over may be another's by now. (One that runs as another user is not ours to end.)
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 class Live:
@@ -49,7 +63,8 @@ class Live:
 
     def ask(self, commands: Iterable[str]) -> None:
         for command in commands:
-            self._asked.setdefault(command, _Command(command, self._command_s))
+            if command not in self._asked:
+                self._asked[command] = _Command(command, self._command_s)
 
     def run(self, command: str) -> Answer:
         self.ask([command])
@@ -130,6 +145,7 @@ class _Command:
         except OSError as error:
             self._found = Answer(ABSENT if isinstance(error, FileNotFoundError) else 126, "", str(error))
             return
+        _started.append(self._process)
         self._until = time.monotonic() + limit_s
 
     def answer(self) -> Answer:
@@ -138,7 +154,7 @@ class _Command:
                 code = self._process.wait(max(0.0, self._until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 # One that waits for a dead GPU cannot be killed: it is told to end, and not waited for.
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._process.pid, signal.SIGKILL)
                 code = TIMED_OUT
             self._found = Answer(code, _text(self._out), _text(self._err))

@@ -44,9 +44,14 @@ def rooms(node: Node) -> Iterable[Check]:
         elif name not in disks:
             yield subject.unknown(f"{place} cannot be looked at")
         elif disks[name].silent:
-            fix = f"Mount it anew, or set {KEYS[name]} to another file system; a run that touches it hangs."
+            hangs = Subject(
+                subject.name,
+                "its file system answers",
+                "A run that touches a file system whose server is gone waits for it, and hangs without an error.",
+                f"Mount it anew, or set {KEYS[name]} to another file system.",
+            )
             seen = f"{disks[name].path} did not answer: its file system hangs"
-            yield subject.note(seen, fix) if name == "cache" else subject.fault(seen, fix)
+            yield hangs.note(seen) if name == "cache" else hangs.fault(seen)
         else:
             yield room(node, subject, name, disks[name])
 
@@ -65,10 +70,17 @@ def needed(node: Node, name: str) -> float:
 
 def room(node: Node, subject: Subject, name: str, disk: Disk) -> Check:
     seen = f"{disk.free_gib:,.1f} of {disk.total_gib:,.0f} GiB free at {disk.path} ({disk.kind})"
+    if name == "checkpoints" and disk.kind in MEMORY:
+        lasting = Subject(
+            subject.name,
+            "on a disk, which outlives the node",
+            "Checkpoints in memory are gone when the node restarts, which is when the run needs them; and they take the "
+            "host's memory from the run.",
+            f"Set {KEYS[name]} to a disk that outlives the node.",
+        )
+        return lasting.fault(f"{seen}: in memory")
     if disk.free_gib < needed(node, name):
         return subject.fault(seen)
-    if name == "checkpoints" and disk.kind in MEMORY:
-        return subject.fault(f"{seen}: in memory, gone with the node", f"Set {KEYS[name]} to a disk that outlives the node.")
     return subject.ok(seen)
 
 

@@ -1,4 +1,4 @@
-"""The report: one table, the faults with their reasons and remedies, one line of verdict; and the same as JSON."""
+"""The report: a table, a line for each note, the faults with their reasons and remedies, the verdict; and the same as JSON."""
 
 import dataclasses
 import datetime
@@ -18,6 +18,7 @@ SHORT = 120  # characters of a fault in the verdict line
 WIDTH = 150  # where the output is not a terminal
 FIT, FAULTY, NO_GPUS, NOT_MET = "fit", "fault", "no GPUs", "not met"
 CODES = {FIT: 0, NO_GPUS: 0, FAULTY: 3, NOT_MET: 75}
+ALLOWED = "allowed: "  # before what was seen, where a fault is only noted
 STYLES = {OK: "green", NOTE: "yellow", FAULT: "bold red", UNKNOWN: "dim", MISSING: "bold red"}
 
 
@@ -42,18 +43,11 @@ def verdict(nodes: Sequence[NodeReport]) -> str:
 
 def allow(nodes: Sequence[NodeReport], names: Sequence[str]) -> None:
     """Makes notes of the faults that these checks found: who owns a pod cannot change the kernel of its node."""
-    known = {check.name for node in nodes for check in node.checks}
     for node in nodes:
         node.checks[:] = [
-            dataclasses.replace(c, state=NOTE, seen=f"allowed: {c.seen}") if c.state == FAULT and c.name in names else c
+            dataclasses.replace(c, state=NOTE, seen=f"{ALLOWED}{c.seen}") if c.state == FAULT and c.name in names else c
             for c in node.checks
         ]
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        fix = "Name checks as the table does; one that finds nothing here may be left out of it."
-        nodes[0].checks.append(
-            Check("--allow", NOTE, "names of checks", f"no check here is called {', '.join(unknown)}", "", fix)
-        )
 
 
 def as_json(nodes: Sequence[NodeReport], seconds: float) -> dict[str, Any]:
@@ -80,6 +74,8 @@ def last_line(nodes: Sequence[NodeReport]) -> str:
     """The verdict, for people and for logs."""
     checks = [check for node in nodes for check in node.checks]
     found, states = verdict(nodes), Counter(check.state for check in checks)
+    allowed = ", ".join(dict.fromkeys(check.name for check in checks if check.seen.startswith(ALLOWED)))
+    with_allowed = f", allowed: {allowed}" if allowed else ""
     if found == FAULTY:
         faults = []
         for node in nodes:
@@ -87,7 +83,7 @@ def last_line(nodes: Sequence[NodeReport]) -> str:
                 on = f" on {check.node or node.host}" if len(nodes) > 1 else ""
                 faults.append(f"{check.name}{on} ({textwrap.shorten(check.seen, SHORT, placeholder=' ...')})")
         more = f", and {len(faults) - 3} more" if len(faults) > 3 else ""
-        return f"FAULT: {', '.join(faults[:3])}{more}: see above"
+        return f"FAULT: {', '.join(faults[:3])}{more}{with_allowed}: see above"
     if found == NOT_MET:
         seen = next(textwrap.shorten(check.seen, SHORT, placeholder=" ...") for check in checks if check.state == MISSING)
         return f"not met: {seen}; this node has no fault that would stop it"
@@ -100,7 +96,7 @@ def last_line(nodes: Sequence[NodeReport]) -> str:
         return f"no GPUs: {nodes[0].absent}; checks of GPUs left out. {counted}"
     kinds = Counter(node.gpus for node in nodes if node.gpus)
     machines = ", ".join(f"{n} nodes of {gpus}" if n > 1 else gpus for gpus, n in kinds.items())
-    return f"fit: {machines}, {counted}"
+    return f"fit{with_allowed}: {machines}, {counted}"
 
 
 def rows(nodes: Sequence[NodeReport]) -> list[tuple[str, Check]]:
@@ -130,8 +126,12 @@ def show(nodes: Sequence[NodeReport], console: rich.console.Console) -> None:
         cells = [check.name, *([where] if len(nodes) > 1 else []), check.state, check.expected, check.seen]
         table.add_row(*(Text(cell, style=STYLES[check.state] if cell == check.state else "") for cell in cells))
     console.print(table)
-    for where, check in lines:
+    named = [(f"{check.name}{f' on {where}' if len(nodes) > 1 else ''}: {check.seen}", check) for where, check in lines]
+    for text, check in named:
+        if check.state == NOTE:
+            console.print(Text(f"{text}; {check.fix}" if check.fix else text), soft_wrap=True)
+    for text, check in named:
         if check.state in (FAULT, MISSING):
-            console.print(Text(f"\n{check.name}{f' on {where}' if len(nodes) > 1 else ''}: {check.seen}", style="bold"))
+            console.print(Text(f"\n{text}", style="bold"))
             console.print(Text(f"  expected: {check.expected}\n  why: {check.why}\n  fix: {check.fix}"))
     console.print(Text(last_line(nodes), style=STYLES[FAULT if verdict(nodes) in (FAULTY, NOT_MET) else OK]), soft_wrap=True)

@@ -92,6 +92,7 @@ class Gpus:
     broken: str = ""
     absent: str = ""  # why a node without GPUs is one
     lost: tuple[str, ...] = ()  # bus addresses of GPUs that the driver cannot reach
+    reset: tuple[str, ...] = ()  # numbers of GPUs that require a reset, where nothing else is broken
     others: tuple[Row, ...] = ()  # GPUs that CUDA_VISIBLE_DEVICES leaves out: they may be another run's
 
     @property
@@ -124,9 +125,11 @@ def gpus(machine: Machine) -> Gpus:
     known = machine.listing("/proc/driver/nvidia/gpus")
     if found:
         mine = visible(found, machine.environ().get("CUDA_VISIBLE_DEVICES")) or found
-        dead = [f"GPU{m[1]}: {m[2]}" for m in DEAD.finditer(answer.out) if m[1] in [row["index"] for row in mine]]
-        broken = [f"the driver cannot reach GPU {', '.join(lost)}"] * bool(lost) + dead
-        return Gpus(mine, "; ".join(broken), lost=lost, others=tuple(row for row in found if row not in mine))
+        dead = [(m[1], m[2]) for m in DEAD.finditer(answer.out) if m[1] in [row["index"] for row in mine]]
+        broken = [f"the driver cannot reach GPU {', '.join(lost)}"] * bool(lost) + [f"GPU{i}: {why}" for i, why in dead]
+        reset = tuple(i for i, why in dead if why.lower() == "requires reset")
+        reset = reset if len(reset) == len(broken) else ()
+        return Gpus(mine, "; ".join(broken), lost=lost, reset=reset, others=tuple(row for row in found if row not in mine))
     if answer.code == ABSENT and machine.read("/proc/driver/nvidia/version") is None:
         return Gpus([], absent="no NVIDIA GPU: there is no nvidia-smi and no driver")
     if "no devices were found" in (answer.out + answer.err).lower() and not known:

@@ -12,6 +12,7 @@ from jaxtrain.preflight.check import Check, Node, Subject, listed
 from jaxtrain.preflight.smi import number
 
 CONNECTIONS, MNNVL, VISIBLE = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_MNNVL_ENABLE", "CUDA_VISIBLE_DEVICES"
+SHELL = "environment"  # what environment.overlay calls all variables together that nobody has named
 RACKS = ("GB200", "GB300")  # whose NVLink goes beyond the node
 
 STALE = Subject(
@@ -62,16 +63,18 @@ DEVICES = Subject(
 def overlay(node: Node) -> Iterable[Check]:
     """What the run's own rules for its environment refuse, and the variables that those rules leave to somebody's judgement."""
     environ = node.machine.environ()
-    wrong = problems(node, environ)
+    beyond = environ.get(MNNVL) == "1" and not any(rack in name for rack in RACKS for name in node.gpus.names)
+    others = {name: value for name, value in environ.items() if not (beyond and name == MNNVL)}  # that has a line of its own
+    wrong = problems(node, others)
     own = {p.key for p in wrong if p.key in environ and p.key not in environment.changing(environ)}
-    stale = [p for p in wrong if p.key not in {*own, MNNVL}]
+    stale = [p for p in wrong if p.key not in own]
     yield verdict(STALE, stale)
     yield verdict(BUDGET, [p for p in wrong if p.key in own])
-    if environ.get(CONNECTIONS) and CONNECTIONS not in {p.key for p in stale}:
+    if environ.get(CONNECTIONS) and not any(f"{CONNECTIONS}=" in named(p) for p in stale):
         yield QUEUES.note(f"{environ[CONNECTIONS]}, as env.inherit or env.set has it", "Nothing, if it is meant.")
     elif not environ.get(CONNECTIONS):
         yield QUEUES.ok("unset")
-    if environ.get(MNNVL) == "1" and not any(rack in name for rack in RACKS for name in node.gpus.names):
+    if beyond:
         yield FABRICS.fault("1")
 
 
@@ -84,15 +87,18 @@ def problems(node: Node, environ: Mapping[str, str]) -> list[Problem]:
     # Where the memory is not told, the budget is part of some number: names are looked at all the same.
     devices = Devices("gpu", node.gpus.names[0], node.gpus.count, (mib or 1024) / 1024, "nvidia-smi", sm)
     found = environment.overlay(node.asked.run, devices, environ)[1]
-    return [p for p in found if p.key in environ]
+    return [p for p in found if p.key in (*environ, SHELL)]
 
 
 def verdict(subject: Subject, wrong: list[Problem]) -> Check:
     if not wrong:
         return subject.ok("none")
-    names = sorted({p.key for p in wrong})
-    fix = " ".join(dict.fromkeys(p.remedy for p in wrong)) if len(wrong) < 3 else f"unset {' '.join(names)}. {subject.fix}"
-    return subject.fault(listed([f"{p.key}={p.value}" for p in wrong]), fix)
+    return subject.fault(listed([named(p) for p in wrong]), " ".join(dict.fromkeys(p.remedy for p in wrong)))
+
+
+def named(problem: Problem) -> str:
+    """The variables that a problem is about, as NAME=VALUE."""
+    return str(problem.value) if problem.key == SHELL else f"{problem.key}={problem.value}"
 
 
 def proxy(node: Node) -> Check:
