@@ -422,9 +422,11 @@ def test_a_run_is_as_good_as_itself(trained: Path, tmp_path: Path, capsys: pytes
     assert "verified, not restored" in " ".join(said.split())
     text = Path(golden).read_text()
     assert str(trained.parent) not in text and "name" not in json.loads(text)["host"]
+    assert command.main(["show", golden]) == 0
+    assert capsys.readouterr().out.startswith(f"golden.json: golden receipt of run, {runs.receipt(trained)['started']} to 2")
     assert command.main(["check", str(trained), golden, "--json"]) == 0
     verdicts = json.loads(capsys.readouterr().out)
-    assert verdicts["passed"] and [v["state"] for v in verdicts["checks"]] == ["ok", "ok", "not compared", "ok"]
+    assert verdicts["passed"] and [v["state"] for v in verdicts["checks"]] == ["ok", "ok", "not compared", "ok", "ok"]
     assert json.loads((trained / "golden.json").read_text()) == verdicts
     assert command.main(["show", str(trained)]) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -562,6 +564,44 @@ def test_a_state_that_came_from_elsewhere_proves_nothing(trained: Path, tmp_path
     assert passed(check(open_run(folder), open_run(tmp_path / "golden.json")))
 
 
+def with_fields(trained: Path, folder: Path, **fields: Any) -> Path:
+    """A copy of the run whose receipt says something else."""
+    shutil.copytree(trained, folder)
+    (folder / "receipt.json").write_text(json.dumps(runs.receipt(trained) | fields))
+    return folder
+
+
+@pytest.mark.parametrize("code", [130, 1, None])
+def test_half_a_run_proves_nothing_and_is_no_golden_one(trained: Path, tmp_path: Path, capsys, code: int | None) -> None:
+    half = with_fields(trained, tmp_path / "half", exit_code=code, reason="left early")
+    for one, other in ((half, trained), (trained, half)):
+        assert command.main(["check", str(one), str(other)]) == 1
+        assert "not proved: not both runs ended with 0" in capsys.readouterr().out
+    golden = tmp_path / "saved.json"
+    assert command.main(["check", str(half), f"--save={golden}"]) == 2
+    assert "it has not ended with 0" in capsys.readouterr().err and not golden.exists()
+
+
+def test_held_out_losses_are_held_to_the_golden_ones(trained: Path, tmp_path: Path) -> None:
+    def evaluated(name: str, loss: float | None, **fields: Any) -> Path:
+        return with_fields(trained, tmp_path / name, held_out=[{"step": 20, "set": "web", "loss": loss}], **fields)
+
+    golden = tmp_path / "golden.json"
+    golden.write_text(json.dumps(kept(open_run(evaluated("first", 3.25)))))
+
+    def found(folder: Path) -> tuple[bool, list[str]]:
+        verdicts = check(open_run(folder), open_run(golden))
+        return passed(verdicts), [v.state for v in verdicts if v.name == "held-out loss web"]
+
+    assert found(tmp_path / "first") == (True, ["ok"])
+    assert found(evaluated("off", math.nextafter(3.25, 9))) == (False, ["WORSE"])
+    assert found(evaluated("nan", None)) == (False, ["WORSE"])
+    assert found(trained) == (True, ["not compared"])
+    resolved = runs.receipt(trained)["resolved"]
+    shorter = resolved | {"eval": resolved["eval"] | {"batches": 1}}
+    assert found(evaluated("other", 4.0, resolved=shorter)) == (True, ["not compared"])
+
+
 def test_a_throttled_gpu_is_slow_and_not_wrong(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(trained, folder)
@@ -607,6 +647,15 @@ def test_show_and_list_of_a_run(trained: Path, tmp_path: Path, capsys: pytest.Ca
     assert "not a receipt" in text and "no end: killed" in text and text.count(f"{receipt['loss_at']['20']:.4f}") == 2
 
 
+def test_show_tells_a_resumed_attempts_own_beginning_and_the_firsts(trained: Path, tmp_path: Path, capsys) -> None:
+    folder = in_two_attempts(trained, tmp_path / "run", exit_code=None, ended=None, loaded=None)
+    assert command.main(["show", str(folder)]) == 0
+    rows = [" ".join(row.split()) for row in capsys.readouterr().out.splitlines()]
+    assert f"began with step 10 of /x, digest {'d' * 12}" in rows and "attempt 1 began with made from train.seed" in rows
+    assert [row for row in rows if row.startswith("1 started")][0].endswith("no end: killed")
+    assert any(" in 1 attempt" in row and "attempts" not in row for row in rows)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -615,7 +664,8 @@ def test_show_and_list_of_a_run(trained: Path, tmp_path: Path, capsys: pytest.Ca
         (["list", "empty"], "no receipt.json in this folder or in one below it"),
         (["show", "later.json"], "format 99, this jaxtrain reads 1 and 2"),
         (["diff", "list.json", "list.json"], "not a receipt"),
-        (["show", "binary.json"], "not a receipt"),
+        (["show", "binary.json"], "Name a run's folder (--workdir of training), or a receipt file."),
+        (["show", "damaged"], "Move it away, and the run writes a new one."),
     ],
 )
 def test_what_cannot_be_read_is_named(
@@ -623,6 +673,8 @@ def test_what_cannot_be_read_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "receipt.json").write_text("{")
     (tmp_path / "later.json").write_text('{"format": 99, "attempts": []}')
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")

@@ -1,5 +1,6 @@
 """A report says what the run's files say: every number, every part that is there, nothing of what is not."""
 
+import datetime as dt
 import html
 import io
 import json
@@ -34,6 +35,13 @@ OVERRIDES = {"train__steps": STEPS, "log__peak_tflops": 0.1, "sample__max_tokens
 OVERRIDES |= {"eval__every_steps": 20}
 
 
+def unsaved(workdir: Path) -> bool:
+    """Whether the ledger tells of steps after the newest checkpoint: a kill costs them."""
+    saved = runs.steps(workdir)
+    told = [x["step"] or 0 for x in goodput.read(workdir / goodput.FILE) if x["kind"] == "spent"]
+    return bool(saved) and max(told, default=0) > max(saved)
+
+
 @pytest.fixture(scope="module")
 def twice(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
     """A real run in two attempts, the first one killed: its folder, and what `report --follow` printed meanwhile and its exit
@@ -43,7 +51,7 @@ def twice(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
     config.write_text(runs.SMALL)
     overrides = OVERRIDES | {"paths__cache": folder / "compiled"}
     first = runs.Child(config, workdir, folder / "first.txt", **overrides)
-    first.until(lambda: len(runs.lines(workdir)) > 35 and bool(runs.steps(workdir)))
+    first.until(lambda: len(runs.lines(workdir)) > 35 and unsaved(workdir))
     first.process.send_signal(signal.SIGSTOP)  # until somebody looks
     with open(words, "wb") as out:
         line = [sys.executable, "-m", "jaxtrain.report", str(workdir), "--follow"]
@@ -298,7 +306,7 @@ def test_the_smoothed_loss_is_a_mean_of_neighbours():
 
 
 def test_time_is_drawn_as_it_was_spent():
-    """Areas of the timeline are shares of the wall time, and nothing is drawn while nothing ran."""
+    """Areas of the timeline are shares of the wall time; from a kill to the next attempt it was down, and that is seen too."""
     lines: list[dict[str, Any]] = [{"kind": "begin", "time": 100.0, "seen": None}]
     lines.append({"kind": "spent", "until": 110.0, "seconds": {"startup": 6.0, "compile": 4.0}, "step": 0, "doing": "step"})
     lines.append({"kind": "spent", "until": 140.0, "seconds": {"step": 27.0, "data": 3.0}, "step": 30, "doing": "step"})
@@ -316,7 +324,9 @@ def test_time_is_drawn_as_it_was_spent():
     for cause, seconds in drawn.items():
         assert seconds == pytest.approx(found.parts[cause], abs=0.02 * found.wall_s), cause
     assert found.parts["down"] == 15.0
-    assert not [x for x, *_ in rects if 45.5 < float(x) < 59.5]  # of 100 s, from the kill to the second attempt
+    between = {cause for x, width, _, cause in rects if 0 < 52 - float(x) < float(width)}  # of 100 s, as many after the start
+    assert between == {"down"}
+    assert time_spent._patch("down") != time_spent._patch("stopped") and len({*time_spent.COLOURS.values()}) == len(drawn)
 
 
 def test_gpus_are_drawn_by_their_range_and_told_one_by_one(tmp_path: Path):
@@ -422,6 +432,22 @@ def test_several_runs_and_the_best(tmp_path: Path):
     assert [c["x"] for c in losses] == ["step", "tokens"]  # batches differ
     assert losses[1]["curves"][2]["at"][-1] == 4000
     assert "What differs" in shown
+
+
+def test_all_that_read_as_the_best_are_starred():
+    assert figures.best([0.9, 0.5, 0.9001], ["90.0%", "50.0%", "90.0%"], most=True) == {0, 2}
+    assert figures.best([2.0, 1.0, None], ["2", "1", "-"], most=False) == {1}
+    assert figures.best([1.0, 1.0], ["1", "1"], most=True) == figures.best([1.0, None], ["1", "-"], most=True) == set()
+
+
+def test_a_rate_is_written_in_one_way(tmp_path: Path):
+    speed = {"tokens_per_s_per_device": 11_293.9, "tokens_per_s": 11_293.9, "tflops_per_device": None, "mfu_causal": None}
+    speed |= {"step_time_s": {"median": 1.0, "p10": 1.0, "p90": 1.0}, "formula": {}}
+    speed["window"] = {"first_step": 1, "last_step": 9, "lines": 9, "rule": "all"}
+    told = json.loads(ended(0)) | {"speed": speed}
+    folders = [fake(tmp_path / name, [line(1), line(9)], receipt__json=json.dumps(told)) for name in ("a", "b")]
+    one, several = Read(page.html([read(folders[0])])).words, Read(page.html(read_all(folders))).words
+    assert "11,294" in one and "11,294; all devices 11,294" in one and "11,294" in several
 
 
 def test_a_finer_log_is_no_lower_loss(tmp_path: Path):
@@ -650,6 +676,37 @@ def test_after_exit_75_it_waits_for_the_run_to_be_started_again(tmp_path: Path):
         os.utime(path, (time.time() - 3600, time.time() - 3600))
     found.poll()
     assert found.over
+
+
+def silent_for(folder: Path, seconds: float) -> None:
+    for path in folder.iterdir():
+        os.utime(path, (time.time() - seconds, time.time() - seconds))
+
+
+def test_a_killed_run_is_waited_for_as_long_and_no_longer(tmp_path: Path):
+    begun = '{"kind": "begin", "time": 1e9, "seen": null}\n'
+    told = {"receipt__json": ended(None), "config__json": '{"train": {"steps": 9}}', "goodput__jsonl": begun}
+    folder = fake(tmp_path, [line(1), line(2, time_unix=1e9 + 7)], **told)
+    assert "left 49s" in seen(folder)
+    silent_for(folder, 300)
+    found = followed.Followed(folder)
+    assert not found.over and found.stands.endswith("Waiting for it to be started again")
+    assert "died at step 2 of 9" in seen(folder) and "left" not in seen(folder)
+    silent_for(folder, 700)
+    console = io.StringIO()
+    assert follow.watch(folder, console) == 1
+    assert console.getvalue().endswith("Not started again within 10m00s: no longer followed\n")
+
+
+def test_time_between_attempts_is_none_that_is_left(tmp_path: Path):
+    """Two seconds a step, in both attempts; from step 20 to 21 two minutes in which nothing ran."""
+    began = dt.datetime.fromtimestamp(1e9 + 150, dt.UTC).isoformat()
+    told = json.loads(ended(None)) | {"started": began}
+    told["attempts"] = [json.loads(ended(None)) | {"started": dt.datetime.fromtimestamp(1e9, dt.UTC).isoformat()}]
+    lines = [line(s, time_unix=1e9 + 2 * s + (120 if s > 20 else 0)) for s in range(11, 31)]
+    found = followed.Followed(fake(tmp_path, lines, receipt__json=json.dumps(told), config__json='{"train": {"steps": 40}}'))
+    found.poll()
+    assert found.left_s == pytest.approx(20.0)
 
 
 def seen(folder: Path, width: int = 100, terminal: bool = True) -> str:

@@ -25,8 +25,8 @@ RUN is a run's folder (--workdir of training) or a receipt file.
   python -m jaxtrain.receipt check runs/first --save=golden.json
   python -m jaxtrain.receipt check runs/second golden.json
 
-Exit codes: 0 done, of diff: nothing differs, of check: as good as the golden run; 1 something differs, or is worse; 2 the
-command is wrong, or there is no receipt that can be read.
+Exit codes: 0 done, of diff: nothing differs, of check: as good as the golden run; 1 something differs, is worse, or
+is not proved; 2 the command is wrong, there is no receipt that can be read, or RUN is none to save as a golden one.
 """
 ABOUT = {
     "show": "what ran, on what, how fast, and how it ended",

@@ -6,15 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain.metrics import write_atomic
+from jaxtrain.receipt.comparable import in_no_order, other_evaluation, other_machine, other_work, rounding
 from jaxtrain.receipt.compare import between, history
 from jaxtrain.receipt.lineage import lineage
 from jaxtrain.receipt.opened import VERDICT, Run
 from jaxtrain.receipt.outcome import first_difference
 from jaxtrain.receipt.result import Difference
-from jaxtrain.receipt.settings import counts, matches
+from jaxtrain.receipt.settings import counts
 from jaxtrain.receipt.stored import FORMAT, ReceiptError, now
 
 OK, WORSE, NOT = "ok", "WORSE", "not compared"
+LOSS_NAME, END = "loss", "end"  # the two without which nothing is proved
 SLOWER, MORE = 5.0, 2.0  # percent; chosen, as all limits here, and options of the command
 # Percent that a loss may differ by where bits cannot be the same: another machine adds in another order, and steps amplify it.
 LOSS = 1.0
@@ -22,20 +24,9 @@ LOSS = 1.0
 # What a golden run keeps of a receipt.
 KEPT = (
     *("config", "config_sha256", "jaxtrain", "python", "packages", "versions", "environment", "env", "devices", "mesh"),
-    *("attention", "remat", "compiler_options", "data", "eval_data", "memory_gib", "exit_code", "reason", "started"),
+    *("attention", "remat", "compiler_options", "data", "eval_data", "memory_gib", "held_out"),
+    *("exit_code", "reason", "started", "ended"),
 )
-# Keys of a config that do not touch the loss of a step, and those that change how the same loss is computed: its last bits.
-BESIDE = (
-    *("eval.*", "sample.*", "profile.*", "checkpoint.*", "data.prefetch", "data.eval_source", "train.verify_every"),
-    *("log.*", "paths.*"),
-)
-ROUNDING = (
-    *("mesh.*", "sharding.*", "attention.*", "remat.*", "compiler.*", "train.grad_accum", "train.accumulate", "loss.chunk"),
-    *("train.memory_fraction", "train.deterministic", "optimizer.offload"),
-)
-# Of the hardware, what changes how fast it is and not what it computes.
-CONDITION = ("GPU *: *", "preflight: *", "GPUs: power_limit_w", "GPUs: max_*", "host memory, GiB")
-HELD_OUT = "held out"  # begins the name of a difference in data that no step sees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +41,12 @@ class Verdict:
 
 
 def kept(run: Run) -> dict[str, Any]:
-    """The golden receipt of a run. Raises ReceiptError for one without a loss to compare with, or made in several ways."""
+    """The golden receipt of a run. Raises ReceiptError for one that has no loss, is not done, or was made in several ways."""
     figures = run.figures
     if not figures["loss_at"]:
         raise ReceiptError(f"{run.path}: no loss was written in this run, so it is no golden one. Train some steps first.")
+    if run.receipt.get("exit_code") != 0:
+        raise ReceiptError(f"{run.path}: it has not ended with 0 ({run.end}), so it is no golden one. Name a run that is done.")
     past = [Difference(*key, value, "", earlier=True) for key, value in history(run).items()]
     if mixed := other_work(past) + rounding(past):
         rule = f"its attempts ran with other {_few(mixed)}, so no one config and machine stands for its losses"
@@ -94,70 +87,53 @@ def check(
     """
     found, notes = between(golden, run)
     blocked = [note for note in notes if note.startswith("config:")] + other_work(found)
+    ways = [*rounding(found), *in_no_order(run, golden)]
+    evaluated = [*blocked, *other_evaluation(found)]
+    one, other = held_out(golden), held_out(run)
     return [
-        _loss(run, golden, blocked, [*rounding(found), *in_no_order(run, golden)], loss_tolerance),
+        _loss(LOSS_NAME, golden.losses, run.losses, blocked, ways, loss_tolerance),
+        *(_loss(name, one[name], other.get(name, {}), evaluated, ways, loss_tolerance) for name in one),
         _at_most("step time", "s", _step_s, run, golden, slower, [*blocked, *other_machine(found)]),
         _memory(run, golden, more_memory, [*blocked, *other_machine(found)]),
+        _end(run, golden),
         checkpoint(run),
     ]
 
 
-def other_work(found: Sequence[Difference]) -> list[str]:
-    """The differences by which the two compute something else."""
-    return [
-        f"{d.group} {d.title}"
-        for d in found
-        if (d.group == "config" and not matches(d.name, (*BESIDE, *ROUNDING)))
-        or (d.group == "data" and not d.name.startswith(HELD_OUT))
-    ]
+def _end(run: Run, golden: Run) -> Verdict:
+    done = all(one.receipt.get("exit_code") == 0 for one in (run, golden))
+    return Verdict(END, OK if done else NOT, golden.end, run.end, "both ended with 0" if done else "not both ended with 0")
 
 
-def rounding(found: Sequence[Difference]) -> list[str]:
-    """Those by which the same is computed in another way. Other code is none: that it computes the same is what is checked."""
-    return [
-        f"{d.group} {d.title}"
-        for d in found
-        if d.group in ("versions", "environment")
-        or (d.group == "hardware" and not matches(d.name, CONDITION))
-        or (d.group == "config" and matches(d.name, ROUNDING))
-    ]
+def held_out(run: Run) -> dict[str, dict[int, float]]:
+    """The newest held-out losses by their steps, under the name of their check."""
+    lines = run.receipt.get("held_out") or ()
+    losses = [float("nan") if x["loss"] is None else x["loss"] for x in lines]  # JSON has no NaN and no infinity
+    return {f"held-out loss {x.get('set', '')}".rstrip(): {x["step"]: loss} for x, loss in zip(lines, losses, strict=True)}
 
 
-def in_no_order(*runs: Run) -> list[str]:
-    """Why two runs of one program need not have the same bits: cuDNN and NCCL add up in no fixed order, unless told to."""
-
-    def free(run: Run) -> bool:
-        told = (run.resolved or {}).get("train", {}).get("deterministic", False)
-        return "gpu" in run.receipt.get("devices", {}).get("platform", ()) and not told
-
-    return ["order of sums on GPUs, without train.deterministic"] if any(map(free, runs)) else []
-
-
-def other_machine(found: Sequence[Difference]) -> list[str]:
-    """Those by which times and memory, which are the newest attempt's, say nothing of the code."""
-    return [f"{d.group} {d.name}" for d in found if d.group == "hardware" and not d.earlier]
-
-
-def _loss(run: Run, golden: Run, blocked: list[str], ways: list[str], tolerance: float | None) -> Verdict:
-    steps, first = first_difference(golden.losses, run.losses)
+def _loss(
+    name: str, golden: Mapping[int, Any], run: Mapping[int, Any], blocked: list[str], ways: list[str], tolerance: float | None
+) -> Verdict:
+    steps, first = first_difference(golden, run)
     if blocked or not steps:
         why = f"another computation: {_few(blocked)}" if blocked else "no step whose loss both have"
-        return Verdict("loss", NOT, "", "", why)
+        return Verdict(name, NOT, "", "", why)
     last = f"{len(steps)} steps to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
-    late = [step for step in golden.losses if step > steps[-1]]
+    late = [step for step in golden if step > steps[-1]]
     last += f"; the golden run goes on to {max(late)}" if late else ""
     if tolerance is None and not ways:
         rule = f"bit for bit, {last}"
         if first is None:
-            return Verdict("loss", OK, "", "", rule)
-        return Verdict("loss", WORSE, repr(golden.losses[first]), repr(run.losses[first]), f"{rule}; differs from {first} on")
+            return Verdict(name, OK, "", "", rule)
+        return Verdict(name, WORSE, repr(golden[first]), repr(run[first]), f"{rule}; differs from {first} on")
     limit = LOSS if tolerance is None else tolerance
     rule = f"within {limit:g}%, {last}" + (f" (other {_few(ways)})" if tolerance is None else "")
-    worst = max(steps, key=lambda step: _apart(golden.losses[step], run.losses[step]))
-    apart = _apart(golden.losses[worst], run.losses[worst])
+    worst = max(steps, key=lambda step: _apart(golden[step], run[step]))
+    apart = _apart(golden[worst], run[worst])
     state = OK if apart <= limit / 100 else WORSE
-    values = (f"{golden.losses[worst]:.6g}", f"{run.losses[worst]:.6g}")
-    return Verdict("loss", state, *values, f"{rule}; most apart at {worst}: {apart:.3%}")
+    values = (f"{golden[worst]:.6g}", f"{run[worst]:.6g}")
+    return Verdict(name, state, *values, f"{rule}; most apart at {worst}: {apart:.3%}")
 
 
 def _apart(golden: float, run: float) -> float:
@@ -220,8 +196,14 @@ def checkpoint(run: Run) -> Verdict:
 
 
 def passed(verdicts: Sequence[Verdict]) -> bool:
-    """Nothing is worse, and the loss was compared: a check of nothing is no proof."""
-    return not any(v.state == WORSE for v in verdicts) and verdicts[0].state == OK
+    """Nothing is worse, the loss was compared, and both runs are done: a check of nothing, or of half a run, is no proof."""
+    return not any(v.state == WORSE for v in verdicts) and not unproved(verdicts)
+
+
+def unproved(verdicts: Sequence[Verdict]) -> list[str]:
+    """Why nothing is proved even where nothing is worse."""
+    why = {LOSS_NAME: "the losses could not be compared", END: "not both runs ended with 0"}
+    return [why[v.name] for v in verdicts if v.name in why and v.state == NOT]
 
 
 def record(verdicts: Sequence[Verdict], run: Run, golden: Run) -> dict[str, Any]:

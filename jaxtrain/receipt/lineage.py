@@ -30,6 +30,14 @@ def of_weights(path: str, digest: str) -> dict[str, Any]:
     return {"from": path, "step": None, "saved_by": None, "digest": digest}
 
 
+def beginning(attempt: Attempt) -> dict[str, Any] | None:
+    """What this attempt read its first state from; None for nothing."""
+    step = attempt.get("resumed_from_step")
+    if "loaded" in attempt or step is None:
+        return attempt.get("loaded")
+    return {"from": None, "step": step, "saved_by": None, "digest": None}
+
+
 def lineage(attempts: Sequence[Attempt]) -> tuple[list[Attempt], dict[str, Any] | None]:
     """(the attempts whose steps are in the newest one's state, oldest first; what the first of them read, None for nothing).
 
@@ -39,14 +47,11 @@ def lineage(attempts: Sequence[Attempt]) -> tuple[list[Attempt], dict[str, Any] 
     at = len(attempts) - 1
     out = [attempts[at]]
     while True:
-        one = out[0]
-        loaded = one.get("loaded")
-        if "loaded" in one:
+        loaded = beginning(out[0])
+        if "loaded" in out[0]:
             by = loaded["saved_by"] if loaded else None
             earlier = [i for i in range(at) if by is not None and attempts[i].get("id") == by]
         else:
-            step = one.get("resumed_from_step")
-            loaded = None if step is None else {"from": None, "step": step, "saved_by": None, "digest": None}
             earlier = [at - 1] if at and loaded else []
         if not earlier:
             return out, loaded

@@ -9,9 +9,9 @@ from typing import Any
 
 from jaxtrain import goodput, metrics
 from jaxtrain.receipt import figures, stored
+from jaxtrain.receipt.stored import NAME as NAME
 from jaxtrain.receipt.stored import ReceiptError
 
-NAME = "receipt.json"
 VERDICT = "golden.json"  # of the last check against a golden run
 
 

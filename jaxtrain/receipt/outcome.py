@@ -1,5 +1,6 @@
 """What came of what differs between two runs: the first step with another loss, how much faster, how much more memory."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.receipt.opened import Run
@@ -32,7 +33,7 @@ def outcomes(a: Run, b: Run) -> tuple[Outcome, ...]:
     return tuple(out)
 
 
-def first_difference(a: dict[int, Any], b: dict[int, Any]) -> tuple[list[int], int | None]:
+def first_difference(a: Mapping[int, Any], b: Mapping[int, Any]) -> tuple[list[int], int | None]:
     """(steps that both have, the first of them whose losses are not the same, bit for bit)."""
     both = sorted(set(a) & set(b))
     return both, next((step for step in both if repr(a[step]) != repr(b[step])), None)  # repr: nan is nan

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxtrain.config import flatten
+from jaxtrain.receipt.lineage import beginning, lineage
 from jaxtrain.receipt.lineage import described as described_origin
-from jaxtrain.receipt.lineage import lineage
 from jaxtrain.receipt.opened import Run, source_of
 from jaxtrain.receipt.settings import variables
 from jaxtrain.receipt.things import described
@@ -20,10 +20,10 @@ def parts(run: Run, titles: Iterable[str] = ()) -> list[tuple[str, Rows]]:
     return [(title, PARTS[title](run)) for title in titles or PARTS]
 
 
-def ended(attempt: Mapping[str, Any]) -> str:
-    """When it began, and how it ended."""
+def ended(attempt: Mapping[str, Any], *, newest: bool = True) -> str:
+    """When it began, and how it ended. newest: no other attempt came after it, so that it may be running still."""
     if attempt.get("exit_code") is None:
-        return f"started {attempt.get('started')}, no end: killed, or still running"
+        return f"started {attempt.get('started')}, no end: killed{', or still running' if newest else ''}"
     return f"{attempt.get('started')} to {attempt.get('ended')}, exit code {attempt['exit_code']}: {attempt['reason']}"
 
 
@@ -37,8 +37,9 @@ def _what(run: Run) -> Rows:
     if source.get("files"):
         rows.append(("source", f"{len(source['files'])} files, {len(source.get('patch') or '')} characters of a patch"))
     past, origin = lineage(run.attempts)
-    rows.append(("began with", described_origin(origin)))
+    rows.append(("began with", described_origin(beginning(r))))
     if past[1:]:
+        rows.append((f"attempt {past[0].get('attempt')} began with", described_origin(origin)))
         rows.append(("its steps are of", f"attempts {', '.join(str(one.get('attempt')) for one in past)}"))
     rows += [("launch", ", ".join(f"{k}: {v}" for k, v in (r.get("launch") or {}).items()))] if r.get("launch") else []
     data = r.get("data") or {}
@@ -99,7 +100,7 @@ def _speed(run: Run) -> Rows:
     rows = [
         ("step time", f"median {step['median']:.4g} s, p10 {step['p10']:.4g} s, p90 {step['p90']:.4g} s"),
         ("window", f"steps {window['first_step']} to {window['last_step']}, {window['lines']} lines: {window['rule']}"),
-        ("tokens/s/device", f"{speed['tokens_per_s_per_device']:,.1f}; all devices {speed['tokens_per_s']:,.1f}"),
+        ("tokens/s/device", f"{speed['tokens_per_s_per_device']:,.0f}; all devices {speed['tokens_per_s']:,.0f}"),
         ("TFLOP/s/device", f"{speed['tflops_per_device']:.4g}" if speed["tflops_per_device"] else NOTHING),
     ]
     if speed["mfu_causal"]:
@@ -151,12 +152,16 @@ def _goodput(run: Run) -> Rows:
     found = run.goodput
     if not found or found["goodput"] is None:
         return [("", NOTHING)]
-    rows = [("goodput", f"{found['goodput']:.1%} of {found['wall_s']:.1f} s in {found['attempts']} attempts")]
+    rows = [("goodput", f"{found['goodput']:.1%} of {found['wall_s']:.1f} s in {_counted(found['attempts'])}")]
     return rows + [(f"  {cause}", f"{seconds:.1f} s") for cause, seconds in found["parts_s"].items() if seconds]
 
 
+def _counted(attempts: int) -> str:
+    return f"{attempts} attempt{'' if attempts == 1 else 's'}"
+
+
 def _attempts(run: Run) -> Rows:
-    return [(str(a.get("attempt", n)), ended(a)) for n, a in enumerate(run.attempts, 1)]
+    return [(str(a.get("attempt", n)), ended(a, newest=n == len(run.attempts))) for n, a in enumerate(run.attempts, 1)]
 
 
 PARTS: dict[str, Callable[[Run], Rows]] = {

@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+NAME = "receipt.json"
 FORMAT = 2
 READ = (1, FORMAT)  # format 1: no digests of the source, no config, no facts on the GPUs, no figures
 
@@ -34,11 +35,17 @@ def load(path: str | Path) -> dict[str, Any]:
         receipt = json.loads(Path(path).read_text())
         version, attempts = receipt["format"], receipt["attempts"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ReceiptError(f"{path}: not a receipt ({error!r}). Move it away, and the run writes a new one.") from error
+        raise ReceiptError(f"{path}: not a receipt ({error!r}). {_instead(Path(path))}") from error
     if version not in READ or not isinstance(attempts, list):
         known = " and ".join(str(v) for v in READ)
         raise ReceiptError(f"{path}: format {version!r}, this jaxtrain reads {known}. Use the version that wrote it.")
     return receipt
+
+
+def _instead(path: Path) -> str:
+    if path.name == NAME:
+        return "Move it away, and the run writes a new one."
+    return "Name a run's folder (--workdir of training), or a receipt file."
 
 
 def shortened(attempt: Mapping[str, Any], following: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxtrain.receipt.golden import Verdict, passed
+from jaxtrain.receipt.golden import Verdict, passed, unproved
 from jaxtrain.receipt.opened import Run
 from jaxtrain.receipt.parts import ended, parts
 from jaxtrain.receipt.result import GROUPS, Comparison
@@ -17,7 +17,8 @@ MARKS = {"ok": "green", "WORSE": "red", "not compared": "yellow"}
 def show(run: Run, console: Console) -> None:
     """All parts of a receipt, in the order of docs/receipts.md."""
     r = run.receipt
-    console.print(f"{run.name}: attempt {r.get('attempt', 1)}, {ended(r)}", style="bold", highlight=False, markup=False)
+    what = f"golden receipt of {r['golden']}" if "golden" in r else f"attempt {r.get('attempt', 1)}"
+    console.print(f"{run.name}: {what}, {ended(r)}", style="bold", highlight=False, markup=False)
     for note in run.notes:
         console.print(f"note: {note}", style="yellow", highlight=False, markup=False)
     for title, rows in parts(run):
@@ -89,5 +90,5 @@ def judged(verdicts: Sequence[Verdict], name: str, golden: str, console: Console
     if passed(verdicts):
         end = "as the golden run"
     else:
-        end = f"WORSE: {', '.join(worse)}" if worse else "not proved: the losses could not be compared"
+        end = f"WORSE: {', '.join(worse)}" if worse else f"not proved: {' and '.join(unproved(verdicts))}"
     console.print(f"{name}: {end}", style="bold", highlight=False, markup=False)

@@ -25,8 +25,8 @@ One page of a run, live or finished, or of several compared. Reads files only: n
   python -m jaxtrain.report runs/first runs/second --html=compared.html
   python -m jaxtrain.report runs/tiny --follow
 
-Exit codes: 0 the page is written, or the run that was followed has ended; 1 a file could not be read or written; 2 the command
-is wrong, or a folder is no run; 130 Ctrl-C.
+Exit codes: 0 the page is written, or the run that was followed has ended; 1 a file could not be read or written, or the run
+that was followed died without an end and was not started again; 2 the command is wrong, or a folder is no run; 130 Ctrl-C.
 """
 INTERRUPTED = 130
 

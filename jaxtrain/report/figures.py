@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from jaxtrain.plan.numbers import number, percent, rough, size
+from jaxtrain.plan.numbers import number, percent, size
 from jaxtrain.report.columns import Columns
 from jaxtrain.report.run import Run
 
@@ -90,7 +90,7 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     return [
         ("step", f"{f.step:,}", f"of {run.steps:,}" if run.steps else ""),
         ("loss", loss(f.loss), held_out or "nats per token"),
-        ("tokens/s/device", rough(f.per_device, 4) if f.per_device else "-", over),
+        ("tokens/s/device", number(f.per_device, 0), over),
         ("MFU, causal", percent(f.mfu_causal), f"full {percent(f.mfu_full)}, HFU {percent(f.hfu)}"),
         ("goodput", percent(f.goodput), lost),
         ("peak memory", size(f.peak_gib) if f.peak_gib is not None else "-", plan if f.peak_gib else "not measured"),
@@ -140,8 +140,9 @@ def held_out_at(runs: Sequence[Run], name: str) -> tuple[int | None, list[float 
     return max(common), [losses.get(max(common)) for losses in every]
 
 
-def best(values: Sequence[float | None], most: bool) -> int | None:
-    """Which of several is the best; None where less than two are known, or all are equal."""
+def best(values: Sequence[float | None], cells: Sequence[str], most: bool) -> set[int]:
+    """Which of several are the best, with all whose cells read the same; none where that is all of them, or one is known."""
     known = [i for i, v in enumerate(values) if v is not None and math.isfinite(v)]
     ordered = sorted(known, key=lambda i: values[i] or 0.0, reverse=most)
-    return ordered[0] if len(known) > 1 and values[ordered[0]] != values[ordered[-1]] else None
+    equal = {i for i in known if cells[i] == cells[ordered[0]]}
+    return equal if len(equal) < len(known) else set()

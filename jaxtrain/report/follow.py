@@ -30,7 +30,7 @@ SPARK = 48  # characters of the loss
 
 
 def watch(folder: Path, stream: TextIO | None = None) -> int:
-    """Follows the run until it ends; the exit code. Raises RunError where the folder is none of a run."""
+    """Follows the run until it ends; the exit code, 1 where it died without an end. Raises RunError for a folder of no run."""
     followed = Followed(check(folder))
     console = Console(file=stream or sys.stdout, highlight=False)
     return _live(followed, console) if console.is_terminal else _plain(followed, console)
@@ -42,7 +42,7 @@ def _live(followed: Followed, console: Console) -> int:
             followed.poll()
             live.update(view(followed, console), refresh=True)
             if followed.over:
-                return 0
+                return int(followed.given_up)
             time.sleep(POLL_S)
 
 
@@ -65,7 +65,7 @@ def _plain(followed: Followed, console: Console) -> int:
         elif followed.run.alive:
             said = ""
         if followed.over:
-            return 0
+            return int(followed.given_up)
         time.sleep(POLL_S)
 
 
@@ -93,7 +93,7 @@ def view(followed: Followed, console: Console) -> Group:
     parts: list[Any] = [Text.assemble((run.name, "bold"), "  ", (followed.stands, kind))]
     if run.steps and train:
         bar = Table.grid(padding=(0, 2))
-        left = "" if followed.over else f"left {duration(followed.left_s)}"
+        left = f"left {duration(followed.left_s)}" if run.alive else ""
         bar.add_row(ProgressBar(run.steps, train[-1]["step"], width=40), f"{train[-1]['step']:,} of {run.steps:,}", left)
         parts.append(bar)
     rows = Table.grid(padding=(0, 2))

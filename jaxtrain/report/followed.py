@@ -1,16 +1,19 @@
 """What is known of a run while it is followed: its files are read as they grow, or are replaced, and nothing else."""
 
+import itertools
 import os
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from jaxtrain import metrics
-from jaxtrain.report.run import Run, last_words, read, verdict
+from jaxtrain.progress import duration
+from jaxtrain.report.run import QUIET_S, Run, last_words, read, verdict
 
 SLOW_S = 5.0  # from one look at what takes longer to read to the next: ledger, log
 RESTARTED = (75, 124)  # exit codes after which a launcher starts the run again
-AGAIN_S = 600.0  # that a follower waits for that
+AGAIN_S = 600.0  # that a follower waits for that, and for the next attempt of a run that is taken for dead
 RECENT = 200  # train lines that the time left is reckoned from
 
 
@@ -97,18 +100,30 @@ class Followed:
 
     @property
     def left_s(self) -> float | None:
-        """Until its last step, at the pace of its last lines: evaluations and saves among them take their time again."""
-        lines = self.train[-RECENT:]
-        if len(lines) < 2 or not self.run.steps:
+        """Until its last step, at the pace of its last lines: evaluations and saves among them take their time again, and what
+        lay between two attempts does not. None where that is not known, and for a run that is not alive."""
+        if not self.run.steps or not self.run.alive:
             return None
-        steps, seconds = lines[-1]["step"] - lines[0]["step"], lines[-1]["time_unix"] - lines[0]["time_unix"]
-        return (self.run.steps - lines[-1]["step"]) * seconds / steps if steps > 0 else None
+        attempts = self.run.opened.attempts if self.run.receipt else ()
+        starts = [datetime.fromisoformat(one["started"]).timestamp() for one in attempts if one.get("started")]
+        steps, seconds = 0, 0.0
+        for one, after in itertools.pairwise(self.train[-RECENT:]):
+            if not any(one["time_unix"] < start <= after["time_unix"] for start in starts):
+                steps += after["step"] - one["step"]
+                seconds += after["time_unix"] - one["time_unix"]
+        return (self.run.steps - self.train[-1]["step"]) * seconds / steps if steps > 0 else None
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it has died without an end, and was not started again for as long as that is waited for."""
+        silent = self.run.silent_s
+        return not self.run.ended and silent is not None and silent > QUIET_S[bool(self.run.ledger)] + AGAIN_S
 
     @property
     def over(self) -> bool:
         """Whether nothing more is to be expected."""
         if not self.run.ended:
-            return False
+            return self.given_up
         waited = self.run.silent_s is not None and self.run.silent_s > AGAIN_S
         return self.run.receipt.get("exit_code") not in RESTARTED or waited
 
@@ -116,4 +131,8 @@ class Followed:
     def stands(self) -> str:
         """How it stands, in words."""
         words = verdict(self.run, self.train[-1]["step"] if self.train else 0)[1]
-        return words if self.over or not self.run.ended else f"{words}. Waiting for it to be started again"
+        if self.given_up:
+            return f"{words}. Not started again within {duration(AGAIN_S)}: no longer followed"
+        if self.over or self.run.alive or self.run.silent_s is None:
+            return words
+        return f"{words}. Waiting for it to be started again"

@@ -130,9 +130,9 @@ def _final(runs: Sequence[Run]) -> str:
     def measure(heading: str, values: Sequence[float | None], cells: Sequence[str], most: bool | None) -> None:
         if all(v is None for v in values):
             return
-        first = figures.best(values, most) if most is not None else None
+        stars = figures.best(values, cells, most) if most is not None else set()
         marked = [
-            Markup(f'<span class="best" title="best">{escape(c)}</span>') if i == first else c for i, c in enumerate(cells)
+            Markup(f'<span class="best" title="best">{escape(c)}</span>') if i in stars else c for i, c in enumerate(cells)
         ]
         columns.append(Column(heading, marked, kind="number"))
 

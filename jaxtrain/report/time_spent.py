@@ -13,7 +13,7 @@ from jaxtrain.report.run import Run
 
 STRETCHES = 240  # of equal length, that the wall time is drawn in
 UNITS = (("days", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
-EMPTY = ("down", "stopped")  # nothing runs: nothing is drawn
+EMPTY = ("stopped",)  # nothing ran, and nobody missed it: nothing is drawn
 COLOURS = {
     "step": "var(--c1)",
     "startup": "var(--c3)",
@@ -24,6 +24,7 @@ COLOURS = {
     "eval": "var(--c8)",
     "repeated": "var(--c5)",
     "other": "var(--rule)",
+    "down": "var(--ink)",
 }
 
 
@@ -115,7 +116,7 @@ def _timeline(g: Goodput) -> str:
         out.append(f'<text class="axis" x="{x:.2f}%" y="80" text-anchor="{anchor}">{words}</text>')
     note = "From left to right as it happened."
     if len(begins) > 1:
-        note += f" Lines mark the beginnings of {len(begins)} attempts; in what is empty nothing ran."
+        note += f" Lines mark the beginnings of {len(begins)} attempts; in what is empty it was stopped."
     return say(note, "quiet") + "".join([*out, "</svg>"])
 
 
