@@ -16,7 +16,7 @@ from jaxtrain.progress import duration
 # Cause -> what it means. "other" is the way out, after the last step.
 MEANING = {
     "step": "steps that counted",
-    "startup": "from the birth of the process to the first step, without the three below",
+    "startup": "from the birth of the process to the first step, but for compiling, restoring and data",
     "compile": "compiling",
     "restore": "reading a checkpoint",
     "data": "waiting for data",

@@ -778,3 +778,9 @@ def test_off_a_terminal_each_new_line_is_a_line(tmp_path: Path):
     parts = [text.split("  ")[:2] for text in told[:-1]]
     assert parts == [["step 3", "loss 9.0000"], ["step 4", "loss 8.0000"], ["step 5", "loss 8.0000"]]
     assert told[-1] == "done: 5 steps done"
+
+
+def test_every_cause_has_a_colour():
+    """But the one in which nobody wanted the run; or a part of the bar would not be seen."""
+    assert time_spent.COLOURS.keys() == {*goodput.CAUSES} - {"stopped"}
+    assert len({*time_spent.COLOURS.values()}) == len(time_spent.COLOURS)

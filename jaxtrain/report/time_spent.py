@@ -23,6 +23,7 @@ COLOURS = {
     "save": "var(--c7)",
     "eval": "var(--c8)",
     "repeated": "var(--c5)",
+    "hang": "var(--quiet)",
     "other": "var(--rule)",
     "down": "var(--ink)",
 }
