@@ -237,6 +237,20 @@ def test_stdlib_split_is_disjoint_by_file_and_made_once(tmp_path):
         assert batches.bytes_per_token == pytest.approx(1.0)
 
 
+def test_the_stdlib_files_are_never_replaced(tmp_path, monkeypatch):
+    """A process of a run that has opened one refuses to go on with another, whatever it holds."""
+    files = stdlib.list_files()[:3]
+    out = tmp_path / "a.tok"
+    stdlib.write_split(out, files)
+    before = out.stat().st_ino
+    stdlib.write_split(out, files)  # one that was slower
+    assert out.stat().st_ino == before and [p.name for p in tmp_path.iterdir()] == ["a.tok"]
+    monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError("no links here")))
+    stdlib.write_split(out, files)
+    stdlib.write_split(tmp_path / "b.tok", files)
+    assert out.stat().st_ino == before and {p.name for p in tmp_path.iterdir()} == {"a.tok", "b.tok"}
+
+
 def test_two_processes_may_make_the_stdlib_files_at_once(tmp_path):
     code = f"from jaxtrain.data.stdlib import stdlib_files; print(*stdlib_files({str(tmp_path)!r}))"
     both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]

@@ -38,8 +38,8 @@ def is_validation(relative: str) -> bool:
 def stdlib_files(data_dir: Path | str) -> tuple[Path, Path]:
     """The train and validation token files (bytes), made on first use.
 
-    The name holds a fingerprint of the Python version, the file format, the list of files and their sizes. Two processes may
-    make them at once: each writes its own temporary file, and the last rename wins with the same content.
+    The name holds a fingerprint of the Python version, the file format, the list of files and their sizes. Several processes
+    may make them at once: each writes its own temporary file, and the first to be done gives it the name.
     """
     data_dir = Path(data_dir).expanduser()
     files = list_files()
@@ -63,3 +63,5 @@ def write_split(out: Path, files: list[tuple[str, Path]]) -> None:
             text = path.read_bytes().decode(errors="replace")
             writer.write(byte.encode_batch([text])[0], len(text.encode()))
             writer.end_document()
+        writer.seal()
+        writer.publish_unless_there()

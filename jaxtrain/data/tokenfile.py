@@ -244,9 +244,25 @@ class TokenWriter:
         os.fsync(self._file.fileno())
         return header
 
+    def publish_unless_there(self) -> None:
+        """As `publish`, but a file that has the name by now stays: others may be reading it."""
+        try:
+            os.link(self.partial, self.path)  # replaces nothing, as a rename would
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links
+            if not self.path.exists():
+                self.publish()
+                return
+        self.partial.unlink()
+        self._named()
+
     def publish(self) -> None:
         """The name, after `seal`."""
         os.replace(self.partial, self.path)
+        self._named()
+
+    def _named(self) -> None:
         folder = os.open(self.path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)  # the rename itself
