@@ -114,11 +114,6 @@ def changing(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def foreign(environ: Mapping[str, str], inherit: str) -> dict[str, str]:
-    """Those of `changing` that neither a site brings nor `env.inherit` names: they got in by accident."""
-    return {name: value for name, value in changing(environ).items() if value != "" and not _matches(name, inherit)}
-
-
 def parse(text: str) -> tuple[dict[str, str], list[Problem]]:
     """`env.set` as name -> value, and what is wrong with it."""
     found: dict[str, str] = {}
@@ -195,7 +190,7 @@ def _decided(
 def _slipped_in(environ: Mapping[str, str], inherit: str, told: set[str]) -> list[Problem]:
     """What the shell brings and nobody has named, all in one, with the line that takes it. told: set by the run, or refused."""
     earlier = environ.get(EXPORTED, "").split(",")
-    found = {name: value for name, value in foreign(environ, inherit).items() if name not in told}
+    found = {n: value for n, value in changing(environ).items() if value and n not in told and not _matches(n, inherit)}
     problems = []
     if left := {name: value for name, value in found.items() if name in earlier}:
         words = " ".join(f"{name}={value}" for name, value in left.items())

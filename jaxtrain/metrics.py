@@ -32,7 +32,7 @@ TRAIN_KEYS = (
 )  # fmt: skip
 EVAL_KEYS = ("kind", "step", "loss", "bits_per_byte", "perplexity")
 NAMED_EVAL_KEYS = ("kind", "step", "set", *EVAL_KEYS[2:])  # where data.eval_source names its sets
-# One GPU over the last seconds (jaxtrain/monitor.py): means, but the highest temperature. `gpu` is its index on its node.
+# One GPU over the last seconds (jaxtrain/monitor): means, but the highest temperature. `gpu` is its index on its node.
 GPU_KEYS = (
     "kind", "step", "gpu", "process",
     "utilization", "memory_used_gib", "pool_gib", "in_use_gib", "largest_free_gib",

@@ -340,7 +340,7 @@ def view(run: RunConfig, start: Start, data: Any, overlay: environment.Overlay) 
         "checkpoint.step": [start.step, dataclasses.astuple(start.position)],
         "data.source": data.fingerprint,
         "config": config_sha256(config.to_dict(run)),
-        "code": installed.code(),
+        "code": installed.code() if jax.process_count() > 1 else "",  # reads some 300 files
         "environment": overlay.common(),
     }
 
