@@ -16,21 +16,25 @@ from typing import Any, cast
 
 import ml_collections
 
-MESH_AXES = ("data", "fsdp", "tensor", "seq")
+# From the outermost, whose neighbours may be nodes apart, to the innermost. Optional ones are part of a mesh only where used.
+MESH_AXES = ("data", "stage", "fsdp", "expert", "tensor", "seq")
+OPTIONAL_AXES = ("stage", "expert")
 
 # Logical axis -> mesh axes it is split over, joined by "+"; "" keeps the axis whole. A model may use further names as long
 # as its config adds a rule for each.
 RULES = {
-    "batch": "data+fsdp",
+    "batch": "data+fsdp+expert",
     "sequence": "seq",
     "residual": "seq+tensor",
-    "embed": "fsdp+seq",
+    "embed": "fsdp+expert+seq",
     "heads": "tensor",
     "kv_heads": "tensor",
     "head_dim": "",
     "mlp": "tensor",
-    "vocab": "tensor",
-    "layers": "",
+    "vocab": "stage+tensor",
+    "layers": "stage",
+    "experts": "expert",
+    "expert_embed": "fsdp+seq",
 }
 RULE_DOCS = {
     "batch": "sequences of a batch",
@@ -43,6 +47,8 @@ RULE_DOCS = {
     "mlp": "the feed-forward width",
     "vocab": "rows of the embedding and the head",
     "layers": "the axis along which layers are stacked",
+    "experts": "the experts of a layer; split in use too",
+    "expert_embed": "the model dimension of experts' weights",
 }
 
 
@@ -83,6 +89,19 @@ def impossible_rules(table: Mapping[str, list[str]]) -> list[tuple[str, str, str
     if both:
         rule = f"mesh axis {both[0]!r} also splits the batch, and every device needs all logits of its tokens"
         found.append(("vocab", rule, "Name mesh axes that sharding.rules.batch and .sequence do not."))
+    if "stage" in table["vocab"][1:]:
+        rule = "mesh axis 'stage' stands behind another, and the pipeline cuts the table before anything else does"
+        found.append(("vocab", rule, "Name stage first, as 'stage+tensor', or not at all."))
+    staged = [a for a in table if "stage" in table[a] and a not in ("layers", "vocab")]
+    found += [(a, "mesh axis 'stage' splits layers, and the vocabulary", "Take stage out.") for a in staged]
+    if table["layers"] not in ([], ["stage"]):
+        rule = (
+            f"would split the stack of layers over {'+'.join(table['layers'])}, and layers follow each other over 'stage' only"
+        )
+        found.append(("layers", rule, "Leave it 'stage'."))
+    if table.get("experts", []) not in ([], ["expert"]):
+        rule = f"would split experts over {'+'.join(table['experts'])}, and tokens travel to them along mesh axis 'expert' only"
+        found.append(("experts", rule, "Leave it 'expert'."))
     return found
 
 
@@ -122,6 +141,12 @@ class Model:
     rope_low_freq: float = key(1.0, "llama3: wavelengths above original_len / this are stretched in full")
     rope_high_freq: float = key(4.0, "llama3: wavelengths below original_len / this stay as they are")
     rope_original_len: int = key(8192, "llama3: sequence length the model was first trained with")
+    num_experts: int = key(0, "experts of each feed-forward block, each d_ff wide; 0: one block for all tokens")
+    experts_per_token: int = key(2, "experts that each token goes through")
+    router: str = key("softmax", "softmax | sigmoid: what makes an expert's score of the router's logits")
+    renormalize: bool = key(True, "the scores of the chosen experts are divided by their sum")
+    router_bias: bool = key(False, "a bias for each expert decides, with its score, who is chosen; moved by experts.bias_rate")
+    shared_d_ff: int = key(0, "width of a feed-forward block for all tokens beside the experts; 0: none")
     init_std: float = key(0.02, "standard deviation of initial weights (projections into the residual: / sqrt(2 layers))")
 
 
@@ -132,8 +157,30 @@ class Mesh:
 
     data: int = key(-1, "replicas of the weights; the batch is split over data x fsdp")
     fsdp: int = key(-1, "shards of weights, moments and batch; with mesh.data=1, over all nodes")
+    stage: int = key(1, "pipeline stages: shards of the layers; see the pipeline section")
+    expert: int = key(1, "shards of the experts, and of the batch beside data x fsdp")
     tensor: int = key(1, "shards of heads, feed-forward and vocabulary within a layer")
     seq: int = key(1, "shards of the sequence (context parallelism); attention.context says how keys meet queries")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """How microbatches (train.grad_accum of them) pass through the stages of mesh.stage."""
+
+    schedule: str = key("1f1b", "1f1b | gpipe (all forward, then all backward) | interleaved (1f1b, several groups a stage)")
+    groups: int = key(1, "interleaved: groups of neighbouring layers that each stage holds, 2 or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """How tokens reach the experts of model.num_experts, and how the router learns to spread them."""
+
+    impl: str = key("auto", "auto | pallas | ragged: grouped matmuls by a Pallas kernel, or by XLA (jax.lax.ragged_dot)")
+    capacity: float = key(0.0, "tokens an expert takes, in multiples of an even share, others are dropped; 0: none ever is")
+    buffer: float = key(1.25, "with mesh.expert and no capacity: room in one exchange, in even shares; more takes several")
+    balance_loss: float = key(0.01, "times the load-balancing loss (Fedus et al. 2021), mean of layers, of each microbatch")
+    z_loss: float = key(0.001, "times the squared log of the router's partition function (Zoph et al. 2022), mean of layers")
+    bias_rate: float = key(0.001, "step of model.router_bias toward even loads (Wang et al. 2024), after each optimizer step")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -405,6 +452,8 @@ class RunConfig:
     )
     model: Model = Model()
     mesh: Mesh = Mesh()
+    pipeline: Pipeline = Pipeline()
+    experts: Experts = Experts()
     sharding: Sharding = Sharding()
     attention: Attention = Attention()
     remat: Remat = Remat()
@@ -460,18 +509,18 @@ def rules_in_use(sharding: Sharding) -> dict[str, tuple[str, ...]]:
     if sharding.zero > 0:
         return rules
     batch = {*rules["batch"], *rules["sequence"]}
-    activations = ("batch", "sequence", "residual")
+    activations = ("batch", "sequence", "residual", "experts")  # experts do not move: tokens do
     return {k: onto if k in activations else tuple(a for a in onto if a not in batch) for k, onto in rules.items()}
 
 
 def mesh_sizes(mesh: Mesh, devices: int, node: int, what: str = "") -> dict[str, int]:
     """Size of each mesh axis on `devices` devices, `node` of them in each node, with -1 filled in.
 
-    Where both data and fsdp are -1, fsdp is what tensor and seq leave of a node (1 where their groups fill it), and data the
+    Where both data and fsdp are -1, fsdp is what the others leave of a node (1 where their groups fill it), and data the
     rest. `what` names the devices in a refusal. Raises ConfigError for sizes that do not fill the devices.
     """
     asked = {axis: getattr(mesh, axis) for axis in MESH_AXES}
-    shown = " x ".join(f"{axis}={size}" for axis, size in asked.items())
+    shown = " x ".join(f"{axis}={size}" for axis, size in asked.items() if axis not in OPTIONAL_AXES or size != 1)
     rule = "must be a positive number, or -1 for whatever is left"
     wrong = {axis: size for axis, size in asked.items() if size < 1 and size != -1}
     if wrong:
@@ -491,7 +540,8 @@ def mesh_sizes(mesh: Mesh, devices: int, node: int, what: str = "") -> dict[str,
     if len(free) < 2:
         return {axis: rest if size == -1 else size for axis, size in asked.items()}
     if node % fixed and fixed % node:
-        rule = f"groups of tensor x seq = {fixed} devices neither divide the {node} of a node nor fill nodes"
+        named = " x ".join(axis for axis in asked if axis not in free and (axis not in OPTIONAL_AXES or asked[axis] > 1))
+        rule = f"groups of {named} = {fixed} devices neither divide the {node} of a node nor fill nodes"
         raise ConfigError([Problem("mesh", shown, rule, "Set mesh.data and mesh.fsdp to numbers.")])
     fsdp = max(1, node // fixed)
     return asked | {"data": rest // fsdp, "fsdp": fsdp}

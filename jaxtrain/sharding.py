@@ -1,11 +1,12 @@
 """Placement: the device mesh, the table of logical axes, and the few functions that turn names into shardings.
 
 Every array in jaxtrain has logical axis names ("batch", "embed", "heads", ...). A `Placement` maps them onto the mesh axes
-(data, fsdp, tensor, seq). Changing how a model is split means changing the table, never the model.
+(data, fsdp, tensor, seq; and stage and expert where they are used). Changing how a model is split means changing the table,
+never the model.
 
 Weights have two layouts. At rest, they (and their moments and gradients) are split over every axis their names map to. In
-use, they are whole over the axes that split the batch: `gather` moves them there in the compute dtype, and sends the
-gradient back in the reduce dtype. A step that holds weights, or gradients, in another way (jaxtrain/zero.py) puts a `Held` in
+use, they are whole over the axes that split the batch (but experts stay where they are, and tokens go to them): `gather` moves
+them there in the compute dtype, and sends the gradient back in the reduce dtype. A step that holds weights, or gradients, in another way (jaxtrain/zero.py) puts a `Held` in
 the weight's place.
 """
 
@@ -14,7 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config import MESH_AXES, ConfigError, RunConfig, impossible_rules, mesh_sizes, rules_in_use
+from jaxtrain.config import MESH_AXES, OPTIONAL_AXES, ConfigError, RunConfig, impossible_rules, mesh_sizes, rules_in_use
 
 Axes = tuple[str | None, ...]
 
@@ -31,8 +32,10 @@ class LayoutError(ValueError):
     """The mesh or the rules ask for a layout that cannot be."""
 
 
-def mesh_shape(run: RunConfig, num_devices: int, node: int = 0) -> tuple[int, ...]:
-    """Sizes of (data, fsdp, tensor, seq), with every -1 filled in. `node`: devices in a node, 0 for all of them.
+def mesh_shape(run: RunConfig, num_devices: int, node: int = 0) -> dict[str, int]:
+    """Size of each mesh axis with every -1 filled in, without optional axes of size 1.
+
+    node: devices in a node, 0 for all of them.
 
     Raises LayoutError where the product is not num_devices.
     """
@@ -40,7 +43,7 @@ def mesh_shape(run: RunConfig, num_devices: int, node: int = 0) -> tuple[int, ..
         sizes = mesh_sizes(run.mesh, num_devices, node or num_devices)
     except ConfigError as error:
         raise LayoutError(str(error)) from None
-    return tuple(sizes[axis] for axis in MESH_AXES)
+    return {axis: sizes[axis] for axis in MESH_AXES if axis not in OPTIONAL_AXES or sizes[axis] > 1}
 
 
 def node_of(device: Any) -> int:
@@ -54,7 +57,7 @@ def node_of(device: Any) -> int:
 
 
 def make_mesh(run: RunConfig, devices: Sequence[Any]) -> Mesh:
-    """A (data, fsdp, tensor, seq) mesh, node by node: data is the outermost axis and crosses nodes first, and neighbours in a
+    """The mesh of a config, node by node: data is the outermost axis and crosses nodes first, and neighbours in a
     node land on the right-most axes, which talk most.
 
     Axis types are Auto: XLA places what `constrain` leaves open. Raises LayoutError where the nodes hold different numbers of
@@ -66,15 +69,26 @@ def make_mesh(run: RunConfig, devices: Sequence[Any]) -> Mesh:
         held = ", ".join(str(count) for count in counts.values())
         raise LayoutError(f"the nodes hold different numbers of devices ({held}): start as many on each")
     shape = mesh_shape(run, len(ordered), counts[node_of(ordered[0])])
-    return Mesh(np.asarray(ordered).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return Mesh(np.asarray(ordered).reshape(*shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """A mesh and the rules that map logical axes onto it. Hashable: it may sit in static fields of modules."""
 
-    mesh: Mesh
+    mesh: Mesh  # inside a shard_map an AbstractMesh, which serves as one
     rules: tuple[tuple[str, tuple[str, ...]], ...]
+    manual: tuple[str, ...] = ()  # mesh axes that a shard_map around all this has taken apart already
+
+    def inside(self, axis: str) -> "Placement":
+        """The same within a shard_map that is manual over `axis`, where arrays are one device's part along it.
+
+        Layouts then say nothing of that axis; collectives may name it, in a shard_map over the rest.
+        """
+        if not isinstance(self.mesh, Mesh):
+            raise TypeError(f"a placement inside {self.manual} has no further inside")
+        mesh = self.mesh.abstract_mesh.update_axis_types({axis: AxisType.Manual})
+        return dataclasses.replace(self, mesh=cast(Mesh, mesh), manual=(axis,))
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -84,7 +98,7 @@ class Placement:
     def size(self, mesh_axes: str | Sequence[str]) -> int:
         """Product of the sizes of these mesh axes."""
         names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
-        return math.prod(self.mesh.shape[a] for a in names)
+        return math.prod(self.mesh.shape.get(a, 1) for a in names)
 
     def mesh_axes(self, axis: str | None) -> tuple[str, ...]:
         """Mesh axes, of size above 1, that split this logical axis."""
@@ -93,7 +107,13 @@ class Placement:
         table = dict(self.rules)
         if axis not in table:
             raise LayoutError(f"logical axis {axis!r} has no rule: add sharding.rules.{axis} (known: {', '.join(table)})")
-        return tuple(a for a in table[axis] if self.mesh.shape[a] > 1)
+        return tuple(a for a in table[axis] if self.mesh.shape.get(a, 1) > 1)
+
+    def in_use(self, axis: str | None) -> tuple[str, ...]:
+        """Mesh axes, of size above 1, that split this logical axis of a weight while it is used."""
+        if axis == "experts":
+            return self.mesh_axes(axis)
+        return tuple(a for a in self.mesh_axes(axis) if a not in self.batch_axes)
 
     def spec(self, axes: Axes, name: str = "array") -> P:
         """PartitionSpec of an array with these logical axes. `name` is for the error when one mesh axis splits two dims."""
@@ -106,13 +126,18 @@ class Placement:
                     f"{name}: logical axes {' and '.join(who)} are both split over mesh axis {a!r}; "
                     f"change sharding.rules.{who[0]} or sharding.rules.{who[1]}"
                 )
-        return P(*(part if len(part) > 1 else (part[0] if part else None) for part in parts))
+        return self._laid(parts)
+
+    def _laid(self, parts: Sequence[tuple[str, ...]]) -> P:
+        """A PartitionSpec of the axes that split each dimension, without those that are taken apart already."""
+        left = [tuple(a for a in part if a not in self.manual) for part in parts]
+        return P(*(part if len(part) > 1 else (part[0] if part else None) for part in left))
 
     def sharding(self, axes: Axes, name: str = "array", shape: tuple[int, ...] | None = None) -> NamedSharding:
         """NamedSharding for these logical axes; with a shape, checks that each dimension divides evenly."""
         spec = self.spec(axes, name)
         for dim, axis in enumerate(axes if shape is not None else ()):
-            parts = self.size(self.mesh_axes(axis))
+            parts = self.size([a for a in self.mesh_axes(axis) if a not in self.manual])
             if shape is not None and shape[dim] % parts:
                 raise LayoutError(
                     f"{name}: axis {axis!r} of size {shape[dim]} does not divide over "
@@ -137,8 +162,7 @@ class Placement:
 
     def whole(self, axes: Axes) -> NamedSharding:
         """Layout of a weight in use: whole over the axes that split the batch, still split over the others."""
-        kept = [tuple(a for a in self.mesh_axes(axis) if a not in self.batch_axes) for axis in axes]
-        return NamedSharding(self.mesh, P(*(part if part else None for part in kept)))
+        return NamedSharding(self.mesh, self._laid([self.in_use(axis) for axis in axes]))
 
     def home(self, axes: Axes, late: tuple[str, ...] = ()) -> NamedSharding:
         """Layout of a weight's gradient as a backward pass leaves it: that of the weight at rest.
@@ -149,7 +173,7 @@ class Placement:
         if not late:
             return self.sharding(axes)
         kept = [tuple(a for a in self.mesh_axes(axis) if a not in late) for axis in axes]
-        return NamedSharding(self.mesh, P(late, *(part or None for part in kept)))
+        return NamedSharding(self.mesh, self._laid([late, *kept]))
 
     def gather(self, w: jax.Array, axes: Axes, compute: jnp.dtype, reduce: jnp.dtype) -> jax.Array:
         """A weight in the compute dtype, ready for use. The cast comes first, so that the wire carries the small type.
@@ -213,9 +237,8 @@ def local_spec(letters: str, weight: str, axes: Axes, placement: Placement) -> P
     weight in the einsum.
     """
     logical = {"B": "batch", "T": "sequence", **dict(zip(weight, axes, strict=True))}
-    batch = placement.batch_axes
-    used = [tuple(a for a in placement.mesh_axes(logical[c]) if c in "BT" or a not in batch) for c in letters]
-    return P(*(part or None for part in used))
+    used = [placement.mesh_axes(logical[c]) if c in "BT" else placement.in_use(logical[c]) for c in letters]
+    return P(*(tuple(a for a in part if a not in placement.manual) or None for part in used))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -395,7 +418,7 @@ def left_whole(abstract: dict[str, jax.ShapeDtypeStruct], limit_bytes: int = 16 
         sharding = a.sharding
         if not isinstance(sharding, NamedSharding):
             continue
-        splits = math.prod(sharding.mesh.shape[axis] for axis in ("fsdp", "tensor", "seq"))
+        splits = math.prod(size for axis, size in sharding.mesh.shape.items() if axis != "data")
         size = math.prod(a.shape) * a.dtype.itemsize
         if splits > 1 and size > limit_bytes and sharding.is_fully_replicated:
             found.append(f"{name} ({size / 2**20:,.0f} MiB on each of {sharding.mesh.size} devices)")
