@@ -55,7 +55,7 @@ def _share(ms: float, timed: Roofline) -> str:
 def _split(run: RunConfig, mesh: Mesh, *logical: str) -> set[str]:
     """Mesh axes, of size above 1, that split these logical axes."""
     rules = dict(run.sharding.rules)
-    return {a for name in logical for a in rules[name].split("+") if a in MESH_AXES and mesh.shape[a] > 1}
+    return {a for name in logical for a in rules[name].split("+") if mesh.shape.get(a, 1) > 1}
 
 
 def _size(mesh: Mesh, axes: set[str]) -> int:
@@ -66,16 +66,20 @@ def _across_nodes(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed
     """Groups over an axis that talks in every layer, of GPUs in different nodes."""
     nodes = np.vectorize(node_of)(mesh.devices)
     node = int(np.unique(nodes, return_counts=True)[1].max())
-    for axis in ("tensor", "seq"):
-        groups = np.moveaxis(nodes, MESH_AXES.index(axis), -1)
+    for axis in ("tensor", "seq", "expert"):
+        if mesh.shape.get(axis, 1) == 1:
+            continue
+        groups = np.moveaxis(nodes, mesh.axis_names.index(axis), -1)
         if (groups == groups[..., :1]).all():
             continue
         crossing = [c for c in moved if _axes(c) == {axis} and c.network_gib]
         sent, waited = sum(c.network_gib for c in crossing) * GB, sum(c.exposed_ms for c in crossing)
-        within = max(1, node // (mesh.shape["seq"] if axis == "tensor" else 1))
+        inside = mesh.axis_names[mesh.axis_names.index(axis) + 1 :]  # of neighbours nearer to each other
+        within = max(1, node // math.prod(mesh.shape[a] for a in inside))
         remedy = {
             "tensor": f"Set mesh.tensor={within} or less, and leave the rest to mesh.fsdp.",
             "seq": f"Set mesh.seq={within} or less if the sequence fits; attention.context=ring hides the most of it.",
+            "expert": f"Set mesh.expert={within} or less, and leave the rest to mesh.fsdp: each device then holds more experts.",
         }
         yield (
             f"{axis} groups of {mesh.shape[axis]} reach across nodes of {node} GPUs: each GPU sends {sent:.2f} GB a step over "
