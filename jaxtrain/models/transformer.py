@@ -101,24 +101,35 @@ class Transformer(nnx.Module):
     def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         """Hidden states after the final norm, (B, T, D) in the residual layout. The order of tokens in a row is free as far as
         the kernel allows: only segments and positions say who sees whom."""
-        rows = Rows(segments_BT, positions_BT, segments_BT, positions_BT)
-        with jax.named_scope("attention"):
-            shared = share(self.model, self.kernel, self.ctx.placement, rows)
-        with jax.named_scope("embed"):
-            x_BTD = self._embedded(tokens_BT)
-
-        def body(x: jax.Array, block: Block, shared: Shared, kind: Kind) -> jax.Array:
-            return block(x, shared, kind, None)[0]
-
+        shared, x_BTD = self.share(segments_BT, positions_BT), self.enter(tokens_BT)
         with jax.named_scope("layers"):
-            x_BTD = self.remat.run(body, x_BTD, self.layers, shared, layer_kinds(self.model))
+            x_BTD = self.remat.run(self.layer, x_BTD, self.layers, shared, layer_kinds(self.model))
+        return self.leave(x_BTD)
+
+    def share(self, segments_BT: jax.Array, positions_BT: jax.Array) -> Shared:
+        """What all layers share of a batch."""
+        with jax.named_scope("attention"):
+            rows = Rows(segments_BT, positions_BT, segments_BT, positions_BT)
+            return share(self.model, self.kernel, self.ctx.placement, rows)
+
+    def enter(self, tokens_BT: jax.Array) -> jax.Array:
+        """What the first layer takes, (B, T, D) in the residual layout."""
+        with jax.named_scope("embed"):
+            x_BTD = self.embed(tokens_BT)
+            if not self.ctx.structure.scaled_embedding:
+                return x_BTD
+            # The factor is rounded to the type of activations first, as where such models were trained.
+            return x_BTD * jnp.asarray(math.sqrt(self.model.d_model), x_BTD.dtype)
+
+    @staticmethod
+    def layer(x: jax.Array, block: Block, shared: Shared, kind: Kind) -> jax.Array:
+        """One layer, of those stacked in `layers`."""
+        return block(x, shared, kind, None)[0]
+
+    def leave(self, x_BTD: jax.Array) -> jax.Array:
+        """What the last layer gives, after the final norm: what the head takes."""
         with jax.named_scope("final_norm"):
             return self.final_norm(x_BTD)
-
-    def _embedded(self, tokens_BT: jax.Array) -> jax.Array:
-        x_BTD = self.embed(tokens_BT)
-        # The factor is rounded to the type of activations first, as where such models were trained.
-        return x_BTD * jnp.asarray(math.sqrt(self.model.d_model), x_BTD.dtype) if self.ctx.structure.scaled_embedding else x_BTD
 
     def decode(self, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Append T tokens of one document to every row of the cache. Returns their hidden states and the cache."""
@@ -140,7 +151,7 @@ class Transformer(nnx.Module):
             block, kv, kind = layer
             return block(x, shared, kinds[0] if alike else kind, kv)
 
-        x_BTD, kv = jax.lax.scan(body, self._embedded(tokens_BT), (self.layers, cache.kv, jnp.asarray(kinds, jnp.int32)))
+        x_BTD, kv = jax.lax.scan(body, self.enter(tokens_BT), (self.layers, cache.kv, jnp.asarray(kinds, jnp.int32)))
         return self.final_norm(x_BTD), Cache(kv, kv_segments, kv_positions, cache.length + T)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
