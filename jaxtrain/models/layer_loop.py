@@ -24,7 +24,7 @@ LAYER_INPUT = "layer input"  # what a layer's backward pass always has
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stack:
+class Stack:
     """How a stack's arrays make up its layers, which of them are learnt, and which are sums that gradients are added to."""
 
     tree: Any
@@ -35,7 +35,7 @@ class _Stack:
     def at(self, arrays: Sequence[jax.Array], i: jax.Array | int) -> list[jax.Array]:
         """One layer's. No sums: in their place stands what has the shape and dtype of the layer's gradient."""
         return [
-            _at(w, i) if dtype is None else jnp.zeros(w.shape[1:], dtype) for w, dtype in zip(arrays, self.adds_in, strict=True)
+            at(w, i) if dtype is None else jnp.zeros(w.shape[1:], dtype) for w, dtype in zip(arrays, self.adds_in, strict=True)
         ]
 
     def begin(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -52,7 +52,7 @@ class _Stack:
         return [
             # As slices, not as layers of one dimension less: of that XLA would make two kernels and a copy between them.
             jax.lax.dynamic_update_slice_in_dim(
-                g, dw if dtype is None else _slice(g, i) + dw.astype(g.dtype), i, 0, allow_negative_indices=False
+                g, dw if dtype is None else slice_at(g, i) + dw.astype(g.dtype), i, 0, allow_negative_indices=False
             )
             for g, (dw, dtype) in zip(grads, made, strict=True)
         ]
@@ -80,7 +80,8 @@ class _Stack:
         return dx, d_layers
 
 
-def _stack(layers: Any) -> tuple[list[jax.Array], _Stack]:
+def stack_of(layers: Any) -> tuple[list[jax.Array], Stack]:
+    """The arrays of stacked layers, and how they make up the layers."""
     leaves = jax.tree.leaves(layers)
     weights, whole = jax.tree.flatten(layers, is_leaf=lambda w: isinstance(w, Held))
     # A layer's own gradient is added to nothing.
@@ -90,7 +91,7 @@ def _stack(layers: Any) -> tuple[list[jax.Array], _Stack]:
     adds_in = tuple(
         w.sum.take(len(w.slot)) if learns and isinstance(w, Held) and w.sum else None for w, learns in _leaves_of(weights)
     )
-    return leaves, _Stack(tree, learnt, adds_in, any(map(frozen, weights)))
+    return leaves, Stack(tree, learnt, adds_in, any(map(frozen, weights)))
 
 
 def _leaves_of(weights: list[Any]) -> Iterator[tuple[Any, bool]]:
@@ -101,11 +102,13 @@ def _leaves_of(weights: list[Any]) -> Iterator[tuple[Any, bool]]:
         yield from ((w, i == count - 1 and not frozen(w)) for i in range(count))
 
 
-def _slice(w: jax.Array, i: jax.Array | int) -> jax.Array:
+def slice_at(w: jax.Array, i: jax.Array | int) -> jax.Array:
+    """The same, still stacked."""
     return jax.lax.dynamic_slice_in_dim(w, i, 1, allow_negative_indices=False)
 
 
-def _at(w: jax.Array, i: jax.Array | int) -> jax.Array:
+def at(w: jax.Array, i: jax.Array | int) -> jax.Array:
+    """One layer of a stacked array."""
     if isinstance(i, int):
         return jax.lax.index_in_dim(w, i, keepdims=False)
     return jax.lax.dynamic_index_in_dim(w, i, keepdims=False, allow_negative_indices=False)
@@ -133,7 +136,7 @@ def loop_last_apart(
     carries the gradients of the whole stack and puts each layer's in its place. Loops count in their carry: XLA starts a
     gather an iteration early only where the layer it takes follows from the loop's own counter.
     """
-    leaves, stack = _stack(layers)
+    leaves, stack = stack_of(layers)
     num_layers = len(kinds)
 
     def single(f: Body) -> Callable[..., jax.Array]:
@@ -166,7 +169,7 @@ def loop_last_apart(
             # The compiler unrolls this loop, and would compute again for two layers at a time and hold both. So what was kept
             # is looked up by a number that is there no sooner than the gradient. Weights do not wait: they are gathered ahead.
             dy, then = jax.lax.optimization_barrier((dy, i)) if waits else (dy, i)
-            vjp = jax.tree.unflatten(kind, [_at(array, then) for array in kept])
+            vjp = jax.tree.unflatten(kind, [at(array, then) for array in kept])
             dx, (d_layer,) = stack.backward(vjp, [stack.at(leaves, i)], shared, dy)
             return (dx, stack.put(grads, d_layer, i), count + 1), None
 
@@ -192,7 +195,7 @@ def one_by_one(
 
     checkpoint, last: what makes a function keep what a remat policy says, and the same for the last group.
     """
-    leaves, stack = _stack(layers)
+    leaves, stack = stack_of(layers)
     groups = [range(at, min(at + every, len(kinds))) for at in range(0, len(kinds), every)]
 
     def several(group: range) -> Callable[..., jax.Array]:
