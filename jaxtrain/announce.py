@@ -17,7 +17,7 @@ from jaxtrain.step import Program
 def announce(run: RunConfig, program: Program, start: Start, data: Any, directory: Any, console: Console) -> None:
     """Batch, model, mesh, data, and where it goes on from, to the log and the terminal."""
     mesh, say = program.placement.mesh, console.say
-    shards = program.placement.size("data") * program.placement.size("fsdp")
+    shards = program.placement.size(program.placement.mesh_axes("batch"))
     devices = counted(mesh.size, "device") if shards == mesh.size else f"{shards} shards of {mesh.size} devices"
     each = run.train.global_batch // run.train.grad_accum // shards
     epochs = data.epoch(run.train.steps)
@@ -26,12 +26,13 @@ def announce(run: RunConfig, program: Program, start: Start, data: Any, director
         f"{count(run.train.global_batch * run.data.seq_len)} tokens a step; this run is {epochs:.2g} epochs"
     )
     parameters = count(flops.parameters(run.model)["total"])
+    met = f" ({count(flops.active_parameters(run.model))} active in a token)" if run.model.num_experts else ""
     learnt = sum(math.prod(a.shape) for a in jax.tree.leaves(part(program.state.params, program.trained)))
     if program.adapters:
-        parameters = f"{parameters} parameters, and adapters of {count(learnt)}, which alone are trained"
+        parameters = f"{parameters} parameters{met}, and adapters of {count(learnt)}, which alone are trained"
     else:
         everything = all(jax.tree.leaves(program.trained))
-        parameters += " parameters" + ("" if everything else f", of which {count(learnt)} are trained")
+        parameters += f" parameters{met}" + ("" if everything else f", of which {count(learnt)} are trained")
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
     say(
         f"model: {parameters}; mesh: {shape}; attention: {program.attention} ({program.attention_reason})"

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from jaxtrain import flops
 from jaxtrain.activations import kept
 from jaxtrain.config import Remat, RunConfig
+from jaxtrain.stages import Arrangement, Schedule
 
 # Of the usable memory, left free by `auto`: a plan's peak and an allocator's need not agree to the last buffer.
 MARGIN = 0.03
@@ -19,8 +20,25 @@ MARGIN = 0.03
 GROUPS = (("q",), ("k",), ("v",), ("attention_out", "attention_lse"), ("residual",), ("mlp_gate",), ("mlp_up",))
 
 
+def layers_kept(run: RunConfig, stages: int) -> int:
+    """Of how many layers a device keeps the activations of one microbatch each: of its own, and in a pipeline of those of every
+    unit that waits for its backward pass."""
+    how = Arrangement(run.model.num_layers, stages, run.pipeline.groups if stages > 1 else 1)
+    if stages == 1:
+        return how.places
+    return how.per_group * Schedule(run.pipeline.schedule, stages, how.groups, run.train.grad_accum).slots[2]
+
+
+def expert_room(run: RunConfig, ranks: int) -> float:
+    """Rows that the arrays of a device's experts have room for, for each of its tokens.
+
+    The experts of a token; times the capacity, or where tokens travel to experts on `ranks` devices the room of one exchange.
+    """
+    return run.model.experts_per_token * (run.experts.capacity or (run.experts.buffer if ranks > 1 else 1.0))
+
+
 def bytes_kept(run: RunConfig, names: frozenset[str], axes: Mapping[str, int], packed_stats: bool) -> float:
-    """Bytes on a device of what all layers keep of one microbatch.
+    """Bytes on a device of what all its layers keep, of one microbatch, and in a pipeline of all that wait.
 
     axes: logical axis -> how many devices split it. packed_stats: attention is cuDNN's over packed rows, whose log-sum-exp has
     a place for every document that a row may hold.
@@ -30,6 +48,7 @@ def bytes_kept(run: RunConfig, names: frozenset[str], axes: Mapping[str, int], p
     q, kv = (n * m.head_dim / axes[axis] for n, axis in ((m.num_heads, "heads"), (m.num_kv_heads, "kv_heads")))
     documents = run.data.max_segments + 1 if packed_stats else 1
     compute = 4 if run.precision == "f32" else 2
+    wide = m.d_ff * expert_room(run, axes["experts"]) + m.shared_d_ff if m.num_experts else m.d_ff
     width = {
         "q": q * compute,
         "k": kv * compute,
@@ -37,10 +56,10 @@ def bytes_kept(run: RunConfig, names: frozenset[str], axes: Mapping[str, int], p
         "attention_out": q * compute,
         "attention_lse": m.num_heads / axes["heads"] * documents * 4,
         "residual": m.d_model * axes["sequence"] / axes["residual"] * compute,
-        "mlp_gate": m.d_ff / axes["mlp"] * compute,
-        "mlp_up": m.d_ff / axes["mlp"] * compute,
+        "mlp_gate": wide / axes["mlp"] * compute,
+        "mlp_up": wide / axes["mlp"] * compute,
     }
-    return m.num_layers * tokens * sum(width[name] for name in names)
+    return layers_kept(run, axes["layers"]) * tokens * sum(width[name] for name in names)
 
 
 def smaller(run: RunConfig, excess_gib: float, axes: Mapping[str, int], packed_stats: bool) -> Remat | None:

@@ -14,6 +14,14 @@ the PaLM paper, appendix B; Megatron-LM and MaxText count the "causal" half. The
 figure goes without its convention's name. Neither counts norms, rotary, softmax or the optimizer, neither knows of
 document borders, and what rematerialisation computes again is in HFU only. Of a run that does not train all weights, MFU counts
 what is left (`training`).
+
+A token of a model with E experts goes through k of them, and through the shared one. So the feed-forward block is, with shared
+width S,
+
+    feed-forward   2 * 3 D (k F + S)  +  2 D E           k experts and the shared one, router
+
+and whatever E is, MFU counts these active FLOPs only. Where experts take a fixed number of tokens (experts.capacity, in even
+shares), a GPU computes all of their places, filled or not: that is in HFU (`beyond`).
 """
 
 import dataclasses
@@ -43,18 +51,41 @@ def head_dim(model: Model) -> int:
     return model.head_dim or model.d_model // model.num_heads
 
 
-def gemms(model: Model) -> dict[str, float]:
-    """Forward FLOPs per token of one layer's GEMMs, by the activation each makes (names of `activations.ACTIVATIONS`)."""
+# Weights of a model's matrix products -> the activations they make. A tied head is the embedding.
+_MADE = {
+    **{f"layers.attention.{name}": made for name, made in (("wq", "q"), ("wk", "k"), ("wv", "v"), ("wo", "attention_proj"))},
+    **{f"layers.mlp.{name}": f"mlp_{name}" for name in ("gate", "up", "down")},
+    **{f"layers.mlp.shared.{name}": f"mlp_{name}" for name in ("gate", "up", "down")},
+    "layers.mlp.router": "router",
+}
+_BELOW = ("embed.embedding", "layers.attention_norm.scale", "layers.mlp_norm.scale", *_MADE)  # all that is below the last norm
+_EXPERTS = tuple(f"layers.mlp.{name}" for name in ("gate", "up", "down"))
+
+
+def products(model: Model, rows: float = 0.0) -> dict[str, float]:
+    """Forward FLOPs per token of one layer's GEMMs, by weight (names without layer numbers).
+
+    rows: of experts' GEMMs for each token, in place of the experts that it goes through.
+    """
     d, h = model.d_model, head_dim(model)
-    return {
-        "q": 2 * d * model.num_heads * h,
-        "k": 2 * d * model.num_kv_heads * h,
-        "v": 2 * d * model.num_kv_heads * h,
-        "attention_proj": 2 * model.num_heads * h * d,
-        "mlp_gate": 2 * d * model.d_ff,
-        "mlp_up": 2 * d * model.d_ff,
-        "mlp_down": 2 * model.d_ff * d,
-    }
+    heads, kv_heads = model.num_heads * h, model.num_kv_heads * h
+    into = {"wq": heads, "wk": kv_heads, "wv": kv_heads, "wo": heads}
+    found = {f"layers.attention.{name}": 2.0 * d * width for name, width in into.items()}
+    each = (rows or model.experts_per_token) if model.num_experts else 1
+    found |= dict.fromkeys(_EXPERTS, 2.0 * d * model.d_ff * each)
+    if model.shared_d_ff:
+        found |= {f"layers.mlp.shared.{name}": 2.0 * d * model.shared_d_ff for name in ("gate", "up", "down")}
+    if model.num_experts:
+        found["layers.mlp.router"] = 2.0 * d * model.num_experts
+    return found
+
+
+def gemms(model: Model, rows: float = 0.0) -> dict[str, float]:
+    """Forward FLOPs per token of one layer's GEMMs, by the activation they make (names of `activations.ACTIVATIONS`)."""
+    out: dict[str, float] = {}
+    for name, cost in products(model, rows).items():
+        out[_MADE[name]] = out.get(_MADE[name], 0.0) + cost
+    return out
 
 
 def attention(model: Model, seq_len: int) -> Flops:
@@ -89,17 +120,11 @@ def newton_schulz(model: Model) -> float:
     2 a^2 b + 2 a^3 + 2 a^2 b. There are five.
     """
     d, h = model.d_model, head_dim(model)
-    columns = [*[model.num_heads * h] * 2, *[model.num_kv_heads * h] * 2, *[model.d_ff] * 3]
+    columns = [*[model.num_heads * h] * 2, *[model.num_kv_heads * h] * 2, *[model.d_ff] * 3 * max(1, model.num_experts)]
+    if model.num_experts:
+        columns += [model.num_experts, *[model.shared_d_ff] * (3 if model.shared_d_ff else 0)]
     sides = [(min(d, n), max(d, n)) for n in columns]
     return 5.0 * model.num_layers * sum(4 * a * a * b + 2 * a**3 for a, b in sides)
-
-
-# Weights of a model's matrix products -> the activations they make. A tied head is the embedding.
-_MADE = {
-    **{f"layers.attention.{name}": made for name, made in (("wq", "q"), ("wk", "k"), ("wv", "v"), ("wo", "attention_proj"))},
-    **{f"layers.mlp.{name}": f"mlp_{name}" for name in ("gate", "up", "down")},
-}
-_BELOW = ("embed.embedding", "layers.attention_norm.scale", "layers.mlp_norm.scale", *_MADE)  # all that is below the last norm
 
 
 def learns(run: RunConfig, name: str) -> bool:
@@ -117,7 +142,7 @@ def adapters(run: RunConfig) -> float:
     m, d = run.model, run.model.d_model
     heads, kv_heads = m.num_heads * head_dim(m), m.num_kv_heads * head_dim(m)
     ends = {"wq": d + heads, "wk": d + kv_heads, "wv": d + kv_heads, "wo": heads + d}
-    ends |= dict.fromkeys(("gate", "up", "down"), d + m.d_ff)
+    ends |= dict.fromkeys(("gate", "up", "down"), (d + m.d_ff) * (m.experts_per_token if m.num_experts else 1))
     return m.num_layers * 2 * run.lora.rank * sum(ends.get(name, 0) for name in parts_of(run.lora.targets))
 
 
@@ -130,8 +155,7 @@ def training(run: RunConfig) -> Flops:
     """
     m, everything = run.model, per_token(run.model, run.data.seq_len)
     head = 2 * m.d_model * m.vocab_size
-    made = gemms(m)
-    saved = sum(m.num_layers * made[a] for name, a in _MADE.items() if not learns(run, name))
+    saved = sum(m.num_layers * cost for name, cost in products(m).items() if not learns(run, name))
     saved += 0 if learns(run, "embed.embedding" if m.tied_head else "head") else head
     total = everything + Flops(1.0, 1.0) * (3 * adapters(run) - saved)
     if passes_layers(run):
@@ -142,20 +166,37 @@ def training(run: RunConfig) -> Flops:
     return total + through * -1 + Flops(-to_norm, -to_norm)
 
 
-def again(run: RunConfig) -> Flops:
-    """FLOPs per token that a run computes a second time."""
-    return recompute(run.model, run.remat, run.data.seq_len) if passes_layers(run) else Flops(0.0, 0.0)
+def beyond(run: RunConfig) -> Flops:
+    """FLOPs per token that a run computes beside the model's, for HFU: what remat computes a second time, and the places of
+    experts beyond an even load. With a capacity below 1 tokens are dropped, and it may be less than nothing."""
+    back = passes_layers(run)
+    extra = recompute(run.model, run.remat, run.data.seq_len) if back else Flops(0.0, 0.0)
+    if not (run.model.num_experts and run.experts.capacity):
+        return extra
+    rows = expert_rows(run)
+    spare = run.model.num_layers * (sum(gemms(run.model, rows).values()) - sum(gemms(run.model).values()))
+    again = recompute(run.model, run.remat, run.data.seq_len, rows) + extra * -1 if back else Flops(0.0, 0.0)
+    passes = 1 + back * (1 + learns(run, "layers.mlp.gate"))  # the backward pass: of activations, and of weights that learn
+    return extra + again + Flops(spare, spare) * passes
 
 
-def recompute(model: Model, remat: Remat, seq_len: int) -> Flops:
-    """FLOPs per token that the remat policy computes a second time; HFU counts them, MFU does not.
+def expert_rows(run: RunConfig) -> float:
+    """Rows that all experts together multiply for each token, of the load that a plan takes: an even one.
+
+    The experts of a token; with a capacity that many even shares, since arrays have the size of what could come.
+    """
+    return run.model.experts_per_token * (run.experts.capacity or 1.0)
+
+
+def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Flops:
+    """FLOPs per token that the remat policy computes a second time; HFU counts them, MFU does not. rows: as in `products`.
 
     Of each layer a GEMM runs again where the backward pass needs its result and no activation behind it was kept:
 
     - q, k, v where they are not kept;
     - the attention kernel unless both its output and its log-sum-exp are kept;
     - wo unless its output is kept, or the residual stream after it; with post_norms, whose backward pass reads it, its output;
-    - gate and up where they are not kept;
+    - gate and up where they are not kept, those of experts too; the router, whose scores no policy keeps but "none";
     - down in the layers whose output is the next layer's input under the same checkpoint, so not in the last layer of each
       `remat.every`: nothing in the backward pass reads the output of the last one, and XLA drops it; with post_norms in all.
 
@@ -165,8 +206,8 @@ def recompute(model: Model, remat: Remat, seq_len: int) -> Flops:
     if remat.policy == "none":
         return Flops(0.0, 0.0)
     have = kept(remat)
-    cost = gemms(model)
-    linear = sum(cost[name] for name in ("q", "k", "v", "mlp_gate", "mlp_up") if name not in have)
+    cost = gemms(model, rows)
+    linear = sum(cost[name] for name in ("q", "k", "v", "mlp_gate", "mlp_up") if name not in have) + cost.get("router", 0.0)
     if not have & ({"attention_proj"} if model.post_norms else {"attention_proj", "residual"}):
         linear += cost["attention_proj"]
     total = Flops(linear, linear)
@@ -182,7 +223,7 @@ def recompute(model: Model, remat: Remat, seq_len: int) -> Flops:
 def mfu(flops_per_token: float, tokens_per_s: float, peak_tflops: float | None) -> float | None:
     """Part of the dense peak in use: FLOPs per token x tokens per second, both per device, over peak (TFLOP/s).
 
-    With `per_token` it is MFU, with `per_token + recompute` HFU. None where the peak is not known (None or 0).
+    With `per_token` it is MFU, with `per_token + beyond` HFU. None where the peak is not known (None or 0).
     """
     if not peak_tflops:
         return None
@@ -190,7 +231,8 @@ def mfu(flops_per_token: float, tokens_per_s: float, peak_tflops: float | None) 
 
 
 def parameters(model: Model) -> dict[str, int]:
-    """Number of parameters by part, and their "total". A tied head has none of its own."""
+    """Number of parameters by part, and their "total". A tied head has none of its own; of a model with experts "mlp" is the
+    shared one."""
     d, h, layers = model.d_model, head_dim(model), model.num_layers
     q, kv = model.num_heads * h, model.num_kv_heads * h
     attention_params = 2 * d * q + 2 * d * kv
@@ -198,11 +240,22 @@ def parameters(model: Model) -> dict[str, int]:
         attention_params += q + 2 * kv
     if model.qk_norm:
         attention_params += 2 * h
+    experts = model.num_experts
     parts = {
         "embedding": model.vocab_size * d,
         "attention": layers * attention_params,
-        "mlp": layers * 3 * d * model.d_ff,
+        "mlp": layers * 3 * d * (model.shared_d_ff if experts else model.d_ff),
+        "experts": layers * experts * 3 * d * model.d_ff,
+        "router": layers * experts * (d + model.router_bias),
         "norms": layers * (4 if model.post_norms else 2) * d + d,
         "head": 0 if model.tied_head else model.vocab_size * d,
     }
     return parts | {"total": sum(parts.values())}
+
+
+def active_parameters(model: Model) -> int:
+    """Parameters that one token meets: of the experts those it goes through, of all else everything."""
+    count = parameters(model)
+    if not model.num_experts:
+        return count["total"]
+    return count["total"] - count["experts"] * (model.num_experts - model.experts_per_token) // model.num_experts

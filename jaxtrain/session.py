@@ -295,7 +295,7 @@ class Session:
     def throughput(self) -> throughput.Throughput:
         """Rates in the terms of this model on these devices; MFU is null where the peak is not known."""
         run = self.run
-        per_token, again = flops.training(run), flops.again(run)
+        per_token, beyond = flops.training(run), flops.beyond(run)
         device = jax.devices()[0]
         peak = run.log.peak_tflops
         if not peak and device.platform == "gpu":
@@ -311,7 +311,7 @@ class Session:
             num_devices=jax.device_count(),
             flops_causal=per_token.causal,
             flops_full=per_token.full,
-            flops_hardware=(per_token + again).causal,
+            flops_hardware=(per_token + beyond).causal,
             peak_flops=peak * 1e12 if peak else None,
         )
 

@@ -352,7 +352,8 @@ def less_kept(run: RunConfig, program: Program, taken_gib: float, usable_gib: fl
     if excess <= 0 or not kept(run.remat):
         return None
     p = program.placement
-    axes = {axis: p.size(p.mesh_axes(axis)) for axis in ("batch", "sequence", "residual", "heads", "kv_heads", "mlp")}
+    split = ("batch", "sequence", "residual", "heads", "kv_heads", "mlp", "experts", "layers")
+    axes = {axis: p.size(p.mesh_axes(axis)) for axis in split}
     packed = program.attention == "cudnn" and run.data.packing == "documents"
     remat = auto_remat.smaller(run, excess, axes, packed) or Remat("full")
     return dataclasses.replace(run, remat=remat)

@@ -16,7 +16,7 @@ from jaxtrain.plan.topology import parse
 from jaxtrain.step import less_kept
 from jaxtrain.validate import validate_step
 
-WHOLE = dict.fromkeys(("batch", "sequence", "residual", "heads", "kv_heads", "mlp"), 1)
+WHOLE = dict.fromkeys(("batch", "sequence", "residual", "heads", "kv_heads", "mlp", "experts", "layers"), 1)
 
 
 def run(*overrides: str):
@@ -37,6 +37,20 @@ def test_bytes_are_those_of_the_arrays():
     assert auto_remat.bytes_kept(run(), frozenset({"k", "v"}), axes | {"kv_heads": 2}, False) == 32 * 8192 * 2 * 4 * 128 * 2
     lse = auto_remat.bytes_kept(run("--config.data.max_segments=7"), frozenset({"attention_lse"}), axes, True)
     assert lse == 32 * 8192 * 32 * 8 * 4
+
+
+def test_bytes_of_experts_and_of_a_pipeline():
+    """Two experts' rows for each token, with what an exchange or a capacity leaves room for; of 4 stages the 8 layers of each,
+    for the 7 microbatches that wait, or in groups of 4 for 11 units."""
+    up, axes, one = frozenset({"mlp_up"}), WHOLE | {"batch": 8}, 32 * 8192 * 14336 * 2
+    few = ("--config.model.num_experts=8", "--config.model.shared_d_ff=7168")
+    assert auto_remat.bytes_kept(run(*few), up, axes, False) == one * 2.5
+    assert auto_remat.bytes_kept(run(*few), up, axes | {"experts": 4}, False) == one * (2 * 1.25 + 0.5)
+    assert auto_remat.bytes_kept(run(*few, "--config.experts.capacity=2"), up, axes | {"experts": 4}, False) == one * 4.5
+    many = ("--config.train.grad_accum=64", "--config.train.global_batch=512")
+    assert auto_remat.bytes_kept(run(*many), up, axes | {"layers": 4}, False) == one / 4 * 7
+    groups = ("--config.pipeline.schedule=interleaved", "--config.pipeline.groups=2")
+    assert auto_remat.bytes_kept(run(*many, *groups), up, axes | {"layers": 4}, False) == one / 32 * 4 * 11
 
 
 @pytest.mark.parametrize("excess", [0.1, 3.0, 9.0, 15.0, 20.0, 21.9])

@@ -6,7 +6,7 @@ import pytest
 
 from jaxtrain import flops, hardware
 from jaxtrain.activations import ACTIVATIONS, GEMM_OUTPUTS, KEPT, parse_tensors
-from jaxtrain.config import Model, Remat
+from jaxtrain.config import Experts, Model, Remat, RunConfig, Train
 from jaxtrain.models.llama import PRESETS
 
 SMALL = Model(num_layers=6, d_model=64, num_heads=8, num_kv_heads=2, head_dim=16, d_ff=160, vocab_size=100)
@@ -96,6 +96,92 @@ def test_policy_keeps_what_the_model_says_it_keeps():
     from jaxtrain.models import remat
 
     assert set(remat.make_plan(Remat(policy="attention"), "layer", False, False, False).keep) == set(KEPT["attention"])
+
+
+# Mixtral 8x7B (arXiv:2401.04088): 46.7 B parameters, 12.9 B of them used by a token. Qwen3-30B-A3B (arXiv:2505.09388): 30.5 B
+# and 3.3 B.
+MIXTRAL = Model(
+    num_layers=32, d_model=4096, num_heads=32, num_kv_heads=8, d_ff=14336, vocab_size=32000, num_experts=8, experts_per_token=2
+)
+QWEN3 = Model(
+    num_layers=48,
+    d_model=2048,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    d_ff=768,
+    vocab_size=151_936,
+    qk_norm=True,
+    num_experts=128,
+    experts_per_token=8,
+)
+
+
+@pytest.mark.parametrize(("model", "total", "active"), [(MIXTRAL, 46.703, 12.880), (QWEN3, 30.532, 3.354)])
+def test_parameters_of_published_experts(model, total, active):
+    parts = flops.parameters(model)
+    assert parts["total"] / 1e9 == pytest.approx(total, abs=1e-3)
+    assert flops.active_parameters(model) / 1e9 == pytest.approx(active, abs=1e-3)
+    assert sum(n for part, n in parts.items() if part != "total") == parts["total"]
+
+
+FEW = dataclasses.replace(SMALL, num_experts=4, experts_per_token=2, shared_d_ff=48)
+EXPERTS = RunConfig(model=FEW, train=Train(freeze=""))
+
+
+def test_experts_count_those_a_token_goes_through():
+    """By hand: three matrices of each of two experts, of the shared one, and the router."""
+    d = FEW.d_model
+    mlp = 3 * 2 * d * (2 * FEW.d_ff + FEW.shared_d_ff) + 2 * d * 4
+    dense = 3 * 2 * d * SMALL.d_ff
+    assert flops.forward(FEW, 32).causal - flops.forward(SMALL, 32).causal == 6 * (mlp - dense)
+    assert (
+        flops.per_token(dataclasses.replace(FEW, num_experts=64), 32).full - flops.per_token(FEW, 32).full == 3 * 6 * 2 * d * 60
+    )
+    # 6 N of the PaLM paper, N the active weights that are multiplied.
+    weights = flops.active_parameters(FEW) - FEW.vocab_size * d - flops.parameters(FEW)["norms"]
+    assert flops.per_token(FEW, 32).full == 6 * weights + 12 * 6 * 8 * 16 * 32
+
+
+def test_a_capacity_costs_its_places_and_is_in_no_mfu():
+    one = 6 * 3 * 2 * 2 * FEW.d_model * FEW.d_ff  # forward FLOPs of all layers' experts, two for each token
+    roomy = dataclasses.replace(EXPERTS, experts=Experts(capacity=1.5))
+    assert flops.training(roomy) == flops.training(EXPERTS)
+    assert flops.beyond(EXPERTS).causal == 0
+    assert flops.beyond(roomy).causal == pytest.approx(3 * one * 0.5)
+    tight = dataclasses.replace(EXPERTS, experts=Experts(capacity=0.5))
+    assert flops.beyond(tight).causal == pytest.approx(-3 * one * 0.5), "dropped tokens are computed by nobody"
+    full = dataclasses.replace(roomy, remat=Remat(policy="full"))
+    again = flops.recompute(FEW, Remat(policy="full"), full.data.seq_len).causal
+    assert flops.beyond(full).causal == pytest.approx(3 * one * 0.5 + again + one * 2 / 3 * 0.5), "gate and up a second time"
+    frozen = dataclasses.replace(roomy, train=Train(freeze="layers.mlp.*"))
+    assert flops.beyond(frozen).causal == pytest.approx(2 * one * 0.5)
+
+
+def test_frozen_experts_have_no_gradients():
+    frozen = dataclasses.replace(EXPERTS, train=Train(freeze="layers.mlp.gate,layers.mlp.router"))
+    saved = flops.training(EXPERTS).causal - flops.training(frozen).causal
+    assert saved == 6 * 2 * FEW.d_model * (2 * FEW.d_ff + 4)
+
+
+def test_recompute_of_experts():
+    layer, attention = flops.gemms(FEW), flops.attention(FEW, 32).causal
+    dots = flops.recompute(FEW, Remat(policy="dots"), 32).causal
+    assert dots == 6 * (attention + layer["router"])
+    full = flops.recompute(FEW, Remat(policy="full"), 32).causal
+    assert full == 6 * (sum(layer.values()) - layer["mlp_down"] + attention)
+
+
+def test_muons_products_of_experts():
+    """Each expert's three matrices are made orthogonal by themselves."""
+    d, f, s = FEW.d_model, FEW.d_ff, FEW.shared_d_ff
+
+    def one(a: int, b: int) -> float:
+        a, b = min(a, b), max(a, b)
+        return 5.0 * (4 * a * a * b + 2 * a**3)
+
+    more = 6 * (3 * 3 * one(d, f) + 3 * one(d, s) + one(d, 4))
+    assert flops.newton_schulz(FEW) - flops.newton_schulz(SMALL) == more
 
 
 def test_mfu():

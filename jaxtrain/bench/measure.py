@@ -291,7 +291,7 @@ def peak_tflops(run: RunConfig, device: Any) -> float | None:
 def rates(run: RunConfig, count: int, step_s: float, peak_tflops: float | None) -> dict[str, Any]:
     """Tokens per second and utilisations of a step that takes this long on `count` devices."""
     per_token = flops.training(run)
-    hardware_flops = per_token + flops.again(run)
+    hardware_flops = per_token + flops.beyond(run)
     tokens_per_s = run.train.global_batch * run.data.seq_len / step_s
     each = tokens_per_s / count
     return {

@@ -337,7 +337,7 @@ def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", conte
     """
     if attention not in _ATTENTION:
         raise ValueError(f"attention kernel {attention!r}: its FLOPs are not known. Known: {', '.join(_ATTENTION)}.")
-    everything = flops.training(run) + flops.again(run)
+    everything = flops.training(run) + flops.beyond(run)
     one = flops.attention(run.model, run.data.seq_len)
     # The usual count of training takes the backward pass for twice the forward pass.
     back = flops.passes_layers(run)
