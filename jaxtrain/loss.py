@@ -34,6 +34,10 @@ class LossSpec:
     logit_softcap: float
     z_loss: float = 0.0  # see `cross_entropy`
 
+    def inside(self) -> "LossSpec":
+        """The same on one pipeline stage's part of everything."""
+        return dataclasses.replace(self, placement=self.placement.inside("stage"))
+
 
 LossFunction = Callable[[jax.Array, Weight, Batch, LossSpec], jax.Array]
 

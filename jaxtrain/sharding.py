@@ -109,6 +109,10 @@ class Placement:
             raise LayoutError(f"logical axis {axis!r} has no rule: add sharding.rules.{axis} (known: {', '.join(table)})")
         return tuple(a for a in table[axis] if self.mesh.shape.get(a, 1) > 1)
 
+    def parts(self, axis: str | None) -> int:
+        """Into how many parts this logical axis of an array is split."""
+        return self.size([a for a in self.mesh_axes(axis) if a not in self.manual])
+
     def in_use(self, axis: str | None) -> tuple[str, ...]:
         """Mesh axes, of size above 1, that split this logical axis of a weight while it is used."""
         if axis == "experts":
@@ -137,7 +141,7 @@ class Placement:
         """NamedSharding for these logical axes; with a shape, checks that each dimension divides evenly."""
         spec = self.spec(axes, name)
         for dim, axis in enumerate(axes if shape is not None else ()):
-            parts = self.size([a for a in self.mesh_axes(axis) if a not in self.manual])
+            parts = self.parts(axis)
             if shape is not None and shape[dim] % parts:
                 raise LayoutError(
                     f"{name}: axis {axis!r} of size {shape[dim]} does not divide over "

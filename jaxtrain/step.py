@@ -20,13 +20,16 @@ from jaxtrain.kernels.context.split import Split
 from jaxtrain.kernels.dot import DTYPES, Numerics
 from jaxtrain.loss import Batch, LossFunction, LossSpec, loss_function
 from jaxtrain.models import family, layers
-from jaxtrain.models.attention import Kernel
+from jaxtrain.models.attention import Kernel, layer_kinds
 from jaxtrain.models.lora import Lora, is_adapter
 from jaxtrain.models.module import Definition, Params, filled, names, part
 from jaxtrain.models.remat import Plan, make_plan
+from jaxtrain.models.transformer import Transformer
 from jaxtrain.optimizer import check_groups, make_optimizer, make_schedule
+from jaxtrain.pipeline import STAGE, Pipeline
 from jaxtrain.shapes import BATCH_KEYS
 from jaxtrain.sharding import Axes, Placement, make_placement, replicated
+from jaxtrain.stages import Arrangement, Schedule, arrangement
 from jaxtrain.state import TrainState, abstract_state, shardings, weights
 from jaxtrain.update import STACK, Update, at_once, streamed
 from jaxtrain.zero import Stage, stage
@@ -45,11 +48,14 @@ def make_train_step(
     held: Stage,
     clip_norm: float,
     spike: float = 0.0,
+    pipe: Pipeline | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """A pure function `(state, batch) -> (state, metrics)`, to be jitted by the caller with explicit shardings.
 
     The batch's arrays are (A, B, T): A microbatches, whose gradients are summed in the dtype that `held` says before the one
     update. The loss of each is divided by the weight of all, so the sum is exactly the loss of the whole batch.
+
+    pipe: how microbatches pass through pipeline stages, where there are any.
 
     Frozen parameters (`held.trained` says which) have no gradient, and leave the step as they came.
 
@@ -68,6 +74,11 @@ def make_train_step(
         with jax.named_scope("loss"):
             return loss(hidden, model.head_VD, micro, spec) / total
 
+    def lose(model: Transformer, x: Any, micro: Batch, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+        with jax.named_scope("loss"):
+            value = loss(model.leave(x), model.head_VD, micro, spec.inside()) / total
+        return value, value
+
     def gradients(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
         # A batch without targets has nothing to learn from; the floor only keeps it from dividing by zero.
         with jax.named_scope("loss"):
@@ -75,6 +86,10 @@ def make_train_step(
 
         with jax.named_scope("gather"):
             held_weights = held.weights(params, axes)
+        if pipe:
+            value, grads = pipe.gradients(lose, held, held_weights, part(params, held.trained), batch, total)
+            with jax.named_scope("reduce"):
+                return value, held.settled(grads, learnt)
 
         def one(micro: Batch, sums: Params) -> tuple[jax.Array, Params]:
             def of_slots(slots: Params) -> jax.Array:
@@ -114,20 +129,26 @@ def make_train_step(
             old = part(state.params, held.trained)
             params, optimizer = update(grads, state.optimizer, old, scale, lr, verdict == guard.TAKEN)
             done = state.step + (verdict != guard.HELD)
-        new = TrainState(done.astype(jnp.int32), filled(state.params, params), optimizer, guarded)
+        new = TrainState(done.astype(jnp.int32), filled(state.params, params), optimizer, guarded, state.layers)
         return new, {"loss": value, "grad_norm": norm, "lr": lr, "verdict": verdict}
 
     return train_step
 
 
 def make_eval_step(
-    definition: Definition, loss: LossFunction, spec: LossSpec, held: Stage
+    definition: Definition, loss: LossFunction, spec: LossSpec, held: Stage, pipe: Pipeline | None = None
 ) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
     """`(params, batch) -> (sum of weighted losses, sum of weights)`, both f32 (); the batch's arrays are (1, B, T)."""
 
+    def lose(model: Transformer, x: Any, micro: Batch) -> jax.Array:
+        return loss(model.leave(x), model.head_VD, micro, spec.inside())
+
     def eval_step(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
         micro = jax.tree.map(lambda x: x[0], batch)
-        model = definition.bind(held.at_rest(params, definition.axes))
+        weights = held.rounded(params, definition.axes)
+        if pipe:
+            return pipe.loss(lose, held, weights, params, micro), micro["weights"].sum()
+        model = definition.bind(held.at_rest(weights, params))
         hidden = model(micro["tokens"], micro["segments"], micro["positions"])
         return loss(hidden, model.head_VD, micro, spec), micro["weights"].sum()
 
@@ -164,7 +185,7 @@ class Program:
     def base(self, state: TrainState) -> TrainState:
         """Of a state, abstract or not, what adapters stand beside; without them, all parameters."""
         frozen = jax.tree.map(lambda learns: not (learns and self.adapters), self.trained)
-        return TrainState(state.step, part(state.params, frozen), ())
+        return TrainState(state.step, part(state.params, frozen), (), layers=state.layers)
 
 
 def rows_here(abstract: Batch) -> list[int] | None:
@@ -299,6 +320,16 @@ def remat_plan(run: RunConfig, placement: Placement) -> Plan:
     return make_plan(run.remat, run.sharding.gather, gathers_in_use(run, placement), waits, run.compiler.unroll)
 
 
+def pipeline(run: RunConfig, placement: Placement, kernel: Kernel, lying: Arrangement) -> Pipeline:
+    """A config's model on pipeline stages. Raises ConfigError for a model of one's own that cannot be cut into stages."""
+    inside = make_definition(run, placement.inside(STAGE), kernel)
+    if not inside.staged:
+        rule = f"the {run.model.family} model does not say what lies before its layers and what behind"
+        raise ConfigError([Problem("mesh.stage", lying.stages, rule, "Build it of models.transformer.Transformer, or set 1.")])
+    schedule = Schedule(run.pipeline.schedule, lying.stages, lying.groups, run.train.grad_accum)
+    return Pipeline(placement, inside, lying, schedule, layer_kinds(run.model))
+
+
 def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Definition:
     """The model of a config, placed."""
     module, plan = family(run.model.family), remat_plan(run, placement)
@@ -379,7 +410,9 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
         has = "trains" if run.train.freeze else "has"
         rule = f"moments are streamed layer by layer, and model.family = {run.model.family} {has} no parameters under {STACK!r}"
         raise ConfigError([Problem("optimizer.offload", "moments", rule, "Set none, or stack the layers under that name.")])
-    state = abstract_state(definition, tx, placement, offload, trained)
+    lying = arrangement(run, placement.size("stage"))
+    state = abstract_state(definition, tx, placement, offload, trained, lying)
+    pipe = pipeline(run, placement, kernel, lying) if lying else None
 
     shape = (run.train.grad_accum, run.train.global_batch // run.train.grad_accum, run.data.seq_len)
     sharding = placement.sharding(MICROBATCHES, "batch", shape)
@@ -403,6 +436,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
         held=held,
         clip_norm=run.optimizer.clip_norm,
         spike=run.train.spike,
+        pipe=pipe,
     )
     whole = replicated(placement)
     return Program(
@@ -421,13 +455,13 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
             keep_unused=True,
         ),
         jax.jit(
-            make_eval_step(definition, loss, dataclasses.replace(loss_spec, z_loss=0.0), held),
+            make_eval_step(definition, loss, dataclasses.replace(loss_spec, z_loss=0.0), held, pipe),
             in_shardings=(shardings(state.params), shardings(batch)),
             out_shardings=(whole, whole),
         ),
         offload,
         gathers_in_use(run, placement),
-        remat_plan(run, placement).trips(run.model.num_layers),
+        remat_plan(run, placement).trips(lying.per_group if lying else run.model.num_layers),
         run.compiler,
         run.train.deterministic,
         context,

@@ -50,17 +50,16 @@ class Stage:
 
     def weights(self, params: Params, axes: Params) -> Params:
         """From the master weights, what all microbatches of a step compute with."""
-        held = self._rounded(params, axes)
+        held = self.rounded(params, axes)
         return jax.tree.map(self._gathered, held, axes, is_leaf=_is_scaled) if self.whole else held
 
-    def at_rest(self, params: Params, axes: Params) -> Params:
-        """What an evaluation computes with: weights that rest as the master does, and learn nothing."""
-        held = self._rounded(params, axes)
+    def at_rest(self, weights: Params, params: Params) -> Params:
+        """What an evaluation computes with: the `rounded` weights, which rest as the master does, and learn nothing."""
         return jax.tree.map(
-            lambda w, p: Held(w, p, False, ()) if isinstance(w, Scaled) else w, held, params, is_leaf=_is_scaled
+            lambda w, p: Held(w, p, False, ()) if isinstance(w, Scaled) else w, weights, params, is_leaf=_is_scaled
         )
 
-    def _rounded(self, params: Params, axes: Params) -> Params:
+    def rounded(self, params: Params, axes: Params) -> Params:
         """The master weights, those of FP8 matmuls in 8 bits. Once a step: a scale is a collective."""
         return jax.tree.map(lambda w, axes, eight: scaled(w, axes, self.placement) if eight else w, params, axes, self.eight)
 

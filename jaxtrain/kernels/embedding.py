@@ -99,7 +99,7 @@ def _forward(table, tokens, residual, placement, numerics):
 def _backward(residual, placement, numerics, residuals, dy):
     tokens, like, to = residuals
     s = _split(placement, still(placement.mesh_axes("embed"), to))
-    V = like.shape[0] // placement.size(s.vocab)
+    V = like.shape[0] // placement.parts("vocab")
 
     def local(dy_BTD, tokens_BT):
         if s.alone:

@@ -51,6 +51,7 @@ class Definition:
 
     adds_layers: the model says of itself that stacked parameters may come as `sharding.Held` with a `sum`: it runs each stack
     whole, once, and by `remat.Plan.run`.
+    staged: it has the parts that a pipeline puts on stages, as models.transformer.Transformer has them.
     """
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module]):
@@ -58,6 +59,7 @@ class Definition:
         module = nnx.eval_shape(lambda: make(nnx.Rngs(params=0)))
         self._graph, state = nnx.split(module, nnx.Param)
         self.adds_layers = bool(getattr(module, "adds_layers", False))
+        self.staged = all(hasattr(module, name) for name in ("share", "enter", "layer", "layers", "leave"))
         self.abstract: Params = _map(state, lambda p: jax.ShapeDtypeStruct(p.get_value().shape, p.get_value().dtype))
         self.axes: Params = _map(state, _axes)
         self.dots: Params = _map(state, lambda p: p.get_metadata("dot", False))

@@ -1,0 +1,321 @@
+"""A step's gradients through pipeline stages: one program for all of them, which follows a schedule tick by tick (stages.py).
+
+The program is manual over mesh axis `stage` and leaves the other axes as they are: a stage sees its own layers, and the data,
+fsdp, expert, tensor and seq axes as without a pipeline. In every tick it runs one group of layers forward on one microbatch and
+one backward on another, and hands the results to its neighbours. Forward and backward passes of different microbatches are in
+one loop body, so autodiff cannot make them: what a group keeps waits in slots (models/layer_groups.py).
+
+The embedding and the head belong to no stage. Their tables are split by vocabulary over all, as over a tensor axis: each stage
+looks up its rows for the microbatch that enters, and computes its part of the logits of the one that leaves, whose states
+the last stage sends to all. So no stage has more to do than the others, and none a table of its own.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.models.layer_groups import Groups
+from jaxtrain.models.layers import RESIDUAL
+from jaxtrain.models.module import Definition, Params, part
+from jaxtrain.models.transformer import Transformer
+from jaxtrain.sharding import Axes, Placement, Scaled
+from jaxtrain.stages import Arrangement, Schedule
+from jaxtrain.update import STACK
+from jaxtrain.zero import Stage
+
+STAGE = "stage"
+Batch = dict[str, Any]
+# (model, what its layers gave, microbatch, weight of the whole batch) -> what is minimised, and sums to report
+Lose = Callable[[Transformer, Any, Batch, jax.Array], tuple[jax.Array, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """A model on stages."""
+
+    placement: Placement
+    definition: Definition  # of one stage's part: made with `placement.inside("stage")`
+    arrangement: Arrangement
+    schedule: Schedule
+    kinds: Sequence[int]  # of each layer
+
+    @property
+    def inside(self) -> Placement:
+        return self.placement.inside(STAGE)
+
+    @property
+    def last(self) -> int:
+        """The last stage's number."""
+        return self.schedule.stages - 1
+
+    def groups(self, model: Transformer) -> Groups:
+        """This stage's layers."""
+        of_place = [0 if layer is None else self.kinds[layer] for layer in self.arrangement.order]
+        first = jax.lax.axis_index(STAGE) * self.arrangement.groups * self.arrangement.per_group
+        return Groups(model.layer, model.layers, of_place, first, self.arrangement.per_group, model.remat)
+
+    def broadcast(self, tree: Any, stage: int) -> Any:
+        """One stage's states, on all of them."""
+        p = self.inside
+
+        def local(tree: Any) -> Any:
+            mine = jax.lax.axis_index(STAGE) == stage
+            return jax.tree.map(lambda x: jax.lax.psum(jnp.where(mine, x, 0), STAGE), tree)
+
+        # Over the whole mesh by hand: of a sum over one axis of several, in bfloat16, XLA's CPU compiler (jaxlib 0.11.2) dies.
+        layout = jax.tree.map(lambda x: p.spec(RESIDUAL) if x.ndim == 3 else P(), tree)
+        return jax.shard_map(local, mesh=p.mesh, in_specs=(layout,), out_specs=layout, check_vma=False)(tree)
+
+    def pass_on(self, tree: Any, by: int) -> Any:
+        """To the next stage (by = 1) or the one before (-1); with several groups a stage, around the ends too."""
+        stages = self.schedule.stages
+        links = [(s, (s + by) % stages) for s in range(stages) if self.schedule.groups > 1 or 0 <= s + by < stages]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, STAGE, links), tree)
+
+    def specs(self, tree: Any, axes: Params) -> Any:
+        """Of each weight, that its layers or its rows are split over the stages, where they are."""
+
+        def spec(w: Any, axes: Axes) -> Any:
+            own = self._spec(axes)
+            return Scaled(own, P(*own[:1])) if isinstance(w, Scaled) else own
+
+        return jax.tree.map(spec, tree, axes, is_leaf=lambda w: isinstance(w, Scaled))
+
+    def _spec(self, axes: Axes, late: bool = False) -> P:
+        parts = [STAGE if STAGE in self.placement.mesh_axes(axis) else None for axis in axes]
+        # Behind the stacked layers, where there are any, stand the parts of a gradient that is not yet summed.
+        parts[(at := int(axes[0] == "layers")) : at] = [None] if late else []
+        return P(*parts)
+
+    def gradients(self, lose: Lose, held: Stage, weights: Params, masters: Params, batch: Batch, total: jax.Array) -> Any:
+        """(sums that `lose` reports, gradients as `held` accumulates them) of a batch of microbatches, (A, B, T).
+
+        weights: what the step computes with (`held.weights`). masters: those of the weights that are learnt, at rest.
+        """
+        axes = self.definition.axes
+        learnt = part(axes, held.trained)
+
+        def run(weights: Params, masters: Params, batch: Batch, total: jax.Array) -> Any:
+            inner = dataclasses.replace(held, placement=self.inside)
+            return _Run(self, lose, inner, weights, masters, batch, total).all()
+
+        grads = jax.tree.map(lambda a: self._spec(a, bool(held.late(a))), learnt, is_leaf=lambda a: isinstance(a, tuple))
+        return jax.shard_map(
+            run,
+            mesh=self.placement.mesh,
+            in_specs=(self.specs(weights, axes), self.specs(masters, learnt), P(), P()),
+            out_specs=(P(), grads),
+            axis_names={STAGE},
+            check_vma=False,
+        )(weights, masters, batch, total)
+
+    def loss(self, lose: Callable[..., Any], held: Stage, weights: Params, masters: Params, micro: Batch) -> Any:
+        """`lose(model, what its layers gave, microbatch)` of one microbatch, (B, T). Stages take their turns at it.
+
+        weights: the `rounded` masters.
+        """
+
+        def run(weights: Params, masters: Params, micro: Batch) -> Any:
+            model = self.definition.bind(held.at_rest(weights, masters))
+            shared, groups = model.share(micro["segments"], micro["positions"]), self.groups(model)
+            x = self.in_turn(model.enter(micro["tokens"]), lambda x, group: groups.forward(x, shared, group))
+            return lose(model, x, micro)
+
+        axes = self.definition.axes
+        return jax.shard_map(
+            run,
+            mesh=self.placement.mesh,
+            in_specs=(self.specs(weights, axes), self.specs(masters, axes), P()),
+            out_specs=P(),
+            axis_names={STAGE},
+            check_vma=False,
+        )(weights, masters, micro)
+
+    def in_turn(self, x: Any, run: Callable[[Any, jax.Array], Any]) -> Any:
+        """What the last stage makes of x, on all stages: each runs each of its groups, `run(x, group)`, one after another."""
+        stages = self.schedule.stages
+
+        def tick(x: Any, t: jax.Array) -> tuple[Any, None]:
+            return self.pass_on(run(x, t // stages), 1), None
+
+        turns = stages * self.schedule.groups
+        x = jax.lax.scan(tick, x, jnp.arange(turns - 1, dtype=jnp.int32))[0]
+        return self.broadcast(run(x, jnp.int32(self.schedule.groups - 1)), self.last)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Carry:
+    """What goes from tick to tick."""
+
+    arrived: Any  # from the stage before: what it made of its last unit
+    returned: Any  # from the stage behind: the gradient of what it took
+    kept: list[jax.Array]  # what units keep, slot by slot
+    ready: Any  # gradients of the last layer's outputs, by microbatch as far as they must wait
+    stack: list[jax.Array]  # gradients of the layers so far
+    ends: Params  # and of all else
+    sums: Any  # what `lose` reports
+
+
+jax.tree_util.register_dataclass(_Carry, [f.name for f in dataclasses.fields(_Carry)], [])
+
+
+class _Run:
+    """One step, as one stage sees it."""
+
+    def __init__(
+        self, pipe: Pipeline, lose: Lose, held: Stage, weights: Params, masters: Params, batch: Batch, total: jax.Array
+    ):
+        self.pipe, self.lose, self.held, self.batch, self.total = pipe, lose, held, batch, total
+        self.schedule = pipe.schedule
+        self.stage = jax.lax.axis_index(STAGE)
+        axes = pipe.definition.axes
+        learnt = part(axes, held.trained)
+        self.learnt_stack = jax.tree.leaves(learnt.get(STACK, {}), is_leaf=lambda a: isinstance(a, tuple))
+        self.learnt_ends = {name: a for name, a in learnt.items() if name != STACK}
+        slots = held.slots(masters, learnt, masters)
+        self.ends = {name: slot for name, slot in slots.items() if name != STACK}
+        self.model_of = lambda ends: pipe.definition.bind(held.bound(weights, slots | ends, axes))
+        self.zeros = jax.tree.map(held.zero, masters, learnt)
+        self.model = self.model_of(self.ends)
+        self.groups = pipe.groups(self.model)
+        schedule = self.schedule
+        self.forward_table = _table([schedule.forward_unit(min(u, schedule.units - 1)) for u in range(schedule.forward_ticks)])
+        self.backward_table = _table([schedule.backward_unit(w) for w in range(schedule.units)])
+        forward_slots, backward_slots, self.slots = schedule.slots
+        self.forward_slots, self.backward_slots = (jnp.asarray(s, jnp.int32) for s in (forward_slots, backward_slots))
+        # Only where all are forward before any is backward does the gradient of an output wait.
+        self.waiting = schedule.microbatches if schedule.wait >= schedule.forward_ticks else 1
+
+    def micro(self, m: jax.Array) -> Batch:
+        return {k: jax.lax.dynamic_index_in_dim(a, m, keepdims=False) for k, a in self.batch.items()}
+
+    def shared(self, micro: Batch) -> Any:
+        return self.model.share(micro["segments"], micro["positions"])
+
+    def forward(self, t: jax.Array, arrived: Any, kept: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
+        """This stage's forward unit of tick t: its output, and what it keeps."""
+        u = jnp.clip(t - self.stage, 0, self.schedule.forward_ticks - 1)
+        group, m = self.forward_table[u]
+        first_group, entering = self.forward_table[jnp.clip(t, 0, self.schedule.forward_ticks - 1)]
+        x = self.when(
+            first_group == 0, lambda x: self.model.enter(self.micro(entering)["tokens"]), jax.tree.map(jnp.zeros_like, arrived)
+        )
+        x = _chosen((self.stage == 0) & (group == 0), x, arrived)
+        return self.groups.forward_keeping(x, self.shared(self.micro(m)), group, kept, self.forward_slots[u])
+
+    def lost(self, t: jax.Array, y: Any, carry: _Carry) -> _Carry:
+        """The loss of the microbatch that leaves the last stage at tick t, and its gradients."""
+        group, m = self.forward_table[jnp.clip(t - self.pipe.last, 0, self.schedule.forward_ticks - 1)]
+
+        def of(y: Any, ready: Any, ends: Params, sums: Any) -> Any:
+            micro = self.micro(m)
+
+            def loss(ends: Params, y: Any) -> tuple[jax.Array, Any]:
+                return self.lose(self.model_of(ends), y, micro, self.total)
+
+            (_, made), (d_ends, dy) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
+                self.ends, self.pipe.broadcast(y, self.pipe.last)
+            )
+            ready = jax.tree.map(lambda r, d: jax.lax.dynamic_update_index_in_dim(r, d, m % self.waiting, 0), ready, dy)
+            return y, ready, self.added(ends, d_ends), jax.tree.map(jnp.add, sums, made)
+
+        state = (y, carry.ready, carry.ends, carry.sums)
+        _, ready, ends, sums = self.when(group == self.schedule.groups - 1, lambda state: of(*state), state)
+        return dataclasses.replace(carry, ready=ready, ends=ends, sums=sums)
+
+    def backward(self, t: jax.Array, carry: _Carry) -> _Carry:
+        """This stage's backward unit of tick t, and the embedding's of the microbatch that the first stage is done with."""
+        w = t - self.schedule.wait - (self.pipe.last - self.stage)
+        valid = (w >= 0) & (w < self.schedule.units)
+        w = jnp.clip(w, 0, self.schedule.units - 1)
+        group, m = self.backward_table[w]
+        ready = jax.tree.map(lambda r: jax.lax.dynamic_index_in_dim(r, m % self.waiting, keepdims=False), carry.ready)
+        dy = _chosen((self.stage == self.pipe.last) & (group == self.schedule.groups - 1), ready, carry.returned)
+        shared, slot = self.shared(self.micro(m)), self.backward_slots[w]
+        dx, stack = self.groups.backward(dy, shared, group, self.kept, carry.kept, slot, carry.stack, valid)
+        stack = [self.held.pinned(g, axes) for g, axes in zip(stack, self.learnt_stack, strict=True)]
+
+        first = t - self.schedule.wait - self.pipe.last  # the first stage's unit
+        group, m = self.backward_table[jnp.clip(first, 0, self.schedule.units - 1)]
+
+        def of(state: tuple[Any, Params]) -> tuple[Any, Params]:
+            dx, ends = state
+            done = _chosen((first >= 0) & (first < self.schedule.units), self.pipe.broadcast(dx, 0), None)
+            tokens = self.micro(m)["tokens"]
+            _, vjp = jax.vjp(lambda ends: self.model_of(ends).enter(tokens), self.ends)
+            return dx, self.added(ends, vjp(done)[0])
+
+        _, ends = self.when(group == 0, of, (dx, carry.ends))
+        return dataclasses.replace(carry, returned=self.pipe.pass_on(dx, -1), stack=stack, ends=ends)
+
+    def added(self, ends: Params, made: Params) -> Params:
+        def add(before: jax.Array, g: jax.Array, axes: Axes) -> jax.Array:
+            return before + self.held.pinned(g, axes)
+
+        return jax.tree.map(add, ends, made, self.learnt_ends)
+
+    def when(self, needed: jax.Array, f: Callable[[Any], Any], state: Any) -> Any:
+        """f(state) in the ticks that need it. With one group those are all ticks in which anybody asks."""
+        if self.schedule.groups == 1:
+            return f(state)
+        return jax.lax.cond(needed, f, lambda state: state, state)
+
+    def all(self) -> Any:
+        """The whole step."""
+        micro = self.micro(jnp.int32(0))
+        x = jax.eval_shape(lambda: self.model.enter(micro["tokens"]))
+        empty = jax.tree.map(lambda a: self.pipe.inside.constrain(jnp.zeros(a.shape, a.dtype), *RESIDUAL), x)
+        self.kept = self.groups.kept(x, jax.eval_shape(lambda: self.shared(micro)))
+        sums = jax.eval_shape(lambda: self.lose(self.model, empty, micro, self.total)[1])
+        carry = _Carry(
+            arrived=empty,
+            returned=empty,
+            kept=self.groups.buffers(self.kept, self.slots),
+            ready=jax.tree.map(lambda x: jnp.zeros((self.waiting, *x.shape), x.dtype), x),
+            stack=jax.tree.leaves(self.zeros.get(STACK, {})),
+            ends={name: g for name, g in self.zeros.items() if name != STACK},
+            sums=jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), sums),
+        )
+        for ticks, goes, loses, returns in self.phases():
+
+            def tick(carry: _Carry, t: jax.Array, goes=goes, loses=loses, returns=returns) -> tuple[_Carry, None]:
+                if goes:
+                    y, kept = self.forward(t, carry.arrived, carry.kept)
+                    carry = dataclasses.replace(carry, kept=kept)
+                    carry = self.lost(t, y, carry) if loses else carry
+                    carry = dataclasses.replace(carry, arrived=self.pipe.pass_on(y, 1))
+                return (self.backward(t, carry) if returns else carry), None
+
+            carry = jax.lax.scan(tick, carry, jnp.arange(ticks.start, ticks.stop, dtype=jnp.int32))[0]
+        grads: Params = dict(carry.ends)
+        if STACK in self.zeros:
+            grads[STACK] = jax.tree.unflatten(jax.tree.structure(self.zeros[STACK]), carry.stack)
+        return carry.sums, grads
+
+    def phases(self) -> list[tuple[range, bool, bool, bool]]:
+        """(ticks, whether units go forward, microbatches may leave, units go backward), in order, without empty ones."""
+        out, both, back = self.schedule.phases
+        leaving = self.schedule.stages * self.schedule.groups - 1  # the tick in which the first microbatch leaves
+        apart = min(leaving, out.stop)
+        found = [
+            (range(out.start, apart), True, False, False),
+            (range(apart, out.stop), True, True, False),
+            (both, True, True, True),
+            (back, False, False, True),
+        ]
+        return [phase for phase in found if len(phase[0])]
+
+
+def _table(units: list[tuple[int, int]]) -> jax.Array:
+    return jnp.asarray(units, jnp.int32)
+
+
+def _chosen(mine: jax.Array, x: Any, other: Any) -> Any:
+    """x where `mine`, else the other, or zeros."""
+    if other is None:
+        return jax.tree.map(lambda a: jnp.where(mine, a, 0), x)
+    return jax.tree.map(lambda a, b: jnp.where(mine, a, b), x, other)
