@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain import digests, state
+from jaxtrain.stacks import ON_HOST
 from jaxtrain.state import TrainState
 
 PROBE = 512  # rows and columns of the matrices that each device multiplies when something is wrong
@@ -115,7 +116,7 @@ class Verifier:
 def _leaves(tree: TrainState) -> list[tuple[str, Any]]:
     """Those in device memory: XLA computes on nothing that is in host memory."""
     found = jax.tree_util.tree_leaves_with_path(tree)
-    return [(jax.tree_util.keystr(p).lstrip("."), x) for p, x in found if x.sharding.memory_kind != state.ON_HOST]
+    return [(jax.tree_util.keystr(p).lstrip("."), x) for p, x in found if x.sharding.memory_kind != ON_HOST]
 
 
 def probe() -> str:

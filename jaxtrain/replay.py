@@ -42,7 +42,7 @@ class ReplayError(RuntimeError):
 
 def weights_alone(current: TrainState) -> TrainState:
     """Of a state, what a bundle holds."""
-    return TrainState(current.step, current.params, ())
+    return TrainState(current.step, current.params, (), layers=current.layers)
 
 
 def write(
@@ -167,7 +167,7 @@ def _state(folder: Path, record: Mapping[str, Any], program: Program) -> TrainSt
     kept = {n: np.asarray(x, program.state.guard[n].dtype) for n, x in record["guard"].items()}
     guarded = jax.device_put(kept | {"held": np.int32(0)}, state.shardings(program.state.guard))
     done = jax.device_put(np.int32(record["step"] - 1), program.state.step.sharding)
-    return TrainState(done, params, optimizer, guarded)
+    return TrainState(done, params, optimizer, guarded, abstract.layers)
 
 
 # ---- Where it comes from

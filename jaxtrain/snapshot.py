@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain import digests, state
+from jaxtrain import digests, stacks, state
 from jaxtrain.state import Tensors, TrainState
 
 
@@ -37,26 +37,31 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any
     sharding: NamedSharding
-    stacked: bool  # layers on axis 0: each is copied by itself
+    order: tuple[int | None, ...]  # the layer at each place of axis 0 (state.NamedLeaf): each is copied by itself
+
+    @property
+    def stacked(self) -> bool:
+        return bool(self.order)
+
+    @property
+    def places(self) -> list[int]:
+        """Those that hold a layer."""
+        return [place for place, layer in enumerate(self.order) if layer is not None]
 
     @property
     def abstract(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
-
-    def names(self, name: str) -> list[str]:
-        """What the tensors of this leaf are called."""
-        return [state.layer_name(name, i) for i in range(self.shape[0])] if self.stacked else [name]
 
 
 class Snapshots:
     """Copies of one run's states. abstract: shapes, dtypes and shardings of what its checkpoints hold."""
 
     def __init__(self, abstract: TrainState):
-        leaves = [(name, Leaf(a.shape, a.dtype, a.sharding, layers)) for name, layers, a in state.named_leaves(abstract)]
-        self._leaves = tuple(leaf for _, leaf in leaves)
-        self._names = [name for base, leaf in leaves for name in leaf.names(base)]
+        named = state.named_leaves(abstract)
+        self._leaves = tuple(Leaf(n.array.shape, n.array.dtype, n.array.sharding, n.order) for n in named)
+        self._names = [name for n in named for name in n.rows if name is not None]
         on_cpus = all(d.platform == "cpu" for d in abstract.step.sharding.device_set)
-        self._keeps = on_cpus and all(leaf.sharding.memory_kind != state.ON_HOST for leaf in self._leaves)
+        self._keeps = on_cpus and all(leaf.sharding.memory_kind != stacks.ON_HOST for leaf in self._leaves)
         self._kept: list[jax.Array] = []  # the last copies, or memory for the first
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._prepared: concurrent.futures.Future[None] | None = None
@@ -93,13 +98,15 @@ class Snapshots:
             summed, copying = apart(self._leaves)
             made = state.to_digests(current, summed)
             tensors: Tensors = {}
-            for leaf, (name, _, a) in zip(self._leaves, state.named_leaves(current), strict=True):
-                which = [(a, np.int32(i)) for i in range(leaf.shape[0])] if leaf.stacked else [(a,)]
-                tensors |= {n: copying[leaf](*of) for n, of in zip(leaf.names(name), which, strict=True)}
+            for leaf, named in zip(self._leaves, state.named_leaves(current), strict=True):
+                if leaf.stacked:
+                    tensors |= {name: copying[leaf](named.array, np.int32(place)) for place, name in named.places}
+                else:
+                    tensors[named.name] = copying[leaf](named.array)
             return Snapshot(tensors, lambda: state.digests_by_name(made), began)
         make, copy = together(self._leaves)
         memory, self._kept = self._kept or make(), []
-        self._kept, sums = copy([a for _, _, a in state.named_leaves(current)], memory)
+        self._kept, sums = copy([named.array for named in state.named_leaves(current)], memory)
         tensors = {name: _another(x) for name, x in zip(self._names, self._kept, strict=True)}
         return Snapshot(tensors, lambda: dict(zip(self._names, np.asarray(sums), strict=True)), began)
 
@@ -113,16 +120,22 @@ def together(leaves: tuple[Leaf, ...]) -> tuple[Any, Any]:
     """Compiled: () -> memory for copies, and (arrays, memory) -> (copies, uint32 (copies, 3): their digests)."""
     like = []
     for leaf in leaves:
-        home = state.home_of_copy(leaf.shape, leaf.sharding, leaf.stacked)
-        shape, count = (leaf.shape[1:], leaf.shape[0]) if leaf.stacked else (leaf.shape, 1)
+        home = stacks.home_of_copy(leaf.shape, leaf.sharding, leaf.stacked)
+        shape, count = (leaf.shape[1:], len(leaf.places)) if leaf.stacked else (leaf.shape, 1)
         like += [jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=home)] * count
 
     def copy(arrays: list[jax.Array], memory: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
         del memory  # only its place is wanted
         out: list[jax.Array] = []
-        for a, leaf in zip(arrays, leaves, strict=True):
-            out += [a[i] for i in range(leaf.shape[0])] if leaf.stacked else [jnp.copy(a)]
-        return out, jnp.concatenate([found.reshape(-1, 3) for found in summed(*arrays)])
+        sums: list[jax.Array] = []
+        for a, leaf, found in zip(arrays, leaves, summed(*arrays), strict=True):
+            if leaf.stacked:
+                out += [stacks.layer_at(a, place, leaf.sharding) for place in leaf.places]
+                sums += [found[place] for place in leaf.places]
+            else:
+                out.append(jnp.copy(a))
+                sums.append(found)
+        return out, jnp.stack(sums)
 
     abstract = [leaf.abstract for leaf in leaves]
     summed = digests.program(abstract, [leaf.stacked for leaf in leaves])
@@ -135,15 +148,15 @@ def together(leaves: tuple[Leaf, ...]) -> tuple[Any, Any]:
 @functools.lru_cache(maxsize=8)
 def apart(leaves: tuple[Leaf, ...]) -> tuple[Any, dict[Leaf, Any]]:
     """Compiled: digests of all arrays in device memory (digests.program), and each leaf's copy: array[, layer] -> copy."""
-    here = [leaf for leaf in leaves if leaf.sharding.memory_kind != state.ON_HOST]
+    here = [leaf for leaf in leaves if leaf.sharding.memory_kind != stacks.ON_HOST]
     arrays = [leaf.abstract for leaf in here]
     summed = digests.program(arrays, [leaf.stacked for leaf in here]).lower(*arrays).compile()
     layer, copying = jax.ShapeDtypeStruct((), jnp.int32), {}
     for leaf in dict.fromkeys(leaves):
         if leaf.stacked:
-            copying[leaf] = state.copy_layer(leaf.shape, leaf.sharding).lower(leaf.abstract, layer).compile()
+            copying[leaf] = stacks.copy_layer(leaf.shape, leaf.sharding).lower(leaf.abstract, layer).compile()
         else:
-            copying[leaf] = state.copy(leaf.shape, leaf.sharding).lower(leaf.abstract).compile()
+            copying[leaf] = stacks.copy(leaf.shape, leaf.sharding).lower(leaf.abstract).compile()
     return summed, copying
 
 

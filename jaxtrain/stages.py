@@ -24,6 +24,8 @@ import dataclasses
 import functools
 import heapq
 
+from jaxtrain.config import RunConfig
+
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
 
@@ -68,6 +70,13 @@ class Arrangement:
     def plain(self) -> bool:
         """Whether layer i lies at place i, and nothing is empty."""
         return self.order == tuple(range(self.layers))
+
+
+def arrangement(run: RunConfig, stages: int) -> Arrangement | None:
+    """How a run's layers lie on so many stages; None on one."""
+    if stages == 1:
+        return None
+    return Arrangement(run.model.num_layers, stages, run.pipeline.groups if run.pipeline.schedule == "interleaved" else 1)
 
 
 @dataclasses.dataclass(frozen=True)

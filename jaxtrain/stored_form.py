@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxtrain.quantized import SIGNED, Blocks, axis_of, decode, encode, scales_of
-from jaxtrain.state import Tensors, dividing, on_device
+from jaxtrain.stacks import on_device
+from jaxtrain.state import Tensors, dividing
 
 _CODES, _SCALES = ".codes", ".scales"
 

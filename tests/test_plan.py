@@ -20,7 +20,8 @@ from jaxtrain.plan.rates import datasheet
 from jaxtrain.plan.result import from_json, to_json
 from jaxtrain.plan.search.parallel import Request, plan_many
 from jaxtrain.plan.topology import devices, parse
-from jaxtrain.state import copy, copy_layer, shardings
+from jaxtrain.stacks import copy, copy_layer
+from jaxtrain.state import shardings
 from jaxtrain.step import build
 
 # No skip where the plugin is missing: on Linux every environment that run.sh makes has one, and these tests are the proof that

@@ -1,0 +1,205 @@
+"""Arrays with layers stacked on axis 0: one layer out of them, and them out of layers, wherever their parts are.
+
+What lies at which place of a stack is a matter of state.py. Where a stack is split over pipeline stages, one layer is on the
+devices of one stage only. It reaches the others as a sum of bits, to which the other stages add nothing: -0.0 and NaN stay
+what they are, and no device ever holds more of a stack than its own part.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.digests import WORDS
+
+ON_HOST = "pinned_host"
+
+
+def on_device(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """XLA computes on nothing that is in host memory."""
+    return jax.device_put(x, jax.memory.Space.Device) if sharding.memory_kind == ON_HOST else x
+
+
+def _to_host(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """On GPUs copies go straight to host memory: a second state would not fit on the device."""
+    on_gpu = next(iter(sharding.device_set)).platform == "gpu"
+    return jax.device_put(x, jax.memory.Space.Host) if on_gpu else x
+
+
+# ---- How one layer is split
+
+
+def _parts(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
+    """Mesh axes that split each dimension."""
+    spec = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
+    return [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
+
+
+def _stages(sharding: NamedSharding) -> tuple[str, ...]:
+    """Mesh axes that split the stack."""
+    return _parts(sharding, 1)[0]
+
+
+def _shared_dim(shape: tuple[int, ...], sharding: NamedSharding) -> int | None:
+    """The dimension of a layer over which devices that hold other layers can share it; None where none divides.
+
+    shape, sharding: of the stack.
+    """
+    over, *parts = _parts(sharding, len(shape))
+    for dim, (size, axes) in enumerate(zip(shape[1:], parts, strict=True)):
+        if over and size % math.prod(sharding.mesh.shape[a] for a in (*axes, *over)) == 0:
+            return dim
+    return None
+
+
+def home_of_layer(shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
+    """How one layer of a stack of this shape is split: as the stack splits it, and over the devices that hold other layers too
+    as far as it divides."""
+    over, *parts = _parts(sharding, len(shape))
+    dim = _shared_dim(shape, sharding)
+    if dim is not None:
+        parts[dim] = (*parts[dim], *over)
+    spec = P(*(axes if len(axes) > 1 else (axes[0] if axes else None) for axes in parts))
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+def _spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """A sharding in which no two devices hold the same part, as far as the shape divides: replicas share the work of a copy."""
+    mesh, parts = sharding.mesh, _parts(sharding, len(shape))
+    used = {axis for part in parts for axis in part}
+    for axis in (a for a, size in mesh.shape.items() if size > 1 and a not in used):
+        for dim, size in enumerate(shape):
+            if size % math.prod(mesh.shape[a] for a in (*parts[dim], axis)) == 0:
+                parts[dim] = (*parts[dim], axis)
+                break
+    return NamedSharding(mesh, P(*(part or None for part in parts)))
+
+
+def home_of_copy(shape: tuple[int, ...], sharding: NamedSharding, stacked: bool) -> NamedSharding:
+    """How the copy of an array, or of each of its layers, is split; on GPUs it is so in host memory."""
+    return _spread(home_of_layer(shape, sharding), shape[1:]) if stacked else _spread(sharding, shape)
+
+
+# ---- One layer of a stack
+
+
+def layer_at(w: jax.Array, place: Any, sharding: NamedSharding) -> jax.Array:
+    """The layer at a place of a stack, split as `home_of_layer` says; for use inside jit. sharding: the stack's."""
+    over = _stages(sharding)
+    if not over:
+        return on_device(jax.lax.dynamic_index_in_dim(w, place, keepdims=False), sharding)
+    dim = _shared_dim(w.shape, sharding)
+
+    def local(w: jax.Array, place: jax.Array) -> jax.Array:
+        mine, at = place // w.shape[0] == jax.lax.axis_index(over), place % w.shape[0]
+        bits = jax.lax.bitcast_convert_type(jax.lax.dynamic_index_in_dim(w, at, keepdims=False), WORDS[w.dtype.itemsize])
+        bits = added(jnp.where(mine, bits, jnp.zeros_like(bits)))
+        return jax.lax.bitcast_convert_type(bits, w.dtype)
+
+    def added(bits: jax.Array) -> jax.Array:
+        if dim is None:
+            return jax.lax.psum(bits, over)
+        return jax.lax.psum_scatter(bits, over, scatter_dimension=dim, tiled=True)
+
+    out = home_of_layer(w.shape, sharding).spec
+    taken = jax.shard_map(local, mesh=sharding.mesh, in_specs=(sharding.spec, P()), out_specs=out, check_vma=False)
+    return taken(w, jnp.asarray(place, jnp.int32))
+
+
+@functools.cache
+def copy_layer(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
+    """Jitted `(w, place) -> copy of the layer there` of an array of this shape, stacked on axis 0; on GPUs in host memory.
+
+    One layer a call: a single call for all of them would hold the whole stack a second time on its way.
+    """
+    one = home_of_copy(shape, sharding, stacked=True)
+
+    def layer(w: jax.Array, place: jax.Array) -> jax.Array:
+        return _to_host(jax.lax.with_sharding_constraint(layer_at(w, place, sharding), one), sharding)
+
+    return jax.jit(layer)
+
+
+@functools.cache
+def copy(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
+    """Jitted copy of an array; on GPUs in host memory."""
+    one = home_of_copy(shape, sharding, stacked=False)
+    return jax.jit(lambda w: _to_host(jax.lax.with_sharding_constraint(jnp.copy(on_device(w, sharding)), one), sharding))
+
+
+def copy_to_device(a: jax.Array, place: int) -> jax.Array:
+    """A layer of a stack in host memory, in device memory."""
+    return _taking(a.shape, a.sharding)(a, place)
+
+
+@functools.cache
+def _taking(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
+    out = home_of_layer(shape, sharding).with_memory_kind("device")
+    return jax.jit(lambda w, place: layer_at(w, place, sharding), out_shardings=out)
+
+
+# ---- A stack of layers
+
+
+def in_places(x: jax.Array, order: Sequence[int | None]) -> jax.Array:
+    """A stack of layers, one after another, with each at its place and zeros at empty ones; for use inside jit.
+
+    order: for each place its layer, None where it is empty.
+    """
+    if tuple(order) == tuple(range(x.shape[0])):
+        return x
+    placed = jnp.take(x, jnp.asarray([layer or 0 for layer in order]), axis=0)
+    filled = jnp.asarray([layer is not None for layer in order]).reshape(-1, *[1] * (x.ndim - 1))
+    return jnp.where(filled, placed, jnp.zeros_like(placed))
+
+
+@functools.cache
+def _stacking(order: tuple[int | None, ...], shape: tuple[int, ...], sharding: NamedSharding) -> Any:
+    """Jitted: layers, by number -> the stack."""
+    over, dim = _stages(sharding), _shared_dim(shape, sharding)
+
+    def stacked(layers: list[jax.Array]) -> jax.Array:
+        return jnp.stack([jnp.zeros_like(layers[0]) if layer is None else layers[layer] for layer in order])
+
+    def local(layers: list[jax.Array]) -> jax.Array:
+        parts = stacked(layers)
+        if dim is not None:  # every stage has a part of every layer, and gets all parts of its own
+            return jax.lax.all_to_all(parts, over, split_axis=0, concat_axis=dim + 1, tiled=True)
+        count = len(order) // math.prod(sharding.mesh.shape[a] for a in over)
+        return jax.lax.dynamic_slice_in_dim(parts, jax.lax.axis_index(over) * count, count)
+
+    if not over:
+        return jax.jit(stacked, out_shardings=sharding)
+    one = home_of_layer(shape, sharding).spec
+    return jax.jit(
+        jax.shard_map(local, mesh=sharding.mesh, in_specs=(one,), out_specs=sharding.spec, check_vma=False),
+        out_shardings=sharding,
+    )
+
+
+@functools.cache
+def _putting(sharding: NamedSharding) -> Any:
+    def put(w: jax.Array, part: jax.Array, place: jax.Array) -> jax.Array:
+        part = jax.device_put(on_device(part, sharding), jax.memory.Space.Host)
+        return jax.lax.dynamic_update_index_in_dim(w, part, place, 0)
+
+    return jax.jit(put, out_shardings=sharding, donate_argnums=0)
+
+
+def stack(layers: list[jax.Array], order: tuple[int | None, ...], a: jax.ShapeDtypeStruct) -> jax.Array:
+    """Layers, by number, as one array like `a`, each at its place.
+
+    In host memory one after the other, since the device may have no room for all.
+    """
+    if a.sharding.memory_kind != ON_HOST:
+        return _stacking(order, a.shape, a.sharding)(layers)
+    whole = jax.jit(lambda: jnp.zeros(a.shape, a.dtype), out_shardings=a.sharding)()
+    for place, layer in enumerate(order):
+        if layer is not None:
+            whole = _putting(a.sharding)(whole, layers[layer], place)
+    return whole
