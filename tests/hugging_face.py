@@ -19,7 +19,8 @@ sys.path.insert(0, str(HERE))
 from weights import random_tokens, random_weight  # noqa: E402
 
 GOLDEN = np.load(HERE / "golden" / "golden.npz")
-FAMILIES = ("llama", "llama2", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
+EXPERTS = ("mixtral", "qwen3_moe")
+FAMILIES = ("llama", "llama2", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", *EXPERTS)
 TOKENS = random_tokens(128)
 
 
@@ -32,8 +33,9 @@ def write(folder: Path, name: str, *, version: int = 5, scale: float = 1.0, voca
     """A folder of a family with the golden weights; `changes` to config.json, None removes a key."""
     described = settings(name, version) | {"vocab_size": vocab}
     tensors = {
-        e.theirs: random_weight(e.theirs, e.their_shape) * np.float32(1.0 if "norm" in e.theirs else scale)
+        name: random_weight(name, e.their_shape) * np.float32(1.0 if "norm" in name else scale)
         for e in entries(model_of(described)).values()
+        for name in e.theirs
     }
     described = {k: v for k, v in (described | changes).items() if not (k in changes and v is None)}
     folder.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -9,9 +10,10 @@ from pathlib import Path
 
 import helpers
 import hugging_face
+import jax
 import numpy as np
 import pytest
-from hugging_face import FAMILIES, GOLDEN, TOKENS
+from hugging_face import EXPERTS, FAMILIES, GOLDEN, TOKENS
 from safetensors.numpy import load_file, save_file
 
 from jaxtrain import config, flops, main
@@ -25,6 +27,7 @@ from jaxtrain.hf.importing import import_folder
 from jaxtrain.hf.loading import matched
 from jaxtrain.hf.logits import logits_of, model_logits
 from jaxtrain.hf.model import run_at
+from jaxtrain.hf.origin import open_origin
 from jaxtrain.models import family
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.structure import Structure
@@ -56,9 +59,15 @@ OFF = [
     ("llama", {"rope_scaling": "none"}),
     ("llama", {"rope_base": 10_000.0}),
     ("mistral", {"sliding_window": 0}),
+    ("mixtral", {"sliding_window": 0}),
+    ("mixtral", {"renormalize": False}),
+    ("mixtral", {"experts_per_token": 1}),
     ("qwen2", {"attention_pattern": ""}),
     ("qwen3", {"qk_norm": False}),
     ("qwen3", {"rope_scaling": "none"}),
+    ("qwen3_moe", {"qk_norm": False}),
+    ("qwen3_moe", {"renormalize": True}),
+    ("qwen3_moe", {"router": "sigmoid"}),
     ("gemma2", {"attention_softcap": 0.0}),
     ("gemma2", {"logit_softcap": 0.0}),
     ("gemma2", {"query_scale": 0.0}),
@@ -217,11 +226,64 @@ def test_what_is_not_understood_is_refused(tmp_path, change, words, capsys):
     assert not (tmp_path / "ours").exists()
 
 
+WITH_EXPERTS = [
+    ("mixtral", {"router_jitter_noise": 0.01}, "router_jitter_noise = 0.01: jaxtrain adds no noise before the router"),
+    ("mixtral", {"num_local_experts": None}, "no key 'num_local_experts'"),
+    ("mixtral", {"num_experts_per_tok": 7}, "num_experts_per_tok = 7: there are only 6 experts"),
+    ("mixtral", {"num_local_experts": 7}, "experts.6.w1.weight: missing (it is layers.0.mlp.gate[6], [96, 64])"),
+    ("mixtral", {"num_local_experts": 5}, "block_sparse_moe.experts.5.w1.weight: [96, 64], not known"),
+    ("mixtral", {"shared_expert_intermediate_size": 64}, "unknown key shared_expert_intermediate_size = 64"),
+    ("mixtral", {"intermediate_size": 80}, "experts.0.w1.weight: its shape is [96, 64], config.json makes it [80, 64]"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2: all layers are built with experts"),
+    ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers = [0]: all layers are built with experts"),
+    ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window = True"),
+    ("qwen3_moe", {"norm_topk_prob": None}, "no key 'norm_topk_prob'"),
+    ("qwen3_moe", {"norm_topk_prob": "yes"}, "norm_topk_prob = 'yes': must be true or false"),
+    ("qwen3_moe", {"num_local_experts": None}, "no key 'num_experts'"),
+    ("qwen3_moe", {"num_experts": 16}, "num_experts is 16 and num_local_experts 8"),
+    ("qwen3_moe", {"moe_intermediate_size": None}, "no key 'moe_intermediate_size'"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "words"), WITH_EXPERTS, ids=lambda x: "-".join(x) if isinstance(x, dict) else "")
+def test_experts_that_are_not_understood_are_refused(tmp_path, name, change, words):
+    folder = hugging_face.write(tmp_path, name, **change)
+    with pytest.raises(HuggingFaceError, match=re.escape(words)):
+        matched(open_folder(folder))
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_in_one_tensor_are_read(tmp_path, name):
+    """As transformers 5 writes them where it is told not to write as version 4 did."""
+    folder = hugging_face.write(tmp_path / "apart", name)
+    apart, model = matched(open_folder(folder)), open_folder(folder).model
+    tensors = tensors_of(folder)
+    kept = {e.theirs[0]: tensors[e.theirs[0]] for e in apart.used.values() if ".mlp." not in e.ours}
+    for i in range(model.num_layers):
+        part = {name: apart.used[f"params.layers.{i}.mlp.{name}"].theirs for name in ("router", "gate", "up", "down")}
+        of = {name: np.stack([tensors[x] for x in theirs]) for name, theirs in part.items()}
+        block = f"model.layers.{i}.mlp."
+        kept[block + "experts.gate_up_proj"] = np.concatenate([of["gate"], of["up"]], axis=1)
+        kept |= {block + "experts.down_proj": of["down"], block + "gate.weight": of["router"][0]}
+    together = tmp_path / "together"
+    together.mkdir()
+    shutil.copy(folder / "config.json", together)
+    save_file(kept, together / "model.safetensors")
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = {
+        name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here) for name, a in open_origin(str(folder)).stored.items()
+    }
+    one, other = (open_origin(str(place)).read(abstract) for place in (folder, together))
+    assert one.keys() == other.keys() and all(np.array_equal(one[k], other[k]) for k in one)
+
+
 # As published, by what matters here: what transformers 4 wrote, with keys that later ones dropped.
 PUBLISHED = {
     "gemma2": {"sliding_window_size": 6, "hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"},
     "qwen2": {"use_mrope": False, "unsloth_version": "2024.9", "use_sliding_window": False, "layer_types": None},
     "mistral": {"sliding_window": None, "transformers.js_config": {}},
+    "mixtral": {"sliding_window": None, "router_aux_loss_coef": 0.02},
+    "qwen3_moe": {"max_window_layers": 48, "norm_topk_prob": True},
 }
 # Keys that say a number where they are not: transformers has another one than none for each.
 SAID = {"gemma2": ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window"), "mistral": ("sliding_window",)}
@@ -315,7 +377,7 @@ def test_types_are_rounded_only_where_asked(tmp_path):
 
 def test_thirty_steps_follow_torch(tmp_path):
     """AdamW from an imported model on transformers' batches, beside torch.optim.AdamW: within 1e-4 of each loss."""
-    for name in ("llama2", "gemma2"):
+    for name in ("llama2", "gemma2", "mixtral"):
         folder = hugging_face.write(tmp_path / name, name, scale=0.3)
         shape = {f"model.{k}": v for k, v in dataclasses.asdict(open_folder(folder).model).items()}
         how = {
@@ -326,6 +388,7 @@ def test_thirty_steps_follow_torch(tmp_path):
             "optimizer.schedule": "constant",
         }
         how |= {"optimizer.warmup_steps": 0, "optimizer.weight_decay": 0.1, "train.steps": 30, "data.packing": "none"}
+        how |= {"experts.balance_loss": 0.0, "experts.z_loss": 0.0}  # transformers' own are not minimised unless asked for
         run = helpers.tiny(shape | how | {"init.from": str(folder)})
         made, step = helpers.program(run), helpers.train_step(run)
         state = initial_state(run, made, Start(0, False, False, 0, (), None), None, lambda line: None)
@@ -384,9 +447,14 @@ def test_presets_have_the_published_sizes():
     """Parameters as the model cards' safetensors indexes count them."""
     published = {
         ("llama", "llama32_3b"): 3_212_749_824,
+        ("llama", "llama31_405b"): 405_853_388_800,
         ("mistral", "mistral_7b"): 7_241_732_096,
+        ("mixtral", "mixtral_8x7b"): 46_702_792_704,
+        ("mixtral", "mixtral_8x22b"): 140_620_634_112,
         ("qwen2", "qwen25_500m"): 494_032_768,
         ("qwen3", "qwen3_8b"): 8_190_735_360,
+        ("qwen3_moe", "qwen3_30b_a3b"): 30_532_122_624,
+        ("qwen3_moe", "qwen3_235b_a22b"): 235_093_634_560,
         ("gemma2", "gemma2_2b"): 2_614_341_888,
         ("gemma3", "gemma3_1b"): 999_885_952,
     }

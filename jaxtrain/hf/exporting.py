@@ -121,6 +121,8 @@ def _plain(m: config.Model) -> config.Model:
         changes["local_rope_base"] = 0.0  # scaled as in the other layers, which no base says
     if m.rope_scaling == "none":
         changes |= {"rope_factor": default.rope_factor}
+    if not m.num_experts:
+        changes |= {name: getattr(default, name) for name in ("experts_per_token", "router", "renormalize")}
     if m.rope_scaling != "llama3":
         changes |= {name: getattr(default, name) for name in ("rope_low_freq", "rope_high_freq", "rope_original_len")}
     return dataclasses.replace(m, **changes)
@@ -180,8 +182,9 @@ def export(
     os.replace(partial, out)
     wider = sorted(set(stored.values()) - {"bfloat16"})
     rounded = f", rounded from {' and '.join(wider)}" if chosen == "bf16" and wider else ""
+    count = sum(len(e.theirs) for e in wanted.values())
     say(
-        f"{out}: {family(run.model.family).ARCHITECTURE}, {len(wanted)} tensors as {chosen}{rounded}, {gigabytes(size)} in "
+        f"{out}: {family(run.model.family).ARCHITECTURE}, {count} tensors as {chosen}{rounded}, {gigabytes(size)} in "
         f"{files} {'file' if files == 1 else 'files'}, {seconds:.1f} s, {gigabytes(size / seconds)}/s"
     )
 
@@ -191,34 +194,41 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def shards(wanted: list[Entry], itemsize: int, most: int) -> list[list[Entry]]:
-    """Tensors in their order, in files of at most so many bytes; a tensor that is larger has one of its own."""
-    out: list[list[Entry]] = [[]]
+def shards(wanted: list[Entry], itemsize: int, most: int) -> list[dict[str, tuple[Entry, int]]]:
+    """What each file of at most so many bytes holds: their tensors in the order of ours, each with the entry of ours that it is
+    of and its number among those of that entry. A tensor that is larger has a file of its own."""
+    out: list[dict[str, tuple[Entry, int]]] = [{}]
     held = 0
     for entry in wanted:
-        size = int(np.prod(entry.shape)) * itemsize
-        if out[-1] and held + size > most:
-            out.append([])
-            held = 0
-        out[-1].append(entry)
-        held += size
+        size = int(np.prod(entry.their_shape)) * itemsize
+        for at, name in enumerate(entry.theirs):
+            if out[-1] and held + size > most:
+                out.append({})
+                held = 0
+            out[-1][name] = entry, at
+            held += size
     return out
 
 
 def write_tensors(
     read: Reader, wanted: list[Entry], out: Path, dtype: np.dtype[Any], most: int, progress: Callable[[str, int], None]
 ) -> int:
-    """The safetensors files and, where there are several, their index. Returns how many. The tensors of one file are held."""
+    """The safetensors files and, where there are several, their index. Returns how many. The tensors of one file are held.
+
+    An array whose experts lie in two files is read for each.
+    """
     files = shards(wanted, dtype.itemsize, most)
     where, total = {}, 0
     for number, part in enumerate(files, 1):
         name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         arrays = {}
-        for entry, x in read(part):
-            arrays[entry.theirs] = entry.to_theirs(x.astype(dtype, copy=False))
-            where[entry.theirs] = name
-            total += arrays[entry.theirs].nbytes
-            progress(entry.theirs, arrays[entry.theirs].nbytes)
+        for entry, x in read(list({entry.ours: entry for entry, _ in part.values()}.values())):
+            converted = x.astype(dtype, copy=False)
+            for theirs in [theirs for theirs in entry.theirs if theirs in part]:
+                arrays[theirs] = entry.to_theirs(converted, part[theirs][1])
+                where[theirs] = name
+                total += arrays[theirs].nbytes
+                progress(theirs, arrays[theirs].nbytes)
         specs = {
             key: safetensors.TensorSpec(dtype=str(x.dtype), shape=list(x.shape), data_ptr=x.ctypes.data, data_len=x.nbytes)
             for key, x in arrays.items()

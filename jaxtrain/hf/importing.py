@@ -23,7 +23,7 @@ from jaxtrain.config import RunConfig
 from jaxtrain.hf import tokenizer_files
 from jaxtrain.hf.folder import Folder
 from jaxtrain.hf.loading import load, matched
-from jaxtrain.hf.names import PREFIX, Matched, shown
+from jaxtrain.hf.names import Matched, shown
 from jaxtrain.kernels.dot import DTYPES
 from jaxtrain.metrics import write_atomic
 from jaxtrain.models.hugging_face import HuggingFaceError
@@ -62,7 +62,7 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
     if out.exists() and any(out.iterdir()):
         raise HuggingFaceError(f"{out}: is there already, and not empty. Name another --out, or remove it.")
     found = matched(folder)
-    dtype = folder.dtype(e.theirs for e in found.used.values()) if dtype == "auto" else dtype
+    dtype = folder.dtype(x for e in found.used.values() for x in e.theirs) if dtype == "auto" else dtype
     size = sum(int(np.prod(e.shape)) for e in found.used.values()) * DTYPES[dtype].itemsize
     check_space(out, size)
     report(folder, found, dtype, say, each)
@@ -101,13 +101,15 @@ def report(folder: Folder, found: Matched, dtype: str, say: Callable[[str], None
     m = folder.model
     parameters = sum(int(np.prod(e.shape)) for e in found.used.values())
     files = len({place.file for place in folder.tensors.values()})
+    used = len({name for e in found.used.values() for name in e.theirs})
     say(
         f"{folder.path}: {m.family}, {count(parameters)} parameters, {len(folder.tensors)} tensors in {files} "
-        f"{'file' if files == 1 else 'files'}; {len(found.used)} used, {len(found.unused)} unused, 0 missing; stored as {dtype}"
+        f"{'file' if files == 1 else 'files'}; {used} used, {len(found.unused)} unused, 0 missing; stored as {dtype}"
     )
     for entry in found.used.values() if each else ():
-        stored = folder.tensors[entry.theirs].dtype
-        say(f"  {entry.theirs} {shown(entry.their_shape)} {stored} -> {entry.ours.removeprefix(PREFIX)} {shown(entry.shape)}")
+        for at, name in enumerate(entry.theirs):
+            there = f"{name} {shown(entry.their_shape)} {folder.tensors[name].dtype}"
+            say(f"  {there} -> {entry.called(at)} {shown(entry.shape[1:] if entry.how.each_expert else entry.shape)}")
     for name, why in found.unused.items():
         say(f"  unused: {name} ({why})")
 

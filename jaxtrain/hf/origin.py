@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from jaxtrain.checkpoint import Checkpoints, locate
 from jaxtrain.config import Problem
@@ -118,10 +119,9 @@ class HuggingFace:
 
     @property
     def stored(self) -> Mapping[str, jax.ShapeDtypeStruct]:
-        places = {ours: self.folder.tensors[entry.theirs] for ours, entry in self.found.used.items()}
         return {
-            ours: jax.ShapeDtypeStruct(self.found.used[ours].shape, place.dtype)
-            for ours, place in places.items()
+            ours: jax.ShapeDtypeStruct(entry.shape, np.result_type(*(self.folder.tensors[x].dtype for x in entry.theirs)))
+            for ours, entry in self.found.used.items()
             if ours.startswith(PREFIX)
         }
 

@@ -45,6 +45,8 @@ class Named(Protocol):
     def ours(self) -> str: ...
     @property
     def theirs(self) -> str: ...
+    @property
+    def each_expert(self) -> bool: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +206,17 @@ def read(folder: Path, names: Mapping[str, Named]) -> tuple[Settings, dict[str, 
         alpha *= math.sqrt(rank)
     if found.get("lora_dropout"):
         notes.append(f"lora_dropout = {found['lora_dropout']}: jaxtrain has none, which matters for training only")
-    linear = [name for name, entry in names.items() if name.startswith("layers.") and len(grouped(entry.theirs)) == 2]
+    expert = next((name for name in sorted(tensors) if ".experts." in name), None)
+    if expert:
+        raise PeftError(
+            f"{folder / TENSORS}: {expert} adapts experts, which have no adapters in jaxtrain. Train an adapter of attention "
+            "alone (target_modules: q_proj, k_proj, v_proj, o_proj)."
+        )
+    linear = [
+        name
+        for name, entry in names.items()
+        if name.startswith("layers.") and len(grouped(entry.theirs)) == 2 and not entry.each_expert
+    ]
     known = {_place(name.replace("{i}", "0"), names).layer.rpartition(".")[2]: name.rpartition(".")[2] for name in linear}
     modules = {name.removesuffix(_A).rpartition(".")[2] for name in tensors if name.endswith(_A)}
     targets = tuple(ours for theirs, ours in known.items() if theirs in modules)

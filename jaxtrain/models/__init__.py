@@ -9,8 +9,10 @@ from typing import Any
 FAMILIES = {
     "llama": "jaxtrain.models.llama",
     "mistral": "jaxtrain.models.mistral",
+    "mixtral": "jaxtrain.models.mixtral",
     "qwen2": "jaxtrain.models.qwen2",
     "qwen3": "jaxtrain.models.qwen3",
+    "qwen3_moe": "jaxtrain.models.qwen3_moe",
     "gemma2": "jaxtrain.models.gemma2",
     "gemma3": "jaxtrain.models.gemma3",
 }

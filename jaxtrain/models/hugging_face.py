@@ -22,6 +22,7 @@ NO_MATTER = frozenset(
         *("output_attentions", "output_hidden_states", "chunk_size_feed_forward", "cache_implementation", "unsloth_fixed"),
         *("unsloth_version", "transformers.js_config"),
         *("_attn_implementation", "_attn_implementation_autoset", "_sliding_window_pattern", "hidden_dropout", "auto_map"),
+        *("output_router_logits", "router_aux_loss_coef"),
     )
 )
 _NO_DEFAULT: Any = object()
@@ -39,11 +40,25 @@ class HfTensor:
     layer as (out, in), so most differ by a transpose. Head axes split off as (heads, head_dim), in that order.
     Hugging Face keeps queries and keys in rotate-half order (first half of the head dimension paired with the second), which
     is ours too: nothing is permuted.
+
+    A name with {e}, the expert, is of many tensors, one an expert. Ours is all of them, along its first axis, E. An axis 2 of
+    theirs holds two of ours, of which this is `half`.
     """
 
     name: str
     ours: str
     theirs: str
+    half: int = 0
+
+    @property
+    def each_expert(self) -> bool:
+        """Whether each expert has a tensor of its own there."""
+        return "{e}" in self.name
+
+    @property
+    def each(self) -> str:
+        """The axes of what one tensor there holds, in our order."""
+        return self.ours.removeprefix("E ") if self.each_expert else self.ours
 
 
 # What all families have. {i} is the layer. A model whose head is tied has no head.
@@ -75,6 +90,15 @@ POST_NORMS = {  # in place of the common name of mlp_norm
     "layers.{i}.attention_post_norm.scale": HfTensor("model.layers.{i}.post_attention_layernorm.weight", "D", "D"),
     "layers.{i}.mlp_norm.scale": HfTensor("model.layers.{i}.pre_feedforward_layernorm.weight", "D", "D"),
     "layers.{i}.mlp_post_norm.scale": HfTensor("model.layers.{i}.post_feedforward_layernorm.weight", "D", "D"),
+}
+
+
+# In place of a tensor an expert: what transformers 5 writes with save_original_format=False, as it has them in memory.
+EXPERTS_TOGETHER = {
+    "layers.{i}.mlp.router": HfTensor("model.layers.{i}.mlp.gate.weight", "D E", "E D"),
+    "layers.{i}.mlp.gate": HfTensor("model.layers.{i}.mlp.experts.gate_up_proj", "E D F", "E (2 F) D", 0),
+    "layers.{i}.mlp.up": HfTensor("model.layers.{i}.mlp.experts.gate_up_proj", "E D F", "E (2 F) D", 1),
+    "layers.{i}.mlp.down": HfTensor("model.layers.{i}.mlp.experts.down_proj", "E D F", "E D F"),
 }
 
 
@@ -156,6 +180,14 @@ def read_common(s: Settings, activation: str, tied: bool | None = None, free_hea
         "norm_eps": s.number("rms_norm_eps"),
         "tied_head": s.take("tie_word_embeddings", _NO_DEFAULT if tied is None else tied),
     }
+
+
+def read_experts(s: Settings, experts: int) -> dict[str, Any]:
+    """Of config.Model what all families with experts read alike. experts: how many, which families call differently."""
+    chosen = s.whole("num_experts_per_tok")
+    if chosen > experts:
+        raise HuggingFaceError(f"{s.path}: num_experts_per_tok = {chosen}: there are only {experts} experts.")
+    return {"num_experts": experts, "experts_per_token": chosen}
 
 
 def read_rope(s: Settings, known: Sequence[str] = ("default", "llama3", "linear")) -> dict[str, Any]:
@@ -293,5 +325,14 @@ def must_have(model: Model, family: str, **wanted: Any) -> None:
         if given != value:
             raise HuggingFaceError(
                 f"model.{key} = {given!r}: transformers' {family} has {value!r} only, so no checkpoint of that family can hold "
-                "this model. Export it as another family (--family), if one has it."
+                "this model. Set model.family to one that has it, if there is one."
             )
+
+
+def must_have_experts(model: Model, family: str) -> None:
+    """Raises HuggingFaceError for a model without experts, or with more to them than a softmax that chooses some of them."""
+    if not model.num_experts:
+        raise HuggingFaceError(
+            f"model.num_experts = 0: transformers' {family} has experts in every layer. Set model.family to another."
+        )
+    must_have(model, family, router="softmax", router_bias=False, shared_d_ff=0)

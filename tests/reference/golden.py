@@ -6,11 +6,13 @@ config.json in its manner.
 """
 
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers as t
+from safetensors.numpy import load_file, save_file
 from weights import random_tokens, random_weight
 
 VOCAB = 128
@@ -40,6 +42,8 @@ def gemma3_rope():
     return {"rope_parameters": {"full_attention": {**scaled, "rope_theta": 9000.0}, "sliding_attention": local}}
 
 
+TOP2 = {"num_local_experts": 6, "num_experts_per_tok": 2}
+TOP3 = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": False}
 S, F = "sliding_attention", "full_attention"
 MODELS = {
     "llama": t.LlamaConfig(**COMMON, tie_word_embeddings=True, **rope(5000.0, "llama3", **LLAMA3)),
@@ -49,27 +53,30 @@ MODELS = {
         **COMMON, use_sliding_window=True, sliding_window=9, max_window_layers=2, tie_word_embeddings=False, **rope(3000.0)
     ),
     "qwen3": t.Qwen3Config(**COMMON, head_dim=16, tie_word_embeddings=True, **rope(3000.0, "linear", factor=2.0)),
+    "mixtral": t.MixtralConfig(**COMMON, **TOP2, head_dim=16, sliding_window=7, tie_word_embeddings=False, **rope(2000.0)),
+    "qwen3_moe": t.Qwen3MoeConfig(**COMMON, **TOP3, head_dim=16, tie_word_embeddings=False, **rope(3000.0)),
     "gemma2": t.Gemma2Config(**GEMMA, attn_logit_softcapping=4.0, final_logit_softcapping=3.0, **rope(4000.0)),
     "gemma3": t.Gemma3TextConfig(**GEMMA, layer_types=[S, S, F, S], **gemma3_rope()),
 }
 
 
-def model_of(config):
-    """With weights.py's numbers."""
-    config._attn_implementation = "eager"
-    model = t.AutoModelForCausalLM.from_config(config, torch_dtype=torch.float32).eval()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(torch.from_numpy(random_weight(name, tuple(p.shape))))
-    return model
+def model_of(config, scale=1.0):
+    """With weights.py's numbers, those of norms apart times `scale`.
+
+    Through a checkpoint, whose names weights.py goes by: in memory transformers has experts' weights in one tensor.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        t.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        file = Path(folder) / "model.safetensors"
+        shapes = {name: x.shape for name, x in load_file(file).items()}
+        numbers = {n: random_weight(n, s) * np.float32(1.0 if "norm" in n else scale) for n, s in shapes.items()}
+        save_file(numbers, file, {"format": "pt"})
+        return t.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def adamw_losses(model, steps=30):
+def adamw_losses(config, steps=30):
     """Mean cross entropy of each step's batch, before its update."""
-    # Small weights: at those that reach every cap, a step of 1e-3 is a leap.
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(torch.from_numpy(random_weight(name, tuple(p.shape)) * (1.0 if "norm" in name else 0.3)))
+    model = model_of(config, 0.3)  # small weights: at those that reach every cap, a step of 1e-3 is a leap
     matrices = [p for n, p in model.named_parameters() if "norm" not in n]
     others = [p for n, p in model.named_parameters() if "norm" in n]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -101,7 +108,7 @@ def main():
                 rows = torch.from_numpy(random_tokens(VOCAB).astype(np.int64))
                 logits[name] = model_of(config)(rows, use_cache=False).logits.float().numpy()
     if V5:
-        losses = {f"{name}_adamw": adamw_losses(model_of(MODELS[name])) for name in ("llama2", "gemma2")}
+        losses = {f"{name}_adamw": adamw_losses(MODELS[name]) for name in ("llama2", "gemma2", "mixtral")}
         np.savez_compressed(out / "golden.npz", **logits, **losses)
 
 
