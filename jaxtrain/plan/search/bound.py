@@ -11,25 +11,29 @@ of a compiled plan are at or above these bounds. (A search checks that for every
                    loss reads float32 logits and writes their gradient
     links          weights gathered forward and backward and gradients scattered once a microbatch, as sharding.zero and
                    sharding.gather say; replicas' gradients summed once a step; activations gathered and scattered over the
-                   tensor axis four times forward and four backward; over the seq axis, what brings keys to queries
+                   tensor axis four times forward and four backward; over the seq axis, what brings keys to queries; over the
+                   expert axis, tokens to experts and back, twice forward and twice backward; over the stage axis, every
+                   group's output and its gradient to its neighbour
 
-    step >= max(GEMMs + attention + memory-bound + forward tensor collectives, all traffic of one link)
+    step >= max(GEMMs + attention + memory-bound + forward tensor and expert collectives, all traffic of one link)
 
-A layer's forward pass is a chain, in which each tensor collective waits for a GEMM and the next GEMM for it: nothing hides
-those. All other traffic may hide behind arithmetic, and the bound lets it.
+A layer's forward pass is a chain, in which each of these collectives waits for a GEMM and the next GEMM for it: nothing hides
+those. All other traffic may hide behind arithmetic, and the bound lets it. In a pipeline, what layers compute takes longer by
+the ticks in which a stage is idle (stages.py).
 
     memory >= state + weights gathered and held + gradients being summed (with more than one microbatch)
-              + what remat keeps of every layer
+              + what remat keeps of every layer, in a pipeline for every microbatch that waits
               + max(in the loss: the head, its float32 gradient, one chunk's logits;
                     in the backward pass: gradients of all layers, of one where they are added to those of the microbatches
                     before as they come; the largest weight; what one checkpoint computes again)
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 
-from jaxtrain import config, flops, groups
+from jaxtrain import auto_remat, config, flops, groups
 from jaxtrain.activations import ACTIVATIONS, kept, parse_tensors
 from jaxtrain.config import MESH_AXES, RunConfig
 from jaxtrain.context import Context, make_context
@@ -38,6 +42,7 @@ from jaxtrain.moments import INT8
 from jaxtrain.plan.program.work import ATTENTION_BACKWARD
 from jaxtrain.plan.result import Rates
 from jaxtrain.plan.topology import Topology
+from jaxtrain.stages import Schedule
 
 BYTES = {"f32": 4, "bf16": 2}
 SIMPLIFIED = 0.99  # the formula and the compiled GEMMs agree within a percent
@@ -66,13 +71,32 @@ class Layout:
     sizes: Mapping[str, int]
     node: int  # GPUs in a node
 
+    @functools.cached_property
+    def _rules(self) -> dict[str, tuple[str, ...]]:
+        return config.rules_in_use(self.run.sharding)
+
     def axes(self, logical: str) -> tuple[str, ...]:
         """Mesh axes, of size above 1, that split a logical axis."""
-        rules = config.rules_in_use(self.run.sharding)
-        return tuple(a for a in rules.get(logical, ()) if self.sizes.get(a, 1) > 1)
+        return tuple(a for a in self._rules.get(logical, ()) if self.sizes.get(a, 1) > 1)
 
     def parts(self, *logical: str) -> int:
         return math.prod(self.sizes[a] for axis in logical for a in self.axes(axis))
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """When each stage does what; of one stage, nothing waits."""
+        stages, p = self.parts("layers"), self.run.pipeline
+        return Schedule(p.schedule, stages, p.groups if stages > 1 else 1, self.run.train.grad_accum)
+
+    @property
+    def layers(self) -> float:
+        """On one device, in the mean: the longest stage may have one more."""
+        return self.run.model.num_layers / self.parts("layers")
+
+    @property
+    def room(self) -> float:
+        """Rows of experts' arrays for each token."""
+        return auto_remat.expert_room(self.run, self.parts("experts"))
 
     @property
     def compute_bytes(self) -> int:
@@ -95,23 +119,25 @@ class Layout:
         heads, kv_heads = m.num_heads // self.parts("heads"), m.num_kv_heads // self.parts("kv_heads")
         return make_context(a.context, a.ulysses, self.parts("sequence"), heads, max(1, kv_heads))
 
-    @property
+    @functools.cached_property
     def whole(self) -> dict[str, float]:
         """Parameters of each part of the model on one device that has gathered them."""
         split = {
             "embedding": ("vocab",),
             "attention": ("layers", "heads"),
             "mlp": ("layers", "mlp"),
-            "norms": (),
+            "experts": ("layers", "experts", "mlp"),
+            "router": ("layers",),
+            "norms": ("layers",),
             "head": ("vocab",),
         }
         count = flops.parameters(self.run.model)
         return {part: count[part] / self.parts(*axes) for part, axes in split.items()}
 
-    @property
+    @functools.cached_property
     def parameters(self) -> dict[str, float]:
         """Of each part of the model, on one device at rest."""
-        return {part: count / self.parts("embed") for part, count in self.whole.items()}
+        return {part: count / self.parts(rest_axis(part)) for part, count in self.whole.items()}
 
     @property
     def once(self) -> bool:
@@ -126,12 +152,19 @@ class Layout:
     @property
     def held(self) -> float:
         """Gathered weights that a device holds from its forward pass to its backward pass, or all step long."""
-        whole, s = self.whole, self.run.sharding
-        if self.parts("embed") == 1:
-            return 0.0
+        s = self.run.sharding
+        whole = {part: count for part, count in self.whole.items() if self.parts(rest_axis(part)) > 1}
         if self.once or s.zero == 2:
             return sum(whole.values())
-        return whole["attention"] + whole["mlp"] if s.gather == "forward" else 0.0
+        return sum(whole.get(part, 0.0) for part in LAYERS) if s.gather == "forward" else 0.0
+
+
+LAYERS = ("attention", "mlp", "experts", "router")  # parts of the model that are layers' matrices
+
+
+def rest_axis(part: str) -> str:
+    """The logical axis along which a part's weights are split while they rest."""
+    return "expert_embed" if part == "experts" else "embed"
 
 
 def activation_bytes(layout: Layout, name: str) -> float:
@@ -139,7 +172,8 @@ def activation_bytes(layout: Layout, name: str) -> float:
     m, c = layout.run.model, layout.compute_bytes
     heads = m.num_heads * flops.head_dim(m) * c / layout.parts("heads", "sequence")
     kv_heads = m.num_kv_heads * flops.head_dim(m) * c / layout.parts("kv_heads", "sequence")
-    wide = m.d_ff * c / layout.parts("mlp", "sequence")
+    rows = m.d_ff * layout.room + m.shared_d_ff if m.num_experts else m.d_ff
+    wide = rows * c / layout.parts("mlp", "sequence")
     known = {
         "q": heads,
         "k": kv_heads,
@@ -183,13 +217,24 @@ def bound(run: RunConfig, topology: Topology, rates: Rates) -> Bound:
 
 def _step_s(layout: Layout, rates: Rates) -> float:
     traffic: dict[str, float] = {"nvlink": 0.0, "network": 0.0}
-    for axes, wire, launches in (*_weight_traffic(layout), *_tensor_traffic(layout, passes=2), *_context_traffic(layout)):
+    for axes, wire, launches in (
+        *_weight_traffic(layout),
+        *_chain_traffic(layout, passes=2),
+        *_context_traffic(layout),
+        *_stage_traffic(layout),
+    ):
         for link, seconds in _link_s(layout, rates, axes, wire, launches).items():
             traffic[link] += seconds
-    chain = sum(max(_link_s(layout, rates, *item).values()) for item in _tensor_traffic(layout, passes=1))
+    chain = sum(max(_link_s(layout, rates, *item).values()) for item in _chain_traffic(layout, passes=1))
+    chain *= _idle(layout)
     on_host = layout.run.optimizer.offload == "moments"
     host = 2 * moment_bytes(layout) / (rates.host_gb_s * 1e9) if on_host else 0.0
     return max(_arithmetic_s(layout, rates) + _memory_bound_s(layout, rates) + chain, *traffic.values(), host)
+
+
+def _idle(layout: Layout) -> float:
+    """How much longer layers take for the ticks in which a stage is idle."""
+    return 1 / (1 - layout.schedule.bubble)
 
 
 def _arithmetic_s(layout: Layout, rates: Rates) -> float:
@@ -201,12 +246,14 @@ def _arithmetic_s(layout: Layout, rates: Rates) -> float:
     if not _fused_attention(run):
         backward = 2 / max(rates.attention_backward_tflops, rates.gemm_tflops)
     layers = run.model.num_layers * sum(flops.gemms(run.model).values())
-    gemms = layers / _layer_rate(run, rates) + (linear - layers) / rates.gemm_tflops
-    seconds = SIMPLIFIED * 3 * gemms + attention * (1 / _attention_rate(run, rates) + backward)
+    computed = run.model.num_layers * sum(flops.gemms(run.model, flops.expert_rows(run)).values())
+    idle = _idle(layout)
+    gemms = idle * computed / _layer_rate(run, rates) + (linear - layers) / rates.gemm_tflops
+    seconds = SIMPLIFIED * 3 * gemms + idle * attention * (1 / _attention_rate(run, rates) + backward)
     muon = 0.0
     if run.optimizer.name == "muon" and not groups.moved(run.optimizer.groups):
         muon = SIMPLIFIED * flops.newton_schulz(run.model) / math.prod(layout.sizes.values()) / (rates.gemm_tflops * 1e12)
-    return tokens * (seconds / 1e12 + _again_s(run, rates)) + muon
+    return tokens * (seconds / 1e12 + idle * _again_s(run, rates)) + muon
 
 
 def _layer_rate(run: RunConfig, rates: Rates) -> float:
@@ -226,7 +273,7 @@ def _attention_rate(run: RunConfig, rates: Rates) -> float:
 
 def _again_s(run: RunConfig, rates: Rates) -> float:
     """Seconds per token that a GPU spends on what remat computes again."""
-    total = flops.recompute(run.model, run.remat, run.data.seq_len).causal
+    total = flops.recompute(run.model, run.remat, run.data.seq_len, flops.expert_rows(run)).causal
     repeats = run.remat.policy != "none" and not {"attention_out", "attention_lse"} <= kept(run.remat)
     attention = repeats * flops.attention(run.model, run.data.seq_len).causal * run.model.num_layers
     linear = SIMPLIFIED * (total - attention)
@@ -244,8 +291,9 @@ def _memory_bound_s(layout: Layout, rates: Rates) -> float:
     if micro > 1:
         moved += micro * made * (2 * grads + 2)
     norms = 2 * (2 + 3) * m.d_model / layout.parts("residual")
-    swiglu = (3 + 5) * m.d_ff / layout.parts("mlp", "sequence")
-    moved += layout.tokens * m.num_layers * c * (norms + swiglu)
+    rows = m.d_ff * flops.expert_rows(run) + m.shared_d_ff if m.num_experts else m.d_ff
+    swiglu = (3 + 5) * rows / layout.parts("mlp", "sequence")
+    moved += layout.tokens * layout.layers * c * (norms + swiglu)
     if run.loss.name == "cross_entropy":
         moved += layout.tokens * (4 + c) * m.vocab_size / layout.parts("vocab", "sequence")
     return moved / (rates.memory_tb_s * 1e12)
@@ -255,17 +303,28 @@ Traffic = tuple[tuple[str, ...], float, int]  # mesh axes, bytes that each devic
 
 
 def _weight_traffic(layout: Layout) -> list[Traffic]:
-    """Gathers and reductions of weights, which every shard of the batch needs whole."""
+    """Gathers and reductions of weights, which every shard of the batch needs whole; experts stay where they are."""
+    experts = {"experts": layout.parameters["experts"]}
+    others = {part: count for part, count in layout.parameters.items() if part != "experts"}
+    return [
+        *_moved_over(layout, "embed", others),
+        *(_moved_over(layout, "expert_embed", experts) if experts["experts"] else []),
+    ]
+
+
+def _moved_over(layout: Layout, rest: str, params: Mapping[str, float]) -> list[Traffic]:
+    """Of weights that are split along `rest`; `params`: of each part, on one device at rest."""
     run = layout.run
-    split, parts = layout.axes("embed"), layout.parts("embed")
-    replicas = tuple(a for a in (*layout.axes("batch"), *layout.axes("sequence")) if a not in split)
+    split, parts = layout.axes(rest), layout.parts(rest)
+    stays = layout.axes("experts") if rest == "expert_embed" else ()
+    replicas = tuple(a for a in (*layout.axes("batch"), *layout.axes("sequence")) if a not in (*split, *stays))
     copies = math.prod(layout.sizes[a] for a in replicas)
-    params, micro = layout.parameters, run.train.grad_accum
-    everything, head = sum(params.values()), params["head"]
-    layers = params["attention"] + params["mlp"]
+    micro = run.train.grad_accum
+    everything, head = sum(params.values()), params.get("head", 0.0)
+    layers = sum(params.get(part, 0.0) for part in LAYERS)
     others = everything - layers
     # How rows of an embedding travel is the kernel's own affair. The last layer's weights need not be gathered again.
-    again = layers * (1 - 1 / run.model.num_layers)
+    again = layers * (1 - 1 / layout.layers)
     if layout.once:
         gathered, wide, reduced = layers, others, everything
     elif run.sharding.zero == 2:
@@ -279,16 +338,32 @@ def _weight_traffic(layout: Layout) -> list[Traffic]:
     return [(split, moved, 0), (replicas, summed, 0)]
 
 
-def _tensor_traffic(layout: Layout, passes: int) -> list[Traffic]:
-    """Around attention and around the feed-forward block: a gather, and a reduce-scatter back. Backward moves as much again."""
+def _chain_traffic(layout: Layout, passes: int) -> list[Traffic]:
+    """What stands between GEMMs of a layer: over tensor a gather and a reduce-scatter back, around attention and around the
+    feed-forward block; over expert each token's rows to its experts and back. Backward moves as much again."""
     run = layout.run
     split = tuple(a for a in layout.axes("residual") if a not in layout.axes("sequence"))
     axes = split or layout.axes("heads") or layout.axes("mlp")
     parts = math.prod(layout.sizes[a] for a in axes)
     tokens = layout.tokens / layout.parts("sequence")
-    one = tokens * run.model.d_model * layout.compute_bytes * (parts - 1) / parts
-    number = passes * 4 * run.model.num_layers
-    return [(axes, number * one, number * run.train.grad_accum)]
+    row = run.model.d_model * layout.compute_bytes
+    number = passes * 4 * layout.layers
+    over = [(axes, number * tokens * row * (parts - 1) / parts, int(number * run.train.grad_accum))]
+    if (ranks := layout.parts("experts")) > 1:
+        # Each device of a tensor group may send its part of a row, and a capacity below 1 drops what it does not take.
+        rows = tokens * run.model.experts_per_token * min(1.0, run.experts.capacity or 1.0) / parts
+        number = passes * 2 * layout.layers
+        over.append((layout.axes("experts"), number * rows * row * (ranks - 1) / ranks, int(number * run.train.grad_accum)))
+    return over
+
+
+def _stage_traffic(layout: Layout) -> list[Traffic]:
+    """Every group's output to the next, and its gradient back; also in ticks in which there is none."""
+    s, run = layout.schedule, layout.run
+    if s.stages == 1:
+        return []
+    one = layout.tokens / s.microbatches * run.model.d_model * layout.compute_bytes / layout.parts("residual")
+    return [(layout.axes("layers"), 2 * s.units * one, 2 * s.units)]
 
 
 def _context_traffic(layout: Layout) -> list[Traffic]:
@@ -301,7 +376,7 @@ def _context_traffic(layout: Layout) -> list[Traffic]:
     if context.size == 1 or m.sliding_window:
         return []
     u, r, c = context.ulysses, context.ring, layout.compute_bytes
-    tokens = layout.tokens / context.size * m.num_layers * flops.head_dim(m)
+    tokens = layout.tokens / context.size * layout.layers * flops.head_dim(m)
     queries = tokens * m.num_heads / layout.parts("heads")
     keys = 2 * tokens * max(m.num_kv_heads / layout.parts("kv_heads"), u)
     trips = 2 + (run.remat.policy != "none" and not {"attention_out", "attention_lse"} <= kept(run.remat))
@@ -333,9 +408,10 @@ def _nodes(layout: Layout, axes: tuple[str, ...]) -> int:
     """How many nodes one group over these mesh axes touches; neighbouring devices lie along the right-most axis."""
     members, stride = [0], 1
     for axis in reversed(MESH_AXES):
+        size = layout.sizes.get(axis, 1)
         if axis in axes:
-            members = [at + i * stride for at in members for i in range(layout.sizes[axis])]
-        stride *= layout.sizes[axis]
+            members = [at + i * stride for at in members for i in range(size)]
+        stride *= size
     return len({at // layout.node for at in members})
 
 
@@ -355,16 +431,21 @@ def _memory_bytes(layout: Layout) -> float:
     in_loss = 0.0
     if run.loss.name == "cross_entropy":
         in_loss = vocab * (m.d_model * (4 if everything_held else 4 + c) + chunk * 4)
-    largest = m.d_model * max(m.d_ff / layout.parts("mlp"), m.num_heads * flops.head_dim(m) / layout.parts("heads"))
+    held_experts = max(1, m.num_experts) / layout.parts("experts")
+    largest = m.d_model * max(
+        m.d_ff * held_experts / layout.parts("mlp"), m.num_heads * flops.head_dim(m) / layout.parts("heads")
+    )
     largest *= layout.weight_bytes
-    made = 2 * (grads["attention"] + grads["mlp"]) / (m.num_layers if may_add_layers(run) else 1)
+    made = 2 * sum(grads[part] for part in LAYERS) / (layout.layers if may_add_layers(run) else 1)
     in_backward = made + (0 if layout.held else largest) + tokens * _again_bytes(layout)
     return held + max(in_loss, in_backward)
 
 
 def may_add_layers(run: RunConfig) -> bool:
-    """Whether a microbatch's gradients may never be held whole: where layers stand one by one XLA can do without, too."""
-    return run.train.grad_accum > 1 and (run.compiler.unroll or run.train.accumulate == "layer")
+    """Whether a microbatch's gradients may never be held whole: where layers stand one by one XLA can do without, too. In a
+    pipeline they are added layer by layer."""
+    by_layer = run.compiler.unroll or run.train.accumulate == "layer" or run.mesh.stage != 1
+    return run.train.grad_accum > 1 and by_layer
 
 
 def on_device(layout: Layout) -> frozenset[str]:
@@ -378,11 +459,13 @@ def on_device(layout: Layout) -> frozenset[str]:
 
 
 def saved_bytes(layout: Layout) -> float:
-    """What all layers keep for the backward pass, per token: the input of each checkpoint, and what the policy names."""
+    """What a device's layers keep for the backward pass, per token of a microbatch: the input of each checkpoint, and what the
+    policy names."""
     run = layout.run
     named = sum(activation_bytes(layout, name) for name in on_device(layout))
     every = 1 if run.remat.policy == "none" else run.remat.every
-    return run.model.num_layers * named + -(-run.model.num_layers // every) * activation_bytes(layout, "layer input")
+    layers = auto_remat.layers_kept(run, layout.parts("layers"))
+    return layers * named + -(-layers // every) * activation_bytes(layout, "layer input")
 
 
 def _again_bytes(layout: Layout) -> float:

@@ -248,8 +248,9 @@ def _none_fits(run: RunConfig, plan: Plan, progress: Progress, known: dict[str, 
 def _state(run: RunConfig, plan: Plan, topology: Topology, rates: Rates) -> Iterator[Advice]:
     """What cannot be computed again."""
     text = f"the state and the batch alone take {size(plan.memory.arguments_gib)} on each GPU, as configured"
-    tensor = mesh_sizes(run, topology)["tensor"]
-    split = candidate(run, split_over(run, topology.total, tensor), topology, rates)
+    sizes = mesh_sizes(run, topology)
+    shared = topology.total // (sizes["stage"] * sizes["expert"] * sizes["seq"])
+    split = candidate(run, split_over(run, shared, sizes["tensor"]), topology, rates)
     if split.state_gib:
         least = math.ceil(split.state_gib * topology.total / plan.memory.usable_gib)
         text += f"; split evenly, the state alone fills {least} GPUs with {size(plan.memory.usable_gib)} each"
@@ -277,13 +278,14 @@ def _more_gpus(run: RunConfig, topology: Topology, rates: Rates, expected: Expec
 def _spread(run: RunConfig, topology: Topology, total: int) -> Overrides:
     """The run on more GPUs: weights split over all of them, the batch the same where it divides."""
     sizes = mesh_sizes(run, topology)
-    shards = total // sizes["tensor"] // sizes["seq"]
+    shared = total // (sizes["stage"] * sizes["expert"] * sizes["seq"])
+    shards = shared // sizes["tensor"] * sizes["expert"]
     batch, accum = run.train.global_batch, run.train.grad_accum
     while accum > 1 and batch % (accum * shards):
         accum -= 1
     if batch % (accum * shards):
         batch = math.ceil(batch / shards) * shards
-    split = split_over(run, total // sizes["seq"], sizes["tensor"])
+    split = split_over(run, shared, sizes["tensor"])
     return (*split, ("train.global_batch", batch), ("train.grad_accum", accum))
 
 

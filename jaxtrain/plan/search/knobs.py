@@ -117,14 +117,22 @@ def _stages(run: RunConfig) -> list[Overrides]:
 
 
 def _meshes(run: RunConfig, topology: Topology) -> list[Overrides]:
-    """Weights split over all GPUs that are not in tensor groups; tensor groups inside a node."""
-    now = mesh_sizes(run, topology)
-    left = topology.total // now["seq"]
-    wider = (t for t in (2, 4, 8) if now["tensor"] < t <= topology.gpus and topology.gpus % t == 0 and left % t == 0)
-    return [split_over(run, left, tensor) for tensor in (now["tensor"], *wider)]
+    """Weights split over all GPUs that are not in tensor groups, or on other stages; tensor groups, and the devices that share
+    experts, inside a node."""
+    now, experts = mesh_sizes(run, topology), run.model.num_experts
+    left = topology.total // (now["stage"] * now["seq"])
+    present = (now["expert"], now["tensor"])
+    wider = [(e, t) for e in (1, 2, 4, 8) for t in (1, 2, 4, 8) if e >= present[0] and t >= present[1]]
+    inside = [(e, t) for e, t in wider if topology.gpus % (e * t) == 0 and left % (e * t) == 0 and (experts or 1) % e == 0]
+    found = []
+    for expert, tensor in dict.fromkeys((present, *inside)):
+        own = (("mesh.expert", expert),) if experts else ()
+        found.append((*split_over(run, left // expert, tensor), *own))
+    return found
 
 
 def split_over(run: RunConfig, total: int, tensor: int) -> Overrides:
+    """Of `total` GPUs, those that data, fsdp and tensor share."""
     return ("mesh.data", 1), ("mesh.fsdp", -1 if run.mesh.fsdp == -1 else total // tensor), ("mesh.tensor", tensor)
 
 
@@ -199,6 +207,14 @@ def savings(run: RunConfig, topology: Topology, rates: Rates, check: Check) -> l
         fsdp = sizes["fsdp"] * sizes["tensor"]
         alone = ("mesh.fsdp", -1 if run.mesh.fsdp == -1 else fsdp), ("mesh.tensor", 1)
         found.append(Saving(f"mesh.tensor={sizes['tensor']}", alone, f"with mesh.fsdp={fsdp} instead"))
+    if sizes["stage"] > 1:
+        fsdp = sizes["fsdp"] * sizes["stage"]
+        alone = ("mesh.fsdp", -1 if run.mesh.fsdp == -1 else fsdp), ("mesh.stage", 1)
+        found.append(Saving(f"mesh.stage={sizes['stage']}", alone, f"with mesh.fsdp={fsdp} instead"))
+    if run.experts.capacity and run.model.num_experts:
+        found.append(
+            Saving(f"experts.capacity={run.experts.capacity:g}", (("experts.capacity", 0.0),), "with no token dropped")
+        )
     found += _larger_microbatch(run, check)
     return [saving for saving in found if not check(with_overrides(run, saving.instead))]
 

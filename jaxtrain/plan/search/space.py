@@ -25,17 +25,36 @@ LONG = 32_768  # tokens from which a sequence is split over GPUs too, when layou
 
 
 def meshes(run: RunConfig, topology: Topology, rates: Rates) -> Iterator[Setting]:
-    """Every way to divide the GPUs over data x fsdp x tensor; and over seq, by every method, where sequences are long or fewer
-    than GPUs, or where the config splits them."""
-    total = topology.total
-    split = run.mesh.seq != 1 or run.data.seq_len >= LONG or run.train.global_batch < total
-    for seq in _divisors(total) if split else [1]:
-        for tensor in _divisors(total // seq):
-            for data in _divisors(total // seq // tensor):
-                fsdp = total // seq // tensor // data
-                mesh = {"mesh.data": data, "mesh.fsdp": fsdp, "mesh.tensor": tensor, "mesh.seq": seq}
-                for context in METHODS if seq > 1 else [run.attention.context]:
-                    yield mesh | {"attention.context": context}
+    """Every way to divide the GPUs over data x fsdp x tensor; over expert where the model has experts; over stage as in
+    `pipelines`; and over seq, by every method, where sequences are long or fewer than GPUs, or where the config splits them."""
+    split = run.mesh.seq != 1 or run.data.seq_len >= LONG or run.train.global_batch < topology.total
+    for pipeline in pipelines(run, topology):
+        for expert in _divisors(run.model.num_experts or 1):
+            total, rest = divmod(topology.total // pipeline["mesh.stage"], expert)
+            for seq in _divisors(total) if split and not rest else [1] * (not rest):
+                for tensor in _divisors(total // seq):
+                    for data in _divisors(total // seq // tensor):
+                        mesh = {"mesh.data": data, "mesh.fsdp": total // seq // tensor // data, "mesh.expert": expert}
+                        mesh |= {"mesh.tensor": tensor, "mesh.seq": seq, **pipeline}
+                        for context in METHODS if seq > 1 else [run.attention.context]:
+                            yield mesh | {"attention.context": context}
+
+
+GROUPS = (2,)  # of layers on each stage, of interleaved schedules that are tried
+
+
+def pipelines(run: RunConfig, topology: Topology) -> Iterator[Setting]:
+    """No pipeline; on several nodes stages of whole nodes, which send each other the least over the network; any number of
+    stages where the config has some. With gpipe only where the config has it: it takes as long as 1f1b, and more memory."""
+    own = {"pipeline.schedule": run.pipeline.schedule, "pipeline.groups": run.pipeline.groups}
+    yield {"mesh.stage": 1, **own}
+    asked = run.mesh.stage != 1
+    for stage in _divisors(topology.total if asked else topology.nodes):
+        schedules = [("1f1b", 1), *(("interleaved", groups) for groups in GROUPS)]
+        schedules += [(run.pipeline.schedule, run.pipeline.groups)] if asked else []
+        for schedule, groups in dict.fromkeys(schedules):
+            if stage > 1 and stage * groups <= run.model.num_layers:
+                yield {"mesh.stage": stage, "pipeline.schedule": schedule, "pipeline.groups": groups}
 
 
 def stages(run: RunConfig, topology: Topology, rates: Rates) -> Iterator[Setting]:
@@ -81,7 +100,7 @@ class Knob:
 
 
 KNOBS = (
-    Knob(meshes, (*(f"mesh.{axis}" for axis in MESH_AXES), "attention.context")),
+    Knob(meshes, (*(f"mesh.{axis}" for axis in MESH_AXES), "pipeline.schedule", "pipeline.groups", "attention.context")),
     Knob(stages, ("sharding.zero", "sharding.gather")),
     Knob(microbatches, ("train.grad_accum",)),
     Knob(remat_policies, ("remat.policy", "remat.tensors", "remat.every"), apart=True),
@@ -138,12 +157,12 @@ def legal_layouts(
         return not problems
 
     def settings(knob: Knob) -> list[Overrides]:
-        return [tuple(s.items()) for s in knob.settings(run, topology, rates)]
+        return [tuple((key, s[key]) for key in knob.keys) for s in knob.settings(run, topology, rates)]
 
     layouts: list[Overrides] = [()]
     for knob in (k for k in KNOBS if not k.apart):
         layouts = [(*left, *right) for left in layouts for right in settings(knob)]
-    layouts = [o for o in layouts if not _twin(o, run) and accepted(o, run)]
+    layouts = [o for o in layouts if not _twin(o, run) and not _idle(o) and accepted(o, run)]
     for knob in (k for k in KNOBS if k.apart):
         legal = [s for s in settings(knob) if layouts and accepted(s, with_overrides(run, layouts[0]))]
         layouts = [(*left, *right) for left in layouts for right in legal]
@@ -156,9 +175,15 @@ def _twin(overrides: Overrides, run: RunConfig) -> bool:
     config's own zero = 1 is gather = step."""
     o = dict(overrides)
     stage = (o["sharding.zero"], o["sharding.gather"])
-    if o["mesh.fsdp"] * o["mesh.seq"] == 1:
+    if o["mesh.fsdp"] * o["mesh.expert"] * o["mesh.seq"] == 1:
         return stage != (3, "layer")
     return run.sharding.zero == 1 and stage == (3, "step")
+
+
+def _idle(overrides: Overrides) -> bool:
+    """Whether stages have fewer microbatches than there are stages, and wait for half of the step or more."""
+    o = dict(overrides)
+    return o["mesh.stage"] > o["train.grad_accum"]
 
 
 def sequences_per_gpu(run: RunConfig, topology: Topology) -> float:
