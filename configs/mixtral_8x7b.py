@@ -1,0 +1,54 @@
+"""Mixtral 8x7B from scratch, sequences of 8192 tokens; sized for one node of 8 GPUs with 141 GB each.
+
+    hf download HuggingFaceFW/fineweb-edu --repo-type=dataset --include 'sample/100BT/*' --local-dir=corpus
+    python -m jaxtrain.data prepare --input='corpus/**/*.parquet' --tokenizer=hf:mistralai/Mixtral-8x7B-v0.1 \\
+        --output=data/fineweb-edu-mixtral.tok --validation=0.001
+    python -m jaxtrain.main --config=configs/mixtral_8x7b.py --workdir=runs/mixtral_8x7b
+
+To see its plan on this or any other machine, or to search for a better mesh:
+
+    python -m jaxtrain.plan --config=configs/mixtral_8x7b.py --topology=h200:8
+    python -m jaxtrain.plan --config=configs/mixtral_8x7b.py --topology=h200:8 --search --budget=600
+
+Another number of GPUs keeps the batch and changes the accumulation: --config=configs/mixtral_8x7b.py:gpus=16
+"""
+
+import ml_collections
+
+from jaxtrain.config import default_config, parse_arg
+from jaxtrain.models.mixtral import PRESETS
+
+
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+    """Variant `gpus=8`: how many GPUs the batch is divided over."""
+    variant = parse_arg(arg, gpus=8)
+    config = default_config()
+    config.model.update(PRESETS["mixtral_8x7b"])
+
+    config.data.source = "data/fineweb-edu-mixtral.tok"
+    config.data.eval_source = "data/fineweb-edu-mixtral.val.tok"
+    config.data.tokenizer = "hf:mistralai/Mixtral-8x7B-v0.1"  # asks for a licence click first
+    config.data.seq_len = 8192
+
+    # 256 x 8192 = 2.1 M tokens a step, one sequence a GPU at a time: an expert then has 16,384 rows from all GPUs, where loads
+    # are even.
+    config.train.global_batch = max(256, variant.gpus)
+    config.train.grad_accum = max(1, 256 // variant.gpus)
+    config.train.steps = 50_000  # 105 B tokens
+
+    # Each GPU of a node holds one expert of every layer whole, and tokens travel to it: 0.13 GB there and as much back for a
+    # layer, where fsdp would gather a layer's 2.8 GB. All else, 1.6 B of the 46.7 B parameters, is split over the same GPUs.
+    config.mesh.expert = 8
+    # Weights, moments and gradients in float32 are 16 bytes a parameter, 87 GiB on each of 8 GPUs. What is left holds what
+    # layers keep for their backward pass, as much of it as fits.
+    config.remat.policy = "auto"
+
+    config.optimizer.lr = 3e-4
+    config.optimizer.lr_min = 3e-5
+    config.optimizer.warmup_steps = 2000
+    config.optimizer.schedule = "cosine"
+
+    config.eval.every_steps = 500
+    config.checkpoint.every_steps = 100
+    config.log.every_steps = 1  # a step takes long enough to deserve its line
+    return config
