@@ -268,7 +268,8 @@ class _Run:
         """The whole step."""
         micro = self.micro(jnp.int32(0))
         x = jax.eval_shape(lambda: self.model.enter(micro["tokens"]))
-        empty = jax.tree.map(lambda a: self.pipe.inside.constrain(jnp.zeros(a.shape, a.dtype), *RESIDUAL), x)
+        blank = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), x)
+        empty = jax.tree.map(lambda a: self.pipe.inside.constrain(a, *RESIDUAL) if a.ndim == 3 else a, blank)
         self.kept = self.groups.kept(x, jax.eval_shape(lambda: self.shared(micro)))
         sums = jax.eval_shape(lambda: self.lose(self.model, empty, micro, self.total)[1])
         carry = _Carry(

@@ -66,6 +66,13 @@ class Arrangement:
         where = {layer: place for place, layer in enumerate(self.order) if layer is not None}
         return tuple(where[layer] for layer in range(self.layers))
 
+    @functools.cached_property
+    def turns(self) -> tuple[int, ...]:
+        """For each layer how many places, empty ones too, a microbatch passes before it."""
+        count = self.stages * self.groups
+        short, longer = divmod(self.layers, count)
+        return tuple(q * self.per_group + i for q in range(count) for i in range(short + (q < longer)))
+
     @property
     def plain(self) -> bool:
         """Whether layer i lies at place i, and nothing is empty."""

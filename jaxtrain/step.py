@@ -12,23 +12,26 @@ import optax
 
 from jaxtrain import auto_remat, guard, precision, windows
 from jaxtrain.activations import kept
+from jaxtrain.balance import METRICS, Balance, is_bias
 from jaxtrain.config import Compiler, ConfigError, Problem, Remat, RunConfig, parts_of
 from jaxtrain.context import Context, make_context
 from jaxtrain.kernels import attention
 from jaxtrain.kernels.context import window
 from jaxtrain.kernels.context.split import Split
 from jaxtrain.kernels.dot import DTYPES, Numerics
+from jaxtrain.kernels.experts import grouped
 from jaxtrain.loss import Batch, LossFunction, LossSpec, loss_function
 from jaxtrain.models import family, layers
 from jaxtrain.models.attention import Kernel, layer_kinds
 from jaxtrain.models.lora import Lora, is_adapter
 from jaxtrain.models.module import Definition, Params, filled, names, part
+from jaxtrain.models.moe import Statistics
 from jaxtrain.models.remat import Plan, make_plan
 from jaxtrain.models.transformer import Transformer
 from jaxtrain.optimizer import check_groups, make_optimizer, make_schedule
 from jaxtrain.pipeline import STAGE, Pipeline
 from jaxtrain.shapes import BATCH_KEYS
-from jaxtrain.sharding import Axes, Placement, make_placement, replicated
+from jaxtrain.sharding import Axes, Placement, Weight, make_placement, replicated
 from jaxtrain.stages import Arrangement, Schedule, arrangement
 from jaxtrain.state import TrainState, abstract_state, shardings, weights
 from jaxtrain.update import STACK, Update, at_once, streamed
@@ -36,6 +39,7 @@ from jaxtrain.zero import Stage, stage
 
 MICROBATCHES: Axes = (None, "batch", "sequence")  # (A, B, T)
 Metrics = dict[str, jax.Array]
+Told = tuple[jax.Array, Statistics]  # of a microbatch, by its share of the batch: the loss, and what its experts report
 
 
 def make_train_step(
@@ -49,6 +53,7 @@ def make_train_step(
     clip_norm: float,
     spike: float = 0.0,
     pipe: Pipeline | None = None,
+    balance: Balance | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """A pure function `(state, batch) -> (state, metrics)`, to be jitted by the caller with explicit shardings.
 
@@ -63,23 +68,32 @@ def make_train_step(
     state; the step counts, and the one after it is held.
 
     Metrics, f32 (): `loss` (nats per token, before the update), `grad_norm` (global, before clipping), `lr`; i32 (): `verdict`
-    (guard.TAKEN and its like).
+    (guard.TAKEN and its like); of a model with experts balance.METRICS. `loss` is without what is minimised beside it.
     """
     axes = definition.axes
     learnt = part(axes, held.trained)  # axes of what has a gradient
 
-    def loss_of(params: Params, micro: Batch, total: jax.Array) -> jax.Array:
+    def objective(
+        hidden: jax.Array, statistics: Statistics, head: Weight, micro: Batch, total: jax.Array, spec: LossSpec
+    ) -> tuple[jax.Array, Told]:
+        with jax.named_scope("loss"):
+            value = loss(hidden, head, micro, spec) / total
+            if balance is None:
+                return value, (value, ())
+            share = micro["weights"].sum() / total
+            return value + share * balance.penalty(statistics), (value, share * statistics)
+
+    def loss_of(params: Params, micro: Batch, total: jax.Array) -> tuple[jax.Array, Told]:
         model = definition.bind(params)
-        hidden = model(micro["tokens"], micro["segments"], micro["positions"])
-        with jax.named_scope("loss"):
-            return loss(hidden, model.head_VD, micro, spec) / total
+        rows = micro["tokens"], micro["segments"], micro["positions"]
+        hidden, statistics = model.hidden_and_statistics(*rows) if balance else (model(*rows), ())
+        return objective(hidden, statistics, model.head_VD, micro, total, spec)
 
-    def lose(model: Transformer, x: Any, micro: Batch, total: jax.Array) -> tuple[jax.Array, jax.Array]:
-        with jax.named_scope("loss"):
-            value = loss(model.leave(x), model.head_VD, micro, spec.inside()) / total
-        return value, value
+    def lose(model: Transformer, x: Any, micro: Batch, total: jax.Array) -> tuple[jax.Array, Told]:
+        hidden, statistics = model.leave(x)
+        return objective(hidden, statistics, model.head_VD, micro, total, spec.inside())
 
-    def gradients(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
+    def gradients(params: Params, batch: Batch) -> tuple[Told, Params]:
         # A batch without targets has nothing to learn from; the floor only keeps it from dividing by zero.
         with jax.named_scope("loss"):
             total = jnp.maximum(batch["weights"].sum(), 1.0)
@@ -87,40 +101,41 @@ def make_train_step(
         with jax.named_scope("gather"):
             held_weights = held.weights(params, axes)
         if pipe:
-            value, grads = pipe.gradients(lose, held, held_weights, part(params, held.trained), batch, total)
+            told, grads = pipe.gradients(lose, held, held_weights, part(params, held.trained), batch, total)
             with jax.named_scope("reduce"):
-                return value, held.settled(grads, learnt)
+                return told, held.settled(grads, learnt)
 
-        def one(micro: Batch, sums: Params) -> tuple[jax.Array, Params]:
-            def of_slots(slots: Params) -> jax.Array:
+        def one(micro: Batch, sums: Params) -> tuple[Told, Params]:
+            def of_slots(slots: Params) -> tuple[jax.Array, Told]:
                 return loss_of(held.bound(held_weights, slots, axes), micro, total)
 
-            value, grads = jax.value_and_grad(of_slots)(held.slots(masters, learnt, sums))
-            return value, jax.tree.map(held.pinned, grads, learnt)
+            (_, told), grads = jax.value_and_grad(of_slots, has_aux=True)(held.slots(masters, learnt, sums))
+            return told, jax.tree.map(held.pinned, grads, learnt)
 
         masters = part(params, held.trained)
         if batch["tokens"].shape[0] == 1:
-            value, grads = one(jax.tree.map(lambda x: x[0], batch), masters)  # there is no sum yet, and none is asked for
+            told, grads = one(jax.tree.map(lambda x: x[0], batch), masters)  # there is no sum yet, and none is asked for
             with jax.named_scope("reduce"):
-                return value, held.settled(grads, learnt)
+                return told, held.settled(grads, learnt)
 
         def added(before: jax.Array, made: jax.Array, of: Axes) -> jax.Array:
             return made if held.adds(of) else before + made
 
-        def add(carry: tuple[jax.Array, Params], micro: Batch) -> tuple[tuple[jax.Array, Params], None]:
-            loss, sums = carry
-            value, made = one(micro, sums)
+        def add(carry: tuple[Told, Params], micro: Batch) -> tuple[tuple[Told, Params], None]:
+            before, sums = carry
+            told, made = one(micro, sums)
             with jax.named_scope("accumulate"):
-                return (loss + value, jax.tree.map(added, sums, made, learnt)), None
+                return (jax.tree.map(jnp.add, before, told), jax.tree.map(added, sums, made, learnt)), None
 
         with jax.named_scope("accumulate"):
             zeros = jax.tree.map(held.zero, masters, learnt)
-        value, grads = jax.lax.scan(add, (jnp.zeros((), jnp.float32), zeros), batch)[0]
+            nothing = jnp.zeros((), jnp.float32), balance.zeros if balance else ()
+        told, grads = jax.lax.scan(add, (nothing, zeros), batch)[0]
         with jax.named_scope("reduce"):
-            return value, held.settled(grads, learnt)
+            return told, held.settled(grads, learnt)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        value, grads = gradients(weights(state), batch)
+        (value, statistics), grads = gradients(weights(state), batch)
         with jax.named_scope("optimizer"):
             norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)))
             scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else None
@@ -128,9 +143,12 @@ def make_train_step(
             verdict, guarded = guard.judge(state.guard, value, norm, spike)
             old = part(state.params, held.trained)
             params, optimizer = update(grads, state.optimizer, old, scale, lr, verdict == guard.TAKEN)
+            params = filled(state.params, params)
+            params = balance.moved(params, statistics, verdict == guard.TAKEN) if balance else params
             done = state.step + (verdict != guard.HELD)
-        new = TrainState(done.astype(jnp.int32), filled(state.params, params), optimizer, guarded, state.layers)
-        return new, {"loss": value, "grad_norm": norm, "lr": lr, "verdict": verdict}
+        new = TrainState(done.astype(jnp.int32), params, optimizer, guarded, state.layers)
+        metrics = {"loss": value, "grad_norm": norm, "lr": lr, "verdict": verdict}
+        return new, metrics | balance.metrics(statistics) if balance else metrics
 
     return train_step
 
@@ -141,7 +159,7 @@ def make_eval_step(
     """`(params, batch) -> (sum of weighted losses, sum of weights)`, both f32 (); the batch's arrays are (1, B, T)."""
 
     def lose(model: Transformer, x: Any, micro: Batch) -> jax.Array:
-        return loss(model.leave(x), model.head_VD, micro, spec.inside())
+        return loss(model.leave(x)[0], model.head_VD, micro, spec.inside())
 
     def eval_step(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
         micro = jax.tree.map(lambda x: x[0], batch)
@@ -280,10 +298,22 @@ def trained_parameters(run: RunConfig, definition: Definition) -> Params:
     if unmatched:
         rule = f"no parameter is called {', '.join(unmatched)}"
         raise ConfigError([Problem("train.freeze", run.train.freeze, rule, every)])
-    trained = jax.tree.map(lambda name: not any(fnmatch.fnmatchcase(name, p) for p in patterns), called)
+    trained = jax.tree.map(lambda name: not is_bias(name) and not _matches(name, patterns), called)
     if not any(jax.tree.leaves(trained)):
         raise ConfigError([Problem("train.freeze", run.train.freeze, "leaves nothing to train", every)])
     return trained
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, p) for p in patterns)
+
+
+def balance_of(run: RunConfig, definition: Definition, lying: Arrangement | None) -> Balance:
+    """How a step keeps experts evenly loaded. Biases of frozen layers, or of those that adapters stand beside, do not move."""
+    frozen = ["*"] if run.lora.rank else parts_of(run.train.freeze)
+    moves = jax.tree.map(lambda name: is_bias(name) and not _matches(name, frozen), names(definition.abstract))
+    lying = lying or Arrangement(run.model.num_layers)
+    return Balance(run.experts, run.model.num_experts, lying.turns, lying.order, moves)
 
 
 def lora_of(run: RunConfig) -> Lora:
@@ -333,7 +363,9 @@ def pipeline(run: RunConfig, placement: Placement, kernel: Kernel, lying: Arrang
 def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Definition:
     """The model of a config, placed."""
     module, plan = family(run.model.family), remat_plan(run, placement)
-    ctx = layers.Context(numerics_of(run), placement, lora=lora_of(run))
+    lying = arrangement(run, placement.size(STAGE))
+    places = lying.places if lying else run.model.num_layers
+    ctx = layers.Context(numerics_of(run), placement, lora=lora_of(run), experts=run.experts, places=places)
     return Definition(lambda rngs: module.build(run.model, kernel, plan, ctx, rngs))
 
 
@@ -399,6 +431,8 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     placement = make_placement(run, devices)
     context = context_of(run, placement)
     kernel, reason = choose_kernel(run, context, devices[0])
+    if run.model.num_experts:
+        grouped.check(run.experts.impl, hardware_of(devices[0]))
     definition = make_definition(run, placement, kernel)
     trained = trained_parameters(run, definition)
     learnt = part(definition.axes, trained)
@@ -427,6 +461,8 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     eight = eight_bit_weights(run, definition)
     grads, adds = DTYPES[run.dtypes.grads], adds_layers(run, definition)
     held = stage(run, placement, numerics_of(run), grads, eight=eight, trained=trained, adds=adds)
+    balance = balance_of(run, definition, lying) if run.model.num_experts else None
+    metrics = ("loss", "grad_norm", "lr", "verdict", *(METRICS if balance else ()))
     train_step = make_train_step(
         definition,
         streamed(*how) if offload else at_once(tx),
@@ -437,6 +473,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
         clip_norm=run.optimizer.clip_norm,
         spike=run.train.spike,
         pipe=pipe,
+        balance=balance,
     )
     whole = replicated(placement)
     return Program(
@@ -449,7 +486,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
         jax.jit(
             train_step,
             in_shardings=(shardings(state), shardings(batch)),
-            out_shardings=(shardings(state), dict.fromkeys(("loss", "grad_norm", "lr", "verdict"), whole)),
+            out_shardings=(shardings(state), dict.fromkeys(metrics, whole)),
             donate_argnums=0,
             # What a kernel does not read of a batch stays an argument: who looks at the compiled step finds all of them.
             keep_unused=True,

@@ -104,6 +104,7 @@ class Shared(NamedTuple):
     prepared: tuple[Any, ...]  # the kernel's view of documents, by kind of layer
     rotary: tuple[tuple[jax.Array, jax.Array], ...]  # tables of cos and sin, f32 (B, T, H/2); one pair, or one by kind of layer
     write_at: jax.Array  # where new keys go in the cache: int32 (); unused without a cache
+    real_BT: jax.Array | None  # False for padding; None of a model that does not ask
 
 
 def _tables(shared: Shared, kind: Kind) -> tuple[jax.Array, jax.Array]:
@@ -219,4 +220,5 @@ def _rotary(model: Model, positions_BT: jax.Array) -> tuple[tuple[jax.Array, jax
 def share(model: Model, kernel: Kernel, placement: Placement, rows: Rows, write_at: jax.Array | None = None) -> Shared:
     """Everything that depends on the batch alone, made once for all layers."""
     at = jnp.zeros((), jnp.int32) if write_at is None else write_at
-    return Shared(kernel.prepare(rows, placement), _rotary(model, rows.q_positions), at)
+    real_BT = rows.q_segments > 0 if model.num_experts else None
+    return Shared(kernel.prepare(rows, placement), _rotary(model, rows.q_positions), at, real_BT)

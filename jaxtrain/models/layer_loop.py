@@ -18,7 +18,8 @@ from jaxtrain.sharding import Held, frozen
 # Which of the kinds of layers that a model has: a number of the program's where layers stand one by one or are all alike, and
 # one on the device where a loop runs several.
 Kind = int | jax.Array
-Body = Callable[[jax.Array, Any, Any, Kind], jax.Array]  # (x, layer, what all layers share, kind) -> x
+# (x, layer, what all layers share, kind) -> x, which may be several arrays
+Body = Callable[[Any, Any, Any, Kind], Any]
 
 LAYER_INPUT = "layer input"  # what a layer's backward pass always has
 
@@ -63,8 +64,8 @@ class Stack:
         return [next(made) if learns else None for learns in self.learnt]
 
     def differentiate(
-        self, f: Callable[..., jax.Array], x: jax.Array, layers: list[list[jax.Array]], shared: Any, *kind: Kind
-    ) -> tuple[jax.Array, Callable[..., Any]]:
+        self, f: Callable[..., Any], x: Any, layers: list[list[jax.Array]], shared: Any, *kind: Kind
+    ) -> tuple[Any, Callable[..., Any]]:
         """`f(x, [layer, ...], shared, *kind)`, and its backward pass without the arguments that are there anyhow."""
         return jax.vjp(
             lambda x, layers, shared: f(x, [jax.tree.unflatten(self.tree, layer) for layer in layers], shared, *kind),
@@ -73,9 +74,7 @@ class Stack:
             in_nzs=(True, [list(self.learnt)] * len(layers), False),
         )
 
-    def backward(
-        self, vjp: Any, layers: list[list[jax.Array]], shared: Any, dy: jax.Array
-    ) -> tuple[jax.Array, list[list[jax.Array]]]:
+    def backward(self, vjp: Any, layers: list[list[jax.Array]], shared: Any, dy: Any) -> tuple[Any, list[list[jax.Array]]]:
         dx, d_layers, _ = vjp.replace(args_res=(vjp.args_res[0], layers, shared))(dy)
         return dx, d_layers
 
@@ -119,7 +118,7 @@ def number(kinds: Sequence[int], i: jax.Array) -> Kind:
     return kinds[0] if len(set(kinds)) == 1 else jnp.asarray(kinds, jnp.int32)[i]
 
 
-def loop(body: Callable[..., jax.Array], x: jax.Array, layers: Any, kinds: Sequence[int], unroll: bool = False) -> jax.Array:
+def loop(body: Callable[..., Any], x: Any, layers: Any, kinds: Sequence[int], unroll: bool = False) -> Any:
     """`body(x, layer, kind)` over a stack of layers, in a loop that autodiff is left to."""
     if len(set(kinds)) == 1:
         return jax.lax.scan(lambda x, layer: (body(x, layer, kinds[0]), None), x, layers, unroll=unroll)[0]
@@ -127,9 +126,7 @@ def loop(body: Callable[..., jax.Array], x: jax.Array, layers: Any, kinds: Seque
     return jax.lax.scan(lambda x, layer: (body(x, *layer), None), x, each, unroll=unroll)[0]
 
 
-def loop_last_apart(
-    step: Body, last: Body, x: jax.Array, layers: Any, shared: Any, kinds: Sequence[int], waits: bool
-) -> jax.Array:
+def loop_last_apart(step: Body, last: Body, x: Any, layers: Any, shared: Any, kinds: Sequence[int], waits: bool) -> Any:
     """`step` over all layers but the last, and `last` over that one, all of them parts of one stack.
 
     Slices of the stack would be copies of it. So loops run over the layers' numbers, forward and backward; the backward loop
@@ -139,11 +136,11 @@ def loop_last_apart(
     leaves, stack = stack_of(layers)
     num_layers = len(kinds)
 
-    def single(f: Body) -> Callable[..., jax.Array]:
+    def single(f: Body) -> Callable[..., Any]:
         return lambda x, layers, shared, kind: f(x, layers[0], shared, kind)
 
     @jax.custom_vjp
-    def run(x: jax.Array, leaves: list[jax.Array], shared: Any) -> jax.Array:
+    def run(x: Any, leaves: list[jax.Array], shared: Any) -> Any:
         layers = jax.tree.unflatten(stack.tree, leaves)
         return loop(lambda x, layer, kind: step(x, layer, shared, kind), x, layers, kinds)
 
@@ -185,12 +182,12 @@ def one_by_one(
     body: Body,
     checkpoint: Callable[..., Body],
     last: Callable[..., Body],
-    x: jax.Array,
+    x: Any,
     layers: Any,
     shared: Any,
     kinds: Sequence[int],
     every: int,
-) -> jax.Array:
+) -> Any:
     """`body` over all layers without a loop, `every` of them under each checkpoint.
 
     checkpoint, last: what makes a function keep what a remat policy says, and the same for the last group.
@@ -198,8 +195,8 @@ def one_by_one(
     leaves, stack = stack_of(layers)
     groups = [range(at, min(at + every, len(kinds))) for at in range(0, len(kinds), every)]
 
-    def several(group: range) -> Callable[..., jax.Array]:
-        def run(x: jax.Array, layers: list[Any], shared: Any) -> jax.Array:
+    def several(group: range) -> Callable[..., Any]:
+        def run(x: Any, layers: list[Any], shared: Any) -> Any:
             for i, layer in zip(group, layers, strict=True):
                 x = body(x, layer, shared, kinds[i])
             return x
@@ -207,7 +204,7 @@ def one_by_one(
         return run
 
     @jax.custom_vjp
-    def run(x: jax.Array, leaves: list[jax.Array], shared: Any) -> jax.Array:
+    def run(x: Any, leaves: list[jax.Array], shared: Any) -> Any:
         # Without gradients nothing is kept, and a loop costs nothing.
         layers = jax.tree.unflatten(stack.tree, leaves)
         return loop(lambda x, layer, kind: body(x, layer, shared, kind), x, layers, kinds)

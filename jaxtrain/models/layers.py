@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.config import Experts
 from jaxtrain.kernels.dot import Numerics, dot
 from jaxtrain.kernels.embedding import TABLE, embed
 from jaxtrain.kernels.norm import rms_norm
@@ -29,6 +30,8 @@ class Context:
     placement: Placement
     structure: Structure = Structure()
     lora: Lora = Lora()
+    experts: Experts = Experts()
+    places: int = 0  # layers that follow each other, with a pipeline's empty places; 0: those of the model
 
 
 class RMSNorm(nnx.Module):

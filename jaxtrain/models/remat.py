@@ -13,11 +13,14 @@ import jax.numpy as jnp
 
 from jaxtrain.activations import KEPT, parse_tensors
 from jaxtrain.config import Remat
+from jaxtrain.kernels.experts.routing import CHOICE
 from jaxtrain.models.layer_loop import Body, loop, loop_last_apart, one_by_one
 
 # Gathered weights (kernels/dot.py). Kept by no policy, not even `none`, or every layer's would be held at once; unless
 # sharding.gather = forward asks for that, and then by all.
 WEIGHT = ("weight",)
+# Kept by all: where tokens go must be the same in the backward pass, and takes k numbers a token.
+ALWAYS = (CHOICE,)
 
 
 def anything_but_weights(primitive: Any, *avals: Any, **params: Any) -> bool:
@@ -47,23 +50,23 @@ class Plan:
         Arguments that are plain numbers stay so.
         """
         policies = jax.checkpoint_policies
-        weights = WEIGHT if self.keep_weights else ()
+        names = (*ALWAYS, *WEIGHT) if self.keep_weights else ALWAYS
         if self.policy == "none":
             policy = policies.everything_saveable if self.keep_weights else anything_but_weights
         elif self.policy == "dots":
             # By operation and not by name: with qk-norm, what the backward pass needs is the GEMM's output, not the named q.
             policy = policies.save_from_both_policies(
-                policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(*weights)
+                policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(*names)
             )
         elif self.offload:
             policy = policies.save_and_offload_only_these_names(
-                names_which_can_be_saved=[*self.keep, *weights],
+                names_which_can_be_saved=[*self.keep, *names],
                 names_which_can_be_offloaded=list(self.offload),
                 offload_src="device",
                 offload_dst="pinned_host",
             )
         else:
-            policy = policies.save_only_these_names(*self.keep, *weights)
+            policy = policies.save_only_these_names(*self.keep, *names)
         # Scan bodies are compiled apart, so XLA cannot merge the recomputation with the original. Elsewhere it would.
 
         def checkpointed(*args: Any) -> Any:
@@ -92,7 +95,7 @@ class Plan:
             return 0
         return num_layers - self.apart(num_layers) if self.every_layer else num_layers // self.every
 
-    def run(self, body: Body, x: jax.Array, layers: Any, shared: Any, kinds: Sequence[int]) -> jax.Array:
+    def run(self, body: Body, x: Any, layers: Any, shared: Any, kinds: Sequence[int]) -> Any:
         """`body(x, layer, shared, kind)` for each of the layers stacked on axis 0, `every` layers under each checkpoint.
 
         kinds: of each layer, a number that the body knows what to do with; the same for all that are alike.
@@ -114,10 +117,10 @@ class Plan:
         if self.every_layer:
             return loop(self.checkpoint(lambda x, layer, kind: body(x, layer, shared, kind)), x, layers, kinds)
 
-        def one(x: jax.Array, layer: tuple[Any, Any]) -> tuple[jax.Array, None]:
+        def one(x: Any, layer: tuple[Any, Any]) -> tuple[Any, None]:
             return body(x, layer[0], shared, kinds[0] if alike else layer[1]), None
 
-        def several(x: jax.Array, group: Any) -> jax.Array:
+        def several(x: Any, group: Any) -> Any:
             # Unrolled: gathers of the group's next layer start during this one. A loop inside the loop that XLA itself unrolls
             # makes it (jaxlib 0.11.2) abort in some layouts: "Call graph must have been flattened".
             return jax.lax.scan(one, x, group, unroll=True)[0]

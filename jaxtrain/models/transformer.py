@@ -17,6 +17,7 @@ from jaxtrain.models.attention import Attention, Kernel, Shared, kv_copies, laye
 from jaxtrain.models.layer_loop import Kind
 from jaxtrain.models.layers import RESIDUAL, WIDE, Context, Embed, GatedLinear, RMSNorm
 from jaxtrain.models.module import normal, param, stack
+from jaxtrain.models.moe import ExpertsMLP, Statistics, no_statistics, with_row
 from jaxtrain.models.remat import Plan
 from jaxtrain.models.structure import Structure
 from jaxtrain.sharding import Placement, Weight
@@ -44,6 +45,9 @@ def empty_cache(model: Model, placement: Placement, batch: int, length: int, dty
     return Cache((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)), segments_BS, positions_BS, jnp.zeros((), jnp.int32))
 
 
+Carry = tuple[jax.Array, Statistics]  # what goes from layer to layer: the residual stream, and what its experts report
+
+
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); with post_norms what is added is normalised too."""
 
@@ -52,18 +56,21 @@ class Block(nnx.Module):
         self.attention_norm = RMSNorm(model.d_model, "embed", RESIDUAL, model.norm_eps, ctx, rngs)
         self.attention = Attention(model, kernel, std, out_std, ctx, rngs)
         self.mlp_norm = RMSNorm(model.d_model, "embed", RESIDUAL, model.norm_eps, ctx, rngs)
-        self.mlp = GatedLinear(model.d_model, model.d_ff, std, out_std, ctx, rngs)
+        if model.num_experts:
+            self.mlp = ExpertsMLP(model, std, out_std, ctx, rngs)
+        else:
+            self.mlp = GatedLinear(model.d_model, model.d_ff, std, out_std, ctx, rngs)
         if model.post_norms:
             self.attention_post_norm = RMSNorm(model.d_model, "embed", RESIDUAL, model.norm_eps, ctx, rngs)
             self.mlp_post_norm = RMSNorm(model.d_model, "embed", RESIDUAL, model.norm_eps, ctx, rngs)
         self.post_norms, self.ctx = model.post_norms, ctx
 
-    def __call__(self, x_BTD: jax.Array, shared: Shared, kind: Kind, cache: Any) -> tuple[jax.Array, Any]:
+    def __call__(self, carry: Carry, shared: Shared, kind: Kind, cache: Any) -> tuple[Carry, Any]:
         """The residual stream stays in the residual layout; each half of the block widens it and returns a partial sum.
 
         kind: which of the model's kinds of layers this is (`models.attention.layer_kinds`).
         """
-        p = self.ctx.placement
+        p, (x_BTD, statistics) = self.ctx.placement, carry
         with jax.named_scope("attention"):
             h = checkpoint_name(self.attention_norm(x_BTD), "attention_norm")
             y, cache = self.attention(p.widen(h, RESIDUAL, WIDE), shared, kind, cache)
@@ -72,8 +79,14 @@ class Block(nnx.Module):
             x_BTD = checkpoint_name(x_BTD + y, "residual")
         with jax.named_scope("mlp"):
             h = checkpoint_name(self.mlp_norm(x_BTD), "mlp_norm")
-            y = checkpoint_name(p.narrow(self.mlp(p.widen(h, RESIDUAL, WIDE)), WIDE, RESIDUAL), "mlp_down")
-            return x_BTD + (self.mlp_post_norm(y) if self.post_norms else y), cache
+            h = p.widen(h, RESIDUAL, WIDE)
+            if isinstance(self.mlp, ExpertsMLP):
+                y, row = self.mlp(h, shared.real_BT)
+                statistics = with_row(statistics, row)
+            else:
+                y = p.narrow(self.mlp(h), WIDE, RESIDUAL)
+            y = checkpoint_name(y, "mlp_down")
+            return (x_BTD + (self.mlp_post_norm(y) if self.post_norms else y), statistics), cache
 
 
 class Transformer(nnx.Module):
@@ -101,10 +114,16 @@ class Transformer(nnx.Module):
     def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         """Hidden states after the final norm, (B, T, D) in the residual layout. The order of tokens in a row is free as far as
         the kernel allows: only segments and positions say who sees whom."""
-        shared, x_BTD = self.share(segments_BT, positions_BT), self.enter(tokens_BT)
+        return self.hidden_and_statistics(tokens_BT, segments_BT, positions_BT)[0]
+
+    def hidden_and_statistics(
+        self, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array
+    ) -> tuple[jax.Array, Statistics]:
+        """The same, and what the layers' experts report (kernels/experts/routing.py)."""
+        shared, carry = self.share(segments_BT, positions_BT), self.enter(tokens_BT)
         with jax.named_scope("layers"):
-            x_BTD = self.remat.run(self.layer, x_BTD, self.layers, shared, layer_kinds(self.model))
-        return self.leave(x_BTD)
+            carry = self.remat.run(self.layer, carry, self.layers, shared, layer_kinds(self.model))
+        return self.leave(carry)
 
     def share(self, segments_BT: jax.Array, positions_BT: jax.Array) -> Shared:
         """What all layers share of a batch."""
@@ -112,24 +131,25 @@ class Transformer(nnx.Module):
             rows = Rows(segments_BT, positions_BT, segments_BT, positions_BT)
             return share(self.model, self.kernel, self.ctx.placement, rows)
 
-    def enter(self, tokens_BT: jax.Array) -> jax.Array:
-        """What the first layer takes, (B, T, D) in the residual layout."""
+    def enter(self, tokens_BT: jax.Array) -> Carry:
+        """What the first layer takes: (B, T, D) in the residual layout, and the statistics of no layer."""
         with jax.named_scope("embed"):
             x_BTD = self.embed(tokens_BT)
-            if not self.ctx.structure.scaled_embedding:
-                return x_BTD
-            # The factor is rounded to the type of activations first, as where such models were trained.
-            return x_BTD * jnp.asarray(math.sqrt(self.model.d_model), x_BTD.dtype)
+            if self.ctx.structure.scaled_embedding:
+                # The factor is rounded to the type of activations first, as where such models were trained.
+                x_BTD = x_BTD * jnp.asarray(math.sqrt(self.model.d_model), x_BTD.dtype)
+            return x_BTD, no_statistics(self.model, self.ctx)
 
     @staticmethod
-    def layer(x: jax.Array, block: Block, shared: Shared, kind: Kind) -> jax.Array:
+    def layer(carry: Carry, block: Block, shared: Shared, kind: Kind) -> Carry:
         """One layer, of those stacked in `layers`."""
-        return block(x, shared, kind, None)[0]
+        return block(carry, shared, kind, None)[0]
 
-    def leave(self, x_BTD: jax.Array) -> jax.Array:
-        """What the last layer gives, after the final norm: what the head takes."""
+    def leave(self, carry: Carry) -> tuple[jax.Array, Statistics]:
+        """What the last layer gives, after the final norm, which is what the head takes; and the statistics of all layers."""
+        x_BTD, statistics = carry
         with jax.named_scope("final_norm"):
-            return self.final_norm(x_BTD)
+            return self.final_norm(x_BTD), statistics
 
     def decode(self, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Append T tokens of one document to every row of the cache. Returns their hidden states and the cache."""
@@ -147,11 +167,11 @@ class Transformer(nnx.Module):
         kinds = layer_kinds(self.model)
         alike = len(set(kinds)) == 1
 
-        def body(x: jax.Array, layer: tuple[Block, Any, jax.Array]) -> tuple[jax.Array, Any]:
+        def body(carry: Carry, layer: tuple[Block, Any, jax.Array]) -> tuple[Carry, Any]:
             block, kv, kind = layer
-            return block(x, shared, kinds[0] if alike else kind, kv)
+            return block(carry, shared, kinds[0] if alike else kind, kv)
 
-        x_BTD, kv = jax.lax.scan(body, self.enter(tokens_BT), (self.layers, cache.kv, jnp.asarray(kinds, jnp.int32)))
+        (x_BTD, _), kv = jax.lax.scan(body, self.enter(tokens_BT), (self.layers, cache.kv, jnp.asarray(kinds, jnp.int32)))
         return self.final_norm(x_BTD), Cache(kv, kv_segments, kv_positions, cache.length + T)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:

@@ -22,7 +22,10 @@ from jaxtrain.validate import validate_step
 DEFAULT = "one,data8,fsdp8,data2xfsdp4,fsdp4xtensor2,data2xfsdp2xtensor2,fsdp4xseq2,fsdp2xtensor2xseq2"
 FORM = "one, or axes with their sizes joined by x, such as fsdp4xtensor2, and further keys, as in fsdp8/sharding.zero=1"
 # What a layout may change: how a step is computed, not what it computes.
-FREE = ("sharding.", "attention.", "remat.", "dtypes.", "compiler.", "train.grad_accum", "train.accumulate", "loss.chunk")
+FREE = (
+    *("sharding.", "attention.", "remat.", "dtypes.", "compiler.", "pipeline.", "experts.impl", "experts.buffer"),
+    *("train.grad_accum", "train.accumulate", "loss.chunk"),
+)
 FLOAT32 = ("precision=f32", "fp8.exclude=", *(f"dtypes.{name}=f32" for name in ("params", "m", "v", "grads", "reduce")))
 
 
@@ -72,7 +75,7 @@ def _sizes(mesh: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
     if mesh == "one":
         return {}, []
     sizes: dict[str, int] = {}
-    for part in mesh.split("x"):
+    for part in re.split(r"(?<=\d)x", mesh):
         form = re.fullmatch(r"([A-Za-z_]+)(\d+)", part)
         if not form:
             return {}, [(f"{part!r} is no axis with its size", f"Write {FORM}.")]

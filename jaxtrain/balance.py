@@ -1,0 +1,65 @@
+"""What a step does with what its experts report: losses that spread tokens over them, metrics, and the bias of the router.
+
+Statistics are those of kernels/experts/routing.py, one row for each layer that a microbatch passed through, means over its real
+tokens. A step adds them up over its microbatches, each by its share of the batch's loss weight, as it does with losses.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.config import Experts
+from jaxtrain.kernels.experts.routing import COLUMNS
+from jaxtrain.models.module import Params, filled, part
+
+METRICS = ("balance_loss", "router_z_loss", "router_entropy", "dropped_tokens", "expert_load_max")
+BIAS = "router_bias"
+
+
+def is_bias(name: str) -> bool:
+    """Whether a parameter, by its whole name, is a router's bias: it moves, but by no gradient."""
+    return name.rpartition(".")[2] == BIAS
+
+
+@dataclasses.dataclass(frozen=True)
+class Balance:
+    """How experts are kept evenly loaded; static."""
+
+    experts: Experts
+    count: int  # of experts
+    rows: tuple[int, ...]  # of the statistics, for each layer the one that it made
+    places: tuple[int | None, ...]  # of the stack of layers, for each place the layer there
+    moves: Params  # which parameters are biases that move
+
+    @property
+    def zeros(self) -> jax.Array:
+        """The statistics of no microbatch."""
+        return jnp.zeros((len(self.places), len(COLUMNS) + self.count), jnp.float32)
+
+    def penalty(self, statistics: jax.Array) -> jax.Array:
+        """What is minimised beside the loss, f32 (): both losses, means over the layers."""
+        means = statistics[jnp.asarray(self.rows)].mean(0)
+        return self.experts.balance_loss * means[0] + self.experts.z_loss * means[1]
+
+    def metrics(self, statistics: jax.Array) -> dict[str, jax.Array]:
+        """Means over the layers; `dropped_tokens` as a share of all choices; `expert_load_max` is the largest of all layers, in
+        even shares."""
+        of_layers = statistics[jnp.asarray(self.rows)]
+        loads_LE = of_layers[:, len(COLUMNS) :]
+        named = dict(zip(METRICS, of_layers.mean(0)[: len(COLUMNS)], strict=False))
+        return named | {METRICS[-1]: loads_LE.max() * loads_LE.shape[1]}
+
+    def moved(self, params: Params, statistics: jax.Array, taken: jax.Array) -> Params:
+        """The parameters with the routers' biases moved toward even loads, where the step was taken.
+
+        By a fixed step up for an expert with less than an even share and down for one with more (Wang et al. 2024,
+        arXiv:2408.15664, algorithm 1).
+        """
+        if not any(jax.tree.leaves(self.moves)):
+            return params
+        loads_LE = statistics[jnp.asarray(self.rows), len(COLUMNS) :]
+        step_LE = self.experts.bias_rate * jnp.sign(loads_LE.mean(1, keepdims=True) - loads_LE)
+        empty = jnp.zeros_like(step_LE[0])
+        step = jnp.where(taken, jnp.stack([empty if layer is None else step_LE[layer] for layer in self.places]), 0.0)
+        return filled(params, jax.tree.map(lambda bias: bias + step.astype(bias.dtype), part(params, self.moves)))

@@ -1,0 +1,181 @@
+"""How tokens reach the devices that hold their experts, and how results come back. Runs inside a shard_map.
+
+A device's assignments are its (token, j-th choice) pairs, numbered token x k + j. Sorted by expert, they lie in one run for
+each device of the expert axis, and there in one run for each expert. What travels is a buffer of slots, as many for each
+device, whose all-to-all is its own inverse:
+
+    one device    a slot for each assignment; nothing travels
+    rounds        `room` slots for each device; what does not fit travels in further rounds, so that nothing is ever dropped
+    capacity      slots for each expert, the same number for all; what does not fit is dropped
+
+Received slots are brought into the order of experts, where products take them (grouped.py). Nothing is added up while it is
+scattered: every row is looked up by whoever needs it, so results do not depend on any order of additions.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Route(NamedTuple):
+    """Which assignment travels in which slot, in one round."""
+
+    take_S: jax.Array  # the assignment in each slot; T x k, which is none, where it is empty
+    slot_Tk: jax.Array  # the slot of each assignment; S, which is none, where it does not travel in this round
+    perm_R: jax.Array  # the received slot in each row; (0,) where rows are as received
+    place_R: jax.Array  # the inverse
+    sizes_E: jax.Array  # rows of each expert of this device
+
+
+class Plan(NamedTuple):
+    """A device's assignments, sorted, and its first round."""
+
+    order_n: jax.Array  # assignments by expert, those of padding last
+    rank_Tk: jax.Array  # where each stands in that order
+    counts_E: jax.Array  # how many of this device's assignments each expert has
+    theirs_XE: jax.Array  # how many each device of the expert axis has for each expert of this device
+    rounds: jax.Array  # (1,): how many it takes; the same number on all devices
+    dropped: jax.Array  # (1,): how many of this device's assignments are dropped
+    first: Route
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """The layout of an exchange; static."""
+
+    experts: int  # on all devices
+    tokens: int  # T, of this device
+    k: int
+    over: tuple[str, ...]  # mesh axes that split the experts
+    parts: int  # devices along them
+    everyone: tuple[str, ...]  # mesh axes over which other devices have other tokens
+    capacity: float  # of each expert, in even shares of a device's assignments; 0: none is dropped
+    buffer: float  # room for each device in a round, in even shares
+
+    @property
+    def here(self) -> int:
+        """Experts of one device."""
+        return self.experts // self.parts
+
+    @property
+    def room(self) -> int:
+        """Slots for each device, or with a capacity for each expert."""
+        n = self.tokens * self.k
+        if self.capacity:
+            return min(self.tokens, math.ceil(self.capacity * n / self.experts))
+        return n if self.parts == 1 else min(n, math.ceil(self.buffer * n / self.parts))
+
+    @property
+    def slots(self) -> int:
+        return self.room * (self.experts if self.capacity else self.parts)
+
+    @property
+    def overflows(self) -> bool:
+        """Whether a second round may be needed."""
+        return not self.capacity and self.room < self.tokens * self.k
+
+    # ---- Plans
+
+    def plan(self, chosen_Tk: jax.Array) -> Plan:
+        """chosen_Tk: int32 experts; `experts` where there is none."""
+        chosen_n = chosen_Tk.reshape(-1)
+        order_n = jnp.argsort(chosen_n, stable=True).astype(jnp.int32)
+        rank_Tk = _inverse(order_n).reshape(chosen_Tk.shape)
+        counts_E = jnp.sum(chosen_n[:, None] == jnp.arange(self.experts), axis=0, dtype=jnp.int32)
+        theirs_XE = self._swap(counts_E.reshape(self.parts, self.here))
+        one, none = jnp.ones((1,), jnp.int32), jnp.zeros((1,), jnp.int32)
+        if self.capacity:
+            dropped = jnp.maximum(counts_E - self.room, 0).sum(keepdims=True)
+            made = Plan(order_n, rank_Tk, counts_E, theirs_XE, one, dropped, self._nothing)
+            return made._replace(first=self._by_expert(made, chosen_Tk))
+        most = counts_E.reshape(self.parts, self.here).sum(1).max(keepdims=True)
+        rounds = -(-most // self.room)
+        rounds = jax.lax.pmax(rounds, self.everyone) if self.overflows and self.everyone else rounds
+        made = Plan(order_n, rank_Tk, counts_E, theirs_XE, rounds, none, self._nothing)
+        return made._replace(first=self.round(made, chosen_Tk, jnp.int32(0)))
+
+    @property
+    def _nothing(self) -> Route:
+        return Route(*(jnp.zeros((0,), jnp.int32) for _ in Route._fields))
+
+    def round(self, plan: Plan, chosen_Tk: jax.Array, r: jax.Array) -> Route:
+        """Round r, of those without a capacity."""
+        n, first = self.tokens * self.k, r * self.room
+        totals_X = plan.counts_E.reshape(self.parts, self.here).sum(1)
+        starts_X = jnp.cumsum(totals_X) - totals_X
+        at_XC = first + jnp.arange(self.room)[None, :]  # places in the run of each device
+        take_XC = jnp.take(plan.order_n, starts_X[:, None] + at_XC, mode="clip")
+        take_XC = jnp.where(at_XC < totals_X[:, None], take_XC, n)
+        to_Tk = chosen_Tk // self.here
+        within_Tk = plan.rank_Tk - jnp.take(starts_X, to_Tk, mode="clip") - first
+        travels = (to_Tk < self.parts) & (within_Tk >= 0) & (within_Tk < self.room)
+        slot_Tk = jnp.where(travels, to_Tk * self.room + within_Tk, self.slots)
+        if self.parts == 1:
+            as_received = self._nothing.perm_R
+            return Route(take_XC.reshape(-1), slot_Tk, as_received, as_received, plan.counts_E)
+        ends_XE = jnp.cumsum(plan.theirs_XE, axis=1)
+        expert_XC = jnp.sum(at_XC[:, :, None] >= ends_XE[:, None, :], axis=2)
+        perm_R = jnp.argsort(expert_XC.reshape(-1), stable=True).astype(jnp.int32)
+        window = jnp.clip(jnp.stack([ends_XE - plan.theirs_XE, ends_XE]) - first, 0, self.room)
+        return Route(take_XC.reshape(-1), slot_Tk, perm_R, _inverse(perm_R), (window[1] - window[0]).sum(0))
+
+    def _by_expert(self, plan: Plan, chosen_Tk: jax.Array) -> Route:
+        starts_E = jnp.cumsum(plan.counts_E) - plan.counts_E
+        at_EC = jnp.broadcast_to(jnp.arange(self.room)[None, :], (self.experts, self.room))
+        take_EC = jnp.take(plan.order_n, starts_E[:, None] + at_EC, mode="clip")
+        take_EC = jnp.where(at_EC < plan.counts_E[:, None], take_EC, self.tokens * self.k)
+        within_Tk = plan.rank_Tk - jnp.take(starts_E, chosen_Tk, mode="clip")
+        travels = (chosen_Tk < self.experts) & (within_Tk < self.room)
+        slot_Tk = jnp.where(travels, chosen_Tk * self.room + within_Tk, self.slots)
+        as_received = self._nothing.perm_R
+        sizes_E = jnp.full((self.here,), self.room * self.parts, jnp.int32)
+        return Route(take_EC.reshape(-1), slot_Tk, as_received, as_received, sizes_E)
+
+    # ---- What travels
+
+    def send(self, x_TD: jax.Array, route: Route) -> jax.Array:
+        """The rows (R, D) of this device's experts, of every device's tokens; zeros in those that are nobody's."""
+        return self._sorted(self._swap(_rows(x_TD, route.take_S // self.k)), route)
+
+    def send_numbers(self, a_Tk: jax.Array, route: Route) -> jax.Array:
+        """The same of a number for each assignment: (R,)."""
+        return self._sorted(self._swap(_rows(a_Tk.reshape(-1, 1), route.take_S)), route)[:, 0]
+
+    def receive(self, rows_RD: jax.Array, route: Route) -> jax.Array:
+        """For each token of this device the sum of its rows, f32 (T, D)."""
+        slots = self._swap(self._unsorted(rows_RD, route))
+        return jnp.sum(_rows(slots, route.slot_Tk).astype(jnp.float32), axis=1)
+
+    def receive_numbers(self, a_R: jax.Array, route: Route) -> jax.Array:
+        """For each assignment of this device its row's number, (T, k); 0 for one without."""
+        return _rows(self._swap(self._unsorted(a_R[:, None], route)), route.slot_Tk)[:, :, 0]
+
+    def _swap(self, slots: jax.Array) -> jax.Array:
+        """What each device has for each device of the expert axis, by device."""
+        if self.parts == 1:
+            return slots
+        apart = slots.reshape(self.parts, -1, *slots.shape[1:])
+        return jax.lax.all_to_all(apart, self.over, split_axis=0, concat_axis=0).reshape(slots.shape)
+
+    def _sorted(self, slots: jax.Array, route: Route) -> jax.Array:
+        if self.capacity:
+            return jnp.swapaxes(slots.reshape(self.parts, self.here, self.room, -1), 0, 1).reshape(slots.shape)
+        return slots if self.parts == 1 else jnp.take(slots, route.perm_R, axis=0, mode="clip")
+
+    def _unsorted(self, rows: jax.Array, route: Route) -> jax.Array:
+        if self.capacity:
+            return jnp.swapaxes(rows.reshape(self.here, self.parts, self.room, -1), 0, 1).reshape(rows.shape)
+        return rows if self.parts == 1 else jnp.take(rows, route.place_R, axis=0, mode="clip")
+
+
+def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows of x; zeros where the index is past the last."""
+    return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
+
+
+def _inverse(permutation: jax.Array) -> jax.Array:
+    n = permutation.shape[0]
+    return jnp.zeros((n,), jnp.int32).at[permutation].set(jnp.arange(n, dtype=jnp.int32), unique_indices=True)

@@ -1,0 +1,90 @@
+"""A feed-forward block of experts: each token goes through the few that its router chooses, and through a shared one."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.config import Model
+from jaxtrain.kernels.dot import dot, whole
+from jaxtrain.kernels.experts import feed_forward as kernel
+from jaxtrain.kernels.experts.routing import COLUMNS, TOKENS, route
+from jaxtrain.models.layers import NONLINEARITIES, RESIDUAL, WIDE, Context, GatedLinear
+from jaxtrain.models.module import constant, normal, param
+
+ROUTER = ("embed", None)
+DROPPED = COLUMNS.index("dropped")
+
+
+class ExpertsMLP(nnx.Module):
+    """sum over the chosen e of share_e down_e(f(gate_e(x)) * up_e(x)), and shared(x) where the model has a shared expert.
+
+    After Shazeer et al. 2017 (arXiv:1701.06538). The router's weight is rounded to no other type than the one it rests in, and
+    multiplied in float32; only a step that holds weights whole holds it in the compute dtype, as it does all others.
+    """
+
+    def __init__(self, model: Model, std: float, out_std: float, ctx: Context, rngs: nnx.Rngs):
+        E, D, F, dtype = model.num_experts, model.d_model, model.d_ff, ctx.numerics.params
+        self.router = param(rngs, (D, E), ROUTER, normal(std), dtype)
+        if model.router_bias:
+            self.router_bias = param(rngs, (E,), (None,), constant(0.0), jnp.dtype(jnp.float32))
+        self.gate = param(rngs, (E, D, F), kernel.AXES, normal(std), dtype)
+        self.up = param(rngs, (E, D, F), kernel.AXES, normal(std), dtype)
+        self.down = param(rngs, (E, D, F), kernel.AXES, normal(out_std), dtype)
+        if model.shared_d_ff:
+            self.shared = GatedLinear(D, model.shared_d_ff, std, out_std, ctx, rngs)
+        self.model, self.ctx = model, ctx
+        self.spec = kernel.Spec(
+            E,
+            NONLINEARITIES[ctx.structure.activation],
+            ctx.experts.impl,
+            ctx.experts.capacity,
+            ctx.experts.buffer,
+            ctx.placement,
+            ctx.numerics,
+        )
+
+    def __call__(self, x_BTD: jax.Array, real_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(B, T, D) in the wide layout to (B, T, D) in the residual layout, and the layer's statistics (routing.py).
+
+        real_BT: bool, False for padding, which no expert takes.
+        """
+        m, p, n = self.model, self.ctx.placement, self.ctx.numerics
+        exact = dataclasses.replace(n, compute=jnp.dtype(jnp.float32))
+        with jax.named_scope("router"):
+            logits_BTE: jax.Array = dot(x_BTD.astype(jnp.float32), self.router[...], "BTD,DE->BTE", ROUTER, p, exact)
+            bias_E = whole(self.router_bias[...], (None,), p, exact) if m.router_bias else None
+            routed = route(
+                p.constrain(logits_BTE, *TOKENS),
+                bias_E,
+                real_BT,
+                k=m.experts_per_token,
+                router=m.router,
+                renormalize=m.renormalize,
+                placement=p,
+            )
+        weights = self.gate[...], self.up[...], self.down[...]
+        with jax.named_scope("experts"):
+            y_BTD, dropped = kernel.feed_forward(x_BTD, routed.share_BTk, routed.chosen_BTk, *weights, self.spec)
+        choices = jnp.maximum(real_BT.sum() * m.experts_per_token, 1).astype(jnp.float32)
+        statistics = routed.statistics.at[DROPPED].set(jax.lax.stop_gradient(dropped / choices))
+        if m.shared_d_ff:
+            y_BTD = p.constrain(y_BTD, *RESIDUAL) + p.narrow(self.shared(x_BTD), WIDE, RESIDUAL)
+        return y_BTD, statistics
+
+
+# Of all layers so far, f32 (layers, 4 + experts); () of a model without experts.
+Statistics = jax.Array | tuple[()]
+
+
+def no_statistics(model: Model, ctx: Context) -> Statistics:
+    """Before the first layer."""
+    if not model.num_experts:
+        return ()
+    return jnp.zeros((ctx.places or model.num_layers, len(COLUMNS) + model.num_experts), jnp.float32)
+
+
+def with_row(statistics: Statistics, row: jax.Array) -> Statistics:
+    """With another layer's row: pushed in from behind, so that after all layers row i is that of the i-th."""
+    return jnp.concatenate([statistics[1:], row[None]]) if isinstance(statistics, jax.Array) else ()
