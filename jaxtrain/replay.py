@@ -189,7 +189,7 @@ def first_bad(run: RunConfig, program: Program, params: Any, batch: Any, sums: M
     plain = dataclasses.replace(run, loss=config.Loss(chunk=run.loss.chunk))
     for micro in range(batch["tokens"].shape[0]):
         one = {name: jax.device_put(x[micro : micro + 1], program.eval_batch[name].sharding) for name, x in batch.items()}
-        where = _in_layers(plain, params, one) or _in_loss(program, params, one) or _in_gradients(program, params, one)
+        where = _in_layers(plain, program, params, one) or _in_loss(program, params, one) or _in_gradients(program, params, one)
         if where:
             return f"first: {where}, in microbatch {micro}" if batch["tokens"].shape[0] > 1 else f"first: {where}"
     return "every value is finite: " + _largest(program, params, {n: x[:1] for n, x in batch.items()})
@@ -200,17 +200,24 @@ def _loss(program: Program, params: Any, micro: Any) -> jax.Array:
     return total / jnp.maximum(weight, 1.0)
 
 
-def _in_layers(run: RunConfig, params: Any, micro: Any) -> str:
+def _tensors(program: Program, tree: Any) -> state.Tensors:
+    """What has a program's parameters' places, by name, with layers apart."""
+    done = jax.device_put(np.int32(0), program.state.step.sharding)
+    return state.to_tensors(TrainState(done, tree, (), layers=program.state.layers))
+
+
+def _in_layers(run: RunConfig, program: Program, params: Any, micro: Any) -> str:
     """The first layer after which values are not finite; '' where all are, or where there are no layers to be counted."""
     if step.STACK not in params:
         return ""
+    kept = _tensors(program, params)
 
     def spoiled(layers: int) -> bool:
         model = dataclasses.replace(run.model, num_layers=layers)
-        program = step.build(dataclasses.replace(run, model=model), jax.devices())
-        some = {**params, step.STACK: jax.tree.map(lambda x: x[:layers], params[step.STACK])}
-        some = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), some, program.state.params)
-        return not np.isfinite(float(_loss(program, some, micro)))
+        shorter = step.build(dataclasses.replace(run, model=model), jax.devices())
+        abstract = weights_alone(shorter.state)
+        some = {name: jax.device_put(kept[name], a.sharding) for name, a in state.abstract_tensors(abstract).items()}
+        return not np.isfinite(float(_loss(shorter, state.from_tensors(abstract, some).params, micro)))
 
     low, high = 0, run.model.num_layers
     if not spoiled(high):
@@ -239,11 +246,7 @@ def _gradients(program: Program, params: Any, micro: Any) -> dict[str, np.ndarra
 
     grads = jax.jit(of, out_shardings=jax.tree.map(lambda x: x.sharding, learnt))(learnt)
     one = jax.jit(lambda g: jnp.stack([jnp.sum(~jnp.isfinite(g)).astype(jnp.float32), jnp.sqrt(jnp.sum(g * g))]))
-    return {
-        name: np.asarray(one(g))
-        for name, g in state.to_tensors(TrainState(jax.device_put(np.int32(0), program.state.step.sharding), grads, ())).items()
-        if name != "step"
-    }
+    return {name: np.asarray(one(g)) for name, g in _tensors(program, grads).items() if name != "step"}
 
 
 def _in_gradients(program: Program, params: Any, micro: Any) -> str:

@@ -25,7 +25,7 @@ from jaxtrain.models import llama
 from jaxtrain.optimizer import adamw
 from jaxtrain.parity import compare
 from jaxtrain.sharding import Weight
-from jaxtrain.state import create_state, shardings, to_tensors
+from jaxtrain.state import abstract_tensors, create_state, from_tensors, to_tensors
 from jaxtrain.step import Program, build
 
 # Every head count divides by 4, so that the same model runs on every mesh; queries are grouped 2 to a key.
@@ -160,7 +160,8 @@ def first_steps(run: RunConfig, steps: int = 3) -> compare.Trained:
         **{name: getattr(tiny(), name) for name in ("mesh", "sharding", "attention", "remat", "data")},
         train=dataclasses.replace(tiny().train, seed=run.train.seed, freeze=run.train.freeze),
     )
-    state = jax.device_put(jax.tree.map(np.asarray, fresh_state(whole)), shardings(made.state))
+    homes = {name: a.sharding for name, a in abstract_tensors(made.state).items()}
+    state = from_tensors(made.state, jax.device_put(initial_tensors(whole), homes))
     return compare.take_steps(made, compiled(made), state, lambda i: host_batch(run, i), steps)[0]
 
 
