@@ -23,7 +23,7 @@ from jaxtrain.models.layers import RESIDUAL
 from jaxtrain.models.module import Definition, Params, part
 from jaxtrain.models.transformer import Transformer
 from jaxtrain.sharding import Axes, Placement, Scaled
-from jaxtrain.stages import Arrangement, Schedule
+from jaxtrain.stages import Arrangement, Phase, Schedule
 from jaxtrain.update import STACK
 from jaxtrain.zero import Stage
 
@@ -151,8 +151,10 @@ class Pipeline:
 class _Carry:
     """What goes from tick to tick."""
 
+    entering: Any  # the embeddings of the microbatch that enters next
     arrived: Any  # from the stage before: what it made of its last unit
     returned: Any  # from the stage behind: the gradient of what it took
+    taken: Any  # the gradient of what the first stage took in its last backward unit
     kept: list[jax.Array]  # what units keep, slot by slot
     ready: Any  # gradients of the last layer's outputs, by microbatch as far as they must wait
     stack: list[jax.Array]  # gradients of the layers so far
@@ -196,39 +198,35 @@ class _Run:
     def shared(self, micro: Batch) -> Any:
         return self.model.share(micro["segments"], micro["positions"])
 
-    def forward(self, t: jax.Array, arrived: Any, kept: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
+    def entry(self, u: jax.Array) -> Any:
+        """What the first stage takes as its forward unit u, where that is of its first group."""
+        _, m = self.forward_table[jnp.clip(u, 0, self.schedule.forward_ticks - 1)]
+        return self.model.enter(self.micro(m)["tokens"])
+
+    def forward(self, t: jax.Array, carry: _Carry) -> tuple[Any, list[jax.Array]]:
         """This stage's forward unit of tick t: its output, and what it keeps."""
         u = jnp.clip(t - self.stage, 0, self.schedule.forward_ticks - 1)
         group, m = self.forward_table[u]
-        first_group, entering = self.forward_table[jnp.clip(t, 0, self.schedule.forward_ticks - 1)]
-        x = self.when(
-            first_group == 0, lambda x: self.model.enter(self.micro(entering)["tokens"]), jax.tree.map(jnp.zeros_like, arrived)
-        )
-        x = _chosen((self.stage == 0) & (group == 0), x, arrived)
-        return self.groups.forward_keeping(x, self.shared(self.micro(m)), group, kept, self.forward_slots[u])
+        x = _chosen((self.stage == 0) & (group == 0), carry.entering, carry.arrived)
+        return self.groups.forward_keeping(x, self.shared(self.micro(m)), group, carry.kept, self.forward_slots[u])
 
-    def lost(self, t: jax.Array, y: Any, carry: _Carry) -> _Carry:
+    def leave(self, t: jax.Array, y: Any, carry: _Carry) -> _Carry:
         """The loss of the microbatch that leaves the last stage at tick t, and its gradients."""
-        group, m = self.forward_table[jnp.clip(t - self.pipe.last, 0, self.schedule.forward_ticks - 1)]
+        _, m = self.forward_table[t - self.pipe.last]
+        micro = self.micro(m)
 
-        def of(y: Any, ready: Any, ends: Params, sums: Any) -> Any:
-            micro = self.micro(m)
+        def loss(ends: Params, y: Any) -> tuple[jax.Array, Any]:
+            return self.lose(self.model_of(ends), y, micro, self.total)
 
-            def loss(ends: Params, y: Any) -> tuple[jax.Array, Any]:
-                return self.lose(self.model_of(ends), y, micro, self.total)
-
-            (_, made), (d_ends, dy) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
-                self.ends, self.pipe.broadcast(y, self.pipe.last)
-            )
-            ready = jax.tree.map(lambda r, d: jax.lax.dynamic_update_index_in_dim(r, d, m % self.waiting, 0), ready, dy)
-            return y, ready, self.added(ends, d_ends), jax.tree.map(jnp.add, sums, made)
-
-        state = (y, carry.ready, carry.ends, carry.sums)
-        _, ready, ends, sums = self.when(group == self.schedule.groups - 1, lambda state: of(*state), state)
-        return dataclasses.replace(carry, ready=ready, ends=ends, sums=sums)
+        y = self.pipe.broadcast(y, self.pipe.last)
+        (_, made), (d_ends, dy) = jax.value_and_grad(loss, (0, 1), has_aux=True)(self.ends, y)
+        place = m % self.waiting
+        ready = jax.tree.map(lambda r, d: jax.lax.dynamic_update_index_in_dim(r, d, place, 0), carry.ready, dy)
+        sums = jax.tree.map(jnp.add, carry.sums, made)
+        return dataclasses.replace(carry, ready=ready, ends=self.added(carry.ends, d_ends), sums=sums)
 
     def backward(self, t: jax.Array, carry: _Carry) -> _Carry:
-        """This stage's backward unit of tick t, and the embedding's of the microbatch that the first stage is done with."""
+        """This stage's backward unit of tick t."""
         w = t - self.schedule.wait - (self.pipe.last - self.stage)
         valid = (w >= 0) & (w < self.schedule.units)
         w = jnp.clip(w, 0, self.schedule.units - 1)
@@ -238,31 +236,37 @@ class _Run:
         shared, slot = self.shared(self.micro(m)), self.backward_slots[w]
         dx, stack = self.groups.backward(dy, shared, group, self.kept, carry.kept, slot, carry.stack, valid)
         stack = [self.held.pinned(g, axes) for g, axes in zip(stack, self.learnt_stack, strict=True)]
+        return dataclasses.replace(carry, taken=dx, returned=self.pipe.pass_on(dx, -1), stack=stack)
 
-        first = t - self.schedule.wait - self.pipe.last  # the first stage's unit
-        group, m = self.backward_table[jnp.clip(first, 0, self.schedule.units - 1)]
+    def entered(self, t: jax.Array, carry: _Carry) -> _Carry:
+        """The embedding's gradient of the microbatch with which the first stage was done in the tick before t."""
+        w = t - 1 - self.schedule.wait - self.pipe.last
+        valid = (w >= 0) & (w < self.schedule.units)
+        _, m = self.backward_table[jnp.clip(w, 0, self.schedule.units - 1)]
+        tokens = self.micro(m)["tokens"]
+        _, vjp = jax.vjp(lambda ends: self.model_of(ends).enter(tokens), self.ends)
+        d_entry = jax.tree.map(lambda g: jnp.where(valid, g, 0), self.pipe.broadcast(carry.taken, 0))
+        return dataclasses.replace(carry, ends=self.added(carry.ends, vjp(d_entry)[0]))
 
-        def of(state: tuple[Any, Params]) -> tuple[Any, Params]:
-            dx, ends = state
-            done = _chosen((first >= 0) & (first < self.schedule.units), self.pipe.broadcast(dx, 0), None)
-            tokens = self.micro(m)["tokens"]
-            _, vjp = jax.vjp(lambda ends: self.model_of(ends).enter(tokens), self.ends)
-            return dx, self.added(ends, vjp(done)[0])
-
-        _, ends = self.when(group == 0, of, (dx, carry.ends))
-        return dataclasses.replace(carry, returned=self.pipe.pass_on(dx, -1), stack=stack, ends=ends)
+    def tick(self, phase: Phase, carry: _Carry, t: jax.Array) -> _Carry:
+        """One tick of a phase."""
+        if phase.backward and phase.ends:
+            carry = self.entered(t, carry)
+        if phase.forward:
+            y, kept = self.forward(t, carry)
+            carry = dataclasses.replace(carry, kept=kept)
+            if phase.ends:
+                carry = dataclasses.replace(carry, entering=self.entry(t + 1))
+            if phase.leaves:
+                carry = self.leave(t, y, carry)
+            carry = dataclasses.replace(carry, arrived=self.pipe.pass_on(y, 1))
+        return self.backward(t, carry) if phase.backward else carry
 
     def added(self, ends: Params, made: Params) -> Params:
         def add(before: jax.Array, g: jax.Array, axes: Axes) -> jax.Array:
             return before + self.held.pinned(g, axes)
 
         return jax.tree.map(add, ends, made, self.learnt_ends)
-
-    def when(self, needed: jax.Array, f: Callable[[Any], Any], state: Any) -> Any:
-        """f(state) in the ticks that need it. With one group those are all ticks in which anybody asks."""
-        if self.schedule.groups == 1:
-            return f(state)
-        return jax.lax.cond(needed, f, lambda state: state, state)
 
     def all(self) -> Any:
         """The whole step."""
@@ -273,42 +277,31 @@ class _Run:
         self.kept = self.groups.kept(x, jax.eval_shape(lambda: self.shared(micro)))
         sums = jax.eval_shape(lambda: self.lose(self.model, empty, micro, self.total)[1])
         carry = _Carry(
+            entering=self.entry(jnp.int32(0)),
             arrived=empty,
             returned=empty,
+            taken=empty,
             kept=self.groups.buffers(self.kept, self.slots),
             ready=jax.tree.map(lambda x: jnp.zeros((self.waiting, *x.shape), x.dtype), x),
             stack=jax.tree.leaves(self.zeros.get(STACK, {})),
             ends={name: g for name, g in self.zeros.items() if name != STACK},
             sums=jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), sums),
         )
-        for ticks, goes, loses, returns in self.phases():
+        for count, phases in self.schedule.rounds:
 
-            def tick(carry: _Carry, t: jax.Array, goes=goes, loses=loses, returns=returns) -> tuple[_Carry, None]:
-                if goes:
-                    y, kept = self.forward(t, carry.arrived, carry.kept)
-                    carry = dataclasses.replace(carry, kept=kept)
-                    carry = self.lost(t, y, carry) if loses else carry
-                    carry = dataclasses.replace(carry, arrived=self.pipe.pass_on(y, 1))
-                return (self.backward(t, carry) if returns else carry), None
+            def one(carry: _Carry, later: jax.Array, phases: tuple[Phase, ...] = phases) -> tuple[_Carry, None]:
+                for phase in phases:
+                    ticks = later + jnp.arange(phase.ticks.start, phase.ticks.stop, dtype=jnp.int32)
+                    carry, _ = jax.lax.scan(lambda carry, t, phase=phase: (self.tick(phase, carry, t), None), carry, ticks)
+                return carry, None
 
-            carry = jax.lax.scan(tick, carry, jnp.arange(ticks.start, ticks.stop, dtype=jnp.int32))[0]
+            later = jnp.arange(count, dtype=jnp.int32) * (self.schedule.stages * self.schedule.groups)
+            carry = jax.lax.scan(one, carry, later)[0] if count > 1 else one(carry, later[0])[0]
+        carry = self.entered(jnp.int32(self.schedule.ticks), carry)
         grads: Params = dict(carry.ends)
         if STACK in self.zeros:
             grads[STACK] = jax.tree.unflatten(jax.tree.structure(self.zeros[STACK]), carry.stack)
         return carry.sums, grads
-
-    def phases(self) -> list[tuple[range, bool, bool, bool]]:
-        """(ticks, whether units go forward, microbatches may leave, units go backward), in order, without empty ones."""
-        out, both, back = self.schedule.phases
-        leaving = self.schedule.stages * self.schedule.groups - 1  # the tick in which the first microbatch leaves
-        apart = min(leaving, out.stop)
-        found = [
-            (range(out.start, apart), True, False, False),
-            (range(apart, out.stop), True, True, False),
-            (both, True, True, True),
-            (back, False, False, True),
-        ]
-        return [phase for phase in found if len(phase[0])]
 
 
 def _table(units: list[tuple[int, int]]) -> jax.Array:
@@ -316,7 +309,5 @@ def _table(units: list[tuple[int, int]]) -> jax.Array:
 
 
 def _chosen(mine: jax.Array, x: Any, other: Any) -> Any:
-    """x where `mine`, else the other, or zeros."""
-    if other is None:
-        return jax.tree.map(lambda a: jnp.where(mine, a, 0), x)
+    """x where `mine`, else the other."""
     return jax.tree.map(lambda a, b: jnp.where(mine, a, b), x, other)

@@ -87,6 +87,21 @@ def arrangement(run: RunConfig, stages: int) -> Arrangement | None:
 
 
 @dataclasses.dataclass(frozen=True)
+class Phase:
+    """Ticks in a row that are all alike."""
+
+    ticks: range
+    forward: bool  # stages run units forward
+    backward: bool
+    ends: bool  # microbatches may enter in the next tick, and gradients of their entry are there from the one before
+    leaves: bool  # a microbatch leaves the last stage
+
+    def later(self, ticks: int) -> "Phase":
+        """The same so many ticks later."""
+        return dataclasses.replace(self, ticks=range(self.ticks.start + ticks, self.ticks.stop + ticks))
+
+
+@dataclasses.dataclass(frozen=True)
 class Schedule:
     """Which unit each stage does at each tick. `groups` above 1 needs microbatches in whole runs of `stages`."""
 
@@ -116,6 +131,11 @@ class Schedule:
         both = min(self.wait, self.forward_ticks)
         end = self.wait + self.units + self.stages - 1
         return range(both), range(both, self.forward_ticks), range(max(self.wait, self.forward_ticks), end)
+
+    @property
+    def ticks(self) -> int:
+        """Of a step, in all."""
+        return self.wait + self.forward_ticks
 
     def forward_unit(self, u: int) -> tuple[int, int]:
         """(group of the stage, microbatch) of forward unit u."""
@@ -151,6 +171,42 @@ class Schedule:
             if unit:
                 of[unit] = slot
         return tuple(by_forward), tuple(of[self.backward_unit(w)] for w in range(self.units)), count
+
+    @functools.cached_property
+    def rounds(self) -> tuple[tuple[int, tuple["Phase", ...]], ...]:
+        """All ticks in order, as loops: (how often, the phases of one round, which in later rounds come so much later)."""
+        period = self.stages * self.groups
+        first = period - 1  # the tick in which the first microbatch leaves the last stage
+
+        def kind(t: int) -> tuple[bool, bool, bool, bool]:
+            # Once in each period a run of microbatches enters, and with its first or last group another leaves. What belongs
+            # to an entry is done a tick early, and to the gradient of one a tick late: so all three are in the same ticks.
+            ends = self.groups == 1 or (t + 1) % period < self.stages
+            forward = t < self.forward_ticks
+            return forward, t >= self.wait, ends, ends and forward and t >= first
+
+        phases: list[Phase] = []
+        for t in range(self.ticks):
+            if phases and dataclasses.astuple(phases[-1])[1:] == kind(t):
+                phases[-1] = dataclasses.replace(phases[-1], ticks=range(phases[-1].ticks.start, t + 1))
+            else:
+                phases.append(Phase(range(t, t + 1), *kind(t)))
+        rounds: list[tuple[int, tuple[Phase, ...]]] = []
+        while phases:
+            again = self._again(phases)
+            rounds.append((again, tuple(phases[: 2 if again > 1 else 1])))
+            phases = phases[again * len(rounds[-1][1]) :]
+        return tuple(rounds)
+
+    def _again(self, phases: list["Phase"]) -> int:
+        """How often the first two phases come one after another, a period later each time."""
+        count = 1
+        while (here := phases[2 * count : 2 * count + 2]) and len(here) == 2:
+            shift = count * self.stages * self.groups
+            if [p.later(shift) for p in phases[:2]] != here:
+                break
+            count += 1
+        return count
 
     @property
     def bubble(self) -> float:
