@@ -11,9 +11,9 @@ BLOCK = 256  # values that share a scale, at most; Dettmers et al. 2023 (bitsand
 SMALLEST_BLOCK = 16  # below, the scales would take as much as the codes
 SMALL = 4096  # tensors of fewer elements stay in float32 (Dettmers et al. 2022, arXiv:2110.02861, section 3)
 # Axes along which no block lies. Tensors that have the first stay in float32: embeddings as in the paper (its "stable embedding
-# layer"), and the head, whose rows of rare tokens have gradients of their own size too. The second is what fsdp splits, into
-# parts as small as the mesh is large.
-WIDE, SPLIT = "vocab", "embed"
+# layer"), and the head, whose rows of rare tokens have gradients of their own size too. The others are what fsdp splits, into
+# parts as small as the mesh is large, and what counts matrices.
+WIDE, SPLIT = "vocab", ("embed", "expert_embed", "experts")
 
 
 def block(size: int) -> int:
@@ -29,7 +29,7 @@ def block_axis(axes: Sequence[str | None], shape: Sequence[int]) -> int | None:
     """The dimension along which a tensor's moments are cut into blocks; None for a tensor that stays in float32.
 
     axes, shape: logical axes and sizes of the parameter, a first axis "layers" included. In blocks are matrices with SMALL
-    elements a layer or more and without a vocabulary axis. The last dimension that has a block, and is not SPLIT, takes it.
+    elements a layer or more and without a vocabulary axis. The last dimension that has a block, and is not of SPLIT, takes it.
     """
     stacked = int(axes[0] == "layers")
     if len(axes) - stacked < 2 or WIDE in axes:
@@ -39,5 +39,5 @@ def block_axis(axes: Sequence[str | None], shape: Sequence[int]) -> int | None:
         elements *= size
     if elements < SMALL:
         return None
-    usable = (d for d in reversed(range(stacked, len(axes))) if axes[d] != SPLIT and block(shape[d]))
+    usable = (d for d in reversed(range(stacked, len(axes))) if axes[d] not in SPLIT and block(shape[d]))
     return next(usable, None)

@@ -10,6 +10,8 @@ WEIGHTS = (
     *(f"layers.attention.{name}" for name in ("wq", "wk", "wv", "wo")),
     *(f"layers.mlp.{name}" for name in ("gate", "up", "down")),
 )
+# Of those, what in a model with experts is not one matrix but one for each expert.
+EXPERTS = frozenset(f"layers.mlp.{name}" for name in ("gate", "up", "down"))
 SM = 89  # compute capability (times ten) from which GPUs multiply 8-bit floating point: Ada, Hopper, Blackwell
 
 
@@ -48,7 +50,10 @@ def _parts(names: Iterable[str]) -> list[str]:
 
 
 def unsupported(run: RunConfig, devices: Devices) -> list[Problem]:
-    """Why devices cannot multiply in 8 bits. CPUs can: they round like a GPU, and compute in bfloat16."""
+    """Why a model, or devices, cannot multiply in 8 bits. CPUs can: they round like a GPU, and compute in bfloat16."""
+    if run.precision == "fp8" and run.model.num_experts:
+        rule = f"experts (model.num_experts = {run.model.num_experts}) are not multiplied in 8 bits"
+        return [Problem("precision", run.precision, rule, "Set precision to bf16.")]
     if run.precision != "fp8" or devices.kind != "gpu" or not 0 < devices.sm < SM:
         return []
     rule = f"FP8 needs a GPU of compute capability 8.9 or above (Ada, Hopper, Blackwell); {devices.name} has {devices.sm / 10}"

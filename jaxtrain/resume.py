@@ -23,7 +23,8 @@ class Row:
 # never: the tensors or the meaning of token ids would not fit.
 TABLE = (
     Row(("mesh.*", "sharding.*"), "free", "placement; the numbers stay, up to rounding"),
-    Row(("attention.*", "remat.*", "compiler.*"), "free", "how the same function is computed"),
+    Row(("attention.*", "remat.*", "compiler.*", "pipeline.*"), "free", "how the same function is computed"),
+    Row(("experts.impl", "experts.buffer"), "free", "how the same function is computed"),
     Row(
         ("train.grad_accum", "train.accumulate", "loss.chunk", "train.memory_fraction"),
         "free",
@@ -60,6 +61,11 @@ TABLE = (
     ),
     Row(("data.tokenizer",), "ask", "token ids must mean the same tokens: only for the same tokenizer in another place"),
     Row(("loss.name", "loss.z_loss"), "ask", "losses before and after do not compare"),
+    Row(
+        ("experts.capacity", "experts.balance_loss", "experts.z_loss", "experts.bias_rate"),
+        "ask",
+        "part of the recipe: which tokens experts drop, and how routers learn to spread them",
+    ),
     Row(("model.rope_*", "model.local_rope_base"), "ask", "positions mean something else; meant for stretching the context"),
     Row(
         (
@@ -69,6 +75,9 @@ TABLE = (
             "model.logit_softcap",
             "model.query_scale",
             "model.norm_eps",
+            "model.experts_per_token",
+            "model.router",
+            "model.renormalize",
         ),
         "ask",
         "the same weights compute another function",
@@ -97,11 +106,19 @@ TABLE = (
             "model.num_kv_heads",
             "model.head_dim",
             "model.d_ff",
+            "model.num_experts",
         ),
         "never",
         "other tensors, or the same ones read differently",
     ),
-    Row(("model.tied_head", "model.qk_norm", "model.qkv_bias", "model.post_norms"), "never", "adds or removes tensors"),
+    Row(
+        (
+            *("model.tied_head", "model.qk_norm", "model.qkv_bias", "model.post_norms"),
+            *("model.router_bias", "model.shared_d_ff"),
+        ),
+        "never",
+        "adds or removes tensors",
+    ),
     Row(("model.vocab_size",), "never", "other tensors"),
 )
 

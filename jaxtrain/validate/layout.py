@@ -9,20 +9,36 @@ from jaxtrain.context import make_context, ulysses_problem
 from jaxtrain.hardware import Devices
 from jaxtrain.models import FAMILIES
 from jaxtrain.moments import INT8, SMALL, SMALLEST_BLOCK, block, block_axis
+from jaxtrain.validate.experts import check_experts
+from jaxtrain.validate.pipeline import check_pipeline
 
+SHARED = "mlp.gate"  # of a model with experts, that of the expert that all tokens share
 # Arrays of the model by their logical axes: no mesh axis may split two of one array.
 ARRAYS = {
     "embed.embedding": ("vocab", "embed"),  # and the head
     "attention.wq": ("layers", "embed", "heads", "head_dim"),
     "attention.wk": ("layers", "embed", "kv_heads", "head_dim"),
     "attention.wo": ("layers", "embed", "heads", "head_dim"),
-    "mlp.gate": ("layers", "embed", "mlp"),
+    SHARED: ("layers", "embed", "mlp"),
     "the residual stream": ("batch", "residual"),
     "queries": ("batch", "sequence", "heads", "head_dim"),
     "keys": ("batch", "sequence", "kv_heads", "head_dim"),
     "feed-forward activations": ("batch", "sequence", "mlp"),
     "logits": ("batch", "sequence", "vocab"),
 }
+# Those that a model with experts has instead of SHARED, or beside it.
+EXPERTS = {
+    "mlp.router": ("layers", "embed"),
+    "an expert's mlp.gate": ("layers", "experts", "expert_embed", "mlp"),
+}
+
+
+def arrays_of(run: RunConfig) -> dict[str, tuple[str, ...]]:
+    """Arrays of a run's model."""
+    m = run.model
+    if not m.num_experts:
+        return ARRAYS
+    return {name: axes for name, axes in ARRAYS.items() if m.shared_d_ff or name != SHARED} | EXPERTS
 
 
 def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
@@ -43,6 +59,8 @@ def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
     yield from _clashes(run, table)
     yield from _moments(run, sizes, table, bad)
     yield from _accumulate(run, table, bad)
+    yield from check_pipeline(run, sizes["stage"], table, bad)
+    yield from check_experts(run, devices, sizes, table, bad)
 
 
 def mesh_sizes(run: RunConfig, devices: Devices) -> tuple[dict[str, int] | None, list[Problem]]:
@@ -111,16 +129,18 @@ def _context(
 
 def _divisions(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]], bad: set[str]) -> Iterable[Problem]:
     """Every dimension divides over the mesh axes that its rule names."""
-    for key, axis in (
+    dimensions = [
         ("model.num_heads", "heads"),
         ("model.num_kv_heads", "kv_heads"),
         ("model.head_dim", "head_dim"),
         ("model.d_ff", "mlp"),
         ("model.vocab_size", "vocab"),
         ("model.d_model", "embed"),
-        ("model.num_layers", "layers"),
         ("data.seq_len", "residual"),
-    ):
+    ]
+    if run.model.num_experts:
+        dimensions += [("model.shared_d_ff", "mlp"), ("model.d_model", "expert_embed")]
+    for key, axis in dimensions:
         section, _, name = key.partition(".")
         value, parts = getattr(getattr(run, section), name), math.prod(sizes[a] for a in table[axis])
         if axis == "kv_heads" and parts % value == 0:
@@ -128,7 +148,10 @@ def _divisions(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]
         if key not in bad and value % parts:
             over = " x ".join(f"mesh.{a} = {sizes[a]}" for a in table[axis])
             rule = f"does not divide over {over} (sharding.rules.{axis} = {dict(run.sharding.rules)[axis]!r})"
-            yield Problem(key, value, rule, f"Make it a multiple of {parts}, or those sizes ones that divide it.")
+            remedy = f"Make it a multiple of {parts}, or those sizes ones that divide it"
+            less = "+".join(a for a in table[axis] if a != "stage")
+            remedy += f", or sharding.rules.{axis}={less or repr('')}." if "stage" in table[axis] else "."
+            yield Problem(key, value, rule, remedy)
     if bad & {"train.global_batch", "train.grad_accum"}:
         return
     batch, accum, parts = run.train.global_batch, run.train.grad_accum, math.prod(sizes[a] for a in table["batch"])
@@ -166,15 +189,16 @@ def _moments(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]],
     if key is None or run.lora.rank or name not in groups.METHODS or m.family not in FAMILIES or bad & own:
         return
     length = {"layers": m.num_layers, "embed": m.d_model, "heads": m.num_heads, "kv_heads": m.num_kv_heads}
-    length |= {"head_dim": m.head_dim, "mlp": m.d_ff}
-    cut: dict[str, int] = {}  # axes that have blocks
-    for array, axes in ARRAYS.items():
-        if axes[0] != "layers":
+    length |= {"head_dim": m.head_dim, "mlp": m.d_ff, "experts": m.num_experts, "expert_embed": m.d_model}
+    cut: dict[tuple[str, int], int] = {}  # axes that have blocks, with their lengths
+    for array, axes in arrays_of(run).items():
+        if axes[0] != "layers" or len(axes) < 3:
             continue
-        shape = [length[axis] for axis in axes]
+        own_length = length | ({"mlp": m.shared_d_ff} if m.num_experts and array == SHARED else {})
+        shape = [own_length[axis] for axis in axes]
         along = block_axis(axes, shape)
         if along is not None:
-            cut[axes[along]] = block(shape[along])
+            cut[axes[along], shape[along]] = block(shape[along])
         elif math.prod(shape[1:]) >= SMALL:
             rule = f"no dimension of {array} divides into blocks of a power of two from {SMALLEST_BLOCK} on"
             yield Problem(key, INT8, rule, "Set bf16, or model.head_dim and model.d_ff to multiples of 16.")
@@ -182,12 +206,12 @@ def _moments(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]],
     if not cut:
         rule = f"no matrix of the layers has the {SMALL} elements from which moments are stored in blocks"
         yield Problem(key, INT8, rule, "Set f32 or bf16.")
-    for axis, size in cut.items():
+    for (axis, whole), size in cut.items():
         parts = math.prod(sizes[a] for a in table[axis])
-        if length[axis] % (parts * size):
+        if whole % (parts * size):
             over = " x ".join(f"mesh.{a} = {sizes[a]}" for a in table[axis])
-            rule = f"a block of {size} along {axis} = {length[axis]} would lie on two devices ({over})"
-            yield Problem(key, INT8, rule, f"Set bf16, or sizes whose product divides {length[axis] // size}.")
+            rule = f"a block of {size} along {axis} = {whole} would lie on two devices ({over})"
+            yield Problem(key, INT8, rule, f"Set bf16, or sizes whose product divides {whole // size}.")
 
 
 def _accumulate(run: RunConfig, table: dict[str, list[str]], bad: set[str]) -> Iterable[Problem]:
@@ -216,7 +240,7 @@ def _clashes(run: RunConfig, table: dict[str, list[str]]) -> Iterable[Problem]:
     for axis, rule, remedy in impossible_rules(table):
         yield Problem(f"sharding.rules.{axis}", dict(run.sharding.rules)[axis], rule, remedy)
     seen = set()
-    for array, axes in ARRAYS.items():
+    for array, axes in arrays_of(run).items():
         for i, first in enumerate(axes):
             for second in axes[i + 1 :]:
                 both = set(table[first]) & set(table[second])

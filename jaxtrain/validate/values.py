@@ -9,6 +9,7 @@ from jaxtrain.activations import POLICIES
 from jaxtrain.config import Problem, nearest
 from jaxtrain.models import FAMILIES
 from jaxtrain.moments import INT8
+from jaxtrain.stages import SCHEDULES
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("f32", "bf16", "fp8"),
@@ -28,6 +29,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "optimizer.offload": ("none", "moments"),
     "optimizer.schedule": ("constant", "cosine", "linear", "wsd"),
     "init.what": ("weights", "weights+optimizer"),
+    "pipeline.schedule": SCHEDULES,
+    "model.router": ("softmax", "sigmoid"),
+    "experts.impl": ("auto", "pallas", "ragged"),
 }
 # Keys that also take `package.module:name`.
 OPEN_CHOICES: dict[str, tuple[str, ...]] = {
@@ -65,7 +69,7 @@ AT_LEAST: dict[str, float] = {
                 "eval.batches",
                 "checkpoint.keep",
             ),
-            *("log.every_steps", "profile.steps"),
+            *("log.every_steps", "profile.steps", "model.experts_per_token", "pipeline.groups"),
         ),
         1,
     ),
@@ -117,6 +121,8 @@ AT_LEAST: dict[str, float] = {
                 "profile.start",
                 "lora.rank",
             ),
+            *("model.num_experts", "model.shared_d_ff"),
+            *("experts.capacity", "experts.balance_loss", "experts.z_loss", "experts.bias_rate"),
         ),
         0,
     ),
@@ -124,7 +130,7 @@ AT_LEAST: dict[str, float] = {
 }
 ABOVE_ZERO = (
     *("model.norm_eps", "model.rope_base", "model.rope_low_freq", "model.init_std", "optimizer.eps", "sample.top_p"),
-    "lora.alpha",
+    *("lora.alpha", "experts.buffer"),
 )
 AT_MOST = {"sharding.zero": 3, "log.mfu_alert": 1.0, "train.memory_fraction": 1.0, "sample.top_p": 1.0}
 BELOW_ONE = ("optimizer.momentum", "optimizer.beta1", "optimizer.beta2")

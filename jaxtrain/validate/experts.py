@@ -1,0 +1,60 @@
+"""What experts ask of the keys that speak of them, and of the mesh."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+
+from jaxtrain.config import Experts, Model, Problem, RunConfig, parts_of
+from jaxtrain.hardware import Devices
+from jaxtrain.precision import EXPERTS
+
+# Keys that are read only where there are experts, with what they are elsewhere.
+OF_MODEL = ("experts_per_token", "router", "renormalize", "router_bias", "shared_d_ff")
+PALLAS_SM = 80  # compute capability (times ten) from which the Pallas kernel runs
+
+
+def check_experts(
+    run: RunConfig, devices: Devices, sizes: Mapping[str, int], table: Mapping[str, list[str]], bad: set[str]
+) -> Iterable[Problem]:
+    """sizes: of the mesh axes. table: by logical axis those above 1 that split it. bad: keys wrong in themselves."""
+    m = run.model
+    if "model.num_experts" in bad:
+        return
+    if m.num_experts == 0:
+        yield from _without(run, sizes)
+        return
+    if "model.experts_per_token" not in bad and m.experts_per_token > m.num_experts:
+        rule = f"there are only model.num_experts = {m.num_experts} experts"
+        yield Problem("model.experts_per_token", m.experts_per_token, rule, f"Set 1 to {m.num_experts}.")
+    parts = math.prod(sizes[a] for a in table["experts"])
+    if m.num_experts % parts:
+        over = " x ".join(f"mesh.{a} = {sizes[a]}" for a in table["experts"])
+        rule = f"does not divide over {over}"
+        yield Problem("model.num_experts", m.num_experts, rule, f"Make it a multiple of {parts}, or mesh.expert a divisor.")
+    if sizes["expert"] > 1 and not table["experts"]:
+        rule = f"leaves experts whole, and mesh.expert = {sizes['expert']} splits nothing but experts and the batch"
+        yield Problem("sharding.rules.experts", dict(run.sharding.rules)["experts"], rule, "Set expert, or mesh.expert to 1.")
+    if not m.router_bias and run.experts.bias_rate != Experts().bias_rate:
+        rule = "is read only with model.router_bias"
+        yield Problem("experts.bias_rate", run.experts.bias_rate, rule, "Set model.router_bias=true, or leave it out.")
+    if devices.kind == "gpu" and 0 < devices.sm < PALLAS_SM and run.experts.impl in ("auto", "pallas"):
+        rule = f"the Pallas kernel needs a GPU from Ampere (sm{PALLAS_SM}) on; {devices.name} is sm{devices.sm}"
+        yield Problem("experts.impl", run.experts.impl, rule, "Set ragged.")
+    adapted = [t for t in parts_of(run.lora.targets) if f"layers.mlp.{t}" in EXPERTS]
+    if run.lora.rank > 0 and adapted:
+        rule = f"the weights of experts take no adapters, and {', '.join(adapted)} are theirs"
+        yield Problem("lora.targets", run.lora.targets, rule, "Name weights of attention: wq,wk,wv,wo.")
+
+
+def _without(run: RunConfig, sizes: Mapping[str, int]) -> Iterable[Problem]:
+    if sizes["expert"] > 1:
+        rule = "splits experts, and model.num_experts = 0"
+        yield Problem("mesh.expert", run.mesh.expert, rule, "Set it to 1, or model.num_experts.")
+    usual = [("model", run.model, Model(), OF_MODEL)]
+    usual += [("experts", run.experts, Experts(), tuple(f.name for f in dataclasses.fields(Experts)))]
+    for section, given, default, names in usual:
+        for name in names:
+            value = getattr(given, name)
+            if value != getattr(default, name):
+                rule = "is read only of a model with experts, and model.num_experts = 0"
+                yield Problem(f"{section}.{name}", value, rule, "Leave it out, or set model.num_experts.")
