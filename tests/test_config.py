@@ -509,6 +509,11 @@ def test_a_right_command_starts_training_with_the_budget_set(monkeypatch, tmp_pa
         ("llama3_70b:int8", EIGHT_H200),
         ("llama3_70b:f32", EIGHT_H200),
         ("llama3_70b:gpus=64", dataclasses.replace(EIGHT_H200, count=64)),
+        ("llama3_405b", dataclasses.replace(EIGHT_H200, count=128)),
+        ("llama3_405b:gpus=512", dataclasses.replace(EIGHT_H200, count=512)),
+        ("mixtral_8x7b", EIGHT_H200),
+        ("mixtral_8x7b:gpus=16", dataclasses.replace(EIGHT_H200, count=16)),
+        ("qwen3_30b_a3b", EIGHT_H200),
         ("llama3_1b", EIGHT_H200),
         ("llama3_1b:gpus=1", dataclasses.replace(EIGHT_H200, count=1)),
     ],
@@ -525,7 +530,7 @@ def test_shipped_configs_open_with_their_commands(file):
 
 
 def test_large_configs_have_a_sensible_batch(no_data):
-    for name in ("llama2_7b", "llama3_8b", "llama3_70b", "llama3_1b"):
+    for name in ("llama2_7b", "llama3_8b", "llama3_70b", "llama3_1b", "llama3_405b", "mixtral_8x7b", "qwen3_30b_a3b"):
         # 70B on a single node has no room for accumulation, and says so in its config.
         variant = ":gpus=16" if name == "llama3_70b" else ""
         run = launch.load([f"--config={REPO}/configs/{name}.py{variant}"]).run
@@ -536,21 +541,24 @@ def test_mesh_sizes():
     def sizes(*argv, devices=EIGHT_CPUS):
         return mesh_sizes(launch.load([TINY, *argv]).run, devices)[0]
 
-    assert sizes() == {"data": 1, "fsdp": 8, "tensor": 1, "seq": 1}
-    assert sizes("--config.mesh.tensor=2") == {"data": 1, "fsdp": 4, "tensor": 2, "seq": 1}
-    assert sizes("--config.mesh.data=2", "--config.mesh.fsdp=4") == {"data": 2, "fsdp": 4, "tensor": 1, "seq": 1}
+    one = dict.fromkeys(config.MESH_AXES, 1)
+    assert sizes() == one | {"fsdp": 8}
+    assert sizes("--config.mesh.tensor=2") == one | {"fsdp": 4, "tensor": 2}
+    assert sizes("--config.mesh.data=2", "--config.mesh.fsdp=4") == one | {"data": 2, "fsdp": 4}
+    assert sizes("--config.mesh.stage=2", "--config.mesh.expert=2") == one | {"fsdp": 2, "stage": 2, "expert": 2}
     assert sizes("--config.mesh.tensor=3") is None
 
 
 def test_mesh_sizes_on_nodes():
     def sizes(devices=32, node=8, **mesh):
         found = config.mesh_sizes(config.Mesh(**mesh), devices, node)
-        return tuple(found[axis] for axis in config.MESH_AXES)
+        return tuple(found[axis] for axis in config.MESH_AXES if found[axis] > 1 or axis not in config.OPTIONAL_AXES)
 
     assert sizes() == (4, 8, 1, 1)  # what is left inside a node, and the nodes
     assert sizes(tensor=2) == (4, 4, 2, 1)
     assert sizes(tensor=4, seq=2) == (4, 1, 4, 2)
     assert sizes(seq=16) == (2, 1, 1, 16)  # over two nodes: nothing of them is left
+    assert sizes(stage=4) == (4, 4, 2, 1, 1) and sizes(stage=8, tensor=4) == (1, 8, 1, 4, 1)
     assert sizes(data=1) == (1, 32, 1, 1) and sizes(data=2) == (2, 16, 1, 1)
     assert sizes(fsdp=1) == (32, 1, 1, 1) and sizes(fsdp=16, tensor=2) == (1, 16, 2, 1)
     assert sizes(data=2, fsdp=2, tensor=-1) == (2, 2, 8, 1)

@@ -57,8 +57,10 @@ SIZES = {
 # What jaxtrain's families are usually configured with.
 USUAL: dict[str, dict[str, Any]] = {
     "mistral": {"model.sliding_window": 12},
+    "mixtral": {"model.num_experts": 4},
     "qwen2": {"model.qkv_bias": True},
     "qwen3": {"model.qk_norm": True},
+    "qwen3_moe": {"model.qk_norm": True, "model.num_experts": 8, "model.experts_per_token": 3, "model.renormalize": False},
     "gemma2": {"model.post_norms": True, "model.sliding_window": 12, "model.attention_pattern": "lg"},
     "gemma3": {"model.post_norms": True, "model.qk_norm": True, "model.sliding_window": 12, "model.attention_pattern": "lg"},
 }

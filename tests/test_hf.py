@@ -505,12 +505,14 @@ def test_a_run_starts_from_a_folder_and_stretches_its_context(tmp_path, capsys):
 # ---- Adapters
 
 
-def test_adapters_go_to_peft_and_come_back(tmp_path, capsys):
+@pytest.mark.parametrize("name", ["qwen2", pytest.param("mixtral", marks=pytest.mark.more)])
+def test_adapters_go_to_peft_and_come_back(tmp_path, name, capsys):
     """A LoRA run on a Hugging Face base: its merged export is base and adapter in PEFT, whose format comes back as it was."""
-    folder = hugging_face.write(tmp_path / "theirs", "qwen2", scale=0.3, vocab=264)
+    folder = hugging_face.write(tmp_path / "theirs", name, scale=0.3, vocab=264)
     config_file = ROOT / "configs" / "finetune.py"
     keys = {"data.source": "synthetic", "data.seq_len": 64, "train.global_batch": 8, "train.steps": 4, "paths.cache": ""}
     keys |= {"optimizer.lr": 0.02, "optimizer.warmup_steps": 1, "eval.every_steps": 0, "sample.max_tokens": 0, "mesh.fsdp": 8}
+    keys |= {"lora.targets": "wq,wk,wv,wo"} if name in EXPERTS else {}
     args = [f"--config={config_file}:base={folder},lora=3", f"--workdir={tmp_path / 'run'}"]
     assert main.main([*args, *(f"--config.{k}={v}" for k, v in keys.items())]) == 0, capsys.readouterr().err
     exported(tmp_path / "run", tmp_path / "merged")
@@ -522,7 +524,7 @@ def test_adapters_go_to_peft_and_come_back(tmp_path, capsys):
     assert merged.keys() == base.keys() and all(np.array_equal(merged[k], again[k]) for k in merged)
     changed = {k for k in base if not np.array_equal(base[k], merged[k])}
     assert changed == {k for k in base if "_proj.weight" in k}
-    other = hugging_face.write(tmp_path / "other", "qwen2", scale=0.31, vocab=264)
+    other = hugging_face.write(tmp_path / "other", name, scale=0.31, vocab=264)
     with pytest.raises(CheckpointError, match="are not those that the adapters of step 4 were trained beside"):
         exported(tmp_path / "run", tmp_path / "none", base=str(other))
 
@@ -531,10 +533,29 @@ def test_adapters_go_to_peft_and_come_back(tmp_path, capsys):
     script = ROOT / "tests" / "reference" / "peft_logits.py"
     hugging_face.ask(script, tmp_path / "tokens.npy", folder, tmp_path / "adapter", tmp_path / "peft.npz")
     theirs = np.load(tmp_path / "peft.npz")
-    for name in changed:
+    for weight in changed:
         # Both add in float32: the last bit of a sum of three products.
-        np.testing.assert_allclose(merged[name], theirs[f"weight.{name}"], rtol=0, atol=3e-7)
+        np.testing.assert_allclose(merged[weight], theirs[f"weight.{weight}"], rtol=0, atol=3e-7)
     _, logits = model_logits(str(tmp_path / "merged"), "f32")
     beside = model_logits(str(tmp_path / "run"), "f32")[1](TOKENS, SEGMENTS)
     assert np.abs(logits(TOKENS, SEGMENTS) - theirs["merged"]).max() < SAME
     assert np.abs(beside - theirs["logits"]).max() < SAME
+
+
+def test_experts_have_no_adapters(tmp_path, capsys):
+    """Neither by lora.targets nor of PEFT, in whose files they are named."""
+    folder = hugging_face.write(tmp_path / "theirs", "mixtral", vocab=264)
+    args = [f"--config={ROOT / 'configs' / 'finetune.py'}:base={folder},lora=3", f"--workdir={tmp_path / 'run'}"]
+    assert main.main([*args, "--config.data.source=synthetic", "--config.paths.cache="]) == 2
+    shown = capsys.readouterr().err
+    assert "the weights of experts take no adapters, and gate, up, down are theirs. Name weights of attention" in shown
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    layer = "base_model.model.model.layers.0.block_sparse_moe.experts.0.w1"
+    halves = {".lora_A.weight": np.zeros((2, 64), np.float32), ".lora_B.weight": np.zeros((96, 2), np.float32)}
+    save_file({layer + half: x for half, x in halves.items()}, adapter / "adapter_model.safetensors")
+    args = ["import-adapter", str(adapter), f"--base={folder}", f"--out={tmp_path / 'out'}"]
+    assert command.main(args) == 2
+    assert "experts.0.w1.lora_A.weight adapts experts, which have no adapters in jaxtrain" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
