@@ -34,7 +34,14 @@ def expert_room(run: RunConfig, ranks: int) -> float:
 
     The experts of a token; times the capacity, or where tokens travel to experts on `ranks` devices the room of one exchange.
     """
-    return run.model.experts_per_token * (run.experts.capacity or (run.experts.buffer if ranks > 1 else 1.0))
+    m, x = run.model, run.experts
+    shares = min(x.capacity, m.num_experts / m.experts_per_token) if x.capacity else min(x.buffer, ranks) if ranks > 1 else 1.0
+    return m.experts_per_token * shares
+
+
+def expert_fill(run: RunConfig, ranks: int) -> float:
+    """The part of that room that an even load fills; of a capacity's places all are computed."""
+    return 1.0 if run.experts.capacity or not run.model.num_experts else run.model.experts_per_token / expert_room(run, ranks)
 
 
 def bytes_kept(run: RunConfig, names: frozenset[str], axes: Mapping[str, int], packed_stats: bool) -> float:

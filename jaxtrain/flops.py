@@ -185,7 +185,7 @@ def expert_rows(run: RunConfig) -> float:
 
     The experts of a token; with a capacity that many even shares, since arrays have the size of what could come.
     """
-    return run.model.experts_per_token * (run.experts.capacity or 1.0)
+    return min(run.model.experts_per_token * (run.experts.capacity or 1.0), run.model.num_experts)
 
 
 def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Flops:

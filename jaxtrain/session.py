@@ -282,7 +282,7 @@ class Session:
             return  # `throughput` says that nothing is known of this GPU
         try:
             node = sum(node_of(d) == node_of(jax.local_devices()[0]) for d in jax.devices())
-            self.watch = Watch(expect(self.program, executable, gpu, node, self.run.precision))
+            self.watch = Watch(expect(self.run, self.program, executable, gpu, node))
         except ValueError as error:
             self.console.say(f"no plan to compare this run with: {error}")
             return

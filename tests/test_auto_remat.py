@@ -46,6 +46,7 @@ def test_bytes_of_experts_and_of_a_pipeline():
     few = ("--config.model.num_experts=8", "--config.model.shared_d_ff=7168")
     assert auto_remat.bytes_kept(run(*few), up, axes, False) == one * 2.5
     assert auto_remat.bytes_kept(run(*few), up, axes | {"experts": 4}, False) == one * (2 * 1.25 + 0.5)
+    assert auto_remat.expert_fill(run(*few), 4) == 1 / 1.25 and auto_remat.expert_fill(run(*few), 1) == 1
     assert auto_remat.bytes_kept(run(*few, "--config.experts.capacity=2"), up, axes | {"experts": 4}, False) == one * 4.5
     many = ("--config.train.grad_accum=64", "--config.train.global_batch=512")
     assert auto_remat.bytes_kept(run(*many), up, axes | {"layers": 4}, False) == one / 4 * 7

@@ -239,7 +239,7 @@ def test_compiled_options_are_those_of_training(full_remat):
 
 def test_a_run_expects_what_the_plan_says(full_remat):
     run, step, plan = full_remat
-    expected = expect(step.program, step.executable, NODE.gpu, 8, run.precision)
+    expected = expect(run, step.program, step.executable, NODE.gpu, 8)
     assert expected.step_s == pytest.approx(plan.time.step_ms / 1e3)
     assert expected.peak_gib == pytest.approx(plan.memory.taken_gib, abs=1e-4)
     assert expected.rates == plan.rates.source

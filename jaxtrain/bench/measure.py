@@ -272,7 +272,7 @@ def _planned(run: RunConfig, program: Any, executable: Any, devices: Sequence[An
     if gpu is None:
         return {"planned": None, "not_planned": f"nothing is known of {devices[0].device_kind!r} (jaxtrain/hardware.py)"}
     try:
-        found = expect(program, executable, gpu, len(devices), run.precision)
+        found = expect(run, program, executable, gpu, len(devices))
     except Exception as error:  # a plan that cannot be made takes nothing from what was measured
         traceback.print_exc()
         return {"planned": None, "not_planned": words(error)}

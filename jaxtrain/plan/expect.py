@@ -9,6 +9,8 @@ import statistics
 from typing import Any
 
 from jaxtrain import hardware
+from jaxtrain.auto_remat import expert_fill
+from jaxtrain.config import RunConfig
 from jaxtrain.memory import taken_gib
 from jaxtrain.plan.program import collectives, hlo, roofline
 from jaxtrain.plan.rates import rates_for
@@ -28,15 +30,16 @@ class Expected:
     rates: str  # where the rates come from
 
 
-def expect(program: Program, executable: Any, gpu: hardware.Gpu, gpus_per_node: int, precision: str) -> Expected:
+def expect(run: RunConfig, program: Program, executable: Any, gpu: hardware.Gpu, gpus_per_node: int) -> Expected:
     """The plan of a step that is compiled for the GPUs at hand.
 
     Raises HloError for a program that cannot be read and ValueError for a GPU whose rates are not known.
     """
-    rates = rates_for(gpu, precision)
+    rates = rates_for(gpu, run.precision)
     module = hlo.parse(executable.as_text())
     found = collectives.read(module, dict(program.placement.mesh.shape), gpus_per_node)
-    timed = roofline.predict(module, rates, collectives.by_instruction(found))
+    filled = expert_fill(run, program.placement.size(program.placement.mesh_axes("experts")))
+    timed = roofline.predict(module, rates, collectives.by_instruction(found), filled=filled)
     # The allocator gives the heap whole, and so counts its gaps.
     return Expected(timed.step_ms / 1e3, taken_gib(executable), rates.source)
 

@@ -52,7 +52,8 @@ def read_plan(
         usable_gib=card.usable_gib,
     )
     found = collectives.read(module, mesh, topology.gpus)
-    timed = roofline.predict(module, rates, collectives.by_instruction(found))
+    filled = auto_remat.expert_fill(run, program.placement.size(program.placement.mesh_axes("experts")))
+    timed = roofline.predict(module, rates, collectives.by_instruction(found), filled=filled)
     moved = []
     for f in found:
         launches = timed.collectives[f.instruction]

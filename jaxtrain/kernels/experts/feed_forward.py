@@ -27,6 +27,7 @@ from jaxtrain.kernels.experts.exchange import Exchange, Plan, Route
 from jaxtrain.sharding import Axes, Placement, Weight, cotangent, frozen, late, summed, ticket
 
 AXES: Axes = ("experts", "expert_embed", "mlp")  # of each weight, (E, D, F)
+FURTHER_ROUNDS = "further_rounds"  # the scope of what runs only where loads are uneven: plans take them to be even
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +175,8 @@ def _forward(x, share, chosen, gate, up, down, spec: Spec):
 
         y_TD = rest(plan.first, gate_RF, up_RF)
         if exchange.overflows:
-            _, y_TD = jax.lax.while_loop(lambda carry: carry[0] < plan.rounds[0], again, (jnp.int32(1), y_TD))
+            with jax.named_scope(FURTHER_ROUNDS):
+                _, y_TD = jax.lax.while_loop(lambda carry: carry[0] < plan.rounds[0], again, (jnp.int32(1), y_TD))
         return spec.total(y_TD.astype(x_BTD.dtype).reshape(x_BTD.shape))
 
     each, rows = spec.each, P(*spec.each, spec.placement.in_use("expert_embed") or None)
@@ -220,7 +222,8 @@ def _backward(spec: Spec, residuals, cotangents):
 
         made = gradients(plan.first, rows_RD, gate_RF, up_RF)
         if exchange.overflows:
-            _, made = jax.lax.while_loop(lambda carry: carry[0] < plan.rounds[0], again, (jnp.int32(1), made))
+            with jax.named_scope(FURTHER_ROUNDS):
+                _, made = jax.lax.while_loop(lambda carry: carry[0] < plan.rounds[0], again, (jnp.int32(1), made))
         dx_TD, d_share_Tk, dw = made
         dx_BTD = spec.total(dx_TD.astype(x_BTD.dtype).reshape(x_BTD.shape))
         width = p.in_use("mlp")

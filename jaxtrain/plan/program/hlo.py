@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from jaxtrain.kernels.experts.feed_forward import FURTHER_ROUNDS
+
 # Bits of one element. Types below a byte are counted packed, as XLA:GPU stores them.
 BITS = {
     **dict.fromkeys(("token", "opaque"), 0),
@@ -405,7 +407,8 @@ def _walk(module: Module, computation: Computation, times: int, loops: tuple[str
             count, inside = trip_count(module, i), (*loops, i.name)
             if not _TRIPS.search(i.attributes.get("backend_config", "")):
                 yield from _walk(module, condition, times * (count + 1), inside, fusions)
-            yield from _walk(module, body, times * count, inside, fusions)
+            if count:
+                yield from _walk(module, body, times * count, inside, fusions)
         elif i.opcode in _CALLS or (fusions and i.opcode in _FUSIONS):
             for called in i.called:
                 yield from _walk(module, module.computations[called], times, loops, fusions)
@@ -423,7 +426,8 @@ def trip_count(module: Module, loop: Instruction) -> int:
     """How often a while loop's body runs.
 
     As the compiler wrote it down; else by running the loop's counter, where it starts from a constant and depends on nothing
-    but itself. Raises HloError where the count depends on data.
+    but itself. 0 for a loop that runs only where experts' loads are uneven: an even load is what plans take. Raises HloError
+    where any other count depends on data.
     """
     known = _TRIPS.search(loop.attributes.get("backend_config", ""))
     if known:
@@ -438,6 +442,8 @@ def trip_count(module: Module, loop: Instruction) -> int:
         if not again:
             return count
         state = _evaluate(module, body, body.root.name, (state,), {})
+    if any(f"/{FURTHER_ROUNDS}/" in i.op_name for i in (loop, *body.instructions)):
+        return 0
     raise HloError(
         f"{loop.name} ({loop.op_name or 'no op_name'}, {loop.source or 'no source'}): how often this loop runs cannot be read "
         f"from the program: it depends on data, or is more than {_MOST_TRIPS}. Use a loop of fixed length, as jax.lax.scan is."

@@ -79,7 +79,7 @@ def _across_nodes(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed
         remedy = {
             "tensor": f"Set mesh.tensor={within} or less, and leave the rest to mesh.fsdp.",
             "seq": f"Set mesh.seq={within} or less if the sequence fits; attention.context=ring hides the most of it.",
-            "expert": f"Set mesh.expert={within} or less, and leave the rest to mesh.fsdp: each device then holds more experts.",
+            "expert": f"Set mesh.expert={within} or less, and leave the rest to mesh.fsdp: a GPU then holds more experts.",
         }
         yield (
             f"{axis} groups of {mesh.shape[axis]} reach across nodes of {node} GPUs: each GPU sends {sent:.2f} GB a step over "

@@ -63,25 +63,27 @@ class Roofline:
     bound_by: str
 
 
-def predict(module: Module, rates: result.Rates, wires: Mapping[str, Found], heard: Listener | None = None) -> Roofline:
+def predict(
+    module: Module, rates: result.Rates, wires: Mapping[str, Found], heard: Listener | None = None, filled: float = 1.0
+) -> Roofline:
     """The step time of a scheduled, partitioned module.
 
     `wires`: what each collective moves in a launch, by the instruction that launches it (`collectives.by_instruction`).
-    `heard` is told when everything runs.
+    `heard` is told when everything runs. `filled`: see work.work.
     Raises HloError for an unscheduled module, an instruction that is not known, a collective that `wires` lacks, and an
     asynchronous pair that is not closed in the computation that started it.
     """
     if not module.is_scheduled:
         raise HloError(f"module {module.name}: it is not scheduled, so nothing says what overlaps. Read compiled.as_text().")
-    return _Schedule(module, rates, wires, heard).run()
+    return _Schedule(module, rates, wires, heard, filled).run()
 
 
-def cost(module: Module, where: Computation, i: Instruction, wires: Mapping[str, Found]) -> Work | None:
+def cost(module: Module, where: Computation, i: Instruction, wires: Mapping[str, Found], filled: float = 1.0) -> Work | None:
     """What one run of an instruction does, that which it starts beside the program included; None where it does nothing."""
     if i.opcode not in ("async-start", "call-start") or is_collective(module, i):
-        return work(module, where, i, wires)
+        return work(module, where, i, wires, filled)
     called = module.computations[i.called[0]]
-    parts = [w for inner in called.instructions if (w := work(module, called, inner, wires))]
+    parts = [w for inner in called.instructions if (w := work(module, called, inner, wires, filled))]
     if len(parts) > 1:
         raise HloError(f"{i.name}: an asynchronous call of {len(parts)} kernels; only one is understood")
     return parts[0] if parts else None
@@ -104,8 +106,8 @@ class _Clock:
 class _Schedule:
     """Walks a module and holds the sums."""
 
-    def __init__(self, module: Module, rates: result.Rates, wires: Mapping[str, Found], heard: Listener | None = None):
-        self.module, self.rates, self.wires, self.heard = module, rates, wires, heard
+    def __init__(self, module: Module, rates: result.Rates, wires: Mapping[str, Found], heard: Listener | None, filled: float):
+        self.module, self.rates, self.wires, self.heard, self.filled = module, rates, wires, heard, filled
         self.seconds: dict[str, float] = defaultdict(float)  # by kind, of what ran on the compute stream or waited
         self.flops: dict[str, float] = defaultdict(float)
         self.gemm_least_s = 0.0
@@ -181,7 +183,7 @@ class _Schedule:
         """A kernel on the compute stream, or the start of something on another one."""
         asynchronous = i.opcode.endswith("-start")
         if i.name not in self.known:
-            self.known[i.name] = cost(self.module, where, i, self.wires)
+            self.known[i.name] = cost(self.module, where, i, self.wires, self.filled)
         done = self.known[i.name]
         seconds = done.seconds(self.rates) if done else 0.0
         if done:
@@ -236,7 +238,7 @@ class _Schedule:
         """The slowest branch."""
         ends = []
         for name in i.called:
-            trial, other = clock.copy(), _Schedule(self.module, self.rates, self.wires)
+            trial, other = clock.copy(), _Schedule(self.module, self.rates, self.wires, None, self.filled)
             other.walk(self.module.computations[name], trial, 1)
             ends.append((trial.now, name))
         self.walk(self.module.computations[max(ends)[1]], clock, times)
@@ -253,7 +255,8 @@ class _Schedule:
             kernel[n] += value * times
         self.flops[done.kind] += done.flops * times
         if done.kind == "gemm":
-            self.gemm_least_s += done.flops * times / ((self.rates.fp8_tflops if done.fp8 else self.rates.gemm_tflops) * 1e12)
+            rate = done.share * (self.rates.fp8_tflops if done.fp8 else self.rates.gemm_tflops)
+            self.gemm_least_s += done.flops * times / (rate * 1e12)
 
 
 # What JAX puts into the path of scopes by itself.

@@ -59,6 +59,11 @@ TRITON = "__gpu$xla.gpu.triton"
 PALLAS_CALL = re.compile(r'name = "jaxtrain_attention_(forward|backward_q|backward_kv)_(causal|all|window(\d+))"')
 PALLAS_CALLS = {"forward": 1.0, "backward_q": ATTENTION_BACKWARD * 3 / 7, "backward_kv": ATTENTION_BACKWARD * 4 / 7}
 PALLAS_FIRST = 5  # operand that holds the queries; before it, what says which tiles to visit
+# Products of rows with their experts' weights (kernels/experts/pallas.py); operands: which rows are whose, and two factors.
+EXPERTS_CALL = re.compile(r'name = "jaxtrain_experts_(?:times|outer)_[DFR]"')
+# How often a sort reads or writes its arrays. With a GPU at hand XLA calls CUB's radix sort (8 bits of a 32-bit key at a time,
+# and a pass that counts them); for a described one it writes a slower kernel, which would not run.
+SORT_PASSES = 2 * 4 + 1
 ALLOCATION = "AllocateBuffer"  # room in host memory for what a loop offloads; nothing is written to it
 CAUSAL_MASKS = {"CAUSAL": True, "PADDING_CAUSAL": True, "NO_MASK": False, "PADDING": False}
 
@@ -74,7 +79,7 @@ class Work:
     network_bytes: float = 0.0
     hops: int = 0  # of communication, from node to node
     backward: bool = False  # attention's backward pass, which has its own rate
-    share: float = 1.0  # of that rate, for a slower kernel than the one it is of
+    share: float = 1.0  # of the rate, for a slower kernel than the one it is of
     fp8: bool = False  # of GEMMs: in 8-bit floating point
 
     def seconds(self, rates: result.Rates) -> float:
@@ -87,13 +92,16 @@ class Work:
             return links + latency_us * 1e-6
         attention = self.share * (rates.attention_backward_tflops if self.backward else rates.attention_forward_tflops)
         gemm = rates.fp8_tflops if self.fp8 else rates.gemm_tflops
-        arithmetic = self.flops / ((attention if self.kind == "attention" else gemm) * 1e12)
+        arithmetic = self.flops / ((attention if self.kind == "attention" else self.share * gemm) * 1e12)
         memory = max(self.bytes / (rates.memory_tb_s * 1e12), self.host_bytes / (rates.host_gb_s * 1e9))
         return max(arithmetic, memory, KERNEL_US * 1e-6)
 
 
-def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str, Found]) -> Work | None:
-    """What one run of an instruction does; None where it does nothing. Raises HloError for one that is not known."""
+def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str, Found], filled: float = 1.0) -> Work | None:
+    """What one run of an instruction does; None where it does nothing. Raises HloError for one that is not known.
+
+    filled: of the rows that experts' arrays have room for, the part that holds tokens; which rows do is data.
+    """
     if is_collective(module, i):
         if i.name not in wires:
             raise HloError(f"{i.name}: nothing says how many bytes this {i.opcode} sends")
@@ -109,6 +117,8 @@ def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str,
         return None
     if opcode == "fusion":
         called = module.computations[i.called[0]]
+        if called.root.opcode == "sort":
+            return _sort(called.root)
         made = _gemms(module, called, i)
         done = _traffic(called, [where.by_name[o].type for o in i.operands], i.type, "gemm" if made else "memory", made)
         return dataclasses.replace(done, fp8=any(target(inner) == FP8_CALL for inner in called.instructions))
@@ -118,8 +128,12 @@ def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str,
         return _attention(where, i)
     if target(i) == TRITON and (call := PALLAS_CALL.search(i.attributes.get("backend_config", ""))):
         return _pallas(where, i, call)
+    if target(i) == TRITON and EXPERTS_CALL.search(i.attributes.get("backend_config", "")):
+        return _experts(where, i, filled)
     if opcode in MEMORY_BOUND:
         return _traffic(*_alone(where, i), "memory", 0.0)
+    if opcode == "sort":
+        return _sort(i)
     what = f"the custom call {target(i)!r}" if opcode == "custom-call" else f"a {opcode}"
     raise HloError(f"{i.name}: how long {what} takes is not known ({i.op_name or 'no op_name'}, {i.source or 'no source'})")
 
@@ -186,6 +200,20 @@ def _pallas(where: Computation, i: Instruction, call: re.Match[str]) -> Work:
     made = 2.0 * pairs * (q[3] + v[3]) * PALLAS_CALLS[call[1]]
     moved = float(sum(leaf.bytes for leaf in (*inputs, *leaves(i.type))))
     return Work("attention", made, moved, backward=call[1] != "forward", share=PALLAS_FRACTION)
+
+
+def _experts(where: Computation, i: Instruction, filled: float) -> Work:
+    """Rows by the weights of their experts, (R, D) by (E, D, F); or for each expert the sum over its rows, (R, D) by (R, F)."""
+    _, left, right = (leaves(where.by_name[o].type)[0] for o in i.operands)
+    made = leaves(i.type)[0]
+    width = math.prod(left.dims[1:]) * (right.dims[1] if len(right.dims) == 2 else made.dims[1])
+    return Work(
+        "gemm", 2.0 * filled * left.dims[0] * width, float(left.bytes + right.bytes + made.bytes), share=PALLAS_FRACTION
+    )
+
+
+def _sort(i: Instruction) -> Work:
+    return Work("memory", 0.0, float(SORT_PASSES * sum(leaf.bytes for leaf in leaves(i.type))))
 
 
 def target(i: Instruction) -> str:
