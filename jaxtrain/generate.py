@@ -20,9 +20,11 @@ from jaxtrain.kernels.dot import DTYPES
 from jaxtrain.models.attention import Kernel
 from jaxtrain.models.module import Params
 from jaxtrain.models.transformer import empty_cache
+from jaxtrain.pipeline import KEYS, STAGE
 from jaxtrain.samples import prompts
 from jaxtrain.sharding import Placement, make_placement, replicated
-from jaxtrain.step import attention_specs, hardware_of, make_definition
+from jaxtrain.stages import arrangement
+from jaxtrain.step import attention_specs, hardware_of, make_definition, pipeline
 
 # Axes of activations, which hold one sequence here: too little to split.
 WHOLE = ("batch", "sequence", "residual")
@@ -41,15 +43,21 @@ class Sampler:
             for spec in attention_specs(run)
         )
         name, _ = attention.choose("auto", [(spec, 1) for spec in specs], hardware_of(placement.mesh.devices.flat[0]))
-        self.definition = make_definition(run, self.placement, Kernel(name, specs))
+        kernel, lying = Kernel(name, specs), arrangement(run, placement.size(STAGE))
+        self.definition = make_definition(run, self.placement, kernel)
+        self._pipe = pipeline(run, self.placement, kernel, lying) if lying else None
+        self._places = lying.places if lying else 0
         self.run = run
         self._dtype = DTYPES[run.compute]
         self._extend = jax.jit(self._step, static_argnums=(5, 6), donate_argnums=1)
 
     def _step(self, params, cache, tokens_BT, key, index, temperature: float, top_p: float):
-        model = self.definition.bind(params)
-        hidden, cache = model.decode(tokens_BT, cache)
-        logits_V = model.logits(hidden[:, -1:])[0, 0]
+        if self._pipe:
+            logits_V, cache = self._pipe.decode(params, tokens_BT, cache)
+        else:
+            model = self.definition.bind(params)
+            hidden, cache = model.decode(tokens_BT, cache)
+            logits_V = model.logits(hidden[:, -1:])[0, 0]
         return choose(logits_V, jax.random.fold_in(key, index), temperature, top_p), cache
 
     def tokens(
@@ -69,7 +77,9 @@ class Sampler:
         """
         # Lengths are rounded up so that prompts of similar length share one compiled step.
         room = -(-max(len(prompt) + max_tokens, room) // 64) * 64
-        cache = jax.device_put(empty_cache(self.run.model, self.placement, 1, room, self._dtype), replicated(self.placement))
+        empty = empty_cache(self.run.model, self.placement, 1, room, self._dtype, self._places)
+        by_layer, whole = self.placement.sharding(("layers",)), replicated(self.placement)
+        cache = jax.device_put(empty, jax.tree.map(lambda a: by_layer if a.ndim == KEYS else whole, empty))
         key = jax.random.key(seed)
         new = jnp.asarray([list(prompt)], jnp.int32)
         for i in range(max_tokens):

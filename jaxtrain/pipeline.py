@@ -21,13 +21,14 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.models.layer_groups import Groups
 from jaxtrain.models.layers import RESIDUAL
 from jaxtrain.models.module import Definition, Params, part
-from jaxtrain.models.transformer import Transformer
+from jaxtrain.models.transformer import Cache, Transformer
 from jaxtrain.sharding import Axes, Placement, Scaled
 from jaxtrain.stages import Arrangement, Phase, Schedule
 from jaxtrain.update import STACK
 from jaxtrain.zero import Stage
 
 STAGE = "stage"
+KEYS = 5  # dimensions of the keys of a cache, and of its values: those of all layers
 Batch = dict[str, Any]
 # (model, what its layers gave, microbatch, weight of the whole batch) -> what is minimised, and sums to report
 Lose = Callable[[Transformer, Any, Batch, jax.Array], tuple[jax.Array, Any]]
@@ -122,7 +123,9 @@ class Pipeline:
         def run(weights: Params, masters: Params, micro: Batch) -> Any:
             model = self.definition.bind(held.at_rest(weights, masters))
             shared, groups = model.share(micro["segments"], micro["positions"]), self.groups(model)
-            x = self.in_turn(model.enter(micro["tokens"]), lambda x, group: groups.forward(x, shared, group))
+            x, _ = self.in_turn(
+                model.enter(micro["tokens"]), (), lambda x, own, group, mine: (groups.forward(x, shared, group), own)
+            )
             return lose(model, x, micro)
 
         axes = self.definition.axes
@@ -135,16 +138,59 @@ class Pipeline:
             check_vma=False,
         )(weights, masters, micro)
 
-    def in_turn(self, x: Any, run: Callable[[Any, jax.Array], Any]) -> Any:
-        """What the last stage makes of x, on all stages: each runs each of its groups, `run(x, group)`, one after another."""
-        stages = self.schedule.stages
+    def decode(self, params: Params, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """The logits, f32 (V,), of what follows the first row's last token, and the cache with the tokens in it.
 
-        def tick(x: Any, t: jax.Array) -> tuple[Any, None]:
-            return self.pass_on(run(x, t // stages), 1), None
+        Each stage has keys and values of its own layers.
+        """
 
-        turns = stages * self.schedule.groups
-        x = jax.lax.scan(tick, x, jnp.arange(turns - 1, dtype=jnp.int32))[0]
-        return self.broadcast(run(x, jnp.int32(self.schedule.groups - 1)), self.last)
+        def run(params: Params, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+            model = self.definition.bind(params)
+            shared, cache = model.append(tokens_BT, cache)
+            groups = self.groups(model)
+
+            def turn(x: Any, kv: Any, group: jax.Array, mine: jax.Array) -> tuple[Any, Any]:
+                def layer(carry: tuple[Any, Any], block: Any, kind: Any, i: jax.Array) -> tuple[Any, Any]:
+                    x, kv = carry
+                    old = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), kv)
+                    x, new = block(x, shared, kind, old)
+                    return x, jax.tree.map(
+                        lambda a, n: jax.lax.dynamic_update_index_in_dim(a, n, i, 0), kv, _chosen(mine, new, old)
+                    )
+
+                return groups.through(layer, (x, kv), group)
+
+            x, kv = self.in_turn(model.enter(tokens_BT), cache.kv, turn)
+            hidden, _ = model.leave(x)
+            return model.logits(hidden[:, -1:])[0, 0], dataclasses.replace(cache, kv=kv)
+
+        of_cache = jax.tree.map(lambda a: P(STAGE) if a.ndim == KEYS else P(), cache)
+        of_logits = self._spec(("vocab",))
+        return jax.shard_map(
+            run,
+            mesh=self.placement.mesh,
+            in_specs=(self.specs(params, self.definition.axes), P(), of_cache),
+            out_specs=(of_logits, of_cache),
+            axis_names={STAGE},
+            check_vma=False,
+        )(params, tokens_BT, cache)
+
+    def in_turn(self, x: Any, own: Any, run: Callable[[Any, Any, jax.Array, jax.Array], tuple[Any, Any]]) -> tuple[Any, Any]:
+        """What the last stage makes of x, on all stages, and what each keeps for itself.
+
+        Each runs each of its groups in its turn, `run(x, own, group, whether it is its turn)`. In the others' it runs too, for
+        nothing: the program is one for all.
+        """
+        stages, turns = self.schedule.stages, self.schedule.stages * self.schedule.groups
+        stage = jax.lax.axis_index(STAGE)
+
+        def tick(carry: tuple[Any, Any], t: jax.Array) -> tuple[tuple[Any, Any], None]:
+            x, own = run(*carry, t // stages, t % stages == stage)
+            return (self.pass_on(x, 1), own), None
+
+        carry = jax.lax.scan(tick, (x, own), jnp.arange(turns - 1, dtype=jnp.int32))[0]
+        x, own = run(*carry, jnp.int32(self.schedule.groups - 1), stage == self.last)
+        return self.broadcast(x, self.last), own
 
 
 @dataclasses.dataclass(frozen=True)

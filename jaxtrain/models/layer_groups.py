@@ -78,15 +78,19 @@ class Groups:
         parts = jnp.asarray(list(order), jnp.int32)
         return jax.lax.scan(lambda carry, part: (step(carry, part), None), carry, parts)[0]
 
-    def forward(self, x: Any, shared: Any, group: jax.Array) -> Any:
-        """A group's output. Keeps nothing."""
+    def through[C](self, step: Callable[[C, Any, Kind, jax.Array], C], carry: C, group: jax.Array) -> C:
+        """step(carry, layer, kind, place in the stack) over a group's layers."""
 
-        def one(x: Any, q: jax.Array) -> Any:
+        def one(carry: C, q: jax.Array) -> C:
             i = group * self._per_group + q
             layer = jax.tree.unflatten(self._stack.tree, self._stack.at(self._leaves, i))
-            return self._body(x, layer, shared, number(self._kinds, self._first + i))
+            return step(carry, layer, number(self._kinds, self._first + i), i)
 
-        return self._each(one, x, range(self._per_group))
+        return self._each(one, carry, range(self._per_group))
+
+    def forward(self, x: Any, shared: Any, group: jax.Array) -> Any:
+        """A group's output. Keeps nothing."""
+        return self.through(lambda x, layer, kind, _: self._body(x, layer, shared, kind), x, group)
 
     def forward_keeping(self, x: Any, shared: Any, group: jax.Array, buffers: Buffers, slot: jax.Array) -> tuple[Any, Buffers]:
         """A group's output, and the buffers with what its backward pass needs in `slot`."""

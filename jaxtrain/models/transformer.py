@@ -36,10 +36,10 @@ class Cache:
 jax.tree_util.register_dataclass(Cache, ["kv", "segments_BS", "positions_BS", "length"], [])
 
 
-def empty_cache(model: Model, placement: Placement, batch: int, length: int, dtype: jnp.dtype) -> Cache:
-    """Room for `length` tokens in each of `batch` rows."""
+def empty_cache(model: Model, placement: Placement, batch: int, length: int, dtype: jnp.dtype, places: int = 0) -> Cache:
+    """Room for `length` tokens in each of `batch` rows. places: of the stack of layers, if not as many as there are layers."""
     heads = model.num_kv_heads * kv_copies(model, placement)
-    shape = (model.num_layers, batch, length, heads, model.head_dim)
+    shape = (places or model.num_layers, batch, length, heads, model.head_dim)
     # Separate arrays throughout: the cache is donated, and no buffer can be donated twice.
     segments_BS, positions_BS = jnp.zeros((batch, length), jnp.int32), jnp.zeros((batch, length), jnp.int32)
     return Cache((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)), segments_BS, positions_BS, jnp.zeros((), jnp.int32))
@@ -153,6 +153,19 @@ class Transformer(nnx.Module):
 
     def decode(self, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Append T tokens of one document to every row of the cache. Returns their hidden states and the cache."""
+        shared, cache = self.append(tokens_BT, cache)
+        kinds = layer_kinds(self.model)
+        alike = len(set(kinds)) == 1
+
+        def body(carry: Carry, layer: tuple[Block, Any, jax.Array]) -> tuple[Carry, Any]:
+            block, kv, kind = layer
+            return block(carry, shared, kinds[0] if alike else kind, kv)
+
+        carry, kv = jax.lax.scan(body, self.enter(tokens_BT), (self.layers, cache.kv, jnp.asarray(kinds, jnp.int32)))
+        return self.leave(carry)[0], dataclasses.replace(cache, kv=kv)
+
+    def append(self, tokens_BT: jax.Array, cache: Cache) -> tuple[Shared, Cache]:
+        """What all layers share of T tokens behind those of the cache, and the cache with what is known of them so far."""
         B, T = tokens_BT.shape
         positions_BT = jnp.broadcast_to(cache.length + jnp.arange(T, dtype=jnp.int32), (B, T))
         segments_BT = jnp.ones_like(positions_BT)
@@ -163,16 +176,7 @@ class Transformer(nnx.Module):
         kv_segments, kv_positions = write(cache.segments_BS, segments_BT), write(cache.positions_BS, positions_BT)
         rows = Rows(segments_BT, positions_BT, kv_segments, kv_positions)
         shared = share(self.model, self.kernel, self.ctx.placement, rows, cache.length)
-
-        kinds = layer_kinds(self.model)
-        alike = len(set(kinds)) == 1
-
-        def body(carry: Carry, layer: tuple[Block, Any, jax.Array]) -> tuple[Carry, Any]:
-            block, kv, kind = layer
-            return block(carry, shared, kinds[0] if alike else kind, kv)
-
-        (x_BTD, _), kv = jax.lax.scan(body, self.enter(tokens_BT), (self.layers, cache.kv, jnp.asarray(kinds, jnp.int32)))
-        return self.final_norm(x_BTD), Cache(kv, kv_segments, kv_positions, cache.length + T)
+        return shared, Cache(cache.kv, kv_segments, kv_positions, cache.length + T)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """f32 (B, T, V). For sampling and checks: training never holds the logits of a whole batch (loss.py)."""
