@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtrain.config import Experts
 from jaxtrain.kernels.experts.routing import COLUMNS
 from jaxtrain.models.module import Params, filled, part
+from jaxtrain.shapes import EXPERT_METRICS
 
-METRICS = ("balance_loss", "router_z_loss", "router_entropy", "dropped_tokens", "expert_load_max")
 BIAS = "router_bias"
 
 
@@ -43,12 +43,11 @@ class Balance:
         return self.experts.balance_loss * means[0] + self.experts.z_loss * means[1]
 
     def metrics(self, statistics: jax.Array) -> dict[str, jax.Array]:
-        """Means over the layers; `dropped_tokens` as a share of all choices; `expert_load_max` is the largest of all layers, in
-        even shares."""
+        """shapes.EXPERT_METRICS of a step."""
         of_layers = statistics[jnp.asarray(self.rows)]
         loads_LE = of_layers[:, len(COLUMNS) :]
-        named = dict(zip(METRICS, of_layers.mean(0)[: len(COLUMNS)], strict=False))
-        return named | {METRICS[-1]: loads_LE.max() * loads_LE.shape[1]}
+        values = *of_layers.mean(0)[: len(COLUMNS)], loads_LE.max() * self.count
+        return dict(zip(EXPERT_METRICS, values, strict=True))
 
     def moved(self, params: Params, statistics: jax.Array, taken: jax.Array) -> Params:
         """The parameters with the routers' biases moved toward even loads, where the step was taken.

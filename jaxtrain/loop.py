@@ -17,6 +17,7 @@ from jaxtrain.divergence import Bad, Bads, Diverged, described
 from jaxtrain.feed import Feed
 from jaxtrain.pauses import Collector, Pauses
 from jaxtrain.replay import ReplayError
+from jaxtrain.shapes import EXPERT_METRICS
 
 ROLLBACKS = 3  # to one checkpoint: more would only find the same again
 AGREE_S = 5400.0  # processes wait for each other so long, seconds: one may compile what the others found in their caches
@@ -307,10 +308,11 @@ class Late:
         session.console.tick(done)
         session.look_at_gpus(done)
         if done % session.run.log.every_steps == 0 or done == session.run.train.steps:
-            self._write(done, loss, norm, float(found["lr"]), skipped=loop.bads.skipped + (bad is not None))
+            experts = {name: float(found[name]) for name in EXPERT_METRICS if name in found}
+            self._write(done, loss, norm, float(found["lr"]), experts, skipped=loop.bads.skipped + (bad is not None))
         return bad
 
-    def _write(self, done: int, loss: float, norm: float, lr: float, skipped: int) -> None:
+    def _write(self, done: int, loss: float, norm: float, lr: float, experts: dict[str, float], skipped: int) -> None:
         session = self._loop.session
         in_use, peak = throughput.memory(jax.local_devices())
         read = session.start.position.read(done)
@@ -325,6 +327,7 @@ class Late:
             "memory_gib": in_use,
             "peak_memory_gib": peak,
             "skipped_steps": skipped,
+            **experts,
         }
         session.writers.train(**line)
         session.console.step(line)

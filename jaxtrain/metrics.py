@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 from jaxtrain.samples import Sample
 from jaxtrain.samples import read as read_samples
 from jaxtrain.samples import write as written
+from jaxtrain.shapes import EXPERT_METRICS
 
 TRAIN_KEYS = (
     "kind", "step", "loss", "grad_norm", "lr", "tokens", "epoch",
@@ -189,8 +190,10 @@ class Writers:
         self._file: BinaryIO | None = None
 
     def train(self, **line: Any) -> None:
-        """Write one train line. Takes all of TRAIN_KEYS but `kind` and `time_unix`; TypeError names any missing or unknown."""
-        self._write({"kind": "train", **line, "time_unix": time.time()}, TRAIN_KEYS)
+        """Write one train line. Takes all of TRAIN_KEYS but `kind` and `time_unix`, and of a model with experts EXPERT_METRICS;
+        TypeError names any missing or unknown."""
+        more = EXPERT_METRICS if EXPERT_METRICS[0] in line else ()
+        self._write({"kind": "train", **line, "time_unix": time.time()}, (*TRAIN_KEYS[:-1], *more, TRAIN_KEYS[-1]))
 
     def gpu(self, **line: Any) -> None:
         """Write one line on a GPU, from any process. Takes all of GPU_KEYS but `kind` and `time_unix`, as `train` does."""

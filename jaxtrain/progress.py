@@ -171,7 +171,10 @@ class _TerminalHandler(logging.Handler):
 
 
 def numbers(line: Mapping[str, Any], seconds_left: float | None) -> str:
-    """The part of a progress line that follows the step; '-' for what is not known."""
+    """The part of a progress line that follows the step; '-' for what is not known.
+
+    `load`: of the fullest expert, in even shares.
+    """
 
     def show(name: str, form: str, scale: float = 1.0) -> str:
         value = line[name]
@@ -184,6 +187,10 @@ def numbers(line: Mapping[str, Any], seconds_left: float | None) -> str:
         f"MFU {show('mfu_causal', '.1f', 100)}{'' if line['mfu_causal'] is None else '% (causal)'}",
         f"mem {show('peak_memory_gib', '.1f')}{'' if line['peak_memory_gib'] is None else ' GiB'}",
     ]
+    if "expert_load_max" in line:
+        parts.append(f"load {show('expert_load_max', '.2f')}x")
+    if line.get("dropped_tokens"):
+        parts.append(f"dropped {show('dropped_tokens', '.2f', 100)}%")
     return "  ".join(parts)
 
 

@@ -7,6 +7,8 @@
     F  feed-forward dimension        V  vocabulary
     L  layers                        M  packed documents in a row (upper bound)
     A  microbatches of a step        C  tokens in a loss chunk
+    E  experts                       R  rows of tokens, sorted by expert
+    k  experts of a token            n  tokens x k, what a device's tokens chose
 
 Batches are dicts of arrays of shape (B, T), described by `BATCH_KEYS`:
 
@@ -24,3 +26,12 @@ BATCH_KEYS = {
     "positions": "int32",
     "weights": "float32",
 }
+
+# What the step of a model with experts reports beside its loss, all means over its layers but the last.
+EXPERT_METRICS = (
+    "balance_loss",  # 1 where loads are even
+    "router_z_loss",
+    "router_entropy",  # nats
+    "dropped_tokens",  # share of all choices that a capacity left no room for
+    "expert_load_max",  # the largest load of any expert of any layer, in even shares
+)

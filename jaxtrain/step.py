@@ -12,7 +12,7 @@ import optax
 
 from jaxtrain import auto_remat, guard, precision, windows
 from jaxtrain.activations import kept
-from jaxtrain.balance import METRICS, Balance, is_bias
+from jaxtrain.balance import Balance, is_bias
 from jaxtrain.config import Compiler, ConfigError, Problem, Remat, RunConfig, parts_of
 from jaxtrain.context import Context, make_context
 from jaxtrain.kernels import attention
@@ -30,7 +30,7 @@ from jaxtrain.models.remat import Plan, make_plan
 from jaxtrain.models.transformer import Transformer
 from jaxtrain.optimizer import check_groups, make_optimizer, make_schedule
 from jaxtrain.pipeline import STAGE, Pipeline
-from jaxtrain.shapes import BATCH_KEYS
+from jaxtrain.shapes import BATCH_KEYS, EXPERT_METRICS
 from jaxtrain.sharding import Axes, Placement, Weight, make_placement, replicated
 from jaxtrain.stages import Arrangement, Schedule, arrangement
 from jaxtrain.state import TrainState, abstract_state, shardings, weights
@@ -68,7 +68,7 @@ def make_train_step(
     state; the step counts, and the one after it is held.
 
     Metrics, f32 (): `loss` (nats per token, before the update), `grad_norm` (global, before clipping), `lr`; i32 (): `verdict`
-    (guard.TAKEN and its like); of a model with experts balance.METRICS. `loss` is without what is minimised beside it.
+    (guard.TAKEN and its like); of a model with experts shapes.EXPERT_METRICS. `loss` is without what is minimised beside it.
     """
     axes = definition.axes
     learnt = part(axes, held.trained)  # axes of what has a gradient
@@ -283,7 +283,7 @@ def trained_parameters(run: RunConfig, definition: Definition) -> Params:
     called = names(definition.abstract)
     known = jax.tree.leaves(called)
     if run.lora.rank:
-        adapted = {name.rpartition(".")[2].removesuffix("_a") for name in known if is_adapter(name)}
+        adapted = {name.rpartition(".")[2].removesuffix("_a") for name in known if is_adapter(name) and name.endswith("_a")}
         gone = [target for target in lora_of(run).targets if target not in adapted]
         if gone:
             rule = f"the {run.model.family} model gives no adapter to {', '.join(gone)}"
@@ -462,7 +462,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     grads, adds = DTYPES[run.dtypes.grads], adds_layers(run, definition)
     held = stage(run, placement, numerics_of(run), grads, eight=eight, trained=trained, adds=adds)
     balance = balance_of(run, definition, lying) if run.model.num_experts else None
-    metrics = ("loss", "grad_norm", "lr", "verdict", *(METRICS if balance else ()))
+    metrics = ("loss", "grad_norm", "lr", "verdict", *(EXPERT_METRICS if balance else ()))
     train_step = make_train_step(
         definition,
         streamed(*how) if offload else at_once(tx),

@@ -104,7 +104,7 @@ class Shared(NamedTuple):
     prepared: tuple[Any, ...]  # the kernel's view of documents, by kind of layer
     rotary: tuple[tuple[jax.Array, jax.Array], ...]  # tables of cos and sin, f32 (B, T, H/2); one pair, or one by kind of layer
     write_at: jax.Array  # where new keys go in the cache: int32 (); unused without a cache
-    real_BT: jax.Array | None  # False for padding; None of a model that does not ask
+    real_BT: Any  # bool, False for padding; None of a model that does not ask
 
 
 def _tables(shared: Shared, kind: Kind) -> tuple[jax.Array, jax.Array]:

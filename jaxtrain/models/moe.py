@@ -1,6 +1,7 @@
 """A feed-forward block of experts: each token goes through the few that its router chooses, and through a shared one."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ class ExpertsMLP(nnx.Module):
         exact = dataclasses.replace(n, compute=jnp.dtype(jnp.float32))
         with jax.named_scope("router"):
             logits_BTE: jax.Array = dot(x_BTD.astype(jnp.float32), self.router[...], "BTD,DE->BTE", ROUTER, p, exact)
-            bias_E = whole(self.router_bias[...], (None,), p, exact) if m.router_bias else None
+            bias_E: Any = whole(self.router_bias[...], (None,), p, exact) if m.router_bias else None
             routed = route(
                 p.constrain(logits_BTE, *TOKENS),
                 bias_E,
@@ -66,7 +67,8 @@ class ExpertsMLP(nnx.Module):
             )
         weights = self.gate[...], self.up[...], self.down[...]
         with jax.named_scope("experts"):
-            y_BTD, dropped = kernel.feed_forward(x_BTD, routed.share_BTk, routed.chosen_BTk, *weights, self.spec)
+            made: Any = kernel.feed_forward(x_BTD, routed.share_BTk, routed.chosen_BTk, *weights, self.spec)
+            y_BTD, dropped = made
         choices = jnp.maximum(real_BT.sum() * m.experts_per_token, 1).astype(jnp.float32)
         statistics = routed.statistics.at[DROPPED].set(jax.lax.stop_gradient(dropped / choices))
         if m.shared_d_ff:
@@ -74,8 +76,7 @@ class ExpertsMLP(nnx.Module):
         return y_BTD, statistics
 
 
-# Of all layers so far, f32 (layers, 4 + experts); () of a model without experts.
-Statistics = jax.Array | tuple[()]
+Statistics = Any  # of all layers so far, f32 (layers, 4 + experts); () of a model without experts
 
 
 def no_statistics(model: Model, ctx: Context) -> Statistics:
@@ -87,4 +88,4 @@ def no_statistics(model: Model, ctx: Context) -> Statistics:
 
 def with_row(statistics: Statistics, row: jax.Array) -> Statistics:
     """With another layer's row: pushed in from behind, so that after all layers row i is that of the i-th."""
-    return jnp.concatenate([statistics[1:], row[None]]) if isinstance(statistics, jax.Array) else ()
+    return jnp.concatenate([statistics[1:], row[None]])

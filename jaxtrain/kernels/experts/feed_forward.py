@@ -82,8 +82,8 @@ class Spec:
     @property
     def result(self) -> P:
         """Of (B, T, D) after such a sum."""
-        batch, sequence, embed = self.x
-        return P(batch, (*(sequence or ()), *self.scattered) or None, embed)
+        batch, _, embed = self.x
+        return P(batch, self.placement.mesh_axes("sequence") + self.scattered or None, embed)
 
     def total(self, y_BTD: jax.Array) -> jax.Array:
         """The sum over the parts of the feed-forward width."""
@@ -207,8 +207,8 @@ def _backward(spec: Spec, residuals, cotangents):
             dh_RF = spec.whole(spec.times(dy_RD, down_EDF, route, "D"))
             h_RF, pull = jax.vjp(spec.hidden, gate_RF, up_RF, share_R)
             d_gate_RF, d_up_RF, d_share_R = pull(dh_RF)
-            parts = (spec.times(d, w, route, "F") for d, w in ((d_gate_RF, gate_EDF), (d_up_RF, up_EDF)))
-            dx_RD = sum(part.astype(jnp.float32) for part in parts).astype(x_TD.dtype)
+            of_gate, of_up = (spec.times(d, w, route, "F") for d, w in ((d_gate_RF, gate_EDF), (d_up_RF, up_EDF)))
+            dx_RD = (of_gate.astype(jnp.float32) + of_up.astype(jnp.float32)).astype(x_TD.dtype)
             pairs = (rows_RD, d_gate_RF), (rows_RD, d_up_RF), (dy_RD, h_RF)
             dw = [None if frozen(t) else spec.outer(*pair, route, sums) for pair, t in zip(pairs, to, strict=True)]
             return exchange.receive(dx_RD, route), exchange.receive_numbers(d_share_R, route), dw

@@ -98,8 +98,13 @@ def outer(
 
 def _fitting(tile: Tile, rows: int, columns: int, contracted: int) -> Tile:
     """Not larger than the arrays. Triton wants powers of two, and 16 numbers at least to sum over."""
-    least = [min(t, max(16, pl.next_power_of_2(n))) for t, n in zip(tile[:3], (rows, columns, contracted), strict=True)]
-    return Tile(*least, tile.warps, tile.stages)
+
+    def least(t: int, n: int) -> int:
+        return min(t, max(16, pl.next_power_of_2(n)))
+
+    return tile._replace(
+        rows=least(tile.rows, rows), columns=least(tile.columns, columns), contracted=least(tile.contracted, contracted)
+    )
 
 
 def _visits(sizes_E: jax.Array, rows: int, tile: int) -> jax.Array:
@@ -206,7 +211,8 @@ def _times_kernel(visits, rows_ref, w_ref, out_ref, *, static: _Static):
         shape, sizes = (tile.columns, tile.contracted), (static.columns, static.contracted)
         return total + _dot(x, _load(w_ref, (left, i), shape, sizes, expert), (1, 1))
 
-    steps = jnp.where(expert < static.experts, pl.cdiv(static.contracted, tile.contracted), 0)
+    whole = jnp.int32(pl.cdiv(static.contracted, tile.contracted))
+    steps = jnp.where(expert < static.experts, whole, jnp.int32(0))
     total = jax.lax.fori_loop(0, steps, body, jnp.zeros((tile.rows, tile.columns), jnp.float32))
     row = first + jnp.arange(tile.rows)
     mine = jnp.broadcast_to(((row >= start) & (row < stop))[:, None], total.shape)
