@@ -75,10 +75,6 @@ def impossible_rules(table: Mapping[str, list[str]]) -> list[tuple[str, str, str
     if alone:
         rule = f"mesh axis {alone[0]!r} does not split the batch, so its devices would add up the same gradients"
         found.append(("embed", rule, "Name mesh axes of sharding.rules.batch and .sequence only."))
-    lone = [a for a in table.get("expert_embed", []) if a not in table["batch"] + table["sequence"]]
-    if lone:
-        rule = f"mesh axis {lone[0]!r} does not split the batch, and every device needs whole rows of its experts' weights"
-        found.append(("expert_embed", rule, "Name mesh axes of sharding.rules.batch and .sequence only."))
     last = [a for a in table["embed"] if a in table["sequence"]]
     if last and table["embed"][-len(last) :] != last:
         rule = f"mesh axis {last[0]!r}, which splits sequences, stands before one that splits the batch"

@@ -31,6 +31,11 @@ from jaxtrain.trackers import open_trackers
 LLAMA3 = {"model.rope_scaling": "llama3"}
 SPLIT = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
 RING = {"mesh.seq": 4}
+STAGES = {"mesh.stage": 2, "mesh.tensor": 2, "train.grad_accum": 4}
+TURNS = {**STAGES, "pipeline.schedule": "interleaved", "pipeline.groups": 2, "model.num_layers": 8}
+EXPERTS = {"model.num_experts": 4}
+BIASED = {**EXPERTS, "model.router_bias": True}
+SPREAD = {**EXPERTS, "mesh.expert": 2, "mesh.fsdp": 2}
 # Key -> another value, and what else must be set for the key to matter.
 PROGRAM: dict[str, tuple[Any, dict[str, Any]]] = {
     "precision": ("bf16", {}),
@@ -64,6 +69,22 @@ PROGRAM: dict[str, tuple[Any, dict[str, Any]]] = {
     "mesh.fsdp": (2, {}),
     "mesh.tensor": (2, {}),
     "mesh.seq": (2, {}),
+    "mesh.stage": (2, {"train.grad_accum": 2}),
+    "mesh.expert": (2, EXPERTS),
+    "pipeline.schedule": ("gpipe", STAGES),
+    "pipeline.groups": (4, TURNS),
+    "model.num_experts": (4, {}),
+    "model.experts_per_token": (1, EXPERTS),
+    "model.router": ("sigmoid", EXPERTS),
+    "model.renormalize": (False, EXPERTS),
+    "model.router_bias": (True, EXPERTS),
+    "model.shared_d_ff": (32, EXPERTS),
+    "experts.impl": ("pallas", EXPERTS),
+    "experts.capacity": (1.0, EXPERTS),
+    "experts.buffer": (1.0, SPREAD),
+    "experts.balance_loss": (0.1, EXPERTS),
+    "experts.z_loss": (0.1, EXPERTS),
+    "experts.bias_rate": (0.1, BIASED),
     "sharding.zero": (2, SPLIT),
     "sharding.gather": ("step", SPLIT),
     "sharding.rules.sequence": ("", {**RING, "sharding.rules.embed": "fsdp"}),
@@ -74,7 +95,8 @@ PROGRAM: dict[str, tuple[Any, dict[str, Any]]] = {
     "sharding.rules.embed": ("", SPLIT),
     "sharding.rules.mlp": ("", SPLIT),
     "sharding.rules.vocab": ("", SPLIT),
-    "sharding.rules.layers": ("data", SPLIT),
+    "sharding.rules.experts": ("", SPREAD),
+    "sharding.rules.expert_embed": ("", SPREAD),
     "attention.impl": ("chunked", {}),
     "remat.policy": ("full", {}),
     "remat.tensors": ("q=keep,mlp_up=keep", {"remat.policy": "custom", "remat.tensors": "q=keep"}),
@@ -573,6 +595,7 @@ ELSEWHERE = {
     "env.inherit",
     "log.gpu_every_s",  # tests/test_monitor.py
     "log.mfu_alert",
+    "sharding.rules.layers",  # of '' or stage, test_mesh_rules.py: without stages nothing, and with them nothing else
     "sharding.rules.heads",  # test_heads_are_split_together
     "sharding.rules.kv_heads",
     "sharding.rules.head_dim",

@@ -86,7 +86,16 @@ FLOORS = (
     (
         "around the run",
         (
-            *("validate.values", "validate.layout", "validate.places", "validate", "receipt.*", "replay"),
+            *(
+                "validate.values",
+                "validate.pipeline",
+                "validate.experts",
+                "validate.layout",
+                "validate.places",
+                "validate",
+                "receipt.*",
+                "replay",
+            ),
             *(
                 "page.*",
                 "plan",

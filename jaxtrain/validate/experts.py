@@ -34,6 +34,11 @@ def check_experts(
     if sizes["expert"] > 1 and not table["experts"]:
         rule = f"leaves experts whole, and mesh.expert = {sizes['expert']} splits nothing but experts and the batch"
         yield Problem("sharding.rules.experts", dict(run.sharding.rules)["experts"], rule, "Set expert, or mesh.expert to 1.")
+    alone = [a for a in table["expert_embed"] if a not in table["batch"] + table["sequence"]]
+    if alone:
+        rule = f"mesh axis {alone[0]!r} does not split the batch, and every device needs whole rows of its experts' weights"
+        remedy = "Name mesh axes of sharding.rules.batch and .sequence only."
+        yield Problem("sharding.rules.expert_embed", dict(run.sharding.rules)["expert_embed"], rule, remedy)
     if not m.router_bias and run.experts.bias_rate != Experts().bias_rate:
         rule = "is read only with model.router_bias"
         yield Problem("experts.bias_rate", run.experts.bias_rate, rule, "Set model.router_bias=true, or leave it out.")
