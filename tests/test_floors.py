@@ -29,7 +29,7 @@ FLOORS = (
                 "precision",
                 "hardware",
             ),
-            *("groups", "flops", "launch", "stores", "environment", "installed"),
+            *("groups", "flops", "launch", "stores", "environment", "installed", "stages"),
         ),
     ),
     ("placement", ("sharding", "distributed.*", "startup")),
@@ -38,8 +38,8 @@ FLOORS = (
     (
         "the step",
         (
-            *("data.*", "quantized", "muon", "optimizer", "loss", "state", "snapshot", "stored_form", "update", "zero"),
-            *("step", "compiler", "digests", "guard", "waiting"),
+            *("data.*", "quantized", "muon", "optimizer", "loss", "stacks", "state", "snapshot", "stored_form", "update"),
+            *("zero", "balance", "pipeline", "step", "compiler", "digests", "guard", "waiting"),
         ),
     ),
     (
