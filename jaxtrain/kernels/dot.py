@@ -51,9 +51,10 @@ class Numerics:
 
 def einsum(eqn: str, *operands: jax.Array, numerics: Numerics, out: jnp.dtype | None = None) -> jax.Array:
     """An einsum that accumulates in float32 and rounds once, to `out` (default: the compute dtype)."""
-    return jnp.einsum(
-        eqn, *operands, precision=numerics.precision, preferred_element_type=out if out is not None else numerics.compute
-    )
+    out = out if out is not None else numerics.compute
+    # cuBLAS has no product of float32 operands with a narrower result.
+    made = jnp.dtype(jnp.float32) if numerics.compute == jnp.float32 else out
+    return jnp.einsum(eqn, *operands, precision=numerics.precision, preferred_element_type=made).astype(out)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtrain.models.layer_loop import Body, Kind, at, number, slice_at, stack_of
 from jaxtrain.models.remat import Plan
 
+SLOTS = "slots"  # the scope in which things are put there, by which plans know them
 Buffers = list[jax.Array]  # of all that is kept: each (slots x checkpoints of a group, ...)
 
 
@@ -100,10 +101,11 @@ class Groups:
             y, vjp = self._differentiate(x, shared, group * self._per_group + part * self._every)
             place = slot * self._parts + part
             # The buffers are this loop's: each is written in its place, and not made of parts afterwards.
-            new = [
-                jax.lax.dynamic_update_slice_in_dim(b, leaf[None], place, 0, allow_negative_indices=False)
-                for b, leaf in zip(buffers, jax.tree.leaves(vjp), strict=True)
-            ]
+            with jax.named_scope(SLOTS):
+                new = [
+                    jax.lax.dynamic_update_slice_in_dim(b, leaf[None], place, 0, allow_negative_indices=False)
+                    for b, leaf in zip(buffers, jax.tree.leaves(vjp), strict=True)
+                ]
             return y, new
 
         return self._each(step, (x, buffers), range(self._parts))

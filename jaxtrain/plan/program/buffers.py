@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain.models.layer_groups import SLOTS
 from jaxtrain.plan.program import assignment as assigned
 from jaxtrain.plan.program import hlo
 from jaxtrain.plan.program.assignment import HOST, Assignment, Value
@@ -82,6 +83,18 @@ def _kept(jaxpr: Any, scope: str, again: bool) -> Iterator[Kept]:
                         name = _activation(body, inner)
                         yield Kept(name, _dtype(outer.aval.dtype), outer.aval.shape, True, repeated, host)
             yield from _kept(body, here, repeated)
+        if eqn.primitive.name == "dynamic_update_slice" and here.endswith(f"/{SLOTS}"):
+            yield _in_a_slot(jaxpr, eqn)
+
+
+_ENTERS = re.compile(r"select_n|.*mlp\)/add")  # a group's first layer: what came from where, and the others: the layer before
+
+
+def _in_a_slot(jaxpr: Any, update: Any) -> Kept:
+    """What a pipeline's group puts where it waits for its backward pass; the array has a place for every slot."""
+    put = next(e for e in jaxpr.eqns if any(v is update.invars[1] for v in e.outvars))  # made one dimension longer
+    name, aval = _activation(jaxpr, put.invars[0]), update.outvars[0].aval
+    return Kept("layer input" if _ENTERS.fullmatch(name) else name, _dtype(aval.dtype), aval.shape, True, False, False)
 
 
 def _one_by_one(jaxpr: Any, remat: Any) -> Iterator[Kept]:

@@ -25,7 +25,7 @@ EXPOSED = 0.02  # of the step: waiting longer than this for the collectives of o
 NAMED = 4  # arrays in one warning; the others are counted
 GATHERS, REDUCTIONS = ("all-gather",), ("reduce-scatter", "all-reduce")
 # What the loop over microbatches itself does, and no loop inside it; inside those, "/while/body" comes again.
-MICROBATCH = re.compile(r"jit\(train_step\)/while/body/(?!.*/while/body)")
+MICROBATCH = re.compile(r"jit\(train_step\)/(shard_map/)?while/body/(?!.*/while/body)")
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 # Operations that leave a value what it is, or round it.
 SAME_VALUE = ("bitcast", "convert", "copy", "transpose", "reshape")
