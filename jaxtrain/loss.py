@@ -111,10 +111,11 @@ def _sharded(x, head, targets, weights, spec: LossSpec, gradients: bool):
         if d_x is None:
             return loss, jnp.zeros((), n.compute), jnp.zeros((), n.reduce)
         d_x_BTD = d_x.reshape(x_BTD.shape)
-        others = tuple(a for a in vocab_axes if a not in gathered)
-        d_x_BTD = jax.lax.psum(d_x_BTD, others) if others else d_x_BTD
         if gathered:
             d_x_BTD = jax.lax.psum_scatter(d_x_BTD, gathered, scatter_dimension=1, tiled=True)
+        # Afterwards, when there is less to sum: pipeline stages may be nodes apart.
+        others = tuple(a for a in vocab_axes if a not in gathered)
+        d_x_BTD = jax.lax.psum(d_x_BTD, others) if others else d_x_BTD
         if d_head is None:
             return loss, d_x_BTD, jnp.zeros((), n.reduce)
         # The layers' backward pass begins with d_x. Tied to it, the float32 sums are rounded before that and freed; the

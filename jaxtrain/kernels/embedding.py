@@ -65,12 +65,13 @@ def embed(table_VD: Weight, tokens_BT: jax.Array, residual: Axes, placement: Pla
         mine_BT = (tokens_BT >= first) & (tokens_BT < first + V)
         x_BTD = jnp.take(table_VD, tokens_BT - first, axis=0, mode="clip").astype(numerics.compute)
         x_BTD = jnp.where(mine_BT[:, :, None], x_BTD, 0)
-        others = tuple(a for a in s.vocab if a not in s.gathered)
-        x_BTD = jax.lax.psum(x_BTD, others) if others else x_BTD
         # Tokens in as many parts as the axes of `along` make of them, of which the others then split each.
         x_BPTD = x_BTD.reshape(x_BTD.shape[0], parts, -1, x_BTD.shape[2])
         if s.gathered:
             x_BPTD = jax.lax.psum_scatter(x_BPTD, s.gathered, scatter_dimension=2, tiled=True)
+        # Afterwards, when there is less to sum: pipeline stages may be nodes apart.
+        others = tuple(a for a in s.vocab if a not in s.gathered)
+        x_BPTD = jax.lax.psum(x_BPTD, others) if others else x_BPTD
         if s.along:
             x_BPTD = jax.lax.all_to_all(x_BPTD, s.along, split_axis=1, concat_axis=3, tiled=True)
         x_BTD = x_BPTD.reshape(x_BPTD.shape[0], -1, x_BPTD.shape[3])
