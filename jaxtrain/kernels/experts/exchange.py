@@ -84,7 +84,7 @@ class Exchange:
         chosen_n = chosen_Tk.reshape(-1)
         order_n = jnp.argsort(chosen_n, stable=True).astype(jnp.int32)
         rank_Tk = _inverse(order_n).reshape(chosen_Tk.shape)
-        counts_E = jnp.sum(chosen_n[:, None] == jnp.arange(self.experts), axis=0, dtype=jnp.int32)
+        counts_E = jnp.sum(chosen_n[:, None] == jnp.arange(self.experts)[None], axis=0, dtype=jnp.int32)
         theirs_XE = self._swap(counts_E.reshape(self.parts, self.here))
         one, none = jnp.ones((1,), jnp.int32), jnp.zeros((1,), jnp.int32)
         if self.capacity:

@@ -124,7 +124,7 @@ def _visits(sizes_E: jax.Array, rows: int, tile: int) -> jax.Array:
     used, expert = expert <= E, jnp.minimum(expert, E)
     at = first[expert] + v - (behind - count)[expert]
     visit = jnp.stack([expert, at, starts[expert], ends[expert]], axis=1)
-    return jnp.where(used[:, None], visit, jnp.array([E, 0, 0, 0])).astype(jnp.int32)
+    return jnp.where(used[:, None], visit, jnp.array([[E, 0, 0, 0]])).astype(jnp.int32)
 
 
 def _call(

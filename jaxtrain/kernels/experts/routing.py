@@ -60,9 +60,9 @@ def route(
         in_specs=tokens,
         out_specs=tokens,
         check_vma=False,
-    )(jax.lax.stop_gradient(scores_BTE if bias_E is None else scores_BTE + bias_E))
+    )(jax.lax.stop_gradient(scores_BTE if bias_E is None else scores_BTE + bias_E[None, None]))
     chosen_BTk = checkpoint_name(jnp.where(real_BT[:, :, None], best_BTk, E), CHOICE)
-    is_chosen_BTkE = chosen_BTk[..., None] == jnp.arange(E)
+    is_chosen_BTkE = chosen_BTk[..., None] == jnp.arange(E)[None, None, None]
     # As a sum, whose gradient is one too; that of a look-up would be added up in memory.
     share_BTk = jnp.sum(jnp.where(is_chosen_BTkE, scores_BTE[:, :, None], 0.0), -1)
     if renormalize:

@@ -1,0 +1,319 @@
+"""Experts: routing and gradients against a plain model of them, exchanges between devices, grouped matmuls, even loads.
+
+Layouts of whole models stand in matrix.py, with all others.
+"""
+
+import dataclasses
+import functools
+from collections import Counter
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.balance import Balance
+from jaxtrain.config import Experts
+from jaxtrain.kernels.attention import Hardware, Unsupported
+from jaxtrain.kernels.dot import Numerics
+from jaxtrain.kernels.experts import grouped
+from jaxtrain.kernels.experts.routing import COLUMNS, route
+from jaxtrain.models.layers import WIDE, Context
+from jaxtrain.models.module import Definition
+from jaxtrain.models.moe import ExpertsMLP
+from jaxtrain.plan import topology
+from jaxtrain.sharding import make_placement
+from jaxtrain.state import abstract_tensors
+from jaxtrain.step import place_batch
+
+E, K, D, F, B, T = 8, 2, 16, 24, 8, 16
+MODEL = {"model.num_experts": E, "model.experts_per_token": K, "model.d_model": D, "model.d_ff": F}
+HIGHEST = jax.lax.Precision.HIGHEST
+F32 = Numerics(*[jnp.dtype(jnp.float32)] * 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A block of experts on a mesh."""
+
+    mesh: tuple[tuple[str, int], ...] = ()
+    experts: Experts = Experts()
+    model: tuple[tuple[str, object], ...] = ()
+
+    @functools.cached_property
+    def run(self):
+        return helpers.tiny(MODEL | dict(self.model) | {f"mesh.{axis}": size for axis, size in self.mesh})
+
+    @functools.cached_property
+    def placement(self):
+        return make_placement(self.run, helpers.devices_of(self.run))
+
+    @functools.cached_property
+    def definition(self) -> Definition:
+        ctx = Context(F32, self.placement, experts=self.experts)
+        return Definition(lambda rngs: ExpertsMLP(self.run.model, 0.5, 0.5, ctx, rngs))
+
+
+@functools.cache
+def compiled(case: Case):
+    """(params, x, real, what y is multiplied by) -> y, statistics, gradients of params and x."""
+
+    def run(params, x, real, by):
+        def value(params, x):
+            y, statistics = case.definition.bind(params)(case.placement.constrain(x, *WIDE), real)
+            return jnp.sum(y * by) + 3.0 * statistics[0] + 0.1 * statistics[1], (y, statistics)
+
+        (_, made), grads = jax.value_and_grad(value, (0, 1), has_aux=True)(params, x)
+        return *made, grads
+
+    return jax.jit(run)
+
+
+def inputs(model=(), seed=0):
+    params = Case(model=model).definition.init(jax.random.key(seed))
+    keys = jax.random.split(jax.random.key(seed + 1), 2)
+    x, by = (jax.random.normal(key, (B, T, D)) for key in keys)
+    real = jnp.arange(T)[None, :] < jnp.array([T, T - 3, T, 1, T, T, T - 5, 0])[:, None]
+    return params, x, real, by
+
+
+def plain(params, x, real, model, keep=None):
+    """Every expert of every token, and of those the chosen: what a block of experts computes, without any of its code.
+
+    keep: bool (B, T, K), False for a choice that is dropped.
+    """
+    with jax.numpy_rank_promotion("allow"):
+        return _plain(params, x, real, model, keep)
+
+
+def _plain(params, x, real, model, keep):
+    logits = x @ params["router"]
+    scores = jax.nn.softmax(logits) if model.router == "softmax" else jax.nn.sigmoid(logits)
+    best = jnp.argsort(-(scores + params.get("router_bias", 0.0)), axis=-1)[..., :K]
+    share = jnp.take_along_axis(scores, best, -1)
+    share = share / share.sum(-1, keepdims=True) if model.renormalize else share
+    share = share * real[..., None] * (1.0 if keep is None else keep)
+    every = jax.nn.silu(jnp.einsum("btd,edf->btef", x, params["gate"])) * jnp.einsum("btd,edf->btef", x, params["up"])
+    every = jnp.einsum("btef,edf->bted", every, params["down"])
+    y = sum(share[..., j, None] * jnp.take_along_axis(every, best[..., j, None, None], 2)[:, :, 0] for j in range(K))
+    if "shared" in params:
+        s = params["shared"]
+        y = y + (jax.nn.silu(x @ s["gate"]) * (x @ s["up"])) @ s["down"].T
+    n = real.sum()
+    load = ((best[..., None] == jnp.arange(E)) & real[..., None, None]).sum((0, 1, 2)) / (n * K)
+    part = scores / scores.sum(-1, keepdims=True) * real[..., None]
+    z = (jnp.log(jnp.exp(logits).sum(-1)) ** 2 * real).sum() / n
+    entropy = -(part * jnp.log(jnp.where(part > 0, part, 1.0))).sum() / n
+    dropped = 0.0 if keep is None else (~keep & real[..., None]).sum() / (n * K)
+    balance = E * (load * part.sum((0, 1)) / n).sum()
+    return y, jnp.concatenate([jnp.stack([balance, z, entropy, dropped]), load]), best
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def plain_gradients(params, x, real, by, model, keep=None):
+    def value(params, x):
+        y, statistics, _ = plain(params, x, real, model, keep)
+        load = jax.lax.stop_gradient(statistics[len(COLUMNS) :])
+        scores = jax.nn.softmax(x @ params["router"]) if model.router == "softmax" else jax.nn.sigmoid(x @ params["router"])
+        mean = (scores / scores.sum(-1, keepdims=True) * real[..., None]).sum((0, 1)) / real.sum()
+        return jnp.sum(y * by) + 3.0 * E * (load * mean).sum() + 0.1 * statistics[1], (y, statistics)
+
+    with jax.default_matmul_precision("highest"), jax.numpy_rank_promotion("allow"):
+        (_, made), grads = jax.value_and_grad(value, (0, 1), has_aux=True)(params, x)
+    return *made, grads
+
+
+def assert_same(got, wanted, real):
+    (y, statistics, grads), (y_, statistics_, grads_) = got, wanted
+    np.testing.assert_allclose(np.where(real[..., None], y, 0), np.where(real[..., None], y_, 0), rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(statistics, statistics_, rtol=1e-5, atol=1e-6)
+    assert jax.tree.structure(grads) == jax.tree.structure(grads_)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(grads_), strict=True):
+        assert np.linalg.norm(a - b) <= 2e-6 * np.linalg.norm(b) + 1e-6
+
+
+SHARED = (("model.shared_d_ff", 8),)
+SIGMOID = (("model.router", "sigmoid"), ("model.router_bias", True), ("model.renormalize", False))
+CASES = {
+    "one device": Case(model=SHARED),
+    "pallas": Case(experts=Experts(impl="pallas")),
+    "expert=8, in rounds; sigmoid, biased, as they are": Case((("expert", 8),), Experts(buffer=1.0), SIGMOID),
+    "expert=2 x tensor=2 x seq=2, shared": Case((("expert", 2), ("tensor", 2), ("seq", 2)), model=SHARED),
+    "a capacity with room": Case((("expert", 4), ("fsdp", 2)), Experts(capacity=E / K)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_token_goes_through_its_experts(name):
+    """Outputs, statistics and all gradients are those of the plain model; padding has no part in them."""
+    case = CASES[name]
+    given = inputs(case.model)
+    assert_same(compiled(case)(*given), plain_gradients(*given, case.run.model), given[2])
+
+
+def test_order_does_not_matter():
+    """Tokens in another order have the same outputs in that order, and the same statistics."""
+    params, x, real, by = inputs(SHARED)
+    order = np.random.default_rng(0).permutation(B * T)
+
+    def turned(a):
+        return a.reshape(B * T, *a.shape[2:])[order].reshape(a.shape)
+
+    y, statistics, _ = compiled(CASES["one device"])(params, x, real, by)
+    y_, statistics_, _ = compiled(CASES["one device"])(params, *map(turned, (x, real, by)))
+    np.testing.assert_allclose(turned(y), y_, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(statistics, statistics_, rtol=1e-6, atol=1e-7)
+
+
+def test_all_tokens_on_one_expert_lose_none():
+    """Where a bias sends every token to the same two experts, their devices get them all, round by round."""
+    case = CASES["expert=8, in rounds; sigmoid, biased, as they are"]
+    params, *rest = inputs(SIGMOID)
+    params |= {"router_bias": jnp.zeros((E,)).at[jnp.array([3, 6])].set(10.0)}
+    got, wanted = compiled(case)(params, *rest), plain_gradients(params, *rest, case.run.model)
+    loads = np.asarray(got[1][len(COLUMNS) :])
+    np.testing.assert_array_equal(loads, np.where(np.isin(np.arange(E), (3, 6)), 0.5, 0.0))
+    assert float(got[1][COLUMNS.index("dropped")]) == 0.0
+    assert_same(got, wanted, rest[1])
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_capacity_drops_what_comes_last(parts):
+    """Of each device's tokens an expert takes the first that its buffer holds; the others are counted."""
+    case = Case((("expert", parts),), Experts(capacity=0.5))
+    params, x, real, by = inputs()
+    best = np.asarray(plain(params, x, real, case.run.model)[2])
+    room = B * T * K // parts // E // 2  # half of an even share
+    keep = np.zeros((B, T, K), bool)
+    for rows in np.split(np.arange(B), parts):
+        taken = Counter()
+        for b, t, j in np.ndindex(len(rows), T, K):
+            at, expert = (rows[b], t, j), best[rows[b], t, j]
+            if real[rows[b], t]:
+                taken[expert] += 1
+                keep[at] = taken[expert] <= room
+    got = compiled(case)(params, x, real, by)
+    assert 0.02 < float(got[1][COLUMNS.index("dropped")]) < 0.5
+    assert_same(got, plain_gradients(params, x, real, by, case.run.model, keep), real)
+
+
+def test_router_gradient_against_differences():
+    """Along a random direction, of a loss through choices that the step does not change."""
+    case = CASES["one device"]
+    params, x, real, by = inputs(SHARED)
+    by = by * real[..., None]
+    direction = jax.random.normal(jax.random.key(9), (D, E))
+
+    def value(step):
+        y, statistics, _ = compiled(case)(params | {"router": params["router"] + step * direction}, x, real, by)
+        return np.sum(np.float64(y) * np.float64(by)), np.asarray(statistics[len(COLUMNS) :])
+
+    *_, (grads, _) = compiled(case)(params, x, real, by)
+    (above, loads), (below, loads_) = value(1e-3), value(-1e-3)
+    np.testing.assert_array_equal(loads, loads_)
+    # What statistics add to the gradient is tested with the plain model; here their part is taken off.
+    zero = compiled(case)(params, x, real, jnp.zeros_like(by))[2][0]["router"]
+    along = np.sum(np.float64(grads["router"] - zero) * direction)
+    assert abs((above - below) / 2e-3 - along) < 2e-3 * abs(along)
+
+
+# ---- Grouped matmuls
+
+SIZES = ((14, 14, 14, 14, 14), (0, 67, 0, 0, 0), (0, 0, 0, 0, 70), (0, 0, 0, 0, 0), (17, 0, 33, 1, 2))
+PRODUCTS = ("times D", "times F", "outer")
+
+
+@functools.cache
+def product(name, impl):
+    def run(x_RD, h_RF, w_EDF, sizes):
+        if name == "outer":
+            return grouped.outer(impl, x_RD, h_RF, sizes, jnp.dtype(jnp.float32), HIGHEST)
+        over = name[-1]
+        return grouped.times(impl, x_RD if over == "D" else h_RF, w_EDF, sizes, over, HIGHEST)
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_pallas_multiplies_like_xla(name, dtype):
+    """Interpreted: tiles with rows of several experts, experts without rows, and rows that are nobody's, which hold NaN."""
+    (R, D, F), E = (70, 40, 24), 5
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (R, D), (R, F), (E, D, F)
+    x, h, w = (jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True))
+    for sizes in SIZES:
+        nobody = jnp.arange(R)[:, None] >= sum(sizes)
+        of_nobody = (jnp.where(nobody, jnp.nan, a) for a in (x, h))
+        wanted = product(name, "ragged")(x, h, w, jnp.array(sizes))
+        got = product(name, "pallas")(*of_nobody, w, jnp.array(sizes))
+        assert got.dtype == wanted.dtype
+        np.testing.assert_allclose(
+            np.float32(got), np.float32(wanted), rtol=1e-2 if got.dtype == "bfloat16" else 1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_pallas_lowers_for_a_gpu(name):
+    """The compiler for an H200 takes the kernels, and not the way around them."""
+    mesh = jax.sharding.Mesh(np.array(topology.devices(topology.parse("h200:1"))), ("device",))
+    whole = jax.NamedSharding(mesh, jax.P())
+    shapes = ((512, 256), "bfloat16"), ((512, 128), "bfloat16"), ((4, 256, 128), "bfloat16"), ((4,), "int32")
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=whole) for shape, dtype in shapes]
+    manual = jax.shard_map(product(name, "auto"), mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    text = jax.jit(manual).lower(*arrays).compile().as_text()
+    assert "jaxtrain_experts_" in text and "dot(" not in text
+
+
+def test_an_old_gpu_is_told_what_to_set():
+    with pytest.raises(Unsupported, match="experts.impl=ragged"):
+        grouped.check("auto", Hardware("gpu", (7, 5)))
+    grouped.check("ragged", Hardware("gpu", (7, 5)))
+    grouped.check("auto", Hardware("cpu"))
+
+
+# ---- Even loads
+
+
+def test_bias_evens_loads():
+    """Steps of the bias bring the fullest expert from a multiple of an even share close to one."""
+    case = Case()
+    skew = jnp.linspace(0.0, 2.0, E)
+    logits = jax.random.normal(jax.random.key(2), (B, 64, E)) + skew[None, None]
+    real = jnp.ones((B, 64), bool)
+    balance = Balance(Experts(bias_rate=0.01), E, (0,), (0,), {"router_bias": True, "router": False})
+
+    @jax.jit
+    def loads(bias):
+        how = {"k": K, "router": "sigmoid", "renormalize": True, "placement": case.placement}
+        return route(logits, bias, real, **how).statistics
+
+    params = {"router_bias": jnp.zeros((1, E)), "router": jnp.zeros((1, D, E))}
+    before = balance.metrics(loads(params["router_bias"][0])[None])["expert_load_max"]
+    for _ in range(60):
+        params = balance.moved(params, loads(params["router_bias"][0])[None], jnp.array(True))
+    after = balance.metrics(loads(params["router_bias"][0])[None])["expert_load_max"]
+    assert before > 2.0 and after < 1.25
+    assert not params["router"].any()
+    held = balance.moved(params, loads(params["router_bias"][0])[None], jnp.array(False))
+    np.testing.assert_array_equal(held["router_bias"], params["router_bias"])
+
+
+def test_step_moves_the_bias_and_no_gradient_does():
+    """By whole steps of its rate; no moment is kept of it. The loss that is reported is the cross entropy alone."""
+    base = {"model.num_layers": 2, "model.num_experts": 4, "model.router_bias": True, "model.router": "sigmoid"}
+    run = helpers.tiny(base | {"experts.bias_rate": 0.25})
+    assert [name for name in abstract_tensors(helpers.program(run).state) if "router_bias" in name] == [
+        f"params.layers.{i}.mlp.router_bias" for i in range(2)
+    ]
+    state, batch = helpers.fresh_state(run), helpers.host_batch(run, 0)
+    program = helpers.program(run)
+    placed = place_batch(batch, program.batch, program.context)
+    total, weight = program.eval_step(state.params, placed)
+    state, metrics = helpers.train_step(run)(state, placed)
+    np.testing.assert_allclose(metrics["loss"], total / weight, rtol=1e-6)
+    bias = np.asarray(state.params["layers"]["mlp"]["router_bias"])
+    assert set(np.unique(bias)) <= {-0.25, 0.0, 0.25} and (bias != 0).any() and bias.shape == (2, 4)
+    assert 1.0 < metrics["expert_load_max"] <= 2.0 and metrics["dropped_tokens"] == 0.0
+    assert metrics["balance_loss"] > 0.9 and metrics["router_z_loss"] > 0 and metrics["router_entropy"] <= np.log(4) + 1e-6
