@@ -166,6 +166,13 @@ def training(run: RunConfig) -> Flops:
     return total + through * -1 + Flops(-to_norm, -to_norm)
 
 
+def head(run: RunConfig) -> float:
+    """Of them, those of the output head: its product, and the gradients of states and of its weight where they are wanted."""
+    m = run.model
+    wanted = passes_layers(run) or learns(run, "final_norm.scale")
+    return 2.0 * m.d_model * m.vocab_size * (1 + wanted + learns(run, "embed.embedding" if m.tied_head else "head"))
+
+
 def beyond(run: RunConfig) -> Flops:
     """FLOPs per token that a run computes beside the model's, for HFU: what remat computes a second time, and the places of
     experts beyond an even load. With a capacity below 1 tokens are dropped, and it may be less than nothing."""

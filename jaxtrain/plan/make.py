@@ -3,7 +3,7 @@
 from jaxtrain import auto_remat, flops, installed
 from jaxtrain.config import RunConfig
 from jaxtrain.plan.compile import Compiled, compile_step
-from jaxtrain.plan.program import assignment, buffers, collectives, hlo, judge, matmuls, mistakes, roofline
+from jaxtrain.plan.program import assignment, buffers, collectives, hlo, judge, matmuls, mistakes, roofline, split
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Flops, Plan, Rates, Time
 from jaxtrain.plan.topology import Topology
@@ -73,7 +73,7 @@ def read_plan(
         memory=memory,
         flops=_flops(run, topology, program, timed),
         collectives=moved,
-        time=_time(run, topology, tokens, timed),
+        time=_time(run, topology, program, tokens, timed),
         kernels=timed.kernels,
         rates=rates,
         tokens_per_step=tokens,
@@ -90,6 +90,8 @@ def read_plan(
         options=compiled.chosen.options,
         kept=kept,
         matmuls=products,
+        pipeline=split.pipeline(run, program.placement, moved, memory),
+        experts=split.experts(run, program.placement, moved),
     )
 
 
@@ -100,13 +102,16 @@ def _flops(run: RunConfig, topology: Topology, program: Program, timed: roofline
         per_token_causal=per_token.causal,
         per_token_full=per_token.full,
         hardware_per_step=timed.flops,
-        expected_per_step=roofline.expected_flops(*how),
+        expected_per_step=roofline.expected_flops(*how, stages=program.placement.size(split.STAGE)),
         attention_per_step=timed.flops - timed.gemm_flops,
         attention_by_rank=roofline.attention_by_rank(*how) if program.context.size > 1 else (),
     )
 
 
-def _time(run: RunConfig, topology: Topology, tokens: int, timed: roofline.Roofline) -> Time:
+def _time(run: RunConfig, topology: Topology, program: Program, tokens: int, timed: roofline.Roofline) -> Time:
+    # Ticks in which a stage works on nothing run the same kernels, and are no use of the hardware.
+    how = run, topology.total, program.attention, program.context
+    useful = roofline.expected_flops(*how) / roofline.expected_flops(*how, stages=program.placement.size(split.STAGE))
     step_s = timed.step_ms / 1e3
     per_token = flops.training(run)
     # FLOPs at the peak of every GPU during one step: that of bfloat16 under fp8 too, whose steps multiply in both.
@@ -125,7 +130,7 @@ def _time(run: RunConfig, topology: Topology, tokens: int, timed: roofline.Roofl
         tokens_per_s_per_device=each / step_s,
         mfu_causal=per_token.causal * each / most,
         mfu_full=per_token.full * each / most,
-        hfu=timed.flops / most,
+        hfu=useful * timed.flops / most,
         bound_by=timed.bound_by,
     )
 

@@ -119,6 +119,41 @@ class Matmuls:
 
 
 @dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """How microbatches pass through the stages of mesh.stage, on each GPU and in a step."""
+
+    schedule: str
+    stages: int
+    groups: int  # of layers on each stage
+    microbatches: int
+    layers: tuple[str, ...]  # on each stage: "0-9", or "0-4 10-14"
+    bubble: float  # the part of a step in which a stage has nothing to do, by formula
+    idle: float  # passes through a stage that work on nothing, of those that the compiled program makes
+    in_flight: float  # microbatches whose activations a stage keeps, at most
+    saved_gib: float  # these activations
+    permute_gib: float  # sent over stage from neighbour to neighbour
+    reduce_gib: float  # and to all stages: states of the last for the vocabulary, gradients, sums
+    network_gib: float  # of both
+    ms: float
+    exposed_ms: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """Experts on devices. Loads are taken to be even: the rounds that uneven ones take more are not counted."""
+
+    experts: int  # of a layer
+    per_token: int
+    devices: int  # that share a layer's experts
+    rows: float  # that a device's experts multiply, of one layer and microbatch
+    room: float  # rows that their arrays have room for
+    capacity: float  # 0: no token is dropped
+    layer_gib: float  # all-to-all of one layer and microbatch, sent by each GPU, forward and backward
+    layer_exposed_ms: float
+    exposed_ms: float  # of a whole step
+
+
+@dataclasses.dataclass(frozen=True)
 class Kernel:
     """Instructions of one kind and origin, over a whole step."""
 
@@ -157,6 +192,8 @@ class Plan:
     options: dict[str, str | bool]  # compiler options that training would use
     kept: str = ""  # what remat.policy=auto came to
     matmuls: Matmuls | None = None  # under precision=fp8
+    pipeline: Pipeline | None = None  # with mesh.stage
+    experts: Experts | None = None  # with model.num_experts
     format: int = FORMAT
 
 
@@ -175,9 +212,11 @@ def from_json(tree: dict[str, Any]) -> Plan:
     del memory["taken_gib"]
     memory["timeline"] = tuple((gib, phase) for gib, phase in memory["timeline"])
     memory["largest"] = tuple(Buffer(**b) for b in memory["largest"])
-    matmuls = tree.get("matmuls")
+    matmuls, pipeline, experts = (tree.get(name) for name in ("matmuls", "pipeline", "experts"))
     sections = {
         "matmuls": Matmuls(**matmuls | {"wide": tuple(matmuls["wide"])}) if matmuls else None,
+        "pipeline": Pipeline(**pipeline | {"layers": tuple(pipeline["layers"])}) if pipeline else None,
+        "experts": Experts(**experts) if experts else None,
         "overrides": tuple(tree["overrides"]),
         "memory": Memory(**memory),
         "flops": Flops(**tree["flops"] | {"attention_by_rank": tuple(tree["flops"]["attention_by_rank"])}),

@@ -57,6 +57,7 @@ class Found:
     instruction: str  # in the schedule: a fusion or an async-start, where the collective is inside one
     loops: tuple[str, ...]  # names of the while loops around it, from outside in
     hops: int = 0  # from node to node, one after the other
+    f32: float = 1.0  # of a launch that has float32 among its types, the part of the bytes that is
 
 
 def read(module: Module, mesh_shape: dict[str, int], gpus_per_node: int) -> list[Found]:
@@ -158,6 +159,7 @@ def _one(mesh: "_Mesh", i: Instruction, where: Computation, launch: Instruction,
         instruction=launch.name,
         loops=loops,
         hops=hops,
+        f32=sum(a.bytes for a in arrays if a.dtype == "f32") / size if size else 0.0,
     )
 
 
@@ -191,10 +193,12 @@ def _merged(parts: list[Found]) -> Found:
     if len({(p.kind, p.axis, p.group) for p in parts}) > 1:
         several = "; ".join(f"{p.kind} over {p.axis}" for p in parts)
         raise HloError(f"{first.instruction}: one launch of different collectives is not understood: {several}")
+    wire = sum(p.wire_bytes for p in parts)
     return dataclasses.replace(
         first,
+        f32=sum(p.f32 * p.wire_bytes for p in parts) / wire if wire else first.f32,
         dtype="+".join(dict.fromkeys(dtype for p in parts for dtype in p.dtype.split("+"))),
-        wire_bytes=sum(p.wire_bytes for p in parts),
+        wire_bytes=wire,
         network_bytes=sum(p.network_bytes for p in parts),
     )
 

@@ -90,7 +90,7 @@ def microbatch_loops(run: RunConfig, found: Sequence[Found]) -> frozenset[str]:
 
 def _wide(run: RunConfig, found: Sequence[Found]) -> Iterator[str]:
     """float32 on the wire where the config asks for less."""
-    for f in _by_line([f for f in found if "f32" in f.dtype.split("+")]):
+    for f in _by_line([f for f in found if "f32" in f.dtype.split("+") and f.f32 * f.wire_bytes > LARGE]):
         if f.kind in GATHERS and DTYPES[run.compute].itemsize < 4:
             yield (
                 f"float32 all-gather over {f.axis} ({_cost(f)}) from {_where(f)}: precision is {run.precision}, so half of it "

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 
 from jaxtrain.config import RunConfig
-from jaxtrain.plan.numbers import gib, number, percent, rough
+from jaxtrain.plan.numbers import GB_PER_GIB, column, gib, number, percent, rough, size
 from jaxtrain.plan.rates import PALLAS_FRACTION
 from jaxtrain.plan.result import Collective, Kernel, Plan
 from jaxtrain.plan.topology import CHIPS
@@ -208,6 +208,51 @@ def matmuls(plan: Plan) -> str:
     text = f"matrix products in FP8: {m.eight:g} of {m.products:g} a layer"
     text += f"; in bfloat16: {'; '.join(m.wide)}" if m.wide else ""
     return f"{text}. MFU and HFU are parts of the bfloat16 peak: a step that multiplies in both types has none of its own"
+
+
+def pipeline(plan: Plan) -> list[str]:
+    """How microbatches pass through stages; nothing without."""
+    if not (p := plan.pipeline):
+        return []
+    groups = f", {p.groups} groups of layers each" if p.groups > 1 else ""
+    sent = column([gib * GB_PER_GIB for gib in (p.permute_gib, p.reduce_gib, p.network_gib)])
+    network = f", {sent[2]} GB of it over the network" if p.network_gib else ""
+    on_links, waited = column([p.ms, p.exposed_ms])
+    return [
+        f"{p.schedule} over {p.stages} stages{groups}, {p.microbatches} microbatches; layers {' | '.join(p.layers)}",
+        f"a stage has nothing to do for {percent(p.bubble)} of the step by formula, (stages - 1) / (groups x microbatches + "
+        f"stages - 1), and in {percent(p.idle)} of the program's passes",
+        f"at most {p.in_flight:g} microbatches wait for their backward pass on a stage: {size(p.saved_gib)} on each GPU",
+        f"over stage each GPU sends {sent[0]} GB to its neighbours and {sent[1]} GB to all stages{network}: {on_links} ms, of "
+        f"which it waits for {waited} ms",
+    ]
+
+
+def experts(plan: Plan) -> list[str]:
+    """Where experts are, and how tokens reach them; nothing for a model without."""
+    if not (x := plan.experts):
+        return []
+    where = f"{x.experts // x.devices} on each of {x.devices} GPUs" if x.devices > 1 else "all on each GPU"
+    lines = [
+        f"{x.experts} experts a layer, {where}, {x.per_token} for each token: {x.rows:,.0f} rows of a microbatch and layer on "
+        f"a GPU, in room for {x.room:,.0f}"
+    ]
+    if x.devices > 1:
+        lines.append(
+            f"all-to-all of a layer and microbatch, forward and backward: {number(x.layer_gib * GB_PER_GIB)} GB from each GPU, "
+            f"{number(x.layer_exposed_ms)} ms of it waited for; {number(x.exposed_ms)} ms in the step"
+        )
+    even = (
+        "rounds of the exchange that uneven ones take are not counted"
+        if x.devices > 1
+        else "whichever they are, rows are as many"
+    )
+    lines.append(
+        f"an expert takes {x.capacity:g} even shares at most, all of whose places are computed; what is more is dropped"
+        if x.capacity
+        else f"loads are taken to be even: {even}"
+    )
+    return lines
 
 
 def balance(plan: Plan) -> str:

@@ -17,12 +17,14 @@ from jaxtrain.plan.report.figures import (
     classes,
     command,
     devices,
+    experts,
     headline,
     matmuls,
     mesh,
     moved,
     off_by,
     peak_at,
+    pipeline,
     ran,
     rates,
     step_parts,
@@ -55,6 +57,8 @@ def text(plan: Plan, console: Console, *, published: tuple[float, float] | None 
     _memory(plan, console)
     _collectives(plan, console)
     _time(plan, console, published, steps)
+    listed(console, "pipeline", pipeline(plan))
+    listed(console, "experts", experts(plan))
     _kernels(plan, console)
     listed(console, "loops", [f"{n:,} x {name}" for name, n in sorted(plan.trip_counts.items(), key=lambda kv: -kv[1])])
     if plan.fits:

@@ -1,0 +1,95 @@
+"""What a plan says of layers on stages and of experts on devices: how busy each is, and what goes between them."""
+
+from collections.abc import Sequence
+
+from jaxtrain import auto_remat, flops
+from jaxtrain.config import RunConfig
+from jaxtrain.plan import result
+from jaxtrain.plan.result import Collective, Memory
+from jaxtrain.sharding import Placement
+from jaxtrain.stages import Arrangement, Schedule
+
+STAGE, EXPERT = "stage", "expert"
+SMALL = 0.5  # of the largest permutation: below it go numbers that travel beside the activations
+
+
+def pipeline(run: RunConfig, placement: Placement, moved: Sequence[Collective], memory: Memory) -> result.Pipeline | None:
+    """Of a run with stages; None without. `moved`: every collective, over a whole step."""
+    schedule = schedule_of(run, placement.size(STAGE))
+    if schedule.stages == 1:
+        return None
+    over = _over(moved, STAGE)
+    permutes = [c for c in over if c.kind == "collective-permute"]
+    return result.Pipeline(
+        schedule=schedule.name,
+        stages=schedule.stages,
+        groups=schedule.groups,
+        microbatches=schedule.microbatches,
+        layers=layers(run.model.num_layers, schedule),
+        bubble=schedule.bubble,
+        idle=_idle(schedule, permutes),
+        in_flight=schedule.in_flight,
+        saved_gib=memory.by_class.get("saved activations", 0.0),
+        permute_gib=sum(c.wire_gib for c in permutes),
+        reduce_gib=sum(c.wire_gib for c in over if c.kind != "collective-permute"),
+        network_gib=sum(c.network_gib for c in over),
+        ms=sum(c.ms for c in over),
+        exposed_ms=sum(c.exposed_ms for c in over),
+    )
+
+
+def schedule_of(run: RunConfig, stages: int) -> Schedule:
+    """A run's schedule on so many stages."""
+    return Schedule(run.pipeline.schedule, stages, run.pipeline.groups if stages > 1 else 1, run.train.grad_accum)
+
+
+def layers(count: int, schedule: Schedule) -> tuple[str, ...]:
+    """Which of `count` layers each stage holds: "0-9", or "0-4 10-14" in two groups."""
+    how = Arrangement(count, schedule.stages, schedule.groups)
+    out = []
+    for stage in range(schedule.stages):
+        first = stage * schedule.groups * how.per_group
+        groups = (
+            how.order[at : at + how.per_group] for at in range(first, first + schedule.groups * how.per_group, how.per_group)
+        )
+        runs = [[layer for layer in group if layer is not None] for group in groups]
+        out.append(" ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs if r))
+    return tuple(out)
+
+
+def _idle(schedule: Schedule, permutes: Sequence[Collective]) -> float:
+    """Passes through a stage that work on nothing, of all that the program makes.
+
+    After each pass, forward and backward, activations go on to a neighbour once. How often they do is read from the program,
+    loops over ticks multiplied out; so many as there are units each way are needed.
+    """
+    largest = max((c.wire_gib / c.count for c in permutes), default=0.0)
+    passes = sum(c.count for c in permutes if c.wire_gib / c.count > SMALL * largest)
+    return 1 - 2 * schedule.units / passes if passes else 0.0
+
+
+def experts(run: RunConfig, placement: Placement, moved: Sequence[Collective]) -> result.Experts | None:
+    """Of a model with experts; None for others."""
+    m = run.model
+    if not m.num_experts:
+        return None
+    ranks = placement.size(placement.mesh_axes("experts"))
+    shards = placement.size((*placement.mesh_axes("batch"), *placement.mesh_axes("sequence")))
+    tokens = run.train.global_batch * run.data.seq_len / run.train.grad_accum / shards
+    travel = [c for c in _over(moved, EXPERT) if c.kind == "all-to-all" and "/experts/" in c.op_name]
+    passes = m.num_layers / placement.size(STAGE) * run.train.grad_accum
+    return result.Experts(
+        experts=m.num_experts,
+        per_token=m.experts_per_token,
+        devices=ranks,
+        rows=tokens * flops.expert_rows(run),
+        room=tokens * auto_remat.expert_room(run, ranks),
+        capacity=run.experts.capacity,
+        layer_gib=sum(c.wire_gib for c in travel) / passes,
+        layer_exposed_ms=sum(c.exposed_ms for c in travel) / passes,
+        exposed_ms=sum(c.exposed_ms for c in travel),
+    )
+
+
+def _over(moved: Sequence[Collective], axis: str) -> list[Collective]:
+    return [c for c in moved if axis in c.axis.partition("(")[0].split("+")]
