@@ -35,12 +35,14 @@ AXES = {
         "wq": ("layers", "embed", "heads", "head_dim"),
         "wk": ("layers", "embed", None, "head_dim"),  # as where ranks share key/value heads
         "down": ("layers", "embed", "mlp"),
+        "experts": ("layers", "experts", "expert_embed", "mlp"),  # each expert's matrix by itself
         "bq": ("layers", "heads", "head_dim"),
         "scale": ("layers", "embed"),
     },
 }
 SHAPES = {"embedding": (24, 8), "wq": (3, 8, 4, 6), "wk": (3, 8, 2, 2), "down": (3, 8, 16), "bq": (3, 4, 6), "scale": (3, 8)}
-HIDDEN = {"wq": (8, 24), "wk": (8, 4), "down": (8, 16)}  # rows and columns
+SHAPES |= {"experts": (3, 2, 8, 12)}
+HIDDEN = {"wq": (8, 24), "wk": (8, 4), "down": (8, 16), "experts": (8, 12)}  # rows and columns
 
 
 def toy(seed: int) -> dict[str, Any]:
@@ -118,7 +120,8 @@ MESHES = {
     "one device": {},
     "fsdp8": {"mesh.fsdp": 8},  # more devices than layers
     "data2xfsdp2xtensor2": {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2},
-    "layers over data": {"mesh.data": 3, "mesh.tensor": 2, "sharding.rules.layers": "data"},
+    "layers over stages": {"mesh.stage": 3, "mesh.tensor": 2},
+    "experts": {"mesh.expert": 2, "mesh.fsdp": 2, "mesh.tensor": 2},
 }
 
 

@@ -160,7 +160,20 @@ def test_layouts_that_are_tried_by_default(monkeypatch, capsys):
     assert asked.pop() == layouts.DEFAULT.split(",")
     assert command.main([*SMALL, "--config.train.global_batch=4"]) == 0
     assert asked.pop() == [n for n in layouts.DEFAULT.split(",") if n not in ("data8", "fsdp8", "data2xfsdp4")]
+    assert (
+        command.main([*SMALL, "--config.train.grad_accum=2", "--config.model.num_layers=2", "--config.model.num_experts=4"])
+        == 0
+    )
+    assert asked.pop() == ",".join((layouts.DEFAULT, layouts.STAGES, layouts.EXPERTS, layouts.BOTH)).split(",")
     assert "left out: fsdp8: train.global_batch = 4" in capsys.readouterr().out
+
+
+def test_experts_that_compute_another_function_elsewhere(capsys):
+    experts = (*SMALL, "--config.model.num_experts=4")
+    said = refused(capsys, *experts, "--config.experts.capacity=1.5", "--meshes=one,fsdp2xexpert2")
+    assert "experts.capacity = 1.5: each device drops what is too many of its own tokens" in said
+    said = refused(capsys, *experts, "--meshes=one,fsdp2xexpert2/train.grad_accum=2")
+    assert "experts.balance_loss = 0.01: is of a microbatch, and these layouts cut a batch into 1 and 2" in said
 
 
 def test_help_names_every_option(capsys):
@@ -177,6 +190,10 @@ def test_items_of_meshes():
     assert [layout.devices for layout in found] == [1, 8, 8]
     assert found[1].overrides == ("remat.policy=custom", "remat.tensors=q=keep,k=keep")
     assert found[2].argv[-2:] == ["--config.mesh.seq=8", "--config.sharding.zero=1"]
+    (staged,), problems = layouts.parse("stage2xexpert4")
+    assert not problems and staged.devices == 8 and dict(staged.mesh)["stage"] == 2
+    assert staged.shown == {"data": 1, "stage": 2, "fsdp": 1, "expert": 4, "tensor": 1, "seq": 1}
+    assert found[2].shown == {"data": 1, "fsdp": 1, "tensor": 1, "seq": 8}
 
 
 # ---- what is compared

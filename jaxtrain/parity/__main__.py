@@ -31,8 +31,11 @@ Does every layout take the same steps? Trains the same few on each, from the sam
   --meshes=LAYOUT,...      axes with their sizes joined by x, and further keys, each after a slash:
                            fsdp8, fsdp4xtensor2, data2xfsdp2xseq2, fsdp8/sharding.zero=1, seq8/attention.context=ulysses
                            `one` is a single device. The first is what the others are compared with. Keys: sharding.*,
-                           attention.*, remat.*, dtypes.*, compiler.*, train.grad_accum, train.accumulate, loss.chunk.
-                           Default, of which what the config cannot be is left out: {default}
+                           attention.*, remat.*, dtypes.*, compiler.*, pipeline.*, experts.impl, experts.buffer,
+                           train.grad_accum, train.accumulate, loss.chunk.
+                           Default, of which what the config cannot be is left out: {default};
+                           with several microbatches also {stages}; with experts
+                           {experts}; with both {both}
   --steps=3                steps to train
   --dtype=f32|bf16|fp8     f32: every type float32; bf16, fp8: that precision. Default: as the config says
   --topology=h200:8        also plan the config on each layout for that machine: step time, and memory that a GPU takes
@@ -62,10 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        print(HELP.format(default=named.DEFAULT), end="")
+        print(HELP.format(default=named.DEFAULT, stages=named.STAGES, experts=named.EXPERTS, both=named.BOTH), end="")
         return 0
     loaded = launch.load(argv, OPTIONS)
-    layouts, wrong = named.parse(loaded.options["meshes"] or named.DEFAULT)
+    layouts, wrong = named.parse(loaded.options["meshes"] or named.default(loaded.run))
     runs, left_out, problems = _runs(loaded, layouts)
     problems = [*_own_problems(loaded), *_options(loaded), *wrong, *problems]
     if problems:
@@ -135,6 +138,7 @@ def _runs(loaded: Loaded, layouts: list[Layout]) -> tuple[Runs, list[str], list[
         run = found[0][1]
         problems = [
             *named.check_moments([run for _, run, _ in found]),
+            *named.check_experts([run for _, run, _ in found]),
             *named.check_data(run),
             *named.check_size(run, [layout for layout, _, _ in found]),
         ]

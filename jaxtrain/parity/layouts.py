@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from jaxtrain import flops, hardware, launch
-from jaxtrain.config import MESH_AXES, Problem, RunConfig, flatten, from_dict, nearest, to_dict
+from jaxtrain.config import MESH_AXES, OPTIONAL_AXES, Problem, RunConfig, flatten, from_dict, nearest, to_dict
 from jaxtrain.data import pipeline
 from jaxtrain.groups import METHODS
 from jaxtrain.hardware import Devices
@@ -20,6 +20,10 @@ from jaxtrain.moments import INT8
 from jaxtrain.validate import validate_step
 
 DEFAULT = "one,data8,fsdp8,data2xfsdp4,fsdp4xtensor2,data2xfsdp2xtensor2,fsdp4xseq2,fsdp2xtensor2xseq2"
+# What is tried besides, where a step has several microbatches, and where a model has experts.
+STAGES = "stage2xfsdp4,stage2xfsdp2xtensor2"
+EXPERTS = "fsdp4xexpert2,fsdp2xexpert2xtensor2"
+BOTH = "stage2xfsdp2xexpert2"
 FORM = "one, or axes with their sizes joined by x, such as fsdp4xtensor2, and further keys, as in fsdp8/sharding.zero=1"
 # What a layout may change: how a step is computed, not what it computes.
 FREE = (
@@ -42,9 +46,20 @@ class Layout:
         return math.prod(size for _, size in self.mesh)
 
     @property
+    def shown(self) -> dict[str, int]:
+        """The mesh without optional axes of size 1."""
+        return {axis: size for axis, size in self.mesh if size > 1 or axis not in OPTIONAL_AXES}
+
+    @property
     def argv(self) -> list[str]:
         """As overrides of a config on the command line."""
         return [f"--config.mesh.{axis}={size}" for axis, size in self.mesh] + [f"--config.{o}" for o in self.overrides]
+
+
+def default(run: RunConfig) -> str:
+    """The layouts that are tried where --meshes names none."""
+    staged, experts = run.train.grad_accum > 1 and run.model.num_layers > 1, run.model.num_experts > 0
+    return ",".join([DEFAULT, *[STAGES] * staged, *[EXPERTS] * experts, *[BOTH] * (staged and experts)])
 
 
 def parse(text: str) -> tuple[list[Layout], list[Problem]]:
@@ -158,6 +173,23 @@ def check_moments(runs: Sequence[RunConfig]) -> list[Problem]:
     """8 bits of a first moment are too few to read gradients from."""
     rule = "gradients are read from Adam's first moment, and its rounding would hide what differs"
     return [Problem("dtypes.m", INT8, rule, "Set f32: the gradients are the same.")] * any(r.dtypes.m == INT8 for r in runs)
+
+
+def check_experts(runs: Sequence[RunConfig]) -> list[Problem]:
+    """What makes experts compute another function on another layout."""
+    run, problems = runs[0], []
+    if not run.model.num_experts:
+        return []
+    if run.experts.capacity:
+        rule = "each device drops what is too many of its own tokens, so that a layout changes what is computed"
+        problems.append(Problem("experts.capacity", run.experts.capacity, rule, "Set 0."))
+    accums = sorted({r.train.grad_accum for r in runs})
+    if len(accums) > 1 and run.experts.balance_loss:
+        rule = f"is of a microbatch, and these layouts cut a batch into {' and '.join(map(str, accums))}"
+        problems.append(
+            Problem("experts.balance_loss", run.experts.balance_loss, rule, "Set 0, or one train.grad_accum for all.")
+        )
+    return problems
 
 
 def check_data(run: RunConfig) -> list[Problem]:

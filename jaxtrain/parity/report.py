@@ -140,7 +140,7 @@ def to_json(result: Result) -> dict[str, Any]:
     rows = [
         {
             "name": row.layout.name,
-            "mesh": dict(row.layout.mesh),
+            "mesh": row.layout.shown,
             "overrides": list(row.layout.overrides),
             "verdict": row.verdict.lower(),
             "why": [row.failed] if row.failed else row.comparison.wrong if row.comparison else [],
