@@ -214,10 +214,12 @@ def _nested_loops(program: Program) -> bool:
 
     It unrolls loops that hold collectives, innermost first, and (jaxlib 0.11.2) aborts where one to unroll, inside that over
     microbatches, holds another loop: "Call graph must have been flattened". That is the loop over layers around chunked
-    attention; and the one over microbatches itself, around the loss, where there is no loop over layers. Such a program has
-    little use for O1: collectives of layers that stand one by one overlap without it.
+    attention, or around the rounds in which tokens reach their experts; and the one over microbatches itself, around the loss,
+    where there is no loop over layers. Such a program has little use for O1: collectives of layers that stand one by one
+    overlap without it.
     """
-    return program.attention in LOOPS or (program.batch["tokens"].shape[0] > 1 and program.layer_trips < 2)
+    microbatches, looped = program.batch["tokens"].shape[0], program.layer_trips > 1
+    return program.attention in LOOPS or (program.rounds and looped) or (microbatches > 1 and not looped)
 
 
 def compile_train(

@@ -195,6 +195,7 @@ class Program:
     attention_reason: str
     trained: Params  # which parameters are learnt
     adapters: bool  # those are low-rank adapters, which are saved alone
+    rounds: bool  # a layer's tokens may take several rounds to their experts: a loop within the layer
 
     def saved(self, state: TrainState) -> TrainState:
         """Of a state, abstract or not, what a checkpoint of this run holds."""
@@ -506,4 +507,5 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
         reason,
         trained,
         run.lora.rank > 0,
+        bool(run.model.num_experts) and not run.experts.capacity and placement.size(placement.mesh_axes("experts")) > 1,
     )
