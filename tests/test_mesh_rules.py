@@ -110,6 +110,7 @@ WRONG = [
         "sharding.rules.experts",
         "tokens travel to them along mesh axis 'expert' only",
     ),
+    ((*EXPERTS, "sharding.rules.batch=data+fsdp"), "sharding.rules.batch", "sends tokens of its own to the experts"),
     ((*EXPERTS, "sharding.rules.expert_embed=expert"), "sharding.rules.experts", "an expert's mlp.gate has both"),
     (
         ("model.num_experts=8", "mesh.tensor=8", "sharding.rules.mlp=", "sharding.rules.expert_embed=tensor"),

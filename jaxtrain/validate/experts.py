@@ -34,6 +34,9 @@ def check_experts(
     if sizes["expert"] > 1 and not table["experts"]:
         rule = f"leaves experts whole, and mesh.expert = {sizes['expert']} splits nothing but experts and the batch"
         yield Problem("sharding.rules.experts", dict(run.sharding.rules)["experts"], rule, "Set expert, or mesh.expert to 1.")
+    if [a for a in table["experts"] if a not in table["batch"]]:
+        rule = "leaves out mesh axis 'expert': each device along it sends tokens of its own to the experts"
+        yield Problem("sharding.rules.batch", dict(run.sharding.rules)["batch"], rule, "Add expert.")
     alone = [a for a in table["expert_embed"] if a not in table["batch"] + table["sequence"]]
     if alone:
         rule = f"mesh axis {alone[0]!r} does not split the batch, and every device needs whole rows of its experts' weights"
