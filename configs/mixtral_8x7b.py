@@ -36,8 +36,9 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.train.grad_accum = max(1, 256 // variant.gpus)
     config.train.steps = 50_000  # 105 B tokens
 
-    # Each GPU of a node holds one expert of every layer whole, and tokens travel to it: 0.13 GB there and as much back for a
-    # layer, where fsdp would gather a layer's 2.8 GB. All else, 1.6 B of the 46.7 B parameters, is split over the same GPUs.
+    # Each GPU of a node holds one expert of every layer whole, and tokens travel to it: a GPU sends 0.15 GB there and as much
+    # back for a layer, where fsdp would gather a layer's 2.8 GB. The other 1.6 B of the 46.7 B parameters are split over the
+    # same GPUs.
     config.mesh.expert = 8
     # Weights, moments and gradients in float32 are 16 bytes a parameter, 87 GiB on each of 8 GPUs. What is left holds what
     # layers keep for their backward pass, as much of it as fits.

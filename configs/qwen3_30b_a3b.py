@@ -36,9 +36,9 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.train.grad_accum = max(1, 256 // variant.gpus)
     config.train.steps = 50_000  # 105 B tokens
 
-    # Each GPU of a node holds 16 experts of every layer whole, and tokens travel to them: a token goes through 8 experts, so
-    # 0.27 GB there and as much back for a layer, where fsdp would gather a layer's 1.2 GB. The other 1.5 B of the 30.5 B
-    # parameters are split over the same GPUs.
+    # Each GPU of a node holds 16 experts of every layer whole, and tokens travel to them: a token goes through 8 experts, so a
+    # GPU sends 0.29 GB there and as much back for a layer, where fsdp would gather a layer's 1.2 GB. The other 1.5 B of the
+    # 30.5 B parameters are split over the same GPUs.
     config.mesh.expert = 8
     # Weights, moments and gradients in float32 are 16 bytes a parameter, 57 GiB on each of 8 GPUs. What is left holds what
     # layers keep for their backward pass, as much of it as fits.

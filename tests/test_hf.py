@@ -105,6 +105,13 @@ def test_documents_of_a_row_do_not_see_each_other(tmp_path):
     assert np.abs(both - np.concatenate(apart, axis=1)).max() < SAME
 
 
+def test_logits_are_those_of_all_experts_whatever_capacity_a_run_had(tmp_path):
+    path = str(hugging_face.write(tmp_path, "mixtral"))
+    run, _ = run_at(path)
+    run = dataclasses.replace(run, experts=dataclasses.replace(run.experts, capacity=0.5))
+    assert off(logits_of(run, path, "f32")(TOKENS, SEGMENTS), "mixtral") < SAME
+
+
 def lines():
     out: list[str] = []
     return out, out.append

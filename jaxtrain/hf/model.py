@@ -79,6 +79,10 @@ def placed(run: RunConfig) -> tuple[Definition, Placement]:
 
 
 def alone(run: RunConfig, devices: Sequence[Any]) -> RunConfig:
-    """The run with its weights split over these devices, where they divide, and everything else on each."""
+    """The run with its weights split over these devices, where they divide, and everything else on each.
+
+    Experts take all tokens: whom a capacity drops depends on what else is in the batch, and no other program drops anything.
+    """
     count = len(devices) if run.model.d_model % len(devices) == 0 else 1
-    return dataclasses.replace(run, mesh=config.Mesh(data=1, fsdp=count, tensor=1, seq=1))
+    experts = dataclasses.replace(run.experts, capacity=0.0)
+    return dataclasses.replace(run, mesh=config.Mesh(data=1, fsdp=count, tensor=1, seq=1), experts=experts)
