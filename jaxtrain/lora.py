@@ -4,8 +4,10 @@ A run with `lora.rank` saves its adapters alone. meta.json says under `base` whe
 them: adapters beside other weights than they were trained with are another model, and nothing would show it.
 """
 
+import functools
 import hashlib
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,25 +20,42 @@ from jaxtrain.hf.origin import open_origin
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import EQUATIONS, A, B, adapter_of, is_adapter
 from jaxtrain.models.module import Params
-from jaxtrain.state import Tensors
+from jaxtrain.stages import Arrangement
+from jaxtrain.state import Tensors, is_stacked
 
 
-@jax.jit
-def _sum(x: jax.Array) -> jax.Array:
-    """Each element's 16 bits times an odd number that its place decides, added up modulo 2^32."""
+@functools.partial(jax.jit, static_argnames="order")
+def _sum(x: jax.Array, order: tuple[int | None, ...]) -> jax.Array:
+    """Each element's 16 bits times an odd number that its place decides, added up modulo 2^32.
+
+    order: of a stack the layer at each place, None where it is empty, () of other arrays. Layers count as if they lay in order.
+    """
     place = jnp.zeros(x.shape, jnp.uint32)
     for dim, size in enumerate(x.shape):
         place = place * jnp.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim)
+    if order:
+        before = [(layer or 0) * math.prod(x.shape[1:]) - at * math.prod(x.shape[1:]) for at, layer in enumerate(order)]
+        place += _by_place([n % 2**32 for n in before], x)
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32)
-    return jnp.sum((bits + 1) * (2 * place * jnp.uint32(0x9E3779B1) + 1), dtype=jnp.uint32)
+    counted = _by_place([layer is not None for layer in order], x) if order else jnp.uint32(1)
+    return jnp.sum(counted * (bits + 1) * (2 * place * jnp.uint32(0x9E3779B1) + 1), dtype=jnp.uint32)
 
 
-def digest(params: Params) -> str:
+def _by_place(values: Sequence[int], x: jax.Array) -> jax.Array:
+    return jnp.asarray(np.array(values, np.uint32)).reshape(-1, *[1] * (x.ndim - 1))
+
+
+def digest(params: Params, layers: Arrangement | None = None) -> str:
     """A number, in hexadecimal, that follows from all weights, rounded to bfloat16, and from nothing else: sums of integers are
-    the same on every mesh. It tells models apart that were mixed up, and is no proof against forgery."""
+    the same on every mesh. It tells models apart that were mixed up, and is no proof against forgery.
+
+    layers: how they lie on pipeline stages (TrainState.layers).
+    """
     found = hashlib.sha256()
     for path, x in jax.tree_util.tree_leaves_with_path(params):
-        found.update(f"{jax.tree_util.keystr(path)} {x.shape} {int(_sum(x))}\n".encode())
+        order = layers.order if layers and is_stacked(path) else ()
+        shape = (layers.layers, *x.shape[1:]) if layers and order else x.shape
+        found.update(f"{jax.tree_util.keystr(path)} {shape} {int(_sum(x, order))}\n".encode())
     return found.hexdigest()[:32]
 
 

@@ -207,7 +207,7 @@ class Session:
         """What the first state was read from, for the receipt; None: it was made from the seed."""
         if self.start.resumed:
             return of_checkpoint(self.checkpoints.directory, self.checkpoints.meta(self.done))
-        return of_weights(self.run.init.from_, lora.digest(current.params)) if self.run.init.from_ else None
+        return of_weights(self.run.init.from_, lora.digest(current.params, current.layers)) if self.run.init.from_ else None
 
     def go_back(self) -> state.TrainState:
         """The state of the newest good checkpoint, in the middle of a run."""

@@ -224,7 +224,7 @@ def base_of(program: Program, start: Start, current: state.TrainState, checkpoin
     """
     if not start.base:
         return {}
-    found = lora.digest(program.base(current).params)
+    found = lora.digest(program.base(current).params, current.layers)
     if start.resumed:
         lora.check_same(checkpoints.meta(start.step), start.base, found)
     return {"path": start.base, "digest": found}

@@ -100,7 +100,7 @@ def _placed(params: Params, layers: Arrangement | None) -> Params:
     if layers is None:
         return params
     return jax.tree_util.tree_map_with_path(
-        lambda path, x: stacks.in_places(x, layers.order) if _is_stacked(path) else x, params
+        lambda path, x: stacks.in_places(x, layers.order) if is_stacked(path) else x, params
     )
 
 
@@ -162,7 +162,8 @@ def is_moment(path: Any) -> bool:
     return getattr(path[0], "name", "") == "optimizer" and any(isinstance(k, jax.tree_util.DictKey) for k in path)
 
 
-def _is_stacked(path: Any) -> bool:
+def is_stacked(path: Any) -> bool:
+    """Whether layers are stacked on axis 0 of a leaf, by its path."""
     return any(getattr(k, "key", None) == "layers" for k in path)
 
 
@@ -200,7 +201,7 @@ def named_leaves(state: TrainState) -> list[NamedLeaf]:
 
 
 def _leaf(state: TrainState, path: Any, a: Any) -> NamedLeaf:
-    order = () if not _is_stacked(path) else state.layers.order if state.layers else tuple(range(a.shape[0]))
+    order = () if not is_stacked(path) else state.layers.order if state.layers else tuple(range(a.shape[0]))
     return NamedLeaf(_name(path), order, a)
 
 

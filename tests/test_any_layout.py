@@ -28,6 +28,7 @@ LAYOUTS = {
     "tensor wider than heads": {"mesh.tensor": 8},
     "replicas": {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "sharding.zero": 2},
     "nothing split": {"mesh.fsdp": 8, "sharding.zero": 0},
+    "stages": {"mesh.stage": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "train.grad_accum": 2},
     "one device": {},
 }
 MODEL = {"model.num_layers": 3, "model.qkv_bias": True, "model.qk_norm": True}
@@ -46,7 +47,10 @@ def stepped(run) -> TrainState:
     return state
 
 
-@pytest.mark.parametrize("written", [pytest.param("ring", marks=pytest.mark.more), "tensor wider than heads", "nothing split"])
+@pytest.mark.parametrize(
+    "written",
+    [*(pytest.param(n, marks=pytest.mark.more) for n in ("ring", "stages")), "tensor wider than heads", "nothing split"],
+)
 def test_restores_on_every_other_layout(written: str, tmp_path: Path):
     state = stepped(run_of(written))
     kept = {name: np.asarray(x) for name, x in to_tensors(state).items()}

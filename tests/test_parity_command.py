@@ -256,6 +256,18 @@ def test_a_sign_that_rounding_picks_is_left_out():
         assert compare.compare(got, reference, allowed).parameter.ok != wrong
 
 
+def test_what_has_no_gradient_is_compared_by_where_it_began():
+    """A frozen weight, or a router's bias: whoever begins elsewhere differs, and how it moved is not judged."""
+    same = trained()
+    fixed = {"b": np.ones(4)}
+    reference = dataclasses.replace(same, start=same.start | fixed, weights=same.weights | fixed)
+    allowed = compare.bounds(reference, None, 8, 100)
+    moved = dataclasses.replace(reference, weights=reference.weights | {"b": np.full(4, 1.001)})
+    assert not compare.compare(moved, reference, allowed).wrong
+    elsewhere = dataclasses.replace(reference, start=reference.start | {"b": np.full(4, 2.0)})
+    assert not compare.compare(elsewhere, reference, allowed).start.ok
+
+
 def test_the_yardstick_grows_with_the_parts_of_a_sum():
     reference = trained(gradients={"w": trained().gradients["w"] * 1.01})
     allowed = [compare.bounds(reference, trained(), parts, 100) for parts in (1, 4, 64)]

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain import digests, stacks
+from jaxtrain import digests, lora, stacks
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.snapshot import Snapshots
 from jaxtrain.stages import SCHEDULES, Arrangement, Schedule
@@ -176,6 +176,12 @@ def bits(tensors) -> dict[str, bytes]:
     return {name: np.asarray(x).tobytes() for name, x in tensors.items()}
 
 
+FEW = {"model.num_layers": 3, "model.num_experts": 4, "model.shared_d_ff": 32, "model.router_bias": True}
+EXPERT_LAYOUTS = {
+    "one device": {},
+    "experts": {"mesh.expert": 2, "mesh.fsdp": 2, "mesh.tensor": 2},
+    "stages and experts": {"mesh.stage": 2, "mesh.expert": 4},
+}
 OFTEN = [pytest.param(name, marks=pytest.mark.more) if name == "4 stages of 2 groups" else name for name in LAYOUTS]
 
 
@@ -222,6 +228,32 @@ def test_a_checkpoint_of_any_arrangement_is_every_others(written: str, tmp_path:
         for leaf in named_leaves(restored):
             empty = [place for place, layer in enumerate(leaf.order) if layer is None]
             assert not leaf.stacked or not np.asarray(leaf.array)[empty].any()
+
+
+def test_experts_are_the_same_tensors_on_every_layout(tmp_path: Path):
+    def experts(state: TrainState) -> TrainState:
+        return TrainState(state.step, {"layers": {"mlp": state.params["layers"]["mlp"]}}, {}, layers=state.layers)
+
+    runs = {name: helpers.tiny(FEW | mesh) for name, mesh in EXPERT_LAYOUTS.items()}
+    made = {name: experts(helpers.program(run).state) for name, run in runs.items()}
+    state = experts(helpers.fresh_state(runs["one device"]))
+    expected = bits(to_host(state, ""))
+    assert "params.layers.2.mlp.router_bias" in expected and "params.layers.2.mlp.shared.gate" in expected
+    assert bits(to_host(experts(helpers.fresh_state(runs["stages and experts"])), "")) == expected
+    for i, name in enumerate([*list(EXPERT_LAYOUTS)[1:], "one device"]):  # each reads what the one before has written
+        store = Checkpoints(tmp_path / str(i))
+        store.save(1, to_tensors(state), {})
+        store.wait()
+        state = from_tensors(made[name], store.restore(1, abstract_tensors(made[name])))
+        assert bits(to_host(state, "")) == expected
+
+
+def test_the_digest_of_a_base_does_not_depend_on_stages():
+    found = {name: lora.digest(helpers.fresh_state(run_on(name)).params, some(name).layers) for name in OFTEN[:-1]}
+    assert len(set(found.values())) == 1
+    state = helpers.fresh_state(run_on("4 stages, 6 layers"))
+    changed = jax.tree.map(lambda x: x[::-1] if x.shape[0] == 8 else x, state.params)
+    assert lora.digest(changed, state.layers) not in found.values()
 
 
 def sizes(text: str) -> set[int]:
