@@ -13,6 +13,7 @@ from jaxtrain.hardware import Devices
 from jaxtrain.memory import taken_gib
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.topology import parse
+from jaxtrain.stages import Schedule
 from jaxtrain.step import less_kept
 from jaxtrain.validate import validate_step
 
@@ -41,7 +42,7 @@ def test_bytes_are_those_of_the_arrays():
 
 def test_bytes_of_experts_and_of_a_pipeline():
     """Two experts' rows for each token, with what an exchange or a capacity leaves room for; of 4 stages the 8 layers of each,
-    for the 7 microbatches that wait, or in groups of 4 for 11 units."""
+    for the microbatches that wait, or in groups of 4 for the units that do."""
     up, axes, one = frozenset({"mlp_up"}), WHOLE | {"batch": 8}, 32 * 8192 * 14336 * 2
     few = ("--config.model.num_experts=8", "--config.model.shared_d_ff=7168")
     assert auto_remat.bytes_kept(run(*few), up, axes, False) == one * 2.5
@@ -49,9 +50,10 @@ def test_bytes_of_experts_and_of_a_pipeline():
     assert auto_remat.expert_fill(run(*few), 4) == 1 / 1.25 and auto_remat.expert_fill(run(*few), 1) == 1
     assert auto_remat.bytes_kept(run(*few, "--config.experts.capacity=2"), up, axes | {"experts": 4}, False) == one * 4.5
     many = ("--config.train.grad_accum=64", "--config.train.global_batch=512")
-    assert auto_remat.bytes_kept(run(*many), up, axes | {"layers": 4}, False) == one / 4 * 7
+    waiting = Schedule("1f1b", 4, 1, 64).slots[2], Schedule("interleaved", 4, 2, 64).slots[2]
+    assert auto_remat.bytes_kept(run(*many), up, axes | {"layers": 4}, False) == one / 32 * 8 * waiting[0]
     groups = ("--config.pipeline.schedule=interleaved", "--config.pipeline.groups=2")
-    assert auto_remat.bytes_kept(run(*many, *groups), up, axes | {"layers": 4}, False) == one / 32 * 4 * 11
+    assert auto_remat.bytes_kept(run(*many, *groups), up, axes | {"layers": 4}, False) == one / 32 * 4 * waiting[1]
 
 
 @pytest.mark.parametrize("excess", [0.1, 3.0, 9.0, 15.0, 20.0, 21.9])
