@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import math
 import os
 import signal
 import time
@@ -190,6 +191,29 @@ def test_sequences_are_split_where_they_are_long_or_few():
     assert of("mesh.seq=2", "attention.context=gather") >= {(1, "gather"), *methods}
 
 
+def test_stages_are_tried_over_nodes_and_experts_where_there_are_some():
+    def of(machine, *overrides, file="configs/llama3_8b.py"):
+        run, found = load(*overrides, file=file), set()
+        rates = rates_for(machine.gpu, "bf16")
+        for mesh in space.meshes(run, machine, rates):
+            found.add((mesh["mesh.stage"], mesh["pipeline.schedule"], mesh["pipeline.groups"], mesh["mesh.expert"]))
+            axes = ("stage", "data", "fsdp", "expert", "tensor", "seq")
+            assert math.prod(mesh[f"mesh.{axis}"] for axis in axes) == machine.total
+        return found
+
+    nodes = topology.parse("h200:8x4")
+    assert of(H200) == {(1, "1f1b", 1, 1)}, "a dense model on one node is searched as ever"
+    piped = {(stage, *how, 1) for stage in (2, 4) for how in (("1f1b", 1), ("interleaved", 2))}
+    assert of(nodes) == {(1, "1f1b", 1, 1), *piped}
+    asked = of(H200, "mesh.stage=2", "mesh.fsdp=4", "pipeline.schedule=gpipe")
+    assert {(stage, schedule) for stage, schedule, *_ in asked} >= {(1, "gpipe"), (2, "gpipe"), (8, "1f1b"), (8, "interleaved")}
+    assert {expert for *_, expert in of(H200, file="configs/mixtral_8x7b.py")} == {1, 2, 4, 8}
+    # Fewer microbatches than stages leave most of a step idle.
+    layouts, _ = space.legal_layouts(load(file="configs/llama3_70b.py"), nodes, rates_for(nodes.gpu, "bf16"), lambda run: ())
+    assert {dict(o)["mesh.stage"] for o in layouts} == {1, 2, 4}
+    assert all(dict(o)["mesh.stage"] <= dict(o)["train.grad_accum"] for o in layouts)
+
+
 def test_heads_that_do_not_divide_are_refused_and_not_planned():
     run = load("model.num_kv_heads=4", "model.num_heads=4", "model.head_dim=128")
     layouts, refused = space.legal_layouts(run, H200, rates_for(H200.gpu, "bf16"), space.training_check(H200))
@@ -298,6 +322,54 @@ def test_bound_knows_what_stages_hold_and_move():
     assert wires(*accum, "sharding.gather=forward")["fsdp",] > 4 * 0.9 * 2 * whole
     assert wires(*accum)["fsdp",] > 4 * 0.9 * 2.8 * whole
     assert wires(*accum, "mesh.data=2")["data",] == pytest.approx(2 * params / 4)  # once a step
+
+
+def test_bound_of_a_pipeline():
+    """Two nodes: half of the layers each. Less memory than whole replicas, and longer by the ticks of an idle stage."""
+    nodes, rates = topology.parse("h200:8x2"), rates_for(H200.gpu, "bf16")
+    batch = ("train.global_batch=128", "train.grad_accum=8", "mesh.fsdp=8", "remat.policy=full", "remat.tensors=")
+
+    def of(*overrides):
+        return bound.bound(load(*batch, *overrides), nodes, rates)
+
+    # As many sequences a microbatch on each GPU: 128 in 16 microbatches of a stage, in 8 of replicas.
+    plain, piped = of("mesh.data=2"), of("mesh.data=1", "mesh.stage=2", "train.grad_accum=16")
+    assert piped.memory_gib < 0.8 * plain.memory_gib
+    layers = (51.47e9 - 6 * 4096 * 128256) * 128 * 8192 / 16 / (rates.gemm_tflops * 1e12)
+    assert piped.step_s - plain.step_s > 0.9 * layers / 16, "one tick in sixteen more"
+    wide = of("mesh.data=1", "mesh.stage=2", "train.grad_accum=16", "pipeline.schedule=interleaved", "pipeline.groups=4")
+    assert wide.step_s < piped.step_s, "the ticks are shorter"
+    layout = bound.Layout(
+        load(*batch, "mesh.data=1", "mesh.stage=2", "train.grad_accum=16"),
+        bound.mesh_sizes(load(*batch, "mesh.data=1", "mesh.stage=2", "train.grad_accum=16"), nodes),
+        8,
+    )
+    ((axes, wire, launches),) = bound._stage_traffic(layout)
+    assert (axes, launches) == (("stage",), 2 * 16) and wire == 2 * 16 * 8192 * 4096 * 2
+
+
+def test_bound_of_experts():
+    """Mixtral on one node: experts that stay where they are need no gathers, and tokens travel instead."""
+    rates = rates_for(H200.gpu, "bf16")
+    few = ("train.global_batch=64", "train.grad_accum=8", "remat.policy=full", "remat.tensors=")
+
+    def layout(*overrides):
+        run = load(*few, *overrides, file="configs/mixtral_8x7b.py")
+        return bound.Layout(run, bound.mesh_sizes(run, H200), 8)
+
+    spread, gathered = layout("mesh.expert=8", "mesh.fsdp=1"), layout("mesh.expert=1", "mesh.fsdp=8")
+    experts = 32 * 8 * 3 * 4096 * 14336
+    assert spread.parameters["experts"] == gathered.parameters["experts"] == experts / 8
+    assert spread.whole["experts"] == experts / 8 and gathered.whole["experts"] == experts
+    assert spread.parameters["attention"] == gathered.parameters["attention"], "all else is split alike"
+    sent = [{axes: wire for axes, wire, _ in bound._weight_traffic(x) if wire} for x in (spread, gathered)]
+    assert sum(sent[0].values()) < sum(sent[1].values()) / 10
+    (_, (axes, wire, _)) = bound._chain_traffic(spread, passes=2)
+    assert axes == ("expert",) and wire == 4 * 32 * 8 * 8192 * 2 * 4096 * 2 * 7 / 8
+    plenty, all_of_it = bound.bound(spread.run, H200, rates), bound.bound(gathered.run, H200, rates)
+    assert plenty.memory_gib < all_of_it.memory_gib, "a layer's experts are never all on one GPU"
+    roomy = layout("mesh.expert=8", "mesh.fsdp=1", "experts.capacity=2.0")
+    assert bound.bound(roomy.run, H200, rates).step_s > 1.3 * plenty.step_s, "places that are empty are computed too"
 
 
 def test_groups_that_leave_a_node():

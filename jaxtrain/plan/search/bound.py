@@ -350,8 +350,8 @@ def _chain_traffic(layout: Layout, passes: int) -> list[Traffic]:
     number = passes * 4 * layout.layers
     over = [(axes, number * tokens * row * (parts - 1) / parts, int(number * run.train.grad_accum))]
     if (ranks := layout.parts("experts")) > 1:
-        # Each device of a tensor group may send its part of a row, and a capacity below 1 drops what it does not take.
-        rows = tokens * run.model.experts_per_token * min(1.0, run.experts.capacity or 1.0) / parts
+        # Each device of a tensor group sends whole rows; what a capacity below 1 does not take stays at home.
+        rows = tokens * run.model.experts_per_token * min(1.0, run.experts.capacity or 1.0)
         number = passes * 2 * layout.layers
         over.append((layout.axes("experts"), number * rows * row * (ranks - 1) / ranks, int(number * run.train.grad_accum)))
     return over
