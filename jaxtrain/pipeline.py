@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.models.layer_groups import Groups
+from jaxtrain.models.layer_groups import Groups, Unit
 from jaxtrain.models.layers import RESIDUAL
 from jaxtrain.models.module import Definition, Params, part
 from jaxtrain.models.transformer import Cache, Transformer
@@ -200,7 +200,6 @@ class _Carry:
     entering: Any  # the embeddings of the microbatch that enters next
     arrived: Any  # from the stage before: what it made of its last unit
     returned: Any  # from the stage behind: the gradient of what it took
-    taken: Any  # the gradient of what the first stage took in its last backward unit
     kept: list[jax.Array]  # what units keep, slot by slot
     ready: Any  # gradients of the last layer's outputs, by microbatch as far as they must wait
     stack: list[jax.Array]  # gradients of the layers so far
@@ -249,12 +248,22 @@ class _Run:
         _, m = self.forward_table[jnp.clip(u, 0, self.schedule.forward_ticks - 1)]
         return self.model.enter(self.micro(m)["tokens"])
 
-    def forward(self, t: jax.Array, carry: _Carry) -> tuple[Any, list[jax.Array]]:
-        """This stage's forward unit of tick t: its output, and what it keeps."""
+    def goes(self, t: jax.Array, carry: _Carry) -> tuple[Unit, Any]:
+        """This stage's forward unit of tick t, and what it takes."""
         u = jnp.clip(t - self.stage, 0, self.schedule.forward_ticks - 1)
         group, m = self.forward_table[u]
         x = _chosen((self.stage == 0) & (group == 0), carry.entering, carry.arrived)
-        return self.groups.forward_keeping(x, self.shared(self.micro(m)), group, carry.kept, self.forward_slots[u])
+        return Unit(self.shared(self.micro(m)), group, self.forward_slots[u], jnp.bool(True)), x
+
+    def returns(self, t: jax.Array, carry: _Carry) -> tuple[Unit, Any]:
+        """This stage's backward unit of tick t, and the gradient of what it gave."""
+        w = t - self.schedule.wait - (self.pipe.last - self.stage)
+        valid = (w >= 0) & (w < self.schedule.units)
+        w = jnp.clip(w, 0, self.schedule.units - 1)
+        group, m = self.backward_table[w]
+        ready = jax.tree.map(lambda r: jax.lax.dynamic_index_in_dim(r, m % self.waiting, keepdims=False), carry.ready)
+        dy = _chosen((self.stage == self.pipe.last) & (group == self.schedule.groups - 1), ready, carry.returned)
+        return Unit(self.shared(self.micro(m)), group, self.backward_slots[w], valid), dy
 
     def leave(self, t: jax.Array, y: Any, carry: _Carry) -> _Carry:
         """The loss of the microbatch that leaves the last stage at tick t, and its gradients."""
@@ -271,42 +280,38 @@ class _Run:
         sums = jax.tree.map(jnp.add, carry.sums, made)
         return dataclasses.replace(carry, ready=ready, ends=self.added(carry.ends, d_ends), sums=sums)
 
-    def backward(self, t: jax.Array, carry: _Carry) -> _Carry:
-        """This stage's backward unit of tick t."""
-        w = t - self.schedule.wait - (self.pipe.last - self.stage)
-        valid = (w >= 0) & (w < self.schedule.units)
-        w = jnp.clip(w, 0, self.schedule.units - 1)
-        group, m = self.backward_table[w]
-        ready = jax.tree.map(lambda r: jax.lax.dynamic_index_in_dim(r, m % self.waiting, keepdims=False), carry.ready)
-        dy = _chosen((self.stage == self.pipe.last) & (group == self.schedule.groups - 1), ready, carry.returned)
-        shared, slot = self.shared(self.micro(m)), self.backward_slots[w]
-        dx, stack = self.groups.backward(dy, shared, group, self.kept, carry.kept, slot, carry.stack, valid)
-        stack = [self.held.pinned(g, axes) for g, axes in zip(stack, self.learnt_stack, strict=True)]
-        return dataclasses.replace(carry, taken=dx, returned=self.pipe.pass_on(dx, -1), stack=stack)
-
-    def entered(self, t: jax.Array, carry: _Carry) -> _Carry:
-        """The embedding's gradient of the microbatch with which the first stage was done in the tick before t."""
-        w = t - 1 - self.schedule.wait - self.pipe.last
+    def entered(self, t: jax.Array, dx: Any, carry: _Carry) -> _Carry:
+        """The embedding's gradient of the microbatch that the first stage is done with at tick t."""
+        w = t - self.schedule.wait - self.pipe.last
         valid = (w >= 0) & (w < self.schedule.units)
         _, m = self.backward_table[jnp.clip(w, 0, self.schedule.units - 1)]
         tokens = self.micro(m)["tokens"]
         _, vjp = jax.vjp(lambda ends: self.model_of(ends).enter(tokens), self.ends)
-        d_entry = jax.tree.map(lambda g: jnp.where(valid, g, 0), self.pipe.broadcast(carry.taken, 0))
+        d_entry = jax.tree.map(lambda g: jnp.where(valid, g, 0), self.pipe.broadcast(dx, 0))
         return dataclasses.replace(carry, ends=self.added(carry.ends, vjp(d_entry)[0]))
 
     def tick(self, phase: Phase, carry: _Carry, t: jax.Array) -> _Carry:
         """One tick of a phase."""
-        if phase.backward and phase.ends:
-            carry = self.entered(t, carry)
+        groups, stack, y, dx = self.groups, carry.stack, None, None
+        if phase.forward and phase.backward:
+            units = *self.goes(t, carry), *self.returns(t, carry)
+            y, kept, dx, stack = groups.both(*units, self.kept, carry.kept, stack)
+        elif phase.forward:
+            y, kept = groups.forward_keeping(*self.goes(t, carry), carry.kept)
+        else:
+            kept = carry.kept
+            dx, stack = groups.backward(*self.returns(t, carry), self.kept, kept, stack)
+        carry = dataclasses.replace(carry, kept=kept)
+        if phase.backward:
+            stack = [self.held.pinned(g, axes) for g, axes in zip(stack, self.learnt_stack, strict=True)]
+            carry = dataclasses.replace(carry, stack=stack, returned=self.pipe.pass_on(dx, -1))
+            carry = self.entered(t, dx, carry) if phase.ends else carry
         if phase.forward:
-            y, kept = self.forward(t, carry)
-            carry = dataclasses.replace(carry, kept=kept)
+            carry = dataclasses.replace(carry, arrived=self.pipe.pass_on(y, 1))
+            carry = self.leave(t, y, carry) if phase.leaves else carry
             if phase.ends:
                 carry = dataclasses.replace(carry, entering=self.entry(t + 1))
-            if phase.leaves:
-                carry = self.leave(t, y, carry)
-            carry = dataclasses.replace(carry, arrived=self.pipe.pass_on(y, 1))
-        return self.backward(t, carry) if phase.backward else carry
+        return carry
 
     def added(self, ends: Params, made: Params) -> Params:
         def add(before: jax.Array, g: jax.Array, axes: Axes) -> jax.Array:
@@ -326,7 +331,6 @@ class _Run:
             entering=self.entry(jnp.int32(0)),
             arrived=empty,
             returned=empty,
-            taken=empty,
             kept=self.groups.buffers(self.kept, self.slots),
             ready=jax.tree.map(lambda x: jnp.zeros((self.waiting, *x.shape), x.dtype), x),
             stack=jax.tree.leaves(self.zeros.get(STACK, {})),
@@ -343,7 +347,6 @@ class _Run:
 
             later = jnp.arange(count, dtype=jnp.int32) * (self.schedule.stages * self.schedule.groups)
             carry = jax.lax.scan(one, carry, later)[0] if count > 1 else one(carry, later[0])[0]
-        carry = self.entered(jnp.int32(self.schedule.ticks), carry)
         grads: Params = dict(carry.ends)
         if STACK in self.zeros:
             grads[STACK] = jax.tree.unflatten(jax.tree.structure(self.zeros[STACK]), carry.stack)

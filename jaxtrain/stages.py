@@ -10,9 +10,10 @@ group 0 on the first run, group 1 on the same, ..., then the next run. Stage s d
 made is there at the next tick for stage s + 1, or for the first stage and the next group. Backward it is the mirror of that,
 `wait` ticks later:
 
-    1f1b, interleaved   wait = groups x stages - 1: the first unit is done backward in the tick in which the last stage has done
-                        it forward. A stage then has at most so many units waiting for their backward pass as there are stages
-                        (2 stages - 1; with several groups about (groups + 1) x stages), however many microbatches follow.
+    1f1b, interleaved   wait = groups x stages: a microbatch turns round in the tick after the last stage has done it forward,
+                        so that what a stage does forward and what it does backward in a tick do not depend on each other, and
+                        one can compute while the other's data travels. A stage then has at most 2 x stages units waiting
+                        (with several groups about (groups + 1) x stages), however many microbatches follow.
     gpipe               wait = all forward ticks (Huang et al. 2019, arXiv:1811.06965): every unit waits.
 
 In ticks before the first backward unit, or after the last forward one, only the other half is run. So a step takes
@@ -93,7 +94,7 @@ class Phase:
     ticks: range
     forward: bool  # stages run units forward
     backward: bool
-    ends: bool  # microbatches may enter in the next tick, and gradients of their entry are there from the one before
+    ends: bool  # microbatches may enter in the next tick, and gradients come back to where they entered
     leaves: bool  # a microbatch leaves the last stage
 
     def later(self, ticks: int) -> "Phase":
@@ -118,7 +119,7 @@ class Schedule:
     @property
     def wait(self) -> int:
         """The tick of the last stage's first backward unit."""
-        return self.forward_ticks if self.name == "gpipe" else self.groups * self.stages - 1
+        return self.forward_ticks if self.name == "gpipe" else self.groups * self.stages
 
     @property
     def forward_ticks(self) -> int:
@@ -179,8 +180,8 @@ class Schedule:
         first = period - 1  # the tick in which the first microbatch leaves the last stage
 
         def kind(t: int) -> tuple[bool, bool, bool, bool]:
-            # Once in each period a run of microbatches enters, and with its first or last group another leaves. What belongs
-            # to an entry is done a tick early, and to the gradient of one a tick late: so all three are in the same ticks.
+            # Once in each period a run of microbatches enters, another leaves, and the gradient of a third is back at where it
+            # entered. Entries are prepared a tick early: so all three are in the same ticks.
             ends = self.groups == 1 or (t + 1) % period < self.stages
             forward = t < self.forward_ticks
             return forward, t >= self.wait, ends, ends and forward and t >= first

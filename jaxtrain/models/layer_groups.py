@@ -7,7 +7,7 @@ every slot, by hand, and gradients are added to a sum of the whole stack as they
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,17 @@ SLOTS = "slots"  # the scope in which things are put there, by which plans know 
 Buffers = list[jax.Array]  # of all that is kept: each (slots x checkpoints of a group, ...)
 
 
+class Unit(NamedTuple):
+    """A pass of one microbatch through one group."""
+
+    shared: Any  # what all layers share of the microbatch
+    group: jax.Array
+    slot: jax.Array
+    valid: jax.Array  # bool (); if not, it is nobody's, and run because a program is one for all
+
+
 @dataclasses.dataclass(frozen=True)
-class _Kept:
+class Kept:
     """What one checkpoint keeps: its structure, and shapes."""
 
     tree: Any
@@ -55,7 +64,7 @@ class Groups:
         kinds = [number(self._kinds, self._first + i + q) for q in range(self._every)]
         return self._stack.differentiate(self._run, x, self._layers(i), shared, *kinds)
 
-    def kept(self, x: Any, shared: Any) -> _Kept:
+    def kept(self, x: Any, shared: Any) -> Kept:
         """What a checkpoint keeps of a microbatch with arrays like these."""
         found = []
 
@@ -65,9 +74,9 @@ class Groups:
             return flat
 
         shapes = jax.eval_shape(leaves, x, shared)
-        return _Kept(found[0], tuple(shapes))
+        return Kept(found[0], tuple(shapes))
 
-    def buffers(self, kept: _Kept, slots: int) -> Buffers:
+    def buffers(self, kept: Kept, slots: int) -> Buffers:
         """Room for `slots` units."""
         return [jnp.zeros((slots * self._parts, *a.shape), a.dtype) for a in kept.shapes]
 
@@ -93,51 +102,64 @@ class Groups:
         """A group's output. Keeps nothing."""
         return self.through(lambda x, layer, kind, _: self._body(x, layer, shared, kind), x, group)
 
-    def forward_keeping(self, x: Any, shared: Any, group: jax.Array, buffers: Buffers, slot: jax.Array) -> tuple[Any, Buffers]:
-        """A group's output, and the buffers with what its backward pass needs in `slot`."""
+    def _step(self, unit: Unit, x: Any, buffers: Buffers, part: jax.Array, slot: jax.Array) -> tuple[Any, Buffers]:
+        """One checkpoint forward."""
+        y, vjp = self._differentiate(x, unit.shared, unit.group * self._per_group + part * self._every)
+        place = slot * self._parts + part
+        # The buffers are the loop's: each is written in its place, and not made of parts afterwards.
+        with jax.named_scope(SLOTS):
+            new = [
+                jax.lax.dynamic_update_slice_in_dim(b, leaf[None], place, 0, allow_negative_indices=False)
+                for b, leaf in zip(buffers, jax.tree.leaves(vjp), strict=True)
+            ]
+        return y, new
 
-        def step(carry: tuple[Any, Buffers], part: jax.Array) -> tuple[Any, Buffers]:
-            x, buffers = carry
-            y, vjp = self._differentiate(x, shared, group * self._per_group + part * self._every)
-            place = slot * self._parts + part
-            # The buffers are this loop's: each is written in its place, and not made of parts afterwards.
-            with jax.named_scope(SLOTS):
-                new = [
-                    jax.lax.dynamic_update_slice_in_dim(b, leaf[None], place, 0, allow_negative_indices=False)
-                    for b, leaf in zip(buffers, jax.tree.leaves(vjp), strict=True)
-                ]
-            return y, new
-
-        return self._each(step, (x, buffers), range(self._parts))
-
-    def backward(
-        self,
-        dy: Any,
-        shared: Any,
-        group: jax.Array,
-        kept: _Kept,
-        buffers: Buffers,
-        slot: jax.Array,
-        sums: list[jax.Array],
-        valid: jax.Array,
+    def _step_back(
+        self, unit: Unit, dy: Any, kept: Kept, found: list[jax.Array], sums: list[jax.Array], part: jax.Array
     ) -> tuple[Any, list[jax.Array]]:
-        """The gradient of a group's input, and the sums with its layers' gradients added, where `valid`.
+        """One checkpoint backward."""
+        vjp = jax.tree.unflatten(kept.tree, found)
+        first = unit.group * self._per_group + part * self._every
+        dx, d_layers = self._stack.backward(vjp, self._layers(first), unit.shared, dy)
+        for q, parts in enumerate(d_layers):
+            made = [dw for dw, learns in zip(parts, self._stack.learnt, strict=True) if learns]
+            sums = [_added(s, dw, first + q, unit.valid) for s, dw in zip(sums, made, strict=True)]
+        return dx, sums
+
+    def _find(self, unit: Unit, buffers: Buffers, part: jax.Array) -> list[jax.Array]:
+        return [at(b, unit.slot * self._parts + part) for b in buffers]
+
+    def forward_keeping(self, unit: Unit, x: Any, buffers: Buffers) -> tuple[Any, Buffers]:
+        """A group's output, and the buffers with what its backward pass needs in the unit's slot."""
+        return self._each(lambda carry, part: self._step(unit, *carry, part, unit.slot), (x, buffers), range(self._parts))
+
+    def backward(self, unit: Unit, dy: Any, kept: Kept, buffers: Buffers, sums: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
+        """The gradient of a group's input, and the sums with its layers' gradients added, where the unit is valid.
 
         sums: of each leaf of the stack that is learnt, in the stack's order.
         """
 
         def step(carry: tuple[Any, list[jax.Array]], part: jax.Array) -> tuple[Any, list[jax.Array]]:
             dy, sums = carry
-            place = slot * self._parts + part
-            vjp = jax.tree.unflatten(kept.tree, [at(b, place) for b in buffers])
-            first = group * self._per_group + part * self._every
-            dx, d_layers = self._stack.backward(vjp, self._layers(first), shared, dy)
-            for q, parts in enumerate(d_layers):
-                made = [dw for dw, learns in zip(parts, self._stack.learnt, strict=True) if learns]
-                sums = [_added(s, dw, first + q, valid) for s, dw in zip(sums, made, strict=True)]
-            return dx, sums
+            return self._step_back(unit, dy, kept, self._find(unit, buffers, part), sums, part)
 
         return self._each(step, (dy, sums), range(self._parts)[::-1])
+
+    def both(
+        self, out: Unit, x: Any, back: Unit, dy: Any, kept: Kept, buffers: Buffers, sums: list[jax.Array]
+    ) -> tuple[Any, Buffers, Any, list[jax.Array]]:
+        """One unit forward and another, in another slot, backward; side by side, so that one's collectives can hide behind the
+        other's arithmetic. (output, buffers, gradient of the other's input, sums)"""
+
+        def step(carry: Any, part: jax.Array) -> Any:
+            x, buffers, dy, sums = carry
+            found = self._find(back, buffers, mirror := self._parts - 1 - part)
+            # Nothing is written before this is read, or the compiler would keep a copy of the buffers to read it from.
+            found, slot = jax.lax.optimization_barrier((found, out.slot))
+            dx, sums = self._step_back(back, dy, kept, found, sums, mirror)
+            return *self._step(out, x, buffers, part, slot), dx, sums
+
+        return self._each(step, (x, buffers, dy, sums), range(self._parts))
 
 
 def _added(sums: jax.Array, dw: jax.Array, i: jax.Array, valid: jax.Array) -> jax.Array:
