@@ -139,7 +139,6 @@ CASES = {
     "one device": Case(model=SHARED),
     "pallas": Case(experts=Experts(impl="pallas")),
     "expert=8, in rounds; sigmoid, biased, as they are": Case((("expert", 8),), Experts(buffer=1.0), SIGMOID),
-    "expert=2 x tensor=2 x seq=2, shared": Case((("expert", 2), ("tensor", 2), ("seq", 2)), model=SHARED),
     "a capacity with room": Case((("expert", 4), ("fsdp", 2)), Experts(capacity=E / K)),
 }
 

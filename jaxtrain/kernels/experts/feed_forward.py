@@ -6,9 +6,9 @@ The share is multiplied in before the last product. That is linear, so it makes 
 nothing that comes after it.
 
 The backward rule is written out, as for all that uses a weight (kernels/dot.py): gradients of weights are added up in float32
-on each device and travel in the reduce dtype. It also repeats the rounds of an exchange: what a first round leaves over is
-computed anew in the backward pass, and of no round but the first is anything kept. So loads that are uneven cost time, and
-never memory.
+over the rows of a round, and are then in the reduce dtype, in which they travel. It also repeats the rounds of an exchange:
+what a first round leaves over is computed anew in the backward pass, and of no round but the first is anything kept. So loads
+that are uneven cost time, and never memory.
 """
 
 import dataclasses
@@ -199,7 +199,6 @@ def _backward(spec: Spec, residuals, cotangents):
     def local(x_BTD, share_BTk, chosen_BTk, plan: Plan, rows_RD, gate_RF, up_RF, gate_EDF, up_EDF, down_EDF, dy_BTD):
         x_TD, share_Tk, chosen_Tk, dy_TD = (_flat(a) for a in (x_BTD, share_BTk, chosen_BTk, dy_BTD))
         exchange = spec.exchange(chosen_Tk)
-        sums = jnp.dtype(jnp.float32) if exchange.overflows else n.reduce
 
         def gradients(route: Route, rows_RD, gate_RF, up_RF):
             """Of x in f32 (T, D), of share (T, k), and of each weight that is learnt."""
@@ -210,7 +209,7 @@ def _backward(spec: Spec, residuals, cotangents):
             of_gate, of_up = (spec.times(d, w, route, "F") for d, w in ((d_gate_RF, gate_EDF), (d_up_RF, up_EDF)))
             dx_RD = (of_gate.astype(jnp.float32) + of_up.astype(jnp.float32)).astype(x_TD.dtype)
             pairs = (rows_RD, d_gate_RF), (rows_RD, d_up_RF), (dy_RD, h_RF)
-            dw = [None if frozen(t) else spec.outer(*pair, route, sums) for pair, t in zip(pairs, to, strict=True)]
+            dw = [None if frozen(t) else spec.outer(*pair, route, n.reduce) for pair, t in zip(pairs, to, strict=True)]
             return exchange.receive(dx_RD, route), exchange.receive_numbers(d_share_R, route), dw
 
         def again(carry):
@@ -228,7 +227,7 @@ def _backward(spec: Spec, residuals, cotangents):
         dx_BTD = spec.total(dx_TD.astype(x_BTD.dtype).reshape(x_BTD.shape))
         width = p.in_use("mlp")
         d_share_BTk = (jax.lax.psum(d_share_Tk, width) if width else d_share_Tk).reshape(share_BTk.shape)
-        home = [None if d is None else summed(d.astype(n.reduce), AXES, tokens, t, p) for d, t in zip(dw, to, strict=True)]
+        home = [None if d is None else summed(d, AXES, tokens, t, p) for d, t in zip(dw, to, strict=True)]
         return dx_BTD, d_share_BTk, home
 
     each, rows, w_spec = spec.each, P(*spec.each, p.in_use("expert_embed") or None), p.whole(AXES).spec
