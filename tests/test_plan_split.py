@@ -7,6 +7,7 @@ import pytest
 
 from jaxtrain import launch
 from jaxtrain.config import Pipeline, RunConfig, Train
+from jaxtrain.plan.known import textbook
 from jaxtrain.plan.make import make_plan
 from jaxtrain.plan.program import split
 from jaxtrain.plan.report import figures
@@ -84,6 +85,14 @@ def test_tokens_go_to_experts_and_back_inside_a_node():
     assert made.flops.hardware_per_step == pytest.approx(made.flops.expected_per_step, rel=0.01)
     further = [count for name, count in made.trip_counts.items() if "further_rounds" in name]
     assert further and not any(further), "rounds that an even load does not need"
+
+
+def test_both_move_what_their_formulas_say():
+    for (run, made), purpose in ((staged(), "stages"), (routed(), "experts")):
+        rows = [row for row in textbook.compare(made, textbook.promised(run, made.mesh)) if row.purpose == purpose]
+        assert len(rows) == (2 if purpose == "stages" else 1)
+        for row in rows:
+            assert abs(row.off) < 0.02, row
 
 
 @pytest.mark.more

@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxtrain import flops, launch
-from jaxtrain.config import ConfigError, RunConfig, rules_in_use
+from jaxtrain.auto_remat import expert_room
+from jaxtrain.config import MESH_AXES, ConfigError, RunConfig, rules_in_use
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.numbers import GB_PER_GIB, number, size
 from jaxtrain.plan.report.figures import markdown_table
@@ -93,7 +94,7 @@ class Term:
 
     kind: str
     axis: str
-    purpose: str  # weights | tokens | attention
+    purpose: str  # weights | tokens | attention | stages | experts
     formula: str
     bytes: float
 
@@ -128,22 +129,27 @@ def run_of(layout: Layout, more: Sequence[str] = ()) -> RunConfig:
 
 def promised(run: RunConfig, sizes: dict[str, int]) -> list[Term]:
     """What a layout moves by the papers: weights over the axes that split them, gradients over their replicas, activations
-    over tensor, keys and values over seq. `sizes`: of the mesh axes.
+    over tensor, keys and values over seq, tokens to their experts, activations from stage to stage. `sizes`: of the mesh axes,
+    without those that are not in use. Gathers of experts' weights are not among them.
 
     Letters: A microbatches; W all weights in bfloat16, of which L those of the layers, H the head's and E the embedding's;
     l layers; X a microbatch's residual stream on one GPU before it is split over tensor, KV keys and values of a layer there
-    in bfloat16, QO queries and outputs; n GPUs of the axis.
+    in bfloat16, QO queries and outputs; v groups of layers on a stage; R the rows that a GPU's experts have room for; n GPUs of
+    the axis.
     """
     m, accum = run.model, run.train.grad_accum
+    sizes = dict.fromkeys(MESH_AXES, 1) | sizes
     rules = rules_in_use(run.sharding)
     split = [a for a in rules["embed"] if sizes[a] > 1]
     replicas = [a for a in (*rules["batch"], *rules["sequence"]) if sizes[a] > 1 and a not in split]
     count = flops.parameters(m)
     tensor, n = sizes["tensor"], math.prod(sizes[a] for a in split)
-    everything = BF16 * count["total"] / tensor
-    head = BF16 * count["head"] / tensor
-    layers = BF16 * (count["attention"] + count["mlp"]) / tensor + BF16 * 2 * m.d_model * m.num_layers
-    tokens = run.train.global_batch * run.data.seq_len / accum / (sizes["data"] * sizes["fsdp"] * sizes["seq"])
+    parts = tensor * sizes["stage"]
+    everything = BF16 * (count["total"] - count["experts"]) / parts
+    head = BF16 * count["head"] / parts
+    layers = BF16 * (count["attention"] + count["mlp"]) / parts + BF16 * 2 * m.d_model * m.num_layers / sizes["stage"]
+    shards = math.prod(sizes[a] for a in ("data", "fsdp", "expert", "seq"))
+    tokens = run.train.global_batch * run.data.seq_len / accum / shards
     stream = BF16 * tokens * m.d_model
     part, axis = (n - 1) / n, "+".join(split)
     terms = []
@@ -174,7 +180,33 @@ def promised(run: RunConfig, sizes: dict[str, int]) -> list[Term]:
         regathered = accum * 2 * m.num_layers * part * stream
         terms.append(Term("all-gather", "tensor", "tokens", "(n-1)/n A (6 l + 2) X", once_each + regathered))
         terms.append(Term("reduce-scatter", "tensor", "tokens", "(n-1)/n A (4 l + 2) X", once_each))
-    return terms + _context(run, sizes, tokens)
+    return [*terms, *_context(run, sizes, tokens), *_stages(run, sizes, stream / tensor), *_experts(run, sizes, tokens)]
+
+
+def _stages(run: RunConfig, sizes: dict[str, int], stream: float) -> list[Term]:
+    """Between neighbours the output of each group and its gradient, in every tick, also in those that have none; from one stage
+    to all, with the vocabulary split over them: embedded tokens, states of the last layer, and the gradients of both."""
+    n, accum = sizes["stage"], run.train.grad_accum
+    if n == 1:
+        return []
+    ticks = accum * run.pipeline.groups + n - 1
+    return [
+        Term("collective-permute", "stage", "stages", "2 (A v + n - 1) X", 2 * ticks * stream),
+        Term(
+            "all-reduce", "stage", "stages", "2 (n-1)/n (4 A + 2 n - 1) X", 2 * (n - 1) / n * (4 * accum + 2 * n - 1) * stream
+        ),
+    ]
+
+
+def _experts(run: RunConfig, sizes: dict[str, int], tokens: float) -> list[Term]:
+    """There and back forward and backward, and there once more where remat does not keep what arrived."""
+    n, m = sizes["expert"], run.model
+    if n == 1 or not m.num_experts:
+        return []
+    rows = BF16 * tokens * expert_room(run, n) * m.d_model
+    trips = 4 + (run.remat.policy != "none")
+    sent = (n - 1) / n * run.train.grad_accum * m.num_layers / sizes["stage"] * trips * rows
+    return [Term("all-to-all", "expert", "experts", f"(n-1)/n A l {trips} R", sent)]
 
 
 def _context(run: RunConfig, sizes: dict[str, int], tokens: float) -> list[Term]:
@@ -204,6 +236,10 @@ def purpose(c: Collective) -> str:
     # Where XLA has put several into one, the source line is that of any of them; the weights are the most of it.
     if "kernels/context" in c.source and "/weight/" not in c.op_name:
         return "attention"
+    if c.axis == "stage":
+        return "stages"
+    if "/experts/" in c.op_name:
+        return "experts"
     return "tokens" if c.axis == "tensor" or c.kind == "all-to-all" else "weights"
 
 
