@@ -40,8 +40,10 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     # back for a layer, where fsdp would gather a layer's 2.8 GB. The other 1.6 B of the 46.7 B parameters are split over the
     # same GPUs.
     config.mesh.expert = 8
-    # Weights, moments and gradients in float32 are 16 bytes a parameter, 87 GiB on each of 8 GPUs. What is left holds what
-    # layers keep for their backward pass, as much of it as fits.
+    # Weights, moments and gradients in float32 are 16 bytes a parameter, 87 GiB on each of 8 GPUs. A microbatch's gradients
+    # beside their sum would be 22 GiB more: added to it layer by layer, they leave room to keep what experts' GEMMs compute,
+    # and the step is 13% faster by plan. It peaks at 129 GiB.
+    config.train.accumulate = "layer"
     config.remat.policy = "auto"
 
     config.optimizer.lr = 3e-4
