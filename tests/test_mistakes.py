@@ -3,10 +3,12 @@
 import functools
 import re
 
+import jax
 import pytest
 
 from jaxtrain import launch
 from jaxtrain.plan.make import make_plan
+from jaxtrain.plan.program import mistakes
 from jaxtrain.plan.result import Plan
 from jaxtrain.plan.topology import parse
 
@@ -84,3 +86,20 @@ def test_no_remat_where_the_step_does_not_fit():
     less = made.memory.taken_gib - plan("h200:8", *batch, f"remat.policy={policy}", "remat.tensors=").memory.taken_gib
     assert less == pytest.approx(float(promised), rel=0.25)
     assert not told(plan("h200:8", *BATCH, "remat.policy=none", "remat.tensors="), "too big")
+
+
+def test_too_few_microbatches_for_the_stages():
+    def idle(*overrides: str) -> list[str]:
+        argv = ["--config=configs/llama3_8b.py", *(f"--config.{o}" for o in ("mesh.stage=4", "mesh.fsdp=1", *overrides))]
+        run = launch.load(argv).run
+        mesh = jax.sharding.AbstractMesh((1, run.mesh.stage, 1, 1, 1), ("data", "stage", "fsdp", "tensor", "seq"))
+        return list(mistakes._idle_stages(run, mesh))
+
+    (warning,) = idle("train.global_batch=64", "train.grad_accum=8")
+    assert "4 stages have nothing to do for 27% of the step" in warning and "pipeline.groups=2" in warning
+    accum, batch = (int(re.findall(rf"{key}=(\d+)", warning)[-1]) for key in ("grad_accum", "global_batch"))
+    assert batch == 8 * accum and not idle(f"train.grad_accum={accum}", f"train.global_batch={batch}")
+    assert "interleaved" not in idle("train.global_batch=60", "train.grad_accum=10")[0], "not in whole runs of stages"
+    groups = ("pipeline.schedule=interleaved", "pipeline.groups=4")
+    assert not idle("train.global_batch=64", "train.grad_accum=8", *groups)
+    assert not idle("mesh.stage=1", "train.grad_accum=1", "train.global_batch=8")

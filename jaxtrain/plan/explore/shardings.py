@@ -9,7 +9,7 @@ activations from the traced train step itself (layouts.py), so there is no secon
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from jaxtrain.plan.explore import layouts
 from jaxtrain.plan.explore.layouts import Named, Value
 from jaxtrain.plan.explore.pictures import Picture, draw
 from jaxtrain.plan.explore.table import Row, Table, parse_filter
+from jaxtrain.plan.program import split
 from jaxtrain.plan.topology import Topology
 from jaxtrain.sharding import Axes
 from jaxtrain.step import MICROBATCHES, Program, attention_specs, build, make_definition, numerics_of
@@ -73,7 +74,19 @@ def describe(config: RunConfig | str | Path, topology: str | Topology | Sequence
     mesh = dict(program.placement.mesh.shape)
     shown = ", ".join(f"{axis}={n}" for axis, n in mesh.items() if n > 1) or "one device"
     title = f"{run.model.family}, {run.model.num_layers} layers, on {name}: {shown}"
-    return Table((*_state_rows(run, program), *_traced_rows(run, program), *_batch_rows(program)), title, mesh)
+    rows = (*_state_rows(run, program), *_traced_rows(run, program), *_batch_rows(program))
+    return Table(rows, title, mesh, tuple(_where(run, mesh)))
+
+
+def _where(run: RunConfig, mesh: dict[str, int]) -> Iterator[str]:
+    """Which layers lie on which stage, and how many experts on a device."""
+    if (stages := mesh.get(split.STAGE, 1)) > 1:
+        found = split.layers(run.model.num_layers, split.schedule_of(run, stages))
+        yield f"layers by stage: {' | '.join(found)}."
+    if (devices := mesh.get(split.EXPERT, 1)) > 1:
+        each = run.model.num_experts // devices
+        runs = [f"{i * each}-{(i + 1) * each - 1}" if each > 1 else str(i) for i in range(devices)]
+        yield f"experts along expert: {' | '.join(runs)}."
 
 
 def _row(

@@ -70,6 +70,7 @@ class Table:
     entries: tuple[Row, ...]
     title: str
     mesh: dict[str, int]
+    notes: tuple[str, ...] = ()  # which layers and which experts are where
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.entries)
@@ -192,13 +193,14 @@ class Table:
         )
         held = "held: bytes on one device, of all copies that there are at once. same on: devices with the same part."
         if not narrow:
-            return Grid(self.title, columns, cells, footers, (f"each: bytes of one copy on one device. {held}",))
+            notes = (f"each: bytes of one copy on one device. {held}", *self.notes)
+            return Grid(self.title, columns, cells, footers, notes)
         kept = [i for i, (header, _) in enumerate(columns) if header not in ("on a device", "each")]
 
         def cut(row: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple(row[i] for i in kept)
 
-        return Grid(self.title, cut(columns), tuple(map(cut, cells)), tuple(map(cut, footers)), (held,))
+        return Grid(self.title, cut(columns), tuple(map(cut, cells)), tuple(map(cut, footers)), (held, *self.notes))
 
     def __rich__(self) -> Grid:
         return self.grid()

@@ -16,11 +16,13 @@ from jaxtrain.kernels.dot import DTYPES
 from jaxtrain.plan.program.roofline import Roofline
 from jaxtrain.plan.result import Collective, Memory, Rates
 from jaxtrain.sharding import node_of
+from jaxtrain.stages import Schedule
 
 EXPOSED = 0.02  # of the step: waiting for less than this is no mistake
 SLACK = 1.25  # no schedule hides all that it could
 GB = 2**30 / 1e9  # of a GiB
 NAMED = 4  # activations in one warning
+IDLE = 0.1  # of the step: what a pipeline may stand idle
 
 
 def mistakes(
@@ -34,6 +36,7 @@ def mistakes(
         *_across_nodes(run, mesh, moved, timed),
         *_few_rows(run, mesh, moved, timed, rates),
         *_once_a_step(run, mesh, moved, timed),
+        *_idle_stages(run, mesh),
         *_no_remat(run, memory),
     )
 
@@ -141,6 +144,27 @@ def _once_a_step(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed:
             f"{what} over {'+'.join(a for a in MESH_AXES if a in axes)} once a step, and {_share(waited, timed)} of that are "
             f"waited for: train.grad_accum={run.train.grad_accum} is too few microbatches. {more} for {EXPOSED:.0%}; {other}."
         )
+
+
+def _idle_stages(run: RunConfig, mesh: Mesh) -> Iterator[str]:
+    """Stages that wait for others at the beginning and at the end of a step, for too few microbatches."""
+    stages, accum = mesh.shape.get("stage", 1), run.train.grad_accum
+    groups = run.pipeline.groups
+    idle = Schedule(run.pipeline.schedule, stages, groups if stages > 1 else 1, accum).bubble
+    if idle <= IDLE:
+        return
+    enough = math.ceil((stages - 1) * (1 / IDLE - 1) / groups / stages) * stages
+    more = run.train.global_batch * enough // accum
+    several = next((v for v in (2, 4) if v > groups and v * stages <= run.model.num_layers), 0)
+    also = (
+        f"pipeline.schedule=interleaved pipeline.groups={several} shortens its ticks; "
+        if several and accum % stages == 0
+        else ""
+    )
+    yield (
+        f"{stages} stages have nothing to do for {idle:.0%} of the step: train.grad_accum={accum} is too few microbatches. "
+        f"{also}train.grad_accum={enough}, of train.global_batch={more} or in smaller microbatches, leaves {IDLE:.0%}."
+    )
 
 
 def _no_remat(run: RunConfig, memory: Memory) -> Iterator[str]:

@@ -25,7 +25,7 @@ from jaxtrain.plan import result
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module, trip_count
 from jaxtrain.plan.program.work import ATTENTION_BACKWARD, Work, attention_pairs, is_collective, work
-from jaxtrain.stages import Schedule
+from jaxtrain.stages import Arrangement, Schedule
 from jaxtrain.step import attention_specs
 
 LINKS = ("communication", "host")  # kinds of work that run on a stream of their own
@@ -335,8 +335,8 @@ _ATTENTION = {
 def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", context: Context = ALONE, stages: int = 1) -> float:
     """FLOPs that each of `devices` executes in a step by formula: forward, backward, and what remat computes again.
 
-    With `stages`, those too that a stage executes on nothing, while others still have something, or already. Without, what all
-    have to.
+    With `stages`, those too that a stage executes on nothing: while others still have something, or already, and for places of
+    its stack that are empty. Without, what all have to.
 
     `attention`: the kernel in use (`Program.attention`); `context`: how it shares a sequence (`Program.context`). Raises
     ValueError for a kernel whose arithmetic is not known. What is computed again is that of a kernel with a backward pass of
@@ -358,9 +358,10 @@ def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", conte
         computed += (each.causal if masked else each.full) * passes * _blocks(run, alike, context, masked)
     groups = run.pipeline.groups if stages > 1 else 1
     idle = Schedule(run.pipeline.schedule, stages, groups, run.train.grad_accum).bubble
+    empty = Arrangement(run.model.num_layers, stages, groups).places / run.model.num_layers
     head = flops.head(run)
-    layers = linear - head + computed
-    return (head + layers / (1 - idle)) * run.train.global_batch * run.data.seq_len / devices
+    layers = (linear - head + computed) * empty / (1 - idle)
+    return (head + layers) * run.train.global_batch * run.data.seq_len / devices
 
 
 def attention_by_rank(run: RunConfig, devices: int, attention: str, context: Context) -> tuple[float, ...]:
