@@ -15,6 +15,7 @@ import pytest
 
 from jaxtrain.balance import Balance
 from jaxtrain.config import Experts
+from jaxtrain.generate import WHOLE
 from jaxtrain.kernels.attention import Hardware, Unsupported
 from jaxtrain.kernels.dot import Numerics
 from jaxtrain.kernels.experts import grouped
@@ -149,6 +150,18 @@ def test_every_token_goes_through_its_experts(name):
     case = CASES[name]
     given = inputs(case.model)
     assert_same(compiled(case)(*given), plain_gradients(*given, case.run.model), given[2])
+
+
+def test_sampling_splits_weights_and_not_tokens():
+    """Where each device has all tokens and a part of D, and of every expert's width, products are summed over both."""
+    case = Case((("fsdp", 4), ("tensor", 2)), model=SHARED)
+    rules = tuple((axis, () if axis in WHOLE else onto) for axis, onto in case.placement.rules)
+    placement = dataclasses.replace(case.placement, rules=rules)
+    definition = Definition(lambda rngs: ExpertsMLP(case.run.model, 0.5, 0.5, Context(F32, placement), rngs))
+    params, x, real, _ = inputs(SHARED)
+    y, _ = jax.jit(lambda params, x: definition.bind(params)(x, real))(params, x)
+    wanted = plain(params, x, real, case.run.model)[0]
+    np.testing.assert_allclose(np.where(real[..., None], y, 0), np.where(real[..., None], wanted, 0), rtol=1e-4, atol=1e-4)
 
 
 def test_order_does_not_matter():
