@@ -174,7 +174,7 @@ def cells(row: Row) -> list[str]:
         run.name,
         run.by,
         run.machine,
-        f"{run.seq_len} x {run.sequences}",
+        f"{run.seq_len} x {run.sequences:g}",
         f"{run.step_s:.3f}",
         f"{p.step_s:.3f}",
         f"{row.ratio:.2f}",

@@ -2,8 +2,10 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
-from jaxtrain.config import RunConfig, default_config, resolve
+from jaxtrain import flops
+from jaxtrain.config import Model, RunConfig, default_config, resolve
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.known.well_known import SHAPES
 from jaxtrain.plan.rates import MEMORY_FRACTION, NETWORK_FRACTION, datasheet
@@ -20,7 +22,7 @@ class Run:
     model: str  # of SHAPES
     machine: str
     seq_len: int
-    sequences: int  # on each GPU in a step
+    sequences: float  # for each GPU in a step; below 1 where GPUs share one
     step_s: float
     mesh: Mapping[str, int]
     remat: str  # as published
@@ -30,6 +32,7 @@ class Run:
     same_compiler: bool = True  # an XLA program with cuDNN attention, as ours is
     rates: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of the machine, where it differs from `machine`
     dtypes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    also: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # further keys of the config
 
     @property
     def config(self) -> RunConfig:
@@ -38,12 +41,13 @@ class Run:
         config = default_config()
         config.model.update(shape.model)
         config.data.update(source="synthetic", packing="none", seq_len=self.seq_len)
-        config.train.update(global_batch=devices * self.sequences, grad_accum=1)
+        config.train.update(global_batch=round(devices * self.sequences), grad_accum=1)
         config.mesh.update({"data": 1, "fsdp": 1, **self.mesh})
         config.dtypes.update(self.dtypes)
         config.remat.policy = "full" if self.keep == "full" else "custom"
         if config.remat.policy == "custom":
             config.remat.tensors = ",".join(f"{name}=keep" for name in self.keep.split())
+        config.update_from_flattened_dict(self.also)
         run, problems = resolve(config)
         if problems:
             raise ValueError(f"{self.name}: {problems[0]}")
@@ -62,6 +66,7 @@ class Run:
 MINIMAL_WITH_CONTEXT = "q k v attention_out attention_lse attention_proj mlp_gate mlp_up mlp_down"
 EXCEPT_MLP = "q k v attention_out attention_lse attention_proj"
 QKV = "q k v"
+ALL_PRODUCTS = "q k v attention_out attention_lse residual mlp_gate mlp_up"
 EVERY_SECOND_GEMM = "q v attention_out attention_lse mlp_gate mlp_down"
 
 NO_SCAN = "Their layers are unrolled (scan_layers=false), ours are a loop: XLA can overlap across layers there."
@@ -73,6 +78,11 @@ TORCH = "Another compiler: torch.compile fuses and schedules differently, and FS
 CAPPED = "The GPUs were held to 500 W: under that cap an H100's clock falls well below the one behind 989 TFLOP/s."
 HBM2E = "The GPUs had HBM2e at 2.4 TB/s, which the plan takes; the described card is otherwise an H100 with 80 GB."
 F32_REDUCE = "Gradients are reduced in float32, as FSDP2 does by default here."
+HERD = (
+    "Another program: kernels of PyTorch and their own, a schedule that warms up by as many microbatches as they choose, and a "
+    "layer less on the first and the last stage. Where sequences are split, keys and values are gathered, as here."
+)
+UNTOLD = "How many groups of layers a stage has is not told; ours have four, which 126 layers on 16 stages allow."
 REAL_DATA = "They read and tokenise C4 while training; a plan knows of no data."
 
 
@@ -83,6 +93,36 @@ def network(gbit_s: float) -> str:
 def network_rate(gbit_s: float) -> float:
     """GB/s that a plan takes for a card of so many Gb/s."""
     return NETWORK_FRACTION * gbit_s / 8
+
+
+def _herd(name: str, nodes: int, tflops: float, rows: int, mesh: dict[str, int], seq_len: int = 8192) -> Run:
+    """Of table 4 of The Llama 3 Herd of Models: tensor=8 in a node, 16 stages, and `rows` sequences of each data-parallel rank
+    in a step, one at a time."""
+    model, gpus = SHAPES["llama3_405b"].model, 8 * nodes
+    sequences = rows * mesh["fsdp"] / gpus
+    return Run(
+        name,
+        by="Meta, the pre-training of Llama 3 405B, 2024",
+        source="https://arxiv.org/abs/2407.21783",
+        model="llama3_405b",
+        machine=f"h100:8x{nodes}",
+        seq_len=seq_len,
+        sequences=sequences,
+        step_s=flops.per_token(Model(**model), seq_len).full * sequences * seq_len / (tflops * 1e12),
+        figure=f"{tflops:g} TFLOP/s/GPU, of FLOPs as the PaLM paper counts them",
+        mesh={"stage": 16, "tensor": 8, **mesh},
+        remat="none" if seq_len == 8192 else "not told",
+        keep=ALL_PRODUCTS,
+        same_compiler=False,
+        why=(HERD, UNTOLD, network(400)),
+        also={
+            "train.grad_accum": rows,
+            "sharding.zero": 1,
+            "pipeline.schedule": "interleaved",
+            "pipeline.groups": 4,
+            "attention.context": "gather",
+        },
+    )
 
 
 RECIPES = "https://github.com/AI-Hypercomputer/gpu-recipes/tree/main/training"
@@ -252,4 +292,7 @@ RUNS = (
         why=(TORCH, F32_REDUCE, REAL_DATA, network(200)),
         dtypes={"reduce": "f32"},
     ),
+    _herd("Llama 3 405B, 8,192 H100", 1024, 430, 32, {"fsdp": 64}),
+    _herd("Llama 3 405B, 16,384 H100", 2048, 400, 16, {"fsdp": 128}),
+    _herd("Llama 3 405B, 16,384 H100, long", 2048, 380, 16, {"fsdp": 8, "seq": 16}, seq_len=131_072),
 )
