@@ -61,9 +61,8 @@ def write(folder: Path, gigabytes: float) -> None:
         where.update(dict.fromkeys(held, name))
         held.clear()
 
-    for entry in entries(model_of(described)).values():
-        bits = rng.integers(0x3C00, 0x3E00, entry.their_shape, np.uint16)
-        held[entry.theirs[0]] = bits.view(ml_dtypes.bfloat16)
+    for name, shape in [(name, e.their_shape) for e in entries(model_of(described)).values() for name in e.theirs]:
+        held[name] = rng.integers(0x3C00, 0x3E00, shape, np.uint16).view(ml_dtypes.bfloat16)
         if sum(x.nbytes for x in held.values()) > min(SHARD, gigabytes * 1e9 / 4):
             flush()
     flush()

@@ -48,9 +48,13 @@ def run_of(folder: Folder, tokenizer: str, dtype: str) -> RunConfig:
 
 
 def spread(shape: tuple[int, ...], devices: list[Any]) -> NamedSharding:
-    """Over all devices along the first dimension that divides by their number; whole where none does."""
+    """Over all devices along the first dimension that divides by their number; whole where none does.
+
+    Along another where each would get one of that dimension, as one expert: a save copies such parts in host memory first.
+    """
     mesh = jax.make_mesh((len(devices),), ("all",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))
-    dim = next((i for i, size in enumerate(shape) if size % len(devices) == 0), None)
+    even = [i for i, size in enumerate(shape) if size % len(devices) == 0]
+    dim = next((i for i in even if shape[i] > len(devices)), even[0] if even else None)
     return NamedSharding(mesh, P() if dim is None else P(*[None] * dim, "all"))
 
 
