@@ -7,6 +7,7 @@ import pytest
 
 from jaxtrain import launch
 from jaxtrain.config import Pipeline, RunConfig, Train
+from jaxtrain.plan.explore.shardings import describe
 from jaxtrain.plan.known import textbook
 from jaxtrain.plan.make import make_plan
 from jaxtrain.plan.program import split
@@ -112,6 +113,15 @@ def test_plans_with_both_are_written_and_read():
         assert words in said, said
     plain = dataclasses.replace(made, pipeline=None, experts=None)
     assert figures.pipeline(plain) == figures.experts(plain) == []
+
+
+def test_tables_of_layouts_show_what_waits_on_a_stage():
+    run, _ = staged()
+    table = describe(run, "h100:1x2")
+    q = table.row("q")
+    assert (q.saved, q.copies, q.shape, q.layout) == ("keep", Schedule("1f1b", 2, 1, 6).slots[2], (1, 1024, 4, 64), "stated")
+    assert table.row("mlp_up").saved == "recompute" and table.row("layers.mlp.up").mesh_axes[0] == ("stage",)
+    assert table.notes == ("layers by stage: 0 | 1.",)
 
 
 def test_layers_of_stages():

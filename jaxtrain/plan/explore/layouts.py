@@ -19,6 +19,7 @@ from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.models.layer_groups import SLOTS
 from jaxtrain.sharding import Axes, Placement
 
 Dims = tuple[tuple[str, ...], ...]  # mesh axes that split each dimension
@@ -251,6 +252,9 @@ class _Reader:
                 kept = stacked | single if eqn.primitive.name == "remat2" else stacked
                 for v in dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal) and v in kept):
                     self._save(known[v])
+            if eqn.primitive.name == "dynamic_update_slice" and str(eqn.source_info.name_stack).endswith(SLOTS):
+                put = next(e for e in jaxpr.eqns if any(v is eqn.invars[1] for v in e.outvars))  # made one dimension longer
+                self._wait(value(put.invars[0]), eqn.outvars[0].aval.shape[0])
             results = self._results(eqn, operands, region)
             known.update(zip(eqn.outvars, results, strict=True))
             stacks = _stacks(eqn) if eqn.primitive.name == "scan" else [False] * len(results)
@@ -310,6 +314,11 @@ class _Reader:
         if not self.quiet and value.key is not None:
             self.saved[value.key] = (self.saved.get(value.key, (0, False))[0] + value.count, value.on_host)
 
+    def _wait(self, value: Value, places: int) -> None:
+        """Of a pipeline's group: what is kept has a place for every unit that waits."""
+        if not self.quiet and value.key is not None:
+            self.saved[value.key] = (places, value.on_host)
+
     def _scan(self, eqn: Any, body: Any, operands: list[Value], region: _Region | None) -> list[Value]:
         """Arguments and results of the body's own shape are passed whole; the others are taken or stacked slice by slice."""
         sliced = [len(v.aval.shape) > len(b.aval.shape) for v, b in zip(eqn.invars, body.invars, strict=True)]
@@ -353,12 +362,20 @@ class _Reader:
                 axes = frozenset(a for part in dims for a in part)
                 bare = operand.dims and split_tags(operand.dims)[0]
                 edges.append((v.aval.shape, axes, operand.dims if operand.dims and bare == dims else dims))
-        inner = self.walk(body, [Value(key=o.key, origin=o.origin) for o in operands], _Region(tuple(edges), sizes))
+        if eqn.params["newly_manual_axes"] == {"stage"}:
+            # A pipeline: one stage's part of all, and over the other axes as without one.
+            inner = self.walk(body, [dataclasses.replace(o, dims=_without(o.dims, "stage")) for o in operands], None)
+        else:
+            inner = self.walk(body, [Value(key=o.key, origin=o.origin) for o in operands], _Region(tuple(edges), sizes))
         out = []
         for v, spec, result in zip(eqn.outvars, eqn.params["out_specs"], inner, strict=True):
             dims = _dims(spec, len(v.aval.shape), sizes)
             out.append(Value(dims, True, result.origin, result.key, result.count, result.on_host))
         return out
+
+
+def _without(dims: Dims | None, axis: str) -> Dims | None:
+    return None if dims is None else tuple(tuple(a for a in part if a != axis) for part in dims)
 
 
 def _stacks(eqn: Any) -> list[bool]:
