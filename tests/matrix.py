@@ -33,6 +33,17 @@ MODELS = {
         "model.query_scale": 24.0,
     },
     "biases": {"model.qkv_bias": True},
+    # Over 2, 4 or 8 groups of layers: none divides them. Through nine layers of weights of 0.2 rounding grows so much that a ring
+    # of two alone, without stages, is beyond the bound after three steps.
+    "stages": {"model.num_layers": 9, "model.init_std": 0.1},
+    "staged experts": {
+        "model.num_layers": 4,
+        "model.num_experts": 8,
+        "model.d_ff": 32,
+        "model.shared_d_ff": 32,
+        "experts.balance_loss": 0.0,
+        "experts.z_loss": 0.0,
+    },
     "experts": {"model.num_experts": 8, "model.d_ff": 32, "model.shared_d_ff": 32},
     # Room for all, so that none is dropped. Losses for even loads are those of each microbatch, which make another step.
     "experts with room": {
@@ -58,6 +69,8 @@ CONTEXT = (
     *(f"seq{n}/attention.context={method}" for method in ("ulysses", "gather") for n in (2, 4, 8)),
 )
 ZERO = "data2xfsdp4/train.grad_accum=2"
+SCHEDULES = ("", "/pipeline.schedule=gpipe", "/pipeline.schedule=interleaved/pipeline.groups=2")
+TWO, FOUR = "/train.grad_accum=2", "/train.grad_accum=4"
 LAYOUTS = {
     "2 queries a key": (
         "data8",
@@ -148,7 +161,32 @@ LAYOUTS = {
         "fsdp2xexpert2xtensor2/train.grad_accum=2/compiler.unroll=True",
     ),
     "biases": ("fsdp4xtensor2", "data2xfsdp2xseq2/sharding.zero=1"),
+    "stages": (
+        *(f"stage{n}{FOUR}{schedule}" for n in (2, 4) for schedule in SCHEDULES),
+        *(f"{mesh}{TWO}{schedule}" for mesh in ("stage2xfsdp4", "stage2xtensor4") for schedule in SCHEDULES),
+        *(f"{mesh}{TWO}{schedule}" for mesh in ("data4xstage2", "stage2xseq4") for schedule in SCHEDULES),
+        *(f"{mesh}{FOUR}{schedule}" for mesh in ("stage4xtensor2", "data2xstage4") for schedule in SCHEDULES),
+        *(f"{mesh}{FOUR}{schedule}" for mesh in ("stage4xfsdp2", "stage4xseq2") for schedule in SCHEDULES),
+        f"stage2xfsdp2xtensor2{FOUR}/pipeline.schedule=interleaved/pipeline.groups=4",
+        f"stage2xfsdp2xseq2{FOUR}/attention.context=ulysses",
+        f"stage2xtensor2xseq2{FOUR}/remat.policy=full",
+        f"data2xstage2xfsdp2{TWO}/remat.policy=full/remat.every=5",  # of the 5 places of a group
+        f"stage2xfsdp2xtensor2{FOUR}/remat.policy=none/compiler.unroll=True",
+        f"stage8{FOUR}",
+        "stage2xfsdp4/train.grad_accum=1",
+        *(f"data2xstage2xfsdp2{TWO}/sharding.zero={zero}" for zero in (0, 1, 2)),
+        *(f"stage2xfsdp2xtensor2{TWO}/sharding.gather={gather}" for gather in ("forward", "step")),
+        f"stage2xfsdp4{TWO}/attention.impl=chunked",
+    ),
+    "staged experts": (
+        f"stage2xexpert4{TWO}",
+        f"stage4xexpert2{FOUR}/pipeline.schedule=gpipe",
+        f"stage2xexpert2xtensor2{FOUR}/pipeline.schedule=interleaved/pipeline.groups=2",
+        f"stage2xfsdp2xexpert2{TWO}/sharding.zero=1",
+        f"stage2xexpert2xseq2{FOUR}/remat.policy=full/experts.buffer=0.5",
+    ),
     "muon": (
+        f"stage2xfsdp2{TWO}",
         "fsdp8",
         "fsdp4xtensor2",
         "data2xfsdp2xtensor2/train.grad_accum=2",
@@ -156,6 +194,7 @@ LAYOUTS = {
         "fsdp8/sharding.zero=1",
     ),
     "kinds of layers": (
+        f"stage2xfsdp2xtensor2{TWO}",
         "fsdp4xtensor2/remat.policy=full",
         "data2xseq4",
         "data2xfsdp2xtensor2/train.grad_accum=2/compiler.unroll=True",
@@ -163,7 +202,12 @@ LAYOUTS = {
         "fsdp8/remat.policy=full/remat.every=2",
         "fsdp4xseq2/attention.context=ulysses/remat.policy=attention/attention.impl=chunked",
     ),
-    "everything": ("fsdp4xtensor2", "fsdp2xtensor2xseq2/train.grad_accum=2/remat.policy=full", "data2xseq4"),
+    "everything": (
+        f"stage2xfsdp2xseq2{TWO}/remat.policy=full",
+        "fsdp4xtensor2",
+        "fsdp2xtensor2xseq2/train.grad_accum=2/remat.policy=full",
+        "data2xseq4",
+    ),
 }
 MATRIX = {f"{model}: {layout}": (model, layout) for model, names in LAYOUTS.items() for layout in names}
 # What the suite tries every time; the others come with --all-layouts. Each setting occurs.
@@ -183,6 +227,11 @@ SAMPLE = (
     "experts with room: fsdp2xexpert4/train.grad_accum=2/sharding.zero=1",
     "window: seq4",
     "muon: data2xfsdp2xtensor2/train.grad_accum=2",
+    f"stages: stage2xtensor2xseq2{FOUR}/remat.policy=full",
+    f"stages: stage4xfsdp2{FOUR}/pipeline.schedule=gpipe",
+    f"stages: data2xstage2xfsdp2{TWO}/sharding.zero=1",
+    f"staged experts: stage2xexpert2xtensor2{FOUR}/pipeline.schedule=interleaved/pipeline.groups=2",
+    f"everything: stage2xfsdp2xseq2{TWO}/remat.policy=full",
     "kinds of layers: data2xfsdp2xseq2/train.grad_accum=2/train.accumulate=layer",
     "kinds of layers: data2xfsdp2xtensor2/train.grad_accum=2/compiler.unroll=True",
     "everything: data2xseq4",

@@ -106,7 +106,7 @@ def test_the_matrix_is_whole():
             yield from {("model", model), *((a, size > 1) for a, size in dataclasses.asdict(run.mesh).items())}
             yield from {("zero", run.sharding.zero), ("gather", run.sharding.gather), ("kernel", run.attention.impl)}
             yield from {("context", run.attention.context), ("accum", run.train.grad_accum > 1)}
-            yield ("remat", run.remat.policy != "none")
+            yield from {("remat", run.remat.policy != "none"), ("schedule", run.pipeline.schedule)}
 
     assert {*settings(matrix.MATRIX)} == {*settings([*matrix.SAMPLE, *matrix.SAMPLE_BF16])}
 
