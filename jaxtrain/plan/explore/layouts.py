@@ -254,7 +254,8 @@ class _Reader:
                     self._save(known[v])
             if eqn.primitive.name == "dynamic_update_slice" and str(eqn.source_info.name_stack).endswith(SLOTS):
                 put = next(e for e in jaxpr.eqns if any(v is eqn.invars[1] for v in e.outvars))  # made one dimension longer
-                self._wait(value(put.invars[0]), eqn.outvars[0].aval.shape[0])
+                room: Any = eqn.outvars[0].aval
+                self._wait(value(put.invars[0]), room.shape[0])
             results = self._results(eqn, operands, region)
             known.update(zip(eqn.outvars, results, strict=True))
             stacks = _stacks(eqn) if eqn.primitive.name == "scan" else [False] * len(results)
