@@ -33,10 +33,10 @@ MODELS = {
         "model.query_scale": 24.0,
     },
     "biases": {"model.qkv_bias": True},
-    # Over 2, 4 or 8 groups of layers: none divides them. Through nine layers of weights of 0.2 rounding grows so much that a ring
-    # of two alone, without stages, is beyond the bound after three steps.
+    # Over 2, 4 or 8 groups of layers: none divides them. Through nine layers of weights of 0.2 rounding grows so much that a
+    # ring of two alone, without stages, is beyond the bound after three steps.
     "stages": {"model.num_layers": 9, "model.init_std": 0.1},
-    "staged experts": {
+    "both": {
         "model.num_layers": 4,
         "model.num_experts": 8,
         "model.d_ff": 32,
@@ -178,7 +178,7 @@ LAYOUTS = {
         *(f"stage2xfsdp2xtensor2{TWO}/sharding.gather={gather}" for gather in ("forward", "step")),
         f"stage2xfsdp4{TWO}/attention.impl=chunked",
     ),
-    "staged experts": (
+    "both": (
         f"stage2xexpert4{TWO}",
         f"stage4xexpert2{FOUR}/pipeline.schedule=gpipe",
         f"stage2xexpert2xtensor2{FOUR}/pipeline.schedule=interleaved/pipeline.groups=2",
@@ -230,7 +230,7 @@ SAMPLE = (
     f"stages: stage2xtensor2xseq2{FOUR}/remat.policy=full",
     f"stages: stage4xfsdp2{FOUR}/pipeline.schedule=gpipe",
     f"stages: data2xstage2xfsdp2{TWO}/sharding.zero=1",
-    f"staged experts: stage2xexpert2xtensor2{FOUR}/pipeline.schedule=interleaved/pipeline.groups=2",
+    f"both: stage2xexpert2xtensor2{FOUR}/pipeline.schedule=interleaved/pipeline.groups=2",
     f"everything: stage2xfsdp2xseq2{TWO}/remat.policy=full",
     "kinds of layers: data2xfsdp2xseq2/train.grad_accum=2/train.accumulate=layer",
     "kinds of layers: data2xfsdp2xtensor2/train.grad_accum=2/compiler.unroll=True",

@@ -1,4 +1,4 @@
-"""Grouped matmuls where every expert has the same number of rows, those of its buffer: plain batched matmuls."""
+"""Grouped matmuls where every expert of a device has the same number of rows, those of its buffer: plain batched matmuls."""
 
 import jax
 import jax.numpy as jnp

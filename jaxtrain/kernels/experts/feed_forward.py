@@ -109,7 +109,9 @@ class Spec:
 
     @property
     def _by(self) -> str:
-        return "even" if self.capacity else self.impl
+        # Of one expert a device all rows are, those that hold nothing too: a plain matmul, which is faster than a grouped one.
+        alone = self.impl == "auto" and self.placement.size(self.split) == self.experts
+        return "even" if self.capacity or alone else self.impl
 
     def hidden(self, gate_RF: jax.Array, up_RF: jax.Array, share_R: jax.Array) -> jax.Array:
         """share f(gate) up, in float32 and rounded once."""
