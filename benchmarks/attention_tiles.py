@@ -53,12 +53,12 @@ def compile_into(folder: Path, chip: str, spec: Spec, T: int = 4096, N: int = 8,
     manual.lower(q, k, k, q, ids, ids).compile(compiler_options={"xla_dump_to": str(folder), **DUMP})
 
 
-def taken(folder: Path) -> dict[str, dict[str, int | str]]:
-    """By kernel, from the dumps."""
+def taken(folder: Path, name: re.Pattern[str] = NAME) -> dict[str, dict[str, int | str]]:
+    """By kernel, from the dumps. name: of the kernels; its group is what they are called here."""
     out: dict[str, dict[str, int | str]] = {}
     for file in folder.glob("*.ptx"):
         text = file.read_text()
-        entry, target = re.search(rf"\.entry {NAME.pattern}", text), re.search(r"\.target (\w+)", text)
+        entry, target = re.search(rf"\.entry {name.pattern}", text), re.search(r"\.target (\w+)", text)
         if not entry or not target:
             continue
         command = [assembler(), "-v", f"--gpu-name={target[1]}", file, "-o", "/dev/null"]
@@ -70,7 +70,7 @@ def taken(folder: Path) -> dict[str, dict[str, int | str]]:
         out[entry[1]] = {"registers": int(registers[1]), "spilled": int(spilled[1]), "tensor cores": cores}
     for file in folder.glob("*.thunk_sequence.txt"):
         for line in file.read_text().splitlines():
-            kernel, shared = NAME.search(line), re.search(r"shared_memory: (\d+)", line)
+            kernel, shared = name.search(line), re.search(r"shared_memory: (\d+)", line)
             if kernel and shared:
                 out[kernel[1]]["shared"] = int(shared[1])
     return out

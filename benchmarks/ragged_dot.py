@@ -1,0 +1,99 @@
+"""What XLA makes of jax.lax.ragged_dot for a GPU, beside the kernels of experts in Pallas; needs no GPU.
+
+    .venv/bin/python -m benchmarks.ragged_dot --chip=h200 --rows=16384 --experts=8
+
+A product of rows, sorted by expert, with the weights of their experts, (R, D) by (E, D, F) in bfloat16, and its two gradients,
+compiled for a described GPU. For each program: the memory it takes beside arguments and results, and how many times the FLOPs
+of each row's product with the one weight that is its own. For each kernel in Pallas: what its assembler says of it.
+"""
+
+import argparse
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import attention_tiles
+from benchmarks.attention_tiles import DUMP
+from jaxtrain.kernels.experts import pallas
+from jaxtrain.plan import topology
+from jaxtrain.plan.program import hlo
+from jaxtrain.plan.program.work import work
+
+OPTIONS = ("", "xla_gpu_experimental_use_ragged_dot_fusion", "xla_gpu_experimental_use_ragged_dot_grouped_gemm")
+PRECISION = jax.lax.Precision.DEFAULT
+
+
+def compiled(
+    f: Callable[..., object], shapes: Sequence[tuple[tuple[int, ...], str]], chip: str, option: str, folder: str
+) -> tuple[float, float]:
+    """(GiB of temporaries, FLOPs of matrix products) of f on one such GPU. option: of XLA, switched on; "": none. Dumps what
+    the compiler makes into the folder."""
+    mesh = Mesh(np.array(topology.devices(topology.parse(f"{chip}:1"))), ("device",))
+    whole = NamedSharding(mesh, P())
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=whole) for shape, dtype in shapes]
+    by_hand = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
+    options = {"xla_dump_to": folder, **DUMP} | ({option: True} if option else {})
+    executable: Any = by_hand.lower(*arguments).compile(compiler_options=options)
+    module = hlo.parse(executable.as_text())
+    done = (work(module, where, i, {}) for i, where, _, _ in hlo.walk(module))
+    return executable.memory_analysis().temp_size_in_bytes / 2**30, sum(w.flops for w in done if w)
+
+
+def gradients(x_RD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, dy_RF: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of a ragged dot, by jax."""
+    return jax.vjp(lambda x, w: jax.lax.ragged_dot(x, w, sizes_E), x_RD, w_EDF)[1](dy_RF)
+
+
+def by_pallas(x_RD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """The product."""
+    return pallas.times(x_RD, w_EDF, sizes_E, "D", PRECISION)
+
+
+def gradients_by_pallas(x_RD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, dy_RF: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Its gradients."""
+    return pallas.times(dy_RF, w_EDF, sizes_E, "F", PRECISION), pallas.outer(x_RD, dy_RF, sizes_E, w_EDF.dtype, PRECISION)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    parser = argparse.ArgumentParser("python -m benchmarks.ragged_dot", description=__doc__.splitlines()[0])
+    parser.add_argument("--chip", default="h200", help="%(default)s")
+    for name, size in (("rows", 16384), ("d-model", 4096), ("d-ff", 14336), ("experts", 8)):
+        parser.add_argument(f"--{name}", type=int, default=size, help="%(default)s")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table."""
+    args = parser().parse_args(argv)
+    R, D, F, E = args.rows, args.d_model, args.d_ff, args.experts
+    forward = ((R, D), "bfloat16"), ((E, D, F), "bfloat16"), ((E,), "int32")
+    backward = *forward, ((R, F), "bfloat16")
+    programs = [("forward", jax.lax.ragged_dot, forward, 1), ("backward", gradients, backward, 2)]
+    cases = [("ragged_dot", option, *program) for option in OPTIONS for program in programs]
+    cases += [("pallas", "", "forward", by_pallas, forward, 1), ("pallas", "", "backward", gradients_by_pallas, backward, 2)]
+    print(f"{args.chip}, jax {jax.__version__}: {R} rows of {D}, {E} experts of {D} x {F}, bfloat16\n")
+    print("| by | option of XLA | pass | temporaries GiB | FLOPs, times the rows' own |")
+    print("|---|---|---|---:|---:|")
+    with tempfile.TemporaryDirectory() as folder:
+        for by, option, name, f, shapes, products in cases:
+            gib, flops = compiled(f, shapes, args.chip, option, folder)
+            print(f"| {by} | {option} | {name} | {gib:.2f} | {flops / (2.0 * R * D * F * products):.2f} |", flush=True)
+        kernels = attention_tiles.taken(Path(folder), re.compile(rf"{pallas.PREFIX}(\w+)"))
+    print("\n| kernel | registers | spilled | shared | tensor cores |\n|---|---:|---:|---:|---|")
+    for kernel, facts in sorted(kernels.items()):
+        print("|", " | ".join([kernel, *(str(facts[x]) for x in ("registers", "spilled", "shared", "tensor cores"))]), "|")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
