@@ -355,10 +355,17 @@ def pipeline(run: RunConfig, placement: Placement, kernel: Kernel, lying: Arrang
     """A config's model on pipeline stages. Raises ConfigError for a model of one's own that cannot be cut into stages."""
     inside = make_definition(run, placement.inside(STAGE), kernel)
     if not inside.staged:
-        rule = f"the {run.model.family} model does not say what lies before its layers and what behind"
-        raise ConfigError([Problem("mesh.stage", lying.stages, rule, "Build it of models.transformer.Transformer, or set 1.")])
+        rule = f"the {run.model.family} model does not say that its layers can be run apart from what is before and behind them"
+        remedy = "Make it a models.transformer.Transformer with the __call__ and the remat of that, or set 1."
+        raise ConfigError([Problem("mesh.stage", lying.stages, rule, remedy)])
     schedule = Schedule(run.pipeline.schedule, lying.stages, lying.groups, run.train.grad_accum)
     return Pipeline(placement, inside, lying, schedule, layer_kinds(run.model))
+
+
+def dropless(run: RunConfig) -> RunConfig:
+    """The run with experts that take all tokens, for all that is no training: whom a capacity drops depends on what else is in
+    the batch, and no other program drops anything."""
+    return dataclasses.replace(run, experts=dataclasses.replace(run.experts, capacity=0.0))
 
 
 def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Definition:
@@ -460,8 +467,10 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     loss_spec = LossSpec(numerics_of(run), placement, run.loss.chunk, run.model.logit_softcap, run.loss.z_loss)
     loss = loss_function(run.loss.name)
     eight = eight_bit_weights(run, definition)
-    grads, adds = DTYPES[run.dtypes.grads], adds_layers(run, definition)
-    held = stage(run, placement, numerics_of(run), grads, eight=eight, trained=trained, adds=adds)
+    # A pipeline adds all gradients up itself.
+    grads, adds = DTYPES[run.dtypes.grads], not pipe and adds_layers(run, definition)
+    sorts = {"eight": eight, "exact": definition.exact, "trained": trained}
+    held = stage(run, placement, numerics_of(run), grads, **sorts, adds=adds)
     balance = balance_of(run, definition, lying) if run.model.num_experts else None
     metrics = ("loss", "grad_norm", "lr", "verdict", *(EXPERT_METRICS if balance else ()))
     train_step = make_train_step(

@@ -13,6 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.kernels import fp8
 from jaxtrain.sharding import (
@@ -87,18 +88,45 @@ def whole(w: Weight, axes: Axes, placement: Placement, numerics: Numerics) -> ja
     """A weight, gathered in the compute dtype: for a loss or a layer of one's own, which multiplies by it as it likes.
 
     w: at rest, or as the step holds it. Its gradient is summed at once, in `numerics.reduce`, and goes where the step wants it.
+
+    Of a table that is split by vocabulary over pipeline stages it has all parts. Each stage then computes the same with it, and
+    takes its own part of the gradient.
     """
-    return use(w, axes, placement, numerics)
+    return _whole_fwd(w, axes, placement, numerics)[0]
 
 
 def _whole_fwd(w, axes, placement, numerics):
-    return use(w, axes, placement, numerics), ticket(w)
+    made = use(w, axes, placement, numerics)
+    for dim, axis in _apart(axes, placement):
+        made = _joined(made, dim, axis, axes, placement)
+    return made, ticket(w)
+
+
+def _apart(axes: Axes, placement: Placement) -> list[tuple[int, str]]:
+    """Dimensions of a weight that a shard_map around all this has taken apart, each with its mesh axis: the first of its rule."""
+    split = [(dim, placement.mesh_axes(axis)[:1]) for dim, axis in enumerate(axes)]
+    return [(dim, first[0]) for dim, first in split if first and first[0] in placement.manual]
+
+
+def _joined(w: jax.Array, dim: int, axis: str, axes: Axes, placement: Placement) -> jax.Array:
+    """The parts of a dimension on all devices of a mesh axis, one after another."""
+    spec = placement.whole(axes).spec
+
+    def local(w: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(w, axis, axis=dim)
+
+    outs = P(*spec[:dim], None, *spec[dim:])
+    parts = jax.shard_map(local, mesh=placement.mesh, in_specs=spec, out_specs=outs, check_vma=False)(w)
+    return parts.reshape(*w.shape[:dim], -1, *w.shape[dim + 1 :])
 
 
 def _whole_bwd(axes, placement, numerics, to, dw):
     if frozen(to):
         return (cotangent(to, None),)
     dw = dw.astype(numerics.reduce)
+    for dim, axis in _apart(axes, placement):
+        size = dw.shape[dim] // placement.size(axis)
+        dw = jax.lax.dynamic_slice_in_dim(dw, jax.lax.axis_index(axis) * size, size, axis=dim)
     if not late(to):
         return (cotangent(to, scatter(dw, placement.sharding(axes), slot_dtype(to))),)
     # One part for each device whose parts are to be summed later: all of them alike.

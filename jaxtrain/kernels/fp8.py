@@ -125,7 +125,7 @@ class _Product:
     @property
     def scale(self) -> P:
         """One number on each device."""
-        return P(self.placement.mesh.axis_names)
+        return P(tuple(a for a in self.placement.mesh.axis_names if a not in self.placement.manual))
 
     def over(self, letters: str) -> tuple[str, ...]:
         """Mesh axes that split these letters of the weight in use: a product that contracts them is a partial sum."""

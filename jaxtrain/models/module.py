@@ -28,15 +28,23 @@ def constant(value: float) -> Initializer:
 
 
 def param(
-    rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, init: Initializer, dtype: jnp.dtype, *, dot: bool = False
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    axes: Axes,
+    init: Initializer,
+    dtype: jnp.dtype,
+    *,
+    dot: bool = False,
+    exact: bool = False,
 ) -> nnx.Param:
     """A parameter that knows its logical axes. They sit under our own metadata key, which flax never interprets.
 
     dot: it is a weight that `kernels.dot.dot` alone multiplies by, and so may be held in 8 bits.
+    exact: it is used in the type in which it rests, and so is not rounded to the compute dtype where a step holds it whole.
     """
     if len(shape) != len(axes):
         raise ValueError(f"a parameter of shape {shape} needs {len(shape)} axis names, not {axes}")
-    return nnx.Param(init(rngs.params(), shape, dtype), axes=axes, dot=dot)
+    return nnx.Param(init(rngs.params(), shape, dtype), axes=axes, dot=dot, exact=exact)
 
 
 def stack[M: nnx.Module](make: Callable[[nnx.Rngs], M], num: int, rngs: nnx.Rngs) -> M:
@@ -46,12 +54,13 @@ def stack[M: nnx.Module](make: Callable[[nnx.Rngs], M], num: int, rngs: nnx.Rngs
 
 
 class Definition:
-    """A model without its numbers: `abstract` parameters, their `axes`, which of them are multiplied by `dots`, and `bind` to
-    make it callable.
+    """A model without its numbers: `abstract` parameters, their `axes`, which of them are multiplied by `dots` or are `exact`,
+    and `bind` to make it callable.
 
     adds_layers: the model says of itself that stacked parameters may come as `sharding.Held` with a `sum`: it runs each stack
     whole, once, and by `remat.Plan.run`.
-    staged: it has the parts that a pipeline puts on stages, as models.transformer.Transformer has them.
+    staged: the model says of itself that it has the parts that a pipeline puts on stages, as models.transformer.Transformer has
+    them, that nothing else makes its result, and that `layer` computes with no parameters but those of `layers`.
     """
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module]):
@@ -59,10 +68,11 @@ class Definition:
         module = nnx.eval_shape(lambda: make(nnx.Rngs(params=0)))
         self._graph, state = nnx.split(module, nnx.Param)
         self.adds_layers = bool(getattr(module, "adds_layers", False))
-        self.staged = all(hasattr(module, name) for name in ("share", "enter", "layer", "layers", "leave"))
+        self.staged = bool(getattr(module, "staged", False))
         self.abstract: Params = _map(state, lambda p: jax.ShapeDtypeStruct(p.get_value().shape, p.get_value().dtype))
         self.axes: Params = _map(state, _axes)
         self.dots: Params = _map(state, lambda p: p.get_metadata("dot", False))
+        self.exact: Params = _map(state, lambda p: p.get_metadata("exact", False))
 
     def init(self, key: jax.Array) -> Params:
         """Initial values. Call it under jit with out_shardings: the numbers are the same on every mesh."""

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config import Model
 from jaxtrain.kernels.attention import Rows
-from jaxtrain.kernels.dot import whole
+from jaxtrain.kernels.dot import use
 from jaxtrain.kernels.embedding import TABLE
 from jaxtrain.models.attention import Attention, Kernel, Shared, kv_copies, layer_kinds, share
 from jaxtrain.models.layer_loop import Kind
@@ -107,6 +107,13 @@ class Transformer(nnx.Module):
         return self.remat.adds(self.model.num_layers)
 
     @property
+    def staged(self) -> bool:
+        """Whether a pipeline, which calls the parts and not the whole, computes what the whole does."""
+        own = type(self)
+        calls = own.__call__, own.hidden_and_statistics
+        return calls == (Transformer.__call__, Transformer.hidden_and_statistics) and isinstance(self.remat, Plan)
+
+    @property
     def head_VD(self) -> Weight:
         """The output head at rest (master dtype, split like the embedding), or as the step holds it."""
         return (self.embed.embedding if self.model.tied_head else self.head)[...]
@@ -179,9 +186,10 @@ class Transformer(nnx.Module):
         return shared, Cache(cache.kv, kv_segments, kv_positions, cache.length + T)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """f32 (B, T, V). For sampling and checks: training never holds the logits of a whole batch (loss.py)."""
+        """f32 (B, T, V), of a pipeline stage for its part of the vocabulary. For sampling and checks: training never holds the
+        logits of a whole batch (loss.py)."""
         n = self.ctx.numerics
-        head_VD = whole(self.head_VD, TABLE, self.ctx.placement, n)
+        head_VD = use(self.head_VD, TABLE, self.ctx.placement, n)
         logits = jnp.einsum("BTD,VD->BTV", x_BTD, head_VD, precision=n.precision, preferred_element_type=jnp.float32)
         cap = self.model.logit_softcap
         return cap * jnp.tanh(logits / cap) if cap else logits
