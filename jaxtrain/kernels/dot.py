@@ -103,7 +103,7 @@ def _whole_fwd(w, axes, placement, numerics):
 
 
 def _apart(axes: Axes, placement: Placement) -> list[tuple[int, str]]:
-    """Dimensions of a weight that a shard_map around all this has taken apart, each with its mesh axis: the first of its rule."""
+    """Dimensions of a weight that a shard_map around all this has taken apart, and their mesh axes: the first of each rule."""
     split = [(dim, placement.mesh_axes(axis)[:1]) for dim, axis in enumerate(axes)]
     return [(dim, first[0]) for dim, first in split if first and first[0] in placement.manual]
 
