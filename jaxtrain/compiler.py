@@ -216,10 +216,12 @@ def _nested_loops(program: Program) -> bool:
     microbatches, holds another loop: "Call graph must have been flattened". That is the loop over layers around chunked
     attention, or around the rounds in which tokens reach their experts; and the one over microbatches itself, around the loss,
     where there is no loop over layers. Such a program has little use for O1: collectives of layers that stand one by one
-    overlap without it.
+    overlap without it. Or it is the loop over a pipeline's ticks, around that over layers, inside the one over its rounds
+    (stages.Schedule.rounds), which a stage with several groups has.
     """
     microbatches, looped = program.batch["tokens"].shape[0], program.layer_trips > 1
-    return program.attention in LOOPS or (program.rounds and looped) or (microbatches > 1 and not looped)
+    rounds = program.state.layers is not None and program.state.layers.groups > 1
+    return program.attention in LOOPS or rounds or (program.rounds and looped) or (microbatches > 1 and not looped)
 
 
 def compile_train(
