@@ -24,7 +24,7 @@ from jaxtrain.pipeline import KEYS, STAGE
 from jaxtrain.samples import prompts
 from jaxtrain.sharding import Placement, make_placement, replicated
 from jaxtrain.stages import arrangement
-from jaxtrain.step import attention_specs, hardware_of, make_definition, pipeline
+from jaxtrain.step import attention_specs, dropless, hardware_of, make_definition, pipeline
 
 # Axes of activations, which hold one sequence here: too little to split.
 WHOLE = ("batch", "sequence", "residual")
@@ -34,6 +34,7 @@ class Sampler:
     """A model ready to continue text. Compiles once per prompt length and once for the single-token step."""
 
     def __init__(self, run: RunConfig, placement: Placement):
+        run = dropless(run)
         rules = tuple((axis, () if axis in WHOLE else onto) for axis, onto in placement.rules)
         self.placement = dataclasses.replace(placement, rules=rules)
         # The rows of a cache are one document each; queries are the newest tokens only, which flash kernels do not do.

@@ -22,7 +22,7 @@ from jaxtrain.models.attention import Kernel
 from jaxtrain.models.module import Params
 from jaxtrain.models.transformer import empty_cache
 from jaxtrain.sharding import make_placement, replicated
-from jaxtrain.step import attention_specs, hardware_of, make_definition
+from jaxtrain.step import attention_specs, dropless, hardware_of, make_definition
 
 SHORTEST = 64  # padded length of the shortest texts
 CHUNKS = (4096, 512, 64, 8, 1)  # tokens of prompts that are read at a time: few sizes, few programs
@@ -46,7 +46,7 @@ class Scorer:
 
     def __init__(self, run: RunConfig, sampler: Sampler, params: Params, *, rows: int = 8, max_length: int = 0):
         mesh = sampler.placement.mesh
-        spread = dataclasses.replace(run, mesh=config.Mesh(**dict(mesh.shape)))
+        spread = dataclasses.replace(dropless(run), mesh=config.Mesh(**dict(mesh.shape)))
         self.placement = make_placement(spread, list(mesh.devices.flat))  # the sampler's own splits no batch
         shards = self.placement.size(self.placement.mesh_axes("batch"))
         self.rows = -(-rows // shards) * shards

@@ -288,7 +288,7 @@ class Held:
     layout of its own, whatever those of the numbers.
     """
 
-    value: Any  # an array, or Scaled; at rest; in the compute dtype (or 8 bits) and in the layout of use where `whole`
+    value: Any  # an array, or Scaled; at rest; where `whole` in the layout of use and, of most, the compute dtype (or 8 bits)
     slot: Any  # no kernel reads it: the gradient has its shape, dtype and layout (`Placement.home`)
     whole: bool
     late: tuple[str, ...]  # mesh axes over which the gradient is not summed by the backward pass
@@ -309,7 +309,7 @@ Weight = jax.Array | Held
 
 
 def is_whole(w: Weight) -> bool:
-    """Whether a weight is gathered and in the compute dtype already."""
+    """Whether a weight is gathered already, in the type to compute with."""
     return isinstance(w, Held) and w.whole
 
 

@@ -469,8 +469,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     eight = eight_bit_weights(run, definition)
     # A pipeline adds all gradients up itself.
     grads, adds = DTYPES[run.dtypes.grads], not pipe and adds_layers(run, definition)
-    sorts = {"eight": eight, "exact": definition.exact, "trained": trained}
-    held = stage(run, placement, numerics_of(run), grads, **sorts, adds=adds)
+    held = stage(run, placement, numerics_of(run), grads, eight=eight, exact=definition.exact, trained=trained, adds=adds)
     balance = balance_of(run, definition, lying) if run.model.num_experts else None
     metrics = ("loss", "grad_norm", "lr", "verdict", *(EXPERT_METRICS if balance else ()))
     train_step = make_train_step(

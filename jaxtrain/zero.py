@@ -3,8 +3,8 @@
 After Rajbhandari et al. 2020 (arXiv:1910.02054), in mixed precision: the float32 master weights count as optimizer state.
 
     stage 0  nothing is split; gradients are all-reduced
-    stage 1  master and moments are split. Weights are gathered once a step in the compute dtype and stay whole; gradients
-             are held whole, one for each device, and reduce-scattered once, at the end of the step
+    stage 1  master and moments are split. Weights are gathered once a step in the compute dtype (but a router's as it is) and
+             stay whole; gradients are held whole, one for each device, and reduce-scattered once, at the end of the step
     stage 2  the same, but each layer's gradient is reduce-scattered as its backward pass makes it
     stage 3  weights too are whole only in use (sharding.gather: layer, forward); with gather = step it is stage 1
 
@@ -36,6 +36,7 @@ class Stage:
     once: bool  # gradients are not summed over any axis before the end of the step
     accumulates: bool  # several microbatches
     eight: Params  # which weights are held in 8 bits
+    exact: Params  # which weights are not rounded to the compute dtype
     trained: Params  # which weights are learnt
     adds_layers: bool  # the model adds gradients of stacked layers to the sum of the microbatches before
 
@@ -51,7 +52,7 @@ class Stage:
     def weights(self, params: Params, axes: Params) -> Params:
         """From the master weights, what all microbatches of a step compute with."""
         held = self.rounded(params, axes)
-        return jax.tree.map(self._gathered, held, axes, is_leaf=_is_scaled) if self.whole else held
+        return jax.tree.map(self._gathered, held, axes, self.exact, is_leaf=_is_scaled) if self.whole else held
 
     def at_rest(self, weights: Params, params: Params) -> Params:
         """What an evaluation computes with: the `rounded` weights, which rest as the master does, and learn nothing."""
@@ -128,10 +129,10 @@ class Stage:
         spec = self.placement.home(axes, late := self.late(axes)).spec
         return jax.P(spec[1], spec[0], *spec[2:]) if late and axes[0] == "layers" else spec
 
-    def _gathered(self, w: jax.Array | Scaled, axes: Axes) -> jax.Array | Scaled:
+    def _gathered(self, w: jax.Array | Scaled, axes: Axes, exact: bool) -> jax.Array | Scaled:
         if isinstance(w, Scaled):
             return Scaled(to_bits(self._spread(from_bits(w.value, E4M3), axes)), w.scale)
-        return self._spread(w.astype(self.numerics.compute), axes)
+        return self._spread(w if exact else w.astype(self.numerics.compute), axes)
 
     def _spread(self, w: jax.Array, axes: Axes) -> jax.Array:
         """A weight in the type that it has, whole over the batch."""
@@ -190,14 +191,16 @@ def stage(
     grads: jnp.dtype,
     *,
     eight: Params,
+    exact: Params,
     trained: Params,
     adds: bool,
 ) -> Stage:
     """What `sharding.zero` and `sharding.gather` ask for.
 
-    eight: which weights are held in 8 bits. trained: which are learnt. adds: the model adds gradients of layers to those of
-    earlier microbatches.
+    eight: which weights are held in 8 bits. exact: which are not rounded to the compute dtype. trained: which are learnt.
+    adds: the model adds gradients of layers to those of earlier microbatches.
     """
     s = run.sharding
     once = s.zero == 1 or s.gather == "step"
-    return Stage(placement, numerics, grads, once or s.zero == 2, once, run.train.grad_accum > 1, eight, trained, adds)
+    whole, several = once or s.zero == 2, run.train.grad_accum > 1
+    return Stage(placement, numerics, grads, whole, once, several, eight, exact, trained, adds)

@@ -15,7 +15,7 @@ import pytest
 
 from jaxtrain.balance import Balance
 from jaxtrain.config import Experts
-from jaxtrain.generate import WHOLE
+from jaxtrain.generate import WHOLE, Sampler
 from jaxtrain.kernels.attention import Hardware, Unsupported
 from jaxtrain.kernels.dot import Numerics
 from jaxtrain.kernels.experts import grouped
@@ -23,7 +23,10 @@ from jaxtrain.kernels.experts.routing import COLUMNS, route
 from jaxtrain.models.layers import WIDE, Context
 from jaxtrain.models.module import Definition
 from jaxtrain.models.moe import ExpertsMLP
+from jaxtrain.models.transformer import empty_cache
 from jaxtrain.plan import topology
+from jaxtrain.scoring import Scored, Scorer
+from jaxtrain.shapes import EXPERT_METRICS
 from jaxtrain.sharding import make_placement
 from jaxtrain.state import abstract_tensors
 from jaxtrain.step import place_batch
@@ -329,3 +332,42 @@ def test_step_moves_the_bias_and_no_gradient_does():
     assert set(np.unique(bias)) <= {-0.25, 0.0, 0.25} and (bias != 0).any() and bias.shape == (2, 4)
     assert 1.0 < metrics["expert_load_max"] <= 2.0 and metrics["dropped_tokens"] == 0.0
     assert metrics["balance_loss"] > 0.9 and metrics["router_z_loss"] > 0 and metrics["router_entropy"] <= np.log(4) + 1e-6
+
+
+# ---- Numbers and uses of a whole model
+
+
+@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.more)])
+def test_a_router_is_float32_in_every_layout(zero):
+    """In bfloat16 runs: what it reports is the same to the last bit, however the step holds its weight and its bias."""
+    base = {"precision": "bf16", "model.num_layers": 1, "model.num_experts": 4, "mesh.fsdp": 2, "model.router_bias": True}
+
+    def reported(more):
+        run = helpers.tiny(base | more)
+        state, program = helpers.fresh_state(run), helpers.program(run)
+        mlp = state.params["layers"]["mlp"]
+        # No bfloat16 numbers; rounded, the biases were equal.
+        mlp["router_bias"] = jax.device_put(0.3 + 1e-4 * jnp.arange(4.0)[None], mlp["router_bias"].sharding)
+        placed = place_batch(helpers.host_batch(run, 0), program.batch, program.context)
+        metrics = helpers.train_step(run)(state, placed)[1]
+        return [np.asarray(metrics[name]) for name in EXPERT_METRICS]
+
+    np.testing.assert_array_equal(reported({"sharding.zero": zero}), reported({}))
+
+
+def test_what_is_no_training_drops_no_token():
+    """A capacity is for training: a prompt's tokens, and a text's that is scored, go through all their experts."""
+    base = {"model.num_layers": 1, "model.num_experts": 4, "model.init_std": 0.2}
+    tokens = np.arange(12, dtype=np.int32)[None]
+    params = helpers.fresh_state(helpers.tiny(base)).params
+
+    def made(capacity):
+        run = helpers.tiny(base | {"experts.capacity": capacity})
+        sampler = Sampler(run, helpers.program(run).placement)
+        cache = empty_cache(run.model, sampler.placement, 1, 64, jnp.dtype("float32"))
+        hidden, _ = jax.jit(lambda p, cache: sampler.definition.bind(p).decode(tokens, cache))(params, cache)
+        return hidden, Scorer(run, sampler, params, rows=1).score([Scored(tokens[0].tolist(), 11)])[0]
+
+    (hidden, score), (hidden_, score_) = made(0.25), made(0.0)
+    np.testing.assert_array_equal(hidden, hidden_)
+    assert score == score_

@@ -17,7 +17,7 @@ from jaxtrain.models.lora import is_adapter
 from jaxtrain.models.module import Definition, Params, names, part
 from jaxtrain.sharding import Placement, make_placement, replicated
 from jaxtrain.state import TrainState, abstract_tensors, from_tensors
-from jaxtrain.step import choose_kernel, context_of, make_definition
+from jaxtrain.step import choose_kernel, context_of, dropless, make_definition
 
 
 def run_at(path: str) -> tuple[RunConfig, int]:
@@ -79,10 +79,6 @@ def placed(run: RunConfig) -> tuple[Definition, Placement]:
 
 
 def alone(run: RunConfig, devices: Sequence[Any]) -> RunConfig:
-    """The run with its weights split over these devices, where they divide, and everything else on each.
-
-    Experts take all tokens: whom a capacity drops depends on what else is in the batch, and no other program drops anything.
-    """
+    """The run with its weights split over these devices, where they divide, and everything else on each; `step.dropless`."""
     count = len(devices) if run.model.d_model % len(devices) == 0 else 1
-    experts = dataclasses.replace(run.experts, capacity=0.0)
-    return dataclasses.replace(run, mesh=config.Mesh(data=1, fsdp=count, tensor=1, seq=1), experts=experts)
+    return dataclasses.replace(dropless(run), mesh=config.Mesh(data=1, fsdp=count, tensor=1, seq=1))

@@ -21,15 +21,16 @@ DROPPED = COLUMNS.index("dropped")
 class ExpertsMLP(nnx.Module):
     """sum over the chosen e of share_e down_e(f(gate_e(x)) * up_e(x)), and shared(x) where the model has a shared expert.
 
-    After Shazeer et al. 2017 (arXiv:1701.06538). The router's weight is rounded to no other type than the one it rests in, and
-    multiplied in float32; only a step that holds weights whole holds it in the compute dtype, as it does all others.
+    After Shazeer et al. 2017 (arXiv:1701.06538). The router's weight and bias are rounded to no other type than those they rest
+    in, and used in float32.
     """
 
     def __init__(self, model: Model, std: float, out_std: float, ctx: Context, rngs: nnx.Rngs):
         E, D, F, dtype = model.num_experts, model.d_model, model.d_ff, ctx.numerics.params
-        self.router = param(rngs, (D, E), ROUTER, normal(std), dtype)
+        # Beside adapters too it rests as master weights do, and not in the compute dtype.
+        self.router = param(rngs, (D, E), ROUTER, normal(std), ctx.lora.params, exact=True)
         if model.router_bias:
-            self.router_bias = param(rngs, (E,), (None,), constant(0.0), jnp.dtype(jnp.float32))
+            self.router_bias = param(rngs, (E,), (None,), constant(0.0), jnp.dtype(jnp.float32), exact=True)
         self.gate = param(rngs, (E, D, F), kernel.AXES, normal(std), dtype)
         self.up = param(rngs, (E, D, F), kernel.AXES, normal(std), dtype)
         self.down = param(rngs, (E, D, F), kernel.AXES, normal(out_std), dtype)

@@ -66,8 +66,7 @@ def route(
     # As a sum, whose gradient is one too; that of a look-up would be added up in memory.
     share_BTk = jnp.sum(jnp.where(is_chosen_BTkE, scores_BTE[:, :, None], 0.0), -1)
     if renormalize:
-        total = share_BTk.sum(-1, keepdims=True)
-        share_BTk = share_BTk / jnp.where(total > 0, total, 1.0)
+        share_BTk = _of_sum(share_BTk)
 
     real_BT1 = real_BT[:, :, None].astype(jnp.float32)
     tokens_in_all = jnp.maximum(real_BT1.sum(), 1.0)
@@ -76,10 +75,16 @@ def route(
         return jnp.sum(x_BTn * real_BT1, axis=(0, 1)) / tokens_in_all
 
     load_E = mean(jnp.sum(is_chosen_BTkE, axis=2).astype(jnp.float32)) / k
-    part_BTE = scores_BTE if router == "softmax" else scores_BTE / scores_BTE.sum(-1, keepdims=True)
+    part_BTE = scores_BTE if router == "softmax" else _of_sum(scores_BTE)
     balance = E * jnp.sum(jax.lax.stop_gradient(load_E) * mean(part_BTE))
     z = mean(jax.nn.logsumexp(logits_BTE, axis=-1, keepdims=True) ** 2)[0]
     surprise_BTE = -part_BTE * jnp.log(jnp.maximum(part_BTE, jnp.finfo(jnp.float32).tiny))
     entropy = jax.lax.stop_gradient(mean(surprise_BTE).sum())
     head = jnp.stack([balance, z, entropy, jnp.zeros((), jnp.float32)])
     return Routed(chosen_BTk, share_BTk, jnp.concatenate([head, load_E]))
+
+
+def _of_sum(scores: jax.Array) -> jax.Array:
+    """Scores as parts of their sum; those that are all 0, as sigmoids can be, stay so."""
+    total = scores.sum(-1, keepdims=True)
+    return scores / jnp.where(total > 0, total, 1.0)
