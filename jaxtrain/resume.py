@@ -25,10 +25,12 @@ TABLE = (
     Row(("mesh.*", "sharding.*"), "free", "placement; the numbers stay, up to rounding"),
     Row(("attention.*", "remat.*", "compiler.*", "pipeline.*"), "free", "how the same function is computed"),
     Row(("experts.impl", "experts.buffer"), "free", "how the same function is computed"),
+    Row(("train.accumulate", "loss.chunk", "train.memory_fraction"), "free", "how the same step is computed"),
     Row(
-        ("train.grad_accum", "train.accumulate", "loss.chunk", "train.memory_fraction"),
+        ("train.grad_accum",),
         "free",
-        "how the same step is computed",
+        "how the same step is computed; but experts.balance_loss and experts.z_loss are those of a microbatch: with them only "
+        "if named in checkpoint.allow_change",
     ),
     Row(
         ("train.max_minutes", "train.timeouts", "train.verify_every", "train.on_divergence", "train.max_skips"),
@@ -153,6 +155,9 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], allow_change: str = 
         row = rows_for(name)[0]
         if name == groups.KEY and groups.moved(before[name]) != groups.moved(after[name]):
             row = dataclasses.replace(row, change="never", reason="parameters that change their optimizer store other tensors")
+        if name == "train.grad_accum" and was.model.num_experts and (after["experts.balance_loss"] or after["experts.z_loss"]):
+            reason = "experts.balance_loss and experts.z_loss are those of a microbatch, and add up to others"
+            row = dataclasses.replace(row, change="ask", reason=reason)
         if row.change == "free" or (row.change == "ask" and name in _matching(allowed, [name])):
             notes.append(f"{name}: {change} ({row.reason})")
         elif row.change == "ask":

@@ -505,6 +505,18 @@ def test_resume_rules():
     assert "Did you mean data.seq_len?" in str(problems[0])
 
 
+def test_microbatches_of_experts_are_asked_about():
+    """Their balance loss is that of a microbatch: another number of them minimises something else."""
+    one, two = ({"model__num_experts": 4, "train__grad_accum": n} for n in (1, 2))
+    (problem,) = resume.compare(tree(**one), tree(**two))[1]
+    assert problem.key == "train.grad_accum" and "those of a microbatch" in problem.rule
+    assert "checkpoint.allow_change=train.grad_accum" in str(problem)
+    assert resume.compare(tree(**one), tree(**two), "train.grad_accum")[1] == []
+    off = {"experts__balance_loss": 0.0, "experts__z_loss": 0.0}
+    assert resume.compare(tree(**one, **off), tree(**two, **off))[1] == []
+    assert resume.compare(tree(train__grad_accum=1), tree(train__grad_accum=2))[1] == []
+
+
 def test_configs_of_other_versions_and_own_axes():
     old = tree()
     del old["model"]["qk_norm"]

@@ -44,6 +44,8 @@ RIGHT = [
     (*EXPERTS, "model.shared_d_ff=128", "experts.capacity=1.5"),
     ("model.num_experts=6", "mesh.fsdp=8"),
     ("model.num_experts=8", "mesh.expert=2", "mesh.stage=2", "mesh.tensor=2"),
+    ("model.num_experts=8", "mesh.expert=2", "mesh.stage=4", "model.num_layers=6", "experts.capacity=2.0"),
+    ("model.num_experts=8", "mesh.fsdp=2", "mesh.stage=4", "model.num_layers=6"),
     (*EXPERTS, "lora.rank=4", "lora.targets=wq,wv"),
     (*EXPERTS, "dtypes.m=int8", "dtypes.v=int8"),
 ]
@@ -91,6 +93,11 @@ WRONG = [
     (("sharding.rules.layers=fsdp", "mesh.fsdp=8"), "sharding.rules.layers", "layers follow each other over 'stage' only"),
     (("mesh.stage=2", "mesh.tensor=4", "sharding.rules.vocab=tensor+stage"), "sharding.rules.vocab", "Name stage first"),
     # ---- experts
+    (
+        ("model.num_experts=8", "mesh.expert=2", "mesh.stage=4", "model.num_layers=6"),
+        "model.num_layers",
+        "an empty place would send all tokens to the same experts over mesh.expert. Set a multiple of 4, another mesh.stage",
+    ),
     (("mesh.expert=8",), "mesh.expert", "splits experts, and model.num_experts = 0"),
     (("mesh.expert=8", "model.num_experts=12"), "model.num_experts", "does not divide over mesh.expert = 8"),
     ((*EXPERTS, "model.experts_per_token=9"), "model.experts_per_token", "there are only model.num_experts = 8 experts"),

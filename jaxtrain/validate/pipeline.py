@@ -33,7 +33,7 @@ def check_pipeline(run: RunConfig, stages: int, table: Mapping[str, list[str]], 
         rule = f"what waits for its backward pass in a pipeline (mesh.stage = {stages}) waits on the device"
         yield Problem("remat.tensors", run.remat.tensors, rule, "Write keep or recompute for offload.")
     if not bad & {"model.num_layers", "pipeline.schedule", "pipeline.groups"}:
-        yield from _layers(run, stages, bad)
+        yield from _layers(run, stages, table, bad)
 
 
 def _schedule(run: RunConfig) -> Iterable[Problem]:
@@ -46,7 +46,7 @@ def _schedule(run: RunConfig) -> Iterable[Problem]:
         yield Problem("pipeline.groups", p.groups, rule, "Set pipeline.schedule to interleaved, or this to 1.")
 
 
-def _layers(run: RunConfig, stages: int, bad: set[str]) -> Iterable[Problem]:
+def _layers(run: RunConfig, stages: int, table: Mapping[str, list[str]], bad: set[str]) -> Iterable[Problem]:
     lying = arrangement(run, stages)
     if lying is None:
         return
@@ -55,6 +55,14 @@ def _layers(run: RunConfig, stages: int, bad: set[str]) -> Iterable[Problem]:
     if run.model.num_layers < count:
         rule = f"some of the {count} groups of layers ({of}) would be empty"
         yield Problem("model.num_layers", run.model.num_layers, rule, f"Set {count} or more, or a smaller mesh.stage.")
+    elif run.model.num_layers % count and run.model.num_experts and table["experts"] and not run.experts.capacity:
+        # Its router's logits are all equal.
+        over = " x ".join(f"mesh.{axis}" for axis in table["experts"])
+        rule = (
+            f"does not divide into {count} groups ({of}); an empty place would send all tokens to the same experts over {over}"
+        )
+        remedy = f"Set a multiple of {count}, another mesh.stage, {over} to 1, or experts.capacity."
+        yield Problem("model.num_layers", run.model.num_layers, rule, remedy)
     elif "remat.every" not in bad and run.remat.policy != "none" and lying.per_group % run.remat.every:
         rule = f"does not divide the {lying.per_group} layers that a stage runs at a time ({of})"
         fits = ", ".join(str(n) for n in range(1, lying.per_group + 1) if lying.per_group % n == 0)
