@@ -1,0 +1,205 @@
+"""Programs of pipelines: what waits and what idles in them, and that they compute what one stage does, whatever is asked of it.
+
+Which layouts give the same steps as one device is tests/matrix.py's to say; what stands here asks something more of a step.
+"""
+
+import dataclasses
+from typing import Any
+
+import helpers
+import jax
+import numpy as np
+import pytest
+from test_stages import CASES
+
+from jaxtrain import generate
+from jaxtrain.config import ConfigError
+from jaxtrain.models import llama
+from jaxtrain.models.transformer import Transformer
+from jaxtrain.parity import compare
+from jaxtrain.stages import Schedule
+from jaxtrain.step import build, place_batch
+
+# Three layers on two stages: one place is empty.
+SMALL = {
+    "model.num_layers": 3,
+    "model.d_model": 32,
+    "model.num_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.d_ff": 48,
+    "model.init_std": 0.1,
+    "data.seq_len": 32,
+    "train.global_batch": 8,
+    "loss.chunk": 24,
+}
+TWO = {"mesh.stage": 2, "train.grad_accum": 2}
+GROUPS = {"pipeline.schedule": "interleaved", "pipeline.groups": 2}
+
+# ---- What the program holds and does
+
+
+def program_of(schedule: str, microbatches: int) -> Any:
+    """The jaxpr of a step of microbatches of 2 rows, of 4 layers on 2 stages."""
+    groups = {"pipeline.groups": 2} if schedule == "interleaved" else {}
+    asked = {"mesh.stage": 2, "model.num_layers": 4, "pipeline.schedule": schedule, "train.grad_accum": microbatches}
+    made = helpers.program(helpers.tiny(SMALL | asked | groups | {"train.global_batch": 2 * microbatches}))
+    return jax.make_jaxpr(made.train_step)(made.state, made.batch).jaxpr
+
+
+def loops(jaxpr: Any, times: int = 1) -> Any:
+    """Each equation of a program, with how often it is run."""
+    for eqn in jaxpr.eqns:
+        yield eqn, times
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from loops(inner, times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times)
+
+
+def carried(jaxpr: Any) -> int:
+    """Bytes of all that the largest of a program's loops hands on."""
+    made = [[v.aval for v in eqn.outvars] for eqn, _ in loops(jaxpr) if eqn.primitive.name == "scan"]
+    return max(sum(a.size * a.dtype.itemsize for a in avals) for avals in made)
+
+
+def test_what_waits_in_the_program_does_not_grow_with_the_microbatches():
+    four, eight = (carried(program_of("1f1b", m)) for m in (4, 8))
+    assert four == eight
+    assert Schedule("1f1b", 2, 1, 4).slots[2] == Schedule("1f1b", 2, 1, 8).slots[2] == 4
+    assert carried(program_of("gpipe", 8)) > carried(program_of("gpipe", 4)) > four
+
+
+@pytest.mark.more
+def test_nor_does_what_the_compiler_makes_of_it():
+    def temporary(schedule: str, microbatches: int) -> int:
+        sizes = {"model.d_model": 64, "data.seq_len": 64, "model.num_layers": 4}
+        asked = {"mesh.stage": 2, "pipeline.schedule": schedule, "train.grad_accum": microbatches}
+        run = helpers.tiny(SMALL | sizes | asked | {"train.global_batch": 2 * microbatches})
+        analysed = helpers.compiled(build(run, helpers.devices_of(run))).memory_analysis()
+        assert analysed is not None
+        return analysed.temp_size_in_bytes
+
+    assert temporary("1f1b", 8) < 1.02 * temporary("1f1b", 4)  # the batch's own tokens are a part of it
+    assert temporary("gpipe", 8) > 1.3 * temporary("gpipe", 4)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_the_ticks_of_the_program_are_those_of_the_formula(schedule: str):
+    groups = 2 if schedule == "interleaved" else 1
+    s = Schedule(schedule, 2, groups, 4)
+    # Each tick hands on what a unit made: one array forward, and one back.
+    ran = sum(times for eqn, times in loops(program_of(schedule, 4)) if eqn.primitive.name == "ppermute")
+    assert (ran - 2 * s.units) / ran == s.bubble == 1 / (4 * groups + 1)
+
+
+def test_groups_make_the_bubble_smaller():
+    for stages in (2, 4, 8):
+        idle = [Schedule("1f1b" if g == 1 else "interleaved", stages, g, 4 * stages).bubble for g in (1, 2, 4)]
+        assert idle == sorted(idle, reverse=True) and idle[-1] < idle[0] / 3
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_loops_of_a_step_are_its_ticks(case: tuple[str, int, int, int]):
+    s = Schedule(*case)
+    run = [phase.later(i * s.stages * s.groups) for count, phases in s.rounds for i in range(count) for phase in phases]
+    assert [t for phase in run for t in phase.ticks] == list(range(s.ticks))
+    for phase in run:
+        for t in phase.ticks:
+            assert (phase.forward, phase.backward) == (t < s.forward_ticks, t >= s.wait)
+    # The last stage's units of its last group, and the first stage's of its first, by the tick in which they are done.
+    leave = [u + s.stages - 1 for u in range(s.units) if s.forward_unit(u)[0] == s.groups - 1]
+    enter = [w + s.wait + s.stages - 1 for w in range(s.units) if s.backward_unit(w)[0] == 0]
+    assert [t for phase in run if phase.leaves for t in phase.ticks] == leave
+    ends = {t for phase in run if phase.ends for t in phase.ticks}
+    assert ends >= {*enter} | {u - 1 for u in range(1, s.units) if s.forward_unit(u)[0] == 0}
+
+
+# ---- The same numbers
+
+
+def steps_of(asked: dict[str, Any]) -> compare.Trained:
+    return helpers.first_steps(helpers.tiny(SMALL | asked), 2)
+
+
+def same(asked: dict[str, Any], layout: dict[str, Any]) -> None:
+    """Two steps on a layout are those of one device."""
+    reference = steps_of(asked)
+    run = helpers.tiny(SMALL | asked | layout)
+    bounds = compare.bounds(reference, None, len(helpers.devices_of(run)), 8 * 32)
+    assert compare.compare(helpers.first_steps(run, 2), reference, bounds).wrong == []
+
+
+def test_a_loss_of_ones_own_sees_the_whole_vocabulary():
+    """With layers one by one, and gradients that are summed over `data` at the end of the step."""
+    layout = {"mesh.data": 2, "mesh.tensor": 2, "compiler.unroll": True}
+    same({"loss.name": "helpers:whole_logits_loss", "model.tied_head": True}, TWO | layout)
+
+
+ASKED = {
+    "adapters": ({"lora.rank": 4}, {"mesh.fsdp": 2}),
+    "no layer learns": ({"train.freeze": "layers.*"}, {"mesh.data": 2}),
+    "nothing but layers learns": ({"train.freeze": "embed.*,head,final_norm.*"}, {"mesh.fsdp": 2}),
+    "a frozen table that is the head too": ({"train.freeze": "embed.*", "model.tied_head": True}, {"mesh.fsdp": 2}),
+    "a table whole on each stage": ({}, {"mesh.tensor": 2, "sharding.rules.vocab": "tensor"}),
+    "logits held back": ({"loss.z_loss": 1e-2, "model.logit_softcap": 3.0}, {"mesh.tensor": 2}),
+    "fewer microbatches than stages": ({}, {"mesh.stage": 3}),
+}
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(("asked", "layout"), ASKED.values(), ids=ASKED)
+def test_steps_are_those_of_one_device(asked: dict[str, Any], layout: dict[str, Any]):
+    same(asked, TWO | layout)
+
+
+def test_fp8_products_are_made_on_a_stage():
+    asked = {"precision": "fp8", "mesh.fsdp": 2, "mesh.tensor": 2}
+    assert "f8E4M3FN" in helpers.lowered(helpers.tiny(SMALL | TWO | asked))
+
+
+@pytest.mark.more
+def test_fp8_rounds_as_it_does_without_stages():
+    """A device has the same tokens, and so the same scales; only sums of its part of the head are others."""
+    with_stages, without = (
+        steps_of({"precision": "fp8", "mesh.fsdp": 2, "train.grad_accum": 2} | mesh) for mesh in ({"mesh.stage": 2}, {})
+    )
+    np.testing.assert_allclose(with_stages.loss, without.loss, rtol=2e-4)
+    np.testing.assert_allclose(with_stages.grad_norm, without.grad_norm, rtol=5e-3)
+
+
+def test_evaluation_and_sampling_on_stages_of_several_groups():
+    losses, texts = [], []
+    for layout in ({"train.grad_accum": 2}, TWO | GROUPS | {"mesh.tensor": 2}):
+        run = helpers.tiny(SMALL | {"model.num_layers": 5, "loss.z_loss": 1e-2} | layout)
+        made, params = helpers.program(run), helpers.fresh_state(run).params
+        host = {name: x[:4] for name, x in helpers.host_batch(run, 0).items()}
+        total, weight = made.eval_step(params, place_batch(host, made.eval_batch, made.context))
+        losses.append(float(total) / float(weight))
+        sampler = generate.Sampler(run, made.placement)
+        texts.append(list(sampler.tokens(params, range(40, 52), max_tokens=6, temperature=0.0, top_p=1.0, seed=0)))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert texts[0] == texts[1]
+
+
+# ---- Refusals
+
+
+class Louder(Transformer):
+    """What the layers give, twice as large: which a pipeline, that calls the parts, would not know."""
+
+    def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        return 2 * super().__call__(tokens_BT, segments_BT, positions_BT)
+
+
+class LouderFamily:
+    @staticmethod
+    def build(model: Any, kernel: Any, plan: Any, ctx: Any, rngs: Any) -> Any:
+        return Louder(model, kernel, plan, dataclasses.replace(ctx, structure=llama.STRUCTURE), rngs)
+
+
+@pytest.mark.parametrize("family", ["test_pipeline:LouderFamily", "helpers:OwnLoopFamily"])
+def test_a_model_that_does_not_run_its_parts_as_a_pipeline_does_is_refused(family: str):
+    run = helpers.tiny(SMALL | TWO | {"model.family": family})
+    with pytest.raises(ConfigError, match="does not say that its layers can be run apart") as found:
+        build(run, helpers.devices_of(run))
+    assert [p.key for p in found.value.problems] == ["mesh.stage"]
