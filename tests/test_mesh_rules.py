@@ -48,6 +48,8 @@ RIGHT = [
     ("model.num_experts=8", "mesh.fsdp=2", "mesh.stage=4", "model.num_layers=6"),
     (*EXPERTS, "lora.rank=4", "lora.targets=wq,wv"),
     (*EXPERTS, "dtypes.m=int8", "dtypes.v=int8"),
+    (*EXPERTS, "model.experts_per_token=1", "model.renormalize=false"),
+    (*EXPERTS, "model.experts_per_token=1", "train.freeze=layers.mlp.router"),
 ]
 
 
@@ -103,6 +105,7 @@ WRONG = [
     ((*EXPERTS, "model.experts_per_token=9"), "model.experts_per_token", "there are only model.num_experts = 8 experts"),
     ((*EXPERTS, "model.experts_per_token=0"), "model.experts_per_token", "must be at least 1"),
     ((*EXPERTS, "model.router=tanh"), "model.router", "no such choice"),
+    ((*EXPERTS, "model.experts_per_token=1"), "model.renormalize", "teaches the router nothing. Set false, or keep"),
     ((*EXPERTS, "experts.impl=triton"), "experts.impl", "no such choice"),
     ((*EXPERTS, "experts.capacity=-1.0"), "experts.capacity", "must be at least 0"),
     ((*EXPERTS, "experts.buffer=0.0"), "experts.buffer", "must be above 0"),

@@ -1,6 +1,7 @@
 """What experts ask of the keys that speak of them, and of the mesh."""
 
 import dataclasses
+import fnmatch
 import math
 from collections.abc import Iterable, Mapping
 
@@ -10,6 +11,7 @@ from jaxtrain.precision import EXPERTS
 
 # Keys that are read only where there are experts, with what they are elsewhere.
 OF_MODEL = ("experts_per_token", "router", "renormalize", "router_bias", "shared_d_ff")
+ROUTER = "layers.mlp.router"
 PALLAS_SM = 80  # compute capability (times ten) from which the Pallas kernel runs
 
 
@@ -26,6 +28,10 @@ def check_experts(
     if "model.experts_per_token" not in bad and m.experts_per_token > m.num_experts:
         rule = f"there are only model.num_experts = {m.num_experts} experts"
         yield Problem("model.experts_per_token", m.experts_per_token, rule, f"Set 1 to {m.num_experts}.")
+    frozen = run.lora.rank > 0 or any(fnmatch.fnmatchcase(ROUTER, pattern) for pattern in parts_of(run.train.freeze))
+    if m.renormalize and m.experts_per_token == 1 < m.num_experts and not frozen:
+        rule = "one score divided by itself is 1, so with model.experts_per_token = 1 the loss teaches the router nothing"
+        yield Problem("model.renormalize", True, rule, f"Set false, or keep the router as it is: train.freeze={ROUTER}.")
     parts = math.prod(sizes[a] for a in table["experts"])
     if m.num_experts % parts:
         over = " x ".join(f"mesh.{a} = {sizes[a]}" for a in table["experts"])
