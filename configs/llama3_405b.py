@@ -3,7 +3,7 @@
     hf download HuggingFaceFW/fineweb-edu --repo-type=dataset --include 'sample/100BT/*' --local-dir=corpus
     python -m jaxtrain.data prepare --input='corpus/**/*.parquet' --tokenizer=hf:NousResearch/Meta-Llama-3-8B \\
         --output=data/fineweb-edu-llama3.tok --validation=0.001
-    python -m jaxtrain.main --config=configs/llama3_405b.py --workdir=runs/llama3_405b
+    python -m jaxtrain.main --config=configs/llama3_405b.py:gpus=128 --workdir=runs/llama3_405b
 
 The last on each node, as docs/cluster.md says. Its plan needs none of them:
 
