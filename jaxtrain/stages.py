@@ -62,22 +62,11 @@ class Arrangement:
         return tuple(layer for s in range(self.stages) for v in range(self.groups) for layer in of_group[v * self.stages + s])
 
     @functools.cached_property
-    def place_of(self) -> tuple[int, ...]:
-        """For each layer its place."""
-        where = {layer: place for place, layer in enumerate(self.order) if layer is not None}
-        return tuple(where[layer] for layer in range(self.layers))
-
-    @functools.cached_property
     def turns(self) -> tuple[int, ...]:
         """For each layer how many places, empty ones too, a microbatch passes before it."""
         count = self.stages * self.groups
         short, longer = divmod(self.layers, count)
         return tuple(q * self.per_group + i for q in range(count) for i in range(short + (q < longer)))
-
-    @property
-    def plain(self) -> bool:
-        """Whether layer i lies at place i, and nothing is empty."""
-        return self.order == tuple(range(self.layers))
 
 
 def arrangement(run: RunConfig, stages: int) -> Arrangement | None:
@@ -125,13 +114,6 @@ class Schedule:
     def forward_ticks(self) -> int:
         """Ticks from the first forward unit of any stage to the last."""
         return self.units + self.stages - 1
-
-    @property
-    def phases(self) -> tuple[range, range, range]:
-        """Ticks in which stages go forward only, both ways, and backward only."""
-        both = min(self.wait, self.forward_ticks)
-        end = self.wait + self.units + self.stages - 1
-        return range(both), range(both, self.forward_ticks), range(max(self.wait, self.forward_ticks), end)
 
     @property
     def ticks(self) -> int:
