@@ -258,7 +258,8 @@ def numerics_of(run: RunConfig) -> Numerics:
     """Which type is used where, from the config.
 
     What adapters stand beside rests in the compute dtype: it would be rounded to that wherever it is used, nothing is ever
-    added to it, and no checkpoint holds it.
+    added to it, and no checkpoint holds it. A router alone is used as it rests, and
+    rests in dtypes.params there too.
     """
     return Numerics(DTYPES[run.compute], DTYPES[run.dtypes.reduce], DTYPES[run.compute if run.lora.rank else run.dtypes.params])
 
