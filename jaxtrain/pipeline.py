@@ -124,7 +124,9 @@ class Pipeline:
             model = self.definition.bind(held.at_rest(weights, masters))
             shared, groups = model.share(micro["segments"], micro["positions"]), self.groups(model)
             x, _ = self.in_turn(
-                model.enter(micro["tokens"]), (), lambda x, own, group, mine: (groups.forward(x, shared, group), own)
+                model.enter(micro["tokens"]),
+                (),
+                lambda x, own, group, mine: (groups.forward(x, shared.where(mine), group), own),
             )
             return lose(model, x, micro)
 
@@ -153,7 +155,7 @@ class Pipeline:
                 def layer(carry: tuple[Any, Any], block: Any, kind: Any, i: jax.Array) -> tuple[Any, Any]:
                     x, kv = carry
                     old = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), kv)
-                    x, new = block(x, shared, kind, old)
+                    x, new = block(x, shared.where(mine), kind, old)
                     return x, jax.tree.map(
                         lambda a, n: jax.lax.dynamic_update_index_in_dim(a, n, i, 0), kv, _chosen(mine, new, old)
                     )
@@ -250,10 +252,12 @@ class _Run:
 
     def goes(self, t: jax.Array, carry: _Carry) -> tuple[Unit, Any]:
         """This stage's forward unit of tick t, and what it takes."""
-        u = jnp.clip(t - self.stage, 0, self.schedule.forward_ticks - 1)
+        u = t - self.stage
+        valid = (u >= 0) & (u < self.schedule.units)
+        u = jnp.clip(u, 0, self.schedule.forward_ticks - 1)
         group, m = self.forward_table[u]
         x = _chosen((self.stage == 0) & (group == 0), carry.entering, carry.arrived)
-        return Unit(self.shared(self.micro(m)), group, self.forward_slots[u], jnp.bool(True)), x
+        return Unit(self.shared(self.micro(m)).where(valid), group, self.forward_slots[u], valid), x
 
     def returns(self, t: jax.Array, carry: _Carry) -> tuple[Unit, Any]:
         """This stage's backward unit of tick t, and the gradient of what it gave."""

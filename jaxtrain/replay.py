@@ -189,9 +189,13 @@ def first_bad(run: RunConfig, program: Program, params: Any, batch: Any, sums: M
     plain = dataclasses.replace(run, loss=config.Loss(chunk=run.loss.chunk))
     for micro in range(batch["tokens"].shape[0]):
         one = {name: jax.device_put(x[micro : micro + 1], program.eval_batch[name].sharding) for name, x in batch.items()}
-        where = _in_layers(plain, program, params, one) or _in_loss(program, params, one) or _in_gradients(program, params, one)
+        where = _in_layers(plain, program, params, one) or _in_loss(program, params, one)
+        where = where or ("" if program.state.layers else _in_gradients(program, params, one))
         if where:
             return f"first: {where}, in microbatch {micro}" if batch["tokens"].shape[0] > 1 else f"first: {where}"
+    if program.state.layers:
+        # An evaluation on stages has no gradients: only a step goes backward through its schedule.
+        return "every value of the forward pass is finite; gradients are not looked at on pipeline stages: set mesh.stage=1"
     return "every value is finite: " + _largest(program, params, {n: x[:1] for n, x in batch.items()})
 
 

@@ -106,6 +106,10 @@ class Shared(NamedTuple):
     write_at: jax.Array  # where new keys go in the cache: int32 (); unused without a cache
     real_BT: Any  # bool, False for padding; None of a model that does not ask
 
+    def where(self, valid: jax.Array) -> "Shared":
+        """The same where `valid`, bool (); elsewhere as if all were padding, which goes to no expert and costs nothing."""
+        return self if self.real_BT is None else self._replace(real_BT=self.real_BT & valid)
+
 
 def _tables(shared: Shared, kind: Kind) -> tuple[jax.Array, jax.Array]:
     if len(shared.rotary) == 1:
