@@ -7,10 +7,11 @@
     3  llama3_8b:half against PyTorch, in turns
     4  llama3_1b, bf16 and FP8; configs/tiny.py through the command line; llama3_1b against PyTorch
     5  preflight, recorded; lines on the GPU and the receipt of a run; what they cost (benchmarks/operate.py)
+    6  experts: grouped matmuls against their definition, their floors and dense GEMMs; steps of a small Mixtral
 
-Parts 2 and 3 need 100 GiB: an H200, not a card of 80 GB. All five take 46 minutes at most. With half an hour, run 1, 2, 3 and
-what there is time for of 4 and 5; on 80 GB 1, 4, 5. What there is no time for is left out and said, with the command for it:
---only=NAME,NAME runs some of a part. Rates that part 1 measured stand in OUT/rates; later parts take them from there where
+Parts 2 and 3 need 100 GiB: an H200, not a card of 80 GB. All six take 56 minutes at most. With half an hour, run 1, 2, 3 and
+what there is time for of the others; on 80 GB 1, 4, 5, 6. What there is no time for is left out and said, with the command for
+it: --only=NAME,NAME runs some of a part. Rates that part 1 measured stand in OUT/rates; later parts take them from there where
 their machine has none.
 
 Writes results.md, results.json, a receipt and logs to OUT/part1 and so on (a second time to OUT/part1_2), and prints a short
@@ -64,15 +65,25 @@ HALVES = {
     "8b:half loop O0": (*LOOP, "--config.compiler.options=optimization_level=O0"),
     "8b:half XLA's options": (*HALF, "--config.compiler.defaults=false"),
 }
+# Mixtral's layers, half as wide and 6 of them: 2.3 B parameters, of which a token meets 0.7 B, and 42 GiB by plan.
+MIXTRAL = (
+    f"--config={launch.REPO}/configs/mixtral_8x7b.py:gpus=1",
+    *("--config.model.num_layers=6", "--config.model.d_model=2048", "--config.model.d_ff=7168"),
+    *("--config.model.num_heads=16", "--config.model.num_kv_heads=4", "--config.mesh.expert=1"),
+    *("--config.train.global_batch=8", "--config.train.grad_accum=8", "--config.compiler.unroll=true"),
+)
+TINY_EXPERTS = (*operate.TINY, "--config.model.num_experts=4", "--config.model.experts_per_token=2")
+# Case -> how tokens reach its experts: none is dropped, or each expert has places for a quarter more than an even share.
+MIXTRALS = {"mixtral": ("--config.experts.impl=pallas",), "mixtral capacity": ("--config.experts.capacity=1.25",)}
 ONES = {"1b": ONE, "1b fp8": (*ONE, "--config.precision=fp8")}
 
 
-def steps(name: str, argv: Sequence[str], trace: bool = False) -> Part:
-    """A case of train steps."""
+def steps(name: str, argv: Sequence[str], trace: bool = False, tiny: Sequence[str] = operate.TINY) -> Part:
+    """A case of train steps. tiny: what stands for it in a smoke test."""
 
     def act(node: Node, limit_s: float) -> Outcome:
         """Train steps, planned beside measured."""
-        argv_here = [*(operate.TINY if node.smoke else argv), *DATA["synthetic"]]
+        argv_here = [*(tiny if node.smoke else argv), *DATA["synthetic"]]
         ask = {"argv": argv_here, "devices": 1, "warmup": 2, "steps": 3 if node.smoke else 6, "limit_s": 0.8 * limit_s}
         ask["trace"] = node.folder.trace(name) if trace else ""
         answer = apart("steps", ask, log=node.folder.log(name), limit_s=limit_s)
@@ -199,6 +210,11 @@ def items(part: int, python: str, why: str = "") -> list[Part]:
             peer("1b", ONE_PEER, python, why),
         ],
         5: [*operate.ITEMS],
+        6: [
+            Part("experts are right", suite.part_experts, 120.0, 45.0),
+            kernel("experts", 120.0),
+            *(steps(name, (*MIXTRAL, *how), tiny=(*TINY_EXPERTS, *how)) for name, how in MIXTRALS.items()),
+        ],
     }[part]
 
 
@@ -212,15 +228,21 @@ def aims(done: Mapping[str, Any]) -> list[list[str]]:
         return value
 
     half, fp8 = of("8b:half", "tokens_per_s"), of("8b:half fp8", "tokens_per_s")
-    planned, measured = of("8b:half", "planned"), of("8b:half", "step_s", "median")
-    peak = of("8b:half", "memory", "peak_gib")
+
+    def beside_plan(name: str) -> list[list[Any]]:
+        """Time and peak of a step over what was planned."""
+        planned, measured, peak = of(name, "planned"), of(name, "step_s", "median"), of(name, "memory", "peak_gib")
+        step, memory = planned and measured and measured / planned["step_s"], planned and peak and peak / planned["peak_gib"]
+        return [
+            [f"{name}, measured over planned step", step or None, "0.85 to 1.15", "{:.2f}".format],
+            [f"{name}, measured over planned peak", memory or None, "0.90 to 1.10", "{:.2f}".format],
+        ]
+
     rows = [
         ["8b:half, MFU causal", of("8b:half", "mfu_causal"), f"{AIM_MFU:.0%}", report.percent],
         ["8b:half, fp8 over bf16", fp8 / half if fp8 and half else None, f"{AIM_FP8} x", "{:.2f} x".format],
-        ["8b:half, measured over planned step", measured / planned["step_s"] if planned and measured else None]
-        + ["0.85 to 1.15", "{:.2f}".format],
-        ["8b:half, measured over planned peak", peak / planned["peak_gib"] if planned and peak else None]
-        + ["0.90 to 1.10", "{:.2f}".format],
+        *beside_plan("8b:half"),
+        *(row for name in MIXTRALS for row in beside_plan(name)),
         ["8b:half, ours over PyTorch", of("peer: 8b:half", "compared", "ratio"), f"{AIM_PEER}", "{:.2f}".format],
         ["1b, ours over PyTorch", of("peer: 1b", "compared", "ratio"), f"{AIM_PEER}", "{:.2f}".format],
     ]
@@ -230,7 +252,7 @@ def aims(done: Mapping[str, Any]) -> list[list[str]]:
 def parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m benchmarks.hopper", description=__doc__, formatter_class=raw)
-    parser.add_argument("--part", type=int, choices=(1, 2, 3, 4, 5), required=True, help="see above")
+    parser.add_argument("--part", type=int, choices=(1, 2, 3, 4, 5, 6), required=True, help="see above")
     parser.add_argument("--out", type=Path, required=True, help="a folder; each part has its own in it")
     parser.add_argument("--only", default="", help="NAME,NAME: these of the part, as its table names them")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of the part, at most (%(default)s)")

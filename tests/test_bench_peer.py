@@ -11,7 +11,7 @@ import pytest
 from bench_helpers import ANSWER, at_home, here  # noqa: F401
 
 from benchmarks import hopper, operate
-from jaxtrain import hardware, launch
+from jaxtrain import flops, hardware, launch
 from jaxtrain.bench import __main__ as command
 from jaxtrain.bench import parts, peer, report, suite
 from jaxtrain.bench.measure import DATA
@@ -243,7 +243,8 @@ def test_what_cannot_be_measured_here_is_said_first(argv, gib, said, tmp_path, m
 def test_cases_of_hopper_can_be():
     """Their configs, on one H200; no two load the same run, or differ in what one of them makes no use of."""
     runs = {}
-    for name, argv in {**hopper.HALVES, **hopper.ONES, "1b beside PyTorch": hopper.ONE_PEER}.items():
+    mixtrals = {name: (*hopper.MIXTRAL, *how) for name, how in hopper.MIXTRALS.items()}
+    for name, argv in {**hopper.HALVES, **hopper.ONES, **mixtrals, "1b beside PyTorch": hopper.ONE_PEER}.items():
         loaded = launch.load([*argv, *DATA["synthetic"]])
         assert not [str(p) for p in (*loaded.problems, *validate_step(loaded.run, described(140.0)))], name
         assert loaded.run not in runs.values(), name
@@ -253,6 +254,9 @@ def test_cases_of_hopper_can_be():
         assert not ("optimization_level" in run.compiler.options and run.compiler.unroll), name
     shipped = launch.load(["--config=configs/llama3_8b.py:half"]).run
     assert runs["8b:half"].train == shipped.train
+    # Weights, gradients and moments in float32 leave half of a card of 80 GB.
+    model = runs["mixtral"].model
+    assert 16 * flops.parameters(model)["total"] < 40e9 and model.d_ff * 2 == 7 * model.d_model
 
 
 def test_kernels_and_checks_of_hopper_in_tiny_form(tmp_path, monkeypatch, capsys):
@@ -282,6 +286,32 @@ def test_kernels_and_checks_of_hopper_in_tiny_form(tmp_path, monkeypatch, capsys
     assert "1 timed, 50% to 50% of their floors; not done after 90 s" in printed and "'--only=rates,kernels: gemm'" in printed
     assert "RuntimeError: no such luck" in tree["kernels: norm"]["found"]
     assert "Traceback" in (tmp_path / "part1" / "logs" / "kernels__norm_error.txt").read_text()
+
+
+def test_experts_of_hopper_in_tiny_form(tmp_path, monkeypatch, capsys):
+    """Part 6: a check, kernels and two cases of steps; in a smoke test a small model, with experts too."""
+    asked = []
+
+    def apart(kind, ask, *, log, limit_s):
+        asked.append((kind, log.name, *ask.get("argv", ())[-len(DATA["synthetic"]) - 1 :][:1]))
+        if kind == "steps":
+            loaded = launch.load(ask["argv"])
+            assert not [*loaded.problems, *validate_step(loaded.run, hardware.Devices("cpu", "cpu", 1, 8.0, "described"))]
+            return ANSWER | {"planned": {"step_s": 0.5, "peak_gib": 40.0, "rates": "calibrated"}}
+        return {"verdict": "ok", "right": 8, "wrong": 0, "rows": []}
+
+    monkeypatch.setattr(hopper, "apart", apart)
+    monkeypatch.setattr(suite, "apart", apart)
+    monkeypatch.setattr(report, "step_details", lambda name, r: [[name, r["verdict"]]])
+    assert hopper.main(["--part=6", "--smoke", f"--out={tmp_path}"]) == 0
+    assert "8 shapes within their bounds" in capsys.readouterr().out
+    assert len({log for _, log, *_ in asked}) == 4, "none writes over the log of another"
+    assert [(kind, *more) for kind, _, *more in asked] == [
+        *(("experts",), ("kernels",)),
+        *(("steps", "--config.experts.impl=pallas"), ("steps", "--config.experts.capacity=1.25")),
+    ]
+    done = json.loads((tmp_path / "part6" / "results.json").read_text())["parts"]
+    assert ["mixtral, measured over planned step", "2.00", "0.85 to 1.15"] in hopper.aims(done)
 
 
 def test_the_peer_of_hopper_in_tiny_form(tmp_path, monkeypatch, capsys):

@@ -16,7 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxtrain import hardware, launch
 from jaxtrain.bench import __main__ as command
-from jaxtrain.bench import check, kernels, measure, report, suite
+from jaxtrain.bench import check, experts, kernels, measure, report, suite
 from jaxtrain.kernels import attention
 from jaxtrain.parity.__main__ import main as parity_main
 from jaxtrain.plan import calibrate
@@ -46,6 +46,7 @@ def program_here(command, log, *, environ=None, limit_s=None):
 @pytest.mark.parametrize("kind", kernels.KINDS)
 def test_kernels_run(kind, monkeypatch):
     monkeypatch.setattr(kernels, "TINY", dataclasses.replace(kernels.TINY, repeats=2, gemm=(32,)))
+    monkeypatch.setattr(experts, "TIMED", ("uneven",))
     found = kernels.measure({"kind": kind, "limit_s": None})["rows"]
     timed = [r for r in found if r["verdict"] == "ok"]
     assert timed and not [r for r in found if r["verdict"] not in ("ok", "not timed")]
@@ -58,6 +59,11 @@ def test_kernels_run(kind, monkeypatch):
         assert timed[0]["flop"] == 2 * 32**3 and timed[0]["bytes"] == 3 * 2 * 32**2
     if kind == "optimizer":
         assert timed[0]["bytes"] >= 2 * 32 * 64 * 7 * 4
+    if kind == "experts":
+        assert [r["what"].rpartition(", ")[2] for r in timed] == ["dense", "4 experts uneven"] * 3
+        assert {r["flop"] for r in timed} == {2 * 64 * 32 * 64}
+        # Weights of the experts that have rows are read; a gradient is written for all.
+        assert [r["bytes"] for r in timed] == [2 * (64 * 96 + n * 32 * 64) for n in (1, 3, 1, 3, 1, 4)]
 
 
 def test_products_with_one_array_stay_apart():
@@ -115,6 +121,55 @@ def test_attention_bounds_notice_a_wrong_mask():
         chunked.visible = right
     assert not wrong["ok"]
     assert min(wrong[f"{x}_ratio"] for x in ("o", "dq", "dk", "dv")) > 1
+
+
+def test_loads_of_experts():
+    assert experts.loads("even", 14, 4) == [4, 4, 3, 3]
+    assert experts.loads("uneven", 14, 4) == [7, 4, 3, 0]
+    assert experts.loads("one has all", 14, 4) == [0, 14, 0, 0]
+    assert experts.loads("some nobody's", 14, 4) == [5, 3, 2, 0]
+    for shape in (*experts.SHAPES, *experts.SMOKE_SHAPES, *kernels.Sizes().experts):
+        assert all(sum(experts.loads(how, *shape[:2])) == shape[0] for how in experts.LOADS[:3])
+
+
+@pytest.mark.parametrize("fault", ["", "a border", "nobody's rows", "a rounding"])
+def test_bounds_of_experts_notice_a_fault(fault, monkeypatch):
+    """They hold for the kernels. They are broken where one row goes to the next expert, where rows that are nobody's are not
+    left out, and where a sum is rounded once more."""
+    right = experts.product
+
+    def wrong(which, a, b, sizes_E, out, precision):
+        if fault == "a border":
+            sizes_E = sizes_E.at[0].add(-1).at[1].add(1)
+        if fault == "nobody's rows":
+            sizes_E = sizes_E.at[-1].add(a.shape[0] - sizes_E.sum())
+        y = right(which, a, b, sizes_E, out, precision)
+        return y.astype(jnp.bfloat16).astype(out) if fault == "a rounding" else y
+
+    experts._compiled.cache_clear()
+    monkeypatch.setattr(experts, "product", wrong)
+    found = experts.case((24, 4, 40, 24), "some nobody's", "f32")
+    experts._compiled.cache_clear()
+    assert found["ok"] == (not fault)
+    if fault:
+        assert not [which for which in experts.PRODUCTS if found[f"{which}_ratio"] <= 1]
+    assert experts.row(found)[-1] == ("WRONG" if fault else "ok") and len(experts.row(found)) == len(experts.HEADINGS)
+
+
+def test_products_of_experts_that_fail_or_come_too_late(monkeypatch):
+    def case(shape, how, dtype):
+        if dtype == "f32":
+            raise NotImplementedError("no such luck\nand much more")
+        return {"ok": True}
+
+    monkeypatch.setattr(experts, "case", case)
+    monkeypatch.setattr(experts, "start", lambda *_: [types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")])
+    found = experts.cases({"limit_s": None})
+    half = len(experts.SHAPES) * len(experts.LOADS)
+    assert (found["right"], found["wrong"], found["left_out"], found["verdict"]) == (half, half, 0, "failed")
+    assert experts.row(found["rows"][-1])[-1] == "WRONG: NotImplementedError: no such luck"
+    late = experts.cases({"limit_s": 1e-9})
+    assert (late["left_out"], late["verdict"], late["why"]) == (2 * half, "failed", "no kernel could be checked")
 
 
 def test_a_kernel_that_breaks_takes_nothing_from_the_others(monkeypatch):

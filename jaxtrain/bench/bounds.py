@@ -10,6 +10,16 @@ EXACT = 2.0**-24  # unit roundoff of float32: sums and softmax are in float32 ev
 ROUNDOFF = {"f32": EXACT, "bf16": 2.0**-8}  # of the types that a kernel's inputs and results have
 
 
+def sums(y: Any, size: Any, summed: Any, *, dtype: str) -> Any:
+    """How far sums of products y may be from their definition. size: the same sums of |.|; summed: how many products each has.
+
+    A kernel adds in float32, in any order, with roundoff e = 2^-24 for each number it adds, and for each product of float32
+    numbers (those of bfloat16 are exact); then it rounds to its type, by at most u of the number. To first order in e and u:
+    summed e size + u |y|.
+    """
+    return summed * EXACT * size + ROUNDOFF[dtype] * abs(y)
+
+
 def attention(
     q_TGH: Any,
     k_SH: Any,

@@ -39,6 +39,7 @@ CASES = {
     "steps": "jaxtrain.bench.measure:steps",
     "kernels": "jaxtrain.bench.kernels:measure",
     "attention": "jaxtrain.bench.check:attention_cases",
+    "experts": "jaxtrain.bench.experts:cases",
     "save": "jaxtrain.bench.check:save_and_restore",
     "example": "jaxtrain.bench.peer:export_example",
 }

@@ -13,8 +13,8 @@ from typing import Any
 from jaxtrain import launch
 from jaxtrain.bench import bounds
 from jaxtrain.bench.case import FAILED, LATE, OK, REFUSED, keep
-from jaxtrain.bench.kernels import one_device
 from jaxtrain.bench.measure import compiled, open_rows, problems, start, words
+from jaxtrain.bench.work import one_device
 
 # (T, query heads, key/value heads, head_dim, window, packed)
 SHAPES = [
@@ -226,7 +226,12 @@ def attention_cases(ask: dict[str, Any]) -> dict[str, Any]:
         if "refused" not in rows[-1]:
             served.add(case)
         keep(ask, {"verdict": LATE, "device": device.device_kind, "left_out": 0, **summary(rows)})
-    out = {"device": device.device_kind, "left_out": left_out, **summary(rows)}
+    return come_to(device.device_kind, rows, left_out)
+
+
+def come_to(device_kind: str, rows: list[dict[str, Any]], left_out: int) -> dict[str, Any]:
+    """The answer: it is good where none is wrong and one at least is right."""
+    out = {"device": device_kind, "left_out": left_out, **summary(rows)}
     if out["wrong"] or not out["right"]:
         why = f"{out['wrong']} of {len(rows)} shapes are beyond their bound, or failed"
         return out | {"verdict": FAILED, "why": why if out["wrong"] else "no kernel could be checked"}

@@ -3,7 +3,6 @@ their bytes, each read and written once, at its memory bandwidth. Timed as a cal
 that one program holds, each round waiting for the last.
 """
 
-import dataclasses
 import functools
 import math
 import time
@@ -14,52 +13,15 @@ from typing import Any
 import rich.console
 
 from jaxtrain import hardware
-from jaxtrain.bench import report
+from jaxtrain.bench import experts, report
 from jaxtrain.bench.case import FAILED, LATE, OK, apart, keep
 from jaxtrain.bench.measure import start, words
 from jaxtrain.bench.report import Folder
-from jaxtrain.config import Mesh, RunConfig, default_config, resolve
+from jaxtrain.bench.work import TINY, Sizes, Work, one_device
 
-KINDS = ("attention", "loss", "norm", "optimizer", "gemm")
+KINDS = ("attention", "loss", "norm", "optimizer", "gemm", "experts")
 HEADINGS = ("kernel", "on", "one call", "spread", "floor", "of the floor", "TFLOP/s", "GB/s", "")
 NO_SCORES = 1024  # tokens of a sequence, above which the reference attention is not timed: it holds all scores
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """How much of everything. The defaults are those of Llama 3 8B at 8192 tokens."""
-
-    attention: tuple[int, int, int, int, int] = (1, 8192, 32, 8, 128)  # B, T, N, K, H
-    loss: tuple[int, int, int] = (8192, 4096, 128256)  # T, D, V
-    norm: tuple[int, int] = (16384, 4096)  # T, D
-    optimizer: tuple[int, int, int] = (4, 4096, 14336)  # layers, D, F
-    gemm: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-    work: float = 50e12  # FLOPs of a timed program, about
-    rounds: int = 200  # of a timed program, at most
-    warm_s: float = 0.5
-    repeats: int = 7
-
-
-TINY = Sizes((1, 64, 4, 2, 16), (64, 32, 264), (64, 32), (2, 32, 64), (32, 64), 1e6, 2, 0.0, 3)
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """One thing to time."""
-
-    kind: str
-    what: str
-    flop: float  # of one call
-    bytes: float  # that one call must read and write
-    prepare: Callable[[], tuple[Callable[..., Any], Any, Any]]  # -> (body, constants, state), as `looped` takes them
-    calls: int = 1  # of the kernel in one round of body
-    dtype: str = "bf16"
-
-
-def one_device() -> RunConfig:
-    """The default config, on one device."""
-    run, _ = resolve(default_config())
-    return dataclasses.replace(run, mesh=Mesh(data=1, fsdp=1))
 
 
 # ---- what is timed
@@ -216,7 +178,7 @@ def gemm(device: Any, sizes: Sizes) -> Iterator[Work | dict[str, Any]]:
             yield Work(f"gemm {dtype}", f"{n:,} x {n:,} x {n:,}", 2.0 * n**3, moved, prepare, calls, dtype)
 
 
-MAKERS = {"attention": attention, "loss": loss, "norm": norm, "optimizer": optimizer, "gemm": gemm}
+MAKERS = dict(zip(KINDS, (attention, loss, norm, optimizer, gemm, experts.products), strict=True))
 
 
 # ---- timing

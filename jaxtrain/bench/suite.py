@@ -10,13 +10,13 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import rich.console
 
 from jaxtrain import hardware, launch
-from jaxtrain.bench import check, report
+from jaxtrain.bench import check, experts, report
 from jaxtrain.bench.case import LATE, NO_MEMORY, OK, apart, last_words, program
 from jaxtrain.bench.case import run as run_program
 from jaxtrain.bench.measure import DATA
@@ -81,10 +81,22 @@ def part_rates(node: Node, limit_s: float) -> Outcome:
 
 def part_kernels(node: Node, limit_s: float) -> Outcome:
     """Attention kernels against the definition."""
-    answer = apart("attention", {"limit_s": 0.8 * limit_s}, log=node.folder.log("kernels"), limit_s=limit_s)
+    return against_definition("attention", "Attention", check.HEADINGS, check.row, node, limit_s)
+
+
+def part_experts(node: Node, limit_s: float) -> Outcome:
+    """Products with the weights of experts against the definition."""
+    return against_definition("experts", "Products with experts' weights", experts.HEADINGS, experts.row, node, limit_s)
+
+
+def against_definition(
+    case: str, title: str, headings: Sequence[str], row: Callable[[dict[str, Any]], list[str]], node: Node, limit_s: float
+) -> Outcome:
+    """What kernels come to that one of case.CASES compares with their definition."""
+    answer = apart(case, {"limit_s": 0.8 * limit_s}, log=node.folder.log(f"{case} checked"), limit_s=limit_s)
     rows = answer.get("rows", [])
-    lines = report.markdown("Attention against its definition", check.HEADINGS, map(check.row, rows))
-    lines += ["Largest error, and in brackets its largest ratio to the bound that follows from bfloat16 (at most 1).", ""]
+    lines = report.markdown(f"{title} against the definition", headings, map(row, rows))
+    lines += ["Largest error, and in brackets its largest ratio to the bound that follows from the types (at most 1).", ""]
     wrong, right = answer.get("wrong", 0), answer.get("right", 0)
     text = f"{right} shapes within their bounds"
     if wrong:
