@@ -21,7 +21,7 @@ from jaxtrain.kernels.dot import DTYPES
 from jaxtrain.models.attention import Kernel
 from jaxtrain.models.module import Params
 from jaxtrain.models.transformer import empty_cache
-from jaxtrain.sharding import make_placement, replicated
+from jaxtrain.sharding import LayoutError, make_placement, replicated
 from jaxtrain.step import attention_specs, dropless, hardware_of, make_definition
 
 SHORTEST = 64  # padded length of the shortest texts
@@ -42,10 +42,15 @@ class Scorer:
 
     rows: of a batch, rounded up to a multiple of the devices that share it. max_length: tokens that the model sees at most;
     0: data.seq_len, farther than which it never saw in training.
+
+    Raises LayoutError for a sampler on pipeline stages.
     """
 
     def __init__(self, run: RunConfig, sampler: Sampler, params: Params, *, rows: int = 8, max_length: int = 0):
         mesh = sampler.placement.mesh
+        if sampler.placement.mesh_axes("layers"):
+            stages = sampler.placement.size("stage")
+            raise LayoutError(f"mesh.stage = {stages}: scores are taken without stages. Load the model by generate.load.")
         spread = dataclasses.replace(dropless(run), mesh=config.Mesh(**dict(mesh.shape)))
         self.placement = make_placement(spread, list(mesh.devices.flat))  # the sampler's own splits no batch
         shards = self.placement.size(self.placement.mesh_axes("batch"))

@@ -17,6 +17,8 @@ from jaxtrain.config import ConfigError
 from jaxtrain.models import llama
 from jaxtrain.models.transformer import Transformer
 from jaxtrain.parity import compare
+from jaxtrain.scoring import Scorer
+from jaxtrain.sharding import LayoutError
 from jaxtrain.stages import Schedule
 from jaxtrain.step import build, place_batch
 
@@ -179,6 +181,8 @@ def test_evaluation_and_sampling_on_stages_of_several_groups():
         texts.append(list(sampler.tokens(params, range(40, 52), max_tokens=6, temperature=0.0, top_p=1.0, seed=0)))
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert texts[0] == texts[1]
+    with pytest.raises(LayoutError, match="without stages"):
+        Scorer(run, sampler, params)
 
 
 # ---- Refusals
