@@ -10,7 +10,8 @@ To see its plan on this or any other machine, or to search for a better mesh:
     python -m jaxtrain.plan --config=configs/qwen3_30b_a3b.py --topology=h200:8
     python -m jaxtrain.plan --config=configs/qwen3_30b_a3b.py --topology=h200:8 --search --budget=600
 
-Another number of GPUs keeps the batch and changes the accumulation: --config=configs/qwen3_30b_a3b.py:gpus=16
+Another number of GPUs keeps the batch and changes the accumulation: --config=configs/qwen3_30b_a3b.py:gpus=16. With experts
+divided over GPUs instead, each whole on one: --config=configs/qwen3_30b_a3b.py:exchange
 """
 
 import ml_collections
@@ -20,8 +21,8 @@ from jaxtrain.models.qwen3_moe import PRESETS
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """Variant `gpus=8`: how many GPUs the batch is divided over."""
-    variant = parse_arg(arg, gpus=8)
+    """Variants: `gpus=8`, how many GPUs the batch is divided over; `exchange`, tokens travel to experts, not weights."""
+    variant = parse_arg(arg, gpus=8, exchange=False)
     config = default_config()
     config.model.update(PRESETS["qwen3_30b_a3b"])
 
@@ -36,14 +37,14 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.train.grad_accum = max(1, 128 // variant.gpus)
     config.train.steps = 50_000  # 105 B tokens
 
-    # Each GPU of a node holds 16 experts of every layer whole, and tokens travel to them: a token goes through 8 experts, so a
-    # GPU sends 0.59 GB there and as much back for a layer, and its own 16 experts' weights not at all. The other 1.5 B of the
-    # 30.5 B parameters are split over the same GPUs. On one node mesh.expert=1, which is fsdp=8, is 8% faster by plan, at 118
-    # GiB: the gathers of a layer's 1.2 GB hide behind two sequences, and an exchange behind little.
-    config.mesh.expert = 8
+    # On one node fsdp=8: gathers of a layer's 1.2 GB hide behind two sequences. With `exchange` each GPU holds 16 experts of
+    # every layer whole, and a token goes to 8: a GPU sends 0.59 GB there and as much back for a layer, which hides behind
+    # little, and a step takes 9% longer by plan, in 107 GiB.
+    if variant.exchange:
+        config.mesh.expert = 8
     # Weights, moments and gradients in float32 are 16 bytes a parameter, 57 GiB on each of 8 GPUs. Gradients are added to their
     # sum layer by layer, since a microbatch's beside it would be 14 GiB more. What is left holds whatever costs a GEMM or an
-    # attention call; the step peaks at 107 GiB by plan.
+    # attention call; the step peaks at 118 GiB by plan.
     config.train.accumulate = "layer"
     config.remat.policy = "auto"
 

@@ -178,9 +178,9 @@ def beyond(run: RunConfig) -> Flops:
     experts beyond an even load. With a capacity below 1 tokens are dropped, and it may be less than nothing."""
     back = passes_layers(run)
     extra = recompute(run.model, run.remat, run.data.seq_len) if back else Flops(0.0, 0.0)
-    if not (run.model.num_experts and run.experts.capacity):
-        return extra
     rows = expert_rows(run)
+    if not run.model.num_experts or rows == run.model.experts_per_token:
+        return extra
     spare = run.model.num_layers * (sum(gemms(run.model, rows).values()) - sum(gemms(run.model).values()))
     again = recompute(run.model, run.remat, run.data.seq_len, rows) + extra * -1 if back else Flops(0.0, 0.0)
     passes = 1 + back * (1 + learns(run, "layers.mlp.gate"))  # the backward pass: of activations, and of weights that learn
@@ -190,9 +190,12 @@ def beyond(run: RunConfig) -> Flops:
 def expert_rows(run: RunConfig) -> float:
     """Rows that all experts together multiply for each token, of the load that a plan takes: an even one.
 
-    The experts of a token; with a capacity that many even shares, since arrays have the size of what could come.
+    The experts of a token; with a capacity that many even shares, since arrays have the size of what could come. Likewise with
+    one expert on each device, whose plain matmul takes all of its room (kernels/experts/feed_forward.py).
     """
-    return min(run.model.experts_per_token * (run.experts.capacity or 1.0), run.model.num_experts)
+    e, m = run.experts, run.model
+    alone = m.num_experts > 1 and run.mesh.expert == m.num_experts and e.impl == "auto"
+    return min(m.experts_per_token * (e.capacity or (e.buffer if alone else 1.0)), m.num_experts)
 
 
 def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Flops:
@@ -200,7 +203,8 @@ def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Fl
 
     Of each layer a GEMM runs again where the backward pass needs its result and no activation behind it was kept:
 
-    - q, k, v where they are not kept;
+    - q, k, v where they are not kept; with qk_norm q and k in any case, since its backward pass reads what was normed, which
+      only "dots" keeps;
     - the attention kernel unless both its output and its log-sum-exp are kept;
     - wo unless its output is kept, or the residual stream after it; with post_norms, whose backward pass reads it, its output;
     - gate and up where they are not kept, those of experts too; the router, whose scores no policy keeps but "none";
@@ -214,7 +218,8 @@ def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Fl
         return Flops(0.0, 0.0)
     have = kept(remat)
     cost = gemms(model, rows)
-    linear = sum(cost[name] for name in ("q", "k", "v", "mlp_gate", "mlp_up") if name not in have) + cost.get("router", 0.0)
+    made = have - {"q", "k"} if model.qk_norm and remat.policy != "dots" else have
+    linear = sum(cost[name] for name in ("q", "k", "v", "mlp_gate", "mlp_up") if name not in made) + cost.get("router", 0.0)
     if not have & ({"attention_proj"} if model.post_norms else {"attention_proj", "residual"}):
         linear += cost["attention_proj"]
     total = Flops(linear, linear)
