@@ -232,8 +232,10 @@ class _Run:
         self.model = self.model_of(self.ends)
         self.groups = pipe.groups(self.model)
         schedule = self.schedule
-        self.forward_table = _table([schedule.forward_unit(min(u, schedule.units - 1)) for u in range(schedule.forward_ticks)])
-        self.backward_table = _table([schedule.backward_unit(w) for w in range(schedule.units)])
+        # (group, microbatch) of each unit, and its slot. Past the last forward unit, while others are not done, the last again.
+        forward_units = [schedule.forward_unit(min(u, schedule.units - 1)) for u in range(schedule.forward_ticks)]
+        backward_units = [schedule.backward_unit(w) for w in range(schedule.units)]
+        self.forward_table, self.backward_table = (jnp.asarray(t, jnp.int32) for t in (forward_units, backward_units))
         forward_slots, backward_slots, self.slots = schedule.slots
         self.forward_slots, self.backward_slots = (jnp.asarray(s, jnp.int32) for s in (forward_slots, backward_slots))
         # Only where all are forward before any is backward does the gradient of an output wait.
@@ -337,7 +339,7 @@ class _Run:
             returned=empty,
             kept=self.groups.buffers(self.kept, self.slots),
             ready=jax.tree.map(lambda x: jnp.zeros((self.waiting, *x.shape), x.dtype), x),
-            stack=jax.tree.leaves(self.zeros.get(STACK, {})),
+            stack=jax.tree.leaves(self.zeros.get(STACK, {})),  # by name, which is the order of a module's leaves too
             ends={name: g for name, g in self.zeros.items() if name != STACK},
             sums=jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), sums),
         )
@@ -355,10 +357,6 @@ class _Run:
         if STACK in self.zeros:
             grads[STACK] = jax.tree.unflatten(jax.tree.structure(self.zeros[STACK]), carry.stack)
         return carry.sums, grads
-
-
-def _table(units: list[tuple[int, int]]) -> jax.Array:
-    return jnp.asarray(units, jnp.int32)
 
 
 def _chosen(mine: jax.Array, x: Any, other: Any) -> Any:
