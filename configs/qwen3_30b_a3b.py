@@ -31,20 +31,20 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.data.tokenizer = "hf:Qwen/Qwen3-30B-A3B-Base"
     config.data.seq_len = 8192
 
-    # 256 x 8192 = 2.1 M tokens a step, two sequences a GPU at a time: each of the 128 experts then has 8192 rows from all GPUs,
-    # where loads are even. One at a time: 3% slower by plan, 96 GiB.
-    config.train.global_batch = max(256, 2 * variant.gpus)
-    config.train.grad_accum = max(1, 128 // variant.gpus)
+    # 256 x 8192 = 2.1 M tokens a step, four sequences a GPU at a time: each of the 128 experts then has 16,384 rows from all
+    # GPUs, where loads are even. Two at a time: 8% slower by plan, 104 GiB.
+    config.train.global_batch = max(256, 4 * variant.gpus)
+    config.train.grad_accum = max(1, 64 // variant.gpus)
     config.train.steps = 50_000  # 105 B tokens
 
-    # On one node fsdp=8: gathers of a layer's 1.2 GB hide behind two sequences. With `exchange` each GPU holds 16 experts of
-    # every layer whole, and a token goes to 8: a GPU sends 0.59 GB there and as much back for a layer, which hides behind
-    # little, and a step takes 9% longer by plan, in 107 GiB.
+    # On one node fsdp=8: gathers of a layer's 1.2 GB hide behind four sequences. With `exchange` each GPU holds 16 experts of
+    # every layer whole, and a token goes to 8: a GPU sends 1.2 GB there and as much back for a layer, which hides behind
+    # little, and a step takes 37% longer by plan, in 121 GiB.
     if variant.exchange:
         config.mesh.expert = 8
     # Weights, moments and gradients in float32 are 16 bytes a parameter, 57 GiB on each of 8 GPUs. Gradients are added to their
-    # sum layer by layer, since a microbatch's beside it would be 14 GiB more. What is left holds whatever costs a GEMM or an
-    # attention call; the step peaks at 118 GiB by plan.
+    # sum layer by layer, since a microbatch's beside it would be 14 GiB more. What is left holds what costs a large GEMM or an
+    # attention call; the step peaks at 126 GiB by plan.
     config.train.accumulate = "layer"
     config.remat.policy = "auto"
 

@@ -47,8 +47,8 @@ def expert_fill(run: RunConfig, ranks: int) -> float:
 def bytes_kept(run: RunConfig, names: frozenset[str], axes: Mapping[str, int], packed_stats: bool) -> float:
     """Bytes on a device of what all its layers keep, of one microbatch, and in a pipeline of all that wait.
 
-    axes: logical axis -> how many devices split it. packed_stats: attention is cuDNN's over packed rows, whose log-sum-exp has
-    a place for every document that a row may hold.
+    axes: logical axis -> how many devices split it in use. packed_stats: attention is cuDNN's over packed rows, whose
+    log-sum-exp has a place for every document that a row may hold.
     """
     m = run.model
     tokens = run.train.global_batch // run.train.grad_accum * run.data.seq_len / axes["batch"] / axes["sequence"]

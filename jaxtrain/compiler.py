@@ -23,6 +23,7 @@ from jaxtrain.step import Program
 # for overlap, and what it would compute twice to save memory, both follow from it.
 XLA_SHARE = 0.8
 SLOP = "xla_gpu_memory_limit_slop_factor"
+IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"  # collectives that may have begun and not ended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +201,11 @@ def _defaults(program: Program, card: Card) -> tuple[dict[str, str | bool], str]
     if program.context.ring > 1:
         # Going backward, a ring sends gradients beside the keys; one at a time, only one of the two would have a kernel to
         # hide behind.
-        chosen["xla_gpu_experimental_parallel_collective_overlap_limit"] = "2"
+        chosen[IN_FLIGHT] = "2"
+    elif program.experts and program.gathers and program.placement.gathered("experts", "expert_embed"):
+        # A layer of experts has six large gathers and sums, and the kernels that could hide them are Pallas' and cuDNN's, which
+        # XLA's scheduler takes to be over in 10 us each: one at a time, it leaves half of them with nothing to hide behind.
+        chosen[IN_FLIGHT] = "8"
     return chosen, "jaxtrain's (jaxtrain/compiler.py)"
 
 

@@ -19,6 +19,7 @@ import ml_collections
 # From the outermost, whose neighbours may be nodes apart, to the innermost. Optional ones are part of a mesh only where used.
 MESH_AXES = ("data", "stage", "fsdp", "expert", "tensor", "seq")
 OPTIONAL_AXES = ("stage", "expert")
+EXCHANGE = "expert"  # the mesh axis along which tokens travel to experts
 
 # Logical axis -> mesh axes it is split over, joined by "+"; "" keeps the axis whole. A model may use further names as long
 # as its config adds a rule for each.
@@ -33,7 +34,7 @@ RULES = {
     "mlp": "tensor",
     "vocab": "stage+tensor",
     "layers": "stage",
-    "experts": "expert",
+    "experts": "expert+fsdp+seq",
     "expert_embed": "fsdp+seq",
 }
 RULE_DOCS = {
@@ -47,8 +48,8 @@ RULE_DOCS = {
     "mlp": "the feed-forward width",
     "vocab": "rows of the embedding and the head",
     "layers": "the axis along which layers are stacked",
-    "experts": "the experts of a layer; split in use too",
-    "expert_embed": "the model dimension of experts' weights",
+    "experts": "the experts of a layer, as far as their number divides; in use over expert alone",
+    "expert_embed": "the model dimension of experts' weights, over what does not divide their number",
 }
 
 
@@ -99,9 +100,9 @@ def impossible_rules(table: Mapping[str, list[str]]) -> list[tuple[str, str, str
             f"would split the stack of layers over {'+'.join(table['layers'])}, and layers follow each other over 'stage' only"
         )
         found.append(("layers", rule, "Leave it 'stage'."))
-    if table.get("experts", []) not in ([], ["expert"]):
-        rule = f"would split experts over {'+'.join(table['experts'])}, and tokens travel to them along mesh axis 'expert' only"
-        found.append(("experts", rule, "Leave it 'expert'."))
+    if EXCHANGE in table["experts"][1:]:
+        rule = "mesh axis 'expert' stands behind another, and experts are handed out along it before they rest over any other"
+        found.append(("experts", rule, "Name expert first, as 'expert+fsdp+seq'."))
     return found
 
 
@@ -502,15 +503,25 @@ class ConfigError(ValueError):
         super().__init__("\n".join(str(p) for p in problems))
 
 
-def rules_in_use(sharding: Sharding) -> dict[str, tuple[str, ...]]:
-    """Logical axis -> mesh axes that split it. With zero = 0 weights and all that belongs to them are whole over the mesh axes
-    that split the batch."""
-    rules = {axis: tuple(filter(None, onto.split("+"))) for axis, onto in sharding.rules}
-    if sharding.zero > 0:
+def rules_in_use(run: RunConfig, sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+    """Logical axis -> mesh axes that split it, on a mesh of these sizes. With zero = 0 weights and all that belongs to them are
+    whole over the mesh axes that split the batch.
+
+    Experts rest as wholes, one or several on a device, while their number divides: then they are gathered as they lie in
+    memory. Axes that do not divide it split the model dimension of each expert's weights.
+    """
+    rules = {axis: tuple(filter(None, onto.split("+"))) for axis, onto in run.sharding.rules}
+    whole: list[str] = []
+    for axis in rules["experts"]:
+        parts = math.prod(sizes.get(a, 1) for a in (*whole, axis))
+        if axis == EXCHANGE or (run.model.num_experts > 0 and run.model.num_experts % parts == 0):
+            whole.append(axis)
+    rules |= {"experts": tuple(whole), "expert_embed": tuple(a for a in rules["expert_embed"] if a not in whole)}
+    if run.sharding.zero > 0:
         return rules
     batch = {*rules["batch"], *rules["sequence"]}
-    activations = ("batch", "sequence", "residual", "experts")  # experts do not move: tokens do
-    return {k: onto if k in activations else tuple(a for a in onto if a not in batch) for k, onto in rules.items()}
+    stay = dict.fromkeys(("batch", "sequence", "residual"), batch) | {"experts": {EXCHANGE}}  # experts do not move: tokens do
+    return {k: tuple(a for a in onto if a not in batch or a in stay.get(k, ())) for k, onto in rules.items()}
 
 
 def mesh_sizes(mesh: Mesh, devices: int, node: int, what: str = "") -> dict[str, int]:

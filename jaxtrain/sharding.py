@@ -23,7 +23,16 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config import MESH_AXES, OPTIONAL_AXES, ConfigError, RunConfig, impossible_rules, mesh_sizes, rules_in_use
+from jaxtrain.config import (
+    EXCHANGE,
+    MESH_AXES,
+    OPTIONAL_AXES,
+    ConfigError,
+    RunConfig,
+    impossible_rules,
+    mesh_sizes,
+    rules_in_use,
+)
 
 Axes = tuple[str | None, ...]
 
@@ -115,9 +124,12 @@ class Placement:
 
     def in_use(self, axis: str | None) -> tuple[str, ...]:
         """Mesh axes, of size above 1, that split this logical axis of a weight while it is used."""
-        if axis == "experts":
-            return self.mesh_axes(axis)
-        return tuple(a for a in self.mesh_axes(axis) if a not in self.batch_axes)
+        stay = (EXCHANGE,) if axis == "experts" else ()
+        return tuple(a for a in self.mesh_axes(axis) if a in stay or a not in self.batch_axes)
+
+    def gathered(self, *axes: str) -> tuple[str, ...]:
+        """Mesh axes, of size above 1, over which weights with these logical axes are gathered."""
+        return tuple(a for axis in axes for a in self.mesh_axes(axis) if a not in self.in_use(axis))
 
     def spec(self, axes: Axes, name: str = "array") -> P:
         """PartitionSpec of an array with these logical axes. `name` is for the error when one mesh axis splits two dims."""
@@ -388,8 +400,9 @@ def summed(part: jax.Array, axes: Axes, tokens: Sequence[str], ticket: Any, plac
 
 def make_placement(run: RunConfig, devices: Sequence[Any]) -> Placement:
     """The placement that a config asks for, on these devices."""
-    rules = rules_in_use(run.sharding)
-    placement = Placement(make_mesh(run, devices), tuple(rules.items()))
+    mesh = make_mesh(run, devices)
+    rules = rules_in_use(run, mesh.shape)
+    placement = Placement(mesh, tuple(rules.items()))
     table = {axis: list(placement.mesh_axes(axis)) for axis in rules}
     for axis, rule, remedy in impossible_rules(table):
         raise LayoutError(f"sharding.rules.{axis} = {dict(run.sharding.rules)[axis]!r}: {rule}. {remedy}")

@@ -195,6 +195,7 @@ class Program:
     attention_reason: str
     trained: Params  # which parameters are learnt
     adapters: bool  # those are low-rank adapters, which are saved alone
+    experts: bool  # layers have experts
     rounds: bool  # a layer's tokens may take several rounds to their experts: a loop within the layer
 
     def saved(self, state: TrainState) -> TrainState:
@@ -424,8 +425,8 @@ def less_kept(run: RunConfig, program: Program, taken_gib: float, usable_gib: fl
     if excess <= 0 or not kept(run.remat):
         return None
     p = program.placement
-    split = ("batch", "sequence", "residual", "heads", "kv_heads", "mlp", "experts", "layers")
-    axes = {axis: p.size(p.mesh_axes(axis)) for axis in split}
+    split = ("batch", "sequence", "residual", "heads", "kv_heads", "mlp", "layers")
+    axes = {axis: p.size(p.mesh_axes(axis)) for axis in split} | {"experts": p.size(p.in_use("experts"))}
     packed = program.attention == "cudnn" and run.data.packing == "documents"
     remat = auto_remat.smaller(run, excess, axes, packed) or Remat("full")
     return dataclasses.replace(run, remat=remat)
@@ -516,5 +517,6 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
         reason,
         trained,
         run.lora.rank > 0,
-        bool(run.model.num_experts) and not run.experts.capacity and placement.size(placement.mesh_axes("experts")) > 1,
+        bool(run.model.num_experts),
+        bool(run.model.num_experts) and not run.experts.capacity and placement.size(placement.in_use("experts")) > 1,
     )

@@ -45,7 +45,7 @@ class Stage:
         p = self.placement
         split = {a for axis in axes for a in p.mesh_axes(axis)}
         # Over the axis that splits experts no two devices have a part of the same gradient.
-        apart = p.mesh_axes("experts") if "experts" in axes else ()
+        apart = p.in_use("experts") if "experts" in axes else ()
         tokens = tuple(a for a in p.mesh_axes("batch") + p.mesh_axes("sequence") if a not in apart)
         return tokens if self.once else tuple(a for a in tokens if self.accumulates and a not in split)
 
@@ -140,7 +140,7 @@ class Stage:
 
         def spread(w: jax.Array, axes: Axes) -> jax.Array:
             for dim, axis in enumerate(axes):
-                over = tuple(a for a in p.mesh_axes(axis) if a not in p.in_use(axis))
+                over = p.gathered(axis) if axis else ()
                 w = jax.lax.all_gather(w, over, axis=dim, tiled=True) if over else w
             return w
 

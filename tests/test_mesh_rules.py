@@ -3,6 +3,7 @@
 import pytest
 
 from jaxtrain import launch
+from jaxtrain.config import MESH_AXES, rules_in_use
 from jaxtrain.hardware import Devices
 from jaxtrain.validate import validate_step
 
@@ -46,6 +47,8 @@ RIGHT = [
     ("model.num_experts=8", "mesh.expert=2", "mesh.stage=2", "mesh.tensor=2"),
     ("model.num_experts=8", "mesh.expert=2", "mesh.stage=4", "model.num_layers=6", "experts.capacity=2.0"),
     ("model.num_experts=8", "mesh.fsdp=2", "mesh.stage=4", "model.num_layers=6"),
+    (*EXPERTS, "sharding.rules.experts=expert"),
+    (*EXPERTS, "sharding.rules.experts=expert", "sharding.rules.expert_embed="),
     (*EXPERTS, "lora.rank=4", "lora.targets=wq,wv"),
     (*EXPERTS, "dtypes.m=int8", "dtypes.v=int8"),
     (*EXPERTS, "model.experts_per_token=1", "model.renormalize=false"),
@@ -118,10 +121,15 @@ WRONG = [
     (
         (*EXPERTS, "sharding.rules.experts=fsdp"),
         "sharding.rules.experts",
-        "tokens travel to them along mesh axis 'expert' only",
+        "does not name it, and mesh.expert = 4 splits nothing but experts and the batch. Name expert first",
     ),
+    ((*EXPERTS, "sharding.rules.experts=fsdp+expert"), "sharding.rules.experts", "mesh axis 'expert' stands behind another"),
     ((*EXPERTS, "sharding.rules.batch=data+fsdp"), "sharding.rules.batch", "sends tokens of its own to the experts"),
-    ((*EXPERTS, "sharding.rules.expert_embed=expert"), "sharding.rules.experts", "an expert's mlp.gate has both"),
+    (
+        ("model.num_experts=8", "mesh.tensor=8", "sharding.rules.mlp=", "sharding.rules.experts=expert+tensor"),
+        "sharding.rules.experts",
+        "does not split the batch, and every device needs whole rows of its experts' weights",
+    ),
     (
         ("model.num_experts=8", "mesh.tensor=8", "sharding.rules.mlp=", "sharding.rules.expert_embed=tensor"),
         "sharding.rules.expert_embed",
@@ -160,3 +168,23 @@ def test_old_gpus_take_the_plain_grouped_matmuls():
     assert "needs a GPU from Ampere (sm80) on; V100 is sm70. Set ragged." in line
     assert not any("experts" in line for line in problems_of(*EXPERTS, "experts.impl=ragged", devices=V100))
     assert problems_of(*EXPERTS, devices=H200) == []
+
+
+@pytest.mark.parametrize(
+    ("experts", "sizes", "zero", "whole", "cut"),
+    [
+        (8, {"fsdp": 8}, 3, ("expert", "fsdp", "seq"), ()),
+        (8, {"expert": 2, "fsdp": 4}, 3, ("expert", "fsdp", "seq"), ()),
+        (8, {"fsdp": 4, "seq": 4}, 3, ("expert", "fsdp"), ("seq",)),
+        (6, {"fsdp": 8, "seq": 2}, 3, ("expert", "seq"), ("fsdp",)),
+        (6, {"fsdp": 8}, 3, ("expert", "seq"), ("fsdp",)),
+        (8, {"expert": 4, "fsdp": 2}, 0, ("expert",), ()),
+        (6, {"fsdp": 8}, 0, ("expert",), ()),
+    ],
+)
+def test_experts_rest_as_wholes_while_their_number_divides(experts, sizes, zero, whole, cut):
+    """Then no gather puts them in another order; the rest of the mesh splits the model dimension of each."""
+    named = (f"--config.model.num_experts={experts}", f"--config.sharding.zero={zero}")
+    run = launch.load(["--config=configs/tiny.py", *named]).run
+    rules = rules_in_use(run, dict.fromkeys(MESH_AXES, 1) | sizes)
+    assert (rules["experts"], rules["expert_embed"]) == (whole, cut)

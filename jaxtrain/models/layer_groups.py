@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.models.layer_loop import Body, Kind, at, number, slice_at, stack_of
+from jaxtrain.models.layer_loop import Body, Kind, at, number, put_at, slice_at, stack_of
 from jaxtrain.models.remat import Plan
 
-SLOTS = "slots"  # the scope in which things are put there, by which plans know them
 Buffers = list[jax.Array]  # of all that is kept: each (slots x checkpoints of a group, ...)
 
 
@@ -107,12 +106,7 @@ class Groups:
         y, vjp = self._differentiate(x, unit.shared, unit.group * self._per_group + part * self._every)
         place = slot * self._parts + part
         # The buffers are the loop's: each is written in its place, and not made of parts afterwards.
-        with jax.named_scope(SLOTS):
-            new = [
-                jax.lax.dynamic_update_slice_in_dim(b, leaf[None], place, 0, allow_negative_indices=False)
-                for b, leaf in zip(buffers, jax.tree.leaves(vjp), strict=True)
-            ]
-        return y, new
+        return y, [put_at(b, leaf, place) for b, leaf in zip(buffers, jax.tree.leaves(vjp), strict=True)]
 
     def _step_back(
         self, unit: Unit, dy: Any, kept: Kept, found: list[jax.Array], sums: list[jax.Array], part: jax.Array

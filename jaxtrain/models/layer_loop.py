@@ -21,6 +21,7 @@ Kind = int | jax.Array
 # (x, layer, what all layers share, kind) -> x, which may be several arrays
 Body = Callable[[Any, Any, Any, Kind], Any]
 
+SLOTS = "slots"  # the scope in which a loop puts what it keeps where that waits for the backward pass; plans know it by that
 LAYER_INPUT = "layer input"  # what a layer's backward pass always has
 
 
@@ -113,6 +114,47 @@ def at(w: jax.Array, i: jax.Array | int) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(w, i, keepdims=False, allow_negative_indices=False)
 
 
+def put_at(stack: jax.Array, part: jax.Array, i: jax.Array) -> jax.Array:
+    """What is kept for the backward pass, with this part in its place."""
+    with jax.named_scope(SLOTS):
+        return jax.lax.dynamic_update_slice_in_dim(stack, part[None], i, 0, allow_negative_indices=False)
+
+
+def _stacking(one: Callable[..., tuple[Any, Any]], x: Any, times: int) -> tuple[Any, jax.Array, Any]:
+    """`x, kept = one(x, i)` so many times: the last x, how often it was, and all that was kept, stacked.
+
+    As a scan does it, but for the stacks that it begins with. Those are there no sooner than x: XLA may make long before what
+    waits for nothing, and hold it beside the stacks of the microbatch before. And each holds a number of its own: of two that
+    are alike XLA would make one, and a copy for each. What rests in host memory is left to the scan.
+    """
+    kept: list[Any] = []  # avals, which know of host memory
+    tree = None
+
+    def flat(x: Any, i: jax.Array) -> tuple[Any, list[jax.Array]]:
+        nonlocal kept, tree
+        x, made = one(x, i)
+        parts, tree = jax.tree.flatten(made)
+        kept = [jax.typeof(part) for part in parts]
+        return x, parts
+
+    jax.eval_shape(flat, x, jnp.int32(0))
+    on_host = [a.memory_space == jax.memory.Space.Host for a in kept]
+    here = [a for a, host in zip(kept, on_host, strict=True) if not host]
+    x, numbers = jax.lax.optimization_barrier((x, [jnp.asarray(n).astype(a.dtype) for n, a in enumerate(here)]))
+    empty = [jnp.broadcast_to(n, (times, *a.shape)) for n, a in zip(numbers, here, strict=True)]
+
+    def step(carry, _):
+        x, stacks, i = carry
+        x, parts = flat(x, i)
+        stays = [part for part, host in zip(parts, on_host, strict=True) if not host]
+        stacks = [put_at(stack, part, i) for stack, part in zip(stacks, stays, strict=True)]
+        return (x, stacks, i + 1), [part for part, host in zip(parts, on_host, strict=True) if host]
+
+    (x, stacks, i), hosted = jax.lax.scan(step, (x, empty, jnp.int32(0)), None, length=times)
+    found = iter(stacks), iter(hosted)
+    return x, i, jax.tree.unflatten(tree, [next(found[host]) for host in on_host])
+
+
 def number(kinds: Sequence[int], i: jax.Array) -> Kind:
     """The kind of layer i of a loop: a number of the program's where all are alike."""
     return kinds[0] if len(set(kinds)) == 1 else jnp.asarray(kinds, jnp.int32)[i]
@@ -145,12 +187,10 @@ def loop_last_apart(step: Body, last: Body, x: Any, layers: Any, shared: Any, ki
         return loop(lambda x, layer, kind: step(x, layer, shared, kind), x, layers, kinds)
 
     def forward(x, leaves, shared):
-        def one(carry, _):
-            x, i = carry
-            y, vjp = stack.differentiate(single(step), x, [stack.at(leaves, i)], shared, number(kinds, i))
-            return (y, i + 1), vjp
+        def one(x, i):
+            return stack.differentiate(single(step), x, [stack.at(leaves, i)], shared, number(kinds, i))
 
-        (x, i), vjps = jax.lax.scan(one, (x, jnp.int32(0)), None, length=num_layers - 1)
+        x, i, vjps = _stacking(one, x, num_layers - 1)
         y, vjp = stack.differentiate(single(last), x, [stack.at(leaves, i)], shared, kinds[-1])
         return y, (vjps, vjp, leaves, shared)
 

@@ -38,7 +38,7 @@ def expect(run: RunConfig, program: Program, executable: Any, gpu: hardware.Gpu,
     rates = rates_for(gpu, run.precision)
     module = hlo.parse(executable.as_text())
     found = collectives.read(module, dict(program.placement.mesh.shape), gpus_per_node)
-    filled = expert_fill(run, program.placement.size(program.placement.mesh_axes("experts")))
+    filled = expert_fill(run, program.placement.size(program.placement.in_use("experts")))
     timed = roofline.predict(module, rates, collectives.by_instruction(found), filled=filled)
     # The allocator gives the heap whole, and so counts its gaps.
     return Expected(timed.step_ms / 1e3, taken_gib(executable), rates.source)

@@ -52,7 +52,7 @@ def read_plan(
         usable_gib=card.usable_gib,
     )
     found = collectives.read(module, mesh, topology.gpus)
-    filled = auto_remat.expert_fill(run, program.placement.size(program.placement.mesh_axes("experts")))
+    filled = auto_remat.expert_fill(run, program.placement.size(program.placement.in_use("experts")))
     timed = roofline.predict(module, rates, collectives.by_instruction(found), filled=filled)
     moved = []
     for f in found:

@@ -2,10 +2,9 @@
 
 import dataclasses
 import fnmatch
-import math
 from collections.abc import Iterable, Mapping
 
-from jaxtrain.config import Experts, Model, Problem, RunConfig, parts_of
+from jaxtrain.config import EXCHANGE, Experts, Model, Problem, RunConfig, parts_of
 from jaxtrain.hardware import Devices
 from jaxtrain.precision import EXPERTS
 
@@ -32,22 +31,22 @@ def check_experts(
     if m.renormalize and m.experts_per_token == 1 < m.num_experts and not frozen:
         rule = "one score divided by itself is 1, so with model.experts_per_token = 1 the loss teaches the router nothing"
         yield Problem("model.renormalize", True, rule, f"Set false, or keep the router as it is: train.freeze={ROUTER}.")
-    parts = math.prod(sizes[a] for a in table["experts"])
-    if m.num_experts % parts:
-        over = " x ".join(f"mesh.{a} = {sizes[a]}" for a in table["experts"])
-        rule = f"does not divide over {over}"
-        yield Problem("model.num_experts", m.num_experts, rule, f"Make it a multiple of {parts}, or mesh.expert a divisor.")
-    if sizes["expert"] > 1 and not table["experts"]:
-        rule = f"leaves experts whole, and mesh.expert = {sizes['expert']} splits nothing but experts and the batch"
-        yield Problem("sharding.rules.experts", dict(run.sharding.rules)["experts"], rule, "Set expert, or mesh.expert to 1.")
-    if [a for a in table["experts"] if a not in table["batch"]]:
+    ranks, rules = sizes[EXCHANGE], dict(run.sharding.rules)
+    if m.num_experts % ranks:
+        rule = f"does not divide over mesh.expert = {ranks}"
+        yield Problem("model.num_experts", m.num_experts, rule, f"Make it a multiple of {ranks}, or mesh.expert a divisor.")
+    if ranks > 1 and EXCHANGE not in table["experts"]:
+        rule = f"does not name it, and mesh.expert = {ranks} splits nothing but experts and the batch"
+        yield Problem("sharding.rules.experts", rules["experts"], rule, "Name expert first, or set mesh.expert to 1.")
+    if ranks > 1 and EXCHANGE not in table["batch"]:
         rule = "leaves out mesh axis 'expert': each device along it sends tokens of its own to the experts"
-        yield Problem("sharding.rules.batch", dict(run.sharding.rules)["batch"], rule, "Add expert.")
-    alone = [a for a in table["expert_embed"] if a not in table["batch"] + table["sequence"]]
-    if alone:
-        rule = f"mesh axis {alone[0]!r} does not split the batch, and every device needs whole rows of its experts' weights"
-        remedy = "Name mesh axes of sharding.rules.batch and .sequence only."
-        yield Problem("sharding.rules.expert_embed", dict(run.sharding.rules)["expert_embed"], rule, remedy)
+        yield Problem("sharding.rules.batch", rules["batch"], rule, "Add expert.")
+    for axis in ("experts", "expert_embed"):
+        alone = [a for a in table[axis] if a not in (*table["batch"], *table["sequence"], EXCHANGE)]
+        if alone:
+            rule = f"mesh axis {alone[0]!r} does not split the batch, and every device needs whole rows of its experts' weights"
+            remedy = "Name mesh axes of sharding.rules.batch and .sequence only."
+            yield Problem(f"sharding.rules.{axis}", rules[axis], rule, remedy)
     if not m.router_bias and run.experts.bias_rate != Experts().bias_rate:
         rule = "is read only with model.router_bias"
         yield Problem("experts.bias_rate", run.experts.bias_rate, rule, "Set model.router_bias=true, or leave it out.")

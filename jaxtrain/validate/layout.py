@@ -50,7 +50,7 @@ def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
     # Also of a mesh that does not fill the devices: what does not divide over it would be the next thing to fail.
     sizes = sizes or {axis: max(getattr(run.mesh, axis), 1) for axis in MESH_AXES}
     # Mesh axes of size above 1 that split each logical axis; unknown ones are reported by _rules.
-    table = {axis: [a for a in onto if sizes.get(a, 1) > 1] for axis, onto in rules_in_use(run.sharding).items()}
+    table = {axis: [a for a in onto if sizes.get(a, 1) > 1] for axis, onto in rules_in_use(run, sizes).items()}
     split = list(_context(run, devices, sizes, table, bad))
     for problem in _divisions(run, sizes, table, bad):
         if problem.key != "data.seq_len" or not any(other.key == problem.key for other in split):

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from jaxtrain.activations import parse_tensors
-from jaxtrain.config import Problem, RunConfig
+from jaxtrain.config import EXCHANGE, Problem, RunConfig
 from jaxtrain.stages import arrangement
 
 
@@ -55,9 +55,9 @@ def _layers(run: RunConfig, stages: int, table: Mapping[str, list[str]], bad: se
     if run.model.num_layers < count:
         rule = f"some of the {count} groups of layers ({of}) would be empty"
         yield Problem("model.num_layers", run.model.num_layers, rule, f"Set {count} or more, or a smaller mesh.stage.")
-    elif run.model.num_layers % count and run.model.num_experts and table["experts"] and not run.experts.capacity:
+    elif run.model.num_layers % count and run.model.num_experts and EXCHANGE in table["experts"] and not run.experts.capacity:
         # Its router's logits are all equal.
-        over = " x ".join(f"mesh.{axis}" for axis in table["experts"])
+        over = f"mesh.{EXCHANGE}"
         rule = (
             f"does not divide into {count} groups ({of}); an empty place would send all tokens to the same experts over {over}"
         )

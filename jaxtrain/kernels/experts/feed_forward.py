@@ -45,7 +45,7 @@ class Spec:
     @property
     def split(self) -> tuple[str, ...]:
         """Mesh axes that split the experts."""
-        return self.placement.mesh_axes("experts")
+        return self.placement.in_use("experts")
 
     @property
     def everyone(self) -> tuple[str, ...]:
@@ -225,7 +225,9 @@ def _backward(spec: Spec, residuals, cotangents):
         if exchange.overflows:
             with jax.named_scope(FURTHER_ROUNDS):
                 _, made = jax.lax.while_loop(lambda carry: carry[0] < plan.rounds[0], again, (jnp.int32(1), made))
-        dx_TD, d_share_Tk, dw = made
+        # The compiler would hide one sum of dw behind the product of the next, and the last ones behind nothing. What comes
+        # before in the model waits for all products: then its own backward pass hides the sums.
+        dx_TD, d_share_Tk, dw = jax.lax.optimization_barrier(made)
         dx_BTD = spec.total(dx_TD.astype(x_BTD.dtype).reshape(x_BTD.shape))
         width = p.in_use("mlp")
         d_share_BTk = (jax.lax.psum(d_share_Tk, width) if width else d_share_Tk).reshape(share_BTk.shape)

@@ -19,7 +19,8 @@ from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.models.layer_groups import SLOTS
+from jaxtrain.models.layer_loop import SLOTS
+from jaxtrain.plan.program.buffers import one_put
 from jaxtrain.sharding import Axes, Placement
 
 Dims = tuple[tuple[str, ...], ...]  # mesh axes that split each dimension
@@ -253,9 +254,8 @@ class _Reader:
                 for v in dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal) and v in kept):
                     self._save(known[v])
             if eqn.primitive.name == "dynamic_update_slice" and str(eqn.source_info.name_stack).endswith(SLOTS):
-                put = next(e for e in jaxpr.eqns if any(v is eqn.invars[1] for v in e.outvars))  # made one dimension longer
                 room: Any = eqn.outvars[0].aval
-                self._wait(value(put.invars[0]), room.shape[0])
+                self._wait(value(one_put(jaxpr, eqn)), room.shape[0])
             results = self._results(eqn, operands, region)
             known.update(zip(eqn.outvars, results, strict=True))
             stacks = _stacks(eqn) if eqn.primitive.name == "scan" else [False] * len(results)

@@ -139,7 +139,7 @@ def promised(run: RunConfig, sizes: dict[str, int]) -> list[Term]:
     """
     m, accum = run.model, run.train.grad_accum
     sizes = dict.fromkeys(MESH_AXES, 1) | sizes
-    rules = rules_in_use(run.sharding)
+    rules = rules_in_use(run, sizes)
     split = [a for a in rules["embed"] if sizes[a] > 1]
     replicas = [a for a in (*rules["batch"], *rules["sequence"]) if sizes[a] > 1 and a not in split]
     count = flops.parameters(m)

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.models.layer_groups import SLOTS
+from jaxtrain.models.layer_loop import SLOTS
 from jaxtrain.plan.program import assignment as assigned
 from jaxtrain.plan.program import hlo
 from jaxtrain.plan.program.assignment import HOST, Assignment, Value
@@ -90,10 +90,16 @@ def _kept(jaxpr: Any, scope: str, again: bool) -> Iterator[Kept]:
 _ENTERS = re.compile(r"select_n|.*mlp\)/add")  # a group's first layer: what came from where, and the others: the layer before
 
 
+def one_put(jaxpr: Any, update: Any) -> Any:
+    """What an update puts in a place of a stack, before it was made one dimension longer; itself where that was done elsewhere,
+    since the loop around it never changes it."""
+    made = next((e for e in jaxpr.eqns if any(v is update.invars[1] for v in e.outvars)), None)
+    return made.invars[0] if made is not None else update.invars[1]
+
+
 def _in_a_slot(jaxpr: Any, update: Any) -> Kept:
-    """What a pipeline's group puts where it waits for its backward pass; the array has a place for every slot."""
-    put = next(e for e in jaxpr.eqns if any(v is update.invars[1] for v in e.outvars))  # made one dimension longer
-    name, aval = _activation(jaxpr, put.invars[0]), update.outvars[0].aval
+    """What a loop puts where it waits for the backward pass; the array has a place for every layer, or a pipeline's slots."""
+    name, aval = _activation(jaxpr, one_put(jaxpr, update)), update.outvars[0].aval
     return Kept("layer input" if _ENTERS.fullmatch(name) else name, _dtype(aval.dtype), aval.shape, True, False, False)
 
 

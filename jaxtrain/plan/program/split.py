@@ -73,7 +73,7 @@ def experts(run: RunConfig, placement: Placement, moved: Sequence[Collective]) -
     m = run.model
     if not m.num_experts:
         return None
-    ranks = placement.size(placement.mesh_axes("experts"))
+    ranks = placement.size(placement.in_use("experts"))
     shards = placement.size((*placement.mesh_axes("batch"), *placement.mesh_axes("sequence")))
     tokens = run.train.global_batch * run.data.seq_len / run.train.grad_accum / shards
     travel = [c for c in _over(moved, EXPERT) if c.kind == "all-to-all" and "/experts/" in c.op_name]

@@ -73,7 +73,7 @@ class Layout:
 
     @functools.cached_property
     def _rules(self) -> dict[str, tuple[str, ...]]:
-        return config.rules_in_use(self.run.sharding)
+        return config.rules_in_use(self.run, self.sizes)
 
     def axes(self, logical: str) -> tuple[str, ...]:
         """Mesh axes, of size above 1, that split a logical axis."""
@@ -81,6 +81,22 @@ class Layout:
 
     def parts(self, *logical: str) -> int:
         return math.prod(self.sizes[a] for axis in logical for a in self.axes(axis))
+
+    @property
+    def exchange(self) -> tuple[str, ...]:
+        """Of the mesh axes that split experts at rest, that along which tokens travel to them."""
+        return tuple(a for a in self.axes("experts") if a == config.EXCHANGE)
+
+    @property
+    def owners(self) -> int:
+        """Into how many parts experts in use are split."""
+        return math.prod(self.sizes[a] for a in self.exchange)
+
+    def rest(self, part: str) -> tuple[str, ...]:
+        """Mesh axes that split a part's weights at rest, and not in use."""
+        if part != "experts":
+            return self.axes("embed")
+        return tuple(a for axis in ("experts", "expert_embed") for a in self.axes(axis) if a not in self.exchange)
 
     @functools.cached_property
     def schedule(self) -> Schedule:
@@ -96,7 +112,7 @@ class Layout:
     @property
     def room(self) -> float:
         """Rows of experts' arrays for each token."""
-        return auto_remat.expert_room(self.run, self.parts("experts"))
+        return auto_remat.expert_room(self.run, self.owners)
 
     @property
     def compute_bytes(self) -> int:
@@ -126,18 +142,19 @@ class Layout:
             "embedding": ("vocab",),
             "attention": ("layers", "heads"),
             "mlp": ("layers", "mlp"),
-            "experts": ("layers", "experts", "mlp"),
+            "experts": ("layers", "mlp"),
             "router": ("layers",),
             "norms": ("layers",),
             "head": ("vocab",),
         }
         count = flops.parameters(self.run.model)
-        return {part: count[part] / self.parts(*axes) for part, axes in split.items()}
+        whole = {part: count[part] / self.parts(*axes) for part, axes in split.items()}
+        return whole | {"experts": whole["experts"] / self.owners}
 
     @functools.cached_property
     def parameters(self) -> dict[str, float]:
         """Of each part of the model, on one device at rest."""
-        return {part: count / self.parts(rest_axis(part)) for part, count in self.whole.items()}
+        return {part: count / math.prod(self.sizes[a] for a in self.rest(part)) for part, count in self.whole.items()}
 
     @property
     def once(self) -> bool:
@@ -153,18 +170,13 @@ class Layout:
     def held(self) -> float:
         """Gathered weights that a device holds from its forward pass to its backward pass, or all step long."""
         s = self.run.sharding
-        whole = {part: count for part, count in self.whole.items() if self.parts(rest_axis(part)) > 1}
+        whole = {part: count for part, count in self.whole.items() if self.rest(part)}
         if self.once or s.zero == 2:
             return sum(whole.values())
         return sum(whole.get(part, 0.0) for part in LAYERS) if s.gather == "forward" else 0.0
 
 
 LAYERS = ("attention", "mlp", "experts", "router")  # parts of the model that are layers' matrices
-
-
-def rest_axis(part: str) -> str:
-    """The logical axis along which a part's weights are split while they rest."""
-    return "expert_embed" if part == "experts" else "embed"
 
 
 def activation_bytes(layout: Layout, name: str) -> float:
@@ -307,16 +319,15 @@ def _weight_traffic(layout: Layout) -> list[Traffic]:
     experts = {"experts": layout.parameters["experts"]}
     others = {part: count for part, count in layout.parameters.items() if part != "experts"}
     return [
-        *_moved_over(layout, "embed", others),
-        *(_moved_over(layout, "expert_embed", experts) if experts["experts"] else []),
+        *_moved_over(layout, layout.rest("mlp"), (), others),
+        *(_moved_over(layout, layout.rest("experts"), layout.exchange, experts) if experts["experts"] else []),
     ]
 
 
-def _moved_over(layout: Layout, rest: str, params: Mapping[str, float]) -> list[Traffic]:
-    """Of weights that are split along `rest`; `params`: of each part, on one device at rest."""
-    run = layout.run
-    split, parts = layout.axes(rest), layout.parts(rest)
-    stays = layout.axes("experts") if rest == "expert_embed" else ()
+def _moved_over(layout: Layout, split: tuple[str, ...], stays: tuple[str, ...], params: Mapping[str, float]) -> list[Traffic]:
+    """Of weights that are split over the mesh axes `split` at rest, and over `stays` in use too. `params`: of each part, on one
+    device at rest."""
+    run, parts = layout.run, math.prod(layout.sizes[a] for a in split)
     replicas = tuple(a for a in (*layout.axes("batch"), *layout.axes("sequence")) if a not in (*split, *stays))
     copies = math.prod(layout.sizes[a] for a in replicas)
     micro = run.train.grad_accum
@@ -349,11 +360,11 @@ def _chain_traffic(layout: Layout, passes: int) -> list[Traffic]:
     row = run.model.d_model * layout.compute_bytes
     number = passes * 4 * layout.layers
     over = [(axes, number * tokens * row * (parts - 1) / parts, int(number * run.train.grad_accum))]
-    if (ranks := layout.parts("experts")) > 1:
+    if (ranks := layout.owners) > 1:
         # Each device of a tensor group sends whole rows; what a capacity below 1 does not take stays at home.
         rows = tokens * run.model.experts_per_token * min(1.0, run.experts.capacity or 1.0)
         number = passes * 2 * layout.layers
-        over.append((layout.axes("experts"), number * rows * row * (ranks - 1) / ranks, int(number * run.train.grad_accum)))
+        over.append((layout.exchange, number * rows * row * (ranks - 1) / ranks, int(number * run.train.grad_accum)))
     return over
 
 
@@ -431,7 +442,7 @@ def _memory_bytes(layout: Layout) -> float:
     in_loss = 0.0
     if run.loss.name == "cross_entropy":
         in_loss = vocab * (m.d_model * (4 if everything_held else 4 + c) + chunk * 4)
-    held_experts = max(1, m.num_experts) / layout.parts("experts")
+    held_experts = max(1, m.num_experts) / layout.owners
     largest = m.d_model * max(
         m.d_ff * held_experts / layout.parts("mlp"), m.num_heads * flops.head_dim(m) / layout.parts("heads")
     )
