@@ -189,14 +189,9 @@ def first_bad(run: RunConfig, program: Program, params: Any, batch: Any, sums: M
     plain = dataclasses.replace(run, loss=config.Loss(chunk=run.loss.chunk))
     for micro in range(batch["tokens"].shape[0]):
         one = {name: jax.device_put(x[micro : micro + 1], program.eval_batch[name].sharding) for name, x in batch.items()}
-        where = _in_layers(plain, program, params, one) or _in_loss(program, params, one)
-        where = where or ("" if program.state.layers else _in_gradients(program, params, one))
-        if where:
+        if where := _in_layers(plain, program, params, one) or _in_loss(program, params, one):
             return f"first: {where}, in microbatch {micro}" if batch["tokens"].shape[0] > 1 else f"first: {where}"
-    if program.state.layers:
-        # An evaluation on stages has no gradients: only a step goes backward through its schedule.
-        return "every value of the forward pass is finite; gradients are not looked at on pipeline stages: set mesh.stage=1"
-    return "every value is finite: " + _largest(program, params, {n: x[:1] for n, x in batch.items()})
+    return _in_gradients(program, params, batch)
 
 
 def _loss(program: Program, params: Any, micro: Any) -> jax.Array:
@@ -237,35 +232,38 @@ def _in_loss(program: Program, params: Any, micro: Any) -> str:
     return "" if np.isfinite(found) else f"the loss ({found}), after hidden states that are finite in every layer"
 
 
-def _gradients(program: Program, params: Any, micro: Any) -> dict[str, np.ndarray]:
-    """f32 (2,) by parameter, layers apart: how many values are not finite, and the norm."""
+def _gradients(program: Program, params: Any, batch: Any) -> dict[str, np.ndarray]:
+    """Those of a step: f32 (2,) by parameter, layers apart: how many values are not finite, and the norm."""
 
-    def measured(grads: Any) -> Any:
-        return jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    @jax.jit
+    def measured(g: jax.Array) -> jax.Array:
+        g = g.astype(jnp.float32)
+        return jnp.stack([jnp.sum(~jnp.isfinite(g)).astype(jnp.float32), jnp.sqrt(jnp.sum(g * g))])
 
-    learnt = step.part(params, program.trained)
-
-    def of(some: Any) -> Any:
-        return measured(jax.grad(lambda p: _loss(program, step.filled(params, p), micro))(some))
-
-    grads = jax.jit(of, out_shardings=jax.tree.map(lambda x: x.sharding, learnt))(learnt)
-    one = jax.jit(lambda g: jnp.stack([jnp.sum(~jnp.isfinite(g)).astype(jnp.float32), jnp.sqrt(jnp.sum(g * g))]))
-    return {name: np.asarray(one(g)) for name, g in _tensors(program, grads).items() if name != "step"}
+    _, grads = program.gradients(params, batch)
+    return {name: np.asarray(measured(g)) for name, g in _tensors(program, grads).items() if name != "step"}
 
 
-def _in_gradients(program: Program, params: Any, micro: Any) -> str:
-    found = _gradients(program, params, micro)
+def _in_gradients(program: Program, params: Any, batch: Any) -> str:
+    """One line: the first gradient that is not finite, and of which microbatch; where there is none, the largest."""
+    found = _gradients(program, params, batch)
     wrong = _order((name for name, x in found.items() if x[0]), backward=True)
     if not wrong:
-        return ""
+        norms = {name: float(x[1]) for name, x in found.items()}
+        top = sorted(norms, key=norms.__getitem__, reverse=True)[:3]
+        return "every value is finite: the largest gradients are those of " + ", ".join(f"{n} ({norms[n]:.3g})" for n in top)
+    number = batch["tokens"].shape[0]
+    for micro in range(number if number > 1 else 0):
+        # The others go along and count nothing: a pipeline has a schedule for all of them.
+        alone = jnp.where((jnp.arange(number) == micro)[:, None, None], batch["weights"], 0.0)
+        of_one = _gradients(program, params, batch | {"weights": jax.device_put(alone, batch["weights"].sharding)})
+        if one := _order((name for name, x in of_one.items() if x[0]), backward=True):
+            return f"first: {_named(one)}, in microbatch {micro}"
+    return f"first: {_named(wrong)}" + (", of all microbatches together and of none alone" if number > 1 else "")
+
+
+def _named(wrong: list[str]) -> str:
     return f"the gradient of {wrong[0]} in the backward pass, after a loss that is finite{_more(wrong)}"
-
-
-def _largest(program: Program, params: Any, micro: Any) -> str:
-    one = {name: jax.device_put(x, program.eval_batch[name].sharding) for name, x in micro.items()}
-    norms = {name: float(x[1]) for name, x in _gradients(program, params, one).items()}
-    top = sorted(norms, key=norms.__getitem__, reverse=True)[:3]
-    return "the largest gradients of the first microbatch are those of " + ", ".join(f"{n} ({norms[n]:.3g})" for n in top)
 
 
 def _order(names: Any, backward: bool = False) -> list[str]:

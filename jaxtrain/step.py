@@ -15,6 +15,7 @@ from jaxtrain.activations import kept
 from jaxtrain.balance import Balance, is_bias
 from jaxtrain.config import Compiler, ConfigError, Problem, Remat, RunConfig, parts_of
 from jaxtrain.context import Context, make_context
+from jaxtrain.gradients import Gradients, make_gradients
 from jaxtrain.kernels import attention
 from jaxtrain.kernels.context import window
 from jaxtrain.kernels.context.split import Split
@@ -25,13 +26,12 @@ from jaxtrain.models import family, layers
 from jaxtrain.models.attention import Kernel, layer_kinds
 from jaxtrain.models.lora import Lora, is_adapter
 from jaxtrain.models.module import Definition, Params, filled, names, part
-from jaxtrain.models.moe import Statistics
 from jaxtrain.models.remat import Plan, make_plan
 from jaxtrain.models.transformer import Transformer
 from jaxtrain.optimizer import check_groups, make_optimizer, make_schedule
 from jaxtrain.pipeline import STAGE, Pipeline
 from jaxtrain.shapes import BATCH_KEYS, EXPERT_METRICS
-from jaxtrain.sharding import Axes, Placement, Weight, make_placement, replicated
+from jaxtrain.sharding import Axes, Placement, make_placement, replicated
 from jaxtrain.stages import Arrangement, Schedule, arrangement
 from jaxtrain.state import TrainState, abstract_state, shardings, weights
 from jaxtrain.update import STACK, Update, at_once, streamed
@@ -39,30 +39,21 @@ from jaxtrain.zero import Stage, stage
 
 MICROBATCHES: Axes = (None, "batch", "sequence")  # (A, B, T)
 Metrics = dict[str, jax.Array]
-Told = tuple[jax.Array, Statistics]  # of a microbatch, by its share of the batch: the loss, and what its experts report
 
 
 def make_train_step(
-    definition: Definition,
+    gradients: Gradients,
     update: Update,
     schedule: optax.Schedule,
-    loss: LossFunction,
-    spec: LossSpec,
     *,
-    held: Stage,
+    trained: Params,
     clip_norm: float,
     spike: float = 0.0,
-    pipe: Pipeline | None = None,
     balance: Balance | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """A pure function `(state, batch) -> (state, metrics)`, to be jitted by the caller with explicit shardings.
 
-    The batch's arrays are (A, B, T): A microbatches, whose gradients are summed in the dtype that `held` says before the one
-    update. The loss of each is divided by the weight of all, so the sum is exactly the loss of the whole batch.
-
-    pipe: how microbatches pass through pipeline stages, where there are any.
-
-    Frozen parameters (`held.trained` says which) have no gradient, and leave the step as they came.
+    gradients: of all that is learnt (`make_gradients`). Parameters that `trained` leaves out leave the step as they came.
 
     A loss or gradient that is not finite, or further out than `spike` (see guard.judge), changes neither weights nor optimizer
     state; the step counts, and the one after it is held.
@@ -70,69 +61,6 @@ def make_train_step(
     Metrics, f32 (): `loss` (nats per token, before the update), `grad_norm` (global, before clipping), `lr`; i32 (): `verdict`
     (guard.TAKEN and its like); of a model with experts shapes.EXPERT_METRICS. `loss` is without what is minimised beside it.
     """
-    axes = definition.axes
-    learnt = part(axes, held.trained)  # axes of what has a gradient
-
-    def objective(
-        hidden: jax.Array, statistics: Statistics, head: Weight, micro: Batch, total: jax.Array, spec: LossSpec
-    ) -> tuple[jax.Array, Told]:
-        with jax.named_scope("loss"):
-            value = loss(hidden, head, micro, spec) / total
-            if balance is None:
-                return value, (value, ())
-            share = micro["weights"].sum() / total
-            return value + share * balance.penalty(statistics), (value, share * statistics)
-
-    def loss_of(params: Params, micro: Batch, total: jax.Array) -> tuple[jax.Array, Told]:
-        model = definition.bind(params)
-        rows = micro["tokens"], micro["segments"], micro["positions"]
-        hidden, statistics = model.hidden_and_statistics(*rows) if balance else (model(*rows), ())
-        return objective(hidden, statistics, model.head_VD, micro, total, spec)
-
-    def lose(model: Transformer, x: Any, micro: Batch, total: jax.Array) -> tuple[jax.Array, Told]:
-        hidden, statistics = model.leave(x)
-        return objective(hidden, statistics, model.head_VD, micro, total, spec.inside())
-
-    def gradients(params: Params, batch: Batch) -> tuple[Told, Params]:
-        # A batch without targets has nothing to learn from; the floor only keeps it from dividing by zero.
-        with jax.named_scope("loss"):
-            total = jnp.maximum(batch["weights"].sum(), 1.0)
-
-        with jax.named_scope("gather"):
-            held_weights = held.weights(params, axes)
-        if pipe:
-            told, grads = pipe.gradients(lose, held, held_weights, part(params, held.trained), batch, total)
-            with jax.named_scope("reduce"):
-                return told, held.settled(grads, learnt)
-
-        def one(micro: Batch, sums: Params) -> tuple[Told, Params]:
-            def of_slots(slots: Params) -> tuple[jax.Array, Told]:
-                return loss_of(held.bound(held_weights, slots, axes), micro, total)
-
-            (_, told), grads = jax.value_and_grad(of_slots, has_aux=True)(held.slots(masters, learnt, sums))
-            return told, jax.tree.map(held.pinned, grads, learnt)
-
-        masters = part(params, held.trained)
-        if batch["tokens"].shape[0] == 1:
-            told, grads = one(jax.tree.map(lambda x: x[0], batch), masters)  # there is no sum yet, and none is asked for
-            with jax.named_scope("reduce"):
-                return told, held.settled(grads, learnt)
-
-        def added(before: jax.Array, made: jax.Array, of: Axes) -> jax.Array:
-            return made if held.adds(of) else before + made
-
-        def add(carry: tuple[Told, Params], micro: Batch) -> tuple[tuple[Told, Params], None]:
-            before, sums = carry
-            told, made = one(micro, sums)
-            with jax.named_scope("accumulate"):
-                return (jax.tree.map(jnp.add, before, told), jax.tree.map(added, sums, made, learnt)), None
-
-        with jax.named_scope("accumulate"):
-            zeros = jax.tree.map(held.zero, masters, learnt)
-            nothing = jnp.zeros((), jnp.float32), balance.zeros if balance else ()
-        told, grads = jax.lax.scan(add, (nothing, zeros), batch)[0]
-        with jax.named_scope("reduce"):
-            return told, held.settled(grads, learnt)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         (value, statistics), grads = gradients(weights(state), batch)
@@ -141,7 +69,7 @@ def make_train_step(
             scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else None
             lr = jnp.asarray(schedule(state.step), jnp.float32)
             verdict, guarded = guard.judge(state.guard, value, norm, spike)
-            old = part(state.params, held.trained)
+            old = part(state.params, trained)
             params, optimizer = update(grads, state.optimizer, old, scale, lr, verdict == guard.TAKEN)
             params = filled(state.params, params)
             params = balance.moved(params, statistics, verdict == guard.TAKEN) if balance else params
@@ -185,6 +113,7 @@ class Program:
     eval_batch: Batch  # likewise: (1, B, T)
     train_step: Any  # jitted; call .lower(state, batch).compile()
     eval_step: Any  # jitted
+    gradients: Any  # jitted: what a train step minimises, differentiated; for those who look into a step
     offload: bool  # moments rest in host memory
     gathers: bool  # weights are gathered in each microbatch
     layer_trips: int  # of the loop over layers; 0 where there is none
@@ -474,16 +403,14 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     held = stage(run, placement, numerics_of(run), grads, eight=eight, exact=definition.exact, trained=trained, adds=adds)
     balance = balance_of(run, definition, lying) if run.model.num_experts else None
     metrics = ("loss", "grad_norm", "lr", "verdict", *(EXPERT_METRICS if balance else ()))
+    gradients = make_gradients(definition, loss, loss_spec, held=held, pipe=pipe, balance=balance)
     train_step = make_train_step(
-        definition,
+        gradients,
         streamed(*how) if offload else at_once(tx),
         make_schedule(run.optimizer, run.train.steps),
-        loss,
-        loss_spec,
-        held=held,
+        trained=trained,
         clip_norm=run.optimizer.clip_norm,
         spike=run.train.spike,
-        pipe=pipe,
         balance=balance,
     )
     whole = replicated(placement)
@@ -507,6 +434,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
             in_shardings=(shardings(state.params), shardings(batch)),
             out_shardings=(whole, whole),
         ),
+        jax.jit(gradients),
         offload,
         gathers_in_use(run, placement),
         remat_plan(run, placement).trips(lying.per_group if lying else run.model.num_layers),

@@ -39,7 +39,7 @@ FLOORS = (
         "the step",
         (
             *("data.*", "quantized", "muon", "optimizer", "loss", "stacks", "state", "snapshot", "stored_form", "update"),
-            *("zero", "balance", "pipeline", "step", "compiler", "digests", "guard", "waiting"),
+            *("zero", "balance", "pipeline", "gradients", "step", "compiler", "digests", "guard", "waiting"),
         ),
     ),
     (

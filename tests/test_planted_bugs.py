@@ -113,7 +113,7 @@ SMALLEST = ("wrong position offset on one rank", "dropped log-sum-exp")
 
 @pytest.fixture
 def retraced():
-    """JAX keeps traces under functions, whatever their globals have become: what is planted would not be seen, or would stay."""
+    """JAX keeps what it traced of a function, whatever its globals become: what is planted would not be seen, or would stay."""
     yield jax.clear_caches
     jax.clear_caches()
 

@@ -104,6 +104,12 @@ def breaking(optimizer, dtypes, axes):
 KINDS: dict[str, dict[str, Any]] = {
     "batch": {"data__source": "own:poisoned"},
     "gradient": {"data__source": "own:marked_early", "loss__name": "own:bad_gradient"},
+    "gradient on stages": {
+        "data__source": "own:marked_early",
+        "loss__name": "own:bad_gradient",
+        "mesh__stage": 2,
+        "train__grad_accum": 2,
+    },
     "parameter": {"optimizer__name": "own:breaking", "optimizer__clip_norm": 0, "optimizer__lr": 1e-4, "train__max_skips": 3},
     "spike": {"data__source": "own:marked", "loss__name": "own:spiky", "train__spike": 8.0, "train__steps": 44},
 }
@@ -111,10 +117,11 @@ KINDS: dict[str, dict[str, Any]] = {
 FIRST = {
     "batch": "first: the batch: weights of tokens that are not finite, in (microbatch, row) [0, 0], [0, 1]",
     "gradient": "in the backward pass, after a loss that is finite",
+    "gradient on stages": ", in microbatch 0",
     "parameter": "first: parameter params.layers.1.mlp.gate, 1 values that are not finite",
-    "spike": "every value is finite: the largest gradients of the first microbatch are those of params.",
+    "spike": "every value is finite: the largest gradients are those of params.",
 }
-STEP = {"batch": 7, "gradient": 7, "parameter": 7, "spike": 42}
+STEP = {"batch": 7, "gradient": 7, "gradient on stages": 7, "parameter": 7, "spike": 42}
 
 
 @pytest.fixture(scope="module")
