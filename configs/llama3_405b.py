@@ -21,7 +21,7 @@ STAGES, TENSOR = 8, 8
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """Variant `gpus=128`: how many GPUs the batch is divided over, a multiple of 64."""
+    """Variant `gpus=128`: how many GPUs the batch is divided over, 64 times a power of two."""
     variant = parse_arg(arg, gpus=128)
     config = default_config()
     config.model.update(PRESETS["llama31_405b"])
@@ -47,7 +47,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
 
     # 256 x 8192 = 2.1 M tokens a step. On 16 nodes these are 128 microbatches of one sequence for each fsdp rank: stages are
     # idle for (8 - 1) / (128 + 8 - 1) = 5% of the step, and 18% with 32 microbatches, on 64 nodes.
-    rows = variant.gpus // (STAGES * TENSOR)
+    rows = max(1, variant.gpus // (STAGES * TENSOR))
     config.train.global_batch = max(256, 4 * STAGES * rows)
     config.train.grad_accum = config.train.global_batch // rows
     config.train.steps = 50_000  # 105 B tokens

@@ -10,7 +10,7 @@ To see its plan on this or any other machine, or to search for a better mesh:
     python -m jaxtrain.plan --config=configs/qwen3_30b_a3b.py --topology=h200:8
     python -m jaxtrain.plan --config=configs/qwen3_30b_a3b.py --topology=h200:8 --search --budget=600
 
-Another number of GPUs keeps the batch and changes the accumulation: --config=configs/qwen3_30b_a3b.py:gpus=16. With experts
+Up to 64 GPUs keep the batch and change the accumulation: --config=configs/qwen3_30b_a3b.py:gpus=16. With experts
 divided over GPUs instead, each whole on one: --config=configs/qwen3_30b_a3b.py:exchange
 """
 

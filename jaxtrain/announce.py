@@ -10,6 +10,7 @@ from jaxtrain.config import RunConfig
 from jaxtrain.models.module import part
 from jaxtrain.progress import Console
 from jaxtrain.sharding import left_whole
+from jaxtrain.stages import IDLE, Schedule
 from jaxtrain.start import Start
 from jaxtrain.step import Program
 
@@ -38,6 +39,14 @@ def announce(run: RunConfig, program: Program, start: Start, data: Any, director
         f"model: {parameters}; mesh: {shape}; attention: {program.attention} ({program.attention_reason})"
         + (f"; each sequence over {program.context.size} devices: {program.context}" if program.context.size > 1 else "")
     )
+    if lying := program.state.layers:
+        at = Schedule(run.pipeline.schedule, lying.stages, lying.groups, run.train.grad_accum)
+        held = len(lying.order) // lying.stages
+        stages = [sum(i is not None for i in lying.order[s * held : (s + 1) * held]) for s in range(lying.stages)]
+        say(
+            f"pipeline: {run.pipeline.schedule}, {' | '.join(map(str, stages))} layers; stages have nothing to do for "
+            f"{at.bubble:.0%} of a step" + (": more of train.grad_accum makes it less" if at.bubble > IDLE else "")
+        )
     if data.synthetic:
         say("data: synthetic. Its loss says nothing about language.")
     if data.masked_fraction:

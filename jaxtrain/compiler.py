@@ -198,14 +198,14 @@ def _defaults(program: Program, card: Card) -> tuple[dict[str, str | bool], str]
     # a layer and the first gathers of the next wait for each other.
     if not _nested_loops(program):
         chosen["optimization_level"] = "O1"
-    if program.context.ring > 1:
-        # Going backward, a ring sends gradients beside the keys; one at a time, only one of the two would have a kernel to
-        # hide behind.
-        chosen[IN_FLIGHT] = "2"
-    elif program.experts and program.gathers and program.placement.gathered("experts", "expert_embed"):
+    if program.experts and program.placement.gathered("experts", "expert_embed"):
         # A layer of experts has six large gathers and sums, and the kernels that could hide them are Pallas' and cuDNN's, which
         # XLA's scheduler takes to be over in 10 us each: one at a time, it leaves half of them with nothing to hide behind.
         chosen[IN_FLIGHT] = "8"
+    elif program.context.ring > 1:
+        # Going backward, a ring sends gradients beside the keys; one at a time, only one of the two would have a kernel to
+        # hide behind.
+        chosen[IN_FLIGHT] = "2"
     return chosen, "jaxtrain's (jaxtrain/compiler.py)"
 
 

@@ -41,7 +41,7 @@ RULE_DOCS = {
     "batch": "sequences of a batch",
     "sequence": "tokens, inside attention and feed-forward blocks",
     "residual": "tokens, in the residual stream and norms between those blocks",
-    "embed": "the model dimension of every weight",
+    "embed": "the model dimension of every weight, but experts'",
     "heads": "query heads",
     "kv_heads": "key/value heads; must be split like the query heads",
     "head_dim": "the width of a head",
@@ -85,7 +85,9 @@ def impossible_rules(table: Mapping[str, list[str]]) -> list[tuple[str, str, str
         rule = (
             f"splits weights over {'+'.join(shared)}, which are not the last of {'+'.join(table['batch'])}, the axes of a batch"
         )
-        found.append(("embed", rule, "Name the last axes of sharding.rules.batch, in its order: fsdp+seq or data+fsdp+seq."))
+        behind = table["batch"][min(map(table["batch"].index, shared)) :]
+        remedy = f"Name the last axes of sharding.rules.batch, in its order: {'+'.join((*behind, 'seq'))}."
+        found.append(("embed", rule, remedy))
     both = [a for a in table["vocab"] if a in table["batch"] + table["sequence"]]
     if both:
         rule = f"mesh axis {both[0]!r} also splits the batch, and every device needs all logits of its tokens"
@@ -154,9 +156,9 @@ class Model:
 @dataclasses.dataclass(frozen=True)
 class Mesh:
     """How many devices along each axis, over all nodes. One axis may be -1: whatever is left. So may data and fsdp together:
-    fsdp takes what is left inside a node, and data the nodes."""
+    fsdp takes what is left inside a node, stages and data the nodes."""
 
-    data: int = key(-1, "replicas of the weights; the batch is split over data x fsdp")
+    data: int = key(-1, "replicas of the weights; the batch is split over data x fsdp x expert")
     fsdp: int = key(-1, "shards of weights, moments and batch; with mesh.data=1, over all nodes")
     stage: int = key(1, "pipeline stages: shards of the layers; see the pipeline section")
     expert: int = key(1, "shards of the experts, and of the batch beside data x fsdp")
@@ -527,8 +529,9 @@ def rules_in_use(run: RunConfig, sizes: Mapping[str, int]) -> dict[str, tuple[st
 def mesh_sizes(mesh: Mesh, devices: int, node: int, what: str = "") -> dict[str, int]:
     """Size of each mesh axis on `devices` devices, `node` of them in each node, with -1 filled in.
 
-    Where both data and fsdp are -1, fsdp is what the others leave of a node (1 where their groups fill it), and data the
-    rest. `what` names the devices in a refusal. Raises ConfigError for sizes that do not fill the devices.
+    Where both data and fsdp are -1, fsdp is what expert, tensor and seq leave of a node (1 where their groups fill it), stages
+    lie on different nodes as far as there are some, and data is the rest. `what` names the devices in a refusal.
+    Raises ConfigError for sizes that do not fill the devices.
     """
     asked = {axis: getattr(mesh, axis) for axis in MESH_AXES}
     shown = " x ".join(f"{axis}={size}" for axis, size in asked.items() if axis not in OPTIONAL_AXES or size != 1)
@@ -550,11 +553,12 @@ def mesh_sizes(mesh: Mesh, devices: int, node: int, what: str = "") -> dict[str,
     rest = devices // fixed
     if len(free) < 2:
         return {axis: rest if size == -1 else size for axis, size in asked.items()}
-    if node % fixed and fixed % node:
-        named = " x ".join(axis for axis in asked if axis not in free and (axis not in OPTIONAL_AXES or asked[axis] > 1))
-        rule = f"groups of {named} = {fixed} devices neither divide the {node} of a node nor fill nodes"
+    inner = fixed // asked["stage"]
+    if node % inner and inner % node:
+        within = [axis for axis in asked if axis not in (*free, "stage") and (axis not in OPTIONAL_AXES or asked[axis] > 1)]
+        rule = f"groups of {' x '.join(within)} = {inner} devices neither divide the {node} of a node nor fill nodes"
         raise ConfigError([Problem("mesh", shown, rule, "Set mesh.data and mesh.fsdp to numbers.")])
-    fsdp = max(1, node // fixed)
+    fsdp = math.gcd(rest, max(1, node // inner))
     return asked | {"data": rest // fsdp, "fsdp": fsdp}
 
 
@@ -708,10 +712,11 @@ def parse_arg(arg: str | None, **defaults: Any) -> Any:
                 chosen[name] = {"": True, "true": True, "false": False}[text.lower() if given else ""]
             else:
                 chosen[name] = kind(text)
+                if kind is int and chosen[name] < 1:
+                    raise ValueError("there is no use for less than one")
         except (ValueError, KeyError):
-            problems.append(
-                Problem(f"--config=FILE:{item}", None, f"must be {kind.__name__}", f"For example {name}={defaults[name]}.")
-            )
+            what = "int, 1 or more" if kind is int else kind.__name__
+            problems.append(Problem(f"--config=FILE:{item}", None, f"must be {what}", f"For example {name}={defaults[name]}."))
     if problems:
         raise ConfigError(problems)
     return ml_collections.FrozenConfigDict(chosen)

@@ -234,14 +234,14 @@ def _in_loss(program: Program, params: Any, micro: Any) -> str:
 
 def _gradients(program: Program, params: Any, batch: Any) -> dict[str, np.ndarray]:
     """Those of a step: f32 (2,) by parameter, layers apart: how many values are not finite, and the norm."""
-
-    @jax.jit
-    def measured(g: jax.Array) -> jax.Array:
-        g = g.astype(jnp.float32)
-        return jnp.stack([jnp.sum(~jnp.isfinite(g)).astype(jnp.float32), jnp.sqrt(jnp.sum(g * g))])
-
     _, grads = program.gradients(params, batch)
-    return {name: np.asarray(measured(g)) for name, g in _tensors(program, grads).items() if name != "step"}
+    return {name: np.asarray(_measured(g)) for name, g in _tensors(program, grads).items() if name != "step"}
+
+
+@jax.jit
+def _measured(g: jax.Array) -> jax.Array:
+    g = g.astype(jnp.float32)
+    return jnp.stack([jnp.sum(~jnp.isfinite(g)).astype(jnp.float32), jnp.sqrt(jnp.sum(g * g))])
 
 
 def _in_gradients(program: Program, params: Any, batch: Any) -> str:
@@ -254,9 +254,9 @@ def _in_gradients(program: Program, params: Any, batch: Any) -> str:
         return "every value is finite: the largest gradients are those of " + ", ".join(f"{n} ({norms[n]:.3g})" for n in top)
     number = batch["tokens"].shape[0]
     for micro in range(number if number > 1 else 0):
-        # The others go along and count nothing: a pipeline has a schedule for all of them.
-        alone = jnp.where((jnp.arange(number) == micro)[:, None, None], batch["weights"], 0.0)
-        of_one = _gradients(program, params, batch | {"weights": jax.device_put(alone, batch["weights"].sharding)})
+        # In every place: a pipeline has a schedule for all of them.
+        alone = {n: jax.device_put(jnp.broadcast_to(x[micro : micro + 1], x.shape), x.sharding) for n, x in batch.items()}
+        of_one = _gradients(program, params, alone)
         if one := _order((name for name, x in of_one.items() if x[0]), backward=True):
             return f"first: {_named(one)}, in microbatch {micro}"
     return f"first: {_named(wrong)}" + (", of all microbatches together and of none alone" if number > 1 else "")

@@ -5,9 +5,9 @@ Every array in jaxtrain has logical axis names ("batch", "embed", "heads", ...).
 never the model.
 
 Weights have two layouts. At rest, they (and their moments and gradients) are split over every axis their names map to. In
-use, they are whole over the axes that split the batch (but experts stay where they are, and tokens go to them): `gather` moves
-them there in the compute dtype, and sends the gradient back in the reduce dtype. A step that holds weights, or gradients, in
-another way (jaxtrain/zero.py) puts a `Held` in the weight's place.
+use, they are whole over the axes that split the batch (but over `expert` experts stay apart, and tokens go to them): `gather`
+moves them there in the compute dtype, and sends the gradient back in the reduce dtype. A step that holds weights, or gradients,
+in another way (jaxtrain/zero.py) puts a `Held` in the weight's place.
 """
 
 import collections

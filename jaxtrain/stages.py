@@ -27,6 +27,7 @@ import heapq
 
 from jaxtrain.config import RunConfig
 
+IDLE = 0.1  # of a step: more than this is worth a word
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
 

@@ -159,6 +159,7 @@ LAYOUTS = {
         "expert4xseq2/remat.policy=full",
         "one/train.grad_accum=4",
         *(f"fsdp2xexpert4/train.grad_accum=2/sharding.zero={zero}" for zero in (0, 1, 2, 3)),
+        *(f"fsdp4xexpert2/train.grad_accum=2/sharding.rules.experts=expert/sharding.zero={zero}" for zero in (1, 2, 3)),
         *(f"data2xfsdp2xexpert2/train.grad_accum=2/sharding.gather={gather}" for gather in ("layer", "forward", "step")),
         "expert2xtensor2xseq2/train.grad_accum=2/train.accumulate=layer",
         "fsdp2xexpert2xtensor2/train.grad_accum=2/compiler.unroll=True",

@@ -558,7 +558,10 @@ def test_mesh_sizes_on_nodes():
     assert sizes(tensor=2) == (4, 4, 2, 1)
     assert sizes(tensor=4, seq=2) == (4, 1, 4, 2)
     assert sizes(seq=16) == (2, 1, 1, 16)  # over two nodes: nothing of them is left
-    assert sizes(stage=4) == (4, 4, 2, 1, 1) and sizes(stage=8, tensor=4) == (1, 8, 1, 4, 1)
+    # Stages lie on different nodes, as far as there are some.
+    assert sizes(stage=4) == (1, 4, 8, 1, 1) and sizes(devices=64, stage=4) == (2, 4, 8, 1, 1)
+    assert sizes(devices=16, stage=4) == (1, 4, 4, 1, 1) and sizes(devices=8, stage=4) == (1, 4, 2, 1, 1)
+    assert sizes(stage=8, tensor=4) == (1, 8, 1, 4, 1) and sizes(devices=64, stage=4, tensor=8) == (2, 4, 1, 8, 1)
     assert sizes(data=1) == (1, 32, 1, 1) and sizes(data=2) == (2, 16, 1, 1)
     assert sizes(fsdp=1) == (32, 1, 1, 1) and sizes(fsdp=16, tensor=2) == (1, 16, 2, 1)
     assert sizes(data=2, fsdp=2, tensor=-1) == (2, 2, 8, 1)

@@ -123,6 +123,7 @@ WRONG = [
         "sharding.rules.experts",
         "does not name it, and mesh.expert = 4 splits nothing but experts and the batch. Name expert first",
     ),
+    ((*EXPERTS, "sharding.rules.expert_embed=expert"), "sharding.rules.expert_embed", "experts of its own and whole ones"),
     ((*EXPERTS, "sharding.rules.experts=fsdp+expert"), "sharding.rules.experts", "mesh axis 'expert' stands behind another"),
     ((*EXPERTS, "sharding.rules.batch=data+fsdp"), "sharding.rules.batch", "sends tokens of its own to the experts"),
     (

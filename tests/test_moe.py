@@ -155,11 +155,12 @@ def test_every_token_goes_through_its_experts(name):
     assert_same(compiled(case)(*given), plain_gradients(*given, case.run.model), given[2])
 
 
-def test_sampling_splits_weights_and_not_tokens():
-    """Where each device has all tokens and a part of D, and of every expert's width, products are summed over both."""
-    case = Case((("fsdp", 4), ("tensor", 2)), model=SHARED)
-    rules = tuple((axis, () if axis in WHOLE else onto) for axis, onto in case.placement.rules)
-    placement = dataclasses.replace(case.placement, rules=rules)
+@pytest.mark.parametrize("over", ["experts", "expert_embed"])
+def test_sampling_splits_weights_and_not_tokens(over):
+    """Where each device has all tokens, and of the experts some, or a part of D; and of every expert's width a part."""
+    case = Case((("fsdp", 4), ("tensor", 2)), Experts(buffer=1.0), model=SHARED)
+    rules = dict(case.placement.rules) | dict.fromkeys((*WHOLE, "experts", "expert_embed"), ()) | {over: ("fsdp",)}
+    placement = dataclasses.replace(case.placement, rules=tuple(rules.items()))
     definition = Definition(lambda rngs: ExpertsMLP(case.run.model, 0.5, 0.5, Context(F32, placement), rngs))
     params, x, real, _ = inputs(SHARED)
     y, _ = jax.jit(lambda params, x: definition.bind(params)(x, real))(params, x)

@@ -41,7 +41,7 @@ AXES = {
     },
 }
 SHAPES = {"embedding": (24, 8), "wq": (3, 8, 4, 6), "wk": (3, 8, 2, 2), "down": (3, 8, 16), "bq": (3, 4, 6), "scale": (3, 8)}
-SHAPES |= {"experts": (3, 2, 8, 12)}
+SHAPES |= {"experts": (3, 4, 8, 12)}
 HIDDEN = {"wq": (8, 24), "wk": (8, 4), "down": (8, 16), "experts": (8, 12)}  # rows and columns
 
 

@@ -81,4 +81,8 @@ def placed(run: RunConfig) -> tuple[Definition, Placement]:
 def alone(run: RunConfig, devices: Sequence[Any]) -> RunConfig:
     """The run with its weights split over these devices, where they divide, and everything else on each; `step.dropless`."""
     count = len(devices) if run.model.d_model % len(devices) == 0 else 1
-    return dataclasses.replace(dropless(run), mesh=config.Mesh(data=1, fsdp=count, tensor=1, seq=1))
+    # Each device has all tokens. With a part of every expert it computes a part of each token; with whole experts, all tokens
+    # would travel to them from every device.
+    rules = tuple((axis, config.EXCHANGE if axis == "experts" else onto) for axis, onto in run.sharding.rules)
+    split = dataclasses.replace(run.sharding, rules=rules)
+    return dataclasses.replace(dropless(run), mesh=config.Mesh(data=1, fsdp=count, tensor=1, seq=1), sharding=split)

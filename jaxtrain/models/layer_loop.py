@@ -1,7 +1,7 @@
 """How layers that are stacked on axis 0 follow each other in the program, forward and backward.
 
 A loop compiles one layer. It pays for that at run time: what layers keep for the backward pass is copied into stacks, which
-the compiler fills with zeros first, and copied out again. One by one, nothing is stacked but gradients, and any layer's
+are filled with a number first, and copied out again. One by one, nothing is stacked but gradients, and any layer's
 collectives can run beside the next layer's arithmetic. Compiling takes as much longer as there are layers.
 """
 

@@ -184,11 +184,10 @@ def check_experts(runs: Sequence[RunConfig]) -> list[Problem]:
         rule = "each device drops what is too many of its own tokens, so that a layout changes what is computed"
         problems.append(Problem("experts.capacity", run.experts.capacity, rule, "Set 0."))
     accums = sorted({r.train.grad_accum for r in runs})
-    if len(accums) > 1 and run.experts.balance_loss:
-        rule = f"is of a microbatch, and these layouts cut a batch into {' and '.join(map(str, accums))}"
-        problems.append(
-            Problem("experts.balance_loss", run.experts.balance_loss, rule, "Set 0, or one train.grad_accum for all.")
-        )
+    rule = f"is of a microbatch, and these layouts cut a batch into {' and '.join(map(str, accums))}"
+    for name in ("balance_loss", "z_loss") if len(accums) > 1 else ():
+        if factor := getattr(run.experts, name):
+            problems.append(Problem(f"experts.{name}", factor, rule, "Set 0, or one train.grad_accum for all."))
     return problems
 
 

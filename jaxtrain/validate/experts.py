@@ -26,7 +26,8 @@ def check_experts(
         return
     if "model.experts_per_token" not in bad and m.experts_per_token > m.num_experts:
         rule = f"there are only model.num_experts = {m.num_experts} experts"
-        yield Problem("model.experts_per_token", m.experts_per_token, rule, f"Set 1 to {m.num_experts}.")
+        remedy = f"Set 1 to {m.num_experts}." if m.num_experts > 1 else "Set 1."
+        yield Problem("model.experts_per_token", m.experts_per_token, rule, remedy)
     frozen = run.lora.rank > 0 or any(fnmatch.fnmatchcase(ROUTER, pattern) for pattern in parts_of(run.train.freeze))
     if m.renormalize and m.experts_per_token == 1 < m.num_experts and not frozen:
         rule = "one score divided by itself is 1, so with model.experts_per_token = 1 the loss teaches the router nothing"
@@ -38,6 +39,9 @@ def check_experts(
     if ranks > 1 and EXCHANGE not in table["experts"]:
         rule = f"does not name it, and mesh.expert = {ranks} splits nothing but experts and the batch"
         yield Problem("sharding.rules.experts", rules["experts"], rule, "Name expert first, or set mesh.expert to 1.")
+    if ranks > 1 and EXCHANGE in rules["expert_embed"].split("+"):
+        rule = "names mesh axis 'expert', along which each device has experts of its own and whole ones"
+        yield Problem("sharding.rules.expert_embed", rules["expert_embed"], rule, "Leave expert to sharding.rules.experts.")
     if ranks > 1 and EXCHANGE not in table["batch"]:
         rule = "leaves out mesh axis 'expert': each device along it sends tokens of its own to the experts"
         yield Problem("sharding.rules.batch", rules["batch"], rule, "Add expert.")

@@ -24,8 +24,8 @@ MARK = 250
 class Source:
     synthetic = False
 
-    def __init__(self, batches, marked, poisoned=()):
-        self.batches, self.marked, self.poisoned = batches, marked, poisoned
+    def __init__(self, batches, marked, poisoned=(), rows=slice(None)):
+        self.batches, self.marked, self.poisoned, self.rows = batches, marked, poisoned, rows
 
     def __getattr__(self, name):
         return getattr(self.batches, name)
@@ -34,7 +34,7 @@ class Source:
         batch = self.batches.batch(step, rows)
         batch["tokens"] = np.where(batch["tokens"] == MARK, 0, batch["tokens"])
         if step in self.marked:
-            batch["tokens"][:, 0] = MARK
+            batch["tokens"][self.rows, 0] = MARK
         if step in self.poisoned:
             batch["weights"] = batch["weights"] * np.float32("nan")
         return batch
@@ -62,6 +62,10 @@ def marked(data, split, global_batch):
 
 def marked_early(data, split, global_batch):
     return Source(opened(data, split, global_batch), (6,))
+
+
+def marked_behind(data, split, global_batch):
+    return Source(opened(data, split, global_batch), (6,), rows=slice(global_batch // 2, None))
 
 
 def is_marked(batch):
@@ -105,7 +109,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "batch": {"data__source": "own:poisoned"},
     "gradient": {"data__source": "own:marked_early", "loss__name": "own:bad_gradient"},
     "gradient on stages": {
-        "data__source": "own:marked_early",
+        "data__source": "own:marked_behind",
         "loss__name": "own:bad_gradient",
         "mesh__stage": 2,
         "train__grad_accum": 2,
@@ -117,7 +121,7 @@ KINDS: dict[str, dict[str, Any]] = {
 FIRST = {
     "batch": "first: the batch: weights of tokens that are not finite, in (microbatch, row) [0, 0], [0, 1]",
     "gradient": "in the backward pass, after a loss that is finite",
-    "gradient on stages": ", in microbatch 0",
+    "gradient on stages": ", in microbatch 1",
     "parameter": "first: parameter params.layers.1.mlp.gate, 1 values that are not finite",
     "spike": "every value is finite: the largest gradients are those of params.",
 }

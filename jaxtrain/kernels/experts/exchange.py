@@ -51,7 +51,7 @@ class Exchange:
     k: int
     over: tuple[str, ...]  # mesh axes that split the experts
     parts: int  # devices along them
-    everyone: tuple[str, ...]  # mesh axes over which other devices have other tokens
+    devices: tuple[str, ...]  # mesh axes over which other devices have other rows
     capacity: float  # of each expert, in even shares of a device's assignments; 0: none is dropped
     buffer: float  # room for each device in a round, in even shares
 
@@ -93,7 +93,7 @@ class Exchange:
             return made._replace(first=self._by_expert(made, chosen_Tk))
         most = counts_E.reshape(self.parts, self.here).sum(1).max(keepdims=True)
         rounds = -(-most // self.room)
-        rounds = jax.lax.pmax(rounds, self.everyone) if self.overflows and self.everyone else rounds
+        rounds = jax.lax.pmax(rounds, self.devices) if self.overflows and self.devices else rounds
         made = Plan(order_n, rank_Tk, counts_E, theirs_XE, rounds, none, self._nothing)
         return made._replace(first=self.round(made, chosen_Tk, jnp.int32(0)))
 

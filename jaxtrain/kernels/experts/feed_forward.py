@@ -53,6 +53,11 @@ class Spec:
         return self.placement.mesh_axes("batch") + self.placement.mesh_axes("sequence")
 
     @property
+    def devices(self) -> tuple[str, ...]:
+        """Mesh axes over which devices have rows of their own: those, and of experts' owners any that have the same tokens."""
+        return self.everyone + tuple(a for a in self.split if a not in self.everyone)
+
+    @property
     def tokens(self) -> P:
         """Of arrays (B, T, ...), with the tokens of a device whole."""
         return P(self.placement.mesh_axes("batch") or None, self.placement.mesh_axes("sequence") or None)
@@ -64,11 +69,11 @@ class Spec:
     @property
     def each(self) -> P:
         """Of what each device has for itself, one after another."""
-        return P(self.everyone or None)
+        return P(self.devices or None)
 
     @property
     def rows(self) -> P:
-        return P(self.everyone or None, self.placement.in_use("mlp") or None)
+        return P(self.devices or None, self.placement.in_use("mlp") or None)
 
     @property
     def scattered(self) -> tuple[str, ...]:
@@ -99,7 +104,7 @@ class Spec:
 
     def exchange(self, chosen_Tk: jax.Array) -> Exchange:
         (T, k), p = chosen_Tk.shape, self.placement
-        return Exchange(self.experts, T, k, self.split, p.size(self.split), self.everyone, self.capacity, self.buffer)
+        return Exchange(self.experts, T, k, self.split, p.size(self.split), self.devices, self.capacity, self.buffer)
 
     def times(self, rows: jax.Array, w_EDF: jax.Array, route: Route, contract: str) -> jax.Array:
         return grouped.times(self._by, rows, w_EDF, route.sizes_E, contract, self.numerics.precision)

@@ -16,13 +16,12 @@ from jaxtrain.kernels.dot import DTYPES
 from jaxtrain.plan.program.roofline import Roofline
 from jaxtrain.plan.result import Collective, Memory, Rates
 from jaxtrain.sharding import node_of
-from jaxtrain.stages import Schedule
+from jaxtrain.stages import IDLE, Schedule
 
 EXPOSED = 0.02  # of the step: waiting for less than this is no mistake
 SLACK = 1.25  # no schedule hides all that it could
 GB = 2**30 / 1e9  # of a GiB
 NAMED = 4  # activations in one warning
-IDLE = 0.1  # of the step: what a pipeline may stand idle
 
 
 def mistakes(

@@ -2,8 +2,8 @@
 
 Each instruction costs the larger of its arithmetic and its memory traffic (`work.py`), at the rates given. They are laid out
 in the order of the compiler's schedule: kernels one after the other on a compute stream; collectives one at a time on a second
-one (XLA's parallel_collective_overlap_limit is 1), asynchronous copies inside the device on a third and to the host on a
-fourth. An asynchronous start begins when its stream is free, and its done waits for it.
+one, in the order in which they begin, asynchronous copies inside the device on a third and to the host on a fourth. An
+asynchronous start begins when its stream is free, and its done waits for it.
 
 What it leaves out: a collective takes as long whether or not a GEMM runs beside it, and a GEMM is as fast; GEMMs run at one
 rate, and those in 8 bits at another, whatever their shapes; a packed row's attention counts as one document; of a conditional

@@ -315,7 +315,7 @@ Traffic = tuple[tuple[str, ...], float, int]  # mesh axes, bytes that each devic
 
 
 def _weight_traffic(layout: Layout) -> list[Traffic]:
-    """Gathers and reductions of weights, which every shard of the batch needs whole; experts stay where they are."""
+    """Gathers and reductions of weights, which every shard of the batch needs whole; over `expert` experts stay apart."""
     experts = {"experts": layout.parameters["experts"]}
     others = {part: count for part, count in layout.parameters.items() if part != "experts"}
     return [
