@@ -255,7 +255,8 @@ class _Reader:
                     self._save(known[v])
             if eqn.primitive.name == "dynamic_update_slice" and str(eqn.source_info.name_stack).endswith(SLOTS):
                 room: Any = eqn.outvars[0].aval
-                self._wait(value(one_put(jaxpr, eqn)), room.shape[0])
+                put = one_put(jaxpr, eqn)
+                self._wait(self._called(value(put), jaxpr, put, region), room.shape[0])
             results = self._results(eqn, operands, region)
             known.update(zip(eqn.outvars, results, strict=True))
             stacks = _stacks(eqn) if eqn.primitive.name == "scan" else [False] * len(results)
@@ -315,8 +316,18 @@ class _Reader:
         if not self.quiet and value.key is not None:
             self.saved[value.key] = (self.saved.get(value.key, (0, False))[0] + value.count, value.on_host)
 
+    def _called(self, value: Value, jaxpr: Jaxpr, v: Any, region: _Region | None) -> Value:
+        """What a loop keeps, under a key: where the model gave it no name, that of the operation that made it."""
+        if self.quiet or value.key not in (None, (LAYER_INPUT, "")):
+            return value
+        key = value.key or (_produced_by(jaxpr, v), f"#{len(self.unnamed)}")
+        shape, layout = (v.aval.shape, value.dims) if region is None else _leave(v.aval, region)
+        self._add(key, Named(key[0], "", shape, v.aval.dtype, layout, value.pinned, 0, False))
+        self.unnamed.add(key)
+        return dataclasses.replace(value, key=key)
+
     def _wait(self, value: Value, places: int) -> None:
-        """Of a pipeline's group: what is kept has a place for every unit that waits."""
+        """What a loop keeps has a place for every layer, or of a pipeline's group for every unit that waits."""
         if not self.quiet and value.key is not None:
             self.saved[value.key] = (places, value.on_host)
 
