@@ -96,7 +96,7 @@ PROGRAM: dict[str, tuple[Any, dict[str, Any]]] = {
     "sharding.rules.mlp": ("", SPLIT),
     "sharding.rules.vocab": ("", SPLIT),
     "sharding.rules.experts": ("", SPREAD),
-    "sharding.rules.expert_embed": ("", SPREAD),
+    "sharding.rules.expert_embed": ("", SPREAD | {"model.num_experts": 2}),
     "attention.impl": ("chunked", {}),
     "remat.policy": ("full", {}),
     "remat.tensors": ("q=keep,mlp_up=keep", {"remat.policy": "custom", "remat.tensors": "q=keep"}),
