@@ -73,8 +73,13 @@ MIXTRAL = (
     *("--config.train.global_batch=8", "--config.train.grad_accum=8", "--config.compiler.unroll=true"),
 )
 TINY_EXPERTS = (*operate.TINY, "--config.model.num_experts=4", "--config.model.experts_per_token=2")
+PLACES = "--config.experts.capacity=1.25"
 # Case -> how tokens reach its experts: none is dropped, or each expert has places for a quarter more than an even share.
-MIXTRALS = {"mixtral": ("--config.experts.impl=pallas",), "mixtral capacity": ("--config.experts.capacity=1.25",)}
+MIXTRALS = {
+    "mixtral": ("--config.experts.impl=pallas",),
+    "mixtral capacity": (PLACES,),
+    "mixtral capacity fp8": (PLACES, "--config.precision=fp8"),
+}
 ONES = {"1b": ONE, "1b fp8": (*ONE, "--config.precision=fp8")}
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from jaxtrain.config import Problem, RunConfig, nearest
+from jaxtrain.config import Model, Problem, RunConfig, nearest
 from jaxtrain.hardware import Devices
 
 # Weights of a layer's matmuls in jaxtrain's own models, as parameters are named.
@@ -13,6 +13,11 @@ WEIGHTS = (
 # Of those, what in a model with experts is not one matrix but one for each expert.
 EXPERTS = frozenset(f"layers.mlp.{name}" for name in ("gate", "up", "down"))
 SM = 89  # compute capability (times ten) from which GPUs multiply 8-bit floating point: Ada, Hopper, Blackwell
+
+
+def matmuls(model: Model) -> tuple[str, ...]:
+    """WEIGHTS, and those of a shared expert."""
+    return WEIGHTS + (tuple(f"layers.mlp.shared.{w}" for w in ("gate", "up", "down")) if model.shared_d_ff else ())
 
 
 def eight_bit(run: RunConfig, weights: Sequence[str]) -> tuple[frozenset[str], list[Problem]]:
@@ -51,9 +56,6 @@ def _parts(names: Iterable[str]) -> list[str]:
 
 def unsupported(run: RunConfig, devices: Devices) -> list[Problem]:
     """Why a model, or devices, cannot multiply in 8 bits. CPUs can: they round like a GPU, and compute in bfloat16."""
-    if run.precision == "fp8" and run.model.num_experts:
-        rule = f"experts (model.num_experts = {run.model.num_experts}) are not multiplied in 8 bits"
-        return [Problem("precision", run.precision, rule, "Set precision to bf16.")]
     if run.precision != "fp8" or devices.kind != "gpu" or not 0 < devices.sm < SM:
         return []
     rule = f"FP8 needs a GPU of compute capability 8.9 or above (Ada, Hopper, Blackwell); {devices.name} has {devices.sm / 10}"

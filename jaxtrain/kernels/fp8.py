@@ -91,6 +91,13 @@ def _no_gradient(*_):
 _gather.defvjp(_no_gradient, _no_gradient)
 
 
+def use(w: Held, axes: Axes, placement: Placement) -> tuple[jax.Array, jax.Array]:
+    """The bits of a weight, gathered, under the name that remat policies know them by; and its scale."""
+    value = w.value.value
+    gathered = value if w.whole else checkpoint_name(_gather(value, axes, placement), "weight")
+    return gathered, w.value.scale
+
+
 @dataclasses.dataclass(frozen=True)
 class _Product:
     """An einsum of activations and a weight, as matrices on one device."""
@@ -154,13 +161,14 @@ def multiply(
     out: jnp.dtype,
     sums: jax.lax.Precision = FULL,
 ) -> jax.Array:
-    """a b' (M, N) of 8-bit matrices and their scales, rounded once to `out`.
+    """a b' (M, N) of 8-bit matrices and their scales, rounded once to `out`; of stacks of matrices one for each.
 
     sums: what XLA asks of cuBLASLt. FULL adds up in float32. FAST keeps some bits less in the tensor cores while it adds (on
     Hopper, where it is faster): enough forward, and too few for gradients, which are summed over thousands of tokens.
     """
     a, b = ((m.astype(jnp.bfloat16) * s.reshape(()).astype(jnp.bfloat16)) for m, s in ((a_MK, a_scale), (b_NK, b_scale)))
-    return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), precision=sums, preferred_element_type=out)
+    stacked, last = tuple(range(a.ndim - 2)), a.ndim - 1
+    return jax.lax.dot_general(a, b, (((last,), (last,)), (stacked, stacked)), precision=sums, preferred_element_type=out)
 
 
 def _round(product: _Product, x: jax.Array, letters: str, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
@@ -196,8 +204,7 @@ def forward(x: jax.Array, w: Held, eqn: str, axes: Axes, placement: Placement) -
     product = _Product(eqn, axes, placement)
     xs, ws, y = product.letters
     first, partial = product.contracted_first, product.over(xs)
-    value = w.value.value
-    gathered = value if w.whole else checkpoint_name(_gather(value, axes, placement), "weight")
+    gathered, w_scale = use(w, axes, placement)
     x8, x_scale = _round(product, x, xs, E4M3)
 
     def local(x8, x_scale, w8, w_scale):
@@ -214,8 +221,8 @@ def forward(x: jax.Array, w: Held, eqn: str, axes: Axes, placement: Placement) -
         out_specs=product.spec(y),
         # The replication checker cannot follow scales, of which each device has its own.
         check_vma=False,
-    )(x8, x_scale, gathered, w.value.scale)
-    return made, Residuals(x8, x_scale, gathered, w.value.scale, ticket(w))
+    )(x8, x_scale, gathered, w_scale)
+    return made, Residuals(x8, x_scale, gathered, w_scale, ticket(w))
 
 
 def backward(

@@ -31,9 +31,9 @@ class ExpertsMLP(nnx.Module):
         self.router = param(rngs, (D, E), ROUTER, normal(std), ctx.lora.params, exact=True)
         if model.router_bias:
             self.router_bias = param(rngs, (E,), (None,), constant(0.0), jnp.dtype(jnp.float32), exact=True)
-        self.gate = param(rngs, (E, D, F), kernel.AXES, normal(std), dtype)
-        self.up = param(rngs, (E, D, F), kernel.AXES, normal(std), dtype)
-        self.down = param(rngs, (E, D, F), kernel.AXES, normal(out_std), dtype)
+        self.gate = param(rngs, (E, D, F), kernel.AXES, normal(std), dtype, dot=True)
+        self.up = param(rngs, (E, D, F), kernel.AXES, normal(std), dtype, dot=True)
+        self.down = param(rngs, (E, D, F), kernel.AXES, normal(out_std), dtype, dot=True)
         if model.shared_d_ff:
             self.shared = GatedLinear(D, model.shared_d_ff, std, out_std, ctx, rngs)
         self.model, self.ctx = model, ctx

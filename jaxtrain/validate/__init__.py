@@ -17,7 +17,7 @@ from jaxtrain.environment import overlay
 from jaxtrain.hardware import REPEATABLE, Devices
 from jaxtrain.models import FAMILIES
 from jaxtrain.moments import INT8
-from jaxtrain.precision import WEIGHTS, eight_bit, unsupported
+from jaxtrain.precision import WEIGHTS, eight_bit, matmuls, unsupported
 from jaxtrain.resume import check_allow_change
 from jaxtrain.timelimit import limit_s
 from jaxtrain.validate.layout import check_layout
@@ -117,7 +117,7 @@ def _fp8(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
         return
     yield from unsupported(run, devices)
     if run.model.family in FAMILIES:  # of others the names are known once they are made
-        yield from eight_bit(run, WEIGHTS)[1]
+        yield from eight_bit(run, matmuls(run.model))[1]
 
 
 def _attention(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:

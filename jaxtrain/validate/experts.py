@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from jaxtrain.config import EXCHANGE, Experts, Model, Problem, RunConfig, parts_of
 from jaxtrain.hardware import Devices
-from jaxtrain.precision import EXPERTS
+from jaxtrain.precision import EXPERTS, WEIGHTS, eight_bit
 
 # Keys that are read only where there are experts, with what they are elsewhere.
 OF_MODEL = ("experts_per_token", "router", "renormalize", "router_bias", "shared_d_ff")
@@ -57,10 +57,26 @@ def check_experts(
     if devices.kind == "gpu" and 0 < devices.sm < PALLAS_SM and run.experts.impl in ("auto", "pallas"):
         rule = f"the Pallas kernel needs a GPU from Ampere (sm{PALLAS_SM}) on; {devices.name} is sm{devices.sm}"
         yield Problem("experts.impl", run.experts.impl, rule, "Set ragged.")
+    yield from _fp8(run, ranks)
     adapted = [t for t in parts_of(run.lora.targets) if f"layers.mlp.{t}" in EXPERTS]
     if run.lora.rank > 0 and adapted:
         rule = f"the weights of experts take no adapters, and {', '.join(adapted)} are theirs"
         yield Problem("lora.targets", run.lora.targets, rule, "Name weights of attention: wq,wk,wv,wo.")
+
+
+def _fp8(run: RunConfig, ranks: int) -> Iterable[Problem]:
+    """Products in 8 bits are of experts that have the same number of rows each (kernels/experts/eight.py)."""
+    wanted, alone = EXPERTS & eight_bit(run, WEIGHTS)[0], ranks == run.model.num_experts
+    if not wanted or run.experts.capacity:
+        return
+    names = ",".join(sorted(name.removeprefix("layers.") for name in wanted))
+    remedy = f"or experts.capacity, or leave them in bfloat16: fp8.exclude={names}."
+    if not alone:
+        rule = "several experts of a device have uneven numbers of rows, of which there is no product in 8 bits"
+        yield Problem("precision", run.precision, rule, f"Set mesh.expert={run.model.num_experts}, {remedy}")
+    elif run.experts.impl != "auto":
+        rule = f"experts.impl = {run.experts.impl} has no product in 8 bits"
+        yield Problem("precision", run.precision, rule, f"Set experts.impl=auto, {remedy}")
 
 
 def _without(run: RunConfig, sizes: Mapping[str, int]) -> Iterable[Problem]:

@@ -13,7 +13,7 @@ that are uneven cost time, and never memory.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,12 +21,15 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.kernels import fp8
 from jaxtrain.kernels.dot import Numerics, use
-from jaxtrain.kernels.experts import grouped
+from jaxtrain.kernels.experts import eight, grouped
+from jaxtrain.kernels.experts.eight import Eight
 from jaxtrain.kernels.experts.exchange import Exchange, Plan, Route
-from jaxtrain.sharding import Axes, Placement, Weight, cotangent, frozen, late, summed, ticket
+from jaxtrain.sharding import Axes, Placement, Weight, cotangent, frozen, in_eight, late, summed, ticket
 
 AXES: Axes = ("experts", "expert_embed", "mlp")  # of each weight, (E, D, F)
+InUse = jax.Array | Eight  # a gathered weight, in the compute dtype or in 8 bits
 FURTHER_ROUNDS = "further_rounds"  # the scope of what runs only where loads are uneven: plans take them to be even
 
 
@@ -106,10 +109,32 @@ class Spec:
         (T, k), p = chosen_Tk.shape, self.placement
         return Exchange(self.experts, T, k, self.split, p.size(self.split), self.devices, self.capacity, self.buffer)
 
-    def times(self, rows: jax.Array, w_EDF: jax.Array, route: Route, contract: str) -> jax.Array:
+    def use(self, w: Weight) -> InUse:
+        """A weight, gathered."""
+        if not in_eight(w):
+            return use(w, AXES, self.placement, self.numerics)
+        if self._by != "even":
+            raise ValueError("experts have uneven numbers of rows here, of which there is no product in 8 bits")
+        held: Any = w
+        return Eight(*fp8.use(held, AXES, self.placement))
+
+    def weights(self, weights: Sequence[InUse]) -> list[P | Eight]:
+        """Layouts of gathered weights."""
+        whole: Any = self.placement.whole(AXES).spec
+        scale: Any = P()
+        return [Eight(whole, scale) if isinstance(w, Eight) else whole for w in weights]
+
+    def times(self, rows: jax.Array, w_EDF: InUse, route: Route, contract: str, gradient: bool = False) -> jax.Array:
+        """gradient: the rows are one, of the backward pass."""
+        if isinstance(w_EDF, Eight):
+            return eight.times(rows, w_EDF, contract, gradient)
         return grouped.times(self._by, rows, w_EDF, route.sizes_E, contract, self.numerics.precision)
 
-    def outer(self, rows_RD: jax.Array, rows_RF: jax.Array, route: Route, out: jnp.dtype) -> jax.Array:
+    def outer(self, rows_RD: jax.Array, rows_RF: jax.Array, route: Route, w_EDF: InUse, gradient: str) -> jax.Array:
+        """The gradient of a weight. gradient: which of the rows are one, "D" or "F"."""
+        out = self.numerics.reduce
+        if isinstance(w_EDF, Eight):
+            return eight.outer(rows_RD, rows_RF, w_EDF.bits.shape[0], out, gradient)
         return grouped.outer(self._by, rows_RD, rows_RF, route.sizes_E, out, self.numerics.precision)
 
     @property
@@ -151,9 +176,8 @@ def _flat(x_BTn: jax.Array) -> jax.Array:
 
 
 def _forward(x, share, chosen, gate, up, down, spec: Spec):
-    p, n = spec.placement, spec.numerics
-    weights = tuple(use(w, AXES, p, n) for w in (gate, up, down))
-    w_spec = p.whole(AXES).spec
+    weights = tuple(map(spec.use, (gate, up, down)))
+    w_specs = spec.weights(weights)
 
     def dispatch(x_BTD, chosen_BTk):
         exchange = spec.exchange(_flat(chosen_BTk))
@@ -189,9 +213,9 @@ def _forward(x, share, chosen, gate, up, down, spec: Spec):
     each, rows = spec.each, P(*spec.each, spec.placement.in_use("expert_embed") or None)
     with jax.named_scope("dispatch"):
         plan, rows_RD, dropped = spec.map(dispatch, (spec.x, spec.tokens), (each, rows, P()))(x, chosen)
-    gate_RF, up_RF = spec.map(widen, (rows, each, w_spec, w_spec), spec.rows)(rows_RD, plan, *weights[:2])
+    gate_RF, up_RF = spec.map(widen, (rows, each, *w_specs[:2]), spec.rows)(rows_RD, plan, *weights[:2])
     gate_RF, up_RF = checkpoint_name(gate_RF, "mlp_gate"), checkpoint_name(up_RF, "mlp_up")
-    ins = spec.x, spec.tokens, spec.tokens, each, spec.rows, spec.rows, w_spec, w_spec, w_spec
+    ins = spec.x, spec.tokens, spec.tokens, each, spec.rows, spec.rows, *w_specs
     y = spec.map(finish, ins, spec.result)(x, share, chosen, plan, gate_RF, up_RF, *weights)
     to = tuple(map(ticket, (gate, up, down)))
     return (y, dropped), (x, share, chosen, plan, rows_RD, gate_RF, up_RF, weights, to)
@@ -200,7 +224,7 @@ def _forward(x, share, chosen, gate, up, down, spec: Spec):
 def _backward(spec: Spec, residuals, cotangents):
     x, share, chosen, plan, rows_RD, gate_RF, up_RF, weights, to = residuals
     dy, _ = cotangents
-    p, n = spec.placement, spec.numerics
+    p = spec.placement
     tokens = tuple(a for a in spec.everyone if a not in spec.split)
 
     def local(x_BTD, share_BTk, chosen_BTk, plan: Plan, rows_RD, gate_RF, up_RF, gate_EDF, up_EDF, down_EDF, dy_BTD):
@@ -210,13 +234,15 @@ def _backward(spec: Spec, residuals, cotangents):
         def gradients(route: Route, rows_RD, gate_RF, up_RF):
             """Of x in f32 (T, D), of share (T, k), and of each weight that is learnt."""
             share_R, dy_RD = exchange.send_numbers(share_Tk, route), exchange.send(dy_TD, route)
-            dh_RF = spec.whole(spec.times(dy_RD, down_EDF, route, "D"))
+            dh_RF = spec.whole(spec.times(dy_RD, down_EDF, route, "D", gradient=True))
             h_RF, pull = jax.vjp(spec.hidden, gate_RF, up_RF, share_R)
             d_gate_RF, d_up_RF, d_share_R = pull(dh_RF)
-            of_gate, of_up = (spec.times(d, w, route, "F") for d, w in ((d_gate_RF, gate_EDF), (d_up_RF, up_EDF)))
+            back = (d_gate_RF, gate_EDF), (d_up_RF, up_EDF)
+            of_gate, of_up = (spec.times(d, w, route, "F", gradient=True) for d, w in back)
             dx_RD = (of_gate.astype(jnp.float32) + of_up.astype(jnp.float32)).astype(x_TD.dtype)
-            pairs = (rows_RD, d_gate_RF), (rows_RD, d_up_RF), (dy_RD, h_RF)
-            dw = [None if frozen(t) else spec.outer(*pair, route, n.reduce) for pair, t in zip(pairs, to, strict=True)]
+            of_wide = ((rows_RD, d, route, w, "F") for d, w in back)
+            of_down = dy_RD, h_RF, route, down_EDF, "D"
+            dw = [None if frozen(t) else spec.outer(*of) for of, t in zip((*of_wide, of_down), to, strict=True)]
             return exchange.receive(dx_RD, route), exchange.receive_numbers(d_share_R, route), dw
 
         def again(carry):
@@ -239,8 +265,8 @@ def _backward(spec: Spec, residuals, cotangents):
         home = [None if d is None else summed(d, AXES, tokens, t, p) for d, t in zip(dw, to, strict=True)]
         return dx_BTD, d_share_BTk, home
 
-    each, rows, w_spec = spec.each, P(*spec.each, p.in_use("expert_embed") or None), p.whole(AXES).spec
-    ins = (spec.x, spec.tokens, spec.tokens, each, rows, spec.rows, spec.rows, w_spec, w_spec, w_spec, spec.x)
+    each, rows = spec.each, P(*spec.each, p.in_use("expert_embed") or None)
+    ins = (spec.x, spec.tokens, spec.tokens, each, rows, spec.rows, spec.rows, *spec.weights(weights), spec.x)
     outs = spec.result, spec.tokens, [None if frozen(t) else p.home(AXES, late(t)).spec for t in to]
     operands = x, share, chosen, plan, rows_RD, gate_RF, up_RF, *weights, dy
     dx, d_share, dw = spec.map(local, ins, outs)(*operands)

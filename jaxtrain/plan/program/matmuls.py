@@ -6,7 +6,7 @@ from collections import Counter
 from jaxtrain.plan import result
 from jaxtrain.plan.program.hlo import Instruction, Module, walk
 from jaxtrain.plan.program.roofline import label
-from jaxtrain.plan.program.work import FP8_CALL, GEMM_CALLS, target
+from jaxtrain.plan.program.work import FP8_CALL, GEMM_CALLS, of_experts, target
 
 # Products that are no layer's: of attention's core, and of the loss.
 ELSEWHERE = ("kernels/attention", "kernels/context", "kernels/cross_entropy")
@@ -29,5 +29,5 @@ def read(module: Module, layers: int, microbatches: int) -> result.Matmuls:
 
 
 def _of_a_layer(i: Instruction) -> bool:
-    gemm = i.opcode == "dot" or target(i) in GEMM_CALLS
+    gemm = i.opcode == "dot" or target(i) in GEMM_CALLS or of_experts(i)
     return gemm and not label(i.op_name).startswith("loss") and not any(place in i.source for place in ELSEWHERE)

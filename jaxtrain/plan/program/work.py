@@ -97,6 +97,11 @@ class Work:
         return max(arithmetic, memory, KERNEL_US * 1e-6)
 
 
+def of_experts(i: Instruction) -> bool:
+    """Whether this is one of our kernels for rows that are sorted by expert."""
+    return target(i) == TRITON and bool(EXPERTS_CALL.search(i.attributes.get("backend_config", "")))
+
+
 def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str, Found], filled: float = 1.0) -> Work | None:
     """What one run of an instruction does; None where it does nothing. Raises HloError for one that is not known.
 
@@ -128,7 +133,7 @@ def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str,
         return _attention(where, i)
     if target(i) == TRITON and (call := PALLAS_CALL.search(i.attributes.get("backend_config", ""))):
         return _pallas(where, i, call)
-    if target(i) == TRITON and EXPERTS_CALL.search(i.attributes.get("backend_config", "")):
+    if of_experts(i):
         return _experts(where, i, filled)
     if opcode in MEMORY_BOUND:
         return _traffic(*_alone(where, i), "memory", 0.0)

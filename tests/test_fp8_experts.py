@@ -1,0 +1,169 @@
+"""Experts in FP8: products against what the formats define, layouts, rounds, what is refused, and the compiler's program."""
+
+import functools
+
+import helpers
+import jax
+import jax.numpy as jnp
+import matrix
+import numpy as np
+import pytest
+from test_fp8 import emulated, names
+
+from jaxtrain import launch, precision
+from jaxtrain.hardware import Devices
+from jaxtrain.kernels import fp8
+from jaxtrain.kernels.experts import eight
+from jaxtrain.plan import result
+from jaxtrain.plan.compile import compile_step
+from jaxtrain.plan.make import read_plan
+from jaxtrain.plan.topology import parse
+from jaxtrain.validate import validate_step
+
+NODE = parse("h200:8")
+R, D, F = 24, 32, 48  # rows of each expert
+
+
+def held(w_EDF: jax.Array) -> eight.Eight:
+    scale = fp8.scale_of(jnp.max(jnp.abs(w_EDF)), fp8.E4M3)
+    return eight.Eight(fp8.to_bits(fp8.rounded(w_EDF, scale, fp8.E4M3)), scale)
+
+
+@functools.cache
+def arrays(experts: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Rows of D and of F, each forward and as a gradient of very different sizes; weights."""
+    keys = jax.random.split(jax.random.key(experts), 4)
+    x_RD, h_RF = (jax.random.normal(k, (experts * R, n), jnp.bfloat16) for k, n in zip(keys, (D, F), strict=False))
+    spread = jnp.exp2(jax.random.randint(keys[2], (experts * R, F), -18, 1).astype(jnp.bfloat16))
+    return x_RD, h_RF, h_RF * spread, 0.02 * jax.random.normal(keys[3], (experts, D, F))
+
+
+def close(got: jax.Array, eqn: str, a: np.ndarray, b: np.ndarray) -> bool:
+    """Up to one rounding to bfloat16 and sums in float32."""
+    want, terms = np.einsum(eqn, a, b), np.einsum(eqn, abs(a), abs(b))
+    off = abs(np.asarray(got, np.float64).reshape(want.shape) - want)
+    return bool(np.count_nonzero(want) and (off <= 2.0**-8 * abs(want) + 128 * 2.0**-24 * terms).all())
+
+
+@pytest.mark.parametrize("experts", [1, 3])
+def test_products_are_those_of_rounded_numbers(experts):
+    """Of every expert with its own rows; which of the rows are a gradient decides their type."""
+    x_RD, h_RF, d_RF, w_EDF = arrays(experts)
+    x, h, d = ((emulated(a, t).reshape(experts, R, -1)) for a, t in ((x_RD, fp8.E4M3), (h_RF, fp8.E4M3), (d_RF, fp8.E5M2)))
+    w, w8 = emulated(w_EDF, fp8.E4M3), held(w_EDF)
+    assert close(eight.times(x_RD, w8, "D", gradient=False), "ERD,EDF->ERF", x, w)
+    assert close(eight.times(h_RF, w8, "F", gradient=False), "ERF,EDF->ERD", h, w)
+    assert close(eight.times(d_RF, w8, "F", gradient=True), "ERF,EDF->ERD", d, w)
+    assert close(eight.outer(x_RD, d_RF, experts, jnp.bfloat16, "F"), "ERD,ERF->EDF", x, d)
+    dy, h5 = emulated(x_RD, fp8.E5M2).reshape(experts, R, -1), h
+    assert close(eight.outer(x_RD, h_RF, experts, jnp.bfloat16, "D"), "ERD,ERF->EDF", dy, h5)
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_what_is_not_finite_stays_so(bad):
+    """In all rows of a device, other experts' too: they share a scale."""
+    x_RD, _, d_RF, w_EDF = arrays(3)
+    x_RD = x_RD.at[0, 0].set(bad)
+    assert np.isnan(np.asarray(eight.times(x_RD, held(w_EDF), "D", gradient=False), np.float32)).all()
+    assert np.isnan(np.asarray(eight.outer(x_RD, d_RF, 3, jnp.bfloat16, "F"), np.float32)).all()
+
+
+# ---- A whole step
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "experts with room: expert4xseq2/remat.policy=full",
+        "experts with room: expert2xtensor2xseq2/train.grad_accum=2/train.accumulate=layer",
+    ],
+)
+def test_layouts_take_the_steps_of_one_device(name):
+    """As far apart as rounding may bring them (parity/compare.py). Each device has scales of its own."""
+    comparison = matrix.against_one_device(name, "fp8")
+    assert not comparison.wrong, comparison.wrong
+
+
+MOE = {"precision": "fp8", "model.num_layers": 2, "model.num_experts": 4, "model.d_ff": 64, "data.packing": "none"}
+ALONE = {"mesh.expert": 4, "mesh.data": 2}
+
+
+@functools.cache
+def losses(*given) -> np.ndarray:
+    return np.asarray(helpers.train(helpers.tiny(MOE | ALONE | dict(given)), 20).loss)
+
+
+def test_losses_follow_those_in_bfloat16():
+    """Over 20 steps in which the loss falls, with one expert a device and none dropped."""
+    wide, eight_bits = losses(("precision", "bf16")), losses()
+    assert eight_bits[-1] < 0.95 * eight_bits[0]
+    assert (abs(eight_bits / wide - 1) < 0.01).all() and (eight_bits != wide).any()
+
+
+def test_further_rounds_multiply_in_8_bits_too():
+    """A buffer that half of the tokens fit in takes two rounds, whose rows have scales of their own: powers of two."""
+    assert (abs(losses(("experts.buffer", 0.5)) / losses() - 1) < 1e-3).all()
+
+
+# ---- What is in 8 bits, and what cannot be
+
+
+def test_all_products_of_a_model_with_experts_are():
+    shared = {f"layers.mlp.shared.{name}" for name in ("gate", "up", "down")}
+    assert names(helpers.tiny(MOE | ALONE)) == {*precision.WEIGHTS}
+    assert names(helpers.tiny(MOE | ALONE | {"model.shared_d_ff": 32})) == {*precision.WEIGHTS} | shared
+
+
+GROUPED = {"mesh.expert": 2, "mesh.fsdp": 4}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (GROUPED, "several experts of a device have uneven numbers of rows"),
+        (ALONE | {"experts.impl": "ragged"}, "experts.impl = ragged has no product in 8 bits"),
+        (GROUPED | {"fp8.exclude": "mlp.gate,mlp.up"}, "fp8.exclude=mlp.down."),
+    ],
+)
+def test_rows_in_groups_are_refused(given, said):
+    found = validate_step(helpers.tiny(MOE | given), Devices("cpu", "cpu", 8, 8.0, "test", 0))
+    assert [p.key for p in found] == ["precision"] and said in str(found[0])
+
+
+@pytest.mark.parametrize("given", [{"fp8.exclude": "mlp.gate,mlp.up,mlp.down"}, {"experts.capacity": 2.0}])
+def test_what_the_refusal_says_to_set_is_taken(given):
+    run = helpers.tiny(MOE | GROUPED | given)
+    assert not validate_step(run, Devices("cpu", "cpu", 8, 8.0, "test", 0))
+    assert ("layers.mlp.gate" in names(run)) == ("experts.capacity" in given)
+    assert helpers.train(run, 2).loss[-1] > 0
+
+
+def planned(*overrides: str) -> result.Plan:
+    pytest.importorskip("jax_cuda12_plugin", reason="needs the `plan` extra")
+    model = ("num_layers=2", "d_model=1024", "d_ff=1024", "num_heads=8", "num_kv_heads=4", "vocab_size=2048")
+    argv = ["--config=configs/mixtral_8x7b.py", "--config.precision=fp8", "--config.remat.policy=none", *overrides]
+    batch = ("--config.train.global_batch=16", "--config.train.grad_accum=2", "--config.data.seq_len=1024")
+    run = launch.load([*argv, *batch, *(f"--config.model.{o}" for o in model)]).run
+    return read_plan(compile_step(run, NODE), run, NODE)
+
+
+ROUTER = 3  # products of a layer's router: float32
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [(), ("--config.mesh.expert=2", "--config.mesh.fsdp=4", "--config.experts.capacity=2")],
+    ids=["one each", "capacity"],
+)
+def test_every_product_is_an_fp8_call(layout):
+    """Of one expert a device, and of four with a place each for the same number of rows."""
+    made = planned(*layout)
+    assert made.matmuls and (made.matmuls.eight, made.matmuls.products) == (21.0, 21.0 + ROUTER)
+    assert all("router" in name for name in made.matmuls.wide)
+    assert not [w for w in made.warnings if "fp8" in w]
+
+
+def test_experts_left_wide_are_named():
+    made = planned("--config.mesh.expert=2", "--config.mesh.fsdp=4", "--config.fp8.exclude=mlp.gate,mlp.up,mlp.down")
+    assert made.matmuls and (made.matmuls.eight, made.matmuls.products) == (12.0, 21.0 + ROUTER)
+    assert sum("mlp/experts" in name for name in made.matmuls.wide) >= 3
