@@ -331,10 +331,11 @@ def in_eight(w: Weight) -> bool:
 
 
 def numbers(w: Weight) -> jax.Array:
-    """What to compute with. Raises TypeError for a weight in 8 bits, which only `kernels.dot.dot` multiplies by."""
+    """What to compute with. Raises TypeError for a weight in 8 bits, which has products of its own."""
     if in_eight(w):
         raise TypeError(
-            "a weight made with param(..., dot=True) is used by kernels.dot.dot alone; make it without, or use that"
+            "a weight made with param(..., dot=True) is used by kernels.dot.dot, or of experts by their feed_forward, alone; "
+            "make it without, or use these"
         )
     return w.value if isinstance(w, Held) else w
 

@@ -195,7 +195,7 @@ def numerics_of(run: RunConfig) -> Numerics:
 
 
 def eight_bit_weights(run: RunConfig, definition: Definition) -> Params:
-    """Which parameters are held in 8 bits: under `precision=fp8` those that `dot` multiplies by, but for `fp8.exclude`.
+    """Which parameters are held in 8 bits: under `precision=fp8` those of linear layers and experts, but for `fp8.exclude`.
 
     Raises ConfigError for names in fp8.exclude that the model does not have.
     """

@@ -279,6 +279,15 @@ def test_every_product_of_a_layer_is_an_fp8_call(plan):
     assert "of 21 matrix products of a layer that should be in FP8 20 are" in said and "layers.py:65" in said
 
 
+def test_weights_that_do_not_learn_have_fewer_products():
+    """Two each, and in the first layer, before which nothing learns, one; adapters' own are wide, and a few of them named."""
+    run = helpers.tiny(SMALL | {"lora.rank": 4, "lora.targets": "wq", "model.family": "llama"})
+    program, wide = helpers.program(run), tuple(f"backward lora {i}" for i in range(9))
+    assert not [*judge.stayed_wide(run, program, result.Matmuls(20.0, 14 - 7 / 2, wide))]
+    (said,) = judge.stayed_wide(run, program, result.Matmuls(20.0, 10.0, wide))
+    assert "of 14 matrix products" in said and "backward lora 5; and 3 more." in said
+
+
 def test_gradients_are_added_up_in_full(plan):
     """cuBLASLt adds up faster, and with less care, where XLA is asked for the default precision: forward only."""
     _, compiled, _ = plan

@@ -1,6 +1,7 @@
 """Experts in FP8: products against what the formats define, layouts, rounds, what is refused, and the compiler's program."""
 
 import functools
+from collections.abc import Mapping
 
 import helpers
 import jax
@@ -8,16 +9,18 @@ import jax.numpy as jnp
 import matrix
 import numpy as np
 import pytest
-from test_fp8 import emulated, names
+from test_fp8 import emulated, first_gradients, names
 
 from jaxtrain import launch, precision
 from jaxtrain.hardware import Devices
 from jaxtrain.kernels import fp8
-from jaxtrain.kernels.experts import eight
+from jaxtrain.kernels.experts import eight, feed_forward
 from jaxtrain.plan import result
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.make import read_plan
 from jaxtrain.plan.topology import parse
+from jaxtrain.sharding import Held, make_placement
+from jaxtrain.step import numerics_of
 from jaxtrain.validate import validate_step
 
 NODE = parse("h200:8")
@@ -100,9 +103,71 @@ def test_losses_follow_those_in_bfloat16():
     assert (abs(eight_bits / wide - 1) < 0.01).all() and (eight_bits != wide).any()
 
 
-def test_further_rounds_multiply_in_8_bits_too():
+def test_further_rounds_lose_nothing():
     """A buffer that half of the tokens fit in takes two rounds, whose rows have scales of their own: powers of two."""
     assert (abs(losses(("experts.buffer", 0.5)) / losses() - 1) < 1e-3).all()
+
+
+def test_remat_gives_the_same_gradients():
+    """Bit for bit: a gathered weight's bits and scale are what would be computed again."""
+    kept, again = (first_gradients(helpers.tiny(MOE | ALONE | {"remat.policy": p})) for p in ("none", "full"))
+    for name, a in kept.items():
+        assert np.array_equal(a, again[name]), name
+
+
+Products = list[tuple[str, str, bool | str]]  # times or outer; what is contracted, or ""; which rows are a gradient
+
+
+def products(given: Mapping[str, object], monkeypatch: pytest.MonkeyPatch) -> tuple[Products, Products]:
+    """Products in 8 bits of one block of experts, as they are traced: forward, and in the backward pass."""
+    run = helpers.tiny(MOE | given)
+    placement, model = make_placement(run, helpers.devices_of(run)), run.model
+    spec = feed_forward.Spec(
+        model.num_experts, jax.nn.silu, "auto", run.experts.capacity, run.experts.buffer, placement, numerics_of(run)
+    )
+    made: Products = []
+    times, outer = eight.times, eight.outer
+
+    def seen_times(rows, w, contract, gradient):
+        made.append(("times", contract, gradient))
+        return times(rows, w, contract, gradient)
+
+    def seen_outer(rows_RD, rows_RF, experts, out, gradient):
+        made.append(("outer", "", gradient))
+        return outer(rows_RD, rows_RF, experts, out, gradient)
+
+    monkeypatch.setattr(eight, "times", seen_times)
+    monkeypatch.setattr(eight, "outer", seen_outer)
+
+    def forward(x, w):
+        held = Held(fp8.scaled(w, feed_forward.AXES, placement), w, False, ())
+        share, chosen = jnp.ones((8, 16, 2)), jnp.zeros((8, 16, 2), jnp.int32)
+        y, _ = feed_forward.feed_forward(x, share, chosen, held, held, held, spec)
+        made.append(("", "", ""))
+        return y.astype(jnp.float32).sum()
+
+    x, w = jnp.ones((8, 16, D), jnp.bfloat16), jnp.ones((model.num_experts, D, F))
+    jax.eval_shape(jax.grad(forward, (0, 1)), x, w)
+    at = made.index(("", "", ""))
+    return made[:at], made[at + 1 :]
+
+
+FORWARD: Products = [("times", "D", False), ("times", "D", False), ("times", "F", False)]
+BACKWARD: Products = [
+    *(("times", "D", True), ("times", "F", True), ("times", "F", True)),
+    *(("outer", "", "F"), ("outer", "", "F"), ("outer", "", "D")),
+]
+
+
+def test_gradients_are_rounded_as_such(monkeypatch):
+    assert products({"experts.capacity": 2.0}, monkeypatch) == (FORWARD, BACKWARD)
+
+
+def test_further_rounds_multiply_in_8_bits_too(monkeypatch):
+    """What a second round computes anew has the types of the first; the backward pass repeats gate and up."""
+    forward, backward = products(ALONE | {"experts.buffer": 0.5}, monkeypatch)
+    assert set(forward) == {*FORWARD} and len(forward) >= 2 * len(FORWARD)
+    assert set(backward) == {*FORWARD[:1], *BACKWARD} and len(backward) >= 2 * len(BACKWARD) + 2
 
 
 # ---- What is in 8 bits, and what cannot be

@@ -23,12 +23,14 @@ def compared(name: str) -> tuple[Plan, list[Row]]:
     layout = BY_NAME[name]
     # Rings are unrolled, so a compilation takes as many times as long as they have places; the page has them on 8 GPUs.
     short = name.startswith("context parallel")
-    run = textbook.run_of(layout, (*SMALL, "mesh.seq=4") if short else SMALL)
+    more = ("mesh.seq=4",) if short else ("model.num_layers=4",) if name.startswith("pipeline") else ()  # a layer a stage
+    run = textbook.run_of(layout, (*SMALL, *more))
     plan = make_plan(run, parse("h200:4" if short else layout.machine))
     return plan, textbook.compare(plan, textbook.promised(run, plan.mesh))
 
 
-# Those that are not here are in tests/test_zero.py with other formulas, or differ in a mesh axis from one that is.
+# Those that are not here are in tests/test_zero.py with other formulas or in tests/test_plan_split.py with a smaller model, or
+# differ in a mesh axis from one that is.
 @pytest.mark.parametrize(
     "name",
     [
@@ -39,6 +41,8 @@ def compared(name: str) -> tuple[Plan, list[Row]]:
         "context parallel, ring",
         "context parallel, Ulysses",
         pytest.param("context parallel, gathered keys", marks=pytest.mark.more),
+        pytest.param("pipeline parallel, 1F1B", marks=pytest.mark.more),
+        pytest.param("expert parallel", marks=pytest.mark.more),
     ],
 )
 def test_a_layout_moves_what_its_paper_says_and_nothing_else(name):

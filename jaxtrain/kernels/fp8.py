@@ -85,7 +85,7 @@ def _gather(bits: jax.Array, axes: Axes, placement: Placement) -> jax.Array:
 
 
 def _no_gradient(*_):
-    raise TypeError("the bits of a weight have no gradient: that of dot's weight is computed by its own rule")
+    raise TypeError("the bits of a weight have no gradient: that of a weight is computed by the rule of its product")
 
 
 _gather.defvjp(_no_gradient, _no_gradient)

@@ -39,7 +39,8 @@ def param(
 ) -> nnx.Param:
     """A parameter that knows its logical axes. They sit under our own metadata key, which flax never interprets.
 
-    dot: it is a weight that `kernels.dot.dot` alone multiplies by, and so may be held in 8 bits.
+    dot: it is a weight that `kernels.dot.dot`, or of experts `kernels.experts.feed_forward`, alone multiplies by, and so may
+      be held in 8 bits.
     exact: it is used in the type in which it rests, and so is not rounded to the compute dtype where a step holds it whole.
     """
     if len(shape) != len(axes):

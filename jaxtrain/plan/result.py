@@ -108,14 +108,23 @@ class Time:
     bound_by: str
 
 
+SHOWN = 6  # products in a sentence
+
+
 @dataclasses.dataclass(frozen=True)
 class Matmuls:
-    """The matrix products of layers under precision=fp8, for each layer and microbatch: 21 of seven weights, forward and
-    backward, and what remat computes again."""
+    """The matrix products of layers under precision=fp8, for each layer and microbatch: of seven weights 21, forward and
+    backward, of others such as routers theirs, and what remat computes again."""
 
     products: float
     eight: float  # of them, in 8-bit floating point
-    wide: tuple[str, ...]  # the others: what and where, and how often in a step
+    wide: tuple[str, ...]  # the others, most frequent first: what and where, and how often in a step
+
+    @property
+    def some_wide(self) -> str:
+        """A few of them in words."""
+        more = [f"and {len(self.wide) - SHOWN} more"] if len(self.wide) > SHOWN else []
+        return "; ".join([*self.wide[:SHOWN], *more])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.kernels import fp8
+from jaxtrain.kernels.attention import Unsupported
 from jaxtrain.kernels.dot import Numerics, use
 from jaxtrain.kernels.experts import eight, grouped
 from jaxtrain.kernels.experts.eight import Eight
@@ -114,7 +115,10 @@ class Spec:
         if not in_eight(w):
             return use(w, AXES, self.placement, self.numerics)
         if self._by != "even":
-            raise ValueError("experts have uneven numbers of rows here, of which there is no product in 8 bits")
+            raise Unsupported(
+                "precision = 'fp8': experts have uneven numbers of rows here, of which there is no product in 8 bits. "
+                "Set mesh.expert to model.num_experts, or experts.capacity, or leave their weights out with fp8.exclude."
+            )
         held: Any = w
         return Eight(*fp8.use(held, AXES, self.placement))
 

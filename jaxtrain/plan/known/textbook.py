@@ -33,6 +33,12 @@ ROOT = Path(__file__).resolve().parents[3]
 BF16, F32 = 2, 4  # bytes
 LARGE = 2**-10  # GiB of a launch; below it are sums of scalars, statistics of the loss, gradients of norms, token ids
 TWO = ("train.grad_accum=2",)  # microbatches: what travels once a step and what once a microbatch part there
+MOE = ("model.family=mixtral", "model.num_experts=8")
+EXPERTS = (*TWO, "train.global_batch=16", *MOE, "mesh.expert=8", "compiler.unroll=false")
+STAGES = (
+    *("mesh.data=1", "mesh.fsdp=2", "mesh.stage=4", "sharding.zero=1", "train.grad_accum=8", "train.global_batch=16"),
+    "compiler.unroll=false",
+)
 ONE_SEQUENCE = ("data.seq_len=65536", "train.global_batch=1", "train.grad_accum=1", "mesh.seq=8")
 
 
@@ -84,6 +90,19 @@ LAYOUTS = (
         "Llama 3, arXiv 2407.21783, section 3.3.2",
         "h200:8",
         (*ONE_SEQUENCE, "attention.context=gather"),
+    ),
+    Layout("pipeline parallel, 1F1B", "PipeDream-Flush, arXiv 2006.09503", "h200:8", STAGES),
+    Layout(
+        "pipeline parallel, interleaved",
+        "Megatron-LM, arXiv 2104.04473",
+        "h200:8",
+        (*STAGES, "pipeline.schedule=interleaved", "pipeline.groups=2"),
+    ),
+    Layout(
+        "expert parallel",
+        "GShard, arXiv 2006.16668",
+        "h200:8",
+        EXPERTS,
     ),
 )
 
@@ -309,10 +328,16 @@ def markdown(plans: dict[str, Plan], command: str, date: str = "") -> str:
         "**Planned, not measured:** bytes are those of the program that XLA made, times are the meter's.",
         "",
         "- GB are what each GPU sends in a step by ring algorithms. There are 8192 tokens to a GPU in a microbatch (with",
-        "  tensor=8 to the group that shares them); two microbatches in the data-parallel layouts, one in the others.",
-        "- A: microbatches. W: all weights in bfloat16; L: those of the layers; H: the head's. l: layers. X: a microbatch's",
-        "  residual stream on one GPU (before tensor splits it), in bfloat16. KV: keys and values of one layer there; QO:",
-        "  queries and outputs. n: GPUs along the axis.",
+        "  tensor=8 to the group that shares them); two microbatches in the data-parallel layouts and with experts, eight in",
+        "  pipelines, one in the others.",
+        "- A: microbatches. W: all weights in bfloat16; L: those of the layers; H: the head's; all on one stage, and without",
+        "  experts'. l: layers. X: a microbatch's residual stream on one GPU (before tensor splits it), in bfloat16. KV: keys",
+        "  and values of one layer there; QO: queries and outputs. R: the rows that a GPU's experts have room for, in",
+        "  bfloat16. v: groups of layers on a stage. n: GPUs along the axis.",
+        "- Expert parallel is a model of Mixtral's size, 8 experts as wide as the 8B's feed-forward block: 2 of them for each",
+        "  token. They stay where they are; attention, router and tables are split over the same GPUs, as by ZeRO-3.",
+        "- A pipeline sends in every tick, in those of its bubble too. Its embeddings and the states before the head go to all",
+        "  stages (all-reduce): the vocabulary is split over them.",
         "- Two microbatches make XLA unroll their loop: what both keep for their backward passes (saved activations, and with",
         "  gather=forward the weights) can stand side by side.",
         "- Left out: what moves less than a MiB at a time (sums of scalars, statistics of the loss, gradients of norms, token",

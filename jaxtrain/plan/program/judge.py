@@ -18,7 +18,7 @@ from jaxtrain.plan.program.hlo import Computation, Instruction, Module
 from jaxtrain.plan.result import Collective, Matmuls
 from jaxtrain.sharding import left_whole
 from jaxtrain.state import abstract_tensors
-from jaxtrain.step import Program, eight_bit_weights
+from jaxtrain.step import Program, eight_bit_weights, trained_parameters
 
 LARGE = 1 << 20  # bytes of one launch below which a collective is bookkeeping
 EXPOSED = 0.02  # of the step: waiting longer than this for the collectives of one line of Python deserves a warning
@@ -47,11 +47,15 @@ def warnings(
 
 def stayed_wide(run: RunConfig, program: Program, products: Matmuls | None) -> Iterator[str]:
     """Matrix products of layers in bfloat16 though the config puts them in 8 bits."""
-    asked = 3 * sum(jax.tree.leaves(eight_bit_weights(run, program.definition)))  # forward, and two backward
-    if products and products.eight < asked:
+    weights = (jax.tree.leaves(f(run, program.definition)) for f in (eight_bit_weights, trained_parameters))
+    learnt = [learns for eight, learns in zip(*weights, strict=True) if eight]
+    # Forward, the gradient of x, and that of what is learnt. The first layer's x has none where nothing before it is learnt.
+    asked = sum(2 + learns for learns in learnt)
+    least = asked - learnt.count(False) / run.model.num_layers
+    if products and products.eight < least:
         yield (
-            f"precision is fp8, but of {asked} matrix products of a layer that should be in FP8 {products.eight:g} are. In "
-            f"bfloat16: {'; '.join(products.wide) or 'none'}."
+            f"precision is fp8, but of {asked} matrix products of a layer that should be in FP8 {products.eight:g} are. "
+            f"Wider: {products.some_wide or 'none'}."
         )
 
 

@@ -206,7 +206,7 @@ def matmuls(plan: Plan) -> str:
     if not (m := plan.matmuls):
         return ""
     text = f"matrix products in FP8: {m.eight:g} of {m.products:g} a layer"
-    text += f"; wider: {'; '.join(m.wide)}" if m.wide else ""
+    text += f"; wider: {m.some_wide}" if m.wide else ""
     return f"{text}. MFU and HFU are parts of the bfloat16 peak: a step that multiplies in both types has none of its own"
 
 
