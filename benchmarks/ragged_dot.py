@@ -28,7 +28,7 @@ from jaxtrain.plan import topology
 from jaxtrain.plan.program import hlo
 from jaxtrain.plan.program.work import work
 
-OPTIONS = ("", "xla_gpu_experimental_use_ragged_dot_fusion", "xla_gpu_experimental_use_ragged_dot_grouped_gemm")
+OPTIONS = ("xla_gpu_experimental_use_ragged_dot_fusion", "xla_gpu_experimental_use_ragged_dot_grouped_gemm")
 PRECISION = jax.lax.Precision.DEFAULT
 
 
@@ -69,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--chip", default="h200", help="%(default)s")
     for name, size in (("rows", 16384), ("d-model", 4096), ("d-ff", 14336), ("experts", 8)):
         parser.add_argument(f"--{name}", type=int, default=size, help="%(default)s")
+    parser.add_argument("--options", action="store_true", help="with XLA's own for ragged dots, each on")
     return parser
 
 
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     forward = ((R, D), "bfloat16"), ((E, D, F), "bfloat16"), ((E,), "int32")
     backward = *forward, ((R, F), "bfloat16")
     programs = [("forward", jax.lax.ragged_dot, forward, 1), ("backward", gradients, backward, 2)]
-    cases = [("ragged_dot", option, *program) for option in OPTIONS for program in programs]
+    cases = [("ragged_dot", option, *program) for option in ("", *OPTIONS * args.options) for program in programs]
     cases += [("pallas", "", "forward", by_pallas, forward, 1), ("pallas", "", "backward", gradients_by_pallas, backward, 2)]
     print(f"{args.chip}, jax {jax.__version__}: {R} rows of {D}, {E} experts of {D} x {F}, bfloat16\n")
     print("| by | option of XLA | pass | temporaries GiB | FLOPs, times the rows' own |")
