@@ -308,6 +308,7 @@ def test_signals_find_the_run_as_the_launcher_found_them(launcher: Launcher):
     handlers = launcher.attempts()[0]["at_birth"]
     assert "default_int_handler" in handlers.pop("SIGINT")  # Ctrl-C is heard
     assert handlers.pop("SIGUSR2") == str(signal.SIG_IGN)  # no trace can be taken yet
+    assert handlers.pop("SIGHUP") == str(signal.getsignal(signal.SIGHUP))  # under nohup nobody hears it
     assert set(handlers.values()) == {str(signal.SIG_DFL)}
 
 
