@@ -22,6 +22,9 @@ import jax
 import pytest
 from hypothesis import settings
 
+from jaxtrain.startup import threads_for_cpus
+
+threads_for_cpus(8)
 # A shell that starts the suite in the background makes it ignore Ctrl-C, and its children with it; some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -122,3 +122,17 @@ def test_gpus_that_were_started_without_the_budget_are_refused(monkeypatch: pyte
     assert {name: os.environ[name] for name in overlay.set} == overlay.set
     monkeypatch.setattr(startup, "_started_on_gpus", lambda: True)
     startup.set_environment(overlay)  # the second run of a process
+
+
+def test_cpu_devices_of_one_process_get_more_threads_than_collectives_hold(monkeypatch: pytest.MonkeyPatch):
+    """With eight threads for eight devices, copies of a state in stages waited for each other until XLA ended the process."""
+    cores = os.cpu_count() or 1
+    for devices, before, after in ((8, None, max(cores, 24)), (8, "1000", 1000), (8, "2", max(cores, 24)), (1, "2", 2)):
+        monkeypatch.delenv(startup.THREADS, raising=False)
+        if before:
+            monkeypatch.setenv(startup.THREADS, before)
+        startup.threads_for_cpus(devices)
+        assert int(os.environ[startup.THREADS]) == after
+    monkeypatch.delenv(startup.THREADS)
+    startup.threads_for_cpus(1)
+    assert startup.THREADS not in os.environ
