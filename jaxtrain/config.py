@@ -575,8 +575,8 @@ def default_config() -> Any:
     return ml_collections.ConfigDict(to_dict(RunConfig()))
 
 
-def to_dict(run: RunConfig) -> dict[str, Any]:
-    """Nested plain dict of a RunConfig, as written to config.json and read by `from_dict`."""
+def to_dict(run: Any) -> dict[str, Any]:
+    """Nested plain dict of a RunConfig, as written to config.json and read by `from_dict`; or of one of its sections."""
 
     def plain(section: Any) -> dict[str, Any]:
         out: dict[str, Any] = {}

@@ -7,13 +7,14 @@ import dataclasses
 import functools
 import math
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxtrain import config, loss
 from jaxtrain.config import RunConfig
@@ -48,6 +49,13 @@ TINY = {
     "optimizer.lr_min": 1e-4,
     "optimizer.warmup_steps": 3,
 }
+
+
+def few(cases: Iterable[Any], *often: Any) -> list[Any]:
+    """Cases of a parametrized test: these `often`, and with --all-layouts every one."""
+    cases = list(cases)
+    assert all(case in cases for case in often), often
+    return [pytest.param(case, marks=() if case in often else pytest.mark.more) for case in cases]
 
 
 def tiny(overrides: Mapping[str, Any] | None = None) -> RunConfig:

@@ -49,7 +49,7 @@ def stepped(run) -> TrainState:
 
 @pytest.mark.parametrize(
     "written",
-    [*(pytest.param(n, marks=pytest.mark.more) for n in ("ring", "stages")), "tensor wider than heads", "nothing split"],
+    helpers.few(("ring", "stages", "tensor wider than heads", "nothing split"), "nothing split"),
 )
 def test_restores_on_every_other_layout(written: str, tmp_path: Path):
     state = stepped(run_of(written))
@@ -68,6 +68,7 @@ def test_restores_on_every_other_layout(written: str, tmp_path: Path):
             np.testing.assert_array_equal(np.asarray(again[tensor]), x, err_msg=f"{name}: {tensor}")
 
 
+@pytest.mark.more
 def test_a_run_goes_on_from_another_order():
     """The third step after two on a ring, taken on a ring and on one device."""
     state = stepped(run_of("ring"))

@@ -250,6 +250,7 @@ def kept_programs(tmp_path_factory):
     compilation_cache.reset_cache()  # other tests of this process keep nothing on disk
 
 
+@pytest.mark.more
 def test_a_suite_in_tiny_form(tmp_path, monkeypatch, capsys, kept_programs):
     """All parts on 8 CPU devices, in this process."""
     monkeypatch.setattr(suite, "apart", here)

@@ -109,8 +109,14 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxtrain.kernels.attention.chunked.BLOCK", 5)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("way", ["ring 4", "ulysses 2 x ring 2"])
+@pytest.mark.parametrize(
+    ("way", "case"),
+    [
+        pytest.param(way, case, marks=() if way == "ring 4" or case == "packed" else pytest.mark.more)
+        for way in ("ring 4", "ulysses 2 x ring 2")
+        for case in CASES
+    ],
+)
 def test_cudnn_over_several_devices_is_attention(way, case):
     """What is given to cuDNN and made of its results. (That the kernel does what is taken of it is checked on a GPU.)"""
     assert compare(WAYS[way], CASES[case], "cudnn", 8, 4) < TOLERANCE
@@ -122,7 +128,7 @@ def test_every_kernel_over_several_devices(way, kernel):
     assert compare(WAYS[way], CASES["packed"], kernel, 8, 4) < TOLERANCE
 
 
-@pytest.mark.parametrize("way", ["ring 8", "ulysses 8", "ulysses 2 x gather 4"])
+@pytest.mark.parametrize("way", helpers.few(("ring 8", "ulysses 8", "ulysses 2 x gather 4"), "ulysses 2 x gather 4"))
 def test_eight_devices(way):
     assert compare(WAYS[way], CASES["packed"], "reference") < TOLERANCE
 

@@ -2,7 +2,7 @@
 
 A ```bash block is run as it stands, block after block of a page in one copy of the repository, with four differences: `run.sh`
 is a stand-in that starts the same modules in this environment (the real one has tests of its own, test_launcher.py); HOME is
-empty; every training run is cut short, by overrides appended to its command line (SHORT); and of contract tests only those are
+empty, and programs for CPUs are compiled as the suite's are; every training run is cut short, by overrides appended to its command line (SHORT); and of contract tests only those are
 run that compile little (QUICK). Where the page says what a block prints (the word `prints`, then a ```text block), it must
 print just that. Commands in ```text blocks, and those that config files open with, need GPUs or the network: their command
 lines are parsed, and their configs checked against a described node of eight GPUs.
@@ -45,6 +45,7 @@ SHORT = [
     "--config.eval.batches=1",
     "--config.sample.max_tokens=4",
 ]
+QUICKLY_COMPILED = "--xla_backend_optimization_level=0"
 QUICK = "not layout and not gradients"
 SCRIPTS = {
     f"benchmarks.{module.__name__.split('.')[-1]}": module for module in (attention_tiles, hopper, import_memory, peer_maxtext)
@@ -98,7 +99,7 @@ def test_commands_run(page: Path, home: Path, tmp_path: Path):
         file.chmod(0o755)
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_", "JAXTRAIN_"))}
     environ |= {"PATH": f"{tools}:{os.environ['PATH']}", "HOME": str(home), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(clone)}
-    environ |= {"TMPDIR": str(tmp_path)}
+    environ |= {"TMPDIR": str(tmp_path), "XLA_FLAGS": QUICKLY_COMPILED}
     printed = outputs(page)
     for block in blocks(page, "bash"):
         command = block.replace("/tmp/", f"{tmp_path}/")

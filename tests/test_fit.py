@@ -340,6 +340,7 @@ def test_gradients_change_their_type_only_where_they_are_summed():
     assert {r.train.grad_accum > 1 for r in found if r.dtypes.params == "bf16"} == {True, False}
 
 
+@pytest.mark.more
 def test_combinations_are_legal_and_each_helps():
     rates, run = rates_for(H200.gpu, "bf16"), load("remat.policy=none", "remat.tensors=", "train.grad_accum=4")
     check = space.training_check(H200)

@@ -148,11 +148,14 @@ def test_zeros():
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "2 queries a key: tensor8",  # each key/value head on two devices
+    helpers.few(
+        (
+            "2 queries a key: tensor8",  # each key/value head on two devices
+            "2 queries a key: fsdp2xtensor2xseq2/sharding.zero=1",
+            "2 queries a key: data2xfsdp4/train.grad_accum=2/sharding.gather=step",
+        ),
         "2 queries a key: fsdp2xtensor2xseq2/sharding.zero=1",
-        "2 queries a key: data2xfsdp4/train.grad_accum=2/sharding.gather=step",
-    ],
+    ),
 )
 def test_layouts_take_the_steps_of_one_device(name):
     """As far apart as rounding may bring them (parity/compare.py). Each device has scales of its own."""
@@ -175,9 +178,9 @@ def first_gradients(run) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ({}, {"remat.policy": "full"}),
+        pytest.param({}, {"remat.policy": "full"}, marks=pytest.mark.more),
         ({}, {"remat.policy": "dots"}),
-        (FSDP | {"sharding.gather": "forward"}, FSDP),  # the last layer apart
+        pytest.param(FSDP | {"sharding.gather": "forward"}, FSDP, marks=pytest.mark.more),  # the last layer apart
     ],
     ids=["full", "dots", "last apart"],
 )
@@ -264,6 +267,7 @@ def plan():
     return planned(NODE)
 
 
+@pytest.mark.more
 def test_every_product_is_an_fp8_call_on_one_gpu_too():
     """Nothing is gathered there, and so nothing stands between rounding a stack of weights and taking a layer from it."""
     _, _, made = planned(parse("h200:1"))

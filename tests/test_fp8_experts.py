@@ -76,10 +76,13 @@ def test_what_is_not_finite_stays_so(bad):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "experts with room: expert4xseq2/remat.policy=full",
+    helpers.few(
+        (
+            "experts with room: expert4xseq2/remat.policy=full",
+            "experts with room: expert2xtensor2xseq2/train.grad_accum=2/train.accumulate=layer",
+        ),
         "experts with room: expert2xtensor2xseq2/train.grad_accum=2/train.accumulate=layer",
-    ],
+    ),
 )
 def test_layouts_take_the_steps_of_one_device(name):
     """As far apart as rounding may bring them (parity/compare.py). Each device has scales of its own."""
@@ -96,6 +99,7 @@ def losses(*given) -> np.ndarray:
     return np.asarray(helpers.train(helpers.tiny(MOE | ALONE | dict(given)), 20).loss)
 
 
+@pytest.mark.more
 def test_losses_follow_those_in_bfloat16():
     """Over 20 steps in which the loss falls, with one expert a device and none dropped."""
     wide, eight_bits = losses(("precision", "bf16")), losses()
@@ -103,11 +107,13 @@ def test_losses_follow_those_in_bfloat16():
     assert (abs(eight_bits / wide - 1) < 0.01).all() and (eight_bits != wide).any()
 
 
+@pytest.mark.more
 def test_further_rounds_lose_nothing():
     """A buffer that half of the tokens fit in takes two rounds, whose rows have scales of their own: powers of two."""
     assert (abs(losses(("experts.buffer", 0.5)) / losses() - 1) < 1e-3).all()
 
 
+@pytest.mark.more
 def test_remat_gives_the_same_gradients():
     """Bit for bit: a gathered weight's bits and scale are what would be computed again."""
     kept, again = (first_gradients(helpers.tiny(MOE | ALONE | {"remat.policy": p})) for p in ("none", "full"))
@@ -195,7 +201,9 @@ def test_rows_in_groups_are_refused(given, said):
     assert [p.key for p in found] == ["precision"] and said in str(found[0])
 
 
-@pytest.mark.parametrize("given", [{"fp8.exclude": "mlp.gate,mlp.up,mlp.down"}, {"experts.capacity": 2.0}])
+@pytest.mark.parametrize(
+    "given", helpers.few(({"fp8.exclude": "mlp.gate,mlp.up,mlp.down"}, {"experts.capacity": 2.0}), {"experts.capacity": 2.0})
+)
 def test_what_the_refusal_says_to_set_is_taken(given):
     run = helpers.tiny(MOE | GROUPED | given)
     assert not validate_step(run, Devices("cpu", "cpu", 8, 8.0, "test", 0))
@@ -217,7 +225,10 @@ ROUTER = 3  # products of a layer's router: float32
 
 @pytest.mark.parametrize(
     "layout",
-    [(), ("--config.mesh.expert=2", "--config.mesh.fsdp=4", "--config.experts.capacity=2")],
+    [
+        (),
+        pytest.param(("--config.mesh.expert=2", "--config.mesh.fsdp=4", "--config.experts.capacity=2"), marks=pytest.mark.more),
+    ],
     ids=["one each", "capacity"],
 )
 def test_every_product_is_an_fp8_call(layout):
@@ -228,6 +239,7 @@ def test_every_product_is_an_fp8_call(layout):
     assert not [w for w in made.warnings if "fp8" in w]
 
 
+@pytest.mark.more
 def test_experts_left_wide_are_named():
     made = planned("--config.mesh.expert=2", "--config.mesh.fsdp=4", "--config.fp8.exclude=mlp.gate,mlp.up,mlp.down")
     assert made.matmuls and (made.matmuls.eight, made.matmuls.products) == (12.0, 21.0 + ROUTER)

@@ -29,6 +29,7 @@ def frozen(names):
     return {name for name in names if FROZEN.match(name)}
 
 
+@pytest.mark.more
 def test_the_rest_goes_as_it_would():
     """One step: of all other parameters the gradients, and so their first moments, are those of a run that freezes nothing."""
     one, other = (helpers.train(helpers.tiny(SMALL | CLIP | more), 1).tensors for more in ({}, {"train.freeze": PATTERNS}))

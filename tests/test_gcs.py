@@ -229,6 +229,7 @@ def test_skipped_data(server: Server, bucket: str):
         position.read(directory)
 
 
+@pytest.mark.more
 def test_a_run_goes_on(server: Server, bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Saved, started again, gone back, taken as the beginning of another run; and the same numbers as on a disk."""
     config = tmp_path / "small.py"

@@ -167,6 +167,7 @@ def test_transformers_computes_the_same_before_and_after(tmp_path):
         assert np.abs(theirs - GOLDEN[name]).max() < 1e-5, name
 
 
+@pytest.mark.more
 def test_check_compares_with_transformers(tmp_path, capsys, monkeypatch):
     folder, ours, _ = imported(tmp_path, "qwen3")
     monkeypatch.setenv("JAXTRAIN_REFERENCE_PYTHON", hugging_face.reference())
@@ -382,6 +383,7 @@ def test_types_are_rounded_only_where_asked(tmp_path):
 # ---- Training from what was imported
 
 
+@pytest.mark.more
 def test_thirty_steps_follow_torch(tmp_path):
     """AdamW from an imported model on transformers' batches, beside torch.optim.AdamW: within 1e-4 of each loss."""
     for name in ("llama2", "gemma2", "mixtral"):
@@ -412,6 +414,7 @@ def test_thirty_steps_follow_torch(tmp_path):
         assert np.abs(np.array(losses) / wanted - 1).max() < 1e-4, name
 
 
+@pytest.mark.more
 def test_import_streams(tmp_path):
     """Host memory of an import onto 8 devices, the arrays included, stays below 1.3 times the checkpoint's size.
 
@@ -485,6 +488,7 @@ def test_presets_read_back(name):
         assert exporting.config_json(dataclasses.replace(run, model=model), "f32", 0)["num_hidden_layers"] == model.num_layers
 
 
+@pytest.mark.more
 def test_a_run_starts_from_a_folder_and_stretches_its_context(tmp_path, capsys):
     """init.from with a Hugging Face folder, and sequences sixteen times as long as it was trained with."""
     folder = hugging_face.write(tmp_path / "theirs", "llama2", scale=0.3, vocab=264)

@@ -336,7 +336,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 MORE = {"train__steps": 40, "eval__every_steps": 0, "checkpoint__every_steps": 10, "mesh__data": 2, "mesh__fsdp": -1}
 
 
-@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.more), 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.more)])
 def test_launch_train_save_kill_and_resume(count: int, tmp_path: Path, alone: dict[int, float]):
     """The whole path over several processes, each of which believes to have a machine to itself. The last one is killed."""
     machine, workdir = Real(tmp_path), tmp_path / "the run"

@@ -217,6 +217,7 @@ metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}
 """
 
 
+@pytest.mark.more
 def test_tasks_of_the_harness(
     workdir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,7 @@ def test_a_healthy_layout_makes_none():
         assert not told(made, about), about
 
 
+@pytest.mark.more
 def test_tensor_groups_across_nodes():
     made = plan("h200:2x2", "mesh.tensor=4", "train.global_batch=2", "train.grad_accum=2")
     (warning,) = told(made, "across nodes")
@@ -59,6 +60,7 @@ def test_microbatches_too_small_to_hide_their_weights():
     assert not told(mended, "too few to hide the weights")
 
 
+@pytest.mark.more
 def test_matrix_products_with_few_rows():
     made = plan("h200:1", "data.seq_len=128", "train.global_batch=16", "train.grad_accum=16")
     (warning,) = told(made, "takes longer to read its weights than to compute")
@@ -67,6 +69,7 @@ def test_matrix_products_with_few_rows():
     assert mended.time.gemm_ms < made.time.gemm_ms and not told(mended, "takes longer to read")
 
 
+@pytest.mark.more
 def test_too_few_microbatches_for_what_travels_once_a_step():
     made = plan("h200:2x4", "data.seq_len=2048", *BATCH)
     (warning,) = told(made, "once a step")

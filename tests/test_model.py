@@ -252,7 +252,10 @@ def gradients(run):
     return jax.jit(jax.grad(loss_function(run)))(params_of(helpers.tiny(SMALL | REMAT)))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    helpers.few(POLICIES, "dots", "custom, some on the host", "full, three and one, one by one", "custom, all together"),
+)
 def test_remat_gives_the_same_gradients(policy):
     ours = gradients(helpers.tiny(SMALL | REMAT | POLICIES[policy]))
     theirs = gradients(helpers.tiny(SMALL | REMAT))

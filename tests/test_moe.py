@@ -338,7 +338,8 @@ def test_step_moves_the_bias_and_no_gradient_does():
 # ---- Numbers and uses of a whole model
 
 
-@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.more)])
+@pytest.mark.more
+@pytest.mark.parametrize("zero", [1, 2])
 def test_a_router_is_float32_in_every_layout(zero):
     """In bfloat16 runs: what it reports is the same to the last bit, however the step holds its weight and its bias."""
     base = {"precision": "bf16", "model.num_layers": 1, "model.num_experts": 4, "mesh.fsdp": 2, "model.router_bias": True}

@@ -101,6 +101,7 @@ def test_a_layout_that_cannot_be_run(monkeypatch, capsys):
     assert "fsdp2, which the others are compared with, could not be run" in capsys.readouterr().err
 
 
+@pytest.mark.more
 def test_the_planned_machine(capsys):
     assert command.main([*SMALL, "--meshes=one,fsdp2", "--steps=1", "--topology=h200:2"]) == 0
     printed = capsys.readouterr().out

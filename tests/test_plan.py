@@ -89,6 +89,7 @@ def test_weights_travel_in_bfloat16(llama3_8b):
         assert sent == pytest.approx(times * 2 * weights * 7 / 8, rel=0.001), kind
 
 
+@pytest.mark.more
 def test_without_tuning_the_program_is_the_same(monkeypatch):
     """What NO_TUNING leaves out decides how a fusion's kernel is written, and nothing that a plan reads."""
     argv = ("--config=configs/llama3_1b.py", "--config.model.num_layers=2", *ONE_EACH)
@@ -193,7 +194,9 @@ def test_layers_under_one_checkpoint_do_not_abort_xla():
     assert found.plan, found.reason
 
 
-@pytest.mark.parametrize(("num_layers", "every"), [(1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("num_layers", "every"), [(1, 1), *(pytest.param(*sizes, marks=pytest.mark.more) for sizes in ((2, 1), (3, 2)))]
+)
 def test_few_layers_do_not_abort_xla(num_layers, every):
     """Where they leave no loop over layers, XLA would unroll the one over microbatches around the loss, a loop itself."""
     sizes = (f"model.num_layers={num_layers}", f"remat.every={every}", "model.d_model=512", "model.vocab_size=4096")

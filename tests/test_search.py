@@ -401,6 +401,7 @@ def test_search_finds_the_best_and_stops_when_no_bound_is_below_it(inline):
     assert len(result.tried) < result.layouts / 3
 
 
+@pytest.mark.more
 def test_few_plans_are_enough_to_come_close(inline):
     """The order learns: with 24 of 900 layouts planned, the best is within a percent of the best there is."""
     run = load()
@@ -418,6 +419,7 @@ def test_naive_layouts_are_always_there(inline):
     assert result.best.plan.time.step_ms < min(c.plan.time.step_ms for c in result.tried if c.name.startswith("pure"))
 
 
+@pytest.mark.more
 def test_front_holds_what_nothing_beats(inline):
     result = find(load(), most=40)
     fitting = [c for c in result.tried if c.plan and c.plan.fits]
@@ -490,7 +492,7 @@ def test_report_and_json(inline):
     assert space.own_layout(pasted, H200) == result.best.overrides
 
 
-@pytest.mark.parametrize("rest", [False, True])
+@pytest.mark.parametrize("rest", [pytest.param(False, marks=pytest.mark.more), True])
 def test_the_best_may_be_the_configs_own(inline, rest):
     """Also where the config leaves an axis to what remains."""
     best = find(load(), most=30).best

@@ -35,10 +35,10 @@ def compared(name: str) -> tuple[Plan, list[Row]]:
     "name",
     [
         "ZeRO-2",
-        "ZeRO-3, gather=forward",
+        pytest.param("ZeRO-3, gather=forward", marks=pytest.mark.more),
         "HSDP over two nodes",
-        "tensor parallel",
-        "context parallel, ring",
+        pytest.param("tensor parallel", marks=pytest.mark.more),
+        pytest.param("context parallel, ring", marks=pytest.mark.more),
         "context parallel, Ulysses",
         pytest.param("context parallel, gathered keys", marks=pytest.mark.more),
         pytest.param("pipeline parallel, 1F1B", marks=pytest.mark.more),

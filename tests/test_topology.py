@@ -161,7 +161,9 @@ def test_without_the_plugin_the_remedy_is_named(monkeypatch):
         devices(parse("h200:8"))
 
 
-@pytest.mark.parametrize(("machine", "kernel"), [("a100:2", "pallas"), ("h100:2", "cudnn"), ("b200:2", "cudnn")])
+@pytest.mark.parametrize(
+    ("machine", "kernel"), [("a100:2", "pallas"), pytest.param("h100:2", "cudnn", marks=pytest.mark.more), ("b200:2", "cudnn")]
+)
 def test_a_step_compiles_for_each_generation(machine, kernel):
     """Packed documents in cuDNN need Hopper: an A100 takes the other kernel, by itself."""
     small = {"num_layers": 1, "d_model": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "d_ff": 512, "vocab_size": 512}

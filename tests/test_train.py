@@ -192,6 +192,7 @@ def test_own_parts(config: Path, plain: Path, tmp_path: Path) -> None:
     assert list(runs.losses(workdir)) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("own")
 def test_own_family(config: Path, plain: Path, tmp_path: Path) -> None:
     workdir = tmp_path / "run"

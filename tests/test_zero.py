@@ -100,11 +100,11 @@ def test_a_tied_head_on_a_mesh(stage):
 @pytest.mark.parametrize(
     "remat",
     [
-        {"remat.policy": "full", "remat.every": 2},
+        pytest.param({"remat.policy": "full", "remat.every": 2}, marks=pytest.mark.more),
         pytest.param({"remat.policy": "dots"}, marks=pytest.mark.more),
         {"remat.policy": "custom", "remat.tensors": "q=keep,mlp_up=keep"},
     ],
-    ids=lambda remat: remat["remat.policy"],
+    ids=["full", "dots", "custom"],
 )
 def test_kept_weights_under_every_policy(remat):
     run = helpers.tiny(MODEL | MESHES["fsdp=8"] | STAGES["forward"] | remat)
@@ -115,7 +115,7 @@ def test_kept_weights_under_every_policy(remat):
     ("remat", "layers"),
     [
         pytest.param({"remat.policy": "none"}, 3, marks=pytest.mark.more),
-        ({"remat.policy": "full"}, 1),
+        pytest.param({"remat.policy": "full"}, 1, marks=pytest.mark.more),
         pytest.param({"remat.policy": "dots"}, 3, marks=pytest.mark.more),
         ({"remat.policy": "attention", "train.grad_accum": 2}, 3),
     ],
@@ -219,7 +219,7 @@ def promised(stage: str, mesh: dict[str, int], w: dict[str, int], rows: int, acc
 @pytest.mark.parametrize(
     ("stage", "data", "accum"),
     [
-        *(pytest.param(s, 1, ACCUM, marks=() if s in ("zero=0", "zero=3", "step") else pytest.mark.more) for s in STAGES),
+        *(pytest.param(s, 1, ACCUM, marks=() if s in ("zero=0", "zero=3") else pytest.mark.more) for s in STAGES),
         pytest.param("zero=0", 1, 1, marks=pytest.mark.more),
         pytest.param("zero=3", 2, ACCUM, marks=pytest.mark.more),
         ("zero=2", 2, ACCUM),

@@ -59,6 +59,7 @@ def saves_in(workdir: Path) -> list[dict[str, float]]:
     return found
 
 
+@pytest.mark.more
 def test_from_a_kill_to_the_next_step(tmp_path: Path, figures: Figures) -> None:
     faults = Faults(tmp_path, train__steps=100_000, data__source="stdlib", log__every_steps=1)
     workdir = tmp_path / "run"

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import helpers
 import numpy as np
 import pytest
 import runs
@@ -133,7 +134,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
     return Faults(tmp_path_factory.mktemp("divergence"), OWN, train__steps=12)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.more if k == "gradient" else ()) for k in KINDS])
+@pytest.mark.parametrize("kind", helpers.few(KINDS, "spike", "parameter"))
 def test_a_bad_step_is_skipped_and_kept_for_a_replay(
     faults: Faults, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], figures: Figures
 ) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import runs
 from faults import Faults, Figures, dice, same, saving, steps_written
 
-STEPS = {False: 400, True: 1500}
-KILLS = {False: (4, 2), True: (40, 15)}  # at all, and at least so many inside a save
+STEPS = {False: 300, True: 1500}
+KILLS = {False: (3, 2), True: (40, 15)}  # at all, and at least so many inside a save
 
 
 def test_killed_at_random_moments(tmp_path: Path, whole: bool, figures: Figures) -> None:

@@ -135,6 +135,7 @@ def test_sigterm_in_each_phase(faults: Faults, uninterrupted: Path, phase: str, 
     figures.add(f"sigterm in {phase}", written_before=before, saved=saved)
 
 
+@pytest.mark.more
 def test_sigterm_to_either_of_two_processes(faults: Faults, uninterrupted_two: Path, whole: bool, tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     for signalled in (0, 1) if whole else (1,):

@@ -4,6 +4,7 @@ Which settings are legal is not said here: the config's own checks decide, on th
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -113,11 +114,14 @@ def _divisors(n: int) -> list[int]:
 
 def with_overrides(run: RunConfig, overrides: Iterable[tuple[str, Any]]) -> RunConfig:
     """The run with some keys changed. Raises ConfigError for a key or a type that does not exist."""
-    tree = config.to_dict(run)
+    # Only sections that change are taken apart and put together: a search asks for thousands of runs.
+    tree: dict[str, Any] = {config.public_name(f.name): getattr(run, f.name) for f in dataclasses.fields(run)}
     for key, value in overrides:
         *sections, name = key.split(".")
         place = tree
         for section in sections:
+            if dataclasses.is_dataclass(place[section]):
+                place[section] = config.to_dict(place[section])
             place = place[section]
         place[name] = value
     changed, problems = config.from_dict(tree)
@@ -209,5 +213,10 @@ def naive_layouts(run: RunConfig, topology: Topology, layouts: Sequence[Override
 
 def changes(run: RunConfig, overrides: Overrides) -> tuple[str, ...]:
     """What to put on the command line of the config to get this layout: "mesh.fsdp=8", ..."""
-    flat = dict(config.flatten(config.to_dict(run)))
+    flat = _flat(run)
     return tuple(f"{key}={value}" for key, value in overrides if flat[key] != value)
+
+
+@functools.lru_cache(maxsize=4)
+def _flat(run: RunConfig) -> dict[str, Any]:
+    return dict(config.flatten(config.to_dict(run)))
