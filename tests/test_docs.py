@@ -5,7 +5,8 @@ is a stand-in that starts the same modules in this environment (the real one has
 empty, and programs for CPUs are compiled as the suite's are; every training run is cut short, by overrides appended to its command line (SHORT); and of contract tests only those are
 run that compile little (QUICK). Where the page says what a block prints (the word `prints`, then a ```text block), it must
 print just that. Commands in ```text blocks, and those that config files open with, need GPUs or the network: their command
-lines are parsed, and their configs checked against a described node of eight GPUs.
+lines are parsed, and their configs checked against a described node of eight GPUs. So are the commands of LONG pages, which
+are run with --all-layouts.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import attention_tiles, hopper, import_memory, numerics, peer_maxtext
+from benchmarks import attention_tiles, hopper, import_memory, numerics, peer_maxtext, ragged_dot
 from jaxtrain import environment, explain, launch, lm_eval, main
 from jaxtrain.activations import ACTIVATIONS
 from jaxtrain.bench import __main__ as bench
@@ -45,10 +46,13 @@ SHORT = [
     "--config.eval.batches=1",
     "--config.sample.max_tokens=4",
 ]
+# Pages whose commands are run with --all-layouts alone: the other pages run commands of each kind.
+LONG = ("experts", "parallelism", "pipeline", "report")
 QUICKLY_COMPILED = "--xla_backend_optimization_level=0"
 QUICK = "not layout and not gradients"
 SCRIPTS = {
-    f"benchmarks.{module.__name__.split('.')[-1]}": module for module in (attention_tiles, hopper, import_memory, peer_maxtext)
+    f"benchmarks.{module.__name__.split('.')[-1]}": module
+    for module in (attention_tiles, hopper, import_memory, peer_maxtext, ragged_dot)
 }
 NODE = Devices("gpu", "NVIDIA H200", 8, 140.0, "described", 90)
 
@@ -85,7 +89,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("home")
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "bash")], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=pytest.mark.more if p.stem in LONG else (), id=p.name) for p in PAGES if blocks(p, "bash")],
+)
 def test_commands_run(page: Path, home: Path, tmp_path: Path):
     clone, tools = tmp_path / "jaxtrain", tmp_path / "tools"
     clone.mkdir()
@@ -123,6 +130,7 @@ def commands(text: str) -> list[str]:
 
 def text_commands() -> list[tuple[str, str]]:
     found = [(p.name, c) for p in PAGES for block in blocks(p, "text") for c in commands(block)]
+    found += [(p.name, c) for p in PAGES if p.stem in LONG for block in blocks(p, "bash") for c in commands(block)]
     for path in sorted((REPO / "configs").glob("*.py")):
         doc = path.read_text().split('"""')[1]
         found += [(path.name, c) for c in commands(doc)]

@@ -89,7 +89,11 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+# The first plans four layouts, which takes minutes: with --all-layouts.
+RUN = [pytest.param(p, marks=pytest.mark.more if p.stem == "01_shardings" else (), id=p.stem) for p in NOTEBOOKS]
+
+
+@pytest.mark.parametrize("path", RUN)
 def test_it_runs_and_its_outputs_are_not_stale(path):
     """A cell that raises fails this test with its traceback."""
     found = stale(read(path), run(path))
