@@ -78,7 +78,7 @@ def whole(request: pytest.FixtureRequest) -> bool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-layouts", action="store_true", help="all of the parity matrix, not the sample of it")
+    parser.addoption("--all-layouts", action="store_true", help="all of what takes long, not the sample of it")
     parser.addoption("--figures", metavar="FILE", default="", help="what the fault tests measured is written there, as JSON")
     parser.addoption("--part", metavar=FORM, type=own_part, help="only the contract tests, on a part of your own")
     more = "a key of the config that the part needs; may be repeated"

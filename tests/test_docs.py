@@ -2,11 +2,11 @@
 
 A ```bash block is run as it stands, block after block of a page in one copy of the repository, with four differences: `run.sh`
 is a stand-in that starts the same modules in this environment (the real one has tests of its own, test_launcher.py); HOME is
-empty, and programs for CPUs are compiled as the suite's are; every training run is cut short, by overrides appended to its command line (SHORT); and of contract tests only those are
-run that compile little (QUICK). Where the page says what a block prints (the word `prints`, then a ```text block), it must
-print just that. Commands in ```text blocks, and those that config files open with, need GPUs or the network: their command
-lines are parsed, and their configs checked against a described node of eight GPUs. So are the commands of LONG pages, which
-are run with --all-layouts.
+empty, and programs for CPUs are compiled as the suite's are; every training run is cut short, by overrides appended to its
+command line (SHORT); and of contract tests only those are run that compile little (QUICK). Where the page says what a block
+prints (the word `prints`, then a ```text block), it must print just that. Commands in ```text blocks, and those that config
+files open with, need GPUs or the network: their command lines are parsed, and their configs checked against a described node
+of eight GPUs. So are the commands of LONG pages, which are run with --all-layouts.
 """
 
 import dataclasses
