@@ -1,6 +1,6 @@
 """README and docs say what is so: their commands run, their links lead somewhere, the tree names the files that exist.
 
-A ```bash block is run as it stands, block after block of a page in one copy of the repository, with four differences: `run.sh`
+A ```bash block is run as it stands, block after block of a page in one copy of the repository, with five differences: `run.sh`
 is a stand-in that starts the same modules in this environment (the real one has tests of its own, test_launcher.py); HOME is
 empty, and programs for CPUs are compiled as the suite's are; every training run is cut short, by overrides appended to its
 command line (SHORT); and of contract tests only those are run that compile little (QUICK). Where the page says what a block
