@@ -46,7 +46,7 @@ SHORT = [
     "--config.eval.batches=1",
     "--config.sample.max_tokens=4",
 ]
-# Pages whose commands are run with --all-layouts alone: the other pages run commands of each kind.
+# Pages whose commands take minutes: run with --all-layouts alone. Runs, parity and reports have tests of their own.
 LONG = ("experts", "parallelism", "pipeline", "report")
 QUICKLY_COMPILED = "--xla_backend_optimization_level=0"
 QUICK = "not layout and not gradients"

@@ -91,7 +91,7 @@ def expected():
     return tensors, loss, out
 
 
-@pytest.mark.parametrize("layout", [pytest.param(x, marks=() if x == "unrolled" else pytest.mark.more) for x in LAYOUTS])
+@pytest.mark.parametrize("layout", helpers.few(LAYOUTS, "unrolled"))
 def test_gradients_are_those_of_the_merged_weights(layout, expected):
     """And nothing else moves: the base stays as it is to the bit."""
     tensors, loss, grads = expected

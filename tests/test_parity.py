@@ -143,7 +143,7 @@ def test_initial_state_is_bit_identical(mesh):
         np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(m, marks=() if m in OFTEN else pytest.mark.more) for m in MESHES])
+@pytest.mark.parametrize("mesh", helpers.few(MESHES, *OFTEN))
 def test_state_is_split_and_stays_split(mesh, text):
     """Parameters and both moments lie as the program says after a step, and no device holds more than its share."""
     run = helpers.tiny(MESHES[mesh] | {"data.source": text})
