@@ -72,6 +72,8 @@ removed then. Delete .venv to start anew.
 
   JAXTRAIN_CUDA=12|13   install CUDA 12 or 13. Not set: 12 with an NVIDIA GPU; without one the CPU and, on Linux, the
                         compiler that plans for GPUs
+  JAXTRAIN_CUDNN=1      install cuDNN (1.3 GB) beside that compiler: plans then ask it for the workspace of attention. 0 takes it
+                        away. Not set: as before. CUDA 12 brings it along
   JAXTRAIN_DRY_RUN=1    say what would be installed and run, and do neither
 
 Training is started again, and goes on from its newest checkpoint, after exit 75 (a peer died, a signal to it alone) and 124 (the
@@ -99,9 +101,9 @@ gpu_here() {
   [[ $(timeout 30 nvidia-smi -L 2>/dev/null) == *GPU\ * ]]
 }
 
-choose() { # sets packages (plan, cuda12, cuda13), why, dev (dev or -); $1: dev or -
-  local had_packages='' had_dev='' _
-  if [[ -f $stamp ]]; then read -r _ had_packages had_dev _ <"$stamp" || true; fi
+choose() { # sets packages (plan, cuda12, cuda13), why, dev (dev or -), cudnn (cudnn or -); $1: dev or -
+  local had_packages='' had_dev='' had_cudnn='' _
+  if [[ -f $stamp ]]; then read -r _ had_packages had_dev had_cudnn _ <"$stamp" || true; fi
   dev=$1
   if [[ $had_dev == dev ]]; then dev=dev; fi # once there they stay, or `test` and `train` in turn would reinstall each time
   case ${JAXTRAIN_CUDA-} in
@@ -128,15 +130,23 @@ choose() { # sets packages (plan, cuda12, cuda13), why, dev (dev or -); $1: dev 
       ;;
     *) fail 2 "JAXTRAIN_CUDA=$JAXTRAIN_CUDA: must be 12 or 13; unset it for the default" ;;
   esac
+  cudnn=-
+  case ${JAXTRAIN_CUDNN-} in
+    0) ;;
+    1) cudnn=cudnn ;;
+    '') if [[ $had_cudnn == cudnn ]]; then cudnn=cudnn; fi ;;
+    *) fail 2 "JAXTRAIN_CUDNN=$JAXTRAIN_CUDNN: must be 0 or 1; unset it to keep what is there" ;;
+  esac
 }
 
 locked() { # the requirement files in force, one a line
   echo "$root/requirements/$packages.txt"
+  if [[ $cudnn == cudnn && $packages == plan ]]; then echo "$root/requirements/plan-cudnn.txt"; fi
   if [[ $dev == dev ]]; then echo "$root/requirements/dev.txt"; fi
 }
 
 state() { # all that an installation depends on, to be compared as a whole; the first word is the version of this script's ways
-  echo "1 $packages $dev python $(<"$root/.python-version")"
+  echo "2 $packages $dev $cudnn python $(<"$root/.python-version")"
   local file
   locked | while IFS= read -r file; do cat "$file"; done
 }

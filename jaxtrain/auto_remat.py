@@ -6,6 +6,7 @@ on whether it fits. No jax here.
 """
 
 import itertools
+import math
 from collections.abc import Mapping
 
 from jaxtrain import flops
@@ -39,9 +40,29 @@ def expert_room(run: RunConfig, ranks: int) -> float:
     return m.experts_per_token * shares
 
 
-def expert_fill(run: RunConfig, ranks: int) -> float:
-    """The part of that room that an even load fills; of a capacity's places all are computed."""
-    return 1.0 if run.experts.capacity or not run.model.num_experts else run.model.experts_per_token / expert_room(run, ranks)
+def expert_rounds(run: RunConfig, ranks: int, load: float = 1.0) -> int:
+    """Rounds that the exchange of a layer takes where the busiest expert draws `load` even shares.
+
+    All others draw equal parts of the rest. With a capacity, or where a device has all experts, there is one round.
+    """
+    if run.experts.capacity or ranks == 1:
+        return 1
+    return math.ceil(_busiest(run, ranks, load) / min(run.experts.buffer, ranks) - 1e-9)
+
+
+def _busiest(run: RunConfig, ranks: int, load: float) -> float:
+    """Even shares of a device that the one with the busiest expert draws."""
+    m = run.model
+    others = m.num_experts // ranks - 1
+    return (load + others * (m.num_experts - load) / max(m.num_experts - 1, 1)) / (others + 1)
+
+
+def expert_fill(run: RunConfig, ranks: int, load: float = 1.0) -> float:
+    """The part of that room that `load` fills, over all rounds; of a capacity's places all are computed."""
+    if run.experts.capacity or not run.model.num_experts:
+        return 1.0
+    fill = run.model.experts_per_token / expert_room(run, ranks)
+    return fill * _busiest(run, ranks, load) / expert_rounds(run, ranks, load) if ranks > 1 else fill
 
 
 def bytes_kept(run: RunConfig, names: frozenset[str], axes: Mapping[str, int], packed_stats: bool) -> float:
@@ -53,7 +74,7 @@ def bytes_kept(run: RunConfig, names: frozenset[str], axes: Mapping[str, int], p
     m = run.model
     tokens = run.train.global_batch // run.train.grad_accum * run.data.seq_len / axes["batch"] / axes["sequence"]
     q, kv = (n * m.head_dim / axes[axis] for n, axis in ((m.num_heads, "heads"), (m.num_kv_heads, "kv_heads")))
-    documents = run.data.max_segments + 1 if packed_stats else 1
+    documents = run.data.most_documents + 1 if packed_stats else 1
     compute = 4 if run.precision == "f32" else 2
     wide = m.d_ff * expert_room(run, axes["experts"]) + m.shared_d_ff if m.num_experts else m.d_ff
     width = {

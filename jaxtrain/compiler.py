@@ -125,16 +125,22 @@ def choose(program: Program, card: Card | None) -> Chosen:
 
 
 TIMEOUT = "xla_gpu_execution_terminate_timeout"  # after which XLA itself ends the process: a backstop behind the watchdog
+# Which kinds of kernels XLA puts into CUDA graphs; "" for none. A trace does not tell the kernels of a graph apart, and XLA's
+# own way around that (no graphs while a profiler listens) leaves xprof's table of operations empty (xprof #2544, #3070).
+GRAPHS = "xla_gpu_enable_command_buffer"
 AUTOTUNED = "autotuned.txt"  # in a run's folder: which kernels XLA chose by trying them, for the next attempt to take the same
 LOAD, DUMP = "xla_gpu_load_autotune_results_from", "xla_gpu_dump_autotune_results_to"
 
 
-def for_run(chosen: Chosen, gpu: bool, step_s: float, repeatable: bool, workdir: Path) -> Chosen:
+def for_run(chosen: Chosen, gpu: bool, step_s: float, repeatable: bool, workdir: Path, traced: bool = False) -> Chosen:
     """The options of a run beside those of its program. step_s: the watchdog's budget of a step, 0 for none.
 
-    repeatable: train.deterministic.
+    repeatable: train.deterministic. traced: the run will take a trace (profile.start above 0), so it goes without CUDA graphs
+    unless compiler.options says otherwise.
     """
     more: dict[str, str | bool] = {}
+    if gpu and traced and GRAPHS not in chosen.options:
+        more[GRAPHS] = ""
     if gpu and step_s:
         more[TIMEOUT] = f"{math.ceil(1.5 * step_s)}s"
     if gpu and repeatable:
@@ -147,7 +153,7 @@ def for_run(chosen: Chosen, gpu: bool, step_s: float, repeatable: bool, workdir:
 
 
 def of_no_run(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what `for_run` added: what the program itself was compiled with."""
+    """Without what `for_run` added for the run's folder and watchdog: what the program itself was compiled with."""
     return {name: value for name, value in options.items() if name not in (TIMEOUT, LOAD, DUMP)}
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ from jaxtrain import auto_remat, compiler, groups
 from jaxtrain.config import RunConfig
 from jaxtrain.hardware import HOST_LIMIT
 from jaxtrain.step import Program, build, less_kept
+from jaxtrain.throughput import HasMemoryStats
 from jaxtrain.throughput import memory as measured
 
 
@@ -58,19 +59,20 @@ def compile_to_fit(
     usable_gib: float,
     say: Callable[[str], None] = lambda text: None,
     extra: dict[str, str | bool] | None = None,
+    taken: Callable[[Any], float] = taken_gib,
 ) -> tuple[RunConfig, Program, Any]:
     """(run, program, compiled train step); with remat.policy=auto, those that compute least again and fit.
 
     Whether any other policy fits is for the caller to see. usable_gib: of one device, inf where it does not tell. extra:
-    further options of the compiler, such as dumps.
+    further options of the compiler, such as dumps. taken: GiB that a compiled step takes, where it does not tell of all.
     """
     auto = run.remat.policy == "auto"
     while True:
         compiled = compiler.compile_train(program, options, extra)
-        less = less_kept(run, program, taken_gib(compiled), usable_gib) if auto else None
+        less = less_kept(run, program, taken(compiled), usable_gib) if auto else None
         if less is None:
             break
-        say(f"the step takes {size(taken_gib(compiled))} of {size(usable_gib)}: keeping less for its backward pass")
+        say(f"the step takes {size(taken(compiled))} of {size(usable_gib)}: keeping less for its backward pass")
         run, program = less, build(less, list(program.placement.mesh.devices.flat))
     if auto:
         say(auto_remat.words(run.remat))
@@ -117,6 +119,34 @@ def check_host_memory(program: Program, limit_gib: float, waiting: int = 0) -> N
             f"Set {HOST_LIMIT} higher if the host has more to give, dtypes.m and dtypes.v to bf16 or int8 for a smaller state, "
             "or use more nodes."
         )
+
+
+def check_free_memory(program: Program, compiled: Any, devices: Sequence[HasMemoryStats]) -> None:
+    """Raises OutOfMemory where the step's temporaries do not fit into the free memory of a device that holds the first state.
+
+    The temporaries are one block (`temp_size_in_bytes`), so the largest free block counts (`largest_free_block_bytes` of
+    `memory_stats`). The allocator of jaxlib's GPUs reports 0 for it. There all free memory counts, `bytes_limit` less
+    `bytes_in_use`, which shows memory that something else holds and does not show fragments. CPUs report nothing.
+    """
+    analysis = compiled.memory_analysis()
+    outputs = max(analysis.output_size_in_bytes - analysis.alias_size_in_bytes, 0)  # beside what is written in place
+    need = analysis.temp_size_in_bytes + outputs
+    held = analysis.argument_size_in_bytes - compiler.local_bytes(program.batch)
+    for device in devices:
+        stats = device.memory_stats() or {}
+        if "bytes_limit" not in stats or "bytes_in_use" not in stats:
+            continue
+        largest, limit, used = stats.get("largest_free_block_bytes", 0), stats["bytes_limit"], stats["bytes_in_use"]
+        free = largest if largest > 0 else limit - used
+        if need > free:
+            named = "the largest free block" if largest > 0 else "free memory"
+            raise OutOfMemory(
+                f"out of memory: the train step needs {size(need / 2**30)} beside its state, and {named} of {device} is "
+                f"{size(free / 2**30)}. Of {size(limit / 2**30)} are {size(used / 2**30)} in use, "
+                f"{size(held / 2**30)} of them by the state.\n"
+                "Start the same command again: a new process begins with unbroken memory. Where it ends here again, "
+                "set train.grad_accum higher or remat.policy=full."
+            )
 
 
 @contextlib.contextmanager

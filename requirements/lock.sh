@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Writes requirements/{plan,cuda12,cuda13,dev,uv}.txt anew from pyproject.toml and constraints.in. Needs uv and a Python 3.12.
+# Writes requirements/{plan,cuda12,cuda13,plan-cudnn,dev,uv}.txt anew from pyproject.toml and constraints.in. Needs uv and a Python 3.12.
 # Versions already locked stay unless you pass --upgrade or --upgrade-package NAME.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -28,7 +28,8 @@ PYTHON
 lock plan.txt pyproject.toml --extra plan --constraints requirements/constraints.in "$@"
 # The others follow plan.txt, so that a shared package has one version whichever set is installed.
 for extra in cuda12 cuda13; do
-  lock $extra.txt pyproject.toml --extra $extra --constraints requirements/plan.txt "$@"
+  lock $extra.txt pyproject.toml --extra $extra --constraints requirements/plan.txt --constraints requirements/constraints.in "$@"
 done
+extra_of plan-cudnn | lock plan-cudnn.txt - --constraints requirements/cuda12.txt "$@"
 extra_of dev | lock dev.txt - --constraints requirements/plan.txt "$@"
 echo 'uv>=0.8' | lock uv.txt - "$@"

@@ -1,9 +1,13 @@
 """XLA's options: which of them a step is compiled with, on which GPU, and what becomes of a user's own."""
 
 import dataclasses
+import re
 
 import helpers
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from jaxtrain import compiler, hardware, launch
 from jaxtrain.config import ConfigError
@@ -63,6 +67,31 @@ def test_older_and_unknown_gpus_get_the_safe_ones(monkeypatch):
     monkeypatch.setattr(hardware, "lookup", lambda kind: None)
     chosen = compiler.choose(unknown, compiler.card(24.0))
     assert chosen.options == {} and "is not in jaxtrain/hardware.py" in chosen.why
+
+
+def test_a_run_that_is_traced_goes_without_cuda_graphs(tmp_path):
+    """Unless the user says which kernels belong into them. Traces of graphs lack the names of operations."""
+    plain = compiler.Chosen({}, "", ())
+
+    def options(chosen: compiler.Chosen, gpu: bool = True, traced: bool = True) -> dict[str, str | bool]:
+        return dict(compiler.for_run(chosen, gpu, 0.0, False, tmp_path, traced).options)
+
+    assert options(plain) == {compiler.GRAPHS: ""} == compiler.of_no_run(options(plain)), "the receipt names it"
+    assert options(plain, traced=False) == options(plain, gpu=False) == {}
+    own = dataclasses.replace(plain, options={compiler.GRAPHS: "FUSION"})
+    assert options(own) == own.options
+
+
+def test_an_empty_list_leaves_no_kernel_for_cuda_graphs(tmp_path):
+    """XLA's own account of the options that it compiled a program for an H200 with."""
+    (device,) = topology.devices(topology.parse("h200:1"))
+    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=SingleDeviceSharding(device))
+    kinds = {}
+    for name, given in (("default", {}), ("none", {compiler.GRAPHS: ""})):
+        jax.jit(lambda x: x + 1).lower(x).compile(compiler_options=given | {"xla_dump_to": str(tmp_path / name)})
+        (config,) = (tmp_path / name).glob("*.config.pbtxt")
+        kinds[name] = re.findall(rf"{compiler.GRAPHS}: (\w+)", config.read_text())
+    assert "FUSION" in kinds["default"] and kinds["none"] == []
 
 
 def test_a_cpu_has_only_the_users():

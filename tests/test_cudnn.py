@@ -1,5 +1,9 @@
 """cuDNN's view of packed rows, followed through jax's own conversion to what the kernel is told."""
 
+from types import SimpleNamespace
+
+import cudnn_emulator
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -47,3 +51,73 @@ def test_every_document_is_where_the_kernel_is_told(rows, padding, max_segments)
     assert not told[0][count:].any() and not told[1][count:].any()
     assert told[2][:count].tolist() == [(row * T + start) * N * H for row, start in expected]
     assert told[3][:count].tolist() == [(row * T + start) * K * H for row, start in expected]
+
+
+# ---- The backward pass in parts
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("shape", "part", "gib"),
+    [
+        ((1, 8192, 8192, 32, 8, 128, 33), (1, 8), (8.28, 2.07)),  # llama3_8b
+        ((1, 8192, 8192, 64, 8, 128, 33), (1, 8), (16.56, 2.07)),  # llama3_70b
+        ((4, 8192, 8192, 32, 8, 64, 33), (4, 4), (16.63, 2.08)),  # llama3_1b
+        ((2, 8192, 8192, 32, 8, 128, 257), (1, 4), (129.0, 8.06)),  # llama3_8b:long: fewer queries would not fill the GPU
+        ((2, 65536, 65536, 32, 8, 128, 65), (1, 1), (261.02, 2.05)),  # llama3_8b:1m: less than a group's queries
+        ((2, 65536, 65536, 32, 8, 128, 2), (2, 8), (8.03, 2.01)),  # the same, off the diagonal
+        ((1, 8192, 8192, 32, 8, 128, 1), (1, 32), (0.25, 0.25)),  # rows that are not packed
+        ((1, 8192, 8192, 32, 32, 128, 33), (1, 16), (4.16, 2.08)),  # no grouped queries
+        ((1, 512, 512, 4, 2, 128, 3000), (1, 4), (5.88, 5.88)),  # too few tiles as it is
+    ],
+)
+def test_parts_are_the_fewest_whose_workspace_is_small_and_which_fill_the_gpu(shape, part, gib):
+    B, T, S, N, K, H, documents = shape
+    assert cudnn.part_of(*shape) == part
+    rows, heads = part
+    whole = cudnn.workspace_bytes(B * documents, T, S, N, K, H)
+    smaller = cudnn.workspace_bytes(rows * documents, T, S, heads, max(1, heads * K // N), H)
+    assert [round(x / GIB, 2) for x in (whole, smaller)] == list(gib)
+
+
+def gradients(q, k, v, do, segments, spec):
+    """As a row's backward pass gives them, and as the blocks of a ring do, against the same keys and against those before."""
+
+    def whole(q, k, v):
+        return cudnn.attention(q, k, v, cudnn.prepare(Rows(segments, segments, segments, segments), spec), spec)
+
+    def block(diagonal):
+        described = cudnn.describe_block(Rows(segments, segments, segments, segments), spec, diagonal)
+        out, lse = cudnn.block_forward(q, k, v, described, spec, diagonal)
+        return cudnn.block_backward(q, k, v, out, lse, do, described, spec, diagonal)
+
+    return [*jax.vjp(whole, q, k, v)[1](do), *block(True), *block(False)]
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "one document"])
+@pytest.mark.parametrize(("rows", "heads"), [(3, 4), (1, 8), (3, 2), (1, 1)])
+def test_parts_of_a_backward_pass_are_the_whole(rows, heads, packed, monkeypatch):
+    """By groups of heads, by rows with other numbers of documents, by the queries of one group, and by all three."""
+    monkeypatch.setattr(cudnn, "fused", cudnn_emulator.MODULE)
+    segments = jnp.asarray(documents([[5, 7], [12], [1, 3, 2]], [0, 0, 6]))
+    segments = segments if packed else jnp.ones_like(segments)
+    spec = Spec(head_dim=4, dtype="f32", packed=packed, max_segments=4)
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, do = (jax.random.normal(at, (3, 12, n, 4)) for at, n in zip(keys, (8, 2, 2, 8), strict=True))
+    want = gradients(q, k, v, do, segments, spec)
+
+    taken = []
+
+    def bind(part, *rest, **static):
+        taken.append((part.shape[0], part.shape[2]))
+        return cudnn_emulator.backward(part, *rest, **static)
+
+    monkeypatch.setattr(cudnn, "fused", SimpleNamespace(**vars(cudnn_emulator.MODULE)))
+    monkeypatch.setattr(cudnn.fused, "_dot_product_attention_bwd_p_wrapper", SimpleNamespace(bind=bind))
+    monkeypatch.setattr(cudnn, "part_of", lambda *shape, **how: (rows, heads))
+    got = gradients(q, k, v, do, segments, spec)
+    assert set(taken) == {(rows, heads)} and len(taken) == 3 * (3 // rows) * (8 // heads)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

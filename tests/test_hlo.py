@@ -228,6 +228,23 @@ def test_trip_count(text, count):
     assert hlo.trip_count(module, module.entry.by_name["while.1"]) == count
 
 
+def test_the_host_waits_for_loops_of_unknown_length_and_for_branches():
+    def waits(text, **how):
+        return {i.name: times for i, times in hlo.host_waits(hlo.parse(text, **how))}
+
+    assert waits(loop(KNOWN)) == {"chosen": 7}, "each of the loop's rounds, and not its end"
+    assert waits(loop()) == {"while.1": 5, "chosen": 4}, "4 rounds and the end"
+    # What depends on data runs as often as is supposed of experts' loads; its end is asked for all the same.
+    further = loop(SCOPE, bound="add(%k, %k)")
+    assert waits(further)["while.1"] == 1
+    assert waits(further, further_rounds=2) == {"while.1": 3, "chosen": 2}
+    module = hlo.parse(further, further_rounds=2)
+    assert hlo.trip_count(module, module.entry.by_name["while.1"]) == 2
+
+
+SCOPE = ', metadata={op_name="jit(train_step)/jvp(layers)/mlp/experts/further_rounds/while"}'
+
+
 def test_walk_multiplies_loops_out():
     def times(text):
         return {i.name: (times, loops) for i, _, times, loops in hlo.walk(hlo.parse(text))}

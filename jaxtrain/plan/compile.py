@@ -7,13 +7,16 @@ import dataclasses
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jaxtrain import compiler
 from jaxtrain.config import RunConfig
-from jaxtrain.memory import compile_to_fit
+from jaxtrain.memory import compile_to_fit, taken_gib
 from jaxtrain.plan import topology as machines
+from jaxtrain.plan.cudnn_library import Library
+from jaxtrain.plan.program import assignment, hlo, workspace
 from jaxtrain.plan.topology import Topology
 from jaxtrain.step import Program, build
 
@@ -36,10 +39,10 @@ class Compiled:
     seconds: float
 
 
-def compile_step(run: RunConfig, topology: Topology) -> Compiled:
+def compile_step(run: RunConfig, topology: Topology, cudnn: Library | None = None) -> Compiled:
     """The train step of a run, compiled as training on that machine would compile it, but for NO_TUNING.
 
-    With remat.policy=auto, compiles until what is kept fits.
+    With remat.policy=auto, compiles until what is kept fits. cudnn: asked for the workspaces of attention; None: by formula.
 
     Raises LayoutError or Unsupported where the config cannot be, RuntimeError where XLA's GPU compiler is not there.
     """
@@ -50,13 +53,26 @@ def compile_step(run: RunConfig, topology: Topology) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         # The buffer assignment comes in a dump only: the executable's own copy is empty on GPUs.
         dump: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
-        run, program, executable = compile_to_fit(run, program, chosen.options, card.usable_gib, extra=NO_TUNING | dump)
-        found = sorted(Path(folder).glob("*after_optimizations.hlo.pb"), key=lambda path: path.stat().st_mtime_ns)
-        if not found:
-            raise RuntimeError("XLA dumped no buffer assignment; is xla_dump_to set in XLA_FLAGS?")
-        buffers = found[-1].read_bytes()  # of the last that was tried
+        asked = cudnn.options(topology.description) if cudnn and topology.description else {}
+
+        def taken(executable: Any) -> float:
+            before = assignment.read(_newest_dump(folder))
+            after = workspace.placed(before, workspace.read(hlo.parse(executable.as_text()), chosen.options))
+            return taken_gib(executable) + workspace.growth_gib(before, after)
+
+        extra = NO_TUNING | asked | dump
+        run, program, executable = compile_to_fit(run, program, chosen.options, card.usable_gib, extra=extra, taken=taken)
+        buffers = _newest_dump(folder)
     seconds = time.perf_counter() - began
     text = executable.as_text()
     if text is None:
         raise RuntimeError("this jaxlib gives no text of a compiled GPU program")
     return Compiled(program, executable, text, buffers, chosen, card, run, seconds)
+
+
+def _newest_dump(folder: str) -> bytes:
+    """The buffer assignment of what was compiled last."""
+    found = sorted(Path(folder).glob("*after_optimizations.hlo.pb"), key=lambda path: path.stat().st_mtime_ns)
+    if not found:
+        raise RuntimeError("XLA dumped no buffer assignment; is xla_dump_to set in XLA_FLAGS?")
+    return found[-1].read_bytes()

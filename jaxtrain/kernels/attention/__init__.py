@@ -48,6 +48,7 @@ class Spec:
     window: int = 0  # a token sees this many positions, itself included; 0: all before it
     softcap: float = 0.0  # scores become c tanh(s / c); 0: off
     cached: bool = False  # queries are the newest tokens only, keys come from a cache
+    deterministic: bool = False  # the same bits each time are asked for
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,10 +7,15 @@ primitive's partitioning callback, whose pointer would defeat the persistent com
 
 The custom_vjp here names both residuals, "attention_out" and "attention_lse", so that a remat policy can save them and the
 kernel need not run forward twice.
+
+Going backward, the kernel takes a workspace that grows with heads, tokens and documents (`workspace_bytes`). So the backward
+pass runs in parts, one after another, by heads and by rows; their workspaces share one place in memory.
 """
 
 import functools
 import inspect
+import itertools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -23,6 +28,10 @@ from jaxtrain.kernels.attention import NOTHING, Hardware, Rows, Spec, Unsupporte
 # jax 0.12 added a parameter for user-written changes of the scores.
 _takes_score_mod = "score_mod" in inspect.signature(fused._dot_product_attention_fwd_rule).parameters
 NO_SCORE_MOD = {"score_mod": None} if _takes_score_mod else {}
+
+WORKSPACE = 5 << 29  # bytes, 2.5 GiB: parts of a backward pass are made until one takes no more
+TILE = 128  # queries that a thread block of the kernel has
+TILES = 256  # in a part at least, so that it fills the 132 multiprocessors of an H100 or H200 about twice
 
 
 class Packed(NamedTuple):
@@ -49,6 +58,8 @@ def unsupported(spec: Spec, hardware: Hardware) -> str | None:
         return f"needs a head_dim that is a multiple of 8 and at most {largest}, not {spec.head_dim}"
     if spec.softcap:
         return "has no soft cap on scores"
+    if spec.packed and spec.deterministic:
+        return "adds up packed rows in a fixed order only with 2 bytes of workspace for each score of each document"
     return None
 
 
@@ -132,14 +143,131 @@ def _flash_fwd(q, k, v, packed, spec):
 
 
 def _flash_bwd(spec, residuals, do):
-    q, k, v, packed, out, lse = residuals
-    dq, dk, dv = fused._dot_product_attention_bwd_p_wrapper.bind(
-        q, k, v, *_operands(q, packed, packed), lse, out, do, **_static(q, spec)
-    )
-    return dq, dk, dv, None
+    q, k, v, packed, out, stats = residuals
+
+    def part(stats: jax.Array, rows: slice, heads: slice, own: Packed | None) -> jax.Array:
+        if packed is None or own is None:
+            return stats[rows, heads]
+        # The primitive has moved what exists to the front: entries of these rows are behind those of all rows before.
+        before = jnp.sum(packed.lengths_BM[: rows.start] != -1, dtype=jnp.int32) if rows.start else 0
+        return jax.lax.dynamic_slice_in_dim(stats[:, heads], before, own.lengths_BM.size)
+
+    return *_backward(q, k, v, packed, packed, out, stats, do, part, spec), None
 
 
 _flash.defvjp(_flash_fwd, _flash_bwd)
+
+
+# ---- The backward pass in parts
+
+
+def workspace_bytes(E: int, T: int, S: int, N: int, K: int, H: int, *, deterministic: bool = False) -> int:
+    """Return the bytes of workspace of one backward call in bfloat16. A forward call takes next to none.
+
+        E N T 4      for each query, the sum of output times gradient, in float32: softmax's gradient needs it
+        E N T 4H     the gradient of queries, in float32: blocks of keys add to it in any order
+        E N T 2S     instead of these, where the result must be deterministic: the gradient of all scores, in bfloat16
+        E N S 4H     where keys have fewer heads: gradients of keys and of values for each query head, in bfloat16
+
+    The formula is that of cuDNN 9.19 and 9.23 on Hopper, read off their answers (tests/test_workspace.py). A few KiB for
+    alignment are left out.
+
+    Args:
+      E: sequences that XLA describes to cuDNN. Packed rows are as many as their documents, with one for padding: XLA multiplies
+        the batch by these (FixDimsForRaggedOffset in its cuda_dnn.cc) and leaves each the tokens of a whole row.
+      T, S: queries and keys of a row.
+      N, K, H: query heads, key/value heads, head_dim.
+    """
+    summed = 2 * S if deterministic else 4 * H
+    expanded = 4 * H * S if N != K else 0
+    return E * N * (T * (summed + 4) + expanded)
+
+
+def part_of(
+    B: int, T: int, S: int, N: int, K: int, H: int, documents: int = 1, *, deterministic: bool = False
+) -> tuple[int, int]:
+    """Return (rows, query heads) of each part of a backward pass.
+
+    B rows of T queries and S keys, heads as of `workspace_bytes`. documents: entries of a row's description, padding among
+    them; 1 for rows that are not packed.
+
+    The fewest parts that take at most WORKSPACE each; where there are none, those that take least. No part has fewer than
+    TILES tiles of queries. A part has the queries of whole groups of key/value heads, or some of the queries of one.
+    """
+    group = N // K
+    heads = [N // parts for parts in range(1, K + 1) if K % parts == 0]
+    heads += [group // parts for parts in range(2, group + 1) if group % parts == 0]
+    rows = [B // parts for parts in range(1, B + 1) if B % parts == 0]
+    found = []
+    for b in rows:
+        for n in heads:
+            if (b, n) != (B, N) and b * n * -(-T // TILE) < TILES:
+                continue
+            taken = workspace_bytes(b * documents, T, S, n, max(1, n // group), H, deterministic=deterministic)
+            found.append((max(taken, WORKSPACE), (B // b) * (N // n), n < group, B // b, (b, n)))
+    return min(found)[-1]
+
+
+def _backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    queries: Packed | None,
+    keys: Packed | None,
+    out: jax.Array,
+    stats: jax.Array,
+    do: jax.Array,
+    stats_of: Callable[[jax.Array, slice, slice, Packed | None], jax.Array],
+    spec: Spec,
+    causal: bool = True,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(dq, dk, dv), part after part (`part_of`).
+
+    stats_of: the primitive's operand for a part: from `stats`, the part's rows and query heads, and the queries of those rows.
+    """
+    (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
+    documents = queries.lengths_BM.shape[1] if queries else 1
+    rows, heads = part_of(B, T, S, N, K, H, documents, deterministic=spec.deterministic)
+    group = N // K
+    held, parts = (q, k, v, out, stats, do), []
+    for row, head in itertools.product(range(0, B, rows), range(0, N, heads)):
+        if parts:
+            # Not even the slices of a part are made before the part before is done: one workspace exists at a time. What the
+            # kernel is told of documents is small, and made once for all parts with the same rows.
+            held, parts[-1] = jax.lax.optimization_barrier((held, parts[-1]))
+        q, k, v, out, stats, do = held
+        its, n = slice(row, row + rows), slice(head, head + heads)
+        of_keys = slice(head // group, (head + heads - 1) // group + 1)
+        some, others = (packed and Packed(*(x[its] for x in packed)) for packed in (queries, keys))
+        part = q[its, :, n]
+        parts.append(
+            fused._dot_product_attention_bwd_p_wrapper.bind(
+                part,
+                k[its, :, of_keys],
+                v[its, :, of_keys],
+                *_operands(part, some, others),
+                stats_of(stats, its, n, some),
+                out[its, :, n],
+                do[its, :, n],
+                **_static(part, spec, causal),
+            )
+        )
+
+    def joined(xs: list[jax.Array], share: int) -> jax.Array:
+        """Of gradients in the order of parts, each `share` in a row being of the same heads; those are added up in f32."""
+        if share > 1:
+            xs = [
+                functools.reduce(jnp.add, (x.astype(jnp.float32) for x in same)).astype(xs[0].dtype)
+                for same in itertools.batched(xs, share)
+            ]
+        across = len(xs) * rows // B
+        return jnp.concatenate([jnp.concatenate(those, axis=2) for those in itertools.batched(xs, across)], axis=0)
+
+    if len(parts) == 1:
+        return parts[0]
+    dq, dk, dv = (list(xs) for xs in zip(*parts, strict=True))
+    shared = max(1, group // heads)
+    return joined(dq, 1), joined(dk, shared), joined(dv, shared)
 
 
 # ---- Blocks: see the package's docstring. The private primitives give a float32 log-sum-exp, and take that of all blocks back.
@@ -208,17 +336,11 @@ def block_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See the package's docstring."""
     queries, keys = described or (None, None)
-    stats = lse_BNT if queries is None else _per_document(lse_BNT, queries)
-    dq, dk, dv = fused._dot_product_attention_bwd_p_wrapper.bind(
-        q_BTNH,
-        k_BSKH,
-        v_BSKH,
-        *_operands(q_BTNH, queries, keys),
-        stats,
-        out_BTNH,
-        do_BTNH,
-        **_static(q_BTNH, spec, diagonal),
-    )
+
+    def part(lse: jax.Array, rows: slice, heads: slice, own: Packed | None) -> jax.Array:
+        return lse[rows, heads] if own is None else _per_document(lse[rows, heads], own)
+
+    dq, dk, dv = _backward(q_BTNH, k_BSKH, v_BSKH, queries, keys, out_BTNH, lse_BNT, do_BTNH, part, spec, causal=diagonal)
     if described is None:
         return dq, dk, dv
     q_inside = _inside(described.queries, q_BTNH.shape[1])[:, :, None, None]

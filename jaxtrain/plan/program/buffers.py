@@ -18,6 +18,7 @@ from jaxtrain.models.layer_loop import SLOTS
 from jaxtrain.plan.program import assignment as assigned
 from jaxtrain.plan.program import hlo
 from jaxtrain.plan.program.assignment import HOST, Assignment, Value
+from jaxtrain.plan.program.workspace import BACKWARD, Workspace
 from jaxtrain.plan.result import Buffer, Memory
 from jaxtrain.step import Program
 
@@ -300,6 +301,14 @@ def _is_fill(module: hlo.Module, instruction: hlo.Instruction) -> bool:
     return all(f.opcode in _FILLS for f in module.computations[instruction.called[0]].instructions)
 
 
+WORKSPACE = "cuDNN workspace"
+
+
+def _is_workspace(made_by: hlo.Instruction, shape: hlo.Shape | None) -> bool:
+    backward = made_by.attributes.get("custom_call_target", "").strip('"') == BACKWARD
+    return backward and shape is not None and shape.dtype == "u8"
+
+
 def classify(facts: Facts, value: Value) -> tuple[str, str]:
     """(class, name of the kept activation or "") of a value in the heap.
 
@@ -307,6 +316,8 @@ def classify(facts: Facts, value: Value) -> tuple[str, str]:
     """
     made_by = facts.module.owners[value.instruction].by_name[value.instruction]
     shape = _part(made_by, value.index)
+    if _is_workspace(made_by, shape):
+        return WORKSPACE, ""
     if shape is None or not shape.dtype.startswith(FLOATS):
         return "temporaries", ""
     dims = _plain(shape.dims)
@@ -379,12 +390,13 @@ def memory(
     hbm_gib: float,
     reserve_gib: float,
     usable_gib: float,
+    workspace: Workspace,
 ) -> Memory:
     """What a step holds on one device.
 
-    assignment, module: of the program's compiled step. The peak is XLA's own, and `by_class` adds up to it; offloaded
-    activations are in host memory and counted apart. Arguments and temporaries are allocations: together they exceed the peak
-    by the gaps of the heap, and are what a device has to give.
+    assignment, module: of the program's compiled step. The peak is XLA's own, with `workspace` where `workspace.placed` has put
+    that into the assignment; `by_class` adds up to it. Offloaded activations are in host memory and counted apart. Arguments
+    and temporaries are allocations: together they exceed the peak by the gaps of the heap, and are what a device has to give.
     """
     heap = assigned.device_heap(assignment)
     known = facts(program, module)
@@ -437,6 +449,8 @@ def memory(
         peak_at=peak_at,
         timeline=_thin(timeline),
         largest=tuple(sorted(largest, key=lambda b: -b.gib)),
+        workspace_gib=workspace.largest / GIB,
+        workspace_by=workspace.by,
     )
 
 
@@ -446,6 +460,8 @@ def _buffer(facts: Facts, size: int, kind: str, value: Value) -> Buffer:
     made_by = module.owners[value.instruction].by_name[value.instruction]
     shape = _part(made_by, value.index)
     text = f"{shape.dtype}[{','.join(map(str, shape.dims))}]" if shape else "tuple"
+    if _is_workspace(made_by, shape):
+        text = f"u8[{size}]"  # by formula the program has u8[0]
     found = [made_by, *_origins(facts, value.instruction, value.index)]  # a loop's result has no name of its own
     found += [f for i in found if i.opcode == "fusion" for c in i.called for f in module.computations[c].instructions]
     source = next((i.source for i in found if i.source), "")

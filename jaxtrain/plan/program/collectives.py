@@ -59,6 +59,14 @@ class Found:
     hops: int = 0  # from node to node, one after the other
     f32: float = 1.0  # of a launch that has float32 among its types, the part of the bytes that is
 
+    @property
+    def message(self) -> float:
+        """Bytes of a launch's message, as nccl-tests count it: the array that is gathered, scattered, reduced or exchanged."""
+        if self.kind == "collective-permute" or self.group == 1:
+            return self.wire_bytes
+        given = self.wire_bytes / _ring(self.kind, 1, self.group)
+        return given * self.group if self.kind == "all-gather" else given
+
 
 def read(module: Module, mesh_shape: dict[str, int], gpus_per_node: int) -> list[Found]:
     """Every collective of a module, in the order of its schedule.

@@ -138,6 +138,7 @@ class Module:
     is_scheduled: bool
     # index into the result -> number of the parameter that lends its memory, and the index into it
     input_output_alias: dict[tuple[int, ...], tuple[int, tuple[int, ...]]]
+    further_rounds: int = 0  # of experts' exchange, after the first, each time it runs: experts' loads are data
 
     @functools.cached_property
     def owners(self) -> dict[str, Computation]:
@@ -148,8 +149,11 @@ class Module:
 # ---- Text to module
 
 
-def parse(text: str) -> Module:
-    """The module of an HLO text. Raises HloError for any line that it does not understand."""
+def parse(text: str, further_rounds: int = 0) -> Module:
+    """The module of an HLO text, in which each exchange of experts' tokens takes `further_rounds` after the first.
+
+    Raises HloError for any line that it does not understand.
+    """
     lines = iter(text.split("\n"))
     first = next(lines)
     if not first.startswith("HloModule "):
@@ -191,7 +195,8 @@ def parse(text: str) -> Module:
         for out, parameter, index in _ALIAS.findall(header.get("input_output_alias", ""))
     }
     scheduled = header.get("is_scheduled") == "true"
-    return Module(name, computations, entry, int(header.get("num_partitions", 1)), scheduled, aliases)
+    partitions = int(header.get("num_partitions", 1))
+    return Module(name, computations, entry, partitions, scheduled, aliases, further_rounds)
 
 
 def _computation(name: str, lines: Iterator[str], source_of: dict[int, str]) -> Computation:
@@ -414,6 +419,19 @@ def _walk(module: Module, computation: Computation, times: int, loops: tuple[str
                 yield from _walk(module, module.computations[called], times, loops, fusions)
 
 
+def host_waits(module: Module) -> Iterator[tuple[Instruction, int]]:
+    """Yields what makes the host wait for a number on the device, with how often in a step.
+
+    XLA:GPU copies the predicate of a while loop whose count it does not know before each round and after the last, and the
+    branch of a conditional each time, and launches nothing before the copy has arrived.
+    """
+    for i, _, times, _ in walk(module):
+        if i.opcode == "while" and not _TRIPS.search(i.attributes.get("backend_config", "")):
+            yield i, times * (trip_count(module, i) + 1)
+        elif i.opcode == "conditional":
+            yield i, times
+
+
 def _parts(module: Module, loop: Instruction) -> tuple[Computation, Computation]:
     """A loop's condition and body."""
     if not {"condition", "body"} <= loop.attributes.keys():
@@ -426,8 +444,8 @@ def trip_count(module: Module, loop: Instruction) -> int:
     """How often a while loop's body runs.
 
     As the compiler wrote it down; else by running the loop's counter, where it starts from a constant and depends on nothing
-    but itself. 0 for a loop that runs only where experts' loads are uneven: an even load is what plans take. Raises HloError
-    where any other count depends on data.
+    but itself. For a loop that runs only where experts' loads are uneven, the module's `further_rounds`. Raises HloError where
+    any other count depends on data.
     """
     known = _TRIPS.search(loop.attributes.get("backend_config", ""))
     if known:
@@ -443,7 +461,7 @@ def trip_count(module: Module, loop: Instruction) -> int:
             return count
         state = _evaluate(module, body, body.root.name, (state,), {})
     if any(f"/{FURTHER_ROUNDS}/" in i.op_name for i in (loop, *body.instructions)):
-        return 0
+        return module.further_rounds
     raise HloError(
         f"{loop.name} ({loop.op_name or 'no op_name'}, {loop.source or 'no source'}): how often this loop runs cannot be read "
         f"from the program: it depends on data, or is more than {_MOST_TRIPS}. Use a loop of fixed length, as jax.lax.scan is."

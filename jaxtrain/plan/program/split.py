@@ -68,8 +68,8 @@ def _idle(schedule: Schedule, permutes: Sequence[Collective]) -> float:
     return 1 - 2 * schedule.units / passes if passes else 0.0
 
 
-def experts(run: RunConfig, placement: Placement, moved: Sequence[Collective]) -> result.Experts | None:
-    """Of a model with experts; None for others."""
+def experts(run: RunConfig, placement: Placement, moved: Sequence[Collective], load: float = 1.0) -> result.Experts | None:
+    """Of a model with experts, whose busiest draws `load` even shares; None for others."""
     m = run.model
     if not m.num_experts:
         return None
@@ -88,6 +88,8 @@ def experts(run: RunConfig, placement: Placement, moved: Sequence[Collective]) -
         layer_gib=sum(c.wire_gib for c in travel) / passes,
         layer_exposed_ms=sum(c.exposed_ms for c in travel) / passes,
         exposed_ms=sum(c.exposed_ms for c in travel),
+        load=load,
+        rounds=auto_remat.expert_rounds(run, ranks, load),
     )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from jaxtrain.plan import result
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import BITS, Computation, HloError, Instruction, Module, Shape, Type, leaves
-from jaxtrain.plan.rates import PALLAS_FRACTION
+from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_FRACTION, fraction, over_length
 
 # Shortest time of a kernel: its launch and its tail. An assumption, the one that XLA's own cost model makes
 # (kKernelLaunchOverhead); it matters for the scalars of loops and of the optimizer only.
@@ -77,8 +77,10 @@ class Work:
     bytes: float = 0.0  # of device memory; of the wire for communication
     host_bytes: float = 0.0
     network_bytes: float = 0.0
+    message: float = 0.0  # of communication: bytes of the message, by which its rate goes
     hops: int = 0  # of communication, from node to node
     backward: bool = False  # attention's backward pass, which has its own rate
+    keys: int = ATTENTION_AT  # of a call of attention, whose rate rises with them
     share: float = 1.0  # of the rate, for a slower kernel than the one it is of
     fp8: bool = False  # of GEMMs: in 8-bit floating point
 
@@ -87,12 +89,15 @@ class Work:
         if self.fp8 and not rates.fp8_tflops:
             raise HloError(f"a GEMM in 8-bit floating point, for which the rates ({rates.source}) have no figure")
         if self.kind == "communication":
-            links = max(self.bytes / (rates.nvlink_gb_s * 1e9), self.network_bytes / (rates.network_gb_s * 1e9))
-            latency_us = (1 + self.hops) * rates.nvlink_latency_us + self.hops * rates.network_latency_us
-            return links + latency_us * 1e-6
-        attention = self.share * (rates.attention_backward_tflops if self.backward else rates.attention_forward_tflops)
-        gemm = rates.fp8_tflops if self.fp8 else rates.gemm_tflops
-        arithmetic = self.flops / ((attention if self.kind == "attention" else self.share * gemm) * 1e12)
+            links = [(self.bytes, rates.nvlink_gb_s, rates.collective_curve, self.message)]
+            links.append((self.network_bytes, rates.network_gb_s, rates.network_curve, self.network_bytes))
+            longest = max(sent / (full * 1e9 * fraction(curve, size)) if sent else 0.0 for sent, full, curve, size in links)
+            return longest + self.hops * rates.network_latency_us * 1e-6
+        rate = rates.fp8_tflops if self.fp8 else rates.gemm_tflops
+        if self.kind == "attention":
+            rate = rates.attention_backward_tflops if self.backward else rates.attention_forward_tflops
+            rate *= over_length(self.keys, self.backward)
+        arithmetic = self.flops / (self.share * rate * 1e12)
         memory = max(self.bytes / (rates.memory_tb_s * 1e12), self.host_bytes / (rates.host_gb_s * 1e9))
         return max(arithmetic, memory, KERNEL_US * 1e-6)
 
@@ -111,7 +116,8 @@ def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str,
         if i.name not in wires:
             raise HloError(f"{i.name}: nothing says how many bytes this {i.opcode} sends")
         wire = wires[i.name]
-        return Work("communication", bytes=wire.wire_bytes, network_bytes=wire.network_bytes, hops=wire.hops)
+        crossing, message = wire.network_bytes, wire.message
+        return Work("communication", bytes=wire.wire_bytes, network_bytes=crossing, message=message, hops=wire.hops)
     if i.opcode == "copy-start":
         to, source = leaves(i.type)[0], leaves(where.by_name[i.operands[0]].type)[0]
         return _placed("memory", 0.0, [(to.bytes, to), (source.bytes, source)])
@@ -194,7 +200,8 @@ def _attention(where: Computation, i: Instruction) -> Work:
     made = 2.0 * pairs * (q[3] + v[3]) * ATTENTION_CALLS[target(i)]
     # The log-sum-exp (f32) of a packed row has room for every possible document, and one value a token is used of it.
     moved = sum(leaf.bytes for leaf in (*inputs, *leaves(i.type)) if leaf.dtype not in ("f32", "u8"))
-    return Work("attention", made, moved + 4.0 * q[0] * q[1] * q[2], backward=target(i).endswith("Backward"))
+    moved += 4.0 * q[0] * q[1] * q[2]
+    return Work("attention", made, moved, backward=target(i).endswith("Backward"), keys=k[1])
 
 
 def _pallas(where: Computation, i: Instruction, call: re.Match[str]) -> Work:
@@ -204,7 +211,7 @@ def _pallas(where: Computation, i: Instruction, call: re.Match[str]) -> Work:
     pairs = q[0] * q[2] * attention_pairs(mask, int(call[3] or 0), q[1], k[1])
     made = 2.0 * pairs * (q[3] + v[3]) * PALLAS_CALLS[call[1]]
     moved = float(sum(leaf.bytes for leaf in (*inputs, *leaves(i.type))))
-    return Work("attention", made, moved, backward=call[1] != "forward", share=PALLAS_FRACTION)
+    return Work("attention", made, moved, backward=call[1] != "forward", keys=k[1], share=PALLAS_FRACTION)
 
 
 def _experts(where: Computation, i: Instruction, filled: float) -> Work:

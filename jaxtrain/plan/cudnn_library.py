@@ -1,0 +1,125 @@
+"""cuDNN on a machine without a GPU: loaded by path, for XLA to ask it what its kernels need on a described card.
+
+XLA then builds the attention kernels' real graphs (compiler option COMPILE), and writes their workspace into the program. It
+also fails where cuDNN has no kernel for a graph. The extra `plan-cudnn` brings the libraries. They want a driver and a CUDA
+runtime to be there, and start nothing on them: two libraries stand in, made with this machine's C compiler.
+"""
+
+import ctypes
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+COMPILE: dict[str, str | bool] = {"xla_gpu_cudnn_deviceless_compilation_mode": "CUDNN_DEVICELESS_COMPILATION_ALWAYS"}
+# What is loaded, of which package, in this order. cuBLAS and NVRTC are cuDNN's own needs.
+LIBRARIES = (
+    ("nvidia-cuda-nvrtc-cu12", "nvidia/cuda_nvrtc/lib/libnvrtc.so.12"),
+    ("nvidia-cublas-cu12", "nvidia/cublas/lib/libcublasLt.so.12"),
+    ("nvidia-cublas-cu12", "nvidia/cublas/lib/libcublas.so.12"),
+    ("nvidia-cudnn-cu12", "nvidia/cudnn/lib/libcudnn.so.9"),
+)
+# Later ones want a key in the description of the card that this XLA does not write, and refuse every graph.
+VERSION = "9.19.0.56"
+REMEDY = "JAXTRAIN_CUDNN=1 ./run.sh setup installs it"
+
+# Every function of the driver that cuDNN looks for before it builds a graph. None is called, but for those with a body.
+_DRIVER = """
+cuCtxGetCurrent cuCtxGetDevice cuCtxGetLimit cuCtxPopCurrent cuCtxPushCurrent cuDeviceGet cuDeviceGetAttribute
+cuDevicePrimaryCtxRelease cuDevicePrimaryCtxReset cuDevicePrimaryCtxRetain cuFuncGetAttribute cuFuncSetAttribute cuInit
+cuKernelGetAttribute cuKernelSetAttribute cuLaunchCooperativeKernel cuLaunchKernel cuLaunchKernelEx cuLibraryGetKernel
+cuLibraryLoadData cuLibraryLoadFromFile cuLibraryUnload cuLinkAddData cuLinkAddData_v2 cuLinkAddFile_v2 cuLinkComplete
+cuLinkCreate cuLinkCreate_v2 cuLinkDestroy cuMemcpyDtoH_v2 cuModuleGetFunction cuModuleGetGlobal_v2 cuModuleLoadData
+cuModuleLoadDataEx cuModuleLoadFatBinary cuModuleUnload cuOccupancyMaxActiveBlocksPerMultiprocessor
+cuOccupancyMaxPotentialClusterSize cuStreamGetCtx cuStreamSynchronize cuTensorMapEncodeTiled
+"""
+_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
+_DRIVER_SOURCE = f"""
+int cuDriverGetVersion(int *version) {{ *version = 13000; return 0; }}
+int cuDeviceGetCount(int *count) {{ *count = 0; return {_NO_DEVICE}; }}
+int cuGetErrorName(int error, const char **text) {{ *text = "no device"; return 0; }}
+int cuGetErrorString(int error, const char **text) {{ *text = "no device"; return 0; }}
+""" + "\n".join(f"int {name}(void) {{ return {_NO_DEVICE}; }}" for name in _DRIVER.split())
+# cuDNN's front end asks for the compute capability of device 0: `major` at byte 360 and `minor` at 364 of cudaDeviceProp, which
+# begins with name[256], uuid, luid and five sizes; CUDA 12's headers say so.
+_RUNTIME_SOURCE = """
+#include <string.h>
+int jaxtrain_capability[2] = {9, 0};
+int cudaGetDevice(int *device) { *device = 0; return 0; }
+int cudaGetDeviceProperties_v2(char *to, int device) {
+  memset(to, 0, 400);
+  memcpy(to + 360, jaxtrain_capability, 8);
+  return 0;
+}
+int cudaGetDeviceProperties(char *to, int device) { return cudaGetDeviceProperties_v2(to, device); }
+"""
+
+
+class LibraryError(RuntimeError):
+    """cuDNN cannot be had here. Says why, and how to get it."""
+
+
+class Library:
+    """cuDNN, loaded into this process. `name` is for reports, as "cudnn 9.19.0"."""
+
+    def __init__(self, runtime: ctypes.CDLL):
+        self.name = f"cudnn {VERSION.rpartition('.')[0]}"
+        self._capability = (ctypes.c_int * 2).in_dll(runtime, "jaxtrain_capability")
+
+    def options(self, description: str) -> dict[str, str | bool]:
+        """The compiler options with which XLA asks cuDNN about a card. description: `Topology.description`.
+
+        Raises LibraryError for a description without a compute capability.
+        """
+        found = re.search(r"cuda_compute_capability \{ major: (\d+)(?: minor: (\d+))?", description)
+        if not found:
+            raise LibraryError("the card's description has no cuda_compute_capability")
+        self._capability[:] = [int(found[1]), int(found[2] or 0)]
+        return COMPILE
+
+
+def load() -> Library:
+    """Loads cuDNN. To be called before JAX starts, in a process that uses no GPU.
+
+    Raises LibraryError where JAX is imported already, a package, its version or a C compiler is missing, or a library cannot be
+    loaded.
+    """
+    if "jax" in sys.modules:
+        raise LibraryError("JAX is imported in this process already, and looks for cuDNN's libraries once")
+    paths = [_path(package, file) for package, file in LIBRARIES]
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise LibraryError("there is no C compiler (cc) to stand in for the driver with; install gcc")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            _standing_in(compiler, _DRIVER_SOURCE, Path(folder) / "libcuda.so.1")
+            runtime = _standing_in(compiler, _RUNTIME_SOURCE, Path(folder) / "libcudart.so.12")
+        for path in paths:
+            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
+        raise LibraryError(f"it cannot be loaded: {said}") from error
+    return Library(runtime)
+
+
+def _path(package: str, file: str) -> Path:
+    try:
+        found = importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise LibraryError(f"{package} is not installed; {REMEDY}") from None
+    if package == "nvidia-cudnn-cu12" and found.version != VERSION:
+        raise LibraryError(f"{package} is {found.version}, and plans are made with {VERSION}; {REMEDY}")
+    path = Path(str(found.locate_file(file)))
+    if not path.is_file():
+        raise LibraryError(f"{package} has no file {file}; {REMEDY}")
+    return path
+
+
+def _standing_in(compiler: str, source: str, path: Path) -> ctypes.CDLL:
+    """A library by the name that others look for: once loaded, it is what the loader gives them."""
+    build = [compiler, "-w", "-shared", "-fPIC", f"-Wl,-soname,{path.name}", "-o", str(path), "-xc", "-"]
+    subprocess.run(build, input=source, text=True, capture_output=True, check=True)
+    return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
