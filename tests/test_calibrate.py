@@ -14,7 +14,7 @@ from jaxtrain import compiler, hardware, launch
 from jaxtrain.plan import calibrate, rates, topology
 from jaxtrain.plan import readings as made
 from jaxtrain.plan.calibrate import TINY, Sizes, chain, looped, timed
-from jaxtrain.plan.readings import COLLECTIVES, CalibrationError, Reading, rate, to_rates
+from jaxtrain.plan.readings import COLLECTIVES, CURVE, CalibrationError, Reading, rate, to_rates
 from jaxtrain.step import build
 
 TODAY = datetime.date(2026, 11, 21)
@@ -27,10 +27,10 @@ def readings():
 
 def test_everything_is_measured(readings):
     kinds = [r.kind for r in readings]
-    assert kinds.count("gemm") == len(TINY.gemms) and kinds.count("host") == kinds.count("link latency") == 2
-    assert set(kinds) == {*made.UNITS, "link latency"}
-    # Backward passes and latencies are differences, which noise can turn at this size.
-    whole = [r for r in readings if "backward" not in r.kind and r.kind != "link latency"]
+    assert kinds.count("gemm") == len(TINY.gemms) and kinds.count("host") == kinds.count(CURVE) == 2
+    assert set(kinds) == {*made.UNITS}
+    # Backward passes and small messages are differences, which noise can turn at this size.
+    whole = [r for r in readings if "backward" not in r.kind and r.kind != CURVE]
     assert all(0 < r.seconds < 10 and r.spread >= 0 for r in whole)
 
 
@@ -45,13 +45,14 @@ def test_work_is_counted_by_hand(readings):
     # Of 1 MiB over 4 devices, a ring sends three quarters for each of gathering and reducing.
     sent = {r.kind: r.work for r in readings if r.kind in COLLECTIVES}
     assert sent == {"all-gather": 0.75 * 2**20, "reduce-scatter": 0.75 * 2**20, "all-reduce": 1.5 * 2**20}
+    assert [(r.message, r.work) for r in readings if r.kind == CURVE] == [(2**14, 0.75 * 2**14), (2**16, 0.75 * 2**16)]
 
 
 def test_one_device_has_no_links(monkeypatch):
     monkeypatch.setattr(calibrate, "timed", lambda run, *args, sizes: [1.0])
     monkeypatch.setattr(calibrate, "normal", lambda seed, shape, dtype=jnp.bfloat16: jnp.zeros(shape, dtype))
     kinds = {r.kind for r in calibrate.measure(jax.devices()[:1], TINY)}
-    assert kinds and not kinds & {*COLLECTIVES, "link latency"}
+    assert kinds and not kinds & {*COLLECTIVES, CURVE}
 
 
 def test_times_are_of_warm_calls():
@@ -138,8 +139,9 @@ GOOD = [
 LINKS = [
     Reading("all-gather", "e", 300e9, 1.0, 0.01),
     Reading("reduce-scatter", "e", 330e9, 1.0, 0.01),
-    Reading("link latency", "all-gather", 1.0, 12e-6, 0.01),
-    Reading("link latency", "reduce-scatter", 1.0, 14e-6, 0.01),
+    Reading(CURVE, "4 MiB", 3.5 * 2**20, 35e-6, 0.01, message=4 * 2**20),
+    Reading(CURVE, "1 MiB", 0.875 * 2**20, 25e-6, 0.01, message=2**20),
+    Reading(CURVE, "256 MiB", 224 * 2**20, 0.7e-3, 0.01, message=256 * 2**20),
 ]
 
 
@@ -169,17 +171,21 @@ def test_one_gpu_keeps_the_data_sheets_links():
     got, sheet = to_rates(GOOD, H200, "NVIDIA H200", TODAY), rates.datasheet(H200, "bf16")
     assert (got.gemm_tflops, got.memory_tb_s, got.host_gb_s) == (525.0, 4.0, 40.0)
     assert (got.attention_forward_tflops, got.attention_backward_tflops) == (500.0, 400.0)
-    assert (got.nvlink_gb_s, got.nvlink_latency_us) == (sheet.nvlink_gb_s, sheet.nvlink_latency_us)
+    assert (got.nvlink_gb_s, got.collective_curve) == (sheet.nvlink_gb_s, sheet.collective_curve)
     assert got.source.startswith("calibrated on NVIDIA H200, 2026-11-21, jaxlib ")
-    assert got.source.endswith("; NVLink and network rates by the data sheet")
+    assert got.source.endswith("; NVLink and network rates at published kernel rates")
 
 
 def test_several_gpus_measure_their_links():
     assert H200
     got, sheet = to_rates(GOOD + LINKS, H200, "NVIDIA H200", TODAY), rates.datasheet(H200, "bf16")
-    assert got.nvlink_gb_s == pytest.approx(315) and got.nvlink_latency_us == pytest.approx(13)
-    assert got.network_gb_s == sheet.network_gb_s
-    assert got.source.endswith("; network rates by the data sheet")
+    assert got.nvlink_gb_s == pytest.approx(315)
+    # By size, in parts of that rate; one that is faster counts as the full rate.
+    (one, slow), (four, faster), last = got.collective_curve
+    assert (one, four, last) == (2**20, 2**22, (2**28, 1.0))
+    assert (slow, faster) == pytest.approx((0.875 * 2**20 / 25e-6 / 315e9, 3.5 * 2**20 / 35e-6 / 315e9))
+    assert (got.network_gb_s, got.network_curve) == (sheet.network_gb_s, sheet.network_curve)
+    assert got.source.endswith("; network rates at published kernel rates")
 
 
 @pytest.mark.parametrize(
@@ -190,13 +196,13 @@ def test_several_gpus_measure_their_links():
         ("packed attention forward", 0.0, "attention_forward_tflops"),
         ("memory", 0.5, "memory_tb_s"),
         ("all-gather", 0.1, "nvlink_gb_s"),
-        ("link latency", -1.0, "nvlink_latency_us"),
+        (CURVE, -1.0, "collective_curve"),
     ],
 )
 def test_what_cannot_be_is_not_stored(kind, seconds, key):
     assert H200
     wrong = [dataclasses.replace(r, seconds=seconds) if r.kind == kind else r for r in GOOD + LINKS]
-    with pytest.raises(CalibrationError, match=f"^{key} = .*Nothing is stored"):
+    with pytest.raises(CalibrationError, match=f"^{key}( =|:) .*Nothing is stored"):
         to_rates(wrong, H200, "NVIDIA H200", TODAY)
 
 
@@ -222,7 +228,7 @@ def test_a_reading_that_fails_loses_its_own_rate_only(monkeypatch):
     assert (got.gemm_tflops, got.memory_tb_s, got.fp8_tflops) == (525.0, 4.0, 0.0)
     assert got.attention_forward_tflops == sheet.attention_forward_tflops
     names = "attention_forward_tflops, attention_backward_tflops, fp8_tflops"
-    assert got.source.endswith(f"; NVLink and network rates, and {names}, whose measurement failed, by the data sheet")
+    assert got.source.endswith(f"; NVLink and network rates, and {names}, whose measurement failed, at published kernel rates")
     with pytest.raises(CalibrationError, match="nothing could be measured"):
         to_rates(failed, H200, "NVIDIA H200", TODAY)
     console = rich.console.Console(width=160, file=io.StringIO(), record=True)
@@ -242,7 +248,7 @@ def test_cpu_is_refused_unless_asked_and_never_stored(tmp_path, monkeypatch, rea
     console, arguments = printed(on_cpu=True)
     assert calibrate.run(tmp_path, **arguments) is None
     text = console.export_text()
-    assert "nothing is stored" in text and "link latency" in text
+    assert "nothing is stored" in text and CURVE in text
     assert not list(tmp_path.iterdir())
 
 
@@ -263,7 +269,7 @@ def test_a_gpus_rates_are_stored_where_plans_find_them(tmp_path, monkeypatch):
     found = rates.rates_for(H200, "bf16", tmp_path)
     assert found.gemm_tflops == 525.0 and found.source.startswith("calibrated on NVIDIA H200, ")
     text = console.export_text()
-    assert "600 TFLOP/s" in text and "989.4 TFLOP/s" in text and "61%" in text and "12.0 us" in text
+    assert "600 TFLOP/s" in text and "989.4 TFLOP/s" in text and "61%" in text and "36.7 GB/s" in text
 
 
 def test_runs_that_cannot_calibrate_are_refused(tmp_path, monkeypatch):

@@ -45,6 +45,8 @@ def test_a_plan_is_printed_and_written(tmp_path, capsys):
     # The contract that other programs read.
     assert {"topology", "mesh", "fits", "memory", "flops", "collectives", "time", "compile_s", "hints"} <= tree.keys()
     assert {"hbm_gib", "usable_gib", "peak_gib", "arguments_gib", "temp_gib", "by_class"} <= tree["memory"].keys()
+    assert tree["memory"]["workspace_gib"] > 0 and tree["memory"]["workspace_by"] == "formula"
+    assert "cuDNN workspace" in printed and "by formula" in printed
     assert {"kind", "dtype", "axis", "count", "wire_gib", "exposed_ms", "source"} <= tree["collectives"][0].keys()
     wanted = {"compute_ms", "communication_ms", "exposed_ms", "step_ms", "tokens_per_s_per_device", "mfu_causal", "mfu_full"}
     assert wanted | {"bound_by"} <= tree["time"].keys()
@@ -78,6 +80,11 @@ def test_shardings_are_printed_without_compiling(capsys):
         (["--topology=h200:8", "--search", "--html=x.html"], "--html: --search has no use for it"),
         (["--topology=h200:8", "--golden"], "--config --topology --config.KEY: --golden has no use for it"),
         (["--topology=h200:8", "--shardings", "--budget=5"], "--budget: --shardings has no use for it"),
+        (["--topology=h200:8", "--experts-load=0.9"], "--experts-load = '0.9': must be a number from 1"),
+        (["--topology=h200:8", "--experts-load=inf"], "--experts-load = 'inf': must be a number from 1"),
+        (["--topology=h200:8", "--experts-load=1.5"], "--experts-load = '1.5': the model has no experts. Leave it out."),
+        (["--topology=h200:8", "--config.model.num_experts=8", "--experts-load=4.1"], "draws 4 even shares, and none can draw"),
+        (["--topology=h200:8", "--search", "--experts-load=1.5"], "--experts-load: --search has no use for it"),
         (["--topology=h200:8", "--search="], "--search = '': has no value"),
         (["--topology=h200:8", "--shardings=nosuch"], "--shardings=nosuch: no array is like that"),
         (["--topology=h200:8", "--shardings="], "--shardings = '': has no value"),
@@ -89,6 +96,9 @@ def test_shardings_are_printed_without_compiling(capsys):
         (["--topology=h200:8", "--json=nowhere/plan.json"], "there is no folder"),
         (["--topology=h200:8", "--toplogy=h200:8"], "Did you mean --topology?"),
         (["--calibrate"], "--config --config.KEY: --calibrate has no use for it"),
+        (["--topology=h200:8", "--cudnn=yes"], "--cudnn = 'yes': must be auto, formula or library. Write --cudnn=formula."),
+        (["--topology=h200:8", "--cudnn=library"], "JAX is imported in this process already"),
+        (["--topology=h200:8", "--search", "--cudnn=formula"], "--cudnn: --search has no use for it"),
     ],
 )
 def test_mistakes_are_named(argv, said, capsys):
@@ -104,7 +114,7 @@ def test_help_names_every_option(capsys):
 
 
 def test_a_compile_that_fails_is_told(monkeypatch, capsys):
-    def broken(run, topology):
+    def broken(run, topology, cudnn):
         raise RuntimeError("INTERNAL: out of registers")
 
     monkeypatch.setattr("jaxtrain.plan.compile.compile_step", broken)
@@ -129,7 +139,7 @@ def test_a_file_that_cannot_be_written_after_all_is_told(monkeypatch, tmp_path, 
     folder = tmp_path / "gone"
     folder.mkdir()
 
-    def compiles(run, topology):
+    def compiles(run, topology, cudnn):
         folder.rmdir()
         raise FileNotFoundError(2, "No such file or directory", str(folder / "plan.json"))
 

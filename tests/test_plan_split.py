@@ -7,9 +7,10 @@ import pytest
 
 from jaxtrain import launch
 from jaxtrain.config import Pipeline, RunConfig, Train
+from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.explore.shardings import describe
 from jaxtrain.plan.known import textbook
-from jaxtrain.plan.make import make_plan
+from jaxtrain.plan.make import make_plan, read_plan
 from jaxtrain.plan.program import split
 from jaxtrain.plan.report import figures
 from jaxtrain.plan.result import Collective, Plan, from_json, to_json
@@ -96,6 +97,27 @@ def test_both_move_what_their_formulas_say():
             assert abs(row.off) < 0.02, row
 
 
+def test_an_uneven_load_is_priced():
+    """One expert on each of 4 GPUs: 2 even shares take a second round of 1.5, forward, again, and backward."""
+    sizes = (*SHAPE, "mesh.expert=4", "train.grad_accum=1", "train.global_batch=4", *FEW)
+    run = launch.load(["--config=configs/tiny.py", *(f"--config.{size}" for size in sizes)]).run
+    machine = parse("h100:4")
+    compiled = compile_step(run, machine)
+    even, uneven = (read_plan(compiled, run, machine, experts_load=load) for load in (1.0, 2.0))
+    assert (even.experts.load, even.experts.rounds, uneven.experts.load, uneven.experts.rounds) == (1.0, 1, 2.0, 2)
+    assert {n for name, n in uneven.trip_counts.items() if "further_rounds" in name} == {1}
+    assert uneven.experts.layer_gib == pytest.approx(2 * even.experts.layer_gib, rel=0.1)
+    assert uneven.time.step_ms > even.time.step_ms and uneven.memory == even.memory
+    # Each of the loops asks for its end, and after a round once more.
+    waits = [plan.host_waits for plan in (even, uneven)]
+    assert waits[0] and {name: 2 * n for name, n in waits[0].items()} == waits[1]
+    assert all("further_rounds" in name for name in waits[0])
+    assert figures.headline(even).endswith("experts' load 1.0") and figures.headline(uneven).endswith("experts' load 2.0")
+    assert figures.command(uneven).endswith("--experts-load=2.0") and "load" not in figures.command(even)
+    assert f"{sum(waits[1].values()):,} times a step" in figures.host_waits(uneven)
+    assert from_json(to_json(uneven)) == uneven
+
+
 @pytest.mark.more
 def test_experts_on_stages():
     _, made = plan("h100:2x2", "mesh.stage=2", "train.grad_accum=6", "train.global_batch=12", "mesh.expert=2", *FEW)
@@ -109,7 +131,7 @@ def test_plans_with_both_are_written_and_read():
     again = from_json(to_json(made))
     assert again == made
     said = " ".join(figures.pipeline(made) + figures.experts(made))
-    for words in ("1f1b over 2 stages, 6 microbatches; layers 0 | 1", "14.3% of the step", "2 on each of 2 GPUs", "even"):
+    for words in ("1f1b over 2 stages, 6 microbatches; layers 0 | 1", "14.3% of the step", "2 on each of 2 GPUs", "load 1.0"):
         assert words in said, said
     plain = dataclasses.replace(made, pipeline=None, experts=None)
     assert figures.pipeline(plain) == figures.experts(plain) == []

@@ -52,7 +52,9 @@ def made(run: config.RunConfig, machine: topology.Topology, step_s: float, peak_
         mesh={},
         attention="cudnn",
         fits=peak_gib <= usable,
-        memory=Memory(machine.memory_gib, 6.0, usable, peak_gib, peak_gib, 0.0, 0.0, {}, {}, "", ((0.0, ""),), (buffer,)),
+        memory=Memory(
+            machine.memory_gib, 6.0, usable, peak_gib, peak_gib, 0.0, 0.0, {}, {}, "", ((0.0, ""),), (buffer,), 0.0, "formula"
+        ),
         flops=Flops(0.0, 0.0, 0.0, 0.0),
         collectives=(),
         time=Time(0, 0, 0, 0, 0, 0, 0, step_s * 1e3, 1 / step_s, 1 / step_s, 0.5, 0.5, 0.5, "GEMMs"),
@@ -266,9 +268,11 @@ def test_bound_against_a_hand_count():
     layers = 2 * 6_979_321_856 / 8
     one_layer = 4096 * 14336 * 2 + 2 * 8192 * 14336 * 2
     assert least.memory_gib == pytest.approx((state + inputs + max(layers + one_layer, 128256 * (4096 * 6 + 2048 * 4))) / 2**30)
-    # 51.47 GFLOP a token and what is computed again of it, all at the GEMM rate, is below; twice that is above.
-    again = flops.recompute(run.model, run.remat, 8192).causal
-    ideal = (flops.per_token(run.model, 8192).causal + again) * 8192 / (rates.gemm_tflops * 1e12)
+    # 51.47 GFLOP a token and what is computed again, at the rates of GEMMs and of attention, is below; 1.1 times that above.
+    everything = flops.per_token(run.model, 8192).causal + flops.recompute(run.model, run.remat, 8192).causal
+    attention = flops.attention(run.model, 8192).causal * 32  # once forward, once again, and twice that backward
+    forward, backward = 539.0, 518.0  # the fastest that any length reaches
+    ideal = 8192e-12 * ((everything - 4 * attention) / rates.gemm_tflops + attention * (2 / forward + 2 / backward))
     assert ideal < least.step_s < 1.1 * ideal
 
 
@@ -423,28 +427,42 @@ def test_naive_layouts_are_always_there(inline):
 def test_front_holds_what_nothing_beats(inline):
     result = find(load(), most=40)
     fitting = [c for c in result.tried if c.plan and c.plan.fits]
-    assert [c for c in result.front if c.verdict == "best"] == [result.best] and len(result.front) > 2
+    assert [c for c in result.tried if c.verdict == "best"] == [result.best] and len(result.front) > 2
     for c in fitting:
         better = [
             o for o in fitting if o.plan.time.step_ms <= c.plan.time.step_ms and o.plan.memory.peak_gib < c.plan.memory.peak_gib
         ]
-        assert (c in result.front) == (not better and c.verdict in ("best", "front"))
+        assert (c in result.front) == (not better) and (c.verdict == "front" or c not in result.front or c.equal)
         assert c.reason and c.verdict in best.VERDICTS
     assert [c.plan.time.step_ms for c in result.front] == sorted(c.plan.time.step_ms for c in result.front)
 
 
-def two_that_are_close(run, machine, rates=None):
-    """Two sequences a GPU are 0.9% faster than one and take twice the memory; all else is slow."""
-    step, gib = {16: (1.0, 100.0), 32: (1.009, 50.0), 64: (1.011, 30.0)}.get(run.train.grad_accum, (9.0, 120.0))
-    return made(run, machine, step + 100.0 * (run.mesh.tensor > 1 or run.mesh.data > 1), gib, rates)
+def some_that_are_close(run, machine, rates=None):
+    """Of fsdp alone 16 microbatches are fastest, and half as busy on links is 4% slower; with two axes it is 2%."""
+    sizes = {16: (1.0, 100.0, 0.4), 32: (1.04, 120.0, 0.2), 64: (1.051, 30.0, 0.1)}
+    step, gib, links = sizes.get(run.train.grad_accum, (9.0, 130.0, 0.0))
+    two = run.mesh.data > 1 and run.mesh.fsdp > 1
+    step -= 0.02 * (two and run.train.grad_accum == 32)
+    plan = made(run, machine, step + 100.0 * (run.mesh.tensor > 1 or (run.mesh.data > 1 and not two)), gib, rates)
+    return dataclasses.replace(plan, time=dataclasses.replace(plan.time, communication_ms=links * plan.time.step_ms))
 
 
-def test_the_best_is_the_smallest_of_those_that_are_as_fast(inline):
+def test_layouts_within_the_error_are_equal_and_the_least_on_links_comes_first(inline):
     run = load("remat.policy=full", "remat.tensors=")
-    result = find(run, "test_search:two_that_are_close", most=300)
-    steps = {c.run.train.grad_accum: c for c in result.front}
-    assert result.best is steps[32] and result.best.reason == "0.9% slower, smaller than all that are faster, as fast within 1%"
-    assert result.front[0].reason == "fastest that fits"
+    result = find(run, "test_search:some_that_are_close", most=300)
+    assert result.best.run.train.grad_accum == 32 and best.axes(result.best) == 1, "fewer axes, though 2% slower than with two"
+    assert result.best.reason.endswith("equal within 5%: 20% of the step on links, 1 mesh axis")
+    equal = [c for c in result.tried if c.equal]
+    assert len(equal) > 2 and {c.verdict for c in equal[1:]} == {"equal"} and result.tried[: len(equal)] == tuple(equal)
+    assert {c.run.train.grad_accum for c in equal} == {16, 32}, "5.1% slower is slower, with half the bytes"
+    assert [best.preference(c) for c in equal] == sorted(best.preference(c) for c in equal)
+    console = Console(record=True, width=160)
+    search_report.show(result, console)
+    shown = console.export_text()
+    assert f"{len(equal)} layouts are equal: their steps differ by 5% at most" in shown
+    tree = search_report.to_json(result)
+    assert tree["format"] == 2 and tree["error"] == 0.05
+    assert [row["equal"] for row in tree["tried"] if "equal" in row].count(True) == len(equal)
 
 
 def below_its_bound(run, machine, rates=None):

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import rich.console
 from jaxtrain import hardware, launch
 from jaxtrain.config import ConfigError, Problem
 from jaxtrain.launch import Loaded
+from jaxtrain.plan import cudnn_library
 from jaxtrain.plan.search import FOLDER, MOST
 from jaxtrain.startup import start_jax
 
@@ -33,9 +35,12 @@ Will it fit, how fast will it be, and what moves? Compiles the train step for a 
   --hlo=FILE               the scheduled program that all of it was read from
   --why                    take back each choice that saves memory, and say what the step would need without it
   --traffic                bytes moved outside of GEMMs and attention, part by part, beside the least that could be
+  --cudnn=auto             who tells the workspace of cuDNN's attention: formula; library, cuDNN itself, where the extra
+                           plan-cudnn is installed; auto is library where it can be had and formula elsewhere
+  --experts-load=L         the busiest expert of each layer draws L times its even share; default 1.0
   --no-fit                 where the step does not fit, do not look for what would make it fit
   --shardings[=FILTER]     instead: how every array is split, without compiling; as --shardings=mlp or kind=parameter
-  --search                 instead: find the fastest layout that fits; of those as fast, within 1%, the smallest
+  --search                 instead: find the fastest layout that fits; of those equal within 5%, the one least on links
   --budget=SECONDS         of --search, --what-fits, --why and of the search for what would fit; 0: no limit
   --most=N                 plans of a --search, those it finds in its cache included; default {most}
   --jobs=N                 compiles at a time; default: as many as cores
@@ -57,6 +62,7 @@ written, or a golden plan differs; 130 Ctrl-C, after what was known by then.
 """
 
 OPTIONS = {"topology": "", "json": "", "html": "", "hlo": "", "budget": "0", "most": str(MOST), "jobs": "0", "cache": FOLDER}
+OPTIONS |= {"cudnn": "auto", "experts-load": "1.0"}
 SWITCHES = dict.fromkeys(("why", "traffic", "no-fit", "search", "calibrate"), "yes") | {
     "shardings": "all",
     "golden": "compare",
@@ -68,7 +74,7 @@ INSTEAD = ("shardings", "search", "golden", "published", "what-fits", "textbook"
 # Option -> what it belongs to; "" is the plan of a config.
 BELONGS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("config", "topology"), ("", "shardings", "search")),
-    **dict.fromkeys(("html", "hlo", "why", "traffic", "no-fit"), ("",)),
+    **dict.fromkeys(("html", "hlo", "why", "traffic", "no-fit", "cudnn", "experts-load"), ("",)),
     "json": ("", "search"),
     "budget": ("", "search", "what-fits"),
     "most": ("search",),
@@ -83,14 +89,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(HELP.format(chips=", ".join(_chips()), cache=FOLDER, most=MOST), end="")
         return 0
     loaded = launch.load(argv, OPTIONS, SWITCHES)
+    options = loaded.options
     problems = [*loaded.problems, *_options(loaded)]
-    here = not loaded.options["topology"]
-    asked = next((name for name in INSTEAD if loaded.options[name]), "")
+    here = not options["topology"]
+    asked = next((name for name in INSTEAD if options[name]), "")
     needs_config = asked in ("", "shardings", "search")
     found = hardware.probe()
     if here and needs_config and found.kind != "gpu":
         rule = "no machine is named, and this one has no GPU to plan for"
         problems.append(Problem("--topology", None, rule, "Name one, as --topology=h200:8."))
+    elif here and (needs_config or asked == "calibrate") and found.problem:
+        problems.append(found.problem)
+    cudnn = None
+    if not asked and not here and not problems:
+        cudnn, problem = _cudnn(options["cudnn"])
+        problems += problem
     if problems:
         return launch.report(problems)
     # Imported from here on: everything above must answer in a moment. A described machine needs the compiler only, which a
@@ -105,10 +118,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not console.is_terminal:
         console = rich.console.Console(width=WIDTH)
     try:
-        return run(loaded, asked, console)
+        return run(loaded, asked, console, cudnn)
     except KeyboardInterrupt:
         print("\nCtrl-C: stopped.", file=sys.stderr)
         return INTERRUPTED
+
+
+def _cudnn(who: str) -> tuple[cudnn_library.Library | None, list[Problem]]:
+    """cuDNN where it is to tell the workspace, and what is wrong. Before JAX starts: XLA looks for its libraries once."""
+    if who == "formula":
+        return None, []
+    try:
+        return cudnn_library.load(), []
+    except cudnn_library.LibraryError as error:
+        problem = Problem("--cudnn", "library", str(error), "Write --cudnn=formula.")
+        return None, [problem] if who == "library" else []
 
 
 def _chips() -> list[str]:
@@ -126,6 +150,17 @@ def _options(loaded: Loaded) -> list[Problem]:
             problems.append(
                 Problem(f"--{name}", text, f"must be a whole number, {least} or more", f"For example --{name}=100.")
             )
+    load = options["experts-load"]
+    if load and not _is_load(load):
+        rule = "must be a number from 1, which is an even load"
+        problems.append(Problem("--experts-load", load, rule, "For example --experts-load=1.5."))
+    elif load and "experts-load" in given and loaded.file_read:
+        m = loaded.run.model
+        if not m.num_experts:
+            problems.append(Problem("--experts-load", load, "the model has no experts", "Leave it out."))
+        elif float(load) > (most := m.num_experts / m.experts_per_token):
+            rule = f"an expert that every token chooses draws {most:g} even shares, and none can draw more"
+            problems.append(Problem("--experts-load", load, rule, f"For example --experts-load={min(1.5, most):g}."))
     for name in (*OPTIONS, *SWITCHES):
         if name in given and not options[name] and name != "cache":
             problems.append(Problem(f"--{name}", "", "has no value", f"Write --{name} alone." if name in SWITCHES else ""))
@@ -142,6 +177,9 @@ def _options(loaded: Loaded) -> list[Problem]:
         problems.append(Problem(written, None, f"{who} has no use for it", "Leave it out."))
     if options["golden"] not in ("", "compare", "write"):
         problems.append(Problem("--golden", options["golden"], "no such action", "Write --golden or --golden=write."))
+    if options["cudnn"] not in ("", "auto", "formula", "library"):
+        rule = "must be auto, formula or library"
+        problems.append(Problem("--cudnn", options["cudnn"], rule, "Write --cudnn=formula."))
     for name in ("why", "traffic", "no-fit", "search", "calibrate"):
         if options[name] not in ("", "yes"):
             problems.append(Problem(f"--{name}", options[name], "takes no value", f"Write --{name}."))
@@ -156,6 +194,13 @@ def _options(loaded: Loaded) -> list[Problem]:
     return problems
 
 
+def _is_load(text: str) -> bool:
+    try:
+        return 1 <= float(text) < math.inf
+    except ValueError:
+        return False
+
+
 def _unwritable(path: Path) -> str:
     """Why a file cannot be written there; "" where it can. To be known before minutes of compiling, not after."""
     path = path.expanduser().absolute()
@@ -166,7 +211,7 @@ def _unwritable(path: Path) -> str:
     return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "may not be written here"
 
 
-def run(loaded: Loaded, asked: str, console: rich.console.Console) -> int:
+def run(loaded: Loaded, asked: str, console: rich.console.Console, cudnn: cudnn_library.Library | None = None) -> int:
     """Everything after the command line has been read and JAX started."""
     import jax
 
@@ -214,7 +259,7 @@ def run(loaded: Loaded, asked: str, console: rich.console.Console) -> int:
         if asked == "search":
             machines.devices(machines.parse(topology.name))  # other processes compile for it, by its name
             return _search(loaded, topology, check, cache, jobs, budget, console)
-        return _plan(loaded, topology, check, cache, jobs, budget, console)
+        return _plan(loaded, topology, check, cache, jobs, budget, console, cudnn)
     except ConfigError as error:
         return launch.report(error.problems)
     except (LayoutError, Unsupported, machines.TopologyError, CalibrationError, ValueError) as error:
@@ -243,10 +288,16 @@ def _overrides(loaded: Loaded) -> tuple[str, ...]:
 
 
 def _plan(
-    loaded: Loaded, topology: Any, check: Any, cache: Any, jobs: int, budget: float, console: rich.console.Console
+    loaded: Loaded,
+    topology: Any,
+    check: Any,
+    cache: Any,
+    jobs: int,
+    budget: float,
+    console: rich.console.Console,
+    cudnn: cudnn_library.Library | None,
 ) -> int:
     from jaxtrain.plan.compile import compile_step
-    from jaxtrain.plan.known.published import ratio_range
     from jaxtrain.plan.make import read_plan
     from jaxtrain.plan.program import traffic
     from jaxtrain.plan.report import fit_report, page, terminal, traffic_report
@@ -257,13 +308,16 @@ def _plan(
     run, options = loaded.run, loaded.options
     busy = console.status(f"compiling the train step for {topology.name} ...")
     with busy if console.is_terminal else contextlib.nullcontext():
-        compiled = compile_step(run, topology)
-        plan = read_plan(compiled, run, topology, name=_name(loaded), overrides=_overrides(loaded))
+        compiled = compile_step(run, topology, cudnn)
+        how = {"name": _name(loaded), "overrides": _overrides(loaded)}
+        plan = even = read_plan(compiled, run, topology, **how)
+        if (load := float(options["experts-load"])) > 1:  # what is looked for below supposes an even load, and so is compared
+            plan = read_plan(compiled, run, topology, **how, experts_load=load)
     if options["hlo"]:
         Path(options["hlo"]).expanduser().write_text(compiled.text)
     moved = traffic.parts(compiled.run, compiled.program, plan.kernels) if options["traffic"] else ()
     del compiled
-    terminal.text(plan, console, published=ratio_range(), steps=run.train.steps)
+    terminal.text(plan, console, steps=run.train.steps)
     if moved:
         traffic_report.show(moved, console)
 
@@ -286,12 +340,12 @@ def _plan(
         )
     elif looked_for and not plan.fits:
         with fit_report.watch(console) as progress:
-            advice = fit.advise(run, plan, topology, **settings, on_progress=heard(progress))
+            advice = fit.advise(run, even, topology, **settings, on_progress=heard(progress))
         plan = fit_report.with_hints(plan, advice)
         fit_report.show_advice(advice, console)
     elif looked_for:
         with fit_report.watch(console) as progress:
-            reasons = fit.why(run, plan, topology, **settings, on_progress=heard(progress))
+            reasons = fit.why(run, even, topology, **settings, on_progress=heard(progress))
         plan = fit_report.with_hints(plan, reasons)
         fit_report.show_reasons(reasons, console)
     if options["why"] and not plan.fits:
@@ -301,7 +355,7 @@ def _plan(
     if options["json"]:
         Path(options["json"]).expanduser().write_text(json.dumps(to_json(plan), indent=1) + "\n")
     if options["html"]:
-        Path(options["html"]).expanduser().write_text(page.html(plan, ratio_range(), steps=run.train.steps))
+        Path(options["html"]).expanduser().write_text(page.html(plan, steps=run.train.steps))
     return INTERRUPTED if interrupted else 0
 
 

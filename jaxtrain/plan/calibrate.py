@@ -1,4 +1,4 @@
-"""What the GPUs of this machine reach, measured and kept: plans then say "calibrated on ..." and not "data-sheet rates".
+"""What the GPUs of this machine reach, measured and kept: plans then say "calibrated on ..." and not "published kernel rates".
 
     python -m jaxtrain.plan --calibrate
 
@@ -28,9 +28,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain import compiler, hardware, precision
 from jaxtrain.kernels import attention, fp8
+from jaxtrain.kernels.attention import cudnn
 from jaxtrain.plan import rates
 from jaxtrain.plan.program.work import ATTENTION_BACKWARD
-from jaxtrain.plan.readings import COLLECTIVES, CalibrationError, Reading, table, to_rates
+from jaxtrain.plan.readings import COLLECTIVES, CURVE, CalibrationError, Reading, table, to_rates
 from jaxtrain.step import hardware_of
 
 AXIS = "x"
@@ -56,9 +57,10 @@ class Sizes:
     memory_rounds: int = 200  # the copies that XLA makes at a loop's entry must not count
     collective_mib: int = 512  # the whole array, in bfloat16
     collective_rounds: int = 20
-    latency_rounds: int = 200
+    curve_mib: tuple[float, ...] = (0.25, 1, 4, 16, 64, 256)  # messages whose rates make the curve over sizes
+    curve_rounds: int = 50
     host_mib: int = 1024
-    warm_s: float = 1.0  # of each reading: a GPU's one node has about 18 of them in the two minutes of a benchmark's part
+    warm_s: float = 1.0  # of each reading: a GPU's one node has about 22 of them in the two minutes of a benchmark's part
     repeats: int = 7
 
 
@@ -71,7 +73,8 @@ TINY = Sizes(
     memory_rounds=3,
     collective_mib=1,
     collective_rounds=2,
-    latency_rounds=3,
+    curve_mib=(1 / 64, 1 / 16),
+    curve_rounds=3,
     host_mib=1,
     warm_s=0.0,
     repeats=3,
@@ -197,14 +200,19 @@ def attention_pair(device: Any, packed: bool, sizes: Sizes) -> tuple[Reading, Re
     """Forward and backward of the kernel that `attention.impl=auto` takes here, for rows that hold one document each.
 
     FLOPs inside the causal mask, counted as a plan counts them. The backward pass is what a program with both takes beyond
-    one with the forward pass alone.
+    one with the forward pass alone. Of cuDNN one of the parts in which it runs backward: a plan counts what cuts and joins them
+    as memory traffic.
     """
     B, T, N, K, H = sizes.attention
     spec = attention.Spec(H, "bf16", packed, max_segments=32 if packed else 1)
     name, _ = attention.choose("auto", [(spec, T)], hardware_of(device))
+    if name == "cudnn":
+        group = N // K
+        B, N = cudnn.part_of(B, T, T, N, K, H, spec.max_segments + 1 if packed else 1)
+        K = max(1, N // group)
     times = []
     for backward in (False, True):
-        body, constants, q_BTNH = attention_loop(device, name, spec, sizes.attention, backward)
+        body, constants, q_BTNH = attention_loop(device, name, spec, (B, T, N, K, H), backward)
         times.append(timed(looped(body, sizes.attention_rounds), constants, q_BTNH, sizes=sizes))
     what = f"{name}, {B} x {T:,} tokens, {N} heads on {K}, of {H}"
     flop = 4.0 * B * N * H * T**2 / 2
@@ -243,16 +251,18 @@ def collective(kind: str, devices: Sequence[Any], elements: int, rounds: int, si
     manual = jax.shard_map(body, mesh=mesh, in_specs=(P(), P(AXIS)), out_specs=P(AXIS), check_vma=False)
     taken = timed(looped(manual, rounds), (), x, sizes=sizes)
     wire = (2 if kind == "all-reduce" else 1) * (D - 1) / D * 2.0 * elements
-    return reading(kind, f"{2 * elements / 2**20:,.3g} MiB over {D} devices", wire, taken, rounds)
+    done = reading(kind, f"{2 * elements / 2**20:,.3g} MiB over {D} devices", wire, taken, rounds)
+    return dataclasses.replace(done, message=2.0 * elements)
 
 
-def latency(devices: Sequence[Any], sizes: Sizes) -> list[Reading]:
-    """Collectives of so few bytes that only their launch and their way through the group count, less the loop's own time."""
-    empty, *found = (
-        collective(kind, devices, 64 * len(devices), sizes.latency_rounds, sizes)
-        for kind in ("", "all-gather", "reduce-scatter")
-    )
-    return [Reading("link latency", r.kind, 1.0, r.seconds - empty.seconds, r.spread) for r in found]
+def curve(devices: Sequence[Any], sizes: Sizes) -> list[Reading]:
+    """All-gathers of several sizes, less the loop's own time: their rates fall with the message."""
+    empty = collective("", devices, 64 * len(devices), sizes.curve_rounds, sizes).seconds
+    found = []
+    for mib in sizes.curve_mib:
+        r = collective("all-gather", devices, int(mib * 2**20 / 2), sizes.curve_rounds, sizes)
+        found.append(dataclasses.replace(r, kind=CURVE, seconds=r.seconds - empty, message=mib * 2**20))
+    return found
 
 
 def host(device: Any, sizes: Sizes) -> list[Reading]:
@@ -303,7 +313,7 @@ def measure(devices: Sequence[Any], sizes: Sizes, say: Callable[[str], None] = l
         elements = sizes.collective_mib * 2**20 // 2
         for kind in COLLECTIVES:
             add([kind], "", collective, kind, devices, elements, sizes.collective_rounds, sizes)
-        add(["link latency"], "", latency, devices, sizes)
+        add([CURVE], "", curve, devices, sizes)
     return found
 
 
@@ -320,7 +330,7 @@ def run(folder: Path | str = rates.FOLDER, *, on_cpu: bool = False, console: ric
         if not on_cpu:
             raise CalibrationError(
                 f"--calibrate measures the GPUs of this machine, and JAX finds none (its devices are {devices[0].platform}). "
-                "Run it on the machine that plans are for; without it, plans use data-sheet rates."
+                "Run it on the machine that plans are for; without it, plans use published kernel rates."
             )
         found = measure(devices, TINY, lambda what: console.print(f"measuring {what}"))
         console.print(table(found, None, "CPU, tiny sizes: of no use for plans, nothing is stored"))

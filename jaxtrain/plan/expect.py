@@ -13,10 +13,10 @@ from jaxtrain.auto_remat import expert_fill
 from jaxtrain.config import RunConfig
 from jaxtrain.memory import taken_gib
 from jaxtrain.plan.program import collectives, hlo, roofline
-from jaxtrain.plan.rates import rates_for
+from jaxtrain.plan.rates import PUBLISHED, expected_ms, kind, rates_for
 from jaxtrain.step import Program
 
-APART = 0.15  # planned and measured may differ by this much before it is worth a line
+APART = 0.15  # calibrated plan and measurement may differ by this much before it is worth a line
 FIRST = 2  # lines of metrics left out: clocks and caches settle
 ENOUGH = 8  # lines after those that a comparison takes
 
@@ -28,6 +28,7 @@ class Expected:
     step_s: float
     peak_gib: float
     rates: str  # where the rates come from
+    range_s: tuple[float, float] | None = None  # of the step, by published runs of its kind, at published kernel rates
 
 
 def expect(run: RunConfig, program: Program, executable: Any, gpu: hardware.Gpu, gpus_per_node: int) -> Expected:
@@ -41,7 +42,9 @@ def expect(run: RunConfig, program: Program, executable: Any, gpu: hardware.Gpu,
     filled = expert_fill(run, program.placement.size(program.placement.in_use("experts")))
     timed = roofline.predict(module, rates, collectives.by_instruction(found), filled=filled)
     # The allocator gives the heap whole, and so counts its gaps.
-    return Expected(timed.step_ms / 1e3, taken_gib(executable), rates.source)
+    found_ms = expected_ms(timed.step_ms, kind(run, gpu, program.attention), rates)
+    range_s = (found_ms[0] / 1e3, found_ms[1] / 1e3) if found_ms else None
+    return Expected(timed.step_ms / 1e3, taken_gib(executable), rates.source, range_s)
 
 
 class Watch:
@@ -65,17 +68,27 @@ class Watch:
         self.told = True
         planned, measured = self.expected, self.measured()
         said = []
-        for what, unit, plan, seen in (
-            ("step time", "s", planned.step_s, measured["step_s"]),
-            ("peak memory", "GiB", planned.peak_gib, measured["peak_gib"]),
-        ):
-            if plan and seen and abs(seen / plan - 1) > APART:
-                times = f"{seen / plan:.2f} times"
-                said.append(
-                    f"{what}: {seen:.3g} {unit} measured, {plan:.3g} {unit} planned ({planned.rates}): {times}. "
-                    "python -m jaxtrain.plan --calibrate measures what this machine reaches."
-                )
+        step_s, peak_gib = measured["step_s"], measured["peak_gib"]
+        if step_s and self._unexpected(step_s):
+            to = f"{planned.range_s[0]:.3g} to {planned.range_s[1]:.3g}" if planned.range_s else f"{planned.step_s:.3g}"
+            said.append(self._apart("step time", "s", step_s, planned.step_s, to))
+        if peak_gib and abs(peak_gib / planned.peak_gib - 1) > APART:
+            said.append(self._apart("peak memory", "GiB", peak_gib, planned.peak_gib, f"{planned.peak_gib:.3g}"))
         return said
+
+    def _unexpected(self, step_s: float) -> bool:
+        """Whether a step time is worth a line. At published kernel rates a longer one is expected: by their range, if any."""
+        if self.expected.range_s:
+            low, high = self.expected.range_s
+            return not low <= step_s <= high
+        apart = step_s / self.expected.step_s - 1
+        return apart < -APART or (apart > APART and self.expected.rates != PUBLISHED)
+
+    def _apart(self, what: str, unit: str, seen: float, planned: float, to: str) -> str:
+        return (
+            f"{what}: {seen:.3g} {unit} measured, {to} {unit} planned ({self.expected.rates}): {seen / planned:.2f} times "
+            f"{planned:.3g}. python -m jaxtrain.plan --calibrate measures what this machine reaches."
+        )
 
     def measured(self) -> dict[str, float | None]:
         """The middle step time and the peak so far; None where nothing was measured."""

@@ -3,27 +3,35 @@
 from jaxtrain import auto_remat, flops, installed
 from jaxtrain.config import RunConfig
 from jaxtrain.plan.compile import Compiled, compile_step
-from jaxtrain.plan.program import assignment, buffers, collectives, hlo, judge, matmuls, mistakes, roofline, split
-from jaxtrain.plan.rates import rates_for
+from jaxtrain.plan.program import assignment, buffers, collectives, hlo, judge, matmuls, mistakes, roofline, split, workspace
+from jaxtrain.plan.rates import expected_ms, kind, rates_for
 from jaxtrain.plan.result import Flops, Plan, Rates, Time
 from jaxtrain.plan.topology import Topology
 from jaxtrain.step import Program
 
 
 def make_plan(
-    run: RunConfig, topology: Topology, *, rates: Rates | None = None, name: str = "", overrides: tuple[str, ...] = ()
+    run: RunConfig,
+    topology: Topology,
+    *,
+    rates: Rates | None = None,
+    name: str = "",
+    overrides: tuple[str, ...] = (),
+    experts_load: float = 1.0,
 ) -> Plan:
     """Compiles the train step of a run for a machine, and reads everything from it.
 
     Args:
       run: a config that training accepts (`validate.validate_step`).
       topology: the machine.
-      rates: what its GPUs reach; None: a calibration if there is one, else parts of the data sheet.
+      rates: what its GPUs reach; None: a calibration if there is one, else published kernel rates.
       name, overrides: how the plan says it was asked for.
+      experts_load: even shares that the busiest expert of every layer draws, 1 or more.
 
     Raises LayoutError, Unsupported, RuntimeError (see `compile_step`), and HloError for a program that cannot be read.
     """
-    return read_plan(compile_step(run, topology), run, topology, rates=rates, name=name, overrides=overrides)
+    how = {"rates": rates, "name": name, "overrides": overrides, "experts_load": experts_load}
+    return read_plan(compile_step(run, topology), run, topology, **how)
 
 
 def read_plan(
@@ -34,25 +42,31 @@ def read_plan(
     rates: Rates | None = None,
     name: str = "",
     overrides: tuple[str, ...] = (),
+    experts_load: float = 1.0,
 ) -> Plan:
     """Everything that a compiled step tells."""
     kept = auto_remat.words(compiled.run.remat) if run.remat.policy == "auto" else ""
     run = compiled.run
     rates = rates or rates_for(topology.gpu, run.precision)
-    program, module = compiled.program, hlo.parse(compiled.text)
+    program = compiled.program
+    ranks = program.placement.size(program.placement.in_use("experts"))
+    rounds = auto_remat.expert_rounds(run, ranks, experts_load) if run.model.num_experts else 1
+    module = hlo.parse(compiled.text, further_rounds=rounds - 1)
     mesh = dict(program.placement.mesh.shape)
 
     card = compiled.card
+    scratch = workspace.read(module, compiled.chosen.options)
     memory = buffers.memory(
-        assignment.read(compiled.buffers),
+        workspace.placed(assignment.read(compiled.buffers), scratch),
         program,
         module,
         hbm_gib=card.memory_gib,
         reserve_gib=card.memory_gib - card.usable_gib,
         usable_gib=card.usable_gib,
+        workspace=scratch,
     )
     found = collectives.read(module, mesh, topology.gpus)
-    filled = auto_remat.expert_fill(run, program.placement.size(program.placement.in_use("experts")))
+    filled = auto_remat.expert_fill(run, ranks, experts_load)
     timed = roofline.predict(module, rates, collectives.by_instruction(found), filled=filled)
     moved = []
     for f in found:
@@ -73,12 +87,13 @@ def read_plan(
         memory=memory,
         flops=_flops(run, topology, program, timed),
         collectives=moved,
-        time=_time(run, topology, program, tokens, timed),
+        time=_time(run, topology, program, tokens, timed, rates),
         kernels=timed.kernels,
         rates=rates,
         tokens_per_step=tokens,
         compile_s=compiled.seconds,
         trip_counts=_loops(module),
+        host_waits=_host_waits(module),
         hints=(),
         warnings=(
             *compiled.chosen.warnings(),
@@ -91,7 +106,8 @@ def read_plan(
         kept=kept,
         matmuls=products,
         pipeline=split.pipeline(run, program.placement, moved, memory),
-        experts=split.experts(run, program.placement, moved),
+        experts=split.experts(run, program.placement, moved, experts_load),
+        kind=kind(run, topology.gpu, program.attention),
     )
 
 
@@ -108,7 +124,7 @@ def _flops(run: RunConfig, topology: Topology, program: Program, timed: roofline
     )
 
 
-def _time(run: RunConfig, topology: Topology, program: Program, tokens: int, timed: roofline.Roofline) -> Time:
+def _time(run: RunConfig, topology: Topology, program: Program, tokens: int, timed: roofline.Roofline, rates: Rates) -> Time:
     # Ticks in which a stage works on nothing run the same kernels, and are no use of the hardware.
     how = run, topology.total, program.attention, program.context
     useful = roofline.expected_flops(*how) / roofline.expected_flops(*how, stages=program.placement.size(split.STAGE))
@@ -117,6 +133,8 @@ def _time(run: RunConfig, topology: Topology, program: Program, tokens: int, tim
     # FLOPs at the peak of every GPU during one step: that of bfloat16 under fp8 too, whose steps multiply in both.
     most = topology.gpu.peak(run.compute) * 1e12 * step_s
     each = tokens / topology.total
+    mfu = per_token.causal * each / most
+    expected = expected_ms(timed.step_ms, kind(run, topology.gpu, program.attention), rates)
     return Time(
         gemm_ms=timed.gemm_ms,
         attention_ms=timed.attention_ms,
@@ -128,10 +146,13 @@ def _time(run: RunConfig, topology: Topology, program: Program, tokens: int, tim
         step_ms=timed.step_ms,
         tokens_per_s=tokens / step_s,
         tokens_per_s_per_device=each / step_s,
-        mfu_causal=per_token.causal * each / most,
+        mfu_causal=mfu,
         mfu_full=per_token.full * each / most,
         hfu=useful * timed.flops / most,
         bound_by=timed.bound_by,
+        mfu_fp8_peak=mfu * topology.gpu.bf16 / topology.gpu.fp8 if run.precision == "fp8" else None,
+        expected_step_ms=expected,
+        expected_tokens_per_s_per_device=(each * 1e3 / expected[1], each * 1e3 / expected[0]) if expected else None,
     )
 
 
@@ -146,4 +167,13 @@ def _loops(module: hlo.Module) -> dict[str, int]:
                 number += 1
                 name = f"{base} ({number})"
             out[name] = hlo.trip_count(module, i)
+    return out
+
+
+def _host_waits(module: hlo.Module) -> dict[str, int]:
+    """What makes the host wait for the GPU in the middle of a step -> how often."""
+    out: dict[str, int] = {}
+    for i, times in hlo.host_waits(module):
+        name = roofline.label(i.op_name) or i.name
+        out[name] = out.get(name, 0) + times
     return out

@@ -1,40 +1,73 @@
-"""How fast a GPU is taken to be: fractions of its data sheet, or what a calibration on that GPU measured.
+"""How fast a GPU is taken to be: what others measured of its kernels, or what a calibration on that GPU measured.
 
 A calibration is one JSON file for each GPU name. Plans say which of the two they used.
 """
 
+import bisect
 import dataclasses
+import itertools
 import json
 import math
 import os
 import re
 from pathlib import Path
 
+import numpy as np
+
 from jaxtrain import hardware
+from jaxtrain.config import RunConfig
 from jaxtrain.plan import result
 
 FOLDER = Path("~/.cache/jaxtrain/rates")
-FORMAT = 1
+FORMAT = 2
 
-# Parts of the data sheet's figures that a training step is taken to reach. Assumptions, not measurements: round values in
-# the range that large kernels are known to reach, chosen once, so that plans can be compared with each other. A calibration
-# replaces them.
-GEMM_FRACTION = 0.75  # of the dense peak: at full load the clock falls below the one that the data sheet multiplies with
-ATTENTION_FRACTION = 0.75  # of the same peak, for FLOPs inside the mask
+# What others measured of single kernels, each with its source, as parts of the peak of an H100 or H200 SXM (dense TFLOP/s). No
+# rate is fitted to the training runs that known/published_runs.py compares with. Of other generations, and of float32, nothing
+# is taken from a measurement: that their kernels reach the same parts of their peaks is an assumption. A calibration replaces
+# all of them.
+HOPPER, HOPPER_FP8 = 989.4, 1978.9
+# Matrix products in the shapes of a Llama 70B's training, random normal inputs, median of 200 ms: "roughly 720 TFLOP/s" in
+# bfloat16 and "~1,280 TFLOP/s" in FP8, H100 and H200 alike (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1: Training",
+# December 2024). The best shapes that a search found reach 794.5 on both, and in FP8 1,453 on an H200
+# (github.com/stas00/ml-engineering, compute/accelerator, Maximum Achievable Matmul FLOPS).
+GEMM_FRACTION = 720 / HOPPER
+FP8_FRACTION = 1280 / HOPPER_FP8
+# cuDNN's attention on an H100 SXM, 16-bit, causal, heads of 128, FLOPs inside the mask: keys of a call -> TFLOP/s (forward,
+# backward). Read off the figures of the FlashAttention-3 paper, arXiv 2407.08608 (forward: assets/flash3_fp16_fwd.png of
+# github.com/Dao-AILab/flash-attention); whether its backward is causal is not told. Shorter calls, which are slower, take the
+# rate at 4,096, longer ones that at 16,384. Calls without a mask, which are faster, take the same.
+CUDNN_H100 = {4096: (518.0, 499.0), 8192: (529.0, 518.0), 16384: (539.0, 516.0)}
+ATTENTION_AT = 8192  # keys of the call that `Rates.attention_*_tflops` are of, and that a calibration measures
 # Of cuDNN's rate, assumed or calibrated, for the Pallas kernels. Tokamax has timings of its own Triton kernel beside cuDNN's on
 # an H100 (data/autotuning/nvidia_h100_80gb_hbm3, forward, causal, 2 x 8,192 tokens, 16 heads of 128): 352 of 613 TFLOP/s.
 # The same of cuBLAS's rate for products with experts' weights: there its ragged_dot (131,072 rows of 7,168, 256 experts 1,024
-# wide) reaches 422 TFLOP/s, and GEMM_FRACTION of the peak is 742.
+# wide) reaches 422 TFLOP/s, and GEMM_FRACTION of the peak is 720.
 PALLAS_FRACTION = 0.57
 MEMORY_FRACTION = 0.85  # of HBM bandwidth: refresh, and the turn from reading to writing
 NVLINK_FRACTION = 370 / 450  # of one direction: packet headers and NCCL's protocol; 370 GB/s where the sheet has 900
 NETWORK_FRACTION = 0.9  # of a network card's line rate
 HOST_FRACTION = 0.8  # of PCIe's line rate, one direction
 
-# What a collective takes besides its bytes: its launch and the way through a node, once for each node that it goes through; and
-# the way from one node to the next (NCCL counts 14 us for it in its own table of costs, src/graph/tuning.cc: rings, "Simple").
-NVLINK_LATENCY_US = 10.0
-NETWORK_LATENCY_US = 14.0
+# Small messages do not reach NVLink's full rate. Bus bandwidth of all-reduces of 1, 2, 4, ... 16,384 MiB over 8 H200s in GB/s,
+# with NCCL 2.27.7, from stas00/ml-engineering (network/benchmarks/results/all-reduce-8xH200.md). Only its shape is taken: at
+# large sizes NVLink SHARP reduces in the switch, which other collectives do not use, so NVLINK_FRACTION keeps the full rate.
+# All GPUs are taken to have this shape.
+# That sweep launches from Python, 39 us apart, which hides the time that NCCL takes below 1 MiB.
+_MIB = 2.0**20
+_SWEEP = (39.93, 64.53, 107.16, 155.53, 219.89, 275.84, 346.51, 401.93, 436.15, 450.29, 463.58, 469.17, 473.1, 477.45, 482.26)
+# The smallest entry is a launch: of 370 GB/s it gives an all-gather 10 us, and an all-reduce 20. On 8 H20s, which have the same
+# NVLink, NCCL's all-reduce takes 16.7 us for 4 KiB (deepseek-ai/DeepEP issue 303).
+COLLECTIVE_CURVE: result.Curve = (
+    (2.0**15, 0.00775),
+    *((2**n * _MIB, gb_s / _SWEEP[-1]) for n, gb_s in enumerate(_SWEEP)),
+)
+# Bytes that a GPU sends to another node -> fraction of its network card's rate, NETWORK_FRACTION counted already. All-reduces
+# of 2 to 16 MiB over one H100 in each of two nodes took 113, 154, 231 and 421 us (NVIDIA/nccl-tests issue 232), of which two
+# hops of NETWORK_LATENCY_US are taken off here. The smallest entry is a launch of 10 us, as above.
+NETWORK_CURVE: result.Curve = ((2.0**15, 0.073), (2 * _MIB, 0.715), (4 * _MIB, 0.876), (8 * _MIB, 1.0))
+# From one node to the next NCCL counts 14 us in its own table of costs (src/graph/tuning.cc: rings, "Simple"); the way through
+# that node is taken to be another 10. For hundreds of nodes it is most of what a collective takes: docs/plan.md compares.
+NETWORK_LATENCY_US = 24.0
 
 # By compute capability times ten. Gb/s of the one network card that the usual 8-GPU boards have for each GPU (DGX and HGX
 # A100: ConnectX-6; H100, H200 and B200: ConnectX-7), which cards in PCIe slots are taken to have too; and GB/s of PCIe x16 in
@@ -44,8 +77,66 @@ PCIE_GB_S = {80: 32.0, 90: 64.0, 100: 64.0}
 C2C_GB_S = 450.0  # GH200 and GB200 reach their host over NVLink-C2C, 900 GB/s in both directions
 
 
+PUBLISHED = "published kernel rates"
+
+# What known/published.py found: the plans of runs whose step times others measured, at these rates, and for each kind of run
+# the lowest and highest ratio of planned to published step time.
+COMPARED = Path(__file__).parent / "known" / "data" / "published.json"
+
+
+# The published runs that ranges come from: their GPUs, and tokens of their longest sequence.
+COMPARED_GPUS = ("H100 SXM", "H200 SXM")
+LONGEST = 8192
+
+
+def kind(run: RunConfig, gpu: hardware.Gpu, attention: str) -> str:
+    """Return the kind of published runs that a run is like: "bf16 dense" or "fp8 dense"; "" where it is like none.
+
+    They train all weights of a dense model over data and fsdp axes, on SXM cards of Hopper, with attention as fast as cuDNN's.
+    """
+    dense = not (run.model.num_experts or run.lora.rank or run.train.freeze or run.optimizer.offload != "none")
+    data_parallel = all(size == 1 for size in (run.mesh.tensor, run.mesh.seq, run.mesh.stage, run.mesh.expert))
+    alike = gpu.name in COMPARED_GPUS and attention == "cudnn" and run.data.seq_len <= LONGEST
+    return f"{run.precision} dense" if alike and dense and data_parallel else ""
+
+
+def compilers(kind: str) -> str:
+    """Return which programs the range of a kind comes from: "XLA programs", or "programs of other compilers than XLA".
+
+    "" for a kind without a range.
+    """
+    return json.loads(COMPARED.read_text(encoding="utf-8"))["compilers"].get(kind, "")
+
+
+def ranges() -> dict[str, list[float]]:
+    """Kind of run (make.kind) -> [lowest, highest] ratio of planned to published step time."""
+    return json.loads(COMPARED.read_text(encoding="utf-8"))["ranges"]
+
+
+def expected_ms(step_ms: float, kind: str, rates: result.Rates) -> tuple[float, float] | None:
+    """(shortest, longest) time in ms that a step with this roofline is expected to take, by published runs of the same kind.
+
+    None where no published run is comparable: of another kind ("" or too few of them), or at calibrated rates.
+    """
+    ratios = ranges().get(kind) if rates.source == PUBLISHED else None
+    return (step_ms / ratios[1], step_ms / ratios[0]) if ratios else None
+
+
+def over_length(keys: int, backward: bool) -> float:
+    """The rate of attention in a call with so many keys over that with ATTENTION_AT; CUDNN_H100, interpolated in log keys."""
+    table = {length: each[backward] for length, each in CUDNN_H100.items()}
+    rate = float(np.interp(math.log(max(keys, 1)), [math.log(length) for length in table], list(table.values())))
+    return rate / table[ATTENTION_AT]
+
+
+def fastest_attention(backward: bool) -> float:
+    """The largest of `over_length`: no call is faster than so many times the rate at ATTENTION_AT."""
+    return max(over_length(keys, backward) for keys in CUDNN_H100)
+
+
 def datasheet(gpu: hardware.Gpu, precision: str) -> result.Rates:
-    """Stated fractions of a GPU's data sheet, GEMMs in the type that `precision` computes in (f32 | bf16; bf16 beside fp8).
+    """A GPU's data sheet times the parts of it that published kernels reach, GEMMs in the type that `precision` computes in
+    (f32 | bf16; bf16 beside fp8).
 
     Raises ValueError where the GPU has no such GEMMs, or is of a generation whose network and host links are not known here.
     """
@@ -58,20 +149,37 @@ def datasheet(gpu: hardware.Gpu, precision: str) -> result.Rates:
         )
     # Attention computes scores in bfloat16 under both low precisions, and in full float32 under f32.
     peak = gpu.peak("f32" if precision == "f32" else "bf16")
-    attention = ATTENTION_FRACTION * peak
+    forward, backward = (rate / HOPPER * peak for rate in CUDNN_H100[ATTENTION_AT])
     return result.Rates(
         gemm_tflops=GEMM_FRACTION * peak,
-        attention_forward_tflops=attention,
-        attention_backward_tflops=attention,
+        attention_forward_tflops=forward,
+        attention_backward_tflops=backward,
         memory_tb_s=MEMORY_FRACTION * gpu.hbm_tb_s,
         nvlink_gb_s=NVLINK_FRACTION * gpu.nvlink_gb_s / 2,
         network_gb_s=NETWORK_FRACTION * NETWORK_GBIT_S[gpu.sm] / 8,
         host_gb_s=HOST_FRACTION * (C2C_GB_S if gpu.name.startswith(("GH200", "GB200")) else PCIE_GB_S[gpu.sm]),
-        nvlink_latency_us=NVLINK_LATENCY_US,
         network_latency_us=NETWORK_LATENCY_US,
-        source="data-sheet rates",
-        fp8_tflops=GEMM_FRACTION * gpu.fp8,
+        source=PUBLISHED,
+        fp8_tflops=FP8_FRACTION * gpu.fp8,
+        collective_curve=COLLECTIVE_CURVE,
+        network_curve=NETWORK_CURVE,
     )
+
+
+def fraction(curve: result.Curve, size: float) -> float:
+    """Interpolates a curve at `size` bytes: a straight line between entries in the logarithms of both.
+
+    Below the first entry the time is that of the first entry, so the fraction falls with the size; above the last entry it is
+    the last one's.
+    """
+    sizes = [s for s, _ in curve]
+    at = bisect.bisect_right(sizes, size)
+    if at == 0:
+        return curve[0][1] * size / sizes[0]
+    if at == len(curve):
+        return curve[-1][1]
+    (low, below), (high, above) = curve[at - 1], curve[at]
+    return below * (above / below) ** (math.log(size / low) / math.log(high / low))
 
 
 def path(gpu_name: str, folder: Path | str = FOLDER) -> Path:
@@ -100,26 +208,37 @@ def load(gpu_name: str, folder: Path | str = FOLDER) -> result.Rates | None:
             raise ValueError(f"it is not of format {FORMAT}")
         if tree["gpu"] != gpu_name:
             raise ValueError(f"it holds rates of {tree['gpu']!r}")
-        rates = result.Rates(**tree["rates"])
+        rates = result.rates_from_json(tree["rates"])
         for field in dataclasses.fields(rates):
             value = getattr(rates, field.name)
+            if field.name.endswith("_curve"):
+                _check_curve(field.name, value)
+                continue
             number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             number = number and (value > 0 or (field.name == "fp8_tflops" and value == 0))
             if not (isinstance(value, str) if field.name == "source" else number):
                 raise ValueError(f"{field.name} = {value!r} is no {'text' if field.name == 'source' else 'positive number'}")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{file}: not a calibration of {gpu_name} ({error}). Delete it for data-sheet rates, or measure again on that GPU "
-            "with: python -m jaxtrain.plan --calibrate"
+            f"{file}: not a calibration of {gpu_name} ({error}). Delete it for published kernel rates, or measure again on "
+            "that GPU with: python -m jaxtrain.plan --calibrate"
         ) from error
     return rates
 
 
-def rates_for(gpu: hardware.Gpu, precision: str, folder: Path | str = FOLDER) -> result.Rates:
-    """What was measured on this GPU for bf16 and fp8, which is what a calibration measures; else fractions of its data sheet.
+def _check_curve(name: str, curve: result.Curve) -> None:
+    """Raises ValueError where a curve is empty, not sorted by size, or holds anything but positive numbers and parts of 1."""
+    numbers = [n for pair in curve for n in pair]
+    good = curve and all(isinstance(n, int | float) and not isinstance(n, bool) and 0 < n < math.inf for n in numbers)
+    if not good or any(part > 1 for _, part in curve) or any(a >= b for (a, _), (b, _) in itertools.pairwise(curve)):
+        raise ValueError(f"{name} = {curve!r} is no table of increasing sizes in bytes and fractions of a rate")
 
-    Under f32 a calibration's GEMM and attention rates are replaced by the data sheet's fractions, as is a rate of FP8 GEMMs
-    that was not measured; the source says so. Raises ValueError as `datasheet` and `load` do.
+
+def rates_for(gpu: hardware.Gpu, precision: str, folder: Path | str = FOLDER) -> result.Rates:
+    """What was measured on this GPU for bf16 and fp8, which is what a calibration measures; else the rates of `datasheet`.
+
+    Under f32 a calibration's GEMM and attention rates are replaced by those, as is a rate of FP8 GEMMs that was not measured;
+    the source says so. Raises ValueError as `datasheet` and `load` do.
     """
     sheet = datasheet(gpu, precision)
     measured = load(gpu.name, folder)
@@ -128,5 +247,5 @@ def rates_for(gpu: hardware.Gpu, precision: str, folder: Path | str = FOLDER) ->
     if precision == "bf16" or (precision == "fp8" and measured.fp8_tflops):
         return measured
     fields = ("fp8_tflops",) if precision == "fp8" else ("gemm_tflops", "attention_forward_tflops", "attention_backward_tflops")
-    source = f"{measured.source}; {precision} arithmetic by the data sheet"
+    source = f"{measured.source}; {precision} arithmetic at published kernel rates"
     return dataclasses.replace(measured, source=source, **{name: getattr(sheet, name) for name in fields})

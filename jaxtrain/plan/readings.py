@@ -4,7 +4,6 @@ import dataclasses
 import datetime
 import importlib.metadata
 import math
-import statistics
 from collections.abc import Iterable, Sequence
 
 import rich.table
@@ -14,6 +13,7 @@ from jaxtrain.plan import rates, result
 
 PLAUSIBLE = 1.1  # times the data sheet: more than that means that the clock or the loop is wrong
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
+CURVE = "all-gather by size"
 
 
 class CalibrationError(ValueError):
@@ -24,13 +24,14 @@ class CalibrationError(ValueError):
 class Reading:
     """One operation, timed."""
 
-    kind: str  # a key of UNITS, or link latency
+    kind: str  # a key of UNITS
     what: str  # shapes or sizes
-    work: float  # FLOPs or bytes of one round; 1 for a latency
+    work: float  # FLOPs or bytes of one round
     seconds: float  # of one round: the median
     spread: float  # (slowest - fastest) / median
     weight: float = 1.0  # rounds of it, beside the others of its kind
     failed: str = ""  # why there is no such time; then work and seconds are 0
+    message: float = 0.0  # of collectives: bytes of the whole array
 
 
 def rate(readings: Iterable[Reading], *kinds: str) -> float:
@@ -42,7 +43,7 @@ def rate(readings: Iterable[Reading], *kinds: str) -> float:
 
 
 def to_rates(readings: Sequence[Reading], gpu: hardware.Gpu, device_kind: str, today: datetime.date) -> result.Rates:
-    """What a plan reads. What was not measured, or failed, stays by the data sheet, and the source says so.
+    """What a plan reads. What was not measured, or failed, stays at the published rate, and the source says so.
 
     Raises CalibrationError where a rate is not positive, or above what the data sheet says can be, and where nothing at all
     could be measured.
@@ -59,7 +60,6 @@ def to_rates(readings: Sequence[Reading], gpu: hardware.Gpu, device_kind: str, t
         "host_gb_s": (("host",), 1e9),
         "fp8_tflops": (("FP8 gemm",), 1e12),
         "nvlink_gb_s": (COLLECTIVES, 1e9),
-        "nvlink_latency_us": (("link latency",), 1.0),
     }
     measured, failed = {}, []
     for key, (kinds, unit) in made.items():
@@ -67,8 +67,7 @@ def to_rates(readings: Sequence[Reading], gpu: hardware.Gpu, device_kind: str, t
         if any(r.failed for r in chosen):
             failed.append(key)
         elif chosen:
-            mean = 1e6 * statistics.mean(r.seconds for r in chosen)
-            measured[key] = mean if key == "nvlink_latency_us" else rate(chosen, *kinds) / unit
+            measured[key] = rate(chosen, *kinds) / unit
     if not measured:
         raise CalibrationError(f"nothing could be measured on {device_kind}, and nothing is stored. The errors are above.")
     for key, value in measured.items():
@@ -78,12 +77,27 @@ def to_rates(readings: Sequence[Reading], gpu: hardware.Gpu, device_kind: str, t
                 f"{key} = {value:.4g} measured, which must be positive and at most {limit:.4g}, the data sheet's, on "
                 f"{device_kind}. Nothing is stored. See that nothing else runs on this machine, and calibrate again."
             )
+    by_size = sorted((r for r in readings if r.kind == CURVE), key=lambda r: r.message)
+    slow = next((r for r in by_size if r.seconds <= 0 and not r.failed), None)
+    if slow:
+        raise CalibrationError(
+            f"collective_curve: {slow.what} took {slow.seconds:.4g} s, which must be positive, on {device_kind}. "
+            "Nothing is stored. See that nothing else runs on this machine, and calibrate again."
+        )
+    curve = {}
+    if any(r.failed for r in by_size):
+        failed.append("collective_curve")
+    elif by_size:
+        full = measured.get("nvlink_gb_s", sheet.nvlink_gb_s) * 1e9
+        points = [(r.message, min(1.0, r.work / r.seconds / full)) for r in by_size]
+        largest = max((r.message for r in readings if r.kind in COLLECTIVES), default=0.0)  # whose rate `full` is
+        curve = {"collective_curve": (*points, *([(largest, 1.0)] if largest > points[-1][0] else []))}
     version = importlib.metadata.version("jaxlib")
     rest = "network rates" if any(r.kind in COLLECTIVES for r in readings) else "NVLink and network rates"
     rest += f", and {', '.join(failed)}, whose measurement failed," if failed else ""
-    source = f"calibrated on {device_kind}, {today.isoformat()}, jaxlib {version}; {rest} by the data sheet"
+    source = f"calibrated on {device_kind}, {today.isoformat()}, jaxlib {version}; {rest} at published kernel rates"
     # 0: an FP8 rate that was not measured is none of this calibration's; a plan that needs one says that it takes the sheet's.
-    return dataclasses.replace(sheet, **{"fp8_tflops": 0.0} | measured, source=source)
+    return dataclasses.replace(sheet, **{"fp8_tflops": 0.0} | measured | curve, source=source)
 
 
 def ceilings(gpu: hardware.Gpu) -> dict[str, float]:
@@ -110,7 +124,7 @@ UNITS = {
     "packed attention backward": ("attention_backward_tflops", "TFLOP/s", 1e12),
     "memory": ("memory_tb_s", "TB/s", 1e12),
     "host": ("host_gb_s", "GB/s", 1e9),
-    **dict.fromkeys(COLLECTIVES, ("nvlink_gb_s", "GB/s", 1e9)),
+    **dict.fromkeys((*COLLECTIVES, CURVE), ("nvlink_gb_s", "GB/s", 1e9)),
 }
 
 
@@ -127,9 +141,6 @@ def table(readings: Iterable[Reading], gpu: hardware.Gpu | None, title: str) -> 
             out.add_row(r.kind, r.what, r.failed, *["-"] * 4)
             continue
         ms, spread = f"{1e3 * r.seconds:.3g} ms", f"{r.spread:.1%}"
-        if r.kind == "link latency":
-            out.add_row(r.kind, r.what, f"{1e6 * r.seconds:.1f} us", "-", "-", ms, spread)
-            continue
         key, unit, scale = UNITS[r.kind]
         value, limit = rate([r], r.kind) / scale, limits.get(key)
         sheet, share = (f"{limit:,.4g} {unit}", f"{value / limit:.0%}") if limit else ("-", "-")

@@ -3,7 +3,11 @@
 import dataclasses
 from typing import Any
 
-FORMAT = 1
+FORMAT = 2
+
+# (bytes, fraction of the full rate), by increasing bytes.
+type Curve = tuple[tuple[float, float], ...]
+ANY_SIZE: Curve = ((1.0, 1.0),)  # the full rate whatever the size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,16 +15,23 @@ class Rates:
     """How fast the parts of a GPU are taken to be. Each is what a real program reaches, not what a data sheet prints."""
 
     gemm_tflops: float  # matrix products in the compute dtype
-    attention_forward_tflops: float  # of the FLOPs inside the mask
+    attention_forward_tflops: float  # of the FLOPs inside the mask, in a call with rates.ATTENTION_AT keys
     attention_backward_tflops: float
     memory_tb_s: float  # memory-bound kernels
     nvlink_gb_s: float  # bus bandwidth of ring collectives inside a node, one direction
     network_gb_s: float  # of each GPU's share of the node's network cards, one direction
     host_gb_s: float  # to and from pinned host memory
-    nvlink_latency_us: float  # of a collective's launch and its way through a node, in each node
-    network_latency_us: float  # of the way from one node to the next
-    source: str  # "data-sheet rates" or "calibrated on NVIDIA H200, 2026-11-21"
+    network_latency_us: float  # of the way from one node to the next, and through it
+    source: str  # "published kernel rates" or "calibrated on NVIDIA H200, 2026-11-21"
     fp8_tflops: float = 0.0  # matrix products in 8-bit floating point; 0 where the GPU has none
+    collective_curve: Curve = ANY_SIZE  # of nvlink_gb_s, by the bytes of the message (see rates.fraction)
+    network_curve: Curve = ANY_SIZE  # of network_gb_s, by the bytes that each GPU sends to another node
+
+
+def rates_from_json(tree: dict[str, Any]) -> Rates:
+    """Reads rates from plain data, in which tuples are lists."""
+    curves = {name: tuple((size, part) for size, part in tree[name]) for name in ("collective_curve", "network_curve")}
+    return Rates(**{**tree, **curves})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +69,9 @@ class Memory:
     """GiB on one device."""
 
     hbm_gib: float  # the card
-    reserve_gib: float  # left to what the compiler does not count: cuDNN workspace, NCCL, CUDA context, fragmentation
+    reserve_gib: float  # left to what the compiler does not count: NCCL, CUDA context, fragmentation
     usable_gib: float  # what training gives to JAX
-    peak_gib: float  # by the compiler's buffer assignment
+    peak_gib: float  # by the compiler's buffer assignment, with cuDNN's workspace
     arguments_gib: float  # state and batch, held throughout
     temp_gib: float
     host_gib: float  # pinned host memory of one device: offloaded activations, offloaded moments
@@ -69,6 +80,8 @@ class Memory:
     peak_at: str  # op_name of the instruction during which the peak is reached
     timeline: tuple[tuple[float, str], ...]  # (GiB held, phase) over the schedule, thinned to a few hundred points
     largest: tuple[Buffer, ...]  # at the peak, largest first
+    workspace_gib: float  # the most that one of cuDNN's attention calls takes while it runs, counted above
+    workspace_by: str  # "formula", or "cudnn 9.19.0" where that was asked
 
     @property
     def taken_gib(self) -> float:
@@ -90,7 +103,7 @@ class Flops:
 
 @dataclasses.dataclass(frozen=True)
 class Time:
-    """A step on one device. Milliseconds."""
+    """A step on one device: its roofline, in milliseconds, and what published runs of its kind lead to expect."""
 
     gemm_ms: float
     attention_ms: float
@@ -106,6 +119,9 @@ class Time:
     mfu_full: float
     hfu: float
     bound_by: str
+    mfu_fp8_peak: float | None = None  # under precision=fp8: mfu_causal over the FP8 peak; the others are over that of bfloat16
+    expected_step_ms: tuple[float, float] | None = None  # shortest and longest; None: no comparable published run
+    expected_tokens_per_s_per_device: tuple[float, float] | None = None  # least and most
 
 
 SHOWN = 6  # products in a sentence
@@ -149,7 +165,7 @@ class Pipeline:
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """Experts on devices. Loads are taken to be even: the rounds that uneven ones take more are not counted."""
+    """Experts on devices."""
 
     experts: int  # of a layer
     per_token: int
@@ -160,6 +176,8 @@ class Experts:
     layer_gib: float  # all-to-all of one layer and microbatch, sent by each GPU, forward and backward
     layer_exposed_ms: float
     exposed_ms: float  # of a whole step
+    load: float = 1.0  # even shares that the busiest expert is supposed to draw
+    rounds: int = 1  # that each exchange takes at this load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,6 +221,9 @@ class Plan:
     matmuls: Matmuls | None = None  # under precision=fp8
     pipeline: Pipeline | None = None  # with mesh.stage
     experts: Experts | None = None  # with model.num_experts
+    kind: str = ""  # of the published runs that this one is like (make.kind)
+    # What makes the host wait for a number on the GPU, loops of unknown length and branches: op_name -> times in a step.
+    host_waits: dict[str, int] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
 
 
@@ -211,6 +232,9 @@ def to_json(plan: Plan) -> dict[str, Any]:
     tree = dataclasses.asdict(plan)
     tree["memory"]["taken_gib"] = plan.memory.taken_gib
     return tree
+
+
+EXPECTED = ("expected_step_ms", "expected_tokens_per_s_per_device")
 
 
 def from_json(tree: dict[str, Any]) -> Plan:
@@ -230,9 +254,9 @@ def from_json(tree: dict[str, Any]) -> Plan:
         "memory": Memory(**memory),
         "flops": Flops(**tree["flops"] | {"attention_by_rank": tuple(tree["flops"]["attention_by_rank"])}),
         "collectives": tuple(Collective(**c) for c in tree["collectives"]),
-        "time": Time(**tree["time"]),
+        "time": Time(**tree["time"] | {name: tuple(t) for name in EXPECTED if (t := tree["time"].get(name))}),
         "kernels": tuple(Kernel(**k) for k in tree["kernels"]),
-        "rates": Rates(**tree["rates"]),
+        "rates": rates_from_json(tree["rates"]),
         "hints": tuple(tree["hints"]),
         "warnings": tuple(tree["warnings"]),
     }

@@ -5,7 +5,7 @@ A change that adds a gather or two GiB to a config that nobody looked at is foun
     python -m jaxtrain.plan --golden           compare all of them, and say what differs and which line did it
     python -m jaxtrain.plan --golden=write     write them again, and say what changed
 
-Figures belong to one compiler: under another jaxlib there is nothing to compare. Times are by data-sheet rates, so that a
+Figures belong to one compiler: under another jaxlib there is nothing to compare. Times are by published kernel rates, so that a
 calibration of the machine at hand changes nothing. Counts and bytes are those of a whole step: loops are multiplied out.
 """
 

@@ -7,7 +7,8 @@ between two programs. Where both go through XLA to the same kernels the second i
     python -m jaxtrain.plan --published                                  plans the runs again and prints the table
     python -m jaxtrain.plan --published=docs/planned_vs_published.md     also renews what is stored, and this page
 
-What is stored (data/published.json) is what the report reads its range from: no plan waits for ten others.
+What is stored (data/published.json) is what plans take their expected range from (rates.expected_ms): no plan waits for
+twenty others.
 """
 
 import dataclasses
@@ -16,7 +17,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +27,21 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain import flops
+from jaxtrain.plan import rates
 from jaxtrain.plan import topology as machines
-from jaxtrain.plan.known.published_runs import RUNS, Run
+from jaxtrain.plan.known.published_runs import NOT_COMPARABLE, RUNS, Run
 from jaxtrain.plan.numbers import percent
-from jaxtrain.plan.rates import datasheet
 from jaxtrain.plan.report.figures import ASSUMPTIONS, markdown_table
 from jaxtrain.plan.report.live import live
 from jaxtrain.plan.result import Plan
 from jaxtrain.plan.search.cache import Cache, relevant
 from jaxtrain.plan.search.parallel import Outcome, Request, plan_many
 
-FORMAT = 2
-STORED = Path(__file__).parent / "data" / "published.json"
+FORMAT = 3
+STORED = rates.COMPARED
+LEAST = 3  # runs that make a range
 PAGE = "docs/planned_vs_published.md"
 COMMAND = f"python -m jaxtrain.plan --published={PAGE}"
-
-# TFLOP/s, of the FLOPs inside the mask, that cuDNN's attention was measured at on an H100 SXM (heads of 128, 16-bit), by
-# sequence length: (forward with a causal mask, backward). Read off the figures of the FlashAttention-3 paper, arXiv 2407.08608
-# (forward: assets/flash3_fp16_fwd.png of github.com/Dao-AILab/flash-attention); whether its backward was causal is not told.
-CUDNN_H100 = {4096: (518.0, 499.0), 8192: (529.0, 518.0)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,19 +82,9 @@ class Row:
         return per_token * (self.run.sequences * self.run.seq_len / self.run.step_s / peak)
 
     @property
-    def slower_attention_s(self) -> float | None:
-        """What attention would take longer at the rates cuDNN was measured at; None where there are none of this GPU."""
-        measured = CUDNN_H100.get(self.run.seq_len)
-        if measured is None or not self.run.machine.startswith(("h100", "h200")):
-            return None
-        taken = self.run.request.rates or datasheet(machines.parse(self.run.machine).gpu, "bf16")
-        forward = self.planned.attention_forward_s * (taken.attention_forward_tflops / measured[0] - 1)
-        return forward + self.planned.attention_backward_s * (taken.attention_backward_tflops / measured[1] - 1)
-
-    @property
     def gemm_rate(self) -> float:
-        """TFLOP/s of GEMMs that would explain all of the difference that attention does not."""
-        rest = self.run.step_s - (self.planned.step_s - self.planned.gemm_s) - (self.slower_attention_s or 0.0)
+        """TFLOP/s of GEMMs that would explain all of the difference."""
+        rest = self.run.step_s - (self.planned.step_s - self.planned.gemm_s)
         return self.planned.gemm_tflop / rest if rest > 0 else math.inf
 
 
@@ -149,17 +137,29 @@ def rows(tree: dict[str, Any] | None = None) -> list[Row]:
     return [Row(run, Planned(**found[run.name])) for run in RUNS]
 
 
-def ratio_range() -> tuple[float, float]:
-    """(lowest, highest) ratio of planned to published step time, over the runs of XLA programs with cuDNN attention.
-
-    Of others the ratio says more about their compiler than about the meter: the page has them, this range does not.
+def judged(found: Iterable[Row]) -> dict[str, list[Row]]:
+    """Kind of run -> the rows whose ratios make its range: of XLA programs with cuDNN attention, as ours is, where there are
+    LEAST of them; else of all programs, if those are as many. A kind with fewer has no range.
     """
-    return _range(rows(), same_compiler=True)
+    kinds: dict[str, list[Row]] = {}
+    for row in found:
+        if kind := row.run.kind:
+            kinds.setdefault(kind, []).append(row)
+    for kind, of_kind in kinds.items():
+        same = [row for row in of_kind if row.run.same_compiler]
+        kinds[kind] = same if len(same) >= LEAST else of_kind
+    return {kind: chosen for kind, chosen in kinds.items() if len(chosen) >= LEAST}
 
 
-def _range(found: Iterable[Row], same_compiler: bool) -> tuple[float, float]:
-    ratios = [row.ratio for row in found if row.run.same_compiler == same_compiler]
+def spread(found: Iterable[Row]) -> tuple[float, float]:
+    """(lowest, highest) ratio of planned to published step time."""
+    ratios = [row.ratio for row in found]
     return min(ratios), max(ratios)
+
+
+def mean(found: Iterable[Row]) -> float:
+    """The geometric mean of the ratios."""
+    return statistics.geometric_mean(row.ratio for row in found)
 
 
 # ---- as text
@@ -186,29 +186,30 @@ def cells(row: Row) -> list[str]:
 def causes(row: Row) -> list[str]:
     """Where the difference likely comes from: first what can be put in figures, then what is known to differ."""
     run, p = row.run, row.planned
-    gap = run.step_s - p.step_s
     peak = machines.parse(run.machine).gpu.peak("bf16")
-    lines = []
-    if row.slower_attention_s is not None:
-        forward, backward = CUDNN_H100[run.seq_len]
-        lines.append(
-            f"Attention: the plan takes {forward_rate(row):.0f} TFLOP/s; cuDNN was measured at {forward:.0f} forward and "
-            f"{backward:.0f} backward, which is {ms(row.slower_attention_s)} of the {ms(gap)}."
-        )
-    lines.append(
+    line = (
         f"GEMMs: {p.gemm_s / p.step_s:.0%} of the planned step, at {p.gemm_tflop / p.gemm_s:.0f} TFLOP/s. All of the "
-        f"{'rest' if lines else 'difference'} is explained by {row.gemm_rate:.0f} TFLOP/s, {row.gemm_rate / peak:.0%} of peak."
+        f"difference is explained by {row.gemm_rate:.0f} TFLOP/s, {row.gemm_rate / peak:.0%} of the bfloat16 peak."
     )
-    return [*lines, *run.why]
+    return [line, *run.why]
 
 
 def ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.0f} ms"
 
 
-def forward_rate(row: Row) -> float:
-    """TFLOP/s that the plan takes for attention."""
-    return (row.run.request.rates or datasheet(machines.parse(row.run.machine).gpu, "bf16")).attention_forward_tflops
+def compilers(chosen: Iterable[Row]) -> str:
+    """Which programs these runs are of."""
+    return "XLA programs" if all(row.run.same_compiler for row in chosen) else "programs of other compilers than XLA"
+
+
+KINDS = ("kind", "runs", "programs", "planned over published", "geometric mean")
+
+
+def kind_cells(kind: str, chosen: Sequence[Row]) -> list[str]:
+    """A kind of run under KINDS."""
+    programs = "XLA, cuDNN attention" if all(row.run.same_compiler for row in chosen) else "all; too few are of XLA"
+    return [kind, str(len(chosen)), programs, "{:.2f} to {:.2f}".format(*spread(chosen)), f"{mean(chosen):.2f}"]
 
 
 def layout(run: Run) -> str:
@@ -223,12 +224,11 @@ def markdown(tree: dict[str, Any] | None = None) -> str:
     """docs/planned_vs_published.md, from what is stored."""
     tree = _stored() if tree is None else tree
     found = rows(tree)
-    low, high = _range(found, same_compiler=True)
-    other_low, other_high = _range(found, same_compiler=False)
+    same = [row for row in found if row.run.same_compiler]
+    low, high = spread(same)
+    others = "{:.2f} to {:.2f}".format(*spread(row for row in found if not row.run.same_compiler))
+    slowest, fastest = (end(row.gemm_rate for row in same) for end in (min, max))
     versions = ", ".join(f"{name} {version}" for name, version in tree["versions"].items())
-    mean = math.exp(
-        sum(math.log(row.ratio) for row in found if row.run.same_compiler) / sum(r.run.same_compiler for r in found)
-    )
     out = [
         "# Planned against published",
         "",
@@ -236,9 +236,13 @@ def markdown(tree: dict[str, Any] | None = None) -> str:
         "the layout they state. **No GPU was used for it, and none of the published figures is ours.**",
         "",
         f"For XLA programs with cuDNN attention, as ours is, planned step times are **{low:.2f} to {high:.2f}** of the",
-        f"published ones (geometric mean {mean:.2f}): plans are optimistic. Every plan's report prints this range beside its",
-        f"MFU. For PyTorch programs it is {other_low:.2f} to {other_high:.2f}, which says more about the programs than about",
-        "the meter.",
+        f"published ones (geometric mean {mean(same):.2f}): plans are optimistic. For programs of other compilers it is",
+        f"{others}, which says more about the programs than about the meter.",
+        "",
+        "From these ratios come the ranges that plans expect, for the kinds of run that enough published ones are of. A plan",
+        "of any other kind, such as experts, longer sequences, another GPU generation, says so and gives its roofline alone.",
+        "",
+        *markdown_table(KINDS, [kind_cells(kind, chosen) for kind, chosen in judged(found).items()]),
         "",
         *markdown_table(HEADINGS, [cells(row) for row in found]),
         "",
@@ -248,10 +252,18 @@ def markdown(tree: dict[str, Any] | None = None) -> str:
         "## What the ratio is made of",
         "",
         f"The meter: {ASSUMPTIONS}.",
-        "Its rates are fixed parts of the data sheet (jaxtrain/plan/rates.py), the same for every plan; a calibration on a GPU",
-        "replaces them. So it leaves out, in every row: clocks that fall under the power limit, gaps between kernel launches,",
-        "collectives and kernels that slow each other down, tiles that do not fill the GPU, stragglers. Each of these makes a",
-        "real step longer than its plan.",
+        "Its rates are published measurements of single kernels, each with its source in jaxtrain/plan/rates.py, and none",
+        "fitted to the runs below; a calibration on a GPU replaces them. All that is left of the difference would be explained",
+        f"for XLA programs by GEMMs at {slowest:.0f} to {fastest:.0f} TFLOP/s in the place of 720. It is made of what the",
+        "meter leaves out, in every row, and each of these makes a real step longer than its plan:",
+        "",
+        "- Clocks. Kernels are measured alone and for a fraction of a second; in a step the GPU is at its power limit all the",
+        "  time, and its clock falls.",
+        "- Contention. Where collectives overlap with kernels both slow down: kernels by 18.9% on average, 40% at most, on",
+        "  A100s, H100s and MI200s (arXiv 2507.03114). The meter takes the one beside the other for free.",
+        "- Launches. Between kernels are gaps, of microseconds each, and a step has tens of thousands of kernels.",
+        "- Shapes. GEMMs have one rate, whether or not their tiles fill the GPU.",
+        "- Stragglers: a step waits for the slowest of its GPUs.",
         "",
         "The step that is planned is ours, in their layout. Where theirs does more work, the ratio falls too: it tests the",
         "meter and the program together. Only of the first run the meter has read both programs, and found them alike.",
@@ -277,6 +289,12 @@ def markdown(tree: dict[str, Any] | None = None) -> str:
             "",
         ]
     out += [
+        "## Not comparable",
+        "",
+        "Published too, and not planned, since a setting that the step time depends on is not known:",
+        "",
+        *(f"- {name} (<{where}>): {why}." for name, where, why in NOT_COMPARABLE),
+        "",
         "## How this page was made",
         "",
         "```text",
@@ -284,9 +302,7 @@ def markdown(tree: dict[str, Any] | None = None) -> str:
         "```",
         "",
         f"On {tree['date']}, with {versions}.",
-        "Attention packing is off and the data are synthetic, as in most of the published benchmarks. cuDNN's measured rates",
-        "are read off the figures of the FlashAttention-3 paper (arXiv 2407.08608) for an H100, 16-bit, heads of 128; whether",
-        "its backward figures are causal is not told.",
+        "Attention packing is off and the data are synthetic, as in most of the published benchmarks.",
     ]
     return "\n".join(out) + "\n"
 
@@ -331,16 +347,18 @@ def run(console: Console, out: Path | None = None, *, cache: Cache | None = None
     if failed:
         return 1
     plans = {name: o.plan for name, o in outcomes.items() if o.plan}
-    tree = {
+    tree: dict[str, Any] = {
         "format": FORMAT,
         "date": datetime.date.today().isoformat(),
         "versions": next(iter(plans.values())).versions,
         "plans": {name: dataclasses.asdict(planned(requests[name], plan)) for name, plan in plans.items()},
     }
     found = rows(tree)
+    tree["ranges"] = {kind: spread(chosen) for kind, chosen in judged(found).items()}
+    tree["compilers"] = {kind: compilers(chosen) for kind, chosen in judged(found).items()}
     show(found, console)
-    low, high = _range(found, same_compiler=True)
-    console.print(f"planned over published, XLA programs with cuDNN attention: {low:.2f} to {high:.2f}")
+    for kind, chosen in judged(found).items():
+        console.print("planned over published, {}: {} runs ({}), {}, geometric mean {}".format(*kind_cells(kind, chosen)))
     if out is None:
         return 0
     STORED.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")

@@ -8,7 +8,7 @@ from jaxtrain import flops
 from jaxtrain.config import Model, RunConfig, default_config, resolve
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.known.well_known import SHAPES
-from jaxtrain.plan.rates import MEMORY_FRACTION, NETWORK_FRACTION, datasheet
+from jaxtrain.plan.rates import MEMORY_FRACTION, NETWORK_FRACTION, datasheet, kind
 from jaxtrain.plan.search.parallel import Request
 
 
@@ -54,8 +54,13 @@ class Run:
         return run
 
     @property
+    def kind(self) -> str:
+        """The kind of run that it is, "" for one of which no range is derived (make.kind)."""
+        return kind(self.config, machines.parse(self.machine).gpu, "cudnn")
+
+    @property
     def request(self) -> Request:
-        """With the rates of the data sheet, even where this machine has a calibration: what is stored must not depend on it."""
+        """At published kernel rates, even where this machine has a calibration: what is stored must not depend on it."""
         machine = machines.parse(self.machine)
         rates = dataclasses.replace(datasheet(machine.gpu, "bf16"), **self.rates)
         return Request(self.config, machine, self.name, (), rates)
@@ -84,6 +89,8 @@ HERD = (
 )
 UNTOLD = "How many groups of layers a stage has is not told; ours have four, which 126 layers on 16 stages allow."
 REAL_DATA = "They read and tokenise C4 while training; a plan knows of no data."
+TENSORWISE = "FP8 with one scale a tensor, the head in bfloat16 as here. Weights are gathered in FP8 there."
+BACKEND = "Which kernel computes attention is not told; the plan takes the rate of cuDNN."
 
 
 def network(gbit_s: float) -> str:
@@ -127,6 +134,32 @@ def _herd(name: str, nodes: int, tflops: float, rows: int, mesh: dict[str, int],
 
 RECIPES = "https://github.com/AI-Hypercomputer/gpu-recipes/tree/main/training"
 TITAN = "https://github.com/pytorch/torchtitan/blob/main"
+FP8 = {"precision": "fp8"}
+
+
+def _titan_long(seq_len: int, tokens_s: float, mesh: dict[str, int]) -> Run:
+    """Of table 2 of torchtitan's page: one sequence on each data-parallel rank of 8 GPUs."""
+    sequences = mesh["fsdp"] / 8
+    return Run(
+        f"Llama 3.1 8B, 8 H100 at 500 W, FP8, {seq_len:,} tokens",
+        by="torchtitan with torch.compile, December 2024",
+        source=f"{TITAN}/benchmarks/llama3_h100_202412_torchtitan.md",
+        model="llama3_8b",
+        machine="h100:8",
+        seq_len=seq_len,
+        sequences=sequences,
+        step_s=sequences * seq_len / tokens_s,
+        figure=f"{tokens_s:,} tokens/s/GPU",
+        mesh=mesh,
+        remat="full",
+        keep="full",
+        same_compiler=False,
+        why=(CAPPED, HBM2E, BACKEND, TENSORWISE, TORCH, F32_REDUCE, REAL_DATA),
+        rates={"memory_tb_s": MEMORY_FRACTION * 2.4},
+        dtypes={"reduce": "f32"},
+        also=FP8,
+    )
+
 
 RUNS = (
     Run(
@@ -143,8 +176,8 @@ RUNS = (
         keep=MINIMAL_WITH_CONTEXT,
         why=(
             "The program hardly matters here: MaxText 0.2.5's own step for this run, compiled for 8 described H100s by jaxlib "
-            "0.12.0.1 with the flags of that page, and read by the same meter on 2026-11-21, takes 569 ms. "
-            "The ratio is the meter's.",
+            "0.12.0.1 with the flags of that page, and read by the same meter on 2026-11-21, takes 569 ms at the rates of that "
+            "day, at which ours took 573. The ratio is the meter's.",
             *(NO_SCAN, BIG_COMBINE),
         ),
     ),
@@ -259,6 +292,65 @@ RUNS = (
         dtypes={"reduce": "f32"},
     ),
     Run(
+        "Llama 3 8B, 8 H100, FP8, 16 microbatches",
+        by="NVIDIA's Megatron-Bridge, NeMo container 25.11",
+        source="https://docs.nvidia.com/nemo/megatron-bridge/latest/performance-summary-archive.html",
+        model="llama3_8b",
+        machine="h100:8",
+        seq_len=8192,
+        sequences=16,
+        step_s=16 * 8192 / 14451,
+        figure="14,451 tokens/s/GPU",
+        mesh={"fsdp": 8},
+        remat="full, of 5 of the 32 layers",
+        keep=ALL_PRODUCTS,
+        same_compiler=False,
+        why=(
+            "Another program: Megatron's, with TransformerEngine's fused kernels, chosen by hand and not by a compiler.",
+            "Of 5 layers they compute everything again, ours nothing but elementwise parts of all.",
+        ),
+        also={**FP8, "train.grad_accum": 16},
+    ),
+    Run(
+        "Llama 3 8B, 8 H100, FP8",
+        by="torchtitan with torch.compile, as torchao's example, 2025",
+        source="https://github.com/pytorch/ao/blob/main/docs/source/workflows/training.md",
+        model="llama3_8b",
+        machine="h100:8",
+        seq_len=8192,
+        sequences=1,
+        step_s=8192 / 7690,
+        figure="7,690 tokens/s/GPU",
+        mesh={"fsdp": 8},
+        remat="selective, every second GEMM",
+        keep=EVERY_SECOND_GEMM,
+        same_compiler=False,
+        why=("The power limit is not told.", TENSORWISE, TORCH, F32_REDUCE, REAL_DATA),
+        dtypes={"reduce": "f32"},
+        also=FP8,
+    ),
+    Run(
+        "Llama 3.1 8B, 8 H100 at 500 W, FP8",
+        by="torchtitan with torch.compile, December 2024",
+        source=f"{TITAN}/benchmarks/llama3_h100_202412_torchtitan.md",
+        model="llama3_8b",
+        machine="h100:8",
+        seq_len=8192,
+        sequences=2,
+        step_s=2 * 8192 / 8532,
+        figure="8,532 tokens/s/GPU",
+        mesh={"fsdp": 8},
+        remat="selective, every second GEMM",
+        keep=EVERY_SECOND_GEMM,
+        same_compiler=False,
+        why=(CAPPED, HBM2E, TENSORWISE, TORCH, F32_REDUCE, REAL_DATA),
+        rates={"memory_tb_s": MEMORY_FRACTION * 2.4},
+        dtypes={"reduce": "f32"},
+        also=FP8,
+    ),
+    _titan_long(32_768, 3890, {"fsdp": 8}),
+    _titan_long(131_072, 1071, {"fsdp": 2, "seq": 4}),
+    Run(
         "Llama 3 8B, 64 A100",
         by="torchtitan, 2024",
         source=f"{TITAN}/docs/performance.md",
@@ -295,4 +387,30 @@ RUNS = (
     _herd("Llama 3 405B, 8,192 H100", 1024, 430, 32, {"fsdp": 64}),
     _herd("Llama 3 405B, 16,384 H100", 2048, 400, 16, {"fsdp": 128}),
     _herd("Llama 3 405B, 16,384 H100, long", 2048, 380, 16, {"fsdp": 8, "seq": 16}, seq_len=131_072),
+)
+
+# (run, where, why there is no plan of it): published figures whose settings are not told far enough to plan the same work.
+NOT_COMPARABLE = (
+    (
+        "Llama 2 70B, 64 H100, FP8, 4.324 s a step",
+        "https://github.com/NVIDIA/dgxc-benchmarking/blob/143b90dd/maxtext/README_70b.md",
+        "which activations are saved is not told; with the policy of the sister recipe its GEMMs would have to reach "
+        "1,501 TFLOP/s, more than the best shape of a search on an H100, 1,403",
+    ),
+    (
+        "Llama 3 8B, 32 H200, FP8, 10,938 tokens/s/GPU",
+        f"{TITAN}/benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md",
+        "which activations are saved is not known here, and its memory (48 GiB) leaves several policies open",
+    ),
+    (
+        "Llama 3.1 70B, 256 B200, 20.935 s a step",
+        f"{RECIPES}/a4/llama3-1-70b",
+        "the page names FP8 and divides by the bfloat16 peak: the precision is not clear",
+    ),
+    (
+        "Mixtral 8x22B on H100, 49.3% MFU",
+        "https://arxiv.org/abs/2504.14960",
+        "the step time would follow from the MFU, whose count of FLOPs is not named; what is recomputed and how many groups of "
+        "layers a stage has is not known here; and tokens beyond an even share of an expert are dropped there",
+    ),
 )

@@ -29,7 +29,7 @@ from jaxtrain.plan import topology as machines
 from jaxtrain.plan.known.well_known import SHAPES, Shape
 from jaxtrain.plan.numbers import percent, rough
 from jaxtrain.plan.rates import rates_for
-from jaxtrain.plan.report.figures import markdown_table, mesh, remat
+from jaxtrain.plan.report.figures import markdown_table, mesh, remat, span
 from jaxtrain.plan.report.live import live
 from jaxtrain.plan.result import Plan, Rates
 from jaxtrain.plan.search.bound import BYTES, bound
@@ -230,7 +230,7 @@ def plan_cells(
 # ---- as text
 
 HEADINGS = ("GPUs", "layout", "moments", "weights", "moments GiB", "gradients", "activations", "peak", "4 x bf16", "16 B",
-            "tokens/s/GPU", "MFU", "scaling")  # fmt: skip
+            "expected tokens/s/GPU", "roofline", "MFU", "scaling")  # fmt: skip
 
 
 def row(cell: Cell, first: Cell | None) -> list[str]:
@@ -239,7 +239,7 @@ def row(cell: Cell, first: Cell | None) -> list[str]:
     rules = [f"{count * each / total / 2**30:.1f}" for each in (8, 16)]
     best = cell.best
     if best is None or best.plan is None or best.run is None:
-        return [cell.topology.name, cell.why_not, *("-",) * 6, *rules, *("-",) * 3]
+        return [cell.topology.name, cell.why_not, *("-",) * 6, *rules, *("-",) * 4]
     plan, held = best.plan, best.plan.memory.by_class
     sizes = (
         held.get("parameters", 0.0),
@@ -260,6 +260,7 @@ def row(cell: Cell, first: Cell | None) -> list[str]:
         best.moments,
         *(f"{size:.1f}" for size in sizes),
         *rules,
+        span(plan.time.expected_tokens_per_s_per_device),
         rough(speed, 4),
         percent(plan.time.mfu_causal),
         scaling,
@@ -303,13 +304,14 @@ def markdown(cells: Sequence[Cell], command: str) -> str:
         "- One sequence a GPU in a single microbatch: 4096 tokens for Llama 2 and the llama-shaped models, 8192 for Llama 3.",
         "  With accumulation (`train.grad_accum`) the sum of gradients comes on top, and a microbatch's own unless they are",
         "  added layer by layer (`train.accumulate`).",
-        f"- A GPU gives {cells[0].usable_gib:.1f} GiB to the program; {reserve:.1f} GiB stay with cuDNN, NCCL and the CUDA",
-        "  context.",
+        f"- A GPU gives {cells[0].usable_gib:.1f} GiB to the program; {reserve:.1f} GiB stay with NCCL and the CUDA context.",
         f"- The layout is the fastest of a few that were compiled, up to {TRIES} for each way to split the state, in the order",
         "  of the formulas of jaxtrain/plan/search/bound.py: good, not the best of all. `--search` looks through all, for one",
         "  config and one machine.",
         f"- Rates: {source}. Memory columns are GiB on each GPU at the peak; what they leave of the peak is",
         "  gathered weights, the loss and temporaries. MFU is causal.",
+        "- Expected: by published runs of the same kind ([planned_vs_published.md](planned_vs_published.md)), and `-` where",
+        "  none is comparable. Roofline: tokens/s/GPU by the meter; MFU and scaling are of it.",
         "- Scaling is tokens/s/GPU over that of the smallest machine in the table on which the model fits. It can be above",
         "  100%: more GPUs share the optimizer's pass over the state, which is long beside so short a step, and make room to",
         "  keep activations that are computed again where memory is tight.",

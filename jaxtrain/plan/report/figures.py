@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from jaxtrain.config import RunConfig
 from jaxtrain.plan.numbers import GB_PER_GIB, column, gib, number, percent, rough, size
-from jaxtrain.plan.rates import PALLAS_FRACTION
-from jaxtrain.plan.result import Collective, Kernel, Plan
+from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_FRACTION, compilers, fraction
+from jaxtrain.plan.result import SHOWN, Collective, Kernel, Plan
 from jaxtrain.plan.topology import CHIPS
 
 SECONDS_PER_DAY = 86_400
@@ -17,8 +17,8 @@ SMALL = 0.002  # of the peak: a class of memory below this has no row of its own
 
 ASSUMPTIONS = (
     "kernels run one after another; collectives run beside them, one at a time, where the compiler scheduled them, for bytes "
-    "over link rate plus a latency for each node passed; neither slows the other; nothing waits for data, saves, stragglers "
-    "or clocks"
+    "over a link rate that grows with the message, plus a latency for each node passed; neither slows the other; nothing waits "
+    "for data, saves, stragglers or clocks"
 )
 
 
@@ -50,26 +50,76 @@ def in_pieces(plan: Plan) -> str:
 
 
 def headline(plan: Plan) -> str:
-    """How fast, in one line."""
+    """How fast, in one line: first what is to be expected."""
     t = plan.time
+    given = "" if plan.fits else "if it did fit, "
+    first = f"{given}{expected(plan)}; " if t.expected_step_ms else f"{NOT_COMPARABLE}; {given}"
     return (
-        f"{'step' if plan.fits else 'if it did fit: step'} {rough(t.step_ms)} ms, "
-        f"{rough(t.tokens_per_s_per_device, 4)} tokens/s/GPU, MFU {percent(t.mfu_causal)} causal, bound by {t.bound_by}"
+        f"{first}roofline: step {rough(t.step_ms)} ms, "
+        f"{rough(t.tokens_per_s_per_device, 4)} tokens/s/GPU, MFU {mfu(plan)}, bound by {t.bound_by}" + supposed(plan)
     )
+
+
+NOT_COMPARABLE = "no comparable published run"
+
+
+def expected(plan: Plan) -> str:
+    """The range of step time, speed and MFU that published runs of this kind lead to expect."""
+    t = plan.time
+    if not (steps := t.expected_step_ms) or not (speeds := t.expected_tokens_per_s_per_device):
+        return NOT_COMPARABLE
+    return (
+        f"expected: step {span(steps)} ms, {span(speeds)} tokens/s/GPU, "
+        f"MFU {' to '.join(percent(t.mfu_causal * t.step_ms / each) for each in reversed(steps))} causal"
+    )
+
+
+def span(low_high: tuple[float, float] | None) -> str:
+    """Both ends of a range, to three digits; '-' where there is none."""
+    return " to ".join(rough(end) for end in low_high) if low_high else "-"
+
+
+def mfu(plan: Plan) -> str:
+    """Causal; under FP8 of both peaks."""
+    t = plan.time
+    of_fp8 = "" if t.mfu_fp8_peak is None else f" of the bf16 peak, {percent(t.mfu_fp8_peak)} of the FP8 peak"
+    return f"{percent(t.mfu_causal)} causal{of_fp8}"
+
+
+def supposed(plan: Plan) -> str:
+    """The load of experts that a plan supposes; "" for a model without."""
+    return f", experts' load {load(plan.experts.load)}" if plan.experts else ""
+
+
+def load(shares: float) -> str:
+    """A load of experts with one digit after the point at least: 1.0."""
+    return f"{shares:.1f}" if round(shares, 1) == shares else f"{shares:g}"
+
+
+def host_waits(plan: Plan) -> str:
+    """How often the host waits for a number on the GPU, and for what; "" where it never does."""
+    most = sorted(plan.host_waits.items(), key=lambda kv: -kv[1])
+    named = [f"{n:,} x {name}" for name, n in most[:SHOWN]] + [f"{len(most) - SHOWN} more"] * (len(most) > SHOWN)
+    waits = sum(plan.host_waits.values())
+    text = f"the host waits for the GPU {waits:,} times a step, which no time above counts, to read a loop's end or a branch"
+    return f"{text}: {', '.join(named)}" if waits else ""
 
 
 def card(plan: Plan) -> str:
     """What of the card's memory a run may use."""
     m = plan.memory
     unit, (all_of_it, reserve, usable) = gib([m.hbm_gib, m.reserve_gib, m.usable_gib])
-    return f"a card has {all_of_it} {unit}: {reserve} stay with cuDNN, NCCL and the CUDA context, {usable} are usable"
+    return f"a card has {all_of_it} {unit}: {reserve} stay with NCCL and the CUDA context, {usable} are usable"
 
 
 def peak_at(plan: Plan) -> str:
-    """Where in the schedule the peak is, and how it divides."""
+    """Where in the schedule the peak is, how it divides, and the workspace that cuDNN's attention takes while it runs."""
     m = plan.memory
     unit, (arguments, temporary) = gib([m.arguments_gib, m.temp_gib])
-    return f"reached in {m.peak_at}; state and batch {arguments} {unit} throughout, temporaries {temporary} {unit}"
+    cudnn = (
+        f"; cuDNN workspace {size(m.workspace_gib)}, by {m.workspace_by.replace('cudnn', 'cuDNN')}" if m.workspace_gib else ""
+    )
+    return f"reached in {m.peak_at}; state and batch {arguments} {unit} throughout, temporaries {temporary} {unit}{cudnn}"
 
 
 def devices(plan: Plan) -> int:
@@ -107,7 +157,8 @@ def command(plan: Plan) -> str:
     overrides = [o if o.startswith("--") else f"--config.{o}" for o in plan.overrides]
     # A machine that has no description in specs/ is the one that the plan was made on.
     machine = [f"--topology={plan.topology}"] if plan.topology.partition(":")[0] in CHIPS else []
-    return shlex.join(["python", "-m", "jaxtrain.plan", f"--config={plan.config}", *overrides, *machine])
+    busiest = [f"--experts-load={load(plan.experts.load)}"] if plan.experts and plan.experts.load != 1 else []
+    return shlex.join(["python", "-m", "jaxtrain.plan", f"--config={plan.config}", *overrides, *machine, *busiest])
 
 
 def moved(plan: Plan) -> list[Collective]:
@@ -159,16 +210,13 @@ def training(plan: Plan, steps: int | None) -> list[tuple[str, ...]]:
     return out
 
 
-def off_by(plan: Plan, published: tuple[float, float] | None) -> str:
-    """What is known of the error of planned times: the range of planned over published step time."""
-    if published is None:
-        return "planned, without a comparison to runs that were published"
-    low, high = published
-    mfu = f"{percent(plan.time.mfu_causal * low)} to {percent(plan.time.mfu_causal * high)}"
-    return (
-        f"planned; for published runs this meter's step times were {low:.2f} to {high:.2f} of the measured ones: "
-        f"as far off here, MFU causal would be {mfu}"
-    )
+def off_by(plan: Plan) -> str:
+    """Where the expected range comes from, or why there is none."""
+    if not (steps := plan.time.expected_step_ms):
+        return f"{NOT_COMPARABLE}: the roofline leaves out what makes a real step longer, and by how much is not known here"
+    low, high = (plan.time.step_ms / each for each in reversed(steps))
+    of = ", ".join(filter(None, (plan.kind, compilers(plan.kind))))
+    return f"expected by published runs ({of}): there the roofline was {low:.2f} to {high:.2f} of the measured step time"
 
 
 def rates(plan: Plan) -> str:
@@ -176,14 +224,17 @@ def rates(plan: Plan) -> str:
     r = plan.rates
     slower = PALLAS_FRACTION if plan.attention == "pallas" else 1.0
     forward, backward = (slower * x for x in (r.attention_forward_tflops, r.attention_backward_tflops))
+    small = ((mib, r.nvlink_gb_s * fraction(r.collective_curve, mib * 2**20)) for mib in (64, 1))
+    by_size = " and ".join(f"{number(gb_s)} at {mib} MiB" for mib, gb_s in small)
     parts = [
         f"GEMM {number(r.gemm_tflops, 0)} TFLOP/s" + (f", in FP8 {number(r.fp8_tflops, 0)}" if plan.matmuls else ""),
-        f"{'Pallas ' if slower < 1 else ''}attention {number(forward, 0)} forward, {number(backward, 0)} backward",
+        f"{'Pallas ' if slower < 1 else ''}attention {number(forward, 0)} forward, {number(backward, 0)} backward at "
+        f"{ATTENTION_AT:,} tokens",
         f"memory {number(r.memory_tb_s)} TB/s",
-        f"NVLink {number(r.nvlink_gb_s, 0)} GB/s + {number(r.nvlink_latency_us, 0)} us a node",
+        f"NVLink {number(r.nvlink_gb_s, 0)} GB/s for large messages, {by_size}",
     ]
     if any(c.network_gib for c in plan.collectives):
-        parts.append(f"network {number(r.network_gb_s, 0)} GB/s + {number(r.network_latency_us, 0)} us between nodes")
+        parts.append(f"network {number(r.network_gb_s, 0)} GB/s + {number(r.network_latency_us, 0)} us from node to node")
     if plan.memory.host_gib:
         parts.append(f"host {number(r.host_gb_s, 0)} GB/s")
     return f"{r.source}: {', '.join(parts)}"
@@ -207,7 +258,7 @@ def matmuls(plan: Plan) -> str:
         return ""
     text = f"matrix products in FP8: {m.eight:g} of {m.products:g} a layer"
     text += f"; wider: {m.some_wide}" if m.wide else ""
-    return f"{text}. MFU and HFU are parts of the bfloat16 peak: a step that multiplies in both types has none of its own"
+    return f"{text}. MFU and HFU are parts of the bfloat16 peak, where no other is named: a step multiplies in both types"
 
 
 def pipeline(plan: Plan) -> list[str]:
@@ -242,15 +293,12 @@ def experts(plan: Plan) -> list[str]:
             f"all-to-all of a layer and microbatch, forward and backward: {number(x.layer_gib * GB_PER_GIB)} GB from each GPU, "
             f"{number(x.layer_exposed_ms)} ms of it waited for; {number(x.exposed_ms)} ms in the step"
         )
-    even = (
-        "rounds of the exchange that uneven ones take are not counted"
-        if x.devices > 1
-        else "whichever they are, rows are as many"
-    )
+    rounds = f"each exchange takes {x.rounds} round{'s' * (x.rounds > 1)}"
     lines.append(
         f"an expert takes {x.capacity:g} even shares at most, all of whose places are computed; what is more is dropped"
         if x.capacity
-        else f"loads are taken to be even: {even}"
+        else f"experts' load {load(x.load)}: the busiest draws {load(x.load)} times its even share, "
+        + (rounds if x.devices > 1 else "and rows are as many at any load")
     )
     return lines
 

@@ -9,17 +9,21 @@ from jaxtrain.page.kit import Column, Markup, bullets, cursor_data, document, pl
 from jaxtrain.plan.numbers import GB_PER_GIB, column, decimals, gib, number, percent, rough, size
 from jaxtrain.plan.report.figures import (
     ASSUMPTIONS,
+    NOT_COMPARABLE,
     TRAINING,
     built,
     card,
     classes,
     command,
     devices,
+    expected,
     experts,
     headline,
+    host_waits,
     in_pieces,
     matmuls,
     mesh,
+    mfu,
     moved,
     off_by,
     peak_at,
@@ -27,7 +31,9 @@ from jaxtrain.plan.report.figures import (
     place,
     ran,
     rates,
+    span,
     step_parts,
+    supposed,
     training,
     verdict,
     work,
@@ -45,8 +51,8 @@ PART_COLOURS = {
 LISTED = 40  # kernels and arrays with a row of their own; what is left is summed in one more
 
 
-def html(plan: Plan, published: tuple[float, float] | None = None, *, steps: int | None = None) -> str:
-    """The page. `published`: range of planned over published step time; `steps`: the config's number of training steps."""
+def html(plan: Plan, *, steps: int | None = None) -> str:
+    """The page. `steps`: the config's number of training steps."""
     title = f"{plan.config} on {plan.topology}"
     body = [
         f"<header><h1>{escape(title)}</h1>",
@@ -55,14 +61,14 @@ def html(plan: Plan, published: tuple[float, float] | None = None, *, steps: int
         f'<p class="verdict {"yes" if plan.fits else "no"}">{escape(verdict(plan))}</p></header><main>',
         _tiles(plan),
         say(f"{plan.kept}.") if plan.kept else "",
-        say(f"Times are {off_by(plan, published)}."),
+        say(f"{f'{expected(plan)} ({off_by(plan)})' if plan.time.expected_step_ms else off_by(plan)}{supposed(plan)}."),
         bullets("Warnings", plan.warnings, "warnings"),
         bullets("Hints" if plan.fits else "What would make it fit", plan.hints),
         "<h2>Memory over the schedule</h2>",
         _schedule(plan),
         "<h2>Memory at the peak</h2>",
         _memory(plan),
-        "<h2>Time of a step</h2>",
+        "<h2>Time of a step, by the roofline</h2>",
         _time(plan, steps),
         bullets("Pipeline", pipeline(plan)),
         bullets("Experts", experts(plan)),
@@ -73,6 +79,7 @@ def html(plan: Plan, published: tuple[float, float] | None = None, *, steps: int
         "<h2>Largest arrays at the peak</h2>",
         _buffers(plan),
         _loops(plan),
+        say(f"{waits}.") if (waits := host_waits(plan)) else "",
         bullets("How it was counted", (rates(plan), f"the meter: {ASSUMPTIONS}", work(plan), built(plan))),
         f"<h2>To make this plan again</h2><pre><code>{escape(command(plan))}</code></pre></main>",
     ]
@@ -84,13 +91,31 @@ def _tiles(plan: Plan) -> str:
     wire = sum(c.wire_gib for c in plan.collectives) * GB_PER_GIB
     cells = [
         ("memory", size(m.taken_gib), f"of {size(m.usable_gib)} usable"),
-        ("step" if plan.fits else "step, if it did fit", f"{rough(t.step_ms)} ms", f"bound by {t.bound_by}"),
-        ("tokens/s/GPU", rough(t.tokens_per_s_per_device, 4), f"{rough(t.tokens_per_s, 4)} in all"),
-        ("MFU, causal", percent(t.mfu_causal), f"full {percent(t.mfu_full)}, HFU {percent(t.hfu)}"),
+        _speed(
+            "step" if plan.fits else "step, if it did fit",
+            t.expected_step_ms,
+            f"{rough(t.step_ms)} ms",
+            f"bound by {t.bound_by}",
+            " ms",
+        ),
+        _speed(
+            "tokens/s/GPU",
+            t.expected_tokens_per_s_per_device,
+            rough(t.tokens_per_s_per_device, 4),
+            f"{rough(t.tokens_per_s, 4)} in all",
+        ),
+        ("MFU by the roofline", percent(t.mfu_causal), f"{mfu(plan)}, full {percent(t.mfu_full)}, HFU {percent(t.hfu)}"),
         ("exposed", percent(t.exposed_ms / t.step_ms), "communication, of the step"),
         ("on the wire", f"{number(wire)} GB", "a GPU and step"),
     ]
     return tiles(cells)
+
+
+def _speed(what: str, low_high: tuple[float, float] | None, roofline: str, note: str, unit: str = "") -> tuple[str, str, str]:
+    """A tile: the expected range and below it the roofline; without a comparable published run the roofline, named as such."""
+    if low_high:
+        return f"{what}, expected", span(low_high) + unit, f"roofline {roofline}, {note}"
+    return f"{what}, roofline", roofline, f"{NOT_COMPARABLE}; {note}"
 
 
 def _schedule(plan: Plan) -> str:

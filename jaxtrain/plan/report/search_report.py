@@ -9,19 +9,19 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.plan.numbers import column, percent, rough, size
-from jaxtrain.plan.report.figures import remat
+from jaxtrain.plan.report.figures import NOT_COMPARABLE, remat, span
 from jaxtrain.plan.report.live import live
-from jaxtrain.plan.search.best import OWN, Candidate, Progress, SearchResult
+from jaxtrain.plan.search.best import ERROR, OWN, Candidate, Progress, SearchResult, link_share
 from jaxtrain.plan.search.space import changes, sequences_per_gpu
 
-STYLES = {"best": "bold green", "front": "green", "too big": "red", "failed": "yellow"}
+STYLES = {"best": "bold green", "equal": "green", "front": "green", "too big": "red", "failed": "yellow"}
 ENDINGS = {
     "complete": "complete: no legal layout that was left out can both fit and be faster, by its bound and by what did not fit",
     "most": "ended at the number of plans that --most allows",
     "budget": "ended when the budget of seconds was spent",
     "interrupted": "interrupted",
 }
-FORMAT = 1  # of --json
+FORMAT = 2  # of --json
 REFUSALS = 3  # shown, of those that differ
 
 
@@ -46,7 +46,7 @@ def _best(progress: Progress) -> str:
     plan = progress.best.plan if progress.best else None
     if not progress.best or not plan:
         return "none fits so far"
-    return f"best {rough(plan.time.step_ms)} ms, {size(plan.memory.taken_gib)}: {describe(progress.best)}"
+    return f"fastest {rough(plan.time.step_ms)} ms, {size(plan.memory.taken_gib)}: {describe(progress.best)}"
 
 
 def _outcome(candidate: Candidate) -> str:
@@ -72,13 +72,23 @@ def _rows(candidate: Candidate) -> int:
 
 def show(result: SearchResult, console: Console) -> None:
     """Prints the layouts tried, the front first; what was not compiled, and why; and the overrides of the best."""
+    load = ", experts' load 1.0" if result.run.model.num_experts else ""
     _say(
         console,
-        f"{result.name} on {result.topology.name}: {result.layouts:,} legal layouts, {len(result.tried)} tried",
+        f"{result.name} on {result.topology.name}: {result.layouts:,} legal layouts, {len(result.tried)} tried{load}",
         "bold",
     )
     if result.tried:
         console.print(_table(result))
+        if any(c.plan and not c.plan.time.expected_step_ms for c in result.tried):
+            _say(console, f"expected -: {NOT_COMPARABLE}")
+    equal = sum(c.equal for c in result.tried)
+    if equal > 1:
+        _say(
+            console,
+            f"{equal} layouts are equal: their steps differ by {ERROR:.0%} at most, which is the error of the estimate. The "
+            "first of them has the least share of its step on links, then the fewest mesh axes, then the shortest step",
+        )
     for reason, count in result.cut.items():
         _say(console, f"{count:,} layouts not compiled: {reason}")
     for reason, count in _refusals(result).items():
@@ -125,7 +135,7 @@ def _table(result: SearchResult) -> Table:
     table = Table(box=None, pad_edge=False, title_justify="left")
     for heading in ("mesh", "remat"):
         table.add_column(heading, overflow="fold")
-    for heading in ("seq/GPU", "accum", "step ms", "tok/s/GPU", "MFU", "GiB"):
+    for heading in ("seq/GPU", "accum", "expected ms", "expected tok/s/GPU", "roofline ms", "MFU", "GiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
     plans = [c.plan for c in result.tried if c.plan]
@@ -134,7 +144,10 @@ def _table(result: SearchResult) -> Table:
     for c in result.tried:
         note = f"{c.verdict}: {c.reason}" + (f" ({c.name})" if c.name else "")
         t = c.plan.time if c.plan else None
-        numbers = (next(steps), rough(t.tokens_per_s_per_device), percent(t.mfu_causal), next(taken)) if t else ("",) * 4
+        numbers = ("",) * 5
+        if t:
+            expected = (span(t.expected_step_ms), span(t.expected_tokens_per_s_per_device))
+            numbers = (*expected, next(steps), percent(t.mfu_causal), next(taken))
         rows = f"{sequences_per_gpu(c.run, result.topology):g}"
         cells = (mesh(c), remat(c.run), rows, str(c.run.train.grad_accum), *numbers, note)
         table.add_row(*(Text(cell) for cell in cells), style=STYLES.get(c.verdict, ""))
@@ -165,6 +178,10 @@ def to_json(result: SearchResult) -> dict[str, Any]:
             if not c.plan
             else {
                 "fits": c.plan.fits,
+                "expected_step_ms": c.plan.time.expected_step_ms,
+                "expected_tokens_per_s_per_device": c.plan.time.expected_tokens_per_s_per_device,
+                "equal": c.equal,
+                "link_share": link_share(c.plan),
                 "step_ms": c.plan.time.step_ms,
                 "tokens_per_s_per_device": c.plan.time.tokens_per_s_per_device,
                 "mfu_causal": c.plan.time.mfu_causal,
@@ -182,6 +199,7 @@ def to_json(result: SearchResult) -> dict[str, Any]:
         "best": dict(result.best.overrides) if result.best else None,
         "paste": paste(result),
         "tried": [row(c) for c in result.tried],
+        "error": ERROR,
         "layouts": result.layouts,
         "refused": len(result.refused),
         "cut": dict(result.cut),

@@ -17,16 +17,21 @@ from jaxtrain.plan.report.figures import (
     classes,
     command,
     devices,
+    expected,
     experts,
     headline,
+    host_waits,
+    load,
     matmuls,
     mesh,
+    mfu,
     moved,
     off_by,
     peak_at,
     pipeline,
     ran,
     rates,
+    span,
     step_parts,
     training,
     verdict,
@@ -40,10 +45,10 @@ BLOCK = 5  # plans beside each other in `compare`
 COMPARED = 14  # columns of one of them
 
 
-def text(plan: Plan, console: Console, *, published: tuple[float, float] | None = None, steps: int | None = None) -> None:
+def text(plan: Plan, console: Console, *, steps: int | None = None) -> None:
     """Prints the whole report: verdict, memory, collectives, time, kernels, what to change, how it was counted.
 
-    `published` is the range of planned over published step time; `steps` is the config's number of training steps.
+    `steps` is the config's number of training steps.
     """
     say(console, f"{plan.config} on {plan.topology} ({plan.chip}): mesh {mesh(plan)}, attention {plan.attention}")
     if plan.overrides:
@@ -56,11 +61,13 @@ def text(plan: Plan, console: Console, *, published: tuple[float, float] | None 
         listed(console, "what would make it fit", plan.hints)
     _memory(plan, console)
     _collectives(plan, console)
-    _time(plan, console, published, steps)
+    _time(plan, console, steps)
     listed(console, "pipeline", pipeline(plan))
     listed(console, "experts", experts(plan))
     _kernels(plan, console)
     listed(console, "loops", [f"{n:,} x {name}" for name, n in sorted(plan.trip_counts.items(), key=lambda kv: -kv[1])])
+    if waits := host_waits(plan):
+        say(console, waits)
     if plan.fits:
         listed(console, "hints", plan.hints)
     listed(console, "warnings", plan.warnings, "yellow")
@@ -121,11 +128,11 @@ def _collectives(plan: Plan, console: Console) -> None:
     console.print(rows)
 
 
-def _time(plan: Plan, console: Console, published: tuple[float, float] | None, steps: int | None) -> None:
+def _time(plan: Plan, console: Console, steps: int | None) -> None:
     t = plan.time
     parts = step_parts(plan)
     times = column([*(ms for _, ms in parts), t.step_ms])
-    heading(console, "time of a step")
+    heading(console, "time of a step, by the roofline")
     rows = table(["", "ms", "", ""], numeric=(1, 2))
     for (name, ms), shown in zip(parts, times, strict=False):
         row(rows, name, shown, percent(ms / t.step_ms), bar(console, ms, t.step_ms))
@@ -138,11 +145,12 @@ def _time(plan: Plan, console: Console, published: tuple[float, float] | None, s
         f"tokens/s {rough(t.tokens_per_s, 4)}, each GPU {rough(t.tokens_per_s_per_device, 4)}; "
         f"{plan.tokens_per_step:,} tokens a step",
     )
-    say(console, f"MFU {percent(t.mfu_causal)} causal, {percent(t.mfu_full)} full; HFU {percent(t.hfu)}", "bold")
-    say(console, f"({off_by(plan, published)})")
+    say(console, f"MFU {mfu(plan)}, {percent(t.mfu_full)} full; HFU {percent(t.hfu)}", "bold")
+    say(console, expected(plan), "bold")
+    say(console, f"({off_by(plan)})")
     if plan.matmuls:
         say(console, matmuls(plan))
-    heading(console, f"time to train on {devices(plan):,} GPUs")
+    heading(console, f"time to train on {devices(plan):,} GPUs, by the roofline")
     rows = table(TRAINING, numeric=range(1, 5))
     for cells in training(plan, steps):
         row(rows, *cells)
@@ -212,7 +220,8 @@ def _compared(plans: Sequence[Plan]) -> list[tuple[str, list[str], int | None]]:
     rows += [(f"  {name} GiB", column([p.memory.by_class.get(name, 0.0) for p in plans]), None) for name in names]
     rows += [
         ("tokens a step", [f"{p.tokens_per_step:,}" for p in plans], None),
-        measure("step ms", [t.step_ms for t in times], same_work),
+        ("expected ms", [span(t.expected_step_ms) for t in times], None),
+        measure("roofline ms", [t.step_ms for t in times], same_work),
         ("  GEMM ms", column([t.gemm_ms for t in times]), None),
         ("  attention ms", column([t.attention_ms for t in times]), None),
         ("  memory-bound ms", column([t.memory_ms for t in times]), None),
@@ -225,4 +234,6 @@ def _compared(plans: Sequence[Plan]) -> list[tuple[str, list[str], int | None]]:
     ]
     if any(network):
         rows.append(measure("network GB", network, same_work))
+    if any(p.experts for p in plans):
+        rows.append(("experts' load", [load(p.experts.load) if p.experts else "-" for p in plans], None))
     return [*rows, ("bound by", [t.bound_by for t in times], None)]

@@ -26,6 +26,8 @@ the ticks in which a stage is idle (stages.py).
               + max(in the loss: the head, its float32 gradient, one chunk's logits;
                     in the backward pass: gradients of all layers, of one where they are added to those of the microbatches
                     before as they come; the largest weight; what one checkpoint computes again)
+
+cuDNN's workspace is left out of the bound, and counted in the plan: it makes a plan larger and never smaller.
 """
 
 import dataclasses
@@ -40,6 +42,7 @@ from jaxtrain.context import Context, make_context
 from jaxtrain.models import FAMILIES
 from jaxtrain.moments import INT8
 from jaxtrain.plan.program.work import ATTENTION_BACKWARD
+from jaxtrain.plan.rates import fastest_attention
 from jaxtrain.plan.result import Rates
 from jaxtrain.plan.topology import Topology
 from jaxtrain.stages import Schedule
@@ -200,6 +203,12 @@ def activation_bytes(layout: Layout, name: str) -> float:
     return known.get(name, m.d_model * c / layout.parts("residual"))
 
 
+def master_bytes(layout: Layout) -> float:
+    """Of the master weights on one device at rest, at least: scales of norms are float32 whatever the others are."""
+    stored = BYTES[layout.run.dtypes.params]
+    return sum(layout.parameters.values()) * stored + layout.parameters["norms"] * (BYTES["f32"] - stored)
+
+
 def moment_bytes(layout: Layout) -> float:
     """Of all moments, at rest, at least; of 8-bit blocks the codes alone. Muon has one of the matrices of layers."""
     run, params = layout.run, layout.parameters
@@ -254,9 +263,8 @@ def _arithmetic_s(layout: Layout, rates: Rates) -> float:
     tokens = run.train.global_batch * run.data.seq_len / math.prod(layout.sizes.values())
     attention = flops.attention(run.model, run.data.seq_len).causal * run.model.num_layers
     linear = flops.forward(run.model, run.data.seq_len).causal - attention
-    backward = ATTENTION_BACKWARD / rates.attention_backward_tflops
-    if not _fused_attention(run):
-        backward = 2 / max(rates.attention_backward_tflops, rates.gemm_tflops)
+    fused = rates.attention_backward_tflops * fastest_attention(backward=True)
+    backward = ATTENTION_BACKWARD / fused if _fused_attention(run) else 2 / max(fused, rates.gemm_tflops)
     layers = run.model.num_layers * sum(flops.gemms(run.model).values())
     computed = run.model.num_layers * sum(flops.gemms(run.model, flops.expert_rows(run)).values())
     idle = _idle(layout)
@@ -279,7 +287,7 @@ def _fused_attention(run: RunConfig) -> bool:
 
 
 def _attention_rate(run: RunConfig, rates: Rates) -> float:
-    forward = rates.attention_forward_tflops
+    forward = rates.attention_forward_tflops * fastest_attention(backward=False)
     return forward if _fused_attention(run) else max(forward, rates.gemm_tflops)
 
 
@@ -299,7 +307,7 @@ def _memory_bound_s(layout: Layout, rates: Rates) -> float:
     grads, made = BYTES[run.dtypes.grads] if micro > 1 else 2, sum(layout.gradients.values())
     moved = params * 2 * grads
     if run.optimizer.name in groups.METHODS:
-        moved += 2 * (params * BYTES[run.dtypes.params] + moment_bytes(layout))
+        moved += 2 * (master_bytes(layout) + moment_bytes(layout))
     if micro > 1:
         moved += micro * made * (2 * grads + 2)
     norms = 2 * (2 + 3) * m.d_model / layout.parts("residual")
@@ -410,9 +418,12 @@ def _link_s(layout: Layout, rates: Rates, axes: tuple[str, ...], wire: float, la
         "nvlink": wire * (1 - crossing) / (rates.nvlink_gb_s * 1e9),
         "network": wire * crossing / (rates.network_gb_s * 1e9),
     }
-    link = "network" if crossing else "nvlink"
-    latency = rates.nvlink_latency_us + (rates.network_latency_us if crossing else 0.0)
-    return seconds | {link: seconds[link] + launches * latency * 1e-6}
+    # No launch is faster than the shortest message, of which a group of two sends half.
+    (size, part), *_ = rates.collective_curve
+    seconds["nvlink"] = max(seconds["nvlink"], launches * size / 2 / (rates.nvlink_gb_s * 1e9 * part))
+    if crossing:
+        seconds["network"] += launches * rates.network_latency_us * 1e-6
+    return seconds
 
 
 def _nodes(layout: Layout, axes: tuple[str, ...]) -> int:
@@ -428,8 +439,8 @@ def _nodes(layout: Layout, axes: tuple[str, ...]) -> int:
 
 def _memory_bytes(layout: Layout) -> float:
     run, m, c = layout.run, layout.run.model, layout.compute_bytes
-    params, micro = layout.parameters, run.train.grad_accum
-    held = sum(params.values()) * BYTES[run.dtypes.params] + layout.held * layout.weight_bytes
+    micro = run.train.grad_accum
+    held = master_bytes(layout) + layout.held * layout.weight_bytes
     grads = layout.gradients
     held += 0.0 if run.optimizer.offload == "moments" else moment_bytes(layout)
     if micro > 1:

@@ -22,7 +22,7 @@ from typing import Any
 
 from jaxtrain import config, installed
 from jaxtrain.config import RunConfig
-from jaxtrain.plan.rates import rates_for
+from jaxtrain.plan.rates import ranges, rates_for
 from jaxtrain.plan.result import Plan, Rates, from_json, to_json
 from jaxtrain.plan.search import FOLDER
 from jaxtrain.plan.search.bound import mesh_sizes
@@ -71,6 +71,7 @@ class Cache:
             "config": relevant(run, topology),
             "topology": [topology.name, topology.device_kind, topology.memory_bytes, topology.description],
             "rates": dataclasses.asdict(rates),
+            "ranges": ranges(),
             "by": by,
             "versions": installed.versions(PACKAGES),
             "flags": os.environ.get("XLA_FLAGS", ""),

@@ -28,7 +28,6 @@ MOST = 12  # plans made
 FURTHER = 4  # of them after the first that fits, in search of a faster one
 SHOWN = 3  # ways that fit, the fastest first
 MOST_GPUS = 4096  # that are suggested
-LOST_BELOW = 2**-8  # of a number: a smaller change may vanish when it is rounded to bfloat16
 SAME_TIME = 0.005  # of a step: a smaller difference is not told
 
 
@@ -217,13 +216,11 @@ def _that_fits(run: RunConfig, plan: Plan, c: Candidate, made: Plan) -> Advice:
 def _loses(run: RunConfig, key: str) -> str:
     """What storing 16 bits costs in accuracy."""
     if key == "dtypes.params":
-        return f"weights lose updates below {LOST_BELOW:.1%} of a weight, so that training may stall at small learning rates"
+        return "weights but norms and biases are rounded to 8 bits each step, up or down by chance"
     if key == "dtypes.m":
         return "the first moment is rounded to 8 bits each step"
     if key == "dtypes.v":
-        slow = 1 - run.optimizer.beta2 < LOST_BELOW
-        why = f"; with optimizer.beta2={run.optimizer.beta2:g} its decay is lost in that" if slow else ""
-        return f"the second moment is rounded to 8 bits each step{why}"
+        return "the second moment is rounded to 8 bits each step"
     if key == "dtypes.grads":
         return f"gradients are rounded to 8 bits at each of {run.train.grad_accum} additions"
     return ""

@@ -12,7 +12,17 @@ from jaxtrain import activations, config
 from jaxtrain.config import Loss, RunConfig
 from jaxtrain.models import FAMILIES
 from jaxtrain.plan.result import Plan, Rates
-from jaxtrain.plan.search.bound import BYTES, Layout, bound, ladder, may_add_layers, mesh_sizes, moment_bytes, saved_bytes
+from jaxtrain.plan.search.bound import (
+    BYTES,
+    Layout,
+    bound,
+    ladder,
+    master_bytes,
+    may_add_layers,
+    mesh_sizes,
+    moment_bytes,
+    saved_bytes,
+)
 from jaxtrain.plan.search.space import Check, Overrides, changes, microbatches, remat_policies, with_overrides
 from jaxtrain.plan.topology import Topology
 
@@ -52,9 +62,8 @@ def candidate(
         return Candidate(overrides, run, knobs, rank, 0.0, 0.0, 0.0, 0.0)
     least = bound(run, topology, rates)
     layout = Layout(run, mesh_sizes(run, topology), topology.gpus)
-    held = sum(layout.parameters.values()) / 2**30
     on_device = 0.0 if run.optimizer.offload == "moments" else moment_bytes(layout) / 2**30
-    state = held * BYTES[run.dtypes.params] + on_device
+    state = master_bytes(layout) / 2**30 + on_device
     # The bound counts the gradients of a microbatch as they travel, at two bytes; the step holds them like the weights.
     wide = 0.0 if may_add_layers(run) else sum(layout.gradients.values()) / 2**30 * (BYTES[run.dtypes.params] - 2)
     rest = least.memory_gib - state + wide

@@ -24,7 +24,7 @@ from typing import Any, Self
 from jaxtrain import config
 from jaxtrain.config import RunConfig
 from jaxtrain.plan import topology as machines
-from jaxtrain.plan.result import Plan, Rates, from_json, to_json
+from jaxtrain.plan.result import Plan, Rates, from_json, rates_from_json, to_json
 from jaxtrain.plan.search.cache import Cache, Failure, labelled, write_whole
 from jaxtrain.plan.topology import Topology
 
@@ -284,7 +284,7 @@ def child(result: Path, job: dict[str, Any]) -> int:
     run, problems = config.from_dict(job["config"])
     if problems:
         raise config.ConfigError(problems)
-    rates = Rates(**job["rates"]) if job["rates"] else None
+    rates = rates_from_json(job["rates"]) if job["rates"] else None
     try:
         tree = to_json(call(job["plan_one"], run, machines.parse(job["topology"]), rates))
     # Whatever planning raises is this candidate's outcome, and goes to whoever asked for it.
