@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxtrain import evaluate, launch
 from jaxtrain.config import Fp8, Problem, RunConfig
+from jaxtrain.data.pipeline import with_documents
 from jaxtrain.start import open_data
 from jaxtrain.state import create_state
 from jaxtrain.step import build, place_batch
@@ -63,15 +64,17 @@ def variants(run: RunConfig, of: str) -> dict[str, RunConfig]:
 
 def losses(run: RunConfig) -> tuple[np.ndarray, float]:
     """(training loss of each step, loss on held-out text after the last) of a run on the first device."""
-    program = build(run, jax.devices()[:1])
-    train, sets = open_data(run, program)
+    train, sets = open_data(run)
     (held_out,) = sets.values()
+    run = with_documents(run, train, held_out)
+    program = build(run, jax.devices()[:1])
     state = create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
     seen = []
     for i in range(run.train.steps):
         state, values = program.train_step(state, place_batch(train.batch(i), program.batch, program.context))
         seen.append(values["loss"])
-    loss = evaluate.evaluate(program.eval_step, state.params, held_out, program.eval_batch, program.context, run.eval.batches)
+    how = (program.eval_batch, program.context, run.eval.sequences)
+    loss = evaluate.evaluate(program.eval_step, state.params, held_out, *how)
     return np.array([float(x) for x in seen]), loss
 
 

@@ -1,4 +1,4 @@
-"""What the operator's tools do on a real GPU, part 5 of benchmarks/hopper.py: preflight, the lines on the GPU, their cost.
+"""The operator's tools on a real GPU, in stage 6 of benchmarks/first_hour.py: preflight, lines on the GPU, their cost.
 
 Preflight is recorded, so that the node becomes a test input (tests/recorded). The runs are short ones of llama3_1b with fewer
 layers, without checkpoints that anybody keeps; receipt, metrics and page of one of them stay.
@@ -73,10 +73,11 @@ def gpu_lines(node: Node, limit_s: float) -> Outcome:
 def sampling(node: Node, limit_s: float) -> Outcome:
     """Steps with and without lines on the GPU, in turns: what asking the driver each second costs."""
     medians: dict[str, list[float]] = {"off": [], "on": []}
-    for turn, which in enumerate(TURNS):
+    turns = TURNS[:2] if node.smoke else TURNS
+    for turn, which in enumerate(turns):
         name = f"turn{turn}_{which}"
         every = "--config.log.gpu_every_s=" + {"off": "0", "on": "1"}[which]
-        receipt = trained(node, name, (every,), limit_s / len(TURNS))
+        receipt = trained(node, name, (every,), limit_s / len(turns))
         shutil.rmtree(node.path / name, ignore_errors=True)
         if "why" in receipt:
             return Outcome(BAD, f"turn {turn}, {which}: {receipt['why']}", data=medians)

@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peer_maxtext_read import PARTS, Read, part, read
+from benchmarks.peer_maxtext_read import PARTS, Read, part, place, read
 from jaxtrain import flops, hardware, launch
 from jaxtrain.config import RunConfig
 from jaxtrain.plan.numbers import number, percent
@@ -231,7 +231,7 @@ def waits(steps: Mapping[Case, Read], least_ms: float = 0.5) -> str:
     for case, r in steps.items():
         sums: dict[tuple[str, str, str, str], float] = defaultdict(float)
         for m in r.moved:
-            sums[m.kind, m.dtype, roofline.label(m.op_name), m.source] += m.exposed_ms
+            sums[m.kind, m.dtype, roofline.label(m.op_name), place(m.source)] += m.exposed_ms
         for (kind, dtype, label, source), ms in sorted(sums.items(), key=lambda item: -item[1]):
             if ms >= least_ms:
                 lines.append([f"{case.who} {case.what}, {case.options}", f"{kind} {dtype}", f"{label} {source}", number(ms, 1)])
@@ -254,7 +254,7 @@ def markdown(steps: Mapping[Case, Read], explained: str) -> str:
 
 Two programs for the same work, read by one meter: the train step of {theirs} and that of jaxtrain, both compiled by
 XLA:GPU for eight described H200s. **Compiled on CPUs; nothing was run on a GPU.** Planned times are the plan's roofline
-([plan.md](plan.md)) at data-sheet rates: good for comparing programs, not for promising a step time
+([plan.md](plan.md)) at published kernel rates: good for comparing programs, not for promising a step time
 ([planned_vs_published.md](planned_vs_published.md)).
 
 ```text

@@ -91,7 +91,12 @@ def _what(i: hlo.Instruction, index: Sequence[int]) -> str:
         part = part[n] if isinstance(part, tuple) and n < len(part) else part
     shape = f"{part.dtype}[{','.join(map(str, part.dims))}]" if isinstance(part, hlo.Shape) else ""
     made_up = "state of a loop" if i.opcode in ("parameter", "while") else re.sub(r"[.\d]+$", "", i.name)
-    return f"{shape} {roofline.label(i.op_name) or made_up} {i.source}".strip()
+    return f"{shape} {roofline.label(i.op_name) or made_up} {place(i.source)}".strip()
+
+
+def place(source: str) -> str:
+    """Return a file:line as the page has it: of our own files without the line, which the next commit would move."""
+    return source.rpartition(":")[0] if source.startswith("jaxtrain/") else source
 
 
 # Parts of a step, by label, source line and enclosing function of a memory-bound kernel: ours, and those of MaxText 0.2.5. The

@@ -9,14 +9,15 @@ import importlib.util
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pynvml
 
 from jaxtrain.config import Problem
 
-# GiB of every GPU left to cuDNN workspaces, NCCL buffers and the CUDA context, none of which JAX allocates. A stated
-# budget, not a measurement: raise or lower what JAX gets with train.memory_fraction.
+# GiB of every GPU left to NCCL buffers and the CUDA context, neither of which JAX allocates. cuDNN's workspace is none of it:
+# XLA allocates that. A stated budget, not a measurement: raise or lower what JAX gets with train.memory_fraction.
 RESERVE_GIB = 6.0
 # On small cards the reserve is at most this part of the card, which leaves JAX its own default of 75%.
 RESERVE_MOST = 0.25
@@ -87,8 +88,10 @@ def lookup(device_kind: str) -> Gpu | None:
 class Devices:
     """The devices a run will see: `kind` is cpu or gpu, `memory_gib` of one device, `source` says how this is known.
 
+    CPU devices of one process share the memory that is available to it: `memory_gib` is an equal part of that.
+
     `sm` is the compute capability times ten (90: Hopper), 0 where neither the driver nor the table tells. `node`: how many of
-    them one node holds; 0 for all.
+    them one node holds; 0 for all. `problem`: why there is none to run on, where `count` is 0 and that is known.
     """
 
     kind: str
@@ -98,6 +101,7 @@ class Devices:
     source: str
     sm: int = 0
     node: int = 0
+    problem: Problem | None = None
 
     def __post_init__(self):
         if not self.sm and self.gpu:
@@ -114,13 +118,16 @@ def probe(environ: Mapping[str, str] | None = None) -> Devices:
 
     JAX_PLATFORMS decides first. CPU devices are counted by JAX_NUM_CPU_DEVICES, else by XLA_FLAGS. GPUs are those the
     driver reports through NVML and CUDA_VISIBLE_DEVICES leaves. `count` is 0 where JAX_PLATFORMS asks for a GPU and there
-    is none.
+    is none, where CUDA_VISIBLE_DEVICES names none that there is, and where the driver fails: a CPU is no substitute.
     """
     environ = os.environ if environ is None else environ
     platform = environ.get("JAX_PLATFORMS", "").lower().split(",")[0].strip()
     if platform == "cpu":
         return _cpu(environ, "JAX_PLATFORMS=cpu")
-    found, why = _gpus(environ)
+    try:
+        found, why = _gpus(environ)
+    except InvisibleGpu as error:
+        return Devices("gpu", "", 0, 0.0, str(error.problem), problem=error.problem)
     if found:
         # The mesh wants equal devices; the first one's name, and the least memory and capability, stand for all.
         names, memories, sms = zip(*found, strict=True)
@@ -138,7 +145,7 @@ def _cpu(environ: Mapping[str, str], why: str) -> Devices:
     number = environ.get("JAX_NUM_CPU_DEVICES", "")
     if re.fullmatch(r"\d+", number):
         count, source = int(number), f"{why}; JAX_NUM_CPU_DEVICES"
-    return Devices("cpu", "cpu", count, host_gib() / max(count, 1), source)
+    return Devices("cpu", "cpu", count, available_gib() / max(count, 1), source)
 
 
 def _gpus(environ: Mapping[str, str]) -> tuple[list[tuple[str, float, int]], str]:
@@ -156,6 +163,10 @@ def _gpus(environ: Mapping[str, str]) -> tuple[list[tuple[str, float, int]], str
         return [], f"no NVIDIA driver ({e})"
     try:
         return [_describe(handle) for handle in visible_handles(visible, pynvml)], "the driver reports no GPU"
+    except pynvml.NVMLError as e:
+        rule = f"the driver fails when it is asked for the GPUs ({e})"
+        remedy = "Run nvidia-smi to see which GPU fails, or set JAX_PLATFORMS=cpu to run without GPUs."
+        raise InvisibleGpu(Problem("devices", None, rule, remedy)) from None
     finally:
         pynvml.nvmlShutdown()
 
@@ -167,24 +178,54 @@ def _describe(handle: Any) -> tuple[str, float, int]:
     return (name.decode() if isinstance(name, bytes) else name), memory, 10 * major + minor
 
 
-def visible_handles(visible: str | None, nvml: Any = pynvml) -> list[Any]:
-    """NVML handles in the order of CUDA_VISIBLE_DEVICES; like CUDA, the list ends at the first entry that is no device.
+class InvisibleGpu(ValueError):
+    """CUDA_VISIBLE_DEVICES, or the driver, leaves no GPU that a run could use. `problem` says why."""
 
-    NVML must be initialised, by `nvml.nvmlInit()`. Raises nvml.NVMLError.
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        super().__init__(str(problem))
+
+
+def visible_handles(visible: str | None, nvml: Any = pynvml) -> list[Any]:
+    """Return NVML handles in the order of CUDA_VISIBLE_DEVICES. Like CUDA, the list ends at the first number that is no GPU.
+
+    An entry may be the beginning of a UUID (GPU-1a2b), as the driver allows, where one GPU alone has it. NVML must be
+    initialised, by `nvml.nvmlInit()`. Raises nvml.NVMLError, and InvisibleGpu for a MIG slice, for a UUID that none or several
+    GPUs have, and for a list whose first entry is no GPU.
     """
     count = nvml.nvmlDeviceGetCount()
     if visible is None:
         return [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
     handles = []
-    for entry in visible.split(","):
-        entry = entry.strip()
+    for entry in (each.strip() for each in visible.split(",")):
         if entry.isdigit() and int(entry) < count:
             handles.append(nvml.nvmlDeviceGetHandleByIndex(int(entry)))
         elif entry.startswith("GPU-"):
-            handles.append(nvml.nvmlDeviceGetHandleByUUID(entry))
+            named = [i for i in range(count) if _uuid(i, nvml).startswith(entry)]
+            if len(named) != 1:
+                raise _invisible(visible, f"{len(named) or 'no'} GPUs have a UUID that begins with {entry}")
+            handles.append(nvml.nvmlDeviceGetHandleByIndex(named[0]))
+        elif entry.startswith("MIG-"):
+            raise _invisible(visible, f"{entry} is a MIG slice, and a run takes whole GPUs")
         else:
             break
+    if count and not handles:
+        raise _invisible(visible, f"there is no GPU {visible.split(',')[0].strip()!r}")
     return handles
+
+
+def _uuid(index: int, nvml: Any) -> str:
+    """A GPU's UUID; "" where the driver has lost the GPU, which is no reason to refuse another one."""
+    try:
+        found = nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index))
+    except nvml.NVMLError:
+        return ""
+    return found.decode() if isinstance(found, bytes) else found
+
+
+def _invisible(visible: str, rule: str) -> InvisibleGpu:
+    remedy = "Set CUDA_VISIBLE_DEVICES=0 for the first GPU, or unset it for all; nvidia-smi -L lists them."
+    return InvisibleGpu(Problem("CUDA_VISIBLE_DEVICES", visible, rule, remedy))
 
 
 def memory_fraction(total_gib: float, configured: float = 0.0) -> float:
@@ -206,6 +247,35 @@ HOST_SHARE = 0.8  # of the host's memory may be pinned for copies of the state w
 def host_gib() -> float:
     """Memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def available_gib(root: str | os.PathLike[str] = "/") -> float:
+    """Return the GiB that a process can still get here: MemAvailable, or the smallest limit of its memory cgroups (v1, v2).
+
+    root: the folder that holds proc and sys; for tests. Where /proc tells nothing, all memory of this machine.
+    """
+    base = Path(root)
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", _text(base / "proc/meminfo"), re.MULTILINE)
+    limits = [int(found[1]) * 1024 if found else round(host_gib() * 2**30)]
+    mounts = base / "sys/fs/cgroup"
+    for line in _text(base / "proc/self/cgroup").splitlines():
+        _, controllers, group = line.split(":", 2)
+        v1 = "memory" in controllers.split(",")
+        if controllers and not v1:
+            continue
+        mount, name = (mounts / "memory", "memory.limit_in_bytes") if v1 else (mounts, "memory.max")
+        group = Path(group.lstrip("/"))
+        # A limit of a parent binds its children too. In a container the path may be that of the host, and the mount is its own.
+        limits += [int(text) for each in (group, *group.parents) if (text := _text(mount / each / name).strip()).isdigit()]
+    return min(limits) / 2**30
+
+
+def _text(path: Path) -> str:
+    """A file's text; "" where it cannot be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def pinned_limit_gib(environ: Mapping[str, str]) -> float:

@@ -1,8 +1,9 @@
 """Copies of the state for its saves: what the loop waits for when a save is due.
 
 The programs that copy and take digests are compiled in another thread, behind the first steps, so that the first save is no
-slower than the others (but for the digests of what rests in host memory). On GPUs copies go to pinned host memory, which XLA
-keeps from save to save, a layer at a time: the device may have no room for more. On CPUs new memory costs several times the
+slower than the others (but for the digests of what rests in host memory). On GPUs copies go to pinned host memory a layer at a
+time, since more may not fit on the device. XLA keeps that memory from save to save. Pinning it takes seconds to minutes, so
+`reserve` allocates it once, before the first step. On CPUs new memory costs several times the
 copy itself, as the kernel clears every page of it at its first use. There one program makes all copies in the memory of those
 of the save before, without the loop waiting for it.
 """
@@ -64,7 +65,16 @@ class Snapshots:
         self._keeps = on_cpus and all(leaf.sharding.memory_kind != stacks.ON_HOST for leaf in self._leaves)
         self._kept: list[jax.Array] = []  # the last copies, or memory for the first
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+        self._reserved: concurrent.futures.Future[None] | None = None
         self._prepared: concurrent.futures.Future[None] | None = None
+
+    def reserve(self) -> None:
+        """Begin to allocate the host memory of the copies, in another thread. A failure is left for the first `take` to raise.
+
+        Does nothing where `prepare` allocates, on CPUs.
+        """
+        if not self._keeps and self._reserved is None and self._prepared is None:
+            self._reserved = self._worker.submit(allocate, self._leaves)
 
     def prepare(self) -> concurrent.futures.Future[None]:
         """Begin to get ready, in another thread. Without it the first `take` does so and waits for it."""
@@ -75,8 +85,8 @@ class Snapshots:
 
     @property
     def ready(self) -> bool:
-        """Whether nothing is being prepared."""
-        return self._prepared is None or self._prepared.done()
+        """Whether nothing is being allocated or prepared."""
+        return all(each is None or each.done() for each in (self._reserved, self._prepared))
 
     def _get_ready(self) -> None:
         if self._keeps:
@@ -115,14 +125,37 @@ class Snapshots:
         self._kept = []
 
 
-@functools.lru_cache(maxsize=8)
-def together(leaves: tuple[Leaf, ...]) -> tuple[Any, Any]:
-    """Compiled: () -> memory for copies, and (arrays, memory) -> (copies, uint32 (copies, 3): their digests)."""
+def copies(leaves: tuple[Leaf, ...]) -> list[jax.ShapeDtypeStruct]:
+    """List shape, dtype and sharding of every copy, in the order of the names; on GPUs in pinned host memory."""
     like = []
     for leaf in leaves:
         home = stacks.home_of_copy(leaf.shape, leaf.sharding, leaf.stacked)
+        if next(iter(home.device_set)).platform == "gpu":
+            home = home.with_memory_kind(stacks.ON_HOST)
         shape, count = (leaf.shape[1:], len(leaf.places)) if leaf.stacked else (leaf.shape, 1)
         like += [jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=home)] * count
+    return like
+
+
+def allocate(leaves: tuple[Leaf, ...]) -> None:
+    """Make XLA take the host memory of all copies from the system once. XLA keeps it for the saves that follow.
+
+    No device computes for it and no device memory is used: zeros come from the host.
+    """
+    held = [jax.make_array_from_callback(a.shape, a.sharding, functools.partial(_zeros, a)) for a in copies(leaves)]
+    jax.block_until_ready(held)  # all at once, as in a save
+
+
+def _zeros(a: jax.ShapeDtypeStruct, index: tuple[slice, ...] | None) -> np.ndarray:
+    """A device's part of the zeros; index: where it is, None for all."""
+    index = (slice(None),) * len(a.shape) if index is None else index
+    return np.zeros([len(range(*part.indices(size))) for part, size in zip(index, a.shape, strict=True)], a.dtype)
+
+
+@functools.lru_cache(maxsize=8)
+def together(leaves: tuple[Leaf, ...]) -> tuple[Any, Any]:
+    """Compiled: () -> memory for copies, and (arrays, memory) -> (copies, uint32 (copies, 3): their digests)."""
+    like = copies(leaves)
 
     def copy(arrays: list[jax.Array], memory: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
         del memory  # only its place is wanted

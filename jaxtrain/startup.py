@@ -11,8 +11,9 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
-from jaxtrain.config import ConfigError, Problem
+from jaxtrain.config import ConfigError, Problem, RunConfig
 from jaxtrain.distributed import Cluster, start
 from jaxtrain.environment import EXPORTED, Overlay
 from jaxtrain.hardware import Devices
@@ -44,6 +45,17 @@ def _started_on_gpus() -> bool:
 
     # Plugins may be there before devices are (`plan` describes machines by them), and have read the variables by then.
     return xla_bridge._plugins_registered and jax.devices()[0].platform == "gpu"
+
+
+def set_compile_cache(run: RunConfig) -> None:
+    """Keeps compiled programs in `paths.cache`, small ones too: a restart should cost seconds. "" keeps none."""
+    if not run.paths.cache:
+        return
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", str(Path(run.paths.cache).expanduser()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def threads_for_cpus(count: int) -> None:

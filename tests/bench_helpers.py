@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxtrain.bench import case, suite
+from jaxtrain.bench import case, measure, suite
 
 SMALL = ("--config=configs/tiny.py", *suite.SMALL)
 ANSWER = {
@@ -25,6 +25,8 @@ def at_home(monkeypatch, request):
     monkeypatch.chdir(request.config.rootpath)
     for name in ("JAX_PLATFORMS", "XLA_FLAGS"):
         monkeypatch.setenv(name, os.environ[name])  # what the command sets would stay with the tests that follow
+    # So would a compile cache. Cases in processes of their own have one, in the folder that their config names.
+    monkeypatch.setattr(measure, "set_compile_cache", lambda run: None)
 
 
 def here(kind, ask, *, log=None, environ=None, limit_s=None):

@@ -38,6 +38,7 @@ def compiled():
     right = compiler.compile_train
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(launch.REPO)
+        patch.setattr(measure, "set_compile_cache", lambda run: None)  # it would stay with the tests that follow
         patch.setattr(compiler, "compile_train", lambda *args: made.append(right(*args)) or made[0])
         return measure.steps(ask()), made[0]
 
@@ -134,10 +135,11 @@ def test_a_config_that_cannot_be():
 
 
 def test_as_a_user_runs_it(tmp_path):
-    out, file = tmp_path / "out", tmp_path / "bench.json"
-    argv = [*SMALL, "--steps=2", "--warmup=1", f"--out={out}", f"--json={file}"]
+    out, file, compiled = tmp_path / "out", tmp_path / "bench.json", tmp_path / "compiled"
+    argv = [*SMALL, "--steps=2", "--warmup=1", f"--out={out}", f"--json={file}", f"--config.paths.cache={compiled}"]
     done = subprocess.run([sys.executable, "-m", "jaxtrain.bench", *argv], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
+    assert [*compiled.glob("jit_train_step-*")], "a case keeps its programs as a run does"
     assert "median of 2 after 1 to warm up" in done.stdout and report.NO_MEASUREMENT in done.stdout
     tree = json.loads(file.read_text())
     assert tree == json.loads((out / "results.json").read_text())
@@ -167,7 +169,7 @@ import os, pathlib, sys, time
 pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
 time.sleep(60)
 """
-# As benchmarks/hopper.py, which runs a command that runs its own cases.
+# As benchmarks/first_hour.py, which runs a command that runs its own cases.
 NESTED = """
 import sys, pathlib
 from jaxtrain.bench.case import run

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from bench_helpers import ANSWER, at_home, here  # noqa: F401
+from helpers import few
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxtrain import hardware, launch
 from jaxtrain.bench import __main__ as command
-from jaxtrain.bench import check, experts, kernels, measure, report, suite
+from jaxtrain.bench import check, experts, kernels, measure, ranks, report, suite
 from jaxtrain.kernels import attention
 from jaxtrain.parity.__main__ import main as parity_main
 from jaxtrain.plan import calibrate
@@ -121,6 +122,62 @@ def test_attention_bounds_notice_a_wrong_mask():
         chunked.visible = right
     assert not wrong["ok"]
     assert min(wrong[f"{x}_ratio"] for x in ("o", "dq", "dk", "dv")) > 1
+
+
+def test_ranks_on_one_device_communicate_as_in_shard_map():
+    """Every collective, among all ranks and within groups, forward and backward: the same bits as on four devices."""
+    groups = [[0, 2], [3, 1]]
+
+    def rank(x):
+        def body(x):
+            me = jax.lax.axis_index("seq")
+            x = jax.lax.ppermute(x * (1 + me), "seq", [(0, 3), (3, 1), (1, 0)])  # nobody sends to rank 2
+            gathered = jax.jit(lambda x: jax.lax.all_gather(x, "seq", axis=1, tiled=True, axis_index_groups=groups))(x)
+            x = gathered + jnp.sum(jax.lax.all_gather(x, "seq"), axis=0)[:, :1]
+            x = jax.lax.all_to_all(x, "seq", split_axis=0, concat_axis=1, tiled=True, axis_index_groups=groups)
+            return jax.lax.psum_scatter(x.reshape(4, -1), "seq")
+
+        y, back = jax.vjp(body, x)
+        return y, *back(jnp.cos(y))
+
+    x = jax.random.normal(jax.random.key(0), (16, 6))
+    mesh = jax.sharding.Mesh(jax.devices()[:4], ("seq",))
+    spec = jax.P("seq")
+    want = jax.jit(jax.shard_map(rank, mesh=mesh, in_specs=spec, out_specs=(spec, spec), check_vma=False))(x)
+    got = jax.jit(lambda x: ranks.run(rank, "seq", [(part,) for part in jnp.split(x, 4)]))(x)
+    for mine, theirs in zip(zip(*got, strict=True), want, strict=True):
+        assert jnp.array_equal(jnp.concatenate(mine), theirs) and jnp.any(theirs != 0)
+    with pytest.raises(NameError, match="unbound axis name: seq"):
+        ranks.run(lambda x: jax.lax.pmax(x, "seq"), "seq", [(x,), (x,)])
+
+
+def test_sharded_sequences_are_checked_by_cudnn_too():
+    """Every row of the check is lowered for a GPU, where each of four ranks calls cuDNN once per block."""
+    for how, T, N, K, H, window, packed in check.SPLIT_SHAPES:
+        spec = attention.Spec(H, "bf16", packed, 32 if packed else 1, window)
+        segments, positions = (jnp.asarray(x) for x in check.documents(T, packed, seed=0))
+        both = check.by_ranks(how, spec, "cudnn", (N, K), attention.Rows(segments, positions, segments, positions))
+        q, kv = (jax.ShapeDtypeStruct((3, T, heads, H), jnp.bfloat16) for heads in (N, K))
+        text = jax.jit(both).trace(q, kv, kv, q).lower(lowering_platforms=("cuda",)).as_text()
+        blocks = 1 if how == "ulysses" or window else 2 + check.RANKS - 1  # on the diagonal, behind it, other ranks
+        assert text.count("@__cudnn$fmhaSoftmax(") == blocks * check.RANKS, (how, window, packed)
+        assert text.count("@__cudnn$fmhaSoftmaxBackward(") >= blocks * check.RANKS, (how, window, packed)
+
+
+def small(case):
+    """A row of the check with a 64th of the tokens and an eighth of the query heads, for a CPU."""
+    how, T, N, K, _, window, packed = case
+    return how, T // 64, N // 8 * 2, max(1, K // 4), 16, -(-window // 64), packed
+
+
+SMALL_SPLIT = [(kernel, *small(case)) for kernel in ("chunked", "pallas") for case in check.SPLIT_SHAPES]
+
+
+@pytest.mark.parametrize("case", few(SMALL_SPLIT, *(SMALL_SPLIT[i] for i in (0, 2, 5, 9, 18))), ids=str)
+def test_sharded_sequences_are_within_their_bounds(case):
+    kernel, how, *shape = case
+    found = check.attempt(shape, kernel, how)
+    assert found["ok"], found
 
 
 def test_loads_of_experts():

@@ -1,5 +1,7 @@
 """Copies of the state for saves: right, whatever becomes of the state; ready before they are needed; in memory used again."""
 
+import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,31 @@ def test_what_was_in_the_way_while_it_got_ready_is_tried_again(monkeypatch: pyte
         snapshots.take(current)
     monkeypatch.setattr(snapshot, "together", together)
     assert equal(snapshots.take(current).tensors, {name: np.array(x) for name, x in to_tensors(current).items()})
+
+
+@pytest.mark.parametrize("layout", ["replicas", "moments on the host"])
+def test_memory_of_all_copies_is_allocated_in_another_thread(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs, where pinning it in the loop's thread would hold up the first save."""
+    run = helpers.tiny(LAYOUTS[layout])
+    snapshots, current = Snapshots(helpers.program(run).state), helpers.fresh_state(run)
+    snapshots._keeps = False
+    made, make = [], jax.make_array_from_callback
+
+    def noted(*args: Any) -> jax.Array:
+        made.append((threading.current_thread(), make(*args)))
+        return made[-1][1]
+
+    monkeypatch.setattr(jax, "make_array_from_callback", noted)
+    snapshots.reserve()
+    snapshots.reserve()
+    snapshots.prepare().result()
+    assert snapshots.ready and threading.current_thread() not in {thread for thread, _ in made}
+    tensors = snapshots.take(current).tensors
+
+    def described(arrays: Iterable[jax.Array]) -> list[tuple[Any, ...]]:
+        return sorted((x.shape, str(x.dtype), x.addressable_shards[0].data.shape, x.sharding.memory_kind) for x in arrays)
+
+    assert described(x for _, x in made) == described(tensors.values())
 
 
 @pytest.mark.parametrize("keeps", [True, pytest.param(False, id="as on GPUs")])

@@ -76,9 +76,14 @@ def apart(
 
 
 def keep(ask: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
-    """What a case has found so far: its answer, should it be ended now. Where rows are missing, `verdict` is "out of time"."""
+    """What a case has found so far: its answer, should it be ended now. Where rows are missing, `verdict` is "out of time".
+
+    A caller in the same process is told by `ask["tell"]`, a function of the answer.
+    """
     if "answer" in ask:  # asked by `apart`
         write_atomic(Path(ask["answer"]), json.dumps(answer))
+    if "tell" in ask:
+        ask["tell"](answer)
 
 
 def run(

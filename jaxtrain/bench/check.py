@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain import launch
-from jaxtrain.bench import bounds
+from jaxtrain.bench import bounds, ranks
 from jaxtrain.bench.case import FAILED, LATE, OK, REFUSED, keep
 from jaxtrain.bench.measure import compiled, open_rows, problems, start, words
 from jaxtrain.bench.work import one_device
+from jaxtrain.data import pipeline
 
 # (T, query heads, key/value heads, head_dim, window, packed)
 SHAPES = [
@@ -23,8 +24,8 @@ SHAPES = [
     (2048, 32, 8, 128, 0, False),
     (2048, 32, 8, 128, 500, False),
 ]
-# Context parallelism on one GPU, its four ranks computed side by side: (how, T, query heads, key/value heads, head_dim, window,
-# packed).
+# Context parallelism on one GPU, its four ranks computed one after the other (ranks.py):
+# (how, T, query heads, key/value heads, head_dim, window, packed).
 SPLIT_SHAPES = [
     *(("ring", 4096, 32, 8, 128, window, packed) for window, packed in ((0, True), (0, False), (300, True), (1500, True))),
     ("ring", 4096, 8, 8, 64, 0, True),
@@ -96,9 +97,11 @@ def exact_and_bounds(q, k, v, do, rows, spec, blocks: bool = False) -> tuple[Any
     return jax.tree.map(back_again, found)
 
 
-def side_by_side(how: str, spec: Any, kernel: str, heads: tuple[int, int], rows: Any) -> Any:
-    """`(q, k, v) -> o`, whole sequences to whole sequences, by RANKS ranks that share each: the functions that ranks run, with
-    all of them on one device. Under `vmap` with the axis's name, what they send goes from row to row of an array."""
+def by_ranks(how: str, spec: Any, kernel: str, heads: tuple[int, int], rows: Any) -> Any:
+    """`(q, k, v, do) -> (o, dq, dk, dv)` of unsharded arrays, computed by RANKS ranks that share each sequence.
+
+    The functions are those that ranks run, forward and backward; ranks.run computes them and what the ranks send.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -111,20 +114,25 @@ def side_by_side(how: str, spec: Any, kernel: str, heads: tuple[int, int], rows:
     way = make_context(how, 0, RANKS, *heads)
     split, order = Split(way), np.asarray(way.chunks)
 
-    def apart(x):  # (B, T, ...) -> (ranks, B, tokens of each, ...)
+    def apart(x):  # (B, T, ...) -> (B, tokens of a rank, ...) of each rank
         chunks = x.reshape(x.shape[0], len(order), -1, *x.shape[2:])[:, order]
-        return jnp.moveaxis(chunks.reshape(x.shape[0], RANKS, -1, *x.shape[2:]), 1, 0)
+        return jnp.split(chunks.reshape(x.shape), RANKS, axis=1)
 
-    def together(x):
-        chunks = jnp.moveaxis(x, 0, 1).reshape(x.shape[1], len(order), -1, *x.shape[3:])
-        return chunks[:, np.argsort(order)].reshape(x.shape[1], -1, *x.shape[3:])
+    def together(by_rank):
+        x = jnp.concatenate(by_rank, axis=1)
+        return x.reshape(x.shape[0], len(order), -1, *x.shape[2:])[:, np.argsort(order)].reshape(x.shape)
 
-    def rank(q, k, v, segments, positions):
+    def rank(q, k, v, do, segments, positions):
         prepared = context.prepare(Rows(segments, positions, segments, positions), spec, kernel, split)
-        return context.attention(q, k, v, prepared, spec, kernel, split)
+        o, back = jax.vjp(lambda q, k, v: context.attention(q, k, v, prepared, spec, kernel, split), q, k, v)
+        return o, *back(do)
 
-    ids = apart(rows.q_segments), apart(rows.q_positions)
-    return lambda q, k, v: together(jax.vmap(rank, axis_name="seq")(apart(q), apart(k), apart(v), *ids))
+    def all_ranks(q, k, v, do):
+        args = [apart(x) for x in (q, k, v, do, rows.q_segments, rows.q_positions)]
+        found = ranks.run(rank, split.axis, list(zip(*args, strict=True)))
+        return tuple(together(x) for x in zip(*found, strict=True))
+
+    return all_ranks
 
 
 def attention_case(
@@ -132,7 +140,7 @@ def attention_case(
 ) -> dict[str, Any]:
     """Largest error of o, dq, dk, dv, and the largest ratio of error to bound (must be at most 1).
 
-    how: which kind of context parallelism computes it, over RANKS ranks side by side; "": none.
+    how: which kind of context parallelism computes it, over RANKS ranks; "": none.
     """
     import jax
     import jax.numpy as jnp
@@ -158,14 +166,11 @@ def attention_case(
 
     kernel = Kernel(kernel_name, (spec,))
 
-    def whole(q, k, v):
-        return kernel(q, k, v, kernel.prepare(rows, placement), 0, placement)
-
-    @jax.jit
-    def measured(q, k, v, do):
-        o, back = jax.vjp(side_by_side(how, spec, kernel_name, (N, K), rows) if how else whole, q, k, v)
+    def by_one(q, k, v, do):
+        o, back = jax.vjp(lambda q, k, v: kernel(q, k, v, kernel.prepare(rows, placement), 0, placement), q, k, v)
         return o, *back(do)
 
+    measured = jax.jit(by_ranks(how, spec, kernel_name, (N, K), rows) if how else by_one)
     real = rows.q_segments[:, :, None, None] > 0
     do = jnp.where(real, do, 0)
     exact, bounds = jax.jit(lambda q, k, v, do: exact_and_bounds(q, k, v, do, rows, spec, blocks=bool(how)))(q, k, v, do)
@@ -203,7 +208,7 @@ def attention_cases(ask: dict[str, Any]) -> dict[str, Any]:
     `ask["limit_s"]` no further shape is begun (null: no limit); `left_out` says how many. What is known is kept after each row.
     """
     began = time.monotonic()
-    (device,) = start(one_device(), 1)
+    (device,) = start(one_device(ask.get("cache")), 1)
     from jaxtrain.kernels.attention import IMPLEMENTATIONS
 
     smoke = device.platform == "cpu"
@@ -289,10 +294,11 @@ def save_and_restore(ask: dict[str, Any]) -> dict[str, Any]:
     from jaxtrain import state, step
     from jaxtrain.checkpoint import Checkpoints, Failed
 
+    rows = open_rows(run)
+    run = pipeline.with_documents(run, rows)
     program = step.build(run, devices)
     run, program, train, _ = compiled(program, run)
     current = state.create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
-    rows = open_rows(run)
     for i in range(2):  # so that the moments are not zeros
         current, _ = train(current, step.place_batch(rows.batch(i), program.batch, program.context))
     jax.block_until_ready(current)

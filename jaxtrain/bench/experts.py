@@ -166,7 +166,7 @@ def cases(ask: dict[str, Any]) -> dict[str, Any]:
     After `ask["limit_s"]` none is begun (null: no limit); `left_out` says how many. What is known is kept after each row.
     """
     began = time.monotonic()
-    (device,) = start(one_device(), 1)
+    (device,) = start(one_device(ask.get("cache")), 1)
     shapes = SMOKE_SHAPES if device.platform == "cpu" else SHAPES
     rows: list[dict[str, Any]] = []
     left_out = 0

@@ -224,7 +224,7 @@ def measure(ask: dict[str, Any]) -> dict[str, Any]:
     What is known is kept after each row.
     """
     began = time.monotonic()
-    (device,) = start(one_device(), 1)
+    (device,) = start(one_device(ask.get("cache")), 1)
     sizes = Sizes() if device.platform == "gpu" else TINY
     gpu = hardware.lookup(device.device_kind) if device.platform == "gpu" else None
     rows: list[dict[str, Any]] = []

@@ -22,7 +22,7 @@ from jaxtrain.bench.case import FAILED, NO_MEMORY, OK, REFUSED, keep
 from jaxtrain.config import ConfigError, Problem, RunConfig
 from jaxtrain.data import pipeline
 from jaxtrain.launch import Loaded
-from jaxtrain.startup import set_environment, start_jax
+from jaxtrain.startup import set_compile_cache, set_environment, start_jax
 from jaxtrain.validate import validate_step
 
 NO_EVAL = ("--config.data.eval_source=", "--config.eval.every_steps=0")
@@ -37,7 +37,7 @@ def devices_for(count: int) -> hardware.Devices:
     found = hardware.probe()
     if not count or found.kind == "gpu":
         return dataclasses.replace(found, count=min(count or found.count, found.count))
-    return dataclasses.replace(found, count=count, memory_gib=hardware.host_gib() / count)
+    return dataclasses.replace(found, count=count, memory_gib=hardware.available_gib() / count)
 
 
 def problems(loaded: Loaded, count: int) -> list[Problem]:
@@ -46,7 +46,7 @@ def problems(loaded: Loaded, count: int) -> list[Problem]:
     found = list(loaded.problems)
     if not loaded.file_read:
         return found
-    if count > devices.count:
+    if count > devices.count and not devices.problem:
         found.append(Problem("--devices", count, f"this machine has {devices.count}", "Ask for fewer, or leave it out."))
     found += validate_step(loaded.run, devices)
     found += pipeline.check(loaded.run.data, loaded.run.model.vocab_size, need_eval=False)
@@ -69,12 +69,13 @@ def open_rows(run: RunConfig) -> Any:
 
 
 def start(run: RunConfig, count: int) -> list[Any]:
-    """Starts JAX in the environment of a training run and returns the devices of the case."""
+    """Starts JAX as a training run does, with its environment and compile cache, and returns the devices of the case."""
     found = devices_for(count)
     if found.kind == "cpu" and hardware.probe().count < found.count:
         os.environ["JAX_NUM_CPU_DEVICES"] = str(found.count)
     set_environment(environment.overlay(run, found, os.environ)[0])
     start_jax(found)
+    set_compile_cache(run)
     import jax
 
     return jax.devices()[: found.count]
@@ -135,9 +136,11 @@ def _steps(run: RunConfig, devices: Sequence[Any], ask: dict[str, Any], out: dic
     from jaxtrain.memory import taken_gib
     from jaxtrain.receipt import config_sha256, device_facts
 
+    digest = config_sha256(dataclasses.asdict(run))
+    rows = open_rows(run)
+    run = pipeline.with_documents(run, rows)
     program = step.build(run, devices)
     compiling, auto = time.perf_counter(), run.remat.policy == "auto"
-    digest = config_sha256(dataclasses.asdict(run))
     run, program, train, options = compiled(program, run)
     out |= _facts(run, program) | {
         "remat_auto": auto_remat.words(run.remat) if auto else "",
@@ -155,7 +158,6 @@ def _steps(run: RunConfig, devices: Sequence[Any], ask: dict[str, Any], out: dic
         out |= {"verdict": NO_MEMORY, "why": rule}
         return
 
-    rows = open_rows(run)
     current = state.create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
     batches = pipeline.iterate(rows, 0, run.data.prefetch)
     marks, losses, waits, waiting = [], [], [], None

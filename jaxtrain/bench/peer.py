@@ -27,6 +27,7 @@ from jaxtrain.bench.case import run as run_program
 from jaxtrain.bench.measure import compiled, devices_for, open_rows, rates, spread, start
 from jaxtrain.bench.report import Folder
 from jaxtrain.config import Problem, RunConfig
+from jaxtrain.data import pipeline
 from jaxtrain.models.hugging_face import COMMON, HfTensor
 
 SCRIPT = launch.REPO / "benchmarks" / "peer_torch.py"
@@ -143,6 +144,7 @@ def export_example(ask: dict[str, Any]) -> dict[str, Any]:
     }
     losses = []
     if ask["train"]:
+        run = pipeline.with_documents(run, rows)
         program = step.build(run, devices)
         run, program, train, _ = compiled(program, run)
         current = state.create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)

@@ -225,7 +225,7 @@ def part_run(node: Node, limit_s: float) -> Outcome:
     """configs/tiny.py through the command line, from text to a sample."""
     folder = node.path / "run"
     small = [f"--config.train.global_batch={2 * node.devices.count}", "--config.train.steps=4"] if node.smoke else []
-    small += ["--config.optimizer.warmup_steps=1", "--config.eval.batches=1", "--config.sample.max_tokens=4"] * node.smoke
+    small += ["--config.optimizer.warmup_steps=1", "--config.eval.sequences=8", "--config.sample.max_tokens=4"] * node.smoke
     command = program("main", TINY, *(SMALL if node.smoke else ()), *small, f"--workdir={folder}")
     code, said = run_program(command, node.path / "logs" / "run.txt", limit_s=limit_s)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)

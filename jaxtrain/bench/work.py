@@ -40,7 +40,8 @@ class Work:
     dtype: str = "bf16"
 
 
-def one_device() -> RunConfig:
-    """The default config, on one device."""
+def one_device(cache: str | None = None) -> RunConfig:
+    """The default config, on one device. cache: instead of its folder of compiled programs."""
     run, _ = resolve(default_config())
-    return dataclasses.replace(run, mesh=Mesh(data=1, fsdp=1))
+    paths = run.paths if cache is None else dataclasses.replace(run.paths, cache=cache)
+    return dataclasses.replace(run, mesh=Mesh(data=1, fsdp=1), paths=paths)
