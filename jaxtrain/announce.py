@@ -1,6 +1,7 @@
 """What a run is, in plain numbers, before anything is allocated."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -54,6 +55,12 @@ def announce(run: RunConfig, program: Program, start: Start, data: Any, director
             f"data: {data.masked_fraction:.2%} of tokens stand behind more than data.max_segments="
             f"{run.data.max_segments} documents in their sequence and are masked"
         )
+    conversations, lost = getattr(data, "truncated", (0, 0))  # a user's own source may leave it out
+    if conversations:
+        say(
+            f"data: {counted(conversations, 'conversation')} of more than data.seq_len={run.data.seq_len} + 1 tokens "
+            f"{'loses its end' if conversations == 1 else 'lose their ends'}, {lost:,} tokens in all"
+        )
     # At stage 0 that is what was asked for.
     for name in left_whole(state.abstract_tensors(program.state)) if run.sharding.zero else ():
         console.warn(f"not split over any device, every one holds all of it: {name}. See sharding.rules.")
@@ -63,8 +70,14 @@ def announce(run: RunConfig, program: Program, start: Start, data: Any, director
         say(f"resuming from step {start.step} in {directory}")
     for note in start.notes:
         say(f"  changed: {note}")
-    if start.resumed and start.files != data.fingerprint.get("files"):
-        console.warn("the data is not what the checkpoint was trained on so far: other files, or other contents")
+    if start.resumed and (renewed := other_contents(start.data["fingerprint"], data.fingerprint)):
+        console.warn(f"the data is not what the checkpoint was trained on so far: other contents in {', '.join(renewed)}")
+
+
+def other_contents(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the names of files that a fingerprint has with other contents than the one before. A file may come or go."""
+    was, now_is = ({file["name"]: file["content_sha256"] for file in each.get("files") or ()} for each in (before, now))
+    return [name for name, contents in now_is.items() if was.get(name, contents) != contents]
 
 
 def count(number: float) -> str:

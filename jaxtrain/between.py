@@ -34,7 +34,7 @@ class HeldOut:
         """
         program, lines, found = self._program, [], {}
         for name, batches in self._sets.items():
-            how = (program.eval_batch, program.context, self._run.eval.batches, unwanted)
+            how = (program.eval_batch, program.context, self._run.eval.sequences, unwanted)
             found[name] = evaluate.evaluate(compiled, params, batches, *how)
             if found[name] is None:
                 return

@@ -20,6 +20,7 @@ import ml_collections
 MESH_AXES = ("data", "stage", "fsdp", "expert", "tensor", "seq")
 OPTIONAL_AXES = ("stage", "expert")
 EXCHANGE = "expert"  # the mesh axis along which tokens travel to experts
+MOST_DOCUMENTS = 32  # in a sequence, where `data.max_segments` leaves the number open
 
 # Logical axis -> mesh axes it is split over, joined by "+"; "" keeps the axis whole. A model may use further names as long
 # as its config adds a rule for each.
@@ -219,7 +220,7 @@ class Remat:
 class Dtypes:
     """Storage types, each 'auto' (what `precision` says), 'f32' or 'bf16'; moments also 'int8', in blocks."""
 
-    params: str = key("auto", "the master weights (auto: f32)")
+    params: str = key("auto", "the master weights (auto: f32); norms and biases are f32 in any case")
     m: str = key("auto", "Adam's first moment, Muon's momentum (auto: f32)")
     v: str = key("auto", "Adam's second moment (auto: f32)")
     grads: str = key("auto", "gradients summed over microbatches (auto: f32)")
@@ -250,11 +251,18 @@ class Data:
     seq_len: int = key(256, "tokens in a sequence")
     packing: str = key("documents", "documents: attention stops at document borders | none: it does not")
     max_segments: int = key(
-        32,
-        "documents in a sequence at most; further ones are masked and counted. cuDNN keeps 4 bytes x heads x tokens for each",
+        0,
+        "documents in a sequence at most; further ones are masked and counted. 0: as many as the data has in one, up to 32. "
+        "cuDNN's backward pass has (4 head_dim + 4) bytes x heads x tokens of workspace for each, with fewer key/value heads "
+        "(8 head_dim + 4)",
     )
     seed: int = key(0, "order of the sequences")
     prefetch: int = key(2, "batches prepared ahead of the step, by one thread; 0: none")
+
+    @property
+    def most_documents(self) -> int:
+        """Documents in a sequence at most, for those who have not seen the data."""
+        return self.max_segments or MOST_DOCUMENTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,8 +278,8 @@ class Train:
         "auto: layer where compiler.unroll",
     )
     freeze: str = key("", "parameters that stay as they are, comma-separated patterns of names: embed.*,layers.mlp.*,head")
-    seed: int = key(0, "initial weights")
-    memory_fraction: float = key(0.0, "part of GPU memory for JAX; 0: all but the reserve for cuDNN, NCCL and the context")
+    seed: int = key(0, "initial weights; with dtypes.params=bf16 also how their updates are rounded")
+    memory_fraction: float = key(0.0, "part of GPU memory for JAX; 0: all but the reserve for NCCL and the context")
     max_minutes: str = key(
         "", "leave with exit code 75 after so many minutes, state saved | auto: before Slurm's end of the job"
     )
@@ -311,10 +319,10 @@ class Optimizer:
 
     name: str = key("adamw", "adamw | muon (matrices of layers by Muon, the rest by AdamW) | package.module:name")
     lr: float = key(3e-4, "peak learning rate")
-    lr_min: float = key(3e-5, "learning rate at the end of the decay")
+    lr_min: float = key(3e-5, "learning rate of the last step of the decay")
     schedule: str = key("cosine", "constant | cosine | linear | wsd (warmup, stable, decay)")
-    warmup_steps: int = key(100, "linear from 0 to lr")
-    decay_steps: int = key(0, "length of the decay; 0: cosine and linear until the last step, wsd a fifth of the steps")
+    warmup_steps: int = key(100, "linear from lr / warmup_steps to lr, which the last of them takes")
+    decay_steps: int = key(0, "steps from the peak to lr_min; 0: cosine and linear all that are left, wsd a fifth of all")
     weight_decay: float = key(0.1, "on matrices only (not norms, not biases)")
     momentum: float = key(0.95, "muon: decay of the momentum of matrices")
     beta1: float = key(0.9, "decay of the first moment")
@@ -347,7 +355,7 @@ class Eval:
     """Loss on held-out data."""
 
     every_steps: int = key(200, "and after the last step; 0: never")
-    batches: int = key(8, "batches of global_batch / grad_accum sequences per evaluation, always the same ones")
+    sequences: int = key(128, "sequences per evaluation, always the same ones, whatever the batch and the layout")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,9 +62,10 @@ def make_gradients(
         return objective(hidden, statistics, model.head_VD, micro, total, spec.inside())
 
     def gradients(params: Params, batch: Batch) -> tuple[Told, Params]:
-        # A batch without targets has nothing to learn from; the floor only keeps it from dividing by zero.
+        # A batch without targets has nothing to learn from, and must not divide by zero. Others may weigh less than 1 in all.
         with jax.named_scope("loss"):
-            total = jnp.maximum(batch["weights"].sum(), 1.0)
+            total = batch["weights"].sum()
+            total = jnp.where(total > 0, total, 1.0)
 
         with jax.named_scope("gather"):
             held_weights = held.weights(params, axes)

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain import guard, position, profiling, replay, state, step, throughput
+from jaxtrain import compiler, guard, position, profiling, replay, state, step, throughput
 from jaxtrain.corruption import Verifier
 from jaxtrain.divergence import Bad, Bads, Diverged, described
 from jaxtrain.feed import Feed
@@ -43,6 +43,7 @@ class Loop:
             process_index=session.peers.process_index,
             asked=lambda: session.stop.traces,
             program=compiled.train,
+            graphs=jax.local_devices()[0].platform == "gpu" and session.chosen.options.get(compiler.GRAPHS) != "",
         )
         program = session.program
         self.verifier = Verifier(program.state, program.placement.mesh, session.console.say)

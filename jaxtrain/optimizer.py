@@ -16,6 +16,7 @@ import optax
 from jaxtrain import config, groups
 from jaxtrain.config import ConfigError
 from jaxtrain.kernels.dot import DTYPES, Numerics
+from jaxtrain.models.module import is_vector
 from jaxtrain.moments import INT8, block_axis
 from jaxtrain.muon import STACK, dims, orthogonal, scale_by_muon
 from jaxtrain.quantized import SIGNED, Blocks, decode, encode, is_blocks, scales_of
@@ -23,30 +24,31 @@ from jaxtrain.sharding import Axes, Placement
 
 
 def make_schedule(optimizer: config.Optimizer, steps: int) -> optax.Schedule:
-    """Learning rate as a function of the step being taken, from 0.
+    """Returns the learning rate as a function of the step being taken, from 0.
 
-    Linear warm-up from lr / warmup_steps to lr; then `constant`, `cosine` or `linear` down to lr_min over decay_steps, or
-    `wsd`: lr until the last decay_steps, which go linearly to lr_min (Hu et al. 2024, arXiv:2404.06395).
+    The rate rises linearly over warmup_steps, from lr / warmup_steps to lr, which the last of them takes. The step after that
+    begins the decay. `cosine` and `linear` take decay_steps steps (0: all that are left) to lr_min; `wsd` stays at lr until
+    the last decay_steps, which go linearly to lr_min (Hu et al. 2024, arXiv:2404.06395); `constant` stays. So one step takes
+    the peak where a decay follows at once, and the last step of a decay takes lr_min. Without warm-up step 0 takes lr.
     """
     o = optimizer
-    after = steps - o.warmup_steps
+    first = max(1, o.warmup_steps)  # steps up to the peak: the first one takes lr / warmup_steps, since 0 would change nothing
+    after = max(1, steps - first)
     if o.schedule == "wsd":
-        decay = o.decay_steps or max(1, steps // 5)
+        decay = min(o.decay_steps or max(1, steps // 5), after)
         tail = optax.join_schedules(
-            [optax.constant_schedule(o.lr), optax.linear_schedule(o.lr, o.lr_min, decay)], [max(0, after - decay)]
+            [optax.constant_schedule(o.lr), optax.linear_schedule(o.lr, o.lr_min, decay)], [after - decay]
         )
     else:
-        decay = max(1, o.decay_steps or after)
+        decay = min(o.decay_steps or after, after)
         tail = {
             "constant": lambda: optax.constant_schedule(o.lr),
             "cosine": lambda: optax.cosine_decay_schedule(o.lr, decay, alpha=o.lr_min / o.lr if o.lr else 0.0),
             "linear": lambda: optax.linear_schedule(o.lr, o.lr_min, decay),
         }[o.schedule]()
-    if not o.warmup_steps:
+    if first == 1:
         return tail
-    # Step 0 takes 1/warmup_steps of lr, not 0: a step that changes nothing is a step wasted.
-    warmup = optax.linear_schedule(o.lr / o.warmup_steps, o.lr, max(1, o.warmup_steps - 1))
-    return optax.join_schedules([warmup, tail], [o.warmup_steps])
+    return optax.join_schedules([optax.linear_schedule(o.lr / first, o.lr, first - 1), tail], [first - 1])
 
 
 def decayed(axes: Any) -> Any:
@@ -56,8 +58,7 @@ def decayed(axes: Any) -> Any:
     """
 
     def is_matrix(path: Any, a: tuple[str | None, ...]) -> bool:
-        name = str(path[-1].key)
-        return name not in ("scale", "bq", "bk", "bv") and len([x for x in a if x != "layers"]) >= 2
+        return not is_vector(str(path[-1].key)) and len([x for x in a if x != "layers"]) >= 2
 
     return jax.tree_util.tree_map_with_path(is_matrix, axes, is_leaf=lambda x: isinstance(x, tuple))
 
@@ -176,7 +177,7 @@ def scaled(optimizer: config.Optimizer, axes: Any) -> optax.GradientTransformati
 
     def one(path: Any, update: jax.Array, param: jax.Array) -> jax.Array:
         choice = _at(chosen, path)
-        update = update + choice.weight_decay * param if choice.weight_decay else update
+        update = update + choice.weight_decay * param.astype(jnp.float32) if choice.weight_decay else update
         return update if choice.lr == 1 else choice.lr * update
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

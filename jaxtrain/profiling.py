@@ -19,7 +19,8 @@ class Tracer:
     it ends. A run that starts inside these steps traces the rest of them; one that starts behind them says so. `asked` counts
     the requests so far (`signals.Stop.traces`): each is a trace of the next steps; those that come during a trace are one more
     trace after it. Python's own calls are left out of the trace: recording them slows the loop that is to be measured. The text
-    of `program` is written beside a trace: one that was loaded from the compile cache is not recorded with it.
+    of `program` is written beside a trace: one that was loaded from the compile cache is not recorded with it. graphs: the
+    program's kernels are launched in CUDA graphs, of which a trace says so.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Tracer:
         process_index: int = 0,
         asked: Callable[[], int] = lambda: 0,
         program: "HasText | None" = None,
+        graphs: bool = False,
     ):
         self.workdir = Path(workdir)
         self.folder = self.workdir / "profile"
@@ -38,7 +40,7 @@ class Tracer:
         self._here = process_index == 0
         self._waiting = profile.start > 0 and self._here
         self._asked, self._answered = asked, 0
-        self._say, self._program = say, program
+        self._say, self._program, self._graphs = say, program, graphs
         self._tracing = False
         self._annotation: Any = None
 
@@ -81,6 +83,11 @@ class Tracer:
         jax.profiler.start_trace(self.folder, profiler_options=options)
         self._tracing = True
         self._say(f"Tracing steps {step} to {self._end - 1}.")
+        if self._graphs:
+            self._say(
+                "  This run launches its kernels in CUDA graphs, and the trace may lack the names of operations. A run that "
+                "starts with profile.start above 0 is compiled without graphs."
+            )
 
     def after_step(self, step: int, result: Any) -> None:
         """Mark where the step ends. `result`: anything the step computes; the last traced step is waited for through it."""

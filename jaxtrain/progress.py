@@ -29,6 +29,7 @@ class Console:
         self.path = Path(workdir) / ("log.txt" if process_index == 0 else f"log.{process_index}.txt")
         self._process_index = process_index
         self._total = total_steps
+        self.of_fp8: float | None = None  # under precision=fp8, what MFU times this is: the MFU of the FP8 peak
         self._stream = stream or sys.stdout  # None once it is gone
         self._live: Progress | None = None
         self._drawn = 0.0
@@ -88,7 +89,7 @@ class Console:
         elif done > self._first[0]:
             # Over everything since the first line: evaluations and saves to come take time like those that were.
             left = (self._total - done) * (now - self._first[1]) / (done - self._first[0])
-        self._numbers = numbers(line, left)
+        self._numbers = numbers(line, left, self.of_fp8)
         text = f"step {done}/{self._total}  {self._numbers}"
         if self._has_live_line():
             self._draw(done, force=True)
@@ -170,21 +171,23 @@ class _TerminalHandler(logging.Handler):
             self._console._to_terminal(lambda: self._console._print(text, warning))
 
 
-def numbers(line: Mapping[str, Any], seconds_left: float | None) -> str:
+def numbers(line: Mapping[str, Any], seconds_left: float | None, of_fp8: float | None = None) -> str:
     """The part of a progress line that follows the step; '-' for what is not known.
 
-    `load`: of the fullest expert, in even shares.
+    `load`: of the fullest expert, in even shares. `of_fp8`: as `Console.of_fp8`.
     """
 
     def show(name: str, form: str, scale: float = 1.0) -> str:
         value = line[name]
         return "-" if value is None else format(value * scale, form)
 
+    beside = "" if of_fp8 is None else f", {show('mfu_causal', '.1f', 100 * of_fp8)}% of the FP8 peak"
+    causal = "" if line["mfu_causal"] is None else f"% (causal{beside})"
     parts = [
         f"loss {show('loss', '.4f')}",
         f"left {duration(seconds_left)}",
         f"{show('tokens_per_s', ',.0f')} tok/s",
-        f"MFU {show('mfu_causal', '.1f', 100)}{'' if line['mfu_causal'] is None else '% (causal)'}",
+        f"MFU {show('mfu_causal', '.1f', 100)}{causal}",
         f"mem {show('peak_memory_gib', '.1f')}{'' if line['peak_memory_gib'] is None else ' GiB'}",
     ]
     if "expert_load_max" in line:

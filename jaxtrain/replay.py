@@ -196,7 +196,7 @@ def first_bad(run: RunConfig, program: Program, params: Any, batch: Any, sums: M
 
 def _loss(program: Program, params: Any, micro: Any) -> jax.Array:
     total, weight = program.eval_step(params, micro)
-    return total / jnp.maximum(weight, 1.0)
+    return total / jnp.where(weight > 0, weight, 1.0)
 
 
 def _tensors(program: Program, tree: Any) -> state.Tensors:

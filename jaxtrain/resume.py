@@ -22,15 +22,24 @@ class Row:
 # ask: changes what is learnt, in a way that an edited config file could do unnoticed; must be named in checkpoint.allow_change.
 # never: the tensors or the meaning of token ids would not fit.
 TABLE = (
-    Row(("mesh.*", "sharding.*"), "free", "placement; the numbers stay, up to rounding"),
-    Row(("attention.*", "remat.*", "compiler.*", "pipeline.*"), "free", "how the same function is computed"),
+    Row(
+        ("mesh.*", "sharding.*"),
+        "free",
+        "placement; the numbers stay, up to rounding; but with experts.capacity above 0 the tokens that experts drop depend on "
+        "mesh.* and sharding.rules.*: then only if named in checkpoint.allow_change",
+    ),
+    Row(
+        ("attention.*", "remat.*", "compiler.*", "pipeline.*"),
+        "free",
+        "how the same function is computed; with experts.capacity and mesh.seq, attention.context is asked about as mesh.* is",
+    ),
     Row(("experts.impl", "experts.buffer"), "free", "how the same function is computed"),
     Row(("train.accumulate", "loss.chunk", "train.memory_fraction"), "free", "how the same step is computed"),
     Row(
         ("train.grad_accum",),
         "free",
-        "how the same step is computed; but experts.balance_loss and experts.z_loss are those of a microbatch: with them only "
-        "if named in checkpoint.allow_change",
+        "how the same step is computed; but experts.balance_loss, experts.z_loss and experts.capacity are those of a "
+        "microbatch: with them only if named in checkpoint.allow_change",
     ),
     Row(
         ("train.max_minutes", "train.timeouts", "train.verify_every", "train.on_divergence", "train.max_skips"),
@@ -46,10 +55,14 @@ TABLE = (
         "free",
         "the learning rate is a function of the step alone, nothing of it is stored",
     ),
-    Row(("data.source",), "free", "the mixture may change; sequences are then drawn from the new one at the same position"),
+    Row(("data.source",), "free", "the mixture may change; each source then continues where it stopped, and a new one begins"),
     Row(("data.eval_source", "data.prefetch", "eval.*"), "free", "training does not depend on it"),
     Row(("log.*", "sample.*", "profile.*", "paths.*", "checkpoint.*"), "free", "what is written, and where"),
-    Row(("train.seed", "model.init_std"), "free", "used at a run's start only: no effect on a resumed one"),
+    Row(
+        ("train.seed", "model.init_std"),
+        "free",
+        "used at a run's start only: no effect on a resumed one, but for how dtypes.params=bf16 rounds updates",
+    ),
     Row(("init.*",), "free", "used at a run's start only; with adapters, where their base lies: another one is refused"),
     Row(
         ("data.seq_len", "train.global_batch"),
@@ -124,6 +137,9 @@ TABLE = (
     Row(("model.vocab_size",), "never", "other tensors"),
 )
 
+# Which tokens a device holds at a time.
+DECIDES_DROPS = ("mesh.*", "sharding.rules.*", "train.grad_accum", "attention.context", "attention.ulysses")
+
 
 def rows_for(key: str) -> list[Row]:
     """The rows that speak of a key: exactly one for every key of the config."""
@@ -158,6 +174,10 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], allow_change: str = 
         if name == "train.grad_accum" and was.model.num_experts and (after["experts.balance_loss"] or after["experts.z_loss"]):
             reason = "experts.balance_loss and experts.z_loss are those of a microbatch, and add up to others"
             row = dataclasses.replace(row, change="ask", reason=reason)
+        if name == "data.max_segments" and {before[name], after[name]} == {0, config.MOST_DOCUMENTS}:
+            row = dataclasses.replace(row, change="free", reason="the same cut of the data")
+        if row.change == "free" and _decides_drops(name, before, after):
+            row = dataclasses.replace(row, change="ask", reason="with experts.capacity above 0, experts drop other tokens")
         if row.change == "free" or (row.change == "ask" and name in _matching(allowed, [name])):
             notes.append(f"{name}: {change} ({row.reason})")
         elif row.change == "ask":
@@ -182,6 +202,18 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], allow_change: str = 
             )
         )
     return notes, problems
+
+
+def _decides_drops(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether a key decides which tokens a device holds at a time, and so which of them a capacity of its experts drops.
+
+    Where mesh.seq divides sequences, attention.context decides which part of a sequence a device holds.
+    """
+    if not (after["model.num_experts"] and after["experts.capacity"]):
+        return False
+    if name.startswith("attention.") and before["mesh.seq"] == after["mesh.seq"] == 1:
+        return False
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in DECIDES_DROPS)
 
 
 def check_allow_change(allow_change: str) -> list[Problem]:

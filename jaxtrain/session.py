@@ -20,6 +20,7 @@ from jaxtrain.ledger import Ledger
 from jaxtrain.loop import Loop
 from jaxtrain.memory import (
     OutOfMemory,
+    check_free_memory,
     check_host_memory,
     compile_to_fit,
     explain_memory,
@@ -62,6 +63,7 @@ class Session:
     def __init__(
         self,
         run: RunConfig,
+        asked: RunConfig,
         workdir: Path,
         console: Console,
         stop: Stop,
@@ -86,7 +88,8 @@ class Session:
         self.timeline: Timeline | None = timeline  # None once the first step is done
         self.ledger = ledger
         self.chosen = chosen  # XLA's options
-        self.asked_run = run  # `run` as configured; compiling may settle what remat.policy=auto keeps
+        # `run` as configured; the data settles data.max_segments = 0, and compiling what remat.policy=auto keeps
+        self.asked_run = asked
         self.train_data, self.held_out, self.samples = train_data, held_out, samples
         self.tokens_per_step = run.train.global_batch * run.data.seq_len
         self.saved_at = start.step if start.resumed else -1
@@ -115,6 +118,8 @@ class Session:
     def train(self) -> tuple[int, str]:
         """The chapters of a run. Returns (exit code, reason)."""
         announce(self.run, self.program, self.start, self.train_data, self.checkpoints.directory, self.console)
+        if not self.asked_run.data.max_segments and self.run.data.packing == "documents":
+            self.console.say(f"data: up to {self.run.data.max_segments} documents in a sequence")
         current = None
         if self.start.step == self.run.train.steps:
             current = self.begin()
@@ -130,6 +135,9 @@ class Session:
             self.rewind()
             jax.block_until_ready(current)
             self.passed("restore" if self.start.resumed else "initial state")
+            check_free_memory(self.program, compiled.train, jax.local_devices())
+            if self.run.checkpoint.every_steps:
+                self.snapshots.reserve()
             loop = Loop(self, current, compiled)
             del current  # the loop gives it away
             pools = {d.local_hardware_id: d.memory_stats for d in jax.local_devices() if d.platform == "gpu"}
@@ -188,6 +196,7 @@ class Session:
                 self.console.say(f"resuming from step {self.start.step} in {self.checkpoints.directory}")
                 continue
             self.base = base_of(self.program, self.start, current, self.checkpoints)
+            self.continue_data()
             self.done = self.start.step
             self.ledger.back(self.done)
             self.saved_at = self.start.step if self.start.resumed else -1
@@ -202,6 +211,14 @@ class Session:
                 seconds = time.perf_counter() - began  # one whose digests do not match is Damaged, and never comes here
                 self.receipt.update(restore={"step": self.done, "seconds": seconds, "digests": "matched"})
             return current
+
+    def continue_data(self) -> None:
+        """Let the sources of a resumed run go on where they stopped, also where their mixture was changed."""
+        go_on = getattr(self.train_data, "go_on", None)  # a source of one's own need not know of mixtures
+        row = self.start.position.begin * self.run.train.global_batch
+        if self.start.resumed and go_on and go_on(self.start.data, self.start.step, row):
+            step = self.start.step
+            self.console.say(f"data: mixture changed at step {step}: each source continues where it stopped")
 
     def loaded(self, current: state.TrainState) -> dict[str, Any] | None:
         """What the first state was read from, for the receipt; None: it was made from the seed."""
@@ -290,7 +307,10 @@ class Session:
         expected = self.watch.expected
         if self.peers.process_index == 0:  # the others would say the same
             self.mfu = MfuAlert(expected.step_s, self.run.log.mfu_alert)
-        self.console.say(f"planned: {expected.step_s:.3g} s a step, peak {size(expected.peak_gib)} ({expected.rates})")
+        step = f"{expected.step_s:.3g} s a step"
+        if expected.range_s:
+            step = "{:.3g} to {:.3g} s a step expected, roofline".format(*expected.range_s) + f" {expected.step_s:.3g} s"
+        self.console.say(f"planned: {step}, peak {size(expected.peak_gib)} ({expected.rates})")
 
     def throughput(self) -> throughput.Throughput:
         """Rates in the terms of this model on these devices; MFU is null where the peak is not known."""
@@ -305,7 +325,8 @@ class Session:
             else:
                 peak = gpu.peak(run.compute)
                 if run.precision == "fp8":
-                    self.console.say(f"MFU is of the bfloat16 peak, {peak:g} TFLOP/s: a step with FP8 has none of its own")
+                    self.console.say(f"MFU is of the bfloat16 peak, {peak:g} TFLOP/s; the FP8 peak is {gpu.fp8:g}")
+                    self.console.of_fp8 = peak / gpu.fp8 if gpu.fp8 else None
         return throughput.Throughput(
             tokens_per_step=self.tokens_per_step,
             num_devices=jax.device_count(),
@@ -376,12 +397,13 @@ class Session:
             self.settle_saves()
             if self.saved_at == done:
                 return  # a second copy of the state would be for nothing
+            read = self.start.position.read(done)
+            data = {"tokens": read * self.tokens_per_step, "fingerprint": self.train_data.fingerprint}
+            if mixture := getattr(self.train_data, "mixture", None):
+                data["mixture"] = mixture(read * self.run.train.global_batch)
             meta = {
                 "config": config.to_dict(self.asked_run),
-                "data": {
-                    "tokens": self.start.position.read(done) * self.tokens_per_step,
-                    "fingerprint": self.train_data.fingerprint,
-                },
+                "data": data,
                 "loss": self.loss,
                 "receipt": self.receipt.id,
                 "versions": self.versions,

@@ -32,7 +32,7 @@ class Start:
     cast: bool  # stored tensors are converted to this run's dtypes
     position: Position  # which data each of its steps reads
     notes: tuple[str, ...]
-    files: Any  # of the data it was trained on so far, with digests of their contents; None for a new run
+    data: Mapping[str, Any]  # what the checkpoint says of the data it was trained on so far; {} for a new run
     base: str = ""  # the checkpoint that this run's adapters stand beside; "": it has none
     passed: Mapping[int, str] = types.MappingProxyType({})  # newer steps that were not taken, with the reason
 
@@ -100,11 +100,11 @@ def decide_start(
         if run.init.from_:
             notes = check_source(run, program)
             base = open_origin(run.init.from_).path if program.adapters else ""
-            return Start(0, False, False, beginning, notes, None, base)
+            return Start(0, False, False, beginning, notes, {}, base)
         if program.adapters:
             rule = "adapters stand beside the weights of a model that is trained already, and none is named"
             raise ConfigError([config.Problem("init.from", "", rule, NAME_ONE)])
-        return Start(0, False, False, beginning, (), None)
+        return Start(0, False, False, beginning, (), {})
     meta = checkpoints.meta(at)
     notes, problems = resume.compare(meta["config"], config.to_dict(run), run.checkpoint.allow_change)
     if at > run.train.steps:
@@ -116,7 +116,8 @@ def decide_start(
     if problems:
         raise ConfigError(problems)
     place = position.position(checkpoints.directory, at, meta["data"]["tokens"], per_step)
-    cast = meta["config"]["dtypes"] != dataclasses.asdict(run.dtypes)
+    # Scales of norms are float32 beside weights in bfloat16; older checkpoints have them in bfloat16 too.
+    cast = meta["config"]["dtypes"] != dataclasses.asdict(run.dtypes) or run.dtypes.params == "bf16"
     base = ""
     if program.adapters:
         named = lora.base_path(meta, run.init.from_)
@@ -125,7 +126,7 @@ def decide_start(
             base = open_origin(named).path
         except (CheckpointError, HuggingFaceError) as error:
             raise lora.gone(named, error) from error
-    return Start(at, True, cast, place, tuple(notes), meta["data"]["fingerprint"].get("files"), base, reasons)
+    return Start(at, True, cast, place, tuple(notes), meta["data"], base, reasons)
 
 
 def check_source(run: RunConfig, program: Program) -> tuple[str, ...]:
@@ -174,14 +175,14 @@ def wanted_of_source(run: RunConfig, program: Program) -> state.Tensors:
     return {k: v for k, v in state.abstract_tensors(abstract).items() if k.startswith(kinds)}
 
 
-def open_data(run: RunConfig, program: Program) -> tuple[Any, dict[str, Any]]:
+def open_data(run: RunConfig) -> tuple[Any, dict[str, Any]]:
     """Training batches (A x B rows a step), and evaluation batches (B rows) of each held-out set by its name, "" where it has
     none; no sets where nothing is evaluated."""
     folder = Path(run.paths.data).expanduser()
     train = pipeline.open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, data_dir=folder)
     if not run.eval.every_steps:
         return train, {}
-    rows = program.eval_batch["tokens"].shape[1]
+    rows = run.train.global_batch // run.train.grad_accum
     return train, {
         name: pipeline.open_source(run.data, source, split="validation", global_batch=rows, data_dir=folder)
         for name, source in pipeline.parse_sets(run.data.eval_source)[0].items()

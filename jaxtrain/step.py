@@ -30,6 +30,7 @@ from jaxtrain.models.remat import Plan, make_plan
 from jaxtrain.models.transformer import Transformer
 from jaxtrain.optimizer import check_groups, make_optimizer, make_schedule
 from jaxtrain.pipeline import STAGE, Pipeline
+from jaxtrain.rounding import Rounding
 from jaxtrain.shapes import BATCH_KEYS, EXPERT_METRICS
 from jaxtrain.sharding import Axes, Placement, make_placement, replicated
 from jaxtrain.stages import Arrangement, Schedule, arrangement
@@ -70,7 +71,7 @@ def make_train_step(
             lr = jnp.asarray(schedule(state.step), jnp.float32)
             verdict, guarded = guard.judge(state.guard, value, norm, spike)
             old = part(state.params, trained)
-            params, optimizer = update(grads, state.optimizer, old, scale, lr, verdict == guard.TAKEN)
+            params, optimizer = update(grads, state.optimizer, old, scale, lr, verdict == guard.TAKEN, state.step)
             params = filled(state.params, params)
             params = balance.moved(params, statistics, verdict == guard.TAKEN) if balance else params
             done = state.step + (verdict != guard.HELD)
@@ -190,8 +191,14 @@ def numerics_of(run: RunConfig) -> Numerics:
     What adapters stand beside rests in the compute dtype: it would be rounded to that wherever it is used, nothing is ever
     added to it, and no checkpoint holds it. A router alone is used as it rests, and
     rests in dtypes.params there too.
+
+    Scales of norms, and biases, are float32 whatever dtypes.params: they are few, and near 1 bfloat16 has no numbers as close
+    together as their updates are small.
     """
-    return Numerics(DTYPES[run.compute], DTYPES[run.dtypes.reduce], DTYPES[run.compute if run.lora.rank else run.dtypes.params])
+    compute = DTYPES[run.compute]
+    if run.lora.rank:
+        return Numerics(compute, DTYPES[run.dtypes.reduce], compute, compute)
+    return Numerics(compute, DTYPES[run.dtypes.reduce], DTYPES[run.dtypes.params])
 
 
 def eight_bit_weights(run: RunConfig, definition: Definition) -> Params:
@@ -311,9 +318,17 @@ def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Def
 def attention_specs(run: RunConfig) -> tuple[attention.Spec, ...]:
     """What training asks of the attention kernel, for each kind of layer (`models.attention.layer_kinds`)."""
     m, packed = run.model, run.data.packing == "documents"
-    segments = run.data.max_segments if packed else 1
+    segments = run.data.most_documents if packed else 1
     return tuple(
-        attention.Spec(m.head_dim, run.compute, packed, segments, windows.window(m, kind), m.attention_softcap)
+        attention.Spec(
+            m.head_dim,
+            run.compute,
+            packed,
+            segments,
+            windows.window(m, kind),
+            m.attention_softcap,
+            deterministic=run.train.deterministic,
+        )
         for kind in dict.fromkeys(windows.kinds(m))
     )
 
@@ -402,11 +417,12 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     grads, adds = DTYPES[run.dtypes.grads], not pipe and adds_layers(run, definition)
     held = stage(run, placement, numerics_of(run), grads, eight=eight, exact=definition.exact, trained=trained, adds=adds)
     balance = balance_of(run, definition, lying) if run.model.num_experts else None
+    rounding = Rounding(run.train.seed, lying.order if lying else None)
     metrics = ("loss", "grad_norm", "lr", "verdict", *(EXPERT_METRICS if balance else ()))
     gradients = make_gradients(definition, loss, loss_spec, held=held, pipe=pipe, balance=balance)
     train_step = make_train_step(
         gradients,
-        streamed(*how) if offload else at_once(tx),
+        streamed(*how, rounding) if offload else at_once(tx, rounding),
         make_schedule(run.optimizer, run.train.steps),
         trained=trained,
         clip_norm=run.optimizer.clip_norm,

@@ -26,6 +26,7 @@ from jaxtrain.between import HeldOut, Samples
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.config import ConfigError, RunConfig, to_dict
 from jaxtrain.corruption import Corrupted
+from jaxtrain.data.pipeline import with_documents
 from jaxtrain.data.tokenfile import TokenFileError
 from jaxtrain.data.tokenizer import TokenizerError, load_tokenizer
 from jaxtrain.distributed import Peers
@@ -42,7 +43,7 @@ from jaxtrain.session import FAILED, Session
 from jaxtrain.sharding import LayoutError
 from jaxtrain.signals import Stop
 from jaxtrain.start import Start, check_own_names, decide_start, going_on, open_data
-from jaxtrain.startup import set_environment, start_jax
+from jaxtrain.startup import set_compile_cache, set_environment, start_jax
 from jaxtrain.timelimit import TimeLimit, limit_s, tell_launcher
 from jaxtrain.timeline import Timeline, age_s
 from jaxtrain.trackers import TrackerError, open_trackers
@@ -193,13 +194,15 @@ def _attempt(
 
     try:
         check_own_names(run)
+        run = going_on(run, checkpoints)
+        train_data, held_out = open_data(run)
+        asked, run = run, with_documents(run, train_data, *held_out.values())
         program = step.build(run, devices)
         chosen = compiler.choose(program, compiler.card_of(jax.local_devices()[0], run.train.memory_fraction))
         step_s = parse_budgets(run.train.timeouts)[0]["step"] if own_process else 0.0
-        chosen = compiler.for_run(chosen, devices[0].platform == "gpu", step_s, run.train.deterministic, workdir)
-        run = going_on(run, checkpoints)
-        start = decide_start(run, checkpoints, program)
-        train_data, held_out = open_data(run, program)
+        on_gpus, traced = devices[0].platform == "gpu", run.profile.start > 0
+        chosen = compiler.for_run(chosen, on_gpus, step_s, run.train.deterministic, workdir, traced)
+        start = decide_start(asked, checkpoints, program)
         # Now, although they are used later: a tokenizer that is missing, or of another model, should not end a run half-way.
         tokenizer = load_tokenizer(run.data.tokenizer) if run.sample.max_tokens and not train_data.synthetic else None
         for prompt in samples.prompts(run.sample.prompt) if tokenizer else ():
@@ -212,7 +215,7 @@ def _attempt(
     # ---- The run's folder, its log and its receipt
     workdir.mkdir(parents=True, exist_ok=True)
     lock = lock_folder(workdir)
-    seen = [json.loads(each) for each in peers.gather("start", json.dumps(view(run, start, train_data, overlay)), AGREE_S)]
+    seen = [json.loads(each) for each in peers.gather("start", json.dumps(view(asked, start, train_data, overlay)), AGREE_S)]
     for name, remedy in ALIKE.items():
         if len({json.dumps(each[name], sort_keys=True) for each in seen}) > 1:
             found = "; ".join(f"process {i}: {each[name]}" for i, each in enumerate(seen[:4]))
@@ -234,12 +237,13 @@ def _attempt(
         receipt.start(
             {
                 "config": launch.name,
-                "config_sha256": config_sha256(config.to_dict(run)),
-                "resolved": config.to_dict(run),
+                "config_sha256": config_sha256(config.to_dict(asked)),
+                "resolved": config.to_dict(asked),
                 "overrides": dict(launch.overrides),
                 "devices": device_facts(devices),
                 "mesh": dict(program.placement.mesh.shape),
                 "attention": program.attention,
+                "max_segments": run.data.max_segments,
                 "data": train_data.fingerprint,
                 "eval_data": {name: batches.fingerprint for name, batches in held_out.items()},
                 "synthetic": train_data.synthetic,
@@ -254,7 +258,7 @@ def _attempt(
         writers.close(FAILED)
         unlock(lock)
         return refused([config.Problem("cannot start", None, str(error).rstrip("."), "")])
-    metrics.write_atomic(workdir / "config.json", json.dumps(config.to_dict(run), indent=1) + "\n")
+    metrics.write_atomic(workdir / "config.json", json.dumps(config.to_dict(asked), indent=1) + "\n")
     if fit := receipt.preflight:
         metrics.write_atomic(workdir / "preflight.json", json.dumps(fit, indent=1) + "\n")
     code, reason, ended = FAILED, "ended by an exception", None
@@ -273,6 +277,7 @@ def _attempt(
                 peers.on_stop = stop.asked_elsewhere
             session = ending.session = Session(
                 run,
+                asked,
                 workdir,
                 console,
                 stop,
@@ -376,12 +381,3 @@ def unlock(lock: int) -> None:
     """Lets the next run of this process into the folder."""
     if lock >= 0:
         os.close(lock)
-
-
-def set_compile_cache(run: RunConfig) -> None:
-    """Compiled programs are kept on disk, small ones too: a restart should cost seconds."""
-    if not run.paths.cache:
-        return
-    jax.config.update("jax_compilation_cache_dir", str(Path(run.paths.cache).expanduser()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -19,27 +19,36 @@ from jaxtrain import config
 from jaxtrain.kernels.dot import Numerics
 from jaxtrain.models.module import Params
 from jaxtrain.optimizer import make_optimizer
+from jaxtrain.rounding import Rounding
 from jaxtrain.sharding import Placement
 
-# (gradients, optimizer state, parameters, factor of the gradients or None, learning rate, whether it is done at all: bool ())
-# -> (parameters, optimizer state)
-Update = Callable[[Params, Any, Params, jax.Array | None, jax.Array, jax.Array], tuple[Params, Any]]
+# (gradients, optimizer state, parameters, factor of the gradients or None, learning rate, whether it is done at all: bool (),
+# step being taken: int32 ()) -> (parameters, optimizer state)
+Update = Callable[[Params, Any, Params, jax.Array | None, jax.Array, jax.Array, jax.Array], tuple[Params, Any]]
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 STACK = "layers"
 
 
-def at_once(tx: optax.GradientTransformation) -> Update:
-    """The update of everything, on the device."""
+def at_once(tx: optax.GradientTransformation, rounding: Rounding) -> Callable[..., tuple[Params, Any]]:
+    """An `Update` of everything, on the device. It also takes the number of a layer, of stacks that come layer by layer."""
 
     def update(
-        grads: Params, state: Any, params: Params, scale: jax.Array | None, lr: jax.Array, taken: jax.Array
+        grads: Params,
+        state: Any,
+        params: Params,
+        scale: jax.Array | None,
+        lr: jax.Array,
+        taken: jax.Array,
+        step: jax.Array,
+        layer: jax.Array | None = None,
     ) -> tuple[Params, Any]:
         if scale is not None:
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
         updates, new = tx.update(grads, state, params)
+        moved = rounding.rounded(jax.tree.map(lambda p, u: p - lr * u, params, updates), params, step, layer)
         # Chosen element by element, within the kernels that write them: a branch would need room for both.
         return (
-            jax.tree.map(lambda p, u: jnp.where(taken, (p - lr * u).astype(p.dtype), p), params, updates),
+            jax.tree.map(lambda p, new: jnp.where(taken, new, p), params, moved),
             jax.tree.map(lambda n, old: jnp.where(taken, n, old), new, state),
         )
 
@@ -47,7 +56,12 @@ def at_once(tx: optax.GradientTransformation) -> Update:
 
 
 def streamed(
-    optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Params, placement: Placement, numerics: Numerics
+    optimizer: config.Optimizer,
+    dtypes: config.Dtypes,
+    axes: Params,
+    placement: Placement,
+    numerics: Numerics,
+    rounding: Rounding,
 ) -> Update:
     """The same update, of an optimizer that treats every layer by itself, with its state in host memory.
 
@@ -56,7 +70,9 @@ def streamed(
     is_axes = lambda x: isinstance(x, tuple)  # noqa: E731
     layer_axes = {STACK: jax.tree.map(lambda a: a[1:], axes[STACK], is_leaf=is_axes)}
     rest_axes = {name: a for name, a in axes.items() if name != STACK}
-    of_layer, of_rest = (at_once(make_optimizer(optimizer, dtypes, a, placement, numerics)) for a in (layer_axes, rest_axes))
+    of_layer, of_rest = (
+        at_once(make_optimizer(optimizer, dtypes, a, placement, numerics), rounding) for a in (layer_axes, rest_axes)
+    )
 
     def moments(change: Callable[..., Any], state: Any, *others: Any) -> Any:
         """The state with `change` made to the dicts of moments in it, which have the parameters' names."""
@@ -68,14 +84,20 @@ def streamed(
         return jax.tree.map(lambda x: jax.device_put(x, to), tree)
 
     def update(
-        grads: Params, state: Any, params: Params, scale: jax.Array | None, lr: jax.Array, taken: jax.Array
+        grads: Params,
+        state: Any,
+        params: Params,
+        scale: jax.Array | None,
+        lr: jax.Array,
+        taken: jax.Array,
+        step: jax.Array,
     ) -> tuple[Params, Any]:
         def of(tree: Params, names: Any) -> Params:
             return {name: tree[name] for name in names}
 
         # Behind a barrier, or XLA's kernels would read host memory themselves, and wait for it.
         rest = moments(lambda m: jax.lax.optimization_barrier(moved(of(m, rest_axes), DEVICE)), state)
-        new, rest = of_rest(of(grads, rest_axes), rest, of(params, rest_axes), scale, lr, taken)
+        new, rest = of_rest(of(grads, rest_axes), rest, of(params, rest_axes), scale, lr, taken, step)
         rest = moments(lambda m: moved(m, HOST), rest)
 
         def layer(i: jax.Array, carry: tuple[Params, Any]) -> tuple[Params, Any]:
@@ -88,7 +110,7 @@ def streamed(
                 return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), tree, part)
 
             one = moments(lambda m: moved(layer_of(m), DEVICE), stacked)
-            new, one = of_layer(layer_of(of(grads, layer_axes)), one, layer_of(params), scale, lr, taken)
+            new, one = of_layer(layer_of(of(grads, layer_axes)), one, layer_of(params), scale, lr, taken, step, i)
             # The count of steps stays as it was: each layer is at the same step.
             return put(params, new), moments(lambda m, y: put(m, moved(y, HOST)), stacked, one)
 

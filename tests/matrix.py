@@ -32,6 +32,8 @@ MODELS = {
         "model.local_rope_base": 100.0,
         "model.query_scale": 24.0,
     },
+    # Stages of two layers each: at every place all stages have the same kind of layer, which a ring needs.
+    "kinds in phase": {"model.num_layers": 4, "model.sliding_window": 12, "model.attention_pattern": "lg"},
     "biases": {"model.qkv_bias": True},
     # Over 2, 4 or 8 groups of layers: none divides them. Through nine layers of weights of 0.2 rounding grows so much that a
     # ring of two alone, without stages, is beyond the bound after three steps.
@@ -206,6 +208,7 @@ LAYOUTS = {
         "fsdp8/remat.policy=full/remat.every=2",
         "fsdp4xseq2/attention.context=ulysses/remat.policy=attention/attention.impl=chunked",
     ),
+    "kinds in phase": (f"stage2xseq2{TWO}", f"stage2xfsdp2xseq2{TWO}/attention.context=gather"),
     "everything": (
         f"stage2xfsdp2xseq2{TWO}/remat.policy=full",
         "fsdp4xtensor2",
@@ -231,6 +234,7 @@ SAMPLE = (
     f"stages: stage4xfsdp2{FOUR}/pipeline.schedule=gpipe",
     f"both: stage2xexpert2xtensor2{FOUR}/pipeline.schedule=interleaved/pipeline.groups=2",
     "kinds of layers: data2xfsdp2xseq2/train.grad_accum=2/train.accumulate=layer",
+    f"kinds in phase: stage2xseq2{TWO}",
     "everything: data2xseq4",
 )
 SAMPLE_BF16 = (

@@ -38,6 +38,7 @@ PRIVATE = (
         ("cudnn", dataclasses.replace(BF16, head_dim=512), H100, "at most 256"),
         ("cudnn", dataclasses.replace(BF16, softcap=1.0), H100, "soft cap"),
         ("cudnn", dataclasses.replace(BF16, cached=True), H100, "cache"),
+        ("cudnn", dataclasses.replace(BF16, deterministic=True), H100, "fixed order"),
         ("pallas", BF16, T4, "8.0"),
         ("pallas", dataclasses.replace(BF16, head_dim=100), H100, "multiple of 8"),
         ("pallas", dataclasses.replace(BF16, head_dim=264), H100, "at most 256"),
@@ -67,6 +68,8 @@ def test_unknown_kernel():
         (BF16, L4, 8192, "pallas", "Hopper"),
         (dataclasses.replace(BF16, packed=False), A100, 8192, "cudnn", ""),
         (dataclasses.replace(BF16, softcap=30.0), H100, 8192, "pallas", "soft cap"),
+        (dataclasses.replace(BF16, deterministic=True), H100, 8192, "pallas", "fixed order"),
+        (dataclasses.replace(BF16, deterministic=True, packed=False), H100, 8192, "cudnn", ""),
         (dataclasses.replace(BF16, dtype="f32"), H100, 8192, "chunked", "tensor cores"),
         (BF16, T4, 4096, "chunked", "8.0"),
         (dataclasses.replace(BF16, cached=True), H100, 1, "reference", "cache"),
@@ -171,6 +174,27 @@ def test_private_cudnn_primitives_lower_for_a_gpu(asked):
     assert ("PADDING_CAUSAL" in text) == asked.packed, PRIVATE
     # A partitioning callback would put an address into the program, and the compile cache would never find it again.
     assert "CustomSPMDPartitioning" not in text, PRIVATE
+
+
+def test_cudnn_goes_backward_part_after_part():
+    """A row of llama3_8b's has four calls of two key/value heads, each behind a barrier that waits for the call before it."""
+    q, k = (jax.ShapeDtypeStruct((1, 8192, heads, 128), jnp.bfloat16) for heads in (32, 8))
+
+    def backward(q, k, v, segments):
+        prepared = cudnn.prepare(Rows(segments, segments, segments, segments), BF16)
+        out, back = jax.vjp(lambda *qkv: cudnn.attention(*qkv, prepared, BF16), q, k, v)
+        return back(out)
+
+    jaxpr = jax.make_jaxpr(backward)(q, k, k, jax.ShapeDtypeStruct((1, 8192), jnp.int32))
+    names = ["dot_product_attention_bwd_wrapper", "optimization_barrier"]
+    parts = [e for e in jaxpr.eqns if e.primitive.name in names]
+    calls, barriers = parts[::2], parts[1::2]
+    assert [e.primitive.name for e in parts] == [*names * 3, names[0]], PRIVATE
+    assert [[x.aval.shape[2] for x in e.invars[:3]] for e in calls] == [[8, 2, 2]] * 4
+    for call, barrier, behind in zip(calls, barriers, calls[1:], strict=False):
+        assert set(call.outvars) <= set(barrier.invars)
+        made = {x for e in jaxpr.eqns if any(x in barrier.outvars for x in e.invars) for x in e.outvars}
+        assert set(behind.invars[:3]) <= made
 
 
 @pytest.mark.parametrize(

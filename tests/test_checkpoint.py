@@ -505,6 +505,13 @@ def test_resume_rules():
     assert "Did you mean data.seq_len?" in str(problems[0])
 
 
+def test_documents_are_cut_alike_by_0_and_32():
+    """Of 0 the data makes at most 32, so a run that had 32 may leave it open; with any other number it reads other rows."""
+    notes, problems = resume.compare(tree(data__max_segments=32), tree())
+    assert not problems and notes == ["data.max_segments: 32 -> 0 (the same cut of the data)"]
+    assert [p.key for p in resume.compare(tree(data__max_segments=16), tree())[1]] == ["data.max_segments"]
+
+
 def test_microbatches_of_experts_are_asked_about():
     """Their balance loss is that of a microbatch: another number of them minimises something else."""
     one, two = ({"model__num_experts": 4, "train__grad_accum": n} for n in (1, 2))
@@ -515,6 +522,24 @@ def test_microbatches_of_experts_are_asked_about():
     off = {"experts__balance_loss": 0.0, "experts__z_loss": 0.0}
     assert resume.compare(tree(**one, **off), tree(**two, **off))[1] == []
     assert resume.compare(tree(train__grad_accum=1), tree(train__grad_accum=2))[1] == []
+
+
+def test_layouts_of_experts_with_a_capacity_are_asked_about():
+    """Which tokens they drop depends on which are on a device at a time."""
+    off = {"model__num_experts": 4, "experts__balance_loss": 0.0, "experts__z_loss": 0.0}
+    some = off | {"experts__capacity": 1.25}
+    for key, value in (("mesh.data", 2), ("mesh.expert", 2), ("train.grad_accum", 2), ("sharding.rules.batch", "data+fsdp")):
+        other = {key.replace(".", "__"): value}
+        assert resume.compare(tree(**off), tree(**off, **other))[1] == []
+        (problem,) = resume.compare(tree(**some), tree(**some, **other))[1]
+        assert problem.key == key and "experts drop other tokens" in problem.rule
+        assert f"checkpoint.allow_change={key}" in str(problem)
+        assert resume.compare(tree(**some), tree(**some, **other), key)[1] == []
+    for other in ({"sharding__zero": 1}, {"remat__policy": "full"}, {"attention__context": "gather"}):
+        assert resume.compare(tree(**some), tree(**some, **other))[1] == []
+    ring = some | {"mesh__seq": 2}
+    assert [p.key for p in resume.compare(tree(**ring), tree(**ring, attention__context="ulysses"))[1]] == ["attention.context"]
+    assert resume.compare(tree(**off | {"mesh__data": 2}), tree(**off))[1] == [], "nothing is dropped from here on"
 
 
 def test_configs_of_other_versions_and_own_axes():

@@ -13,10 +13,14 @@ from pathlib import Path
 import pytest
 
 from jaxtrain import config, environment, explain, hardware, launch, main
+from jaxtrain.config import Mesh, Model, RunConfig
+from jaxtrain.context import Context
 from jaxtrain.data import pipeline
 from jaxtrain.hardware import Devices
+from jaxtrain.models import family
 from jaxtrain.validate import validate
 from jaxtrain.validate.layout import mesh_sizes
+from jaxtrain.validate.pipeline import check_kinds
 from jaxtrain.validate.values import CHOICES
 
 REPO = Path(__file__).resolve().parent.parent
@@ -172,6 +176,8 @@ def test_several_mistakes_with_an_unreadable_file(tmp_path):
         (["--config.model.num_layers=0"], "must be at least 1"),
         (["--config.train.memory_fraction=1.5"], "must be at most 1"),
         (["--config.optimizer.beta2=1"], "must be below 1"),
+        (["--config.dtypes.v=bf16", "--config.optimizer.beta2=0.999"], "dtypes.v = 'bf16': rounds away the decay"),
+        (["--config.dtypes.v=bf16", "--config.optimizer.beta2=0.981", "--config.optimizer.name=muon"], "dtypes.v = 'bf16'"),
         (["--config.model.norm_eps=0"], "must be above 0"),
         (["--config.model.num_heads=5"], "model.d_model = 128: does not divide"),
         (["--config.model.num_kv_heads=3"], "Set one of 1, 2, 4"),
@@ -229,30 +235,100 @@ def test_rules(argv, words):
     assert any(words in line for line in lines), lines
 
 
+# 4 layers, two to a stage: at both places of a stage are layers of different kinds, unless the pattern repeats after two.
+RING_OF_STAGES = ("mesh.stage=2", "mesh.seq=2", "mesh.data=1", "mesh.fsdp=2", "train.grad_accum=4", "model.sliding_window=8")
+
+
+@pytest.mark.parametrize(
+    ("more", "remedy"),
+    [
+        (("model.attention_pattern=lggg",), "attention.context=ulysses"),
+        (("model.attention_pattern=lggg", "attention.context=gather"), "attention.context=ulysses"),
+        (("model.attention_pattern=llg",), "attention.context=ulysses"),
+        (("model.num_layers=3", "model.attention_pattern=lg"), "attention.context=ulysses"),
+        (
+            ("mesh.seq=4", "mesh.fsdp=1", "model.attention_pattern=lggg", "attention.context=ulysses", "attention.ulysses=2"),
+            "attention.ulysses=0",
+        ),
+        (
+            ("model.num_heads=3", "model.num_kv_heads=3", "model.head_dim=32", "model.attention_pattern=lggg"),
+            "mesh.stage=1 and mesh.seq=4",
+        ),
+        # In phase on two stages, but not on four groups of one layer.
+        (
+            ("model.attention_pattern=lg", "pipeline.schedule=interleaved", "pipeline.groups=2"),
+            "attention.context=ulysses",
+        ),
+    ],
+)
+def test_stages_with_layers_of_several_kinds_around_a_ring(more, remedy):
+    """They would wait for each other forever. One line says so, and what it says to set is right."""
+    argv = [f"--config.{o}" for o in (*RING_OF_STAGES, *more)]
+    (line,) = problems_of(*argv)
+    assert line.startswith("mesh.stage = 2: stages would wait for each other forever"), line
+    assert line.endswith(f"Set {remedy}."), line
+    assert problems_of(*argv, *(f"--config.{o}" for o in remedy.split(" and "))) == []
+
+
+def test_stages_with_layers_of_one_kind_at_each_place_may_form_a_ring():
+    for more in ("model.attention_pattern=lg", "model.attention_pattern=l", "model.sliding_window=0"):
+        assert problems_of(*(f"--config.{o}" for o in (*RING_OF_STAGES, more))) == []
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_gemma_on_stages_around_a_ring(name):
+    """Of the shipped presets only the 48 layers of the 12B divide into whole patterns."""
+    for preset, shape in family(name).PRESETS.items():
+        for stages in (2, 4, 8):
+            run = RunConfig(model=Model(family=name, **shape), mesh=Mesh(stage=stages, seq=2))
+            found = list(check_kinds(run, stages, Context(1, 2), True, set()))
+            assert [p.key for p in found] == ([] if preset == "gemma3_12b" else ["mesh.stage"]), (preset, stages)
+
+
+def test_second_moments_in_bfloat16_need_a_fast_decay():
+    slow = ("--config.dtypes.v=bf16", "--config.optimizer.beta2=0.99")
+    (line,) = problems_of(*slow)
+    assert line.endswith("Set f32.")
+    assert problems_of(*slow, "--config.dtypes.v=f32") == []
+    for fine in (slow[:1], (slow[0], "--config.optimizer.beta2=0.98"), (slow[1], "--config.dtypes.m=bf16")):
+        assert problems_of(*fine) == []
+
+
 @pytest.mark.parametrize("kernel", ["cudnn", "pallas"])
 def test_rules_of_attention_are_the_kernels(kernel):
     """What this says of a kernel is what the kernel says of itself, over everything they ask."""
     from jaxtrain.kernels.attention import Hardware, Spec, implementation
 
     loaded = launch.load([TINY, f"--config.attention.impl={kernel}"])
-    for sm, precision, head_dim, packing, softcap in (
-        (sm, precision, head_dim, packing, softcap)
+    for sm, precision, head_dim, packing, softcap, deterministic in (
+        (sm, precision, head_dim, packing, softcap, deterministic)
         for sm in (75, 80, 86, 89, 90, 100, 103, 120)
         for precision in ("bf16", "f32")
         for head_dim in (60, 64, 128, 192, 256, 320)
         for packing in ("documents", "none")
         for softcap in (0.0, 30.0)
+        for deterministic in (False, True)
     ):
         run = dataclasses.replace(
             loaded.run,
             precision=precision,
             model=dataclasses.replace(loaded.run.model, head_dim=head_dim, attention_softcap=softcap),
             data=dataclasses.replace(loaded.run.data, packing=packing),
+            train=dataclasses.replace(loaded.run.train, deterministic=deterministic),
         )
         found = validate(run, Devices("gpu", "a GPU", 8, 80.0, "test", sm), Path("runs/test"))
-        spec = Spec(head_dim, precision, packing == "documents", 32, softcap=softcap)
+        spec = Spec(head_dim, precision, packing == "documents", 32, softcap=softcap, deterministic=deterministic)
         reason = implementation(kernel).unsupported(spec, Hardware("gpu", divmod(sm, 10)))
         assert bool(reason) == any(p.key == "attention.impl" for p in found), (sm, spec, reason, found)
+
+
+def test_packed_rows_of_cudnn_are_not_deterministic():
+    """The workspace for that does not fit any GPU. Left to `auto`, a run takes Pallas."""
+    asked = ["--config.train.deterministic=true", "--config.train.verify_every=9", "--config.precision=bf16"]
+    assert problems_of(*asked, devices=EIGHT_H200) == []
+    (line,) = problems_of(*asked, "--config.attention.impl=cudnn", devices=EIGHT_H200)
+    assert line.startswith("attention.impl = 'cudnn': with train.deterministic") and "Set attention.impl to auto" in line
+    assert problems_of(*asked, "--config.attention.impl=cudnn", "--config.data.packing=none", devices=EIGHT_H200) == []
 
 
 @pytest.mark.parametrize(
@@ -491,6 +567,38 @@ def test_a_right_command_starts_training_with_the_budget_set(monkeypatch, tmp_pa
     assert seen["workdir"] == Path("runs/tiny") and seen["name"] == "tiny" and seen["fraction"] == "0.9"
     assert seen["run"].data.seq_len == 128
     assert listing(tmp_path) == []
+
+
+# --- The memory of CPUs
+
+
+@pytest.mark.parametrize(
+    ("count", "argv", "gib"),
+    [
+        (1, [], 8.030 * 16 / 1.073742),
+        (8, ["mesh.data=8", "mesh.fsdp=1"], 8 * 8.030 * 16 / 1.073742),
+        (8, ["mesh.data=8", "mesh.fsdp=1", "sharding.zero=0"], 8 * 8.030 * 16 / 1.073742),
+        (8, [], 8.030 * 16 / 1.073742),
+        (8, ["sharding.zero=0"], 8 * 8.030 * 16 / 1.073742),
+        (1, ["dtypes.m=bf16", "dtypes.v=bf16"], 8.030 * 12 / 1.073742),
+        (1, ["lora.rank=8", "precision=f32"], 8.030 * 4 / 1.073742),
+    ],
+)
+def test_a_cpu_without_the_memory_for_the_state_is_refused_before_jax_starts(no_data, count, argv, gib):
+    devices = Devices("cpu", "cpu", count, 24.0 / count, "test")
+    found = problems_of(*(f"--config.{each}" for each in argv), base=f"--config={REPO}/configs/llama3_8b.py", devices=devices)
+    (told,) = [text for text in found if text.startswith("devices")]
+    assert told.startswith(f"devices = '{count} cpu': a step takes at least {gib:.1f} GiB")
+    assert "24.0 GiB of this machine's memory are available" in told and "configs/tiny.py" in told
+
+
+def test_the_memory_of_cpus_is_that_of_this_process(no_data):
+    """Of two processes each holds half of the state."""
+    two = Devices("cpu", "cpu", 2, 100.0, "test", node=1)
+    split = "--config.mesh.fsdp=2"
+    found = problems_of(split, base=f"--config={REPO}/configs/llama3_8b.py", devices=two)
+    assert not [text for text in found if text.startswith("devices")]
+    assert not problems_of(devices=Devices("cpu", "cpu", 1, 0.1, "test"))
 
 
 # --- The configs that come with it

@@ -122,6 +122,12 @@ def test_cudnn_over_several_devices_is_attention(way, case):
     assert compare(WAYS[way], CASES[case], "cudnn", 8, 4) < TOLERANCE
 
 
+def test_backward_in_parts_over_a_ring(monkeypatch):
+    """Each block by the heads of one key/value head, and each row alone."""
+    monkeypatch.setattr(cudnn, "part_of", lambda B, T, S, N, K, H, documents: (1, N // K))
+    assert compare(WAYS["ring 4"], CASES["packed"], "cudnn", 8, 4) < TOLERANCE
+
+
 @pytest.mark.parametrize("kernel", ["reference", "chunked", "cudnn"])
 @pytest.mark.parametrize("way", ["ring 2", "gather 4", "ulysses 4"])
 def test_every_kernel_over_several_devices(way, kernel):

@@ -1,6 +1,7 @@
 """Token files, their preparation, and batches as a pure function of (seed, step)."""
 
 import contextlib
+import dataclasses
 import gzip
 import io
 import itertools
@@ -146,7 +147,6 @@ def test_mixture_takes_each_source_by_weight_and_in_its_own_order(tmp_path):
     s, w = windows.interleave(np.arange(far, far + 50), [0.7, 0.2, 0.1])
     assert np.allclose(w, far * np.asarray([0.7, 0.2, 0.1])[s], rtol=1e-6)
     assert [f["weight"] for f in batches.fingerprint["files"]] == pytest.approx([0.7, 0.2, 0.1])
-    assert sum(batches.epochs(50).values()) > 0
     json.dumps(batches.fingerprint)
 
 
@@ -158,6 +158,46 @@ def test_masked_tokens_does_not_depend_on_the_chunk():
         assert want > 0
         for chunk in (1, 2, 7, 100):
             assert windows.masked_tokens(starts, 60, 32, max_segments, chunk) == want
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_most_documents_of_a_window(seed):
+    starts = np.cumsum(np.r_[0, np.random.default_rng(seed).integers(1, 30, 300)])
+    per_window = [sum(w * 32 < s < w * 32 + 32 for s in starts) + 1 for w in range(60)]
+    for chunk in (1, 2, 7, 1000):
+        assert windows.most_documents(starts, 60, 32, chunk) == max(per_window)
+    assert windows.most_documents(np.asarray([0]), 60, 32) == 1
+
+
+def test_max_segments_of_0_is_what_the_data_has(tmp_path):
+    """Nothing is masked, the rows are those of a higher number, and a run's step is built for the most of all its sets."""
+    few, more = (write_file(tmp_path / f"{n}.tok", random_documents(1, 60, n)) for n in (40, 5))
+    opened = [open_batches(path) for path in (few, more)]
+    for batches, path in zip(opened, (few, more), strict=True):
+        rows = [batches.batch(step) for step in range(-(-batches.sources[0].windows // 4))]
+        assert batches.max_segments == max(row["segments"].max() for row in rows) < 16
+        assert batches.masked_fraction == 0 and batches.fingerprint["max_segments"] == 32
+        wider = open_batches(path, max_segments=16)
+        assert all(np.array_equal(row[k], wider.batch(i)[k]) for i, row in enumerate(rows) for k in row)
+    assert opened[0].max_segments < opened[1].max_segments
+    run = config.RunConfig()
+    assert pipeline.with_documents(run, *opened).data.max_segments == opened[1].max_segments
+    synthetic = pipeline.open_source(run.data, "synthetic", split="train", global_batch=1, data_dir=tmp_path)
+    assert pipeline.with_documents(run, synthetic).data.max_segments == synthetic.batch(0)["segments"].max() == 4
+    assert pipeline.with_documents(run, opened[0], object()).data.max_segments == 32, "a source of one's own does not say"
+    asked = dataclasses.replace(run, data=config.Data(max_segments=3))
+    assert pipeline.with_documents(asked, *opened) is asked
+    many = SimpleNamespace(max_segments=40)
+    with pytest.raises(config.ConfigError, match=r"data.max_segments = 0: a data source has 40 documents .* Set it to 40"):
+        pipeline.with_documents(run, many)
+    assert pipeline.with_documents(asked, many) is asked
+
+
+def test_max_segments_of_0_is_32_at_most(tmp_path):
+    path = write_file(tmp_path / "a.tok", [[1]] * 400)
+    batches, limited = open_batches(path, seq_len=100), open_batches(path, seq_len=100, max_segments=32)
+    assert batches.max_segments == batches.batch(0)["segments"].max() == 32
+    assert batches.masked_fraction == limited.masked_fraction > 0
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])

@@ -1,5 +1,6 @@
 """Conversations to token files: what the template writes, which tokens are control tokens, and which count in the loss."""
 
+import itertools
 import json
 import re
 
@@ -8,13 +9,14 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import runs
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from jaxtrain import config
-from jaxtrain.data import pipeline, prepare, rows, template, tokenfile
+from jaxtrain.data import pipeline, prepare, rows, stats, template, tokenfile, windows
 from jaxtrain.data import tokenizer as text_tokenizers
 from jaxtrain.data.__main__ import main
 from jaxtrain.data.tokenfile import TokenFile, TokenWriter
@@ -337,15 +339,18 @@ def test_chat_files_end_to_end(tmp_path, folders, capsys):
     capsys.readouterr()
     assert main(["show", str(file.path), "--documents=2"]) == 0
     assert "<|im_start|>assistant\n⟧It is 4.<|im_end|>⟦" in capsys.readouterr().out
-    # the pipeline: weight where the target counts
-    data = config.Data(source=str(file.path), seq_len=8, tokenizer=str(folders["bytes"]))
-    for packing in ("documents", "none"):
-        data = config.Data(source=str(file.path), seq_len=8, tokenizer=str(folders["bytes"]), packing=packing)
-        batches = pipeline.open_source(data, data.source, split="train", global_batch=4, data_dir=tmp_path)
-        windows = batches.window_numbers(0, np.arange(4))
-        for w, weights in zip(windows, batches.batch(0)["weights"], strict=True):
-            assert weights.tolist() == flags[w * 8 + 1 : w * 8 + 9].astype(float).tolist()
-        assert batches.bytes_per_token == pytest.approx(len("It is 4.Yes.</s></s>") / flags.sum())
+    # the pipeline: both conversations whole, weight where the target counts
+    parts = [slice(first, last) for first, last in itertools.pairwise(file.doc_offsets[:].tolist())]
+    longest = max(part.stop - part.start for part in parts)
+    data = config.Data(source=str(file.path), seq_len=longest, tokenizer=str(folders["bytes"]))
+    batches = pipeline.open_source(data, data.source, split="train", global_batch=2, data_dir=tmp_path)
+    batch = batches.batch(0)
+    found = {tuple(t): w for t, w in zip(batch["tokens"].tolist(), batch["weights"].tolist(), strict=True)}
+    for part in parts:
+        rest = longest - (part.stop - part.start)
+        want = flags[part][1:].astype(float)
+        assert found[*file.tokens[part].tolist(), *[tok.eot] * rest] == [*want, *[0.0] * (rest + 1)]
+    assert batches.bytes_per_token == pytest.approx(len("It is 4.Yes.</s></s>") / flags.sum())
 
 
 def test_the_byte_tokenizers_template_and_the_end_of_text(tmp_path):
@@ -414,11 +419,6 @@ def test_loss_bits_round_trip(tmp_path_factory, data):
     starts = np.asarray(file.doc_offsets[:-1])
     assert file.header["loss"]["first"] == sum(want[s] for s in starts)
     assert verify(file.path) == []
-    if len(want) > 9:
-        view = pipeline.FileWindows(file, 3)
-        index = np.arange(view.windows)
-        loss = view.rows(index)[3]
-        assert loss.tolist() == [want[w * 3 + 1 : w * 3 + 4] for w in index]
 
 
 def test_damaged_loss_bits_are_found(tmp_path):
@@ -434,3 +434,175 @@ def test_damaged_loss_bits_are_found(tmp_path):
     assert "checksum" in fault and "loss bits of tokens 0 to 101" in fault
     with TokenWriter(tmp_path / "c.tok", info) as writer, pytest.raises(ValueError, match="loss flags"):
         writer.write([1], 1, np.asarray([True]), 1)
+
+
+# rows of whole conversations
+
+
+def write_conversations(path, lengths, loss=True, first=0):
+    """Conversations k = 0, 1, ... of `lengths` tokens: all tokens of k are (first + k) % 256, and 256 at its end; they count
+    from the second half on."""
+    with TokenWriter(path, text_tokenizers.info(text_tokenizers.ByteTokenizer()), loss=loss) as writer:
+        for k, n in enumerate(lengths):
+            ids = [(first + k) % 256] * (n - 1)
+            writer.write(ids, n - 1, np.arange(n - 1) >= n // 2 if loss else None, (n - 1 - n // 2) * loss)
+            writer.end_document(loss=loss)
+    return path
+
+
+def open_rows(source, seq_len, global_batch=4, **keys) -> pipeline.Batches:
+    data = config.Data(source=str(source), seq_len=seq_len, **keys)
+    return pipeline.open_source(data, data.source, split="train", global_batch=global_batch, data_dir="")
+
+
+def first_fit(lengths, size, most):
+    """The rows of each block, packed in the most direct way."""
+    out = []
+    for begin in range(0, len(lengths), windows.CONVERSATIONS):
+        block = []
+        for k, n in enumerate(lengths[begin : begin + windows.CONVERSATIONS], begin):
+            fits = [row for row in block if sum(lengths[i] for i in row) + n <= size and (most is None or len(row) < most)]
+            if fits:
+                fits[0].append(k)
+            else:
+                block.append([k])
+        out += block
+    return out
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=70),
+    size=st.integers(20, 60),
+    most=st.sampled_from([None, 1, 2, 3]),
+    block=st.sampled_from([1, 2, 7, 1024]),
+    together=st.sampled_from([1, 3, 256]),
+)
+def test_packing_is_first_fit_in_each_block(lengths, size, most, block, together):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(windows, "CONVERSATIONS", block)
+        patched.setattr(windows, "TOGETHER", together)
+        row = windows.pack(np.asarray(lengths), size, most)
+        assert [np.flatnonzero(row == r).tolist() for r in range(row.max() + 1)] == first_fit(lengths, size, most)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(2, 30), min_size=1, max_size=40),
+    T=st.integers(1, 40),
+    seed=st.integers(0, 3),
+    max_segments=st.sampled_from([0, 1, 2, 5]),
+    packing=st.sampled_from(["documents", "none"]),
+)
+def test_every_conversation_is_in_one_row_of_an_epoch_and_whole(tmp_path_factory, lengths, T, seed, max_segments, packing):
+    """Token by token: the row's text, the segments and positions of each conversation, its targets that count, the padding."""
+    file = TokenFile.open(write_conversations(tmp_path_factory.mktemp("packed") / "a.tok", lengths))
+    batches = open_rows(file.path, T, global_batch=1, seed=seed, max_segments=max_segments, packing=packing)
+    tokens, flags, ends = file.tokens[:], file.loss_flags(0, file.header["tokens"]), file.doc_offsets[:]
+    apart, count = packing == "documents", batches.sources[0].windows
+    for epoch in range(2):
+        seen = []
+        for step in range(epoch * count, (epoch + 1) * count):
+            got = {k: x[0].tolist() for k, x in batches.batch(step).items()}
+            text = [*got["tokens"], got["targets"][-1]]
+            want = {k: [] for k in ("text", "weights", "segments", "positions")}
+            held = 0
+            while (at := len(want["text"])) <= T and (k := text[at]) != 256:  # a conversation's first token is its number
+                part = slice(ends[k], ends[k] + min(lengths[k], T + 1))
+                n, held = part.stop - part.start, held + 1
+                seen.append(k)
+                want["text"] += tokens[part].tolist()
+                want["weights"] += [0.0 if apart else float(flags[part.start]), *flags[part][1:].astype(float)]
+                want["segments"] += [held if apart else 1] * n
+                want["positions"] += range(n) if apart else range(at, at + n)
+            assert held <= ((max_segments or 32) if apart else len(lengths))
+            rest = T + 1 - len(want["text"])
+            assert text == want["text"] + [256] * rest
+            assert got["weights"] == [*want["weights"], *[0.0] * rest][1:]
+            assert got["segments"] == [*want["segments"], *[0] * rest][:T]
+            assert got["positions"] == [*want["positions"], *[0] * rest][:T]
+        assert sorted(seen) == list(range(len(lengths)))
+    found = stats.packing(file, T, max_segments or 32)
+    assert found["truncated_documents"] == sum(n > T + 1 for n in lengths)
+    assert found["truncated_tokens"] == sum(max(0, n - T - 1) for n in lengths)
+
+
+def test_no_answer_is_learnt_without_its_prompt(tmp_path, capsys):
+    """2,000 conversations of 200 to 1,500 tokens. Cut at row borders, a quarter of the tokens lack their beginning."""
+    lengths = np.random.default_rng(0).integers(200, 1501, 2000).tolist()
+    lacking, full = {}, {}
+    for loss in (True, False):
+        with TokenWriter(tmp_path / "a.tok", text_tokenizers.info(text_tokenizers.ByteTokenizer()), loss=loss) as writer:
+            for n in lengths:
+                flags = np.ones(n - 1, bool) if loss else None
+                writer.write([255] + [1] * (n - 2), n - 1, flags, (n - 1) * loss)
+                writer.end_document(loss=loss)
+        batches = open_rows(tmp_path / "a.tok", 2048, global_batch=1)
+        counted = without = padding = 0
+        for step in range(batches.sources[0].windows):
+            batch = {k: x[0] for k, x in batches.batch(step).items()}
+            first = np.arange(2048) - batch["positions"]  # of each token, the first of its segment
+            counts = batch["weights"] > 0
+            counted += counts.sum()
+            without += (counts & (batch["tokens"][first] != 255)).sum()
+            padding += (batch["segments"] == 0).sum()
+        lacking[loss], full[loss] = without / counted, 1 - padding / (batches.sources[0].windows * 2048)
+        assert main(["stats", str(tmp_path / "a.tok"), "--seq-len=1024", "--documents=0"]) == 0
+    assert lacking == {True: 0.0, False: pytest.approx(0.25, abs=0.02)}
+    assert full == {True: pytest.approx(0.95, abs=0.01), False: 1.0}
+    out = capsys.readouterr().out
+    cut = [n - 1025 for n in lengths if n > 1025]
+    assert f"conversations longer than 1,025 tokens, cut at their end: {len(cut):,}, which lose {sum(cut):,} tokens" in out
+    assert re.search(r"rows are [89]\d\.\d\d% full", out)
+
+
+def test_a_run_says_how_many_conversations_lose_their_end(tmp_path, capsys):
+    (tmp_path / "small.py").write_text(runs.SMALL)
+    path = write_conversations(tmp_path / "a.tok", [100, 65, 66, 10])
+    short = {"train__steps": 1, "optimizer__warmup_steps": 0, "eval__every_steps": 0}
+    assert runs.train(tmp_path / "small.py", tmp_path / "run", data__source=path, **short) == 0
+    said = capsys.readouterr().out
+    assert "data: 2 conversations of more than data.seq_len=64 + 1 tokens lose their ends, 36 tokens in all" in said
+    assert np.isfinite(runs.losses(tmp_path / "run")[1])
+
+
+def test_rows_of_conversations_are_a_function_of_seed_and_step(tmp_path):
+    path = write_conversations(tmp_path / "a.tok", np.random.default_rng(1).integers(2, 40, 300).tolist())
+    one, two = open_rows(path, 64, seed=5), open_rows(path, 64, seed=5)
+    wanted = {s: two.batch(s) for s in (90, 3, 41)}
+    for step, want in sorted(wanted.items()):
+        for part in (slice(None), slice(1, 3), np.asarray([3, 0])):
+            got = one.batch(step, part)
+            assert all(np.array_equal(got[k], want[k][part]) for k in want)
+    other = open_rows(path, 64, seed=6)
+    assert not all(np.array_equal(other.batch(s)["tokens"], one.batch(s)["tokens"]) for s in range(4))
+
+
+def test_a_file_with_less_than_a_row_is_padded_and_an_empty_one_refused(tmp_path):
+    path = write_conversations(tmp_path / "a.tok", [5, 4])
+    assert pipeline.check(config.Data(source=str(path), seq_len=64), 264, False) == []
+    batch = open_rows(path, 64, global_batch=2).batch(0)
+    assert (batch["segments"] > 0).sum(1).tolist() == [9, 9]
+    assert batch["weights"].sum(1).tolist() == [5.0, 5.0]
+    empty = write_conversations(tmp_path / "none.tok", [])
+    (problem,) = pipeline.check(config.Data(source=str(empty), seq_len=64), 264, False)
+    assert "0 sequences" in problem.rule
+    (problem,) = pipeline.check(  # text without loss bits is cut into whole rows, as before
+        config.Data(source=str(write_conversations(tmp_path / "b.tok", [5, 4], loss=False)), seq_len=64), 264, False
+    )
+    assert "0 sequences" in problem.rule
+
+
+def test_conversations_beside_text(tmp_path):
+    """A mixture takes rows of each kind: those that each file gives alone."""
+    chat = write_conversations(tmp_path / "chat.tok", np.random.default_rng(2).integers(2, 30, 100).tolist())
+    text = write_conversations(tmp_path / "text.tok", [50] * 40, loss=False, first=100)
+    both = open_rows(f"{text}=0.5,{chat}=0.5", 32, global_batch=8)
+    rows_of = {path: open_rows(path, 32, global_batch=4) for path in (text, chat)}
+    for step in range(30):
+        batch = both.batch(step)
+        index, _ = windows.interleave(np.arange(step * 8, step * 8 + 8), both.weights)
+        alone = rows_of[text].batch(step)
+        assert all(np.array_equal(batch[k][index == 0], alone[k]) for k in batch)
+        assert (batch["segments"][index == 0] > 0).all()
+        assert both.sources[1].windows == rows_of[chat].sources[0].windows

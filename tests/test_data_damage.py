@@ -19,10 +19,11 @@ from jaxtrain.data import tokenizer as text_tokenizers
 from jaxtrain.data.__main__ import main
 from jaxtrain.data.tokenfile import TokenFile, TokenFileError, TokenWriter
 from jaxtrain.data.verify import verify
-from jaxtrain.data.windows import FileWindows
+from jaxtrain.data.windows import Windows, interleave, open_windows
 from jaxtrain.shapes import BATCH_KEYS
 
 T = 16  # tokens in a row
+LONGEST = 40  # tokens in a document: rows of as many lose nothing of a conversation
 HOUR = 3600.0
 
 
@@ -32,7 +33,7 @@ def write_file(path: Path, tokens: int = 800, loss: bool = True, seed: int = 0) 
     left = tokens + 1
     with TokenWriter(path, text_tokenizers.info(text_tokenizers.ByteTokenizer()), loss=loss) as writer:
         while left:
-            length = min(left, 1 + int(rng.integers(0, 40)))
+            length = min(left, 1 + int(rng.integers(0, LONGEST)))
             flags = rng.random(length - 1) < 0.5 if loss else None
             writer.write(rng.integers(0, 256, length - 1), length - 1, flags, 1 if loss else 0)
             writer.end_document(loss=loss)
@@ -40,7 +41,11 @@ def write_file(path: Path, tokens: int = 800, loss: bool = True, seed: int = 0) 
     return path
 
 
-def rows_of(windows: FileWindows, index: np.ndarray | None = None) -> list[np.ndarray | None]:
+def windows_of(file: Path | TokenFile, seq_len: int = LONGEST) -> Windows:
+    return open_windows(TokenFile.open(file) if isinstance(file, Path) else file, seq_len, None, 0)
+
+
+def rows_of(windows: Windows, index: np.ndarray | None = None) -> list[np.ndarray | None]:
     return list(windows.rows(np.arange(windows.windows) if index is None else index))
 
 
@@ -81,13 +86,13 @@ def test_a_bit_flipped_before_the_file_is_opened_is_found(tmp_path, small_blocks
     header, end = tokenfile.read_header(path)
     assert end > 20 * small_blocks
     assert len(header["table_crc32"]) > 1
-    want = rows_of(FileWindows(TokenFile.open(path), T))
+    want = rows_of(windows_of(path))
     assert verify(path) == []
     found = 0
     for at, byte, flipped in flips(path, 1):
         poke(path, at, flipped)
         try:
-            assert not same(rows_of(FileWindows(TokenFile.open(path), T)), want)
+            assert not same(rows_of(windows_of(path)), want)
             raise AssertionError(f"a bit of byte {at} went unseen")
         except TokenFileError as e:
             assert str(path) in str(e)
@@ -97,7 +102,7 @@ def test_a_bit_flipped_before_the_file_is_opened_is_found(tmp_path, small_blocks
             assert verify(path), at
         poke(path, at, byte)
     assert found == path.stat().st_size
-    assert same(rows_of(FileWindows(TokenFile.open(path), T)), want)
+    assert same(rows_of(windows_of(path)), want)
 
 
 @pytest.mark.parametrize("loss", [False, True])
@@ -105,7 +110,7 @@ def test_a_bit_flipped_under_an_open_file_is_found_or_never_read(tmp_path, small
     monkeypatch.setattr(checked, "LOOK_SECONDS", HOUR)
     path = write_file(tmp_path / "a.tok", loss=loss)
     header, end = tokenfile.read_header(path)
-    windows = FileWindows(TokenFile.open(path), T)
+    windows = windows_of(path)
     want = rows_of(windows)  # with it all parts of the table have been read
     read, pread = set(), os.pread
     with monkeypatch.context() as patched:
@@ -122,9 +127,10 @@ def test_a_bit_flipped_under_an_open_file_is_found_or_never_read(tmp_path, small
             assert f"python -m jaxtrain.data verify {path}" in str(e)
         poke(path, at, byte)
     assert unseen == [at for at in range(path.stat().st_size) if at not in read]
-    # The preamble, the checksums and the header were read before, checked, and are kept in memory; a last block may hold
-    # nothing but the end of the last document, which no row asks for.
-    assert read >= set(range(tokenfile.PREAMBLE.size, end - small_blocks))
+    # The preamble, the checksums and the header were read before, checked, and are kept in memory, those of conversations with
+    # their offsets; a last block may hold nothing but the end of the last document, which no row asks for.
+    asked = tokenfile.layout(header)["documents"].start if loss else end - small_blocks
+    assert read >= set(range(tokenfile.PREAMBLE.size, asked))
     assert not read & {*range(tokenfile.PREAMBLE.size), *range(end, path.stat().st_size)}
     assert same(rows_of(windows), want)
 
@@ -137,7 +143,7 @@ def test_a_checksum_that_is_damaged_before_it_is_read_first_is_found(tmp_path, s
         byte = path.read_bytes()[at]
         poke(path, at, byte ^ 16)
         with pytest.raises(TokenFileError, match=r"the checksums of blocks \d+ to \d+ \(bytes .* do not match theirs"):
-            rows_of(FileWindows(file, T))
+            rows_of(windows_of(file))
         poke(path, at, byte)
 
 
@@ -151,7 +157,7 @@ def test_only_rows_that_need_the_damaged_block_are_refused(tmp_path):
             for _ in range(200):
                 writer.write(rng.integers(0, 256, 700), 700)
                 writer.end_document()
-        windows = FileWindows(TokenFile.open(path), 512)
+        windows = windows_of(path, 512)
         want = rows_of(windows)
         block = 3
         poke(path, block * tokenfile.BLOCK + 77, path.read_bytes()[block * tokenfile.BLOCK + 77] ^ 1)
@@ -165,7 +171,7 @@ def test_only_rows_that_need_the_damaged_block_are_refused(tmp_path):
                     windows.rows(np.asarray([w]))
                 assert f"block 3 (bytes 49,152 to 65,536: tokens {first:,} to {last:,}) does not match" in str(e.value)
             else:
-                tokens, _, column, _ = windows.rows(np.asarray([w]))
+                tokens, _, column, _, _ = windows.rows(np.asarray([w]))
                 assert np.array_equal(tokens[0], want[0][w])
                 assert np.array_equal(column, want[2][want[1] == w])
         with pytest.raises(TokenFileError, match="block 3 "):  # a batch with one bad row is no batch
@@ -174,20 +180,20 @@ def test_only_rows_that_need_the_damaged_block_are_refused(tmp_path):
 
 def test_rows_do_not_depend_on_how_they_are_asked_for(tmp_path, small_blocks):
     """One by one, in runs, in any order, twice: documents that span many blocks of offsets and such that share one."""
-    path = write_file(tmp_path / "a.tok", 3000)
+    path = write_file(tmp_path / "a.tok", 3000, loss=False)
     file = TokenFile.open(path)
-    tokens, starts, flags = file.tokens[:], file.doc_offsets[:], file.loss_flags(0, file.header["tokens"])
+    tokens, starts = file.tokens[:], file.doc_offsets[:]
     assert len(file.doc_offsets.block_borders()) > 10
     rng = np.random.default_rng(3)
     for seq_len in (1, 7, 16, 300, 2999, 3000):
-        windows = FileWindows(file, seq_len)
+        windows = windows_of(file, seq_len)
         some = rng.integers(0, windows.windows, 40)
         for index in (np.arange(windows.windows), some, np.sort(some), some[:1], some[:0], np.repeat(some[:3], 2)):
-            got, row, column, loss = windows.rows(index)
+            got, row, column, loss, filled = windows.rows(index)
+            assert loss is filled is None
             for r, w in enumerate(index.tolist()):
                 a = w * seq_len
                 assert np.array_equal(got[r], tokens[a : a + seq_len + 1])
-                assert np.array_equal(loss[r], flags[a + 1 : a + seq_len + 1])
                 inside = starts[(starts > a) & (starts <= a + seq_len)] - a
                 assert np.array_equal(column[row == r], inside)
 
@@ -203,7 +209,7 @@ def cut(path: Path, size: int) -> None:
 def test_a_file_that_is_cut_off_is_an_error_and_no_signal(tmp_path, monkeypatch, looks):
     """At every length that matters, seen by a look at the path or only by a read that comes back short."""
     monkeypatch.setattr(checked, "LOOK_SECONDS", 0.0 if looks else HOUR)
-    whole = write_file(tmp_path / "whole.tok", 40_000)
+    whole = write_file(tmp_path / "whole.tok", 40_000, loss=False)
     size = whole.stat().st_size
     header, end = tokenfile.read_header(whole)
     parts = tokenfile.layout(header)
@@ -211,7 +217,7 @@ def test_a_file_that_is_cut_off_is_an_error_and_no_signal(tmp_path, monkeypatch,
     lengths |= {part.start + d for part in parts.values() for d in (-1, 0, 1)}
     for length in sorted(lengths):
         path = Path(shutil.copy(whole, tmp_path / "a.tok"))
-        windows = FileWindows(TokenFile.open(path), T)
+        windows = windows_of(path)
         want, was = rows_of(windows), path.stat()
         cut(path, length)
         if looks or length < end:
@@ -288,7 +294,7 @@ def test_a_file_that_is_replaced_or_written_to_is_named(tmp_path, monkeypatch, c
         path = path.rename(path.with_name("target.tok")).with_name("a.tok")
         path.symlink_to("target.tok")
     monkeypatch.setattr(checked, "LOOK_SECONDS", HOUR)
-    windows = FileWindows(TokenFile.open(path), T)
+    windows = windows_of(path)
     want = rows_of(windows)
     change(path)
     # before anybody has looked: what is read is what was there, or nothing
@@ -306,7 +312,7 @@ def test_a_file_that_is_replaced_or_written_to_is_named(tmp_path, monkeypatch, c
 def test_a_file_that_was_put_back_is_the_one_that_was_opened(tmp_path, monkeypatch):
     monkeypatch.setattr(checked, "LOOK_SECONDS", 0.0)
     path = write_file(tmp_path / "a.tok")
-    windows = FileWindows(TokenFile.open(path), T)
+    windows = windows_of(path)
     want = rows_of(windows)
     path.rename(tmp_path / "kept.tok")
     write_file(path, seed=1)
@@ -319,7 +325,7 @@ def test_a_file_that_was_put_back_is_the_one_that_was_opened(tmp_path, monkeypat
 def test_no_false_alarm(tmp_path, monkeypatch):
     monkeypatch.setattr(checked, "LOOK_SECONDS", 0.0)
     path = write_file(tmp_path / "a.tok")
-    windows = FileWindows(TokenFile.open(path), T)
+    windows = windows_of(path)
     want = rows_of(windows)
     was = path.stat()
     for harmless in (
@@ -341,7 +347,7 @@ def test_a_path_is_looked_at_once_a_second_and_not_more(tmp_path, monkeypatch):
     monkeypatch.setattr(checked, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     looks = []
     monkeypatch.setattr(checked.OpenFile, "changed", lambda self: looks.append(clock[0]) or "")
-    windows = FileWindows(TokenFile.open(write_file(tmp_path / "a.tok")), T)
+    windows = windows_of(write_file(tmp_path / "a.tok"))
     for clock[0] in np.arange(0, 5, 0.0625).tolist():
         windows.rows(np.asarray([0]))
     assert looks == [1.0, 2.0, 3.0, 4.0]
@@ -349,7 +355,7 @@ def test_a_path_is_looked_at_once_a_second_and_not_more(tmp_path, monkeypatch):
 
 def test_a_disk_that_cannot_be_read_is_said_by_name(tmp_path, monkeypatch):
     path = write_file(tmp_path / "a.tok")
-    windows = FileWindows(TokenFile.open(path), T)
+    windows = windows_of(path)
 
     def fail(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -366,7 +372,7 @@ def test_a_disk_that_cannot_be_read_is_said_by_name(tmp_path, monkeypatch):
 
 def test_pread_may_give_less_than_was_asked_for(tmp_path, monkeypatch):
     """A signal, a network file system, or more than 2 GiB: it is asked again."""
-    windows = FileWindows(TokenFile.open(write_file(tmp_path / "a.tok")), T)
+    windows = windows_of(write_file(tmp_path / "a.tok"))
     want, pread = rows_of(windows), os.pread
     monkeypatch.setattr(os, "pread", lambda fd, n, at: pread(fd, min(n, 100), at))
     assert same(rows_of(windows), want)
@@ -379,7 +385,7 @@ def test_files_are_closed_with_what_reads_them(tmp_path):
         links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
         return sum(link.exists() and link.resolve() == path for link in links)
 
-    files = [FileWindows(TokenFile.open(path), T) for _ in range(20)]
+    files = [windows_of(path) for _ in range(20)]
     assert opened() == 20
     del files
     assert opened() == 0
@@ -400,7 +406,7 @@ def first_steps(batches: pipeline.Batches, source: int, steps: int) -> dict[int,
     size, width = file.blocks.block_bytes, file.tokens.dtype.itemsize
     for step in range(steps):
         index = np.arange(step * batches.global_batch, (step + 1) * batches.global_batch)
-        of, within = pipeline.interleave(index, batches.weights)
+        of, within = interleave(index, batches.weights)
         for window in batches.window_numbers(source, within[of == source]).tolist():
             first, last = (64 + width * (window * seq_len + n) for n in (0, seq_len))
             for block in range(first // size, last // size + 1):
@@ -413,7 +419,7 @@ def first_steps(batches: pipeline.Batches, source: int, steps: int) -> dict[int,
 @pytest.mark.parametrize("files", [1, 2])
 def test_the_error_comes_with_the_batch_it_belongs_to(tmp_path, small_blocks, prefetch, files):
     for name in "ab"[:files]:
-        write_file(tmp_path / f"{name}.tok", seed=ord(name))
+        write_file(tmp_path / f"{name}.tok", loss=False, seed=ord(name))
     batches = open_batches(",".join(f"{tmp_path}/{name}.tok=0.5" for name in "ab"[:files]))
     block, step = max(first_steps(batches, files - 1, 9).items(), key=lambda found: found[1])
     assert step >= 4

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxtrain import config
-from jaxtrain.data import mixture, pipeline, stats
+from jaxtrain.data import mixture, pipeline, stats, windows
 from jaxtrain.data import tokenizer as text_tokenizers
 from jaxtrain.data.__main__ import main
 from jaxtrain.data.tokenfile import TokenFile, TokenWriter
@@ -147,17 +149,129 @@ def test_bytes_per_token_of_masked_and_mixed_files(tmp_path):
     assert first > 0
     assert figure(masked) == pytest.approx(even / (even - first))
     assert figure(masked, "none") == pytest.approx(1)
-    both = (0.5 * 500 / 510 + 0.5 * even / 410) / (0.5 * 500 / 510 + 0.5 * (even - first) / 410)
+    # A conversation of 41 tokens fills a row of 16 places, in which 17 of its tokens are read.
+    held = 10 * 16 * 41 / 17
+    both = (0.5 * 500 / 510 + 0.5 * even / held) / (0.5 * 500 / 510 + 0.5 * (even - first) / held)
     assert figure(f"{plain}=1,{masked}=1") == pytest.approx(both)
     nothing = write_file(tmp_path / "c.tok", [[1] * 50] * 10, loss=True)
     assert figure(nothing) is None
 
 
-def test_stats_against_direct_counts(tmp_path, monkeypatch, capsys):
+# a mixture that changes on resume
+
+
+def mixed(source: str, seq_len: int = 16, **keys) -> pipeline.Batches:
+    data = config.Data(source=source, seq_len=seq_len, **keys)
+    return pipeline.open_source(data, source, split="train", global_batch=8, data_dir="unused")
+
+
+def saved(batches: pipeline.Batches, step: int) -> dict:
+    """What a checkpoint of `step` steps says of the data."""
+    tokens = step * batches.global_batch * batches.seq_len
+    found = {"tokens": tokens, "fingerprint": batches.fingerprint, "mixture": batches.mixture(step * batches.global_batch)}
+    return json.loads(json.dumps(found))
+
+
+def places(batches: pipeline.Batches, step: int) -> list[tuple[str, int]]:
+    """(source, index within it) of each row of a batch."""
+    index = np.arange(step * batches.global_batch, (step + 1) * batches.global_batch)
+    number, within = batches._places(index)
+    return [(Path(batches.sources[k].name).name, i) for k, i in zip(number.tolist(), within.tolist(), strict=True)]
+
+
+def test_a_changed_mixture_skips_and_repeats_nothing(tmp_path):
+    """Nine to one, then halves, then two to eight, for 10,000 rows each. Were turns counted from row 0, the first change alone
+    would skip 4,000 windows of one source and repeat 4,000 of the other."""
+    for name in "ab":
+        write_file(tmp_path / f"{name}.tok", [[ord(name)] * 99] * 3000)
+    read = {"a.tok": 0, "b.tok": 0}
+    kept, want = None, []
+    for part, (a, b) in enumerate([(0.9, 0.1), (0.5, 0.5), (0.2, 0.8)]):
+        batches = mixed(f"{tmp_path}/a.tok={a},{tmp_path}/b.tok={b}")
+        begin = part * 1250
+        for _ in range(2 if kept else 0):  # the second time as after a rollback
+            assert batches.go_on(kept, begin, begin * 8)
+        before = dict(read)
+        for step in range(begin, begin + 1250):
+            met = places(batches, step)
+            if step % 250 == 0:
+                want.append((step, met, batches.batch(step)["tokens"]))
+            for name, within in met:
+                assert within == read[name], (part, step)
+                read[name] += 1
+        assert read["a.tok"] - before["a.tok"] == pytest.approx(10_000 * a, abs=2)
+        kept = saved(batches, begin + 1250)
+        assert {s["name"]: s["tokens"] for s in kept["mixture"]["sources"]} == {k: n * 16 for k, n in read.items()}
+        assert [p["step"] for p in kept["mixture"]["parts"]] == [0, 1250, 2500][: part + 1]
+    # A later attempt with the same mixture takes the same rows, those before the changes too.
+    again = mixed(f"{tmp_path}/a.tok=0.2,{tmp_path}/b.tok=0.8")
+    assert not again.go_on(kept, 3750, 30_000)
+    for step, met, tokens in want:
+        assert places(again, step) == met
+        assert np.array_equal(again.batch(step)["tokens"], tokens)
+    assert saved(again, 3750)["mixture"] == kept["mixture"]
+    # A longer row: places are counted in tokens.
+    longer = mixed(f"{tmp_path}/a.tok=0.2,{tmp_path}/b.tok=0.8", seq_len=32)
+    assert not longer.go_on(kept, 3750, 15_000)
+    for name, within in places(longer, 1875):
+        assert within == pytest.approx(read[name] / 2, abs=8)
+
+
+def test_sources_that_leave_a_mixture_come_back_and_join_it(tmp_path):
+    """Each keeps its own order of windows, whatever its place in data.source."""
+    for name in "abc":
+        write_file(tmp_path / f"{name}.tok", [[ord(name)] * 99 + [i % 256] for i in range(200)])
+    read: dict[str, list[int]] = {}
+    kept = None
+    sources = ("a.tok=0.5,b.tok=0.5", "b.tok", "c.tok=0.3,b.tok=0.3,a.tok=0.4", "c.tok", "a.tok=0.4,b.tok=0.3,c.tok=0.3")
+    for part, source in enumerate(sources):
+        batches = mixed(",".join(f"{tmp_path}/{item}" for item in source.split(",")), seq_len=64)
+        if kept:
+            assert batches.go_on(kept, part * 20, part * 160)
+        for step in range(part * 20, part * 20 + 20):
+            for name, numbers in batches.windows(step).items():
+                read.setdefault(Path(name).name, []).extend(numbers)
+        kept = saved(batches, part * 20 + 20)
+        assert sum(s["tokens"] for s in kept["mixture"]["sources"]) == kept["tokens"]
+    for number, name in enumerate("abc"):
+        # The windows of a run that reads this source alone, as the one with this number, from its beginning.
+        got = read[f"{name}.tok"]
+        assert got == batches.window_numbers(number, np.arange(len(got))).tolist()
+    with pytest.raises(ValueError, match=r"a.tok: is not in data.source any more"):
+        gone = mixed(f"{tmp_path}/b.tok", seq_len=64)
+        gone.go_on(kept, 100, 800)
+        gone.batch(0)
+    reordered = mixed(f"{tmp_path}/c.tok=0.3,{tmp_path}/a.tok=0.4,{tmp_path}/b.tok=0.3", seq_len=64)
+    assert not reordered.go_on(kept, 100, 800)
+    assert reordered.windows(100) == batches.windows(100)
+
+
+WEIGHTS = st.lists(st.sampled_from([0, 0, 1, 2, 3, 7, 50]), min_size=4, max_size=4).filter(any)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(WEIGHTS, st.integers(0, 30)), min_size=1, max_size=5))
+def test_whatever_the_mixtures_each_source_gives_its_rows_in_order(parts):
+    """By the sources' numbers: with each part's rows in their shares, to within the number of sources."""
+    read, found, row = [0] * 4, [], 0
+    for weights, rows in parts:
+        part = windows.Part(row, tuple(weights), tuple(read))
+        number, within = part.places(np.arange(row, row + rows))
+        for k, i in zip(number.tolist(), within.tolist(), strict=True):
+            assert weights[k] and i == read[k]
+            read[k] += 1
+        assert part.read_before(row + rows) == read
+        assert all(abs(n - b - rows * w / sum(weights)) < 4 for n, b, w in zip(read, part.read, weights, strict=True))
+        found.append(part)
+        row += rows
+
+
+@pytest.mark.parametrize("loss", [True, False])
+def test_stats_against_direct_counts(tmp_path, monkeypatch, capsys, loss):
     rng = np.random.default_rng(1)
     documents = [rng.integers(0, 256, int(n)).tolist() for n in rng.exponential(30, 300)]
     documents += documents[:7] + [documents[0]] + [[5]]
-    path = write_file(tmp_path / "a.tok", documents, loss=True)
+    path = write_file(tmp_path / "a.tok", documents, loss=loss)
     monkeypatch.setattr(stats, "DOCUMENTS", 64)
     monkeypatch.setattr(stats, "ROW_TOKENS", 100)
     found = stats.stats(path, 32, 2)
@@ -187,9 +301,16 @@ def test_stats_against_direct_counts(tmp_path, monkeypatch, capsys):
     assert packed["rows"] == len(rows)
     assert packed["counted"] == pytest.approx(np.mean([r["weights"] for r in rows]))
     assert packed["documents_per_row"] == pytest.approx(np.mean([r["segments"].max() for r in rows]))
-    assert packed["masked"] == pytest.approx(np.mean([r["segments"] == 0 for r in rows]))
+    padding = np.mean([r["segments"] == 0 for r in rows])
     assert packed["masked"] == pytest.approx(batches.masked_fraction)
-    assert packed["masked"] > 0
+    assert packed["masked"] == pytest.approx(0 if loss else padding)
+    assert padding > 0
+    if loss:
+        assert packed["filled"] == pytest.approx(1 - padding)
+        assert (packed["truncated_documents"], packed["truncated_tokens"]) == (
+            (sizes > 33).sum(),
+            (sizes - 33)[sizes > 33].sum(),
+        )
     assert found["tokens_with_loss"] == int(file.loss_flags(0, len(file.tokens)).sum())
     assert main(["stats", str(path), "--seq-len=32", "--max-segments=2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(found))

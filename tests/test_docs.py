@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import attention_tiles, hopper, import_memory, numerics, peer_maxtext, ragged_dot
+from benchmarks import attention_tiles, first_hour, import_memory, numerics, peer_maxtext, ragged_dot
 from jaxtrain import environment, explain, launch, lm_eval, main
 from jaxtrain.activations import ACTIVATIONS
 from jaxtrain.bench import __main__ as bench
@@ -43,7 +43,7 @@ PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
 SHORT = [
     "--config.train.steps=6",
     "--config.optimizer.warmup_steps=1",
-    "--config.eval.batches=1",
+    "--config.eval.sequences=8",
     "--config.sample.max_tokens=4",
 ]
 # Pages whose commands take minutes: run with --all-layouts alone. Runs, parity and reports have tests of their own.
@@ -52,7 +52,7 @@ QUICKLY_COMPILED = "--xla_backend_optimization_level=0"
 QUICK = "not layout and not gradients"
 SCRIPTS = {
     f"benchmarks.{module.__name__.split('.')[-1]}": module
-    for module in (attention_tiles, hopper, import_memory, peer_maxtext, ragged_dot)
+    for module in (attention_tiles, first_hour, import_memory, peer_maxtext, ragged_dot)
 }
 NODE = Devices("gpu", "NVIDIA H200", 8, 140.0, "described", 90)
 

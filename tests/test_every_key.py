@@ -227,7 +227,7 @@ class Runs:
             "train.steps": 4,
             "train.global_batch": 8,
             "eval.every_steps": 2,
-            "eval.batches": 3,
+            "eval.sequences": 24,
             "checkpoint.every_steps": 2,
             "checkpoint.keep": 1,
             "log.every_steps": 1,
@@ -242,7 +242,7 @@ class Runs:
                 "log.tensorboard": False,
                 "log.peak_tflops": 1.0,
                 "eval.every_steps": 1,
-                "eval.batches": 1,
+                "eval.sequences": 8,
                 "checkpoint.dir": str(folder / "elsewhere"),
                 "checkpoint.every_steps": 1,
                 "checkpoint.keep_every": 2,
@@ -321,8 +321,8 @@ def eval_every_steps(runs):
     assert steps_logged(runs, "other", "eval") == [1, 2, 3, 4]
 
 
-def eval_batches(runs):
-    """The same weights, fewer batches: another mean."""
+def eval_sequences(runs):
+    """The same weights, fewer sequences: another mean."""
     assert runs.losses("other") == runs.losses("base")[1::2]
     mine, theirs = ({x["step"]: x["loss"] for x in runs.lines(name, "eval")} for name in ("base", "other"))
     assert mine[2] != theirs[2]
@@ -462,9 +462,8 @@ def sample_seed(runs):
 
 def data_eval_source(runs):
     """Held-out text named in the config is what is read; without it, files have no validation split."""
-    program = helpers.program(runs.config("base"))
-    named = open_data(runs.config("base"), program)[1][""]
-    other = open_data(runs.config("base", **{"data.eval_source": runs.text}), program)[1][""]
+    named = open_data(runs.config("base"))[1][""]
+    other = open_data(runs.config("base", **{"data.eval_source": runs.text}))[1][""]
     assert named.fingerprint["files"][0]["name"] == "held_out.tok"
     assert other.fingerprint["files"][0]["name"] == "train.tok"
 
@@ -529,7 +528,7 @@ def paths_data(runs):
         run = runs.config("base", **{"data.source": "stdlib", "data.eval_source": ""})
         folder = Path(run.paths.data)
         shutil.rmtree(folder, ignore_errors=True)
-        open_data(run, helpers.program(run))
+        open_data(run)
         assert len(list(folder.glob("stdlib-*.tok"))) == 2
 
 
@@ -559,7 +558,7 @@ LOOP: dict[str, Callable[[Runs], None]] = {
     "init.from": init_from,
     "init.what": init_what,
     "eval.every_steps": eval_every_steps,
-    "eval.batches": eval_batches,
+    "eval.sequences": eval_sequences,
     "checkpoint.dir": checkpoint_dir,
     "checkpoint.every_steps": checkpoint_every_steps,
     "checkpoint.keep": checkpoint_keep,

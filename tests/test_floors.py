@@ -38,7 +38,19 @@ FLOORS = (
     (
         "the step",
         (
-            *("data.*", "quantized", "muon", "optimizer", "loss", "stacks", "state", "snapshot", "stored_form", "update"),
+            *(
+                "data.*",
+                "quantized",
+                "muon",
+                "optimizer",
+                "rounding",
+                "loss",
+                "stacks",
+                "state",
+                "snapshot",
+                "stored_form",
+                "update",
+            ),
             *("zero", "balance", "pipeline", "gradients", "step", "compiler", "digests", "guard", "waiting"),
         ),
     ),
@@ -104,8 +116,9 @@ FLOORS = (
                 "plan.topology",
                 "plan.rates",
                 "plan.readings",
-                "plan.compile",
                 "plan.program.*",
+                "plan.cudnn_library",
+                "plan.compile",
             ),
             *("plan.make", "plan.calibrate", "plan.expect", "plan.search.*", "plan.report.*", "plan.explore.*", "plan.known.*"),
             *(

@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 
-from jaxtrain import flops, hardware
+from jaxtrain import flops, hardware, launch
 from jaxtrain.activations import ACTIVATIONS, GEMM_OUTPUTS, KEPT, parse_tensors
 from jaxtrain.config import Experts, Model, Remat, RunConfig, Train
 from jaxtrain.models.llama import PRESETS
+from jaxtrain.validate import validate_step
 
 SMALL = Model(num_layers=6, d_model=64, num_heads=8, num_kv_heads=2, head_dim=16, d_ff=160, vocab_size=100)
 
@@ -260,8 +261,8 @@ class FakeNvml:
     def nvmlDeviceGetHandleByIndex(self, index):
         return index
 
-    def nvmlDeviceGetHandleByUUID(self, uuid):
-        return int(uuid.removeprefix("GPU-"))
+    def nvmlDeviceGetUUID(self, handle):
+        return f"GPU-{'1a2b' if handle < 2 else '7cc6'}{handle}-9d1e"
 
     def nvmlDeviceGetName(self, handle):
         return self.names[handle]
@@ -279,10 +280,53 @@ def test_probe_counts_visible_gpus(monkeypatch):
     monkeypatch.setattr(hardware, "pynvml", nvml)
     assert hardware.probe({}) == hardware.Devices("gpu", "NVIDIA H200", 8, 141.0, "NVML", 90)
     assert hardware.probe({"CUDA_VISIBLE_DEVICES": "2,3,5"}).count == 3
-    assert hardware.probe({"CUDA_VISIBLE_DEVICES": "GPU-1,9,2"}).count == 1, "CUDA stops at the first that is not there"
+    assert hardware.probe({"CUDA_VISIBLE_DEVICES": "GPU-1a2b1,9,2"}).count == 1, "CUDA stops at the first that is not there"
     assert hardware.probe({"CUDA_VISIBLE_DEVICES": ""}).kind == "cpu"
     assert hardware.probe({"JAX_PLATFORMS": "cpu"}).kind == "cpu"
     assert nvml.started == 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "rule"),
+    [
+        ("MIG-b3fe6a2c-4e0b-5c2f-a1d4-0f6f2f5b1c11", "MIG-b3fe6a2c-4e0b-5c2f-a1d4-0f6f2f5b1c11 is a MIG slice"),
+        ("0,MIG-GPU-1a2b1/1/0", "MIG-GPU-1a2b1/1/0 is a MIG slice"),
+        ("GPU-1a2b", "2 GPUs have a UUID that begins with GPU-1a2b"),
+        ("0,GPU-ffff", "no GPUs have a UUID that begins with GPU-ffff"),
+        ("4", "there is no GPU '4'"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_is_refused_by_name(monkeypatch, visible, rule):
+    monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: object())
+    nvml = FakeNvml(*["NVIDIA H200"] * 4)
+    monkeypatch.setattr(hardware, "pynvml", nvml)
+    found = hardware.probe({"CUDA_VISIBLE_DEVICES": visible})
+    assert (found.kind, found.count, nvml.started) == ("gpu", 0, 0), "the CPU is no substitute"
+    assert found.problem is not None
+    assert (found.problem.key, found.problem.value) == ("CUDA_VISIBLE_DEVICES", visible)
+    assert found.problem.rule.startswith(rule) and "CUDA_VISIBLE_DEVICES=0" in found.problem.remedy
+    (told,) = validate_step(launch.load([]).run, found)
+    assert told is found.problem, "one mistake, one problem"
+
+
+def test_the_driver_takes_the_beginning_of_a_uuid(monkeypatch):
+    nvml = FakeNvml(*["NVIDIA H200"] * 4)
+    assert hardware.visible_handles("GPU-7cc63,GPU-1a2b0-9d1e", nvml) == [3, 0]
+
+
+def test_a_driver_that_fails_is_a_problem(monkeypatch):
+    """The run is refused: it was started on a machine with GPUs, and must not go on without them."""
+    monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: object())
+    nvml = FakeNvml("NVIDIA H200")
+
+    def lost(handle):
+        raise nvml.NVMLError("GPU is lost")
+
+    monkeypatch.setattr(nvml, "nvmlDeviceGetName", lost)
+    monkeypatch.setattr(hardware, "pynvml", nvml)
+    found = hardware.probe({})
+    assert (found.kind, found.count, nvml.started) == ("gpu", 0, 0)
+    assert found.problem is not None and "GPU is lost" in found.problem.rule
 
 
 def test_probe_without_a_driver(monkeypatch):
@@ -292,6 +336,47 @@ def test_probe_without_a_driver(monkeypatch):
     assert found.kind == "cpu" and "Driver Not Loaded" in found.source
     asked = hardware.probe({"JAX_PLATFORMS": "cuda"})
     assert (asked.kind, asked.count) == ("gpu", 0), "what was asked for is not there; the CPU is no substitute"
+
+
+MEMINFO = "MemTotal:       33554432 kB\nMemAvailable:   25165824 kB\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "gib"),
+    [
+        ({"proc/meminfo": MEMINFO}, 24.0),
+        ({"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "8589934592\n"}, 8.0),
+        ({"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/memory.max": "8589934592\n"}, 8.0),
+        ({"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": "max\n"}, 24.0),
+        (
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "5:cpu,cpuacct:/a\n4:memory:/a\n0::/\n",
+                "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "4294967296\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            },
+            4.0,
+        ),
+        (
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "4:memory:/path/on/the/host\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "4294967296\n",
+            },
+            4.0,
+        ),
+    ],
+    ids=["no cgroup", "v2", "v2, of a parent", "v2, no limit", "v1", "v1, in a container"],
+)
+def test_memory_that_is_available(tmp_path, files, gib):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert hardware.available_gib(tmp_path) == gib
+
+
+def test_without_proc_all_memory_is_available(tmp_path):
+    assert hardware.available_gib(tmp_path) == pytest.approx(hardware.host_gib())
 
 
 def test_memory_budget():

@@ -322,13 +322,12 @@ def test_weights_travel_in_fp8_and_scales_once_a_step(plan):
 
 
 def test_rates_differ_by_type(plan):
-    """Half the time for the same product: 2 x 1,979 against 2 x 989 TFLOP/s."""
+    """As measured by others: 1,280 TFLOP/s against 720 in bfloat16."""
     run, _, made = plan
     least = bound.bound(run, NODE, made.rates)
     assert least.step_s <= made.time.step_ms / 1e3 and least.memory_gib <= made.memory.peak_gib
     product = Work("gemm", flops=1e15)
-    assert dataclasses.replace(product, fp8=True).seconds(made.rates) == pytest.approx(
-        product.seconds(made.rates) / 2, rel=1e-3
-    )
+    eight = dataclasses.replace(product, fp8=True).seconds(made.rates)
+    assert eight == pytest.approx(product.seconds(made.rates) * 720 / 1280, rel=1e-3)
     assert result.from_json(json.loads(json.dumps(result.to_json(made)))) == made
     assert "matrix products in FP8: 21 of 21 a layer" in figures.matmuls(made)

@@ -87,3 +87,23 @@ def test_bfloat16_gradients_are_those_of_float32(tmp_path, mesh):
     (table,) = (name for name in true if "embedding" in name)
     space = ord(" ")
     assert off(got[table][space], true[table][space]) < BOUND, "the most frequent byte"
+
+
+def test_a_loss_is_a_mean_whatever_its_weights_sum_to():
+    """Weights a thousandth as large, whose sum is below 1: the same mean loss and gradients, not ones a thousandth as large."""
+    run = helpers.tiny({"model.num_layers": 1, "train.grad_accum": 2})
+    program, host = helpers.program(run), helpers.host_batch(run, 0)
+    params = helpers.fresh_state(run).params
+
+    def of(scale: float) -> tuple[float, list[jax.Array]]:
+        weighted = {**host, "weights": host["weights"] * np.float32(scale)}
+        (loss, _), grads = program.gradients(params, place_batch(weighted, program.batch, program.context))
+        return float(loss), jax.tree.leaves(grads)
+
+    (loss, grads), (small_loss, small_grads), (no_loss, no_grads) = of(1.0), of(2**-12), of(0.0)
+    assert host["weights"].sum() * 2**-12 < 1
+    assert small_loss == pytest.approx(loss, rel=1e-6)
+    for small, usual, none in zip(small_grads, grads, no_grads, strict=True):
+        np.testing.assert_allclose(small, usual, rtol=1e-5, atol=1e-9)
+        assert not none.any()
+    assert no_loss == 0.0

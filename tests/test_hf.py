@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -370,6 +372,18 @@ def test_export_refuses_what_no_family_holds(tmp_path):
         imported(tmp_path, "llama2")
 
 
+def test_the_umask_says_who_may_read_what_is_exported(tmp_path):
+    _, ours, _ = imported(tmp_path, "llama")
+    before = os.umask(0o027)
+    try:
+        exported(ours, tmp_path / "out", shard_bytes=100_000, tokenizer="byte")
+    finally:
+        os.umask(before)
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "out").iterdir()}
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} < set(modes)
+    assert set(modes.values()) == {0o640}, modes
+
+
 def test_types_are_rounded_only_where_asked(tmp_path):
     folder, ours, _ = imported(tmp_path, "llama")
     said = exported(ours, tmp_path / "half", dtype="bf16")
@@ -400,7 +414,7 @@ def test_thirty_steps_follow_torch(tmp_path):
         how |= {"experts.balance_loss": 0.0, "experts.z_loss": 0.0}  # transformers' own are not minimised unless asked for
         run = helpers.tiny(shape | how | {"init.from": str(folder)})
         made, step = helpers.program(run), helpers.train_step(run)
-        state = initial_state(run, made, Start(0, False, False, 0, (), None), None, lambda line: None)
+        state = initial_state(run, made, Start(0, False, False, 0, (), {}), None, lambda line: None)
         losses = []
         for i in range(30):
             rows = hugging_face.random_tokens(128, (4, 33), seed=100 + i % 3)

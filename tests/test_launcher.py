@@ -15,8 +15,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from jaxtrain.plan import cudnn_library
+
 REPO = Path(__file__).resolve().parent.parent
-SETS = ("plan", "cuda12", "cuda13", "dev", "uv")
+SETS = ("plan", "cuda12", "cuda13", "plan-cudnn", "dev", "uv")
 # A machine's own GPU shows as a device, which no stand-in can hide; then the launcher rightly takes CUDA.
 HAS_GPU = bool(glob.glob("/dev/nvidia[0-9]*"))
 
@@ -92,7 +94,7 @@ class Machine:
         """The requirement files of the one `uv pip sync` since the last time."""
         (sync,) = [line for line in self.calls() if line.startswith("pip sync")]
         assert "--require-hashes" in sync
-        return re.findall(r"requirements/(\w+)\.txt", sync)
+        return re.findall(r"requirements/([\w-]+)\.txt", sync)
 
 
 @pytest.fixture
@@ -221,6 +223,29 @@ def test_cuda_by_request_and_kept_where_no_gpu_shows(machine: Machine):
     assert HAS_GPU or machine.installed() == ["cuda12"]
 
 
+@pytest.mark.skipif(HAS_GPU, reason="CUDA 12 brings cuDNN along")
+def test_cudnn_by_request_and_kept(machine: Machine):
+    machine.run("setup")
+    assert machine.installed() == ["plan"]
+    machine.run("setup", JAXTRAIN_CUDNN="1")
+    assert machine.installed() == ["plan", "plan-cudnn"]
+    machine.run("setup")
+    assert machine.calls() == []
+    machine.run("test", JAXTRAIN_CUDNN="1")
+    assert machine.installed() == ["plan", "plan-cudnn", "dev"]
+    machine.run("setup", JAXTRAIN_CUDNN="0")
+    assert machine.installed() == ["plan", "dev"]
+    machine.run("setup", JAXTRAIN_CUDA="12", JAXTRAIN_CUDNN="1")
+    assert machine.installed() == ["cuda12", "dev"]
+
+
+def test_wrong_cudnn_is_refused(machine: Machine):
+    done = machine.run(JAXTRAIN_CUDNN="yes")
+    assert done.returncode == 2
+    assert "JAXTRAIN_CUDNN=yes: must be 0 or 1" in done.stderr
+    assert machine.calls() == []
+
+
 def test_wrong_cuda_is_refused(machine: Machine):
     done = machine.run(JAXTRAIN_CUDA="11")
     assert done.returncode == 2
@@ -298,8 +323,8 @@ def test_every_requirement_is_pinned_with_hashes_and_names_no_address(name: str)
 def test_pins_satisfy_pyproject():
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    for name in ("plan", "cuda12", "cuda13", "dev"):
-        wanted = extras[name] + ([] if name == "dev" else project["dependencies"])
+    for name in ("plan", "cuda12", "cuda13", "plan-cudnn", "dev"):
+        wanted = extras[name] + ([] if name in ("plan-cudnn", "dev") else project["dependencies"])
         held = {re.sub(r"[-_.]+", "-", key).lower(): pin for key, (pin, _) in pins(name).items()}
         for text in wanted:
             requirement = Requirement(text)
@@ -317,12 +342,18 @@ def test_sets_agree_and_hold_what_they_are_for():
     for line in (REPO / "requirements/constraints.in").read_text().splitlines():
         if not line.startswith("#"):
             exact = Requirement(line.split("#")[0])
-            assert pinned(plan[exact.name][0]) == pinned(exact)
+            held = [pinned(locked[exact.name][0]) for locked in (plan, cuda12, cuda13) if exact.name in locked]
+            assert {*held} == {pinned(exact)}
     jax = pinned(plan["jax"][0])
     assert pinned(plan["jax-cuda12-plugin"][0]) == pinned(plan["jax-cuda12-pjrt"][0]) == jax
     assert pinned(cuda13["jax-cuda13-plugin"][0]) == jax
     assert {"nvidia-cudnn-cu12", "nvidia-nccl-cu12"} <= cuda12.keys()
     assert {"nvidia-cudnn-cu13", "nvidia-nccl-cu13"} <= cuda13.keys()
+    beside = pins("plan-cudnn")
+    assert beside.keys() == {"nvidia-cudnn-cu12", "nvidia-cuda-nvrtc-cu12", "nvidia-cublas-cu12"}
+    for name, (requirement, _) in beside.items():
+        assert pinned(requirement) == pinned(cuda12[name][0]), name
+    assert pinned(beside["nvidia-cudnn-cu12"][0]) == Version(cudnn_library.VERSION)
     # Of CUDA only the assembler, below 100 MB: the libraries are gigabytes.
     assert {name for name in plan if name.startswith("nvidia-")} == {"nvidia-ml-py", "nvidia-cuda-nvcc-cu12"}
 

@@ -269,6 +269,8 @@ def test_plain_lines_and_log(tmp_path):
     assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d{4} ", text) for text in log)
     unknown = progress.numbers(train_line(1, tokens_per_s=None, mfu_causal=None, peak_memory_gib=None), None)
     assert unknown == "loss 0.5000  left -  - tok/s  MFU -  mem -"
+    eight = progress.numbers(train_line(1, mfu_causal=1.02), None, of_fp8=0.5)
+    assert "MFU 102.0% (causal, 51.0% of the FP8 peak)" in eight
     assert [progress.duration(s) for s in (0.4, 59.6, 3600, 200000)] == ["0s", "1m00s", "1h00m", "2d07h"]
 
 
@@ -488,6 +490,15 @@ def test_a_request_that_cannot_be_met_is_answered(tmp_path, steps, process, word
         tracer.before_step(step)
         tracer.after_step(step, None)
     assert len(said) == 1 and said[0].startswith(words) and not (tmp_path / "profile").exists()
+
+
+def test_a_trace_of_cuda_graphs_says_that_names_may_be_missing(tmp_path):
+    said: list[str] = []
+    tracer = profiling.Tracer(Profile(steps=1), tmp_path, said.append, asked=lambda: 1, graphs=True)
+    tracer.before_step(0)
+    tracer.after_step(0, None)
+    (told,) = [line for line in said if "CUDA graphs" in line]
+    assert "profile.start above 0" in told
 
 
 def test_no_trace_behind_the_window_or_when_off(tmp_path):

@@ -18,6 +18,7 @@ from jaxtrain.hardware import Devices
 from jaxtrain.kernels.dot import Numerics
 from jaxtrain.optimizer import FLOAT32, check_groups, choices, make_optimizer, make_schedule
 from jaxtrain.plan.search import bound
+from jaxtrain.rounding import Rounding
 from jaxtrain.sharding import make_placement
 from jaxtrain.step import place_batch
 from jaxtrain.update import at_once, streamed
@@ -108,10 +109,10 @@ def steps(o: config.Optimizer, dtypes: config.Dtypes, mesh: dict[str, Any], nume
     placement = placed(mesh)
     tx = make_optimizer(o, dtypes, AXES, placement, numerics)
     homes = jax.tree.map(lambda p, a: placement.sharding(a), toy(0), AXES)
-    params, update = jax.device_put(toy(0), homes), jax.jit(at_once(tx))
+    params, update = jax.device_put(toy(0), homes), jax.jit(at_once(tx, Rounding(0)))
     current, out = tx.init(params), []
     for t in (1, 2, 3)[:count]:
-        params, current = update(jax.device_put(toy(t), homes), current, params, None, LR, True)
+        params, current = update(jax.device_put(toy(t), homes), current, params, None, LR, True, jnp.int32(t - 1))
         out.append(by_name(params))
     return out, current
 
@@ -253,7 +254,8 @@ def test_streamed_from_the_host():
     how = (RECIPE, TYPES, AXES, placement, FLOAT32)
     tx = make_optimizer(*how)
     grads, params = jax.tree.map(jnp.asarray, (toy(1), toy(0)))
-    a, b = (jax.jit(update)(grads, tx.init(params), params, None, LR, True) for update in (at_once(tx), streamed(*how)))
+    updates = at_once(tx, Rounding(0)), streamed(*how, Rounding(0))
+    a, b = (jax.jit(update)(grads, tx.init(params), params, None, LR, True, jnp.int32(0)) for update in updates)
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-6, atol=1e-7)

@@ -13,7 +13,9 @@ import matrix
 import numpy as np
 import pytest
 
+from jaxtrain import evaluate
 from jaxtrain.parity import compare
+from jaxtrain.state import abstract_tensors, from_tensors
 
 MESHES = {
     "data=8": {"mesh.data": 8},
@@ -161,3 +163,21 @@ def test_state_is_split_and_stays_split(mesh, text):
         if a.size > 4096:
             held = np.prod(a.sharding.shard_shape(a.shape))
             assert held * shards == a.size, jax.tree_util.keystr(path)
+
+
+def test_held_out_loss_is_that_of_the_same_sequences_however_they_are_batched():
+    """37 sequences: of 16, 8 or 4 at a time, on one device and on meshes, the last batch filled up with padding."""
+    experts, losses = {"model.num_experts": 4}, []
+    initial = helpers.initial_tensors(helpers.tiny(experts))
+    for accum, mesh in ((1, {}), (4, {}), (2, {"mesh.fsdp": 4}), (4, {"mesh.fsdp": 2, "mesh.seq": 2})):
+        run = helpers.tiny({"train.grad_accum": accum, "eval.sequences": 37, **experts, **mesh})
+        made = helpers.program(run)
+        homes = {name: a.sharding for name, a in abstract_tensors(made.state).items()}
+        params = from_tensors(made.state, jax.device_put(initial, homes)).params
+        held_out = helpers.batches(run.data, run.train.global_batch // accum, "validation")
+        how = (params, held_out, made.eval_batch, made.context, run.eval.sequences)
+        losses.append(evaluate.evaluate(made.eval_step, *how))
+        mean = evaluate.evaluate(lambda params, batch: (batch["weights"].sum(), 1.0), *how)  # of a batch's weight
+        weights = [held_out.batch(i)["weights"].sum(1) for i in range(-(-37 // held_out.global_batch))]
+        assert mean * len(weights) == np.concatenate(weights)[:37].sum()
+    assert losses == pytest.approx([losses[0]] * len(losses), abs=1e-6)

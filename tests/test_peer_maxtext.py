@@ -1,6 +1,7 @@
 """MaxText's step beside ours: what reads and prints the comparison, on a small step of ours. MaxText itself is not needed."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ def test_the_page_has_every_step_and_keeps_what_is_written_by_hand(folder: Path,
         what = f"MaxText 1.2.3 | `{case.what}`" if case.who == "MaxText" else f"jaxtrain | {case.what}"
         assert text.count(f"| {what} | {case.options} |") == 1
     assert peer_maxtext.table({}).splitlines()[0] in capsys.readouterr().out
+    assert "jaxtrain/models/layers.py" in text and not re.search(r"jaxtrain/\S+\.py:\d", text), "line numbers go stale"
     assert "2026-01-02" in text and "MaxText 1.2.3 on jax 4.5.6" in text and str(folder) not in text
     assert len({case.name for case in peer_maxtext.CASES}) == len(peer_maxtext.CASES)
 

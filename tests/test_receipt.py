@@ -513,7 +513,7 @@ def test_another_computation_proves_nothing(trained: Path, tmp_path: Path) -> No
         golden["resolved"]["remat"]["policy"] = "full"
 
     def beside(golden: dict[str, Any]) -> None:
-        golden["resolved"]["eval"]["batches"] = 7
+        golden["resolved"]["eval"]["sequences"] = 7
 
     assert altered(trained, tmp_path, other)[0] == ("not compared", "another computation: config optimizer.lr")
     assert altered(trained, tmp_path, layout)[0][1].startswith("within 1%")
@@ -598,7 +598,7 @@ def test_held_out_losses_are_held_to_the_golden_ones(trained: Path, tmp_path: Pa
     assert found(evaluated("nan", None)) == (False, ["WORSE"])
     assert found(trained) == (True, ["not compared"])
     resolved = runs.receipt(trained)["resolved"]
-    shorter = resolved | {"eval": resolved["eval"] | {"batches": 1}}
+    shorter = resolved | {"eval": resolved["eval"] | {"sequences": 1}}
     assert found(evaluated("other", 4.0, resolved=shorter)) == (True, ["not compared"])
 
 

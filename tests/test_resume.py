@@ -12,6 +12,10 @@ import pytest
 import runs
 
 from jaxtrain.checkpoint import files
+from jaxtrain.data import tokenizer
+from jaxtrain.data.tokenfile import TokenWriter
+from jaxtrain.hf import exporting
+from jaxtrain.hf.folder import open_folder
 
 # A data source that stops before a given step until a file appears: so a test can send a signal at exactly that step. As long
 # as it holds back what the training loop itself waits for, it says so in another file.
@@ -287,6 +291,29 @@ def test_a_changed_learning_rate_is_noted(config: Path, copy: Path, capsys: pyte
     assert (rates[10], rates[11]) == (pytest.approx(1e-2), pytest.approx(5e-3))
 
 
+def test_a_changed_mixture_goes_on_in_each_source(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Across two changes, and an attempt between them that changes nothing."""
+    for i, name in enumerate("ab"):
+        with TokenWriter(tmp_path / f"{name}.tok", tokenizer.info(tokenizer.ByteTokenizer())) as writer:
+            for _ in range(200):
+                writer.write([i] * 99, 99)
+                writer.end_document()
+    workdir, said = tmp_path / "run", []
+    for steps, a, b in ((4, 0.75, 0.25), (8, 0.5, 0.5), (10, 0.5, 0.5), (12, 0.25, 0.75)):
+        source = f"{tmp_path}/a.tok={a},{tmp_path}/b.tok={b}"
+        assert runs.train(config, workdir, data__source=source, train__steps=steps, eval__every_steps=0) == 0
+        said.append(capsys.readouterr().out)
+    changed = [[line for line in out.splitlines() if "mixture changed" in line] for out in said]
+    words = "data: mixture changed at step {}: each source continues where it stopped"
+    assert [len(lines) for lines in changed] == [0, 1, 0, 1]
+    assert words.format(4) in changed[1][0] and words.format(10) in changed[3][0]
+    assert "data is not what" not in "".join(said)
+    mixture = json.loads((workdir / "checkpoints/12/meta.json").read_text())["data"]["mixture"]
+    # Of 8 rows a step: 24 + 24 + 4 and 8 + 24 + 12, of 64 tokens each.
+    assert {s["name"]: s["tokens"] // 64 for s in mixture["sources"]} == {"a.tok": 52, "b.tok": 44}
+    assert [(p["step"], [n // 64 for n in p["read"]]) for p in mixture["parts"]] == [(0, [0, 0]), (4, [24, 8]), (10, [48, 32])]
+
+
 def test_another_sequence_length_must_be_allowed(config: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = runs.tree(copy)
     changed = {"train__steps": 12, "data__seq_len": 128}
@@ -469,3 +496,20 @@ def test_a_source_that_does_not_fit_is_refused(
     assert runs.train(config, new, init__from=tmp_path / "empty") == 2
     assert "no complete checkpoint" in capsys.readouterr().err
     assert not new.exists()
+
+
+def test_bfloat16_masters_are_resumed_to_the_bit_and_exported_as_they_are(config: Path, tmp_path: Path) -> None:
+    kept = {"dtypes__params": "bf16", "eval__every_steps": 0, "log__tensorboard": "false", "checkpoint__every_steps": 4}
+    for steps in (4, 8):
+        assert runs.train(config, tmp_path / "halves", train__steps=steps, **kept) == 0
+    assert runs.train(config, tmp_path / "whole", train__steps=8, **kept) == 0
+    whole, halves = (runs.tensors(tmp_path / name, 8) for name in ("whole", "halves"))
+    assert whole.keys() == halves.keys()
+    for name, x in whole.items():
+        np.testing.assert_array_equal(x, halves[name], err_msg=name)
+    assert {str(whole[f"params.{name}"].dtype) for name in ("final_norm.scale", "layers.0.attention_norm.scale")} == {"float32"}
+    # Scales in float32 do not make an export of weights in bfloat16 twice as large.
+    how = {"dtype": "auto", "shard_bytes": 10**9, "tokenizer": "", "force": False, "say": lambda line: None}
+    exporting.export(exporting.open_source(str(tmp_path / "whole")), tmp_path / "out", **how)
+    folder = open_folder(tmp_path / "out")
+    assert folder.dtype(folder.tensors) == "bf16"

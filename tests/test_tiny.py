@@ -97,21 +97,6 @@ def test_the_loss_falls(finished: tuple[Path, str], last: int) -> None:
     assert held_out == sorted(held_out, reverse=True)
 
 
-class WholeSplit:
-    """Each window of a split once: rows of the last batch that would be a second epoch's count nothing."""
-
-    def __init__(self, batches: pipeline.Batches):
-        self.batches = batches
-        self.windows = batches.sources[0].windows
-        self.count = -(-self.windows // batches.global_batch)
-
-    def batch(self, i: int) -> dict[str, np.ndarray]:
-        out = self.batches.batch(i)
-        again = i * self.batches.global_batch + np.arange(self.batches.global_batch) >= self.windows
-        out["weights"][again] = 0
-        return out
-
-
 def test_better_than_a_bigram_model(finished: tuple[Path, str], files: tuple[TokenFile, TokenFile]) -> None:
     """On as much of the validation split as the run evaluates."""
     ours = [line["loss"] for line in runs.lines(finished[0]) if line["kind"] == "eval"][-1]
@@ -135,11 +120,12 @@ def test_better_than_a_trigram_model_on_the_whole_validation_split(
     weights_only = TrainState(program.state.step, program.state.params, ())
     params = from_tensors(weights_only, checkpoints.restore(last, abstract_tensors(weights_only), subset=True)).params
     data = Path(run.paths.data).expanduser()
-    whole = WholeSplit(pipeline.open_source(run.data, "", split="validation", global_batch=64, data_dir=data))
-    ours = evaluate.evaluate(program.eval_step, params, whole, program.eval_batch, program.context, whole.count)
+    whole = pipeline.open_source(run.data, "", split="validation", global_batch=64, data_dir=data)
+    windows = whole.sources[0].windows  # each once
+    ours = evaluate.evaluate(program.eval_step, params, whole, program.eval_batch, program.context, windows)
 
     train, validation = files
-    end = whole.windows * run.data.seq_len + 1  # what the windows cover: the tail is shorter than one
+    end = windows * run.data.seq_len + 1  # what the windows cover: the tail is shorter than one
     trigram = Trigram(train)
     theirs = trigram.loss(validation, end)
     print(f"held-out loss: this model {ours:.4f}, trigram {theirs:.4f} (weights {trigram.weights_4.round(3)})")

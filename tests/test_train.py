@@ -5,7 +5,9 @@ import json
 import os
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ import runs
 from jaxtrain import memory, session, train
 from jaxtrain.config import RunConfig, resolve
 
+GIB = 2**30
 # What a user might bring along. The family doubles the embedding so that it can be told from the built-in one.
 OWN = '''
 import sys
@@ -118,6 +121,7 @@ def test_says_what_it_is(plain: Path) -> None:
     assert "held-out loss" in log
     receipt = runs.receipt(plain)
     assert receipt["synthetic"] is True
+    assert receipt["max_segments"] == 4 and "data: up to 4 documents in a sequence" in log
     assert receipt["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1, "seq": 1}
     assert receipt["devices"]["count"] == 8
     assert receipt["reason"] == "8 steps done"
@@ -133,6 +137,7 @@ def test_checkpoints_tell_what_they_hold(plain: Path) -> None:
     assert meta["loss"] == runs.losses(plain)[5]
     assert meta["receipt"] == runs.receipt(plain)["id"]
     assert meta["config"] == json.loads((plain / "config.json").read_text())
+    assert meta["config"]["data"]["max_segments"] == 0, "as asked for, whatever the data made of it"
 
 
 def test_switches_switch_off(config: Path, tmp_path: Path) -> None:
@@ -353,6 +358,55 @@ def test_other_errors_of_the_runtime_stay_as_they_are() -> None:
     error = jax.errors.JaxRuntimeError("INTERNAL: something else")
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), memory.out_of_memory_explained(RunConfig(), MEMORY):
         raise error
+
+
+@pytest.mark.parametrize(
+    ("stats", "said"),
+    [
+        (None, ""),
+        ({"bytes_limit": 100 * GIB, "bytes_in_use": 40 * GIB, "largest_free_block_bytes": 0}, ""),
+        ({"bytes_limit": 100 * GIB, "bytes_in_use": 40 * GIB}, ""),
+        ({"bytes_limit": 100 * GIB, "bytes_in_use": 61 * GIB, "largest_free_block_bytes": 0}, "free memory of GPU 0 is 39.00"),
+        ({"bytes_limit": 100 * GIB, "bytes_in_use": 40 * GIB, "largest_free_block_bytes": 50 * GIB}, ""),
+        (
+            {"bytes_limit": 100 * GIB, "bytes_in_use": 40 * GIB, "largest_free_block_bytes": 30 * GIB},
+            "the largest free block of GPU 0 is 30.00",
+        ),
+    ],
+)
+def test_the_step_is_compared_with_the_free_memory_that_is_left(stats: dict[str, int] | None, said: str) -> None:
+    """At 42 GiB beside a state of 36 GiB."""
+    analysis = SimpleNamespace(
+        argument_size_in_bytes=36 * GIB,
+        output_size_in_bytes=37 * GIB,
+        alias_size_in_bytes=35 * GIB,
+        temp_size_in_bytes=40 * GIB,
+    )
+    compiled = SimpleNamespace(memory_analysis=lambda: analysis)
+    device: Any = type("Device", (), {"memory_stats": lambda self: stats, "__str__": lambda self: "GPU 0"})()
+    program: Any = SimpleNamespace(batch={})
+    if not said:
+        memory.check_free_memory(program, compiled, [device])
+        return
+    with pytest.raises(memory.OutOfMemory, match=said) as caught:
+        memory.check_free_memory(program, compiled, [device])
+    assert "needs 42.00 GiB beside its state" in str(caught.value) and "36.00 GiB of them by the state" in str(caught.value)
+
+
+def test_memory_is_looked_at_and_reserved_for_saves_before_the_first_step(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    reserve, run_loop, check = session.Snapshots.reserve, session.Loop.run, session.check_free_memory
+
+    def noted(name: str, what: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (seen.append(name), what(*args))[1]
+
+    monkeypatch.setattr(session, "check_free_memory", noted("free memory", check))
+    monkeypatch.setattr(session.Snapshots, "reserve", noted("reserve", reserve))
+    monkeypatch.setattr(session.Loop, "run", noted("steps", run_loop))
+    assert runs.train(config, tmp_path / "run", train__steps=5) == 0
+    assert seen == ["free memory", "reserve", "steps"]
 
 
 class SmallDevice:

@@ -144,9 +144,7 @@ def parser() -> argparse.ArgumentParser:
     c = commands.add_parser("stats", help="documents, lengths, packing, duplicates of token files; some documents")
     c.add_argument("files", nargs="+", type=Path, metavar="FILE")
     c.add_argument("--seq-len", type=int, default=4096, metavar="T", help="data.seq_len to pack for (default 4096)")
-    c.add_argument(
-        "--max-segments", type=int, default=Data().max_segments, metavar="M", help="data.max_segments (default: as there)"
-    )
+    c.add_argument("--max-segments", type=int, default=0, metavar="M", help="data.max_segments (default: 0, at most 32)")
     c.add_argument("--documents", type=int, default=3, metavar="N", help="documents to show the start of (default 3)")
     c.add_argument("--json", action="store_true", help="figures as JSON, one object a file and line")
     b = commands.add_parser("bench", help="batches per second from a token file in the page cache, on one core")
@@ -262,13 +260,13 @@ def run_mix(args: argparse.Namespace) -> int:
 
 
 def run_stats(args: argparse.Namespace) -> int:
-    for name in ("seq_len", "max_segments"):
-        if getattr(args, name) <= 0:
-            raise PrepareError(f"--{name.replace('_', '-')}={getattr(args, name)}: must be above 0")
+    for name, least in (("seq_len", 1), ("max_segments", 0)):
+        if getattr(args, name) < least:
+            raise PrepareError(f"--{name.replace('_', '-')}={getattr(args, name)}: must be at least {least}")
     from jaxtrain.data import stats
 
     for path in args.files:
-        found = stats.stats(path, args.seq_len, args.max_segments)
+        found = stats.stats(path, args.seq_len, Data(max_segments=args.max_segments).most_documents)
         if args.json:
             print(json.dumps(found))
             continue

@@ -1,16 +1,21 @@
 """Batches as a pure function of (seed, step).
 
-A token file is cut into windows of seq_len + 1 tokens at multiples of seq_len: row `r` of step `s` has the global index
-g = s * global_batch + r, and reads window permutation(epoch, g mod windows). So a run resumes exactly on any number of hosts,
-and any process can make any rows. Nothing here imports jax, and `check` imports nothing that does.
+A token file is cut into windows of seq_len + 1 tokens at multiples of seq_len; one with loss bits has rows of whole
+conversations instead, numbered in the same way (windows.py). Row `r` of step `s` has the global index g = s * global_batch + r,
+and reads window permutation(epoch, g mod windows). So a run resumes exactly on any number of hosts, and any process can make
+any rows. Nothing here imports jax, and `check` imports nothing that does.
+
+Of a mixture, g says whose turn it is, and the turns of a source count its own rows. A run that goes on with another mixture
+counts turns anew from there, and each source goes on with the rows that follow those it has given (`Batches.go_on`).
 """
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
 import math
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +25,17 @@ from jaxtrain import config
 from jaxtrain.data import mixture, stdlib, synthetic
 from jaxtrain.data import tokenizer as tokenizers
 from jaxtrain.data.tokenfile import TokenFile, TokenFileError
-from jaxtrain.data.windows import FileWindows, Windows, count_windows, interleave, make_batch, masked_tokens
+from jaxtrain.data.windows import (
+    ConversationRows,
+    Part,
+    Read,
+    Windows,
+    count_windows,
+    make_batch,
+    masked_tokens,
+    most_documents,
+    open_windows,
+)
 from jaxtrain.shapes import BATCH_KEYS
 
 Rows = slice | np.ndarray | None
@@ -32,7 +47,10 @@ class Batches:
 
     Attributes: `vocab_size`; `tokenizer` (name, sha256, vocab_size, eot); `bytes_per_token` (UTF-8 bytes of text per token
     whose prediction counts; None where unknown); `synthetic`; `tokens_per_epoch`; `masked_fraction` (part of the tokens that
-    `data.max_segments` masks); `fingerprint` (JSON: what was read, for receipts).
+    `data.max_segments` masks); `max_segments` (documents in a row at most; optional for sources of one's own); `truncated`
+    (conversations longer than a row, and the tokens that they lose); `fingerprint` (JSON: what was read, for receipts).
+    `sources`, and `weights` of the mixture now, by the number of the source: its place among all that the run has read. Of one
+    that is no longer in the mixture the weight is 0.
     """
 
     def __init__(
@@ -55,8 +73,6 @@ class Batches:
         from grain.experimental import index_shuffle
 
         self._shuffle = index_shuffle
-        self.sources = sources
-        self.weights = [w / math.fsum(weights) for w in weights]
         self.global_batch = global_batch
         self.seq_len = seq_len
         self.seed = seed
@@ -67,21 +83,83 @@ class Batches:
         self.fingerprint = fingerprint
         self.bytes_per_token = bytes_per_token
         self.masked_fraction = masked_fraction
+        cut = [s for s in sources if isinstance(s, ConversationRows)]
+        self.truncated = sum(s.truncated for s in cut), sum(s.truncated_tokens for s in cut)
         self.synthetic = synthetic
         self.tokens_per_epoch = sum(s.windows for s in sources) * seq_len
+        files = fingerprint.get("files") or [{"name": s.name, "content_sha256": ""} for s in sources]
+        named = [{k: f[k] for k in ("name", "content_sha256")} for f in files]
+        shares = [w / math.fsum(weights) for w in weights]
+        self._opened = list(zip(named, sources, shares, strict=True))
+        self._set(named, list(sources), [{"step": 0, "tokens": 0, "weights": shares, "read": [0] * len(named)}])
         self._epoch_seed = functools.lru_cache(maxsize=64)(self._make_epoch_seed)
 
     def _make_epoch_seed(self, source: int, epoch: int) -> int:
         return int(np.random.SeedSequence([self.seed, source, epoch]).generate_state(1)[0])
 
+    def _set(self, named: list[dict[str, str]], sources: list[Windows], parts: list[dict[str, Any]]) -> None:
+        """All sources that the run has read, by number, and its mixtures as `mixture` gives them."""
+        self._named, self.sources, self._stored = named, sources, parts
+        self.parts: list[Part] = []
+        for part in parts:
+            none = [0] * (len(named) - len(part["read"]))  # sources that came later
+            row, *read = (-(-tokens // self.seq_len) for tokens in (part["tokens"], *part["read"], *none))
+            self.parts.append(Part(row, (*part["weights"], *none), tuple(read)))
+        self.weights = self.parts[-1].weights
+
+    def mixture(self, row: int) -> dict[str, Any]:
+        """Return the mixture as a checkpoint stores it, JSON, when the rows before global index `row` have been read.
+
+        `sources`: all that the run has read, by number: name, hash of the contents, tokens read. `parts`: each mixture that the
+        run has had: the step and the tokens at which it began, and by the source's number its weight and the tokens read
+        before. Tokens are rows times seq_len, so that they mean the same after a change of either.
+        """
+        read = self.parts[-1].read_before(row)
+        sources = [{**name, "tokens": rows * self.seq_len} for name, rows in zip(self._named, read, strict=True)]
+        return {"sources": sources, "parts": self._stored}
+
+    def go_on(self, data: Mapping[str, Any], step: int, row: int) -> bool:
+        """Go on from a checkpoint of `step` steps with the row of global index `row`. data: its own, from its meta.json.
+
+        Returns whether the mixture is another one. Each source then goes on where it stopped, and a new one begins; in the same
+        mixture every row is what it was. A source is known by the hash of its contents, one without files by its name.
+        """
+        stored = data.get("mixture")  # a user's own source may have none
+        if stored is None:
+            return False
+        named = [{k: s[k] for k in ("name", "content_sha256")} for s in stored["sources"]]
+        sources: list[Windows] = [_Gone(s["name"]) for s in stored["sources"]]
+        weights, left = [0.0] * len(named), list(range(len(named)))
+        for name, source, weight in self._opened:
+            key = "content_sha256" if name["content_sha256"] else "name"
+            number = next((k for k in left if named[k][key] == name[key]), len(named))
+            if number < len(named):
+                left.remove(number)
+            put = slice(number, number + 1)  # in place of the one with this number, or as a new last one
+            named[put], sources[put], weights[put] = [name], [source], [weight]
+        parts = stored["parts"]
+        before = [*parts[-1]["weights"], *[0.0] * (len(named) - len(parts[-1]["weights"]))]
+        changed = not all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(before, weights, strict=True))
+        if changed:
+            read = [*(s["tokens"] for s in stored["sources"]), *[0] * (len(named) - len(stored["sources"]))]
+            parts = [*parts, {"step": step, "tokens": row * self.seq_len, "weights": weights, "read": read}]
+        self._set(named, sources, parts)
+        return changed
+
+    def _places(self, index_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(number of the source, index within it) of each global index."""
+        if not index_R.size or index_R.min() >= self.parts[-1].row:
+            return self.parts[-1].places(index_R)
+        part_R = np.searchsorted([part.row for part in self.parts], index_R, "right") - 1
+        number_R, within_R = np.empty_like(index_R), np.empty_like(index_R)
+        for k in np.unique(part_R).tolist():
+            mine = part_R == k
+            number_R[mine], within_R[mine] = self.parts[k].places(index_R[mine])
+        return number_R, within_R
+
     def epoch(self, step: int) -> float:
         """Tokens read before optimizer step `step`, over the tokens there are."""
         return step * self.global_batch * self.seq_len / self.tokens_per_epoch
-
-    def epochs(self, step: int) -> dict[str, float]:
-        """The same for each source of a mixture."""
-        rows = step * self.global_batch
-        return {s.name: rows * w / s.windows for s, w in zip(self.sources, self.weights, strict=True)}
 
     def window_numbers(self, source: int, index_R: np.ndarray) -> np.ndarray:
         """Window numbers of a source's indices 0, 1, 2, ...: every epoch is another permutation of all windows."""
@@ -97,11 +175,12 @@ class Batches:
         """
         row_R = np.arange(self.global_batch, dtype=np.int64)[slice(None) if rows is None else rows]
         index_R = step * self.global_batch + row_R
-        if len(self.sources) == 1:
-            return self._rows_of(0, index_R)
-        source_R, within_R = interleave(index_R, self.weights)
+        source_R, within_R = self._places(index_R)
+        met = np.unique(source_R).tolist()
+        if len(met) == 1:
+            return self._rows_of(met[0], within_R)
         out = {k: np.empty((len(row_R), self.seq_len), dtype) for k, dtype in BATCH_KEYS.items()}
-        for k in np.unique(source_R).tolist():
+        for k in met:
             mine = source_R == k
             for name, part in self._rows_of(k, within_R[mine]).items():
                 out[name][mine] = part
@@ -110,14 +189,26 @@ class Batches:
     def windows(self, step: int) -> dict[str, list[int]]:
         """Which windows the batch of optimizer step `step` is made of, by source, each in the order of its rows."""
         index_R = step * self.global_batch + np.arange(self.global_batch, dtype=np.int64)
-        if len(self.sources) == 1:
-            return {self.sources[0].name: self.window_numbers(0, index_R).tolist()}
-        source_R, within_R = interleave(index_R, self.weights)
+        source_R, within_R = self._places(index_R)
         return {self.sources[k].name: self.window_numbers(k, within_R[source_R == k]).tolist() for k in np.unique(source_R)}
 
     def _rows_of(self, source: int, index_R: np.ndarray) -> dict[str, np.ndarray]:
         rows = self.sources[source].rows(self.window_numbers(source, index_R))
         return make_batch(*rows, self.packing, self.max_segments)
+
+
+class _Gone:
+    """A source that the run has read and whose file is not opened now. Only rows from before a change of mixture need it."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    @property
+    def windows(self) -> int:
+        raise ValueError(f"{self.name}: is not in data.source any more, and a row of it was asked for")
+
+    def rows(self, index_R: np.ndarray) -> Read:
+        raise ValueError(f"{self.name}: is not in data.source any more, and rows {index_R.tolist()} of it were asked for")
 
 
 class _Steps:
@@ -260,7 +351,7 @@ def open_files(data: config.Data, source: str, key: str, seq_len: int) -> tuple[
                     f"Set data.tokenizer={header['tokenizer']['name']}, or prepare the text again.",
                 )
             )
-        windows = count_windows(header["tokens"], seq_len)
+        windows = count_windows(header["tokens"], seq_len) if files[-1].loss_bits is None else header["documents"]
         if not 0 < windows <= MAX_WINDOWS:
             rule = f"{path} has {header['tokens']:,} tokens: {windows:,} sequences, outside 1 to 2^32"
             problems.append(config.Problem("data.seq_len", seq_len, rule, "Choose another length or more data."))
@@ -315,6 +406,21 @@ def check(data: config.Data, model_vocab: int, need_eval: bool) -> list[config.P
     return problems
 
 
+def with_documents(run: config.RunConfig, *opened: Any) -> config.RunConfig:
+    """The run with a number for `data.max_segments` = 0: the most documents that a row of these batches may have.
+
+    opened: everything that the run reads, as `open_source` gives it. A user's own source without a number
+    counts with config.MOST_DOCUMENTS. Raises config.ConfigError where one has more than that.
+    """
+    if run.data.max_segments:
+        return run
+    most = max(getattr(each, "max_segments", config.MOST_DOCUMENTS) for each in opened)
+    if most > config.MOST_DOCUMENTS:
+        rule = f"a data source has {most} documents in a sequence, and up to {config.MOST_DOCUMENTS} are taken by themselves"
+        raise config.ConfigError([config.Problem("data.max_segments", 0, rule, f"Set it to {most}.")])
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, max_segments=most))
+
+
 def open_source(
     data: config.Data,
     source: str,
@@ -329,6 +435,8 @@ def open_source(
 
     `split`: train | validation. `seed` and `seq_len` default to the config's. A `package.module:name` is called as
     `name(data, split, global_batch)` and returns an object with this interface. Raises config.ConfigError.
+
+    With `data.max_segments` = 0 the files' own offsets of documents say how many a row has, up to config.MOST_DOCUMENTS.
     """
     if split not in ("train", "validation"):
         raise ValueError(f"split = {split!r}: must be train or validation")
@@ -339,6 +447,7 @@ def open_source(
             raise config.ConfigError([config.Problem(key, "", "files have no split of their own", "Name a held-out file.")])
     seed = data.seed if seed is None else seed
     seq_len = data.seq_len if seq_len is None else seq_len
+    asked, data = data.max_segments, dataclasses.replace(data, max_segments=data.most_documents)
     if is_custom(source):
         module, _, name = source.partition(":")
         return getattr(importlib.import_module(module), name)(data, split, global_batch)
@@ -352,6 +461,7 @@ def open_source(
     fingerprint: dict[str, Any] = {"source": source, "split": split, **common}
     if source == "synthetic":
         rows = synthetic.Synthetic(seed, split, seq_len, data.max_segments)
+        common["max_segments"] = asked or rows.documents
         vocab, eot = synthetic.VOCAB, synthetic.EOT
         info = {"name": "synthetic", "sha256": "", "vocab_size": vocab, "eot": eot}
         return Batches([rows], [1.0], tokenizer=info, fingerprint=fingerprint, synthetic=True, **common)
@@ -359,29 +469,40 @@ def open_source(
         source = str(stdlib.stdlib_files(data_dir)[split == "validation"])
     files, weights = open_files(data, source, key, seq_len)
     shares = [w / math.fsum(weights) for w in weights]
-    sources: list[FileWindows] = []
+    sources: list[Windows] = []
     masked = text_bytes = predicted = 0.0
+    most = 1
     for file, share in zip(files, shares, strict=True):
         header = file.header
         loss = header["loss"] or {"tokens": header["tokens"], "bytes": header["source_bytes"], "first": header["documents"]}
-        # of a token read from the mixture: the bytes whose prediction counts, and the predictions that count
-        text_bytes += share * loss["bytes"] / header["tokens"]
-        predicted += share * (loss["tokens"] - (loss["first"] if data.packing == "documents" else 0)) / header["tokens"]
         try:
-            sources.append(windows := FileWindows(file, seq_len))
-            if data.packing == "documents":
+            windows = open_windows(file, seq_len, data.max_segments if data.packing == "documents" else None, seed)
+            if data.packing == "documents" and isinstance(windows, ConversationRows):
+                most = max(most, windows.documents)
+            elif data.packing == "documents":
+                found = data.max_segments if asked else most_documents(file.doc_offsets, windows.windows, seq_len)
+                most = max(most, min(found, data.max_segments))
                 count = masked_tokens(file.doc_offsets, windows.windows, seq_len, data.max_segments)
                 masked += share * count / (windows.windows * seq_len)
         except TokenFileError as e:
             remedy = f"Check it with: python -m jaxtrain.data verify {file.path}"
             raise config.ConfigError([config.Problem(key, str(file.path), str(e), remedy)]) from e
+        sources.append(windows)
+        # For each token read from the mixture: the bytes and the number of the predictions that count. Rows of
+        # conversations hold padding too, and not what is cut off.
+        held = header["tokens"]
+        if isinstance(windows, ConversationRows):
+            held *= windows.windows * seq_len / (header["tokens"] - windows.truncated_tokens)
+        text_bytes += share * loss["bytes"] / held
+        predicted += share * (loss["tokens"] - (loss["first"] if data.packing == "documents" else 0)) / held
+    common["max_segments"] = asked or most
     fingerprint["tokenizer"] = files[0].header["tokenizer"]
     fingerprint["files"] = [
         {"name": f.path.name, "weight": w, **{k: f.header[k] for k in ("content_sha256", "tokens", "documents")}}
         for f, w in zip(files, shares, strict=True)
     ]
     return Batches(
-        list(sources),
+        sources,
         weights,
         tokenizer=files[0].header["tokenizer"],
         fingerprint=fingerprint,

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.config import Data
 from jaxtrain.data.tokenfile import TokenFile
-from jaxtrain.data.windows import FileWindows, make_batch, masked_tokens
+from jaxtrain.data.windows import ConversationRows, make_batch, masked_tokens, open_windows
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 DOCUMENTS = 1 << 18  # looked at together
@@ -88,24 +89,25 @@ def packing(file: TokenFile, seq_len: int, max_segments: int) -> dict[str, float
     """What training makes of the file with data.packing=documents, from the rows it would read; None where there is no row.
 
     `rows`; `counted`: part of the targets with weight; `documents_per_row`: segments, on average; `masked`: part of the tokens
-    that stand behind more than `max_segments` documents of their row.
+    that stand behind more than `max_segments` documents of their row. Of a file with loss bits also `filled`: part of the rows
+    that is no padding; `truncated_documents` and `truncated_tokens`: conversations longer than a row, and what they lose.
     """
-    windows = FileWindows(file, seq_len)
+    windows = open_windows(file, seq_len, max_segments, Data().seed)
     if not windows.windows:
         return None
-    counted = segments = 0
+    counted = segments = padding = 0
     step = max(1, ROW_TOKENS // seq_len)
     for first in range(0, windows.windows, step):
         batch = make_batch(*windows.rows(np.arange(first, min(first + step, windows.windows))), "documents", max_segments)
         counted += int(np.count_nonzero(batch["weights"]))
         segments += int(batch["segments"].max(axis=1).sum())
+        padding += int(np.count_nonzero(batch["segments"] == 0))
     total = windows.windows * seq_len
-    return {
-        "rows": windows.windows,
-        "counted": counted / total,
-        "documents_per_row": segments / windows.windows,
-        "masked": masked_tokens(file.doc_offsets, windows.windows, seq_len, max_segments) / total,
-    }
+    out = {"rows": windows.windows, "counted": counted / total, "documents_per_row": segments / windows.windows}
+    if not isinstance(windows, ConversationRows):
+        return {**out, "masked": masked_tokens(file.doc_offsets, windows.windows, seq_len, max_segments) / total}
+    truncated = {"truncated_documents": windows.truncated, "truncated_tokens": windows.truncated_tokens}
+    return {**out, "masked": 0.0, "filled": 1 - padding / total, **truncated}
 
 
 def stats(path: Path | str, seq_len: int, max_segments: int) -> dict[str, Any]:
@@ -152,8 +154,17 @@ def lines(found: dict[str, Any]) -> list[str]:
     title = f"packed into rows of {packed['seq_len']:,}"
     if not packed["rows"]:
         return [*out, f"{title}: no whole row"]
-    out.append(
+    line = (
         f"{title}: {packed['rows']:,} rows, {packed['documents_per_row']:.2f} documents a row, {packed['counted']:.2%} of the "
-        f"targets count, {packed['masked']:.2%} of the tokens masked beyond {packed['max_segments']} documents"
+    )
+    if "filled" not in packed:
+        masked = f"{packed['masked']:.2%} of the tokens masked beyond {packed['max_segments']} documents"
+        return [*out, f"{line}targets count, {masked}"]
+    out.append(
+        f"{line}targets count, rows are {packed['filled']:.2%} full (at most {packed['max_segments']} conversations each)"
+    )
+    out.append(
+        f"conversations longer than {packed['seq_len'] + 1:,} tokens, cut at their end: {packed['truncated_documents']:,}, "
+        f"which lose {packed['truncated_tokens']:,} tokens"
     )
     return out

@@ -34,8 +34,9 @@ class Synthetic:
         self.length = seq_len + 1
         self.documents = max(1, min(DOCUMENTS, max_segments, self.length // 8))
 
-    def rows(self, index_R: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, None]:
-        """Tokens (R, T+1) of the rows, and (row, column) of each token that starts a document inside its row; all count."""
+    def rows(self, index_R: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, None, None]:
+        """Tokens (R, T+1) of the rows, and (row, column) of each token that starts a document inside its row; all count, and
+        there is no padding."""
         R, n, length = len(index_R), self.documents, self.length
         row_key_R1 = mix(self.key + index_R.astype(np.uint64)[:, None])
         bits_RM = mix(row_key_R1 + np.arange(n, dtype=np.uint64) + np.uint64(1 << 32))
@@ -55,4 +56,4 @@ class Synthetic:
         tokens_RS = np.where(noise_RS % np.uint64(16) == 0, random_RS, symbol_RS).astype(np.uint16)
         row, column = np.repeat(np.arange(R), n - 1), start_RM[:, 1:].ravel()
         tokens_RS[row, column - 1] = EOT
-        return tokens_RS, row, column, None
+        return tokens_RS, row, column, None, None

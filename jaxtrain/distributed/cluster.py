@@ -25,7 +25,7 @@ class Cluster:
 
 def all_devices(here: Devices, cluster: Cluster | None) -> Devices:
     """The devices of a run, from those of this process; None: it is the run's only one. All processes are taken to be alike."""
-    if cluster is None:
+    if cluster is None or not here.count:
         return here
     masked = here.kind == "gpu" and cluster.local_device_ids is not None  # CPU devices are not masked by their ids
     count = len(cluster.local_device_ids or ()) if masked else here.count

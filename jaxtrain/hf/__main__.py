@@ -74,7 +74,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("checkpoint", metavar="CKPT", help="a run's folder, or one of its checkpoints/<step>")
     p.add_argument("--out", type=place, required=True, metavar="DIR", help="the folder to write")
     p.add_argument(
-        "--dtype", choices=("auto", "f32", "bf16"), default="auto", help="auto: as stored; bf16 rounds float32 weights"
+        "--dtype",
+        choices=("auto", "f32", "bf16"),
+        default="auto",
+        help="auto: that of the matrices, as stored; bf16 rounds float32 weights",
     )
     p.add_argument("--shard-size", type=size, default=size("5GB"), metavar="SIZE", help="of a safetensors file, at most (5GB)")
     p.add_argument("--tokenizer", default="", metavar="DIR", help="where the tokenizer is now, if it moved since training")

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -29,7 +30,7 @@ from jaxtrain.hf.origin import open_origin
 from jaxtrain.models import FAMILIES, family
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import A, B, adapter_of
-from jaxtrain.models.module import Params
+from jaxtrain.models.module import Params, is_vector
 
 TYPES = {"f32": np.dtype("float32"), "bf16": np.dtype(ml_dtypes.bfloat16)}
 Reader = Callable[[list[Entry]], Iterator[tuple[Entry, np.ndarray]]]
@@ -148,7 +149,9 @@ def export(
         what = f"{missing[0]} is not in it" if missing else f"{left[0]} has no name in Hugging Face's {run.model.family}"
         raise HuggingFaceError(f"step {source.step} of {source.checkpoints.directory}: {what}.")
     stored = {name: str(source.stored[name].dtype) for name in wanted}
-    chosen = dtype if dtype != "auto" else ("bf16" if set(stored.values()) == {"bfloat16"} else "f32")
+    # Beside weights in bfloat16, scales of norms and biases are float32: they are rounded as in other models of that type.
+    weights = {kind for name, kind in stored.items() if not is_vector(name)}
+    chosen = dtype if dtype != "auto" else ("bf16" if weights == {"bfloat16"} else "f32")
     spec = tokenizer or run.data.tokenizer
     bare = source.bare and not tokenizer
     folder = tokenizer_files.source_of(spec)
@@ -233,7 +236,11 @@ def write_tensors(
             key: safetensors.TensorSpec(dtype=str(x.dtype), shape=list(x.shape), data_ptr=x.ctypes.data, data_len=x.nbytes)
             for key, x in arrays.items()
         }
+        # The library renames a temporary file, which its owner alone may read: the umask decides, as for the other files.
+        (out / name).touch()
+        mode = stat.S_IMODE((out / name).stat().st_mode)
         safetensors.serialize_file(specs, str(out / name), {"format": "pt"})
+        (out / name).chmod(mode)
     if len(files) > 1:
         write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
     return len(files)

@@ -43,6 +43,7 @@ class Numerics:
     compute: jnp.dtype  # activations, gathered weights
     reduce: jnp.dtype  # weight gradients on the wire
     params: jnp.dtype  # master weights
+    vectors: jnp.dtype = DTYPES["f32"]  # of them, scales of norms and biases
 
     @property
     def precision(self) -> jax.lax.Precision:

@@ -133,9 +133,9 @@ class Attention(nnx.Module):
         self.wv = param(rngs, (D, K, H), ("embed", kv_heads, "head_dim"), normal(std), dtype, dot=True)
         self.wo = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), normal(out_std), dtype, dot=True)
         if model.qkv_bias:
-            self.bq = param(rngs, (N, H), ("heads", "head_dim"), constant(0.0), dtype)
-            self.bk = param(rngs, (K, H), (kv_heads, "head_dim"), constant(0.0), dtype)
-            self.bv = param(rngs, (K, H), (kv_heads, "head_dim"), constant(0.0), dtype)
+            self.bq = param(rngs, (N, H), ("heads", "head_dim"), constant(0.0), ctx.numerics.vectors)
+            self.bk = param(rngs, (K, H), (kv_heads, "head_dim"), constant(0.0), ctx.numerics.vectors)
+            self.bv = param(rngs, (K, H), (kv_heads, "head_dim"), constant(0.0), ctx.numerics.vectors)
         if model.qk_norm:
             self.q_norm = RMSNorm(H, "head_dim", HEADS, model.norm_eps, ctx, rngs)
             self.k_norm = RMSNorm(H, "head_dim", KV_HEADS, model.norm_eps, ctx, rngs)

@@ -39,7 +39,7 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, dim: int, axis: str | None, x_axes: Axes, eps: float, ctx: Context, rngs: nnx.Rngs):
         self.offset = float(ctx.structure.norm_offset)
-        self.scale = param(rngs, (dim,), (axis,), constant(1.0 - self.offset), ctx.numerics.params)
+        self.scale = param(rngs, (dim,), (axis,), constant(1.0 - self.offset), ctx.numerics.vectors)
         self.axis, self.x_axes, self.eps, self.ctx = axis, x_axes, eps, ctx
 
     def __call__(self, x: jax.Array) -> jax.Array:

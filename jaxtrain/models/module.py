@@ -110,6 +110,11 @@ def names(tree: Params) -> Params:
     return jax.tree_util.tree_map_with_path(path_name, tree, is_leaf=lambda x: not isinstance(x, dict))
 
 
+def is_vector(name: str) -> bool:
+    """Whether a parameter, by its dotted name, is the scale of a norm or a bias, whatever its shape."""
+    return name.rpartition(".")[2] in ("scale", "bq", "bk", "bv", "router_bias")
+
+
 def _axes(p: Any) -> Axes:
     """Logical axes; parameters of a stack have gained a first axis, 'layers'."""
     axes = p.get_metadata("axes")

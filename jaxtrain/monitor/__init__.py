@@ -22,7 +22,7 @@ from typing import Any
 
 import pynvml
 
-from jaxtrain.hardware import visible_handles
+from jaxtrain.hardware import InvisibleGpu, visible_handles
 from jaxtrain.monitor.alerts import Episodes, GpuAlerts, MfuAlert
 from jaxtrain.monitor.card import Card, Lost, Sample, mean, rate_gb_s
 
@@ -89,12 +89,11 @@ class Monitor:
             return self
         try:
             handles = visible_handles(self._environ.get("CUDA_VISIBLE_DEVICES"), nvml)
-            # MIG slices are no entries that NVML's list of GPUs has.
             missing = sorted(place for place in self._pools if place >= len(handles))
             if missing:
                 self._episodes.said.append(f"visible GPUs {missing} are not monitored: NVML lists {len(handles)}")
             self._cards = {place: Card(nvml, handles[place]) for place in self._pools if place not in missing}
-        except (nvml.NVMLError, Lost) as error:
+        except (nvml.NVMLError, Lost, InvisibleGpu) as error:
             self._episodes.said.append(f"the GPUs are not monitored: {error}")
             self._cards = {}
         self._written = self._heard = self._clock()

@@ -10,8 +10,6 @@ CLEAN = 6  # lines in a row without any, after which throttling is over: it come
 CAP_W = 1.0  # below the board's default limit; drivers round
 OUTSIDE_GIB = 1.0  # that memory outside the pool may grow: NCCL and cuDNN take theirs in the first steps
 SETTLED = 3  # lines of a GPU after which it has; the middle one of them is what it takes
-FREE = 0.1  # part of the pool that is free ...
-LARGEST = 0.25  # ... and the largest block is less than this part of it: fragmented
 
 # What to look at, by reason (card.THROTTLING).
 LOOK = {
@@ -61,7 +59,6 @@ class GpuAlerts:
         self._power(gpu, line["power_limit_w"], default_limit_w)
         self._memory_errors(gpu, line["ecc_uncorrected"])
         self._outside_the_pool(gpu, line["memory_used_gib"], line["pool_gib"])
-        self._fragments(gpu, line["pool_gib"], line["in_use_gib"], line["largest_free_gib"])
 
     def _throttling(self, gpu: int, line: Mapping[str, Any]) -> None:
         share, reasons = line["throttled"], line["throttle_reasons"]
@@ -114,17 +111,6 @@ class GpuAlerts:
         )
         over = f"GPU {gpu}: memory outside JAX's pool is back to {outside:.1f} GiB"
         self._episodes.see(f"outside {gpu}", outside > before + OUTSIDE_GIB, begun, over)
-
-    def _fragments(self, gpu: int, pool: float | None, in_use: float | None, largest: float | None) -> None:
-        if pool is None or in_use is None or largest is None:
-            return
-        free = pool - in_use
-        begun = (
-            f"GPU {gpu}: the pool is in fragments: {free:.1f} of {pool:.1f} GiB are free, and the largest block is "
-            f"{largest:.1f} GiB. A large array may not fit though there is room; a restart mends it."
-        )
-        over = f"GPU {gpu}: the pool's free memory is in one piece again"
-        self._episodes.see(f"fragments {gpu}", free > FREE * pool and largest < LARGEST * free, begun, over)
 
 
 class MfuAlert:

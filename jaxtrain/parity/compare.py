@@ -125,12 +125,13 @@ def train(run: RunConfig, devices: Sequence[Any], steps: int) -> Trained:
 
     Raises LayoutError or Unsupported for a layout that cannot be, JaxRuntimeError where memory does not suffice.
     """
+    folder = Path(run.paths.data).expanduser()
+    rows = pipeline.open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, data_dir=folder)
+    run = pipeline.with_documents(run, rows)
     program = build(run, devices)
     card = compiler.card_of(devices[0], run.train.memory_fraction)
     options, usable = compiler.choose(program, card).options, card.usable_gib if card else math.inf
     run, program, step = compile_to_fit(run, program, options, usable)
-    folder = Path(run.paths.data).expanduser()
-    rows = pipeline.open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, data_dir=folder)
     state = create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
     return take_steps(program, step, state, rows.batch, steps)[0]
 

@@ -119,7 +119,7 @@ def devices(count: int, source: str = "") -> Devices:
     found = hardware.probe()
     if found.kind == "gpu" and found.count >= count:
         return dataclasses.replace(found, count=count, source=source or found.source)
-    return Devices("cpu", "cpu", count, hardware.host_gib() / count, source or "CPU devices")
+    return Devices("cpu", "cpu", count, hardware.available_gib() / count, source or "CPU devices")
 
 
 def in_float32(run: RunConfig) -> RunConfig:
@@ -161,10 +161,10 @@ def check_size(run: RunConfig, layouts: Sequence[Layout]) -> list[Problem]:
     # On CPU devices every group along `data` holds a state in the same memory; gradients come with the first step.
     copies = max(dict(layout.mesh)["data"] for layout in layouts) if on_cpu else 0
     need = count * (copies * (held + 4) + 6 * 4) / 2**30  # and weights twice and a gradient once on the host, of two runs
-    if need <= hardware.host_gib():
+    if need <= hardware.available_gib():
         return []
     rule = f"{count / 1e9:.1f} billion parameters: these layouts need at least {need:,.0f} GiB, this machine has "
-    rule += f"{hardware.host_gib():,.0f} GiB"
+    rule += f"{hardware.available_gib():,.0f} GiB"
     remedy = "Compare a smaller one: --config.model.num_layers=2, then model.vocab_size, model.d_model, model.d_ff"
     return [Problem("model", None, rule, f"{remedy}; layouts do not depend on size.")]
 

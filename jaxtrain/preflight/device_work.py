@@ -26,6 +26,7 @@ import pynvml
 from jaxtrain import hardware, startup
 from jaxtrain.config import ConfigError
 from jaxtrain.distributed import FIELDS, detect
+from jaxtrain.hardware import InvisibleGpu
 from jaxtrain.preflight import under_load
 from jaxtrain.preflight.answer import Answer
 
@@ -197,7 +198,7 @@ def work(devices: Sequence[Any], mine: Sequence[Any], sizes: Sizes, answer: Answ
     """Everything, the most telling first. `devices` are the run's, `mine` this process's."""
     try:
         watched = under_load.cards(mine)
-    except (pynvml.NVMLError, IndexError) as error:  # figures are worth having without it
+    except (pynvml.NVMLError, InvisibleGpu, IndexError) as error:  # figures are worth having without it
         watched, answer.fields["left_out"]["under_load"] = [], f"NVML: {error}"
     answer.fields["measured"]["gpus"] = [card.index for card in watched] or list(range(len(mine)))
     watch = under_load.UnderLoad(watched)

@@ -141,7 +141,7 @@ def gpus(machine: Machine) -> Gpus:
 
 
 def visible(found: list[Row], wanted: str | None) -> list[Row]:
-    """The rows that CUDA_VISIBLE_DEVICES names, read as CUDA and `hardware.visible_handles` do."""
+    """The rows that CUDA_VISIBLE_DEVICES names, read as CUDA does: the list ends at the first entry that is no device."""
     if wanted is None:
         return found
     mine = []

@@ -18,7 +18,7 @@ JOIN_S = 2.0
 def cards(devices: Sequence[Any]) -> list[Card]:
     """Of these devices of JAX, in their order; none for CPUs. CUDA must count as NVML does (CUDA_DEVICE_ORDER=PCI_BUS_ID).
 
-    Raises NVMLError.
+    Raises NVMLError, and InvisibleGpu as `hardware.visible_handles` does.
     """
     if devices[0].platform != "gpu":
         return []

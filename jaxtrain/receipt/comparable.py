@@ -19,7 +19,7 @@ ROUNDING = (
 # Of the hardware, what changes how fast it is and not what it computes.
 CONDITION = ("GPU *: *", "preflight: *", "GPUs: power_limit_w", "GPUs: max_*", "host memory, GiB")
 # Of held-out loss alone.
-EVALUATED = ("eval.batches", "data.eval_source")
+EVALUATED = ("eval.sequences", "data.eval_source")
 HELD_OUT = "held out"  # begins the name of a difference in data that no step sees
 
 

@@ -10,7 +10,7 @@ from jaxtrain.hardware import Devices
 from jaxtrain.models import FAMILIES
 from jaxtrain.moments import INT8, SMALL, SMALLEST_BLOCK, block, block_axis
 from jaxtrain.validate.experts import check_experts
-from jaxtrain.validate.pipeline import check_pipeline
+from jaxtrain.validate.pipeline import check_kinds, check_pipeline
 
 SHARED = "mlp.gate"  # of a model with experts, that of the expert that all tokens share
 # Arrays of the model by their logical axes: no mesh axis may split two of one array.
@@ -65,6 +65,8 @@ def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
 
 def mesh_sizes(run: RunConfig, devices: Devices) -> tuple[dict[str, int] | None, list[Problem]]:
     """Size of each mesh axis with every -1 filled in; None, with the reasons, where the mesh cannot be."""
+    if devices.problem:
+        return None, [devices.problem]
     if devices.count < 1:
         rule = f"no device to run on ({devices.source})"
         return None, [Problem("devices", devices.count, rule, "Unset JAX_PLATFORMS.")]
@@ -125,6 +127,7 @@ def _context(
     if a.impl == "cudnn" and context.ring > 1 and 0 < m.sliding_window < run.data.seq_len and 0 < devices.sm < 90:
         rule = f"a sliding window around a ring needs a GPU from Hopper (sm90) on; {devices.name} is sm{devices.sm}"
         yield Problem("attention.impl", a.impl, rule, "Set attention.impl to auto or chunked, or attention.context to ulysses.")
+    yield from check_kinds(run, sizes["stage"], context, not ulysses_problem(ranks, heads, kv_heads), bad)
 
 
 def _divisions(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]], bad: set[str]) -> Iterable[Problem]:

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable, Mapping
 
+from jaxtrain import windows
 from jaxtrain.activations import parse_tensors
 from jaxtrain.config import EXCHANGE, Problem, RunConfig
+from jaxtrain.context import Context
 from jaxtrain.stages import arrangement
 
 
@@ -34,6 +36,35 @@ def check_pipeline(run: RunConfig, stages: int, table: Mapping[str, list[str]], 
         yield Problem("remat.tensors", run.remat.tensors, rule, "Write keep or recompute for offload.")
     if not bad & {"model.num_layers", "pipeline.schedule", "pipeline.groups"}:
         yield from _layers(run, stages, table, bad)
+
+
+def check_kinds(run: RunConfig, stages: int, context: Context, whole: bool, bad: set[str]) -> Iterable[Problem]:
+    """Yields a problem where stages would run layers of different kinds at once around a ring, or gathered keys.
+
+    All stages run one program, in which a layer's kind chooses one branch of several. The branches send different messages
+    along the seq axis, and a message waits for all devices: stages in different branches would wait for each other forever.
+    An all-to-all waits for its own group alone, which has one stage: Ulysses without a ring may differ.
+
+    stages: mesh.stage. context: how the seq axis shares a sequence. whole: Ulysses groups could be as large as the seq axis.
+    bad: keys wrong in themselves.
+    """
+    own = {"model.num_layers", "model.sliding_window", "pipeline.schedule", "pipeline.groups"}
+    letters = set(run.model.attention_pattern) - {windows.LOCAL, windows.GLOBAL}
+    lying = None if bad & own or letters or context.ring == 1 else arrangement(run, stages)
+    if lying is None or run.model.num_layers < lying.stages * lying.groups:
+        return
+    kinds, first = windows.kinds(run.model), windows.kinds(run.model)[0]
+    # An empty place runs as a layer of the first kind does.
+    places = "".join(first if layer is None else kinds[layer] for layer in lying.order)
+    groups = [places[i : i + lying.per_group] for i in range(0, len(places), lying.per_group)]
+    other = next((group for group in groups if group != groups[0]), None)
+    if other is None:
+        return
+    rule = f"stages would wait for each other forever: some run layers {groups[0]} while others run {other}"
+    rule += f" (l: sliding window, g: all tokens), which send different messages over mesh.seq = {context.size}"
+    ulysses = "attention.context=ulysses" if run.attention.context != "ulysses" else "attention.ulysses=0"
+    remedy = f"Set {ulysses}." if whole else f"Set mesh.stage=1 and mesh.seq={stages * context.size}."
+    yield Problem("mesh.stage", stages, rule, remedy)
 
 
 def _schedule(run: RunConfig) -> Iterable[Problem]:

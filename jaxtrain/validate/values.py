@@ -59,14 +59,14 @@ AT_LEAST: dict[str, float] = {
     **dict.fromkeys(
         (
             *("model.num_layers", "model.d_model", "model.num_heads", "model.num_kv_heads", "model.d_ff", "model.vocab_size"),
-            *("model.rope_factor", "model.rope_original_len", "remat.every", "data.seq_len", "data.max_segments"),
+            *("model.rope_factor", "model.rope_original_len", "remat.every", "data.seq_len"),
             *(
                 "train.steps",
                 "train.global_batch",
                 "train.grad_accum",
                 "train.max_skips",
                 "loss.chunk",
-                "eval.batches",
+                "eval.sequences",
                 "checkpoint.keep",
             ),
             *("log.every_steps", "profile.steps", "model.experts_per_token", "pipeline.groups"),
@@ -85,6 +85,7 @@ AT_LEAST: dict[str, float] = {
                 "data.seed",
             ),
             *(
+                "data.max_segments",
                 "data.prefetch",
                 "train.seed",
                 "train.memory_fraction",

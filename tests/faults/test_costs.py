@@ -85,7 +85,8 @@ def test_from_a_kill_to_the_next_step(tmp_path: Path, figures: Figures) -> None:
 def test_nothing_grows(tmp_path: Path, figures: Figures) -> None:
     """Memory, open files and step time, after a first part that fills caches."""
     steps, settled = 5000, 1500
-    often: dict[str, Any] = {"eval__every_steps": 50, "eval__batches": 1, "checkpoint__every_steps": 50, "checkpoint__keep": 2}
+    often: dict[str, Any] = {"eval__every_steps": 50, "eval__sequences": 1}
+    often |= {"checkpoint__every_steps": 50, "checkpoint__keep": 2}
     faults = Faults(tmp_path, train__steps=steps, log__every_steps=10, data__source="stdlib", **often)
     workdir = tmp_path / "run"
     child = faults.start(workdir)

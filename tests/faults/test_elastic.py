@@ -33,7 +33,7 @@ def furthest(a: dict[tuple[str, int], dict[str, Any]], b: dict[tuple[str, int], 
 
 
 def test_processes_come_and_go(tmp_path: Path, whole: bool, figures: Figures) -> None:
-    more: dict[str, Any] = {"data__source": "stdlib", "eval__every_steps": 4, "eval__batches": 1}
+    more: dict[str, Any] = {"data__source": "stdlib", "eval__every_steps": 4, "eval__sequences": 8}
     more["optimizer__warmup_steps"] = 1  # so that a part of three steps is allowed
     faults = Faults(tmp_path, **more)
     shapes = list(SHAPES) if whole else ["1 x 8", "2 x 4"]

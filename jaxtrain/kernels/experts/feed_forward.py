@@ -31,7 +31,7 @@ from jaxtrain.sharding import Axes, Placement, Weight, cotangent, frozen, in_eig
 
 AXES: Axes = ("experts", "expert_embed", "mlp")  # of each weight, (E, D, F)
 InUse = jax.Array | Eight  # a gathered weight, in the compute dtype or in 8 bits
-FURTHER_ROUNDS = "further_rounds"  # the scope of what runs only where loads are uneven: plans take them to be even
+FURTHER_ROUNDS = "further_rounds"  # the scope of what runs only where loads are uneven: plans price it by --experts-load
 
 
 @dataclasses.dataclass(frozen=True)
