@@ -33,7 +33,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.data.tokenizer = "hf:NousResearch/Meta-Llama-3-8B"
     config.data.seq_len = 8192
 
-    # 128 x 8192 = 1 M tokens a step: a small model gains little from more. Four sequences a GPU at a time: 33 GiB by plan.
+    # 128 x 8192 = 1 M tokens a step: a small model gains little from more. Four sequences a GPU at a time: 40 GiB by plan.
     config.train.global_batch = max(128, variant.gpus)
     config.train.grad_accum = max(1, 32 // variant.gpus)
     config.train.steps = 20_000  # 21 B tokens, about the 20 a parameter that are compute-optimal
@@ -51,5 +51,6 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.optimizer.warmup_steps = 2000
 
     config.eval.every_steps = 500
+    config.eval.sequences = 256
     config.checkpoint.every_steps = 500
     return config

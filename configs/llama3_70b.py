@@ -70,6 +70,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.optimizer.schedule = "cosine"
 
     config.eval.every_steps = 200
+    config.eval.sequences = 64
     config.checkpoint.every_steps = 20
     config.log.every_steps = 1
     return config

@@ -54,6 +54,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.optimizer.schedule = "cosine"
 
     config.eval.every_steps = 500
+    config.eval.sequences = 64
     config.checkpoint.every_steps = 100
     config.log.every_steps = 1  # a step takes long enough to deserve its line
     return config

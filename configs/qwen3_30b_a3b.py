@@ -32,14 +32,14 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.data.seq_len = 8192
 
     # 256 x 8192 = 2.1 M tokens a step, four sequences a GPU at a time: each of the 128 experts then has 16,384 rows from all
-    # GPUs, where loads are even. Two at a time: 8% slower by plan, 104 GiB.
+    # GPUs, where loads are even. Two at a time are slower by plan.
     config.train.global_batch = max(256, 4 * variant.gpus)
     config.train.grad_accum = max(1, 64 // variant.gpus)
     config.train.steps = 50_000  # 105 B tokens
 
     # On one node fsdp=8: gathers of a layer's 1.2 GB hide behind four sequences. With `exchange` each GPU holds 16 experts of
     # every layer whole, and a token goes to 8: a GPU sends 1.2 GB there and as much back for a layer, which hides behind
-    # little, and a step takes 37% longer by plan, in 121 GiB.
+    # little, and a step takes 34% longer by plan, in 121 GiB.
     if variant.exchange:
         config.mesh.expert = 8
     # Weights, moments and gradients in float32 are 16 bytes a parameter, 57 GiB on each of 8 GPUs. Gradients are added to their
@@ -54,6 +54,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.optimizer.schedule = "cosine"
 
     config.eval.every_steps = 500
+    config.eval.sequences = 256
     config.checkpoint.every_steps = 100
     config.log.every_steps = 1  # a step takes long enough to deserve its line
     return config
