@@ -147,7 +147,7 @@ def test_all_mistakes_come_together(capsys):
 
 
 def test_a_model_that_is_too_large(monkeypatch, capsys):
-    monkeypatch.setattr("jaxtrain.hardware.host_gib", lambda: 64.0)
+    monkeypatch.setattr("jaxtrain.hardware.available_gib", lambda: 64.0)
     large = ("--config=configs/llama3_8b.py", "--config.data.source=synthetic", "--config.train.grad_accum=1")
     said = refused(capsys, *large, "--meshes=fsdp8,data8")
     assert "8.0 billion parameters" in said and "this machine has 64 GiB" in said and "--config.model.num_layers=2" in said
