@@ -17,7 +17,8 @@ OUT/results.jsonl gets a JSON line as soon as something is known. OUT also has t
 at most 15 MiB. What need not be kept is in OUT/work, or in --work=DIR: compiled programs, which all stages share, and raw logs.
 --summary prints what all stages found, estimated beside measured. --smoke runs every item on a CPU in tiny shapes.
 
-Exit code 0; 1 something is wrong or failed; 2 no such GPU here, or a wrong argument; 130 Ctrl-C, what was done is kept.
+Exit code 0; 1 something is wrong or failed, or a check was not done in time; 2 no such GPU here, or a wrong argument;
+130 Ctrl-C, what was done is kept.
 """
 
 import argparse
@@ -55,6 +56,8 @@ MOST_BYTES = 15 * 2**20  # of a file that is to be sent somewhere
 NEED_GIB = 100.0  # of a card for llama3_8b:half; its step takes more than a card of 80 GB has
 NOT_RUN = "not run"
 FINE = (GOOD, OFF, LATE, NOT_RUN)
+# Items that say whether something is right: one that is not done in time may hang, and is not fine.
+OF_CORRECTNESS = ("attention", "steps as on a CPU", "command line", "fp8 matmuls", "save and restore", "experts")
 
 HALF = (f"--config={launch.REPO}/configs/llama3_8b.py:half",)
 # Fewer microbatches than llama3_1b ships with, which would take ten seconds a step, and of half its size.
@@ -367,7 +370,7 @@ def traced(here: Here) -> Found:
     command = program("profile", str(folder), f"--html={folder}/report.html", f"--json={folder}/report.json")
     code, said = run_program(command, here.log("report of the trace"), limit_s=max(1.0, here.left_s - PACKING_S))
     here.put(report=said[-3000:], code=code)
-    files = pack(folder, here.out / "trace.tar.xz")
+    files = pack(folder, here.out / "trace.tar.gz")
     where = f"{', '.join(file.name for file in files)}, {sum(file.stat().st_size for file in files) / 2**20:.2g} MiB"
     return (verdict, where) if code == 0 else (BAD, f"{where}; the report: {last_words(said)}")
 
@@ -376,7 +379,7 @@ def pack(folder: Path, target: Path) -> list[Path]:
     """`folder` as one archive, or as TARGET.00, TARGET.01 and so on of at most MOST_BYTES each; `cat` joins them."""
     for old in target.parent.glob(f"{target.name}*"):
         old.unlink()
-    with tarfile.open(target, "w:xz" if target.suffix == ".xz" else "w:gz") as archive:
+    with tarfile.open(target, "w:gz") as archive:
         archive.add(folder, folder.name)
     if target.stat().st_size <= MOST_BYTES:
         return [target]
@@ -501,8 +504,10 @@ def run_stage(stage: int, names: Sequence[str], seconds: float, here: Here, cons
         pack(logs, here.out / f"logs{stage}.tar.gz")
     if rest := [name for name in names if verdicts[name] in (NOT_RUN, LATE)]:
         again = ["python", "-m", "benchmarks.first_hour", f"--stage={stage}", f"--out={here.out}", f"--only={';'.join(rest)}"]
+        again += [f"--work={here.work}"] * (here.work != here.out / "work") + ["--smoke"] * here.smoke
         report.say(console, f"not measured: {shlex.join(again)}")
-    return int(any(verdict not in FINE for verdict in verdicts.values()))
+    hung = [name for name in OF_CORRECTNESS if verdicts.get(name) == LATE]
+    return int(bool(hung) or any(verdict not in FINE for verdict in verdicts.values()))
 
 
 def clean(environ: Mapping[str, str], smoke: bool) -> tuple[dict[str, str], list[str]]:

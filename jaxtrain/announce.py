@@ -61,6 +61,11 @@ def announce(run: RunConfig, program: Program, start: Start, data: Any, director
             f"data: {counted(conversations, 'conversation')} of more than data.seq_len={run.data.seq_len} + 1 tokens "
             f"{'loses its end' if conversations == 1 else 'lose their ends'}, {lost:,} tokens in all"
         )
+    for name, filled in getattr(data, "sparse", {}).items():
+        say(
+            f"data: rows of {name} are {filled:.0%} full, since each holds at most data.max_segments={run.data.max_segments} "
+            "conversations. A higher number fills them."
+        )
     # At stage 0 that is what was asked for.
     for name in left_whole(state.abstract_tensors(program.state)) if run.sharding.zero else ():
         console.warn(f"not split over any device, every one holds all of it: {name}. See sharding.rules.")

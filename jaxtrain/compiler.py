@@ -135,7 +135,7 @@ LOAD, DUMP = "xla_gpu_load_autotune_results_from", "xla_gpu_dump_autotune_result
 def for_run(chosen: Chosen, gpu: bool, step_s: float, repeatable: bool, workdir: Path, traced: bool = False) -> Chosen:
     """The options of a run beside those of its program. step_s: the watchdog's budget of a step, 0 for none.
 
-    repeatable: train.deterministic. traced: the run will take a trace (profile.start above 0), so it goes without CUDA graphs
+    repeatable: train.deterministic. traced: the run will take a trace (profile.start is ahead), so it goes without CUDA graphs
     unless compiler.options says otherwise.
     """
     more: dict[str, str | bool] = {}

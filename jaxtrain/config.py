@@ -379,7 +379,7 @@ class Log:
     wandb: str = key("", "Weights & Biases: PROJECT or ENTITY/PROJECT; '': not there. WANDB_MODE and its like say how")
     peak_tflops: float = key(0.0, "dense peak of one device for MFU, where hardware.py does not know it; 0: from the table")
     gpu_every_s: float = key(10.0, "seconds between lines on each GPU: power, clocks, throttling, memory; 0: none")
-    mfu_alert: float = key(0.8, "warn while MFU is below this part of the plan's; 0: never")
+    mfu_alert: float = key(0.8, "warn while MFU is below this part of the lowest expected; 0: never")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -127,6 +127,8 @@ class Session:
                 return self.nothing_left(current)
             # Its last checkpoint was damaged, and the one before is not the end.
         self.passed("open")
+        if self.run.checkpoint.every_steps:
+            self.snapshots.reserve()  # takes minutes for a large state, beside compiling
         with out_of_memory_explained(self.run, {}), self.watchdog.phase("compile"), self.ledger.during("compile"):
             compiled = self.compile()
         self.passed("compile")
@@ -136,8 +138,6 @@ class Session:
             jax.block_until_ready(current)
             self.passed("restore" if self.start.resumed else "initial state")
             check_free_memory(self.program, compiled.train, jax.local_devices())
-            if self.run.checkpoint.every_steps:
-                self.snapshots.reserve()
             loop = Loop(self, current, compiled)
             del current  # the loop gives it away
             pools = {d.local_hardware_id: d.memory_stats for d in jax.local_devices() if d.platform == "gpu"}
@@ -306,7 +306,7 @@ class Session:
         self.receipt.update(**self.watch.record())  # what was measured follows at the end
         expected = self.watch.expected
         if self.peers.process_index == 0:  # the others would say the same
-            self.mfu = MfuAlert(expected.step_s, self.run.log.mfu_alert)
+            self.mfu = MfuAlert(expected.longest_s, self.run.log.mfu_alert)
         step = f"{expected.step_s:.3g} s a step"
         if expected.range_s:
             step = "{:.3g} to {:.3g} s a step expected, roofline".format(*expected.range_s) + f" {expected.step_s:.3g} s"
@@ -403,6 +403,7 @@ class Session:
                 data["mixture"] = mixture(read * self.run.train.global_batch)
             meta = {
                 "config": config.to_dict(self.asked_run),
+                "mesh": dict(self.program.placement.mesh.shape),
                 "data": data,
                 "loss": self.loss,
                 "receipt": self.receipt.id,

@@ -3,7 +3,7 @@
 The programs that copy and take digests are compiled in another thread, behind the first steps, so that the first save is no
 slower than the others (but for the digests of what rests in host memory). On GPUs copies go to pinned host memory a layer at a
 time, since more may not fit on the device. XLA keeps that memory from save to save. Pinning it takes seconds to minutes, so
-`reserve` allocates it once, before the first step. On CPUs new memory costs several times the
+`reserve` begins with it beside compiling, long before the first save. On CPUs new memory costs several times the
 copy itself, as the kernel clears every page of it at its first use. There one program makes all copies in the memory of those
 of the save before, without the loop waiting for it.
 """

@@ -106,7 +106,7 @@ def decide_start(
             raise ConfigError([config.Problem("init.from", "", rule, NAME_ONE)])
         return Start(0, False, False, beginning, (), {})
     meta = checkpoints.meta(at)
-    notes, problems = resume.compare(meta["config"], config.to_dict(run), run.checkpoint.allow_change)
+    notes, problems = resume.compare(*_with_meshes(meta, run, program), run.checkpoint.allow_change)
     if at > run.train.steps:
         problems.append(
             config.Problem(
@@ -127,6 +127,18 @@ def decide_start(
         except (CheckpointError, HuggingFaceError) as error:
             raise lora.gone(named, error) from error
     return Start(at, True, cast, place, tuple(notes), meta["data"], base, reasons)
+
+
+def _with_meshes(meta: Mapping[str, Any], run: RunConfig, program: Program) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The configs of a checkpoint and of this run, to be compared.
+
+    Which tokens a capacity drops depends on the sizes of the mesh, so with one they stand in place of -1.
+    """
+    before, now = dict(meta["config"]), config.to_dict(run)
+    if run.model.num_experts and run.experts.capacity:
+        for tree, shape in ((before, meta["mesh"]), (now, program.placement.mesh.shape)):
+            tree["mesh"] = {axis: shape.get(axis, 1) for axis in tree["mesh"]}
+    return before, now
 
 
 def check_source(run: RunConfig, program: Program) -> tuple[str, ...]:

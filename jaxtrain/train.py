@@ -200,9 +200,10 @@ def _attempt(
         program = step.build(run, devices)
         chosen = compiler.choose(program, compiler.card_of(jax.local_devices()[0], run.train.memory_fraction))
         step_s = parse_budgets(run.train.timeouts)[0]["step"] if own_process else 0.0
-        on_gpus, traced = devices[0].platform == "gpu", run.profile.start > 0
-        chosen = compiler.for_run(chosen, on_gpus, step_s, run.train.deterministic, workdir, traced)
         start = decide_start(asked, checkpoints, program)
+        traced = run.profile.start > 0 and start.step < run.profile.start + run.profile.steps
+        on_gpus = devices[0].platform == "gpu"
+        chosen = compiler.for_run(chosen, on_gpus, step_s, run.train.deterministic, workdir, traced)
         # Now, although they are used later: a tokenizer that is missing, or of another model, should not end a run half-way.
         tokenizer = load_tokenizer(run.data.tokenizer) if run.sample.max_tokens and not train_data.synthetic else None
         for prompt in samples.prompts(run.sample.prompt) if tokenizer else ():

@@ -20,7 +20,7 @@ from jaxtrain.bench import __main__ as command
 from jaxtrain.bench import check, experts, kernels, measure, ranks, report, suite
 from jaxtrain.kernels import attention
 from jaxtrain.parity.__main__ import main as parity_main
-from jaxtrain.plan import calibrate
+from jaxtrain.plan import calibrate, rates
 from jaxtrain.preflight.check import FAULT, Check
 from jaxtrain.validate import validate_step
 
@@ -427,7 +427,13 @@ def test_layouts_for_fewer_gpus():
 
 
 def test_a_step_that_differs_from_its_plan():
-    r = {"step_s": {"median": 1.2}, "memory": {"peak_gib": 50.0}, "planned": {"step_s": 1.0, "peak_gib": 51.0}}
+    planned = {"step_s": 1.0, "peak_gib": 51.0, "rates": "calibrated"}
+    r = {"step_s": {"median": 1.2}, "memory": {"peak_gib": 50.0}, "planned": planned}
     assert suite.unlike_plan("a", r) == ["a: step time 1.20 times the plan"]
+    published = planned | {"rates": rates.PUBLISHED}
+    assert suite.unlike_plan("a", r | {"planned": published}) == [], "longer than a roofline without a comparable run"
+    assert suite.unlike_plan("a", r | {"planned": published | {"range_s": [1.1, 1.3]}}) == []
+    (text,) = suite.unlike_plan("a", r | {"planned": published | {"range_s": [1.05, 1.15], "peak_gib": 50.0}})
+    assert text == "a: step time 1.20 times the plan (1.05 to 1.15 s are expected)"
     assert suite.unlike_plan("a", r | {"planned": None}) == []
     assert report.beside(1.2, 1.0) == "1.2 (1.20 x plan)" and report.beside(1.2, None) == "1.2"

@@ -1,5 +1,6 @@
 """Checkpoints on real files: what comes back is what was saved, and a process killed at any point loses nothing older."""
 
+import dataclasses
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxtrain import checkpoint, config, resume
+from jaxtrain import checkpoint, config, resume, start
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, Damaged
 from jaxtrain.checkpoint.__main__ import main
 
@@ -540,6 +542,21 @@ def test_layouts_of_experts_with_a_capacity_are_asked_about():
     ring = some | {"mesh__seq": 2}
     assert [p.key for p in resume.compare(tree(**ring), tree(**ring, attention__context="ulysses"))[1]] == ["attention.context"]
     assert resume.compare(tree(**off | {"mesh__data": 2}), tree(**off))[1] == [], "nothing is dropped from here on"
+
+
+def test_meshes_that_follow_the_devices_are_asked_about_by_their_sizes():
+    """mesh.fsdp=-1 is another layout on other devices, and then a capacity drops other tokens."""
+    run = config.resolve(config.default_config())[0]
+    some = dataclasses.replace(
+        run,
+        model=dataclasses.replace(run.model, num_experts=4),
+        experts=dataclasses.replace(run.experts, capacity=1.25, balance_loss=0.0, z_loss=0.0),
+    )
+    for one, asked in ((run, []), (some, ["mesh.fsdp"])):
+        meta = {"config": config.to_dict(one), "mesh": {"data": 1, "fsdp": 8, "tensor": 1, "seq": 1}}
+        for fsdp, keys in ((8, []), (4, asked)):
+            program = SimpleNamespace(placement=SimpleNamespace(mesh=SimpleNamespace(shape=meta["mesh"] | {"fsdp": fsdp})))
+            assert [p.key for p in resume.compare(*start._with_meshes(meta, one, program))[1]] == keys
 
 
 def test_configs_of_other_versions_and_own_axes():

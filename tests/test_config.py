@@ -202,6 +202,7 @@ def test_several_mistakes_with_an_unreadable_file(tmp_path):
         (["--config.sharding.rules.embed=fsdp+fsdp"], "names a mesh axis twice"),
         (["--config.sharding.rules.embed=tensor", "--config.mesh.tensor=2"], "'tensor' also splits sharding.rules.embed"),
         (["--config.optimizer.decay_steps=690"], "warmup (50) and decay (690) together"),
+        (["--config.optimizer.decay_steps=700", "--config.optimizer.warmup_steps=0"], "warmup (0) and decay (700) together"),
         (["--config.optimizer.schedule=wsd", "--config.optimizer.warmup_steps=600"], "warmup (600) and decay (140) together"),
         (["--config.optimizer.lr_min=1"], "above the peak"),
         (["--config.remat.policy=custom"], "needs a list"),

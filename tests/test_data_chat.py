@@ -566,6 +566,16 @@ def test_a_run_says_how_many_conversations_lose_their_end(tmp_path, capsys):
     assert np.isfinite(runs.losses(tmp_path / "run")[1])
 
 
+def test_a_run_says_that_rows_hold_too_few_conversations_to_be_full(tmp_path, capsys):
+    """40 conversations of 4 tokens would fill a row of 64 by 16, and three are allowed."""
+    (tmp_path / "small.py").write_text(runs.SMALL)
+    path = write_conversations(tmp_path / "a.tok", [4] * 40)
+    short = {"train__steps": 1, "optimizer__warmup_steps": 0, "eval__every_steps": 0}
+    assert runs.train(tmp_path / "small.py", tmp_path / "run", data__source=path, data__max_segments=3, **short) == 0
+    assert "a.tok are 18% full, since each holds at most data.max_segments=3 conversations" in capsys.readouterr().out
+    assert open_rows(path, 64).sparse == {}, "16 fill a row, and 32 are allowed"
+
+
 def test_rows_of_conversations_are_a_function_of_seed_and_step(tmp_path):
     path = write_conversations(tmp_path / "a.tok", np.random.default_rng(1).integers(2, 40, 300).tolist())
     one, two = open_rows(path, 64, seed=5), open_rows(path, 64, seed=5)

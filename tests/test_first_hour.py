@@ -58,7 +58,7 @@ def test_a_stage_in_tiny_form(stage, tmp_path, capsys):
     if stage == 5:
         assert len([line for line in first_hour.read(tmp_path) if "row" in line]) == 8, "a line for each row"
     if stage == 6:
-        with tarfile.open(tmp_path / "trace.tar.xz") as trace:
+        with tarfile.open(tmp_path / "trace.tar.gz") as trace:
             names = trace.getnames()
         assert "trace/report.html" in names and [name for name in names if name.endswith(".xplane.pb")]
         assert not (tmp_path / "work" / "saved").exists()
@@ -132,6 +132,14 @@ def test_an_item_that_crashes_or_is_late_leaves_the_others(tmp_path, monkeypatch
         tmp_path,
         {"crash": "import os; os.abort()", "late": late, "raises": "raise ValueError('no luck')", "good": good},
     )
+    monkeypatch.setattr(first_hour, "OF_CORRECTNESS", ("late",))
+    work = f"--work={tmp_path / 'elsewhere'}"
+    assert first_hour.main(["--stage=1", f"--out={tmp_path}", "--smoke", work, "--only=late;good"]) == 1, "it may hang"
+    assert work in capsys.readouterr().out.partition("not measured:")[2].replace("\n", "")
+    (tmp_path / "results.jsonl").unlink()
+    monkeypatch.setattr(first_hour, "OF_CORRECTNESS", ())
+    assert first_hour.main(["--stage=1", f"--out={tmp_path}", "--smoke", "--only=late;good"]) == 0
+    (tmp_path / "results.jsonl").unlink()
     assert first_hour.main(["--stage=1", f"--out={tmp_path}", "--smoke"]) == 1
     assert final(tmp_path) == {"crash": "FAILED", "late": "out of time", "raises": "FAILED", "good": "ok"}
     assert [line["row"] for line in first_hour.read(tmp_path) if "row" in line] == [1], "what it had found is kept"

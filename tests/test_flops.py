@@ -6,8 +6,12 @@ import pytest
 
 from jaxtrain import flops, hardware, launch
 from jaxtrain.activations import ACTIVATIONS, GEMM_OUTPUTS, KEPT, parse_tensors
-from jaxtrain.config import Experts, Model, Remat, RunConfig, Train
+from jaxtrain.bench import __main__ as bench
+from jaxtrain.bench import measure
+from jaxtrain.bench.work import one_device
+from jaxtrain.config import ConfigError, Experts, Model, Remat, RunConfig, Train
 from jaxtrain.models.llama import PRESETS
+from jaxtrain.parity import layouts
 from jaxtrain.validate import validate_step
 
 SMALL = Model(num_layers=6, d_model=64, num_heads=8, num_kv_heads=2, head_dim=16, d_ff=160, vocab_size=100)
@@ -307,6 +311,12 @@ def test_a_gpu_that_cannot_be_used_is_refused_by_name(monkeypatch, visible, rule
     assert found.problem.rule.startswith(rule) and "CUDA_VISIBLE_DEVICES=0" in found.problem.remedy
     (told,) = validate_step(launch.load([]).run, found)
     assert told is found.problem, "one mistake, one problem"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.delenv("JAX_PLATFORMS")
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES"):
+        measure.start(one_device(), 1)
+    assert layouts.devices(2).problem is not None, "parity is not compared on CPUs instead"
+    assert bench.main(["--kernels"]) == 2
 
 
 def test_the_driver_takes_the_beginning_of_a_uuid(monkeypatch):

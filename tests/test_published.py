@@ -111,11 +111,18 @@ def test_a_range_is_given_to_the_kind_of_run_that_it_was_derived_from(monkeypatc
     [
         ("h200:8", {}, "bf16 dense"),
         ("h100:8", {"precision": "fp8"}, "fp8 dense"),
+        ("h200:8x32", {}, "bf16 dense"),
+        ("h200:8x64", {}, ""),
+        ("h200:8x2", {"precision": "fp8"}, ""),
+        ("h200:1", {}, ""),
         ("a100:8", {}, ""),
         ("h200_nvl:4", {}, ""),
         ("h200:8", {"data.seq_len": 16_384}, ""),
         ("h200:8", {"mesh.tensor": 2}, ""),
         ("h200:8", {"lora.rank": 8}, ""),
+        ("h200:8", {"optimizer.name": "muon"}, ""),
+        ("h200:8", {"model.sliding_window": 1024}, ""),
+        ("h200:8", {"remat.policy": "custom", "remat.tensors": "q=offload"}, ""),
         ("h200:8", {"optimizer.offload": "moments"}, ""),
         ("h200:8", {"model.num_experts": 8, "model.experts_per_token": 2}, ""),
     ],
@@ -126,8 +133,16 @@ def test_kinds_of_run(topology, changes, kind):
     config.precision = "bf16"
     config.update_from_flattened_dict(changes)
     run, problems = resolve(config)
-    assert not problems and rates.kind(run, machines.parse(topology).gpu, "cudnn") == kind
-    assert rates.kind(run, machines.parse(topology).gpu, "pallas") == ""
+    machine = machines.parse(topology)
+    assert not problems and rates.kind(run, machine.gpu, machine.total, "cudnn") == kind
+    assert rates.kind(run, machine.gpu, machine.total, "pallas") == ""
+
+
+def test_the_sizes_of_compared_runs():
+    """A range is given for as many GPUs as the runs had that it was derived from."""
+    for kind, rows in published.judged(published.rows()).items():
+        sizes = [machines.parse(row.run.machine).total for row in rows]
+        assert (min(sizes), max(sizes)) == rates.SIZES[kind.removesuffix(" dense")], kind
 
 
 def test_a_plan_that_fails_is_named_and_nothing_is_written(monkeypatch, tmp_path, capsys):

@@ -438,23 +438,28 @@ def test_front_holds_what_nothing_beats(inline):
 
 
 def some_that_are_close(run, machine, rates=None):
-    """Of fsdp alone 16 microbatches are fastest, and half as busy on links is 4% slower; with two axes it is 2%."""
-    sizes = {16: (1.0, 100.0, 0.4), 32: (1.04, 120.0, 0.2), 64: (1.051, 30.0, 0.1)}
+    """Of fsdp alone 16 microbatches are fastest, and half as long on links is 4% slower; with two axes it is 2%.
+
+    With 8, which are as long on links as 32, it is 4.5% slower.
+    """
+    sizes = {16: (1.0, 100.0, 0.4), 32: (1.04, 120.0, 0.2), 64: (1.051, 30.0, 0.1), 8: (1.045, 120.0, 0.2)}
     step, gib, links = sizes.get(run.train.grad_accum, (9.0, 130.0, 0.0))
     two = run.mesh.data > 1 and run.mesh.fsdp > 1
     step -= 0.02 * (two and run.train.grad_accum == 32)
     plan = made(run, machine, step + 100.0 * (run.mesh.tensor > 1 or (run.mesh.data > 1 and not two)), gib, rates)
-    return dataclasses.replace(plan, time=dataclasses.replace(plan.time, communication_ms=links * plan.time.step_ms))
+    return dataclasses.replace(plan, time=dataclasses.replace(plan.time, communication_ms=links * 1e3))
 
 
 def test_layouts_within_the_error_are_equal_and_the_least_on_links_comes_first(inline):
     run = load("remat.policy=full", "remat.tensors=")
     result = find(run, "test_search:some_that_are_close", most=300)
     assert result.best.run.train.grad_accum == 32 and best.axes(result.best) == 1, "fewer axes, though 2% slower than with two"
-    assert result.best.reason.endswith("equal within 5%: 20% of the step on links, 1 mesh axis")
+    assert result.best.reason.endswith("equal within 5%: 20% of the fastest step on links, 1 mesh axis")
     equal = [c for c in result.tried if c.equal]
     assert len(equal) > 2 and {c.verdict for c in equal[1:]} == {"equal"} and result.tried[: len(equal)] == tuple(equal)
-    assert {c.run.train.grad_accum for c in equal} == {16, 32}, "5.1% slower is slower, with half the bytes"
+    assert {c.run.train.grad_accum for c in equal} == {8, 16, 32}, "5.1% slower is slower, with half the bytes"
+    alone = [c.run.train.grad_accum for c in equal if best.axes(c) == 1]
+    assert alone.index(32) < alone.index(8), "as long on links, and a longer step is no reason to come first"
     assert [best.preference(c) for c in equal] == sorted(best.preference(c) for c in equal)
     console = Console(record=True, width=160)
     search_report.show(result, console)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import rich.console
 
-from jaxtrain import launch
+from jaxtrain import hardware, launch
 from jaxtrain.bench import kernels, peer, report, suite, sweep
 from jaxtrain.bench.measure import DATA, TRACED
 from jaxtrain.bench.parts import INTERRUPTED
@@ -123,6 +123,8 @@ def options_wrong(loaded: Loaded, asked: str) -> list[Problem]:
     if sum(bool(options[name]) for name in ("suite", "kernels", "peer")) > 1 or (asked != "sweep" and options["sweep"]):
         rule = "each of --suite, --kernels, --peer and --sweep is a command of its own"
         found.append(Problem("options", None, rule, "Give one of them."))
+    if asked in ("suite", "kernels") and (problem := hardware.probe().problem):  # the others check a config with it
+        found.append(problem)
     given = {arg[2:].partition("=")[0] for arg in loaded.launch.argv if arg.startswith("--")}
     given |= {"config"} if any(name.startswith("config.") for name in given) else set()
     useless = [f"--{name}" for name, commands in BELONGS.items() if name in given and asked not in commands]

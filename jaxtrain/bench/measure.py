@@ -69,8 +69,13 @@ def open_rows(run: RunConfig) -> Any:
 
 
 def start(run: RunConfig, count: int) -> list[Any]:
-    """Starts JAX as a training run does, with its environment and compile cache, and returns the devices of the case."""
+    """Starts JAX as a training run does, with its environment and compile cache, and returns the devices of the case.
+
+    Raises ConfigError where there is no device to run on, as with CUDA_VISIBLE_DEVICES=MIG-...
+    """
     found = devices_for(count)
+    if found.problem:
+        raise ConfigError([found.problem])
     if found.kind == "cpu" and hardware.probe().count < found.count:
         os.environ["JAX_NUM_CPU_DEVICES"] = str(found.count)
     set_environment(environment.overlay(run, found, os.environ)[0])

@@ -39,6 +39,7 @@ from jaxtrain.data.windows import (
 from jaxtrain.shapes import BATCH_KEYS
 
 Rows = slice | np.ndarray | None
+FULL = 0.9  # of rows of conversations: a part below it is worth a line
 MAX_WINDOWS = 1 << 32  # grain's index_shuffle counts in 32 bits
 
 
@@ -48,7 +49,8 @@ class Batches:
     Attributes: `vocab_size`; `tokenizer` (name, sha256, vocab_size, eot); `bytes_per_token` (UTF-8 bytes of text per token
     whose prediction counts; None where unknown); `synthetic`; `tokens_per_epoch`; `masked_fraction` (part of the tokens that
     `data.max_segments` masks); `max_segments` (documents in a row at most; optional for sources of one's own); `truncated`
-    (conversations longer than a row, and the tokens that they lose); `fingerprint` (JSON: what was read, for receipts).
+    (conversations longer than a row, and the tokens that they lose); `sparse` (files whose rows `max_segments` keeps from being
+    filled, with the filled part); `fingerprint` (JSON: what was read, for receipts).
     `sources`, and `weights` of the mixture now, by the number of the source: its place among all that the run has read. Of one
     that is no longer in the mixture the weight is 0.
     """
@@ -85,6 +87,7 @@ class Batches:
         self.masked_fraction = masked_fraction
         cut = [s for s in sources if isinstance(s, ConversationRows)]
         self.truncated = sum(s.truncated for s in cut), sum(s.truncated_tokens for s in cut)
+        self.sparse = {s.name: s.filled for s in cut if s.capped and s.filled < FULL}
         self.synthetic = synthetic
         self.tokens_per_epoch = sum(s.windows for s in sources) * seq_len
         files = fingerprint.get("files") or [{"name": s.name, "content_sha256": ""} for s in sources]

@@ -119,6 +119,8 @@ class ConversationRows:
         self.documents = int(count.max(initial=1))  # conversations in the row that has most
         self._first = np.concatenate([[0], np.cumsum(count)])  # of each row, among these
         self.windows = len(self._first) - 1
+        self.capped = self.documents == max_segments
+        self.filled = float(kept.sum()) / max(1, self.windows * (seq_len + 1))  # part of the rows that is no padding
 
     def rows(self, index_R: np.ndarray) -> Read:
         self.file.blocks.file.look_at_times()

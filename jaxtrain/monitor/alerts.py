@@ -114,38 +114,38 @@ class GpuAlerts:
 
 
 class MfuAlert:
-    """Warns while the utilisation (MFU) of a run stays below a part of the planned one.
+    """Warns while the utilisation (MFU) of a run stays below a part of the lowest expected one.
 
-    planned_step_s: seconds of a step by the plan (plan.expect.Expected.step_s); both MFUs count the same FLOPs, so their
-    quotient is that of the step times. part: log.mfu_alert, 0 for never. Single slow lines are no matter: the middle one of
-    the last LINES counts.
+    longest_s: the longest step time that is expected (plan.expect.Expected.longest_s), None for no warnings; both MFUs count
+    the same FLOPs, so their quotient is that of the step times. part: log.mfu_alert, 0 for never. Single slow lines are no
+    matter: the middle one of the last LINES counts.
     """
 
     LINES = 8
     BACK = 1.02  # times the part that must be reached for an episode to be over
 
-    def __init__(self, planned_step_s: float, part: float):
-        self._planned, self._part = planned_step_s, part
+    def __init__(self, longest_s: float | None, part: float):
+        self._longest, self._part = longest_s, part
         self._steps: collections.deque[float] = collections.deque(maxlen=self.LINES)
         self._low = False
 
     def note(self, step_s: float | None) -> str | None:
         """A train line with its `step_time_s`. Returns what is worth saying: an episode begins, or is over."""
-        if step_s is None or not self._part or not self._planned:
+        if step_s is None or not self._part or not self._longest:
             return None
         self._steps.append(step_s)
         if len(self._steps) < self.LINES:
             return None
         middle = statistics.median(self._steps)
-        reached = self._planned / middle
+        reached = self._longest / middle
         if not self._low and reached < self._part:
             self._low = True
             return (
-                f"MFU is {reached:.0%} of the plan's, below log.mfu_alert={self._part:g}: {middle:.3g} s a step, "
-                f"{self._planned:.3g} s planned. Look at data_wait_s, and at throttling and power in the lines on GPUs; "
-                "python -m jaxtrain.profile shows where a step's time goes."
+                f"MFU is {reached:.0%} of the lowest expected, below log.mfu_alert={self._part:g}: {middle:.3g} s a step, "
+                f"{self._longest:.3g} s expected at most. Look at data_wait_s, and at throttling and power in the lines on "
+                "GPUs; python -m jaxtrain.profile shows where a step's time goes."
             )
         if self._low and reached >= self.BACK * self._part:
             self._low = False
-            return f"MFU is back at {reached:.0%} of the plan's: {middle:.3g} s a step"
+            return f"MFU is back at {reached:.0%} of the lowest expected: {middle:.3g} s a step"
         return None

@@ -117,6 +117,8 @@ def load(layout: Layout, argv: Sequence[str], *more: str) -> tuple[RunConfig, li
 def devices(count: int, source: str = "") -> Devices:
     """`count` devices: of the GPUs here, where there are as many, else CPU devices, of which there can be any number."""
     found = hardware.probe()
+    if found.problem:
+        return found  # GPUs are there and cannot be used: that is refused, and not compared on CPUs instead
     if found.kind == "gpu" and found.count >= count:
         return dataclasses.replace(found, count=count, source=source or found.source)
     return Devices("cpu", "cpu", count, hardware.available_gib() / count, source or "CPU devices")
@@ -164,7 +166,7 @@ def check_size(run: RunConfig, layouts: Sequence[Layout]) -> list[Problem]:
     if need <= hardware.available_gib():
         return []
     rule = f"{count / 1e9:.1f} billion parameters: these layouts need at least {need:,.0f} GiB, this machine has "
-    rule += f"{hardware.available_gib():,.0f} GiB"
+    rule += f"{hardware.available_gib():,.0f} GiB available"
     remedy = "Compare a smaller one: --config.model.num_layers=2, then model.vocab_size, model.d_model, model.d_ff"
     return [Problem("model", None, rule, f"{remedy}; layouts do not depend on size.")]
 

@@ -30,6 +30,25 @@ class Expected:
     rates: str  # where the rates come from
     range_s: tuple[float, float] | None = None  # of the step, by published runs of its kind, at published kernel rates
 
+    @property
+    def longest_s(self) -> float | None:
+        """The longest step time that is expected. None at published kernel rates without a comparable published run: the
+        roofline alone leaves open by how much a real step is longer."""
+        if self.range_s:
+            return self.range_s[1]
+        return None if self.rates == PUBLISHED else self.step_s
+
+    def is_unexpected(self, step_s: float) -> bool:
+        """Return whether a measured step time is outside the range; without one, more than APART from the roofline.
+
+        At published kernel rates without a range only a shorter step is unexpected.
+        """
+        if self.range_s:
+            low, high = self.range_s
+            return not low <= step_s <= high
+        apart = step_s / self.step_s - 1
+        return apart < -APART or (apart > APART and self.longest_s is not None)
+
 
 def expect(run: RunConfig, program: Program, executable: Any, gpu: hardware.Gpu, gpus_per_node: int) -> Expected:
     """The plan of a step that is compiled for the GPUs at hand.
@@ -42,7 +61,7 @@ def expect(run: RunConfig, program: Program, executable: Any, gpu: hardware.Gpu,
     filled = expert_fill(run, program.placement.size(program.placement.in_use("experts")))
     timed = roofline.predict(module, rates, collectives.by_instruction(found), filled=filled)
     # The allocator gives the heap whole, and so counts its gaps.
-    found_ms = expected_ms(timed.step_ms, kind(run, gpu, program.attention), rates)
+    found_ms = expected_ms(timed.step_ms, kind(run, gpu, program.placement.mesh.size, program.attention), rates)
     range_s = (found_ms[0] / 1e3, found_ms[1] / 1e3) if found_ms else None
     return Expected(timed.step_ms / 1e3, taken_gib(executable), rates.source, range_s)
 
@@ -69,20 +88,12 @@ class Watch:
         planned, measured = self.expected, self.measured()
         said = []
         step_s, peak_gib = measured["step_s"], measured["peak_gib"]
-        if step_s and self._unexpected(step_s):
+        if step_s and planned.is_unexpected(step_s):
             to = f"{planned.range_s[0]:.3g} to {planned.range_s[1]:.3g}" if planned.range_s else f"{planned.step_s:.3g}"
             said.append(self._apart("step time", "s", step_s, planned.step_s, to))
         if peak_gib and abs(peak_gib / planned.peak_gib - 1) > APART:
             said.append(self._apart("peak memory", "GiB", peak_gib, planned.peak_gib, f"{planned.peak_gib:.3g}"))
         return said
-
-    def _unexpected(self, step_s: float) -> bool:
-        """Whether a step time is worth a line. At published kernel rates a longer one is expected: by their range, if any."""
-        if self.expected.range_s:
-            low, high = self.expected.range_s
-            return not low <= step_s <= high
-        apart = step_s / self.expected.step_s - 1
-        return apart < -APART or (apart > APART and self.expected.rates != PUBLISHED)
 
     def _apart(self, what: str, unit: str, seen: float, planned: float, to: str) -> str:
         return (

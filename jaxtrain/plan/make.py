@@ -107,7 +107,7 @@ def read_plan(
         matmuls=products,
         pipeline=split.pipeline(run, program.placement, moved, memory),
         experts=split.experts(run, program.placement, moved, experts_load),
-        kind=kind(run, topology.gpu, program.attention),
+        kind=kind(run, topology.gpu, topology.total, program.attention),
     )
 
 
@@ -134,7 +134,7 @@ def _time(run: RunConfig, topology: Topology, program: Program, tokens: int, tim
     most = topology.gpu.peak(run.compute) * 1e12 * step_s
     each = tokens / topology.total
     mfu = per_token.causal * each / most
-    expected = expected_ms(timed.step_ms, kind(run, topology.gpu, program.attention), rates)
+    expected = expected_ms(timed.step_ms, kind(run, topology.gpu, topology.total, program.attention), rates)
     return Time(
         gemm_ms=timed.gemm_ms,
         attention_ms=timed.attention_ms,

@@ -84,20 +84,26 @@ PUBLISHED = "published kernel rates"
 COMPARED = Path(__file__).parent / "known" / "data" / "published.json"
 
 
-# The published runs that ranges come from: their GPUs, and tokens of their longest sequence.
+# The published runs that ranges come from: their GPUs, tokens of their longest sequence, and by precision the least and the
+# most GPUs of a run.
 COMPARED_GPUS = ("H100 SXM", "H200 SXM")
 LONGEST = 8192
+SIZES = {"bf16": (8, 256), "fp8": (8, 8)}
 
 
-def kind(run: RunConfig, gpu: hardware.Gpu, attention: str) -> str:
+def kind(run: RunConfig, gpu: hardware.Gpu, gpus: int, attention: str) -> str:
     """Return the kind of published runs that a run is like: "bf16 dense" or "fp8 dense"; "" where it is like none.
 
-    They train all weights of a dense model over data and fsdp axes, on SXM cards of Hopper, with attention as fast as cuDNN's.
+    They train all weights of a dense model by AdamW over data and fsdp axes, on SXM cards of Hopper, with attention to all
+    tokens that is as fast as cuDNN's, and nothing in host memory. gpus: of all nodes.
     """
-    dense = not (run.model.num_experts or run.lora.rank or run.train.freeze or run.optimizer.offload != "none")
+    least, most = SIZES.get(run.precision, (1, 0))
+    on_device = run.optimizer.offload == "none" and "=offload" not in run.remat.tensors
+    all_weights = not (run.lora.rank or run.train.freeze) and run.optimizer.name == "adamw"
+    dense = not (run.model.num_experts or run.model.sliding_window)
     data_parallel = all(size == 1 for size in (run.mesh.tensor, run.mesh.seq, run.mesh.stage, run.mesh.expert))
-    alike = gpu.name in COMPARED_GPUS and attention == "cudnn" and run.data.seq_len <= LONGEST
-    return f"{run.precision} dense" if alike and dense and data_parallel else ""
+    alike = gpu.name in COMPARED_GPUS and attention == "cudnn" and run.data.seq_len <= LONGEST and least <= gpus <= most
+    return f"{run.precision} dense" if alike and dense and all_weights and on_device and data_parallel else ""
 
 
 def compilers(kind: str) -> str:

@@ -108,7 +108,8 @@ def _speed(run: Run) -> Rows:
         rows.append(("utilisation", f"{shares}; of a peak of {speed['peak_tflops']:.5g} TFLOP/s"))
     if planned:
         times = f", measured over planned {ratio['step_s']:.3f}" if ratio.get("step_s") else ""
-        rows.append(("planned", f"{planned['step_s']:.4g} s a step ({planned['rates']}){times}"))
+        expected = "{:.4g} to {:.4g} s a step expected, roofline ".format(*planned["range_s"]) if planned.get("range_s") else ""
+        rows.append(("planned", f"{expected}{planned['step_s']:.4g} s a step ({planned['rates']}){times}"))
     return [*rows, *compiled, *((f"  {name}", text) for name, text in speed["formula"].items())]
 
 

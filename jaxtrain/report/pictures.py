@@ -106,10 +106,11 @@ def _held_out(runs: Sequence[Run]) -> list[Picture]:
 def speed(runs: Sequence[Run]) -> list[Picture]:
     """Throughput, utilisation, step time."""
     many = len(runs) > 1
-    step_s = _planned(runs, "step_s")
+    step_s = _planned_times(runs)
     per_device = []
-    if step_s and runs[0].tokens_per_step and runs[0].devices:
-        per_device = [Limit("planned", runs[0].tokens_per_step / runs[0].devices / step_s[0].value)]
+    if runs[0].tokens_per_step and runs[0].devices:
+        each = runs[0].tokens_per_step / runs[0].devices
+        per_device = [Limit(limit.name, each / limit.value) for limit in step_s]
     mfu = {"mfu_causal": "MFU causal", "mfu_full": "MFU full", "hfu": "HFU"}
     times = {"step_time_s": "step", "data_wait_s": "waiting for data"}
     rate = _curves(runs, {"tokens_per_s_per_device": "tokens/s/device"}, 1.0)
@@ -132,9 +133,17 @@ def memory(runs: Sequence[Run]) -> list[Picture]:
 
 
 def _planned(runs: Sequence[Run], key: str) -> list[Limit]:
-    """What the plan said, of one run alone."""
+    """A figure of the plan, of one run alone."""
     value = (runs[0].receipt.get("planned") or {}).get(key) if len(runs) == 1 else None
     return [Limit("planned", value)] if value else []
+
+
+def _planned_times(runs: Sequence[Run]) -> list[Limit]:
+    """Both ends of the step time that the plan of one run expects, in seconds; without a range the roofline."""
+    planned = (runs[0].receipt.get("planned") or {}) if len(runs) == 1 else {}
+    if ends := planned.get("range_s"):
+        return [Limit(f"expected, {name}", value) for name, value in zip(("fastest", "slowest"), ends, strict=True)]
+    return [Limit("roofline", planned["step_s"])] if planned.get("step_s") else []
 
 
 @dataclasses.dataclass(frozen=True)

@@ -176,7 +176,7 @@ def _schedule(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
         yield Problem("optimizer.warmup_steps", o.warmup_steps, rule, f"Set {steps} or less.")
     elif o.schedule != "constant":
         decay = o.decay_steps or (steps // 5 if o.schedule == "wsd" else 0)
-        if o.warmup_steps + decay > steps:
+        if max(1, o.warmup_steps) + decay > steps:  # the first step is taken at the peak where there is no warm-up
             named = "optimizer.decay_steps" if o.decay_steps else "optimizer.warmup_steps"
             value = o.decay_steps or o.warmup_steps
             rule = f"warmup ({o.warmup_steps}) and decay ({decay}) together are longer than train.steps = {steps}"
@@ -255,7 +255,12 @@ def _host_memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
     if need > have:
         rule = f"a step takes at least {need:.1f} GiB for parameters, moments and gradients, and {have:.1f} GiB of this "
         rule += "machine's memory are available"
-        yield Problem("devices", f"{devices.count} cpu", rule, "Run it on GPUs, or set --config=configs/tiny.py.")
+        yield Problem(
+            "devices",
+            f"{devices.count} cpu",
+            rule,
+            "Plan it with python -m jaxtrain.plan --topology=h200:8, or run --config=configs/tiny.py.",
+        )
 
 
 def _repeatable(run: RunConfig, devices: Devices) -> Iterable[Problem]:

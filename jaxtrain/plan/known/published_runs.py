@@ -56,7 +56,8 @@ class Run:
     @property
     def kind(self) -> str:
         """The kind of run that it is, "" for one of which no range is derived (make.kind)."""
-        return kind(self.config, machines.parse(self.machine).gpu, "cudnn")
+        machine = machines.parse(self.machine)
+        return kind(self.config, machine.gpu, machine.total, "cudnn")
 
     @property
     def request(self) -> Request:

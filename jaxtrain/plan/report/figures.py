@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxtrain.config import RunConfig
 from jaxtrain.plan.numbers import GB_PER_GIB, column, gib, number, percent, rough, size
-from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_FRACTION, compilers, fraction
+from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_FRACTION, PUBLISHED, compilers, fraction
 from jaxtrain.plan.result import SHOWN, Collective, Kernel, Plan
 from jaxtrain.plan.topology import CHIPS
 
@@ -53,7 +53,7 @@ def headline(plan: Plan) -> str:
     """How fast, in one line: first what is to be expected."""
     t = plan.time
     given = "" if plan.fits else "if it did fit, "
-    first = f"{given}{expected(plan)}; " if t.expected_step_ms else f"{NOT_COMPARABLE}; {given}"
+    first = f"{given}{expected(plan)}; " if t.expected_step_ms else f"{no_range(plan)}; {given}"
     return (
         f"{first}roofline: step {rough(t.step_ms)} ms, "
         f"{rough(t.tokens_per_s_per_device, 4)} tokens/s/GPU, MFU {mfu(plan)}, bound by {t.bound_by}" + supposed(plan)
@@ -61,17 +61,33 @@ def headline(plan: Plan) -> str:
 
 
 NOT_COMPARABLE = "no comparable published run"
+CALIBRATED = "calibrated rates, whose error is not known"
 
 
 def expected(plan: Plan) -> str:
     """The range of step time, speed and MFU that published runs of this kind lead to expect."""
     t = plan.time
     if not (steps := t.expected_step_ms) or not (speeds := t.expected_tokens_per_s_per_device):
-        return NOT_COMPARABLE
-    return (
-        f"expected: step {span(steps)} ms, {span(speeds)} tokens/s/GPU, "
-        f"MFU {' to '.join(percent(t.mfu_causal * t.step_ms / each) for each in reversed(steps))} causal"
-    )
+        return no_range(plan)
+    return f"expected: step {span(steps)} ms, {span(speeds)} tokens/s/GPU, MFU {expected_mfu(plan)}"
+
+
+def expected_mfu(plan: Plan) -> str:
+    """The range of causal MFU that published runs of this kind lead to expect, under FP8 of both peaks; "" without one."""
+    t = plan.time
+
+    def ends(mfu: float) -> str:
+        return " to ".join(percent(mfu * t.step_ms / each) for each in reversed(t.expected_step_ms or ()))
+
+    if t.expected_step_ms is None:
+        return ""
+    of_fp8 = "" if t.mfu_fp8_peak is None else f" of the bf16 peak, {ends(t.mfu_fp8_peak)} of the FP8 peak"
+    return f"{ends(t.mfu_causal)} causal{of_fp8}"
+
+
+def no_range(plan: Plan) -> str:
+    """Why a plan expects no range of times: the ratios to published runs are those of published kernel rates."""
+    return NOT_COMPARABLE if plan.rates.source == PUBLISHED else CALIBRATED
 
 
 def span(low_high: tuple[float, float] | None) -> str:
@@ -199,21 +215,23 @@ TRAINING = ("", "tokens", "steps", "days", "GPU-hours")
 def training(plan: Plan, steps: int | None) -> list[tuple[str, ...]]:
     """Cells under TRAINING: the config's own number of steps, where given, and every trillion tokens.
 
-    By the planned step time alone: saves, evaluations and restarts come on top.
+    By the expected step time where there is one, else by the roofline: saves, evaluations and restarts come on top.
     """
     rows = [("this config", float(steps * plan.tokens_per_step), f"{steps:,}")] if steps else []
     rows.append(("each trillion", TRILLION, rough(TRILLION / plan.tokens_per_step)))
+    steps_ms = plan.time.expected_step_ms or (plan.time.step_ms,)
     out = []
     for what, tokens, count in rows:
-        days = tokens / plan.time.tokens_per_s / SECONDS_PER_DAY
-        out.append((what, f"{rough(tokens / 1e9)} B", count, rough(days), rough(days * 24 * devices(plan))))
+        days = [tokens / plan.tokens_per_step * ms / 1e3 / SECONDS_PER_DAY for ms in steps_ms]
+        hours = (rough(each * 24 * devices(plan)) for each in days)
+        out.append((what, f"{rough(tokens / 1e9)} B", count, " to ".join(map(rough, days)), " to ".join(hours)))
     return out
 
 
 def off_by(plan: Plan) -> str:
     """Where the expected range comes from, or why there is none."""
     if not (steps := plan.time.expected_step_ms):
-        return f"{NOT_COMPARABLE}: the roofline leaves out what makes a real step longer, and by how much is not known here"
+        return f"{no_range(plan)}: the roofline leaves out what makes a real step longer, and by how much is not known here"
     low, high = (plan.time.step_ms / each for each in reversed(steps))
     of = ", ".join(filter(None, (plan.kind, compilers(plan.kind))))
     return f"expected by published runs ({of}): there the roofline was {low:.2f} to {high:.2f} of the measured step time"

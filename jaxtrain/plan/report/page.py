@@ -9,7 +9,6 @@ from jaxtrain.page.kit import Column, Markup, bullets, cursor_data, document, pl
 from jaxtrain.plan.numbers import GB_PER_GIB, column, decimals, gib, number, percent, rough, size
 from jaxtrain.plan.report.figures import (
     ASSUMPTIONS,
-    NOT_COMPARABLE,
     TRAINING,
     built,
     card,
@@ -25,6 +24,7 @@ from jaxtrain.plan.report.figures import (
     mesh,
     mfu,
     moved,
+    no_range,
     off_by,
     peak_at,
     pipeline,
@@ -92,6 +92,7 @@ def _tiles(plan: Plan) -> str:
     cells = [
         ("memory", size(m.taken_gib), f"of {size(m.usable_gib)} usable"),
         _speed(
+            plan,
             "step" if plan.fits else "step, if it did fit",
             t.expected_step_ms,
             f"{rough(t.step_ms)} ms",
@@ -99,23 +100,36 @@ def _tiles(plan: Plan) -> str:
             " ms",
         ),
         _speed(
+            plan,
             "tokens/s/GPU",
             t.expected_tokens_per_s_per_device,
             rough(t.tokens_per_s_per_device, 4),
             f"{rough(t.tokens_per_s, 4)} in all",
         ),
-        ("MFU by the roofline", percent(t.mfu_causal), f"{mfu(plan)}, full {percent(t.mfu_full)}, HFU {percent(t.hfu)}"),
+        _mfu(plan),
         ("exposed", percent(t.exposed_ms / t.step_ms), "communication, of the step"),
         ("on the wire", f"{number(wire)} GB", "a GPU and step"),
     ]
     return tiles(cells)
 
 
-def _speed(what: str, low_high: tuple[float, float] | None, roofline: str, note: str, unit: str = "") -> tuple[str, str, str]:
-    """A tile: the expected range and below it the roofline; without a comparable published run the roofline, named as such."""
+def _mfu(plan: Plan) -> tuple[str, str, str]:
+    """The tile of MFU, with the expected range first where there is one."""
+    t = plan.time
+    note = f"{mfu(plan)}, full {percent(t.mfu_full)}, HFU {percent(t.hfu)}"
+    if t.expected_step_ms is None:
+        return "MFU by the roofline", percent(t.mfu_causal), note
+    low, high = (percent(t.mfu_causal * t.step_ms / each) for each in reversed(t.expected_step_ms))
+    return "MFU, expected", f"{low} to {high}", f"roofline {note}"
+
+
+def _speed(
+    plan: Plan, what: str, low_high: tuple[float, float] | None, roofline: str, note: str, unit: str = ""
+) -> tuple[str, str, str]:
+    """A tile: the expected range and below it the roofline; without a range the roofline, named as such, and why."""
     if low_high:
         return f"{what}, expected", span(low_high) + unit, f"roofline {roofline}, {note}"
-    return f"{what}, roofline", roofline, f"{NOT_COMPARABLE}; {note}"
+    return f"{what}, roofline", roofline, f"{no_range(plan)}; {note}"
 
 
 def _schedule(plan: Plan) -> str:
@@ -205,7 +219,8 @@ def _time(plan: Plan, steps: int | None) -> str:
     )
     rows = list(zip(*training(plan, steps), strict=True))
     long = [Column(name, cells, kind="number" if name else "") for name, cells in zip(TRAINING, rows, strict=True)]
-    caption = f"Time to train on {plural(devices(plan), 'GPU')}, {plan.tokens_per_step:,} tokens a step, nothing but steps"
+    by = "expected" if t.expected_step_ms else "by the roofline"
+    caption = f"Time to train on {plural(devices(plan), 'GPU')}, {by}; {plan.tokens_per_step:,} tokens a step, steps alone"
     on_links, waited = column([t.communication_ms, t.exposed_ms])
     return (
         stacked(label, drawn, max(t.step_ms, sum(values)))

@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.plan.numbers import column, percent, rough, size
-from jaxtrain.plan.report.figures import NOT_COMPARABLE, remat, span
+from jaxtrain.plan.report.figures import no_range, remat, span
 from jaxtrain.plan.report.live import live
-from jaxtrain.plan.search.best import ERROR, OWN, Candidate, Progress, SearchResult, link_share
+from jaxtrain.plan.search.best import ERROR, OWN, Candidate, Progress, SearchResult
 from jaxtrain.plan.search.space import changes, sequences_per_gpu
 
 STYLES = {"best": "bold green", "equal": "green", "front": "green", "too big": "red", "failed": "yellow"}
@@ -80,14 +80,14 @@ def show(result: SearchResult, console: Console) -> None:
     )
     if result.tried:
         console.print(_table(result))
-        if any(c.plan and not c.plan.time.expected_step_ms for c in result.tried):
-            _say(console, f"expected -: {NOT_COMPARABLE}")
+        for why in sorted({no_range(c.plan) for c in result.tried if c.plan and not c.plan.time.expected_step_ms}):
+            _say(console, f"expected -: {why}")
     equal = sum(c.equal for c in result.tried)
     if equal > 1:
         _say(
             console,
             f"{equal} layouts are equal: their steps differ by {ERROR:.0%} at most, which is the error of the estimate. The "
-            "first of them has the least share of its step on links, then the fewest mesh axes, then the shortest step",
+            "first of them has the least time on links, then the fewest mesh axes, then the shortest step",
         )
     for reason, count in result.cut.items():
         _say(console, f"{count:,} layouts not compiled: {reason}")
@@ -135,7 +135,7 @@ def _table(result: SearchResult) -> Table:
     table = Table(box=None, pad_edge=False, title_justify="left")
     for heading in ("mesh", "remat"):
         table.add_column(heading, overflow="fold")
-    for heading in ("seq/GPU", "accum", "expected ms", "expected tok/s/GPU", "roofline ms", "MFU", "GiB"):
+    for heading in ("seq/GPU", "accum", "expected ms", "expected tok/s/GPU", "roofline ms", "roofline MFU", "GiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
     plans = [c.plan for c in result.tried if c.plan]
@@ -181,7 +181,7 @@ def to_json(result: SearchResult) -> dict[str, Any]:
                 "expected_step_ms": c.plan.time.expected_step_ms,
                 "expected_tokens_per_s_per_device": c.plan.time.expected_tokens_per_s_per_device,
                 "equal": c.equal,
-                "link_share": link_share(c.plan),
+                "link_share": c.link_share,
                 "step_ms": c.plan.time.step_ms,
                 "tokens_per_s_per_device": c.plan.time.tokens_per_s_per_device,
                 "mfu_causal": c.plan.time.mfu_causal,

@@ -150,7 +150,8 @@ def _time(plan: Plan, console: Console, steps: int | None) -> None:
     say(console, f"({off_by(plan)})")
     if plan.matmuls:
         say(console, matmuls(plan))
-    heading(console, f"time to train on {devices(plan):,} GPUs, by the roofline")
+    by = "expected" if plan.time.expected_step_ms else "by the roofline"
+    heading(console, f"time to train on {devices(plan):,} GPUs, {by}")
     rows = table(TRAINING, numeric=range(1, 5))
     for cells in training(plan, steps):
         row(rows, *cells)

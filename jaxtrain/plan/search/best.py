@@ -62,6 +62,7 @@ class Candidate:
     verdict: str = ""  # best | equal | front | slower | too big | failed
     reason: str = ""
     equal: bool = False  # it fits, and its step is no more than ERROR longer than the fastest
+    link_share: float = 0.0  # where it fits: time during which a link is busy, hidden or not, over the fastest step's
 
     @property
     def plan(self) -> Plan | None:
@@ -305,20 +306,18 @@ def _next(todo: Iterable[Candidate], progress: Progress, ranking: _Ranking) -> C
 VERDICTS = ("best", "equal", "front", "slower", "too big", "failed")
 
 
-def link_share(plan: Plan) -> float:
-    """The part of a step during which a link is busy, hidden or not: what a slower network would cost first."""
-    return plan.time.communication_ms / plan.time.step_ms
-
-
 def axes(candidate: Candidate) -> int:
     """Mesh axes that split anything."""
     return sum(key.startswith("mesh.") and size > 1 for key, size in candidate.overrides)
 
 
 def preference(candidate: Candidate) -> tuple[float, ...]:
-    """The order of plans whose times are equal: least share on links in whole percent, fewest mesh axes, shortest step."""
+    """Return the sort key of plans whose times are equal: least time on links, fewest mesh axes, shortest step.
+
+    Times on links count in whole percent of the fastest step, the same for all: a longer step must not look like less traffic.
+    """
     plan = candidate.plan
-    return (round(link_share(plan), 2), axes(candidate), *_order(plan)) if plan else ()
+    return (round(candidate.link_share, 2), axes(candidate), *_order(plan)) if plan else ()
 
 
 def _row(candidate: Candidate) -> tuple[float, ...]:
@@ -343,6 +342,7 @@ def _judge(progress: Progress) -> tuple[Candidate, ...]:
     for c, plan in fitting:
         more = plan.time.step_ms / fitting[0][1].time.step_ms - 1
         c.equal = more <= ERROR
+        c.link_share = plan.time.communication_ms / fitting[0][1].time.step_ms
         behind = f"{more:.1%} slower"
         if not front:
             c.verdict, c.reason = "front", "fastest that fits"
@@ -354,10 +354,10 @@ def _judge(progress: Progress) -> tuple[Candidate, ...]:
         front.append(c)
         smallest = plan.memory.taken_gib
     equal = sorted(((c, plan) for c, plan in fitting if c.equal), key=lambda item: preference(item[0]))
-    for n, (c, plan) in enumerate(equal):
+    for n, (c, _) in enumerate(equal):
         c.verdict = "equal" if n else "best"
         if len(equal) > 1:
             count = axes(c)
-            among = f"{link_share(plan):.0%} of the step on links, {count} mesh {'axis' if count == 1 else 'axes'}"
+            among = f"{c.link_share:.0%} of the fastest step on links, {count} mesh {'axis' if count == 1 else 'axes'}"
             c.reason += f"; equal within {ERROR:.0%}: {among}"
     return tuple(front)

@@ -111,9 +111,10 @@ def _written(changed: Iterable[str]) -> str:
 
 
 def figures(plan: Plan) -> str:
-    """Its peak and its step time."""
-    ms = plan.time.step_ms
-    return f"{size(plan.memory.taken_gib)}, {f'{rough(ms / 1e3)} s' if ms >= 1e3 else f'{rough(ms)} ms'} a step"
+    """Its peak and its step time: the expected one, without a comparable published run the roofline."""
+    by, times = ("expected", expected) if (expected := plan.time.expected_step_ms) else ("roofline", (plan.time.step_ms,))
+    scale, unit = (1e3, "s") if times[0] >= 1e3 else (1, "ms")
+    return f"{size(plan.memory.taken_gib)}, {by} {' to '.join(rough(ms / scale) for ms in times)} {unit} a step"
 
 
 # ---- a plan that does not fit
