@@ -346,7 +346,7 @@ def markdown(plans: dict[str, Plan], command: str, date: str = "") -> str:
         "- Gradients of keys and values travel in float32, twice the bytes of KV. Ulysses trades queries, keys, values and",
         "  the output a third time in the backward pass, since remat keeps them as they were before.",
         "",
-        "| layout | machine | fits | step, ms | waited for, ms | " + " | ".join(f"{m}, GiB" for m in MEMORY) + " |",
+        "| layout | machine | fits | roofline step, ms | waited for, ms | " + " | ".join(f"{m}, GiB" for m in MEMORY) + " |",
         "|---|---|---|---:|---:|" + "---:|" * len(MEMORY),
     ]
     mine = [layout for layout in LAYOUTS if layout.name in plans]
