@@ -1,17 +1,16 @@
-"""Every test runs on 8 fake CPU devices; ranks are never promoted silently.
-
-LLVM's optimizations are left out: they take half the time of compiling, and programs of a few steps never earn it back. XLA's
-own passes, the partitioner among them, are all there.
-"""
+"""Every test runs on 8 fake CPU devices, with compiled programs from cache.py's folder; ranks are never promoted silently."""
 
 import os
 
+import cache
+
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # what other checkouts compiled is not what is tested
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {cache.LLVM}"
 
 import gc
 import importlib
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import ledger
 import pytest
 from hypothesis import settings
 
@@ -28,6 +28,9 @@ threads_for_cpus(8)
 # A shell that starts the suite in the background makes it ignore Ctrl-C, and its children with it; some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_compilation_cache_dir", str(cache.COMPILED))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # Property tests draw the same few cases each time, or many with --hypothesis-profile=thorough.
 settings.register_profile("quick", max_examples=6, derandomize=True, deadline=None, database=None)
@@ -56,30 +59,35 @@ def programs_make_room() -> Iterator[None]:
         gc.collect()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def nothing_is_kept_on_disk() -> Iterator[None]:
-    """A compile cache that a test leaves switched on would give later ones what another checkout has compiled."""
-    yield
-    assert jax.config.jax_compilation_cache_dir is None, "a test has left JAX's compile cache switched on"  # pyright: ignore
-
-
 @pytest.fixture(scope="session")
 def figures(request: pytest.FixtureRequest) -> Any:
-    """Where the fault tests put what they measured."""
+    """What the fault tests measure; a campaign keeps it beside the ledger."""
     from faults import Figures
 
-    return Figures(str(request.config.getoption("--figures")))
+    return Figures(cache.FOLDER / "figures.json" if ledger.is_campaign(request.config) else None)
 
 
 @pytest.fixture(scope="session")
 def whole(request: pytest.FixtureRequest) -> bool:
-    """Whether campaigns are to be taken whole."""
-    return bool(request.config.getoption("--all-layouts"))
+    """Whether long tests are to be taken whole."""
+    return ledger.is_campaign(request.config)
+
+
+def minutes(text: str) -> float:
+    """The value of --campaign. Raises pytest.UsageError for one that is no number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        raise pytest.UsageError(f"--campaign={text}: must be minutes, above 0. Fix: --campaign=40, or --campaign for all.")
+    return value
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-layouts", action="store_true", help="all of what takes long, not the sample of it")
-    parser.addoption("--figures", metavar="FILE", default="", help="what the fault tests measured is written there, as JSON")
+    limit = "everything there is, the test first whose last proof is the oldest; after so many minutes no test is begun"
+    parser.addoption("--campaign", nargs="?", const=math.inf, type=minutes, metavar="MINUTES", help=limit)
+    parser.addoption("--ledger", action="store_true", help="run nothing: list the tests that no campaign has proved lately")
     parser.addoption("--part", metavar=FORM, type=own_part, help="only the contract tests, on a part of your own")
     more = "a key of the config that the part needs; may be repeated"
     parser.addoption("--part-config", metavar="KEY=VALUE", type=own_key, action="append", default=[], help=more)
@@ -122,16 +130,8 @@ def own_key(text: str) -> tuple[str, Any]:
         raise pytest.UsageError(f"--part-config={text}: {key} must be {type(known[key]).__name__}") from None
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--part"):
-        config.args[:] = [str(Path(__file__).with_name("test_contract.py"))]
-        config.option.dist = "no"
-    # The matrix is one file, and as much work as the rest of the suite.
-    if config.getoption("--all-layouts") and config.getoption("dist", "no") == "loadfile":
-        config.option.dist = "worksteal"
-
-
+# Parametrized tests whose cases share nothing: workers take them one by one. Of any other file one worker takes all tests.
+SPREAD = ("test_matrix[",)
 # Files that are one long wait. Each stays with one of the two workers: taken last, one would keep the other idle.
 LONG = (
     "test_tiny",
@@ -154,15 +154,118 @@ LONG = (
     "test_contract",
     "test_muon",
 )
+DEADLINE, COMMIT = pytest.StashKey[float](), pytest.StashKey[str]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--part"):
+        config.args[:] = [str(Path(__file__).with_name("test_contract.py"))]
+    if config.getoption("--part") or config.getoption("--ledger"):
+        config.option.dist = "no"
+    if ledger.is_campaign(config):
+        settings.load_profile("thorough")
+    config.stash[DEADLINE] = time.time() + 60 * (config.getoption("--campaign") or math.inf)
+    config.stash[COMMIT] = ledger.commit()
+    if not hasattr(config, "workerinput"):
+        cache.trim()
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope(nodeid)
+
+    return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def scope(nodeid: str) -> str:
+    """The tests that one worker takes together: those of a file, but for SPREAD."""
+    file, _, test = nodeid.partition("::")
+    return nodeid if test.startswith(SPREAD) else file
+
+
+def item_id(item: pytest.Item) -> str:
+    """The id of a test in the ledger: that of pytest, with a mark where a property test draws many cases."""
+    drawn = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+    return item.nodeid + (" thorough" if drawn and ledger.is_campaign(item.config) else "")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     part = config.getoption("--part")
     if part:
         items[:] = [item for item in items if getattr(item, "callspec", None) and item.callspec.params.get("part") == part]
-    if not (config.getoption("--all-layouts") or part):
+    if not (ledger.is_campaign(config) or part):
         more = [item for item in items if item.get_closest_marker("more")]
         config.hook.pytest_deselected(items=more)
         items[:] = [item for item in items if item not in more]
     order = {name: i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    if ledger.is_campaign(config):
+        groups: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            groups.setdefault(scope(item.nodeid), []).append(item)
+        ids = {name: [item_id(item) for item in group] for name, group in groups.items()}
+        known = ledger.proofs(ledger.read())
+        items[:] = [item for name in ledger.order(ids, known, config.stash[COMMIT]) for item in groups[name]]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """Begins no test after the deadline; the ledger then knows nothing new of it."""
+    return True if time.time() > deadline(item.config) else None
+
+
+def deadline(config: pytest.Config) -> float:
+    """Seconds since 1970: that of the whole run, also in its workers."""
+    return getattr(config, "workerinput", {}).get("deadline", config.stash[DEADLINE])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["deadline"] = node.config.stash[DEADLINE]
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    outcome = yield
+    outcome.get_result().ledger_item = item_id(item)  # type: ignore[attr-defined]
+
+
+class Results:
+    """Writes the results of tests into the ledger, in the process that the user started."""
+
+    def __init__(self, commit: str):
+        self.commit = commit
+        self.seconds: dict[str, float] = {}
+        self.result: dict[str, tuple[str, str]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        item = report.ledger_item  # type: ignore[attr-defined]
+        self.seconds[item] = self.seconds.get(item, 0.0) + report.duration
+        if report.failed:
+            self.result[item] = (ledger.FAILED, "")
+        elif report.skipped:
+            self.result.setdefault(item, (ledger.SKIPPED, reason(report)))
+        if report.when == "teardown":
+            result, why = self.result.pop(item, (ledger.PASSED, ""))
+            seconds = round(self.seconds.pop(item), 3)
+            ledger.append(ledger.Entry(item, self.commit, ledger.now(), seconds, result, why))
+
+
+def reason(report: pytest.TestReport) -> str:
+    """Why a test was skipped."""
+    return str(report.longrepr[2] if isinstance(report.longrepr, tuple) else getattr(report, "wasxfail", ""))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    config = session.config
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Results(config.stash[COMMIT]))
+    if not config.getoption("--ledger"):
+        return None
+    print("\n" + "\n".join(ledger.summary([item_id(item) for item in session.items], ledger.read())))
+    return True

@@ -52,7 +52,7 @@ TINY = {
 
 
 def few(cases: Iterable[Any], *often: Any) -> list[Any]:
-    """Cases of a parametrized test: these `often`, and with --all-layouts every one."""
+    """Cases of a parametrized test: these `often`, and in a campaign every one."""
     cases = list(cases)
     assert all(case in cases for case in often), often
     return [pytest.param(case, marks=() if case in often else pytest.mark.more) for case in cases]

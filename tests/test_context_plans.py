@@ -37,7 +37,7 @@ def planned(case: str) -> tuple[RunConfig, Plan]:
 
 
 def sampled(*cases: str) -> list[Any]:
-    """Those that are compiled with --all-layouts alone are marked."""
+    """Those that are compiled by a campaign alone are marked."""
     rare = ("gather", "ulysses x ring", "full remat")
     return [pytest.param(case, marks=pytest.mark.more if case in rare else ()) for case in cases]
 

@@ -1,7 +1,7 @@
 """What a part must keep to so that training is right with it: families, losses, optimizers, sources, jaxtrain's or your own.
 
 `./run.sh test --part=model.family=package.module:name` tries all of it on a part of your own, and nothing else. The suite
-tries jaxtrain's own parts: each on what is cheap, a sample on the rest (`--all-layouts`: all on everything).
+tries jaxtrain's own parts: each on what is cheap, a sample on the rest (a campaign: all on everything).
 """
 
 import dataclasses

@@ -6,7 +6,7 @@ empty, and programs for CPUs are compiled as the suite's are; every training run
 command line (SHORT); and of contract tests only those are run that compile little (QUICK). Where the page says what a block
 prints (the word `prints`, then a ```text block), it must print just that. Commands in ```text blocks, and those that config
 files open with, need GPUs or the network: their command lines are parsed, and their configs checked against a described node
-of eight GPUs. So are the commands of LONG pages, which are run with --all-layouts.
+of eight GPUs. So are the commands of LONG pages, which a campaign runs.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ SHORT = [
     "--config.eval.sequences=8",
     "--config.sample.max_tokens=4",
 ]
-# Pages whose commands take minutes: run with --all-layouts alone. Runs, parity and reports have tests of their own.
+# Pages whose commands take minutes: run by a campaign alone. Runs, parity and reports have tests of their own.
 LONG = ("experts", "parallelism", "pipeline", "report")
 QUICKLY_COMPILED = "--xla_backend_optimization_level=0"
 QUICK = "not layout and not gradients"
@@ -172,7 +172,7 @@ def test_commands_that_are_not_run_can_be_parsed(page: str, command: str, tmp_pa
         assert not words
         return
     if name == "test":
-        options = ("--all-layouts", "--hypothesis-profile=thorough")
+        options = ("--campaign", "--ledger", "--hypothesis-profile=thorough")
         assert all(word in options or word.startswith("--part=") or (REPO / word).is_file() for word in words)
         return
     if name == "plan":

@@ -1,7 +1,7 @@
 """The shipped configs' steps are as their golden plans say, and a step that is broken on purpose is not, with the line named.
 
 The steps are compiled by XLA:GPU for described H200s. The suite plans a few of the configs as they ship for 8 GPUs, and with
---all-layouts each; variants are compared by `python -m jaxtrain.plan --golden`, with the others.
+in a campaign each; variants are compared by `python -m jaxtrain.plan --golden`, with the others.
 """
 
 import dataclasses

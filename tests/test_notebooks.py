@@ -89,7 +89,7 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
-# The first plans four layouts, which takes minutes: with --all-layouts.
+# The first plans four layouts, which takes minutes: in a campaign.
 RUN = [pytest.param(p, marks=pytest.mark.more if p.stem == "01_shardings" else (), id=p.stem) for p in NOTEBOOKS]
 
 

@@ -2,13 +2,14 @@
 
 What is compared, and how far apart rounding may bring it, is said and done in jaxtrain/parity/compare.py. The matrix of layouts
 stands in matrix.py: the suite tries a sample of it, in float32 and bfloat16, and all of it on request:
-`./run.sh test tests/test_parity.py tests/test_zero.py --all-layouts`.
+`./run.sh test tests/test_parity.py tests/test_zero.py --campaign`.
 """
 
 import dataclasses
 
 import helpers
 import jax
+import ledger
 import matrix
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ MESHES = {
     "fsdp=2 x tensor=4": {"mesh.fsdp": 2, "mesh.tensor": 4},
     "fsdp=2 x tensor=2 x seq=2": {"mesh.fsdp": 2, "mesh.tensor": 2, "mesh.seq": 2},
 }
-OFTEN = {"fsdp=2 x tensor=2 x seq=2"}  # the matrix has three steps on the others; --all-layouts takes twenty on all
+OFTEN = {"fsdp=2 x tensor=2 x seq=2"}  # the matrix has three steps on the others; a campaign takes twenty on all
 STEPS = 20
 # All that can be switched on at once, to be split over a mesh too.
 EVERYTHING = {
@@ -125,13 +126,13 @@ def test_documents_straddle_borders_of_shards(ranks):
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if {"entry", "precision"} <= {*metafunc.fixturenames}:
-        every = metafunc.config.getoption("--all-layouts")
+        every = ledger.is_campaign(metafunc.config)
         chosen = {"f32": matrix.MATRIX if every else matrix.SAMPLE, "bf16": matrix.MATRIX if every else matrix.SAMPLE_BF16}
         metafunc.parametrize(("entry", "precision"), [(entry, p) for p, names in chosen.items() for entry in names])
 
 
 def test_matrix(entry, precision, request):
-    if request.config.getoption("--all-layouts"):
+    if ledger.is_campaign(request.config):
         jax.clear_caches()  # two hundred programs in one process
     comparison = matrix.against_one_device(entry, precision)
     assert not comparison.wrong, comparison.wrong

@@ -1,6 +1,6 @@
 """The run that everybody starts with: configs/tiny.py learns Python.
 
-The suite takes 200 steps of it, after which it beats a bigram model; with --all-layouts it is taken whole, and beats a trigram
+The suite takes 200 steps of it, after which it beats a bigram model; in a campaign it is taken whole, and beats a trigram
 model.
 """
 

@@ -9,6 +9,7 @@ import math
 import helpers
 import jax
 import jax.numpy as jnp
+import ledger
 import matrix
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ SEQ = {"mesh.fsdp": 2, "mesh.tensor": 2, "mesh.seq": 2}
 
 
 ALL = [*((m, s, 2) for m in MESHES for s in STAGES), *((LAST, s, 1) for s in STAGES)]
-# Every stage once, half of them on all axes; --all-layouts tries all.
+# Every stage once, half of them on all axes; a campaign tries all.
 SAMPLE = [
     *((LAST, s, 2) for s in ("zero=0", "zero=3", "forward")),
     ("data=2 x fsdp=4", "zero=1", 2),
@@ -56,7 +57,7 @@ SAMPLE = [
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if {"mesh", "stage", "accum"} <= {*metafunc.fixturenames}:
-        metafunc.parametrize(("mesh", "stage", "accum"), ALL if metafunc.config.getoption("--all-layouts") else SAMPLE)
+        metafunc.parametrize(("mesh", "stage", "accum"), ALL if ledger.is_campaign(metafunc.config) else SAMPLE)
 
 
 def assert_same_steps(run: RunConfig, reference: RunConfig) -> None:

@@ -1,7 +1,7 @@
 """What the fault tests share: a small run in processes of its own, and figures that docs/reliability.md shows.
 
-The default suite takes a sample of each campaign. `./run.sh test tests/faults --all-layouts --figures=FILE` takes all of them
-and writes what they measured; docs/reliability.md shows that.
+The default suite takes a sample of them. `./run.sh test tests/faults --campaign` takes all and writes the figures
+that it measures beside the ledger (figures.json); docs/reliability.md shows them.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import cache
 import runs
 
 from jaxtrain.checkpoint import Checkpoints
@@ -45,7 +46,7 @@ class Faults:
     def processes(self, workdir: Path, number: int, devices: int, **overrides: Any) -> list[runs.Child]:
         """One run of so many processes on 127.0.0.1, with so many CPU devices each."""
         port = free_port()
-        env = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+        env = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {cache.LLVM}"}
         where = [f"--coordinator=127.0.0.1:{port}", f"--num-processes={number}"]
         return [self.start(workdir, *where, f"--process-id={i}", env=env, **overrides) for i in range(number)]
 
@@ -112,13 +113,14 @@ def until(what: Callable[[], bool], seconds: float = 60) -> None:
 
 
 class Figures:
-    """What a campaign measured, by name; written where --figures asks for it."""
+    """Figures of a campaign, by name; written to `path`, if any."""
 
-    def __init__(self, path: str):
-        self._path = Path(path) if path else None
+    def __init__(self, path: Path | None):
+        self._path = path
 
     def add(self, name: str, **values: Any) -> None:
         print(f"figures of {name}: {values}", file=sys.stderr)
         if self._path:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             known = json.loads(self._path.read_text()) if self._path.exists() else {}
             self._path.write_text(json.dumps(known | {name: values}, indent=1) + "\n")
