@@ -217,10 +217,11 @@ LAYOUTS = {
     ),
 }
 MATRIX = {f"{model}: {layout}": (model, layout) for model, names in LAYOUTS.items() for layout in names}
-# What the suite tries every time; the others come with --all-layouts. Each setting occurs.
+# What the suite tries every time; the others come in a campaign. Each setting occurs.
 SAMPLE = (
     "2 queries a key: fsdp2xtensor2xseq2/train.grad_accum=2/remat.policy=full",
     "2 queries a key: fsdp2xseq4/attention.impl=chunked",
+    "2 queries a key: fsdp2xtensor2xseq2/sharding.zero=0",
     "1 query a key: seq4",
     "4 queries a key: seq2/attention.context=gather",
     "8 queries a key: tensor2xseq4/attention.context=ulysses",

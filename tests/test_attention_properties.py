@@ -298,7 +298,7 @@ def test_blocks_merge_into_the_whole():
     compare()
 
 
-@pytest.mark.parametrize("window", [0, 19])
+@pytest.mark.parametrize("window", [0, 1, 8, 9, 10, 16, 17, 18, 19, 40])  # every remainder that matters, of both tiles
 @pytest.mark.parametrize("ordered", [True, False])
 def test_tiles_to_visit(window, ordered):
     """All that hold something seen. In the order of training no other, and all that are whole go without a mask."""

@@ -521,6 +521,9 @@ def test_microbatches_of_experts_are_asked_about():
     assert problem.key == "train.grad_accum" and "those of a microbatch" in problem.rule
     assert "checkpoint.allow_change=train.grad_accum" in str(problem)
     assert resume.compare(tree(**one), tree(**two), "train.grad_accum")[1] == []
+    for name in ("experts__balance_loss", "experts__z_loss"):
+        alone = {"experts__balance_loss": 0.0, "experts__z_loss": 0.0, name: 0.1}
+        assert [p.key for p in resume.compare(tree(**one, **alone), tree(**two, **alone))[1]] == ["train.grad_accum"], name
     off = {"experts__balance_loss": 0.0, "experts__z_loss": 0.0}
     assert resume.compare(tree(**one, **off), tree(**two, **off))[1] == []
     assert resume.compare(tree(train__grad_accum=1), tree(train__grad_accum=2))[1] == []
@@ -571,6 +574,20 @@ def test_configs_of_other_versions_and_own_axes():
     new["sharding"]["rules"]["channels"] = "tensor"
     notes, problems = resume.compare(tree(), new)
     assert not problems and "sharding.rules.channels: not set -> 'tensor'" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("data.seed", 1), ("data.packing", "none"), ("model.sliding_window", 16), ("model.attention_softcap", 30.0)),
+        *(("optimizer.beta1", 0.8), ("optimizer.beta2", 0.9), ("optimizer.weight_decay", 0.0)),
+    ],
+)
+def test_a_key_that_changes_learning_is_asked_about(key, value):
+    name = key.replace(".", "__")
+    (problem,) = resume.compare(tree(), tree(**{name: value}))[1]
+    assert problem.key == key and f"checkpoint.allow_change={key}" in str(problem)
+    assert resume.compare(tree(), tree(**{name: value}), key)[1] == []
 
 
 def test_docs_show_the_table():

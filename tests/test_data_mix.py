@@ -41,6 +41,29 @@ def rows_of(source: str, steps: int = 20) -> list[int]:
     return [row for s in range(steps) for row in batches.batch(s)["tokens"].tolist()]
 
 
+def test_weights_count_by_their_shares(files, monkeypatch):
+    monkeypatch.chdir(files)
+    assert rows_of("a.tok=3,sub/b.tok=1") == rows_of("a.tok=0.75,sub/b.tok=0.25")
+    assert main(["mix", "--output=m.mix", "a.tok=3", "sub/b.tok=1"]) == 0
+    stored = json.loads(Path("m.mix").read_text())
+    for file in stored["files"]:
+        file["weight"] *= 7.0  # written by hand
+    Path("m.mix").write_text(json.dumps(stored))
+    write_file(files / "c.tok", [[3] * 99])
+    assert rows_of("m.mix=0.5,c.tok=0.5") == rows_of("a.tok=0.375,sub/b.tok=0.125,c.tok=0.5")
+
+
+def test_sources_of_a_mixture_have_their_own_order(tmp_path):
+    for name in ("a", "b"):
+        write_file(tmp_path / f"{name}.tok", [[ord(name)] * 99] * 20)
+    source = f"{tmp_path}/a.tok=0.5,{tmp_path}/b.tok=0.5"
+    both = pipeline.open_source(
+        config.Data(source=source, seq_len=16), source, split="train", global_batch=8, data_dir="unused"
+    )
+    one, other = (both.window_numbers(k, np.arange(both.sources[k].windows)) for k in (0, 1))
+    assert sorted(one) == sorted(other) and (one != other).sum() > len(one) / 2
+
+
 def test_a_mixture_is_read_like_the_files_that_it_names(files, monkeypatch, capsys):
     monkeypatch.chdir(files)
     assert main(["mix", "--output=sub/m.mix", "a.tok=1.4", "sub/b.tok=0.6", "--tokens=2000"]) == 0

@@ -163,6 +163,15 @@ def test_a_capacity_costs_its_places_and_is_in_no_mfu():
     assert flops.beyond(frozen).causal == pytest.approx(2 * one * 0.5)
 
 
+def test_an_expert_that_is_alone_on_its_device_computes_its_spare_rows():
+    """Two experts a token, and room for 1.25 even shares: the matmul of one expert takes all of that room."""
+    few = dataclasses.replace(EXPERTS, experts=Experts(buffer=1.25))
+    for ranks, rows in ((1, 2.0), (FEW.num_experts // 2, 2.0), (FEW.num_experts, 2.5)):
+        spread = dataclasses.replace(few, mesh=dataclasses.replace(few.mesh, expert=ranks))
+        assert flops.expert_rows(spread) == pytest.approx(rows)
+    assert flops.expert_rows(dataclasses.replace(spread, experts=Experts(buffer=1.25, impl="ragged"))) == 2.0
+
+
 def test_frozen_experts_have_no_gradients():
     frozen = dataclasses.replace(EXPERTS, train=Train(freeze="layers.mlp.gate,layers.mlp.router"))
     saved = flops.training(EXPERTS).causal - flops.training(frozen).causal

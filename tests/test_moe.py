@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtrain import guard
 from jaxtrain.balance import Balance
 from jaxtrain.config import Experts
 from jaxtrain.generate import WHOLE, Sampler
@@ -28,7 +29,7 @@ from jaxtrain.plan import topology
 from jaxtrain.scoring import Scored, Scorer
 from jaxtrain.shapes import EXPERT_METRICS
 from jaxtrain.sharding import make_placement
-from jaxtrain.state import abstract_tensors
+from jaxtrain.state import abstract_tensors, to_tensors
 from jaxtrain.step import place_batch
 
 E, K, D, F, B, T = 8, 2, 16, 24, 8, 16
@@ -333,13 +334,41 @@ def test_step_moves_the_bias_and_no_gradient_does():
     assert set(np.unique(bias)) <= {-0.25, 0.0, 0.25} and (bias != 0).any() and bias.shape == (2, 4)
     assert 1.0 < metrics["expert_load_max"] <= 2.0 and metrics["dropped_tokens"] == 0.0
     assert metrics["balance_loss"] > 0.9 and metrics["router_z_loss"] > 0 and metrics["router_entropy"] <= np.log(4) + 1e-6
+    broken = place_batch(batch | {"weights": np.full_like(batch["weights"], np.nan)}, program.batch, program.context)
+    state, metrics = helpers.train_step(run)(state, broken)
+    assert int(metrics["verdict"]) == guard.NOT_FINITE
+    np.testing.assert_array_equal(state.params["layers"]["mlp"]["router_bias"], bias, err_msg="a skipped step moves no bias")
+
+
+def test_losses_of_experts_by_hand():
+    """Means over the layers, each with its own factor; columns are those of kernels/experts/routing.py."""
+    balance = Balance(Experts(balance_loss=0.5, z_loss=0.001), 2, (1, 0), (0, 1), {})
+    statistics = jnp.asarray([[1.0, 30.0, *[0.0] * (len(COLUMNS) - 2), 0.5, 0.5], [2.0, 50.0, *[0.0] * len(COLUMNS)]])
+    assert float(balance.penalty(statistics)) == pytest.approx(0.5 * 1.5 + 0.001 * 40.0, rel=1e-6)
+
+
+def test_microbatches_share_the_losses_and_metrics_of_experts():
+    """The same rows twice, as two microbatches, are what they are once: in metrics, and in the gradient of all losses."""
+    losses = {"model.num_layers": 2, "model.num_experts": 4, "experts.balance_loss": 0.5, "experts.z_loss": 0.1}
+    found = []
+    for accum in (1, 2):
+        run = helpers.tiny(losses | {"train.grad_accum": accum, "train.global_batch": 8 * accum})
+        program = helpers.program(run)
+        once = helpers.host_batch(helpers.tiny(losses | {"train.global_batch": 8}), 0)
+        placed = place_batch({k: np.concatenate([v] * accum) for k, v in once.items()}, program.batch, program.context)
+        state, metrics = helpers.train_step(run)(helpers.fresh_state(run), placed)
+        moments = {n: np.asarray(a) for n, a in to_tensors(state).items() if n.startswith("optimizer.mu.")}
+        found.append(({k: float(metrics[k]) for k in ("loss", "grad_norm", *EXPERT_METRICS)}, moments))
+    (one, moments), (two, again) = found
+    assert two == pytest.approx(one, rel=1e-5)
+    for name, moment in moments.items():
+        np.testing.assert_allclose(again[name], moment, rtol=1e-3, atol=1e-7, err_msg=name)
 
 
 # ---- Numbers and uses of a whole model
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("zero", helpers.few([1, 2], 1))
 def test_a_router_is_float32_in_every_layout(zero):
     """In bfloat16 runs: what it reports is the same to the last bit, however the step holds its weight and its bias."""
     base = {"precision": "bf16", "model.num_layers": 1, "model.num_experts": 4, "mesh.fsdp": 2, "model.router_bias": True}

@@ -193,6 +193,9 @@ def test_clip_scales_the_gradient_to_the_norm():
     assert reported[0] > 0.5
     assert norm(free) == pytest.approx(reported[0], rel=1e-5)
     assert norm(clipped) == pytest.approx(0.25, rel=1e-5)
+    above = helpers.train(helpers.tiny({**one, "optimizer.clip_norm": 1e3}), 1).tensors
+    for name, tensor in helpers.train(free, 1).tensors.items():
+        np.testing.assert_array_equal(above[name], tensor, err_msg=f"{name}: a gradient below the limit is left alone")
 
 
 def test_learning_rate_of_a_step_is_the_schedules():

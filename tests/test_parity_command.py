@@ -234,7 +234,9 @@ def test_each_number_is_compared():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_no_number_differs(value):
-    assert against(trained(loss=np.array([value, 1.0]))).wrong
+    for losses in ([value, 1.0], [2.0, value]):
+        assert against(trained(loss=np.array(losses))).wrong
+    assert not compare.worst({"a": 0.5, "b": value, "c": 0.7}, 1.0).ok, "a number before or after it does not hide it"
     gradient = trained().gradients["w"].copy()
     gradient[3] = value
     comparison = against(trained(gradients={"w": gradient}))

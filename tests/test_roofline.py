@@ -93,6 +93,8 @@ def test_cublas_call(target):
     line = "%g = (bf16[1000,10000]{1,0}, s8[4194304]{0}) custom-call(%a.1, %b.1)"
     kernel = one(f'\n  ROOT {line}, custom_call_target="{target}", backend_config={json.dumps(config)}')
     ms = 0.5 if target.endswith("f8") else 1.0
+    least = predict(f'\n  ROOT {line}, custom_call_target="{target}", backend_config={json.dumps(config)}').gemm_least_ms
+    assert least == pytest.approx(ms), "at the rate of its own type"
     assert (kernel.kind, kernel.tflop, kernel.ms) == ("gemm", pytest.approx(0.1), pytest.approx(ms))
     assert kernel.gb == pytest.approx(0.13), "without the workspace"
 

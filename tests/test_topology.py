@@ -4,6 +4,7 @@ That each description compiles a train step is seen with one chip of each comput
 """
 
 import re
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -83,6 +84,12 @@ def test_a_device_for_every_gpu_node_by_node(text):
     assert [d.process_index for d in found] == [i // machine.gpus for i in range(machine.total)]
 
 
+class Described(SimpleNamespace):
+    """What a mesh asks of a device."""
+
+    __hash__ = object.__hash__
+
+
 def test_a_mesh_is_laid_out_node_by_node():
     """fsdp stays inside a node and data crosses, whatever the order in which the devices are given."""
     given = devices(parse("h200:4x2"))
@@ -93,6 +100,9 @@ def test_a_mesh_is_laid_out_node_by_node():
         assert tuple(mesh.shape.values()) == sizes
         assert [d.id for d in mesh.devices.flat] == sorted(d.id for d in given)
     assert {d.process_index for d in make_mesh(launch.load([]).run, mixed).devices[0].flat} == {0}
+    # CUDA numbers the GPUs of several processes as they come: ids do not say which node one is in.
+    turns = [Described(id=i, process_index=i % 2) for i in range(8)]
+    assert [d.process_index for d in make_mesh(launch.load([]).run, turns).devices.flat] == [0] * 4 + [1] * 4
     with pytest.raises(LayoutError, match=r"different numbers of devices \(4, 3\)"):
         make_mesh(launch.load([]).run, given[:7])
 

@@ -1,0 +1,67 @@
+"""guard.judge, by hand: which steps are taken, which are skipped, and what the next step finds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain import guard
+
+judge = jax.jit(guard.judge, static_argnums=3)
+SIGMAS = 8.0
+
+
+def judged(losses, sigmas=SIGMAS, norm=1.0):
+    """The guard after steps with these losses, and their verdicts."""
+    state, verdicts = guard.fresh(), []
+    for loss in losses:
+        verdict, state = judge(state, jnp.float32(loss), jnp.float32(norm), sigmas)
+        verdicts.append(int(verdict))
+    return state, verdicts
+
+
+@pytest.mark.parametrize(("taken", "verdict"), [(31, guard.TAKEN), (32, guard.SPIKE), (33, guard.SPIKE), (300, guard.SPIKE)])
+def test_a_spike_needs_32_steps_to_compare_with(taken, verdict):
+    assert judged([1.0] * taken + [9.0])[1][-1] == verdict
+
+
+@pytest.mark.parametrize("steps", [32, 33, 127, 128, 129, 200])
+@pytest.mark.parametrize("value", ["loss", "norm"])
+def test_the_limit_follows_from_the_lower_median_of_the_window(steps, value):
+    losses = np.random.default_rng(steps).normal(5.0, 1.0, steps).astype(np.float32)
+    state, _ = judged(losses, sigmas=0.0)
+    if value == "norm":
+        state = state | {"losses": state["norms"], "norms": state["losses"]}
+    window = np.sort(losses[-guard.WINDOW :])
+    middle = (len(window) - 1) // 2
+    median = window[middle]
+    spread = np.sort(np.abs(window - median))[middle]
+    limit = median + 3.0 * max(guard.SIGMA * spread, guard.FLAT * abs(median))
+    for factor, verdict in ((0.999, guard.TAKEN), (1.001, guard.SPIKE)):
+        given = {"loss": 1.0, "norm": 1.0} | {value: limit * factor}
+        assert int(judge(state, jnp.float32(given["loss"]), jnp.float32(given["norm"]), 3.0)[0]) == verdict
+
+
+def counts(state):
+    return {name: int(state[name]) for name in ("taken", "skipped", "in_a_row", "held")}
+
+
+def test_counts_through_a_spike_a_held_step_and_a_nan():
+    state, _ = judged([1.0] * 40)
+    verdict, spiked = judge(state, jnp.float32(99.0), jnp.float32(1.0), SIGMAS)
+    assert int(verdict) == guard.SPIKE
+    assert counts(spiked) == {"taken": 40, "skipped": 1, "in_a_row": 1, "held": 1}
+    assert (spiked["losses"] == state["losses"]).all(), "a skipped loss is no measure for others"
+    verdict, held = judge(spiked, jnp.float32(1.0), jnp.float32(1.0), SIGMAS)
+    assert int(verdict) == guard.HELD and counts(held) == counts(spiked)
+    for loss, norm in ((np.nan, 1.0), (1.0, np.inf)):
+        verdict, bad = judge(guard.released(held), jnp.float32(loss), jnp.float32(norm), SIGMAS)
+        assert int(verdict) == guard.NOT_FINITE
+        assert counts(bad) == {"taken": 40, "skipped": 2, "in_a_row": 2, "held": 1}
+    verdict, fine = judge(guard.released(bad), jnp.float32(1.0), jnp.float32(1.0), SIGMAS)
+    assert int(verdict) == guard.TAKEN
+    assert counts(fine) == {"taken": 41, "skipped": 2, "in_a_row": 0, "held": 0}
+
+
+def test_without_a_limit_every_finite_step_is_taken():
+    assert set(judged([1.0] * 40 + [1e9], sigmas=0.0)[1]) == {guard.TAKEN}
