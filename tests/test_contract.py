@@ -14,6 +14,7 @@ from typing import Any
 import helpers
 import jax
 import jax.numpy as jnp
+import ledger
 import numpy as np
 import pytest
 
@@ -85,7 +86,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     key = KINDS[metafunc.function.__name__.split("_")[1]]
     given = metafunc.config.getoption("part")
     names = PARTS[key]
-    if not metafunc.config.getoption("all_layouts"):
+    if not ledger.is_campaign(metafunc.config):
         names = getattr(metafunc.function, "sample", names)
     if given:
         names = [given[1]] if given[0] == key else []
