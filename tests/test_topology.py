@@ -85,7 +85,7 @@ def test_a_device_for_every_gpu_node_by_node(text):
 
 
 class Described(SimpleNamespace):
-    """What a mesh asks of a device."""
+    """A device with the attributes that a mesh reads."""
 
     __hash__ = object.__hash__
 

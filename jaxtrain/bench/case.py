@@ -76,9 +76,9 @@ def apart(
 
 
 def keep(ask: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
-    """What a case has found so far: its answer, should it be ended now. Where rows are missing, `verdict` is "out of time".
+    """Keep the findings of a case so far: its answer if it is ended now. Where rows are missing, `verdict` is "out of time".
 
-    A caller in the same process is told by `ask["tell"]`, a function of the answer.
+    A caller in the same process gets them through `ask["tell"]`, a function of the answer.
     """
     if "answer" in ask:  # asked by `apart`
         write_atomic(Path(ask["answer"]), json.dumps(answer))

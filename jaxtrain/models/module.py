@@ -111,7 +111,7 @@ def names(tree: Params) -> Params:
 
 
 def is_vector(name: str) -> bool:
-    """Whether a parameter, by its dotted name, is the scale of a norm or a bias, whatever its shape."""
+    """Return whether a parameter, by its dotted name, is the scale of a norm or a bias. Its shape does not matter."""
     return name.rpartition(".")[2] in ("scale", "bq", "bk", "bv", "router_bias")
 
 

@@ -1,4 +1,4 @@
-"""What the GPUs of this machine reach, measured and kept: plans then say "calibrated on ..." and not "published kernel rates".
+"""Measures the rates of this machine's GPUs and keeps them. Plans then use these and not published kernel rates.
 
     python -m jaxtrain.plan --calibrate
 

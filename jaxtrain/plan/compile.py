@@ -42,7 +42,8 @@ class Compiled:
 def compile_step(run: RunConfig, topology: Topology, cudnn: Library | None = None) -> Compiled:
     """The train step of a run, compiled as training on that machine would compile it, but for NO_TUNING.
 
-    With remat.policy=auto, compiles until what is kept fits. cudnn: asked for the workspaces of attention; None: by formula.
+    With remat.policy=auto, compiles until the saved activations fit. cudnn: asked for the workspaces of attention; None: the
+    formula gives them.
 
     Raises LayoutError or Unsupported where the config cannot be, RuntimeError where XLA's GPU compiler is not there.
     """

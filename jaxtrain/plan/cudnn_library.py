@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 COMPILE: dict[str, str | bool] = {"xla_gpu_cudnn_deviceless_compilation_mode": "CUDNN_DEVICELESS_COMPILATION_ALWAYS"}
-# What is loaded, of which package, in this order. cuBLAS and NVRTC are cuDNN's own needs.
+# Packages and the libraries that are loaded from them, in this order. cuDNN itself needs cuBLAS and NVRTC.
 LIBRARIES = (
     ("nvidia-cuda-nvrtc-cu12", "nvidia/cuda_nvrtc/lib/libnvrtc.so.12"),
     ("nvidia-cublas-cu12", "nvidia/cublas/lib/libcublasLt.so.12"),

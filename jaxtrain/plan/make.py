@@ -171,7 +171,7 @@ def _loops(module: hlo.Module) -> dict[str, int]:
 
 
 def _host_waits(module: hlo.Module) -> dict[str, int]:
-    """What makes the host wait for the GPU in the middle of a step -> how often."""
+    """Count how often in a step the host waits for the GPU, by the loop or branch that it waits for."""
     out: dict[str, int] = {}
     for i, times in hlo.host_waits(module):
         name = roofline.label(i.op_name) or i.name

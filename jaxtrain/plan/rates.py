@@ -21,8 +21,8 @@ from jaxtrain.plan import result
 FOLDER = Path("~/.cache/jaxtrain/rates")
 FORMAT = 2
 
-# What others measured of single kernels, each with its source, as parts of the peak of an H100 or H200 SXM (dense TFLOP/s). No
-# rate is fitted to the training runs that known/published_runs.py compares with. Of other generations, and of float32, nothing
+# Published measurements of single kernels, each with its source, as parts of the peak of an H100 or H200 SXM (dense TFLOP/s).
+# No rate is fitted to the training runs that known/published_runs.py compares with. Of other generations, and of float32, nothing
 # is taken from a measurement: that their kernels reach the same parts of their peaks is an assumption. A calibration replaces
 # all of them.
 HOPPER, HOPPER_FP8 = 989.4, 1978.9
@@ -79,7 +79,7 @@ C2C_GB_S = 450.0  # GH200 and GB200 reach their host over NVLink-C2C, 900 GB/s i
 
 PUBLISHED = "published kernel rates"
 
-# What known/published.py found: the plans of runs whose step times others measured, at these rates, and for each kind of run
+# Stored by known/published.py: the plans, at these rates, of runs whose step times others measured, and for each kind of run
 # the lowest and highest ratio of planned to published step time.
 COMPARED = Path(__file__).parent / "known" / "data" / "published.json"
 

@@ -254,7 +254,7 @@ def _backward(
         )
 
     def joined(xs: list[jax.Array], share: int) -> jax.Array:
-        """Of gradients in the order of parts, each `share` in a row being of the same heads; those are added up in f32."""
+        """Join gradients that come in the order of parts. Each `share` in a row have the same heads and are added up in f32."""
         if share > 1:
             xs = [
                 functools.reduce(jnp.add, (x.astype(jnp.float32) for x in same)).astype(xs[0].dtype)

@@ -139,7 +139,7 @@ FP8 = {"precision": "fp8"}
 
 
 def _titan_long(seq_len: int, tokens_s: float, mesh: dict[str, int]) -> Run:
-    """Of table 2 of torchtitan's page: one sequence on each data-parallel rank of 8 GPUs."""
+    """Return a row of table 2 of torchtitan's page: one sequence on each data-parallel rank of 8 GPUs."""
     sequences = mesh["fsdp"] / 8
     return Run(
         f"Llama 3.1 8B, 8 H100 at 500 W, FP8, {seq_len:,} tokens",

@@ -69,7 +69,7 @@ def _idle(schedule: Schedule, permutes: Sequence[Collective]) -> float:
 
 
 def experts(run: RunConfig, placement: Placement, moved: Sequence[Collective], load: float = 1.0) -> result.Experts | None:
-    """Of a model with experts, whose busiest draws `load` even shares; None for others."""
+    """Describe the experts of a model, whose busiest draws `load` even shares. Return None for a model without experts."""
     m = run.model
     if not m.num_experts:
         return None

@@ -18,7 +18,7 @@ DETERMINISTIC = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_
 
 @dataclasses.dataclass(frozen=True)
 class Workspace:
-    """What cuDNN's backward calls take on one device, each while it runs."""
+    """Workspace of cuDNN's backward calls on one device. Each call has its own while it runs."""
 
     bytes: Mapping[str, int]  # of each call, by the instruction's name
     by: str  # "formula", or "cudnn 9.19.0" where the program itself says it
