@@ -22,9 +22,8 @@ FOLDER = Path("~/.cache/jaxtrain/rates")
 FORMAT = 2
 
 # Published measurements of single kernels, each with its source, as parts of the peak of an H100 or H200 SXM (dense TFLOP/s).
-# No rate is fitted to the training runs that known/published_runs.py compares with. Of other generations, and of float32, nothing
-# is taken from a measurement: that their kernels reach the same parts of their peaks is an assumption. A calibration replaces
-# all of them.
+# None is fitted to the training runs of known/published_runs.py. For other generations and for float32 there is no such
+# measurement: that their kernels reach the same parts of their peaks is an assumption. A calibration replaces all of them.
 HOPPER, HOPPER_FP8 = 989.4, 1978.9
 # Matrix products in the shapes of a Llama 70B's training, random normal inputs, median of 200 ms: "roughly 720 TFLOP/s" in
 # bfloat16 and "~1,280 TFLOP/s" in FP8, H100 and H200 alike (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1: Training",
