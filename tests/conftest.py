@@ -12,6 +12,7 @@ import gc
 import importlib
 import math
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -241,6 +242,7 @@ class Results:
         self.commit = commit
         self.seconds: dict[str, float] = {}
         self.result: dict[str, tuple[str, str]] = {}
+        self.writable = True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         item = report.ledger_item  # type: ignore[attr-defined]
@@ -252,7 +254,16 @@ class Results:
         if report.when == "teardown":
             result, why = self.result.pop(item, (ledger.PASSED, ""))
             seconds = round(self.seconds.pop(item), 3)
-            ledger.append(ledger.Entry(item, self.commit, ledger.now(), seconds, result, why))
+            self._append(ledger.Entry(item, self.commit, ledger.now(), seconds, result, why))
+
+    def _append(self, entry: ledger.Entry) -> None:
+        if not self.writable:
+            return
+        try:
+            ledger.append(entry)
+        except OSError as error:  # a full disk or a home that is read-only: the tests go on without it
+            self.writable = False
+            print(f"\nledger: not written from here on: {error}", file=sys.stderr)
 
 
 def reason(report: pytest.TestReport) -> str:
