@@ -191,7 +191,7 @@ def test_what_cannot_be_run_is_said_first(argv, said, tmp_path, capsys):
 
 
 def test_steps_are_judged_by_their_estimate(tmp_path, monkeypatch):
-    answer = ANSWER | {"planned": {"step_s": 0.5, "peak_gib": 41.0}}
+    answer = ANSWER | {"planned": {"step_s": 0.5, "peak_gib": 41.0, "rates": "calibrated on this GPU"}}
     monkeypatch.setattr(first_hour, "apart", lambda *_, **__: answer)
     verdict, text = first_hour.train_steps("bf16 loop", here(tmp_path, 3, "bf16 loop"))
     assert verdict == "off" and text == "1 (2.00 x plan) s, 10 tokens/s, MFU 50.0% causal, peak 40.00 (0.98 x plan) GiB"
