@@ -1,12 +1,13 @@
-"""Every test runs on 8 fake CPU devices, with compiled programs from cache.py's folder; ranks are never promoted silently."""
+"""Every test runs on 8 fake CPU devices; ranks are never promoted silently."""
 
 import os
 
-import cache
+import ledger
+from compile_options import QUICKLY
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {cache.LLVM}"
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # what other checkouts compiled is not what is tested
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {QUICKLY}"
 
 import gc
 import importlib
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import ledger
 import pytest
 from hypothesis import settings
 
@@ -29,9 +29,6 @@ threads_for_cpus(8)
 # A shell that starts the suite in the background makes it ignore Ctrl-C, and its children with it; some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_compilation_cache_dir", str(cache.COMPILED))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # Property tests draw the same few cases each time, or many with --hypothesis-profile=thorough.
 settings.register_profile("quick", max_examples=6, derandomize=True, deadline=None, database=None)
@@ -60,12 +57,19 @@ def programs_make_room() -> Iterator[None]:
         gc.collect()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_kept_on_disk() -> Iterator[None]:
+    """A compile cache that a test leaves switched on would give later ones what another checkout has compiled."""
+    yield
+    assert jax.config.jax_compilation_cache_dir is None, "a test has left JAX's compile cache switched on"  # pyright: ignore
+
+
 @pytest.fixture(scope="session")
 def figures(request: pytest.FixtureRequest) -> Any:
     """What the fault tests measure; a campaign keeps it beside the ledger."""
     from faults import Figures
 
-    return Figures(cache.FOLDER / "figures.json" if ledger.is_campaign(request.config) else None)
+    return Figures(ledger.FOLDER / "figures.json" if ledger.is_campaign(request.config) else None)
 
 
 @pytest.fixture(scope="session")
@@ -168,8 +172,6 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("thorough")
     config.stash[DEADLINE] = time.time() + 60 * (config.getoption("--campaign") or math.inf)
     config.stash[COMMIT] = ledger.commit()
-    if not hasattr(config, "workerinput"):
-        cache.trim()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -245,13 +247,13 @@ class Results:
         self.writable = True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        item = report.ledger_item  # type: ignore[attr-defined]
+        item = getattr(report, "ledger_item", report.nodeid)  # a worker that crashed leaves a report without it
         self.seconds[item] = self.seconds.get(item, 0.0) + report.duration
         if report.failed:
             self.result[item] = (ledger.FAILED, "")
         elif report.skipped:
             self.result.setdefault(item, (ledger.SKIPPED, reason(report)))
-        if report.when == "teardown":
+        if report.when in ("teardown", "???"):  # the latter of a crash
             result, why = self.result.pop(item, (ledger.PASSED, ""))
             seconds = round(self.seconds.pop(item), 3)
             self._append(ledger.Entry(item, self.commit, ledger.now(), seconds, result, why))

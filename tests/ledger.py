@@ -16,11 +16,11 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import cache
 import pytest
 
 REPO = Path(__file__).resolve().parent.parent
-FILE = cache.FOLDER / "ledger.jsonl"
+FOLDER = Path(os.environ.get("JAXTRAIN_TEST_LEDGER") or "~/.cache/jaxtrain/tests").expanduser()
+FILE = FOLDER / "ledger.jsonl"
 OLD = 10  # commits
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 CHANGED = "+"  # ends the commit of a tree with uncommitted changes

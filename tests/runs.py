@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import cache
 import jax
 import numpy as np
+from compile_options import QUICKLY
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxtrain import main as command
@@ -77,9 +77,9 @@ def own_cache() -> Iterator[None]:
 
 
 def train(config: Path, workdir: Path, **overrides: Any) -> int:
-    """A run in this process, on its 8 devices; the exit code. Compiled steps are shared with all other tests."""
+    """A run in this process, on its 8 devices; the exit code. Compiled steps are kept beside the config file."""
     with own_cache():
-        return command.main(arguments(config, workdir, {"paths__cache": cache.COMPILED, **overrides}))
+        return command.main(arguments(config, workdir, {"paths__cache": config.parent / "compiled", **overrides}))
 
 
 class Child:
@@ -95,7 +95,7 @@ class Child:
         options: Sequence[str] = (),
         **overrides: Any,
     ):
-        environment = os.environ | {"XLA_FLAGS": cache.LLVM} | dict(env or {})
+        environment = os.environ | {"XLA_FLAGS": QUICKLY} | dict(env or {})
         line = [sys.executable, "-m", "jaxtrain.main", *arguments(config, workdir, overrides), *options]
         self.words = words
         with open(words, "wb") as out:

@@ -1,8 +1,5 @@
-"""The campaign's ledger and the cache of compiled programs, on files made by hand."""
+"""The campaign's ledger, on files made by hand."""
 
-import os
-
-import cache
 import ledger
 import pytest
 from ledger import FAILED, PASSED, SKIPPED, Entry
@@ -67,14 +64,3 @@ def test_minutes_of_a_campaign():
     for text in ("0", "-1", "many", "nan"):
         with pytest.raises(pytest.UsageError, match=f"--campaign={text}"):
             minutes(text)
-
-
-def test_the_oldest_programs_go_first(tmp_path):
-    for age, name in enumerate("cab"):
-        (tmp_path / f"{name}-cache").write_bytes(b"x" * 100)
-        os.utime(tmp_path / f"{name}-cache", (age, age))
-    cache.trim(tmp_path, 200)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a-cache", "b-cache"]
-    cache.trim(tmp_path, 0)
-    assert not [*tmp_path.iterdir()]
-    cache.trim(tmp_path / "none", 0)

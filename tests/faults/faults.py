@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import cache
 import runs
+from compile_options import QUICKLY
 
 from jaxtrain.checkpoint import Checkpoints
 
@@ -46,7 +46,7 @@ class Faults:
     def processes(self, workdir: Path, number: int, devices: int, **overrides: Any) -> list[runs.Child]:
         """One run of so many processes on 127.0.0.1, with so many CPU devices each."""
         port = free_port()
-        env = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {cache.LLVM}"}
+        env = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {QUICKLY}"}
         where = [f"--coordinator=127.0.0.1:{port}", f"--num-processes={number}"]
         return [self.start(workdir, *where, f"--process-id={i}", env=env, **overrides) for i in range(number)]
 
