@@ -276,7 +276,7 @@ def reason(report: pytest.TestReport) -> str:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     config = session.config
-    if not hasattr(config, "workerinput"):
+    if not hasattr(config, "workerinput") and not config.getoption("--part"):  # a part of your own proves nothing of ours
         config.pluginmanager.register(Results(config.stash[COMMIT]))
     if not config.getoption("--ledger"):
         return None
