@@ -85,7 +85,7 @@ class Snapshots:
 
     @property
     def ready(self) -> bool:
-        """Whether nothing is being allocated or prepared."""
+        """Return whether allocation and preparation are done, or were not begun."""
         return all(each is None or each.done() for each in (self._reserved, self._prepared))
 
     def _get_ready(self) -> None:

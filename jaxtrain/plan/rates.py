@@ -114,7 +114,7 @@ def compilers(kind: str) -> str:
 
 
 def ranges() -> dict[str, list[float]]:
-    """Kind of run (make.kind) -> [lowest, highest] ratio of planned to published step time."""
+    """Kind of run (rates.kind) -> [lowest, highest] ratio of planned to published step time."""
     return json.loads(COMPARED.read_text(encoding="utf-8"))["ranges"]
 
 
@@ -128,14 +128,14 @@ def expected_ms(step_ms: float, kind: str, rates: result.Rates) -> tuple[float, 
 
 
 def over_length(keys: int, backward: bool) -> float:
-    """The rate of attention in a call with so many keys over that with ATTENTION_AT; CUDNN_H100, interpolated in log keys."""
+    """Return the rate of attention at `keys` keys over the rate at ATTENTION_AT: CUDNN_H100, interpolated in log keys."""
     table = {length: each[backward] for length, each in CUDNN_H100.items()}
     rate = float(np.interp(math.log(max(keys, 1)), [math.log(length) for length in table], list(table.values())))
     return rate / table[ATTENTION_AT]
 
 
 def fastest_attention(backward: bool) -> float:
-    """The largest of `over_length`: no call is faster than so many times the rate at ATTENTION_AT."""
+    """Return the largest value of `over_length`, by which the rate at ATTENTION_AT bounds the rate of any call."""
     return max(over_length(keys, backward) for keys in CUDNN_H100)
 
 

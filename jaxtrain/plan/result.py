@@ -221,8 +221,8 @@ class Plan:
     matmuls: Matmuls | None = None  # under precision=fp8
     pipeline: Pipeline | None = None  # with mesh.stage
     experts: Experts | None = None  # with model.num_experts
-    kind: str = ""  # of the published runs that this one is like (make.kind)
-    # What makes the host wait for a number on the GPU, loops of unknown length and branches: op_name -> times in a step.
+    kind: str = ""  # of the published runs that this one is like (rates.kind)
+    # Loops of unknown length and branches, for which the host waits for the GPU: op_name -> times in a step.
     host_waits: dict[str, int] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
 

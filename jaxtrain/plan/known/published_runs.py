@@ -55,7 +55,7 @@ class Run:
 
     @property
     def kind(self) -> str:
-        """The kind of run that it is, "" for one of which no range is derived (make.kind)."""
+        """The kind of run that it is, "" for one of which no range is derived (rates.kind)."""
         machine = machines.parse(self.machine)
         return kind(self.config, machine.gpu, machine.total, "cudnn")
 

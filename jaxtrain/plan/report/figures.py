@@ -229,7 +229,7 @@ def training(plan: Plan, steps: int | None) -> list[tuple[str, ...]]:
 
 
 def off_by(plan: Plan) -> str:
-    """Where the expected range comes from, or why there is none."""
+    """Return the source of the expected range, or the reason why there is none."""
     if not (steps := plan.time.expected_step_ms):
         return f"{no_range(plan)}: the roofline leaves out what makes a real step longer, and by how much is not known here"
     low, high = (plan.time.step_ms / each for each in reversed(steps))
