@@ -582,7 +582,7 @@ train() { # train ARGUMENTS: python -m jaxtrain.main, and again after an end tha
   : >"$JAXTRAIN_NOTE"
   pause=$first
   while :; do
-    began=$SECONDS
+    began=$(date +%s)
     preflight "$measure" "$@" # again before each restart: what ended the run may be a GPU
     if ((code == 0)); then
       if [[ $measure == yes ]]; then told; fi
@@ -590,7 +590,7 @@ train() { # train ARGUMENTS: python -m jaxtrain.main, and again after an end tha
       everywhere main "$@"
     fi
     # The time says nothing of one that hung: most of it may have been the watchdog's patience.
-    if ((code != 124 && SECONDS - began >= reset)); then row=0 pause=$first; fi
+    if ((code != 124 && $(date +%s) - began >= reset)); then row=0 pause=$first; fi
     explain
     case $code in
       75 | 124) ;;

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from test_launcher import Machine, script
 
-# Lines of the plan: `exit CODE`; `kill NUMBER`, itself; `sleep SECONDS CODE`; `read CODE`, a line of stdin first; `note CODE`,
+# Lines of the plan: `exit CODE`; `kill NUMBER`, itself; `sleep SECONDS CODE`; `last SECONDS CODE`, by the clock of the test; `traced CODE`, SIGUSR2 came; `read CODE`, a line of stdin first; `note CODE`,
 # there should be no further attempt; `until CODE`, a signal came that asks to end, and 0.3 s for what else may come.
 FAKE_PYTHON = f"""#!{sys.executable} -IS
 import json, os, signal, sys, time
@@ -23,13 +23,12 @@ if sys.argv[1] == "-c":
 os.chdir(os.environ["HOME"])
 names = "SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"
 at_birth = {{name: str(signal.getsignal(getattr(signal, name))) for name in (*names, "SIGQUIT", "SIGHUP")}}
-began, asked = time.monotonic(), []
+began, asked, traced = time.monotonic(), [], []
 
 def hear(number, frame):
     with open("signals", "a") as f:
         f.write(signal.Signals(number).name + "\\n")
-    if number != signal.SIGUSR2:
-        asked.append(number)
+    (traced if number == signal.SIGUSR2 else asked).append(number)
 
 for name in names:
     signal.signal(getattr(signal, name), hear)
@@ -53,6 +52,12 @@ if action == "note":
     open(os.environ["JAXTRAIN_NOTE"], "w").write("the time is over\\n")
 if action == "sleep":
     time.sleep(float(rest[0]))
+if action == "traced":
+    while not traced and time.monotonic() < began + 20:
+        time.sleep(0.01)
+if action == "last":
+    now = int(open("clock").read())
+    open("clock", "w").write(str(now + int(rest[0])))
 if action == "until":
     while not asked and time.monotonic() < began + 20:
         time.sleep(0.01)
@@ -201,13 +206,17 @@ def test_deaths_by_a_signal(launcher: Launcher):
 
 
 def test_the_budget_and_what_refills_it(launcher: Launcher):
+    script(launcher.bin / "date", '#!/bin/bash\n[[ $1 == +%s ]] && exec cat "$HOME/clock"\nexec /bin/date "$@"\n')
+    (launcher.cwd / "clock").write_text("1000")
     done = launcher.train(*["exit 75"] * 4, JAXTRAIN_RESTARTS="3")
     assert done.returncode == 75
     assert len(launcher.attempts()) == 4
-    # An attempt of a second refills what the one before it took; the total goes on.
-    limits = {"JAXTRAIN_RESTARTS": "1", "JAXTRAIN_RESTART_RESET": "1"}
-    assert launcher.train("exit 75", "sleep 1.1 75", "exit 75", **limits).returncode == 75
+    # An attempt of ten minutes refills the budget; the count of restarts goes on.
+    limits = {"JAXTRAIN_RESTARTS": "1", "JAXTRAIN_RESTART_RESET": "600"}
+    assert launcher.train("exit 75", "last 600 75", "exit 75", **limits).returncode == 75
     assert [a["restart"] for a in launcher.attempts()] == [None, "1", "2"]
+    assert launcher.train("exit 75", "last 599 75", "exit 75", **limits).returncode == 75
+    assert [a["restart"] for a in launcher.attempts()] == [None, "1"]
     # However long it hung.
     assert launcher.train("exit 124", "exit 124", **limits | {"JAXTRAIN_RESTART_RESET": "0"}).returncode == 124
     assert launcher.train(*["exit 75"] * 5, "exit 0", **limits | {"JAXTRAIN_RESTART_RESET": "0"}).returncode == 0
@@ -279,7 +288,7 @@ def test_a_run_does_not_outlive_the_launcher(launcher: Launcher):
 
 
 def test_a_trace_is_no_request_to_end(launcher: Launcher):
-    process = launcher.begin("sleep 0.3 75", "exit 0")
+    process = launcher.begin("traced 75", "exit 0")
     launcher.await_attempts(1)
     process.send_signal(signal.SIGUSR2)
     assert ended(process)[0] == 0
