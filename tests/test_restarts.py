@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from test_launcher import Machine, script
 
-# Lines of the plan: `exit CODE`; `kill NUMBER`, itself; `sleep SECONDS CODE`; `last SECONDS CODE`, by the clock of the test; `traced CODE`, SIGUSR2 came; `read CODE`, a line of stdin first; `note CODE`,
-# there should be no further attempt; `until CODE`, a signal came that asks to end, and 0.3 s for what else may come.
+# Lines of the plan: `exit CODE`; `kill NUMBER`, itself; `sleep SECONDS CODE`; `last SECONDS CODE`, by the clock of the test;
+# `traced CODE`, SIGUSR2 came; `read CODE`, a line of stdin first; `note CODE`, no further attempt should come; `until CODE`,
+# a signal came that asks to end, and 0.3 s for what else may come.
 FAKE_PYTHON = f"""#!{sys.executable} -IS
 import json, os, signal, sys, time
 
