@@ -30,6 +30,8 @@ threads_for_cpus(8)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+HERE = Path(__file__).parent
+
 # Property tests draw the same few cases each time, or many with --hypothesis-profile=thorough.
 settings.register_profile("quick", max_examples=6, derandomize=True, deadline=None, database=None)
 settings.register_profile("thorough", max_examples=100, deadline=None, print_blob=True)
@@ -92,6 +94,7 @@ def minutes(text: str) -> float:
 def pytest_addoption(parser: pytest.Parser) -> None:
     limit = "everything there is, the test first whose last proof is the oldest; after so many minutes no test is begun"
     parser.addoption("--campaign", nargs="?", const=math.inf, type=minutes, metavar="MINUTES", help=limit)
+    parser.addoption("--unit", action="store_true", help="only tests/unit: what needs no compile, no process and no wait")
     parser.addoption("--ledger", action="store_true", help="run nothing: list the tests that no campaign has proved lately")
     parser.addoption("--part", metavar=FORM, type=own_part, help="only the contract tests, on a part of your own")
     more = "a key of the config that the part needs; may be repeated"
@@ -164,8 +167,13 @@ DEADLINE, COMMIT = pytest.StashKey[float](), pytest.StashKey[str]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:  # no files are named on the command line
+        if config.getoption("--unit"):
+            config.args[:] = [str(HERE / "unit")]
+        elif ledger.is_campaign(config):
+            config.args[:] = [str(HERE / tier) for tier in ("unit", "proofs", "campaign")]
     if config.getoption("--part"):
-        config.args[:] = [str(Path(__file__).with_name("test_contract.py"))]
+        config.args[:] = [str(HERE / "proofs" / "test_contract.py")]
     if config.getoption("--part") or config.getoption("--ledger"):
         config.option.dist = "no"
     if ledger.is_campaign(config):

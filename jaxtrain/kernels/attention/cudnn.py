@@ -1,7 +1,7 @@
 """cuDNN's flash attention, for causal, packed and sliding-window rows with grouped queries.
 
 jax.nn.dot_product_attention offers neither packing nor a float32 logsumexp, so this binds the primitives beneath it, in a
-private module of jax; tests/test_attention.py fails with a plain message when a jax release changes them. They
+private module of jax; tests/unit/test_attention.py fails with a plain message when a jax release changes them. They
 must run inside a shard_map that is manual over the whole mesh (models/attention.py sees to it): there the
 primitive's partitioning callback, whose pointer would defeat the persistent compile cache, is not used.
 
@@ -169,7 +169,7 @@ def workspace_bytes(E: int, T: int, S: int, N: int, K: int, H: int, *, determini
         E N T 2S     instead of these, where the result must be deterministic: the gradient of all scores, in bfloat16
         E N S 4H     where keys have fewer heads: gradients of keys and of values for each query head, in bfloat16
 
-    The formula is that of cuDNN 9.19 and 9.23 on Hopper, read off their answers (tests/test_workspace.py). A few KiB for
+    The formula is that of cuDNN 9.19 and 9.23 on Hopper, read off their answers (tests/proofs/test_workspace.py). A few KiB for
     alignment are left out.
 
     Args:

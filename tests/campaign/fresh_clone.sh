@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Does a newcomer get there? Clones the last commit into a folder with a space in its name and, with an empty home and
+# nothing of your environment but PATH, sets it up, looks whether the second start is fast, and runs what you name:
+#   tests/campaign/fresh_clone.sh                  ./run.sh, which trains configs/tiny.py
+#   tests/campaign/fresh_clone.sh test -k data     ./run.sh test -k data
+# It downloads everything anew and takes minutes, and so is not part of the suite. CLONE_PATH replaces PATH, say to leave uv out.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+clone="$scratch/a folder/jaxtrain"
+mkdir -p "$scratch/home"
+git clone --quiet "$PWD" "$clone"
+cd "$clone"
+
+fresh() { # fresh ARGUMENTS...: ./run.sh with them, and the seconds it took
+  local start=$SECONDS code=0
+  env -i HOME="$scratch/home" PATH="${CLONE_PATH:-$PATH}" TERM="${TERM:-dumb}" ./run.sh "$@" || code=$?
+  echo "fresh_clone: ./run.sh $* took $((SECONDS - start)) s, exit code $code"
+  return $code
+}
+
+fresh --help
+fresh setup
+fresh setup
+if [[ -n $(git status --porcelain) ]]; then
+  git status --short
+  echo "fresh_clone: the set-up left files that git does not ignore" >&2
+  exit 1
+fi
+fresh "$@"

@@ -1,0 +1,153 @@
+"""The notebooks run, and what is stored in them is what they print today.
+
+`python -m tests.test_notebooks [NAME ...]` runs them and stores the outputs; the tests run copies and compare. A cell tagged
+`compiled` shows figures of one jaxlib's compiler: they are compared under the version that the notebook names. A cell
+tagged `varies` shows what no two runs share, such as seconds, and is not compared.
+"""
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import jaxlib.version
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from jaxtrain import launch
+from jaxtrain.plan import __main__ as plan_command
+
+FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+# Where the CUDA plugin is installed and no driver is, its libraries say so on stderr; which of them, and when, says nothing.
+NOISE = re.compile(r".*(cudart_stub|log messages before absl::InitializeLog).*\n")
+# What would tell whose machine a notebook was stored on.
+LOCAL = re.compile(r"(?<![\w.])/(home|root|work|tmp|Users|mnt|opt|usr)/|site-packages|\d{4}-\d\d-\d\dT\d\d:")
+# What each command takes beside --config.
+OPTIONS = {
+    "jaxtrain.plan": (plan_command.OPTIONS, plan_command.SWITCHES),
+    "jaxtrain.main": ({"workdir": ""}, {"explain": "text"}),
+}
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+
+
+def read(path: Path) -> Any:
+    return nbformat.read(path, as_version=4)
+
+
+def run(path: Path) -> Any:
+    """The notebook with fresh outputs, run in its own folder on one CPU device, as its reader would."""
+    notebook = read(path)
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONPATH")}
+    where = {"metadata": {"path": str(FOLDER)}}
+    # Text printed by one cell comes in pieces that depend on timing.
+    client = NotebookClient(notebook, timeout=600, resources=where, record_timing=False, coalesce_streams=True)
+    client.execute(env={**env, "JAX_PLATFORMS": "cpu"})
+    for cell in code(notebook):
+        for output in cell.outputs:
+            if output.output_type == "stream":
+                output.text = NOISE.sub("", output.text)
+        cell.outputs = [o for o in cell.outputs if o.output_type != "stream" or o.text]
+    notebook.metadata = {**METADATA, "jaxlib": jaxlib.version.__version__}
+    return notebook
+
+
+def code(notebook: Any) -> list[Any]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def shown(cell: Any) -> list[Any]:
+    """What a reader sees of a cell's outputs."""
+    return [dict(o.data) if "data" in o else o.get("text", o.get("evalue")) for o in cell.outputs]
+
+
+def tags(cell: Any) -> list[str]:
+    return cell.metadata.get("tags", [])
+
+
+def stale(stored: Any, fresh: Any) -> list[str]:
+    """Cells whose stored output is not what they print now."""
+    same_compiler = stored.metadata.get("jaxlib") == fresh.metadata["jaxlib"]
+    found = []
+    for i, (old, new) in enumerate(zip(code(stored), code(fresh), strict=True), 1):
+        if "varies" in tags(old) or ("compiled" in tags(old) and not same_compiler):
+            continue
+        if shown(old) != shown(new):
+            found.append(f"cell {i}:\n{old.source}\n--- stored\n{shown(old)}\n--- now\n{shown(new)}")
+    return found
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+# The first plans four layouts, which takes minutes: in a campaign.
+RUN = [pytest.param(p, marks=pytest.mark.more if p.stem == "01_shardings" else (), id=p.stem) for p in NOTEBOOKS]
+
+
+@pytest.mark.parametrize("path", RUN)
+def test_it_runs_and_its_outputs_are_not_stale(path):
+    """A cell that raises fails this test with its traceback."""
+    found = stale(read(path), run(path))
+    assert not found, "\n\n".join(["python -m tests.test_notebooks stores them anew", *found])
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_it_is_stored_with_outputs_and_pictures_and_nothing_of_a_machine(path):
+    notebook = read(path)
+    cells = code(notebook)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), "run from top to bottom"
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"]
+    kinds = {kind for o in outputs for kind in o.get("data", {})}
+    assert {"image/svg+xml", "text/html", "text/plain"} <= kinds
+    assert sum(bool(cell.outputs) for cell in cells) > len(cells) / 2
+    assert {k: v for k, v in notebook.metadata.items() if k != "jaxlib"} == METADATA
+    assert not LOCAL.search(path.read_text()), LOCAL.findall(path.read_text())
+    assert {key for cell in notebook.cells for key in cell.metadata} <= {"tags"}
+    assert {tag for cell in cells for tag in tags(cell)} <= {"varies", "compiled"}
+
+
+def test_a_command_that_a_notebook_prints_is_accepted(monkeypatch):
+    """It names its config as seen from the repository's root."""
+    monkeypatch.chdir(FOLDER.parent)
+    texts = [o.get("text", "") for path in NOTEBOOKS for cell in code(read(path)) for o in cell.outputs]
+    found = [line for text in texts for line in text.splitlines() if line.startswith("python -m ")]
+    assert {line.split()[2] for line in found} == {*OPTIONS}
+    for line in found:
+        _, _, module, *argv = shlex.split(line)
+        assert not launch.load(argv, *OPTIONS[module]).problems, line
+
+
+def test_a_changed_number_is_stale():
+    """The comparison can fail."""
+    stored, fresh = read(NOTEBOOKS[0]), read(NOTEBOOKS[0])
+    assert not stale(stored, fresh)
+    cell = next(c for c in code(fresh) if c.outputs and not tags(c))
+    cell.outputs[0] = nbformat.v4.new_output("stream", text="896.01 MiB")
+    assert len(stale(stored, fresh)) == 1
+    cell = next(c for c in code(fresh) if "compiled" in tags(c))
+    cell.outputs = []
+    assert len(stale(stored, fresh)) == 2
+    fresh.metadata["jaxlib"] = "0.0.1"
+    assert len(stale(stored, fresh)) == 1
+
+
+def main(names: list[str]) -> None:
+    """Runs the notebooks of these names (all, if none) and stores their outputs."""
+    for path in NOTEBOOKS:
+        if not names or path.stem in names:
+            nbformat.write(run(path), path)
+            print(path.name)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,392 @@
+"""What the plan says travels between devices, against sums done by hand and against a program that runs.
+
+Five small programs, loops nested two deep, on a mesh of data=2 and fsdp=4: compiled for the fake CPU devices, and by XLA:GPU
+for described ones. Then a real train step: how often the plan says that each collective runs, against how often the profiler
+saw it run.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import fresh_state, host_batch, program, tiny, train_step
+from jax.profiler import ProfileData
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtrain.plan import topology
+from jaxtrain.plan.program import collectives, hlo
+from jaxtrain.step import place_batch
+
+MESH = {"data": 2, "fsdp": 4}
+KINDS = re.compile(r" (?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+
+
+def nested(outer: int, inner: int, outer_step, inner_step):
+    """A loop of `outer` rounds: each is a loop of `inner` steps, and one step of its own."""
+
+    def run(x):
+        def round(x, _):
+            x, _ = jax.lax.scan(lambda x, _: (inner_step(x), None), x, None, length=inner)
+            return outer_step(x), None
+
+        return jax.lax.scan(round, x, None, length=outer)[0]
+
+    return run
+
+
+def gathers(x_AB):
+    """x: [4, 16] on each device."""
+
+    def inner(x_AB):
+        return jnp.tanh(x_AB @ jax.lax.all_gather(x_AB, "fsdp", tiled=True))
+
+    def outer(x_AB):
+        return jnp.tanh(x_AB @ jax.lax.all_gather(x_AB, "data", axis=1, tiled=True).reshape(8, 16).T @ jnp.ones((8, 16)))
+
+    return nested(3, 5, outer, inner)(x_AB)
+
+
+def sums(x_AB):
+    """x: [8, 32]."""
+    return nested(2, 4, lambda x: jnp.sin(jax.lax.psum(x, "data")), lambda x: jnp.cos(jax.lax.psum(x, ("data", "fsdp"))))(x_AB)
+
+
+def scatters(x_AB):
+    """x: [8, 16]; each sum is left in parts, and the parts are put together again."""
+
+    def over(axis):
+        def step(x):
+            part = jnp.tanh(jax.lax.psum_scatter(x, axis, tiled=True))
+            return x * jnp.cos(jax.lax.all_gather(part, axis, tiled=True))
+
+        return step
+
+    return nested(3, 2, over("data"), over("fsdp"))(x_AB)
+
+
+def exchanges(x_AB):
+    """x: [8, 16]."""
+    return nested(
+        4,
+        3,
+        lambda x: jnp.sin(jax.lax.all_to_all(x, "data", 0, 0, tiled=True)),
+        lambda x: jnp.cos(jax.lax.all_to_all(x, "fsdp", 0, 0, tiled=True)),
+    )(x_AB)
+
+
+def shifts(x_AB):
+    """x: [8, 16]; round the fsdp ring, then swapped along data; at last devices 1 and 6 swap, and two keep theirs."""
+    x_AB = nested(
+        2,
+        5,
+        lambda x: jnp.sin(jax.lax.ppermute(x, "data", [(0, 1), (1, 0)])),
+        lambda x: jnp.cos(jax.lax.ppermute(x, "fsdp", [(0, 1), (1, 2), (2, 3), (3, 0)])),
+    )(x_AB)
+    return jnp.tanh(jax.lax.ppermute(x_AB, ("data", "fsdp"), [(0, 0), (1, 6), (6, 1), (2, 2)]))
+
+
+# program -> its array on one device, and (kind, axes, devices in a group, bytes a GPU sends in a launch) -> launches.
+# With n devices: a gather sends its part n-1 times; a sum left in parts (n-1)/n of the array, a whole one twice that; an
+# exchange (n-1)/n. f32[8,16] is 512 bytes.
+BY_HAND = {
+    gathers: (
+        (4, 16),
+        {
+            ("all-gather", "fsdp", 4, 3 * 256): 3 * 5,  # 256 bytes each
+            ("all-gather", "data", 2, 1 * 256): 3,
+        },
+    ),
+    sums: (
+        (8, 32),
+        {
+            ("all-reduce", "data+fsdp", 8, 2 * 7 / 8 * 1024): 2 * 4,
+            ("all-reduce", "data", 2, 2 * 1 / 2 * 1024): 2,
+        },
+    ),
+    scatters: (
+        (8, 16),
+        {
+            ("reduce-scatter", "fsdp", 4, 3 / 4 * 512): 3 * 2,
+            ("all-gather", "fsdp", 4, 3 * 128): 3 * 2,
+            ("reduce-scatter", "data", 2, 1 / 2 * 512): 3,
+            ("all-gather", "data", 2, 1 * 256): 3,
+        },
+    ),
+    exchanges: (
+        (8, 16),
+        {
+            ("all-to-all", "fsdp", 4, 3 / 4 * 512): 4 * 3,
+            ("all-to-all", "data", 2, 1 / 2 * 512): 4,
+        },
+    ),
+    shifts: (
+        (8, 16),
+        {
+            ("collective-permute", "fsdp", 4, 512): 2 * 5,
+            ("collective-permute", "data", 2, 512): 2,
+            ("collective-permute", "data+fsdp", 8, 512): 1,
+        },
+    ),
+}
+
+
+@functools.cache
+def compiled(function, on_gpus: bool) -> hlo.Module:
+    devices = topology.devices(topology.parse("h200:4x2")) if on_gpus else jax.devices()
+    mesh = Mesh(np.array(devices).reshape(2, 4), ("data", "fsdp"))
+    spec = PartitionSpec(("data", "fsdp"))
+    rows, columns = BY_HAND[function][0]
+    x = jax.ShapeDtypeStruct((8 * rows, columns), jnp.float32, sharding=NamedSharding(mesh, spec))
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return hlo.parse(jax.jit(mapped).lower(x).compile().as_text() or "")
+
+
+def launches(found: list[collectives.Found]) -> dict[tuple, int]:
+    """The compiler may peel a loop's first round off: then two instructions share the launches."""
+    out = collections.Counter()
+    for f in found:
+        out[f.kind, f.axis, f.group, f.wire_bytes] += f.count
+    return dict(out)
+
+
+def network(found: list[collectives.Found]) -> dict[tuple[str, str], float]:
+    """(kind, axes) -> a GPU's network bytes in one launch."""
+    return {(f.kind, f.axis): f.network_bytes for f in found}
+
+
+@pytest.mark.parametrize("function", BY_HAND, ids=lambda f: f.__name__)
+def test_bytes_and_launches_by_hand(function):
+    found = collectives.read(compiled(function, on_gpus=False), MESH, gpus_per_node=4)
+    assert launches(found) == BY_HAND[function][1]
+    assert {f.dtype for f in found} == {"f32"}
+    assert {f.source.split(":")[0] for f in found} == {"tests/unit/test_collectives.py"}
+    assert max(len(f.loops) for f in found) == 2
+
+
+@pytest.mark.parametrize("function", BY_HAND, ids=lambda f: f.__name__)
+def test_bytes_and_launches_of_a_gpu_program(function):
+    found = collectives.read(compiled(function, on_gpus=True), MESH, gpus_per_node=4)
+    assert launches(found) == BY_HAND[function][1]
+
+
+@pytest.mark.parametrize(
+    ("gpus_per_node", "function", "expected"),
+    [
+        (8, sums, {("all-reduce", "data"): 0, ("all-reduce", "data+fsdp"): 0}),
+        # Nodes of 4 are the fsdp groups. Over data, one GPU of each group in a node: all it sends leaves. Over both, a ring of
+        # 8 leaves the node once with 1792 bytes, which the node's 4 GPUs share.
+        (4, sums, {("all-reduce", "data"): 1024, ("all-reduce", "data+fsdp"): 1792 / 4}),
+        (4, scatters, dict.fromkeys([("reduce-scatter", "fsdp"), ("all-gather", "fsdp")], 0)),
+        # Nodes of 2: an fsdp ring leaves each of its two nodes once, with 384 bytes, shared by 2.
+        (2, scatters, dict.fromkeys([("reduce-scatter", "fsdp"), ("all-gather", "fsdp")], 192)),
+        # Of 512 bytes a quarter goes to each device: two of the four are elsewhere.
+        (2, exchanges, {("all-to-all", "fsdp"): 256, ("all-to-all", "data"): 256}),
+        (4, exchanges, {("all-to-all", "fsdp"): 0, ("all-to-all", "data"): 256}),
+        (4, shifts, {("collective-permute", "fsdp"): 0, ("collective-permute", "data"): 512}),
+        (2, shifts, {("collective-permute", "fsdp"): 512, ("collective-permute", "data+fsdp"): 512}),
+    ],
+)
+def test_what_leaves_a_node_by_hand(gpus_per_node, function, expected):
+    found = network(collectives.read(compiled(function, on_gpus=False), MESH, gpus_per_node))
+    assert {key: found[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "nodes", "hops"),
+    [
+        *(("all-gather", 1, 0), ("all-gather", 2, 1), ("reduce-scatter", 128, 127)),
+        *(("all-reduce", 1, 0), ("all-reduce", 2, 2), ("all-reduce", 128, 14), ("all-reduce", 5, 6)),
+        *(("all-to-all", 1, 0), ("all-to-all", 16, 1)),
+    ],
+)
+def test_hops_from_node_to_node(kind, nodes, hops):
+    """A ring passes all nodes, an all-reduce goes up a tree and down again, an all-to-all goes straight."""
+    assert collectives._hops(kind, nodes) == hops
+
+
+def test_hops_of_a_program():
+    """An fsdp ring of 4 on nodes of 2 goes from the one to the other; a permutation that leaves its node goes once."""
+    found = collectives.read(compiled(scatters, on_gpus=False), MESH, 2)
+    assert {f.hops for f in found if f.axis == "fsdp"} == {1}
+    assert {f.hops for f in collectives.read(compiled(scatters, on_gpus=False), MESH, 8)} == {0}
+    assert {f.hops for f in collectives.read(compiled(shifts, on_gpus=False), MESH, 2)} == {1}
+
+
+def test_planned_launches_are_those_of_a_run(tmp_path):
+    """A trace of 8 devices names each collective 8 times as often as the plan counts it; layers and microbatches loop."""
+    run = tiny({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "train.grad_accum": 2})
+    step = train_step(run)
+    text = step.as_text() or ""
+    found = collectives.read(hlo.parse(text), dataclasses.asdict(run.mesh), gpus_per_node=8)
+    assert len(found) == sum(bool(KINDS.search(line)) for line in text.splitlines())
+    assert {f.axis for f in found} >= {"data", "fsdp", "tensor", "data+fsdp"}
+    assert max(len(f.loops) for f in found) == 2
+
+    state, batch = fresh_state(run), place_batch(host_batch(run, 0), program(run).batch, program(run).context)
+    state, _ = jax.block_until_ready(step(state, batch))
+    with jax.profiler.trace(tmp_path):
+        jax.block_until_ready(step(state, batch))
+    (trace,) = tmp_path.rglob("*.xplane.pb")
+    seen = collections.Counter(
+        event.name for plane in ProfileData.from_file(str(trace)).planes for line in plane.lines for event in line.events
+    )
+    assert {f.instruction: seen[f.instruction] / 8 for f in found} == {f.instruction: f.count for f in found}
+
+
+def test_data_parallel_sums_every_gradient_once():
+    """By formula: 2(n-1)/n of the parameters' bytes, and a few sums of the loss besides."""
+    run = tiny({"mesh.data": 8})
+    found = collectives.read(hlo.parse(train_step(run).as_text() or ""), dataclasses.asdict(run.mesh), gpus_per_node=4)
+    parameters = sum(math.prod(p.shape) for p in jax.tree.leaves(program(run).state.params))
+    sent = sum(f.count * f.wire_bytes for f in found)
+    assert {(f.kind, f.axis, f.dtype) for f in found} == {("all-reduce", "data", "f32")}
+    assert 0 <= sent - 2 * 7 / 8 * 4 * parameters < 64
+    assert sum(f.count * f.network_bytes for f in found) == sent / 4
+
+
+# ---- Forms of the text
+
+
+def module(line: str, parameters: str = "f32[8,16]{1,0}", extra: str = "", devices: int = 8) -> hlo.Module:
+    """A module whose entry runs one instruction on a parameter %x."""
+    return hlo.parse(
+        f"HloModule made, is_scheduled=true, num_partitions={devices}\n\n"
+        "%add (a: f32[], b: f32[]) -> f32[] {\n  %a = f32[] parameter(0)\n  %b = f32[] parameter(1)\n"
+        f"  ROOT %c = f32[] add(%a, %b)\n}}\n\n{extra}"
+        f"ENTRY %main (x: f32[8,16]) -> f32[8,16] {{\n  %x = {parameters} parameter(0)\n  {line}\n"
+        "  ROOT %r = f32[8,16]{1,0} copy(%x)\n}\n"
+    )
+
+
+def all_reduce(groups: str, **shape: int) -> collectives.Found:
+    line = f"all-reduce(%x), channel_id=1, replica_groups={groups}, use_global_device_ids=true, to_apply=%add"
+    (found,) = collectives.read(module(f"%y = f32[8,16]{{1,0}} {line}"), shape or MESH, 8)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("groups", "axis", "group"),
+    [
+        ("{{0,1,2,3},{4,5,6,7}}", "fsdp", 4),
+        ("{{0,4},{1,5},{2,6},{3,7}}", "data", 2),
+        ("{{3,1,0,2},{5,4,7,6}}", "fsdp", 4),
+        ("{{0,1,2,3,4,5,6,7}}", "data+fsdp", 8),
+        ("{}", "data+fsdp", 8),
+        ("{{0},{1},{2},{3},{4},{5},{6},{7}}", "", 1),
+        ("[2,4]<=[8]", "fsdp", 4),
+        ("[4,2]<=[2,4]T(1,0)", "data", 2),
+        ("[1,8]<=[8]", "data+fsdp", 8),
+        ("mesh['a'=8] {'a'}", "data+fsdp", 8),
+        ("mesh['data'=2,'fsdp'=4] {'fsdp'}", "fsdp", 4),
+        ("mesh['data'=2,'fsdp'=4] {'data','fsdp'}", "data+fsdp", 8),
+        ("mesh['a'=8] {'a':(1)2}", "data", 2),
+        ("mesh['a'=8] {'a':(2)4}", "fsdp", 4),
+        ("mesh['data'=2,'fsdp'=4] {'fsdp':(2)2}", "fsdp(2 of 4)", 2),
+        ("mesh['data'=2,'fsdp'=4] {'fsdp':(1)2}", "fsdp(2 of 4)", 2),
+        ("mesh['x'=4,'y'=2], device_ids=([2,4]T(1,0)) {'y'}", "data", 2),
+        ("mesh['x'=4,'y'=2], device_ids=(0,4,1,5,2,6,3,7) {'x'}", "fsdp", 4),
+    ],
+)
+def test_replica_groups(groups, axis, group):
+    found = all_reduce(groups)
+    assert (found.axis, found.group) == (axis, group)
+    assert found.wire_bytes == 2 * (group - 1) / group * 512
+
+
+def test_axes_of_a_mesh_with_four():
+    shape = {"data": 2, "fsdp": 2, "tensor": 2, "seq": 1}
+    for groups, axis in (
+        ("{{0,1,4,5},{2,3,6,7}}", "data+tensor"),
+        ("{{0,1,2,3},{4,5,6,7}}", "fsdp+tensor"),
+        ("mesh['data'=2,'fsdp'=2,'tensor'=2,'seq'=1] {'data','seq'}", "data"),
+    ):
+        assert all_reduce(groups, **shape).axis == axis
+
+
+FSDP = "channel_id=1, replica_groups=[2,4]<=[8], use_global_device_ids=true, dimensions={0}"
+FUSED = f"""%fused (p: f32[8,16]) -> f32[2,16] {{
+  %p = f32[8,16]{{1,0}} parameter(0)
+  %s = f32[8,16]{{1,0}} negate(%p)
+  ROOT %rs = f32[2,16]{{1,0}} reduce-scatter(%s), {FSDP}, to_apply=%add
+}}
+
+"""
+STARTED = "((f32[8,16]{1,0}), f32[2,16]{1,0})"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (f"%y = f32[32,16]{{1,0}} all-gather(%x), {FSDP}", ("all-gather", "f32", "fsdp", 3 * 512)),
+        (f"%y = ((f32[8,16]), f32[32,16]) all-gather-start(%x), {FSDP}", ("all-gather", "f32", "fsdp", 3 * 512)),
+        (
+            f"%z = bf16[4]{{0}} parameter(1)\n  %y = (f32[32,16], bf16[16]) all-gather(%x, /*index=1*/%z), {FSDP}",
+            ("all-gather", "f32+bf16", "fsdp", 3 * (512 + 8)),
+        ),
+        ("%y = f32[2,16]{1,0} fusion(%x), kind=kCustom, calls=%fused", ("reduce-scatter", "f32", "fsdp", 384)),
+        (f"%y = {STARTED} fusion-start(%x), kind=kCustom, calls=%fused", ("reduce-scatter", "f32", "fsdp", 384)),
+        (f"%y = {STARTED} async-start(%x), calls=%fused", ("reduce-scatter", "f32", "fsdp", 384)),
+        (
+            "%y = f32[8,16] collective-permute(%x), channel_id=1, source_target_pairs={{0,0},{5,5}}",
+            ("collective-permute", "f32", "", 0),
+        ),
+        (
+            "%y = f32[8,16] collective-broadcast(%x), channel_id=1, replica_groups=[4,2]<=[8]",
+            ("collective-broadcast", "f32", "fsdp(2 of 4)", 512),
+        ),
+        # Groups of replicas: there is one, alone or with all its devices.
+        ("%y = f32[8,16] all-reduce(%x), replica_groups={{0}}, to_apply=%add", ("all-reduce", "f32", "", 0)),
+        (
+            "%y = f32[8,16] all-reduce(%x), channel_id=1, replica_groups={{0}}, to_apply=%add",
+            ("all-reduce", "f32", "data+fsdp", 2 * 7 / 8 * 512),
+        ),
+    ],
+)
+def test_forms_of_a_collective(line, expected):
+    (found,) = collectives.read(module(line, extra=FUSED), MESH, 8)
+    assert (found.kind, found.dtype, found.axis, found.wire_bytes) == expected
+    assert found.instruction == "y" and found.count == 1
+    assert collectives.by_instruction([found]) == {"y": found}
+
+
+def test_a_line_of_the_plan():
+    found = dataclasses.replace(all_reduce("{}"), count=3, wire_bytes=2**30, network_bytes=2**29)
+    line = collectives.over_step(found, ms=5.0, exposed_ms=1.0)
+    assert (line.count, line.wire_gib, line.network_gib, line.ms, line.exposed_ms) == (3, 3.0, 1.5, 5.0, 1.0)
+    assert (line.kind, line.axis, line.group, line.instruction) == ("all-reduce", "data+fsdp", 8, "y")
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        (f"all-reduce(%x), channel_id=1, replica_groups={g}, use_global_device_ids=true, to_apply=%add", error)
+        for g, error in (
+            ("{{0,3},{1,2},{4,7},{5,6}}", "lie along no axes of the mesh"),
+            ("{{0,1,2,3}}", "do not divide the 8 devices"),
+            ("{{0,1,2},{3,4,5,6,7}}", "do not divide the 8 devices"),
+            ("{{0,8},{1,2},{3,4},{5,6}}", "do not divide the 8 devices"),
+            ("{{0,1,4,5},{2,3,6,7}}", "lie along no axes of the mesh"),
+            ("everybody", "cannot be read: 'everybody'"),
+        )
+    ]
+    + [
+        ("collective-permute(%x), channel_id=1, source_target_pairs={0,1}", "source_target_pairs cannot be read"),
+        ("collective-permute(%x), channel_id=1, source_target_pairs={{0,9}}", "names device 9, and there are 8"),
+        ("all-whisper(%x), channel_id=1, replica_groups={}", "all-whisper moves data between devices in a way"),
+        ("send(%x), channel_id=1", "send moves data between devices in a way"),
+    ],
+)
+def test_what_is_not_understood_is_refused(line, error):
+    with pytest.raises(hlo.HloError, match=f"^y: .*{re.escape(error)}"):
+        collectives.read(module(f"%y = f32[8,16]{{1,0}} {line}"), MESH, 8)
+
+
+def test_a_mesh_of_another_size_is_refused():
+    with pytest.raises(hlo.HloError, match="made for 8 devices, but the mesh is {'data': 2}"):
+        collectives.read(module("%y = f32[8,16]{1,0} negate(%x)"), {"data": 2}, 8)

@@ -1,0 +1,308 @@
+"""deploy/: the image and the JobSet, checked by a linter and by schemas, and run as far as it goes here.
+
+There is no Docker and no Kubernetes here. The files that the image copies before it installs are laid out, and run.sh is asked
+there what it would install. The JobSet's pods give environment and arguments, which jaxtrain's own command line then reads.
+The Slurm script is in test_deploy_slurm.py.
+"""
+
+import copy
+import fnmatch
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from jaxtrain import launch
+from jaxtrain.distributed import detect
+from jaxtrain.hardware import Devices
+from jaxtrain.main import OPTIONS, SWITCHES
+from jaxtrain.validate import validate
+
+REPO = Path(__file__).resolve().parents[2]
+DEPLOY = REPO / "deploy"
+BIN = REPO / ".venv" / "bin"
+
+# DESIGN: 0 done, 2 wrong command or config, 3 preflight found a fault, 75 start me again, 76 diverged, 124 hang, 130 Ctrl-C, 1
+# anything else. The last three are the shell's: out of memory, an abort, a fault in native code.
+AGAIN, FOR_GOOD = (75, 124), (1, 2, 3, 76, 130, 134, 137, 139)
+
+
+def tool(name: str) -> str:
+    found = BIN / name
+    return str(found) if found.exists() else shutil.which(name) or pytest.fail(f"{name} is not installed: ./run.sh test")
+
+
+def parsed(arguments: list[str], gpus: int, environ: dict[str, str], tmp_path: Path) -> launch.Loaded:
+    """A command line of training as jaxtrain reads it, in this environment alone. Data and volumes are not on this machine."""
+    machine = Devices("gpu", "NVIDIA H200", gpus, 140.0, "described", 90)
+    with mock.patch.dict(os.environ, environ, clear=True):
+        loaded = launch.load(arguments, OPTIONS, SWITCHES)
+        problems = [*loaded.problems, *validate(loaded.run, machine, tmp_path / "run")]
+    assert not [str(p) for p in problems if not re.search("no such file|is not writable", p.rule)]
+    return loaded
+
+
+# --- The image --------------------------------------------------------------------------------------------------------------
+
+
+def instructions(text: str) -> list[tuple[str, str]]:
+    """(instruction, its arguments) of a Dockerfile, comments left out and continued lines joined."""
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    return [(name.upper(), rest.strip()) for name, _, rest in (line.partition(" ") for line in joined.splitlines()) if name]
+
+
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
+
+
+def copied(text: str) -> list[str]:
+    """What the COPY lines take from the repository, in order."""
+    return [word for name, rest in instructions(text) if name == "COPY" for word in shlex.split(rest)[:-1]]
+
+
+def test_hadolint():
+    def lint(text: str) -> list[str]:
+        command = [tool("hadolint"), "--no-color", "--format=json", "--failure-threshold=style", "-"]
+        done = subprocess.run(command, input=text, capture_output=True, text=True)
+        found = [finding["code"] for finding in json.loads(done.stdout)]
+        assert bool(found) == (done.returncode != 0), done.stderr
+        return found
+
+    assert lint(DOCKERFILE) == []
+    assert "DL3002" in lint(DOCKERFILE.replace("USER 1000", "USER root"))  # the linter looks
+    assert "DL3006" in lint(re.sub(r"(FROM python):\S+", r"\1", DOCKERFILE))
+
+
+def test_the_image_copies_what_exists_and_is_sent():
+    rules = [line for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line and line[0] != "#"]
+    assert rules[0] == "*"
+    sent = [rule[1:] for rule in rules if rule.startswith("!")]
+    sources = [source.rstrip("/") for source in copied(DOCKERFILE)]
+    assert sources and not [s for s in sources if not (REPO / s).exists()]
+    assert sorted(sent) == sorted(sources)
+    assert any(fnmatch.fnmatch("jaxtrain/x/__pycache__", rule) for rule in rules[1:] if rule[0] != "!")
+
+
+def test_packages_are_installed_before_the_code_is_copied(tmp_path: Path):
+    """So that a change of the code leaves their layer, gigabytes, as it was. run.sh must need no more than what is there."""
+    steps = instructions(DOCKERFILE)
+    setup = next(i for i, (name, rest) in enumerate(steps) if name == "RUN" and "run.sh setup" in rest)
+    before = "\n".join(f"{name} {rest}" for name, rest in steps[:setup])
+    sources = copied(before)
+    assert "jaxtrain/" not in sources and "jaxtrain/" in copied(DOCKERFILE)
+    for source in sources:
+        where = tmp_path / source
+        (shutil.copytree if source.endswith("/") else shutil.copy)(REPO / source, where)
+    (cuda,) = [rest.partition("=")[2] for name, rest in steps if name == "ARG" and rest.startswith("JAXTRAIN_CUDA")]
+    done = subprocess.run(
+        ["bash", "run.sh", "setup"],
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "JAXTRAIN_CUDA": cuda, "JAXTRAIN_DRY_RUN": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"would install from requirements/cuda{cuda}.txt" in done.stderr
+
+
+def test_the_image_has_the_python_that_run_sh_wants():
+    (base,) = [rest for name, rest in instructions(DOCKERFILE) if name == "FROM"]
+    wanted = (REPO / ".python-version").read_text().strip()
+    assert re.fullmatch(rf"python:{re.escape(wanted)}\.\d+-slim-\w+", base)
+
+
+def test_signals_reach_run_sh_in_the_image():
+    steps = dict(instructions(DOCKERFILE))  # the last of each name
+    assert json.loads(steps["ENTRYPOINT"]) == [f"{steps['WORKDIR']}/run.sh"]  # the array form: no shell in between
+    assert steps["STOPSIGNAL"] == "SIGTERM"
+    assert steps["USER"] == "1000"
+    environment = {rest.partition("=")[0]: rest.partition("=")[2] for name, rest in instructions(DOCKERFILE) if name == "ENV"}
+    assert environment["JAXTRAIN_IMAGE"] == "${JAXTRAIN_IMAGE}" and environment["JAXTRAIN_CUDA"] == "${JAXTRAIN_CUDA}"
+    assert "utility" in environment["NVIDIA_DRIVER_CAPABILITIES"]  # nvidia-smi, for preflight
+
+
+# --- Kubernetes -------------------------------------------------------------------------------------------------------------
+
+# The fields of a JobSet, from its API: kubernetes-sigs/jobset, api/jobset/v1alpha2/jobset_types.go, at v0.12.0, and its webhook
+# (pkg/webhooks/jobset_webhook.go) for the reasons and the form of a rule's name. `template.spec` is a Job's, checked by itself.
+TEXT, NUMBER, FLAG, TEXTS = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}, {"type": "array"}
+NAME = {"type": "string", "pattern": "^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", "maxLength": 63}
+
+
+def fields(*required: str, **known: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": known, "required": list(required), "additionalProperties": False}
+
+
+ACTIONS = ["FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts", "RestartJob", "RestartJobAndIgnoreMaxRestarts"]
+REASONS = ["BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes", "MaxFailedIndexesExceeded", "PodFailurePolicy"]
+RULE = fields(
+    *("name", "action"),
+    name={"type": "string", "pattern": "^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"},
+    action={"enum": ACTIONS},
+    onJobFailureReasons={
+        "type": "array",
+        "uniqueItems": True,
+        "items": {
+            "enum": [
+                "BackoffLimitExceeded",
+                "DeadlineExceeded",
+                "FailedIndexes",
+                "MaxFailedIndexesExceeded",
+                "PodFailurePolicy",
+            ]
+        },
+    },
+    onJobFailureMessagePatterns=TEXTS,
+    targetReplicatedJobs=TEXTS,
+)
+TEMPLATE = fields("spec", metadata={}, spec={})
+REPLICATED = fields(*("name", "template"), name=NAME, groupName=TEXT, replicas=NUMBER, dependsOn=TEXTS, template=TEMPLATE)
+JOBSET = fields(
+    *("apiVersion", "kind", "metadata", "spec"),
+    apiVersion={"const": "jobset.x-k8s.io/v1alpha2"},
+    kind={"const": "JobSet"},
+    metadata=fields("name", name=NAME, namespace=NAME, labels={"type": "object"}, annotations={"type": "object"}),
+    spec=fields(
+        "replicatedJobs",
+        replicatedJobs={"type": "array", "minItems": 1, "items": REPLICATED},
+        network=fields(enableDNSHostnames=FLAG, subdomain=NAME, publishNotReadyAddresses=FLAG),
+        failurePolicy=fields(
+            maxRestarts=NUMBER,
+            restartStrategy={"enum": ["Recreate", "BlockingRecreate", "InPlaceRestart"]},
+            rules={"type": "array", "items": RULE},
+        ),
+        successPolicy=fields("operator", operator={"enum": ["All", "Any"]}, targetReplicatedJobs=TEXTS),
+        suspend=FLAG,
+        coordinator=fields("replicatedJob", replicatedJob=TEXT, jobIndex=NUMBER, podIndex=NUMBER),
+        managedBy=TEXT,
+        ttlSecondsAfterFinished=NUMBER,
+    ),
+)
+
+
+@pytest.fixture
+def jobset() -> dict[str, Any]:
+    return yaml.safe_load((DEPLOY / "jobset.yaml").read_text())
+
+
+def job_of(jobset: dict[str, Any]) -> dict[str, Any]:
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    return replicated["template"]["spec"]
+
+
+def pod_of(jobset: dict[str, Any]) -> dict[str, Any]:
+    return job_of(jobset)["template"]["spec"]
+
+
+def check_kubernetes(jobset: dict[str, Any]) -> None:
+    jsonschema.Draft202012Validator(JOBSET).validate(jobset)
+    name = jobset["metadata"]["name"]
+    document = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": job_of(jobset)}
+    for version in ("1.31", kubernetes_validate.latest_version()):  # the first in which podFailurePolicy is stable
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_jobset_fits_its_schema(jobset: dict[str, Any]):
+    check_kubernetes(jobset)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda j: j["spec"]["network"].update(enableDNSHostname=True),
+        lambda j: j["spec"]["failurePolicy"]["rules"][0].update(action="Fail"),
+        lambda j: j["spec"]["failurePolicy"]["rules"][0].update(name="ended-for-good"),
+        lambda j: j["spec"]["replicatedJobs"][0].update(replica=2),
+        lambda j: job_of(j).update(paralelism=2),
+        lambda j: pod_of(j)["containers"][0].update(env=[{"name": "A", "value": 2}]),
+        lambda j: pod_of(j).update(terminationGracePeriodSeconds="10m"),
+    ],
+)
+def test_a_jobset_that_kubernetes_would_refuse_is_found(jobset: dict[str, Any], spoil: Callable[[dict[str, Any]], None]):
+    spoilt = copy.deepcopy(jobset)
+    spoil(spoilt)
+    with pytest.raises((jsonschema.ValidationError, kubernetes_validate.ValidationError)):
+        check_kubernetes(spoilt)
+
+
+def ending(jobset: dict[str, Any], code: int, disrupted: bool = False) -> str:
+    """What becomes of the JobSet when a pod's container ends with `code`: done, again or failed.
+
+    A Job takes the first rule of its podFailurePolicy that fits: FailJob ends it with the reason PodFailurePolicy; Count, or no
+    rule, counts against backoffLimit. The JobSet takes the first rule that fits that reason, and restarts where none does.
+    """
+    if code == 0:
+        return "done"
+    job, reason = job_of(jobset), "BackoffLimitExceeded"
+    assert job["backoffLimit"] == 0
+    for rule in job["podFailurePolicy"]["rules"]:
+        conditions = [c["type"] for c in rule.get("onPodConditions", []) if c["status"] == "True"]
+        codes = rule.get("onExitCodes", {"operator": "In", "values": []})
+        if (disrupted and "DisruptionTarget" in conditions) or ((code in codes["values"]) == (codes["operator"] == "In")):
+            reason = "PodFailurePolicy" if rule["action"] == "FailJob" else reason
+            break
+    for rule in jobset["spec"]["failurePolicy"]["rules"]:
+        if reason in rule["onJobFailureReasons"]:
+            return {"FailJobSet": "failed", "RestartJobSet": "again"}[rule["action"]]
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] > 0
+    return "again"
+
+
+def test_every_exit_code_has_its_consequence(jobset: dict[str, Any]):
+    expected = {0: "done"} | dict.fromkeys(AGAIN, "again") | dict.fromkeys(FOR_GOOD, "failed")
+    assert {code: ending(jobset, code) for code in expected} == expected
+    # Evicted or drained: again, also where the save took too long and it was killed.
+    assert [ending(jobset, code, disrupted=True) for code in (75, 137, 143)] == ["again"] * 3
+    names = {rule.get("onExitCodes", {}).get("containerName") for rule in job_of(jobset)["podFailurePolicy"]["rules"]}
+    assert names - {None} == {c["name"] for c in pod_of(jobset)["containers"]}
+    assert pod_of(jobset)["restartPolicy"] == "Never"  # as a podFailurePolicy demands
+
+
+def test_pods_find_each_other(jobset: dict[str, Any]):
+    """The name of pod 0 follows from those of the JobSet, as its controller makes it; the count from the Job."""
+    (container,), job, network = pod_of(jobset)["containers"], job_of(jobset), jobset["spec"]["network"]
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    nodes = job["completions"]
+    assert nodes == job["parallelism"] and job["completionMode"] == "Indexed" and network["enableDNSHostnames"]
+    pod_zero = f"{jobset['metadata']['name']}-{replicated['name']}-0-0.{network['subdomain']}"
+    (port,) = [p["containerPort"] for p in container["ports"]]
+    told = {variable["name"]: variable["value"] for variable in container["env"]}
+    for index in range(nodes):
+        environ = told | {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": str(index)}
+        cluster, problems = detect({}, environ)
+        assert cluster and not problems
+        assert (cluster.process_id, cluster.num_processes, cluster.local_device_ids) == (index, nodes, None)
+        assert cluster.coordinator == f"{pod_zero}:{port}"
+
+
+def test_pods_run_what_jaxtrain_understands(jobset: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(REPO)
+    (container,) = pod_of(jobset)["containers"]
+    nodes, gpus = job_of(jobset)["completions"], container["resources"]["limits"]["nvidia.com/gpu"]
+    environ = {variable["name"]: variable["value"] for variable in container["env"]}
+    image = dict(rest.split("=", 1) for name, rest in instructions(DOCKERFILE) if name == "ENV")
+    loaded = parsed(container["args"], nodes * gpus, image | environ, tmp_path)
+    assert loaded.run.train.global_batch == 256 == nodes * gpus * loaded.run.train.grad_accum
+    # Every place of state lies on a volume of its own, and what is written is on one that can be.
+    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    places = {loaded.run.data.source: "/data", loaded.options["workdir"]: "/runs", loaded.run.paths.cache: "/scratch"}
+    assert [place for place, mount in places.items() if not place.startswith(f"{mount}/")] == []
+    assert [path for path, mount in mounts.items() if mount.get("readOnly")] == ["/data"]
+    volumes = {volume["name"]: volume for volume in pod_of(jobset)["volumes"]}
+    assert set(volumes) == {mount["name"] for mount in mounts.values()}
+    assert volumes[mounts["/dev/shm"]["name"]]["emptyDir"]["medium"] == "Memory"
+    assert "persistentVolumeClaim" in volumes[mounts["/runs"]["name"]]
+    # The image's user, and time for a save.
+    assert pod_of(jobset)["securityContext"]["runAsUser"] == int(dict(instructions(DOCKERFILE))["USER"])
+    assert pod_of(jobset)["terminationGracePeriodSeconds"] >= 300

@@ -1,0 +1,942 @@
+"""Preflight: recorded nodes, healthy and broken, are judged; each fault by its own check and no other.
+
+tests/recorded/faults/NAME holds one file or a few over a healthy node. The recordings are composed from the formats that
+nvidia-smi and the kernel print, and were not taken from nodes (docs/preflight.md).
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxtrain import distributed, launch
+from jaxtrain.preflight import __main__ as command
+from jaxtrain.preflight import (
+    boards,
+    bounded,
+    check,
+    inspection,
+    judge,
+    live,
+    names,
+    pace,
+    places,
+    report,
+    smi,
+    together,
+    variables,
+    versions,
+)
+from jaxtrain.preflight.check import FAULT, NOTE, OK, UNKNOWN, Asked, Check, grouped
+from jaxtrain.preflight.live import Live
+from jaxtrain.preflight.machine import ABSENT, TIMED_OUT, Answer, Disk, Recorded, Recording, RecordingError, file_name
+
+REPO = Path(__file__).resolve().parents[2]
+RECORDED = Path(__file__).resolve().parents[1] / "recorded"
+H200 = RECORDED / "h200_healthy"
+
+# Fault -> (the check that tells it, words of what was seen, words of its remedy).
+FAULTS = {
+    "phb_link": ("topology", "GPU0-GPU3 PHB (across one PCIe host bridge", "nvidia-fabricmanager"),
+    "nvl_missing_bridge": ("topology", "GPU4 to GPU7: no NVLink, not NV6 to 3 others", "the bridge sits on all"),
+    "seven_gpus": ("GPU count", "7 of 8", "power-cycle the node"),
+    "lost_gpu": ("GPU count", "the driver cannot reach GPU 0000:5D:00.0", "power-cycle the node"),
+    "ecc_error": ("ECC", "GPU5: 2", "--gpu-reset"),
+    "row_remap_pending": ("row remap", "pending on GPU2", "reset the GPU"),
+    "row_remap_failed": ("row remap", "failed on GPU2", "replaced"),
+    "xid": ("Xid", "74 (NVLink error) on 0000:9a:00", "Xid catalogue"),
+    "power_cap": ("power limit", "GPU0 to GPU7: 500 W of 700", "nvidia-smi -i N -pl"),
+    "low_clocks": ("clocks", "GPU0 to GPU7: set to 1410 MHz, by default 1980", "nvidia-smi -rac"),
+    "throttling": ("throttling", "GPU1: hw_slowdown+hw_thermal", "fans"),
+    "memory_in_use": ("memory in use", "GPU0: 40.3 GiB, by python (pid 20417)", "End those processes"),
+    "mig": ("MIG", "GPU7: Enabled", "-mig 0"),
+    "narrow_pcie": ("PCIe", "GPU3: x8 of x16", "seated anew"),
+    "nvlink_down": ("NVLink", "GPU6 17 of 18 (link 11 down)", "nvidia-smi nvlink -s"),
+    "nvlink_recoveries": ("NVLink errors", "GPU4 link 7: Recovery 12", "nvidia-smi nvlink -e"),
+    "fabric_manager": ("fabric", "In Progress", "systemctl restart nvidia-fabricmanager"),
+    "port_down": ("InfiniBand", "mlx5_5 DOWN", "ibstat"),
+    "old_driver": ("driver", "515.65.01; CUDA 12 needs 525.60.13", "Install a newer driver"),
+    "old_cudnn": ("CUDA wheels", "nvidia-cudnn-cu12 9.1.0.70 (needs <10.0,>=9.10.2.21)", "./run.sh setup"),
+    "no_plugin": ("CUDA plugin", "no CUDA plugin of JAX", "JAXTRAIN_CUDA=12 ./run.sh setup"),
+    "library_path": ("library path", "/opt/cuda/lib64/libcudnn_ops.so.9", "unset LD_LIBRARY_PATH"),
+    "numa_balancing": ("NUMA balancing", "on (1)", "sysctl kernel.numa_balancing=0"),
+    "governor": ("CPU governor", "powersave", "cpupower frequency-set -g performance"),
+    "small_shm": ("/dev/shm", "61 MiB", "--shm-size"),
+    "locked_memory": ("locked memory", "8 MiB", "ulimit -l unlimited"),
+    "full_disk": ("disk checkpoints", "1.2 of 204,800 GiB free", "checkpoint.dir"),
+    "checkpoints_in_memory": ("disk checkpoints", "tmpfs", "outlives the node"),
+    "stale_nccl": ("variables", "NCCL_ALGO=Ring NCCL_P2P_DISABLE=1", "--config.env.inherit=NCCL_ALGO,NCCL_P2P_DISABLE"),
+    "stale_xla": ("variables", "XLA_FLAGS=--xla", "--config.env.inherit=XLA_FLAGS"),
+    "two_memory_fractions": ("memory variables", "XLA_PYTHON_CLIENT_MEM_FRACTION=0.75", "train.memory_fraction"),
+    "mnnvl": ("NCCL_MNNVL_ENABLE", "1", "unset NCCL_MNNVL_ENABLE"),
+    "proxy": ("proxy", "also for node-a, node-b", "no_proxy=node-a,node-b"),
+    "renumbered_device": ("CUDA_VISIBLE_DEVICES", "number 3 of those, of which there is 1", "--gpus-per-task"),
+    "slow_gpu": ("GEMM", "GPU5 622 (-17%)", "take it out"),
+    "slow_all_reduce": ("all-reduce", "43 GB/s", "NCCL_DEBUG=INFO"),
+    "nvidia_smi_hangs": ("nvidia-smi", "no answer in time", "power-cycle the node"),
+    "needs_reset": ("GPU count", "GPU6: requires reset", "--gpu-reset -i 6, with no process"),
+    "recovery_action": ("recovery action", "GPU4: Drain and Reset", "--gpu-reset"),
+    "hot_under_load": ("under load", "GPU2: sw_thermal in 80% of the samples", "fans"),
+    "gpu_work_crashes": ("GPU work", "ended with code -6 in all-reduce over the node's 8 GPUs", "NCCL_DEBUG=INFO"),
+    "mount_hangs": ("disk checkpoints", "/scratch/run/checkpoints did not answer", "Mount it anew"),
+    "driver_broken": ("nvidia-smi", "couldn't communicate with the NVIDIA driver", "dkms status"),
+}
+
+# What looks like a fault and is none -> (the check that might have told it, its state, words of what was seen).
+SOUND = {
+    "others_train_beside": ("memory in use", OK, "0.0 GiB at most"),
+    "slurm_gave_four": ("GPU count", NOTE, "8, and Slurm gave 4"),
+    "display_card": ("GPU model", OK, "1 x NVIDIA GeForce RTX 4090"),
+    "hgx_h100_of_four": ("topology", OK, "all pairs NV6, without switches"),
+    "hgx_a100_of_four": ("topology", OK, "all pairs NV4, without switches"),
+    "two_of_a_bridge": ("topology", NOTE, "1 pairs NV6, of bridges of 4"),
+    "one_gpu_in_vm": ("NVLink", NOTE, "none"),
+    "pod_with_three": ("GPU count", OK, "3, and NVIDIA_VISIBLE_DEVICES gave 3"),
+    "xid_before_a_reset": ("Xid", NOTE, "before a reset: 74 (NVLink error)"),
+    "governor_follows_load": ("CPU governor", NOTE, "powersave (intel_pstate)"),
+    "locked_memory_without_limit": ("locked memory", OK, "CAP_IPC_LOCK"),
+    "wheels_come_first": ("library path", NOTE, "/opt/cuda/lib64/libcudnn.so.9"),
+    "one_port_of_two_down": ("InfiniBand", NOTE, "mlx5_8 DOWN; each GPU beside one has another"),
+}
+
+
+@pytest.fixture(autouse=True)
+def a_plain_environment(monkeypatch):
+    """The tests' own shell may be a job of several processes; the recordings have environments of their own."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "JAXTRAIN_", "OMPI_")) or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+
+
+def judged(folder: Path, capsys, *more: str) -> tuple[int, dict, str]:
+    """(exit code, JSON, verdict line) of a recorded node."""
+    code = command.main([f"--recorded={folder}", "--json", *more])
+    said = capsys.readouterr()
+    return code, json.loads(said.out), said.err.strip()
+
+
+def faults(found: dict) -> list[dict]:
+    return [check for node in found["nodes"] for check in node["checks"] if check["state"] == FAULT]
+
+
+def copied(tmp_path: Path, change: dict[str, str], base: Path = H200) -> Path:
+    """A recording with some files of its own over another one."""
+    folder = tmp_path / "node"
+    folder.mkdir(parents=True)
+    (folder / "base.txt").write_text(str(base))
+    for name, text in change.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def answer(command_: str, out: str, code: str = "0") -> dict[str, str]:
+    return {f"commands/{file_name(command_)}": f"$ {command_}\nexit {code}\n{out}"}
+
+
+def gpu_table(**change: str) -> dict[str, str]:
+    """The healthy node's GPUs with cells changed: field="value" for all of them."""
+    lines = Recorded(H200).run(smi.GPUS).out.splitlines()
+    rows = [
+        dict(zip(smi.CORE, line.split(", "), strict=True)) | {k.replace("__", "."): v for k, v in change.items()}
+        for line in lines[1:]
+    ]
+    return answer(smi.GPUS, "\n".join([lines[0], *(", ".join(row.values()) for row in rows)]) + "\n")
+
+
+def one_gpu(index: int, **change: str) -> dict[str, str]:
+    """The healthy node's GPUs with cells of one of them changed."""
+    lines = Recorded(H200).run(smi.GPUS).out.splitlines()
+    row = dict(zip(smi.CORE, lines[1 + index].split(", "), strict=True)) | {k.replace("__", "."): v for k, v in change.items()}
+    lines[1 + index] = ", ".join(row.values())
+    return answer(smi.GPUS, "\n".join(lines) + "\n")
+
+
+def of_makers(mhz: str) -> dict[str, str]:
+    """Cards of one unknown model, of which the first offers this clock and the others 2900 MHz."""
+    lines = next(iter(gpu_table(name="Mystery", clocks__max__sm="2900").values())).splitlines()
+    lines[3] = lines[3].replace("2900", mhz)
+    return answer(smi.GPUS, "\n".join(lines[2:]) + "\n")
+
+
+LINKS_OF_MYSTERY = "GPU 0: x\n Link 0: 25 GB/s\n Link 1: 25 GB/s\nGPU 1: x\n Link 0: 25 GB/s\n Link 1: <inactive>\n"
+BARE = "GPU 0: x\n Link 0: 25 GB/s\n Link 1: 25 GB/s\nGPU 1: x\n Link 0: <inactive>\n Link 1: <inactive>\n"
+XID = "[300911.7] NVRM: Xid (PCI:0000:9a:00): %s\n"
+FACTS = '{"memlock_bytes": %s, "cpus": 192, "memory_gib": 2015.3, "open_files": null, "clock_synchronised": true}'
+
+
+def check_of(folder: Path, name: str, capsys, *more: str) -> dict:
+    found = judged(folder, capsys, *more)[1]
+    return next(check for node in found["nodes"] for check in node["checks"] if check["name"] == name)
+
+
+# ---- healthy nodes
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("h200_healthy", "8 x NVIDIA H200"), ("h200_nvl_healthy", "8 x NVIDIA H200 NVL")])
+def test_a_healthy_node_is_fit(name, gpus, capsys):
+    code, found, line = judged(RECORDED / name, capsys)
+    checks = found["nodes"][0]["checks"]
+    assert (code, found["verdict"], found["exit_code"]) == (0, "fit", 0)
+    assert line == f"fit: {gpus}, {len(checks)} checks"  # without a remark
+    assert {check["state"] for check in checks} == {OK} and len({check["name"] for check in checks}) == len(checks) > 40
+    assert all(check["expected"] and check["seen"] and check["why"] for check in checks)
+    assert found["format"] == 1 and found["nodes"][0]["host"] == "node-a"
+
+
+def test_what_a_board_should_have_comes_from_the_board(capsys):
+    assert check_of(H200, "topology", capsys)["seen"] == "all pairs NV18"
+    assert check_of(RECORDED / "h200_nvl_healthy", "topology", capsys)["seen"] == "bridges of 4, NV6 within each"
+
+
+def test_the_table_for_people(capsys):
+    assert command.main([f"--recorded={RECORDED / 'faults' / 'power_cap'}"]) == 3
+    said = capsys.readouterr().out
+    assert "power limit" in said and "why: GEMMs" in said and "fix: sudo nvidia-smi -i N -pl" in said
+    assert said.rstrip().endswith("FAULT: power limit (GPU0 to GPU7: 500 W of 700): see above")
+
+
+def test_a_machine_without_gpus_gets_a_plain_report(capsys):
+    code, found, line = judged(RECORDED / "no_gpu", capsys)
+    assert (code, found["verdict"]) == (0, "no GPUs") and line.startswith("no GPUs: no NVIDIA GPU: there is no nvidia-smi")
+    states = {check["name"]: check["state"] for check in found["nodes"][0]["checks"]}
+    assert states["CPU governor"] == NOTE and FAULT not in states.values() and "ECC" not in states and "driver" not in states
+
+
+# ---- faults
+
+
+def test_every_recorded_fault_is_expected():
+    assert {path.name for path in (RECORDED / "faults").iterdir()} == set(FAULTS)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_told_and_nothing_else(name, capsys):
+    check, seen, fix = FAULTS[name]
+    code, found, line = judged(RECORDED / "faults" / name, capsys)
+    assert {c["name"] for c in faults(found)} == {check}
+    (fault,) = faults(found)
+    assert seen in fault["seen"] and fix in fault["fix"] and fault["why"]
+    assert code == found["exit_code"] == 3 and found["verdict"] == "fault"
+    assert line.startswith(f"FAULT: {check} (") and line.endswith(": see above")
+
+
+def test_all_that_is_sound_is_expected():
+    assert {path.name for path in (RECORDED / "sound").iterdir()} == set(SOUND)
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_what_is_sound_stops_no_run(name, capsys):
+    code, found, line = judged(RECORDED / "sound" / name, capsys)
+    assert faults(found) == [] and code == 0 and line.startswith("fit: ")
+    name_, state, seen = SOUND[name]
+    (check,) = [c for c in found["nodes"][0]["checks"] if c["name"] == name_]
+    assert check["state"] == state and seen in check["seen"]
+
+
+def test_two_faults_are_two(tmp_path, capsys):
+    folder = copied(tmp_path, {"files/proc/sys/kernel/numa_balancing": "1\n", **gpu_table(mig__mode__current="Enabled")})
+    assert {c["name"] for c in faults(judged(folder, capsys)[1])} == {"NUMA balancing", "MIG"}
+
+
+# ---- what looks like a fault and is none, and the other way round
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "state", "seen"),
+    [
+        (gpu_table(persistence_mode="Disabled"), "persistence", NOTE, "off on GPU0"),
+        (gpu_table(compute_mode="Prohibited"), "compute mode", FAULT, "GPU0 to GPU7: Prohibited"),
+        (gpu_table(pcie__link__gen__current="1"), "PCIe", NOTE, "gen 1 of 5"),
+        (gpu_table(ecc__errors__uncorrected__volatile__total="[N/A]"), "ECC", UNKNOWN, "do not tell"),
+        (gpu_table(clocks__max__sm="1755"), "clocks", FAULT, "offers 1755 MHz of 1980"),
+        (gpu_table(name="NVIDIA H200 Mystery"), "topology", OK, "28 pairs NV18; what this board should have is not known"),
+        (gpu_table(name="NVIDIA H200 Mystery", power__limit="500.00"), "power limit", FAULT, "500 W of 700"),
+        (gpu_table(name="NVIDIA H200 Mystery"), "all-reduce", OK, "what this board reaches is not known"),
+        (answer("dmesg", "", "1") | {}, "Xid", UNKNOWN, "dmesg"),
+        (
+            answer("dmesg", "[1.0] NVRM: Xid (PCI:0000:9a:00): 79, pid=1, GPU has fallen off the bus.\n"),
+            "Xid",
+            NOTE,
+            "older: 79",
+        ),
+        (answer("dmesg", "[301000.0] NVRM: Xid (PCI:0000:9a:00): 31, pid=1, name=python, MMU Fault\n"), "Xid", OK, "none"),
+        (answer(smi.THROTTLE, "index, x\n0, 0x0000000000000004\n"), "throttling", NOTE, "GPU0"),
+        (answer(smi.REMAPPED, "h\nGPU-1, 0, 1, 0, 0\n"), "row remap", OK, "done after an uncorrected error on GPU-1"),
+        (answer(smi.REMAPPED, "h\nGPU-1, 0, 1, Yes, No\n"), "row remap", FAULT, "pending on GPU-1"),
+        (
+            answer(smi.FABRIC_STATE, 'Field "fabric.state" is not a valid field to query.\n', "2"),
+            "fabric",
+            UNKNOWN,
+            "not a valid",
+        ),
+        (answer(smi.TOPOLOGY, "", "9"), "topology", UNKNOWN, "exit code 9"),
+        (
+            {"files/sys/devices/system/node/online": "0\n", "files/proc/sys/kernel/numa_balancing": "1\n"},
+            "NUMA balancing",
+            NOTE,
+            "on (1)",
+        ),
+        ({"files/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "schedutil\n"}, "CPU governor", NOTE, "schedutil"),
+        ({"files/sys/fs/cgroup/cpu.max": "400000 100000\n"}, "CPUs", NOTE, "192, of which the container may use 4 for 8 GPUs"),
+        ({"files/sys/fs/cgroup/memory.max": f"{200 << 30}\n"}, "host memory", NOTE, "200 GiB of 2,015 GiB"),
+        ({"environ.json": '{"CUDA_VISIBLE_DEVICES": "0,1"}'}, "CUDA_VISIBLE_DEVICES", NOTE, "2 of 8 GPUs"),
+        ({"environ.json": '{"CUDA_VISIBLE_DEVICES": "3,1"}'}, "CUDA_VISIBLE_DEVICES", NOTE, "2 of 8 GPUs"),
+        ({"environ.json": '{"CUDA_VISIBLE_DEVICES": "8"}'}, "CUDA_VISIBLE_DEVICES", FAULT, "there is no GPU 8"),
+        ({"environ.json": '{"CUDA_VISIBLE_DEVICES": ""}'}, "CUDA_VISIBLE_DEVICES", FAULT, "hides all GPUs"),
+        ({"environ.json": '{"CUDA_VISIBLE_DEVICES": "7,6,5,4,3,2,1,0"}'}, "CUDA_VISIBLE_DEVICES", NOTE, "another order"),
+        ({"environ.json": '{"CUDA_DEVICE_MAX_CONNECTIONS": "1"}'}, "variables", FAULT, "CUDA_DEVICE_MAX_CONNECTIONS=1"),
+        ({"environ.json": '{"NCCL_IB_HCA": "mlx5"}'}, "variables", OK, "none"),  # env.inherit names it
+        ({"environ.json": '{"HTTPS_PROXY": "http://p:1"}'}, "proxy", NOTE, "nobody to miss"),
+        ({"environ.json": '{"SLURM_GPUS_ON_NODE": "16"}'}, "GPU count", FAULT, "8, and Slurm gave 16"),
+        ({"environ.json": '{"NVIDIA_VISIBLE_DEVICES": "all"}'}, "GPU count", OK, "8 of 8"),
+        ({"environ.json": '{"CUDA_VISIBLE_DEVICES": "GPU-7cc661e9"}'}, "GPU model", OK, "1 x NVIDIA H200"),
+        ({"environ.json": '{"CUDA_VISIBLE_DEVICES": "MIG-1"}'}, "CUDA_VISIBLE_DEVICES", FAULT, "there is no GPU MIG-1"),
+        (gpu_table(memory__used="4096"), "memory in use", NOTE, "4.0 GiB"),  # of the 6 that the run leaves
+        (gpu_table(memory__used="7168"), "memory in use", FAULT, "7.0 GiB"),
+        (gpu_table(power__limit="650.00", power__default_limit="650.00"), "power limit", NOTE, "an HGX H200 has 700"),
+        (gpu_table(enforced__power__limit="500.00"), "power limit", FAULT, "set to 700 W, and held at 500"),
+        (gpu_table(name="Mystery", enforced__power__limit="500.00"), "power limit", NOTE, "held at 500"),
+        (gpu_table(power__limit="[GPU requires reset]"), "GPU count", FAULT, "GPU0: requires reset"),
+        (gpu_table(power__limit="[N/A]"), "power limit", UNKNOWN, "do not tell"),
+        (gpu_table(name="Mystery", pcie__link__width__current="8"), "PCIe", NOTE, "x8 of x16"),
+        (gpu_table(pcie__link__width__current="8"), "PCIe", FAULT, "x8 of x16"),
+        (one_gpu(3, name="Mystery", pcie__link__width__current="4"), "GPU model", FAULT, "7 x NVIDIA H200"),
+        (of_makers("2850"), "clocks", OK, "up to 2850 MHz"),
+        (of_makers("2500"), "clocks", FAULT, "GPU0: offers 2500 MHz of 2900"),
+        (
+            answer(smi.THROTTLE, "i, x\n0, [Requested functionality has been deprecated]\n"),
+            "throttling",
+            UNKNOWN,
+            "do not tell",
+        ),
+        (answer(smi.LINKS, LINKS_OF_MYSTERY) | gpu_table(name="Mystery"), "NVLink", FAULT, "GPU1 1 of 2 (link 1 down)"),
+        (answer(smi.LINKS, BARE) | gpu_table(name="Mystery"), "NVLink", NOTE, "none on GPU1, and 2 on others"),
+        (
+            answer("dmesg", XID % "154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)"),
+            "Xid",
+            NOTE,
+            "154",
+        ),
+        (answer(smi.RECOVERY_ACTION, "Field is not valid\n", "2"), "recovery action", UNKNOWN, "does not tell"),
+        ({"files/proc/uptime": "soon\n"} | answer("dmesg", XID % "79, gone"), "Xid", UNKNOWN, "ValueError: could not convert"),
+        ({"facts.json": FACTS % "2199023255552"}, "locked memory", OK, "as much as the GPUs have"),
+        ({"facts.json": FACTS % "8388608"}, "locked memory", NOTE, "a run of one node has no need"),
+        ({"environ.json": '{"LD_LIBRARY_PATH": "/opt/mpi/lib"}'}, "library path", OK, "none in /opt/mpi/lib"),
+    ],
+)
+def test_degrees(change, name, state, seen, tmp_path, capsys):
+    check = check_of(copied(tmp_path, change), name, capsys)
+    assert check["state"] == state and seen in check["seen"]
+
+
+def test_part_of_a_board_is_what_schedulers_hand_out(tmp_path, capsys):
+    lines = Recorded(H200).run(smi.GPUS).out.splitlines()
+    few = {
+        n: copied(tmp_path / str(n), answer(smi.GPUS, "\n".join(lines[: n + 1]) + "\n"))
+        for n in (1, 4, 5)
+        if not (tmp_path / str(n)).mkdir()
+    }
+    states = {n: check_of(folder, "GPU count", capsys)["state"] for n, folder in few.items()}
+    assert states == {1: NOTE, 4: NOTE, 5: FAULT}
+
+
+def test_a_variable_that_the_config_names_is_part_of_the_run(capsys):
+    stale = RECORDED / "faults" / "stale_nccl"
+    assert judged(stale, capsys, "--config.env.inherit=NCCL_ALGO,NCCL_P2P_DISABLE")[0] == 0
+    code, found, _ = judged(stale, capsys, "--config.env.inherit=NCCL_ALGO")
+    assert code == 3 and faults(found)[0]["seen"] == "NCCL_P2P_DISABLE=1"
+
+
+def test_a_checkpoint_needs_room_for_two(capsys, tmp_path):
+    disks = json.loads((H200 / "disks.json").read_text())
+    disks["checkpoints"]["free_gib"] = 150.0
+    folder = copied(tmp_path, {"disks.json": json.dumps(disks)})
+    assert check_of(folder, "disk checkpoints", capsys)["state"] == OK
+    config = f"--config={REPO / 'configs' / 'llama3_8b.py'}"  # 8.03 billion weights at 12 bytes, twice: 179.5 GiB
+    check = check_of(folder, "disk checkpoints", capsys, config)
+    assert check["state"] == FAULT and check["expected"] == "179 GiB free"
+    assert check_of(folder, "disk checkpoints", capsys, config, "--config.checkpoint.dir=gs://b/run")["state"] == UNKNOWN
+
+
+def test_places_that_share_a_disk():
+    data, here = Disk("/a", 9, 9, "1", "xfs", "/"), Disk("/b", 9, 9, "1", "xfs", "/")
+    assert places.shared({"data": data, "checkpoints": here}).seen == "data and checkpoints share /"
+    assert places.shared({"data": data, "checkpoints": dataclasses.replace(here, device="2")}).state == OK
+    over = dataclasses.replace(here, kind="nfs4", device="3")
+    assert places.shared({"data": data, "cache": over}).seen == "cache over the network (nfs4)"
+
+
+def test_rates_below_what_a_board_reaches():
+    node = inspection.look(Recorded(H200), Asked(launch.load([]).run, {}, None))[0]
+
+    def state(**figures) -> dict[str, str]:
+        return {check.name: check.state for check in judge.checks(node, figures)}
+
+    # 480 with sums in the switches, 370 without: between the two nothing is broken.
+    assert [state(all_reduce_bus_gb_s=rate)["all-reduce"] for rate in (400, 380, 300, 290)] == [OK, NOTE, NOTE, FAULT]
+    assert [state(reduce_scatter_bus_gb_s=rate)["reduce-scatter"] for rate in (300, 290)] == [OK, FAULT]
+    assert [state(gemm_tflops=[700.0] * 7 + [last])["GEMM"] for last in (640.0, 620.0)] == [OK, FAULT]
+    assert state(gemm_tflops=[400.0] * 8)["GEMM"] == FAULT  # alike, and all below half of the peak
+    assert [state(h2d_gb_s=[50.0] * 7 + [last])["host to device"] for last in (26.0, 24.0)] == [OK, FAULT]
+    slow = {"checkpoints": {"write_gb_s": 0.04, "read_gb_s": 1.0}}
+    assert state(disk={"data": {"read_gb_s": 0.01}})["disk rates"] == FAULT  # on a disk of its own
+    assert state(disk=slow)["disk rates"] == NOTE  # at this moment, over the network
+    assert state(disk={"cache": slow["checkpoints"]})["disk rates"] == OK
+    broken = {"disk.checkpoints": "/scratch: Disk quota exceeded"}
+    assert state(failed=broken, left_out=broken)["disk rates"] == FAULT
+    assert "GPU work" not in state(failed=broken) and state(failed={"process": "it ended"})["GPU work"] == FAULT
+    left = {check.name: check.seen for check in judge.checks(node, {"left_out": {"gemm_tflops": "no time"}})}
+    assert left["GEMM"] == "no time"
+
+
+def test_a_slow_gpu_is_one_below_the_others(capsys):
+    """Of two, the slower one is found though it pulls their median down; its number is nvidia-smi's."""
+    node = inspection.look(Recorded(H200), Asked(launch.load([]).run, {}, None))[0]
+    found = {check.name: check for check in judge.checks(node, {"gpus": [5, 2], "gemm_tflops": [700.0, 600.0]})}
+    assert found["GEMM"].state == FAULT and "GPU2 600 (-14%)" in found["GEMM"].seen and "GPU5" not in found["GEMM"].seen
+
+
+@pytest.mark.parametrize(
+    ("gpu", "state", "seen"),
+    [
+        ({"reasons": {"hw_power_brake": 0.6}}, FAULT, "GPU1: hw_power_brake in 60%"),
+        ({"reasons": {"sw_thermal": 0.2}}, NOTE, "sw_thermal in 20%"),
+        ({"reasons": {"sw_thermal": 0.6}}, FAULT, "sw_thermal in 60%"),
+        ({"reasons": {"sync_boost": 1.0}}, OK, "1,500 to 1,500 MHz"),
+        ({"sm_mhz": 1200.0, "power_w": 390.0}, NOTE, "GPU1: 1,200 of 1,980 MHz at 390 of 700 W"),
+        ({"sm_mhz": 1200.0, "power_w": 695.0}, OK, "1,200"),  # at its limit: that is what full load looks like
+        ({"sm_mhz": None, "power_w": None}, OK, "none"),
+    ],
+)
+def test_under_load(gpu, state, seen):
+    node = inspection.look(Recorded(H200), Asked(launch.load([]).run, {}, None))[0]
+    whole = {"gpu": 1, "sm_mhz": 1500.0, "power_w": 690.0, "power_limit_w": 700.0, "reasons": {}} | gpu
+    (check,) = [c for c in judge.checks(node, {"under_load": [whole]}) if c.name == "under load"]
+    assert check.state == state and seen in check.seen
+    assert state != NOTE or "MHz" not in seen or "nvidia-smi -rgc" in check.fix
+    if gpu == {"reasons": {"sw_thermal": 0.6}}:  # a laptop is built to get hot
+        (check,) = [
+            c for c in judge.checks(dataclasses.replace(node, board=None), {"under_load": [whole]}) if c.name == "under load"
+        ]
+        assert check.state == NOTE
+
+
+def test_rates_between_nodes():
+    """Against what this node reaches by itself, and the cards beside the GPUs: 8 of 50 GB/s."""
+
+    def state(name: str, between: float, **figures) -> str:
+        machine = Recorded(RECORDED / name)
+        cluster = distributed.detect({}, machine.environ())[0] or distributed.Cluster("a:1", 2, 0, None, "this test")
+        node = inspection.look(machine, Asked(launch.load([]).run, {}, cluster))[0]
+        found = judge.checks(node, figures | {"inter_node_all_reduce_bus_gb_s": between})
+        return next(check.state for check in found if check.name == "between nodes")
+
+    assert [state("two_nodes/a", rate, all_reduce_bus_gb_s=470.0) for rate in (341.0, 150.0)] == [OK, FAULT]
+    assert state("two_nodes/a", 18.0, all_reduce_bus_gb_s=20.0) == OK  # GPUs joined by PCIe
+    assert state("two_nodes/a", 210.0) == OK  # one GPU a process: 400 of the cards, and no figure of the node's
+    assert state("sound/hgx_h100_of_four", 3.0, all_reduce_bus_gb_s=210.0) == OK  # no card is near: it is only told
+
+
+def beside(*far: int) -> dict[str, str]:
+    """The healthy node's matrix, of which these cards are beside no GPU."""
+    out = Recorded(H200).run(smi.TOPOLOGY).out.splitlines()
+    rows = [line.replace("\tPIX", "\tNODE") if line.startswith(tuple(f"GPU{n}\t" for n in far)) else line for line in out]
+    return answer(smi.TOPOLOGY, "\n".join(rows) + "\n")
+
+
+@pytest.mark.parametrize(("far", "state", "cards"), [((3,), FAULT, 7), ((1, 2, 3, 4, 5, 6, 7), NOTE, 1), ((), OK, 8)])
+def test_a_card_for_each_gpu(far, state, cards, tmp_path):
+    """One missing of eight is a fault; one for storage is how the machine is built. Nodes are compared by those near and up."""
+    machine = Recorded(copied(tmp_path, beside(*far)))
+    cluster = distributed.Cluster("a:1", 2, 0, None, "this test")
+    node, found = inspection.look(machine, Asked(launch.load([]).run, {}, cluster))
+    assert [c.state for c in found if c.name == "GPU and NIC"] == [state]
+    assert inspection.portrait(node, None)["network cards"] == cards
+    down = Recorded(copied(tmp_path / "2", {"files/sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN\n"}, tmp_path / "node"))
+    node = dataclasses.replace(node, machine=down)
+    assert inspection.portrait(node, None)["network cards"] == cards - 1
+
+
+def test_a_command_has_the_time_that_it_needs():
+    """nvidia-smi wakes eight GPUs one after the other; half of a short limit stays for the rest."""
+    times = {limit: command.machine_of(launch.load([], command.OPTIONS, command.SWITCHES), limit) for limit in (60.0, 20.0)}
+    assert {limit: machine._command_s for limit, machine in times.items()} == {60.0: 25.0, 20.0: 10.0}
+
+
+def test_sixteen_on_a_node_are_two_boards(tmp_path, capsys):
+    lines = Recorded(H200).run(smi.GPUS).out.splitlines()
+    more = [f"{int(line[0]) + 8}{line[1:]}" for line in lines[1:]]
+    check = check_of(copied(tmp_path, answer(smi.GPUS, "\n".join([*lines, *more]) + "\n")), "GPU count", capsys)
+    assert (check["state"], check["seen"]) == (OK, "16; a board has 8")
+
+
+def test_a_check_that_raises_is_one_line(monkeypatch, capsys):
+    def broken(node) -> Check:
+        raise KeyError("index")
+
+    monkeypatch.setattr(pace, "PARTS", ((pace.POWER, broken), (pace.CLOCKS, pace.clocks)))
+    code, found, _ = judged(H200, capsys)
+    states = {c["name"]: (c["state"], c["seen"]) for c in found["nodes"][0]["checks"]}
+    assert code == 0 and states["power limit"] == (UNKNOWN, "KeyError: 'index'") and states["clocks"][0] == OK
+
+
+# ---- faults that are allowed
+
+
+def test_a_fault_that_is_allowed_is_noted(monkeypatch, capsys):
+    node = RECORDED / "faults" / "numa_balancing"
+    code, found, line = judged(node, capsys, "--allow=NUMA balancing, MIG")
+    states = {c["name"]: (c["state"], c["seen"]) for c in found["nodes"][0]["checks"]}
+    assert code == 0 and line.startswith("fit, allowed: NUMA balancing: 8 x NVIDIA H200, ")
+    assert states["NUMA balancing"] == (NOTE, "allowed: on (1)")
+    assert judged(node, capsys, "--allow=CPU governor")[0] == 3
+    monkeypatch.setenv("JAXTRAIN_PREFLIGHT_ALLOW", "CPU governor,NUMA balancing")
+    assert judged(node, capsys)[0] == 0 and judged(RECORDED / "faults" / "mig", capsys)[0] == 3
+    assert judged(node, capsys, "--allow=CPU governor")[0] == 3  # what is given counts, and not the variable
+    monkeypatch.setenv("JAXTRAIN_PREFLIGHT_ALLOW", "foo")
+    assert command.main([f"--recorded={node}"]) == 2
+    assert "JAXTRAIN_PREFLIGHT_ALLOW = 'foo': no check whose fault could be allowed is called that" in capsys.readouterr().err
+
+
+def test_what_is_allowed_is_told_beside_a_fault(tmp_path, capsys):
+    folder = copied(tmp_path, {"files/proc/sys/kernel/numa_balancing": "1\n", **gpu_table(mig__mode__current="Enabled")})
+    code, _, line = judged(folder, capsys, "--allow=NUMA balancing")
+    assert code == 3 and line == "FAULT: MIG (GPU0 to GPU7: Enabled), allowed: NUMA balancing: see above"
+
+
+def test_every_check_has_a_name_that_can_be_allowed(capsys):
+    """No recording, sound or broken, has a line that --allow would refuse."""
+    folders = [RECORDED / name for name in ("h200_healthy", "h200_nvl_healthy", "no_gpu", "two_nodes/a")]
+    folders += [*(RECORDED / "faults").iterdir(), *(RECORDED / "sound").iterdir()]
+    asked = Asked(launch.load([]).run, {"data": "/data", "checkpoints": "/scratch", "cache": "/c"}, None)
+    told = {c.name for folder in folders for c in inspection.look(Recorded(folder), asked)[1]}
+    node = inspection.look(Recorded(H200), asked)[0]
+    told |= {c.name for c in judge.checks(node, Recorded(RECORDED / "two_nodes" / "a").measured() or {})}
+    assert len(told) > 45 and not told - set(names.known())
+    assert {"GPU work", "clocks of all nodes", "driver of all nodes", "disk cache"} < set(names.known())
+
+
+# ---- what people read
+
+
+def test_notes_stand_under_the_table(capsys):
+    assert command.main([f"--recorded={RECORDED / 'sound' / 'governor_follows_load'}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    after = lines[next(i for i, line in enumerate(lines) if line.startswith("└")) + 1 :]
+    assert len(after) == 2 and after[0].startswith("CPU governor: powersave (intel_pstate)") and "; " in after[0]
+    assert after[1].startswith("fit: ")
+    assert command.main([f"--recorded={H200}"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2].startswith("└")  # nothing is said of what is ok
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected", "why"),
+    [
+        ("mount_hangs", "its file system answers", "waits for it, and hangs"),
+        ("checkpoints_in_memory", "on a disk, which outlives the node", "gone when the node restarts"),
+        ("full_disk", "10 GiB free", "A save that finds no room fails"),
+        ("driver_broken", "it answers", "kernel module is not loaded"),
+        ("nvidia_smi_hangs", "it answers", "hangs the driver"),
+        ("needs_reset", "none that requires a reset", "until it is reset"),
+    ],
+)
+def test_the_reason_is_that_of_the_fault(fault, expected, why, capsys):
+    (found,) = faults(judged(RECORDED / "faults" / fault, capsys)[1])
+    assert expected in found["expected"] and why in found["why"]
+
+
+def test_a_reset_mends_no_gpu_that_is_lost(tmp_path, capsys):
+    lost = one_gpu(3, power__limit="[GPU is lost]")
+    lines = next(iter(lost.values())).splitlines()
+    lines = [line.replace("16, 16", "16, [GPU requires reset]") if line.startswith("6, ") else line for line in lines]
+    text = "\n".join(lines) + "\n"
+    check = check_of(copied(tmp_path, dict.fromkeys(lost, text)), "GPU count", capsys)
+    assert check["seen"] == "8; GPU3: GPU is lost; GPU6: requires reset" and "Xid 79" in check["fix"]
+
+
+# ---- reading
+
+
+def test_reading_nvidia_smi():
+    found = smi.topology(Recorded(RECORDED / "h200_nvl_healthy").run(smi.TOPOLOGY).out)  # its heading is underlined
+    assert len(found.pairs()) == 28 and found.joined["GPU1", "GPU3"] == "NV6" and found.numa["GPU7"] == "1"
+    found = smi.topology(Recorded(H200).run(smi.TOPOLOGY).out)
+    assert found.joined["GPU2", "NIC2"] == "PIX" and found.joined["GPU2", "NIC5"] == "SYS" and found.nics["NIC5"] == "mlx5_5"
+    # As an older one prints it in the middle of an issue: spaces for tabs, no GPU NUMA ID.
+    old = (
+        "        GPU0    GPU1    mlx5_0  CPU Affinity\n"
+        "GPU0     X      NV12    PXB     0-23\n"
+        "GPU1    NV12     X      SYS     0-23\n"
+        "mlx5_0  PXB     SYS      X\n"
+    )
+    found = smi.topology(old)
+    assert found.pairs() == {("GPU0", "GPU1"): "NV12"} and found.nics == {"mlx5_0": "mlx5_0"} and not found.numa
+    assert not smi.topology("Failed to run topology matrix\n").gpus
+    lines = (
+        "GPU 0: NVIDIA H100 (UUID: GPU-1)\n\t Link 0: 26.562 GB/s\n\t Link 1: <inactive>\nGPU 1: NVIDIA H100 (UUID: GPU-2)\n"
+    )
+    assert smi.links(lines) == {0: {0: 26.562, 1: None}, 1: {}}
+
+
+def test_versions_are_compared_by_their_numbers():
+    assert versions.within("9.28.0.42", "<10.0,>=9.10.2.21") and not versions.within("9.9", ">=9.10.2.21")
+    assert versions.within("12.0", "==12") and not versions.within("12.0", "!=12") and versions.within("1", "")
+    assert versions.numbers("580.65.06") > versions.numbers("525.60.13") > versions.numbers("515.105.01")
+
+
+def test_who_is_beyond_a_proxy():
+    assert variables.bypassed("node-a", "localhost,node-a") and variables.bypassed("a.cluster", ".cluster")
+    assert (
+        variables.bypassed("10.1.2.3", "10.0.0.0/8")
+        and variables.bypassed("node-a", "*")
+        and variables.bypassed("127.0.0.1", "")
+    )
+    assert not variables.bypassed("node-a", "ode-a,10.0.0.0/8") and not variables.bypassed("a.cluster", "b.cluster")
+
+
+def test_words():
+    assert grouped([("GPU0", "a"), ("GPU1", "a"), ("GPU2", "a"), ("GPU3", "a")]) == "GPU0 to GPU3: a"
+    assert grouped([("GPU0", "a"), ("GPU2", "b"), ("GPU4", "a")]) == "GPU0, GPU4: a; GPU2: b"
+    assert boards.board_of(["NVIDIA H200", "NVIDIA H100 80GB HBM3"]) is None
+
+
+# ---- a live node
+
+
+def fake_smi(tmp_path: Path, body: str) -> str:
+    """A folder with an nvidia-smi of ours, to stand first in PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("nvidia-smi", "dmesg"):
+        script = folder / name
+        script.write_text(f"#!/bin/sh\n{body}\n")
+        script.chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+def test_a_command_that_hangs_is_given_up(tmp_path, monkeypatch, capsys):
+    # It leaves a child behind that keeps its output open, as a shell script's would.
+    monkeypatch.setenv("PATH", fake_smi(tmp_path, "sleep 100 & sleep 100"))
+    began = time.monotonic()
+    code = command.main(["--limit=4", "--json", f"--workdir={tmp_path}"])  # a command has half of it
+    found = json.loads(capsys.readouterr().out)
+    assert time.monotonic() - began < 20 and code == 3  # and not the 100 s, on a machine that is busy too
+    assert [c["name"] for c in faults(found) if c["name"] == "nvidia-smi"] == ["nvidia-smi"]
+    seen = next(c["seen"] for c in faults(found) if c["name"] == "nvidia-smi")
+    assert seen == f"no answer in time to any of {len(smi.COMMANDS)} questions"
+
+
+def test_one_question_that_hangs_is_named(tmp_path, capsys):
+    folder = copied(tmp_path, answer(smi.LINKS, "", "timeout") | answer(smi.FABRIC_STATE, "", "timeout"))
+    seen = check_of(folder, "nvidia-smi", capsys)["seen"]
+    assert seen == f"no answer in time to 2 of {len(smi.COMMANDS)} questions: nvidia-smi --query-gpu, nvidia-smi nvlink -s"
+
+
+def test_no_command_is_left_behind(tmp_path, monkeypatch, capsys):
+    """Those that hang are killed, also the many that nobody waited for."""
+    pids = tmp_path / "pids"
+    monkeypatch.setenv("PATH", fake_smi(tmp_path, f"echo $$ >> {pids}; exec sleep 300"))
+    command.main(["--limit=4", "--no-measure", "--json", f"--workdir={tmp_path}"])
+    capsys.readouterr()
+    started = pids.read_text().split()
+    until = time.monotonic() + 5
+    while (left := [pid for pid in started if alive(pid)]) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(started) == len(inspection.COMMANDS) and not left
+
+
+def alive(pid: str) -> bool:
+    """Whether a process runs; one that is dead and waits to be read does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_commands_run_at_the_same_time_and_say_why_they_failed(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", fake_smi(tmp_path, "sleep 0.4; echo so it is; exit 9"))
+    machine, began = Live({}), time.monotonic()
+    machine.ask(inspection.COMMANDS)
+    answers = [machine.run(each) for each in inspection.COMMANDS]
+    assert time.monotonic() - began < 0.4 * len(answers) / 2
+    assert {(a.code, a.why) for a in answers} == {(9, "so it is")}
+    assert machine.run("no-such-command-here").code == ABSENT and not Answer(TIMED_OUT).told
+
+
+def test_what_is_recorded_is_judged_alike(tmp_path, monkeypatch, capsys):
+    """A live node whose nvidia-smi answers as the healthy one's: kept by --record, it is judged as it was."""
+    answers = tmp_path / "answers"
+    answers.mkdir()
+    for each in inspection.COMMANDS:
+        if (kept_ := H200 / "commands" / file_name(each)).exists():
+            shutil.copyfile(kept_, answers / kept_.name)
+    look = f'exec {sys.executable} -c "{SAY}" {answers} "$(basename "$0")" "$@"'
+    monkeypatch.setenv("PATH", fake_smi(tmp_path, look))
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    monkeypatch.setenv("SECRET_TOKEN", "hush")
+    monkeypatch.setenv("https_proxy", "http://me:hush@proxy:3128")
+    kept = tmp_path / "kept"
+    common = ["--json", "--no-measure", f"--workdir={tmp_path}"]
+    command.main([*common, f"--record={kept}"])
+    live_ = json.loads(capsys.readouterr().out)
+    command.main([*common, f"--recorded={kept}"])
+    again = json.loads(capsys.readouterr().out)
+    assert live_["nodes"][0]["checks"] == again["nodes"][0]["checks"]
+    states = {c["name"]: c["state"] for c in live_["nodes"][0]["checks"]}
+    assert (states["topology"], states["ECC"], states["variables"]) == (OK, OK, FAULT)
+    texts = [path.read_text() for path in kept.rglob("*") if path.is_file()]
+    assert not [text for text in texts if "hush" in text] and any("http://proxy:3128" in text for text in texts)
+
+
+SAY = (
+    "import pathlib, sys; from jaxtrain.preflight.machine import file_name; "
+    "p = pathlib.Path(sys.argv[1]) / file_name(' '.join(sys.argv[2:])); "
+    "t = p.read_text() if p.exists() else sys.exit(2); sys.stdout.write(t.split(chr(10), 2)[2])"
+).replace('"', '\\"')
+
+
+def test_this_machine(tmp_path, capsys):
+    """Asked for real; what it has is not known here, but it answers, in the form of the contract."""
+    file = tmp_path / "preflight.json"
+    code = command.main([f"--json={file}", f"--workdir={tmp_path}", "--no-measure"])
+    said, found = capsys.readouterr().out, json.loads(file.read_text())
+    assert code == found["exit_code"] and found["verdict"] in ("fit", "fault", "no GPUs") and said.rstrip()
+    assert set(found) == {"format", "verdict", "exit_code", "seconds", "time", "nodes"}
+    assert {"name", "state", "expected", "seen", "why", "fix", "node"} == set(found["nodes"][0]["checks"][0])
+    disks = Live({"checkpoints": str(tmp_path / "not" / "there"), "bucket": "gs://b/x"}).disks()
+    assert disks["checkpoints"].total_gib > 0 and disks["checkpoints"].kind != "unknown" and "bucket" not in disks
+    assert live.clock_synchronised() in (True, False, None)
+
+
+class Unmeasured(Recorded):
+    """A node that could be measured, as far as anybody knows."""
+
+    def measured(self) -> None:
+        return None
+
+
+def together_on(name: str, places_: dict[str, str], seconds: float = 60) -> together.NodeReport:
+    asked = Asked(launch.load([]).run, places_, None)
+    (node,) = together.preflight(together.Part(Unmeasured(RECORDED / name), asked, None, time.monotonic() + seconds))
+    return node
+
+
+def test_time_that_is_over_is_said():
+    gemm = next(check for check in together_on("h200_healthy", {}, 8).checks if check.name == "GEMM")
+    assert gemm.state == UNKNOWN and "s of --limit are left" in gemm.seen
+
+
+def test_no_work_for_gpus_that_do_not_answer(monkeypatch):
+    monkeypatch.setattr(together, "measure", lambda *_: pytest.fail("measured all the same"))
+    node = together_on("faults/nvidia_smi_hangs", {})
+    assert "nvidia-smi does not answer" in node.measured["left_out"]["gemm_tflops"]
+
+
+def test_what_is_measured_is_judged(monkeypatch):
+    figures = {"gemm_tflops": [700.0] * 7 + [500.0], "left_out": {"hbm_gb_s": "it said no"}}
+    asked = []
+    monkeypatch.setattr(together, "measure", lambda *how: asked.append(how) or figures)
+    node = together_on("h200_healthy", {"data": "~/data", "checkpoints": "gs://b/c", "cache": "/c"})
+    found = {check.name: check for check in node.checks}
+    assert found["GEMM"].state == FAULT and "GPU7" in found["GEMM"].seen and found["HBM"].seen == "it said no"
+    ((where, seconds, options),) = asked
+    assert where == {"data": Path.home() / "data"} and 50 < seconds <= 54 and options == []
+
+
+def test_a_place_that_hangs_holds_nothing_up(tmp_path, monkeypatch, capsys):
+    """As a mount whose server is gone does: whoever looks at it waits."""
+    stuck = threading.Event()
+    real = live._disk
+    monkeypatch.setattr(bounded, "GRACE_S", 0.2)
+    monkeypatch.setattr(live, "_disk", lambda path, mounts: stuck.wait(30) if "dead" in str(path) else real(path, mounts))
+    began = time.monotonic()
+    machine = Live({"data": "/dead/data", "checkpoints": str(tmp_path), "cache": "/dead/cache"})
+    found = {c.name: c for c in check.run(places.PARTS, node_of(machine, {"data": "/dead/data", "cache": "/dead/cache"}))}
+    assert time.monotonic() - began < 3 and machine.disks() is machine.disks()
+    stuck.set()
+    assert found["disk data"].state == FAULT and found["disk data"].seen == "/dead/data did not answer: its file system hangs"
+    assert found["disk cache"].state == NOTE and found["places"].state == OK
+
+
+def node_of(machine, places_: dict[str, str]) -> check.Node:
+    return check.Node(machine, Asked(launch.load([]).run, places_, None), smi.Gpus([]), None)
+
+
+def test_where_to_write_may_hang_too(monkeypatch, capsys):
+    stuck = threading.Event()
+    monkeypatch.setattr(command, "GRACE_S", 0.2)
+    monkeypatch.setattr(command, "writable", lambda key, place: stuck.wait(30) and [])
+    assert command.main(["--record=/dead", "--json=/dead/x.json"]) == 2
+    stuck.set()
+    said = capsys.readouterr().err
+    assert "--record = '/dead': /dead did not answer within 0 s" in said and "--json = '/dead'" in said
+
+
+def test_what_was_overlooked_ends_too(tmp_path):
+    """A process of its own says where it hangs, and leaves with 3."""
+    script = f"""
+import sys, time
+from jaxtrain.preflight import __main__ as command, deadline
+deadline.LATE_S = 0.5
+command.machine_of = lambda *_: time.sleep(60)
+sys.exit(command.main(["--limit=1", "--workdir={tmp_path}"], own_process=True))
+"""
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(REPO)}
+    )
+    assert done.returncode == 3 and time.monotonic() - began < 30
+    assert "FAULT: preflight was not over after 2 s; it was in answered (__main__.py, line " in done.stderr
+
+
+def test_places_on_the_network_are_measured_once():
+    """By process 0: eight nodes that write at the same time measure each other."""
+    machine = Recorded(H200)
+    asked = Asked(launch.load([]).run, {"data": "/data/jaxtrain", "checkpoints": "/scratch/run", "cache": "/c"}, None)
+    node = inspection.look(machine, asked)[0]
+    part = together.Part(machine, asked, None, time.monotonic() + 60)
+    assert set(together._places(part, node, 0)[0]) == {"data", "checkpoints"}
+    mine, left = together._places(part, node, 3)
+    assert set(mine) == {"data"} and "process 0 measures it" in left["disk.checkpoints"]
+    silent = Recorded(RECORDED / "faults" / "mount_hangs")
+    mine, left = together._places(part, dataclasses.replace(node, machine=silent), 0)
+    assert set(mine) == {"data"} and left == {"disk.checkpoints": "it does not answer"}
+
+
+# ---- several nodes
+
+
+def meet(second: str, first: str = "a") -> list[tuple[int, str]]:
+    """(exit code, output) of two processes over loopback, each on a recorded node."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    common = [sys.executable, "-m", "jaxtrain.preflight", f"--coordinator={address}", "--num-processes=2"]
+    environ = os.environ | {"PYTHONPATH": str(REPO)}
+    started = [
+        subprocess.Popen(
+            [*common, f"--process-id={i}", f"--recorded={RECORDED / 'two_nodes' / name}"],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ,
+        )
+        for i, name in enumerate((first, second))
+    ]  # fmt: skip
+    return [(process.wait(100), process.stdout.read() if process.stdout else "") for process in started]
+
+
+def test_two_healthy_nodes_are_fit():
+    (first, said), (second, quiet) = meet("b")
+    assert (first, second) == (0, 0) and not quiet.strip()
+    assert "2 nodes: node-a, node-b" in said and "nodes alike" in said and "between nodes" in said
+    assert said.rstrip().splitlines()[-1].startswith("fit: 2 nodes of 8 x NVIDIA H200, ")
+
+
+def test_a_fault_on_one_node_stops_all():
+    (first, said), (second, _) = meet("b_phb_link")
+    assert (first, second) == (3, 3)
+    assert "FAULT: topology on node-b (GPU0-GPU3 PHB" in said.rstrip().splitlines()[-1] and "on node-a" not in said
+
+
+def test_a_process_that_does_not_come_is_named(capsys):
+    """The node itself is judged all the same."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    options = [f"--coordinator={address}", "--num-processes=2", "--process-id=0", "--meet=1"]
+    code, found, line = judged(RECORDED / "two_nodes" / "a", capsys, *options)
+    checks = found["nodes"][0]["checks"]
+    # No fault that is known: run.sh tries again.
+    assert (code, found["verdict"], faults(found)) == (75, "not met", []) and len(checks) > 40
+    assert [c["name"] for c in checks if c["state"] == "missing"] == ["processes"]
+    assert line.startswith("not met: process 1 of 2 did not come to") and len(line) < 250
+    code, found, _ = judged(RECORDED / "two_nodes" / "b_phb_link", capsys, *options)
+    assert code == 3 and [c["name"] for c in faults(found)] == ["topology"], "a node that is unfit is told by itself"
+
+
+def test_the_same_fault_on_two_nodes_names_both():
+    fault = Check("MIG", FAULT, "off", "GPU7: Enabled", "why", "fix")
+    nodes = [report.NodeReport(host, "8 x NVIDIA H200", "", [fault], {}) for host in ("a", "b")]
+    assert report.last_line(nodes) == "FAULT: MIG on a (GPU7: Enabled), MIG on b (GPU7: Enabled): see above"
+    assert report.rows(nodes) == [("all", fault)]
+
+
+def test_nodes_that_differ():
+    def portrait(driver="580", packages=(("jax", "1"),), met_unix=100.0) -> dict:
+        return {"driver": driver, "GPUs": "8", "packages": dict(packages), "network cards": 8, "met_unix": met_unix}
+
+    hosts = ["a", "b", "c"]
+    assert [c.state for c in inspection.alike(hosts, [portrait()] * 3)] == [OK]
+    (fault,) = inspection.alike(hosts, [portrait(), portrait(driver="570"), portrait()])
+    assert (fault.name, fault.node, fault.seen) == ("driver of all nodes", "b", "570, others 580")
+    (fault,) = inspection.alike(hosts, [portrait(), portrait(), portrait(packages=(("jax", "2"),))])
+    assert (fault.node, fault.seen) == ("c", "jax 2, others 1")
+    (fault,) = inspection.alike(hosts, [portrait(), portrait(met_unix=163.0), portrait()])
+    assert (fault.name, fault.node, fault.seen) == ("clocks of all nodes", "b", "+63.0 s from the others")
+
+
+def test_processes_of_a_node_that_see_different_gpus():
+    (fault,) = variables.of_processes([("a", "0"), ("a", "1"), ("b", "unset"), ("b", "unset")])
+    assert fault.state == FAULT and "2 values on a" in fault.seen
+    assert not variables.of_processes([("a", "0,1"), ("b", "2,3")])
+
+
+def test_the_figures_of_processes_are_those_of_their_node():
+    parts = [
+        {"gemm_tflops": [1.0], "left_out": {"x": "y"}, "disk": {"data": {}}},
+        {"gemm_tflops": [2.0], "left_out": {}, "disk": {}},
+    ]
+    found = together.merged(parts)
+    assert found["gemm_tflops"] == [1.0, 2.0] and found["disk"] == {"data": {}} and found["left_out"] == {"x": "y"}
+
+
+# ---- the command line
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--limit=soon"], "--limit = 'soon': must be a whole number of seconds"),
+        (["--recorded=/nowhere"], "/nowhere is no folder"),
+        ([f"--recorded={RECORDED}"], "holds no facts.json"),
+        (["--record=x", "--recorded=y"], "there is no node to record"),
+        (["--recorded="], "--recorded = '': names nothing"),
+        (["--record="], "--record = '': names nothing"),
+        (["--json="], "--json = '': names nothing"),
+        (["--allow=topology,foo"], "--allow = 'foo': no check whose fault could be allowed is called that. Known: "),
+        (["--allow=TOPOLOGY"], "Did you mean topology?"),
+        (["--allow=GPU cuont"], "Did you mean GPU count?"),
+        (["--no-measure=3"], "takes no value"),
+        (["--config.train.stepz=3"], "no such key"),
+        (["--jsn"], "no such option"),
+        ([f"--json={RECORDED}"], "is a folder"),
+    ],
+)
+def test_a_wrong_command_line_is_2(argv, said, capsys):
+    assert command.main(argv) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_recordings_in_a_circle(tmp_path):
+    (tmp_path / "base.txt").write_text(".")
+    with pytest.raises(RecordingError, match="in a circle"):
+        Recorded(tmp_path)
+
+
+def test_help(capsys):
+    assert command.main(["--help"]) == 0
+    assert "--recorded=DIR" in capsys.readouterr().out
+
+
+def test_a_recording_keeps_what_was_measured(tmp_path):
+    machine = Recording(Recorded(H200), tmp_path)
+    machine.keep_measured({"gemm_tflops": [1.0]})
+    machine.facts()
+    assert Recorded(tmp_path).measured() == {"gemm_tflops": [1.0]}

@@ -1,0 +1,184 @@
+"""Published runs beside their plans: the page, what is stored, and the figures on both."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from jaxtrain import hardware, installed
+from jaxtrain.config import default_config, resolve
+from jaxtrain.plan import rates
+from jaxtrain.plan import topology as machines
+from jaxtrain.plan.known import published
+from jaxtrain.plan.known.published_runs import RUNS
+from jaxtrain.plan.search import parallel
+from jaxtrain.plan.search.parallel import Outcome
+from jaxtrain.plan.search.space import training_check
+
+REPO = Path(__file__).resolve().parents[2]
+TOOLBOX = "Llama 2 7B, 8 H100"
+
+
+def row(name: str) -> published.Row:
+    return next(row for row in published.rows() if row.run.name == name)
+
+
+def test_page_is_what_the_stored_plans_give():
+    assert (REPO / published.PAGE).read_text(encoding="utf-8") == published.markdown(), f"run {published.COMMAND}"
+
+
+def test_stored_plans_are_of_these_runs():
+    stale = [row.run.name for row in published.rows() if row.planned.asked != published.digest(row.run.request)]
+    assert not stale, f"the layouts of these have changed, run {published.COMMAND}"
+    assert len({run.name for run in RUNS}) == len(RUNS)
+
+
+@pytest.mark.parametrize(
+    "model, machine, seq_len, step_s",
+    [("llama2_7b", "h100:8", 4096, 0.721), ("llama3_70b", "h200:8x32", 8192, 15.516), ("llama2_70b", "h100:8x8", 4096, 6.999)],
+)
+def test_runs_that_must_be_there(model, machine, seq_len, step_s):
+    found = [r for r in RUNS if (r.model, r.machine, r.seq_len, r.step_s) == (model, machine, seq_len, step_s)]
+    assert [r.sequences for r in found] == [2]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_training_would_accept_every_run(run):
+    assert not training_check(run.request.topology)(run.config)
+    assert run.why and run.source.startswith("https://")
+
+
+def test_published_mfu_is_that_of_the_publishers():
+    """Google's page divides 508.371 TFLOP/s, attention's whole square, by 989; NVIDIA's has 52.59% for Llama 2."""
+    assert row("Llama 3.1 70B, 256 H200").mfu.full == pytest.approx(508.371 / 989.4, rel=1e-3)
+    assert row("Llama 2 70B, 64 H100").mfu.full == pytest.approx(0.5259, rel=2e-3)
+    assert row("Llama 3.1 8B, 8 H100 at 500 W").mfu.full == pytest.approx(0.390, rel=2e-3)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_causes_add_up_to_the_published_time(run):
+    r = row(run.name)
+    p = r.planned
+    parts = p.gemm_s + p.attention_forward_s + p.attention_backward_s + p.memory_s + p.exposed_s
+    assert parts == pytest.approx(p.step_s, rel=0.01)
+    explained = p.step_s - p.gemm_s + p.gemm_tflop / r.gemm_rate
+    assert explained == pytest.approx(run.step_s, rel=1e-6)
+
+
+def test_ranges_are_over_published_runs_of_the_same_kind():
+    """Where three of them are XLA programs, over these. The stored ranges are those of the stored plans."""
+    plans = json.loads(published.STORED.read_text())["plans"]
+
+    def spread(runs):
+        ratios = [plans[r.name]["step_s"] / r.step_s for r in runs]
+        assert len(ratios) >= 3
+        return [min(ratios), max(ratios)]
+
+    hopper = [r for r in RUNS if r.machine[0] == "h" and r.seq_len <= 8192]
+    eight = [r for r in hopper if "FP8" in r.name]
+    bf16 = [r for r in hopper if r not in eight and r.same_compiler]
+    assert rates.ranges() == {"bf16 dense": pytest.approx(spread(bf16)), "fp8 dense": pytest.approx(spread(eight))}
+
+
+def test_published_rates_explain_xla_programs_better_than_parts_of_the_peak():
+    """At 75% of the peak for every kernel the geometric mean of planned over published was 0.81."""
+    rows = published.judged(published.rows())["bf16 dense"]
+    assert len(rows) >= 6 and 0.81 < published.mean(rows) < 1
+
+
+@pytest.mark.parametrize(
+    "kind, source, expected",
+    [
+        ("bf16 dense", rates.PUBLISHED, (1000 / 0.9, 1000 / 0.8)),
+        ("fp8 dense", rates.PUBLISHED, None),  # too few published runs
+        ("", rates.PUBLISHED, None),  # experts, 131,072 tokens, another generation
+        ("bf16 dense", "calibrated on NVIDIA H200, 2026-11-21", None),  # the ratios are of other rates
+    ],
+)
+def test_a_range_is_given_to_the_kind_of_run_that_it_was_derived_from(monkeypatch, tmp_path, kind, source, expected):
+    (tmp_path / "published.json").write_text('{"ranges": {"bf16 dense": [0.8, 0.9]}}')
+    monkeypatch.setattr(rates, "COMPARED", tmp_path / "published.json")
+    gpu = hardware.lookup("NVIDIA H200")
+    assert gpu
+    taken = dataclasses.replace(rates.datasheet(gpu, "bf16"), source=source)
+    assert rates.expected_ms(1000.0, kind, taken) == (expected and pytest.approx(expected))
+
+
+@pytest.mark.parametrize(
+    "topology, changes, kind",
+    [
+        ("h200:8", {}, "bf16 dense"),
+        ("h100:8", {"precision": "fp8"}, "fp8 dense"),
+        ("h200:8x32", {}, "bf16 dense"),
+        ("h200:8x64", {}, ""),
+        ("h200:8x2", {"precision": "fp8"}, ""),
+        ("h200:1", {}, ""),
+        ("a100:8", {}, ""),
+        ("h200_nvl:4", {}, ""),
+        ("h200:8", {"data.seq_len": 16_384}, ""),
+        ("h200:8", {"mesh.tensor": 2}, ""),
+        ("h200:8", {"lora.rank": 8}, ""),
+        ("h200:8", {"optimizer.name": "muon"}, ""),
+        ("h200:8", {"model.sliding_window": 1024}, ""),
+        ("h200:8", {"remat.policy": "custom", "remat.tensors": "q=offload"}, ""),
+        ("h200:8", {"optimizer.offload": "moments"}, ""),
+        ("h200:8", {"model.num_experts": 8, "model.experts_per_token": 2}, ""),
+    ],
+)
+def test_kinds_of_run(topology, changes, kind):
+    config = default_config()
+    config.data.seq_len = 8192
+    config.precision = "bf16"
+    config.update_from_flattened_dict(changes)
+    run, problems = resolve(config)
+    machine = machines.parse(topology)
+    assert not problems and rates.kind(run, machine.gpu, machine.total, "cudnn") == kind
+    assert rates.kind(run, machine.gpu, machine.total, "pallas") == ""
+
+
+def test_the_sizes_of_compared_runs():
+    """A range is given for as many GPUs as the runs had that it was derived from."""
+    for kind, rows in published.judged(published.rows()).items():
+        sizes = [machines.parse(row.run.machine).total for row in rows]
+        assert (min(sizes), max(sizes)) == rates.SIZES[kind.removesuffix(" dense")], kind
+
+
+def test_a_plan_that_fails_is_named_and_nothing_is_written(monkeypatch, tmp_path, capsys):
+    def plan_many(requests, **how):
+        return {name: Outcome(None, "crashed", "no luck") for name in requests}
+
+    monkeypatch.setattr(published, "plan_many", plan_many)
+    before = published.STORED.read_bytes()
+    assert published.run(Console(width=200), tmp_path / "page.md") == 1
+    assert f"{TOOLBOX}: crashed: no luck" in capsys.readouterr().out
+    assert not (tmp_path / "page.md").exists() and published.STORED.read_bytes() == before
+
+
+def test_what_could_not_be_written_is_refused_before_anything_is_compiled(monkeypatch, tmp_path):
+    monkeypatch.setattr(published, "STORED", tmp_path / "missing" / "published.json")
+    with pytest.raises(ValueError, match="published.json cannot be written"):
+        published.run(Console(), tmp_path / "page.md")
+
+
+def test_a_format_of_another_version_is_refused(monkeypatch, tmp_path):
+    (tmp_path / "published.json").write_text('{"format": 0}')
+    monkeypatch.setattr(published, "STORED", tmp_path / "published.json")
+    with pytest.raises(ValueError, match="format 0.*--published"):
+        published.rows()
+
+
+def test_a_plan_made_again_is_the_stored_one():
+    """The smallest of them; the rest are compiled by the command."""
+    stored = json.loads(published.STORED.read_text())
+    if stored["versions"] != installed.versions():
+        pytest.skip("other versions than those of the stored plans")
+    request = row(TOOLBOX).run.request
+    outcome = parallel.plan_many({TOOLBOX: request})[TOOLBOX]
+    assert outcome.plan, outcome.reason
+    again, before = (
+        {name: getattr(planned, name) for name in ("step_s", "gemm_tflop", "taken_gib")}
+        for planned in (published.planned(request, outcome.plan), row(TOOLBOX).planned)
+    )
+    assert again == pytest.approx(before, rel=0.01), f"run {published.COMMAND}"

@@ -1,0 +1,355 @@
+"""The table and the pictures of a run's layout, against what is allocated, what XLA decides, and what is computed by hand."""
+
+import dataclasses
+import io
+import math
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from helpers import devices_of, fresh_state, program, tiny
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+
+from jaxtrain import activations
+from jaxtrain.config import ConfigError
+from jaxtrain.models import attention, layers, transformer
+from jaxtrain.models.remat import Plan
+from jaxtrain.plan.explore import layouts
+from jaxtrain.plan.explore.pictures import ids, in_text
+from jaxtrain.plan.explore.shardings import describe, load, picture, print_table
+from jaxtrain.plan.explore.table import changes, parse_filter, size
+from jaxtrain.plan.topology import TopologyError, parse
+from jaxtrain.sharding import LayoutError
+from jaxtrain.step import build
+
+CONFIG = str(Path(__file__).resolve().parents[2] / "configs" / "llama3_8b.py")
+MESHES = ({"mesh.fsdp": 8}, {"mesh.data": 2, "mesh.fsdp": 4}, {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2})
+FEW = {"model": {"num_layers": 2}}
+
+
+def table(overrides: dict[str, Any]):
+    run = tiny(overrides)
+    return describe(run, devices_of(run))
+
+
+def test_rows_say_what_is_allocated():
+    """Shapes, bytes and copies of parameters and moments, against the arrays of a real state on 8 devices."""
+    run = tiny({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2})
+    state = fresh_state(run)
+    rows = [r for r in describe(run, devices_of(run)) if r.kind in ("parameter", "moment", "counter")]
+    arrays = jax.tree.leaves((state.params, state.optimizer))
+    assert len(rows) == len(arrays)
+    for row, a in zip(rows, arrays, strict=True):
+        parts = [str(s.index) for s in a.addressable_shards]
+        assert (row.shape, row.local_shape) == (a.shape, a.addressable_shards[0].data.shape), row.name
+        assert row.bytes_per_device == a.addressable_shards[0].data.nbytes and row.total_bytes == a.nbytes
+        assert row.replicas == parts.count(parts[0])
+        assert row.sharding is not None and row.sharding.is_equivalent_to(a.sharding, a.ndim)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_activations_lie_where_xla_puts_them(mesh, monkeypatch):
+    """The compiled forward pass is asked for the layout of each named tensor; layouts that only follow are checked too."""
+    run = tiny(mesh)
+    rows = {r.name: r for r in describe(run, devices_of(run)).filter(kind="activation")}
+    seen = {}
+
+    def ask(x: jax.Array, name: str) -> jax.Array:
+        jax.debug.inspect_array_sharding(x, callback=lambda s: seen.setdefault(name, (s, x.shape)))
+        return x
+
+    for module in (attention, layers, transformer):
+        monkeypatch.setattr(module, "checkpoint_name", ask)
+    # A callback cannot stand inside a checkpoint.
+    monkeypatch.setattr(Plan, "checkpoint", lambda self, body, in_loop=True: body)
+    made = build(run, devices_of(run))
+    made.eval_step.lower(made.state.params, made.eval_batch).compile()
+    inside = {"attention_out", "attention_lse"}  # named in a shard_map, where a device sees its own part only
+    assert set(seen) == set(activations.ACTIVATIONS) - inside
+    for name, (sharding, shape) in seen.items():
+        assert rows[name].shape == shape
+        ours = rows[name].sharding
+        assert ours is not None and ours.is_equivalent_to(sharding, len(shape)), (name, sharding.spec, rows[name].spec)
+    assert {rows[name].layout for name in seen} == {"stated", "follows"}
+
+
+def test_attention_output_is_laid_out_like_queries():
+    found = table({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2})
+    q, out = found.row("q"), found.row("attention_out")
+    assert (out.shape, out.mesh_axes, out.axes) == (q.shape, q.mesh_axes, q.axes)
+    assert q.mesh_axes == (("data", "fsdp"), (), ("tensor",), ())
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_logical_axes_and_rules_give_the_layout(mesh):
+    run = tiny(mesh)
+    placement = program(run).placement
+    checked = 0
+    for row in describe(run, devices_of(run)):
+        if row.axes is None or row.kind == "gathered":
+            continue
+        spec = placement.spec(row.axes)
+        assert all(part == axes for part, axis, axes in zip(spec, row.axes, row.spec or (), strict=True) if axis), row.name
+        checked += row.kind == "activation"
+    assert checked >= len(activations.ACTIVATIONS) - 1  # the reference kernel makes no log-sum-exp
+    wide = describe(run, devices_of(run)).row("mlp_gate")
+    assert wide.axes == ("batch", "sequence", "mlp")
+    assert describe(run, devices_of(run)).row("attention_norm").axes == ("batch", "residual", None)
+
+
+def test_gathered_weights_are_whole_over_the_batch_axes():
+    found = table({"mesh.fsdp": 4, "mesh.tensor": 2})
+    gate, used = found.row("layers.mlp.gate"), found.row("layers.mlp.gate", "gathered")
+    assert (gate.spec, used.spec) == (P(None, "fsdp", "tensor"), P(None, "tensor"))
+    assert used.shape == gate.shape[1:] and used.replicas == 4 and gate.replicas == 1
+    stacked = {r.name for r in found.filter(name="layers.*", kind="parameter")}
+    assert {r.name for r in found.filter(name="layers.*", kind="gathered")} == stacked
+
+
+def test_gradients_are_pinned_like_this_in_the_step():
+    run = tiny({"mesh.fsdp": 4, "mesh.tensor": 2, "dtypes.grads": "bf16"})
+    made = program(run)
+    pinned = []
+
+    def walk(jaxpr: Any) -> None:
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "sharding_constraint":
+                aval = eqn.outvars[0].aval
+                pinned.append((aval.shape, str(aval.dtype), layouts.dims_of(eqn.params["sharding"], len(aval.shape))))
+            for body in jaxprs_in_params(eqn.params):
+                walk(body)
+
+    walk(made.train_step.trace(made.state, made.batch).jaxpr.jaxpr)
+    rows = describe(run, devices_of(run)).filter(kind="gradient").entries
+    assert rows and {r.dtype for r in rows} == {"bf16"}
+    for row in rows:
+        assert (row.shape, "bfloat16", row.mesh_axes) in pinned, row.name
+
+
+@pytest.mark.parametrize("policy", ["full", "attention", "custom"])
+def test_what_is_kept_is_what_the_policy_names(policy):
+    run = tiny({"remat.policy": policy, "remat.tensors": "q=keep,mlp_up=keep" if policy == "custom" else ""})
+    rows = describe(run, devices_of(run)).filter(kind="activation")
+    kept = {r.name for r in rows.filter(saved="keep")}
+    assert kept == (activations.kept(run.remat) & {r.name for r in rows}) | {layouts.LAYER_INPUT}
+    assert {r.copies for r in rows.filter(saved="keep")} == {run.model.num_layers}
+    assert {r.copies for r in rows.filter(saved="recompute")} == {1}
+
+
+def test_arrays_kept_without_a_name_are_found():
+    """Policy dots keeps the outputs of matrix products, which lie before rotary and so are not the named q and k."""
+    rows = table({"remat.policy": "dots"}).filter(saved="keep")
+    products = [r for r in rows if r.name.endswith("dot_general")]
+    assert sorted(r.shape[2:] for r in products) == [(4, 8), (4, 8), (8, 8), (64,), (96,), (96,)]
+
+
+def test_layers_under_one_checkpoint_keep_one_input():
+    assert table({"remat.policy": "full", "remat.every": 2}).row(layouts.LAYER_INPUT).copies == 2
+    assert table({"remat.policy": "full"}).row(layouts.LAYER_INPUT).copies == 4
+
+
+def test_offloaded_activations_take_no_device_memory():
+    found = describe(CONFIG, "h200:8", remat={"policy": "custom", "tensors": "q=keep,mlp_up=offload"}, **FEW)
+    up, q = found.row("mlp_up"), found.row("q")
+    assert (up.saved, up.copies, up.held_bytes) == ("offload", 2, 0)
+    assert (q.saved, q.copies, q.held_bytes) == ("keep", 2, 2 * 8192 * 4096 * 2)
+    assert "2 on the host" in in_text(found, 200)
+
+
+def test_llama3_8b_by_hand():
+    """f32 weights and two moments over 8 GPUs; one sequence of 8192 tokens a GPU and microbatch."""
+    found = describe(CONFIG, "h200:8")
+    parameters = 8_030_261_248
+    totals = {(t["kind"], t["saved"]): t for t in found.totals()}
+    assert totals["parameter", ""]["total_bytes"] == 4 * parameters
+    assert totals["parameter", ""]["held_bytes"] == 4 * parameters // 8
+    assert totals["moment", ""]["held_bytes"] == 2 * 4 * parameters // 8
+    assert found.row("mlp_gate").bytes_per_device == 8192 * 14336 * 2
+    assert found.row("mlp_gate").held_bytes == 32 * 8192 * 14336 * 2
+    # cuDNN keeps a log-sum-exp for each of max_segments documents.
+    lse = found.row("attention_lse")
+    assert lse.local_shape is not None and lse.local_shape[0] >= 32 and lse.local_shape[1:] == (32, 8192)
+    assert lse.shape[0] == 8 * lse.local_shape[0]
+    assert found.row("tokens").shape == (32, 8, 8192)
+    assert not [r for r in found if r.layout == "compiler"]
+
+
+def test_tensor_parallel_halves_what_a_device_holds_of_a_product():
+    found = describe(CONFIG, parse("h200:8"), mesh={"fsdp": 4, "tensor": 2}, **FEW)
+    lse = found.row("attention_lse")  # its parts, of half the heads, are stacked over 8 devices
+    assert lse.local_shape is not None and lse.local_shape[1:] == (16, 8192)
+    assert (lse.shape[0], lse.mesh_axes, lse.replicas) == (8 * lse.local_shape[0], (("fsdp", "tensor"), (), ()), 1)
+    assert found.row("mlp_gate").local_shape == (2, 8192, 7168)
+    assert found.row("residual").local_shape == (2, 4096, 4096)
+
+
+def test_filters():
+    found = table({"mesh.fsdp": 4, "mesh.tensor": 2, "remat.policy": "full"})
+    assert {r.kind for r in found.filter(name="mlp", kind="parameter")} == {"parameter"}
+    assert {r.name for r in found.filter(name="mlp*", kind="activation")} == {"mlp_norm", "mlp_gate", "mlp_up", "mlp_down"}
+    assert all("tensor" in str(r.spec) for r in found.filter(axis="tensor"))
+    assert {r.name for r in found.filter(axis="vocab", kind="parameter")} == {"embed.embedding", "head"}
+    assert {r.name for r in found.filter(replicas=8)} == {"count", *(r.name for r in found if r.spec == P(None))}
+    assert len(found.filter()) == len(found)
+    assert parse_filter("kind=activation, mlp,replicas=2") == {"kind": "activation", "name": "mlp", "replicas": 2}
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"kind": "params"}, "Did you mean parameter"),
+        ({"axis": "tensr"}, "Did you mean tensor"),
+        ({"saved": "kept"}, "Did you mean keep"),
+    ],
+)
+def test_a_filter_that_can_match_nothing_is_refused(asked, words):
+    with pytest.raises(ConfigError, match=words):
+        table({"mesh.fsdp": 8}).filter(**asked)
+
+
+def test_a_missing_name_is_told_the_nearest():
+    with pytest.raises(ConfigError, match=r"Did you mean layers.mlp.gate\?"):
+        table({}).row("layers.mlp.gates")
+    with pytest.raises(ConfigError, match="cannot filter by 'nam'. Did you mean name"):
+        parse_filter("nam=x")
+    with pytest.raises(ConfigError, match="must be a number of devices"):
+        parse_filter("replicas=many")
+
+
+def test_rows_are_plain():
+    found = table({"mesh.fsdp": 8})
+    first = found.rows()[0]
+    assert first["name"] == found.entries[0].name and first["spec"] == str(found.entries[0].spec)
+    assert "sharding" not in first and {"shape", "axes", "mesh_axes", "bytes_per_device", "replicas"} <= set(first)
+    assert len(found.rows()) == len(found)
+
+
+def test_table_shows_the_same_in_text_and_html():
+    found = table({"mesh.fsdp": 4, "mesh.tensor": 2}).filter(name="layers.mlp.gate")
+    text, page = in_text(found, 200), found._repr_html_()
+    body = ET.fromstring(f"<div>{page.replace('<br>', '')}</div>")
+    cells = ["".join(cell.itertext()) for cell in body.iter("td")]
+    assert len(cells) == 8 * len(found) and all(cell in text for cell in cells)
+    assert "layers, embed→fsdp, mlp→tensor" in cells and "f32[4,64,96]" in cells
+    assert repr(found).startswith("llama, 4 layers")
+
+
+def test_print_table():
+    run = tiny({"mesh.fsdp": 8})
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_table(run, devices_of(run), "kind=parameter,mlp", console)
+    text = console.export_text()
+    assert "layers.mlp.down" in text and "attention" not in text and "on a device" in text
+    slim = Console(width=100, record=True, file=io.StringIO())
+    print_table(run, devices_of(run), "kind=parameter,mlp", slim)
+    assert "on a device" not in slim.export_text()
+    with pytest.raises(ConfigError, match="--shardings"):
+        print_table(run, devices_of(run), "colour=red", console)
+
+
+def test_changes_name_what_moved():
+    before, after = table({"mesh.fsdp": 8}), table({"mesh.fsdp": 4, "mesh.tensor": 2})
+    grid = changes(before, after)
+    moved = {(row[1], row[0]): row[2:] for row in grid.cells}
+    assert moved["parameter", "layers.mlp.gate"][:2] == ("layers, embed→fsdp, mlp", "layers, embed→fsdp, mlp→tensor")
+    assert ("counter", "count") not in moved
+    assert not changes(before, before).cells and not changes(before, before).footers
+
+
+def test_bad_input():
+    with pytest.raises(ConfigError, match="mesh.tensr = '2': no such key. Did you mean mesh.tensor"):
+        describe(CONFIG, "h200:8", mesh={"tensr": 2})
+    with pytest.raises(ConfigError, match="no such file"):
+        describe("configs/none.py", "h200:8")
+    with pytest.raises(TopologyError, match="h900"):
+        describe(CONFIG, "h900:8")
+    with pytest.raises(LayoutError, match="the run has 8 devices"):
+        describe(CONFIG, "h200:8", mesh={"fsdp": 3})
+    with pytest.raises(LayoutError, match="sharding.rules.vocab.*also splits the batch"):
+        describe(CONFIG, "h200:8", sharding={"rules": {"vocab": "fsdp"}})
+    with pytest.raises(TypeError, match="dataclasses.replace"):
+        describe(tiny(), devices_of(tiny()), mesh={"fsdp": 1})
+
+
+def test_load_reads_sections_and_dotted_keys():
+    run = load(
+        CONFIG + ":half", mesh={"fsdp": 4, "tensor": 2}, precision="f32", **{"optimizer.lr": 1e-4, "log.tensorboard": False}
+    )
+    assert (run.mesh.fsdp, run.mesh.tensor, run.precision, run.model.num_layers) == (4, 2, "f32", 16)
+    assert run.optimizer.lr == 1e-4 and run.log.tensorboard is False
+
+
+def test_a_layout_that_the_trace_does_not_tell_is_not_guessed():
+    """A loop that carries nothing known, and an operation without a rule."""
+    mesh = program(tiny({"mesh.fsdp": 8})).placement.mesh
+
+    def f(x: jax.Array) -> jax.Array:
+        known = checkpoint_name(x * 2.0, "known")
+        unknown = checkpoint_name(jax.numpy.linalg.cholesky(known @ known.T), "unknown")
+        return known.sum() + unknown.sum()
+
+    closed = jax.make_jaxpr(f)(jax.ShapeDtypeStruct((16, 32), "float32"))
+    found = layouts.read(closed.jaxpr, [layouts.Value((("fsdp",), ()), True)], mesh)
+    assert found["known", ""].dims == (("fsdp",), ()) and found["unknown", ""].dims is None
+
+
+def test_conflicting_splits_are_unknown():
+    assert layouts.join([(("fsdp",), ()), ((), ())]) == (("fsdp",), ())
+    assert layouts.join([(("fsdp",), ()), (("tensor",), ())]) is None
+    assert layouts.join([(("fsdp",), ()), ((), ("fsdp",))]) is None
+    assert layouts.join([(("fsdp",), ()), None]) is None
+
+
+@pytest.mark.parametrize("name", ["layers.mlp.gate", "q", "final_norm.scale", "count", "tokens"])
+def test_pictures_show_every_device_where_it_is(name):
+    row = table({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}).row(name)
+    drawn = picture(row)
+    parts = [part for _, grid in drawn.panels for line in grid for part in line if part is not None]
+    assert row.sharding is not None
+    index = {d.id: str(i) for d, i in row.sharding.devices_indices_map(row.shape).items()}
+    together = {tuple(sorted(d for d in index if index[d] == where)) for where in set(index.values())}
+    assert set(parts) == together and sorted(d for part in parts for d in part) == list(range(8))
+    svg = ET.fromstring(drawn._repr_svg_())
+    titles = [t.text for t in svg.iter("{http://www.w3.org/2000/svg}title")]
+    assert sorted(str(t) for t in titles) == sorted(f"device {ids(part)}" for part in parts)
+    assert all(ids(part) in repr(drawn) for part in parts) and str(row.spec) in repr(drawn)
+
+
+def test_pictures_have_panels_for_a_third_dimension_and_leave_out_the_middle_of_many():
+    mesh = program(tiny({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2})).placement.mesh
+    three = picture(jax.sharding.NamedSharding(mesh, P("data", "fsdp", "tensor")), (2, 4, 6))
+    assert [heading for heading, _ in three.panels] == ["dim 0 [0:1]", "dim 0 [1:2]"]
+    assert [grid for _, grid in three.panels] == [(((0,), (1,)), ((2,), (3,))), (((4,), (5,)), ((6,), (7,)))]
+    many = picture(describe(CONFIG, "h200:8x16", mesh={"data": 1}, train={"grad_accum": 2}, **FEW).row("layers.mlp.gate"))
+    column = [line[0] for line in many.panels[0][1]]
+    assert column[:2] == [(0,), (1,)] and column[-2:] == [None, (127,)] and "128 parts" in many.caption
+    assert ET.fromstring(many._repr_svg_()) is not None
+    one = jax.sharding.NamedSharding(mesh, P("data"))
+    assert picture(one, (8,)).columns == "dim 0 8 over data=2"
+    with pytest.raises(ValueError, match="for a shape"):
+        picture(one)
+
+
+def test_pictures_refuse_what_only_the_compiler_knows():
+    row = dataclasses.replace(table({}).row("q"), sharding=None, mesh_axes=None)
+    with pytest.raises(ValueError, match="left to the compiler"):
+        picture(row)
+    assert row.split == "left to the compiler" and row.spec is None
+
+
+def test_sizes_and_device_runs():
+    assert [size(n) for n in (4, 2048, 3 << 20, 5 << 30)] == ["4 B", "2.00 KiB", "3.00 MiB", "5.00 GiB"]
+    assert ids((0, 1)) == "0 1" and ids((3, 0, 1, 2, 8)) == "0-3 8"
+
+
+def test_a_thousand_gpus():
+    found = describe(CONFIG, "h200:8x128", mesh={"data": 128, "fsdp": 8}, train={"global_batch": 1024, "grad_accum": 1}, **FEW)
+    gate = found.row("layers.mlp.gate")
+    assert gate.replicas == 128 and gate.bytes_per_device == 4 * math.prod(gate.shape) // 8
+    assert re.search(r"8 parts.* each on 128 devices", picture(gate).caption)
