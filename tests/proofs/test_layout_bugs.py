@@ -1,0 +1,141 @@
+"""Bugs that a layout can have, planted one at a time: the comparison of test_parity.py and `jaxtrain.parity` finds each."""
+
+import jax
+import jax.numpy as jnp
+import matrix
+import pytest
+
+from jaxtrain import loss, zero
+from jaxtrain.kernels import dot, norm, rope
+from jaxtrain.kernels.attention import NOTHING, reference
+from jaxtrain.kernels.context import ring
+
+RING = "2 queries a key: fsdp2xseq4"
+AXES = "2 queries a key: data2xfsdp2xtensor2"
+HSDP = "2 queries a key: data2xfsdp4/train.grad_accum=2"
+
+
+def wrong_position_offset(monkeypatch):
+    """One rank of four takes its positions for one more than they are."""
+    right = rope.tables
+
+    def tables(positions, frequencies):
+        quarter = positions.shape[1] // 4
+        return right(positions.at[:, quarter : 2 * quarter].add(1), frequencies)
+
+    monkeypatch.setattr(rope, "tables", tables)
+
+
+def leaked_document(monkeypatch):
+    """Across borders of shards, a token sees all documents."""
+    right = reference.describe_block
+
+    def describe_block(rows, spec, diagonal):
+        if not diagonal:
+            rows = rows._replace(q_segments=jnp.minimum(rows.q_segments, 1), kv_segments=jnp.minimum(rows.kv_segments, 1))
+        return right(rows, spec, diagonal)
+
+    monkeypatch.setattr(reference, "describe_block", describe_block)
+
+
+def twice_over(axis, module):
+    """What `module` adds up of a gradient by hand is added up over a mesh axis once more."""
+
+    def plant(monkeypatch):
+        right = module.summed
+
+        def summed(part, axes, tokens, to, placement):
+            total = right(part, axes, tokens, to, placement)
+            return total * placement.mesh.shape[axis]
+
+        monkeypatch.setattr(module, "summed", summed)
+
+    return plant
+
+
+def twice_in_matmuls(monkeypatch):
+    """The compiler is told to add up matmuls' gradients of which `data` has whole ones already."""
+    right = dot.scatter
+
+    def scatter(g, rest, dtype):
+        return right(g * rest.mesh.shape["data"], rest, dtype)
+
+    monkeypatch.setattr(dot, "scatter", scatter)
+
+
+def dropped_sum(monkeypatch):
+    """The merge keeps the log-sum-exp of what it had, without that of the block it took in."""
+    right = ring.merge
+    monkeypatch.setattr(ring, "merge", lambda one, other: (right(one, other)[0], one[1]))
+
+
+def blocks_weighed_alike(monkeypatch):
+    """The merge takes the mean of two blocks, whatever their sums."""
+    right = ring.merge
+
+    def merge(one, other):
+        _, both = right(one, other)
+        empty = [lse <= NOTHING / 2 for _, lse in (one, other)]
+        shares = (jnp.where(empty[0] | empty[1], jnp.exp(lse - both), 0.5) for _, lse in (one, other))
+        share, rest = (jnp.swapaxes(x, 1, 2)[..., None] for x in shares)
+        return one[0] * share + other[0].astype(jnp.float32) * rest, both
+
+    monkeypatch.setattr(ring, "merge", merge)
+
+
+def forgotten_shard(monkeypatch):
+    """The last of the devices that split a weight is given the gradient of nothing."""
+    right = dot.scatter
+
+    def scatter(g, rest, dtype):
+        out = right(g, rest, dtype)
+        return out.at[: out.shape[0] // 8].set(0) if rest.mesh.shape["fsdp"] > 1 else out
+
+    monkeypatch.setattr(dot, "scatter", scatter)
+
+
+BUGS = {
+    "wrong position offset on one rank": (RING, wrong_position_offset),
+    "leaked document": (RING, leaked_document),
+    "gradients of matmuls counted twice on data": (AXES, twice_in_matmuls),
+    "gradients of norms counted twice on tensor": (AXES, twice_over("tensor", norm)),
+    "gradient of the head counted twice on data": (AXES, twice_over("data", loss)),
+    "gradients counted twice at the end of a step": (HSDP, twice_over("data", zero)),
+    "part of the gradients forgotten": (AXES, forgotten_shard),
+    "dropped log-sum-exp": (RING, dropped_sum),
+    "blocks weighed alike": (RING, blocks_weighed_alike),
+}
+
+
+# In bfloat16 the bounds are wider: the two bugs that change least.
+SMALLEST = ("wrong position offset on one rank", "dropped log-sum-exp")
+OFTEN = (
+    *((bug, "bf16") for bug in SMALLEST),
+    *((bug, "f32") for bug in BUGS if bug not in (*SMALLEST, "blocks weighed alike")),
+)
+
+
+@pytest.fixture
+def retraced():
+    """JAX keeps what it traced of a function, whatever its globals become: what is planted would not be seen, or would stay."""
+    yield jax.clear_caches
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(
+    ("bug", "precision"),
+    [
+        pytest.param(bug, precision, marks=() if (bug, precision) in OFTEN else pytest.mark.more)
+        for bug in BUGS
+        for precision in ("f32", "bf16")
+    ],
+)
+def test_a_bug_is_found(bug, precision, monkeypatch, retraced):
+    entry, plant = BUGS[bug]
+    model, _ = matrix.MATRIX[entry]
+    matrix.allowed(model, precision, 8)  # the reference is without it
+    plant(monkeypatch)
+    retraced()
+    comparison = matrix.against_one_device(entry, precision)
+    assert not comparison.gradient.ok
+    assert any(text.startswith("gradient off by") for text in comparison.wrong)
