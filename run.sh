@@ -673,7 +673,7 @@ case ${1-} in
     cd "$root"
     (start -m ruff check .)
     (start -m ruff format --check .)
-    if [[ -z ${JAXTRAIN_DRY_RUN-} ]]; then "$venv/bin/shellcheck" run.sh requirements/lock.sh .ci/run tests/*.sh tests/reference/*.sh deploy/*.sbatch; fi
+    if [[ -z ${JAXTRAIN_DRY_RUN-} ]]; then "$venv/bin/shellcheck" run.sh requirements/lock.sh .ci/run tests/campaign/*.sh tests/reference/*.sh deploy/*.sbatch; fi
     start -m pyright
     ;;
   *)
