@@ -1,4 +1,4 @@
-"""A child process of test_workspace: asks cuDNN the workspace of backward calls on an H200, for cases as JSON on stdin.
+"""A child process of test_cudnn_workspaces: asks cuDNN the workspace of backward calls on an H200, for cases as JSON on stdin.
 
 Prints, for each, the bytes that cuDNN says and those that the formula makes of the same program without its answer; or, with
 exit code 3, why cuDNN cannot be asked here.

@@ -1,6 +1,5 @@
-"""Moments in host memory: the same numbers, the same checkpoints, and what a plan says of the copies; remat policies too."""
+"""Moments in host memory: the same numbers and the same checkpoints. proofs/test_plan_memory.py has what a plan says of it."""
 
-import dataclasses
 from typing import Any
 
 import helpers
@@ -11,10 +10,6 @@ from test_moments import ALLOWED, SIZES, resumed, save, trained
 
 from jaxtrain import compiler, memory, state, validate
 from jaxtrain.hardware import Devices
-from jaxtrain.plan.compile import compile_step
-from jaxtrain.plan.make import read_plan
-from jaxtrain.plan.program import hlo
-from jaxtrain.plan.topology import parse
 
 OFFLOAD = {"optimizer.offload": "moments"}
 SPLIT = {"mesh.fsdp": 2, "mesh.tensor": 2, "train.grad_accum": 2}
@@ -87,50 +82,3 @@ def test_an_optimizer_of_ones_own_is_not_streamed():
     run = helpers.tiny(OFFLOAD | {"optimizer.name": "helpers:slower_adamw"})
     (problem,) = validate.validate_step(run, Devices("cpu", "cpu", 1, 8.0, "test"))
     assert problem.key == "optimizer.offload" and "helpers:slower_adamw" in problem.rule
-
-
-# ---- Compiled by XLA:GPU for 8 described H200: no GPU, no driver
-
-
-@pytest.fixture(scope="module")
-def planned() -> Any:
-    pytest.importorskip("jax_cuda12_plugin", reason="needs the `plan` extra")
-    shape = {"precision": "bf16", "model.d_model": 512, "model.num_heads": 4, "model.d_ff": 1024, "data.seq_len": 1024}
-    run = helpers.tiny(shape | {"mesh.fsdp": 8, "dtypes.v": "bf16"} | OFFLOAD)
-    return run, compile_step(run, parse("h200:8"))
-
-
-def test_a_plan_sees_moments_on_the_host(planned):
-    run, step = planned
-    resting = sum(np.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in moments(step.program.state).values())
-    analysis = step.executable.memory_analysis()
-    assert analysis.host_argument_size_in_bytes == resting
-    assert analysis.host_alias_size_in_bytes == resting  # updated where they are
-    assert analysis.host_temp_size_in_bytes == 0
-    plan = read_plan(step, run, parse("h200:8"))
-    assert plan.memory.host_gib == pytest.approx(resting / 2**30)
-    assert not plan.memory.by_class.keys() & {"first moment", "second moment"}
-    copies = [k for k in plan.kernels if k.kind == "host"]
-    assert sum(k.gb for k in copies) >= 2 * resting / 1e9  # there and back, counted in both memories
-    assert plan.time.host_exposed_ms > 0
-
-
-def test_unpacked_rows_leave_arguments_that_no_kernel_reads(planned):
-    """Which of the arguments are moments is told by their place among all of them."""
-    run, step = planned
-    unpacked = dataclasses.replace(run, data=dataclasses.replace(run.data, packing="none"))
-    other = compile_step(unpacked, parse("h200:8")).executable.memory_analysis()
-    assert other.host_argument_size_in_bytes == step.executable.memory_analysis().host_argument_size_in_bytes > 0
-
-
-def test_a_layer_at_a_time_is_on_the_device(planned):
-    """Copies that XLA starts and waits for, of one layer's part: no kernel reads host memory itself."""
-    _, step = planned
-    module = hlo.parse(step.text)
-    on_host = [
-        i
-        for computation in module.computations.values()
-        for i in computation.instructions
-        if "/optimizer/" in i.op_name and any(s.memory_space == 5 for s in hlo.leaves(i.type)) and i.opcode == "fusion"
-    ]
-    assert not on_host

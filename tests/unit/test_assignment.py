@@ -1,4 +1,4 @@
-"""The reader of XLA's buffer assignment alone, on assignments made by hand. test_buffers.py holds it against XLA's count."""
+"""The reader of XLA's buffer assignment, on assignments made by hand. test_plan_memory.py holds it against XLA's count."""
 
 import pytest
 

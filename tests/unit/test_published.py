@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jaxtrain import hardware, installed
+from jaxtrain import hardware
 from jaxtrain.config import default_config, resolve
 from jaxtrain.plan import rates
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.known import published
 from jaxtrain.plan.known.published_runs import RUNS
-from jaxtrain.plan.search import parallel
 from jaxtrain.plan.search.parallel import Outcome
 from jaxtrain.plan.search.space import training_check
 
@@ -167,18 +166,3 @@ def test_a_format_of_another_version_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(published, "STORED", tmp_path / "published.json")
     with pytest.raises(ValueError, match="format 0.*--published"):
         published.rows()
-
-
-def test_a_plan_made_again_is_the_stored_one():
-    """The smallest of them; the rest are compiled by the command."""
-    stored = json.loads(published.STORED.read_text())
-    if stored["versions"] != installed.versions():
-        pytest.skip("other versions than those of the stored plans")
-    request = row(TOOLBOX).run.request
-    outcome = parallel.plan_many({TOOLBOX: request})[TOOLBOX]
-    assert outcome.plan, outcome.reason
-    again, before = (
-        {name: getattr(planned, name) for name in ("step_s", "gemm_tflop", "taken_gib")}
-        for planned in (published.planned(request, outcome.plan), row(TOOLBOX).planned)
-    )
-    assert again == pytest.approx(before, rel=0.01), f"run {published.COMMAND}"

@@ -1,0 +1,295 @@
+"""Golden plans: their files, what is a difference and what is not, and the command that writes them.
+
+Broken steps are two layers of Llama 3 8B, compiled for described H200s.
+"""
+
+import dataclasses
+import io
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from plans import ONE_EACH, TWO, config, plan
+from rich.console import Console
+
+from jaxtrain import installed, launch, loss, sharding, step
+from jaxtrain.plan import topology
+from jaxtrain.plan.known import golden
+from jaxtrain.plan.known.golden import SHIPPED, GoldenError, compare, from_plan, load, path, save
+from jaxtrain.plan.make import make_plan
+from jaxtrain.plan.numbers import number
+from jaxtrain.plan.rates import datasheet
+from jaxtrain.plan.result import Buffer, Plan
+from jaxtrain.plan.search import parallel
+
+LAYERS = 2
+H200S = topology.parse("h200:8")
+
+
+# ---- The files
+
+
+def test_every_shipped_config_has_a_golden_plan():
+    """But the one that trains on CPUs, and the one whose model is that of its base."""
+    files = {config.partition(":")[0] for config, _ in SHIPPED.values()}
+    assert files == {f"configs/{file.name}" for file in (launch.REPO / "configs").glob("*.py")} - {
+        "configs/tiny.py",
+        "configs/finetune.py",
+    }
+    assert {file.stem for file in golden.FOLDER.iterdir()} == set(SHIPPED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_golden_files_are_what_they_say(name, tmp_path):
+    kept = load(path(name))
+    assert not (reason := golden.inapplicable(kept, installed.versions()["jaxlib"])), reason
+    assert (kept.config, kept.topology) == SHIPPED[name]
+    assert kept.margins == golden.MARGINS and kept.peak_gib and kept.tflop and not kept.overrides
+    assert not kept.warnings, "a shipped config deserves none"
+    assert bool(kept.collectives) == (kept.topology != "h200:1")
+    save(kept, tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == path(name).read_bytes()
+
+
+# ---- A step that is broken on purpose
+
+
+def planned_now() -> Plan:
+    """The plan of the program that the code makes at this moment."""
+    return make_plan(config(TWO, *ONE_EACH), H200S, rates=datasheet(H200S.gpu, "bf16"), name="configs/llama3_8b.py")
+
+
+@pytest.fixture(scope="module")
+def healthy() -> Plan:
+    return plan("h200:8", TWO, *ONE_EACH)
+
+
+def test_a_healthy_step_gives_no_warning(healthy):
+    assert healthy.warnings == ()
+
+
+def named(differences, what):
+    """The sentence about one figure."""
+    (words,) = [d.words for d in differences if d.what == what]
+    return words
+
+
+def warned(differences):
+    return [d.words for d in differences if d.what == "warning"]
+
+
+def test_float32_gathers_are_found(healthy, monkeypatch):
+    """Clipped before it is cast, a weight is gathered in float32. A cast alone the compiler moves in front of the gather."""
+
+    def gather(w, rest, use, compute, reduce):
+        wide = jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(w, rest), use)
+        return jnp.clip(wide, -100, 100).astype(compute)
+
+    broken = jax.custom_vjp(gather, nondiff_argnums=(1, 2, 3, 4))
+    broken.defvjp(lambda w, *how: (gather(w, *how), jnp.zeros((0,), w.dtype)), sharding._gather_bwd)
+    monkeypatch.setattr(sharding, "_gather", broken)
+    differences = compare(from_plan(healthy), planned_now())
+    wide = named(differences, "all-gather f32 over fsdp")
+    assert "golden has none; from jaxtrain/models/layers.py:" in wide
+    assert "no longer from jaxtrain/models/layers.py:" in named(differences, "all-gather bf16 over fsdp")
+    lines = [w for w in warned(differences) if w.startswith("float32 all-gather over fsdp")]
+    assert any("from jaxtrain/models/layers.py:" in w for w in lines)
+    assert any("from jaxtrain/models/attention.py:" in w for w in lines)
+
+
+def test_a_head_that_is_gathered_for_every_chunk_is_found(healthy, monkeypatch):
+    """A loss called for one chunk of tokens after the other. The barrier keeps the compiler from gathering once after all."""
+
+    def by_chunk(hidden, head, batch, spec):
+        def parts(a):
+            return a.reshape(a.shape[0], 8, -1, *a.shape[2:]).swapaxes(0, 1)
+
+        def one(total, item):
+            x, held = jax.lax.optimization_barrier((item[0], head))
+            return total + loss.cross_entropy(x, held, item[1], spec), None
+
+        chunks = parts(hidden), {k: parts(batch[k]) for k in ("targets", "weights")}
+        return jax.lax.scan(one, jnp.zeros((), jnp.float32), chunks)[0]
+
+    monkeypatch.setitem(loss.LOSSES, "cross_entropy", by_chunk)
+    differences = compare(from_plan(healthy), planned_now())
+    gathered = named(differences, "all-gather bf16 over fsdp")
+    assert "+7 launches" in next(d.change for d in differences if d.what == "all-gather bf16 over fsdp")
+    assert "jaxtrain/loss.py:" in gathered and "(8 launches, 7.35 GB" in gathered
+    assert any("inside a loop of something that the loop does not change" in w and "loss.py" in w for w in warned(differences))
+
+
+def test_replicated_moments_are_found(healthy, monkeypatch):
+    made = step.abstract_state
+
+    def whole(definition, tx, placement, *more):
+        state = made(definition, tx, placement, *more)
+        everywhere = sharding.replicated(placement)
+        moments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), state.optimizer)
+        return dataclasses.replace(state, optimizer=moments)
+
+    monkeypatch.setattr(step, "abstract_state", whole)
+    differences = compare(from_plan(healthy), planned_now())
+    peak = named(differences, "peak memory")
+    assert "first moment +6.27 GiB" in peak and "second moment +6.27 GiB" in peak and "state.optimizer[0].mu" in peak
+    assert "golden has none; from jaxtrain/update.py:" in named(differences, "all-gather f32 over fsdp")
+    (moments,) = [w for w in warned(differences) if w.startswith("replicated")]
+    assert "optimizer.mu.layers.*.mlp" in moments or "optimizer.mu.head" in moments
+
+
+# ---- What is a difference, and what is not
+
+
+def moved(plan: Plan, instruction: str, **fields) -> Plan:
+    """The plan with other fields in one of its collectives."""
+    changed = [dataclasses.replace(c, **fields) if c.instruction == instruction else c for c in plan.collectives]
+    return dataclasses.replace(plan, collectives=tuple(changed))
+
+
+def remembering(plan: Plan, **fields) -> Plan:
+    return dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, **fields))
+
+
+def test_a_harmless_change_is_none(healthy):
+    kept = from_plan(healthy)
+    assert compare(kept, healthy) == []
+    shifted = []
+    for c in reversed(healthy.collectives):
+        file, _, line = c.source.rpartition(":")
+        dtype = "+".join(reversed(c.dtype.split("+")))
+        shifted.append(dataclasses.replace(c, source=f"{file}:{int(line) + 7}", dtype=dtype, instruction=f"{c.instruction}.9"))
+    other = dataclasses.replace(healthy, collectives=tuple(shifted), config="another", compile_s=1.0)
+    other = remembering(other, peak_gib=healthy.memory.peak_gib * 1.005)
+    assert compare(kept, other) == []
+    renamed = {f"while.{i}": n for i, n in enumerate(n for name, n in healthy.trip_counts.items() if name.startswith("while"))}
+    loops = {**renamed, **{k: n for k, n in healthy.trip_counts.items() if not k.startswith("while")}}
+    assert compare(kept, dataclasses.replace(healthy, trip_counts=loops)) == []
+
+
+def test_two_gib_more_are_found_with_what_holds_them(healthy):
+    classes = dict(healthy.memory.by_class)
+    classes["saved activations"] += 2.0
+    more = remembering(
+        healthy,
+        peak_gib=healthy.memory.peak_gib + 2.0,
+        by_class=classes,
+        saved={**healthy.memory.saved, "norm_out": 2.0},
+    )
+    (d,) = compare(from_plan(healthy), more)
+    assert d.what == "peak memory" and "+2.00 GiB" in d.change
+    assert "saved activations +2.00 GiB [norm_out +2.00 GiB]" in d.words
+    buffer = Buffer(2.0, "temporaries", "f32[1]", "jaxtrain/step.py:1", "", "x")
+    classes = {**healthy.memory.by_class, "temporaries": healthy.memory.by_class["temporaries"] + 2.0}
+    more = remembering(
+        healthy, peak_gib=healthy.memory.peak_gib + 2.0, by_class=classes, largest=(buffer, *healthy.memory.largest)
+    )
+    (d,) = compare(from_plan(healthy), more)
+    assert "temporaries +2.00 GiB [the largest from jaxtrain/step.py:1" in d.words
+
+
+def test_an_added_gather_is_found_with_its_line(healthy):
+    one = next(c for c in healthy.collectives if c.kind == "all-gather" and c.source.startswith("jaxtrain/models/layers.py"))
+    added = dataclasses.replace(one, instruction="new", source="jaxtrain/models/layers.py:999")
+    (d,) = compare(from_plan(healthy), dataclasses.replace(healthy, collectives=(*healthy.collectives, added)))
+    assert f"{one.count:+,} launches" in d.change
+    assert f"; from jaxtrain/models/layers.py:999 ({one.count} launch" in d.words
+    (d,) = compare(from_plan(healthy), moved(healthy, one.instruction, wire_gib=one.wire_gib + 1.0))
+    assert "+1.07 GB" in d.change and f"{one.source} (" in d.words and "before" in d.words
+    gone = tuple(c for c in healthy.collectives if c.kind != "all-to-all")
+    (d,) = compare(from_plan(healthy), dataclasses.replace(healthy, collectives=gone))
+    assert d.what == "all-to-all bf16 over fsdp" and d.new == "none" and "no longer from jaxtrain/" in d.words
+
+
+def test_loops_work_time_and_warnings_are_compared(healthy):
+    kept = from_plan(healthy)
+
+    def only(plan: Plan) -> golden.Difference:
+        (d,) = compare(kept, plan)
+        return d
+
+    d = only(dataclasses.replace(healthy, trip_counts={**healthy.trip_counts, "loss": 8}))
+    assert (d.what, d.new) == ("trips of loss", "8") and d.words.startswith("loop 'loss' runs 8 times")
+    kernel = dataclasses.replace(healthy.kernels[0], op_name="recompute mlp", tflop=5.0)
+    flops = dataclasses.replace(healthy.flops, hardware_per_step=healthy.flops.hardware_per_step + 5e12)
+    d = only(dataclasses.replace(healthy, kernels=(*healthy.kernels, kernel), flops=flops))
+    assert d.what == "hardware FLOPs" and "recompute mlp +5.00 TFLOP" in d.words
+    d = only(dataclasses.replace(healthy, time=dataclasses.replace(healthy.time, step_ms=healthy.time.step_ms * 1.021)))
+    assert d.what == "planned step" and "+2.1%" in d.change
+    exposed = healthy.time.exposed_ms + 0.011 * healthy.time.step_ms
+    d = only(dataclasses.replace(healthy, time=dataclasses.replace(healthy.time, exposed_ms=exposed)))
+    assert d.what == "exposed share" and d.change == "+1.1 points"
+    d = only(dataclasses.replace(healthy, warnings=("all-to-all that nobody asked for (3 a step)",)))
+    assert d.what == "warning" and "nobody asked" in d.words
+    known = dataclasses.replace(kept, warnings=("all-to-all that nobody asked for (5 a step)",))
+    assert compare(known, dataclasses.replace(healthy, warnings=("all-to-all that nobody asked for (3 a step)",))) == []
+
+
+def test_what_cannot_be_compared_is_refused(healthy, tmp_path):
+    kept = from_plan(healthy)
+    with pytest.raises(GoldenError, match=r"made with jaxlib 0\.1, and this is .*--golden=write"):
+        compare(dataclasses.replace(kept, jaxlib="0.1"), healthy)
+    with pytest.raises(GoldenError, match="h200:4 says nothing about h200:8"):
+        compare(dataclasses.replace(kept, topology="h200:4"), healthy)
+    file = tmp_path / "plan.json"
+    with pytest.raises(GoldenError, match=r"plan\.json: no golden plan\. Write it with"):
+        load(file)
+    for text, why in (
+        ("{", "Expecting"),
+        ('{"format": 7}', "of format 7"),
+        ("[]", "no attribute"),
+        (json.dumps({**dataclasses.asdict(kept), "margins": {}}), "its margins are"),
+    ):
+        file.write_text(text)
+        with pytest.raises(GoldenError, match=f"not a golden plan.*{why}"):
+            load(file)
+
+
+# ---- The command
+
+
+def run(plan: Plan | None, folder, **how) -> tuple[int, str]:
+    """The command with a plan that is there already. None: it could not be made."""
+
+    def plan_many(requests, *, jobs, cache, on_done):
+        outcome = parallel.Outcome(plan, "planned") if plan else parallel.Outcome(None, "crashed", "SIGSEGV")
+        for name in requests:
+            on_done(name, outcome)
+        return dict.fromkeys(requests, outcome)
+
+    said = io.StringIO()
+    code = golden.run(Console(file=said, width=140), names=["llama3_8b"], folder=folder, plan_many=plan_many, **how)
+    return code, said.getvalue()
+
+
+def test_the_command_writes_compares_and_says_what_changed(healthy, tmp_path):
+    code, text = run(healthy, tmp_path)
+    assert code == 2 and "no golden plan. Write it with: python -m jaxtrain.plan --golden=write" in " ".join(text.split())
+    code, text = run(healthy, tmp_path, write=True)
+    assert code == 0 and "llama3_8b: written to" in text
+    assert run(healthy, tmp_path) == (0, "llama3_8b: as the golden plan\n")
+    more = remembering(healthy, peak_gib=healthy.memory.peak_gib + 2.0)
+    before = (tmp_path / "llama3_8b.json").read_bytes()
+    code, text = run(more, tmp_path)
+    assert code == 1 and (tmp_path / "llama3_8b.json").read_bytes() == before
+    title, headings, row, words = text.splitlines()
+    assert title == "llama3_8b: 1 difference" and headings.split() == ["what", "golden", "now", "difference"]
+    old, new = (number(m.memory.peak_gib) for m in (healthy, more))
+    assert " ".join(row.split()).startswith(f"peak memory {old} GiB {new} GiB +2.00 GiB (+")
+    assert words.startswith(f"- peak memory: {new} GiB, golden has {old}: +2.00 GiB")
+    code, text = run(more, tmp_path, write=True)
+    assert code == 0 and "+2.00 GiB" in text
+    assert run(more, tmp_path)[0] == 0
+    # What is written is named even where it is within the margins.
+    code, text = run(remembering(more, peak_gib=more.memory.peak_gib + 0.01), tmp_path, write=True)
+    assert code == 0 and "peak memory" in text
+
+
+def test_the_command_refuses_and_reports(healthy, tmp_path):
+    assert run(None, tmp_path, write=True) == (1, "llama3_8b: no plan, crashed: SIGSEGV\n")
+    save(dataclasses.replace(from_plan(healthy), jaxlib="0.1"), tmp_path / "llama3_8b.json")
+    code, text = run(healthy, tmp_path)
+    assert code == 2 and "not compared" in text and "jaxlib 0.1" in text
+    said = io.StringIO()
+    assert golden.run(Console(file=said, width=200), names=["llama3_9b"], folder=tmp_path) == 2
+    assert "golden plan 'llama3_9b': there is none. Choose from llama3_8b" in said.getvalue()
