@@ -1,8 +1,7 @@
-"""deploy/: the image and the JobSet, checked by a linter and by schemas, and run as far as it goes here.
+"""deploy/: the image, the JobSet and the Slurm script, checked by linters and schemas, and run as far as it goes here.
 
-There is no Docker and no Kubernetes here. The files that the image copies before it installs are laid out, and run.sh is asked
-there what it would install. The JobSet's pods give environment and arguments, which jaxtrain's own command line then reads.
-The Slurm script is in test_deploy_slurm.py.
+There is no Docker, Kubernetes or Slurm here: what they do is taken from their manuals. run.sh is asked what it would install in
+the image; jaxtrain's own command line reads what pods and tasks are told; the Slurm script runs whole, over stand-ins.
 """
 
 import copy
@@ -12,6 +11,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +22,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from run_sh import HUNG_S, script, wait_for
 
 from jaxtrain import launch
 from jaxtrain.distributed import detect
@@ -33,7 +34,7 @@ REPO = Path(__file__).resolve().parents[2]
 DEPLOY = REPO / "deploy"
 BIN = REPO / ".venv" / "bin"
 
-# DESIGN: 0 done, 2 wrong command or config, 3 preflight found a fault, 75 start me again, 76 diverged, 124 hang, 130 Ctrl-C, 1
+# 0 done, 2 wrong command or config, 3 preflight found a fault, 75 start me again, 76 diverged, 124 hang, 130 Ctrl-C, 1
 # anything else. The last three are the shell's: out of memory, an abort, a fault in native code.
 AGAIN, FOR_GOOD = (75, 124), (1, 2, 3, 76, 130, 134, 137, 139)
 
@@ -71,7 +72,7 @@ def copied(text: str) -> list[str]:
     return [word for name, rest in instructions(text) if name == "COPY" for word in shlex.split(rest)[:-1]]
 
 
-def test_hadolint():
+def test_the_linters_find_nothing():
     def lint(text: str) -> list[str]:
         command = [tool("hadolint"), "--no-color", "--format=json", "--failure-threshold=style", "-"]
         done = subprocess.run(command, input=text, capture_output=True, text=True)
@@ -79,6 +80,8 @@ def test_hadolint():
         assert bool(found) == (done.returncode != 0), done.stderr
         return found
 
+    done = subprocess.run([tool("shellcheck"), str(DEPLOY / "slurm.sbatch")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
     assert lint(DOCKERFILE) == []
     assert "DL3002" in lint(DOCKERFILE.replace("USER 1000", "USER root"))  # the linter looks
     assert "DL3006" in lint(re.sub(r"(FROM python):\S+", r"\1", DOCKERFILE))
@@ -116,13 +119,10 @@ def test_packages_are_installed_before_the_code_is_copied(tmp_path: Path):
     assert f"would install from requirements/cuda{cuda}.txt" in done.stderr
 
 
-def test_the_image_has_the_python_that_run_sh_wants():
+def test_the_image_has_the_python_that_run_sh_wants_and_passes_signals_on():
     (base,) = [rest for name, rest in instructions(DOCKERFILE) if name == "FROM"]
     wanted = (REPO / ".python-version").read_text().strip()
     assert re.fullmatch(rf"python:{re.escape(wanted)}\.\d+-slim-\w+", base)
-
-
-def test_signals_reach_run_sh_in_the_image():
     steps = dict(instructions(DOCKERFILE))  # the last of each name
     assert json.loads(steps["ENTRYPOINT"]) == [f"{steps['WORKDIR']}/run.sh"]  # the array form: no shell in between
     assert steps["STOPSIGNAL"] == "SIGTERM"
@@ -150,19 +150,7 @@ RULE = fields(
     *("name", "action"),
     name={"type": "string", "pattern": "^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"},
     action={"enum": ACTIONS},
-    onJobFailureReasons={
-        "type": "array",
-        "uniqueItems": True,
-        "items": {
-            "enum": [
-                "BackoffLimitExceeded",
-                "DeadlineExceeded",
-                "FailedIndexes",
-                "MaxFailedIndexesExceeded",
-                "PodFailurePolicy",
-            ]
-        },
-    },
+    onJobFailureReasons={"type": "array", "uniqueItems": True, "items": {"enum": REASONS}},
     onJobFailureMessagePatterns=TEXTS,
     targetReplicatedJobs=TEXTS,
 )
@@ -213,10 +201,6 @@ def check_kubernetes(jobset: dict[str, Any]) -> None:
         kubernetes_validate.validate(document, version, strict=True)
 
 
-def test_jobset_fits_its_schema(jobset: dict[str, Any]):
-    check_kubernetes(jobset)
-
-
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -229,7 +213,8 @@ def test_jobset_fits_its_schema(jobset: dict[str, Any]):
         lambda j: pod_of(j).update(terminationGracePeriodSeconds="10m"),
     ],
 )
-def test_a_jobset_that_kubernetes_would_refuse_is_found(jobset: dict[str, Any], spoil: Callable[[dict[str, Any]], None]):
+def test_the_jobset_fits_its_schema_and_one_mistake_does_not(jobset: dict[str, Any], spoil: Callable[[dict[str, Any]], None]):
+    check_kubernetes(jobset)
     spoilt = copy.deepcopy(jobset)
     spoil(spoilt)
     with pytest.raises((jsonschema.ValidationError, kubernetes_validate.ValidationError)):
@@ -306,3 +291,208 @@ def test_pods_run_what_jaxtrain_understands(jobset: dict[str, Any], tmp_path: Pa
     # The image's user, and time for a save.
     assert pod_of(jobset)["securityContext"]["runAsUser"] == int(dict(instructions(DOCKERFILE))["USER"])
     assert pod_of(jobset)["terminationGracePeriodSeconds"] >= 300
+
+
+# --- Slurm ------------------------------------------------------------------------------------------------------------------
+
+# Long options of sbatch and the form of their values, '' where they take none: Slurm 26.11, src/common/slurm_opt.c and
+# doc/man/man1/sbatch.1. Those of the script. 23.02 has them all; `--export=NIL` came with it.
+FORMS = {
+    "exclusive": "(user|mcs|topo)?",
+    "export": r"ALL|NIL|NONE|(ALL,)?\w+(=[^,]*)?(,\w+(=[^,]*)?)*",
+    "gpus-per-node": r"(\w+:)?\d+",
+    "job-name": r"[\w.-]+",
+    "mem": r"\d+[KMGT]?",
+    "nodes": r"\d+(-\d+)?",
+    "ntasks-per-node": r"\d+",
+    "open-mode": "append|truncate",
+    "output": r"([\w./-]|%[AaJjNnstuxrb%])+",
+    "propagate": r"(ALL|NONE|[A-Z]+(,[A-Z]+)*)?",
+    "requeue": "(expedite)?",
+    "signal": r"([RB]+:)?(?P<signal>[A-Z]+[12]?|\d+)(@(?P<seconds>\d+))?",
+    "time": r"(\d+-)?\d+(:\d\d){0,2}",
+}
+
+
+def directives(text: str) -> tuple[dict[str, str], list[str]]:
+    """Option -> value of the #SBATCH lines, and those that sbatch would not take, or not see."""
+    found, wrong = {}, []
+    lines = text.splitlines()
+    first_command = next(i for i, line in enumerate(lines) if line.strip() and not line.startswith("#"))
+    for i, line in enumerate(lines):
+        if not re.match(r"\s*#\s*SBATCH\b", line):
+            continue
+        option = re.fullmatch(r"#SBATCH --([a-z-]+)(?:=(\S+))?", line)
+        name, value = (option[1], option[2] or "") if option else ("", "")
+        # sbatch reads no further than the first command.
+        if name not in FORMS or name in found or i > first_command or not re.fullmatch(FORMS[name], value):
+            wrong.append(line)
+        found[name] = value
+    return found, wrong
+
+
+SBATCH = (DEPLOY / "slurm.sbatch").read_text()
+
+
+def test_sbatch_options_are_slurms():
+    options, wrong = directives(SBATCH)
+    assert not wrong and len(options) == SBATCH.count("\n#SBATCH ") == 13
+    # One task a node over all its GPUs; saved before the limit by every run.sh (no "B:"); restarted; nothing inherited.
+    assert (options["ntasks-per-node"], options["gpus-per-node"], options["mem"]) == ("1", "8", "0")
+    assert {"exclusive", "requeue"} <= set(options)
+    assert (options["export"], options["propagate"], options["open-mode"]) == ("NIL", "NONE", "append")
+    warning = re.fullmatch(FORMS["signal"], options["signal"])
+    assert warning and warning["signal"] in ("USR1", "TERM") and ":" not in options["signal"]
+    # run.sh does not start again in the last ten minutes of a job, so the signal must come within them.
+    assert 120 <= int(warning["seconds"]) <= 600
+
+
+@pytest.mark.parametrize(
+    "line", ["--ntask-per-node=1", "--signal=USR1:300", "--time=1day", "--nodes", " --mem=0", "--open-mode=appended"]
+)
+def test_sbatch_options_that_slurm_would_not_take_are_found(line: str):
+    wrong = f"#SBATCH {line}" if line[0] == "-" else f"# SBATCH{line}"
+    assert directives(f"#!/bin/bash\n{wrong}\ntrue\n")[1] == [wrong]
+    assert directives("#!/bin/bash\ntrue\n#SBATCH --mem=0\n")[1], "after a command"
+
+
+# Runs its command once a node, as srun does, and ends with the highest exit code. Notes its own options.
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do echo "$1" >>"$SLURM_SUBMIT_DIR/srun-options"; shift; done
+highest=0 tasks=()
+for ((i = 0; i < SLURM_JOB_NUM_NODES; i++)); do
+  SLURM_PROCID=$i SLURM_NTASKS=$SLURM_JOB_NUM_NODES SLURM_STEP_NODELIST="gpu[01-09]" SLURM_STEP_TASKS_PER_NODE="1(x9)" "$@" &
+  tasks+=($!)
+done
+for task in "${tasks[@]}"; do
+  code=0
+  wait "$task" || code=$?
+  ((code <= highest)) || highest=$code
+done
+exit "$highest"
+"""
+# A run that ends as the file of its number says: with a code, or `wait` until SIGUSR1 and then with 75.
+RUN = """#!/bin/bash
+echo $$ >"task-$SLURM_PROCID"
+for argument; do echo "$argument"; done >"arguments-$SLURM_PROCID"
+env -0 >"environment-$SLURM_PROCID"
+read -r plan <"plan-$SLURM_PROCID"
+if [[ $plan == wait ]]; then
+  trap 'exit 75' USR1
+  touch "listens-$SLURM_PROCID"
+  for _ in {1..2400}; do sleep 0.05; done
+fi
+exit "$plan"
+"""
+
+
+class Job:
+    """The batch script as Slurm would start it, on two nodes: with Slurm's variables and no others."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder / "a folder"
+        self.bin = folder / "bin"
+        for path, text in (
+            (self.bin / "srun", SRUN),
+            (self.bin / "scontrol", '#!/bin/bash\necho "$@" >>"$SLURM_SUBMIT_DIR/requeued"\nexit "${FAKE_SCONTROL:-0}"\n'),
+            (self.folder / "run.sh", RUN),
+        ):
+            script(path, text)
+
+    def begin(self, *plans: str | int, arguments: tuple[str, ...] = (), **env: str) -> subprocess.Popen[str]:
+        for i, plan in enumerate(plans):
+            (self.folder / f"plan-{i}").write_text(f"{plan}\n")
+        slurm = {"JOB_ID": "4711", "JOB_NAME": "llama3_8b", "JOB_NUM_NODES": str(len(plans)), "JOB_USER": "ada"}
+        base = {f"SLURM_{key}": value for key, value in slurm.items()}
+        base |= {"SLURM_SUBMIT_DIR": str(self.folder), "PATH": f"{self.bin}:/usr/bin:/bin"}
+        return subprocess.Popen(
+            ["bash", str(DEPLOY / "slurm.sbatch"), *arguments],
+            env=base | env,
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *plans: str | int, arguments: tuple[str, ...] = (), **env: str) -> tuple[int, str, list[str]]:
+        """(exit code, stderr, what scontrol was asked)."""
+        process = self.begin(*plans, arguments=arguments, **env)
+        stderr = process.communicate(timeout=HUNG_S)[1]
+        asked = self.folder / "requeued"
+        return process.returncode, stderr, asked.read_text().splitlines() if asked.exists() else []
+
+    def words(self, name: str) -> list[str]:
+        return (self.folder / name).read_text().splitlines()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("codes", "restarts", "code", "queued"),
+    [
+        *[((0, code), "", code, False) for code in (0, *FOR_GOOD)],
+        *[((75, code), "3", code, True) for code in AGAIN],
+        ((75, 76), "", 76, False),  # one node that is unfit ends the job
+        ((75,), "19", 75, True),
+        ((75,), "20", 75, False),
+    ],
+)
+def test_a_job_is_queued_again_where_it_asks_for_it(job: Job, codes: tuple[int, ...], restarts: str, code: int, queued: bool):
+    ended, stderr, asked = job.run(*codes, **({"SLURM_RESTART_COUNT": restarts} if restarts else {}))
+    assert ended == code
+    assert asked == (["requeue Incomplete 4711"] if queued else [])
+    if queued:
+        assert stderr == f"slurm.sbatch: exit {code}: queued again, time {int(restarts) + 1} of 20\n"
+    else:
+        assert ("not queued again, after 20 times (most_requeues=20)" in stderr) == (restarts == "20")
+
+
+def test_a_requeue_that_slurm_refuses_fails_the_job(job: Job):
+    assert job.run(75, FAKE_SCONTROL="1")[0] != 0
+
+
+def test_the_signal_before_the_time_limit(job: Job):
+    """Slurm sends it to the tasks of the step, not to the batch script."""
+    process = job.begin("wait", "wait")
+    for i in range(2):
+        wait_for(lambda i=i: (job.folder / f"listens-{i}").exists())
+        os.kill(int(*job.words(f"task-{i}")), signal.SIGUSR1)
+    assert process.wait(timeout=HUNG_S) == 75
+    assert job.words("requeued") == ["requeue Incomplete 4711"]
+    process.communicate()
+
+
+def test_submitted_from_another_folder(job: Job, tmp_path: Path):
+    (tmp_path / "other").mkdir()
+    code, stderr, asked = job.run(0, SLURM_SUBMIT_DIR=str(tmp_path / "other"))
+    assert (code, asked) == (2, []) and f"no run.sh in {tmp_path / 'other'}: submit from the repository's folder" in stderr
+
+
+def test_what_the_nodes_of_a_job_are_told(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(REPO)
+    more = ("--config.train.steps=3000", "--config.log.every_steps=2")
+    code, _, _ = job.run(0, 0, arguments=more, SLURM_JOB_END_TIME="4102444800")
+    assert code == 0
+    # Of the options to srun: without the first, the nodes would have no PATH; the last would end a save.
+    assert {"--export=ALL", "--cpu-bind=none", "--kill-on-bad-exit=0"} < set(job.words("srun-options"))
+    folder = str(job.folder)
+    for i in range(2):
+        environ = dict(item.split("=", 1) for item in (job.folder / f"environment-{i}").read_text().split("\0") if item)
+        own = {name for name in environ if not name.startswith("SLURM_")} - {"PWD", "OLDPWD", "SHLVL", "_"}
+        assert own == {"PATH", "HOME", "LANG", "JAXTRAIN_CUDA"}
+        assert Path(environ["HOME"]).is_dir()
+        cluster, problems = detect({}, environ)
+        assert cluster and not problems
+        assert (cluster.process_id, cluster.num_processes, cluster.local_device_ids) == (i, 2, None)
+        loaded = parsed(job.words(f"arguments-{i}"), 16, environ, tmp_path)
+        run = loaded.run
+        assert (run.train.steps, run.log.every_steps, run.train.max_minutes) == (3000, 2, "auto")
+        assert run.train.global_batch == 256 == 16 * run.train.grad_accum  # the config was told of 16 GPUs
+        # Three places: shared data, shared checkpoints, and the node's own disk.
+        assert loaded.options["workdir"] == f"{folder}/runs/llama3_8b"
+        assert run.paths.data == f"{folder}/data" and run.data.source.startswith(run.paths.data)
+        assert run.paths.cache == "/tmp/ada/jaxtrain/compile"

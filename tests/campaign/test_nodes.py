@@ -1,0 +1,98 @@
+"""A run on several machines through run.sh, with real processes: train, save, lose one, go on."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import runs
+from faults import free_port
+from run_sh import REPO, SSH, Machine, copy_launcher, restarts_work, script, wait_for
+
+pytestmark = pytest.mark.skipif(not restarts_work(), reason="run.sh restarts nothing in a bash before 4.3")
+
+RUN = {"train__steps": 40, "eval__every_steps": 0, "checkpoint__every_steps": 10, "mesh__data": 2, "mesh__fsdp": -1}
+
+
+class Real(Machine):
+    """The launcher over this environment's Python and the real package."""
+
+    def __init__(self, folder: Path):
+        super().__init__(
+            copy_launcher(folder / "a folder" / "jaxtrain"), folder, f'#!/bin/bash\nexec "{sys.executable}" "$@"\n'
+        )
+        shutil.rmtree(self.repo / "jaxtrain")
+        (self.repo / "jaxtrain").symlink_to(REPO / "jaxtrain")
+        script(self.bin / "ssh", SSH)
+        self.run("setup")
+
+    def begin(self, *args: str, **env: str) -> subprocess.Popen[bytes]:
+        with open(self.cwd / "words", "ab") as words:
+            command = ["bash", str(self.repo / "run.sh"), *args]
+            environ = self.environ | {"JAX_PLATFORMS": "cpu"} | env
+            return subprocess.Popen(command, env=environ, cwd=self.cwd, stdin=subprocess.DEVNULL, stdout=words, stderr=words)
+
+    @property
+    def said(self) -> str:
+        return (self.cwd / "words").read_text()
+
+
+def trainer(workdir: Path, index: int) -> int:
+    """The process of that index of a run."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"--process-id={index}".encode() in words and f"--workdir={workdir}".encode() in words and b"-m" in words:
+            return int(folder.name)
+    raise AssertionError(f"no process {index}")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of the same run by one process over four devices."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "small.py").write_text(runs.SMALL)
+    env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    code, said = runs.Child(folder / "small.py", folder / "run", folder / "words", env=env, **RUN).end()
+    assert code == 0, said
+    return runs.losses(folder / "run")
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.more)])
+def test_a_run_loses_a_machine_and_resumes(count: int, tmp_path: Path, alone: dict[int, float]):
+    """The whole path over several processes, each of which believes to have a machine to itself. The last one is killed."""
+    machine, workdir = Real(tmp_path), tmp_path / "the run"
+    config = tmp_path / "small.py"
+    config.write_text(runs.SMALL)
+    names = ["127.0.0.1:" + str(free_port()), *(f"node{i}" for i in range(1, count))]
+    devices = {"JAX_NUM_CPU_DEVICES": str(4 // count), "DEVICES": str(4 // count)}
+    given = runs.arguments(config, workdir, {"paths__cache": tmp_path / "compiled", **RUN})
+    process = machine.begin(f"--nodes={','.join(names)}", *given, **devices)
+
+    def until(what: Callable[[], bool]) -> None:
+        wait_for(lambda: what() or process.poll() is not None, hung_s=300)
+        assert what(), machine.said
+
+    try:
+        until(lambda: len(runs.lines(workdir)) >= 15)
+        os.kill(trainer(workdir, count - 1), signal.SIGKILL)
+        until(lambda: process.poll() is not None)
+    finally:
+        process.kill()
+    assert process.returncode == 0, machine.said
+    assert f"node{count - 1} ended with 137" in machine.said and "restart 1 of 3" in machine.said
+    assert "resuming from step 10" in machine.said
+    found = runs.losses(workdir)
+    assert list(found) == list(range(1, 41))
+    assert max(abs(found[i] - alone[i]) for i in found) < 1e-5, "the same run as one process takes"
+    receipt = runs.receipt(workdir)
+    assert receipt["devices"]["process_count"] == count and receipt["attempt"] == 2 and receipt["restart"] == 1
+    assert receipt["goodput"]["attempts"] == 2 and receipt["goodput"]["parts_s"]["repeated"] > 0
+    asked = (machine.cwd / "ssh").read_text().splitlines()
+    assert len(asked) == 2 * (count - 1) and all("JAXTRAIN_RESTARTS=0" in line for line in asked)

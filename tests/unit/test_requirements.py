@@ -1,0 +1,84 @@
+"""The locked requirements: every package is pinned with hashes, the sets agree, and they satisfy pyproject.toml."""
+
+import os
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from jaxtrain.plan import cudnn_library
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def pins(name: str) -> dict[str, tuple[Requirement, int]]:
+    """Requirement and number of hashes of each package in requirements/NAME.txt."""
+    text = re.sub(r"\\\n", " ", (REPO / f"requirements/{name}.txt").read_text())
+    found = {}
+    for line in text.splitlines():
+        if line.strip() and not line.lstrip().startswith("#"):
+            requirement = Requirement(line.split(" --hash=")[0])
+            found[requirement.name] = requirement, len(re.findall(r"--hash=sha256:[0-9a-f]{64}\b", line))
+    return found
+
+
+def pinned(requirement: Requirement) -> Version:
+    (specifier,) = requirement.specifier
+    assert specifier.operator == "=="
+    return Version(specifier.version)
+
+
+@pytest.mark.parametrize("name", ("plan", "cuda12", "cuda13", "plan-cudnn", "dev", "uv"))
+def test_every_requirement_is_pinned_with_hashes_and_names_no_address(name: str):
+    text = (REPO / f"requirements/{name}.txt").read_text()
+    assert not re.search(r"://|^-| @ ", text, re.M)
+    assert pins(name)
+    for requirement, hashes in pins(name).values():
+        assert pinned(requirement)
+        assert hashes, f"{requirement} has no hash"
+
+
+def test_pins_satisfy_pyproject():
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for name in ("plan", "cuda12", "cuda13", "plan-cudnn", "dev"):
+        wanted = extras[name] + ([] if name in ("plan-cudnn", "dev") else project["dependencies"])
+        held = {re.sub(r"[-_.]+", "-", key).lower(): pin for key, (pin, _) in pins(name).items()}
+        for text in wanted:
+            requirement = Requirement(text)
+            pin = held[re.sub(r"[-_.]+", "-", requirement.name).lower()]
+            assert pinned(pin) in requirement.specifier, f"{name}: {pin} does not satisfy {text}; run requirements/lock.sh"
+    assert (REPO / ".python-version").read_text().strip() == "3.12"
+    assert project["requires-python"] == ">=3.12"
+
+
+def test_sets_agree_and_hold_what_they_are_for():
+    plan, cuda12, cuda13 = pins("plan"), pins("cuda12"), pins("cuda13")
+    for other in (cuda12, cuda13, pins("dev")):
+        for name in plan.keys() & other.keys():
+            assert pinned(plan[name][0]) == pinned(other[name][0]), name
+    for line in (REPO / "requirements/constraints.in").read_text().splitlines():
+        if not line.startswith("#"):
+            exact = Requirement(line.split("#")[0])
+            held = [pinned(locked[exact.name][0]) for locked in (plan, cuda12, cuda13) if exact.name in locked]
+            assert {*held} == {pinned(exact)}
+    jax = pinned(plan["jax"][0])
+    assert pinned(plan["jax-cuda12-plugin"][0]) == pinned(plan["jax-cuda12-pjrt"][0]) == jax
+    assert pinned(cuda13["jax-cuda13-plugin"][0]) == jax
+    assert {"nvidia-cudnn-cu12", "nvidia-nccl-cu12"} <= cuda12.keys()
+    assert {"nvidia-cudnn-cu13", "nvidia-nccl-cu13"} <= cuda13.keys()
+    beside = pins("plan-cudnn")
+    assert beside.keys() == {"nvidia-cudnn-cu12", "nvidia-cuda-nvrtc-cu12", "nvidia-cublas-cu12"}
+    for name, (requirement, _) in beside.items():
+        assert pinned(requirement) == pinned(cuda12[name][0]), name
+    assert pinned(beside["nvidia-cudnn-cu12"][0]) == Version(cudnn_library.VERSION)
+    # Of CUDA only the assembler, below 100 MB: the libraries are gigabytes.
+    assert {name for name in plan if name.startswith("nvidia-")} == {"nvidia-ml-py", "nvidia-cuda-nvcc-cu12"}
+
+
+def test_shell_scripts_are_executable():
+    for name in ("run.sh", "requirements/lock.sh", "tests/campaign/fresh_clone.sh"):
+        assert os.access(REPO / name, os.X_OK), name
