@@ -10,7 +10,6 @@ import helpers
 import jax
 import numpy as np
 import pytest
-from test_stages import CASES
 
 from jaxtrain import generate
 from jaxtrain.config import ConfigError
@@ -92,28 +91,6 @@ def test_the_ticks_of_the_program_are_those_of_the_formula(schedule: str):
     # Each tick hands on what a unit made: one array forward, and one back.
     ran = sum(times for eqn, times in loops(program_of(schedule, 4)) if eqn.primitive.name == "ppermute")
     assert (ran - 2 * s.units) / ran == s.bubble == 1 / (4 * groups + 1)
-
-
-def test_groups_make_the_bubble_smaller():
-    for stages in (2, 4, 8):
-        idle = [Schedule("1f1b" if g == 1 else "interleaved", stages, g, 4 * stages).bubble for g in (1, 2, 4)]
-        assert idle == sorted(idle, reverse=True) and idle[-1] < idle[0] / 3
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_loops_of_a_step_are_its_ticks(case: tuple[str, int, int, int]):
-    s = Schedule(*case)
-    run = [phase.later(i * s.stages * s.groups) for count, phases in s.rounds for i in range(count) for phase in phases]
-    assert [t for phase in run for t in phase.ticks] == list(range(s.ticks))
-    for phase in run:
-        for t in phase.ticks:
-            assert (phase.forward, phase.backward) == (t < s.forward_ticks, t >= s.wait)
-    # The last stage's units of its last group, and the first stage's of its first, by the tick in which they are done.
-    leave = [u + s.stages - 1 for u in range(s.units) if s.forward_unit(u)[0] == s.groups - 1]
-    enter = [w + s.wait + s.stages - 1 for w in range(s.units) if s.backward_unit(w)[0] == 0]
-    assert [t for phase in run if phase.leaves for t in phase.ticks] == leave
-    ends = {t for phase in run if phase.ends for t in phase.ticks}
-    assert ends >= {*enter} | {u - 1 for u in range(1, s.units) if s.forward_unit(u)[0] == 0}
 
 
 # ---- The same numbers
