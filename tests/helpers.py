@@ -170,7 +170,17 @@ def first_steps(run: RunConfig, steps: int = 3) -> compare.Trained:
     )
     homes = {name: a.sharding for name, a in abstract_tensors(made.state).items()}
     state = from_tensors(made.state, jax.device_put(initial_tensors(whole), homes))
-    return compare.take_steps(made, compiled(made), state, lambda i: host_batch(run, i), steps)[0]
+    step = compiled(made)
+    assert_state_stays_sharded(made, step)
+    return compare.take_steps(made, step, state, lambda i: host_batch(run, i), steps)[0]
+
+
+def assert_state_stays_sharded(made: Program, step: jax.stages.Compiled) -> None:
+    """A step leaves parameters and moments sharded as the program says."""
+    after, _ = step.output_shardings
+    pairs = zip(jax.tree_util.tree_leaves_with_path(after), jax.tree.leaves(made.state), strict=True)
+    for (path, sharding), a in pairs:
+        assert sharding.is_equivalent_to(a.sharding, len(a.shape)), jax.tree_util.keystr(path)
 
 
 def text_file(path: Path, modules: int = 12) -> Path:

@@ -3,7 +3,11 @@
 Rows hold several documents, so that some straddle every border between devices (test_parity.py checks that they do).
 """
 
+import dataclasses
 import functools
+import itertools
+from collections.abc import Iterable
+from typing import Any
 
 import helpers
 
@@ -34,7 +38,8 @@ MODELS = {
     },
     # Stages of two layers each: at every place all stages have the same kind of layer, which a ring needs.
     "kinds in phase": {"model.num_layers": 4, "model.sliding_window": 12, "model.attention_pattern": "lg"},
-    "biases": {"model.qkv_bias": True},
+    "biases": {"model.qkv_bias": True, "model.qk_norm": True},  # with these every kind of weight
+    "one layer": {"model.num_layers": 1},
     # Over 2, 4 or 8 groups of layers: none divides them. Through nine layers of weights of 0.2 rounding grows so much that a
     # ring of two alone, without stages, is beyond the bound after three steps.
     "stages": {"model.num_layers": 9, "model.init_std": 0.1},
@@ -166,7 +171,16 @@ LAYOUTS = {
         "expert2xtensor2xseq2/train.grad_accum=2/train.accumulate=layer",
         "fsdp2xexpert2xtensor2/train.grad_accum=2/compiler.unroll=True",
     ),
-    "biases": ("fsdp4xtensor2", "data2xfsdp2xseq2/sharding.zero=1"),
+    "biases": (
+        "fsdp4xtensor2",
+        "data2xfsdp2xseq2/sharding.zero=1",
+        *(f"data2xfsdp2xtensor2{TWO}/sharding.zero={zero}" for zero in (0, 1, 2, 3)),
+        *(f"data2xfsdp2xtensor2{TWO}/sharding.gather={gather}" for gather in ("forward", "step")),
+        f"fsdp4xtensor2{TWO}/sharding.zero=2",
+        "data2xfsdp4/remat.policy=dots",
+        "fsdp8/sharding.gather=forward/remat.policy=dots",
+    ),
+    "one layer": ("fsdp8", "data2xfsdp4/remat.policy=full"),
     "stages": (
         *(f"stage{n}{FOUR}{schedule}" for n in (2, 4) for schedule in SCHEDULES),
         *(f"{mesh}{TWO}{schedule}" for mesh in ("stage2xfsdp4", "stage2xtensor4") for schedule in SCHEDULES),
@@ -214,35 +228,53 @@ LAYOUTS = {
         "fsdp4xtensor2",
         "fsdp2xtensor2xseq2/train.grad_accum=2/remat.policy=full",
         "data2xseq4",
+        f"data2xfsdp4{TWO}/sharding.zero=2",
     ),
 }
-MATRIX = {f"{model}: {layout}": (model, layout) for model, names in LAYOUTS.items() for layout in names}
-# What the suite tries every time; the others come in a campaign. Each setting occurs.
-SAMPLE = (
-    "2 queries a key: fsdp2xtensor2xseq2/train.grad_accum=2/remat.policy=full",
-    "2 queries a key: fsdp2xseq4/attention.impl=chunked",
-    "2 queries a key: fsdp2xtensor2xseq2/sharding.zero=0",
-    "1 query a key: seq4",
-    "4 queries a key: seq2/attention.context=gather",
-    "8 queries a key: tensor2xseq4/attention.context=ulysses",
-    "2 queries a key: data2xfsdp4/train.grad_accum=2/sharding.zero=0",
-    "2 queries a key: data2xtensor2xseq2/train.grad_accum=2/sharding.gather=forward",
-    "biases: fsdp4xtensor2",
-    "experts: expert2xtensor2xseq2/experts.buffer=0.5/remat.policy=full",
-    "experts with room: fsdp2xexpert4/train.grad_accum=2/sharding.zero=1",
-    "muon: data2xfsdp2xtensor2/train.grad_accum=2",
-    f"stages: stage2xtensor2xseq2{FOUR}/remat.policy=full",
-    f"stages: stage4xfsdp2{FOUR}/pipeline.schedule=gpipe",
-    f"both: stage2xexpert2xtensor2{FOUR}/pipeline.schedule=interleaved/pipeline.groups=2",
-    "kinds of layers: data2xfsdp2xseq2/train.grad_accum=2/train.accumulate=layer",
-    f"kinds in phase: stage2xseq2{TWO}",
-    "everything: data2xseq4",
+# Layouts that combine as many settings as they can: so few have each pair of settings that any layout here has.
+INTERLEAVED = "/pipeline.schedule=interleaved/pipeline.groups=2"
+GPIPE = "/pipeline.schedule=gpipe"
+CUSTOM = "/remat.policy=custom/remat.tensors=q=keep,mlp_up=keep"
+PAIRS = (
+    "muon: data2xstage2xfsdp2/sharding.zero=0/remat.policy=full",
+    f"stages: stage2xfsdp2xseq2{TWO}{INTERLEAVED}/sharding.zero=1/attention.context=gather/attention.impl=chunked",
+    f"8 queries a key: data2xtensor2xseq2/sharding.gather=forward/attention.context=ulysses/attention.impl=chunked{CUSTOM}",
+    f"both: data2xstage2xexpert2{TWO}{GPIPE}/sharding.zero=2/attention.impl=chunked",
+    f"kinds in phase: stage2xfsdp2xseq2{TWO}{GPIPE}/sharding.gather=forward/attention.context=ulysses",
+    "4 queries a key: fsdp2xtensor2xseq2/sharding.zero=2/attention.context=gather/remat.policy=dots",
+    f"both: stage2xexpert2xtensor2{TWO}{INTERLEAVED}/sharding.gather=forward/attention.impl=chunked/remat.policy=full",
+    "experts: data2xfsdp2xexpert2/sharding.zero=1/experts.buffer=0.5",
+    f"stages: data2xstage2xseq2{TWO}{INTERLEAVED}/sharding.gather=step/attention.context=gather/remat.policy=full",
+    f"experts with room: expert2xtensor2xseq2{TWO}/sharding.zero=0",
+    "experts: fsdp2xexpert2xtensor2/sharding.gather=step/attention.impl=chunked",
+    f"everything: data2xtensor2xseq2{TWO}/sharding.zero=1/attention.impl=chunked/remat.policy=full",
+    f"1 query a key: stage2xtensor2xseq2{TWO}{GPIPE}/sharding.zero=2/attention.context=gather/attention.impl=chunked"
+    "/remat.policy=full",
+    f"kinds of layers: data2xfsdp2xseq2{TWO}/train.accumulate=layer/remat.policy=attention",
 )
+MATRIX = {f"{model}: {layout}": (model, layout) for model, names in LAYOUTS.items() for layout in names}
+MATRIX |= {name: tuple(name.split(": ")) for name in PAIRS}
+# What the suite tries every time; the others come in a campaign. test_parity.py checks that it has every model and pair.
+SAMPLE = (*PAIRS, "biases: fsdp4xtensor2", "one layer: fsdp8")
 SAMPLE_BF16 = (
     "2 queries a key: data2xfsdp4/train.grad_accum=2/sharding.gather=step",
     "2 queries a key: fsdp8/sharding.zero=2",
     "window: seq2/attention.context=ulysses",
 )
+
+
+def settings(run: RunConfig) -> set[tuple[str, Any]]:
+    """What a layout sets: which mesh axes divide it, and each choice that changes its program."""
+    found: set[tuple[str, Any]] = {(axis, size > 1) for axis, size in dataclasses.asdict(run.mesh).items()}
+    found |= {("zero", run.sharding.zero), ("gather", run.sharding.gather), ("kernel", run.attention.impl)}
+    found |= {("context", run.attention.context), ("accum", run.train.grad_accum > 1)}
+    return found | {("remat", run.remat.policy != "none"), ("schedule", run.pipeline.schedule)}
+
+
+def pairs(names: Iterable[str]) -> set[frozenset[tuple[str, Any]]]:
+    """Every two settings that stand together in one of these entries."""
+    runs = [config(*MATRIX[name], "f32") for name in names]
+    return {frozenset(pair) for run in runs for pair in itertools.combinations(settings(run), 2)}
 
 
 def config(model: str, layout: str, precision: str) -> RunConfig:

@@ -12,27 +12,21 @@ from jaxtrain.sharding import make_placement
 from jaxtrain.step import place_batch
 
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
+EIGHT = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
 
 
-def placement(**mesh: int):
-    run = helpers.tiny({f"mesh.{axis}": size for axis, size in {"fsdp": 1, **mesh}.items()})
-    return make_placement(run, jax.devices()[: int(np.prod(list(mesh.values()) or [1]))])
-
-
-@pytest.mark.parametrize(
-    "mesh", [{}, {"fsdp": 4}, {"data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}]
-)
+@pytest.mark.parametrize("mesh", [{}, {"mesh.data": 2, "mesh.fsdp": 2}, EIGHT])
 def test_a_frequent_token_gets_all_of_its_gradient(mesh):
     """3,000 occurrences of one token with equal gradients: a bfloat16 sum would stop at 256 of them."""
-    p = placement(**mesh)
+    run = helpers.tiny(mesh)
+    p = make_placement(run, helpers.devices_of(run))
     V, D, B, T = 16, 8, 8, 512
     tokens = jnp.where(jnp.arange(B * T) < 3000, 5, jnp.arange(B * T) % V).reshape(B, T).astype(jnp.int32)
     table = jax.random.normal(jax.random.key(0), (V, D))
     numerics = Numerics(BF16, F32, F32)
-    residual = ("batch", "residual", None)
 
     def look_up(table):
-        return embed(table, tokens, residual, p, numerics)
+        return embed(table, tokens, ("batch", "residual", None), p, numerics)
 
     assert jnp.array_equal(jax.jit(look_up)(table), table.astype(BF16)[tokens])
     got = jax.jit(jax.grad(lambda table: look_up(table).astype(jnp.float32).sum()))(table)
@@ -45,11 +39,16 @@ def test_a_frequent_token_gets_all_of_its_gradient(mesh):
 BOUND = 25**0.5 * 2**-8
 
 
-def gradients(path, **overrides) -> dict[str, np.ndarray]:
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(helpers.text_file(tmp_path_factory.mktemp("text") / "text.tok"))
+
+
+def gradients(text: str, **overrides) -> dict[str, np.ndarray]:
     """Gradient of every parameter on one batch of real text, times 1 - beta1: the first moment after a step from zero."""
     run = helpers.tiny(
         {
-            "data.source": str(path),
+            "data.source": text,
             "data.tokenizer": "byte",
             "data.seq_len": 256,
             "data.packing": "none",
@@ -72,21 +71,32 @@ def off(got: np.ndarray, true: np.ndarray) -> float:
     return float(np.linalg.norm(got - true) / np.linalg.norm(true))
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param({"mesh.fsdp": 1}, marks=pytest.mark.more), {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}]
-)
-def test_bfloat16_gradients_are_those_of_float32(tmp_path, mesh):
-    path = tmp_path / "text.tok"
-    helpers.text_file(path)
-    true = gradients(path)
-    got = gradients(path, precision="bf16", **mesh)
-    errors = {name: off(got[name], g) for name, g in true.items()}
+def errors_of(got: dict[str, np.ndarray], true: dict[str, np.ndarray]) -> dict[str, float]:
     # The keys' bias shifts all scores of a query alike, which softmax does not see: its true gradient is zero.
-    errors = {name: error for name, error in errors.items() if "bk" not in name}
+    return {name: off(got[name], g) for name, g in true.items() if "bk" not in name}
+
+
+@pytest.mark.parametrize("mesh", helpers.few(({"mesh.fsdp": 1}, EIGHT), EIGHT))
+def test_bfloat16_gradients_are_those_of_float32(text, mesh):
+    true = gradients(text)
+    got = gradients(text, precision="bf16", **mesh)
+    errors = errors_of(got, true)
     assert max(errors.values()) < BOUND, errors
     (table,) = (name for name in true if "embedding" in name)
     space = ord(" ")
     assert off(got[table][space], true[table][space]) < BOUND, "the most frequent byte"
+
+
+@pytest.mark.parametrize("zero", helpers.few((0, 1, 2), 2))
+def test_gradients_of_bfloat16_weights_are_float32(text, zero):
+    """A weight held in bfloat16 does not round its gradient: sums over microbatches and devices are those of float32."""
+    layout = EIGHT | {"train.grad_accum": 2, "sharding.zero": zero, "dtypes.reduce": "f32"}
+    got = gradients(text, precision="bf16", **layout)
+    errors = errors_of(got, gradients(text))
+    assert max(errors.values()) < BOUND, errors
+    for name, g in got.items():
+        some = g[g != 0]
+        assert (some.astype(jnp.bfloat16).astype(np.float32) != some).mean() > 0.5, name
 
 
 def test_a_loss_is_a_mean_whatever_its_weights_sum_to():
