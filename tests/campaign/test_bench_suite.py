@@ -1,30 +1,26 @@
-"""The suite of a node, the kernels it times, and the checks it makes: in tiny shapes on CPU devices, and on described GPUs."""
+"""The suite of a node in tiny form, the checks of sharded sequences, and benchmarks as a user runs them, in processes."""
 
 import contextlib
-import dataclasses
 import io
 import json
-import re
-import types
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
-from bench_helpers import ANSWER, at_home, here  # noqa: F401
-from helpers import few
+from bench_helpers import SMALL, at_home, here  # noqa: F401
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxtrain import hardware, launch
+from jaxtrain import launch
 from jaxtrain.bench import __main__ as command
-from jaxtrain.bench import check, experts, kernels, measure, ranks, report, suite
+from jaxtrain.bench import case, check, measure, report, suite
 from jaxtrain.kernels import attention
 from jaxtrain.parity.__main__ import main as parity_main
-from jaxtrain.plan import calibrate, rates
-from jaxtrain.preflight.check import FAULT, Check
-from jaxtrain.validate import validate_step
-
-H200 = hardware.lookup("NVIDIA H200")
 
 
 def program_here(command, log, *, environ=None, limit_s=None):
@@ -41,114 +37,7 @@ def program_here(command, log, *, environ=None, limit_s=None):
     return code, said.getvalue()
 
 
-# ---- kernels
-
-
-@pytest.mark.parametrize("kind", kernels.KINDS)
-def test_kernels_run(kind, monkeypatch):
-    monkeypatch.setattr(kernels, "TINY", dataclasses.replace(kernels.TINY, repeats=2, gemm=(32,)))
-    monkeypatch.setattr(experts, "TIMED", ("uneven",))
-    found = kernels.measure({"kind": kind, "limit_s": None})["rows"]
-    timed = [r for r in found if r["verdict"] == "ok"]
-    assert timed and not [r for r in found if r["verdict"] not in ("ok", "not timed")]
-    assert all(r["seconds_a_call"] > 0 and r["gb_s"] > 0 and r["floor_s"] is None for r in timed)
-    if kind == "attention":
-        forward, both = (next(r for r in timed if r["kind"] == f"attention {k}") for k in ("forward", "forward+backward"))
-        assert forward["flop"] == 4 * 64 * 64 * 4 * 16 / 2 and both["flop"] == 3.5 * forward["flop"]
-        assert any("cudnn" in r["what"] and "NVIDIA" in r["why"] for r in found)
-    if kind == "gemm":
-        assert timed[0]["flop"] == 2 * 32**3 and timed[0]["bytes"] == 3 * 2 * 32**2
-    if kind == "optimizer":
-        assert timed[0]["bytes"] >= 2 * 32 * 64 * 7 * 4
-    if kind == "experts":
-        assert [r["what"].rpartition(", ")[2] for r in timed] == ["dense", "4 experts uneven"] * 3
-        assert {r["flop"] for r in timed} == {2 * 64 * 32 * 64}
-        # Weights of the experts that have rows are read; a gradient is written for all.
-        assert [r["bytes"] for r in timed] == [2 * (64 * 96 + n * 32 * 64) for n in (1, 3, 1, 3, 1, 4)]
-
-
-def test_products_with_one_array_stay_apart():
-    """Eight GEMMs of a round are eight, not one that is eight times as wide."""
-    sizes = dataclasses.replace(kernels.TINY, gemm=(32,))
-    work = next(w for w in kernels.gemm(jax.devices()[0], sizes) if isinstance(w, kernels.Work))
-    body, constants, state = work.prepare()
-    text = calibrate.looped(body, 2).lower(constants, state).compile().as_text()
-    assert work.calls == 8 and len(re.findall(r"= \S+\[32,32\]\S* dot\(", text)) >= 8 and "[256,32]" not in text
-
-
-def test_kernels_end_at_their_limit():
-    found = kernels.measure({"kind": "gemm", "limit_s": 1e-9})["rows"]
-    assert {r["why"] for r in found if r["kind"] == "gemm bf16"} == {"no time was left"}
-
-
-def test_floors_are_those_of_the_data_sheet():
-    def work(flop, moved, dtype="bf16"):
-        return kernels.Work("k", "w", flop, moved, lambda: (lambda c, x: x + c, jnp.ones(()), jnp.ones(())), 1, dtype)
-
-    assert H200
-    row = kernels.time_one(work(989.4e12, 1.0), kernels.TINY, H200)
-    assert row["floor_s"] == pytest.approx(1.0) and row["of_floor"] == pytest.approx(1 / row["seconds_a_call"])
-    assert kernels.time_one(work(1978.9e12, 1.0, "fp8"), kernels.TINY, H200)["floor_s"] == pytest.approx(1.0)
-    assert kernels.time_one(work(1.0, 9.6e12), kernels.TINY, H200)["floor_s"] == pytest.approx(2.0)
-
-
-def test_a_kernel_that_fails_is_a_row(capsys, monkeypatch, tmp_path):
-    def broken():
-        raise ValueError("no such luck\nand much more")
-
-    row = kernels.time_one(kernels.Work("k", "w", 1.0, 1.0, broken), kernels.TINY, None)
-    assert row["verdict"] == "failed" and kernels.row(row)[-1] == "failed: ValueError: no such luck"
-    monkeypatch.setattr(kernels, "apart", lambda kind, ask, log: {"verdict": "ok", "rows": [row], "seconds": 1.0})
-    out = tmp_path / "kernels"
-    assert command.main(["--kernels=norm", f"--out={out}"]) == 1
-    assert json.loads((out / "receipt.json").read_text())["reason"] == "a kernel failed"
-    assert "no such luck" in capsys.readouterr().out
-
-
-# ---- checks
-
-
-def test_attention_bounds_notice_a_wrong_mask():
-    """They hold for a bfloat16 kernel, and are broken where the window is off by one."""
-    from jaxtrain.kernels.attention import chunked
-
-    shape = (64, 4, 2, 16, 20, True)
-    assert check.attention_case(shape, "chunked")["ok"]
-    right = chunked.visible
-    try:
-        chunked.visible = lambda rows, spec: right(rows, spec.__class__(**{**vars(spec), "window": spec.window + 1}))
-        wrong = check.attention_case(shape, "chunked")
-    finally:
-        chunked.visible = right
-    assert not wrong["ok"]
-    assert min(wrong[f"{x}_ratio"] for x in ("o", "dq", "dk", "dv")) > 1
-
-
-def test_ranks_on_one_device_communicate_as_in_shard_map():
-    """Every collective, among all ranks and within groups, forward and backward: the same bits as on four devices."""
-    groups = [[0, 2], [3, 1]]
-
-    def rank(x):
-        def body(x):
-            me = jax.lax.axis_index("seq")
-            x = jax.lax.ppermute(x * (1 + me), "seq", [(0, 3), (3, 1), (1, 0)])  # nobody sends to rank 2
-            gathered = jax.jit(lambda x: jax.lax.all_gather(x, "seq", axis=1, tiled=True, axis_index_groups=groups))(x)
-            x = gathered + jnp.sum(jax.lax.all_gather(x, "seq"), axis=0)[:, :1]
-            x = jax.lax.all_to_all(x, "seq", split_axis=0, concat_axis=1, tiled=True, axis_index_groups=groups)
-            return jax.lax.psum_scatter(x.reshape(4, -1), "seq")
-
-        y, back = jax.vjp(body, x)
-        return y, *back(jnp.cos(y))
-
-    x = jax.random.normal(jax.random.key(0), (16, 6))
-    mesh = jax.sharding.Mesh(jax.devices()[:4], ("seq",))
-    spec = jax.P("seq")
-    want = jax.jit(jax.shard_map(rank, mesh=mesh, in_specs=spec, out_specs=(spec, spec), check_vma=False))(x)
-    got = jax.jit(lambda x: ranks.run(rank, "seq", [(part,) for part in jnp.split(x, 4)]))(x)
-    for mine, theirs in zip(zip(*got, strict=True), want, strict=True):
-        assert jnp.array_equal(jnp.concatenate(mine), theirs) and jnp.any(theirs != 0)
-    with pytest.raises(NameError, match="unbound axis name: seq"):
-        ranks.run(lambda x: jax.lax.pmax(x, "seq"), "seq", [(x,), (x,)])
+# ---- Sequences that are sharded
 
 
 def test_sharded_sequences_are_checked_by_cudnn_too():
@@ -173,122 +62,14 @@ def small(case):
 SMALL_SPLIT = [(kernel, *small(case)) for kernel in ("chunked", "pallas") for case in check.SPLIT_SHAPES]
 
 
-@pytest.mark.parametrize("case", few(SMALL_SPLIT, *(SMALL_SPLIT[i] for i in (0, 2, 5, 9, 18))), ids=str)
+@pytest.mark.parametrize("case", SMALL_SPLIT, ids=str)
 def test_sharded_sequences_are_within_their_bounds(case):
     kernel, how, *shape = case
     found = check.attempt(shape, kernel, how)
     assert found["ok"], found
 
 
-def test_loads_of_experts():
-    assert experts.loads("even", 14, 4) == [4, 4, 3, 3]
-    assert experts.loads("uneven", 14, 4) == [7, 4, 3, 0]
-    assert experts.loads("one has all", 14, 4) == [0, 14, 0, 0]
-    assert experts.loads("some nobody's", 14, 4) == [5, 3, 2, 0]
-    for shape in (*experts.SHAPES, *experts.SMOKE_SHAPES, *kernels.Sizes().experts):
-        assert all(sum(experts.loads(how, *shape[:2])) == shape[0] for how in experts.LOADS[:3])
-
-
-@pytest.mark.parametrize("fault", ["", "a border", "nobody's rows", "a rounding"])
-def test_bounds_of_experts_notice_a_fault(fault, monkeypatch):
-    """They hold for the kernels. They are broken where one row goes to the next expert, where rows that are nobody's are not
-    left out, and where a sum is rounded once more."""
-    right = experts.product
-
-    def wrong(which, a, b, sizes_E, out, precision):
-        if fault == "a border":
-            sizes_E = sizes_E.at[0].add(-1).at[1].add(1)
-        if fault == "nobody's rows":
-            sizes_E = sizes_E.at[-1].add(a.shape[0] - sizes_E.sum())
-        y = right(which, a, b, sizes_E, out, precision)
-        return y.astype(jnp.bfloat16).astype(out) if fault == "a rounding" else y
-
-    experts._compiled.cache_clear()
-    monkeypatch.setattr(experts, "product", wrong)
-    found = experts.case((24, 4, 40, 24), "some nobody's", "f32")
-    experts._compiled.cache_clear()
-    assert found["ok"] == (not fault)
-    if fault:
-        assert not [which for which in experts.PRODUCTS if found[f"{which}_ratio"] <= 1]
-    assert experts.row(found)[-1] == ("WRONG" if fault else "ok") and len(experts.row(found)) == len(experts.HEADINGS)
-
-
-def test_products_of_experts_that_fail_or_come_too_late(monkeypatch):
-    def case(shape, how, dtype):
-        if dtype == "f32":
-            raise NotImplementedError("no such luck\nand much more")
-        return {"ok": True}
-
-    monkeypatch.setattr(experts, "case", case)
-    monkeypatch.setattr(experts, "start", lambda *_: [types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")])
-    found = experts.cases({"limit_s": None})
-    half = len(experts.SHAPES) * len(experts.LOADS)
-    assert (found["right"], found["wrong"], found["left_out"], found["verdict"]) == (half, half, 0, "failed")
-    assert experts.row(found["rows"][-1])[-1] == "WRONG: NotImplementedError: no such luck"
-    late = experts.cases({"limit_s": 1e-9})
-    assert (late["left_out"], late["verdict"], late["why"]) == (2 * half, "failed", "no kernel could be checked")
-
-
-def test_a_kernel_that_breaks_takes_nothing_from_the_others(monkeypatch):
-    """On a described GPU: cuDNN's shapes come first, Pallas' own last; what raises is a row that is wrong, and is told."""
-    tried, kept = [], []
-
-    def attention_case(shape, kernel, how="", dtype="bf16", softcap=0.0):
-        tried.append((kernel, how, dtype, softcap))
-        if kernel == "pallas":
-            raise NotImplementedError("no such luck\nand much more")
-        if how:
-            raise attention.Unsupported("not this one")
-        return {"kernel": kernel, "ok": True}
-
-    monkeypatch.setattr(check, "attention_case", attention_case)
-    monkeypatch.setattr(check, "start", lambda *_: [types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")])
-    monkeypatch.setattr(check, "keep", lambda ask, answer: kept.append(json.loads(json.dumps(answer))))
-    found = check.attention_cases({"limit_s": None})
-    plain, split = len(check.SHAPES), len(check.SPLIT_SHAPES)
-    assert [kernel for kernel, *_ in tried[: plain + split]] == ["cudnn"] * (plain + split)
-    assert tried[-2:] == [("pallas", "", dtype, cap) for dtype, cap in check.PALLAS_ONLY]
-    assert (found["right"], found["wrong"], found["verdict"]) == (plain, plain + split + 2, "failed")
-    assert len(kept) == len(tried) and {k["verdict"] for k in kept} == {"out of time"} and kept[0]["right"] == 1
-    assert check.row(found["rows"][-1])[-1] == "WRONG: NotImplementedError: no such luck"
-
-
-@pytest.mark.parametrize(
-    ("answer", "want", "said"),
-    [
-        (
-            {"verdict": "ok", "right": 9, "wrong": 0, "left_out": 2},
-            "ok",
-            "9 shapes within their bounds; for 2 there was no time",
-        ),
-        (
-            {"verdict": "out of time", "why": "not done", "right": 9, "wrong": 0},
-            "off",
-            "9 shapes within their bounds; not done",
-        ),
-        ({"verdict": "out of time", "why": "not done", "right": 9, "wrong": 1}, "FAILED", "1 of 10 shapes are beyond"),
-        ({"verdict": "out of time", "why": "not done"}, "FAILED", "not done"),
-        ({"verdict": "failed", "why": "no kernel could be checked", "right": 0, "wrong": 0}, "FAILED", "no kernel could be"),
-    ],
-)
-def test_what_checked_kernels_come_to(answer, want, said, tmp_path, monkeypatch):
-    monkeypatch.setattr(suite, "apart", lambda *_, **__: answer)
-    node = suite.Node(measure.devices_for(0), True, report.Folder(str(tmp_path / "node"), "", "suite"))
-    found = suite.part_kernels(node, 60.0)
-    assert found.verdict == want and said in found.found
-
-
-def test_a_node_with_a_fault_is_not_well(tmp_path, monkeypatch):
-    fault = Check("ECC", FAULT, "none", "GPU5: 2")
-    seen = types.SimpleNamespace(gpus=types.SimpleNamespace(absent=""))
-    monkeypatch.setattr(suite.inspection, "look", lambda *_: (seen, [fault]))
-    node = suite.Node(measure.devices_for(0), True, report.Folder(str(tmp_path / "node"), "", "suite"))
-    found = suite.part_preflight(node, 20.0)
-    assert (found.verdict, found.found) == ("FAILED", "wrong: ECC (GPU5: 2)")
-    assert found.data[0]["seen"] == "GPU5: 2" and any("| ECC | FAULT |" in line for line in found.lines)
-
-
-# ---- the suite
+# ---- The suite
 
 
 @pytest.fixture(scope="module")
@@ -307,7 +88,6 @@ def kept_programs(tmp_path_factory):
     compilation_cache.reset_cache()  # other tests of this process keep nothing on disk
 
 
-@pytest.mark.more
 def test_a_suite_in_tiny_form(tmp_path, monkeypatch, capsys, kept_programs):
     """All parts on 8 CPU devices, in this process."""
     monkeypatch.setattr(suite, "apart", here)
@@ -369,37 +149,6 @@ def test_a_cpu_is_looked_at_too(tmp_path):
     assert {"/dev/shm", "clock"} <= {c["name"] for c in found.data}
 
 
-@pytest.mark.parametrize(
-    ("verdicts", "want", "said"),
-    [
-        (("ok", "out of memory", "ok", "out of memory"), "ok", "tokens/s a device"),
-        (("ok", "ok", "ok", "out of time"), "off", "llama3_70b:gpus=8: so it is"),
-        (("ok", "failed", "ok", "ok"), "FAILED", "llama2_7b:gpus=8: so it is"),
-        (("out of memory",) * 4, "FAILED", "no shipped config was measured"),
-    ],
-)
-def test_what_shipped_configs_come_to(verdicts, want, said, tmp_path, monkeypatch):
-    """On a described node: what does not fit is no fault, what fails is one, and each gets its share of the time."""
-    answers, shares = iter(verdicts), []
-
-    def apart(kind, ask, *, log, environ, limit_s):
-        shares.append(limit_s)
-        loaded = launch.load(ask["argv"])
-        assert not [*loaded.problems, *validate_step(loaded.run, node.devices)]
-        return ANSWER | {"verdict": next(answers), "why": "so it is"}
-
-    monkeypatch.setattr(suite, "apart", apart)
-    devices = hardware.Devices("gpu", "NVIDIA H200", 8, 140.0, "described", 90)
-    node = suite.Node(devices, False, report.Folder(str(tmp_path / "node"), "", "suite"))
-    found = suite.part_configs(node, 100.0)
-    assert found.verdict == want and said in found.found
-    assert [round(s) for s in shares] == [25, 33, 50, 100]
-
-
-def test_the_budget_of_a_suite():
-    assert sum(seconds for _, seconds in suite.PARTS.values()) <= suite.BUDGET_S == 1800
-
-
 def test_a_state_that_comes_back_different(tmp_path, monkeypatch, kept_programs):
     """One bit of one tensor."""
     from jaxtrain.checkpoint import Checkpoints
@@ -419,21 +168,109 @@ def test_a_state_that_comes_back_different(tmp_path, monkeypatch, kept_programs)
     assert found.verdict == "FAILED" and "1 tensors came back different: params.final_norm.scale" in found.found
 
 
-def test_layouts_for_fewer_gpus():
-    for count, text in suite.LAYOUTS.items():
-        found, problems = suite.layouts.parse(text)
-        assert not problems and max(layout.devices for layout in found) == count and found[0].name == "one"
-    assert len(suite.LAYOUTS[8].split(",")) == 8
+# ---- A process of its own
 
 
-def test_a_step_that_differs_from_its_plan():
-    planned = {"step_s": 1.0, "peak_gib": 51.0, "rates": "calibrated"}
-    r = {"step_s": {"median": 1.2}, "memory": {"peak_gib": 50.0}, "planned": planned}
-    assert suite.unlike_plan("a", r) == ["a: step time 1.20 times the plan"]
-    published = planned | {"rates": rates.PUBLISHED}
-    assert suite.unlike_plan("a", r | {"planned": published}) == [], "longer than a roofline without a comparable run"
-    assert suite.unlike_plan("a", r | {"planned": published | {"range_s": [1.1, 1.3]}}) == []
-    (text,) = suite.unlike_plan("a", r | {"planned": published | {"range_s": [1.05, 1.15], "peak_gib": 50.0}})
-    assert text == "a: step time 1.20 times the plan (1.05 to 1.15 s are expected)"
-    assert suite.unlike_plan("a", r | {"planned": None}) == []
-    assert report.beside(1.2, 1.0) == "1.2 (1.20 x plan)" and report.beside(1.2, None) == "1.2"
+def test_as_a_user_runs_it(tmp_path):
+    out, file, compiled = tmp_path / "out", tmp_path / "bench.json", tmp_path / "compiled"
+    argv = [*SMALL, "--steps=2", "--warmup=1", f"--out={out}", f"--json={file}", f"--config.paths.cache={compiled}"]
+    done = subprocess.run([sys.executable, "-m", "jaxtrain.bench", *argv], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert [*compiled.glob("jit_train_step-*")], "a case keeps its programs as a run does"
+    assert "median of 2 after 1 to warm up" in done.stdout and report.NO_MEASUREMENT in done.stdout
+    tree = json.loads(file.read_text())
+    assert tree == json.loads((out / "results.json").read_text())
+    assert tree["format"] == 1 and tree["kind"] == "steps" and tree["best"] == "tiny"
+    assert {"date", "device", "count", "python", "packages", "git", "command"} <= tree["about"].keys()
+    # The contract that other programs read.
+    wanted = {"name", "argv", "verdict", "mesh", "attention", "precision", "seq_len", "global_batch", "grad_accum", "remat"}
+    wanted |= {"parameters", "compile_s", "compiler_options", "step_s", "steps", "warmup", "data_wait_s", "tokens_per_s"}
+    wanted |= {"tokens_per_s_per_device", "tflops_per_device", "peak_tflops", "mfu_causal", "mfu_full", "hfu", "memory"}
+    wanted |= {"planned", "not_planned", "loss", "seconds", "config_sha256", "devices"}
+    assert wanted <= tree["cases"][0].keys()
+    assert tree["cases"][0]["devices"]["count"] == 8, "all of them"
+    receipt = json.loads((out / "receipt.json").read_text())
+    assert receipt["exit_code"] == 0 and receipt["bench"] == "steps" and receipt["devices"]["platform"] == "cpu"
+    page = (out / "results.md").read_text()
+    assert page.startswith("# Step time") and "| tiny |" in page and (out / "logs" / "tiny.txt").exists()
+
+
+SLEEPER = """
+import subprocess, sys, pathlib, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+pathlib.Path(sys.argv[1]).write_text(str(child.pid))
+time.sleep(60)
+"""
+
+
+LEAF = """
+import os, pathlib, sys, time
+pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+time.sleep(60)
+"""
+
+
+# As benchmarks/first_hour.py, which runs a command that runs its own cases.
+NESTED = """
+import sys, pathlib
+from jaxtrain.bench.case import run
+run([sys.executable, "-c", sys.argv[1], sys.argv[2]], pathlib.Path(sys.argv[2] + ".log"))
+"""
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and no mere zombie."""
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def gone(pid: int) -> bool:
+    return any(not alive(pid) or time.sleep(0.05) for _ in range(100))
+
+
+def test_what_a_child_started_ends_with_it(tmp_path):
+    file = tmp_path / "pid"
+    code, _ = case.run([sys.executable, "-c", SLEEPER, str(file)], tmp_path / "log.txt", limit_s=2.0)
+    assert code is None and gone(int(file.read_text()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a child of its parent's end")
+def test_children_end_with_a_parent_that_is_ended(tmp_path):
+    """However it ends: SIGTERM gives it no time to see to them."""
+    file = tmp_path / "pid"
+    environ = {**os.environ, "PYTHONPATH": str(launch.REPO)}
+    parent = subprocess.Popen([sys.executable, "-c", NESTED, LEAF, str(file)], env=environ)
+    try:
+        assert any(file.exists() and file.read_text() or time.sleep(0.05) for _ in range(400))
+        parent.send_signal(signal.SIGTERM)
+        assert parent.wait(timeout=10) == -signal.SIGTERM and gone(int(file.read_text()))
+    finally:
+        parent.kill()
+        parent.wait()
+
+
+KEEPER = """
+import json, pathlib, sys, time
+from jaxtrain.bench.case import keep
+ask = json.loads(pathlib.Path(sys.argv[2]).read_text())
+keep(ask, {"verdict": ask["verdict"], "rows": [1, 2]})
+time.sleep(ask["sleep"])
+"""
+
+
+def test_a_case_that_is_ended_keeps_what_it_had_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(case, "program", lambda name, *args: [sys.executable, "-c", KEEPER, *args])
+    late = case.apart("kernels", {"verdict": "out of time", "sleep": 60}, limit_s=3.0)
+    assert late["rows"] == [1, 2] and late["verdict"] == "out of time" and late["why"] == "not done after 3 s"
+    died = case.apart("kernels", {"verdict": "out of time", "sleep": 0})
+    assert died["rows"] == [1, 2] and died["verdict"] == "failed" and died["why"].startswith("exit code 0")
+    assert case.apart("steps", {"verdict": "ok", "sleep": 60}, limit_s=3.0)["verdict"] == "ok"
+
+
+def test_a_process_that_dies_or_takes_too_long(tmp_path):
+    r = case.apart("nothing", {}, log=tmp_path / "log.txt")
+    assert r["verdict"] == "failed" and "KeyError: 'nothing'" in r["why"] and "Traceback" in (tmp_path / "log.txt").read_text()
+    r = case.apart("steps", {}, limit_s=0.01)
+    assert r["verdict"] == "out of time" and r["why"] == "not done after 0 s"

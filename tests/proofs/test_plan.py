@@ -23,7 +23,6 @@ NODE = parse("h200:8")
 LAYERS = 2
 SHIPPED = ("h200:8", TWO, *ONE_EACH)  # without a loop over layers, as it ships; one microbatch
 RECOMPUTED = ("h200:8", TWO, *ONE_EACH, *FULL)  # every layer keeps its input only
-TENSOR = ("h200:8", TWO, *ONE_EACH, *FULL, "mesh.fsdp=4", "mesh.tensor=2")
 
 
 def moved(*which: str) -> list[collectives.Found]:
@@ -36,7 +35,7 @@ def attention_calls(target: str, *which: str) -> list[tuple[hlo.Instruction, int
     return [(i, times) for i, times in calls if i.attributes["custom_call_target"] == f'"{target}"']
 
 
-@pytest.mark.parametrize("which", [SHIPPED, RECOMPUTED, TENSOR], ids=["as shipped", "full remat", "with tensor"])
+@pytest.mark.parametrize("which", [SHIPPED, RECOMPUTED], ids=["as shipped", "full remat"])
 def test_layers_communicate_no_float32(which):
     """But for the loss and the gradient norm. test_golden_compare.py shows a step that does."""
     found = [f for f in moved(*which) if "f32" in f.dtype and "layers" in f.op_name and "(loss)" not in f.op_name]

@@ -65,6 +65,7 @@ def test_tensor_parallelism_moves_no_weight_and_two_pairs_a_layer():
     run, made = known("tensor parallel")
     found = rows(run, made)
     assert {(row.kind, row.purpose) for row in found} == {("all-gather", "tokens"), ("reduce-scatter", "tokens")}
+    assert {dtype for row in found for dtype in row.dtypes} == {"bf16"}
     forward = [c for c in made.collectives if "jvp(layers)" in c.op_name and "transpose(" not in c.op_name]
     count = {kind: sum(c.count for c in forward if c.kind == kind) for kind in ("all-gather", "reduce-scatter")}
     assert count == dict.fromkeys(count, 2 * run.model.num_layers)

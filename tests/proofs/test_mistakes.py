@@ -1,37 +1,27 @@
 """The classic mistakes of a layout: plans of layouts that make them, beside the same without."""
 
-import functools
 import re
 
 import jax
+import plans
 import pytest
+from plans import LOOP, ONE_EACH, TWO
 
-from jaxtrain import launch
-from jaxtrain.plan.make import make_plan
 from jaxtrain.plan.program import mistakes
 from jaxtrain.plan.result import Plan
-from jaxtrain.plan.topology import parse
 
 
-@functools.cache
 def plan(machine: str, *overrides: str) -> Plan:
-    """Llama 3 8B's layers, two of them."""
-    few = ("--config.model.num_layers=2", "--config.compiler.unroll=false")  # a loop, which is what most configs have
-    argv = ["--config=configs/llama3_8b.py", *few, *(f"--config.{o}" for o in overrides)]
-    loaded = launch.load(argv)
-    assert not loaded.problems, loaded.problems
-    return make_plan(loaded.run, parse(machine))
+    """Two layers in a loop, which is what most configs have."""
+    return plans.plan(machine, TWO, LOOP, *overrides)
 
 
 def told(made: Plan, about: str) -> list[str]:
     return [w for w in made.warnings if about in w]
 
 
-BATCH = ("train.global_batch=8", "train.grad_accum=1")
-
-
 def test_a_healthy_layout_makes_none():
-    made = plan("h200:8", *BATCH)
+    made = plan("h200:8", *ONE_EACH)
     for about in ("across nodes", "rows", "once a step", "too big"):
         assert not told(made, about), about
 
@@ -71,14 +61,15 @@ def test_matrix_products_with_few_rows():
 
 @pytest.mark.more
 def test_too_few_microbatches_for_what_travels_once_a_step():
-    made = plan("h200:2x4", "data.seq_len=2048", *BATCH)
+    made = plan("h200:2x4", "data.seq_len=2048", *ONE_EACH)
     (warning,) = told(made, "once a step")
     over = sum(c.exposed_ms for c in made.collectives if c.axis == "data")
     assert made.mesh["data"] == 4 and f"gradients are summed over data once a step, and {over:.1f} ms" in warning
     assert re.search(r"Set train.grad_accum=\d+ and train.global_batch=\d+ for 2%", warning)
-    assert not told(plan("h200:8", "data.seq_len=2048", *BATCH), "once a step")  # no replicas
+    assert not told(plan("h200:8", "data.seq_len=2048", *ONE_EACH), "once a step")  # no replicas
 
 
+@pytest.mark.more
 def test_no_remat_where_the_step_does_not_fit():
     batch = ("model.num_layers=3", "train.global_batch=256", "train.grad_accum=1")
     made = plan("h200:8", *batch, "remat.policy=none", "remat.tensors=")
@@ -88,13 +79,12 @@ def test_no_remat_where_the_step_does_not_fit():
     policy, promised = re.findall(r"remat.policy=(\w+) remat.tensors='': about (\d+) GiB less", warning)[0]
     less = made.memory.taken_gib - plan("h200:8", *batch, f"remat.policy={policy}", "remat.tensors=").memory.taken_gib
     assert less == pytest.approx(float(promised), rel=0.25)
-    assert not told(plan("h200:8", *BATCH, "remat.policy=none", "remat.tensors="), "too big")
+    assert not told(plan("h200:8", *ONE_EACH, "remat.policy=none", "remat.tensors="), "too big")
 
 
 def test_too_few_microbatches_for_the_stages():
     def idle(*overrides: str) -> list[str]:
-        argv = ["--config=configs/llama3_8b.py", *(f"--config.{o}" for o in ("mesh.stage=4", "mesh.fsdp=1", *overrides))]
-        run = launch.load(argv).run
+        run = plans.config("mesh.stage=4", "mesh.fsdp=1", *overrides)
         mesh = jax.sharding.AbstractMesh((1, run.mesh.stage, 1, 1, 1), ("data", "stage", "fsdp", "tensor", "seq"))
         return list(mistakes._idle_stages(run, mesh))
 

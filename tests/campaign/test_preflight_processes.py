@@ -1,0 +1,221 @@
+"""Preflight in processes: nodes that meet, and the measuring process, which ends whatever hangs or crashes."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from nodes import RECORDED, a_plain_environment, faults, judged  # noqa: F401
+
+from jaxtrain.preflight import measure
+
+REPO = Path(__file__).resolve().parents[2]
+MIB = 2**20
+
+
+def test_what_was_overlooked_ends_too(tmp_path):
+    """A process of its own says where it hangs, and leaves with 3."""
+    script = f"""
+import sys, time
+from jaxtrain.preflight import __main__ as command, deadline
+deadline.LATE_S = 0.5
+command.machine_of = lambda *_: time.sleep(60)
+sys.exit(command.main(["--limit=1", "--workdir={tmp_path}"], own_process=True))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(REPO)}
+    )
+    assert done.returncode == 3
+    assert "FAULT: preflight was not over after 2 s; it was in answered (__main__.py, line " in done.stderr
+
+
+# ---- Several nodes
+
+
+def meet(second: str, first: str = "a") -> list[tuple[int, str]]:
+    """(exit code, output) of two processes over loopback, each on a recorded node."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    common = [sys.executable, "-m", "jaxtrain.preflight", f"--coordinator={address}", "--num-processes=2"]
+    environ = os.environ | {"PYTHONPATH": str(REPO)}
+    started = [
+        subprocess.Popen(
+            [*common, f"--process-id={i}", f"--recorded={RECORDED / 'two_nodes' / name}"],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ,
+        )
+        for i, name in enumerate((first, second))
+    ]  # fmt: skip
+    return [(process.wait(100), process.stdout.read() if process.stdout else "") for process in started]
+
+
+def test_two_healthy_nodes_are_fit():
+    (first, said), (second, quiet) = meet("b")
+    assert (first, second) == (0, 0) and not quiet.strip()
+    assert "2 nodes: node-a, node-b" in said and "nodes alike" in said and "between nodes" in said
+    assert said.rstrip().splitlines()[-1].startswith("fit: 2 nodes of 8 x NVIDIA H200, ")
+
+
+def test_a_fault_on_one_node_stops_all():
+    (first, said), (second, _) = meet("b_phb_link")
+    assert (first, second) == (3, 3)
+    assert "FAULT: topology on node-b (GPU0-GPU3 PHB" in said.rstrip().splitlines()[-1] and "on node-a" not in said
+
+
+def test_a_process_that_does_not_come_is_named(capsys):
+    """The node itself is judged all the same."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    options = [f"--coordinator={address}", "--num-processes=2", "--process-id=0", "--meet=1"]
+    code, found, line = judged(RECORDED / "two_nodes" / "a", capsys, *options)
+    checks = found["nodes"][0]["checks"]
+    # No fault that is known: run.sh tries again.
+    assert (code, found["verdict"], faults(found)) == (75, "not met", []) and len(checks) > 40
+    assert [c["name"] for c in checks if c["state"] == "missing"] == ["processes"]
+    assert line.startswith("not met: process 1 of 2 did not come to") and len(line) < 250
+    code, found, _ = judged(RECORDED / "two_nodes" / "b_phb_link", capsys, *options)
+    assert code == 3 and [c["name"] for c in faults(found)] == ["topology"], "a node that is unfit is told by itself"
+
+
+# ---- The process that measures
+
+
+def test_everything_is_measured_in_another_process(tmp_path):
+    found = measure.measure({"data": tmp_path, "scratch": tmp_path / "not" / "there"}, 120, on_cpu=True, disk_bytes=4 * MIB)
+    for name in measure.GPU_LISTS:
+        assert len(found[name]) == 8 and all(value > 0 for value in found[name]), found
+    assert all(found[name] > 0 for name in measure.BUS)
+    assert [found[name] for name in measure.INTER_NODE] == [None, None]
+    assert found["left_out"] == dict.fromkeys(measure.INTER_NODE, "there is one node")
+    assert found["disk"]["data"] is found["disk"]["scratch"] and found["disk"]["data"]["write_gb_s"] > 0
+    assert found["gpus"] == list(range(8)) and found["under_load"] == [] and found["failed"] == {}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_processes_measure_together(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    script = """
+import json, sys
+from pathlib import Path
+from jaxtrain.preflight.measure import measure
+print(json.dumps(measure({}, 120, sys.argv[1:], on_cpu=True)))
+"""
+    environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, f"--coordinator=127.0.0.1:{port}", "--num-processes=2", f"--process-id={i}"],
+            cwd=REPO,
+            env=environ,
+            stdout=subprocess.PIPE,
+        )
+        for i in range(2)
+    ]
+    found = [json.loads(process.communicate(timeout=150)[0].splitlines()[-1]) for process in both]
+    for one in found:  # one machine is one node
+        assert len(one["gemm_tflops"]) == 2 and set(one["left_out"]) == set(measure.INTER_NODE), found
+        assert all(one[name] > 0 for name in measure.BUS)
+
+
+def child(monkeypatch, tmp_path: Path, code: str) -> None:
+    """Instead of measuring, the process runs `code`, with `answer` at hand."""
+    (tmp_path / "instead.py").write_text(
+        "import sys, json, os, time\nanswer = open(sys.argv[1].removeprefix('--answer='), 'w')\n" + code
+    )
+    monkeypatch.setattr(measure, "PROGRAM", "instead")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+HALF = """
+json.dump({"doing": "all-reduce over the node's 8 GPUs", "done": False, "measured": {"gemm_tflops": [7.0]},
+           "left_out": {}}, answer)
+answer.close()
+"""
+
+
+def test_a_hang_costs_the_budget_and_no_more(monkeypatch, tmp_path):
+    note = tmp_path / "pid"
+    child(monkeypatch, tmp_path, HALF + f"open({str(note)!r}, 'w').write(str(os.getpid()))\ntime.sleep(100)")
+    found = measure.measure({}, 2.0, on_cpu=True)
+    assert found["gemm_tflops"] == [7.0] and "gemm_tflops" not in found["left_out"]
+    words = "not done within 2 s, and ended in all-reduce over the node's 8 GPUs"
+    assert found["hbm_gb_s"] == [] and found["left_out"]["hbm_gb_s"] == found["left_out"]["all_reduce_bus_gb_s"] == words
+    assert found["failed"] == {}  # too short to call it a hang
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(note.read_text()), 0)
+
+
+def test_a_hang_in_a_collective_is_a_fault(monkeypatch, tmp_path):
+    monkeypatch.setattr(measure, "HANG_S", 0.5)
+    at = '"key": "all_reduce_bus_gb_s", "began_unix": time.time(), "done"'
+    child(monkeypatch, tmp_path, HALF.replace('"done"', at) + "time.sleep(100)")
+    found = measure.measure({}, 2.0, on_cpu=True)
+    assert found["failed"] == {"all_reduce_bus_gb_s": found["left_out"]["all_reduce_bus_gb_s"]}
+
+
+def test_a_crash_is_told_in_its_own_words(monkeypatch, tmp_path):
+    child(monkeypatch, tmp_path, HALF + "print('NCCL WARN unhandled cuda error', flush=True)\nos.kill(os.getpid(), 11)")
+    found = measure.measure({}, 20.0, on_cpu=True)
+    words = "the process ended with code -11 in all-reduce over the node's 8 GPUs: NCCL WARN unhandled cuda error"
+    assert found["gemm_tflops"] == [7.0] and found["left_out"]["h2d_gb_s"] == words and found["failed"] == {"process": words}
+
+
+@pytest.mark.parametrize(("args", "fault"), [((), True), (("--num-processes=2",), False)])
+def test_one_that_falls_with_the_others_is_no_crash(args, fault, monkeypatch, tmp_path):
+    """When the first of several is ended, because the time is over, JAX ends the others."""
+    child(monkeypatch, tmp_path, HALF + "time.sleep(0.5)\nos.kill(os.getpid(), 6)")
+    found = measure.measure({}, measure.PEERS_S, args, on_cpu=True)
+    assert ("process" in found["failed"]) == fault and "ended with code -6" in found["left_out"]["hbm_gb_s"]
+
+
+def test_it_ends_with_the_process_that_asked(tmp_path):
+    """However that ends: the GPUs are wanted by others."""
+    script = """
+import sys, time
+from jaxtrain import hardware
+from jaxtrain.preflight import measure
+import os
+with measure.DeviceWork(hardware.probe(), 100.0, ["--coordinator=127.0.0.1:1", "--num-processes=2", "--process-id=1"]) as work:
+    while not work._answer.exists():
+        time.sleep(0.05)
+    print(work._process.pid, flush=True)
+    time.sleep(100)
+"""
+    asking = subprocess.Popen([sys.executable, "-c", script], cwd=REPO, stdout=subprocess.PIPE, text=True)
+    assert asking.stdout
+    pid = int(asking.stdout.readline())
+    os.kill(pid, 0)
+    asking.kill()
+    asking.wait()
+    limit = time.monotonic() + 100
+    while time.monotonic() < limit and alive(pid):
+        time.sleep(0.05)
+    assert not alive(pid)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_nothing_is_left_of_a_process_that_is_killed(tmp_path):
+    script = f"""
+import os, time
+from pathlib import Path
+from jaxtrain.preflight import disk_rates
+os.fsync = lambda _: print("written", flush=True) or time.sleep(100)
+disk_rates.rates(Path({str(tmp_path)!r}), 90.0, {4 * MIB})
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=REPO, stdout=subprocess.PIPE, text=True)
+    assert process.stdout and process.stdout.readline() == "written\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert list(tmp_path.iterdir()) == []

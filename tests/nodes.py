@@ -1,0 +1,83 @@
+"""Recorded nodes for the tests of preflight: one is judged as it is, or with some answers of its own.
+
+recorded/faults/NAME holds one file or a few over a healthy node. The recordings are composed from the formats that nvidia-smi
+and the kernel print, and were not taken from nodes (docs/preflight.md).
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.preflight import __main__ as command
+from jaxtrain.preflight import smi
+from jaxtrain.preflight.check import FAULT
+from jaxtrain.preflight.machine import Recorded, file_name
+
+RECORDED = Path(__file__).resolve().parent / "recorded"
+H200 = RECORDED / "h200_healthy"
+
+
+def judged(folder: Path, capsys, *more: str) -> tuple[int, dict, str]:
+    """(exit code, JSON, verdict line) of a recorded node."""
+    code = command.main([f"--recorded={folder}", "--json", *more])
+    said = capsys.readouterr()
+    return code, json.loads(said.out), said.err.strip()
+
+
+def faults(found: dict) -> list[dict]:
+    return [check for node in found["nodes"] for check in node["checks"] if check["state"] == FAULT]
+
+
+def copied(tmp_path: Path, change: dict[str, str], base: Path = H200) -> Path:
+    """A recording with some files of its own over another one."""
+    folder = tmp_path / "node"
+    folder.mkdir(parents=True)
+    (folder / "base.txt").write_text(str(base))
+    for name, text in change.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def answer(command_: str, out: str, code: str = "0") -> dict[str, str]:
+    return {f"commands/{file_name(command_)}": f"$ {command_}\nexit {code}\n{out}"}
+
+
+def gpu_table(**change: str) -> dict[str, str]:
+    """The healthy node's GPUs with cells changed: field="value" for all of them."""
+    lines = Recorded(H200).run(smi.GPUS).out.splitlines()
+    rows = [
+        dict(zip(smi.CORE, line.split(", "), strict=True)) | {k.replace("__", "."): v for k, v in change.items()}
+        for line in lines[1:]
+    ]
+    return answer(smi.GPUS, "\n".join([lines[0], *(", ".join(row.values()) for row in rows)]) + "\n")
+
+
+def one_gpu(index: int, **change: str) -> dict[str, str]:
+    """The healthy node's GPUs with cells of one of them changed."""
+    lines = Recorded(H200).run(smi.GPUS).out.splitlines()
+    row = dict(zip(smi.CORE, lines[1 + index].split(", "), strict=True)) | {k.replace("__", "."): v for k, v in change.items()}
+    lines[1 + index] = ", ".join(row.values())
+    return answer(smi.GPUS, "\n".join(lines) + "\n")
+
+
+def of_makers(mhz: str) -> dict[str, str]:
+    """Cards of one unknown model, of which the first offers this clock and the others 2900 MHz."""
+    lines = next(iter(gpu_table(name="Mystery", clocks__max__sm="2900").values())).splitlines()
+    lines[3] = lines[3].replace("2900", mhz)
+    return answer(smi.GPUS, "\n".join(lines[2:]) + "\n")
+
+
+def check_of(folder: Path, name: str, capsys, *more: str) -> dict:
+    found = judged(folder, capsys, *more)[1]
+    return next(check for node in found["nodes"] for check in node["checks"] if check["name"] == name)
+
+
+@pytest.fixture(autouse=True)
+def a_plain_environment(monkeypatch):
+    """The tests' own shell may be a job of several processes; the recordings have environments of their own."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "JAXTRAIN_", "OMPI_")) or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)

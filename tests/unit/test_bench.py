@@ -1,0 +1,278 @@
+"""Benchmarks without running anything: options, sweeps, what becomes of answers, and how they are judged against plans."""
+
+import json
+import types
+
+import pytest
+from bench_helpers import ANSWER, SMALL, at_home  # noqa: F401
+
+from jaxtrain import hardware, launch
+from jaxtrain.bench import __main__ as command
+from jaxtrain.bench import check, experts, kernels, measure, peer, report, suite, sweep
+from jaxtrain.bench.measure import DATA
+from jaxtrain.kernels import attention
+from jaxtrain.plan import rates
+from jaxtrain.preflight.check import FAULT, Check
+from jaxtrain.validate import validate_step
+
+
+def ask(**more):
+    argv = [*SMALL, *DATA["synthetic"], "--config.log.peak_tflops=1"]
+    return {"argv": argv, "devices": 2, "warmup": 2, "steps": 4, "limit_s": None} | more
+
+
+def test_fp8_and_bf16_share_one_peak():
+    """As in the log of a run and in plans: a step with FP8 has no peak of its own."""
+    card = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
+    runs = {p: launch.load([*SMALL, f"--config.precision={p}"]).run for p in ("bf16", "fp8", "f32")}
+    peaks = {p: measure.peak_tflops(run, card) for p, run in runs.items()}
+    assert peaks["fp8"] == peaks["bf16"] == pytest.approx(989.4, rel=1e-3) and peaks["f32"] < 100
+    answer = {"verdict": "ok", "device": "NVIDIA H200", "seconds": [1.0], "losses": [1.0, 1.0], "reserved_gib": 1.0}
+    theirs = peer._as_ours(answer | {"settings": {"checkpoint": False}}, runs["fp8"])
+    assert theirs["peak_tflops"] == peaks["bf16"]
+
+
+def test_what_cannot_hold_its_state_is_not_compiled(monkeypatch):
+    monkeypatch.setattr(hardware, "probe", lambda: hardware.Devices("gpu", "NVIDIA H200", 1, 140.0, "described", 90))
+    monkeypatch.delenv("XLA_FLAGS")  # the suite's fake devices, which a GPU's environment has no place for
+    argv = ["--config=configs/llama3_70b.py:gpus=1", *DATA["synthetic"]]
+    r = measure.steps(ask(argv=argv, devices=1))
+    assert r["verdict"] == "out of memory" and "alone take 525.7 GiB a device, which has 140.0" in r["why"]
+    run = launch.load([*argv, "--config.dtypes.m=int8", "--config.dtypes.v=int8"]).run
+    assert measure.state_gib(run, 8) == pytest.approx(525.7 * 6 / 8 / 8, rel=1e-3)
+
+
+def test_a_config_that_cannot_be():
+    r = measure.steps(ask(argv=[*SMALL, *DATA["synthetic"], "--config.mesh.tensor=3"]))
+    assert r["verdict"] == "refused" and "mesh.tensor" in r["why"]
+
+
+# ---- Sweeps
+
+
+def test_a_sweep_says_what_became_of_each_case(monkeypatch, capsys, tmp_path):
+    answers = iter([ANSWER, ANSWER | {"tokens_per_s": 20.0}, {"verdict": "out of memory", "why": "90 GiB"}])
+    asked = []
+    monkeypatch.setattr(sweep, "apart", lambda kind, ask, log: asked.append(ask["argv"]) or dict(next(answers)))
+    file = tmp_path / "sweep.json"
+    assert command.main([*SMALL, "--sweep=remat.policy=full,dots,none; mesh.tensor=1,3", f"--json={file}"]) == 0
+    printed = capsys.readouterr().out
+    assert len(asked) == 3, "those that cannot be are not started"
+    assert "out of memory: 90 GiB" in printed and "mesh.tensor=3: refused: mesh = " in printed
+    assert "best: remat.policy=dots mesh.tensor=1, 20 tokens/s" in printed
+    tree = json.loads(file.read_text())
+    assert [c["verdict"] for c in tree["cases"]] == ["ok", "refused", "ok", "refused", "out of memory", "refused"]
+    assert tree["best"] == "remat.policy=dots mesh.tensor=1" and asked[1][-2:] == [
+        "--config.remat.policy=dots",
+        "--config.mesh.tensor=1",
+    ]
+
+
+def test_a_sweep_of_which_nothing_can_be_measured(monkeypatch, capsys):
+    monkeypatch.setattr(sweep, "apart", lambda kind, ask, log: {"verdict": "failed", "why": "so it is"})
+    assert command.main([*SMALL, "--sweep=remat.policy=full,none"]) == 1
+    assert "no case was measured" in capsys.readouterr().out
+
+
+def test_an_interrupted_sweep_keeps_what_is_done(monkeypatch, capsys, tmp_path):
+    def apart(kind, ask, log):
+        if "--config.remat.policy=none" in ask["argv"]:
+            raise KeyboardInterrupt
+        return dict(ANSWER)
+
+    monkeypatch.setattr(sweep, "apart", apart)
+    out = tmp_path / "out"
+    assert command.main([*SMALL, "--sweep=remat.policy=full,none", f"--out={out}"]) == 130
+    said = capsys.readouterr()
+    assert "best: remat.policy=full" in said.out and "what was done is kept" in said.err
+    assert [c["name"] for c in json.loads((out / "results.json").read_text())["cases"]] == ["remat.policy=full"]
+    assert json.loads((out / "receipt.json").read_text())["exit_code"] == 130
+
+
+def test_values_of_a_sweep_may_hold_commas():
+    found, wrong = sweep.combinations("remat.tensors=q=keep,k=keep;mesh.fsdp=4,8")
+    assert not wrong and found == [("remat.tensors=q=keep,k=keep", f"mesh.fsdp={n}") for n in (4, 8)]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--steps=0"], "--steps = '0': must be a whole number, 1 or more"),
+        (["--data=fake"], "--data = 'fake': no such data. Write synthetic or real"),
+        (["--sweep=remat.policy"], "is no key with its values. Write key=value,value"),
+        (["--sweep=mesh.fsdp=1;mesh.fsdp=2"], "--sweep = 'mesh.fsdp': given twice"),
+        (["--sweep=nun.layers=1,2"], "nun.layers = '1': no such key"),
+        (["--config.mesh.tensor=3"], "mesh.tensor = 3"),
+        (["--kernels=attention,rope"], "--kernels = 'rope': no such part. Write some of attention,"),
+        (["--kernels"], "--config: --kernels has no use for it"),
+        (["--suite=world"], "--suite = 'world': no such suite"),
+        (["--peer=mesh"], "--peer = 'mesh': no such peer"),
+        (["--rounds=3"], "--rounds: the timing of steps has no use for it"),
+        (["--json=nowhere/bench.json"], "there is no folder"),
+        (["--step=3"], "--step: no such option. Did you mean --steps?"),
+    ],
+)
+def test_mistakes_are_named(argv, said, capsys):
+    assert command.main([*SMALL, *argv]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_help_names_every_option(capsys):
+    assert command.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert not [name for name in (*command.OPTIONS, *command.SWITCHES) if f"--{name}" not in text]
+    assert not [name for name in (*suite.PARTS, *kernels.KINDS) if name not in text]
+
+
+# ---- Kernels and checks
+
+
+def test_a_kernel_that_fails_is_a_row(capsys, monkeypatch, tmp_path):
+    def broken():
+        raise ValueError("no such luck\nand much more")
+
+    row = kernels.time_one(kernels.Work("k", "w", 1.0, 1.0, broken), kernels.TINY, None)
+    assert row["verdict"] == "failed" and kernels.row(row)[-1] == "failed: ValueError: no such luck"
+    monkeypatch.setattr(kernels, "apart", lambda kind, ask, log: {"verdict": "ok", "rows": [row], "seconds": 1.0})
+    out = tmp_path / "kernels"
+    assert command.main(["--kernels=norm", f"--out={out}"]) == 1
+    assert json.loads((out / "receipt.json").read_text())["reason"] == "a kernel failed"
+    assert "no such luck" in capsys.readouterr().out
+
+
+def test_loads_of_experts():
+    assert experts.loads("even", 14, 4) == [4, 4, 3, 3]
+    assert experts.loads("uneven", 14, 4) == [7, 4, 3, 0]
+    assert experts.loads("one has all", 14, 4) == [0, 14, 0, 0]
+    assert experts.loads("some nobody's", 14, 4) == [5, 3, 2, 0]
+    for shape in (*experts.SHAPES, *experts.SMOKE_SHAPES, *kernels.Sizes().experts):
+        assert all(sum(experts.loads(how, *shape[:2])) == shape[0] for how in experts.LOADS[:3])
+
+
+def test_products_of_experts_that_fail_or_come_too_late(monkeypatch):
+    def case(shape, how, dtype):
+        if dtype == "f32":
+            raise NotImplementedError("no such luck\nand much more")
+        return {"ok": True}
+
+    monkeypatch.setattr(experts, "case", case)
+    monkeypatch.setattr(experts, "start", lambda *_: [types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")])
+    found = experts.cases({"limit_s": None})
+    half = len(experts.SHAPES) * len(experts.LOADS)
+    assert (found["right"], found["wrong"], found["left_out"], found["verdict"]) == (half, half, 0, "failed")
+    assert experts.row(found["rows"][-1])[-1] == "WRONG: NotImplementedError: no such luck"
+    late = experts.cases({"limit_s": 1e-9})
+    assert (late["left_out"], late["verdict"], late["why"]) == (2 * half, "failed", "no kernel could be checked")
+
+
+def test_a_kernel_that_breaks_takes_nothing_from_the_others(monkeypatch):
+    """On a described GPU: cuDNN's shapes come first, Pallas' own last; what raises is a row that is wrong, and is told."""
+    tried, kept = [], []
+
+    def attention_case(shape, kernel, how="", dtype="bf16", softcap=0.0):
+        tried.append((kernel, how, dtype, softcap))
+        if kernel == "pallas":
+            raise NotImplementedError("no such luck\nand much more")
+        if how:
+            raise attention.Unsupported("not this one")
+        return {"kernel": kernel, "ok": True}
+
+    monkeypatch.setattr(check, "attention_case", attention_case)
+    monkeypatch.setattr(check, "start", lambda *_: [types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")])
+    monkeypatch.setattr(check, "keep", lambda ask, answer: kept.append(json.loads(json.dumps(answer))))
+    found = check.attention_cases({"limit_s": None})
+    plain, split = len(check.SHAPES), len(check.SPLIT_SHAPES)
+    assert [kernel for kernel, *_ in tried[: plain + split]] == ["cudnn"] * (plain + split)
+    assert tried[-2:] == [("pallas", "", dtype, cap) for dtype, cap in check.PALLAS_ONLY]
+    assert (found["right"], found["wrong"], found["verdict"]) == (plain, plain + split + 2, "failed")
+    assert len(kept) == len(tried) and {k["verdict"] for k in kept} == {"out of time"} and kept[0]["right"] == 1
+    assert check.row(found["rows"][-1])[-1] == "WRONG: NotImplementedError: no such luck"
+
+
+@pytest.mark.parametrize(
+    ("answer", "want", "said"),
+    [
+        (
+            {"verdict": "ok", "right": 9, "wrong": 0, "left_out": 2},
+            "ok",
+            "9 shapes within their bounds; for 2 there was no time",
+        ),
+        (
+            {"verdict": "out of time", "why": "not done", "right": 9, "wrong": 0},
+            "off",
+            "9 shapes within their bounds; not done",
+        ),
+        ({"verdict": "out of time", "why": "not done", "right": 9, "wrong": 1}, "FAILED", "1 of 10 shapes are beyond"),
+        ({"verdict": "out of time", "why": "not done"}, "FAILED", "not done"),
+        ({"verdict": "failed", "why": "no kernel could be checked", "right": 0, "wrong": 0}, "FAILED", "no kernel could be"),
+    ],
+)
+def test_what_checked_kernels_come_to(answer, want, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(suite, "apart", lambda *_, **__: answer)
+    node = suite.Node(measure.devices_for(0), True, report.Folder(str(tmp_path / "node"), "", "suite"))
+    found = suite.part_kernels(node, 60.0)
+    assert found.verdict == want and said in found.found
+
+
+# ---- The suite of a node
+
+
+def test_a_node_with_a_fault_is_not_well(tmp_path, monkeypatch):
+    fault = Check("ECC", FAULT, "none", "GPU5: 2")
+    seen = types.SimpleNamespace(gpus=types.SimpleNamespace(absent=""))
+    monkeypatch.setattr(suite.inspection, "look", lambda *_: (seen, [fault]))
+    node = suite.Node(measure.devices_for(0), True, report.Folder(str(tmp_path / "node"), "", "suite"))
+    found = suite.part_preflight(node, 20.0)
+    assert (found.verdict, found.found) == ("FAILED", "wrong: ECC (GPU5: 2)")
+    assert found.data[0]["seen"] == "GPU5: 2" and any("| ECC | FAULT |" in line for line in found.lines)
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "want", "said"),
+    [
+        (("ok", "out of memory", "ok", "out of memory"), "ok", "tokens/s a device"),
+        (("ok", "ok", "ok", "out of time"), "off", "llama3_70b:gpus=8: so it is"),
+        (("ok", "failed", "ok", "ok"), "FAILED", "llama2_7b:gpus=8: so it is"),
+        (("out of memory",) * 4, "FAILED", "no shipped config was measured"),
+    ],
+)
+def test_what_shipped_configs_come_to(verdicts, want, said, tmp_path, monkeypatch):
+    """On a described node: what does not fit is no fault, what fails is one, and each gets its share of the time."""
+    answers, shares = iter(verdicts), []
+
+    def apart(kind, ask, *, log, environ, limit_s):
+        shares.append(limit_s)
+        loaded = launch.load(ask["argv"])
+        assert not [*loaded.problems, *validate_step(loaded.run, node.devices)]
+        return ANSWER | {"verdict": next(answers), "why": "so it is"}
+
+    monkeypatch.setattr(suite, "apart", apart)
+    devices = hardware.Devices("gpu", "NVIDIA H200", 8, 140.0, "described", 90)
+    node = suite.Node(devices, False, report.Folder(str(tmp_path / "node"), "", "suite"))
+    found = suite.part_configs(node, 100.0)
+    assert found.verdict == want and said in found.found
+    assert [round(s) for s in shares] == [25, 33, 50, 100]
+
+
+def test_the_budget_of_a_suite():
+    assert sum(seconds for _, seconds in suite.PARTS.values()) <= suite.BUDGET_S == 1800
+
+
+def test_layouts_for_fewer_gpus():
+    for count, text in suite.LAYOUTS.items():
+        found, problems = suite.layouts.parse(text)
+        assert not problems and max(layout.devices for layout in found) == count and found[0].name == "one"
+    assert len(suite.LAYOUTS[8].split(",")) == 8
+
+
+def test_a_step_that_differs_from_its_plan():
+    planned = {"step_s": 1.0, "peak_gib": 51.0, "rates": "calibrated"}
+    r = {"step_s": {"median": 1.2}, "memory": {"peak_gib": 50.0}, "planned": planned}
+    assert suite.unlike_plan("a", r) == ["a: step time 1.20 times the plan"]
+    published = planned | {"rates": rates.PUBLISHED}
+    assert suite.unlike_plan("a", r | {"planned": published}) == [], "longer than a roofline without a comparable run"
+    assert suite.unlike_plan("a", r | {"planned": published | {"range_s": [1.1, 1.3]}}) == []
+    (text,) = suite.unlike_plan("a", r | {"planned": published | {"range_s": [1.05, 1.15], "peak_gib": 50.0}})
+    assert text == "a: step time 1.20 times the plan (1.05 to 1.15 s are expected)"
+    assert suite.unlike_plan("a", r | {"planned": None}) == []
+    assert report.beside(1.2, 1.0) == "1.2 (1.20 x plan)" and report.beside(1.2, None) == "1.2"
