@@ -120,12 +120,13 @@ def _come(cluster: Cluster, timeout_s: float) -> None:
     address = (host.strip("[]"), int(port))
     deadline = time.monotonic() + timeout_s + GRACE_S
     while True:
-        answer = ""
+        answer, began = "", time.monotonic()
         try:
             with socket.create_connection(address, timeout=min(5.0, timeout_s)) as door:
                 _send(door, f"{HELLO} {cluster.num_processes} {cluster.process_id} {this_process()}\n")
                 answer = _line(door, max(deadline - time.monotonic(), 0.1), ("go", "no "))
-            found = "process 0 waits for others there" if time.monotonic() > deadline else "something else answers there"
+            waited = began <= deadline < time.monotonic()  # this try has taken all the time that was left
+            found = "process 0 waits for others there" if waited else "something else answers there"
         except OSError as error:
             found = reason(error)
         if answer == "go":

@@ -222,6 +222,7 @@ class Peers:
             raise ValueError(f"dead_after_s ({dead_after_s:g}) must be at least three times every_s ({every_s:g})")
         if self.count > 1:
             self._watch = Watch(self, self._client, self._coordinator, every_s, dead_after_s, lost)
+            self._watch.start()
 
     def close(self, failed: str = "") -> None:
         """Says goodbye, so that this process's end is not taken for a death, and ends the watch. Called twice, once counts.

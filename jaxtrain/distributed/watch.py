@@ -31,10 +31,12 @@ class Watch:
         self.everyone_left = threading.Event()
         self.quiet = threading.Event()  # no more beats
         self.ending = threading.Event()  # and no more reports
-        if self.me:
-            _delay_abort()
         work = [self.beat, self.hold_the_line] if self.me else [self.attend]
         self.threads = [threading.Thread(target=run, name=f"peers: {run.__name__}", daemon=True) for run in work]
+
+    def start(self) -> None:
+        if self.me:
+            _delay_abort()
         for thread in self.threads:
             thread.start()
 

@@ -1,12 +1,116 @@
-"""A step, a data source and a save that never end: exit 124, and a folder that says which it was."""
+"""Real hangs, of every kind and in every part of a run: exit 124, and a folder that says which it was."""
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import runs
 from faults import Faults, Figures
+
+CHILD = """
+import ctypes, os, sys, threading, time
+from pathlib import Path
+from jaxtrain import watchdog
+from jaxtrain.watchdog import Watchdog
+workdir = Path(sys.argv[1])
+def facts(): return {{"last_step": 7, "loss": float("nan"), "path": workdir}}
+def ended(cause): print("ended:", cause, flush=True)
+{before}
+with Watchdog({budgets}, workdir, facts=lambda: facts(), ended=lambda cause: ended(cause), process_index={index}) as dog:
+{body}
+print("well")
+"""
+
+
+def start(workdir: Path, body: str, before: str = "", index: int = 0, **budgets: float) -> subprocess.Popen[str]:
+    """A run in another process whose `body` a watchdog, `dog`, watches."""
+    lines = "\n".join("    " + line for line in body.strip().splitlines())
+    code = CHILD.format(before=before, budgets=budgets, body=lines, index=index)
+    environment = {**os.environ, "TMPDIR": str(workdir)}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(workdir / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=runs.REPO,
+        env=environment,
+    )
+
+
+def finish(child: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr)."""
+    try:
+        out, err = child.communicate(timeout=300)
+    finally:
+        child.kill()
+    return child.returncode, out, err
+
+
+def evidence(workdir: Path) -> tuple[str, str, dict[str, Any]]:
+    """Cause, stacks and report of the one hang in a folder."""
+    (folder,) = workdir.glob("hang-????????-??????")
+    cause = (folder / "cause.txt").read_text().strip()
+    return cause, (folder / "stacks.txt").read_text(), json.loads((folder / "report.json").read_text())
+
+
+HANGS = {
+    "sleep": "time.sleep(1000)",
+    "lock": "lock = threading.Lock()\nlock.acquire()\nlock.acquire()",
+    "fifo": "os.mkfifo(workdir.parent / 'fifo')\nopen(workdir.parent / 'fifo').read()",
+    "c": "ctypes.CDLL(None).sleep(1000)",
+}
+
+
+@pytest.mark.parametrize("how", HANGS)
+def test_a_hang_in_whatever_way_ends_with_124(how: str, tmp_path: Path):
+    body = "with dog.phase('step'):\n" + "\n".join("    " + line for line in HANGS[how].splitlines())
+    code, out, err = finish(start(tmp_path, body, step=0.5))
+    cause, stacks, report = evidence(tmp_path / "run")
+    assert (code, cause) == (124, "no step finished within 0.5 s (train.timeouts: step=0.5)"), err
+    assert out == f"ended: {cause}\n"
+    assert cause in err and "hang-" in err
+    assert "MainThread" in stacks and 'File "<string>"' in stacks
+    assert report["facts"] == {"last_step": 7, "loss": "NaN", "path": str(tmp_path / "run")}
+
+
+def test_what_else_hangs_loses_no_evidence(tmp_path: Path):
+    """Facts, the way out, and the run's file system: opening a pipe that nobody reads waits for ever, as a lost one does."""
+    before = """
+watchdog.FACTS_S = watchdog.ENDED_S = 0.3
+watchdog.STACKS_S = 3
+def facts(): time.sleep(1000)
+def ended(cause): time.sleep(1000)
+stuck = workdir / 'stuck'; stuck.mkdir(parents=True); os.mkfifo(stuck / 'cause.txt')
+usual = watchdog._folder
+watchdog._folder = lambda place: stuck if place == workdir else usual(place)
+"""
+    code, _, err = finish(start(tmp_path, "with dog.phase('step'):\n    time.sleep(1000)", before, step=0.3))
+    assert code == 124, err
+    assert f"{tmp_path / 'run' / 'stuck'} could not be written: not done within 3 s" in err
+    assert "could not be closed in good order: not done within 0.3 s" in err
+    cause, _, report = evidence(tmp_path)
+    assert "no step finished" in cause and report["facts"] == {"error": "not done within 0.3 s"}
+
+
+def test_a_process_that_was_stopped_gets_its_time_back(tmp_path: Path):
+    child = start(tmp_path, "with dog.phase('step'):\n    print('hangs', flush=True)\n    time.sleep(1000)", step=1)
+    assert child.stdout is not None and child.stdout.readline() == "hangs\n"
+    child.send_signal(signal.SIGSTOP)
+    time.sleep(6)  # far longer than the budget
+    child.send_signal(signal.SIGCONT)
+    code, _, err = finish(child)
+    assert code == 124, err
+    assert evidence(tmp_path / "run")[2]["seconds"] < 5
+
+
+# ---- In a run
 
 OWN = """
 import os
@@ -66,7 +170,7 @@ def test_a_hang_ends_with_124_and_says_what_hung(how: str, tmp_path: Path, figur
     faults = Faults(tmp_path, OWN, data__source="own:source", loss__name="own:loss", train__steps=4000)
     workdir = tmp_path / "run"
     limits = {"train__timeouts": "step=8,data=8,checkpoint=8", "paths__cache": ""}  # host calls are never cached
-    code, said = faults.start(workdir, env={"HANGS": how}, **limits).end(timeout=90)
+    code, said = faults.start(workdir, env={"HANGS": how}, **limits).end()
     assert code == 124, said
     [folder] = workdir.glob("hang-*")
     cause = (folder / "cause.txt").read_text().strip()
@@ -89,7 +193,6 @@ def test_a_slow_step_is_explained(tmp_path: Path) -> None:
     faults = Faults(tmp_path, own, data__source="own:source", train__steps=44, checkpoint__every_steps=0)
     code, said = faults.start(tmp_path / "run", env={"HANGS": "data"}).end()
     assert code == 0, said
-    found = re.search(r"step 4\d took (\S+) s, usually (\S+) s: data (\S+) s", said)
-    assert found, said
-    took, usually, data = map(float, found.groups())
-    assert usually < took and data > 0.9 * took, "prefetched batches hide a part of the second, not the cause"
+    found = re.search(r"step 4\d took \S+ s, usually (\S+) s: data (\S+) s", said)
+    assert found, said  # the largest part is told first
+    assert float(found[2]) > float(found[1]), "prefetched batches hide a part of the second, not the cause"
