@@ -1,158 +1,12 @@
-"""What the plan says travels between devices, against sums done by hand and against a program that runs.
+"""What the plan says travels between devices, against sums done by hand: five small programs, and forms of the text."""
 
-Five small programs, loops nested two deep, on a mesh of data=2 and fsdp=4: compiled for the fake CPU devices, and by XLA:GPU
-for described ones. Then a real train step: how often the plan says that each collective runs, against how often the profiler
-saw it run.
-"""
-
-import collections
 import dataclasses
-import functools
-import math
 import re
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from helpers import fresh_state, host_batch, program, tiny, train_step
-from jax.profiler import ProfileData
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from collective_programs import BY_HAND, MESH, compiled, exchanges, launches, scatters, shifts, sums
 
-from jaxtrain.plan import topology
 from jaxtrain.plan.program import collectives, hlo
-from jaxtrain.step import place_batch
-
-MESH = {"data": 2, "fsdp": 4}
-KINDS = re.compile(r" (?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
-
-
-def nested(outer: int, inner: int, outer_step, inner_step):
-    """A loop of `outer` rounds: each is a loop of `inner` steps, and one step of its own."""
-
-    def run(x):
-        def round(x, _):
-            x, _ = jax.lax.scan(lambda x, _: (inner_step(x), None), x, None, length=inner)
-            return outer_step(x), None
-
-        return jax.lax.scan(round, x, None, length=outer)[0]
-
-    return run
-
-
-def gathers(x_AB):
-    """x: [4, 16] on each device."""
-
-    def inner(x_AB):
-        return jnp.tanh(x_AB @ jax.lax.all_gather(x_AB, "fsdp", tiled=True))
-
-    def outer(x_AB):
-        return jnp.tanh(x_AB @ jax.lax.all_gather(x_AB, "data", axis=1, tiled=True).reshape(8, 16).T @ jnp.ones((8, 16)))
-
-    return nested(3, 5, outer, inner)(x_AB)
-
-
-def sums(x_AB):
-    """x: [8, 32]."""
-    return nested(2, 4, lambda x: jnp.sin(jax.lax.psum(x, "data")), lambda x: jnp.cos(jax.lax.psum(x, ("data", "fsdp"))))(x_AB)
-
-
-def scatters(x_AB):
-    """x: [8, 16]; each sum is left in parts, and the parts are put together again."""
-
-    def over(axis):
-        def step(x):
-            part = jnp.tanh(jax.lax.psum_scatter(x, axis, tiled=True))
-            return x * jnp.cos(jax.lax.all_gather(part, axis, tiled=True))
-
-        return step
-
-    return nested(3, 2, over("data"), over("fsdp"))(x_AB)
-
-
-def exchanges(x_AB):
-    """x: [8, 16]."""
-    return nested(
-        4,
-        3,
-        lambda x: jnp.sin(jax.lax.all_to_all(x, "data", 0, 0, tiled=True)),
-        lambda x: jnp.cos(jax.lax.all_to_all(x, "fsdp", 0, 0, tiled=True)),
-    )(x_AB)
-
-
-def shifts(x_AB):
-    """x: [8, 16]; round the fsdp ring, then swapped along data; at last devices 1 and 6 swap, and two keep theirs."""
-    x_AB = nested(
-        2,
-        5,
-        lambda x: jnp.sin(jax.lax.ppermute(x, "data", [(0, 1), (1, 0)])),
-        lambda x: jnp.cos(jax.lax.ppermute(x, "fsdp", [(0, 1), (1, 2), (2, 3), (3, 0)])),
-    )(x_AB)
-    return jnp.tanh(jax.lax.ppermute(x_AB, ("data", "fsdp"), [(0, 0), (1, 6), (6, 1), (2, 2)]))
-
-
-# program -> its array on one device, and (kind, axes, devices in a group, bytes a GPU sends in a launch) -> launches.
-# With n devices: a gather sends its part n-1 times; a sum left in parts (n-1)/n of the array, a whole one twice that; an
-# exchange (n-1)/n. f32[8,16] is 512 bytes.
-BY_HAND = {
-    gathers: (
-        (4, 16),
-        {
-            ("all-gather", "fsdp", 4, 3 * 256): 3 * 5,  # 256 bytes each
-            ("all-gather", "data", 2, 1 * 256): 3,
-        },
-    ),
-    sums: (
-        (8, 32),
-        {
-            ("all-reduce", "data+fsdp", 8, 2 * 7 / 8 * 1024): 2 * 4,
-            ("all-reduce", "data", 2, 2 * 1 / 2 * 1024): 2,
-        },
-    ),
-    scatters: (
-        (8, 16),
-        {
-            ("reduce-scatter", "fsdp", 4, 3 / 4 * 512): 3 * 2,
-            ("all-gather", "fsdp", 4, 3 * 128): 3 * 2,
-            ("reduce-scatter", "data", 2, 1 / 2 * 512): 3,
-            ("all-gather", "data", 2, 1 * 256): 3,
-        },
-    ),
-    exchanges: (
-        (8, 16),
-        {
-            ("all-to-all", "fsdp", 4, 3 / 4 * 512): 4 * 3,
-            ("all-to-all", "data", 2, 1 / 2 * 512): 4,
-        },
-    ),
-    shifts: (
-        (8, 16),
-        {
-            ("collective-permute", "fsdp", 4, 512): 2 * 5,
-            ("collective-permute", "data", 2, 512): 2,
-            ("collective-permute", "data+fsdp", 8, 512): 1,
-        },
-    ),
-}
-
-
-@functools.cache
-def compiled(function, on_gpus: bool) -> hlo.Module:
-    devices = topology.devices(topology.parse("h200:4x2")) if on_gpus else jax.devices()
-    mesh = Mesh(np.array(devices).reshape(2, 4), ("data", "fsdp"))
-    spec = PartitionSpec(("data", "fsdp"))
-    rows, columns = BY_HAND[function][0]
-    x = jax.ShapeDtypeStruct((8 * rows, columns), jnp.float32, sharding=NamedSharding(mesh, spec))
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return hlo.parse(jax.jit(mapped).lower(x).compile().as_text() or "")
-
-
-def launches(found: list[collectives.Found]) -> dict[tuple, int]:
-    """The compiler may peel a loop's first round off: then two instructions share the launches."""
-    out = collections.Counter()
-    for f in found:
-        out[f.kind, f.axis, f.group, f.wire_bytes] += f.count
-    return dict(out)
 
 
 def network(found: list[collectives.Found]) -> dict[tuple[str, str], float]:
@@ -165,14 +19,8 @@ def test_bytes_and_launches_by_hand(function):
     found = collectives.read(compiled(function, on_gpus=False), MESH, gpus_per_node=4)
     assert launches(found) == BY_HAND[function][1]
     assert {f.dtype for f in found} == {"f32"}
-    assert {f.source.split(":")[0] for f in found} == {"tests/unit/test_collectives.py"}
+    assert {f.source.split(":")[0] for f in found} == {"tests/collective_programs.py"}
     assert max(len(f.loops) for f in found) == 2
-
-
-@pytest.mark.parametrize("function", BY_HAND, ids=lambda f: f.__name__)
-def test_bytes_and_launches_of_a_gpu_program(function):
-    found = collectives.read(compiled(function, on_gpus=True), MESH, gpus_per_node=4)
-    assert launches(found) == BY_HAND[function][1]
 
 
 @pytest.mark.parametrize(
@@ -216,38 +64,6 @@ def test_hops_of_a_program():
     assert {f.hops for f in found if f.axis == "fsdp"} == {1}
     assert {f.hops for f in collectives.read(compiled(scatters, on_gpus=False), MESH, 8)} == {0}
     assert {f.hops for f in collectives.read(compiled(shifts, on_gpus=False), MESH, 2)} == {1}
-
-
-def test_planned_launches_are_those_of_a_run(tmp_path):
-    """A trace of 8 devices names each collective 8 times as often as the plan counts it; layers and microbatches loop."""
-    run = tiny({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "train.grad_accum": 2})
-    step = train_step(run)
-    text = step.as_text() or ""
-    found = collectives.read(hlo.parse(text), dataclasses.asdict(run.mesh), gpus_per_node=8)
-    assert len(found) == sum(bool(KINDS.search(line)) for line in text.splitlines())
-    assert {f.axis for f in found} >= {"data", "fsdp", "tensor", "data+fsdp"}
-    assert max(len(f.loops) for f in found) == 2
-
-    state, batch = fresh_state(run), place_batch(host_batch(run, 0), program(run).batch, program(run).context)
-    state, _ = jax.block_until_ready(step(state, batch))
-    with jax.profiler.trace(tmp_path):
-        jax.block_until_ready(step(state, batch))
-    (trace,) = tmp_path.rglob("*.xplane.pb")
-    seen = collections.Counter(
-        event.name for plane in ProfileData.from_file(str(trace)).planes for line in plane.lines for event in line.events
-    )
-    assert {f.instruction: seen[f.instruction] / 8 for f in found} == {f.instruction: f.count for f in found}
-
-
-def test_data_parallel_sums_every_gradient_once():
-    """By formula: 2(n-1)/n of the parameters' bytes, and a few sums of the loss besides."""
-    run = tiny({"mesh.data": 8})
-    found = collectives.read(hlo.parse(train_step(run).as_text() or ""), dataclasses.asdict(run.mesh), gpus_per_node=4)
-    parameters = sum(math.prod(p.shape) for p in jax.tree.leaves(program(run).state.params))
-    sent = sum(f.count * f.wire_bytes for f in found)
-    assert {(f.kind, f.axis, f.dtype) for f in found} == {("all-reduce", "data", "f32")}
-    assert 0 <= sent - 2 * 7 / 8 * 4 * parameters < 64
-    assert sum(f.count * f.network_bytes for f in found) == sent / 4
 
 
 # ---- Forms of the text

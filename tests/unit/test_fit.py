@@ -1,21 +1,18 @@
 """What makes a config fit, and what its choices are good for: the order of the knobs, their limits, what is said of them."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import pytest
+from made_plans import H200, RATES, flat, load, made
 from rich.console import Console
-from test_search import H200, load, made, tiny
 
-from jaxtrain import config
 from jaxtrain.config import Problem, RunConfig
 from jaxtrain.plan import topology
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.report import fit_report
 from jaxtrain.plan.result import Plan, Rates
-from jaxtrain.plan.search import fit, knobs, parallel, space
-from jaxtrain.plan.search.cache import Cache
+from jaxtrain.plan.search import fit, knobs, space
 from jaxtrain.plan.search.parallel import Outcome, Request
 
 FILE_70B = "configs/llama3_70b.py"
@@ -26,6 +23,11 @@ USABLE = 133.8  # GiB of an H200
 def seventy(*overrides: str) -> RunConfig:
     """70B that keeps nothing but the input of each layer."""
     return load(*FULL, *overrides, file=FILE_70B)
+
+
+def everything_kept() -> RunConfig:
+    """8B that does not fit: 8 sequences of 8192 tokens a GPU at a time, and nothing is computed again."""
+    return load("remat.policy=none", "remat.tensors=", "train.grad_accum=4", "loss.chunk=256")
 
 
 def likely(run: RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
@@ -78,10 +80,6 @@ def size_of(gib: float, step_s: float = 1.0):
     return lambda run, machine, rates: made(run, machine, step_s, gib, rates)
 
 
-def flat(run: RunConfig) -> dict[str, object]:
-    return dict(config.flatten(config.to_dict(run)))
-
-
 def turned(base: RunConfig, run: RunConfig) -> set[str]:
     """Keys that differ."""
     return {key for key, value in flat(run).items() if value != flat(base)[key]}
@@ -90,14 +88,10 @@ def turned(base: RunConfig, run: RunConfig) -> set[str]:
 # ---- a plan that does not fit
 
 
-def test_a_plan_that_fits_needs_no_advice(planned):
-    fake = planned()
-    assert advise(seventy()) == () and not fake.requests
-
-
 def test_one_cheap_knob_is_found_first(planned):
     """8 sequences of 8192 tokens a GPU, everything kept: smaller microbatches cost next to nothing."""
-    fake, run = planned(), load("remat.policy=none", "remat.tensors=", "train.grad_accum=4")
+    fake, run = planned(), everything_kept()
+    assert advise(seventy()) == () and not fake.requests, "a plan that fits needs no advice"
     found = advise(run)
     # Both are as fast, and the first leaves more room.
     assert [a.changes for a in found if a.fits] == [("train.grad_accum=32",), ("train.grad_accum=16",)]
@@ -131,7 +125,7 @@ def only_types(run: RunConfig) -> space.Check:
 def test_of_summed_gradients_and_moments_the_moments_go_first(planned):
     sizes = ("model.num_layers=60", "train.global_batch=32", "train.grad_accum=4")
     run = seventy("dtypes.m=f32", "dtypes.v=f32", *sizes)
-    first = knobs.candidate(run, (), H200, rates_for(H200.gpu, "bf16"))
+    first = knobs.candidate(run, (), H200, RATES)
     above = (USABLE + 1 - first.state_gib) / first.rest_gib
 
     def by(r, machine, rates):
@@ -156,10 +150,9 @@ def test_what_cannot_fit_by_its_formula_is_not_compiled(planned):
     fake, run = planned(), seventy()
     found = advise(run, machine=topology.parse("h200:4"))
     assert not fake.requests and "formulas alone" in found[0].text and found[0].fits is None
-    rates = rates_for(H200.gpu, "bf16")
     run = seventy("remat.policy=none", "train.global_batch=32", "dtypes.m=f32")
     advise(run)
-    assert fake.requests and all(knobs.candidate(r, (), H200, rates).least_gib < USABLE for r in fake.runs)
+    assert fake.requests and all(knobs.candidate(r, (), H200, RATES).least_gib < USABLE for r in fake.runs)
 
 
 def test_combinations_only_where_no_single_knob_does(planned):
@@ -171,7 +164,7 @@ def test_combinations_only_where_no_single_knob_does(planned):
 
 
 def test_the_fastest_that_fits_is_the_answer(planned):
-    run = load("remat.policy=none", "remat.tensors=", "train.global_batch=64", "train.grad_accum=1")
+    run = load("remat.policy=none", "remat.tensors=", "train.global_batch=64", "train.grad_accum=1", "loss.chunk=512")
 
     def by(r, machine, rates):
         return made(r, machine, 1.0 + 0.3 / r.train.grad_accum, 100.0, rates)
@@ -198,7 +191,7 @@ def test_the_overrides_of_an_advice_give_its_plan(planned):
 
 
 def test_settings_that_training_refuses_are_not_planned(planned):
-    run, refused = load("remat.policy=none", "remat.tensors=", "train.grad_accum=4"), []
+    run, refused = everything_kept(), []
     legal = space.training_check(H200)
 
     def check(r: RunConfig) -> list[Problem]:
@@ -233,7 +226,7 @@ def test_more_gpus_are_the_last_word(planned):
     grown = seventy("dtypes.m=f32", "dtypes.v=f32", *last.changes)
     assert not space.training_check(topology.parse("h200:8x2"))(grown)
     # A batch that divides stays what it is.
-    run = load("train.grad_accum=2", "remat.policy=none", "remat.tensors=")
+    run = load("train.grad_accum=2", "remat.policy=none", "remat.tensors=", "loss.chunk=256")
     assert advise(run)[-1].changes == ("mesh.data=1",)
     # 4 GPUs grow within their node.
     assert advise(seventy(), machine=topology.parse("h200:4"))[-1].text.startswith("8 GPUs, h200:8")
@@ -241,7 +234,7 @@ def test_more_gpus_are_the_last_word(planned):
 
 def test_failures_are_told(planned):
     planned(lambda run, machine, rates: Outcome(None, "crashed", "SIGSEGV, of all things"))
-    found = advise(load("remat.policy=none", "remat.tensors=", "train.grad_accum=4"))
+    found = advise(everything_kept())
     assert "no plan was made" in found[0].text
     assert sum("crashed: SIGSEGV, of all things" in a.text for a in found) == fit.MOST
 
@@ -258,12 +251,9 @@ def test_budget_ends_it(planned, monkeypatch):
     found = advise(seventy(), made(seventy(), H200, 1.0, 134.0), budget_s=100.0)
     assert len(fake.requests) == 4 and [options["budget_s"] for _, options in fake.batches] == [100.0, 40.0]
     assert "within 100 s" in found[0].text and not any("spent" in a.text for a in found)
-
-
-def test_without_a_budget_there_is_none(planned):
     fake = planned()
-    advise(load("remat.policy=none", "remat.tensors=", "train.grad_accum=4"))
-    assert fake.batches and all(options["budget_s"] == 0 for _, options in fake.batches)
+    advise(everything_kept())
+    assert fake.batches and all(options["budget_s"] == 0 for _, options in fake.batches), "without a budget there is none"
 
 
 def test_ctrl_c_reports_what_there_is(planned):
@@ -300,10 +290,9 @@ def test_a_machine_without_a_name_is_refused(planned):
 
 
 def test_expectations_follow_the_plans():
-    rates = rates_for(H200.gpu, "bf16")
-    full = knobs.candidate(seventy(), (), H200, rates)
-    none = knobs.candidate(seventy("remat.policy=none"), (), H200, rates)
-    more = knobs.candidate(seventy("remat.every=2"), (), H200, rates)
+    full = knobs.candidate(seventy(), (), H200, RATES)
+    none = knobs.candidate(seventy("remat.policy=none"), (), H200, RATES)
+    more = knobs.candidate(seventy("remat.every=2"), (), H200, RATES)
     expected = knobs.Expected()
     assert expected.of(full) == (
         pytest.approx(full.state_gib + full.rest_gib * knobs.MEMORY_GUESS),
@@ -320,8 +309,7 @@ def test_expectations_follow_the_plans():
 
 def test_state_by_hand():
     """70.55 B parameters over 8 GPUs: float32 weights, bfloat16 moments; the state is exact, as XLA counts it."""
-    rates, run = rates_for(H200.gpu, "bf16"), seventy()
-    c = knobs.candidate(run, (), H200, rates)
+    c = knobs.candidate(seventy(), (), H200, RATES)
     assert c.state_gib == pytest.approx(70_553_706_496 / 8 * 8 / 2**30)
     # The gradients of a microbatch are float32, which the bound does not count on.
     assert c.formula_gib - c.least_gib == pytest.approx(70_553_706_496 / 8 * 2 / 2**30)
@@ -329,7 +317,7 @@ def test_state_by_hand():
 
 def test_gradients_change_their_type_only_where_they_are_summed():
     run = seventy("train.global_batch=32", "train.grad_accum=1")
-    groups = knobs.combinations(run, H200, rates_for(H200.gpu, "bf16"), space.training_check(H200))
+    groups = knobs.combinations(run, H200, RATES, space.training_check(H200))
     found = [c.run for group in groups for c in group]
     assert {r.train.grad_accum > 1 for r in found if r.dtypes.grads == "bf16"} == {True}
     assert {r.train.grad_accum > 1 for r in found if r.dtypes.params == "bf16"} == {True, False}
@@ -337,11 +325,11 @@ def test_gradients_change_their_type_only_where_they_are_summed():
 
 @pytest.mark.more
 def test_combinations_are_legal_and_each_helps():
-    rates, run = rates_for(H200.gpu, "bf16"), load("remat.policy=none", "remat.tensors=", "train.grad_accum=4")
+    run = everything_kept()
     check = space.training_check(H200)
-    groups = [list(group) for group in knobs.combinations(run, H200, rates, check)]
+    groups = [list(group) for group in knobs.combinations(run, H200, RATES, check)]
     assert len(groups) == 5  # none to three of the optimizer's types, then the weights'
-    base = knobs.candidate(run, (), H200, rates)
+    base = knobs.candidate(run, (), H200, RATES)
     single = [c for c in groups[0] if c.knobs == 1]
     assert single and all(c.formula_gib < base.formula_gib for c in single)
     assert {key for c in single for key in turned(run, c.run)} >= {"train.grad_accum", "remat.policy", "mesh.tensor"}
@@ -354,11 +342,10 @@ def test_combinations_are_legal_and_each_helps():
 
 
 def test_every_saving_is_found():
-    rates = rates_for(H200.gpu, "bf16")
 
     def of(*overrides, file=FILE_70B):
         run = seventy(*overrides) if file == FILE_70B else load(*overrides, file=file)
-        found = knobs.savings(run, H200, rates, space.training_check(H200))
+        found = knobs.savings(run, H200, RATES, space.training_check(H200))
         return {s.choice: dict(s.instead) for s in found}
 
     assert of().keys() == {"remat.policy=full", "dtypes.m=bf16", "dtypes.v=bf16"}
@@ -412,28 +399,18 @@ def test_what_is_not_planned_is_said(planned):
     assert "dtypes.m=bf16: without it there is no plan (out of time): not planned within 9 s" in [r.text for r in found]
 
 
-def test_ctrl_c_keeps_the_reasons_found(planned):
-    def by(run, machine, rates):
-        if run.dtypes.m == "f32":
-            raise KeyboardInterrupt
-        return made(run, machine, 1.0, 150.0, rates)
-
-    planned(by)
-    first, *others = why(seventy())
-    assert first.needed and [r.needed for r in others] == [None, None] and "interrupted" in others[0].text
-
-
-def test_after_ctrl_c_nothing_more_is_planned(planned):
+def test_ctrl_c_keeps_the_reasons_found_and_plans_nothing_more(planned):
     """Not even what two choices that are not needed would come to together."""
     heard = []
 
     def by(run, machine, rates):
         if run.dtypes.v == "f32":
             raise KeyboardInterrupt
-        return made(run, machine, 1.0, 100.0, rates)
+        return made(run, machine, 1.0, 150.0 if run.remat.policy != "full" else 100.0, rates)
 
     fake = planned(by)
-    why(seventy(), on_progress=lambda progress: heard.append(progress.interrupted))
+    found = why(seventy(), on_progress=lambda progress: heard.append(progress.interrupted))
+    assert [r.needed for r in found] == [True, False, None] and "interrupted" in found[-1].text
     assert len(fake.batches) == 1 and heard[-1] and not heard[0]
 
 
@@ -454,14 +431,19 @@ def printed(show: Callable[[Console], None], width: int = 200) -> str:
 
 def test_what_is_printed(planned):
     planned()
-    run = load("remat.policy=none", "remat.tensors=", "train.grad_accum=4")
-    heard = []
-    with fit_report.watch(Console(record=True, width=40)) as lines:
-        found = advise(run, on_progress=lambda progress: (heard.append(len(progress.finished)), lines(progress)))
-    assert heard == sorted(heard) and heard[0] == 0 and heard[-1] == 2
+    run, heard = everything_kept(), []
+    for terminal in (False, True):
+        console = Console(record=True, width=120, force_terminal=terminal)
+        with fit_report.watch(console) as lines:
+            found = advise(run, on_progress=lambda progress: (heard.append(len(progress.finished)), lines(progress)))
+        text = console.export_text()
+        if terminal:
+            assert f"2/{fit.MOST}" in text
+        else:
+            assert [line.partition(":")[0] for line in text.splitlines()] == ["1", "2"]
+            assert heard == sorted(heard) and (heard[0], heard[-1]) == (0, 2)
     text = printed(lambda console: fit_report.show_advice(found, console))
-    assert "what would make it fit" in text and "--config.train.grad_accum=32" in text
-    assert "paste" in text and printed(lambda console: fit_report.show_advice((), console)) == ""
+    assert "--config.train.grad_accum=32" in text and printed(lambda console: fit_report.show_advice((), console)) == ""
     reasons = why(seventy())
     text = printed(lambda console: fit_report.show_reasons(reasons, console))
     assert all(r.text in text for r in reasons)
@@ -470,47 +452,5 @@ def test_what_is_printed(planned):
     assert plan.hints == tuple(a.text for a in found)
 
 
-def test_progress_on_a_terminal_and_off_it(planned):
-    planned()
-    run = load("remat.policy=none", "remat.tensors=", "train.grad_accum=4")
-    console = Console(record=True, width=120, force_terminal=False)
-    with fit_report.watch(console) as lines:
-        advise(run, on_progress=lines)
-    assert [line.partition(":")[0] for line in console.export_text().splitlines()] == ["1", "2"]
-    console = Console(record=True, width=120, force_terminal=True)
-    with fit_report.watch(console) as bar:
-        advise(run, on_progress=bar)
-    assert f"2/{fit.MOST}" in console.export_text()
-
-
 def test_an_empty_value_can_be_seen():
     assert fit._written(("remat.policy=full", "remat.tensors=")) == "remat.policy=full remat.tensors=''"
-
-
-# ---- compiled
-
-
-def test_a_model_that_does_not_fit_is_made_to(tmp_path):
-    """With everything kept the step takes more than the part of the card that it may have; with full remat it fits."""
-    machine = topology.parse("h100:1")
-    small = ("model.num_layers=4", "data.seq_len=4096", "train.global_batch=1", "loss.chunk=2048", "data.packing=none")
-    run, kept = tiny(*small, "train.memory_fraction=0.002", "remat.policy=none"), Cache(tmp_path)
-    legal = space.training_check(machine)
-
-    def check(r: RunConfig) -> list[Problem]:
-        if turned(run, r) - {"remat.policy"} or r.remat.policy not in ("none", "full"):
-            return [Problem("remat.policy", r.remat.policy, "left out here, to compile no more than this", "")]
-        return list(legal(r))
-
-    plan = parallel.plan_many({0: Request(run, machine, "tiny")}, cache=kept)[0].plan
-    assert plan and not plan.fits
-    found = fit.advise(run, plan, machine, check=check, cache=kept, jobs=1)
-    best = found[0]
-    assert best.fits and best.changes == ("remat.policy=full",) and best.plan and best.plan.overrides == best.changes
-    assert best.plan.memory.peak_gib < plan.memory.usable_gib < plan.memory.peak_gib
-
-    full = space.with_overrides(run, (("remat.policy", "full"),))
-    (reason,) = fit.why(full, best.plan, machine, check=legal, cache=kept)
-    assert reason.choice == "remat.policy=full" and reason.plan
-    assert reason.plan.memory.peak_gib > best.plan.memory.peak_gib and reason.needed is not reason.plan.fits
-    assert math.isfinite(reason.plan.time.step_ms)

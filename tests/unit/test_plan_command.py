@@ -1,11 +1,8 @@
 """`python -m jaxtrain.plan`: what it writes, and what it says of mistakes. Figures are checked beside the rooms."""
 
-import json
-
 import pytest
 
 from jaxtrain.plan import __main__ as command
-from jaxtrain.plan.result import from_json
 
 SMALL = (
     "--config=configs/llama3_1b.py",
@@ -27,30 +24,6 @@ def at_home(monkeypatch, request):
 def refused(capsys, *argv: str) -> str:
     assert command.main([*argv]) == 2
     return capsys.readouterr().err
-
-
-def test_a_plan_is_printed_and_written(tmp_path, capsys):
-    files = {name: tmp_path / f"plan.{name}" for name in ("json", "html", "hlo")}
-    argv = [*SMALL, "--topology=h200:8", "--cache=", *(f"--{name}={path}" for name, path in files.items())]
-    assert command.main(argv) == 0
-    printed = capsys.readouterr().out
-    tree = json.loads(files["json"].read_text())
-    plan = from_json(tree)
-    assert plan.topology == "h200:8" and plan.config == "configs/llama3_1b.py" and plan.fits
-    assert "model.num_layers=2" in plan.overrides
-    assert "fits:" in printed and "MFU" in printed
-    page = files["html"].read_text()
-    assert page.startswith("<!doctype html>") and "h200:8" in page
-    assert files["hlo"].read_text().startswith("HloModule jit_train_step")
-    # The contract that other programs read.
-    assert {"topology", "mesh", "fits", "memory", "flops", "collectives", "time", "compile_s", "hints"} <= tree.keys()
-    assert {"hbm_gib", "usable_gib", "peak_gib", "arguments_gib", "temp_gib", "by_class"} <= tree["memory"].keys()
-    assert tree["memory"]["workspace_gib"] > 0 and tree["memory"]["workspace_by"] == "formula"
-    assert "cuDNN workspace" in printed and "by formula" in printed
-    assert {"kind", "dtype", "axis", "count", "wire_gib", "exposed_ms", "source"} <= tree["collectives"][0].keys()
-    wanted = {"compute_ms", "communication_ms", "exposed_ms", "step_ms", "tokens_per_s_per_device", "mfu_causal", "mfu_full"}
-    assert wanted | {"bound_by"} <= tree["time"].keys()
-    assert {"per_token_causal", "per_token_full", "hardware_per_step"} <= tree["flops"].keys()
 
 
 def test_shardings_are_printed_without_compiling(capsys):
@@ -152,18 +125,6 @@ def test_a_search_without_any_plan_fails(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("jaxtrain.plan.topology.devices", none_there)
     assert command.main([*SMALL, "--topology=h200:8", "--search", f"--cache={tmp_path}"]) == 1
     assert "XLA's GPU compiler is not there" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("asked", [("--search", "--most=2"), ("--why",)], ids=" ".join)
-def test_ctrl_c_among_many_plans_tells_what_there_is(asked, monkeypatch, tmp_path, capsys):
-    def interrupted(self, seconds):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("jaxtrain.plan.search.parallel.Pool.wait", interrupted)
-    argv = [*SMALL, "--topology=h200:8", "--config.dtypes.m=bf16", *asked, f"--cache={tmp_path}"]
-    assert command.main(argv) == command.INTERRUPTED
-    printed = capsys.readouterr().out
-    assert "interrupted" in printed and ("it ended before the first plan was made" in printed) == ("--search" in asked)
 
 
 def none_there(topology, memory_bytes=None):

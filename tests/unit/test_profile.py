@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import pytest
 import runs
+from hlo_text import BIG, COMPUTATIONS, ELEMENTS, RATES, gemm
 from test_plan_report import BROWSER, opened
-from test_roofline import BIG, COMPUTATIONS, ELEMENTS, RATES, gemm
 
 from jaxtrain import receipt
 from jaxtrain.plan.program import roofline

@@ -1,61 +1,16 @@
-"""The step time that a plan predicts: small programs whose times are added up by hand, and FLOPs of real compiles by formula.
-
-The rates are round: 100 TFLOP/s, 1 TB/s of memory, 100 GB/s on NVLink of which every message reaches 1 / 1.01, 10 GB/s on the
-network with 100 us from node to node, 20 GB/s to the host. So 100 MB of memory traffic take 0.1 ms, 100 MB on NVLink 1.01 ms.
-"""
+"""The step time that a plan predicts: small programs whose times are added up by hand, at the round rates of hlo_text.py."""
 
 import dataclasses
 import json
 
 import pytest
-from helpers import few, program, tiny, train_step
+from helpers import tiny
+from hlo_text import BIG, ELEMENTS, GATHER, RATES, gemm, moves, read
 
-from jaxtrain import hardware, launch
-from jaxtrain.plan import rates, result, topology
-from jaxtrain.plan.compile import compile_step
-from jaxtrain.plan.program import collectives, hlo, roofline
+from jaxtrain.plan import rates, result
+from jaxtrain.plan.program import roofline
 from jaxtrain.plan.program.hlo import HloError
-from jaxtrain.plan.program.work import Work
 from jaxtrain.plan.rates import PALLAS_FRACTION
-
-FULL = ((1.0, 1 / 1.01),)
-RATES = result.Rates(100.0, 50.0, 25.0, 1.0, 100.0, 10.0, 20.0, 100.0, "round figures", 200.0, FULL)
-
-ELEMENTS = 25_000_000  # of float32: 100 MB
-BIG = f"f32[{ELEMENTS}]{{0}}"
-COMPUTATIONS = f"""
-%twice (p: f32[{ELEMENTS}]) -> f32[{ELEMENTS}] {{
-  %p = {BIG} parameter(0)
-  ROOT %t = {BIG} add(%p, %p)
-}}
-
-%matmul (a: bf16[1000,5000], b: bf16[5000,10000]) -> bf16[1000,10000] {{
-  %a = bf16[1000,5000]{{1,0}} parameter(0)
-  %b = bf16[5000,10000]{{1,0}} parameter(1)
-  ROOT %d = bf16[1000,10000]{{1,0}} dot(%a, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
-}}
-"""
-ARGUMENTS = f"""
-  %x = {BIG} parameter(0)
-  %a.1 = bf16[1000,5000]{{1,0}} parameter(1)
-  %b.1 = bf16[5000,10000]{{1,0}} parameter(2)"""
-GATHER = f"(({BIG}), {BIG}) all-gather-start(%x), replica_groups={{{{0,1}}}}, dimensions={{0}}"
-
-
-def read(entry: str, before: str = "") -> hlo.Module:
-    """A module from the lines of its entry, which may use x (100 MB), a.1 and b.1 (a GEMM of 1 ms), `twice` and `matmul`."""
-    computations = f"{COMPUTATIONS}{before}\nENTRY %main (x: f32[1]) -> f32[1] {{{ARGUMENTS}{entry}\n}}\n"
-    return hlo.parse(f"HloModule small, is_scheduled=true\n{computations}")
-
-
-def moves(name: str, megabytes: float = 100.0, network: float = 0.0, hops: int = 0) -> dict[str, collectives.Found]:
-    """What the collective sends, in millions of bytes."""
-    return {name: collectives.Found("all-gather", "f32", "fsdp", 2, 1, megabytes * 1e6, network * 1e6, "", "", name, (), hops)}
-
-
-def gemm(name: str) -> str:
-    """1,000 x 5,000 x 10,000: 0.1 TFLOP, so 1 ms; its 130 MB alone would take 0.13 ms."""
-    return f"\n  %{name} = bf16[1000,10000]{{1,0}} fusion(%a.1, %b.1), kind=kCustom, calls=%matmul"
 
 
 def predict(entry: str, wires=None, before: str = "") -> roofline.Roofline:
@@ -427,165 +382,6 @@ def test_labels(op_name, name):
     assert roofline.label(op_name) == name
 
 
-# ---- FLOPs of real programs
-
-
-def llama3_8b(*overrides: str):
-    loaded = launch.load(["--config=configs/llama3_8b.py", "--config.model.num_layers=2", "--config.train.global_batch=8",
-                          "--config.train.grad_accum=1", "--config.remat.tensors=", *overrides])  # fmt: skip
-    assert not loaded.problems and loaded.run is not None
-    return loaded.run
-
-
-@pytest.mark.parametrize("policy", few(("full", "none", "dots", "attention"), "full"))
-def test_flops_of_llama3_8b_on_described_gpus(policy):
-    run = llama3_8b(f"--config.remat.policy={policy}")
-    compiled = compile_step(run, topology.parse("h200:8"))
-    module = hlo.parse(compiled.text)
-    wires = collectives.by_instruction(collectives.read(module, dict(compiled.program.placement.mesh.shape), 8))
-    gpu = hardware.lookup("NVIDIA H200")
-    assert gpu
-    found = roofline.predict(module, rates.datasheet(gpu, "bf16"), wires)
-    assert found.flops == pytest.approx(roofline.expected_flops(run, 8, compiled.program.attention), rel=0.01)
-    assert {"forward", "backward", "optimizer", "loss"} <= {k.op_name.split()[0] for k in found.kernels}
-    again = {k.op_name for k in found.kernels if k.kind in ("gemm", "attention") and k.op_name.startswith("recompute")}
-    assert bool(again) == (policy != "none")
-    assert sum(k.ms for k in found.kernels if k.kind == "gemm") == pytest.approx(found.gemm_ms)
-
-
-def test_flops_of_a_small_model_on_this_cpu():
-    """XLA's CPU compiler, and attention by definition: the whole square, twice as much backward as forward."""
-    for policy in ("none", "full"):
-        run = tiny({"remat.policy": policy})
-        module = hlo.parse(train_step(run).as_text() or "")
-        found = roofline.predict(module, RATES, {})
-        assert program(run).attention == "reference"
-        assert found.flops == pytest.approx(roofline.expected_flops(run, 1, "reference"), rel=0.01)
-
-
 def test_flops_of_an_unknown_attention_kernel_are_refused():
     with pytest.raises(ValueError, match="'mystery': its FLOPs are not known"):
         roofline.expected_flops(tiny(), 1, "mystery")
-
-
-# ---- Rates
-
-
-H200 = hardware.lookup("NVIDIA H200")
-MEASURED = dataclasses.replace(RATES, source="calibrated on H200 SXM, 2026-11-21", fp8_tflops=0.0)
-
-
-def test_datasheet_rates():
-    assert H200
-    found = rates.datasheet(H200, "bf16")
-    assert (found.gemm_tflops, found.fp8_tflops) == pytest.approx((720.0, 1280.0), rel=1e-3)
-    assert (found.attention_forward_tflops, found.attention_backward_tflops) == pytest.approx((529.0, 518.0))
-    assert (found.memory_tb_s, found.nvlink_gb_s, found.network_gb_s) == pytest.approx((4.08, 370.0, 45.0))
-    assert rates.datasheet(H200, "fp8") == found
-    assert rates.datasheet(H200, "f32").attention_forward_tflops == pytest.approx(529.0 / 989.4 * 66.9)
-    assert found.source == "published kernel rates"
-    for _, gpu in hardware.TABLE:
-        sheet = dataclasses.asdict(rates.datasheet(gpu, "bf16"))
-        assert (sheet.pop("fp8_tflops") > 0) == (gpu.sm >= 89)
-        assert min(v for v in sheet.values() if isinstance(v, float)) > 0
-        # The record of a search for the best shape, H200: 794.5 of 989.4 TFLOP/s and 1,453 of 1,978.9 in FP8.
-        assert rates.datasheet(gpu, "bf16").gemm_tflops <= 794.5 / 989.4 * gpu.bf16
-        assert rates.datasheet(gpu, "bf16").fp8_tflops <= 1453 / 1978.9 * gpu.fp8
-    a100 = hardware.lookup("A100-SXM4-80GB")
-    assert a100
-    with pytest.raises(ValueError, match="'fp8': A100 SXM 80GB has no GEMMs of this type"):
-        rates.datasheet(a100, "fp8")
-    with pytest.raises(ValueError, match="compute capability 12.0"):
-        rates.datasheet(dataclasses.replace(a100, sm=120), "bf16")
-
-
-@pytest.mark.parametrize(
-    ("keys", "forward", "backward"),
-    [(16, 518, 499), (4096, 518, 499), (8192, 529, 518), (16384, 539, 516), (131072, 539, 516), (11585, 534, 517)],
-)
-def test_attention_runs_at_the_rate_of_its_length(keys, forward, backward):
-    """By the call's keys: as measured at 4k, 8k and 16k, between them in equal steps of log keys, and constant outside."""
-    assert H200
-    sheet = rates.datasheet(H200, "bf16")
-    for rate, back in ((forward, False), (backward, True)):
-        done = Work("attention", 1e12, backward=back, keys=keys)
-        assert 1 / done.seconds(sheet) == pytest.approx(rate, rel=1e-4)
-        assert rates.over_length(keys, back) <= rates.fastest_attention(back)
-
-
-def on_links(kind: str, mib: float, nodes: int) -> float:
-    """Bus bandwidth in GB/s that a plan gives a collective over all GPUs of nodes with 8 H200s, as nccl-tests define it."""
-    assert H200
-    n = 8 * nodes
-    given = mib * 2**20 / (n if kind == "all-gather" else 1)
-    sent = collectives._ring(kind, given, n)
-    hops = collectives._hops(kind, nodes)
-    found = collectives.Found(kind, "f32", "fsdp", n, 1, sent, sent / 8 if nodes > 1 else 0.0, "", "", "c", (), hops)
-    assert found.message == pytest.approx(mib * 2**20)
-    work = roofline.work(*next((m, m.entry, m.entry.root) for m in [read(ROOT)]), {"c": found})
-    return sent / work.seconds(rates.datasheet(H200, "bf16")) / 1e9
-
-
-ROOT = f"\n  ROOT %c = {BIG} all-gather(%x), replica_groups={{{{0,1}}}}, dimensions={{0}}"
-
-
-def test_small_messages_are_slower():
-    """One node: 370 GB/s for the largest, the shape of the published sweep below, and 10 us for the smallest."""
-    speeds = [on_links("all-gather", mib, 1) for mib in (1 / 1024, 1 / 32, 1, 8, 64, 512, 16384)]
-    assert speeds == pytest.approx([0.09, 2.87, 30.6, 119.3, 265.9, 345.5, 370.0], rel=0.01)
-    assert on_links("all-reduce", 64, 1) == on_links("all-gather", 64, 1)
-    seconds = [size / on_links("all-gather", size / 2**20, 1) for size in (2 ** (n / 4) for n in range(40, 140))]
-    assert all(a <= b * (1 + 1e-9) for a, b in zip(seconds, seconds[1:], strict=False)), "more bytes never take less time"
-
-
-@pytest.mark.parametrize(
-    ("kind", "mib", "nodes", "published", "within"),
-    [
-        # NVIDIA/nccl issue 1229: reduce-scatters over H100s; its sizes are not given, and 2 GiB are assumed.
-        *(("reduce-scatter", 2048, 2**n, gb_s, 0.1) for n, gb_s in enumerate((360, 345, 320, 300, 280, 260), 2)),
-        # NVIDIA/nccl-tests issue 283: all-reduces over 248 nodes of 8 H200s, mostly about 350 and at times below 300.
-        ("all-reduce", 512, 248, 325, 0.1),
-    ],
-)
-def test_collectives_over_many_nodes_beside_published_ones(kind, mib, nodes, published, within):
-    """In docs/plan.md, too."""
-    assert on_links(kind, mib, nodes) == pytest.approx(published, rel=within)
-
-
-def test_calibration_is_kept_by_gpu(tmp_path):
-    assert H200
-    assert rates.load(H200.name, tmp_path) is None
-    assert rates.rates_for(H200, "bf16", tmp_path) == rates.datasheet(H200, "bf16")
-    file = rates.save(MEASURED, H200.name, tmp_path / "new")
-    assert file == tmp_path / "new" / "H200_SXM.json" and [p.name for p in file.parent.iterdir()] == [file.name]
-    assert rates.rates_for(H200, "bf16", tmp_path / "new") == MEASURED
-    other = rates.rates_for(H200, "f32", tmp_path / "new")
-    assert (other.gemm_tflops, other.memory_tb_s) == pytest.approx((720 / 989.4 * 66.9, 1.0))
-    assert other.source == "calibrated on H200 SXM, 2026-11-21; f32 arithmetic at published kernel rates"
-    eight = rates.rates_for(H200, "fp8", tmp_path / "new")
-    assert (eight.gemm_tflops, eight.fp8_tflops) == (MEASURED.gemm_tflops, rates.datasheet(H200, "fp8").fp8_tflops)
-    assert eight.source.endswith("; fp8 arithmetic at published kernel rates")
-    both = dataclasses.replace(MEASURED, fp8_tflops=1200.0)
-    rates.save(both, H200.name, tmp_path / "new")
-    assert rates.rates_for(H200, "fp8", tmp_path / "new") == both
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda text: text[:-20], "line"),
-        (lambda text: "[]", "not of format 2"),
-        (lambda text: text.replace('"format": 2', '"format": 1'), "not of format 2"),
-        (lambda text: text.replace("0.99009", "1.99009"), "collective_curve = .* is no table"),
-        (lambda text: text.replace('"network_curve": [', '"network_curve": [[2.0, 1.0],'), "network_curve = .* is no table"),
-        (lambda text: text.replace("H200 SXM", "H100 SXM"), "rates of 'H100 SXM'"),
-        (lambda text: text.replace('"memory_tb_s": 1.0', '"memory_tb_s": -1.0'), "memory_tb_s = -1.0 is no positive number"),
-        (lambda text: text.replace('"memory_tb_s": 1.0', '"memory_tb_s": NaN'), "memory_tb_s = nan is no positive number"),
-        (lambda text: text.replace('"memory_tb_s": 1.0,', ""), "memory_tb_s"),
-    ],
-)
-def test_a_damaged_calibration_is_refused(tmp_path, change, reason):
-    file = rates.save(MEASURED, "H200 SXM", tmp_path)
-    file.write_text(change(file.read_text()))
-    with pytest.raises(ValueError, match=f"H200_SXM.json: not a calibration of H200 SXM .*{reason}.*--calibrate"):
-        rates.load("H200 SXM", tmp_path)

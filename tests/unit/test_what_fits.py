@@ -1,22 +1,17 @@
-"""What fits: how a cell is pruned, tried and judged, with made-up plans; a small table that is compiled; the page."""
+"""What fits: how a cell is pruned, tried and judged, with made-up plans; and the page."""
 
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from jaxtrain.plan.known import what_fits
-from jaxtrain.plan.known.well_known import SHAPES, Shape
+from jaxtrain.plan.known.well_known import SHAPES
 from jaxtrain.plan.known.what_fits import Cell, Layout, Track
-from jaxtrain.plan.search import parallel
-from jaxtrain.plan.search.cache import Cache
 from jaxtrain.plan.search.parallel import Outcome
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "what_fits.md"
-SIZES = {"num_layers": 2, "d_model": 256, "num_heads": 4, "num_kv_heads": 2, "d_ff": 512, "vocab_size": 1024}
-SMALL = Shape("small", SIZES, 256, "made up")
 
 
 def plan(track: Track, layout: Layout, above: float) -> Outcome:
@@ -41,16 +36,19 @@ def cells_of(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "model, billions",
-    [("llama2_7b", 6.738), ("llama2_13b", 13.016), ("llama_30b", 32.529), ("llama2_70b", 68.977), ("llama3_405b", 405.9)],
+    ("model", "billions", "within"),
+    [
+        ("llama2_7b", 6.738, 1e-3),
+        ("llama2_13b", 13.016, 1e-3),
+        ("llama_30b", 32.529, 1e-3),
+        ("llama2_70b", 68.977, 1e-3),
+        ("llama3_405b", 405.9, 1e-3),
+        ("llama_175b", 175, 5e-3),  # in another's likeness
+        ("llama_180b", 180, 5e-3),
+    ],
 )
-def test_shapes_have_the_published_number_of_parameters(model, billions):
-    assert what_fits.parameters(SHAPES[model]) / 1e9 == pytest.approx(billions, rel=1e-3)
-
-
-@pytest.mark.parametrize("model, billions", [("llama_175b", 175), ("llama_180b", 180)])
-def test_shapes_in_anothers_likeness_have_about_as_many(model, billions):
-    assert what_fits.parameters(SHAPES[model]) / 1e9 == pytest.approx(billions, rel=0.005)
+def test_shapes_have_the_published_number_of_parameters(model, billions, within):
+    assert what_fits.parameters(SHAPES[model]) / 1e9 == pytest.approx(billions, rel=within)
 
 
 def test_what_cannot_fit_is_not_compiled():
@@ -114,26 +112,6 @@ def test_a_layout_that_cannot_be_compiled_and_a_spent_budget_are_said():
         assert row[1] == said and all(row) and len(row) == len(what_fits.HEADINGS)
         # Rules of thumb: 8 and 16 bytes for each of 13.016 billion parameters.
         assert row[8:10] == ["97.0", "194.0"]
-
-
-def test_a_table_is_compiled_written_and_made_again_from_the_cache(monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(SHAPES, "small", SMALL)
-    what = {"models": ("small",), "topologies": ("h200:1", "h200:2"), "cache": Cache(tmp_path / "plans")}
-    assert what_fits.run(Console(width=250), tmp_path / "page.md", jobs=2, **what) == 0
-    page = (tmp_path / "page.md").read_text()
-    lines = [cells_of(line) for line in page.splitlines() if line.startswith("|")]
-    assert [line[0] for line in lines] == ["GPUs", "---", "h200:1", "h200:2"]
-    assert all(all(line) and len(line) == len(what_fits.HEADINGS) for line in lines)
-    assert lines[2][1].startswith("one GPU; keep q k v") and lines[3][1].startswith("fsdp=2; ")
-    assert lines[2][-1] == "100.0%" and float(lines[3][-1].rstrip("%")) != 100
-    assert f"--what-fits={tmp_path / 'page.md'}" in page and "2 layers of 256" in capsys.readouterr().out
-
-    def start(*_):
-        raise AssertionError("compiled again")
-
-    monkeypatch.setattr(parallel.Pool, "start", start)
-    assert what_fits.run(Console(width=250), tmp_path / "again.md", jobs=2, **what) == 0
-    assert (tmp_path / "again.md").read_text().splitlines()[:-4] == page.splitlines()[:-4]
 
 
 def test_the_page_has_every_cell():

@@ -1,0 +1,151 @@
+"""Plans made up by formula, for tests of the search for layouts: configs to search, plans, and stand-ins for what makes plans.
+
+A pool of child processes finds the functions that make plans as made_plans:NAME, with this folder on PYTHONPATH.
+"""
+
+import os
+import signal
+import time
+from typing import Any
+
+from jaxtrain import config, launch
+from jaxtrain.plan import topology
+from jaxtrain.plan.rates import rates_for
+from jaxtrain.plan.result import Buffer, Flops, Memory, Plan, Rates, Time
+from jaxtrain.plan.search import bound, parallel
+from jaxtrain.plan.search.parallel import Outcome
+
+H200 = topology.parse("h200:8")
+RATES = rates_for(H200.gpu, "bf16")
+# Where the plans of `above` are fastest.
+FASTEST = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 1, "train.grad_accum": 4}
+
+
+def load(*overrides: str, file: str = "configs/llama3_8b.py") -> config.RunConfig:
+    """The run of a config file with overrides KEY=VALUE."""
+    loaded = launch.load([f"--config={launch.REPO / file}", *(f"--config.{o}" for o in overrides)])
+    assert not loaded.problems, loaded.problems
+    return loaded.run
+
+
+def tiny(*overrides: str) -> config.RunConfig:
+    """Small enough to be compiled in seconds, with few layouts."""
+    sizes = ("num_layers=2", "d_model=256", "num_heads=4", "num_kv_heads=2", "head_dim=64", "d_ff=512", "vocab_size=1024")
+    batch = ("data.seq_len=256", "train.global_batch=8", "train.grad_accum=1", "loss.chunk=256", "mesh.fsdp=-1")
+    return load(*(f"model.{s}" for s in sizes), *batch, "remat.policy=full", "remat.tensors=", *overrides)
+
+
+def flat(run: config.RunConfig) -> dict[str, Any]:
+    """Every key of a run."""
+    return dict(config.flatten(config.to_dict(run)))
+
+
+def made(run: config.RunConfig, machine: topology.Topology, step_s: float, peak_gib: float, rates: Rates | None = None) -> Plan:
+    """A plan with these two figures."""
+    usable = machine.usable_gib()
+    buffer = Buffer(peak_gib, "state", "f32[1]", "", "", "p")
+    return Plan(
+        config="made",
+        overrides=(),
+        topology=machine.name,
+        chip=machine.device_kind,
+        mesh={},
+        attention="cudnn",
+        fits=peak_gib <= usable,
+        memory=Memory(
+            machine.memory_gib, 6.0, usable, peak_gib, peak_gib, 0.0, 0.0, {}, {}, "", ((0.0, ""),), (buffer,), 0.0, "formula"
+        ),
+        flops=Flops(0.0, 0.0, 0.0, 0.0),
+        collectives=(),
+        time=Time(0, 0, 0, 0, 0, 0, 0, step_s * 1e3, 1 / step_s, 1 / step_s, 0.5, 0.5, 0.5, "GEMMs"),
+        kernels=(),
+        rates=rates or rates_for(machine.gpu, run.precision),
+        tokens_per_step=run.train.global_batch * run.data.seq_len,
+        compile_s=1.0,
+        trip_counts={},
+        hints=(),
+        warnings=(),
+        versions={},
+        options={},
+    )
+
+
+# ---- What a search asks for plans, by name
+
+
+def above(run: config.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
+    """Always a tenth above the bound in time, and more the further the layout is from FASTEST; a fifth above in memory."""
+    least = bound.bound(run, machine, rates or rates_for(machine.gpu, run.precision))
+    found = flat(run)
+    off = sum(found[key] != value for key, value in FASTEST.items())
+    return made(run, machine, least.step_s * (1.1 + 0.05 * off), least.memory_gib * 1.2, rates)
+
+
+def below_its_bound(run: config.RunConfig, machine: topology.Topology, rates: Rates) -> Plan:
+    """A tenth below the bound with two replicas or more."""
+    least = bound.bound(run, machine, rates)
+    return made(run, machine, least.step_s * (0.9 if run.mesh.data > 1 else 1.1), least.memory_gib * 1.2, rates)
+
+
+def nothing_fits(run: config.RunConfig, machine: topology.Topology, rates: Rates) -> Plan:
+    """Far too big."""
+    return made(run, machine, 1.0, 1000.0, rates)
+
+
+def by_accum(run: config.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
+    """What happens hangs on the number of microbatches."""
+    accum = run.train.grad_accum
+    if accum == 2:
+        raise ValueError("no plan\nof two microbatches")
+    if accum == 4:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if accum == 8:
+        time.sleep(600)
+    return made(run, machine, 1.0 / accum, 10.0, rates)
+
+
+def killed(run: config.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
+    """Ended from outside."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    return made(run, machine, 1.0, 1.0)
+
+
+def sleeps(run: config.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
+    """Never ends by itself."""
+    time.sleep(600)
+    return made(run, machine, 1.0, 1.0)
+
+
+class Inline:
+    """A pool that plans in this process, one after the other."""
+
+    last: "Inline"
+
+    def __init__(self, jobs: int = 0, *, plan_one: str, timeout_s: float = 0.0):
+        self.waiting: dict[Any, Any] = {}
+        self.plan_one = plan_one
+        self.started: list[config.RunConfig] = []
+        Inline.last = self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.waiting.clear()
+
+    @property
+    def running(self) -> tuple[Any, ...]:
+        return tuple(self.waiting)
+
+    @property
+    def room(self) -> bool:
+        return not self.waiting
+
+    def start(self, ident: Any, request: Any) -> None:
+        self.waiting[ident] = request
+        self.started.append(request.run)
+
+    def wait(self, seconds: float) -> list[tuple[Any, Outcome]]:
+        ((ident, r),) = self.waiting.items()
+        self.waiting.clear()
+        return [(ident, Outcome(parallel.call(self.plan_one, r.run, r.topology, r.rates), "planned"))]

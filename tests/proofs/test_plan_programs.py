@@ -1,0 +1,143 @@
+"""What plans read of compiled programs: collectives against a profiled run, FLOPs against formulas; and a plan, written."""
+
+import collections
+import dataclasses
+import json
+import math
+import re
+
+import jax
+import pytest
+from collective_programs import BY_HAND, MESH, launches
+from collective_programs import compiled as compiled_program
+from helpers import fresh_state, host_batch, program, tiny, train_step
+from hlo_text import RATES
+from jax.profiler import ProfileData
+from made_plans import tiny as tiny_8b
+
+from jaxtrain.config import RunConfig
+from jaxtrain.plan import __main__ as command
+from jaxtrain.plan import topology
+from jaxtrain.plan.compile import compile_step
+from jaxtrain.plan.program import collectives, hlo, roofline
+from jaxtrain.plan.result import from_json
+from jaxtrain.step import place_batch
+
+SMALL = (
+    "--config=configs/llama3_1b.py",
+    "--config.model.num_layers=2",
+    "--config.model.vocab_size=1024",
+    "--config.data.seq_len=1024",
+    "--config.train.global_batch=8",
+    "--config.train.grad_accum=1",
+)
+KINDS = re.compile(r" (?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+
+
+@pytest.mark.parametrize("function", BY_HAND, ids=lambda f: f.__name__)
+def test_bytes_and_launches_of_a_gpu_program(function):
+    found = collectives.read(compiled_program(function, on_gpus=True), MESH, gpus_per_node=4)
+    assert launches(found) == BY_HAND[function][1]
+
+
+def read(run: RunConfig) -> tuple[str, list[collectives.Found]]:
+    """A train step on this machine's CPUs, as text, and its collectives. Nodes hold 4 of them."""
+    text = train_step(run).as_text() or ""
+    return text, collectives.read(hlo.parse(text), dataclasses.asdict(run.mesh), gpus_per_node=4)
+
+
+def assert_flops(run: RunConfig, text: str, found: list[collectives.Found], devices: int) -> None:
+    """On CPUs attention is computed by definition: the whole square, twice as much backward as forward."""
+    assert program(run).attention == "reference"
+    predicted = roofline.predict(hlo.parse(text), RATES, collectives.by_instruction(found))
+    assert predicted.flops == pytest.approx(roofline.expected_flops(run, devices, "reference"), rel=0.01)
+
+
+def test_planned_launches_are_those_of_a_run(tmp_path):
+    """A trace of 8 devices names each collective 8 times as often as the plan counts it; layers and microbatches loop."""
+    run = tiny({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "train.grad_accum": 2})
+    text, found = read(run)
+    assert len(found) == sum(bool(KINDS.search(line)) for line in text.splitlines())
+    assert {f.axis for f in found} >= {"data", "fsdp", "tensor", "data+fsdp"}
+    assert max(len(f.loops) for f in found) == 2
+    assert_flops(run, text, found, 8)
+
+    step = train_step(run)
+    state, batch = fresh_state(run), place_batch(host_batch(run, 0), program(run).batch, program(run).context)
+    state, _ = jax.block_until_ready(step(state, batch))
+    with jax.profiler.trace(tmp_path):
+        jax.block_until_ready(step(state, batch))
+    (trace,) = tmp_path.rglob("*.xplane.pb")
+    seen = collections.Counter(
+        event.name for plane in ProfileData.from_file(str(trace)).planes for line in plane.lines for event in line.events
+    )
+    assert {f.instruction: seen[f.instruction] / 8 for f in found} == {f.instruction: f.count for f in found}
+
+
+def test_data_parallel_sums_every_gradient_once():
+    """By formula: 2(n-1)/n of the parameters' bytes, and a few sums of the loss besides."""
+    run = tiny({"mesh.data": 8, "remat.policy": "full"})
+    text, found = read(run)
+    parameters = sum(math.prod(p.shape) for p in jax.tree.leaves(program(run).state.params))
+    sent = sum(f.count * f.wire_bytes for f in found)
+    assert {(f.kind, f.axis, f.dtype) for f in found} == {("all-reduce", "data", "f32")}
+    assert 0 <= sent - 2 * 7 / 8 * 4 * parameters < 64
+    assert sum(f.count * f.network_bytes for f in found) == sent / 4
+    assert_flops(run, text, found, 8)
+
+
+@pytest.mark.parametrize(
+    ("machine", "kernel", "policy"),
+    [
+        ("a100:2", "pallas", "full"),
+        ("h200:2", "cudnn", "full"),
+        pytest.param("h100:2", "cudnn", "dots", marks=pytest.mark.more),
+        pytest.param("b200:2", "cudnn", "attention", marks=pytest.mark.more),
+        pytest.param("b200:2", "cudnn", "none", marks=pytest.mark.more),
+    ],
+)
+def test_a_step_compiles_for_each_generation_with_the_flops_of_the_formula(machine, kernel, policy):
+    """Packed documents in cuDNN need Hopper: an A100 takes the other kernel, by itself."""
+    run, on = tiny_8b("data.seq_len=2048", "train.global_batch=2", f"remat.policy={policy}"), topology.parse(machine)
+    compiled = compile_step(run, on)
+    assert compiled.program.attention == kernel
+    assert ("__cudnn$fmha" in compiled.text) == (kernel == "cudnn")
+    assert ("jaxtrain_attention_forward_causal" in compiled.text) == (kernel == "pallas")
+    module = hlo.parse(compiled.text)
+    wires = collectives.by_instruction(collectives.read(module, dict(compiled.program.placement.mesh.shape), 2))
+    found = roofline.predict(module, RATES, wires)
+    assert found.flops == pytest.approx(roofline.expected_flops(run, 2, kernel), rel=0.01)
+    assert {"forward", "backward", "optimizer", "loss"} <= {k.op_name.split()[0] for k in found.kernels if k.op_name}
+    again = {k.op_name for k in found.kernels if k.kind in ("gemm", "attention") and k.op_name.startswith("recompute")}
+    assert bool(again) == (policy != "none")
+    assert sum(k.ms for k in found.kernels if k.kind == "gemm") == pytest.approx(found.gemm_ms)
+
+
+@pytest.fixture
+def at_home(monkeypatch, request):
+    monkeypatch.chdir(request.config.rootpath)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # what the command sets would stay with the tests that follow
+
+
+def test_a_plan_is_printed_and_written(at_home, tmp_path, capsys):
+    files = {name: tmp_path / f"plan.{name}" for name in ("json", "html", "hlo")}
+    argv = [*SMALL, "--topology=h200:8", "--cache=", *(f"--{name}={path}" for name, path in files.items())]
+    assert command.main(argv) == 0
+    printed = capsys.readouterr().out
+    tree = json.loads(files["json"].read_text())
+    plan = from_json(tree)
+    assert plan.topology == "h200:8" and plan.config == "configs/llama3_1b.py" and plan.fits
+    assert "model.num_layers=2" in plan.overrides
+    assert "fits:" in printed and "MFU" in printed
+    page = files["html"].read_text()
+    assert page.startswith("<!doctype html>") and "h200:8" in page
+    assert files["hlo"].read_text().startswith("HloModule jit_train_step")
+    # The contract that other programs read.
+    assert {"topology", "mesh", "fits", "memory", "flops", "collectives", "time", "compile_s", "hints"} <= tree.keys()
+    assert {"hbm_gib", "usable_gib", "peak_gib", "arguments_gib", "temp_gib", "by_class"} <= tree["memory"].keys()
+    assert tree["memory"]["workspace_gib"] > 0 and tree["memory"]["workspace_by"] == "formula"
+    assert "cuDNN workspace" in printed and "by formula" in printed
+    assert {"kind", "dtype", "axis", "count", "wire_gib", "exposed_ms", "source"} <= tree["collectives"][0].keys()
+    wanted = {"compute_ms", "communication_ms", "exposed_ms", "step_ms", "tokens_per_s_per_device", "mfu_causal", "mfu_full"}
+    assert wanted | {"bound_by"} <= tree["time"].keys()
+    assert {"per_token_causal", "per_token_full", "hardware_per_step"} <= tree["flops"].keys()

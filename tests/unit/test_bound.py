@@ -1,0 +1,130 @@
+"""The least step time and memory of a layout, by formula: against sums by hand, and by what a layout holds and sends."""
+
+import dataclasses
+
+import pytest
+from made_plans import H200, RATES, load
+
+from jaxtrain import flops
+from jaxtrain.plan import topology
+from jaxtrain.plan.search import bound
+
+
+def test_bound_against_a_hand_count():
+    """Llama 3 8B, fsdp=8, one sequence a GPU, everything recomputed, no accumulation."""
+    run = load("train.global_batch=8", "train.grad_accum=1", "remat.policy=full", "remat.tensors=")
+    least = bound.bound(run, H200, RATES)
+    params = 8_030_261_248 / 8
+    state = params * 12  # f32 weights and moments
+    inputs = 32 * 8192 * 4096 * 2
+    layers = 2 * 6_979_321_856 / 8
+    one_layer = 4096 * 14336 * 2 + 2 * 8192 * 14336 * 2
+    assert least.memory_gib == pytest.approx((state + inputs + max(layers + one_layer, 128256 * (4096 * 6 + 2048 * 4))) / 2**30)
+    # 51.47 GFLOP a token and what is computed again, at the rates of GEMMs and of attention, is below; 1.1 times that above.
+    everything = flops.per_token(run.model, 8192).causal + flops.recompute(run.model, run.remat, 8192).causal
+    attention = flops.attention(run.model, 8192).causal * 32  # once forward, once again, and twice that backward
+    forward, backward = 539.0, 518.0  # the fastest that any length reaches
+    ideal = 8192e-12 * ((everything - 4 * attention) / RATES.gemm_tflops + attention * (2 / forward + 2 / backward))
+    assert ideal < least.step_s < 1.1 * ideal
+
+
+def test_bound_knows_what_costs():
+
+    def of(*overrides, machine=H200):
+        return bound.bound(load(*overrides), machine, RATES)
+
+    kept, full = of(), of("remat.policy=full", "remat.tensors=")
+    assert full.step_s > 1.1 * kept.step_s and full.memory_gib < kept.memory_gib - 10
+    # The forward pass waits for its tensor collectives: 4 a layer and microbatch.
+    tensor = of("mesh.fsdp=4", "mesh.tensor=2")
+    wire = 32 * 4 * 32 * 2 * (8192 * 4096 * 2 / 2)
+    assert tensor.step_s - kept.step_s > 0.9 * wire / (RATES.nvlink_gb_s * 1e9) / 2
+    # Whole weights on every GPU: 12 bytes a parameter.
+    assert of("mesh.data=8", "mesh.fsdp=1").memory_gib > 8.03e9 * 12 / 2**30
+    # Tensors across nodes go over the network; so does fsdp, which can hide.
+    slow = of("mesh.fsdp=1", "mesh.tensor=2", "train.grad_accum=256", machine=topology.parse("h200:1x2"))
+    fast = of("mesh.fsdp=1", "mesh.tensor=2", "train.grad_accum=256", machine=topology.parse("h200:2"))
+    assert slow.step_s > 1.05 * fast.step_s
+    assert of("model.family=helpers:WiderFamily") == bound.Bound(0.0, 0.0)
+
+
+def test_bound_knows_what_stages_hold_and_move():
+    one = ("train.global_batch=8", "train.grad_accum=1", "remat.policy=full", "remat.tensors=")
+
+    def of(*overrides):
+        return bound.bound(load(*one, *overrides), H200, RATES)
+
+    params = 8_030_261_248
+    layer, forward, step = of(), of("sharding.gather=forward"), of("sharding.gather=step")
+    assert of("sharding.zero=1") == step
+    # Whole layers in bfloat16, but for the one that a layer's gathers hold anyway; all weights, and whole gradients.
+    assert forward.memory_gib - layer.memory_gib > (2 * 6.9e9) / 2**30 - 1
+    assert step.memory_gib - layer.memory_gib > (2 * params + 2 * 6.9e9 * 7 / 8) / 2**30 - 2
+    assert of("sharding.zero=0").memory_gib > 12 * params / 2**30
+    two = of("sharding.zero=2").memory_gib
+    assert layer.memory_gib < two < step.memory_gib
+
+    def wires(*overrides):
+        run = load(*overrides)
+        layout = bound.Layout(run, bound.mesh_sizes(run, H200), 8)
+        return {axes: wire for axes, wire, _ in bound._weight_traffic(layout) if wire}
+
+    whole = 2 * params * 7 / 8
+    accum = ("train.global_batch=32", "train.grad_accum=4")
+    assert wires(*accum, "sharding.zero=1") == {("fsdp",): pytest.approx(2 * whole)}
+    assert wires(*accum, "sharding.zero=0") == {("fsdp",): pytest.approx(2 * whole)}  # an all-reduce is as much
+    assert wires(*accum, "sharding.gather=forward")["fsdp",] > 4 * 0.9 * 2 * whole
+    assert wires(*accum)["fsdp",] > 4 * 0.9 * 2.8 * whole
+    assert wires(*accum, "mesh.data=2")["data",] == pytest.approx(2 * params / 4)  # once a step
+
+
+def test_bound_of_a_pipeline():
+    """Two nodes: half of the layers each. Less memory than whole replicas, and longer by the ticks of an idle stage."""
+    nodes = topology.parse("h200:8x2")
+    batch = ("train.global_batch=128", "train.grad_accum=8", "mesh.fsdp=8", "remat.policy=full", "remat.tensors=")
+
+    def of(*overrides):
+        return bound.bound(load(*batch, *overrides), nodes, RATES)
+
+    # As many sequences a microbatch on each GPU: 128 in 16 microbatches of a stage, in 8 of replicas.
+    plain, piped = of("mesh.data=2"), of("mesh.data=1", "mesh.stage=2", "train.grad_accum=16")
+    assert piped.memory_gib < 0.8 * plain.memory_gib
+    layers = (51.47e9 - 6 * 4096 * 128256) * 128 * 8192 / 16 / (RATES.gemm_tflops * 1e12)
+    assert piped.step_s - plain.step_s > 0.9 * layers / 16, "one tick in sixteen more"
+    wide = of("mesh.data=1", "mesh.stage=2", "train.grad_accum=16", "pipeline.schedule=interleaved", "pipeline.groups=4")
+    assert wide.step_s < piped.step_s, "the ticks are shorter"
+    run = load(*batch, "mesh.data=1", "mesh.stage=2", "train.grad_accum=16")
+    layout = bound.Layout(run, bound.mesh_sizes(run, nodes), 8)
+    ((axes, wire, launches),) = bound._stage_traffic(layout)
+    assert (axes, launches) == (("stage",), 2 * 16) and wire == 2 * 16 * 8192 * 4096 * 2
+
+
+def test_bound_of_experts():
+    """Mixtral on one node: experts that stay where they are need no gathers, and tokens travel instead."""
+    few = ("train.global_batch=64", "train.grad_accum=8", "remat.policy=full", "remat.tensors=")
+
+    def layout(*overrides):
+        run = load(*few, *overrides, file="configs/mixtral_8x7b.py")
+        return bound.Layout(run, bound.mesh_sizes(run, H200), 8)
+
+    spread, gathered = layout("mesh.expert=8", "mesh.fsdp=1"), layout("mesh.expert=1", "mesh.fsdp=8")
+    experts = 32 * 8 * 3 * 4096 * 14336
+    assert spread.parameters["experts"] == gathered.parameters["experts"] == experts / 8
+    assert spread.whole["experts"] == experts / 8 and gathered.whole["experts"] == experts
+    assert spread.parameters["attention"] == gathered.parameters["attention"], "all else is split alike"
+    sent = [{axes: wire for axes, wire, _ in bound._weight_traffic(x) if wire} for x in (spread, gathered)]
+    assert sum(sent[0].values()) < sum(sent[1].values()) / 10
+    (_, (axes, wire, _)) = bound._chain_traffic(spread, passes=2)
+    assert axes == ("expert",) and wire == 4 * 32 * 8 * 8192 * 2 * 4096 * 2 * 7 / 8
+    plenty, all_of_it = bound.bound(spread.run, H200, RATES), bound.bound(gathered.run, H200, RATES)
+    assert plenty.memory_gib < all_of_it.memory_gib, "a layer's experts are never all on one GPU"
+    roomy = layout("mesh.expert=8", "mesh.fsdp=1", "experts.capacity=2.0")
+    assert bound.bound(roomy.run, H200, RATES).step_s > 1.3 * plenty.step_s, "places that are empty are computed too"
+
+
+def test_groups_that_leave_a_node():
+    run = load("mesh.data=2", "mesh.fsdp=4", "mesh.tensor=2")
+    layout = bound.Layout(run, {"data": 2, "fsdp": 4, "tensor": 2, "seq": 1}, 8)
+    assert [bound._nodes(layout, axes) for axes in (("tensor",), ("fsdp",), ("data",), ("data", "fsdp"))] == [1, 1, 2, 2]
+    layout = dataclasses.replace(layout, node=4)
+    assert [bound._nodes(layout, axes) for axes in (("tensor",), ("fsdp",), ("data",), ("data", "fsdp"))] == [1, 2, 2, 4]
