@@ -8,13 +8,16 @@ import base64
 import contextlib
 import hashlib
 import http.server
+import importlib.util
 import itertools
 import json
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
 
 OBJECT = re.compile(r"(?:/download|/upload)?/storage/v1/b/(?P<bucket>[^/]+)(?:/o(?:/(?P<name>[^/]+))?)?$")
 COPY = re.compile(r"/storage/v1/b/([^/]+)/o/([^/]+)/rewriteTo/b/([^/]+)/o/([^/]+)$")
@@ -231,3 +234,32 @@ class Handler(http.server.BaseHTTPRequestHandler):
         with contextlib.suppress(ConnectionError):  # of two requests for the same, a client gives one up
             self.end_headers()
             self.wfile.write(body)
+
+
+# No credentials, and no question over gRPC of what kind a bucket is, which the server does not speak.
+ENVIRONMENT = {"NO_GCE_CHECK": "true", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false", "FSSPEC_GCS": '{"token": "anon"}'}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    if importlib.util.find_spec("gcsfs") is None:  # which reads the environment when it is imported
+        pytest.skip("needs the `gcs` extra")
+    from fsspec.config import conf
+
+    made = Server()
+    environment = {**ENVIRONMENT, "STORAGE_EMULATOR_HOST": made.url, "TENSORSTORE_GCS_HTTP_URL": made.url}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.setitem(conf, "gcs", {"token": "anon"})
+        yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def bucket(server: Server) -> Iterator[str]:
+    """A bucket of the test's own."""
+    name = f"bucket-{len(server.buckets)}"
+    server.buckets.add(name)
+    yield name
+    server.fails = lambda method, path: 0

@@ -37,7 +37,25 @@ def test_a_digest_sees_a_single_bit(name):
     assert digest(array) != before
 
 
-def test_parts_add_up_to_the_whole():
+@pytest.mark.parametrize(("rows", "columns"), [(2, 5), (2, 1)])
+def test_parts_add_up_to_the_whole(rows, columns):
     array = ARRAYS["float32"]
-    parts = [digests.sums(jnp.asarray(array[i : i + 2]), (i, 0), array.shape) for i in (0, 2, 4)]
+    begins = [(i, j) for i in range(0, 6, rows) for j in range(0, 5, columns)]
+    parts = [digests.sums(jnp.asarray(array[i : i + rows, j : j + columns]), (i, j), array.shape) for i, j in begins]
     assert np.asarray(sum(parts)).tolist() == digest(array)
+
+
+def test_digests_of_many_arrays_do_not_depend_on_the_mesh():
+    """Split, replicated, or on one device: the same three sums."""
+    mesh = jax.make_mesh((2, 4), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    array = np.arange(64, dtype=np.float32).reshape(8, 8)
+    array[3, 3] = np.inf
+    specs = {"replicated": (), "rows": ("fsdp",), "columns": (None, "tensor"), "both": (("fsdp", "tensor"),)}
+    placed = {
+        name: jax.device_put(array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
+        for name, spec in specs.items()
+    }
+    found = digests.of_many({**placed, "one": jnp.asarray(array)})
+    assert list(found) == [*specs, "one"]
+    assert {digests.text(x) for x in found.values()} == {digests.text(digest(array))}
+    assert {digests.not_finite(x) for x in found.values()} == {1}

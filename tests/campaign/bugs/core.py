@@ -85,14 +85,14 @@ BUGS = (
         "jaxtrain/resume.py",
         'after["experts.balance_loss"] or after["experts.z_loss"]',
         'after["experts.balance_loss"] and after["experts.z_loss"]',
-        "unit/test_checkpoint.py -k microbatches",
+        "unit/test_resume_rules.py -k microbatches",
     ),
     Bug(
         "parity: a NaN hides behind a number",
         "jaxtrain/parity/compare.py",
         "return not math.isfinite(value), value / bound[name] if bound[name] else value",
         "return False, value / bound[name] if bound[name] else value",
-        "proofs/test_parity_command.py -k no_number",
+        "unit/test_parity_compare.py -k no_number",
     ),
     Bug(
         "embedding: what was kept back of a gradient is lost",

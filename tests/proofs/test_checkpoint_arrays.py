@@ -1,0 +1,263 @@
+"""Checkpoints on real files: what comes back is what was saved, and what a failed or cut-off save leaves behind."""
+
+import json
+import re
+import resource
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from saved import abstract, assert_same, mesh, placed, save_steps, values
+
+from jaxtrain import checkpoint
+from jaxtrain.checkpoint import CheckpointError, Checkpoints, Damaged, files
+
+
+def test_restore_is_bit_identical_and_reported(tmp_path: Path):
+    found = Checkpoints(tmp_path / "checkpoints", keep=2)
+    tensors = placed(values(1), mesh(8, 1))
+    blocked = found.save(5, tensors, {"loss": 2.5, "data": {"position": 40}})
+    [saved] = found.wait()
+    size = sum(x.nbytes for x in tensors.values())
+    assert saved.step == 5 and saved.bytes == size and saved.blocked_s == blocked and saved.total_s >= saved.blocked_s > 0
+    assert found.poll() == [], "each save is reported once"
+    assert_same(Checkpoints(found.directory, 2).restore(5, abstract(tensors)), values(1))
+    meta = found.meta(5)
+    assert meta["format"] == 2 and meta["data"] == {"position": 40} and meta["bytes"] == size and meta["step"] == 5
+    written = json.loads((tmp_path / "checkpoints/5/meta.json").read_text())
+    assert {k: v for k, v in written.items() if k != "seal"} == meta, "plain JSON beside the arrays"
+    stored = found.stored(5)
+    assert {n: (s.shape, s.dtype) for n, s in stored.items()} == {n: (x.shape, x.dtype) for n, x in tensors.items()}
+    assert files.check(found.directory / "5") == files.Verdict(True, (), files.check(found.directory / "5").bytes)
+    # Saved again, it is left as it is.
+    assert found.save(5, placed(values(6), mesh(8, 1)), {}) is None
+    assert Checkpoints(found.directory).save(5, placed(values(6), mesh(8, 1)), {}) is None, "nor from a resumed run"
+    assert found.wait() == [] and found.meta(5)["loss"] == 2.5
+
+
+def test_restore_onto_another_mesh(tmp_path: Path):
+    found = save_steps(tmp_path, 1)
+    for rows, columns in ((2, 4), (1, 8), (4, 1)):
+        devices = np.array(jax.devices()[: rows * columns]).reshape(rows, columns)
+        wanted = abstract(placed(values(1), jax.sharding.Mesh(devices, ("fsdp", "tensor"))))
+        got = found.restore(1, wanted)
+        assert_same(got, values(1))
+        assert all(got[name].sharding == wanted[name].sharding for name in wanted)
+
+
+def test_donation_right_after_save(tmp_path: Path):
+    """What is saved is what the copies held at the call, though the next steps run at once on what they were copied from."""
+    expected = {"w": np.arange(1 << 22, dtype=np.float32).reshape(1024, -1)}
+    state = placed(expected, mesh(8, 1))
+    wanted = abstract(state)
+    step = jax.jit(lambda tree: jax.tree.map(lambda x: x * -1.5 + 1, tree), donate_argnums=0)
+    step.lower(state).compile()
+    found = Checkpoints(tmp_path)
+    found.save(1, jax.tree.map(jnp.copy, state), {})
+    for _ in range(3):
+        state = step(state)
+    jax.block_until_ready(state)
+    found.wait()
+    assert_same(found.restore(1, wanted), expected)
+    assert not np.array_equal(np.asarray(state["w"]), expected["w"])
+
+
+def test_retention_keeps_the_newest_and_every_mth(tmp_path: Path):
+    """One save at a time: each waits for the one before."""
+    found = Checkpoints(tmp_path, keep=2, keep_every=6)
+    for step in range(2, 13, 2):
+        found.save(step, placed(values(step), mesh(8, 1)), {})
+    assert [saved.step for saved in found.close()] == [2, 4, 6, 8, 10, 12]
+    assert found.steps() == [6, 10, 12]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["10", "12", "6"]
+
+
+def test_differences_are_named_before_anything_is_read(tmp_path: Path):
+    found = save_steps(tmp_path, 1)
+    wanted = abstract(placed(values(1), mesh(8, 1)))
+    where = wanted["params.norm"].sharding
+
+    def error(cast: bool = False, **changes: jax.ShapeDtypeStruct | None) -> str:
+        tree = {**wanted, **{k.replace("__", "."): v for k, v in changes.items()}}
+        with pytest.raises(CheckpointError) as e:
+            found.restore(1, {k: v for k, v in tree.items() if v is not None}, cast=cast)
+        return str(e.value)
+
+    def array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=where)
+
+    assert "params.new: not in the checkpoint" in error(params__new=array((2,), "float32"))
+    assert "params.norm: in the checkpoint, not in this run" in error(params__norm=None)
+    assert "params.norm: shape (64,) in the checkpoint, (65,) in this run" in error(params__norm=array((65,), "float32"))
+    assert "params.norm: dtype float32 in the checkpoint, bfloat16 in this run" in error(params__norm=array((64,), "bfloat16"))
+    assert "optimizer.count: dtype int32" in error(cast=True, optimizer__count=array((), "float32"))
+    many = error(**{f"params__new{i}": array((2,), "float32") for i in range(20)})
+    assert "20 differences" in many and "and 12 more" in many and len(many.splitlines()) < 12 and str(tmp_path) in many
+    rounded = wanted | {"params.norm": array((64,), "bfloat16")}
+    got = np.asarray(found.restore(1, rounded, cast=True)["params.norm"])
+    np.testing.assert_array_equal(got, values(1)["params.norm"].astype(jnp.bfloat16))
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts bytes read through Linux's /proc")
+def test_a_subset_does_not_read_the_rest(tmp_path: Path):
+    large = {f"optimizer.{i}": np.full((1024, 4096), i, np.float32) for i in range(4)}
+    small = {"params.a": np.arange(64, dtype=np.float32), "params.b": np.ones((8, 8), np.float32)}
+    tensors = placed({**large, **small}, mesh(8, 1))
+    found = Checkpoints(tmp_path)
+    found.save_now(1, tensors, {})
+
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    wanted = {k: v for k, v in abstract(tensors).items() if k.startswith("params.")}
+    with pytest.raises(CheckpointError, match=r"optimizer\.0: in the checkpoint, not in this run"):
+        found.restore(1, wanted)
+    before = bytes_read()
+    assert_same(found.restore(1, wanted, subset=True), small)
+    assert bytes_read() - before < 4 << 20, "the other tensors hold 64 MiB"
+    before = bytes_read()
+    found.restore(1, abstract(tensors))
+    assert bytes_read() - before > 60 << 20, "reads do show in this count"
+
+
+def test_what_a_kill_would_leave_at_each_point_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Copies of the folder, taken in the middle of a save, are restored from and saved into."""
+    folder = tmp_path / "run"
+    found = save_steps(folder, 1, keep=1)
+    write_meta, sync_tree, rmtree = Checkpoints._write_meta, checkpoint.place.sync_tree, shutil.rmtree
+
+    def killed(point: str) -> None:
+        shutil.copytree(folder, tmp_path / point)
+
+    def meta(*given) -> None:  # noqa: ANN002
+        killed("before meta")
+        write_meta(*given)
+        killed("before arrays")
+
+    def sync(root: Path) -> None:
+        killed("before sync")
+        sync_tree(root)
+
+    def half_deleted(path: Path, **options: object) -> None:
+        if str(path).endswith(".deleting"):
+            next(p for p in Path(path).rglob("*") if p.is_file()).unlink()
+            killed("while deleting")
+        rmtree(path, **options)
+
+    monkeypatch.setattr(Checkpoints, "_write_meta", meta)
+    monkeypatch.setattr(checkpoint.place, "sync_tree", sync)
+    monkeypatch.setattr(shutil, "rmtree", half_deleted)
+    found.save(2, placed(values(2), mesh(8, 1)), {"loss": 0.5})
+    assert [type(end).__name__ for end in found.wait()] == ["Saved"]
+    monkeypatch.undo()
+    states = {
+        "before meta": {1: "complete", 2: "unfinished"},
+        "before arrays": {1: "complete", 2: "unfinished"},
+        "before sync": {1: "complete", 2: "complete"},  # the old step goes after the new one is on disk
+        "while deleting": {2: "complete"},  # half a step is not taken for one
+    }
+    assert any(p.name.startswith("1") for p in (tmp_path / "while deleting").iterdir())
+    for point, want in states.items():
+        left = Checkpoints(tmp_path / point, keep=1)
+        assert left.states() == want, point
+        reached = left.latest()
+        assert reached == max(step for step, state in want.items() if state == "complete")
+        assert_same(left.restore(reached, abstract(placed(values(reached), mesh(2, 4)))), values(reached))
+        assert left.meta(reached)["loss"] == 1.0 / reached
+        left.save_now(3, placed(values(3), mesh(8, 1)), {})
+        assert [p.name for p in (tmp_path / point).iterdir()] == ["3"], "the next save removes what was left over"
+
+
+@pytest.fixture
+def small_files():
+    """The kernel refuses to let files grow beyond 1 MB: a disk that fills up in the middle of a write."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_failed_save_is_told_once_and_later_ones_work(tmp_path: Path, small_files: None):
+    found = save_steps(tmp_path, 1)
+    large = placed(values(2, width=1024), mesh(8, 1))
+    found.save(2, large, {})
+    [failed] = found.wait()
+    assert isinstance(failed, checkpoint.Failed) and failed.step == 2
+    assert re.search(r"File too large.*Complete steps: 1\..*checkpoint\.dir", str(failed.error))
+    assert found.poll() == [], "told once"
+    assert found.states() == {1: "complete"}, "what it had written is gone"
+    found.save(3, large, {})
+    found.save(5, placed(values(5), mesh(8, 1)), {})
+    assert [(type(end).__name__, end.step) for end in found.close()] == [("Failed", 3), ("Saved", 5)]
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["1", "5"], "a later save works"
+
+
+FAILURES = {
+    "error after the arrays": (lambda m, found: m.setattr(checkpoint.place, "sync_tree", broken), "Input/output error"),
+    "full disk": (
+        lambda m, found: m.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 1000)),
+        r"0\.00 GiB are free there, a checkpoint needs .* checkpoint\.keep is 100",
+    ),
+    "another disk": (lambda m, found: m.setattr(found, "_device", 12345), r"was it unmounted\?"),
+}
+
+
+def broken(path: str) -> None:
+    raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_save_that_cannot_end_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str):
+    found = save_steps(tmp_path, 1)
+    fail, said = FAILURES[how]
+    with monkeypatch.context() as patch:
+        fail(patch, found)
+        found.save(2, placed(values(2), mesh(8, 1)), {})
+        [failed] = found.wait()
+    assert isinstance(failed, checkpoint.Failed) and re.search(said, str(failed.error))
+    assert found.states() == {1: "complete"}
+    found.save_now(2, placed(values(2), mesh(8, 1)), {})
+    assert_same(found.restore(2, abstract(placed(values(2), mesh(8, 1)))), values(2))
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path):
+    wrong = placed({**values(1), "params.norm": np.array([1, np.nan, np.inf], np.float32)}, mesh(8, 1))
+    found = Checkpoints(tmp_path / "a")
+    with pytest.raises(CheckpointError, match=r"infinite or no number are not saved: params\.norm \(2 values\)"):
+        found.save_now(1, wrong, {})
+    kept = Checkpoints(tmp_path / "b", finite=False)
+    kept.save_now(1, wrong, {})
+    assert np.isnan(np.asarray(kept.restore(1, abstract(wrong))["params.norm"])[1])
+    with pytest.raises(Damaged, match=r"params\.norm holds values that are infinite"):
+        Checkpoints(tmp_path / "b").restore(1, abstract(wrong))
+
+
+def test_a_step_set_aside_can_be_saved_again(tmp_path: Path):
+    found = save_steps(tmp_path, 1, 2, 3)
+    found.set_aside(1)
+    found.save_now(3, placed(values(33), mesh(8, 1)), {"loss": 0.0})
+    assert_same(found.restore(3, abstract(placed(values(33), mesh(8, 1)))), values(33))
+
+
+def test_values_that_are_not_those_saved_are_refused(tmp_path: Path):
+    """Orbax notices no flipped bit: the digests do. Of files that it cannot read, one sentence is said."""
+    found = save_steps(tmp_path, 1, 2, 3)
+    wanted = abstract(placed(values(2), mesh(8, 1)))
+    name = "params.layers.1.attention.wq"
+    shard = values(2)[name][:8].tobytes()
+    [data] = [path for path in tmp_path.glob("2/arrays/**/d/*") if shard in path.read_bytes()]
+    good = data.read_bytes()
+    at = good.index(shard)
+    data.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+    with pytest.raises(Damaged, match=name + r" is not what was saved(.|\n)*--config\.checkpoint\.step=1 "):
+        found.restore(2, wanted)
+    data.write_bytes(good)
+    assert_same(found.restore(2, wanted), values(2))
+    for path in tmp_path.glob("2/arrays/**/d/*"):
+        path.write_bytes(b"")
+    with pytest.raises(Damaged, match=r"2/arrays cannot be read: .*was written with .*--config\.checkpoint\.step=1 ") as e:
+        found.restore(2, wanted)
+    assert len(str(e.value)) < 900, "not Orbax's page"

@@ -1,0 +1,66 @@
+"""Tensors with awkward values, checkpoints that hold them, and step folders of plain files for what reads no tensor."""
+
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxtrain.checkpoint import Checkpoints, files
+
+
+def mesh(rows: int, columns: int) -> jax.sharding.Mesh:
+    return jax.make_mesh((rows, columns), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+
+def values(seed: int, width: int = 64) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    out: dict[str, np.ndarray] = {}
+    for i in range(3):
+        out[f"params.layers.{i}.attention.wq"] = rng.standard_normal((width, 2 * width), dtype=np.float32)
+        out[f"optimizer.mu.layers.{i}.attention.wq"] = np.array(jnp.asarray(rng.standard_normal((width, 8)), jnp.bfloat16))
+    out["params.norm"] = rng.standard_normal(width, dtype=np.float32)
+    out["optimizer.odd"] = np.array([np.nan, -0.0, np.inf, 1e-45], np.float32)
+    out["optimizer.count"] = np.array(seed, np.int32)
+    return out
+
+
+def placed(arrays: dict[str, np.ndarray], onto: jax.sharding.Mesh) -> dict[str, jax.Array]:
+    def spec(x: np.ndarray) -> PartitionSpec:
+        return PartitionSpec("fsdp", "tensor") if x.ndim == 2 else PartitionSpec()
+
+    return {name: jax.device_put(x, NamedSharding(onto, spec(x))) for name, x in arrays.items()}
+
+
+def abstract(tensors: dict[str, jax.Array]) -> dict[str, jax.ShapeDtypeStruct]:
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in tensors.items()}
+
+
+def assert_same(got: dict[str, jax.Array], expected: dict[str, np.ndarray]) -> None:
+    assert got.keys() == expected.keys()
+    for name, x in expected.items():
+        y = np.asarray(got[name])
+        assert y.dtype == x.dtype and y.shape == x.shape and y.tobytes() == x.tobytes(), name
+
+
+def save_steps(folder: str | os.PathLike[str], *steps: int, keep: int = 100, **options: int) -> Checkpoints:
+    """Checkpoints in which `values(step)` is saved for each step."""
+    found = Checkpoints(folder, keep, **options)
+    for step in steps:
+        found.save(step, placed(values(step), mesh(8, 1)), {"loss": 1.0 / step})
+        found.wait()
+    return found
+
+
+def write_step(folder: Path, step: int, **meta: object) -> Path:
+    """A step folder with sealed files and no tensor: as complete as a listing can tell."""
+    made = folder / str(step)
+    (made / "arrays/d").mkdir(parents=True)
+    for name in ("arrays/d/0", "arrays/manifest"):
+        (made / name).write_bytes(name.encode() * 40)
+    record = {"format": 2, "step": step, "bytes": 800, "tensors": {}, "time_unix": 0.0, "loss": 1.0 / step, **meta}
+    (made / "meta.json").write_text(files.sealed(record))
+    (made / files.NAME).write_text(files.encode(files.measure(made, files.listed(made))))
+    return made

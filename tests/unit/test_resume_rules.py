@@ -1,0 +1,147 @@
+"""What a resumed run may change: each key stands in one row, and a change is noted, asked about or refused."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from jaxtrain import config, resume, start
+
+
+def test_every_key_stands_in_exactly_one_row():
+    for key in config.docs():
+        assert len(resume.rows_for(key)) == 1, key
+    for row in resume.TABLE:
+        for pattern in row.keys:
+            assert any(row in resume.rows_for(k) for k in config.docs() if resume._matching([pattern], [k])), pattern
+
+
+def test_docs_show_the_table():
+    page = Path(__file__).parents[2] / "docs/checkpoints.md"
+    assert resume.markdown() in page.read_text(), (
+        "regenerate it: python -c 'from jaxtrain import resume; print(resume.markdown())'"
+    )
+
+
+def tree(**changes: object) -> dict:
+    made = config.default_config()
+    with made.unlocked():
+        made.update_from_flattened_dict({k.replace("__", "."): v for k, v in changes.items()})
+    run, problems = config.resolve(made)
+    assert not problems
+    return config.to_dict(run)
+
+
+NO_LOSSES = {"experts__balance_loss": 0.0, "experts__z_loss": 0.0}
+EXPERTS = {"model__num_experts": 4}
+DROPS = EXPERTS | NO_LOSSES | {"experts__capacity": 1.25}
+# before, after (changes beside those before), keys asked about
+ASKED = {
+    "placement, speed, learning rate": ({}, {"mesh__data": 2, "optimizer__lr": 1e-3, "remat__policy": "full"}, ()),
+    "rows and batches": ({}, {"data__seq_len": 512, "train__global_batch": 8}, ("data.seq_len", "train.global_batch")),
+    **{
+        key: ({}, {key.replace(".", "__"): value}, (key,))
+        for key, value in {
+            "data.seed": 1,
+            "data.packing": "none",
+            "model.sliding_window": 16,
+            "model.attention_softcap": 30.0,
+            "optimizer.beta1": 0.8,
+            "optimizer.beta2": 0.9,
+            "optimizer.weight_decay": 0.0,
+        }.items()
+    },
+    # Of 0 the data makes at most 32, so a run that had 32 may leave it open; with any other number it reads other rows.
+    "32 documents left open": ({"data__max_segments": 32}, {"data__max_segments": 0}, ()),
+    "16 documents left open": ({"data__max_segments": 16}, {"data__max_segments": 0}, ("data.max_segments",)),
+    # The losses of experts are those of a microbatch: another number of them minimises something else.
+    "microbatches": ({}, {"train__grad_accum": 2}, ()),
+    "microbatches of experts": (EXPERTS, {"train__grad_accum": 2}, ("train.grad_accum",)),
+    "microbatches, balance loss": (
+        EXPERTS | NO_LOSSES | {"experts__balance_loss": 0.1},
+        {"train__grad_accum": 2},
+        ("train.grad_accum",),
+    ),
+    "microbatches, z loss": (EXPERTS | NO_LOSSES | {"experts__z_loss": 0.1}, {"train__grad_accum": 2}, ("train.grad_accum",)),
+    "microbatches without losses": (EXPERTS | NO_LOSSES, {"train__grad_accum": 2}, ()),
+    # With a capacity, which tokens experts drop depends on which are on a device at a time.
+    **{
+        f"{name}: {key}": (before, {key.replace(".", "__"): value}, (key,) if before is DROPS else ())
+        for name, before in (("drops", DROPS), ("no drops", EXPERTS | NO_LOSSES))
+        for key, value in {"mesh.data": 2, "mesh.expert": 2, "train.grad_accum": 2, "sharding.rules.batch": "data+fsdp"}.items()
+    },
+    "drops: ZeRO": (DROPS, {"sharding__zero": 1}, ()),
+    "drops: remat": (DROPS, {"remat__policy": "full"}, ()),
+    "drops: context of whole sequences": (DROPS, {"attention__context": "gather"}, ()),
+    "drops: context": (DROPS | {"mesh__seq": 2}, {"attention__context": "ulysses"}, ("attention.context",)),
+    "a mesh where nothing is dropped any more": (
+        DROPS | {"mesh__data": 2},
+        {"experts__capacity": 0.0, "mesh__data": 1},
+        ("experts.capacity",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_change_of_what_is_learnt_is_asked_about(name: str):
+    before, changes, keys = ASKED[name]
+    notes, problems = resume.compare(tree(**before), tree(**before | changes))
+    assert tuple(sorted(p.key for p in problems)) == keys
+    assert len(notes) == len(changes) - len(keys)
+    allowed = ",".join(sorted(keys))
+    notes, left = resume.compare(tree(**before), tree(**before | changes), allowed)
+    assert not left and len(notes) == len(changes)
+    assert all({*keys} == {*str(p).split("checkpoint.allow_change=")[1].split()[0].split(",")} for p in problems), "to paste"
+
+
+def refused(before: dict, after: dict, allow: str = "") -> list[str]:
+    return [p.key for p in resume.compare(before, after, allow)[1]]
+
+
+def test_what_can_never_change_is_refused_whatever_is_allowed():
+    assert refused(tree(), tree(data__seq_len=512), "data.seq_len, train.*") == []
+    assert refused(tree(), tree(train__freeze="head", train__global_batch=8), "train.*") == ["train.freeze"]
+    other = tree(model__d_model=64, model__num_layers=2)
+    _, problems = resume.compare(tree(), other, "model.num_layers")
+    assert [p.key for p in problems] == ["checkpoint.allow_change", "model.num_layers", "model.d_model", "model.head_dim"]
+    assert "init.from" in str(problems[-1]) and "was 128" in str(problems[2])
+    [problem] = resume.compare(tree(), tree(), "data.seqlen")[1]
+    assert "Did you mean data.seq_len?" in str(problem)
+
+
+def test_groups_may_change_their_recipe_and_not_their_optimizer():
+    """Of Muon's moments there is one: a parameter that AdamW takes over would have two."""
+    muon = {"optimizer__name": "muon"}
+    decay, moved = "*.scale:weight_decay=0", "layers.*:optimizer=adamw"
+    for groups, allow, keys in ((decay, "", ["optimizer.groups"]), (decay, "optimizer.groups", [])):
+        assert refused(tree(**muon), tree(**muon, optimizer__groups=groups), allow) == keys
+    assert refused(tree(**muon), tree(**muon, optimizer__groups=moved), "optimizer.groups") == ["optimizer.groups"]
+
+
+def test_meshes_that_follow_the_devices_are_asked_about_by_their_sizes():
+    """mesh.fsdp=-1 is another layout on other devices, and then a capacity drops other tokens."""
+    run = config.resolve(config.default_config())[0]
+    some = dataclasses.replace(
+        run,
+        model=dataclasses.replace(run.model, num_experts=4),
+        experts=dataclasses.replace(run.experts, capacity=1.25, balance_loss=0.0, z_loss=0.0),
+    )
+    for one, asked in ((run, []), (some, ["mesh.fsdp"])):
+        meta = {"config": config.to_dict(one), "mesh": {"data": 1, "fsdp": 8, "tensor": 1, "seq": 1}}
+        for fsdp, keys in ((8, []), (4, asked)):
+            program = SimpleNamespace(placement=SimpleNamespace(mesh=SimpleNamespace(shape=meta["mesh"] | {"fsdp": fsdp})))
+            assert [p.key for p in resume.compare(*start._with_meshes(meta, one, program))[1]] == keys
+
+
+def test_configs_of_other_versions_and_own_axes():
+    old = tree()
+    del old["model"]["qk_norm"]
+    old["model"]["gone"] = 3
+    notes, problems = resume.compare(old, tree())
+    assert notes == ["model.gone: in the checkpoint's config, no longer a key"] and not problems
+    assert refused(old, tree(model__qk_norm=True)) == ["model.qk_norm"], "a key the old version lacked counts as its default"
+    new = tree()
+    new["sharding"]["rules"]["channels"] = "tensor"
+    notes, problems = resume.compare(tree(), new)
+    assert not problems and "sharding.rules.channels: not set -> 'tensor'" in notes[0]
