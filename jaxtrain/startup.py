@@ -48,11 +48,18 @@ def _started_on_gpus() -> bool:
 
 
 def set_compile_cache(run: RunConfig) -> None:
-    """Keeps compiled programs in `paths.cache`, small ones too: a restart should cost seconds. "" keeps none."""
+    """Keeps compiled programs in `paths.cache`, small ones too: a restart should cost seconds. "" keeps none.
+
+    Programs for several CPU devices are compiled anew in each process. XLA:CPU loads some of them wrongly: all-gathers of
+    independent loops then meet in one rendezvous, which corrupts memory and ends the process (jaxlib 0.11.2,
+    tests/campaign/test_compile_cache.py).
+    """
     if not run.paths.cache:
         return
     import jax
 
+    if jax.default_backend() == "cpu" and jax.device_count() > 1:
+        return
     jax.config.update("jax_compilation_cache_dir", str(Path(run.paths.cache).expanduser()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import programs
 import pytest
 from hypothesis import settings
 
@@ -29,6 +30,7 @@ threads_for_cpus(8)
 # A shell that starts the suite in the background makes it ignore Ctrl-C, and its children with it; some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+programs.keep_programs()
 
 HERE = Path(__file__).parent
 
@@ -53,6 +55,7 @@ def programs_make_room() -> Iterator[None]:
 
         from jaxtrain import snapshot
 
+        programs.kept.clear()
         for held in (helpers.train_step, helpers.program, snapshot.together, snapshot.apart):
             held.cache_clear()
         jax.clear_caches()

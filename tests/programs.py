@@ -1,0 +1,37 @@
+"""Compiled programs, kept in this process: a run that another test has run before does not compile its steps again.
+
+JAX's compile cache on a disk cannot serve here: XLA:CPU loads programs for several devices wrongly (jaxtrain/startup.py).
+"""
+
+import collections
+from typing import Any
+
+from jax._src import cache_key, compiler
+
+KEPT = 48
+kept: collections.OrderedDict[str, Any] = collections.OrderedDict()
+_compile = compiler.compile_or_get_cached
+
+
+def compile_once(
+    backend: Any, computation: Any, devices: Any, options: Any, host_callbacks: Any, *more: Any, **named: Any
+) -> Any:
+    """Return the program of a computation with these options, compiled or kept. Takes the place of JAX's own function."""
+
+    def compiled() -> Any:
+        return _compile(backend, computation, devices, options, host_callbacks, *more, **named)
+
+    if host_callbacks or not hasattr(backend, "live_executables"):  # bound to this call, or for a machine that is not there
+        return compiled()
+    key = cache_key.get(computation, devices, options, backend)
+    if key not in kept:
+        kept[key] = compiled()
+        if len(kept) > KEPT:
+            kept.popitem(last=False)
+    kept.move_to_end(key)
+    return kept[key]
+
+
+def keep_programs() -> None:
+    """Let JAX take compiled programs from here."""
+    compiler.compile_or_get_cached = compile_once
