@@ -1,4 +1,4 @@
-"""Two runs with one difference planted: `receipt diff` names it, and nothing else. The runs are real ones."""
+"""Two runs with one difference planted: `receipt diff` names it, and nothing else. The runs are real, of a real checkout."""
 
 import json
 import os
@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 import runs
 
+from jaxtrain import receipt
 from jaxtrain.data import tokenizer
 from jaxtrain.data.tokenfile import TokenWriter
 from jaxtrain.receipt import __main__ as command
 from jaxtrain.receipt.code import lines_changed
-from jaxtrain.receipt.compare import compare, differences
+from jaxtrain.receipt.compare import compare
 from jaxtrain.receipt.opened import open_run
-from jaxtrain.receipt.result import GROUPS
 
 # One process for several runs: most of the time of a small one goes to starting Python and jax.
 SEVERAL = "import sys, json; from jaxtrain import main; sys.exit(max(main.main(line) for line in json.loads(sys.argv[1])))"
+
+
 TINY = {
     "model__num_layers": 1,
     "train__steps": 3,
@@ -29,6 +31,8 @@ TINY = {
     "checkpoint__every_steps": 0,
     "log__tensorboard": False,
 }
+
+
 CHANGED = "jaxtrain/timeline.py"
 
 
@@ -144,7 +148,18 @@ def test_a_receipt_says_which_source_ran(bench: Bench) -> None:
     assert base["files"].keys() == line["files"].keys() and len(base["files"]) > 100
 
 
-# ---- Lines of code, by the patches of two checkouts of one commit
+# ---- Git: which commit, and the lines of code by the patches of two checkouts of one
+
+
+def test_git_is_asked_in_its_own_language_and_takes_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "git"
+    said = '[ "$LC_ALL" = C ] && echo "fatal: not a git repository" >&2 || echo "fatal: kein Git-Repository" >&2'
+    fake.write_text(f'#!/bin/sh\n[ "$GIT_OPTIONAL_LOCKS" = 0 ] || exit 0\n{said}\nexit 128\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    monkeypatch.delenv("GIT_OPTIONAL_LOCKS", raising=False)
+    assert receipt.git_state(tmp_path) is None
 
 
 BASE = [f"line {n}" for n in range(1, 41)]
@@ -183,253 +198,22 @@ def test_lines_that_differ_between_two_patches(tmp_path: Path) -> None:
     assert ways(clean, many)[-1] == "... and 40 more lines" and len(ways(clean, many)) == 41
 
 
-# ---- What explains nothing, and what does, on receipts that are made up from one of a run
-
-
-def changed(bench: Bench, path: str, value: Any, **also: Any) -> list[tuple[str, str, str, str]]:
-    """What `differences` finds where one field of a receipt, by its dotted path, has another value."""
-    receipt = {**runs.receipt(bench.folder / "base"), **also}
-    other = json.loads(json.dumps(receipt))
-    *folders, last = path.split(".")
-    inner = other
-    for name in folders:
-        inner = inner.setdefault(name, {})
-    inner[last] = value
-    config = json.loads((bench.folder / "base" / "config.json").read_text())
-    found, notes = differences(receipt, other, config, config)
-    assert not notes
-    return [(d.group, d.name, d.a, d.b) for d in found]
-
-
-GPU = {
-    "index": 0,
-    "name": "NVIDIA H200",
-    "uuid": "GPU-1",
-    "pci": "0000:18:00.0",
-    "power_limit_w": 700.0,
-    "power_limit_default_w": 700.0,
-    "max_sm_clock_mhz": 1980,
-    "max_memory_clock_mhz": 3201,
-    "ecc": True,
-}
-STATE = {"index": 0, "sm_clock_mhz": 1980, "power_w": 650.0, "throttle_reasons": "sw_power_cap", "ecc_uncorrected": 0}
-MACHINE = {
-    "cpu": {"model": "a CPU", "count": 192, "memory_gib": 2015.3},
-    "kernel": "6.8",
-    "gpus": [GPU, {**GPU, "index": 1}],
-    "topology": {"nvlinks": [18, 18], "pairs": {"NVLink": 1}},
-    "before": [STATE],
-    "after": [STATE],
-}
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("id", "x"),
-        ("started", "x"),
-        ("command", "x"),
-        ("host.name", "x"),
-        ("config", "x"),
-        ("restart", 3),
-        ("environment.SLURM_JOB_ID", "7"),
-        ("environment.JAXTRAIN_COMMIT", "x"),
-        ("environment.NCCL_DEBUG", "INFO"),
-        ("env.set.XLA_CLIENT_MEM_FRACTION", "0.9"),
-        ("environment.XLA_FLAGS", "--xla_force_host_platform_device_count=8"),
-        ("hardware.gpus", [{**GPU, "uuid": "GPU-2", "pci": "x"}, {**GPU, "index": 1}]),
-        ("hardware.after", [{**STATE, "sm_clock_mhz": 1500, "power_w": 80.0, "throttle_reasons": ""}]),
-        ("hardware.after", [{**STATE, "throttle_reasons": "hw_thermal"}]),  # one look says nothing of the run
-        ("throttled", [{"gpu": 0, "share": 0.1, "reasons": "hw_thermal"}]),
-        ("hardware.cpu.memory_gib", 2015.4),
-        ("source.commit", "x"),  # of files that are the same
-        ("source.patch", "a README"),
-        ("compile_s", 99.0),
-        ("attention", "another kernel"),
-        ("versions.jax", "told as a package"),
-        ("preflight.nodes", [{"measured": {"all_reduce_bus_gb_s": 460.0}}]),
-    ],
-)
-def test_what_explains_nothing_is_no_difference(bench: Bench, path: str, value: Any) -> None:
-    preflight = {"nodes": [{"measured": {"all_reduce_bus_gb_s": 475.0}}]}
-    assert changed(bench, path, value, hardware=MACHINE, preflight=preflight) == []
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "expected"),
-    [
-        ("devices.count", 8, ("hardware", "devices", "1 x cpu", "8 x cpu")),
-        ("devices.process_count", 2, ("hardware", "processes", "1", "2")),
-        (
-            "hardware.gpus",
-            [GPU, {**GPU, "power_limit_w": 500.0}],
-            ("hardware", "GPUs: power_limit_w", "2 x 700.0", "1 x 700.0, 1 x 500.0"),
-        ),
-        ("hardware.topology.pairs", {"PHB": 1}, ("hardware", "links of GPU pairs", "1 x NVLink", "1 x PHB")),
-        (
-            "throttled",
-            [{"gpu": 0, "share": 0.2, "reasons": "hw_thermal"}],
-            ("hardware", "GPU 0: throttled by", "not there", "hw_thermal"),
-        ),
-        (
-            "hardware.after",
-            [{**STATE, "ecc_uncorrected": 2}],
-            ("hardware", "GPU 0: new uncorrected ECC errors", "not there", "2"),
-        ),
-        (
-            "preflight.nodes",
-            [{"measured": {"all_reduce_bus_gb_s": 475.0}}, {"measured": {"all_reduce_bus_gb_s": 311.0}}],
-            ("hardware", "preflight: all_reduce_bus_gb_s", "475 GB/s", "311 GB/s"),
-        ),
-        ("environment.XLA_FLAGS", "--xla_a=1 --xla_b", ("environment", "XLA_FLAGS --xla_a", "not there", "1")),
-        ("env.set.NCCL_PROTO", "Simple", ("environment", "NCCL_PROTO", "not there", "Simple")),
-        ("versions.driver", "580.1", ("versions", "driver", "570.2", "580.1")),
-        ("python", "3.13.0", ("versions", "Python", sys.version.split()[0], "3.13.0")),
-        ("eval_data.code", {"split": "x", "kind": "b"}, ("data", "held out (code): kind", "a", "b")),
-    ],
-)
-def test_what_explains_something_is_named(bench: Bench, path: str, value: Any, expected: tuple[str, ...]) -> None:
-    base = runs.receipt(bench.folder / "base")
-    also = {"hardware": MACHINE, "preflight": {"nodes": [{"measured": {"all_reduce_bus_gb_s": 475.0}}]}}
-    also |= {"versions": base["versions"] | {"driver": "570.2"}, "eval_data": {"code": {"split": "y", "kind": "a"}}}
-    found = changed(bench, path, value, **also)
-    assert found[0] == expected and len(found) == (2 if "XLA_FLAGS" in path else 1)
-    assert all(group in GROUPS for group, *_ in found)
-
-
-def test_what_follows_from_a_key_is_not_named_again(bench: Bench) -> None:
-    receipt = runs.receipt(bench.folder / "base")
-    config = json.loads((bench.folder / "base" / "config.json").read_text())
-    repeatable = {**config, "train": {**config["train"], "deterministic": True}}
-    with_algorithm = {**receipt, "env": {"set": {"NCCL_ALGO": "^NVLS"}, "inherited": {}}}
-    found, _ = differences(receipt, with_algorithm, config, repeatable)
-    assert [(d.group, d.name) for d in found] == [("config", "train.deterministic")]
-    found, _ = differences(receipt, with_algorithm, config, config)
-    assert [(d.group, d.name) for d in found] == [("environment", "NCCL_ALGO")]
-    written_out = {**config, "mesh": {**config["mesh"], "fsdp": 1, "data": 1}}
-    assert receipt["mesh"]["fsdp"] == 1 and config["mesh"]["fsdp"] == -1
-    assert differences(receipt, receipt, config, written_out) == ((), [])
-    other = {**receipt, "mesh": {**receipt["mesh"], "fsdp": 2}}
-    found, _ = differences(receipt, other, config, {**config, "mesh": {**config["mesh"], "fsdp": 2}})
-    assert [(d.name, d.a, d.b) for d in found] == [("mesh.fsdp", "-1", "2")]
-
-
-def test_mixtures_are_compared_by_what_their_files_hold(bench: Bench) -> None:
-    def files(*given: tuple[str, str, float]) -> list[dict[str, Any]]:
-        return [{"name": n, "content_sha256": c, "weight": w, "tokens": 10, "documents": 1} for n, c, w in given]
-
-    def found(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
-        receipt = runs.receipt(bench.folder / "base")
-        sides = [{**receipt, "data": {**receipt["data"], "files": side}} for side in (a, b)]
-        return [(d.name, d.a, d.b) for d in differences(*sides, None, None)[0]]
-
-    base = files(("web", "a" * 64, 0.7), ("code", "b" * 64, 0.3))
-    assert found(base, files(("renamed", "a" * 64, 0.7), ("code", "b" * 64, 0.3))) == []
-    assert found(base, files(("code", "b" * 64, 0.3), ("web", "a" * 64, 0.7))) == [
-        ("order of the files", "web, code", "code, web")
-    ]
-    assert found(base, files(("web", "a" * 64, 0.6), ("code", "b" * 64, 0.3))) == [("weight of web", "0.7", "0.6")]
-    c = "10 tokens, sha256 cccccccccccc"
-    assert found(base, files(*[("web", "a" * 64, 0.7), ("code", "b" * 64, 0.3)], ("more", "c" * 64, 0.1))) == [
-        ("more", "not there", c)
-    ]
-    assert found(base, files(("web", "c" * 64, 0.7), ("code", "b" * 64, 0.3))) == [
-        ("web", "10 tokens, sha256 aaaaaaaaaaaa", c),
-    ]
-
-
-def test_a_receipt_of_the_format_before_is_compared_by_what_it_has(bench: Bench) -> None:
-    new = runs.receipt(bench.folder / "base")
-    gone = ("source", "versions", "hardware", "env", "resolved", "launch", "preflight")
-    old = {
-        **{name: value for name, value in new.items() if name not in gone},
-        "format": 1,
-        "git": {"commit": "x", "dirty": True},
-    }
-    config = json.loads((bench.folder / "base" / "config.json").read_text())
-    found, notes = differences(old, new, config, config)
-    assert [(d.group, d.name, d.a) for d in found] == [("code", "commit", "x")] and notes == []
-    old["git"]["commit"] = new["source"]["commit"]
-    found, notes = differences(old, new, None, config)
-    assert found == () and [note.partition(":")[0] for note in notes] == ["code", "config"]
-
-
-# ---- What is told of more than the newest attempt
-
-
-def two_attempts(bench: Bench, folder: Path, newest: dict[str, Any], **first: Any) -> Path:
-    """A run of two attempts: some fields of the newest, and of the first, are others than those of `base`."""
-    folder.mkdir(parents=True)
-    receipt = runs.receipt(bench.folder / "base")
-    early = {name: value for name, value in receipt.items() if name != "attempts"} | {"id": "early", "loaded": None} | first
-    shutil.copy(bench.folder / "base" / "config.json", folder)
-    (folder / "receipt.json").write_text(json.dumps({**receipt, "attempt": 2, "attempts": [early], **newest}))
-    return folder
-
-
-def loaded(saved_by: str, **changes: Any) -> dict[str, Any]:
-    return {"loaded": {"from": "/other/checkpoints", "step": 1000, "saved_by": saved_by, "digest": "a" * 64, **changes}}
-
-
-def found_in(bench: Bench, folder: Path, other: Path | None = None) -> list[tuple[str, str, str]]:
-    found = compare(open_run(folder), open_run(other or bench.folder / "base"))
-    assert found.same == (not found.differences) and not found.notes
-    return [(f"{d.group} {d.title}", d.a, d.b) for d in found.differences]
-
-
-def test_an_earlier_attempt_that_ran_otherwise_is_a_difference(bench: Bench, tmp_path: Path) -> None:
-    jax = runs.receipt(bench.folder / "base")["packages"] | {"jax": "0.1"}
-    named = [("versions jax (in earlier attempts)", "0.1 in attempt 1", "as at the end")]
-    went_on = two_attempts(bench, tmp_path / "on", loaded("early"), packages=jax)
-    assert found_in(bench, went_on) == named
-    assert command.main(["diff", str(went_on), str(bench.folder / "base")]) == 1
-    assert found_in(bench, two_attempts(bench, tmp_path / "again" / "on", loaded("early"), packages=jax), went_on) == []
-    before = two_attempts(bench, tmp_path / "old", {"resumed_from_step": 2}, packages=jax)
-    without = {name: value for name, value in runs.receipt(before).items() if name != "loaded"}  # as was once written
-    (before / "receipt.json").write_text(json.dumps(without))
-    assert found_in(bench, before) == named
-    # One that nothing is left of, such as one that ran out of memory, explains nothing.
-    assert found_in(bench, two_attempts(bench, tmp_path / "anew", {"loaded": None}, packages=jax)) == []
-
-
-def test_what_a_run_began_from_is_compared(bench: Bench, tmp_path: Path) -> None:
-    seed, step = "made from train.seed", "step 1000 of /other/checkpoints, digest aaaaaaaaaaaa"
-    foreign = two_attempts(bench, tmp_path / "foreign", loaded("early"), **loaded("of another run"))
-    assert found_in(bench, foreign) == [("data first state", step, seed)]
-    moved = loaded("of another run", **{"from": "/copied"})
-    assert found_in(bench, foreign, two_attempts(bench, tmp_path / "moved", loaded("early"), **moved)) == []
-    other = loaded("of another run", digest="b" * 64)
-    assert len(found_in(bench, foreign, two_attempts(bench, tmp_path / "other", loaded("early"), **other))) == 1
-
-
-def test_init_from_is_compared_by_its_weights(bench: Bench, tmp_path: Path) -> None:
-    def run(name: str, path: str, digest: str | None) -> Path:
-        folder = two_attempts(bench, tmp_path / name, {"loaded": {**loaded("")["loaded"], "from": path, "step": None}})
-        receipt = json.loads((folder / "receipt.json").read_text())
-        receipt["loaded"]["digest"], receipt["attempts"] = digest, []
-        receipt["resolved"] = json.loads((folder / "config.json").read_text())
-        receipt["resolved"]["init"]["from"] = path
-        (folder / "receipt.json").write_text(json.dumps(receipt))
-        return folder
-
-    here = run("here", "/a", "d" * 32)
-    assert found_in(bench, here, run("moved", "/b", "d" * 32)) == []
-    assert [name for name, *_ in found_in(bench, here, run("changed", "/a", "e" * 32))] == ["data first state"]
-    assert [name for name, *_ in found_in(bench, here, run("untold", "/b", None))] == ["config init.from"]
-
-
-def test_a_key_that_one_config_lacks_has_its_default(bench: Bench) -> None:
-    receipt = runs.receipt(bench.folder / "base")
-    config = json.loads((bench.folder / "base" / "config.json").read_text())
-    older = {**config, "optimizer": {name: value for name, value in config["optimizer"].items() if name != "beta1"}}
-    assert differences(receipt, receipt, older, config) == ((), [])
-    config["optimizer"]["beta1"] = 0.5
-    found, _ = differences(receipt, receipt, older, config)
-    assert [(d.name, d.a, d.b) for d in found] == [("optimizer.beta1", "0.9", "0.5")]
-
-
-def test_what_utilisation_is_counted_by_is_compared(bench: Bench) -> None:
-    receipt = runs.receipt(bench.folder / "base")
-    config = json.loads((bench.folder / "base" / "config.json").read_text())
-    found, _ = differences(receipt, receipt, config, {**config, "log": {**config["log"], "peak_tflops": 5.0, "every_steps": 9}})
-    assert [(d.group, d.name, d.b) for d in found] == [("config", "log.peak_tflops", "5.0")]
+def test_git_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, module = tmp_path / "package", tmp_path / "package" / "__init__.py"
+    package.mkdir()
+    module.write_text("")
+    (tmp_path / "readme").write_text("a")
+    assert receipt.git_state(tmp_path) is None
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "readme")
+    git(tmp_path, "commit", "-qm", "one")
+    assert receipt.git_state(package) is None  # in the checkout, but not of it
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "two")
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    assert receipt.git_state(package) == {"commit": commit, "dirty": False}
+    module.write_text("x = 1")
+    assert receipt.git_state(package) == {"commit": commit, "dirty": True}
+    monkeypatch.setenv("PATH", str(tmp_path))
+    state = receipt.git_state(package)
+    assert state is not None and "git" in state["error"]

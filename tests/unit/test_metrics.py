@@ -1,39 +1,29 @@
-"""What a run writes, shows and leaves behind: metrics, TensorBoard events, messages, traces, signals, receipts."""
+"""What a run writes: lines of metrics, TensorBoard events, samples, rates, messages; signals, and which steps are traced."""
 
 import io
 import json
+import logging
 import math
-import os
-import pty
 import re
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from made_runs import gpu_line, train_line
 from runs import events
 
-from jaxtrain import metrics, profiling, progress, receipt
+from jaxtrain import evaluate, metrics, profiling, progress, samples, signals
 from jaxtrain.config import Profile
+from jaxtrain.samples import Sample
 from jaxtrain.throughput import Throughput, memory
 from jaxtrain.trackers.tensorboard import SUFFIX, TensorBoard
 
-REPO = Path(__file__).parents[2]
-
-
-def train_line(step: int, **changes):
-    """Every field a caller gives for a train line."""
-    line = dict.fromkeys(metrics.TRAIN_KEYS[1:-1], 0.5) | {"step": step, "tokens": 100 * step, "skipped_steps": 0}
-    return line | changes
-
-
-# metrics.jsonl and tb/
+# ---- metrics.jsonl, metrics.N.jsonl, samples.txt and tb/
 
 
 def test_lines_have_the_documented_keys_and_every_digit(tmp_path):
@@ -111,43 +101,25 @@ def test_rewind_forgets_later_steps_in_both_places(tmp_path):
     assert [step for step, _, _ in events(tmp_path / "tb")[0]] == [line[1] for line in lines]
 
 
-def test_events_lost_in_a_kill_come_back(tmp_path):
-    script = f"""
-import os
-from jaxtrain import metrics
-from jaxtrain.trackers.tensorboard import TensorBoard
-line = dict.fromkeys(metrics.TRAIN_KEYS[1:-1], 0.5)
-writers = metrics.Writers({str(tmp_path)!r}, [TensorBoard({str(tmp_path)!r})])
-for step in range(1, 6):
-    writers.train(**line | dict(step=step))
-os.kill(os.getpid(), 9)
-"""
-    assert subprocess.run([sys.executable, "-c", script], cwd=REPO).returncode == -9
-    assert len(list(metrics.read(tmp_path / "metrics.jsonl"))) == 5
-    assert events(tmp_path / "tb")[0] == []  # the kill took them
-    with metrics.Writers(tmp_path, [TensorBoard(tmp_path)]) as writers:
-        writers.rewind(3)
-    assert [step for step, _, _ in events(tmp_path / "tb")[0]] == [1, 2, 3]
-
-
 def test_a_cut_last_line(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    writers = metrics.Writers(tmp_path)
-    for step in (1, 2, 3):
-        writers.train(**train_line(step))
-    writers.close()
-    whole = path.read_bytes()
-    for cut in (1, 20, len(whole.splitlines()[-1]) - 1):  # even when only the end of line is missing
-        path.write_bytes(whole[:-cut])
-        assert [line["step"] for line in metrics.read(path)] == [1, 2]
-        assert writers.rewind(3) == metrics.Rewound(kept=2, dropped=0, cut=True)
-        path.write_bytes(whole[:-cut])
-        writers.train(**train_line(3))  # without a rewind: not glued to the rest of the old line
+    for process in (0, 2):
+        writers = metrics.Writers(tmp_path, process_index=process)
+        for step in (1, 2, 3):
+            writers.train(**train_line(step)) if process == 0 else writers.gpu(**gpu_line(step, process=process))
         writers.close()
-        assert [line["step"] for line in metrics.read(path)] == [1, 2, 3]
-    path.write_bytes(whole.replace(b'"step": 2', b'"step": ', 1))
+        whole = writers.path.read_bytes()
+        for cut in (1, 20, len(whole.splitlines()[-1]) - 1):  # even when only the end of line is missing
+            writers.path.write_bytes(whole[:-cut])
+            assert [line["step"] for line in metrics.read(writers.path)] == [1, 2]
+            assert writers.rewind(3) == metrics.Rewound(kept=2, dropped=0, cut=True)
+            writers.path.write_bytes(whole[:-cut])
+            writers.gpu(**gpu_line(3, process=process))  # without a rewind: not glued to the rest of the old line
+            writers.close()
+            assert [line["step"] for line in metrics.read(writers.path)] == [1, 2, 3]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"step": 2', b'"step": ', 1))
     with pytest.raises(metrics.MetricsError, match=r"metrics.jsonl:2: .*Repair or delete"):
-        writers.rewind(3)
+        metrics.Writers(tmp_path).rewind(3)
     assert len(path.read_bytes().splitlines()) == 3 and not list(tmp_path.glob(".*"))
 
 
@@ -163,7 +135,75 @@ def test_rewind_to_nothing_and_other_processes(tmp_path):
     assert not (tmp_path / "b").exists()
 
 
-# rates and memory
+def test_gpu_lines_are_kept_and_shown(tmp_path):
+    with metrics.Writers(tmp_path, [TensorBoard(tmp_path)]) as writers:
+        writers.train(**train_line(1))
+        for gpu in (0, 1):
+            writers.gpu(**gpu_line(1, gpu, power_w=600.0 + gpu, throttle_reasons="sw_thermal", ecc_uncorrected=None))
+        with pytest.raises(TypeError, match=r"a gpu line lacks \['power_w'\]"):
+            writers.gpu(**{k: v for k, v in gpu_line(1).items() if k != "power_w"})
+    text = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert tuple(json.loads(text[1])) == metrics.GPU_KEYS and json.loads(text[2])["power_w"] == 601.0
+    shown: dict[str, Any] = {}
+    for step, _, values in events(tmp_path / "tb")[0]:
+        assert step == 1
+        shown |= values
+    assert shown["train/loss"] == 0.5 and shown["gpu/0/power_w"] == 600.0 and shown["gpu/1/power_w"] == 601.0
+    assert not {"gpu/0/gpu", "gpu/0/process", "gpu/0/throttle_reasons", "gpu/0/ecc_uncorrected"} & set(shown)
+    assert "gpu/3.1/power_w" in metrics.tagged({"kind": "gpu", **gpu_line(1, gpu=1, process=3)})
+
+
+def test_other_processes_write_their_gpus_apart(tmp_path):
+    for process in (0, 1):
+        with metrics.Writers(tmp_path, process_index=process) as writers:
+            for step in (1, 2, 3):
+                writers.train(**train_line(step))
+                writers.gpu(**gpu_line(step, process=process))
+    files = {name: list(metrics.read(tmp_path / name)) for name in ("metrics.jsonl", "metrics.1.jsonl")}
+    assert [(line["kind"], line["step"]) for line in files["metrics.1.jsonl"]] == [("gpu", 1), ("gpu", 2), ("gpu", 3)]
+    assert len(files["metrics.jsonl"]) == 6
+    for process in (0, 1):  # each rewinds its own
+        kept = metrics.Writers(tmp_path, process_index=process).rewind(2)
+        assert kept == metrics.Rewound(4 - 2 * process, 2 - process, False)
+    assert [line["step"] for line in metrics.read(tmp_path / "metrics.1.jsonl")] == [1, 2]
+    (moved,) = metrics.Writers(tmp_path, process_index=1).set_aside()
+    assert moved.name.startswith("metrics.1.set_aside-") and (tmp_path / "metrics.jsonl").exists()
+
+
+def test_what_was_written_without_a_checkpoint_is_set_aside(tmp_path: Path) -> None:
+    with metrics.Writers(tmp_path) as writers:
+        writers.samples([Sample(2, 0, "x")])
+        writers.eval(step=2, loss=1.0, bits_per_byte=None, perplexity=2.7)
+        writers.close()
+        assert {p.name.partition(".set_aside-")[0] for p in writers.set_aside()} == {"metrics", "samples"}
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".jsonl", ".txt"]
+    other = metrics.Writers(tmp_path / "other", [TensorBoard(tmp_path / "other")], process_index=1)
+    other.samples([Sample(2, 0, "x")])
+    other.note("config", {})
+    other.close(0)
+    assert not (tmp_path / "other").exists()
+
+
+def test_samples_file_can_be_read_back_whatever_a_model_writes() -> None:
+    nasty = [
+        Sample(3, 0, "--- step 9\n--- step 9, prompt 2\n\n"),
+        Sample(4, 2, ""),
+        Sample(12, 1, "a\n--- step x\r\n--- step 1"),
+    ]
+    text = samples.write(nasty)
+    back = list(samples.read(text))
+    assert [s[:2] for s in back] == [s[:2] for s in nasty]
+    assert [s.text.replace(" ---", "---") for s in back] == [s.text for s in nasty]
+    assert samples.write(back) == text
+    assert list(samples.read("no heading\n")) == []
+
+
+def test_prompts_are_split_and_perplexity_has_no_bound() -> None:
+    assert samples.prompts("") == [""] and samples.prompts("a||b|c||") == ["a", "b|c", ""]
+    assert evaluate.perplexity(0.0) == 1 and evaluate.perplexity(1e4) == math.inf and math.isnan(evaluate.perplexity(math.nan))
+
+
+# ---- Rates and memory
 
 
 def run_loop(throughput, now, *, steps, device_s, data_s=0.0, halt_after=(), halt_s=0.0, save_after=(), copies_s=0.0):
@@ -235,22 +275,13 @@ def test_unknown_peak_gives_no_utilisation():
     assert line["mfu_causal"] is None and line["mfu_full"] is None and line["hfu"] is None
 
 
-class FakeDevice:
-    def __init__(self, stats):
-        self._stats = stats
-
-    def memory_stats(self):
-        return self._stats
-
-
 def test_memory_is_that_of_the_fullest_device():
-    gib = 2**30
-    devices = [FakeDevice({"bytes_in_use": n * gib, "peak_bytes_in_use": (9 - n) * gib}) for n in (2, 3)]
-    assert memory(devices) == (3.0, 7.0)
+    used = [{"bytes_in_use": n * 2**30, "peak_bytes_in_use": (9 - n) * 2**30} for n in (2, 3)]
+    assert memory([SimpleNamespace(memory_stats=lambda told=told: told) for told in used]) == (3.0, 7.0)
     assert memory(jax.local_devices()) == (None, None)  # CPUs do not tell
 
 
-# messages
+# ---- Messages
 
 
 def test_plain_lines_and_log(tmp_path):
@@ -284,8 +315,6 @@ def test_other_processes_log_apart_and_warn_aloud(tmp_path):
 
 
 def test_errors_and_foreign_warnings_are_in_the_log(tmp_path):
-    import logging
-
     out = io.StringIO()
     with pytest.raises(RuntimeError, match="went wrong"), progress.Console(tmp_path, 0, 10, stream=out):
         logging.getLogger("some.library").warning("look at this")
@@ -295,302 +324,85 @@ def test_errors_and_foreign_warnings_are_in_the_log(tmp_path):
     assert out.getvalue() == ""  # Python and the library's own handlers tell the terminal
 
 
-def test_the_run_outlives_its_terminal(tmp_path):
-    script = f"""
-from jaxtrain import progress
-with progress.Console({str(tmp_path)!r}, 0, 10) as console:
-    console.say("one")
-    console.say("two")
-raise SystemExit(75)
-"""
-    reading, writing = os.pipe()
-    os.close(reading)  # as `| head` does when it has seen enough
-    done = subprocess.run([sys.executable, "-c", script], cwd=REPO, stdout=writing, stderr=subprocess.PIPE, text=True)
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (75, "")
-    log = (tmp_path / "log.txt").read_text()
-    assert log.count(" one\n") == 1 and log.count(" two\n") == 1 and log.count("cannot be written to") == 1
-
-
-@pytest.mark.parametrize("columns", [120, 80])
-def test_live_line_on_a_terminal(tmp_path, columns):
-    """A real pseudo-terminal: one line is redrawn, messages stand above it, and a kill leaves the cursor visible."""
-    script = f"""
-import os
-from jaxtrain import metrics, progress
-line = dict.fromkeys(metrics.TRAIN_KEYS[1:-1], 0.5)
-with progress.Console({str(tmp_path)!r}, 0, 40) as console:
-    console.say("compiling")
-    for step in range(1, 21):
-        console.tick(step)
-        if step % 10 == 0:
-            console.step(line | dict(step=step, loss=step / 3))
-    console.say("message [10] above")
-    os._exit(9)
-"""
-    main, side = pty.openpty()
-    environ = os.environ | {"TERM": "xterm", "COLUMNS": str(columns), "LINES": "30"}
-    child = subprocess.Popen([sys.executable, "-c", script], cwd=REPO, stdout=side, stderr=side, stdin=side, env=environ)
-    os.close(side)
-    seen = b""
-    while True:
-        try:
-            chunk = os.read(main, 65536)
-        except OSError:  # how Linux ends a pseudo-terminal
-            break
-        if not chunk:
-            break
-        seen += chunk
-    os.close(main)
-    assert child.wait(10) == 9
-    text = seen.decode()
-    assert "compiling" in text and "20/40" in text and "loss 6.6667" in text and "message [10] above" in text
-    assert ("━" in text) == (columns == 120) and "GiB" in text[text.rindex("20/40") :]
-    assert text.rindex("message [10] above") < text.rindex("20/40")  # the live line is drawn again below
-    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")
-    assert "loss 3.3333" in (tmp_path / "log.txt").read_text()
-
-
-# signals
-
-
-LOOP = """
-import sys, time
-from jaxtrain.signals import Stop
-with Stop() as stop:
-    print("ready", flush=True)
-    BODY
-print(stop.reason, stop.exit_code, flush=True)
-sys.exit(stop.exit_code)
-"""
-POLL = "while not stop: time.sleep(0.01)"
-# A lock that deadlocks in C: no signal ends the call and no Python handler runs, as in a long compile or a hung collective.
-STUCK = "import ctypes; lib = ctypes.CDLL(None); lock = bytes(64); lib.pthread_mutex_lock(lock); lib.pthread_mutex_lock(lock)"
-
-
-def start_loop(body: str) -> subprocess.Popen:
-    code = LOOP.replace("BODY", body)
-    child = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert child.stdout is not None and child.stdout.readline() == "ready\n"
-    return child
+# ---- Signals
 
 
 @pytest.mark.parametrize(
     ("number", "code", "name"),
     [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 75, "SIGTERM"), (signal.SIGUSR1, 75, "SIGUSR1")],
 )
-def test_first_signal_ends_in_good_order(number, code, name):
-    child = start_loop(POLL)
-    child.send_signal(number)
-    child.send_signal(number)  # at once: the same Ctrl-C through another road
-    out, err = child.communicate(timeout=10)
-    assert (child.returncode, out) == (code, f"{number.name} {code}\n")
-    assert err == f"\n{name}: finishing this step, then saving. Again to leave at once.\n"
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
-def test_second_signal_leaves_at_once_even_when_stuck(number, code):
-    child = start_loop(STUCK)
-    child.send_signal(signal.SIGUSR1)
-    time.sleep(0.4)
-    assert child.poll() is None
-    child.send_signal(number)
-    out, err = child.communicate(timeout=10)
-    assert (child.returncode, out) == (code, "") and f"{number.name} again: leaving at once" in err
-
-
-@pytest.mark.parametrize("body", [POLL, STUCK], ids=["between steps", "stuck in C"])
-def test_asking_for_traces_ends_nothing(body):
-    """Each is heard, and an end that is asked for afterwards is the first one."""
-    child = start_loop(body)
-    assert child.stderr is not None
-    for _ in range(3):
-        child.send_signal(signal.SIGUSR2)
-        assert [child.stderr.readline() for _ in range(2)] == ["\n", "SIGUSR2: a trace was asked for.\n"]
-    assert child.poll() is None
-    child.send_signal(signal.SIGTERM)
-    assert [child.stderr.readline() for _ in range(2)][1].startswith("SIGTERM: finishing this step, then saving.")
-    if body == STUCK:
-        time.sleep(0.4)
-        child.send_signal(signal.SIGTERM)
-    assert child.wait(timeout=10) == 75
+def test_the_first_signal_ends_in_good_order_and_the_next_at_once(number, code, name, monkeypatch, capfd):
+    now, left, asked = [100.0], [], []
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(signals.os, "_exit", left.append)
+    stop = signals.Stop(ask=asked.append)
+    for _ in range(2):
+        stop._received(signal.SIGUSR2)
+    assert stop.traces == 2 and not stop and stop.exit_code is None
+    stop._received(number)
+    stop._received(number)  # at once: the same Ctrl-C through another road
+    assert (stop.reason, stop.exit_code, stop.name, asked, left) == (number.name, code, name, [number.name], [])
+    assert capfd.readouterr().err.endswith(f"\n{name}: finishing this step, then saving. Again to leave at once.\n")
+    now[0] += 60
+    stop._received(signal.SIGUSR2)
+    assert stop.traces == 3 and left == []
+    stop._received(signal.SIGTERM)
+    assert left == [75] and (stop.reason, stop.exit_code) == (number.name, code)
 
 
 def test_handlers_come_back():
-    from jaxtrain.signals import Stop
-
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
-    with Stop(signals=(signal.SIGINT, signal.SIGUSR1)) as stop:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    with signals.Stop(signals=(signal.SIGINT, signal.SIGUSR1)) as stop:
         assert signal.getsignal(signal.SIGTERM) == before[1] and signal.getsignal(signal.SIGINT) != before[0]
         assert not stop and stop.exit_code is None
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
+    assert [signal.getsignal(number) for number in numbers] == before
     assert signal.set_wakeup_fd(-1) == -1
 
 
-# traces
+# ---- Which steps are traced
 
 
-def traced_loop(tmp_path, profile: Profile, first: int, last: int) -> list[str]:
-    said: list[str] = []
-    tracer = profiling.Tracer(profile, tmp_path, said.append)
-    step_fn = jax.jit(lambda x: jnp.sin(x) @ x)
-    x = jnp.ones((64, 64))
-    for step in range(first, last + 1):
-        tracer.before_step(step)
-        x = step_fn(x)
-        tracer.after_step(step, x)
-    tracer.close(x)
-    return said
-
-
-@pytest.mark.parametrize(("last", "traced"), [(7, {3, 4}), (3, {3})])  # the whole window; a run that ends inside it
-def test_trace_holds_the_steps_asked_for(tmp_path, last, traced):
-    said = traced_loop(tmp_path, Profile(start=3, steps=2), 1, last)
-    (path,) = tmp_path.glob("profile/plugins/profile/*/*.xplane.pb")
-    assert said[0] == "Tracing steps 3 to 4." and len(said) == 2
-    assert str(path) in said[1] and f"python -m jaxtrain.profile {tmp_path}" in said[1]
-    assert list(path.parent.glob("*.trace.json.gz"))
-    data = jax.profiler.ProfileData.from_file(str(path))
-    found = {
-        dict(event.stats)["step_num"]
-        for plane in data.planes
-        for line in plane.lines
-        for event in line.events
-        if event.name == profiling.TRACE_NAME
-    }
-    assert {int(number) for number in found} == traced
-
-
-def test_each_request_is_a_trace_of_the_next_steps(tmp_path):
-    """Two that come during a trace are one more after it; one trace more, and the text of the program beside each."""
-    compiled = jax.jit(lambda x: jnp.sin(x) @ x).lower(jax.ShapeDtypeStruct((8, 8), jnp.float32)).compile()
-    said, asked = [], {2: 1, 3: 3, 9: 4}
-    now = [0]
-    tracer = profiling.Tracer(Profile(steps=2), tmp_path, said.append, asked=lambda: now[0], program=compiled)
-    for step in range(12):
-        tracer.before_step(step)
-        now[0] = asked.get(step, now[0])
-        tracer.after_step(step, jnp.ones(3))
-    tracer.close()
-    assert [line for line in said if line.startswith("Tracing")] == [
-        *("Tracing steps 3 to 4.", "Tracing steps 5 to 6.", "Tracing steps 10 to 11.")
-    ]
-    texts = list(tmp_path.glob(f"profile/plugins/profile/*/{profiling.HLO_TEXT}"))
-    assert len(texts) == len(list(tmp_path.rglob("*.xplane.pb"))) == 3 and "ENTRY" in texts[0].read_text()
+WINDOW = Profile(start=3, steps=2)
 
 
 @pytest.mark.parametrize(
-    ("steps", "process", "words"),
-    [(0, 0, "No trace: profile.steps = 0."), (2, 1, "No trace by this process: process 0 takes it")],
+    ("profile", "steps", "asked", "options", "windows", "words"),
+    [
+        (WINDOW, range(1, 8), {}, {}, [(3, 4)], ""),
+        (WINDOW, range(1, 4), {}, {}, [(3, 3)], ""),  # a run that ends inside it
+        (WINDOW, range(4, 8), {}, {}, [(4, 4)], ""),  # or begins there
+        (WINDOW, range(10, 12), {}, {}, [], "No trace: this run starts at step 10, behind profile.start=3."),
+        (Profile(), range(1, 4), {}, {}, [], ""),
+        # Two requests that come during a trace are one more after it.
+        (Profile(steps=2), range(12), {2: 1, 3: 3, 9: 4}, {}, [(3, 4), (5, 6), (10, 11)], ""),
+        (Profile(steps=0), range(3), {0: 1}, {}, [], "No trace: profile.steps = 0."),
+        (Profile(steps=2), range(3), {0: 1}, {"process_index": 1}, [], "No trace by this process: process 0 takes it"),
+        (Profile(steps=1), range(3), {0: 1}, {"graphs": True}, [(1, 1)], "profile.start above 0 is compiled without graphs"),
+    ],
 )
-def test_a_request_that_cannot_be_met_is_answered(tmp_path, steps, process, words):
-    said: list[str] = []
-    tracer = profiling.Tracer(Profile(steps=steps), tmp_path, said.append, process_index=process, asked=lambda: 1)
-    for step in range(3):
+def test_the_steps_asked_for_are_traced(profile, steps, asked, options, windows, words, tmp_path, monkeypatch):
+    """With a profiler that only notes its calls; a real one is in tests/proofs/test_traces.py."""
+    step, said, found, count = 0, [], [], [0]
+
+    def written(*args: Any) -> None:
+        found[-1] += (step,)
+        file = tmp_path / f"profile/plugins/profile/{len(found)}/host.xplane.pb"
+        file.parent.mkdir(parents=True)
+        file.touch()
+
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda *args, **kwargs: found.append((step,)))
+    monkeypatch.setattr(jax.profiler, "stop_trace", written)
+    program = SimpleNamespace(as_text=lambda: "ENTRY")
+    tracer = profiling.Tracer(profile, tmp_path, said.append, asked=lambda: count[0], program=program, **options)
+    for step in steps:
         tracer.before_step(step)
+        count[0] = asked.get(step, count[0])
         tracer.after_step(step, None)
-    assert len(said) == 1 and said[0].startswith(words) and not (tmp_path / "profile").exists()
-
-
-def test_a_trace_of_cuda_graphs_says_that_names_may_be_missing(tmp_path):
-    said: list[str] = []
-    tracer = profiling.Tracer(Profile(steps=1), tmp_path, said.append, asked=lambda: 1, graphs=True)
-    tracer.before_step(0)
-    tracer.after_step(0, None)
-    (told,) = [line for line in said if "CUDA graphs" in line]
-    assert "profile.start above 0" in told
-
-
-def test_no_trace_behind_the_window_or_when_off(tmp_path):
-    assert traced_loop(tmp_path, Profile(start=3, steps=2), 10, 12) == [
-        "No trace: this run starts at step 10, behind profile.start=3."
-    ]
-    assert traced_loop(tmp_path, Profile(), 1, 3) == []
-    assert not (tmp_path / "profile").exists()
-
-
-def test_dump_hlo(tmp_path):
-    said: list[str] = []
-    compiled = jax.jit(lambda x: jnp.sin(x) @ x).lower(jax.ShapeDtypeStruct((8, 8), jnp.float32)).compile()
-    path = profiling.dump_hlo(compiled, tmp_path, said.append)
-    assert path == tmp_path / "profile" / "train_step.hlo.txt" and "ENTRY" in path.read_text() and str(path) in said[0]
-
-
-# receipts
-
-
-def test_receipt_keeps_every_attempt(tmp_path):
-    path = tmp_path / "receipt.json"
-    ids = []
-    for attempt in range(3):
-        slip = receipt.Receipt(tmp_path)
-        facts = receipt.device_facts(jax.devices())
-        slip.start({"config": "tiny", "config_sha256": receipt.config_sha256({"b": 1, "a": 2}), "devices": facts})
-        ids.append(slip.id)
-        at_start = receipt.load(path)
-        assert at_start["exit_code"] is None and at_start["id"] == slip.id
-        slip.update(synthetic=True)
-        if attempt != 1:  # the second is killed
-            slip.finish(75, "SIGTERM", {"last_step": 10 * attempt})
-    last = receipt.load(path)
-    assert [last["attempt"], last["exit_code"], last["reason"], last["last_step"]] == [3, 75, "SIGTERM", 20]
-    assert [a["id"] for a in last["attempts"]] + [last["id"]] == ids
-    assert [a["exit_code"] for a in last["attempts"]] == [75, None] and all(a["synthetic"] for a in last["attempts"])
-    assert not any("attempts" in a for a in last["attempts"])
-    assert last["packages"]["jax"] == jax.__version__ and last["python"] in sys.version
-    assert last["devices"]["count"] == jax.device_count() and last["devices"]["platform"] == ["cpu"]
-    assert last["config_sha256"] == receipt.config_sha256({"a": 2, "b": 1}) != receipt.config_sha256({"a": 2, "b": 2})
-    with pytest.raises(ValueError, match="packages"):
-        receipt.Receipt(tmp_path / "other").start({"packages": {}})
-
-
-def test_receipt_that_cannot_be_read_is_not_overwritten(tmp_path):
-    path = tmp_path / "receipt.json"
-    for text, said in [("{", "not a receipt"), ('{"format": 99, "attempts": []}', "format 99"), ("[]", "not a receipt")]:
-        path.write_text(text)
-        with pytest.raises(receipt.ReceiptError, match=said):
-            receipt.Receipt(tmp_path).start({})
-        assert path.read_text() == text
-
-
-def test_environment_without_secrets():
-    variables = {"XLA_FLAGS": "--a", "NCCL_DEBUG": "INFO", "JAX_PLATFORMS": "cpu", "HOME": "/h", "HF_TOKEN": "t",
-                 "JAX_SOME_TOKEN": "t", "SLURM_JOB_ID": "7", "SLURM_JWT": "t", "AWS_SECRET_ACCESS_KEY": "s"}  # fmt: skip
-    assert set(receipt.environment(variables)) == {"XLA_FLAGS", "NCCL_DEBUG", "JAX_PLATFORMS", "SLURM_JOB_ID"}
-
-
-def test_git_state(tmp_path, monkeypatch):
-    def git(*args):
-        identity = ["-c", "user.name=t", "-c", "user.email=t@example.com"]
-        return subprocess.run(
-            ["git", *identity, *args], cwd=tmp_path, check=True, capture_output=True, text=True
-        ).stdout.strip()
-
-    assert receipt.git_state(tmp_path) is None
-    git("init", "-q")
-    package = tmp_path / "package"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (tmp_path / "readme").write_text("a")
-    git("add", "readme")
-    git("commit", "-qm", "one")
-    assert receipt.git_state(package) is None  # in the checkout, but not of it
-    git("add", ".")
-    git("commit", "-qm", "two")
-    assert receipt.git_state(package) == {"commit": git("rev-parse", "HEAD"), "dirty": False}
-    (package / "__init__.py").write_text("x = 1")
-    assert receipt.git_state(package) == {"commit": git("rev-parse", "HEAD"), "dirty": True}
-    monkeypatch.setenv("PATH", str(tmp_path))
-    state = receipt.git_state(package)
-    assert state is not None and "git" in state["error"]
-
-
-# imports
-
-
-def test_importing_these_is_light():
-    names = ("metrics", "progress", "receipt", "signals")
-    heavy = ("jax", "numpy", "rich", "tensorboardX")
-    code = f"import sys, jaxtrain.{', jaxtrain.'.join(names)}\nprint([name for name in {heavy} if name in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True).stdout
-    assert out == "[]\n"
+    tracer.close()
+    assert found == windows and not tracer.tracing
+    assert len([text for text in said if text.startswith("Tracing steps")]) == len(windows)
+    assert [path.read_text() for path in tmp_path.rglob(profiling.HLO_TEXT)] == ["ENTRY"] * len(windows)
+    assert words in "".join(said) and len([text for text in said if text.startswith("No trace")]) == words.startswith(
+        "No trace"
+    )

@@ -1,129 +1,20 @@
-"""Watching GPUs: what a driver that is played here says, the lines made of it, the warnings, and where lines go."""
+"""Watching GPUs: the lines made of what a played driver says, the warnings, and what becomes of a driver that fails."""
 
-import dataclasses
-import json
-import subprocess
-import sys
+import itertools
 import threading
-import time
-from pathlib import Path
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pynvml
 import pytest
-from runs import events
-from test_metrics import train_line
+from played_nvml import AT_ITS_CAP, GIB, HW_THERMAL, IDLE, SW_THERMAL, Gpu, Nvml
 
 from jaxtrain import metrics
 from jaxtrain.hardware import visible_handles
 from jaxtrain.monitor import MfuAlert, Monitor, alerts, card
 from jaxtrain.plan.expect import Expected
 from jaxtrain.plan.rates import PUBLISHED
-from jaxtrain.trackers.tensorboard import TensorBoard
-
-GIB = 2**30
-IDLE, AT_ITS_CAP, SW_THERMAL, HW_THERMAL = 0x1, 0x4, 0x20, 0x40
-
-
-@dataclasses.dataclass
-class Gpu:
-    """What the played driver says of a GPU; `broken` are functions that it refuses, `lost` all of them."""
-
-    index: int
-    utilization: int = 100
-    used: int = 130 * GIB
-    power_mw: int = 650_000
-    limit_mw: int = 700_000
-    temperature: int = 60
-    sm_mhz: int = 1_800
-    reasons: int = AT_ITS_CAP
-    ecc: int = 0
-    sent_kib: int = 0
-    received_kib: int = 0
-    broken: frozenset[str] = frozenset()
-    lost: bool = False
-
-
-class Nvml:
-    """NVML's functions, errors and constants, of GPUs that a test sets. Handles are the GPUs."""
-
-    def __init__(self, *gpus: Gpu):
-        self.gpus = gpus
-        self.open = 0  # nvmlInit less nvmlShutdown
-        self.asked: list[tuple[int, str]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("nvmlDevice"):
-            return getattr(pynvml, name)  # constants and errors
-
-        def ask(gpu: Gpu, *args: Any) -> Any:
-            self.asked.append((gpu.index, name))
-            if gpu.lost:
-                raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
-            if name in gpu.broken:
-                raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-            return getattr(self, f"_{name.removeprefix('nvmlDevice')}")(gpu, *args)
-
-        return ask
-
-    def nvmlInit(self) -> None:
-        self.open += 1
-
-    def nvmlShutdown(self) -> None:
-        self.open -= 1
-
-    def nvmlDeviceGetCount(self) -> int:
-        return len(self.gpus)
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> Gpu:
-        return self.gpus[index]
-
-    def _GetUUID(self, gpu: Gpu) -> str:
-        return f"GPU-{gpu.index}0ac6aa1"
-
-    def _GetIndex(self, gpu: Gpu) -> int:
-        return gpu.index
-
-    def _GetPowerManagementDefaultLimit(self, gpu: Gpu) -> int:
-        return 700_000
-
-    def _GetUtilizationRates(self, gpu: Gpu) -> Any:
-        return SimpleNamespace(gpu=gpu.utilization, memory=0)
-
-    def _GetMemoryInfo(self, gpu: Gpu) -> Any:
-        return SimpleNamespace(used=gpu.used)
-
-    def _GetPowerUsage(self, gpu: Gpu) -> int:
-        return gpu.power_mw
-
-    def _GetEnforcedPowerLimit(self, gpu: Gpu) -> int:
-        return gpu.limit_mw
-
-    def _GetTemperature(self, gpu: Gpu, sensor: int) -> int:
-        assert sensor == pynvml.NVML_TEMPERATURE_GPU
-        return gpu.temperature
-
-    def _GetClockInfo(self, gpu: Gpu, kind: int) -> int:
-        return {pynvml.NVML_CLOCK_SM: gpu.sm_mhz, pynvml.NVML_CLOCK_MEM: 3_201}[kind]
-
-    def _GetCurrentClocksThrottleReasons(self, gpu: Gpu) -> int:
-        return gpu.reasons
-
-    def _GetTotalEccErrors(self, gpu: Gpu, kind: int, counter: int) -> int:
-        assert (kind, counter) == (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
-        return gpu.ecc
-
-    def _GetFieldValues(self, gpu: Gpu, fields: list[tuple[int, int]]) -> Any:
-        """In the library's own structure, a union and all."""
-        kib = {138: gpu.sent_kib, 139: gpu.received_kib}
-        values = (pynvml.c_nvmlFieldValue_t * len(fields))()
-        for value, (field, scope) in zip(values, fields, strict=True):
-            assert scope == 2**32 - 1  # over all links
-            value.nvmlReturn = pynvml.NVML_SUCCESS
-            value.valueType = pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG
-            value.value.ullVal = kib[field]
-        return values
 
 
 def stats(in_use: float, pool: float = 120.0, largest: float = 0.0) -> dict[str, int]:
@@ -137,22 +28,21 @@ def stats(in_use: float, pool: float = 120.0, largest: float = 0.0) -> dict[str,
 
 
 class Watched:
-    """A monitor whose clock a test moves: the thread takes its first sample and then waits."""
+    """A monitor whose threads never run and whose clock a test moves; it has taken its first sample."""
 
     def __init__(self, *gpus: Gpu, pools: dict[int, Any] | None = None, **options: Any):
         self.now = 100.0
-        self.nvml = Nvml(*gpus)
+        self.nvml = options.setdefault("nvml", Nvml(*gpus))
         self.memory: dict[int, Any] = {i: stats(80.0) for i in range(len(gpus))}
         pools = {i: lambda i=i: self.memory[i] for i in range(len(gpus))} if pools is None else pools
-        options = {"nvml": self.nvml, "environ": {}, "sample_s": 1e6, "clock": lambda: self.now} | options
-        self.monitor = Monitor(pools, 10.0, **options)
+        self.monitor = Monitor(pools, 10.0, **{"environ": {}, "clock": lambda: self.now} | options)
 
     def __enter__(self) -> "Watched":
-        self.monitor.__enter__()
-        limit = time.monotonic() + 10
-        while self.monitor._thread and not (self.monitor._samples or self.monitor._gone or self.monitor._failed):
-            assert time.monotonic() < limit
-            time.sleep(0.002)
+        with pytest.MonkeyPatch.context() as patch:
+            never = SimpleNamespace(start=lambda: None, join=lambda seconds: None, is_alive=lambda: False)
+            patch.setattr("jaxtrain.monitor.threading.Thread", lambda **options: never)
+            self.monitor.__enter__()
+        self.monitor.sample()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -164,8 +54,20 @@ class Watched:
         self.monitor.sample()
         return self.monitor.lines(step)
 
+    def alerts(self) -> list[str]:
+        """The warnings after one more line."""
+        self.lines()
+        return self.monitor.alerts()
 
-# lines
+    def in_thread(self, thread: Any, between: Iterator[Any]) -> None:
+        """Run a thread's function here; each time it waits, the next of `between` has happened, and then it ends."""
+        waits = SimpleNamespace(wait=lambda seconds: next(between, "over") == "over")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.monitor, "_over", waits)
+            thread()
+
+
+# ---- Lines
 
 
 def test_a_line_has_every_key_and_its_unit():
@@ -201,19 +103,6 @@ def test_samples_become_means_and_the_highest_temperature():
         (line,) = watched.lines()
     assert line["utilization"] == 0.25 and line["power_w"] == 250.0 and line["temperature_c"] == 91.0
     assert line["throttled"] == 0.5 and line["throttle_reasons"] == "hw_thermal+sw_thermal"
-
-
-def test_the_thread_samples_by_itself():
-    gpu = Gpu(0)
-    options: dict[str, Any] = {"nvml": Nvml(gpu), "environ": {}, "sample_s": 0.01}
-    with Monitor({0: lambda: stats(80.0)}, 0.05, **options) as monitor:
-        limit, lines = time.monotonic() + 10, []
-        while len(lines) < 3 and time.monotonic() < limit:
-            lines += monitor.lines(len(lines))
-            time.sleep(0.005)
-        thread = monitor._thread
-        assert [line["step"] for line in lines] == [0, 1, 2] and thread and thread.daemon
-    assert not thread.is_alive() and options["nvml"].open == 0
 
 
 def test_a_gpu_that_does_not_tell_has_nulls():
@@ -254,24 +143,27 @@ def test_without_gpus_or_switched_off_nothing_happens(pools, every_s):
     assert nvml.asked == [] and nvml.open == 0
 
 
-# failures
+# ---- Failures
 
 
-def test_no_driver_is_told_once():
-    class NoDriver(Nvml):
-        def nvmlInit(self) -> None:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
-
-    with Monitor({0: lambda: None}, 10.0, nvml=NoDriver(), environ={}) as monitor:
-        assert monitor.alerts() == ["the GPUs are not monitored: NVML does not start (Driver Not Loaded)"]
-        assert monitor.alerts() == monitor.lines(1) == []
-
-
-def test_a_slice_of_a_gpu_is_not_monitored():
-    with Watched(Gpu(0), pools={0: lambda: None}, environ={"CUDA_VISIBLE_DEVICES": "MIG-1"}) as watched:
-        (said,) = watched.monitor.alerts()
-        assert said.startswith("the GPUs are not monitored: CUDA_VISIBLE_DEVICES = 'MIG-1': MIG-1 is a MIG slice")
-        assert watched.lines() == [] and watched.nvml.open == 0
+@pytest.mark.parametrize(
+    ("driver", "visible", "place", "said"),
+    [
+        (False, {}, 0, "the GPUs are not monitored: NVML does not start (Driver Not Loaded)"),
+        (
+            True,
+            {"CUDA_VISIBLE_DEVICES": "MIG-1"},
+            0,
+            "the GPUs are not monitored: CUDA_VISIBLE_DEVICES = 'MIG-1': MIG-1 is a MIG",
+        ),
+        (True, {}, 1, "visible GPUs [1] are not monitored: NVML lists 1"),
+    ],
+)
+def test_what_cannot_be_monitored_is_told_once(driver, visible, place, said):
+    with Watched(nvml=Nvml(Gpu(), driver=driver), pools={place: lambda: None}, environ=visible) as watched:
+        (text,) = watched.monitor.alerts()
+        assert text.startswith(said)
+        assert watched.alerts() == watched.lines() == [] and watched.nvml.open == 0
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -281,23 +173,15 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return said
 
 
-def eventually(caplog: pytest.LogCaptureFixture) -> list[str]:
-    limit = time.monotonic() + 10
-    while not caplog.records and time.monotonic() < limit:
-        time.sleep(0.005)
-    return warnings(caplog)
-
-
 def test_a_thread_that_fails_is_told_once_and_ends_no_run(caplog):
     def broken(gpu: Gpu) -> int:
         raise AttributeError("no such function in this driver")
 
-    watched = Watched(Gpu(0))
-    watched.nvml._GetPowerUsage = broken
-    with watched:
-        assert eventually(caplog) == ["the GPUs are no longer monitored: AttributeError: no such function in this driver"]
+    with Watched(Gpu()) as watched:
+        watched.nvml.DeviceGetPowerUsage = broken
+        watched.in_thread(watched.monitor._watch, itertools.repeat("another second"))
+        assert warnings(caplog) == ["the GPUs are no longer monitored: AttributeError: no such function in this driver"]
         assert watched.monitor.alerts() == []
-    assert warnings(caplog) == []
 
 
 @pytest.mark.parametrize("how", ["lost", "mute"])
@@ -335,51 +219,40 @@ def test_a_gpu_that_answers_again_is_not_lost(caplog):
     assert warnings(caplog) == []
 
 
-def test_a_driver_that_hangs_is_told_at_once_and_does_not_hold_the_end(monkeypatch, caplog):
-    monkeypatch.setattr("jaxtrain.monitor.JOIN_S", 0.1)
-    hangs = threading.Event()
-    watched = Watched(Gpu(0), sample_s=0.01)
-    with watched:
-        watched.nvml._GetPowerUsage = lambda gpu: hangs.wait(30) and 0
-        time.sleep(0.1)
-        watched.now += 61.0
-        (text,) = eventually(caplog)
-        assert text.startswith("the driver has not answered for 6")
-        watched.now += 30.0
-        time.sleep(0.1)
-        assert warnings(caplog) == []
-        hangs.set()
-        assert eventually(caplog) == ["the driver answers again"]
-        hangs.clear()
-        time.sleep(0.1)
-    assert watched.nvml.open == 1  # the library is still in use
-    hangs.set()
+def test_a_silent_driver_is_told_at_once_and_once(caplog):
+    """By a thread of its own: the one that asks hangs, and the loop may."""
+
+    def seconds_later(watched: Watched) -> Iterator[Any]:
+        for seconds, said in ((60.0, []), (1.0, ["the driver has not answered for 61 s"]), (30.0, [])):
+            watched.now += seconds
+            yield
+            assert [text.partition(":")[0] for text in warnings(caplog)] == said
+        watched.monitor.sample()
+        yield
+        assert warnings(caplog) == ["the driver answers again"]
+
+    with Watched(Gpu()) as watched:
+        watched.in_thread(watched.monitor._listen, seconds_later(watched))
 
 
-# warnings
+# ---- Warnings
 
 
 def test_throttling_is_one_episode():
     gpu = Gpu(3)
     with Watched(gpu) as watched:
-        watched.lines()
-        assert watched.monitor.alerts() == []  # at its power limit: that is what full load looks like
+        assert watched.alerts() == []  # at its power limit: that is what full load looks like
         gpu.reasons, gpu.temperature, gpu.sm_mhz = HW_THERMAL, 93, 1_100
-        watched.lines()
-        (text,) = watched.monitor.alerts()
+        (text,) = watched.alerts()
         assert text.startswith("GPU 3 is throttled: hw_thermal in 100% of the samples, 93 C, 1,100 MHz: it is too hot")
         assert "-i 3" in text
-        watched.lines()
-        assert watched.monitor.alerts() == []
+        assert watched.alerts() == []
         gpu.reasons = IDLE
         for _ in range(alerts.CLEAN - 1):
-            watched.lines()
-        assert watched.monitor.alerts() == []
-        watched.lines()
-        assert watched.monitor.alerts() == ["GPU 3 is no longer throttled"]
+            assert watched.alerts() == []
+        assert watched.alerts() == ["GPU 3 is no longer throttled"]
         gpu.reasons = HW_THERMAL
-        watched.lines()
-        assert len(watched.monitor.alerts()) == 1
+        assert len(watched.alerts()) == 1
 
 
 def test_a_short_dip_is_not_worth_a_word():
@@ -403,29 +276,23 @@ def test_every_reason_says_what_to_look_at():
 def test_power_capped_below_the_default():
     gpu = Gpu(1, limit_mw=500_000)
     with Watched(gpu) as watched:
-        watched.lines()
-        (text,) = watched.monitor.alerts()
+        (text,) = watched.alerts()
         assert text.startswith("GPU 1 is limited to 500 W, 700 W by default") and "nvidia-smi -i 1 -pl 700" in text
         watched.lines()
         gpu.limit_mw = 700_000
-        watched.lines()
-        assert watched.monitor.alerts() == ["GPU 1 has its default power limit again, 700 W"]
+        assert watched.alerts() == ["GPU 1 has its default power limit again, 700 W"]
 
 
 def test_only_new_memory_errors_are_told():
     gpu = Gpu(2, ecc=5)
     with Watched(gpu) as watched:
-        watched.lines()
-        assert watched.monitor.alerts() == []
+        assert watched.alerts() == []
         gpu.ecc = 7
-        watched.lines()
-        (text,) = watched.monitor.alerts()
+        (text,) = watched.alerts()
         assert text.startswith("GPU 2 has 2 new uncorrected memory errors (ECC), 7 since")
-        watched.lines()
-        assert watched.monitor.alerts() == []
+        assert watched.alerts() == []
         gpu.ecc = 8
-        watched.lines()
-        assert "1 new" in watched.monitor.alerts()[0]
+        assert "1 new" in watched.alerts()[0]
 
 
 def test_memory_that_grows_outside_the_pool():
@@ -437,30 +304,17 @@ def test_memory_that_grows_outside_the_pool():
             watched.monitor._samples[0] = watched.monitor._samples[0][-1:]
             watched.lines()
         gpu.used = 128 * GIB
-        watched.lines()
-        assert watched.monitor.alerts() == []
+        assert watched.alerts() == []
         for _ in range(2):
             gpu.used += GIB
             watched.monitor.sample()
-        watched.lines()
-        (text,) = watched.monitor.alerts()
+        (text,) = watched.alerts()
         assert (
             text.startswith("GPU 0: memory outside JAX's pool has grown from 7.0 to 9.7 GiB.")
             and "train.memory_fraction" in text
         )
         gpu.used = 125 * GIB
-        watched.lines()
-        assert watched.monitor.alerts() == ["GPU 0: memory outside JAX's pool is back to 5.0 GiB"]
-
-
-def test_alerts_rest_on_what_gpus_report():
-    """XLA's allocator on GPUs says 0 for the largest free block: an alert about fragments could never fire."""
-    with Watched(Gpu(0)) as watched:
-        (line,) = watched.lines()
-    assert line.pop("largest_free_gib") is None
-    episodes = alerts.Episodes()
-    alerts.GpuAlerts(episodes).look(line, 700.0)
-    assert episodes.take() == []
+        assert watched.alerts() == ["GPU 0: memory outside JAX's pool is back to 5.0 GiB"]
 
 
 def test_mfu_below_the_plan_is_one_episode():
@@ -483,64 +337,3 @@ def test_the_alert_begins_below_the_range_that_is_expected():
     """0.7 of the roofline's MFU may be what published runs reach; without a comparable run only a calibration says more."""
     assert Expected(1.0, 50.0, PUBLISHED, (1.1, 1.4)).longest_s == 1.4
     assert Expected(1.0, 50.0, PUBLISHED).longest_s is None and Expected(1.0, 50.0, "calibrated").longest_s == 1.0
-
-
-# files
-
-
-def gpu_line(step: int, gpu: int = 0, process: int = 0, **changes: Any) -> dict[str, Any]:
-    line: dict[str, Any] = dict.fromkeys(metrics.GPU_KEYS[1:-1], 0.5) | {"step": step, "gpu": gpu, "process": process}
-    return line | {"throttle_reasons": "sw_thermal", "ecc_uncorrected": None} | changes
-
-
-def test_gpu_lines_are_kept_and_shown(tmp_path):
-    with metrics.Writers(tmp_path, [TensorBoard(tmp_path)]) as writers:
-        writers.train(**train_line(1))
-        for gpu in (0, 1):
-            writers.gpu(**gpu_line(1, gpu, power_w=600.0 + gpu))
-        with pytest.raises(TypeError, match=r"a gpu line lacks \['power_w'\]"):
-            writers.gpu(**{k: v for k, v in gpu_line(1).items() if k != "power_w"})
-    text = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert tuple(json.loads(text[1])) == metrics.GPU_KEYS and json.loads(text[2])["power_w"] == 601.0
-    shown: dict[str, Any] = {}
-    for step, _, values in events(tmp_path / "tb")[0]:
-        assert step == 1
-        shown |= values
-    assert shown["train/loss"] == 0.5 and shown["gpu/0/power_w"] == 600.0 and shown["gpu/1/power_w"] == 601.0
-    assert not {"gpu/0/gpu", "gpu/0/process", "gpu/0/throttle_reasons", "gpu/0/ecc_uncorrected"} & set(shown)
-    assert "gpu/3.1/power_w" in metrics.tagged({"kind": "gpu", **gpu_line(1, gpu=1, process=3)})
-
-
-def test_other_processes_write_their_gpus_apart(tmp_path):
-    for process in (0, 1):
-        with metrics.Writers(tmp_path, process_index=process) as writers:
-            for step in (1, 2, 3):
-                writers.train(**train_line(step))
-                writers.gpu(**gpu_line(step, process=process))
-    files = {name: list(metrics.read(tmp_path / name)) for name in ("metrics.jsonl", "metrics.1.jsonl")}
-    assert [(line["kind"], line["step"]) for line in files["metrics.1.jsonl"]] == [("gpu", 1), ("gpu", 2), ("gpu", 3)]
-    assert len(files["metrics.jsonl"]) == 6
-    for process in (0, 1):  # each rewinds its own
-        kept = metrics.Writers(tmp_path, process_index=process).rewind(2)
-        assert kept == metrics.Rewound(4 - 2 * process, 2 - process, False)
-    assert [line["step"] for line in metrics.read(tmp_path / "metrics.1.jsonl")] == [1, 2]
-    (moved,) = metrics.Writers(tmp_path, process_index=1).set_aside()
-    assert moved.name.startswith("metrics.1.set_aside-") and (tmp_path / "metrics.jsonl").exists()
-
-
-def test_a_line_of_a_killed_process_is_cut_off(tmp_path):
-    writers = metrics.Writers(tmp_path, process_index=2)
-    for step in (1, 2):
-        writers.gpu(**gpu_line(step, process=2))
-    writers.close()
-    path = tmp_path / "metrics.2.jsonl"
-    path.write_bytes(path.read_bytes()[:-9])
-    assert writers.rewind(5) == metrics.Rewound(1, 0, True)
-
-
-def test_importing_the_monitor_is_light():
-    code = "import sys, jaxtrain.monitor\nprint([n for n in ('jax', 'numpy') if n in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "[]\n"

@@ -1,0 +1,133 @@
+"""NVML as a test plays it: its functions, errors and constants, of GPUs that the test sets."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+
+GIB = 2**30
+IDLE, AT_ITS_CAP, SW_THERMAL, HW_THERMAL = 0x1, 0x4, 0x20, 0x40
+
+
+@dataclasses.dataclass
+class Gpu:
+    """What the driver says of a GPU; `broken` are functions that it refuses, `lost` all of them."""
+
+    index: int = 0
+    utilization: int = 100
+    used: int = 130 * GIB
+    power_mw: int = 650_000
+    limit_mw: int = 700_000
+    temperature: int = 60
+    sm_mhz: int = 1_800
+    reasons: int = AT_ITS_CAP
+    ecc: int = 0
+    sent_kib: int = 0
+    received_kib: int = 0
+    broken: frozenset[str] = frozenset()
+    lost: bool = False
+
+
+class Nvml:
+    """A driver with these GPUs, which are their own handles. `driver` False: none is loaded."""
+
+    SystemGetDriverVersion, SystemGetCudaDriverVersion = "580.65.06", 13000
+    DeviceGetName, DeviceGetEccMode = b"NVIDIA H200", [1, 1]
+    DeviceGetPowerManagementDefaultLimit, DeviceGetMaxClockInfo = 700_000, 1980
+    DeviceGetTopologyCommonAncestor = 30
+
+    def __init__(self, *gpus: Gpu, driver: bool = True):
+        self.gpus, self.driver = gpus, driver
+        self.open = 0  # nvmlInit less nvmlShutdown
+        self.asked: list[tuple[int, str]] = []
+        for index, gpu in enumerate(gpus):
+            gpu.index = gpu.index or index
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith(("nvmlDevice", "nvmlSystem")):
+            return getattr(pynvml, name)  # constants and errors
+
+        def ask(*args: Any) -> Any:
+            if not self.driver:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_UNINITIALIZED)
+            if args and isinstance(args[0], Gpu):
+                self.asked.append((args[0].index, name))
+                if args[0].lost:
+                    raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+                if name in args[0].broken:
+                    raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            found = getattr(self, name.removeprefix("nvml"))
+            return found(*args) if callable(found) else found
+
+        return ask
+
+    def nvmlInit(self) -> None:
+        if not self.driver:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def DeviceGetCount(self) -> int:
+        return len(self.gpus)
+
+    def DeviceGetHandleByIndex(self, index: int) -> Gpu:
+        if self.gpus[index].lost:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return self.gpus[index]
+
+    def DeviceGetUUID(self, gpu: Gpu) -> str:
+        return f"GPU-{gpu.index}0ac6aa1"
+
+    def DeviceGetIndex(self, gpu: Gpu) -> int:
+        return gpu.index
+
+    def DeviceGetPciInfo(self, gpu: Gpu) -> Any:
+        return SimpleNamespace(busId=b"0000:18:00.0")
+
+    def DeviceGetUtilizationRates(self, gpu: Gpu) -> Any:
+        return SimpleNamespace(gpu=gpu.utilization, memory=0)
+
+    def DeviceGetMemoryInfo(self, gpu: Gpu) -> Any:
+        return SimpleNamespace(used=gpu.used)
+
+    def DeviceGetPowerUsage(self, gpu: Gpu) -> int:
+        return gpu.power_mw
+
+    def DeviceGetEnforcedPowerLimit(self, gpu: Gpu) -> int:
+        return gpu.limit_mw
+
+    DeviceGetPowerManagementLimit = DeviceGetEnforcedPowerLimit
+
+    def DeviceGetTemperature(self, gpu: Gpu, sensor: int) -> int:
+        assert sensor == pynvml.NVML_TEMPERATURE_GPU
+        return gpu.temperature
+
+    def DeviceGetClockInfo(self, gpu: Gpu, kind: int) -> int:
+        return {pynvml.NVML_CLOCK_SM: gpu.sm_mhz, pynvml.NVML_CLOCK_MEM: 3_201}[kind]
+
+    def DeviceGetCurrentClocksThrottleReasons(self, gpu: Gpu) -> int:
+        return gpu.reasons
+
+    def DeviceGetTotalEccErrors(self, gpu: Gpu, kind: int, counter: int) -> int:
+        assert kind == pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+        return gpu.ecc if counter == pynvml.NVML_VOLATILE_ECC else 12  # of its life
+
+    def DeviceGetNvLinkState(self, gpu: Gpu, link: int) -> int:
+        return int(link < 16)
+
+    def DeviceGetP2PStatus(self, one: Gpu, other: Gpu, what: int) -> int:
+        return int(self.gpus[-1] is other)  # 0: linked; the last is not
+
+    def DeviceGetFieldValues(self, gpu: Gpu, fields: list[tuple[int, int]]) -> Any:
+        """In the library's own structure, a union and all."""
+        kib = {138: gpu.sent_kib, 139: gpu.received_kib}
+        values = (pynvml.c_nvmlFieldValue_t * len(fields))()
+        for value, (field, scope) in zip(values, fields, strict=True):
+            assert scope == 2**32 - 1  # over all links
+            value.nvmlReturn = pynvml.NVML_SUCCESS
+            value.valueType = pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG
+            value.value.ullVal = kib[field]
+        return values

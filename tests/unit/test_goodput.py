@@ -1,0 +1,202 @@
+"""The ledger of wall time: every second of a run has one cause, through kills, hangs and resumes."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxtrain import goodput
+from jaxtrain.ledger import Ledger
+
+
+def spent(until: float, done: int | None, doing: str = "step", /, **seconds: float) -> dict[str, Any]:
+    return {"kind": "spent", "until": until, "seconds": seconds, "step": done, "doing": doing}
+
+
+def begin(at: float, seen: float | None = None) -> dict[str, Any]:
+    return {"kind": "begin", "time": at, "seen": seen}
+
+
+def back(step: int) -> dict[str, Any]:
+    return {"kind": "back", "step": step}
+
+
+def end(at: float, code: int) -> dict[str, Any]:
+    return {"kind": "end", "time": at, "exit_code": code, "reason": ""}
+
+
+FINISHED = [
+    begin(100.0),
+    spent(104.0, None, startup=1.0, compile=3.0),
+    back(0),
+    spent(114.0, 10, step=8.0, data=1.5, save=0.5),
+    end(114.5, 0),
+]
+KILLED = [
+    begin(0.0),
+    spent(5.0, None, startup=5.0),
+    back(0),
+    spent(15.0, 10, step=9.0, save=1.0),  # checkpoint 10
+    spent(35.0, 30, step=18.0, data=2.0),  # killed at 39, seen last then
+    begin(50.0, seen=39.0),
+    spent(53.0, None, "restore", startup=2.0, restore=1.0),
+    back(10),
+    spent(103.0, 60, step=50.0),
+    end(103.0, 0),
+]
+ACROSS = [begin(0.0), back(0), spent(10.0, 10, step=10.0), begin(10.0, seen=10.0), back(4), spent(12.0, 6, step=2.0)]
+HUNG = [
+    begin(0.0),
+    back(0),
+    spent(10.0, 10, step=10.0),  # the checkpoint: none of what comes after was spent on steps that count
+    spent(40.0, 10, step=30.0),
+    spent(900.0, 10, step=860.0),
+    end(900.0, 124),
+    begin(905.0, seen=900.0),
+    back(10),
+    spent(915.0, 20, step=10.0),
+]
+SLOW = [begin(0.0), back(0), spent(10.0, 5, step=10.0), spent(40.0, 5, step=30.0), begin(60.0, seen=45.0), back(5)]
+RUNS = [begin(0.0), spent(2.0, None, startup=2.0), back(0), spent(4.0, 2, step=2.0)]
+
+
+def between(code: int) -> list[dict[str, Any]]:
+    """Two attempts of 10 s, the first of which ends with this code; 100 s between them."""
+    return [begin(0.0), back(0), spent(10.0, 5, step=10.0), end(10.0, code), begin(110.0, 10.0), spent(120.0, 6, step=10.0)]
+
+
+def seen_last(lines: list[dict[str, Any]], at: float) -> list[dict[str, Any]]:
+    """The same ledger, whose file was last touched then."""
+    return [*lines[:-1], lines[-1] | {"seen_last": at}]
+
+
+@pytest.mark.parametrize(
+    ("lines", "now", "parts", "counted", "good"),
+    [
+        (FINISHED, None, {"startup": 1, "compile": 3, "step": 8, "data": 1.5, "save": 0.5}, (1, 10, 0), 8 / 14),
+        # 18 + 2 and the 4 s that no line tells of were for steps after the 10th.
+        (KILLED, None, {"startup": 7, "step": 59, "save": 1, "repeated": 24, "down": 11, "restore": 1}, (2, 60, 20), 59 / 103),
+        # A line that lies across the checkpoint is divided; a rollback may go before what had been kept.
+        (ACROSS, None, {"step": 6, "repeated": 6}, (2, 6, 6), 1 / 2),
+        ([*ACROSS, back(2), spent(16.0, 6, step=4.0)], None, {"step": 6, "repeated": 10}, (2, 6, 10), 6 / 16),
+        (HUNG, None, {"step": 20, "hang": 890, "down": 5}, (2, 20, 0), 20 / 915),
+        # Lines come while a step is under way: a kill loses them, although the step counted stands in a checkpoint.
+        (SLOW, None, {"step": 10, "repeated": 35, "down": 15}, (2, 5, 0), 1 / 6),
+        *((between(code), None, {"step": 20, "stopped": 100}, (2, 6, 0), 1.0) for code in (0, 130)),
+        *((between(code), None, {"step": 20, "down": 100}, (2, 6, 0), 1 / 6) for code in (75, 124, 1)),
+        (RUNS, 9.0, {"startup": 2, "step": 7}, (1, 2, 0), 7 / 9),
+        (seen_last(RUNS, 6.0), None, {"startup": 2, "step": 4}, (1, 2, 0), 4 / 6),
+        # A file that was copied later tells of no more time than two lines may lie apart.
+        (seen_last(RUNS, 86_400.0), None, {"startup": 2, "step": 62}, (1, 2, 0), 62 / 64),
+        ([], None, {}, (0, 0, 0), None),
+    ],
+)
+def test_every_second_has_one_cause(lines, now, parts, counted, good):
+    found = goodput.summarise(lines, now=now)
+    assert found.parts.keys() == set(goodput.CAUSES)
+    assert {cause: pytest.approx(s) for cause, s in found.parts.items() if s} == parts
+    assert sum(found.parts.values()) == pytest.approx(found.wall_s)
+    assert sum(sum(s.seconds.values()) for s in found.spans) == pytest.approx(found.wall_s)
+    assert (found.attempts, found.steps, found.steps_repeated) == counted
+    assert found.goodput == (None if good is None else pytest.approx(good))
+    assert found.record()["wall_s"] == pytest.approx(sum(parts.values())) and goodput.words(found)
+
+
+# ---- The file
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The ledger's clock, which stands still unless a test moves it."""
+    now = [1000.0]
+    clock = SimpleNamespace(time=lambda: now[0], monotonic=lambda: now[0] - 900.0)
+    monkeypatch.setattr("jaxtrain.ledger.time", clock)
+    return now
+
+
+def test_blocks_claim_their_time_and_no_more(tmp_path: Path, now: list[float]):
+    path = tmp_path / goodput.FILE
+    with Ledger(path, now[0] - 3.0) as ledger:
+        with ledger.during("compile"):
+            now[0] += 20.0
+        ledger.back(0)
+        ledger.base("step")
+        with ledger.during("eval"):
+            now[0] += 1.0
+            with ledger.during("data"):
+                now[0] += 5.0
+            now[0] += 0.5
+        ledger.stepped(3)
+        now[0] += 4.0
+        found = ledger.close(0, "done")
+        ledger.stepped(9)
+    assert found is not None and found.steps == 3 and found.wall_s == pytest.approx(33.5)
+    expected = {"startup": 3.0, "compile": 20.0, "eval": 1.5, "data": 5.0, "step": 4.0}
+    assert {cause: seconds for cause, seconds in found.parts.items() if seconds} == pytest.approx(expected)
+    last = [json.loads(line) for line in path.read_text().splitlines()][-1]
+    assert last == {"kind": "end", "time": pytest.approx(1030.5), "exit_code": 0, "reason": "done"}
+
+
+def test_lines_come_while_a_block_is_long(tmp_path: Path, now: list[float]):
+    """The thread that beats writes one each LINE_S seconds, and touches the file at every beat."""
+    path = tmp_path / goodput.FILE
+    ledger = Ledger(path, now[0])
+    ledger._thread = SimpleNamespace(start=lambda: None, is_alive=lambda: False)  # type: ignore[assignment]
+    beats = iter([29.0, 1.0, 1.0])
+
+    def wait(seconds: float) -> bool:
+        now[0] += (step := next(beats, 0.0))
+        return not step
+
+    with ledger, ledger.during("compile"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ledger, "_over", SimpleNamespace(wait=wait))
+            ledger._beat()
+        assert [line["kind"] for line in goodput.read(path)] == ["begin", "spent"]
+        assert goodput.read(path)[-1]["seconds"] == {"compile": 30.0} and path.stat().st_mtime == 1031.0
+        assert goodput.summarise(goodput.read(path)).parts["compile"] == 31.0
+
+
+def test_other_processes_write_nothing(tmp_path: Path, now: list[float]):
+    with Ledger(tmp_path / goodput.FILE, now[0], active=False) as ledger:
+        with ledger.during("save"):
+            ledger.back(0)
+        assert ledger.close(0, "done") is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_line_cut_by_a_kill(tmp_path: Path, now: list[float]):
+    path = tmp_path / goodput.FILE
+    whole = json.dumps(begin(5.0)) + "\n" + json.dumps(spent(9.0, 4, step=4.0)) + "\n"
+    path.write_text(whole + '{"kind": "spe')
+    assert [line["kind"] for line in goodput.read(path)] == ["begin", "spent"]
+    with Ledger(path, now[0]) as ledger:
+        ledger.end(0, "done")
+    assert path.read_text().startswith(whole + '{"kind": "begin"')
+    path.write_text('{"kind": "spe')
+    with Ledger(path, now[0]) as ledger:
+        ledger.end(0, "done")
+    assert goodput.summarise(goodput.read(path)).attempts == 1
+
+
+def test_another_file_is_named(tmp_path: Path):
+    path = tmp_path / goodput.FILE
+    path.write_text("1\n2\n")
+    with pytest.raises(ValueError, match="goodput.jsonl:1: not a line of a goodput ledger"):
+        goodput.read(path)
+    assert goodput.read(tmp_path / "nothing") == []
+
+
+def test_a_ledger_that_cannot_be_written_ends_no_run(tmp_path: Path, now: list[float], caplog: pytest.LogCaptureFixture):
+    path = tmp_path / "gone" / goodput.FILE
+    with Ledger(path, now[0]) as ledger:
+        with ledger.during("compile"):
+            now[0] += 1.0
+        path.parent.mkdir()
+        with ledger.during("save"):
+            now[0] += 2.0
+        found = ledger.close(0, "done")
+    assert found is not None and found.parts["save"] == 2.0
+    assert len([r.message for r in caplog.records if "cannot be written" in r.message]) == 1
