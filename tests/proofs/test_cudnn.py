@@ -20,19 +20,22 @@ def documents(rows: list[list[int]], padding: list[int]) -> np.ndarray:
     )
 
 
-@pytest.mark.parametrize(
-    ("rows", "padding"),
-    [
-        ([[12]], [0]),
-        ([[5, 7], [12], [1, 1, 10]], [0, 0, 0]),
-        ([[5, 3], [12], [4], [2, 2, 2, 2]], [4, 0, 8, 4]),
-        ([[12], []], [0, 12]),
-    ],
-)
+ROWS = {  # documents of each row, and its padding
+    "one": ([12], 0),
+    "two": ([5, 7], 0),
+    "three": ([1, 1, 10], 0),
+    "padded": ([5, 3], 4),
+    "most of it padding": ([4], 8),
+    "as many as there may be, padded": ([2, 2, 2, 2], 4),
+    "nothing but padding": ([], 12),
+}
+
+
 @pytest.mark.parametrize("max_segments", [4, 7])
-def test_every_document_is_where_the_kernel_is_told(rows, padding, max_segments):
+def test_every_document_is_where_the_kernel_is_told(max_segments):
     """Entry i of the flattened lengths and offsets is document i of all rows: its length, and its start in elements. The
     padding of a row is its last document, so that the kernel leaves nothing undefined."""
+    rows, padding = (list(each) for each in zip(*ROWS.values(), strict=True))
     segments = documents(rows, padding)
     B, T = segments.shape
     N, K, H = 8, 2, 16
@@ -96,9 +99,8 @@ def gradients(q, k, v, do, segments, spec):
     return [*jax.vjp(whole, q, k, v)[1](do), *block(True), *block(False)]
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "one document"])
-@pytest.mark.parametrize(("rows", "heads"), [(3, 4), (1, 8), (3, 2), (1, 1)])
-def test_parts_of_a_backward_pass_are_the_whole(rows, heads, packed, monkeypatch):
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.more)], ids=["packed", "one document"])
+def test_parts_of_a_backward_pass_are_the_whole(packed, monkeypatch):
     """By groups of heads, by rows with other numbers of documents, by the queries of one group, and by all three."""
     monkeypatch.setattr(cudnn, "fused", cudnn_emulator.MODULE)
     segments = jnp.asarray(documents([[5, 7], [12], [1, 3, 2]], [0, 0, 6]))
@@ -116,8 +118,10 @@ def test_parts_of_a_backward_pass_are_the_whole(rows, heads, packed, monkeypatch
 
     monkeypatch.setattr(cudnn, "fused", SimpleNamespace(**vars(cudnn_emulator.MODULE)))
     monkeypatch.setattr(cudnn.fused, "_dot_product_attention_bwd_p_wrapper", SimpleNamespace(bind=bind))
-    monkeypatch.setattr(cudnn, "part_of", lambda *shape, **how: (rows, heads))
-    got = gradients(q, k, v, do, segments, spec)
-    assert set(taken) == {(rows, heads)} and len(taken) == 3 * (3 // rows) * (8 // heads)
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    for rows, heads in ((3, 4), (1, 8), (3, 2), (1, 1)):
+        taken.clear()
+        monkeypatch.setattr(cudnn, "part_of", lambda *shape, size=(rows, heads), **how: size)
+        got = gradients(q, k, v, do, segments, spec)
+        assert set(taken) == {(rows, heads)} and len(taken) == 3 * (3 // rows) * (8 // heads)
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -34,11 +34,11 @@ def peak_bytes(read: assignment.Assignment) -> int:
 
 
 def test_memory_is_held_until_its_last_user_ends():
-    """Value 2 lives in the memory of value 1 and outlives it."""
+    """Value 2 lives in the memory of value 1, which is larger, and outlives it."""
     A, F, S = assignment.ALLOCATE, assignment.FREE, assignment.SHARE
-    events = [(A, 1), (S, 2, 1), (F, 1), (A, 3), (F, 2), (F, 3)]
-    read = assignment.read(proto(events, {1: 100, 2: 100, 3: 10}, heap=128, argument=1000))
-    assert peak_bytes(read) == 1110
+    events = [(A, 1), (S, 2, 1), (F, 1), (A, 3), (F, 2), (A, 4), (F, 3), (F, 4)]
+    read = assignment.read(proto(events, {1: 100, 2: 60, 3: 10, 4: 105}, heap=128, argument=1000))
+    assert peak_bytes(read) == 1115
 
 
 def test_memory_that_was_free_is_taken_again():

@@ -2,13 +2,14 @@
 
 import json
 import types
+from pathlib import Path
 
 import pytest
 from bench_helpers import ANSWER, SMALL, at_home  # noqa: F401
 
 from jaxtrain import hardware, launch
 from jaxtrain.bench import __main__ as command
-from jaxtrain.bench import check, experts, kernels, measure, peer, report, suite, sweep
+from jaxtrain.bench import case, check, experts, kernels, measure, peer, report, suite, sweep
 from jaxtrain.bench.measure import DATA
 from jaxtrain.kernels import attention
 from jaxtrain.plan import rates
@@ -45,6 +46,41 @@ def test_what_cannot_hold_its_state_is_not_compiled(monkeypatch):
 def test_a_config_that_cannot_be():
     r = measure.steps(ask(argv=[*SMALL, *DATA["synthetic"], "--config.mesh.tensor=3"]))
     assert r["verdict"] == "refused" and "mesh.tensor" in r["why"]
+
+
+# ---- A case, in a process of its own
+
+
+@pytest.mark.parametrize(
+    ("kept", "code", "verdict", "why"),
+    [
+        ({"verdict": "ok", "rows": [1]}, 0, "ok", ""),
+        ({"verdict": "ok", "rows": [1]}, None, "ok", ""),  # ended after its last word
+        ({"verdict": "refused", "why": "so it is"}, 0, "refused", "so it is"),
+        ({"verdict": "out of time", "rows": [1]}, None, "out of time", "not done after 3 s"),
+        ({"verdict": "out of time", "rows": [1]}, 0, "failed", "exit code 0: a | b | no such luck"),
+        (None, None, "out of time", "not done after 3 s"),
+        (None, -9, "failed", "exit code -9: a | b | no such luck"),
+    ],
+)
+def test_a_case_that_is_ended_keeps_what_it_had_found(kept, code, verdict, why, monkeypatch):
+    def run(argv, log, *, environ, limit_s):
+        asked, answered = map(Path, argv[-2:])
+        assert argv[-3] == "kernels" and limit_s == 3.0 and json.loads(asked.read_text())["kind"] == "gemm"
+        if kept:
+            case.keep(json.loads(asked.read_text()), kept)
+            assert json.loads(answered.read_text()) == kept
+        return code, "long before\na\nb\nno such luck\n"
+
+    monkeypatch.setattr(case, "run", run)
+    found = case.apart("kernels", {"kind": "gemm"}, limit_s=3.0)
+    assert (found["verdict"], found.get("why", "")) == (verdict, why)
+    assert found.get("rows") == (kept or {}).get("rows") and found["seconds"] >= 0
+
+
+def test_the_spread_of_times():
+    assert measure.spread([5.0, 1.0, 2.0, 4.0, 3.0]) == {"median": 3.0, "q1": 2.0, "q3": 4.0, "min": 1.0, "max": 5.0}
+    assert set(measure.spread([2.0]).values()) == {2.0}
 
 
 # ---- Sweeps

@@ -3,6 +3,7 @@
 import numpy as np
 from bench_helpers import PEER, at_home  # noqa: F401
 
+from jaxtrain import launch
 from jaxtrain.bench import __main__ as command
 from jaxtrain.bench import peer
 from jaxtrain.models.llama import NAMES
@@ -36,6 +37,24 @@ def test_other_work_is_not_compared(tmp_path, monkeypatch):
     monkeypatch.setattr(peer, "theirs", lambda *_: {"verdict": "ok", "losses": [5.0, 4.01]})
     found = peer.same_work(PEER[:1], "python", tmp_path, tmp_path / "log.txt")
     assert found["verdict"] == "failed" and "not the same work" in found["why"]
+
+
+def test_the_ratio_of_speeds():
+    """Ours over theirs: of the medians, and of each round."""
+    speeds = (("jaxtrain", 10.0), ("torch", 4.0), ("jaxtrain", 12.0), ("torch", 6.0), ("jaxtrain", 30.0))
+    turns = [{"who": who, "verdict": "ok", "tokens_per_s": speed} for who, speed in speeds]
+    assert peer.compared(turns) == {"ratio": 12.0 / 5.0, "least": 2.0, "most": 2.5, "rounds": 2}
+    assert peer.compared(turns[:1]) is None
+
+
+def test_the_peers_answer_in_our_terms():
+    """A step of 128 tokens that takes half a second; three losses of two timed steps are one to warm up."""
+    run = launch.load([argv for argv in PEER if argv.startswith("--config")]).run
+    answer = {"verdict": "ok", "device": "cpu", "seconds": [0.5, 0.5], "losses": [5.0, 4.5, 4.0], "reserved_gib": 2.0}
+    found = peer._as_ours(answer | {"settings": {"checkpoint": False}}, run)
+    assert found["tokens_per_s"] == found["tokens_per_s_per_device"] == 4 * 32 / 0.5
+    assert (found["steps"], found["warmup"], found["loss"]) == (2, 1, {"first": 5.0, "last": 4.0})
+    assert found["memory"]["peak_gib"] == 2.0 and found["hfu"] == found["mfu_causal"]
 
 
 def test_what_the_peer_cannot_import():

@@ -79,3 +79,19 @@ def test_as_many_tokens_as_a_weight_has_rows_make_no_gradient(op_name, kind):
     )
     facts = buffers.Facts(module, frozenset({(8192, 28672)}), frozenset({(1024, 28672)}), {}, {}, {})
     assert buffers.classify(facts, assignment.Value(1, 8192 * 28672 * 2, "y", (), 0)) == (kind, "")
+
+
+@pytest.mark.parametrize(
+    ("op_name", "kind"),
+    [
+        ("state.params['layers']['mlp']['gate']", "parameters"),
+        ("state.optimizer[0].mu['head']", "first moment"),
+        ("state.optimizer[0].nu['head']", "second moment"),
+        ("state.optimizer[0].count", "other optimizer state"),
+        ("state.guard['losses']", "other optimizer state"),
+        ("batch['tokens']", "batch"),
+        ("rate", "other arguments"),
+    ],
+)
+def test_arguments_have_the_class_of_their_path(op_name, kind):
+    assert buffers.argument_class(op_name) == kind
