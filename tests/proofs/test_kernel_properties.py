@@ -19,10 +19,10 @@ from jaxtrain.bench.bounds import EXACT as e
 from jaxtrain.bench.bounds import ROUNDOFF
 from jaxtrain.kernels import rope
 from jaxtrain.kernels.cross_entropy import chunked_cross_entropy
-from jaxtrain.kernels.dot import DTYPES, Numerics, add_bias, dot
+from jaxtrain.kernels.dot import DTYPES, Numerics, add_bias, dot, whole
 from jaxtrain.kernels.embedding import embed
 from jaxtrain.kernels.norm import rms_norm
-from jaxtrain.sharding import make_placement
+from jaxtrain.sharding import Held, make_placement
 
 MESHES = {"one device": {"mesh.fsdp": 1}, "eight": {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}}
 TYPES = {"f32": ("f32", "f32"), "bf16": ("bf16", "bf16"), "bf16, reduced in f32": ("bf16", "f32")}  # compute, reduce
@@ -118,8 +118,8 @@ def test_add_bias(mesh, types):
 
 
 @on
-@pytest.mark.parametrize("axes", [("batch", "residual", None), ("batch", "sequence", "heads", None)])
-def test_norm(mesh, types, axes):
+@pytest.mark.parametrize(("axes", "offset"), [(("batch", "residual", None), 0.0), (("batch", "sequence", "heads", None), 1.0)])
+def test_norm(mesh, types, axes, offset):
     """1 / rms is off by c = (D / 2 + 8) e of itself: a mean of D squares, halved by the root. With n = x / rms, d = dy w and
     m = mean(d n): y = n w and dx = (d - n m) / rms, dw = sum(n dy) over tokens, in parts."""
     n, u, r = numerics(types)
@@ -129,7 +129,7 @@ def test_norm(mesh, types, axes):
 
     @jax.jit
     def run(x, w, dy):
-        y, back = jax.vjp(lambda x, w: rms_norm(x, w, eps, axes, axis, p, n), x, w)
+        y, back = jax.vjp(lambda x, w: rms_norm(x, w, eps, axes, axis, p, n, offset), x, w)
         return y, *back(dy)
 
     @given(seeds, sizes)
@@ -137,6 +137,7 @@ def test_norm(mesh, types, axes):
         x, w, dy = normal(seed, shape, (width,), shape, dtype=TYPES[types][0], size=size)
         y, dx, dw = run(x, w.astype(np.float32), dy)
         x, w, dy = wide(x, w, dy)
+        w = w + offset
         inverse = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
         normal_x, d, c = x * inverse, dy * w, (width / 2 + 8) * e
         m, size_of_m = (d * normal_x).mean(-1, keepdims=True), abs(d * normal_x).mean(-1, keepdims=True)
@@ -182,6 +183,34 @@ def test_rope(dtype):
     compare()
 
 
+def test_stretched_frequencies():
+    """Of 4,096 positions: pairs that turn more than 4 times stay, those that turn less than once go 8 times slower."""
+    freq = 2 * np.pi / np.array([100.0, 1024.0, 2048.0, 4096.0, 40000.0])
+    got = rope.llama3_scaling(jnp.asarray(freq), 8.0, 1.0, 4.0, 4096)
+    share = np.array([1.0, 1.0, 1 / 3, 0.0, 0.0])  # of the frequency that is kept: linear in the number of turns
+    np.testing.assert_allclose(got, freq * (share + (1 - share) / 8), rtol=1e-5)
+    np.testing.assert_allclose(rope.linear_scaling(jnp.asarray(freq), 4.0), freq / 4, rtol=1e-6)
+
+
+@pytest.mark.parametrize("unsummed", [(), ("data",)])
+def test_whole(unsummed):
+    """A weight for a loss of one's own: all of it, and its gradient summed to the weight's layout, or left in parts."""
+    p, n = placement("eight"), numerics("f32")[0]
+    axes = ("vocab", "embed")
+    (w,) = normal(0, (V, D))
+    (coefficients,) = normal(1, (V, D))
+    slot = jnp.zeros((p.size(unsummed), V, D) if unsummed else (V, D))
+
+    @jax.jit
+    def run(w, slot):
+        made, back = jax.vjp(lambda slot: whole(Held(w, slot, False, unsummed), axes, p, n), slot)
+        return made, *back(jnp.asarray(coefficients))
+
+    made, grad = run(w, slot)
+    np.testing.assert_array_equal(made, w)
+    np.testing.assert_allclose(grad.sum(0) if unsummed else grad, coefficients, rtol=1e-6)
+
+
 @on
 def test_embedding(mesh, types):
     """Rows as they are, rounded. A token's gradient is the sum of those of its occurrences, in parts."""
@@ -219,7 +248,7 @@ def test_cross_entropy(dtype, chunk, softcap, z_loss, split):
     n, u = 30, ROUNDOFF[dtype]
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:split]), ("tensor",))
     of_head = jax.sharding.PartitionSpec(None, "tensor")
-    whole = jax.sharding.PartitionSpec()
+    everywhere = jax.sharding.PartitionSpec()
     precision = jax.lax.Precision.HIGHEST if dtype == "f32" else jax.lax.Precision.DEFAULT
 
     @jax.jit
@@ -229,8 +258,8 @@ def test_cross_entropy(dtype, chunk, softcap, z_loss, split):
             loss, dx, d_head = chunked_cross_entropy(x, head, targets, weights, **how, precision=precision, gradients=True)
             return loss, jax.lax.psum(dx.astype(jnp.float32), "tensor"), d_head
 
-        specs = (whole, of_head, whole, whole)
-        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(whole, whole, of_head), check_vma=False)(
+        specs = (everywhere, of_head, everywhere, everywhere)
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(everywhere, everywhere, of_head), check_vma=False)(
             x, head, targets, weights
         )
 
