@@ -128,3 +128,20 @@ def test_groups_that_leave_a_node():
     assert [bound._nodes(layout, axes) for axes in (("tensor",), ("fsdp",), ("data",), ("data", "fsdp"))] == [1, 1, 2, 2]
     layout = dataclasses.replace(layout, node=4)
     assert [bound._nodes(layout, axes) for axes in (("tensor",), ("fsdp",), ("data",), ("data", "fsdp"))] == [1, 2, 2, 4]
+
+
+def test_bound_of_a_split_sequence():
+    """Eight GPUs share 131,072 tokens of 8 heads of 128: keys and values go round 7 times, and back with their gradients."""
+    one = ("data.seq_len=131072", "train.global_batch=8", "train.grad_accum=8", "mesh.fsdp=1", "mesh.seq=8")
+
+    def sent(*overrides):
+        run = load(*one, *overrides)
+        ((axes, wire, _),) = bound._context_traffic(bound.Layout(run, bound.mesh_sizes(run, H200), 8))
+        assert axes == ("seq",)
+        return wire
+
+    keys = 2 * 32 * 131072 * 8 * 128  # of all layers and sequences, on one of 8 devices
+    assert sent("remat.policy=none", "remat.tensors=", "attention.context=ring") == 7 * keys * (2 * 2 + 4)
+    assert sent("remat.policy=full", "remat.tensors=", "attention.context=ring") == 7 * keys * (3 * 2 + 4)
+    traded = 2 * 7 / 8 * (2 * 4 * keys / 2 + keys) * 2
+    assert sent("attention.context=ulysses") == pytest.approx(traded)

@@ -171,6 +171,39 @@ def test_forms_of_a_collective(line, expected):
     assert collectives.by_instruction([found]) == {"y": found}
 
 
+TWICE = f"""%again (p: f32[8,16]) -> f32[32,16] {{
+  %p.1 = f32[8,16]{{1,0}} parameter(0)
+  ROOT %g = f32[32,16]{{1,0}} all-gather(%p.1), {FSDP}
+}}
+
+"""
+BOTH = f"""%both (p: f32[8,16], q: f32[8,16]) -> (f32[2,16], f32[2,16]) {{
+  %p.2 = f32[8,16]{{1,0}} parameter(0)
+  %q.2 = f32[8,16]{{1,0}} parameter(1)
+  %first = f32[2,16]{{1,0}} reduce-scatter(%p.2), {FSDP}, to_apply=%add
+  %second = f32[2,16]{{1,0}} reduce-scatter(%q.2), {FSDP}, to_apply=%add
+  ROOT %t = (f32[2,16]{{1,0}}, f32[2,16]{{1,0}}) tuple(%first, %second)
+}}
+
+"""
+
+
+def test_a_computation_that_is_called_twice_launches_twice():
+    line = "%y = f32[32,16]{1,0} call(%x), to_apply=%again\n  %z = f32[32,16]{1,0} call(%x), to_apply=%again"
+    (found,) = collectives.read(module(line, extra=TWICE), MESH, 8)
+    assert (found.instruction, found.count, found.wire_bytes) == ("g", 2, 3 * 512)
+
+
+def test_collectives_of_one_launch_are_added_up():
+    """Each reduce-scatter sends 384 bytes; on nodes of 2 its ring leaves a node with as many, shared by 2 GPUs."""
+    line = "%y = (f32[2,16], f32[2,16]) fusion(%x, %x), kind=kCustom, calls=%both"
+    (found,) = collectives.read(module(line, extra=BOTH), MESH, 2)
+    assert (found.wire_bytes, found.network_bytes, found.dtype, found.f32) == (2 * 384, 2 * 192, "f32", 1.0)
+    mixed = f"%z = bf16[4]{{0}} parameter(1)\n  %y = (f32[32,16], bf16[16]) all-gather(%x, %z), {FSDP}"
+    (found,) = collectives.read(module(mixed), MESH, 8)
+    assert found.f32 == 512 / 520, "of the bytes those that are float32"
+
+
 def test_a_line_of_the_plan():
     found = dataclasses.replace(all_reduce("{}"), count=3, wire_bytes=2**30, network_bytes=2**29)
     line = collectives.over_step(found, ms=5.0, exposed_ms=1.0)

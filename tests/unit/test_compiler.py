@@ -35,6 +35,27 @@ def test_a_users_options_stand_beside_ours_or_in_their_place():
     assert choose(compiler__defaults=False).options == {}
 
 
+def test_the_scheduler_is_given_what_a_run_may_use():
+    """XLA's limit is what is held, and slop% of its share without that: together no more than is usable, to a percent."""
+    made = program(train__grad_accum=1)
+    card = compiler.card(topology.parse("h200:8").memory_gib)
+    held = compiler.local_bytes(compiler.on_device(made)) / 2**30
+    spare = compiler.XLA_SHARE * card.memory_gib - held
+    limit = held + int(str(compiler.choose(made, card).options[compiler.SLOP])) / 100 * spare
+    assert card.usable_gib - spare / 100 < limit <= card.usable_gib
+
+
+def test_the_pipeliner_goes_only_where_a_step_begins_with_a_sum_of_activations():
+    def off(**overrides):
+        return compiler.EARLY in compiler._without(program(**overrides))
+
+    accumulated = {"train__grad_accum": 2, "mesh__fsdp": 1}
+    assert off(**accumulated, mesh__tensor=8)
+    assert not off(**accumulated, mesh__data=8, mesh__tensor=1)
+    assert not off(train__grad_accum=1, mesh__fsdp=1, mesh__tensor=8)
+    assert not off(train__grad_accum=2, mesh__fsdp=4, mesh__tensor=2), "a gather of weights needs nothing"
+
+
 def test_a_name_that_xla_does_not_know_is_left_out_and_named():
     chosen = choose(compiler__options="xla_gpu_make_it_fast=true,xla_gpu_autotune_level=3")
     assert chosen.dropped == ("xla_gpu_make_it_fast",)
@@ -80,6 +101,18 @@ def test_a_run_that_is_traced_goes_without_cuda_graphs(tmp_path):
     assert options(plain, traced=False) == options(plain, gpu=False) == {}
     own = dataclasses.replace(plain, options={compiler.GRAPHS: "FUSION"})
     assert options(own) == own.options
+
+
+def test_a_repeatable_run_keeps_what_xla_chose_and_takes_it_again(tmp_path):
+    plain, file = compiler.Chosen({}, "", ()), tmp_path / compiler.AUTOTUNED
+
+    def options(step_s=0.0, repeatable=True):
+        return dict(compiler.for_run(plain, True, step_s, repeatable, tmp_path).options)
+
+    assert options() == {compiler.DUMP: str(file)}
+    file.touch()
+    assert options() == {compiler.LOAD: str(file)} and compiler.autotuned(options()) == file
+    assert options(step_s=9.0, repeatable=False) == {compiler.TIMEOUT: "14s"}, "half as long again, and up"
 
 
 def test_an_empty_list_leaves_no_kernel_for_cuda_graphs(tmp_path):

@@ -225,6 +225,7 @@ def test_more_gpus_are_the_last_word(planned):
     assert "not compiled" in last.text
     grown = seventy("dtypes.m=f32", "dtypes.v=f32", *last.changes)
     assert not space.training_check(topology.parse("h200:8x2"))(grown)
+    assert dict(fit._spread(seventy("train.global_batch=24"), H200, 16))["train.global_batch"] == 32, "and never smaller"
     # A batch that divides stays what it is.
     run = load("train.grad_accum=2", "remat.policy=none", "remat.tensors=", "loss.chunk=256")
     assert advise(run)[-1].changes == ("mesh.data=1",)

@@ -25,6 +25,7 @@ def test_parameters_of_published_models(preset, billions):
     parts = flops.parameters(Model(**PRESETS[preset]))
     assert parts["total"] / 1e9 == pytest.approx(billions, abs=1e-3)
     assert sum(n for part, n in parts.items() if part != "total") == parts["total"]
+    assert preset != "llama3_8b" or parts["total"] == 8_030_261_248, "to the last norm"
 
 
 def test_llama3_8b_flops_per_token():
@@ -81,6 +82,21 @@ def test_recompute_by_policy():
     most = "q=keep,k=keep,v=keep,mlp_gate=offload,mlp_up=keep"
     assert causal(policy="custom", tensors=most + ",residual=keep,attention_out=keep") == 6 * attention
     assert causal(policy="custom", tensors=most + ",residual=recompute") == 6 * (attention + layer["attention_proj"])
+
+
+def test_recompute_with_norms_behind_the_products():
+    """What is normed is read by the backward pass: keeping what comes out of the norm spares no product."""
+    layer, attention = flops.gemms(SMALL), flops.attention(SMALL, 32).causal
+    normed, post = dataclasses.replace(SMALL, qk_norm=True), dataclasses.replace(SMALL, post_norms=True)
+
+    def causal(model, policy, tensors=""):
+        return flops.recompute(model, Remat(policy=policy, tensors=tensors), 32).causal
+
+    every = ",".join(f"{name}=keep" for name in ("q", "k", "v", "mlp_gate", "mlp_up", "residual"))
+    assert causal(SMALL, "custom", every) == 6 * attention
+    assert causal(normed, "custom", every) == 6 * (attention + layer["q"] + layer["k"])
+    assert causal(post, "custom", every) == 6 * (attention + layer["attention_proj"] + layer["mlp_down"])
+    assert causal(normed, "dots") == causal(post, "dots") == 6 * attention
 
 
 def test_policies_name_activations():

@@ -83,9 +83,10 @@ def judged(found=(), *, run=RUN, made=None, moved=(), step_ms=100.0):
     return judge.warnings(run, made or program(run), module, list(found), list(moved), step_ms)
 
 
-def looped(operand: str, op_name: str = "jit(train_step)/jvp(loss)/while/body/all_gather", run=RUN):
-    """The warnings about the loop above, when what it gathers is this value."""
-    module = parsed(LOOP, OPERAND=operand, METADATA=f'op_name="{op_name}"')
+def looped(operand: str, op_name: str = "jit(train_step)/jvp(loss)/while/body/all_gather", run=RUN, swap: str = ""):
+    """The warnings about the loop above, when what it gathers is this value. swap: what a round hands on instead."""
+    text = LOOP.replace("tuple(%next, %same, %stack, %changed)", swap) if swap else LOOP
+    module = parsed(text, OPERAND=operand, METADATA=f'op_name="{op_name}"')
     return judge.warnings(run, program(run), module, collectives.read(module, MESH, 8), [], 100.0)
 
 
@@ -114,6 +115,8 @@ def test_float32_reductions_are_named_unless_asked_for():
     assert [w.split(" over")[0] for w in warnings] == ["float32 reduce-scatter", "float32 all-reduce"]
     assert all("dtypes.reduce is bf16" in w for w in warnings)
     assert judged(found, run=tiny({**SIZES, "dtypes.reduce": "f32"})) == ()
+    ring = [dataclasses.replace(f, source="jaxtrain/kernels/context/ring.py:9") for f in found]
+    assert judged(ring) == (), "gradients of keys add up in float32 over a ring, as inside one device"
 
 
 def test_a_gather_that_could_be_outside_its_loop():
@@ -123,6 +126,8 @@ def test_a_gather_that_could_be_outside_its_loop():
         assert "gather it once, before the loop" in warning
     assert looped("%other") == ()
     assert looped("%sliced") == ()
+    # Elements that change places with each other are those of another round.
+    assert looped("%same", swap="tuple(%next, %other, %stack, %same)") == ()
 
 
 def test_the_loop_over_microbatches_may_gather_again():
@@ -131,6 +136,9 @@ def test_the_loop_over_microbatches_may_gather_again():
     assert len(looped("%same", own)) == 1  # without accumulation there is no such loop
     inner = "jit(train_step)/while/body/jvp(loss)/shard_map/while/body/all_gather"
     assert len(looped("%same", inner, ACCUMULATING)) == 1
+    # A microbatch's own collective may stand in a loop of the kernel that has no name of its own.
+    found = [changed(loops=("micro",), op_name=own), changed(loops=("around", "micro"), op_name=own)]
+    assert judge.microbatch_loops(ACCUMULATING, found) == {"micro"}
 
 
 def test_resharding_that_the_partitioner_made_up():

@@ -8,7 +8,7 @@ from helpers import tiny
 from hlo_text import BIG, ELEMENTS, GATHER, RATES, gemm, moves, read
 
 from jaxtrain.plan import rates, result
-from jaxtrain.plan.program import roofline
+from jaxtrain.plan.program import roofline, work
 from jaxtrain.plan.program.hlo import HloError
 from jaxtrain.plan.rates import PALLAS_FRACTION
 
@@ -134,6 +134,48 @@ def test_another_triton_call_is_not_taken_for_attention():
     call = 'custom-call(%q), custom_call_target="__gpu$xla.gpu.triton", backend_config={name = "theirs"}'
     with pytest.raises(HloError, match="custom call '__gpu.xla.gpu.triton'"):
         roofline.predict(read(f"\n  %q = {q} parameter(3)\n  ROOT %o = {q} {call}"), RATES, {})
+
+
+@pytest.mark.parametrize(("filled", "tflop"), [(1.0, 0.1), (0.5, 0.05)])
+def test_experts_call(filled, tflop):
+    """1,000 rows of 5,000 by their experts' weights, 10,000 wide; of rows that are empty nothing is computed."""
+    weights, groups = "bf16[4,5000,10000]{2,1,0}", "s32[4]{0}"
+    config = '{name = "jaxtrain_experts_times_R", num_warps = 8 : i32}'
+    arguments = f"\n  %g = {groups} parameter(3)\n  %w = {weights} parameter(4)"
+    call = f'custom-call(%g, %a.1, %w), custom_call_target="__gpu$xla.gpu.triton", backend_config={config}'
+    module = read(f"{arguments}\n  ROOT %o = bf16[1000,10000]{{1,0}} {call}")
+    found = roofline.predict(module, RATES, {}, filled=filled)
+    assert found.flops == pytest.approx(tflop * 1e12)
+    assert found.gemm_ms == found.gemm_least_ms == pytest.approx(tflop / 100 * 1e3 / PALLAS_FRACTION), "its own rate"
+
+
+@pytest.mark.parametrize(
+    ("mask", "window", "queries", "keys", "pairs"),
+    [
+        ("CAUSAL", 0, 64, 64, 64 * 32),
+        ("CAUSAL", 0, 16, 64, 16 * 32),
+        ("CAUSAL", 8, 16, 64, 16 * 7.5),
+        ("NO_MASK", 0, 16, 64, 1024),
+    ],
+)
+def test_pairs_of_queries_and_keys(mask, window, queries, keys, pairs):
+    """A causal mask leaves half of the keys, also to a part of the queries; a window 8 - 8^2 / 2 x 64 of them."""
+    assert work.attention_pairs(mask, window, queries, keys) == pairs
+
+
+def test_a_scatter_reads_what_it_adds_to():
+    """Rows of 10 MB are added to 2 of 40: they are read, and read and written where they go. Indices are 8 bytes."""
+    before = """
+%add (l: f32[], r: f32[]) -> f32[] {
+  %l = f32[] parameter(0)
+  %r = f32[] parameter(1)
+  ROOT %s = f32[] add(%l, %r)
+}
+"""
+    table, rows = "f32[40,2500000]{1,0}", "f32[2,2500000]{1,0}"
+    arguments = f"\n  %table = {table} parameter(3)\n  %at = s32[2]{{0}} parameter(4)\n  %rows = {rows} parameter(5)"
+    kernel = one(f"{arguments}\n  ROOT %f = {table} scatter(%table, %at, %rows), to_apply=%add", before)
+    assert kernel.gb == pytest.approx(3 * 0.020, rel=1e-5)
 
 
 def test_slice_of_a_stacked_weight_counts_as_the_slice():

@@ -208,6 +208,30 @@ def test_layouts_within_the_error_are_equal_and_the_least_on_links_comes_first()
     assert [best.axes(c) for c in found[:3]] == [1, 1, 2]
 
 
+def candidate(mesh: int = 4, accum: int = 2, step_s: float = 1.0, gib: float = 100.0) -> best.Candidate:
+    return best.Candidate((("mesh.fsdp", mesh), ("train.grad_accum", accum)), tiny(), bound.Bound(step_s, gib))
+
+
+def test_what_is_cut():
+    """By its bounds, as far as plans did not come out below theirs; and by a plan of smaller microbatches that did not fit."""
+    progress = best.Progress(110.0, 100)
+    assert [progress.cut(candidate(gib=gib), (1.0, 1.0)) for gib in (109.0, 111.0)] == ["", best.TOO_BIG]
+    assert progress.cut(candidate(gib=111.0), (1.0, 0.9)) == ""
+
+    done, fits = candidate(accum=4), made(tiny(), FOUR, 2.0, 100.0)
+    done.outcome = parallel.Outcome(fits, "planned")
+    progress.note(done)
+    assert [progress.cut(candidate(step_s=s), (1.0, 1.0)) for s in (1.9, 2.1)] == ["", best.TOO_SLOW]
+    assert progress.cut(candidate(step_s=2.1), (0.9, 1.0)) == ""
+
+    big = candidate(accum=4)
+    big.outcome = parallel.Outcome(made(tiny(), FOUR, 1.0, 900.0), "planned")
+    progress.note(big)
+    # One microbatch has no second set of gradients; larger numbers of them, and other meshes, may fit.
+    cut = [progress.cut(candidate(mesh, accum), (1.0, 1.0)) for mesh, accum in ((4, 2), (4, 1), (4, 8), (2, 2))]
+    assert cut == [best.BIGGER, "", "", ""]
+
+
 def test_a_bound_that_was_too_high_is_lowered_and_reported(inline):
     result = find(plan_one="made_plans:below_its_bound", most=30)
     assert result.best.run.mesh.data > 1

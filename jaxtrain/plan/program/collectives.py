@@ -83,7 +83,7 @@ def read(module: Module, mesh_shape: dict[str, int], gpus_per_node: int) -> list
         if i.name in inside:
             continue
         moved = [(i, computation)] if _kind(i) else _within(module, i.called) if i.opcode in _LAUNCHES else []
-        inside |= {inner.name for inner, _ in moved}
+        inside |= {inner.name for inner, _ in moved if inner is not i}
         if not moved:
             continue
         made = _merged([_one(mesh, inner, where, i, times, loops) for inner, where in moved])
