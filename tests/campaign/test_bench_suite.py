@@ -251,24 +251,6 @@ def test_children_end_with_a_parent_that_is_ended(tmp_path):
         parent.wait()
 
 
-KEEPER = """
-import json, pathlib, sys, time
-from jaxtrain.bench.case import keep
-ask = json.loads(pathlib.Path(sys.argv[2]).read_text())
-keep(ask, {"verdict": ask["verdict"], "rows": [1, 2]})
-time.sleep(ask["sleep"])
-"""
-
-
-def test_a_case_that_is_ended_keeps_what_it_had_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(case, "program", lambda name, *args: [sys.executable, "-c", KEEPER, *args])
-    late = case.apart("kernels", {"verdict": "out of time", "sleep": 60}, limit_s=3.0)
-    assert late["rows"] == [1, 2] and late["verdict"] == "out of time" and late["why"] == "not done after 3 s"
-    died = case.apart("kernels", {"verdict": "out of time", "sleep": 0})
-    assert died["rows"] == [1, 2] and died["verdict"] == "failed" and died["why"].startswith("exit code 0")
-    assert case.apart("steps", {"verdict": "ok", "sleep": 60}, limit_s=3.0)["verdict"] == "ok"
-
-
 def test_a_process_that_dies_or_takes_too_long(tmp_path):
     r = case.apart("nothing", {}, log=tmp_path / "log.txt")
     assert r["verdict"] == "failed" and "KeyError: 'nothing'" in r["why"] and "Traceback" in (tmp_path / "log.txt").read_text()

@@ -310,5 +310,7 @@ def test_a_step_that_differs_from_its_plan():
     assert suite.unlike_plan("a", r | {"planned": published | {"range_s": [1.1, 1.3]}}) == []
     (text,) = suite.unlike_plan("a", r | {"planned": published | {"range_s": [1.05, 1.15], "peak_gib": 50.0}})
     assert text == "a: step time 1.20 times the plan (1.05 to 1.15 s are expected)"
+    for peak, times in ((40.0, "1.25"), (80.0, "0.62")):
+        assert f"a: peak memory {times} times the plan" in suite.unlike_plan("a", r | {"planned": planned | {"peak_gib": peak}})
     assert suite.unlike_plan("a", r | {"planned": None}) == []
     assert report.beside(1.2, 1.0) == "1.2 (1.20 x plan)" and report.beside(1.2, None) == "1.2"
