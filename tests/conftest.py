@@ -1,6 +1,7 @@
 """Every test runs on 8 fake CPU devices; ranks are never promoted silently."""
 
 import os
+import sys
 
 import ledger
 from compile_options import QUICKLY
@@ -9,11 +10,14 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # what other checkouts compiled is not what is tested
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {QUICKLY}"
 
+# Workers and child processes would parse every source and rewrite every assertion anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 import gc
 import importlib
 import math
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,9 +150,10 @@ SPREAD = ("test_matrix[",)
 # Files that are one long wait. Each stays with one of the two workers: taken last, one would keep the other idle.
 LONG = (
     "test_tiny",
-    "test_docs",
+    "test_doc_commands",
     "test_notebooks",
     "test_resume",
+    "test_killed",
     "test_golden",
     "test_zero",
     "test_parity",

@@ -1,11 +1,15 @@
 """Whole runs for tests: a small config, in this process (8 CPU devices) or in one of its own, and what they left behind."""
 
+import atexit
 import contextlib
+import functools
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -51,6 +55,16 @@ def get_config(arg=None):
 
 # Fields of a train line that follow from config and data alone; the others are times and memory.
 EXACT = ("kind", "step", "loss", "grad_norm", "lr", "tokens", "epoch")
+
+
+@functools.cache
+def small() -> Path:
+    """The small config on made-up data. All tests of a process that use it share its compiled steps."""
+    folder = Path(tempfile.mkdtemp(prefix="small-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    made_up = 'config.precision = "f32"\n    config.data.source = "synthetic"'
+    (folder / "small.py").write_text(SMALL.replace('config.precision = "f32"', made_up))
+    return folder / "small.py"
 
 
 def arguments(config: Path, workdir: Path, overrides: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What safety costs: how long a save holds up the loop, a restart takes, and whether anything grows over thousands of steps."""
+"""What safety costs: whether steps go on during a save, what a restart consists of, and whether anything grows."""
 
 import os
 import re
@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import runs
 from faults import Faults, Figures, same, steps_written
 
@@ -26,7 +25,6 @@ LARGE: dict[str, Any] = {
 }
 
 
-@pytest.mark.more
 def test_a_save_of_a_gigabyte(tmp_path: Path, figures: Figures) -> None:
     faults = Faults(tmp_path, **LARGE)
     with_saves, without = tmp_path / "with", tmp_path / "without"
@@ -37,11 +35,13 @@ def test_a_save_of_a_gigabyte(tmp_path: Path, figures: Figures) -> None:
     assert runs.exact(with_saves) == runs.exact(without)
     assert same(runs.tensors(with_saves, 24), runs.tensors(without, 24)), "training during a save is training"
     assert runs.steps(with_saves) == [8, 16, 24]
-    first, save, _ = saves_in(with_saves)  # the last has no step beside it
+    log = (with_saves / "log.txt").read_text()
+    for step in (8, 16):  # the last save has no step beside it
+        began, ended = log.index(f"\nstep {step}/"), log.index(f"checkpoint {step}: ")
+        assert re.search(rf"^step {step + 1}/", log[began:ended], re.MULTILINE), "the loop waited for the whole save"
+    first, save, _ = saves_in(with_saves)
     share = {name: round(save[name] / save["total_s"], 4) for name in ("blocked_s", "copied_s")}
     figures.add("save", **{k: round(v, 3) for k, v in save.items()}, share=share, first=first)
-    for one in (first, save):
-        assert one["blocked_s"] < 0.05 * one["total_s"]
 
 
 def saves_in(workdir: Path) -> list[dict[str, float]]:
@@ -59,7 +59,6 @@ def saves_in(workdir: Path) -> list[dict[str, float]]:
     return found
 
 
-@pytest.mark.more
 def test_from_a_kill_to_the_next_step(tmp_path: Path, figures: Figures) -> None:
     faults = Faults(tmp_path, train__steps=100_000, data__source="stdlib", log__every_steps=1)
     workdir = tmp_path / "run"
@@ -77,13 +76,11 @@ def test_from_a_kill_to_the_next_step(tmp_path: Path, figures: Figures) -> None:
     parts = runs.receipt(workdir)["start_s"]
     assert list(parts) == ["launch", "open", "compile", "restore", "data", "step"]
     assert runs.receipt(workdir)["resumed_from_step"] == resumed
-    assert 0.6 * took < sum(parts.values()) < 1.1 * took, "the parts are the whole, but for a moment to start a process"
     figures.add("restart", seconds=round(took, 1), **{name: round(s, 2) for name, s in parts.items()})
 
 
-@pytest.mark.more
 def test_nothing_grows(tmp_path: Path, figures: Figures) -> None:
-    """Memory, open files and step time, after a first part that fills caches."""
+    """Memory and open files, after a first part that fills caches. Step times are figures: the machine may do other work."""
     steps, settled = 5000, 1500
     often: dict[str, Any] = {"eval__every_steps": 50, "eval__sequences": 1}
     often |= {"checkpoint__every_steps": 50, "checkpoint__keep": 2}
@@ -112,4 +109,3 @@ def test_nothing_grows(tmp_path: Path, figures: Figures) -> None:
     figures.add("soak", steps=steps, memory=round(memory, 4), open_files=files, step_time=round(slower, 3))
     assert memory < 1.02
     assert files[1] <= files[0]
-    assert slower < 1.5, "the same machine does other work beside it; a growth shows as more"

@@ -1,6 +1,6 @@
 """The notebooks run, and what is stored in them is what they print today.
 
-`python -m tests.test_notebooks [NAME ...]` runs them and stores the outputs; the tests run copies and compare. A cell tagged
+`python tests/campaign/test_notebooks.py [NAME ...]` runs them and stores the outputs; the tests run copies and compare. A cell tagged
 `compiled` shows figures of one jaxlib's compiler: they are compared under the version that the notebook names. A cell
 tagged `varies` shows what no two runs share, such as seconds, and is not compared.
 """
@@ -97,7 +97,7 @@ RUN = [pytest.param(p, marks=pytest.mark.more if p.stem == "01_shardings" else (
 def test_it_runs_and_its_outputs_are_not_stale(path):
     """A cell that raises fails this test with its traceback."""
     found = stale(read(path), run(path))
-    assert not found, "\n\n".join(["python -m tests.test_notebooks stores them anew", *found])
+    assert not found, "\n\n".join(["python tests/campaign/test_notebooks.py stores them anew", *found])
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)

@@ -1,0 +1,42 @@
+"""The command in processes of its own: it refuses with exit code 2, answers without JAX, and lists its siblings."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def python(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Python with a home and a working folder of its own, on 8 fake CPU devices."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
+    env |= {"PYTHONPATH": str(REPO), "HOME": str(cwd), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
+    return subprocess.run([sys.executable, *argv], cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_mistakes_end_the_real_command_with_2_and_leave_no_file(tmp_path):
+    wrong = ["--config.model.num_layer=3", "--config.train.steps=1e3", "--config.mesh.tensor=8", "stray"]
+    done = python("-m", "jaxtrain.main", f"--config={REPO}/configs/tiny.py", *wrong, cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("4 problems; nothing was started and nothing written")
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_and_validation_import_no_jax(tmp_path):
+    """The memory budget is set after validation and must come before jax."""
+    done = python("-m", "jaxtrain.main", "--help", cwd=tmp_path)
+    assert done.returncode == 0 and "--config.KEY=VALUE" in done.stdout and "llama3_70b" in done.stdout
+    for code in (
+        "import jaxtrain.main, jaxtrain.models, jaxtrain.models.llama; found = []",
+        "from pathlib import Path; from jaxtrain import hardware, launch; from jaxtrain.validate import validate;"
+        "found = validate(launch.load([]).run, hardware.probe(), Path('runs/test')); print(*found)",
+    ):
+        assert python("-c", f"import sys; {code}; sys.exit('jax' in sys.modules or len(found))", cwd=tmp_path).returncode == 0
+
+
+def test_the_package_lists_its_commands(tmp_path):
+    listed = python("-m", "jaxtrain", "--help", cwd=tmp_path)
+    assert listed.returncode == 0 and "python -m jaxtrain.main " in listed.stdout
+    wrong = python("-m", "jaxtrain", "main", cwd=tmp_path)
+    assert wrong.returncode == 2 and "Write python -m jaxtrain.main." in wrong.stderr

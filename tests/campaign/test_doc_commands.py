@@ -1,0 +1,94 @@
+"""The commands of README and docs run. Their links, names and other commands: tests/unit/test_docs.py.
+
+A ```bash block is run as it stands, block after block of a page in one copy of the repository, with five differences: `run.sh`
+is a stand-in that starts the same modules in this environment (the real one has tests of its own); HOME is
+empty, and programs for CPUs are compiled as the suite's are; every training run is cut short, by overrides appended to its
+command line (SHORT); and of contract tests only those are run that compile little (QUICK). Where the page says what a block
+prints (the word `prints`, then a ```text block), it must print just that.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+SHORT = [
+    "--config.train.steps=6",
+    "--config.optimizer.warmup_steps=1",
+    "--config.eval.sequences=8",
+    "--config.sample.max_tokens=4",
+]
+QUICKLY_COMPILED = "--xla_backend_optimization_level=0"
+QUICK = "not layout and not gradients"
+PYTHON = """#!/usr/bin/env bash
+case "$*" in
+  *--explain*) ;;
+  "-m jaxtrain.main"*) set -- "$@" {short} ;;
+esac
+exec {python} "$@"
+"""
+RUN = """#!/usr/bin/env bash
+case "${1-}" in
+  '' | -*) exec python -m jaxtrain.main "$@" ;;
+  test) shift; exec python -m pytest "$@" -k {quick} ;;
+  *) module=$1; shift; exec python -m "jaxtrain.$module" "$@" ;;
+esac
+"""
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    """The contents of a page's fenced blocks."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def outputs(path: Path) -> dict[str, str]:
+    """Block that is run -> what the page says it prints, where it says so."""
+    body = r"((?:(?!```).*\n)*?)```\n"
+    return dict(re.findall(rf"^```bash\n{body}\nprints\n\n```text\n{body}", path.read_text(), re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shared by all pages, so that the second one finds the corpus and the compiled steps of the first."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, id=p.name) for p in PAGES if blocks(p, "bash")],
+)
+def test_commands_run(page: Path, home: Path, tmp_path: Path):
+    clone, tools = tmp_path / "jaxtrain", tmp_path / "tools"
+    clone.mkdir()
+    for name in ("jaxtrain", "configs", "tests", "benchmarks"):
+        shutil.copytree(REPO / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPO / "pyproject.toml", clone)
+    tools.mkdir()
+    for file, text in ((tools / "python", PYTHON), (clone / "run.sh", RUN)):
+        text = text.replace("{short}", shlex.join(SHORT)).replace("{quick}", shlex.quote(QUICK))
+        file.write_text(text.replace("{python}", shlex.quote(sys.executable)))
+        file.chmod(0o755)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_", "JAXTRAIN_"))}
+    environ |= {"PATH": f"{tools}:{os.environ['PATH']}", "HOME": str(home), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(clone)}
+    environ |= {"TMPDIR": str(tmp_path), "XLA_FLAGS": QUICKLY_COMPILED}
+    printed = outputs(page)
+    for block in blocks(page, "bash"):
+        command = block.replace("/tmp/", f"{tmp_path}/")
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", command], cwd=clone, env=environ, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, f"{page.name}:\n{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        assert done.stdout == printed.get(block, done.stdout), f"{page.name}:\n{command}"
+
+
+def test_outputs_are_found():
+    """A block whose output went unread would never fail."""
+    page = REPO / "docs" / "mfu.md"
+    assert len(outputs(page)) == page.read_text().count("\nprints\n") > 0

@@ -1,0 +1,125 @@
+"""Batches that are not finite: their steps are skipped, kept for a replay, passed over after a rollback, or end the run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import helpers
+import numpy as np
+import pytest
+import runs
+from faults import same
+
+from jaxtrain import main, replay, state
+from jaxtrain.checkpoint import files
+from jaxtrain.step import place_batch
+
+STEPS = 12
+ROLLBACK = {"train__on_divergence": "rollback", "train__max_skips": 3}
+
+
+def train(workdir: Path, source: str, **overrides: Any) -> int:
+    usual = {"train__steps": STEPS, "eval__every_steps": 0, "log__tensorboard": "false", "data__source": f"sources:{source}"}
+    return runs.train(runs.small(), workdir, **{**usual, **overrides})
+
+
+def replayed(bundle: Path) -> int:
+    with runs.own_cache():
+        return main.main([f"--replay={bundle}"])
+
+
+@pytest.fixture(scope="module")
+def skipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve steps, of which the seventh is skipped: its batch is not finite."""
+    workdir = tmp_path_factory.mktemp("skipped") / "run"
+    assert train(workdir, "poisoned") == 0
+    return workdir
+
+
+def test_a_skipped_step_changes_nothing_and_a_resumed_run_agrees_to_the_bit(skipped: Path, tmp_path: Path) -> None:
+    for steps in (6, 7, STEPS):
+        assert train(tmp_path / "cut", "poisoned", train__steps=steps, checkpoint__every_steps=0) == 0
+    before, after = (runs.tensors(tmp_path / "cut", step) for step in (6, 7))
+    kept = {name for name in before if before[name].tobytes() == after[name].tobytes()}
+    assert kept >= {name for name in before if name.startswith(("params.", "optimizer."))}
+    assert int(after["guard.skipped"]) == 1 and int(after["step"]) == 7
+    assert same(runs.tensors(tmp_path / "cut", STEPS), runs.tensors(skipped, STEPS))
+    assert repr(runs.exact(tmp_path / "cut")) == repr(runs.exact(skipped)), "as text: nan is not nan"
+    assert [line["skipped_steps"] for line in runs.lines(skipped)] == [0] * 6 + [1] * 6
+
+
+def test_the_replay_of_a_bundle_finds_the_batch(skipped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = skipped / "replay/step-7"
+    record = json.loads((bundle / "bundle.json").read_text())
+    assert (record["step"], record["batch"], record["tokens"]) == (7, 6, [6 * 512, 7 * 512])
+    assert replayed(bundle) == 0
+    said = capsys.readouterr().out
+    assert "weights: the same bits as then" in said and said.count("now: the same") == 2, said
+    assert "not finite again" in said
+    assert "first: the batch: weights of tokens that are not finite, in (microbatch, row) [0, 0], [0, 1]" in said
+
+    # Of another step, as it were.
+    other = files.unsealed((bundle / "bundle.json").read_bytes()) | {"verdict": 2, "weights_digest": "0" * 8}
+    (bundle / "bundle.json").write_text(files.sealed(other))
+    assert replayed(bundle) == 1
+    said = capsys.readouterr().out
+    assert "OTHER bits than then" in said and "spike then, not finite now: not reproduced" in said
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_replay_names_the_first_bad_layer(layer: int) -> None:
+    """Weights that are finite, and so large that what comes out of their layer is not."""
+    run = helpers.tiny(
+        {"model.num_layers": 3, "model.d_model": 16, "model.num_heads": 2, "model.num_kv_heads": 1, "mesh.fsdp": 8}
+    )
+    made = helpers.program(run)
+    current = helpers.fresh_state(run)
+    gate = current.params["layers"]["mlp"]["gate"]
+    current.params["layers"]["mlp"]["gate"] = gate.at[layer].mul(1e38)
+    batch = place_batch(helpers.host_batch(run, 0), made.batch, made.context)
+    sums = state.digests_by_name(state.to_digests(replay.weights_alone(current)))
+    found = replay.first_bad(run, made, current.params, batch, sums)
+    assert found.startswith(f"first: the forward pass of layer {layer}"), found
+
+
+def test_a_run_whose_steps_stay_bad_ends_and_saves_nothing_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workdir = tmp_path / "run"
+    assert train(workdir, "poisoned_for_good", train__max_skips=3) == 76
+    said = capsys.readouterr().out
+    assert "step 7: loss nan, gradient norm nan, not finite: the step is skipped. Data: batch 6" in said
+    assert "3 steps in a row were skipped, the last one step 9 with loss nan. Nothing is saved from here; the newest" in said
+    assert [line["skipped_steps"] for line in runs.lines(workdir)] == [0] * 6 + [1, 2, 3]
+    assert runs.steps(workdir) == [5]
+    assert all(np.isfinite(value).all() for value in runs.tensors(workdir).values())
+    receipt = runs.receipt(workdir)
+    assert receipt["exit_code"] == 76 and "3 steps in a row were skipped" in receipt["reason"]
+    # Also where a bad step itself would have been saved.
+    assert train(tmp_path / "other", "poisoned_for_good", train__max_skips=3, checkpoint__every_steps=7) == 76
+    assert runs.steps(tmp_path / "other") == []
+
+
+def test_a_rollback_passes_over_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Back to step 5, batch 5 once more, and then past batches 6 to 8: what a source without them would give."""
+    workdir = tmp_path / "run"
+    assert train(workdir, "poisoned_long", **ROLLBACK) == 0
+    said = capsys.readouterr().out
+    assert "3 steps in a row were skipped" in said and "back to step 5, and past batch 6" in said
+    assert runs.steps(workdir)[-1] == STEPS
+    lines = runs.lines(workdir)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1)), "metrics are rewound"
+    read = [1, 2, 3, 4, 5, 6, *range(10, 16)]  # batches, with those that are passed over
+    assert [line["tokens"] for line in lines] == [512 * batches for batches in read]
+    [passed] = json.loads((workdir / "checkpoints/skipped_data.json").read_text())["skipped"]
+    assert passed["tokens"] == [6 * 512, 9 * 512] and passed["back_to"] == 5
+    # A run that is stopped right after the rollback goes on in the same way.
+    for steps in (9, STEPS):
+        assert train(tmp_path / "again", "poisoned_long", **ROLLBACK, train__steps=steps) == 0
+    assert same(runs.tensors(tmp_path / "again", STEPS), runs.tensors(workdir, STEPS))
+
+
+def test_rollbacks_that_do_not_help_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(tmp_path / "run", "poisoned_for_good", **ROLLBACK) == 76
+    said = capsys.readouterr().out
+    assert said.count("back to step 5, and past") == 3 and "after 3 rollbacks to step 5: it is not the data alone" in said
+    assert train(tmp_path / "nothing", "poisoned_for_good", **ROLLBACK, checkpoint__every_steps=0) == 76
+    assert "there is no checkpoint to go back to" in capsys.readouterr().out
