@@ -1,12 +1,13 @@
 """When a run has to leave: minutes from its launch, or the end of a Slurm job; and one that goes on with its launch."""
 
 import math
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+from fakes import Clock, Turns
 
+from jaxtrain import timelimit
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.timelimit import LAUNCHED, NOTE, TimeLimit, launched, limit_s, tell_launcher
 
@@ -25,20 +26,31 @@ def test_what_is_no_limit(text: str) -> None:
     assert seconds == math.inf and problem.key == "train.max_minutes" and problem.value == text and problem.remedy
 
 
-def test_asked_in_time_for_a_save() -> None:
-    asked, heard = [], threading.Event()
+@pytest.mark.parametrize(
+    ("seconds", "save_s", "asked_at"),
+    [
+        (3600, 10, "80 s before it"),  # a minute and two saves
+        (100, 3600, "25 s before it"),  # saves take longer than all of it: a quarter is left
+        (-5, 0, "0 s before it"),  # over before this attempt began
+    ],
+)
+def test_a_run_is_asked_in_time_for_a_save(
+    seconds: float, save_s: float, asked_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, asked = Clock(), []
+    monkeypatch.setattr(timelimit, "time", clock)
+    limit = TimeLimit(seconds, lambda: save_s, asked.append)
+    monkeypatch.setattr(limit, "_over", Turns(clock, *[lambda: None] * 4000))
+    limit._wait()
+    assert asked == [f"time limit, {asked_at}"]
+    assert clock.now - 1000 == max(seconds - float(asked_at.split()[0]), 1), "it looks every second"
 
-    def ask(why: str) -> None:
-        asked.append(why)
-        heard.set()
 
-    with TimeLimit(3600.0, lambda: 10.0, ask):
-        assert not heard.wait(1.5)
-    with TimeLimit(100.0, lambda: 3600.0, ask):  # saves take longer than all of it: a quarter is left
-        assert not heard.wait(1.5)
-    with TimeLimit(-5.0, lambda: 0.0, ask):  # over before this attempt began
-        assert heard.wait(5)
-    assert asked == ["time limit, 0 s before it"]
+def test_no_limit_asks_nobody() -> None:
+    with TimeLimit(math.inf, lambda: 1e9, lambda why: pytest.fail(why)) as limit:
+        assert limit._thread is None
+    with TimeLimit(3600, lambda: 0, lambda why: pytest.fail(why)):
+        pass  # and one that is left before it is over ends its thread
 
 
 def test_the_launcher_hears_of_it(tmp_path: Path) -> None:

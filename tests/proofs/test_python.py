@@ -1,8 +1,10 @@
-"""Runs called from Python: what `train.run` returns and raises, and what it leaves alone."""
+"""Runs called from Python: what `train.run` returns and raises, and what it and importing it leave alone."""
 
 import dataclasses
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +15,8 @@ import pytest
 import runs
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxtrain import environment, startup, train
-from jaxtrain.config import ConfigError, RunConfig, resolve
-from jaxtrain.hardware import HOST_LIMIT, Devices
-
-H200 = Devices("gpu", "NVIDIA H200", 8, 140.4, "test")
+from jaxtrain import environment, train
+from jaxtrain.config import ConfigError, resolve
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,14 +42,39 @@ def config(compiled: Path) -> Any:
     return made
 
 
-def test_a_run_and_its_going_on(config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_importing_everything_touches_no_device() -> None:
+    code = """
+import importlib, pkgutil, jaxtrain
+for module in pkgutil.walk_packages(jaxtrain.__path__, "jaxtrain."):
+    importlib.import_module(module.name)
+from jax._src import xla_bridge
+assert "jaxtrain.train" in __import__("sys").modules and not xla_bridge.backends_are_initialized()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=runs.REPO, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_returns_what_it_reached_and_resumes(
+    config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its environment (env.set) is the process's, and stands in log and receipt."""
+    monkeypatch.setenv("NCCL_CROSS_NIC", "")  # so that what is exported is taken back
+    monkeypatch.setenv(environment.EXPORTED, "")
+    config.env.set = "NCCL_CROSS_NIC=1"
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)]
     result = train.run(config, tmp_path / "run")
     assert (result.exit_code, result.reason, result.step, result.error) == (0, "2 steps done", 2, None)
     assert result.metrics == runs.lines(tmp_path / "run")[-1] and result.metrics["step"] == 2
     assert result.checkpoints == tmp_path / "run" / "checkpoints" and runs.steps(tmp_path / "run") == [2]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)] == before
-    assert "step 2/2" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "step 2/2" in said and "environment: NCCL_CROSS_NIC=1 (env.set" in said
+    assert (
+        runs.receipt(tmp_path / "run")["env"]["set"]
+        == {"NCCL_CROSS_NIC": "1"}
+        == {"NCCL_CROSS_NIC": os.environ["NCCL_CROSS_NIC"]}
+    )
+    assert runs.receipt(tmp_path / "run")["environment"]["NCCL_CROSS_NIC"] == "1"
     # A RunConfig does as well as a ConfigDict, and a path may be text; the same call goes on from there.
     again = train.run(resolve(config)[0], str(tmp_path / "run"))
     assert (again.exit_code, again.step, again.metrics) == (0, 2, result.metrics)
@@ -94,6 +118,7 @@ def test_what_is_found_later_is_raised_too(config: Any, tmp_path: Path) -> None:
             train.run(config, tmp_path / "run")
 
 
+@pytest.mark.more
 def test_a_run_that_diverges_raises(config: Any, tmp_path: Path) -> None:
     config.optimizer.lr, config.optimizer.lr_min, config.optimizer.warmup_steps, config.train.steps = 1e30, 0.0, 0, 4
     config.train.max_skips = 2
@@ -106,33 +131,3 @@ def changed(config: Any, section: str, **values: Any) -> Any:
     """A RunConfig with other values."""
     run = resolve(config)[0]
     return dataclasses.replace(run, **{section: dataclasses.replace(getattr(run, section), **values)})
-
-
-def test_gpus_that_were_started_without_the_budget_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    overlay, problems = environment.overlay(RunConfig(), H200, {})
-    assert not problems and overlay.set["XLA_CLIENT_MEM_FRACTION"] and overlay.set[HOST_LIMIT]
-    for name in overlay.set:
-        monkeypatch.setenv(name, "")  # so that what is exported is taken back
-    assert not startup._started_on_gpus()  # these are CPUs
-    monkeypatch.setattr(startup, "_started_on_gpus", lambda: True)
-    with pytest.raises(ConfigError, match="XLA_CLIENT_MEM_FRACTION=0.*: JAX was started .* before"):
-        startup.set_environment(overlay)
-    monkeypatch.setattr(startup, "_started_on_gpus", lambda: False)
-    startup.set_environment(overlay)
-    assert {name: os.environ[name] for name in overlay.set} == overlay.set
-    monkeypatch.setattr(startup, "_started_on_gpus", lambda: True)
-    startup.set_environment(overlay)  # the second run of a process
-
-
-def test_cpu_devices_of_one_process_get_more_threads_than_collectives_hold(monkeypatch: pytest.MonkeyPatch):
-    """With eight threads for eight devices, copies of a state in stages waited for each other until XLA ended the process."""
-    cores = os.cpu_count() or 1
-    for devices, before, after in ((8, None, max(cores, 24)), (8, "1000", 1000), (8, "2", max(cores, 24)), (1, "2", 2)):
-        monkeypatch.delenv(startup.THREADS, raising=False)
-        if before:
-            monkeypatch.setenv(startup.THREADS, before)
-        startup.threads_for_cpus(devices)
-        assert int(os.environ[startup.THREADS]) == after
-    monkeypatch.delenv(startup.THREADS)
-    startup.threads_for_cpus(1)
-    assert startup.THREADS not in os.environ

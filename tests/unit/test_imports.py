@@ -1,0 +1,183 @@
+"""Imports of jaxtrain only point down, and modules that answer before JAX starts import no jax.
+
+A module may import what stands in a lower layer. In the first five layers it may also import its neighbours, without cycles; in
+the others only those to the left of it.
+"""
+
+import ast
+import functools
+import graphlib
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2] / "jaxtrain"
+
+# "name.*" stands for a package and all that is in it.
+LAYERS = {
+    "facts": """
+        __init__ shapes config context activations auto_remat windows moments precision hardware groups flops launch
+        stores environment installed stages
+    """,
+    "placement": """
+        sharding distributed.* startup
+    """,
+    "arrays": """
+        kernels.*
+    """,
+    "models": """
+        models.*
+    """,
+    "the step": """
+        data.* quantized muon optimizer rounding loss stacks state snapshot stored_form update zero balance pipeline
+        gradients step compiler digests guard waiting
+    """,
+    "around the step": """
+        checkpoint.errors checkpoint.place checkpoint.arrays checkpoint.files checkpoint.steps checkpoint.restoring
+        checkpoint checkpoint.__main__ resume samples metrics throughput monitor.* trackers.* progress goodput
+        ledger position signals timelimit timeline watchdog pauses corruption divergence profiling hf.names
+        hf.folder hf.loading hf.origin lora hf.* evaluate generate scoring lm_eval sample memory
+    """,
+    "around the run": """
+        validate.values validate.pipeline validate.experts validate.layout validate.places validate receipt.* replay
+        page.* plan plan.result plan.numbers plan.topology plan.rates plan.readings plan.program.*
+        plan.cudnn_library plan.compile plan.make plan.calibrate plan.expect plan.search.* plan.report.*
+        plan.explore.* plan.known.* plan.__main__ profile.* parity parity.layouts parity.compare parity.report
+        parity.__main__ preflight.* bench.* report.*
+    """,
+    "the whole": """
+        explain start between announce feed loop session train main __main__
+    """,
+}
+ORDERED_FROM = 5  # from this layer on, the order within a layer counts too
+# Imports that point up on purpose: when called, for users who look for a function in the module that has its name.
+UP = {("sharding", "plan.explore.shardings")}
+# What answers before JAX starts: config files, --help, --explain, and every mistake in a config.
+LIGHT = (
+    *("__init__", "config", "launch", "validate", "hardware", "flops", "explain", "main", "models", "models.llama"),
+    "data.pipeline",
+)
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name within jaxtrain -> file; a package is called by its own name, jaxtrain itself `__init__`."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        if parts[-1] == "__init__" and len(parts) > 1:
+            parts = parts[:-1]
+        found[".".join(parts)] = path
+    return found
+
+
+def place(module: str) -> tuple[int, int]:
+    """Return (layer, place in the layer) of a module. Raises KeyError where it has none."""
+    for layer, names in enumerate(LAYERS.values()):
+        for i, name in enumerate(names.split()):
+            package = name.removesuffix(".*")
+            if module == package or (name.endswith(".*") and module.startswith(package + ".")):
+                return layer, i
+    raise KeyError(module)
+
+
+@functools.cache
+def nodes() -> dict[str, list[ast.AST]]:
+    """The syntax tree of each module, flat."""
+    return {name: list(ast.walk(ast.parse(path.read_text()))) for name, path in modules().items()}
+
+
+def statements(found: list[ast.AST]) -> list[ast.AST]:
+    """The import statements alone."""
+    return [node for node in found if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def imported(found: list[ast.AST], known: set[str]) -> set[str]:
+    """Modules of jaxtrain that a file imports anywhere in it: at its top, in functions, and by name through importlib."""
+    targets = set()
+    for node in found:
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "relative import: write the module's whole name"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("jaxtrain."):
+            names = [node.value] if node.value.removeprefix("jaxtrain.") in known else []
+        for name in names:
+            if name == "jaxtrain":
+                targets.add("__init__")
+            if not name.startswith("jaxtrain."):
+                continue
+            inner = name.removeprefix("jaxtrain.")
+            while inner and inner not in known:
+                inner = inner.rpartition(".")[0]
+            targets.add(inner or "__init__")
+    return targets
+
+
+def complaint(importer: str, target: str) -> str | None:
+    """Return why `importer` may not import `target`, or None."""
+    (layer, at), (below, its) = place(importer), place(target)
+    names = list(LAYERS)
+    if below > layer:
+        return f"{importer} ({names[layer]}) imports {target}, which stands above it ({names[below]})"
+    if layer == below >= ORDERED_FROM and its > at:
+        return f"{importer} imports {target}, which stands to the right of it ({names[layer]})"
+    return None
+
+
+def test_every_module_has_a_layer_and_every_name_is_a_module():
+    known = modules()
+    listed = [name.removesuffix(".*") for names in LAYERS.values() for name in names.split()]
+    assert len(set(listed)) == len(listed) and not [name for name in listed if name not in known]
+    for module in known:
+        place(module)
+
+
+def test_imports_point_down():
+    known = set(nodes())
+    pairs = {(name, target) for name, found in nodes().items() for target in imported(found, known) - {name}}
+    assert pairs >= UP, "UP names an import that is gone"
+    wrong = [text for name, target in sorted(pairs - UP) if (text := complaint(name, target))]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_cycles():
+    # A package's __init__ that names its modules for lazy import is a table, not a dependency; those are found by name only.
+    graph = {name: imported(statements(found), set(nodes())) - {name} for name, found in nodes().items()}
+    for importer, target in UP:
+        graph[importer].discard(target)
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_light_modules_import_no_jax():
+    """Nor does what they import at their tops, or a package above it."""
+    left, seen = list(LIGHT), set()
+    while left:
+        name = left.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        module = nodes()[name][0]
+        assert isinstance(module, ast.Module)
+        top = statements(list(module.body))
+        names = [a.name for n in top if isinstance(n, ast.Import) for a in n.names]
+        names += [n.module or "" for n in top if isinstance(n, ast.ImportFrom)]
+        heavy = {n for n in names if n.partition(".")[0] in ("jax", "jaxlib", "flax", "optax", "orbax")}
+        assert not heavy, f"jaxtrain.{name} imports {heavy}"
+        left += [*imported(top, set(nodes())), *([name.rpartition(".")[0]] if "." in name else [])]
+    assert len(seen) > len(LIGHT)
+
+
+def test_the_rules_can_fail():
+    known = set(modules())
+
+    def found(text: str) -> set[str]:
+        return imported(list(ast.walk(ast.parse(text))), known)
+
+    assert found("def f():\n    from jaxtrain.step import build\n") == {"step"}
+    assert found("from jaxtrain import config, train") == {"config", "train"}
+    assert found("from jaxtrain.data.tokenizer import load_tokenizer") == {"data.tokenizer"}
+    assert found("X = {'llama': 'jaxtrain.models.llama'}") == {"models.llama"}
+    assert complaint("kernels.dot", "models.layers") and complaint("config", "sharding")
+    assert complaint("plan.search.fit", "plan.report.figures") and not complaint("plan.report.figures", "plan.numbers")
+    assert complaint("metrics", "sample") and not complaint("sample", "metrics")
+    assert not complaint("models.layers", "kernels.dot")
