@@ -10,10 +10,6 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # what other checkouts compiled is not what is tested
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {QUICKLY}"
 
-# Workers and child processes would parse every source and rewrite every assertion anew.
-sys.dont_write_bytecode = False
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-
 import gc
 import importlib
 import math
@@ -29,6 +25,10 @@ import pytest
 from hypothesis import settings
 
 from jaxtrain.startup import threads_for_cpus
+
+# Workers and child processes would parse every source and rewrite every assertion anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 threads_for_cpus(8)
 # A shell that starts the suite in the background makes it ignore Ctrl-C, and its children with it; some tests send it.
