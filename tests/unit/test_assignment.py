@@ -33,25 +33,27 @@ def peak_bytes(read: assignment.Assignment) -> int:
     return lasting + max(held for held, _ in assignment.replay(read, assignment.device_heap(read)))
 
 
-def test_memory_is_held_until_its_last_user_ends():
-    """Value 2 lives in the memory of value 1, which is larger, and outlives it."""
-    A, F, S = assignment.ALLOCATE, assignment.FREE, assignment.SHARE
-    events = [(A, 1), (S, 2, 1), (F, 1), (A, 3), (F, 2), (A, 4), (F, 3), (F, 4)]
-    read = assignment.read(proto(events, {1: 100, 2: 60, 3: 10, 4: 105}, heap=128, argument=1000))
-    assert peak_bytes(read) == 1115
+A, F, S = assignment.ALLOCATE, assignment.FREE, assignment.SHARE
 
 
-def test_memory_that_was_free_is_taken_again():
-    A, F, S = assignment.ALLOCATE, assignment.FREE, assignment.SHARE
-    events = [(A, 1), (F, 1), (A, 3), (S, 2, 1), (F, 2), (F, 3)]
-    read = assignment.read(proto(events, {1: 100, 2: 100, 3: 10}))
-    assert peak_bytes(read) == 110
-
-
-def test_host_memory_is_not_the_devices():
-    A, F = assignment.ALLOCATE, assignment.FREE
-    read = assignment.read(proto([(A, 1), (A, 2), (F, 1), (F, 2)], {1: 100, 2: 7}, colors={1: assignment.HOST, 2: 0}))
-    assert peak_bytes(read) == 7
+@pytest.mark.parametrize(
+    ("events", "sizes", "around", "peak"),
+    [
+        # Value 2 lives in the memory of value 1 and outlives it.
+        ([(A, 1), (S, 2, 1), (F, 1), (A, 3), (F, 2), (F, 3)], {1: 100, 2: 100, 3: 10}, {"heap": 128, "argument": 1000}, 1110),
+        # Memory that was free is taken again.
+        ([(A, 1), (F, 1), (A, 3), (S, 2, 1), (F, 2), (F, 3)], {1: 100, 2: 100, 3: 10}, {}, 110),
+        # Value 3 takes over from value 2 what that has of value 1: one piece of memory.
+        ([(A, 1), (S, 2, 1), (F, 1), (S, 3, 2), (F, 2), (A, 4), (F, 3), (F, 4)], {1: 100, 2: 100, 3: 100, 4: 7}, {}, 107),
+        # Host memory is not the device's.
+        ([(A, 1), (A, 2), (F, 1), (F, 2)], {1: 100, 2: 7}, {"colors": {1: assignment.HOST, 2: 0}}, 7),
+    ],
+)
+def test_peak(events, sizes, around, peak):
+    """Memory is held until its last user ends. Scalars of a reduction's function take none of the device's."""
+    made = assignment._hlo_proto().FromString(proto(events, sizes, **around))
+    made.assignment.allocations.add(size=4, is_thread_local=True)
+    assert peak_bytes(assignment.read(made.SerializeToString())) == peak
 
 
 def test_two_heaps_on_the_device_are_refused():

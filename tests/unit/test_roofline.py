@@ -54,14 +54,6 @@ def test_cublas_call(target):
     assert kernel.gb == pytest.approx(0.13), "without the workspace"
 
 
-def test_an_fp8_call_without_a_rate_is_refused():
-    config = json.dumps({"gemm_backend_config": {"dot_dimension_numbers": {"lhs_contracting_dimensions": ["1"]}}})
-    line = "%g = (bf16[1000,10000]{1,0}, s8[4194304]{0}) custom-call(%a.1, %b.1)"
-    module = read(f'\n  ROOT {line}, custom_call_target="__cublas$lt$matmul$f8", backend_config={config}')
-    with pytest.raises(HloError, match="a GEMM in 8-bit floating point, for which the rates .round figures. have no figure"):
-        roofline.predict(module, dataclasses.replace(RATES, fp8_tflops=0.0), {})
-
-
 def test_cublas_call_that_writes_into_a_stack():
     """XLA's dynamic-slice fusion: the GEMM's output goes straight to its place in an array of 40 of them."""
     stack, out = "bf16[40,1000,10000]{2,1,0}", "bf16[1000,10000]{1,0}"
@@ -87,53 +79,45 @@ def test_cublas_call_that_writes_into_a_stack():
     assert (kernel.kind, kernel.tflop, kernel.gb) == ("gemm", pytest.approx(0.1), pytest.approx(0.13))
 
 
-@pytest.mark.parametrize(
-    ("mask", "window", "pairs"),
-    [("NO_MASK", 0, 64 * 64), ("CAUSAL", 0, 64 * 32), ("PADDING_CAUSAL", 0, 64 * 32), ("CAUSAL", 16, 64 * (16 - 2))],
-)
-@pytest.mark.parametrize(("target", "factor", "rate"), [("", 1.0, 50.0), ("Backward", 2.5, 25.0)])
-def test_attention_call(mask, window, pairs, target, factor, rate):
-    """2 sequences of 64, 4 heads of 8: 4 x 8 FLOPs for each pair inside the mask, of every head."""
+def attention(call: str, ids: int = 0) -> roofline.Roofline:
+    """2 sequences of 64, 4 heads of 8, two to a key; at 50 and 25 MFLOP/s. call: the target, and what it is given."""
     q, kv = "bf16[2,64,4,8]{3,2,1,0}", "bf16[2,64,2,8]{3,2,1,0}"
-    config = json.dumps({"cudnn_fmha_backend_config": {"mask_type": mask, "sliding_window_length": window}})
-    arguments = f"\n  %q = {q} parameter(3)\n  %k = {kv} parameter(4)\n  %v = {kv} parameter(5)"
-    call = f'custom-call(%q, %k, %v), custom_call_target="__cudnn$fmhaSoftmax{target}", backend_config={config}'
-    module = read(f"{arguments}\n  ROOT %o = ({q}, f32[2,4,64]{{2,1,0}}, u8[0]{{0}}) {call}")
-    found = roofline.predict(
-        module, dataclasses.replace(RATES, attention_forward_tflops=50e-6, attention_backward_tflops=25e-6), {}
+    types = {**{f"i{n}": "s32[2,64]{1,0}" for n in range(ids)}, "q": q, "k": kv, "v": kv}
+    arguments = "".join(f"\n  %{name} = {type} parameter({n + 3})" for n, (name, type) in enumerate(types.items()))
+    operands = ", ".join(f"%{name}" for name in types)
+    made = q if ids else f"({q}, f32[2,4,64]{{2,1,0}}, u8[0]{{0}})"
+    slow = dataclasses.replace(RATES, attention_forward_tflops=50e-6, attention_backward_tflops=25e-6)
+    return roofline.predict(
+        read(f"{arguments}\n  ROOT %o = {made} custom-call({operands}), custom_call_target={call}"), slow, {}
     )
-    assert found.flops == pytest.approx(2 * 4 * pairs * 4 * 8 * factor)
-    rate *= rates.over_length(64, rate == 25.0)
-    assert found.attention_ms == pytest.approx(found.flops / rate / 1e3), "50 and 25 MFLOP/s at 8,192 keys, and here 64"
 
 
-@pytest.mark.parametrize(("mask", "pairs"), [("causal", 64 * 32), ("all", 64 * 64), ("window16", 64 * (16 - 2))])
 @pytest.mark.parametrize(
-    ("kernel", "factor", "rate"),
-    [("forward", 1.0, 50.0), ("backward_q", 2.5 * 3 / 7, 25.0), ("backward_kv", 2.5 * 4 / 7, 25.0)],
+    ("mask", "window", "name", "pairs"),
+    [
+        ("NO_MASK", 0, "all", 64 * 64),
+        ("CAUSAL", 0, "causal", 64 * 32),
+        ("PADDING_CAUSAL", 0, "causal", 64 * 32),
+        ("CAUSAL", 16, "window16", 64 * (16 - 2)),
+    ],
 )
-def test_pallas_attention_call(mask, pairs, kernel, factor, rate):
-    """As cuDNN's, at the stated part of its rate; what is computed stands in the name."""
-    q, kv, ids = "bf16[2,64,4,8]{3,2,1,0}", "bf16[2,64,2,8]{3,2,1,0}", "s32[2,64]{1,0}"
-    config = f'{{debug = false, ir = "ML\\EFR{{", name = "jaxtrain_attention_{kernel}_{mask}", num_warps = 8 : i32}}'
-    names = "".join(f"\n  %i{n} = {ids} parameter({n + 3})" for n in range(5))
-    arguments = f"{names}\n  %q = {q} parameter(8)\n  %k = {kv} parameter(9)\n  %v = {kv} parameter(10)"
-    operands = "%i0, %i1, %i2, %i3, %i4, %q, %k, %v"
-    call = f'custom-call({operands}), custom_call_target="__gpu$xla.gpu.triton", backend_config={config}'
-    module = read(f"{arguments}\n  ROOT %o = {q} {call}")
-    found = roofline.predict(
-        module, dataclasses.replace(RATES, attention_forward_tflops=50e-6, attention_backward_tflops=25e-6), {}
-    )
-    assert found.flops == pytest.approx(2 * 4 * pairs * 4 * 8 * factor)
-    rate *= PALLAS_FRACTION * rates.over_length(64, kernel != "forward")
-    assert found.attention_ms == pytest.approx(found.flops / rate / 1e3)
-
-
-def test_another_triton_call_is_not_taken_for_attention():
-    q = "bf16[2,64,4,8]{3,2,1,0}"
-    call = 'custom-call(%q), custom_call_target="__gpu$xla.gpu.triton", backend_config={name = "theirs"}'
-    with pytest.raises(HloError, match="custom call '__gpu.xla.gpu.triton'"):
-        roofline.predict(read(f"\n  %q = {q} parameter(3)\n  ROOT %o = {q} {call}"), RATES, {})
+def test_attention_calls(mask, window, name, pairs):
+    """4 x 8 FLOPs for each pair inside the mask, of every head. Pallas' kernels say in their names what they compute, and
+    their backward pass, at the stated part of the rate, is two kernels of seven products together."""
+    config = json.dumps({"cudnn_fmha_backend_config": {"mask_type": mask, "sliding_window_length": window}})
+    forward = 2 * 4 * pairs * 4 * 8
+    calls = [
+        (f'"__cudnn$fmhaSoftmax{t}", backend_config={config}', 0, f, bool(t), 1.0) for t, f in (("", 1), ("Backward", 2.5))
+    ]
+    for kernel, factor in (("forward", 1.0), ("backward_q", 2.5 * 3 / 7), ("backward_kv", 2.5 * 4 / 7)):
+        pallas = f'{{debug = false, ir = "ML\\EFR{{", name = "jaxtrain_attention_{kernel}_{name}", num_warps = 8 : i32}}'
+        call = f'"__gpu$xla.gpu.triton", backend_config={pallas}'
+        calls.append((call, 5, factor, kernel != "forward", PALLAS_FRACTION))
+    for call, ids, factor, backward, share in calls:
+        found = attention(call, ids)
+        assert found.flops == pytest.approx(forward * factor), call
+        rate = (25.0 if backward else 50.0) * share * rates.over_length(64, backward)  # stated at 8,192 keys, and here are 64
+        assert found.attention_ms == pytest.approx(found.flops / rate / 1e3), call
 
 
 @pytest.mark.parametrize(("filled", "tflop"), [(1.0, 0.1), (0.5, 0.05)])
@@ -374,32 +358,43 @@ def test_copies_to_the_host_run_beside_compute():
 # ---- Refusals
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (f"\n  ROOT %odd = {BIG} convolution(%x, %x), window={{size=1}}", "odd: how long a convolution takes"),
-        (f'\n  ROOT %odd = {BIG} custom-call(%x), custom_call_target="mystery"', "odd: how long the custom call 'mystery'"),
-        (f"\n  ROOT %odd = {BIG} collective-permute(%x), source_target_pairs={{{{0,1}}}}", "odd: nothing says how many bytes"),
-        (
-            f"\n  ROOT %odd = ({BIG}, {BIG}) all-gather-start(%x), dimensions={{0}}",
-            "odd: started in the computation main and not",
-        ),
-    ],
-)
-def test_what_is_not_understood_is_refused(lines, message):
-    with pytest.raises(HloError, match=message):
-        predict(lines, moves("odd") if "all-gather" in lines else None)
-
-
-def test_unknown_opcode_in_a_fusion_and_unscheduled_modules_are_refused():
-    before = f"""
+STRANGE = f"""
 %strange (p: f32[{ELEMENTS}]) -> f32[{ELEMENTS}] {{
   %p.1 = {BIG} parameter(0)
   ROOT %fft = {BIG} fft(%p.1), fft_type=RFFT, fft_length={{1}}
 }}
 """
-    with pytest.raises(HloError, match="odd: .* because of the fft fft inside"):
-        predict(f"\n  ROOT %odd = {BIG} fusion(%x), kind=kLoop, calls=%strange", before=before)
+CALL = f"\n  ROOT %odd = {BIG} custom-call(%x), custom_call_target"
+F8 = json.dumps({"gemm_backend_config": {"dot_dimension_numbers": {"lhs_contracting_dimensions": ["1"]}}})
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (f"\n  ROOT %odd = {BIG} convolution(%x, %x), window={{size=1}}", "odd: how long a convolution takes"),
+        (f'{CALL}="mystery"', "odd: how long the custom call 'mystery'"),
+        # Not ours, and so not taken for attention.
+        (f'{CALL}="__gpu$xla.gpu.triton", backend_config={{name = "theirs"}}', "custom call '__gpu.xla.gpu.triton'"),
+        (f"\n  ROOT %odd = {BIG} collective-permute(%x), source_target_pairs={{{{0,1}}}}", "odd: nothing says how many bytes"),
+        (
+            f"\n  ROOT %odd = ({BIG}, {BIG}) all-gather-start(%x), dimensions={{0}}",
+            "odd: started in the computation main and not",
+        ),
+        (f"\n  ROOT %odd = {BIG} fusion(%x), kind=kLoop, calls=%strange", "odd: .* because of the fft fft inside"),
+        (
+            f"\n  ROOT %odd = (bf16[1000,10000]{{1,0}}, s8[4]{{0}}) custom-call(%a.1, %b.1), "
+            f'custom_call_target="__cublas$lt$matmul$f8", backend_config={F8}',
+            "a GEMM in 8-bit floating point, for which the rates .round figures. have no figure",
+        ),
+    ],
+)
+def test_what_is_not_understood_is_refused(lines, message):
+    wires = moves("odd") if "all-gather" in lines else {}
+    with pytest.raises(HloError, match=message):
+        roofline.predict(read(lines, STRANGE), dataclasses.replace(RATES, fp8_tflops=0.0), wires)
+
+
+def test_a_module_that_is_not_scheduled_is_refused():
     unscheduled = dataclasses.replace(read(gemm("g").replace("%g", "ROOT %g")), is_scheduled=False)
     with pytest.raises(HloError, match="not scheduled"):
         roofline.predict(unscheduled, RATES, {})
