@@ -18,7 +18,8 @@ def test_killed_at_random_moments(tmp_path: Path, whole: bool, figures: Figures)
     rng, kills, inside, before, reached = dice("kill"), 0, 0, 0, []
     wanted, least = KILLS[whole]
     hunted = tmp_path / "hunted"
-    while kills < wanted:
+    while kills < wanted or inside < least:
+        assert kills < 3 * wanted, f"only {inside} of them fell into a save"
         child, began = faults.start(hunted), time.time()
         if inside < least and rng.random() < 0.7:
             child.until(lambda began=began: saving(hunted, began))
@@ -31,7 +32,6 @@ def test_killed_at_random_moments(tmp_path: Path, whole: bool, figures: Figures)
         assert code == -signal.SIGKILL, f"it ended by itself, {code}: {said}"
         kills, inside, before = kills + 1, inside + in_save, before + (not runs.steps(hunted))
         reached.append(steps_written(hunted))
-    assert inside >= least
     code, said = faults.start(hunted).end()
     assert code == 0, said
     assert "passed over" not in said and "damaged" not in said

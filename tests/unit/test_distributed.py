@@ -14,7 +14,8 @@ from fakes import Clock, Store, Turns
 
 from jaxtrain import distributed
 from jaxtrain.distributed import Cluster, ClusterError, PeerLost, Peers, detect, meeting, watch, words
-from jaxtrain.distributed.cluster import node_names
+from jaxtrain.distributed.cluster import all_devices, node_names
+from jaxtrain.hardware import Devices
 
 TORCHRUN = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500", "RANK": "3", "WORLD_SIZE": "4"}
 TORCHRUN_8 = TORCHRUN | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -219,6 +220,17 @@ def test_slurm_ranks_agree_on_the_coordinator():
 )
 def test_slurms_node_lists_are_read(text: str, names: list[str]):
     assert node_names(text) == names
+
+
+@pytest.mark.parametrize(
+    ("kind", "ids", "count", "node"),
+    [("gpu", None, 32, 8), ("gpu", (3,), 4, 1), ("gpu", (0, 1), 8, 2), ("cpu", (0, 1), 32, 8)],
+)
+def test_all_devices_of_a_run_are_those_of_all_its_processes(kind: str, ids: tuple[int, ...] | None, count: int, node: int):
+    here = Devices(kind, "H200", 8, 140.0, "test")
+    assert all_devices(here, None) == here
+    found = all_devices(here, Cluster("head:1", 4, 0, ids, "the test"))
+    assert (found.count, found.node) == (count, node)
 
 
 # ---- Agreement: where to stop, and what is gathered
