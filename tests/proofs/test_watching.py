@@ -1,24 +1,35 @@
-"""What a run shows of itself while it trains: held-out sets by name, samples at intervals, TensorBoard and Weights & Biases.
+"""What a run shows of itself: held-out sets by name, samples, TensorBoard, Weights & Biases, and the page of its report.
 
-Two runs of ten steps, one watched in every way and gone back to step 4 afterwards, one not watched at all.
+Two runs of ten steps, one watched in every way and gone back to step 4 afterwards, one that shows no more than all do.
 """
 
 import dataclasses
 import json
 import math
+import re
+import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import helpers
+import numpy as np
 import pytest
 import runs
 import wandb
+from pages import Read, assert_self_contained, curves_of
+from played_nvml import Gpu, Nvml
 
-from jaxtrain import evaluate, generate, metrics, samples, validate
+from jaxtrain import generate, metrics, samples, validate
 from jaxtrain.data import pipeline
 from jaxtrain.hardware import Devices
+from jaxtrain.monitor import Monitor
+from jaxtrain.receipt import parts
+from jaxtrain.receipt.opened import open_run
+from jaxtrain.report import facts, page
+from jaxtrain.report.run import read, read_all
 from jaxtrain.samples import Sample
-from jaxtrain.trackers.tensorboard import TensorBoard
 from jaxtrain.trackers.wandb import TrackerError, WandB
 
 SETS = "web={folder}/web.tok; code_2={folder}/code.tok=2,{folder}/web.tok=1;made-up=synthetic"
@@ -47,7 +58,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     workdir = tmp_path_factory.mktemp("plain") / "run"
-    assert runs.train(config, workdir, log__tensorboard="false") == 0
+    assert runs.train(config, workdir, log__peak_tflops=0.1) == 0
     return workdir
 
 
@@ -69,6 +80,7 @@ def watched(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Watched:
         "sample__max_tokens": 4,
         "sample__prompt": "def||x",
         "log__wandb": "trainers/project",
+        "log__peak_tflops": 0.1,
     }
     made: list[generate.Sampler] = []
     start = generate.Sampler.__init__
@@ -119,10 +131,6 @@ def test_the_receipt_has_the_newest_evaluation(watched: Watched, plain: Path) ->
     assert runs.receipt(plain)["held_out"] == [{k: v for k, v in held_out(plain)[-1].items() if k != "kind"}]
     newest = runs.receipt(watched.workdir)["held_out"]
     assert [(line["set"], line["step"]) for line in newest] == [("web", 10), ("code_2", 10), ("made-up", 10)]
-
-
-def test_perplexity_has_no_bound() -> None:
-    assert evaluate.perplexity(0.0) == 1 and evaluate.perplexity(1e4) == math.inf and math.isnan(evaluate.perplexity(math.nan))
 
 
 @pytest.mark.parametrize(
@@ -206,38 +214,6 @@ def test_the_time_of_samples_is_in_no_rate(watched: Watched) -> None:
     assert times[3] is None and times[4] is None
 
 
-def test_samples_file_can_be_read_back_whatever_a_model_writes() -> None:
-    nasty = [
-        Sample(3, 0, "--- step 9\n--- step 9, prompt 2\n\n"),
-        Sample(4, 2, ""),
-        Sample(12, 1, "a\n--- step x\r\n--- step 1"),
-    ]
-    text = samples.write(nasty)
-    back = list(samples.read(text))
-    assert [s[:2] for s in back] == [s[:2] for s in nasty]
-    assert [s.text.replace(" ---", "---") for s in back] == [s.text for s in nasty]
-    assert samples.write(back) == text
-    assert list(samples.read("no heading\n")) == []
-
-
-def test_what_was_written_without_a_checkpoint_is_set_aside(tmp_path: Path) -> None:
-    with metrics.Writers(tmp_path) as writers:
-        writers.samples([Sample(2, 0, "x")])
-        writers.eval(step=2, loss=1.0, bits_per_byte=None, perplexity=2.7)
-        writers.close()
-        assert {p.name.partition(".set_aside-")[0] for p in writers.set_aside()} == {"metrics", "samples"}
-    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".jsonl", ".txt"]
-    other = metrics.Writers(tmp_path / "other", [TensorBoard(tmp_path / "other")], process_index=1)
-    other.samples([Sample(2, 0, "x")])
-    other.note("config", {})
-    other.close(0)
-    assert not (tmp_path / "other").exists()
-
-
-def test_several_prompts() -> None:
-    assert samples.prompts("") == [""] and samples.prompts("a||b|c||") == ["a", "b|c", ""]
-
-
 # ---- Trackers
 
 
@@ -254,6 +230,65 @@ def test_tensorboard_shows_sets_and_texts(watched: Watched) -> None:
     assert json.loads(numbers[10, "receipt/text_summary"])["exit_code"] == 0
     assert json.loads(numbers[4, "config/text_summary"]) == json.loads((watched.workdir / "config.json").read_text())
     assert restarts == 1
+
+
+def test_events_page_and_metrics_agree(watched: Watched, plain: Path) -> None:
+    """On loss and throughput, at every step, to the last digit that each of them holds; also of a run that was resumed."""
+    for workdir, sets in ((watched.workdir, ("web", "code_2")), (plain, ("",))):
+        shown = curves_of(page.html([read(workdir)]))
+        train = [x for x in runs.lines(workdir) if x["kind"] == "train"]
+        assert [x["step"] for x in train] == list(range(1, 11))
+        board = {step: values for step, _, values in runs.events(workdir / "tb")[0] if "train/loss" in values}
+        for x in train:
+            assert shown["train"][x["step"]] == x["loss"] and board[x["step"]]["train/loss"] == np.float32(x["loss"])
+        for name in sets:
+            assert shown[f"held-out {name}".rstrip()] == {x["step"]: x["loss"] for x in held_out(workdir, name)}
+    rates = {x["step"]: x["tokens_per_s_per_device"] for x in train}  # those of the plain run, which has some
+    assert shown["tokens/s/device"] == rates and len([rate for rate in rates.values() if rate]) > 1
+    assert shown["MFU causal"] == {x["step"]: x["mfu_causal"] and 100.0 * x["mfu_causal"] for x in train}
+    events = {step: values.get("train/tokens_per_s_per_device") for step, values in board.items()}
+    assert events == {step: rate and np.float32(rate) for step, rate in rates.items()}
+
+
+def test_the_page_shows_the_run(watched: Watched) -> None:
+    run = read(watched.workdir)
+    text = page.html([run])
+    assert_self_contained(text)
+    words = Read(text).words
+    told = " ".join(words)
+    for heading in ("What it learned", "How fast", "Where the wall time went", "What the model wrote", "What ran"):
+        assert f"<h2>{heading}</h2>" in text
+    assert "done: 10 steps done" in told and f"{runs.losses(watched.workdir)[10]:.4f}" in told
+    assert "The devices do not tell what they hold" in told and "No GPU was sampled" in told  # a CPU
+    found = run.goodput()
+    assert found is not None and found.attempts == 2 and found.parts["repeated"] > 0
+    assert math.isclose(sum(found.parts.values()), found.wall_s, rel_tol=1e-3)
+    assert f"{100 * (found.goodput or 0):.1f}%" in told
+    shown = parts.parts(open_run(watched.workdir), facts.PARTS)  # as the command shows a receipt
+    assert len(shown) == len(parts.PARTS) - 3
+    for title, rows in shown:
+        assert title in words
+        for name, value in rows:
+            assert str(value) in words and (name.strip() in words or not name), (title, name)
+
+
+def test_differences_on_the_page_are_those_of_receipt_diff(watched: Watched, tmp_path: Path) -> None:
+    def copied(name: str, change: Callable[[dict[str, Any]], None]) -> Path:
+        (tmp_path / name).mkdir()
+        for file in ("metrics.jsonl", "config.json"):
+            shutil.copy(watched.workdir / file, tmp_path / name)
+        told = runs.receipt(watched.workdir)
+        change(told)
+        (tmp_path / name / "receipt.json").write_text(json.dumps(told))
+        return tmp_path / name
+
+    changed = copied("changed", lambda told: told["packages"].update(optax="0.0.1"))
+    shown = page.html(read_all([watched.workdir, changed]))
+    (table,) = re.findall(r"<caption>What can explain it</caption>.*?<tbody>(.*?)</tbody>", shown)
+    rows = re.findall(r"<tr>(.*?)</tr>", table)
+    assert len(rows) == 1 and "optax" in rows[0] and "0.0.1" in rows[0]
+    same = page.html(read_all([watched.workdir, copied("same", lambda told: None)]))
+    assert "Nothing differs that can explain anything" in same
 
 
 def history(records: list[Any]) -> list[dict[str, Any]]:
@@ -374,3 +409,28 @@ def test_what_validate_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert problems(sample__every_steps=5, sample__max_tokens=0) == {
         "sample.every_steps": "sample.max_tokens = 0 writes no samples"
     }
+
+
+# ---- The monitor's threads
+
+
+def test_the_monitor_samples_by_itself_and_a_driver_that_hangs_does_not_hold_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxtrain.monitor.JOIN_S", 0.1)
+    nvml, three, hangs, again = Nvml(Gpu()), threading.Event(), threading.Event(), threading.Event()
+    count = iter(range(4))
+
+    def power(gpu: Gpu) -> int:
+        if next(count) == 3:
+            three.set()
+            hangs.wait(300)
+            again.set()
+        return 0
+
+    nvml.DeviceGetPowerUsage = power
+    with Monitor({0: dict}, 10.0, nvml=nvml, environ={}, sample_s=0.001) as monitor:
+        assert three.wait(300)
+        thread = monitor._thread
+    assert thread and thread.daemon and thread.is_alive() and nvml.open == 1, "the library is still in use"
+    hangs.set()
+    thread.join(300)
+    assert again.is_set() and not thread.is_alive()

@@ -327,29 +327,6 @@ def test_errors_and_foreign_warnings_are_in_the_log(tmp_path):
 # ---- Signals
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "name"),
-    [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 75, "SIGTERM"), (signal.SIGUSR1, 75, "SIGUSR1")],
-)
-def test_the_first_signal_ends_in_good_order_and_the_next_at_once(number, code, name, monkeypatch, capfd):
-    now, left, asked = [100.0], [], []
-    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(signals.os, "_exit", left.append)
-    stop = signals.Stop(ask=asked.append)
-    for _ in range(2):
-        stop._received(signal.SIGUSR2)
-    assert stop.traces == 2 and not stop and stop.exit_code is None
-    stop._received(number)
-    stop._received(number)  # at once: the same Ctrl-C through another road
-    assert (stop.reason, stop.exit_code, stop.name, asked, left) == (number.name, code, name, [number.name], [])
-    assert capfd.readouterr().err.endswith(f"\n{name}: finishing this step, then saving. Again to leave at once.\n")
-    now[0] += 60
-    stop._received(signal.SIGUSR2)
-    assert stop.traces == 3 and left == []
-    stop._received(signal.SIGTERM)
-    assert left == [75] and (stop.reason, stop.exit_code) == (number.name, code)
-
-
 def test_handlers_come_back():
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]

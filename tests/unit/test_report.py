@@ -1,258 +1,39 @@
-"""A report says what the run's files say: every number, every part that is there, nothing of what is not."""
+"""A report says what a run's files say: every number, every part that is there, nothing of what is not; of made-up runs."""
 
 import datetime as dt
-import html
 import io
 import json
 import math
-import os
 import random
 import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import runs
+from made_runs import ended, everything, fake, gpu, held_out, line, silence, write_lines
+from pages import EVIL, Read, assert_self_contained, curves_of
 from rich.console import Console
-from test_plan_report import BROWSER, Read, opened
 
 from jaxtrain import goodput, metrics
 from jaxtrain.page.charts import ticks_between, ticks_of_log
 from jaxtrain.page.curves import Curve, Limit, Picture, draw, thinned
-from jaxtrain.receipt import ReceiptError, parts
-from jaxtrain.receipt.opened import open_run
+from jaxtrain.receipt import ReceiptError
 from jaxtrain.report import __main__ as command
-from jaxtrain.report import facts, figures, follow, followed, page, pictures, time_spent
+from jaxtrain.report import figures, follow, followed, page, pictures, time_spent
 from jaxtrain.report.run import RunError, alerts, read, read_all, verdict
-
-STEPS = 120
-OVERRIDES = {"train__steps": STEPS, "log__peak_tflops": 0.1, "sample__max_tokens": 8, "checkpoint__every_steps": 30}
-OVERRIDES |= {"eval__every_steps": 20}
-
-
-def unsaved(workdir: Path) -> bool:
-    """Whether the ledger tells of steps after the newest checkpoint: a kill costs them."""
-    saved = runs.steps(workdir)
-    told = [x["step"] or 0 for x in goodput.read(workdir / goodput.FILE) if x["kind"] == "spent"]
-    return bool(saved) and max(told, default=0) > max(saved)
-
-
-@pytest.fixture(scope="module")
-def twice(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
-    """A real run in two attempts, the first one killed: its folder, and what `report --follow` printed meanwhile and its exit
-    code."""
-    folder = tmp_path_factory.mktemp("twice")
-    config, workdir, words = folder / "small.py", folder / "run", folder / "followed.txt"
-    config.write_text(runs.SMALL)
-    overrides = OVERRIDES | {"paths__cache": folder / "compiled"}
-    first = runs.Child(config, workdir, folder / "first.txt", **overrides)
-    first.until(lambda: len(runs.lines(workdir)) > 35 and unsaved(workdir))
-    first.process.send_signal(signal.SIGSTOP)  # until somebody looks
-    with open(words, "wb") as out:
-        line = [sys.executable, "-m", "jaxtrain.report", str(workdir), "--follow"]
-        follower = subprocess.Popen(line, cwd=runs.REPO, stdout=out, stderr=subprocess.STDOUT)
-    try:
-        first.until(lambda: words.stat().st_size > 0)
-        first.process.kill()
-        first.process.wait()
-        second = runs.Child(config, workdir, folder / "second.txt", **overrides)
-        code, said = second.end()
-        assert code == 0, said
-        followed_to = follower.wait(60)
-        return workdir, words.read_text(), followed_to
-    finally:
-        follower.kill()
-
-
-@pytest.fixture(scope="module")
-def text(twice: tuple[Path, str, int]) -> str:
-    """The page of that run."""
-    return page.html([read(twice[0])])
-
-
-def embedded(text: str) -> dict[str, dict[float, Any]]:
-    """Curve -> place -> value, of all charts against steps of a page."""
-    out: dict[str, dict[float, Any]] = {}
-    for script in re.findall(r'<script type="application/json">(.*?)</script>', text):
-        found = json.loads(script)
-        if isinstance(found, dict) and found["x"] == "step":
-            out |= {c["name"]: dict(zip(c["at"], c["is"], strict=True)) for c in found["curves"]}
-    return out
-
-
-def fake(folder: Path, lines: list[dict[str, Any]], **files: str) -> Path:
-    """A run's folder with these lines of metrics, and files by name."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "metrics.jsonl").write_text("".join(metrics.encode(line) + "\n" for line in lines))
-    for name, content in files.items():
-        (folder / name.replace("__", ".")).write_text(content)
-    return folder
-
-
-def line(step: int, **changes: Any) -> dict[str, Any]:
-    """A train line."""
-    return (
-        dict.fromkeys(metrics.TRAIN_KEYS, 0.5)
-        | {"kind": "train", "step": step, "tokens": 100 * step, "time_unix": 1e9}
-        | changes
-    )
-
-
-def gpu(step: int, n: int, process: int = 0, **changes: Any) -> dict[str, Any]:
-    """A line of one GPU."""
-    sample = {"utilization": 0.9, "memory_used_gib": 100.0, "pool_gib": 120.0, "in_use_gib": 80.0, "largest_free_gib": 30.0}
-    sample |= {"power_w": 500.0, "power_limit_w": 700.0, "temperature_c": 60.0, "sm_clock_mhz": 1900, "memory_clock_mhz": 3200}
-    sample |= {"throttled": 0.0, "throttle_reasons": "", "nvlink_tx_gb_s": None, "nvlink_rx_gb_s": None, "ecc_uncorrected": 0}
-    return {"kind": "gpu", "step": step, "gpu": n, "process": process, "time_unix": 1e9 + step, **sample, **changes}
-
-
-# ---- The page of a real run
-
-
-def test_events_page_and_metrics_agree(twice: tuple[Path, str, int], text: str):
-    """On loss and throughput, at every step, to the last digit that each of them holds."""
-    workdir = twice[0]
-    shown = embedded(text)
-    train = [x for x in runs.lines(workdir) if x["kind"] == "train"]
-    assert [x["step"] for x in train] == list(range(1, STEPS + 1))
-    events, _ = runs.events(workdir / "tb")
-    board = {step: values for step, _, values in events if "train/loss" in values}
-    rates = 0
-    for x in train:
-        assert shown["train"][x["step"]] == x["loss"]
-        assert shown["tokens/s/device"][x["step"]] == x["tokens_per_s_per_device"]
-        percent = None if x["mfu_causal"] is None else 100.0 * x["mfu_causal"]
-        assert shown["MFU causal"][x["step"]] == percent
-        assert board[x["step"]]["train/loss"] == np.float32(x["loss"])
-        rate = board[x["step"]].get("train/tokens_per_s_per_device")
-        assert rate == (None if x["tokens_per_s_per_device"] is None else np.float32(x["tokens_per_s_per_device"]))
-        rates += rate is not None
-    assert rates > STEPS / 4
-    held_out = {x["step"]: x["loss"] for x in runs.lines(workdir) if x["kind"] == "eval"}
-    assert shown["held-out"] == held_out and len(held_out) == 6
-    assert {s: v["eval/loss"] for s, _, v in events if "eval/loss" in v} == {s: np.float32(v) for s, v in held_out.items()}
-
-
-def test_the_page_shows_the_run(twice: tuple[Path, str, int], text: str):
-    read_page = Read(text)  # also: every element that opens is closed
-    words = " ".join(read_page.words)
-    last = runs.lines(twice[0])[-1] if runs.lines(twice[0])[-1]["kind"] == "train" else runs.lines(twice[0])[-2]
-    assert f"done: {STEPS} steps done" in words and f"{last['loss']:.4f}" in words
-    for heading in ("What it learned", "How fast", "Where the wall time went", "What the model wrote", "What ran"):
-        assert f"<h2>{heading}</h2>" in text
-    assert "The devices do not tell what they hold" in words  # a CPU
-    assert "No GPU was sampled" in words
-    assert "killed: no end was written" in words and "from step" in words.lower()
-    found = read(twice[0]).goodput()
-    assert found is not None and found.attempts == 2 and found.parts["repeated"] > 0
-    assert math.isclose(sum(found.parts.values()), found.wall_s, rel_tol=1e-3)
-    assert f"{100 * (found.goodput or 0):.1f}%" in words
-    for cause, seconds in found.parts.items():
-        assert (f"{seconds:,.1f}" in words) or not seconds, cause
-
-
-def test_the_page_asks_for_nothing_from_outside(twice: tuple[Path, str, int], text: str, tmp_path: Path):
-    several = page.html(read_all([twice[0], everything(tmp_path / "other", 0, steps=200)]))
-    for shown in (text, several):
-        assert not re.findall(r"https?:|//[a-z]|@import|url\(", re.sub(r"// .*", "", shown))
-        assert "default-src 'none'" in shown
-
-
-PROBE = """<pre id="probe"></pre><script>
-const found = { overlaps: [], outside: [], wide: document.documentElement.scrollWidth - innerWidth, tips: [] };
-for (const chart of document.querySelectorAll(".chart")) {
-  const boxes = [...chart.querySelectorAll("text")].map((t) => [t.textContent, t.getBoundingClientRect()]);
-  boxes.forEach(([a, p], i) => {
-    if (p.left < 0 || p.right > innerWidth) found.outside.push(a);
-    for (const [b, q] of boxes.slice(i + 1))
-      if (p.left < q.right && q.left < p.right && p.top < q.bottom - 2 && q.top < p.bottom - 2) found.overlaps.push([a, b]);
-  });
-  const plot = chart.querySelector("svg").getBoundingClientRect();
-  const tips = [];
-  for (const part of [0, 1]) {
-    const clientX = plot.left + part * plot.width;
-    chart.dispatchEvent(new PointerEvent("pointermove", { clientX, clientY: plot.top + 5 }));
-    const tip = chart.querySelector(".tip");
-    const box = tip.getBoundingClientRect();
-    if (box.left < 0 || box.right > innerWidth) found.outside.push(tip.textContent);
-    tips.push(tip.textContent);
-  }
-  chart.dispatchEvent(new KeyboardEvent("keydown", { key: "Home" }));
-  chart.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight" }));
-  found.tips.push([...tips, chart.querySelector(".tip").textContent]);
-}
-document.getElementById("probe").textContent = JSON.stringify(found);
-</script>"""
-
-
-@pytest.mark.skipif(not BROWSER, reason="no Chromium here: the page is checked as text only")
-@pytest.mark.parametrize("width", [1280, 500])
-def test_the_page_in_a_browser(text: str, tmp_path: Path, width: int):
-    document, console = opened(text.replace("</body>", f"{PROBE}</body>"), tmp_path, width)
-    assert console == []
-    found = json.loads(html.unescape(re.findall(r'<pre id="probe">(.+?)</pre>', document)[0]))
-    assert found["overlaps"] == [] and found["outside"] == [] and found["wide"] <= 0
-    shown = embedded(text)
-    first, last, second = found["tips"][0]  # of the loss
-    assert first.splitlines()[:2] == ["step 1", f"train {_five(shown['train'][1])}"]
-    assert last.splitlines()[0] == f"step {STEPS}" and f"held-out {_five(shown['held-out'][STEPS])}" in last.splitlines()
-    assert second.splitlines()[0] == "step 2"
-
-
-def _five(value: float) -> str:
-    return f"{float(f'{value:.5g}'):.10g}"
-
-
-@pytest.mark.skipif(not BROWSER, reason="no Chromium here: the page is checked as text only")
-def test_a_page_of_everything_in_a_browser(tmp_path: Path):
-    """GPUs, several runs, losses that are no numbers, a spike, and thousands of lines."""
-    two = read_all([everything(tmp_path / "a", 0), everything(tmp_path / "b", 1)])
-    for shown, width in ((page.html(two), 1280), (page.html(two[:1]), 500)):
-        document, console = opened(shown.replace("</body>", f"{PROBE}</body>"), tmp_path, width)
-        assert console == []
-        found = json.loads(html.unescape(re.findall(r'<pre id="probe">(.+?)</pre>', document)[0]))
-        assert found["overlaps"] == [] and found["outside"] == [] and found["wide"] <= 0
-
-
-def everything(folder: Path, seed: int, steps: int = 3000) -> Path:
-    draw = random.Random(seed)
-    lines = []
-    for step in range(1, steps + 1):
-        value = 2 + 8 / math.sqrt(step) + draw.random() / 5
-        changes: dict[str, Any] = {"peak_memory_gib": 100.0 + seed, "memory_gib": 90.0, "tokens_per_s_per_device": 9e3 + step}
-        changes["loss"] = {700: math.nan, 701: math.nan, 1500: 99.5, 2500: math.inf}.get(step, value)
-        changes |= {"step_time_s": None, "tokens_per_s_per_device": None} if step % 100 == 0 else {}
-        lines.append(line(step, **changes))
-        if step % 50 == 0:
-            hot = {"throttled": 0.5, "throttle_reasons": "sw_thermal"}
-            lines += [gpu(step, n, power_w=500.0 + 10 * n, **(hot if n == 3 else {})) for n in range(8)]
-        if step % 500 == 0:
-            lines.append({"kind": "eval", "step": step, "loss": value, "bits_per_byte": None, "perplexity": 9.0, "set": "web"})
-    config = json.dumps({"train": {"steps": steps}})
-    return fake(folder, lines, config__json=config, log__txt="2026-01-01 00:00:00+0000 WARNING hot\n")
-
 
 # ---- What a page holds
 
 
 def test_long_runs_keep_their_spikes_and_stay_small(tmp_path: Path):
-    began = time.monotonic()
-    folder = everything(tmp_path / "long", 0, steps=100_000)
-    written = time.monotonic() - began
-    shown = page.html([read(folder)])
-    assert len(shown) < 1_500_000
-    assert time.monotonic() - began - written < 30
-    curves = embedded(shown)
-    assert len(curves["train"]) < 3000
+    shown = page.html([read(everything(tmp_path / "long", 0, steps=4_000))])
+    assert len(shown) < 1_000_000
+    curves = curves_of(shown)
+    assert len(curves["train"]) < 2000
     assert curves["train"][1500] == 99.5
     assert curves["train"][700] == "NaN" and curves["train"][2500] == "Infinity"
-    assert "3 values NaN or infinite, marked" in shown and shown.count('class="lost"') == 2  # two of them in one place
-    assert "train: NaN at 700" in shown
+    assert "3 values NaN or infinite, marked" in shown and "train: NaN at 700" in shown
 
 
 def test_thinning_keeps_what_stands_out():
@@ -335,7 +116,7 @@ def test_gpus_are_drawn_by_their_range_and_told_one_by_one(tmp_path: Path):
     lines.append(gpu(3, 2, throttled=0.5, throttle_reasons="sw_power_cap+hw_slowdown", ecc_uncorrected=7))
     folder = fake(tmp_path / "run", lines)
     other = [gpu(3, n, process=1, power_w=5.0) for n in range(4)]
-    (folder / "metrics.1.jsonl").write_text("".join(metrics.encode(x) + "\n" for x in other))
+    write_lines(folder / "metrics.1.jsonl", other)
     (folder / "metrics.set_aside-1.jsonl").write_text("not read\n")
     run = read(folder)
     assert [(m.step, m.low, m.high) for m in pictures.moments(run, "power_w")] == [(2, 101.0, 402.0), (3, 5.0, 500.0)]
@@ -350,7 +131,7 @@ def test_gpus_of_nodes_that_are_a_step_apart_are_drawn_together(tmp_path: Path):
     lines += [gpu(step, 0, power_w=500.0) for step in range(2, 40, 2)]
     folder = fake(tmp_path / "run", lines)
     other = [gpu(step, 0, process=1, power_w=100.0) for step in range(1, 40, 2)]
-    (folder / "metrics.1.jsonl").write_text("".join(metrics.encode(x) + "\n" for x in other))
+    write_lines(folder / "metrics.1.jsonl", other)
     found = pictures.moments(read(folder), "power_w")
     assert len(found) > 8 and [m.step for m in found] == sorted({m.step for m in found})
     inside = [m for m in found if 2 < m.step < 38]
@@ -373,16 +154,6 @@ def test_rates_and_memory_are_the_newest_attempts_or_not_measured(tmp_path: Path
     assert (f.per_device, f.window, f.peak_gib) == (123.0, (50, 52), 41.0)
 
 
-def test_what_ran_is_what_the_receipts_command_shows(twice: tuple[Path, str, int], text: str):
-    words = Read(text).words
-    shown = parts.parts(open_run(twice[0]), facts.PARTS)
-    assert len(shown) == len(parts.PARTS) - 3
-    for title, rows in shown:
-        assert title in words
-        for name, value in rows:
-            assert str(value) in words and (name.strip() in words or not name), (title, name)
-
-
 def test_tokens_of_a_step_do_not_count_what_was_skipped(tmp_path: Path):
     config = {"train": {"global_batch": 8}, "data": {"seq_len": 64}}
     lines = [line(1, tokens=512), line(2, tokens=9 * 512)]  # seven batches were skipped
@@ -400,16 +171,15 @@ def test_warnings_are_those_of_the_logs(tmp_path: Path):
 
 
 def test_names_in_a_run_cannot_write_the_page(tmp_path: Path):
-    evil = '</script><script>alert("1&1")</script>'
-    lines = [line(1), line(2), {"kind": "eval", "step": 2, "loss": 1.0, "bits_per_byte": None, "perplexity": 2.0, "set": evil}]
-    facts = {"format": 2, "attempts": [], "exit_code": 1, "ended": "2026-01-01T00:00:00+00:00", "reason": evil, "config": evil}
-    facts |= {"command": evil, "id": evil, "overrides": {evil: evil}, "started": "2026-01-01T00:00:00+00:00"}
-    folder = fake(tmp_path / "run", lines, receipt__json=json.dumps(facts))
-    (folder / "samples.txt").write_text(f"--- step 2\n{evil}\n")
-    (folder / "log.txt").write_text(f"2026-01-01 00:00:00+0000 WARNING {evil}\n")
+    told = ended(1, EVIL, config=EVIL, command=EVIL, id=EVIL, overrides={EVIL: EVIL})
+    folder = fake(tmp_path / "run", [line(1), line(2), held_out(2, 1.0, set=EVIL)], receipt__json=told)
+    (folder / "samples.txt").write_text(f"--- step 2\n{EVIL}\n")
+    (folder / "log.txt").write_text(f"2026-01-01 00:00:00+0000 WARNING {EVIL}\n")
     shown = page.html([read(folder)])
     assert '<script>alert("1' not in shown
-    assert " ".join(Read(shown).words).count(evil) > 6
+    assert " ".join(Read(shown).words).count(EVIL) > 6
+    assert_self_contained(shown)
+    assert_self_contained(page.html(read_all([folder, everything(tmp_path / "other", 0, steps=200)])))
 
 
 # ---- Several runs
@@ -444,8 +214,7 @@ def test_a_rate_is_written_in_one_way(tmp_path: Path):
     speed = {"tokens_per_s_per_device": 11_293.9, "tokens_per_s": 11_293.9, "tflops_per_device": None, "mfu_causal": None}
     speed |= {"step_time_s": {"median": 1.0, "p10": 1.0, "p90": 1.0}, "formula": {}}
     speed["window"] = {"first_step": 1, "last_step": 9, "lines": 9, "rule": "all"}
-    told = json.loads(ended(0)) | {"speed": speed}
-    folders = [fake(tmp_path / name, [line(1), line(9)], receipt__json=json.dumps(told)) for name in ("a", "b")]
+    folders = [fake(tmp_path / name, [line(1), line(9)], receipt__json=ended(0, speed=speed)) for name in ("a", "b")]
     one, several = Read(page.html([read(folders[0])])).words, Read(page.html(read_all(folders))).words
     assert "11,294" in one and "11,294; all devices 11,294" in one and "11,294" in several
 
@@ -463,8 +232,7 @@ def test_a_finer_log_is_no_lower_loss(tmp_path: Path):
 
 def test_held_out_loss_is_compared_where_all_were_evaluated(tmp_path: Path):
     def evaluated(name: str, at: dict[int, float]) -> Path:
-        found = [{"kind": "eval", "step": s, "loss": v, "bits_per_byte": None, "perplexity": 9.0} for s, v in at.items()]
-        return fake(tmp_path / name, [line(1, loss=1.0), line(2, loss=1.0), *found])
+        return fake(tmp_path / name, [line(1, loss=1.0), line(2, loss=1.0), *(held_out(s, v) for s, v in at.items())])
 
     long, short = evaluated("long", {10: 4.0, 20: 3.0, 30: 1.5}), evaluated("short", {10: 5.0, 20: 2.0})
     shown = page.html(read_all([long, short]))
@@ -474,48 +242,21 @@ def test_held_out_loss_is_compared_where_all_were_evaluated(tmp_path: Path):
     assert "held-out, newest" in Read(shown).words and "0.5000" in shown and 'class="best"' not in shown
 
 
-def test_the_bars_of_several_runs_have_a_key(twice: tuple[Path, str, int], tmp_path: Path):
-    copy = _copied(twice[0], tmp_path / "copy")
-    (copy / "goodput.jsonl").write_bytes((twice[0] / "goodput.jsonl").read_bytes())
-    shown = page.html(read_all([twice[0], copy]))
-    spent = shown[shown.index("<h2>Where the wall time went") :]
-    (key,) = re.findall(r'<p class="key">(.*?)</p>', spent[: spent.index("<table")])
+def test_the_bars_of_several_runs_have_a_key(tmp_path: Path):
+    spent = {"kind": "spent", "until": 9.0, "seconds": {"startup": 2.0, "step": 7.0}, "step": 3, "doing": "step"}
+    ledger = [{"kind": "begin", "time": 0.0, "seen": None}, spent, {"kind": "back", "step": 1}]
+    told = "".join(json.dumps(each) + "\n" for each in ledger)
+    shown = page.html(read_all([fake(tmp_path / name, [line(1)], goodput__jsonl=told) for name in ("a", "b")]))
+    bars = shown[shown.index("<h2>Where the wall time went") :]
+    (key,) = re.findall(r'<p class="key">(.*?)</p>', bars[: bars.index("<table")])
     for cause in ("step", "startup", "repeated"):
         assert f'style="background:{time_spent.COLOURS[cause]}"></span>{cause}<' in key
-
-
-def test_differences_are_those_of_receipt_diff(twice: tuple[Path, str, int], tmp_path: Path):
-    """The same comparison as the command's, with the one thing that was changed."""
-    workdir = twice[0]
-    copy = tmp_path / "changed"
-    copy.mkdir()
-    for name in ("metrics.jsonl", "config.json"):
-        (copy / name).write_bytes((workdir / name).read_bytes())
-    facts = json.loads((workdir / "receipt.json").read_text())
-    facts["packages"]["optax"] = "0.0.1"
-    (copy / "receipt.json").write_text(json.dumps(facts))
-    shown = page.html(read_all([workdir, copy]))
-    (table,) = re.findall(r"<caption>What can explain it</caption>.*?<tbody>(.*?)</tbody>", shown)
-    rows = re.findall(r"<tr>(.*?)</tr>", table)
-    assert len(rows) == 1 and "optax" in rows[0] and "0.0.1" in rows[0]
-    same = page.html(read_all([workdir, _copied(workdir, tmp_path / "same")]))
-    assert "Nothing differs that can explain anything" in same
-
-
-def _copied(workdir: Path, folder: Path) -> Path:
-    folder.mkdir()
-    for name in ("metrics.jsonl", "config.json", "receipt.json"):
-        (folder / name).write_bytes((workdir / name).read_bytes())
-    return folder
+    # But the one in which nobody wanted the run; or a part of the bar would not be seen.
+    assert time_spent.COLOURS.keys() == {*goodput.CAUSES} - {"stopped"}
+    assert len({*time_spent.COLOURS.values()}) == len(time_spent.COLOURS)
 
 
 # ---- Runs of which something is missing
-
-
-def ended(code: int | None, reason: str = "why") -> str:
-    when = "2026-01-01T00:00:00+00:00"
-    facts = {"format": 2, "attempts": [], "started": when, "ended": None if code is None else when}
-    return json.dumps(facts | {"exit_code": code, "reason": reason})
 
 
 @pytest.mark.parametrize(
@@ -535,8 +276,7 @@ def test_how_a_run_ended(tmp_path: Path, code: int, kind: str, words: str):
 def test_alive_or_killed_is_told_by_the_last_sign_of_life(tmp_path: Path):
     folder = fake(tmp_path, [line(1), line(2)], receipt__json=ended(None), config__json='{"train": {"steps": 9}}')
     assert verdict(read(folder)) == ("", "running: step 2 of 9, last sign of life 0s ago")
-    for path in folder.iterdir():
-        os.utime(path, (time.time() - 7200, time.time() - 7200))
+    silence(folder, 7200)
     kind, words = verdict(read(folder))
     assert kind == "no" and words == "died at step 2 of 9: no end was written, and nothing since 2h00m. Killed, or it hangs"
 
@@ -573,16 +313,6 @@ def test_old_lines_without_a_key_are_gaps(tmp_path: Path):
 # ---- The command
 
 
-def test_the_command(twice: tuple[Path, str, int], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    assert command.main([str(twice[0])]) == 0
-    assert capsys.readouterr().out == f"{twice[0] / 'report.html'}\n"
-    assert command.main([str(twice[0]), f"--html={tmp_path / 'one.html'}"]) == 0
-    assert (tmp_path / "one.html").read_text().startswith("<!doctype html>")
-    assert command.main([str(twice[0]), str(everything(tmp_path / "b", 1, steps=20))]) == 0
-    assert "2 runs compared" in (tmp_path / "report.html").read_text()
-
-
 @pytest.mark.parametrize(
     "words, said",
     [
@@ -610,30 +340,20 @@ def test_wrong_commands_are_refused(words: list[str], said: str, tmp_path: Path,
     assert runs.tree(tmp_path) == before
 
 
-def test_more_runs_than_colours():
+def test_the_command(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    one, other = everything(tmp_path / "a", 0, steps=20), everything(tmp_path / "b", 1, steps=20)
+    assert command.main([str(one)]) == 0
+    assert capsys.readouterr().out == f"{one / 'report.html'}\n"
+    assert command.main([str(one), f"--html={tmp_path / 'one.html'}"]) == 0
+    assert (tmp_path / "one.html").read_text().startswith("<!doctype html>")
+    assert command.main([str(one), str(other)]) == 0
+    assert "2 runs compared" in (tmp_path / "report.html").read_text()
     with pytest.raises(RunError, match="at most 8"):
         page.html([None] * 9)  # type: ignore[list-item]
 
 
 # ---- Following a run
-
-
-def test_a_real_run_is_followed_through_a_kill_to_its_end(twice: tuple[Path, str, int]):
-    workdir, said, code = twice
-    assert code == 0, said
-    lines = said.splitlines()
-    again = [
-        i for i, text in enumerate(lines) if text == f"the run goes on from step {runs.receipt(workdir)['resumed_from_step']}"
-    ]
-    assert len(again) == 1
-    losses = {x["step"]: x["loss"] for x in runs.lines(workdir) if x["kind"] == "train"}
-    after = [text for text in lines[again[0] :] if re.match(rf"step \d+/{STEPS}  loss", text)]
-    for text in after:  # what is said of a step is what metrics.jsonl has
-        step, value = re.findall(r"step (\d+)/\d+  loss ([\d.]+)", text)[0]
-        assert value == f"{losses[int(step)]:.4f}"
-    assert after[-1].startswith(f"step {STEPS}/{STEPS}")
-    assert any(f"held-out loss {x['loss']:.4f}" in said for x in runs.lines(workdir) if x["kind"] == "eval" and x["step"] > 100)
-    assert lines[-1] == f"done: {STEPS} steps done"
 
 
 def test_a_tail_follows_a_file_whatever_becomes_of_it(tmp_path: Path):
@@ -672,15 +392,9 @@ def test_after_exit_75_it_waits_for_the_run_to_be_started_again(tmp_path: Path):
     found = followed.Followed(fake(tmp_path, [line(1)], receipt__json=ended(75)))
     found.poll()
     assert not found.over and found.stands.endswith("Waiting for it to be started again")
-    for path in tmp_path.iterdir():
-        os.utime(path, (time.time() - 3600, time.time() - 3600))
+    silence(tmp_path, 3600)
     found.poll()
     assert found.over
-
-
-def silent_for(folder: Path, seconds: float) -> None:
-    for path in folder.iterdir():
-        os.utime(path, (time.time() - seconds, time.time() - seconds))
 
 
 def test_a_killed_run_is_waited_for_as_long_and_no_longer(tmp_path: Path):
@@ -688,11 +402,11 @@ def test_a_killed_run_is_waited_for_as_long_and_no_longer(tmp_path: Path):
     told = {"receipt__json": ended(None), "config__json": '{"train": {"steps": 9}}', "goodput__jsonl": begun}
     folder = fake(tmp_path, [line(1), line(2, time_unix=1e9 + 7)], **told)
     assert "left 49s" in seen(folder)
-    silent_for(folder, 300)
+    silence(folder, 300)
     found = followed.Followed(folder)
     assert not found.over and found.stands.endswith("Waiting for it to be started again")
     assert "died at step 2 of 9" in seen(folder) and "left" not in seen(folder)
-    silent_for(folder, 700)
+    silence(folder, 700)
     console = io.StringIO()
     assert follow.watch(folder, console) == 1
     assert console.getvalue().endswith("Not started again within 10m00s: no longer followed\n")
@@ -747,40 +461,3 @@ def test_a_row_of_bars():
     assert follow.spark([1.0, math.nan, None], console) == ""
     plain = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     assert set(follow.spark([1.0, 2.0, 3.0], plain)) <= set(follow.PLAIN_BARS)
-
-
-def test_ctrl_c_ends_the_following_and_not_the_run(tmp_path: Path):
-    folder = fake(tmp_path / "run", [line(1)], receipt__json=ended(None))
-    command_line = [sys.executable, "-m", "jaxtrain.report", str(folder), "--follow"]
-    child = subprocess.Popen(command_line, cwd=runs.REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert child.stdout is not None and child.stdout.readline().startswith("step 1")
-    child.send_signal(signal.SIGINT)
-    _, err = child.communicate(timeout=30)
-    assert child.returncode == 130 and "Ctrl-C" in err and "Traceback" not in err
-
-
-def test_off_a_terminal_each_new_line_is_a_line(tmp_path: Path):
-    folder = fake(tmp_path / "run", [line(s, loss=9.0) for s in (1, 2, 3)], receipt__json=ended(None))
-    said = tmp_path / "said.txt"
-    with open(said, "wb") as out:
-        command_line = [sys.executable, "-m", "jaxtrain.report", str(folder), "--follow"]
-        child = subprocess.Popen(command_line, cwd=runs.REPO, stdout=out, stderr=subprocess.STDOUT)
-    limit = time.monotonic() + 30
-    while b"step 3" not in said.read_bytes() and time.monotonic() < limit:
-        time.sleep(0.05)
-    with open(folder / "metrics.jsonl", "a") as file:
-        for step in (4, 5):
-            file.write(metrics.encode(line(step, loss=8.0)) + "\n")
-            file.write(metrics.encode(gpu(step, 0)) + "\n")
-    (folder / "receipt.json").write_text(ended(0, "5 steps done"))
-    assert child.wait(20) == 0
-    told = said.read_text().splitlines()
-    parts = [text.split("  ")[:2] for text in told[:-1]]
-    assert parts == [["step 3", "loss 9.0000"], ["step 4", "loss 8.0000"], ["step 5", "loss 8.0000"]]
-    assert told[-1] == "done: 5 steps done"
-
-
-def test_every_cause_has_a_colour():
-    """But the one in which nobody wanted the run; or a part of the bar would not be seen."""
-    assert time_spent.COLOURS.keys() == {*goodput.CAUSES} - {"stopped"}
-    assert len({*time_spent.COLOURS.values()}) == len(time_spent.COLOURS)

@@ -1,0 +1,80 @@
+"""The pages in a real browser: nothing overlaps or leaves the window, scripts work, and nothing is fetched."""
+
+from pathlib import Path
+
+import pytest
+import runs
+from made_runs import everything
+from pages import BROWSER, curves_of, laid_out, opened
+from sample_plan import sample
+
+from jaxtrain.plan.report import page as plan_page
+from jaxtrain.profile import load
+from jaxtrain.profile import page as profile_page
+from jaxtrain.report import page as run_page
+from jaxtrain.report.run import read_all
+
+pytestmark = pytest.mark.skipif(not BROWSER, reason="no Chromium here: the pages are checked as text only")
+
+
+def five(value: float) -> str:
+    return f"{float(f'{value:.5g}'):.10g}"
+
+
+@pytest.mark.parametrize(("several", "width"), [(False, 1280), (False, 500), (True, 1280)])
+def test_the_page_of_runs(tmp_path: Path, several: bool, width: int):
+    """GPUs, losses that are no numbers, a spike, and thousands of lines."""
+    folders = [everything(tmp_path / "a", 0), everything(tmp_path / "b", 1)]
+    shown = run_page.html(read_all(folders if several else folders[:1]))
+    found = laid_out(shown, tmp_path, width)
+    if several:
+        return
+    first, last, second = found["tips"][0]  # of the loss
+    curves = curves_of(shown)
+    assert first.splitlines()[:2] == ["step 1", f"train {five(curves['train'][1])}"]
+    assert last.splitlines()[0] == "step 3000" and f"held-out web {five(curves['held-out web'][3000])}" in last
+    assert second.splitlines()[0] != "step 1"
+
+
+SORTED = """const table = [...document.querySelectorAll("table.sortable")]
+  .find((t) => t.caption.textContent.startsWith("Collectives"));
+const click = (name) => {
+  const head = [...table.tHead.rows[0].cells].find((c) => c.textContent === name);
+  head.querySelector("button").click();
+  return [head.getAttribute("aria-sort"), ...[...table.tBodies[0].rows].map((r) => r.cells[head.cellIndex].textContent)];
+};
+found.sorted = [click("count"), click("count"), click("kind")];"""
+
+
+@pytest.mark.parametrize("width", [1280, 700])
+def test_the_page_of_a_plan(tmp_path: Path, width: int):
+    found = laid_out(plan_page.html(sample(), steps=50_000), tmp_path, width, SORTED)
+    assert {"peak 40.8 GiB", "usable 134.4 GiB", "forward", "backward", "GiB"} <= set(found["words"])
+    assert ("optimizer" in found["words"]) == (width > 1000)
+    counts = ["64", "32", "3", "1", "1"]
+    assert found["sorted"][:2] == [["descending", *counts], ["ascending", *counts[::-1]]]
+    assert found["sorted"][2][:2] == ["ascending", "all-gather"]
+    assert found["tips"][0] == ["12.1 GiB, forward", "16.2 GiB, optimizer", "12.3 GiB, forward"]
+
+
+def test_the_page_of_a_profile(tmp_path: Path):
+    (tmp_path / "small.py").write_text(runs.SMALL)
+    asked = {"profile__start": 5, "profile__steps": 2, "train__steps": 8, "data__source": "synthetic"}
+    off = {"eval__every_steps": 0, "checkpoint__every_steps": 0, "model__num_layers": 1}
+    assert runs.train(tmp_path / "small.py", tmp_path / "run", **asked, **off) == 0
+    profile = load.profile(load.traces(tmp_path / "run")[-1], load.run_around(tmp_path / "run"))
+    probe = """const table = document.querySelector("table.sortable");
+table.tHead.querySelectorAll("button")[1].click();
+found.drawn = document.querySelectorAll(".lanes rect").length;
+found.first = Number(table.tBodies[0].rows[0].cells[1].dataset.value);"""
+    found = laid_out(profile_page.html(profile), tmp_path, 1280, probe)
+    assert found["drawn"] > 10 and found["first"] == max(profile.by_kind.values())
+
+
+def test_a_page_with_a_mistake_would_be_seen(tmp_path: Path):
+    """Else an empty console would prove nothing."""
+    shown = plan_page.html(sample())
+    _, console = opened(shown.replace("const points =", "const points = missing +"), tmp_path, 1280)
+    assert any("missing is not defined" in line for line in console)
+    _, console = opened(shown.replace("</main>", '<img src="https://example.com/x.png"></main>'), tmp_path, 1280)
+    assert any("Content Security Policy" in line for line in console)

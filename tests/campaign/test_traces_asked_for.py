@@ -1,0 +1,63 @@
+"""Traces that are asked for by signals while `tiny` trains in a process of its own."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import runs
+from gpu_traces import gpu_run, gpu_space
+
+from jaxtrain import receipt
+from jaxtrain.profile import __main__ as command
+from jaxtrain.profile import load
+
+TINY = runs.REPO / "configs" / "tiny.py"
+
+
+def test_each_signal_takes_a_trace_and_changes_nothing_else(tmp_path: Path):
+    """One trace by the config, two by signals; then the parts of the shipped model are told."""
+    workdir = tmp_path / "run"
+    asked = {"profile__start": 3, "profile__steps": 2, "log__every_steps": 1, "data__source": "synthetic"}
+    off = {"eval__every_steps": 0, "checkpoint__every_steps": 0, "sample__max_tokens": 0, "log__tensorboard": "false"}
+    off["paths__cache"] = ""  # an executable from the compile cache is not recorded whole
+    child = runs.Child(TINY, workdir, tmp_path / "words.txt", **asked, **off)
+    for taken in (1, 2, 3):
+        child.until(lambda taken=taken: child.said.count("Trace: ") == taken)
+        if taken < 3:
+            child.process.send_signal(signal.SIGUSR2)
+    child.process.send_signal(signal.SIGTERM)
+    code, said = child.end()
+    assert code == 75 and receipt.load(workdir / "receipt.json")["reason"].startswith("SIGTERM")
+    assert said.count("SIGUSR2: a trace was asked for.") == 2
+    windows = [(int(a), int(b)) for a, b in re.findall(r"Tracing steps (\d+) to (\d+)\.", said)]
+    assert len(windows) == 3 and windows[0] == (3, 4)
+    assert all(b == a + 1 for a, b in windows), "profile.steps steps each time"
+    assert [path.parent.name.rpartition("_")[2] for path in load.traces(workdir)] == [str(a) for a, _ in windows]
+    rates = {line["step"]: line["step_time_s"] for line in runs.lines(workdir)}
+    for first, last in windows:
+        # A line tells of the steps done: step 3 makes 4.
+        assert [rates[step] for step in range(first + 1, last + 3)] == [None, None, None]
+    found = load.profile(load.traces(workdir)[0], load.run_around(workdir))
+    assert found.steps == (3, 4) and len(found.devices) == 1 and found.named >= 0.95
+    (op,) = [op for op in found.ops if op.label == "forward mlp/BTF,DF->BTD"]
+    assert op.count == 4 and abs(op.gflop / (2 * 16 * 128 * 384 * 128 * 4 / 1e9) - 1) < 1e-6
+
+
+def test_the_command_needs_no_device_and_is_quick_to_refuse():
+    done = subprocess.run([sys.executable, "-m", "jaxtrain.profile"], capture_output=True, text=True, cwd=runs.REPO)
+    assert done.returncode == 2 and "RUN" in done.stderr
+
+
+def test_xprof_gets_the_same_trace(tmp_path, capfd, monkeypatch):
+    script = tmp_path / "xprof"
+    script.write_text('#!/bin/sh\necho "got $*"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "run").mkdir()
+    folder = gpu_run(tmp_path / "run", gpu_space(steps=1)[0])
+    assert command.main([str(folder), "--xprof"]) == 0
+    assert capfd.readouterr().out == f"got --logdir {folder / 'profile'}\n"
