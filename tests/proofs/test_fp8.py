@@ -1,7 +1,6 @@
-"""FP8: products against what the formats define, what is not finite, layouts, remat, exclusions, and the compiler's program."""
+"""FP8: matmuls against what the formats define, what is not finite, layouts, remat, exclusions, and the compiler's program."""
 
 import dataclasses
-import functools
 import json
 import re
 
@@ -12,13 +11,13 @@ import matrix
 import ml_dtypes
 import numpy as np
 import pytest
+from fp8_helpers import F8, emulated, first_gradients, names
 
 from jaxtrain import flops, launch, precision
 from jaxtrain.config import ConfigError
 from jaxtrain.hardware import Devices
 from jaxtrain.kernels import fp8
 from jaxtrain.kernels.dot import dot
-from jaxtrain.parity import compare
 from jaxtrain.plan import result
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.explore.shardings import describe
@@ -30,11 +29,10 @@ from jaxtrain.plan.search import bound
 from jaxtrain.plan.topology import parse
 from jaxtrain.sharding import Held
 from jaxtrain.state import abstract_tensors
-from jaxtrain.step import eight_bit_weights, numerics_of
+from jaxtrain.step import numerics_of
 from jaxtrain.validate import validate_step
 
 NODE = parse("h200:8")
-F8 = {fp8.E4M3: ml_dtypes.float8_e4m3fn, fp8.E5M2: ml_dtypes.float8_e5m2}
 
 
 @pytest.mark.parametrize("dtype", F8)
@@ -79,15 +77,8 @@ def arrays(eqn, seed=0):
     return x, 0.02 * jax.random.normal(keys[2], w_shape), dy
 
 
-def emulated(a, dtype) -> np.ndarray:
-    """What is left of an array, by a scale and a rounding that are written out here once more."""
-    a = np.asarray(a, np.float64)
-    scale = 2.0 ** (np.floor(np.log2(np.float32(np.abs(a).max()) / np.float32(ml_dtypes.finfo(F8[dtype]).max))) + 1)
-    return (a / scale).astype(np.float32).astype(F8[dtype]).astype(np.float64) * scale
-
-
 @pytest.mark.parametrize("eqn", PRODUCTS)
-def test_products_are_those_of_rounded_numbers(eqn):
+def test_matmuls_are_those_of_rounded_numbers(eqn):
     """All three, up to one rounding to bfloat16 (2^-9 of the result) and sums in float32 (2^-24 of each term, at most)."""
     x, w, dy = arrays(eqn)
     x8, w8, dy8 = emulated(x, fp8.E4M3), emulated(w, fp8.E4M3), emulated(dy, fp8.E5M2)
@@ -101,7 +92,7 @@ def test_products_are_those_of_rounded_numbers(eqn):
 
 
 @pytest.mark.parametrize("eqn", PRODUCTS)
-def test_products_against_exact_ones(eqn):
+def test_matmuls_against_exact_ones(eqn):
     """Off by no more than the formats allow: half a unit in the last of 3 (e4m3) or 2 (e5m2) bits of each factor, or half of
     the smallest number times the scale where that is more."""
     x, w, dy = arrays(eqn, 1)
@@ -167,14 +158,6 @@ SMALL = {"precision": "fp8", "model.num_layers": 2, "data.packing": "none"}
 FSDP = {"mesh.fsdp": 2, "remat.policy": "full"}
 
 
-@functools.cache
-def first_gradients(run) -> dict[str, np.ndarray]:
-    """Of the first step, by tensor. As written: rounded to bfloat16 wherever the program says so."""
-    made = helpers.program(run)
-    step = made.train_step.lower(made.state, made.batch).compile(compiler_options={"xla_allow_excess_precision": False})
-    return compare.take_steps(made, step, helpers.fresh_state(run), lambda i: helpers.host_batch(run, i), 1)[0].gradients
-
-
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -191,6 +174,7 @@ def test_remat_gives_the_same_gradients(one, other):
         assert np.array_equal(a, again[name]), name
 
 
+@pytest.mark.more
 def test_losses_follow_those_in_bfloat16():
     """Over 20 steps, in which the loss falls; benchmarks.numerics compares 300, docs/precision.md has its table."""
     eight, sixteen = (helpers.train(helpers.tiny(SMALL | {"precision": p}), 20).loss for p in ("fp8", "bf16"))
@@ -206,13 +190,6 @@ def test_checkpoints_do_not_change():
 
 
 # ---- What is in 8 bits
-
-
-def names(run) -> set[str]:
-    """Weights that a run holds in 8 bits."""
-    found = eight_bit_weights(run, helpers.program(run).definition)
-    paths = jax.tree_util.tree_leaves_with_path(found)
-    return {".".join(key.key for key in path) for path, eight in paths if eight}
 
 
 @pytest.mark.parametrize(
@@ -268,13 +245,13 @@ def plan():
 
 
 @pytest.mark.more
-def test_every_product_is_an_fp8_call_on_one_gpu_too():
+def test_every_matmul_is_an_fp8_call_on_one_gpu_too():
     """Nothing is gathered there, and so nothing stands between rounding a stack of weights and taking a layer from it."""
     _, _, made = planned(parse("h200:1"))
     assert made.matmuls == result.Matmuls(21.0, 21.0, ())
 
 
-def test_every_product_of_a_layer_is_an_fp8_call(plan):
+def test_every_matmul_of_a_layer_is_an_fp8_call(plan):
     run, compiled, made = plan
     assert made.matmuls == result.Matmuls(21.0, 21.0, ())
     assert not [w for w in made.warnings if "fp8" in w]

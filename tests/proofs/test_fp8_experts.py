@@ -1,4 +1,4 @@
-"""Experts in FP8: products against what the formats define, layouts, rounds, what is refused, and the compiler's program."""
+"""Experts in FP8: matmuls against what the formats define, layouts, rounds, and the compiler's program."""
 
 import functools
 from collections.abc import Mapping
@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import matrix
 import numpy as np
 import pytest
-from test_fp8 import emulated, first_gradients, names
+from fp8_helpers import emulated, first_gradients, names
 
 from jaxtrain import launch, precision
-from jaxtrain.hardware import Devices
 from jaxtrain.kernels import fp8
 from jaxtrain.kernels.experts import eight, feed_forward
 from jaxtrain.plan import result
@@ -21,7 +20,6 @@ from jaxtrain.plan.make import read_plan
 from jaxtrain.plan.topology import parse
 from jaxtrain.sharding import Held, make_placement
 from jaxtrain.step import numerics_of
-from jaxtrain.validate import validate_step
 
 NODE = parse("h200:8")
 R, D, F = 24, 32, 48  # rows of each expert
@@ -49,7 +47,7 @@ def close(got: jax.Array, eqn: str, a: np.ndarray, b: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("experts", [1, 3])
-def test_products_are_those_of_rounded_numbers(experts):
+def test_matmuls_are_those_of_rounded_numbers(experts):
     """Of every expert with its own rows; which of the rows are a gradient decides their type."""
     x_RD, h_RF, d_RF, w_EDF = arrays(experts)
     x, h, d = ((emulated(a, t).reshape(experts, R, -1)) for a, t in ((x_RD, fp8.E4M3), (h_RF, fp8.E4M3), (d_RF, fp8.E5M2)))
@@ -176,38 +174,20 @@ def test_further_rounds_multiply_in_8_bits_too(monkeypatch):
     assert set(backward) == {*FORWARD[:1], *BACKWARD} and len(backward) >= 2 * len(BACKWARD) + 2
 
 
-# ---- What is in 8 bits, and what cannot be
+# ---- What is in 8 bits
 
 
-def test_all_products_of_a_model_with_experts_are():
+def test_all_matmuls_of_a_model_with_experts_are_in_8_bits():
     shared = {f"layers.mlp.shared.{name}" for name in ("gate", "up", "down")}
     assert names(helpers.tiny(MOE | ALONE)) == {*precision.WEIGHTS}
     assert names(helpers.tiny(MOE | ALONE | {"model.shared_d_ff": 32})) == {*precision.WEIGHTS} | shared
 
 
-GROUPED = {"mesh.expert": 2, "mesh.fsdp": 4}
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (GROUPED, "several experts of a device have uneven numbers of rows"),
-        (ALONE | {"experts.impl": "ragged"}, "experts.impl = ragged has no product in 8 bits"),
-        (GROUPED | {"fp8.exclude": "mlp.gate,mlp.up"}, "fp8.exclude=mlp.down."),
-    ],
-)
-def test_rows_in_groups_are_refused(given, said):
-    found = validate_step(helpers.tiny(MOE | given), Devices("cpu", "cpu", 8, 8.0, "test", 0))
-    assert [p.key for p in found] == ["precision"] and said in str(found[0])
-
-
-@pytest.mark.parametrize(
-    "given", helpers.few(({"fp8.exclude": "mlp.gate,mlp.up,mlp.down"}, {"experts.capacity": 2.0}), {"experts.capacity": 2.0})
-)
-def test_what_the_refusal_says_to_set_is_taken(given):
-    run = helpers.tiny(MOE | GROUPED | given)
-    assert not validate_step(run, Devices("cpu", "cpu", 8, 8.0, "test", 0))
-    assert ("layers.mlp.gate" in names(run)) == ("experts.capacity" in given)
+@pytest.mark.more
+def test_rows_in_groups_with_a_capacity_train():
+    """What the refusal of grouped rows says to set (test_mesh_rules.py)."""
+    run = helpers.tiny(MOE | {"mesh.expert": 2, "mesh.fsdp": 4, "experts.capacity": 2.0})
+    assert "layers.mlp.gate" in names(run)
     assert helpers.train(run, 2).loss[-1] > 0
 
 
@@ -223,15 +203,13 @@ def planned(*overrides: str) -> result.Plan:
 ROUTER = 3  # products of a layer's router: float32
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "layout",
-    [
-        (),
-        pytest.param(("--config.mesh.expert=2", "--config.mesh.fsdp=4", "--config.experts.capacity=2"), marks=pytest.mark.more),
-    ],
+    [(), ("--config.mesh.expert=2", "--config.mesh.fsdp=4", "--config.experts.capacity=2")],
     ids=["one each", "capacity"],
 )
-def test_every_product_is_an_fp8_call(layout):
+def test_every_matmul_is_an_fp8_call(layout):
     """Of one expert a device, and of four with a place each for the same number of rows."""
     made = planned(*layout)
     assert made.matmuls and (made.matmuls.eight, made.matmuls.products) == (21.0, 21.0 + ROUTER)

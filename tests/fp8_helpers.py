@@ -1,0 +1,36 @@
+"""What the tests of FP8 share: rounding to 8 bits written out once more, first gradients, and which weights are in 8 bits."""
+
+import functools
+
+import helpers
+import jax
+import ml_dtypes
+import numpy as np
+
+from jaxtrain.kernels import fp8
+from jaxtrain.parity import compare
+from jaxtrain.step import eight_bit_weights
+
+F8 = {fp8.E4M3: ml_dtypes.float8_e4m3fn, fp8.E5M2: ml_dtypes.float8_e5m2}
+
+
+def emulated(a, dtype) -> np.ndarray:
+    """What is left of an array, by a scale and a rounding that are written out here once more."""
+    a = np.asarray(a, np.float64)
+    scale = 2.0 ** (np.floor(np.log2(np.float32(np.abs(a).max()) / np.float32(ml_dtypes.finfo(F8[dtype]).max))) + 1)
+    return (a / scale).astype(np.float32).astype(F8[dtype]).astype(np.float64) * scale
+
+
+@functools.cache
+def first_gradients(run) -> dict[str, np.ndarray]:
+    """Of the first step, by tensor. As written: rounded to bfloat16 wherever the program says so."""
+    made = helpers.program(run)
+    step = made.train_step.lower(made.state, made.batch).compile(compiler_options={"xla_allow_excess_precision": False})
+    return compare.take_steps(made, step, helpers.fresh_state(run), lambda i: helpers.host_batch(run, i), 1)[0].gradients
+
+
+def names(run) -> set[str]:
+    """Weights that a run holds in 8 bits."""
+    found = eight_bit_weights(run, helpers.program(run).definition)
+    paths = jax.tree_util.tree_leaves_with_path(found)
+    return {".".join(key.key for key in path) for path, eight in paths if eight}
