@@ -1,7 +1,7 @@
 """The notebooks run, and what is stored in them is what they print today.
 
-`python tests/campaign/test_notebooks.py [NAME ...]` runs them and stores the outputs; the tests run copies and compare. A cell tagged
-`compiled` shows figures of one jaxlib's compiler: they are compared under the version that the notebook names. A cell
+`python tests/campaign/test_notebooks.py [NAME ...]` runs them and stores the outputs; the tests run copies and compare. A cell
+tagged `compiled` shows figures of one jaxlib's compiler: they are compared under the version that the notebook names. A cell
 tagged `varies` shows what no two runs share, such as seconds, and is not compared.
 """
 
@@ -85,15 +85,7 @@ def stale(stored: Any, fresh: Any) -> list[str]:
     return found
 
 
-def test_there_are_notebooks():
-    assert NOTEBOOKS
-
-
-# The first plans four layouts, which takes minutes: in a campaign.
-RUN = [pytest.param(p, marks=pytest.mark.more if p.stem == "01_shardings" else (), id=p.stem) for p in NOTEBOOKS]
-
-
-@pytest.mark.parametrize("path", RUN)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_it_runs_and_its_outputs_are_not_stale(path):
     """A cell that raises fails this test with its traceback."""
     found = stale(read(path), run(path))

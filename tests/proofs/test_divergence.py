@@ -68,14 +68,14 @@ def test_the_replay_of_a_bundle_finds_the_batch(skipped: Path, capsys: pytest.Ca
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_a_replay_names_the_first_bad_layer(layer: int) -> None:
-    """Weights that are finite, and so large that what comes out of their layer is not."""
+    """Its weights are finite, and so large that their products are not."""
     run = helpers.tiny(
         {"model.num_layers": 3, "model.d_model": 16, "model.num_heads": 2, "model.num_kv_heads": 1, "mesh.fsdp": 8}
     )
     made = helpers.program(run)
     current = helpers.fresh_state(run)
-    gate = current.params["layers"]["mlp"]["gate"]
-    current.params["layers"]["mlp"]["gate"] = gate.at[layer].mul(1e38)
+    block = current.params["layers"]["mlp"]
+    block |= {name: block[name].at[layer].mul(1e38) for name in ("gate", "up")}
     batch = place_batch(helpers.host_batch(run, 0), made.batch, made.context)
     sums = state.digests_by_name(state.to_digests(replay.weights_alone(current)))
     found = replay.first_bad(run, made, current.params, batch, sums)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxtrain import guard
+from jaxtrain.divergence import Bad, Bads
 
 judge = jax.jit(guard.judge, static_argnums=3)
 SIGMAS = 8.0
@@ -65,3 +66,17 @@ def test_counts_through_a_spike_a_held_step_and_a_nan():
 
 def test_without_a_limit_every_finite_step_is_taken():
     assert set(judged([1.0] * 40 + [1e9], sigmas=0.0)[1]) == {guard.TAKEN}
+
+
+def test_losses_that_stand_still_may_change_by_a_hundredth_for_each_sigma():
+    assert judged([2.0] * 40 + [2.0 * 1.07])[1][-1] == guard.TAKEN
+    assert judged([2.0] * 40 + [2.0 * 1.09])[1][-1] == guard.SPIKE
+
+
+def test_so_many_skipped_steps_in_a_row_are_a_divergence():
+    bads = Bads(in_a_row=1, skipped=4, most=3)  # one of them by an attempt before
+    bad = Bad(7, guard.SPIKE, 9.0, 1.0, 6, (3072, 3584), "batch 6")
+    assert [bads.add(bad), bads.add(bad)] == [False, True]
+    bads.took()
+    assert [bads.add(bad), bads.add(bad), bads.add(bad)] == [False, False, True]
+    assert (bads.in_a_row, bads.skipped, len(bads.row)) == (3, 9, 3)
