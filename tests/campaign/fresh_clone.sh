@@ -3,7 +3,7 @@
 # nothing of your environment but PATH, sets it up, looks whether the second start is fast, and runs what you name:
 #   tests/campaign/fresh_clone.sh                  ./run.sh, which trains configs/tiny.py
 #   tests/campaign/fresh_clone.sh test -k data     ./run.sh test -k data
-# It downloads everything anew and takes minutes, and so is not part of the suite. CLONE_PATH replaces PATH, say to leave uv out.
+# It downloads everything anew and takes minutes; the campaign runs it (test_fresh_clone.py). CLONE_PATH replaces PATH, say to leave uv out.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 scratch=$(mktemp -d)
