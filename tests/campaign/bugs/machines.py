@@ -127,14 +127,14 @@ BUGS = (
         "jaxtrain/bench/measure.py",
         '["total"] * each / count / 2**30',
         '["total"] * each / 2**30',
-        "unit/test_bench.py -k hold_its_state",
+        "unit/test_bench_rules.py -k hold_its_state",
     ),
     Bug(
         "bench: a case that died had no time",
         "jaxtrain/bench/case.py",
         "if code is None and limit_s else None",
         "if limit_s else None",
-        "unit/test_bench.py -k ended_keeps",
+        "unit/test_bench_rules.py -k ended_keeps",
     ),
     Bug(
         "bench: a floor is the smaller of the two",
@@ -176,7 +176,7 @@ BUGS = (
         "jaxtrain/bench/suite.py",
         "abs(peak_gib / planned.peak_gib - 1) > APART_PEAK",
         "peak_gib / planned.peak_gib - 1 > APART_PEAK",
-        "unit/test_bench.py -k differs_from_its_plan",
+        "unit/test_bench_rules.py -k differs_from_its_plan",
     ),
     Bug(
         "first hour: losses are compared with their sign",
