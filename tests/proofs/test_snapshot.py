@@ -53,7 +53,7 @@ def equal(tensors: dict[str, jax.Array], expected: dict[str, np.ndarray]) -> boo
     return all(np.array_equal(np.asarray(x), expected[name]) for name, x in tensors.items())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", helpers.few(LAYOUTS, "replicas", "moments on the host"))
 def test_copies_outlive_the_state(layout: str) -> None:
     run = helpers.tiny(SMALL | LAYOUTS[layout])
     snapshots, current = Snapshots(helpers.program(run).state), helpers.fresh_state(run)

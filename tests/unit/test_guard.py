@@ -73,6 +73,12 @@ def test_losses_that_stand_still_may_change_by_a_hundredth_for_each_sigma():
     assert judged([2.0] * 40 + [2.0 * 1.09])[1][-1] == guard.SPIKE
 
 
+@pytest.mark.parametrize(("norm", "verdict"), [(5.3, guard.TAKEN), (5.5, guard.SPIKE)])
+def test_norms_are_compared_with_norms(norm, verdict):
+    state, _ = judged([1.0] * 40, norm=5.0)
+    assert int(judge(state, jnp.float32(1.0), jnp.float32(norm), SIGMAS)[0]) == verdict
+
+
 def test_so_many_skipped_steps_in_a_row_are_a_divergence():
     bads = Bads(in_a_row=1, skipped=4, most=3)  # one of them by an attempt before
     bad = Bad(7, guard.SPIKE, 9.0, 1.0, 6, (3072, 3584), "batch 6")

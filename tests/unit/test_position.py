@@ -26,7 +26,7 @@ def test_a_step_reads_the_next_batch_that_is_not_skipped(begin, skipped):
         ([(600, 900)], ((6, 9),)),
         ([(650, 850)], ((6, 9),)),  # whole batches, also where the batch size was another one
         ([(600, 700), (700, 800)], ((6, 8),)),
-        ([(600, 900), (600, 700)], ((6, 9),)),
+        ([(600, 900), (700, 800)], ((6, 9),)),
         ([(600, 700), (200, 300)], ((2, 3), (6, 7))),
     ],
 )
