@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 from jaxtrain import flops
-from jaxtrain.config import ConfigError
-from jaxtrain.step import build
 
 SMALL = {"model.num_layers": 2, "model.num_kv_heads": 2, "train.global_batch": 8, "optimizer.weight_decay": 0.5}
 PATTERNS = "embed.*,layers.mlp.*,layers.attention.wk,head"
@@ -98,28 +96,6 @@ def test_only_the_head_needs_no_backward_pass_of_the_layers():
     run = helpers.tiny(SMALL | {"train.freeze": "embed.*,layers.*,final_norm.*", "compiler.unroll": True})
     # Without gradients the layers are a loop: one layer's weights and attention, the logits, and the head's gradient.
     assert dots(run)[0] == 7 + 2 + 1 + 1
-
-
-@pytest.mark.parametrize(
-    ("freeze", "rule"),
-    [
-        ("embed.*,layers.7.mlp.*", "no parameter is called layers.7.mlp.*"),
-        ("wq", "no parameter is called wq"),
-        ("*", "leaves nothing to train"),
-    ],
-)
-def test_refusals(freeze, rule):
-    with pytest.raises(ConfigError) as error:
-        build(helpers.tiny({"train.freeze": freeze}), jax.devices()[:1])
-    (problem,) = error.value.problems
-    assert (problem.key, problem.value) == ("train.freeze", freeze)
-    assert rule in problem.rule
-    assert "layers.attention.wq" in problem.remedy
-
-
-def test_moments_cannot_be_streamed_of_layers_that_are_frozen():
-    with pytest.raises(ConfigError, match="trains no parameters under 'layers'"):
-        build(helpers.tiny({"train.freeze": "layers.*", "optimizer.offload": "moments"}), jax.devices()[:1])
 
 
 def test_flops_count_what_is_trained():

@@ -1,7 +1,6 @@
-"""Low-rank adapters: their gradients, their checkpoints, their base, and PEFT's form of them."""
+"""Low-rank adapters in programs and runs: gradients, checkpoints, and the base they stand beside."""
 
 import dataclasses
-import json
 import re
 import shutil
 
@@ -12,18 +11,16 @@ import numpy as np
 import pytest
 import runs
 
-from jaxtrain import flops, generate, launch, lora, validate
+from jaxtrain import generate, lora
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
-from jaxtrain.config import ConfigError, to_dict
 from jaxtrain.data import tokenizer
 from jaxtrain.data.tokenfile import TokenWriter
-from jaxtrain.hardware import Devices
 from jaxtrain.hf import __main__ as hugging_face_command
 from jaxtrain.hf import peft
 from jaxtrain.models.llama import NAMES
-from jaxtrain.models.lora import equations, is_adapter
+from jaxtrain.models.lora import is_adapter
 from jaxtrain.state import abstract_tensors, from_tensors, to_tensors
-from jaxtrain.step import build, place_batch
+from jaxtrain.step import place_batch
 
 RANK, ALPHA = 3, 6.0
 MODEL = {"model.num_layers": 2, "model.num_kv_heads": 2, "train.global_batch": 8, "optimizer.clip_norm": 0.0}
@@ -51,6 +48,7 @@ def begun(run):
     tensors = dict(helpers.initial_tensors(run))
     for i, name in enumerate(sorted(tensors)):
         if name.startswith(PREFIX) and name.endswith("_b"):
+            assert not tensors[name].any(), f"{name}: training begins with the base as it was"
             tensors[name] = np.random.default_rng(i).normal(0, 0.05, tensors[name].shape).astype(np.float32)
     return tensors
 
@@ -106,40 +104,6 @@ def test_gradients_are_those_of_the_merged_weights(layout, expected):
     assert {k for k in params if np.array_equal(after[k], tensors[k])} == {k for k in params if not is_adapter(k)}
 
 
-def test_merged_gives_the_weights_one_by_one(expected):
-    tensors = {k: v for k, v in expected[0].items() if k.startswith(PREFIX)}
-    found = dict(lora.merged(tensors, ALPHA / RANK))
-    assert found.keys() == {k for k in tensors if not is_adapter(k)}
-    for name, x in found.items():
-        module, _, weight = name.rpartition(".")
-        want = tensors[name]
-        if weight in DELTA:
-            a, b = (tensors[f"{module}.lora.{weight}_{half}"] for half in "ab")
-            want = want + ALPHA / RANK * np.einsum(DELTA[weight], a, b)
-        np.testing.assert_allclose(x, want, rtol=1e-6, atol=1e-7, err_msg=name)
-    half = {k: v for k, v in tensors.items() if not k.endswith("1.mlp.lora.up_b")}
-    with pytest.raises(ValueError, match=r"of the adapter of params.layers.1.mlp.up, .*up_b is missing"):
-        dict(lora.merged(half, 1.0))
-    with pytest.raises(ValueError, match=r"no weight for params.layers.0.mlp.lora.gate_a"):
-        dict(lora.merged({k: v for k, v in tensors.items() if k != "params.layers.0.mlp.gate"}, 1.0))
-
-
-def test_adapters_begin_as_pefts_do():
-    tensors = helpers.initial_tensors(helpers.tiny(MODEL | LORA))
-    for name, x in tensors.items():
-        if name.startswith(PREFIX) and name.endswith("_b"):
-            assert not x.any()
-        if name.startswith(PREFIX) and name.endswith("_a"):
-            bound = np.prod(x.shape[:-1]) ** -0.5
-            assert bound * 0.95 < np.abs(x).max() <= bound
-            assert abs(x.mean()) < 0.2 * bound
-
-
-def test_equations():
-    assert equations("BTD,DNH->BTNH") == ("BTD,DR->BTR", "BTR,RNH->BTNH")
-    assert equations("BTNH,DNH->BTD") == ("BTNH,NHR->BTR", "BTR,RD->BTD")
-
-
 def test_nothing_is_computed_for_the_base():
     """Unrolled and recomputed in full, by count: no product for a gradient of the base, and no embedding's gradient."""
     run = helpers.tiny(MODEL | LORA | {"compiler.unroll": True, "lora.targets": "wq,up"})
@@ -152,29 +116,10 @@ def test_nothing_is_computed_for_the_base():
     assert not re.findall(r" scatter\(", text)
 
 
-def test_the_base_rests_in_the_compute_dtype_and_adapters_do_not():
-    made = helpers.program(helpers.tiny(MODEL | LORA | {"precision": "bf16"}))
-    kinds = {
-        name.rpartition(".")[2][-2:]: a.dtype for name, a in abstract_tensors(made.state).items() if name.startswith(PREFIX)
-    }
-    assert kinds["_a"] == kinds["_b"] == jnp.float32
-    assert kinds["wq"] == kinds["ad"] == jnp.bfloat16
-
-
 def test_an_fp8_base():
     """What is in 8 bits is the base alone."""
     text = helpers.lowered(helpers.tiny(MODEL | LORA | {"precision": "fp8", "mesh.fsdp": 2}))
     assert "f8E4M3FN" in text
-
-
-def test_flops_are_those_of_two_passes():
-    run = helpers.tiny(MODEL | LORA)
-    m = run.model
-    D, F, N, K = m.d_model, m.d_ff, m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
-    linear = 2 * m.num_layers * (2 * D * N + 2 * D * K + 3 * D * F) + 2 * D * m.vocab_size
-    adapters = 2 * m.num_layers * RANK * (2 * (D + N) + 2 * (D + K) + 3 * (D + F))
-    attention = flops.attention(m, run.data.seq_len).causal * m.num_layers
-    assert flops.training(run).causal == 2 * linear + 3 * attention + 3 * adapters
 
 
 # ---- Whole runs
@@ -232,6 +177,7 @@ def test_checkpoints_hold_adapters_alone_and_name_the_base(trained):
     assert "and adapters of 4.1 k, which alone are trained" in said
 
 
+@pytest.mark.more
 def test_resumes_to_the_bit(trained):
     """Ended after step 8, and gone on with."""
     parts, again = over(trained), trained / "again"
@@ -283,6 +229,7 @@ def test_the_command_writes_what_peft_reads(trained, tmp_path, capsys):
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.more
 def test_another_base_is_refused(trained, tmp_path, capsys):
     """Under the same path, and gone."""
     folder = tmp_path / "copy"
@@ -326,128 +273,3 @@ def test_runs_that_are_refused(trained, tmp_path, capsys):
     changed = {**parts, "lora__rank": 2, "train__steps": 17}
     assert runs.train(config, trained / "adapters", **changed) == 2
     assert "can never change on resume: other tensors are trained" in capsys.readouterr().err
-
-
-def test_the_digest_is_of_every_number_and_of_nothing_else():
-    x = {"w": jnp.arange(24.0).reshape(4, 6), "layers": {"v": jnp.ones((2, 3))}}
-    mesh = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4])
-    split = jax.device_put(x["w"], jax.NamedSharding(mesh, jax.P("a", "b")))
-    assert lora.digest(x) == lora.digest(x | {"w": split}) == lora.digest(x | {"w": x["w"].astype(jnp.bfloat16)})
-    others = (x["w"].at[2, 3].add(1), x["w"][::-1], x["w"].reshape(6, 4), -x["w"])
-    found = {lora.digest(x), *(lora.digest(x | {"w": w}) for w in others), lora.digest({"u": x["w"], "layers": x["layers"]})}
-    assert len(found) == 2 + len(others)
-
-
-def test_the_config_for_finetuning(tmp_path):
-    """Its variants are runs that may start; how the small one goes, test_lora's own runs show."""
-    (tmp_path / "large").mkdir()
-    described = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336}
-    described |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
-    described |= {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "rope_theta": 5e5, "max_position_embeddings": 131072}
-    (tmp_path / "large" / "config.json").write_text(json.dumps(described))
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "config.json").write_text(json.dumps(to_dict(helpers.tiny())))
-    large = f"base={tmp_path / 'large'}"
-    for arg, devices in (("", 1), (f"base={run},lora=8", 1), (f"{large},lora=16", 8), (large, 8)):
-        loaded = launch.load([f"--config=configs/finetune.py:{arg}"])
-        assert not loaded.problems
-        assert not validate.validate_step(loaded.run, Devices("gpu", "NVIDIA H200", devices, 139.8, "test", 90, 8))
-    found = str(launch.load(["--config=configs/finetune.py:base=nothere"]).problems[0])
-    assert "nothere: no such folder" in found
-
-
-@pytest.mark.parametrize(
-    ("more", "key"),
-    [
-        ({"lora.targets": "wq,w2"}, "lora.targets"),
-        ({"lora.targets": " "}, "lora.targets"),
-        ({"train.freeze": "embed.*"}, "train.freeze"),
-        ({"init.what": "weights+optimizer"}, "init.what"),
-        ({"dtypes.m": "int8"}, "dtypes.m"),
-        ({"lora.alpha": 0.0}, "lora.alpha"),
-    ],
-)
-def test_settings_that_are_refused(more, key):
-    run = helpers.tiny(MODEL | LORA | more)
-    problems = validate.validate_step(run, Devices("cpu", "cpu", 1, 0.0, "test", 0, 1))
-    assert [p.key for p in problems if p.key == key] == [key]
-
-
-def test_a_model_of_ones_own_must_have_adapters():
-    run = helpers.tiny(MODEL | LORA | {"lora.targets": "experts"})
-    with pytest.raises(ConfigError, match="gives no adapter to experts"):
-        build(run, jax.devices()[:1])
-
-
-# ---- PEFT
-
-
-def ours(expected):
-    return {k.removeprefix(PREFIX): v for k, v in expected[0].items() if k.startswith(PREFIX) and is_adapter(k)}
-
-
-def test_to_peft_and_back(expected, tmp_path):
-    adapters = ours(expected)
-    written = peft.write(tmp_path / "peft", adapters, NAMES, alpha=ALPHA, base="the base")
-    assert len(written) == len(adapters)
-    settings, tensors = peft.read(tmp_path / "peft", NAMES)
-    assert (settings.rank, settings.alpha, settings.base) == (RANK, ALPHA, "the base")
-    assert set(settings.targets) == set(DELTA)
-    q = "base_model.model.model.layers.1.self_attn."
-    assert tensors[q + "q_proj.lora_A.weight"].shape == (RANK, 64)
-    assert tensors[q + "k_proj.lora_B.weight"].shape == (2 * 8, RANK)
-    # A linear layer of theirs computes x A' B': a head's outputs lie one after another.
-    x = np.random.default_rng(0).normal(size=64)
-    mine = np.einsum("D,DR,RNH->NH", x, adapters["layers.1.attention.lora.wq_a"], adapters["layers.1.attention.lora.wq_b"])
-    theirs = tensors[q + "q_proj.lora_B.weight"] @ (tensors[q + "q_proj.lora_A.weight"] @ x)
-    np.testing.assert_allclose(theirs, mine.reshape(-1), rtol=1e-5, atol=1e-7)
-    back = peft.from_peft(tensors, NAMES, {k: v.shape for k, v in adapters.items()})
-    assert back.keys() == adapters.keys()
-    assert all(np.array_equal(back[k], adapters[k]) for k in adapters)
-    with pytest.raises(peft.PeftError, match="holds an adapter already"):
-        peft.write(tmp_path / "peft", adapters, NAMES, alpha=ALPHA, base="")
-
-
-def test_what_does_not_fit_is_named(expected, tmp_path):
-    adapters = ours(expected)
-    shapes = {k: v.shape for k, v in adapters.items()}
-    tensors = peft.to_peft(adapters, NAMES)
-    one = next(iter(tensors))
-    with pytest.raises(peft.PeftError, match=re.escape(f"{one}: not in the adapter")):
-        peft.from_peft({k: v for k, v in tensors.items() if k != one}, NAMES, shapes)
-    with pytest.raises(peft.PeftError, match="lm_head.lora_A.weight: no weight of this model"):
-        peft.from_peft(tensors | {"base_model.model.lm_head.lora_A.weight": tensors[one]}, NAMES, shapes)
-    with pytest.raises(peft.PeftError, match=r"shape \(2, 2\)"):
-        peft.from_peft(tensors | {one: np.zeros((2, 2), np.float32)}, NAMES, shapes)
-
-
-@pytest.mark.parametrize(
-    ("more", "found"),
-    [
-        ({"use_dora": True}, "use_dora"),
-        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
-        ({"bias": "all"}, "bias"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"init_lora_weights": "pissa"}, "pissa"),
-        ({"something_new": 1}, "something_new"),
-        ({"peft_type": "IA3"}, "IA3"),
-    ],
-)
-def test_settings_of_peft_that_change_the_model_are_refused(expected, tmp_path, more, found):
-    settings = _written(expected, tmp_path, more)
-    with pytest.raises(peft.PeftError, match=found):
-        peft.read(settings.parent, NAMES)
-
-
-def _written(expected, tmp_path, more):
-    peft.write(tmp_path, ours(expected), NAMES, alpha=ALPHA, base="")
-    path = tmp_path / peft.CONFIG
-    path.write_text(json.dumps(json.loads(path.read_text()) | more))
-    return path
-
-
-def test_rslora_is_read_by_its_scale(expected, tmp_path):
-    settings, _ = peft.read(_written(expected, tmp_path, {"use_rslora": True}).parent, NAMES)
-    assert settings.alpha / settings.rank == pytest.approx(ALPHA / RANK**0.5)
-    assert "use_rslora" in settings.notes[0]

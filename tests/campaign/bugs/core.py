@@ -8,7 +8,7 @@ BUGS = (
         "jaxtrain/step.py",
         "jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30))",
         "clip_norm / jnp.maximum(norm, 1e-30)",
-        "proofs/test_optimizer.py -k clip",
+        "unit/test_optimizer.py -k clipping",
     ),
     Bug(
         "router bias: moves in a skipped step",

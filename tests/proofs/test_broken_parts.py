@@ -1,17 +1,10 @@
-"""The contract tests catch parts that break them, and `--part` takes a part of one's own and nothing else."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The contract tests catch parts that break them: each broken part fails its own test, with words that name the rule."""
 
 import helpers
 import pytest
 import test_contract as contract
 
 from jaxtrain.config import RunConfig
-
-REPO = Path(__file__).resolve().parents[2]
 
 
 def run_with(key: str, name: str) -> RunConfig:
@@ -59,39 +52,3 @@ def test_an_axis_of_ones_own_needs_only_its_rule():
     rule = dict([conftest.own_key("sharding.rules.colour=fsdp")])
     run = helpers.tiny({**contract.SIZES, "model.num_layers": 1, **rule, "model.family": "broken_parts:unruled"})
     contract.test_family_builds(("model.family", "broken_parts:unruled"), run)
-
-
-def tried(*options: str) -> tuple[int, str]:
-    """Exit code and output of the suite with these options."""
-    env = os.environ | {"PYTHONPATH": f"{REPO}:{REPO / 'tests'}"}
-    line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
-    done = subprocess.run(line, cwd=REPO, env=env, capture_output=True, text=True)
-    return done.returncode, done.stdout + done.stderr
-
-
-def test_part_takes_only_what_is_of_its_kind():
-    code, said = tried("--part=data.source=broken_parts:Shifted", "--part-config=data.seq_len=32", "--tb=line")
-    assert code == 1 and "positions begin at 0 in each document of a row" in said
-    assert "1 failed, 3 passed" in said
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--part=helpers:WiderFamily"], "must be KEY=package.module:name, with KEY one of model.family"),
-        (["--part=model.family=llama"], "must be model.family=package.module:name"),
-        (["--part=loss.name=no_such_module_here:loss"], "no_such_module_here cannot be imported"),
-        (["--part=loss.name=helpers:hlaf"], "helpers.py defines no hlaf"),
-        (["--part=loss.name=helpers:half_loss", "--part-config=model.d_modle=3"], "Did you mean model.d_model?"),
-        (["--part=loss.name=helpers:half_loss", "--part-config=model.d_model=x"], "model.d_model must be int"),
-    ],
-    ids=lambda x: x[-1] if isinstance(x, list) else "",
-)
-def test_options_that_are_wrong(options, words, monkeypatch):
-    import conftest
-
-    monkeypatch.syspath_prepend(REPO / "tests")
-    with pytest.raises(pytest.UsageError, match=words):
-        for option in options:
-            name, _, value = option.partition("=")
-            conftest.own_part(value) if name == "--part" else conftest.own_key(value)

@@ -1,0 +1,200 @@
+"""Low-rank adapters: how they begin, what they add to weights, their base's digest, and PEFT's form of them."""
+
+import json
+import re
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain import flops, launch, lora, validate
+from jaxtrain.checkpoint import CheckpointError
+from jaxtrain.config import to_dict
+from jaxtrain.hardware import Devices
+from jaxtrain.hf import peft
+from jaxtrain.models.llama import NAMES
+from jaxtrain.models.lora import equations, is_adapter, uniform
+from jaxtrain.state import abstract_tensors
+
+PREFIX, RANK, ALPHA = "params.", 3, 6.0
+MODEL = {"model.num_layers": 2, "model.num_kv_heads": 2}
+LORA = {"lora.rank": RANK, "lora.alpha": ALPHA}
+# Our weight's letters: inputs and outputs, written down again.
+DELTA = {
+    **dict.fromkeys(("wq", "wk", "wv"), "DR,RNH->DNH"),
+    "wo": "NHR,RD->DNH",
+    "gate": "DR,RF->DF",
+    "up": "DR,RF->DF",
+    "down": "FR,RD->DF",
+}
+
+
+@pytest.fixture(scope="module")
+def tensors():
+    """Weights and adapters of a model, drawn at random."""
+    shapes = abstract_tensors(helpers.program(helpers.tiny(MODEL | LORA)).state)
+    rng = np.random.default_rng(0)
+    return {k: rng.normal(0, 0.05, a.shape).astype(np.float32) for k, a in shapes.items() if k.startswith(PREFIX)}
+
+
+def test_equations():
+    assert equations("BTD,DNH->BTNH") == ("BTD,DR->BTR", "BTR,RNH->BTNH")
+    assert equations("BTNH,DNH->BTD") == ("BTNH,NHR->BTR", "BTR,RD->BTD")
+
+
+def test_adapters_begin_as_pefts_do():
+    x = uniform(400)(jax.random.key(0), (400, 30), jnp.float32)
+    assert 0.95 / 20 < np.abs(x).max() <= 1 / 20
+    assert abs(x.mean()) < 0.01 / 20
+
+
+def test_adapters_stand_beside_the_base_they_were_trained_with():
+    """Where it was, unless it is asked for elsewhere; and no other one."""
+    meta = {"step": 7, "config": {"init": {"from": "there"}}, "base": {"path": "there/checkpoints/4", "digest": "abc"}}
+    assert lora.base_path(meta) == lora.base_path(meta, "there") == "there/checkpoints/4"
+    assert lora.base_path(meta, "moved") == "moved"
+    lora.check_same(meta, "moved", "abc")
+    with pytest.raises(CheckpointError, match=r"weights in moved are not those .* step 7 .* is abd, and was abc"):
+        lora.check_same(meta, "moved", "abd")
+    with pytest.raises(CheckpointError, match="names no base"):
+        lora.base_path(meta | {"base": None})
+
+
+def test_merged_gives_the_weights_one_by_one(tensors):
+    found = dict(lora.merged(tensors, ALPHA / RANK))
+    assert found.keys() == {k for k in tensors if not is_adapter(k)}
+    for name, x in found.items():
+        module, _, weight = name.rpartition(".")
+        want = tensors[name]
+        if weight in DELTA:
+            a, b = (tensors[f"{module}.lora.{weight}_{half}"] for half in "ab")
+            want = want + ALPHA / RANK * np.einsum(DELTA[weight], a, b)
+        np.testing.assert_allclose(x, want, rtol=1e-6, atol=1e-7, err_msg=name)
+    half = {k: v for k, v in tensors.items() if not k.endswith("1.mlp.lora.up_b")}
+    with pytest.raises(ValueError, match=r"of the adapter of params.layers.1.mlp.up, .*up_b is missing"):
+        dict(lora.merged(half, 1.0))
+    with pytest.raises(ValueError, match=r"no weight for params.layers.0.mlp.lora.gate_a"):
+        dict(lora.merged({k: v for k, v in tensors.items() if k != "params.layers.0.mlp.gate"}, 1.0))
+
+
+def test_the_base_rests_in_the_compute_dtype_and_adapters_do_not():
+    made = helpers.program(helpers.tiny(MODEL | LORA | {"precision": "bf16"}))
+    kinds = {
+        name.rpartition(".")[2][-2:]: a.dtype for name, a in abstract_tensors(made.state).items() if name.startswith(PREFIX)
+    }
+    assert kinds["_a"] == kinds["_b"] == jnp.float32
+    assert kinds["wq"] == kinds["ad"] == jnp.bfloat16
+
+
+def test_flops_are_those_of_two_passes():
+    run = helpers.tiny(MODEL | LORA)
+    m = run.model
+    D, F, N, K = m.d_model, m.d_ff, m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
+    linear = 2 * m.num_layers * (2 * D * N + 2 * D * K + 3 * D * F) + 2 * D * m.vocab_size
+    adapters = 2 * m.num_layers * RANK * (2 * (D + N) + 2 * (D + K) + 3 * (D + F))
+    attention = flops.attention(m, run.data.seq_len).causal * m.num_layers
+    assert flops.training(run).causal == 2 * linear + 3 * attention + 3 * adapters
+
+
+def test_the_digest_is_of_every_number_and_of_nothing_else():
+    x = {"w": jnp.arange(24.0).reshape(4, 6), "layers": {"v": jnp.ones((2, 3))}}
+    mesh = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4])
+    split = jax.device_put(x["w"], jax.NamedSharding(mesh, jax.P("a", "b")))
+    assert lora.digest(x) == lora.digest(x | {"w": split}) == lora.digest(x | {"w": x["w"].astype(jnp.bfloat16)})
+    others = (x["w"].at[2, 3].add(1), x["w"][::-1], x["w"].reshape(6, 4), -x["w"])
+    found = {lora.digest(x), *(lora.digest(x | {"w": w}) for w in others), lora.digest({"u": x["w"], "layers": x["layers"]})}
+    assert len(found) == 2 + len(others)
+
+
+def test_the_config_for_finetuning(tmp_path):
+    """Its variants are runs that may start; how the small one goes, proofs/test_lora.py shows."""
+    (tmp_path / "large").mkdir()
+    described = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336}
+    described |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+    described |= {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "rope_theta": 5e5, "max_position_embeddings": 131072}
+    (tmp_path / "large" / "config.json").write_text(json.dumps(described))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps(to_dict(helpers.tiny())))
+    large = f"base={tmp_path / 'large'}"
+    for arg, devices in (("", 1), (f"base={run},lora=8", 1), (f"{large},lora=16", 8), (large, 8)):
+        loaded = launch.load([f"--config=configs/finetune.py:{arg}"])
+        assert not loaded.problems
+        assert not validate.validate_step(loaded.run, Devices("gpu", "NVIDIA H200", devices, 139.8, "test", 90, 8))
+    found = str(launch.load(["--config=configs/finetune.py:base=nothere"]).problems[0])
+    assert "nothere: no such folder" in found
+
+
+# ---- PEFT
+
+
+def ours(tensors):
+    return {k.removeprefix(PREFIX): v for k, v in tensors.items() if is_adapter(k)}
+
+
+def test_to_peft_and_back(tensors, tmp_path):
+    adapters = ours(tensors)
+    written = peft.write(tmp_path / "peft", adapters, NAMES, alpha=ALPHA, base="the base")
+    assert len(written) == len(adapters)
+    settings, theirs = peft.read(tmp_path / "peft", NAMES)
+    assert (settings.rank, settings.alpha, settings.base) == (RANK, ALPHA, "the base")
+    assert set(settings.targets) == set(DELTA)
+    q = "base_model.model.model.layers.1.self_attn."
+    assert theirs[q + "q_proj.lora_A.weight"].shape == (RANK, 64)
+    assert theirs[q + "k_proj.lora_B.weight"].shape == (2 * 8, RANK)
+    # A linear layer of theirs computes x A' B': a head's outputs lie one after another.
+    x = np.random.default_rng(0).normal(size=64)
+    mine = np.einsum("D,DR,RNH->NH", x, adapters["layers.1.attention.lora.wq_a"], adapters["layers.1.attention.lora.wq_b"])
+    wide = theirs[q + "q_proj.lora_B.weight"] @ (theirs[q + "q_proj.lora_A.weight"] @ x)
+    np.testing.assert_allclose(wide, mine.reshape(-1), rtol=1e-5, atol=1e-7)
+    back = peft.from_peft(theirs, NAMES, {k: v.shape for k, v in adapters.items()})
+    assert back.keys() == adapters.keys()
+    assert all(np.array_equal(back[k], adapters[k]) for k in adapters)
+    with pytest.raises(peft.PeftError, match="holds an adapter already"):
+        peft.write(tmp_path / "peft", adapters, NAMES, alpha=ALPHA, base="")
+
+
+def test_what_does_not_fit_is_named(tensors, tmp_path):
+    adapters = ours(tensors)
+    shapes = {k: v.shape for k, v in adapters.items()}
+    theirs = peft.to_peft(adapters, NAMES)
+    one = next(iter(theirs))
+    with pytest.raises(peft.PeftError, match=re.escape(f"{one}: not in the adapter")):
+        peft.from_peft({k: v for k, v in theirs.items() if k != one}, NAMES, shapes)
+    with pytest.raises(peft.PeftError, match="lm_head.lora_A.weight: no weight of this model"):
+        peft.from_peft(theirs | {"base_model.model.lm_head.lora_A.weight": theirs[one]}, NAMES, shapes)
+    with pytest.raises(peft.PeftError, match=r"shape \(2, 2\)"):
+        peft.from_peft(theirs | {one: np.zeros((2, 2), np.float32)}, NAMES, shapes)
+
+
+@pytest.mark.parametrize(
+    ("more", "found"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
+        ({"bias": "all"}, "bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa"}, "pissa"),
+        ({"something_new": 1}, "something_new"),
+        ({"peft_type": "IA3"}, "IA3"),
+    ],
+)
+def test_settings_of_peft_that_change_the_model_are_refused(tensors, tmp_path, more, found):
+    settings = _written(tensors, tmp_path, more)
+    with pytest.raises(peft.PeftError, match=found):
+        peft.read(settings.parent, NAMES)
+
+
+def _written(tensors, tmp_path, more):
+    peft.write(tmp_path, ours(tensors), NAMES, alpha=ALPHA, base="")
+    path = tmp_path / peft.CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    return path
+
+
+def test_rslora_is_read_by_its_scale(tensors, tmp_path):
+    settings, _ = peft.read(_written(tensors, tmp_path, {"use_rslora": True}).parent, NAMES)
+    assert settings.alpha / settings.rank == pytest.approx(ALPHA / RANK**0.5)
+    assert "use_rslora" in settings.notes[0]
