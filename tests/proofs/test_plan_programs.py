@@ -31,6 +31,7 @@ SMALL = (
     "--config.train.global_batch=8",
     "--config.train.grad_accum=1",
 )
+WHOLE_CHUNKS = {"loss.chunk": 64}  # of a device's 128 tokens: nothing is padded
 KINDS = re.compile(r" (?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
 
@@ -55,7 +56,7 @@ def assert_flops(run: RunConfig, text: str, found: list[collectives.Found], devi
 
 def test_planned_launches_are_those_of_a_run(tmp_path):
     """A trace of 8 devices names each collective 8 times as often as the plan counts it; layers and microbatches loop."""
-    run = tiny({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "train.grad_accum": 2})
+    run = tiny({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "train.grad_accum": 2, **WHOLE_CHUNKS})
     text, found = read(run)
     assert len(found) == sum(bool(KINDS.search(line)) for line in text.splitlines())
     assert {f.axis for f in found} >= {"data", "fsdp", "tensor", "data+fsdp"}
@@ -76,7 +77,7 @@ def test_planned_launches_are_those_of_a_run(tmp_path):
 
 def test_data_parallel_sums_every_gradient_once():
     """By formula: 2(n-1)/n of the parameters' bytes, and a few sums of the loss besides."""
-    run = tiny({"mesh.data": 8, "remat.policy": "full"})
+    run = tiny({"mesh.data": 8, "remat.policy": "full", **WHOLE_CHUNKS})
     text, found = read(run)
     parameters = sum(math.prod(p.shape) for p in jax.tree.leaves(program(run).state.params))
     sent = sum(f.count * f.wire_bytes for f in found)
