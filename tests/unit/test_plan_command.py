@@ -1,4 +1,4 @@
-"""`python -m jaxtrain.plan`: what it writes, and what it says of mistakes. Figures are checked beside the rooms."""
+"""`python -m jaxtrain.plan`: what it says of mistakes, before it compiles anything. proofs/test_plan_programs.py prints one."""
 
 import pytest
 
@@ -36,8 +36,6 @@ def test_shardings_are_printed_without_compiling(capsys):
     ("argv", "said"),
     [
         (["--topology=h900:8"], "chip 'h900' has no description. Did you mean"),
-        (["--topology=h200"], "how many GPUs?"),
-        (["--topology=h200:16"], "Write h200:8x2"),
         ([], "no machine is named"),
         (["--topology=h200:8", "--config.mesh.fsdp=3"], "the run has 8 NVIDIA H200 devices (--topology=h200:8)"),
         (["--topology=h200:8", "--config.model.num_heads=31"], "model.num_kv_heads"),
@@ -52,17 +50,12 @@ def test_shardings_are_printed_without_compiling(capsys):
         (["--topology=h200:8", "--most=5"], "--most: the plan of one layout has no use for it"),
         (["--topology=h200:8", "--search", "--html=x.html"], "--html: --search has no use for it"),
         (["--topology=h200:8", "--golden"], "--config --topology --config.KEY: --golden has no use for it"),
-        (["--topology=h200:8", "--shardings", "--budget=5"], "--budget: --shardings has no use for it"),
         (["--topology=h200:8", "--experts-load=0.9"], "--experts-load = '0.9': must be a number from 1"),
-        (["--topology=h200:8", "--experts-load=inf"], "--experts-load = 'inf': must be a number from 1"),
         (["--topology=h200:8", "--experts-load=1.5"], "--experts-load = '1.5': the model has no experts. Leave it out."),
         (["--topology=h200:8", "--config.model.num_experts=8", "--experts-load=4.1"], "draws 4 even shares, and none can draw"),
-        (["--topology=h200:8", "--search", "--experts-load=1.5"], "--experts-load: --search has no use for it"),
         (["--topology=h200:8", "--search="], "--search = '': has no value"),
         (["--topology=h200:8", "--shardings=nosuch"], "--shardings=nosuch: no array is like that"),
-        (["--topology=h200:8", "--shardings="], "--shardings = '': has no value"),
         (["--topology=h200:8", "--html=tests"], "is a folder"),
-        (["--topology=h200:8", "--cache=pyproject.toml"], "is not a folder"),
         (["--topology=h200:8", "--cache=pyproject.toml/plans"], "pyproject.toml is not a folder"),
         (["--topology=h200:8", "--search", "--calibrate"], "each of these replaces the plan"),
         (["--topology=h200:8", "--golden=renew"], "no such action"),
@@ -71,7 +64,6 @@ def test_shardings_are_printed_without_compiling(capsys):
         (["--calibrate"], "--config --config.KEY: --calibrate has no use for it"),
         (["--topology=h200:8", "--cudnn=yes"], "--cudnn = 'yes': must be auto, formula or library. Write --cudnn=formula."),
         (["--topology=h200:8", "--cudnn=library"], "JAX is imported in this process already"),
-        (["--topology=h200:8", "--search", "--cudnn=formula"], "--cudnn: --search has no use for it"),
     ],
 )
 def test_mistakes_are_named(argv, said, capsys):
