@@ -75,12 +75,9 @@ def test_all_that_slipped_in_is_told_at_once():
     assert "--config.env.inherit=NCCL_ALGO,NCCL_PROTO,XLA_FLAGS takes" in problem.remedy
 
 
-def test_a_value_is_no_name():
-    (problem,) = environment.overlay(run(inherit="NCCL_ALGO=Ring"), H200, {})[1]
-    assert problem.key == "env.inherit" and "no name or pattern" in problem.rule
-
-
-def test_secrets_are_no_part_of_it():
+def test_secrets_and_where_libraries_lie_are_no_part_of_it():
+    places = ("CUDA_DIR", "CUDA_INSTALL_PATH", "CUDNN_HOME", "NCCL_HOME", "NCCL_INCLUDE_DIR")
+    assert environment.changing(dict.fromkeys(places, "/x")) == {}
     shell = {"TF_TOKEN_app": "s3cret", "XLA_AUTH_HEADER": "s3cret", "JAX_X_API_KEY": "s3cret", "NCCL_ALGO": "Ring"}
     assert environment.changing(shell) == {"NCCL_ALGO": "Ring"}
     overlay, problems = environment.overlay(run(inherit="*"), H200, shell)
@@ -99,53 +96,35 @@ def test_the_config_stands_above_table_and_shell():
     assert flags.set == {"XLA_FLAGS": "--new"} and not flags.inherited
 
 
-def test_without_the_table():
+def test_without_the_table_only_memory_is_set():
     overlay, _ = environment.overlay(run(defaults=False), H200, {})
     assert overlay.set.keys() == {"XLA_CLIENT_MEM_FRACTION", HOST_LIMIT}
     assert environment.overlay(run(defaults=False), H200, {HOST_LIMIT: "900"})[0].set.keys() == {"XLA_CLIENT_MEM_FRACTION"}
-
-
-def test_who_asks_nccl_for_more_gets_more():
     overlay, problems = environment.overlay(run(), H200, {"NCCL_DEBUG": "INFO"})
-    assert not problems and "NCCL_DEBUG" not in overlay.set
+    assert not problems and "NCCL_DEBUG" not in overlay.set, "who asks NCCL for more gets more"
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("env", "key", "why", "fix"),
     [
-        ("NCCL_DEBUG", "must be NAME=VALUE"),
-        ("A B=1", "must be NAME=VALUE"),
-        ("A=1,A=2", "named twice"),
-        ("LD_LIBRARY_PATH=/x", "read before"),
-        ("XLA_CLIENT_MEM_FRACTION=0.5", "train.memory_fraction"),
-        ("JAX_PLATFORMS=cpu", "read before"),
-        ("JAXTRAIN_COORDINATOR=a:1", "read before"),
-        ("HF_TOKEN=hf_x", "speaks of a secret"),
+        ({"inherit": "NCCL_ALGO=Ring"}, "env.inherit", "no name or pattern", "values go to env.set"),
+        ({"set": "NCCL_DEBUG"}, "env.set", "must be NAME=VALUE", "For example"),
+        ({"set": "A B=1"}, "env.set", "must be NAME=VALUE", "For example"),
+        ({"set": "A=1,A=2"}, "env.set", "named twice", "Keep one"),
+        ({"set": "LD_LIBRARY_PATH=/x"}, "env.set", "read before", "in the shell"),
+        ({"set": "JAX_PLATFORMS=cpu"}, "env.set", "read before", "in the shell"),
+        ({"set": "JAXTRAIN_COORDINATOR=a:1"}, "env.set", "read before", "in the shell"),
+        ({"set": "HF_TOKEN=hf_x"}, "env.set", "speaks of a secret", "in the shell"),
+        ({"set": "XLA_CLIENT_MEM_FRACTION=0.5"}, "XLA_CLIENT_MEM_FRACTION", "train.memory_fraction", ""),
+        ({"set": "XLA_PYTHON_CLIENT_PREALLOCATE=false"}, "XLA_PYTHON_CLIENT_PREALLOCATE", "", ""),
+        ({"set": "XLA_PYTHON_CLIENT_MEM_FRACTION=0.5"}, "XLA_PYTHON_CLIENT_MEM_FRACTION", "", ""),
+        ({"set": "TF_FORCE_UNIFIED_MEMORY=1"}, "TF_FORCE_UNIFIED_MEMORY", "", ""),
     ],
 )
-def test_mistakes_in_env_set(text: str, why: str):
-    (problem,) = environment.overlay(run(set=text), H200, {})[1]
-    assert problem.key in ("env.set", text.partition("=")[0]) and why in problem.rule
-    assert "hf_x" not in str(problem)
-
-
-@pytest.mark.parametrize(
-    "text", ["XLA_PYTHON_CLIENT_PREALLOCATE=false", "XLA_PYTHON_CLIENT_MEM_FRACTION=0.5", "TF_FORCE_UNIFIED_MEMORY=1"]
-)
-def test_the_memory_budget_is_not_walked_past(text: str):
-    (problem,) = environment.overlay(run(set=text), H200, {})[1]
-    assert problem.key == text.partition("=")[0]
-
-
-def test_modules_that_say_where_libraries_lie_are_nobodys_fault():
-    shell = {
-        "CUDA_DIR": "/c",
-        "CUDA_INSTALL_PATH": "/c",
-        "CUDNN_HOME": "/d",
-        "NCCL_HOME": "/n",
-        "NCCL_INCLUDE_DIR": "/n/include",
-    }
-    assert environment.changing(shell) == {}
+def test_mistakes_name_the_key_the_rule_and_a_fix(env: dict[str, str], key: str, why: str, fix: str):
+    (problem,) = environment.overlay(run(**env), H200, {})[1]
+    assert problem.key == key or (key == "XLA_CLIENT_MEM_FRACTION" and problem.key == "env.set")
+    assert why in problem.rule and fix in problem.remedy and problem.remedy and "hf_x" not in str(problem)
 
 
 def test_a_second_run_of_a_process_is_told_what_the_first_has_left():
@@ -172,7 +151,7 @@ def test_deterministic_sums():
 
 
 def test_each_generation_has_its_table():
-    assert {sm: environment.table(sm) is environment.TABLES[known] for sm, known in ((80, 80), (89, 80), (90, 90), (103, 100))}
+    assert all(environment.table(sm) is environment.TABLES[known] for sm, known in ((80, 80), (89, 80), (90, 90), (103, 100)))
     assert environment.table(75) is environment.ALL
     for table in environment.TABLES.values():
         assert all(why and not why.endswith(".") for _, why in table.values())

@@ -236,10 +236,10 @@ BUGS = (
         "unit/test_environment.py -k deterministic",
     ),
     Bug(
-        "environment: a GPU between two generations takes the later table",
+        "environment: a generation takes the table of the one before",
         "jaxtrain/environment.py",
         "max((known for known in TABLES if known <= sm), default=0)",
-        "min((known for known in TABLES if known >= sm), default=0)",
+        "max((known for known in TABLES if known < sm), default=0)",
         "unit/test_environment.py -k generation",
     ),
     Bug(
