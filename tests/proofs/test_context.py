@@ -30,9 +30,10 @@ WAYS = {
 # Where documents begin. The first row: shorter than a chunk, across a border, one token, across several chunks.
 DOCUMENTS = ([0, 5, 30, 31], [0, 20, 60])
 PADDED = 3  # tokens at the end of the second row
+# A chunk of a ring of 4 has 8 tokens. A window of 10 reaches one token into the second chunk before.
 CASES = {
     "one document": Spec(H, "f32", False, 1),
-    "one document, window": Spec(H, "f32", False, 1, window=11),
+    "one document, window": Spec(H, "f32", False, 1, window=10),
     "packed": Spec(H, "f32", True, 6),
     "packed, window within a chunk": Spec(H, "f32", True, 6, window=5),
     "packed, window over several chunks": Spec(H, "f32", True, 6, window=40),

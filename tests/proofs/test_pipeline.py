@@ -1,6 +1,6 @@
-"""Programs of pipelines: what waits and what idles in them, and that they compute what one stage does, whatever is asked of it.
+"""Programs of pipelines: their memory and bubble, and the steps of one device with frozen layers, adapters and the like.
 
-Which layouts give the same steps as one device is tests/matrix.py's to say; what stands here asks something more of a step.
+Layouts with stages are in tests/matrix.py; each case here asks something more of a step.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ SMALL = {
 TWO = {"mesh.stage": 2, "train.grad_accum": 2}
 GROUPS = {"pipeline.schedule": "interleaved", "pipeline.groups": 2}
 
-# ---- What the program holds and does
+# ---- Memory and bubble
 
 
 def program_of(schedule: str, microbatches: int) -> Any:
@@ -63,7 +63,7 @@ def carried(jaxpr: Any) -> int:
     return max(sum(a.size * a.dtype.itemsize for a in avals) for avals in made)
 
 
-def test_what_waits_in_the_program_does_not_grow_with_the_microbatches():
+def test_saved_activations_do_not_grow_with_the_microbatches():
     four, eight = (carried(program_of("1f1b", m)) for m in (4, 8))
     assert four == eight
     assert Schedule("1f1b", 2, 1, 4).slots[2] == Schedule("1f1b", 2, 1, 8).slots[2] == 4
@@ -71,7 +71,7 @@ def test_what_waits_in_the_program_does_not_grow_with_the_microbatches():
 
 
 @pytest.mark.more
-def test_nor_does_what_the_compiler_makes_of_it():
+def test_compiled_memory_does_not_grow_with_the_microbatches():
     def temporary(schedule: str, microbatches: int) -> int:
         sizes = {"model.d_model": 64, "data.seq_len": 64, "model.num_layers": 4}
         asked = {"mesh.stage": 2, "pipeline.schedule": schedule, "train.grad_accum": microbatches}
@@ -85,7 +85,7 @@ def test_nor_does_what_the_compiler_makes_of_it():
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_the_ticks_of_the_program_are_those_of_the_formula(schedule: str):
+def test_the_program_has_the_ticks_of_the_formula(schedule: str):
     groups = 2 if schedule == "interleaved" else 1
     s = Schedule(schedule, 2, groups, 4)
     # Each tick hands on what a unit made: one array forward, and one back.
@@ -108,7 +108,7 @@ def same(asked: dict[str, Any], layout: dict[str, Any]) -> None:
     assert compare.compare(helpers.first_steps(run, 2), reference, bounds).wrong == []
 
 
-def test_a_loss_of_ones_own_sees_the_whole_vocabulary():
+def test_a_custom_loss_sees_the_whole_vocabulary():
     """With layers one by one, and gradients that are summed over `data` at the end of the step."""
     asked = {"loss.name": "helpers:whole_logits_loss", "model.tied_head": True, "model.num_layers": 2}
     same(asked, TWO | {"mesh.data": 2, "mesh.tensor": 2, "compiler.unroll": True})
@@ -119,7 +119,7 @@ ASKED = {
     "no layer learns": ({"train.freeze": "layers.*"}, {"mesh.data": 2}),
     "nothing but layers learns": ({"train.freeze": "embed.*,head,final_norm.*"}, {"mesh.fsdp": 2}),
     "a frozen table that is the head too": ({"train.freeze": "embed.*", "model.tied_head": True}, {"mesh.fsdp": 2}),
-    "a table whole on each stage": ({}, {"mesh.tensor": 2, "sharding.rules.vocab": "tensor"}),
+    "a table replicated over stages": ({}, {"mesh.tensor": 2, "sharding.rules.vocab": "tensor"}),
     "logits held back": ({"loss.z_loss": 1e-2, "model.logit_softcap": 3.0}, {"mesh.tensor": 2}),
     "fewer microbatches than stages": ({}, {"mesh.stage": 3}),
 }
@@ -131,7 +131,7 @@ def test_steps_are_those_of_one_device(asked: dict[str, Any], layout: dict[str, 
     same(asked, TWO | layout)
 
 
-def test_fp8_products_are_made_on_a_stage():
+def test_fp8_matmuls_run_on_a_stage():
     asked = {"precision": "fp8", "mesh.fsdp": 2, "mesh.tensor": 2}
     assert "f8E4M3FN" in helpers.lowered(helpers.tiny(SMALL | TWO | asked))
 
@@ -179,7 +179,7 @@ class LouderFamily:
 
 
 @pytest.mark.parametrize("family", ["test_pipeline:LouderFamily", "helpers:OwnLoopFamily"])
-def test_a_model_that_does_not_run_its_parts_as_a_pipeline_does_is_refused(family: str):
+def test_a_model_that_a_pipeline_cannot_divide_is_refused(family: str):
     run = helpers.tiny(SMALL | TWO | {"model.family": family})
     with pytest.raises(ConfigError, match="does not say that its layers can be run apart") as found:
         build(run, helpers.devices_of(run))
