@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
-from jaxtrain.hf.folder import model_of
+from jaxtrain.hf import exporting
+from jaxtrain.hf.folder import model_of, open_folder
+from jaxtrain.hf.importing import import_folder
 from jaxtrain.hf.names import entries
 
 HERE = Path(__file__).parent / "reference"
@@ -42,6 +44,34 @@ def write(folder: Path, name: str, *, version: int = 5, scale: float = 1.0, voca
     (folder / "config.json").write_text(json.dumps(described))
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+SAME = 1e-4  # of logits
+
+
+def off(logits: np.ndarray, name: str) -> float:
+    """The largest distance from what transformers computes."""
+    return float(np.abs(logits - GOLDEN[name]).max())
+
+
+def imported(place: Path, name: str, dtype: str = "auto", **changes: Any) -> tuple[Path, Path, list[str]]:
+    """A folder, the checkpoint made of it, and what was said."""
+    folder, said = write(place / "theirs", name, **changes), []
+    import_folder(open_folder(folder), place / "ours", dtype, said.append)
+    return folder, place / "ours", said
+
+
+def exported(checkpoint: Path, out: Path, base: str = "", **how: Any) -> list[str]:
+    """Writes a folder, and returns what was said."""
+    said: list[str] = []
+    given = {"dtype": "auto", "shard_bytes": 10**9, "tokenizer": "", "force": False} | how
+    exporting.export(exporting.open_source(str(checkpoint), base), out, **given, say=said.append)
+    return said
+
+
+def tensors_of(folder: Path) -> dict[str, np.ndarray]:
+    """Of all files of a folder."""
+    return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
 
 
 def reference() -> str:

@@ -256,6 +256,7 @@ def test_a_wrong_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "the extra `lm-eval`" in capsys.readouterr().err
 
 
+@pytest.mark.more
 def test_the_harness_is_imported_when_it_is_used() -> None:
     code = (
         "import sys, jaxtrain.lm_eval, jaxtrain.trackers; print([n for n in ('lm_eval', 'wandb', 'jax') if n in sys.modules])"

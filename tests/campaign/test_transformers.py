@@ -1,0 +1,165 @@
+"""Models beside transformers, torch and PEFT themselves, and runs that begin with a Hugging Face folder."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import helpers
+import hugging_face
+import numpy as np
+import pytest
+from hugging_face import EXPERTS, FAMILIES, GOLDEN, SAME, TOKENS, exported, imported, tensors_of
+
+from jaxtrain import main
+from jaxtrain.checkpoint import CheckpointError
+from jaxtrain.hf import __main__ as command
+from jaxtrain.hf.folder import open_folder
+from jaxtrain.hf.logits import model_logits
+from jaxtrain.start import Start, initial_state
+from jaxtrain.step import place_batch
+
+ROOT = Path(__file__).resolve().parents[2]
+SEGMENTS = np.ones_like(TOKENS)
+
+
+def test_transformers_computes_the_same_before_and_after(tmp_path):
+    """Of every family, by transformers itself: the logits of what was exported are those of what was imported, bit for bit."""
+    hugging_face.reference()
+    pairs = []
+    for name in FAMILIES:
+        folder, ours, _ = imported(tmp_path / name, name)
+        exported(ours, tmp_path / name / "back")
+        pairs += [folder, tmp_path / name / "back"]
+    np.save(tmp_path / "tokens.npy", TOKENS)
+    hugging_face.ask(ROOT / "tests" / "reference" / "logits.py", tmp_path / "tokens.npy", *pairs)
+    for name in FAMILIES:
+        theirs, ours = (np.load(tmp_path / name / x / "logits.npy") for x in ("theirs", "back"))
+        assert np.array_equal(theirs, ours), name
+        # The torch of another day may add up in another order.
+        assert np.abs(theirs - GOLDEN[name]).max() < 1e-5, name
+
+
+def test_check_compares_with_transformers(tmp_path, capsys, monkeypatch):
+    folder, ours, _ = imported(tmp_path, "qwen3")
+    monkeypatch.setenv("JAXTRAIN_REFERENCE_PYTHON", hugging_face.reference())
+    assert command.main(["check", str(ours), str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "the likeliest token is the same at 100.0% of 128 positions" in shown and len(shown.splitlines()) == 66
+    other = hugging_face.write(tmp_path / "other", "qwen3", rope_parameters={"rope_type": "default", "rope_theta": 3000.0})
+    assert command.main(["check", str(ours), str(other)]) == 1
+    assert "not the same model" in capsys.readouterr().out
+
+
+# ---- Training from what was imported
+
+
+def test_thirty_steps_follow_torch(tmp_path):
+    """AdamW from an imported model on transformers' batches, beside torch.optim.AdamW: within 1e-4 of each loss."""
+    for name in ("llama2", "gemma2", "mixtral"):
+        folder = hugging_face.write(tmp_path / name, name, scale=0.3)
+        shape = {f"model.{k}": v for k, v in dataclasses.asdict(open_folder(folder).model).items()}
+        how = {
+            "data.seq_len": 32,
+            "train.global_batch": 4,
+            "mesh.fsdp": 2,
+            "optimizer.lr": 1e-3,
+            "optimizer.schedule": "constant",
+        }
+        how |= {"optimizer.warmup_steps": 0, "optimizer.weight_decay": 0.1, "train.steps": 30, "data.packing": "none"}
+        how |= {"experts.balance_loss": 0.0, "experts.z_loss": 0.0}  # transformers' own are not minimised unless asked for
+        run = helpers.tiny(shape | how | {"init.from": str(folder)})
+        made, step = helpers.program(run), helpers.train_step(run)
+        state = initial_state(run, made, Start(0, False, False, 0, (), {}), None, lambda line: None)
+        losses = []
+        for i in range(30):
+            rows = hugging_face.random_tokens(128, (4, 33), seed=100 + i % 3)
+            ones = np.ones((4, 32), np.int32)
+            batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:], "segments": ones, "weights": ones.astype(np.float32)}
+            batch["positions"] = np.broadcast_to(np.arange(32, dtype=np.int32), (4, 32)).copy()
+            state, values = step(state, place_batch(batch, made.batch, made.context))
+            losses.append(float(values["loss"]))
+        wanted = GOLDEN[f"{name}_adamw"]
+        assert wanted[-1] < wanted[0] - 0.3  # it learns
+        assert np.abs(np.array(losses) / wanted - 1).max() < 1e-4, name
+
+
+def test_import_streams(tmp_path):
+    """Host memory of an import onto 8 devices, the arrays included, stays below 1.3 times the checkpoint's size.
+
+    Of a checkpoint large enough that the programs of the digests (some 80 MB) and Orbax (50 MB) are little beside it.
+    """
+    args = [sys.executable, "-m", "benchmarks.import_memory", "--gigabytes=0.8", f"--folder={tmp_path}"]
+    ended = subprocess.run(args, capture_output=True, text=True, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads(ended.stdout.splitlines()[-1])
+    assert report["devices"] == 8 and report["peak_over_size"] < 1.3, report
+
+
+def test_a_run_starts_from_a_folder_and_stretches_its_context(tmp_path, capsys):
+    """init.from with a Hugging Face folder, and sequences sixteen times as long as it was trained with."""
+    folder = hugging_face.write(tmp_path / "theirs", "llama2", scale=0.3, vocab=264)
+    model = {k: v for k, v in dataclasses.asdict(open_folder(folder).model).items() if v not in ("", 0, 0.0)}
+    model |= {"rope_scaling": "llama3", "rope_factor": 16.0, "rope_original_len": 64}
+    keys = {f"model.{k}": v for k, v in model.items()}
+    keys |= {"data.source": "synthetic", "data.seq_len": 1024, "train.global_batch": 8, "train.steps": 2}
+    keys |= {"optimizer.warmup_steps": 1, "eval.every_steps": 0, "sample.max_tokens": 0, "init.from": folder, "paths.cache": ""}
+    args = [f"--config={ROOT / 'configs' / 'tiny.py'}", f"--workdir={tmp_path / 'run'}"]
+    args += [f"--config.{k}={v}" for k, v in keys.items()]
+    code = main.main(args)
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    assert f"initial weights from {folder}" in shown.out
+    assert "model.rope_scaling: 'none' in init.from, 'llama3' here" in shown.out
+    shutil.rmtree(tmp_path / "run")
+    assert main.main([*args, "--config.model.d_ff=64"]) == 2
+    assert "does not fit this model" in capsys.readouterr().err
+    assert main.main([*args, "--config.model.family=gemma2"]) == 2
+    assert "which computes otherwise" in capsys.readouterr().err
+    assert main.main([*args, "--config.init.what=weights+optimizer"]) == 2
+    assert "holds no optimizer's state" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mixtral"])
+def test_adapters_go_to_peft_and_come_back(tmp_path, name, capsys):
+    """A LoRA run on a Hugging Face base: its merged export is base and adapter in PEFT, whose format comes back as it was."""
+    folder = hugging_face.write(tmp_path / "theirs", name, scale=0.3, vocab=264)
+    config_file = ROOT / "configs" / "finetune.py"
+    keys = {"data.source": "synthetic", "data.seq_len": 64, "train.global_batch": 8, "train.steps": 4, "paths.cache": ""}
+    keys |= {"optimizer.lr": 0.02, "optimizer.warmup_steps": 1, "eval.every_steps": 0, "sample.max_tokens": 0, "mesh.fsdp": 8}
+    keys |= {"lora.targets": "wq,wk,wv,wo"} if name in EXPERTS else {}
+    args = [f"--config={config_file}:base={folder},lora=3", f"--workdir={tmp_path / 'run'}"]
+    assert main.main([*args, *(f"--config.{k}={v}" for k, v in keys.items())]) == 0, capsys.readouterr().err
+    exported(tmp_path / "run", tmp_path / "merged")
+    assert command.main(["export-adapter", str(tmp_path / "run"), f"--out={tmp_path / 'adapter'}"]) == 0
+    args = ["import-adapter", str(tmp_path / "adapter"), f"--base={folder}", f"--out={tmp_path / 'again'}"]
+    assert command.main(args) == 0
+    exported(tmp_path / "again", tmp_path / "merged-again")
+    base, merged, again = (tensors_of(p) for p in (folder, tmp_path / "merged", tmp_path / "merged-again"))
+    assert merged.keys() == base.keys() and all(np.array_equal(merged[k], again[k]) for k in merged)
+    changed = {k for k in base if not np.array_equal(base[k], merged[k])}
+    assert changed == {k for k in base if "_proj.weight" in k}
+    other = hugging_face.write(tmp_path / "other", name, scale=0.31, vocab=264)
+    with pytest.raises(CheckpointError, match="are not those that the adapters of step 4 were trained beside"):
+        exported(tmp_path / "run", tmp_path / "none", base=str(other))
+
+    hugging_face.reference()
+    np.save(tmp_path / "tokens.npy", TOKENS)
+    script = ROOT / "tests" / "reference" / "peft_logits.py"
+    hugging_face.ask(script, tmp_path / "tokens.npy", folder, tmp_path / "adapter", tmp_path / "peft.npz")
+    theirs = np.load(tmp_path / "peft.npz")
+    for weight in changed:
+        # Both add in float32: the last bit of a sum of three products.
+        np.testing.assert_allclose(merged[weight], theirs[f"weight.{weight}"], rtol=0, atol=3e-7)
+    _, logits = model_logits(str(tmp_path / "merged"), "f32")
+    beside = model_logits(str(tmp_path / "run"), "f32")[1](TOKENS, SEGMENTS)
+    assert np.abs(logits(TOKENS, SEGMENTS) - theirs["merged"]).max() < SAME
+    assert np.abs(beside - theirs["logits"]).max() < SAME
+
+
+def test_check_without_transformers_says_so(tmp_path, capsys):
+    folder = hugging_face.write(tmp_path / "a", "llama2")
+    assert command.main(["check", str(folder), str(folder), f"--python={sys.executable}"]) == 2
+    assert "Name an interpreter that has transformers and torch" in capsys.readouterr().err
