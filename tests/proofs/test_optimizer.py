@@ -9,10 +9,12 @@ from states import assert_same, stepped
 
 from jaxtrain import config
 from jaxtrain.models.module import is_vector
-from jaxtrain.optimizer import stored_moments
+from jaxtrain.optimizer import FLOAT32, make_optimizer, stored_moments
 from jaxtrain.rounding import Rounding
+from jaxtrain.sharding import make_placement
 from jaxtrain.stages import Arrangement
 from jaxtrain.state import abstract_tensors, from_tensors, to_tensors
+from jaxtrain.update import at_once, streamed
 
 
 @pytest.mark.parametrize("beta2", helpers.few([0.95, 0.98, 0.99, 0.998, 0.999], 0.98, 0.99))
@@ -95,6 +97,22 @@ def test_random_bits_do_not_depend_on_the_layout():
     for layer in range(6):
         alone = rounded({"layers": {"w": exact["layers"]["w"][layer]}}, Rounding(3), jnp.int32(layer))
         np.testing.assert_array_equal(alone["layers"]["w"], one["layers"]["w"][layer])
+
+
+def test_a_streamed_update_is_that_of_all_at_once():
+    """Layer by layer, from the host: clipped and rounded to the same bits, and other ones in each layer."""
+    axes = {"embed": ("vocab", "embed"), "layers": {"w": ("layers", "embed", "mlp")}}
+    types = config.Dtypes("bf16", "bf16", "f32", "f32", "f32")
+    placement = make_placement(helpers.tiny(), jax.devices()[:1])
+    how = (config.Optimizer(), types, axes, placement, FLOAT32)
+    tx = make_optimizer(*how)
+    params = {"embed": jnp.ones((6, 8), jnp.bfloat16), "layers": {"w": jnp.ones((3, 8, 64), jnp.bfloat16)}}
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, 1e-7, jnp.float32), params)  # near eps: clipping shows in the update
+    given = (tx.init(params), params, jnp.float32(0.5), jnp.float32(1e-3), True, jnp.int32(4))
+    whole, parts = (jax.jit(update)(grads, *given) for update in (at_once(tx, Rounding(0)), streamed(*how, Rounding(0))))
+    jax.tree.map(np.testing.assert_array_equal, parts, whole)
+    layers = np.asarray(whole[0]["layers"]["w"].astype(jnp.float32))
+    assert 0 < (layers[0] < 1).mean() < 1 and (layers[0] != layers[1]).any()
 
 
 BF16_MASTERS = {
