@@ -5,7 +5,6 @@ A key that is in none of the tables here fails.
 
 import dataclasses
 import functools
-import json
 import re
 import shutil
 import threading
@@ -19,7 +18,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain import compiler, config, generate, hardware, samples, state, timelimit, trackers, train, watchdog
+from jaxtrain import compiler, config, generate, hardware, metrics, samples, state, train
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.data import pipeline, stdlib
@@ -29,7 +28,6 @@ from jaxtrain.session import Session
 from jaxtrain.sharding import LayoutError, make_placement
 from jaxtrain.start import decide_start, open_data
 from jaxtrain.step import Program
-from jaxtrain.trackers import open_trackers
 
 BASE = {"model.num_layers": 2, "data.max_segments": 8}
 SPLIT = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
@@ -58,7 +56,7 @@ CONSTANTS: list[tuple[dict[str, Any], dict[str, tuple[Any, float]]]] = [
             "train.steps": (43, 43 - 4),  # of the schedule, behind the warm-up
             "optimizer.lr": (2.3e-3, 2.3e-3),
             "optimizer.lr_min": (2.7e-4, 2.7 / 23),  # as a part of the peak
-            "optimizer.warmup_steps": (4, 2.3e-3 / 4),  # what a step of it adds
+            "optimizer.warmup_steps": (4, -2.3e-3 * 3 / 4),  # from its first step to its last
             "optimizer.weight_decay": (0.23, 0.23),
             "optimizer.beta1": (0.83, 1 - 0.83),
             "optimizer.beta2": (0.93, 1 - 0.93),
@@ -132,10 +130,10 @@ def adapted(program: Program) -> str:
     return ",".join(sorted(names))
 
 
-def trained(program: Program) -> str:
-    """Layers' weights without moments."""
-    moments = {n.removeprefix("optimizer.mu.") for n in state.abstract_tensors(program.state)}
-    return ",".join(f"layers.{x}.*" for x in ("mlp", "attention") if not any(f"layers.0.{x}." in n for n in moments))
+def without_moments(program: Program) -> str:
+    """The blocks of a layer whose weights are not trained."""
+    moments = [name for name in state.abstract_tensors(program.state) if name.startswith("optimizer.mu.layers.0.")]
+    return ",".join(f"layers.{x}.*" for x in ("mlp", "attention") if not any(f".{x}." in name for name in moments))
 
 
 def moments_home(program: Program) -> str:
@@ -175,7 +173,7 @@ SHOWN: dict[str, tuple[Any, dict[str, Any], Callable[[Program], Any]]] = {
     "train.grad_accum": (2, {}, lambda program: program.batch["tokens"].shape[0]),
     "attention.impl": ("chunked", {}, lambda program: program.attention.split()[0]),
     "optimizer.offload": ("moments", {}, moments_home),
-    "train.freeze": ("layers.mlp.*", {}, trained),
+    "train.freeze": ("layers.mlp.*", {}, without_moments),
     "lora.rank": (2, {}, lambda p: size(LAYER + "attention.lora.wq_a", 1)(p) if adapted(p) else 0),
     "lora.targets": ("wq", {"lora.rank": 2}, adapted),
 }
@@ -300,24 +298,22 @@ def test_heads_are_split_together():
             make_placement(run, helpers.devices_of(run))
 
 
-# ---- Keys of the loop, seen in what real runs leave behind
+# ---- Keys of the loop, seen in what two runs leave behind that differ in many keys at once
 
 
 class Runs:
-    """Two whole runs of four steps, which differ in many keys at once; each is made when first asked for."""
+    """Two whole runs of four steps, each made when first asked for."""
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.text = str(helpers.text_file(folder / "train.tok", modules=4))
-        self.held_out = str(helpers.text_file(folder / "held_out.tok", modules=2))
         self.base = {
             "model.num_layers": 1,
             "model.d_model": 32,
             "model.num_heads": 2,
             "model.num_kv_heads": 1,
             "mesh.fsdp": 8,
-            "data.source": self.text,
-            "data.eval_source": self.held_out,
+            "data.source": str(helpers.text_file(folder / "train.tok", modules=4)),
+            "data.eval_source": str(helpers.text_file(folder / "held_out.tok", modules=2)),
             "data.seq_len": 32,
             "train.steps": 4,
             "train.global_batch": 8,
@@ -330,27 +326,23 @@ class Runs:
             "paths.cache": "",
             "paths.data": str(folder / "data"),
         }
-        self.settings: dict[str, dict[str, Any]] = {
-            "base": {},
-            "other": {
-                "log.every_steps": 2,
-                "log.tensorboard": False,
-                "log.peak_tflops": 1.0,
-                "eval.every_steps": 1,
-                "eval.sequences": 8,
-                "checkpoint.dir": str(folder / "elsewhere"),
-                "checkpoint.every_steps": 1,
-                "checkpoint.keep": 2,
-                "checkpoint.keep_every": 2,
-                "profile.start": 1,
-                "profile.steps": 2,
-                "profile.dump_hlo": True,
-                "sample.every_steps": 3,
-            },
+        self.other = {
+            "log.every_steps": 2,
+            "log.tensorboard": False,
+            "eval.every_steps": 1,
+            "eval.sequences": 8,
+            "checkpoint.dir": str(folder / "elsewhere"),
+            "checkpoint.every_steps": 1,
+            "checkpoint.keep": 2,
+            "checkpoint.keep_every": 2,
+            "profile.start": 1,
+            "profile.steps": 2,
+            "profile.dump_hlo": True,
+            "sample.every_steps": 3,
         }
 
     def config(self, name: str, **more: Any) -> RunConfig:
-        return helpers.tiny(self.base | self.settings[name] | more)
+        return helpers.tiny(self.base | (self.other if name == "other" else {}) | more)
 
     @functools.cache  # noqa: B019 - lives as long as this module's tests
     def workdir(self, name: str) -> Path:
@@ -358,84 +350,61 @@ class Runs:
         assert train.attempt(self.config(name), place, Launch("configs/tiny.py", "", (), ())).exit_code == 0
         return place
 
-    def lines(self, name: str, kind: str) -> list[dict[str, Any]]:
-        text = (self.workdir(name) / "metrics.jsonl").read_text()
-        return [line for line in map(json.loads, text.splitlines()) if line["kind"] == kind]
-
-    def losses(self, name: str) -> list[float]:
-        return [line["loss"] for line in self.lines(name, "train")]
-
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("runs"))
 
 
-def steps_logged(runs: Runs, name: str, kind: str) -> list[int]:
-    return [line["step"] for line in runs.lines(name, kind)]
+def logged(kind: str) -> Callable[[Path], list[int]]:
+    return lambda workdir: [line["step"] for line in metrics.read(workdir / "metrics.jsonl") if line["kind"] == kind]
 
 
-def saved(folder: Path) -> list[int]:
-    return Checkpoints(folder).steps()
+def saves(workdir: Path) -> list[int]:
+    """The steps at which a checkpoint was written, whatever became of it."""
+    return [int(step) for step in re.findall(r"checkpoint (\d+): ", (workdir / "log.txt").read_text())]
 
 
-def log_every_steps(runs):
-    assert steps_logged(runs, "base", "train") == [1, 2, 3, 4]
-    assert steps_logged(runs, "other", "train") == [2, 4]
+def kept(workdir: Path) -> list[int]:
+    """Complete checkpoints, here or elsewhere."""
+    here = workdir / "checkpoints"
+    return Checkpoints(here if here.exists() else workdir.parent / "elsewhere").steps()
 
 
-def log_tensorboard(runs):
-    assert any((runs.workdir("base") / "tb").iterdir())
-    assert not (runs.workdir("other") / "tb").exists()
+def has_any(pattern: str) -> Callable[[Path], bool]:
+    return lambda workdir: any(workdir.glob(pattern))
 
 
-def log_peak_tflops(runs):
-    """Known or not, the rate of the last step is a number only where the peak is given and a step was counted."""
-    rate = Session.throughput
-    sessions = {}
-    for name in ("base", "other"):
-        run = runs.config(name)
-        session = Session.__new__(Session)
-        session.run, session.tokens_per_step = run, run.train.global_batch * run.data.seq_len
-        clock = iter(range(100))
-        rates = rate(session)
-        rates._clock = lambda clock=clock: next(clock)
-        for _ in range(5):
-            rates.start_step()
-        sessions[name] = rates.line()["mfu_causal"]
-    assert sessions["base"] is None
-    assert sessions["other"] > 0
+# Key -> (what a run's folder shows of it, what is expected of "base" and of "other").
+LEFT: dict[str, tuple[Callable[[Path], Any], Any, Any]] = {
+    "log.every_steps": (logged("train"), [1, 2, 3, 4], [2, 4]),
+    "log.tensorboard": (has_any("tb/*"), True, False),
+    "eval.every_steps": (logged("eval"), [2, 4], [1, 2, 3, 4]),
+    "checkpoint.dir": (has_any("checkpoints/*"), True, False),
+    "checkpoint.every_steps": (saves, [2, 4], [1, 2, 3, 4]),
+    "checkpoint.keep": (kept, [4], [2, 3, 4]),  # of "other" the two newest, and the multiples of 2
+    "checkpoint.keep_every": (kept, [4], [2, 3, 4]),
+    "profile.start": (has_any("profile/plugins/profile/*/*.xplane.pb"), False, True),
+    "profile.steps": (lambda workdir: "Tracing steps 1 to 2." in (workdir / "log.txt").read_text(), False, True),
+    "profile.dump_hlo": (has_any("profile/train_step.hlo.txt"), False, True),
+    "sample.every_steps": (lambda w: [x.step for x in samples.read((w / "samples.txt").read_text())], [4], [3, 4]),
+}
 
 
-def eval_every_steps(runs):
-    assert steps_logged(runs, "base", "eval") == [2, 4]
-    assert steps_logged(runs, "other", "eval") == [1, 2, 3, 4]
+@pytest.mark.parametrize("key", LEFT)
+def test_a_key_changes_what_a_run_leaves_behind(key, runs):
+    seen, base, other = LEFT[key]
+    assert (seen(runs.workdir("base")), seen(runs.workdir("other"))) == (base, other)
 
 
 def eval_sequences(runs):
     """The same weights, fewer sequences: another mean."""
-    assert runs.losses("other") == runs.losses("base")[1::2]
-    mine, theirs = ({x["step"]: x["loss"] for x in runs.lines(name, "eval")} for name in ("base", "other"))
-    assert mine[2] != theirs[2]
+    files = (metrics.read(runs.workdir(name) / "metrics.jsonl") for name in ("base", "other"))
+    base, other = ({(line["kind"], line["step"]): line["loss"] for line in lines} for lines in files)
+    assert base["train", 2] == other["train", 2] and base["eval", 2] != other["eval", 2]
 
 
-def checkpoint_dir(runs):
-    assert saved(runs.workdir("base") / "checkpoints")
-    assert not (runs.workdir("other") / "checkpoints").exists()
-    assert saved(runs.folder / "elsewhere")
-
-
-def checkpoint_keep(runs):
-    """Of steps 1 to 4, the two newest and the multiples of 2; of 2 and 4 the newest alone."""
-    runs.workdir("other")
-    assert saved(runs.folder / "elsewhere") == [2, 3, 4]
-    assert saved(runs.workdir("base") / "checkpoints") == [4]
-
-
-def checkpoint_every_steps(runs):
-    said = {name: (runs.workdir(name) / "log.txt").read_text() for name in ("base", "other")}
-    assert "checkpoint 1:" in said["other"] and "checkpoint 3:" in said["other"]
-    assert "checkpoint 1:" not in said["base"] and "checkpoint 2:" in said["base"]
+# ---- Keys of what is asked before a run, or apart from it
 
 
 def start(runs: Runs, **changes: Any) -> Any:
@@ -457,19 +426,6 @@ def checkpoint_allow_change(runs):
     assert start(runs, **change, **{"checkpoint.allow_change": "data.seq_len"}).resumed
 
 
-def profile_start(runs):
-    assert not (runs.workdir("base") / "profile").exists()
-    assert list((runs.workdir("other") / "profile").rglob("*.xplane.pb"))
-
-
-def profile_steps(runs):
-    assert "Tracing steps 1 to 2." in (runs.workdir("other") / "log.txt").read_text()
-
-
-def profile_dump_hlo(runs):
-    assert "ENTRY" in (runs.workdir("other") / "profile/train_step.hlo.txt").read_text()
-
-
 def initial(**changes: Any) -> dict[str, np.ndarray]:
     """The first matrices of a model, by name."""
     tensors = helpers.initial_tensors(helpers.tiny(BASE | {key.replace("__", "."): x for key, x in changes.items()}))
@@ -488,102 +444,47 @@ def model_init_std(runs):
         np.testing.assert_allclose(np.std(wide[name]) / np.std(x), 0.05 / config.Model().init_std, rtol=1e-3)
 
 
-@functools.cache
-def writer(run: RunConfig):
-    """(sampler, weights) of a run's initial state."""
-    return generate.Sampler(run, helpers.program(run).placement), helpers.fresh_state(run).params
+def sampling(runs):
+    run = helpers.tiny({"model.num_layers": 1})
+    sampler, weights = generate.Sampler(run, helpers.program(run).placement), helpers.fresh_state(run).params
+
+    def write(**changes: Any) -> str:
+        ask = config.Sample(**{"prompt": "x", "max_tokens": 8, "temperature": 1.0, "top_p": 1.0, **changes})
+        return generate.continue_text(sampler, weights, ByteTokenizer(), ask)
+
+    assert write(prompt="def f").startswith("def f") and write().startswith("x")
+    assert len(write(max_tokens=2)) < len(write())
+    assert write(top_p=1e-6) == write(temperature=0.0) != write()
+    assert write(seed=1) != write()
 
 
-def write(runs: Runs, **changes: Any) -> str:
-    ask = config.Sample(**{"prompt": "x", "max_tokens": 8, "temperature": 1.0, "top_p": 1.0, **changes})
-    return generate.continue_text(*writer(helpers.tiny({"model.num_layers": 1})), ByteTokenizer(), ask)
-
-
-def sample_prompt(runs):
-    assert write(runs, prompt="def f").startswith("def f")
-    assert write(runs).startswith("x")
-
-
-def sample_max_tokens(runs):
-    """A token of this tokenizer is a byte; where it is 0 no file is written (test_train.py)."""
-    assert len(write(runs, max_tokens=2)) < len(write(runs, max_tokens=8))
-
-
-def sample_every_steps(runs):
-    """Steps at which the model wrote: where it is not set, the last one alone."""
-    found = {
-        name: [s.step for s in samples.read((runs.workdir(name) / "samples.txt").read_text())] for name in ("base", "other")
-    }
-    assert found == {"base": [4], "other": [3, 4]}
-
-
-def log_wandb(runs):
-    """Without a login it is refused, so it was asked for. What is sent is in tests/proofs/test_watching.py."""
-    assert not open_trackers(runs.folder, runs.config("base").log, resumed=False).facts
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trackers, "WandB", lambda workdir, where, resumed: types.SimpleNamespace(facts={"where": where}))
-        asked = runs.config("base", **{"log.wandb": "team/project"}).log
-        assert open_trackers(runs.folder, asked, resumed=False).facts == {"wandb": {"where": "team/project"}}
-
-
-def sample_temperature(runs):
-    assert write(runs, temperature=0.0) != write(runs, temperature=1.0)
-
-
-def sample_top_p(runs):
-    assert write(runs, top_p=1e-6) == write(runs, temperature=0.0) != write(runs)
-
-
-def sample_seed(runs):
-    assert write(runs, seed=1) != write(runs)
-
-
-def data_eval_source(runs):
-    """Held-out text named in the config is what is read; without it, files have no validation split."""
-    named = open_data(runs.config("base"))[1][""]
-    other = open_data(runs.config("base", **{"data.eval_source": runs.text}))[1][""]
-    assert named.fingerprint["files"][0]["name"] == "held_out.tok"
-    assert other.fingerprint["files"][0]["name"] == "train.tok"
-
-
-def data_tokenizer(runs):
-    """Another tokenizer than the one the tokens were made with is refused."""
-    run = runs.config("base")
-    assert not pipeline.check(run.data, run.model.vocab_size, True)
-    other = dataclasses.replace(run.data, tokenizer="hf:someone/other")
-    assert {p.key for p in pipeline.check(other, run.model.vocab_size, True)} == {"data.tokenizer"}
+def log_peak_tflops(runs):
+    """Known or not, the rate of the last step is a number only where the peak is given and a step was counted."""
+    rate = Session.throughput
+    sessions = {}
+    for name, peak in (("base", 0.0), ("other", 1.0)):
+        run = runs.config("base", **{"log.peak_tflops": peak})
+        session = Session.__new__(Session)
+        session.run, session.tokens_per_step = run, run.train.global_batch * run.data.seq_len
+        clock = iter(range(100))
+        rates = rate(session)
+        rates._clock = lambda clock=clock: next(clock)
+        for _ in range(5):
+            rates.start_step()
+        sessions[name] = rates.line()["mfu_causal"]
+    assert sessions["base"] is None
+    assert sessions["other"] > 0
 
 
 def data_prefetch(runs):
     """Batches are made by a thread of their own, or by the one that asks."""
     for prefetch in (0, 2):
-        made_by = []
-
-        class Source:
-            def batch(self, step: int) -> dict[str, np.ndarray]:
-                made_by.append(threading.current_thread())  # noqa: B023 - read before the next round
-                return {"tokens": np.zeros(1)}
-
-        batches = pipeline.iterate(Source(), 0, prefetch)
+        made_by: list[threading.Thread] = []
+        source = types.SimpleNamespace(batch=lambda step, made_by=made_by: made_by.append(threading.current_thread()) or {})
+        batches = pipeline.iterate(source, 0, prefetch)
         next(batches)
         batches.close()
         assert (made_by[0] is threading.current_thread()) == (prefetch == 0)
-
-
-def train_memory_fraction(runs):
-    """What JAX is told before it starts a GPU of 141 GiB."""
-    given, default = (hardware.memory_environment(hardware.memory_fraction(141.0, f), {})[0] for f in (0.5, 0.0))
-    assert given != default
-
-
-def train_max_minutes(runs):
-    assert timelimit.limit_s("2")[0] == 120 and timelimit.limit_s("")[0] == float("inf")
-    assert timelimit.limit_s("auto", {timelimit.END: "1600"}, now=1000.0)[0] == 600
-    assert all(timelimit.limit_s(wrong, {})[1] for wrong in ("auto", "soon", "0", "-1"))
-
-
-def train_timeouts(runs):
-    assert watchdog.parse_budgets("step=7")[0]["step"] == 7 != watchdog.parse_budgets("")[0]["step"]
 
 
 def train_deterministic(runs):
@@ -622,53 +523,38 @@ def paths_cache(runs):
     assert told["jax_compilation_cache_dir"] == str(runs.folder / "compiled")
 
 
-LOOP: dict[str, Callable[[Runs], None]] = {
+ALONE: dict[str, Callable[[Runs], None]] = {
     "model.init_std": model_init_std,
-    "data.eval_source": data_eval_source,
-    "data.tokenizer": data_tokenizer,
     "data.prefetch": data_prefetch,
     "train.seed": train_seed,
-    "train.memory_fraction": train_memory_fraction,
-    "train.max_minutes": train_max_minutes,
-    "train.timeouts": train_timeouts,
     "train.deterministic": train_deterministic,
-    "eval.every_steps": eval_every_steps,
     "eval.sequences": eval_sequences,
-    "checkpoint.dir": checkpoint_dir,
-    "checkpoint.every_steps": checkpoint_every_steps,
-    "checkpoint.keep": checkpoint_keep,
-    "checkpoint.keep_every": checkpoint_keep,
     "checkpoint.step": checkpoint_step,
     "checkpoint.allow_change": checkpoint_allow_change,
-    "log.every_steps": log_every_steps,
-    "log.tensorboard": log_tensorboard,
-    "log.wandb": log_wandb,
     "log.peak_tflops": log_peak_tflops,
-    "sample.every_steps": sample_every_steps,
-    "sample.prompt": sample_prompt,
-    "sample.max_tokens": sample_max_tokens,
-    "sample.temperature": sample_temperature,
-    "sample.top_p": sample_top_p,
-    "sample.seed": sample_seed,
-    "profile.start": profile_start,
-    "profile.steps": profile_steps,
-    "profile.dump_hlo": profile_dump_hlo,
+    **{f"sample.{name}": sampling for name in ("prompt", "max_tokens", "temperature", "top_p", "seed")},
     "paths.data": paths_data,
     "paths.cache": paths_cache,
 }
 
 
-@pytest.mark.parametrize("key", LOOP)
-def test_key_changes_what_a_run_does(key, runs):
-    LOOP[key](runs)
+@pytest.mark.parametrize("test", dict.fromkeys(ALONE.values()), ids=lambda test: test.__name__)
+def test_a_key_has_its_effect(test, runs):
+    test(runs)
 
 
 ELSEWHERE = {
     "env.defaults",  # tests/unit/test_environment.py
     "env.set",
     "env.inherit",
+    "data.eval_source",  # tests/proofs/test_watching.py
+    "log.wandb",
+    "data.tokenizer",  # tests/unit/test_data.py
     "log.gpu_every_s",  # tests/unit/test_monitor.py
     "log.mfu_alert",
+    "train.memory_fraction",  # tests/unit/test_config.py
+    "train.max_minutes",  # tests/unit/test_timelimit.py
+    "train.timeouts",  # tests/unit/test_watchdog.py
     "sharding.rules.layers",  # of '' or stage, test_mesh_rules.py: without stages nothing, and with them nothing else
     "sharding.rules.heads",  # test_heads_are_split_together
     "sharding.rules.kv_heads",
@@ -685,7 +571,7 @@ ELSEWHERE = {
 
 def test_every_key_is_in_one_table():
     valued = {key for _, keys in CONSTANTS for key in keys}
-    tables = (valued, SHOWN, PROGRAM, LOOP, ELSEWHERE)
+    tables = (valued, SHOWN, PROGRAM, LEFT, ALONE, ELSEWHERE)
     known = set(config.docs())
     found = {key: sum(key in table for table in tables) for key in known}
     wrong = {key: count for key, count in found.items() if count != 1}
