@@ -1,7 +1,7 @@
 """What the fault tests share: a small run in processes of its own, and figures that docs/reliability.md shows.
 
-The default suite takes a sample of them. `./run.sh test tests/campaign --campaign` takes all and writes the figures
-that it measures beside the ledger (figures.json); docs/reliability.md shows them.
+`./run.sh test tests/campaign --campaign` runs all of them and writes the figures that it measures beside the ledger
+(figures.json); docs/reliability.md shows them.
 """
 
 import contextlib
