@@ -31,12 +31,9 @@ def occurrences(file: TokenFile, end: int, documents: np.ndarray | None = None) 
 
 
 class Trigram:
-    """Counted on a training split, its weights fitted on documents of that split that were not counted.
+    """Counted on a training split, its weights fitted on documents of that split that were not counted."""
 
-    order: 2 leaves out what follows on two tokens, which makes it a bigram model.
-    """
-
-    def __init__(self, train: TokenFile, steps: int = 30, order: int = 3):
+    def __init__(self, train: TokenFile, steps: int = 30):
         self.vocab = V = train.header["tokenizer"]["vocab_size"]
         number = np.arange(train.header["documents"])
         fit = number % HELD_OUT == 0
@@ -46,7 +43,7 @@ class Trigram:
         self.three_VVV = np.bincount((a * V + b) * V + c, minlength=V**3).reshape(V, V, V)
         self.contexts_VV = self.three_VVV.sum(2)
         parts_4N = self.parts(occurrences(train, train.header["tokens"], number[fit]))
-        self.weights_4 = np.where(np.arange(4) <= order, 1 / (order + 1), 0.0)
+        self.weights_4 = np.full(4, 0.25)
         for _ in range(steps):  # expectation maximisation; each step can only raise the likelihood
             share_4N = self.weights_4[:, None] * parts_4N
             self.weights_4 = (share_4N / share_4N.sum(0)).mean(1)
