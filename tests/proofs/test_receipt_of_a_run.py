@@ -1,4 +1,4 @@
-"""Receipts of one real run: it is as good as itself, and copies whose receipts were altered are told apart from it."""
+"""Receipt and rates of one real run: it is as good as itself, and copies whose receipts were altered are told apart from it."""
 
 import json
 import math
@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import runs
+from pages import curves_of
 
 from jaxtrain.receipt import ReceiptError
 from jaxtrain.receipt import __main__ as command
@@ -18,6 +20,8 @@ from jaxtrain.receipt.golden import check, kept, passed
 from jaxtrain.receipt.opened import open_run
 from jaxtrain.receipt.result import GROUPS
 from jaxtrain.receipt.source import PATCH_MOST, own_files, source
+from jaxtrain.report import page
+from jaxtrain.report.run import read
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +29,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run long enough for a speed, on this process's devices."""
     folder = tmp_path_factory.mktemp("golden")
     (folder / "small.py").write_text(runs.SMALL)
-    run = {"eval__every_steps": 0, "checkpoint__every_steps": 0, "log__tensorboard": False, "model__num_layers": 1}
+    run = {"eval__every_steps": 0, "checkpoint__every_steps": 0, "log__peak_tflops": 0.1, "model__num_layers": 1}
     assert runs.train(folder / "small.py", folder / "run", data__source="synthetic", train__steps=20, **run) == 0
     told = runs.receipt(folder / "run")
     told["source"] |= {"patch": "", "patch_cut": 0, "dirty": False}  # the checkout under test may have changes
@@ -69,6 +73,19 @@ def test_a_receipt_says_which_source_ran(trained: Path, tmp_path: Path) -> None:
     assert (found["config_file"], found["own"]) == ("mine.py", ["tests/helpers.py"])  # no folder of a user's is told
     assert {"mine.py", "tests/helpers.py", "jaxtrain/__init__.py"} <= found["files"].keys()
     assert len(found["patch"]) <= PATCH_MOST
+
+
+def test_rates_are_the_same_on_the_page_and_in_tensorboard(trained: Path) -> None:
+    """Those that metrics.jsonl has, to the last digit."""
+    shown = curves_of(page.html([read(trained)]))
+    lines = {x["step"]: x for x in runs.lines(trained)}
+    rates = {step: x["tokens_per_s_per_device"] for step, x in lines.items()}
+    assert shown["tokens/s/device"] == rates and len([rate for rate in rates.values() if rate]) > 10
+    assert shown["MFU causal"] == {step: x["mfu_causal"] and 100.0 * x["mfu_causal"] for step, x in lines.items()}
+    events = {step: values for step, _, values in runs.events(trained / "tb")[0] if "train/loss" in values}
+    assert {step: values.get("train/tokens_per_s_per_device") for step, values in events.items()} == {
+        step: rate and np.float32(rate) for step, rate in rates.items()
+    }
 
 
 # ---- A golden run

@@ -1,5 +1,6 @@
 """Watching GPUs: the lines made of what a played driver says, the warnings, and what becomes of a driver that fails."""
 
+import dataclasses
 import itertools
 import threading
 from collections.abc import Iterator
@@ -238,21 +239,43 @@ def test_a_silent_driver_is_told_at_once_and_once(caplog):
 # ---- Warnings
 
 
-def test_throttling_is_one_episode():
-    gpu = Gpu(3)
-    with Watched(gpu) as watched:
-        assert watched.alerts() == []  # at its power limit: that is what full load looks like
-        gpu.reasons, gpu.temperature, gpu.sm_mhz = HW_THERMAL, 93, 1_100
-        (text,) = watched.alerts()
-        assert text.startswith("GPU 3 is throttled: hw_thermal in 100% of the samples, 93 C, 1,100 MHz: it is too hot")
-        assert "-i 3" in text
-        assert watched.alerts() == []
-        gpu.reasons = IDLE
-        for _ in range(alerts.CLEAN - 1):
-            assert watched.alerts() == []
-        assert watched.alerts() == ["GPU 3 is no longer throttled"]
-        gpu.reasons = HW_THERMAL
-        assert len(watched.alerts()) == 1
+HOT, WARM = {"reasons": HW_THERMAL, "temperature": 93, "sm_mhz": 1_100}, {"reasons": IDLE}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "lines"),
+    [
+        # At its power limit: that is what full load looks like.
+        (Gpu(3), [({}, ""), (HOT, "GPU 3 is throttled: hw_thermal in 100% of the samples, 93 C, 1,100 MHz: it is too hot")]),
+        (
+            Gpu(3),
+            [(HOT, "GPU 3 is throttled"), ({}, ""), *[(WARM, "")] * (alerts.CLEAN - 1), (WARM, "GPU 3 is no longer throttled")],
+        ),
+        (Gpu(3), [(HOT, "GPU 3 is"), *[(WARM, "")] * (alerts.CLEAN - 1), (HOT, ""), *[(WARM, "")] * (alerts.CLEAN - 1)]),
+        (
+            Gpu(1, limit_mw=500_000),
+            [
+                ({}, "GPU 1 is limited to 500 W, 700 W by default"),
+                ({}, ""),
+                ({"limit_mw": 700_000}, "GPU 1 has its default power limit again, 700 W"),
+            ],
+        ),
+        (
+            Gpu(2, ecc=5),  # those are preflight's to tell
+            [
+                ({}, ""),
+                ({"ecc": 7}, "GPU 2 has 2 new uncorrected memory errors (ECC), 7 since"),
+                ({}, ""),
+                ({"ecc": 8}, "GPU 2 has 1 new"),
+            ],
+        ),
+    ],
+)
+def test_a_word_is_said_when_something_begins_and_when_it_is_over(gpu, lines):
+    with Watched(dataclasses.replace(gpu)) as watched:
+        for changes, said in lines:
+            vars(watched.nvml.gpus[0]).update(changes)
+            assert [text[: len(said)] for text in watched.alerts()] == [said] * bool(said)
 
 
 def test_a_short_dip_is_not_worth_a_word():
@@ -271,28 +294,6 @@ def test_every_reason_says_what_to_look_at():
              "HwThermalSlowdown": "hw_thermal", "HwPowerBrakeSlowdown": "hw_power_brake", "BoardLimit": "board_limit",
              "Reliability": "reliability"}  # fmt: skip
     assert {bits[f"nvmlClocksThrottleReason{theirs}"]: ours for theirs, ours in named.items()} == card.THROTTLING
-
-
-def test_power_capped_below_the_default():
-    gpu = Gpu(1, limit_mw=500_000)
-    with Watched(gpu) as watched:
-        (text,) = watched.alerts()
-        assert text.startswith("GPU 1 is limited to 500 W, 700 W by default") and "nvidia-smi -i 1 -pl 700" in text
-        watched.lines()
-        gpu.limit_mw = 700_000
-        assert watched.alerts() == ["GPU 1 has its default power limit again, 700 W"]
-
-
-def test_only_new_memory_errors_are_told():
-    gpu = Gpu(2, ecc=5)
-    with Watched(gpu) as watched:
-        assert watched.alerts() == []
-        gpu.ecc = 7
-        (text,) = watched.alerts()
-        assert text.startswith("GPU 2 has 2 new uncorrected memory errors (ECC), 7 since")
-        assert watched.alerts() == []
-        gpu.ecc = 8
-        assert "1 new" in watched.alerts()[0]
 
 
 def test_memory_that_grows_outside_the_pool():

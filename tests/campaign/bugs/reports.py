@@ -297,10 +297,10 @@ BUGS = (
         UNIT["metrics"],
     ),
     Bug(
-        "tracer: requests during a trace are lost",
+        "tracer: a request is answered again and again",
         TRACER,
-        "if not self._tracing and (asked := self._asked()) > self._answered:",
-        "asked, before = self._asked(), self._answered\n        self._answered = asked\n        if not self._tracing and asked > before:",
+        "self._answered = asked",
+        "pass",
         UNIT["metrics"],
     ),
     Bug(
