@@ -21,7 +21,7 @@ from jaxtrain import activations
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.models import attention, layers, transformer
 from jaxtrain.models.remat import Plan
-from jaxtrain.plan.explore import layouts
+from jaxtrain.plan.explore import layouts, shardings
 from jaxtrain.plan.explore.pictures import ids, in_text
 from jaxtrain.plan.explore.shardings import describe, load, picture, print_table
 from jaxtrain.plan.explore.table import Table, changes, parse_filter, size
@@ -243,7 +243,8 @@ def test_table_shows_the_same_in_text_and_html():
     assert "sharding" not in first and {"shape", "axes", "mesh_axes", "bytes_per_device", "replicas"} <= set(first)
 
 
-def test_print_table():
+def test_print_table(monkeypatch):
+    monkeypatch.setattr(shardings, "describe", lambda run, devices: of(run))
     run = tiny({"mesh.fsdp": 8})
     console = Console(width=200, record=True, file=io.StringIO())
     print_table(run, devices_of(run), "kind=parameter,mlp", console)

@@ -29,22 +29,23 @@ PLACED = placement(data=1, fsdp=2, expert=2, tensor=2)
 
 
 @pytest.mark.parametrize(
-    ("found", "spec"),
+    ("layout", "given", "spec"),
     [
-        (PLACED.sharding(GATE), P(("fsdp", "expert"), "tensor")),
-        (PLACED.whole(GATE), P(None, "tensor")),
-        (PLACED.home(GATE), P(("fsdp", "expert"), "tensor")),
+        ("sharding", (GATE,), P(("fsdp", "expert"), "tensor")),
+        ("whole", (GATE,), P(None, "tensor")),
+        ("home", (GATE,), P(("fsdp", "expert"), "tensor")),
         # One gradient for each device of the late axis, on a first dimension.
-        (PLACED.home(GATE, ("fsdp",)), P("fsdp", "expert", "tensor")),
-        (PLACED.home(GATE, ("fsdp", "expert")), P(("fsdp", "expert"), None, "tensor")),
+        ("home", (GATE, ("fsdp",)), P("fsdp", "expert", "tensor")),
+        ("home", (GATE, ("fsdp", "expert")), P(("fsdp", "expert"), None, "tensor")),
         # Experts stay apart over their own axis, and are whole over the others that split the batch.
-        (PLACED.sharding(EXPERTS), P("expert", "fsdp", "tensor")),
-        (PLACED.whole(EXPERTS), P("expert", None, "tensor")),
-        (PLACED.sharding((None, "batch", "sequence")), P(None, ("fsdp", "expert"), None)),
+        ("sharding", (EXPERTS,), P("expert", "fsdp", "tensor")),
+        ("whole", (EXPERTS,), P("expert", None, "tensor")),
+        ("sharding", ((None, "batch", "sequence"),), P(None, ("fsdp", "expert"), None)),
     ],
 )
-def test_specs(found: NamedSharding, spec: P):
-    assert found.spec == spec
+def test_specs(layout: str, given: tuple, spec: P):
+    """At rest (sharding), in use (whole), and of a gradient (home)."""
+    assert getattr(PLACED, layout)(*given).spec == spec
 
 
 def test_axes_of_a_weight():
