@@ -21,7 +21,8 @@ def compile_once(
     def compiled() -> Any:
         return _compile(backend, computation, devices, options, host_callbacks, *more, **named)
 
-    if host_callbacks or not hasattr(backend, "live_executables"):  # bound to this call, or for a machine that is not there
+    # Bound to this call; or for a machine that is not there, whose plan reads what XLA dumps when it compiles.
+    if host_callbacks or "CompileOnly" in type(backend).__name__:
         return compiled()
     key = cache_key.get(computation, devices, options, backend)
     if key not in kept:

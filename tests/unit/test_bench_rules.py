@@ -283,6 +283,7 @@ def test_what_shipped_configs_come_to(verdicts, want, said, tmp_path, monkeypatc
         return ANSWER | {"verdict": next(answers), "why": "so it is"}
 
     monkeypatch.setattr(suite, "apart", apart)
+    monkeypatch.setattr(suite, "time", types.SimpleNamespace(monotonic=lambda: 0.0))
     devices = hardware.Devices("gpu", "NVIDIA H200", 8, 140.0, "described", 90)
     node = suite.Node(devices, False, report.Folder(str(tmp_path / "node"), "", "suite"))
     found = suite.part_configs(node, 100.0)
