@@ -117,3 +117,20 @@ def test_a_loss_is_a_mean_whatever_its_weights_sum_to():
         np.testing.assert_allclose(small, usual, rtol=1e-5, atol=1e-9)
         assert not none.any()
     assert no_loss == 0.0
+
+
+def test_microbatches_weigh_as_many_targets_as_they_have():
+    """The mean is over all targets, and no mean of the microbatches' means."""
+    found = []
+    for accum in (1, 2):
+        run = helpers.tiny({"model.num_layers": 1, "train.grad_accum": accum})
+        program, host = helpers.program(run), dict(helpers.host_batch(run, 0))
+        host["weights"] = host["weights"].copy()
+        host["weights"][:6] = 0  # of the 8 rows of the first microbatch
+        batch = place_batch(host, program.batch, program.context)
+        (loss, _), grads = program.gradients(helpers.fresh_state(run).params, batch)
+        found.append((float(loss), jax.tree.leaves(grads)))
+    (loss, grads), (split_loss, split_grads) = found
+    assert split_loss == pytest.approx(loss, rel=1e-6)
+    for split, whole in zip(split_grads, grads, strict=True):
+        np.testing.assert_allclose(split, whole, rtol=1e-4, atol=1e-6)

