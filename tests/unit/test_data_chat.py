@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import runs
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from token_files import open_batches, write_conversations
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from jaxtrain import config
@@ -183,7 +183,6 @@ EVIL = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=150, deadline=None)
 @given(contents=st.lists(EVIL, min_size=2, max_size=4), name=st.sampled_from(["chatml", "headers", "brackets"]))
 def test_no_text_of_a_message_becomes_a_control_token(folders, contents, name):
     tok, made = load(folders["bytes"], TEMPLATES[name][0])
@@ -195,14 +194,10 @@ def test_no_text_of_a_message_becomes_a_control_token(folders, contents, name):
     assert [p.text for p in parts if p.control >= 0] == want
     # and the text is the one that a plain rendering gives
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
-    assert text == environment.from_string(made_source(name)).render(messages=messages, bos_token="<s>", eos_token="</s>")
+    assert text == environment.from_string(TEMPLATES[name][0]).render(messages=messages, bos_token="<s>", eos_token="</s>")
     literal = [p for p in parts if p.control < 0]
     ids = np.concatenate([*tok.encode_places([p.text for p in literal], [p.place for p in literal]), np.empty(0, int)])
     assert not set(ids.tolist()) & {t.id for t in tok.control_tokens()}
-
-
-def made_source(name: str) -> str:
-    return TEMPLATES[name][0]
 
 
 def test_ordinary_text_is_left_alone_and_only_control_tokens_are_marked(folders):
@@ -439,22 +434,6 @@ def test_damaged_loss_bits_are_found(tmp_path):
 # rows of whole conversations
 
 
-def write_conversations(path, lengths, loss=True, first=0):
-    """Conversations k = 0, 1, ... of `lengths` tokens: all tokens of k are (first + k) % 256, and 256 at its end; they count
-    from the second half on."""
-    with TokenWriter(path, text_tokenizers.info(text_tokenizers.ByteTokenizer()), loss=loss) as writer:
-        for k, n in enumerate(lengths):
-            ids = [(first + k) % 256] * (n - 1)
-            writer.write(ids, n - 1, np.arange(n - 1) >= n // 2 if loss else None, (n - 1 - n // 2) * loss)
-            writer.end_document(loss=loss)
-    return path
-
-
-def open_rows(source, seq_len, global_batch=4, **keys) -> pipeline.Batches:
-    data = config.Data(source=str(source), seq_len=seq_len, **keys)
-    return pipeline.open_source(data, data.source, split="train", global_batch=global_batch, data_dir="")
-
-
 def first_fit(lengths, size, most):
     """The rows of each block, packed in the most direct way."""
     out = []
@@ -486,7 +465,6 @@ def test_packing_is_first_fit_in_each_block(lengths, size, most, block, together
         assert [np.flatnonzero(row == r).tolist() for r in range(row.max() + 1)] == first_fit(lengths, size, most)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(2, 30), min_size=1, max_size=40),
     T=st.integers(1, 40),
@@ -497,7 +475,7 @@ def test_packing_is_first_fit_in_each_block(lengths, size, most, block, together
 def test_every_conversation_is_in_one_row_of_an_epoch_and_whole(tmp_path_factory, lengths, T, seed, max_segments, packing):
     """Token by token: the row's text, the segments and positions of each conversation, its targets that count, the padding."""
     file = TokenFile.open(write_conversations(tmp_path_factory.mktemp("packed") / "a.tok", lengths))
-    batches = open_rows(file.path, T, global_batch=1, seed=seed, max_segments=max_segments, packing=packing)
+    batches = open_batches(file.path, T, global_batch=1, seed=seed, max_segments=max_segments, packing=packing)
     tokens, flags, ends = file.tokens[:], file.loss_flags(0, file.header["tokens"]), file.doc_offsets[:]
     apart, count = packing == "documents", batches.sources[0].windows
     for epoch in range(2):
@@ -537,7 +515,7 @@ def test_no_answer_is_learnt_without_its_prompt(tmp_path, capsys):
                 flags = np.ones(n - 1, bool) if loss else None
                 writer.write([255] + [1] * (n - 2), n - 1, flags, (n - 1) * loss)
                 writer.end_document(loss=loss)
-        batches = open_rows(tmp_path / "a.tok", 2048, global_batch=1)
+        batches = open_batches(tmp_path / "a.tok", 2048, global_batch=1)
         counted = without = padding = 0
         for step in range(batches.sources[0].windows):
             batch = {k: x[0] for k, x in batches.batch(step).items()}
@@ -556,42 +534,22 @@ def test_no_answer_is_learnt_without_its_prompt(tmp_path, capsys):
     assert re.search(r"rows are [89]\d\.\d\d% full", out)
 
 
-def test_a_run_says_how_many_conversations_lose_their_end(tmp_path, capsys):
-    (tmp_path / "small.py").write_text(runs.SMALL)
-    path = write_conversations(tmp_path / "a.tok", [100, 65, 66, 10])
-    short = {"train__steps": 1, "optimizer__warmup_steps": 0, "eval__every_steps": 0}
-    assert runs.train(tmp_path / "small.py", tmp_path / "run", data__source=path, **short) == 0
-    said = capsys.readouterr().out
-    assert "data: 2 conversations of more than data.seq_len=64 + 1 tokens lose their ends, 36 tokens in all" in said
-    assert np.isfinite(runs.losses(tmp_path / "run")[1])
-
-
-def test_a_run_says_that_rows_hold_too_few_conversations_to_be_full(tmp_path, capsys):
-    """40 conversations of 4 tokens would fill a row of 64 by 16, and three are allowed."""
-    (tmp_path / "small.py").write_text(runs.SMALL)
-    path = write_conversations(tmp_path / "a.tok", [4] * 40)
-    short = {"train__steps": 1, "optimizer__warmup_steps": 0, "eval__every_steps": 0}
-    assert runs.train(tmp_path / "small.py", tmp_path / "run", data__source=path, data__max_segments=3, **short) == 0
-    assert "a.tok are 18% full, since each holds at most data.max_segments=3 conversations" in capsys.readouterr().out
-    assert open_rows(path, 64).sparse == {}, "16 fill a row, and 32 are allowed"
-
-
 def test_rows_of_conversations_are_a_function_of_seed_and_step(tmp_path):
     path = write_conversations(tmp_path / "a.tok", np.random.default_rng(1).integers(2, 40, 300).tolist())
-    one, two = open_rows(path, 64, seed=5), open_rows(path, 64, seed=5)
+    one, two = open_batches(path, 64, seed=5), open_batches(path, 64, seed=5)
     wanted = {s: two.batch(s) for s in (90, 3, 41)}
     for step, want in sorted(wanted.items()):
         for part in (slice(None), slice(1, 3), np.asarray([3, 0])):
             got = one.batch(step, part)
             assert all(np.array_equal(got[k], want[k][part]) for k in want)
-    other = open_rows(path, 64, seed=6)
+    other = open_batches(path, 64, seed=6)
     assert not all(np.array_equal(other.batch(s)["tokens"], one.batch(s)["tokens"]) for s in range(4))
 
 
 def test_a_file_with_less_than_a_row_is_padded_and_an_empty_one_refused(tmp_path):
     path = write_conversations(tmp_path / "a.tok", [5, 4])
     assert pipeline.check(config.Data(source=str(path), seq_len=64), 264, False) == []
-    batch = open_rows(path, 64, global_batch=2).batch(0)
+    batch = open_batches(path, 64, global_batch=2).batch(0)
     assert (batch["segments"] > 0).sum(1).tolist() == [9, 9]
     assert batch["weights"].sum(1).tolist() == [5.0, 5.0]
     empty = write_conversations(tmp_path / "none.tok", [])
@@ -603,12 +561,21 @@ def test_a_file_with_less_than_a_row_is_padded_and_an_empty_one_refused(tmp_path
     assert "0 sequences" in problem.rule
 
 
+def test_what_conversations_lose_and_leave_empty_is_counted(tmp_path):
+    path = write_conversations(tmp_path / "a.tok", [100, 65, 66, 10, *[4] * 40])
+    assert open_batches(path, 64, max_segments=3).truncated == (2, 36)
+    (name, filled), *more = open_batches(path, 64, max_segments=3).sparse.items()
+    assert not more and name == str(path) and filled == pytest.approx((3 * 65 + 10 + 160) / (17 * 65))
+    short = write_conversations(tmp_path / "b.tok", [4] * 40)
+    assert open_batches(short, 64).sparse == {}, "16 fill a row, and 32 are allowed"
+
+
 def test_conversations_beside_text(tmp_path):
     """A mixture takes rows of each kind: those that each file gives alone."""
     chat = write_conversations(tmp_path / "chat.tok", np.random.default_rng(2).integers(2, 30, 100).tolist())
     text = write_conversations(tmp_path / "text.tok", [50] * 40, loss=False, first=100)
-    both = open_rows(f"{text}=0.5,{chat}=0.5", 32, global_batch=8)
-    rows_of = {path: open_rows(path, 32, global_batch=4) for path in (text, chat)}
+    both = open_batches(f"{text}=0.5,{chat}=0.5", 32, global_batch=8)
+    rows_of = {path: open_batches(path, 32, global_batch=4) for path in (text, chat)}
     for step in range(30):
         batch = both.batch(step)
         index, _ = windows.interleave(np.arange(step * 8, step * 8 + 8), both.weights)

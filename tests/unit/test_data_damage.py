@@ -12,17 +12,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from token_files import first_steps, open_batches, poke
 
-from jaxtrain import config, train
+from jaxtrain import config
 from jaxtrain.data import checked, mixture, pipeline, prepare, tokenfile
 from jaxtrain.data import tokenizer as text_tokenizers
 from jaxtrain.data.__main__ import main
 from jaxtrain.data.tokenfile import TokenFile, TokenFileError, TokenWriter
 from jaxtrain.data.verify import verify
-from jaxtrain.data.windows import Windows, interleave, open_windows
+from jaxtrain.data.windows import Windows, open_windows
 from jaxtrain.shapes import BATCH_KEYS
 
-T = 16  # tokens in a row
 LONGEST = 40  # tokens in a document: rows of as many lose nothing of a conversation
 HOUR = 3600.0
 
@@ -51,15 +51,6 @@ def rows_of(windows: Windows, index: np.ndarray | None = None) -> list[np.ndarra
 
 def same(got: list[np.ndarray | None], want: list[np.ndarray | None]) -> bool:
     return all(np.array_equal(g, w) for g, w in zip(got, want, strict=True))
-
-
-def poke(path: Path, at: int, byte: int) -> None:
-    """One byte of a file, in place; the time of change stays, so that only a checksum can tell."""
-    was = path.stat()
-    with path.open("r+b") as f:
-        f.seek(at)
-        f.write(bytes([byte]))
-    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
 
 
 def flips(path: Path, seed: int) -> list[tuple[int, int, int]]:
@@ -394,27 +385,6 @@ def test_files_are_closed_with_what_reads_them(tmp_path):
 # through batches, into a run
 
 
-def open_batches(source: Path | str, **keys) -> pipeline.Batches:
-    data = config.Data(**{"source": str(source), "seq_len": T, **keys})
-    return pipeline.open_source(data, data.source, split="train", global_batch=4, data_dir="unused")
-
-
-def first_steps(batches: pipeline.Batches, source: int, steps: int) -> dict[int, int]:
-    """Block of tokens -> the first of the steps that reads it."""
-    found: dict[int, int] = {}
-    file, seq_len = batches.sources[source].file, batches.seq_len
-    size, width = file.blocks.block_bytes, file.tokens.dtype.itemsize
-    for step in range(steps):
-        index = np.arange(step * batches.global_batch, (step + 1) * batches.global_batch)
-        of, within = interleave(index, batches.weights)
-        for window in batches.window_numbers(source, within[of == source]).tolist():
-            first, last = (64 + width * (window * seq_len + n) for n in (0, seq_len))
-            for block in range(first // size, last // size + 1):
-                found.setdefault(block, step)
-    del found[max(found)]  # loss bits or offsets may share the last one
-    return found
-
-
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("files", [1, 2])
 def test_the_error_comes_with_the_batch_it_belongs_to(tmp_path, small_blocks, prefetch, files):
@@ -461,30 +431,6 @@ def test_damaged_offsets_are_a_problem_of_the_config_before_the_run(tmp_path):
         assert (problem.key, problem.value) == ("data.source", str(path))
         assert "offsets of documents" in problem.rule
         assert f"python -m jaxtrain.data verify {path}" in problem.remedy
-
-
-def test_a_run_ends_with_the_error_and_has_trained_on_nothing_damaged(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = write_file(tmp_path / "a.tok", 400_000, loss=False)
-    asked = config.default_config()
-    asked.model.update(num_layers=1, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=264)
-    asked.data.update(source="a.tok", seq_len=64)
-    asked.train.update(steps=60, global_batch=8)
-    asked.optimizer.warmup_steps = 0
-    asked.sample.every_steps = asked.sample.max_tokens = 0
-    asked.eval.every_steps, asked.checkpoint.every_steps, asked.paths.cache, asked.log.every_steps = 0, 0, "", 1
-    data = config.Data(source="a.tok", seq_len=64, seed=asked.data.seed)
-    batches = pipeline.open_source(data, "a.tok", split="train", global_batch=8, data_dir="unused")
-    block, step = max(first_steps(batches, 0, 40).items(), key=lambda found: found[1])
-    assert step > 10
-    poke(path, block * tokenfile.BLOCK + 5000, path.read_bytes()[block * tokenfile.BLOCK + 5000] ^ 64)
-    with pytest.raises(TokenFileError, match=rf"a.tok: block {block} "):
-        result = train.run(asked, "run")
-        raise result.error or AssertionError("it was not seen")
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    done = max((line["step"] for line in lines if line["kind"] == "train"), default=0)
-    assert step - 1 <= done <= step  # steps are counted from 1 once they are done; the last one's metrics may come late
-    assert f"a.tok: block {block} " in (tmp_path / "run" / "receipt.json").read_text()
 
 
 # verify, mixtures, and the joining of parts
@@ -582,6 +528,16 @@ def test_a_damaged_part_is_not_joined_into_the_output_with_new_checksums(tmp_pat
     assert text == "".join(f"line {i} " * 20 for i in range(200))
 
 
+def test_what_is_no_whole_token_file_is_refused(tmp_path):
+    path = write_file(tmp_path / "a.tok")
+    good = path.read_bytes()
+    for damaged in (good[:-1], good[: len(good) // 2], good + b"x", b"", b"jaxtrtok", bytes(64) + good[64:], b"text " * 100):
+        path.write_bytes(damaged)
+        assert verify(path)
+        with pytest.raises(TokenFileError, match="a.tok"):
+            TokenFile.open(path)
+
+
 def test_files_of_older_formats_say_how_they_are_made_again(tmp_path):
     path = write_file(tmp_path / "a.tok")
     for version in (1, 4, 6):
@@ -591,10 +547,3 @@ def test_files_of_older_formats_say_how_they_are_made_again(tmp_path):
     path.rename(tmp_path / "stdlib-0123456789ab.train.tok")
     with pytest.raises(TokenFileError, match="Delete it: the next run with data.source=stdlib makes it again"):
         TokenFile.open(tmp_path / "stdlib-0123456789ab.train.tok")
-
-
-def test_checksums_are_a_fiftieth_of_a_percent_of_the_file(tmp_path):
-    path = write_file(tmp_path / "a.tok", 200_000, loss=False)
-    header, end = tokenfile.read_header(path)
-    assert (header["block_bytes"], header["table_crc32"]) == (16_384, header["table_crc32"][:1])
-    assert len(tokenfile.layout(header)["checksums"]) == 4 * -(-end // 16_384)

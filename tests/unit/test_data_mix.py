@@ -269,6 +269,33 @@ def test_sources_that_leave_a_mixture_come_back_and_join_it(tmp_path):
     assert reordered.windows(100) == batches.windows(100)
 
 
+def test_a_source_that_was_renamed_goes_on_where_it_stopped(tmp_path):
+    """It is known by what it holds, and another file of the same name begins anew."""
+    for name in "ab":
+        write_file(tmp_path / f"{name}.tok", [[ord(name)] * 99] * 200)
+    before = mixed(f"{tmp_path}/a.tok=0.5,{tmp_path}/b.tok=0.5")
+    kept = saved(before, 20)
+    (tmp_path / "a.tok").rename(tmp_path / "c.tok")
+    renamed = mixed(f"{tmp_path}/c.tok=0.5,{tmp_path}/b.tok=0.5")
+    assert not renamed.go_on(kept, 20, 160)
+    assert places(renamed, 20) == [("c.tok" if name == "a.tok" else name, i) for name, i in places(before, 20)]
+    write_file(tmp_path / "a.tok", [[3] * 99] * 200)
+    other = mixed(f"{tmp_path}/a.tok=0.5,{tmp_path}/b.tok=0.5")
+    assert other.go_on(kept, 20, 160)
+    assert dict(reversed(places(other, 20))) == {"a.tok": 0, "b.tok": 80}
+
+
+def test_segments_and_masked_tokens_of_a_mixture(tmp_path):
+    """The number of segments is the largest of all files, and the masked part counts by weights."""
+    for name, length in (("a", 3), ("b", 15)):
+        write_file(tmp_path / f"{name}.tok", [[1] * length] * 100)
+    source = f"{tmp_path}/a.tok=0.75,{tmp_path}/b.tok=0.25"
+    a, b = (mixed(f"{tmp_path}/{name}.tok") for name in "ab")
+    assert (a.max_segments, b.max_segments, mixed(source).max_segments) == (4, 1, 4)
+    one, both = mixed(f"{tmp_path}/a.tok", max_segments=1), mixed(source, max_segments=1)
+    assert one.masked_fraction == pytest.approx(0.75) and both.masked_fraction == pytest.approx(0.75 * 0.75)
+
+
 WEIGHTS = st.lists(st.sampled_from([0, 0, 1, 2, 3, 7, 50]), min_size=4, max_size=4).filter(any)
 
 

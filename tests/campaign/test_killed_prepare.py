@@ -1,0 +1,124 @@
+"""`prepare` killed, interrupted and out of space; processes that make the same files; and imports without JAX."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from token_files import finished, write_lines
+
+from jaxtrain.data import prepare
+from jaxtrain.data.__main__ import main
+from jaxtrain.data.tokenfile import TokenFile
+from jaxtrain.data.verify import verify
+
+
+def start(folder: Path, *args: str, program: str = "") -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", program] if program else [sys.executable, "-m", "jaxtrain.data"]
+    return subprocess.Popen([*command, "prepare", *args], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(condition, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, "ended before it could be stopped: " + process.communicate()[1]
+        time.sleep(0.002)
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started and that read shards."""
+    found = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [p for p in found if "spawn_main" in Path(f"/proc/{p}/cmdline").read_text()]
+
+
+def test_killed_and_started_again_gives_the_same_file(tmp_path):
+    write_lines(tmp_path / "a.jsonl", 20_000, 80)
+    args = ("--input=a.jsonl", "--output=a.tok", "--validation=0.1", "--processes=2", "--shard-mb=0.4")
+    process = start(tmp_path, *args)
+    wait_for(lambda: len(finished(tmp_path)) >= 3, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stderr.close()
+    assert not list(tmp_path.glob("*.tok"))
+    done = {p: p.stat().st_mtime_ns for p in finished(tmp_path)}
+    assert done
+    again = start(tmp_path, *args)
+    error = again.communicate(timeout=300)[1]
+    assert again.returncode == 0, error
+    assert "parts are finished; going on" in error
+    assert int(error.split("partial: ")[1].split(" of")[0]) >= len(done)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "a.tok", "a.val.tok"]
+    prepare.prepare([f"{tmp_path}/a.jsonl"], tmp_path / "b.tok", validation=0.1)
+    for one, other in (("a.tok", "b.tok"), ("a.val.tok", "b.val.tok")):
+        files = [TokenFile.open(tmp_path / name) for name in (one, other)]
+        assert files[0].header["content_sha256"] == files[1].header["content_sha256"]
+        assert verify(tmp_path / one) == []
+
+
+def test_a_process_that_dies_is_an_error_and_the_rest_is_kept(tmp_path):
+    write_lines(tmp_path / "a.jsonl", 20_000, 80)
+    args = ("--input=a.jsonl", "--output=a.tok", "--processes=2", "--shard-mb=0.4")
+    process = start(tmp_path, *args)
+    wait_for(lambda: len(finished(tmp_path)) >= 2, process)
+    os.kill(children(process.pid)[0], signal.SIGKILL)
+    error = process.communicate(timeout=300)[1]
+    assert process.returncode == 1, error
+    assert "was ended by signal 9 (SIGKILL) while it read a.jsonl" in error
+    assert "fewer --processes" in error
+    assert "finished and kept in a.tok.partial" in error
+    assert not list(tmp_path.glob("*.tok"))
+    assert finished(tmp_path)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ctrl_c_keeps_finished_parts_and_no_file(tmp_path, processes):
+    write_lines(tmp_path / "a.jsonl", 20_000, 80)
+    process = start(tmp_path, "--input=a.jsonl", "--output=a.tok", f"--processes={processes}", "--shard-mb=0.4")
+    wait_for(lambda: len(finished(tmp_path)) >= 2, process)
+    workers = children(process.pid)
+    process.send_signal(signal.SIGINT)
+    error = process.communicate(timeout=300)[1]
+    assert process.returncode == 130, error
+    assert "interrupted; no token file was written" in error
+    assert "the same command goes on from there" in error
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "a.tok.partial"]
+    assert not [p for p in workers if Path(f"/proc/{p}").exists()]
+
+
+def test_a_full_disk_is_an_error_that_leaves_no_file(tmp_path):
+    write_lines(tmp_path / "a.jsonl", 20_000, 100)
+    # a limit on the size of files stands for the full disk
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 21, 1 << 21)); "
+    program = f"{limit}import sys; from jaxtrain.data.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    for shard_mb, left in ((64, ["a.jsonl"]), (1, ["a.jsonl", "a.tok.partial"])):  # in a part, or when parts are merged
+        process = start(
+            tmp_path, "--input=a.jsonl", "--output=a.tok", f"--shard-mb={shard_mb}", "--processes=1", program=program
+        )
+        error = process.communicate(timeout=300)[1]
+        assert process.returncode == 1, error
+        assert "File too large" in error
+        assert sorted(p.name for p in tmp_path.iterdir()) == left
+    assert main(["prepare", f"--input={tmp_path}/a.jsonl", f"--output={tmp_path}/a.tok", "--shard-mb=1", "--processes=1"]) == 0
+
+
+def test_two_processes_may_make_the_stdlib_files_at_once(tmp_path):
+    code = f"from jaxtrain.data.stdlib import stdlib_files; print(*stdlib_files({str(tmp_path)!r}))"
+    both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = [p.communicate(timeout=300)[0].split() for p in both]
+    assert [p.returncode for p in both] == [0, 0]
+    assert outputs[0] == outputs[1]
+    assert sorted(str(p) for p in tmp_path.iterdir()) == sorted(outputs[0])
+    assert verify(outputs[0][0]) == []
+
+
+def test_check_and_the_command_line_import_no_jax():
+    code = (
+        "import sys; from jaxtrain import config; from jaxtrain.data import pipeline, __main__;"
+        "pipeline.check(config.Data(), 264, True); sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0

@@ -1,0 +1,103 @@
+"""Token files for tests: written from lists of ids, read back as texts, and the data command in this process."""
+
+import contextlib
+import io
+import itertools
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain import config
+from jaxtrain.data import pipeline
+from jaxtrain.data import tokenizer as tokenizers
+from jaxtrain.data.__main__ import main
+from jaxtrain.data.tokenfile import TokenFile, TokenWriter
+from jaxtrain.data.windows import interleave
+
+BYTE = tokenizers.ByteTokenizer()
+
+
+def write_file(path: Path, documents: Sequence[Sequence[int]], **info: object) -> Path:
+    """Documents of ids, each of which stands for a byte of text."""
+    with TokenWriter(path, {**tokenizers.info(BYTE), **info}) as writer:
+        for ids in documents:
+            writer.write(list(ids), len(ids))
+            writer.end_document()
+    return path
+
+
+def write_conversations(path: Path, lengths: Sequence[int], loss: bool = True, first: int = 0) -> Path:
+    """Conversations k = 0, 1, ... of `lengths` tokens: all tokens of k are (first + k) % 256, and 256 at its end; they count
+    from the second half on."""
+    with TokenWriter(path, tokenizers.info(BYTE), loss=loss) as writer:
+        for k, n in enumerate(lengths):
+            ids = [(first + k) % 256] * (n - 1)
+            writer.write(ids, n - 1, np.arange(n - 1) >= n // 2 if loss else None, (n - 1 - n // 2) * loss)
+            writer.end_document(loss=loss)
+    return path
+
+
+def random_documents(seed: int, count: int, mean: int) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 256, max(0, int(n))).tolist() for n in rng.exponential(mean, count)]
+
+
+def open_batches(source: Path | str, seq_len: int = 16, global_batch: int = 4, **keys: object) -> pipeline.Batches:
+    data = config.Data(source=str(source), seq_len=seq_len, **keys)  # pyright: ignore[reportArgumentType]
+    return pipeline.open_source(data, data.source, split="train", global_batch=global_batch, data_dir="unused")
+
+
+def texts(path: Path) -> list[str]:
+    """The documents of a file of bytes."""
+    file = TokenFile.open(path)
+    return [BYTE.decode(file.tokens[a:b]) for a, b in itertools.pairwise(file.doc_offsets[:].tolist())]
+
+
+def write_lines(path: Path, count: int, words: int = 40) -> Path:
+    """JSON lines, a document each."""
+    path.write_text("".join(json.dumps({"text": f"line {i}: " + "some words " * (i % words)}) + "\n" for i in range(count)))
+    return path
+
+
+def finished(folder: Path) -> list[Path]:
+    """What says that a part of a.tok is finished."""
+    return sorted((folder / "a.tok.partial").glob("*/*.json"))
+
+
+def command(folder: Path, *arguments: str) -> tuple[int, str]:
+    """(exit code, output) of `python -m jaxtrain.data` in this process, started in a folder."""
+    out = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            code = main(list(arguments))
+        except SystemExit as e:
+            code = e.code
+    return code if isinstance(code, int) else 1, out.getvalue()
+
+
+def first_steps(batches: pipeline.Batches, source: int, steps: int) -> dict[int, int]:
+    """Block of tokens -> the first of the steps that reads it."""
+    found: dict[int, int] = {}
+    file, seq_len = batches.sources[source].file, batches.seq_len
+    size, width = file.blocks.block_bytes, file.tokens.dtype.itemsize
+    for step in range(steps):
+        index = np.arange(step * batches.global_batch, (step + 1) * batches.global_batch)
+        of, within = interleave(index, batches.weights)
+        for window in batches.window_numbers(source, within[of == source]).tolist():
+            first, last = (64 + width * (window * seq_len + n) for n in (0, seq_len))
+            for block in range(first // size, last // size + 1):
+                found.setdefault(block, step)
+    del found[max(found)]  # loss bits or offsets may share the last one
+    return found
+
+
+def poke(path: Path, at: int, byte: int) -> None:
+    """One byte of a file, in place; the time of change stays, so that only a checksum can tell."""
+    was = path.stat()
+    with path.open("r+b") as f:
+        f.seek(at)
+        f.write(bytes([byte]))
+    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
