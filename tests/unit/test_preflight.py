@@ -187,6 +187,7 @@ def test_two_faults_are_two(tmp_path, capsys):
             NOTE,
             "older: 79",
         ),
+        (answer("dmesg", "[294622.0] NVRM: Xid (PCI:0000:9a:00): 79, gone\n"), "Xid", NOTE, "before a reset: 79"),  # 2 hours
         (answer("dmesg", "[301000.0] NVRM: Xid (PCI:0000:9a:00): 31, pid=1, name=python, MMU Fault\n"), "Xid", OK, "none"),
         (answer(smi.THROTTLE, "index, x\n0, 0x0000000000000004\n"), "throttling", NOTE, "GPU0"),
         (answer(smi.REMAPPED, "h\nGPU-1, 0, 1, 0, 0\n"), "row remap", OK, "done after an uncorrected error on GPU-1"),
