@@ -42,6 +42,10 @@ def test_each_signal_takes_a_trace_and_changes_nothing_else(tmp_path: Path):
         assert [rates[step] for step in range(first + 1, last + 3)] == [None, None, None]
     found = load.profile(load.traces(workdir)[0], load.run_around(workdir))
     assert found.steps == (3, 4) and len(found.devices) == 1 and found.named >= 0.95
+    assert found.program is not None and found.program.held is not None
+    memory = receipt.load(workdir / "receipt.json")["memory_gib"]
+    arguments = memory["parameters"] + memory["optimizer state"] + memory["batch"]
+    assert abs(found.program.held.arguments_gib / arguments - 1) < 1e-3
     (op,) = [op for op in found.ops if op.label == "forward mlp/BTF,DF->BTD"]
     assert op.count == 4 and abs(op.gflop / (2 * 16 * 128 * 384 * 128 * 4 / 1e9) - 1) < 1e-6
 

@@ -77,10 +77,10 @@ def test_work_is_that_of_the_program(split: Profile):
     assert split.program is not None and split.program.unread == ()
     seen = math.fsum(op.gflop or 0 for op in split.ops)
     compiled = math.fsum(cell[1] for cells in split.program.by_part.values() for cell in cells.values())
-    assert seen == pytest.approx(compiled * len(split.devices))
+    assert seen == pytest.approx(compiled)
     (op,) = [op for op in split.ops if op.label == "forward mlp/BTF,DF->BTD"]
-    assert op.gflop == pytest.approx(2 * 8 * 64 * 64 * 32 / 1e9), "8 sequences of 64 tokens"
-    assert op.count == 8 and op.source.startswith("jaxtrain/models/layers.py:") and op.kind == "GEMM"
+    assert op.gflop == pytest.approx(2 * 64 * 64 * 32 / 1e9), "a layer, and a sequence of 64 tokens on each device"
+    assert op.count == 1 and op.source.startswith("jaxtrain/models/layers.py:") and op.kind == "GEMM"
 
 
 def test_memory_at_the_peak_is_the_compilers(split: Profile, traced: Path):
@@ -88,7 +88,9 @@ def test_memory_at_the_peak_is_the_compilers(split: Profile, traced: Path):
     held = split.program.held
     memory = receipt.load(traced / "receipt.json")["memory_gib"]
     assert sum(held.by_part.values()) == pytest.approx(held.peak_gib)
-    assert held.arguments_gib == pytest.approx(memory["parameters"] + memory["optimizer state"] + memory["batch"], rel=1e-2)
+    assert held.arguments_gib == pytest.approx(
+        memory["parameters"] + memory["optimizer state"] + memory["batch"], rel=0.05
+    )  # of 40 KiB
     assert held.arguments_gib < held.peak_gib <= sum(memory.values()) * 1.001
     assert held.largest[0][0] >= held.largest[-1][0] > 0
 

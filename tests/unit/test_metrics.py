@@ -305,6 +305,18 @@ def test_plain_lines_and_log(tmp_path):
     assert [progress.duration(s) for s in (0.4, 59.6, 3600, 200000)] == ["0s", "1m00s", "1h00m", "2d07h"]
 
 
+def test_the_time_left_goes_by_all_lines_so_far(tmp_path, monkeypatch):
+    """Evaluations and saves to come take time like those that were."""
+    now, out = [1000.0], io.StringIO()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.Console(tmp_path, 0, 100, stream=out) as console:
+        for step, at in ((20, 1000.0), (30, 1050.0), (60, 1120.0)):
+            now[0] = at
+            console.step(train_line(step, step_time_s=2.0))
+    left = [re.findall(r"left (\S+)", text)[0] for text in out.getvalue().splitlines()]
+    assert left == ["2m40s", "5m50s", "2m00s"]  # 80 x 2 s, then 70 of 50 s / 10, then 40 of 120 s / 40
+
+
 def test_other_processes_log_apart_and_warn_aloud(tmp_path):
     out = io.StringIO()
     with progress.Console(tmp_path, 3, 100, stream=out) as console:

@@ -206,6 +206,8 @@ def test_the_state_of_a_run_is_of_those_attempts_that_saved_what_was_read() -> N
     first, second = attempt(1, loaded=None), attempt(2, loaded=read_from(1))  # the second saved nothing
     third = attempt(3, loaded=read_from(1, 20))
     assert lineage.lineage([first, second, third]) == ([first, third], None)
+    fourth = attempt(4, loaded=read_from(3, 30))
+    assert lineage.lineage([first, second, third, fourth]) == ([first, third, fourth], None)
     assert lineage.lineage([first, attempt(2, loaded=None)])[0][0]["attempt"] == 2  # began anew
     foreign = read_from(9)
     assert lineage.lineage([attempt(1, loaded=foreign), second]) == ([attempt(1, loaded=foreign), second], foreign)
