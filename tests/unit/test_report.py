@@ -275,7 +275,8 @@ def test_how_a_run_ended(tmp_path: Path, code: int, kind: str, words: str):
 
 def test_alive_or_killed_is_told_by_the_last_sign_of_life(tmp_path: Path):
     folder = fake(tmp_path, [line(1), line(2)], receipt__json=ended(None), config__json='{"train": {"steps": 9}}')
-    assert verdict(read(folder)) == ("", "running: step 2 of 9, last sign of life 0s ago")
+    kind, words = verdict(read(folder))
+    assert kind == "" and words.startswith("running: step 2 of 9, last sign of life ")
     silence(folder, 7200)
     kind, words = verdict(read(folder))
     assert kind == "no" and words == "died at step 2 of 9: no end was written, and nothing since 2h00m. Killed, or it hangs"
