@@ -99,8 +99,12 @@ def gradients(q, k, v, do, segments, spec):
     return [*jax.vjp(whole, q, k, v)[1](do), *block(True), *block(False)]
 
 
-@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.more)], ids=["packed", "one document"])
-def test_parts_of_a_backward_pass_are_the_whole(packed, monkeypatch):
+PARTS = ((3, 4), (1, 8), (3, 2), (1, 1))  # rows, query heads
+MORE = [pytest.param(packed, PARTS, marks=pytest.mark.more) for packed in (True, False)]
+
+
+@pytest.mark.parametrize(("packed", "parts"), [(True, (PARTS[0], PARTS[3])), *MORE])
+def test_parts_of_a_backward_pass_are_the_whole(packed, parts, monkeypatch):
     """By groups of heads, by rows with other numbers of documents, by the queries of one group, and by all three."""
     monkeypatch.setattr(cudnn, "fused", cudnn_emulator.MODULE)
     segments = jnp.asarray(documents([[5, 7], [12], [1, 3, 2]], [0, 0, 6]))
@@ -118,7 +122,7 @@ def test_parts_of_a_backward_pass_are_the_whole(packed, monkeypatch):
 
     monkeypatch.setattr(cudnn, "fused", SimpleNamespace(**vars(cudnn_emulator.MODULE)))
     monkeypatch.setattr(cudnn.fused, "_dot_product_attention_bwd_p_wrapper", SimpleNamespace(bind=bind))
-    for rows, heads in ((3, 4), (1, 8), (3, 2), (1, 1)):
+    for rows, heads in parts:
         taken.clear()
         monkeypatch.setattr(cudnn, "part_of", lambda *shape, size=(rows, heads), **how: size)
         got = gradients(q, k, v, do, segments, spec)
