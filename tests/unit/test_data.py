@@ -13,7 +13,7 @@ from token_files import BYTE, open_batches, random_documents, write_file
 
 from jaxtrain import config
 from jaxtrain.data import pipeline, stdlib, tokenfile, windows
-from jaxtrain.data.tokenfile import TokenFile
+from jaxtrain.data.tokenfile import TokenFile, TokenWriter
 from jaxtrain.data.verify import verify
 from jaxtrain.shapes import BATCH_KEYS
 
@@ -269,6 +269,19 @@ def test_token_file_round_trip_uint16_and_uint32(tmp_path):
     with pytest.raises(tokenfile.TokenFileError, match="outside the vocabulary"):
         write_file(tmp_path / "bad.tok", [[1, 257]])
     assert not list(tmp_path.glob("bad*"))
+
+
+def test_files_that_are_joined_keep_their_documents_and_the_largest_id(tmp_path):
+    parts = [write_file(tmp_path / f"{k}.tok", ids, vocab_size=70_000) for k, ids in enumerate(([[1, 2], [69_999]], [[3]]))]
+    files = [TokenFile.open(part) for part in parts]
+    with TokenWriter(tmp_path / "all.tok", files[0].header["tokenizer"]) as writer:
+        for file in files:
+            writer.append(file)
+    file = TokenFile.open(tmp_path / "all.tok")
+    assert file.tokens[:].tolist() == [1, 2, 256, 69_999, 256, 3, 256]
+    assert file.doc_offsets[:].tolist() == [0, 3, 5, 7]
+    assert (file.header["largest_id"], file.header["source_bytes"]) == (69_999, 4)
+    assert verify(file.path) == []
 
 
 # checks before a run
