@@ -4,12 +4,13 @@ import json
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 from bench_helpers import ANSWER, SMALL, at_home  # noqa: F401
 
 from jaxtrain import hardware, launch
 from jaxtrain.bench import __main__ as command
-from jaxtrain.bench import case, check, experts, kernels, measure, peer, report, suite, sweep
+from jaxtrain.bench import bounds, case, check, experts, kernels, measure, peer, report, suite, sweep
 from jaxtrain.bench.measure import DATA
 from jaxtrain.kernels import attention
 from jaxtrain.plan import rates
@@ -174,6 +175,16 @@ def test_a_kernel_that_fails_is_a_row(capsys, monkeypatch, tmp_path):
     assert command.main(["--kernels=norm", f"--out={out}"]) == 1
     assert json.loads((out / "receipt.json").read_text())["reason"] == "a kernel failed"
     assert "no such luck" in capsys.readouterr().out
+
+
+def test_bounds_of_attention_by_hand():
+    """With one visible key the output is its value: two roundings. Its gradient is that of the output: three."""
+    q, do = np.random.default_rng(0).normal(size=(2, 4, 1, 8))
+    k, v = np.random.default_rng(1).normal(size=(2, 64, 8))
+    exact, bound = bounds.attention(q, k, v, do, np.eye(4, 64, dtype=bool), dtype="bf16", xp=np, einsum=np.einsum)
+    np.testing.assert_allclose(exact[0][:, 0], v[:4])
+    np.testing.assert_allclose(bound[0][:, 0], 2 * 2**-8 * abs(v[:4]), rtol=0.01)
+    np.testing.assert_allclose(bound[3][:4], 3 * 2**-8 * abs(do[:, 0]), rtol=0.01)
 
 
 def test_loads_of_experts():

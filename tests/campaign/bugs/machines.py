@@ -155,7 +155,7 @@ BUGS = (
         "jaxtrain/bench/bounds.py",
         "(u + again + S * e) * Pv + Fv + u * abs(o),",
         "(u + again + S * u) * Pv + Fv + u * abs(o),",
-        "proofs/test_bench.py -k wrong_mask",
+        "unit/test_bench_rules.py -k by_hand",
     ),
     Bug(
         "bench: experts' products are summed from the first row",
