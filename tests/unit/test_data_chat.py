@@ -465,6 +465,14 @@ def test_packing_is_first_fit_in_each_block(lengths, size, most, block, together
         assert [np.flatnonzero(row == r).tolist() for r in range(row.max() + 1)] == first_fit(lengths, size, most)
 
 
+@pytest.mark.parametrize("together", [1, 2, 256])
+def test_rows_of_a_block_follow_those_of_the_blocks_before(monkeypatch, together):
+    """Blocks of two conversations that need one row, two, two and one."""
+    monkeypatch.setattr(windows, "CONVERSATIONS", 2)
+    monkeypatch.setattr(windows, "TOGETHER", together)
+    assert windows.pack(np.asarray([5, 5, 10, 9, 10, 3, 4]), 10, None).tolist() == [0, 0, 1, 2, 3, 4, 5]
+
+
 @given(
     lengths=st.lists(st.integers(2, 30), min_size=1, max_size=40),
     T=st.integers(1, 40),

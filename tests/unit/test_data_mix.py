@@ -34,7 +34,7 @@ def files(tmp_path) -> Path:
     return tmp_path
 
 
-def rows_of(source: str, steps: int = 20) -> list[int]:
+def rows_of(source: str, steps: int = 10) -> list[int]:
     batches = pipeline.open_source(
         config.Data(source=source, seq_len=16), source, split="train", global_batch=8, data_dir="unused"
     )

@@ -57,7 +57,7 @@ BUGS = (
         "jaxtrain/data/windows.py",
         "(rows + np.cumsum(used_B) - used_B)[:, None]",
         "(rows + np.cumsum(used_B) - used_B[0])[:, None]",
-        "unit/test_data_chat.py -k packing_is",
+        "unit/test_data_chat.py -k rows_of_a_block",
     ),
     Bug(
         "data: the third source of a mixture skips rows",
