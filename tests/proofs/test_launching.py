@@ -214,7 +214,7 @@ def test_a_signal_to_the_launcher_ends_it_with_the_run(launcher: Launcher, name:
     launcher.await_attempts(1)
     (os.killpg if to == "group" else os.kill)(process.pid, signal.Signals[name])
     code, stderr = ended(process)
-    assert code == ASKED[name] and len(launcher.attempts()) == 1
+    assert code == ASKED[name] and len(launcher.attempts()) == 1, stderr
     # To the group: its own and the one passed on, which fall together, come as two, or come when it has ended.
     assert launcher.signals() in ([[name]] if to == "run.sh" else [[name], [name, name]])
     assert (f"because run.sh was sent {name[3:]}" in stderr) == (ASKED[name] == 75)
@@ -251,8 +251,8 @@ def test_a_run_does_not_outlive_the_launcher(launcher: Launcher):
 def test_a_signal_between_two_attempts_ends_at_once(launcher: Launcher, name: str, code: int):
     """In a pause of eleven days. A request for a trace leaves the pause as it is."""
     if name == "SIGTERM":
-        process = launcher.begin("exit 124", "exit 0")
         script(launcher.bin / "sleep", '#!/bin/bash\ntouch "$HOME/naps"\nuntil [[ -e $HOME/wake ]]; do /bin/sleep 0.01; done\n')
+        process = launcher.begin("exit 124", "exit 0")
         wait_for((launcher.cwd / "naps").exists)
         process.send_signal(signal.SIGUSR2)
         (launcher.cwd / "wake").touch()
