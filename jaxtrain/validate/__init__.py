@@ -192,7 +192,7 @@ def _second_moment(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
 
     A step multiplies it by beta2 where gradients have become small. bfloat16 has 8 bits and rounds to nearest, so that it loses
     falls of less than 2**-9 to 2**-8 of the value. Updates are off by 0.2% (root mean square over parameters) at 0.98, by 1.4%
-    at 0.99, by 14% at 0.995, and by half and more from 0.998 on, where the moment never falls (tests/proofs/test_optimizer.py).
+    at 0.99, by 14% at 0.995, and by half and more from 0.998 on, where the moment never falls (test_optimizer_steps.py).
     """
     o = run.optimizer
     if run.dtypes.v == "bf16" and o.name in groups.METHODS and o.beta2 > SLOWEST and not bad & {"dtypes.v", "optimizer.beta2"}:

@@ -46,7 +46,7 @@ def plant(bug: Bug, root: Path) -> str:
 def is_noticed(bug: Bug, root: Path) -> bool:
     """Return whether the tests of a bug fail while it is planted in the copy `root`.
 
-    Raises RuntimeError where no test was run.
+    Raises RuntimeError where no test was run, or where they do not end.
     """
     before = plant(bug, root)
     try:
@@ -55,7 +55,7 @@ def is_noticed(bug: Bug, root: Path) -> bool:
         environ = os.environ | {"PYTHONPATH": str(root), "JAXTRAIN_TEST_LEDGER": str(root / "ledger")}
         done = subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        return True
+        raise RuntimeError(f"{bug.name}: its tests did not end in {LIMIT_S} s") from None
     finally:
         (root / bug.file).write_text(before)
     if done.returncode not in (0, 1):

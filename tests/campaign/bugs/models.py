@@ -78,14 +78,14 @@ BUGS = (
         "jaxtrain/update.py",
         "layer_of(params), scale, lr",
         "layer_of(params), None, lr",
-        "proofs/test_optimizer.py -k streamed",
+        "proofs/test_optimizer_steps.py -k streamed",
     ),
     Bug(
         "rounding: every layer of a stream gets the bits of the first",
         "jaxtrain/update.py",
         "taken, step, i)",
         "taken, step, 0 * i)",
-        "proofs/test_optimizer.py -k streamed",
+        "proofs/test_optimizer_steps.py -k streamed",
     ),
     Bug(
         "step: a skipped step does not count",
@@ -127,14 +127,14 @@ BUGS = (
         "jaxtrain/models/attention.py",
         "math.sqrt(m.head_dim / m.query_scale)",
         "math.sqrt(m.query_scale / m.head_dim)",
-        "proofs/test_hf.py -k 'logits_are_those_of_transformers and gemma2'",
+        "proofs/test_hf_models.py -k 'logits_are_those_of_transformers and gemma2'",
     ),
     Bug(
         "attention: local and global layers swap their rotary bases",
         "jaxtrain/models/attention.py",
         "local if kind == windows.LOCAL else scaled",
         "scaled if kind == windows.LOCAL else local",
-        "proofs/test_hf.py -k 'logits_are_those_of_transformers and gemma3'",
+        "proofs/test_hf_models.py -k 'logits_are_those_of_transformers and gemma3'",
     ),
     Bug(
         "decoding: positions begin anew with each token",
@@ -218,7 +218,7 @@ BUGS = (
         "jaxtrain/models/hugging_face.py",
         "{SLIDING: windows.LOCAL, FULL: windows.GLOBAL}",
         "{SLIDING: windows.GLOBAL, FULL: windows.LOCAL}",
-        "proofs/test_hf.py -k 'logits_are_those_of_transformers and gemma3'",
+        "proofs/test_hf_models.py -k 'logits_are_those_of_transformers and gemma3'",
     ),
     Bug(
         "Hugging Face: experts in one tensor take the wrong half",
