@@ -456,6 +456,7 @@ whole() { # whole NAME DEFAULT: prints what the variable NAME holds, a whole num
 quiet='' # whether another machine's run.sh says what is to be said
 scratch='' # a folder of this run.sh's
 child='' # the running process
+nap='' # the running sleep between two attempts
 asked='' # the last signal that asked this script to end
 heard=no # whether a signal ended the last `wait`
 
@@ -464,7 +465,10 @@ heard=no # whether a signal ended the last `wait`
 # trainer takes two within 0.2 s for one request.
 hear() {
   heard=yes
-  if [[ $1 != USR2 ]]; then asked=$1; fi # USR2 asks for a trace
+  if [[ $1 != USR2 ]]; then # which asks for a trace
+    asked=$1
+    if [[ -n $nap ]]; then kill "$nap" 2>/dev/null || true; fi # `rest` may be about to wait for it
+  fi
   if [[ -n $child ]]; then kill -s "$1" "$child" 2>/dev/null || true; fi
 }
 
@@ -507,7 +511,6 @@ explain() { # what `code` means; sets `why`, and `code` to one of ours where a s
 }
 
 rest() { # rest SECONDS, before an attempt; a signal ends it and this script
-  local nap
   sleep "$1" &
   nap=$!
   while [[ -z $asked ]]; do
@@ -516,9 +519,10 @@ rest() { # rest SECONDS, before an attempt; a signal ends it and this script
     [[ $heard == yes ]] || break
   done
   if [[ -n $asked ]]; then
-    kill "$nap" 2>/dev/null || true
+    kill "$nap" 2>/dev/null || true # the signal came before `nap` was set
     gone
   fi
+  nap=''
 }
 
 gone() { # ends the script between two processes, as the last signal asks

@@ -73,6 +73,28 @@ def nothing_is_kept_on_disk() -> Iterator[None]:
     assert jax.config.jax_compilation_cache_dir is None, "a test has left JAX's compile cache switched on"  # pyright: ignore
 
 
+STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")
+started: list[str] = []
+
+
+def note_process(event: str, arguments: tuple[Any, ...]) -> None:
+    """Keep the start of any process but git, which receipts ask for the commit."""
+    if event in STARTS and arguments[:1] != ("git",):
+        started.append(f"{event} {arguments[:2]}")
+
+
+sys.addaudithook(note_process)
+
+
+@pytest.fixture(autouse=True)
+def no_process_in_unit_tests(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Unit tests start no process."""
+    started.clear()
+    yield
+    if request.path.is_relative_to(HERE / "unit"):
+        assert not started, f"a unit test started {started}. Fix: move it to tests/proofs or tests/campaign."
+
+
 @pytest.fixture(scope="session")
 def figures(request: pytest.FixtureRequest) -> Any:
     """What the fault tests measure; a campaign keeps it beside the ledger."""
@@ -147,29 +169,32 @@ def own_key(text: str) -> tuple[str, Any]:
 
 # Parametrized tests whose cases share nothing: workers take them one by one. Of any other file one worker takes all tests.
 SPREAD = ("test_matrix[",)
-# Files that are one long wait. Each stays with one of the two workers: taken last, one would keep the other idle.
+# Files that take long, whose tests one worker takes: begun last, one would keep the other worker idle.
 LONG = (
     "test_tiny",
     "test_doc_commands",
     "test_notebooks",
-    "test_resume",
     "test_killed",
     "test_golden",
-    "test_zero",
-    "test_parity",
-    "test_plan_layouts",
     "test_plan_memory",
-    "test_golden_compare",
+    "test_every_key",
+    "test_plan_layouts",
+    "test_resume",
+    "test_divergence",
+    "test_moments",
+    "test_lora_training",
+    "test_watching",
+    "test_optimizer_steps",
     "test_plan",
-    "test_mistakes",
-    "test_model",
+    "test_moe",
+    "test_plan_programs",
     "test_fp8",
-    "test_search",
     "test_train",
-    "test_lora",
-    "test_hf",
-    "test_freeze",
     "test_contract",
+    "test_context",
+    "test_offload",
+    "test_stage_states",
+    "test_model",
     "test_muon",
 )
 DEADLINE, COMMIT = pytest.StashKey[float](), pytest.StashKey[str]()

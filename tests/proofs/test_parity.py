@@ -53,7 +53,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if {"entry", "precision"} <= {*metafunc.fixturenames}:
         every = ledger.is_campaign(metafunc.config)
         chosen = {"f32": matrix.MATRIX if every else matrix.SAMPLE, "bf16": matrix.MATRIX if every else matrix.SAMPLE_BF16}
-        metafunc.parametrize(("entry", "precision"), [(entry, p) for p, names in chosen.items() for entry in names])
+        cases = [(entry, p) for p, names in chosen.items() for entry in names]
+        # Named here: pytest numbers cases with long names, and a number means another layout in a campaign.
+        metafunc.parametrize(("entry", "precision"), cases, ids=["-".join(case) for case in cases])
 
 
 def test_matrix(entry, precision, request):

@@ -35,7 +35,7 @@ LAYOUTS = {
     "2 stages of 2 groups": {"mesh.stage": 2, "mesh.fsdp": 2, "mesh.data": 2, **GROUPS},
     "4 stages of 2 groups": {"mesh.stage": 4, **GROUPS},
     "a ring, ZeRO 1": {"mesh.fsdp": 2, "mesh.seq": 4, "sharding.zero": 1},
-    "ZeRO 0": {"mesh.fsdp": 8, "sharding.zero": 0},
+    "ZeRO 0": {"mesh.fsdp": 4, "mesh.tensor": 2, "sharding.zero": 0},
 }
 OFTEN = ("one device", "4 stages, 6 layers", "2 stages of 2 groups")
 written = pytest.mark.parametrize("name", helpers.few(LAYOUTS, *OFTEN))

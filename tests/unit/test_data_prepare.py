@@ -168,7 +168,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "BATCH_BYTES", 1 << 17)
     line = json.dumps({"text": "x" * 900}) + "\n"
     peaks = []
-    for count in (1_000, 8_000):
+    for count in (2_000, 20_000):
         (tmp_path / "a.jsonl").write_text(line * count)
         (tmp_path / "a.txt").write_text(line * count)
         tracemalloc.start()
@@ -176,7 +176,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.1 * peaks[0], peaks
-    assert peaks[1] < (tmp_path / "a.jsonl").stat().st_size / 1.5, peaks
+    assert peaks[1] < (tmp_path / "a.jsonl").stat().st_size / 3, peaks
 
 
 @settings(max_examples=60, deadline=None)
