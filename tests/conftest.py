@@ -116,7 +116,7 @@ def minutes(text: str) -> float:
     except ValueError:
         value = math.nan
     if not value > 0:
-        raise pytest.UsageError(f"--campaign={text}: must be minutes, above 0. Fix: --campaign=40, or --campaign for all.")
+        raise pytest.UsageError(f"--campaign={text}: must be minutes, above 0. Fix: --campaign=40, or --campaign as the last word for all.")
     return value
 
 
@@ -168,7 +168,7 @@ def own_key(text: str) -> tuple[str, Any]:
 
 
 # Parametrized tests whose cases share nothing: workers take them one by one. Of any other file one worker takes all tests.
-SPREAD = ("test_matrix[",)
+SPREAD = ("test_matrix[", "test_a_planted_bug_is_noticed[")
 # Files that take long, whose tests one worker takes: begun last, one would keep the other worker idle.
 LONG = (
     "test_tiny",

@@ -197,6 +197,8 @@ def test_an_added_gather_is_found_with_its_line(healthy):
     assert f"; from jaxtrain/models/layers.py:999 ({one.count} launch" in d.words
     (d,) = compare(from_plan(healthy), moved(healthy, one.instruction, wire_gib=one.wire_gib + 1.0))
     assert "+1.07 GB" in d.change and f"{one.source} (" in d.words and "before" in d.words
+    (d,) = compare(from_plan(healthy), moved(healthy, one.instruction, count=2 * one.count))  # the same bytes in smaller parts
+    assert d.change == f"+0 GB (+0.0%), {one.count:+,} launches"
     gone = tuple(c for c in healthy.collectives if c.kind != "all-to-all")
     (d,) = compare(from_plan(healthy), dataclasses.replace(healthy, collectives=gone))
     assert d.what == "all-to-all bf16 over fsdp" and d.new == "none" and "no longer from jaxtrain/" in d.words
