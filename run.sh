@@ -376,6 +376,10 @@ listen() { # a folder for this script's files, and ears for signals
     # shellcheck disable=SC2064 # its value now
     trap "hear $signal" "$signal"
   done
+  if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 403)); then
+    exec 9<> <(:)
+    polls=yes
+  fi
 }
 
 elsewhere() { # elsewhere INDEX COMMAND ARGUMENTS: a process on the machine of that place in the list; ends as it does
@@ -459,6 +463,7 @@ child='' # the running process
 nap='' # the running sleep between two attempts
 asked='' # the last signal that asked this script to end
 heard=no # whether a signal ended the last `wait`
+polls=no # whether descriptor 9 is there to pause on: nothing is ever read from it
 
 # Whoever signals this script may have signalled the attempt as well (a terminal signals the whole process group, a scheduler
 # all processes of the job or only this one), and nobody can tell here. So each signal is passed on, once, whatever its way: the
@@ -473,6 +478,8 @@ hear() {
 }
 
 await() { # await PID: until it has ended; sets code
+  # If a signal interrupts `wait` just when the process ends, bash loses its exit code. So `wait` comes last.
+  while [[ $polls == yes ]] && kill -0 "$1" 2>/dev/null; do read -r -t 0.1 -u 9 _ || true; done
   while :; do
     heard=no code=0
     wait "$1" 2>/dev/null || code=$? # silent: bash would tell of deaths by a signal with this script's line number
@@ -486,7 +493,7 @@ begin() { # begin ARGUMENTS: one process here, in the same process group and wit
     trap - INT QUIT # which bash lets everything with & ignore
     trap '' USR2    # until the trainer listens; it would end Python
     start "$@"
-  ) <&0 &
+  ) <&0 9>&- &
   child=$!
   # A signal that came before there was a child to pass it to. TERM, because the others are lost on a shell that is just forked.
   if [[ -n $asked ]]; then kill -s TERM "$child" 2>/dev/null || true; fi

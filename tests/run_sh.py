@@ -104,7 +104,6 @@ if action == "last":
     open("clock", "w").write(str(now + int(rest[0])))
 if action == "until":
     wait(asked, int(rest[1]) if rest[1:] else 1)
-    time.sleep(0.3)  # as a run that saves; bash 5.2 loses the code of a child that ends while a signal is passed on to it
 signal.pthread_sigmask(signal.SIG_BLOCK, [getattr(signal, name) for name in names])  # what comes now came too late
 sys.exit(int(code))
 """
