@@ -116,7 +116,9 @@ def minutes(text: str) -> float:
     except ValueError:
         value = math.nan
     if not value > 0:
-        raise pytest.UsageError(f"--campaign={text}: must be minutes, above 0. Fix: --campaign=40, or --campaign as the last word for all.")
+        raise pytest.UsageError(
+            f"--campaign={text}: must be minutes, above 0. Fix: --campaign=40, or --campaign as the last word for all."
+        )
     return value
 
 
