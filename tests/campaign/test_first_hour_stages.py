@@ -11,6 +11,12 @@ from compile_options import QUICKLY
 from benchmarks import first_hour
 
 
+@pytest.fixture
+def one_device(monkeypatch):
+    """The script is for one GPU; and programs for several CPU devices are not kept."""
+    monkeypatch.setenv("XLA_FLAGS", QUICKLY)
+
+
 def final(tmp_path: Path) -> dict[str, str]:
     return {line["item"]: line["verdict"] for line in first_hour.read(tmp_path) if "found" in line}
 
@@ -26,8 +32,7 @@ SMOKE = {  # of each stage, items that between them go every way through the scr
 
 
 @pytest.mark.parametrize("stage", SMOKE)
-def test_a_stage_in_tiny_form(stage, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", QUICKLY)  # one device: programs for several CPU devices are not kept
+def test_a_stage_in_tiny_form(stage, tmp_path, capsys, one_device):
     argv = [f"--stage={stage}", f"--out={tmp_path}", "--smoke", f"--only={SMOKE[stage]}", "--summary"]
     assert first_hour.main(argv) == 0
     printed = capsys.readouterr().out
@@ -50,7 +55,7 @@ def test_a_stage_in_tiny_form(stage, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("stage", first_hour.STAGES)
-def test_a_whole_stage_in_tiny_form(stage, tmp_path):
+def test_a_whole_stage_in_tiny_form(stage, tmp_path, one_device):
     assert first_hour.main([f"--stage={stage}", f"--out={tmp_path}", "--smoke"]) == 0
     assert final(tmp_path).keys() == first_hour.STAGES[stage].keys()
 
