@@ -470,7 +470,7 @@ polls=no # whether descriptor 9 is there to pause on: nothing is ever read from 
 # trainer takes two within 0.2 s for one request.
 hear() {
   heard=yes
-  if [[ $1 != USR2 ]]; then # which asks for a trace
+  if [[ $1 != USR2 ]]; then # USR2 asks for a trace alone
     asked=$1
     if [[ -n $nap ]]; then kill "$nap" 2>/dev/null || true; fi # `rest` may be about to wait for it
   fi

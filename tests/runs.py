@@ -1,7 +1,6 @@
 """Whole runs for tests: a small config, in this process (8 CPU devices) or in one of its own, and what they left behind."""
 
 import atexit
-import contextlib
 import functools
 import json
 import os
@@ -11,14 +10,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from compile_options import QUICKLY
-from jax.experimental.compilation_cache import compilation_cache
 
 from jaxtrain import main as command
 from jaxtrain import metrics
@@ -73,27 +71,9 @@ def arguments(config: Path, workdir: Path, overrides: Mapping[str, Any]) -> list
     return [f"--config={config}", f"--workdir={workdir}", *keys]
 
 
-@contextlib.contextmanager
-def own_cache() -> Iterator[None]:
-    """A run may switch JAX's compile cache on; afterwards it is as before."""
-    settings = (
-        "jax_compilation_cache_dir",
-        "jax_persistent_cache_min_compile_time_secs",
-        "jax_persistent_cache_min_entry_size_bytes",
-    )
-    before = {name: getattr(jax.config, name) for name in settings}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()  # other tests of this process keep nothing on disk
-
-
 def train(config: Path, workdir: Path, **overrides: Any) -> int:
-    """A run in this process, on its 8 devices; the exit code. Compiled steps are kept beside the config file."""
-    with own_cache():
-        return command.main(arguments(config, workdir, {"paths__cache": config.parent / "compiled", **overrides}))
+    """A run in this process, on its 8 devices; the exit code."""
+    return command.main(arguments(config, workdir, {"paths__cache": config.parent / "compiled", **overrides}))
 
 
 class Child:

@@ -24,8 +24,7 @@ def train(workdir: Path, source: str, **overrides: Any) -> int:
 
 
 def replayed(bundle: Path) -> int:
-    with runs.own_cache():
-        return main.main([f"--replay={bundle}"])
+    return main.main([f"--replay={bundle}"])
 
 
 @pytest.fixture(scope="module")

@@ -6,38 +6,23 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 import runs
-from jax.experimental.compilation_cache import compilation_cache
 
 from jaxtrain import environment, train
 from jaxtrain.config import ConfigError, resolve
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Compiled steps are kept while this file runs, and other tests of the process keep nothing on disk."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    names += ("jax_persistent_cache_min_entry_size_bytes",)
-    before = {name: getattr(jax.config, name) for name in names}
-    yield tmp_path_factory.mktemp("compiled")
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
 @pytest.fixture
-def config(compiled: Path) -> Any:
+def config(tmp_path: Path) -> Any:
     """Two steps of the small config of runs.py on made-up data."""
     scope: dict[str, Any] = {}
     exec(runs.SMALL, scope)
     made = scope["get_config"]()
-    made.train.steps, made.data.source, made.paths.cache, made.eval.every_steps = 2, "synthetic", str(compiled), 0
+    made.train.steps, made.data.source, made.paths.cache, made.eval.every_steps = 2, "synthetic", str(tmp_path / "compiled"), 0
     made.optimizer.warmup_steps, made.log.tensorboard, made.model.num_layers = 1, False, 1
     return made
 
