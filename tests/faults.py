@@ -57,7 +57,7 @@ class Faults:
 
     def replay(self, bundle: Path, *arguments: str) -> int:
         """A bundle taken again on the 8 devices of this process; the exit code."""
-        with self._own(), runs.own_cache():
+        with self._own():
             return runs.command.main([f"--replay={bundle}", *arguments])
 
     @contextlib.contextmanager

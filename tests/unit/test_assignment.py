@@ -45,6 +45,8 @@ A, F, S = assignment.ALLOCATE, assignment.FREE, assignment.SHARE
         ([(A, 1), (F, 1), (A, 3), (S, 2, 1), (F, 2), (F, 3)], {1: 100, 2: 100, 3: 10}, {}, 110),
         # Value 3 takes over from value 2 what that has of value 1: one piece of memory.
         ([(A, 1), (S, 2, 1), (F, 1), (S, 3, 2), (F, 2), (A, 4), (F, 3), (F, 4)], {1: 100, 2: 100, 3: 100, 4: 7}, {}, 107),
+        # Value 2 is smaller than the memory it shares; its end frees all of it.
+        ([(A, 1), (S, 2, 1), (F, 1), (F, 2), (A, 3), (F, 3)], {1: 100, 2: 60, 3: 95}, {}, 100),
         # Host memory is not the device's.
         ([(A, 1), (A, 2), (F, 1), (F, 2)], {1: 100, 2: 7}, {"colors": {1: assignment.HOST, 2: 0}}, 7),
     ],
