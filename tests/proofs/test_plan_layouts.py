@@ -40,14 +40,14 @@ def several(cases: dict, *often: str) -> list:
 # ---- Weights, tokens, stages and experts: Llama 3 8B's layers in the layouts of the literature
 
 BY_NAME = {layout.name: layout for layout in LAYOUTS if layout.name not in ("DDP, ZeRO-0", "ZeRO-1", "ZeRO-3, FSDP")}
-ONE_STAGE = "model.num_layers=4"  # a layer for each of 4 stages
+STAGES = {"pipeline parallel, 1F1B": 4, "pipeline parallel, interleaved": 8}  # layers: one for each group of each stage
 
 
 def known(name: str) -> tuple[RunConfig, Plan]:
     layout = BY_NAME[name]
     # Rings are unrolled, so a compilation takes as many times as long as they have places; the page has them on 8 GPUs.
     short = name.startswith("context parallel")
-    more = ("mesh.seq=4",) if short else (ONE_STAGE,) if name.startswith("pipeline") else ()
+    more = ("mesh.seq=4",) if short else (f"model.num_layers={STAGES[name]}",) if name in STAGES else ()
     sizes = ("model.num_layers=2", "model.vocab_size=32768", *layout.overrides, *more)
     machine = "h200:4" if short else layout.machine
     return config(*sizes), plan(machine, *sizes)
@@ -142,10 +142,13 @@ def test_ranks_of_a_sequence_do_equal_work_and_none_for_nothing(case):
     assert from_json(to_json(made)) == made
 
 
-@pytest.mark.parametrize("case", several(CASES, "short ring", "ulysses"))
+# A window and two groups of ranks have no formula in the papers. Full remat sends keys and values once more in the backward
+# pass, and XLA merges some of these transfers with those of the gradients.
+IN_PAPERS = {case: CASES[case] for case in CASES if case not in ("window", "ulysses x ring", "full remat")}
+
+
+@pytest.mark.parametrize("case", several(IN_PAPERS, "short ring", "ulysses"))
 def test_ranks_of_a_sequence_communicate_what_the_papers_say(case):
-    if case in ("window", "ulysses x ring"):
-        pytest.skip("no paper's formula is of it")
     found = [row for row in rows(*sharded(case)) if row.purpose == "attention"]
     assert found
     for row in found:

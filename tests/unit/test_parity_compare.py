@@ -202,6 +202,16 @@ def test_the_yardstick_grows_with_the_parts_of_a_sum():
     assert allowed[0].loss == pytest.approx(0.01 * math.sqrt(2) / 10)
 
 
+@pytest.mark.parametrize(("size", "wider"), [(4, 2.5), (64, 1.375), (3600, 1.05)])
+def test_few_weights_may_scatter_more(size, wider):
+    """Weights that are 2% off in the reference; over one part the bound is sqrt(2) times that."""
+    ones = np.ones(size)
+    start = {"w": np.zeros(size)}
+    exact = compare.Trained(np.ones(2), np.ones(2), start, {"w": ones}, {"w": ones})
+    reference = dataclasses.replace(exact, weights={"w": 1.02 * ones})
+    assert compare.bounds(reference, exact, 1, 100).weights["w"] == pytest.approx(0.02 * math.sqrt(2) * wider)
+
+
 def test_runs_of_different_models_are_not_compared():
     with pytest.raises(ValueError, match="different models"):
         against(trained(weights={"w": np.zeros(3)}))

@@ -99,7 +99,7 @@ BUGS = (
         "jaxtrain/kernels/embedding.py",
         "left = still(s.outer + s.kept, to)",
         "left = still(s.outer, to)",
-        'proofs/test_parity.py -k "test_matrix and expert2xtensor2xseq2 and zero"',
+        'proofs/test_parity.py -k "test_matrix and fsdp2xtensor2xseq2 and zero"',
     ),
     Bug(
         "ZeRO 1 and 2: the router's weight is rounded",

@@ -299,8 +299,8 @@ BUGS = (
     Bug(
         "tracer: a request is answered again and again",
         TRACER,
-        "self._answered = asked",
-        "pass",
+        "            self._answered = asked\n",
+        "",
         UNIT["metrics"],
     ),
     Bug(
