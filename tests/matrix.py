@@ -255,7 +255,7 @@ PAIRS = (
 MATRIX = {f"{model}: {layout}": (model, layout) for model, names in LAYOUTS.items() for layout in names}
 MATRIX |= {name: tuple(name.split(": ")) for name in PAIRS}
 # What the suite tries every time; the others come in a campaign. test_parity.py checks that it has every model and pair.
-# Biases and one layer are models that no pair has. The last entry sums the table's gradient over seq in the step's only microbatch.
+# Biases and one layer are models that no pair has. The last entry sums the table's gradient over seq, in one microbatch.
 SAMPLE = (*PAIRS, "biases: fsdp4xtensor2", "one layer: fsdp8", "2 queries a key: fsdp2xtensor2xseq2/sharding.zero=0")
 SAMPLE_BF16 = (
     "2 queries a key: data2xfsdp4/train.grad_accum=2/sharding.gather=step",

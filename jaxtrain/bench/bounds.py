@@ -54,7 +54,8 @@ def attention(
 
     For grouped queries each head's part of dk and dv may be rounded once more before the parts are added. A soft cap,
     s = c t with t = tanh(q k / (c sqrt(H))), takes d times its slope 1 - t^2, plus 8 e c for tanh itself; dS has the slope as a
-    factor, with an error of 2 (8 e + d / c).
+    factor, with an error of 2 (8 e + d / c). Where a score is far above the cap, the slope is smaller than this error, and
+    the product of this error with the others counts.
 
     blocks: attention is put together from blocks of keys, each of whose results is rounded once more. That adds, at most,
     u (P |v|) to o (and so half as much again to D's first part), u (|dS| |k|) / sqrt(H) to dq, u (|dS|^T |q|) / sqrt(H) to dk
@@ -85,7 +86,8 @@ def attention(
     D = ((3 if blocks else 2) * u + (S + H) * e) * einsum("TGH,TGH->GT", do, Pv) + einsum("TGH,TGH->GT", do, Fv)
     dPs = H * e * einsum("TGH,SH->GTS", do, v)
     F_of_dS = F * abs(dP - (P * dP).sum(-1, keepdims=True))
-    E = 2 * u * abs(dS) + slope * (F_of_dS + P * (u * abs(dP) + dPs + D[..., None])) + abs(without_slope) * d_slope
+    error = F_of_dS + P * (u * abs(dP) + dPs + D[..., None])
+    E = 2 * u * abs(dS) + (slope + d_slope) * error + abs(without_slope) * d_slope
 
     o = einsum("GTS,SH->TGH", P, v_SH)
     dq = einsum("GTS,SH->TGH", dS, k_SH) * scale
