@@ -53,6 +53,7 @@ billions of parameters is for the GPUs; on a CPU compare a smaller one: whether 
 Compared are loss and gradient norm of every step, every tensor's first gradient, and how far the weights moved. Bounds: in
 float32 1e-5, and for weights 1e-3 of the way. In bfloat16 the reference is trained in float32 too, and a layout may be off by
 sqrt(2 + log2 n) times the reference's distance from that: what splitting sums over n devices and microbatches adds to rounding.
+The m weights of a tensor may be 1 + 3 / sqrt(m) times further off: by as much two norms of m errors differ.
 
 Exit codes: 0 all agree; 1 one does not, or could not be run; 2 the command or config is wrong, nothing was started; 130 Ctrl-C.
 """

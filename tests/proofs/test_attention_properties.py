@@ -204,6 +204,16 @@ def test_attention_is_its_definition(kernel, name):
     hold()
 
 
+@pytest.mark.parametrize("kernel", ["reference", "chunked", "pallas"])
+def test_a_score_far_above_the_cap(kernel):
+    """A token that sees itself alone: its gradients are zero but for rounding, and the cap's slope is below its own error."""
+    spec = dataclasses.replace(BUCKETS["all"].spec, head_dim=8, window=1, softcap=0.5)
+    b = dataclasses.replace(BUCKETS["all"], T=1, N=2, K=2, spec=spec)
+    arrays, segments = values(b, 0, 4.0), np.ones((B, 1), np.int32)
+    got = run(kernel, b, arrays, segments, segments - 1)
+    assert worst(got, *exact(b, arrays, segments, segments - 1, blocks=kernel == "chunked"), True) <= 1
+
+
 def test_pallas_over_a_mesh_as_models_call_it():
     """Rows over data and fsdp, heads over tensor; tiles as they are on GPUs, one row with its tokens in any order."""
     sharded = helpers.tiny({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2})

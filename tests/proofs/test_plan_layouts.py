@@ -40,14 +40,14 @@ def several(cases: dict, *often: str) -> list:
 # ---- Weights, tokens, stages and experts: Llama 3 8B's layers in the layouts of the literature
 
 BY_NAME = {layout.name: layout for layout in LAYOUTS if layout.name not in ("DDP, ZeRO-0", "ZeRO-1", "ZeRO-3, FSDP")}
-STAGES = {"pipeline parallel, 1F1B": 4, "pipeline parallel, interleaved": 8}  # layers: one for each group of each stage
+LAYERS = {"pipeline parallel, 1F1B": 4, "pipeline parallel, interleaved": 8}  # one for each group of each stage
 
 
 def known(name: str) -> tuple[RunConfig, Plan]:
     layout = BY_NAME[name]
     # Rings are unrolled, so a compilation takes as many times as long as they have places; the page has them on 8 GPUs.
     short = name.startswith("context parallel")
-    more = ("mesh.seq=4",) if short else (f"model.num_layers={STAGES[name]}",) if name in STAGES else ()
+    more = ("mesh.seq=4",) if short else (f"model.num_layers={LAYERS[name]}",) if name in LAYERS else ()
     sizes = ("model.num_layers=2", "model.vocab_size=32768", *layout.overrides, *more)
     machine = "h200:4" if short else layout.machine
     return config(*sizes), plan(machine, *sizes)
