@@ -18,12 +18,14 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from jaxtrain import evaluate, launch
+from jaxtrain import launch
 from jaxtrain.config import Fp8, Problem, RunConfig
 from jaxtrain.data.pipeline import with_documents
-from jaxtrain.start import open_data
-from jaxtrain.state import create_state
-from jaxtrain.step import build, place_batch
+from jaxtrain.train import evaluate
+from jaxtrain.train.batch import place_batch
+from jaxtrain.train.initial_state import open_data
+from jaxtrain.train.program import build
+from jaxtrain.train.state import create_state
 
 WINDOW = 20  # steps that a training loss is averaged over
 EPS = (1.01, 1.02)  # times optimizer.eps: changes that mean nothing

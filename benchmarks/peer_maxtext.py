@@ -270,8 +270,8 @@ replaced. Its keys: `{" ".join(KEYS)}`. Ours: `{" ".join(CONFIG)}`.
 
 Peak: XLA's `memory_analysis()`, arguments included. Exposed: collectives that compute waits for. Memory-bound: kernels that
 are neither GEMM nor attention, and waits for copies inside the GPU. MFU causal: model FLOPs, of attention those inside the
-mask, over the dense peak. Options: "XLA's own" are none, "O1" is `optimization_level=O1`, "jaxtrain's" are what
-`jaxtrain/compiler.py` chooses for that step, and in MaxText's rows what it chooses for ours with full remat. In all of them
+mask, over the dense peak. Options: "XLA's own" are none, "O1" is `optimization_level=O1`, "jaxtrain's" are the choice
+of `jaxtrain/train/compiler.py` for that step, and in MaxText's rows its choice for ours with full remat. In all of them
 XLA's trials of ways to write a fusion are off, as in every plan.
 
 ## Where memory-bound bytes go

@@ -2,11 +2,11 @@
 
 From any base, a run of jaxtrain or a Hugging Face model's folder, whose sizes and tokenizer this config takes over:
 
-    python -m jaxtrain.main --config=configs/finetune.py:base=runs/tiny,lora=8 --workdir=runs/tiny_lora
+    ./run.sh --config=configs/finetune.py:base=runs/tiny,lora=8 --workdir=runs/tiny_lora
 
 On a token file of conversations (docs/data.md), on one node of 8 GPUs:
 
-    python -m jaxtrain.main --config=configs/finetune.py:base=hf:meta-llama/Llama-3.1-8B,lora=16 --workdir=runs/chat \\
+    ./run.sh --config=configs/finetune.py:base=hf:meta-llama/Llama-3.1-8B,lora=16 --workdir=runs/chat \\
         --config.data.source=data/chat.tok --config.data.eval_source=data/chat.val.tok --config.train.steps=1000
 
 docs/finetuning.md says what is trained, saved, and how to use it.

@@ -1,13 +1,13 @@
 """Llama 2 7B from scratch, sequences of 4096 tokens; sized for one node of 8 GPUs.
 
     hf download HuggingFaceFW/fineweb-edu --repo-type=dataset --include 'sample/100BT/*' --local-dir=corpus
-    python -m jaxtrain.data prepare --input='corpus/**/*.parquet' --tokenizer=hf:NousResearch/Llama-2-7b-hf \\
+    ./run.sh data prepare --input='corpus/**/*.parquet' --tokenizer=hf:NousResearch/Llama-2-7b-hf \\
         --output=data/fineweb-edu-llama2.tok --validation=0.001
-    python -m jaxtrain.main --config=configs/llama2_7b.py --workdir=runs/llama2_7b
+    ./run.sh --config=configs/llama2_7b.py --workdir=runs/llama2_7b
 
 Mesh, microbatch and remat are what this search found; to see the plan of this or any other machine, leave out --search:
 
-    python -m jaxtrain.plan --config=configs/llama2_7b.py --topology=h200:8 --search --budget=600
+    ./run.sh plan --config=configs/llama2_7b.py --topology=h200:8 --search --budget=600
 
 Another number of GPUs keeps the batch and changes the accumulation: --config=configs/llama2_7b.py:gpus=16
 """
@@ -15,7 +15,7 @@ Another number of GPUs keeps the batch and changes the accumulation: --config=co
 import ml_collections
 
 from jaxtrain.config import default_config, parse_arg
-from jaxtrain.models.llama import PRESETS
+from jaxtrain.models.families.llama import PRESETS
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:

@@ -1,23 +1,23 @@
 """The shape of Llama 3.2 1B from scratch, sequences of 8192 tokens; from one GPU up.
 
     hf download HuggingFaceFW/fineweb-edu --repo-type=dataset --include 'sample/100BT/*' --local-dir=corpus
-    python -m jaxtrain.data prepare --input='corpus/**/*.parquet' --tokenizer=hf:NousResearch/Meta-Llama-3-8B \\
+    ./run.sh data prepare --input='corpus/**/*.parquet' --tokenizer=hf:NousResearch/Meta-Llama-3-8B \\
         --output=data/fineweb-edu-llama3.tok --validation=0.001
-    python -m jaxtrain.main --config=configs/llama3_1b.py --workdir=runs/llama3_1b
+    ./run.sh --config=configs/llama3_1b.py --workdir=runs/llama3_1b
 
 Mesh, microbatch and remat are what this search found; to see the plan of this or any other machine, leave out --search:
 
-    python -m jaxtrain.plan --config=configs/llama3_1b.py --topology=h200:8 --search --budget=600
+    ./run.sh plan --config=configs/llama3_1b.py --topology=h200:8 --search --budget=600
 
 On one GPU, the same batch with more accumulation:
 
-    python -m jaxtrain.main --config=configs/llama3_1b.py:gpus=1 --workdir=runs/llama3_1b
+    ./run.sh --config=configs/llama3_1b.py:gpus=1 --workdir=runs/llama3_1b
 """
 
 import ml_collections
 
 from jaxtrain.config import default_config, parse_arg
-from jaxtrain.models.llama import PRESETS
+from jaxtrain.models.families.llama import PRESETS
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:

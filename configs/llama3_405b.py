@@ -1,13 +1,13 @@
 """Llama 3.1 405B from scratch, sequences of 8192 tokens, on 16 nodes of 8 GPUs with 141 GB each, or more.
 
     hf download HuggingFaceFW/fineweb-edu --repo-type=dataset --include 'sample/100BT/*' --local-dir=corpus
-    python -m jaxtrain.data prepare --input='corpus/**/*.parquet' --tokenizer=hf:NousResearch/Meta-Llama-3-8B \\
+    ./run.sh data prepare --input='corpus/**/*.parquet' --tokenizer=hf:NousResearch/Meta-Llama-3-8B \\
         --output=data/fineweb-edu-llama3.tok --validation=0.001
-    python -m jaxtrain.main --config=configs/llama3_405b.py:gpus=128 --workdir=runs/llama3_405b
+    ./run.sh --config=configs/llama3_405b.py:gpus=128 --workdir=runs/llama3_405b
 
 The last on each node, as docs/cluster.md says. Its plan needs none of them:
 
-    python -m jaxtrain.plan --config=configs/llama3_405b.py --topology=h200:8x16
+    ./run.sh plan --config=configs/llama3_405b.py --topology=h200:8x16
 
 More nodes keep the batch and take fewer microbatches, down to 32: --config=configs/llama3_405b.py:gpus=512
 """
@@ -15,7 +15,7 @@ More nodes keep the batch and take fewer microbatches, down to 32: --config=conf
 import ml_collections
 
 from jaxtrain.config import default_config, parse_arg
-from jaxtrain.models.llama import PRESETS
+from jaxtrain.models.families.llama import PRESETS
 
 STAGES, TENSOR = 8, 8
 

@@ -1,17 +1,17 @@
 """Llama 3 70B from scratch, sequences of 8192 tokens, on one node of 8 GPUs with 141 GB each, or more.
 
     hf download HuggingFaceFW/fineweb-edu --repo-type=dataset --include 'sample/100BT/*' --local-dir=corpus
-    python -m jaxtrain.data prepare --input='corpus/**/*.parquet' --tokenizer=hf:NousResearch/Meta-Llama-3-8B \\
+    ./run.sh data prepare --input='corpus/**/*.parquet' --tokenizer=hf:NousResearch/Meta-Llama-3-8B \\
         --output=data/fineweb-edu-llama3.tok --validation=0.001
-    python -m jaxtrain.main --config=configs/llama3_70b.py --workdir=runs/llama3_70b
+    ./run.sh --config=configs/llama3_70b.py --workdir=runs/llama3_70b
 
 Mesh and remat are what the first of these found; the second says what each choice that saves memory is needed for:
 
-    python -m jaxtrain.plan --config=configs/llama3_70b.py --topology=h200:8 --search --budget=600
-    python -m jaxtrain.plan --config=configs/llama3_70b.py --topology=h200:8 --why
+    ./run.sh plan --config=configs/llama3_70b.py --topology=h200:8 --search --budget=600
+    ./run.sh plan --config=configs/llama3_70b.py --topology=h200:8 --why
 
-Moments are bfloat16. On one node they can also be in 8-bit blocks, which leaves room to keep attention's output and is as fast,
-or float32 in host memory, which makes room for a batch of 64 by accumulation; docs/memory.md compares the three:
+Moments are bfloat16. On one node they can also be in 8-bit blocks, which leaves memory to save queries too, or float32 in host
+memory, which leaves memory for a batch of 64 by accumulation; docs/memory.md compares the three:
 
     --config=configs/llama3_70b.py:int8
     --config=configs/llama3_70b.py:f32
@@ -22,7 +22,7 @@ On 16 GPUs or more the batch is 256 sequences, divided over them by accumulation
 import ml_collections
 
 from jaxtrain.config import default_config, parse_arg
-from jaxtrain.models.llama import PRESETS
+from jaxtrain.models.families.llama import PRESETS
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
@@ -40,7 +40,8 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
 
     # One sequence a GPU at a time. From 16 GPUs on, 256 x 8192 = 2.1 M tokens a step by accumulation. On 8 there is no room for
     # a microbatch's gradients beside their sum: 8 x 8192 = 65 k tokens a step, which suits continued training (init.from). More
-    # at once, at 131.6 GiB and 4% more time a token: train.global_batch=64, train.grad_accum=8, train.accumulate=layer.
+    # at once, at 131.7 GiB and 6% more time a token: train.global_batch=64, train.grad_accum=8, train.accumulate=layer,
+    # remat.tensors=k=keep,v=keep,residual=keep.
     config.train.global_batch = max(256, variant.gpus) if variant.gpus >= 16 else variant.gpus
     config.train.grad_accum = config.train.global_batch // variant.gpus
     config.train.steps = 50_000  # 105 B tokens
@@ -50,16 +51,19 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.mesh.fsdp = -1
     # Weights, moments and gradients in float32 would be 16 bytes a parameter: 131 GiB on each of 8 GPUs, of which 134 are
     # usable. Both moments are bfloat16 (beta2 = 0.95 moves the second by up to 5% a step, far above bfloat16's 0.4%). That
-    # leaves room to keep, besides the input of each layer, keys, values and the residual: the compiled step peaks at 128 GiB.
+    # leaves memory to save, besides the input of each layer, keys, values, attention's output and the residual: the compiled
+    # step peaks at 127 GiB.
     config.dtypes.m = "bf16"
     config.dtypes.v = "bf16"
     config.remat.policy = "custom"
-    config.remat.tensors = "k=keep,v=keep,residual=keep"
-    if variant.int8:  # 14.5 GiB less: attention runs forward once, and the step peaks at 128 GiB again
+    config.remat.tensors = "k=keep,v=keep,residual=keep,attention_out=keep,attention_lse=keep"
+    if variant.int8:  # 14.5 GiB less for moments: queries are saved too, and the step peaks at 123 GiB
         config.dtypes.m = config.dtypes.v = "int8"
-        config.remat.tensors = "k=keep,v=keep,residual=keep,attention_out=keep,attention_lse=keep"
+        config.remat.tensors = "q=keep,k=keep,v=keep,residual=keep,attention_out=keep,attention_lse=keep"
     elif variant.f32:  # 32.9 GiB less on the device: the sum of gradients over microbatches, which share the copies' cost
         config.dtypes.m = config.dtypes.v = "f32"
+        # If attention's output is saved too, the step peaks at 129 GiB and XLA overlaps less communication.
+        config.remat.tensors = "k=keep,v=keep,residual=keep"
         config.optimizer.offload = "moments"
         if variant.gpus == 8:
             config.train.global_batch, config.train.grad_accum = 64, 8

@@ -1,31 +1,31 @@
 """Llama 3 8B from scratch, sequences of 8192 tokens; sized for one node of 8 GPUs.
 
     hf download HuggingFaceFW/fineweb-edu --repo-type=dataset --include 'sample/100BT/*' --local-dir=corpus
-    python -m jaxtrain.data prepare --input='corpus/**/*.parquet' --tokenizer=hf:NousResearch/Meta-Llama-3-8B \\
+    ./run.sh data prepare --input='corpus/**/*.parquet' --tokenizer=hf:NousResearch/Meta-Llama-3-8B \\
         --output=data/fineweb-edu-llama3.tok --validation=0.001
-    python -m jaxtrain.main --config=configs/llama3_8b.py --workdir=runs/llama3_8b
+    ./run.sh --config=configs/llama3_8b.py --workdir=runs/llama3_8b
 
 Half the layers, to measure on a single GPU (all of 8B in float32 with moments and gradients is 120 GiB):
 
-    python -m jaxtrain.main --config=configs/llama3_8b.py:half --config.data.source=synthetic --config.train.steps=20
+    ./run.sh --config=configs/llama3_8b.py:half --config.data.source=synthetic --config.train.steps=20
 
 Mesh, microbatch and remat are what this search found; to see the plan of this or any other machine, leave out --search:
 
-    python -m jaxtrain.plan --config=configs/llama3_8b.py --topology=h200:8 --search --budget=600
+    ./run.sh plan --config=configs/llama3_8b.py --topology=h200:8 --search --budget=600
 
 Another number of GPUs keeps the batch and changes the accumulation: --config=configs/llama3_8b.py:gpus=16
 
 Long documents, each sequence over 8 GPUs (docs/parallelism.md says how): 131,072 tokens, or 1,048,576. Both go on from a run
 with 8192 tokens, on a file of documents that are long themselves.
 
-    python -m jaxtrain.main --config=configs/llama3_8b.py:long --config.init.from=runs/llama3_8b --workdir=runs/llama3_8b_long
-    python -m jaxtrain.plan --config=configs/llama3_8b.py:1m --topology=h200:8
+    ./run.sh --config=configs/llama3_8b.py:long --config.init.from=runs/llama3_8b --workdir=runs/llama3_8b_long
+    ./run.sh plan --config=configs/llama3_8b.py:1m --topology=h200:8
 """
 
 import ml_collections
 
 from jaxtrain.config import default_config, parse_arg
-from jaxtrain.models.llama import PRESETS
+from jaxtrain.models.families.llama import PRESETS
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:

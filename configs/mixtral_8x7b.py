@@ -1,14 +1,14 @@
 """Mixtral 8x7B from scratch, sequences of 8192 tokens; sized for one node of 8 GPUs with 141 GB each.
 
     hf download HuggingFaceFW/fineweb-edu --repo-type=dataset --include 'sample/100BT/*' --local-dir=corpus
-    python -m jaxtrain.data prepare --input='corpus/**/*.parquet' --tokenizer=hf:mistralai/Mixtral-8x7B-v0.1 \\
+    ./run.sh data prepare --input='corpus/**/*.parquet' --tokenizer=hf:mistralai/Mixtral-8x7B-v0.1 \\
         --output=data/fineweb-edu-mixtral.tok --validation=0.001
-    python -m jaxtrain.main --config=configs/mixtral_8x7b.py --workdir=runs/mixtral_8x7b
+    ./run.sh --config=configs/mixtral_8x7b.py --workdir=runs/mixtral_8x7b
 
 To see its plan on this or any other machine, or to search for a better mesh:
 
-    python -m jaxtrain.plan --config=configs/mixtral_8x7b.py --topology=h200:8
-    python -m jaxtrain.plan --config=configs/mixtral_8x7b.py --topology=h200:8 --search --budget=600
+    ./run.sh plan --config=configs/mixtral_8x7b.py --topology=h200:8
+    ./run.sh plan --config=configs/mixtral_8x7b.py --topology=h200:8 --search --budget=600
 
 With one expert a GPU its products can be in FP8 (docs/experts.md): --config.precision=fp8
 
@@ -18,7 +18,7 @@ With one expert a GPU its products can be in FP8 (docs/experts.md): --config.pre
 import ml_collections
 
 from jaxtrain.config import default_config, parse_arg
-from jaxtrain.models.mixtral import PRESETS
+from jaxtrain.models.families.mixtral import PRESETS
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:

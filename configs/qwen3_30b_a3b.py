@@ -1,14 +1,14 @@
 """Qwen3 30B-A3B from scratch, sequences of 8192 tokens; sized for one node of 8 GPUs with 141 GB each.
 
     hf download HuggingFaceFW/fineweb-edu --repo-type=dataset --include 'sample/100BT/*' --local-dir=corpus
-    python -m jaxtrain.data prepare --input='corpus/**/*.parquet' --tokenizer=hf:Qwen/Qwen3-30B-A3B-Base \\
+    ./run.sh data prepare --input='corpus/**/*.parquet' --tokenizer=hf:Qwen/Qwen3-30B-A3B-Base \\
         --output=data/fineweb-edu-qwen3.tok --validation=0.001
-    python -m jaxtrain.main --config=configs/qwen3_30b_a3b.py --workdir=runs/qwen3_30b_a3b
+    ./run.sh --config=configs/qwen3_30b_a3b.py --workdir=runs/qwen3_30b_a3b
 
 To see its plan on this or any other machine, or to search for a better mesh:
 
-    python -m jaxtrain.plan --config=configs/qwen3_30b_a3b.py --topology=h200:8
-    python -m jaxtrain.plan --config=configs/qwen3_30b_a3b.py --topology=h200:8 --search --budget=600
+    ./run.sh plan --config=configs/qwen3_30b_a3b.py --topology=h200:8
+    ./run.sh plan --config=configs/qwen3_30b_a3b.py --topology=h200:8 --search --budget=600
 
 Up to 64 GPUs keep the batch and change the accumulation: --config=configs/qwen3_30b_a3b.py:gpus=16. With experts
 divided over GPUs instead, each whole on one: --config=configs/qwen3_30b_a3b.py:exchange
@@ -17,7 +17,7 @@ divided over GPUs instead, each whole on one: --config=configs/qwen3_30b_a3b.py:
 import ml_collections
 
 from jaxtrain.config import default_config, parse_arg
-from jaxtrain.models.qwen3_moe import PRESETS
+from jaxtrain.models.families.qwen3_moe import PRESETS
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:

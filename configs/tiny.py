@@ -1,8 +1,8 @@
 """A small model that learns Python from Python: the standard library's own source, byte by byte, on a CPU in minutes.
 
-python -m jaxtrain.main
-python -m jaxtrain.main --config=configs/tiny.py --config.train.steps=2000 --workdir=runs/longer
-JAX_NUM_CPU_DEVICES=8 python -m jaxtrain.main --config=configs/tiny.py --config.mesh.tensor=2
+./run.sh
+./run.sh --config=configs/tiny.py --config.train.steps=2000 --workdir=runs/longer
+JAX_NUM_CPU_DEVICES=8 ./run.sh --config=configs/tiny.py --config.mesh.tensor=2
 """
 
 import ml_collections

@@ -21,6 +21,24 @@ ACTIVATIONS = {
     "mlp_up": "up projection",
     "mlp_down": "output of the feed-forward block",
 }
+# Logical axes of each, of what enters a layer, and of the experts that tokens go to. Experts' mlp_gate and mlp_up have fewer
+# dimensions, and no axes: their rows are those that arrived at a device.
+AXES: dict[str, tuple[str | None, ...]] = {
+    "layer_input": ("batch", "residual", None),
+    "attention_norm": ("batch", "residual", None),
+    "q": ("batch", "sequence", "heads", None),
+    "k": ("batch", "sequence", "kv_heads", None),
+    "v": ("batch", "sequence", "kv_heads", None),
+    "attention_out": ("batch", "sequence", "heads", None),
+    "attention_lse": ("batch", "heads", "sequence"),
+    "attention_proj": ("batch", "residual", None),
+    "residual": ("batch", "residual", None),
+    "mlp_norm": ("batch", "residual", None),
+    "expert_choice": ("batch", "sequence", None),
+    "mlp_gate": ("batch", "sequence", "mlp"),
+    "mlp_up": ("batch", "sequence", "mlp"),
+    "mlp_down": ("batch", "residual", None),
+}
 PLACES = ("keep", "offload", "recompute")
 
 GEMM_OUTPUTS = ("q", "k", "v", "attention_proj", "mlp_gate", "mlp_up", "mlp_down")

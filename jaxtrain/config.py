@@ -16,10 +16,13 @@ from typing import Any, cast
 
 import ml_collections
 
+from jaxtrain.commands import spelled
+from jaxtrain.synonyms import nearest_key
+
 # From the outermost, whose neighbours may be nodes apart, to the innermost. Optional ones are part of a mesh only where used.
 MESH_AXES = ("data", "stage", "fsdp", "expert", "tensor", "seq")
 OPTIONAL_AXES = ("stage", "expert")
-EXCHANGE = "expert"  # the mesh axis along which tokens travel to experts
+EXPERT_AXIS = "expert"  # the mesh axis along which tokens travel to experts
 MOST_DOCUMENTS = 32  # in a sequence, where `data.max_segments` leaves the number open
 
 # Logical axis -> mesh axes it is split over, joined by "+"; "" keeps the axis whole. A model may use further names as long
@@ -54,58 +57,50 @@ RULE_DOCS = {
 }
 
 
-def impossible_rules(table: Mapping[str, list[str]]) -> list[tuple[str, str, str]]:
-    """Rules that the kernels cannot follow, as (logical axis, what is wrong, remedy).
+# Logical axis -> the mesh axes that its rule may name, in this order: those that the step has collectives for.
+ALLOWED = {
+    "batch": ("data", "fsdp", "expert"),
+    "sequence": ("seq",),
+    "residual": ("seq", "tensor"),
+    "embed": ("data", "fsdp", "expert", "seq"),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_dim": (),
+    "mlp": ("tensor",),
+    "vocab": ("stage", "tensor"),
+    "layers": ("stage",),
+    "experts": ("expert", "data", "fsdp", "seq"),
+    "expert_embed": ("data", "fsdp", "seq"),
+}
 
-    `table`: logical axis -> mesh axes of size above 1 that split it.
+
+def wrong_rules(table: Mapping[str, list[str]]) -> list[tuple[str, str, str]]:
+    """Return the rules that the step has no collectives for, as (logical axis, broken rule, remedy).
+
+    table: logical axis -> mesh axes of size above 1 that shard it.
     """
     found = []
+    for axis, allowed in ALLOWED.items():
+        other = [a for a in table[axis] if a not in allowed]
+        names = "+".join(allowed)
+        if other:
+            rule = f"cannot be sharded over mesh axis {other[0]!r}"
+            remedy = f"Set '{names}', or fewer of these axes." if allowed else "Set ''."
+            found.append((axis, rule, remedy))
+        elif table[axis] != [a for a in allowed if a in table[axis]]:
+            ordered = "+".join(a for a in allowed if a in table[axis])
+            found.append((axis, f"must name its mesh axes in the order {names}", f"Set {ordered}."))
     if table["heads"] != table["kv_heads"]:
-        rule = f"query heads are split over {table['heads']}, and a query head must be where its key/value head is"
+        rule = f"query heads are sharded over {table['heads']}, and a query head must be where its key/value head is"
         found.append(("kv_heads", rule, "Give heads and kv_heads the same mesh axes."))
-    if table["sequence"] not in ([], ["seq"]):
-        rule = f"would split sequences over {'+'.join(table['sequence'])}, and keys travel along mesh axis 'seq' only"
-        found.append(("sequence", rule, "Leave it 'seq'; sharding.rules.residual splits tokens between the blocks."))
     if table["residual"][: len(table["sequence"])] != table["sequence"]:
-        rule = (
-            f"tokens inside the blocks are split over {table['sequence']}, of which the residual stream's parts must be parts"
-        )
+        rule = f"tokens inside the blocks are sharded over {table['sequence']}, so those of the residual stream must be too"
         found.append(("residual", rule, "Begin it with sharding.rules.sequence, as 'seq+tensor'."))
-    if table["head_dim"]:
-        found.append(("head_dim", "a head's width cannot be split", "Leave it ''; split heads and kv_heads."))
-    alone = [a for a in table["embed"] if a not in table["batch"] + table["sequence"]]
-    if alone:
-        rule = f"mesh axis {alone[0]!r} does not split the batch, so its devices would add up the same gradients"
-        found.append(("embed", rule, "Name mesh axes of sharding.rules.batch and .sequence only."))
-    last = [a for a in table["embed"] if a in table["sequence"]]
-    if last and table["embed"][-len(last) :] != last:
-        rule = f"mesh axis {last[0]!r}, which splits sequences, stands before one that splits the batch"
-        found.append(("embed", rule, "Name the axes of sharding.rules.sequence last, as 'fsdp+seq'."))
-    shared = [a for a in table["embed"] if a in table["batch"]]
-    if shared and table["batch"][-len(shared) :] != shared:
-        rule = (
-            f"splits weights over {'+'.join(shared)}, which are not the last of {'+'.join(table['batch'])}, the axes of a batch"
-        )
-        behind = table["batch"][min(map(table["batch"].index, shared)) :]
-        remedy = f"Name the last axes of sharding.rules.batch, in its order: {'+'.join((*behind, 'seq'))}."
-        found.append(("embed", rule, remedy))
-    both = [a for a in table["vocab"] if a in table["batch"] + table["sequence"]]
-    if both:
-        rule = f"mesh axis {both[0]!r} also splits the batch, and every device needs all logits of its tokens"
-        found.append(("vocab", rule, "Name mesh axes that sharding.rules.batch and .sequence do not."))
-    if "stage" in table["vocab"][1:]:
-        rule = "mesh axis 'stage' stands behind another, and the pipeline cuts the table before anything else does"
-        found.append(("vocab", rule, "Name stage first, as 'stage+tensor', or not at all."))
-    staged = [a for a in table if "stage" in table[a] and a not in ("layers", "vocab")]
-    found += [(a, "mesh axis 'stage' splits layers, and the vocabulary", "Take stage out.") for a in staged]
-    if table["layers"] not in ([], ["stage"]):
-        rule = (
-            f"would split the stack of layers over {'+'.join(table['layers'])}, and layers follow each other over 'stage' only"
-        )
-        found.append(("layers", rule, "Leave it 'stage'."))
-    if EXCHANGE in table["experts"][1:]:
-        rule = "mesh axis 'expert' stands behind another, and experts are handed out along it before they rest over any other"
-        found.append(("experts", rule, "Name expert first, as 'expert+fsdp+seq'."))
+    for axis in ("embed", "expert_embed", "experts"):
+        alone = [a for a in table[axis] if a not in (*table["batch"], *table["sequence"], EXPERT_AXIS)]
+        if alone:
+            rule = f"mesh axis {alone[0]!r} shards no tokens, so its devices would add up the same gradients"
+            found.append((axis, rule, "Name mesh axes of sharding.rules.batch and .sequence only."))
     return found
 
 
@@ -224,7 +219,7 @@ class Dtypes:
     m: str = key("auto", "Adam's first moment, Muon's momentum (auto: f32)")
     v: str = key("auto", "Adam's second moment (auto: f32)")
     grads: str = key("auto", "gradients summed over microbatches (auto: f32)")
-    reduce: str = key("auto", "gradients on the wire between devices (auto: the compute type)")
+    reduce: str = key("auto", "gradients summed over devices; each one's own has the compute type (auto: that)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -405,7 +400,7 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True)
 class Compiler:
-    """How XLA compiles the step; jaxtrain/compiler.py has its own options, each with the reason."""
+    """How XLA compiles the step; jaxtrain/train/compiler.py has its own options, each with the reason."""
 
     unroll: bool = key(False, "layers one by one in the program, not as a loop: faster steps, a longer compile")
     options: str = key("", "XLA options of the train step, NAME=VALUE, comma-separated; they stand above jaxtrain's own")
@@ -490,6 +485,11 @@ class RunConfig:
         """The type of activations, and of GEMMs and gathered weights but for those in 8 bits: f32 | bf16."""
         return "bf16" if self.precision == "fp8" else self.precision
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a global batch, padding included."""
+        return self.train.global_batch * self.data.seq_len
+
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
@@ -502,7 +502,7 @@ class Problem:
 
     def __str__(self) -> str:
         shown = f" = {self.value!r}" if self.value is not None else ""
-        return f"{self.key}{shown}: {self.rule}. {self.remedy}"
+        return spelled(f"{self.key}{shown}: {self.rule}. {self.remedy}")
 
 
 class ConfigError(ValueError):
@@ -524,13 +524,14 @@ def rules_in_use(run: RunConfig, sizes: Mapping[str, int]) -> dict[str, tuple[st
     whole: list[str] = []
     for axis in rules["experts"]:
         parts = math.prod(sizes.get(a, 1) for a in (*whole, axis))
-        if axis == EXCHANGE or (run.model.num_experts > 0 and run.model.num_experts % parts == 0):
+        if axis == EXPERT_AXIS or (run.model.num_experts > 0 and run.model.num_experts % parts == 0):
             whole.append(axis)
-    rules |= {"experts": tuple(whole), "expert_embed": tuple(a for a in rules["expert_embed"] if a not in whole)}
+    of_experts = tuple(a for a in rules["expert_embed"] if a not in whole) if run.model.num_experts else ()
+    rules |= {"experts": tuple(whole), "expert_embed": of_experts}
     if run.sharding.zero > 0:
         return rules
     batch = {*rules["batch"], *rules["sequence"]}
-    stay = dict.fromkeys(("batch", "sequence", "residual"), batch) | {"experts": {EXCHANGE}}  # experts do not move: tokens do
+    stay = dict.fromkeys(("batch", "sequence", "residual"), batch) | {"experts": {EXPERT_AXIS}}  # tokens move to experts
     return {k: tuple(a for a in onto if a not in batch or a in stay.get(k, ())) for k, onto in rules.items()}
 
 
@@ -575,12 +576,61 @@ def public_name(field_name: str) -> str:
     return field_name.rstrip("_")
 
 
+class RecordingDict(ml_collections.ConfigDict):
+    """A ConfigDict that records which of its keys were assigned after it was made."""
+
+    assigned: set[str]
+
+    def __init__(self, initial: Mapping[str, Any] | None = None, **options: Any):
+        object.__setattr__(self, "assigned", set())  # ConfigDict takes plain attributes for keys
+        super().__init__({}, **options)
+        for name, value in (initial or {}).items():
+            super().__setitem__(name, RecordingDict(value) if isinstance(value, Mapping) else value)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self.assigned.add(name)
+
+    def __setstate__(self, state: Any) -> None:
+        """Restore a copy or a pickle. Its values are the record then: `launch.load` compares them with the defaults."""
+        super().__setstate__(state)
+        self.assigned.clear()
+
+    def copy_and_resolve_references(self, visit_map: Any = None) -> Any:
+        """Return a copy with the same record."""
+        made = super().copy_and_resolve_references(visit_map)
+        object.__setattr__(made, "assigned", set(self.assigned))
+        return made
+
+    def get_ref(self, key: str) -> Any:
+        """Return a reference to a key. ConfigDict stores it by an assignment, which is none of the file's."""
+        before = key in self.assigned
+        reference = super().get_ref(key)
+        if not before:
+            self.assigned.discard(key)
+        return reference
+
+
+def assigned(config: ml_collections.ConfigDict, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys that were assigned since `default_config`; all keys of a section that was assigned as a whole.
+
+    A copy by `copy.deepcopy`, or of another class, has no record.
+    """
+    names = config.assigned if isinstance(config, RecordingDict) else set()
+    for name, value in config.items():
+        if isinstance(value, ml_collections.ConfigDict):
+            inside = (key for key, _ in flatten(value, f"{prefix}{name}."))
+            yield from inside if name in names else assigned(value, f"{prefix}{name}.")
+        elif name in names:
+            yield f"{prefix}{name}"
+
+
 def default_config() -> Any:
-    """A fresh ConfigDict with every key at its default. Config files start here.
+    """Return a fresh ConfigDict with every key at its default. Config files start here.
 
     Typed Any, because no type checker knows the keys of a ConfigDict.
     """
-    return ml_collections.ConfigDict(to_dict(RunConfig()))
+    return RecordingDict(to_dict(RunConfig()))
 
 
 def to_dict(run: Any) -> dict[str, Any]:
@@ -642,9 +692,7 @@ def from_dict(tree: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
         fields = {public_name(f.name): f for f in dataclasses.fields(cls)}
         for name in values:
             if name not in fields:
-                problems.append(
-                    Problem(prefix + name, None, "no such key", nearest(prefix + name, [prefix + k for k in fields]))
-                )
+                problems.append(Problem(prefix + name, None, "no such key", nearest_key(prefix + name, list(docs()))))
         made: dict[str, Any] = {}
         for name, f in fields.items():
             default = f.default

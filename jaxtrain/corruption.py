@@ -16,9 +16,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain import digests, state
+from jaxtrain import digests
 from jaxtrain.stacks import ON_HOST
-from jaxtrain.state import TrainState
+from jaxtrain.train import state
+from jaxtrain.train.state import TrainState
 
 PROBE = 512  # rows and columns of the matrices that each device multiplies when something is wrong
 

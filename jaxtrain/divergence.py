@@ -1,4 +1,4 @@
-"""Steps that are not taken (jaxtrain/guard.py): told and counted, until there are so many that the run has diverged.
+"""Steps that are not taken (jaxtrain/train/guard.py): told and counted, until there are so many that the run has diverged.
 
 Everything here goes by numbers that are the same on every process, so all of them decide alike.
 """
@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain import guard
+from jaxtrain.train import guard
 
 
 class Diverged(RuntimeError):

@@ -80,6 +80,7 @@ class Overlay:
     set: dict[str, str] = dataclasses.field(default_factory=dict)
     why: dict[str, str] = dataclasses.field(default_factory=dict)  # of those set
     inherited: dict[str, str] = dataclasses.field(default_factory=dict)
+    unset: dict[str, str] = dataclasses.field(default_factory=dict)  # variables left unset on purpose, with the reason
 
     def common(self) -> dict[str, str]:
         """What all processes of a run must have alike: not the memory of a host, nor what its network is called."""
@@ -158,12 +159,14 @@ def overlay(run: RunConfig, devices: Devices, environ: Mapping[str, str]) -> tup
     # An inherited variable stands above the table: the config named it.
     stays = {name for name in environ if _matches(name, env.inherit)}
     stays |= {name for name in ("NCCL_DEBUG",) if environ.get(name)}  # who asks NCCL for more gets more
+    unset = {name: why for name, (v, why) in known.items() if v is None and not environ.get(name)}
     chosen = {name: (v, why) for name, (v, why) in known.items() if v is not None and name not in stays} | chosen
     decided, wrong = _decided(run, devices, asked, environ)
     chosen |= decided
     problems += wrong
     problems += _slipped_in(environ, env.inherit, {*chosen, *(p.key for p in problems)})
-    return _overlay(chosen, environ), problems
+    overlay = _overlay(chosen, environ)
+    return dataclasses.replace(overlay, unset={n: why for n, why in unset.items() if n not in overlay.set}), problems
 
 
 def _decided(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -20,31 +21,38 @@ def show(value: Any) -> str:
     return str(value) or "''"
 
 
-def rows(loaded: Loaded) -> list[tuple[str, str, str, str]]:
-    """(key, value, who set it, what it is) of every key."""
+def rows(loaded: Loaded, found: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    """Return (key, value, who set it, meaning) of every key. A value that was derived reads "asked -> derived"."""
     documented = docs()
-    return [
-        (key, show(value), loaded.origins.get(key, "default"), documented.get(key, "a rule of this config's own"))
-        for key, value in flatten(to_dict(loaded.run))
-    ]
+    out = []
+    for key, value in flatten(to_dict(loaded.run)):
+        asked, now = loaded.asked.get(key, value), found.get(key, value)
+        shown = show(now) if asked == now else f"{show(asked)} -> {show(now)}"
+        out.append((key, shown, loaded.origins.get(key, "default"), documented.get(key, "a rule of this config's own")))
+    return out
 
 
-def text(loaded: Loaded) -> None:
-    """Prints the table: rich's where there is a terminal, aligned columns where there is none."""
+def text(loaded: Loaded, found: Mapping[str, Any]) -> None:
+    """Print the table: rich's where there is a terminal, aligned columns where there is none.
+
+    Args:
+        loaded: the config, and who set each key.
+        found: dotted key -> the value in use, for keys that leave it open, such as mesh.fsdp = -1.
+    """
     title = f"{loaded.launch.config_file}{':' + loaded.launch.variant if loaded.launch.variant else ''}"
     if sys.stdout.isatty():
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
         for column in ("key", "value", "set by", "meaning"):
             table.add_column(column, overflow="fold")
-        for row in rows(loaded):
+        for row in rows(loaded, found):
             table.add_row(*map(escape, row), style="bold" if row[2] in ("file", "command line") else "")
-        Console().print(table)
+        Console().print(table, *(escape(f"\n{note}") for note in loaded.launch.notes), sep="")
         return
-    lines = rows(loaded)
+    lines = rows(loaded, found)
     widths = [max(len(line[i]) for line in lines) for i in range(3)]
     padded = ["  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3]]) for line in lines]
     # One write, so that `--explain | head` closes no pipe in the middle.
-    print("\n".join([title, *padded]))
+    print("\n".join([title, *padded, *loaded.launch.notes]), flush=True)  # before the problems, which come last
 
 
 def markdown() -> str:
@@ -58,6 +66,9 @@ def markdown() -> str:
         "and returns it. `--config=FILE:variant` hands it `variant`. Any key below can be set on the command line, as",
         "`--config.SECTION.KEY=VALUE`, where the last one wins. No key may be None: '' and 0 stand for not set.",
         "`python -m jaxtrain.main --config=FILE --explain` prints all keys with their values and who set them.",
+        "",
+        "A warm-up or decay that is too long for `--config.train.steps` keeps its part of the run, unless it was typed too.",
+        "So does `optimizer.lr_min` below a lower `--config.optimizer.lr`. A line of the log says so.",
         "",
         "All mistakes in a config (unknown keys, wrong types, impossible combinations) are reported together, before anything",
         "is started or written, and the exit code is 2.",

@@ -10,33 +10,32 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain import config
 from jaxtrain.config import RunConfig
 from jaxtrain.data.tokenizer import TokenizerError
 from jaxtrain.hf.model import alone, read_params, run_at
 from jaxtrain.kernels import attention
-from jaxtrain.kernels.dot import DTYPES
+from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.models.attention import Kernel
 from jaxtrain.models.module import Params
-from jaxtrain.models.transformer import empty_cache
-from jaxtrain.pipeline import KEYS, STAGE
+from jaxtrain.models.transformer import Cache, empty_cache
 from jaxtrain.samples import prompts
-from jaxtrain.sharding import Placement, make_placement, replicated
-from jaxtrain.stages import arrangement
-from jaxtrain.step import attention_specs, dropless, hardware_of, make_definition, pipeline
-
-# Axes of activations, which hold one sequence here: too little to split.
-WHOLE = ("batch", "sequence", "residual")
+from jaxtrain.sharding import Placement, make_placement
+from jaxtrain.train.definition import for_inference, make_definition
+from jaxtrain.train.kernel import attention_specs, hardware_of
+from jaxtrain.train.program import make_pipeline
+from jaxtrain.train.stages import STAGE, arrangement
 
 
 class Sampler:
     """A model ready to continue text. Compiles once per prompt length and once for the single-token step."""
 
     def __init__(self, run: RunConfig, placement: Placement):
-        run = dropless(run)
-        rules = tuple((axis, () if axis in WHOLE else onto) for axis, onto in placement.rules)
-        self.placement = dataclasses.replace(placement, rules=rules)
+        run = for_inference(run)
+        self.placement = dataclasses.replace(placement, tokens_replicated=True)  # one sequence is too little to shard
         # The rows of a cache are one document each; queries are the newest tokens only, which flash kernels do not do.
         # No token sees farther back than tokens did in training: rotary angles beyond that were never learnt.
         specs = tuple(
@@ -44,22 +43,37 @@ class Sampler:
             for spec in attention_specs(run)
         )
         name, _ = attention.choose("auto", [(spec, 1) for spec in specs], hardware_of(placement.mesh.devices.flat[0]))
-        kernel, lying = Kernel(name, specs), arrangement(run, placement.size(STAGE))
+        kernel, stage_layout = Kernel(name, specs), arrangement(run, placement.size(STAGE))
         self.definition = make_definition(run, self.placement, kernel)
-        self._pipe = pipeline(run, self.placement, kernel, lying) if lying else None
-        self._places = lying.places if lying else 0
+        self._pipe = make_pipeline(run, self.placement, self.definition, stage_layout) if stage_layout else None
+        self._places = stage_layout.places if stage_layout else 0
         self.run = run
         self._dtype = DTYPES[run.compute]
+        specs = self.definition.specs(self.placement), self.cache_specs, P()
+        self.decode = self.placement.shard_map(self._decode, specs, (P(), self.cache_specs))
         self._extend = jax.jit(self._step, static_argnums=(5, 6), donate_argnums=1)
 
+    @property
+    def cache_specs(self) -> Any:
+        """PartitionSpecs of a cache."""
+        kv, whole = self.placement.spec(("layers", None, None, "kv_heads", None)), P()
+        made: Any = Cache
+        return made((kv, kv), whole, whole, whole)
+
+    def _decode(self, params: Params, cache: Cache, tokens_BT: jax.Array) -> tuple[jax.Array, Cache]:
+        """The logits, f32 (B, V), of what follows each row's last token, and the cache with the tokens in it."""
+        model = self.definition.bind(params)
+        hidden, cache = self._pipe.decode(model, tokens_BT, cache) if self._pipe else model.decode(tokens_BT, cache)
+        return model.logits(hidden[:, -1:])[:, 0], cache
+
     def _step(self, params, cache, tokens_BT, key, index, temperature: float, top_p: float):
-        if self._pipe:
-            logits_V, cache = self._pipe.decode(params, tokens_BT, cache)
-        else:
-            model = self.definition.bind(params)
-            hidden, cache = model.decode(tokens_BT, cache)
-            logits_V = model.logits(hidden[:, -1:])[0, 0]
-        return choose(logits_V, jax.random.fold_in(key, index), temperature, top_p), cache
+        logits_BV, cache = self.decode(params, cache, tokens_BT)
+        return choose(logits_BV[0], jax.random.fold_in(key, index), temperature, top_p), cache
+
+    def empty_cache(self, rows: int, room: int) -> Cache:
+        """An empty cache on the devices, with room for so many tokens in each row."""
+        empty = empty_cache(self.run.model, self.placement, rows, room, self._dtype, self._places)
+        return jax.device_put(empty, jax.tree.map(lambda spec: NamedSharding(self.placement.mesh, spec), self.cache_specs))
 
     def tokens(
         self,
@@ -78,9 +92,7 @@ class Sampler:
         """
         # Lengths are rounded up so that prompts of similar length share one compiled step.
         room = -(-max(len(prompt) + max_tokens, room) // 64) * 64
-        empty = empty_cache(self.run.model, self.placement, 1, room, self._dtype, self._places)
-        by_layer, whole = self.placement.sharding(("layers",)), replicated(self.placement)
-        cache = jax.device_put(empty, jax.tree.map(lambda a: by_layer if a.ndim == KEYS else whole, empty))
+        cache = self.empty_cache(1, room)
         key = jax.random.key(seed)
         new = jnp.asarray([list(prompt)], jnp.int32)
         for i in range(max_tokens):

@@ -6,6 +6,7 @@ object is ml_collections' all the same, so files written for it work.
 """
 
 import dataclasses
+import difflib
 import math
 import re
 import sys
@@ -17,7 +18,20 @@ from typing import Any
 
 import ml_collections
 
-from jaxtrain.config import ConfigError, Problem, RunConfig, default_config, flatten, nearest, resolve, to_dict
+from jaxtrain.config import (
+    ConfigError,
+    Optimizer,
+    Problem,
+    RunConfig,
+    assigned,
+    default_config,
+    docs,
+    flatten,
+    nearest,
+    resolve,
+    to_dict,
+)
+from jaxtrain.synonyms import OTHER_UNIT, did_you_mean, nearest_key, nearest_keys
 
 REPO = Path(__file__).resolve().parent.parent
 DEFAULT_CONFIG = REPO / "configs" / "tiny.py"  # wherever the command is given
@@ -40,6 +54,7 @@ class Launch:
     variant: str
     overrides: tuple[tuple[str, str], ...]
     argv: tuple[str, ...]
+    notes: tuple[str, ...] = ()  # how values of the file were fitted to those of the command line
 
     @property
     def name(self) -> str:
@@ -50,11 +65,13 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What `load` found. `run` holds defaults where a problem stands; `file_read` is False where it is nothing but defaults."""
+    """What `load` found. `run` holds defaults where a problem stands; `file_read` is False where it is nothing but defaults.
+    `asked` has the values before any was derived."""
 
     run: RunConfig
     problems: list[Problem]
     origins: dict[str, str]
+    asked: dict[str, Any]
     launch: Launch
     options: dict[str, str]
     file_read: bool
@@ -67,7 +84,8 @@ def load(argv: Sequence[str], options: Mapping[str, str] | None = None, switches
     likewise, and a switch given without a value takes the value in `switches` (absent, it is ""). All of them come back in
     `Loaded.options`. Nothing is raised for a wrong command line: every mistake is a Problem.
 
-    `Loaded.origins` says for each dotted key who set it: default, file, command line, or derived (by `config.resolve`).
+    `Loaded.origins` says for each dotted key who set it: default, file, command line, or derived (by `config.resolve` and by
+    `fit_schedule`).
     """
     options, switches = dict(options or {}), dict(switches or {})
     given, overrides, problems = _split(argv, options, switches)
@@ -77,7 +95,7 @@ def load(argv: Sequence[str], options: Mapping[str, str] | None = None, switches
     problems += wrong
     file_read = config is not None
     config = config if config is not None else default_config()
-    from_file = dict(flatten(config))
+    from_file, values_of_file = set(assigned(config)) | _changed(config), dict(flatten(config))
     chosen: set[str] = set()
     for key, text in overrides:
         wrong = apply(config, key, text)
@@ -86,8 +104,77 @@ def load(argv: Sequence[str], options: Mapping[str, str] | None = None, switches
             chosen.add(key)
     run, wrong = resolved(config)
     problems += wrong
-    origins = _origins(run, dict(flatten(config)), from_file, chosen)
-    return Loaded(run, problems, origins, launch, options | dict.fromkeys(switches, "") | given, file_read)
+    authors = dict.fromkeys(docs(), "default") | dict.fromkeys(from_file, "file") | dict.fromkeys(chosen, "command line")
+    run, notes = fit_schedule(run, authors, {"default": dict(flatten(default_config())), "file": values_of_file})
+    asked = dict(flatten(config))
+    origins = {
+        key: "derived" if key in asked and asked[key] != value else authors.get(key, "default")
+        for key, value in flatten(to_dict(run))
+    }
+    launch = dataclasses.replace(launch, notes=tuple(notes))
+    return Loaded(run, problems, origins, asked, launch, options | dict.fromkeys(switches, "") | given, file_read)
+
+
+def length(o: Optimizer, steps: int) -> int:
+    """Return how many steps warm-up and decay of a schedule take at least, in a run of so many steps."""
+    if o.schedule == "constant":
+        return o.warmup_steps
+    decay = o.decay_steps or (steps // 5 if o.schedule == "wsd" else 0)
+    return max(1, o.warmup_steps) + decay  # the first step is taken at the peak where there is no warm-up
+
+
+def _changed(config: ml_collections.ConfigDict) -> set[str]:
+    """Return the keys of a config that differ from their defaults: those of a file that copied the config it began with."""
+    defaults = dict(flatten(default_config()))
+    return {key for key, value in flatten(config) if key not in defaults or value != defaults[key]}
+
+
+AUTHORS = ("default", "file", "command line")  # each ranks above those before it
+
+
+def fit_schedule(
+    run: RunConfig, authors: Mapping[str, str], values: Mapping[str, Mapping[str, Any]]
+) -> tuple[RunConfig, list[str]]:
+    """Fit the learning-rate schedule to a shorter run, or to a lower peak, where its author ranks below that of the change.
+
+    `--config.train.steps=20` with a file that warms up for 50 of 700 steps warms up for one: the same part of the run. A value
+    whose author ranks as high as that of train.steps, or higher, stays as it is, and `validate` reports the contradiction.
+
+    Args:
+        run: the resolved config.
+        authors: dotted key -> who set it, one of AUTHORS.
+        values: author -> the flat config as that author left it.
+
+    Returns:
+        the config, and one line for each value that changed.
+    """
+
+    def below(key: str, other: str) -> bool:
+        return AUTHORS.index(authors[key]) < AUTHORS.index(authors[other])
+
+    o, steps = run.optimizer, run.train.steps
+    changes: dict[str, Any] = {}
+    notes: list[str] = []
+    if steps > 0 and length(o, steps) > steps:
+        decays = o.schedule != "constant"
+        lengths = {"warmup_steps": o.warmup_steps, "decay_steps": o.decay_steps if decays else 0}
+        movable = {n: v for n, v in lengths.items() if v > 0 and below(f"optimizer.{n}", "train.steps")}
+        before = {n: values[authors[f"optimizer.{n}"]]["train.steps"] for n in movable}
+        fitted = {n: max(1, v * steps // max(steps, before[n])) for n, v in movable.items()}
+        room = steps - (length(o, steps) - sum(movable.values()))
+        if sum(fitted.values()) > room:
+            fitted = {n: v * max(0, room) // sum(movable.values()) for n, v in movable.items()}
+        changes |= fitted
+        for n, v in fitted.items():
+            was = f"{movable[n]} of {before[n]} steps ({authors[f'optimizer.{n}']})"
+            notes.append(f"optimizer.{n}: {was} -> {v} of train.steps = {steps} ({authors['train.steps']})")
+    if o.schedule != "constant" and o.lr_min > o.lr >= 0 and below("optimizer.lr_min", "optimizer.lr"):
+        author = authors["optimizer.lr_min"]
+        peak = values[author]["optimizer.lr"]
+        changes["lr_min"] = min(o.lr, float(f"{o.lr_min * o.lr / max(o.lr, peak):.6g}"))
+        was = f"{o.lr_min:g} of a peak of {peak:g} ({author})"
+        notes.append(f"optimizer.lr_min: {was} -> {changes['lr_min']:g} of {o.lr:g} ({authors['optimizer.lr']})")
+    return dataclasses.replace(run, optimizer=dataclasses.replace(o, **changes)), notes
 
 
 def resolved(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
@@ -120,8 +207,10 @@ def _split(
         elif name in switches and not has_value:
             given[name] = switches[name]
         elif name not in names:
-            known = [f"--{n}" for n in [*names, "config.KEY", "help"]]
-            problems.append(Problem(f"--{name}", None, "no such option", nearest(f"--{name}", known)))
+            if not has_value and rest and not rest[0].startswith("--"):
+                value, has_value = rest.pop(0), "="
+            remedy = _nearest_option(name, names, has_value + value)
+            problems.append(_explain_refusal(Problem(f"--{name}", None, "no such option", remedy)))
         elif has_value:
             given[name] = value
         elif rest and not rest[0].startswith("--"):
@@ -129,6 +218,34 @@ def _split(
         else:
             problems.append(Problem(f"--{name}", None, "needs a value", f"Write --{name}=VALUE."))
     return given, overrides, problems
+
+
+def _nearest_option(name: str, names: Sequence[str], given: str) -> str:
+    """Return the remedy for an unknown option: an option that is spelt like it, or the keys that it may mean.
+
+    Args:
+        name: the option without its dashes.
+        names: all options of the command.
+        given: "=VALUE" as it was typed, or "".
+    """
+    known = list(docs())
+    if close := difflib.get_close_matches(name, names, 1, 0.75):
+        return f"Did you mean --{close[0]}?"
+    if begun := [n for n in names if n.startswith(name)]:
+        return did_you_mean(f"--{n}" for n in begun)
+    given = "=VALUE" if given and OTHER_UNIT.search(name) else given
+    if found := [name] if name in known else nearest_keys(name, known):
+        return did_you_mean(_as_option(setting, given) for setting in found)
+    return f"Known: {', '.join(f'--{n}' for n in [*names, 'config.KEY', 'help'])}."
+
+
+def _as_option(setting: str, given: str) -> str:
+    """Return a setting as the command line has it: with the value of the table, or with the one that was typed."""
+    if setting.startswith("--"):
+        return setting.partition("=")[0] + given
+    if " " in setting:
+        return setting
+    return f"--config.{setting}" if "=" in setting else f"--config.{setting}{given}"
 
 
 def _file_and_variant(text: str) -> tuple[str, str]:
@@ -224,38 +341,11 @@ def parse(text: str, kind: type) -> Any:
     return kind(text)
 
 
-def nearest_key(key: str, known: list[str]) -> str:
-    """Remedy for a misspelt dotted key: the same name in another section, else the nearest key, else what there is."""
-    last = key.rpartition(".")[2]
-    same = [k for k in known if k.rpartition(".")[2] == last]
-    if same:
-        return f"Did you mean {same[0]}?"
-    section = key.partition(".")[0] + "."
-    siblings = [k for k in known if k.startswith(section)]
-    remedy = nearest(key, siblings or known)
-    return remedy if siblings or remedy.startswith("Did") else "--explain lists all keys."
-
-
 def _explain_refusal(problem: Problem) -> Problem:
     """Keys that people look for and that do not exist on purpose."""
-    if problem.rule == "no such key" and "dropout" in problem.key:
+    if problem.rule in ("no such key", "no such option") and "dropout" in problem.key:
         return Problem(problem.key, problem.value, NO_DROPOUT, "Remove it; optimizer.weight_decay is the regulariser.")
     return problem
-
-
-def _origins(run: RunConfig, asked: Mapping[str, Any], from_file: Mapping[str, Any], chosen: set[str]) -> dict[str, str]:
-    defaults = dict(flatten(default_config()))
-    origins = {}
-    for key, value in flatten(to_dict(run)):
-        if key in chosen:
-            origins[key] = "command line"
-        elif from_file.get(key, defaults.get(key)) != defaults.get(key):
-            origins[key] = "file"
-        else:
-            origins[key] = "default"
-        if key in asked and asked[key] != value:
-            origins[key] = "derived"
-    return origins
 
 
 def report(problems: Sequence[Problem]) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain import hardware
+from jaxtrain.commands import spelled
 from jaxtrain.startup import start_jax
 
 MISSING = "the package lm_eval is not installed. Install it (pip install lm-eval; it is the extra `lm-eval` of pyproject.toml)."
@@ -145,7 +146,7 @@ def before(text: str, stops: Sequence[str]) -> str:
 def parser() -> argparse.ArgumentParser:
     """The options that are not the harness's."""
     parser = argparse.ArgumentParser(
-        prog="python -m jaxtrain.lm_eval",
+        prog=spelled("python -m jaxtrain.lm_eval"),
         description="Evaluate a trained model with EleutherAI's lm-evaluation-harness.",
         epilog="All other options go to the harness: --tasks=NAME,NAME --num_fewshot=N --limit=N --output_path=FILE "
         "--include_path=FOLDER --gen_kwargs NAME=VALUE ...",

@@ -20,8 +20,8 @@ from jaxtrain.hf.origin import open_origin
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import EQUATIONS, A, B, adapter_of, is_adapter
 from jaxtrain.models.module import Params
-from jaxtrain.stages import Arrangement
-from jaxtrain.state import Tensors, is_stacked
+from jaxtrain.train.stages import Arrangement
+from jaxtrain.train.state import Tensors, is_stacked
 
 
 @functools.partial(jax.jit, static_argnames="order")

@@ -13,10 +13,12 @@ from pathlib import Path
 import ml_collections
 
 from jaxtrain import distributed, environment, explain, hardware, launch
+from jaxtrain.commands import spelled
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.startup import set_environment, start_jax
 from jaxtrain.validate import validate
-from jaxtrain.validate.places import remote
+from jaxtrain.validate.layout import mesh_sizes
+from jaxtrain.validate.places import check_lock, check_resume, remote
 
 LINGER_S = 1.0  # process 0 holds what jax in the others is connected to: they should be gone before it
 FAILED, REFUSED, AGAIN, INTERRUPTED = 1, 2, 75, 130
@@ -57,7 +59,7 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         configs = sorted(p.stem for p in (launch.REPO / "configs").glob("*.py"))
-        print(HELP.format(configs=", ".join(configs)), end="")
+        print(spelled(HELP.format(configs=", ".join(configs))), end="")
         return 0
     loaded = launch.load(argv, OPTIONS, SWITCHES)
     style, bundle = loaded.options["explain"], loaded.options["replay"]
@@ -77,8 +79,13 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
     devices = distributed.all_devices(hardware.probe(), cluster)
     if loaded.file_read:
         problems += validate(loaded.run, devices, workdir)
+    if loaded.file_read and not bundle:
+        reported = {p.key for p in problems}
+        problems += [p for p in check_resume(loaded.run, workdir) if p.key not in reported]
+        if not style and (cluster is None or cluster.process_id == 0):
+            problems += check_lock(workdir)
     if style == "text":
-        explain.text(loaded)
+        explain.text(loaded, in_use(loaded.run, devices, workdir))
     if problems:
         return launch.report(problems)
     if style:
@@ -94,7 +101,7 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
     try:
         if bundle:
             return again(Path(bundle), loaded.run)
-        from jaxtrain import train
+        from jaxtrain.train import run as train
 
         result = train.attempt(loaded.run, workdir, loaded.launch, overlay, own_process=own_process)
     except Exception:
@@ -111,6 +118,15 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
             time.sleep(LINGER_S)
         distributed.leave(code)  # Python's own way out waits for the others, minutes where one of them has failed
     return code
+
+
+def in_use(run: RunConfig, devices: hardware.Devices, workdir: Path) -> dict[str, object]:
+    """Return the values of keys that leave them open, dotted: sizes of the mesh, the folder of checkpoints."""
+    sizes, _ = mesh_sizes(run, devices)
+    found: dict[str, object] = {f"mesh.{axis}": size for axis, size in (sizes or {}).items()}
+    if run.train.accumulate == "auto":
+        found["train.accumulate"] = "layer" if run.compiler.unroll else "microbatch"
+    return found | ({} if run.checkpoint.dir else {"checkpoint.dir": str(workdir / "checkpoints")})
 
 
 def of_bundle(bundle: Path, loaded: launch.Loaded) -> launch.Loaded:
@@ -131,7 +147,8 @@ def of_bundle(bundle: Path, loaded: launch.Loaded) -> launch.Loaded:
 
 def again(bundle: Path, run: RunConfig) -> int:
     """Takes the step of a bundle again; 0 where it goes wrong as it did then, 1 where it does not."""
-    from jaxtrain import checkpoint, replay, train
+    from jaxtrain import checkpoint, replay
+    from jaxtrain.train import run as train
 
     train.set_compile_cache(run)
     try:

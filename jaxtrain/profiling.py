@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from jaxtrain.commands import spelled
 from jaxtrain.config import Profile
 from jaxtrain.metrics import write_atomic
 
@@ -116,8 +117,8 @@ class Tracer:
             write_atomic(written[-1].with_name(HLO_TEXT), text)
         self._say(
             f"Trace: {written[-1] if written else self.folder}\n"
-            f"  where the time went: python -m jaxtrain.profile {self.workdir}   (or drop the .trace.json.gz beside it on "
-            "https://ui.perfetto.dev)"
+            f"  where the time went: {spelled('python -m jaxtrain.profile')} {self.workdir}   "
+            "(or drop the .trace.json.gz beside it on https://ui.perfetto.dev)"
         )
 
 

@@ -6,6 +6,7 @@ at once, and the terminal. On a terminal the last line is live and messages appe
 line for each line of metrics. Warnings of other libraries, and the traceback of an error that ends the run, go to the log too.
 """
 
+import collections
 import logging
 import os
 import sys
@@ -18,7 +19,18 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 LOGGER = logging.getLogger("jaxtrain")
-WIDE = 108  # columns from which the bar fits beside the numbers; too narrow a line loses its end
+# The columns of a progress line, by the metric they show; a metric without a value, or of 0 tokens dropped, is left out.
+COLUMNS = {
+    "loss": "loss {:.4f}",
+    "grad_norm": "grad {:.2f}",
+    "lr": "lr {:.1e}",
+    "tokens_per_s": "{:,.0f} tok/s",
+    "mfu_causal": "MFU {:.1%}",
+    "peak_memory_gib": "{:.1f} GiB",
+    "expert_load_max": "load {:.2f}x",  # of the fullest expert, in even shares
+    "dropped_tokens": "dropped {:.2%}",
+}
+WIDE = 118  # columns from which the bar fits beside the numbers; too narrow a line loses its end
 REDRAW_S = 0.1  # drawing more often shows nothing new and takes time from the loop
 
 
@@ -34,7 +46,7 @@ class Console:
         self._live: Progress | None = None
         self._drawn = 0.0
         self._numbers = ""
-        self._first: tuple[int, float] | None = None  # step and time of the first line, for the time left
+        self._lines: collections.deque[tuple[int, float]] = collections.deque(maxlen=1000)  # step and time of each
         self._handlers: list[tuple[logging.Logger, logging.Handler]] = []
 
     def __enter__(self) -> "Console":
@@ -79,23 +91,28 @@ class Console:
 
     def step(self, line: Mapping[str, Any]) -> None:
         """Show a train line of metrics.jsonl (see `metrics.TRAIN_KEYS`); it goes to log.txt as well."""
-        done = line["step"]
-        now = time.monotonic()
-        left = None
-        if self._first is None:
-            self._first = done, now
-            if line["step_time_s"] is not None:
-                left = (self._total - done) * line["step_time_s"]
-        elif done > self._first[0]:
-            # Over everything since the first line: evaluations and saves to come take time like those that were.
-            left = (self._total - done) * (now - self._first[1]) / (done - self._first[0])
-        self._numbers = numbers(line, left, self.of_fp8)
+        done, now = line["step"], time.monotonic()
+        self._numbers = numbers(line, self._seconds_left(done, now, line["step_time_s"]), self.of_fp8)
         text = f"step {done}/{self._total}  {self._numbers}"
         if self._has_live_line():
             self._draw(done, force=True)
             LOGGER.info("%s", text, extra={"file_only": True})
         else:
             LOGGER.info("%s", text)
+
+    def _seconds_left(self, done: int, now: float, step_time_s: float | None) -> float | None:
+        """Return an estimate of the seconds until the last step, from the last quarter of the lines; of 20 lines at least.
+
+        It has evaluations and saves in it. For the first line it is the step time alone.
+        """
+        while self._lines and self._lines[-1][0] >= done:  # a rollback
+            self._lines.pop()
+        self._lines.append((done, now))
+        count = len(self._lines)
+        before, then = self._lines[min(max(count - 20, 0), 3 * count // 4)]
+        if count == 1:
+            return None if step_time_s is None else (self._total - done) * step_time_s
+        return (self._total - done) * (now - then) / (done - before)
 
     def end_live(self) -> None:
         """Leave the live line as it stands and go on below it."""
@@ -172,28 +189,17 @@ class _TerminalHandler(logging.Handler):
 
 
 def numbers(line: Mapping[str, Any], seconds_left: float | None, of_fp8: float | None = None) -> str:
-    """The part of a progress line that follows the step; '-' for what is not known.
-
-    `load`: of the fullest expert, in even shares. `of_fp8`: as `Console.of_fp8`.
-    """
-
-    def show(name: str, form: str, scale: float = 1.0) -> str:
-        value = line[name]
-        return "-" if value is None else format(value * scale, form)
-
-    beside = "" if of_fp8 is None else f", {show('mfu_causal', '.1f', 100 * of_fp8)}% of the FP8 peak"
-    causal = "" if line["mfu_causal"] is None else f"% (causal{beside})"
-    parts = [
-        f"loss {show('loss', '.4f')}",
-        f"left {duration(seconds_left)}",
-        f"{show('tokens_per_s', ',.0f')} tok/s",
-        f"MFU {show('mfu_causal', '.1f', 100)}{causal}",
-        f"mem {show('peak_memory_gib', '.1f')}{'' if line['peak_memory_gib'] is None else ' GiB'}",
-    ]
-    if "expert_load_max" in line:
-        parts.append(f"load {show('expert_load_max', '.2f')}x")
-    if line.get("dropped_tokens"):
-        parts.append(f"dropped {show('dropped_tokens', '.2f', 100)}%")
+    """Return the columns of a progress line after the step. `of_fp8`: as `Console.of_fp8`."""
+    parts = []
+    for name, form in COLUMNS.items():
+        value = line.get(name)
+        if value is None or (name == "dropped_tokens" and not value):
+            continue
+        parts.append(form.format(value))
+        if name == "mfu_causal" and of_fp8 is not None:
+            parts[-1] += f" ({value * of_fp8:.1%} of the FP8 peak)"
+    if seconds_left is not None:
+        parts.append(f"left {duration(seconds_left)}")
     return "  ".join(parts)
 
 

@@ -4,8 +4,8 @@
     replay/step-7/batch.npz       the batch as it came from the data pipeline
     replay/step-7/checkpoints/7/  the weights that the step was computed from, infinite and undefined ones included
 
-The guard holds the state until this is written (jaxtrain/guard.py), so it is the very state of that step. Loss and gradient
-follow from weights and batch alone: moments are not kept, and stand as digests.
+The guard holds the state until this is written (jaxtrain/train/guard.py), so it is the very state of that step. Loss and
+gradient follow from weights and batch alone: moments are not kept, and stand as digests.
 """
 
 import dataclasses
@@ -21,15 +21,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain import compiler, config, digests, guard, state, step
+from jaxtrain import config, digests
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, files
+from jaxtrain.commands import spelled
 from jaxtrain.config import RunConfig
 from jaxtrain.distributed import Peers
 from jaxtrain.divergence import Bad, finite
 from jaxtrain.metrics import write_atomic
+from jaxtrain.models.module import part
 from jaxtrain.receipt import device_facts
-from jaxtrain.state import TrainState
-from jaxtrain.step import Program
+from jaxtrain.shapes import STACK
+from jaxtrain.train import compiler, guard, state
+from jaxtrain.train.batch import place_batch, rows_here
+from jaxtrain.train.program import Program, build
+from jaxtrain.train.state import TrainState
 
 FORMAT = 2
 BUNDLE, BATCH = "bundle.json", "batch.npz"
@@ -88,7 +93,7 @@ def write(
             write_atomic(folder / BUNDLE, files.sealed(record))
     except (CheckpointError, OSError) as error:
         raise ReplayError(f"step {bad.step} cannot be kept for a replay: {error}") from error
-    return f"kept for a replay: python -m jaxtrain.main --replay={folder}"
+    return spelled(f"kept for a replay: python -m jaxtrain.main --replay={folder}")
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -112,7 +117,7 @@ def replay(folder: Path, run: RunConfig, say: Callable[[str], None]) -> bool:
     Raises ReplayError, CheckpointError or ConfigError where it cannot be taken.
     """
     record = read(folder)
-    program = step.build(run, jax.devices())
+    program = build(run, jax.devices())
     with np.load(folder / BATCH) as stored:
         rows = {name: stored[name] for name in stored.files}
     wanted = program.batch["tokens"].shape
@@ -120,7 +125,7 @@ def replay(folder: Path, run: RunConfig, say: Callable[[str], None]) -> bool:
         raise ReplayError(
             f"{folder / BATCH} holds {rows['tokens'].shape}, and this config's batch is {wanted}: leave it as it was."
         )
-    batch = step.place_batch(rows, program.batch, program.context, step.rows_here(program.batch))
+    batch = place_batch(rows, program.batch, program.context, rows_here(program.batch))
     say(f"step {record['step']} of {folder}: data {record['data']}")
     current = _state(folder, record, program)
     sums = state.digests_by_name(state.to_digests(weights_alone(current)))
@@ -161,9 +166,7 @@ def _state(folder: Path, record: Mapping[str, Any], program: Program) -> TrainSt
     store = Checkpoints(folder / "checkpoints", finite=False)
     tensors = store.restore(record["step"], state.abstract_tensors(abstract))
     params = state.from_tensors(abstract, tensors).params
-    optimizer = jax.jit(program.tx.init, out_shardings=state.shardings(program.state.optimizer))(
-        step.part(params, program.trained)
-    )
+    optimizer = jax.jit(program.tx.init, out_shardings=state.shardings(program.state.optimizer))(part(params, program.trained))
     kept = {n: np.asarray(x, program.state.guard[n].dtype) for n, x in record["guard"].items()}
     guarded = jax.device_put(kept | {"held": np.int32(0)}, state.shardings(program.state.guard))
     done = jax.device_put(np.int32(record["step"] - 1), program.state.step.sharding)
@@ -207,13 +210,13 @@ def _tensors(program: Program, tree: Any) -> state.Tensors:
 
 def _in_layers(run: RunConfig, program: Program, params: Any, micro: Any) -> str:
     """The first layer after which values are not finite; '' where all are, or where there are no layers to be counted."""
-    if step.STACK not in params:
+    if STACK not in params:
         return ""
     kept = _tensors(program, params)
 
     def spoiled(layers: int) -> bool:
         model = dataclasses.replace(run.model, num_layers=layers)
-        shorter = step.build(dataclasses.replace(run, model=model), jax.devices())
+        shorter = build(dataclasses.replace(run, model=model), jax.devices())
         abstract = weights_alone(shorter.state)
         some = {name: jax.device_put(kept[name], a.sharding) for name, a in state.abstract_tensors(abstract).items()}
         return not np.isfinite(float(_loss(shorter, state.from_tensors(abstract, some).params, micro)))

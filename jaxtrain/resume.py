@@ -5,8 +5,9 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain import config, groups
+from jaxtrain import config
 from jaxtrain.config import Problem
+from jaxtrain.optim import groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ TABLE = (
     Row(("train.spike",), "free", "steps from here on; what earlier ones were compared with is stored in any case"),
     Row(("env.*",), "free", "how GPUs are run; other algorithms of NCCL's add in another order"),
     Row(("train.deterministic",), "free", "other kernels: the numbers differ by rounding"),
-    Row(("train.steps",), "free", "a run may go on for longer; a schedule that ends with the last step ends later"),
+    Row(("train.steps",), "free", "a run may become longer or shorter; a schedule that ends with the last step ends then"),
     Row(
         ("optimizer.lr", "optimizer.lr_min", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.decay_steps"),
         "free",

@@ -5,14 +5,15 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-from jaxtrain import config, hardware
+from jaxtrain import config, hardware, stores
+from jaxtrain.commands import spelled
 from jaxtrain.startup import start_jax
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; exit 2 where the question is wrong."""
     parser = argparse.ArgumentParser(
-        prog="python -m jaxtrain.sample", description="Continue a text with a trained model.", allow_abbrev=False
+        prog=spelled("python -m jaxtrain.sample"), description="Continue a text with a trained model.", allow_abbrev=False
     )
     parser.add_argument("--workdir", required=True, help="a run's folder, or one of its checkpoints/<step>")
     own = "default: as in the run's config"
@@ -34,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name in given and not allowed(given[name]):
             print(f"--{name.replace('_', '-')} = {given[name]}: {rule}.", file=sys.stderr)
             return 2
+    if missing := stores.missing(args.workdir):
+        print(f"--workdir = {args.workdir!r}: {missing}", file=sys.stderr)
+        return 2
     start_jax(hardware.probe())
     # Imported here: `--help` and wrong options answer in a moment, and the platform must be named before jax is imported.
     import jax

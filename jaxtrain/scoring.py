@@ -17,12 +17,11 @@ from jaxtrain import config
 from jaxtrain.config import RunConfig
 from jaxtrain.generate import Sampler
 from jaxtrain.kernels import attention
-from jaxtrain.kernels.dot import DTYPES
 from jaxtrain.models.attention import Kernel
 from jaxtrain.models.module import Params
-from jaxtrain.models.transformer import empty_cache
 from jaxtrain.sharding import LayoutError, make_placement, replicated
-from jaxtrain.step import attention_specs, dropless, hardware_of, make_definition
+from jaxtrain.train.definition import for_inference, make_definition
+from jaxtrain.train.kernel import attention_specs, hardware_of
 
 SHORTEST = 64  # padded length of the shortest texts
 CHUNKS = (4096, 512, 64, 8, 1)  # tokens of prompts that are read at a time: few sizes, few programs
@@ -51,7 +50,7 @@ class Scorer:
         if sampler.placement.mesh_axes("layers"):
             stages = sampler.placement.size("stage")
             raise LayoutError(f"mesh.stage = {stages}: scores are taken without stages. Load the model by generate.load.")
-        spread = dataclasses.replace(dropless(run), mesh=config.Mesh(**dict(mesh.shape)))
+        spread = dataclasses.replace(for_inference(run), mesh=config.Mesh(**dict(mesh.shape)))
         self.placement = make_placement(spread, list(mesh.devices.flat))  # the sampler's own splits no batch
         shards = self.placement.size(self.placement.mesh_axes("batch"))
         self.rows = -(-rows // shards) * shards
@@ -63,7 +62,9 @@ class Scorer:
         definition = make_definition(spread, self.placement, Kernel(name, specs))
         self._run, self._sampler, self._params = run, sampler, params
         self._whole = replicated(self.placement)
-        self._score = jax.jit(self._scorer(definition), out_shardings=(self._whole, self._whole))
+        specs, of_rows = definition.specs(self.placement), self.placement.spec(("batch", None))
+        score = self.placement.shard_map(self._scorer(definition), (specs, of_rows, of_rows), (of_rows, of_rows))
+        self._score = jax.jit(score, out_shardings=(self._whole, self._whole))
         self._extend = jax.jit(self._next, donate_argnums=1)
 
     def _scorer(self, definition: Any) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -128,9 +129,8 @@ class Scorer:
 
     def _next(self, params: Params, cache: Any, tokens_BT: jax.Array) -> tuple[jax.Array, Any]:
         """The likeliest token after these, (B,), and the cache with them."""
-        model = self._sampler.definition.bind(params)
-        hidden_BTD, cache = model.decode(tokens_BT, cache)
-        return jnp.argmax(model.logits(hidden_BTD[:, -1:])[:, 0], axis=-1), cache
+        logits_BV, cache = self._sampler.decode(params, cache, tokens_BT)
+        return jnp.argmax(logits_BV, axis=-1), cache
 
     def likeliest(
         self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], done: Callable[[int, list[int]], bool]
@@ -164,8 +164,7 @@ class Scorer:
         """One batch: what all prompts are long enough for is read in chunks; from there on every row goes a token at a time,
         and one whose prompt is longer is given its next token. So all rows have the same length and nothing is padded."""
         room = padded(max(len(prompts[i]) + max_tokens[i] for i in batch))
-        cache = empty_cache(self._run.model, self._sampler.placement, self.rows, room, DTYPES[self._run.compute])
-        cache = jax.device_put(cache, self._whole)
+        cache = self._sampler.empty_cache(self.rows, room)
         rows = [prompts[i] for i in batch]
         rows += [rows[-1]] * (self.rows - len(batch))
         shortest, at = min(map(len, rows)), 0

@@ -19,6 +19,8 @@ Batches are dicts of arrays of shape (B, T), described by `BATCH_KEYS`:
     weights      float32  how much each target counts in the loss; 0 where there is no target
 """
 
+STACK = "layers"  # the name of a model's stack of layers, and the logical axis of its first dimension
+
 BATCH_KEYS = {
     "tokens": "int32",
     "targets": "int32",

@@ -20,8 +20,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain import digests, stacks, state
-from jaxtrain.state import Tensors, TrainState
+from jaxtrain import digests, stacks
+from jaxtrain.train import state
+from jaxtrain.train.state import Tensors, TrainState
 
 
 class Snapshot(NamedTuple):

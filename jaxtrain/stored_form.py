@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jaxtrain.quantized import SIGNED, Blocks, axis_of, decode, encode, scales_of
+from jaxtrain.optim.quantized import SIGNED, Blocks, axis_of, decode, encode, scales_of
 from jaxtrain.stacks import on_device
-from jaxtrain.state import Tensors, dividing
+from jaxtrain.train.state import Tensors, dividing
 
 _CODES, _SCALES = ".codes", ".scales"
 

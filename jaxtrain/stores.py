@@ -4,6 +4,7 @@ Needs neither jax nor any client: a config is refused by it before anything star
 """
 
 import importlib.util
+from pathlib import Path
 
 GCS = "gs://"
 SPECIAL = "#[]*?"  # to the client a version of an object, and patterns of names
@@ -45,3 +46,10 @@ def refused(place: str, checkpoints: bool = False) -> tuple[str, str] | None:
     if importlib.util.find_spec("gcsfs") is None:
         return "gs:// needs the package `gcsfs`, which is not installed", "pip install 'jaxtrain[gcs]'"
     return None
+
+
+def missing(path: str) -> str:
+    """Return the rule and the remedy for a folder of checkpoints that does not exist; "" where it does, or is in a store."""
+    if path.startswith("hf:") or "://" in path or Path(path).expanduser().exists():
+        return ""
+    return "no such folder. Name a run's folder, its checkpoints folder, or one checkpoints/STEP."

@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jaxtrain.config import Problem
+from jaxtrain.runtime.variables import LAUNCHED, NOTE
 
 END = "SLURM_JOB_END_TIME"  # seconds since 1970; Slurm sets it for every job
 LEAST_S = 60.0  # left for the last save
 MOST = 0.25  # of the whole time, at most, is left for it
 LOOK_S = 1.0
 WHY = "time limit"
-LAUNCHED = "JAXTRAIN_LAUNCHED"  # seconds since 1970: when run.sh was called, which may have made attempts before this one
-NOTE = "JAXTRAIN_NOTE"  # a file of run.sh's: what is in it is why there should be no further attempt
 
 
 def launched(environ: Mapping[str, str] = os.environ) -> float | None:

@@ -1,206 +1,274 @@
-"""How a step holds its weights and gradients: the stages of ZeRO, when weights are gathered, when gradients are summed.
+"""How a step holds its weights and gradients: the stages of ZeRO, and when weights are gathered.
 
 After Rajbhandari et al. 2020 (arXiv:1910.02054), in mixed precision: the float32 master weights count as optimizer state.
 
-    stage 0  nothing is split; gradients are all-reduced
-    stage 1  master and moments are split. Weights are gathered once a step in the compute dtype (but a router's as it is) and
-             stay whole; gradients are held whole, one for each device, and reduce-scattered once, at the end of the step
-    stage 2  the same, but each layer's gradient is reduce-scattered as its backward pass makes it
-    stage 3  weights too are whole only in use (sharding.gather: layer, forward); with gather = step it is stage 1
+    ZeRO-0  master weights, moments and gradients are replicated. Gradients are all-reduced.
+    ZeRO-1  master weights and moments are sharded. Weights are gathered once a step, in the compute dtype. Each device holds
+            an unreduced gradient of the whole weight. Reduce-scatters at the end of the step sum these.
+    ZeRO-2  as ZeRO-1, but each layer's gradient is reduce-scattered in its backward pass, and the embedding table stays
+            sharded: each device looks up its columns (kernels/embedding.py).
+    ZeRO-3  weights are gathered where they are used, and freed after it. With sharding.gather = step they are gathered once a
+            step, and the step runs as ZeRO-1.
 
-With several microbatches, sums over mesh axes that do not split a weight wait for the end of the step as well: `data` beside
-`fsdp` (HSDP), or all axes at stage 0. So each of a step's gradients crosses such an axis once.
+The sum over replicas of a weight (over `data` beside `fsdp`; over all axes at ZeRO-0) is an all-reduce. With one microbatch
+it is part of the layer's backward pass. With several it runs once, at the end of the step.
+
+Everything here computes with local shards, inside the step's shard_map.
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import get_opaque_trace_state
 
 from jaxtrain.config import RunConfig
-from jaxtrain.kernels.dot import Numerics
-from jaxtrain.kernels.fp8 import E4M3, from_bits, scaled, to_bits
-from jaxtrain.models.module import Params, filled
-from jaxtrain.sharding import Axes, Held, Placement, Scaled, Sum, summed
+from jaxtrain.kernels.fp8 import E4M3, Float8, encode, from_bits, to_bits
+from jaxtrain.kernels.numerics import DTYPES, Numerics
+from jaxtrain.models.module import Definition, Params, filled, part
+from jaxtrain.sharding import (
+    Axes,
+    GatherSpec,
+    Placement,
+    all_gather_weight,
+    gather_weight,
+    redirect,
+    reduce_gradient,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
-    """What a step holds, and how it sums."""
+class ComputeCopy:
+    """A gathered or FP8 value of a weight, and the master that gets the gradient."""
+
+    value: Any  # an array, gathered; or Float8
+    master: Any
+
+
+class StackCheck:
+    """A check that a model runs its stack of layers once, whole, and with the weights unchanged.
+
+    The stack has one backward pass, which gives its gradients to `StackWeight.into`. If the stack were run twice or in part,
+    sums of earlier microbatches would be added twice, or lost. A change of the weights before it would have no gradient.
+
+    Args:
+      into: the arrays of `StackWeight.into`.
+      adds: the backward pass adds to them. They are the sums of earlier microbatches' gradients.
+    """
+
+    def __init__(self, into: Params, adds: bool):
+        arrays = jax.tree.leaves(into)
+        self.adds = adds
+        self._layers, self._arrays = len(arrays[0]), {id(a) for a in arrays}
+        self._trace, self._run = get_opaque_trace_state(convention="nnx"), False
+
+    def note_run(self, layers: int, into: Sequence[jax.Array]) -> None:
+        """Note that the stack is run, by its number of layers and their `into`. Raise TypeError where that is not allowed."""
+        found = ""
+        if self._run:
+            found = "run twice"
+        elif layers != self._layers:
+            found = f"run in part, {layers} of {self._layers} layers"
+        elif self._trace != get_opaque_trace_state(convention="nnx"):
+            found = "run inside a loop or another transformation"
+        elif {id(a) for a in into} != self._arrays:
+            found = "changed before it is run"
+        if found:
+            raise TypeError(
+                f"the model's stack of layers is {found}: set uses_plan_run = False in the model: autodiff allows that"
+            )
+        self._run = True
+
+
+@dataclasses.dataclass(frozen=True)
+class StackWeight:
+    """A weight of a stack of layers that is differentiated, and the array that has its gradient.
+
+    The backward pass of the stack (models/remat.py) gives `into` the weight's gradient, in the dtype of `into`; or, if
+    `check.adds`, the sum of `into` and the weight's gradient. The weight itself has none.
+    """
+
+    value: Any  # an array, or ComputeCopy
+    into: Any
+    check: StackCheck
+
+
+jax.tree_util.register_dataclass(ComputeCopy, ["value", "master"], [])
+jax.tree_util.register_dataclass(StackWeight, ["value", "into"], ["check"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Zero:
+    """How a run shards weights and gradients: its ZeRO stage. Static."""
 
     placement: Placement
     numerics: Numerics
-    grads: jnp.dtype  # of gradients summed over microbatches
-    whole: bool  # weights are gathered once, before the first microbatch
-    once: bool  # gradients are not summed over any axis before the end of the step
+    reduce_once: bool  # gradients are reduced once a step; weights are gathered once, too
+    gather_once: bool  # weights are gathered once a step
     accumulates: bool  # several microbatches
-    eight: Params  # which weights are held in 8 bits
-    exact: Params  # which weights are not rounded to the compute dtype
-    trained: Params  # which weights are learnt
-    adds_layers: bool  # the model adds gradients of stacked layers to the sum of the microbatches before
+    grad_dtype: jnp.dtype  # of gradients summed over microbatches
 
-    def late(self, axes: Axes) -> tuple[str, ...]:
-        """Mesh axes over which the gradient of a weight with these logical axes is summed at the end of the step."""
+    # ---- In a layer
+
+    def gather_module[M: nnx.Module](self, module: M) -> M:
+        """Return the module with its weights gathered, in the compute dtype: ready for use."""
+
+        def gather(path: Any, p: Any) -> Any:
+            # A plan and a profile show the weight's name in this scope.
+            with jax.named_scope(jax.tree_util.keystr(path, simple=True, separator=".")):
+                return p.replace(self.gather_weight(p.get_value(), p.get_metadata("axes"), p.get_metadata("exact", False)))
+
+        with jax.named_scope("weights"):
+            return jax.tree_util.tree_map_with_path(gather, module, is_leaf=lambda p: isinstance(p, nnx.Param))
+
+    def gather_weight(self, w: Any, axes: Axes, exact: bool = False) -> Any:
+        """Return one weight, gathered, in the compute dtype; if `exact`, in its own."""
+        if isinstance(w, StackWeight):
+            raise TypeError("the stack of layers is not run by remat.Plan.run alone: set uses_plan_run = False in the model")
+        if not isinstance(w, ComputeCopy):
+            return self._gather_master(w, axes, exact)
+        # Only the gradient of this gather is used, and XLA removes the gather itself.
+        into = self._gather_master(w.master, axes, exact)
+        if not isinstance(w.value, Float8):
+            return redirect(w.value, into)
+        bits = w.value.bits
+        if not self.gather_once:
+            bits = checkpoint_name(_gather_bits(bits, self.gather_spec(axes, E4M3)), "weight")
+        return Float8(bits, w.value.scale, into)
+
+    def ungathered(self, w: Any, axes: Axes) -> jax.Array:
+        """Return a weight that is used without being gathered, in the master dtype."""
+        spec = dataclasses.replace(self.gather_spec(axes, w.dtype), dims=())
+        return gather_weight(w, dataclasses.replace(spec, summed=()) if self.accumulates else spec)
+
+    def _gather_master(self, w: jax.Array, axes: Axes, exact: bool) -> jax.Array:
+        spec = self.gather_spec(axes, w.dtype if exact else self.numerics.compute)
+        if self.reduce_once:
+            spec = dataclasses.replace(spec, dims=(), summed=())
+        elif self.accumulates:
+            spec = dataclasses.replace(spec, summed=())
+        return checkpoint_name(gather_weight(w, spec), "weight")
+
+    def gather_spec(self, axes: Axes, compute: jnp.dtype) -> GatherSpec:
+        """Return how a weight with these logical axes is gathered, and its gradient reduced over all devices."""
         p = self.placement
-        split = {a for axis in axes for a in p.mesh_axes(axis)}
-        # Over the axis that splits experts no two devices have a part of the same gradient.
-        apart = p.in_use("experts") if "experts" in axes else ()
-        tokens = tuple(a for a in p.mesh_axes("batch") + p.mesh_axes("sequence") if a not in apart)
-        return tokens if self.once else tuple(a for a in tokens if self.accumulates and a not in split)
+        dims = tuple((dim, over) for dim, axis in enumerate(axes) if (over := p.gather_axes(axis)))
+        return GatherSpec(dims, p.replica_axes(axes), compute, self.numerics.reduce)
 
-    def weights(self, params: Params, axes: Params) -> Params:
-        """From the master weights, what all microbatches of a step compute with."""
-        held = self.rounded(params, axes)
-        return jax.tree.map(self._gathered, held, axes, self.exact, is_leaf=_is_scaled) if self.whole else held
+    # ---- Once a step
 
-    def at_rest(self, weights: Params, params: Params) -> Params:
-        """What an evaluation computes with: the `rounded` weights, which rest as the master does, and learn nothing."""
-        return jax.tree.map(
-            lambda w, p: Held(w, p, False, ()) if isinstance(w, Scaled) else w, weights, params, is_leaf=_is_scaled
-        )
+    def step_weights(self, params: Params, definition: Definition, in_fp8: Params) -> tuple[Params, Params]:
+        """Return (base, copies) of the master weights, for all microbatches of a step.
 
-    def rounded(self, params: Params, axes: Params) -> Params:
-        """The master weights, those of FP8 matmuls in 8 bits. Once a step: a scale is a collective."""
-        return jax.tree.map(lambda w, axes, eight: scaled(w, axes, self.placement) if eight else w, params, axes, self.eight)
+        base: the weights that are differentiated: at ZeRO-1 the gathered ones, otherwise the masters.
+        copies: for each weight its `ComputeCopy.value`, or None.
 
-    def slots(self, params: Params, axes: Params, sums: Params) -> Params:
-        """What a microbatch's gradients are taken of: each has the shape, dtype and layout of its weight's gradient. Here and
-        in what follows, parameters and axes are those of the weights that are learnt.
-
-        A weight whose gradient comes back to where it rests is its own slot. The others' are in the type that travels: a
-        gradient is rounded to it once, wherever it is held, and twice as many bytes would say no more. (Once more for a
-        key/value head that several ranks share.) Where the model adds to the sum of the microbatches before, that is the slot.
+        Args:
+          in_fp8: which weights are multiplied in FP8.
         """
 
-        def slot(w: jax.Array, axes: Axes, sum_: jax.Array) -> jax.Array:
-            if self.adds(axes):
-                return sum_
-            return w if self._plain(axes) else self._zero(w, axes, self.numerics.reduce)
+        def quantized(w: jax.Array, axes: Axes, chosen: bool) -> Float8 | None:
+            if not chosen:
+                return None
+            over = tuple(a for axis in axes if axis != "layers" for a in self.placement.mesh_axes(axis))
+            made = encode(w, stacked=axes[0] == "layers", over=over)
+            if not self.gather_once:
+                return made
+            return dataclasses.replace(made, bits=self._by_layer(_gather_bits, made.bits, axes, E4M3))
 
-        return jax.tree.map(slot, params, axes, sums)
+        def whole(w: jax.Array, axes: Axes, exact: bool) -> jax.Array:
+            return self._by_layer(all_gather_weight, w, axes, w.dtype if exact else self.numerics.compute)
 
-    def bound(self, weights: Params, slots: Params, axes: Params) -> Params:
-        """The parameters of a model that computes with `weights`, and whose gradient is that of `slots`. Weights and axes are
-        those of all parameters: what has no slot is frozen."""
+        copies = jax.tree.map(quantized, params, definition.axes, in_fp8)
+        if not self.gather_once:
+            return params, copies
+        wholes = jax.tree.map(whole, params, definition.axes, definition.exact)
+        if self.reduce_once:
+            return wholes, copies
+        return params, jax.tree.map(lambda made, w: w if made is None else made, copies, wholes, is_leaf=_is_copy_or_none)
 
-        def hold(w: jax.Array | Scaled, slot: jax.Array, axes: Axes, learns: bool) -> jax.Array | Held:
-            if not learns:
-                return Held(w, _no_slot(w, axes), self.whole, (), frozen=True)
-            adds = self.adds(axes)
-            plain = self._plain(axes) and not isinstance(w, Scaled) and not adds
-            into = Sum(self.numerics.reduce, len(slot)) if adds else None
-            return slot if plain else Held(w, slot, self.whole, self.late(axes), into)
+    def microbatch_weights(
+        self, base: Params, copies: Params, rest: Params, stack: Params | None = None, adds: bool = False
+    ) -> Params:
+        """Return the weights that a microbatch computes with.
 
-        return jax.tree.map(hold, weights, filled(weights, slots), axes, self.trained, is_leaf=_is_scaled)
+        Args:
+          base, copies: of `step_weights`.
+          rest: the weights of `base` that autodiff differentiates.
+          stack: the arrays for gradients of the layer stack (`StackWeight.into`), by name, if remat.Plan.run runs it.
+          adds: those gradients are added to `stack`.
+        """
+        weights = jax.tree.map(
+            lambda copy, w: w if copy is None else ComputeCopy(copy, w), copies, filled(base, rest), is_leaf=_is_copy_or_none
+        )
+        if not stack:
+            return weights
+        learnt = part(weights, jax.tree.map(lambda _: True, stack))
+        check = StackCheck(stack, adds)
+        return filled(
+            weights, jax.tree.map(lambda w, into: StackWeight(w, into, check), learnt, stack, is_leaf=_is_compute_copy)
+        )
 
-    def adds(self, axes: Axes) -> bool:
-        """Whether the backward pass adds the gradient of a weight with these logical axes to that of earlier microbatches."""
-        return self.adds_layers and self.accumulates and axes[0] == "layers"
+    def gradient_buffers(self, stack: Params) -> Params:
+        """Return arrays for the gradients of a stack's weights, in the reduce dtype."""
+        return jax.tree.map(lambda w: jnp.zeros(w.shape, self.numerics.reduce), stack)
 
-    def zero(self, w: jax.Array, axes: Axes) -> jax.Array:
-        """The sum of no microbatch's gradients."""
-        return self._zero(w, axes, self.grads)
+    def zero_sums(self, learnt: Params) -> Params:
+        """Return zero-initialised sums of these weights' gradients."""
+        leaves, tree = jax.tree.flatten(learnt)
+        return jax.tree.unflatten(tree, zeros([jax.ShapeDtypeStruct(w.shape, self.grad_dtype) for w in leaves])[0])
 
-    def _zero(self, w: jax.Array, axes: Axes, dtype: jnp.dtype) -> jax.Array:
-        late = self.late(axes)
-        shape = w.shape
-        if late:
-            at = int(axes[0] == "layers")  # behind the stacked layers, which the loop over them takes off
-            shape = (*shape[:at], self.placement.size(late), *shape[at:])
-        return self._pinned(jnp.zeros(shape, dtype), axes)
+    def reduce_gradients(self, grads: Params, axes: Params) -> Params:
+        """Return the step's gradients, reduced over all devices and sharded like the master weights."""
 
-    def pinned(self, g: jax.Array, axes: Axes) -> jax.Array:
-        """A microbatch's gradient in the dtype and layout in which it is accumulated."""
-        return self._pinned(g.astype(self.grads), axes)
+        def reduced(g: jax.Array, spec: GatherSpec) -> jax.Array:
+            return reduce_gradient(g, spec if self.reduce_once else dataclasses.replace(spec, dims=())).astype(self.grad_dtype)
 
-    def settled(self, grads: Params, axes: Params) -> Params:
-        """The step's gradients, summed over every axis and split like the weights at rest."""
-        return jax.tree.map(self._settled, grads, axes)
+        def settled(g: jax.Array, axes: Axes) -> jax.Array:
+            deferred = self.reduce_once or (self.accumulates and self.placement.replica_axes(axes))
+            return self._by_layer(reduced, g, axes, g.dtype) if deferred else g.astype(self.grad_dtype)
 
-    def _pinned(self, g: jax.Array, axes: Axes) -> jax.Array:
-        return jax.lax.with_sharding_constraint(g, jax.NamedSharding(self.placement.mesh, self._spec(axes)))
+        return jax.tree.map(settled, grads, axes)
 
-    def _plain(self, axes: Axes) -> bool:
-        return not self.whole and not self.late(axes)
-
-    def _spec(self, axes: Axes) -> jax.P:
-        """Layout of a gradient before it is settled."""
-        spec = self.placement.home(axes, late := self.late(axes)).spec
-        return jax.P(spec[1], spec[0], *spec[2:]) if late and axes[0] == "layers" else spec
-
-    def _gathered(self, w: jax.Array | Scaled, axes: Axes, exact: bool) -> jax.Array | Scaled:
-        if isinstance(w, Scaled):
-            return Scaled(to_bits(self._spread(from_bits(w.value, E4M3), axes)), w.scale)
-        return self._spread(w if exact else w.astype(self.numerics.compute), axes)
-
-    def _spread(self, w: jax.Array, axes: Axes) -> jax.Array:
-        """A weight in the type that it has, whole over the batch."""
-        p = self.placement
-
-        def spread(w: jax.Array, axes: Axes) -> jax.Array:
-            for dim, axis in enumerate(axes):
-                over = p.gathered(axis) if axis else ()
-                w = jax.lax.all_gather(w, over, axis=dim, tiled=True) if over else w
-            return w
-
-        def local(w: jax.Array) -> jax.Array:
-            if not self._by_layer(axes):
-                return spread(w, axes)
-            return spread(jax.lax.map(lambda layer: spread(layer, axes[1:]), w), axes[:1])
-
-        return jax.shard_map(local, mesh=p.mesh, in_specs=p.spec(axes), out_specs=p.whole(axes).spec, check_vma=False)(w)
-
-    def _settled(self, g: jax.Array, axes: Axes) -> jax.Array:
-        p, late, reduce = self.placement, self.late(axes), self.numerics.reduce
-        if not late:
-            return g
-        first = p.mesh_axes(axes[0])
-        inner = tuple(a for a in late if a not in first)
-
-        def local(g: jax.Array) -> jax.Array:
-            g = g.squeeze(int(axes[0] == "layers"))
-            if not self._by_layer(axes):
-                return summed(g.astype(reduce), axes, late, None, p)
-            g = jax.lax.map(lambda layer: summed(layer.astype(reduce), axes[1:], inner, None, p), g)
-            return summed(g, axes[:1], tuple(a for a in late if a in first), None, p)
-
-        g = jax.shard_map(local, mesh=p.mesh, in_specs=self._spec(axes), out_specs=p.spec(axes), check_vma=False)(g)
-        return g.astype(self.grads)
-
-    def _by_layer(self, axes: Axes) -> bool:
-        """Whether a stack moves layer by layer: all at once it would be turned in memory, since its parts lie in strips."""
-        batch = self.placement.batch_axes
-        return axes[0] == "layers" and any(a in batch for axis in axes[1:] for a in self.placement.mesh_axes(axis))
+    def _by_layer(self, f: Callable[[jax.Array, GatherSpec], Any], w: jax.Array, axes: Axes, compute: jnp.dtype) -> jax.Array:
+        """Apply `f` to each layer of a stack that is sharded: a collective of the whole stack would transpose it in memory."""
+        spec = self.gather_spec(axes, compute)
+        if axes[0] != "layers" or not spec.dims:
+            return f(w, spec)
+        of_layer = dataclasses.replace(spec, dims=tuple((dim - 1, over) for dim, over in spec.dims))
+        return jax.lax.map(lambda layer: f(layer, of_layer), w)
 
 
-def _is_scaled(x: Any) -> bool:
-    return isinstance(x, Scaled)
+def _gather_bits(bits: jax.Array, spec: GatherSpec) -> jax.Array:
+    return to_bits(all_gather_weight(from_bits(bits, E4M3), spec))
 
 
-def _no_slot(w: jax.Array | Scaled, axes: Axes) -> jax.Array:
-    """The slot of a weight without a gradient; of a stack it has the layers, which a loop over them takes off."""
-    value = w.value if isinstance(w, Scaled) else w
-    return jnp.zeros((*value.shape[: int(axes[0] == "layers")], 0), jnp.float32)
+def zeros(like: Sequence[Any], after: Any = None) -> tuple[list[jax.Array], Any]:
+    """Return arrays of zeros with these shapes and dtypes, and `after`. The zeros depend on `after`.
 
-
-def stage(
-    run: RunConfig,
-    placement: Placement,
-    numerics: Numerics,
-    grads: jnp.dtype,
-    *,
-    eight: Params,
-    exact: Params,
-    trained: Params,
-    adds: bool,
-) -> Stage:
-    """What `sharding.zero` and `sharding.gather` ask for.
-
-    eight: which weights are held in 8 bits. exact: which are not rounded to the compute dtype. trained: which are learnt.
-    adds: the model adds gradients of layers to those of earlier microbatches.
+    Without a dependency XLA would allocate them long before their use. Each is made from a scalar of its own: XLA would merge
+    equal zeros, and then copy them.
     """
+    scalars, after = jax.lax.optimization_barrier(([jnp.zeros((), a.dtype) for a in like], after))
+    return [jnp.broadcast_to(x, a.shape) for x, a in zip(scalars, like, strict=True)], after
+
+
+def _is_copy_or_none(x: Any) -> bool:
+    return x is None or isinstance(x, Float8)
+
+
+def _is_compute_copy(x: Any) -> bool:
+    return isinstance(x, ComputeCopy)
+
+
+def make_zero(run: RunConfig, placement: Placement, numerics: Numerics) -> Zero:
+    """Return the `Zero` of `sharding.zero` and `sharding.gather`."""
     s = run.sharding
     once = s.zero == 1 or s.gather == "step"
-    whole, several = once or s.zero == 2, run.train.grad_accum > 1
-    return Stage(placement, numerics, grads, whole, once, several, eight, exact, trained, adds)
+    # A pipeline accumulates over microbatches however few they are.
+    several = run.train.grad_accum > 1 or placement.size("stage") > 1
+    return Zero(placement, numerics, once, once or s.zero == 2, several, DTYPES[run.dtypes.grads])

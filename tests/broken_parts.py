@@ -12,9 +12,9 @@ from flax import nnx
 
 from jaxtrain.data import pipeline
 from jaxtrain.kernels.embedding import TABLE
-from jaxtrain.loss import cross_entropy
 from jaxtrain.models.module import constant, normal, param
 from jaxtrain.models.transformer import Transformer
+from jaxtrain.train.loss import cross_entropy
 
 # ---- Families
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxtrain.kernels import fp8
 from jaxtrain.parity import compare
-from jaxtrain.step import eight_bit_weights
+from jaxtrain.train.definition import fp8_weights
 
 F8 = {fp8.E4M3: ml_dtypes.float8_e4m3fn, fp8.E5M2: ml_dtypes.float8_e5m2}
 
@@ -31,6 +31,6 @@ def first_gradients(run) -> dict[str, np.ndarray]:
 
 def names(run) -> set[str]:
     """Weights that a run holds in 8 bits."""
-    found = eight_bit_weights(run, helpers.program(run).definition)
+    found = fp8_weights(run, helpers.program(run).definition)
     paths = jax.tree_util.tree_leaves_with_path(found)
     return {".".join(key.key for key in path) for path, eight in paths if eight}

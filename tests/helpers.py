@@ -15,19 +15,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from jaxtrain import config, loss
+from jaxtrain import config
 from jaxtrain.config import RunConfig
 from jaxtrain.data import pipeline, tokenizer
 from jaxtrain.data.tokenfile import TokenWriter
-from jaxtrain.kernels.dot import whole
 from jaxtrain.kernels.embedding import TABLE
-from jaxtrain.models import llama
-from jaxtrain.optimizer import adamw
+from jaxtrain.models.families import llama
+from jaxtrain.models.transformer import build_as
+from jaxtrain.optim.optimizer import adamw
 from jaxtrain.parity import compare
-from jaxtrain.sharding import Weight
-from jaxtrain.state import abstract_tensors, create_state, from_tensors, to_tensors
-from jaxtrain.step import Program, build
+from jaxtrain.shapes import BATCH_KEYS
+from jaxtrain.sharding import all_reduce
+from jaxtrain.train import loss
+from jaxtrain.train.program import Program, build
+from jaxtrain.train.state import abstract_tensors, create_state, from_tensors, to_tensors
 
 # Every head count divides by 4, so that the same model runs on every mesh; queries are grouped 2 to a key.
 TINY = {
@@ -183,6 +186,22 @@ def assert_state_stays_sharded(made: Program, step: jax.stages.Compiled) -> None
         assert sharding.is_equivalent_to(a.sharding, len(a.shape)), jax.tree_util.keystr(path)
 
 
+def loss_and_gradients(function: loss.LossFunction, spec: loss.LossSpec) -> Callable[..., Any]:
+    """Return a loss on the mesh, jitted: (hidden, head, batch) -> (sum, (gradient of hidden, gradient of the head))."""
+    p, of_tokens = spec.placement, ("batch", "residual")
+    layouts = p.spec((*of_tokens, None)), p.spec(TABLE)
+    of_batch = {k: p.spec(of_tokens if k in ("targets", "weights") else ("batch", "sequence")) for k in BATCH_KEYS}
+
+    def both(hidden: jax.Array, head: jax.Array, batch: loss.Batch) -> Any:
+        def share(hidden: jax.Array, head: jax.Array) -> jax.Array:
+            return function(hidden, head, batch, spec) / p.size(p.replica_axes(of_tokens))
+
+        value, grads = jax.value_and_grad(share, (0, 1))(hidden, head)
+        return all_reduce(value, p.all_axes), grads
+
+    return jax.jit(p.shard_map(both, (*layouts, of_batch), (P(), layouts)))
+
+
 def text_file(path: Path, modules: int = 12) -> Path:
     """A token file of real text in short documents: each line of a few standard library modules is one."""
     byte = tokenizer.ByteTokenizer()
@@ -203,27 +222,24 @@ class WiderFamily:
 
     @staticmethod
     def build(model: config.Model, *args: Any) -> Any:
-        return llama.build(dataclasses.replace(model, d_ff=2 * model.d_ff), *args)
+        return build_as(llama.STRUCTURE, dataclasses.replace(model, d_ff=2 * model.d_ff), *args)
 
 
-def _family(run: Callable[..., jax.Array]) -> Any:
-    """The llama model whose layers are run by `run(plan, body, x, layers, shared, num_layers)`, and which says that it adds
-    their gradients to a sum."""
+def _family(run: Callable[..., Any]) -> Any:
+    """Return the llama model whose layers are run by `run(plan, body, x, layers, shared, kinds)`, and which says that
+    remat.Plan.run alone runs them, whole and once."""
 
     @dataclasses.dataclass
     class Layers:
         plan: Any
 
-        def adds(self, num_layers: int) -> bool:
-            return True
-
-        def run(self, *given: Any) -> jax.Array:
+        def run(self, *given: Any) -> Any:
             return run(self.plan, *given)
 
     class Family:
         @staticmethod
-        def build(model: config.Model, kernel: Any, plan: Any, *args: Any) -> Any:
-            made = llama.build(model, kernel, dataclasses.replace(plan, unroll=True), *args)
+        def build(*args: Any) -> Any:
+            made = build_as(llama.STRUCTURE, *args)
             made.remat = Layers(made.remat)
             return made
 
@@ -236,6 +252,19 @@ OwnLoopFamily = _family(
 TwiceFamily = _family(
     lambda plan, body, x, layers, shared, kinds: plan.run(body, plan.run(body, x, layers, shared, kinds), layers, shared, kinds)
 )
+LoopedFamily = _family(
+    lambda plan, body, x, layers, shared, kinds: jax.lax.fori_loop(
+        0, 2, lambda _, x: plan.run(body, x, layers, shared, kinds), x
+    )
+)
+TiedFamily = _family(
+    lambda plan, body, x, layers, shared, kinds: plan.run(
+        body, x, jax.tree.map(lambda w: w[np.arange(len(kinds)) // 2], layers), shared, kinds
+    )
+)
+SquashedFamily = _family(
+    lambda plan, body, x, layers, shared, kinds: plan.run(body, x, jax.tree.map(jnp.tanh, layers), shared, kinds)
+)
 HalfFamily = _family(
     lambda plan, body, x, layers, shared, kinds: plan.run(body, x, jax.tree.map(lambda w: w[:1], layers), shared, kinds[:1])
 )
@@ -246,10 +275,9 @@ def half_loss(hidden: jax.Array, head: jax.Array, batch: loss.Batch, spec: loss.
     return 0.5 * loss.cross_entropy(hidden, head, batch, spec)
 
 
-def whole_logits_loss(hidden: jax.Array, head: Weight, batch: loss.Batch, spec: loss.LossSpec) -> jax.Array:
+def whole_logits_loss(hidden: jax.Array, head: Any, batch: loss.Batch, spec: loss.LossSpec) -> jax.Array:
     """Cross entropy as one would write it, with all logits at once."""
-    head_VD = whole(head, TABLE, spec.placement, spec.numerics)
-    logits_BTV = jnp.einsum("BTD,VD->BTV", hidden, head_VD, precision=spec.numerics.precision)
+    logits_BTV = jnp.einsum("BTD,VD->BTV", hidden, spec.whole_head(head), precision=spec.numerics.precision)
     picked_BT = jnp.take_along_axis(jax.nn.log_softmax(logits_BTV.astype(jnp.float32)), batch["targets"][..., None], -1)[..., 0]
     return -jnp.sum(batch["weights"] * picked_BT)
 

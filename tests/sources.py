@@ -17,9 +17,10 @@ import optax
 
 from jaxtrain.config import Paths
 from jaxtrain.data import pipeline
-from jaxtrain.feed import Feed
-from jaxtrain.loss import cross_entropy
-from jaxtrain.models import llama
+from jaxtrain.models.families import llama
+from jaxtrain.models.transformer import build_as
+from jaxtrain.train.batch_feed import BatchFeed
+from jaxtrain.train.loss import cross_entropy
 
 MARK = 250  # the first token of rows at which a loss or a gradient goes wrong
 BEFORE: dict[int, Callable[[], None]] = {}  # what `watched` does before it gives a training batch, by its number
@@ -141,7 +142,7 @@ class Doubled:
     """A family is whatever has `build`. The embedding is doubled, so that it can be told from the built-in one."""
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        model = llama.build(*args, **kwargs)
+        model = build_as(llama.STRUCTURE, *args, **kwargs)
         model.embed.embedding.set_value(model.embed.embedding.get_value() * 2)
         return model
 
@@ -174,7 +175,7 @@ class Gated:
 def _loop_waits() -> bool:
     """Whether the main thread waits for a batch."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
-    while frame and frame.f_code is not Feed.next.__code__:
+    while frame and frame.f_code is not BatchFeed.next.__code__:
         frame = frame.f_back
     return frame is not None
 

@@ -6,11 +6,12 @@ from typing import Any
 import helpers
 import numpy as np
 
-from jaxtrain import config, state
+from jaxtrain import config
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import RunConfig
-from jaxtrain.start import decide_start, initial_state
-from jaxtrain.step import place_batch
+from jaxtrain.train import state
+from jaxtrain.train.batch import place_batch
+from jaxtrain.train.initial_state import choose_start, initial_state
 
 INT8 = {"dtypes.m": "int8", "dtypes.v": "int8"}
 # Heads of 16, so that attention has blocks too; wk and wv are below 4096 elements a layer.
@@ -45,7 +46,7 @@ def save(run: RunConfig, current: Any, folder: Path) -> dict[str, np.ndarray]:
 def resumed(run: RunConfig, folder: Path) -> Any:
     """The state that a resumed run begins with."""
     checkpoints, program = Checkpoints(folder), helpers.program(run)
-    start = decide_start(run, checkpoints, program)
+    start = choose_start(run, checkpoints, program)
     assert start.resumed
     return initial_state(run, program, start, checkpoints, print)
 

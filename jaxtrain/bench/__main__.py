@@ -11,6 +11,7 @@ from jaxtrain import hardware, launch
 from jaxtrain.bench import kernels, peer, report, suite, sweep
 from jaxtrain.bench.measure import DATA, TRACED
 from jaxtrain.bench.parts import INTERRUPTED
+from jaxtrain.commands import spelled
 from jaxtrain.config import Problem
 from jaxtrain.launch import Loaded
 from jaxtrain.validate.places import writable
@@ -82,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        print(HELP.format(kinds=",".join(kernels.KINDS), parts=", ".join(suite.PARTS), traced=TRACED), end="")
+        text = HELP.format(kinds=",".join(kernels.KINDS), parts=", ".join(suite.PARTS), traced=TRACED)
+        print(spelled(text), end="")
         return 0
     loaded = launch.load(argv, OPTIONS, SWITCHES)
     asked = next((name for name in ("suite", "kernels", "peer", "sweep") if loaded.options[name]), "steps")

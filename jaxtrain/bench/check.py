@@ -145,17 +145,14 @@ def attention_case(
     import jax
     import jax.numpy as jnp
 
-    from jaxtrain.config import Mesh, RunConfig
     from jaxtrain.kernels import attention
     from jaxtrain.models.attention import Kernel
-    from jaxtrain.sharding import make_placement
-    from jaxtrain.step import hardware_of
+    from jaxtrain.train.kernel import hardware_of
 
     T, N, K, H, window, packed = shape
     device = jax.devices()[0]
     spec = attention.Spec(H, dtype, packed, 32 if packed else 1, window, softcap)
     attention.choose(kernel_name, [(spec, T)], hardware_of(device))
-    placement = make_placement(RunConfig(mesh=Mesh(fsdp=1)), [device])
     segments, positions = documents(T, packed, seed=T + N + H)
     rows = attention.Rows(*(jnp.asarray(x) for x in (segments, positions, segments, positions)))
     keys = jax.random.split(jax.random.key(0), 4)
@@ -167,7 +164,7 @@ def attention_case(
     kernel = Kernel(kernel_name, (spec,))
 
     def by_one(q, k, v, do):
-        o, back = jax.vjp(lambda q, k, v: kernel(q, k, v, kernel.prepare(rows, placement), 0, placement), q, k, v)
+        o, back = jax.vjp(lambda q, k, v: kernel(q, k, v, kernel.prepare(rows), 0), q, k, v)
         return o, *back(do)
 
     measured = jax.jit(by_ranks(how, spec, kernel_name, (N, K), rows) if how else by_one)
@@ -291,16 +288,18 @@ def save_and_restore(ask: dict[str, Any]) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
-    from jaxtrain import state, step
     from jaxtrain.checkpoint import Checkpoints, Failed
+    from jaxtrain.train import state
+    from jaxtrain.train.batch import place_batch
+    from jaxtrain.train.program import build
 
     rows = open_rows(run)
     run = pipeline.with_documents(run, rows)
-    program = step.build(run, devices)
+    program = build(run, devices)
     run, program, train, _ = compiled(program, run)
     current = state.create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
     for i in range(2):  # so that the moments are not zeros
-        current, _ = train(current, step.place_batch(rows.batch(i), program.batch, program.context))
+        current, _ = train(current, place_batch(rows.batch(i), program.batch, program.context))
     jax.block_until_ready(current)
 
     checkpoints = Checkpoints(ask["folder"])

@@ -70,7 +70,7 @@ def products(device: Any, sizes: Sizes) -> Iterator[Work]:
     import jax.numpy as jnp
 
     from jaxtrain.plan.calibrate import chain
-    from jaxtrain.step import numerics_of
+    from jaxtrain.train.definition import numerics_of
 
     n = numerics_of(one_device())
 
@@ -135,7 +135,7 @@ def case(shape: Sequence[int], how: str, dtype: str) -> dict[str, Any]:
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxtrain.kernels.dot import DTYPES as TYPES
+    from jaxtrain.kernels.numerics import DTYPES as TYPES
 
     R, E, D, F = shape
     sizes_E = loads(how, R, E)

@@ -35,7 +35,7 @@ def attention(device: Any, sizes: Sizes) -> Iterator[Work | dict[str, Any]]:
     from jaxtrain.kernels import attention as table
     from jaxtrain.plan.calibrate import attention_loop
     from jaxtrain.plan.program.work import ATTENTION_BACKWARD
-    from jaxtrain.step import hardware_of
+    from jaxtrain.train.kernel import hardware_of
 
     B, T, N, K, H = sizes.attention
     flop, q, kv = 2.0 * B * N * H * T**2, 2.0 * B * T * N * H, 2.0 * B * T * K * H
@@ -68,14 +68,16 @@ def loss(device: Any, sizes: Sizes) -> Iterator[Work]:
     import jax
     import jax.numpy as jnp
 
-    from jaxtrain.loss import LossSpec, loss_function
     from jaxtrain.plan.calibrate import chain, normal
     from jaxtrain.sharding import make_placement
-    from jaxtrain.step import numerics_of
+    from jaxtrain.train.definition import numerics_of
+    from jaxtrain.train.loss import LossSpec, loss_function
+    from jaxtrain.zero import make_zero
 
     T, D, V = sizes.loss
     run = one_device()
-    spec = LossSpec(numerics_of(run), make_placement(run, [device]), run.loss.chunk, 0.0)
+    placement, numerics = make_placement(run, [device]), numerics_of(run)
+    spec = LossSpec(numerics, placement, make_zero(run, placement, numerics), run.loss.chunk, 0.0)
     function = loss_function(run.loss.name)
 
     def body(constants: Any, hidden_BTD: jax.Array) -> jax.Array:
@@ -98,19 +100,14 @@ def norm(device: Any, sizes: Sizes) -> Iterator[Work]:
     import jax.numpy as jnp
 
     from jaxtrain.kernels.norm import rms_norm
-    from jaxtrain.models.layers import RESIDUAL
     from jaxtrain.plan.calibrate import chain, normal
-    from jaxtrain.sharding import make_placement
-    from jaxtrain.step import numerics_of
 
     T, D = sizes.norm
-    run = one_device()
-    placement, numerics = make_placement(run, [device]), numerics_of(run)
 
     def body(constants: Any, x_BTD: jax.Array) -> jax.Array:
         w, dy = constants
         y: Any
-        y, pull = jax.vjp(lambda x, w: rms_norm(x, w, 1e-5, RESIDUAL, "embed", placement, numerics), x_BTD, w)
+        y, pull = jax.vjp(lambda x, w: rms_norm(x, w, 1e-5), x_BTD, w)
         return chain(x_BTD, y, *pull(dy))
 
     def prepare() -> tuple[Callable[..., Any], Any, Any]:
@@ -124,8 +121,8 @@ def optimizer(device: Any, sizes: Sizes) -> Iterator[Work]:
     import jax
     import jax.numpy as jnp
 
-    from jaxtrain.kernels.dot import DTYPES
-    from jaxtrain.optimizer import make_optimizer
+    from jaxtrain.kernels.numerics import DTYPES
+    from jaxtrain.optim.optimizer import make_optimizer
     from jaxtrain.plan.calibrate import normal
 
     run = one_device()

@@ -88,8 +88,8 @@ def start(run: RunConfig, count: int) -> list[Any]:
 
 def compiled(program: Any, run: RunConfig) -> tuple[RunConfig, Any, Any, dict[str, Any]]:
     """(run and program with what remat.policy=auto came to, the train step as training compiles it, XLA's options for it)."""
-    from jaxtrain import compiler
-    from jaxtrain.memory import compile_to_fit
+    from jaxtrain.train import compiler
+    from jaxtrain.train.memory import compile_to_fit
 
     device = program.placement.mesh.devices.flat[0]
     options = compiler.choose(program, compiler.card_of(device, run.train.memory_fraction)).options
@@ -137,14 +137,17 @@ def _steps(run: RunConfig, devices: Sequence[Any], ask: dict[str, Any], out: dic
     """Fills `out` as far as it gets: what was known when memory ran out is worth keeping."""
     import jax
 
-    from jaxtrain import auto_remat, state, step, throughput
-    from jaxtrain.memory import taken_gib
+    from jaxtrain import throughput
     from jaxtrain.receipt import config_sha256, device_facts
+    from jaxtrain.train import auto_remat, state
+    from jaxtrain.train.batch import place_batch
+    from jaxtrain.train.memory import taken_gib
+    from jaxtrain.train.program import build
 
     digest = config_sha256(dataclasses.asdict(run))
     rows = open_rows(run)
     run = pipeline.with_documents(run, rows)
-    program = step.build(run, devices)
+    program = build(run, devices)
     compiling, auto = time.perf_counter(), run.remat.policy == "auto"
     run, program, train, options = compiled(program, run)
     out |= _facts(run, program) | {
@@ -171,7 +174,7 @@ def _steps(run: RunConfig, devices: Sequence[Any], ask: dict[str, Any], out: dic
         # A step is done when its metrics are here; one more is on its way by then, as in a long run.
         while len(marks) < warmup + wanted:
             asked = time.perf_counter()
-            batch = step.place_batch(next(batches), program.batch, program.context)
+            batch = place_batch(next(batches), program.batch, program.context)
             waits.append(time.perf_counter() - asked)
             current, values = train(current, batch)
             if waiting is not None:
@@ -229,12 +232,13 @@ def _trace(folder: Path, run: RunConfig, program: Any, train: Any, current: Any,
     """
     import jax
 
-    from jaxtrain import config, metrics, profiling, step
+    from jaxtrain import config, metrics, profiling
     from jaxtrain.receipt import Receipt, device_facts
+    from jaxtrain.train.batch import place_batch
 
     mesh = program.placement.mesh
     receipt = Receipt(folder)
-    receipt.start({"devices": device_facts(mesh.devices.flat), "mesh": dict(mesh.shape), "attention": program.attention})
+    receipt.start({"devices": device_facts(mesh.devices.flat), "mesh": dict(mesh.shape), "attention": program.kernel.name})
     metrics.write_atomic(folder / "config.json", json.dumps(config.to_dict(run), indent=1) + "\n")
     known = {name for name in metrics.TRAIN_KEYS if name not in ("kind", "time_unix")}
     with metrics.Writers(folder) as writers:
@@ -244,7 +248,7 @@ def _trace(folder: Path, run: RunConfig, program: Any, train: Any, current: Any,
     try:
         for number in range(1, TRACED + 1):
             tracer.before_step(number)
-            current, values = train(current, step.place_batch(next(batches), program.batch, program.context))
+            current, values = train(current, place_batch(next(batches), program.batch, program.context))
             tracer.after_step(number, values)
     finally:
         tracer.close(jax.block_until_ready(values))
@@ -255,8 +259,8 @@ def _facts(run: RunConfig, program: Any) -> dict[str, Any]:
     """What is run, in the words of its config."""
     return {
         "mesh": dict(program.placement.mesh.shape),
-        "attention": program.attention,
-        "attention_reason": program.attention_reason,
+        "attention": program.kernel.name,
+        "attention_reason": program.kernel_reason,
         "precision": run.precision,
         "seq_len": run.data.seq_len,
         "packing": run.data.packing,

@@ -119,9 +119,11 @@ def export_example(ask: dict[str, Any]) -> dict[str, Any]:
     devices = start(run, 1)
     import jax.numpy as jnp
 
-    from jaxtrain import state, step
     from jaxtrain.models.attention import rotary_frequencies
-    from jaxtrain.optimizer import make_schedule
+    from jaxtrain.optim.optimizer import make_schedule
+    from jaxtrain.train import state
+    from jaxtrain.train.batch import place_batch
+    from jaxtrain.train.program import build
 
     folder = Path(ask["folder"])
     rows = open_rows(run)
@@ -145,14 +147,14 @@ def export_example(ask: dict[str, Any]) -> dict[str, Any]:
     losses = []
     if ask["train"]:
         run = pipeline.with_documents(run, rows)
-        program = step.build(run, devices)
+        program = build(run, devices)
         run, program, train, _ = compiled(program, run)
         current = state.create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
         arrays: dict[str, Any] = dict(to_hf(name, a) for name, a in state.to_host(current, "params.").items())
         np.savez(folder / "weights.npz", **arrays)
         spec["weights"] = str(folder / "weights.npz")
         for _ in range(ask["train"]):
-            current, values = train(current, step.place_batch(batch, program.batch, program.context))
+            current, values = train(current, place_batch(batch, program.batch, program.context))
             losses.append(float(values["loss"]))
     return {"verdict": OK, "spec": spec, "losses": losses}
 

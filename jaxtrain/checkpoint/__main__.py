@@ -6,13 +6,15 @@ import os
 import sys
 
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, files, folder_in, place
+from jaxtrain.commands import spelled
 
 DAMAGED = 1
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns its exit code: 0 all is well, 1 something is damaged, 2 there is nothing to look at."""
-    parser = argparse.ArgumentParser(prog="python -m jaxtrain.checkpoint", description="Look at what a run saved.")
+    name = spelled("python -m jaxtrain.checkpoint")
+    parser = argparse.ArgumentParser(prog=name, description="List or verify the checkpoints of a run.")
     commands = parser.add_subparsers(dest="command", required=True)
     about = {
         "list": "every step: when, how large, its loss, and whether it is complete",

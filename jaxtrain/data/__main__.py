@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxtrain.commands import spelled
 from jaxtrain.config import Data
 from jaxtrain.data import mixture, tokenfile
 from jaxtrain.data import tokenizer as tokenizers
@@ -27,9 +28,9 @@ EXAMPLES = """examples:
 def parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     top = argparse.ArgumentParser(
-        "python -m jaxtrain.data",
+        spelled("python -m jaxtrain.data"),
         description="Make, check, show, mix, count and time token files.",
-        epilog=EXAMPLES,
+        epilog=spelled(EXAMPLES),
         formatter_class=raw,
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -38,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         help="text, JSON lines or Parquet to a token file",
         description="Writes a token file. It appears under its name only when it is whole; the same command goes on with a run "
         "that was cut off, from its finished parts.",
-        epilog=EXAMPLES,
+        epilog=spelled(EXAMPLES),
         formatter_class=raw,
     )
     p.add_argument(

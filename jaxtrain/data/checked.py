@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.commands import spelled
+
 LOOK_SECONDS = 1.0  # between two looks at a path: on a network file system a look may be a request
 SPAN = 4 << 20  # bytes read together where all of a file is read
 
@@ -28,7 +30,7 @@ def remedy(path: Path, copied: bool = False) -> str:
     """How a file that is of no use is replaced. `copied`: a whole one may be elsewhere."""
     if path.name.startswith("stdlib-"):  # stdlib.py made it
         return "Delete it: the next run with data.source=stdlib makes it again."
-    again = "ake it again with: python -m jaxtrain.data prepare"
+    again = spelled("ake it again with: python -m jaxtrain.data prepare")
     return f"Copy it again from where it is whole, or m{again}" if copied else f"M{again}"
 
 
@@ -205,7 +207,7 @@ class Blocks:
 
     def _refuse(self, what: str) -> TokenFileError:
         path = self.file.path
-        see = f"See all that is damaged with: python -m jaxtrain.data verify {path}"
+        see = spelled(f"See all that is damaged with: python -m jaxtrain.data verify {path}")
         return self.file.refuse(what, f"Nothing of it has been used. {see}. {remedy(path, copied=True)}")
 
 

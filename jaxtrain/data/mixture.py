@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.commands import spelled
 from jaxtrain.data.tokenfile import TokenFile, TokenFileError
 from jaxtrain.data.verify import verify as verify_file
 
@@ -103,7 +104,7 @@ def open_checked(mixture: Path | str, entry: dict[str, Any]) -> TokenFile:
     if file.header["content_sha256"] != entry["content_sha256"]:
         raise MixtureError(
             f"{entry['path']}: is not the file that {mixture} was written for ({file.header['tokens']:,} tokens, then "
-            f"{entry['tokens']:,}; the content differs). Write the mixture again with: python -m jaxtrain.data mix"
+            f"{entry['tokens']:,}; the content differs). Write the mixture again with: {spelled('python -m jaxtrain.data mix')}"
         )
     return file
 

@@ -10,6 +10,7 @@ counts turns anew from there, and each source goes on with the rows that follow 
 """
 
 import dataclasses
+import difflib
 import functools
 import importlib
 import importlib.util
@@ -37,6 +38,7 @@ from jaxtrain.data.windows import (
     open_windows,
 )
 from jaxtrain.shapes import BATCH_KEYS
+from jaxtrain.synonyms import MOST, did_you_mean
 
 Rows = slice | np.ndarray | None
 FULL = 0.9  # of rows of conversations: a part below it is worth a line
@@ -299,8 +301,27 @@ def is_custom(source: str) -> bool:
     return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source) is not None
 
 
+def near_files(path: str) -> list[str]:
+    """Return up to three data files of a path's folder that are spelt like it, held-out ones for a held-out one; or the
+    built-in source that is.
+    """
+    if close := difflib.get_close_matches(path, ("stdlib", "synthetic"), 1, 0.75):
+        return close
+    asked = Path(path).expanduser()
+    held_out = ".val." in asked.name
+    there = {
+        p.stem.removesuffix(".val"): p.name
+        for p in sorted(asked.parent.glob("*"))
+        if p.suffix in (".tok", mixture.SUFFIX) and (".val." in p.name) == held_out
+    }
+    close = difflib.get_close_matches(asked.stem.removesuffix(".val"), there, MOST, 0.7)
+    return [str(Path(path).parent / there[stem]) for stem in close]
+
+
 def missing_file(key: str, path: str, tokenizer: str) -> config.Problem:
-    """With the two commands that make the data."""
+    """Return the problem of a file that does not exist: the nearest one of its folder, or the two commands that make it."""
+    if near := near_files(path):
+        return config.Problem(key, path, "no such file", did_you_mean(near))
     stem = path.removesuffix(".val.tok") + ".tok" if path.endswith(".val.tok") else path
     return config.Problem(
         key,
@@ -326,7 +347,9 @@ def open_files(data: config.Data, source: str, key: str, seq_len: int) -> tuple[
         try:
             entries = mixture.read(path)
         except (FileNotFoundError, NotADirectoryError):
+            near = near_files(path)
             remedy = "Write it with: python -m jaxtrain.data mix --output=NAME.mix A.tok=0.7 B.tok=0.3"
+            remedy = did_you_mean(near) if near else remedy
             problems.append(config.Problem(key, path, "no such file", remedy))
             continue
         except (mixture.MixtureError, OSError) as e:
@@ -368,7 +391,7 @@ def check(data: config.Data, model_vocab: int, need_eval: bool) -> list[config.P
 
     The types and ranges of the keys themselves are checked before (jaxtrain/validate).
     """
-    problems = []
+    problems, largest = [], 0
     sources = [("data.source", data.source)]
     builtin = data.source in ("stdlib", "synthetic")
     if data.eval_source:
@@ -402,11 +425,29 @@ def check(data: config.Data, model_vocab: int, need_eval: bool) -> list[config.P
                 # Not its tokenizer's: that of Gemma 3 has one id more, for pictures, than the models that read text alone.
                 vocab = max(f.header["largest_id"] for f in files) + 1
             except config.ConfigError as e:
-                problems += [p for p in e.problems if p not in problems]
-        if vocab > model_vocab:
+                problems += e.problems
+        if vocab > max(model_vocab, largest):
+            largest = vocab
+            problems = [p for p in problems if p.key != "model.vocab_size"]
             rule = f"must be above {vocab - 1}, the largest id of {key}={source}"
             problems.append(config.Problem("model.vocab_size", model_vocab, rule, f"Set {-(-vocab // 8) * 8} or more."))
-    return problems
+    return _one_of_each(problems, data.tokenizer)
+
+
+def _one_of_each(problems: list[config.Problem], tokenizer: str) -> list[config.Problem]:
+    """Return one problem for each mistake: a wrong tokenizer or length is found again in every file."""
+    kept: dict[object, config.Problem] = {}
+    for problem in problems:
+        own_file = problem.key in ("data.source", "data.eval_source")
+        mark = (problem.key, problem.value, problem.rule) if own_file else problem.key
+        if own_file and any(problem.remedy == other.remedy and "\n" in other.remedy for other in kept.values()):
+            problem = dataclasses.replace(problem, remedy="The same two commands make it.")
+        kept.setdefault(mark, problem)
+    wrong = kept.get("data.tokenizer")
+    if wrong and tokenizer != "byte" and not tokenizer.startswith("hf:") and not Path(tokenizer).expanduser().exists():
+        remedy = "Name byte, the path of a tokenizer.json, or hf:NAME."
+        kept["data.tokenizer"] = config.Problem("data.tokenizer", tokenizer, "no such file", remedy)
+    return list(kept.values())
 
 
 def with_documents(run: config.RunConfig, *opened: Any) -> config.RunConfig:

@@ -11,7 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import hardware
+from jaxtrain import hardware, stores
+from jaxtrain.commands import spelled
+from jaxtrain.hf.folder import locate
+from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.startup import start_jax
 
 EXAMPLES = """examples:
@@ -55,7 +58,10 @@ def setting(text: str) -> tuple[str, Any]:
 def parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     top = argparse.ArgumentParser(
-        "python -m jaxtrain.hf", description="Hugging Face checkpoints in and out.", epilog=EXAMPLES, formatter_class=raw
+        spelled("python -m jaxtrain.hf"),
+        description="Hugging Face checkpoints in and out.",
+        epilog=spelled(EXAMPLES),
+        formatter_class=raw,
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     p = commands.add_parser("import", help="a Hugging Face folder to a checkpoint that training and sampling start from")
@@ -181,9 +187,7 @@ def run_logits(args: argparse.Namespace) -> int:
 def run_check(args: argparse.Namespace) -> int:
     import numpy as np
 
-    from jaxtrain.hf.folder import locate
     from jaxtrain.hf.logits import largest_differences, model_logits, read_tokens
-    from jaxtrain.models.hugging_face import HuggingFaceError
 
     python = args.python or os.environ.get(PYTHON, "") or sys.executable
     run, logits = model_logits(args.checkpoint, "f32", args.base)
@@ -237,10 +241,17 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 `check` found a difference, or the disk failed; 2 what was asked is wrong, nothing was written."""
     args = parser().parse_args(argv)
+    try:
+        if hasattr(args, "folder"):
+            locate(args.folder)
+        if hasattr(args, "checkpoint") and (missing := stores.missing(args.checkpoint)):
+            raise HuggingFaceError(f"{args.checkpoint}: {missing}")
+    except HuggingFaceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     start_jax(hardware.probe())
     # Imported here: `--help` and wrong options answer in a moment.
     from jaxtrain.checkpoint import CheckpointError
-    from jaxtrain.models.hugging_face import HuggingFaceError
 
     try:
         return COMMANDS[args.command](args)

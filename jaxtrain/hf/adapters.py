@@ -20,7 +20,7 @@ from jaxtrain.models import FAMILIES, family
 from jaxtrain.models.hugging_face import HfTensor
 from jaxtrain.models.lora import EQUATIONS, is_adapter
 from jaxtrain.models.module import names, part
-from jaxtrain.state import TrainState, abstract_tensors, from_tensors
+from jaxtrain.train.state import TrainState, abstract_tensors, from_tensors
 
 
 def export(path: str, folder: Path, base: str = "") -> tuple[int, list[str]]:

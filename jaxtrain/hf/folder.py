@@ -99,6 +99,8 @@ def locate(name: str) -> Path:
         found = huggingface_hub.try_to_load_from_cache(hub_name, CONFIG)
     if isinstance(found, str):
         return Path(found).parent
+    if name.startswith(("/", ".", "~")):
+        raise HuggingFaceError(f"{name}: no such folder. Name a model's folder, or hf:NAME of one in the hub's cache.")
     raise HuggingFaceError(
         f"{name}: no such folder, and no model of that name in the hub's cache on this machine. "
         f"Fetch it with: hf download {hub_name}"

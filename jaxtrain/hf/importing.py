@@ -24,10 +24,10 @@ from jaxtrain.hf import tokenizer_files
 from jaxtrain.hf.folder import Folder
 from jaxtrain.hf.loading import load, matched
 from jaxtrain.hf.names import Matched, shown
-from jaxtrain.kernels.dot import DTYPES
+from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.metrics import write_atomic
 from jaxtrain.models.hugging_face import HuggingFaceError
-from jaxtrain.state import Tensors
+from jaxtrain.train.state import Tensors
 
 TOKENIZER = "tokenizer"  # its folder, beside the checkpoints
 

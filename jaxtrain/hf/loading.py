@@ -15,7 +15,7 @@ from jaxtrain.hf.folder import Folder
 from jaxtrain.hf.names import TIED, Entry, Matched, entries, match
 from jaxtrain.models import family
 from jaxtrain.models.hugging_face import EXPERTS_TOGETHER, HfTensor, HuggingFaceError
-from jaxtrain.state import Tensors
+from jaxtrain.train.state import Tensors
 
 SHOWN = 12  # problems named one by one
 Progress = Callable[[str, int], None]  # (name, bytes) of each tensor that is done

@@ -8,15 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config import RunConfig
 from jaxtrain.hf.model import alone, read_params, run_at
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.sharding import make_placement
-from jaxtrain.step import choose_kernel, context_of, make_definition
-
-# Axes of activations, which hold one row here.
-WHOLE = ("batch", "sequence", "residual")
+from jaxtrain.train.definition import make_definition
+from jaxtrain.train.kernel import choose_kernel, context_of
 
 
 def read_tokens(path: Path, segments: Path | None, vocab: int) -> tuple[np.ndarray, np.ndarray]:
@@ -63,8 +62,7 @@ def logits_of(run: RunConfig, path: str, precision: str, base: str = "") -> Call
     run = alone(dataclasses.replace(run, precision=precision, dtypes=weights), jax.local_devices())
     devices = jax.local_devices()[: run.mesh.fsdp]
     asked = make_placement(run, devices)
-    rules = tuple((axis, () if axis in WHOLE else onto) for axis, onto in asked.rules)
-    placement = dataclasses.replace(asked, rules=rules)
+    placement = dataclasses.replace(asked, tokens_replicated=True)  # a row is too little to shard
     made: dict[str, Any] = {}
 
     def prepare(T: int, documents: int) -> None:
@@ -78,7 +76,8 @@ def logits_of(run: RunConfig, path: str, precision: str, base: str = "") -> Call
             model = definition.bind(params)
             return model.logits(model(tokens_BT, segments_BT, positions_BT))
 
-        made["forward"], made["shape"] = jax.jit(forward), (T, documents)
+        specs = definition.specs(placement), P(), P(), P()
+        made["forward"], made["shape"] = jax.jit(placement.shard_map(forward, specs, P())), (T, documents)
         if "params" not in made:
             made["params"] = read_params(path, sized, definition, placement, base)
 

@@ -16,8 +16,9 @@ from jaxtrain.hf.origin import is_hugging_face, open_origin
 from jaxtrain.models.lora import is_adapter
 from jaxtrain.models.module import Definition, Params, names, part
 from jaxtrain.sharding import Placement, make_placement, replicated
-from jaxtrain.state import TrainState, abstract_tensors, from_tensors
-from jaxtrain.step import choose_kernel, context_of, dropless, make_definition
+from jaxtrain.train.definition import for_inference, make_definition
+from jaxtrain.train.kernel import choose_kernel, context_of
+from jaxtrain.train.state import TrainState, abstract_tensors, from_tensors
 
 
 def run_at(path: str) -> tuple[RunConfig, int]:
@@ -79,10 +80,10 @@ def placed(run: RunConfig) -> tuple[Definition, Placement]:
 
 
 def alone(run: RunConfig, devices: Sequence[Any]) -> RunConfig:
-    """The run with its weights split over these devices, where they divide, and everything else on each; `step.dropless`."""
+    """Return the run with its weights sharded over these devices, where they divide, and all tokens on each."""
     count = len(devices) if run.model.d_model % len(devices) == 0 else 1
     # Each device has all tokens. With a part of every expert it computes a part of each token; with whole experts, all tokens
     # would travel to them from every device.
-    rules = tuple((axis, config.EXCHANGE if axis == "experts" else onto) for axis, onto in run.sharding.rules)
+    rules = tuple((axis, config.EXPERT_AXIS if axis == "experts" else onto) for axis, onto in run.sharding.rules)
     split = dataclasses.replace(run.sharding, rules=rules)
-    return dataclasses.replace(dropless(run), mesh=config.Mesh(data=1, fsdp=count, tensor=1, seq=1), sharding=split)
+    return dataclasses.replace(for_inference(run), mesh=config.Mesh(data=1, fsdp=count, tensor=1, seq=1), sharding=split)

@@ -14,7 +14,7 @@ from jaxtrain.hf.folder import Folder
 from jaxtrain.hf.loading import load, matched
 from jaxtrain.hf.names import PREFIX, Matched
 from jaxtrain.models import FAMILIES, family
-from jaxtrain.state import Tensors
+from jaxtrain.train.state import Tensors
 
 
 class Origin(Protocol):

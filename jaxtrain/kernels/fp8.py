@@ -1,4 +1,4 @@
-"""Matmuls in 8-bit floating point: the three products of a linear layer, each of tensors that carry one scale each.
+"""Matmuls in 8-bit floating point: the three matmuls of a linear layer, each of tensors with one scale each.
 
     y  = x  w      x and w in e4m3 (4 exponent and 3 mantissa bits, largest 448)
     dx = dy w'     dy in e5m2 (largest 57344): gradients need range more than digits
@@ -26,14 +26,11 @@ rounds all floating-point numbers that it keeps to the exponent and mantissa bit
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec as P
-
-from jaxtrain.sharding import Axes, Held, Placement, Scaled, cotangent, late, local_spec, summed, ticket
 
 E4M3, E5M2 = jnp.dtype("float8_e4m3fn"), jnp.dtype("float8_e5m2")
 # Smaller scales are too near the subnormal numbers, which a GPU may take for zero. Such tensors are as good as zero.
@@ -68,86 +65,28 @@ def from_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, dtype)
 
 
-def scaled(w: jax.Array, axes: Axes, placement: Placement) -> Scaled:
-    """A weight at rest in e4m3, in the same layout; one scale for each layer of a stack."""
-    first = int(axes[0] == "layers")
-    amax = jnp.max(jnp.abs(w), axis=tuple(range(first, w.ndim)))
-    scale = scale_of(amax, E4M3)
-    value = to_bits(rounded(w, scale.reshape(scale.shape + (1,) * (w.ndim - first)), E4M3))
-    return Scaled(jax.lax.with_sharding_constraint(value, placement.sharding(axes)), scale)
-
-
-# One operation in the eyes of remat policies, which then keep no part of it (models/remat.py).
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(bits: jax.Array, axes: Axes, placement: Placement) -> jax.Array:
-    """A weight's bits, ready for use; they travel as e4m3."""
-    return to_bits(jax.lax.with_sharding_constraint(from_bits(bits, E4M3), placement.whole(axes)))
-
-
-def _no_gradient(*_):
-    raise TypeError("the bits of a weight have no gradient: that of a weight is computed by the rule of its product")
-
-
-_gather.defvjp(_no_gradient, _no_gradient)
-
-
-def use(w: Held, axes: Axes, placement: Placement) -> tuple[jax.Array, jax.Array]:
-    """The bits of a weight, gathered, under the name that remat policies know them by; and its scale."""
-    value = w.value.value
-    gathered = value if w.whole else checkpoint_name(_gather(value, axes, placement), "weight")
-    return gathered, w.value.scale
-
-
 @dataclasses.dataclass(frozen=True)
-class _Product:
-    """An einsum of activations and a weight, as matrices on one device."""
+class Float8:
+    """A weight in 8 bits: value x scale, one scale for each layer of a stack."""
 
-    eqn: str
-    axes: Axes
-    placement: Placement
+    bits: Any  # e4m3, bit by bit as uint8
+    scale: Any  # f32, (L,) or ()
+    gradient: Any = None  # in use: an array of the gathered weight's shape, whose gradient is that of the weight
 
-    @property
-    def letters(self) -> tuple[str, str, str]:
-        """Of x, of the weight, of the result."""
-        inputs, y = self.eqn.split("->")
-        xs, ws = inputs.split(",")
-        return xs, ws, y
 
-    @property
-    def contracted_first(self) -> bool:
-        """Whether the weight is (contracted, made), and not (made, contracted)."""
-        xs, ws, y = self.letters
-        contracted = "".join(c for c in xs if c in ws)
-        made = "".join(c for c in y if c in ws)
-        tokens = xs.removesuffix(contracted)
-        if xs != tokens + contracted or y != tokens + made or ws not in (contracted + made, made + contracted):
-            raise ValueError(
-                f"{self.eqn}: an FP8 product is of (tokens, contracted) and a weight of (contracted, made) or reverse"
-            )
-        return ws.startswith(contracted)
+jax.tree_util.register_dataclass(Float8, ["bits", "scale", "gradient"], [])
 
-    def spec(self, letters: str) -> P:
-        return local_spec(letters, self.letters[1], self.axes, self.placement)
 
-    @property
-    def scale(self) -> P:
-        """One number on each device."""
-        return P(tuple(a for a in self.placement.mesh.axis_names if a not in self.placement.manual))
+def encode(w: jax.Array, stacked: bool, over: Sequence[str]) -> Float8:
+    """Return this device's shard of a weight in e4m3.
 
-    def over(self, letters: str) -> tuple[str, ...]:
-        """Mesh axes that split these letters of the weight in use: a product that contracts them is a partial sum."""
-        p, logical = self.placement, dict(zip(self.letters[1], self.axes, strict=True))
-        return tuple(a for c in letters if c in logical for a in p.mesh_axes(logical[c]) if a not in p.batch_axes)
-
-    def matrix(self, w: jax.Array) -> jax.Array:
-        """(K, N) or (N, K), as the weight is stored."""
-        xs, ws, _ = self.letters
-        rows = [n for c, n in zip(ws, w.shape, strict=True) if (c in xs) == self.contracted_first]
-        return w.reshape(math.prod(rows), -1)
-
-    def tokens(self, x: jax.Array) -> jax.Array:
-        """(tokens, the rest)."""
-        return x.reshape(math.prod(n for c, n in zip(self.letters[0], x.shape, strict=False) if c not in self.letters[1]), -1)
+    Args:
+      stacked: axis 0 counts layers, each with a scale of its own.
+      over: mesh axes that shard the weight: the scale is that of all shards.
+    """
+    amax = jnp.max(jnp.abs(w), axis=tuple(range(int(stacked), w.ndim)))
+    scale = scale_of(jax.lax.pmax(amax, tuple(over)) if over else amax, E4M3)
+    return Float8(to_bits(rounded(w, scale.reshape(scale.shape + (1,) * (w.ndim - stacked)), E4M3)), scale)
 
 
 FAST, FULL = jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST
@@ -171,86 +110,82 @@ def multiply(
     return jax.lax.dot_general(a, b, (((last,), (last,)), (stacked, stacked)), precision=sums, preferred_element_type=out)
 
 
-def _round(product: _Product, x: jax.Array, letters: str, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Activations or their gradient in 8 bits, and the scale on each device, (devices,)."""
-
-    def local(x):
-        scale = scale_of(jnp.max(jnp.abs(x)), dtype)
-        return to_bits(rounded(x, scale, dtype)), scale[None]
-
-    spec = product.spec(letters)
-    outs = spec, product.scale
-    return jax.shard_map(local, mesh=product.placement.mesh, in_specs=(spec,), out_specs=outs, check_vma=False)(x)
+def _quantize(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """Return activations, or their gradient, in 8 bits bit by bit, and this device's scale."""
+    scale = scale_of(jnp.max(jnp.abs(x)), dtype)
+    return to_bits(rounded(x, scale, dtype)), scale
 
 
-class Residuals(NamedTuple):
-    """What the backward pass of a product finds."""
+@dataclasses.dataclass(frozen=True)
+class _Matrices:
+    """An einsum of activations and a weight, as a matmul of two matrices."""
 
-    x8: jax.Array
-    x_scale: jax.Array
-    w8: jax.Array
-    w_scale: jax.Array
-    to: Any  # `sharding.ticket` of the weight
+    eqn: str
 
+    @property
+    def letters(self) -> tuple[str, str, str]:
+        """Dimensions of x, of the weight, of the result."""
+        inputs, y = self.eqn.split("->")
+        xs, ws = inputs.split(",")
+        return xs, ws, y
 
-def forward(x: jax.Array, w: Held, eqn: str, axes: Axes, placement: Placement) -> tuple[jax.Array, Residuals]:
-    """`einsum(eqn, x, w)` in x's dtype, and residuals for `backward`.
+    @property
+    def contracted_first(self) -> bool:
+        """Whether the weight is (contracted, made), and not (made, contracted)."""
+        xs, ws, y = self.letters
+        contracted = "".join(c for c in xs if c in ws)
+        made = "".join(c for c in y if c in ws)
+        tokens = xs.removesuffix(contracted)
+        if xs != tokens + contracted or y != tokens + made or ws not in (contracted + made, made + contracted):
+            raise ValueError(
+                f"{self.eqn}: an FP8 matmul is of (tokens, contracted) and a weight of (contracted, made) or reverse"
+            )
+        return ws.startswith(contracted)
 
-    Args:
-      x: activations; tokens first, then what is contracted.
-      w: a held weight in 8 bits (`Scaled`).
-      eqn, axes: as for `dot.dot`.
-    """
-    product = _Product(eqn, axes, placement)
-    xs, ws, y = product.letters
-    first, partial = product.contracted_first, product.over(xs)
-    gathered, w_scale = use(w, axes, placement)
-    x8, x_scale = _round(product, x, xs, E4M3)
+    def weight(self, w: jax.Array) -> jax.Array:
+        """(K, N) or (N, K), as the weight is stored."""
+        xs, ws, _ = self.letters
+        rows = [n for c, n in zip(ws, w.shape, strict=True) if (c in xs) == self.contracted_first]
+        return w.reshape(math.prod(rows), -1)
 
-    def local(x8, x_scale, w8, w_scale):
-        x_MK, weight = product.tokens(from_bits(x8, E4M3)), product.matrix(from_bits(w8, E4M3))
-        made = multiply(x_MK, x_scale, weight.T if first else weight, w_scale, x.dtype, FAST)
-        shape = [n for c, n in zip(ws, w8.shape, strict=True) if c in y]
-        made = made.reshape(*x8.shape[: len(y) - len(shape)], *shape)
-        return jax.lax.psum(made, partial) if partial else made
-
-    made = jax.shard_map(
-        local,
-        mesh=placement.mesh,
-        in_specs=(product.spec(xs), product.scale, product.spec(ws), P()),
-        out_specs=product.spec(y),
-        # The replication checker cannot follow scales, of which each device has its own.
-        check_vma=False,
-    )(x8, x_scale, gathered, w_scale)
-    return made, Residuals(x8, x_scale, gathered, w_scale, ticket(w))
+    def tokens(self, x: jax.Array) -> jax.Array:
+        """(tokens, the rest)."""
+        count = sum(c not in self.letters[1] for c in self.letters[0])
+        return x.reshape(math.prod(x.shape[:count]), -1)
 
 
-def backward(
-    eqn: str, axes: Axes, placement: Placement, reduce: jnp.dtype, residuals: Residuals, dy: jax.Array
-) -> tuple[jax.Array, Held]:
-    """The gradients of x, in dy's dtype, and of the weight's slot, summed over the batch in `reduce`."""
-    x8, x_scale, w8, w_scale, to = residuals
-    product = _Product(eqn, axes, placement)
-    xs, ws, y = product.letters
-    first, partial = product.contracted_first, product.over(y)
-    tokens = placement.mesh_axes("batch") + placement.mesh_axes("sequence")
-    dy8, dy_scale = _round(product, dy, y, E5M2)
+def dot(eqn: str, x: jax.Array, w: Float8) -> jax.Array:
+    """Return `einsum(eqn, x, w)` in the dtype of `x`, all three matmuls (forward and backward) in 8 bits."""
+    return _dot(x, w.bits, w.scale, w.gradient, eqn)
 
-    def local(x8, x_scale, w8, w_scale, dy8, dy_scale):
-        x_MK, dy_MN = product.tokens(from_bits(x8, E4M3)), product.tokens(from_bits(dy8, E5M2))
-        weight = product.matrix(from_bits(w8, E4M3))
-        dx = multiply(dy_MN, dy_scale, weight if first else weight.T, w_scale, dy.dtype)
-        dx = dx.reshape(x8.shape)
-        dx = jax.lax.psum(dx, partial) if partial else dx
-        rows, columns = ((x_MK, x_scale), (dy_MN, dy_scale)) if first else ((dy_MN, dy_scale), (x_MK, x_scale))
-        dw = multiply(rows[0].T, rows[1], columns[0].T, columns[1], reduce)
-        return dx, summed(dw.reshape(w8.shape), axes, tokens, to, placement)
 
-    dx, dw = jax.shard_map(
-        local,
-        mesh=placement.mesh,
-        in_specs=(product.spec(xs), product.scale, product.spec(ws), P(), product.spec(y), product.scale),
-        out_specs=(product.spec(xs), placement.home(axes, late(to)).spec),
-        check_vma=False,
-    )(x8, x_scale, w8, w_scale, dy8, dy_scale)
-    return dx, cotangent(to, dw)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _dot(x: jax.Array, bits: jax.Array, w_scale: jax.Array, gradient: jax.Array, eqn: str) -> jax.Array:
+    return _forward(x, bits, w_scale, gradient, eqn)[0]
+
+
+def _forward(x: jax.Array, bits: jax.Array, w_scale: jax.Array, gradient: jax.Array, eqn: str) -> tuple[jax.Array, Any]:
+    m = _Matrices(eqn)
+    xs, ws, y = m.letters
+    x8, x_scale = _quantize(x, E4M3)
+    w_KN = m.weight(from_bits(bits, E4M3))
+    made = multiply(m.tokens(from_bits(x8, E4M3)), x_scale, w_KN.T if m.contracted_first else w_KN, w_scale, x.dtype, FAST)
+    shape = [n for c, n in zip(ws, bits.shape, strict=True) if c in y]
+    made = made.reshape(*x.shape[: len(y) - len(shape)], *shape)
+    return made, (x8, x_scale, bits, w_scale, jnp.zeros((0,), gradient.dtype))
+
+
+def _backward(eqn: str, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
+    x8, x_scale, bits, w_scale, like = residuals
+    m = _Matrices(eqn)
+    dy8, dy_scale = _quantize(dy, E5M2)
+    x_MK, dy_MN = m.tokens(from_bits(x8, E4M3)), from_bits(dy8, E5M2)
+    dy_MN = dy_MN.reshape(x_MK.shape[0], -1)
+    w = m.weight(from_bits(bits, E4M3))
+    dx = multiply(dy_MN, dy_scale, w if m.contracted_first else w.T, w_scale, dy.dtype).reshape(x8.shape)
+    rows, columns = ((x_MK, x_scale), (dy_MN, dy_scale))[:: 1 if m.contracted_first else -1]
+    dw = multiply(rows[0].T, rows[1], columns[0].T, columns[1], like.dtype)
+    return dx, None, None, dw.reshape(bits.shape)
+
+
+_dot.defvjp(_forward, _backward)

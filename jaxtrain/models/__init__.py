@@ -4,24 +4,25 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-# model.family -> module with PRESETS, STRUCTURE, build(), and what Hugging Face calls it all (models/hugging_face.py): NAMES,
-# MODEL_TYPE, ARCHITECTURE, read(), write(). A new family is one file and one line here.
+# model.family -> module with PRESETS and STRUCTURE, and the names of Hugging Face (models/hugging_face.py): NAMES, MODEL_TYPE,
+# ARCHITECTURE, read(), write(). A new family is one file and one line here.
 FAMILIES = {
-    "llama": "jaxtrain.models.llama",
-    "mistral": "jaxtrain.models.mistral",
-    "mixtral": "jaxtrain.models.mixtral",
-    "qwen2": "jaxtrain.models.qwen2",
-    "qwen3": "jaxtrain.models.qwen3",
-    "qwen3_moe": "jaxtrain.models.qwen3_moe",
-    "gemma2": "jaxtrain.models.gemma2",
-    "gemma3": "jaxtrain.models.gemma3",
+    "llama": "jaxtrain.models.families.llama",
+    "mistral": "jaxtrain.models.families.mistral",
+    "mixtral": "jaxtrain.models.families.mixtral",
+    "qwen2": "jaxtrain.models.families.qwen2",
+    "qwen3": "jaxtrain.models.families.qwen3",
+    "qwen3_moe": "jaxtrain.models.families.qwen3_moe",
+    "gemma2": "jaxtrain.models.families.gemma2",
+    "gemma3": "jaxtrain.models.families.gemma3",
 }
 
 
 def family(name: str) -> Any:
-    """The module of a family in FAMILIES, or for `package.module:name` that object, which must have `build` too.
+    """Return the module of a family in FAMILIES, or for `package.module:name` that object, which must have `build`.
 
-    Raises ValueError for an unknown name, and ImportError or AttributeError where your own module or name does not exist.
+    Raises:
+      ValueError: no such family. ImportError, AttributeError: no such module, or no such name in it.
     """
     module, given, attribute = name.partition(":")
     if given:

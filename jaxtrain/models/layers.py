@@ -1,4 +1,4 @@
-"""The small parts of a transformer: norm, embedding, feed-forward."""
+"""The small parts of a transformer: norm, embedding, feed-forward. Everything computes with this device's shards."""
 
 import dataclasses
 import functools
@@ -9,43 +9,42 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config import Experts
-from jaxtrain.kernels.dot import Numerics, dot
+from jaxtrain.kernels.dot import dot
 from jaxtrain.kernels.embedding import TABLE, embed
 from jaxtrain.kernels.norm import rms_norm
+from jaxtrain.kernels.numerics import Numerics
 from jaxtrain.models.lora import Adapters, Lora
 from jaxtrain.models.module import constant, normal, param
 from jaxtrain.models.structure import Structure
-from jaxtrain.sharding import Axes, Placement
-
-# Layouts of activations, by logical axis.
-RESIDUAL: Axes = ("batch", "residual", None)  # (B, T, D) between blocks
-WIDE: Axes = ("batch", "sequence", None)  # (B, T, D) inside blocks: tokens whole over the tensor axis
+from jaxtrain.sharding import Placement
+from jaxtrain.zero import ComputeCopy, Zero
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What every layer needs to know of the run, and of its family."""
+    """The run and the model's family, as far as layers need to know them. Static."""
 
     numerics: Numerics
     placement: Placement
+    zero: Zero  # gathers weights
     structure: Structure = Structure()
     lora: Lora = Lora()
     experts: Experts = Experts()
-    places: int = 0  # layers that follow each other, with a pipeline's empty places; 0: those of the model
+    places: int = 0  # length of the stack of layers, with a pipeline's padding; 0: the model's layers
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm with a learnt scale, of activations in the layout `x_axes`."""
+    """Root-mean-square norm with a learnt scale."""
 
-    def __init__(self, dim: int, axis: str | None, x_axes: Axes, eps: float, ctx: Context, rngs: nnx.Rngs):
+    def __init__(self, dim: int, axis: str | None, eps: float, ctx: Context, rngs: nnx.Rngs):
         self.offset = float(ctx.structure.norm_offset)
         self.scale = param(rngs, (dim,), (axis,), constant(1.0 - self.offset), ctx.numerics.vectors)
-        self.axis, self.x_axes, self.eps, self.ctx = axis, x_axes, eps, ctx
+        self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """(..., dim) to the same."""
         with jax.named_scope("norm"):
-            p, n = self.ctx.placement, self.ctx.numerics
-            return rms_norm(x, self.scale[...], self.eps, self.x_axes, self.axis, p, n, self.offset)
+            return rms_norm(x, self.scale[...], self.eps, self.offset)
 
 
 class Embed(nnx.Module):
@@ -56,8 +55,12 @@ class Embed(nnx.Module):
         self.ctx = ctx
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        """Rows of the table, (B, T, D) in the residual layout."""
-        return embed(self.embedding[...], tokens_BT, RESIDUAL, self.ctx.placement, self.ctx.numerics)
+        """Return rows of the table, (B, T, D) in the residual layout. The look-up gathers the table at ZeRO-1 alone."""
+        p, table, zero = self.ctx.placement, self.embedding.get_value(), self.ctx.zero
+        if zero.reduce_once:
+            return embed(zero.gather_weight(table, TABLE), tokens_BT, p, (), self.ctx.numerics.compute)
+        table = table.master if isinstance(table, ComputeCopy) else table
+        return embed(zero.ungathered(table, TABLE), tokens_BT, p, p.mesh_axes("embed"), self.ctx.numerics.compute)
 
 
 NONLINEARITIES: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -78,14 +81,11 @@ class GatedLinear(nnx.Module):
         self.ctx = ctx
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """(B, T, D) in the wide layout to (B, T, D), a partial sum over the tensor axis until it is resharded."""
-        p, n = self.ctx.placement, self.ctx.numerics
-        hidden = ("batch", "sequence", "mlp")
-        gate_BTF: jax.Array = dot(x_BTD, self.gate[...], "BTD,DF->BTF", ("embed", "mlp"), p, n)
-        gate_BTF = checkpoint_name(self.lora("gate", x_BTD, gate_BTF, ("embed", "mlp")), "mlp_gate")
-        up_BTF: jax.Array = dot(x_BTD, self.up[...], "BTD,DF->BTF", ("embed", "mlp"), p, n)
-        up_BTF = checkpoint_name(self.lora("up", x_BTD, up_BTF, ("embed", "mlp")), "mlp_up")
+        """Map (B, T, D) to (B, T, D): a partial sum, to be summed over the devices that shard F."""
+        n = self.ctx.numerics
+        gate_BTF = self.lora("gate", x_BTD, dot("BTD,DF->BTF", x_BTD, self.gate.get_value(), n))
+        gate_BTF = checkpoint_name(gate_BTF, "mlp_gate")
+        up_BTF = checkpoint_name(self.lora("up", x_BTD, dot("BTD,DF->BTF", x_BTD, self.up.get_value(), n)), "mlp_up")
         with jax.named_scope("swiglu"):
-            h_BTF = p.constrain(NONLINEARITIES[self.ctx.structure.activation](gate_BTF) * up_BTF, *hidden)
-        y_BTD: jax.Array = dot(h_BTF, self.down[...], "BTF,DF->BTD", ("embed", "mlp"), p, n)
-        return self.lora("down", h_BTF, y_BTD, ("embed", "mlp"))
+            h_BTF = NONLINEARITIES[self.ctx.structure.activation](gate_BTF) * up_BTF
+        return self.lora("down", h_BTF, dot("BTF,DF->BTD", h_BTF, self.down.get_value(), n))

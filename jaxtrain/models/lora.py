@@ -16,7 +16,6 @@ from flax import nnx
 
 from jaxtrain.kernels.dot import dot
 from jaxtrain.models.module import Initializer, constant, param
-from jaxtrain.sharding import Axes, Weight
 
 MODULE = "lora"  # of the adapters of one module, and part of each one's name
 A, B = "_a", "_b"
@@ -66,11 +65,6 @@ def equations(eqn: str) -> tuple[str, str]:
     return f"{xs},{into}R->{tokens}R", f"{tokens}R,R{out}->{y}"
 
 
-def as_it_is(w: Weight, axes: Axes) -> Weight:
-    """The weight."""
-    return w
-
-
 class Adapters(nnx.Module):
     """The adapters of those of a module's `weights` that `lora.targets` names; none where the rank is 0.
 
@@ -91,25 +85,20 @@ class Adapters(nnx.Module):
             setattr(self, name + A, param(rngs, a_shape, a_axes, uniform(fan_in), lora.params))
             setattr(self, name + B, param(rngs, b_shape, b_axes, constant(0.0), lora.params))
 
-    def __call__(
-        self, name: str, x: jax.Array, y: jax.Array, axes: Axes, prepared: Callable[[Weight, Axes], Weight] = as_it_is
-    ) -> jax.Array:
-        """y + alpha / rank (x a) b, where `name` is adapted.
+    def __call__(self, name: str, x: jax.Array, y: jax.Array, prepared: Callable[[Any], Any] = lambda w: w) -> jax.Array:
+        """Return y + alpha / rank (x a) b, where `name` is adapted; y elsewhere.
 
-        y: `dot(x, w, eqn, axes, ...)`. prepared: what is done to w, and so to b, before it is multiplied by.
+        Args:
+          x, y: input and result of `dot` with the adapted weight.
+          prepared: applied to b, as to the weight, before the matmul.
         """
         if name not in self.names:
             return y
-        eqn = EQUATIONS[name]
-        p, n, (down, up) = self.ctx.placement, self.ctx.numerics, equations(eqn)
-        of = dict(zip(_letters(eqn), axes, strict=True)) | {"R": None}
-        a_axes, b_axes = (tuple(of[c] for c in _letters(e)) for e in (down, up))
+        n, (down, up) = self.ctx.numerics, equations(EQUATIONS[name])
         with jax.named_scope(MODULE):
             # Scaled where it is narrow: behind b, the backward pass would make a scaled copy of y's whole gradient.
-            h_BTR: jax.Array = dot(x, getattr(self, name + A)[...], down, a_axes, p, n)
-            h_BTR *= self.ctx.lora.scale
-            z: jax.Array = dot(h_BTR, prepared(getattr(self, name + B)[...], b_axes), up, b_axes, p, n)
-            return y + z
+            h_BTR = dot(down, x, getattr(self, name + A)[...], n) * self.ctx.lora.scale
+            return y + dot(up, h_BTR, prepared(getattr(self, name + B)[...]), n)
 
 
 def _letters(eqn: str) -> str:

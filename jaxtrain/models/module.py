@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.sharding import Axes
+from jaxtrain.sharding import Axes, Placement
 
 Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
 Params = dict[str, Any]  # nested dict of arrays, or of anything else of the same structure
@@ -58,22 +58,27 @@ class Definition:
     """A model without its numbers: `abstract` parameters, their `axes`, which of them are multiplied by `dots` or are `exact`,
     and `bind` to make it callable.
 
-    adds_layers: the model says of itself that stacked parameters may come as `sharding.Held` with a `sum`: it runs each stack
-    whole, once, and by `remat.Plan.run`.
-    staged: the model says of itself that it has the parts that a pipeline puts on stages, as models.transformer.Transformer has
-    them, that nothing else makes its result, and that `layer` computes with no parameters but those of `layers`.
+    uses_plan_run: the model runs its stack of layers by `remat.Plan.run`: once, whole, and with the weights unchanged. The
+    stack then comes as `zero.StackWeight` weights, whose gradients can be added layer by layer (`train.accumulate`).
+    staged: the model has the parts that a pipeline calls (models.transformer.Transformer), they alone make its result, and
+    `layer` computes with parameters of `layers` alone.
     """
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module]):
         self._make = make
         module = nnx.eval_shape(lambda: make(nnx.Rngs(params=0)))
-        self._graph, state = nnx.split(module, nnx.Param)
-        self.adds_layers = bool(getattr(module, "adds_layers", False))
+        self._graph, self._state = nnx.split(module, nnx.Param)
+        state = self._state
+        self.uses_plan_run = bool(getattr(module, "uses_plan_run", False))
         self.staged = bool(getattr(module, "staged", False))
         self.abstract: Params = _map(state, lambda p: jax.ShapeDtypeStruct(p.get_value().shape, p.get_value().dtype))
         self.axes: Params = _map(state, _axes)
         self.dots: Params = _map(state, lambda p: p.get_metadata("dot", False))
         self.exact: Params = _map(state, lambda p: p.get_metadata("exact", False))
+
+    def specs(self, placement: Placement) -> Params:
+        """Return the PartitionSpec of each parameter."""
+        return jax.tree.map(placement.spec, self.axes, is_leaf=lambda a: isinstance(a, tuple))
 
     def init(self, key: jax.Array) -> Params:
         """Initial values. Call it under jit with out_shardings: the numbers are the same on every mesh."""
@@ -81,7 +86,7 @@ class Definition:
 
     def bind(self, params: Params) -> Any:
         """The model with these parameters."""
-        return nnx.merge(self._graph, _state(params))
+        return nnx.merge(self._graph, _filled(self._state, params))
 
 
 def part(tree: Params, chosen: Params) -> Params:
@@ -125,5 +130,8 @@ def _map(state: Any, f: Callable[[Any], Any]) -> Params:
     return {k: f(v) if isinstance(v, nnx.Variable) else _map(v, f) for k, v in state.items()}
 
 
-def _state(params: Params) -> nnx.State:
-    return nnx.State({k: _state(v) if isinstance(v, dict) else nnx.Param(v) for k, v in params.items()})
+def _filled(state: Any, params: Params) -> nnx.State:
+    """The state with these values; its parameters keep their metadata, of which the axes say how each is gathered."""
+    return nnx.State(
+        {k: v.replace(params[k]) if isinstance(v, nnx.Variable) else _filled(v, params[k]) for k, v in state.items()}
+    )

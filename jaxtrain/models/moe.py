@@ -1,6 +1,5 @@
 """A feed-forward block of experts: each token goes through the few that its router chooses, and through a shared one."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -8,11 +7,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config import Model
-from jaxtrain.kernels.dot import dot, whole
 from jaxtrain.kernels.experts import feed_forward as kernel
-from jaxtrain.kernels.experts.routing import COLUMNS, TOKENS, route
-from jaxtrain.models.layers import NONLINEARITIES, RESIDUAL, WIDE, Context, GatedLinear
+from jaxtrain.kernels.experts.routing import COLUMNS, route
+from jaxtrain.models.layers import NONLINEARITIES, Context, GatedLinear
 from jaxtrain.models.module import constant, normal, param
+from jaxtrain.sharding import all_reduce
 
 ROUTER = ("embed", None)
 DROPPED = COLUMNS.index("dropped")
@@ -48,33 +47,25 @@ class ExpertsMLP(nnx.Module):
         )
 
     def __call__(self, x_BTD: jax.Array, real_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(B, T, D) in the wide layout to (B, T, D) in the residual layout, and the layer's statistics (routing.py).
+        """(B, T, D) to (B, T, D), this device's term of a sum over the devices that shard F; and the layer's statistics.
 
         real_BT: bool, False for padding, which no expert takes.
         """
-        m, p, n = self.model, self.ctx.placement, self.ctx.numerics
-        exact = dataclasses.replace(n, compute=jnp.dtype(jnp.float32))
+        m, p, k = self.model, self.ctx.placement, self.model.experts_per_token
         with jax.named_scope("router"):
-            logits_BTE: jax.Array = dot(x_BTD.astype(jnp.float32), self.router[...], "BTD,DE->BTE", ROUTER, p, exact)
-            bias_E: Any = whole(self.router_bias[...], (None,), p, exact) if m.router_bias else None
-            routed = route(
-                p.constrain(logits_BTE, *TOKENS),
-                bias_E,
-                real_BT,
-                k=m.experts_per_token,
-                router=m.router,
-                renormalize=m.renormalize,
-                placement=p,
-            )
-        weights = self.gate[...], self.up[...], self.down[...]
+            x32_BTD, precision = x_BTD.astype(jnp.float32), jax.lax.Precision.HIGHEST
+            logits_BTE = jnp.einsum("BTD,DE->BTE", x32_BTD, self.router[...], precision=precision)
+            bias_E = self.router_bias[...] if m.router_bias else None
+            how = {"k": k, "router": m.router, "renormalize": m.renormalize, "over": p.token_axes}
+            routed = route(logits_BTE, bias_E, real_BT, **how)
         with jax.named_scope("experts"):
+            weights = self.gate.get_value(), self.up.get_value(), self.down.get_value()
             made: Any = kernel.feed_forward(x_BTD, routed.share_BTk, routed.chosen_BTk, *weights, self.spec)
             y_BTD, dropped = made
-        choices = jnp.maximum(real_BT.sum() * m.experts_per_token, 1).astype(jnp.float32)
-        statistics = routed.statistics.at[DROPPED].set(jax.lax.stop_gradient(dropped / choices))
-        if m.shared_d_ff:
-            y_BTD = p.constrain(y_BTD, *RESIDUAL) + p.narrow(self.shared(x_BTD), WIDE, RESIDUAL)
-        return y_BTD, statistics
+        choices, dropped = all_reduce((real_BT.sum() * k, dropped), p.token_axes)
+        dropped = jax.lax.stop_gradient(dropped) / jnp.maximum(choices, 1)
+        statistics = routed.statistics.at[DROPPED].set(dropped)
+        return y_BTD + self.shared(x_BTD) if m.shared_d_ff else y_BTD, statistics
 
 
 Statistics = Any  # of all layers so far, f32 (layers, 4 + experts); () of a model without experts

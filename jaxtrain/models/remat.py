@@ -1,7 +1,10 @@
-"""What the forward pass keeps for the backward pass, and how layers are grouped under checkpoints.
+"""Activation checkpointing, and how layers that are stacked on axis 0 follow each other in the program.
 
-The tensors that can be kept, and which of them each policy keeps, stand in jaxtrain/activations.py. How layers follow each
-other in the program, as a loop or one by one, stands in layer_loop.py.
+The activations that can be saved, and the ones that each policy saves, are in jaxtrain/activations.py.
+
+A loop compiles one group of `remat.every` layers, and often the last group apart. It pays for that at run time: saved
+activations are copied into stacks and out of them again. Unrolled (compiler.unroll), any layer's collectives can overlap with
+the next layer's arithmetic, and only gradients are stacked. Compile time grows with the number of layers.
 """
 
 import dataclasses
@@ -14,47 +17,54 @@ import jax.numpy as jnp
 from jaxtrain.activations import KEPT, parse_tensors
 from jaxtrain.config import Remat
 from jaxtrain.kernels.experts.routing import CHOICE
-from jaxtrain.models.layer_loop import Body, loop, loop_last_apart, one_by_one
+from jaxtrain.zero import ComputeCopy, StackCheck, StackWeight, zeros
 
-# Gathered weights (kernels/dot.py). Kept by no policy, not even `none`, or every layer's would be held at once; unless
-# sharding.gather = forward asks for that, and then by all.
+# The kind of a layer: an int where it is known when the program is traced, an int32 () where a loop runs several kinds.
+Kind = int | jax.Array
+# (x, layer, what all layers share, kind) -> x, which may be several arrays
+Body = Callable[[Any, Any, Any, Kind], Any]
+
+# Gathered weights (zero.py). No policy saves them, not even `none`: those of every layer would be in memory at once. They are
+# saved of the last group alone, whose backward pass comes next, and of all layers if sharding.gather = forward.
 WEIGHT = ("weight",)
-# Kept by all: where tokens go must be the same in the backward pass, and takes k numbers a token.
+# Every policy saves the expert choice, k integers per token: the backward pass must route tokens to the same experts.
 ALWAYS = (CHOICE,)
+SLOTS = "slots"  # the scope of writes to buffers of saved activations; plans find them by it
 
 
 def anything_but_weights(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """The policy `none`. To refuse the name alone is not enough: what the name was given to would be kept in its place.
+    """The policy `none`. To reject the name alone is not enough: the array before it got the name would be saved instead.
 
-    Inside the rules of `dot` and `rms_norm` a gather is itself one operation, a custom_vjp_call, and nothing else is.
+    A gather is one operation, `sharding.all_gather_weight`, and the only custom_vjp_call that remat policies see.
     """
     return primitive.name != "custom_vjp_call" and not (primitive.name == "name" and params["name"] in WEIGHT)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A remat policy, ready for use. Hashable."""
+    """A remat policy, ready for use. Static."""
 
     policy: str
-    keep: tuple[str, ...]
-    offload: tuple[str, ...]
+    keep: tuple[str, ...]  # names of saved activations; `none` and `dots` choose by operation instead
+    offload: tuple[str, ...]  # names of activations saved in host memory
     every: int
-    keep_weights: bool = False  # from the forward pass to the backward pass, gathered
-    waits: bool = False  # what is computed again waits for the gradient that needs it
-    last_apart: bool = False  # the last layer keeps its weights, since its backward pass comes next
-    unroll: bool = False  # layers stand one by one in the program; no loop
+    keep_weights: bool = False  # gathered ones are saved for the backward pass
+    unroll: bool = False  # layers one by one in the program; no loop
+    # A loop's backward pass loads saved activations only once the incoming gradient exists. False over a tensor axis: there XLA
+    # keeps a second, transposed stack of each, so they are copied out of the stack first.
+    delays_load: bool = True
 
     def checkpoint(self, body: Callable[..., Any], in_loop: bool = True) -> Callable[..., Any]:
-        """`body` with only what the policy says kept for its backward pass. `in_loop`: it will be the body of a loop.
+        """Return `body` as a function that saves what the policy says. `in_loop`: it will be the body of a loop.
 
-        Arguments that are plain numbers stay so.
+        Arguments that are Python ints stay so.
         """
         policies = jax.checkpoint_policies
         names = (*ALWAYS, *WEIGHT) if self.keep_weights else ALWAYS
         if self.policy == "none":
             policy = policies.everything_saveable if self.keep_weights else anything_but_weights
         elif self.policy == "dots":
-            # By operation and not by name: with qk-norm, what the backward pass needs is the GEMM's output, not the named q.
+            # By operation and not by name: with qk-norm, the backward pass needs the matmul's output, not the named q.
             policy = policies.save_from_both_policies(
                 policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(*names)
             )
@@ -67,81 +77,297 @@ class Plan:
             )
         else:
             policy = policies.save_only_these_names(*self.keep, *names)
-        # Scan bodies are compiled apart, so XLA cannot merge the recomputation with the original. Elsewhere it would.
 
         def checkpointed(*args: Any) -> Any:
             static = tuple(i for i, arg in enumerate(args) if isinstance(arg, int))
+            # Scan bodies are compiled apart, so XLA cannot merge the recomputation with the original. Elsewhere it would.
             return jax.checkpoint(body, policy=policy, prevent_cse=not in_loop, static_argnums=static)(*args)
 
         return checkpointed
 
-    def apart(self, num_layers: int) -> bool:
-        """Whether the last layer is run outside of the loop over the others."""
-        # Of what `dots` keeps, XLA would merge the last layer's attention with its repetition.
-        return self.last_apart and num_layers > 1 and self.every_layer and self.policy != "dots"
-
-    def adds(self, num_layers: int) -> bool:
-        """Whether the gradients of the layers are added, one by one, to a sum that is there (`Held.sum`)."""
-        return self.unroll or self.apart(num_layers)
-
     @property
-    def every_layer(self) -> bool:
-        """Whether each layer stands under a checkpoint of its own."""
-        return self.every == 1 or self.policy == "none"
+    def layers_each(self) -> int:
+        """Layers under one checkpoint."""
+        return 1 if self.policy == "none" else self.every
 
     def trips(self, num_layers: int) -> int:
-        """How often the loop over layers goes round; 0 where there is none."""
-        if self.unroll:
-            return 0
-        return num_layers - self.apart(num_layers) if self.every_layer else num_layers // self.every
+        """Return the iterations of the loop over layers; 0 without one."""
+        return len(self._groups(num_layers)[0])
 
     def run(self, body: Body, x: Any, layers: Any, shared: Any, kinds: Sequence[int]) -> Any:
-        """`body(x, layer, shared, kind)` for each of the layers stacked on axis 0, `every` layers under each checkpoint.
+        """Return `body(x, layer, shared, kind)` applied to each of the layers stacked on axis 0, in order.
 
-        kinds: of each layer, a number that the body knows what to do with; the same for all that are alike.
-
-        A remainder of num_layers / every forms a last, smaller group. Nothing is learnt through `shared`: it has no gradient.
+        Args:
+          layers: a tree of arrays. If any are `StackWeight`, the others have no gradient.
+          shared: arrays that all layers share; gradients through them are dropped.
+          kinds: of each layer, a number for `body`; the same for all that are alike.
         """
-        num_layers = len(kinds)
-        apart = self.apart(num_layers)
-        # Its backward pass comes at once: nothing of it need go to the host and back.
-        at_once = dataclasses.replace(self, keep_weights=True, keep=(*self.keep, *self.offload), offload=())
-        last = (at_once if apart else self).checkpoint
+        stack, learnt, fixed, into = flatten(layers)
+        if stack.check is None:
+            # Autodiff gives gradients to the weights of a model whose stack does not come as StackWeight.
+            return loop(self.checkpoint(body), x, layers, shared, kinds)
+        stack.check.note_run(len(kinds), into)
+        return self._run(body, x, stack, learnt, fixed, into, shared, kinds)
+
+    def _groups(self, num_layers: int) -> tuple[range, list[range]]:
+        """Return the first layers of the groups that a loop runs, and the groups that follow it one by one."""
+        n = self.layers_each
+        groups = [range(i, min(i + n, num_layers)) for i in range(0, num_layers, n)]
+        # The backward pass of the last group comes next: outside of the loop its activations are not stacked. (Under `dots` XLA
+        # would merge its attention with the recomputation.)
         if self.unroll:
-            every = 1 if self.every_layer else self.every
-            return one_by_one(body, self.checkpoint, last, x, layers, shared, kinds, every)
-        if apart:
-            bodies = self.checkpoint(body), last(body, in_loop=False)
-            return loop_last_apart(*bodies, x, layers, shared, kinds, self.waits)
+            looped = 0
+        elif self.policy == "dots":
+            looped = num_layers // n
+        else:
+            looped = len(groups) - 1
+        return range(0, looped * n, n), groups[looped:]
 
-        if self.every_layer:
-            return loop(self.checkpoint(lambda x, layer, kind: body(x, layer, shared, kind)), x, layers, kinds)
+    @property
+    def _last(self) -> "Plan":
+        """The plan of the last group: it saves its gathered weights too, and sends nothing to the host and back."""
+        return dataclasses.replace(self, keep_weights=True, keep=(*self.keep, *self.offload), offload=())
 
-        def one(x: Any, layer: tuple[Any, Any]) -> tuple[Any, None]:
-            return body(x, layer[0], shared, kinds[0] if alike else layer[1]), None
+    def _run(
+        self,
+        body: Body,
+        x: Any,
+        stack: "Stack",
+        learnt: list[jax.Array],
+        fixed: list[jax.Array],
+        into: list[jax.Array],
+        shared: Any,
+        kinds: Sequence[int],
+    ) -> Any:
+        """`run`, with a backward pass of its own.
 
-        def several(x: Any, group: Any) -> Any:
-            # Unrolled: gathers of the group's next layer start during this one. A loop inside the loop that XLA itself unrolls
-            # makes it (jaxlib 0.11.2) abort in some layouts: "Call graph must have been flattened".
-            return jax.lax.scan(one, x, group, unroll=True)[0]
+        It adds each layer's gradient to the sum of earlier microbatches at once (`Stack.adds`): autodiff would first stack
+        those of all layers beside the sum. Or it makes a stack of gradients when it begins, in the dtype of `into`: XLA would
+        make that of autodiff before the forward pass.
+        """
+        looped, rest = self._groups(len(kinds))
+        n = self.layers_each
 
-        alike = len(set(kinds)) == 1
-        each = (layers, None if alike else jnp.asarray(kinds, jnp.int32))
-        step = self.checkpoint(several)
-        whole = num_layers // self.every
-        groups = jax.tree.map(lambda w: w[: whole * self.every].reshape(whole, self.every, *w.shape[1:]), each)
-        x, _ = jax.lax.scan(lambda x, group: (step(x, group), None), x, groups)
-        if num_layers % self.every:
-            x = step(x, jax.tree.map(lambda w: w[whole * self.every :], each))
+        @jax.custom_vjp
+        def run(x: Any, into: list[jax.Array], learnt: list[jax.Array], fixed: list[jax.Array], shared: Any) -> Any:
+            # Without a backward pass nothing is saved, and a loop costs nothing.
+            return loop(body, x, stack.layers(learnt, fixed), shared, kinds)
+
+        def forward(x: Any, into: list[jax.Array], learnt: list[jax.Array], fixed: list[jax.Array], shared: Any) -> Any:
+            def through(x: Any, first: Any, count: int, in_loop: bool) -> tuple[Any, Any]:
+                plan = self._last if not in_loop and first + count == len(kinds) else self
+                # XLA inlines a loop of one iteration, and would then merge its recomputation with the original.
+                f = plan.checkpoint(several(body), in_loop and len(looped) > 1)
+                return stack.differentiate(f, x, learnt, fixed, first, count, shared, kinds_at(kinds, first, count))
+
+            vjps, saved = None, []
+            if looped:
+                x, vjps = loop_saving(lambda x, i: through(x, i * n, n, True), x, len(looped))
+            for group in rest:
+                x, vjp = through(x, group[0], len(group), False)
+                saved.append(vjp)
+            return x, (vjps, saved, into, learnt, fixed, shared)
+
+        def backward(residuals: Any, dx: Any) -> Any:
+            vjps, saved, into, learnt, fixed, shared = residuals
+            sums, dx = (into, dx) if stack.adds else zeros(into, after=dx)
+
+            def back(dx: Any, sums: list[jax.Array], vjp: Any, first: Any, count: int) -> tuple[Any, list[jax.Array]]:
+                dx, grads = stack.backward(vjp, learnt, fixed, first, count, shared, dx)
+                put = add_at if stack.adds else put_at
+                for q, of_layer in enumerate(grads):
+                    sums = [put(total, g, first + q) for total, g in zip(sums, of_layer, strict=True)]
+                return dx, sums
+
+            for group, vjp in reversed(list(zip(rest, saved, strict=True))):
+                dx, sums = back(dx, sums, vjp, group[0], len(group))
+                # XLA would fuse the updates of all layers into one kernel, which selects among all layers for each element.
+                sums = [jax.lax.optimization_barrier(total) for total in sums]
+            if looped:
+
+                def one(carry: tuple[Any, Any, jax.Array], _: None) -> tuple[Any, None]:
+                    dx, sums, count = carry
+                    i = len(looped) - 1 - count
+                    # The compiler unrolls this loop, and would recompute two layers at a time and hold both. So the index of
+                    # saved activations depends on the gradient. That of weights does not: they can be gathered early.
+                    dx, then = jax.lax.optimization_barrier((dx, i)) if self.delays_load else (dx, i)
+                    vjp = jax.tree.map(lambda saved: at(saved, then), vjps)
+                    vjp = vjp if self.delays_load else jax.lax.optimization_barrier(vjp)
+                    return (*back(dx, sums, vjp, i * n, n), count + 1), None
+
+                (dx, sums, _), _ = jax.lax.scan(one, (dx, sums, jnp.int32(0)), None, length=len(looped))
+            return dx, sums, None, None, None
+
+        run.defvjp(forward, backward)
+        return run(x, into, learnt, fixed, shared)
+
+
+def loop(body: Body, x: Any, layers: Any, shared: Any, kinds: Sequence[int]) -> Any:
+    """Return `body(x, layer, shared, kind)` applied to each layer of a stack, in a loop that saves nothing."""
+
+    def one(x: Any, item: tuple[jax.Array, Any]) -> tuple[Any, None]:
+        i, layer = item
+        return body(x, layer, shared, kinds_at(kinds, i, 1)[0]), None
+
+    return jax.lax.scan(one, x, (jnp.arange(len(kinds)), layers))[0]
+
+
+def loop_saving(step: Callable[[Any, jax.Array], tuple[Any, Any]], x: Any, times: int) -> tuple[Any, Any]:
+    """Return the last x of `x, saved = step(x, i)`, and `saved` of all iterations, stacked on axis 0.
+
+    As a scan does it, but its stacks are made no sooner than `x`: XLA would make them long before, and hold them beside those
+    of the microbatch before. Arrays in host memory are left to the scan.
+
+    The loop counts in its carry. XLA starts a gather an iteration early only if the index of the layer is the loop's counter.
+    """
+    saved, tree = [], None
+
+    def flat(x: Any, i: jax.Array) -> tuple[Any, list[jax.Array]]:
+        nonlocal saved, tree
+        x, made = step(x, i)
+        leaves, tree = jax.tree.flatten(made)
+        saved = [jax.typeof(leaf) for leaf in leaves]  # avals, which name their memory
+        return x, leaves
+
+    jax.eval_shape(flat, x, jnp.int32(0))
+    hosted = [a.memory_space == jax.memory.Space.Host for a in saved]
+    like = [jax.ShapeDtypeStruct((times, *a.shape), a.dtype) for a, host in zip(saved, hosted, strict=True) if not host]
+    stacks, x = zeros(like, after=x)
+
+    def one(carry: Any, _: None) -> Any:
+        x, stacks, i = carry
+        x, leaves = flat(x, i)
+        here = [leaf for leaf, host in zip(leaves, hosted, strict=True) if not host]
+        stacks = [save_at(stack, leaf, i) for stack, leaf in zip(stacks, here, strict=True)]
+        return (x, stacks, i + 1), [leaf for leaf, host in zip(leaves, hosted, strict=True) if host]
+
+    (x, stacks, _), on_host = jax.lax.scan(one, (x, stacks, jnp.int32(0)), None, length=times)
+    found = iter(stacks), iter(on_host)
+    return x, jax.tree.unflatten(tree, [next(found[host]) for host in hosted])
+
+
+def save_at(stack: jax.Array, x: jax.Array, i: jax.Array) -> jax.Array:
+    """Return a buffer of saved activations with `x` in its place."""
+    with jax.named_scope(SLOTS):
+        return jax.lax.dynamic_update_slice_in_dim(stack, x[None], i, 0, allow_negative_indices=False)
+
+
+def several(body: Body) -> Callable[..., Any]:
+    """Return a function of several layers: (x, layers, shared, *kinds) -> x."""
+
+    def run(x: Any, layers: list[Any], shared: Any, *kinds: Kind) -> Any:
+        for layer, kind in zip(layers, kinds, strict=True):
+            x = body(x, layer, shared, kind)
         return x
 
+    return run
 
-def make_plan(remat: Remat, gather: str, gathers: bool, waits: bool, unroll: bool) -> Plan:
-    """From the config's `remat` section and `sharding.gather`; `validate` has checked names and actions.
 
-    `gathers`: layers gather their weights as they use them, on this mesh. `waits`, `unroll`: see Plan.
+def kinds_at(kinds: Sequence[int], first: Any, count: int) -> list[Kind]:
+    """Return the kinds of `count` layers from `first`, which may be an int32 (): ints where all layers are alike."""
+    if isinstance(first, int) or len(set(kinds)) == 1:
+        return [kinds[0] if len(set(kinds)) == 1 else kinds[first + q] for q in range(count)]
+    return [jnp.asarray(kinds, jnp.int32)[first + q] for q in range(count)]
+
+
+# ---- Layers stacked on axis 0
+
+
+def at(w: jax.Array, i: jax.Array | int) -> jax.Array:
+    """Return one layer of a stacked array."""
+    if isinstance(i, int):
+        return jax.lax.index_in_dim(w, i, keepdims=False)
+    return jax.lax.dynamic_index_in_dim(w, i, keepdims=False, allow_negative_indices=False)
+
+
+def layer_at(layers: Any, i: jax.Array | int) -> Any:
+    """Return one layer of a tree of stacked arrays."""
+    return jax.tree.map(lambda w: at(w, i), layers)
+
+
+def put_at(stack: jax.Array, g: jax.Array, i: jax.Array | int) -> jax.Array:
+    """Return a stack of gradients with one layer's in its place."""
+    return jax.lax.dynamic_update_slice_in_dim(stack, g[None].astype(stack.dtype), i, 0, allow_negative_indices=False)
+
+
+def add_at(total: jax.Array, g: jax.Array, i: jax.Array | int) -> jax.Array:
+    """Return a stack of sums with one layer's gradient added in its place."""
+    # As slices: of a layer with one dimension less XLA would make two kernels and a copy between them.
+    old = jax.lax.dynamic_slice_in_dim(total, i, 1, allow_negative_indices=False)
+    return jax.lax.dynamic_update_slice_in_dim(total, old + g[None].astype(total.dtype), i, 0, allow_negative_indices=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """The structure of stacked layers, and which of its arrays are differentiated. Static."""
+
+    tree: Any
+    learns: tuple[bool, ...]
+    check: StackCheck | None = None  # of layers that are differentiated
+
+    @property
+    def adds(self) -> bool:
+        """Whether gradients are added to those of earlier microbatches."""
+        return self.check is not None and self.check.adds
+
+    def layers(self, learnt: Sequence[Any], fixed: Sequence[Any]) -> Any:
+        """Return the layers, or one of them, from their arrays."""
+        found = iter(learnt), iter(fixed)
+        return jax.tree.unflatten(self.tree, [next(found[not learns]) for learns in self.learns])
+
+    def differentiate(
+        self, f: Callable[..., Any], x: Any, learnt: Any, fixed: Any, first: Any, count: int, shared: Any, kinds: Sequence[Kind]
+    ) -> tuple[Any, Any]:
+        """Return `f(x, layers, shared, *kinds)` of `count` layers from `first`, and its vjp without the weights' residuals."""
+
+        def of(x: Any, learnt: list[Any], fixed: list[Any], shared: Any) -> Any:
+            return f(x, [self.layers(*arrays) for arrays in zip(learnt, fixed, strict=True)], shared, *kinds)
+
+        args = x, *(self._at(arrays, first, count) for arrays in (learnt, fixed)), shared
+        # Weights are looked up again in the backward pass: as residuals a loop would stack copies of them.
+        return jax.vjp(of, *args, saveable_args=(True, False, False, False), in_nzs=(True, True, False, False))
+
+    def backward(
+        self, vjp: Any, learnt: Any, fixed: Any, first: Any, count: int, shared: Any, dy: Any
+    ) -> tuple[Any, list[list[jax.Array]]]:
+        """Return the gradient of x, and for each layer those of its differentiated arrays."""
+        weights = (self._at(arrays, first, count) for arrays in (learnt, fixed))
+        dx, grads, _, _ = vjp.replace(args_res=(vjp.args_res[0], *weights, shared))(dy)
+        return dx, grads
+
+    @staticmethod
+    def _at(arrays: Sequence[jax.Array], first: Any, count: int) -> list[list[jax.Array]]:
+        return [[at(w, first + q) for w in arrays] for q in range(count)]
+
+
+def flatten(layers: Any) -> tuple[Stack, list[jax.Array], list[jax.Array], list[jax.Array]]:
+    """Return the structure of stacked layers, their differentiated arrays, their other arrays, and `into` of the former.
+
+    Differentiated are the weights, or the masters of copies, that are `StackWeight`.
     """
-    more = (gather == "forward", waits, gathers and gather == "layer", unroll)
+
+    def is_learnt(w: Any) -> bool:
+        return isinstance(w, StackWeight)
+
+    def learns(w: Any) -> Any:
+        if not is_learnt(w):
+            return False
+        return ComputeCopy(jax.tree.map(lambda _: False, w.value.value), True) if isinstance(w.value, ComputeCopy) else True
+
+    marked = [w for w in jax.tree.leaves(layers, is_leaf=is_learnt) if is_learnt(w)]
+    arrays, tree = jax.tree.flatten(jax.tree.map(lambda w: w.value if is_learnt(w) else w, layers, is_leaf=is_learnt))
+    which = tuple(jax.tree.leaves(jax.tree.map(learns, layers, is_leaf=is_learnt)))
+    learnt = [w for w, learns in zip(arrays, which, strict=True) if learns]
+    fixed = [w for w, learns in zip(arrays, which, strict=True) if not learns]
+    return Stack(tree, which, next((w.check for w in marked), None)), learnt, fixed, [w.into for w in marked]
+
+
+def make_plan(remat: Remat, gather: str, unroll: bool, delays_load: bool = True) -> Plan:
+    """Return the plan of the config's `remat` section and `sharding.gather`; `validate` has checked names and actions.
+
+    unroll, delays_load: see Plan.
+    """
+    more = (gather == "forward", unroll, delays_load)
     if remat.policy != "custom":
         return Plan(remat.policy, KEPT[remat.policy], (), remat.every, *more)
     places, _ = parse_tensors(remat.tensors)

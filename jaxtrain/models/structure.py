@@ -1,6 +1,8 @@
 """What sets a family of models apart beyond the keys of the config. No jax."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -10,3 +12,20 @@ class Structure:
     activation: str = "silu"  # of the gate: silu | gelu_tanh
     norm_offset: bool = False  # norms multiply by 1 + scale, also those of queries and keys
     scaled_embedding: bool = False  # embeddings are multiplied by the root of d_model
+
+
+SIZES = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff", "vocab_size")
+
+
+def presets(rows: Mapping[str, Sequence[Any]], **shared: Any) -> dict[str, dict[str, Any]]:
+    """Return keys of config.Model by preset. Keys that are not named stay at their defaults.
+
+    Args:
+      rows: for each preset the values of SIZES (head_dim 0: d_model / num_heads), and a dict of further keys if it has any.
+      shared: keys of all presets.
+    """
+    found = {}
+    for name, (*sizes, more) in ((name, (*row, {})[: len(SIZES) + 1]) for name, row in rows.items()):
+        keys = dict(zip(SIZES, sizes, strict=True))
+        found[name] = {key: value for key, value in keys.items() if key != "head_dim" or value} | shared | more
+    return found

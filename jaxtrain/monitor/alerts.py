@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.commands import spelled
+
 THROTTLED = 0.2  # of a line's samples: a dip of a second is not worth a word
 CLEAN = 6  # lines in a row without any, after which throttling is over: it comes and goes as a GPU warms and cools
 CAP_W = 1.0  # below the board's default limit; drivers round
@@ -143,7 +145,7 @@ class MfuAlert:
             return (
                 f"MFU is {reached:.0%} of the lowest expected, below log.mfu_alert={self._part:g}: {middle:.3g} s a step, "
                 f"{self._longest:.3g} s expected at most. Look at data_wait_s, and at throttling and power in the lines on "
-                "GPUs; python -m jaxtrain.profile shows where a step's time goes."
+                f"GPUs; {spelled('python -m jaxtrain.profile')} shows where a step's time goes."
             )
         if self._low and reached >= self.BACK * self._part:
             self._low = False

@@ -13,6 +13,7 @@ from typing import Any
 import rich.console
 
 from jaxtrain import environment, hardware, launch
+from jaxtrain.commands import spelled
 from jaxtrain.config import ConfigError, Problem, RunConfig
 from jaxtrain.launch import Loaded
 from jaxtrain.parity import layouts as named
@@ -66,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        print(HELP.format(default=named.DEFAULT, stages=named.STAGES, experts=named.EXPERTS, both=named.BOTH), end="")
+        text = HELP.format(default=named.DEFAULT, stages=named.STAGES, experts=named.EXPERTS, both=named.BOTH)
+        print(spelled(text), end="")
         return 0
     loaded = launch.load(argv, OPTIONS)
     layouts, wrong = named.parse(loaded.options["meshes"] or named.default(loaded.run))

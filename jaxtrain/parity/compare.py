@@ -33,12 +33,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain import compiler
 from jaxtrain.config import RunConfig
 from jaxtrain.data import pipeline
-from jaxtrain.memory import compile_to_fit
-from jaxtrain.state import create_state, to_host
-from jaxtrain.step import Program, build, place_batch
+from jaxtrain.train import compiler
+from jaxtrain.train.batch import place_batch
+from jaxtrain.train.memory import compile_to_fit
+from jaxtrain.train.program import Program, build
+from jaxtrain.train.state import create_state, to_host
 
 EXACT = 1e-5  # of everything but the weights, in float32
 MOVED = 1e-3  # of the weights

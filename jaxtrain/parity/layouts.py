@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from jaxtrain import flops, hardware, launch
 from jaxtrain.config import MESH_AXES, OPTIONAL_AXES, Problem, RunConfig, flatten, from_dict, nearest, to_dict
 from jaxtrain.data import pipeline
-from jaxtrain.groups import METHODS
 from jaxtrain.hardware import Devices
 from jaxtrain.models import FAMILIES
-from jaxtrain.moments import INT8
+from jaxtrain.optim.groups import METHODS
+from jaxtrain.optim.moments import INT8
 from jaxtrain.validate import validate_step
 
 DEFAULT = "one,data8,fsdp8,data2xfsdp4,fsdp4xtensor2,data2xfsdp2xtensor2,fsdp4xseq2,fsdp2xtensor2xseq2"

@@ -12,6 +12,7 @@ from typing import Any
 import rich.console
 
 from jaxtrain import hardware, launch
+from jaxtrain.commands import spelled
 from jaxtrain.config import ConfigError, Problem
 from jaxtrain.launch import Loaded
 from jaxtrain.plan import cudnn_library
@@ -86,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        print(HELP.format(chips=", ".join(_chips()), cache=FOLDER, most=MOST), end="")
+        print(spelled(HELP.format(chips=", ".join(_chips()), cache=FOLDER, most=MOST)), end="")
         return 0
     loaded = launch.load(argv, OPTIONS, SWITCHES)
     options = loaded.options

@@ -26,13 +26,14 @@ import rich.console
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain import compiler, hardware, precision
+from jaxtrain import hardware, precision
 from jaxtrain.kernels import attention, fp8
 from jaxtrain.kernels.attention import cudnn
 from jaxtrain.plan import rates
 from jaxtrain.plan.program.work import ATTENTION_BACKWARD
 from jaxtrain.plan.readings import COLLECTIVES, CURVE, CalibrationError, Reading, table, to_rates
-from jaxtrain.step import hardware_of
+from jaxtrain.train import compiler
+from jaxtrain.train.kernel import hardware_of
 
 AXIS = "x"
 # As training compiles its GEMMs: by cuBLAS, and products of one array with several others each for itself.

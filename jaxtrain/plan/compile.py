@@ -11,14 +11,14 @@ from typing import Any
 
 import jax
 
-from jaxtrain import compiler
 from jaxtrain.config import RunConfig
-from jaxtrain.memory import compile_to_fit, taken_gib
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.cudnn_library import Library
 from jaxtrain.plan.program import assignment, hlo, workspace
 from jaxtrain.plan.topology import Topology
-from jaxtrain.step import Program, build
+from jaxtrain.train import compiler
+from jaxtrain.train.memory import compile_to_fit, taken_gib
+from jaxtrain.train.program import Program, build
 
 # A run's compiler times several ways to write each fusion's kernel. Without a GPU it would compile them all the same and take
 # the first: more than half of a plan's seconds, for kernels that nobody runs. Instructions, schedule and buffers stay the same.

@@ -9,12 +9,13 @@ import statistics
 from typing import Any
 
 from jaxtrain import hardware
-from jaxtrain.auto_remat import expert_fill
+from jaxtrain.commands import spelled
 from jaxtrain.config import RunConfig
-from jaxtrain.memory import taken_gib
 from jaxtrain.plan.program import collectives, hlo, roofline
 from jaxtrain.plan.rates import PUBLISHED, expected_ms, kind, rates_for
-from jaxtrain.step import Program
+from jaxtrain.train.auto_remat import expert_fill
+from jaxtrain.train.memory import taken_gib
+from jaxtrain.train.program import Program
 
 APART = 0.15  # calibrated plan and measurement may differ by this much before it is worth a line
 FIRST = 2  # lines of metrics left out: clocks and caches settle
@@ -58,10 +59,10 @@ def expect(run: RunConfig, program: Program, executable: Any, gpu: hardware.Gpu,
     rates = rates_for(gpu, run.precision)
     module = hlo.parse(executable.as_text())
     found = collectives.read(module, dict(program.placement.mesh.shape), gpus_per_node)
-    filled = expert_fill(run, program.placement.size(program.placement.in_use("experts")))
+    filled = expert_fill(run, program.placement.size(program.placement.compute_axes("experts")))
     timed = roofline.predict(module, rates, collectives.by_instruction(found), filled=filled)
     # The allocator gives the heap whole, and so counts its gaps.
-    found_ms = expected_ms(timed.step_ms, kind(run, gpu, program.placement.mesh.size, program.attention), rates)
+    found_ms = expected_ms(timed.step_ms, kind(run, gpu, program.placement.mesh.size, program.kernel.name), rates)
     range_s = (found_ms[0] / 1e3, found_ms[1] / 1e3) if found_ms else None
     return Expected(timed.step_ms / 1e3, taken_gib(executable), rates.source, range_s)
 
@@ -98,7 +99,7 @@ class Watch:
     def _apart(self, what: str, unit: str, seen: float, planned: float, to: str) -> str:
         return (
             f"{what}: {seen:.3g} {unit} measured, {to} {unit} planned ({self.expected.rates}): {seen / planned:.2f} times "
-            f"{planned:.3g}. python -m jaxtrain.plan --calibrate measures what this machine reaches."
+            f"{planned:.3g}. {spelled('python -m jaxtrain.plan --calibrate')} measures what this machine reaches."
         )
 
     def measured(self) -> dict[str, float | None]:

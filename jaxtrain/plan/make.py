@@ -1,13 +1,14 @@
 """A plan, put together: the train step compiled, read, timed and judged."""
 
-from jaxtrain import auto_remat, flops, installed
+from jaxtrain import flops, installed
 from jaxtrain.config import RunConfig
 from jaxtrain.plan.compile import Compiled, compile_step
 from jaxtrain.plan.program import assignment, buffers, collectives, hlo, judge, matmuls, mistakes, roofline, split, workspace
 from jaxtrain.plan.rates import expected_ms, kind, rates_for
 from jaxtrain.plan.result import Flops, Plan, Rates, Time
 from jaxtrain.plan.topology import Topology
-from jaxtrain.step import Program
+from jaxtrain.train import auto_remat
+from jaxtrain.train.program import Program
 
 
 def make_plan(
@@ -49,7 +50,7 @@ def read_plan(
     run = compiled.run
     rates = rates or rates_for(topology.gpu, run.precision)
     program = compiled.program
-    ranks = program.placement.size(program.placement.in_use("experts"))
+    ranks = program.placement.size(program.placement.compute_axes("experts"))
     rounds = auto_remat.expert_rounds(run, ranks, experts_load) if run.model.num_experts else 1
     module = hlo.parse(compiled.text, further_rounds=rounds - 1)
     mesh = dict(program.placement.mesh.shape)
@@ -82,7 +83,7 @@ def read_plan(
         topology=topology.name,
         chip=topology.device_kind,
         mesh=mesh,
-        attention=program.attention,
+        attention=program.kernel.name,
         fits=memory.taken_gib <= memory.usable_gib,
         memory=memory,
         flops=_flops(run, topology, program, timed),
@@ -107,13 +108,13 @@ def read_plan(
         matmuls=products,
         pipeline=split.pipeline(run, program.placement, moved, memory),
         experts=split.experts(run, program.placement, moved, experts_load),
-        kind=kind(run, topology.gpu, topology.total, program.attention),
+        kind=kind(run, topology.gpu, topology.total, program.kernel.name),
     )
 
 
 def _flops(run: RunConfig, topology: Topology, program: Program, timed: roofline.Roofline) -> Flops:
     per_token = flops.training(run)
-    how = run, topology.total, program.attention, program.context
+    how = run, topology.total, program.kernel.name, program.context
     return Flops(
         per_token_causal=per_token.causal,
         per_token_full=per_token.full,
@@ -126,7 +127,7 @@ def _flops(run: RunConfig, topology: Topology, program: Program, timed: roofline
 
 def _time(run: RunConfig, topology: Topology, program: Program, tokens: int, timed: roofline.Roofline, rates: Rates) -> Time:
     # Ticks in which a stage works on nothing run the same kernels, and are no use of the hardware.
-    how = run, topology.total, program.attention, program.context
+    how = run, topology.total, program.kernel.name, program.context
     useful = roofline.expected_flops(*how) / roofline.expected_flops(*how, stages=program.placement.size(split.STAGE))
     step_s = timed.step_ms / 1e3
     per_token = flops.training(run)
@@ -134,7 +135,7 @@ def _time(run: RunConfig, topology: Topology, program: Program, tokens: int, tim
     most = topology.gpu.peak(run.compute) * 1e12 * step_s
     each = tokens / topology.total
     mfu = per_token.causal * each / most
-    expected = expected_ms(timed.step_ms, kind(run, topology.gpu, topology.total, program.attention), rates)
+    expected = expected_ms(timed.step_ms, kind(run, topology.gpu, topology.total, program.kernel.name), rates)
     return Time(
         gemm_ms=timed.gemm_ms,
         attention_ms=timed.attention_ms,

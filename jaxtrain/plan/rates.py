@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxtrain import hardware
+from jaxtrain.commands import spelled
 from jaxtrain.config import RunConfig
 from jaxtrain.plan import result
 
@@ -226,7 +227,7 @@ def load(gpu_name: str, folder: Path | str = FOLDER) -> result.Rates | None:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{file}: not a calibration of {gpu_name} ({error}). Delete it for published kernel rates, or measure again on "
-            "that GPU with: python -m jaxtrain.plan --calibrate"
+            f"that GPU with: {spelled('python -m jaxtrain.plan --calibrate')}"
         ) from error
     return rates
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import rich.console
 
 from jaxtrain import distributed, launch
+from jaxtrain.commands import spelled
 from jaxtrain.config import Problem
 from jaxtrain.launch import Loaded
 from jaxtrain.metrics import write_atomic
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
     began = time.monotonic()
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        print(HELP.format(limit=LIMIT_S, meet=MEET_S), end="")
+        print(spelled(HELP.format(limit=LIMIT_S, meet=MEET_S)), end="")
         return 0
     loaded = launch.load(argv, OPTIONS, SWITCHES)
     alone = distributed.detect(loaded.options, os.environ)[0] is None

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from jaxtrain.commands import spelled
+
 WIDTH = 128  # of the report where the output is not a terminal
 EPILOG = """\
 A trace: --config.profile.start=STEP of a run, or SIGUSR2 to a running one (kill -USR2 PID), which takes one of the next
@@ -34,9 +36,9 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     raw = argparse.RawDescriptionHelpFormatter
     p = argparse.ArgumentParser(
-        "python -m jaxtrain.profile",
+        spelled("python -m jaxtrain.profile"),
         description="Where the time of a step went, from a trace.",
-        epilog=EPILOG,
+        epilog=spelled(EPILOG),
         formatter_class=raw,
     )
     p.add_argument("target", metavar="RUN", type=Path, help="a run's folder, a trace, or a program's dump")

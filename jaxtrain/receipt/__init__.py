@@ -26,6 +26,7 @@ from jaxtrain.receipt.launched import launch, preflight, without_the_usual
 from jaxtrain.receipt.lineage import of_checkpoint as of_checkpoint
 from jaxtrain.receipt.lineage import of_weights as of_weights
 from jaxtrain.receipt.machine import device_facts as device_facts
+from jaxtrain.receipt.machine import rank_map as rank_map
 from jaxtrain.receipt.software import environment as environment
 from jaxtrain.receipt.source import git_state as git_state
 from jaxtrain.receipt.source import own_files, source
@@ -76,7 +77,11 @@ class Receipt:
             "jaxtrain": jaxtrain.__version__,
             "python": platform.python_version(),
             "packages": versions(OF_A_RUN),
-            "host": {"name": platform.node(), "system": platform.platform(), "cpus": machine.processors()},
+            "host": {
+                "name": platform.node(),
+                "system": "-".join((platform.system(), platform.release(), platform.machine())),
+                "cpus": machine.processors(),
+            },
             "environment": environment(os.environ),
         }
         if self._active:  # the others' is never written

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from jaxtrain.commands import spelled
 from jaxtrain.receipt import words
 from jaxtrain.receipt.compare import compare
 from jaxtrain.receipt.golden import LOSS, MORE, SLOWER, check, keep, kept, passed, record
@@ -39,9 +40,9 @@ ABOUT = {
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(
-        "python -m jaxtrain.receipt",
+        spelled("python -m jaxtrain.receipt"),
         description="What ran, and what differs between two runs.",
-        epilog=EPILOG,
+        epilog=spelled(EPILOG),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = p.add_subparsers(dest="command", required=True)

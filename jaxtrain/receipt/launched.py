@@ -1,20 +1,20 @@
-"""What run.sh found before Python started, as it tells in variables: the checkout, the class of the host, the preflight."""
+"""The supervisor's findings before a run, from its variables: checkout, class of the host, preflight."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-PREFLIGHT = "JAXTRAIN_PREFLIGHT"  # names the file in which run.sh has had the preflight of this start written
+from jaxtrain.runtime.variables import COMMIT, DIRTY, HOST_CLASS, PREFLIGHT
 
 
 def launch(environ: Mapping[str, str]) -> dict[str, Any] | None:
     """None for a run that run.sh did not start."""
-    if "JAXTRAIN_HOST_CLASS" not in environ:
+    if HOST_CLASS not in environ:
         return None
-    dirty = {"yes": True, "no": False}.get(environ.get("JAXTRAIN_DIRTY", ""))
-    host = environ["JAXTRAIN_HOST_CLASS"]
-    return {"commit": environ.get("JAXTRAIN_COMMIT") or None, "dirty": dirty, "host_class": host, "by": "run.sh"}
+    dirty = {"yes": True, "no": False}.get(environ.get(DIRTY, ""))
+    host = environ[HOST_CLASS]
+    return {"commit": environ.get(COMMIT) or None, "dirty": dirty, "host_class": host, "by": "run.sh"}
 
 
 def preflight(environ: Mapping[str, str]) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@
 """
 
 import contextlib
+import itertools
 import os
 import platform
 from collections import Counter
@@ -92,11 +93,13 @@ def _gpu(nvml: Any, index: int, handle: Any) -> dict[str, Any]:
     limit, usual = (ask(nvml, f"nvmlDeviceGetPowerManagement{what}", handle) for what in ("Limit", "DefaultLimit"))
     pci, ecc = ask(nvml, "nvmlDeviceGetPciInfo", handle), ask(nvml, "nvmlDeviceGetEccMode", handle)
     bus = getattr(pci, "busId", None)
+    bus = bus.decode() if isinstance(bus, bytes) else bus
     return {
         "index": index,
         "name": ask(nvml, "nvmlDeviceGetName", handle),
         "uuid": ask(nvml, "nvmlDeviceGetUUID", handle),
-        "pci": bus.decode() if isinstance(bus, bytes) else bus,
+        "pci": bus,
+        "nics": nearest_nics(bus),
         "power_limit_w": limit / 1000 if limit else None,
         "power_limit_default_w": usual / 1000 if usual else None,
         "max_sm_clock_mhz": ask(nvml, "nvmlDeviceGetMaxClockInfo", handle, nvml.NVML_CLOCK_SM),
@@ -131,8 +134,29 @@ def _topology(nvml: Any, handles: list[Any]) -> dict[str, Any]:
     return {"nvlinks": active, "pairs": dict(pairs)}
 
 
+def nearest_nics(pci: str | None, sys: Path = Path("/sys")) -> list[str]:
+    """Return the RDMA network cards that share the most PCIe bridges with a GPU, such as ["mlx5_0"]; [] if it shares none.
+
+    Args:
+      pci: the GPU's address as NVML has it, 00000000:1B:00.0.
+      sys: where sysfs is mounted.
+    """
+    if not pci:
+        return []
+    domain, _, rest = pci.lower().partition(":")
+    gpu = (sys / "bus/pci/devices" / f"{domain[-4:]}:{rest}").resolve().parts
+    shared: dict[str, int] = {}
+    for card in sorted((sys / "class/infiniband").glob("*")):
+        path = (card / "device").resolve().parts
+        shared[card.name] = sum(
+            ":" in a for a, b in itertools.takewhile(lambda ab: ab[0] == ab[1], zip(gpu, path, strict=False))
+        )
+    most = max(shared.values(), default=0)
+    return [name for name, count in shared.items() if count == most] if most else []
+
+
 class HasKind(Protocol):
-    """A jax.Device, as far as `device_facts` looks at it."""
+    """A jax.Device, as far as `device_facts` and `rank_map` look at it."""
 
     @property
     def platform(self) -> str: ...
@@ -156,4 +180,17 @@ def device_facts(devices: Iterable[HasKind]) -> dict[str, Any]:
         "count": len(devices),
         "process_count": len(processes),
         "processes": processes,
+    }
+
+
+def rank_map(devices: Iterable[HasKind]) -> dict[str, list[int | None]]:
+    """Return device id, process, and GPU number on its node of each device, in the order of the mesh's flat positions.
+
+    The ranks of a communicator follow this order: those of an axis are the devices at its coordinates.
+    """
+    devices = list(devices)
+    return {
+        "device": [d.id for d in devices],
+        "process": [d.process_index for d in devices],
+        "gpu": [getattr(d, "local_hardware_id", None) for d in devices],
     }

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.commands import PREFIX
 from jaxtrain.environment import secret
 from jaxtrain.installed import version
 from jaxtrain.receipt.machine import ask, opened
+from jaxtrain.runtime.variables import OF_AN_ATTEMPT
 
 ENVIRONMENT_PREFIXES = (
     "XLA_",
@@ -30,8 +32,8 @@ ENVIRONMENT_PREFIXES = (
     "SLURM_NNODES",
     "SLURM_PROCID",
 )
-# What run.sh tells one attempt alone; what it means is told as `restart` and `preflight`.
-OF_AN_ATTEMPT = ("JAXTRAIN_RESTART", "JAXTRAIN_LAUNCHED", "JAXTRAIN_NOTE", "JAXTRAIN_PREFLIGHT")
+# Variables of one attempt, which a receipt has as `restart` and `preflight`, and the spelling of commands.
+LEFT_OUT = (*OF_AN_ATTEMPT, PREFIX)
 
 # What is asked for most, and the wheels that bring it. A system's own libraries are not looked for: jax loads the wheels'
 # first, unless LD_LIBRARY_PATH says otherwise, and that is kept.
@@ -93,5 +95,5 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(variables.items())
-        if name.startswith(ENVIRONMENT_PREFIXES) and name not in OF_AN_ATTEMPT and not secret(name)
+        if name.startswith(ENVIRONMENT_PREFIXES) and name not in LEFT_OUT and not secret(name)
     }

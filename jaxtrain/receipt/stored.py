@@ -16,7 +16,7 @@ FORMAT = 2
 READ = (1, FORMAT)  # format 1: no digests of the source, no config, no facts on the GPUs, no figures
 
 # What an earlier attempt may leave out. Of a field whose parts change on their own, each part counts for itself.
-REPEATED = ("packages", "environment", "resolved", "overrides", "devices", "data", "eval_data", "host", "launch")
+REPEATED = ("packages", "environment", "resolved", "overrides", "devices", "ranks", "data", "eval_data", "host", "launch")
 REPEATED_IN_PARTS = ("source", "versions", "hardware", "env", "preflight", "speed")
 
 

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxtrain.commands import spelled
 from jaxtrain.config import Problem
 from jaxtrain.launch import report as refuse
 from jaxtrain.metrics import MetricsError
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        print(HELP, end="")
+        print(spelled(HELP), end="")
         return 0
     folders, html, follow, problems = parse(argv)
     if problems:

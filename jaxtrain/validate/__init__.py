@@ -11,13 +11,14 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from jaxtrain import config, flops, groups, windows
+from jaxtrain import config, flops, windows
 from jaxtrain.activations import parse_tensors
 from jaxtrain.config import Problem, RunConfig, flatten, nearest, parts_of, to_dict
 from jaxtrain.environment import overlay
 from jaxtrain.hardware import REPEATABLE, Devices
 from jaxtrain.models import FAMILIES
-from jaxtrain.moments import INT8
+from jaxtrain.optim import groups
+from jaxtrain.optim.moments import INT8
 from jaxtrain.precision import WEIGHTS, eight_bit, matmuls, unsupported
 from jaxtrain.resume import check_allow_change
 from jaxtrain.timelimit import limit_s
@@ -181,7 +182,7 @@ def _schedule(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
             value = o.decay_steps or o.warmup_steps
             rule = f"warmup ({o.warmup_steps}) and decay ({decay}) together are longer than train.steps = {steps}"
             yield Problem(named, value, rule, "Shorten one of them, or train longer.")
-    if o.schedule != "constant" and o.lr_min > o.lr:
+    if o.schedule != "constant" and o.lr_min > o.lr and not bad & {"optimizer.lr", "optimizer.lr_min"}:
         yield Problem(
             "optimizer.lr_min", o.lr_min, f"is above the peak, optimizer.lr = {o.lr:g}", "Set it to a tenth of lr, say."
         )

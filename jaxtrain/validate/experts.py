@@ -4,7 +4,7 @@ import dataclasses
 import fnmatch
 from collections.abc import Iterable, Mapping
 
-from jaxtrain.config import EXCHANGE, Experts, Model, Problem, RunConfig, parts_of
+from jaxtrain.config import EXPERT_AXIS, Experts, Model, Problem, RunConfig, parts_of
 from jaxtrain.hardware import Devices
 from jaxtrain.models import FAMILIES
 from jaxtrain.precision import EXPERTS, WEIGHTS, eight_bit
@@ -33,21 +33,21 @@ def check_experts(
     if m.renormalize and m.experts_per_token == 1 < m.num_experts and not frozen:
         rule = "one score divided by itself is 1, so with model.experts_per_token = 1 the loss teaches the router nothing"
         yield Problem("model.renormalize", True, rule, f"Set false, or keep the router as it is: train.freeze={ROUTER}.")
-    ranks, rules = sizes[EXCHANGE], dict(run.sharding.rules)
+    ranks, rules = sizes[EXPERT_AXIS], dict(run.sharding.rules)
     if m.num_experts % ranks:
         rule = f"does not divide over mesh.expert = {ranks}"
         yield Problem("model.num_experts", m.num_experts, rule, f"Make it a multiple of {ranks}, or mesh.expert a divisor.")
-    if ranks > 1 and EXCHANGE not in table["experts"]:
+    if ranks > 1 and EXPERT_AXIS not in table["experts"]:
         rule = f"does not name it, and mesh.expert = {ranks} splits nothing but experts and the batch"
         yield Problem("sharding.rules.experts", rules["experts"], rule, "Name expert first, or set mesh.expert to 1.")
-    if ranks > 1 and EXCHANGE in rules["expert_embed"].split("+"):
+    if ranks > 1 and EXPERT_AXIS in rules["expert_embed"].split("+"):
         rule = "names mesh axis 'expert', along which each device has experts of its own and whole ones"
         yield Problem("sharding.rules.expert_embed", rules["expert_embed"], rule, "Leave expert to sharding.rules.experts.")
-    if ranks > 1 and EXCHANGE not in table["batch"]:
+    if ranks > 1 and EXPERT_AXIS not in table["batch"]:
         rule = "leaves out mesh axis 'expert': each device along it sends tokens of its own to the experts"
         yield Problem("sharding.rules.batch", rules["batch"], rule, "Add expert.")
     for axis in ("experts", "expert_embed"):
-        alone = [a for a in table[axis] if a not in (*table["batch"], *table["sequence"], EXCHANGE)]
+        alone = [a for a in table[axis] if a not in (*table["batch"], *table["sequence"], EXPERT_AXIS)]
         if alone:
             rule = f"mesh axis {alone[0]!r} does not split the batch, and every device needs whole rows of its experts' weights"
             remedy = "Name mesh axes of sharding.rules.batch and .sequence only."

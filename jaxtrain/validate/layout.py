@@ -3,12 +3,13 @@
 import math
 from collections.abc import Iterable
 
-from jaxtrain import config, groups
-from jaxtrain.config import MESH_AXES, RULES, ConfigError, Problem, RunConfig, impossible_rules, nearest, rules_in_use
+from jaxtrain import config
+from jaxtrain.config import MESH_AXES, RULES, ConfigError, Problem, RunConfig, nearest, rules_in_use, wrong_rules
 from jaxtrain.context import make_context, ulysses_problem
 from jaxtrain.hardware import Devices
 from jaxtrain.models import FAMILIES
-from jaxtrain.moments import INT8, SMALL, SMALLEST_BLOCK, block, block_axis
+from jaxtrain.optim import groups
+from jaxtrain.optim.moments import INT8, SMALL, SMALLEST_BLOCK, block, block_axis
 from jaxtrain.validate.experts import check_experts
 from jaxtrain.validate.pipeline import check_kinds, check_pipeline
 
@@ -47,8 +48,8 @@ def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
     yield from wrong
     yield from _rules(run)
     yield from _stages(run, bad)
-    # Also of a mesh that does not fill the devices: what does not divide over it would be the next thing to fail.
-    sizes = sizes or {axis: max(getattr(run.mesh, axis), 1) for axis in MESH_AXES}
+    if sizes is None:  # dimensions that do not divide over a wrong mesh are its consequences
+        return
     # Mesh axes of size above 1 that split each logical axis; unknown ones are reported by _rules.
     table = {axis: [a for a in onto if sizes.get(a, 1) > 1] for axis, onto in rules_in_use(run, sizes).items()}
     split = list(_context(run, devices, sizes, table, bad))
@@ -58,7 +59,6 @@ def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
     yield from split
     yield from _clashes(run, table)
     yield from _moments(run, sizes, table, bad)
-    yield from _accumulate(run, table, bad)
     yield from check_pipeline(run, sizes["stage"], table, bad)
     yield from check_experts(run, devices, sizes, table, bad)
 
@@ -217,30 +217,9 @@ def _moments(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]],
             yield Problem(key, INT8, rule, f"Set bf16, or sizes whose product divides {whole // size}.")
 
 
-def _accumulate(run: RunConfig, table: dict[str, list[str]], bad: set[str]) -> Iterable[Problem]:
-    """Gradients can be added by layer where layers stand one by one, or the last one apart from a loop over the others."""
-    asked = run.train.accumulate == "layer" and run.train.grad_accum > 1 and run.model.family in FAMILIES
-    if not asked or run.compiler.unroll or bad:
-        return
-    rule = ""
-    if (
-        not set(table["embed"]) & {*table["batch"], *table["sequence"]}
-        or run.sharding.zero != 3
-        or run.sharding.gather != "layer"
-    ):
-        rule = "weights are not gathered layer by layer"
-    elif run.remat.policy == "dots" or (run.remat.every > 1 and run.remat.policy != "none"):
-        rule = f"that is not so with remat.policy={run.remat.policy} and remat.every={run.remat.every}"
-    elif run.model.num_layers == 1:
-        rule = "there is one layer"
-    if rule:
-        rule = f"in a loop over layers gradients are added where the last layer stands apart from it, and {rule}"
-        yield Problem("train.accumulate", "layer", rule, "Set microbatch, or compiler.unroll to true.")
-
-
 def _clashes(run: RunConfig, table: dict[str, list[str]]) -> Iterable[Problem]:
     """No mesh axis (of size above 1) splits two dimensions of one array, and the kernels can follow the rules."""
-    for axis, rule, remedy in impossible_rules(table):
+    for axis, rule, remedy in wrong_rules(table):
         yield Problem(f"sharding.rules.{axis}", dict(run.sharding.rules)[axis], rule, remedy)
     seen = set()
     for array, axes in arrays_of(run).items():

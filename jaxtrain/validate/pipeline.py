@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 
 from jaxtrain import windows
 from jaxtrain.activations import parse_tensors
-from jaxtrain.config import EXCHANGE, Problem, RunConfig
+from jaxtrain.config import EXPERT_AXIS, Problem, RunConfig
 from jaxtrain.context import Context
-from jaxtrain.stages import arrangement
+from jaxtrain.train.stages import arrangement
 
 
 def check_pipeline(run: RunConfig, stages: int, table: Mapping[str, list[str]], bad: set[str]) -> Iterable[Problem]:
@@ -86,9 +86,11 @@ def _layers(run: RunConfig, stages: int, table: Mapping[str, list[str]], bad: se
     if run.model.num_layers < count:
         rule = f"some of the {count} groups of layers ({of}) would be empty"
         yield Problem("model.num_layers", run.model.num_layers, rule, f"Set {count} or more, or a smaller mesh.stage.")
-    elif run.model.num_layers % count and run.model.num_experts and EXCHANGE in table["experts"] and not run.experts.capacity:
+    elif (
+        run.model.num_layers % count and run.model.num_experts and EXPERT_AXIS in table["experts"] and not run.experts.capacity
+    ):
         # Its router's logits are all equal.
-        over = f"mesh.{EXCHANGE}"
+        over = f"mesh.{EXPERT_AXIS}"
         rule = (
             f"does not divide into {count} groups ({of}); an empty place would send all tokens to the same experts over {over}"
         )

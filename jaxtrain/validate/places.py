@@ -1,10 +1,13 @@
 """Folders that a run reads and writes."""
 
+import fcntl
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from jaxtrain.config import Problem, RunConfig
+from jaxtrain import resume
+from jaxtrain.config import Problem, RunConfig, to_dict
 from jaxtrain.stores import GCS, is_bucket, refused
 
 
@@ -30,6 +33,42 @@ def check_places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
             yield Problem("init.from", run.init.from_, "no such folder", remedy)
     yield from remote("data.source", run.data.source)
     yield from remote("data.eval_source", run.data.eval_source)
+
+
+def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:
+    """Return what a resumed run may not change, from the newest checkpoint's meta.json, before JAX starts.
+
+    The start of the run compares again, with the mesh and the state of the checkpoints. A step that was asked for, a bucket,
+    a meta.json that cannot be read, and rules that need the mesh (experts with a capacity) are left to it.
+    """
+    folder = Path(run.checkpoint.dir).expanduser() if run.checkpoint.dir else workdir / "checkpoints"
+    if is_bucket(str(run.checkpoint.dir or workdir)) or run.checkpoint.step >= 0 or not folder.is_dir():
+        return []
+    steps = [int(p.name) for p in folder.iterdir() if p.name.isdecimal() and (p / "meta.json").is_file()]
+    try:
+        stored = json.loads((folder / str(max(steps, default=0)) / "meta.json").read_text())["config"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    if not isinstance(stored, dict) or (run.model.num_experts and run.experts.capacity):
+        return []
+    return resume.compare(stored, to_dict(run), run.checkpoint.allow_change)[1]
+
+
+def check_lock(workdir: Path) -> list[Problem]:
+    """Return a problem where another run is at work in a folder. The lock is given back at once; the run takes its own."""
+    if is_bucket(str(workdir)) or not workdir.is_dir():
+        return []
+    handle = os.open(workdir, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        rule = "another run is at work in this folder"
+        return [Problem("--workdir", str(workdir), rule, "Wait for it, stop it, or name another folder.")]
+    except OSError:  # some network file systems cannot lock a folder
+        return []
+    finally:
+        os.close(handle)
+    return []
 
 
 def remote(key: str, place: str, checkpoints: bool = False) -> list[Problem]:

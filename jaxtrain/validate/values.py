@@ -4,12 +4,12 @@ import importlib.util
 from collections.abc import Iterable
 from typing import Any
 
-from jaxtrain import groups
 from jaxtrain.activations import POLICIES
 from jaxtrain.config import Problem, nearest
 from jaxtrain.models import FAMILIES
-from jaxtrain.moments import INT8
-from jaxtrain.stages import SCHEDULES
+from jaxtrain.optim import groups
+from jaxtrain.optim.moments import INT8
+from jaxtrain.train.stages import SCHEDULES
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("f32", "bf16", "fp8"),

@@ -19,13 +19,14 @@ from pathlib import Path
 from bugs import Bug, all_bugs
 
 REPO = Path(__file__).resolve().parents[2]
-COPIED = ("jaxtrain", "tests", "configs", "docs", "benchmarks", "pyproject.toml", "README.md", "run.sh")
+FOLDERS = ("jaxtrain", "tests", "configs", "docs", "benchmarks", "requirements")
+FILES = ("pyproject.toml", "README.md", "run.sh", ".python-version")
 LIMIT_S = 600
 
 
 def copy_repository(root: Path) -> None:
     """Copy all that the tests of a bug read into the folder `root`."""
-    for name in COPIED:
+    for name in (*FOLDERS, *FILES):
         source = REPO / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, root / name)
 

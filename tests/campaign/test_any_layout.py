@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxtrain.checkpoint import Checkpoints
-from jaxtrain.state import TrainState, abstract_tensors, from_tensors, to_tensors
-from jaxtrain.step import place_batch
+from jaxtrain.train.batch import place_batch
+from jaxtrain.train.state import TrainState, abstract_tensors, from_tensors, to_tensors
 
 # Between them: every stage, every axis, every context method and order, key/value heads split and held by several.
 LAYOUTS = {

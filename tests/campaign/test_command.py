@@ -28,7 +28,7 @@ def test_help_and_validation_import_no_jax(tmp_path):
     done = python("-m", "jaxtrain.main", "--help", cwd=tmp_path)
     assert done.returncode == 0 and "--config.KEY=VALUE" in done.stdout and "llama3_70b" in done.stdout
     for code in (
-        "import jaxtrain.main, jaxtrain.models, jaxtrain.models.llama; found = []",
+        "import jaxtrain.main, jaxtrain.models, jaxtrain.models.families.llama; found = []",
         "from pathlib import Path; from jaxtrain import hardware, launch; from jaxtrain.validate import validate;"
         "found = validate(launch.load([]).run, hardware.probe(), Path('runs/test')); print(*found)",
     ):
@@ -39,4 +39,4 @@ def test_the_package_lists_its_commands(tmp_path):
     listed = python("-m", "jaxtrain", "--help", cwd=tmp_path)
     assert listed.returncode == 0 and "python -m jaxtrain.main " in listed.stdout
     wrong = python("-m", "jaxtrain", "main", cwd=tmp_path)
-    assert wrong.returncode == 2 and "Write python -m jaxtrain.main." in wrong.stderr
+    assert wrong.returncode == 2 and "Fix: python -m jaxtrain.main." in wrong.stderr

@@ -48,9 +48,8 @@ def saves_in(workdir: Path) -> list[dict[str, float]]:
     """What log.txt says of every save."""
     found = []
     pattern = (
-        r"checkpoint (\d+): ([\d,.]+) MiB in ([\d.]+) s \(([\d.]+) GB/s\), "
-        r"of which the loop waited ([\d.]+) s "
-        r"and copies took ([\d.]+) s; .* ([\d.]+) GiB"
+        r"checkpoint (\d+): ([\d,.]+) MiB in ([\d.]+) s \(([\d.]+) GB/s\); "
+        r"the loop waited ([\d.]+) s, copies took ([\d.]+) s, host memory at most ([\d.]+) GiB"
     )
     for step, mib, total, rate, blocked, copied, host in re.findall(pattern, (workdir / "log.txt").read_text()):
         numbers = {"mib": mib.replace(",", ""), "total_s": total, "gb_per_s": rate, "host_gib": host}

@@ -11,13 +11,14 @@ import re
 import plans
 import pytest
 
-from jaxtrain import installed, step
+from jaxtrain import installed
 from jaxtrain.plan import topology
 from jaxtrain.plan.compile import NO_TUNING, Compiled, compile_step
 from jaxtrain.plan.known import golden, published
 from jaxtrain.plan.known.golden import SHIPPED, compare, load, path
 from jaxtrain.plan.program import traffic
 from jaxtrain.plan.search import parallel
+from jaxtrain.train.program import build
 
 # Each config as it ships. (Unrolled rings take a minute to compile: they are planned by the command only.)
 ON_8 = [name for name, (config, machine) in SHIPPED.items() if machine == "h200:8" and ":" not in config]
@@ -71,7 +72,7 @@ def test_llama3_8b_moves_little_outside_of_gemms_and_attention():
     its slices are most of the copies, and with them the bytes are at most 1.45 times the least, else 1.25 times."""
     plan, run = planned("llama3_8b").plan, golden.requests(["llama3_8b"])["llama3_8b"].run
     assert plan
-    parts = traffic.parts(run, step.build(run, topology.devices(H200S)), plan.kernels)
+    parts = traffic.parts(run, build(run, topology.devices(H200S)), plan.kernels)
     assert traffic.ratio(parts) < 1.45, parts
     found = {part.name: part for part in parts}
     assert traffic.ratio([part for part in parts if part.name not in ("copies and others", "rotary")]) < 1.25, parts
@@ -85,9 +86,7 @@ def test_loss_and_head_of_llama3_8b_are_near_their_floor():
     plan, run = planned("llama3_8b").plan, golden.requests(["llama3_8b"])["llama3_8b"].run
     assert plan
     (logits,) = [
-        part
-        for part in traffic.parts(run, step.build(run, topology.devices(H200S)), plan.kernels)
-        if part.name == "loss and head"
+        part for part in traffic.parts(run, build(run, topology.devices(H200S)), plan.kernels) if part.name == "loss and head"
     ]
     gemms = [k for k in plan.kernels if k.kind == "gemm" and k.op_name.startswith("loss")]
     tflop = 32 * 3 * 2 * 8192 * 4096 * 128_256 / 1e12

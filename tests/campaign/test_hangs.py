@@ -120,7 +120,7 @@ import time
 import jax
 import jax.numpy as jnp
 from jaxtrain.data import pipeline
-from jaxtrain.loss import cross_entropy
+from jaxtrain.train.loss import cross_entropy
 
 HOW = os.environ.get("HANGS", "")
 

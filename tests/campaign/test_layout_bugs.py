@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import matrix
 import pytest
 
-from jaxtrain import loss, zero
-from jaxtrain.kernels import dot, norm, rope
+from jaxtrain import sharding, zero
+from jaxtrain.kernels import rope
 from jaxtrain.kernels.attention import NOTHING, reference
 from jaxtrain.kernels.context import ring
+from jaxtrain.train import loss
 
 RING = "2 queries a key: fsdp2xseq4"
 AXES = "2 queries a key: data2xfsdp2xtensor2"
@@ -20,8 +21,7 @@ def wrong_position_offset(monkeypatch):
     right = rope.tables
 
     def tables(positions, frequencies):
-        quarter = positions.shape[1] // 4
-        return right(positions.at[:, quarter : 2 * quarter].add(1), frequencies)
+        return right(positions + (jax.lax.axis_index("seq") == 1), frequencies)
 
     monkeypatch.setattr(rope, "tables", tables)
 
@@ -38,29 +38,30 @@ def leaked_document(monkeypatch):
     monkeypatch.setattr(reference, "describe_block", describe_block)
 
 
-def twice_over(axis, module):
-    """What `module` adds up of a gradient by hand is added up over a mesh axis once more."""
+def twice_over(axis, module, vectors=False):
+    """What `module` sums over a mesh axis of gradients of vectors, or of all others, is summed over it once more."""
 
     def plant(monkeypatch):
-        right = module.summed
+        right = module.reduce_gradient
 
-        def summed(part, axes, tokens, to, placement):
-            total = right(part, axes, tokens, to, placement)
-            return total * placement.mesh.shape[axis]
+        def reduce_gradient(g, how):
+            again = axis in how.summed and (g.ndim == 1) == vectors  # of all alike, clipping would hide it
+            return right(g, how) * jax.lax.axis_size(axis) if again else right(g, how)
 
-        monkeypatch.setattr(module, "summed", summed)
+        monkeypatch.setattr(module, "reduce_gradient", reduce_gradient)
 
     return plant
 
 
-def twice_in_matmuls(monkeypatch):
-    """The compiler is told to add up matmuls' gradients of which `data` has whole ones already."""
-    right = dot.scatter
+def head_twice(monkeypatch):
+    """The loss gives the head its gradient once for each device along `data`."""
+    right = loss._chunked
 
-    def scatter(g, rest, dtype):
-        return right(g * rest.mesh.shape["data"], rest, dtype)
+    def chunked(*args, **how):
+        value, d_x, d_head = right(*args, **how)
+        return value, d_x, None if d_head is None else d_head * jax.lax.axis_size("data")
 
-    monkeypatch.setattr(dot, "scatter", scatter)
+    monkeypatch.setattr(loss, "_chunked", chunked)
 
 
 def dropped_sum(monkeypatch):
@@ -84,22 +85,22 @@ def blocks_weighed_alike(monkeypatch):
 
 
 def forgotten_shard(monkeypatch):
-    """The last of the devices that split a weight is given the gradient of nothing."""
-    right = dot.scatter
+    """The last of the devices that shard a weight is given the gradient of nothing."""
+    right = sharding.reduce_gradient
 
-    def scatter(g, rest, dtype):
-        out = right(g, rest, dtype)
-        return out.at[: out.shape[0] // 8].set(0) if rest.mesh.shape["fsdp"] > 1 else out
+    def reduce_gradient(g, how):
+        last = jax.lax.axis_index("fsdp") == jax.lax.axis_size("fsdp") - 1
+        return jnp.where(last, 0, right(g, how)) if how.dims else right(g, how)
 
-    monkeypatch.setattr(dot, "scatter", scatter)
+    monkeypatch.setattr(sharding, "reduce_gradient", reduce_gradient)
 
 
 BUGS = {
     "wrong position offset on one rank": (RING, wrong_position_offset),
     "leaked document": (RING, leaked_document),
-    "gradients of matmuls counted twice on data": (AXES, twice_in_matmuls),
-    "gradients of norms counted twice on tensor": (AXES, twice_over("tensor", norm)),
-    "gradient of the head counted twice on data": (AXES, twice_over("data", loss)),
+    "gradients of matmuls counted twice on data": (AXES, twice_over("data", sharding)),
+    "gradients of norms counted twice on tensor": (AXES, twice_over("tensor", sharding, vectors=True)),
+    "gradient of the head counted twice on data": (AXES, head_twice),
     "gradients counted twice at the end of a step": (HSDP, twice_over("data", zero)),
     "part of the gradients forgotten": (AXES, forgotten_shard),
     "dropped log-sum-exp": (RING, dropped_sum),

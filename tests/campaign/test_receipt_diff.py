@@ -33,7 +33,7 @@ TINY = {
 }
 
 
-CHANGED = "jaxtrain/timeline.py"
+CHANGED = "jaxtrain/train/services.py"
 
 
 def git(folder: Path, *args: str) -> str:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtrain.data import pipeline
-from jaxtrain.loss import cross_entropy
+from jaxtrain.train.loss import cross_entropy
 
 HERE = Path(__file__).parent
 

@@ -13,12 +13,14 @@ import pytest
 import runs
 from trigram import Trigram
 
-from jaxtrain import config, evaluate, generate, metrics, step
+from jaxtrain import config, generate, metrics
 from jaxtrain.checkpoint import locate
 from jaxtrain.data import pipeline, tokenizer
 from jaxtrain.data.stdlib import stdlib_files
 from jaxtrain.data.tokenfile import TokenFile
-from jaxtrain.state import TrainState, abstract_tensors, from_tensors
+from jaxtrain.train.evaluate import evaluate
+from jaxtrain.train.program import build
+from jaxtrain.train.state import TrainState, abstract_tensors, from_tensors
 
 LAST = 700
 
@@ -92,13 +94,13 @@ def test_better_than_a_trigram_model_on_the_whole_validation_split(
     run, problems = config.resolve(checkpoints.meta(last)["config"])
     assert not problems
     run = dataclasses.replace(run, train=dataclasses.replace(run.train, global_batch=64))
-    program = step.build(run, jax.devices()[:1])
+    program = build(run, jax.devices()[:1])
     weights_only = TrainState(program.state.step, program.state.params, ())
     params = from_tensors(weights_only, checkpoints.restore(last, abstract_tensors(weights_only), subset=True)).params
     data = Path(run.paths.data).expanduser()
     whole = pipeline.open_source(run.data, "", split="validation", global_batch=64, data_dir=data)
     windows = whole.sources[0].windows  # each once
-    ours = evaluate.evaluate(program.eval_step, params, whole, program.eval_batch, program.context, windows)
+    ours = evaluate(program.eval_step, params, whole, program.eval_batch, program.context, windows)
 
     train, validation = files
     end = windows * run.data.seq_len + 1  # what the windows cover: the tail is shorter than one

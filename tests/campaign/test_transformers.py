@@ -18,8 +18,8 @@ from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.hf import __main__ as command
 from jaxtrain.hf.folder import open_folder
 from jaxtrain.hf.logits import model_logits
-from jaxtrain.start import Start, initial_state
-from jaxtrain.step import place_batch
+from jaxtrain.train.batch import place_batch
+from jaxtrain.train.initial_state import Start, initial_state
 
 ROOT = Path(__file__).resolve().parents[2]
 SEGMENTS = np.ones_like(TOKENS)

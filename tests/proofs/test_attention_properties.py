@@ -220,12 +220,15 @@ def test_pallas_over_a_mesh_as_models_call_it():
     p, b = make_placement(sharded, helpers.devices_of(sharded)), bucket(200, 4, 2, 16, "bf16")
     kernel = Kernel("pallas", (b.spec,))
 
-    @jax.jit
     def both(q, k, v, do, segments, positions):
-        prepared = kernel.prepare(Rows(segments, positions, segments, positions), p)
-        o, back = jax.vjp(lambda q, k, v: kernel(q, k, v, prepared, 0, p), q, k, v)
+        prepared = kernel.prepare(Rows(segments, positions, segments, positions))
+        o, back = jax.vjp(lambda q, k, v: kernel(q, k, v, prepared, 0), q, k, v)
         return o, *back(do)
 
+    ids = p.spec(("batch", "sequence"))
+    queries, keys = (p.spec(("batch", "sequence", heads, "head_dim")) for heads in ("heads", "kv_heads"))
+    specs = (queries, keys, keys, queries)
+    both = jax.jit(p.shard_map(both, (*specs, ids, ids), (queries, queries, keys, keys)))
     arrays = [np.concatenate([x, y]) for x, y in zip(values(b, 0, 1.0), values(b, 1, 1.0), strict=True)]
     lengths = [(200,), (7, 193), (1, 110, 89), (70, 60, 50, 20)]
     segments = np.stack([np.repeat(np.arange(1, len(n) + 1), n) for n in lengths]).astype(np.int32)

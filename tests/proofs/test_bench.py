@@ -10,10 +10,11 @@ import pytest
 from bench_helpers import SMALL, at_home  # noqa: F401
 from helpers import few
 
-from jaxtrain import compiler, flops, hardware, launch
+from jaxtrain import flops, hardware, launch
 from jaxtrain.bench import check, experts, kernels, measure, ranks, report
 from jaxtrain.bench.measure import DATA
 from jaxtrain.plan import calibrate
+from jaxtrain.train import compiler
 
 
 def ask(**more):

@@ -14,7 +14,7 @@ from jaxtrain.context import Context
 from jaxtrain.kernels import context
 from jaxtrain.kernels.attention import Rows, Spec, Unsupported, cudnn, reference
 from jaxtrain.kernels.context.split import Split
-from jaxtrain.step import place_batch
+from jaxtrain.train.batch import place_batch
 
 B, T, H = 2, 64, 8
 WAYS = {

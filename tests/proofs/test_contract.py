@@ -22,19 +22,20 @@ from jaxtrain import config
 from jaxtrain.config import RunConfig
 from jaxtrain.data import pipeline
 from jaxtrain.generate import Sampler
-from jaxtrain.groups import METHODS
 from jaxtrain.hf.names import entries
-from jaxtrain.kernels.embedding import TABLE
-from jaxtrain.loss import LOSSES, LossSpec, loss_function
 from jaxtrain.models import FAMILIES, family
 from jaxtrain.models.attention import Kernel
-from jaxtrain.models.layers import RESIDUAL
 from jaxtrain.models.transformer import empty_cache
+from jaxtrain.optim.groups import METHODS
 from jaxtrain.parity import compare
 from jaxtrain.shapes import BATCH_KEYS
 from jaxtrain.sharding import LayoutError, replicated
-from jaxtrain.state import TrainState, abstract_tensors, from_tensors, shardings, to_tensors
-from jaxtrain.step import build, make_definition, numerics_of
+from jaxtrain.train.batch import place_batch
+from jaxtrain.train.definition import make_definition, numerics_of
+from jaxtrain.train.loss import LOSSES, LossSpec, loss_function
+from jaxtrain.train.program import build
+from jaxtrain.train.state import TrainState, abstract_tensors, from_tensors, shardings, to_tensors
+from jaxtrain.zero import make_zero
 
 PARTS = {
     "model.family": tuple(FAMILIES),
@@ -166,8 +167,8 @@ def test_family_builds(part, run):
     D, V = run.model.d_model, run.model.vocab_size
     assert out.shape == (1, T, D), f"a model returns hidden states (B, T, D), {(1, T, D)}; this one {out.shape}"
     assert head.shape == (V, D), f"head_VD is the output head (V, D), {(V, D)}; this one {head.shape}"
-    assert "layers" in made.definition.axes or not made.definition.adds_layers, (
-        "a model that says adds_layers keeps its layers stacked, under the name 'layers'"
+    assert "layers" in made.definition.axes or not made.definition.uses_plan_run, (
+        "a model that says uses_plan_run keeps its layers stacked, under the name 'layers'"
     )
 
 
@@ -202,16 +203,9 @@ def test_family_keeps_documents_apart(part, run):
 def gradients(run: RunConfig) -> tuple[Any, Any]:
     """Loss and gradients of one batch on one device."""
     made = helpers.program(run)
-    batch = helpers.host_batch(run, 0)
-    spec = LossSpec(numerics_of(run), made.placement, run.loss.chunk, run.model.logit_softcap)
-
-    def loss(params: Any) -> jax.Array:
-        model = made.definition.bind(params)
-        return LOSSES["cross_entropy"](
-            model(*(batch[k] for k in ("tokens", "segments", "positions"))), model.head_VD, batch, spec
-        )
-
-    return jax.device_get(jax.jit(jax.value_and_grad(loss))(params_of(run)))
+    batch = place_batch(helpers.host_batch(run, 0), made.batch, made.context)
+    (loss, _), grads = jax.device_get(made.gradients(params_of(run), batch))
+    return loss, grads
 
 
 @sample("gemma3")
@@ -317,15 +311,9 @@ def loss_inputs(run: RunConfig) -> tuple[np.ndarray, np.ndarray, dict[str, np.nd
 @functools.cache
 def loss_and_gradients(run: RunConfig) -> Callable[..., Any]:
     """Jitted `(hidden, head, batch) -> (sum, (gradient of hidden, gradient of the head))`, on the run's mesh."""
-    placement = helpers.program(run).placement
-    spec = LossSpec(numerics_of(run), placement, run.loss.chunk, run.model.logit_softcap)
-    layouts = placement.sharding(RESIDUAL), placement.sharding(TABLE)
-    tokens = placement.sharding(("batch", "sequence"))
-
-    def both(hidden: jax.Array, head: jax.Array, batch: Any) -> Any:
-        return jax.value_and_grad(lambda x, w: loss_function(run.loss.name)(x, w, batch, spec), argnums=(0, 1))(hidden, head)
-
-    return jax.jit(both, in_shardings=(*layouts, dict.fromkeys(BATCH_KEYS, tokens)))
+    placement, numerics = helpers.program(run).placement, numerics_of(run)
+    spec = LossSpec(numerics, placement, make_zero(run, placement, numerics), run.loss.chunk, run.model.logit_softcap)
+    return helpers.loss_and_gradients(loss_function(run.loss.name), spec)
 
 
 def test_loss_is_a_sum_over_tokens(part, run):

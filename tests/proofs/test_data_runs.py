@@ -5,9 +5,10 @@ import json
 import pytest
 from token_files import first_steps, open_batches, poke, random_documents, write_conversations, write_file
 
-from jaxtrain import config, train
+from jaxtrain import config
 from jaxtrain.data import tokenfile
 from jaxtrain.data.tokenfile import TokenFileError
+from jaxtrain.train import run as train
 
 
 def test_a_run_says_what_rows_lack_and_ends_at_a_damaged_block(tmp_path, monkeypatch, capsys):

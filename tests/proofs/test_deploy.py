@@ -1,7 +1,7 @@
-"""deploy/: the image, the JobSet and the Slurm script, checked by linters and schemas, and run as far as it goes here.
+"""deploy/: the image, the JobSet, the MPIJob, the SkyPilot task and the Slurm script, checked by linters and schemas and run.
 
-There is no Docker, Kubernetes or Slurm here: what they do is taken from their manuals. run.sh is asked what it would install in
-the image; jaxtrain's own command line reads what pods and tasks are told; the Slurm script runs whole, over stand-ins.
+There is no Docker, Kubernetes, MPI, SkyPilot or Slurm here: what they do is taken from their manuals. run.sh is asked what it
+would install in the image; jaxtrain's own command line reads what pods and tasks are told; scripts run over stand-ins.
 """
 
 import copy
@@ -291,6 +291,195 @@ def test_pods_run_what_jaxtrain_understands(jobset: dict[str, Any], tmp_path: Pa
     # The image's user, and time for a save.
     assert pod_of(jobset)["securityContext"]["runAsUser"] == int(dict(instructions(DOCKERFILE))["USER"])
     assert pod_of(jobset)["terminationGracePeriodSeconds"] >= 300
+
+
+# --- Kubeflow's MPI operator and SkyPilot -------------------------------------------------------------------------------------
+
+# The fields of an MPIJob, from its API: kubeflow/mpi-operator, pkg/apis/kubeflow/v2beta1/types.go, at v0.6.0.
+REPLICA = fields(
+    *("replicas", "template"),
+    replicas=NUMBER,
+    restartPolicy={"enum": ["Never", "OnFailure", "Always", "ExitCode"]},
+    template=fields("spec", metadata={}, spec={}),
+)
+MPIJOB = fields(
+    *("apiVersion", "kind", "metadata", "spec"),
+    apiVersion={"const": "kubeflow.org/v2beta1"},
+    kind={"const": "MPIJob"},
+    metadata=fields("name", name=NAME, namespace=NAME, labels={"type": "object"}, annotations={"type": "object"}),
+    spec=fields(
+        "mpiReplicaSpecs",
+        slotsPerWorker=NUMBER,
+        runLauncherAsWorker=FLAG,
+        launcherCreationPolicy={"enum": ["AtStartup", "WaitForWorkersReady"]},
+        mpiImplementation={"enum": ["OpenMPI", "Intel", "MPICH"]},
+        sshAuthMountPath=TEXT,
+        runPolicy=fields(
+            cleanPodPolicy={"enum": ["All", "Running", "None"]},
+            ttlSecondsAfterFinished=NUMBER,
+            activeDeadlineSeconds=NUMBER,
+            backoffLimit=NUMBER,
+            suspend=FLAG,
+            schedulingPolicy={"type": "object"},
+        ),
+        mpiReplicaSpecs=fields(*("Launcher", "Worker"), Launcher=REPLICA, Worker=REPLICA),
+    ),
+)
+# Those of a SkyPilot task that this file takes, from skypilot-org/skypilot, sky/utils/schemas.py, at v0.10.3.
+EXIT_CODES = {"type": "array", "uniqueItems": True, "items": {"type": "integer", "minimum": 0, "maximum": 255}}
+RECOVERY = fields(strategy=TEXT, max_restarts_on_errors=NUMBER, recover_on_exit_codes=EXIT_CODES)
+RESOURCES = fields(infra=TEXT, accelerators=TEXT, network_tier=TEXT, use_spot=FLAG, image_id=TEXT, job_recovery=RECOVERY)
+MAPPING = {"type": "object", "additionalProperties": TEXT}
+SKYPILOT = fields(
+    "run", name=TEXT, num_nodes=NUMBER, workdir=TEXT, resources=RESOURCES, volumes=MAPPING, envs=MAPPING, setup=TEXT, run=TEXT
+)
+
+
+@pytest.fixture
+def mpijob() -> dict[str, Any]:
+    return yaml.safe_load((DEPLOY / "mpijob.yaml").read_text())
+
+
+@pytest.fixture
+def skypilot() -> dict[str, Any]:
+    return yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())
+
+
+def mpi_pod(mpijob: dict[str, Any], role: str) -> dict[str, Any]:
+    return mpijob["spec"]["mpiReplicaSpecs"][role]["template"]["spec"]
+
+
+def check_mpijob(mpijob: dict[str, Any]) -> None:
+    jsonschema.Draft202012Validator(MPIJOB).validate(mpijob)
+    for role in ("Launcher", "Worker"):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": role.lower()}, "spec": mpi_pod(mpijob, role)}
+        kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda m: m["spec"].update(slotPerWorker=1),
+        lambda m: m["spec"]["mpiReplicaSpecs"].pop("Worker"),
+        lambda m: m["spec"]["runPolicy"].update(cleanPodPolicy="running"),
+        lambda m: mpi_pod(m, "Worker")["containers"][0].update(volumeMount=[]),
+        lambda m: mpi_pod(m, "Launcher")["containers"][0]["env"][0].update(value=1),
+    ],
+)
+def test_the_mpijob_fits_its_schema_and_one_mistake_does_not(mpijob: dict[str, Any], spoil: Callable[[dict[str, Any]], None]):
+    check_mpijob(mpijob)
+    spoil(mpijob)
+    with pytest.raises((jsonschema.ValidationError, kubernetes_validate.ValidationError)):
+        check_mpijob(mpijob)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda t: t["resources"].update(accelerator="H200:8"),
+        lambda t: t["resources"]["job_recovery"].update(recover_on_exit_codes=[75, 256]),
+        lambda t: t.update(num_nodes="2"),
+    ],
+)
+def test_the_skypilot_task_fits_its_schema_and_one_mistake_does_not(
+    skypilot: dict[str, Any], spoil: Callable[[dict[str, Any]], None]
+):
+    check = jsonschema.Draft202012Validator(SKYPILOT).validate
+    check(skypilot)
+    spoil(skypilot)
+    with pytest.raises(jsonschema.ValidationError):
+        check(skypilot)
+
+
+def shellcheck(text: str) -> str:
+    done = subprocess.run([tool("shellcheck"), "--shell=bash", "-"], input=text, capture_output=True, text=True)
+    return done.stdout
+
+
+def test_the_scripts_in_these_files_are_sound(mpijob: dict[str, Any], skypilot: dict[str, Any]):
+    scripts = [skypilot["setup"], skypilot["run"]]
+    scripts += [mpi_pod(mpijob, role)["containers"][0]["args"][0] for role in ("Launcher", "Worker")]
+    assert [shellcheck(text) for text in scripts] == [""] * 4
+    assert "SC2086" in shellcheck("set -- $HOME\nls $1\n")  # the linter looks
+
+
+# Notes its words and its own variables.
+NOTES = """#!/bin/bash
+for argument; do echo "$argument"; done >arguments
+env -0 >environment
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_nodes_of_a_skypilot_task(skypilot: dict[str, Any], rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each runs the same script, with SkyPilot's variables."""
+    script(tmp_path / "run.sh", NOTES)
+    nodes, gpus = skypilot["num_nodes"], int(skypilot["resources"]["accelerators"].rpartition(":")[2])
+    told = {"NODE_RANK": str(rank), "NUM_NODES": str(nodes), "NUM_GPUS_PER_NODE": str(gpus), "NODE_IPS": "10.0.0.7\n10.0.0.8"}
+    environ = skypilot["envs"] | {f"SKYPILOT_{name}": value for name, value in told.items()} | {"PATH": "/usr/bin:/bin"}
+    subprocess.run(["bash", "-c", skypilot["run"]], cwd=tmp_path, env=environ, check=True)
+    given = dict(item.split("=", 1) for item in (tmp_path / "environment").read_text().split("\0") if item)
+    cluster, problems = detect({}, given)
+    assert cluster and not problems
+    assert (cluster.process_id, cluster.num_processes, cluster.coordinator) == (rank, nodes, "10.0.0.7:12321")
+    monkeypatch.chdir(REPO)
+    loaded = parsed((tmp_path / "arguments").read_text().splitlines(), nodes * gpus, given, tmp_path)
+    assert loaded.run.train.global_batch == 256 == nodes * gpus * loaded.run.train.grad_accum
+    places = (loaded.run.data.source, loaded.options["workdir"])
+    assert [place.rpartition("/")[0] for place in places] == list(skypilot["volumes"])
+
+
+def test_skypilot_starts_again_after_the_codes_that_ask_for_it(skypilot: dict[str, Any]):
+    recovery = skypilot["resources"]["job_recovery"]
+    assert (tuple(recovery["recover_on_exit_codes"]), recovery["max_restarts_on_errors"]) == (AGAIN, 0)
+
+
+# Starts its program once, with the variables of rank 1 and those of -x, and ends with the next code of the file `codes`.
+MPIRUN = """#!/bin/bash
+given=()
+while [[ $1 == -* ]]; do
+  case $1 in
+    --mca) shift 3 ;;
+    -x) given+=("$2") && shift 2 ;;
+    --bind-to | --hostfile | --map-by) shift 2 ;;
+    *) exit 99 ;;
+  esac
+done
+[[ $1 != true ]] || exit 0
+shift
+for argument; do echo "$argument"; done >"$HOME/arguments"
+for word in "${given[@]}"; do [[ $word == *=* ]] && echo "$word"; done >"$HOME/given"
+read -r code <"$HOME/codes"
+sed -i 1d "$HOME/codes"
+exit "$code"
+"""
+
+
+@pytest.mark.parametrize("codes", [(0,), *((code,) for code in FOR_GOOD), (75, 124, 0), (75, 76), (75,) * 21])
+def test_the_launcher_of_an_mpijob(mpijob: dict[str, Any], codes: tuple[int, ...], tmp_path: Path, monkeypatch: Any):
+    """It starts all processes again after the codes that ask for it, twenty times."""
+    script(tmp_path / "mpirun", MPIRUN)
+    hosts = [f"llama3-8b-worker-{i}.llama3-8b.default.svc slots=1\n" for i in range(2)]
+    (tmp_path / "hostfile").write_text("".join(hosts))
+    (tmp_path / "codes").write_text("".join(f"{code}\n" for code in (*codes, 99)))
+    (container,) = mpi_pod(mpijob, "Launcher")["containers"]
+    command = [*container["command"], container["args"][0].replace("/etc/mpi/hostfile", str(tmp_path / "hostfile"))]
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=HUNG_S)
+    assert done.returncode == codes[-1] and (tmp_path / "codes").read_text() == "99\n", done.stderr
+    monkeypatch.chdir(REPO)
+    (given,) = (tmp_path / "given").read_text().splitlines()
+    name, _, coordinator = given.partition("=")
+    assert (name, coordinator) == ("JAXTRAIN_COORDINATOR", f"{hosts[0].split()[0]}:12321")
+    rank = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    rank |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", name: coordinator}
+    cluster, problems = detect({}, rank)
+    assert cluster and not problems and (cluster.process_id, cluster.num_processes) == (1, 2)
+    (worker,) = mpi_pod(mpijob, "Worker")["containers"]
+    gpus = worker["resources"]["limits"]["nvidia.com/gpu"] * mpijob["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"]
+    loaded = parsed((tmp_path / "arguments").read_text().splitlines(), gpus, rank, tmp_path)
+    assert loaded.run.train.global_batch == 256 == gpus * loaded.run.train.grad_accum
+    assert {mount["mountPath"] for mount in worker["volumeMounts"]} == {"/data", "/runs", "/scratch", "/dev/shm"}
 
 
 # --- Slurm ------------------------------------------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ import pytest
 import runs
 from faults import same
 
-from jaxtrain import main, replay, state
+from jaxtrain import main, replay
 from jaxtrain.checkpoint import files
-from jaxtrain.step import place_batch
+from jaxtrain.train import state
+from jaxtrain.train.batch import place_batch
 
 STEPS = 12
 ROLLBACK = {"train__on_divergence": "rollback", "train__max_skips": 3}

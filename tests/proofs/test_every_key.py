@@ -18,16 +18,18 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain import compiler, config, generate, hardware, metrics, samples, state, train
+from jaxtrain import config, generate, hardware, metrics, samples
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.data import pipeline, stdlib
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.launch import Launch
-from jaxtrain.session import Session
 from jaxtrain.sharding import LayoutError, make_placement
-from jaxtrain.start import decide_start, open_data
-from jaxtrain.step import Program
+from jaxtrain.train import compiler, state
+from jaxtrain.train import run as train
+from jaxtrain.train.initial_state import choose_start, open_data
+from jaxtrain.train.program import Program
+from jaxtrain.train.step_log import measure_rates
 
 BASE = {"model.num_layers": 2, "data.max_segments": 8}
 SPLIT = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
@@ -171,7 +173,7 @@ SHOWN: dict[str, tuple[Any, dict[str, Any], Callable[[Program], Any]]] = {
     "data.seq_len": (32, {}, lambda program: program.batch["tokens"].shape[2]),
     "train.global_batch": (8, {}, lambda program: program.batch["tokens"].shape[1]),
     "train.grad_accum": (2, {}, lambda program: program.batch["tokens"].shape[0]),
-    "attention.impl": ("chunked", {}, lambda program: program.attention.split()[0]),
+    "attention.impl": ("chunked", {}, lambda program: program.kernel.name.split()[0]),
     "optimizer.offload": ("moments", {}, moments_home),
     "train.freeze": ("layers.mlp.*", {}, without_moments),
     "lora.rank": (2, {}, lambda p: size(LAYER + "attention.lora.wq_a", 1)(p) if adapted(p) else 0),
@@ -259,7 +261,7 @@ def facets(run: RunConfig) -> list[Callable[[], Any]]:
     return [
         lambda: arrays(helpers.program(run).state),
         lambda: arrays(helpers.program(run).batch),
-        lambda: helpers.program(run).attention,
+        lambda: helpers.program(run).kernel.name,
         lambda: {k: v.tobytes() for k, v in helpers.host_batch(run, 0).items()},
         lambda: helpers.lowered(run),
     ]
@@ -294,7 +296,7 @@ def test_heads_are_split_together():
     assert differs(helpers.tiny(BASE | SPLIT | both), helpers.tiny(BASE | SPLIT)), "heads and kv_heads change nothing"
     for key, value in (*both.items(), ("sharding.rules.head_dim", "tensor")):
         run = helpers.tiny(BASE | SPLIT | {key: value})
-        with pytest.raises(LayoutError, match="key/value head|width cannot be split"):
+        with pytest.raises(LayoutError, match="key/value head|head_dim.*cannot be sharded"):
             make_placement(run, helpers.devices_of(run))
 
 
@@ -411,7 +413,7 @@ def start(runs: Runs, **changes: Any) -> Any:
     """Where a run in the folder of "other" would begin."""
     run = runs.config("other", **changes)
     runs.workdir("other")
-    return decide_start(run, Checkpoints(runs.folder / "elsewhere"), helpers.program(run))
+    return choose_start(run, Checkpoints(runs.folder / "elsewhere"), helpers.program(run))
 
 
 def checkpoint_step(runs):
@@ -460,20 +462,16 @@ def sampling(runs):
 
 def log_peak_tflops(runs):
     """Known or not, the rate of the last step is a number only where the peak is given and a step was counted."""
-    rate = Session.throughput
-    sessions = {}
+    rates = {}
     for name, peak in (("base", 0.0), ("other", 1.0)):
-        run = runs.config("base", **{"log.peak_tflops": peak})
-        session = Session.__new__(Session)
-        session.run, session.tokens_per_step = run, run.train.global_batch * run.data.seq_len
+        measured = measure_rates(runs.config("base", **{"log.peak_tflops": peak}), None)
         clock = iter(range(100))
-        rates = rate(session)
-        rates._clock = lambda clock=clock: next(clock)
+        measured._clock = lambda clock=clock: next(clock)
         for _ in range(5):
-            rates.start_step()
-        sessions[name] = rates.line()["mfu_causal"]
-    assert sessions["base"] is None
-    assert sessions["other"] > 0
+            measured.start_step()
+        rates[name] = measured.line()["mfu_causal"]
+    assert rates["base"] is None
+    assert rates["other"] > 0
 
 
 def data_prefetch(runs):

@@ -27,10 +27,10 @@ from jaxtrain.plan.program.work import Work
 from jaxtrain.plan.report import figures
 from jaxtrain.plan.search import bound
 from jaxtrain.plan.topology import parse
-from jaxtrain.sharding import Held
-from jaxtrain.state import abstract_tensors
-from jaxtrain.step import numerics_of
+from jaxtrain.train.definition import numerics_of
+from jaxtrain.train.state import abstract_tensors
 from jaxtrain.validate import validate_step
+from jaxtrain.zero import ComputeCopy, make_zero
 
 NODE = parse("h200:8")
 
@@ -54,15 +54,12 @@ AXES = {"BTD,DF->BTF": ("embed", "mlp"), "BTNH,DNH->BTD": ("embed", "heads", "he
 def product(eqn, x, w, dy):
     """y, dx, dw of a weight held in 8 bits, on one device."""
     run = helpers.tiny({"precision": "fp8"})
-    p, n = helpers.program(run).placement, numerics_of(run)
-
-    def f(x, w):
-        held = fp8.scaled(w, AXES[eqn], p)
-        return dot(x, Held(held, w, False, ()), eqn, AXES[eqn], p, n)
+    zero = make_zero(run, helpers.program(run).placement, numerics_of(run))
 
     @jax.jit
     def all_three(x, w, dy):
-        y, vjp = jax.vjp(f, x, w)
+        held = fp8.encode(w, stacked=False, over=())
+        y, vjp = jax.vjp(lambda x, w: dot(eqn, x, zero.gather_weight(ComputeCopy(held, w), AXES[eqn]), zero.numerics), x, w)
         return y, *vjp(dy)
 
     return [np.asarray(a, np.float64) for a in all_three(x, w, dy)]

@@ -18,16 +18,15 @@ from jaxtrain.plan import result
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.make import read_plan
 from jaxtrain.plan.topology import parse
-from jaxtrain.sharding import Held, make_placement
-from jaxtrain.step import numerics_of
+from jaxtrain.train.definition import numerics_of
+from jaxtrain.zero import ComputeCopy, make_zero
 
 NODE = parse("h200:8")
 R, D, F = 24, 32, 48  # rows of each expert
 
 
-def held(w_EDF: jax.Array) -> eight.Eight:
-    scale = fp8.scale_of(jnp.max(jnp.abs(w_EDF)), fp8.E4M3)
-    return eight.Eight(fp8.to_bits(fp8.rounded(w_EDF, scale, fp8.E4M3)), scale)
+def held(w_EDF: jax.Array) -> fp8.Float8:
+    return fp8.encode(w_EDF, stacked=False, over=())
 
 
 @functools.cache
@@ -125,9 +124,10 @@ Products = list[tuple[str, str, bool | str]]  # times or outer; what is contract
 def products(given: Mapping[str, object], monkeypatch: pytest.MonkeyPatch) -> tuple[Products, Products]:
     """Products in 8 bits of one block of experts, as they are traced: forward, and in the backward pass."""
     run = helpers.tiny(MOE | given)
-    placement, model = make_placement(run, helpers.devices_of(run)), run.model
+    placement, numerics, model = helpers.program(run).placement, numerics_of(run), run.model
+    zero = make_zero(run, placement, numerics)
     spec = feed_forward.Spec(
-        model.num_experts, jax.nn.silu, "auto", run.experts.capacity, run.experts.buffer, placement, numerics_of(run)
+        model.num_experts, jax.nn.silu, "auto", run.experts.capacity, run.experts.buffer, placement, numerics
     )
     made: Products = []
     times, outer = eight.times, eight.outer
@@ -144,14 +144,15 @@ def products(given: Mapping[str, object], monkeypatch: pytest.MonkeyPatch) -> tu
     monkeypatch.setattr(eight, "outer", seen_outer)
 
     def forward(x, w):
-        held = Held(fp8.scaled(w, feed_forward.AXES, placement), w, False, ())
-        share, chosen = jnp.ones((8, 16, 2)), jnp.zeros((8, 16, 2), jnp.int32)
-        y, _ = feed_forward.feed_forward(x, share, chosen, held, held, held, spec)
+        used = zero.gather_weight(ComputeCopy(held(w), w), feed_forward.AXES)
+        share = jnp.ones((*x.shape[:2], 2))
+        y, _ = feed_forward.feed_forward(x, share, share.astype(jnp.int32) - 1, used, used, used, spec)
         made.append(("", "", ""))
         return y.astype(jnp.float32).sum()
 
     x, w = jnp.ones((8, 16, D), jnp.bfloat16), jnp.ones((model.num_experts, D, F))
-    jax.eval_shape(jax.grad(forward, (0, 1)), x, w)
+    specs = placement.spec(("batch", "sequence", None)), placement.spec(feed_forward.AXES)
+    jax.eval_shape(placement.shard_map(jax.grad(forward, (0, 1)), specs, specs), x, w)
     at = made.index(("", "", ""))
     return made[:at], made[at + 1 :]
 

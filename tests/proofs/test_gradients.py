@@ -6,10 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.kernels.dot import Numerics
-from jaxtrain.kernels.embedding import embed
+from jaxtrain.kernels.embedding import TABLE, embed
+from jaxtrain.kernels.numerics import Numerics
 from jaxtrain.sharding import make_placement
-from jaxtrain.step import place_batch
+from jaxtrain.train.batch import place_batch
+from jaxtrain.zero import make_zero
 
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 EIGHT = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
@@ -23,13 +24,16 @@ def test_a_frequent_token_gets_all_of_its_gradient(mesh):
     V, D, B, T = 16, 8, 8, 512
     tokens = jnp.where(jnp.arange(B * T) < 3000, 5, jnp.arange(B * T) % V).reshape(B, T).astype(jnp.int32)
     table = jax.random.normal(jax.random.key(0), (V, D))
-    numerics = Numerics(BF16, F32, F32)
+    zero = make_zero(run, p, Numerics(BF16, F32, F32))
 
-    def look_up(table):
-        return embed(table, tokens, ("batch", "residual", None), p, numerics)
+    def look_up(table, tokens):
+        return embed(zero.ungathered(table, TABLE), tokens, p, p.mesh_axes("embed"), BF16)
 
-    assert jnp.array_equal(jax.jit(look_up)(table), table.astype(BF16)[tokens])
-    got = jax.jit(jax.grad(lambda table: look_up(table).astype(jnp.float32).sum()))(table)
+    specs = p.spec(TABLE), p.spec(("batch", "sequence"))
+    x = jax.jit(p.shard_map(look_up, specs, p.spec(("batch", "residual", None))))(table, tokens)
+    assert jnp.array_equal(x, table.astype(BF16)[tokens])
+    gradient = jax.grad(lambda table, tokens: look_up(table, tokens).astype(jnp.float32).sum())
+    got = jax.jit(p.shard_map(gradient, specs, specs[0]))(table, tokens)
     counts = jnp.bincount(tokens.ravel(), length=V)
     assert jnp.array_equal(got, jnp.broadcast_to(counts[:, None].astype(jnp.float32), (V, D)))
 

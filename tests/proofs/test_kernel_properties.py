@@ -19,10 +19,13 @@ from jaxtrain.bench.bounds import EXACT as e
 from jaxtrain.bench.bounds import ROUNDOFF
 from jaxtrain.kernels import rope
 from jaxtrain.kernels.cross_entropy import chunked_cross_entropy
-from jaxtrain.kernels.dot import DTYPES, Numerics, add_bias, dot, whole
-from jaxtrain.kernels.embedding import embed
+from jaxtrain.kernels.dot import dot
+from jaxtrain.kernels.embedding import TABLE, embed
 from jaxtrain.kernels.norm import rms_norm
-from jaxtrain.sharding import Held, make_placement
+from jaxtrain.kernels.numerics import DTYPES, Numerics
+from jaxtrain.sharding import make_placement, to_block, to_residual
+from jaxtrain.train.loss import LossSpec
+from jaxtrain.zero import Zero
 
 MESHES = {"one device": {"mesh.fsdp": 1}, "eight": {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}}
 TYPES = {"f32": ("f32", "f32"), "bf16": ("bf16", "bf16"), "bf16, reduced in f32": ("bf16", "f32")}  # compute, reduce
@@ -65,6 +68,18 @@ def numerics(types: str) -> tuple[Numerics, float, float]:
     return Numerics(DTYPES[compute], DTYPES[reduce], DTYPES["f32"]), ROUNDOFF[compute], ROUNDOFF[reduce]
 
 
+def zero_of(mesh: str, types: str) -> Zero:
+    return Zero(
+        placement(mesh), numerics(types)[0], reduce_once=False, gather_once=False, accumulates=False, grad_dtype=DTYPES["f32"]
+    )
+
+
+def on_shards(mesh: str, ins: tuple, outs: tuple):
+    """Run a function on the shards of arrays with these logical axes."""
+    p = placement(mesh)
+    return lambda f: jax.jit(p.shard_map(f, tuple(map(p.spec, ins)), tuple(map(p.spec, outs))))
+
+
 on = pytest.mark.parametrize(
     ("mesh", "types"), [("one device", "f32"), ("eight", "f32"), ("eight", "bf16"), ("eight", "bf16, reduced in f32")]
 )
@@ -72,13 +87,14 @@ on = pytest.mark.parametrize(
 
 @on
 def test_dot(mesh, types):
-    """y = x w: D terms. dx = dy w^T: F terms, in parts. dw = x^T dy: B T terms, in parts."""
+    """y = x w: D terms. dx = dy w^T: F terms, in parts. dw = x^T dy: B T terms, in parts, each made in the compute dtype."""
     n, u, r = numerics(types)
-    p, P = placement(mesh), parts(mesh)
+    p, P, zero = placement(mesh), parts(mesh), zero_of(mesh, types)
+    residual, weight, hidden = ("batch", "residual", None), ("embed", "mlp"), ("batch", "sequence", "mlp")
 
-    @jax.jit
+    @on_shards(mesh, (residual, weight, hidden), (hidden, residual, weight))
     def run(x, w, dy):
-        y, back = jax.vjp(lambda x, w: dot(x, w, "BTD,DF->BTF", ("embed", "mlp"), p, n), x, w)
+        y, back = jax.vjp(lambda x, w: dot("BTD,DF->BTF", to_block(x, p), zero.gather_weight(w, weight), n), x, w)
         return y, *back(dy)
 
     @given(seeds, sizes)
@@ -89,30 +105,37 @@ def test_dot(mesh, types):
         within(y, x @ w, D * e * (abs(x) @ abs(w)) + u * abs(x @ w), "y")
         size_of_dx, size_of_dw = abs(dy) @ abs(w).T, np.einsum("btd,btf->df", abs(x), abs(dy))
         within(dx, dy @ w.T, (F * e + (P + 1) * u) * size_of_dx, "dx")
-        within(dw, np.einsum("btd,btf->df", x, dy), (B * T * e + (P + 1) * r) * size_of_dw, "dw")
+        within(dw, np.einsum("btd,btf->df", x, dy), (B * T * e + u + (P + 1) * r) * size_of_dw, "dw")
 
     compare()
 
 
 @on
-def test_add_bias(mesh, types):
-    """One sum in float32, rounded; db a sum over tokens, in parts."""
+def test_dot_of_heads(mesh, types):
+    """y = x w', each device's heads a term: F products in parts. dx: D terms. dw = x^T dy: B T terms, in parts."""
     n, u, r = numerics(types)
-    p, P = placement(mesh), parts(mesh)
+    p, P, zero = placement(mesh), parts(mesh), zero_of(mesh, types)
+    residual, weight, heads = ("batch", "residual", None), ("embed", "heads", "head_dim"), ("batch", "sequence", "heads", None)
 
-    @jax.jit
-    def run(y, b, dz):
-        z, back = jax.vjp(lambda y, b: add_bias(y, b, ("heads", "head_dim"), p, n), y, b)
-        return z, *back(dz)
+    @on_shards(mesh, (heads, weight, residual), (residual, heads, weight))
+    def run(x, w, dy):
+        def block(x, w):
+            return to_residual(dot("BTNH,DNH->BTD", x, zero.gather_weight(w, weight), n), p.mesh_axes("heads"), p)
+
+        y, back = jax.vjp(block, x, w)
+        return y, *back(dy)
 
     @given(seeds, sizes)
     def compare(seed, size):
-        y, b, dz = normal(seed, (B, T, 4, H), (4, H), (B, T, 4, H), dtype=TYPES[types][0], size=size)
-        z, dy, db = run(y, b.astype(np.float32), dz)
-        assert (np.asarray(dy) == dz).all()
-        y, b, dz = wide(y, b, dz)
-        within(z, y + b, (u + e) * abs(y + b), "z")
-        within(db, dz.sum((0, 1)), (B * T * e + (P + 1) * r) * abs(dz).sum((0, 1)), "db")
+        x, w, dy = normal(seed, (B, T, 4, H), (D, 4, H), (B, T, D), dtype=TYPES[types][0], size=size)
+        y, dx, dw = run(x, w.astype(np.float32), dy)
+        x, w, dx, dw = (a.reshape(*a.shape[:-2], 4 * H) for a in wide(x, w, dx, dw))
+        (dy,) = wide(dy)
+        size_of_y, size_of_dx = abs(x) @ abs(w).T, abs(dy) @ abs(w)
+        within(y, x @ w.T, (4 * H * e + (P + 1) * u) * size_of_y, "y")
+        within(dx, dy @ w, D * e * size_of_dx + u * abs(dy @ w), "dx")
+        size_of_dw = np.einsum("btd,btf->df", abs(dy), abs(x))
+        within(dw, np.einsum("btd,btf->df", dy, x), (B * T * e + u + (P + 1) * r) * size_of_dw, "dw")
 
     compare()
 
@@ -121,15 +144,16 @@ def test_add_bias(mesh, types):
 @pytest.mark.parametrize(("axes", "offset"), [(("batch", "residual", None), 0.0), (("batch", "sequence", "heads", None), 1.0)])
 def test_norm(mesh, types, axes, offset):
     """1 / rms is off by c = (D / 2 + 8) e of itself: a mean of D squares, halved by the root. With n = x / rms, d = dy w and
-    m = mean(d n): y = n w and dx = (d - n m) / rms, dw = sum(n dy) over tokens, in parts."""
-    n, u, r = numerics(types)
-    p, P, eps = placement(mesh), parts(mesh), 1e-5
+    m = mean(d n): y = n w and dx = (d - n m) / rms, dw = sum(n dy) over tokens, in parts, each rounded to
+    the compute dtype."""
+    _, u, r = numerics(types)
+    P, eps, zero = parts(mesh), 1e-5, zero_of(mesh, types)
     shape = (B, T, D) if len(axes) == 3 else (B, T, 4, H)
     axis, width = ("embed", D) if len(axes) == 3 else ("head_dim", H)
 
-    @jax.jit
+    @on_shards(mesh, (axes, (axis,), axes), (axes, axes, (axis,)))
     def run(x, w, dy):
-        y, back = jax.vjp(lambda x, w: rms_norm(x, w, eps, axes, axis, p, n, offset), x, w)
+        y, back = jax.vjp(lambda x, w: rms_norm(x, zero.gather_weight(w, (axis,)), eps, offset), x, w)
         return y, *back(dy)
 
     @given(seeds, sizes)
@@ -147,7 +171,7 @@ def test_norm(mesh, types, axes, offset):
         spread = inverse * (abs(d) + abs(normal_x) * size_of_m)
         within(dx, wanted, (4 * c + width * e) * spread + u * abs(wanted), "dx")
         size_of_dw = abs(normal_x * dy).sum(tokens)
-        within(dw, (normal_x * dy).sum(tokens), (c + x.size / width * e + (P + 1) * r) * size_of_dw, "dw")
+        within(dw, (normal_x * dy).sum(tokens), (c + x.size / width * e + u + (P + 1) * r) * size_of_dw, "dw")
 
     compare()
 
@@ -192,34 +216,35 @@ def test_stretched_frequencies():
     np.testing.assert_allclose(rope.linear_scaling(jnp.asarray(freq), 4.0), freq / 4, rtol=1e-6)
 
 
-@pytest.mark.parametrize("unsummed", [(), ("data",)])
-def test_whole(unsummed):
-    """A weight for a loss of one's own: all of it, and its gradient summed to the weight's layout, or left in parts."""
-    p, n = placement("eight"), numerics("f32")[0]
-    axes = ("vocab", "embed")
-    (w,) = normal(0, (V, D))
-    (coefficients,) = normal(1, (V, D))
-    slot = jnp.zeros((p.size(unsummed), V, D) if unsummed else (V, D))
+def test_whole_head():
+    """The head for a loss of one's own: all of it on every device, and its gradient the sum of those of all devices."""
+    p, zero = placement("eight"), zero_of("eight", "f32")
+    spec = LossSpec(zero.numerics, p, zero, chunk=1, logit_softcap=0.0)
+    (w,), (shares,) = normal(0, (V, D)), normal(1, (8, V, D))
+    of_device = jax.sharding.PartitionSpec(p.all_axes)
 
     @jax.jit
-    def run(w, slot):
-        made, back = jax.vjp(lambda slot: whole(Held(w, slot, False, unsummed), axes, p, n), slot)
-        return made, *back(jnp.asarray(coefficients))
+    @functools.partial(p.shard_map, in_specs=(p.spec(TABLE), of_device), out_specs=(of_device, p.spec(TABLE)))
+    def run(w, share):
+        made, back = jax.vjp(spec.whole_head, w)
+        return made[None], *back(share[0])
 
-    made, grad = run(w, slot)
-    np.testing.assert_array_equal(made, w)
-    np.testing.assert_allclose(grad.sum(0) if unsummed else grad, coefficients, rtol=1e-6)
+    made, grad = run(w, shares)
+    np.testing.assert_array_equal(made, np.broadcast_to(w, (8, V, D)))
+    within(grad, shares.astype(np.float64).sum(0), 9 * e * abs(shares).sum(0), "gradient")
 
 
 @on
 def test_embedding(mesh, types):
     """Rows as they are, rounded. A token's gradient is the sum of those of its occurrences, in parts."""
     n, _, r = numerics(types)
-    p, P = placement(mesh), parts(mesh)
+    p, P, zero = placement(mesh), parts(mesh), zero_of(mesh, types)
+    residual = ("batch", "residual", None)
 
-    @jax.jit
+    @on_shards(mesh, (TABLE, ("batch", "sequence"), residual), (residual, TABLE))
     def run(table, tokens, dy):
-        x, back = jax.vjp(lambda table: embed(table, tokens, ("batch", "residual", None), p, n), table)
+        columns = p.mesh_axes("embed")
+        x, back = jax.vjp(lambda table: embed(zero.ungathered(table, TABLE), tokens, p, columns, n.compute), table)
         return x, *back(dy)
 
     @given(seeds, sizes, st.integers(1, V))

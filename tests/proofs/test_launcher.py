@@ -1,13 +1,17 @@
-"""run.sh installs and starts commands, without installing anything: uv, Python and nvidia-smi are stand-ins.
+"""run.sh installs and starts commands, without installing anything: uv, the environment's Python and nvidia-smi are stand-ins.
 
 The real thing, a clean clone with an empty home, is `tests/campaign/fresh_clone.sh`, which downloads everything.
 """
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from run_sh import HAS_GPU, Machine, copy_launcher, script
+from run_sh import HAS_GPU, HUNG_S, PATH, REPO, Machine, copy_launcher, script
+
+from jaxtrain import commands
 
 DEFAULT = "cuda12" if HAS_GPU else "plan"
 
@@ -21,17 +25,17 @@ def test_no_arguments_install_once_and_train_tiny(machine: Machine):
     done = machine.run()
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        f"python <-m> <jaxtrain.main> <--config={machine.repo}/configs/tiny.py>",
+        f"python <-m> <jaxtrain.runtime> <main> <--config={machine.repo}/configs/tiny.py>",
         f"cwd {machine.cwd}",  # paths in arguments stay the caller's
         f"path {machine.repo}",
+        f"prefix {str(machine.repo / 'run.sh').replace(' ', f'{chr(92)} ')}",
     ]
     assert machine.installed() == [DEFAULT] and "NVIDIA GPU" in done.stderr
     done = machine.run("--config=x.py", "--config.train.steps=3")
-    assert done.stdout.startswith("python <-m> <jaxtrain.main> <--config=x.py> <--config.train.steps=3>\n")
-    assert machine.calls() == [], "a second start asks uv nothing"
-    assert len(done.stderr.splitlines()) == 2  # where it starts from, what it sets
+    assert done.stdout.startswith("python <-m> <jaxtrain.runtime> <main> <--config=x.py> <--config.train.steps=3>\n")
+    assert machine.calls() == [] and done.stderr == "", "a second start asks uv nothing"
     machine.cwd = machine.repo
-    assert machine.run().stdout.startswith("python <-m> <jaxtrain.main> <--config=configs/tiny.py>\n")
+    assert machine.run().stdout.startswith("python <-m> <jaxtrain.runtime> <main> <--config=configs/tiny.py>\n")
 
 
 def test_a_change_installs_again(machine: Machine):
@@ -59,7 +63,7 @@ def test_the_exit_code_and_the_arguments_are_the_commands_own(machine: Machine):
         done = machine.run("data", *words, launcher=launcher, FAKE_EXIT=str(code), PYTHONPATH="/theirs")
         assert done.returncode == code
         expected = "python <-m> <jaxtrain.data> <prepare> <a b> <> <*> <$HOME>"
-        assert done.stdout.splitlines() == [expected, f"cwd {machine.cwd}", f"path {machine.repo}:/theirs"]
+        assert done.stdout.splitlines()[:3] == [expected, f"cwd {machine.cwd}", f"path {machine.repo}:/theirs"]
     assert machine.installed() == [DEFAULT], "once for all three"
 
 
@@ -74,13 +78,17 @@ def test_the_suite_runs_in_the_repository_and_keeps_its_tools(machine: Machine):
 @pytest.mark.parametrize(
     ("arguments", "env", "said"),
     [
-        *((name, {}, rf"unknown command '{name}'(?s:.*)\n  main +Train a model\.\n") for name in ("trian", "helpers", "../x")),
+        ("trian", {}, r"^command = 'trian': is unknown\. Fix: \S*/run\.sh main\.$"),
+        ("lnit", {}, r"^command = 'lnit': is unknown\. Fix: \S*/run\.sh lint\.$"),
+        ("config", {}, r"^command = 'config': is unknown\. Fix: one of main, preflight, "),  # a module, and no command
+        ("../x", {}, r"^command = '\.\./x': is unknown\."),
         ("setup", {"JAXTRAIN_CUDA": "11"}, "JAXTRAIN_CUDA=11: must be 12 or 13; unset it"),
         ("setup", {"JAXTRAIN_CUDNN": "yes"}, "JAXTRAIN_CUDNN=yes: must be 0 or 1; unset it"),
     ],
 )
 def test_refusals_name_the_mistake_and_install_nothing(machine: Machine, arguments: str, env: dict[str, str], said: str):
     done = machine.run(arguments, **env)
+    done.stderr = done.stderr.replace("\\ ", "_")  # spaces in the folder's name
     assert done.returncode == 2 and re.search(said, done.stderr), done.stderr
     assert machine.calls() == [] and not (machine.repo / ".venv").exists()
 
@@ -88,12 +96,38 @@ def test_refusals_name_the_mistake_and_install_nothing(machine: Machine, argumen
 def test_help_and_a_dry_run_install_nothing(machine: Machine):
     for flag in ("help", "--help", "-h"):
         done = machine.run(flag)
-        assert done.returncode == 0 and re.search(r"^  data +Make token files\.$", done.stdout, re.M)
-        assert "helpers" not in done.stdout
+        assert done.returncode == 0
+        assert all(f"\n  {name:<12}{purpose}\n" in done.stdout for name, purpose in commands.table().items())
     done = machine.run("data", "a b", JAXTRAIN_DRY_RUN="1", JAXTRAIN_CUDA="12")
     assert done.returncode == 0 and "would install from requirements/cuda12.txt" in done.stderr
     assert r"-m jaxtrain.data a\ b" in done.stderr
+    done = machine.run("--config=x.py", JAXTRAIN_DRY_RUN="1")
+    assert done.returncode == 0 and "-m jaxtrain.runtime main --config=x.py" in done.stderr
     assert machine.calls() == [] and not (machine.repo / ".venv").exists()
+
+
+def test_a_dry_run_of_training_is_the_supervisors_where_it_is_installed(machine: Machine):
+    machine.run("setup")
+    done = machine.run("--config=x.py", JAXTRAIN_DRY_RUN="1")
+    assert done.stdout.startswith("python <-m> <jaxtrain.runtime> <main> <--config=x.py>\n") and done.stderr == ""
+
+
+def test_python_takes_the_launchers_place_with_a_stdin(machine: Machine):
+    """So that it gets the signals itself. A daemon's stdin may be closed."""
+    script(machine.bin / "venv-python", "#!/bin/bash\n[[ $1 == -c ]] && echo 3.12 && exit\necho $$ $(readlink /dev/fd/0)\n")
+    machine.run("setup")
+    for words in ([], ["data"], ["preflight", "--nodes=a,b"]):
+        line = ["bash", "-c", 'exec "$@" <&-', "bash", str(machine.repo / "run.sh"), *words]
+        process = subprocess.Popen(line, env=machine.environ, cwd=machine.cwd, stdout=subprocess.PIPE, text=True)
+        stdout, _ = process.communicate(timeout=HUNG_S)
+        assert stdout.split() == [str(process.pid), "/dev/null"]
+
+
+def test_sourced_it_refuses_and_leaves_the_shell_alone(machine: Machine):
+    run = machine.repo / "run.sh"
+    line = f'before=$(set -o); . "{run}" --config=x.py; echo "code $?"; [[ $before == $(set -o) ]] && echo same'
+    done = subprocess.run(["bash", "-c", line], env={"PATH": PATH}, capture_output=True, text=True, timeout=HUNG_S)
+    assert done.stdout.split() == ["code", "2", "same"] and "do not source it" in done.stderr
 
 
 def test_packages_are_chosen_once_and_kept(machine: Machine):
@@ -140,3 +174,12 @@ esac
     done = machine.run()
     assert done.returncode == 0, done.stderr
     assert "this machine has no uv that runs" in done.stderr and len(machine.installed()) == 1
+
+
+def test_a_start_outside_the_environment_ends_with_a_sentence(tmp_path: Path):
+    """In a Python without packages, which -S gives."""
+    for module in ("jaxtrain.main", "jaxtrain.data", "jaxtrain"):
+        command = [sys.executable, "-S", "-m", module, "--help"]
+        done = subprocess.run(command, env={"PYTHONPATH": str(REPO)}, cwd=tmp_path, capture_output=True, text=True)
+        rule = "the packages of jaxtrain are not installed there. Fix: ./run.sh COMMAND"
+        assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"Python = {sys.executable}: {rule}")

@@ -19,7 +19,7 @@ from jaxtrain import config, generate, lm_eval, scoring
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.scoring import Scored, Scorer
-from jaxtrain.state import to_tensors
+from jaxtrain.train.state import to_tensors
 
 # Weights large enough that some tokens are far likelier than others.
 MODEL = {"model.num_layers": 1, "model.init_std": 0.2, "data.seq_len": 32, "model.num_heads": 2, "model.num_kv_heads": 1}

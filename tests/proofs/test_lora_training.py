@@ -17,10 +17,10 @@ from jaxtrain.data import tokenizer
 from jaxtrain.data.tokenfile import TokenWriter
 from jaxtrain.hf import __main__ as hugging_face_command
 from jaxtrain.hf import peft
-from jaxtrain.models.llama import NAMES
+from jaxtrain.models.families.llama import NAMES
 from jaxtrain.models.lora import is_adapter
-from jaxtrain.state import abstract_tensors, from_tensors, to_tensors
-from jaxtrain.step import place_batch
+from jaxtrain.train.batch import place_batch
+from jaxtrain.train.state import abstract_tensors, from_tensors, to_tensors
 
 RANK, ALPHA = 3, 6.0
 MODEL = {"model.num_layers": 2, "model.num_kv_heads": 2, "train.global_batch": 8, "optimizer.clip_norm": 0.0}

@@ -13,14 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain import generate, loss
+from jaxtrain import generate
 from jaxtrain.activations import KEPT
 from jaxtrain.config import Model
 from jaxtrain.kernels.cross_entropy import chunked_cross_entropy
-from jaxtrain.kernels.dot import Numerics
+from jaxtrain.kernels.numerics import Numerics
+from jaxtrain.models.transformer import Transformer
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.topology import parse
+from jaxtrain.shapes import BATCH_KEYS, STACK
 from jaxtrain.sharding import make_placement
+from jaxtrain.train import loss
+from jaxtrain.train.batch import place_batch
+from jaxtrain.train.definition import numerics_of
+from jaxtrain.train.program import build
+from jaxtrain.zero import make_zero
 
 F32 = Numerics(jnp.dtype("float32"), jnp.dtype("float32"), jnp.dtype("float32"))
 SMALL = {
@@ -172,20 +179,14 @@ POLICIES = {
 }
 
 
-def loss_function(run):
-    definition, batch = helpers.program(run).definition, helpers.host_batch(run, 0)
-
-    def value(params):
-        model = definition.bind(params)
-        hidden = model(batch["tokens"], batch["segments"], batch["positions"])
-        return jnp.mean(jnp.square(model.logits(hidden))), hidden.sum()
-
-    return lambda params: value(params)[0]
+def gradients_of(program, run):
+    batch = place_batch(helpers.host_batch(run, 0), program.batch, program.context)
+    return program.gradients(params_of(helpers.tiny(SMALL | REMAT)), batch)[1]
 
 
 @functools.cache
 def gradients(run):
-    return jax.jit(jax.grad(loss_function(run)))(params_of(helpers.tiny(SMALL | REMAT)))
+    return gradients_of(helpers.program(run), run)
 
 
 @pytest.mark.parametrize(
@@ -196,6 +197,19 @@ def test_remat_gives_the_same_gradients(policy):
     ours = gradients(helpers.tiny(SMALL | REMAT | POLICIES[policy]))
     theirs = gradients(helpers.tiny(SMALL | REMAT))
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.abs(b).max(), err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("policy", ["full", "none"])
+def test_gradients_of_a_stack_are_those_of_autodiff(policy, monkeypatch):
+    """remat.Plan.run, of a stack that comes as StackWeight weights, or autodiff, where a model does not say uses_plan_run."""
+    given = {"remat.policy": policy, "mesh.fsdp": 2, "train.grad_accum": 2}
+    run = helpers.tiny(SMALL | REMAT | given | {"train.accumulate": "microbatch"})
+    learnt = gradients(run)
+    monkeypatch.setattr(Transformer, "uses_plan_run", False)
+    by_autodiff = gradients_of(build(run, helpers.devices_of(run)), run)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(learnt), jax.tree.leaves(by_autodiff), strict=True):
+        assert np.any(b), jax.tree_util.keystr(path)
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.abs(b).max(), err_msg=jax.tree_util.keystr(path))
 
 
@@ -225,29 +239,44 @@ def test_offloaded_tensors_go_to_host_memory():
 
 
 def residuals(overrides: dict) -> collections.Counter:
-    """(shape, dtype) of what the backward pass of the layers finds kept, in bf16 so that gathered weights are recognised."""
-    run = helpers.tiny(SMALL | REMAT | {"precision": "bf16"} | overrides)
-    definition = helpers.program(run).definition
-    f = loss_function(run)
-    kept = jax.eval_shape(lambda params: jax.vjp(f, params)[1], definition.abstract)
-    return collections.Counter((a.shape, a.dtype.name) for a in jax.tree.leaves(kept) if a.ndim > 2)
+    """Return (shape, dtype) of what the loop over layers keeps, in bf16 so that gathered weights are recognised."""
+    run = helpers.tiny(SMALL | REMAT | {"precision": "bf16", "dtypes.reduce": "f32"} | overrides)
+    program, batch = helpers.program(run), helpers.host_batch(run, 0)
+    definition, zero = program.definition, make_zero(run, program.placement, numerics_of(run))
+
+    def kept(params):
+        def hidden(into):
+            copies = jax.tree.map(lambda _: None, params)
+            model = definition.bind(zero.microbatch_weights(params, copies, {}, {STACK: into}))
+            return model(batch["tokens"], batch["segments"], batch["positions"])
+
+        return jax.vjp(hidden, zero.gradient_buffers(params[STACK]))[1]
+
+    arrays = jax.tree.leaves(jax.eval_shape(kept, definition.abstract))
+    return collections.Counter((a.shape, a.dtype.name) for a in arrays if a.ndim > 1)
 
 
 def test_policies_keep_what_they_say():
-    B, T, D, N, K, H, F, L = 4, 20, 32, 4, 2, 8, 56, 4
-    q, kv, wide, stream = (((L, B, T, *rest), "bfloat16") for rest in ((N, H), (K, H), (F,), (D,)))
-    full, dots, attention, none = (residuals({"remat.policy": p}) for p in ("full", "dots", "attention", "none"))
-    assert (full[q], full[kv], full[wide], full[stream]) == (0, 0, 0, 1)
-    assert (attention[q], attention[kv], attention[wide], attention[stream]) == (2, 2, 0, 1)
-    assert (dots[q], dots[kv], dots[wide]) == (1, 2, 2)
-    assert 2 <= dots[stream] <= 3  # mlp_down is the output of a GEMM, but nothing in the block's backward pass needs it
-    assert none[wide] > dots[wide] and none.total() > dots.total()
-    custom = residuals({"remat.policy": "custom", "remat.tensors": "mlp_up=keep,k=keep"})
-    assert (custom[q], custom[kv], custom[wide], custom[stream]) == (0, 1, 1, 1)
-    together = residuals({"remat.policy": "full", "remat.every": 2})
-    assert together[((2, B, T, D), "bfloat16")] == 1 and together[stream] == 0
-    uneven = residuals({"remat.policy": "full", "remat.every": 3})
-    assert uneven[((1, B, T, D), "bfloat16")] == 1 and uneven[stream] == 0
+    B, T, D, N, K, H, F = 4, 20, 32, 4, 2, 8, 56
+
+    def kept(iterations: int, overrides: dict) -> tuple[int, ...]:
+        """Return how many of queries, of keys and values, of the feed-forward block, and of the residual stream."""
+        found = residuals(overrides)
+        # Outputs of matmuls have tokens on one dimension.
+        shapes = [[(iterations, *tokens, *rest) for tokens in ((B, T), (B * T,))] for rest in ((N, H), (K, H), (F,), (D,))]
+        return tuple(sum(found[shape, "bfloat16"] for shape in either) for either in shapes)
+
+    # The last group of layers is not in the loop, but under `dots`.
+    assert kept(3, {"remat.policy": "full"}) == (0, 0, 0, 1)
+    assert kept(3, {"remat.policy": "attention"}) == (2, 2, 0, 1)
+    *dots, stream = kept(4, {"remat.policy": "dots"})
+    assert dots == [1, 2, 2]
+    assert 2 <= stream <= 3  # mlp_down is the output of a GEMM, but nothing in the block's backward pass needs it
+    none = kept(3, {"remat.policy": "none"})
+    assert none[2] > dots[2] and sum(none) > sum(dots) + stream
+    assert kept(3, {"remat.policy": "custom", "remat.tensors": "mlp_up=keep,k=keep"}) == (0, 1, 1, 1)
+    for every in (2, 3):
+        assert kept(1, {"remat.policy": "full", "remat.every": every}) == (0, 0, 0, 1)
 
 
 @pytest.mark.parametrize("policy", [*KEPT, "custom"])
@@ -255,9 +284,9 @@ def test_gathered_weights_are_never_kept(policy):
     tensors = {"remat.tensors": "q=keep"} if policy == "custom" else {}
     kept = residuals({"remat.policy": policy, **tensors})
     D, F, N, K, H, L = 32, 56, 4, 2, 8, 4
-    for shape in ((D, F), (F, D), (D, N, H), (D, K, H), (N, H, D)):
-        assert not kept[((L, *shape), "bfloat16")], shape
-    assert not kept[((L, D), "bfloat16")]
+    for iterations in (L, L - 1):
+        for shape in ((D, F), (F, D), (D, N, H), (D, K, H), (N, H, D), (D,)):
+            assert not kept[((iterations, *shape), "bfloat16")], shape
 
 
 # ---- Sampling
@@ -341,16 +370,14 @@ MESHES = [{"mesh.tensor": 8}, {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
 @pytest.mark.parametrize("mesh", MESHES)
 def test_loss_with_a_split_vocabulary(mesh):
     run = helpers.tiny(mesh)
-    spec = loss.LossSpec(F32, make_placement(run, helpers.devices_of(run)), chunk=5, logit_softcap=2.0, z_loss=0.1)
+    p = make_placement(run, helpers.devices_of(run))
+    spec = loss.LossSpec(F32, p, make_zero(run, p, F32), chunk=5, logit_softcap=2.0, z_loss=0.1)
     B, T, D, V = 4, 16, 8, 24
     x, head, targets, weights = loss_inputs(B * T, D, V)
-    batch = {"targets": targets.reshape(B, T), "weights": weights.reshape(B, T)}
-
-    def ours(x, head):
-        return 3.0 * loss.cross_entropy(x.reshape(B, T, D), head, batch, spec)
-
-    value, grads = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))(x, head)
+    batch = dict.fromkeys(BATCH_KEYS, targets.reshape(B, T)) | {"weights": weights.reshape(B, T)}
+    tripled = helpers.loss_and_gradients(lambda *given: 3.0 * loss.cross_entropy(*given), spec)
+    value, grads = tripled(x.reshape(B, T, D), head, batch)
     wanted = jax.jit(jax.value_and_grad(plain_loss, argnums=(0, 1)), static_argnums=4)(x, head, targets, weights, 2.0, 0.1)
     np.testing.assert_allclose(value, 3 * wanted[0], rtol=1e-6)
     for mine, theirs in zip(grads, wanted[1], strict=True):
-        np.testing.assert_allclose(mine, 3 * theirs, rtol=1e-5, atol=2e-6)
+        np.testing.assert_allclose(mine.reshape(theirs.shape), 3 * theirs, rtol=1e-5, atol=2e-6)

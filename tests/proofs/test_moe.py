@@ -13,24 +13,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain import guard
-from jaxtrain.balance import Balance
 from jaxtrain.config import Experts
-from jaxtrain.generate import WHOLE, Sampler
+from jaxtrain.generate import Sampler
 from jaxtrain.kernels.attention import Hardware, Unsupported
-from jaxtrain.kernels.dot import Numerics
 from jaxtrain.kernels.experts import grouped
 from jaxtrain.kernels.experts.routing import COLUMNS
-from jaxtrain.models.layers import WIDE, Context
+from jaxtrain.kernels.numerics import Numerics
+from jaxtrain.models.layers import Context
 from jaxtrain.models.module import Definition
 from jaxtrain.models.moe import ExpertsMLP
-from jaxtrain.models.transformer import empty_cache
 from jaxtrain.plan import topology
 from jaxtrain.scoring import Scored, Scorer
 from jaxtrain.shapes import EXPERT_METRICS
-from jaxtrain.sharding import make_placement
-from jaxtrain.state import abstract_tensors, to_tensors
-from jaxtrain.step import place_batch
+from jaxtrain.sharding import Placement, make_placement, to_residual
+from jaxtrain.train import guard
+from jaxtrain.train.balance import Balance
+from jaxtrain.train.batch import place_batch
+from jaxtrain.train.state import abstract_tensors, to_tensors
+from jaxtrain.zero import make_zero
 
 E, K, D, F, B, T = 8, 2, 16, 24, 8, 16
 MODEL = {"model.num_experts": E, "model.experts_per_token": K, "model.d_model": D, "model.d_ff": F}
@@ -45,19 +45,38 @@ class Case:
     mesh: tuple[tuple[str, int], ...] = ()
     experts: Experts = Experts()
     model: tuple[tuple[str, object], ...] = ()
+    tokens_replicated: bool = False
 
     @functools.cached_property
     def run(self):
         return helpers.tiny(MODEL | dict(self.model) | {f"mesh.{axis}": size for axis, size in self.mesh})
 
     @functools.cached_property
-    def placement(self):
-        return make_placement(self.run, helpers.devices_of(self.run))
+    def placement(self) -> Placement:
+        placement = make_placement(self.run, helpers.devices_of(self.run))
+        return dataclasses.replace(placement, tokens_replicated=self.tokens_replicated)
 
     @functools.cached_property
     def definition(self) -> Definition:
-        ctx = Context(F32, self.placement, experts=self.experts)
+        ctx = Context(F32, self.placement, make_zero(self.run, self.placement, F32), experts=self.experts)
         return Definition(lambda rngs: ExpertsMLP(self.run.model, 0.5, 0.5, ctx, rngs))
+
+    def __call__(self, params, x, real):
+        """y, this device's term of it, and statistics, of local shards."""
+        model = self.definition.bind(params)
+        return model.ctx.zero.gather_module(model)(x, real)
+
+    def jitted(self, f, out_specs):
+        """`f` of local shards of (params, x, real, what y is multiplied by), as a function of whole arrays."""
+        of_params, of_x = self.specs
+        return jax.jit(
+            self.placement.shard_map(f, (of_params, of_x, self.placement.spec(("batch", "sequence")), of_x), out_specs)
+        )
+
+    @property
+    def specs(self):
+        """Of parameters, and of x."""
+        return self.definition.specs(self.placement), self.placement.spec(("batch", "sequence", None))
 
 
 @functools.cache
@@ -65,14 +84,15 @@ def compiled(case: Case):
     """(params, x, real, what y is multiplied by) -> y, statistics, gradients of params and x."""
 
     def run(params, x, real, by):
-        def value(params, x):
-            y, statistics = case.definition.bind(params)(case.placement.constrain(x, *WIDE), real)
-            return jnp.sum(y * by) + 3.0 * statistics[0] + 0.1 * statistics[1], (y, statistics)
+        def share(params, x):
+            y, statistics = case(params, x, real)
+            # Statistics are those of all devices.
+            return jnp.sum(y * by) + (3.0 * statistics[0] + 0.1 * statistics[1]) / case.placement.mesh.size, (y, statistics)
 
-        (_, made), grads = jax.value_and_grad(value, (0, 1), has_aux=True)(params, x)
+        (_, made), grads = jax.value_and_grad(share, (0, 1), has_aux=True)(params, x)
         return *made, grads
 
-    return jax.jit(run)
+    return case.jitted(run, (case.specs[1], jax.P(), case.specs))
 
 
 def inputs(model=(), seed=0):
@@ -156,15 +176,13 @@ def test_every_token_goes_through_its_experts(name):
     assert_same(compiled(case)(*given), plain_gradients(*given, case.run.model), given[2])
 
 
-@pytest.mark.parametrize("over", helpers.few(["experts", "expert_embed"], "expert_embed"))
+@pytest.mark.parametrize("over", helpers.few(["expert", "fsdp"], "expert"))
 def test_sampling_splits_weights_and_not_tokens(over):
-    """Where each device has all tokens, and of the experts some, or a part of D; and of every expert's width a part."""
-    case = Case((("fsdp", 4), ("tensor", 2)), Experts(buffer=1.0), model=SHARED)
-    rules = dict(case.placement.rules) | dict.fromkeys((*WHOLE, "experts", "expert_embed"), ()) | {over: ("fsdp",)}
-    placement = dataclasses.replace(case.placement, rules=tuple(rules.items()))
-    definition = Definition(lambda rngs: ExpertsMLP(case.run.model, 0.5, 0.5, Context(F32, placement), rngs))
-    params, x, real, _ = inputs(SHARED)
-    y, _ = jax.jit(lambda params, x: definition.bind(params)(x, real))(params, x)
+    """Where each device has all tokens, and of the experts some, or at rest a part of D; and of every expert's width a part."""
+    case = Case(((over, 4), ("tensor", 2)), Experts(buffer=1.0), SHARED, tokens_replicated=True)
+    p, given = case.placement, inputs(SHARED)
+    y = case.jitted(lambda params, x, real, by: to_residual(case(params, x, real)[0], p.mesh_axes("mlp"), p), jax.P())(*given)
+    params, x, real, _ = given
     wanted = plain(params, x, real, case.run.model)[0]
     np.testing.assert_allclose(np.where(real[..., None], y, 0), np.where(real[..., None], wanted, 0), rtol=1e-4, atol=1e-4)
 
@@ -346,10 +364,9 @@ def test_what_is_no_training_drops_no_token():
     def made(capacity):
         run = helpers.tiny(base | {"experts.capacity": capacity})
         sampler = Sampler(run, helpers.program(run).placement)
-        cache = empty_cache(run.model, sampler.placement, 1, 64, jnp.dtype("float32"))
-        hidden, _ = jax.jit(lambda p, cache: sampler.definition.bind(p).decode(tokens, cache))(params, cache)
-        return hidden, Scorer(run, sampler, params, rows=1).score([Scored(tokens[0].tolist(), 11)])[0]
+        logits, _ = jax.jit(sampler.decode)(params, sampler.empty_cache(1, 64), tokens)
+        return logits, Scorer(run, sampler, params, rows=1).score([Scored(tokens[0].tolist(), 11)])[0]
 
-    (hidden, score), (hidden_, score_) = made(0.25), made(0.0)
-    np.testing.assert_array_equal(hidden, hidden_)
+    (logits, score), (logits_, score_) = made(0.25), made(0.0)
+    np.testing.assert_array_equal(logits, logits_)
     assert score == score_

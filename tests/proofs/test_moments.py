@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from states import ALLOWED, INT8, SIZES, assert_same, resumed, save, trained
 
-from jaxtrain import state
-from jaxtrain.quantized import Blocks, decode
+from jaxtrain.optim.quantized import Blocks, decode
+from jaxtrain.train import state
 
 SPLIT = {"mesh.fsdp": 2, "mesh.tensor": 2}
 

@@ -12,14 +12,16 @@ import optax
 import pytest
 from states import assert_same, resumed, save, stepped, trained
 
-from jaxtrain import compiler, config, flops, muon, state
+from jaxtrain import config, flops
 from jaxtrain.config import ConfigError
-from jaxtrain.kernels.dot import Numerics
-from jaxtrain.optimizer import FLOAT32, make_optimizer, make_schedule
+from jaxtrain.kernels.numerics import Numerics
+from jaxtrain.optim import muon
+from jaxtrain.optim.optimizer import FLOAT32, make_optimizer, make_schedule
+from jaxtrain.optim.rounding import Rounding
+from jaxtrain.optim.update import at_once, streamed
 from jaxtrain.plan.search import bound
-from jaxtrain.rounding import Rounding
 from jaxtrain.sharding import make_placement
-from jaxtrain.update import at_once, streamed
+from jaxtrain.train import compiler, state
 
 MUON = {"optimizer.name": "muon"}
 SMALL = MUON | {"model.num_layers": 2, "data.seq_len": 32}

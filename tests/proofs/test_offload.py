@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from states import ALLOWED, SIZES, assert_same, resumed, save, trained
 
-from jaxtrain import compiler, memory, state
+from jaxtrain.train import compiler, memory, state
 
 OFFLOAD = {"optimizer.offload": "moments"}
 SPLIT = {"mesh.fsdp": 2, "mesh.tensor": 2, "train.grad_accum": 2}

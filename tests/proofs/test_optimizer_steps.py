@@ -9,12 +9,12 @@ from states import assert_same, stepped
 
 from jaxtrain import config
 from jaxtrain.models.module import is_vector
-from jaxtrain.optimizer import FLOAT32, make_optimizer, stored_moments
-from jaxtrain.rounding import Rounding
+from jaxtrain.optim.optimizer import FLOAT32, make_optimizer, stored_moments
+from jaxtrain.optim.rounding import Rounding
+from jaxtrain.optim.update import at_once, streamed
 from jaxtrain.sharding import make_placement
-from jaxtrain.stages import Arrangement
-from jaxtrain.state import abstract_tensors, from_tensors, to_tensors
-from jaxtrain.update import at_once, streamed
+from jaxtrain.train.stages import Arrangement
+from jaxtrain.train.state import abstract_tensors, from_tensors, to_tensors
 
 
 @pytest.mark.parametrize("beta2", helpers.few([0.95, 0.98, 0.99, 0.998, 0.999], 0.98, 0.99))

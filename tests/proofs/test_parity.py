@@ -11,9 +11,9 @@ import matrix
 import numpy as np
 import pytest
 
-from jaxtrain import evaluate
 from jaxtrain.parity import compare
-from jaxtrain.state import abstract_tensors, from_tensors
+from jaxtrain.train import evaluate
+from jaxtrain.train.state import abstract_tensors, from_tensors
 
 MESHES = {
     "data=8": {"mesh.data": 8},

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxtrain.kernels import dot
+from jaxtrain import sharding
 from jaxtrain.parity import __main__ as command
 from jaxtrain.parity import compare
 
@@ -37,14 +37,18 @@ def row(printed: str, name: str) -> list[str]:
 
 def test_layouts_that_agree_differ_and_fail(monkeypatch, capsys, tmp_path):
     """A gradient is summed once too often over `data`, which the yardstick of bfloat16 does not cover; one layout fails."""
-    scatter, train = dot.scatter, compare.train
+    reduce_gradient, train = sharding.reduce_gradient, compare.train
 
     def fails_over_seq(run, devices, steps):
         if run.mesh.seq == 2:
             raise ValueError("no such luck\nand much more")
         return train(run, devices, steps)
 
-    monkeypatch.setattr(dot, "scatter", lambda g, rest, dtype: scatter(g * rest.mesh.shape["data"], rest, dtype))
+    def twice(g, how):
+        matmul_of_a_layer = g.ndim == 3
+        return reduce_gradient(2 * g if matmul_of_a_layer and "data" in how.summed else g, how)
+
+    monkeypatch.setattr(sharding, "reduce_gradient", twice)
     monkeypatch.setattr(compare, "train", fails_over_seq)
     file = tmp_path / "parity.json"
     assert command.main([*SMALL, "--meshes=one,data2,fsdp2,seq2", "--steps=1", "--dtype=bf16", f"--json={file}"]) == 1

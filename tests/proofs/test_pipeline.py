@@ -13,13 +13,14 @@ import pytest
 
 from jaxtrain import generate
 from jaxtrain.config import ConfigError
-from jaxtrain.models import llama
+from jaxtrain.models.families import llama
 from jaxtrain.models.transformer import Transformer
 from jaxtrain.parity import compare
 from jaxtrain.scoring import Scorer
 from jaxtrain.sharding import LayoutError
-from jaxtrain.stages import Schedule
-from jaxtrain.step import build, place_batch
+from jaxtrain.train.batch import place_batch
+from jaxtrain.train.program import build
+from jaxtrain.train.stages import Schedule
 
 # Three layers on two stages: one place is empty.
 SMALL = {
@@ -181,6 +182,6 @@ class LouderFamily:
 @pytest.mark.parametrize("family", ["test_pipeline:LouderFamily", "helpers:OwnLoopFamily"])
 def test_a_model_that_a_pipeline_cannot_divide_is_refused(family: str):
     run = helpers.tiny(SMALL | TWO | {"model.family": family})
-    with pytest.raises(ConfigError, match="does not say that its layers can be run apart") as found:
+    with pytest.raises(ConfigError, match="does not say that its layers can be run separately") as found:
         build(run, helpers.devices_of(run))
     assert [p.key for p in found.value.problems] == ["mesh.stage"]

@@ -9,15 +9,16 @@ import jax
 import pytest
 from plans import FULL, LOOP, ONE_EACH, TWO, compiled, config, module, plan
 
-from jaxtrain import hardware, memory
+from jaxtrain import hardware
 from jaxtrain.plan.expect import ENOUGH, FIRST, Expected, Watch, expect
 from jaxtrain.plan.program import collectives, hlo
 from jaxtrain.plan.rates import PUBLISHED, datasheet
 from jaxtrain.plan.result import from_json, to_json
 from jaxtrain.plan.topology import devices, parse
 from jaxtrain.stacks import copy, copy_layer
-from jaxtrain.state import shardings
-from jaxtrain.step import build
+from jaxtrain.train import memory
+from jaxtrain.train.program import build
+from jaxtrain.train.state import shardings
 
 NODE = parse("h200:8")
 LAYERS = 2
@@ -65,7 +66,7 @@ def test_head_is_gathered_once_and_its_gradient_reduced_once():
 
 def test_attention_is_cudnn_and_runs_forward_once():
     """Output and logsumexp are saved. Full remat runs it again, in as many calls more."""
-    assert compiled(*SHIPPED)[1].program.attention == "cudnn"
+    assert compiled(*SHIPPED)[1].program.kernel.name == "cudnn"
     for which, times in ((SHIPPED, 1), (RECOMPUTED, 2)):
         forward = attention_calls("__cudnn$fmhaSoftmax", *which)
         assert sum(times for _, times in forward) == times * LAYERS

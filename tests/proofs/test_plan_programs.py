@@ -21,7 +21,7 @@ from jaxtrain.plan import topology
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.program import collectives, hlo, roofline
 from jaxtrain.plan.result import from_json
-from jaxtrain.step import place_batch
+from jaxtrain.train.batch import place_batch
 
 SMALL = (
     "--config=configs/llama3_1b.py",
@@ -49,7 +49,7 @@ def read(run: RunConfig) -> tuple[str, list[collectives.Found]]:
 
 def assert_flops(run: RunConfig, text: str, found: list[collectives.Found], devices: int) -> None:
     """On CPUs attention is computed by definition: the whole square, twice as much backward as forward."""
-    assert program(run).attention == "reference"
+    assert program(run).kernel.name == "reference"
     predicted = roofline.predict(hlo.parse(text), RATES, collectives.by_instruction(found))
     assert predicted.flops == pytest.approx(roofline.expected_flops(run, devices, "reference"), rel=0.01)
 
@@ -101,7 +101,7 @@ def test_a_step_compiles_for_each_generation_with_the_flops_of_the_formula(machi
     """Packed documents in cuDNN need Hopper: an A100 takes the other kernel, by itself."""
     run, on = tiny_8b("data.seq_len=2048", "train.global_batch=2", f"remat.policy={policy}"), topology.parse(machine)
     compiled = compile_step(run, on)
-    assert compiled.program.attention == kernel
+    assert compiled.program.kernel.name == kernel
     assert ("__cudnn$fmha" in compiled.text) == (kernel == "cudnn")
     assert ("jaxtrain_attention_forward_causal" in compiled.text) == (kernel == "pallas")
     module = hlo.parse(compiled.text)

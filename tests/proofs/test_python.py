@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import runs
 
-from jaxtrain import environment, train
+from jaxtrain import environment
 from jaxtrain.config import ConfigError, resolve
+from jaxtrain.train import run as train
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ import importlib, pkgutil, jaxtrain
 for module in pkgutil.walk_packages(jaxtrain.__path__, "jaxtrain."):
     importlib.import_module(module.name)
 from jax._src import xla_bridge
-assert "jaxtrain.train" in __import__("sys").modules and not xla_bridge.backends_are_initialized()
+assert "jaxtrain.train.run" in __import__("sys").modules and not xla_bridge.backends_are_initialized()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=runs.REPO, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -62,7 +62,7 @@ def in_two_attempts(trained: Path, folder: Path, newest: dict[str, Any] | None =
 
 def test_a_receipt_says_which_source_ran(trained: Path, tmp_path: Path) -> None:
     found = runs.receipt(trained)["source"]
-    assert found["config_file"] == "small.py" and "jaxtrain/train.py" in found["files"] and len(found["files"]) > 100
+    assert found["config_file"] == "small.py" and "jaxtrain/train/run.py" in found["files"] and len(found["files"]) > 100
     import helpers
 
     assert own_files({"model": {"family": "not_there:Family"}, "data": {"source": "metrics:x, gs://b/c", "lr": 1.0}}) == []

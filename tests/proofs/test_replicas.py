@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxtrain.corruption import Corrupted, Verifier, probe
-from jaxtrain.state import TrainState
+from jaxtrain.train.state import TrainState
 
 
 def test_a_replica_that_differs_is_named() -> None:

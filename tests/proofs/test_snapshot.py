@@ -15,7 +15,7 @@ from jaxtrain import digests, snapshot
 from jaxtrain.checkpoint import Checkpoints, Saved
 from jaxtrain.snapshot import Snapshots
 from jaxtrain.stacks import ON_HOST
-from jaxtrain.state import to_tensors
+from jaxtrain.train.state import to_tensors
 
 SMALL = {"model.num_layers": 3, "model.d_model": 32, "model.d_ff": 48, "model.num_heads": 4, "model.num_kv_heads": 2}
 LAYOUTS = {

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain import digests, lora, stacks
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.snapshot import Snapshots
-from jaxtrain.stages import Arrangement
-from jaxtrain.state import (
+from jaxtrain.train.stages import Arrangement
+from jaxtrain.train.state import (
     TrainState,
     abstract_tensors,
     digests_by_name,

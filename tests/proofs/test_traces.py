@@ -53,7 +53,7 @@ def test_steps_asked_for_are_traced_and_in_no_rate(traced: Path, split: Profile)
 def test_time_is_told_by_parts_and_passes(split: Profile):
     assert split.named >= 0.95
     named = {name.partition(",")[0] for name in split.by_part}
-    assert PARTS <= named <= PARTS | {"layers", "final_norm", "gather", "reduce", NO_SCOPE}
+    assert PARTS <= named <= PARTS | {"layers", "final_norm", "weights", "gather", "reduce", NO_SCOPE}
     passes = {name.partition(", ")[2] for name in split.by_part if name.startswith("mlp")}
     assert passes == {"forward", "backward", "recompute"}, "remat.policy=full"
     assert "optimizer" in split.by_part, "outside of every pass"

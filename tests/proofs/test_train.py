@@ -13,7 +13,8 @@ import pytest
 import runs
 import sources
 
-from jaxtrain import session, train
+from jaxtrain.train import initial_state, saver, setup
+from jaxtrain.train import run as train
 
 GIB = 2**30
 
@@ -47,6 +48,7 @@ def test_a_run_says_what_it_is(plain: Path) -> None:
     assert receipt["max_segments"] == 4 and "data: up to 4 documents in a sequence" in log
     assert receipt["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1, "seq": 1}
     assert receipt["devices"]["count"] == 8
+    assert receipt["ranks"] == {"device": list(range(8)), "process": [0] * 8, "gpu": receipt["ranks"]["gpu"]}
     assert receipt["reason"] == "8 steps done"
     assert receipt["memory_gib"]["optimizer state"] > receipt["memory_gib"]["parameters"] > 0
     assert receipt["overrides"]["train.steps"] == "8"
@@ -140,15 +142,15 @@ def test_an_exception_reaches_receipt_and_log(tmp_path: Path, monkeypatch: pytes
 def test_a_signal_while_compiling_ends_the_run_before_its_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    compile_step = session.Session.compile
+    compile_steps = train.compile_steps
 
-    def interrupted(begun: session.Session) -> session.Compiled:
+    def interrupted(*args: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
-        return compile_step(begun)
+        return compile_steps(*args)
 
     workdir = tmp_path / "run"
     with monkeypatch.context() as m:
-        m.setattr(session.Session, "compile", interrupted)
+        m.setattr(train, "compile_steps", interrupted)
         assert run(workdir) == 130
     assert "Ctrl-C: before the first step, nothing to save" in capsys.readouterr().out
     assert runs.steps(workdir) == []
@@ -171,7 +173,7 @@ def test_ctrl_c_before_the_run_listens_leaves_nothing(
 def test_a_folder_holds_one_run_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workdir = tmp_path / "run"
     workdir.mkdir()
-    held = train.lock_folder(workdir)
+    held = train.lock(workdir)
     assert held is not None and held >= 0
     assert run(workdir, train__steps=4) == 2
     assert "another run is at work in this folder" in capsys.readouterr().err
@@ -195,14 +197,14 @@ def test_memory_is_looked_at_and_reserved_for_saves_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
-    reserve, run_loop, check = session.Snapshots.reserve, session.Loop.run, session.check_free_memory
+    reserve, take_steps, check = saver.Snapshots.reserve, train.Loop.train, train.check_free_memory
 
     def noted(name: str, what: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: (seen.append(name), what(*args))[1]
 
-    monkeypatch.setattr(session, "check_free_memory", noted("free memory", check))
-    monkeypatch.setattr(session.Snapshots, "reserve", noted("reserve", reserve))
-    monkeypatch.setattr(session.Loop, "run", noted("steps", run_loop))
+    monkeypatch.setattr(train, "check_free_memory", noted("free memory", check))
+    monkeypatch.setattr(saver.Snapshots, "reserve", noted("reserve", reserve))
+    monkeypatch.setattr(train.Loop, "train", noted("steps", take_steps))
     assert run(tmp_path / "run", train__steps=5) == 0
     assert seen == ["reserve", "free memory", "steps"], "pinning takes minutes, beside compiling"
 
@@ -219,9 +221,9 @@ class SmallDevice:
 def test_a_step_beyond_the_budget_is_refused_before_it_allocates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(session.jax, "local_devices", lambda: [SmallDevice()])
-    monkeypatch.setattr(session, "memory_by_class", lambda program, compiled: {"parameters": 15.0, "peak": 125.51})
-    monkeypatch.setattr(session, "initial_state", lambda *args: pytest.fail("it allocated all the same"))
+    monkeypatch.setattr(setup.jax, "local_devices", lambda: [SmallDevice()])
+    monkeypatch.setattr(setup, "memory_by_class", lambda program, compiled: {"parameters": 15.0, "peak": 125.51})
+    monkeypatch.setattr(initial_state, "initial_state", lambda *args: pytest.fail("it allocated all the same"))
     workdir = tmp_path / "run"
     assert run(workdir) == 1
     assert "needs more than the budget of 0.0 GiB a device" in capsys.readouterr().out

@@ -79,7 +79,7 @@ def promised(stage: str, mesh: dict[str, int], w: dict[str, int], rows: int, acc
     gathered, reduced, moved = {
         "zero=1": (every, every, 0),
         "step": (every, every, 0),
-        "zero=2": (every, accum * (layers + head), accum * ring * rows),  # backward only
+        "zero=2": (layers + head, accum * (layers + head), accum * 2 * ring * rows),
         # Forward and backward, but for the last layer, whose weights are still there.
         "zero=3": (accum * (2 * layers - layers / LAYERS + head), accum * (layers + head), accum * 2 * ring * rows),
         "forward": (accum * (layers + head), accum * (layers + head), accum * 2 * ring * rows),
@@ -149,11 +149,19 @@ def test_a_custom_loss_has_the_whole_head_however_it_is_held(layout):
 
 @pytest.mark.parametrize(
     ("family", "said"),
-    [("OwnLoopFamily", "does not run it"), ("TwiceFamily", "run twice"), ("HalfFamily", "run in part, 1 of 4 layers")],
+    [
+        ("OwnLoopFamily", "run by remat.Plan.run alone"),
+        ("TwiceFamily", "run twice"),
+        ("LoopedFamily", "run inside a loop"),
+        ("HalfFamily", "run in part, 1 of 4 layers"),
+        ("TiedFamily", "changed before it is run"),
+        ("SquashedFamily", "changed before it is run"),
+    ],
 )
-def test_a_stack_whose_gradients_nobody_adds_is_an_error(family, said):
-    """A model that says it adds, and runs its layers by itself, would learn from the last microbatch alone."""
-    run = helpers.tiny({"train.grad_accum": 2, "train.accumulate": "layer", "model.family": f"helpers:{family}"})
+@pytest.mark.parametrize("accumulate", ["layer", "microbatch"])
+def test_a_stack_that_is_not_run_once_whole_and_unchanged_is_refused(family, said, accumulate):
+    """Added layer by layer, earlier microbatches' sums would be lost or counted twice. A change of weights would be ignored."""
+    run = helpers.tiny({"train.grad_accum": 2, "train.accumulate": accumulate, "model.family": f"helpers:{family}"})
     program = helpers.program(run)
-    with pytest.raises(TypeError, match=f"{said}.*adds_layers"):
+    with pytest.raises(TypeError, match=f"{said}.*uses_plan_run"):
         program.train_step.lower(program.state, program.batch)

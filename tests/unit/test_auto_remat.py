@@ -9,12 +9,13 @@ import math
 import helpers
 import pytest
 
-from jaxtrain import auto_remat, flops, launch
+from jaxtrain import flops, launch
 from jaxtrain.activations import KEPT, kept
 from jaxtrain.config import Remat
 from jaxtrain.hardware import Devices
-from jaxtrain.stages import Schedule
-from jaxtrain.step import less_kept
+from jaxtrain.train import auto_remat
+from jaxtrain.train.memory import less_saved
+from jaxtrain.train.stages import Schedule
 from jaxtrain.validate import validate_step
 
 WHOLE = dict.fromkeys(("batch", "sequence", "residual", "heads", "kv_heads", "mlp", "experts", "layers"), 1)
@@ -86,10 +87,10 @@ def test_less_is_the_least_arithmetic_that_is_small_enough(excess):
 def test_what_keeps_nothing_is_not_made_smaller():
     r = helpers.tiny({"remat.policy": "auto"})
     program = helpers.program(r)
-    assert less_kept(r, program, 10.0, math.inf) is None
-    full = less_kept(r, program, 10.0, 1.0)
+    assert less_saved(r, program, 10.0, math.inf) is None
+    full = less_saved(r, program, 10.0, 1.0)
     assert full is not None and full.remat == Remat("full")
-    assert less_kept(full, program, 10.0, 1.0) is None
+    assert less_saved(full, program, 10.0, 1.0) is None
 
 
 def test_groups_of_layers_are_refused():

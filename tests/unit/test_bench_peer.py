@@ -6,7 +6,7 @@ from bench_helpers import PEER, at_home  # noqa: F401
 from jaxtrain import launch
 from jaxtrain.bench import __main__ as command
 from jaxtrain.bench import peer
-from jaxtrain.models.llama import NAMES
+from jaxtrain.models.families.llama import NAMES
 
 
 def test_tensors_go_over_as_transformers_has_them():

@@ -46,7 +46,7 @@ def test_what_cannot_hold_its_state_is_not_compiled(monkeypatch):
 
 def test_a_config_that_cannot_be():
     r = measure.steps(ask(argv=[*SMALL, *DATA["synthetic"], "--config.mesh.tensor=3"]))
-    assert r["verdict"] == "refused" and "mesh.tensor" in r["why"]
+    assert r["verdict"] == "refused" and "tensor=3 x seq=1" in r["why"] and "product of the fixed sizes is 3" in r["why"]
 
 
 # ---- A case, in a process of its own
@@ -139,7 +139,7 @@ def test_values_of_a_sweep_may_hold_commas():
         (["--sweep=remat.policy"], "is no key with its values. Write key=value,value"),
         (["--sweep=mesh.fsdp=1;mesh.fsdp=2"], "--sweep = 'mesh.fsdp': given twice"),
         (["--sweep=nun.layers=1,2"], "nun.layers = '1': no such key"),
-        (["--config.mesh.tensor=3"], "mesh.tensor = 3"),
+        (["--config.mesh.tensor=3"], "tensor=3 x seq=1': the product of the fixed sizes is 3"),
         (["--kernels=attention,rope"], "--kernels = 'rope': no such part. Write some of attention,"),
         (["--kernels"], "--config: --kernels has no use for it"),
         (["--suite=world"], "--suite = 'world': no such suite"),

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import pytest
 import rich.console
 
-from jaxtrain import compiler, launch
+from jaxtrain import launch
 from jaxtrain.plan import calibrate, rates, topology
 from jaxtrain.plan import readings as made
 from jaxtrain.plan.calibrate import TINY, Sizes, timed
 from jaxtrain.plan.readings import COLLECTIVES, CURVE, CalibrationError, Reading, rate, to_rates
-from jaxtrain.step import build
+from jaxtrain.train import compiler
+from jaxtrain.train.program import build
 
 TODAY = datetime.date(2026, 11, 21)
 H200 = topology.parse("h200:8").gpu

@@ -109,10 +109,10 @@ RULES = [
     ("sharding.rules.embed=fsdp+fsdp", "sharding.rules.embed", "names a mesh axis twice", "sharding.rules.embed=fsdp"),
     ("sharding.rules.embed=tensor mesh.tensor=2", "sharding.rules.vocab", "'tensor' also splits sharding.rules.embed", ""),
     ("mesh.tensor=2 sharding.rules.kv_heads=", "sharding.rules.kv_heads", "must be where its key/value head is", ""),
-    ("mesh.tensor=2 sharding.rules.sequence=tensor", "sharding.rules.sequence", "along mesh axis 'seq' only", ""),
-    ("mesh.tensor=2 sharding.rules.head_dim=tensor", "sharding.rules.head_dim", "a head's width cannot be split", ""),
+    ("mesh.tensor=2 sharding.rules.sequence=tensor", "sharding.rules.sequence", "sharded over mesh axis 'tensor'", ""),
+    ("mesh.tensor=2 sharding.rules.head_dim=tensor", "sharding.rules.head_dim", "sharded over mesh axis 'tensor'", ""),
     ("sharding.rules.batch=data", "sharding.rules.embed", "would add up the same gradients", ""),
-    ("sharding.rules.vocab=fsdp sharding.rules.embed=", "sharding.rules.vocab", "every device needs all logits", ""),
+    ("sharding.rules.vocab=fsdp sharding.rules.embed=", "sharding.rules.vocab", "cannot be sharded over mesh axis 'fsdp'", ""),
     # Steps
     ("optimizer.warmup_steps=701", "optimizer.warmup_steps", "Set 700 or less", "optimizer.warmup_steps=700"),
     ("optimizer.decay_steps=651", "optimizer.decay_steps", "(50) and decay (651) together", "optimizer.decay_steps=650"),
@@ -153,7 +153,6 @@ RULES = [
 # Beside the key that is named above, these break another rule that stands for itself.
 SEVERAL = (
     "model.num_heads",
-    "mesh.fsdp=3",
     "attention.impl",
     "checkpoint.step=800",
     "sharding.rules",
@@ -224,6 +223,7 @@ def test_a_mistake_is_one_line_with_key_rule_and_remedy(wrong, key, words, right
 def test_all_mistakes_of_a_command_are_told_at_once_and_nothing_is_written(tmp_path, monkeypatch, capsys):
     """Exit code 2, every key with its remedy, and not a file anywhere: not even a __pycache__ beside the config."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
     before = listing(tmp_path, REPO / "configs")
     wrong = ["model.num_layer=3", "train.steps=1e3", "mesh.tensor=8", "model.vocab_size=200", "data.eval_source=gone.tok"]
     wrong += ["optimizer.warmup_steps=701", "remat.policy=atention"]
@@ -470,12 +470,71 @@ def test_explain_says_who_set_each_key(capsys, monkeypatch, tmp_path):
     rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()[1:]}
     assert rows["train.steps"][:3] == ["77", "command", "line"]
     assert rows["data.seq_len"][:2] == ["128", "file"]
-    assert rows["model.head_dim"][:2] == ["32", "derived"]
+    assert rows["model.d_model"][:2] == ["128", "file"], "the file sets it to its default"
+    assert rows["model.head_dim"][:4] == ["0", "->", "32", "derived"]
+    assert rows["mesh.data"][:3] == ["-1", "->", "1"]
     assert rows["model.norm_eps"][:2] == ["1e-05", "default"]
-    assert rows["optimizer.weight_decay"][:2] == ["0.1", "default"]
-    assert rows["checkpoint.dir"][:2] == ["''", "default"]
+    assert rows["checkpoint.dir"][:4] == ["''", "->", "runs/tiny/checkpoints", "default"]
     assert set(rows) == {key for key, _ in config.flatten(config.to_dict(config.RunConfig()))}
     assert listing(tmp_path) == []
+
+
+def test_a_value_that_a_file_sets_to_the_default_is_the_files(tmp_path):
+    body = "config.optimizer.weight_decay = 0.1; config.log = dict(config.log); config.model.get_ref('d_model')"
+    origins = launch.load([config_file(tmp_path, body), "--config.train.steps=1000"]).origins
+    assert {key for key, who in origins.items() if who == "file"} == {"optimizer.weight_decay"} | {
+        f"log.{key}" for key in config.default_config().log
+    }
+    assert origins["train.steps"] == "command line"
+
+
+def test_a_copied_config_names_the_file_where_values_differ(tmp_path):
+    for copied in ("copy.deepcopy(config)", "config.copy_and_resolve_references()", "type(config)(config)"):
+        file = config_file(tmp_path, f"import copy; config.train.steps = 9; config = {copied}")
+        origins = launch.load([file]).origins
+        assert {key for key, who in origins.items() if who == "file"} == {"train.steps"}, copied
+
+
+@pytest.mark.parametrize(
+    ("settings", "keys", "notes"),
+    [
+        ("train.steps=20", {"warmup_steps": 1}, ["optimizer.warmup_steps: 50 of 700 steps (file) -> 1 of train.steps = 20"]),
+        ("train.steps=350", {"warmup_steps": 50}, []),
+        ("train.steps=50", {"warmup_steps": 50}, []),
+        ("train.steps=1", {"warmup_steps": 1}, ["optimizer.warmup_steps: 50 of 700"]),
+        ("train.steps=4 optimizer.schedule=wsd", {"warmup_steps": 1}, ["optimizer.warmup_steps: 50 of 700"]),
+        ("train.steps=40 optimizer.decay_steps=38", {"warmup_steps": 2, "decay_steps": 38}, ["optimizer.warmup_steps: 50"]),
+        ("optimizer.lr=1e-5", {"lr_min": 2.5e-7}, ["optimizer.lr_min: 0.0001 of a peak of 0.004 (file) -> 2.5e-07"]),
+        ("optimizer.lr=5e-5 optimizer.schedule=constant", {"lr_min": 1e-4}, []),
+    ],
+)
+def test_the_schedule_of_a_file_is_fitted_to_a_shorter_run(settings, keys, notes, no_data):
+    loaded = launch.load([TINY, *arguments(settings)])
+    assert {name: getattr(loaded.run.optimizer, name) for name in keys} == keys
+    assert len(loaded.launch.notes) == len(notes)
+    assert all(note.startswith(start) for note, start in zip(loaded.launch.notes, notes, strict=True))
+    assert problems_of(*arguments(settings)) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ("train.steps=20 optimizer.warmup_steps=21", "optimizer.warmup_steps"),
+        ("train.steps=20 optimizer.decay_steps=20", "optimizer.decay_steps"),
+        ("optimizer.lr=1e-5 optimizer.lr_min=1e-4", "optimizer.lr_min"),
+    ],
+)
+def test_a_contradiction_that_was_typed_is_refused(settings, key, no_data):
+    (problem,) = problems(*arguments(settings))
+    assert problem.key == key
+
+
+def test_a_default_warmup_gives_way_to_the_steps_of_a_file(tmp_path):
+    loaded = launch.load([config_file(tmp_path, "config.train.steps = 50")])
+    assert loaded.run.optimizer.warmup_steps == 5 and "100 of 1000 steps (default)" in loaded.launch.notes[0]
+    both = "config.train.steps = 50; config.optimizer.warmup_steps = 60"
+    loaded = launch.load([config_file(tmp_path, both)])
+    assert loaded.run.optimizer.warmup_steps == 60 and not loaded.launch.notes, "a file that contradicts itself is refused"
 
 
 def test_explain_with_problems_shows_both(capsys, monkeypatch, tmp_path):
@@ -508,8 +567,8 @@ def test_a_right_command_starts_training_with_the_budget_set(monkeypatch, tmp_pa
             return types.SimpleNamespace(exit_code=75, error=None)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "jaxtrain.train", Train)
-    monkeypatch.setattr("jaxtrain.train", Train, raising=False)
+    monkeypatch.setitem(sys.modules, "jaxtrain.train.run", Train)
+    monkeypatch.setattr("jaxtrain.train.run", Train, raising=False)
     monkeypatch.setattr(hardware, "probe", lambda: EIGHT_H200)
     assert main.main([TINY, "--config.train.memory_fraction=0.9"]) == 75
     assert seen["workdir"] == Path("runs/tiny") and seen["name"] == "tiny" and seen["fraction"] == "0.9"
@@ -582,7 +641,7 @@ def test_shipped_configs_are_valid(no_data, name, devices):
 @pytest.mark.parametrize("file", sorted((REPO / "configs").glob("*.py")), ids=lambda p: p.stem)
 def test_shipped_configs_open_with_their_commands(file):
     head = file.read_text().split('"""')[1]
-    assert "python -m jaxtrain.main" in head and (f"configs/{file.stem}.py" in head)
+    assert "./run.sh" in head and (f"configs/{file.stem}.py" in head)
 
 
 def test_large_configs_have_a_sensible_batch(no_data):

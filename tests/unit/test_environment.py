@@ -44,6 +44,10 @@ def test_the_usual_shell_is_taken_and_recorded():
     assert overlay.set["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID" and overlay.set["NCCL_DEBUG"] == "WARN"
     assert overlay.set["XLA_CLIENT_MEM_FRACTION"] == str(hardware.memory_fraction(140.0))
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in overlay.set
+    assert {
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "NCCL_PROTO",
+    } <= overlay.unset.keys() and not overlay.unset.keys() & overlay.set.keys()
     assert overlay.set.keys() == overlay.why.keys()
     said = "\n".join(overlay.lines())
     assert all(f"{name}={value} (" in said for name, value in overlay.set.items()) and "NCCL_SOCKET_IFNAME=eth0" in said

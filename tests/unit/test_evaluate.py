@@ -7,7 +7,7 @@ import helpers
 import numpy as np
 import pytest
 
-from jaxtrain import evaluate
+from jaxtrain.train import evaluate
 
 ROWS = 8
 RUN = helpers.tiny({"train.global_batch": ROWS, "data.seq_len": 16, "model.num_layers": 1})

@@ -8,7 +8,7 @@ from jaxtrain import flops
 from jaxtrain.activations import ACTIVATIONS, GEMM_OUTPUTS, KEPT, parse_tensors
 from jaxtrain.config import Experts, Model, Remat, RunConfig, Train
 from jaxtrain.models import remat
-from jaxtrain.models.llama import PRESETS
+from jaxtrain.models.families.llama import PRESETS
 
 LLAMA = Model(**PRESETS["llama3_8b"])
 SMALL = Model(num_layers=6, d_model=64, num_heads=8, num_kv_heads=2, head_dim=16, d_ff=160, vocab_size=100)
@@ -123,7 +123,7 @@ def test_recompute_with_norms_behind_the_products():
 def test_policies_name_activations():
     assert set(GEMM_OUTPUTS) == set(flops.gemms(SMALL))
     assert all(set(names) <= set(ACTIVATIONS) for names in KEPT.values())
-    plan = remat.make_plan(Remat(policy="attention"), "layer", False, False, False)
+    plan = remat.make_plan(Remat(policy="attention"), "layer", False)
     assert set(plan.keep) == set(KEPT["attention"]), "the model keeps what the policy says"
 
 

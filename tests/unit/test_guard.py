@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain import guard
 from jaxtrain.divergence import Bad, Bads
+from jaxtrain.train import guard
 
 judge = jax.jit(guard.judge, static_argnums=3)
 SIGMAS = 8.0

@@ -180,7 +180,7 @@ def test_files_that_are_damaged_are_refused(tmp_path):
     refused("more should be in a.safetensors", whole)
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "b.safetensors")}))
     refused("no such file, but the index names it", whole)
-    refused("no such folder, and no model of that name", tmp_path / "nothere")
+    refused("no such folder. Name a model's folder, or hf:NAME", tmp_path / "nothere")
 
 
 # ---- Tokenizers

@@ -14,9 +14,9 @@ from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.config import to_dict
 from jaxtrain.hardware import Devices
 from jaxtrain.hf import peft
-from jaxtrain.models.llama import NAMES
+from jaxtrain.models.families.llama import NAMES
 from jaxtrain.models.lora import equations, is_adapter, uniform
-from jaxtrain.state import abstract_tensors
+from jaxtrain.train.state import abstract_tensors
 
 PREFIX, RANK, ALPHA = "params.", 3, 6.0
 MODEL = {"model.num_layers": 2, "model.num_kv_heads": 2}

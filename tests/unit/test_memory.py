@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import pytest
 
-from jaxtrain import memory
 from jaxtrain.config import RunConfig, resolve
+from jaxtrain.train import memory
 
 GIB = 2**30
 MEMORY = {"parameters": 15.0, "optimizer state": 30.0, "batch": 0.01, "temporaries": 80.5, "peak": 125.51}

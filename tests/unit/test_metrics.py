@@ -17,11 +17,12 @@ import pytest
 from made_runs import gpu_line, train_line
 from runs import events
 
-from jaxtrain import evaluate, metrics, profiling, progress, samples, signals
+from jaxtrain import metrics, profiling, progress, samples, signals
 from jaxtrain.config import Profile
 from jaxtrain.samples import Sample
 from jaxtrain.throughput import Throughput, memory
 from jaxtrain.trackers.tensorboard import SUFFIX, TensorBoard
+from jaxtrain.train import evaluate
 
 # ---- metrics.jsonl, metrics.N.jsonl, samples.txt and tb/
 
@@ -293,20 +294,50 @@ def test_plain_lines_and_log(tmp_path):
             console.tick(9)
             console.step(line)
             console.warn("careful")
-    shown = "step 10/100  loss 2.3457  left 3m00s  12,346 tok/s  MFU 45.1% (causal)  mem 70.3 GiB"
+    shown = "step 10/100  loss 2.3457  grad 0.50  lr 5.0e-01  12,346 tok/s  MFU 45.1%  70.3 GiB  left 3m00s"
     assert out.getvalue().splitlines() == ["[bold]not markup[/bold] 100%d", shown, "warning: careful"] * 2
     log = (tmp_path / "log.txt").read_text().splitlines()
     assert len(log) == 6 and log[1].endswith(" " + shown) and log[2].endswith("WARNING careful")
     assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d{4} ", text) for text in log)
     unknown = progress.numbers(train_line(1, tokens_per_s=None, mfu_causal=None, peak_memory_gib=None), None)
-    assert unknown == "loss 0.5000  left -  - tok/s  MFU -  mem -"
+    assert unknown == "loss 0.5000  grad 0.50  lr 5.0e-01"
     eight = progress.numbers(train_line(1, mfu_causal=1.02), None, of_fp8=0.5)
-    assert "MFU 102.0% (causal, 51.0% of the FP8 peak)" in eight
+    assert "MFU 102.0% (51.0% of the FP8 peak)" in eight
     assert [progress.duration(s) for s in (0.4, 59.6, 3600, 200000)] == ["0s", "1m00s", "1h00m", "2d07h"]
 
 
-def test_the_time_left_goes_by_all_lines_so_far(tmp_path, monkeypatch):
-    """Evaluations and saves to come take time like those that were."""
+def test_a_progress_line_fits_100_columns(tmp_path):
+    """Of a dense model on GPUs, late in a long run."""
+    numbers = {"loss": 2.3456, "grad_norm": 0.523, "lr": 3e-4, "tokens_per_s": 96512.0, "mfu_causal": 0.451}
+    line = progress.numbers(train_line(1, **numbers, peak_memory_gib=131.2), 18420.0)
+    assert len("step 12000/50000  " + line) <= 100
+
+
+def test_a_new_metric_is_one_column(monkeypatch):
+    monkeypatch.setitem(progress.COLUMNS, "aux_loss", "aux {:.2f}")
+    assert "  aux 0.25" in progress.numbers(train_line(1) | {"aux_loss": 0.25}, None)
+    assert "load 1.50x  dropped 2.50%" in progress.numbers(
+        train_line(1) | {"expert_load_max": 1.5, "dropped_tokens": 0.025}, 1.0
+    )
+    assert "dropped" not in progress.numbers(train_line(1) | {"dropped_tokens": 0.0}, 1.0)
+
+
+def test_the_time_left_goes_by_recent_lines(tmp_path, monkeypatch):
+    """Evaluations and saves to come take time like those of late."""
+    now, out = [1000.0], io.StringIO()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.Console(tmp_path, 0, 1000, stream=out) as console:
+        for step in range(1, 401):
+            now[0] += 1.0 if step <= 300 else 10.0
+            console.step(train_line(step, step_time_s=1.0))
+        console.step(train_line(301, step_time_s=1.0))  # after a rollback
+    left = [re.findall(r"left (\S+)", text)[0] for text in out.getvalue().splitlines()]
+    assert left[99] == "15m00s" and left[299] == "11m40s"
+    assert left[399] == "1h40m", "600 steps of 10 s"
+    assert left[400] == "2h46m", "699 steps, as the 75 lines before took with what was undone"
+
+
+def test_the_time_left_of_the_first_lines(tmp_path, monkeypatch):
     now, out = [1000.0], io.StringIO()
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     with progress.Console(tmp_path, 0, 100, stream=out) as console:

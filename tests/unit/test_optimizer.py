@@ -10,15 +10,17 @@ import numpy as np
 import optax
 import pytest
 
-from jaxtrain import config, groups, guard, muon, resume
-from jaxtrain.compiler import local_bytes
+from jaxtrain import config, resume
 from jaxtrain.config import ConfigError
-from jaxtrain.optimizer import DTYPES, check_groups, choices, decayed, make_optimizer, make_schedule, stored_moments
+from jaxtrain.optim import groups, muon
+from jaxtrain.optim.optimizer import DTYPES, check_groups, choices, decayed, make_optimizer, make_schedule, stored_moments
+from jaxtrain.optim.rounding import Rounding, to_bfloat16
+from jaxtrain.optim.update import at_once
 from jaxtrain.plan.search import bound
-from jaxtrain.rounding import Rounding, to_bfloat16
-from jaxtrain.state import TrainState
-from jaxtrain.step import make_train_step
-from jaxtrain.update import at_once
+from jaxtrain.train import guard
+from jaxtrain.train.compiler import local_bytes
+from jaxtrain.train.state import TrainState
+from jaxtrain.train.step import make_train_step
 
 F32 = config.Dtypes("f32", "f32", "f32", "f32", "f32")
 MUON = {"optimizer.name": "muon"}

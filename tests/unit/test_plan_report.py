@@ -259,7 +259,7 @@ def test_a_column_has_the_digits_of_its_largest(values: list[float], shown: list
 def test_sizes_and_places():
     assert numbers.gib([0.25, 0.001]) == ("MiB", ["256.0", "1.0"])
     assert numbers.rough(24_034.0) == "24,000"
-    assert figures.place("/a/jaxtrain/b/jaxtrain/loss.py:88") == "jaxtrain/loss.py:88"
+    assert figures.place("/a/jaxtrain/b/jaxtrain/train/loss.py:88") == "jaxtrain/train/loss.py:88"
     assert figures.place("/env/site-packages/optax/adam.py:3") == "optax/adam.py:3"
     assert figures.place("/mine/model.py:7") == "/mine/model.py:7"
     assert figures.command(sample(config="my file.py", overrides=())).endswith("'--config=my file.py' --topology=h200:8")

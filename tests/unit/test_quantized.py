@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.moments import block, block_axis
-from jaxtrain.optimizer import stored_moments
-from jaxtrain.quantized import Blocks, code_map, decode, encode, scales_of
+from jaxtrain.optim.moments import block, block_axis
+from jaxtrain.optim.optimizer import stored_moments
+from jaxtrain.optim.quantized import Blocks, code_map, decode, encode, scales_of
 
 
 def in_blocks(x: Any, signed: bool, axis: int = -1) -> Blocks:

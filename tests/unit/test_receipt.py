@@ -65,6 +65,7 @@ def test_a_killed_run_has_what_was_known_at_its_start(tmp_path: Path, monkeypatc
         "name": "NVIDIA H200",
         "uuid": "GPU-10ac6aa1",
         "pci": "0000:18:00.0",
+        "nics": [],
         "power_limit_w": 700.0,
         "power_limit_default_w": 700.0,
         "max_sm_clock_mhz": 1980,
@@ -350,3 +351,29 @@ def test_digests_of_configs_and_keys_without_effect() -> None:
     assert receipt.config_sha256({"a": 2, "b": 1}) == receipt.config_sha256({"b": 1, "a": 2})
     assert receipt.config_sha256({"a": 2, "b": 1}) != receipt.config_sha256({"a": 2, "b": 2})
     assert [pattern for pattern in NO_EFFECT if not any(matches(key, [pattern]) for key in config.docs())] == []
+
+
+def test_the_network_card_beside_each_gpu(tmp_path):
+    """By the PCIe bridges that both are behind; cards of another socket share none."""
+    switch, other = "devices/pci0000:00/0000:00:01.0/0000:01:00.0", "devices/pci0000:80/0000:80:01.0"
+    places = {
+        f"{switch}/0000:02:00.0/0000:03:00.0": "mlx5_0",
+        f"{switch}/0000:02:01.0/0000:04:00.0": "mlx5_1",
+        f"{other}/0000:81:00.0": "mlx5_2",
+    }
+    gpus = {
+        "0000:1b:00.0": f"{switch}/0000:02:00.0/0000:1b:00.0",
+        "0000:1c:00.0": f"{switch}/0000:02:02.0/0000:1c:00.0",
+        "0000:c1:00.0": "devices/pci0000:c0/0000:c1:00.0",
+    }
+    for place in (*places, *gpus.values()):
+        (tmp_path / place).mkdir(parents=True)
+    (tmp_path / "bus/pci/devices").mkdir(parents=True)
+    for address, place in gpus.items():
+        (tmp_path / "bus/pci/devices" / address).symlink_to(tmp_path / place)
+    for place, name in places.items():
+        (tmp_path / "class/infiniband" / name).mkdir(parents=True)
+        (tmp_path / "class/infiniband" / name / "device").symlink_to(tmp_path / place)
+    assert machine.nearest_nics("00000000:1B:00.0", tmp_path) == ["mlx5_0"]
+    assert machine.nearest_nics("00000000:1C:00.0", tmp_path) == ["mlx5_0", "mlx5_1"]
+    assert machine.nearest_nics("00000000:C1:00.0", tmp_path) == [] and machine.nearest_nics(None, tmp_path) == []

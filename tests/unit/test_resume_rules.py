@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxtrain import config, resume, start
+from jaxtrain import config, resume
+from jaxtrain.train import initial_state
 
 
 def test_every_key_stands_in_exactly_one_row():
@@ -131,7 +132,7 @@ def test_meshes_that_follow_the_devices_are_asked_about_by_their_sizes():
         meta = {"config": config.to_dict(one), "mesh": {"data": 1, "fsdp": 8, "tensor": 1, "seq": 1}}
         for fsdp, keys in ((8, []), (4, asked)):
             program = SimpleNamespace(placement=SimpleNamespace(mesh=SimpleNamespace(shape=meta["mesh"] | {"fsdp": fsdp})))
-            assert [p.key for p in resume.compare(*start._with_meshes(meta, one, program))[1]] == keys
+            assert [p.key for p in resume.compare(*initial_state._with_meshes(meta, one, program))[1]] == keys
 
 
 def test_configs_of_other_versions_and_own_axes():

@@ -350,7 +350,7 @@ def test_no_code_that_plans_are_made_of_is_left_out_of_the_key():
         name = (todo - reached).pop()
         todo |= imported(name)
         reached.add(name)
-    assert {"step", "kernels.dot", "models.llama", "plan.program.roofline", "compiler"} <= reached
+    assert {"train.step", "kernels.dot", "models.families.llama", "plan.program.roofline", "train.compiler"} <= reached
     assert not [name for name in reached if cache._is_other(name)]
     assert cache._is_other("checkpoint") and cache._is_other("data.pipeline") and cache._is_other("plan.search")
 

@@ -1,4 +1,6 @@
-"""From logical axes to PartitionSpecs, by hand: weights at rest and in use, their gradients, and what cannot be."""
+"""From logical axes to PartitionSpecs, by hand: weights at rest and in use, and what cannot be. And collectives on shards."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -7,11 +9,21 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.sharding import LayoutError, Placement, left_whole, local_spec
+from jaxtrain.sharding import (
+    GatherSpec,
+    LayoutError,
+    Placement,
+    gather_weight,
+    large_replicated_arrays,
+    redirect,
+    to_block,
+    to_residual,
+)
 
 RULES = {
     "batch": ("data", "fsdp", "expert"),
     "sequence": ("seq",),
+    "residual": ("seq", "tensor"),
     "embed": ("fsdp", "expert"),
     "mlp": ("tensor",),
     "experts": ("expert",),
@@ -29,33 +41,25 @@ PLACED = placement(data=1, fsdp=2, expert=2, tensor=2)
 
 
 @pytest.mark.parametrize(
-    ("layout", "given", "spec"),
+    ("axes", "at_rest", "in_use", "replicas"),
     [
-        ("sharding", (GATE,), P(("fsdp", "expert"), "tensor")),
-        ("whole", (GATE,), P(None, "tensor")),
-        ("home", (GATE,), P(("fsdp", "expert"), "tensor")),
-        # One gradient for each device of the late axis, on a first dimension.
-        ("home", (GATE, ("fsdp",)), P("fsdp", "expert", "tensor")),
-        ("home", (GATE, ("fsdp", "expert")), P(("fsdp", "expert"), None, "tensor")),
+        (GATE, P(("fsdp", "expert"), "tensor"), [(), ("tensor",)], ()),
         # Experts stay apart over their own axis, and are whole over the others that split the batch.
-        ("sharding", (EXPERTS,), P("expert", "fsdp", "tensor")),
-        ("whole", (EXPERTS,), P("expert", None, "tensor")),
-        ("sharding", ((None, "batch", "sequence"),), P(None, ("fsdp", "expert"), None)),
+        (EXPERTS, P("expert", "fsdp", "tensor"), [("expert",), (), ("tensor",)], ()),
+        ((None, "batch", "sequence"), P(None, ("fsdp", "expert"), None), [(), (), ()], ("tensor",)),
+        (("embed",), P(("fsdp", "expert")), [()], ("tensor",)),
     ],
 )
-def test_specs(layout: str, given: tuple, spec: P):
-    """At rest (sharding), in use (whole), and of a gradient (home)."""
-    assert getattr(PLACED, layout)(*given).spec == spec
+def test_layouts(axes: tuple, at_rest: P, in_use: list, replicas: tuple):
+    """At rest and in use, and along which mesh axes all devices hold the same."""
+    assert PLACED.sharding(axes).spec == at_rest
+    assert [PLACED.compute_axes(axis) for axis in axes] == in_use
+    assert PLACED.replica_axes(axes) == replicas
 
 
 def test_axes_of_a_weight():
-    assert PLACED.gathered(*GATE) == ("fsdp", "expert") and PLACED.gathered(*EXPERTS) == ("fsdp",)
-    assert (PLACED.parts("embed"), PLACED.parts("mlp"), PLACED.parts("sequence"), PLACED.parts(None)) == (4, 2, 1, 1)
-    assert PLACED.inside("fsdp").parts("embed") == 2 and PLACED.inside("fsdp").whole(EXPERTS).spec == P(
-        "expert", None, "tensor"
-    )
-    assert local_spec("BTF", "DF", GATE, PLACED) == P(("fsdp", "expert"), None, ("tensor",))
-    assert local_spec("DF", "DF", GATE, PLACED) == P(None, ("tensor",))
+    assert PLACED.gather_axes(*GATE) == ("fsdp", "expert") and PLACED.gather_axes(*EXPERTS) == ("fsdp",)
+    assert [PLACED.size(PLACED.mesh_axes(a)) for a in ("embed", "mlp", "sequence", None)] == [4, 2, 1, 1]
 
 
 def test_what_cannot_be_is_refused():
@@ -75,7 +79,109 @@ def test_large_arrays_that_every_device_holds_are_named():
         arrays = {
             n: jax.ShapeDtypeStruct((1024, 8), jnp.float32, sharding=NamedSharding(placed.mesh, s)) for n, s in specs.items()
         }
-        return left_whole(arrays, 32_767) + left_whole(arrays, 32_768)
+        return large_replicated_arrays(arrays, 32_767) + large_replicated_arrays(arrays, 32_768)
 
     assert of(PLACED) == ["whole (0 MiB on each of 8 devices)"]
     assert of(placement(data=8)) == [], "replicas split nothing"
+
+
+EVERY = P(("fsdp", "expert", "tensor"))  # something of each device, on a first dimension
+F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
+
+
+def whole_numbers(*shape: int) -> np.ndarray:
+    """Numbers whose sums bfloat16 holds exactly."""
+    return np.random.default_rng(0).integers(-8, 9, shape).astype(np.float32)
+
+
+def test_a_weight_is_gathered_in_one_dtype_and_its_gradient_reduced_in_another():
+    """All of it along the gathered dimensions; the gradient is the sum over all devices that do not shard it, in its place."""
+    how = GatherSpec(((0, ("fsdp", "expert")),), (), BF16, F32)
+    w, shares = whole_numbers(8, 6), whole_numbers(8, 8, 3)
+
+    @jax.jit
+    @functools.partial(PLACED.shard_map, in_specs=(PLACED.spec(GATE), EVERY), out_specs=(EVERY, PLACED.spec(GATE)))
+    def run(w, share):
+        made, back = jax.vjp(lambda w: gather_weight(w, how), w)
+        return made[None], *back(share[0].astype(BF16))
+
+    made, grad = run(w, shares)
+    assert (made.dtype, grad.dtype) == (BF16, F32)
+    halves = np.stack([w[:, :3], w[:, 3:]])  # device 2 i + t has half t of the columns
+    np.testing.assert_array_equal(made.astype(F32), np.tile(halves, (4, 1, 1)))
+    np.testing.assert_array_equal(grad, np.concatenate([shares[0::2].sum(0), shares[1::2].sum(0)], axis=1))
+    wire = run.lower(w, shares).as_text()
+    assert types_of(wire, "all_gather") == {"bf16"} and types_of(wire, "reduce_scatter") == {"f32"}
+
+
+def test_replicas_of_a_gradient_are_summed():
+    how = GatherSpec((), PLACED.replica_axes(("mlp",)), F32, F32)
+    w, shares = whole_numbers(6), whole_numbers(8, 3)
+
+    @jax.jit
+    @functools.partial(PLACED.shard_map, in_specs=(PLACED.spec(("mlp",)), EVERY), out_specs=PLACED.spec(("mlp",)))
+    def run(w, share):
+        return jax.grad(lambda w: (gather_weight(w, how) * share[0]).sum())(w)
+
+    np.testing.assert_array_equal(run(w, shares), np.concatenate([shares[0::2].sum(0), shares[1::2].sum(0)]))
+
+
+def types_of(text: str, collective: str) -> set[str]:
+    """Return the element types of the results of a collective in StableHLO."""
+    found, lines = set(), iter(text.splitlines())
+    for line in lines:
+        if f"stablehlo.{collective}" in line:
+            while "-> tensor<" not in line:
+                line = next(lines)
+            found.add(line.split("-> tensor<")[1].split(">")[0].split("x")[-1])
+    return found
+
+
+def test_a_redirected_gradient_is_that_of_the_other_array():
+    value, into = jnp.arange(3, dtype=BF16), jnp.full((3,), jnp.nan, F32)
+
+    def square(value, into):
+        made = redirect(value, into)
+        return (made * made).astype(F32).sum(), made
+
+    (of_value, of_into), made = jax.grad(square, (0, 1), has_aux=True)(value, into)
+    np.testing.assert_array_equal(made.astype(F32), [0, 1, 2])
+    assert of_into.dtype == F32
+    np.testing.assert_array_equal(of_into, [0, 2, 4])
+    np.testing.assert_array_equal(of_value.astype(F32), [0, 0, 0])
+
+
+@pytest.mark.parametrize("partial", [(), ("tensor",), ("fsdp", "tensor"), ("fsdp",)])
+def test_a_blocks_output_is_summed_into_the_residual_stream_and_gathered_from_it(partial: tuple[str, ...]):
+    """Each device gets its tokens of the sum. Their gradients go to all terms of it, also those that a block makes of them."""
+    p = Placement(Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tensor")), tuple(RULES.items()))
+    of_device = P(("fsdp", "tensor"))
+    x, of_residual, of_block = whole_numbers(4, 4, 2), whole_numbers(4, 2, 2), whole_numbers(4, 4, 2)[::-1]
+
+    @jax.jit
+    @functools.partial(p.shard_map, in_specs=(of_device,) * 3, out_specs=(of_device,) * 3)
+    def run(x, of_residual, of_block):
+        def both(x):
+            y = to_residual(x, partial, p)
+            return y, to_block(y, p)
+
+        made, back = jax.vjp(both, x)
+        return *made, *back((of_residual, of_block))
+
+    y, block, dx = run(x, of_residual, of_block)
+    sums = tuple(("fsdp", "tensor").index(a) for a in partial)
+
+    def summed(a: np.ndarray, over: tuple[int, ...]) -> np.ndarray:
+        return np.broadcast_to(a.sum(over, keepdims=True), a.shape)
+
+    x = summed(x.reshape(2, 2, 4, 2), sums)  # fsdp, tensor, tokens, D
+    residual = np.stack([x[:, 0, :2], x[:, 1, 2:]], axis=1)
+    np.testing.assert_array_equal(y.reshape(2, 2, 2, 2), residual)
+    np.testing.assert_array_equal(block.reshape(2, 2, 4, 2), np.stack([residual.reshape(2, 4, 2)] * 2, axis=1))
+
+    share = np.zeros((2, 2, 4, 2))  # of the gradient, by the device that has the token
+    of_block = summed(of_block.reshape(2, 2, 4, 2), (1,))
+    of_residual = of_residual.reshape(2, 2, 2, 2)
+    share[:, 0, :2] = of_residual[:, 0] + of_block[:, 0, :2]
+    share[:, 1, 2:] = of_residual[:, 1] + of_block[:, 1, 2:]
+    np.testing.assert_array_equal(dx.reshape(2, 2, 4, 2), summed(share, sums))

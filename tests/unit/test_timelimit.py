@@ -9,7 +9,8 @@ from fakes import Clock, Turns
 
 from jaxtrain import timelimit
 from jaxtrain.checkpoint import Checkpoints
-from jaxtrain.timelimit import LAUNCHED, NOTE, TimeLimit, launched, limit_s, tell_launcher
+from jaxtrain.runtime.variables import LAUNCHED, NOTE
+from jaxtrain.timelimit import TimeLimit, launched, limit_s, tell_launcher
 
 
 def test_minutes_count_from_the_launch() -> None:
@@ -67,7 +68,7 @@ def test_a_launch_goes_back_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     import helpers
     import jax
 
-    from jaxtrain.start import going_on
+    from jaxtrain.train.initial_state import drop_used_step
 
     run = helpers.tiny({"checkpoint.step": 2})
     store = Checkpoints(tmp_path)
@@ -75,11 +76,11 @@ def test_a_launch_goes_back_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         store.save(step, {"params.w": jax.device_put(np.ones(3, np.float32))}, {})
         store.wait()
     written = store.meta(4)["time_unix"]
-    assert going_on(run, store) is run, "no launcher"
+    assert drop_used_step(run, store) is run, "no launcher"
     monkeypatch.setenv(LAUNCHED, str(math.ceil(written) + 5))
-    assert going_on(run, store) is run, "step 4 is of another launch"
+    assert drop_used_step(run, store) is run, "step 4 is of another launch"
     monkeypatch.setenv(LAUNCHED, str(int(written) - 5))
-    assert going_on(run, store).checkpoint.step == -1
+    assert drop_used_step(run, store).checkpoint.step == -1
     (tmp_path / "4" / "meta.json").write_text("{")
-    assert going_on(run, store) is run, "nothing is known of a damaged step"
+    assert drop_used_step(run, store) is run, "nothing is known of a damaged step"
     store.close()

@@ -8,7 +8,7 @@ from jaxtrain import validate
 from jaxtrain.config import ConfigError
 from jaxtrain.hardware import Devices
 from jaxtrain.sharding import LayoutError
-from jaxtrain.step import build
+from jaxtrain.train.program import build
 
 MUON, LORA, OFFLOAD = {"optimizer.name": "muon"}, {"lora.rank": 3, "lora.alpha": 6.0}, {"optimizer.offload": "moments"}
 INT8 = {"dtypes.m": "int8", "dtypes.v": "int8"}

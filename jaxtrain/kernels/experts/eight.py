@@ -5,22 +5,13 @@ Rows that are sorted by expert and uneven have no such products: Pallas' Triton 
 tiles to one of float16, with which nothing is won.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.kernels import fp8
 
 
-class Eight(NamedTuple):
-    """A layer's weight of all experts in use; in a shard_map's specs, what is where."""
-
-    bits: jax.Array  # (E, D, F), e4m3 bit by bit
-    scale: jax.Array  # f32 (): one for the layer
-
-
-def times(rows: jax.Array, w: Eight, contract: str, gradient: bool) -> jax.Array:
+def times(rows: jax.Array, w: fp8.Float8, contract: str, gradient: bool) -> jax.Array:
     """See grouped.py. gradient: the rows are one, of the backward pass: rounded to e5m2, and summed in full."""
     w8_EDF = fp8.from_bits(w.bits, fp8.E4M3)
     rows8, scale = _rounded(rows, gradient, w8_EDF.shape[0])

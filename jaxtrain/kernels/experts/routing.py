@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.sharding import Axes, Placement
+from jaxtrain.sharding import all_reduce
 
 CHOICE = "expert_choice"
-TOKENS: Axes = ("batch", "sequence", None)
 COLUMNS = ("balance_loss", "z_loss", "entropy", "dropped")  # of a layer's statistics, before the load of each expert
 
 
@@ -34,7 +33,7 @@ def route(
     k: int,
     router: str,
     renormalize: bool,
-    placement: Placement,
+    over: tuple[str, ...],
 ) -> Routed:
     """The k experts of each token.
 
@@ -44,6 +43,7 @@ def route(
       real_BT: bool, False for padding: it goes nowhere and counts nowhere.
       router: "softmax" (scores of a token sum to 1) or "sigmoid" (each score by itself).
       renormalize: the scores of the chosen are divided by their sum.
+      over: mesh axes along which devices hold other tokens.
 
     The statistics are means over the real tokens of all devices. The load-balancing loss is E sum_e f_e P_e (Fedus et al.
     2021, arXiv:2101.03961, equation 4, there for k = 1): f_e is the share of the choices that fell on expert e, P_e the mean
@@ -52,15 +52,8 @@ def route(
     """
     E = logits_BTE.shape[-1]
     scores_BTE = jax.nn.softmax(logits_BTE) if router == "softmax" else jax.nn.sigmoid(logits_BTE)
-    tokens = placement.spec(TOKENS)
-    # By hand: a partitioner may gather the batch to sort it.
-    best_BTk = jax.shard_map(
-        lambda ranked: jax.lax.top_k(ranked, k)[1],
-        mesh=placement.mesh,
-        in_specs=tokens,
-        out_specs=tokens,
-        check_vma=False,
-    )(jax.lax.stop_gradient(scores_BTE if bias_E is None else scores_BTE + bias_E[None, None]))
+    ranked_BTE = jax.lax.stop_gradient(scores_BTE if bias_E is None else scores_BTE + bias_E[None, None])
+    best_BTk = jax.lax.top_k(ranked_BTE, k)[1]
     chosen_BTk = checkpoint_name(jnp.where(real_BT[:, :, None], best_BTk, E), CHOICE)
     is_chosen_BTkE = chosen_BTk[..., None] == jnp.arange(E)[None, None, None]
     # As a sum, whose gradient is one too; that of a look-up would be added up in memory.
@@ -69,10 +62,10 @@ def route(
         share_BTk = _of_sum(share_BTk)
 
     real_BT1 = real_BT[:, :, None].astype(jnp.float32)
-    tokens_in_all = jnp.maximum(real_BT1.sum(), 1.0)
+    tokens_in_all = jnp.maximum(all_reduce(real_BT1.sum(), over), 1.0)
 
     def mean(x_BTn: jax.Array) -> jax.Array:
-        return jnp.sum(x_BTn * real_BT1, axis=(0, 1)) / tokens_in_all
+        return all_reduce(jnp.sum(x_BTn * real_BT1, axis=(0, 1)), over) / tokens_in_all
 
     load_E = mean(jnp.sum(is_chosen_BTkE, axis=2).astype(jnp.float32)) / k
     part_BTE = scores_BTE if router == "softmax" else _of_sum(scores_BTE)

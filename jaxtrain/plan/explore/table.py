@@ -30,17 +30,16 @@ class Row:
 
     name: str
     kind: str  # one of KINDS
-    shape: tuple[int, ...]  # global
+    shape: tuple[int, ...] | None  # global; None: each device's shard is its own, and part of no one array
     dtype: str
-    axes: Axes | None  # logical axis of each dimension; None: the program does not tell
-    mesh_axes: Dims | None  # mesh axes that split each dimension; None: left to the compiler
-    local_shape: tuple[int, ...] | None  # on one device
-    bytes_per_device: int | None
-    total_bytes: int  # of the global array, each element once
-    replicas: int | None  # devices that hold the same part
+    axes: Axes | None  # logical axis of each dimension, where they are known
+    mesh_axes: Dims | None  # mesh axes that shard each dimension; None where `shape` is
+    local_shape: tuple[int, ...]  # on one device
+    bytes_per_device: int
+    total_bytes: int | None  # of the global array, each element once; None where `shape` is
+    replicas: int | None  # devices that hold the same part; None where `shape` is
     copies: int  # how many are held at once: one a layer where they are kept for the backward pass
     saved: str  # activations: keep | offload | recompute
-    layout: str  # "stated" by the program, "follows" from layouts that it states, or "compiler": left to it
     sharding: NamedSharding | None = dataclasses.field(repr=False, compare=False)
 
     @property
@@ -50,15 +49,15 @@ class Row:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of device memory, over all copies; 0 where the array waits in host memory or its layout is not known."""
-        return 0 if self.saved == "offload" else (self.bytes_per_device or 0) * self.copies
+        """Bytes of device memory, over all copies; 0 where the array waits in host memory."""
+        return 0 if self.saved == "offload" else self.bytes_per_device * self.copies
 
     @property
     def split(self) -> str:
         """Dimensions in words: logical axis, and after an arrow the mesh axes that split it."""
         if self.mesh_axes is None:
-            return "left to the compiler"
-        axes = self.axes or ("?",) * len(self.shape)
+            return "each device's own"
+        axes = self.axes or ("?",) * len(self.mesh_axes)
         onto = ["→" + "+".join(part) if part else "" for part in self.mesh_axes]
         return ", ".join(f"{axis or '·'}{where}" for axis, where in zip(axes, onto, strict=True))
 
@@ -133,7 +132,7 @@ class Table:
         """Sums by kind, and for activations by what becomes of them.
 
         Keys: kind, saved, arrays, held_bytes (of a device's memory), total_bytes (every element once, over all copies), unknown
-        (arrays whose layout is left to the compiler, which held_bytes leaves out).
+        (arrays that are each device's own, which total_bytes leaves out).
         """
         sums: dict[tuple[str, str], dict[str, Any]] = {}
         for row in self.entries:
@@ -143,8 +142,8 @@ class Table:
             )
             total["arrays"] += 1
             total["held_bytes"] += row.held_bytes
-            total["total_bytes"] += row.total_bytes * row.copies
-            total["unknown"] += row.bytes_per_device is None
+            total["total_bytes"] += (row.total_bytes or 0) * row.copies
+            total["unknown"] += row.total_bytes is None
         return list(sums.values())
 
     def sums(self) -> Grid:
@@ -156,7 +155,7 @@ class Table:
             ("in all", "right"),
             ("held by a device", "right"),
         )
-        cells = tuple((_kind(t), KINDS[t["kind"]], str(t["arrays"]), size(t["total_bytes"]), _sum(t)) for t in self.totals())
+        cells = tuple((_kind(t), KINDS[t["kind"]], str(t["arrays"]), _total(t), _sum(t)) for t in self.totals())
         return Grid(self.title, columns, cells)
 
     def grid(self, narrow: bool = False) -> Grid:
@@ -169,10 +168,10 @@ class Table:
             (
                 row.name,
                 _kind({"kind": row.kind, "saved": row.saved}),
-                f"{row.dtype}{list(row.shape)}".replace(" ", ""),
+                row.dtype + ("[?]" if row.shape is None else str(list(row.shape)).replace(" ", "")),
                 row.split,
-                "?" if row.local_shape is None else str(list(row.local_shape)).replace(" ", ""),
-                "?" if row.bytes_per_device is None else size(row.bytes_per_device),
+                str(list(row.local_shape)).replace(" ", ""),
+                size(row.bytes_per_device),
                 _held(row),
                 "?" if row.replicas is None else str(row.replicas),
             )
@@ -182,7 +181,7 @@ class Table:
             (
                 f"{t['arrays']} array{'s' if t['arrays'] > 1 else ''}",
                 _kind(t),
-                f"{size(t['total_bytes'])} in all",
+                f"{_total(t)} in all",
                 "",
                 "",
                 "",
@@ -217,17 +216,17 @@ def _kind(row: dict[str, Any]) -> str:
 
 
 def _sum(total: dict[str, Any]) -> str:
-    if total["saved"] == "offload":
-        return "on the host"
-    unknown = f" and {total['unknown']} left to the compiler" if total["unknown"] else ""
-    return size(total["held_bytes"]) + unknown
+    return "on the host" if total["saved"] == "offload" else size(total["held_bytes"])
+
+
+def _total(total: dict[str, Any]) -> str:
+    unknown = f" without {total['unknown']} of each device's own" if total["unknown"] else ""
+    return size(total["total_bytes"]) + unknown
 
 
 def _held(row: Row) -> str:
     if row.saved == "offload":
         return f"{row.copies} on the host"
-    if row.bytes_per_device is None:
-        return "?"
     return size(row.held_bytes) if row.copies == 1 else f"{row.copies} x = {size(row.held_bytes)}"
 
 

@@ -10,6 +10,7 @@ method's paper, worked out for the same model; whatever no formula promises is s
 import dataclasses
 import datetime
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxtrain import flops, launch
-from jaxtrain.auto_remat import expert_room
 from jaxtrain.config import MESH_AXES, ConfigError, RunConfig, rules_in_use
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.numbers import GB_PER_GIB, number, size
@@ -27,10 +27,12 @@ from jaxtrain.plan.report.live import live
 from jaxtrain.plan.result import Collective, Plan
 from jaxtrain.plan.search.cache import Cache
 from jaxtrain.plan.search.parallel import Outcome, Request, plan_many
+from jaxtrain.train.auto_remat import expert_room
 
 CONFIG = "configs/llama3_8b.py"
 ROOT = Path(__file__).resolve().parents[3]
 BF16, F32 = 2, 4  # bytes
+WEIGHTS = re.compile(r"[/(]weights[/)]")  # in an op name: the scope in which a weight is gathered, also under jvp()
 LARGE = 2**-10  # GiB of a launch; below it are sums of scalars, statistics of the loss, gradients of norms, token ids
 TWO = ("train.grad_accum=2",)  # microbatches: what travels once a step and what once a microbatch part there
 MOE = ("model.family=mixtral", "model.num_experts=8")
@@ -174,8 +176,10 @@ def promised(run: RunConfig, sizes: dict[str, int]) -> list[Term]:
     terms = []
     if split:
         once = run.sharding.zero == 1 or run.sharding.gather == "step"
-        if once or run.sharding.zero == 2:
+        if once:
             terms.append(Term("all-gather", axis, "weights", "(n-1)/n W", part * everything))
+        elif run.sharding.zero == 2:
+            terms.append(Term("all-gather", axis, "weights", "(n-1)/n (L + H)", part * (layers + head)))
         elif run.sharding.gather == "forward":
             terms.append(Term("all-gather", axis, "weights", "(n-1)/n A (L + H)", part * accum * (layers + head)))
         else:
@@ -186,8 +190,7 @@ def promised(run: RunConfig, sizes: dict[str, int]) -> list[Term]:
             terms.append(Term("reduce-scatter", axis, "weights", "(n-1)/n W", part * everything))
         else:
             terms.append(Term("reduce-scatter", axis, "weights", "(n-1)/n A (L + H)", part * accum * (layers + head)))
-            times, formula = (1, "A X") if run.sharding.zero == 2 else (2, "2 A X")
-            terms.append(Term("all-to-all", axis, "tokens", f"(n-1)/n {formula}", part * accum * times * stream))
+            terms.append(Term("all-to-all", axis, "tokens", "(n-1)/n 2 A X", part * accum * 2 * stream))
     if replicas:
         copies = math.prod(sizes[a] for a in replicas)
         shard = f" / {n}" if n > 1 else ""
@@ -253,7 +256,7 @@ def _context(run: RunConfig, sizes: dict[str, int], tokens: float) -> list[Term]
 def purpose(c: Collective) -> str:
     """What a collective is for."""
     # Where XLA has put several into one, the source line is that of any of them; the weights are the most of it.
-    if "kernels/context" in c.source and "/weight/" not in c.op_name:
+    if "kernels/context" in c.source and not WEIGHTS.search(c.op_name):
         return "attention"
     if c.axis == "stage":
         return "stages"

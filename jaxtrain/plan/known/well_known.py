@@ -1,9 +1,9 @@
-"""Shapes of well-known models, for tables that plan them. Models that jaxtrain trains by name are in models/llama.py."""
+"""Shapes of well-known models, for tables that plan them. Models that jaxtrain trains by name are in models/families/."""
 
 import dataclasses
 from typing import Any
 
-from jaxtrain.models.llama import PRESETS
+from jaxtrain.models.families.llama import PRESETS
 
 
 @dataclasses.dataclass(frozen=True)

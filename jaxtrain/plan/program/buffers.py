@@ -14,13 +14,13 @@ from typing import Any
 
 import jax
 
-from jaxtrain.models.layer_loop import SLOTS
+from jaxtrain.models.remat import SLOTS
 from jaxtrain.plan.program import assignment as assigned
 from jaxtrain.plan.program import hlo
 from jaxtrain.plan.program.assignment import HOST, Assignment, Value
 from jaxtrain.plan.program.workspace import BACKWARD, Workspace
 from jaxtrain.plan.result import Buffer, Memory
-from jaxtrain.step import Program
+from jaxtrain.train.program import Program
 
 GIB = 2**30
 POINTS = 400  # of the timeline
@@ -37,7 +37,7 @@ class Kept:
 
     name: str
     dtype: str
-    dims: tuple[int, ...]  # of all devices together; of a stack (layers, ...)
+    dims: tuple[int, ...]  # of a device's shard; of a stack (layers, ...)
     stacked: bool  # by a scan over layers
     again: bool  # kept by a forward pass that the backward pass repeats for one group of layers
     offloaded: bool  # to host memory
@@ -54,10 +54,15 @@ def kept_activations(program: Program) -> tuple[Kept, ...]:
     An activation without a `checkpoint_name` is called by the operation that makes it, what enters a layer "layer input",
     and a gathered weight, which only a repeated forward pass keeps, "weight".
     """
-    found = tuple(_kept(jax.make_jaxpr(program.train_step)(program.state, program.batch).jaxpr, "", False))
+    found = saved_activations(program)
     # Beside a loop over layers, the last one's backward pass comes at once: it leaves nothing waiting.
     stacked = tuple(k for k in found if k.stacked)
     return stacked or found
+
+
+def saved_activations(program: Program) -> tuple[Kept, ...]:
+    """Return the same, and beside a loop over layers those of the last one too."""
+    return tuple(_kept(jax.make_jaxpr(program.train_step)(program.state, program.batch).jaxpr, "", False))
 
 
 def _inside(eqn: Any) -> Iterator[Any]:
@@ -75,8 +80,8 @@ def _kept(jaxpr: Any, scope: str, again: bool) -> Iterator[Kept]:
         for body in _inside(eqn):
             if eqn.primitive.name == "remat2":
                 yield from _one_by_one(jaxpr, eqn)
-            # The loss scans over tokens, an optimizer over weights; the scan that runs backwards stacks gradients.
-            elsewhere = "(loss)" in here or "/optimizer" in here
+            # The loss scans over tokens, others over weights and gradients; the scan that runs backwards stacks gradients.
+            elsewhere = _ELSEWHERE.search(here)
             if eqn.primitive.name == "scan" and not elsewhere and not eqn.params["reverse"]:
                 for inner, outer in zip(body.outvars, eqn.outvars, strict=True):
                     if outer.aval.ndim == inner.aval.ndim + 1:  # a carry has the shape that it has inside
@@ -88,10 +93,11 @@ def _kept(jaxpr: Any, scope: str, again: bool) -> Iterator[Kept]:
             yield _in_a_slot(jaxpr, eqn)
 
 
+_ELSEWHERE = re.compile(r"\(loss\)|/optimizer|/(gather|reduce)$")
 _ENTERS = re.compile(r"select_n|.*mlp\)/add")  # a group's first layer: what came from where, and the others: the layer before
 
 
-def one_put(jaxpr: Any, update: Any) -> Any:
+def _one_put(jaxpr: Any, update: Any) -> Any:
     """What an update puts in a place of a stack, before it was made one dimension longer; itself where that was done elsewhere,
     since the loop around it never changes it."""
     made = next((e for e in jaxpr.eqns if any(v is update.invars[1] for v in e.outvars)), None)
@@ -100,7 +106,7 @@ def one_put(jaxpr: Any, update: Any) -> Any:
 
 def _in_a_slot(jaxpr: Any, update: Any) -> Kept:
     """What a loop puts where it waits for the backward pass; the array has a place for every layer, or a pipeline's slots."""
-    name, aval = _activation(jaxpr, one_put(jaxpr, update)), update.outvars[0].aval
+    name, aval = _activation(jaxpr, _one_put(jaxpr, update)), update.outvars[0].aval
     return Kept("layer input" if _ENTERS.fullmatch(name) else name, _dtype(aval.dtype), aval.shape, True, False, False)
 
 
@@ -173,10 +179,10 @@ def facts(program: Program, module: hlo.Module) -> Facts:
     kept, alone = collections.defaultdict(list), collections.defaultdict(list)
     for k in dict.fromkeys(k for k in kept_activations(program) if not k.offloaded):
         name = AGAIN if k.again and k.name != WEIGHT else k.name
-        for dims in _on_a_device(k.dims, program, batch=k.name != WEIGHT):
-            names = kept[k.again, k.dtype, dims] if k.stacked else alone[k.dtype, dims]
-            if name not in names:
-                names.append(name)
+        dims = _plain(k.dims)
+        names = kept[k.again, k.dtype, dims] if k.stacked else alone[k.dtype, dims]
+        if name not in names:
+            names.append(name)
     callers = collections.defaultdict(list)
     for computation in module.computations.values():
         for i in computation.instructions:
@@ -196,20 +202,6 @@ def facts(program: Program, module: hlo.Module) -> Facts:
 def _plain(dims: Iterable[int]) -> tuple[int, ...]:
     """Dimensions without order and without ones: XLA transposes and drops them as it likes."""
     return tuple(sorted(d for d in dims if d != 1))
-
-
-def _on_a_device(dims: tuple[int, ...], program: Program, batch: bool) -> set[tuple[int, ...]]:
-    """Every shape a device's part may have: its `batch` split, and each other mesh axis splitting one dimension or none."""
-    placement = program.placement
-
-    def split(parts: set[tuple[int, ...]], size: int) -> set[tuple[int, ...]]:
-        return {(*d[:i], d[i] // size, *d[i + 1 :]) for d in parts for i in range(len(d)) if d[i] % size == 0}
-
-    parts = split({dims}, placement.size(placement.batch_axes)) if batch else {dims}
-    for axis in placement.mesh.axis_names:
-        if axis not in placement.batch_axes:
-            parts |= split(parts, placement.size(axis))
-    return {_plain(d) for d in parts}
 
 
 _MOVES = frozenset(

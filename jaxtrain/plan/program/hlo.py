@@ -49,6 +49,8 @@ _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _TABLE_ROW = re.compile(r"(\d+) (.*)$")
 _PACKAGE = Path(__file__).resolve().parents[2]
+# An instruction of these files is traced to the line that calls them.
+HELPERS = ("jaxtrain/sharding.py", "jaxtrain/zero.py", "jaxtrain/kernels/dot.py")
 _CALLS = ("call", "conditional", "async-start", "call-start")
 _FUSIONS = ("fusion", "fusion-start")
 _MOST_TRIPS = 20_000  # a loop counted by running its counter
@@ -342,7 +344,10 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _sources(tables: dict[str, dict[int, str]]) -> dict[int, str]:
-    """Stack frame -> file:line. A parent is written as its number plus one, so that 1 says: no parent."""
+    """Return file:line of each stack frame: its innermost line of the package that calls a helper, or is in none.
+
+    A parent is written as its number plus one; 1: no parent.
+    """
     files = {i: _short(text.strip('"')) for i, text in tables["FileNames"].items()}
     locations, frames = {}, {}
     for i, text in tables["FileLocations"].items():
@@ -353,14 +358,15 @@ def _sources(tables: dict[str, dict[int, str]]) -> dict[int, str]:
     out = {}
     for i, (location, _) in frames.items():
         file, line = locations.get(location, ("", 0))
-        frame, seen = i, set()
+        frame, seen, inside = i, set(), []
         while frame in frames and frame not in seen:
             seen.add(frame)
             here, at = locations.get(frames[frame][0], ("", 0))
             if here.startswith(f"{_PACKAGE.name}/"):
-                file, line = here, at
-                break
+                inside.append((here, at))
             frame = frames[frame][1] - 1
+        callers = [place for place in inside if place[0] not in HELPERS]
+        file, line = next(iter(callers or inside), (file, line))
         out[i] = f"{file}:{line}" if file else ""
     return out
 

@@ -11,14 +11,15 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from jaxtrain.config import RunConfig
-from jaxtrain.kernels.dot import DTYPES
+from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.models.lora import is_adapter
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, Instruction, Module
 from jaxtrain.plan.result import Collective, Matmuls
-from jaxtrain.sharding import left_whole
-from jaxtrain.state import abstract_tensors
-from jaxtrain.step import Program, eight_bit_weights, trained_parameters
+from jaxtrain.sharding import large_replicated_arrays
+from jaxtrain.train.definition import fp8_weights, trained_parameters
+from jaxtrain.train.program import Program
+from jaxtrain.train.state import abstract_tensors
 
 LARGE = 1 << 20  # bytes of one launch below which a collective is bookkeeping
 EXPOSED = 0.02  # of the step: waiting longer than this for the collectives of one line of Python deserves a warning
@@ -47,7 +48,7 @@ def warnings(
 
 def stayed_wide(run: RunConfig, program: Program, products: Matmuls | None) -> Iterator[str]:
     """Matrix products of layers in bfloat16 though the config puts them in 8 bits."""
-    weights = (jax.tree.leaves(f(run, program.definition)) for f in (eight_bit_weights, trained_parameters))
+    weights = (jax.tree.leaves(f(run, program.definition)) for f in (fp8_weights, trained_parameters))
     learnt = [learns for eight, learns in zip(*weights, strict=True) if eight]
     # Forward, the gradient of x, and that of what is learnt. The first layer's x has none where nothing before it is learnt.
     asked = sum(2 + learns for learns in learnt)
@@ -185,7 +186,7 @@ def _whole(program: Program) -> Iterator[str]:
     """State that every device holds in full, or that is split less than its parameter. Layers are named together."""
     # Half of an adapter has no dimension that is split over the batch's axes, and is small.
     tensors = {name: a for name, a in abstract_tensors(program.state).items() if not is_adapter(name)}
-    whole = [line.split(" ")[0] for line in left_whole(tensors, LARGE)]
+    whole = [line.split(" ")[0] for line in large_replicated_arrays(tensors, LARGE)]
     if whole:
         yield (
             f"replicated, every GPU holds all of it ({_size(tensors, whole)}): {_named(tensors, whole)}. Split it: moments by "

@@ -12,11 +12,11 @@ from jax.sharding import Mesh
 
 from jaxtrain import activations
 from jaxtrain.config import MESH_AXES, RunConfig
-from jaxtrain.kernels.dot import DTYPES
+from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.plan.program.roofline import Roofline
 from jaxtrain.plan.result import Collective, Memory, Rates
 from jaxtrain.sharding import node_of
-from jaxtrain.stages import IDLE, Schedule
+from jaxtrain.train.stages import IDLE, Schedule
 
 EXPOSED = 0.02  # of the step: waiting for less than this is no mistake
 SLACK = 1.25  # no schedule hides all that it could

@@ -25,8 +25,8 @@ from jaxtrain.plan import result
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module, trip_count
 from jaxtrain.plan.program.work import ATTENTION_BACKWARD, Work, attention_pairs, is_collective, work
-from jaxtrain.stages import Arrangement, Schedule
-from jaxtrain.step import attention_specs
+from jaxtrain.train.kernel import attention_specs
+from jaxtrain.train.stages import Arrangement, Schedule
 
 LINKS = ("communication", "host")  # kinds of work that run on a stream of their own
 EXPOSED = "exposed "  # in front of one of them: what the compute stream waits

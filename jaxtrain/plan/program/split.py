@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
-from jaxtrain import auto_remat, flops
+from jaxtrain import flops
 from jaxtrain.config import RunConfig
 from jaxtrain.plan import result
 from jaxtrain.plan.result import Collective, Memory
 from jaxtrain.sharding import Placement
-from jaxtrain.stages import Arrangement, Schedule
+from jaxtrain.train import auto_remat
+from jaxtrain.train.stages import Arrangement, Schedule
 
 STAGE, EXPERT = "stage", "expert"
 SMALL = 0.5  # of the largest permutation: below it go numbers that travel beside the activations
@@ -73,7 +74,7 @@ def experts(run: RunConfig, placement: Placement, moved: Sequence[Collective], l
     m = run.model
     if not m.num_experts:
         return None
-    ranks = placement.size(placement.in_use("experts"))
+    ranks = placement.size(placement.compute_axes("experts"))
     shards = placement.size((*placement.mesh_axes("batch"), *placement.mesh_axes("sequence")))
     tokens = run.train.global_batch * run.data.seq_len / run.train.grad_accum / shards
     travel = [c for c in _over(moved, EXPERT) if c.kind == "all-to-all" and "/experts/" in c.op_name]

@@ -29,12 +29,13 @@ from collections.abc import Sequence
 import jax
 
 from jaxtrain.activations import kept
-from jaxtrain.compiler import local_bytes
 from jaxtrain.config import RunConfig
-from jaxtrain.kernels.dot import DTYPES
+from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.models.module import part
 from jaxtrain.plan.result import Kernel
-from jaxtrain.step import Program, numerics_of
+from jaxtrain.train.compiler import local_bytes
+from jaxtrain.train.definition import numerics_of
+from jaxtrain.train.program import Program
 
 # Part -> what of a kernel's label or source shows that it belongs there; the first that fits.
 PARTS: dict[str, str] = {
@@ -44,7 +45,7 @@ PARTS: dict[str, str] = {
     "norms": r"\bnorm\b|final_norm",
     "rotary": r"\brope\b",
     "SwiGLU": r"\bswiglu\b",
-    "weights and stacks": r"\b(weight|gradient)\b|layer_loop\.py|remat\.py",
+    "weights and stacks": r"\b(weight|gradient)\b|remat\.py",
 }
 OTHER = "copies and others"
 OF_LAYERS = ("norms", "rotary", "SwiGLU", "weights and stacks")
@@ -85,7 +86,7 @@ def floor(run: RunConfig, program: Program) -> dict[str, float]:
     grads = DTYPES[run.dtypes.grads].itemsize
     micro = run.train.grad_accum
     tensor = p.size(p.mesh_axes("mlp"))
-    n = run.train.global_batch // micro * run.data.seq_len / p.size(p.batch_axes)  # tokens inside the blocks
+    n = run.train.global_batch // micro * run.data.seq_len / p.size(p.token_axes)  # tokens inside the blocks
     narrow = n / tensor  # and between them
     D, F, H, V = m.d_model, m.d_ff / tensor, m.head_dim, m.vocab_size / p.size(p.mesh_axes("vocab"))
     heads = (m.num_heads + m.num_kv_heads) / p.size(p.mesh_axes("heads"))
@@ -99,7 +100,7 @@ def floor(run: RunConfig, program: Program) -> dict[str, float]:
     swiglu = L * 9 * n * F * c
     layer, table = _weights(program)
     layer_learnt, table_learnt = _weights(program, learnt=True)
-    gathers = 1 if run.sharding.gather != "layer" or not program.gathers else 2 - 1 / L
+    gathers = 1 if run.sharding.gather != "layer" or not program.gathers_where_used else 2 - 1 / L
     weights = layer * L * (master + c) * gathers
     gradients = layer_learnt * L * (reduce + grads) + (layer_learnt * L + table_learnt) * grads * (1 - 1 / micro)
     gathered_table = V * D

@@ -35,17 +35,19 @@ import functools
 import math
 from collections.abc import Mapping
 
-from jaxtrain import auto_remat, config, flops, groups
+from jaxtrain import config, flops
 from jaxtrain.activations import ACTIVATIONS, kept, parse_tensors
 from jaxtrain.config import MESH_AXES, RunConfig
 from jaxtrain.context import Context, make_context
 from jaxtrain.models import FAMILIES
-from jaxtrain.moments import INT8
+from jaxtrain.optim import groups
+from jaxtrain.optim.moments import INT8
 from jaxtrain.plan.program.work import ATTENTION_BACKWARD
 from jaxtrain.plan.rates import fastest_attention
 from jaxtrain.plan.result import Rates
 from jaxtrain.plan.topology import Topology
-from jaxtrain.stages import Schedule
+from jaxtrain.train import auto_remat
+from jaxtrain.train.stages import Schedule
 
 BYTES = {"f32": 4, "bf16": 2}
 SIMPLIFIED = 0.99  # the formula and the compiled GEMMs agree within a percent
@@ -88,7 +90,7 @@ class Layout:
     @property
     def exchange(self) -> tuple[str, ...]:
         """Of the mesh axes that split experts at rest, that along which tokens travel to them."""
-        return tuple(a for a in self.axes("experts") if a == config.EXCHANGE)
+        return tuple(a for a in self.axes("experts") if a == config.EXPERT_AXIS)
 
     @property
     def owners(self) -> int:

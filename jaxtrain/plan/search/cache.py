@@ -42,7 +42,7 @@ OTHER_CODE = (
     *("announce", "bench", "between", "checkpoint", "corruption", "data", "divergence", "evaluate", "explain"),
     *("feed", "generate", "goodput", "hf", "ledger", "lm_eval", "loop", "lora", "main", "monitor", "page", "parity", "pauses"),
     *("position", "preflight", "profile", "profiling", "progress", "receipt", "replay", "report", "resume", "sample"),
-    *("scoring", "session", "signals", "snapshot", "start", "stored_form", "timelimit", "timeline", "trackers", "train"),
+    *("scoring", "session", "signals", "snapshot", "start", "stored_form", "timelimit", "timeline", "trackers", "train.run"),
     *("validate", "waiting", "watchdog", "__main__"),
     *("plan.__main__", "plan.calibrate", "plan.expect", "plan.known", "plan.report", "plan.search"),
 )

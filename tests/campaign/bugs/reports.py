@@ -62,9 +62,7 @@ BUGS = (
         'known["attempt"] if known',
         "proofs/test_watching.py -k wandb",
     ),
-    Bug(
-        "console: time left counts from step 0", "jaxtrain/progress.py", "/ (done - self._first[0])", "/ done", UNIT["metrics"]
-    ),
+    Bug("console: time left counts from step 0", "jaxtrain/progress.py", "/ (done - before)", "/ done", UNIT["metrics"]),
     # The ledger of wall time
     Bug(
         "ledger: a block's time stays with what is around it",

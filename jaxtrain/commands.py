@@ -1,0 +1,49 @@
+"""The commands: their table, and how a user writes them here. Runs on Python 3.8 too, by itself, for run.sh."""
+
+import difflib
+import os
+import sys
+
+PREFIX = "JAXTRAIN_COMMAND_PREFIX"  # set by run.sh, to the way it was called
+TABLE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "commands.txt")
+OF_RUN_SH = ("test", "lint", "setup", "help")
+OTHER_WORDS = {"train": "main", "evaluate": "lm_eval", "generate": "sample", "benchmark": "bench", "check": "preflight"}
+
+
+def table() -> "dict[str, str]":
+    """Return the purpose of each command, by name."""
+    with open(TABLE, encoding="utf-8") as file:
+        pairs = [line.rstrip("\n").partition(" ") for line in file]
+    return {name: purpose.strip() for name, _, purpose in pairs}
+
+
+def spelled(text: str) -> str:
+    """Return a text for the user, with `python -m jaxtrain.COMMAND` as this process was started: `./run.sh COMMAND`."""
+    prefix = os.environ.get(PREFIX)
+    return text.replace("python -m jaxtrain.", prefix + " ") if prefix else text
+
+
+def main(argv: "list[str]") -> int:
+    """Print the table, or name the command nearest to the first argument. Returns: the exit code."""
+    known = table()
+    wrong = [word for word in argv if word not in ("-h", "--help")]
+    if not wrong:
+        print("jaxtrain trains transformer language models on NVIDIA GPUs.\n")
+        width = max(len(spelled("python -m jaxtrain." + name)) for name in known) + 2
+        for name, purpose in known.items():
+            print("  " + spelled("python -m jaxtrain." + name).ljust(width) + purpose)
+        print("\nEach has its own --help.")
+        return 0
+    by_run_sh = bool(os.environ.get(PREFIX))
+    names = [*known, *OTHER_WORDS, *(OF_RUN_SH if by_run_sh else ())]
+    nearest = wrong[:1] if wrong[0] in known else difflib.get_close_matches(wrong[0], names, n=1)
+    fix = "one of " + ", ".join(known)
+    if nearest:
+        fix = spelled("python -m jaxtrain." + OTHER_WORDS.get(nearest[0], nearest[0]))
+    rule = "belongs behind the module's name" if wrong[0] in known else "is unknown"
+    print("command = {!r}: {}. Fix: {}.".format(wrong[0], rule, fix), file=sys.stderr)  # noqa: UP032
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Model families: one file each, with its sizes and the names that Hugging Face gives its tensors and keys. No jax."""

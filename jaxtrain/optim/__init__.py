@@ -1,0 +1,1 @@
+"""Optimizers, their schedule, and how their state is stored and updated."""

@@ -1,0 +1,178 @@
+"""Muon: momentum made orthogonal, matrix by matrix (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
+
+The momentum of a matrix is U S V^T; the update is about U V^T, by five Newton-Schulz iterations, which are matrix products. It
+is scaled to a root mean square of 0.2, what AdamW's updates have (Liu et al. 2025, arXiv:2502.16982, section 2.2), so that both
+share one learning rate and one weight decay.
+
+A matrix must be whole to be made orthogonal, and weights rest in parts. So devices trade parts for matrices: of a stack of
+layers that is split over n devices each gets every n-th part of the stack, whole, in one all-to-all; it makes its own matrices
+orthogonal, and another all-to-all sends the parts home. No device ever holds more numbers than before, and none does what
+another does. optax has a Muon too (optax.contrib.muon): it multiplies in float32, leaves to XLA where a matrix is, and keeps
+its coefficients in the state.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxtrain.kernels.dot import einsum
+from jaxtrain.kernels.numerics import Numerics
+from jaxtrain.shapes import STACK
+from jaxtrain.sharding import Axes, Placement
+
+# x -> a x + b x^3 + c x^5 on singular values, five times (Jordan et al.): [0.005, 1] comes to lie in [0.68, 1.16].
+A, B, C = 3.4445, -4.7750, 2.0315
+ITERATIONS = 5
+RMS = 0.2
+AT_ONCE = 1 << 26  # elements that a device makes orthogonal at one time: enough to fill a GPU, however small the matrices
+WIDTH = "head_dim"
+
+Orthogonal = Callable[[jax.Array, Axes], jax.Array]  # (an update, its logical axes) -> the update, made orthogonal
+
+
+def dims(axes: Axes) -> tuple[int, int]:
+    """(dimensions before a matrix, dimensions of its rows) by logical axes: the last two dimensions are rows and columns.
+
+    The heads of a projection are one dimension with their width: (layers, embed, heads, head_dim) is a stack of matrices
+    (embed, heads x head_dim). What stands before a matrix (layers, experts) counts matrices. (0, 0) where there is none.
+    """
+    sizes: list[int] = []
+    for i, axis in enumerate(axes):
+        if axis == WIDTH and i and axes[i - 1] != STACK:
+            sizes[-1] += 1
+        else:
+            sizes.append(1)
+    if len(sizes) - (STACK in axes) < 2:
+        return 0, 0
+    return sum(sizes[:-2]), sizes[-2]
+
+
+def newton_schulz(x_SMN: jax.Array, numerics: Numerics) -> jax.Array:
+    """Each matrix of a stack made about orthogonal: f32 or compute dtype in, compute dtype out. A matrix of zeros stays one.
+
+    Products take and give the compute dtype, and add up in float32: bfloat16 in a bf16 run, as published.
+    """
+    x = x_SMN.astype(jnp.float32)
+    norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(1, 2), keepdims=True))
+    x = (x / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)).astype(numerics.compute)
+    # x^T x and x x^T give the same; the smaller one is cheaper.
+    wide = x.shape[1] <= x.shape[2]
+    gram, times = ("SMN,SKN->SMK", "SMK,SKN->SMN") if wide else ("SNM,SNK->SMK", "SNK,SKM->SNM")
+
+    def mixed(*parts: tuple[float, jax.Array]) -> jax.Array:
+        return sum(factor * part.astype(jnp.float32) for factor, part in parts).astype(numerics.compute)  # pyright: ignore
+
+    for _ in range(ITERATIONS):
+        square = einsum(gram, x, x, numerics=numerics)
+        fourth = einsum("SMK,SKN->SMN", square, square, numerics=numerics)
+        factor = mixed((B, square), (C, fourth))
+        product = einsum(times, *((factor, x) if wide else (x, factor)), numerics=numerics)
+        x = mixed((A, x), (1.0, product))
+    return x
+
+
+def orthogonal(placement: Placement | None, numerics: Numerics) -> Orthogonal:
+    """The update that a parameter's momentum (f32, laid out as its axes say) becomes: f32, of root mean square about RMS.
+
+    placement: None where all arrays are whole on one device.
+    """
+
+    def stacked(x: jax.Array, axes: Axes) -> jax.Array:
+        before, rows = dims(axes)
+        shape = x.shape
+        matrix = (math.prod(shape[before : before + rows]), math.prod(shape[before + rows :]))
+        x_SMN = x.reshape(-1, *matrix)
+        # A loop, since XLA would work on all parameters at once, and hold what five iterations make of each.
+        most = max(1, AT_ONCE // math.prod(matrix))
+        each = max(n for n in range(1, x_SMN.shape[0] + 1) if x_SMN.shape[0] % n == 0 and n <= most)
+        made = jax.lax.map(lambda some: newton_schulz(some, numerics), x_SMN.reshape(-1, each, *matrix))
+        return made.reshape(shape)
+
+    def update(x: jax.Array, axes: Axes) -> jax.Array:
+        before, rows = dims(axes)
+        longest = max(math.prod(x.shape[before : before + rows]), math.prod(x.shape[before + rows :]))
+        with jax.named_scope("newton_schulz"):
+            small = x.astype(numerics.compute)
+            if placement is None or placement.mesh.size == 1:
+                made = stacked(small, axes)
+            else:
+                made = _shared(small, axes, placement, stacked)
+            return made.astype(jnp.float32) * (RMS * math.sqrt(longest))
+
+    return update
+
+
+def _shared(x: jax.Array, axes: Axes, placement: Placement, stacked: Orthogonal) -> jax.Array:
+    """`stacked`, of a stack of matrices whose devices each take some of it."""
+    before = dims(axes)[0]
+    of_stack = {a for axis in axes[:before] for a in placement.mesh_axes(axis)}
+    of_matrix = {dim: placement.mesh_axes(axis) for dim, axis in enumerate(axes) if dim >= before and placement.mesh_axes(axis)}
+    split = of_stack.union(*of_matrix.values())
+    replicas = tuple(a for a, size in placement.mesh.shape.items() if size > 1 and a not in split)
+    parts, copies = (placement.size(names) for names in ([a for d in of_matrix.values() for a in d], replicas))
+
+    def padded(x: jax.Array, unit: int) -> jax.Array:
+        return jnp.pad(x, [(0, -x.shape[0] % unit), *[(0, 0)] * (x.ndim - 1)])
+
+    def local(x: jax.Array) -> jax.Array:
+        home = x.shape
+        # One dimension counts matrices, the others are the matrix's.
+        x = x.reshape(-1, *home[before:])
+        count = x.shape[0]
+        x = padded(x, parts)
+        for dim, names in of_matrix.items():
+            x = jax.lax.all_to_all(x, names, split_axis=0, concat_axis=dim - before + 1, tiled=True)
+        mine = x.shape[0]
+        if replicas:  # they hold the same
+            x = padded(x, copies)
+            each = x.shape[0] // copies
+            x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(replicas) * each, each)
+        x = stacked(x, (STACK, *axes[before:]))
+        if replicas:
+            x = jax.lax.all_gather(x, replicas, tiled=True)[:mine]
+        for dim, names in reversed(of_matrix.items()):
+            x = jax.lax.all_to_all(x, names, split_axis=dim - before + 1, concat_axis=0, tiled=True)
+        return x[:count].reshape(home)
+
+    spec = placement.spec(axes)
+    # The replication checker does not know that what is gathered from all replicas is the same on all.
+    return jax.shard_map(local, mesh=placement.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
+
+
+def scale_by_muon(
+    rest: optax.GradientTransformation, momentum: float, hidden: Callable[[object], bool], made: Callable[..., jax.Array]
+) -> optax.GradientTransformation:
+    """Nesterov momentum made orthogonal for `hidden` matrices, and `rest` (optax's Adam) for what is not.
+
+    The state is Adam's, in float32, with the momentum of hidden matrices as their first moment, and no second one. Momentum is
+    the average beta m + (1 - beta) g, and the update comes of beta m + (1 - beta) g with the new m: a factor plays no part.
+
+    hidden: of a path in the tree of parameters. made: (path, momentum) -> update.
+    """
+
+    def others(tree: optax.Params) -> optax.Params:
+        return jax.tree_util.tree_map_with_path(lambda path, x: optax.MaskedNode() if hidden(path) else x, tree)
+
+    def init(params: optax.Params) -> optax.ScaleByAdamState:
+        # Of two trees and not of one with a choice in it: optax also calls this with a thing that stands for all parameters.
+        return optax.ScaleByAdamState(rest.init(params).count, rest.init(params).mu, rest.init(others(params)).nu)  # pyright: ignore
+
+    def update(grads: optax.Updates, state: optax.ScaleByAdamState, params: optax.Params | None = None):
+        adam = optax.ScaleByAdamState(state.count, others(state.mu), state.nu)
+        updates, adam = rest.update(others(grads), adam)
+
+        def average(path, g, m, other):
+            return momentum * m + (1 - momentum) * g if hidden(path) else other
+
+        mu = jax.tree_util.tree_map_with_path(average, grads, state.mu, adam.mu)  # pyright: ignore
+
+        def direction(path, g, m, other):
+            return made(path, momentum * m + (1 - momentum) * g) if hidden(path) else other
+
+        updates = jax.tree_util.tree_map_with_path(direction, grads, mu, updates)
+        return updates, optax.ScaleByAdamState(adam.count, mu, adam.nu)  # pyright: ignore
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore

@@ -1,0 +1,230 @@
+"""The optimizers and their schedule, on optax.
+
+An optimizer here is an `optax.GradientTransformation` that returns a direction; the step multiplies it by -lr(step). So the
+learning rate has no state of its own: it follows from the step, and a resumed or restarted run cannot lose it.
+"""
+
+import dataclasses
+import functools
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxtrain import config
+from jaxtrain.config import ConfigError
+from jaxtrain.kernels.numerics import DTYPES, Numerics
+from jaxtrain.models.module import is_vector
+from jaxtrain.optim import groups
+from jaxtrain.optim.moments import INT8, block_axis
+from jaxtrain.optim.muon import dims, orthogonal, scale_by_muon
+from jaxtrain.optim.quantized import SIGNED, Blocks, decode, encode, is_blocks, scales_of
+from jaxtrain.shapes import STACK
+from jaxtrain.sharding import Axes, Placement
+
+
+def make_schedule(optimizer: config.Optimizer, steps: int) -> optax.Schedule:
+    """Returns the learning rate as a function of the step being taken, from 0.
+
+    The rate rises linearly over warmup_steps, from lr / warmup_steps to lr, which the last of them takes. The step after that
+    begins the decay. `cosine` and `linear` take decay_steps steps (0: all that are left) to lr_min; `wsd` stays at lr until
+    the last decay_steps, which go linearly to lr_min (Hu et al. 2024, arXiv:2404.06395); `constant` stays. So one step takes
+    the peak where a decay follows at once, and the last step of a decay takes lr_min. Without warm-up step 0 takes lr.
+    """
+    o = optimizer
+    first = max(1, o.warmup_steps)  # steps up to the peak: the first one takes lr / warmup_steps, since 0 would change nothing
+    after = max(1, steps - first)
+    if o.schedule == "wsd":
+        decay = min(o.decay_steps or max(1, steps // 5), after)
+        tail = optax.join_schedules(
+            [optax.constant_schedule(o.lr), optax.linear_schedule(o.lr, o.lr_min, decay)], [after - decay]
+        )
+    else:
+        decay = min(o.decay_steps or after, after)
+        tail = {
+            "constant": lambda: optax.constant_schedule(o.lr),
+            "cosine": lambda: optax.cosine_decay_schedule(o.lr, decay, alpha=o.lr_min / o.lr if o.lr else 0.0),
+            "linear": lambda: optax.linear_schedule(o.lr, o.lr_min, decay),
+        }[o.schedule]()
+    if first == 1:
+        return tail
+    return optax.join_schedules([optax.linear_schedule(o.lr / first, o.lr, first - 1), tail], [first - 1])
+
+
+def decayed(axes: Any) -> Any:
+    """Which parameters weight decay applies to, decided by what they are: matrices, not norms and not biases.
+
+    `axes` is a tree of logical axes; the stacked layer axis does not count as a dimension, nor do the heads of a bias.
+    """
+
+    def is_matrix(path: Any, a: tuple[str | None, ...]) -> bool:
+        return not is_vector(str(path[-1].key)) and len([x for x in a if x != "layers"]) >= 2
+
+    return jax.tree_util.tree_map_with_path(is_matrix, axes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What is done with one parameter: facts of its name, its axes and the config."""
+
+    muon: bool  # by Muon, not by AdamW
+    lr: float  # factor of the schedule's learning rate
+    weight_decay: float
+
+
+def choices(optimizer: config.Optimizer, axes: Any) -> Any:
+    """A tree of `Choice`, by what parameters are and the groups that their names belong to. `axes`: their logical axes.
+
+    With Muon are the matrices of a stack of layers, wherever weight decay applies; a router or a head need a group.
+    """
+    found = groups.parse(optimizer.groups)[0]
+
+    def one(path: Any, a: Axes, is_matrix: bool) -> Choice:
+        group = groups.group_of(found, _name(path)) or groups.Group("*")
+        hidden = is_matrix and dims(a)[1] > 0 and (STACK in a or path[0].key == STACK)
+        decay = group.weight_decay
+        return Choice(
+            optimizer.name == "muon" and (group.optimizer == "muon" if group.optimizer else hidden),
+            group.lr,
+            decay if decay is not None else optimizer.weight_decay if is_matrix else 0.0,
+        )
+
+    return jax.tree_util.tree_map_with_path(one, axes, decayed(axes), is_leaf=lambda x: isinstance(x, tuple))
+
+
+def check_groups(optimizer: config.Optimizer, axes: Any) -> None:
+    """Raises ConfigError for groups that fit no parameter of a model, or no matrix where they ask for Muon."""
+    leaves = jax.tree_util.tree_flatten_with_path(axes, is_leaf=lambda x: isinstance(x, tuple))[0]
+    matrices = jax.tree.leaves(decayed(axes))
+    found = {_name(path): is_matrix and dims(a)[1] > 0 for (path, a), is_matrix in zip(leaves, matrices, strict=True)}
+    problems = groups.unfit(optimizer.groups, found)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _name(path: Any) -> str:
+    return ".".join(str(k.key) for k in path)
+
+
+def _at(tree: Any, path: Any) -> Any:
+    return functools.reduce(lambda tree, key: tree[key.key], path, tree)
+
+
+def stored_moments(m: str, v: str, axes: Any, beta1: float, beta2: float, eps: float) -> optax.GradientTransformation:
+    """optax's Adam with each moment stored in a type of its own."""
+    return stored(m, v, axes, optax.scale_by_adam(b1=beta1, b2=beta2, eps=eps))
+
+
+def stored(m: str, v: str, axes: Any, adam: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`adam`, or what has a state like it, with each moment stored in a type of its own: f32, bf16, or int8 for 8-bit blocks
+    (jaxtrain/optim/quantized.py).
+
+    The update itself is computed in float32, from the new moments before they are rounded. `axes`: logical axes of the
+    parameters, which decide what goes into blocks; with int8, the rest is stored in float32.
+    """
+    kinds = {"mu": m, "nu": v}
+
+    def along(path: Any, x: jax.Array) -> int | None:
+        """The dimension that has blocks."""
+        return block_axis(_at(axes, path), x.shape)
+
+    def scales(name: str, moment: Any) -> Any:
+        def one(path: Any, x: jax.Array) -> jax.Array | None:
+            axis = along(path, x)
+            return None if axis is None else scales_of(x, axis)
+
+        return jax.tree_util.tree_map_with_path(one, moment) if kinds[name] == INT8 else None
+
+    def rounded(name: str, moment: Any, scales: Any) -> Any:
+        if kinds[name] != INT8:
+            return jax.tree.map(lambda x: x.astype(DTYPES[kinds[name]]), moment)
+
+        def one(path: Any, x: jax.Array, scales: jax.Array | None) -> jax.Array | Blocks:
+            axis = along(path, x)
+            return x if axis is None or scales is None else encode(x, scales, axis, SIGNED[name])
+
+        return jax.tree_util.tree_map_with_path(one, moment, scales)
+
+    def loaded(name: str, moment: Any) -> Any:
+        one = lambda x: decode(x, SIGNED[name]) if is_blocks(x) else x.astype(jnp.float32)  # noqa: E731
+        return jax.tree.map(one, moment, is_leaf=is_blocks)
+
+    def init(params: Any) -> optax.ScaleByAdamState:
+        s: Any = adam.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
+        return optax.ScaleByAdamState(s.count, rounded("mu", s.mu, scales("mu", s.mu)), rounded("nu", s.nu, scales("nu", s.nu)))
+
+    def exact(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        state = optax.ScaleByAdamState(state.count, loaded("mu", state.mu), loaded("nu", state.nu))
+        return adam.update(jax.tree.map(lambda g: g.astype(jnp.float32), grads), state, params)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        mu_scales = nu_scales = None
+        if INT8 in (m, v):
+            # A block's scale must be known before its codes. XLA would keep the new moments for that in float32, four times the
+            # gradients; so they are computed twice, and behind the barrier it does not see that they are the same.
+            s: Any = exact(updates, state, params)[1]
+            mu_scales, nu_scales = scales("mu", s.mu), scales("nu", s.nu)
+            updates, state = jax.lax.optimization_barrier((updates, state))
+        updates, s = exact(updates, state, params)
+        return updates, optax.ScaleByAdamState(s.count, rounded("mu", s.mu, mu_scales), rounded("nu", s.nu, nu_scales))
+
+    return optax.GradientTransformation(init, update)
+
+
+def scaled(optimizer: config.Optimizer, axes: Any) -> optax.GradientTransformation:
+    """What comes after a direction, for each parameter by its `Choice`: decoupled weight decay, then the factor of its rate."""
+    chosen = choices(optimizer, axes)
+
+    def one(path: Any, update: jax.Array, param: jax.Array) -> jax.Array:
+        choice = _at(chosen, path)
+        update = update + choice.weight_decay * param.astype(jnp.float32) if choice.weight_decay else update
+        return update if choice.lr == 1 else choice.lr * update
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return jax.tree_util.tree_map_with_path(one, updates, params), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def adamw(optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Any) -> optax.GradientTransformation:
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), decay on matrices only."""
+    o = optimizer
+    return optax.chain(stored_moments(dtypes.m, dtypes.v, axes, o.beta1, o.beta2, o.eps), scaled(o, axes))
+
+
+def muon(
+    optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Any, placement: Placement | None, numerics: Numerics
+) -> optax.GradientTransformation:
+    """Muon (jaxtrain/optim/muon.py) for the matrices of layers, AdamW for the rest."""
+    o, chosen, made = optimizer, choices(optimizer, axes), orthogonal(placement, numerics)
+    both = scale_by_muon(
+        optax.scale_by_adam(b1=o.beta1, b2=o.beta2, eps=o.eps),
+        o.momentum,
+        lambda path: _at(chosen, path).muon,
+        lambda path, x: made(x, _at(axes, path)),
+    )
+    return optax.chain(stored(dtypes.m, dtypes.v, axes, both), scaled(o, axes))
+
+
+FLOAT32 = Numerics(jnp.dtype("float32"), jnp.dtype("float32"), jnp.dtype("float32"))
+
+
+def make_optimizer(
+    optimizer: config.Optimizer,
+    dtypes: config.Dtypes,
+    axes: Any,
+    placement: Placement | None = None,
+    numerics: Numerics = FLOAT32,
+) -> optax.GradientTransformation:
+    """By name, or a user's own as `package.module:name`, called with (optimizer, dtypes, axes).
+
+    placement: where parameters lie, for an optimizer that needs some of them whole; None: on one device.
+    """
+    if optimizer.name == "adamw":
+        return adamw(optimizer, dtypes, axes)
+    if optimizer.name == "muon":
+        return muon(optimizer, dtypes, axes, placement, numerics)
+    module, _, attribute = optimizer.name.partition(":")
+    return getattr(importlib.import_module(module), attribute)(optimizer, dtypes, axes)

@@ -1,0 +1,63 @@
+"""Stochastic rounding of updated master weights to bfloat16.
+
+Rounded to nearest, a weight loses every update below 2**-9 of it, at small learning rates all of them. Rounded up with the
+probability of what would be cut off, it keeps them on average (Gupta et al. 2015, arXiv:1502.02551, section 3).
+
+The random bits of an element are a function of the run's seed, the step, the parameter's name, the layer's number, and the
+element's place in the layer's tensor: JAX's partitionable Threefry counts elements of the global array. So they are the same
+on every mesh, on every arrangement of stages, and in a resumed run.
+"""
+
+import dataclasses
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.models.module import Params
+from jaxtrain.train.state import is_stacked
+
+BFLOAT16 = jnp.dtype("bfloat16")
+
+
+def to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
+    """Rounds x, f32, to one of its two neighbours in bfloat16; to the farther one for as many of all `bits` as it is near.
+
+    bits: uint16, of x's shape, uniform. What is not finite stays as it is.
+    """
+    raw = jax.lax.bitcast_convert_type(x, jnp.uint32) + bits.astype(jnp.uint32)
+    rounded = jax.lax.bitcast_convert_type((raw >> 16).astype(jnp.uint16), BFLOAT16)
+    return jnp.where(jnp.isfinite(x), rounded, x.astype(BFLOAT16))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounding:
+    """Which random bits round which weight; static."""
+
+    seed: int
+    layers: tuple[int | None, ...] | None = None  # for each place of a stack the layer there, None where it is empty
+
+    def rounded(self, exact: Params, params: Params, step: jax.Array, layer: jax.Array | None = None) -> Params:
+        """Returns the updated weights `exact`, f32, in the types of `params`.
+
+        step: int32 (), the step being taken. layer: int32 (), of stacks that have come layer by layer; None: they are whole.
+        """
+
+        def one(path: Any, x: jax.Array, p: jax.Array) -> jax.Array:
+            if p.dtype != BFLOAT16:
+                return x.astype(p.dtype)
+            name = ".".join(str(k.key) for k in path)
+            key = jax.random.fold_in(jax.random.key(self.seed, impl="threefry2x32"), zlib.crc32(name.encode()))
+            return to_bfloat16(x, self._bits(jax.random.fold_in(key, step), is_stacked(path), x, layer))
+
+        return jax.tree_util.tree_map_with_path(one, exact, params)
+
+    def _bits(self, key: jax.Array, stacked: bool, x: jax.Array, layer: jax.Array | None) -> jax.Array:
+        if not stacked:
+            return jax.random.bits(key, x.shape, jnp.uint16)
+        if layer is not None:
+            return jax.random.bits(jax.random.fold_in(key, layer), x.shape, jnp.uint16)
+        order = range(x.shape[0]) if self.layers is None else self.layers
+        numbers = jnp.asarray([len(order) if number is None else number for number in order], jnp.uint32)
+        return jax.vmap(lambda number: jax.random.bits(jax.random.fold_in(key, number), x.shape[1:], jnp.uint16))(numbers)

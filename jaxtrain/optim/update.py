@@ -1,0 +1,121 @@
+"""A step's update of weights and optimizer state: all at once, or layer by layer if the moments are in host memory.
+
+Layer by layer, a loop copies one layer's moments to the device, updates them and the layer's weights, and copies the moments
+back. XLA overlaps copies in both directions with the arithmetic of the layer's other tensors; the device holds the moments of
+one layer at a time. Parameters outside of the stack are copied whole.
+
+The update starts after the whole backward pass, because gradients are clipped by the norm of all of them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxtrain import config
+from jaxtrain.kernels.numerics import Numerics
+from jaxtrain.models.module import Params
+from jaxtrain.optim.optimizer import make_optimizer
+from jaxtrain.optim.rounding import Rounding
+from jaxtrain.shapes import STACK
+from jaxtrain.sharding import Placement
+
+# (gradients, optimizer state, parameters, factor of the gradients or None, learning rate, taken: bool (), where False changes
+# nothing, step: int32 ()) -> (parameters, optimizer state)
+Update = Callable[[Params, Any, Params, jax.Array | None, jax.Array, jax.Array, jax.Array], tuple[Params, Any]]
+DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
+
+
+def at_once(tx: optax.GradientTransformation, rounding: Rounding) -> Callable[..., tuple[Params, Any]]:
+    """Return an `Update` of all parameters on the device. `layer`: the number of the layer, if called for one at a time."""
+
+    def update(
+        grads: Params,
+        state: Any,
+        params: Params,
+        scale: jax.Array | None,
+        lr: jax.Array,
+        taken: jax.Array,
+        step: jax.Array,
+        layer: jax.Array | None = None,
+    ) -> tuple[Params, Any]:
+        if scale is not None:
+            grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+        updates, new = tx.update(grads, state, params)
+        moved = rounding.rounded(jax.tree.map(lambda p, u: p - lr * u, params, updates), params, step, layer)
+        # Chosen element by element, in the kernels that write them: a branch would allocate both.
+        return (
+            jax.tree.map(lambda p, new: jnp.where(taken, new, p), params, moved),
+            jax.tree.map(lambda n, old: jnp.where(taken, n, old), new, state),
+        )
+
+    return update
+
+
+def streamed(
+    optimizer: config.Optimizer,
+    dtypes: config.Dtypes,
+    axes: Params,
+    placement: Placement,
+    numerics: Numerics,
+    rounding: Rounding,
+) -> Update:
+    """The same update, of an optimizer that treats every layer by itself, with its state in host memory.
+
+    axes: logical axes of the parameters, a dict of which STACK holds what is stacked by layers.
+    """
+    is_axes = lambda x: isinstance(x, tuple)  # noqa: E731
+    layer_axes = {STACK: jax.tree.map(lambda a: a[1:], axes[STACK], is_leaf=is_axes)}
+    rest_axes = {name: a for name, a in axes.items() if name != STACK}
+    of_layer, of_rest = (
+        at_once(make_optimizer(optimizer, dtypes, a, placement, numerics), rounding) for a in (layer_axes, rest_axes)
+    )
+
+    def moments(change: Callable[..., Any], state: Any, *others: Any) -> Any:
+        """The state with `change` made to the dicts of moments in it, which have the parameters' names."""
+        names = (axes.keys(), layer_axes.keys(), rest_axes.keys())
+        is_moment = lambda x: isinstance(x, dict) and x.keys() in names  # noqa: E731
+        return jax.tree.map(lambda x, *o: change(x, *o) if is_moment(x) else x, state, *others, is_leaf=is_moment)
+
+    def moved(tree: Any, to: Any) -> Any:
+        return jax.tree.map(lambda x: jax.device_put(x, to), tree)
+
+    def update(
+        grads: Params,
+        state: Any,
+        params: Params,
+        scale: jax.Array | None,
+        lr: jax.Array,
+        taken: jax.Array,
+        step: jax.Array,
+    ) -> tuple[Params, Any]:
+        def of(tree: Params, names: Any) -> Params:
+            return {name: tree[name] for name in names}
+
+        # Behind a barrier, or XLA's kernels would read host memory themselves, and wait for it.
+        rest = moments(lambda m: jax.lax.optimization_barrier(moved(of(m, rest_axes), DEVICE)), state)
+        new, rest = of_rest(of(grads, rest_axes), rest, of(params, rest_axes), scale, lr, taken, step)
+        rest = moments(lambda m: moved(m, HOST), rest)
+
+        def layer(i: jax.Array, carry: tuple[Params, Any]) -> tuple[Params, Any]:
+            params, stacked = carry
+
+            def layer_of(tree: Any) -> Any:
+                return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
+
+            def put(tree: Any, part: Any) -> Any:
+                return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), tree, part)
+
+            one = moments(lambda m: moved(layer_of(m), DEVICE), stacked)
+            new, one = of_layer(layer_of(of(grads, layer_axes)), one, layer_of(params), scale, lr, taken, step, i)
+            # The count of steps stays as it was: each layer is at the same step.
+            return put(params, new), moments(lambda m, y: put(m, moved(y, HOST)), stacked, one)
+
+        stacked = moments(lambda m: moved(of(m, layer_axes), HOST), state)
+        layers = jax.tree.leaves(params[STACK])[0].shape[0]
+        done, stacked = jax.lax.fori_loop(0, layers, layer, (of(params, layer_axes), stacked))
+        return new | done, moments(lambda m, other: m | other, rest, stacked)
+
+    return update

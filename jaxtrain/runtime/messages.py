@@ -1,0 +1,26 @@
+"""Messages of the supervisor on stderr, and the exception that ends it."""
+
+import contextlib
+import os
+
+
+class End(Exception):
+    """The supervisor ends with `code` and says why."""
+
+    def __init__(self, code: int, reason: str = ""):
+        super().__init__(reason)
+        self.code = code
+
+
+class Refusal(End):
+    """A mistake in the command or in a variable: nothing is started."""
+
+    def __init__(self, key: str, value: str | None, rule: str, fix: str):
+        shown = "" if value is None else f" = {value}"
+        super().__init__(2, f"{key}{shown}: {rule}. Fix: {fix}.")
+
+
+def say(text: str) -> None:
+    """Write one line to stderr. A terminal that was closed has no reader, so its error is no error of the run."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"run.sh: {text}\n".encode())

@@ -1,0 +1,167 @@
+"""Several nodes: their list, and the processes that the first node starts on the others by ssh."""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from jaxtrain.runtime.messages import Refusal, say
+from jaxtrain.runtime.variables import COMMIT, DIRTY, EXPECTED, LAUNCHED, RESTART
+
+SSH = "ssh -n -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15"
+PORT = 12321
+PATIENCE_S = 60.0
+UNREACHED = 255  # ssh's own exit code
+REFUSED = 2
+# No other variable comes along: a node has its own environment.
+SENT = (RESTART, LAUNCHED, "JAXTRAIN_CUDA", "JAXTRAIN_PREFLIGHT_ALLOW")
+IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Nodes:
+    """The nodes of a run, this one first, and the address at which they find process 0."""
+
+    def __init__(self, text: str):
+        """Read HOST[:PORT],HOST,... Raises Refusal."""
+
+        def refuse(rule: str, fix: str = "--nodes=node1,node2") -> Refusal:
+            return Refusal("--nodes", text, rule, fix)
+
+        self.text = text
+        self.hosts = text.split(",")
+        if len(self.hosts) < 2:
+            raise refuse("names one node", "leave --nodes out to stay on this one")
+        names = []
+        for host in self.hosts:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._@-]*(:[0-9]{1,5})?", host):
+                raise refuse(f"{host!r} is no host")
+            name, colon, _ = host.partition(":")
+            if colon and names:
+                raise refuse(f"only the first node has a port, and ssh reaches {name}", f"write {name} without a port")
+            if name in names:
+                raise refuse(f"names {name} twice", f"write {name} once")
+            names.append(name)
+        self.host, _, port = self.hosts[0].rpartition("@")[2].partition(":")
+        port = port or str(PORT)
+        if not 0 < int(port) < 65536:
+            first = f"{self.hosts[0].partition(':')[0]}:{PORT}"
+            raise refuse(f"{port} is no port", f"--nodes={','.join([first, *self.hosts[1:]])}")
+        self.coordinator = f"{self.host}:{port}"
+
+    def arguments(self, index: int) -> list[str]:
+        """Return the options that tell a process its place among the others."""
+        return [f"--coordinator={self.coordinator}", f"--num-processes={len(self.hosts)}", f"--process-id={index}"]
+
+    def announce(self) -> None:
+        """Say where the other nodes look for process 0, unless that is plainly this node."""
+        here = socket.gethostname()
+        if self.host == "localhost" or self.host.startswith("127."):
+            say(f"--nodes = {self.text}: on every node {self.host} is that node itself. Fix: name this node {here}.")
+        elif not is_here(self.host):
+            say(f"process 0 runs here, on {here}, and the others look for it at {self.host}")
+
+
+def is_here(host: str) -> bool:
+    """Return whether a name or an address belongs to this node: a socket can be bound to no other."""
+    if host in (socket.gethostname(), socket.gethostname().partition(".")[0]):
+        return True
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def remote_line(root: Path, words: list[str], environ: Mapping[str, str]) -> str:
+    """Return the shell line that runs run.sh with these words on another node, once and at the same commit."""
+    variables = {"JAXTRAIN_RESTARTS": "0", EXPECTED: f"{environ.get(COMMIT, '')} {environ.get(DIRTY, '')}"}
+    variables |= {name: environ[name] for name in SENT if environ.get(name)}
+    assigned = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+    return f"cd {shlex.quote(os.getcwd())} && env {assigned} {shlex.join([str(root / 'run.sh'), *words])}"
+
+
+def ssh_command(environ: Mapping[str, str]) -> list[str]:
+    """Return the program that reaches a node, with its options. Raises Refusal, if it does not exist."""
+    text = environ.get("JAXTRAIN_SSH") or SSH
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise Refusal("JAXTRAIN_SSH", text, f"cannot be read ({error})", "unset it for ssh") from None
+    if not words or shutil.which(words[0]) is None:
+        raise Refusal("JAXTRAIN_SSH", text, "names no program on this node", "install ssh, or name another program")
+    return words
+
+
+def _ignore_signals() -> None:
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+
+
+class RemoteProcess:
+    """A command on another node, and the ssh that waits for its end."""
+
+    def __init__(self, host: str, line: str, environ: Mapping[str, str], patience_s: float):
+        self.host = host
+        self._patience_s = patience_s
+        self._failed_at: float | None = None
+        # A signal to the process group reaches ssh too. The remote process ends with the others of the run, and ssh with it.
+        self._ssh = subprocess.Popen([*ssh_command(environ), host, line], stdin=subprocess.DEVNULL, preexec_fn=_ignore_signals)
+
+    def failed(self) -> bool:
+        """Return whether the process of this node should be ended.
+
+        A trainer notices by itself that another process is gone, and saves if it can. It gets the time for that. A command
+        that was refused, or a node that was not reached, is never joined by it.
+        """
+        code = self._ssh.poll()
+        if not code:
+            return False
+        self._failed_at = self._failed_at or time.monotonic()
+        patience_s = 0.0 if code in (REFUSED, UNREACHED) else self._patience_s
+        return time.monotonic() - self._failed_at >= patience_s
+
+    def end(self, deadline: float) -> int | None:
+        """Return the exit code over there, or None if it has not ended by `deadline`."""
+        try:
+            return exit_code(self._ssh.wait(timeout=max(0.0, deadline - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            self._ssh.kill()
+            self._ssh.wait()
+            return None
+
+
+def exit_code(returncode: int) -> int:
+    """Return the exit code that a shell has for a returncode of subprocess: 128 + number for a signal."""
+    return 128 - returncode if returncode < 0 else returncode
+
+
+def verdict(code: int, ends: Mapping[str, int | None], stopped: bool) -> int:
+    """Return the exit code of a run on several nodes.
+
+    Args:
+        code: the exit code on this node.
+        ends: the exit code on each other node, None where it had not ended.
+        stopped: whether a signal asked the supervisor to end.
+    """
+    for host, end in ends.items():
+        if end is None:
+            say(f"{host} had not ended {PATIENCE_S:.0f} s after this node; it is left alone")
+        elif end == UNREACHED:
+            say(f"{host}: ssh could not reach it, or lost it")
+        elif end not in (0, code):
+            say(f"{host} ended with {end}")
+        if end in (REFUSED, 3, 124):  # Nothing was started there; or its hang ended this process as a lost peer.
+            code = end
+        elif end == UNREACHED and code in (0, 143):
+            code = 75
+        elif end and end != UNREACHED and (code == 0 or (code == 143 and not stopped)):
+            code = end
+    return code

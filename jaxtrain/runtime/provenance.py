@@ -1,0 +1,121 @@
+"""The state that a run starts from: commit, changes since, class of the host. Files may change while it runs."""
+
+import collections
+import glob
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from jaxtrain.runtime.messages import End, say
+from jaxtrain.runtime.variables import COMMIT, DIRTY, EXPECTED, HOST_CLASS
+
+NODE_RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "RANK", "JAXTRAIN_PROCESS_ID", "JOB_COMPLETION_INDEX")
+ANSWER_S = 20
+
+
+def ask(*command: str, timeout_s: float | None = None, environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the output of a command.
+
+    Args:
+        command: a program and its arguments.
+        timeout_s: seconds to wait for its end.
+        environ: its environment, this process's if None.
+
+    Returns: its stdout; None if it does not exist, fails or exceeds the time.
+    """
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    try:
+        process = subprocess.Popen(command, stdin=null, stdout=pipe, stderr=null, env=environ, text=True, errors="replace")
+    except OSError:
+        return None
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()  # A broken GPU can block nvidia-smi in the kernel, so nobody waits for its end.
+        return None
+    return output if process.returncode == 0 else None
+
+
+def gpu_names() -> list[str]:
+    """Return the model of each GPU of this node: by the driver's files, since nvidia-smi may hang on a broken GPU."""
+    names = []
+    for path in glob.glob("/proc/driver/nvidia/gpus/*/information"):
+        found = re.search(r"^Model:\s*(.+?)\s*$", Path(path).read_text(errors="replace"), re.MULTILINE)
+        names += [found[1]] if found else []
+    if not names:
+        listed = ask("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", timeout_s=ANSWER_S)
+        names = [line.strip() for line in (listed or "").splitlines() if line.strip()]
+    return sorted(names)
+
+
+def gpus_present(names: list[str]) -> bool:
+    """Return whether this node has NVIDIA GPUs, including those that answer no question."""
+    return bool(names) or bool(glob.glob("/dev/nvidia[0-9]*"))
+
+
+def host_class(names: list[str]) -> str:
+    """Return the kind of this node, as "8 NVIDIA H200" or "2 CPUs, AMD EPYC"."""
+    if names:
+        return "+".join(f"{count} {name}" for name, count in collections.Counter(names).items())
+    cpuinfo = Path("/proc/cpuinfo")
+    model = re.search(r"^model name[^:]*: *(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    return f"{os.cpu_count()} CPUs" + (f", {model[1]}" if model else "")
+
+
+def checkout(root: Path) -> tuple[str, str, str]:
+    """Return (commit, "yes" or "no" for changes since, a phrase for the user) of a checkout.
+
+    Changes are changed files that git knows, and new files where a run may import them. Without a checkout the first two
+    are empty.
+    """
+    # An optional lock would write the index, which other nodes share.
+    environ = os.environ | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+
+    def git(*words: str) -> str | None:
+        return ask("git", "-C", str(root), *words, environ=environ)
+
+    commit = git("rev-parse", "HEAD")
+    if commit is None:
+        # git has no exit code of its own for a refusal, which its user can mend.
+        owned = not (root / ".git").exists() or (root / ".git").stat().st_uid == os.getuid()
+        fix = f"git refuses a checkout of another user (git config --global --add safe.directory {root})"
+        return "", "", "this is no git checkout" if owned else fix
+    if git("ls-files", "--error-unmatch", "run.sh") is None:  # the repository of a folder above
+        return "", "", "this is no git checkout"
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    new = git("ls-files", "--others", "--exclude-standard", "jaxtrain", "configs")
+    dirty = bool(changed) or bool(new)
+    return commit.strip(), "yes" if dirty else "no", "changed since" if dirty else "unchanged"
+
+
+def speaks(environ: Mapping[str, str]) -> bool:
+    """Return whether this node prints the messages that are the same on all nodes: the first one does."""
+    ranks = [environ[name] for name in NODE_RANKS if environ.get(name)]
+    return EXPECTED not in environ and (not ranks or ranks[0] == "0")
+
+
+def provenance(root: Path, names: list[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that tell a run its provenance, and print them in a line.
+
+    Args:
+        root: the repository.
+        names: the models of the GPUs here.
+        environ: the environment of the supervisor.
+
+    Raises: End, if the node that started the run has another commit.
+    """
+    commit, dirty, state = checkout(root)
+    expected = environ.get(EXPECTED)
+    if expected and expected != f"{commit} {dirty}":
+        theirs, _, changed = expected.rpartition(" ")
+        raise End(
+            2,
+            f"this node has commit {commit or 'none'} (changed: {dirty or 'unknown'}), and the node that started the run has "
+            f"{theirs or 'none'} (changed: {changed or 'unknown'}). Fix: bring {root} to the same state on all nodes.",
+        )
+    kind = host_class(names)
+    if speaks(environ):
+        say(f"{f'commit {commit[:12]}, ' if commit else ''}{state}; on {kind}")
+    return {COMMIT: commit, DIRTY: dirty, HOST_CLASS: kind}

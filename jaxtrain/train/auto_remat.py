@@ -1,0 +1,113 @@
+"""remat.policy=auto: which activations to keep in the memory that there is.
+
+It begins by keeping whatever costs a GEMM or an attention call (`activations.KEPT["auto"]`). Where the compiled step does not
+fit, the next choice is the one that computes least again among those small enough, by formula; the compiler has the last word
+on whether it fits. No jax here.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping
+
+from jaxtrain import flops
+from jaxtrain.activations import kept
+from jaxtrain.config import Remat, RunConfig
+from jaxtrain.train.stages import Arrangement, Schedule
+
+# Of the usable memory, left free by `auto`: a plan's peak and an allocator's need not agree to the last buffer.
+MARGIN = 0.03
+
+# What is kept or not, together.
+GROUPS = (("q",), ("k",), ("v",), ("attention_out", "attention_lse"), ("residual",), ("mlp_gate",), ("mlp_up",))
+
+
+def layers_kept(run: RunConfig, stages: int) -> int:
+    """Of how many layers a device keeps the activations of one microbatch each: of its own, and in a pipeline of those of every
+    unit that waits for its backward pass."""
+    how = Arrangement(run.model.num_layers, stages, run.pipeline.groups if stages > 1 else 1)
+    if stages == 1:
+        return how.places
+    return how.per_group * Schedule(run.pipeline.schedule, stages, how.groups, run.train.grad_accum).slots[2]
+
+
+def expert_room(run: RunConfig, ranks: int) -> float:
+    """Rows that the arrays of a device's experts have room for, for each of its tokens.
+
+    The experts of a token; times the capacity, or where tokens travel to experts on `ranks` devices the room of one exchange.
+    """
+    m, x = run.model, run.experts
+    shares = min(x.capacity, m.num_experts / m.experts_per_token) if x.capacity else min(x.buffer, ranks) if ranks > 1 else 1.0
+    return m.experts_per_token * shares
+
+
+def expert_rounds(run: RunConfig, ranks: int, load: float = 1.0) -> int:
+    """Rounds that the exchange of a layer takes where the busiest expert draws `load` even shares.
+
+    All others draw equal parts of the rest. With a capacity, or where a device has all experts, there is one round.
+    """
+    if run.experts.capacity or ranks == 1:
+        return 1
+    return math.ceil(_busiest(run, ranks, load) / min(run.experts.buffer, ranks) - 1e-9)
+
+
+def _busiest(run: RunConfig, ranks: int, load: float) -> float:
+    """Even shares of a device that the one with the busiest expert draws."""
+    m = run.model
+    others = m.num_experts // ranks - 1
+    return (load + others * (m.num_experts - load) / max(m.num_experts - 1, 1)) / (others + 1)
+
+
+def expert_fill(run: RunConfig, ranks: int, load: float = 1.0) -> float:
+    """The part of that room that `load` fills, over all rounds; of a capacity's places all are computed."""
+    if run.experts.capacity or not run.model.num_experts:
+        return 1.0
+    fill = run.model.experts_per_token / expert_room(run, ranks)
+    return fill * _busiest(run, ranks, load) / expert_rounds(run, ranks, load) if ranks > 1 else fill
+
+
+def bytes_kept(run: RunConfig, names: frozenset[str], axes: Mapping[str, int], packed_stats: bool) -> float:
+    """Bytes on a device of what all its layers keep, of one microbatch, and in a pipeline of all that wait.
+
+    axes: logical axis -> how many devices split it in use. packed_stats: attention is cuDNN's over packed rows, whose
+    log-sum-exp has a place for every document that a row may hold.
+    """
+    m = run.model
+    tokens = run.train.global_batch // run.train.grad_accum * run.data.seq_len / axes["batch"] / axes["sequence"]
+    q, kv = (n * m.head_dim / axes[axis] for n, axis in ((m.num_heads, "heads"), (m.num_kv_heads, "kv_heads")))
+    documents = run.data.most_documents + 1 if packed_stats else 1
+    compute = 4 if run.precision == "f32" else 2
+    wide = m.d_ff * expert_room(run, axes["experts"]) + m.shared_d_ff if m.num_experts else m.d_ff
+    width = {
+        "q": q * compute,
+        "k": kv * compute,
+        "v": kv * compute,
+        "attention_out": q * compute,
+        "attention_lse": m.num_heads / axes["heads"] * documents * 4,
+        "residual": m.d_model * axes["sequence"] / axes["residual"] * compute,
+        "mlp_gate": wide / axes["mlp"] * compute,
+        "mlp_up": wide / axes["mlp"] * compute,
+    }
+    return layers_kept(run, axes["layers"]) * tokens * sum(width[name] for name in names)
+
+
+def smaller(run: RunConfig, excess_gib: float, axes: Mapping[str, int], packed_stats: bool) -> Remat | None:
+    """Of the choices that hold at least `excess_gib` less than the present one, that which computes least again.
+
+    None where there is none: nothing more can be saved by computing again.
+    """
+    now = bytes_kept(run, kept(run.remat), axes, packed_stats)
+    found: list[tuple[float, float, Remat]] = []
+    for size in range(len(GROUPS) + 1):
+        for groups in itertools.combinations(GROUPS, size):
+            names = tuple(name for group in groups for name in group)
+            remat = Remat("custom", ",".join(f"{name}=keep" for name in names)) if names else Remat("full")
+            held = bytes_kept(run, frozenset(names), axes, packed_stats)
+            if held <= now - excess_gib * 2**30:
+                found.append((flops.recompute(run.model, remat, run.data.seq_len).causal, held, remat))
+    return min(found, key=lambda choice: choice[:2])[2] if found else None
+
+
+def words(remat: Remat) -> str:
+    """What a choice keeps, for the log."""
+    names = sorted(kept(remat))
+    return f"remat.policy=auto keeps {', '.join(names)}" if names else "remat.policy=auto keeps nothing but each layer's input"

@@ -1,0 +1,63 @@
+"""A batch on the devices: (A, B, T) microbatches, sharded over the mesh."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.context import Context
+from jaxtrain.shapes import BATCH_KEYS
+from jaxtrain.sharding import Axes, Placement
+from jaxtrain.train.loss import Batch
+
+MICROBATCHES: Axes = (None, "batch", "sequence")  # (A, B, T)
+
+HostBatch = dict[str, np.ndarray]  # (A x B, T) each, or the rows of this process
+
+
+def abstract_batch(placement: Placement, shape: tuple[int, int, int]) -> Batch:
+    """Return a batch of this shape, (A, B, T), without its numbers."""
+    sharding = placement.sharding(MICROBATCHES, "batch", shape)
+    return {k: jax.ShapeDtypeStruct(shape, jnp.dtype(d), sharding=sharding) for k, d in BATCH_KEYS.items()}
+
+
+def rows_here(abstract: Batch) -> list[int] | None:
+    """Return the rows of a batch, (A x B, T), that devices of this process hold; None if they hold all."""
+    shape, sharding = abstract["tokens"].shape, abstract["tokens"].sharding
+    if sharding is None or len(sharding.addressable_devices) == len(sharding.device_set):
+        return None
+    held = set()
+    for micro, rows, _ in sharding.addressable_devices_indices_map(shape).values():
+        held |= {a * shape[1] + b for a in range(*micro.indices(shape[0])) for b in range(*rows.indices(shape[1]))}
+    return sorted(held)
+
+
+def place_batch(host: HostBatch, abstract: Batch, context: Context, rows: Sequence[int] | None = None) -> Batch:
+    """Put rows from the host, (A x B, T), onto the devices as (A, B, T) microbatches.
+
+    With context parallelism the tokens of a row are reordered here, in all arrays alike (jaxtrain/context.py). The model
+    depends on segments and positions, not on the order.
+
+    Args:
+      rows: the numbers of the rows in `host`, if it does not have all (`rows_here`).
+    """
+    order = list(context.chunks)
+
+    def ordered(x: np.ndarray) -> np.ndarray:
+        return x if len(order) == 1 else x.reshape(x.shape[0], len(order), -1)[:, order].reshape(x.shape)
+
+    if rows is None:
+        return {k: jax.device_put(ordered(host[k]).reshape(a.shape), a.sharding) for k, a in abstract.items()}
+    place = {row: i for i, row in enumerate(rows)}
+
+    def put(x: np.ndarray, a: jax.ShapeDtypeStruct) -> jax.Array:
+        def part(index: Any) -> np.ndarray:
+            micro, within = (range(*i.indices(n)) for i, n in zip(index, a.shape[:2], strict=False))
+            wanted = [place[m * a.shape[1] + b] for m in micro for b in within]
+            return x[wanted].reshape(len(micro), len(within), -1)[:, :, index[2]]
+
+        return jax.make_array_from_callback(a.shape, a.sharding, part)
+
+    return {k: put(ordered(host[k]), a) for k, a in abstract.items()}

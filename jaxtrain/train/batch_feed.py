@@ -1,0 +1,87 @@
+"""Batches from the data source onto the devices, read in a thread.
+
+A data source may hang. Python runs signal handlers in the main thread only, so a call that hangs there would keep a run from
+saving. Batches are therefore read in another thread, and the main thread waits in short intervals.
+"""
+
+import itertools
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.context import Context
+from jaxtrain.data import pipeline
+from jaxtrain.train.batch import HostBatch, place_batch, rows_here
+from jaxtrain.train.loss import Batch
+
+POLL_S = 0.05  # between two looks whether a batch is still wanted
+
+
+class BatchFeed:
+    """The batches of a run, read ahead in a thread. Every process reads the rows that its own devices hold."""
+
+    def __init__(self, source: Any, first: int, abstract: Batch, context: Context, prefetch: int = 0, count: int | None = None):
+        """Start to read.
+
+        Args:
+          source: `.batch(i)` is batch `i`, and `.batch(i, rows)` these rows of it.
+          first: the `i` of the first batch.
+          abstract: the batch on the devices, without its numbers.
+          prefetch: batches that the data pipeline reads ahead.
+          count: batches to read; None: no end.
+        """
+        self._abstract, self._context, self.rows = abstract, context, rows_here(abstract)
+        batches = pipeline.iterate(source, first, prefetch, None if self.rows is None else np.asarray(self.rows))
+        self._count = count
+        # The pipeline reads ahead. This queue of one only hands over.
+        self._ready: queue.Queue[HostBatch | BaseException] = queue.Queue(1)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._read, args=(batches,), name="data", daemon=True)
+        self._thread.start()
+
+    def _read(self, batches: Any) -> None:
+        try:
+            for batch in itertools.islice(batches, self._count):
+                if not self._put(batch):
+                    return
+        except BaseException as error:  # raised again by `next`
+            self._put(error)
+        finally:
+            batches.close()
+
+    def _put(self, item: HostBatch | BaseException) -> bool:
+        while not self._closed.is_set():
+            try:
+                self._ready.put(item, timeout=POLL_S)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def next(self, unwanted: Callable[[], object]) -> HostBatch | None:
+        """Return the rows of the next batch that this process holds; None if `unwanted()` is true before they are read.
+
+        Raises the data source's exceptions.
+        """
+        while True:
+            try:
+                host = self._ready.get(timeout=POLL_S)
+            except queue.Empty:
+                if unwanted():
+                    return None
+                continue
+            if isinstance(host, BaseException):
+                raise host
+            return host
+
+    def place(self, host: HostBatch) -> Batch:
+        """Put rows from `next` onto the devices."""
+        return place_batch(host, self._abstract, self._context, self.rows)
+
+    def close(self) -> None:
+        """Stop reading. The thread of a source that hangs ends with the process."""
+        self._closed.set()
+        self._thread.join(timeout=2 * POLL_S)

@@ -1,0 +1,117 @@
+"""The model of a config: its modules, its dtypes, and the roles of its parameters (trained, frozen, multiplied in 8 bits)."""
+
+import dataclasses
+import fnmatch
+import functools
+from collections.abc import Sequence
+
+import jax
+
+from jaxtrain import precision
+from jaxtrain.config import ConfigError, Problem, RunConfig, parts_of
+from jaxtrain.kernels.numerics import DTYPES, Numerics
+from jaxtrain.models import family, layers
+from jaxtrain.models.attention import Kernel
+from jaxtrain.models.lora import Lora, is_adapter
+from jaxtrain.models.module import Definition, Params, names
+from jaxtrain.models.remat import make_plan
+from jaxtrain.models.transformer import build_as
+from jaxtrain.sharding import Placement
+from jaxtrain.train.balance import is_bias
+from jaxtrain.train.stages import STAGE, arrangement
+from jaxtrain.zero import make_zero
+
+
+def numerics_of(run: RunConfig) -> Numerics:
+    """Return the dtypes of a config.
+
+    With LoRA, frozen base weights are stored in the compute dtype: they are rounded to it at every use, and no checkpoint holds
+    them. The router stays in dtypes.params.
+
+    Scales of norms, and biases, are float32 whatever dtypes.params: near 1 bfloat16 is coarser than their updates.
+    """
+    compute = DTYPES[run.compute]
+    if run.lora.rank:
+        return Numerics(compute, DTYPES[run.dtypes.reduce], compute, compute)
+    return Numerics(compute, DTYPES[run.dtypes.reduce], DTYPES[run.dtypes.params])
+
+
+def lora_of(run: RunConfig) -> Lora:
+    """The adapters that a config asks for."""
+    return Lora(run.lora.rank, run.lora.alpha, parts_of(run.lora.targets), DTYPES[run.dtypes.params])
+
+
+def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Definition:
+    """Return the model of a config."""
+    module, numerics = family(run.model.family), numerics_of(run)
+    delays_load = placement.size("tensor") == 1
+    plan = make_plan(run.remat, run.sharding.gather, run.compiler.unroll, delays_load)
+    stage_layout = arrangement(run, placement.size(STAGE))
+    ctx = layers.Context(
+        numerics,
+        placement,
+        make_zero(run, placement, numerics),
+        lora=lora_of(run),
+        experts=run.experts,
+        places=stage_layout.places if stage_layout else run.model.num_layers,
+    )
+    # A family from outside the package builds its own module.
+    build = module.build if hasattr(module, "build") else functools.partial(build_as, module.STRUCTURE)
+    return Definition(lambda rngs: build(run.model, kernel, plan, ctx, rngs))
+
+
+def for_inference(run: RunConfig) -> RunConfig:
+    """Return the run as programs without a train step need it.
+
+    Experts take all tokens: a capacity drops tokens by the rest of the batch, and no other program drops any. Weights are
+    gathered where they are used: there is no step that could hold them.
+    """
+    sharding = dataclasses.replace(run.sharding, zero=3 if run.sharding.zero else 0, gather="layer")
+    return dataclasses.replace(run, experts=dataclasses.replace(run.experts, capacity=0.0), sharding=sharding)
+
+
+def fp8_weights(run: RunConfig, definition: Definition) -> Params:
+    """Which parameters are held in 8 bits: under `precision=fp8` those of linear layers and experts, but for `fp8.exclude`.
+
+    Raises ConfigError for names in fp8.exclude that the model does not have.
+    """
+    paths = jax.tree_util.tree_flatten_with_path(definition.dots)[0]
+    names = [".".join(key.key for key in path) for path, dot in paths if dot]
+    chosen, problems = precision.eight_bit(run, names)
+    if problems:
+        raise ConfigError(problems)
+    return jax.tree_util.tree_map_with_path(lambda path, _: ".".join(key.key for key in path) in chosen, definition.dots)
+
+
+def trained_parameters(run: RunConfig, definition: Definition) -> Params:
+    """Which parameters are learnt: adapters alone where there are any, otherwise all but those that `train.freeze` names.
+
+    Raises ConfigError for a pattern that no parameter has, where none is left, and for a model without the adapters asked for.
+    """
+    called = names(definition.abstract)
+    known = jax.tree.leaves(called)
+    if run.lora.rank:
+        adapted = {name.rpartition(".")[2].removesuffix("_a") for name in known if is_adapter(name) and name.endswith("_a")}
+        gone = [target for target in lora_of(run).targets if target not in adapted]
+        if gone:
+            rule = f"the {run.model.family} model gives no adapter to {', '.join(gone)}"
+            remedy = (
+                f"It has: {', '.join(sorted(adapted))}." if adapted else "Give it models.lora.Adapters, or set lora.rank to 0."
+            )
+            raise ConfigError([Problem("lora.targets", run.lora.targets, rule, remedy)])
+        return jax.tree.map(is_adapter, called)
+    patterns = parts_of(run.train.freeze)
+    every = f"The parameters are: {', '.join(known)}."
+    unmatched = [p for p in patterns if not fnmatch.filter(known, p)]
+    if unmatched:
+        rule = f"no parameter is called {', '.join(unmatched)}"
+        raise ConfigError([Problem("train.freeze", run.train.freeze, rule, every)])
+    trained = jax.tree.map(lambda name: not is_bias(name) and not matches(name, patterns), called)
+    if not any(jax.tree.leaves(trained)):
+        raise ConfigError([Problem("train.freeze", run.train.freeze, "leaves nothing to train", every)])
+    return trained
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a parameter's name matches one of these patterns, as `train.freeze` has them."""
+    return any(fnmatch.fnmatchcase(name, p) for p in patterns)

@@ -1,0 +1,162 @@
+"""Held-out loss and samples, between the steps of a run. Neither changes the weights."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxtrain import generate, samples
+from jaxtrain.config import RunConfig
+from jaxtrain.context import Context
+from jaxtrain.metrics import Writers
+from jaxtrain.models.module import Params
+from jaxtrain.samples import Sample
+from jaxtrain.train.batch import HostBatch
+from jaxtrain.train.batch_feed import BatchFeed
+from jaxtrain.train.loss import Batch
+from jaxtrain.train.program import Program
+from jaxtrain.train.services import Services
+
+
+def evaluate(
+    eval_step: Any,
+    params: Params,
+    batches: Any,
+    abstract: Batch,
+    context: Context,
+    sequences: int,
+    unwanted: Callable[[], bool] = lambda: False,
+) -> float | None:
+    """Return the mean loss in nats per predicted token over the first `sequences` sequences of a source.
+
+    They are the same at every call and in every layout: rows of the last batch beyond them are padding. The sums are added in
+    float64 on the host, so the result does not depend on the order in which they arrive.
+
+    Args:
+      eval_step: compiled, see gradients.make_loss.
+      batches: a data source, with `.batch(i)` of as many rows as `abstract` has.
+      unwanted: called for each batch; once it is true, the result is None.
+    """
+    size = abstract["tokens"].shape[1]
+    feed = BatchFeed(batches, 0, abstract, context, count=-(-sequences // size))
+    made = []
+    try:
+        for i in range(-(-sequences // size)):
+            host = None if unwanted() else feed.next(unwanted)
+            if host is None:
+                return None
+            numbers = i * size + np.asarray(range(size) if feed.rows is None else feed.rows)
+            made.append(eval_step(params, feed.place(mask_rows(host, numbers >= sequences))))
+    finally:
+        feed.close()
+    sums = []
+    for one in made:
+        if unwanted():
+            return None
+        sums.append(tuple(map(float, one)))
+    loss, weight = (math.fsum(s[k] for s in sums) for k in (0, 1))
+    return loss / weight if weight else math.nan
+
+
+def mask_rows(host: HostBatch, mask_R: np.ndarray) -> HostBatch:
+    """Return a batch with these rows, bool (R,), as padding: of weight 0, and of no document."""
+    if not mask_R.any():
+        return host
+    return host | {name: np.where(mask_R[:, None], 0, host[name]) for name in ("weights", "segments", "positions")}
+
+
+def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
+    """Return a loss that does not depend on the tokenizer; None if the bytes of a token are unknown."""
+    return loss / math.log(2) / bytes_per_token if bytes_per_token else None
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), inf for a loss beyond float64's range."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+class HeldOut:
+    """The held-out sets of a run, each evaluated by the same compiled step."""
+
+    def __init__(self, run: RunConfig, program: Program, sets: Mapping[str, Any], services: Services):
+        self._run, self._program, self._sets, self._services = run, program, sets, services
+
+    def due(self, done: int) -> bool:
+        """Return whether the sets are evaluated after step `done`."""
+        return bool(self._sets) and (done == self._run.train.steps or done % self._run.eval.every_steps == 0)
+
+    def evaluate(self, eval_step: Any, params: Params, done: int, finish: bool) -> None:
+        """Write the losses of all sets to metrics, log and receipt.
+
+        If the run is asked to stop meanwhile, nothing is written, unless `finish`: the next attempt evaluates then. Several
+        processes always finish, since each has its part of every batch.
+        """
+        services, program = self._services, self._program
+        alone = services.peers.count == 1 and not finish
+
+        def unwanted() -> bool:
+            services.watchdog.beat()
+            return alone and services.stop_requested
+
+        found: dict[str, float] = {}
+        with services.phase("step", "eval"):
+            for name, batches in self._sets.items():
+                how = (program.eval_batch, program.context, self._run.eval.sequences, unwanted)
+                loss = evaluate(eval_step, params, batches, *how)
+                if loss is None:
+                    return
+                found[name] = loss
+            lines = [self._write(done, name, loss) for name, loss in found.items()]
+            services.receipt.update(held_out=[{k: finite(v) for k, v in line.items() if k != "kind"} for line in lines])
+
+    def _write(self, done: int, name: str, loss: float) -> dict[str, Any]:
+        bits = bits_per_byte(loss, self._sets[name].bytes_per_token)
+        said = f"step {done}: held-out loss {f'of {name} ' if name else ''}{loss:.4f}"
+        said += f", {bits:.3f} bits a byte" if bits else ""
+        self._services.console.say(f"{said}, perplexity {perplexity(loss):.5g}")
+        return self._services.writers.eval(step=done, loss=loss, bits_per_byte=bits, perplexity=perplexity(loss), name=name)
+
+
+class SampleWriter:
+    """Continues the prompts of `sample.prompt`. The sampler's steps are compiled once, when they are first needed."""
+
+    def __init__(self, run: RunConfig, program: Program, tokenizer: Any, services: Services):
+        self._run, self._program, self._tokenizer, self._services = run, program, tokenizer, services
+        self._writers: Writers = services.writers
+        self._sampler: generate.Sampler | None = None
+
+    def due(self, done: int) -> bool:
+        """Return whether samples are due after step `done`, before the last one."""
+        every = self._run.sample.every_steps
+        return self._tokenizer is not None and every > 0 and done % every == 0 and done < self._run.train.steps
+
+    def write(self, params: Params, done: int) -> None:
+        """Write samples to the terminal, samples.txt and the trackers; without a tokenizer do nothing."""
+        if self._tokenizer is None:
+            return
+        with self._services.phase("step", "eval"):
+            if self._sampler is None:
+                self._sampler = generate.Sampler(self._run, self._program.placement)
+            texts = generate.continue_all(self._sampler, params, self._tokenizer, self._run.sample)
+            made = [Sample(done, i if len(texts) > 1 else 0, text) for i, text in enumerate(texts, start=1)]
+            self._writers.samples(made)
+            console = self._services.console
+            console.end_live()
+            for sample in made:
+                where = f"prompt {sample.prompt}, " if sample.prompt else ""
+                at = f"step {done}, " if done < self._run.train.steps else ""
+                console.say(f"sample ({where}{at}{self._writers.samples_path}):\n{sample.text}")
+
+    def written(self, done: int) -> bool:
+        """Return whether samples.txt has the samples of step `done`."""
+        path = self._writers.samples_path
+        return path.exists() and any(sample.step == done for sample in samples.read(path.read_bytes().decode()))
+
+
+def finite(value: Any) -> Any:
+    """Return a value as JSON can hold it: None for NaN and infinities."""
+    return value if not isinstance(value, float) or math.isfinite(value) else None

@@ -1,0 +1,151 @@
+"""The gradients of a step: the losses of its microbatches, differentiated one after another, or on pipeline stages, and summed.
+
+Everything here computes with local shards, inside the step's one shard_map.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.models.module import Definition, Params, part
+from jaxtrain.models.moe import Statistics
+from jaxtrain.shapes import STACK
+from jaxtrain.sharding import Placement, all_reduce, to_residual
+from jaxtrain.train.balance import Balance
+from jaxtrain.train.loss import Batch, LossFunction, LossSpec
+from jaxtrain.train.pipeline import Pipeline
+from jaxtrain.zero import Zero
+
+# The loss of a batch, and the statistics of its experts. A microbatch's statistics count by its fraction of the loss weights.
+Report = tuple[jax.Array, Statistics]
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """The number that a step minimises. Static."""
+
+    placement: Placement
+    loss: LossFunction
+    spec: LossSpec
+    balance: Balance | None = None  # the losses that keep experts evenly loaded, beside the first
+
+    def __call__(
+        self, hidden_BTD: jax.Array, statistics: Statistics, head_VD: Any, micro: Batch, total: jax.Array
+    ) -> tuple[jax.Array, Report]:
+        """Return this device's share of the objective of a microbatch, and of the report.
+
+        Shares of all devices sum to the whole. Devices with the same tokens compute the same loss, and divide it by their
+        number.
+
+        Args:
+          total: weight of all tokens of all microbatches.
+        """
+        p = self.placement
+        of_residual = {k: to_residual(micro[k], (), p) for k in ("targets", "weights")}
+        with jax.named_scope("loss"):
+            value = self.loss(hidden_BTD, head_VD, micro | of_residual, self.spec) / total
+            value /= p.size(p.replica_axes(("batch", "residual")))
+            if self.balance is None:
+                return value, (value, ())
+            # Statistics are those of all devices' tokens.
+            share = all_reduce(micro["weights"].sum(), p.token_axes) / total / p.mesh.size
+            return value + share * self.balance.penalty(statistics), (value, share * statistics)
+
+
+def total_weight(batch: Batch, p: Placement) -> jax.Array:
+    """Return the weight of all tokens of a batch, f32 (); 1 where no token has any."""
+    total = all_reduce(batch["weights"].sum(), p.token_axes)
+    # A batch without targets has nothing to learn from, and must not divide by zero. A positive total below 1 is kept.
+    return jnp.where(total > 0, total, 1.0)
+
+
+def make_gradients(
+    definition: Definition,
+    zero: Zero,
+    objective: Objective,
+    trained: Params,
+    in_fp8: Params,
+    *,
+    adds: bool,
+    pipe: Pipeline | None = None,
+) -> Callable[[Params, Batch], tuple[Report, Params]]:
+    """Return a function of the master weights and a batch, to the batch's report and the gradient of the objective.
+
+    The batch's arrays are (A, B, T): A microbatches. Frozen parameters (all but `trained`) have no gradient.
+
+    Args:
+      in_fp8: which weights are multiplied in FP8.
+      adds: the backward pass of the stack of layers adds its gradients to those of earlier microbatches.
+      pipe: the pipeline, where layers are on stages.
+    """
+    p = objective.placement
+    learnt_axes = part(definition.axes, trained)
+
+    def gradients(params: Params, batch: Batch) -> tuple[Report, Params]:
+        total = total_weight(batch, p)
+        with jax.named_scope("gather"):
+            base, copies = zero.step_weights(params, definition, in_fp8)
+        learnt = part(base, trained)
+        # remat.Plan.run gives the gradients of the stack, autodiff those of the rest.
+        stack = {name: w for name, w in learnt.items() if definition.uses_plan_run and name == STACK}
+        rest = {name: w for name, w in learnt.items() if name not in stack}
+
+        def loss_of(rest: Params, into: Params, micro: Batch) -> tuple[jax.Array, Report]:
+            model = definition.bind(zero.microbatch_weights(base, copies, rest, into, adds))
+            rows = micro["tokens"], micro["segments"], micro["positions"]
+            hidden, statistics = model.hidden_and_statistics(*rows) if objective.balance else (model(*rows), ())
+            return objective(hidden, statistics, model.head_VD, micro, total)
+
+        differentiate = jax.value_and_grad(loss_of, (0, 1), has_aux=True)
+
+        def accumulate(carry: tuple[Report, Params], micro: Batch) -> tuple[tuple[Report, Params], None]:
+            report, sums = carry
+            into = {name: sums[name] for name in stack} if adds else zero.gradient_buffers(stack)
+            (_, made), (grads, of_stack) = differentiate(rest, into, micro)
+            with jax.named_scope("accumulate"):
+                report = jax.tree.map(jnp.add, report, made)
+                if adds:
+                    sums = of_stack | _added({name: sums[name] for name in grads}, grads)
+                else:
+                    sums = _added(sums, grads | of_stack)
+            return (report, sums), None
+
+        if pipe:
+            report, grads = pipe.gradients(objective, zero, base, copies, learnt, batch, total)
+        elif batch["tokens"].shape[0] == 1:
+            micro = jax.tree.map(lambda x: x[0], batch)
+            (_, report), (grads, of_stack) = differentiate(rest, zero.gradient_buffers(stack), micro)
+            grads |= of_stack
+        else:
+            nothing = jnp.zeros((), jnp.float32), objective.balance.zeros if objective.balance else ()
+            report, grads = jax.lax.scan(accumulate, (nothing, zero.zero_sums(learnt)), batch)[0]
+        with jax.named_scope("reduce"):
+            return all_reduce(report, p.all_axes), zero.reduce_gradients(grads, learnt_axes)
+
+    return gradients
+
+
+def _added(sums: Params, grads: Params) -> Params:
+    return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, grads)
+
+
+def make_loss(
+    definition: Definition, zero: Zero, objective: Objective, in_fp8: Params, pipe: Pipeline | None = None
+) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
+    """Return a function of the master weights and one microbatch, (1, B, T), to the sums of weighted losses and of weights."""
+    p = objective.placement
+
+    def loss(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        micro = jax.tree.map(lambda x: x[0], batch)
+        base, copies = zero.step_weights(params, definition, in_fp8)
+        model = definition.bind(zero.microbatch_weights(base, copies, {}))
+        one = jnp.ones((), jnp.float32)
+        rows = micro["tokens"], micro["segments"], micro["positions"]
+        hidden = pipe.hidden(model, micro) if pipe else model(*rows)
+        value, _ = objective(hidden, (), model.head_VD, micro, one)
+        return all_reduce(value, p.all_axes), all_reduce(micro["weights"].sum(), p.token_axes)
+
+    return loss

@@ -1,0 +1,318 @@
+"""The start of a run: the user's own modules, the checkpoint to resume from, the data, and the first state.
+
+All but `initial_state` and `restore` run before anything is written or allocated. They raise ConfigError or CheckpointError for
+a run that should not start.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import time
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain import config, lora, position, resume, stored_form
+from jaxtrain.checkpoint import CheckpointError, Checkpoints, Damaged, arrays
+from jaxtrain.config import ConfigError, RunConfig
+from jaxtrain.data import pipeline
+from jaxtrain.hf.origin import HuggingFace, open_origin, structure_problem
+from jaxtrain.models.hugging_face import HuggingFaceError
+from jaxtrain.position import Position
+from jaxtrain.receipt import of_checkpoint, of_weights
+from jaxtrain.timelimit import launched
+from jaxtrain.train import state
+from jaxtrain.train.program import Program
+from jaxtrain.train.services import Services
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """The point that an attempt begins from."""
+
+    step: int  # 0, or the checkpoint to resume from
+    resumed: bool
+    cast: bool  # stored tensors are converted to this run's dtypes
+    position: Position  # the data that each step reads
+    notes: tuple[str, ...]  # changes to the config since the checkpoint
+    data: Mapping[str, Any]  # the checkpoint's facts about the data it was trained on; {} for a new run
+    base: str = ""  # the checkpoint with the weights that this run's adapters belong to; "": the run has no adapters
+    damaged: Mapping[int, str] = types.MappingProxyType({})  # newer steps that cannot be restored, with the reason
+
+
+NAME_ONE = "Name a run's folder, one of its checkpoints/<step>, or a Hugging Face folder."
+
+
+def import_named_parts(run: RunConfig) -> None:
+    """Import the modules of all `package.module:name` values. Raise ConfigError where there is no such module or name.
+
+    It is not part of validate: a user's module may import jax, and the memory budget must be set before that.
+    """
+    problems = []
+    names = [(key, value) for key, value in config.flatten(config.to_dict(run)) if key != "data.eval_source"]
+    names += [("data.eval_source", source) for source in pipeline.parse_sets(run.data.eval_source)[0].values()]
+    for key, value in names:
+        if key not in ("model.family", "loss.name", "optimizer.name", "data.source", "data.eval_source"):
+            continue
+        if key.startswith("data.") and not pipeline.is_custom(value):
+            continue  # a path may hold a colon
+        name, given, attribute = value.partition(":")
+        if not given:
+            continue
+        try:
+            module = importlib.import_module(name)
+        except ImportError as error:
+            problems.append(config.Problem(key, value, f"{name} cannot be imported: {error}", "Is its folder on PYTHONPATH?"))
+            continue
+        if not hasattr(module, attribute):
+            problems.append(config.Problem(key, value, f"{module.__file__} defines no {attribute}", "Mend the name."))
+    if problems:
+        raise ConfigError(problems)
+
+
+def drop_used_step(run: RunConfig, checkpoints: Checkpoints) -> RunConfig:
+    """Return the run without `checkpoint.step`, if this launch has already gone back to that step.
+
+    run.sh repeats the same command after a crash. A step that was saved since the launch shows that the run had gone back.
+    """
+    launch, step = launched(), run.checkpoint.step
+    if launch is None or step < 0:
+        return run
+    for later in (s for s in checkpoints.steps() if s > step):
+        with contextlib.suppress(CheckpointError):
+            if checkpoints.meta(later)["time_unix"] >= launch:
+                return dataclasses.replace(run, checkpoint=dataclasses.replace(run.checkpoint, step=-1))
+    return run
+
+
+def choose_start(
+    run: RunConfig, checkpoints: Checkpoints, program: Program, damaged: Mapping[int, str] = types.MappingProxyType({})
+) -> Start:
+    """Return the checkpoint to resume from, or step 0 of a new run.
+
+    The checkpoint is `checkpoint.step` if given, else the newest one that can be read and is not in `damaged`. Raises
+    ConfigError for a change that a resumed run may not make. Raises CheckpointError if there are checkpoints and none can be
+    read: a run never overwrites existing ones.
+    """
+    reasons = dict(damaged)
+    per_step = run.train.global_batch * run.data.seq_len
+    # A step that was asked for is taken whatever state the newest one is in: it is the way out of a damaged one.
+    at = checkpoints.latest(reasons) if run.checkpoint.step < 0 else run.checkpoint.step
+    if at is None:
+        beginning = position.position(checkpoints.directory, 0, 0, per_step)
+        if run.init.from_:
+            notes = check_init_source(run, program)
+            base = open_origin(run.init.from_).path if program.adapters else ""
+            return Start(0, False, False, beginning, notes, {}, base)
+        if program.adapters:
+            rule = "adapters stand beside the weights of a model that is trained already, and none is named"
+            raise ConfigError([config.Problem("init.from", "", rule, NAME_ONE)])
+        return Start(0, False, False, beginning, (), {})
+    meta = checkpoints.meta(at)
+    notes, problems = resume.compare(*_with_meshes(meta, run, program), run.checkpoint.allow_change)
+    if at > run.train.steps:
+        problems.append(
+            config.Problem(
+                "train.steps", run.train.steps, f"the checkpoint is at step {at} already", "Set more, or another --workdir"
+            )
+        )
+    if problems:
+        raise ConfigError(problems)
+    place = position.position(checkpoints.directory, at, meta["data"]["tokens"], per_step)
+    # Scales of norms are float32 beside weights in bfloat16; older checkpoints have them in bfloat16 too.
+    cast = meta["config"]["dtypes"] != dataclasses.asdict(run.dtypes) or run.dtypes.params == "bf16"
+    base = ""
+    if program.adapters:
+        named = lora.base_path(meta, run.init.from_)
+        try:
+            check_init_source(dataclasses.replace(run, init=config.Init(named)), program)
+            base = open_origin(named).path
+        except (CheckpointError, HuggingFaceError) as error:
+            raise lora.gone(named, error) from error
+    return Start(at, True, cast, place, tuple(notes), meta["data"], base, reasons)
+
+
+def _with_meshes(meta: Mapping[str, Any], run: RunConfig, program: Program) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the configs of a checkpoint and of this run, to be compared.
+
+    The tokens that a capacity drops depend on the sizes of the mesh. So with a capacity the sizes replace -1.
+    """
+    before, now = dict(meta["config"]), config.to_dict(run)
+    if run.model.num_experts and run.experts.capacity:
+        for tree, shape in ((before, meta["mesh"]), (now, program.placement.mesh.shape)):
+            tree["mesh"] = {axis: shape.get(axis, 1) for axis in tree["mesh"]}
+    return before, now
+
+
+def check_init_source(run: RunConfig, program: Program) -> tuple[str, ...]:
+    """Return notes on settings of init.from's model that differ and that its tensors do not show, such as the rotary base.
+
+    Raises ConfigError if its tensors do not fit: one is missing, has another shape, or is a weight that this model lacks.
+    """
+    source = open_origin(run.init.from_)
+    there, here = source.model, config.to_dict(run)["model"]
+    problems = structure_problem("model.family", there.get("family", ""), run.model.family)
+    if isinstance(source, HuggingFace) and run.init.what != "weights":
+        rule = f"{source.name} is a Hugging Face folder, which holds no optimizer's state"
+        problems.append(config.Problem("init.what", run.init.what, rule, "Set weights."))
+    if source.adapters:
+        rule = f"{source.name} holds adapters alone"
+        remedy = "Name the model they stand beside, or one that they were merged into."
+        problems.append(config.Problem("init.from", run.init.from_, rule, remedy))
+    if problems:
+        raise ConfigError(problems)
+    stored = source.stored
+    wanted = stored_form.in_stored_form(init_tensors(run, program), stored)
+    wrong = arrays.differences(stored, wanted, subset=True, cast=True)
+    unused = sorted(name for name in stored.keys() - wanted.keys() if name.startswith("params."))
+    wrong += [f"{name}: in the source, not in this model" for name in unused]
+    if wrong:
+        rule = f"{source.name} does not fit this model: {'; '.join(wrong[:4])}"
+        rule += f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        of = (
+            "its config.json (`python -m jaxtrain.hf config`)"
+            if isinstance(source, HuggingFace)
+            else "that run (its config.json)"
+        )
+        raise ConfigError([config.Problem("init.from", run.init.from_, rule, f"Give the model the sizes of {of}.")])
+    return tuple(
+        f"model.{name}: {there.get(name)!r} in init.from, {value!r} here"
+        for name, value in here.items()
+        if there.get(name) != value
+    )
+
+
+def init_tensors(run: RunConfig, program: Program) -> state.Tensors:
+    """Return the tensors to read from init.from: weights, and the optimizer's state if init.what says so. No adapters."""
+    kinds = ("params.", "optimizer.") if run.init.what == "weights+optimizer" else ("params.",)
+    abstract = program.base(program.state) if program.adapters else program.state
+    return {k: v for k, v in state.abstract_tensors(abstract).items() if k.startswith(kinds)}
+
+
+def open_data(run: RunConfig) -> tuple[Any, dict[str, Any]]:
+    """Return (training data, held-out data by name).
+
+    A training batch has A x B rows, a held-out batch B rows. A set without a name is "". Without evaluation there are no sets.
+    """
+    folder = Path(run.paths.data).expanduser()
+    train = pipeline.open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, data_dir=folder)
+    if not run.eval.every_steps:
+        return train, {}
+    rows = run.train.global_batch // run.train.grad_accum
+    return train, {
+        name: pipeline.open_source(run.data, source, split="validation", global_batch=rows, data_dir=folder)
+        for name, source in pipeline.parse_sets(run.data.eval_source)[0].items()
+    }
+
+
+def initial_state(
+    run: RunConfig, program: Program, start: Start, checkpoints: Checkpoints, say: Callable[[str], None]
+) -> state.TrainState:
+    """Return the first state: from the checkpoint, from another run's weights, or from the seed.
+
+    Two whole states are never in memory at once.
+    """
+    abstract = program.state
+    if start.resumed:
+        wanted = state.abstract_tensors(program.saved(abstract))
+        read = stored_form.in_stored_form(wanted, checkpoints.stored(start.step)) if start.cast else wanted
+        tensors = stored_form.converted(checkpoints.restore(start.step, read, cast=start.cast), wanted)
+        if start.base:
+            tensors |= lora.restore_base(start.base, init_tensors(run, program))
+        words = "passing over damaged checkpoints, going on from step {step}:" if start.damaged else None
+        moved = checkpoints.set_aside(start.step, *([words] if words else []))
+        if moved:
+            say(moved)
+        return state.from_tensors(abstract, tensors)
+    only = program.trained if program.adapters else None
+    fresh = state.create_state(program.definition, program.tx, abstract, run.train.seed, program.trained, only)
+    if not run.init.from_:
+        return fresh
+    source = open_origin(start.base or run.init.from_)
+    fresh = fresh if program.adapters else state.without_params(fresh)
+    wanted = init_tensors(run, program)
+    read = stored_form.in_stored_form(wanted, source.stored)
+    tensors = stored_form.converted(source.read(read), wanted)
+    say(f"initial {run.init.what} from {source.name}; step and learning-rate schedule start at 0")
+    return state.from_tensors(abstract, tensors, fresh)
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """The first state of an attempt, and the start it was made from."""
+
+    state: state.TrainState
+    start: Start
+    base: dict[str, str]  # path and digest of the weights that adapters belong to, for checkpoints; {} without adapters
+
+
+def restore(
+    run: RunConfig, asked: RunConfig, program: Program, start: Start, checkpoints: Checkpoints, data: Any, services: Services
+) -> Restored:
+    """Make the first state, from the newest checkpoint whose digests match if there are any, and report it.
+
+    Args:
+      asked: the config as the user gave it, to compare with older checkpoints.
+      data: the training data; its sources continue from the checkpoint.
+
+    Raises Damaged if `checkpoint.step` names a damaged checkpoint, and CheckpointError if none is left.
+    """
+    console = services.console
+    while True:
+        began = time.perf_counter()
+        try:
+            with services.phase(*(("checkpoint", "restore") if start.resumed else ("startup", "startup"))):
+                current = initial_state(run, program, start, checkpoints, console.say)
+            break
+        except Damaged as error:
+            if not start.resumed or run.checkpoint.step >= 0:
+                raise
+            console.warn(str(error))
+            start = choose_start(asked, checkpoints, program, {**start.damaged, start.step: str(error)})
+            console.say(f"resuming from step {start.step} in {checkpoints.directory}")
+    base = _base(program, start, current, checkpoints)
+    _continue_sources(run, start, data, console.say)
+    services.ledger.back(start.step)
+    services.receipt.update(
+        resumed_from_step=start.step if start.resumed else None,
+        passed_over={str(step): reason for step, reason in start.damaged.items()},
+    )
+    services.receipt.began(_origin(run, start, current, checkpoints))
+    if start.resumed:
+        with services.ledger.during("restore"):
+            jax.block_until_ready(current)
+        # A checkpoint whose digests do not match has raised Damaged above.
+        seconds = time.perf_counter() - began
+        services.receipt.update(restore={"step": start.step, "seconds": seconds, "digests": "matched"})
+    return Restored(current, start, base)
+
+
+def _base(program: Program, start: Start, current: state.TrainState, checkpoints: Checkpoints) -> dict[str, str]:
+    """Return path and digest of the weights that adapters belong to; {} of a run without adapters.
+
+    Raises CheckpointError if a resumed run's adapters were trained beside other weights.
+    """
+    if not start.base:
+        return {}
+    found = lora.digest(program.base(current).params, current.layers)
+    if start.resumed:
+        lora.check_same(checkpoints.meta(start.step), start.base, found)
+    return {"path": start.base, "digest": found}
+
+
+def _continue_sources(run: RunConfig, start: Start, data: Any, say: Callable[[str], None]) -> None:
+    """Let each source of a resumed run continue where it stopped, also if the mixture was changed."""
+    go_on = getattr(data, "go_on", None)  # a user's own source may lack it
+    row = start.position.begin * run.train.global_batch
+    if start.resumed and go_on and go_on(start.data, start.step, row):
+        say(f"data: mixture changed at step {start.step}: each source continues where it stopped")
+
+
+def _origin(run: RunConfig, start: Start, current: state.TrainState, checkpoints: Checkpoints) -> dict[str, Any] | None:
+    """Return the files that the first state was read from, for the receipt; None if it was made from the seed."""
+    if start.resumed:
+        return of_checkpoint(checkpoints.directory, checkpoints.meta(start.step))
+    return of_weights(run.init.from_, lora.digest(current.params, current.layers)) if run.init.from_ else None

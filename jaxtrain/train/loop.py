@@ -1,0 +1,356 @@
+"""The loop over steps: a batch, the compiled step, the metrics of the step before, and the work that is due between steps.
+
+The metrics of a step are read once the next step is on its way. A skipped step (train/guard.py) is therefore noticed after its
+successor was dispatched. The guard skips the successor too, and the loop takes it again.
+"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxtrain import position, replay
+from jaxtrain.corruption import Verifier
+from jaxtrain.divergence import Bad, Bads, Diverged, described
+from jaxtrain.position import Positioned
+from jaxtrain.profiling import Tracer
+from jaxtrain.replay import ReplayError
+from jaxtrain.train import compiler, guard, state, step
+from jaxtrain.train.batch import HostBatch
+from jaxtrain.train.batch_feed import BatchFeed
+from jaxtrain.train.evaluate import HeldOut, SampleWriter
+from jaxtrain.train.initial_state import Restored
+from jaxtrain.train.saver import Saver
+from jaxtrain.train.services import Services
+from jaxtrain.train.setup import Compiled, Setup
+from jaxtrain.train.step_log import PendingMetrics, StepLog, StepMetrics
+from jaxtrain.train.timing import GarbageCollector, SlowSteps, StartTimes
+
+ROLLBACKS = 3  # to one checkpoint: after so many the data is not the cause
+AGREE_S = 5400.0  # processes wait for each other so long: one may compile a step that others found in their caches
+
+
+class Loop:
+    """Takes steps until the last one, or until asked to stop. `current` is the newest state, `done` the steps taken."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        compiled: Compiled,
+        restored: Restored,
+        services: Services,
+        saver: Saver,
+        log: StepLog,
+        start_times: StartTimes,
+        restore: Callable[[], Restored],
+    ):
+        """Args: restore: makes the state of the newest good checkpoint, for a rollback."""
+        self.setup, self.compiled, self.services, self.saver, self.log = setup, compiled, services, saver, log
+        self.run, self.program, self.data = setup.run, setup.program, setup.data
+        self.current: Any = restored.state
+        self.start, self.base = restored.start, restored.base
+        self.done = self.start.step
+        self.loss: float | None = None  # of the newest step that was taken and whose metrics were read
+        self.held_out = HeldOut(self.run, self.program, setup.held_out, services)
+        self.samples = SampleWriter(self.run, self.program, setup.tokenizer, services)
+        self.metrics = PendingMetrics()
+        self._restore = restore
+        self._start_times: StartTimes | None = start_times  # None once the first step is done
+        self._tracer = Tracer(
+            self.run.profile,
+            setup.workdir,
+            services.console.say,
+            process_index=services.peers.process_index,
+            asked=lambda: services.stop.traces,
+            program=compiled.train,
+            graphs=jax.local_devices()[0].platform == "gpu" and setup.options.options.get(compiler.GRAPHS) != "",
+        )
+        self._verifier = Verifier(self.program.state, self.program.placement.mesh, services.console.say)
+        self._slow_steps = SlowSteps()
+        self._times = StepTimes()
+        self._recent: list[tuple[int, float, float]] = []  # the last steps: number, loss, time read
+        self._kept_bundle = self._save_due = False
+        self._begin()
+
+    def _begin(self) -> None:
+        """Start to read batches from `done` on, with the guard's counts of the state."""
+        source = Positioned(self.data, self.start.position)
+        how = (self.program.batch, self.program.context, self.run.data.prefetch)
+        self.feed = BatchFeed(source, self.start.position.step, *how)
+        counts = {name: int(self.current.guard[name]) for name in ("in_a_row", "skipped")}
+        self.skips = Bads(**counts, most=self.run.train.max_skips)
+        if int(self.current.guard["held"]):
+            self._release_guard()
+
+    def train(self) -> None:
+        """Take all steps and save the last one. Raises Diverged, Corrupted, and the exceptions of data and devices."""
+        services, steps = self.services, self.run.train.steps
+        try:
+            with GarbageCollector() as collector, services.watchdog.phase("step"):
+                # From here on a stop request ends in a save. No process may leave at once after another has begun to step.
+                services.peers.gather("settled", "", AGREE_S)
+                services.ledger.base("step")
+                services.stop.at_once = None
+                if self.start.resumed:
+                    self._do_missed_work()
+                while self.done < steps and services.may_start(self.done + 1):
+                    self._step()
+                    self._times.collect_s = collector.step(self.done)
+                    services.watchdog.beat()
+                self._read_metrics()
+                if self.done > 0:
+                    self.save()
+        finally:
+            # The newest metrics and not the state: a step that failed has consumed the state.
+            self._tracer.close(self.metrics.on_device)
+            self.feed.close()
+
+    # ---- A step
+
+    def _step(self) -> None:
+        services, rates = self.services, self.log.rates
+        self._note_slow_step()
+        rates.start_step()
+        batch = self._next_batch()
+        if batch is None:
+            return
+        on_host, on_device = batch
+        self._tracer.before_step(self.done)
+        metrics = self._take(on_device)
+        before = self.metrics.read() if metrics is not None else None
+        if before is not None and not self._note(before):
+            if self._skipped(before):
+                return
+            metrics = self._take(on_device)  # the guard skipped this step too
+        if metrics is None:
+            return
+        if self._tracer.tracing or not self.saver.snapshots.ready:
+            rates.exclude()
+        self._tracer.after_step(self.done, metrics)
+        self.done += 1
+        services.ledger.stepped(self.done)
+        self.metrics.put(self.done, metrics, on_host)
+        self._work_between_steps()
+
+    def _next_batch(self) -> tuple[HostBatch, Any] | None:
+        """Return the next batch on host and devices; None if the run is asked to stop before the data source has it."""
+        services = self.services
+        began = time.perf_counter()
+        with self.log.rates.waiting_for_data(), services.phase("data", "data"):
+            rows = self.feed.next(lambda: services.stop_requested and not services.may_start(self.done + 1))
+            if rows is None:
+                return None
+            placed = self.feed.place(rows)
+        self._times.data_s = time.perf_counter() - began
+        if self._start_times is not None:
+            self._start_times.end("data")
+        return rows, placed
+
+    def _take(self, batch: Any) -> step.Metrics | None:
+        """Dispatch a step and return its metrics; None if the run went back to a checkpoint instead."""
+        every = self.run.train.verify_every
+        if every and (self.done + 1) % every == 0:
+            self.log.rates.exclude()
+            if self._read_metrics():
+                return None
+            self.current, metrics = self._verifier.twice(self.compiled.train, self.current, batch, self.done + 1)
+        else:
+            self.current, metrics = self.compiled.train(self.current, batch)
+        return metrics
+
+    def _note_slow_step(self) -> None:
+        """Report the step that ends now if it took far longer than others."""
+        now, saving = time.perf_counter(), self.saver.checkpoints.pending
+        ended, self._times = self._times, StepTimes(now, saving)
+        save_s, self.saver.blocked_s = self.saver.blocked_s, 0.0
+        parts = {"data_s": ended.data_s, "save_s": save_s, "gc_s": ended.collect_s, "eval_s": ended.between_s}
+        if ended.began is None:
+            return
+        if line := self._slow_steps.note(self.done, now - ended.began, saving=saving or ended.saving, **parts):
+            self.services.console.say(line)
+
+    # ---- Between steps
+
+    def _work_between_steps(self) -> None:
+        """Evaluate, sample and save where that is due."""
+        done, rates = self.done, self.log.rates
+        began = time.perf_counter()
+        if evaluates := self.held_out.due(done):
+            rates.exclude()
+            if self._read_metrics():
+                return
+            self._evaluate(finish=done == self.run.train.steps)
+        if samples := self.samples.due(done):  # before the save: a crash between the two would lose the samples
+            rates.exclude()
+            if self._read_metrics():
+                return
+            self.samples.write(state.weights(self.current), done)
+        if evaluates or samples:
+            self._times.between_s = time.perf_counter() - began
+        every = self.run.checkpoint.every_steps
+        if done == self.run.train.steps or self._save_due or (every and done % every == 0):
+            rates.exclude(more=1)  # the step after the one that is only queued waits for the copies
+            if self._read_metrics():
+                return
+            # While steps are skipped the state is the one before them. It is saved once a step is taken.
+            self._save_due = bool(self.skips.in_a_row) and done < self.run.train.steps
+            if not self._save_due:
+                self.save()
+        self.saver.poll()
+
+    def _do_missed_work(self) -> None:
+        """Evaluate and sample at the restored step if the attempt before was asked to stop before it did."""
+        done = self.done
+        missing = [self.held_out.due(done) and done not in self.services.writers.evaluated()]
+        missing.append(self.samples.due(done) and not self.samples.written(done))
+        # Process 0 decides: other nodes need not see its files.
+        evaluates, samples = json.loads(self.services.peers.gather("due", json.dumps(missing), AGREE_S)[0])
+        if evaluates:
+            self._evaluate(finish=False)
+        if samples:
+            self.samples.write(state.weights(self.current), done)
+
+    def _evaluate(self, finish: bool) -> None:
+        self.held_out.evaluate(self.compiled.eval, state.weights(self.current), self.done, finish)
+
+    def save(self) -> None:
+        """Begin to save the newest state. Raises CheckpointError after too many failures in a row."""
+        read = self.start.position.read(self.done)
+        data: dict[str, Any] = {"tokens": read * self.run.tokens_per_step, "fingerprint": self.data.fingerprint}
+        if mixture := getattr(self.data, "mixture", None):
+            data["mixture"] = mixture(read * self.run.train.global_batch)
+        meta = {"data": data, "loss": self.loss} | ({"base": self.base} if self.base else {})
+        self.saver.save(self.current, self.done, meta)
+
+    # ---- The metrics of the step before
+
+    def _read_metrics(self) -> bool:
+        """Read the metrics of the newest step now. Return whether the run went back to a checkpoint because of them."""
+        found = self.metrics.read()
+        return found is not None and not self._note(found) and self._skipped(found)
+
+    def _note(self, found: StepMetrics) -> bool:
+        """Write the metrics of a step. Return whether the step was taken."""
+        if self._start_times is not None:
+            self._end_start(self._start_times)
+        self._recent = [*self._recent[-9:], (found.step, found.loss, time.time())]
+        if found.taken:
+            self.skips.took()
+            self.loss = found.loss
+        self.log.note(found, self.start.position.read(found.step), self.skips.skipped + (not found.taken))
+        return found.taken
+
+    def _end_start(self, times: StartTimes) -> None:
+        """Report the times of the start, and prepare the first save behind the next steps."""
+        times.end("step")
+        self.services.console.say(times.words)
+        self.services.receipt.update(start_s=times.parts)
+        self._start_times = None
+        if self.run.checkpoint.every_steps:  # no step waits for a save at the end
+            self.saver.prepare()
+
+    def facts(self) -> dict[str, Any]:
+        """Return the facts that the watchdog reports at a hang."""
+        return {
+            "steps_dispatched": self.done,
+            "last_steps_heard_of": [{"step": s, "loss": repr(loss), "time_unix": t} for s, loss, t in self._recent],
+            "pending_save": self.saver.checkpoints.pending,
+            "newest_checkpoint": self.saver.newest,
+            "next_batch": self.start.position.at(self.done),
+            "device_memory": {str(d): d.memory_stats() for d in jax.local_devices()},
+        }
+
+    # ---- Skipped steps
+
+    def _skipped(self, found: StepMetrics) -> bool:
+        """Report a skipped step and continue. Return whether that is from a checkpoint. Raises Diverged."""
+        at = self.start.position.at(found.step - 1)
+        tokens = (at * self.run.tokens_per_step, (at + 1) * self.run.tokens_per_step)
+        bad = Bad(found.step, found.verdict, found.loss, found.grad_norm, at, tokens, described(self.data, at))
+        self.services.console.warn(bad.words)
+        if not self._kept_bundle:
+            self._kept_bundle = True
+            self._keep_bundle(bad, found.batch)
+        if not self.skips.add(bad):
+            self._release_guard()
+            return False
+        said = f"{self.skips.in_a_row} steps in a row were skipped, the last one step {bad.step} with loss {bad.loss:.6g}"
+        if self.run.train.on_divergence == "stop":
+            newest = self.saver.newest if self.saver.newest >= 0 else "none"
+            raise Diverged(
+                f"{said}. Nothing is saved from here; the newest checkpoint is {newest}. Lower optimizer.lr, look at the data "
+                "of these steps, or set train.on_divergence=rollback to pass over it."
+            )
+        self._roll_back(said)
+        return True
+
+    def _release_guard(self) -> None:
+        self.current = dataclasses.replace(self.current, guard=guard.released(self.current.guard))
+
+    def _keep_bundle(self, bad: Bad, batch: HostBatch) -> None:
+        """Write the files for a replay of the first skipped step of this attempt."""
+        services = self.services
+        folder = self.setup.workdir / "replay" / f"step-{bad.step}"
+        if services.peers.gather("bundle", "there" if (folder / replay.BUNDLE).exists() else "", AGREE_S)[0]:
+            return
+        if services.peers.count > 1:  # each process has its own rows
+            batch = self.data.batch(bad.batch)
+        self.saver.finish()
+        with services.phase("checkpoint", "save"):
+            try:
+                how = (self.setup.options.options, self.setup.launch.argv, services.peers)
+                services.console.say(replay.write(folder, self.run, self.current, bad, batch, *how))
+            except ReplayError as error:
+                services.console.warn(str(error))
+
+    def _roll_back(self, said: str) -> None:
+        """Go back to the newest good checkpoint, and continue after the data of the skipped steps."""
+        services, row = self.services, self.skips.row
+        self.saver.finish()
+        checkpoints = self.saver.checkpoints
+        if checkpoints.latest({}) is None:
+            raise Diverged(f"{said}, and there is no checkpoint to go back to. Lower optimizer.lr, or save more often.")
+        self.feed.close()
+        self.current = None  # its memory is needed
+        self.saver.snapshots.forget()
+        restored = self._restore()
+        self.current, self.start, self.base = restored.state, restored.start, restored.base
+        back = self.start.step
+        self.saver.newest = back
+        directory, tokens = checkpoints.directory, (row[0].tokens[0], row[-1].tokens[1])
+        times = sum(item["back_to"] == back for item in position.read(directory))
+        if times >= ROLLBACKS:
+            raise Diverged(f"{said}, after {times} rollbacks to step {back}: it is not the data alone. Lower optimizer.lr.")
+        known: list[dict[str, Any]] = []
+        if services.peers.process_index == 0:
+            known = position.skip(directory, tokens, (row[0].step, row[-1].step), said, back)
+        # Process 0 sends the list: a network file system may show the others an older one.
+        mine = json.dumps([known, services.peers.stop_reason])
+        known, asked = json.loads(services.peers.gather("rolled back", mine, AGREE_S)[0])
+        tokens_read = checkpoints.meta(back)["data"]["tokens"]
+        place = position.position(directory, back, tokens_read, self.run.tokens_per_step, known)
+        self.start = dataclasses.replace(self.start, position=place)
+        if asked:  # the step that all agreed to stop at is ahead again
+            services.peers.stop_here(asked)
+        services.console.warn(
+            f"{said}: back to step {back}, and past {row[0].data}" + (f" to {row[-1].data}" if len(row) > 1 else "")
+        )
+        services.writers.rewind(back)
+        self.done = back
+        self.metrics.drop()
+        self.log.rates.exclude()
+        self._begin()
+
+
+@dataclasses.dataclass
+class StepTimes:
+    """Seconds of one step that the loop can account for."""
+
+    began: float | None = None  # by time.perf_counter()
+    saving: int | None = None  # the step whose save ran then
+    data_s: float = 0.0
+    collect_s: float = 0.0  # Python's garbage collector
+    between_s: float = 0.0  # evaluation and samples

@@ -1,0 +1,182 @@
+"""What a step holds on each device, and what to say when that is too much."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from jaxtrain.activations import kept
+from jaxtrain.config import Remat, RunConfig
+from jaxtrain.hardware import HOST_LIMIT
+from jaxtrain.optim import groups
+from jaxtrain.throughput import HasMemoryStats
+from jaxtrain.throughput import memory as measured
+from jaxtrain.train import auto_remat, compiler
+from jaxtrain.train.program import Program, build
+
+
+class OutOfMemory(RuntimeError):
+    """The step does not fit on the devices. Carries the whole explanation."""
+
+
+def size(gib: float) -> str:
+    """Bytes in the unit that shows their digits."""
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.1f} MiB"
+
+
+def memory_by_class(program: Program, compiled: Any) -> dict[str, float]:
+    """GiB on one device: parameters, optimizer state, batch; the compiler's temporaries; and the peak of all together.
+
+    Moments that rest in host memory are named as such, and no part of the peak.
+    """
+
+    def held(tree: Any) -> float:
+        return compiler.local_bytes(tree) / 2**30
+
+    analysis = compiled.memory_analysis()
+    classes = {
+        "parameters": held(program.state.params),
+        "optimizer state" + (" (on the host)" if program.offload else ""): held(program.state.optimizer),
+        "batch": held(program.batch),
+        "temporaries": analysis.temp_size_in_bytes / 2**30,
+    }
+    # XLA's CPU compiler reports a peak that leaves its own temporaries out; what it says there is no peak.
+    if program.placement.mesh.devices.flat[0].platform != "cpu":
+        classes["peak"] = analysis.peak_memory_in_bytes / 2**30
+    return classes
+
+
+def taken_gib(compiled: Any) -> float:
+    """GiB that a compiled step takes on one device: the peak, and the gaps of the compiler's heap, which is taken whole."""
+    a = compiled.memory_analysis()
+    return (a.argument_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes + a.temp_size_in_bytes) / 2**30
+
+
+def compile_to_fit(
+    run: RunConfig,
+    program: Program,
+    options: dict[str, str | bool],
+    usable_gib: float,
+    say: Callable[[str], None] = lambda text: None,
+    extra: dict[str, str | bool] | None = None,
+    taken: Callable[[Any], float] = taken_gib,
+) -> tuple[RunConfig, Program, Any]:
+    """(run, program, compiled train step); with remat.policy=auto, those that compute least again and fit.
+
+    Whether any other policy fits is for the caller to see. usable_gib: of one device, inf where it does not tell. extra:
+    further options of the compiler, such as dumps. taken: GiB that a compiled step takes, where it does not tell of all.
+    """
+    auto = run.remat.policy == "auto"
+    while True:
+        compiled = compiler.compile_train(program, options, extra)
+        less = less_saved(run, program, taken(compiled), usable_gib) if auto else None
+        if less is None:
+            break
+        say(f"the step takes {size(taken(compiled))} of {size(usable_gib)}: keeping less for its backward pass")
+        run, program = less, build(less, list(program.placement.mesh.devices.flat))
+    if auto:
+        say(auto_remat.words(run.remat))
+    return run, program, compiled
+
+
+def less_saved(run: RunConfig, program: Program, taken_gib: float, usable_gib: float) -> RunConfig | None:
+    """With remat.policy=auto, the run with a choice that should fit where the present one takes too much; None where it fits.
+
+    `run` has remat.policy=auto, or what this returned for it. Raises nothing where no choice is small enough: what then
+    computes everything again is tried, and refused like any step that is too big.
+    """
+    excess = taken_gib - (1 - auto_remat.MARGIN) * usable_gib
+    if excess <= 0 or not kept(run.remat):
+        return None
+    p = program.placement
+    split = ("batch", "sequence", "residual", "heads", "kv_heads", "mlp", "layers")
+    axes = {axis: p.size(p.mesh_axes(axis)) for axis in split} | {"experts": p.size(p.compute_axes("experts"))}
+    packed = program.kernel.name == "cudnn" and run.data.packing == "documents"
+    remat = auto_remat.smaller(run, excess, axes, packed) or Remat("full")
+    return dataclasses.replace(run, remat=remat)
+
+
+def explain_memory(run: RunConfig, memory: dict[str, float], limit: str) -> str:
+    """What the step holds, and the settings that would help, most effective first."""
+    hints = []
+    if run.train.grad_accum < run.train.global_batch:
+        hints.append(f"train.grad_accum above {run.train.grad_accum}: smaller microbatches, fewer saved activations")
+    if run.remat.policy != "full":
+        hints.append("remat.policy=full: keep each layer's input only")
+    if run.remat.every == 1 and run.model.num_layers > 8:
+        hints.append("remat.every=2 or more: keep every second layer's input only")
+    if run.dtypes.m == "f32":
+        both = run.optimizer.name != "muon"
+        eighth = "dtypes.m=int8 and dtypes.v=int8: a quarter of both" if both else "dtypes.m=int8: a quarter"
+        hints.append(f"dtypes.m=bf16: half of the first moment; {eighth}")
+    if run.optimizer.offload == "none" and run.optimizer.name in groups.METHODS:
+        hints.append("optimizer.offload=moments: none of the moments, for a slower update; it pays with accumulation")
+    hints.append("mesh.fsdp or mesh.tensor over more devices: parameters and moments are split further")
+    sizes = (
+        ""
+        if not memory
+        else "\nIt holds, per device:\n" + "\n".join(f"  {name:<32}{size(gib):>12}" for name, gib in memory.items())
+    )
+    ways = "\n".join(f"  {hint}" for hint in hints)
+    return f"out of memory: the train step needs more than {limit}.{sizes}\nWhat would help:\n{ways}"
+
+
+def check_host_memory(program: Program, limit_gib: float, waiting: int = 0) -> None:
+    """Raises OutOfMemory where what the host is to hold does not fit into what it may pin: the copies of the state that a save
+    makes, moments that rest there, and activations that wait there, `waiting` bytes of each device."""
+    # Replicas share the work of a save's copies; what rests or waits on the host, each device has of its own.
+    held = jax.tree.leaves(program.saved(program.state))
+    saved = sum(math.prod(a.shape) * a.dtype.itemsize for a in held) / jax.process_count() / 2**30
+    each = waiting + (compiler.local_bytes(program.state.optimizer) if program.offload else 0)
+    resting = each * program.placement.mesh.size / jax.process_count() / 2**30
+    if saved + resting > limit_gib:
+        what = f"what is offloaded takes {size(resting)}, and a checkpoint" if resting else "a checkpoint"
+        raise OutOfMemory(
+            f"out of host memory: {what} goes there first and takes {size(saved)}; {size(limit_gib)} may be pinned.\n"
+            f"Set {HOST_LIMIT} higher if the host has more to give, dtypes.m and dtypes.v to bf16 or int8 for a smaller state, "
+            "or use more nodes."
+        )
+
+
+def check_free_memory(program: Program, compiled: Any, devices: Sequence[HasMemoryStats]) -> None:
+    """Raises OutOfMemory where the step's temporaries do not fit into the free memory of a device that holds the first state.
+
+    The temporaries are one block (`temp_size_in_bytes`), so the largest free block counts (`largest_free_block_bytes` of
+    `memory_stats`). The allocator of jaxlib's GPUs reports 0 for it. There all free memory counts, `bytes_limit` less
+    `bytes_in_use`, which shows memory that something else holds and does not show fragments. CPUs report nothing.
+    """
+    analysis = compiled.memory_analysis()
+    outputs = max(analysis.output_size_in_bytes - analysis.alias_size_in_bytes, 0)  # beside what is written in place
+    need = analysis.temp_size_in_bytes + outputs
+    held = analysis.argument_size_in_bytes - compiler.local_bytes(program.batch)
+    for device in devices:
+        stats = device.memory_stats() or {}
+        if "bytes_limit" not in stats or "bytes_in_use" not in stats:
+            continue
+        largest, limit, used = stats.get("largest_free_block_bytes", 0), stats["bytes_limit"], stats["bytes_in_use"]
+        free = largest if largest > 0 else limit - used
+        if need > free:
+            named = "the largest free block" if largest > 0 else "free memory"
+            raise OutOfMemory(
+                f"out of memory: the train step needs {size(need / 2**30)} beside its state, and {named} of {device} is "
+                f"{size(free / 2**30)}. Of {size(limit / 2**30)} are {size(used / 2**30)} in use, "
+                f"{size(held / 2**30)} of them by the state.\n"
+                "Start the same command again: a new process begins with unbroken memory. Where it ends here again, "
+                "set train.grad_accum higher or remat.policy=full."
+            )
+
+
+@contextlib.contextmanager
+def out_of_memory_explained(run: RunConfig, memory: dict[str, float]) -> Iterator[None]:
+    """Turns the allocator's error, once and at the top, into one that a user can act on. `memory`: by class, {} if unknown."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        _, peak = measured(jax.local_devices())
+        limit = f"there is (measured peak {peak:.2f} GiB)" if peak else "there is"
+        raise OutOfMemory(explain_memory(run, memory, limit)) from error

@@ -1,0 +1,407 @@
+"""A step's gradients on pipeline stages: one program for all of them, which follows a schedule tick by tick (stages.py).
+
+A stage has its own layers; the data, fsdp, expert, tensor and seq axes are used as without a pipeline. In every tick a stage
+runs one group of its layers forward on one microbatch and one backward on another, and sends the results to its neighbours.
+Forward and backward passes of different microbatches are in one loop body, so autodiff cannot order them: the saved
+activations of each pass wait in buffers with a slot for each pass that waits, and gradients are added to the sums of the whole
+stack as they are made.
+
+The embedding and the head belong to no stage. Their tables are sharded by vocabulary over all, as over a tensor axis: each
+stage looks up its rows for the microbatch that enters, and computes its slice of the logits of the one that leaves. So no
+stage has more work than the others, and none a table of its own.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.models.module import Definition, Params
+from jaxtrain.models.remat import Kind, add_at, at, flatten, kinds_at, layer_at, save_at, several
+from jaxtrain.models.transformer import Cache, Transformer
+from jaxtrain.shapes import STACK
+from jaxtrain.sharding import Placement
+from jaxtrain.train.loss import Batch
+from jaxtrain.train.stages import STAGE, Arrangement, Phase, Schedule
+from jaxtrain.zero import Zero
+
+Buffers = list[jax.Array]  # of all saved activations: each (slots x checkpoints of a group, ...)
+
+
+class Pass(NamedTuple):
+    """One microbatch through one group of layers."""
+
+    shared: Any  # what all layers share of the microbatch
+    group: jax.Array
+    slot: jax.Array
+    valid: jax.Array  # bool (); False in a stage's bubble: it computes too, and the result is discarded
+
+
+class StageLayers:
+    """The layers of this stage: groups of `per_group` neighbouring layers of one stack.
+
+    Args:
+      model: with this stage's shard of the stack, whose weights are `zero.StackWeight`, or not where nothing is differentiated.
+      kinds: of each place of the whole stack.
+      first: the place of this stage's first layer.
+      per_group: a multiple of the layers under each checkpoint.
+    """
+
+    def __init__(self, model: Transformer, kinds: Sequence[int], first: jax.Array, per_group: int):
+        self._stack, self._learnt, self._fixed, self.sums = flatten(model.layers)
+        self._layers, self._body, self._plan = self._stack.layers(self._learnt, self._fixed), model.layer, model.remat
+        self._kinds, self._first, self._per_group = kinds, first, per_group
+        self._each = self._plan.layers_each
+        self._checkpoints = per_group // self._each  # of a group
+        self._run = self._plan.checkpoint(several(self._body))
+
+    def _kinds_at(self, i: jax.Array, count: int) -> list[Kind]:
+        return kinds_at(self._kinds, self._first + i, count)
+
+    def _differentiate(self, x: Any, shared: Any, i: jax.Array) -> tuple[Any, Any]:
+        kinds = self._kinds_at(i, self._each)
+        return self._stack.differentiate(self._run, x, self._learnt, self._fixed, i, self._each, shared, kinds)
+
+    def saved(self, x: Any, shared: Any) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
+        """Return the structure and shapes of the activations that a checkpoint saves of a microbatch with arrays like these."""
+        trees = []
+
+        def leaves(x: Any, shared: Any) -> list[jax.Array]:
+            flat, tree = jax.tree.flatten(self._differentiate(x, shared, jnp.int32(0))[1])
+            trees.append(tree)
+            return flat
+
+        shapes = jax.eval_shape(leaves, x, shared)
+        return trees[0], shapes
+
+    def buffers(self, shapes: Sequence[jax.ShapeDtypeStruct], slots: int) -> Buffers:
+        """Return empty buffers for `slots` passes."""
+        return [jnp.zeros((slots * self._checkpoints, *a.shape), a.dtype) for a in shapes]
+
+    def _loop[C](self, step: Callable[[C, jax.Array], C], carry: C, order: range) -> C:
+        if len(order) == 1 or self._plan.unroll:
+            for i in order:
+                carry = step(carry, jnp.int32(i))
+            return carry
+        return jax.lax.scan(lambda carry, i: (step(carry, i), None), carry, jnp.asarray(list(order), jnp.int32))[0]
+
+    def through[C](self, step: Callable[[C, Any, Kind, jax.Array], C], carry: C, group: jax.Array) -> C:
+        """Return step(carry, layer, kind, place in the stack) over a group's layers. Saves nothing."""
+
+        def one(carry: C, q: jax.Array) -> C:
+            i = group * self._per_group + q
+            return step(carry, layer_at(self._layers, i), self._kinds_at(i, 1)[0], i)
+
+        return self._loop(one, carry, range(self._per_group))
+
+    def _step(self, this: Pass, x: Any, buffers: Buffers, checkpoint: jax.Array, slot: jax.Array) -> tuple[Any, Buffers]:
+        """One checkpoint forward."""
+        y, vjp = self._differentiate(x, this.shared, this.group * self._per_group + checkpoint * self._each)
+        place = slot * self._checkpoints + checkpoint
+        return y, [save_at(b, leaf, place) for b, leaf in zip(buffers, jax.tree.leaves(vjp), strict=True)]
+
+    def _step_back(
+        self, this: Pass, dy: Any, tree: Any, found: list[jax.Array], sums: list[jax.Array], checkpoint: jax.Array
+    ) -> tuple[Any, list[jax.Array]]:
+        """One checkpoint backward."""
+        first = this.group * self._per_group + checkpoint * self._each
+        vjp = jax.tree.unflatten(tree, found)
+        dx, grads = self._stack.backward(vjp, self._learnt, self._fixed, first, self._each, this.shared, dy)
+        for q, of_layer in enumerate(grads):
+            # Of a pass that is not valid the gradient may be anything, NaN too.
+            added = [jnp.where(this.valid, g.astype(s.dtype), 0) for s, g in zip(sums, of_layer, strict=True)]
+            sums = [add_at(s, g, first + q) for s, g in zip(sums, added, strict=True)]
+        return dx, sums
+
+    def _find(self, this: Pass, buffers: Buffers, checkpoint: jax.Array) -> list[jax.Array]:
+        return [at(b, this.slot * self._checkpoints + checkpoint) for b in buffers]
+
+    def forward(self, this: Pass, x: Any, buffers: Buffers) -> tuple[Any, Buffers]:
+        """Return a group's output, and the buffers with its saved activations in the pass's slot."""
+        return self._loop(lambda carry, c: self._step(this, *carry, c, this.slot), (x, buffers), range(self._checkpoints))
+
+    def backward(self, this: Pass, dy: Any, tree: Any, buffers: Buffers, sums: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
+        """Return the gradient of a group's input, and the sums with its layers' gradients added, where the pass is valid."""
+
+        def step(carry: tuple[Any, list[jax.Array]], c: jax.Array) -> tuple[Any, list[jax.Array]]:
+            dy, sums = carry
+            return self._step_back(this, dy, tree, self._find(this, buffers, c), sums, c)
+
+        return self._loop(step, (dy, sums), range(self._checkpoints)[::-1])
+
+    def both(
+        self, out: Pass, x: Any, back: Pass, dy: Any, tree: Any, buffers: Buffers, sums: list[jax.Array]
+    ) -> tuple[Any, Buffers, Any, list[jax.Array]]:
+        """Run one pass forward and another, in another slot, backward, side by side: collectives of one overlap with arithmetic
+        of the other. Return (output, buffers, gradient of the other's input, sums)."""
+
+        def step(carry: Any, c: jax.Array) -> Any:
+            x, buffers, dy, sums = carry
+            found = self._find(back, buffers, mirror := self._checkpoints - 1 - c)
+            # Nothing is written before this is read, or the compiler would keep a copy of the buffers to read it from.
+            found, slot = jax.lax.optimization_barrier((found, out.slot))
+            dx, sums = self._step_back(back, dy, tree, found, sums, mirror)
+            return *self._step(out, x, buffers, c, slot), dx, sums
+
+        return self._loop(step, (x, buffers, dy, sums), range(self._checkpoints))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """A model on stages. Static; everything computes with local shards."""
+
+    placement: Placement
+    definition: Definition
+    arrangement: Arrangement
+    schedule: Schedule
+    kinds: Sequence[int]  # of each layer
+
+    @property
+    def last(self) -> int:
+        """The last stage's number."""
+        return self.schedule.stages - 1
+
+    def layers(self, model: Transformer) -> StageLayers:
+        """Return this stage's layers."""
+        of_place = [0 if layer is None else self.kinds[layer] for layer in self.arrangement.order]
+        first = jax.lax.axis_index(STAGE) * self.arrangement.groups * self.arrangement.per_group
+        return StageLayers(model, of_place, first, self.arrangement.per_group)
+
+    def send(self, tree: Any, by: int) -> Any:
+        """Send to the next stage (by = 1) or the one before (-1); with several groups a stage, around the ends too."""
+        stages = self.schedule.stages
+        links = [(s, (s + by) % stages) for s in range(stages) if self.schedule.groups > 1 or 0 <= s + by < stages]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, STAGE, links), tree)
+
+    def broadcast(self, tree: Any) -> Any:
+        """Send the last stage's arrays to all stages, as a sum to which the others add zeros."""
+        mine = jax.lax.axis_index(STAGE) == self.last
+        return jax.tree.map(lambda x: jax.lax.psum(jnp.where(mine, x, 0), STAGE), tree)
+
+    def gradients(
+        self, objective: Any, zero: Zero, base: Params, copies: Params, learnt: Params, batch: Batch, total: jax.Array
+    ) -> tuple[Any, Params]:
+        """Return (report, gradients of `learnt`) of a batch of microbatches, (A, B, T), both this device's share."""
+        return _Step(self, objective, zero, base, copies, learnt, batch, total).run()
+
+    def hidden(self, model: Transformer, micro: Batch) -> jax.Array:
+        """Return the final hidden states of one microbatch, on all stages. Stages take turns: nothing overlaps."""
+        shared, layers = model.share(micro["segments"], micro["positions"]), self.layers(model)
+
+        def turn(x: Any, own: Any, group: jax.Array, mine: jax.Array) -> tuple[Any, Any]:
+            of = shared.where(mine)
+            return layers.through(lambda x, layer, kind, _: model.layer(x, layer, of, kind), x, group), own
+
+        x, _ = self.in_turn(model.embed_tokens(micro["tokens"]), (), turn)
+        return model.final_hidden(x)[0]
+
+    def decode(self, model: Transformer, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Return the hidden states of new tokens, on all stages, and the cache with the tokens in it. A stage has the keys and
+        values of its own layers."""
+        shared, cache = model.append(tokens_BT, cache)
+        layers = self.layers(model)
+
+        def turn(x: Any, kv: Any, group: jax.Array, mine: jax.Array) -> tuple[Any, Any]:
+            def layer(carry: tuple[Any, Any], block: Any, kind: Any, i: jax.Array) -> tuple[Any, Any]:
+                x, kv = carry
+                old = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), kv)
+                x, new = model.layer_with_cache(x, block, shared.where(mine), kind, old)
+                return x, jax.tree.map(
+                    lambda a, n: jax.lax.dynamic_update_index_in_dim(a, n, i, 0), kv, _chosen(mine, new, old)
+                )
+
+            return layers.through(layer, (x, kv), group)
+
+        x, kv = self.in_turn(model.embed_tokens(tokens_BT), cache.kv, turn)
+        return model.final_hidden(x)[0], dataclasses.replace(cache, kv=kv)
+
+    def in_turn(self, x: Any, own: Any, run: Callable[[Any, Any, jax.Array, jax.Array], tuple[Any, Any]]) -> tuple[Any, Any]:
+        """Return the last stage's output for x, on all stages, and each stage's `own`.
+
+        Each stage runs each of its groups in its turn: `run(x, own, group, whether it is its turn)`. In the others' turns it
+        computes too, and the result is discarded: the program is one for all.
+        """
+        stages, turns = self.schedule.stages, self.schedule.stages * self.schedule.groups
+        stage = jax.lax.axis_index(STAGE)
+
+        def tick(carry: tuple[Any, Any], t: jax.Array) -> tuple[tuple[Any, Any], None]:
+            x, own = run(*carry, t // stages, t % stages == stage)
+            return (self.send(x, 1), own), None
+
+        carry = jax.lax.scan(tick, (x, own), jnp.arange(turns - 1, dtype=jnp.int32))[0]
+        x, own = run(*carry, jnp.int32(self.schedule.groups - 1), stage == self.last)
+        return self.broadcast(x), own
+
+
+@dataclasses.dataclass(frozen=True)
+class _Carry:
+    """The arrays that go from tick to tick."""
+
+    entering: Any  # embeddings of the microbatch that enters next
+    arrived: Any  # from the stage before: the output of its last pass
+    returned: Any  # from the next stage: the gradient of its last pass's input
+    buffers: Buffers
+    ready: Any  # gradients of the last layer's outputs, by microbatch as far as they must wait
+    stack: list[jax.Array]  # gradients of the layers so far
+    ends: Params  # and of all other weights
+    report: Any
+
+
+jax.tree_util.register_dataclass(_Carry, [f.name for f in dataclasses.fields(_Carry)], [])
+
+
+class _Step:
+    """One step, as one stage sees it."""
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        objective: Any,
+        zero: Zero,
+        base: Params,
+        copies: Params,
+        learnt: Params,
+        batch: Batch,
+        total: jax.Array,
+    ):
+        self.pipe, self.objective, self.batch, self.total = pipe, objective, batch, total
+        self.schedule, self.stage = pipe.schedule, jax.lax.axis_index(STAGE)
+        self.zeros = zero.zero_sums(learnt)
+        sums = {name: s for name, s in self.zeros.items() if name == STACK}
+        self.ends = {name: w for name, w in learnt.items() if name != STACK}
+        self.model_of = lambda ends: pipe.definition.bind(zero.microbatch_weights(base, copies, ends, sums, adds=True))
+        self.model = self.model_of(self.ends)
+        self.layers = pipe.layers(self.model)
+        schedule = self.schedule
+        # (group, microbatch) of each pass, and its slot. Past its last forward pass a stage repeats it.
+        forward = [schedule.forward_unit(min(u, schedule.units - 1)) for u in range(schedule.forward_ticks)]
+        backward = [schedule.backward_unit(w) for w in range(schedule.units)]
+        self.forward_table, self.backward_table = (jnp.asarray(t, jnp.int32) for t in (forward, backward))
+        forward_slots, backward_slots, self.slots = schedule.slots
+        self.forward_slots, self.backward_slots = (jnp.asarray(s, jnp.int32) for s in (forward_slots, backward_slots))
+        # Only where all are forward before any is backward does the gradient of an output wait.
+        self.waiting = schedule.microbatches if schedule.wait >= schedule.forward_ticks else 1
+
+    def micro(self, m: jax.Array) -> Batch:
+        """Return microbatch m."""
+        return {k: jax.lax.dynamic_index_in_dim(a, m, keepdims=False) for k, a in self.batch.items()}
+
+    def shared(self, micro: Batch) -> Any:
+        """Return what all layers share of a microbatch."""
+        return self.model.share(micro["segments"], micro["positions"])
+
+    def entry(self, u: jax.Array) -> Any:
+        """Return the input of the first stage's forward pass u, where that is of its first group."""
+        _, m = self.forward_table[jnp.clip(u, 0, self.schedule.forward_ticks - 1)]
+        return self.model.embed_tokens(self.micro(m)["tokens"])
+
+    def forward_pass(self, t: jax.Array, carry: _Carry) -> tuple[Pass, Any]:
+        """Return this stage's forward pass of tick t, and its input."""
+        u = t - self.stage
+        valid = (u >= 0) & (u < self.schedule.units)
+        u = jnp.clip(u, 0, self.schedule.forward_ticks - 1)
+        group, m = self.forward_table[u]
+        x = _chosen((self.stage == 0) & (group == 0), carry.entering, carry.arrived)
+        return Pass(self.shared(self.micro(m)).where(valid), group, self.forward_slots[u], valid), x
+
+    def backward_pass(self, t: jax.Array, carry: _Carry) -> tuple[Pass, Any]:
+        """Return this stage's backward pass of tick t, and the gradient of its output."""
+        w = t - self.schedule.wait - (self.pipe.last - self.stage)
+        valid = (w >= 0) & (w < self.schedule.units)
+        w = jnp.clip(w, 0, self.schedule.units - 1)
+        group, m = self.backward_table[w]
+        ready = jax.tree.map(lambda r: jax.lax.dynamic_index_in_dim(r, m % self.waiting, keepdims=False), carry.ready)
+        dy = _chosen((self.stage == self.pipe.last) & (group == self.schedule.groups - 1), ready, carry.returned)
+        return Pass(self.shared(self.micro(m)), group, self.backward_slots[w], valid), dy
+
+    def leave(self, t: jax.Array, y: Any, carry: _Carry) -> _Carry:
+        """Add the loss of the microbatch that leaves the last stage at tick t, and its gradients."""
+        _, m = self.forward_table[t - self.pipe.last]
+        micro = self.micro(m)
+
+        def loss(ends: Params, y: Any) -> tuple[jax.Array, Any]:
+            model = self.model_of(ends)
+            hidden, statistics = model.final_hidden(self.pipe.broadcast(y))
+            return self.objective(hidden, statistics, model.head_VD, micro, self.total)
+
+        (_, made), (d_ends, dy) = jax.value_and_grad(loss, (0, 1), has_aux=True)(self.ends, y)
+        place = m % self.waiting
+        ready = jax.tree.map(lambda r, d: jax.lax.dynamic_update_index_in_dim(r, d, place, 0), carry.ready, dy)
+        report = jax.tree.map(jnp.add, carry.report, made)
+        return dataclasses.replace(carry, ready=ready, ends=_added(carry.ends, d_ends), report=report)
+
+    def entered(self, t: jax.Array, dx: Any, carry: _Carry) -> _Carry:
+        """Add the embedding's gradient of the microbatch that the first stage has finished at tick t."""
+        w = t - self.schedule.wait - self.pipe.last
+        valid = (w >= 0) & (w < self.schedule.units) & (self.stage == 0)
+        _, m = self.backward_table[jnp.clip(w, 0, self.schedule.units - 1)]
+        tokens = self.micro(m)["tokens"]
+        _, vjp = jax.vjp(lambda ends: self.model_of(ends).embed_tokens(tokens), self.ends)
+        d_entry = jax.tree.map(lambda g: jnp.where(valid, g, 0), dx)
+        return dataclasses.replace(carry, ends=_added(carry.ends, vjp(d_entry)[0]))
+
+    def tick(self, phase: Phase, carry: _Carry, t: jax.Array) -> _Carry:
+        """Run one tick of a phase."""
+        layers, stack, y, dx = self.layers, carry.stack, None, None
+        buffers = carry.buffers
+        if phase.forward and phase.backward:
+            passes = *self.forward_pass(t, carry), *self.backward_pass(t, carry)
+            y, buffers, dx, stack = layers.both(*passes, self.tree, buffers, stack)
+        elif phase.forward:
+            y, buffers = layers.forward(*self.forward_pass(t, carry), buffers)
+        else:
+            dx, stack = layers.backward(*self.backward_pass(t, carry), self.tree, buffers, stack)
+        carry = dataclasses.replace(carry, buffers=buffers)
+        if phase.backward:
+            carry = dataclasses.replace(carry, stack=stack, returned=self.pipe.send(dx, -1))
+            carry = self.entered(t, dx, carry) if phase.ends else carry
+        if phase.forward:
+            carry = dataclasses.replace(carry, arrived=self.pipe.send(y, 1))
+            carry = self.leave(t, y, carry) if phase.leaves else carry
+            if phase.ends:
+                carry = dataclasses.replace(carry, entering=self.entry(t + 1))
+        return carry
+
+    def run(self) -> tuple[Any, Params]:
+        """Run all ticks."""
+        micro = self.micro(jnp.int32(0))
+        x = self.model.embed_tokens(micro["tokens"])
+        empty = jax.tree.map(jnp.zeros_like, x)
+        self.tree, shapes = self.layers.saved(x, self.shared(micro))
+        report = jax.eval_shape(lambda: self.objective(*self.model.final_hidden(x), self.model.head_VD, micro, self.total)[1])
+        carry = _Carry(
+            entering=self.entry(jnp.int32(0)),
+            arrived=empty,
+            returned=empty,
+            buffers=self.layers.buffers(shapes, self.slots),
+            ready=jax.tree.map(lambda x: jnp.zeros((self.waiting, *x.shape), x.dtype), x),
+            stack=self.layers.sums,
+            ends={name: g for name, g in self.zeros.items() if name != STACK},
+            report=jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), report),
+        )
+        for count, phases in self.schedule.rounds:
+
+            def one(carry: _Carry, later: jax.Array, phases: tuple[Phase, ...] = phases) -> tuple[_Carry, None]:
+                for phase in phases:
+                    ticks = later + jnp.arange(phase.ticks.start, phase.ticks.stop, dtype=jnp.int32)
+                    carry, _ = jax.lax.scan(lambda carry, t, phase=phase: (self.tick(phase, carry, t), None), carry, ticks)
+                return carry, None
+
+            later = jnp.arange(count, dtype=jnp.int32) * (self.schedule.stages * self.schedule.groups)
+            carry = jax.lax.scan(one, carry, later)[0] if count > 1 else one(carry, later[0])[0]
+        grads: Params = dict(carry.ends)
+        if STACK in self.zeros:
+            # By name, which is the order of a module's leaves too.
+            grads[STACK] = jax.tree.unflatten(jax.tree.structure(self.zeros[STACK]), carry.stack)
+        return carry.report, grads
+
+
+def _added(sums: Params, grads: Params) -> Params:
+    return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, grads)
+
+
+def _chosen(mine: jax.Array, x: Any, other: Any) -> Any:
+    """Return x where `mine`, else the other."""
+    return jax.tree.map(lambda a, b: jnp.where(mine, a, b), x, other)

@@ -1,0 +1,231 @@
+"""The programs of a run, built from its config: the train step, the evaluation, and the arrays that they take.
+
+Nothing is allocated here: all arrays are abstract, with shapes and shardings. Devices may be real or described.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.config import ConfigError, Problem, RunConfig, parts_of
+from jaxtrain.context import Context
+from jaxtrain.kernels.experts import grouped
+from jaxtrain.models.attention import Kernel, layer_kinds
+from jaxtrain.models.module import Definition, Params, names, part
+from jaxtrain.models.remat import make_plan
+from jaxtrain.optim.optimizer import check_groups, make_optimizer, make_schedule
+from jaxtrain.optim.rounding import Rounding
+from jaxtrain.optim.update import at_once, streamed
+from jaxtrain.shapes import EXPERT_METRICS, STACK
+from jaxtrain.sharding import Placement, make_placement, replicated
+from jaxtrain.train.balance import Balance, is_bias
+from jaxtrain.train.batch import MICROBATCHES, abstract_batch
+from jaxtrain.train.definition import fp8_weights, make_definition, matches, numerics_of, trained_parameters
+from jaxtrain.train.gradients import Objective, make_gradients, make_loss
+from jaxtrain.train.kernel import choose_kernel, context_of, hardware_of
+from jaxtrain.train.loss import Batch, LossSpec, loss_function
+from jaxtrain.train.pipeline import Pipeline
+from jaxtrain.train.stages import STAGE, Arrangement, Schedule, arrangement
+from jaxtrain.train.state import TrainState, abstract_state, shardings
+from jaxtrain.train.step import make_train_step
+from jaxtrain.zero import Zero, make_zero
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The programs of a run, and the arrays that they take."""
+
+    run: RunConfig
+    placement: Placement
+    definition: Definition
+    kernel: Kernel  # attention
+    kernel_reason: str  # why it was chosen
+    tx: optax.GradientTransformation
+    trained: Params  # which parameters are trained
+    state: TrainState  # abstract
+    batch: Batch  # abstract, (A, B, T)
+    eval_batch: Batch  # abstract, (1, B, T)
+    train_step: Any  # jitted: (state, batch) -> (state, metrics)
+    eval_step: Any  # jitted: (params, eval_batch) -> (sum of weighted losses, sum of weights)
+    gradients: Any  # jitted: (params, batch) -> ((loss, statistics of experts), gradients)
+
+    @property
+    def context(self) -> Context:
+        """How the devices of a sequence share it, and the order in which they hold its tokens."""
+        return self.kernel.split.context
+
+    @property
+    def offload(self) -> bool:
+        """Whether moments are in host memory."""
+        return self.run.optimizer.offload == "moments"
+
+    @property
+    def adapters(self) -> bool:
+        """Whether low-rank adapters are trained, which are then saved alone."""
+        return self.run.lora.rank > 0
+
+    @property
+    def gathers_where_used(self) -> bool:
+        """Whether weights are gathered wherever they are used, and not once a step."""
+        sharding = self.run.sharding
+        return bool(self.placement.gather_axes("embed")) and sharding.zero == 3 and sharding.gather != "step"
+
+    @property
+    def layer_trips(self) -> int:
+        """Iterations of the loop over layers; 0 without one."""
+        run = self.run
+        stage_layout = arrangement(run, self.placement.size(STAGE))
+        plan = make_plan(run.remat, run.sharding.gather, run.compiler.unroll)
+        return plan.trips(stage_layout.per_group if stage_layout else run.model.num_layers)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether a layer's tokens may take several rounds to their experts: a loop within the layer."""
+        split = self.placement.size(self.placement.compute_axes("experts")) > 1
+        return bool(self.run.model.num_experts) and not self.run.experts.capacity and split
+
+    def saved(self, state: TrainState) -> TrainState:
+        """Return the arrays of a state, abstract or not, that a checkpoint of this run holds."""
+        return dataclasses.replace(state, params=part(state.params, self.trained)) if self.adapters else state
+
+    def base(self, state: TrainState) -> TrainState:
+        """Return the arrays of a state, abstract or not, that adapters are added to; without adapters, all parameters."""
+        frozen = jax.tree.map(lambda learns: not (learns and self.adapters), self.trained)
+        return TrainState(state.step, part(state.params, frozen), (), layers=state.layers)
+
+
+def make_balance(run: RunConfig, definition: Definition, stage_layout: Arrangement | None) -> Balance:
+    """Return how a step keeps experts evenly loaded. Biases of frozen layers do not move, nor do any beside adapters."""
+    frozen = ["*"] if run.lora.rank else parts_of(run.train.freeze)
+    moves = jax.tree.map(lambda name: is_bias(name) and not matches(name, frozen), names(definition.abstract))
+    stage_layout = stage_layout or Arrangement(run.model.num_layers)
+    return Balance(run.experts, run.model.num_experts, stage_layout.turns, stage_layout.order, moves)
+
+
+def adds_in_backward(run: RunConfig, definition: Definition) -> bool:
+    """Return whether the backward pass of each layer adds its gradient to the sum of earlier microbatches.
+
+    Raises:
+      ConfigError: train.accumulate = layer, and the model's layers are not run by remat.Plan.run.
+    """
+    if run.train.grad_accum == 1:
+        return False
+    if run.train.accumulate == "layer" and not definition.uses_plan_run:
+        rule = f"the {run.model.family} model does not add gradients layer by layer, as this config has it"
+        raise ConfigError([Problem("train.accumulate", "layer", rule, "Set microbatch.")])
+    # Inside a loop, adding in place prevents that XLA overlaps a layer's reduce-scatters with the next iteration.
+    asked = run.compiler.unroll if run.train.accumulate == "auto" else run.train.accumulate == "layer"
+    return definition.uses_plan_run and asked
+
+
+def make_pipeline(run: RunConfig, placement: Placement, definition: Definition, stage_layout: Arrangement) -> Pipeline:
+    """Return a config's pipeline. Raise ConfigError for a model from outside the package that has no stages."""
+    if not definition.staged:
+        rule = f"the {run.model.family} model does not say that its layers can be run separately from embedding and head"
+        remedy = "Make it a models.transformer.Transformer with the __call__ and the remat of that, or set 1."
+        raise ConfigError([Problem("mesh.stage", stage_layout.stages, rule, remedy)])
+    schedule = Schedule(run.pipeline.schedule, stage_layout.stages, stage_layout.groups, run.train.grad_accum)
+    return Pipeline(placement, definition, stage_layout, schedule, layer_kinds(run.model))
+
+
+def make_objective(run: RunConfig, placement: Placement, zero: Zero, trained: Params, balance: Balance | None) -> Objective:
+    """Return the objective of a train step."""
+    head = "embed.embedding" if run.model.tied_head else "head"
+    head_learns = any(jax.tree.leaves(jax.tree.map(lambda name, learns: learns and name == head, names(trained), trained)))
+    spec = LossSpec(zero.numerics, placement, zero, run.loss.chunk, run.model.logit_softcap, run.loss.z_loss, head_learns)
+    return Objective(placement, loss_function(run.loss.name), spec, balance)
+
+
+def check_offload(run: RunConfig, trained: Params) -> None:
+    """Raise ConfigError where moments shall be streamed layer by layer and there is no stack of trained layers."""
+    if run.optimizer.offload == "moments" and STACK not in trained:
+        has = "trains" if run.train.freeze else "has"
+        rule = f"moments are streamed layer by layer, and model.family = {run.model.family} {has} no parameters under {STACK!r}"
+        raise ConfigError([Problem("optimizer.offload", "moments", rule, "Set none, or stack the layers under that name.")])
+
+
+def build(run: RunConfig, devices: Sequence[Any]) -> Program:
+    """Return the programs of a run on these devices, real or described.
+
+    Raises:
+      LayoutError, Unsupported: the config asks for a layout or a kernel that cannot be.
+      ConfigError: a model from outside the package lacks a part that the config asks for.
+    """
+    # The mesh, the attention kernel, the model.
+    placement = make_placement(run, devices)
+    kernel, kernel_reason = choose_kernel(run, context_of(run, placement), devices[0])
+    if run.model.num_experts:
+        grouped.check(run.experts.impl, hardware_of(devices[0]))
+    definition = make_definition(run, placement, kernel)
+    numerics = numerics_of(run)
+    stage_layout = arrangement(run, placement.size(STAGE))
+    pipe = make_pipeline(run, placement, definition, stage_layout) if stage_layout else None
+
+    # The roles of parameters, and the optimizer.
+    trained, in_fp8 = trained_parameters(run, definition), fp8_weights(run, definition)
+    learnt = part(definition.axes, trained)
+    check_groups(run.optimizer, learnt)
+    check_offload(run, learnt)
+    offload = run.optimizer.offload == "moments"
+    how = (run.optimizer, run.dtypes, learnt, placement, numerics)
+    tx = make_optimizer(*how)
+    rounding = Rounding(run.train.seed, stage_layout.order if stage_layout else None)
+    update = streamed(*how, rounding) if offload else at_once(tx, rounding)
+
+    # The arrays.
+    state = abstract_state(definition, tx, placement, offload, trained, stage_layout)
+    rows = run.train.global_batch // run.train.grad_accum
+    batch = abstract_batch(placement, (run.train.grad_accum, rows, run.data.seq_len))
+    eval_batch = abstract_batch(placement, (1, rows, run.data.seq_len))
+
+    # The shard_map around loss and gradients. Gradients leave it reduced, and sharded like the weights.
+    zero = make_zero(run, placement, numerics)
+    balance = make_balance(run, definition, stage_layout) if run.model.num_experts else None
+    objective = make_objective(run, placement, zero, trained, balance)
+    adds = not pipe and adds_in_backward(run, definition)
+    local = make_gradients(definition, zero, objective, trained, in_fp8, adds=adds, pipe=pipe)
+    param_specs = definition.specs(placement)
+    in_specs = param_specs, placement.spec(MICROBATCHES)
+    report_specs = P(), P() if balance else ()
+    gradients = placement.shard_map(local, in_specs, (report_specs, part(param_specs, trained)))
+
+    train_step = make_train_step(
+        gradients,
+        update,
+        make_schedule(run.optimizer, run.train.steps),
+        trained=trained,
+        clip_norm=run.optimizer.clip_norm,
+        spike=run.train.spike,
+        balance=balance,
+    )
+    held_out = dataclasses.replace(objective, spec=dataclasses.replace(objective.spec, z_loss=0.0), balance=None)
+    eval_step = placement.shard_map(make_loss(definition, zero, held_out, in_fp8, pipe), in_specs, (P(), P()))
+
+    metrics = ("loss", "grad_norm", "lr", "verdict", *(EXPERT_METRICS if balance else ()))
+    whole = replicated(placement)
+    return Program(
+        run,
+        placement,
+        definition,
+        kernel,
+        kernel_reason,
+        tx,
+        trained,
+        state,
+        batch,
+        eval_batch,
+        train_step=jax.jit(
+            train_step,
+            in_shardings=(shardings(state), shardings(batch)),
+            out_shardings=(shardings(state), dict.fromkeys(metrics, whole)),
+            donate_argnums=0,
+            # Arrays of a batch that the kernel does not read stay arguments, so that plans find all of them.
+            keep_unused=True,
+        ),
+        eval_step=jax.jit(eval_step, in_shardings=(shardings(state.params), shardings(batch)), out_shardings=(whole, whole)),
+        gradients=jax.jit(gradients),
+    )

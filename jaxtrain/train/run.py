@@ -1,0 +1,493 @@
+"""A training run, from its config to its exit code. The chapters are in `train_attempt`, from top to bottom.
+
+`run` is for Python programs and notebooks. The command line (main.py) answers before jax is imported, and calls `attempt`.
+Checks come first: of data, devices and checkpoints, then of shapes, shardings and the compiled step. Memory is allocated after
+them, and nothing is written before the checks have passed that may refuse a run.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import ml_collections
+
+from jaxtrain import environment, goodput, hardware, installed, metrics
+from jaxtrain.checkpoint import CheckpointError
+from jaxtrain.config import ConfigError, Problem, RunConfig, to_dict
+from jaxtrain.corruption import Corrupted
+from jaxtrain.data.tokenfile import TokenFileError
+from jaxtrain.distributed import Peers
+from jaxtrain.divergence import Diverged
+from jaxtrain.launch import Launch, resolved
+from jaxtrain.ledger import Ledger
+from jaxtrain.metrics import MetricsError
+from jaxtrain.monitor import Monitor
+from jaxtrain.plan.expect import Watch
+from jaxtrain.progress import Console
+from jaxtrain.receipt import Receipt, ReceiptError, config_sha256, device_facts, rank_map
+from jaxtrain.signals import Stop
+from jaxtrain.startup import set_compile_cache, set_environment, start_jax
+from jaxtrain.timelimit import TimeLimit, limit_s, tell_launcher
+from jaxtrain.trackers import TrackerError, open_trackers
+from jaxtrain.train import state
+from jaxtrain.train.evaluate import SampleWriter
+from jaxtrain.train.initial_state import Restored, choose_start, restore
+from jaxtrain.train.loop import Loop
+from jaxtrain.train.memory import OutOfMemory, check_free_memory, out_of_memory_explained
+from jaxtrain.train.saver import Saver
+from jaxtrain.train.services import Services
+from jaxtrain.train.setup import Setup, check_setup, compile_steps, expected_times, open_checkpoints
+from jaxtrain.train.step_log import StepLog
+from jaxtrain.train.summary import print_summary
+from jaxtrain.train.timing import StartTimes, process_age_s
+from jaxtrain.validate import validate
+from jaxtrain.validate.places import remote
+from jaxtrain.watchdog import Watchdog, parse_budgets
+
+if TYPE_CHECKING:
+    from jaxtrain.checkpoint.place import AnyPath
+
+DONE, FAILED, REFUSED, AGAIN, DIVERGED, HUNG = 0, 1, 2, 75, 76, 124  # exit codes
+BEAT_S, DEAD_S = 2.0, 15.0  # the interval of heartbeats between processes, and the silence that means a process is dead
+AGREE_S = 600.0  # processes wait for each other so long at the start
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The end of a run, or of an attempt at it."""
+
+    exit_code: int  # as that of the command: 0 done; 75 or 130 asked to leave by a signal, and saved
+    reason: str  # in words, as in receipt.json
+    step: int  # optimizer steps done
+    metrics: dict[str, Any]  # the newest train line of metrics.jsonl; empty if there is none
+    checkpoints: "AnyPath"  # the folder of the checkpoints, or its address in a bucket
+    error: Exception | None = None  # the exception that ended it; `run` raises it
+
+
+def run(config: ml_collections.ConfigDict | RunConfig | Mapping[str, Any], workdir: str | os.PathLike[str]) -> Result:
+    """Train in this process, as the command line does: check everything, then resume from `workdir`, or begin.
+
+    Signals (Ctrl-C, an interrupted notebook) end the run in good order if this is the main thread. XLA's compile cache stays at
+    `paths.cache`.
+
+    Args:
+      config: the result of a config file's `get_config` (start from `config.default_config()`). JAX may have been imported
+        before. On GPUs nothing may have been computed: JAX takes their memory, as `train.memory_fraction` says, when it starts.
+
+    Raises ConfigError, with all problems of the config, before anything is started or written. Raises Diverged, OutOfMemory,
+    CheckpointError, MetricsError, or any other exception that ended the run.
+    """
+    asked, problems = resolved(to_dict(config) if isinstance(config, RunConfig) else config)
+    folder, devices = Path(workdir).expanduser(), hardware.probe()
+    problems += [*remote("workdir", os.fspath(workdir)), *validate(asked, devices, folder)]
+    if problems:
+        raise ConfigError(list({str(p): p for p in problems}.values()))
+    overlay, _ = environment.overlay(asked, devices, os.environ)
+    set_environment(overlay)
+    start_jax(devices)
+    result = attempt(asked, folder, Launch("python", "", (), ()), overlay)
+    if result.error is not None:
+        raise result.error
+    return result
+
+
+def attempt(
+    run: RunConfig, workdir: Path, launch: Launch, overlay: environment.Overlay | None = None, *, own_process: bool = False
+) -> Result:
+    """Make one attempt at a run that has passed validate.validate, on JAX as it was started.
+
+    Args:
+      overlay: the environment that was set for the run, for log and receipt.
+      own_process: the process exists for this run alone. A signal before the first step, the watchdog, and the death of
+        another process of the run may end it at once.
+    """
+    with contextlib.ExitStack() as stack:
+        ending = Ending()
+        budgets = parse_budgets(run.train.timeouts)[0] if own_process else {}
+        facts = lambda: ending.facts()  # noqa: E731 - the loop that has them comes later
+        watchdog = Watchdog(budgets, workdir, facts=facts, ended=ending.hung, process_index=jax.process_index())
+        stack.enter_context(watchdog)
+        stack.enter_context(watchdog.phase("startup"))
+        peers = ending.peers = Peers.of_this_run()
+        if own_process:
+            peers.watch(BEAT_S, DEAD_S, ending.lost_process)
+        try:
+            result = train_attempt(run, workdir, launch, overlay or environment.Overlay(), own_process, watchdog, peers, ending)
+        except BaseException as error:
+            peers.close(f"{type(error).__name__}: {first_line(error)}")
+            raise
+        ending.code, ending.over = result.exit_code, True  # the end of another process changes nothing from here on
+        # A decision that all processes make alike is no failure of this one.
+        alike = isinstance(result.error, CheckpointError | Corrupted)
+        peers.close(result.reason if result.exit_code in (FAILED, REFUSED) and not alike else "")
+        return result
+
+
+class Ending:
+    """The end of an attempt: how it came, as far as it is known, and the ways in which other threads bring it about."""
+
+    def __init__(self):
+        self.step = 0  # optimizer steps done
+        self.code, self.reason = FAILED, "ended by an exception"
+        self.error: Exception | None = None  # an expected failure of training
+        self.over = False  # the attempt has ended by itself
+        self.watch: Watch | None = None  # planned and measured step times; None without a plan
+        self.receipt: Receipt | None = None
+        self.ledger: Ledger | None = None
+        self.peers = Peers(0, 1)
+        self.facts: Callable[[], dict[str, Any]] = dict  # for the watchdog's report
+
+    def failed(self, code: int, error: Exception) -> None:
+        """Record an expected failure."""
+        self.code, self.error, self.reason = code, error, first_line(error)
+
+    def hung(self, cause: str) -> None:
+        """Complete the files of a run that the watchdog ends."""
+        self._finish(HUNG, cause)
+
+    def asked_early(self, name: str, code: int) -> None:
+        """Complete the files of a run that is asked to stop before its first step, in this process or another one."""
+        self.peers.ask_to_stop(name)
+        tell_launcher(name)
+        self._finish(code, f"{name} before the first step")
+        self.peers.close()
+
+    def lost_process(self, words: str) -> None:
+        """End this process: another process of the run has died, and this one would wait for it."""
+        if self.over:
+            os._exit(self.code)
+        try:
+            os.write(2, f"\n{words}: leaving, to be started again from the newest checkpoint.\n".encode())
+            self._finish(AGAIN, words)
+        finally:
+            os._exit(AGAIN)
+
+    def _finish(self, code: int, reason: str) -> None:
+        if self.ledger is not None:
+            self.ledger.end(code, reason)
+        if self.receipt is not None:
+            self.receipt.finish(code, reason)
+
+
+def train_attempt(
+    run: RunConfig,
+    workdir: Path,
+    launch: Launch,
+    overlay: environment.Overlay,
+    own_process: bool,
+    watchdog: Watchdog,
+    peers: Peers,
+    ending: Ending,
+) -> Result:
+    """Check the run, take its folder, open log and receipt, train, and close all of it."""
+    start_times = StartTimes()
+    set_compile_cache(run)
+    checkpoints = open_checkpoints(run, workdir, peers)
+    with contextlib.ExitStack() as stack:
+        try:
+            setup = check_setup(run, workdir, launch, checkpoints, own_process)  # writes nothing
+            workdir.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock_workdir(setup, overlay, peers))
+            services = stack.enter_context(open_services(setup, overlay, own_process, watchdog, ending))
+        except ConfigError as error:
+            return Result(REFUSED, str(error), 0, {}, checkpoints.directory, error)
+        ending.step = setup.start.step
+        train(setup, services, start_times, ending, own_process)
+    found = {} if ending.error else newest(workdir)
+    return Result(ending.code, ending.reason, ending.step, found, checkpoints.directory, ending.error)
+
+
+# ---- The run's folder
+
+
+@contextlib.contextmanager
+def lock_workdir(setup: Setup, overlay: environment.Overlay, peers: Peers) -> Iterator[None]:
+    """Lock the run's folder, and check that all processes of the run see the same run.
+
+    Two runs in one folder would overwrite each other's metrics and checkpoints. Raises ConfigError.
+    """
+    handle = lock(setup.workdir) if jax.process_index() == 0 else NO_LOCK
+    try:
+        views = peers.gather("start", json.dumps(view(setup, overlay)), AGREE_S)
+        seen = [json.loads(each) for each in views]
+        for name, remedy in ALIKE.items():
+            if len({json.dumps(each[name], sort_keys=True) for each in seen}) > 1:
+                found = "; ".join(f"process {i}: {each[name]}" for i, each in enumerate(seen[:4]))
+                raise ConfigError([Problem(name, None, f"the processes of this run do not see the same ({found})", remedy)])
+        if peers.gather("lock", "locked" if handle is None else "", AGREE_S)[0]:
+            rule, remedy = "another run is at work in this folder", "Wait for it, stop it, or name another folder."
+            raise ConfigError([Problem("--workdir", str(setup.workdir), rule, remedy)])
+        yield
+    finally:
+        if handle is not None and handle != NO_LOCK:
+            os.close(handle)
+
+
+NO_LOCK = -1
+
+
+def lock(folder: Path) -> int | None:
+    """Return a lock on a folder, held until it is closed or this process ends; None if another process has it.
+
+    Some network file systems cannot lock a folder. Then the result is NO_LOCK.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    except OSError:
+        os.close(handle)
+        return NO_LOCK
+    return handle
+
+
+# Facts that must be the same on all processes before they start, with the remedy.
+ALIKE = {
+    "checkpoint.step": "Put the folder of checkpoints where all of them see the same files.",
+    "data.source": "Give all of them the same token files.",
+    "config": "Start all of them with the same command.",
+    "code": "Bring the repository to the same state on all nodes.",
+    "environment": "Give all of them the same variables, or set them by env.set.",
+}
+
+
+def view(setup: Setup, overlay: environment.Overlay) -> dict[str, Any]:
+    """Return the facts of ALIKE as this process has them."""
+    return {
+        "checkpoint.step": [setup.start.step, dataclasses.astuple(setup.start.position)],
+        "data.source": setup.data.fingerprint,
+        "config": config_sha256(to_dict(setup.asked)),
+        "code": installed.code() if jax.process_count() > 1 else "",  # reads some 300 files
+        "environment": overlay.common(),
+    }
+
+
+# ---- Log, metrics, receipt, ledger, signals
+
+
+@contextlib.contextmanager
+def open_services(
+    setup: Setup, overlay: environment.Overlay, own_process: bool, watchdog: Watchdog, ending: Ending
+) -> Iterator[Services]:
+    """Open the files of an attempt and listen to signals; record in `ending` how the block ended, and complete the files.
+
+    Expected failures of training are recorded, reported, and raised no further. Raises ConfigError if a tracker or an earlier
+    receipt cannot be opened.
+    """
+    workdir, process, peers = setup.workdir, jax.process_index(), ending.peers
+    receipt = Receipt(workdir, process_index=process)
+    try:
+        trackers = open_trackers(workdir, setup.run.log, resumed=setup.start.resumed, process_index=process)
+    except TrackerError as error:
+        raise ConfigError([Problem("log.wandb", setup.run.log.wandb, str(error).rstrip("."), "")]) from error
+    writers = metrics.Writers(workdir, trackers.all, process_index=process)
+    try:
+        receipt.start(first_facts(setup, overlay) | trackers.facts, setup.launch.config_file)
+    except ReceiptError as error:  # of an earlier attempt, and not to be overwritten
+        writers.close(FAILED)
+        raise ConfigError([Problem("cannot start", None, str(error).rstrip("."), "")]) from error
+    ending.receipt = receipt
+    metrics.write_atomic(workdir / "config.json", json.dumps(to_dict(setup.asked), indent=1) + "\n")
+    if preflight := receipt.preflight:
+        metrics.write_atomic(workdir / "preflight.json", json.dumps(preflight, indent=1) + "\n")
+    born = time.time() - (process_age_s() if own_process else 0.0)
+    ledger = ending.ledger = Ledger(workdir / goodput.FILE, born, active=process == 0)
+    try:
+        with Console(workdir, process, setup.run.train.steps) as console, ledger, Stop(peers.ask_to_stop) as stop:
+            for line in (*setup.launch.notes, *overlay.lines()):
+                console.say(line)
+            if own_process:
+                stop.at_once = ending.asked_early
+                peers.on_stop = stop.asked_elsewhere
+            try:
+                yield Services(console, writers, receipt, ledger, watchdog, peers, stop)
+            except Diverged as error:
+                ending.failed(DIVERGED, error)
+                console.warn(str(error))
+            except (OutOfMemory, CheckpointError, MetricsError, Corrupted, TokenFileError) as error:
+                ending.failed(FAILED, error)
+                console.warn(str(error))
+            if (spent := ledger.close(ending.code, ending.reason)) is not None:
+                console.say(goodput.words(spent))
+    except BaseException as error:
+        ending.reason = f"{type(error).__name__}: {first_line(error)}"
+        raise
+    finally:
+        spent = ledger.close(ending.code, ending.reason)
+        facts = ({"goodput": spent.record()} if spent else {}) | (ending.watch.record() if ending.watch else {})
+        receipt.finish(ending.code, ending.reason, facts)
+        writers.note("receipt", receipt.fields)
+        writers.close(ending.code)
+
+
+def first_facts(setup: Setup, overlay: environment.Overlay) -> dict[str, Any]:
+    """Return the facts of a receipt that are known before training."""
+    return {
+        "config": setup.launch.name,
+        "config_sha256": config_sha256(to_dict(setup.asked)),
+        "resolved": to_dict(setup.asked),
+        "overrides": dict(setup.launch.overrides),
+        "devices": device_facts(jax.devices()),
+        "mesh": dict(setup.program.placement.mesh.shape),
+        "attention": setup.program.kernel.name,
+        "max_segments": setup.run.data.max_segments,
+        "data": setup.data.fingerprint,
+        "eval_data": {name: batches.fingerprint for name, batches in setup.held_out.items()},
+        "synthetic": setup.data.synthetic,
+        "resumed_from_step": setup.start.step if setup.start.resumed else None,
+        "restart": int(os.environ.get("JAXTRAIN_RESTART", 0)),
+        "ranks": rank_map(setup.program.placement.mesh.devices.flat),
+        "env": {"set": overlay.set, "inherited": overlay.inherited, "unset": overlay.unset},
+    }
+
+
+# ---- Training
+
+
+def train(setup: Setup, services: Services, start_times: StartTimes, ending: Ending, own_process: bool) -> None:
+    """Train within `train.max_minutes`, with all saves ended afterwards. `ending` has exit code and reason then.
+
+    Raises Diverged, OutOfMemory, CheckpointError, MetricsError, Corrupted, and the exceptions of data and devices.
+    """
+    peers, stop = services.peers, services.stop
+    saver = Saver(setup.asked, setup.program, setup.checkpoints, services)
+
+    def ask_to_stop(why: str) -> None:
+        stop.asked_elsewhere(why)  # before the first step this ends the process
+        peers.ask_to_stop(why)
+
+    seconds, _ = limit_s(setup.run.train.max_minutes, age=process_age_s() if own_process else 0.0)
+    with TimeLimit(seconds, lambda: saver.longest_s, ask_to_stop):
+        try:
+            ending.code, ending.reason = train_steps(setup, services, saver, start_times, ending)
+        except BaseException:
+            saver.finish()  # the save before a step that failed may be under way, and its end belongs in the log
+            raise
+
+
+def train_steps(setup: Setup, services: Services, saver: Saver, start_times: StartTimes, ending: Ending) -> tuple[int, str]:
+    """Compile, restore, take the steps, and save the last one. Return (exit code, reason)."""
+    run, console, steps = setup.run, services.console, setup.run.train.steps
+    print_summary(run, setup.program, setup.start, setup.data, setup.checkpoints.directory, console)
+    if not setup.asked.data.max_segments and run.data.packing == "documents":
+        console.say(f"data: up to {run.data.max_segments} documents in a sequence")
+
+    def first_state(asked: RunConfig, setup: Setup) -> Restored:
+        restored = restore(setup.run, asked, setup.program, setup.start, setup.checkpoints, setup.data, services)
+        saver.newest = restored.start.step if restored.start.resumed else -1
+        ending.step = restored.start.step
+        return restored
+
+    restored = None
+    if setup.start.step == steps:
+        restored = first_state(setup.asked, setup)
+        if restored.start.step == steps:
+            return DONE, nothing_left(setup, restored, services)
+        # The last checkpoint was damaged, and the one before is not the end.
+    start_times.end("open")
+    if run.checkpoint.every_steps:
+        saver.snapshots.reserve()  # takes minutes for a large state, beside compiling
+    with out_of_memory_explained(run, {}), services.phase("compile", "compile"):
+        setup, compiled = compile_steps(setup, services)
+        watch = ending.watch = expected_times(setup, compiled, services)
+    start_times.end("compile")
+
+    with out_of_memory_explained(setup.run, compiled.memory):
+        restored = restored or first_state(setup.asked, setup)
+        rewind_metrics(setup, restored, services)
+        jax.block_until_ready(restored.state)
+        start_times.end("restore" if restored.start.resumed else "initial state")
+        check_free_memory(setup.program, compiled.train, jax.local_devices())
+
+        def restore_newest() -> Restored:
+            """For a rollback: the newest good checkpoint, also if the command named an older one."""
+            asked = without_step(setup.asked)
+            start = choose_start(asked, setup.checkpoints, setup.program)
+            return first_state(asked, dataclasses.replace(setup, run=without_step(setup.run), start=start))
+
+        pools = {d.local_hardware_id: d.memory_stats for d in jax.local_devices() if d.platform == "gpu"}
+        with Monitor(pools, setup.run.log.gpu_every_s, process=services.peers.process_index) as monitor:
+            log = StepLog(setup.run, setup.data, services, monitor, watch)
+            loop = Loop(setup, compiled, restored, services, saver, log, start_times, restore_newest)
+            del restored  # its state is given to the first step
+            ending.facts = loop.facts
+            try:
+                loop.train()
+            finally:
+                ending.step = loop.done
+        services.ledger.base("other")
+        saver.finish(save_again=loop.save)
+        if services.stop_requested and loop.done < steps:
+            return stopped(loop.done, saver, services)
+        if saver.failures:
+            raise CheckpointError(
+                "the last step could not be saved, as the log says. The newest checkpoint stands: start again."
+            )
+        loop.samples.write(state.weights(loop.current), loop.done)
+    return DONE, f"{loop.done} steps done"
+
+
+def without_step(run: RunConfig) -> RunConfig:
+    """Return a run that resumes from its newest checkpoint."""
+    return dataclasses.replace(run, checkpoint=dataclasses.replace(run.checkpoint, step=-1))
+
+
+def stopped(done: int, saver: Saver, services: Services) -> tuple[int, str]:
+    """Report the end of a run that was asked to stop. Return (exit code, reason)."""
+    why = services.peers.stop_reason or ""
+    tell_launcher(why)
+    if saver.newest == done and not saver.failures:
+        saved = f"state saved at step {done}"
+    elif saver.newest >= 0:
+        saved = f"the newest checkpoint is step {saver.newest}"
+    else:
+        saved = "before the first step, nothing to save"
+    name = "Ctrl-C" if why == "SIGINT" else why
+    services.console.say(f"{name}: {saved}; the same command goes on from there.")
+    return services.stop.exit_code_of(why), f"{why} at step {done}"
+
+
+def nothing_left(setup: Setup, restored: Restored, services: Services) -> str:
+    """Report that all steps were done before, and write the last samples if an earlier attempt did not. Return the reason."""
+    steps = setup.run.train.steps
+    services.console.say(f"all {steps} steps are done: nothing to train. A larger train.steps goes on from here.")
+    rewind_metrics(setup, restored, services)
+    samples = SampleWriter(setup.run, setup.program, setup.tokenizer, services)
+    if not samples.written(steps):
+        samples.write(state.weights(restored.state), steps)
+    return f"{steps} steps were done already"
+
+
+def rewind_metrics(setup: Setup, restored: Restored, services: Services) -> None:
+    """Remove metrics and samples of steps that this attempt takes again.
+
+    If the folder has metrics and no checkpoint, they are moved aside.
+    """
+    writers = services.writers
+    for moved in () if restored.start.resumed else writers.set_aside():
+        directory = setup.checkpoints.directory
+        services.console.say(f"no checkpoint in {directory}: starting at 0; the earlier metrics are now {moved}")
+    writers.rewind(restored.start.step)
+    writers.note("config", to_dict(setup.asked))
+
+
+def newest(workdir: Path) -> dict[str, Any]:
+    """Return the last train line of a run's metrics.jsonl; empty if there is none."""
+    path, last = workdir / "metrics.jsonl", {}
+    for line in metrics.read(path) if path.exists() else ():
+        last = line if line["kind"] == "train" else last
+    return last
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message."""
+    return str(error).partition("\n")[0]

@@ -1,0 +1,103 @@
+"""Saves of a run's state: begun between two steps, written while the next steps run, reported when they end."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxtrain import config, installed
+from jaxtrain.checkpoint import CheckpointError, Checkpoints, Failed, Saved
+from jaxtrain.config import RunConfig
+from jaxtrain.snapshot import Snapshots
+from jaxtrain.train.program import Program
+from jaxtrain.train.services import Services
+from jaxtrain.train.state import TrainState
+
+MOST_FAILURES = 3  # in a row end a run: it would go on without a checkpoint
+RETRY_S = 5.0  # before the save of a last step is tried again
+PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint")  # their versions decide the contents of a checkpoint
+
+
+class Saver:
+    """Saves states of one run and counts saves that failed."""
+
+    def __init__(self, asked: RunConfig, program: Program, checkpoints: Checkpoints, services: Services):
+        """Args: asked: the config as the user gave it, which checkpoints hold."""
+        self.checkpoints, self._services, self._saved_part = checkpoints, services, program.saved
+        self.snapshots = Snapshots(program.saved(program.state))
+        self._meta = {
+            "config": config.to_dict(asked),
+            "mesh": dict(program.placement.mesh.shape),
+            "receipt": services.receipt.id,
+            "versions": installed.versions(PACKAGES),
+        }
+        self.newest = -1  # the newest step that is saved, or that the run began from
+        self.failures = 0  # in a row
+        self.blocked_s = 0.0  # the loop waited for saves, since the loop set it to 0
+        self.longest_s = 0.0  # of all saves
+
+    def prepare(self) -> None:
+        """Begin to compile and import, in other threads, so that the first save is as fast as the others."""
+        self.snapshots.prepare()
+        self.checkpoints.prepare()
+
+    def save(self, current: TrainState, done: int, meta: Mapping[str, Any]) -> None:
+        """Begin to save the state after `done` steps. The loop waits for an earlier save and for copies, not for files.
+
+        Args:
+          meta: facts for the checkpoint beside those that are the same for all steps.
+
+        Raises CheckpointError after MOST_FAILURES failures in a row.
+        """
+        services, began = self._services, time.perf_counter()
+        with services.phase("checkpoint", "save"):
+            self._report(self.checkpoints.wait())
+            # All processes come here at the same step, so they all end here.
+            if self.failures >= MOST_FAILURES:
+                newest = self.newest if self.newest >= 0 else "none"
+                raise CheckpointError(
+                    f"{self.failures} saves in a row have failed, and the run ends before it loses more. The newest checkpoint "
+                    f"is {newest}."
+                )
+            if self.newest == done:
+                return
+            taken = self.snapshots.take(self._saved_part(current))
+            ended = functools.partial(services.watchdog.end, services.watchdog.begin("checkpoint", f"the save of step {done}"))
+            everything = {**self._meta, **meta}
+            if self.checkpoints.save(done, taken.tensors, everything, taken.sums, ended, began, taken.began) is None:
+                ended()  # another attempt saved this step
+                self.newest, self.failures = done, 0
+        self.blocked_s += time.perf_counter() - began
+
+    def poll(self) -> None:
+        """Report saves that have ended. It costs nothing."""
+        self._report(self.checkpoints.poll())
+
+    def finish(self, save_again: Callable[[], None] | None = None) -> None:
+        """Wait until the save under way is on disk or has failed. With `save_again`, try a failed save anew."""
+        with self._services.phase("checkpoint", "save"):
+            self._report(self.checkpoints.wait())
+            while save_again and 0 < self.failures < MOST_FAILURES:
+                time.sleep(RETRY_S)
+                save_again()
+                self._report(self.checkpoints.wait())
+
+    def _report(self, ended: list[Saved | Failed]) -> None:
+        """Write saves that have ended to the log and the receipt."""
+        services = self._services
+        for one in ended:
+            if isinstance(one, Failed):
+                self.failures += 1
+                self.snapshots.forget()
+                again = "the next save tries again" if self.failures < MOST_FAILURES else "it is the last that is tried"
+                services.console.warn(f"{one.error} ({self.failures} in a row; {again})")
+                continue
+            self.failures, self.newest = 0, one.step
+            self.longest_s = max(self.longest_s, one.total_s)
+            rate = one.bytes / max(one.total_s, 1e-9) / 1e9
+            services.console.say(
+                f"checkpoint {one.step}: {one.bytes / 2**20:,.1f} MiB in {one.total_s:.1f} s ({rate:.2f} GB/s); the loop "
+                f"waited {one.blocked_s:.2f} s, copies took {one.copied_s:.2f} s, host memory at most {one.host_gib:.1f} GiB"
+            )
+            services.receipt.saved(dataclasses.asdict(one) | {"gb_per_s": rate})

@@ -1,0 +1,41 @@
+"""The parts of an attempt at a run that report and guard it: log, metrics, receipt, goodput, watchdog, processes, signals."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+from jaxtrain.distributed import Peers
+from jaxtrain.ledger import Ledger
+from jaxtrain.metrics import Writers
+from jaxtrain.progress import Console
+from jaxtrain.receipt import Receipt
+from jaxtrain.signals import Stop
+from jaxtrain.watchdog import Watchdog
+
+
+@dataclasses.dataclass(frozen=True)
+class Services:
+    """One of each, for loop, saves and evaluation to call. None of them calls back."""
+
+    console: Console
+    writers: Writers
+    receipt: Receipt
+    ledger: Ledger  # of wall time, goodput.jsonl
+    watchdog: Watchdog
+    peers: Peers
+    stop: Stop
+
+    @contextlib.contextmanager
+    def phase(self, budget: str, cause: str) -> Iterator[None]:
+        """Run a block under the watchdog's budget of this name, with its wall time counted to `cause` in the ledger."""
+        with self.watchdog.phase(budget), self.ledger.during(cause):
+            yield
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this run has been asked to stop."""
+        return self.peers.stop_reason is not None
+
+    def may_start(self, step: int) -> bool:
+        """Return whether the step of this number may start. Several processes agree on the last one; one alone just ends."""
+        return not self.stop_requested if self.peers.count == 1 else self.peers.may_start(step)

@@ -1,0 +1,162 @@
+"""All that an attempt at a run trains with: checked before anything is written, then compiled before memory is allocated."""
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain import generate, hardware, profiling, samples
+from jaxtrain.checkpoint import CheckpointError, Checkpoints
+from jaxtrain.config import ConfigError, Problem, RunConfig
+from jaxtrain.data.pipeline import with_documents
+from jaxtrain.data.tokenizer import TokenizerError, load_tokenizer
+from jaxtrain.distributed import Peers
+from jaxtrain.kernels.attention import Unsupported
+from jaxtrain.launch import Launch
+from jaxtrain.models.hugging_face import HuggingFaceError
+from jaxtrain.plan.expect import Watch, expect
+from jaxtrain.sharding import LayoutError, node_of
+from jaxtrain.train import compiler
+from jaxtrain.train.initial_state import Start, choose_start, drop_used_step, import_named_parts, open_data
+from jaxtrain.train.memory import (
+    OutOfMemory,
+    check_host_memory,
+    compile_to_fit,
+    explain_memory,
+    memory_by_class,
+    size,
+    taken_gib,
+)
+from jaxtrain.train.program import Program, build
+from jaxtrain.train.services import Services
+from jaxtrain.watchdog import parse_budgets
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """Config, program, data and start of an attempt."""
+
+    asked: RunConfig  # as the user gave it
+    run: RunConfig  # with the settings that follow from the data, and from compiling (remat.policy=auto)
+    workdir: Path
+    launch: Launch
+    program: Program
+    options: compiler.Chosen  # XLA's
+    checkpoints: Checkpoints
+    start: Start
+    data: Any  # training batches
+    held_out: Mapping[str, Any]  # held-out batches by name
+    tokenizer: Any  # for samples; None without
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """The compiled steps, and GiB per device by class."""
+
+    train: Any
+    eval: Any
+    memory: dict[str, float]
+
+
+def open_checkpoints(run: RunConfig, workdir: Path, peers: Peers) -> Checkpoints:
+    """Return the checkpoints of a run's folder, or of `checkpoint.dir`."""
+    return Checkpoints(run.checkpoint.dir or workdir / "checkpoints", run.checkpoint.keep, run.checkpoint.keep_every, peers)
+
+
+def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Checkpoints, own_process: bool) -> Setup:
+    """Open data and checkpoints and build the program, and write nothing.
+
+    Args: own_process: the watchdog may end this process.
+
+    Raises ConfigError, with all problems, for a run that cannot start.
+    """
+    devices = jax.devices()
+    try:
+        import_named_parts(run)
+        run = drop_used_step(run, checkpoints)
+        data, held_out = open_data(run)
+        asked, run = run, with_documents(run, data, *held_out.values())
+        program = build(run, devices)
+        options = compiler.choose(program, compiler.card_of(jax.local_devices()[0], run.train.memory_fraction))
+        step_s = parse_budgets(run.train.timeouts)[0]["step"] if own_process else 0.0
+        start = choose_start(asked, checkpoints, program)
+        traced = run.profile.start > 0 and start.step < run.profile.start + run.profile.steps
+        on_gpus = devices[0].platform == "gpu"
+        options = compiler.for_run(options, on_gpus, step_s, run.train.deterministic, workdir, traced)
+        # Samples come late. A tokenizer that is missing, or of another model, must not end the run then.
+        tokenizer = load_tokenizer(run.data.tokenizer) if run.sample.max_tokens and not data.synthetic else None
+        for prompt in samples.prompts(run.sample.prompt) if tokenizer else ():
+            generate.prompt_ids(tokenizer, prompt, run.model.vocab_size)
+    except (CheckpointError, HuggingFaceError, LayoutError, Unsupported, TokenizerError) as error:
+        raise ConfigError([Problem("cannot start", None, str(error).rstrip("."), "")]) from error
+    return Setup(asked, run, workdir, launch, program, options, checkpoints, start, data, held_out, tokenizer)
+
+
+def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:
+    """Compile the train step and the evaluation step, and report the memory that they need.
+
+    Returns the setup with the remat policy that fits, and the compiled steps. Raises OutOfMemory if none fits.
+    """
+    console, receipt = services.console, services.receipt
+    if setup.options.why:
+        console.say(f"XLA options: {setup.options.why}")
+    for warning in setup.options.warnings():
+        console.warn(warning)
+    device = jax.local_devices()[0]
+    if setup.run.train.deterministic:
+        console.say(
+            "deterministic: kernels that add in a fixed order, no sums in switches, XLA's choices kept with the run. "
+            "Its cost on this GPU is not measured: compare two runs"
+            if device.platform == "gpu"
+            else "deterministic: nothing to do, programs on CPUs repeat themselves"
+        )
+    console.say("compiling the train step ...")
+    began = time.perf_counter()
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    usable = limit / 2**30 if limit else math.inf
+    run, program, train = compile_to_fit(setup.run, setup.program, setup.options.options, usable, console.say)
+    setup = dataclasses.replace(setup, run=run, program=program)
+    evaluation = None
+    if run.eval.every_steps:
+        evaluation = program.eval_step.lower(program.state.params, program.eval_batch).compile()
+    seconds = time.perf_counter() - began
+    memory = memory_by_class(program, train)
+    by_class = ", ".join(f"{name} {size(gib)}" for name, gib in memory.items())
+    console.say(f"compiled in {seconds:.1f} s; per device: {by_class}")
+    options = compiler.of_no_run(setup.options.options)  # options that name a file of this run explain no difference
+    receipt.update(remat=dataclasses.asdict(run.remat), compile_s=seconds, memory_gib=memory, compiler_options=options)
+    if run.profile.dump_hlo:
+        profiling.dump_hlo(train, setup.workdir, console.say)
+    if limit and (taken := taken_gib(train)) > usable:
+        memory |= {"peak and gaps": taken}
+        raise OutOfMemory(explain_memory(run, memory, f"the budget of {usable:.1f} GiB a device"))
+    if device.platform == "gpu":
+        on_host = train.memory_analysis().host_temp_size_in_bytes
+        check_host_memory(program, hardware.pinned_limit_gib(os.environ), on_host)
+    return setup, Compiled(train, evaluation, memory)
+
+
+def expected_times(setup: Setup, compiled: Compiled, services: Services) -> Watch | None:
+    """Return the plan of the compiled step, to compare the run with; None on a CPU or a GPU without known rates."""
+    device = jax.local_devices()[0]
+    gpu = hardware.lookup(device.device_kind) if device.platform == "gpu" else None
+    if gpu is None:
+        return None
+    try:
+        per_node = sum(node_of(d) == node_of(device) for d in jax.devices())
+        watch = Watch(expect(setup.run, setup.program, compiled.train, gpu, per_node))
+    except ValueError as error:
+        services.console.say(f"no plan to compare this run with: {error}")
+        return None
+    services.receipt.update(**watch.record())  # the measured part follows at the end
+    expected = watch.expected
+    step = f"{expected.step_s:.3g} s a step"
+    if expected.range_s:
+        step = "{:.3g} to {:.3g} s a step expected, roofline".format(*expected.range_s) + f" {expected.step_s:.3g} s"
+    services.console.say(f"planned: {step}, peak {size(expected.peak_gib)} ({expected.rates})")
+    return watch

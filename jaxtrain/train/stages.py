@@ -1,0 +1,205 @@
+"""How layers lie on pipeline stages, and when each stage does what. Numbers only, no jax: checks, plans and the step read it.
+
+A stage holds `groups` groups of neighbouring layers. Group q of all lies on stage q % stages, so a microbatch passes through
+all stages once for each group that a stage holds (Narayanan et al. 2021, arXiv:2104.04473, section 2.2; one group: a plain
+pipeline). Groups are equally long; where layers do not divide, the last places of some stay empty, and pass on what comes.
+
+All stages step together, one tick after another: in a tick each runs one group forward on one microbatch, and one backward on
+another. A unit is a pass of one microbatch through one group, and units follow each other in runs of `stages` microbatches:
+group 0 on the first run, group 1 on the same, ..., then the next run. Stage s does forward unit u at tick u + s, and what it
+made is there at the next tick for stage s + 1, or for the first stage and the next group. Backward it is the mirror of that,
+`wait` ticks later:
+
+    1f1b, interleaved   wait = groups x stages: a microbatch turns round in the tick after the last stage has done it forward,
+                        so that what a stage does forward and what it does backward in a tick do not depend on each other, and
+                        one can compute while the other's data travels. A stage then has at most 2 x stages units waiting
+                        (with several groups about (groups + 1) x stages), however many microbatches follow.
+    gpipe               wait = all forward ticks (Huang et al. 2019, arXiv:1811.06965): every unit waits.
+
+In ticks before the first backward unit, or after the last forward one, only the other half is run. So a step takes
+(groups x microbatches + stages - 1) times a group's forward and backward pass, whatever the schedule, and the part of it that a
+stage is idle is (stages - 1) / (groups x microbatches + stages - 1).
+"""
+
+import dataclasses
+import functools
+import heapq
+
+from jaxtrain.config import RunConfig
+
+IDLE = 0.1  # of a step: more than this is worth a word
+SCHEDULES = ("1f1b", "gpipe", "interleaved")
+
+STAGE = "stage"  # the mesh axis
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrangement:
+    """Which layer lies where in a stack that is split evenly over the stages, one after another, each group by group."""
+
+    layers: int
+    stages: int = 1
+    groups: int = 1  # of each stage
+
+    @property
+    def per_group(self) -> int:
+        """Places for layers in each group."""
+        return -(-self.layers // (self.stages * self.groups))
+
+    @property
+    def places(self) -> int:
+        """Length of the stack."""
+        return self.per_group * self.stages * self.groups
+
+    @functools.cached_property
+    def order(self) -> tuple[int | None, ...]:
+        """For each place its layer; None where it is empty."""
+        count = self.stages * self.groups
+        short, longer = divmod(self.layers, count)
+        of_group: list[list[int | None]] = []
+        first = 0
+        for q in range(count):
+            own = short + (q < longer)
+            of_group.append([*range(first, first + own), *[None] * (self.per_group - own)])
+            first += own
+        return tuple(layer for s in range(self.stages) for v in range(self.groups) for layer in of_group[v * self.stages + s])
+
+    @functools.cached_property
+    def turns(self) -> tuple[int, ...]:
+        """For each layer how many places, empty ones too, a microbatch passes before it."""
+        count = self.stages * self.groups
+        short, longer = divmod(self.layers, count)
+        return tuple(q * self.per_group + i for q in range(count) for i in range(short + (q < longer)))
+
+
+def arrangement(run: RunConfig, stages: int) -> Arrangement | None:
+    """How a run's layers lie on so many stages; None on one."""
+    if stages == 1:
+        return None
+    return Arrangement(run.model.num_layers, stages, run.pipeline.groups if run.pipeline.schedule == "interleaved" else 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """Ticks in a row that are all alike."""
+
+    ticks: range
+    forward: bool  # stages run units forward
+    backward: bool
+    ends: bool  # microbatches may enter in the next tick, and gradients come back to where they entered
+    leaves: bool  # a microbatch leaves the last stage
+
+    def later(self, ticks: int) -> "Phase":
+        """The same so many ticks later."""
+        return dataclasses.replace(self, ticks=range(self.ticks.start + ticks, self.ticks.stop + ticks))
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Which unit each stage does at each tick. `groups` above 1 needs microbatches in whole runs of `stages`."""
+
+    name: str
+    stages: int
+    groups: int
+    microbatches: int
+
+    @property
+    def units(self) -> int:
+        """Passes through a stage, each way."""
+        return self.groups * self.microbatches
+
+    @property
+    def wait(self) -> int:
+        """The tick of the last stage's first backward unit."""
+        return self.forward_ticks if self.name == "gpipe" else self.groups * self.stages
+
+    @property
+    def forward_ticks(self) -> int:
+        """Ticks from the first forward unit of any stage to the last."""
+        return self.units + self.stages - 1
+
+    @property
+    def ticks(self) -> int:
+        """Of a step, in all."""
+        return self.wait + self.forward_ticks
+
+    def forward_unit(self, u: int) -> tuple[int, int]:
+        """(group of the stage, microbatch) of forward unit u."""
+        run, within = divmod(u, self.stages * self.groups)
+        return within // self.stages, run * self.stages + within % self.stages
+
+    def backward_unit(self, w: int) -> tuple[int, int]:
+        """(group of the stage, microbatch) of backward unit w."""
+        group, microbatch = self.forward_unit(w)
+        return self.groups - 1 - group, microbatch
+
+    @functools.cached_property
+    def slots(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """Where what a unit keeps for its backward pass lies: slot by forward unit, slot by backward unit, number of slots.
+
+        As long as on the first stage, where units wait the longest, no slot is used twice at a time. Forward units past the
+        last, which stages run while others are not done, have slots that hold nothing then.
+        """
+        done = {self.backward_unit(w): w + self.wait + self.stages - 1 for w in range(self.units)}
+        free: list[int] = []
+        waiting: list[tuple[int, int]] = []  # (tick of the backward pass, slot)
+        by_forward: list[int] = []
+        of: dict[tuple[int, int], int] = {}
+        count = 0
+        for u in range(self.forward_ticks):
+            while waiting and waiting[0][0] < u:
+                heapq.heappush(free, heapq.heappop(waiting)[1])
+            slot = heapq.heappop(free) if free else count
+            count += slot == count
+            by_forward.append(slot)
+            unit = self.forward_unit(u) if u < self.units else None
+            heapq.heappush(waiting, (done[unit] if unit else u, slot))
+            if unit:
+                of[unit] = slot
+        return tuple(by_forward), tuple(of[self.backward_unit(w)] for w in range(self.units)), count
+
+    @functools.cached_property
+    def rounds(self) -> tuple[tuple[int, tuple["Phase", ...]], ...]:
+        """All ticks in order, as loops: (how often, the phases of one round, which in later rounds come so much later)."""
+        period = self.stages * self.groups
+        first = period - 1  # the tick in which the first microbatch leaves the last stage
+
+        def kind(t: int) -> tuple[bool, bool, bool, bool]:
+            # Once in each period a run of microbatches enters, another leaves, and the gradient of a third is back at where it
+            # entered. Entries are prepared a tick early: so all three are in the same ticks.
+            ends = self.groups == 1 or (t + 1) % period < self.stages
+            forward = t < self.forward_ticks
+            return forward, t >= self.wait, ends, ends and forward and t >= first
+
+        phases: list[Phase] = []
+        for t in range(self.ticks):
+            if phases and dataclasses.astuple(phases[-1])[1:] == kind(t):
+                phases[-1] = dataclasses.replace(phases[-1], ticks=range(phases[-1].ticks.start, t + 1))
+            else:
+                phases.append(Phase(range(t, t + 1), *kind(t)))
+        rounds: list[tuple[int, tuple[Phase, ...]]] = []
+        while phases:
+            again = self._again(phases)
+            rounds.append((again, tuple(phases[: 2 if again > 1 else 1])))
+            phases = phases[again * len(rounds[-1][1]) :]
+        return tuple(rounds)
+
+    def _again(self, phases: list["Phase"]) -> int:
+        """How often the first two phases come one after another, a period later each time."""
+        count = 1
+        while (here := phases[2 * count : 2 * count + 2]) and len(here) == 2:
+            shift = count * self.stages * self.groups
+            if [p.later(shift) for p in phases[:2]] != here:
+                break
+            count += 1
+        return count
+
+    @property
+    def bubble(self) -> float:
+        """The part of a step in which a stage has nothing to do, where all groups take equally long."""
+        return (self.stages - 1) / (self.units + self.stages - 1)
+
+    @property
+    def in_flight(self) -> float:
+        """For how many microbatches a stage keeps what their backward passes need, at most."""
+        return self.slots[2] / self.groups

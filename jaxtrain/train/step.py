@@ -1,0 +1,67 @@
+"""The train step: gradients of a batch, their norm, the guard, the update. A pure function.
+
+The gradients come reduced and sharded like the weights (gradients.py). What is built from a config around it is in program.py.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxtrain.models.module import Params, filled, part
+from jaxtrain.optim.update import Update
+from jaxtrain.train import guard
+from jaxtrain.train.balance import Balance
+from jaxtrain.train.gradients import Report
+from jaxtrain.train.loss import Batch
+from jaxtrain.train.state import TrainState, weights
+
+Metrics = dict[str, jax.Array]
+
+
+def make_train_step(
+    gradients: Callable[[Params, Batch], tuple[Report, Params]],
+    update: Update,
+    schedule: optax.Schedule,
+    *,
+    trained: Params,
+    clip_norm: float,
+    spike: float = 0.0,
+    balance: Balance | None = None,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """Return a pure function `(state, batch) -> (state, metrics)`, to be jitted with explicit shardings.
+
+    A step is skipped if its loss or gradient norm is not finite, or exceeds the recent ones by `spike` (guard.judge). A skipped
+    step changes neither weights nor optimizer state. It counts, and the next step is held: it changes nothing, so that the loop
+    can react first.
+
+    Metrics, f32 (): `loss` (nats per token before the update, with z-loss, without the experts' auxiliary losses), `grad_norm`
+    (global, before clipping), `lr`; i32 (): `verdict` (guard.TAKEN, ...). Models with experts add shapes.EXPERT_METRICS.
+
+    Args:
+      gradients: of all trained parameters (`make_gradients`), sharded like them.
+      update: the optimizer's.
+      schedule: learning rate by step.
+      trained: which parameters are trained. The others leave the step unchanged, but for biases of routers.
+      clip_norm: 0: no clipping. spike: 0: only values that are not finite.
+      balance: keeps experts evenly loaded.
+    """
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        (value, statistics), grads = gradients(weights(state), batch)
+        with jax.named_scope("optimizer"):
+            norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)))
+            scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else None
+            lr = jnp.asarray(schedule(state.step), jnp.float32)
+            verdict, guarded = guard.judge(state.guard, value, norm, spike)
+            old = part(state.params, trained)
+            params, optimizer = update(grads, state.optimizer, old, scale, lr, verdict == guard.TAKEN, state.step)
+            params = filled(state.params, params)
+            params = balance.moved(params, statistics, verdict == guard.TAKEN) if balance else params
+            done = state.step + (verdict != guard.HELD)
+        new = TrainState(done.astype(jnp.int32), params, optimizer, guarded, state.layers)
+        metrics = {"loss": value, "grad_norm": norm, "lr": lr, "verdict": verdict}
+        return new, metrics | balance.metrics(statistics) if balance else metrics
+
+    return train_step

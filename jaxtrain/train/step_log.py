@@ -1,0 +1,141 @@
+"""The metrics of each step: read one step late, written to metrics.jsonl, the log and the terminal.
+
+The loop dispatches step k + 1 before it reads the metrics of step k, so the device never waits for the host.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jaxtrain import flops, hardware, throughput
+from jaxtrain.config import RunConfig
+from jaxtrain.monitor import MfuAlert, Monitor
+from jaxtrain.plan.expect import Watch
+from jaxtrain.progress import Console
+from jaxtrain.shapes import EXPERT_METRICS
+from jaxtrain.train import guard, step
+from jaxtrain.train.batch import HostBatch
+from jaxtrain.train.services import Services
+
+
+@dataclasses.dataclass(frozen=True)
+class StepMetrics:
+    """The metrics of one step, on the host."""
+
+    step: int  # its number: so many steps are done after it
+    loss: float
+    grad_norm: float
+    lr: float
+    verdict: int  # guard.TAKEN, or the reason why the step was skipped
+    experts: dict[str, float]
+    batch: HostBatch  # the rows of this process
+
+    @property
+    def taken(self) -> bool:
+        """Whether the step changed the state."""
+        return self.verdict == guard.TAKEN
+
+
+class PendingMetrics:
+    """The metrics of the newest step, on the devices until `read`."""
+
+    def __init__(self):
+        self._pending: tuple[int, step.Metrics, HostBatch] | None = None
+
+    @property
+    def on_device(self) -> step.Metrics | None:
+        """The metrics that were not read yet; None if there are none."""
+        return self._pending[1] if self._pending else None
+
+    def put(self, done: int, metrics: step.Metrics, batch: HostBatch) -> None:
+        """Keep the metrics of step `done`."""
+        self._pending = done, metrics, batch
+
+    def drop(self) -> None:
+        """Forget metrics of a step that a rollback undid."""
+        self._pending = None
+
+    def read(self) -> StepMetrics | None:
+        """Return the metrics that were put last, once; None if there are none. Waits until the devices have them."""
+        if self._pending is None:
+            return None
+        (done, metrics, batch), self._pending = self._pending, None
+        found = jax.device_get(metrics)
+        experts = {name: float(found[name]) for name in EXPERT_METRICS if name in found}
+        loss, norm, lr = (float(found[name]) for name in ("loss", "grad_norm", "lr"))
+        return StepMetrics(done, loss, norm, lr, int(found["verdict"]), experts, batch)
+
+
+class StepLog:
+    """Writes the lines of a run's steps, and warnings about its speed and its GPUs."""
+
+    def __init__(self, run: RunConfig, data: Any, services: Services, monitor: Monitor, watch: Watch | None):
+        """Args: watch: compares the run with its plan; None where there is no plan."""
+        self._run, self._data, self._services, self._monitor, self._watch = run, data, services, monitor, watch
+        self._tokens_per_step = run.train.global_batch * run.data.seq_len
+        self.rates = measure_rates(run, services.console)
+        self._mfu: MfuAlert | None = None
+        if watch is not None and services.peers.process_index == 0:  # one process warns for all
+            self._mfu = MfuAlert(watch.expected.longest_s, run.log.mfu_alert)
+
+    def note(self, found: StepMetrics, batches: int, skipped: int) -> None:
+        """Show that a step is done, and write its line if one is due.
+
+        Args:
+          batches: of the data, up to this step.
+          skipped: steps skipped so far.
+        """
+        console, writers = self._services.console, self._services.writers
+        console.tick(found.step)
+        for line in self._monitor.lines(found.step):
+            writers.gpu(**line)
+        for text in self._monitor.alerts():
+            console.warn(text)
+        if found.step % self._run.log.every_steps and found.step != self._run.train.steps:
+            return
+        in_use, peak = throughput.memory(jax.local_devices())
+        line = {
+            "step": found.step,
+            "loss": found.loss,
+            "grad_norm": found.grad_norm,
+            "lr": found.lr,
+            "tokens": batches * self._tokens_per_step,
+            "epoch": self._data.epoch(batches),
+            **self.rates.line(),
+            "memory_gib": in_use,
+            "peak_memory_gib": peak,
+            "skipped_steps": skipped,
+            **found.experts,
+        }
+        writers.train(**line)
+        console.step(line)
+        for warning in self._watch.note(line["step_time_s"], peak) if self._watch else ():
+            console.warn(warning)
+        if self._mfu and (warning := self._mfu.note(line["step_time_s"])):
+            console.warn(warning)
+
+
+def measure_rates(run: RunConfig, console: Console) -> throughput.Throughput:
+    """Return the rates of this model on these devices. If the device's peak FLOP/s are unknown, MFU is null."""
+    per_token, recomputed = flops.training(run), flops.beyond(run)
+    device = jax.devices()[0]
+    peak = run.log.peak_tflops
+    if not peak and device.platform == "gpu":
+        gpu = hardware.lookup(device.device_kind)
+        if gpu is None:
+            console.say(f"no peak rate is known for {device.device_kind!r}: mfu is null. Set log.peak_tflops.")
+        else:
+            peak = gpu.peak(run.compute)
+            console.say(f"MFU counts causal attention, of {peak:g} TFLOP/s a GPU")
+            if run.precision == "fp8":
+                console.say(f"the FP8 peak is {gpu.fp8:g} TFLOP/s a GPU")
+                console.of_fp8 = peak / gpu.fp8 if gpu.fp8 else None
+    return throughput.Throughput(
+        tokens_per_step=run.train.global_batch * run.data.seq_len,
+        num_devices=jax.device_count(),
+        flops_causal=per_token.causal,
+        flops_full=per_token.full,
+        flops_hardware=(per_token + recomputed).causal,
+        peak_flops=peak * 1e12 if peak else None,
+    )

@@ -1,0 +1,102 @@
+"""A run in plain numbers, for the log, before anything is allocated."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxtrain import flops
+from jaxtrain.config import RunConfig
+from jaxtrain.models.module import part
+from jaxtrain.progress import Console
+from jaxtrain.sharding import large_replicated_arrays
+from jaxtrain.train import state
+from jaxtrain.train.initial_state import Start
+from jaxtrain.train.program import Program
+from jaxtrain.train.stages import IDLE, Schedule
+
+
+def print_summary(run: RunConfig, program: Program, start: Start, data: Any, directory: Any, console: Console) -> None:
+    """Write batch, model, mesh, data and the start of a run to the log and the terminal.
+
+    Args: directory: of the checkpoints.
+    """
+    mesh, say = program.placement.mesh, console.say
+    shards = program.placement.size(program.placement.mesh_axes("batch"))
+    devices = counted(mesh.size, "device") if shards == mesh.size else f"{shards} shards of {mesh.size} devices"
+    each = run.train.global_batch // run.train.grad_accum // shards
+    epochs = data.epoch(run.train.steps)
+    say(
+        f"global batch {run.train.global_batch} = {devices} x {each} x {counted(run.train.grad_accum, 'microbatch')}; "
+        f"{count(run.train.global_batch * run.data.seq_len)} tokens a step; this run is {epochs:.2g} epochs"
+    )
+    parameters = count(flops.parameters(run.model)["total"])
+    met = f" ({count(flops.active_parameters(run.model))} active in a token)" if run.model.num_experts else ""
+    learnt = sum(math.prod(a.shape) for a in jax.tree.leaves(part(program.state.params, program.trained)))
+    if program.adapters:
+        parameters = f"{parameters} parameters{met}, and adapters of {count(learnt)}, which alone are trained"
+    else:
+        everything = all(jax.tree.leaves(program.trained))
+        parameters += f" parameters{met}" + ("" if everything else f", of which {count(learnt)} are trained")
+    shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+    say(
+        f"model: {parameters}; mesh: {shape}; attention: {program.kernel.name} ({program.kernel_reason})"
+        + (f"; each sequence over {program.context.size} devices: {program.context}" if program.context.size > 1 else "")
+    )
+    if layers := program.state.layers:
+        at = Schedule(run.pipeline.schedule, layers.stages, layers.groups, run.train.grad_accum)
+        held = len(layers.order) // layers.stages
+        stages = [sum(i is not None for i in layers.order[s * held : (s + 1) * held]) for s in range(layers.stages)]
+        say(
+            f"pipeline: {run.pipeline.schedule}, {' | '.join(map(str, stages))} layers; stages have nothing to do for "
+            f"{at.bubble:.0%} of a step" + (": more of train.grad_accum makes it less" if at.bubble > IDLE else "")
+        )
+    if data.synthetic:
+        say("data: synthetic. Its loss says nothing about language.")
+    if data.masked_fraction:
+        say(
+            f"data: {data.masked_fraction:.2%} of tokens stand behind more than data.max_segments="
+            f"{run.data.max_segments} documents in their sequence and are masked"
+        )
+    conversations, lost = getattr(data, "truncated", (0, 0))  # a user's own source may leave it out
+    if conversations:
+        say(
+            f"data: {counted(conversations, 'conversation')} of more than data.seq_len={run.data.seq_len} + 1 tokens "
+            f"{'loses its end' if conversations == 1 else 'lose their ends'}, {lost:,} tokens in all"
+        )
+    for name, filled in getattr(data, "sparse", {}).items():
+        say(
+            f"data: rows of {name} are {filled:.0%} full, since each holds at most data.max_segments={run.data.max_segments} "
+            "conversations. A higher number fills them."
+        )
+    # Under ZeRO-0 all arrays are replicated, as the user asked.
+    for name in large_replicated_arrays(state.abstract_tensors(program.state)) if run.sharding.zero else ():
+        console.warn(f"not split over any device, every one holds all of it: {name}. See sharding.rules.")
+    for at, why in start.damaged.items():
+        console.warn(f"checkpoint {at} is passed over: {why}")
+    if start.resumed:
+        say(f"resuming from step {start.step} in {directory}")
+    for note in start.notes:
+        say(f"  changed: {note}")
+    if start.resumed and (renewed := other_contents(start.data["fingerprint"], data.fingerprint)):
+        console.warn(f"the data is not what the checkpoint was trained on so far: other contents in {', '.join(renewed)}")
+
+
+def other_contents(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the names of files that a fingerprint has with other contents than the one before. A file may come or go."""
+    was, now_is = ({file["name"]: file["content_sha256"] for file in each.get("files") or ()} for each in (before, now))
+    return [name for name, contents in now_is.items() if was.get(name, contents) != contents]
+
+
+def count(number: float) -> str:
+    """Return a number in three digits: 2097152 as '2.1 M'."""
+    for scale, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if number >= scale:
+            return f"{number / scale:.3g}{unit}"
+    return f"{number:g}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: '1 device', '8 devices', '64 microbatches'."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"

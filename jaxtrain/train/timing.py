@@ -1,0 +1,144 @@
+"""Times of a run: its start, part by part, and steps that took far longer than others. No jax here.
+
+Python collects garbage when it likes: on each process at another step, and in a collective the other processes wait for it. So
+the collector is off while a run trains. The loop calls it, on every process after the same step.
+"""
+
+import collections
+import gc
+import os
+import statistics
+import time
+from pathlib import Path
+
+
+def process_age_s() -> float:
+    """Return the seconds since this process was started; 0.0 on a system without /proc."""
+    try:
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return float(Path("/proc/uptime").read_text().split()[0]) - started
+    except OSError:
+        return 0.0
+
+
+class StartTimes:
+    """Seconds from the start of the process to the first step, by part. Made once JAX has its devices: the part `launch`."""
+
+    def __init__(self):
+        self.parts: dict[str, float] = {"launch": process_age_s()}
+        self._since = time.perf_counter()
+
+    def end(self, part: str) -> None:
+        """Count the time since the last call to this part."""
+        now = time.perf_counter()
+        self.parts[part] = self.parts.get(part, 0.0) + now - self._since
+        self._since = now
+
+    @property
+    def words(self) -> str:
+        """A line for the log with all parts, in order."""
+        parts = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in self.parts.items())
+        return f"first step {sum(self.parts.values()):.1f} s after the process began: {parts}"
+
+
+class GarbageCollector:
+    """Python's garbage collector under the loop's control. A context manager around the loop.
+
+    On entry all objects (modules, compiled programs, the model's tree) are frozen, or each collection would traverse them. On
+    exit the collector is as it was before. Objects that others had frozen are unfrozen too: Python cannot tell them apart.
+    """
+
+    EVERY = 50  # steps between two collections
+
+    def __enter__(self) -> "GarbageCollector":
+        self._enabled = gc.isenabled()
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        gc.unfreeze()
+        if self._enabled:
+            gc.enable()
+
+    def step(self, done: int) -> float:
+        """Collect if `done`, the number of steps, is a multiple of EVERY. Return the seconds it took; otherwise 0.0.
+
+        Call it after every step. It collects young objects: a step leaves no old garbage, and a search for it takes far longer.
+        """
+        if done % self.EVERY:
+            return 0.0
+        began = time.perf_counter()
+        gc.collect(1)
+        return time.perf_counter() - began
+
+
+class SlowSteps:
+    """Finds steps that took far longer than others, and a run that became slower than it was at its start.
+
+    A slow step takes above TIMES the median of the last steps, and LEAST_S more than it. A step's time is from its start to the
+    next one's start. Time that the loop cannot account for is the device's.
+    """
+
+    WINDOW = 64  # steps whose times are known
+    ENOUGH = 16  # times that make a median
+    TIMES = 2.0
+    LEAST_S = 0.25  # a shorter pause is no matter, however short the steps
+    SHARE = 0.01  # of the excess; a smaller part is left out of the line
+    APART = 20  # steps between two lines, at least
+    SLOWER = 3.0  # times the median at the run's start
+    SLOWER_S = 0.1  # and so much more
+
+    def __init__(self):
+        self._times: collections.deque[float] = collections.deque(maxlen=self.WINDOW)
+        self._at_start: float | None = None  # the first median, s
+        self._slower = False  # it was reported that all steps are slower
+        self._reported: int | None = None  # the step of the last line
+        self._left_out = 0
+
+    def note(
+        self, step: int, wall_s: float, *, data_s: float, save_s: float, gc_s: float, eval_s: float, saving: int | None = None
+    ) -> str | None:
+        """Note that a step took `wall_s` seconds, with these seconds of the loop's own work. Return a line for the log, if any.
+
+        Args:
+          eval_s: of evaluation and samples. If above 0, the step takes long on purpose and is not compared.
+          saving: the step whose save runs meanwhile: copies occupy the device, and writing takes processors and memory.
+        """
+        if eval_s > 0:
+            return None
+        usual = statistics.median_low(self._times) if len(self._times) >= self.ENOUGH else None
+        self._times.append(wall_s)
+        if usual is None:
+            return None
+        if len(self._times) == self.WINDOW and self._at_start is None:
+            self._at_start = usual
+        if slower := self._note_slower(step, usual):
+            return slower
+        if wall_s <= self.TIMES * usual or wall_s - usual < self.LEAST_S:
+            return None
+        if self._reported is not None and step - self._reported < self.APART:
+            self._left_out += 1
+            return None
+        rest = max(0.0, wall_s - data_s - save_s - gc_s)
+        parts = {"data": data_s, "save": save_s, "Python's collector": gc_s, "device and the rest": rest}
+        worth = {name: seconds for name, seconds in parts.items() if seconds >= self.SHARE * (wall_s - usual)}
+        said = ", ".join(f"{name} {worth[name]:.2f} s" for name in sorted(worth, key=worth.__getitem__, reverse=True))
+        more = f" ({self._left_out} more slow since step {self._reported})" if self._left_out else ""
+        self._reported, self._left_out = step, 0
+        beside = f", while step {saving} was being saved" if saving is not None else ""
+        return f"step {step} took {wall_s:.2f} s, usually {usual:.2f} s: {said}{beside}{more}"
+
+    def _note_slower(self, step: int, usual: float) -> str | None:
+        """Return a line, once, if steps have become slower than at the start; again after they were as fast as then."""
+        start = self._at_start
+        if start is None:
+            return None
+        slow = usual > self.SLOWER * start and usual - start > self.SLOWER_S
+        if slow and not self._slower:
+            self._slower = True
+            return f"steps take {usual:.2f} s around step {step}, and took {start:.2f} s at the start of this run"
+        if usual <= self.TIMES * start:
+            self._slower = False
+        return None

@@ -1,0 +1,70 @@
+"""A process that ends as the next line of the file `plan` in $HOME says, in place of the trainer and of preflight.
+
+Lines: `exit CODE`; `kill NUMBER`, itself; `traced CODE`, after SIGUSR2; `read CODE`, after a line of stdin; `note CODE`, after
+a note that no further attempt should come; `until CODE [COUNT]`, after COUNT signals that ask for an end. Exit code 99: it
+waited in vain. Each attempt adds a line about itself to the file `attempts`, and each signal one to `signals`.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+HUNG_S = 120
+NAMES = "SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"
+VARIABLES = "RESTART", "LAUNCHED", "COMMIT", "DIRTY", "HOST_CLASS", "PREFLIGHT"
+
+asked: list[int] = []
+traced: list[int] = []
+
+
+def hear(number: int, _frame: FrameType | None) -> None:
+    with open("signals", "a") as file:
+        file.write(signal.Signals(number).name + "\n")
+    (traced if number == signal.SIGUSR2 else asked).append(number)
+
+
+def wait(found: list[int], count: int) -> None:
+    limit = time.monotonic() + HUNG_S
+    while len(found) < count:
+        if time.monotonic() > limit:
+            sys.exit(99)
+        time.sleep(0.01)
+
+
+def main() -> int:
+    os.chdir(os.environ["HOME"])
+    at_birth = {name: str(signal.getsignal(getattr(signal, name))) for name in (*NAMES, "SIGQUIT", "SIGHUP")}
+    for name in NAMES:
+        signal.signal(getattr(signal, name), hear)
+    attempts, plan = Path("attempts"), Path("plan").read_text().splitlines()
+    before = attempts.read_text() if attempts.exists() else ""
+    action, *rest = plan[before.count("\n")].split()
+    facts = {"pid": os.getpid(), "arguments": sys.argv[1:], "at_birth": at_birth, "group": os.getpgrp()}
+    facts |= {name.lower(): os.environ.get("JAXTRAIN_" + name) for name in VARIABLES}
+    if all(os.isatty(i) for i in range(3)):
+        facts["foreground"] = os.tcgetpgrp(0)
+    if action == "read":
+        facts["line"] = sys.stdin.readline()
+    Path("attempts.new").write_text(before + json.dumps(facts) + "\n")
+    Path("attempts.new").rename(attempts)
+    code = int(rest[0])
+    if action == "kill":
+        if code != signal.SIGKILL:
+            signal.signal(code, signal.SIG_DFL)
+        os.kill(os.getpid(), code)
+    if action == "note":
+        Path(os.environ["JAXTRAIN_NOTE"]).write_text("the time is over\n")
+    if action == "traced":
+        wait(traced, 1)
+    if action == "until":
+        wait(asked, int(rest[1]) if rest[1:] else 1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [getattr(signal, name) for name in NAMES])  # What comes now came too late.
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,257 @@
+"""The supervisor's decisions: restarts and their pauses, exit codes of all nodes, options, the line for another node."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxtrain
+from jaxtrain import commands
+from jaxtrain.runtime import nodes, provenance
+from jaxtrain.runtime.messages import Refusal
+from jaxtrain.runtime.nodes import Nodes, is_here, remote_line, verdict
+from jaxtrain.runtime.options import Options, whole_number
+from jaxtrain.runtime.supervisor import Restarts, explain, trains_on_cpu
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+# ---- Restarts
+
+
+def test_pauses_double_up_to_a_minute():
+    def pauses(count: int, first_s: int) -> list[int]:
+        restarts = Restarts(99, first_s, 600)
+        return [restarts.take() for _ in range(count)]
+
+    assert pauses(8, 1) == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert pauses(2, 90) == [90, 90]
+    assert pauses(2, 0) == [0, 0]
+
+
+@pytest.mark.parametrize(("code", "lasted_s", "row", "pause_s"), [(75, 600, 1, 5), (75, 599, 3, 20), (124, 6000, 3, 20)])
+def test_an_attempt_that_made_progress_refills_the_budget(code: int, lasted_s: float, row: int, pause_s: int):
+    """A hang made none, however long it lasted."""
+    restarts = Restarts(3, 5, 600)
+    restarts.take()
+    restarts.take()
+    restarts.count(code, lasted_s)
+    assert (restarts.take(), restarts.row, restarts.total) == (pause_s, row, 3)
+
+
+@pytest.mark.parametrize(
+    ("code", "becomes", "text"),
+    [
+        (0, 0, "exit 0"),
+        (76, 76, "exit 76"),
+        (130, 130, "exit 130"),
+        (75, 75, "exit 75 (start me again: a peer died, its time limit, or a signal)"),
+        (134, 75, "exit 134 (killed by signal 6, ABRT, as jax ends a run whose peer died)"),
+        (138, 75, "exit 138 (killed by signal 10, USR1, before it listened)"),
+        (129, 129, "exit 129 (killed by signal 1, HUP)"),
+        (137, 137, "exit 137 (killed by signal 9, KILL: out of memory (dmesg tells), or a kill -9)"),
+        (255, 255, "exit 255"),
+    ],
+)
+def test_the_meaning_of_an_exit_code(code: int, becomes: int, text: str):
+    assert explain(code) == (becomes, text)
+
+
+def test_gpus_that_the_user_hides():
+    hidden = ({"JAX_PLATFORMS": "cpu"}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "-1"})
+    shown: tuple[dict[str, str], ...] = ({}, {"JAX_PLATFORMS": "cuda"}, {"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert all(map(trains_on_cpu, hidden)) and not any(map(trains_on_cpu, shown))
+
+
+# ---- Options
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (["--nodes=a"], "--nodes = a: names one node. Fix: leave --nodes out"),
+        (["--nodes=a,b;rm"], "'b;rm' is no host. Fix: --nodes=node1,node2."),
+        (["--nodes=a,"], "'' is no host"),
+        (["--nodes=a,-oProxyCommand=x"], "'-oProxyCommand=x' is no host"),
+        (["--nodes=a,b:22"], "only the first node has a port"),
+        (["--nodes"], "--nodes: needs a value. Fix: --nodes=node1,node2."),
+        (["--nodes=a,b,a"], "names a twice"),
+        (["--nodes=a:65536,b"], "65536 is no port. Fix: --nodes=a:12321,b."),
+        (["--nodes=a:0,b"], "0 is no port"),
+        (["--no-preflight=1"], "--no-preflight = 1: takes no value"),
+        *((["--nodes=a,b", f"--{name}=1"], "contradicts --nodes") for name in ("process-id", "num-processes", "coordinator")),
+    ],
+)
+def test_mistakes_in_options_are_refused(given: list[str], why: str):
+    with pytest.raises(Refusal) as refusal:
+        Options(given)
+    assert why in str(refusal.value) and refusal.value.code == 2
+
+
+def test_options_of_the_supervisor_are_taken_out_of_the_trainers():
+    options = Options(["--config=x.py", "--nodes=ada@a.lan:99,b", "a b", "--no-preflight", ""])
+    assert options.arguments == ["--config=x.py", "a b", ""] and not options.preflight
+    assert options.nodes and options.nodes.hosts == ["ada@a.lan:99", "b"]
+    assert options.nodes.arguments(1) == ["--coordinator=a.lan:99", "--num-processes=2", "--process-id=1"]
+    alone = Options(["--process-id=1"])
+    assert alone.nodes is None and alone.preflight and alone.arguments == ["--process-id=1"]
+
+
+def test_questions_are_told_from_training():
+    for word in ("--help", "-h", "--explain", "--explain=markdown", "--replay=DIR"):
+        assert Options(["--config=x.py", word]).answers, word
+    assert not Options(["--config=x.py", "-host", "--config.log.explain=1"]).answers
+
+
+@pytest.mark.parametrize("text", ["-1", "two", "1.5", "9999999", " 1"])
+def test_a_variable_that_is_no_number_is_refused(text: str):
+    with pytest.raises(Refusal, match=rf"^N = {text}: is no whole number from 0 to 999999\. Fix: N=3\.$"):
+        whole_number({"N": text}, "N", 3)
+
+
+def test_numbers_in_variables():
+    assert [whole_number(environ, "N", 3) for environ in ({}, {"N": ""}, {"N": "0"}, {"N": "010"})] == [3, 3, 0, 10]
+
+
+# ---- Several nodes
+
+
+@pytest.mark.parametrize(
+    ("code", "ends", "stopped", "verdict_of_all"),
+    [
+        (0, {"a": 0, "b": 0}, False, 0),
+        (75, {"a": 2, "b": 0}, False, 2),
+        (75, {"a": 3}, False, 3),
+        (75, {"a": 124}, False, 124),
+        (76, {"a": 76}, False, 76),
+        (0, {"a": 0, "b": 1}, False, 1),
+        (75, {"a": 1}, False, 75),
+        (0, {"a": 255}, False, 75),
+        (143, {"a": 255}, False, 75),
+        (76, {"a": 255}, False, 76),
+        (143, {"a": 1}, False, 1),  # it was ended here because of that node
+        (143, {"a": 1}, True, 143),  # or because of the user's signal
+        (0, {"a": None}, False, 0),
+    ],
+)
+def test_the_verdict_of_all_nodes(code: int, ends: dict[str, int | None], stopped: bool, verdict_of_all: int):
+    assert verdict(code, ends, stopped) == verdict_of_all
+
+
+def test_the_line_for_another_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A shell there reads the words as they were."""
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    environ = {
+        "JAXTRAIN_COMMIT": "abc",
+        "JAXTRAIN_DIRTY": "no",
+        "JAXTRAIN_RESTART": "2",
+        "JAXTRAIN_NOTE": "/mine",
+        "HOME": "/me",
+    }
+    line = remote_line(Path("/a root"), ["main", "--config=a b.py", "$HOME"], environ)
+    assert line == (
+        f"cd '{folder}' && env JAXTRAIN_RESTARTS=0 JAXTRAIN_EXPECTED='abc no' JAXTRAIN_RESTART=2 "
+        "'/a root/run.sh' main '--config=a b.py' '$HOME'"
+    )
+
+
+def test_an_address_of_this_node_is_recognised(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    assert is_here("127.0.0.1") and not is_here("192.0.2.1")  # an address for documentation
+    monkeypatch.setattr(nodes.socket, "gethostname", lambda: "node1.lan")
+    assert is_here("node1") and is_here("node1.lan")
+    Nodes("node1,node2").announce()
+    assert capfd.readouterr().err == ""
+    Nodes("192.0.2.1,node2").announce()
+    assert "process 0 runs here, on node1.lan, and the others look for it at 192.0.2.1" in capfd.readouterr().err
+    Nodes("localhost,node2").announce()
+    assert "Fix: name this node node1.lan." in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, True),
+        ({"SLURM_PROCID": "0"}, True),
+        ({"SLURM_PROCID": "1", "RANK": "0"}, False),
+        ({"JOB_COMPLETION_INDEX": "3"}, False),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, False),
+        ({"JAXTRAIN_EXPECTED": "abc no"}, False),
+    ],
+)
+def test_the_first_process_speaks_for_all(environ: dict[str, str], expected: bool):
+    assert provenance.speaks(environ) == expected
+
+
+def test_the_class_of_a_host():
+    assert provenance.host_class(["A", "A", "B"]) == "2 A+1 B"
+    assert " CPUs" in provenance.host_class([])
+
+
+# ---- The package
+
+
+def test_the_supervisor_imports_the_standard_library_alone():
+    """It waits beside every run, and answers at once."""
+    for path in sorted((REPO / "jaxtrain" / "runtime").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                top = name.partition(".")[0]
+                assert top in sys.stdlib_module_names or name.startswith("jaxtrain.runtime"), f"{path.name}: {name}"
+
+
+def test_files_for_any_python_have_the_syntax_of_3_8():
+    for name in ("__init__.py", "commands.py"):
+        ast.parse((REPO / "jaxtrain" / name).read_text(), feature_version=(3, 8))
+    with pytest.raises(SyntaxError):
+        ast.parse("match x:\n    case 1: pass\n", feature_version=(3, 8))
+
+
+@pytest.mark.parametrize("version", [(3, 8, 18), (3, 11, 2)])
+def test_an_old_python_is_refused_with_a_sentence(
+    version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "version_info", version)
+    said = "Python = {}.{}.{}: jaxtrain needs 3.12 or later. Fix: ./run.sh COMMAND".format(*version)
+    source = compile(Path(jaxtrain.__file__).read_text(), jaxtrain.__file__, "exec")
+    with pytest.raises(ImportError, match=re.escape(said)):
+        exec(source, {})
+    monkeypatch.setattr(sys, "argv", ["-m", "--config=x.py"])  # as `python -m jaxtrain.main` is seen while it is looked for
+    with pytest.raises(SystemExit) as end:
+        exec(source, {})
+    assert end.value.code == 2 and capsys.readouterr().err.startswith(said)
+
+
+# ---- Commands
+
+
+def test_the_table_names_the_modules_that_run():
+    package = REPO / "jaxtrain"
+    runs = {path.parent.name for path in package.glob("*/__main__.py")}
+    runs |= {path.stem for path in package.glob("[a-z]*.py") if "\nif __name__ ==" in path.read_text()}
+    assert set(commands.table()) == runs - {"runtime", "commands"}
+    assert all(purpose and "`" not in purpose and not purpose.endswith(".") for purpose in commands.table().values())
+
+
+def test_commands_are_spelled_as_they_were_started(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    text = "Check it with: python -m jaxtrain.data verify FILE"
+    monkeypatch.delenv(commands.PREFIX, raising=False)
+    assert commands.spelled(text) == text
+    assert commands.main([]) == 0 and "\n  python -m jaxtrain.main        train a model" in capsys.readouterr().out
+    assert commands.main(["lint"]) == 2 and "Fix: python -m jaxtrain.lint" not in capsys.readouterr().err
+    monkeypatch.setenv(commands.PREFIX, "./run.sh")
+    assert commands.spelled(text) == "Check it with: ./run.sh data verify FILE"
+    assert commands.main([]) == 0 and "\n  ./run.sh main        train a model" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("word", "nearest"), [("pln", "plan"), ("reciept", "receipt"), ("train", "main"), ("hf", "hf")])
+def test_an_unknown_command_is_answered_with_the_nearest(
+    word: str, nearest: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.delenv(commands.PREFIX, raising=False)
+    assert commands.main([word]) == 2 and capsys.readouterr().err.endswith(f"Fix: python -m jaxtrain.{nearest}.\n")
