@@ -220,7 +220,7 @@ def _decides_drops(name: str, before: Mapping[str, Any], after: Mapping[str, Any
 def check_allow_change(allow_change: str) -> list[Problem]:
     """What is wrong with checkpoint.allow_change itself: names that are no keys, and those that name only keys which can never
     change. A pattern that takes such a key in with others does not allow it: `compare` refuses it all the same."""
-    known = list(config.docs())
+    known = list(config.declared())
     problems: list[Problem] = []
     for name in filter(None, (part.strip() for part in allow_change.split(","))):
         matched = _matching([name], known)

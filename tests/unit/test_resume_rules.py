@@ -11,11 +11,11 @@ from jaxtrain.train import initial_state
 
 
 def test_every_key_stands_in_exactly_one_row():
-    for key in config.docs():
+    for key in config.declared():
         assert len(resume.rows_for(key)) == 1, key
     for row in resume.TABLE:
         for pattern in row.keys:
-            assert any(row in resume.rows_for(k) for k in config.docs() if resume._matching([pattern], [k])), pattern
+            assert any(row in resume.rows_for(k) for k in config.declared() if resume._matching([pattern], [k])), pattern
 
 
 def test_docs_show_the_table():
