@@ -469,6 +469,12 @@ class Optimizer:
         choices=("none", "moments"),
     )
 
+    def decay(self, steps: int) -> int:
+        """Return how many steps the decay takes in a run of so many: decay_steps, or what the schedule derives for 0."""
+        after = max(1, steps - max(1, self.warmup_steps))
+        derived = max(1, steps // 5) if self.schedule == "wsd" else after
+        return min(self.decay_steps or derived, after)
+
 
 @dataclasses.dataclass(frozen=True)
 class Init:

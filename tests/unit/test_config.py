@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import sys
 import textwrap
 import types
@@ -474,6 +475,7 @@ def test_explain_says_who_set_each_key(capsys, monkeypatch, tmp_path):
     assert rows["model.d_model"][:2] == ["128", "file"], "the file sets it to its default"
     assert rows["model.head_dim"][:4] == ["0", "->", "32", "derived"]
     assert rows["mesh.data"][:3] == ["-1", "->", "1"]
+    assert rows["optimizer.decay_steps"][:4] == ["0", "->", "27", "default"]
     assert rows["model.norm_eps"][:2] == ["1e-05", "default"]
     assert rows["checkpoint.dir"][:4] == ["''", "->", "runs/tiny/checkpoints", "default"]
     assert set(rows) == {key for key, _ in config.flatten(config.to_dict(config.RunConfig()))}
@@ -543,6 +545,8 @@ def test_explain_with_problems_shows_both(capsys, monkeypatch, tmp_path):
     assert main.main([TINY, "--config.mesh.seq=3", "--explain"]) == 2
     captured = capsys.readouterr()
     assert "model.d_model" in captured.out and "seq=3" in captured.err
+    assert main.main([TINY, "--config.model.sliding_window=16", "--explain"]) == 0
+    assert re.search(r"local_rope_base +0.0 -> 10000.0 +default", capsys.readouterr().out)
     assert main.main([TINY, "--explain=html"]) == 2
 
 
