@@ -73,7 +73,7 @@ MIXTRAL = (
     *("--config.train.global_batch=8", "--config.train.grad_accum=8"),
 )
 TINY_EXPERTS = ("--config.model.num_experts=4", "--config.model.experts_per_token=2")
-LOOP, UNROLLED = ("--config.compiler.unroll=false",), ("--config.compiler.unroll=true",)
+LOOP, UNROLLED = ("--config.parallel.scan_layers=true",), ("--config.parallel.scan_layers=false",)
 FP8, PALLAS = ("--config.precision=fp8",), ("--config.attention.impl=pallas",)
 
 # Case of train steps -> (the config instead of llama3_8b:half, the same in a smoke test, overrides).
@@ -89,7 +89,7 @@ CASES: dict[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
     "offload loop": ((), (), (*LOOP, "--config.optimizer.offload=moments")),
     "XLA's options loop": ((), (), (*LOOP, "--config.compiler.defaults=false")),
     "mixtral": (MIXTRAL, TINY_EXPERTS, UNROLLED),
-    "mixtral capacity": (MIXTRAL, TINY_EXPERTS, (*UNROLLED, "--config.experts.capacity=1.25")),
+    "mixtral capacity": (MIXTRAL, TINY_EXPERTS, (*UNROLLED, "--config.moe.capacity_factor=1.25")),
     "1b loop": (ONE, (), LOOP),
 }
 KEPT = (

@@ -87,7 +87,7 @@ class Case:
 
 
 FULL = "--config.remat.policy=full"
-LOOP, UNROLL = "--config.compiler.unroll=false", "--config.compiler.unroll=true"
+LOOP, UNROLL = "--config.parallel.scan_layers=true", "--config.parallel.scan_layers=false"
 FIRST, TILED = "param_scan_axis=0", "num_vocab_tiling=8"
 # Those whose parts are compared: the same recomputation under the same options.
 PAIR = (Case("MaxText", "full", OURS, ("remat_policy=full",)), Case("jaxtrain", "full", OURS, (FULL, LOOP)))

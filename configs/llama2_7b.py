@@ -39,7 +39,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.mesh.fsdp = -1  # weights, moments and batch are split over the GPUs of a node
     # Whatever costs a GEMM or an attention call is kept; norms, rotary and the gate's product are computed again.
     config.remat.policy = "auto"
-    config.compiler.unroll = True  # faster than a loop over layers, and less memory; compiles longer
+    config.parallel.scan_layers = False  # faster than a loop over layers, and less memory; compiles longer
 
     config.optimizer.lr = 3e-4
     config.optimizer.lr_min = 3e-5

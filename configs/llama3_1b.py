@@ -41,7 +41,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.mesh.fsdp = -1
     # Whatever costs a GEMM or an attention call is kept; norms, rotary and the gate's product are computed again.
     config.remat.policy = "auto"
-    config.compiler.unroll = True  # faster than a loop over layers, and less memory; compiles longer
+    config.parallel.scan_layers = False  # faster than a loop over layers, and less memory; compiles longer
 
     # The weights a run ends with are the better for the decay, and a run that is to go on starts from before it:
     # warmup-stable-decay allows both.

@@ -50,7 +50,9 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     # Whatever costs a GEMM or an attention call is kept, where there is room for it; norms, rotary and the gate's product are
     # computed again.
     config.remat.policy = "auto"
-    config.compiler.unroll = True  # 3% faster than a loop over layers by plan, for 3 GiB more; compiles three times as long
+    config.parallel.scan_layers = (
+        False  # 3% faster than a loop over layers by plan, for 3 GiB more; compiles three times as long
+    )
 
     config.optimizer.lr = 3e-4
     config.optimizer.lr_min = 3e-5
@@ -63,7 +65,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.log.every_steps = 1  # a step takes long enough to deserve its line
 
     if variant.long or variant["1m"]:
-        config.compiler.unroll = False  # a layer has 8 steps of a ring: 32 layers of them compile for longer than they gain
+        config.parallel.scan_layers = True  # a layer has 8 steps of a ring: 32 layers of them compile for longer than they gain
         # One sequence at a time over all 8 GPUs: 16,384 or 131,072 tokens on each.
         config.data.seq_len = 1_048_576 if variant["1m"] else 131_072
         # Of the longest, one is a step: 2.1 M tokens otherwise, and no sum of gradients to hold.
@@ -71,7 +73,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         config.train.steps = 2000
         config.eval.sequences = 8
         config.mesh.seq = 8
-        config.attention.context = "ring"  # its traffic hides behind attention, and any number of GPUs can take part
+        config.parallel.context = "ring"  # its traffic hides behind attention, and any number of GPUs can take part
         # Documents of 512 tokens and more on average; of 16,384 for 1m. Each costs cuDNN's backward pass 1028 bytes x heads x
         # tokens of a chunk; it runs in parts, so that they are not all there at once.
         config.data.max_segments = 64 if variant["1m"] else 256

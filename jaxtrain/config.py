@@ -190,7 +190,7 @@ class Model:
     tied_head: bool = key(False, "the output head is the embedding, transposed")
     qk_norm: bool = key(False, "RMSNorm on queries and keys, per head, before rotary")
     qkv_bias: bool = key(False, "bias on the query, key and value projections")
-    post_norms: bool = key(False, "RMSNorm also on what attention and feed-forward add to the residual stream")
+    sandwich_norm: bool = key(False, "RMSNorm also on what attention and feed-forward add to the residual stream")
     sliding_window: int = key(0, "a token sees this many positions, itself included; 0: all before it", at_least=0)
     attention_pattern: str = key(
         "", "layers that see sliding_window (l) or everything (g), repeated over all layers, as lllllg; '': all l"
@@ -213,7 +213,7 @@ class Model:
     experts_per_token: int = key(2, "experts that each token goes through", at_least=1)
     router: str = key("softmax", "function that makes an expert's score of the router's logits", choices=("softmax", "sigmoid"))
     renormalize: bool = key(True, "the scores of the chosen experts are divided by their sum")
-    router_bias: bool = key(False, "a bias for each expert decides, with its score, who is chosen; moved by experts.bias_rate")
+    router_bias: bool = key(False, "a bias for each expert decides, with its score, who is chosen; moved by moe.bias_rate")
     shared_d_ff: int = key(0, "width of a feed-forward block for all tokens beside the experts; 0: none", at_least=0)
     init_std: float = key(
         0.02, "standard deviation of initial weights (projections into the residual: / sqrt(2 layers))", above=0
@@ -230,7 +230,7 @@ class Mesh:
     stage: int = key(1, "pipeline stages: shards of the layers; see the pipeline section")
     expert: int = key(1, "shards of the experts, and of the batch beside data x fsdp")
     tensor: int = key(1, "shards of heads, feed-forward and vocabulary within a layer")
-    seq: int = key(1, "shards of the sequence (context parallelism); attention.context says how keys meet queries")
+    seq: int = key(1, "shards of the sequence (context parallelism); parallel.context says how keys meet queries")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +246,7 @@ class Pipeline:
 
 
 @dataclasses.dataclass(frozen=True)
-class Experts:
+class Moe:
     """How tokens reach the experts of model.num_experts, and how the router learns to spread them."""
 
     impl: str = key(
@@ -254,7 +254,7 @@ class Experts:
         "grouped matmuls by a Pallas kernel (pallas), or by XLA (ragged: jax.lax.ragged_dot)",
         choices=("auto", "pallas", "ragged"),
     )
-    capacity: float = key(
+    capacity_factor: float = key(
         0.0, "tokens an expert takes, in multiples of an even share, others are dropped; 0: none ever is", at_least=0
     )
     buffer: float = key(
@@ -268,6 +268,20 @@ class Experts:
     )
     bias_rate: float = key(
         0.001, "step of model.router_bias toward even loads (Wang et al. 2024), after each optimizer step", at_least=0
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallel:
+    """How layers and sequences are computed on the mesh."""
+
+    context: str = key(
+        "ring",
+        "how queries reach the keys of other devices where mesh.seq shards the sequence",
+        choices=("ring", "ulysses", "gather"),
+    )
+    scan_layers: bool = key(
+        True, "a loop over layers; false: layers one by one in the program, which makes steps faster and the compile longer"
     )
 
 
@@ -291,20 +305,17 @@ class Sharding:
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """Which attention kernel, and how it reaches keys on other devices."""
+    """Which attention kernel."""
 
     impl: str = key(
         "auto",
         "attention kernel; auto: the log names the kernel and the reason",
         choices=("auto", "cudnn", "pallas", "chunked", "reference"),
     )
-    context: str = key(
-        "ring",
-        "how queries reach the keys of other devices where mesh.seq shards the sequence",
-        choices=("ring", "ulysses", "gather"),
-    )
     ulysses: int = key(
-        0, "context=ulysses: ranks that trade tokens for heads, the rest form a ring; 0: as many as heads allow", at_least=0
+        0,
+        "parallel.context=ulysses: ranks that trade tokens for heads, the rest form a ring; 0: as many as heads allow",
+        at_least=0,
     )
 
 
@@ -389,7 +400,7 @@ class Train:
     accumulate: str = key(
         "auto",
         "layer: each layer's gradient is added to the sum as it comes; microbatch: all of a microbatch's are held first; "
-        "auto: layer where compiler.unroll",
+        "auto: microbatch with parallel.scan_layers, else layer",
         choices=("auto", "layer", "microbatch"),
     )
     freeze: str = key("", "parameters that stay as they are, comma-separated patterns of names: embed.*,layers.mlp.*,head")
@@ -400,7 +411,7 @@ class Train:
     max_minutes: str = key(
         "", "leave with exit code 75 after so many minutes, state saved | auto: before Slurm's end of the job"
     )
-    spike: float = key(
+    loss_spike_sigma: float = key(
         0.0,
         "a step is skipped where loss or gradient norm is so many robust standard deviations above the last 128; 0: only where "
         "one is not finite",
@@ -408,14 +419,14 @@ class Train:
     )
     on_divergence: str = key(
         "stop",
-        "after max_skips; stop: exit code 76; rollback: to the last good checkpoint, and past the data that did it",
+        "after max_skipped_steps; stop: exit code 76; rollback: to the last good checkpoint, and past the data that did it",
         choices=("stop", "rollback"),
     )
-    max_skips: int = key(8, "so many skipped steps in a row are a divergence", at_least=1)
+    max_skipped_steps: int = key(8, "so many skipped steps in a row are a divergence", at_least=1)
     timeouts: str = key(
         "", "seconds until a hang is ended, as step=900,data=300: startup, compile, step, checkpoint, data; 0: never"
     )
-    verify_every: int = key(
+    sdc_check_every: int = key(
         0, "take every so many steps twice and compare all bits, to find faulty hardware; 0: never", at_least=0
     )
     deterministic: bool = key(
@@ -552,7 +563,6 @@ class Profile:
 class Compiler:
     """How XLA compiles the step; jaxtrain/train/compiler.py has its own options, each with the reason."""
 
-    unroll: bool = key(False, "layers one by one in the program, not as a loop: faster steps, a longer compile")
     options: str = key("", "XLA options of the train step, NAME=VALUE, comma-separated; they stand above jaxtrain's own")
     defaults: bool = key(True, "begin with jaxtrain's options; False: with XLA's")
 
@@ -611,7 +621,8 @@ class RunConfig:
     model: Model = Model()
     mesh: Mesh = Mesh()
     pipeline: Pipeline = Pipeline()
-    experts: Experts = Experts()
+    moe: Moe = Moe()
+    parallel: Parallel = Parallel()
     sharding: Sharding = Sharding()
     attention: Attention = Attention()
     remat: Remat = Remat()

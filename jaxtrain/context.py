@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from jaxtrain.config import choices
 
-METHODS = choices("attention.context")
+METHODS = choices("parallel.context")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ def make_context(method: str, asked: int, ranks: int, heads: int, kv_heads: int)
     """The division of `ranks` ranks of the seq axis.
 
     Args:
-      method: attention.context.
+      method: parallel.context.
       asked: attention.ulysses; 0: as many ranks as the heads allow.
       ranks: mesh.seq.
       heads, kv_heads: on each rank of the tensor axis.

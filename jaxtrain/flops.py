@@ -20,7 +20,7 @@ width S,
 
     feed-forward   2 * 3 D (k F + S)  +  2 D E           k experts and the shared one, router
 
-and whatever E is, MFU counts these active FLOPs only. Where experts take a fixed number of tokens (experts.capacity, in even
+and whatever E is, MFU counts these active FLOPs only. Where experts take a fixed number of tokens (moe.capacity_factor, in even
 shares), a GPU computes all of their places, filled or not: that is in HFU (`beyond`).
 """
 
@@ -193,9 +193,9 @@ def expert_rows(run: RunConfig) -> float:
     The experts of a token; with a capacity that many even shares, since arrays have the size of what could come. Likewise with
     one expert on each device, whose plain matmul takes all of its room (kernels/experts/feed_forward.py).
     """
-    e, m = run.experts, run.model
+    e, m = run.moe, run.model
     alone = m.num_experts > 1 and run.mesh.expert == m.num_experts and e.impl == "auto"
-    return min(m.experts_per_token * (e.capacity or (e.buffer if alone else 1.0)), m.num_experts)
+    return min(m.experts_per_token * (e.capacity_factor or (e.buffer if alone else 1.0)), m.num_experts)
 
 
 def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Flops:
@@ -206,10 +206,10 @@ def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Fl
     - q, k, v where they are not kept; with qk_norm q and k in any case, since its backward pass reads what was normed, which
       only "dots" keeps;
     - the attention kernel unless both its output and its log-sum-exp are kept;
-    - wo unless its output is kept, or the residual stream after it; with post_norms, whose backward pass reads it, its output;
+    - wo unless its output is kept, or the residual stream after it; its output with sandwich_norm, whose backward reads it;
     - gate and up where they are not kept, those of experts too; the router, whose scores no policy keeps but "none";
     - down in the layers whose output is the next layer's input under the same checkpoint, so not in the last layer of each
-      `remat.every`: nothing in the backward pass reads the output of the last one, and XLA drops it; with post_norms in all.
+      `remat.every`: nothing in the backward pass reads the output of the last one, and XLA drops it; with sandwich_norm in all.
 
     This holds for a fused attention kernel with its own backward pass (cuDNN). Left out, as in the usual definition: what
     that backward pass computes again inside itself.
@@ -220,14 +220,14 @@ def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Fl
     cost = gemms(model, rows)
     made = have - {"q", "k"} if model.qk_norm and remat.policy != "dots" else have
     linear = sum(cost[name] for name in ("q", "k", "v", "mlp_gate", "mlp_up") if name not in made) + cost.get("router", 0.0)
-    if not have & ({"attention_proj"} if model.post_norms else {"attention_proj", "residual"}):
+    if not have & ({"attention_proj"} if model.sandwich_norm else {"attention_proj", "residual"}):
         linear += cost["attention_proj"]
     total = Flops(linear, linear)
     if not {"attention_out", "attention_lse"} <= have:
         total += attention(model, seq_len)
     total *= model.num_layers
     if "mlp_down" not in have:
-        inner = model.num_layers - (0 if model.post_norms else -(-model.num_layers // remat.every))
+        inner = model.num_layers - (0 if model.sandwich_norm else -(-model.num_layers // remat.every))
         total += Flops(cost["mlp_down"], cost["mlp_down"]) * inner
     return total
 
@@ -259,7 +259,7 @@ def parameters(model: Model) -> dict[str, int]:
         "mlp": layers * 3 * d * (model.shared_d_ff if experts else model.d_ff),
         "experts": layers * experts * 3 * d * model.d_ff,
         "router": layers * experts * (d + model.router_bias),
-        "norms": layers * (4 if model.post_norms else 2) * d + d,
+        "norms": layers * (4 if model.sandwich_norm else 2) * d + d,
         "head": 0 if model.tied_head else model.vocab_size * d,
     }
     return parts | {"total": sum(parts.values())}

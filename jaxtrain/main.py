@@ -132,7 +132,7 @@ def in_use(run: RunConfig, devices: hardware.Devices, workdir: Path) -> dict[str
     if gpu and not run.log.peak_tflops and run.compute in ("f32", "bf16"):
         found["log.peak_tflops"] = gpu.peak(run.compute)
     if run.train.accumulate == "auto":
-        found["train.accumulate"] = "layer" if run.compiler.unroll else "microbatch"
+        found["train.accumulate"] = "microbatch" if run.parallel.scan_layers else "layer"
     return found | ({} if run.checkpoint.dir else {"checkpoint.dir": str(workdir / "checkpoints")})
 
 

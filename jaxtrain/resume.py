@@ -38,30 +38,31 @@ TABLE = (
     Row(
         ("mesh.*", "sharding.*"),
         "free",
-        "placement; the numbers stay, up to rounding; but with experts.capacity above 0 the tokens that experts drop depend on "
-        "mesh.* and sharding.rules.*: then only if named in checkpoint.allow_change",
+        "placement; the numbers stay, up to rounding; but with moe.capacity_factor above 0 the tokens that experts drop depend "
+        "on mesh.* and sharding.rules.*: then only if named in checkpoint.allow_change",
         LAYOUT,
     ),
     Row(
-        ("attention.*", "remat.*", "compiler.*", "pipeline.*"),
+        ("attention.*", "parallel.*", "remat.*", "compiler.*", "pipeline.*"),
         "free",
-        "how the same function is computed; with experts.capacity and mesh.seq, attention.context is asked about as mesh.* is",
+        "how the same function is computed; with moe.capacity_factor and mesh.seq, parallel.context is asked about as "
+        "mesh.* is",
         LAYOUT,
     ),
-    Row(("experts.impl", "experts.buffer"), "free", "how the same function is computed", LAYOUT),
+    Row(("moe.impl", "moe.buffer"), "free", "how the same function is computed", LAYOUT),
     Row(("train.accumulate", "loss.chunk"), "free", "how the same step is computed", LAYOUT),
     Row(("train.memory_fraction",), "free", "how the same step is computed", MACHINE),
     Row(
         ("train.grad_accum",),
         "free",
-        "how the same step is computed; but experts.balance_loss, experts.z_loss and experts.capacity are those of a "
+        "how the same step is computed; but moe.balance_loss, moe.z_loss and moe.capacity_factor are those of a "
         "microbatch: with them only if named in checkpoint.allow_change",
         LAYOUT,
     ),
     Row(("train.max_minutes", "train.timeouts"), "free", "when a run leaves", NOTHING),
-    Row(("train.verify_every",), "free", "when a run is looked at", TIME),
-    Row(("train.on_divergence", "train.max_skips"), "free", "when a run leaves, or goes back", INPUTS),
-    Row(("train.spike",), "free", "steps from here on; what earlier ones were compared with is stored in any case"),
+    Row(("train.sdc_check_every",), "free", "when a run is looked at", TIME),
+    Row(("train.on_divergence", "train.max_skipped_steps"), "free", "when a run leaves, or goes back", INPUTS),
+    Row(("train.loss_spike_sigma",), "free", "steps from here on; what earlier ones were compared with is stored in any case"),
     Row(("env.*",), "free", "how GPUs are run; other algorithms of NCCL's add in another order", NOTHING),
     Row(("train.deterministic",), "free", "other kernels: the numbers differ by rounding", MACHINE),
     Row(("train.steps",), "free", "a run may become longer or shorter; a schedule that ends with the last step ends then"),
@@ -114,7 +115,7 @@ TABLE = (
     ),
     Row(("loss.name", "loss.z_loss"), "ask", "losses before and after do not compare"),
     Row(
-        ("experts.capacity", "experts.balance_loss", "experts.z_loss", "experts.bias_rate"),
+        ("moe.capacity_factor", "moe.balance_loss", "moe.z_loss", "moe.bias_rate"),
         "ask",
         "part of the recipe: which tokens experts drop, and how routers learn to spread them",
     ),
@@ -165,7 +166,7 @@ TABLE = (
     ),
     Row(
         (
-            *("model.tied_head", "model.qk_norm", "model.qkv_bias", "model.post_norms"),
+            *("model.tied_head", "model.qk_norm", "model.qkv_bias", "model.sandwich_norm"),
             *("model.router_bias", "model.shared_d_ff"),
         ),
         "never",
@@ -175,7 +176,7 @@ TABLE = (
 )
 
 # Which tokens a device holds at a time.
-DECIDES_DROPS = ("mesh.*", "sharding.rules.*", "train.grad_accum", "attention.context", "attention.ulysses")
+DECIDES_DROPS = ("mesh.*", "sharding.rules.*", "train.grad_accum", "parallel.context", "attention.ulysses")
 
 
 def rows_for(key: str) -> list[Row]:
@@ -213,13 +214,13 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], allow_change: str = 
         row = rows_for(name)[0]
         if name == groups.KEY and groups.moved(before[name]) != groups.moved(after[name]):
             row = dataclasses.replace(row, change="never", reason="parameters that change their optimizer store other tensors")
-        if name == "train.grad_accum" and was.model.num_experts and (after["experts.balance_loss"] or after["experts.z_loss"]):
-            reason = "experts.balance_loss and experts.z_loss are those of a microbatch, and add up to others"
+        if name == "train.grad_accum" and was.model.num_experts and (after["moe.balance_loss"] or after["moe.z_loss"]):
+            reason = "moe.balance_loss and moe.z_loss are those of a microbatch, and add up to others"
             row = dataclasses.replace(row, change="ask", reason=reason)
         if name == "data.max_segments" and {before[name], after[name]} == {0, config.MOST_DOCUMENTS}:
             row = dataclasses.replace(row, change="free", reason="the same cut of the data")
         if row.change == "free" and _decides_drops(name, before, after):
-            row = dataclasses.replace(row, change="ask", reason="with experts.capacity above 0, experts drop other tokens")
+            row = dataclasses.replace(row, change="ask", reason="with moe.capacity_factor above 0, experts drop other tokens")
         if row.change == "free" or (row.change == "ask" and name in _matching(allowed, [name])):
             notes.append(f"{name}: {change} ({row.reason})")
         elif row.change == "ask":
@@ -249,11 +250,11 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], allow_change: str = 
 def _decides_drops(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
     """Whether a key decides which tokens a device holds at a time, and so which of them a capacity of its experts drops.
 
-    Where mesh.seq divides sequences, attention.context decides which part of a sequence a device holds.
+    Where mesh.seq divides sequences, parallel.context decides which part of a sequence a device holds.
     """
-    if not (after["model.num_experts"] and after["experts.capacity"]):
+    if not (after["model.num_experts"] and after["moe.capacity_factor"]):
         return False
-    if name.startswith("attention.") and before["mesh.seq"] == after["mesh.seq"] == 1:
+    if name.startswith(("attention.", "parallel.")) and before["mesh.seq"] == after["mesh.seq"] == 1:
         return False
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in DECIDES_DROPS)
 

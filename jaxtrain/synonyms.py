@@ -70,12 +70,12 @@ PEERS = {
         "parallelism.pipeline_parallel_schedule num_layers_per_pipeline_stage num_pipeline_repeats "
         "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank torch.distributed.pipelining"
     ),
-    "experts.impl": "megablox sparse_matmul use_tokamax_gmm",
-    "experts.capacity": "capacity_factor moe_expert_capacity_factor moe_pad_expert_input_to_capacity",
-    "experts.buffer": "ragged_buffer_factor",
-    "experts.balance_loss": ("load_balance_loss_weight moe_router_load_balancing_type moe_aux_loss_coeff router_aux_loss_coef"),
-    "experts.z_loss": "moe_z_loss_coeff",
-    "experts.bias_rate": "load_balance_coeff routed_bias_update_rate moe_router_bias_update_rate",
+    "moe.impl": "megablox sparse_matmul use_tokamax_gmm",
+    "moe.capacity_factor": "capacity_factor moe_expert_capacity_factor moe_pad_expert_input_to_capacity",
+    "moe.buffer": "ragged_buffer_factor",
+    "moe.balance_loss": ("load_balance_loss_weight moe_router_load_balancing_type moe_aux_loss_coeff router_aux_loss_coef"),
+    "moe.z_loss": "moe_z_loss_coeff",
+    "moe.bias_rate": "load_balance_coeff routed_bias_update_rate moe_router_bias_update_rate",
     "sharding.zero": "data_parallel_sharding_strategy zero_optimization.stage",
     "sharding.zero=1": "shard_optimizer_over_data use_distributed_optimizer",
     "sharding.zero=3": "use_megatron_fsdp use_torch_fsdp2",
@@ -86,9 +86,7 @@ PEERS = {
     "attention.impl": "attn_backend model_registry attention attention_backend",
     "attention.impl=auto": "use_flash_attn",
     "attention.impl=cudnn": "scaled_dot_product_attention",
-    "attention.context": (
-        "parallelism.context_parallel_rotate_method context_parallel_strategy cp_comm_type set_rotate_method"
-    ),
+    "parallel.context": ("parallelism.context_parallel_rotate_method context_parallel_strategy cp_comm_type set_rotate_method"),
     "attention.ulysses": "ici_context_usp_ulysses_parallelism hierarchical_context_parallel_sizes",
     "remat.policy": (
         "activation_checkpoint.mode activation_checkpoint.selective_ac_option remat_policy recompute_activations "
@@ -152,9 +150,9 @@ PEERS = {
     ),
     "train.seed": "training.seed debug.seed init_weights_seed seed",
     "train.max_minutes": "exit_duration_in_mins",
-    "train.spike": "skip_step_on_spikes",
+    "train.loss_spike_sigma": "skip_step_on_spikes",
     "train.on_divergence": "abort_on_nan_loss abort_on_inf_loss rerun_mode",
-    "train.max_skips": "abort_on_nan_loss abort_on_inf_loss no_check_for_nan_in_loss_and_grad",
+    "train.max_skipped_steps": "abort_on_nan_loss abort_on_inf_loss no_check_for_nan_in_loss_and_grad",
     "train.deterministic": "training.deterministic debug.deterministic full_determinism",
     "train.deterministic=true": "deterministic_mode",
     "loss.z_loss": "z_loss_multiplier",
@@ -210,7 +208,7 @@ PEERS = {
     ),
     "profile.steps": "profiler_steps profile_step_end torch.profiler.profile",
     "profile.dump_hlo=true": "dump_hlo",
-    "compiler.unroll": "scan_layers",
+    "parallel.scan_layers": "scan_layers",
     "compiler.options": "training.disable_cuda_graphs cuda_graph_impl",
     "paths.cache": "jax_cache_dir",
     "--config=FILE": "model.name model.flavor",
@@ -286,7 +284,7 @@ COMMON = {
     "lora.targets": "modules",
     "profile.start": "start_step",
     "profile.steps": "num_steps",
-    "compiler.unroll": "scan scan_blocks",
+    "parallel.scan_layers": "scan scan_blocks",
     "paths.cache": "compile_cache compilation_cache cache_dir",
     "--workdir": "workdir out_dir out output logdir log_dir run_dir exp_dir experiment job_name",
 }
@@ -294,20 +292,20 @@ COMMON = {
 SECTIONS = {
     **dict.fromkeys(("training", "trainer"), "train"),
     **dict.fromkeys(("optim", "optimiser", "lr_scheduler", "scheduler"), "optimizer"),
-    **dict.fromkeys(("parallelism", "parallel", "distributed"), "mesh"),
+    **dict.fromkeys(("parallelism", "distributed"), "mesh"),
     **dict.fromkeys(("validation", "validator", "evaluation", "val"), "eval"),
     **dict.fromkeys(("logging", "metrics"), "log"),
     **dict.fromkeys(("profiling", "profiler"), "profile"),
     **dict.fromkeys(("dataset", "dataloader"), "data"),
     **dict.fromkeys(("activation_checkpoint", "activation_checkpointing", "recompute"), "remat"),
     **dict.fromkeys(("ckpt", "checkpoints", "checkpointing"), "checkpoint"),
-    **dict.fromkeys(("moe", "expert"), "experts"),
+    **dict.fromkeys(("experts", "expert"), "moe"),
     "network": "model",
     "compile": "compiler",
     "float8": "fp8",
 }
 # Names whose numbers have another unit or sense than ours: a part of the steps, tokens, epochs, the batch of one device.
-OTHER_UNIT = re.compile("ratio|frac|factor|epoch|samples|token|device|micro|local|scan|depth|total_batch")
+OTHER_UNIT = re.compile("ratio|frac|factor|epoch|samples|token|device|micro|local|depth|total_batch")
 MOST = 3  # candidates in one answer
 
 

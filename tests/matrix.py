@@ -29,7 +29,7 @@ MODELS = {
     "kinds of layers": {
         "model.num_layers": 3,
         "model.family": "gemma3",
-        "model.post_norms": True,
+        "model.sandwich_norm": True,
         "model.qk_norm": True,
         "model.sliding_window": 12,
         "model.attention_pattern": "lgl",
@@ -48,17 +48,17 @@ MODELS = {
         "model.num_experts": 8,
         "model.d_ff": 32,
         "model.shared_d_ff": 32,
-        "experts.balance_loss": 0.0,
-        "experts.z_loss": 0.0,
+        "moe.balance_loss": 0.0,
+        "moe.z_loss": 0.0,
     },
     "experts": {"model.num_experts": 8, "model.d_ff": 32, "model.shared_d_ff": 32},
     # Room for all, so that none is dropped. Losses for even loads are those of each microbatch, which make another step.
     "experts with room": {
         "model.num_experts": 8,
         "model.d_ff": 32,
-        "experts.capacity": 4.0,
-        "experts.balance_loss": 0.0,
-        "experts.z_loss": 0.0,
+        "moe.capacity_factor": 4.0,
+        "moe.balance_loss": 0.0,
+        "moe.z_loss": 0.0,
     },
     "everything": {
         "model.tied_head": True,
@@ -73,7 +73,7 @@ MODELS = {
 }
 CONTEXT = (
     *(f"seq{n}" for n in (2, 4, 8)),
-    *(f"seq{n}/attention.context={method}" for method in ("ulysses", "gather") for n in (2, 4, 8)),
+    *(f"seq{n}/parallel.context={method}" for method in ("ulysses", "gather") for n in (2, 4, 8)),
 )
 ZERO = "data2xfsdp4/train.grad_accum=2"
 SCHEDULES = ("", "/pipeline.schedule=gpipe", "/pipeline.schedule=interleaved/pipeline.groups=2")
@@ -102,8 +102,8 @@ LAYOUTS = {
         "data2xfsdp2xseq2",
         "data2xtensor2xseq2",
         "fsdp2xtensor2xseq2",
-        "fsdp2xtensor2xseq2/attention.context=ulysses",
-        "fsdp2xtensor2xseq2/attention.context=gather",
+        "fsdp2xtensor2xseq2/parallel.context=ulysses",
+        "fsdp2xtensor2xseq2/parallel.context=gather",
         # Key/value heads fewer than what splits them
         "tensor8",
         "tensor8/attention.impl=chunked",
@@ -117,10 +117,10 @@ LAYOUTS = {
         "data8/sharding.zero=0/train.grad_accum=2",
         "fsdp8/sharding.gather=forward/remat.policy=full",
         # Ulysses groups in a ring
-        "seq4/attention.context=ulysses/attention.ulysses=2",
-        "seq8/attention.context=ulysses/attention.ulysses=2",
-        "seq8/attention.context=ulysses/attention.ulysses=4",
-        "tensor2xseq4/attention.context=ulysses/attention.ulysses=2",
+        "seq4/parallel.context=ulysses/attention.ulysses=2",
+        "seq8/parallel.context=ulysses/attention.ulysses=2",
+        "seq8/parallel.context=ulysses/attention.ulysses=4",
+        "tensor2xseq4/parallel.context=ulysses/attention.ulysses=2",
         # Microbatches, what is computed again, other kernels
         "one/train.grad_accum=4",
         ZERO,
@@ -130,20 +130,20 @@ LAYOUTS = {
         "fsdp4xseq2/remat.policy=attention",
         "tensor2xseq4/remat.policy=dots",
         "fsdp2xseq4/attention.impl=chunked",
-        "fsdp2xseq4/attention.impl=chunked/attention.context=gather/remat.policy=full",
+        "fsdp2xseq4/attention.impl=chunked/parallel.context=gather/remat.policy=full",
         # Gradients added by layer, in a loop and one by one
         "fsdp4xseq2/train.grad_accum=2/train.accumulate=layer",
         "data2xfsdp2xtensor2/train.grad_accum=2/train.accumulate=layer",
-        "fsdp2xtensor2xseq2/train.grad_accum=2/sharding.zero=1/compiler.unroll=True",
-        "data2xfsdp2xtensor2/train.grad_accum=2/compiler.unroll=True",
+        "fsdp2xtensor2xseq2/train.grad_accum=2/sharding.zero=1/parallel.scan_layers=False",
+        "data2xfsdp2xtensor2/train.grad_accum=2/parallel.scan_layers=False",
     ),
     "1 query a key": CONTEXT,
     "4 queries a key": CONTEXT,
-    "8 queries a key": (*CONTEXT, "tensor4xseq2", "tensor2xseq4/attention.context=ulysses"),
-    "window": (*CONTEXT, "fsdp2xtensor2xseq2", "seq8/attention.context=ulysses/attention.ulysses=2"),
+    "8 queries a key": (*CONTEXT, "tensor4xseq2", "tensor2xseq4/parallel.context=ulysses"),
+    "window": (*CONTEXT, "fsdp2xtensor2xseq2", "seq8/parallel.context=ulysses/attention.ulysses=2"),
     "experts": (
         *(f"expert{n}" for n in (2, 4, 8)),
-        *(f"expert{n}/experts.buffer=0.5" for n in (2, 8)),
+        *(f"expert{n}/moe.buffer=0.5" for n in (2, 8)),
         "fsdp8",
         "fsdp4xtensor2",
         "fsdp4xseq2",
@@ -156,8 +156,8 @@ LAYOUTS = {
         "expert4xseq2",
         "fsdp2xexpert2xtensor2",
         "fsdp2xexpert2xseq2/remat.policy=none",
-        "expert2xtensor2xseq2/experts.buffer=0.5/remat.policy=full",
-        "fsdp2xexpert2xtensor2/compiler.unroll=True",
+        "expert2xtensor2xseq2/moe.buffer=0.5/remat.policy=full",
+        "fsdp2xexpert2xtensor2/parallel.scan_layers=False",
         "expert8/remat.policy=full/remat.every=2",
         "fsdp2xexpert4/sharding.gather=forward",
     ),
@@ -169,7 +169,7 @@ LAYOUTS = {
         *(f"fsdp4xexpert2/train.grad_accum=2/sharding.rules.experts=expert/sharding.zero={zero}" for zero in (1, 2, 3)),
         *(f"data2xfsdp2xexpert2/train.grad_accum=2/sharding.gather={gather}" for gather in ("layer", "forward", "step")),
         "expert2xtensor2xseq2/train.grad_accum=2/train.accumulate=layer",
-        "fsdp2xexpert2xtensor2/train.grad_accum=2/compiler.unroll=True",
+        "fsdp2xexpert2xtensor2/train.grad_accum=2/parallel.scan_layers=False",
     ),
     "biases": (
         "fsdp4xtensor2",
@@ -188,10 +188,10 @@ LAYOUTS = {
         *(f"{mesh}{FOUR}{schedule}" for mesh in ("stage4xtensor2", "data2xstage4") for schedule in SCHEDULES),
         *(f"{mesh}{FOUR}{schedule}" for mesh in ("stage4xfsdp2", "stage4xseq2") for schedule in SCHEDULES),
         f"stage2xfsdp2xtensor2{FOUR}/pipeline.schedule=interleaved/pipeline.groups=4",
-        f"stage2xfsdp2xseq2{FOUR}/attention.context=ulysses",
+        f"stage2xfsdp2xseq2{FOUR}/parallel.context=ulysses",
         f"stage2xtensor2xseq2{FOUR}/remat.policy=full",
         f"data2xstage2xfsdp2{TWO}/remat.policy=full/remat.every=5",  # of the 5 places of a group
-        f"stage2xfsdp2xtensor2{FOUR}/remat.policy=none/compiler.unroll=True",
+        f"stage2xfsdp2xtensor2{FOUR}/remat.policy=none/parallel.scan_layers=False",
         f"stage8{FOUR}",
         "stage2xfsdp4/train.grad_accum=1",
         *(f"data2xstage2xfsdp2{TWO}/sharding.zero={zero}" for zero in (0, 1, 2)),
@@ -203,7 +203,7 @@ LAYOUTS = {
         f"stage4xexpert2{FOUR}/pipeline.schedule=gpipe",
         f"stage2xexpert2xtensor2{FOUR}/pipeline.schedule=interleaved/pipeline.groups=2",
         f"stage2xfsdp2xexpert2{TWO}/sharding.zero=1",
-        f"stage2xexpert2xseq2{FOUR}/remat.policy=full/experts.buffer=0.5",
+        f"stage2xexpert2xseq2{FOUR}/remat.policy=full/moe.buffer=0.5",
     ),
     "muon": (
         f"stage2xfsdp2{TWO}",
@@ -217,12 +217,12 @@ LAYOUTS = {
         f"stage2xfsdp2xtensor2{TWO}",
         "fsdp4xtensor2/remat.policy=full",
         "data2xseq4",
-        "data2xfsdp2xtensor2/train.grad_accum=2/compiler.unroll=True",
+        "data2xfsdp2xtensor2/train.grad_accum=2/parallel.scan_layers=False",
         "data2xfsdp2xseq2/train.grad_accum=2/train.accumulate=layer",
         "fsdp8/remat.policy=full/remat.every=2",
-        "fsdp4xseq2/attention.context=ulysses/remat.policy=attention/attention.impl=chunked",
+        "fsdp4xseq2/parallel.context=ulysses/remat.policy=attention/attention.impl=chunked",
     ),
-    "kinds in phase": (f"stage2xseq2{TWO}", f"stage2xfsdp2xseq2{TWO}/attention.context=gather"),
+    "kinds in phase": (f"stage2xseq2{TWO}", f"stage2xfsdp2xseq2{TWO}/parallel.context=gather"),
     "everything": (
         f"stage2xfsdp2xseq2{TWO}/remat.policy=full",
         "fsdp4xtensor2",
@@ -237,18 +237,18 @@ GPIPE = "/pipeline.schedule=gpipe"
 CUSTOM = "/remat.policy=custom/remat.tensors=q=keep,mlp_up=keep"
 PAIRS = (
     "muon: data2xstage2xfsdp2/sharding.zero=0/remat.policy=full",
-    f"stages: stage2xfsdp2xseq2{TWO}{INTERLEAVED}/sharding.zero=1/attention.context=gather/attention.impl=chunked",
-    f"8 queries a key: data2xtensor2xseq2/sharding.gather=forward/attention.context=ulysses/attention.impl=chunked{CUSTOM}",
+    f"stages: stage2xfsdp2xseq2{TWO}{INTERLEAVED}/sharding.zero=1/parallel.context=gather/attention.impl=chunked",
+    f"8 queries a key: data2xtensor2xseq2/sharding.gather=forward/parallel.context=ulysses/attention.impl=chunked{CUSTOM}",
     f"both: data2xstage2xexpert2{TWO}{GPIPE}/sharding.zero=2/attention.impl=chunked",
-    f"kinds in phase: stage2xfsdp2xseq2{TWO}{GPIPE}/sharding.gather=forward/attention.context=ulysses",
-    "4 queries a key: fsdp2xtensor2xseq2/sharding.zero=2/attention.context=gather/remat.policy=dots",
+    f"kinds in phase: stage2xfsdp2xseq2{TWO}{GPIPE}/sharding.gather=forward/parallel.context=ulysses",
+    "4 queries a key: fsdp2xtensor2xseq2/sharding.zero=2/parallel.context=gather/remat.policy=dots",
     f"both: stage2xexpert2xtensor2{TWO}{INTERLEAVED}/sharding.gather=forward/attention.impl=chunked/remat.policy=full",
-    "experts: data2xfsdp2xexpert2/sharding.zero=1/experts.buffer=0.5",
-    f"stages: data2xstage2xseq2{TWO}{INTERLEAVED}/sharding.gather=step/attention.context=gather/remat.policy=full",
+    "experts: data2xfsdp2xexpert2/sharding.zero=1/moe.buffer=0.5",
+    f"stages: data2xstage2xseq2{TWO}{INTERLEAVED}/sharding.gather=step/parallel.context=gather/remat.policy=full",
     f"experts with room: expert2xtensor2xseq2{TWO}/sharding.zero=0",
     "experts: fsdp2xexpert2xtensor2/sharding.gather=step/attention.impl=chunked",
     f"everything: data2xtensor2xseq2{TWO}/sharding.zero=1/attention.impl=chunked/remat.policy=full",
-    f"1 query a key: stage2xtensor2xseq2{TWO}{GPIPE}/sharding.zero=2/attention.context=gather/attention.impl=chunked"
+    f"1 query a key: stage2xtensor2xseq2{TWO}{GPIPE}/sharding.zero=2/parallel.context=gather/attention.impl=chunked"
     "/remat.policy=full",
     f"kinds of layers: data2xfsdp2xseq2{TWO}/train.accumulate=layer/remat.policy=attention",
 )
@@ -260,7 +260,7 @@ SAMPLE = (*PAIRS, "biases: fsdp4xtensor2", "one layer: fsdp8", "2 queries a key:
 SAMPLE_BF16 = (
     "2 queries a key: data2xfsdp4/train.grad_accum=2/sharding.gather=step",
     "2 queries a key: fsdp8/sharding.zero=2",
-    "window: seq2/attention.context=ulysses",
+    "window: seq2/parallel.context=ulysses",
 )
 
 
@@ -268,7 +268,7 @@ def settings(run: RunConfig) -> set[tuple[str, Any]]:
     """What a layout sets: which mesh axes divide it, and each choice that changes its program."""
     found: set[tuple[str, Any]] = {(axis, size > 1) for axis, size in dataclasses.asdict(run.mesh).items()}
     found |= {("zero", run.sharding.zero), ("gather", run.sharding.gather), ("kernel", run.attention.impl)}
-    found |= {("context", run.attention.context), ("accum", run.train.grad_accum > 1)}
+    found |= {("context", run.parallel.context), ("accum", run.train.grad_accum > 1)}
     return found | {("remat", run.remat.policy != "none"), ("schedule", run.pipeline.schedule)}
 
 

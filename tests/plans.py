@@ -19,7 +19,7 @@ assert importlib.util.find_spec("jax_plugins"), "the CUDA plugin is not installe
 LLAMA, TINY = "configs/llama3_8b.py", "configs/tiny.py"
 TWO = "model.num_layers=2"  # a tenth of the time that all 32 layers take
 ONE_EACH = ("train.global_batch=8", "train.grad_accum=1")  # sequences: one for each of 8 GPUs
-LOOP = "compiler.unroll=false"
+LOOP = "parallel.scan_layers=true"
 FULL = ("remat.policy=full", "remat.tensors=", LOOP)
 
 

@@ -207,7 +207,7 @@ def part_connections(node: Node, limit_s: float) -> Outcome:
         return Outcome(OUT, "one GPU has no collectives to overlap")
     # A loop over layers compiles soon, and what the two settings do to it they do to others.
     name, argv = ("tiny", smoke_config(node)) if node.smoke else node.config("llama3_1b", 4, 4)
-    argv = [*argv, "--config.compiler.unroll=false"]
+    argv = [*argv, "--config.parallel.scan_layers=true"]
     found = {}
     for value in ("unset", "1"):
         environ = {k: v for k, v in os.environ.items() if k != MAX_CONNECTIONS}

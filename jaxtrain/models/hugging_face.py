@@ -76,7 +76,7 @@ COMMON = {
     "final_norm.scale": HfTensor("model.norm.weight", "D", "D"),
     "head": HfTensor("lm_head.weight", "V D", "V D"),
 }
-# Where a family has them: model.qkv_bias, model.qk_norm, model.post_norms.
+# Where a family has them: model.qkv_bias, model.qk_norm, model.sandwich_norm.
 QKV_BIAS = {
     "layers.{i}.attention.bq": HfTensor("model.layers.{i}.self_attn.q_proj.bias", "N H", "(N H)"),
     "layers.{i}.attention.bk": HfTensor("model.layers.{i}.self_attn.k_proj.bias", "K H", "(K H)"),

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.config import Experts
+from jaxtrain.config import Moe
 from jaxtrain.kernels.dot import dot
 from jaxtrain.kernels.embedding import TABLE, embed
 from jaxtrain.kernels.norm import rms_norm
@@ -29,7 +29,7 @@ class Context:
     zero: Zero  # gathers weights
     structure: Structure = Structure()
     lora: Lora = Lora()
-    experts: Experts = Experts()
+    moe: Moe = Moe()
     places: int = 0  # length of the stack of layers, with a pipeline's padding; 0: the model's layers
 
 

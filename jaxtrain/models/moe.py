@@ -39,9 +39,9 @@ class ExpertsMLP(nnx.Module):
         self.spec = kernel.Spec(
             E,
             NONLINEARITIES[ctx.structure.activation],
-            ctx.experts.impl,
-            ctx.experts.capacity,
-            ctx.experts.buffer,
+            ctx.moe.impl,
+            ctx.moe.capacity_factor,
+            ctx.moe.buffer,
             ctx.placement,
             ctx.numerics,
         )

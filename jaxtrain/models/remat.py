@@ -3,8 +3,8 @@
 The activations that can be saved, and the ones that each policy saves, are in jaxtrain/activations.py.
 
 A loop compiles one group of `remat.every` layers, and often the last group apart. It pays for that at run time: saved
-activations are copied into stacks and out of them again. Unrolled (compiler.unroll), any layer's collectives can overlap with
-the next layer's arithmetic, and only gradients are stacked. Compile time grows with the number of layers.
+activations are copied into stacks and out of them again. Unrolled (parallel.scan_layers=false), any layer's collectives can
+overlap with the next layer's arithmetic, and only gradients are stacked. Compile time grows with the number of layers.
 """
 
 import dataclasses

@@ -47,7 +47,7 @@ Carry = tuple[jax.Array, Statistics]  # of the loop over layers: the residual st
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); with post_norms what is added is normalised too."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); with sandwich_norm what is added is normalised too."""
 
     def __init__(self, model: Model, kernel: Kernel, ctx: Context, rngs: nnx.Rngs):
         std, out_std = model.init_std, model.init_std / math.sqrt(2 * model.num_layers)
@@ -58,10 +58,10 @@ class Block(nnx.Module):
             self.mlp = ExpertsMLP(model, std, out_std, ctx, rngs)
         else:
             self.mlp = GatedLinear(model.d_model, model.d_ff, std, out_std, ctx, rngs)
-        if model.post_norms:
+        if model.sandwich_norm:
             self.attention_post_norm = RMSNorm(model.d_model, "embed", model.norm_eps, ctx, rngs)
             self.mlp_post_norm = RMSNorm(model.d_model, "embed", model.norm_eps, ctx, rngs)
-        self.post_norms, self.ctx = model.post_norms, ctx
+        self.sandwich_norm, self.ctx = model.sandwich_norm, ctx
 
     def __call__(self, carry: Carry, shared: Shared, kind: Kind, cache: Any) -> tuple[Carry, Any]:
         """Return the residual stream after this layer, and the cache.
@@ -77,7 +77,7 @@ class Block(nnx.Module):
             h_BTD = to_block(checkpoint_name(self.attention_norm(x_BTD), "attention_norm"), p)
             y_BTD, cache = self.attention(h_BTD, shared, kind, cache)
             y_BTD = checkpoint_name(to_residual(y_BTD, p.mesh_axes("heads"), p), "attention_proj")
-            y_BTD = self.attention_post_norm(y_BTD) if self.post_norms else y_BTD
+            y_BTD = self.attention_post_norm(y_BTD) if self.sandwich_norm else y_BTD
             x_BTD = checkpoint_name(x_BTD + y_BTD, "residual")
         with jax.named_scope("mlp"):
             h_BTD = to_block(checkpoint_name(self.mlp_norm(x_BTD), "mlp_norm"), p)
@@ -87,7 +87,7 @@ class Block(nnx.Module):
             else:
                 y_BTD = self.mlp(h_BTD)
             y_BTD = checkpoint_name(to_residual(y_BTD, p.mesh_axes("mlp"), p), "mlp_down")
-            y_BTD = self.mlp_post_norm(y_BTD) if self.post_norms else y_BTD
+            y_BTD = self.mlp_post_norm(y_BTD) if self.sandwich_norm else y_BTD
             return (x_BTD + y_BTD, statistics), cache
 
 

@@ -30,9 +30,9 @@ Does every layout take the same steps? Trains the same few on each, from the sam
 
   --config, --config.KEY   as for training; mesh.* is what --meshes says
   --meshes=LAYOUT,...      axes with their sizes joined by x, and further keys, each after a slash:
-                           fsdp8, fsdp4xtensor2, data2xfsdp2xseq2, fsdp8/sharding.zero=1, seq8/attention.context=ulysses
+                           fsdp8, fsdp4xtensor2, data2xfsdp2xseq2, fsdp8/sharding.zero=1, seq8/parallel.context=ulysses
                            `one` is a single device. The first is what the others are compared with. Keys: sharding.*,
-                           attention.*, remat.*, dtypes.*, compiler.*, pipeline.*, experts.impl, experts.buffer,
+                           attention.*, parallel.*, remat.*, dtypes.*, compiler.*, pipeline.*, moe.impl, moe.buffer,
                            train.grad_accum, train.accumulate, loss.chunk.
                            Default, of which what the config cannot be is left out: {default};
                            with several microbatches also {stages}; with experts

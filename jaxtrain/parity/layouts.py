@@ -178,14 +178,14 @@ def check_experts(runs: Sequence[RunConfig]) -> list[Problem]:
     run, problems = runs[0], []
     if not run.model.num_experts:
         return []
-    if run.experts.capacity:
+    if run.moe.capacity_factor:
         rule = "each device drops what is too many of its own tokens, so that a layout changes what is computed"
-        problems.append(Problem("experts.capacity", run.experts.capacity, rule, "Set 0."))
+        problems.append(Problem("moe.capacity_factor", run.moe.capacity_factor, rule, "Set 0."))
     accums = sorted({r.train.grad_accum for r in runs})
     rule = f"is of a microbatch, and these layouts cut a batch into {' and '.join(map(str, accums))}"
     for name in ("balance_loss", "z_loss") if len(accums) > 1 else ():
-        if factor := getattr(run.experts, name):
-            problems.append(Problem(f"experts.{name}", factor, rule, "Set 0, or one train.grad_accum for all."))
+        if factor := getattr(run.moe, name):
+            problems.append(Problem(f"moe.{name}", factor, rule, "Set 0, or one train.grad_accum for all."))
     return problems
 
 

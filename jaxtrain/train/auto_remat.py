@@ -35,8 +35,14 @@ def expert_room(run: RunConfig, ranks: int) -> float:
 
     The experts of a token; times the capacity, or where tokens travel to experts on `ranks` devices the room of one exchange.
     """
-    m, x = run.model, run.experts
-    shares = min(x.capacity, m.num_experts / m.experts_per_token) if x.capacity else min(x.buffer, ranks) if ranks > 1 else 1.0
+    m, x = run.model, run.moe
+    shares = (
+        min(x.capacity_factor, m.num_experts / m.experts_per_token)
+        if x.capacity_factor
+        else min(x.buffer, ranks)
+        if ranks > 1
+        else 1.0
+    )
     return m.experts_per_token * shares
 
 
@@ -45,9 +51,9 @@ def expert_rounds(run: RunConfig, ranks: int, load: float = 1.0) -> int:
 
     All others draw equal parts of the rest. With a capacity, or where a device has all experts, there is one round.
     """
-    if run.experts.capacity or ranks == 1:
+    if run.moe.capacity_factor or ranks == 1:
         return 1
-    return math.ceil(_busiest(run, ranks, load) / min(run.experts.buffer, ranks) - 1e-9)
+    return math.ceil(_busiest(run, ranks, load) / min(run.moe.buffer, ranks) - 1e-9)
 
 
 def _busiest(run: RunConfig, ranks: int, load: float) -> float:
@@ -59,7 +65,7 @@ def _busiest(run: RunConfig, ranks: int, load: float) -> float:
 
 def expert_fill(run: RunConfig, ranks: int, load: float = 1.0) -> float:
     """The part of that room that `load` fills, over all rounds; of a capacity's places all are computed."""
-    if run.experts.capacity or not run.model.num_experts:
+    if run.moe.capacity_factor or not run.model.num_experts:
         return 1.0
     fill = run.model.experts_per_token / expert_room(run, ranks)
     return fill * _busiest(run, ranks, load) / expert_rounds(run, ranks, load) if ranks > 1 else fill

@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.config import Experts
+from jaxtrain.config import Moe
 from jaxtrain.kernels.experts.routing import COLUMNS
 from jaxtrain.models.module import Params, filled, part
 from jaxtrain.shapes import EXPERT_METRICS
@@ -26,7 +26,7 @@ def is_bias(name: str) -> bool:
 class Balance:
     """How experts are kept evenly loaded; static."""
 
-    experts: Experts
+    moe: Moe
     count: int  # of experts
     rows: tuple[int, ...]  # of the statistics, for each layer the one that it made
     places: tuple[int | None, ...]  # of the stack of layers, for each place the layer there
@@ -40,7 +40,7 @@ class Balance:
     def penalty(self, statistics: jax.Array) -> jax.Array:
         """What is minimised beside the loss, f32 (): both losses, means over the layers."""
         means = statistics[jnp.asarray(self.rows)].mean(0)
-        return self.experts.balance_loss * means[0] + self.experts.z_loss * means[1]
+        return self.moe.balance_loss * means[0] + self.moe.z_loss * means[1]
 
     def metrics(self, statistics: jax.Array) -> dict[str, jax.Array]:
         """shapes.EXPERT_METRICS of a step."""
@@ -58,7 +58,7 @@ class Balance:
         if not any(jax.tree.leaves(self.moves)):
             return params
         loads_LE = statistics[jnp.asarray(self.rows), len(COLUMNS) :]
-        step_LE = self.experts.bias_rate * jnp.sign(loads_LE.mean(1, keepdims=True) - loads_LE)
+        step_LE = self.moe.bias_rate * jnp.sign(loads_LE.mean(1, keepdims=True) - loads_LE)
         empty = jnp.zeros_like(step_LE[0])
         step = jnp.where(taken, jnp.stack([empty if layer is None else step_LE[layer] for layer in self.places]), 0.0)
         return filled(params, jax.tree.map(lambda bias: bias + step.astype(bias.dtype), part(params, self.moves)))

@@ -45,14 +45,14 @@ def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Def
     """Return the model of a config."""
     module, numerics = family(run.model.family), numerics_of(run)
     delays_load = placement.size("tensor") == 1
-    plan = make_plan(run.remat, run.sharding.gather, run.compiler.unroll, delays_load)
+    plan = make_plan(run.remat, run.sharding.gather, not run.parallel.scan_layers, delays_load)
     stage_layout = arrangement(run, placement.size(STAGE))
     ctx = layers.Context(
         numerics,
         placement,
         make_zero(run, placement, numerics),
         lora=lora_of(run),
-        experts=run.experts,
+        moe=run.moe,
         places=stage_layout.places if stage_layout else run.model.num_layers,
     )
     # A family from outside the package builds its own module.
@@ -67,7 +67,7 @@ def for_inference(run: RunConfig) -> RunConfig:
     gathered where they are used: there is no step that could hold them.
     """
     sharding = dataclasses.replace(run.sharding, zero=3 if run.sharding.zero else 0, gather="layer")
-    return dataclasses.replace(run, experts=dataclasses.replace(run.experts, capacity=0.0), sharding=sharding)
+    return dataclasses.replace(run, moe=dataclasses.replace(run.moe, capacity_factor=0.0), sharding=sharding)
 
 
 def fp8_weights(run: RunConfig, definition: Definition) -> Params:

@@ -141,7 +141,7 @@ def _with_meshes(meta: Mapping[str, Any], run: RunConfig, program: Program) -> t
     The tokens that a capacity drops depend on the sizes of the mesh. So with a capacity the sizes replace -1.
     """
     before, now = dict(meta["config"]), config.to_dict(run)
-    if run.model.num_experts and run.experts.capacity:
+    if run.model.num_experts and run.moe.capacity_factor:
         for tree, shape in ((before, meta["mesh"]), (now, program.placement.mesh.shape)):
             tree["mesh"] = {axis: shape.get(axis, 1) for axis in tree["mesh"]}
     return before, now

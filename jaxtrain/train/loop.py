@@ -81,7 +81,7 @@ class Loop:
         how = (self.program.batch, self.program.context, self.run.data.prefetch)
         self.feed = BatchFeed(source, self.start.position.step, *how)
         counts = {name: int(self.current.guard[name]) for name in ("in_a_row", "skipped")}
-        self.skips = Bads(**counts, most=self.run.train.max_skips)
+        self.skips = Bads(**counts, most=self.run.train.max_skipped_steps)
         if int(self.current.guard["held"]):
             self._release_guard()
 
@@ -151,7 +151,7 @@ class Loop:
 
     def _take(self, batch: Any) -> step.Metrics | None:
         """Dispatch a step and return its metrics; None if the run went back to a checkpoint instead."""
-        every = self.run.train.verify_every
+        every = self.run.train.sdc_check_every
         if every and (self.done + 1) % every == 0:
             self.log.rates.exclude()
             if self._read_metrics():

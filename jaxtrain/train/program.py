@@ -79,14 +79,14 @@ class Program:
         """Iterations of the loop over layers; 0 without one."""
         run = self.run
         stage_layout = arrangement(run, self.placement.size(STAGE))
-        plan = make_plan(run.remat, run.sharding.gather, run.compiler.unroll)
+        plan = make_plan(run.remat, run.sharding.gather, not run.parallel.scan_layers)
         return plan.trips(stage_layout.per_group if stage_layout else run.model.num_layers)
 
     @property
     def rounds(self) -> bool:
         """Whether a layer's tokens may take several rounds to their experts: a loop within the layer."""
         split = self.placement.size(self.placement.compute_axes("experts")) > 1
-        return bool(self.run.model.num_experts) and not self.run.experts.capacity and split
+        return bool(self.run.model.num_experts) and not self.run.moe.capacity_factor and split
 
     def saved(self, state: TrainState) -> TrainState:
         """Return the arrays of a state, abstract or not, that a checkpoint of this run holds."""
@@ -103,7 +103,7 @@ def make_balance(run: RunConfig, definition: Definition, stage_layout: Arrangeme
     frozen = ["*"] if run.lora.rank else parts_of(run.train.freeze)
     moves = jax.tree.map(lambda name: is_bias(name) and not matches(name, frozen), names(definition.abstract))
     stage_layout = stage_layout or Arrangement(run.model.num_layers)
-    return Balance(run.experts, run.model.num_experts, stage_layout.turns, stage_layout.order, moves)
+    return Balance(run.moe, run.model.num_experts, stage_layout.turns, stage_layout.order, moves)
 
 
 def adds_in_backward(run: RunConfig, definition: Definition) -> bool:
@@ -118,7 +118,7 @@ def adds_in_backward(run: RunConfig, definition: Definition) -> bool:
         rule = f"the {run.model.family} model does not add gradients layer by layer, as this config has it"
         raise ConfigError([Problem("train.accumulate", "layer", rule, "Set microbatch.")])
     # Inside a loop, adding in place prevents that XLA overlaps a layer's reduce-scatters with the next iteration.
-    asked = run.compiler.unroll if run.train.accumulate == "auto" else run.train.accumulate == "layer"
+    asked = not run.parallel.scan_layers if run.train.accumulate == "auto" else run.train.accumulate == "layer"
     return definition.uses_plan_run and asked
 
 
@@ -159,7 +159,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     placement = make_placement(run, devices)
     kernel, kernel_reason = choose_kernel(run, context_of(run, placement), devices[0])
     if run.model.num_experts:
-        grouped.check(run.experts.impl, hardware_of(devices[0]))
+        grouped.check(run.moe.impl, hardware_of(devices[0]))
     definition = make_definition(run, placement, kernel)
     numerics = numerics_of(run)
     stage_layout = arrangement(run, placement.size(STAGE))
@@ -199,7 +199,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
         make_schedule(run.optimizer, run.train.steps),
         trained=trained,
         clip_norm=run.optimizer.clip_norm,
-        spike=run.train.spike,
+        spike=run.train.loss_spike_sigma,
         balance=balance,
     )
     held_out = dataclasses.replace(objective, spec=dataclasses.replace(objective.spec, z_loss=0.0), balance=None)

@@ -322,9 +322,9 @@ def _host_memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
 
 def _repeatable(run: RunConfig, devices: Devices) -> Iterable[Problem]:
     """What takes from train.deterministic what it promises, or needs it."""
-    if run.train.verify_every > 0 and devices.kind == "gpu" and not run.train.deterministic:
+    if run.train.sdc_check_every > 0 and devices.kind == "gpu" and not run.train.deterministic:
         rule = "compares the bits of two runs of a step, which differ on GPUs without train.deterministic"
-        yield Problem("train.verify_every", run.train.verify_every, rule, "Set train.deterministic=true, or this to 0.")
+        yield Problem("train.sdc_check_every", run.train.sdc_check_every, rule, "Set train.deterministic=true, or this to 0.")
     if not run.train.deterministic:
         return
     options, _ = config.parse_options(run.compiler.options)

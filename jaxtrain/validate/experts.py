@@ -4,7 +4,7 @@ import dataclasses
 import fnmatch
 from collections.abc import Iterable, Mapping
 
-from jaxtrain.config import EXPERT_AXIS, Experts, Model, Problem, RunConfig, parts_of
+from jaxtrain.config import EXPERT_AXIS, Model, Moe, Problem, RunConfig, parts_of
 from jaxtrain.hardware import Devices
 from jaxtrain.models import FAMILIES
 from jaxtrain.precision import EXPERTS, WEIGHTS, eight_bit
@@ -52,12 +52,12 @@ def check_experts(
             rule = f"mesh axis {alone[0]!r} does not split the batch, and every device needs whole rows of its experts' weights"
             remedy = "Name mesh axes of sharding.rules.batch and .sequence only."
             yield Problem(f"sharding.rules.{axis}", rules[axis], rule, remedy)
-    if not m.router_bias and run.experts.bias_rate != Experts().bias_rate:
+    if not m.router_bias and run.moe.bias_rate != Moe().bias_rate:
         rule = "is read only with model.router_bias"
-        yield Problem("experts.bias_rate", run.experts.bias_rate, rule, "Set model.router_bias=true, or leave it out.")
-    if devices.kind == "gpu" and 0 < devices.sm < PALLAS_SM and run.experts.impl in ("auto", "pallas"):
+        yield Problem("moe.bias_rate", run.moe.bias_rate, rule, "Set model.router_bias=true, or leave it out.")
+    if devices.kind == "gpu" and 0 < devices.sm < PALLAS_SM and run.moe.impl in ("auto", "pallas"):
         rule = f"the Pallas kernel needs a GPU from Ampere (sm{PALLAS_SM}) on; {devices.name} is sm{devices.sm}"
-        yield Problem("experts.impl", run.experts.impl, rule, "Set ragged.")
+        yield Problem("moe.impl", run.moe.impl, rule, "Set ragged.")
     yield from _fp8(run, ranks)
     adapted = [t for t in parts_of(run.lora.targets) if f"layers.mlp.{t}" in EXPERTS]
     if run.lora.rank > 0 and adapted:
@@ -69,16 +69,16 @@ def _fp8(run: RunConfig, ranks: int) -> Iterable[Problem]:
     """Products in 8 bits are of experts that have the same number of rows each (kernels/experts/eight.py)."""
     wanted, alone = EXPERTS & eight_bit(run, WEIGHTS)[0], ranks == run.model.num_experts
     # Another family's weights have names that are known once it is made.
-    if not wanted or run.experts.capacity or run.model.num_experts % ranks or run.model.family not in FAMILIES:
+    if not wanted or run.moe.capacity_factor or run.model.num_experts % ranks or run.model.family not in FAMILIES:
         return
     names = ",".join(sorted(name.removeprefix("layers.") for name in wanted))
-    remedy = f"or experts.capacity, or leave them in bfloat16: fp8.exclude={names}."
+    remedy = f"or moe.capacity_factor, or leave them in bfloat16: fp8.exclude={names}."
     if not alone:
         rule = "several experts of a device have uneven numbers of rows, of which there is no product in 8 bits"
         yield Problem("precision", run.precision, rule, f"Set mesh.expert={run.model.num_experts}, {remedy}")
-    elif run.experts.impl != "auto":
-        rule = f"experts.impl = {run.experts.impl} has no product in 8 bits"
-        yield Problem("precision", run.precision, rule, f"Set experts.impl=auto, {remedy}")
+    elif run.moe.impl != "auto":
+        rule = f"moe.impl = {run.moe.impl} has no product in 8 bits"
+        yield Problem("precision", run.precision, rule, f"Set moe.impl=auto, {remedy}")
 
 
 def _without(run: RunConfig, sizes: Mapping[str, int]) -> Iterable[Problem]:
@@ -86,7 +86,7 @@ def _without(run: RunConfig, sizes: Mapping[str, int]) -> Iterable[Problem]:
         rule = "splits experts, and model.num_experts = 0"
         yield Problem("mesh.expert", run.mesh.expert, rule, "Set it to 1, or model.num_experts.")
     usual = [("model", run.model, Model(), OF_MODEL)]
-    usual += [("experts", run.experts, Experts(), tuple(f.name for f in dataclasses.fields(Experts)))]
+    usual += [("moe", run.moe, Moe(), tuple(f.name for f in dataclasses.fields(Moe)))]
     for section, given, default, names in usual:
         for name in names:
             value = getattr(given, name)

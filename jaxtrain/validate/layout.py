@@ -104,12 +104,12 @@ def _context(
     """What a sequence over several devices asks of heads, lengths and kernels."""
     a, m = run.attention, run.model
     tensor, ranks = (math.prod(sizes[axis] for axis in table[name]) for name in ("heads", "sequence"))
-    if bad & {"attention.context", "attention.ulysses", "model.num_heads", "model.num_kv_heads"} or m.num_heads % tensor:
+    if bad & {"parallel.context", "attention.ulysses", "model.num_heads", "model.num_kv_heads"} or m.num_heads % tensor:
         return
     heads, kv_heads = m.num_heads // tensor, max(1, m.num_kv_heads // tensor)
-    if a.ulysses and a.context != "ulysses":
-        rule = f"is read only with attention.context = ulysses, which is {a.context}"
-        yield Problem("attention.ulysses", a.ulysses, rule, "Set attention.context to ulysses, or attention.ulysses to 0.")
+    if a.ulysses and run.parallel.context != "ulysses":
+        rule = f"is read only with parallel.context = ulysses, which is {run.parallel.context}"
+        yield Problem("attention.ulysses", a.ulysses, rule, "Set parallel.context to ulysses, or attention.ulysses to 0.")
     elif a.ulysses > 1 or (a.ulysses and ranks > 1):
         fits = [u for u in range(1, ranks + 1) if ranks % u == 0 and not ulysses_problem(u, heads, kv_heads)]
         if a.ulysses not in fits:
@@ -117,16 +117,18 @@ def _context(
             remedy = f"Set one of {', '.join(map(str, fits))}, or 0." if ranks > 1 else "Set 0, or mesh.seq above 1."
             yield Problem("attention.ulysses", a.ulysses, why, remedy)
             return
-    context = make_context(a.context, a.ulysses if a.context == "ulysses" else 0, ranks, heads, kv_heads)
+    context = make_context(run.parallel.context, a.ulysses if run.parallel.context == "ulysses" else 0, ranks, heads, kv_heads)
     if "data.seq_len" not in bad and run.data.seq_len % context.divides:
         rule = f"does not divide into two chunks for each of {context.ring} places of a ring"
         rule += f", each shared by {context.ulysses} ranks" if context.ulysses > 1 else ""
         rule = f"does not divide over {context.ulysses} ranks" if context.ring == 1 else rule
         remedy = f"Make it a multiple of {context.divides}, or mesh.seq smaller."
-        yield Problem("data.seq_len", run.data.seq_len, f"{rule} (mesh.seq = {ranks}, attention.context = {a.context})", remedy)
+        yield Problem(
+            "data.seq_len", run.data.seq_len, f"{rule} (mesh.seq = {ranks}, parallel.context = {run.parallel.context})", remedy
+        )
     if a.impl == "cudnn" and context.ring > 1 and 0 < m.sliding_window < run.data.seq_len and 0 < devices.sm < 90:
         rule = f"a sliding window around a ring needs a GPU from Hopper (sm90) on; {devices.name} is sm{devices.sm}"
-        yield Problem("attention.impl", a.impl, rule, "Set attention.impl to auto or chunked, or attention.context to ulysses.")
+        yield Problem("attention.impl", a.impl, rule, "Set attention.impl to auto or chunked, or parallel.context to ulysses.")
     yield from check_kinds(run, sizes["stage"], context, not ulysses_problem(ranks, heads, kv_heads), bad)
 
 

@@ -62,7 +62,7 @@ def check_kinds(run: RunConfig, stages: int, context: Context, whole: bool, bad:
         return
     rule = f"stages would wait for each other forever: some run layers {groups[0]} while others run {other}"
     rule += f" (l: sliding window, g: all tokens), which send different messages over mesh.seq = {context.size}"
-    ulysses = "attention.context=ulysses" if run.attention.context != "ulysses" else "attention.ulysses=0"
+    ulysses = "parallel.context=ulysses" if run.parallel.context != "ulysses" else "attention.ulysses=0"
     remedy = f"Set {ulysses}." if whole else f"Set mesh.stage=1 and mesh.seq={stages * context.size}."
     yield Problem("mesh.stage", stages, rule, remedy)
 
@@ -87,14 +87,17 @@ def _layers(run: RunConfig, stages: int, table: Mapping[str, list[str]], bad: se
         rule = f"some of the {count} groups of layers ({of}) would be empty"
         yield Problem("model.num_layers", run.model.num_layers, rule, f"Set {count} or more, or a smaller mesh.stage.")
     elif (
-        run.model.num_layers % count and run.model.num_experts and EXPERT_AXIS in table["experts"] and not run.experts.capacity
+        run.model.num_layers % count
+        and run.model.num_experts
+        and EXPERT_AXIS in table["experts"]
+        and not run.moe.capacity_factor
     ):
         # Its router's logits are all equal.
         over = f"mesh.{EXPERT_AXIS}"
         rule = (
             f"does not divide into {count} groups ({of}); an empty place would send all tokens to the same experts over {over}"
         )
-        remedy = f"Set a multiple of {count}, another mesh.stage, {over} to 1, or experts.capacity."
+        remedy = f"Set a multiple of {count}, another mesh.stage, {over} to 1, or moe.capacity_factor."
         yield Problem("model.num_layers", run.model.num_layers, rule, remedy)
     elif "remat.every" not in bad and run.remat.policy != "none" and lying.per_group % run.remat.every:
         rule = f"does not divide the {lying.per_group} layers that a stage runs at a time ({of})"

@@ -49,7 +49,7 @@ def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:
         stored = json.loads((folder / str(max(steps, default=0)) / "meta.json").read_text())["config"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    if not isinstance(stored, dict) or (run.model.num_experts and run.experts.capacity):
+    if not isinstance(stored, dict) or (run.model.num_experts and run.moe.capacity_factor):
         return []
     return resume.compare(stored, to_dict(run), run.checkpoint.allow_change)[1]
 

@@ -15,14 +15,14 @@ LAYOUTS = {
     "ring": {"mesh.fsdp": 2, "mesh.seq": 4},
     "Ulysses and ring, stage 1": {
         "mesh.seq": 8,
-        "attention.context": "ulysses",
+        "parallel.context": "ulysses",
         "attention.ulysses": 2,
         "sharding.zero": 1,
     },
     "gathered keys, weights held": {
         "mesh.tensor": 2,
         "mesh.seq": 4,
-        "attention.context": "gather",
+        "parallel.context": "gather",
         "sharding.gather": "step",
     },
     "tensor wider than heads": {"mesh.tensor": 8},

@@ -22,9 +22,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "optimizer__name": "sources:breaking",
         "optimizer__clip_norm": 0,
         "optimizer__lr": 1e-4,
-        "train__max_skips": 3,
+        "train__max_skipped_steps": 3,
     },
-    "spike": {"data__source": "sources:marked", "loss__name": "sources:spiky", "train__spike": 8.0, "train__steps": 44},
+    "spike": {
+        "data__source": "sources:marked",
+        "loss__name": "sources:spiky",
+        "train__loss_spike_sigma": 8.0,
+        "train__steps": 44,
+    },
 }
 # Where the replay is to find it.
 FIRST = {

@@ -32,7 +32,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
 
 
 def test_steps_taken_twice_change_nothing(faults: Faults, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, more in {"twice": {"train__verify_every": 3, "train__deterministic": "true"}, "once": {}}.items():
+    for name, more in {"twice": {"train__sdc_check_every": 3, "train__deterministic": "true"}, "once": {}}.items():
         assert faults.in_process(tmp_path / name, mesh__data=2, mesh__fsdp=4, **more) == 0
     said = capsys.readouterr().out
     assert said.count("taken twice: the same bits on 8 devices; it cost ") == 2
@@ -41,7 +41,7 @@ def test_steps_taken_twice_change_nothing(faults: Faults, tmp_path: Path, capsys
 
 
 def test_a_step_that_does_not_repeat_itself_ends_the_run(faults: Faults, tmp_path: Path) -> None:
-    code, said = faults.start(tmp_path / "run", loss__name="own:noisy", train__verify_every=6, paths__cache="").end()
+    code, said = faults.start(tmp_path / "run", loss__name="own:noisy", train__sdc_check_every=6, paths__cache="").end()
     assert code == 1, said
     assert "step 6 gave other bits when it was taken again" in said and "all agree about a test product" in said
     assert runs.steps(tmp_path / "run") == [5]

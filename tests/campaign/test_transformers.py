@@ -69,7 +69,7 @@ def test_thirty_steps_follow_torch(tmp_path):
             "optimizer.schedule": "constant",
         }
         how |= {"optimizer.warmup_steps": 0, "optimizer.weight_decay": 0.1, "train.steps": 30, "data.packing": "none"}
-        how |= {"experts.balance_loss": 0.0, "experts.z_loss": 0.0}  # transformers' own are not minimised unless asked for
+        how |= {"moe.balance_loss": 0.0, "moe.z_loss": 0.0}  # transformers' own are not minimised unless asked for
         run = helpers.tiny(shape | how | {"init.from": str(folder)})
         made, step = helpers.program(run), helpers.train_step(run)
         state = initial_state(run, made, Start(0, False, False, 0, (), {}), None, lambda line: None)

@@ -63,8 +63,8 @@ USUAL: dict[str, dict[str, Any]] = {
     "qwen2": {"model.qkv_bias": True},
     "qwen3": {"model.qk_norm": True},
     "qwen3_moe": {"model.qk_norm": True, "model.num_experts": 8, "model.experts_per_token": 3, "model.renormalize": False},
-    "gemma2": {"model.post_norms": True, "model.sliding_window": 12, "model.attention_pattern": "lg"},
-    "gemma3": {"model.post_norms": True, "model.qk_norm": True, "model.sliding_window": 12, "model.attention_pattern": "lg"},
+    "gemma2": {"model.sandwich_norm": True, "model.sliding_window": 12, "model.attention_pattern": "lg"},
+    "gemma3": {"model.sandwich_norm": True, "model.qk_norm": True, "model.sliding_window": 12, "model.attention_pattern": "lg"},
 }
 SPLIT = {"mesh.fsdp": 2, "mesh.tensor": 2}
 T = SIZES["data.seq_len"]
@@ -226,7 +226,7 @@ KEPT = [{"remat.policy": p} for p in ("full", "dots", "attention")] + [{"remat.p
 
 @pytest.mark.parametrize(
     "how",
-    [KEPT[-1], *(pytest.param(how, marks=pytest.mark.more) for how in (*KEPT[:-1], {"compiler.unroll": True}))],
+    [KEPT[-1], *(pytest.param(how, marks=pytest.mark.more) for how in (*KEPT[:-1], {"parallel.scan_layers": False}))],
     ids=lambda how: ",".join(f"{k}={v}" for k, v in how.items()),
 )
 @sample("gemma3")

@@ -16,7 +16,7 @@ from jaxtrain.train import state
 from jaxtrain.train.batch import place_batch
 
 STEPS = 12
-ROLLBACK = {"train__on_divergence": "rollback", "train__max_skips": 3}
+ROLLBACK = {"train__on_divergence": "rollback", "train__max_skipped_steps": 3}
 
 
 def train(workdir: Path, source: str, **overrides: Any) -> int:
@@ -84,7 +84,7 @@ def test_a_replay_names_the_first_bad_layer(layer: int) -> None:
 
 def test_a_run_whose_steps_stay_bad_ends_and_saves_nothing_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workdir = tmp_path / "run"
-    assert train(workdir, "poisoned_for_good", train__max_skips=3) == 76
+    assert train(workdir, "poisoned_for_good", train__max_skipped_steps=3) == 76
     said = capsys.readouterr().out
     assert "step 7: loss nan, gradient norm nan, not finite: the step is skipped. Data: batch 6" in said
     assert "3 steps in a row were skipped, the last one step 9 with loss nan. Nothing is saved from here; the newest" in said
@@ -94,7 +94,7 @@ def test_a_run_whose_steps_stay_bad_ends_and_saves_nothing_more(tmp_path: Path, 
     receipt = runs.receipt(workdir)
     assert receipt["exit_code"] == 76 and "3 steps in a row were skipped" in receipt["reason"]
     # Also where a bad step itself would have been saved.
-    assert train(tmp_path / "other", "poisoned_for_good", train__max_skips=3, checkpoint__every_steps=7) == 76
+    assert train(tmp_path / "other", "poisoned_for_good", train__max_skipped_steps=3, checkpoint__every_steps=7) == 76
     assert runs.steps(tmp_path / "other") == []
 
 

@@ -54,7 +54,7 @@ CONSTANTS: list[tuple[dict[str, Any], dict[str, tuple[Any, float]]]] = [
             "model.rope_base": (507.0, 507.0),
             "model.local_rope_base": (107.0, 107.0),
             "loss.z_loss": (1.7e-3, 1.7e-3),
-            "train.spike": (5.7, 5.7),
+            "train.loss_spike_sigma": (5.7, 5.7),
             "train.steps": (43, 43 - 4),  # of the schedule, behind the warm-up
             "optimizer.lr": (2.3e-3, 2.3e-3),
             "optimizer.lr_min": (2.7e-4, 2.7 / 23),  # as a part of the peak
@@ -70,9 +70,9 @@ CONSTANTS: list[tuple[dict[str, Any], dict[str, tuple[Any, float]]]] = [
     (
         EXPERTS | {"model.router_bias": True, "model.rope_scaling": "llama3"},
         {
-            "experts.balance_loss": (0.13, 0.13),
-            "experts.z_loss": (0.017, 0.017),
-            "experts.bias_rate": (0.19, 0.19),
+            "moe.balance_loss": (0.13, 0.13),
+            "moe.z_loss": (0.017, 0.017),
+            "moe.bias_rate": (0.19, 0.19),
             "model.rope_factor": (4.5, 4.5),
             "model.rope_low_freq": (2.5, 2.5),
             "model.rope_high_freq": (8.75, 8.75 - 2.5),
@@ -156,7 +156,7 @@ SHOWN: dict[str, tuple[Any, dict[str, Any], Callable[[Program], Any]]] = {
     "model.tied_head": (True, {}, lambda program: not has("params.head")(program)),
     "model.qk_norm": (True, {}, has(LAYER + "attention.q_norm.scale")),
     "model.qkv_bias": (True, {}, has(LAYER + "attention.bk")),
-    "model.post_norms": (True, {}, has(LAYER + "mlp_post_norm.scale")),
+    "model.sandwich_norm": (True, {}, has(LAYER + "mlp_post_norm.scale")),
     "model.num_experts": (4, {}, lambda p: size(LAYER + "mlp.router", 1)(p) if has(LAYER + "mlp.router")(p) else 0),
     "model.router_bias": (True, EXPERTS, has(LAYER + "mlp.router_bias")),
     "model.shared_d_ff": (
@@ -203,14 +203,14 @@ PROGRAM: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.experts_per_token": (1, EXPERTS),
     "model.router": ("sigmoid", EXPERTS),
     "model.renormalize": (False, EXPERTS),
-    "experts.impl": ("pallas", EXPERTS),
-    "experts.capacity": (1.0, EXPERTS),
-    "experts.buffer": (1.0, SPREAD),
+    "moe.impl": ("pallas", EXPERTS),
+    "moe.capacity_factor": (1.0, EXPERTS),
+    "moe.buffer": (1.0, SPREAD),
     "sharding.zero": (2, SPLIT),
     "sharding.gather": ("step", SPLIT),
     "sharding.rules.sequence": ("", {**RING, "sharding.rules.embed": "fsdp"}),
-    "attention.context": ("gather", RING),
-    "attention.ulysses": (2, {**RING, "attention.context": "ulysses"}),
+    "parallel.context": ("gather", RING),
+    "attention.ulysses": (2, {**RING, "parallel.context": "ulysses"}),
     "sharding.rules.batch": ("fsdp", SPLIT),
     "sharding.rules.residual": ("", SPLIT),
     "sharding.rules.embed": ("", SPLIT),
@@ -227,10 +227,10 @@ PROGRAM: dict[str, tuple[Any, dict[str, Any]]] = {
     "data.packing": ("none", {}),
     "data.max_segments": (2, {}),
     "data.seed": (1, {}),
-    "train.accumulate": ("microbatch", {"train.grad_accum": 2, "compiler.unroll": True}),
+    "train.accumulate": ("microbatch", {"train.grad_accum": 2, "parallel.scan_layers": False}),
     "loss.name": ("helpers:half_loss", {}),
     "loss.chunk": (16, {}),
-    "compiler.unroll": (True, {}),
+    "parallel.scan_layers": (False, {}),
     "optimizer.name": ("helpers:slower_adamw", {}),
     "optimizer.schedule": ("linear", {}),
     "optimizer.decay_steps": (5, {}),
@@ -560,8 +560,8 @@ ELSEWHERE = {
     "init.from",  # tests/proofs/test_resume.py
     "init.what",
     "train.on_divergence",  # tests/proofs/test_divergence.py
-    "train.max_skips",
-    "train.verify_every",  # tests/campaign/test_corruption.py
+    "train.max_skipped_steps",
+    "train.sdc_check_every",  # tests/campaign/test_corruption.py
     "compiler.options",  # tests/unit/test_compiler.py
     "compiler.defaults",
 }

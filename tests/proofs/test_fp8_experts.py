@@ -107,7 +107,7 @@ def test_losses_follow_those_in_bfloat16():
 @pytest.mark.more
 def test_further_rounds_lose_nothing():
     """A buffer that half of the tokens fit in takes two rounds, whose rows have scales of their own: powers of two."""
-    assert (abs(losses(("experts.buffer", 0.5)) / losses() - 1) < 1e-3).all()
+    assert (abs(losses(("moe.buffer", 0.5)) / losses() - 1) < 1e-3).all()
 
 
 @pytest.mark.more
@@ -127,7 +127,7 @@ def products(given: Mapping[str, object], monkeypatch: pytest.MonkeyPatch) -> tu
     placement, numerics, model = helpers.program(run).placement, numerics_of(run), run.model
     zero = make_zero(run, placement, numerics)
     spec = feed_forward.Spec(
-        model.num_experts, jax.nn.silu, "auto", run.experts.capacity, run.experts.buffer, placement, numerics
+        model.num_experts, jax.nn.silu, "auto", run.moe.capacity_factor, run.moe.buffer, placement, numerics
     )
     made: Products = []
     times, outer = eight.times, eight.outer
@@ -165,12 +165,12 @@ BACKWARD: Products = [
 
 
 def test_gradients_are_rounded_as_such(monkeypatch):
-    assert products({"experts.capacity": 2.0}, monkeypatch) == (FORWARD, BACKWARD)
+    assert products({"moe.capacity_factor": 2.0}, monkeypatch) == (FORWARD, BACKWARD)
 
 
 def test_further_rounds_multiply_in_8_bits_too(monkeypatch):
     """What a second round computes anew has the types of the first; the backward pass repeats gate and up."""
-    forward, backward = products(ALONE | {"experts.buffer": 0.5}, monkeypatch)
+    forward, backward = products(ALONE | {"moe.buffer": 0.5}, monkeypatch)
     assert set(forward) == {*FORWARD} and len(forward) >= 2 * len(FORWARD)
     assert set(backward) == {*FORWARD[:1], *BACKWARD} and len(backward) >= 2 * len(BACKWARD) + 2
 
@@ -187,7 +187,7 @@ def test_all_matmuls_of_a_model_with_experts_are_in_8_bits():
 @pytest.mark.more
 def test_rows_in_groups_with_a_capacity_train():
     """What the refusal of grouped rows says to set (test_mesh_rules.py)."""
-    run = helpers.tiny(MOE | {"mesh.expert": 2, "mesh.fsdp": 4, "experts.capacity": 2.0})
+    run = helpers.tiny(MOE | {"mesh.expert": 2, "mesh.fsdp": 4, "moe.capacity_factor": 2.0})
     assert "layers.mlp.gate" in names(run)
     assert helpers.train(run, 2).loss[-1] > 0
 
@@ -207,7 +207,7 @@ ROUTER = 3  # products of a layer's router: float32
 @pytest.mark.more
 @pytest.mark.parametrize(
     "layout",
-    [(), ("--config.mesh.expert=2", "--config.mesh.fsdp=4", "--config.experts.capacity=2")],
+    [(), ("--config.mesh.expert=2", "--config.mesh.fsdp=4", "--config.moe.capacity_factor=2")],
     ids=["one each", "capacity"],
 )
 def test_every_matmul_is_an_fp8_call(layout):

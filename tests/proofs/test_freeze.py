@@ -17,7 +17,7 @@ FROZEN = re.compile(r"params\.(embed\.|layers\.\d\.mlp\.|layers\.\d\.attention\.
 # Every way in which a step holds weights and adds gradients up; of 2 key/value heads each of 4 ranks has a copy.
 LAYOUTS = {
     "loop, last layer apart": {"mesh.fsdp": 2, "mesh.tensor": 4, "train.grad_accum": 2},
-    "unrolled, added by layer": {"mesh.data": 2, "mesh.fsdp": 2, "train.grad_accum": 2, "compiler.unroll": True},
+    "unrolled, added by layer": {"mesh.data": 2, "mesh.fsdp": 2, "train.grad_accum": 2, "parallel.scan_layers": False},
     "gathered once, moments on the host": {"mesh.fsdp": 2, "mesh.seq": 2, "sharding.zero": 1, "optimizer.offload": "moments"},
 }
 CLIP = {"optimizer.clip_norm": 0.0}  # the norm is of what is trained, and so would scale by another number
@@ -71,7 +71,7 @@ def size(run, pattern):
 
 def test_nothing_is_computed_for_what_is_frozen():
     """Unrolled, each weight's gradient is one product and one sum over devices."""
-    layout = {"mesh.fsdp": 2, "compiler.unroll": True, "remat.policy": "full"}
+    layout = {"mesh.fsdp": 2, "parallel.scan_layers": False, "remat.policy": "full"}
     everything = helpers.tiny(SMALL | layout)
     less = helpers.tiny(SMALL | layout | {"train.freeze": "layers.attention.w*,layers.mlp.*,head"})
     most = helpers.tiny(SMALL | layout | {"train.freeze": "embed.*,layers.attention.*,layers.mlp.*,head,final_norm.*"})
@@ -93,7 +93,7 @@ def test_a_frozen_run_holds_no_gradient_and_no_moment_of_a_frozen_weight():
 
 
 def test_only_the_head_needs_no_backward_pass_of_the_layers():
-    run = helpers.tiny(SMALL | {"train.freeze": "embed.*,layers.*,final_norm.*", "compiler.unroll": True})
+    run = helpers.tiny(SMALL | {"train.freeze": "embed.*,layers.*,final_norm.*", "parallel.scan_layers": False})
     # Without gradients the layers are a loop: one layer's weights and attention, the logits, and the head's gradient.
     assert dots(run)[0] == 7 + 2 + 1 + 1
 

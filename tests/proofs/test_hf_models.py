@@ -49,7 +49,7 @@ OFF = [
     ("gemma2", {"logit_softcap": 0.0}),
     ("gemma2", {"query_scale": 0.0}),
     ("gemma2", {"attention_pattern": "gl"}),
-    ("gemma2", {"post_norms": False}),
+    ("gemma2", {"sandwich_norm": False}),
     ("gemma2", {"norm_offset": False}),
     ("gemma2", {"scaled_embedding": False}),
     ("gemma2", {"activation": "silu"}),
@@ -86,7 +86,7 @@ def test_documents_of_a_row_do_not_see_each_other(tmp_path):
 def test_logits_are_those_of_all_experts_whatever_capacity_a_run_had(tmp_path):
     path = str(hugging_face.write(tmp_path, "mixtral"))
     run, _ = run_at(path)
-    run = dataclasses.replace(run, experts=dataclasses.replace(run.experts, capacity=0.5))
+    run = dataclasses.replace(run, moe=dataclasses.replace(run.moe, capacity_factor=0.5))
     assert off(logits_of(run, path, "f32")(TOKENS, SEGMENTS), "mixtral") < SAME
 
 

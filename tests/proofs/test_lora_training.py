@@ -29,7 +29,7 @@ LORA = {"lora.rank": RANK, "lora.alpha": ALPHA}
 LAYOUTS = {
     "one device": {},
     "loop": {"mesh.fsdp": 2, "mesh.tensor": 4, "train.grad_accum": 2},
-    "unrolled": {"mesh.data": 2, "mesh.fsdp": 2, "mesh.seq": 2, "train.grad_accum": 2, "compiler.unroll": True},
+    "unrolled": {"mesh.data": 2, "mesh.fsdp": 2, "mesh.seq": 2, "train.grad_accum": 2, "parallel.scan_layers": False},
     "moments on the host": {"mesh.fsdp": 2, "sharding.zero": 1, "optimizer.offload": "moments"},
 }
 # Our weight's letters: inputs and outputs, written down again.
@@ -106,7 +106,7 @@ def test_gradients_are_those_of_the_merged_weights(layout, expected):
 
 def test_nothing_is_computed_for_the_base():
     """Unrolled and recomputed in full, by count: no product for a gradient of the base, and no embedding's gradient."""
-    run = helpers.tiny(MODEL | LORA | {"compiler.unroll": True, "lora.targets": "wq,up"})
+    run = helpers.tiny(MODEL | LORA | {"parallel.scan_layers": False, "lora.targets": "wq,up"})
     text = helpers.train_step(run).as_text()
     assert text is not None
     layers, adapters, attention = 2 * 7 * 2, 2 * 2 * 6, 2 * 6  # forward and dx; three each of two; two and four

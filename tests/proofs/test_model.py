@@ -173,9 +173,9 @@ POLICIES = {
     "custom": {"remat.policy": "custom", "remat.tensors": "attention_out=keep,mlp_up=keep,q=recompute"},
     "custom, some on the host": {"remat.policy": "custom", "remat.tensors": "mlp_up=offload,residual=offload,q=keep"},
     "custom, all together": {"remat.policy": "custom", "remat.tensors": "residual=keep", "remat.every": 4},
-    "none, one by one": {"compiler.unroll": True},
-    "full, three and one, one by one": {"remat.policy": "full", "remat.every": 3, "compiler.unroll": True},
-    "custom, one by one": {"remat.policy": "custom", "remat.tensors": "mlp_up=offload,q=keep", "compiler.unroll": True},
+    "none, one by one": {"parallel.scan_layers": False},
+    "full, three and one, one by one": {"remat.policy": "full", "remat.every": 3, "parallel.scan_layers": False},
+    "custom, one by one": {"remat.policy": "custom", "remat.tensors": "mlp_up=offload,q=keep", "parallel.scan_layers": False},
 }
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.config import Experts
+from jaxtrain.config import Moe
 from jaxtrain.generate import Sampler
 from jaxtrain.kernels.attention import Hardware, Unsupported
 from jaxtrain.kernels.experts import grouped
@@ -43,7 +43,7 @@ class Case:
     """A block of experts on a mesh."""
 
     mesh: tuple[tuple[str, int], ...] = ()
-    experts: Experts = Experts()
+    moe: Moe = Moe()
     model: tuple[tuple[str, object], ...] = ()
     tokens_replicated: bool = False
 
@@ -58,7 +58,7 @@ class Case:
 
     @functools.cached_property
     def definition(self) -> Definition:
-        ctx = Context(F32, self.placement, make_zero(self.run, self.placement, F32), experts=self.experts)
+        ctx = Context(F32, self.placement, make_zero(self.run, self.placement, F32), moe=self.moe)
         return Definition(lambda rngs: ExpertsMLP(self.run.model, 0.5, 0.5, ctx, rngs))
 
     def __call__(self, params, x, real):
@@ -162,9 +162,9 @@ SHARED = (("model.shared_d_ff", 8),)
 SIGMOID = (("model.router", "sigmoid"), ("model.router_bias", True), ("model.renormalize", False))
 CASES = {
     "one device": Case(model=SHARED),
-    "pallas": Case(experts=Experts(impl="pallas")),
-    "expert=8, in rounds; sigmoid, biased, as they are": Case((("expert", 8),), Experts(buffer=1.0), SIGMOID),
-    "a capacity with room": Case((("expert", 4), ("fsdp", 2)), Experts(capacity=E / K)),
+    "pallas": Case(moe=Moe(impl="pallas")),
+    "expert=8, in rounds; sigmoid, biased, as they are": Case((("expert", 8),), Moe(buffer=1.0), SIGMOID),
+    "a capacity with room": Case((("expert", 4), ("fsdp", 2)), Moe(capacity_factor=E / K)),
 }
 
 
@@ -179,7 +179,7 @@ def test_every_token_goes_through_its_experts(name):
 @pytest.mark.parametrize("over", helpers.few(["expert", "fsdp"], "expert"))
 def test_sampling_splits_weights_and_not_tokens(over):
     """Where each device has all tokens, and of the experts some, or at rest a part of D; and of every expert's width a part."""
-    case = Case(((over, 4), ("tensor", 2)), Experts(buffer=1.0), SHARED, tokens_replicated=True)
+    case = Case(((over, 4), ("tensor", 2)), Moe(buffer=1.0), SHARED, tokens_replicated=True)
     p, given = case.placement, inputs(SHARED)
     y = case.jitted(lambda params, x, real, by: to_residual(case(params, x, real)[0], p.mesh_axes("mlp"), p), jax.P())(*given)
     params, x, real, _ = given
@@ -202,7 +202,7 @@ def test_all_tokens_on_one_expert_lose_none():
 @pytest.mark.parametrize("parts", helpers.few([1, 4], 4))
 def test_a_capacity_drops_what_comes_last(parts):
     """Of each device's tokens an expert takes the first that its buffer holds; the others are counted."""
-    case = Case((("expert", parts),), Experts(capacity=0.5))
+    case = Case((("expert", parts),), Moe(capacity_factor=0.5))
     params, x, real, by = inputs()
     best = np.asarray(plain(params, x, real, case.run.model)[2])
     room = B * T * K // parts // E // 2  # half of an even share
@@ -268,7 +268,7 @@ def test_pallas_lowers_for_a_gpu(name):
 
 
 def test_an_old_gpu_is_told_what_to_set():
-    with pytest.raises(Unsupported, match="experts.impl=ragged"):
+    with pytest.raises(Unsupported, match="moe.impl=ragged"):
         grouped.check("auto", Hardware("gpu", (7, 5)))
     grouped.check("ragged", Hardware("gpu", (7, 5)))
     grouped.check("auto", Hardware("cpu"))
@@ -280,7 +280,7 @@ def test_an_old_gpu_is_told_what_to_set():
 def test_step_moves_the_bias_and_no_gradient_does():
     """Of each layer by its own loads, in whole steps of its rate; no moment is kept of it. The loss is cross entropy alone."""
     base = {"model.num_layers": 2, "model.num_experts": 4, "model.router_bias": True, "model.router": "sigmoid"}
-    run = helpers.tiny(base | {"experts.bias_rate": 0.25})
+    run = helpers.tiny(base | {"moe.bias_rate": 0.25})
     assert [name for name in abstract_tensors(helpers.program(run).state) if "router_bias" in name] == [
         f"params.layers.{i}.mlp.router_bias" for i in range(2)
     ]
@@ -305,7 +305,7 @@ def test_step_moves_the_bias_and_no_gradient_does():
 
 def test_losses_of_experts_by_hand():
     """Means over the layers, each with its own factor; columns are those of kernels/experts/routing.py."""
-    balance = Balance(Experts(balance_loss=0.5, z_loss=0.001), 2, (1, 0), (0, 1), {})
+    balance = Balance(Moe(balance_loss=0.5, z_loss=0.001), 2, (1, 0), (0, 1), {})
     statistics = jnp.asarray([[1.0, 30.0, *[0.0] * (len(COLUMNS) - 2), 0.5, 0.5], [2.0, 50.0, *[0.0] * len(COLUMNS)]])
     assert float(balance.penalty(statistics)) == pytest.approx(0.5 * 1.5 + 0.001 * 40.0, rel=1e-6)
 
@@ -315,7 +315,7 @@ def test_microbatches_share_the_losses_and_metrics_of_experts():
 
     So are rows whose tokens weigh a millionth of what they did.
     """
-    losses = {"model.num_layers": 1, "model.num_experts": 4, "experts.balance_loss": 0.5, "experts.z_loss": 0.1}
+    losses = {"model.num_layers": 1, "model.num_experts": 4, "moe.balance_loss": 0.5, "moe.z_loss": 0.1}
     once = helpers.host_batch(helpers.tiny(losses | {"train.global_batch": 8}), 0)
 
     def told(accum, factor=1.0):
@@ -362,7 +362,7 @@ def test_what_is_no_training_drops_no_token():
     params = helpers.fresh_state(helpers.tiny(base)).params
 
     def made(capacity):
-        run = helpers.tiny(base | {"experts.capacity": capacity})
+        run = helpers.tiny(base | {"moe.capacity_factor": capacity})
         sampler = Sampler(run, helpers.program(run).placement)
         logits, _ = jax.jit(sampler.decode)(params, sampler.empty_cache(1, 64), tokens)
         return logits, Scorer(run, sampler, params, rows=1).score([Scored(tokens[0].tolist(), 11)])[0]

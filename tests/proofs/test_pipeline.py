@@ -112,7 +112,7 @@ def same(asked: dict[str, Any], layout: dict[str, Any]) -> None:
 def test_a_custom_loss_sees_the_whole_vocabulary():
     """With layers one by one, and gradients that are summed over `data` at the end of the step."""
     asked = {"loss.name": "helpers:whole_logits_loss", "model.tied_head": True, "model.num_layers": 2}
-    same(asked, TWO | {"mesh.data": 2, "mesh.tensor": 2, "compiler.unroll": True})
+    same(asked, TWO | {"mesh.data": 2, "mesh.tensor": 2, "parallel.scan_layers": False})
 
 
 ASKED = {

@@ -108,13 +108,13 @@ def test_the_page_lists_every_layout_with_its_formula():
 NARROW = ("num_layers=2", "d_model=512", "num_heads=8", "num_kv_heads=4", "head_dim=64", "d_ff=1024", "vocab_size=2048")
 LONG = (*(f"model.{s}" for s in NARROW), "data.seq_len=32768", "train.global_batch=1", "train.grad_accum=1")
 CASES = {
-    "short ring": ("attention.context=ring", "mesh.seq=2"),
-    "ring": ("attention.context=ring",),
-    "ulysses": ("attention.context=ulysses",),
-    "gather": ("attention.context=gather",),
-    "ulysses x ring": ("attention.context=ulysses", "attention.ulysses=2"),
-    "window": ("attention.context=ring", "model.sliding_window=1024"),
-    "full remat": ("attention.context=ring", "remat.policy=full", "remat.tensors="),
+    "short ring": ("parallel.context=ring", "mesh.seq=2"),
+    "ring": ("parallel.context=ring",),
+    "ulysses": ("parallel.context=ulysses",),
+    "gather": ("parallel.context=gather",),
+    "ulysses x ring": ("parallel.context=ulysses", "attention.ulysses=2"),
+    "window": ("parallel.context=ring", "model.sliding_window=1024"),
+    "full remat": ("parallel.context=ring", "remat.policy=full", "remat.tensors="),
 }
 
 
@@ -185,7 +185,7 @@ SIZES = ("model.d_model=256", "model.d_ff=512", "model.head_dim=64", "model.voca
 SHAPE = ("precision=bf16", "model.num_layers=2", *SIZES, "data.max_segments=4", "data.packing=none")
 UNSHARDED = (*SHAPE, "mesh.data=1", "mesh.fsdp=1")
 STAGED = (*UNSHARDED, "mesh.stage=2", "train.grad_accum=6", "train.global_batch=6", "remat.policy=attention")
-FEW = ("model.num_experts=4", "model.experts_per_token=2", "experts.buffer=1.5")
+FEW = ("model.num_experts=4", "model.experts_per_token=2", "moe.buffer=1.5")
 BATCH = ("train.grad_accum=1", "train.global_batch=2")
 ROUTED = (*UNSHARDED, "model.num_layers=1", "mesh.expert=2", *BATCH, "remat.policy=full", *FEW)
 

@@ -232,7 +232,7 @@ def test_arrays_kept_without_a_name_are_found():
 def test_layers_under_one_checkpoint_keep_one_input():
     assert table({"remat.policy": "full", "remat.every": 2}).row(shardings.LAYER_INPUT).copies == 2
     assert table({"remat.policy": "full"}).row(shardings.LAYER_INPUT).copies == 4
-    assert table({"remat.policy": "full", "compiler.unroll": True}).row(shardings.LAYER_INPUT).copies == 4
+    assert table({"remat.policy": "full", "parallel.scan_layers": False}).row(shardings.LAYER_INPUT).copies == 4
 
 
 def test_offloaded_activations_take_no_device_memory():
@@ -356,7 +356,7 @@ def test_load_reads_sections_and_dotted_keys():
 def test_rows_of_experts_and_heads_of_ulysses_are_each_devices_own():
     """How these fit together no rule says, so the table gives a device's shard alone."""
     gate = table({"mesh.fsdp": 2, "mesh.expert": 2, "mesh.tensor": 2, **EXPERTS}).row("mlp_gate")
-    out = table({"mesh.seq": 2, "mesh.fsdp": 2, "attention.context": "ulysses"}).row("attention_out")
+    out = table({"mesh.seq": 2, "mesh.fsdp": 2, "parallel.context": "ulysses"}).row("attention_out")
     assert (len(gate.local_shape), gate.local_shape[1]) == (2, 48) and out.local_shape == (8, 64, 4, 8)
     for row in (gate, out):
         assert (row.shape, row.axes, row.spec, row.total_bytes, row.split) == (None, None, None, None, "each device's own")

@@ -118,7 +118,7 @@ def test_bound_of_experts():
     assert axes == ("expert",) and wire == 4 * 32 * 8 * 8192 * 2 * 4096 * 2 * 7 / 8
     plenty, all_of_it = bound.bound(spread.run, H200, RATES), bound.bound(gathered.run, H200, RATES)
     assert plenty.memory_gib < all_of_it.memory_gib, "a layer's experts are never all on one GPU"
-    roomy = layout("mesh.expert=8", "mesh.fsdp=1", "experts.capacity=2.0")
+    roomy = layout("mesh.expert=8", "mesh.fsdp=1", "moe.capacity_factor=2.0")
     assert bound.bound(roomy.run, H200, RATES).step_s > 1.3 * plenty.step_s, "places that are empty are computed too"
 
 
@@ -141,7 +141,7 @@ def test_bound_of_a_split_sequence():
         return wire
 
     keys = 2 * 32 * 131072 * 8 * 128  # of all layers and sequences, on one of 8 devices
-    assert sent("remat.policy=none", "remat.tensors=", "attention.context=ring") == 7 * keys * (2 * 2 + 4)
-    assert sent("remat.policy=full", "remat.tensors=", "attention.context=ring") == 7 * keys * (3 * 2 + 4)
+    assert sent("remat.policy=none", "remat.tensors=", "parallel.context=ring") == 7 * keys * (2 * 2 + 4)
+    assert sent("remat.policy=full", "remat.tensors=", "parallel.context=ring") == 7 * keys * (3 * 2 + 4)
     traded = 2 * 7 / 8 * (2 * 4 * keys / 2 + keys) * 2
-    assert sent("attention.context=ulysses") == pytest.approx(traded)
+    assert sent("parallel.context=ulysses") == pytest.approx(traded)

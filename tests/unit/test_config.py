@@ -258,14 +258,14 @@ RING = "mesh.stage=2 mesh.seq=2 mesh.data=1 mesh.fsdp=2 train.grad_accum=4 model
 @pytest.mark.parametrize(
     ("more", "remedy"),
     [
-        ("lggg", "attention.context=ulysses"),
-        ("lggg attention.context=gather", "attention.context=ulysses"),
-        ("llg", "attention.context=ulysses"),
-        ("lg model.num_layers=3", "attention.context=ulysses"),
-        ("lggg mesh.seq=4 mesh.fsdp=1 attention.context=ulysses attention.ulysses=2", "attention.ulysses=0"),
+        ("lggg", "parallel.context=ulysses"),
+        ("lggg parallel.context=gather", "parallel.context=ulysses"),
+        ("llg", "parallel.context=ulysses"),
+        ("lg model.num_layers=3", "parallel.context=ulysses"),
+        ("lggg mesh.seq=4 mesh.fsdp=1 parallel.context=ulysses attention.ulysses=2", "attention.ulysses=0"),
         ("lggg model.num_heads=3 model.num_kv_heads=3 model.head_dim=32", "mesh.stage=1 and mesh.seq=4"),
         # In phase on two stages, but not on four groups of one layer.
-        ("lg pipeline.schedule=interleaved pipeline.groups=2", "attention.context=ulysses"),
+        ("lg pipeline.schedule=interleaved pipeline.groups=2", "parallel.context=ulysses"),
         ("lg", ""),
         ("l", ""),
         ("lggg model.attention_pattern= model.sliding_window=0", ""),
@@ -322,7 +322,7 @@ def test_rules_of_attention_are_the_kernels(kernel):
 
 def test_packed_rows_of_cudnn_are_not_deterministic():
     """The workspace for that does not fit any GPU. Left to `auto`, a run takes Pallas."""
-    asked = ["--config.train.deterministic=true", "--config.train.verify_every=9", "--config.precision=bf16"]
+    asked = ["--config.train.deterministic=true", "--config.train.sdc_check_every=9", "--config.precision=bf16"]
     assert problems_of(*asked, devices=EIGHT_H200) == []
     (line,) = problems_of(*asked, "--config.attention.impl=cudnn", devices=EIGHT_H200)
     assert line.startswith("attention.impl = 'cudnn': with train.deterministic") and "Set attention.impl to auto" in line

@@ -180,7 +180,7 @@ def test_settings_for_people_from_elsewhere_exist():
             overrides = [f"--config.{text}"] + ["--config.remat.policy=custom"] * (key == "remat.tensors")
             overrides += ["--config.precision=fp8"] * (key == "fp8.exclude")
             if key == "attention.ulysses":
-                overrides += ["--config.attention.context=ulysses", "--config.mesh.seq=8"]
+                overrides += ["--config.parallel.context=ulysses", "--config.mesh.seq=8"]
             loaded = launch.load(["--config=configs/llama3_8b.py", *overrides])
             found = [*loaded.problems, *validate(loaded.run, NODE, REPO / "runs" / "none")]
             wrong += [row for p in found if p.key == key and p.rule != "no such file"]

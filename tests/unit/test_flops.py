@@ -6,7 +6,7 @@ import pytest
 
 from jaxtrain import flops
 from jaxtrain.activations import ACTIVATIONS, GEMM_OUTPUTS, KEPT, parse_tensors
-from jaxtrain.config import Experts, Model, Remat, RunConfig, Train
+from jaxtrain.config import Model, Moe, Remat, RunConfig, Train
 from jaxtrain.models import remat
 from jaxtrain.models.families.llama import PRESETS
 
@@ -108,7 +108,7 @@ def test_recompute_by_policy():
 def test_recompute_with_norms_behind_the_products():
     """What is normed is read by the backward pass: keeping what comes out of the norm spares no product."""
     layer, attention = flops.gemms(SMALL), flops.attention(SMALL, 32).causal
-    normed, post = dataclasses.replace(SMALL, qk_norm=True), dataclasses.replace(SMALL, post_norms=True)
+    normed, post = dataclasses.replace(SMALL, qk_norm=True), dataclasses.replace(SMALL, sandwich_norm=True)
 
     def causal(model, policy, tensors=""):
         return flops.recompute(model, Remat(policy=policy, tensors=tensors), 32).causal
@@ -155,11 +155,11 @@ def test_experts_count_those_a_token_goes_through():
 
 def test_a_capacity_costs_its_places_and_is_in_no_mfu():
     one = 6 * 3 * 2 * 2 * FEW.d_model * FEW.d_ff  # forward FLOPs of all layers' experts, two for each token
-    roomy = dataclasses.replace(EXPERTS, experts=Experts(capacity=1.5))
+    roomy = dataclasses.replace(EXPERTS, moe=Moe(capacity_factor=1.5))
     assert flops.training(roomy) == flops.training(EXPERTS)
     assert flops.beyond(EXPERTS).causal == 0
     assert flops.beyond(roomy).causal == pytest.approx(3 * one * 0.5)
-    tight = dataclasses.replace(EXPERTS, experts=Experts(capacity=0.5))
+    tight = dataclasses.replace(EXPERTS, moe=Moe(capacity_factor=0.5))
     assert flops.beyond(tight).causal == pytest.approx(-3 * one * 0.5), "dropped tokens are computed by nobody"
     full = dataclasses.replace(roomy, remat=Remat(policy="full"))
     again = flops.recompute(FEW, Remat(policy="full"), full.data.seq_len).causal
@@ -170,11 +170,11 @@ def test_a_capacity_costs_its_places_and_is_in_no_mfu():
 
 def test_an_expert_that_is_alone_on_its_device_computes_its_spare_rows():
     """Two experts a token, and room for 1.25 even shares: the matmul of one expert takes all of that room."""
-    few = dataclasses.replace(EXPERTS, experts=Experts(buffer=1.25))
+    few = dataclasses.replace(EXPERTS, moe=Moe(buffer=1.25))
     for ranks, rows in ((1, 2.0), (FEW.num_experts // 2, 2.0), (FEW.num_experts, 2.5)):
         spread = dataclasses.replace(few, mesh=dataclasses.replace(few.mesh, expert=ranks))
         assert flops.expert_rows(spread) == pytest.approx(rows)
-    assert flops.expert_rows(dataclasses.replace(spread, experts=Experts(buffer=1.25, impl="ragged"))) == 2.0
+    assert flops.expert_rows(dataclasses.replace(spread, moe=Moe(buffer=1.25, impl="ragged"))) == 2.0
 
 
 def test_frozen_experts_have_no_gradients():

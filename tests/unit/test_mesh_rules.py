@@ -45,11 +45,11 @@ RIGHT = [
     (*STAGES, "dtypes.m=int8", "dtypes.v=int8"),
     (*GROUPS, "mesh.fsdp=8"),  # one stage: a schedule is not used, as by the layout that others are compared with
     EXPERTS,
-    (*EXPERTS, "model.router=sigmoid", "model.router_bias=true", "experts.bias_rate=0.01"),
-    (*EXPERTS, "model.shared_d_ff=128", "experts.capacity=1.5"),
+    (*EXPERTS, "model.router=sigmoid", "model.router_bias=true", "moe.bias_rate=0.01"),
+    (*EXPERTS, "model.shared_d_ff=128", "moe.capacity_factor=1.5"),
     ("model.num_experts=6", "mesh.fsdp=8"),
     ("model.num_experts=8", "mesh.expert=2", "mesh.stage=2", "mesh.tensor=2"),
-    ("model.num_experts=8", "mesh.expert=2", "mesh.stage=4", "model.num_layers=6", "experts.capacity=2.0"),
+    ("model.num_experts=8", "mesh.expert=2", "mesh.stage=4", "model.num_layers=6", "moe.capacity_factor=2.0"),
     ("model.num_experts=8", "mesh.fsdp=2", "mesh.stage=4", "model.num_layers=6"),
     (*EXPERTS, "sharding.rules.experts=expert"),
     (*EXPERTS, "sharding.rules.experts=expert", "sharding.rules.expert_embed="),
@@ -58,10 +58,10 @@ RIGHT = [
     (*EXPERTS, "model.experts_per_token=1", "model.renormalize=false"),
     (*EXPERTS, "model.experts_per_token=1", "train.freeze=layers.mlp.router"),
     (*EXPERTS, "precision=fp8", "fp8.exclude=mlp.gate,mlp.up,mlp.down"),
-    (*EXPERTS, "precision=fp8", "experts.capacity=2.0"),
+    (*EXPERTS, "precision=fp8", "moe.capacity_factor=2.0"),
     ("mesh.fsdp=8", "sharding.gather=step"),
     ("mesh.fsdp=8", "sharding.zero=0", "model.d_model=60", "model.num_heads=6", "model.num_kv_heads=6"),
-    ("mesh.data=4", "mesh.fsdp=2", "train.accumulate=layer", "remat.policy=dots", "compiler.unroll=true"),
+    ("mesh.data=4", "mesh.fsdp=2", "train.accumulate=layer", "remat.policy=dots", "parallel.scan_layers=false"),
     ("mesh.data=4", "mesh.fsdp=2", "train.accumulate=layer", "remat.policy=dots", "train.grad_accum=1"),
 ]
 
@@ -72,7 +72,7 @@ def test_right(overrides: tuple[str, ...]):
 
 
 TENSOR = "model.num_experts=8", "mesh.tensor=4", "mesh.data=2"
-SEQ = ("mesh.seq=8", "attention.context=ulysses")
+SEQ = ("mesh.seq=8", "parallel.context=ulysses")
 BY_LAYER = ("train.accumulate=layer", "mesh.data=4")
 
 # (overrides, key, words of the rule or the fix)
@@ -87,9 +87,9 @@ WRONG = [
     # ---- sequences
     (("mesh.seq=4", "mesh.data=2", "data.seq_len=60"), "data.seq_len", "4 places of a ring"),
     ((*SEQ, "data.seq_len=60", "model.num_heads=8", "model.num_kv_heads=8"), "data.seq_len", "not divide over 8 ranks"),
-    (("mesh.seq=4", "mesh.data=2", "attention.ulysses=2"), "attention.ulysses", "only with attention.context = ulysses"),
+    (("mesh.seq=4", "mesh.data=2", "attention.ulysses=2"), "attention.ulysses", "only with parallel.context = ulysses"),
     ((*SEQ, "attention.ulysses=3"), "attention.ulysses", "Set one of"),
-    (("mesh.seq=8", "attention.context=rings"), "attention.context", "Did you mean ring?"),
+    (("mesh.seq=8", "parallel.context=rings"), "parallel.context", "Did you mean ring?"),
     # ---- the table of logical axes
     (("mesh.seq=4", "mesh.tensor=2", "sharding.rules.sequence=tensor"), "sharding.rules.sequence", "Set 'seq'"),
     (("mesh.seq=4", "mesh.tensor=2", "sharding.rules.residual=tensor+seq"), "sharding.rules.residual", "Set seq+tensor"),
@@ -131,10 +131,10 @@ WRONG = [
     ((*EXPERTS, "model.experts_per_token=0"), "model.experts_per_token", "at least 1"),
     ((*EXPERTS, "model.router=tanh"), "model.router", "no such choice"),
     ((*EXPERTS, "model.experts_per_token=1"), "model.renormalize", "Set false"),
-    ((*EXPERTS, "experts.impl=triton"), "experts.impl", "no such choice"),
-    ((*EXPERTS, "experts.capacity=-1.0"), "experts.capacity", "at least 0"),
-    ((*EXPERTS, "experts.buffer=0.0"), "experts.buffer", "above 0"),
-    ((*EXPERTS, "experts.bias_rate=0.01"), "experts.bias_rate", "model.router_bias"),
+    ((*EXPERTS, "moe.impl=triton"), "moe.impl", "no such choice"),
+    ((*EXPERTS, "moe.capacity_factor=-1.0"), "moe.capacity_factor", "at least 0"),
+    ((*EXPERTS, "moe.buffer=0.0"), "moe.buffer", "above 0"),
+    ((*EXPERTS, "moe.bias_rate=0.01"), "moe.bias_rate", "model.router_bias"),
     ((*EXPERTS, "sharding.rules.experts="), "sharding.rules.experts", "mesh.expert = 4"),
     ((*EXPERTS, "sharding.rules.experts=fsdp"), "sharding.rules.experts", "Name expert first"),
     ((*EXPERTS, "sharding.rules.expert_embed=expert"), "sharding.rules.expert_embed", "expert"),
@@ -152,14 +152,14 @@ WRONG = [
     ((*EXPERTS, "lora.rank=4", "lora.targets=wq,gate"), "lora.targets", "Name weights of attention"),
     ((*EXPERTS, "precision=fp8"), "precision", "uneven numbers of rows"),
     ((*EXPERTS, "precision=fp8", "fp8.exclude=mlp.gate,mlp.up"), "precision", "fp8.exclude=mlp.down"),
-    (("model.num_experts=8", "mesh.expert=8", "precision=fp8", "experts.impl=ragged"), "precision", "experts.impl = ragged"),
+    (("model.num_experts=8", "mesh.expert=8", "precision=fp8", "moe.impl=ragged"), "precision", "moe.impl = ragged"),
     *[
         (("mesh.fsdp=8", f"{key}={value}"), key, "experts")
         for key, value in (
             ("model.router_bias", "true"),
             ("model.shared_d_ff", "64"),
             ("model.router", "sigmoid"),
-            ("experts.capacity", "2.0"),
+            ("moe.capacity_factor", "2.0"),
         )
     ],
     ((*EXPERTS, "model.shared_d_ff=8200", "dtypes.m=int8"), "dtypes.m", "mlp.gate"),
@@ -177,9 +177,9 @@ def test_wrong(overrides: tuple[str, ...], key: str, words: str):
 
 
 def test_old_gpus_take_the_plain_grouped_matmuls():
-    (line,) = [line for line in problems_of(*EXPERTS, devices=V100) if line.startswith("experts.impl")]
+    (line,) = [line for line in problems_of(*EXPERTS, devices=V100) if line.startswith("moe.impl")]
     assert "needs a GPU from Ampere (sm80) on; V100 is sm70. Set ragged." in line
-    assert not any("experts" in line for line in problems_of(*EXPERTS, "experts.impl=ragged", devices=V100))
+    assert not any("experts" in line for line in problems_of(*EXPERTS, "moe.impl=ragged", devices=V100))
     assert problems_of(*EXPERTS, devices=H200) == []
 
 

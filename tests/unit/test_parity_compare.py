@@ -94,11 +94,11 @@ def test_layouts_that_are_tried_by_default(monkeypatch, capsys):
 
 def test_experts_that_compute_another_function_elsewhere(capsys):
     experts = (*SMALL, "--config.model.num_experts=4")
-    said = refused(capsys, *experts, "--config.experts.capacity=1.5", "--meshes=one,fsdp2xexpert2")
-    assert "experts.capacity = 1.5: each device drops what is too many of its own tokens" in said
+    said = refused(capsys, *experts, "--config.moe.capacity_factor=1.5", "--meshes=one,fsdp2xexpert2")
+    assert "moe.capacity_factor = 1.5: each device drops what is too many of its own tokens" in said
     said = refused(capsys, *experts, "--meshes=one,fsdp2xexpert2/train.grad_accum=2")
-    assert "experts.balance_loss = 0.01: is of a microbatch, and these layouts cut a batch into 1 and 2" in said
-    assert "experts.z_loss = 0.001: is of a microbatch" in said
+    assert "moe.balance_loss = 0.01: is of a microbatch, and these layouts cut a batch into 1 and 2" in said
+    assert "moe.z_loss = 0.001: is of a microbatch" in said
 
 
 def test_help_names_every_option(capsys):

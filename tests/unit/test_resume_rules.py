@@ -25,7 +25,7 @@ def test_effects_of_keys():
         resume.TIME: ("eval.every_steps", "checkpoint.every_steps", "sample.seed"),
         resume.INPUTS: ("data.seed", "train.seed", "init.from"),
         resume.MACHINE: ("train.deterministic", "optimizer.offload"),
-        resume.LAYOUT: ("mesh.fsdp", "pipeline.schedule", "experts.impl", "train.grad_accum"),
+        resume.LAYOUT: ("mesh.fsdp", "pipeline.schedule", "moe.impl", "train.grad_accum"),
         resume.FUNCTION: ("optimizer.lr", "model.d_model", "precision", "dtypes.m", "no.such.key"),
     }
     assert all(resume.effect(key) == effect for effect, keys in some.items() for key in keys)
@@ -47,9 +47,9 @@ def tree(**changes: object) -> dict:
     return config.to_dict(run)
 
 
-NO_LOSSES = {"experts__balance_loss": 0.0, "experts__z_loss": 0.0}
+NO_LOSSES = {"moe__balance_loss": 0.0, "moe__z_loss": 0.0}
 EXPERTS = {"model__num_experts": 4}
-DROPS = EXPERTS | NO_LOSSES | {"experts__capacity": 1.25}
+DROPS = EXPERTS | NO_LOSSES | {"moe__capacity_factor": 1.25}
 # before, after (changes beside those before), keys asked about
 ASKED = {
     "placement, speed, learning rate": ({}, {"mesh__data": 2, "optimizer__lr": 1e-3, "remat__policy": "full"}, ()),
@@ -73,11 +73,11 @@ ASKED = {
     "microbatches": ({}, {"train__grad_accum": 2}, ()),
     "microbatches of experts": (EXPERTS, {"train__grad_accum": 2}, ("train.grad_accum",)),
     "microbatches, balance loss": (
-        EXPERTS | NO_LOSSES | {"experts__balance_loss": 0.1},
+        EXPERTS | NO_LOSSES | {"moe__balance_loss": 0.1},
         {"train__grad_accum": 2},
         ("train.grad_accum",),
     ),
-    "microbatches, z loss": (EXPERTS | NO_LOSSES | {"experts__z_loss": 0.1}, {"train__grad_accum": 2}, ("train.grad_accum",)),
+    "microbatches, z loss": (EXPERTS | NO_LOSSES | {"moe__z_loss": 0.1}, {"train__grad_accum": 2}, ("train.grad_accum",)),
     "microbatches without losses": (EXPERTS | NO_LOSSES, {"train__grad_accum": 2}, ()),
     # With a capacity, which tokens experts drop depends on which are on a device at a time.
     **{
@@ -87,12 +87,12 @@ ASKED = {
     },
     "drops: ZeRO": (DROPS, {"sharding__zero": 1}, ()),
     "drops: remat": (DROPS, {"remat__policy": "full"}, ()),
-    "drops: context of whole sequences": (DROPS, {"attention__context": "gather"}, ()),
-    "drops: context": (DROPS | {"mesh__seq": 2}, {"attention__context": "ulysses"}, ("attention.context",)),
+    "drops: context of whole sequences": (DROPS, {"parallel__context": "gather"}, ()),
+    "drops: context": (DROPS | {"mesh__seq": 2}, {"parallel__context": "ulysses"}, ("parallel.context",)),
     "a mesh where nothing is dropped any more": (
         DROPS | {"mesh__data": 2},
-        {"experts__capacity": 0.0, "mesh__data": 1},
-        ("experts.capacity",),
+        {"moe__capacity_factor": 0.0, "mesh__data": 1},
+        ("moe.capacity_factor",),
     ),
 }
 
@@ -139,7 +139,7 @@ def test_meshes_that_follow_the_devices_are_asked_about_by_their_sizes():
     some = dataclasses.replace(
         run,
         model=dataclasses.replace(run.model, num_experts=4),
-        experts=dataclasses.replace(run.experts, capacity=1.25, balance_loss=0.0, z_loss=0.0),
+        moe=dataclasses.replace(run.moe, capacity_factor=1.25, balance_loss=0.0, z_loss=0.0),
     )
     for one, asked in ((run, []), (some, ["mesh.fsdp"])):
         meta = {"config": config.to_dict(one), "mesh": {"data": 1, "fsdp": 8, "tensor": 1, "seq": 1}}

@@ -71,14 +71,14 @@ def test_zero_is_tried_once_for_each_program():
 
 def test_sequences_are_split_where_they_are_long_or_few():
     def of(*overrides):
-        return {(o["mesh.seq"], o["attention.context"]) for o in layouts(*overrides)[0]}
+        return {(o["mesh.seq"], o["parallel.context"]) for o in layouts(*overrides)[0]}
 
     methods = {(seq, method) for seq in (2, 4, 8) for method in ("ring", "ulysses", "gather")}
     assert of("train.global_batch=16", "train.grad_accum=1") == {(1, "ring")}
     assert of("data.seq_len=131072", "train.global_batch=16") == {(1, "ring"), *methods}
     # Two sequences on 8 GPUs: with tensor groups of 4 or 8 they need no splitting.
     assert of("train.global_batch=2", "train.grad_accum=1") == {(1, "ring"), *methods}
-    assert of("mesh.seq=2", "attention.context=gather") >= {(1, "gather"), *methods}
+    assert of("mesh.seq=2", "parallel.context=gather") >= {(1, "gather"), *methods}
 
 
 def test_stages_are_tried_over_nodes_and_experts_where_there_are_some():

@@ -60,7 +60,7 @@ class Spec:
         if self._by != "even" and any(isinstance(w, Float8) for w in weights):
             raise Unsupported(
                 "precision = 'fp8': experts have uneven numbers of rows here, of which there is no product in 8 bits. "
-                "Set mesh.expert to model.num_experts, or experts.capacity, or leave their weights out with fp8.exclude."
+                "Set mesh.expert to model.num_experts, or moe.capacity_factor, or leave their weights out with fp8.exclude."
             )
 
     def times(self, rows: jax.Array, w_EDF: Weight, route: Route, contract: str, gradient: bool = False) -> jax.Array:

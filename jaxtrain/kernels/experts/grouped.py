@@ -26,13 +26,13 @@ IMPLEMENTATIONS = {
 
 
 def check(impl: str, hardware: Hardware) -> None:
-    """Raises Unsupported where devices like this cannot do what `experts.impl` asks for."""
+    """Raises Unsupported where devices like this cannot do what `moe.impl` asks for."""
     old = hardware.platform == "gpu" and hardware.compute_capability < (8, 0)
     if impl in ("auto", "pallas") and old:
         of = ".".join(map(str, hardware.compute_capability))
         raise Unsupported(
-            f"experts.impl = {impl!r}: the Pallas kernel needs compute capability 8.0 or newer, and this is {of}. "
-            "Set experts.impl=ragged, which multiplies every row by every expert's weight there."
+            f"moe.impl = {impl!r}: the Pallas kernel needs compute capability 8.0 or newer, and this is {of}. "
+            "Set moe.impl=ragged, which multiplies every row by every expert's weight there."
         )
 
 

@@ -33,7 +33,7 @@ PRESETS = presets(
     },
     norm_eps=1e-06,
     tied_head=True,
-    post_norms=True,
+    sandwich_norm=True,
     sliding_window=4096,
     attention_pattern="lg",
     attention_softcap=50.0,
@@ -56,7 +56,7 @@ def read_gemma(s: Settings, pattern: str) -> dict[str, Any]:
     s.only("sliding_window_size", window, f"sliding_window is {window!r}, and both mean the same")
     letters = read_layer_types(s, layers) or (pattern * layers)[:layers]
     return common | {
-        "post_norms": True,
+        "sandwich_norm": True,
         "query_scale": s.number("query_pre_attn_scalar"),
         "attention_softcap": float(s.said("attn_logit_softcapping") or 0.0),
         "logit_softcap": float(s.said("final_logit_softcapping") or 0.0),
@@ -88,5 +88,5 @@ def read(s: Settings) -> dict[str, Any]:
 
 def write(model: Model) -> dict[str, Any]:
     """Keys of config.json that say what the model is. Raises HuggingFaceError where they cannot."""
-    must_have(model, "Gemma 2", qkv_bias=False, qk_norm=False, post_norms=True, tied_head=True, local_rope_base=0.0)
+    must_have(model, "Gemma 2", qkv_bias=False, qk_norm=False, sandwich_norm=True, tied_head=True, local_rope_base=0.0)
     return write_gemma(model) | write_rope(model)

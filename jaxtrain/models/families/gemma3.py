@@ -37,7 +37,7 @@ PRESETS = presets(
     norm_eps=1e-06,
     tied_head=True,
     qk_norm=True,
-    post_norms=True,
+    sandwich_norm=True,
     attention_pattern="lllllg",
     rope_base=1000000.0,
     local_rope_base=10000.0,
@@ -56,7 +56,7 @@ def read(s: Settings) -> dict[str, Any]:
 
 def write(model: Model) -> dict[str, Any]:
     """Keys of config.json that say what the model is. Raises HuggingFaceError where they cannot."""
-    must_have(model, "Gemma 3", qkv_bias=False, qk_norm=True, post_norms=True, tied_head=True)
+    must_have(model, "Gemma 3", qkv_bias=False, qk_norm=True, sandwich_norm=True, tied_head=True)
     if model.rope_scaling == "llama3":
         raise HuggingFaceError("model.rope_scaling = 'llama3': transformers' Gemma 3 has 'linear' or 'none' only.")
     local = model.local_rope_base or model.rope_base

@@ -128,7 +128,7 @@ def _herd(name: str, nodes: int, tflops: float, rows: int, mesh: dict[str, int],
             "sharding.zero": 1,
             "pipeline.schedule": "interleaved",
             "pipeline.groups": 4,
-            "attention.context": "gather",
+            "parallel.context": "gather",
         },
     )
 

@@ -36,10 +36,10 @@ WEIGHTS = re.compile(r"[/(]weights[/)]")  # in an op name: the scope in which a 
 LARGE = 2**-10  # GiB of a launch; below it are sums of scalars, statistics of the loss, gradients of norms, token ids
 TWO = ("train.grad_accum=2",)  # microbatches: what travels once a step and what once a microbatch part there
 MOE = ("model.family=mixtral", "model.num_experts=8")
-EXPERTS = (*TWO, "train.global_batch=16", *MOE, "mesh.expert=8", "compiler.unroll=false")
+EXPERTS = (*TWO, "train.global_batch=16", *MOE, "mesh.expert=8", "parallel.scan_layers=true")
 STAGES = (
     *("mesh.data=1", "mesh.fsdp=2", "mesh.stage=4", "sharding.zero=1", "train.grad_accum=8", "train.global_batch=16"),
-    "compiler.unroll=false",
+    "parallel.scan_layers=true",
 )
 ONE_SEQUENCE = ("data.seq_len=65536", "train.global_batch=1", "train.grad_accum=1", "mesh.seq=8")
 
@@ -80,18 +80,18 @@ LAYOUTS = (
         "h200:8",
         ("train.grad_accum=1", "train.global_batch=1", "mesh.tensor=8"),
     ),
-    Layout("context parallel, ring", "Ring Attention, arXiv 2310.01889", "h200:8", (*ONE_SEQUENCE, "attention.context=ring")),
+    Layout("context parallel, ring", "Ring Attention, arXiv 2310.01889", "h200:8", (*ONE_SEQUENCE, "parallel.context=ring")),
     Layout(
         "context parallel, Ulysses",
         "DeepSpeed Ulysses, arXiv 2309.14509",
         "h200:8",
-        (*ONE_SEQUENCE, "attention.context=ulysses"),
+        (*ONE_SEQUENCE, "parallel.context=ulysses"),
     ),
     Layout(
         "context parallel, gathered keys",
         "Llama 3, arXiv 2407.21783, section 3.3.2",
         "h200:8",
-        (*ONE_SEQUENCE, "attention.context=gather"),
+        (*ONE_SEQUENCE, "parallel.context=gather"),
     ),
     Layout("pipeline parallel, 1F1B", "PipeDream-Flush, arXiv 2006.09503", "h200:8", STAGES),
     Layout(
@@ -238,7 +238,7 @@ def _context(run: RunConfig, sizes: dict[str, int], tokens: float) -> list[Term]
     each = run.train.grad_accum * m.num_layers
     kv = BF16 * 2 * tokens * m.num_kv_heads * m.head_dim / sizes["tensor"]
     qo = BF16 * 2 * tokens * m.num_heads * m.head_dim / sizes["tensor"]
-    match run.attention.context:
+    match run.parallel.context:
         case "ring":
             around = each * (2 * (n - 1) * kv + n * F32 / BF16 * kv)
             return [Term("collective-permute", "seq", "attention", "A l (2 (n-1) + 2 n) KV", around)]

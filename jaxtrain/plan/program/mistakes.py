@@ -80,7 +80,7 @@ def _across_nodes(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed
         within = max(1, node // math.prod(mesh.shape[a] for a in inside))
         remedy = {
             "tensor": f"Set mesh.tensor={within} or less, and leave the rest to mesh.fsdp.",
-            "seq": f"Set mesh.seq={within} or less if the sequence fits; attention.context=ring hides the most of it.",
+            "seq": f"Set mesh.seq={within} or less if the sequence fits; parallel.context=ring hides the most of it.",
             "expert": f"Set mesh.expert={within} or less, and leave the rest to mesh.fsdp: a GPU then holds more experts.",
         }
         yield (

@@ -85,7 +85,7 @@ def experts(run: RunConfig, placement: Placement, moved: Sequence[Collective], l
         devices=ranks,
         rows=tokens * flops.expert_rows(run),
         room=tokens * auto_remat.expert_room(run, ranks),
-        capacity=run.experts.capacity,
+        capacity=run.moe.capacity_factor,
         layer_gib=sum(c.wire_gib for c in travel) / passes,
         layer_exposed_ms=sum(c.exposed_ms for c in travel) / passes,
         exposed_ms=sum(c.exposed_ms for c in travel),

@@ -138,7 +138,7 @@ class Layout:
         """How the ranks of the seq axis share a sequence."""
         m, a = self.run.model, self.run.attention
         heads, kv_heads = m.num_heads // self.parts("heads"), m.num_kv_heads // self.parts("kv_heads")
-        return make_context(a.context, a.ulysses, self.parts("sequence"), heads, max(1, kv_heads))
+        return make_context(self.run.parallel.context, a.ulysses, self.parts("sequence"), heads, max(1, kv_heads))
 
     @functools.cached_property
     def whole(self) -> dict[str, float]:
@@ -372,7 +372,7 @@ def _chain_traffic(layout: Layout, passes: int) -> list[Traffic]:
     over = [(axes, number * tokens * row * (parts - 1) / parts, int(number * run.train.grad_accum))]
     if (ranks := layout.owners) > 1:
         # Each device of a tensor group sends whole rows; what a capacity below 1 does not take stays at home.
-        rows = tokens * run.model.experts_per_token * min(1.0, run.experts.capacity or 1.0)
+        rows = tokens * run.model.experts_per_token * min(1.0, run.moe.capacity_factor or 1.0)
         number = passes * 2 * layout.layers
         over.append((layout.exchange, number * rows * row * (ranks - 1) / ranks, int(number * run.train.grad_accum)))
     return over
@@ -468,7 +468,7 @@ def _memory_bytes(layout: Layout) -> float:
 def may_add_layers(run: RunConfig) -> bool:
     """Whether a microbatch's gradients may never be held whole: where layers stand one by one XLA can do without, too. In a
     pipeline they are added layer by layer."""
-    by_layer = run.compiler.unroll or run.train.accumulate == "layer" or run.mesh.stage != 1
+    by_layer = not run.parallel.scan_layers or run.train.accumulate == "layer" or run.mesh.stage != 1
     return run.train.grad_accum > 1 and by_layer
 
 

@@ -220,9 +220,9 @@ def savings(run: RunConfig, topology: Topology, rates: Rates, check: Check) -> l
         fsdp = sizes["fsdp"] * sizes["stage"]
         alone = ("mesh.fsdp", -1 if run.mesh.fsdp == -1 else fsdp), ("mesh.stage", 1)
         found.append(Saving(f"mesh.stage={sizes['stage']}", alone, f"with mesh.fsdp={fsdp} instead"))
-    if run.experts.capacity and run.model.num_experts:
+    if run.moe.capacity_factor and run.model.num_experts:
         found.append(
-            Saving(f"experts.capacity={run.experts.capacity:g}", (("experts.capacity", 0.0),), "with no token dropped")
+            Saving(f"moe.capacity_factor={run.moe.capacity_factor:g}", (("moe.capacity_factor", 0.0),), "with no token dropped")
         )
     found += _larger_microbatch(run, check)
     return [saving for saving in found if not check(with_overrides(run, saving.instead))]

@@ -37,8 +37,8 @@ def meshes(run: RunConfig, topology: Topology, rates: Rates) -> Iterator[Setting
                     for data in _divisors(total // seq // tensor):
                         mesh = {"mesh.data": data, "mesh.fsdp": total // seq // tensor // data, "mesh.expert": expert}
                         mesh |= {"mesh.tensor": tensor, "mesh.seq": seq, **pipeline}
-                        for context in METHODS if seq > 1 else [run.attention.context]:
-                            yield mesh | {"attention.context": context}
+                        for context in METHODS if seq > 1 else [run.parallel.context]:
+                            yield mesh | {"parallel.context": context}
 
 
 GROUPS = (2,)  # of layers on each stage, of interleaved schedules that are tried
@@ -101,7 +101,7 @@ class Knob:
 
 
 KNOBS = (
-    Knob(meshes, (*(f"mesh.{axis}" for axis in MESH_AXES), "pipeline.schedule", "pipeline.groups", "attention.context")),
+    Knob(meshes, (*(f"mesh.{axis}" for axis in MESH_AXES), "pipeline.schedule", "pipeline.groups", "parallel.context")),
     Knob(stages, ("sharding.zero", "sharding.gather")),
     Knob(microbatches, ("train.grad_accum",)),
     Knob(remat_policies, ("remat.policy", "remat.tensors", "remat.every"), apart=True),

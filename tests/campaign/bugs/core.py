@@ -41,8 +41,8 @@ BUGS = (
     Bug(
         "experts: factors of both losses swapped",
         "jaxtrain/train/balance.py",
-        "self.experts.balance_loss * means[0] + self.experts.z_loss * means[1]",
-        "self.experts.z_loss * means[0] + self.experts.balance_loss * means[1]",
+        "self.moe.balance_loss * means[0] + self.moe.z_loss * means[1]",
+        "self.moe.z_loss * means[0] + self.moe.balance_loss * means[1]",
         "proofs/test_moe.py -k by_hand",
     ),
     Bug(
@@ -83,8 +83,8 @@ BUGS = (
     Bug(
         "resume: microbatches are asked about only with both losses on",
         "jaxtrain/resume.py",
-        'after["experts.balance_loss"] or after["experts.z_loss"]',
-        'after["experts.balance_loss"] and after["experts.z_loss"]',
+        'after["moe.balance_loss"] or after["moe.z_loss"]',
+        'after["moe.balance_loss"] and after["moe.z_loss"]',
         "unit/test_resume_rules.py -k microbatches",
     ),
     Bug(

@@ -153,8 +153,8 @@ BUGS = (
     Bug(
         "FLOPs: no last norm",
         FLOPS,
-        "(4 if model.post_norms else 2) * d + d,",
-        "(4 if model.post_norms else 2) * d,",
+        "(4 if model.sandwich_norm else 2) * d + d,",
+        "(4 if model.sandwich_norm else 2) * d,",
         "unit/test_flops.py -k of_published_models",
     ),
     Bug(
@@ -167,7 +167,7 @@ BUGS = (
     Bug(
         "FLOPs: a kept residual spares wo under a norm behind it",
         FLOPS,
-        '({"attention_proj"} if model.post_norms else {"attention_proj", "residual"})',
+        '({"attention_proj"} if model.sandwich_norm else {"attention_proj", "residual"})',
         '{"attention_proj", "residual"}',
         "unit/test_flops.py -k norms_behind",
     ),

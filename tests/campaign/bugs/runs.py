@@ -123,7 +123,7 @@ BUGS = (
         "proofs/test_divergence.py -k replay_of_a_bundle",
     ),
     Bug(
-        "divergence: one skipped step more than train.max_skips",
+        "divergence: one skipped step more than train.max_skipped_steps",
         "jaxtrain/divergence.py",
         "self.in_a_row >= self._most",
         "self.in_a_row > self._most",
