@@ -195,7 +195,7 @@ class Model:
     attention_pattern: str = key(
         "", "layers that see sliding_window (l) or everything (g), repeated over all layers, as lllllg; '': all l"
     )
-    query_scale: float = key(0.0, "attention scores are divided by the root of this; 0: by that of head_dim", at_least=0)
+    attn_logit_scale: float = key(0.0, "queries times keys are multiplied by this; 0: by 1 / sqrt(head_dim)", at_least=0)
     attention_softcap: float = key(0.0, "attention scores become c tanh(s / c); 0: off", at_least=0)
     logit_softcap: float = key(0.0, "output logits become c tanh(l / c); 0: off", at_least=0)
     rope_base: float = key(10_000.0, "base of the rotary wavelengths", above=0)

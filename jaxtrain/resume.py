@@ -126,7 +126,7 @@ TABLE = (
             "model.attention_pattern",
             "model.attention_softcap",
             "model.logit_softcap",
-            "model.query_scale",
+            "model.attn_logit_scale",
             "model.norm_eps",
             "model.experts_per_token",
             "model.router",

@@ -34,7 +34,7 @@ MODELS = {
         "model.sliding_window": 12,
         "model.attention_pattern": "lgl",
         "model.local_rope_base": 100.0,
-        "model.query_scale": 24.0,
+        "model.attn_logit_scale": 24**-0.5,
     },
     # Stages of two layers each: at every place all stages have the same kind of layer, which a ring needs.
     "kinds in phase": {"model.num_layers": 4, "model.sliding_window": 12, "model.attention_pattern": "lg"},

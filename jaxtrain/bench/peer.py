@@ -55,7 +55,7 @@ def refusal(base: Sequence[str], count: int, python: str) -> list[Problem]:
         out.append(Problem("--peer", "torch", rule, "Add --devices=1, with a config for one."))
     model = run.model
     plain = {"qkv_bias": False, "qk_norm": False, "sliding_window": 0, "attention_softcap": 0.0, "logit_softcap": 0.0}
-    plain |= {"sandwich_norm": False, "query_scale": 0.0}
+    plain |= {"sandwich_norm": False, "attn_logit_scale": 0.0}
     for key, value in plain.items():
         if (given := getattr(model, key)) != value:
             out.append(Problem(f"model.{key}", given, "transformers' Llama has no such thing", f"Set {value}."))

@@ -116,7 +116,8 @@ def _plain(m: config.Model) -> config.Model:
     """The model as what it computes: without settings that are not in force, and those in force written out."""
     default, local = config.Model(), windows.LOCAL in windows.kinds(m)
     changes: dict[str, Any] = {"init_std": default.init_std, "attention_pattern": windows.kinds(m)}
-    changes |= {"query_scale": m.query_scale or float(m.head_dim), "sliding_window": m.sliding_window if local else 0}
+    scale = m.attn_logit_scale or m.head_dim**-0.5
+    changes |= {"attn_logit_scale": float(f"{scale:.12g}"), "sliding_window": m.sliding_window if local else 0}
     changes |= {"local_rope_base": (m.local_rope_base or m.rope_base) if local else 0.0}
     if local and not m.local_rope_base and m.rope_scaling != "none":
         changes["local_rope_base"] = 0.0  # scaled as in the other layers, which no base says

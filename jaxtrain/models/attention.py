@@ -136,7 +136,7 @@ class Attention(nnx.Module):
         if m.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         # Kernels divide scores by the root of head_dim.
-        scale = math.sqrt(m.head_dim / m.query_scale) if m.query_scale else 1.0
+        scale = m.attn_logit_scale * math.sqrt(m.head_dim) if m.attn_logit_scale else 1.0
         with jax.named_scope("rope"):
             cos, sin = _tables(shared, kind)
             q = checkpoint_name(rope.rotate(q, cos, sin, scale), "q")

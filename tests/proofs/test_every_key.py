@@ -196,7 +196,7 @@ PROGRAM: dict[str, tuple[Any, dict[str, Any]]] = {
     "fp8.exclude": ("wo,down", {"precision": "fp8"}),
     "model.family": ("helpers:WiderFamily", {}),
     "model.attention_pattern": ("lg", {"model.sliding_window": 8}),
-    "model.query_scale": (24.0, {}),
+    "model.attn_logit_scale": (24**-0.5, {}),
     "model.rope_scaling": ("llama3", {}),
     "pipeline.schedule": ("gpipe", STAGES),
     "pipeline.groups": (4, TURNS),

@@ -47,7 +47,7 @@ OFF = [
     ("qwen3_moe", {"router": "sigmoid"}),
     ("gemma2", {"attention_softcap": 0.0}),
     ("gemma2", {"logit_softcap": 0.0}),
-    ("gemma2", {"query_scale": 0.0}),
+    ("gemma2", {"attn_logit_scale": 0.0}),
     ("gemma2", {"attention_pattern": "gl"}),
     ("gemma2", {"sandwich_norm": False}),
     ("gemma2", {"norm_offset": False}),

@@ -151,6 +151,9 @@ def test_published_configs_are_read():
         model_of(hugging_face.settings("qwen2", 4) | {"use_mrope": True})
     with pytest.raises(HuggingFaceError, match="sliding_window_size = 7: sliding_window is 6"):
         model_of(hugging_face.settings("gemma2", 4) | {"sliding_window_size": 7})
+    assert model_of(hugging_face.settings("gemma2", 4) | {"query_pre_attn_scalar": 25}).attn_logit_scale == 0.2
+    with pytest.raises(HuggingFaceError, match="query_pre_attn_scalar = 0: must be above 0"):
+        model_of(hugging_face.settings("gemma2", 4) | {"query_pre_attn_scalar": 0})
 
 
 def test_files_that_are_damaged_are_refused(tmp_path):
@@ -238,7 +241,10 @@ def test_presets_read_back(name):
         tree.model.update(preset | {"family": name})
         run, problems = config.resolve(tree)
         assert not problems and exporting.config_json(run, "bf16", 0)["model_type"]
-    changes = {"gemma2": ({"query_scale": 0.0}, {"attention_pattern": "lglg"}), "gemma3": ({"num_layers": 4},)}
+    changes = {
+        "gemma2": ({"attn_logit_scale": 0.0}, {"attn_logit_scale": 0.3}, {"attention_pattern": "lglg"}),
+        "gemma3": ({"num_layers": 4},),
+    }
     for change in changes.get(name, ()):
         model = dataclasses.replace(run.model, **change)
         assert exporting.config_json(dataclasses.replace(run, model=model), "f32", 0)["num_hidden_layers"] == model.num_layers

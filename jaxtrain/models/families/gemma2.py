@@ -27,9 +27,9 @@ ACTIVATION = "gelu_pytorch_tanh"  # as config.json has it
 PRESETS = presets(
     {
         # layers, d_model, heads, key/value heads, head_dim, d_ff, vocabulary
-        "gemma2_2b":  (26, 2304,  8,  4, 256,  9216, 256000, {"query_scale": 256.0}),
-        "gemma2_9b":  (42, 3584, 16,  8, 256, 14336, 256000, {"query_scale": 256.0}),
-        "gemma2_27b": (46, 4608, 32, 16, 128, 36864, 256000, {"query_scale": 144.0}),
+        "gemma2_2b":  (26, 2304,  8,  4, 256,  9216, 256000, {"attn_logit_scale": 256**-0.5}),
+        "gemma2_9b":  (42, 3584, 16,  8, 256, 14336, 256000, {"attn_logit_scale": 256**-0.5}),
+        "gemma2_27b": (46, 4608, 32, 16, 128, 36864, 256000, {"attn_logit_scale": 144**-0.5}),
     },
     norm_eps=1e-06,
     tied_head=True,
@@ -55,9 +55,12 @@ def read_gemma(s: Settings, pattern: str) -> dict[str, Any]:
     layers, window = common["num_layers"], s.said("sliding_window")
     s.only("sliding_window_size", window, f"sliding_window is {window!r}, and both mean the same")
     letters = read_layer_types(s, layers) or (pattern * layers)[:layers]
+    divisor = s.number("query_pre_attn_scalar")
+    if divisor <= 0:
+        raise HuggingFaceError(f"{s.path}: query_pre_attn_scalar = {divisor:g}: must be above 0.")
     return common | {
         "sandwich_norm": True,
-        "query_scale": s.number("query_pre_attn_scalar"),
+        "attn_logit_scale": divisor**-0.5,
         "attention_softcap": float(s.said("attn_logit_softcapping") or 0.0),
         "logit_softcap": float(s.said("final_logit_softcapping") or 0.0),
         **windows_of(letters, window, s.path),
@@ -68,7 +71,7 @@ def write_gemma(model: Model) -> dict[str, Any]:
     """The inverse of `read_gemma`."""
     return write_common(model, ACTIVATION, "hidden_activation") | {
         "attention_bias": False,
-        "query_pre_attn_scalar": whole(model.query_scale or model.head_dim),
+        "query_pre_attn_scalar": whole(float(f"{(model.attn_logit_scale or model.head_dim**-0.5) ** -2:.12g}")),
         "attn_logit_softcapping": model.attention_softcap or None,
         "final_logit_softcapping": model.logit_softcap or None,
         "sliding_window": model.sliding_window or None,

@@ -28,11 +28,11 @@ LONG = {"rope_scaling": "linear", "rope_factor": 8.0}
 PRESETS = presets(
     {
         # layers, d_model, heads, key/value heads, head_dim, d_ff, vocabulary
-        "gemma3_270m": (18,  640,  4,  1, 256,  2048, 262144, {"query_scale": 256.0, "sliding_window": 512}),
-        "gemma3_1b":   (26, 1152,  4,  1, 256,  6912, 262144, {"query_scale": 256.0, "sliding_window": 512}),
-        "gemma3_4b":   (34, 2560,  8,  4, 256, 10240, 262208, {"query_scale": 256.0, "sliding_window": 1024} | LONG),
-        "gemma3_12b":  (48, 3840, 16,  8, 256, 15360, 262208, {"query_scale": 256.0, "sliding_window": 1024} | LONG),
-        "gemma3_27b":  (62, 5376, 32, 16, 128, 21504, 262208, {"query_scale": 168.0, "sliding_window": 1024} | LONG),
+        "gemma3_270m": (18,  640,  4,  1, 256,  2048, 262144, {"attn_logit_scale": 256**-0.5, "sliding_window": 512}),
+        "gemma3_1b":   (26, 1152,  4,  1, 256,  6912, 262144, {"attn_logit_scale": 256**-0.5, "sliding_window": 512}),
+        "gemma3_4b":   (34, 2560,  8,  4, 256, 10240, 262208, {"attn_logit_scale": 256**-0.5, "sliding_window": 1024} | LONG),
+        "gemma3_12b":  (48, 3840, 16,  8, 256, 15360, 262208, {"attn_logit_scale": 256**-0.5, "sliding_window": 1024} | LONG),
+        "gemma3_27b":  (62, 5376, 32, 16, 128, 21504, 262208, {"attn_logit_scale": 168**-0.5, "sliding_window": 1024} | LONG),
     },
     norm_eps=1e-06,
     tied_head=True,

@@ -49,6 +49,6 @@ def read(s: Settings) -> dict[str, Any]:
 
 def write(model: Model) -> dict[str, Any]:
     """Keys of config.json that say what the model is. Raises HuggingFaceError where they cannot."""
-    must_have(model, "Llama", qkv_bias=False, qk_norm=False, sandwich_norm=False, sliding_window=0, query_scale=0.0)
+    must_have(model, "Llama", qkv_bias=False, qk_norm=False, sandwich_norm=False, sliding_window=0, attn_logit_scale=0.0)
     must_have(model, "Llama", attention_softcap=0.0, logit_softcap=0.0)
     return write_common(model, "silu") | write_rope(model) | {"attention_bias": False, "mlp_bias": False}

@@ -45,6 +45,6 @@ def read(s: Settings) -> dict[str, Any]:
 
 def write(model: Model) -> dict[str, Any]:
     """Keys of config.json that say what the model is. Raises HuggingFaceError where they cannot."""
-    must_have(model, "Mistral", qkv_bias=False, qk_norm=False, sandwich_norm=False, query_scale=0.0, attention_pattern="")
+    must_have(model, "Mistral", qkv_bias=False, qk_norm=False, sandwich_norm=False, attn_logit_scale=0.0, attention_pattern="")
     must_have(model, "Mistral", attention_softcap=0.0, logit_softcap=0.0, local_rope_base=0.0)
     return write_common(model, "silu") | write_rope(model) | {"sliding_window": model.sliding_window or None}

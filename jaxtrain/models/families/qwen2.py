@@ -73,7 +73,7 @@ def read(s: Settings) -> dict[str, Any]:
 
 def write(model: Model) -> dict[str, Any]:
     """Keys of config.json that say what the model is. Raises HuggingFaceError where they cannot."""
-    must_have(model, "Qwen2", qkv_bias=True, qk_norm=False, sandwich_norm=False, query_scale=0.0, local_rope_base=0.0)
+    must_have(model, "Qwen2", qkv_bias=True, qk_norm=False, sandwich_norm=False, attn_logit_scale=0.0, local_rope_base=0.0)
     must_have(model, "Qwen2", attention_softcap=0.0, logit_softcap=0.0, head_dim=model.d_model // model.num_heads)
     out = write_common(model, "silu") | write_rope(model) | write_windows(model)
     del out["head_dim"]  # no key of this family

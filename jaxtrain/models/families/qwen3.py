@@ -47,6 +47,6 @@ def read(s: Settings) -> dict[str, Any]:
 
 def write(model: Model) -> dict[str, Any]:
     """Keys of config.json that say what the model is. Raises HuggingFaceError where they cannot."""
-    must_have(model, "Qwen3", qkv_bias=False, qk_norm=True, sandwich_norm=False, query_scale=0.0, local_rope_base=0.0)
+    must_have(model, "Qwen3", qkv_bias=False, qk_norm=True, sandwich_norm=False, attn_logit_scale=0.0, local_rope_base=0.0)
     must_have(model, "Qwen3", attention_softcap=0.0, logit_softcap=0.0)
     return write_common(model, "silu") | write_rope(model) | write_windows(model) | {"attention_bias": False}

@@ -79,7 +79,7 @@ def _experts(s: Settings) -> int:
 
 def write(model: Model) -> dict[str, Any]:
     """Keys of config.json that say what the model is. Raises HuggingFaceError where they cannot."""
-    must_have(model, "Qwen3-MoE", qkv_bias=False, qk_norm=True, sandwich_norm=False, query_scale=0.0, local_rope_base=0.0)
+    must_have(model, "Qwen3-MoE", qkv_bias=False, qk_norm=True, sandwich_norm=False, attn_logit_scale=0.0, local_rope_base=0.0)
     must_have(model, "Qwen3-MoE", attention_softcap=0.0, logit_softcap=0.0, sliding_window=0)
     must_have_experts(model, "Qwen3-MoE")
     return (

@@ -123,10 +123,10 @@ BUGS = (
         "proofs/test_moe.py -k moves_the_bias",
     ),
     Bug(
-        "attention: query scale upside down",
+        "attention: logit scale upside down",
         "jaxtrain/models/attention.py",
-        "math.sqrt(m.head_dim / m.query_scale)",
-        "math.sqrt(m.query_scale / m.head_dim)",
+        "m.attn_logit_scale * math.sqrt(m.head_dim)",
+        "1 / (m.attn_logit_scale * math.sqrt(m.head_dim))",
         "proofs/test_hf_models.py -k 'logits_are_those_of_transformers and gemma2'",
     ),
     Bug(
