@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from jaxtrain.checkpoint.place import AnyPath
 
 DONE, FAILED, REFUSED, AGAIN, DIVERGED, HUNG = 0, 1, 2, 75, 76, 124  # exit codes
-BEAT_S, DEAD_S = 2.0, 15.0  # the interval of heartbeats between processes, and the silence that means a process is dead
 AGREE_S = 600.0  # processes wait for each other so long at the start
 
 
@@ -117,7 +116,7 @@ def attempt(
         stack.enter_context(watchdog.phase("startup"))
         peers = ending.peers = Peers.of_this_run()
         if own_process:
-            peers.watch(BEAT_S, DEAD_S, ending.lost_process)
+            peers.watch(ending.lost_process)
         try:
             result = train_attempt(run, workdir, launch, overlay or environment.Overlay(), own_process, watchdog, peers, ending)
         except BaseException as error:
