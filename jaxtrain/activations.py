@@ -4,7 +4,7 @@ The model marks these tensors with `checkpoint_name`. A tensor that is kept (or 
 pass need not be computed a second time. No jax here: FLOP counts and config checks read it.
 """
 
-from jaxtrain.config import Problem, Remat, nearest
+from jaxtrain.config import Problem, Remat, choices, nearest
 
 # Name of an activation -> what it is.
 ACTIVATIONS = {
@@ -52,7 +52,7 @@ KEPT = {
     # What costs a GEMM or an attention call; less where that does not fit (auto_remat.py).
     "auto": ("q", "k", "v", "attention_out", "attention_lse", "residual", "mlp_gate", "mlp_up"),
 }
-POLICIES = (*KEPT, "custom")
+POLICIES = choices("remat.policy")
 
 
 def parse_tensors(text: str) -> tuple[dict[str, str], list[Problem]]:

@@ -2,7 +2,7 @@
 
 A config file returns a `ConfigDict` that starts as `default_config()`; the command line may override any key; `resolve`
 turns the result, once, into the frozen `RunConfig` that the rest of the program reads. The dataclasses below are the only
-declaration: defaults, types, `--explain` and `docs/config.md` all come from them.
+declaration: defaults, types, choices, ranges, `--explain` and `docs/config.md` all come from them.
 
 No key defaults to None and none is a tuple: `ml_collections` cannot override the first from the command line and lets the
 second change its length. "Not set" is "" for strings and 0 for numbers; lists are comma-separated strings.
@@ -10,6 +10,7 @@ second change its length. "Not set" is "" for strings and 0 for numbers; lists a
 
 import dataclasses
 import difflib
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
@@ -104,49 +105,119 @@ def wrong_rules(table: Mapping[str, list[str]]) -> list[tuple[str, str, str]]:
     return found
 
 
-def key[T](default: T, doc: str) -> T:
-    """A dataclass field with its one line of documentation."""
-    return cast(T, dataclasses.field(default=default, metadata={"doc": doc}))
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """The declaration of a key, but for its type and its default.
+
+    Attributes:
+        doc: one line.
+        choices: the values that a string takes; () for any.
+        importable: `package.module:name` is a value too.
+        at_least, above, at_most, below: the range of a number; None where it is open.
+    """
+
+    doc: str
+    choices: tuple[str, ...] = ()
+    importable: bool = False
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+    @property
+    def values(self) -> str:
+        """The choices or the range in words, "" for any value."""
+        limits = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
+        span = ", ".join(f"{words} {limit:g}" for words, limit in limits.items() if limit is not None)
+        return span or " | ".join([*self.choices, *["package.module:name"] * self.importable])
+
+    def out_of_range(self, value: Any) -> tuple[str, str] | None:
+        """Return (broken rule, remedy) of a number outside the range, None of one inside."""
+        if self.at_least is not None and value < self.at_least:
+            return f"must be at least {self.at_least:g}", f"Set {self.at_least:g} or more."
+        if self.above is not None and value <= self.above:
+            return f"must be above {self.above:g}", "Set a positive number."
+        if self.at_most is not None and value > self.at_most:
+            return f"must be at most {self.at_most:g}", f"Set {self.at_most:g} or less."
+        if self.below is not None and value >= self.below:
+            return f"must be below {self.below:g}", f"Set a number from 0 up to, not including, {self.below:g}."
+        return None
+
+
+def key[T](
+    default: T,
+    doc: str,
+    choices: tuple[str, ...] = (),
+    importable: bool = False,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> T:
+    """Return a dataclass field with its declaration as metadata. The arguments are those of `Key`."""
+    made = Key(doc, choices, importable, at_least, above, at_most, below)
+    return cast(T, dataclasses.field(default=default, metadata={"key": made}))
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
     """The shape of the transformer."""
 
-    family: str = key("llama", "which file of jaxtrain/models, or package.module:name for your own")
-    num_layers: int = key(4, "transformer blocks")
-    d_model: int = key(128, "width of the residual stream")
-    num_heads: int = key(4, "query heads")
-    num_kv_heads: int = key(4, "key/value heads; num_heads must be a multiple")
-    head_dim: int = key(0, "width of a head; 0: d_model / num_heads")
-    d_ff: int = key(384, "width of the feed-forward block (each of gate and up)")
-    vocab_size: int = key(264, "rows of the embedding; at least the tokenizer's vocabulary")
-    norm_eps: float = key(1e-5, "added to the mean square in RMSNorm")
+    family: str = key(
+        "llama",
+        "which file of jaxtrain/models/families, or your own",
+        choices=(
+            "llama",
+            "mistral",
+            "mixtral",
+            "qwen2",
+            "qwen3",
+            "qwen3_moe",
+            "gemma2",
+            "gemma3",
+        ),
+        importable=True,
+    )
+    num_layers: int = key(4, "transformer blocks", at_least=1)
+    d_model: int = key(128, "width of the residual stream", at_least=1)
+    num_heads: int = key(4, "query heads", at_least=1)
+    num_kv_heads: int = key(4, "key/value heads; num_heads must be a multiple", at_least=1)
+    head_dim: int = key(0, "width of a head; 0: d_model / num_heads", at_least=0)
+    d_ff: int = key(384, "width of the feed-forward block (each of gate and up)", at_least=1)
+    vocab_size: int = key(264, "rows of the embedding; at least the tokenizer's vocabulary", at_least=1)
+    norm_eps: float = key(1e-5, "added to the mean square in RMSNorm", above=0)
     tied_head: bool = key(False, "the output head is the embedding, transposed")
     qk_norm: bool = key(False, "RMSNorm on queries and keys, per head, before rotary")
     qkv_bias: bool = key(False, "bias on the query, key and value projections")
     post_norms: bool = key(False, "RMSNorm also on what attention and feed-forward add to the residual stream")
-    sliding_window: int = key(0, "a token sees this many positions, itself included; 0: all before it")
+    sliding_window: int = key(0, "a token sees this many positions, itself included; 0: all before it", at_least=0)
     attention_pattern: str = key(
         "", "layers that see sliding_window (l) or everything (g), repeated over all layers, as lllllg; '': all l"
     )
-    query_scale: float = key(0.0, "attention scores are divided by the root of this; 0: by that of head_dim")
-    attention_softcap: float = key(0.0, "attention scores become c tanh(s / c); 0: off")
-    logit_softcap: float = key(0.0, "output logits become c tanh(l / c); 0: off")
-    rope_base: float = key(10_000.0, "base of the rotary wavelengths")
-    local_rope_base: float = key(0.0, "base in layers that see sliding_window, never scaled; 0: as in the others")
-    rope_scaling: str = key("none", "none | llama3 (Llama 3.1's stretch of long wavelengths) | linear (of all)")
-    rope_factor: float = key(8.0, "llama3, linear: how much wavelengths are stretched")
-    rope_low_freq: float = key(1.0, "llama3: wavelengths above original_len / this are stretched in full")
+    query_scale: float = key(0.0, "attention scores are divided by the root of this; 0: by that of head_dim", at_least=0)
+    attention_softcap: float = key(0.0, "attention scores become c tanh(s / c); 0: off", at_least=0)
+    logit_softcap: float = key(0.0, "output logits become c tanh(l / c); 0: off", at_least=0)
+    rope_base: float = key(10_000.0, "base of the rotary wavelengths", above=0)
+    local_rope_base: float = key(0.0, "base in layers that see sliding_window, never scaled; 0: as in the others", at_least=0)
+    rope_scaling: str = key(
+        "none",
+        "llama3: long wavelengths are stretched, as in Llama 3.1; linear: all are",
+        choices=("none", "llama3", "linear"),
+    )
+    rope_factor: float = key(8.0, "llama3, linear: how much wavelengths are stretched", at_least=1)
+    rope_low_freq: float = key(1.0, "llama3: wavelengths above original_len / this are stretched in full", above=0)
     rope_high_freq: float = key(4.0, "llama3: wavelengths below original_len / this stay as they are")
-    rope_original_len: int = key(8192, "llama3: sequence length the model was first trained with")
-    num_experts: int = key(0, "experts of each feed-forward block, each d_ff wide; 0: one block for all tokens")
-    experts_per_token: int = key(2, "experts that each token goes through")
-    router: str = key("softmax", "softmax | sigmoid: what makes an expert's score of the router's logits")
+    rope_original_len: int = key(8192, "llama3: sequence length the model was first trained with", at_least=1)
+    num_experts: int = key(0, "experts of each feed-forward block, each d_ff wide; 0: one block for all tokens", at_least=0)
+    experts_per_token: int = key(2, "experts that each token goes through", at_least=1)
+    router: str = key("softmax", "function that makes an expert's score of the router's logits", choices=("softmax", "sigmoid"))
     renormalize: bool = key(True, "the scores of the chosen experts are divided by their sum")
     router_bias: bool = key(False, "a bias for each expert decides, with its score, who is chosen; moved by experts.bias_rate")
-    shared_d_ff: int = key(0, "width of a feed-forward block for all tokens beside the experts; 0: none")
-    init_std: float = key(0.02, "standard deviation of initial weights (projections into the residual: / sqrt(2 layers))")
+    shared_d_ff: int = key(0, "width of a feed-forward block for all tokens beside the experts; 0: none", at_least=0)
+    init_std: float = key(
+        0.02, "standard deviation of initial weights (projections into the residual: / sqrt(2 layers))", above=0
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,20 +237,38 @@ class Mesh:
 class Pipeline:
     """How microbatches (train.grad_accum of them) pass through the stages of mesh.stage."""
 
-    schedule: str = key("1f1b", "1f1b | gpipe (all forward, then all backward) | interleaved (1f1b, several groups a stage)")
-    groups: int = key(1, "interleaved: groups of neighbouring layers that each stage holds, 2 or more")
+    schedule: str = key(
+        "1f1b",
+        "gpipe: all forward, then all backward; interleaved: 1f1b with several groups a stage",
+        choices=("1f1b", "gpipe", "interleaved"),
+    )
+    groups: int = key(1, "interleaved: groups of neighbouring layers that each stage holds, 2 or more", at_least=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
     """How tokens reach the experts of model.num_experts, and how the router learns to spread them."""
 
-    impl: str = key("auto", "auto | pallas | ragged: grouped matmuls by a Pallas kernel, or by XLA (jax.lax.ragged_dot)")
-    capacity: float = key(0.0, "tokens an expert takes, in multiples of an even share, others are dropped; 0: none ever is")
-    buffer: float = key(1.25, "with mesh.expert and no capacity: room in one exchange, in even shares; more takes several")
-    balance_loss: float = key(0.01, "times the load-balancing loss (Fedus et al. 2021), mean of layers, of each microbatch")
-    z_loss: float = key(0.001, "times the squared log of the router's partition function (Zoph et al. 2022), mean of layers")
-    bias_rate: float = key(0.001, "step of model.router_bias toward even loads (Wang et al. 2024), after each optimizer step")
+    impl: str = key(
+        "auto",
+        "grouped matmuls by a Pallas kernel (pallas), or by XLA (ragged: jax.lax.ragged_dot)",
+        choices=("auto", "pallas", "ragged"),
+    )
+    capacity: float = key(
+        0.0, "tokens an expert takes, in multiples of an even share, others are dropped; 0: none ever is", at_least=0
+    )
+    buffer: float = key(
+        1.25, "with mesh.expert and no capacity: room in one exchange, in even shares; more takes several", above=0
+    )
+    balance_loss: float = key(
+        0.01, "times the load-balancing loss (Fedus et al. 2021), mean of layers, of each microbatch", at_least=0
+    )
+    z_loss: float = key(
+        0.001, "times the squared log of the router's partition function (Zoph et al. 2022), mean of layers", at_least=0
+    )
+    bias_rate: float = key(
+        0.001, "step of model.router_bias toward even loads (Wang et al. 2024), after each optimizer step", at_least=0
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,9 +276,16 @@ class Sharding:
     """Logical axes onto mesh axes."""
 
     zero: int = key(
-        3, "over fsdp and seq: 0 all replicated | 1 moments and master split | 2 gradients too | 3 weights in use too"
+        3,
+        "over fsdp and seq: 0 all replicated | 1 moments and master split | 2 gradients too | 3 weights in use too",
+        at_least=0,
+        at_most=3,
     )
-    gather: str = key("layer", "zero=3 gathers weights per layer | forward (kept until its backward) | step (once a step)")
+    gather: str = key(
+        "layer",
+        "zero=3 gathers weights for each layer, each forward pass (kept until its backward), or each step",
+        choices=("layer", "forward", "step"),
+    )
     rules: tuple[tuple[str, str], ...] = key(tuple(RULES.items()), "logical axis -> mesh axes joined by '+'; '' keeps it whole")
 
 
@@ -197,29 +293,49 @@ class Sharding:
 class Attention:
     """Which attention kernel, and how it reaches keys on other devices."""
 
-    impl: str = key("auto", "auto | cudnn | pallas | chunked | reference; auto says which it took and why")
-    context: str = key("ring", "ring | ulysses | gather: how keys meet queries where mesh.seq splits the sequence")
-    ulysses: int = key(0, "context=ulysses: ranks that trade tokens for heads, the rest form a ring; 0: as many as heads allow")
+    impl: str = key(
+        "auto",
+        "attention kernel; auto: the log names the kernel and the reason",
+        choices=("auto", "cudnn", "pallas", "chunked", "reference"),
+    )
+    context: str = key(
+        "ring",
+        "how queries reach the keys of other devices where mesh.seq shards the sequence",
+        choices=("ring", "ulysses", "gather"),
+    )
+    ulysses: int = key(
+        0, "context=ulysses: ranks that trade tokens for heads, the rest form a ring; 0: as many as heads allow", at_least=0
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Remat:
     """What the forward pass keeps for the backward pass."""
 
-    policy: str = key("none", "none | full | dots | attention | custom | auto (what computes least again and fits)")
+    policy: str = key(
+        "none",
+        "policy of activation checkpointing; auto: the least recomputation that fits; custom: remat.tensors",
+        choices=("none", "full", "dots", "attention", "auto", "custom"),
+    )
     tensors: str = key("", "custom: name=keep|offload|recompute, comma-separated; tensors not named are recomputed")
-    every: int = key(1, "this many layers share one checkpoint")
+    every: int = key(1, "this many layers share one checkpoint", at_least=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Dtypes:
-    """Storage types, each 'auto' (what `precision` says), 'f32' or 'bf16'; moments also 'int8', in blocks."""
+    """Storage types. auto: by `precision`. int8: in blocks."""
 
-    params: str = key("auto", "the master weights (auto: f32); norms and biases are f32 in any case")
-    m: str = key("auto", "Adam's first moment, Muon's momentum (auto: f32)")
-    v: str = key("auto", "Adam's second moment (auto: f32)")
-    grads: str = key("auto", "gradients summed over microbatches (auto: f32)")
-    reduce: str = key("auto", "gradients summed over devices; each one's own has the compute type (auto: that)")
+    params: str = key(
+        "auto", "the master weights (auto: f32); norms and biases are f32 in any case", choices=("auto", "f32", "bf16")
+    )
+    m: str = key("auto", "Adam's first moment, Muon's momentum (auto: f32)", choices=("auto", "f32", "bf16", "int8"))
+    v: str = key("auto", "Adam's second moment (auto: f32)", choices=("auto", "f32", "bf16", "int8"))
+    grads: str = key("auto", "gradients summed over microbatches (auto: f32)", choices=("auto", "f32", "bf16"))
+    reduce: str = key(
+        "auto",
+        "gradients summed over devices; each one's own has the compute type (auto: that)",
+        choices=("auto", "f32", "bf16"),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,16 +359,19 @@ class Data:
         "and synthetic",
     )
     tokenizer: str = key("byte", "byte | path of a tokenizer.json | hf:NAME; must be the one the token files were made with")
-    seq_len: int = key(256, "tokens in a sequence")
-    packing: str = key("documents", "documents: attention stops at document borders | none: it does not")
+    seq_len: int = key(256, "tokens in a sequence", at_least=1)
+    packing: str = key(
+        "documents", "documents: attention stops at document borders; none: it does not", choices=("documents", "none")
+    )
     max_segments: int = key(
         0,
         "documents in a sequence at most; further ones are masked and counted. 0: as many as the data has in one, up to 32. "
         "cuDNN's backward pass has (4 head_dim + 4) bytes x heads x tokens of workspace for each, with fewer key/value heads "
         "(8 head_dim + 4)",
+        at_least=0,
     )
-    seed: int = key(0, "order of the sequences")
-    prefetch: int = key(2, "batches prepared ahead of the step, by one thread; 0: none")
+    seed: int = key(0, "order of the sequences", at_least=0)
+    prefetch: int = key(2, "batches prepared ahead of the step, by one thread; 0: none", at_least=0)
 
     @property
     def most_documents(self) -> int:
@@ -264,17 +383,20 @@ class Data:
 class Train:
     """The loop."""
 
-    steps: int = key(1000, "optimizer steps in all, resumed ones included")
-    global_batch: int = key(32, "sequences per optimizer step, over all devices and microbatches")
-    grad_accum: int = key(1, "microbatches per step; gradients are summed over them")
+    steps: int = key(1000, "optimizer steps in all, resumed ones included", at_least=1)
+    global_batch: int = key(32, "sequences per optimizer step, over all devices and microbatches", at_least=1)
+    grad_accum: int = key(1, "microbatches per step; gradients are summed over them", at_least=1)
     accumulate: str = key(
         "auto",
-        "layer: each layer's gradient is added to the sum as it comes | microbatch: all of a microbatch's are held first | "
+        "layer: each layer's gradient is added to the sum as it comes; microbatch: all of a microbatch's are held first; "
         "auto: layer where compiler.unroll",
+        choices=("auto", "layer", "microbatch"),
     )
     freeze: str = key("", "parameters that stay as they are, comma-separated patterns of names: embed.*,layers.mlp.*,head")
-    seed: int = key(0, "initial weights; with dtypes.params=bf16 also how their updates are rounded")
-    memory_fraction: float = key(0.0, "part of GPU memory for JAX; 0: all but the reserve for NCCL and the context")
+    seed: int = key(0, "initial weights; with dtypes.params=bf16 also how their updates are rounded", at_least=0)
+    memory_fraction: float = key(
+        0.0, "part of GPU memory for JAX; 0: all but the reserve for NCCL and the context", at_least=0, at_most=1
+    )
     max_minutes: str = key(
         "", "leave with exit code 75 after so many minutes, state saved | auto: before Slurm's end of the job"
     )
@@ -282,15 +404,20 @@ class Train:
         0.0,
         "a step is skipped where loss or gradient norm is so many robust standard deviations above the last 128; 0: only where "
         "one is not finite",
+        at_least=0,
     )
     on_divergence: str = key(
-        "stop", "after max_skips: stop (exit code 76) | rollback (to the last good checkpoint, and past the data that did it)"
+        "stop",
+        "after max_skips; stop: exit code 76; rollback: to the last good checkpoint, and past the data that did it",
+        choices=("stop", "rollback"),
     )
-    max_skips: int = key(8, "so many skipped steps in a row are a divergence")
+    max_skips: int = key(8, "so many skipped steps in a row are a divergence", at_least=1)
     timeouts: str = key(
         "", "seconds until a hang is ended, as step=900,data=300: startup, compile, step, checkpoint, data; 0: never"
     )
-    verify_every: int = key(0, "take every so many steps twice and compare all bits, to find faulty hardware; 0: never")
+    verify_every: int = key(
+        0, "take every so many steps twice and compare all bits, to find faulty hardware; 0: never", at_least=0
+    )
     deterministic: bool = key(
         False, "the same bits from every run on the same GPUs: slower kernels, and XLA's choices kept with the run"
     )
@@ -300,32 +427,53 @@ class Train:
 class Loss:
     """What is made small."""
 
-    name: str = key("cross_entropy", "cross_entropy | package.module:name")
+    name: str = key("cross_entropy", "the loss function", choices=("cross_entropy",), importable=True)
     z_loss: float = key(
-        0.0,
-        "this x log(sum exp(logits))^2 is part of the training loss, also in the log; PaLM has 1e-4; 0: off",
+        0.0, "this x log(sum exp(logits))^2 is part of the training loss, also in the log; PaLM has 1e-4; 0: off", at_least=0
     )
-    chunk: int = key(2048, "tokens per device whose logits exist at one time")
+    chunk: int = key(2048, "tokens per device whose logits exist at one time", at_least=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
     """AdamW or Muon, and the schedule."""
 
-    name: str = key("adamw", "adamw | muon (matrices of layers by Muon, the rest by AdamW) | package.module:name")
-    lr: float = key(3e-4, "peak learning rate")
-    lr_min: float = key(3e-5, "learning rate of the last step of the decay")
-    schedule: str = key("cosine", "constant | cosine | linear | wsd (warmup, stable, decay)")
-    warmup_steps: int = key(100, "linear from lr / warmup_steps to lr, which the last of them takes")
-    decay_steps: int = key(0, "steps from the peak to lr_min; 0: cosine and linear all that are left, wsd a fifth of all")
-    weight_decay: float = key(0.1, "on matrices only (not norms, not biases)")
-    momentum: float = key(0.95, "muon: decay of the momentum of matrices")
-    beta1: float = key(0.9, "decay of the first moment")
-    beta2: float = key(0.95, "decay of the second moment")
-    eps: float = key(1e-8, "added to the root of the second moment")
-    clip_norm: float = key(1.0, "gradients are scaled down to this global norm; 0: off")
+    name: str = key(
+        "adamw",
+        "muon: matrices of layers by Muon, the rest by AdamW",
+        choices=(
+            "adamw",
+            "muon",
+        ),
+        importable=True,
+    )
+    lr: float = key(3e-4, "peak learning rate", at_least=0)
+    lr_min: float = key(3e-5, "learning rate of the last step of the decay", at_least=0)
+    schedule: str = key(
+        "cosine", "learning rate over the steps; wsd: warmup, stable, decay", choices=("constant", "cosine", "linear", "wsd")
+    )
+    warmup_steps: int = key(100, "linear from lr / warmup_steps to lr, which the last of them takes", at_least=0)
+    decay_steps: int = key(
+        0, "steps from the peak to lr_min; 0: cosine and linear all that are left, wsd a fifth of all", at_least=0
+    )
+    weight_decay: float = key(0.1, "on matrices only (not norms, not biases)", at_least=0)
+    momentum: float = key(0.95, "muon: decay of the momentum of matrices", at_least=0, below=1)
+    beta1: float = key(0.9, "decay of the first moment", at_least=0, below=1)
+    beta2: float = key(0.95, "decay of the second moment", at_least=0, below=1)
+    eps: float = key(1e-8, "added to the root of the second moment", above=0)
+    clip_norm: float = key(1.0, "gradients are scaled down to this global norm; 0: off", at_least=0)
     groups: str = key("", "by name, PATTERN:SETTING=VALUE,...;...: lr (a factor), weight_decay, optimizer (adamw | muon)")
-    offload: str = key("none", "none | moments: they rest in pinned host memory and visit the device a layer at a time")
+    offload: str = key(
+        "none",
+        "moments: they rest in pinned host memory and visit the device a layer at a time",
+        choices=("none", "moments"),
+    )
+
+    def decay(self, steps: int) -> int:
+        """Return how many steps the decay takes in a run of so many: decay_steps, or what the schedule derives for 0."""
+        after = max(1, steps - max(1, self.warmup_steps))
+        derived = max(1, steps // 5) if self.schedule == "wsd" else after
+        return min(self.decay_steps or derived, after)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,15 +481,15 @@ class Init:
     """Start a new run from another run's result."""
 
     from_: str = key("", "a run's folder, one of its checkpoints/<step>, or a Hugging Face folder; the step starts at 0")
-    what: str = key("weights", "weights | weights+optimizer")
+    what: str = key("weights", "restored from init.from", choices=("weights", "weights+optimizer"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
     """Low-rank adapters beside the weights of init.from, which stay as they are (docs/finetuning.md)."""
 
-    rank: int = key(0, "columns of each adapter's first matrix; 0: no adapters, all weights are trained")
-    alpha: float = key(32.0, "adapters' outputs are multiplied by alpha / rank")
+    rank: int = key(0, "columns of each adapter's first matrix; 0: no adapters, all weights are trained", at_least=0)
+    alpha: float = key(32.0, "adapters' outputs are multiplied by alpha / rank", above=0)
     targets: str = key("wq,wk,wv,wo,gate,up,down", "weights that have an adapter, comma-separated")
 
 
@@ -349,8 +497,8 @@ class Lora:
 class Eval:
     """Loss on held-out data."""
 
-    every_steps: int = key(200, "and after the last step; 0: never")
-    sequences: int = key(128, "sequences per evaluation, always the same ones, whatever the batch and the layout")
+    every_steps: int = key(200, "and after the last step; 0: never", at_least=0)
+    sequences: int = key(128, "sequences per evaluation, always the same ones, whatever the batch and the layout", at_least=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,10 +506,10 @@ class Checkpoint:
     """What is saved, and what a resumed run may change."""
 
     dir: str = key("", "folder of the checkpoints, or gs://BUCKET/PATH; '': WORKDIR/checkpoints")
-    every_steps: int = key(500, "and after the last step; 0: only then")
-    keep: int = key(2, "newest checkpoints kept")
-    keep_every: int = key(0, "also keep every step that is a multiple of this; 0: none")
-    step: int = key(-1, "resume from this step; later ones are set aside; -1: the newest")
+    every_steps: int = key(500, "and after the last step; 0: only then", at_least=0)
+    keep: int = key(2, "newest checkpoints kept", at_least=1)
+    keep_every: int = key(0, "also keep every step that is a multiple of this; 0: none", at_least=0)
+    step: int = key(-1, "resume from this step; later ones are set aside; -1: the newest", at_least=-1)
     allow_change: str = key("", "keys that may differ from the checkpoint's, comma-separated (docs/checkpoints.md)")
 
 
@@ -369,32 +517,34 @@ class Checkpoint:
 class Log:
     """What is written while training."""
 
-    every_steps: int = key(10, "a line in the log and in metrics.jsonl")
+    every_steps: int = key(10, "a line in the log and in metrics.jsonl", at_least=1)
     tensorboard: bool = key(True, "write tb/")
     wandb: str = key("", "Weights & Biases: PROJECT or ENTITY/PROJECT; '': not there. WANDB_MODE and its like say how")
-    peak_tflops: float = key(0.0, "dense peak of one device for MFU, where hardware.py does not know it; 0: from the table")
-    gpu_every_s: float = key(10.0, "seconds between lines on each GPU: power, clocks, throttling, memory; 0: none")
-    mfu_alert: float = key(0.8, "warn while MFU is below this part of the lowest expected; 0: never")
+    peak_tflops: float = key(
+        0.0, "dense peak of one device for MFU, where hardware.py does not know it; 0: from the table", at_least=0
+    )
+    gpu_every_s: float = key(10.0, "seconds between lines on each GPU: power, clocks, throttling, memory; 0: none", at_least=0)
+    mfu_alert: float = key(0.8, "warn while MFU is below this part of the lowest expected; 0: never", at_least=0, at_most=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
     """Texts that the model writes at the end of training, and on the way."""
 
-    every_steps: int = key(0, "and after the last step; 0: only then")
+    every_steps: int = key(0, "and after the last step; 0: only then", at_least=0)
     prompt: str = key("", "continued by the model; several are separated by ||; '': what begins a document, or a line break")
-    max_tokens: int = key(256, "tokens to write; 0: no sample")
-    temperature: float = key(0.8, "0: always the likeliest token")
-    top_p: float = key(0.95, "keep the likeliest tokens whose probabilities sum to this")
-    seed: int = key(0, "of the draws")
+    max_tokens: int = key(256, "tokens to write; 0: no sample", at_least=0)
+    temperature: float = key(0.8, "0: always the likeliest token", at_least=0)
+    top_p: float = key(0.95, "keep the likeliest tokens whose probabilities sum to this", above=0, at_most=1)
+    seed: int = key(0, "of the draws", at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
     """Traces and compiler output, written to WORKDIR/profile."""
 
-    start: int = key(0, "first step to trace; 0: none until the run gets SIGUSR2")
-    steps: int = key(3, "steps to trace, each time")
+    start: int = key(0, "first step to trace; 0: none until the run gets SIGUSR2", at_least=0)
+    steps: int = key(3, "steps to trace, each time", at_least=1)
     dump_hlo: bool = key(False, "write the compiled step's HLO")
 
 
@@ -454,7 +604,9 @@ class RunConfig:
     """A whole run. Made by `resolve`, read by everything, changed by nothing."""
 
     precision: str = key(
-        "bf16", "f32 | bf16: the type of activations, GEMMs and gathered weights | fp8: bf16, and GEMMs of layers in 8 bits"
+        "bf16",
+        "type of activations, matmuls and gathered weights; fp8: bf16, and matmuls of layers in 8 bits",
+        choices=("f32", "bf16", "fp8"),
     )
     model: Model = Model()
     mesh: Mesh = Mesh()
@@ -659,9 +811,10 @@ def flatten(tree: Mapping[str, Any] | ml_collections.ConfigDict, prefix: str = "
             yield f"{prefix}{name}", value
 
 
-def docs() -> dict[str, str]:
-    """Dotted key -> its line of documentation; a rule's is that of the table it stands in."""
-    out: dict[str, str] = {}
+@functools.cache
+def declared() -> Mapping[str, Key]:
+    """Return dotted key -> its declaration; a rule's is its line of RULE_DOCS."""
+    out: dict[str, Key] = {}
 
     def walk(section: Any, prefix: str) -> None:
         for f in dataclasses.fields(section):
@@ -670,12 +823,17 @@ def docs() -> dict[str, str]:
             if dataclasses.is_dataclass(value):
                 walk(value, name + ".")
             elif f.name == "rules":
-                out.update({f"{name}.{axis}": line for axis, line in RULE_DOCS.items()})
+                out.update({f"{name}.{axis}": Key(line) for axis, line in RULE_DOCS.items()})
             else:
-                out[name] = f.metadata["doc"]
+                out[name] = f.metadata["key"]
 
     walk(RunConfig(), "")
     return out
+
+
+def choices(name: str) -> tuple[str, ...]:
+    """Return the choices that a dotted key declares."""
+    return declared()[name].choices
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -692,7 +850,7 @@ def from_dict(tree: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
         fields = {public_name(f.name): f for f in dataclasses.fields(cls)}
         for name in values:
             if name not in fields:
-                problems.append(Problem(prefix + name, None, "no such key", nearest_key(prefix + name, list(docs()))))
+                problems.append(Problem(prefix + name, None, "no such key", nearest_key(prefix + name, list(declared()))))
         made: dict[str, Any] = {}
         for name, f in fields.items():
             default = f.default

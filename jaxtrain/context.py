@@ -11,7 +11,9 @@ The Ulysses ranks of a place divide those two chunks between them, and attend to
 import dataclasses
 from collections.abc import Sequence
 
-METHODS = ("ring", "ulysses", "gather")
+from jaxtrain.config import choices
+
+METHODS = choices("attention.context")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxtrain.config import RULE_DOCS, RULES, RunConfig, docs, flatten, public_name, to_dict
+from jaxtrain.config import RULES, Key, RunConfig, declared, flatten, public_name, to_dict
 from jaxtrain.launch import Loaded
-from jaxtrain.validate.values import CHOICES
+
+OWN_RULE = Key("a rule of this config's own")
 
 
 def show(value: Any) -> str:
@@ -23,13 +24,17 @@ def show(value: Any) -> str:
 
 def rows(loaded: Loaded, found: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """Return (key, value, who set it, meaning) of every key. A value that was derived reads "asked -> derived"."""
-    documented = docs()
+    keys = declared()
     out = []
     for key, value in flatten(to_dict(loaded.run)):
         asked, now = loaded.asked.get(key, value), found.get(key, value)
         shown = show(now) if asked == now else f"{show(asked)} -> {show(now)}"
-        out.append((key, shown, loaded.origins.get(key, "default"), documented.get(key, "a rule of this config's own")))
+        out.append((key, shown, loaded.origins.get(key, "default"), _meaning(keys.get(key, OWN_RULE))))
     return out
+
+
+def _meaning(key: Key) -> str:
+    return f"{key.doc} [{key.values}]" if key.values else key.doc
 
 
 def text(loaded: Loaded, found: Mapping[str, Any]) -> None:
@@ -56,7 +61,7 @@ def text(loaded: Loaded, found: Mapping[str, Any]) -> None:
 
 
 def markdown() -> str:
-    """docs/config.md: every section and key with type, default and meaning, from the declarations in config.py."""
+    """docs/config.md: every section and key with type, default, values and meaning, from the declarations in config.py."""
     out = [
         "# Every key of a config",
         "",
@@ -78,26 +83,23 @@ def markdown() -> str:
     ]
     default = RunConfig()
     top = [f for f in dataclasses.fields(default) if not dataclasses.is_dataclass(f.default)]
-    out += ["## top level", "", *_table([(f.name, f.default, f.metadata["doc"]) for f in top], ""), ""]
+    out += ["## top level", "", *_table([(f.name, f.default, f.metadata["key"]) for f in top], ""), ""]
     for f in dataclasses.fields(default):
         if not dataclasses.is_dataclass(f.default):
             continue
         section: Any = f.default
         out += [f"## {f.name}", "", type(section).__doc__ or "", ""]
         keys = dataclasses.fields(section)
-        entries = [(public_name(k.name), getattr(section, k.name), k.metadata["doc"]) for k in keys if k.name != "rules"]
+        entries = [(public_name(k.name), getattr(section, k.name), k.metadata["key"]) for k in keys if k.name != "rules"]
         if f.name == "sharding":
-            entries += [(f"rules.{axis}", onto, RULE_DOCS[axis]) for axis, onto in RULES.items()]
+            entries += [(f"rules.{axis}", onto, declared()[f"sharding.rules.{axis}"]) for axis, onto in RULES.items()]
         out += [*_table(entries, f"{f.name}."), ""]
     return "\n".join(out)
 
 
-def _table(entries: list[tuple[str, Any, str]], prefix: str) -> list[str]:
-    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for name, default, doc in entries:
-        # The choices are in the meaning already for most; a key whose meaning lacks one gets them here.
-        missing = [c for c in CHOICES.get(prefix + name, ()) if c not in doc]
-        extra = f" ({' / '.join(CHOICES[prefix + name])})" if missing else ""
-        meaning = (doc + extra).replace("|", "\\|")
-        lines.append(f"| `{prefix}{name}` | {type(default).__name__} | `{show(default)}` | {meaning} |")
+def _table(entries: list[tuple[str, Any, Key]], prefix: str) -> list[str]:
+    lines = ["| key | type | default | values | meaning |", "|---|---|---|---|---|"]
+    for name, default, key in entries:
+        values, meaning = (words.replace("|", "\\|") for words in (key.values, key.doc))
+        lines.append(f"| `{prefix}{name}` | {type(default).__name__} | `{show(default)}` | {values} | {meaning} |")
     return lines

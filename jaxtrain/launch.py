@@ -24,8 +24,8 @@ from jaxtrain.config import (
     Problem,
     RunConfig,
     assigned,
+    declared,
     default_config,
-    docs,
     flatten,
     nearest,
     resolve,
@@ -104,7 +104,7 @@ def load(argv: Sequence[str], options: Mapping[str, str] | None = None, switches
             chosen.add(key)
     run, wrong = resolved(config)
     problems += wrong
-    authors = dict.fromkeys(docs(), "default") | dict.fromkeys(from_file, "file") | dict.fromkeys(chosen, "command line")
+    authors = dict.fromkeys(declared(), "default") | dict.fromkeys(from_file, "file") | dict.fromkeys(chosen, "command line")
     run, notes = fit_schedule(run, authors, {"default": dict(flatten(default_config())), "file": values_of_file})
     asked = dict(flatten(config))
     origins = {
@@ -228,7 +228,7 @@ def _nearest_option(name: str, names: Sequence[str], given: str) -> str:
         names: all options of the command.
         given: "=VALUE" as it was typed, or "".
     """
-    known = list(docs())
+    known = list(declared())
     if close := difflib.get_close_matches(name, names, 1, 0.75):
         return f"Did you mean --{close[0]}?"
     if begun := [n for n in names if n.startswith(name)]:

@@ -119,9 +119,16 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
 
 
 def in_use(run: RunConfig, devices: hardware.Devices, workdir: Path) -> dict[str, object]:
-    """Return the values of keys that leave them open, dotted: sizes of the mesh, the folder of checkpoints."""
+    """Return the values that the run derives for keys which leave them open, by dotted key. Starts no JAX."""
     sizes, _ = mesh_sizes(run, devices)
     found: dict[str, object] = {f"mesh.{axis}": size for axis, size in (sizes or {}).items()}
+    if run.optimizer.schedule != "constant" and run.train.steps > 0:
+        found["optimizer.decay_steps"] = run.optimizer.decay(run.train.steps)
+    if run.model.sliding_window:
+        found["model.local_rope_base"] = run.model.local_rope_base or run.model.rope_base
+    gpu = hardware.lookup(devices.name) if devices.kind == "gpu" else None
+    if gpu and not run.log.peak_tflops and run.compute in ("f32", "bf16"):
+        found["log.peak_tflops"] = gpu.peak(run.compute)
     if run.train.accumulate == "auto":
         found["train.accumulate"] = "layer" if run.compiler.unroll else "microbatch"
     return found | ({} if run.checkpoint.dir else {"checkpoint.dir": str(workdir / "checkpoints")})

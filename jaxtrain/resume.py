@@ -1,4 +1,7 @@
-"""What a resumed run may change: one table, and the comparison of two configs by it. No jax, no files."""
+"""What a resumed run may change, and what a change of each key does: one table, and the comparison of two configs by it.
+
+No jax, no files. `receipt`, `parity` and the cache of `plan` read the table too.
+"""
 
 import dataclasses
 import fnmatch
@@ -9,6 +12,14 @@ from jaxtrain import config
 from jaxtrain.config import Problem
 from jaxtrain.optim import groups
 
+# Effects of a change on training, each greater than those before it.
+NOTHING = "nothing"  # neither losses nor speed
+TIME = "time"  # work beside the steps: no training loss changes
+INPUTS = "inputs"  # the same program computes other numbers
+MACHINE = "machine"  # the same step by other kernels, or with other memory: losses differ by rounding
+LAYOUT = "layout"  # the same step in another layout or order: losses differ by rounding
+FUNCTION = "function"  # another step
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -17,6 +28,7 @@ class Row:
     keys: tuple[str, ...]  # dotted, with * for any part
     change: str  # free | ask | never
     reason: str
+    effect: str = FUNCTION
 
 
 # free: changes where, how fast, how long or how visibly the run goes on, or is changed on purpose all the time; noted at start.
@@ -28,54 +40,78 @@ TABLE = (
         "free",
         "placement; the numbers stay, up to rounding; but with experts.capacity above 0 the tokens that experts drop depend on "
         "mesh.* and sharding.rules.*: then only if named in checkpoint.allow_change",
+        LAYOUT,
     ),
     Row(
         ("attention.*", "remat.*", "compiler.*", "pipeline.*"),
         "free",
         "how the same function is computed; with experts.capacity and mesh.seq, attention.context is asked about as mesh.* is",
+        LAYOUT,
     ),
-    Row(("experts.impl", "experts.buffer"), "free", "how the same function is computed"),
-    Row(("train.accumulate", "loss.chunk", "train.memory_fraction"), "free", "how the same step is computed"),
+    Row(("experts.impl", "experts.buffer"), "free", "how the same function is computed", LAYOUT),
+    Row(("train.accumulate", "loss.chunk"), "free", "how the same step is computed", LAYOUT),
+    Row(("train.memory_fraction",), "free", "how the same step is computed", MACHINE),
     Row(
         ("train.grad_accum",),
         "free",
         "how the same step is computed; but experts.balance_loss, experts.z_loss and experts.capacity are those of a "
         "microbatch: with them only if named in checkpoint.allow_change",
+        LAYOUT,
     ),
-    Row(
-        ("train.max_minutes", "train.timeouts", "train.verify_every", "train.on_divergence", "train.max_skips"),
-        "free",
-        "when a run leaves, or is looked at",
-    ),
+    Row(("train.max_minutes", "train.timeouts"), "free", "when a run leaves", NOTHING),
+    Row(("train.verify_every",), "free", "when a run is looked at", TIME),
+    Row(("train.on_divergence", "train.max_skips"), "free", "when a run leaves, or goes back", INPUTS),
     Row(("train.spike",), "free", "steps from here on; what earlier ones were compared with is stored in any case"),
-    Row(("env.*",), "free", "how GPUs are run; other algorithms of NCCL's add in another order"),
-    Row(("train.deterministic",), "free", "other kernels: the numbers differ by rounding"),
+    Row(("env.*",), "free", "how GPUs are run; other algorithms of NCCL's add in another order", NOTHING),
+    Row(("train.deterministic",), "free", "other kernels: the numbers differ by rounding", MACHINE),
     Row(("train.steps",), "free", "a run may become longer or shorter; a schedule that ends with the last step ends then"),
     Row(
         ("optimizer.lr", "optimizer.lr_min", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.decay_steps"),
         "free",
         "the learning rate is a function of the step alone, nothing of it is stored",
     ),
-    Row(("data.source",), "free", "the mixture may change; each source then continues where it stopped, and a new one begins"),
-    Row(("data.eval_source", "data.prefetch", "eval.*"), "free", "training does not depend on it"),
-    Row(("log.*", "sample.*", "profile.*", "paths.*", "checkpoint.*"), "free", "what is written, and where"),
     Row(
-        ("train.seed", "model.init_std"),
+        ("data.source",),
+        "free",
+        "the mixture may change; each source then continues where it stopped, and a new one begins",
+        INPUTS,
+    ),
+    Row(("data.eval_source", "data.prefetch", "eval.*"), "free", "training does not depend on it", TIME),
+    Row(
+        (
+            *("log.*", "paths.*", "checkpoint.dir", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.allow_change"),
+            "profile.dump_hlo",
+        ),
+        "free",
+        "what is written, and where",
+        NOTHING,
+    ),
+    Row(
+        ("sample.*", "profile.start", "profile.steps", "checkpoint.every_steps", "checkpoint.step"),
+        "free",
+        "when something is written, or read",
+        TIME,
+    ),
+    Row(
+        ("train.seed",),
         "free",
         "used at a run's start only: no effect on a resumed one, but for how dtypes.params=bf16 rounds updates",
+        INPUTS,
     ),
-    Row(("init.*",), "free", "used at a run's start only; with adapters, where their base lies: another one is refused"),
+    Row(("model.init_std",), "free", "used at a run's start only"),
+    Row(
+        ("init.*",), "free", "used at a run's start only; with adapters, where their base lies: another one is refused", INPUTS
+    ),
     Row(
         ("data.seq_len", "train.global_batch"),
         "ask",
         "the data position counts sequences of this length in batches of this size",
     ),
+    Row(("data.seed",), "ask", "another order of the data: some is seen twice, some never", INPUTS),
+    Row(("data.packing", "data.max_segments"), "ask", "another cut of the data: some is seen twice, some never"),
     Row(
-        ("data.seed", "data.packing", "data.max_segments"),
-        "ask",
-        "another order or cut of the data: some is seen twice, some never",
+        ("data.tokenizer",), "ask", "token ids must mean the same tokens: only for the same tokenizer in another place", INPUTS
     ),
-    Row(("data.tokenizer",), "ask", "token ids must mean the same tokens: only for the same tokenizer in another place"),
     Row(("loss.name", "loss.z_loss"), "ask", "losses before and after do not compare"),
     Row(
         ("experts.capacity", "experts.balance_loss", "experts.z_loss", "experts.bias_rate"),
@@ -109,7 +145,7 @@ TABLE = (
         "ask",
         "part of the recipe, unlike the learning rate seldom changed on purpose",
     ),
-    Row(("optimizer.offload",), "free", "where moments rest; the numbers stay"),
+    Row(("optimizer.offload",), "free", "where moments rest; the numbers stay", MACHINE),
     Row(("optimizer.name",), "never", "another optimizer stores other tensors"),
     Row(("lora.alpha",), "ask", "the same adapters compute another function"),
     Row(("lora.rank", "lora.targets", "train.freeze"), "never", "other tensors are trained and have moments"),
@@ -145,6 +181,11 @@ DECIDES_DROPS = ("mesh.*", "sharding.rules.*", "train.grad_accum", "attention.co
 def rows_for(key: str) -> list[Row]:
     """The rows that speak of a key: exactly one for every key of the config."""
     return [row for row in TABLE if any(fnmatch.fnmatchcase(key, pattern) for pattern in row.keys)]
+
+
+def effect(key: str) -> str:
+    """Return what a change of a dotted key does, one of the effects above; FUNCTION where the table has no such key."""
+    return next((row.effect for row in rows_for(key)), FUNCTION)
 
 
 def compare(old: Mapping[str, Any], new: Mapping[str, Any], allow_change: str = "") -> tuple[list[str], list[Problem]]:
@@ -220,7 +261,7 @@ def _decides_drops(name: str, before: Mapping[str, Any], after: Mapping[str, Any
 def check_allow_change(allow_change: str) -> list[Problem]:
     """What is wrong with checkpoint.allow_change itself: names that are no keys, and those that name only keys which can never
     change. A pattern that takes such a key in with others does not allow it: `compare` refuses it all the same."""
-    known = list(config.docs())
+    known = list(config.declared())
     problems: list[Problem] = []
     for name in filter(None, (part.strip() for part in allow_change.split(","))):
         matched = _matching([name], known)

@@ -11,10 +11,10 @@ import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 
-from jaxtrain.config import Problem, nearest
+from jaxtrain.config import Problem, choices, nearest
 
 KEY = "optimizer.groups"
-METHODS = ("adamw", "muon")
+METHODS = choices("optimizer.name")
 SETTINGS = ("lr", "weight_decay", "optimizer")
 
 

@@ -35,14 +35,12 @@ def make_schedule(optimizer: config.Optimizer, steps: int) -> optax.Schedule:
     """
     o = optimizer
     first = max(1, o.warmup_steps)  # steps up to the peak: the first one takes lr / warmup_steps, since 0 would change nothing
-    after = max(1, steps - first)
+    after, decay = max(1, steps - first), o.decay(steps)
     if o.schedule == "wsd":
-        decay = min(o.decay_steps or max(1, steps // 5), after)
         tail = optax.join_schedules(
             [optax.constant_schedule(o.lr), optax.linear_schedule(o.lr, o.lr_min, decay)], [after - decay]
         )
     else:
-        decay = min(o.decay_steps or after, after)
         tail = {
             "constant": lambda: optax.constant_schedule(o.lr),
             "cosine": lambda: optax.cosine_decay_schedule(o.lr, decay, alpha=o.lr_min / o.lr if o.lr else 0.0),

@@ -17,6 +17,7 @@ from jaxtrain.hardware import Devices
 from jaxtrain.models import FAMILIES
 from jaxtrain.optim.groups import METHODS
 from jaxtrain.optim.moments import INT8
+from jaxtrain.resume import LAYOUT, effect
 from jaxtrain.validate import validate_step
 
 DEFAULT = "one,data8,fsdp8,data2xfsdp4,fsdp4xtensor2,data2xfsdp2xtensor2,fsdp4xseq2,fsdp2xtensor2xseq2"
@@ -25,11 +26,6 @@ STAGES = "stage2xfsdp4,stage2xfsdp2xtensor2"
 EXPERTS = "fsdp4xexpert2,fsdp2xexpert2xtensor2"
 BOTH = "stage2xfsdp2xexpert2"
 FORM = "one, or axes with their sizes joined by x, such as fsdp4xtensor2, and further keys, as in fsdp8/sharding.zero=1"
-# What a layout may change: how a step is computed, not what it computes.
-FREE = (
-    *("sharding.", "attention.", "remat.", "dtypes.", "compiler.", "pipeline.", "experts.impl", "experts.buffer"),
-    *("train.grad_accum", "train.accumulate", "loss.chunk"),
-)
 FLOAT32 = ("precision=f32", "fp8.exclude=", *(f"dtypes.{name}=f32" for name in ("params", "m", "v", "grads", "reduce")))
 
 
@@ -75,7 +71,7 @@ def parse(text: str) -> tuple[list[Layout], list[Problem]]:
             key = override.partition("=")[0]
             if key.startswith("mesh."):
                 problems.append(Problem("--meshes", item, f"{key} is what the item begins with", f"Write {FORM}."))
-            elif not key.startswith(FREE):
+            elif effect(key) != LAYOUT and not key.startswith("dtypes."):
                 rule = f"{key} changes what a step computes, so that its layout could not be compared"
                 problems.append(Problem("--meshes", item, rule, f"Set it for all layouts, as --config.{override}."))
         if len(problems) == before:

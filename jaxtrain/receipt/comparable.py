@@ -6,16 +6,8 @@ from collections.abc import Sequence
 from jaxtrain.receipt.opened import Run
 from jaxtrain.receipt.result import Difference
 from jaxtrain.receipt.settings import matches
+from jaxtrain.resume import FUNCTION, INPUTS, LAYOUT, MACHINE, effect
 
-# Keys of a config that do not touch the loss of a step, and those that change how the same loss is computed: its last bits.
-BESIDE = (
-    *("eval.*", "sample.*", "profile.*", "checkpoint.*", "data.prefetch", "data.eval_source", "train.verify_every"),
-    *("log.*", "paths.*"),
-)
-ROUNDING = (
-    *("mesh.*", "sharding.*", "attention.*", "remat.*", "compiler.*", "train.grad_accum", "train.accumulate", "loss.chunk"),
-    *("train.memory_fraction", "train.deterministic", "optimizer.offload"),
-)
 # Of the hardware, what changes how fast it is and not what it computes.
 CONDITION = ("GPU *: *", "preflight: *", "GPUs: power_limit_w", "GPUs: max_*", "host memory, GiB")
 # Of held-out loss alone.
@@ -28,7 +20,7 @@ def other_work(found: Sequence[Difference]) -> list[str]:
     return [
         f"{d.group} {d.title}"
         for d in found
-        if (d.group == "config" and not matches(d.name, (*BESIDE, *ROUNDING)))
+        if (d.group == "config" and effect(d.name) in (INPUTS, FUNCTION))
         or (d.group == "data" and not d.name.startswith(HELD_OUT))
     ]
 
@@ -40,7 +32,7 @@ def rounding(found: Sequence[Difference]) -> list[str]:
         for d in found
         if d.group in ("versions", "environment")
         or (d.group == "hardware" and not matches(d.name, CONDITION))
-        or (d.group == "config" and matches(d.name, ROUNDING))
+        or (d.group == "config" and effect(d.name) in (MACHINE, LAYOUT))
     ]
 
 

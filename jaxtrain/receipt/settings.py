@@ -1,4 +1,4 @@
-"""Config and environment of two runs: what differs, less what explains nothing. The tables below give the reason of each."""
+"""Config and environment of two runs: what differs, less what explains nothing (resume.TABLE, and the tables below)."""
 
 import fnmatch
 from collections.abc import Iterable, Mapping
@@ -8,22 +8,11 @@ from jaxtrain.config import RunConfig, flatten, to_dict
 from jaxtrain.environment import HARMLESS
 from jaxtrain.hardware import NCCL_ALGO
 from jaxtrain.receipt.result import Difference, differing
+from jaxtrain.resume import NOTHING, effect
 
-# Keys of a config that change neither what is computed nor how fast it goes. The rest is compared, evaluation, traces and
-# saves too: they take time.
-NO_EFFECT = {
-    "log.*": "what is written of a run, and how often",
-    "paths.*": "where files lie",
-    "checkpoint.dir": "where files lie",
-    "checkpoint.keep": "which saves are kept",
-    "checkpoint.keep_every": "which saves are kept",
-    "checkpoint.allow_change": "a permission; the keys that it names are compared themselves",
-    "train.max_minutes": "when a run leaves, to go on later",
-    "train.timeouts": "when a hang is ended",
-    "profile.dump_hlo": "a file more",
-    "env.*": "compared as the variables that came of them",
-}
-STATED = ("log.peak_tflops",)  # of those: what utilisation (MFU) is counted by
+# Of the keys without effect: what utilisation (MFU) is counted by. Keys that take time alone are compared too. Those of env.*
+# are compared as the variables that came of them.
+STATED = ("log.peak_tflops",)
 FILES = ("data.source", "data.tokenizer")  # paths: compared by what the files hold, where both receipts tell
 HELD_OUT = ("data.eval_source",)
 
@@ -51,7 +40,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 def counts(key: str) -> bool:
     """Whether a key can explain anything."""
-    return key in STATED or not matches(key, NO_EFFECT)
+    return key in STATED or effect(key) != NOTHING
 
 
 def config(a: Mapping[str, Any], b: Mapping[str, Any], mesh_a: Any, mesh_b: Any, by_content: Iterable[str]) -> list[Difference]:

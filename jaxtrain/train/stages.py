@@ -25,10 +25,10 @@ import dataclasses
 import functools
 import heapq
 
-from jaxtrain.config import RunConfig
+from jaxtrain.config import RunConfig, choices
 
 IDLE = 0.1  # of a step: more than this is worth a word
-SCHEDULES = ("1f1b", "gpipe", "interleaved")
+SCHEDULES = choices("pipeline.schedule")
 
 STAGE = "stage"  # the mesh axis
 

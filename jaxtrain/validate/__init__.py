@@ -8,8 +8,9 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from jaxtrain import config, flops, windows
 from jaxtrain.activations import parse_tensors
@@ -24,8 +25,22 @@ from jaxtrain.resume import check_allow_change
 from jaxtrain.timelimit import limit_s
 from jaxtrain.validate.layout import check_layout, mesh_sizes
 from jaxtrain.validate.places import check_places
-from jaxtrain.validate.values import choices, ranges
 from jaxtrain.watchdog import parse_budgets
+
+# Precisions that people ask for, and why they are not there.
+REFUSED = {
+    "fp16": "float16 overflows without loss scaling, which jaxtrain does not have",
+    "int8": "training in 8-bit integers is not supported",
+    "mxfp8": "block-scaled formats need GPUs and kernels that jaxtrain does not have",
+    "nvfp4": "block-scaled formats need GPUs and kernels that jaxtrain does not have",
+}
+# A plan gives the reason: 4 x 32.9 GiB over PCIe at 53 GB/s, beside 6.4 s, for configs/llama3_70b.py on h200:8.
+NO_PARAMS = (
+    "weights are read twice in each microbatch, and read and written by the update: of llama3_70b on h200:8 each GPU would "
+    "move 131 GiB a step over PCIe, 2.7 s beside 6.4 s, and 1.3 s more for each further microbatch; moments are read and "
+    "written once a step, however many microbatches it has, and free twice the memory"
+)
+ALIASES = {"float16": "fp16", "f16": "fp16", "half": "fp16", "float8": "fp8", "f8": "fp8", "mxfp4": "nvfp4", "fp4": "nvfp4"}
 
 SLOWEST = 0.98  # decay of a second moment in bfloat16, with which updates are still right to 1%
 
@@ -33,7 +48,7 @@ SLOWEST = 0.98  # decay of a second moment in bfloat16, with which updates are s
 def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
     """All problems of a resolved config on these devices. Reads the file system, writes nothing."""
     values = dict(flatten(to_dict(run)))
-    bad = {p.key for p in (*choices(values), *ranges(values))}
+    bad = {p.key for p in check_keys(values)}
     problems = validate_step(run, devices)
     problems += _steps(run, workdir, bad)
     problems += _environment(run, devices, bad)
@@ -53,7 +68,7 @@ def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
 def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
     """The problems that any machine with such devices would have, whatever its files and environment. Reads nothing."""
     values = dict(flatten(to_dict(run)))
-    problems = [*choices(values), *ranges(values)]
+    problems = list(check_keys(values))
     bad = {p.key for p in problems}
     problems += check_layout(run, devices, bad)
     problems += _model(run, bad)
@@ -67,6 +82,47 @@ def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
     problems += groups.problems(run.optimizer.groups, run.optimizer.name)
     problems += _lora(run, bad)
     return problems
+
+
+def check_keys(values: Mapping[str, Any]) -> Iterable[Problem]:
+    """Yield the problems of keys by themselves: values that are no choice, and numbers out of range.
+
+    Args:
+        values: the flat config.
+    """
+    for name, key in config.declared().items():
+        value = values[name]
+        if key.importable and ":" in value:
+            yield from _importable(name, value)
+        elif key.choices and value not in key.choices:
+            yield _no_choice(name, value, key)
+        elif wrong := key.out_of_range(value):
+            yield Problem(name, value, *wrong)
+
+
+def _no_choice(name: str, value: str, key: config.Key) -> Problem:
+    meant = ALIASES.get(value.lower(), value.lower())
+    if meant in REFUSED and (name == "precision" or name.startswith("dtypes.")):
+        return Problem(name, value, REFUSED[meant], "Use bf16.")
+    if (name, value) == ("optimizer.offload", "params"):
+        remedy = "Set moments, and spread them over more microbatches by train.grad_accum."
+        return Problem(name, value, NO_PARAMS, remedy)
+    remedy = nearest(meant if meant in key.choices else value, list(key.choices))
+    if key.importable:
+        remedy = f"{remedy.rstrip('.')} (or package.module:name for your own)."
+    return Problem(name, value, "no such choice", remedy)
+
+
+def _importable(key: str, value: str) -> Iterable[Problem]:
+    module = value.partition(":")[0]
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        yield Problem(
+            key, value, f"module {module!r} is not found", "Install it or set PYTHONPATH; the form is package.module:name."
+        )
 
 
 def _model(run: RunConfig, bad: set[str]) -> Iterable[Problem]:

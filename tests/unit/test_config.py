@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import sys
 import textwrap
 import types
@@ -11,15 +12,16 @@ from pathlib import Path
 import pytest
 
 from jaxtrain import config, environment, explain, hardware, launch, main
+from jaxtrain.activations import KEPT
 from jaxtrain.config import Mesh, Model, Problem, RunConfig
 from jaxtrain.context import Context
 from jaxtrain.data import pipeline
 from jaxtrain.hardware import Devices
-from jaxtrain.models import family
+from jaxtrain.models import FAMILIES, family
+from jaxtrain.optim.moments import INT8
 from jaxtrain.validate import validate, validate_step
 from jaxtrain.validate.layout import mesh_sizes
 from jaxtrain.validate.pipeline import check_kinds
-from jaxtrain.validate.values import CHOICES
 
 REPO = Path(__file__).resolve().parents[2]
 TINY = f"--config={REPO}/configs/tiny.py"
@@ -473,6 +475,7 @@ def test_explain_says_who_set_each_key(capsys, monkeypatch, tmp_path):
     assert rows["model.d_model"][:2] == ["128", "file"], "the file sets it to its default"
     assert rows["model.head_dim"][:4] == ["0", "->", "32", "derived"]
     assert rows["mesh.data"][:3] == ["-1", "->", "1"]
+    assert rows["optimizer.decay_steps"][:4] == ["0", "->", "27", "default"]
     assert rows["model.norm_eps"][:2] == ["1e-05", "default"]
     assert rows["checkpoint.dir"][:4] == ["''", "->", "runs/tiny/checkpoints", "default"]
     assert set(rows) == {key for key, _ in config.flatten(config.to_dict(config.RunConfig()))}
@@ -542,12 +545,14 @@ def test_explain_with_problems_shows_both(capsys, monkeypatch, tmp_path):
     assert main.main([TINY, "--config.mesh.seq=3", "--explain"]) == 2
     captured = capsys.readouterr()
     assert "model.d_model" in captured.out and "seq=3" in captured.err
+    assert main.main([TINY, "--config.model.sliding_window=16", "--explain"]) == 0
+    assert re.search(r"local_rope_base +0.0 -> 10000.0 +default", capsys.readouterr().out)
     assert main.main([TINY, "--explain=html"]) == 2
 
 
 def test_every_key_is_documented():
     keys = {key for key, _ in config.flatten(config.to_dict(config.RunConfig()))}
-    assert set(config.docs()) == keys
+    assert set(config.declared()) == keys
     page = explain.markdown()
     assert not [key for key in keys if f"| `{key}` |" not in page]
 
@@ -685,6 +690,24 @@ def test_mesh_sizes_on_nodes():
     assert sizes(devices=24, tensor=3, data=1) == (1, 8, 3, 1)
 
 
-def test_choices_hold_the_defaults():
+def test_defaults_are_among_the_values_that_their_keys_declare():
     values = dict(config.flatten(config.to_dict(config.RunConfig())))
-    assert all(values[key] in known for key, known in CHOICES.items())
+    for name, key in config.declared().items():
+        assert not key.choices or values[name] in key.choices, name
+        assert key.out_of_range(values[name]) is None, name
+
+
+def test_declared_choices_are_those_that_exist():
+    assert config.choices("model.family") == tuple(FAMILIES)
+    assert config.choices("remat.policy") == (*KEPT, "custom")
+    assert all(INT8 in config.choices(f"dtypes.{moment}") for moment in ("m", "v"))
+
+
+def test_a_range_names_the_limit_that_is_broken():
+    key = config.Key("", at_least=0, below=1)
+    assert key.values == "at least 0, below 1"
+    assert key.out_of_range(0) is None
+    assert key.out_of_range(-1) == ("must be at least 0", "Set 0 or more.")
+    assert key.out_of_range(1) == ("must be below 1", "Set a number from 0 up to, not including, 1.")
+    assert config.Key("", above=0).out_of_range(0) == ("must be above 0", "Set a positive number.")
+    assert config.Key("", at_most=3).out_of_range(4) == ("must be at most 3", "Set 3 or less.")

@@ -37,7 +37,7 @@ LAYERS = {
         hf.folder hf.loading hf.origin lora hf.* generate scoring lm_eval sample train.memory
     """,
     "around the run": """
-        validate.values validate.pipeline validate.experts validate.layout validate.places validate receipt.* replay
+        validate.pipeline validate.experts validate.layout validate.places validate receipt.* replay
         page.* plan plan.result plan.numbers plan.topology plan.rates plan.readings plan.program.*
         plan.cudnn_library plan.compile plan.make plan.calibrate plan.expect plan.search.* plan.report.*
         plan.explore.* plan.known.* plan.__main__ profile.* parity parity.layouts parity.compare parity.report

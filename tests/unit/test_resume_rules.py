@@ -11,11 +11,24 @@ from jaxtrain.train import initial_state
 
 
 def test_every_key_stands_in_exactly_one_row():
-    for key in config.docs():
+    for key in config.declared():
         assert len(resume.rows_for(key)) == 1, key
     for row in resume.TABLE:
         for pattern in row.keys:
-            assert any(row in resume.rows_for(k) for k in config.docs() if resume._matching([pattern], [k])), pattern
+            assert any(row in resume.rows_for(k) for k in config.declared() if resume._matching([pattern], [k])), pattern
+
+
+def test_effects_of_keys():
+    """The effect decides what a receipt compares, what a layout of parity may set, and what a cached plan depends on."""
+    some = {
+        resume.NOTHING: ("paths.cache", "checkpoint.keep", "env.set"),
+        resume.TIME: ("eval.every_steps", "checkpoint.every_steps", "sample.seed"),
+        resume.INPUTS: ("data.seed", "train.seed", "init.from"),
+        resume.MACHINE: ("train.deterministic", "optimizer.offload"),
+        resume.LAYOUT: ("mesh.fsdp", "pipeline.schedule", "experts.impl", "train.grad_accum"),
+        resume.FUNCTION: ("optimizer.lr", "model.d_model", "precision", "dtypes.m", "no.such.key"),
+    }
+    assert all(resume.effect(key) == effect for effect, keys in some.items() for key in keys)
 
 
 def test_docs_show_the_table():

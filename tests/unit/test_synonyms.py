@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from jaxtrain import launch
-from jaxtrain.config import default_config, docs
+from jaxtrain.config import declared, default_config
 from jaxtrain.synonyms import COMMON, INDEX, MOST, PEERS, nearest_keys
 
 REPO = Path(__file__).resolve().parents[2]
-KEYS = list(docs())
+KEYS = list(declared())
 
 # A wrong key and the setting that its user means.
 WRONG = """

@@ -23,7 +23,6 @@ IMPLEMENTATIONS = {
     "ragged": "jaxtrain.kernels.experts.ragged",
     "even": "jaxtrain.kernels.experts.even",
 }
-CHOICES = ("auto", "pallas", "ragged")  # what a config can ask for; "even" goes with a capacity, or one expert a device
 
 
 def check(impl: str, hardware: Hardware) -> None:

@@ -27,15 +27,12 @@ from jaxtrain.plan.result import Plan, Rates, from_json, to_json
 from jaxtrain.plan.search import FOLDER
 from jaxtrain.plan.search.bound import mesh_sizes
 from jaxtrain.plan.topology import Topology
+from jaxtrain.resume import INPUTS, NOTHING, TIME, effect
 
 LOGGER = logging.getLogger("jaxtrain")
 
-# Keys and sections that no part of the train step's program depends on, nor what is read from it.
-UNRELATED = (
-    *("eval", "checkpoint", "log", "env", "sample", "profile", "paths", "init", "data.source", "data.eval_source"),
-    *("data.tokenizer", "data.seed", "data.prefetch", "train.seed", "train.max_minutes", "train.on_divergence"),
-    *("train.max_skips", "train.timeouts", "train.verify_every"),
-)
+# Effects of keys that no part of the train step's program depends on, nor what is read from it.
+UNRELATED = (NOTHING, TIME, INPUTS)
 # Parts of jaxtrain, with all that is in them, that plan.make does not import, directly or not, as a test checks. A new file
 # counts unless it stands in one of them.
 OTHER_CODE = (
@@ -122,7 +119,7 @@ def relevant(run: RunConfig, topology: Topology) -> dict[str, Any]:
     """The keys of a run that its program depends on. A mesh axis of -1 counts as the size it stands for."""
     flat = dict(config.flatten(config.to_dict(run)))
     flat |= {f"mesh.{axis}": size for axis, size in mesh_sizes(run, topology).items()}
-    return {k: v for k, v in flat.items() if not any(k == u or k.startswith(f"{u}.") for u in UNRELATED)}
+    return {k: v for k, v in flat.items() if effect(k) not in UNRELATED}
 
 
 @functools.cache
