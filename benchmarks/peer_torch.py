@@ -2,7 +2,7 @@
 
     PYTHON benchmarks/peer_torch.py SPEC.json ANSWER.json
 
-`python -m jaxtrain.bench --peer=torch` writes SPEC.json and reads ANSWER.json; jaxtrain/bench/peer.py says what is in them.
+`./run.sh bench --peer=torch` writes SPEC.json and reads ANSWER.json; jaxtrain/bench/peer.py says what is in them.
 Parameters and moments are float32 and the rest runs under bfloat16 autocast, as in jaxtrain; microbatches add up their
 gradients, which are clipped by their global norm. Several candidates are tried for a few steps each, and the fastest is timed:
 how SDPA computes attention (cuDNN's kernel, or flash attention), and whether each layer is compiled or the model as a whole.

@@ -458,7 +458,7 @@ class Optimizer:
         ),
         importable=True,
     )
-    lr: float = key(3e-4, "peak learning rate", at_least=0)
+    lr: float = key(3e-4, "peak learning rate", at_least=0, at_most=1)
     lr_min: float = key(3e-5, "learning rate of the last step of the decay", at_least=0)
     schedule: str = key(
         "cosine", "learning rate over the steps; wsd: warmup, stable, decay", choices=("constant", "cosine", "linear", "wsd")

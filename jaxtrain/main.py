@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,6 @@ from jaxtrain.validate import validate
 from jaxtrain.validate.layout import mesh_sizes
 from jaxtrain.validate.places import check_lock, check_resume, remote
 
-LINGER_S = 1.0  # process 0 holds what jax in the others is connected to: they should be gone before it
 FAILED, REFUSED, AGAIN, INTERRUPTED = 1, 2, 75, 130
 
 OPTIONS = {"workdir": "", "replay": "", **dict.fromkeys(distributed.FIELDS, "")}
@@ -97,6 +95,8 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
         start_jax(devices, cluster)
     except distributed.ClusterError as error:
         print(error, file=sys.stderr)
+        if own_process:
+            distributed.leave(AGAIN)  # JAX is still connecting, in a thread
         return AGAIN
     try:
         if bundle:
@@ -114,8 +114,6 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
         return INTERRUPTED
     code = launch.report(result.error.problems) if isinstance(result.error, ConfigError) else result.exit_code
     if cluster is not None and own_process:
-        if cluster.process_id == 0:
-            time.sleep(LINGER_S)
         distributed.leave(code)  # Python's own way out waits for the others, minutes where one of them has failed
     return code
 

@@ -210,6 +210,8 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], allow_change: str = 
     for name in [*after, *(k for k in before if k not in after)]:
         if before.get(name) == after.get(name):
             continue
+        if name == "model.head_dim" and _width_of_heads(before) == before[name] and _width_of_heads(after) == after[name]:
+            continue  # follows from another key, which is reported
         change = f"{_shown(name, before)} -> {_shown(name, after)}"
         row = rows_for(name)[0]
         if name == groups.KEY and groups.moved(before[name]) != groups.moved(after[name]):
@@ -245,6 +247,10 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], allow_change: str = 
             )
         )
     return notes, problems
+
+
+def _width_of_heads(values: Mapping[str, Any]) -> float:
+    return values["model.d_model"] / values["model.num_heads"]
 
 
 def _decides_drops(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:

@@ -51,9 +51,15 @@ class Store:
         self.values: dict[str, str] = {}
         self.never = never
         self.changed = threading.Condition()
+        self.asked: list[str] = []  # the keys that were waited for
+        self.live: set[int] = set()
+        self.barrier: threading.Barrier | None = None
+        self.gone = False  # the service has ended
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
         with self.changed:
+            if self.gone:
+                raise RuntimeError("UNAVAILABLE")
             if key in self.values and not allow_overwrite:
                 raise RuntimeError("ALREADY_EXISTS")
             self.values[key] = value
@@ -61,6 +67,9 @@ class Store:
 
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
         with self.changed:
+            self.asked.append(key)
+            if self.gone:
+                raise RuntimeError("UNAVAILABLE")
             if key in self.never or not self.changed.wait_for(lambda: key in self.values, timeout_in_ms / 1000):
                 raise RuntimeError("DEADLINE_EXCEEDED")
             return self.values[key]
@@ -78,3 +87,10 @@ class Store:
     def key_value_delete(self, key: str) -> None:
         with self.changed:
             self.values.pop(key, None)
+
+    def get_live_nodes(self, nodes: list[int]) -> dict[int, int]:
+        return dict.fromkeys(set(nodes) & self.live, 0)
+
+    def wait_at_barrier(self, name: str, timeout_in_ms: int) -> None:
+        assert self.barrier is not None
+        self.barrier.wait(timeout_in_ms / 1000)

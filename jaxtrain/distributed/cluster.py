@@ -1,4 +1,4 @@
-"""Which processes make up a run: from options, or from what a launcher puts into the environment. Starts nothing, no jax."""
+"""Detect the processes of a run from options, or from the variables of a launcher. Starts nothing and imports no JAX."""
 
 import dataclasses
 import itertools
@@ -14,17 +14,20 @@ ADDRESS_REMEDY = "Give process 0's machine and a free port there, as node1:12321
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The processes of a run, as one of them sees it."""
+    """The processes of a run, and which of them this one is."""
 
     coordinator: str  # HOST:PORT of process 0
     num_processes: int
     process_id: int
     local_device_ids: tuple[int, ...] | None  # None: all devices of the machine (one process per node)
-    source: str  # what said so, for log and receipt
+    source: str  # the options, variables or launcher that it comes from, for log and receipt
 
 
 def all_devices(here: Devices, cluster: Cluster | None) -> Devices:
-    """The devices of a run, from those of this process; None: it is the run's only one. All processes are taken to be alike."""
+    """Return the devices of a run from those of this process, which is the only one if `cluster` is None.
+
+    All processes are assumed to have the same devices.
+    """
     if cluster is None or not here.count:
         return here
     masked = here.kind == "gpu" and cluster.local_device_ids is not None  # CPU devices are not masked by their ids
@@ -33,12 +36,14 @@ def all_devices(here: Devices, cluster: Cluster | None) -> Devices:
 
 
 def detect(options: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Cluster | None, list[Problem]]:
-    """The cluster this process belongs to, None for a run of one process; and all that is wrong with what was said about it.
+    """Return the cluster of this process, None for a run of one process, and all problems found.
 
-    `options` are the command line's "coordinator", "num-processes", "process-id" and "local-devices", "" where not given.
-    They go before JAXTRAIN_COORDINATOR, JAXTRAIN_NUM_PROCESSES, JAXTRAIN_PROCESS_ID and JAXTRAIN_LOCAL_DEVICES, each on its
-    own. What both leave open comes from a launcher: torchrun's variables, else Slurm's (under srun), else Open MPI's, else
-    the index of a Kubernetes Job. One process per node takes all its devices, several take one each.
+    Options come first, then JAXTRAIN_COORDINATOR, JAXTRAIN_NUM_PROCESSES, JAXTRAIN_PROCESS_ID and JAXTRAIN_LOCAL_DEVICES, each
+    on its own. A launcher fills in the rest: torchrun's variables, else Slurm's (under srun), else Open MPI's, else the index
+    of a Kubernetes Job. One process per node takes all its devices, several take one each.
+
+    Args:
+      options: the command line's "coordinator", "num-processes", "process-id" and "local-devices", "" where not given.
     """
     reader = _Reader(options, environ)
     cluster = reader.cluster()
@@ -46,8 +51,8 @@ def detect(options: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Clus
 
 
 @dataclasses.dataclass
-class _Said:
-    """What a launcher says, None where it does not. `devices` is None for all devices of the machine."""
+class _Launcher:
+    """The values that a launcher gives, None for those it does not. `devices` is None for all devices of the machine."""
 
     name: str
     coordinator: str | None
@@ -77,16 +82,16 @@ class _Reader:
         index = self.number(self.keys.get("process-id", ""), self.given.get("process-id", ""), 0)
         devices = self.devices()
         whole = all(field in self.given for field in FIELDS[:3])
-        # All three by hand say everything: the variables of an allocation around them have nothing to add.
-        said = None if whole or count == 1 else self.launcher()
+        # With all three by hand, the variables of an allocation around them do not matter.
+        launcher = None if whole or count == 1 else self.read_launcher()
         by_hand = [self.keys[field] for field in FIELDS[:3] if field in self.given]
         sources = by_hand[:1]
-        if said is not None:
-            sources = [said.name, *by_hand]
-            coordinator = said.coordinator if "coordinator" not in self.given else coordinator
-            count = said.count if "num-processes" not in self.given else count
-            index = said.index if "process-id" not in self.given else index
-            devices = said.devices if "local-devices" not in self.given else devices
+        if launcher is not None:
+            sources = [launcher.name, *by_hand]
+            coordinator = launcher.coordinator if "coordinator" not in self.given else coordinator
+            count = launcher.count if "num-processes" not in self.given else count
+            index = launcher.index if "process-id" not in self.given else index
+            devices = launcher.devices if "local-devices" not in self.given else devices
         if self.problems:
             return None
         if count == 1 or not sources:
@@ -98,7 +103,7 @@ class _Reader:
         if coordinator is None or count is None or index is None:
             for field, value in zip(FIELDS, (coordinator, count, index), strict=False):
                 if value is None:
-                    self.missing(field, said)
+                    self.missing(field, launcher)
             return None
         if index >= count:
             rule = f"process {index} cannot be one of {count}: they are counted from 0"
@@ -106,9 +111,9 @@ class _Reader:
             return None
         return Cluster(coordinator, count, index, devices, " and ".join(sources))
 
-    def missing(self, field: str, said: _Said | None) -> None:
+    def missing(self, field: str, launcher: _Launcher | None) -> None:
         variable = "JAXTRAIN_" + field.replace("-", "_").upper()
-        known = " and ".join([*([said.name] if said else []), *(self.keys[f] for f in FIELDS[:3] if f in self.given)])
+        known = " and ".join([*([launcher.name] if launcher else []), *(self.keys[f] for f in FIELDS[:3] if f in self.given)])
         what = {
             "coordinator": "where process 0 is",
             "num-processes": "how many processes there are",
@@ -122,13 +127,13 @@ class _Reader:
         rule = f"is not known from {known}: {what[field]}"
         self.wrong(f"--{field}", None, rule, remedy[field])
 
-    def launcher(self) -> _Said | None:
+    def read_launcher(self) -> _Launcher | None:
         """The first launcher that started several processes."""
         for read in (self.torchrun, self.slurm, self.open_mpi, self.kubernetes):
-            said = read()
-            if said is not None or self.problems:
-                return said
-        # Half of torchrun's pair, and nobody else's: somebody meant to start several processes.
+            found = read()
+            if found is not None or self.problems:
+                return found
+        # Half of torchrun's pair, and no other launcher: several processes were meant.
         rank, world = self.environ.get("RANK", ""), self.environ.get("WORLD_SIZE", "")
         if bool(rank) != bool(world) and world.strip() != "1" and not set(FIELDS[:3]) & set(self.given):
             there, absent = ("RANK", "WORLD_SIZE") if rank else ("WORLD_SIZE", "RANK")
@@ -136,23 +141,23 @@ class _Reader:
             self.wrong(there, self.environ[there], rule, f"Set both, as torchrun does, or unset {there}.")
         return None
 
-    def torchrun(self) -> _Said | None:
+    def torchrun(self) -> _Launcher | None:
         env = self.environ
         if not (env.get("RANK") and env.get("WORLD_SIZE")):
             return None
         count = self.number("WORLD_SIZE", env["WORLD_SIZE"], 1)
         index = self.number("RANK", env["RANK"], 0)
         if count == 1:
-            return _Said("torchrun", None, 1, 0, None)
-        return _Said("torchrun", self.master(), count, index, self.local("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
+            return _Launcher("torchrun", None, 1, 0, None)
+        return _Launcher("torchrun", self.master(), count, index, self.local("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
 
-    def slurm(self) -> _Said | None:
+    def slurm(self) -> _Launcher | None:
         env = self.environ
         if not all(env.get(k) for k in ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS")):
-            return None  # not under srun: a batch script runs its commands once, whatever it asked for
+            return None  # not under srun: a batch script runs its commands once, however many tasks it has
         count = self.number("SLURM_NTASKS", env["SLURM_NTASKS"], 1)
         if count == 1:
-            return _Said("Slurm", None, 1, 0, None)
+            return _Launcher("Slurm", None, 1, 0, None)
         index = self.number("SLURM_PROCID", env.get("SLURM_PROCID", ""), 0, needed=True)
         counts = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_NTASKS_PER_NODE") or ""
         tasks = [int(n) for n in re.findall(r"(?:^|,)(\d+)", counts)]  # as 8(x2),4
@@ -168,26 +173,26 @@ class _Reader:
         if several and "local-devices" not in self.given:
             local = self.number("SLURM_LOCALID", env.get("SLURM_LOCALID", ""), 0, needed=True)
             devices = (local or 0,)
-        return _Said("Slurm", coordinator, count, index, devices)
+        return _Launcher("Slurm", coordinator, count, index, devices)
 
-    def open_mpi(self) -> _Said | None:
+    def open_mpi(self) -> _Launcher | None:
         env, prefix = self.environ, "OMPI_COMM_WORLD_"
         if not (env.get(prefix + "SIZE") or env.get(prefix + "RANK")):
             return None
         count = self.number(prefix + "SIZE", env.get(prefix + "SIZE", ""), 1, needed=True)
         if count == 1:
-            return _Said("Open MPI", None, 1, 0, None)
+            return _Launcher("Open MPI", None, 1, 0, None)
         index = self.number(prefix + "RANK", env.get(prefix + "RANK", ""), 0, needed=True)
         coordinator = self.master() if env.get("MASTER_ADDR") else None
-        return _Said("Open MPI", coordinator, count, index, self.local(prefix + "LOCAL_SIZE", prefix + "LOCAL_RANK"))
+        return _Launcher("Open MPI", coordinator, count, index, self.local(prefix + "LOCAL_SIZE", prefix + "LOCAL_RANK"))
 
-    def kubernetes(self) -> _Said | None:
+    def kubernetes(self) -> _Launcher | None:
         env = self.environ
         if not (env.get("KUBERNETES_SERVICE_HOST") and env.get("JOB_COMPLETION_INDEX")):
             return None
         if not set(FIELDS[:3]) & set(self.given):
-            return None  # an indexed Job of runs that have nothing to do with each other
-        return _Said("Kubernetes", None, None, self.number("JOB_COMPLETION_INDEX", env["JOB_COMPLETION_INDEX"], 0), None)
+            return None  # an indexed Job of independent runs
+        return _Launcher("Kubernetes", None, None, self.number("JOB_COMPLETION_INDEX", env["JOB_COMPLETION_INDEX"], 0), None)
 
     def master(self) -> str | None:
         """The coordinator's address from MASTER_ADDR and MASTER_PORT, None where it is given otherwise."""
@@ -196,7 +201,7 @@ class _Reader:
             return None
         if not env.get("MASTER_ADDR"):
             remedy = f"Set MASTER_ADDR and MASTER_PORT, or JAXTRAIN_COORDINATOR. {ADDRESS_REMEDY}"
-            self.wrong("MASTER_ADDR", None, "is not set, and says where process 0 is", remedy)
+            self.wrong("MASTER_ADDR", None, "is not set; it is the address of process 0", remedy)
         port = self.number("MASTER_PORT", env.get("MASTER_PORT", ""), 1, 65535, needed=True)
         if not env.get("MASTER_ADDR") or port is None:
             return None

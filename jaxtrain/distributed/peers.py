@@ -1,7 +1,9 @@
-"""What the processes of a run tell each other, through jax's coordination service and never through the devices."""
+"""Messages between the processes of a run, through JAX's coordination service and never through the devices."""
 
 import atexit
 import contextlib
+import itertools
+import json
 import os
 import re
 import sys
@@ -10,11 +12,14 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from jaxtrain.distributed.watch import Watch
-from jaxtrain.distributed.words import first_line, listed, this_process
+from jaxtrain.distributed.service import HEARTBEAT_S, is_aborting
+from jaxtrain.distributed.words import first_line, listed
 
-AGREE_S = 60.0  # for all processes to say where they are, once one has asked to stop; none waits for its devices to say so
-HOUR_S = 3600.0
+AGREE_S = 60.0  # for all processes to publish the step they have reached, after one has asked to stop
+EXIT_S = 300.0  # for all processes to come to the end of the run
+POLL_S = 1.0
+ANSWER_S = 2.0  # for an answer of the service, which takes milliseconds. JAX aborts 6 s after the end of process 0.
+SILENT = 5  # questions in a row without an answer: process 0 is stopped, or its machine or the network is down
 COLLECTIVE = re.compile(r"gloo|nccl|collective|(closed|reset) by peer", re.IGNORECASE)
 
 
@@ -23,139 +28,242 @@ class PeerLost(RuntimeError):
 
 
 class Peers:
-    """What the processes of a run tell each other outside the devices, through the store in process 0.
+    """The processes of a run and their key-value store in process 0.
 
-    All of it may be called from any thread. A run of one process has one too, and nothing there waits.
+    Every method may be called from any thread. In a run of one process none of them waits.
+
+    Two threads serve a run of several processes. One reads the news: entries that any process appends, that the run must stop
+    or that a process has failed. The other asks the service which processes are alive.
     """
 
-    def __init__(self, process_index: int, count: int, client: Any = None, coordinator: str = ""):
-        """`client` is jax's client of the coordination service, `coordinator` the service's HOST:PORT."""
+    def __init__(self, process_index: int, count: int, client: Any = None):
+        """`client` is JAX's client of the coordination service; None in a run of one process."""
         self.process_index = process_index
         self.count = count
+        self.on_stop: Callable[[str], None] | None = None  # called once, in another thread, when a process has asked to stop
         self._client = client
-        self._coordinator = coordinator
         self._rounds: dict[str, int] = {}
         self._agreement = threading.Condition()
         self._reached = 0  # the last step this process may dispatch so far
-        self._ceiling: int | None = None  # the same, as told to the others
+        self._ceiling: int | None = None  # the same, as published
         self._last: int | None = None  # the last step for all
         self._reason: str | None = None
         self._stopped = False  # at once, where all are between the same two steps
         self._broken: RuntimeError | None = None
-        self._watch: Watch | None = None
-        self.on_stop: Callable[[str], None] | None = None  # called once, in another thread, when somebody has asked to stop
+        self._on_lost: Callable[[str], None] | None = None
+        self._reporting = threading.Lock()
+        self._lost: str | None = None  # the first loss
+        self._ending = threading.Event()  # no loss is reported any more
+        self._alone = threading.Event()  # all other processes have left the service
         self._closed = count == 1
-        self._hears_of_stop = threading.Thread(target=self._stop_with_the_others, name="peers: stop", daemon=True)
         if count > 1:
-            client.key_value_set(f"jaxtrain/who/{process_index}", this_process(), True)
-            self._hears_of_stop.start()
+            threading.Thread(target=self._read_news, name="peers: news", daemon=True).start()
 
     @classmethod
     def of_this_run(cls) -> "Peers":
-        """From what `start` set up; of one process where it did not.
+        """Return the peers that `start` connected, or those of a run of one process.
 
-        A process that ends without `close`, by an exception or sys.exit, tells the others that it has failed; its exit code is
-        1, whatever sys.exit was given. `close` and `leave` are the way to another.
+        A process that ends without `close`, by an exception or sys.exit, is reported to the others as failed; its exit code is
+        1. `close` and `leave` are the way to another code.
         """
         from jax._src import distributed
 
         state = distributed.global_state
         if state.client is None or state.num_processes == 1:
             return cls(0, 1)
-        peers = cls(state.process_id, state.num_processes, state.client, state.coordinator_address or "")
-        atexit.register(peers._ended_without_close)  # before jax's own shutdown, which waits for the others
+        peers = cls(state.process_id, state.num_processes, state.client)
+        atexit.register(peers._end_without_close)
+        threading.Thread(target=peers._watch_live, name="peers: live", daemon=True).start()
         return peers
 
     def gather(self, name: str, value: str, timeout_s: float) -> list[str]:
-        """Every process's value, by process index. Waits at most `timeout_s` seconds for the others to call it too.
+        """Return every process's value, by process index.
 
-        A name may be used again: all processes call it equally often. What was said under it before is forgotten.
+        All processes call it equally often for a name. The values of the call before are deleted.
 
-        Raises PeerLost, naming the processes that did not answer.
+        Args:
+          timeout_s: seconds to wait for the others to call it too.
+
+        Raises:
+          PeerLost: naming the processes that did not answer.
         """
         if self.count == 1:
             return [value]
         deadline = time.monotonic() + timeout_s
-        turn = self._rounds[name] = self._rounds.get(name, -1) + 1
-        self._set(f"gather/{name}/{turn}/{self.process_index}", value)
-        values = self._of_all(f"gather/{name}/{turn}", deadline, f"within {timeout_s:g} s ({name})")
-        if turn:  # whoever has come to this turn has read the one before
-            with contextlib.suppress(RuntimeError):  # process 0 is gone, and what it kept
-                self._client.key_value_delete(f"jaxtrain/gather/{name}/{turn - 1}/{self.process_index}")
+        number = self._rounds[name] = self._rounds.get(name, -1) + 1
+        self._set(f"gather/{name}/{number}/{self.process_index}", value)
+        values = self._of_all(f"gather/{name}/{number}", deadline, f"within {timeout_s:g} s ({name})")
+        if number:  # a process in this call has read the values of the one before
+            with contextlib.suppress(RuntimeError):  # process 0 is gone, and its store with it
+                self._client.key_value_delete(f"jaxtrain/gather/{name}/{number - 1}/{self.process_index}")
         return values
 
     def _set(self, key: str, value: str) -> None:
-        """Puts a value into the store, over what may be there. Raises PeerLost where process 0 cannot be reached."""
+        """Set a key in the store, new or not. Raises PeerLost if process 0 cannot be reached."""
         try:
             self._client.key_value_set(f"jaxtrain/{key}", value, True)
         except RuntimeError as error:
             raise PeerLost(f"process 0 does not answer: {first_line(error)}") from error
 
-    def _of_all(self, place: str, deadline: float, when: str) -> list[str]:
-        """Every process's value under `place`, waited for until then. Raises PeerLost."""
+    def _of_all(self, prefix: str, deadline: float, when: str) -> list[str]:
+        """Return every process's value under a prefix. Raises PeerLost at the deadline."""
         try:
             values = []
             for i in range(self.count):
                 left_ms = int(1000 * (deadline - time.monotonic()))
                 try:
-                    values.append(self._client.blocking_key_value_get(f"jaxtrain/{place}/{i}", max(left_ms, 1)))
+                    values.append(self._client.blocking_key_value_get(f"jaxtrain/{prefix}/{i}", max(left_ms, 1)))
                 except RuntimeError as error:
                     if "DEADLINE_EXCEEDED" not in str(error):
                         raise
                     break
             else:
                 return values
-            # Who else is missing, and who came while one was waited for.
-            there = {key.rpartition("/")[2]: text for key, text in self._client.key_value_dir_get(f"jaxtrain/{place}")}
+            # Others may be missing too, or have answered meanwhile.
+            there = {key.rpartition("/")[2]: text for key, text in self._client.key_value_dir_get(f"jaxtrain/{prefix}")}
         except RuntimeError as error:
             raise PeerLost(f"process 0 does not answer: {first_line(error)}") from error
         missing = [i for i in range(self.count) if str(i) not in there]
         if missing:
-            names = self.who(missing[0]) if len(missing) == 1 else listed(missing)
+            names = self._name(missing[0]) if len(missing) == 1 else listed(missing)
             raise PeerLost(f"{names} did not answer {when}")
         return [there[str(i)] for i in range(self.count)]
 
-    def who(self, index: int, wait_s: float = 0.0) -> str:
-        """A process in words: process 1 (host NAME, pid N). `wait_s`: seconds to wait for a process that has yet to say so."""
-        key = f"jaxtrain/who/{index}"
+    def _name(self, index: int) -> str:
+        """Return "process 1 (host NAME, pid N)", without the brackets if the process has not published them."""
         try:
-            said = (
-                self._client.blocking_key_value_get(key, int(1000 * wait_s)) if wait_s else self._client.key_value_try_get(key)
-            )
+            return f"process {index} ({self._client.key_value_try_get(f'jaxtrain/who/{index}')})"
         except RuntimeError:
             return f"process {index}"
-        return f"process {index} ({said})"
 
-    # Where to stop: every process says which step it has reached, and all go on to the last of these. No loop is asked to do
-    # anything for that, because it may be blocked in a step that another process has not begun: this is a thread's work.
+    # The news: a list of entries in the store, [kind, text], that any process appends to and every process reads in order.
+
+    def _append(self, kind: str, text: str) -> None:
+        """Append to the news. Raises PeerLost if process 0 cannot be reached."""
+        for k in itertools.count():
+            try:
+                self._client.key_value_set(f"jaxtrain/news/{k}", json.dumps([kind, text]))
+                return
+            except RuntimeError as error:
+                if "ALREADY_EXISTS" not in str(error):
+                    raise PeerLost(f"process 0 does not answer: {first_line(error)}") from error
+
+    def _read_news(self) -> None:
+        first, unanswered, k = "process 0", 0, 0
+        while not self._ending.is_set():
+            try:  # `start` has put the name there: no answer means that process 0 is dead, or slow
+                name = self._client.blocking_key_value_get("jaxtrain/who/0", int(1000 * ANSWER_S))
+                first, unanswered = f"process 0 ({name})", 0
+            except RuntimeError as error:
+                unanswered += 1
+                if "DEADLINE_EXCEEDED" not in str(error) or is_aborting():
+                    self._report(f"{first} is gone")
+                    return
+                if unanswered == SILENT:
+                    self._report(f"{first} has not answered for {SILENT * ANSWER_S:g} s")
+                    return
+                continue
+            try:
+                kind, text = json.loads(self._client.blocking_key_value_get(f"jaxtrain/news/{k}", int(1000 * POLL_S)))
+            except RuntimeError:  # no news, or an error that the next question has too
+                continue
+            k += 1
+            if kind == "failed":
+                self._report(text)
+            elif self._reason is None and not self._closed:
+                self._begin_to_stop(text)
+
+    def _watch_live(self) -> None:
+        """Ask the service which processes are alive. It answers once all living ones have asked."""
+        everyone = list(range(self.count))
+        while True:
+            try:
+                live = self._client.get_live_nodes(everyone)
+                left = {int(key.rpartition("/")[2]) for key, _ in self._client.key_value_dir_get("jaxtrain/left")}
+            except RuntimeError:
+                return  # process 0 is gone: the thread that reads the news reports it
+            dead = [i for i in everyone if i not in live and i not in left]
+            if dead and not self._ending.is_set():
+                names = f"{self._name(dead[0])} is" if len(dead) == 1 else f"{listed(dead)} are"
+                with contextlib.suppress(PeerLost):  # in the news, so that all processes name the same one
+                    self._append("failed", f"{names} dead: it ended, or sent no heartbeat for {HEARTBEAT_S} s")
+                return
+            if len(live) == 1:
+                self._alone.set()
+                return
+            if self._ending.wait(POLL_S):
+                if self.process_index != 0:
+                    return
+                time.sleep(0.1)  # the others are leaving
+
+    def _report(self, message: str) -> None:
+        with self._reporting:
+            if self._ending.is_set() or self._lost is not None:
+                return
+            self._lost = message
+            on_lost = self._on_lost
+        if on_lost is not None:
+            on_lost(message)
+
+    def watch(self, lost: Callable[[str], None]) -> None:
+        """Call `lost(message)` once, in another thread, when a process of this run has died or failed.
+
+        A process dies for the others when it has sent no heartbeat for HEARTBEAT_S seconds, although it may only be stopped.
+        If process 0 dies, JAX ends this process 6 s later: `lost` must be done by then.
+        """
+        with self._reporting:
+            self._on_lost, message = lost, self._lost
+        if message is not None:
+            lost(message)
+
+    # The last step: every process publishes the step it has reached, and all go on to the furthest of these. A thread does it,
+    # because the loop may be blocked in a step that another process has not begun.
 
     def ask_to_stop(self, why: str) -> None:
-        """Has all processes stop after one and the same step, this one included. Asked twice, the first counts.
+        """Let all processes, this one included, stop after the same step. Of several requests the first counts.
 
-        Raises PeerLost where process 0 cannot be told.
+        Raises:
+          PeerLost: process 0 cannot be reached.
         """
-        if self.count == 1:
-            with self._agreement:
-                if self._reason is None:
-                    self._reason, self._ceiling, self._last = why, self._reached, self._reached
+        if self.count > 1:
+            if not self._closed:
+                self._append("stop", why)
             return
-        if self._closed:
-            return
+        with self._agreement:
+            if self._reason is None:
+                self._reason, self._ceiling, self._last = why, self._reached, self._reached
+
+    def _begin_to_stop(self, why: str) -> None:
+        if self.on_stop is not None:
+            self.on_stop(why)
+        self._publish_step(why)
+        threading.Thread(target=self._agree, name="peers: last step", daemon=True).start()
+
+    def _publish_step(self, why: str | None) -> None:
+        """Publish the step this process has reached. From then on it starts no later one alone."""
+        with self._agreement:
+            self._reason = why
+            self._ceiling = self._reached if self._ceiling is None else self._ceiling
+        with contextlib.suppress(PeerLost):  # reading the news reports it
+            self._set(f"reached/{self.process_index}", str(self._ceiling))
+
+    def _agree(self) -> None:
+        reached = []
         try:
-            self._client.key_value_set("jaxtrain/stop/first", why)
+            reached = self._of_all("reached", time.monotonic() + AGREE_S, f"within {AGREE_S:g} s (last step)")
         except RuntimeError as error:
-            if "ALREADY_EXISTS" in str(error):
-                return
-            raise PeerLost(f"process 0 does not answer: {first_line(error)}") from error
-        for i in range(self.count):  # each has a key of its own to wait for, by which it can also be woken to leave
-            self._set(f"stop/{i}", why)
+            self._broken = error
+        with self._agreement:
+            self._last = max((int(step) for step in reached), default=None)
+            self._agreement.notify_all()
 
     def may_start(self, step: int) -> bool:
-        """Whether step `step` (the number of steps done after it) may be dispatched; called before each.
+        """Return whether the step with this number, counted from 1, may be dispatched; call it before each.
 
-        False means to stop here: all steps before it are dispatched by every process, and neither it nor any later one by any.
+        False: every process has dispatched all steps before this one, and none dispatches this one or a later one.
 
-        Raises PeerLost, naming the processes that have not said where they are, where it is their turn to.
+        Raises:
+          PeerLost: naming the processes that did not publish the step they have reached.
         """
         with self._agreement:
             if self._stopped:
@@ -163,103 +271,71 @@ class Peers:
             if self._ceiling is not None and step > self._ceiling:
                 self._agreement.wait_for(lambda: self._last is not None or self._broken is not None, AGREE_S + 30)
                 if self._last is None:
-                    raise self._broken or PeerLost(f"nobody has said within {AGREE_S:g} s where to stop")
+                    raise self._broken or PeerLost(f"no process has published its step within {AGREE_S:g} s")
                 if step > self._last:
                     return False
             self._reached = step
             return True
 
     def stop_here(self, why: str) -> None:
-        """No step from here on, whatever was agreed. All processes call it between the same two steps, with the same words."""
+        """Start no further step, whatever was agreed. All processes call it between the same two steps, for the same reason."""
         with self._agreement:
             self._reason = self._reason or why
             self._stopped = True
 
     @property
     def stop_reason(self) -> str | None:
-        """Why to stop, once this process has heard that somebody asked."""
+        """The reason to stop, once this process has read that a process asked for it."""
         return self._reason
 
-    def _stop_with_the_others(self) -> None:
-        why = None
-        while why is None:
-            try:
-                why = self._client.blocking_key_value_get(f"jaxtrain/stop/{self.process_index}", int(1000 * HOUR_S))
-            except RuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    return  # process 0 is gone: the watch's business
-        if self._closed:
-            return
-        if self.on_stop is not None:
-            self.on_stop(why)
-        said = []
-        try:
-            self._say_how_far(why)
-            said = self._of_all("reached", time.monotonic() + AGREE_S, f"within {AGREE_S:g} s (where to stop)")
-        except RuntimeError as error:
-            self._broken = error
-        with self._agreement:
-            self._last = max((int(step) for step in said), default=None)
-            self._agreement.notify_all()
-
-    def _say_how_far(self, why: str | None) -> None:
-        """Tells the others which step this process has reached; from then on it goes no further alone."""
-        with self._agreement:
-            self._reason = why
-            self._ceiling = self._reached if self._ceiling is None else self._ceiling
-        self._set(f"reached/{self.process_index}", str(self._ceiling))
-
-    def watch(self, every_s: float, dead_after_s: float, lost: Callable[[str], None]) -> None:
-        """From now on, `lost` is called, once and in another thread, with the words for it when a process of this run dies.
-
-        Every process says every `every_s` seconds that it is there; one that has not for `dead_after_s` seconds is dead,
-        although it may only be stopped. Process 0 watches the others and tells them; they watch process 0. Where process 0
-        is gone, the coordination service with it, jax ends this process 6 s later: `lost` should be done by then.
-
-        Raises ValueError where `dead_after_s` leaves no room for a beat that is late.
-        """
-        if dead_after_s < 3 * every_s:
-            raise ValueError(f"dead_after_s ({dead_after_s:g}) must be at least three times every_s ({every_s:g})")
-        if self.count > 1:
-            self._watch = Watch(self, self._client, self._coordinator, every_s, dead_after_s, lost)
-            self._watch.start()
-
     def close(self, failed: str = "") -> None:
-        """Says goodbye, so that this process's end is not taken for a death, and ends the watch. Called twice, once counts.
+        """Leave the service together with the other processes, or report to them that this one has failed.
 
-        `failed` says instead that this process cannot go on, and why: the watches of the others hear of it at once. `leave`
-        should follow. A collective that failed is more often the end of a peer than this process's own: then the watch is
-        given the time to find that one first, and `lost` is called instead.
+        Without `failed`, it waits until all processes have called it (EXIT_S at most), and process 0 leaves last: the others
+        abort if its store ends before they have left. Only the first call counts.
 
-        Without it, process 0 waits (300 s at most) until all others have said goodbye, and watches them meanwhile: nothing
-        works without the store that it holds.
+        Args:
+          failed: the reason why this process cannot go on; `leave` should follow. If a collective failed, the end of another
+            process is the likely cause. `lost` is then given the time to find it first.
         """
         if self._closed:
             return
-        if failed and self._watch and COLLECTIVE.search(failed):
-            self._watch.look_around()
+        if failed and COLLECTIVE.search(failed):
+            time.sleep(HEARTBEAT_S + 2 * POLL_S)
         self._closed = True
-        atexit.unregister(self._ended_without_close)
-        with contextlib.suppress(PeerLost):  # then there is nobody to tell
-            self._say_how_far(self._reason)  # the others may yet ask to stop
-        if self._watch:
-            self._watch.close(failed)
-        # Python must not end while a thread is in a call to the store: the process would abort.
-        with contextlib.suppress(PeerLost):  # then the call has ended too
-            self._set(f"stop/{self.process_index}", "")
-        if self._hears_of_stop is not threading.current_thread():
-            self._hears_of_stop.join(timeout=5.0)
+        atexit.unregister(self._end_without_close)
+        if failed:
+            with self._reporting:
+                self._ending.set()
+            with contextlib.suppress(PeerLost):
+                self._append("failed", f"{self._name(self.process_index)} has failed: {failed}")
+            if self.process_index == 0:
+                time.sleep(2 * POLL_S)  # until the others have read it: the store ends with this process
+            return
+        self._publish_step(self._reason)  # others may yet ask to stop
+        with contextlib.suppress(RuntimeError):  # a process has died: reading the news reports it
+            self._client.wait_at_barrier("jaxtrain/end", int(1000 * EXIT_S))
+        with self._reporting:
+            self._ending.set()
+        if self.process_index == 0:
+            self._alone.wait(HEARTBEAT_S)
+        else:
+            import jax
 
-    def _ended_without_close(self) -> None:
-        error = getattr(sys, "last_exc", None)  # one that nobody caught, and Python has shown
+            with contextlib.suppress(PeerLost):
+                self._set(f"left/{self.process_index}", "")
+            jax.distributed.shutdown()
+
+    def _end_without_close(self) -> None:
+        error = getattr(sys, "last_exc", None)  # that no one caught, and Python has printed
         self.close(f"{type(error).__name__}: {first_line(error)}" if error else "it ended before its work was done")
         leave(1)
 
 
 def leave(exit_code: int) -> NoReturn:
-    """Ends a process of several whose run has failed, at once.
+    """End a process of several at once.
 
-    Python's own way out would wait minutes in jax's shutdown for peers that wait for this process in a collective.
+    Python's own exit would wait in JAX's shutdown, minutes where another process waits for this one in a collective.
     """
     for stream in (sys.stdout, sys.stderr):
         try:

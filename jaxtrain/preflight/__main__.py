@@ -26,7 +26,6 @@ from jaxtrain.validate.places import writable
 LIMIT_S, MEET_S = 60, 300
 ALLOW = "JAXTRAIN_PREFLIGHT_ALLOW"
 INTERRUPTED = 130
-LINGER_S = 1.0  # process 0 holds what the others are connected to
 
 HELP = """\
 Is this node fit to train, and are the others of the run? Takes a minute at most, and changes nothing.
@@ -112,8 +111,6 @@ def answered(loaded: Loaded, argv: Sequence[str], began: float, own_process: boo
     if cluster is None or cluster.process_id == 0:
         tell(nodes, found, options["json"])
     if cluster is not None and own_process:
-        if cluster.process_id == 0:
-            time.sleep(LINGER_S)
         distributed.leave(found["exit_code"])  # Python's own way out waits for the others
     return found["exit_code"]
 

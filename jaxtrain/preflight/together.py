@@ -29,9 +29,9 @@ LEAST_S = 10.0  # JAX alone takes some seconds to start on eight GPUs
 
 MEETING = Subject(
     "processes",
-    "all come together",
-    "A run begins when all of its processes have met; where one is missing the others wait until they give up.",
-    "See that all were started and that nothing between the nodes closes the port; the names above say who is missing.",
+    "all are connected",
+    "A run begins when all of its processes are connected; if one is missing, the others wait until they give up.",
+    "Start every process, and let each reach process 0's port through any firewall.",
 )
 
 

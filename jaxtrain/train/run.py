@@ -24,6 +24,7 @@ from jaxtrain.config import ConfigError, Problem, RunConfig, to_dict
 from jaxtrain.corruption import Corrupted
 from jaxtrain.data.tokenfile import TokenFileError
 from jaxtrain.distributed import Peers
+from jaxtrain.distributed.words import first_line
 from jaxtrain.divergence import Diverged
 from jaxtrain.launch import Launch, resolved
 from jaxtrain.ledger import Ledger
@@ -32,6 +33,7 @@ from jaxtrain.monitor import Monitor
 from jaxtrain.plan.expect import Watch
 from jaxtrain.progress import Console
 from jaxtrain.receipt import Receipt, ReceiptError, config_sha256, device_facts, rank_map
+from jaxtrain.runtime.variables import RESTART
 from jaxtrain.signals import Stop
 from jaxtrain.startup import set_compile_cache, set_environment, start_jax
 from jaxtrain.timelimit import TimeLimit, limit_s, tell_launcher
@@ -55,7 +57,6 @@ if TYPE_CHECKING:
     from jaxtrain.checkpoint.place import AnyPath
 
 DONE, FAILED, REFUSED, AGAIN, DIVERGED, HUNG = 0, 1, 2, 75, 76, 124  # exit codes
-BEAT_S, DEAD_S = 2.0, 15.0  # the interval of heartbeats between processes, and the silence that means a process is dead
 AGREE_S = 600.0  # processes wait for each other so long at the start
 
 
@@ -117,7 +118,7 @@ def attempt(
         stack.enter_context(watchdog.phase("startup"))
         peers = ending.peers = Peers.of_this_run()
         if own_process:
-            peers.watch(BEAT_S, DEAD_S, ending.lost_process)
+            peers.watch(ending.lost_process)
         try:
             result = train_attempt(run, workdir, launch, overlay or environment.Overlay(), own_process, watchdog, peers, ending)
         except BaseException as error:
@@ -344,7 +345,7 @@ def first_facts(setup: Setup, overlay: environment.Overlay) -> dict[str, Any]:
         "eval_data": {name: batches.fingerprint for name, batches in setup.held_out.items()},
         "synthetic": setup.data.synthetic,
         "resumed_from_step": setup.start.step if setup.start.resumed else None,
-        "restart": int(os.environ.get("JAXTRAIN_RESTART", 0)),
+        "restart": int(os.environ.get(RESTART, 0)),
         "ranks": rank_map(setup.program.placement.mesh.devices.flat),
         "env": {"set": overlay.set, "inherited": overlay.inherited, "unset": overlay.unset},
     }
@@ -486,8 +487,3 @@ def newest(workdir: Path) -> dict[str, Any]:
     for line in metrics.read(path) if path.exists() else ():
         last = line if line["kind"] == "train" else last
     return last
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's message."""
-    return str(error).partition("\n")[0]

@@ -1,9 +1,13 @@
 """Saves of a run's state: begun between two steps, written while the next steps run, reported when they end."""
 
+import collections
 import dataclasses
 import functools
+import itertools
+import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from jaxtrain import config, installed
@@ -34,6 +38,7 @@ class Saver:
         }
         self.newest = -1  # the newest step that is saved, or that the run began from
         self.failures = 0  # in a row
+        self._host_memory = HostMemory()
         self.blocked_s = 0.0  # the loop waited for saves, since the loop set it to 0
         self.longest_s = 0.0  # of all saves
 
@@ -100,4 +105,42 @@ class Saver:
                 f"checkpoint {one.step}: {one.bytes / 2**20:,.1f} MiB in {one.total_s:.1f} s ({rate:.2f} GB/s); the loop "
                 f"waited {one.blocked_s:.2f} s, copies took {one.copied_s:.2f} s, host memory at most {one.host_gib:.1f} GiB"
             )
-            services.receipt.saved(dataclasses.asdict(one) | {"gb_per_s": rate})
+            resident_gib = read_resident_gib()
+            services.receipt.saved(dataclasses.asdict(one) | {"gb_per_s": rate, "resident_gib": resident_gib})
+            if warning := self._host_memory.note(one.step, resident_gib):
+                services.console.warn(warning)
+
+
+class HostMemory:
+    """Finds host memory that grows with every save: a leak that would end the run hours later."""
+
+    SAVES = 6  # in a row, each above the one before
+    LEAST_GIB = 1.0
+    SHARE = 0.1  # of the memory after the first of them
+
+    def __init__(self):
+        self._after: collections.deque[tuple[int, float]] = collections.deque(maxlen=self.SAVES)
+        self._reported = False
+
+    def note(self, step: int, resident_gib: float) -> str | None:
+        """Note this process's resident memory after the save of a step. Return a warning for the log, at most once."""
+        self._after.append((step, resident_gib))
+        (first, least), grown = self._after[0], all(a < b for (_, a), (_, b) in itertools.pairwise(self._after))
+        enough = resident_gib - least > max(self.LEAST_GIB, self.SHARE * least)
+        if self._reported or not (grown and enough and len(self._after) == self.SAVES):
+            return None
+        self._reported = True
+        return (
+            f"host memory grows with every save: {least:.1f} GiB after step {first}, {resident_gib:.1f} GiB after step {step}. "
+            "If it goes on, the kernel will end this process. Fix: save less often by checkpoint.every_steps, and report the "
+            "versions in receipt.json."
+        )
+
+
+def read_resident_gib() -> float:
+    """Return the resident memory of this process in GiB; 0.0 on a system without /proc."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0.0
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**30

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jaxtrain import resume
 from jaxtrain.config import Problem, RunConfig, to_dict
+from jaxtrain.runtime.variables import RESTART
 from jaxtrain.stores import GCS, is_bucket, refused
 
 
@@ -36,17 +37,29 @@ def check_places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
 
 
 def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:
-    """Return what a resumed run may not change, from the newest checkpoint's meta.json, before JAX starts.
+    """Return the problems of a resume that files alone show, before JAX starts.
 
-    The start of the run compares again, with the mesh and the state of the checkpoints. A step that was asked for, a bucket,
-    a meta.json that cannot be read, and rules that need the mesh (experts with a capacity) are left to it.
+    A step that is not there, a newest checkpoint past train.steps, and changes that a resumed run may not make, by its
+    meta.json. The start of the run compares again, with the mesh and the state of the checkpoints. A bucket, a meta.json that
+    cannot be read, and rules that need the mesh (experts with a capacity) are left to it.
     """
     folder = Path(run.checkpoint.dir).expanduser() if run.checkpoint.dir else workdir / "checkpoints"
-    if is_bucket(str(run.checkpoint.dir or workdir)) or run.checkpoint.step >= 0 or not folder.is_dir():
+    if is_bucket(str(run.checkpoint.dir or workdir)) or not folder.is_dir():
         return []
-    steps = [int(p.name) for p in folder.iterdir() if p.name.isdecimal() and (p / "meta.json").is_file()]
+    steps = sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal() and (p / "meta.json").is_file())
+    asked = run.checkpoint.step
+    if asked >= 0:
+        # A restarted run may have deleted the step that it went back to.
+        if asked in steps or RESTART in os.environ:
+            return []
+        known = ", ".join(map(str, steps)) or "none"
+        return [Problem("checkpoint.step", asked, f"{folder} has no such step", f"Set one of its steps: {known}.")]
+    newest = max(steps, default=0)
+    if newest > run.train.steps:
+        rule, remedy = f"the newest checkpoint is at step {newest} already", f"Set {newest} or more, or another --workdir."
+        return [Problem("train.steps", run.train.steps, rule, remedy)]
     try:
-        stored = json.loads((folder / str(max(steps, default=0)) / "meta.json").read_text())["config"]
+        stored = json.loads((folder / str(newest) / "meta.json").read_text())["config"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
     if not isinstance(stored, dict) or (run.model.num_experts and run.moe.capacity_factor):

@@ -510,7 +510,7 @@ def paths_data(runs):
 
 
 def paths_cache(runs):
-    """Programs for several CPU devices are not kept there (tests/campaign/test_compile_cache.py)."""
+    """Programs for several CPU devices are not kept there."""
     told: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.config, "update", told.__setitem__)

@@ -54,6 +54,27 @@ def test_a_resume_with_another_model(tmp_path, capsys):
         main.main([TINY, "--workdir=run", "--config.model.d_ff=96"])
 
 
+def test_fewer_steps_than_the_newest_checkpoint_has(tmp_path, capsys):
+    checkpoint(tmp_path / "run", 20)
+    assert main.main([TINY, "--workdir=run", "--config.train.steps=19", "--config.optimizer.warmup_steps=5"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("1 problem;")
+    assert "train.steps = 19: the newest checkpoint is at step 20 already. Set 20 or more, or another --workdir." in said
+
+
+def test_a_step_that_is_not_there(tmp_path, capsys, monkeypatch):
+    checkpoint(tmp_path / "run", 10)
+    checkpoint(tmp_path / "run", 20)
+    command = [TINY, "--workdir=run", "--config.checkpoint.step=15"]
+    assert main.main(command) == 2
+    assert "checkpoint.step = 15: run/checkpoints has no such step. Set one of its steps: 10, 20." in capsys.readouterr().err
+    with pytest.raises(AssertionError, match="JAX was started"):
+        main.main([TINY, "--workdir=run", "--config.checkpoint.step=10"])
+    monkeypatch.setenv("JAXTRAIN_RESTART", "1")  # the run went back to it, and deleted it later
+    with pytest.raises(AssertionError, match="JAX was started"):
+        main.main(command)
+
+
 def test_a_change_that_is_asked_about(tmp_path, capsys):
     checkpoint(tmp_path / "run", 20, data__seq_len="64")
     assert main.main([TINY, "--workdir=run"]) == 2

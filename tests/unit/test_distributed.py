@@ -1,19 +1,18 @@
-"""Processes of a run, in one process: who says that there are several, how they meet, agree and notice a death.
-
-Real processes are in tests/campaign/test_processes.py.
-"""
+"""The processes of a run: their description by launchers, and their messages, with threads in place of processes."""
 
 import concurrent.futures
-import errno
+import queue
+import signal
 import socket
-import types
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from fakes import Clock, Store, Turns
+from fakes import Clock, Store
 
 from jaxtrain import distributed
-from jaxtrain.distributed import Cluster, ClusterError, PeerLost, Peers, detect, meeting, watch, words
+from jaxtrain.distributed import Cluster, ClusterError, PeerLost, Peers, detect, service, words
 from jaxtrain.distributed.cluster import all_devices, node_names
 from jaxtrain.hardware import Devices
 
@@ -221,13 +220,32 @@ def test_all_devices_of_a_run_are_those_of_all_its_processes(kind: str, ids: tup
     assert (found.count, found.node) == (count, node)
 
 
-# ---- Agreement: where to stop, and what is gathered
+# ---- Messages between processes
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[[Store, int], list[Peers]]]:
+    """A function that returns the peers of a store; their threads end with the test."""
+    made: list[Peers] = []
+
+    def peers(store: Store, count: int) -> list[Peers]:
+        for i in range(count):
+            store.key_value_set(f"jaxtrain/who/{i}", f"host h{i}, pid {i}")
+        made.extend(one := [Peers(i, count, store) for i in range(count)])
+        return one
+
+    yield peers
+    for one in made:
+        one._ending.set()
+
+
+Connect = Callable[[Store, int], list[Peers]]
 
 
 def test_one_process_waits_for_nothing():
     peers = Peers(0, 1)
     assert peers.gather("a", "x", 0) == ["x"]
-    peers.watch(1, 3, lambda message: pytest.fail(message))
+    peers.watch(lambda message: pytest.fail(message))
     assert all(peers.may_start(step) for step in range(1, 5)) and peers.stop_reason is None
     peers.ask_to_stop("SIGTERM")
     peers.ask_to_stop("once more")
@@ -235,60 +253,60 @@ def test_one_process_waits_for_nothing():
     assert peers.stop_reason == "SIGTERM"
     peers.close()
     peers.close()
-    with pytest.raises(ValueError, match="three times"):
-        Peers(0, 1).watch(1, 2, print)
 
 
-def said_where(store: Store, count: int) -> None:
-    """Wait until all processes have said which step they have reached."""
+def await_steps(store: Store, count: int) -> None:
+    """Wait until all processes have published the step they have reached."""
     for i in range(count):
         store.blocking_key_value_get(f"jaxtrain/reached/{i}", 60_000)
 
 
-def test_all_stop_at_the_furthest_step():
+def test_all_stop_at_the_furthest_step(connect: Connect):
     store = Store()
-    peers = [Peers(i, 3, store) for i in range(3)]
+    peers = connect(store, 3)
     for i, reached in enumerate((3, 7, 0)):  # one has not begun
         assert all(peers[i].may_start(step) for step in range(1, reached + 1))
     peers[2].ask_to_stop("SIGTERM")
     peers[0].ask_to_stop("too late")
-    said_where(store, 3)  # until then they may go on
+    await_steps(store, 3)  # until then they may go on
     for one in peers:
         assert one.may_start(7) and not one.may_start(8) and not one.may_start(9)
         assert one.stop_reason == "SIGTERM"
 
 
-def test_back_at_an_earlier_step_the_agreed_one_is_not_waited_for():
-    """A rollback after an agreement: the processes tell each other, also those that have not heard who asked."""
+def test_back_at_an_earlier_step_the_agreed_one_is_not_waited_for(connect: Connect):
+    """A rollback after an agreement, in all processes, also in one that has not read the request."""
     store = Store()
-    peers = [Peers(i, 2, store) for i in range(2)]
+    peers = connect(store, 2)
     assert all(one.may_start(step) for one in peers for step in (1, 2, 3))
     peers[0].ask_to_stop("SIGTERM")
-    said_where(store, 2)
+    await_steps(store, 2)
     for one in peers:
         one.stop_here("SIGTERM")
         assert not one.may_start(2) and one.stop_reason == "SIGTERM"
 
 
-def test_a_process_that_does_not_say_where_it_is_is_named():
+def test_a_process_that_does_not_publish_its_step_is_named():
     store = Store(never=("jaxtrain/reached/1",))
+    store.key_value_set("jaxtrain/who/0", "host here, pid 6")
     store.key_value_set("jaxtrain/who/1", "host there, pid 7")
     peers = Peers(0, 2, store)
     assert peers.may_start(1)
     peers.ask_to_stop("SIGTERM")
     store.blocking_key_value_get("jaxtrain/reached/0", 60_000)
     assert peers.may_start(1)
-    with pytest.raises(PeerLost, match=r"process 1 \(host there, pid 7\) did not answer within 60 s \(where to stop\)"):
+    with pytest.raises(PeerLost, match=r"process 1 \(host there, pid 7\) did not answer within 60 s \(last step\)"):
         peers.may_start(2)
+    peers._ending.set()
 
 
-def test_gathers_leave_little_behind_and_name_who_is_missing():
+def test_gathers_leave_little_behind_and_name_the_missing_process(connect: Connect):
     store = Store(never=("jaxtrain/gather/b/0/1",))
-    peers = [Peers(i, 3, store) for i in range(3)]
+    peers = connect(store, 3)
 
     def talk(one: Peers) -> None:
-        for turn in range(20):
-            assert one.gather("a", f"{one.process_index} {turn}", 60) == [f"{i} {turn}" for i in range(3)]
+        for number in range(20):
+            assert one.gather("a", f"{one.process_index} {number}", 60) == [f"{i} {number}" for i in range(3)]
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         list(pool.map(talk, peers))
@@ -298,239 +316,130 @@ def test_gathers_leave_little_behind_and_name_who_is_missing():
         peers[0].gather("b", "", 7)
 
 
-# ---- The watch: beats every second, dead after three
+# ---- A process that dies or fails. Real processes are in tests/campaign/test_peers.py.
 
 
-class Watched:
-    """A watch by process `me` of three, without its threads, and what the others say."""
+class Losses:
+    """The messages of each process's watch."""
 
-    def __init__(self, me: int, monkeypatch: pytest.MonkeyPatch):
-        self.clock, self.store, self.lost = Clock(), Store(), []
-        monkeypatch.setattr(watch, "time", self.clock)
-        peers: Any = types.SimpleNamespace(process_index=me, count=3, who=lambda i, wait_s=0: f"process {i}")
-        self.watch: Any = watch.Watch(peers, self.store, "head:1", 1.0, 3.0, self.lost.append)
+    def __init__(self, peers: list[Peers]):
+        self.queues = [queue.Queue[str]() for _ in peers]
+        for one, messages in zip(peers, self.queues, strict=True):
+            one.watch(messages.put)
 
-    def say(self, **words: str) -> None:
-        """p1="alive": each beat anew; other words as they are."""
-        for name, text in words.items():
-            beat = f"alive {self.clock.now}" if text == "alive" else text
-            self.store.key_value_set(f"jaxtrain/beat/{name[1:]}", beat, True)
+    def of(self, index: int) -> str:
+        return self.queues[index].get(timeout=60)
 
-    def turns(self, *words: dict[str, str]) -> Turns:
-        return Turns(self.clock, *(lambda said=said: self.say(**said) for said in words))
+    def none(self, *indices: int) -> bool:
+        return all(self.queues[i].empty() for i in indices)
 
 
-BOTH = {"p1": "alive", "p2": "alive"}
+def test_a_failure_is_reported_to_the_others_with_its_reason(connect: Connect):
+    store = Store()
+    peers = connect(store, 3)
+    losses = Losses(peers)
+    peers[1].close("OSError: no")
+    peers[1].close()  # only the first call counts
+    expected = "process 1 (host h1, pid 1) has failed: OSError: no"
+    assert losses.of(0) == losses.of(2) == expected
+    peers[2]._report("once is enough")
+    late: list[str] = []
+    peers[2].watch(late.append)
+    assert late == [expected] and losses.none(0, 1, 2)
 
 
-@pytest.mark.parametrize(
-    ("words", "lost", "at"),
-    [
-        ([BOTH] * 9, None, 10),
-        ([BOTH, BOTH, *[{"p1": "alive"}] * 9], "process 2 has not been heard of for 3 s", 6),
-        ([{"p2": "alive"}] * 9, "process 1 has not been heard of for 3 s", 4),  # it never began
-        ([BOTH, {"p1": "failed OSError: no", "p2": "alive"}], "process 1 has failed: OSError: no", 2),
-        ([BOTH, {"p1": "left", "p2": "alive"}, *[{"p2": "alive"}] * 9], None, 12),
-        ([BOTH, {"p1": "left", "p2": "left"}, *[{}] * 9], None, 12),
-    ],
-)
-def test_process_0_notices_who_has_died(words: list[dict[str, str]], lost: str, at: int, monkeypatch: pytest.MonkeyPatch):
-    watched = Watched(0, monkeypatch)
-    watched.watch.quiet = watched.turns(*words)
-    watched.watch.attend()
-    assert watched.lost == ([lost] if lost else [])
-    waited = 2.5 if lost else 0.0  # until the others have read it
-    assert watched.clock.now == 1000 + at + waited
-    assert watched.store.values["jaxtrain/beat/0"].startswith(f"lost {lost}" if lost else "alive ")
-    assert watched.watch.everyone_left.is_set() == (words[1].get("p2") == "left")
+def test_all_report_the_same_dead_process(connect: Connect, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jaxtrain.distributed.peers.POLL_S", 0.01)
+    store = Store()
+    peers = connect(store, 3)
+    losses = Losses(peers)
+    store.live = {0, 2}
+    threads = [threading.Thread(target=peers[i]._watch_live, daemon=True) for i in (0, 2)]
+    for thread in threads:
+        thread.start()
+    for i in (0, 2):
+        assert losses.of(i) == "process 1 (host h1, pid 1) is dead: it ended, or sent no heartbeat for 15 s"
+    for thread in threads:
+        thread.join(60)
 
 
-def test_a_pause_of_ones_own_says_nothing_about_the_others(monkeypatch: pytest.MonkeyPatch):
-    watched = Watched(0, monkeypatch)
-    pauses = Turns(watched.clock, lambda: watched.say(**BOTH), lambda: watched.clock.sleep(100), lambda: watched.say(**BOTH))
-    watched.watch.quiet = pauses
-    watched.watch.attend()
-    assert watched.lost == [] and pauses.taken == 3
+@pytest.mark.parametrize("aborting", [False, True])
+def test_process_0_without_an_answer_is_reported(aborting: bool, monkeypatch: pytest.MonkeyPatch):
+    """At once if JAX is aborting this process because of it, otherwise at the fifth question."""
+    monkeypatch.setattr("jaxtrain.distributed.peers.is_aborting", lambda: aborting)
+    store = Store(never=("jaxtrain/who/0",))
+    peers = Peers(1, 2, store)
+    losses = Losses([peers])
+    assert losses.of(0) == f"process 0 {'is gone' if aborting else 'has not answered for 10 s'}"
+    assert store.asked.count("jaxtrain/who/0") == (1 if aborting else 5)
 
 
-def test_the_others_hear_from_process_0_who_has_died(monkeypatch: pytest.MonkeyPatch):
-    watched = Watched(2, monkeypatch)
-    watched.watch.quiet = watched.turns({"p0": "alive"}, {"p0": "alive"}, {}, {"p0": "lost process 1 has failed: x"}, {})
-    watched.watch.beat()
-    assert watched.lost == ["process 1 has failed: x"] and watched.watch.heard == 3
-    assert watched.store.values["jaxtrain/beat/2"] == "alive 4"
-    watched.watch.report("once is enough")
-    assert len(watched.lost) == 1
+def test_the_end_of_the_service_is_reported(monkeypatch: pytest.MonkeyPatch):
+    store = Store()
+    peers = Peers(1, 2, store)
+    losses = Losses([peers])
+    store.gone = True
+    assert losses.of(0).startswith("process 0 is gone")
+    with pytest.raises(PeerLost, match="process 0 does not answer: UNAVAILABLE"):
+        peers.ask_to_stop("SIGTERM")
 
 
-@pytest.mark.parametrize(
-    ("answers", "lost", "at"),
-    [
-        ("ssssssss", "process 0 has not been heard of for 3 s", 1004),  # s: silence on the line
-        ("hhhhhhhhhh", None, 1010),  # h: silence there, and a beat in the store
-        ("hhcchh", None, None),  # c: closed by the service, which lives
-        ("hhcrh", "process 0 is gone: nothing answers at head:1", None),  # r: refused
-        ("r" * 99, "process 0 has not been heard of for 3 s", 1003),  # never reached: a proxy may stand in between
-    ],
-)
-def test_the_others_notice_the_end_of_process_0(answers: str, lost: str, at: float, monkeypatch: pytest.MonkeyPatch):
-    watched = Watched(1, monkeypatch)
-    clock, left = watched.clock, list(answers)
-    over = Turns(clock)
-    over.wait = lambda seconds: bool(clock.sleep(seconds))  # type: ignore[method-assign]
-    over.is_set = lambda: not left  # type: ignore[method-assign]
+def test_process_0_leaves_last(connect: Connect, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jaxtrain.distributed.peers.POLL_S", 0.01)
+    store = Store()
+    peers = connect(store, 3)
+    store.live = {0, 1, 2}
+    store.barrier = threading.Barrier(3)
+    losses, left = Losses(peers), []
 
-    class Line:
-        def recv(self, size: int) -> bytes:
-            answer = left.pop(0) if left else "c"
-            if answer == "c":
-                return b""
-            clock.sleep(1)
-            watched.watch.heard += answer == "h"
-            raise TimeoutError
+    def end(one: Peers) -> None:
+        one.close()
+        left.append(one.process_index)
+        store.live.discard(one.process_index)
 
-        def close(self) -> None:
-            pass
-
-    def connect(address: tuple[str, int], timeout: float) -> Line:
-        assert (address, timeout) == (("head", 1), 1.0)
-        if left and left[0] == "r":
-            left.pop(0)
-            raise ConnectionRefusedError
-        return Line()
-
-    monkeypatch.setattr(watch.socket, "create_connection", connect)
-    watched.watch.ending = over
-    watched.watch.hold_the_line()
-    assert watched.lost == ([lost] if lost else [])
-    assert at is None or clock.now == pytest.approx(at, abs=0.1)
+    threads = [threading.Thread(target=end, args=(one,), daemon=True) for one in peers]
+    threads.append(threading.Thread(target=peers[0]._watch_live, daemon=True))
+    for thread in threads:
+        thread.start()
+    for thread in threads[:3]:
+        thread.join(60)
+    assert sorted(left) == [0, 1, 2] and left[-1] == 0 and losses.none(0, 1, 2)
+    peers[0].ask_to_stop("too late")
+    assert peers[0].stop_reason is None
 
 
-# ---- Meeting: process 0 waits for all others, and sends them on
+# ---- The start
 
 
-class Door:
-    """Process 0's port, to which these have come: what each says, and whether it hangs up."""
-
-    def __init__(self, *hellos: tuple[bytes, bool]):
-        self.visitors, self.guests = [], []
-        for text, hangs_up in hellos:
-            visitor, guest = socket.socketpair()
-            guest.sendall(text)
-            if hangs_up:
-                guest.close()
-            self.visitors.append(visitor)
-            self.guests.append(guest)
-        self.left = iter(self.visitors)
-
-    def __enter__(self) -> "Door":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-    def settimeout(self, seconds: float) -> None:
-        assert 0 < seconds <= 9
-
-    def accept(self) -> tuple[socket.socket, str]:
-        for visitor in self.left:
-            return visitor, ""
-        raise TimeoutError
-
-    def heard(self) -> list[str]:
-        """What each guest was told; "" for one that hung up or was sent away."""
-        found = []
-        for visitor, guest in zip(self.visitors, self.guests, strict=True):
-            if guest.fileno() >= 0:
-                visitor.close()
-            found.append(guest.recv(4096).decode() if guest.fileno() >= 0 else "")
-        return found
-
-
-def hello(index: int, count: int = 3, hangs_up: bool = False) -> tuple[bytes, bool]:
-    return f"jaxtrain {count} {index} host h{index}\n".encode(), hangs_up
-
-
-STRANGERS = [(b"", True), (b"GET / HTTP/1.1\r\n\r\n", False), (b"jaxtrain  1 x\n", False), (b"jaxtrain 3 \xff x\n", False)]
-ALIKE = "Give all processes the same number, and each its own id; both come from the test."
-
-
-@pytest.mark.parametrize(
-    ("came", "error"),
-    [
-        ([hello(2), hello(1)], None),
-        ([hello(1, hangs_up=True), hello(1), hello(2)], None),  # it was started again
-        ([*STRANGERS, hello(1), (b"jaxtrain 3 1\n", False), hello(2)], None),
-        ([hello(2)], "process 1 of 3 did not come to here:1 within 9 s. "),
-        (STRANGERS, "processes 1 and 2 of 3 did not come to here:1 within 9 s. "),
-        ([hello(1, count=4)], f"process 1 (host h1) was told of 4 processes, process 0 of 3. {ALIKE}"),
-        ([hello(1), hello(1)], f"two processes say that they are process 1: host h1, and host h1. {ALIKE}"),
-        ([hello(0)], "two processes say that they are process 0: host "),
-    ],
-)
-def test_process_0_waits_for_all_others(came: list[tuple[bytes, bool]], error: str | None, monkeypatch: pytest.MonkeyPatch):
-    door = Door(*came)
-    monkeypatch.setattr(meeting, "_bind", lambda cluster, deadline: door)
-    cluster = Cluster("here:1", 3, 0, None, "the test")
-    if error is None:
-        meeting._receive(cluster, 9)
-        assert [text == "go\n" for text in door.heard()] == [each in (hello(1), hello(2)) for each in came]
-        return
-    with pytest.raises(ClusterError) as raised:
-        meeting._receive(cluster, 9)
-    assert str(raised.value).startswith(error)
-    told = [text for text in door.heard() if text]
-    assert told == [f"no {raised.value}\n"] * (len(came) if came is not STRANGERS else 0), "whoever came hears why"
-
-
-@pytest.mark.parametrize(
-    ("answers", "error", "tries"),
-    [
-        ([None, None, b"go\n", b""], None, 4),  # nobody listens yet; and once more, until jax's service does
-        ([b"no because\n"], "because", 1),
-        ([None] * 99, "process 1 of 3 did not meet process 0 at head:7 within 4 s: connection refused. ", 20),
-        ([b"HTTP/1.1 400 Bad Request\r\n"] * 99, "process 1 of 3 did not meet process 0 at head:7 within 4 s: something", 20),
-    ],
-)
-def test_the_others_come_to_process_0(answers: list[Any], error: str | None, tries: int, monkeypatch: pytest.MonkeyPatch):
-    """A try every half second, until the time of process 0 and five seconds more are over."""
-    clock, ends = Clock(), []
-    monkeypatch.setattr(meeting, "time", clock)
-    left = iter(answers)
-
-    def connect(address: tuple[str, int], timeout: float) -> socket.socket:
-        assert address == ("head", 7)
-        answer = next(left)
-        ends.append(answer)
-        if answer is None:
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
-        ours, theirs = socket.socketpair()
-        theirs.sendall(answer)
-        ends.append(theirs)  # stays open
-        return ours
-
-    monkeypatch.setattr(meeting.socket, "create_connection", connect)
-    cluster = Cluster("head:7", 3, 1, None, "the test")
-    if error is None:
-        meeting._come(cluster, 4)
-    else:
-        with pytest.raises(ClusterError) as raised:
-            meeting._come(cluster, 4)
-        assert str(raised.value).startswith(error)
-    assert len([e for e in ends if not isinstance(e, socket.socket)]) == tries
-    said = [e.recv(4096) for e in ends if isinstance(e, socket.socket)]
-    assert all(text.startswith(b"jaxtrain 3 1 host ") for text in said[: len(said) if error else 1])
-
-
-def test_a_port_in_use_is_waited_for_and_then_told(monkeypatch: pytest.MonkeyPatch):
-    """Half a minute: an earlier run of the same job may still hold it."""
-    monkeypatch.setattr(meeting, "time", clock := Clock())
+def test_a_port_in_use_is_refused_after_half_a_minute(monkeypatch: pytest.MonkeyPatch):
+    """An earlier attempt of the same job may still hold it."""
+    monkeypatch.setattr(service, "time", clock := Clock())
     with socket.create_server(("127.0.0.1", 0)) as other:
         cluster = Cluster(f"127.0.0.1:{other.getsockname()[1]}", 2, 0, None, "the test")
         with pytest.raises(ClusterError) as raised:
-            meeting._receive(cluster, 300)
-    assert str(raised.value).startswith(f"process 0 cannot listen at {cluster.coordinator}: address already in use. ")
+            service._await_free_port(cluster)
+    assert str(raised.value).startswith(f"process 0 cannot listen at {cluster.coordinator}: address already in use. Fix: ")
     assert 1030 <= clock.now <= 1031
+    service._await_free_port(cluster)
+
+
+def test_an_abort_is_seen_in_the_mask_of_a_thread():
+    blocked = threading.Event()
+    seen = threading.Event()
+
+    def block() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGABRT])
+        blocked.set()
+        seen.wait(60)
+
+    assert not service.is_aborting()
+    thread = threading.Thread(target=block)
+    thread.start()
+    blocked.wait(60)
+    assert service.is_aborting()
+    seen.set()
+    thread.join()
+    assert not service.is_aborting()
 
 
 def test_processes_are_listed_in_words():

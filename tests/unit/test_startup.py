@@ -1,7 +1,10 @@
 """Starting JAX: the environment is set before it, CPU devices get threads enough, and only known notes leave stderr."""
 
 import os
+from pathlib import Path
 
+import helpers
+import jax
 import pytest
 
 from jaxtrain import environment, startup
@@ -39,6 +42,12 @@ def test_cpu_devices_of_one_process_get_more_threads_than_collectives_hold(monke
     monkeypatch.delenv(startup.THREADS)
     startup.threads_for_cpus(1)
     assert startup.THREADS not in os.environ
+
+
+def test_the_compile_cache_stays_off_with_several_cpu_devices(tmp_path: Path):
+    assert jax.device_count() == 8
+    startup.set_compile_cache(helpers.tiny({"paths.cache": str(tmp_path)}))
+    assert jax.config.jax_compilation_cache_dir is None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_known_notes_are_left_out_of_stderr_and_nothing_else(capfd: pytest.CaptureFixture[str]):

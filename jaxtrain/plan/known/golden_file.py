@@ -12,7 +12,7 @@ from jaxtrain.plan.numbers import GB_PER_GIB
 from jaxtrain.plan.result import Plan
 
 FORMAT = 1
-WRITE = "python -m jaxtrain.plan --golden=write"
+WRITE = "./run.sh plan --golden=write"
 # How far a figure may move, as a part of itself; the exposed share in parts of the step. The scheduler may order instructions
 # anew; what is moved and computed stays. Launches and trips are exact. Below `least_gb` a step a collective is bookkeeping.
 MARGINS = {"peak": 0.01, "wire": 0.01, "tflop": 0.01, "step": 0.02, "exposed_share": 0.01, "least_gb": 0.001}

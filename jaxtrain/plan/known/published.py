@@ -41,7 +41,7 @@ FORMAT = 3
 STORED = rates.COMPARED
 LEAST = 3  # runs that make a range
 PAGE = "docs/planned_vs_published.md"
-COMMAND = f"python -m jaxtrain.plan --published={PAGE}"
+COMMAND = f"./run.sh plan --published={PAGE}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -402,6 +402,6 @@ def run(console: Console, out: Path | None = None, *, cache: Cache | None = None
     if failed:
         return 1
     if out is not None:
-        out.expanduser().write_text(markdown(plans, f"python -m jaxtrain.plan --textbook={out}"), encoding="utf-8")
+        out.expanduser().write_text(markdown(plans, f"./run.sh plan --textbook={out}"), encoding="utf-8")
         console.print(f"wrote {out}")
     return 0

@@ -293,7 +293,7 @@ def markdown(cells: Sequence[Cell], command: str) -> str:
         "# What fits",
         "",
         "Well-known models on H200s, from one GPU to 16 nodes of 8: the train step compiled by XLA for that machine, its peak",
-        "by XLA's buffer assignment, its speed by the meter of `python -m jaxtrain.plan`. **Planned, not measured:**",
+        "by XLA's buffer assignment, its speed by the meter of `./run.sh plan`. **Planned, not measured:**",
         "[planned_vs_published.md](planned_vs_published.md) says how far such plans are from measured runs. Beside each peak",
         "stand the two usual rules of thumb, divided over the GPUs: four times the weights in bfloat16 (`4 x bf16`), and 16",
         "bytes a parameter (`16 B`).",
@@ -372,6 +372,6 @@ def run(
     show(cells, console)
     if out is not None:
         budget = f" --budget={budget_s:.0f}" if budget_s else ""
-        out.expanduser().write_text(markdown(cells, f"python -m jaxtrain.plan --what-fits={out}{budget}"), encoding="utf-8")
+        out.expanduser().write_text(markdown(cells, f"./run.sh plan --what-fits={out}{budget}"), encoding="utf-8")
         console.print(f"wrote {out}")
     return 0 if any(cell.best for cell in cells) or not any(track.reason for cell in cells for track in cell.tracks) else 1

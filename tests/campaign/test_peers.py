@@ -1,0 +1,138 @@
+"""Processes of a run on JAX's coordination service: they end together, fail, are killed or stopped."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from faults import free_port
+from runs import REPO
+
+COUNT = 3
+# index, count, port, seconds for the start, and the code that each runs between its start and its end
+PROCESS = """
+import os, sys, time
+from jaxtrain.distributed import Cluster, ClusterError, Peers, leave, start
+
+index, count, timeout = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[4])
+try:
+    start(Cluster("127.0.0.1:" + sys.argv[3], count, index, None, "the test"), init_timeout_s=timeout)
+except ClusterError as error:
+    print(error, flush=True)
+    leave(75)
+peers = Peers.of_this_run()
+
+def lost(message):
+    print("lost:", message, flush=True)
+    os._exit(75)
+
+peers.watch(lost)
+assert peers.gather("all", str(index), 60) == [str(i) for i in range(count)]
+print("ready", flush=True)
+exec(sys.argv[5])
+peers.close()
+print("closed", flush=True)
+leave(7)
+"""
+STEPS = """
+step = 0
+while peers.may_start(step + 1):
+    step += 1
+    if index == 1 and step == 20:
+        peers.ask_to_stop("SIGTERM")
+    time.sleep(0.01 * (index + 1))
+print("last step", step, flush=True)
+"""
+WAIT = "time.sleep(600)"
+
+
+class Processes:
+    """Processes of one run, with their output in files."""
+
+    def __init__(self, folder: Path, code: str, counts: tuple[int, ...] = (COUNT,) * COUNT, timeout: int = 120, port: int = 0):
+        self.port = port or free_port()
+        self.outputs = [folder / f"{i}.txt" for i in range(len(counts))]
+        environ = os.environ | {"JAX_PLATFORMS": "cpu"}
+        self.children = []
+        for i, count in enumerate(counts):
+            command = [sys.executable, "-c", PROCESS, *map(str, (i, count, self.port, timeout)), code]
+            with open(self.outputs[i], "wb") as out:
+                self.children.append(subprocess.Popen(command, cwd=REPO, env=environ, stdout=out, stderr=out))
+
+    def await_ready(self) -> None:
+        for child, output in zip(self.children, self.outputs, strict=True):
+            while "ready\n" not in output.read_text():
+                assert child.poll() is None, output.read_text()
+                os.sched_yield()
+
+    def end(self) -> tuple[list[int], list[str]]:
+        """Return exit codes and outputs, by process."""
+        codes = [child.wait(300) for child in self.children]
+        return codes, [output.read_text() for output in self.outputs]
+
+
+def test_all_stop_after_the_same_step_and_leave_together(tmp_path: Path) -> None:
+    codes, outputs = Processes(tmp_path, STEPS).end()
+    assert codes == [7] * COUNT, outputs
+    steps = {line for text in outputs for line in text.splitlines() if line.startswith("last step")}
+    assert len(steps) == 1
+    assert all(text.endswith("closed\n") for text in outputs)
+
+
+@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize("how", ["closes", "raises"])
+def test_a_failure_reaches_the_others_with_its_reason(how: str, index: int, tmp_path: Path) -> None:
+    fail = "peers.close('ValueError: broken'); leave(1)" if how == "closes" else "raise ValueError('broken')"
+    processes = Processes(tmp_path, f"if index == {index}:\n    {fail}\n{WAIT}")
+    codes, outputs = processes.end()
+    assert codes == [1 if i == index else 75 for i in range(COUNT)], outputs
+    pid = processes.children[index].pid
+    for i in set(range(COUNT)) - {index}:
+        expected = f"lost: process {index} (host {socket.gethostname()}, pid {pid}) has failed: ValueError: broken\n"
+        assert outputs[i].endswith(expected)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_process_ends_the_others_with_its_name(index: int, number: signal.Signals, tmp_path: Path) -> None:
+    processes = Processes(tmp_path, WAIT)
+    processes.await_ready()
+    victim = processes.children.pop(index)
+    processes.outputs.pop(index)
+    victim.send_signal(number)
+    try:
+        codes, outputs = processes.end()
+    finally:
+        victim.kill()
+        victim.wait()
+    assert codes == [75] * (COUNT - 1), outputs
+    assert all(f"lost: process {index} (host {socket.gethostname()}, pid {victim.pid}) " in text for text in outputs)
+
+
+def test_a_process_that_stays_away_is_not_waited_for(tmp_path: Path) -> None:
+    codes, outputs = Processes(tmp_path, WAIT, counts=(3, 3), timeout=5).end()
+    assert codes == [75, 75]
+    assert all(f"process {i}: not all 3 processes connected to 127.0.0.1:" in text for i, text in enumerate(outputs))
+
+
+def test_two_counts_are_refused(tmp_path: Path) -> None:
+    codes, outputs = Processes(tmp_path, WAIT, counts=(2, 3), timeout=60).end()
+    assert codes == [75, 75], outputs
+    assert "process 1 was started as one of 3 processes, process 0 as one of 2. Fix: " in outputs[1]
+
+
+def test_the_port_of_another_run_is_refused(tmp_path: Path) -> None:
+    """JAX itself would share it, and the processes of the two runs would mix."""
+    first = Processes(tmp_path, WAIT, counts=(1,))
+    (tmp_path / "second").mkdir()
+    try:
+        while "ready" not in first.outputs[0].read_text() and first.children[0].poll() is None:
+            os.sched_yield()
+        codes, outputs = Processes(tmp_path / "second", WAIT, counts=(1,), port=first.port).end()
+    finally:
+        first.children[0].kill()
+        first.children[0].wait()
+    assert codes == [75] and "address already in use. Fix: " in outputs[0]
