@@ -121,10 +121,14 @@ def _delay_abort() -> None:
 
 
 def is_aborting() -> bool:
-    """Return whether a thread of this process is in that handler: Linux blocks the signal in it meanwhile."""
+    """Return whether a thread of this process is in that handler: Linux blocks SIGABRT in it meanwhile.
+
+    Threads of libraries that block every signal do not count.
+    """
     for status in Path("/proc/self/task").glob("*/status"):
         with contextlib.suppress(OSError):  # the thread has ended
-            blocked = next(line.split()[1] for line in status.read_text().splitlines() if line.startswith("SigBlk:"))
-            if int(blocked, 16) >> (signal.SIGABRT - 1) & 1:
+            line = next(line for line in status.read_text().splitlines() if line.startswith("SigBlk:"))
+            blocked = int(line.split()[1], 16)
+            if blocked >> (signal.SIGABRT - 1) & 1 and not blocked >> (signal.SIGTERM - 1) & 1:
                 return True
     return False

@@ -423,20 +423,20 @@ def test_a_port_in_use_is_refused_after_half_a_minute(monkeypatch: pytest.Monkey
     service._await_free_port(cluster)
 
 
-def test_an_abort_is_seen_in_the_mask_of_a_thread():
-    blocked = threading.Event()
-    seen = threading.Event()
+@pytest.mark.parametrize(("blocked", "aborting"), [([signal.SIGABRT], True), (signal.valid_signals(), False)])
+def test_an_abort_is_seen_in_the_mask_of_a_thread(blocked: Any, aborting: bool):
+    is_blocked, seen = threading.Event(), threading.Event()
 
     def block() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGABRT])
-        blocked.set()
+        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+        is_blocked.set()
         seen.wait(60)
 
     assert not service.is_aborting()
     thread = threading.Thread(target=block)
     thread.start()
-    blocked.wait(60)
-    assert service.is_aborting()
+    is_blocked.wait(60)
+    assert service.is_aborting() == aborting
     seen.set()
     thread.join()
     assert not service.is_aborting()
