@@ -50,9 +50,8 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     # Whatever costs a GEMM or an attention call is kept, where there is room for it; norms, rotary and the gate's product are
     # computed again.
     config.remat.policy = "auto"
-    config.parallel.scan_layers = (
-        False  # 3% faster than a loop over layers by plan, for 3 GiB more; compiles three times as long
-    )
+    # By plan 3% faster than a loop over layers, for 3 GiB more; it compiles three times as long.
+    config.parallel.scan_layers = False
 
     config.optimizer.lr = 3e-4
     config.optimizer.lr_min = 3e-5
