@@ -169,6 +169,8 @@ class Peers:
                 continue
             k += 1
             if kind == "failed":
+                if self.process_index == 0:
+                    time.sleep(2 * POLL_S)  # until the others have read it: the store ends with this process
                 self._report(text)
             elif self._reason is None and not self._closed:
                 self._begin_to_stop(text)
