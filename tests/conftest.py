@@ -31,6 +31,7 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 threads_for_cpus(8)
+jax.devices()  # here, because some tests take XLA_FLAGS away: the first use of JAX in one of them would find a single device
 # A shell that starts the suite in the background makes it ignore Ctrl-C, and its children with it; some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_numpy_rank_promotion", "raise")
