@@ -100,7 +100,7 @@ def test_the_page_lists_every_layout_with_its_formula():
     assert [f"## {layout.name}" for layout in LAYOUTS] == re.findall(r"^## (?!How).*$", page, re.MULTILINE)
     off = [float(x) for x in re.findall(r"\| ([+-][\d.]+)% \|", page)]
     assert len(off) >= 2 * len(LAYOUTS) and max(map(abs, off)) < 1.0
-    assert "| none |" not in page and "python -m jaxtrain.plan --textbook=docs/collectives.md" in page
+    assert "| none |" not in page and "./run.sh plan --textbook=docs/collectives.md" in page
 
 
 # ---- Sequences that are sharded
