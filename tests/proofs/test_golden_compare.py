@@ -270,7 +270,7 @@ def run(plan: Plan | None, folder, **how) -> tuple[int, str]:
 
 def test_the_command_writes_compares_and_says_what_changed(healthy, tmp_path):
     code, text = run(healthy, tmp_path)
-    assert code == 2 and "no golden plan. Write it with: python -m jaxtrain.plan --golden=write" in " ".join(text.split())
+    assert code == 2 and "no golden plan. Write it with: ./run.sh plan --golden=write" in " ".join(text.split())
     code, text = run(healthy, tmp_path, write=True)
     assert code == 0 and "llama3_8b: written to" in text
     assert run(healthy, tmp_path) == (0, "llama3_8b: as the golden plan\n")
