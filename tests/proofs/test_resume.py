@@ -161,8 +161,8 @@ def test_a_resumed_run_may_change_learning_rate_and_sequence_length(copy: Path, 
 # What is asked of a run of 10 steps -> the key that is named, and words of its line.
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "another model": ({"model__d_model": 64}, "model.d_model = 64", "was 32 in the checkpoint and can never change on resume"),
-    "fewer steps": ({"train__steps": 7}, "train.steps = 7", "the checkpoint is at step 10 already"),
-    "no such step": ({"checkpoint__step": 6}, "there is no such checkpoint", "Complete steps: 5, 10."),
+    "fewer steps": ({"train__steps": 7}, "train.steps = 7", "the newest checkpoint is at step 10 already"),
+    "no such step": ({"checkpoint__step": 6}, "checkpoint.step = 6", "has no such step. Set one of its steps: 5, 10."),
 }
 
 
