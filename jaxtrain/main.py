@@ -33,7 +33,7 @@ Train a language model, or go on training it: a workdir that holds checkpoints i
                            Variants are the file's own: configs/llama3_8b.py:half
   --config.KEY=VALUE       set any key, as --config.train.steps=100; the last one wins
   --workdir=DIR            the run's folder; default runs/NAME of the config
-  --replay=BUNDLE          take a step that went wrong again, and say where its first bad value comes from
+  --replay=BUNDLE          repeat a failed step, and say where its first bad value comes from
   --coordinator=HOST:PORT --num-processes=N --process-id=I [--local-devices=0,1,...]
                            this is process I of a run of N, of which process 0 is at HOST:PORT. Not needed under Slurm or
                            torchrun; docs/reliability.md has them all
@@ -91,29 +91,27 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
     overlay, _ = environment.overlay(loaded.run, devices, os.environ)  # what is wrong with it, `validate` has told
     set_environment(overlay)
     # Imported here: everything above must answer in a moment, and the environment must be set before jax is imported.
+    alone = cluster is None or not own_process
     try:
         start_jax(devices, cluster)
-    except distributed.ClusterError as error:
-        print(error, file=sys.stderr)
-        if own_process:
-            distributed.leave(AGAIN)  # JAX is still connecting, in a thread
-        return AGAIN
-    try:
         if bundle:
             return again(Path(bundle), loaded.run)
         from jaxtrain.train import run as train
 
         result = train.attempt(loaded.run, workdir, loaded.launch, overlay, own_process=own_process)
+    except distributed.ClusterError as error:
+        print(error, file=sys.stderr)
+        return AGAIN if alone else distributed.leave(AGAIN)  # JAX may still be connecting, in a thread
     except Exception:
-        if cluster is None or not own_process:
+        if alone:
             raise
         traceback.print_exc()
         distributed.leave(1)
     except KeyboardInterrupt:  # in the seconds before the run listens to signals itself, and after
         print("\nCtrl-C: stopped.", file=sys.stderr)
-        return INTERRUPTED
+        return INTERRUPTED if alone else distributed.leave(INTERRUPTED)
     code = launch.report(result.error.problems) if isinstance(result.error, ConfigError) else result.exit_code
-    if cluster is not None and own_process:
+    if not alone:
         distributed.leave(code)  # Python's own way out waits for the others, minutes where one of them has failed
     return code
 

@@ -1,4 +1,4 @@
-"""Starting JAX: on GPUs in the environment of a run, on a machine without one in peace.
+"""Starting JAX: on GPUs in the environment of a run, on a machine without one without the messages of the CUDA plugin.
 
 With the `plan` extra the CUDA plugin is installed where no driver is. JAX then tries it at start, prints a traceback, and the
 plugin's libraries each report the missing driver, then or when the first program is compiled for a described GPU. None of it
@@ -81,7 +81,7 @@ def threads_for_cpus(count: int) -> None:
 def start_jax(devices: Devices, cluster: Cluster | None = None) -> None:
     """Import jax and start its backend on the devices that `hardware.probe` found, with the other processes of the run.
 
-    Raises ClusterError where the processes do not come together.
+    Raises ClusterError if the processes do not connect.
     """
     if devices.kind == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -112,7 +112,8 @@ def quiet() -> Iterator[None]:
         with open(reading, "rb") as lines:
             for line in lines:
                 if not NOTES.search(line):
-                    os.write(saved, line)
+                    with contextlib.suppress(OSError):  # the terminal has gone; the pipe must be read all the same
+                        os.write(saved, line)
 
     thread = threading.Thread(target=pass_on, daemon=True)
     thread.start()
@@ -121,5 +122,6 @@ def quiet() -> Iterator[None]:
     finally:
         sys.stderr.flush()
         os.dup2(saved, 2)  # closes the last end for writing: the thread reads to the end
-        thread.join()
-        os.close(saved)
+        thread.join(1.0)
+        if not thread.is_alive():  # a child that inherited stderr keeps the pipe open
+            os.close(saved)

@@ -19,7 +19,7 @@ AGREE_S = 60.0  # for all processes to publish the step they have reached, after
 EXIT_S = 300.0  # for all processes to come to the end of the run
 POLL_S = 1.0
 ANSWER_S = 2.0  # for an answer of the service, which takes milliseconds. JAX aborts 6 s after the end of process 0.
-SILENT = 5  # questions in a row without an answer: process 0 is stopped, or its machine or the network is down
+SILENT = 5  # unanswered requests in a row: process 0 is stopped, or its machine or the network is down
 COLLECTIVE = re.compile(r"gloo|nccl|collective|(closed|reset) by peer", re.IGNORECASE)
 
 
@@ -40,21 +40,23 @@ class Peers:
         """`client` is JAX's client of the coordination service; None in a run of one process."""
         self.process_index = process_index
         self.count = count
-        self.on_stop: Callable[[str], None] | None = None  # called once, in another thread, when a process has asked to stop
         self._client = client
         self._rounds: dict[str, int] = {}
         self._agreement = threading.Condition()
         self._reached = 0  # the last step this process may dispatch so far
-        self._ceiling: int | None = None  # the same, as published
+        self._ceiling: int | None = None  # the last step without the consent of the others; None until a stop is asked for
         self._last: int | None = None  # the last step for all
         self._reason: str | None = None
-        self._stopped = False  # at once, where all are between the same two steps
+        self._stopped = False  # start no further step, see stop_here
         self._broken: RuntimeError | None = None
+        self._on_stop: Callable[[str], None] | None = None
         self._on_lost: Callable[[str], None] | None = None
+        self._news = 0  # entries read so far
         self._reporting = threading.Lock()
         self._lost: str | None = None  # the first loss
         self._ending = threading.Event()  # no loss is reported any more
-        self._alone = threading.Event()  # all other processes have left the service
+        self._alone = threading.Event()  # process 0: all other processes have left the service
+        self._closing = threading.Lock()
         self._closed = count == 1
         if count > 1:
             threading.Thread(target=self._read_news, name="peers: news", daemon=True).start()
@@ -79,7 +81,7 @@ class Peers:
     def gather(self, name: str, value: str, timeout_s: float) -> list[str]:
         """Return every process's value, by process index.
 
-        All processes call it equally often for a name. The values of the call before are deleted.
+        All processes make the same sequence of calls with each name. The values of the call before are deleted.
 
         Args:
           timeout_s: seconds to wait for the others to call it too.
@@ -140,7 +142,7 @@ class Peers:
 
     def _append(self, kind: str, text: str) -> None:
         """Append to the news. Raises PeerLost if process 0 cannot be reached."""
-        for k in itertools.count():
+        for k in itertools.count(self._news):
             try:
                 self._client.key_value_set(f"jaxtrain/news/{k}", json.dumps([kind, text]))
                 return
@@ -149,7 +151,7 @@ class Peers:
                     raise PeerLost(f"process 0 does not answer: {first_line(error)}") from error
 
     def _read_news(self) -> None:
-        first, unanswered, k = "process 0", 0, 0
+        first, unanswered = "process 0", 0
         while not self._ending.is_set():
             try:  # `start` has put the name there: no answer means that process 0 is dead, or slow
                 name = self._client.blocking_key_value_get("jaxtrain/who/0", int(1000 * ANSWER_S))
@@ -164,10 +166,10 @@ class Peers:
                     return
                 continue
             try:
-                kind, text = json.loads(self._client.blocking_key_value_get(f"jaxtrain/news/{k}", int(1000 * POLL_S)))
+                kind, text = json.loads(self._client.blocking_key_value_get(f"jaxtrain/news/{self._news}", int(1000 * POLL_S)))
             except RuntimeError:  # no news, or an error that the next question has too
                 continue
-            k += 1
+            self._news += 1
             if kind == "failed":
                 if self.process_index == 0:
                     time.sleep(2 * POLL_S)  # until the others have read it: the store ends with this process
@@ -176,14 +178,16 @@ class Peers:
                 self._begin_to_stop(text)
 
     def _watch_live(self) -> None:
-        """Ask the service which processes are alive. It answers once all living ones have asked."""
+        """Ask the service which processes are alive. The call returns when every living process has made it."""
         everyone = list(range(self.count))
         while True:
             try:
                 live = self._client.get_live_nodes(everyone)
                 left = {int(key.rpartition("/")[2]) for key, _ in self._client.key_value_dir_get("jaxtrain/left")}
-            except RuntimeError:
-                return  # process 0 is gone: the thread that reads the news reports it
+            except RuntimeError:  # if process 0 is gone, the thread that reads the news reports it
+                if self._ending.wait(POLL_S):
+                    return
+                continue
             dead = [i for i in everyone if i not in live and i not in left]
             if dead and not self._ending.is_set():
                 names = f"{self._name(dead[0])} is" if len(dead) == 1 else f"{listed(dead)} are"
@@ -207,11 +211,18 @@ class Peers:
         if on_lost is not None:
             on_lost(message)
 
+    def listen(self, on_stop: Callable[[str], None]) -> None:
+        """Call `on_stop(reason)` once, in another thread, when a process has asked to stop; at once if it has already."""
+        with self._agreement:
+            self._on_stop, why = on_stop, self._reason
+        if why is not None:
+            on_stop(why)
+
     def watch(self, lost: Callable[[str], None]) -> None:
         """Call `lost(message)` once, in another thread, when a process of this run has died or failed.
 
-        A process dies for the others when it has sent no heartbeat for HEARTBEAT_S seconds, although it may only be stopped.
-        If process 0 dies, JAX ends this process 6 s later: `lost` must be done by then.
+        A process without a heartbeat for HEARTBEAT_S seconds counts as dead; so does a paused one (SIGSTOP). If process 0
+        dies, JAX ends this process 6 s later: `lost` must be done by then.
         """
         with self._reporting:
             self._on_lost, message = lost, self._lost
@@ -222,22 +233,21 @@ class Peers:
     # because the loop may be blocked in a step that another process has not begun.
 
     def ask_to_stop(self, why: str) -> None:
-        """Let all processes, this one included, stop after the same step. Of several requests the first counts.
-
-        Raises:
-          PeerLost: process 0 cannot be reached.
-        """
+        """Let all processes, this one included, stop after the same step. Of several requests the first counts."""
         if self.count > 1:
-            if not self._closed:
-                self._append("stop", why)
+            with contextlib.suppress(PeerLost):  # reading the news reports it
+                if not self._closed and self._reason is None:
+                    self._append("stop", why)
             return
         with self._agreement:
             if self._reason is None:
                 self._reason, self._ceiling, self._last = why, self._reached, self._reached
 
     def _begin_to_stop(self, why: str) -> None:
-        if self.on_stop is not None:
-            self.on_stop(why)
+        with self._agreement:
+            self._reason, on_stop = why, self._on_stop
+        if on_stop is not None:
+            on_stop(why)
         self._publish_step(why)
         threading.Thread(target=self._agree, name="peers: last step", daemon=True).start()
 
@@ -298,11 +308,14 @@ class Peers:
 
         Args:
           failed: the reason why this process cannot go on; `leave` should follow. If a collective failed, the end of another
-            process is the likely cause. `lost` is then given the time to find it first.
+            process is the likely cause: `close` first waits 17 s, so that `watch` can report the dead one instead.
         """
-        if self._closed:
-            return
-        if failed and COLLECTIVE.search(failed):
+        with self._closing:  # a second call waits for the first: its caller may end this process
+            if not self._closed:
+                self._close(failed)
+
+    def _close(self, failed: str) -> None:
+        if failed and COLLECTIVE.search(failed) and self._on_lost is not None:
             time.sleep(HEARTBEAT_S + 2 * POLL_S)
         self._closed = True
         atexit.unregister(self._end_without_close)
@@ -326,7 +339,8 @@ class Peers:
 
             with contextlib.suppress(PeerLost):
                 self._set(f"left/{self.process_index}", "")
-            jax.distributed.shutdown()
+            with contextlib.suppress(RuntimeError):  # process 0 has left before: nothing is lost
+                jax.distributed.shutdown()
 
     def _end_without_close(self) -> None:
         error = getattr(sys, "last_exc", None)  # that no one caught, and Python has printed

@@ -24,8 +24,8 @@ class ClusterError(RuntimeError):
 def start(cluster: Cluster, *, init_timeout_s: int = 300) -> None:
     """Connect this process to the others; call it before JAX's devices are used.
 
-    The tasks of the service are "recoverable": JAX then leaves it to `Peers` to end the run when one of them is dead. Without
-    that, JAX aborts every process, and no one learns the name of the dead one.
+    The tasks of the service are "recoverable": JAX does not abort the others when one dies, and `Peers` ends the run with the
+    name of the dead one.
 
     Args:
       init_timeout_s: seconds until all processes must be connected.
@@ -72,11 +72,22 @@ def start(cluster: Cluster, *, init_timeout_s: int = 300) -> None:
         what = f"process {cluster.process_id} cannot connect to {cluster.coordinator}: {failures[0]}"
         raise ClusterError(what) from failures[0]
     client: Any = distributed.global_state.client
+    try:
+        _publish(client, cluster, init_timeout_s)
+    except ClusterError:
+        raise
+    except RuntimeError as error:
+        what = f"process {cluster.process_id} has lost process 0 at {cluster.coordinator} right after it connected: {error}"
+        raise ClusterError(what) from error
+
+
+def _publish(client: Any, cluster: Cluster, timeout_s: int) -> None:
+    """Publish this process's name, and compare its count with that of process 0. Raises ClusterError."""
     client.key_value_set(f"jaxtrain/who/{cluster.process_id}", this_process())
     # JAX does not compare the counts, and a process with a higher one would wait for processes that do not exist.
     if cluster.process_id == 0:
         client.key_value_set("jaxtrain/count", str(cluster.num_processes))
-    elif (count := int(client.blocking_key_value_get("jaxtrain/count", 1000 * init_timeout_s))) != cluster.num_processes:
+    elif (count := int(client.blocking_key_value_get("jaxtrain/count", 1000 * timeout_s))) != cluster.num_processes:
         raise ClusterError(
             f"process {cluster.process_id} was started as one of {cluster.num_processes} processes, process 0 as one of "
             f"{count}. Fix: give all processes the same count. It comes from {cluster.source}."
@@ -108,10 +119,9 @@ def _await_free_port(cluster: Cluster) -> None:
 def _delay_abort() -> None:
     """Give this process 6 s between an abort and its end.
 
-    JAX aborts when it loses the connection to process 0, the service with it. The handler of SIGABRT is then called with its
-    number, 6, and is the C function sleep: enough for the threads of
-    `Peers` to report the loss and to exit with 75. Every
-    other abort ends as before, 6 s later. No Python runs in the handler, because the aborting thread may hold its lock.
+    JAX aborts when it loses the connection to process 0, and the service with it. The handler of SIGABRT is C's sleep(); its
+    argument, the signal's number 6, is the delay in seconds. The threads of `Peers` report the loss meanwhile and exit with 75.
+    Every other abort ends as before, 6 s later. No Python runs in the handler: the aborting thread may hold its lock.
     """
     libc = ctypes.CDLL(None)
     libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
@@ -121,7 +131,7 @@ def _delay_abort() -> None:
 
 
 def is_aborting() -> bool:
-    """Return whether a thread of this process is in that handler: Linux blocks SIGABRT in it meanwhile.
+    """Return whether a thread of this process is in the handler that `_delay_abort` sets: Linux blocks SIGABRT in it meanwhile.
 
     Threads of libraries that block every signal do not count.
     """

@@ -72,7 +72,8 @@ def preflight(part: Part) -> list[NodeReport]:
 def _met(cluster: Cluster, limit_s: float) -> Iterator[Peers]:
     with quiet():
         import jax  # noqa: F401  it says on stderr what it misses where there is no driver
-    start(cluster, init_timeout_s=max(2, int(limit_s)))
+
+        start(cluster, init_timeout_s=max(2, int(limit_s)))
     peers = Peers.of_this_run()
     try:
         yield peers

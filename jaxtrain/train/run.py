@@ -10,6 +10,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.config import ConfigError, Problem, RunConfig, to_dict
 from jaxtrain.corruption import Corrupted
 from jaxtrain.data.tokenfile import TokenFileError
-from jaxtrain.distributed import Peers
+from jaxtrain.distributed import PeerLost, Peers
 from jaxtrain.distributed.words import first_line
 from jaxtrain.divergence import Diverged
 from jaxtrain.launch import Launch, resolved
@@ -121,12 +122,16 @@ def attempt(
             peers.watch(ending.lost_process)
         try:
             result = train_attempt(run, workdir, launch, overlay or environment.Overlay(), own_process, watchdog, peers, ending)
+        except PeerLost as error:
+            if own_process:
+                ending.lost_process(str(error))
+            raise
         except BaseException as error:
             peers.close(f"{type(error).__name__}: {first_line(error)}")
             raise
-        ending.code, ending.over = result.exit_code, True  # the end of another process changes nothing from here on
-        # A decision that all processes make alike is no failure of this one.
-        alike = isinstance(result.error, CheckpointError | Corrupted)
+        ending.code, ending.over = result.exit_code, True  # from here on another process's end does not change the exit code
+        # All processes raise these together, so none reports itself as failed.
+        alike = isinstance(result.error, CheckpointError | Corrupted | SharedRefusal)
         peers.close(result.reason if result.exit_code in (FAILED, REFUSED) and not alike else "")
         return result
 
@@ -139,6 +144,7 @@ class Ending:
         self.code, self.reason = FAILED, "ended by an exception"
         self.error: Exception | None = None  # an expected failure of training
         self.over = False  # the attempt has ended by itself
+        self._once = threading.Lock()  # around the end that another thread brings about
         self.watch: Watch | None = None  # planned and measured step times; None without a plan
         self.receipt: Receipt | None = None
         self.ledger: Ledger | None = None
@@ -157,18 +163,22 @@ class Ending:
         """Complete the files of a run that is asked to stop before its first step, in this process or another one."""
         self.peers.ask_to_stop(name)
         tell_launcher(name)
-        self._finish(code, f"{name} before the first step")
+        with self._once:
+            if not self.over:
+                self._finish(code, f"{name} before the first step")
+                self.code, self.over = code, True
         self.peers.close()
 
     def lost_process(self, words: str) -> None:
         """End this process: another process of the run has died, and this one would wait for it."""
-        if self.over:
-            os._exit(self.code)
-        try:
-            os.write(2, f"\n{words}: leaving, to be started again from the newest checkpoint.\n".encode())
-            self._finish(AGAIN, words)
-        finally:
-            os._exit(AGAIN)
+        with self._once:
+            if self.over:
+                os._exit(self.code)
+            try:
+                os.write(2, f"\n{words}: leaving, to be started again from the newest checkpoint.\n".encode())
+                self._finish(AGAIN, words)
+            finally:
+                os._exit(AGAIN)
 
     def _finish(self, code: int, reason: str) -> None:
         if self.ledger is not None:
@@ -208,6 +218,10 @@ def train_attempt(
 # ---- The run's folder
 
 
+class SharedRefusal(ConfigError):
+    """A refusal that all processes of a run raise together."""
+
+
 @contextlib.contextmanager
 def lock_workdir(setup: Setup, overlay: environment.Overlay, peers: Peers) -> Iterator[None]:
     """Lock the run's folder, and check that all processes of the run see the same run.
@@ -221,10 +235,10 @@ def lock_workdir(setup: Setup, overlay: environment.Overlay, peers: Peers) -> It
         for name, remedy in ALIKE.items():
             if len({json.dumps(each[name], sort_keys=True) for each in seen}) > 1:
                 found = "; ".join(f"process {i}: {each[name]}" for i, each in enumerate(seen[:4]))
-                raise ConfigError([Problem(name, None, f"the processes of this run do not see the same ({found})", remedy)])
+                raise SharedRefusal([Problem(name, None, f"the processes of this run do not see the same ({found})", remedy)])
         if peers.gather("lock", "locked" if handle is None else "", AGREE_S)[0]:
             rule, remedy = "another run is at work in this folder", "Wait for it, stop it, or name another folder."
-            raise ConfigError([Problem("--workdir", str(setup.workdir), rule, remedy)])
+            raise SharedRefusal([Problem("--workdir", str(setup.workdir), rule, remedy)])
         yield
     finally:
         if handle is not None and handle != NO_LOCK:
@@ -308,7 +322,7 @@ def open_services(
                 console.say(line)
             if own_process:
                 stop.at_once = ending.asked_early
-                peers.on_stop = stop.asked_elsewhere
+                peers.listen(stop.asked_elsewhere)
             try:
                 yield Services(console, writers, receipt, ledger, watchdog, peers, stop)
             except Diverged as error:

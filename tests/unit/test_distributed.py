@@ -286,6 +286,36 @@ def test_back_at_an_earlier_step_the_agreed_one_is_not_waited_for(connect: Conne
         assert not one.may_start(2) and one.stop_reason == "SIGTERM"
 
 
+def test_a_request_to_stop_reaches_a_process_that_listens_later(connect: Connect):
+    store, heard = Store(), queue.Queue[str]()
+    peers = connect(store, 2)
+    peers[0].listen(heard.put)
+    peers[1].ask_to_stop("SIGTERM")
+    assert heard.get(timeout=60) == "SIGTERM"
+    await_steps(store, 2)
+    peers[1].listen(heard.put)
+    assert heard.get(timeout=60) == "SIGTERM" and heard.empty()
+
+
+def test_a_second_close_waits_for_the_first(connect: Connect):
+    """Its caller ends the process: in the barrier, the first would be cut off."""
+    store = Store()
+    peers = connect(store, 2)
+    store.barrier = threading.Barrier(2)
+    first = threading.Thread(target=peers[1].close, daemon=True)
+    second = threading.Thread(target=peers[1].close, daemon=True)
+    first.start()
+    while store.barrier.n_waiting == 0:
+        pass
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()
+    store.barrier.wait(60)
+    for thread in (first, second):
+        thread.join(60)
+        assert not thread.is_alive()
+
+
 def test_a_process_that_does_not_publish_its_step_is_named():
     store = Store(never=("jaxtrain/reached/1",))
     store.key_value_set("jaxtrain/who/0", "host here, pid 6")
@@ -380,8 +410,9 @@ def test_the_end_of_the_service_is_reported(monkeypatch: pytest.MonkeyPatch):
     losses = Losses([peers])
     store.gone = True
     assert losses.of(0).startswith("process 0 is gone")
+    peers.ask_to_stop("SIGTERM")  # the loss has been reported
     with pytest.raises(PeerLost, match="process 0 does not answer: UNAVAILABLE"):
-        peers.ask_to_stop("SIGTERM")
+        peers.gather("a", "", 60)
 
 
 def test_process_0_leaves_last(connect: Connect, monkeypatch: pytest.MonkeyPatch):
