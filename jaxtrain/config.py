@@ -353,7 +353,9 @@ class Dtypes:
 class Fp8:
     """What `precision=fp8` leaves in bfloat16."""
 
-    exclude: str = key("", "weights or blocks, comma-separated, that compute in bf16 as wo,mlp.down or attention; '': none")
+    exclude: str = key(
+        "", "weights or blocks, comma-separated, computed in bf16, for example wo,mlp.down or attention; '': none"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,7 @@ Train a language model, or go on training it: a workdir that holds checkpoints i
   --replay=BUNDLE          repeat a failed step, and say where its first bad value comes from
   --coordinator=HOST:PORT --num-processes=N --process-id=I [--local-devices=0,1,...]
                            this is process I of a run of N, of which process 0 is at HOST:PORT. Not needed under Slurm or
-                           torchrun; docs/reliability.md has them all
+                           torchrun; docs/reliability.md lists all launchers
   --explain                print every key, its value and who set it, check the config, and stop
   --explain=markdown       print docs/config.md, which describes every key
   --help                   this text

@@ -1,4 +1,4 @@
-"""One process's part in a preflight of all of a run's: who looks at which node, what is measured together, what is told to all.
+"""One process's part in a preflight of a run: which process inspects each node, and how they measure and share findings.
 
 Every process of the run calls this. On each host the first process looks at the node; all of them measure, because collectives
 over all GPUs need all of them. In the end each has the findings of all, so that all come to the same verdict.
