@@ -344,7 +344,7 @@ class Dtypes:
     grads: str = key("auto", "gradients summed over microbatches (auto: f32)", choices=("auto", "f32", "bf16"))
     reduce: str = key(
         "auto",
-        "gradients summed over devices; each one's own has the compute type (auto: that)",
+        "gradients summed over devices (auto: the compute type, which a device's own gradient has)",
         choices=("auto", "f32", "bf16"),
     )
 
@@ -353,9 +353,7 @@ class Dtypes:
 class Fp8:
     """What `precision=fp8` leaves in bfloat16."""
 
-    exclude: str = key(
-        "", "weights or blocks, comma-separated, computed in bf16, for example wo,mlp.down or attention; '': none"
-    )
+    exclude: str = key("", "weights or blocks computed in bf16, comma-separated: wo,mlp.down or attention; '': none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -410,13 +408,11 @@ class Train:
     memory_fraction: float = key(
         0.0, "part of GPU memory for JAX; 0: all but the reserve for NCCL and the context", at_least=0, at_most=1
     )
-    max_minutes: str = key(
-        "", "leave with exit code 75 after so many minutes, state saved | auto: before Slurm's end of the job"
-    )
+    max_minutes: str = key("", "save and exit with 75 after this many minutes | auto: before Slurm's end of the job")
     loss_spike_sigma: float = key(
         0.0,
-        "a step is skipped where loss or gradient norm is so many robust standard deviations above the last 128; 0: only where "
-        "one is not finite",
+        "a step is skipped where loss or gradient norm is this many robust standard deviations above the last 128; 0: only "
+        "where one is not finite",
         at_least=0,
     )
     on_divergence: str = key(
@@ -424,12 +420,12 @@ class Train:
         "after max_skipped_steps; stop: exit code 76; rollback: to the last good checkpoint, and past the data that did it",
         choices=("stop", "rollback"),
     )
-    max_skipped_steps: int = key(8, "so many skipped steps in a row are a divergence", at_least=1)
+    max_skipped_steps: int = key(8, "this many skipped steps in a row are a divergence", at_least=1)
     timeouts: str = key(
         "", "seconds until a hang is ended, as step=900,data=300: startup, compile, step, checkpoint, data; 0: never"
     )
     sdc_check_every: int = key(
-        0, "take every so many steps twice and compare all bits, to find faulty hardware; 0: never", at_least=0
+        0, "every this many steps, take the step twice and compare all bits, to find faulty hardware; 0: never", at_least=0
     )
     deterministic: bool = key(
         False, "the same bits from every run on the same GPUs: slower kernels, and XLA's choices kept with the run"
@@ -483,7 +479,7 @@ class Optimizer:
     )
 
     def decay(self, steps: int) -> int:
-        """Return how many steps the decay takes in a run of so many: decay_steps, or what the schedule derives for 0."""
+        """Return the steps of the decay in a run of this length: decay_steps, or the schedule's own number for 0."""
         after = max(1, steps - max(1, self.warmup_steps))
         derived = max(1, steps // 5) if self.schedule == "wsd" else after
         return min(self.decay_steps or derived, after)
