@@ -76,7 +76,7 @@ def test_a_bad_step_is_skipped_and_kept_for_a_replay(
 
 
 def test_a_learning_rate_that_blows_up_ends_the_run(tmp_path: Path) -> None:
-    how = {"optimizer__lr": 1e30, "optimizer__lr_min": 0, "optimizer__warmup_steps": 0}
+    how = {"optimizer__groups": "*:lr=1e30", "optimizer__lr_min": 0, "optimizer__warmup_steps": 0}
     assert runs.train(runs.small(), tmp_path / "run", **how) == 76
     assert runs.steps(tmp_path / "run") == []
     assert list(runs.losses(tmp_path / "run")) == list(range(1, 10))
