@@ -1,4 +1,4 @@
-"""What a resumed run may change, and what a change of each key does: one table, and the comparison of two configs by it.
+"""The table of keys that a resumed run may change, with the effect of each change, and the comparison of two configs by it.
 
 No jax, no files. `receipt`, `parity` and the cache of `plan` read the table too.
 """

@@ -73,21 +73,15 @@ def start(cluster: Cluster, *, init_timeout_s: int = 300) -> None:
         raise ClusterError(what) from failures[0]
     client: Any = distributed.global_state.client
     try:
-        _publish(client, cluster, init_timeout_s)
-    except ClusterError:
-        raise
+        client.key_value_set(f"jaxtrain/who/{cluster.process_id}", this_process())
+        if cluster.process_id == 0:
+            client.key_value_set("jaxtrain/count", str(cluster.num_processes))
+        count = int(client.blocking_key_value_get("jaxtrain/count", 1000 * init_timeout_s))
     except RuntimeError as error:
         what = f"process {cluster.process_id} has lost process 0 at {cluster.coordinator} right after it connected: {error}"
         raise ClusterError(what) from error
-
-
-def _publish(client: Any, cluster: Cluster, timeout_s: int) -> None:
-    """Publish this process's name, and compare its count with that of process 0. Raises ClusterError."""
-    client.key_value_set(f"jaxtrain/who/{cluster.process_id}", this_process())
     # JAX does not compare the counts, and a process with a higher one would wait for processes that do not exist.
-    if cluster.process_id == 0:
-        client.key_value_set("jaxtrain/count", str(cluster.num_processes))
-    elif (count := int(client.blocking_key_value_get("jaxtrain/count", 1000 * timeout_s))) != cluster.num_processes:
+    if count != cluster.num_processes:
         raise ClusterError(
             f"process {cluster.process_id} was started as one of {cluster.num_processes} processes, process 0 as one of "
             f"{count}. Fix: give all processes the same count. It comes from {cluster.source}."

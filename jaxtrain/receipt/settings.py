@@ -10,8 +10,8 @@ from jaxtrain.hardware import NCCL_ALGO
 from jaxtrain.receipt.result import Difference, differing
 from jaxtrain.resume import NOTHING, effect
 
-# Of the keys without effect: what utilisation (MFU) is counted by. Keys that take time alone are compared too. Those of env.*
-# are compared as the variables that came of them.
+# MFU is counted by this key, so it is compared although it has no effect. Keys that take only time are compared too. The
+# variables that env.* set are compared instead of env.* itself.
 STATED = ("log.peak_tflops",)
 FILES = ("data.source", "data.tokenizer")  # paths: compared by what the files hold, where both receipts tell
 HELD_OUT = ("data.eval_source",)
