@@ -17,8 +17,6 @@ from jaxtrain.plan.search.parallel import Outcome
 
 H200 = topology.parse("h200:8")
 RATES = rates_for(H200.gpu, "bf16")
-# Where the plans of `above` are fastest.
-FASTEST = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 1, "train.grad_accum": 4}
 
 
 def load(*overrides: str, file: str = "configs/llama3_8b.py") -> config.RunConfig:
@@ -74,17 +72,9 @@ def made(run: config.RunConfig, machine: topology.Topology, step_s: float, peak_
 
 
 def above(run: config.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
-    """Always a tenth above the bound in time, and more the further the layout is from FASTEST; a fifth above in memory."""
+    """Always a tenth above the formula in time, and as large as it is likely to be."""
     least = bound.bound(run, machine, rates or rates_for(machine.gpu, run.precision))
-    found = flat(run)
-    off = sum(found[key] != value for key, value in FASTEST.items())
-    return made(run, machine, least.step_s * (1.1 + 0.05 * off), least.memory_gib * 1.2, rates)
-
-
-def below_its_bound(run: config.RunConfig, machine: topology.Topology, rates: Rates) -> Plan:
-    """A tenth below the bound with two replicas or more."""
-    least = bound.bound(run, machine, rates)
-    return made(run, machine, least.step_s * (0.9 if run.mesh.data > 1 else 1.1), least.memory_gib * 1.2, rates)
+    return made(run, machine, least.step_s * 1.1, least.likely_gib, rates)
 
 
 def nothing_fits(run: config.RunConfig, machine: topology.Topology, rates: Rates) -> Plan:

@@ -192,15 +192,15 @@ def layouts(shape: Shape, topology: Topology, moments: str, rates: Rates) -> lis
     Tensor groups stay inside a node, and replicas of the state are whole nodes: the search (`--search`) looks further.
     """
     run, check = base(shape, topology, moments), training_check(topology)
-    policies = list(remat_policies(run, topology, rates))
+    policies = list(remat_policies(run))
     found = []
-    for split in meshes(run, topology, rates):
-        if split["mesh.tensor"] > topology.gpus or split["mesh.data"] not in (1, topology.nodes):
+    for split in meshes(run, topology):
+        if dict(split)["mesh.data"] not in (1, topology.nodes):
             continue
-        if check(with_overrides(run, split.items())):
+        if check(with_overrides(run, split)):
             continue
         for policy in policies:
-            overrides = (*split.items(), *policy.items())
+            overrides = (*split, *policy)
             changed = with_overrides(run, overrides)
             least = bound(changed, topology, rates)
             found.append(Layout(changed, changes(run, overrides), float(f"{least.step_s:.3g}"), least.memory_gib))
