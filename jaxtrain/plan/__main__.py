@@ -35,14 +35,15 @@ Will it fit, how fast will it be, and what moves? Compiles the train step for a 
   --json=FILE              everything the plan found, for programs
   --html=FILE              one page with pictures
   --hlo=FILE               the scheduled program that all of it was read from
-  --why                    take back each choice that saves memory, and say what the step would need without it
+  --why                    plan it without each setting that saves memory, one at a time
   --traffic                bytes moved outside of GEMMs and attention, part by part, beside the least that could be
   --cudnn=auto             who tells the workspace of cuDNN's attention: formula; library, cuDNN itself, where the extra
                            plan-cudnn is installed; auto is library where it can be had and formula elsewhere
   --experts-load=L         the busiest expert of each layer draws L times its even share; default 1.0
-  --no-fit                 where the step does not fit, do not look for what would make it fit
+  --no-fit                 compile also what cannot fit by formula, and do not look for what would fit
   --shardings[=FILTER]     instead: how every array is split, without compiling; as --shardings=mlp or kind=parameter
-  --search                 instead: find the fastest layout that fits; of those equal within 5%, the one least on links
+  --search                 instead: find the fastest layout that fits, by formula at once and then compiled; of those equal
+                           within 5%, the one least on links
   --budget=SECONDS         of --search, --what-fits, --why and of the search for what would fit; 0: no limit
   --most=N                 plans of a --search, those it finds in its cache included; default {most}
   --jobs=N                 compiles at a time; default: as many as cores
@@ -301,10 +302,11 @@ def _plan(
     console: rich.console.Console,
     cudnn: cudnn_library.Library | None,
 ) -> int:
+    from jaxtrain.page.sections import print_sections
     from jaxtrain.plan.compile import compile_step
     from jaxtrain.plan.make import read_plan
     from jaxtrain.plan.program import traffic
-    from jaxtrain.plan.report import page, search_report, terminal, traffic_report
+    from jaxtrain.plan.report import page, search_report, sections, terminal
     from jaxtrain.plan.result import to_json
     from jaxtrain.plan.search.search import search
     from jaxtrain.plan.topology import CHIPS
@@ -321,9 +323,9 @@ def _plan(
         Path(options["hlo"]).expanduser().write_text(compiled.text)
     moved = traffic.parts(compiled.run, compiled.program, plan.kernels) if options["traffic"] else ()
     del compiled
-    terminal.text(plan, console, steps=run.train.steps)
+    terminal.print_plan(plan, console, steps=run.train.steps)
     if moved:
-        traffic_report.show(moved, console)
+        print_sections([sections.traffic_section(moved)], console)
 
     interrupted = False
     if topology.chip not in CHIPS:
@@ -352,14 +354,13 @@ def _plan(
 
 def _refused(loaded: Loaded, topology: Any, console: rich.console.Console) -> bool:
     """Print that a config cannot fit by formula, and what would. Return False if it may fit, or if its program is asked for."""
-    from jaxtrain.plan.rates import rates_for
     from jaxtrain.plan.report import search_report
     from jaxtrain.plan.search.search import refuse
 
     options = loaded.options
     if any(options[name] for name in ("no-fit", "hlo", "html", "traffic")):
         return False
-    why = refuse(loaded.run, topology, rates_for(topology.gpu, loaded.run.precision))
+    why = refuse(loaded.run, topology)
     if why is None:
         return False
     lines = search_report.show_refusal(why, _name(loaded), _overrides(loaded), topology, console)

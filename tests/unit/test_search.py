@@ -132,7 +132,7 @@ def test_ten_are_shown_that_may_fit_best_first():
     assert all(c.bound.memory_gib <= found.usable_gib for c in found.candidates)
     assert found.shown[0].bound.step_s < 1.05 * min(c.bound.step_s for c in found.candidates)
     text = printed(lambda console: search_report.show_ranked(found, console))
-    assert "the best 10 by formula, not compiled" in text and "the config's own" in text
+    assert "The best 10 by formula, not compiled" in text and "the config's own" in text
 
 
 def test_the_config_itself_is_one_of_them():
@@ -153,8 +153,8 @@ def test_search_finds_the_best_and_ends_when_no_formula_is_below_it(inline):
     assert result.ended == "complete" and result.best and result.best.fits
     assert result.best.plan.time.step_ms <= (1 + search.ERROR) * fastest
     assert all(c.verdict and c.reason for c in result.tried)
-    some = find(run, most=6)
-    assert len(some.tried) == 6 and some.ended == "most" and some.best.fits
+    some = find(run, most=2)
+    assert len(some.tried) == 2 and some.ended == "most" and some.best.fits
 
 
 def test_layouts_within_the_error_are_equal_and_the_least_on_links_comes_first():
@@ -273,7 +273,7 @@ def test_a_plan_far_above_its_formula_makes_the_search_careful(inline):
 
 def test_storage_types_come_after_all_that_costs_only_time(inline):
     """State, gradients and inputs of 70B with float32 moments are too much, whatever is recomputed."""
-    run = load(*FULL, "dtypes.m=f32", "dtypes.v=f32", file=FILE_70B)
+    run = load(*FULL, "dtypes.m=f32", "dtypes.v=f32", "train.memory_fraction=0.85", file=FILE_70B)
     result = fit(run)
     assert result.best.rank == 1 and "dtypes.m=bf16" in result.best.changes
     assert "the first moment is rounded" in printed(lambda console: search_report.show(result, console))
@@ -304,7 +304,7 @@ def test_nothing_is_found_that_fits(inline):
 )
 def test_what_cannot_fit_is_refused_with_the_next_larger_machine(file, machine, larger):
     run, where = load(file=f"configs/{file}.py"), topology.parse(machine)
-    why = search.refuse(run, where, RATES)
+    why = search.refuse(run, where)
     assert why and why.least_gib > why.usable_gib and why.fix is None
     there, c = why.larger
     assert there.name == larger and not space.training_check(there)(c.run)
@@ -314,7 +314,7 @@ def test_what_cannot_fit_is_refused_with_the_next_larger_machine(file, machine, 
 
 def test_a_config_that_a_change_makes_fit_is_refused_with_the_change():
     run = load("dtypes.m=f32", "dtypes.v=f32", "train.global_batch=128", "train.grad_accum=1", *FULL, file=FILE_70B)
-    why = search.refuse(run, H200, RATES)
+    why = search.refuse(run, H200)
     assert why and why.fix and why.fix.bound.likely_gib <= why.usable_gib
     lines = printed(lambda console: search_report.show_refusal(why, "made", ("dtypes.m=f32",), H200, console))
     assert all(f"--config.{change}" in lines for change in why.fix.changes)
@@ -322,11 +322,11 @@ def test_a_config_that_a_change_makes_fit_is_refused_with_the_change():
 
 @pytest.mark.parametrize("file", ["llama3_8b", "llama3_70b", "llama3_1b", "llama2_7b", "mixtral_8x7b", "qwen3_30b_a3b"])
 def test_what_fits_is_not_refused(file):
-    assert search.refuse(load(file=f"configs/{file}.py"), H200, RATES) is None
+    assert search.refuse(load(file=f"configs/{file}.py"), H200) is None
 
 
 def test_a_family_of_ones_own_is_not_refused():
-    assert search.refuse(load("model.family=helpers:WiderFamily"), H200, RATES) is None
+    assert search.refuse(load("model.family=helpers:WiderFamily"), H200) is None
 
 
 def test_a_larger_machine_keeps_the_batch_where_it_divides():

@@ -1,17 +1,17 @@
 """A search as text and as plain data: the formula's ten best at once, each plan as it comes, the line to paste."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from jaxtrain.commands import spelled
-from jaxtrain.plan.numbers import column, percent, rough, size
-from jaxtrain.plan.report.figures import remat, span
-from jaxtrain.plan.report.lines import heading, listed, row, say, table
+from jaxtrain.page.numbers import percent, rough, size
+from jaxtrain.page.sections import Column, Listing, Section, Table, labels, numbers, print_sections, say
 from jaxtrain.plan.report.live import live
+from jaxtrain.plan.report.sections import describe_remat, span
 from jaxtrain.plan.result import Plan
 from jaxtrain.plan.search.bound import mesh_sizes
 from jaxtrain.plan.search.parallel import Outcome
@@ -19,7 +19,6 @@ from jaxtrain.plan.search.search import ERROR, Candidate, Refusal, SearchResult
 from jaxtrain.plan.search.space import Overrides, changes
 from jaxtrain.plan.topology import Topology
 
-STYLES = {"best": "bold green", "equal": "green", "too big": "red", "failed": "yellow"}
 ENDINGS = {
     "complete": "complete: no setting that is left can be better, by formula",
     "found": "ended at the first that fits",
@@ -63,7 +62,7 @@ def describe(candidate: Candidate, topology: Topology) -> str:
     """Return a setting in one line."""
     t = candidate.run.train
     rows = f"{t.grad_accum} x {t.global_batch // t.grad_accum} sequences"
-    return f"{mesh(candidate, topology)}, {rows}, remat {remat(candidate.run)}"
+    return f"{mesh(candidate, topology)}, {rows}, remat {describe_remat(candidate.run)}"
 
 
 def _came_of(outcome: Outcome | None) -> str:
@@ -79,16 +78,12 @@ def show_ranked(found: SearchResult, console: Console) -> None:
     kinds = {"speed": "layouts", "fit": "ways to make it fit"}
     could = f"{len(found.candidates):,} {kinds[found.objective]} that may fit, {found.too_big:,} that cannot by formula"
     say(console, f"{found.name} on {found.topology.name}: {could}", "bold")
-    if found.shown:
-        heading(console, f"the best {len(found.shown)} by formula, not compiled")
-        console.print(_table(found, found.shown))
+    _show_table(f"The best {len(found.shown)} by formula, not compiled", found, found.shown, console)
 
 
 def show(found: SearchResult, console: Console) -> None:
     """Print the settings that were compiled, best first, and the overrides of the best."""
-    if found.tried:
-        heading(console, f"{len(found.tried)} compiled")
-        console.print(_table(found, found.tried))
+    _show_table(f"{len(found.tried)} compiled", found, found.tried, console)
     equal = sum(c.verdict in ("best", "equal") for c in found.tried)
     if found.objective == "speed" and equal > 1:
         order = "Of these the first has the least time on links, then the fewest mesh axes, then the shortest step."
@@ -96,6 +91,37 @@ def show(found: SearchResult, console: Console) -> None:
     left = len(found.candidates) - len(found.tried)
     say(console, f"{ENDINGS[found.ended]}; {left:,} settings not compiled; {found.seconds:.0f} s")
     show_best(found, console)
+
+
+def _show_table(title: str, found: SearchResult, some: Sequence[Candidate], console: Console) -> None:
+    """Print one row for each setting: its plan, or else its formula."""
+    if not some:
+        return
+    compiled = any(c.outcome for c in some)
+    some = [c for c in some if c.plan or not compiled]
+    runs = [c.run for c in some]
+    own = ["" if c.changes else "the config's own" for c in some]
+    gathers = [r.sharding.gather if r.sharding.zero == 3 else f"zero={r.sharding.zero}" for r in runs]
+    each = [r.train.global_batch / r.train.grad_accum / found.topology.total for r in runs]
+    steps = [c.plan.time.step_ms if c.plan else c.bound.step_s * 1e3 for c in some]
+    sizes = [c.plan.memory.taken_gib if c.plan else c.bound.likely_gib for c in some]
+    columns = [
+        Column("mesh", [mesh(c, found.topology) for c in some]),
+        Column("remat", [describe_remat(r) for r in runs]),
+        Column("seq/GPU", [f"{n:g}" for n in each], each),
+        labels("accum", [r.train.grad_accum for r in runs]),
+        Column("gather", gathers),
+        numbers("roofline ms" if compiled else "formula ms", steps, total=False),
+        numbers("GiB", sizes, total=False),
+    ]
+    if compiled:
+        columns.append(Column("expected ms", [span(c.plan.time.expected_step_ms) for c in some if c.plan], steps))
+        notes = [f"{c.verdict}: {', '.join(filter(None, (c.reason, note)))}" for c, note in zip(some, own, strict=True)]
+    else:
+        notes = own if found.objective == "speed" else [" ".join(c.changes) for c in some]
+    columns.append(Column("", notes))
+    failed = [f"{describe(c, found.topology)}: {c.reason}" for c in found.tried if c.outcome and not c.plan]
+    print_sections([Section(title, [Table(title, columns), Listing(failed, "warning")])], console)
 
 
 def show_best(found: SearchResult, console: Console) -> None:
@@ -111,7 +137,7 @@ def show_best(found: SearchResult, console: Console) -> None:
     if not best.changes:
         say(console, f"{title} ({source}) is the config's own", "bold")
         return
-    listed(console, f"{title} costs accuracy", _costs(best))
+    print_sections([Section(f"{title} costs accuracy", [Listing(_costs(best))])], console)
     say(console, f"{title} ({source}), to paste behind the config", "bold")
     console.print(Text(paste(best)), soft_wrap=True)
 
@@ -139,46 +165,20 @@ def hints(found: SearchResult) -> tuple[str, ...]:
     return tuple(lines or ["no setting was found that fits"])
 
 
-def _table(found: SearchResult, some: Iterable[Candidate]) -> Any:
-    some = list(some)
-    compiled = any(c.outcome for c in some)
-    source = "roofline" if compiled else "formula"
-    names = ["mesh", "remat", "seq/GPU", "accum", "gather", f"{source} ms", "GiB"]
-    rows = table([*names, *(["expected ms", ""] if compiled else ["changes"])], numeric=range(2, 7))
-    rows.columns[4].justify = "left"
-    times = iter(column([c.plan.time.step_ms if c.plan else c.bound.step_s * 1e3 for c in some]))
-    sizes = iter(column([c.plan.memory.taken_gib if c.plan else c.bound.likely_gib for c in some]))
-    for c in some:
-        run, time, gib = c.run, next(times), next(sizes)
-        if compiled and not c.plan:
-            time = gib = "-"
-        each = run.train.global_batch / run.train.grad_accum / found.topology.total
-        gather = f"zero={run.sharding.zero}" if run.sharding.zero != 3 else run.sharding.gather
-        cells = [mesh(c, found.topology), remat(run), f"{each:g}", str(run.train.grad_accum), gather, time, gib]
-        own = "" if c.changes else " (the config's own)"
-        if compiled:
-            cells += [span(c.plan.time.expected_step_ms if c.plan else None), f"{c.verdict}: {c.reason}{own}"]
-        else:
-            cells += [" ".join(c.changes) if found.objective == "fit" else own.strip(" ()")]
-        row(rows, *cells, style=STYLES.get(c.verdict, ""))
-    return rows
-
-
 def show_refusal(why: Refusal, name: str, overrides: Iterable[str], topology: Topology, console: Console) -> tuple[str, ...]:
     """Print that a config cannot fit, and the line of what probably does. Return what it printed, as hints."""
     need = f"at least {size(why.least_gib)} on each GPU, {size(why.usable_gib)} are usable"
     say(console, f"does not fit: {name} on {topology.name} needs {need}", "bold red")
     say(console, f"weights and moments alone take {size(why.state_gib)}; by formula, nothing was compiled")
     own = [o if o.startswith("--") else f"--config.{o}" for o in overrides]
-    found = [(topology, why.fix, "this machine, if you change")] if why.fix else []
+    found = [(topology, why.fix, "here, with these changes")] if why.fix else []
     if why.larger:
-        found.append((*why.larger, f"{why.larger[0].total} GPUs"))
+        found.append((*why.larger, f"on {why.larger[0].total} GPUs"))
     lines = []
     for machine, c, where in found:
         mine = [o for o in own if o.removeprefix("--config.").partition("=")[0] not in _keys(c.changes)]
-        at = f"about {size(c.bound.likely_gib)} on each GPU by formula"
-        heading(console, f"probably fits on {where}: {at}" if c is not why.fix else f"probably fits here: {at}")
-        listed(console, "it costs accuracy", _costs(c))
+        title = f"probably fits {where}: about {size(c.bound.likely_gib)} on each GPU by formula"
+        print_sections([Section(title, [Listing([f"costs accuracy: {cost}" for cost in _costs(c)]), ""])], console)
         words = [spelled("python -m jaxtrain.plan"), f"--config={name}", *mine, f"--topology={machine.name}", _typed(c.changes)]
         lines.append(" ".join(filter(None, words)))
         console.print(Text(lines[-1]), soft_wrap=True)
@@ -206,7 +206,8 @@ def show_savings(
             more = outcome.plan.time.step_ms / plan.time.step_ms - 1
             text += f", {percent(abs(more))} {'slower' if more > 0 else 'faster'}: not needed for memory"
         lines.append(text)
-    listed(console, "what saves memory, and the step without it", lines or ["no setting of the config saves memory"])
+    shown = lines or ["no setting of the config saves memory"]
+    print_sections([Section("What saves memory, and the step without it", [Listing(shown)])], console)
     return tuple(lines)
 
 

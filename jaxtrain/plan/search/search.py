@@ -299,22 +299,20 @@ class Refusal:
     larger: tuple[Topology, Candidate] | None
 
 
-def refuse(run: RunConfig, topology: Topology, rates: Rates) -> Refusal | None:
+def refuse(run: RunConfig, topology: Topology) -> Refusal | None:
     """Return why a config cannot fit and what would, in about a second; None if it might fit, or if it is not legal here.
 
-    A config whose mesh is not legal on the machine is refused only if its state is too big for any mesh.
+    A config that is not legal on the machine is refused only if its state is too big for any mesh.
     """
-    usable = topology.usable_gib(run.train.memory_fraction)
-    check = training_check(topology)
-    state = least_state_gib(run, topology)
-    legal = not check(run)
+    usable, check = topology.usable_gib(run.train.memory_fraction), training_check(topology)
+    legal, state = not check(run), least_state_gib(run, topology)
+    if not legal and state <= usable:
+        return None
+    rates = rates_for(topology.gpu, run.precision)
     least = bound(run, topology, rates) if legal else Bound(0.0, state, state)
     if least.memory_gib <= usable:
         return None
-    likely = iter(())
-    if legal:
-        likely = (c for c in rank(run, "", topology, "fit", check, rates).shown if c.bound.likely_gib <= usable)
-    fix = next(likely, None)
+    fix = rank(run, "", topology, "fit", check, rates).best if legal else None
     return Refusal(least.memory_gib, least.state_gib, usable, fix, larger_machine(run, topology, rates))
 
 
