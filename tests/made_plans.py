@@ -107,35 +107,17 @@ def sleeps(run: config.RunConfig, machine: topology.Topology, rates: Rates | Non
 
 
 class Inline:
-    """A pool that plans in this process, one after the other."""
+    """Children that plan in this process, one after the other."""
 
     last: "Inline"
 
-    def __init__(self, jobs: int = 0, *, plan_one: str, timeout_s: float = 0.0):
-        self.waiting: dict[Any, Any] = {}
-        self.plan_one = plan_one
+    def __init__(self) -> None:
         self.started: list[config.RunConfig] = []
         Inline.last = self
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.waiting.clear()
-
-    @property
-    def running(self) -> tuple[Any, ...]:
-        return tuple(self.waiting)
-
-    @property
-    def room(self) -> bool:
-        return not self.waiting
-
-    def start(self, ident: Any, request: Any) -> None:
-        self.waiting[ident] = request
+    def plan(self, request: Any, plan_one: str, timeout_s: float) -> Outcome:
         self.started.append(request.run)
+        return Outcome(parallel.call(plan_one, request.run, request.topology, request.rates), "planned")
 
-    def wait(self, seconds: float) -> list[tuple[Any, Outcome]]:
-        ((ident, r),) = self.waiting.items()
-        self.waiting.clear()
-        return [(ident, Outcome(parallel.call(self.plan_one, r.run, r.topology, r.rates), "planned"))]
+    def end(self) -> None:
+        """Nothing runs."""

@@ -1,6 +1,6 @@
 """Plans made in child processes: those that go wrong, and a real search, advice, and a table of what fits, by XLA:GPU."""
 
-import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -52,10 +52,8 @@ def test_a_child_that_takes_too_long_is_stopped(children):
 
 
 def test_a_child_that_the_system_kills_ran_out_of_memory(children):
-    with parallel.Pool(1, plan_one="made_plans:killed") as pool:
-        pool.start("one", request())
-        found = pool.wait(300.0)
-    assert found[0][1].kind == "out of memory" and "killed, as the system does" in found[0][1].reason
+    found = parallel.plan_many({0: request()}, plan_one="made_plans:killed")
+    assert found[0].kind == "out of memory" and "killed, as the system does" in found[0].reason
 
 
 def test_budget_stops_children(children):
@@ -63,16 +61,24 @@ def test_budget_stops_children(children):
     assert {o.kind for o in found.values()} == {"stopped"} and "budget of 1 s" in found[0].reason
 
 
-def test_no_child_outlives_its_pool(children):
-    with pytest.raises(KeyboardInterrupt), parallel.Pool(2, plan_one="made_plans:sleeps") as pool:
-        for i in range(2):
-            pool.start(i, request())
-        pids = [child.process.pid for child in pool._children.values()]
-        assert len(pids) == 2 and not pool.room
-        raise KeyboardInterrupt
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+def test_no_child_outlives_an_interrupt(children, monkeypatch):
+    started = []
+    popen = parallel.subprocess.Popen
+
+    def start(*args, **options):
+        started.append(popen(*args, **options))
+        return started[-1]
+
+    def press(running, seconds):
+        if len(started) == 2:
+            raise KeyboardInterrupt
+        return ()
+
+    monkeypatch.setattr(parallel.subprocess, "Popen", start)
+    monkeypatch.setattr(parallel, "_wait", press)
+    with pytest.raises(KeyboardInterrupt):
+        parallel.plan_many({i: request() for i in range(3)}, jobs=2, plan_one="made_plans:sleeps")
+    assert len(started) == 2 and all(process.poll() == -signal.SIGKILL for process in started)
 
 
 # ---- Compiled
@@ -137,7 +143,7 @@ def test_a_table_of_what_fits_is_compiled_written_and_made_again_from_the_cache(
     def start(*_):
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(parallel.Pool, "start", start)
+    monkeypatch.setattr(parallel._Children, "plan", start)
     assert what_fits.run(Console(width=250), tmp_path / "again.md", jobs=2, **what) == 0
     assert (tmp_path / "again.md").read_text().splitlines()[:-4] == page.splitlines()[:-4]
 
@@ -157,10 +163,10 @@ def test_ctrl_c_among_many_plans_tells_what_there_is(asked, monkeypatch, tmp_pat
     monkeypatch.chdir(request.config.rootpath)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # what the command sets would stay with the tests that follow
 
-    def interrupted(self, seconds):
+    def interrupted(running, seconds):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxtrain.plan.search.parallel.Pool.wait", interrupted)
+    monkeypatch.setattr(parallel, "_wait", interrupted)
     argv = [*SMALL, "--topology=h200:8", "--config.dtypes.m=bf16", *asked, f"--cache={tmp_path}"]
     assert command.main(argv) == command.INTERRUPTED
     printed = capsys.readouterr().out

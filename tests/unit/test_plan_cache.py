@@ -16,7 +16,7 @@ from jaxtrain.plan.search.cache import Cache, Failure
 
 
 def test_a_search_again_plans_nothing_but_what_was_damaged(tmp_path, monkeypatch):
-    monkeypatch.setattr(parallel, "Pool", Inline)
+    monkeypatch.setattr(parallel, "_Children", Inline)
     kept = Cache(tmp_path)
     requests = {i: parallel.Request(load(f"loss.chunk={256 * i}"), H200, "made") for i in (1, 2, 3)}
 

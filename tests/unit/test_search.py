@@ -22,7 +22,8 @@ FULL = ("remat.policy=full", "remat.tensors=")
 
 @pytest.fixture
 def inline(monkeypatch):
-    monkeypatch.setattr(parallel, "Pool", Inline)
+    monkeypatch.setattr(parallel, "_Children", Inline)
+    monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda pid: {0})
 
 
 def find(run: RunConfig | None = None, plan_one: str = "made_plans:above", machine: topology.Topology = FOUR, **options):
@@ -208,11 +209,11 @@ def test_report_and_json(inline):
 
 @pytest.mark.parametrize("how", ["budget", "interrupted"])
 def test_an_early_end_leaves_the_best_by_formula(inline, monkeypatch, how):
-    def press(self, seconds):
+    def press(running, seconds):
         raise KeyboardInterrupt
 
     if how == "interrupted":
-        monkeypatch.setattr(Inline, "wait", press)
+        monkeypatch.setattr(parallel, "_wait", press)
     else:
         clock = iter(range(0, 100_000, 10))
         monkeypatch.setattr(search.time, "monotonic", lambda: float(next(clock)))
@@ -224,13 +225,16 @@ def test_an_early_end_leaves_the_best_by_formula(inline, monkeypatch, how):
 
 
 def test_ctrl_c_reports_the_plans_so_far(inline, monkeypatch):
-    def press(self, seconds):
-        if len(self.started) > 1:
-            raise KeyboardInterrupt
-        return wait(self, seconds)
+    calls = []
 
-    wait = Inline.wait
-    monkeypatch.setattr(Inline, "wait", press)
+    def press(running, seconds):
+        calls.append(seconds)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return wait(running, 60.0)
+
+    wait = parallel._wait
+    monkeypatch.setattr(parallel, "_wait", press)
     result = find()
     assert result.ended == "interrupted" and len(result.tried) == 1 and result.best and result.best.fits
 

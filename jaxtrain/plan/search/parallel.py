@@ -13,11 +13,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent import futures
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from jaxtrain import config
 from jaxtrain.config import RunConfig
@@ -28,7 +30,6 @@ from jaxtrain.plan.topology import Topology
 
 MAKE = "jaxtrain.plan.make:make_plan"
 TIMEOUT_S = 900.0  # of one plan; 8B takes some ten seconds on two cores, and 70B on 1,024 GPUs no longer
-POLL_S = 0.05
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
@@ -57,103 +58,71 @@ class Outcome:
     seconds: float = 0.0
 
 
-@dataclasses.dataclass
-class _Child:
-    process: subprocess.Popen[bytes]
-    result: Path
-    errors: Path
-    started: float
+class _Children:
+    """Child processes that plan, each watched by a thread of the caller."""
 
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.Lock()
+        self._ended = False
 
-class Pool:
-    """Up to `jobs` child processes at a time; 0: as many as cores. A context manager: no child outlives it."""
+    def end(self) -> None:
+        """End every child, and start no more."""
+        with self._lock:
+            self._ended = True
+            for process in self._running:
+                process.kill()
 
-    def __init__(self, jobs: int = 0, *, plan_one: str = MAKE, timeout_s: float = TIMEOUT_S):
-        self.jobs = jobs or len(os.sched_getaffinity(0))
-        self._plan_one, self._timeout_s = plan_one, timeout_s
-        self._children: dict[Any, _Child] = {}
-        self._count = 0
-
-    def __enter__(self) -> Self:
-        self._folder = tempfile.TemporaryDirectory(prefix="jaxtrain-plans-")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for child in self._children.values():
-            _kill(child)
-        self._children.clear()
-        self._folder.cleanup()
-
-    @property
-    def running(self) -> tuple[Any, ...]:
-        """Return the ids of requests that compile now."""
-        return tuple(self._children)
-
-    @property
-    def room(self) -> bool:
-        return len(self._children) < self.jobs
-
-    def start(self, ident: Any, request: Request) -> None:
-        """Start a child for this request. `wait` returns its outcome under `ident`."""
-        self._count += 1
-        result, errors = (Path(self._folder.name) / f"{self._count}.{end}" for end in ("json.gz", "err"))
+    def plan(self, request: Request, plan_one: str, timeout_s: float) -> Outcome:
+        """Plan one request in a child, and wait for it."""
+        began = time.monotonic()
         job = {
             "config": config.to_dict(request.run),
             "topology": request.topology.name,
             "rates": request.rates and dataclasses.asdict(request.rates),
-            "plan_one": self._plan_one,
+            "plan_one": plan_one,
         }
         root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
-        with errors.open("wb") as log, tempfile.TemporaryFile(dir=self._folder.name) as given:
-            given.write(json.dumps(job).encode())
-            given.seek(0)
-            process = subprocess.Popen(
-                [sys.executable, "-m", "jaxtrain.plan.search.parallel", str(result)],
-                stdin=given,
-                stdout=log,
-                stderr=log,
-                env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
-                start_new_session=True,  # Ctrl-C goes to the parent alone, which then ends its children
-            )
-        self._children[ident] = _Child(process, result, errors, time.monotonic())
-
-    def wait(self, seconds: float) -> list[tuple[Any, Outcome]]:
-        """Return outcomes as soon as there are some, at the latest after `seconds`. Children over their time are ended."""
-        until = time.monotonic() + seconds
-        while True:
-            done = [(ident, outcome) for ident, child in list(self._children.items()) if (outcome := self._look(child))]
-            for ident, _ in done:
-                del self._children[ident]
-            if done or not self._children or time.monotonic() >= until:
-                return done
-            time.sleep(min(POLL_S, max(0.0, until - time.monotonic())))
-
-    def _look(self, child: _Child) -> Outcome | None:
-        """Return the outcome of a child that has ended, or that is ended here for its time."""
-        took = time.monotonic() - child.started
-        if child.process.poll() is None:
-            if took <= self._timeout_s:
-                return None
-            _kill(child)
-            return Outcome(None, "out of time", f"not planned within {self._timeout_s:g} s", took)
-        code = child.process.returncode
-        if child.result.is_file():
-            tree = json.loads(gzip.decompress(child.result.read_bytes()))
-            if "failure" in tree:
-                return Outcome(None, tree["kind"], tree["failure"], took)
-            return Outcome(from_json(tree), "planned", "", took)
-        if code == -signal.SIGKILL:
-            return Outcome(None, "out of memory", "killed, as the system does if host memory runs out", took)
-        lines = child.errors.read_text(errors="replace").strip().splitlines()
-        last = f"; its last line: {lines[-1][:300]}" if lines else ""
-        ending = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return Outcome(None, "crashed", f"the compiler's process {ending}{last}", took)
+        with tempfile.TemporaryDirectory(prefix="jaxtrain-plan-") as folder:
+            result = Path(folder) / "plan.json.gz"
+            with self._lock:
+                if self._ended:
+                    return Outcome(None, "stopped")
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "jaxtrain.plan.search.parallel", str(result)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
+                    start_new_session=True,  # Ctrl-C goes to the parent alone, which then ends its children
+                )
+                self._running.add(process)
+            try:
+                printed, _ = process.communicate(json.dumps(job).encode(), timeout_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+                return Outcome(None, "out of time", f"not planned within {timeout_s:g} s", time.monotonic() - began)
+            finally:
+                with self._lock:
+                    self._running.discard(process)
+            return _outcome(result, process.returncode, printed, time.monotonic() - began)
 
 
-def _kill(child: _Child) -> None:
-    child.process.kill()
-    child.process.wait()
+def _outcome(result: Path, code: int, printed: bytes, seconds: float) -> Outcome:
+    """Return the outcome of a child that has ended. printed: its output, for the reason of a crash."""
+    if result.is_file():
+        tree = json.loads(gzip.decompress(result.read_bytes()))
+        if "failure" in tree:
+            return Outcome(None, tree["kind"], tree["failure"], seconds)
+        return Outcome(from_json(tree), "planned", "", seconds)
+    if code == -signal.SIGKILL:
+        return Outcome(None, "out of memory", "killed, as the system does if host memory runs out", seconds)
+    lines = printed.decode(errors="replace").strip().splitlines()
+    last = f"; its last line: {lines[-1][:300]}" if lines else ""
+    ending = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return Outcome(None, "crashed", f"the compiler's process {ending}{last}", seconds)
 
 
 def _from_cache(cache: Cache | None, request: Request, plan_one: str) -> Outcome | None:
@@ -200,21 +169,31 @@ def plan_each(
     Returns:
         whether it ended before the deadline.
     """
-    running: dict[Any, Request] = {}
-    with Pool(jobs, plan_one=plan_one, timeout_s=timeout_s) as pool:
-        while time.monotonic() < deadline:
-            while pool.room and (item := following()):
-                ident, request = item
-                if known := _from_cache(cache, request, plan_one):
-                    on_done(ident, known)
-                    continue
-                running[ident] = request
-                pool.start(ident, request)
-            if not pool.running:
-                return True
-            for ident, outcome in pool.wait(min(1.0, deadline - time.monotonic())):
-                on_done(ident, _keep(cache, running.pop(ident), outcome, plan_one))
-    return False
+    jobs = jobs or len(os.sched_getaffinity(0))
+    running: dict[futures.Future[Outcome], tuple[Any, Request]] = {}
+    children = _Children()
+    with futures.ThreadPoolExecutor(jobs) as threads:
+        try:
+            while time.monotonic() < deadline:
+                while len(running) < jobs and (item := following()):
+                    ident, request = item
+                    if known := _from_cache(cache, request, plan_one):
+                        on_done(ident, known)
+                    else:
+                        running[threads.submit(children.plan, request, plan_one, timeout_s)] = item
+                if not running:
+                    return True
+                for future in _wait(running, min(1.0, deadline - time.monotonic())):
+                    ident, request = running.pop(future)
+                    on_done(ident, _keep(cache, request, future.result(), plan_one))
+            return False
+        finally:
+            children.end()
+
+
+def _wait(running: Iterable[futures.Future[Outcome]], seconds: float) -> Iterable[futures.Future[Outcome]]:
+    """Return the outcomes that are there, as soon as there is one, at the latest after `seconds`."""
+    return futures.wait(running, max(0.0, seconds), futures.FIRST_COMPLETED).done
 
 
 def plan_many(
