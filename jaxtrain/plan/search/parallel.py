@@ -58,6 +58,11 @@ class Outcome:
     seconds: float = 0.0
 
 
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 class _Children:
     """Child processes that plan, each watched by a thread of the caller."""
 
@@ -169,7 +174,7 @@ def plan_each(
     Returns:
         whether it ended before the deadline.
     """
-    jobs = jobs or len(os.sched_getaffinity(0))
+    jobs = jobs or cores()
     running: dict[futures.Future[Outcome], tuple[Any, Request]] = {}
     children = _Children()
     with futures.ThreadPoolExecutor(jobs) as threads:
