@@ -336,7 +336,15 @@ def _plan(
     elif not plan.fits and not options["no-fit"]:
         settings = {"check": check, "cache": cache, "jobs": jobs, "budget_s": budget, "own": even}
         with search_report.watch(console) as progress:
-            found = search(run, _name(loaded), topology, "fit", **settings, on_progress=progress)
+            found = search(
+                run,
+                _name(loaded),
+                topology,
+                "fit",
+                **settings,
+                on_ranked=lambda ranked: search_report.show_ranked(ranked, console),
+                on_progress=progress,
+            )
         search_report.show(found, console)
         plan = dataclasses.replace(plan, hints=(*plan.hints, *search_report.hints(found)))
         interrupted = found.ended == "interrupted"
