@@ -34,7 +34,7 @@ from benchmarks.peer_maxtext_read import PARTS, Read, part, place, read
 from jaxtrain import flops, hardware, launch
 from jaxtrain.config import RunConfig
 from jaxtrain.installed import versions
-from jaxtrain.plan.numbers import number, percent
+from jaxtrain.page.numbers import number, percent
 from jaxtrain.plan.program import assignment, hlo, roofline
 from jaxtrain.plan.topology import TopologyError, parse
 from jaxtrain.receipt.format import now

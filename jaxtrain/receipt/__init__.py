@@ -104,7 +104,8 @@ class Receipt:
         every = [*before.pop("attempts"), before]
         saved = [one for one in every if one.get("saves") and "source" in one]
         self._earlier = [one if one in saved[-1:] else {k: one[k] for k in SUMMARY if k in one} for one in every]
-        changed = differences({**saved[-1], "loaded": None}, found) if saved else []
+        here = json.loads(json.dumps(found))  # as a file has it: no tuples
+        changed = differences({**saved[-1], "loaded": None}, here) if saved else []
         at_start = [d for d in changed if not d.name.startswith("GPU ")]  # those are conditions of the run that ended
         return {"attempt": len(every) + 1, "changed": [(d.group, d.name, d.a, d.b) for d in at_start]}
 

@@ -262,7 +262,7 @@ def _compare_losses(a: Mapping[int, float], b: Mapping[int, float]) -> Outcome:
     if not both:
         return Outcome("loss", "", "", "no step whose loss both have")
     if first is None:
-        return Outcome("loss", "", "", f"the same, bit for bit, at all {len(both)} steps that both have, to step {both[-1]}")
+        return Outcome("loss", "", "", f"the same, bit for bit, to step {both[-1]} (steps compared: {len(both)})")
     before = [step for step in both if step < first]
     since = f"from step {first} on; the same to step {before[-1]}" if before else f"at step {first}, the first that both have"
     return Outcome("loss", _text(a[first]), _text(b[first]), f"differs {since}")

@@ -5,7 +5,7 @@ from datetime import datetime
 from typing import Any
 
 from jaxtrain.page.kit import Column, table
-from jaxtrain.plan.numbers import column, number, percent
+from jaxtrain.page.numbers import column, number, percent
 from jaxtrain.receipt.print import rows
 from jaxtrain.report.run import MEANING, Run
 

@@ -64,7 +64,7 @@ class Bench:
         text = b"".join(b"the square of %d is %d\n" % (n, n * n) for n in range(1000))
         self.data = token_file(folder / "data", text)
         self.other_data = token_file(folder / "other", text.replace(b"is 49\n", b"is 48\n"))
-        # A package says of itself which version it is, and the first on the path is asked.
+        # The metadata of a package has its version, and the first package on the path counts.
         about = folder / "fake" / "optax-99.0.dist-info"
         about.mkdir(parents=True)
         (about / "METADATA").write_text("Metadata-Version: 2.1\nName: optax\nVersion: 99.0\n")
@@ -124,7 +124,7 @@ def test_the_command_prints_it(bench: Bench, capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out
     first = (runs.REPO / CHANGED).read_text().splitlines()[0]
     assert f"      B: -{first}\n      B: +# Another line.\n" in printed
-    assert "loss: the same, bit for bit, at all 3 steps that both have, to step 3" in printed
+    assert "loss: the same, bit for bit, to step 3 (steps compared: 3)" in printed
     assert command.main(["diff", base, str(bench.folder / "again")]) == 0
     assert "no difference that can explain" in capsys.readouterr().out
     assert command.main(["diff", base, str(bench.folder / "key"), "--json"]) == 1
@@ -135,7 +135,7 @@ def test_the_command_prints_it(bench: Bench, capsys: pytest.CaptureFixture[str])
     ]
 
 
-def test_a_receipt_says_which_source_ran(bench: Bench) -> None:
+def test_a_receipt_names_the_source_that_ran(bench: Bench) -> None:
     base, line = (runs.receipt(bench.folder / name)["source"] for name in ("base", "line"))
     assert base["commit"] == line["commit"] == git(bench.repo, "rev-parse", "HEAD")
     assert (base["dirty"], base["patch"], line["dirty"]) == (False, "", True)

@@ -25,7 +25,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_a_receipt_says_which_source_ran(trained: Path, tmp_path: Path) -> None:
+def test_a_receipt_names_the_source_that_ran(trained: Path, tmp_path: Path) -> None:
     found = runs.receipt(trained)["source"]
     assert [*found["config_file"]] == ["small.py"] and "jaxtrain/train/run.py" in found["files"] and len(found["files"]) > 100
     import helpers
