@@ -16,9 +16,9 @@ from typing import Any
 from benchmarks import studies
 from jaxtrain import flops, launch
 from jaxtrain.config import MESH_AXES, ConfigError, Model, RunConfig, rules_in_use
+from jaxtrain.page.numbers import GB_PER_GIB, number, size
+from jaxtrain.page.sections import markdown_table
 from jaxtrain.plan import topology as machines
-from jaxtrain.plan.numbers import GB_PER_GIB, number, size
-from jaxtrain.plan.report.figures import markdown_table
 from jaxtrain.plan.result import Collective, Plan
 from jaxtrain.plan.search.parallel import Request
 from jaxtrain.train.auto_remat import expert_room

@@ -27,10 +27,10 @@ from benchmarks import studies
 from benchmarks.studies import MODELS
 from jaxtrain import flops
 from jaxtrain.config import Model, RunConfig, default_config, resolve
+from jaxtrain.page.numbers import percent
+from jaxtrain.page.sections import markdown_table
 from jaxtrain.plan import rates
 from jaxtrain.plan import topology as machines
-from jaxtrain.plan.numbers import percent
-from jaxtrain.plan.report.figures import markdown_table
 from jaxtrain.plan.result import Plan
 from jaxtrain.plan.search.cache import relevant
 from jaxtrain.plan.search.parallel import Request

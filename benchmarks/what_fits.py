@@ -18,10 +18,11 @@ from benchmarks import studies
 from benchmarks.studies import MODELS, Model
 from jaxtrain import flops
 from jaxtrain.config import ConfigError, RunConfig, default_config, resolve
+from jaxtrain.page.numbers import percent, rough
+from jaxtrain.page.sections import markdown_table
 from jaxtrain.plan import topology as machines
-from jaxtrain.plan.numbers import percent, rough
 from jaxtrain.plan.rates import rates_for
-from jaxtrain.plan.report.figures import markdown_table, mesh, remat, span
+from jaxtrain.plan.report.sections import describe_remat, mesh, span
 from jaxtrain.plan.result import Plan
 from jaxtrain.plan.search.bound import BYTES, bound
 from jaxtrain.plan.search.parallel import Outcome, Request, cores, plan_many
@@ -222,7 +223,7 @@ def cells(cell: Cell, first: Plan | None) -> list[str]:
     moments = held.get("first moment", 0.0) + held.get("second moment", 0.0)
     others = (held.get(kind, 0.0) for kind in ("gradients", "saved activations"))
     sizes = [f"{size:.1f}" for size in (held.get("parameters", 0.0), moments, *others, cell.plan.memory.peak_gib)]
-    speed, policy = time.tokens_per_s_per_device, remat(cell.run)
+    speed, policy = time.tokens_per_s_per_device, describe_remat(cell.run)
     speeds = [span(time.expected_tokens_per_s_per_device), rough(speed, 4), percent(time.mfu_causal)]
     scaling = percent(speed / first.time.tokens_per_s_per_device) if first else "-"
     layout = f"{mesh(cell.plan)}; {policy if policy.startswith('keep') else f'remat {policy}'}"

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain import hardware, launch
+from jaxtrain.page.numbers import GB_PER_GIB, number
 from jaxtrain.plan import topology
-from jaxtrain.plan.numbers import GB_PER_GIB, number
 from jaxtrain.plan.rates import datasheet
 from jaxtrain.plan.result import Plan
 from jaxtrain.plan.search import FOLDER as CACHE
