@@ -13,12 +13,12 @@ from benchmarks import collective_volumes, studies
 from benchmarks.collective_volumes import LAYOUTS, Row, Term
 from jaxtrain.config import Pipeline, RunConfig, Train
 from jaxtrain.context import Context, make_context, pairs
-from jaxtrain.plan.explore.shardings import describe
 from jaxtrain.plan.program import split
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.report import sections
 from jaxtrain.plan.result import Collective, Plan, from_json, to_json
 from jaxtrain.plan.search.bound import bound
+from jaxtrain.plan.shardings import describe
 from jaxtrain.plan.topology import parse
 from jaxtrain.train.stages import Schedule
 
