@@ -363,7 +363,7 @@ def _search(
     parsed: Parsed, topology: Any, check: Any, cache: Any, jobs: int, budget: float, console: rich.console.Console
 ) -> int:
     from jaxtrain.plan.report import search_report
-    from jaxtrain.plan.search.search import search
+    from jaxtrain.plan.search.search import refuse, search
 
     loaded, options = parsed.config, parsed.options
     with search_report.watch(console) as progress:
@@ -380,6 +380,8 @@ def _search(
             on_progress=progress,
         )
     search_report.show(found, console)
+    if found.best is None and (why := refuse(loaded.run, topology)):
+        search_report.show_refusal(why, _name(loaded), _overrides(loaded), topology, console)
     if options["json"]:
         tree = search_report.to_json(found)
         Path(options["json"]).expanduser().write_text(json.dumps(tree, indent=1) + "\n")

@@ -128,8 +128,9 @@ def show_best(found: SearchResult, console: Console) -> None:
     """Print the line to paste, and where it comes from."""
     best = found.best
     if best is None:
-        why = "no setting is legal or small enough by formula" if not found.tried else "no setting was found that fits"
-        say(console, f"{why}: {size(found.usable_gib)} are usable on each GPU", "bold red")
+        none = "no setting was found that fits" if found.tried else "no setting probably fits by formula"
+        none = none if found.candidates else "no setting is legal and small enough by formula"
+        say(console, f"{none}: {size(found.usable_gib)} are usable on each GPU", "bold red")
         return
     source = "compiled" if best.fits else "by formula, not compiled"
     fits = "fits" if best.fits else "probably fits"
