@@ -92,8 +92,8 @@ def parsed(words: list[str]) -> list[Any]:
     elif name == "lm_eval":
         return [] if "--tasks" in " ".join(lm_eval.parser().parse_known_args(words)[1]) else ["no --tasks"]
     elif name == "plan":
-        asked = launch.load(words, plan.OPTIONS, plan.SWITCHES)
-        return [*asked.problems, *plan._options(asked)]
+        asked = plan.COMMAND.parse(words)
+        return [*asked.problems, *plan._check(asked)]
     elif name == "bench":
         asked = launch.load(words, bench.OPTIONS, bench.SWITCHES)
         action = next((n for n in ("suite", "kernels", "peer", "sweep") if asked.options[n]), "steps")
