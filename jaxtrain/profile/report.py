@@ -1,134 +1,352 @@
-"""A profile as text for people."""
+"""A profile as text and as one HTML page, both from the same sections."""
 
-from collections.abc import Sequence
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib import resources
 
 from rich.console import Console
 
-from jaxtrain.plan.numbers import column, gib, number, percent
-from jaxtrain.plan.report.lines import bar, heading, listed, row, say, short, table
-from jaxtrain.profile import figures
-from jaxtrain.profile.result import Change, Diff, Profile, Program
+from jaxtrain.page.charts import single, stacked
+from jaxtrain.page.kit import Column, Markup, bullets, cursor_data, document, swatch, tiles
+from jaxtrain.page.kit import say as paragraph
+from jaxtrain.page.kit import table as html_table
+from jaxtrain.plan.numbers import column, gib, number, percent, rough, size
+from jaxtrain.plan.report.figures import place
+from jaxtrain.plan.report.lines import bar, heading, listed, row, say, short
+from jaxtrain.plan.report.lines import table as text_table
+from jaxtrain.profile.measure import Change, Diff, Profile
+from jaxtrain.profile.program import KINDS, LINKS, NO_SCOPE, Summary
 
-ROWS = 15  # of the longer tables
-
-
-def text(found: Profile, console: Console) -> None:
-    """Prints the whole report: kinds, parts, operations, devices, the program and its memory, and what to keep in mind."""
-    say(console, f"{found.name}: {found.trace}")
-    say(console, figures.verdict(found), "bold")
-    say(console, f"{figures.range_of(found)}, steps {', '.join(map(str, found.steps))}")
-    say(console, figures.against_untraced(found))
-    say(console, figures.against_plan(found))
-    _kinds(found, console)
-    _parts(found, console)
-    _ops(found, console)
-    _devices(found, console)
-    if found.program:
-        summary(found.program, console)
-    listed(console, "how to read this", (*figures.LEGEND, *found.notes))
-
-
-def _kinds(found: Profile, console: Console) -> None:
-    heading(console, "time of a step by kind")
-    rows = figures.kinds(found)
-    plan = found.planned is not None
-    hides = any(hidden for _, _, hidden, _ in rows)
-    headings = ["", "ms", "of step", *(["hidden ms"] if hides else []), *(["planned ms"] if plan else []), ""]
-    made = table(headings, numeric=range(1, len(headings) - 1))
-    ms = column([m for _, m, _, _ in rows])
-    for (kind, took, hidden, expected), shown in zip(rows, ms, strict=True):
-        more = [number(hidden) if hidden else ""] if hides else []
-        more += [number(expected)] if plan else []
-        row(made, kind, shown, percent(took / found.step_ms), *more, bar(console, took, found.step_ms))
-    row(made, "step", number(found.step_ms), *[""] * (len(headings) - 2), style="bold")
-    console.print(made)
+ROWS, ROWS_OF_PAGE = 15, 40  # of a long table
+SHARE, PAGE_ONLY = "share", "roomy"  # CSS classes of columns: a bar beside a number; a column for wide pages
+SHORT = {"exposed communication": "exposed comm.", "exposed host copies": "exposed host"}  # kinds as headings
+COLOURS = {
+    "matmul": "--c1",
+    "attention": "--c4",
+    "memory-bound": "--c2",
+    "copies": "--c3",
+    "communication": "--c5",
+    "host copies": "--c6",
+}
+NOTES = (
+    "matmul, attention (fused kernels), memory-bound (all other arithmetic) and copies are time on the device; operations that "
+    "run at once share it equally. Communication and host copies count where nothing else ran (exposed); beside computation "
+    "they are overlapped. idle: nothing ran.",
+    "Parts are the program's named scopes. The loss computes its gradients in its forward pass. Operations that the compiler "
+    f"added belong to the part of their users; {NO_SCOPE!r} is the rest.",
+    "FLOPs and bytes are counted in the compiled program. Rates of an operation are over its own time, from start to end.",
+)
 
 
-def _parts(found: Profile, console: Console) -> None:
-    heading(console, "by part, ms of a step")
-    kinds = figures.columns(found.by_part.values())
-    made = table(["", "ms", "of step", *(figures.SHORT.get(k, k) for k in kinds)], numeric=range(1, 3 + len(kinds)))
-    for name, spent in found.by_part.items():
-        whole = sum(spent.values())
-        cells = [number(spent[k]) if spent.get(k) else "" for k in kinds]
-        row(made, name, number(whole), percent(whole / found.step_ms), *cells)
-    console.print(made)
-    say(console, figures.named(found))
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A heading with tables of (caption, columns), and sentences."""
+
+    title: str
+    tables: Sequence[tuple[str, Sequence[Column]]]
+    sentences: Sequence[str] = ()
 
 
-def _ops(found: Profile, console: Console) -> None:
-    shown, more = found.ops[:ROWS], found.ops[ROWS:]
-    heading(console, "operations of a step, and what they reach")
-    plan = found.planned is not None
-    hides = any(op.hidden_ms for op in shown)
-    unit, rates = figures.rates(shown)
-    more_headings = [*(["hidden"] if hides else []), unit, "GB/s", *(["of plan"] if plan else [])]
-    headings = ["kind", "count", "ms", "of step", *more_headings, "what", "source"]
-    made = table(headings, numeric=range(1, len(headings) - 2))
-    for op, ms, reached in zip(shown, column([op.ms for op in shown]), rates, strict=True):
-        cells = [f"{op.count:,.0f}", ms, percent(op.ms / found.step_ms)]
-        cells += [number(op.hidden_ms) if op.hidden_ms else ""] if hides else []
-        cells += [reached.flops, reached.gb_s, *([reached.of_plan] if plan else [])]
-        row(made, op.kind, *cells, op.label, short(op.source))
-    console.print(made)
-    if more:
-        say(console, figures.rest(more))
+def verdict(found: Profile) -> str:
+    """Return the step time and its largest kind."""
+    kind, ms = max(found.by_kind.items(), key=lambda item: item[1])
+    return f"step {rough(found.step_ms)} ms, {percent(ms / found.step_ms)} of it {kind}"
 
 
-def _devices(found: Profile, console: Console) -> None:
-    if len(found.devices) < 2:
-        return
-    heading(console, "by device, ms of a step")
-    made = table(["device", "step", "busy", "exposed", "idle"], numeric=range(1, 5))
-    for d in found.devices:
-        row(made, str(d.device), *(number(v) for v in (d.step_ms, d.busy_ms, d.exposed_ms, d.idle_ms)))
-    console.print(made)
-    say(console, figures.stragglers(found))
+def introduction(found: Profile) -> list[str]:
+    """Return sentences on the step: its range, its time without the profiler, its plan."""
+    low, high = found.step_range_ms
+    steps, devices = len(found.steps), len(found.devices)
+    many = f"{steps} step{'s' if steps > 1 else ''} on {devices} device{'s' if devices > 1 else ''}"
+    untraced, plan = "The step time without the profiler was not recorded, so the cost of tracing is unknown", found.no_plan
+    if found.untraced_ms is not None:
+        untraced = f"Without the profiler, the run's median step is {rough(found.untraced_ms)} ms; a traced step takes "
+        untraced += f"{found.step_ms / found.untraced_ms:.2f} times that"
+    if found.planned:
+        plan = f"Planned: {rough(found.planned.step_ms)} ms ({found.planned.rates}); measured is "
+        plan += f"{found.step_ms / found.planned.step_ms:.2f} times that"
+    return [f"Mean of {many}, {rough(low)} to {rough(high)} ms; {found.device_kind}", untraced, plan]
 
 
-def summary(program: Program, console: Console) -> None:
-    """Prints what a compiled program does and holds, traced or not."""
-    heading(console, f"the program {program.name}: work of a step on each device")
-    rows = figures.program_rows(program)
-    made = table(["part", "kind", "launches", "GFLOP", "GB"], numeric=(2, 3, 4))
-    flops, moved = column([r.gflop for r in rows]), column([r.gb for r in rows])
-    for r, gflop, gb in zip(rows, flops, moved, strict=True):
-        row(made, r.part, r.kind, f"{r.launches:,}", gflop, gb)
-    console.print(made)
-    for line in figures.counted(program):
-        say(console, line)
-    heading(console, figures.held_at_peak(program))
-    if program.held is None:
-        return
-    parts = list(program.held.by_part.items())
-    unit, sizes = gib([v for _, v in parts])
-    made = table(["", unit, "", ""], numeric=(1, 2))
-    for (name, value), shown in list(zip(parts, sizes, strict=True))[:ROWS]:
-        row(made, name, shown, percent(value / program.held.peak_gib), bar(console, value, program.held.peak_gib))
-    console.print(made)
-    largest = program.held.largest
-    unit, sizes = gib([value for value, *_ in largest])
-    made = table(["array", unit, "part", "source"], numeric=(1,))
-    for (_, part, shape, source), shown in zip(largest, sizes, strict=True):
-        row(made, shape, shown, part, short(source))
-    console.print(made)
+def sections(found: Profile, diff: Diff | None = None) -> list[Section]:
+    """Return the report of a profile; with `diff`, also the changes since another trace."""
+    out = [_kinds(found), _parts(found), _operations(found)]
+    if len(found.devices) > 1:
+        out.append(_devices(found))
+    if diff:
+        out.append(_changes(diff))
+    return [*out, *(sections_of_program(found.program) if found.program else ())]
 
 
-def changes(found: Diff, console: Console) -> None:
-    """Prints what differs between two traces."""
-    say(console, f"\nfrom {found.before}\nto   {found.after}")
-    say(
-        console,
-        f"step {number(found.step.before_ms)} ms -> {number(found.step.after_ms)} ms: {figures.signed(found.step)} ms",
-        "bold",
+def _numbers(name: str, values: Sequence[float], kind: str = "", total: str = "") -> Column:
+    return Column(name, column(values), values, kind, total)
+
+
+def _sparse(name: str, values: Sequence[float]) -> Column:
+    """Return a column whose zeros are empty."""
+    return Column(name, [number(v) if v else "" for v in values], values)
+
+
+def _shares(values: Sequence[float], whole: float) -> Column:
+    return Column("of step", [percent(v / whole) for v in values], values)
+
+
+def _bars(values: Sequence[float]) -> Column:
+    return Column("", [""] * len(values), values, SHARE)
+
+
+def _kinds(found: Profile) -> Section:
+    planned = found.planned.by_kind if found.planned else {}
+    hidden = {f"exposed {link}": ms for link, ms in found.overlapped.items()}
+    names = [k for k in KINDS if found.by_kind[k] or hidden.get(k) or planned.get(k) or k == "idle"]
+    ms = [found.by_kind[k] for k in names]
+    shown = [Column("kind", names, total="step"), _numbers("ms", ms, total=number(found.step_ms)), _shares(ms, found.step_ms)]
+    if any(hidden.values()):
+        shown.append(_sparse("overlapped ms", [hidden.get(k, 0.0) for k in names]))
+    if found.planned:
+        shown.append(_numbers("planned ms", [planned.get(k, 0.0) for k in names], total=number(found.planned.step_ms)))
+    return Section("Time by kind", [("Of a step, mean of steps and devices", [*shown, _bars(ms)])])
+
+
+def _parts(found: Profile) -> Section:
+    kinds = [k for k in KINDS if any(spent.get(k) for spent in found.by_part.values())]
+    sums = {name: math.fsum(spent.values()) for name, spent in found.by_part.items()}
+    by_kind = [_sparse(SHORT.get(k, k), [spent.get(k, 0.0) for spent in found.by_part.values()]) for k in kinds]
+    ms = list(sums.values())
+    shown = [Column("part, pass", list(sums), kind="whole"), _numbers("ms", ms), _shares(ms, found.step_ms), *by_kind]
+    tables = [("ms of a step", shown)]
+    if found.planned:
+        names = list(dict.fromkeys((*(name.partition(",")[0] for name in sums), *found.planned.by_part)))
+        measured = [math.fsum(v for name, v in sums.items() if name.partition(",")[0] == part) for part in names]
+        planned = [found.planned.by_part.get(part, 0.0) for part in names]
+        beside = [Column("part", names), _numbers("measured", measured), _numbers("planned", planned)]
+        tables.append(("Measured beside planned, ms of a step", beside))
+    return Section("Time by part", tables, [f"{percent(found.named)} of the time in which something ran belongs to a part"])
+
+
+def _operations(found: Profile) -> Section:
+    ops, rest = found.ops[:ROWS_OF_PAGE], found.ops[ROWS_OF_PAGE:]
+    ms, overlapped = [op.ms for op in ops], [op.overlapped_ms for op in ops]
+
+    def rate(work: Iterable[float | None]) -> list[float]:
+        return [w / op.ran_ms if w and op.ran_ms else 0.0 for w, op in zip(work, ops, strict=True)]
+
+    tflops, gbs = rate(op.gflop for op in ops), rate(1e3 * op.gb if op.gb else None for op in ops)
+    large = max(tflops, default=0.0) >= 1
+    flops = tflops if large else [1e3 * v for v in tflops]
+    shown = [
+        Column("operation", [op.label for op in ops], kind="path"),
+        Column("kind", [op.kind for op in ops], kind="whole"),
+        Column("part", [op.part for op in ops], kind=PAGE_ONLY),
+        Column("count", [f"{op.count:,.0f}" for op in ops], [op.count for op in ops]),
+        _numbers("ms", ms),
+        _shares(ms, found.step_ms),
+    ]
+    if any(overlapped):
+        shown.append(_sparse("overlapped", overlapped))
+    shown += [
+        Column("TFLOP/s" if large else "GFLOP/s", [rough(v) if v else "-" for v in flops], flops),
+        Column("GB/s", [number(v) if v else "-" for v in gbs], gbs),
+    ]
+    if found.planned:
+        of_plan = rate(op.planned_ms for op in ops)
+        shown.append(Column("of plan", [percent(v) if v else "-" for v in of_plan], of_plan))
+    shown.append(Column("source", [place(op.source) for op in ops], kind="whole"))
+    more = [f"{len(rest)} more take {number(math.fsum(op.ms for op in rest))} ms together"] if rest else []
+    return Section("Operations", [("Operations of a step, and their rates while they run", shown)], more)
+
+
+def _devices(found: Profile) -> Section:
+    names = {"step": "step_ms", "busy": "busy_ms", "exposed": "exposed_ms", "idle": "idle_ms"}
+    shown = [_numbers(name, [getattr(d, field) for d in found.devices]) for name, field in names.items()]
+    busy = sorted(found.devices, key=lambda d: d.busy_ms)
+    last, mean = busy[-1], math.fsum(d.busy_ms for d in busy) / len(busy)
+    straggler = f"Device {last.device} computes longest, {rough(last.busy_ms)} ms a step, and the shortest takes "
+    straggler += f"{rough(busy[0].busy_ms)} ms; the others wait for it in communication"
+    if mean:
+        straggler += f". It takes {percent(last.busy_ms / mean - 1)} more than the mean"
+    return Section("Devices", [("ms of a step", [Column("device", [str(d.device) for d in found.devices]), *shown])], [straggler])
+
+
+def _changes(diff: Diff) -> Section:
+    def changed(name: str, rows: Sequence[Change]) -> tuple[str, list[Column]]:
+        ms = [c.after_ms - c.before_ms for c in rows]
+        signed = [f"{'+' if v > 0 else '-' if v < 0 else ''}{number(abs(v))}" for v in ms]
+        before, after = [c.before_ms for c in rows], [c.after_ms for c in rows]
+        names = Column(name, [c.name for c in rows], kind="path")
+        return (
+            f"Change by {name}, ms of a step",
+            [names, _numbers("before", before), _numbers("after", after), Column("change", signed, ms)],
+        )
+
+    tables = [changed("kind", diff.kinds), changed("part", diff.parts), changed("operation", diff.ops[:ROWS_OF_PAGE])]
+    step = f"Step: {number(diff.step.before_ms)} ms in {diff.before}, {number(diff.step.after_ms)} ms in {diff.after}"
+    return Section("Changes", tables, [step])
+
+
+def sections_of_program(program: Summary) -> list[Section]:
+    """Return work and peak memory of a compiled program, traced or not."""
+    rows = [(part, kind, *cell) for part, cells in program.by_part.items() for kind, cell in cells.items()]
+    rows.sort(key=lambda row: (-row[4], -row[3]))  # most bytes first
+    parts, kinds, launches, gflop, gb = (list(cells) for cells in zip(*rows, strict=True)) if rows else ([],) * 5
+    work = [
+        Column("part", parts),
+        Column("kind", kinds, kind="whole"),
+        Column("launches", [f"{n:,}" for n in launches], launches),
+        _numbers("GFLOP", gflop),
+        _numbers("GB", gb),
+    ]
+    unread = f"{len(program.unread)} operations have unknown work; the first: " + "".join(program.unread[:1])
+    out = [Section(f"Program {program.name}", [("Work of a step on each device", work)], [unread] if program.unread else [])]
+    if (memory := program.memory) is None:
+        unknown = "unknown: the program came without its buffer assignment, as it does from a compile cache"
+        return [*out, Section("Peak memory", [], [unknown])]
+    values, largest = list(memory.by_part.values()), [gib for gib, *_ in memory.largest]
+    (unit, sizes), (unit_of_arrays, array_sizes) = gib(values), gib(largest)
+    by_part = [Column("part", list(memory.by_part)), Column(unit, sizes, values), _bars(values)]
+    arrays = [
+        Column("array", [shape for _, _, shape, _ in memory.largest], kind="path"),
+        Column(unit_of_arrays, array_sizes, largest),
+        Column("part", [part for _, part, *_ in memory.largest]),
+        Column("source", [place(source) for *_, source in memory.largest], kind="whole"),
+    ]
+    peak = f"{size(memory.peak_gib)} on each device by the compiler, {size(memory.arguments_gib)} of it arguments"
+    return [*out, Section("Peak memory", [("By part", by_part), ("Largest arrays at the peak", arrays)], [peak])]
+
+
+# ---- Text
+
+
+def print_profile(found: Profile, diff: Diff | None, console: Console) -> None:
+    """Print the whole report."""
+    say(console, f"{found.name}: {found.trace}, steps {', '.join(map(str, found.steps))}")
+    say(console, verdict(found), "bold")
+    for sentence in introduction(found):
+        say(console, sentence)
+    print_sections(sections(found, diff), console)
+    listed(console, "Notes", (*NOTES, *found.notes))
+
+
+def print_sections(shown: Iterable[Section], console: Console) -> None:
+    """Print sections, with the first rows of long tables."""
+    for section in shown:
+        for n, (caption, columns) in enumerate(section.tables):
+            heading(console, f"{section.title}: {caption[0].lower()}{caption[1:]}" if n == 0 else caption)
+            columns = [c for c in columns if c.kind != PAGE_ONLY]
+            numeric = [i for i, c in enumerate(columns) if c.values is not None and c.kind != SHARE]
+            made = text_table([c.heading for c in columns], numeric)
+            for i in range(min(ROWS, len(columns[0].cells))):
+                row(made, *(_text_cell(c, i, console) for c in columns))
+            if columns[0].total:
+                row(made, *(c.total for c in columns), style="bold")
+            console.print(made)
+        if not section.tables:
+            heading(console, section.title)
+        for sentence in section.sentences:
+            say(console, sentence)
+
+
+def _text_cell(c: Column, i: int, console: Console) -> str:
+    if c.kind == SHARE and c.values is not None:
+        return bar(console, c.values[i], max(c.values))
+    return short(c.cells[i]) if c.heading == "source" else c.cells[i]
+
+
+# ---- Page
+
+
+def html(found: Profile, diff: Diff | None = None) -> str:
+    """Return the report as one page that fetches nothing."""
+    title = f"{found.name}: time of a step"
+    steps = f"{found.trace}; steps {', '.join(map(str, found.steps))}"
+    body = [f"<header><h1>{escape(title)}</h1>{paragraph(steps, 'quiet')}"]
+    body.append(f'<p class="verdict">{escape(verdict(found))}</p></header><main>{_tiles(found)}')
+    body += [paragraph(f"{sentence[:1].upper()}{sentence[1:]}.") for sentence in introduction(found)]
+    body += ["<h2>Timeline of a step</h2>", _timeline(found)]
+    for section in sections(found, diff):
+        body.append(f"<h2>{escape(section.title)}</h2>")
+        if section.title == "Time by kind":
+            body.append(_bar_of_kinds(found))
+        body += [html_table(caption, [_page_column(c) for c in columns], "sortable") for caption, columns in section.tables]
+        body += [paragraph(f"{sentence[:1].upper()}{sentence[1:]}.", "quiet") for sentence in section.sentences]
+    body += [bullets("Notes", (*NOTES, *found.notes)), "</main>"]
+    return document(title, verdict(found), body)
+
+
+def _colour(kind: str) -> str:
+    return COLOURS.get(kind.removeprefix("exposed "), "")
+
+
+def _page_column(c: Column) -> Column:
+    if c.kind == SHARE and c.values is not None:
+        return Column(c.heading, [Markup(single(v, max(c.values))) for v in c.values], kind=SHARE)
+    if c.heading == "kind":
+        swatches = [swatch(f"var({_colour(kind)})") if _colour(kind) else "" for kind in c.cells]
+        return dataclasses.replace(c, cells=[Markup(s + escape(k)) for s, k in zip(swatches, c.cells, strict=True)])
+    if c.kind == "path":
+        return dataclasses.replace(c, cells=[Markup(re.sub(r"([/:,])", r"\1<wbr>", escape(text))) for text in c.cells])
+    return c
+
+
+def _tiles(found: Profile) -> str:
+    exposed = sum(ms for kind, ms in found.by_kind.items() if kind.startswith("exposed"))
+    memory = found.program.memory if found.program else None
+    untraced = f"{rough(found.untraced_ms)} ms" if found.untraced_ms is not None else "-"
+    planned = f"{rough(found.planned.step_ms)} ms" if found.planned else "-"
+    return tiles(
+        [
+            ("step, traced", f"{rough(found.step_ms)} ms", f"mean of {len(found.steps)} steps"),
+            ("step, not traced", untraced, "median of the run"),
+            ("step, planned", planned, "at the rates below" if found.planned else found.no_plan),
+            ("exposed", percent(exposed / found.step_ms), f"{rough(math.fsum(found.overlapped.values()))} ms more overlapped"),
+            ("idle", percent(found.by_kind["idle"] / found.step_ms), "nothing runs"),
+            ("peak memory", size(memory.peak_gib) if memory else "-", "by the compiler, on each device"),
+        ]
     )
-    for title, rows in (("kind", found.kinds), ("part", found.parts), ("operation", found.ops)):
-        _changed(title, rows, console)
 
 
-def _changed(title: str, rows: Sequence[Change], console: Console) -> None:
-    heading(console, f"change by {title}, ms of a step")
-    made = table(["before", "after", "change", ""], numeric=(0, 1, 2))
-    for c in rows[:ROWS]:
-        row(made, number(c.before_ms), number(c.after_ms), figures.signed(c), c.name)
-    console.print(made)
+def _bar_of_kinds(found: Profile) -> str:
+    parts = [(f"{k}: {number(ms)} ms", ms, f"var({_colour(k)})") for k, ms in found.by_kind.items() if ms and k != "idle"]
+    return stacked("Time of a step by kind", parts, found.step_ms)
+
+
+def _timeline(found: Profile) -> str:
+    """Return the canvas that timeline.js draws, with its data.
+
+    The data of a lane are runs of four numbers: start and duration in ns, and the indices of a kind and of a label.
+    """
+    drawn = [*([found.planned.timeline] if found.planned else []), found.timeline]
+    lanes = {name: lane for timeline in drawn for name, lane in timeline.lanes.items()}
+    kinds = [k for k in (*KINDS, *LINKS) if k != "idle" and any(s.kind == k for lane in lanes.values() for s in lane)]
+    labels: dict[str, int] = {}
+    encoded = []
+    for name, lane in lanes.items():
+        figures = []
+        for s in lane:
+            if s.kind != "idle":
+                label = ", ".join(filter(None, (s.label, s.part)))
+                figures += [round(s.start * 1e6), round((s.end - s.start) * 1e6)]
+                figures += [kinds.index(s.kind), labels.setdefault(label, len(labels))]
+        encoded.append({"name": name, "events": figures})
+    data = {"ns": round(max(t.ms for t in drawn) * 1e6), "kinds": [[k, _colour(k)] for k in kinds]}
+    data |= {"labels": list(labels), "lanes": encoded}
+    named = dict.fromkeys(k.removeprefix("exposed ") for k in kinds)
+    key = " ".join(f"<span>{swatch(f'var({_colour(k)})')}{escape(k)}</span>" for k in named)
+    files = resources.files("jaxtrain.profile")
+    return (
+        f"<style>{(files / 'timeline.css').read_text(encoding='utf-8')}</style>"
+        f'<figure class="timeline"><p class="key">{key}</p><canvas tabindex="0" role="img" aria-label="Timeline of '
+        f'{escape(found.timeline.title)}: {escape(verdict(found))}"></canvas><div class="tip"></div>'
+        f'<p class="controls"></p>{cursor_data(data)}</figure><noscript>{paragraph("The timeline needs JavaScript.")}</noscript>'
+        f"<script>{(files / 'timeline.js').read_text(encoding='utf-8')}</script>"
+    )
+
+
+def to_json(found: Profile, diff: Diff | None = None) -> str:
+    """Return a profile as JSON; with `diff`, the changes under that key."""
+    tree = dataclasses.asdict(found) | ({"diff": dataclasses.asdict(diff)} if diff else {})
+    return json.dumps(tree, indent=1) + "\n"
