@@ -77,18 +77,27 @@ class Loaded:
     file_read: bool
 
 
-def load(argv: Sequence[str], options: Mapping[str, str] | None = None, switches: Mapping[str, str] | None = None) -> Loaded:
+def load(
+    argv: Sequence[str],
+    options: Mapping[str, str] | None = None,
+    switches: Mapping[str, str] | None = None,
+    arguments: list[str] | None = None,
+) -> Loaded:
     """Reads `--config=FILE[:variant] [--config.KEY=VALUE ...]` and the command's own options. No jax, no device.
 
-    `argv` is without the program's name. `options` are names of the command's own options with their defaults; `switches`
-    likewise, and a switch given without a value takes the value in `switches` (absent, it is ""). All of them come back in
-    `Loaded.options`. Nothing is raised for a wrong command line: every mistake is a Problem.
+    Args:
+        argv: the arguments, without the program's name.
+        options: names of the command's own options, with their defaults.
+        switches: the same of options that may be given without a value, with the value of each then; absent, it is "".
+        arguments: collects the arguments without dashes; None: each is a problem.
+
+    Returns: the config, all options in `Loaded.options`, and every mistake as a Problem. Nothing is raised.
 
     `Loaded.origins` says for each dotted key who set it: default, file, command line, or derived (by `config.resolve` and by
     `fit_schedule`).
     """
     options, switches = dict(options or {}), dict(switches or {})
-    given, overrides, problems = _split(argv, options, switches)
+    given, overrides, problems = split(argv, options, switches, arguments)
     path, variant = _file_and_variant(given.pop("config", _relative(DEFAULT_CONFIG)))
     launch = Launch(path, variant, tuple((k, "true" if text == BARE else text) for k, text in overrides), tuple(argv))
     config, wrong = read_file(path, variant or None)
@@ -183,23 +192,38 @@ def resolved(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[Run
     return run, [_explain_refusal(p) for p in problems]
 
 
-def _split(
-    argv: Sequence[str], options: Mapping[str, str], switches: Mapping[str, str]
+def split(
+    argv: Sequence[str],
+    options: Mapping[str, str],
+    switches: Mapping[str, str],
+    arguments: list[str] | None = None,
+    *,
+    config: bool = True,
 ) -> tuple[dict[str, str], list[tuple[str, str]], list[Problem]]:
-    """(options given, overrides in order, problems) of a command line."""
+    """Return (options given, overrides of the config in order, problems) of a command line.
+
+    Args:
+        options: names of options that need a value.
+        switches: names of options without one -> the value of each if it is given alone.
+        arguments: collects the arguments without dashes; None: each is a problem.
+        config: --config and --config.KEY are options too.
+    """
     given: dict[str, str] = {}
     overrides: list[tuple[str, str]] = []
     problems: list[Problem] = []
-    names = ["config", *options, *switches]
+    names = [*(["config"] if config else []), *options, *switches]
     rest = list(argv)
     while rest:
         arg = rest.pop(0)
         if not arg.startswith("--"):
+            if arguments is not None and not arg.startswith("-"):
+                arguments.append(arg)
+                continue
             remedy = f"Write --{arg}." if re.match(r"config\.[\w.]+=", arg) else "Options start with --; see --help."
             problems.append(Problem(f"argument {arg!r}", None, "left over: it belongs to no option", remedy))
             continue
         name, has_value, value = arg[2:].partition("=")
-        if name.startswith("config."):
+        if config and name.startswith("config."):
             key = name.removeprefix("config.")
             if not has_value and rest and not rest[0].startswith("--") and not rest[0].startswith("config."):
                 value, has_value = rest.pop(0), "="
@@ -209,7 +233,7 @@ def _split(
         elif name not in names:
             if not has_value and rest and not rest[0].startswith("--"):
                 value, has_value = rest.pop(0), "="
-            remedy = _nearest_option(name, names, has_value + value)
+            remedy = _nearest_option(name, names, has_value + value, list(declared()) if config else [])
             problems.append(_explain_refusal(Problem(f"--{name}", None, "no such option", remedy)))
         elif has_value:
             given[name] = value
@@ -220,23 +244,23 @@ def _split(
     return given, overrides, problems
 
 
-def _nearest_option(name: str, names: Sequence[str], given: str) -> str:
+def _nearest_option(name: str, names: Sequence[str], given: str, known: Sequence[str]) -> str:
     """Return the remedy for an unknown option: an option that is spelt like it, or the keys that it may mean.
 
     Args:
         name: the option without its dashes.
         names: all options of the command.
         given: "=VALUE" as it was typed, or "".
+        known: all keys of the config, if the command takes one.
     """
-    known = list(declared())
     if close := difflib.get_close_matches(name, names, 1, 0.75):
         return f"Did you mean --{close[0]}?"
     if begun := [n for n in names if n.startswith(name)]:
         return did_you_mean(f"--{n}" for n in begun)
     given = "=VALUE" if given and OTHER_UNIT.search(name) else given
-    if found := [name] if name in known else nearest_keys(name, known):
+    if known and (found := [name] if name in known else nearest_keys(name, known)):
         return did_you_mean(_as_option(setting, given) for setting in found)
-    return f"Known: {', '.join(f'--{n}' for n in [*names, 'config.KEY', 'help'])}."
+    return f"Known: {', '.join(f'--{n}' for n in [*names, *(['config.KEY'] if known else []), 'help'])}."
 
 
 def _as_option(setting: str, given: str) -> str:

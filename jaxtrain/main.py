@@ -12,63 +12,53 @@ from pathlib import Path
 import ml_collections
 
 from jaxtrain import distributed, environment, explain, hardware, launch
-from jaxtrain.commands import spelled
+from jaxtrain.command_line import FAILED, INTERRUPTED, PROCESS_OPTIONS, REFUSED, Command, Option
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.startup import set_environment, start_jax
 from jaxtrain.validate import validate
 from jaxtrain.validate.layout import mesh_sizes
 from jaxtrain.validate.places import check_lock, check_resume, remote
 
-FAILED, REFUSED, AGAIN, INTERRUPTED = 1, 2, 75, 130
+AGAIN = 75  # exit code: start again
 
-OPTIONS = {"workdir": "", "replay": "", **dict.fromkeys(distributed.FIELDS, "")}
-SWITCHES = {"explain": "text"}
-
-HELP = """\
-Train a language model, or go on training it: a workdir that holds checkpoints is resumed.
-
-  python -m jaxtrain.main [--config=FILE[:variant]] [--config.KEY=VALUE ...] [--workdir=DIR] [--explain]
-
-  --config=FILE[:variant]  a config file; default configs/tiny.py, which trains on a CPU in minutes.
-                           Variants are the file's own: configs/llama3_8b.py:half
-  --config.KEY=VALUE       set any key, as --config.train.steps=100; the last one wins
-  --workdir=DIR            the run's folder; default runs/NAME of the config
-  --replay=BUNDLE          repeat a failed step, and say where its first bad value comes from
-  --coordinator=HOST:PORT --num-processes=N --process-id=I [--local-devices=0,1,...]
-                           this is process I of a run of N, of which process 0 is at HOST:PORT. Not needed under Slurm or
-                           torchrun; docs/reliability.md lists all launchers
-  --explain                print every key, its value and who set it, check the config, and stop
-  --explain=markdown       print docs/config.md, which describes every key
-  --help                   this text
-
-  configs: {configs}
-
-  python -m jaxtrain.main
-  python -m jaxtrain.main --config=configs/llama3_8b.py --config.train.steps=1000 --workdir=runs/first
-
-Exit codes: 0 done; 2 the command or config is wrong, nothing was started or written; 75 start me again (preempted, or a
-peer died); 76 diverged; 124 a hang was ended; 130 Ctrl-C, state saved; 1 anything else. SIGUSR2 takes a trace of the next
-profile.steps steps.
-"""
+COMMAND = Command(
+    "main",
+    "Train a language model, or resume its training: a workdir that holds checkpoints is resumed.",
+    (
+        Option("workdir", "the run's folder; default runs/NAME of the config", "DIR"),
+        Option("replay", "repeat a failed step, and show where its first bad value comes from", "BUNDLE"),
+        *PROCESS_OPTIONS,
+        Option(
+            "explain",
+            "print every key, its value and who set it, check the config, and stop. --explain=markdown prints docs/config.md",
+            "STYLE",
+            bare="text",
+            choices=("text", "markdown"),
+        ),
+    ),
+    config=True,
+    examples=("", "--config=configs/llama3_8b.py --config.train.steps=1000 --workdir=runs/first"),
+    notes=f"Configs: {', '.join(sorted(p.stem for p in (launch.REPO / 'configs').glob('*.py')))}.\n\n"
+    "Exit codes: 0 done; 2 the command or config is wrong, nothing was started or written; 75 start again (preempted, or "
+    "another process of the run failed); 76 diverged; 124 the watchdog ended a hang; 130 Ctrl-C, state saved; 1 anything "
+    "else. SIGUSR2 takes a trace of the next profile.steps steps.",
+)
 
 
 def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
     """Runs the command line and returns its exit code. own_process: see train.attempt."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        configs = sorted(p.stem for p in (launch.REPO / "configs").glob("*.py"))
-        print(spelled(HELP.format(configs=", ".join(configs))), end="")
+        print(COMMAND.help(), end="")
         return 0
-    loaded = launch.load(argv, OPTIONS, SWITCHES)
+    parsed = COMMAND.parse(argv)
+    loaded, problems = parsed.config, parsed.problems
     style, bundle = loaded.options["explain"], loaded.options["replay"]
-    problems = list(loaded.problems)
     cluster, wrong = distributed.detect(loaded.options, os.environ)
     problems += wrong
     if bundle:
         loaded = of_bundle(Path(bundle), loaded)
         problems += loaded.problems
-    if style not in ("", "text", "markdown"):
-        problems.append(launch.Problem("--explain", style, "no such style", "Write --explain or --explain=markdown."))
     if style == "markdown" and not problems:
         print(explain.markdown(), end="")
         return 0

@@ -27,7 +27,7 @@ from run_sh import HUNG_S, script, wait_for
 from jaxtrain import launch
 from jaxtrain.distributed import detect
 from jaxtrain.hardware import Devices
-from jaxtrain.main import OPTIONS, SWITCHES
+from jaxtrain.main import COMMAND
 from jaxtrain.validate import validate
 
 REPO = Path(__file__).resolve().parents[2]
@@ -48,7 +48,7 @@ def parsed(arguments: list[str], gpus: int, environ: dict[str, str], tmp_path: P
     """A command line of training as jaxtrain reads it, in this environment alone. Data and volumes are not on this machine."""
     machine = Devices("gpu", "NVIDIA H200", gpus, 140.0, "described", 90)
     with mock.patch.dict(os.environ, environ, clear=True):
-        loaded = launch.load(arguments, OPTIONS, SWITCHES)
+        loaded = COMMAND.parse(arguments).config
         problems = [*loaded.problems, *validate(loaded.run, machine, tmp_path / "run")]
     assert not [str(p) for p in problems if not re.search("no such file|is not writable", p.rule)]
     return loaded

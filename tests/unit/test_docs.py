@@ -109,13 +109,14 @@ def parsed(words: list[str]) -> list[Any]:
 
 def mains_problems(words: list[str], runs_here: bool, folder: Path) -> list[str]:
     """What is wrong with a run on a node of GPUs, or with the command line alone, but for files that are not there."""
-    loaded = launch.load(words, main.OPTIONS, main.SWITCHES)
+    parsed = main.COMMAND.parse(words)
+    loaded = parsed.config
     variant = loaded.launch.variant
     gpus = re.search(r"gpus=(\d+)", variant)
     count = int(gpus[1]) if gpus else 1 if "half" in variant else NODE.count
     checked = [] if runs_here else validate(loaded.run, dataclasses.replace(NODE, count=count), folder)
     files = ("data.source", "data.eval_source", "data.tokenizer", "init.from", "--config", "--config=FILE:base")
-    found = [*loaded.problems, *checked]
+    found = [*parsed.problems, *checked]
     return [str(p) for p in found if p.key not in files or not re.search("no such (file|folder)", p.rule)]
 
 

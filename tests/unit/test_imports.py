@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "jaxtrain"
 LAYERS = {
     "facts": """
         __init__ commands runtime.* train shapes synonyms config context activations train.auto_remat windows optim.moments
-        precision hardware optim.groups flops launch stores environment installed train.stages
+        precision hardware optim.groups flops launch command_line stores environment installed train.stages
     """,
     "placement": """
         sharding distributed.* startup

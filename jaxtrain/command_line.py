@@ -1,0 +1,304 @@
+"""The command line of every command: its declared options, its --help, its checks, and its exit codes.
+
+A command is a `Command`, a table of `Option`s. `run_command` prints the help, reads the arguments, reports everything that is
+wrong with them at once, calls the command's own function, and turns its exceptions into exit codes. Commands that take
+`--config` read it through `jaxtrain.launch`. No jax.
+"""
+
+import dataclasses
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxtrain import launch
+from jaxtrain.commands import spelled
+from jaxtrain.config import ConfigError, Problem
+from jaxtrain.launch import Loaded
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FAILED, REFUSED, INTERRUPTED = 1, 2, 130  # exit codes
+WIDTH = 118  # columns of tables if the output is no terminal
+INDENT = 27  # column at which the description of an option starts
+HELP_WIDTH = 126
+CONFIG = (
+    ("--config=FILE[:variant]", "a config file, with one of its variants; default configs/tiny.py"),
+    ("--config.KEY=VALUE", "set a key of the config, as --config.train.steps=100"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One option of a command.
+
+    Attributes:
+        name: as it is typed, without the dashes.
+        doc: its line of --help.
+        value: placeholder of its value in --help, such as FILE. "": a switch, which takes no value.
+        default: its value if it is left out.
+        bare: its value if it is given alone. "": it needs a value. A switch that is given has the value "yes".
+        least: its value must be a whole number, at least this one.
+        choices: all its values, if they can be listed.
+        writes: its value names a file to write.
+        check: return the rule that a value breaks, or "".
+        example: a value that works, for the error.
+        modes: the modes that use it (see Command.modes); "" is the mode without a name. (): all.
+    """
+
+    name: str
+    doc: str
+    value: str = ""
+    default: str = ""
+    bare: str = ""
+    least: int | None = None
+    choices: tuple[str, ...] = ()
+    writes: bool = False
+    check: Callable[[str], str] | None = None
+    example: str = ""
+    modes: tuple[str, ...] = ()
+
+    @property
+    def usage(self) -> str:
+        """Return the option as --help shows it."""
+        if not self.value:
+            return f"--{self.name}"
+        return f"--{self.name}[={self.value}]" if self.bare else f"--{self.name}={self.value}"
+
+    def problem(self, text: str) -> Problem | None:
+        """Return the rule that a given value breaks, or None."""
+        key = f"--{self.name}"
+        example = self.example or self.default or (str(self.least) if self.least is not None else "")
+        fix = f"For example {key}={example}." if example else f"Write {key}={self.value}."
+        if not self.value:
+            return None if text == "yes" else Problem(key, text, "takes no value", f"Write {key}.")
+        if text == "":
+            return Problem(key, "", "has no value", fix if not self.default else f"{fix[:-1]}, or leave it out.")
+        if self.least is not None and (not text.isdecimal() or int(text) < self.least):
+            return Problem(key, text, f"must be a whole number, {self.least} or more", fix)
+        if self.choices and text not in self.choices:
+            return Problem(key, text, f"must be one of {', '.join(self.choices)}", fix)
+        if self.check is not None and (rule := self.check(text)):
+            return Problem(key, text, rule, fix)
+        if self.writes and (rule := check_output_file(text)):
+            return Problem(key, text, rule, "Name another file.")
+        return None
+
+
+# The place of a process in a run of several (jaxtrain.distributed.cluster reads them).
+PROCESS_OPTIONS = (
+    Option("coordinator", "address of process 0, for a run of several processes", "HOST:PORT"),
+    Option("num-processes", "count of processes", "N"),
+    Option("process-id", "number of this process, from 0", "I"),
+    Option(
+        "local-devices",
+        "GPUs of this process, as 0,1; default all of its node. Slurm, torchrun and MPI set these four; docs/reliability.md "
+        "lists all launchers",
+        "LIST",
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """One command.
+
+    Attributes:
+        name: its module's name, as in jaxtrain/commands.txt.
+        purpose: the first paragraph of --help.
+        options: all its options but --config and --help.
+        config: it takes --config=FILE and --config.KEY=VALUE.
+        arguments: placeholder and description of its arguments without dashes, such as ("RUN...", "a run's folder"); (): none.
+            With "..." at the end there may be several, with "[" at the beginning none.
+        modes: names of options that each replace the usual action. At most one is given.
+        examples: command lines for --help, without `python -m jaxtrain.NAME`.
+        notes: the last paragraphs of --help: exit codes.
+    """
+
+    name: str
+    purpose: str
+    options: tuple[Option, ...] = ()
+    config: bool = False
+    arguments: tuple[str, str] | tuple[()] = ()
+    modes: tuple[str, ...] = ()
+    examples: tuple[str, ...] = ()
+    notes: str = ""
+
+    @property
+    def module(self) -> str:
+        """Return how a user starts it."""
+        return f"python -m jaxtrain.{self.name}"
+
+    def help(self) -> str:
+        """Return the text of --help."""
+        rows = [(o.usage, o.doc) for o in self.options]
+        words = [self.module]
+        if self.arguments:
+            words.append(self.arguments[0])
+            rows = [self.arguments, *rows]
+        if self.config:
+            words.append("[--config=FILE[:variant]] [--config.KEY=VALUE ...]")
+            rows = [*CONFIG, *rows]
+        rows.append(("--help", "this text"))
+        shown = [textwrap.fill(self.purpose, HELP_WIDTH), f"  {' '.join([*words, '[options]'])}"]
+        shown.append("\n".join(_row(usage, doc) for usage, doc in rows))
+        if self.examples:
+            shown.append("\n".join(f"  {self.module} {example}".rstrip() for example in self.examples))
+        if self.notes:
+            shown += [textwrap.fill(paragraph, HELP_WIDTH) for paragraph in self.notes.split("\n\n")]
+        return spelled("\n\n".join(shown)) + "\n"
+
+    def parse(self, argv: Sequence[str]) -> "Parsed":
+        """Read a command line. Every mistake is a Problem; nothing is raised.
+
+        Args:
+            argv: the arguments, without the program's name.
+        """
+        options = {o.name: o.default for o in self.options if o.value and not o.bare}
+        switches = {o.name: o.bare or "yes" for o in self.options if not o.value or o.bare}
+        arguments: list[str] | None = [] if self.arguments else None
+        loaded = None
+        if self.config:
+            loaded = launch.load(argv, options, switches, arguments)
+            values, problems = dict(loaded.options), list(loaded.problems)
+        else:
+            given, _, problems = launch.split(argv, options, switches, arguments, config=False)
+            values = options | dict.fromkeys(switches, "") | given
+        written = {arg[2:].partition("=")[0] for arg in argv if arg.startswith("--")}
+        values |= {o.name: o.default for o in self.options if o.bare and o.name not in written}
+        problems += [p for o in self.options if o.name in written and (p := o.problem(values[o.name]))]
+        modes = [name for name in self.modes if values[name]]
+        mode = modes[0] if modes else ""
+        problems += self._wrong_modes(modes, written)
+        problems += self._wrong_arguments(arguments or [])
+        return Parsed(self, mode, values, tuple(arguments or ()), loaded, problems, frozenset(written))
+
+    def _wrong_modes(self, modes: Sequence[str], written: set[str]) -> list[Problem]:
+        """Return the problems of options that exclude each other."""
+        if len(modes) > 1:
+            both = " ".join(f"--{name}" for name in modes)
+            return [Problem(both, None, "each of these is an action of its own", f"Leave out --{modes[1]}.")]
+        mode = modes[0] if modes else ""
+        unused = [o for o in self.options if o.name in written and o.modes and mode not in o.modes]
+        action = f"--{mode}" if mode else "this action"
+        out = []
+        for o in unused:
+            named = [f"--{m}" for m in o.modes if m]
+            fix = "Leave it out." if mode or not named else f"Leave it out, or add {' or '.join(named)}."
+            out.append(Problem(f"--{o.name}", None, f"{action} does not use it", fix))
+        return out
+
+    def _wrong_arguments(self, given: Sequence[str]) -> list[Problem]:
+        """Return the problem of too few or too many arguments without dashes."""
+        if not self.arguments:
+            return []
+        usage, doc = self.arguments
+        name = usage.strip("[].")
+        if not given and not usage.startswith("["):
+            return [Problem(name, None, "is missing", f"Name {doc}.")]
+        if len(given) > 1 and "..." not in usage:
+            return [Problem(f"argument {given[1]!r}", None, f"is one too many: {name} is {given[0]}", "Leave it out.")]
+        return []
+
+
+@dataclasses.dataclass(frozen=True)
+class Parsed:
+    """A command line that was read.
+
+    Attributes:
+        mode: the name of the option that replaces the usual action, or "".
+        options: name -> value; "" if a switch is off.
+        arguments: the arguments without dashes.
+        loaded: the config. None if the command takes none.
+        problems: everything that is wrong.
+        given: names of the options on the command line.
+    """
+
+    command: Command
+    mode: str
+    options: dict[str, str]
+    arguments: tuple[str, ...]
+    loaded: Loaded | None
+    problems: list[Problem]
+    given: frozenset[str]
+
+    @property
+    def config(self) -> Loaded:
+        """Return the config of a command that takes one. Raises ValueError for another command."""
+        if self.loaded is None:
+            raise ValueError(f"{self.command.name} takes no --config")
+        return self.loaded
+
+
+def run_command(
+    command: Command,
+    argv: Sequence[str] | None,
+    act: Callable[[Parsed], int],
+    *,
+    check: Callable[[Parsed], list[Problem]] | None = None,
+    errors: tuple[type[Exception], ...] = (),
+) -> int:
+    """Run one command and return its exit code.
+
+    Args:
+        argv: the arguments without the program's name; None: those of this process.
+        act: the command's own work, for a command line without problems. Returns the exit code.
+        check: further problems of the command line, to be reported together with those of the options.
+        errors: exceptions of `act` that mean wrong input. The message is printed, and the exit code is 2.
+
+    Returns:
+        the code of `act`; 0 after --help; 2 if the command line, the config or an input is wrong; 1 if a file cannot be read or
+        written; 130 after Ctrl-C.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(argv):
+        print(command.help(), end="")
+        return 0
+    parsed = command.parse(argv)
+    problems = parsed.problems + (check(parsed) if check else [])
+    if problems:
+        return launch.report(problems)
+    try:
+        return act(parsed)
+    except ConfigError as error:
+        return launch.report(error.problems)
+    except errors as error:
+        print(f"error: {error}", file=sys.stderr)
+        return REFUSED
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("\nCtrl-C: stopped.", file=sys.stderr)
+        return INTERRUPTED
+
+
+def make_console(width: int = WIDTH) -> "Console":
+    """Return rich's console for tables: as wide as the terminal, or `width` columns if the output is no terminal."""
+    from rich.console import Console  # 60 ms that --help does without
+
+    console = Console()
+    return console if console.is_terminal else Console(width=width)
+
+
+def check_output_file(text: str) -> str:
+    """Return why a file cannot be written, or "". To be known before the work, not after it."""
+    path = Path(text).expanduser().absolute()
+    if path.is_dir():
+        return "is a folder"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "may not be written"
+
+
+def _row(usage: str, doc: str) -> str:
+    """Return one option and its description, wrapped."""
+    space = " " * INDENT
+    lines = textwrap.wrap(doc, HELP_WIDTH - INDENT, break_on_hyphens=False) or [""]
+    first = f"  {usage}".ljust(INDENT)
+    if len(first) > INDENT or not first.endswith(" "):
+        return "\n".join([first.rstrip(), *(space + line for line in lines)])
+    return "\n".join([first + lines[0], *(space + line for line in lines[1:])])

@@ -1,0 +1,106 @@
+"""Command lines as users type them: values, mistakes, --help, and the exit codes of each way to end."""
+
+import pytest
+
+from jaxtrain.command_line import Command, Option, run_command
+from jaxtrain.config import ConfigError, Problem
+
+FILES = Command(
+    "report",
+    "Write one page of a run.",
+    (
+        Option("html", "the file", "FILE", default="report.html", writes=True),
+        Option("rows", "rows of the table", "N", default="10", least=1),
+        Option("shape", "rows or columns", "SHAPE", default="rows", choices=("rows", "columns"), modes=("",)),
+        Option("json", "for programs; without FILE on the terminal", "FILE", bare="-"),
+        Option("list", "instead: list the traces"),
+        Option("watch", "instead: follow the run"),
+    ),
+    arguments=("RUN...", "a run's folder"),
+    modes=("list", "watch"),
+    examples=("runs/tiny",),
+    notes="Exit codes: 0 done.",
+)
+TRAIN = Command("plan", "Plan a run.", (Option("topology", "the machine", "CHIP:GPUS"),), config=True)
+
+
+def test_values_come_from_the_defaults_and_from_the_command_line():
+    plain = FILES.parse(["runs/a", "runs/b"])
+    assert (plain.problems, plain.arguments, plain.mode) == ([], ("runs/a", "runs/b"), "")
+    assert plain.options == {"html": "report.html", "rows": "10", "shape": "rows", "json": "", "list": "", "watch": ""}
+    given = FILES.parse(["--rows", "3", "runs/a", "--json", "--list"])
+    assert given.problems == []
+    assert (given.options["rows"], given.options["json"], given.mode) == ("3", "-", "list")
+    assert given.given == {"rows", "json", "list"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "RUN: is missing. Name a run's folder."),
+        (["r", "--rows=0"], "--rows = '0': must be a whole number, 1 or more. For example --rows=10."),
+        (["r", "--rows="], "--rows = '': has no value. For example --rows=10, or leave it out."),
+        (["r", "--shape=round"], "--shape = 'round': must be one of rows, columns. For example --shape=rows."),
+        (["r", "--list=all"], "--list = 'all': takes no value. Write --list."),
+        (["r", "--list", "--watch"], "--list --watch: each of these is an action of its own. Leave out --watch."),
+        (["r", "--list", "--shape=rows"], "--shape: --list does not use it. Leave it out."),
+        (["r", "--html=/no/such/folder/x.html"], "there is no folder /no/such/folder. Name another file."),
+        (["r", "--html"], "--html: needs a value. Write --html=VALUE."),
+        (["r", "--row=3"], "--row: no such option. Did you mean --rows?"),
+        (["r", "--config.train.steps=3"], "--config.train.steps: no such option."),
+        (["r", "-x"], "argument '-x': left over: it belongs to no option. Options start with --; see --help."),
+    ],
+)
+def test_one_mistake_is_one_problem_with_a_remedy(argv: list[str], message: str):
+    (problem,) = FILES.parse(argv).problems
+    assert message in str(problem)
+
+
+def test_a_command_with_a_config_reports_mistakes_of_both_at_once():
+    parsed = TRAIN.parse(["--topology=", "--config.train.step=3"])
+    assert [p.key for p in parsed.problems] == ["train.step", "--topology"]
+    assert TRAIN.parse(["--config.train.steps=3"]).config.run.train.steps == 3
+    with pytest.raises(ValueError, match="takes no --config"):
+        _ = FILES.parse(["r"]).config
+
+
+def test_help_shows_every_option_within_the_width(capsys: pytest.CaptureFixture[str]):
+    assert run_command(FILES, ["--help"], lambda _: 1) == 0
+    text = capsys.readouterr().out
+    assert all(
+        usage in text for usage in ("--html=FILE", "--json[=FILE]", "--list ", "RUN...", "--help", "Exit codes: 0 done.")
+    )
+    assert "python -m jaxtrain.report runs/tiny" in text
+    assert max(map(len, text.splitlines())) <= 126
+
+
+def _fail(error: BaseException):
+    def act(_: object) -> int:
+        raise error
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "printed"),
+    [
+        (ConfigError([Problem("train.steps", 0, "must be at least 1", "Write 1.")]), 2, "train.steps = 0"),
+        (KeyError("no trace"), 2, "error: 'no trace'"),
+        (FileNotFoundError(2, "No such file or directory", "x"), 1, "error: [Errno 2]"),
+        (KeyboardInterrupt(), 130, "Ctrl-C: stopped."),
+    ],
+)
+def test_exceptions_become_exit_codes(error: BaseException, code: int, printed: str, capsys: pytest.CaptureFixture[str]):
+    assert run_command(FILES, ["r"], _fail(error), errors=(KeyError,)) == code
+    assert printed in capsys.readouterr().err
+
+
+def test_an_unexpected_exception_is_not_hidden():
+    with pytest.raises(ZeroDivisionError):
+        run_command(FILES, ["r"], _fail(ZeroDivisionError()))
+
+
+def test_further_checks_are_reported_with_those_of_the_options(capsys: pytest.CaptureFixture[str]):
+    more = [Problem("RUN", "r", "is no run", "Name a run's folder.")]
+    assert run_command(FILES, ["r", "--rows=0"], lambda _: 0, check=lambda _: more) == 2
+    assert capsys.readouterr().err.startswith("2 problems;")
