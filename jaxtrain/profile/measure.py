@@ -9,12 +9,16 @@ with its first operation if nothing of the previous step was recorded.
 """
 
 import dataclasses
+import gzip
 import json
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from jaxtrain import hardware, metrics
 from jaxtrain.plan.program.hlo import HloError, Module
@@ -22,13 +26,12 @@ from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Rates
 from jaxtrain.profile import program as programs
 from jaxtrain.profile import trace as traces
-from jaxtrain.profile.program import CONTROL, KINDS, LINKS, NO_SCOPE, Operation, Planned, Program, Stretch, Summary, Timeline
+from jaxtrain.profile.program import CONTROL, KINDS, LINKS, NO_SCOPE, Operation, Planned, Program, Stretch
 from jaxtrain.profile.trace import Event, Trace, TraceError
 from jaxtrain.profiling import HLO_TEXT
 
 FORMAT = 2
 NS_PER_MS = 1e6
-DUMPS = (".hlo.txt", ".hlo", ".hlo.pb")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +79,10 @@ class Profile:
     named: float  # fraction of the busy and exposed time that belongs to a part
     ops: tuple[Op, ...]  # longest first
     devices: tuple[Device, ...]
-    timeline: Timeline  # median step of the device that computes longest
+    lanes: dict[str, tuple[Stretch, ...]]  # timeline of the median step, on the device that computes longest
     untraced_ms: float | None  # median step of the same run without the profiler
     planned: Planned | None
     no_plan: str  # why `planned` is None
-    program: Summary | None
     notes: tuple[str, ...]
     format: int = FORMAT
 
@@ -120,39 +122,15 @@ def run_around(target: Path) -> Run:
     return Run(target.name)
 
 
-def dump_in(target: Path) -> Path | None:
-    """Return the dump that a target is, or that of a run without a trace."""
-    if target.is_file() and target.name.endswith(DUMPS):
-        return target
-    found = [*target.glob(f"profile/{HLO_TEXT}"), *target.glob(HLO_TEXT)]
-    return found[0] if found and not any(target.rglob("*.xplane.pb")) else None
-
-
-def read_dump(path: Path, run: Run) -> Program:
-    """Return the program of HLO text, or of an HloProto (`*.hlo.pb`).
-
-    Raises:
-        HloError: it cannot be read.
-    """
-    if path.suffix == ".pb":
-        return programs.read_proto(path.read_bytes(), run.mesh, run.gpus)
-    return programs.read_text(path.read_text(), run.mesh, run.gpus)
-
-
 def program_of(trace: Trace, run: Run) -> tuple[Program | None, str]:
-    """Return (program of a trace, or None; the reason for None).
-
-    The trace has its memory too. A program from the compile cache is not in the trace, but in the text beside it.
-    """
+    """Return (program of a trace, by the text beside it, or None; the reason for None)."""
     text = trace.path.with_name(HLO_TEXT)
-    reason = f"neither the trace nor a file {HLO_TEXT} beside it holds the program"
-    try:
-        if proto := trace.programs.get(trace.main_program):
-            return programs.read_proto(proto, run.mesh, run.gpus), ""
-        if text.is_file():
-            return read_dump(text, run), ""
-    except HloError as error:
-        reason = f"the program cannot be read: {error}"
+    reason = f"there is no file {HLO_TEXT} beside the trace"
+    if text.is_file():
+        try:
+            return programs.read(text.read_text(), run.mesh, run.gpus), ""
+        except HloError as error:
+            reason = f"{text} cannot be read: {error}"
     return None, f"Time is sorted by the names of kernels alone: {reason}."
 
 
@@ -228,9 +206,10 @@ def _by_last_operation(events: Sequence[Event], marked: Sequence[int], module: M
 
 # ---- Time
 
-# Columns of the time of an operation: of the step, overlapped, from start to end (ns), and launches.
-TIME, OVERLAPPED, RAN, COUNT = range(4)
-type Spent = dict[Operation, list[float]]
+# Columns of an operation's sums over all steps: time of the step, overlapped, from start to end (ns); launches; their work by
+# the program, and its time at the plan's rates (s). Unknown work is NaN.
+TIME, OVERLAPPED, RAN, COUNT, FLOPS, BYTES, PLANNED = range(7)
+type Sums = dict[Operation, np.ndarray]
 
 
 def operation_of(event: Event, main: int, known: Mapping[str, Operation]) -> Operation | None:
@@ -240,49 +219,80 @@ def operation_of(event: Event, main: int, known: Mapping[str, Operation]) -> Ope
     if event.op.split(".")[0] in CONTROL:
         return None
     found = programs.by_kernel(event.kernel)
-    return found if event.program in (main, -1) else Operation(found.kind, "other programs", "", found.label, "")
+    return found if event.program in (main, -1) else found._replace(part="other programs")
+
+
+def operations_of(trace: Trace, program: Program | None) -> dict[int, list[tuple[Event, Operation]]]:
+    """Return the events of each device with their operations, by start.
+
+    A CPU has threads for streams. Its events are put into lanes in their place: each into the first lane that is free.
+    """
+    main, known = trace.main_program, program.operations if program else {}
+    found = {}
+    for device, events in trace.devices.items():
+        with_operation = [(e, o) for e in events if (o := operation_of(e, main, known))]
+        free_at: list[float] = []
+        for n, (e, o) in enumerate(with_operation if trace.platform == "cpu" else ()):
+            lane = next((i for i, time in enumerate(free_at) if time <= e.start), len(free_at))
+            free_at[lane : lane + 1] = [e.end]
+            with_operation[n] = e._replace(stream=f"lane {lane + 1}"), o
+        found[device] = with_operation
+    return found
 
 
 def divide_time(
-    events: Iterable[tuple[Event, Operation]], steps: Sequence[Window]
-) -> tuple[Spent, dict[int, tuple[Stretch, ...]]]:
+    events: Iterable[tuple[Event, Operation]], steps: Sequence[Window], work: Callable[[Event], Sequence[float]]
+) -> tuple[Sums, dict[int, tuple[Stretch, ...]]]:
     """Divide the time of one device's steps among the operations that ran.
 
+    Args:
+        events: by start.
+        steps: in order.
+        work: FLOPs, bytes and planned seconds of a launch.
+
     Returns:
-        Operation -> its time over all steps; step -> its lane of a timeline, without gaps.
+        Operation -> its sums; step -> its lane of a timeline, without gaps.
     """
-    spent: Spent = defaultdict(lambda: [0.0, 0.0, 0.0, 0])
+    sums: Sums = defaultdict(lambda: np.zeros(7))
     lanes: dict[int, list[Stretch]] = {}
     first, last = steps[0].start, steps[-1].end
     points: list[tuple[float, int, Operation | None]] = [(w.start, 2, None) for w in steps]  # 2: a step begins
     for e, operation in events:
         if e.end > first and e.start < last:
-            spent[operation][COUNT] += 1
-            spent[operation][RAN] += e.end - e.start
+            sums[operation] += (0, 0, e.end - e.start, 1, *work(e))
             points += [(max(e.start, first), 1, operation), (min(e.end, last), -1, operation)]
     points.sort(key=lambda p: (p[0], p[1]))
-    running: dict[bool, Counter[Operation]] = {False: Counter(), True: Counter()}  # links?
+    computing: Counter[Operation] = Counter()
+    links: Counter[Operation] = Counter()
     at, now = -1, first
     for time, change, operation in (*points, (last, 0, None)):
         if time > now and at >= 0:
-            charged, overlapped, kind = _shares(running[False], running[True])
-            for o, share in charged.items():
-                spent[o][TIME] += (time - now) * share
+            shares, overlapped, kind = _shares(computing, links)
+            for o, share in shares.items():
+                sums[o][TIME] += (time - now) * share
             for o in overlapped:
-                spent[o][OVERLAPPED] += time - now
-            begun = steps[at].start
-            part = next(iter(charged)).part if charged else ""
+                sums[o][OVERLAPPED] += time - now
+            begun, part = steps[at].start, next(iter(shares)).part if shares else ""
             lanes[steps[at].step].append(Stretch((now - begun) / NS_PER_MS, (time - begun) / NS_PER_MS, kind, part))
         now = max(now, time)
         if change == 2:
             at += 1
             lanes[steps[at].step] = []
         elif operation is not None:
-            counter = running[operation.kind in LINKS]
-            counter[operation] += change
-            if not counter[operation]:
-                del counter[operation]
-    return dict(spent), {step: programs.merge(lane) for step, lane in lanes.items()}
+            running = links if operation.kind in LINKS else computing
+            running[operation] += change
+            if not running[operation]:
+                del running[operation]
+    return dict(sums), {step: _joined(lane) for step, lane in lanes.items()}
+
+
+def _joined(lane: Iterable[Stretch]) -> tuple[Stretch, ...]:
+    out: list[Stretch] = []
+    for s in lane:
+        if out and (out[-1].kind, out[-1].part) == (s.kind, s.part):
+            s = out.pop()._replace(end=s.end)
+        out.append(s)
+    return tuple(out)
 
 
 def _shares(computing: Counter[Operation], links: Counter[Operation]) -> tuple[dict[Operation, float], list[Operation], str]:
@@ -299,14 +309,6 @@ def kind_of(operation: Operation) -> str:
     return f"exposed {operation.kind}" if operation.kind in LINKS else operation.kind
 
 
-def total(spent: Iterable[tuple[Operation, Sequence[float]]], key: Callable[[Operation], tuple], column: int, per: float):
-    """Return key -> sum of one column over the operations of that key, divided by `per`."""
-    sums: dict[tuple, float] = defaultdict(float)
-    for operation, row in spent:
-        sums[key(operation)] += row[column] / per
-    return sums
-
-
 def profile(path: Path, run: Run) -> Profile:
     """Return the time of a step by a trace.
 
@@ -318,34 +320,41 @@ def profile(path: Path, run: Run) -> Profile:
     rates, no_plan = rates_of(run, device_kind)
     program, no_program = program_of(trace, run)
     notes = [no_program] if no_program else []
-    summary = planned = None
+    if program and program.unknown:
+        notes.append(f"{len(program.unknown)} operations have unknown work; the first: {program.unknown[0]}")
+    planned = None
     try:
-        summary = programs.summarize(program) if program else None
         planned = programs.plan(program, rates) if program and rates else None
     except HloError as error:
-        no_plan = no_plan or f"no plan: {error}"
-        notes.append(f"No summary of the program: {error}")
-    steps = windows(trace, program.module if program else None)
-    operations = program.operations if program else {}
-    by_device: dict[int, Spent] = {}
-    drawn: dict[int, tuple[list[tuple[Event, Operation]], dict[int, tuple[Stretch, ...]]]] = {}
-    for device in steps:
-        known = ((e, operation_of(e, trace.main_program, operations)) for e in trace.devices[device])
-        events = [(e, operation) for e, operation in known if operation]
-        by_device[device], lanes = divide_time(events, steps[device])
-        drawn[device] = events, lanes
+        no_plan = f"no plan: {error}"
 
+    def work(event: Event) -> tuple[float, float, float]:
+        done = program.work.get(event.op) if program and event.program == trace.main_program else None
+        return (done.flops, done.bytes, done.seconds(rates) if rates else np.nan) if done else (np.nan,) * 3
+
+    steps = windows(trace, program.module if program else None)
+    events = operations_of(trace, program)
+    divided = {device: divide_time(events[device], steps[device], work) for device in sorted(steps)}
+    devices = tuple(_device(device, sums, steps[device]) for device, (sums, _) in divided.items())
+    busiest = max(devices, key=lambda d: d.busy_ms).device
     lengths = [(w.end - w.start) / NS_PER_MS for found in steps.values() for w in found]
     step_ms = statistics.fmean(lengths)
-    spent = [item for found in by_device.values() for item in found.items()]
-    per = NS_PER_MS * len(lengths)
-    by_kind = total(spent, lambda o: (kind_of(o),), TIME, per)
-    by_part: dict[str, dict[str, float]] = defaultdict(dict)
-    for (part, phase, kind), ms in total(spent, lambda o: (o.part, o.phase, kind_of(o)), TIME, per).items():
-        by_part[f"{part}, {phase}" if phase else part][kind] = ms
-    scoped = total(spent, lambda o: (o.part != NO_SCOPE,), TIME, per)
-    devices = tuple(_device(device, by_device[device], steps[device]) for device in sorted(steps))
-    busiest = max(devices, key=lambda d: d.busy_ms).device
+    sums: Sums = defaultdict(lambda: np.zeros(7))
+    for of_device, _ in divided.values():
+        for operation, row in of_device.items():
+            sums[operation] += row / len(lengths)
+    by_kind, overlapped = dict.fromkeys(KINDS, 0.0), dict.fromkeys(LINKS, 0.0)
+    by_part: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for operation, row in sums.items():
+        ms = row[TIME] / NS_PER_MS
+        by_kind[kind_of(operation)] += ms
+        if ms:
+            by_part[", ".join(filter(None, (operation.part, operation.phase)))][kind_of(operation)] += ms
+        if operation.kind in LINKS:
+            overlapped[operation.kind] += row[OVERLAPPED] / NS_PER_MS
+    ran = sum(by_kind.values())
+    by_kind["idle"] = step_ms - ran
+    ops = [_op(operation, row) for operation, row in sums.items()]
     return Profile(
         name=run.name,
         trace=str(path),
@@ -353,68 +362,56 @@ def profile(path: Path, run: Run) -> Profile:
         steps=tuple(sorted({w.step for found in steps.values() for w in found})),
         step_ms=step_ms,
         step_range_ms=(min(lengths), max(lengths)),
-        by_kind={k: step_ms - sum(by_kind.values()) if k == "idle" else by_kind.get((k,), 0.0) for k in KINDS},
-        overlapped={k: ms for (k,), ms in total(spent, lambda o: (o.kind,), OVERLAPPED, per).items() if k in LINKS},
-        by_part=dict(sorted(by_part.items(), key=lambda item: -sum(item[1].values()))),
-        named=scoped[True,] / sum(scoped.values()) if sum(scoped.values()) else 0.0,
-        ops=_ops(spent, per, len(lengths), rates),
+        by_kind=by_kind,
+        overlapped=overlapped,
+        by_part={part: dict(kinds) for part, kinds in sorted(by_part.items(), key=lambda item: -sum(item[1].values()))},
+        named=1 - sum(by_part[NO_SCOPE].values()) / ran if ran else 0.0,
+        ops=tuple(sorted(ops, key=lambda op: -(op.ms + op.overlapped_ms))),
         devices=devices,
-        timeline=_timeline(busiest, *drawn[busiest], steps[busiest]),
+        lanes=_lanes(busiest, events[busiest], divided[busiest][1], steps[busiest]),
         untraced_ms=run.untraced_ms,
         planned=planned,
         no_plan="" if planned else no_plan,
-        program=summary,
         notes=(*notes, *_caveats(trace.platform, len(steps))),
     )
 
 
-def _ops(spent: list[tuple[Operation, list[float]]], per: float, steps: int, rates: Rates | None) -> tuple[Op, ...]:
-    groups: dict[tuple, list[tuple[Operation, list[float]]]] = defaultdict(list)
-    for item in spent:
-        groups[item[0].kind, item[0].part, item[0].phase, item[0].label, item[0].source].append(item)
-    found = []
-    for key, rows in groups.items():
-        done = [(o.work, row[COUNT] / steps) for o, row in rows if o.work]
-        whole = len(done) == len(rows)
-        found.append(
-            Op(
-                *key,
-                count=sum(row[COUNT] for _, row in rows) / steps,
-                ms=sum(row[TIME] for _, row in rows) / per,
-                ran_ms=sum(row[RAN] for _, row in rows) / per,
-                overlapped_ms=sum(row[OVERLAPPED] for _, row in rows) / per,
-                gflop=sum(work.flops * n for work, n in done) / 1e9 if whole else None,
-                gb=sum(work.bytes * n for work, n in done) / 1e9 if whole else None,
-                planned_ms=sum(work.seconds(rates) * n for work, n in done) * 1e3 if whole and rates else None,
-            )
-        )
-    return tuple(sorted(found, key=lambda op: -(op.ms + op.overlapped_ms)))
+def _op(operation: Operation, row: np.ndarray) -> Op:
+    time, overlapped, ran, count, flops, moved, seconds = (float(v) for v in row)
+    known, planned = not math.isnan(flops), not math.isnan(seconds)
+    return Op(
+        *operation,
+        count=count,
+        ms=time / NS_PER_MS,
+        ran_ms=ran / NS_PER_MS,
+        overlapped_ms=overlapped / NS_PER_MS,
+        gflop=flops / 1e9 if known else None,
+        gb=moved / 1e9 if known else None,
+        planned_ms=seconds * 1e3 if planned else None,
+    )
 
 
-def _device(device: int, spent: Spent, steps: Sequence[Window]) -> Device:
+def _device(device: int, sums: Sums, steps: Sequence[Window]) -> Device:
     per = NS_PER_MS * len(steps)
     step_ms = sum(w.end - w.start for w in steps) / per
-    by_link = total(spent.items(), lambda o: (o.kind in LINKS,), TIME, per)
-    return Device(device, step_ms, by_link[False,], by_link[True,], step_ms - sum(by_link.values()))
+    exposed = sum(row[TIME] for o, row in sums.items() if o.kind in LINKS) / per
+    busy = sum(row[TIME] for o, row in sums.items() if o.kind not in LINKS) / per
+    return Device(device, step_ms, float(busy), float(exposed), float(step_ms - busy - exposed))
 
 
-def _timeline(
-    device: int,
-    events: Iterable[tuple[Event, Operation]],
-    lanes: Mapping[int, tuple[Stretch, ...]],
-    steps: Sequence[Window],
-) -> Timeline:
-    """Return the median step of a device: its time by kind, then its events by stream."""
+def _lanes(
+    device: int, events: Iterable[tuple[Event, Operation]], by_kind: Mapping[int, tuple[Stretch, ...]], steps: Sequence[Window]
+) -> dict[str, tuple[Stretch, ...]]:
+    """Return the timeline of the median step of a device: its time by kind, then its events by stream."""
     length = statistics.median_low([w.end - w.start for w in steps])
     window = next(w for w in steps if w.end - w.start == length)
     streams: dict[str, list[Stretch]] = defaultdict(list)
     for e, o in events:
-        if e.end > window.start and e.start < window.end:
-            start, end = max(e.start, window.start) - window.start, min(e.end, window.end) - window.start
+        start, end = max(e.start, window.start) - window.start, min(e.end, window.end) - window.start
+        if end > start:
             streams[e.stream].append(Stretch(start / NS_PER_MS, end / NS_PER_MS, o.kind, o.part, o.label))
-    by_stream = {name: programs.merge(streams[name]) for name in sorted(streams, key=lambda name: (len(name), name))}
-    title = f"step {window.step} on device {device}"
-    return Timeline(title, length / NS_PER_MS, {"measured: device": lanes[window.step], **by_stream})
+    by_stream = {name: tuple(streams[name]) for name in sorted(streams, key=lambda name: (len(name), name))}
+    return {f"measured: step {window.step}, device {device}": by_kind[window.step], **by_stream}
 
 
 def _caveats(platform: str, devices: int) -> list[str]:
@@ -426,6 +423,29 @@ def _caveats(platform: str, devices: int) -> list[str]:
     out = ["On a CPU, waiting for a core counts as time of the operation: XLA, the data and other programs share the cores."]
     shared = f"{devices} devices of one host share its cores, so a collective waits for the computation of other devices."
     return [*out, shared] if devices > 1 else out
+
+
+def write_perfetto(trace: Trace, run: Run, path: Path) -> None:
+    """Write a trace as JSON that ui.perfetto.dev opens: a process for each device, a thread for each stream.
+
+    Args:
+        trace: a trace.
+        run: its run.
+        path: the file; it is compressed if its name ends in .gz.
+    """
+    program, _ = program_of(trace, run)
+    written = []
+    for device, events in operations_of(trace, program).items():
+        streams = sorted({e.stream for e, _ in events}, key=lambda name: (len(name), name))
+        names = [("process_name", 0, f"{trace.platform} {device}"), *(("thread_name", *item) for item in enumerate(streams))]
+        written += [{"ph": "M", "pid": device, "tid": n, "name": what, "args": {"name": name}} for what, n, name in names]
+        for e, o in events:
+            shown = {"ph": "X", "pid": device, "tid": streams.index(e.stream), "name": o.label, "cat": o.kind}
+            shown |= {"ts": e.start / 1e3, "dur": (e.end - e.start) / 1e3}  # us
+            origin = {"part": o.part, "pass": o.phase, "source": o.source, "instruction": e.op, "kernel": e.kernel}
+            written.append(shown | {"args": origin})
+    text = json.dumps({"displayTimeUnit": "ms", "traceEvents": written}).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
 
 
 # ---- Two traces

@@ -14,12 +14,12 @@ from jaxtrain.page.charts import single, stacked
 from jaxtrain.page.kit import Column, Markup, bullets, cursor_data, document, swatch, tiles
 from jaxtrain.page.kit import say as paragraph
 from jaxtrain.page.kit import table as html_table
-from jaxtrain.plan.numbers import column, gib, number, percent, rough, size
+from jaxtrain.plan.numbers import column, number, percent, rough
 from jaxtrain.plan.report.figures import place
 from jaxtrain.plan.report.lines import bar, heading, listed, row, say, short
 from jaxtrain.plan.report.lines import table as text_table
 from jaxtrain.profile.measure import Change, Diff, Profile
-from jaxtrain.profile.program import KINDS, LINKS, NO_SCOPE, Summary
+from jaxtrain.profile.program import KINDS, LINKS, NO_SCOPE
 
 ROWS, ROWS_OF_PAGE = 15, 40  # of a long table
 SHARE, PAGE_ONLY = "share", "roomy"  # CSS classes of columns: a bar beside a number; a column for wide pages
@@ -79,7 +79,7 @@ def sections(found: Profile, diff: Diff | None = None) -> list[Section]:
         out.append(_devices(found))
     if diff:
         out.append(_changes(diff))
-    return [*out, *(sections_of_program(found.program) if found.program else ())]
+    return out
 
 
 def _numbers(name: str, values: Sequence[float], kind: str = "", total: str = "") -> Column:
@@ -109,7 +109,7 @@ def _kinds(found: Profile) -> Section:
         shown.append(_sparse("overlapped ms", [hidden.get(k, 0.0) for k in names]))
     if found.planned:
         shown.append(_numbers("planned ms", [planned.get(k, 0.0) for k in names], total=number(found.planned.step_ms)))
-    return Section("Time by kind", [("Of a step, mean of steps and devices", [*shown, _bars(ms)])])
+    return Section("Time by kind", [("Time of a step by kind, mean of steps and devices", [*shown, _bars(ms)])])
 
 
 def _parts(found: Profile) -> Section:
@@ -118,13 +118,13 @@ def _parts(found: Profile) -> Section:
     by_kind = [_sparse(SHORT.get(k, k), [spent.get(k, 0.0) for spent in found.by_part.values()]) for k in kinds]
     ms = list(sums.values())
     shown = [Column("part, pass", list(sums), kind="whole"), _numbers("ms", ms), _shares(ms, found.step_ms), *by_kind]
-    tables = [("ms of a step", shown)]
+    tables = [("Time of a step by part and pass, ms", shown)]
     if found.planned:
         names = list(dict.fromkeys((*(name.partition(",")[0] for name in sums), *found.planned.by_part)))
         measured = [math.fsum(v for name, v in sums.items() if name.partition(",")[0] == part) for part in names]
         planned = [found.planned.by_part.get(part, 0.0) for part in names]
         beside = [Column("part", names), _numbers("measured", measured), _numbers("planned", planned)]
-        tables.append(("Measured beside planned, ms of a step", beside))
+        tables.append(("Time of a step by part, measured beside planned, ms", beside))
     return Section("Time by part", tables, [f"{percent(found.named)} of the time in which something ran belongs to a part"])
 
 
@@ -169,7 +169,9 @@ def _devices(found: Profile) -> Section:
     straggler += f"{rough(busy[0].busy_ms)} ms; the others wait for it in communication"
     if mean:
         straggler += f". It takes {percent(last.busy_ms / mean - 1)} more than the mean"
-    return Section("Devices", [("ms of a step", [Column("device", [str(d.device) for d in found.devices]), *shown])], [straggler])
+    return Section(
+        "Devices", [("ms of a step", [Column("device", [str(d.device) for d in found.devices]), *shown])], [straggler]
+    )
 
 
 def _changes(diff: Diff) -> Section:
@@ -188,36 +190,6 @@ def _changes(diff: Diff) -> Section:
     return Section("Changes", tables, [step])
 
 
-def sections_of_program(program: Summary) -> list[Section]:
-    """Return work and peak memory of a compiled program, traced or not."""
-    rows = [(part, kind, *cell) for part, cells in program.by_part.items() for kind, cell in cells.items()]
-    rows.sort(key=lambda row: (-row[4], -row[3]))  # most bytes first
-    parts, kinds, launches, gflop, gb = (list(cells) for cells in zip(*rows, strict=True)) if rows else ([],) * 5
-    work = [
-        Column("part", parts),
-        Column("kind", kinds, kind="whole"),
-        Column("launches", [f"{n:,}" for n in launches], launches),
-        _numbers("GFLOP", gflop),
-        _numbers("GB", gb),
-    ]
-    unread = f"{len(program.unread)} operations have unknown work; the first: " + "".join(program.unread[:1])
-    out = [Section(f"Program {program.name}", [("Work of a step on each device", work)], [unread] if program.unread else [])]
-    if (memory := program.memory) is None:
-        unknown = "unknown: the program came without its buffer assignment, as it does from a compile cache"
-        return [*out, Section("Peak memory", [], [unknown])]
-    values, largest = list(memory.by_part.values()), [gib for gib, *_ in memory.largest]
-    (unit, sizes), (unit_of_arrays, array_sizes) = gib(values), gib(largest)
-    by_part = [Column("part", list(memory.by_part)), Column(unit, sizes, values), _bars(values)]
-    arrays = [
-        Column("array", [shape for _, _, shape, _ in memory.largest], kind="path"),
-        Column(unit_of_arrays, array_sizes, largest),
-        Column("part", [part for _, part, *_ in memory.largest]),
-        Column("source", [place(source) for *_, source in memory.largest], kind="whole"),
-    ]
-    peak = f"{size(memory.peak_gib)} on each device by the compiler, {size(memory.arguments_gib)} of it arguments"
-    return [*out, Section("Peak memory", [("By part", by_part), ("Largest arrays at the peak", arrays)], [peak])]
-
-
 # ---- Text
 
 
@@ -234,8 +206,8 @@ def print_profile(found: Profile, diff: Diff | None, console: Console) -> None:
 def print_sections(shown: Iterable[Section], console: Console) -> None:
     """Print sections, with the first rows of long tables."""
     for section in shown:
-        for n, (caption, columns) in enumerate(section.tables):
-            heading(console, f"{section.title}: {caption[0].lower()}{caption[1:]}" if n == 0 else caption)
+        for caption, columns in section.tables:
+            heading(console, caption)
             columns = [c for c in columns if c.kind != PAGE_ONLY]
             numeric = [i for i, c in enumerate(columns) if c.values is not None and c.kind != SHARE]
             made = text_table([c.heading for c in columns], numeric)
@@ -244,8 +216,6 @@ def print_sections(shown: Iterable[Section], console: Console) -> None:
             if columns[0].total:
                 row(made, *(c.total for c in columns), style="bold")
             console.print(made)
-        if not section.tables:
-            heading(console, section.title)
         for sentence in section.sentences:
             say(console, sentence)
 
@@ -294,7 +264,6 @@ def _page_column(c: Column) -> Column:
 
 def _tiles(found: Profile) -> str:
     exposed = sum(ms for kind, ms in found.by_kind.items() if kind.startswith("exposed"))
-    memory = found.program.memory if found.program else None
     untraced = f"{rough(found.untraced_ms)} ms" if found.untraced_ms is not None else "-"
     planned = f"{rough(found.planned.step_ms)} ms" if found.planned else "-"
     return tiles(
@@ -304,7 +273,7 @@ def _tiles(found: Profile) -> str:
             ("step, planned", planned, "at the rates below" if found.planned else found.no_plan),
             ("exposed", percent(exposed / found.step_ms), f"{rough(math.fsum(found.overlapped.values()))} ms more overlapped"),
             ("idle", percent(found.by_kind["idle"] / found.step_ms), "nothing runs"),
-            ("peak memory", size(memory.peak_gib) if memory else "-", "by the compiler, on each device"),
+            ("devices", str(len(found.devices)), found.device_kind),
         ]
     )
 
@@ -319,8 +288,7 @@ def _timeline(found: Profile) -> str:
 
     The data of a lane are runs of four numbers: start and duration in ns, and the indices of a kind and of a label.
     """
-    drawn = [*([found.planned.timeline] if found.planned else []), found.timeline]
-    lanes = {name: lane for timeline in drawn for name, lane in timeline.lanes.items()}
+    lanes = (found.planned.lanes if found.planned else {}) | found.lanes
     kinds = [k for k in (*KINDS, *LINKS) if k != "idle" and any(s.kind == k for lane in lanes.values() for s in lane)]
     labels: dict[str, int] = {}
     encoded = []
@@ -332,21 +300,24 @@ def _timeline(found: Profile) -> str:
                 figures += [round(s.start * 1e6), round((s.end - s.start) * 1e6)]
                 figures += [kinds.index(s.kind), labels.setdefault(label, len(labels))]
         encoded.append({"name": name, "events": figures})
-    data = {"ns": round(max(t.ms for t in drawn) * 1e6), "kinds": [[k, _colour(k)] for k in kinds]}
+    longest = max(lane[-1].end for lane in lanes.values())
+    data = {"ns": round(longest * 1e6), "kinds": [[k, _colour(k)] for k in kinds]}
     data |= {"labels": list(labels), "lanes": encoded}
     named = dict.fromkeys(k.removeprefix("exposed ") for k in kinds)
     key = " ".join(f"<span>{swatch(f'var({_colour(k)})')}{escape(k)}</span>" for k in named)
     files = resources.files("jaxtrain.profile")
     return (
         f"<style>{(files / 'timeline.css').read_text(encoding='utf-8')}</style>"
-        f'<figure class="timeline"><p class="key">{key}</p><canvas tabindex="0" role="img" aria-label="Timeline of '
-        f'{escape(found.timeline.title)}: {escape(verdict(found))}"></canvas><div class="tip"></div>'
-        f'<p class="controls"></p>{cursor_data(data)}</figure><noscript>{paragraph("The timeline needs JavaScript.")}</noscript>'
+        f'<figure class="timeline"><p class="key">{key}</p><canvas tabindex="0" role="img" aria-label="Timeline: '
+        f'{escape(verdict(found))}"></canvas><div class="tip"></div><p class="controls"></p>{cursor_data(data)}</figure>'
+        f"<noscript>{paragraph('The timeline needs JavaScript.')}</noscript>"
         f"<script>{(files / 'timeline.js').read_text(encoding='utf-8')}</script>"
     )
 
 
 def to_json(found: Profile, diff: Diff | None = None) -> str:
-    """Return a profile as JSON; with `diff`, the changes under that key."""
+    """Return a profile as JSON without its timeline; with `diff`, the changes under that key."""
     tree = dataclasses.asdict(found) | ({"diff": dataclasses.asdict(diff)} if diff else {})
+    for timed in filter(None, (tree, tree["planned"])):
+        del timed["lanes"]
     return json.dumps(tree, indent=1) + "\n"

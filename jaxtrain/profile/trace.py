@@ -1,42 +1,26 @@
-"""Traces of JAX's profiler: the operations that ran on each device, and the same in a file for Perfetto.
+"""Traces of JAX's profiler: the operations that ran on each device.
 
 `jax.profiler.ProfileData` reads a trace (`*.xplane.pb`). The planes and lines of two platforms are known:
 
-    CPU  Plane /host:CPU, a line for each thread. An event with the stat `hlo_op` is an operation. The stat `device_ordinal` names
-         its device, `run_id` the execution of its program. An operation that runs on on other threads ends where the event
-         `end: NAME` with its number begins.
-    GPU  Plane /device:GPU:N, a line `Stream #...` for each CUDA stream. Every event is a kernel or a copy, `hlo_op` names the
-         operation that launched it. All other lines repeat these events, and are skipped.
-
-The plane /host:metadata holds the programs with their buffer assignment. ProfileData does not read them, so their bytes are
-read by the few fields of XSpace that lead to them.
+    CPU  Plane /host:CPU, a line for each thread. An event with the stat `hlo_op` is an operation. The stat `device_ordinal`
+         names its device, `run_id` the execution of its program. If an operation continues on other threads, it ends where
+         the event `end: NAME` with its number begins.
+    GPU  Plane /device:GPU:N, a line `Stream #...` for each CUDA stream. Every event is a kernel or a copy, and `hlo_op` names
+         the operation that launched it. All other lines repeat these events, and are skipped.
 """
 
 import dataclasses
-import functools
-import gzip
-import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxtrain.plan.program.protos import message_class
 from jaxtrain.profiling import TRACE_NAME
 
 GPU_PLANE = re.compile(r"/device:GPU:(\d+)$")
 STREAM = "Stream #"
-HOST, METADATA = "/host:CPU", "/host:metadata"
+HOST = "/host:CPU"
 END = "end: "
-PROGRAM = re.compile(r"(.*)\((\d+)\)$")
-PROGRAM_FIELDS = {
-    "Space": {"planes": (1, ["Plane"])},
-    "Plane": {"name": (2, str), "event_metadata": (4, ["Entry"])},
-    "Entry": {"value": (2, "Metadata")},
-    "Metadata": {"name": (2, str), "stats": (5, ["Stat"])},
-    "Stat": {"bytes_value": (6, bytes)},
-}
 
 
 class TraceError(ValueError):
@@ -48,7 +32,7 @@ class Event(NamedTuple):
 
     start: float
     end: float
-    stream: str  # on a GPU its CUDA stream; on a CPU a lane, in which operations do not overlap
+    stream: str  # its CUDA stream; "" on CPUs
     op: str  # instruction of the program; "" if the trace names none
     kernel: str  # on a GPU the kernel's name, on a CPU the operation's
     program: int  # number of the program; -1 if the trace names none
@@ -63,7 +47,6 @@ class Trace:
     platform: str  # cpu | gpu
     devices: dict[int, tuple[Event, ...]]  # events of a device, by start
     steps: tuple[int, ...]  # steps that the training loop marked
-    programs: dict[int, bytes]  # program number -> serialized HloProto
 
     @property
     def main_program(self) -> int:
@@ -99,9 +82,8 @@ def read(path: Path) -> Trace:
     """
     from jax.profiler import ProfileData
 
-    serialized = path.read_bytes()
     try:
-        planes = {plane.name: plane for plane in ProfileData.from_serialized_xspace(serialized).planes}
+        planes = {plane.name: plane for plane in ProfileData.from_serialized_xspace(path.read_bytes()).planes}
     except RuntimeError as error:
         raise TraceError(f"{path}: not a trace of JAX's profiler, or only a part of one ({error})") from error
     gpus = {int(match[1]): plane for name, plane in planes.items() if (match := GPU_PLANE.match(name))}
@@ -114,7 +96,7 @@ def read(path: Path) -> Trace:
         )
     marks = [event for line in host.lines for event in line.events if event.name == TRACE_NAME] if host else []
     steps = tuple(sorted(int(dict(event.stats)["step_num"]) for event in marks))
-    return Trace(path, "gpu" if gpus else "cpu", devices, steps, _programs(serialized))
+    return Trace(path, "gpu" if gpus else "cpu", devices, steps)
 
 
 def _gpu_events(plane: Any) -> tuple[Event, ...]:
@@ -143,51 +125,4 @@ def _cpu_events(host: Any) -> dict[int, tuple[Event, ...]]:
     for device, number, event in ran:
         later = [end for end in ends.get((event.op, number), ()) if end >= event.start]
         devices[device].append(event._replace(end=min(later)) if later else event)
-    return {device: tuple(_in_lanes(sorted(events))) for device, events in sorted(devices.items())}
-
-
-def _in_lanes(events: Iterable[Event]) -> Iterable[Event]:
-    """Yield events, which come by start, each in the first lane that is free."""
-    free_at: list[float] = []
-    for event in events:
-        lane = next((n for n, time in enumerate(free_at) if time <= event.start), len(free_at))
-        free_at[lane : lane + 1] = [event.end]
-        yield event._replace(stream=f"lane {lane + 1}")
-
-
-@functools.cache
-def _space_class() -> Any:
-    return message_class("trace", PROGRAM_FIELDS, "Space")
-
-
-def _programs(serialized: bytes) -> dict[int, bytes]:
-    found = {}
-    for plane in _space_class().FromString(serialized).planes:
-        for entry in plane.event_metadata if plane.name == METADATA else ():
-            match = PROGRAM.match(entry.value.name)
-            found |= {int(match[2]): stat.bytes_value for stat in entry.value.stats if match and stat.bytes_value}
-    return found
-
-
-def write_perfetto(trace: Trace, operations: Mapping[str, Any], path: Path) -> None:
-    """Write a trace as JSON that ui.perfetto.dev opens: a process for each device, a thread for each stream.
-
-    Args:
-        trace: a trace.
-        operations: instruction of the main program -> its `program.Operation`.
-        path: the file; it is compressed if its name ends in .gz.
-    """
-    main, written = trace.main_program, []
-    for device, events in trace.devices.items():
-        streams = sorted({event.stream for event in events})
-        written.append({"ph": "M", "pid": device, "name": "process_name", "args": {"name": f"{trace.platform} {device}"}})
-        for number, stream in enumerate(streams):
-            written.append({"ph": "M", "pid": device, "tid": number, "name": "thread_name", "args": {"name": stream}})
-        for e in events:
-            known = operations.get(e.op) if e.program == main else None
-            shown = {"ph": "X", "pid": device, "tid": streams.index(e.stream), "name": known.label if known else e.kernel}
-            shown |= {"ts": e.start / 1e3, "dur": (e.end - e.start) / 1e3, "cat": known.kind if known else "other"}
-            origin = {"part": known.part, "pass": known.phase, "source": known.source} if known else {}
-            written.append(shown | {"args": {"instruction": e.op, "kernel": e.kernel, **origin}})
-    text = json.dumps({"displayTimeUnit": "ms", "traceEvents": written}).encode()
-    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    return {device: tuple(sorted(events)) for device, events in sorted(devices.items())}
