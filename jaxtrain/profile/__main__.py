@@ -54,7 +54,7 @@ def act(parsed: Parsed) -> int:
         return 0
     number = int(options["trace"] or len(traces))
     if number > len(traces):
-        raise ValueError(f"--trace = {number}: {target} has {len(traces)} traces. Fix: --trace={len(traces)}, or see --list.")
+        raise ValueError(f"--trace = {number}: the last trace of {target} is {len(traces)}. Fix: --trace={len(traces)}, or see --list.")
     path = traces[number - 1]
     if parsed.mode == "xprof":
         return open_xprof(path)

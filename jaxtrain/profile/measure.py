@@ -235,73 +235,45 @@ def operations_of(trace: Trace, program: Program | None) -> dict[int, list[tuple
         for n, (e, o) in enumerate(with_operation if trace.platform == "cpu" else ()):
             lane = next((i for i, time in enumerate(free_at) if time <= e.start), len(free_at))
             free_at[lane : lane + 1] = [e.end]
-            with_operation[n] = e._replace(stream=f"lane {lane + 1}"), o
+            with_operation[n] = e._replace(stream=f"CPU lane {lane + 1}"), o
         found[device] = with_operation
     return found
 
 
 def divide_time(
     events: Iterable[tuple[Event, Operation]], steps: Sequence[Window], work: Callable[[Event], Sequence[float]]
-) -> tuple[Sums, dict[int, tuple[Stretch, ...]]]:
+) -> Sums:
     """Divide the time of one device's steps among the operations that ran.
 
     Args:
-        events: by start.
-        steps: in order.
-        work: FLOPs, bytes and planned seconds of a launch.
-
-    Returns:
-        Operation -> its sums; step -> its lane of a timeline, without gaps.
+        events: events with their operations, by start.
+        steps: the steps, in order and without gaps.
+        work: return FLOPs, bytes and planned seconds of a launch.
     """
     sums: Sums = defaultdict(lambda: np.zeros(7))
-    lanes: dict[int, list[Stretch]] = {}
     first, last = steps[0].start, steps[-1].end
-    points: list[tuple[float, int, Operation | None]] = [(w.start, 2, None) for w in steps]  # 2: a step begins
+    points: list[tuple[float, int, Operation]] = []
     for e, operation in events:
         if e.end > first and e.start < last:
             sums[operation] += (0, 0, e.end - e.start, 1, *work(e))
-            points += [(max(e.start, first), 1, operation), (min(e.end, last), -1, operation)]
-    points.sort(key=lambda p: (p[0], p[1]))
+            if e.end > e.start:
+                points += [(max(e.start, first), 1, operation), (min(e.end, last), -1, operation)]
     computing: Counter[Operation] = Counter()
     links: Counter[Operation] = Counter()
-    at, now = -1, first
-    for time, change, operation in (*points, (last, 0, None)):
-        if time > now and at >= 0:
-            shares, overlapped, kind = _shares(computing, links)
-            for o, share in shares.items():
-                sums[o][TIME] += (time - now) * share
-            for o in overlapped:
-                sums[o][OVERLAPPED] += time - now
-            begun, part = steps[at].start, next(iter(shares)).part if shares else ""
-            lanes[steps[at].step].append(Stretch((now - begun) / NS_PER_MS, (time - begun) / NS_PER_MS, kind, part))
-        now = max(now, time)
-        if change == 2:
-            at += 1
-            lanes[steps[at].step] = []
-        elif operation is not None:
-            running = links if operation.kind in LINKS else computing
-            running[operation] += change
-            if not running[operation]:
-                del running[operation]
-    return dict(sums), {step: _joined(lane) for step, lane in lanes.items()}
-
-
-def _joined(lane: Iterable[Stretch]) -> tuple[Stretch, ...]:
-    out: list[Stretch] = []
-    for s in lane:
-        if out and (out[-1].kind, out[-1].part) == (s.kind, s.part):
-            s = out.pop()._replace(end=s.end)
-        out.append(s)
-    return tuple(out)
-
-
-def _shares(computing: Counter[Operation], links: Counter[Operation]) -> tuple[dict[Operation, float], list[Operation], str]:
-    """Return (operation -> its share of the time while these run; those that are overlapped; the kind of the time)."""
-    if computing:
-        return {o: n / computing.total() for o, n in computing.items()}, list(links), next(iter(computing)).kind
-    exposed = [o for o in links if o.kind == "communication"] or list(links)
-    kind = f"exposed {exposed[0].kind}" if exposed else "idle"
-    return {o: 1 / len(exposed) for o in exposed}, [o for o in links if o not in exposed], kind
+    now = first
+    for time, change, operation in sorted(points, key=lambda p: p[:2]):
+        exposed = {} if computing else {o: n for o, n in links.items() if o.kind == "communication"} or links
+        shared = computing or exposed
+        for o, n in shared.items():
+            sums[o][TIME] += (time - now) * n / sum(shared.values())
+        for o in links.keys() - exposed.keys():
+            sums[o][OVERLAPPED] += time - now
+        now = time
+        running = links if operation.kind in LINKS else computing
+        running[operation] += change
+        if not running[operation]:
+            del running[operation]
+    return dict(sums)
 
 
 def kind_of(operation: Operation) -> str:
@@ -326,7 +298,7 @@ def profile(path: Path, run: Run) -> Profile:
     try:
         planned = programs.plan(program, rates) if program and rates else None
     except HloError as error:
-        no_plan = f"no plan: {error}"
+        rates, no_plan = None, f"no plan: {error}"
 
     def work(event: Event) -> tuple[float, float, float]:
         done = program.work.get(event.op) if program and event.program == trace.main_program else None
@@ -335,12 +307,12 @@ def profile(path: Path, run: Run) -> Profile:
     steps = windows(trace, program.module if program else None)
     events = operations_of(trace, program)
     divided = {device: divide_time(events[device], steps[device], work) for device in sorted(steps)}
-    devices = tuple(_device(device, sums, steps[device]) for device, (sums, _) in divided.items())
+    devices = tuple(_device(device, sums, steps[device]) for device, sums in divided.items())
     busiest = max(devices, key=lambda d: d.busy_ms).device
     lengths = [(w.end - w.start) / NS_PER_MS for found in steps.values() for w in found]
     step_ms = statistics.fmean(lengths)
     sums: Sums = defaultdict(lambda: np.zeros(7))
-    for of_device, _ in divided.values():
+    for of_device in divided.values():
         for operation, row in of_device.items():
             sums[operation] += row / len(lengths)
     by_kind, overlapped = dict.fromkeys(KINDS, 0.0), dict.fromkeys(LINKS, 0.0)
@@ -368,7 +340,7 @@ def profile(path: Path, run: Run) -> Profile:
         named=1 - sum(by_part[NO_SCOPE].values()) / ran if ran else 0.0,
         ops=tuple(sorted(ops, key=lambda op: -(op.ms + op.overlapped_ms))),
         devices=devices,
-        lanes=_lanes(busiest, events[busiest], divided[busiest][1], steps[busiest]),
+        lanes=_lanes(busiest, events[busiest], steps[busiest]),
         untraced_ms=run.untraced_ms,
         planned=planned,
         no_plan="" if planned else no_plan,
@@ -399,19 +371,16 @@ def _device(device: int, sums: Sums, steps: Sequence[Window]) -> Device:
     return Device(device, step_ms, float(busy), float(exposed), float(step_ms - busy - exposed))
 
 
-def _lanes(
-    device: int, events: Iterable[tuple[Event, Operation]], by_kind: Mapping[int, tuple[Stretch, ...]], steps: Sequence[Window]
-) -> dict[str, tuple[Stretch, ...]]:
-    """Return the timeline of the median step of a device: its time by kind, then its events by stream."""
-    length = statistics.median_low([w.end - w.start for w in steps])
-    window = next(w for w in steps if w.end - w.start == length)
-    streams: dict[str, list[Stretch]] = defaultdict(list)
+def _lanes(device: int, events: Iterable[tuple[Event, Operation]], steps: Sequence[Window]) -> dict[str, tuple[Stretch, ...]]:
+    """Return the median step of a device as a lane for each stream."""
+    window = sorted(steps, key=lambda w: w.end - w.start)[(len(steps) - 1) // 2]
+    lanes: dict[str, list[Stretch]] = defaultdict(list)
     for e, o in events:
         start, end = max(e.start, window.start) - window.start, min(e.end, window.end) - window.start
         if end > start:
-            streams[e.stream].append(Stretch(start / NS_PER_MS, end / NS_PER_MS, o.kind, o.part, o.label))
-    by_stream = {name: tuple(streams[name]) for name in sorted(streams, key=lambda name: (len(name), name))}
-    return {f"measured: step {window.step}, device {device}": by_kind[window.step], **by_stream}
+            lanes[e.stream].append(Stretch(start / NS_PER_MS, end / NS_PER_MS, o.kind, o.part, o.label))
+    title = f"step {window.step}, device {device}"
+    return {f"{title}: {name}": tuple(lanes[name]) for name in sorted(lanes, key=lambda name: (len(name), name))}
 
 
 def _caveats(platform: str, devices: int) -> list[str]:
@@ -451,43 +420,41 @@ def write_perfetto(trace: Trace, run: Run, path: Path) -> None:
 # ---- Two traces
 
 
-@dataclasses.dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """A time of a step in two traces, ms."""
 
     name: str
     before_ms: float
     after_ms: float
 
+    @property
+    def ms(self) -> float:
+        """Return by how much the later one is longer."""
+        return self.after_ms - self.before_ms
+
 
 @dataclasses.dataclass(frozen=True)
 class Diff:
-    """Slower and faster kinds, parts and operations, largest change first."""
+    """Slower and faster kinds, parts and operations."""
 
-    before: str  # path
+    before: str  # path of the trace
     after: str
-    step: Change
-    kinds: tuple[Change, ...]
-    parts: tuple[Change, ...]
-    ops: tuple[Change, ...]
+    changes: dict[str, tuple[Change, ...]]  # step, kind, part or operation -> its changes, largest first
 
 
 def diff(before: Profile, after: Profile) -> Diff:
     """Compare two profiles. Operations are matched by label and source file, since the compiler's names change."""
 
-    def by_op(found: Profile) -> dict[str, float]:
-        sums: dict[str, float] = defaultdict(float)
+    def times(found: Profile) -> dict[str, dict[str, float]]:
+        ops: dict[str, float] = defaultdict(float)
         for op in found.ops:
             file = op.source.rpartition(":")[0]  # an edit above moves the line
-            sums[f"{op.label} ({op.kind}, {file or op.part})"] += op.ms
-        return sums
+            ops[f"{op.label} ({op.kind}, {file or op.part})"] += op.ms
+        parts = {part: sum(kinds.values()) for part, kinds in found.by_part.items()}
+        return {"step": {"step": found.step_ms}, "kind": found.by_kind, "part": parts, "operation": ops}
 
-    def changes(figures: Callable[[Profile], Mapping[str, float]]) -> tuple[Change, ...]:
-        old, new = figures(before), figures(after)
-        found = [Change(name, old.get(name, 0.0), new.get(name, 0.0)) for name in dict.fromkeys((*old, *new))]
-        found = [c for c in found if c.before_ms or c.after_ms]
-        return tuple(sorted(found, key=lambda c: -abs(c.after_ms - c.before_ms)))
-
-    by_part = changes(lambda found: {part: sum(kinds.values()) for part, kinds in found.by_part.items()})
-    step = Change("step", before.step_ms, after.step_ms)
-    return Diff(before.trace, after.trace, step, changes(lambda found: found.by_kind), by_part, changes(by_op))
+    changes = {}
+    for (name, old), new in zip(times(before).items(), times(after).values(), strict=True):
+        found = [Change(key, old.get(key, 0.0), new.get(key, 0.0)) for key in dict.fromkeys((*old, *new))]
+        changes[name] = tuple(sorted((c for c in found if c.before_ms or c.after_ms), key=lambda c: -abs(c.ms)))
+    return Diff(before.trace, after.trace, changes)

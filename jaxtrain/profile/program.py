@@ -58,9 +58,9 @@ class Stretch(NamedTuple):
 
     start: float
     end: float
-    kind: str  # one of KINDS or LINKS
+    kind: str  # as of an Operation
     part: str
-    label: str = ""
+    label: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +190,7 @@ def plan(program: Program, rates: Rates) -> Planned:
     Raises:
         HloError: an operation cannot be timed.
     """
-    lanes: dict[str, list[Stretch]] = {"planned: device": [], "planned: links": []}
+    lanes: dict[str, list[Stretch]] = {"planned: computation": [], "planned: links": []}
     by_kind: dict[str, float] = defaultdict(float)
     by_part: dict[str, float] = defaultdict(float)
 
@@ -200,13 +200,12 @@ def plan(program: Program, rates: Rates) -> Planned:
         kind = _KIND_OF_WORK[work.removeprefix(roofline.EXPOSED)]
         if kind == "memory-bound" and operation.kind == "copies":
             kind = "copies"
-        shown = Stretch(start * 1e3, end * 1e3, f"exposed {kind}" if waits else kind, operation.part, operation.label)
-        if kind in LINKS and not waits:
-            lanes["planned: links"].append(shown)
-            return
-        lanes["planned: device"].append(shown)
-        by_kind[shown.kind] += shown.end - shown.start
-        by_part[shown.part] += shown.end - shown.start
+        if waits or kind not in LINKS:
+            by_kind[f"exposed {kind}" if waits else kind] += (end - start) * 1e3
+            by_part[operation.part] += (end - start) * 1e3
+        if not waits:
+            lane = lanes["planned: links" if kind in LINKS else "planned: computation"]
+            lane.append(Stretch(start * 1e3, end * 1e3, kind, operation.part, operation.label))
 
     timed = roofline.predict(program.module, rates, program.wires, record)
     drawn = {name: tuple(lane) for name, lane in lanes.items() if lane}

@@ -4,13 +4,14 @@ import dataclasses
 import json
 import math
 import re
+import statistics
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
 
 from rich.console import Console
 
-from jaxtrain.page.charts import single, stacked
+from jaxtrain.page.charts import single
 from jaxtrain.page.kit import Column, Markup, bullets, cursor_data, document, swatch, tiles
 from jaxtrain.page.kit import say as paragraph
 from jaxtrain.page.kit import table as html_table
@@ -18,11 +19,11 @@ from jaxtrain.plan.numbers import column, number, percent, rough
 from jaxtrain.plan.report.figures import place
 from jaxtrain.plan.report.lines import bar, heading, listed, row, say, short
 from jaxtrain.plan.report.lines import table as text_table
-from jaxtrain.profile.measure import Change, Diff, Profile
-from jaxtrain.profile.program import KINDS, LINKS, NO_SCOPE
+from jaxtrain.profile.measure import Diff, Profile
+from jaxtrain.profile.program import KINDS, NO_SCOPE
 
 ROWS, ROWS_OF_PAGE = 15, 40  # of a long table
-SHARE, PAGE_ONLY = "share", "roomy"  # CSS classes of columns: a bar beside a number; a column for wide pages
+SHARE = "share"  # CSS class of a column of bars
 SHORT = {"exposed communication": "exposed comm.", "exposed host copies": "exposed host"}  # kinds as headings
 COLOURS = {
     "matmul": "--c1",
@@ -141,7 +142,6 @@ def _operations(found: Profile) -> Section:
     shown = [
         Column("operation", [op.label for op in ops], kind="path"),
         Column("kind", [op.kind for op in ops], kind="whole"),
-        Column("part", [op.part for op in ops], kind=PAGE_ONLY),
         Column("count", [f"{op.count:,.0f}" for op in ops], [op.count for op in ops]),
         _numbers("ms", ms),
         _shares(ms, found.step_ms),
@@ -163,31 +163,32 @@ def _operations(found: Profile) -> Section:
 def _devices(found: Profile) -> Section:
     names = {"step": "step_ms", "busy": "busy_ms", "exposed": "exposed_ms", "idle": "idle_ms"}
     shown = [_numbers(name, [getattr(d, field) for d in found.devices]) for name, field in names.items()]
-    busy = sorted(found.devices, key=lambda d: d.busy_ms)
-    last, mean = busy[-1], math.fsum(d.busy_ms for d in busy) / len(busy)
-    straggler = f"Device {last.device} computes longest, {rough(last.busy_ms)} ms a step, and the shortest takes "
-    straggler += f"{rough(busy[0].busy_ms)} ms; the others wait for it in communication"
-    if mean:
-        straggler += f". It takes {percent(last.busy_ms / mean - 1)} more than the mean"
+    low, *_, high = sorted(found.devices, key=lambda d: d.busy_ms)
+    above = high.busy_ms / statistics.fmean(d.busy_ms for d in found.devices) - 1 if high.busy_ms else 0.0
+    straggler = (
+        f"Computation takes {rough(low.busy_ms)} to {rough(high.busy_ms)} ms a step. Device {high.device} takes longest, "
+    )
+    straggler += f"{percent(above)} more than the mean, and the others wait for it in communication"
     return Section(
-        "Devices", [("ms of a step", [Column("device", [str(d.device) for d in found.devices]), *shown])], [straggler]
+        "Devices",
+        [("Time of a step by device, ms", [Column("device", [str(d.device) for d in found.devices]), *shown])],
+        [straggler],
     )
 
 
 def _changes(diff: Diff) -> Section:
-    def changed(name: str, rows: Sequence[Change]) -> tuple[str, list[Column]]:
-        ms = [c.after_ms - c.before_ms for c in rows]
-        signed = [f"{'+' if v > 0 else '-' if v < 0 else ''}{number(abs(v))}" for v in ms]
-        before, after = [c.before_ms for c in rows], [c.after_ms for c in rows]
-        names = Column(name, [c.name for c in rows], kind="path")
-        return (
-            f"Change by {name}, ms of a step",
-            [names, _numbers("before", before), _numbers("after", after), Column("change", signed, ms)],
-        )
-
-    tables = [changed("kind", diff.kinds), changed("part", diff.parts), changed("operation", diff.ops[:ROWS_OF_PAGE])]
-    step = f"Step: {number(diff.step.before_ms)} ms in {diff.before}, {number(diff.step.after_ms)} ms in {diff.after}"
-    return Section("Changes", tables, [step])
+    tables = []
+    for name, changes in diff.changes.items():
+        shown = changes[:ROWS_OF_PAGE]
+        signed = [f"{'+' if c.ms > 0 else '-' if c.ms < 0 else ''}{number(abs(c.ms))}" for c in shown]
+        columns = [
+            Column(name, [c.name for c in shown], kind="path"),
+            _numbers("before", [c.before_ms for c in shown]),
+            _numbers("after", [c.after_ms for c in shown]),
+            Column("change", signed, [c.ms for c in shown]),
+        ]
+        tables.append((f"Change by {name}, ms of a step", columns))
+    return Section("Changes", tables, [f"From {diff.before} to {diff.after}"])
 
 
 # ---- Text
@@ -208,7 +209,6 @@ def print_sections(shown: Iterable[Section], console: Console) -> None:
     for section in shown:
         for caption, columns in section.tables:
             heading(console, caption)
-            columns = [c for c in columns if c.kind != PAGE_ONLY]
             numeric = [i for i, c in enumerate(columns) if c.values is not None and c.kind != SHARE]
             made = text_table([c.heading for c in columns], numeric)
             for i in range(min(ROWS, len(columns[0].cells))):
@@ -239,27 +239,30 @@ def html(found: Profile, diff: Diff | None = None) -> str:
     body += ["<h2>Timeline of a step</h2>", _timeline(found)]
     for section in sections(found, diff):
         body.append(f"<h2>{escape(section.title)}</h2>")
-        if section.title == "Time by kind":
-            body.append(_bar_of_kinds(found))
-        body += [html_table(caption, [_page_column(c) for c in columns], "sortable") for caption, columns in section.tables]
+        body += [html_table(caption, _page_columns(columns), "sortable") for caption, columns in section.tables]
         body += [paragraph(f"{sentence[:1].upper()}{sentence[1:]}.", "quiet") for sentence in section.sentences]
     body += [bullets("Notes", (*NOTES, *found.notes)), "</main>"]
     return document(title, verdict(found), body)
 
 
+def _page_columns(columns: Sequence[Column]) -> list[Column]:
+    """Return columns with bars, swatches of kinds, and places to break a path."""
+    out = []
+    for c in columns:
+        if c.kind == SHARE and c.values is not None:
+            colours = [_colour(name) for name in columns[0].cells]
+            bars = [single(v, max(c.values), colour) for v, colour in zip(c.values, colours, strict=True)]
+            c = Column(c.heading, [Markup(drawn) for drawn in bars], kind=SHARE)
+        elif c.heading == "kind":
+            c = dataclasses.replace(c, cells=[Markup(swatch(_colour(kind)) + escape(kind)) for kind in c.cells])
+        elif c.kind == "path":
+            c = dataclasses.replace(c, cells=[Markup(re.sub(r"([/:,])", r"\1<wbr>", escape(text))) for text in c.cells])
+        out.append(c)
+    return out
+
+
 def _colour(kind: str) -> str:
-    return COLOURS.get(kind.removeprefix("exposed "), "")
-
-
-def _page_column(c: Column) -> Column:
-    if c.kind == SHARE and c.values is not None:
-        return Column(c.heading, [Markup(single(v, max(c.values))) for v in c.values], kind=SHARE)
-    if c.heading == "kind":
-        swatches = [swatch(f"var({_colour(kind)})") if _colour(kind) else "" for kind in c.cells]
-        return dataclasses.replace(c, cells=[Markup(s + escape(k)) for s, k in zip(swatches, c.cells, strict=True)])
-    if c.kind == "path":
-        return dataclasses.replace(c, cells=[Markup(re.sub(r"([/:,])", r"\1<wbr>", escape(text))) for text in c.cells])
-    return c
+    return f"var({COLOURS.get(kind.removeprefix('exposed '), '--rule')})"
 
 
 def _tiles(found: Profile) -> str:
@@ -278,33 +281,24 @@ def _tiles(found: Profile) -> str:
     )
 
 
-def _bar_of_kinds(found: Profile) -> str:
-    parts = [(f"{k}: {number(ms)} ms", ms, f"var({_colour(k)})") for k, ms in found.by_kind.items() if ms and k != "idle"]
-    return stacked("Time of a step by kind", parts, found.step_ms)
-
-
 def _timeline(found: Profile) -> str:
     """Return the canvas that timeline.js draws, with its data.
 
     The data of a lane are runs of four numbers: start and duration in ns, and the indices of a kind and of a label.
     """
     lanes = (found.planned.lanes if found.planned else {}) | found.lanes
-    kinds = [k for k in (*KINDS, *LINKS) if k != "idle" and any(s.kind == k for lane in lanes.values() for s in lane)]
+    kinds = [k for k in COLOURS if any(s.kind == k for lane in lanes.values() for s in lane)]
     labels: dict[str, int] = {}
     encoded = []
     for name, lane in lanes.items():
-        figures = []
+        events = []
         for s in lane:
-            if s.kind != "idle":
-                label = ", ".join(filter(None, (s.label, s.part)))
-                figures += [round(s.start * 1e6), round((s.end - s.start) * 1e6)]
-                figures += [kinds.index(s.kind), labels.setdefault(label, len(labels))]
-        encoded.append({"name": name, "events": figures})
+            label = labels.setdefault(", ".join(filter(None, (s.label, s.part))), len(labels))
+            events += [round(s.start * 1e6), round((s.end - s.start) * 1e6), kinds.index(s.kind), label]
+        encoded.append({"name": name, "events": events})
     longest = max(lane[-1].end for lane in lanes.values())
-    data = {"ns": round(longest * 1e6), "kinds": [[k, _colour(k)] for k in kinds]}
-    data |= {"labels": list(labels), "lanes": encoded}
-    named = dict.fromkeys(k.removeprefix("exposed ") for k in kinds)
-    key = " ".join(f"<span>{swatch(f'var({_colour(k)})')}{escape(k)}</span>" for k in named)
+    data = {"ns": round(longest * 1e6), "kinds": [[k, COLOURS[k]] for k in kinds], "labels": list(labels), "lanes": encoded}
+    key = " ".join(f"<span>{swatch(_colour(k))}{escape(k)}</span>" for k in kinds)
     files = resources.files("jaxtrain.profile")
     return (
         f"<style>{(files / 'timeline.css').read_text(encoding='utf-8')}</style>"

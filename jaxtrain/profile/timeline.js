@@ -45,12 +45,22 @@ for (const figure of document.querySelectorAll(".timeline")) {
     const [ink, quiet, rule, panel] = ["--ink", "--quiet", "--rule", "--panel"].map(style);
     const colours = kinds.map(([, name]) => style(name));
     const inks = colours.map(inkOn);
+    pen.fillStyle = panel;
+    lanes.forEach((_, n) => pen.fillRect(0, n * LANE + NAME, width, BAR));
+    const bottom = lanes.length * LANE;
+    for (const time of ticks()) {
+      const x = xOf(time);
+      const text = `${Number((time / 1e6).toPrecision(6))} ms`;
+      const wide = pen.measureText(text).width;
+      pen.fillStyle = rule;
+      pen.fillRect(x, 0, 1, bottom);
+      pen.fillStyle = quiet;
+      pen.fillText(text, Math.max(0, Math.min(width - wide, x - wide / 2)), bottom + 16);
+    }
     lanes.forEach(({ name, events }, n) => {
       const top = n * LANE + NAME;
       pen.fillStyle = quiet;
       pen.fillText(name, 0, top - 4, width);
-      pen.fillStyle = panel;
-      pen.fillRect(0, top, width, BAR);
       for (let i = 0; i < events.length; i += 4) {
         const [start, took, kind, label] = events.slice(i, i + 4);
         if (start > to || start + took < from) continue;
@@ -69,16 +79,6 @@ for (const figure of document.querySelectorAll(".timeline")) {
         }
       }
     });
-    const bottom = lanes.length * LANE;
-    for (const time of ticks()) {
-      const x = xOf(time);
-      const text = `${Number((time / 1e6).toPrecision(6))} ms`;
-      const wide = pen.measureText(text).width;
-      pen.fillStyle = rule;
-      pen.fillRect(x, 0, 1, bottom);
-      pen.fillStyle = quiet;
-      pen.fillText(text, Math.max(0, Math.min(width - wide, x - wide / 2)), bottom + 16);
-    }
     if (selected) {
       pen.globalAlpha = 0.2;
       pen.fillStyle = ink;
