@@ -54,7 +54,9 @@ def act(parsed: Parsed) -> int:
         return 0
     number = int(options["trace"] or len(traces))
     if number > len(traces):
-        raise ValueError(f"--trace = {number}: the last trace of {target} is {len(traces)}. Fix: --trace={len(traces)}, or see --list.")
+        raise ValueError(
+            f"--trace = {number}: the last trace of {target} is {len(traces)}. Fix: --trace={len(traces)}, or see --list."
+        )
     path = traces[number - 1]
     if parsed.mode == "xprof":
         return open_xprof(path)
@@ -64,7 +66,7 @@ def act(parsed: Parsed) -> int:
         other = Path(options["diff"]).expanduser()
         diff = measure.diff(measure.profile(trace.find(other)[-1], measure.run_around(other)), found)
     _write(options["json"], report.to_json(found, diff))
-    _write(options["html"], report.html(found, diff) if options["html"] else "")
+    _write(options["html"], report.make_html(found, diff) if options["html"] else "")
     if options["perfetto"]:
         measure.write_perfetto(trace.read(path), run, Path(options["perfetto"]).expanduser())
     report.print_profile(found, diff, make_console(WIDTH))

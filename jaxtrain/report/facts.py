@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtrain import receipt
 from jaxtrain.page.kit import Column, table
-from jaxtrain.plan.numbers import column, number, percent
+from jaxtrain.page.numbers import column, number, percent
 from jaxtrain.receipt import parts
 from jaxtrain.report.run import MEANING, Run
 

@@ -173,10 +173,10 @@ def test_targets_that_cannot_be_read(content, arguments, message, tmp_path, caps
 
 def test_the_page_fetches_nothing(tmp_path, monkeypatch):
     found = read_gpu(tmp_path, monkeypatch, gpu_space()[0])
-    text = report.html(found, measure.diff(found, found))
+    text = report.make_html(found, measure.diff(found, found))
     assert_self_contained(text)
     assert "planned: computation" in text and "Stream #20(Kernel)" in text
     for name in ("Timeline of a step", "Time by part", "Changes"):
         assert f"<h2>{name}</h2>" in text
     evil = found.lanes | {EVIL: found.lanes["step 40, device 0: Stream #13(Kernel)"]}
-    assert '<script>alert("1' not in report.html(dataclasses.replace(found, name=EVIL, lanes=evil))
+    assert '<script>alert("1' not in report.make_html(dataclasses.replace(found, name=EVIL, lanes=evil))
