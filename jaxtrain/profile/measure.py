@@ -318,12 +318,12 @@ def profile(path: Path, run: Run) -> Profile:
     by_kind, overlapped = dict.fromkeys(KINDS, 0.0), dict.fromkeys(LINKS, 0.0)
     by_part: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for operation, row in sums.items():
-        ms = row[TIME] / NS_PER_MS
+        ms = float(row[TIME]) / NS_PER_MS
         by_kind[kind_of(operation)] += ms
         if ms:
             by_part[", ".join(filter(None, (operation.part, operation.phase)))][kind_of(operation)] += ms
         if operation.kind in LINKS:
-            overlapped[operation.kind] += row[OVERLAPPED] / NS_PER_MS
+            overlapped[operation.kind] += float(row[OVERLAPPED]) / NS_PER_MS
     ran = sum(by_kind.values())
     by_kind["idle"] = step_ms - ran
     ops = [_op(operation, row) for operation, row in sums.items()]

@@ -173,5 +173,6 @@ for (const figure of document.querySelectorAll(".timeline")) {
     act();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  draw();
   new ResizeObserver(draw).observe(figure);
 }
