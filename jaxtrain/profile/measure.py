@@ -30,7 +30,6 @@ from jaxtrain.profile.program import CONTROL, KINDS, LINKS, NO_SCOPE, Operation,
 from jaxtrain.profile.trace import Event, Trace, TraceError
 from jaxtrain.profiling import HLO_TEXT
 
-FORMAT = 2
 NS_PER_MS = 1e6
 
 
@@ -84,7 +83,7 @@ class Profile:
     planned: Planned | None
     no_plan: str  # why `planned` is None
     notes: tuple[str, ...]
-    format: int = FORMAT
+    format: int = 2
 
 
 # ---- The run around a trace
@@ -92,7 +91,7 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Facts of the run that a trace or a dump belongs to; empty without a run's folder around it."""
+    """Facts of the run of a trace; empty if the trace is in no run's folder."""
 
     name: str
     device_kind: str = ""
@@ -294,15 +293,15 @@ def profile(path: Path, run: Run) -> Profile:
     notes = [no_program] if no_program else []
     if program and program.unknown:
         notes.append(f"{len(program.unknown)} operations have unknown work; the first: {program.unknown[0]}")
-    planned = None
+    main, planned = trace.main_program, None
     try:
         planned = programs.plan(program, rates) if program and rates else None
     except HloError as error:
         rates, no_plan = None, f"no plan: {error}"
 
     def work(event: Event) -> tuple[float, float, float]:
-        done = program.work.get(event.op) if program and event.program == trace.main_program else None
-        return (done.flops, done.bytes, done.seconds(rates) if rates else np.nan) if done else (np.nan,) * 3
+        done = program.work.get(event.op) if program and event.program == main else None
+        return (done.flops, done.bytes, done.seconds(rates) if rates else np.nan) if done else (np.nan, np.nan, np.nan)
 
     steps = windows(trace, program.module if program else None)
     events = operations_of(trace, program)
@@ -420,7 +419,8 @@ def write_perfetto(trace: Trace, run: Run, path: Path) -> None:
 # ---- Two traces
 
 
-class Change(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Change:
     """A time of a step in two traces, ms."""
 
     name: str

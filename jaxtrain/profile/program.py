@@ -18,8 +18,16 @@ from jaxtrain.plan.program.work import FREE, FUSIONS, Work, is_collective
 from jaxtrain.plan.result import Rates
 
 # Kinds of time. They add up to the step.
-KINDS = ("matmul", "attention", "memory-bound", "copies", "exposed communication", "exposed host copies", "idle")
-LINKS = ("communication", "host copies")  # kinds that run beside computation: overlapped, else exposed
+KINDS: tuple[str, ...] = (
+    "matmul",
+    "attention",
+    "memory-bound",
+    "copies",
+    "exposed communication",
+    "exposed host copies",
+    "idle",
+)
+LINKS: tuple[str, ...] = ("communication", "host copies")  # kinds that run beside computation: overlapped, else exposed
 NO_SCOPE = "no scope"
 CONTROL = ("while", "conditional", "call")  # the time of these is that of the operations in them
 ONCE = ("optimizer", "gather", "reduce", "accumulate")  # parts outside of forward and backward

@@ -62,8 +62,9 @@ for (const figure of document.querySelectorAll(".timeline")) {
       pen.fillStyle = quiet;
       pen.fillText(name, 0, top - 4, width);
       for (let i = 0; i < events.length; i += 4) {
-        const [start, took, kind, label] = events.slice(i, i + 4);
+        const [start, took] = [events[i], events[i + 1]];
         if (start > to || start + took < from) continue;
+        const [kind, label] = [events[i + 2], events[i + 3]];
         const left = Math.max(0, xOf(start));
         const wide = Math.min(width, xOf(start + took)) - left;
         pen.fillStyle = colours[kind];

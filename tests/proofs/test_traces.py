@@ -1,4 +1,4 @@
-"""Traces of a real run on the devices of this process, and what is read from them."""
+"""Traces of a real run on the devices of this process, and their profiles."""
 
 import itertools
 import json
@@ -39,17 +39,17 @@ def split(traced: Path) -> Profile:
 
 
 def test_steps_asked_for_are_traced_and_in_no_rate(traced: Path, split: Profile):
-    """The profiler's own time, and that of writing the trace, would be taken for training."""
+    """The time of the profiler, and of writing the trace, is not training."""
     assert split.steps == WINDOW
     assert f"python -m jaxtrain.profile {traced}" in (traced / "log.txt").read_text()
     rates = {line["step"]: line["step_time_s"] for line in runs.lines(traced)}
-    # A line tells of the steps done: step 5 makes 6.
+    # The line after step 5 says 6 steps.
     assert [rates[step] for step in (6, 7, 8)] == [None, None, None]
     times = sorted(t for t in rates.values() if t is not None)
     assert split.untraced_ms is not None and times[0] <= split.untraced_ms / 1e3 <= times[-1]
 
 
-def test_time_is_told_by_parts_and_passes(split: Profile):
+def test_time_is_divided_by_parts_and_passes(split: Profile):
     assert split.named >= 0.95
     named = {name.partition(",")[0] for name in split.by_part}
     assert PARTS <= named <= PARTS | {"layers", "final_norm", "weights", "gather", "reduce", NO_SCOPE}
@@ -61,9 +61,9 @@ def test_time_is_told_by_parts_and_passes(split: Profile):
 def test_every_millisecond_of_a_step_is_counted_once(split: Profile):
     assert tuple(split.by_kind) == KINDS
     assert sum(split.by_kind.values()) == pytest.approx(split.step_ms)
-    told = sum(ms for kinds in split.by_part.values() for ms in kinds.values())
-    assert told == pytest.approx(split.step_ms - split.by_kind["idle"])
-    assert sum(op.ms for op in split.ops) == pytest.approx(told)
+    ran = sum(ms for kinds in split.by_part.values() for ms in kinds.values())
+    assert ran == pytest.approx(split.step_ms - split.by_kind["idle"])
+    assert sum(op.ms for op in split.ops) == pytest.approx(ran)
     for d in split.devices:
         assert d.busy_ms + d.exposed_ms + d.idle_ms == pytest.approx(d.step_ms)
     assert split.step_range_ms[0] <= split.step_ms <= split.step_range_ms[1]
@@ -85,7 +85,7 @@ def test_work_is_that_of_the_program(split: Profile):
     assert op.count == 1 and op.source.startswith("jaxtrain/models/layers.py:") and op.kind == "matmul"
 
 
-def test_devices_are_told_apart(split: Profile):
+def test_each_device_has_its_own_times(split: Profile):
     assert [d.device for d in split.devices] == list(range(8))
     assert split.by_kind["exposed communication"] > 0 and split.by_part["optimizer"]
     assert {op.kind for op in split.ops} >= {"matmul", "memory-bound", "communication"}
@@ -120,7 +120,7 @@ def test_the_command(traced: Path, split: Profile, tmp_path, capsys):
     tree = json.loads((tmp_path / "p.json").read_text())
     diff = tree.pop("diff")
     assert tree == json.loads(report.to_json(split))
-    assert diff["before"].endswith(".xplane.pb") and diff["changes"]["step"][0][2] == tree["step_ms"]
+    assert diff["before"].endswith(".xplane.pb") and diff["changes"]["step"][0]["after_ms"] == tree["step_ms"]
     assert (tmp_path / "p.html").read_text() == report.make_html(split, measure.diff(split, split))
     events = json.loads((tmp_path / "p.perfetto").read_text())["traceEvents"]
     assert {e["pid"] for e in events} == set(range(8)) and all(e["dur"] >= 0 for e in events if e["ph"] == "X")

@@ -19,7 +19,7 @@ from jaxtrain.profiling import HLO_TEXT
 
 
 def test_a_trace_of_the_plan_is_the_plan(tmp_path, monkeypatch):
-    """Three gathers of 100 MB in a loop beside GEMMs of 1 ms each: all but what the GEMMs hide is exposed."""
+    """Three gathers of 100 MB in a loop beside matmuls of 1 ms each: time that the matmuls do not overlap is exposed."""
     space, planned = gpu_space()
     found = read_gpu(tmp_path, monkeypatch, space)
     assert found.steps == (40, 41) and found.device_kind == "NVIDIA H200" and len(found.devices) == 2
@@ -32,7 +32,7 @@ def test_a_trace_of_the_plan_is_the_plan(tmp_path, monkeypatch):
     assert found.by_part["mlp, forward"]["matmul"] == pytest.approx(3, abs=1e-3)
     assert found.by_part["loss, backward"] == {"matmul": pytest.approx(1, abs=1e-3)}
     assert found.by_part["optimizer"] == {"memory-bound": pytest.approx(0.2, abs=1e-3)}
-    # Counted from the compiled program, and so what the plan itself says.
+    # The plan of the same program has the same figures.
     assert found.planned is not None and found.planned.step_ms == pytest.approx(planned.step_ms)
     for kind, ms in found.planned.by_kind.items():
         assert ms == pytest.approx(found.by_kind[kind], abs=1e-3), kind
@@ -126,7 +126,7 @@ def test_parts_by_name(op_name, part, phase):
 # ---- Reports and the command
 
 
-def test_the_diff_says_what_became_slower(tmp_path, monkeypatch):
+def test_the_diff_finds_the_slower_kind(tmp_path, monkeypatch):
     before = read_gpu(tmp_path / "a", monkeypatch, gpu_space()[0])
     after = read_gpu(tmp_path / "b", monkeypatch, gpu_space(late_ms=0.5)[0])
     found = measure.diff(before, after)
