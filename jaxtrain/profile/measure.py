@@ -14,11 +14,9 @@ import json
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-import numpy as np
 
 from jaxtrain import hardware, metrics
 from jaxtrain.plan.program.hlo import HloError, Module
@@ -208,7 +206,7 @@ def _by_last_operation(events: Sequence[Event], marked: Sequence[int], module: M
 # Columns of an operation's sums over all steps: time of the step, overlapped, from start to end (ns); launches; their work by
 # the program, and its time at the plan's rates (s). Unknown work is NaN.
 TIME, OVERLAPPED, RAN, COUNT, FLOPS, BYTES, PLANNED = range(7)
-type Sums = dict[Operation, np.ndarray]
+type Sums = dict[Operation, list[float]]
 
 
 def operation_of(event: Event, main: int, known: Mapping[str, Operation]) -> Operation | None:
@@ -240,21 +238,22 @@ def operations_of(trace: Trace, program: Program | None) -> dict[int, list[tuple
 
 
 def divide_time(
-    events: Iterable[tuple[Event, Operation]], steps: Sequence[Window], work: Callable[[Event], Sequence[float]]
+    events: Iterable[tuple[Event, Operation]], steps: Sequence[Window], work: Mapping[tuple[int, str], Sequence[float]]
 ) -> Sums:
     """Divide the time of one device's steps among the operations that ran.
 
     Args:
         events: events with their operations, by start.
         steps: the steps, in order and without gaps.
-        work: return FLOPs, bytes and planned seconds of a launch.
+        work: (program, instruction) -> FLOPs, bytes and planned seconds of a launch.
     """
-    sums: Sums = defaultdict(lambda: np.zeros(7))
+    sums: Sums = defaultdict(lambda: [0.0] * 7)
     first, last = steps[0].start, steps[-1].end
     points: list[tuple[float, int, Operation]] = []
     for e, operation in events:
         if e.end > first and e.start < last:
-            sums[operation] += (0, 0, e.end - e.start, 1, *work(e))
+            launch = (0.0, 0.0, e.end - e.start, 1, *work.get((e.program, e.op), (math.nan,) * 3))
+            sums[operation] = [a + b for a, b in zip(sums[operation], launch, strict=True)]
             if e.end > e.start:
                 points += [(max(e.start, first), 1, operation), (min(e.end, last), -1, operation)]
     computing: Counter[Operation] = Counter()
@@ -293,16 +292,15 @@ def profile(path: Path, run: Run) -> Profile:
     notes = [no_program] if no_program else []
     if program and program.unknown:
         notes.append(f"{len(program.unknown)} operations have unknown work; the first: {program.unknown[0]}")
-    main, planned = trace.main_program, None
+    planned = None
     try:
         planned = programs.plan(program, rates) if program and rates else None
     except HloError as error:
         rates, no_plan = None, f"no plan: {error}"
 
-    def work(event: Event) -> tuple[float, float, float]:
-        done = program.work.get(event.op) if program and event.program == main else None
-        return (done.flops, done.bytes, done.seconds(rates) if rates else np.nan) if done else (np.nan, np.nan, np.nan)
-
+    launches = program.work.items() if program else ()
+    main = trace.main_program
+    work = {(main, name): (w.flops, w.bytes, w.seconds(rates) if rates else math.nan) for name, w in launches}
     steps = windows(trace, program.module if program else None)
     events = operations_of(trace, program)
     divided = {device: divide_time(events[device], steps[device], work) for device in sorted(steps)}
@@ -310,19 +308,19 @@ def profile(path: Path, run: Run) -> Profile:
     busiest = max(devices, key=lambda d: d.busy_ms).device
     lengths = [(w.end - w.start) / NS_PER_MS for found in steps.values() for w in found]
     step_ms = statistics.fmean(lengths)
-    sums: Sums = defaultdict(lambda: np.zeros(7))
+    sums: Sums = defaultdict(lambda: [0.0] * 7)
     for of_device in divided.values():
         for operation, row in of_device.items():
-            sums[operation] += row / len(lengths)
+            sums[operation] = [a + b / len(lengths) for a, b in zip(sums[operation], row, strict=True)]
     by_kind, overlapped = dict.fromkeys(KINDS, 0.0), dict.fromkeys(LINKS, 0.0)
     by_part: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for operation, row in sums.items():
-        ms = float(row[TIME]) / NS_PER_MS
+        ms = row[TIME] / NS_PER_MS
         by_kind[kind_of(operation)] += ms
         if ms:
             by_part[", ".join(filter(None, (operation.part, operation.phase)))][kind_of(operation)] += ms
         if operation.kind in LINKS:
-            overlapped[operation.kind] += float(row[OVERLAPPED]) / NS_PER_MS
+            overlapped[operation.kind] += row[OVERLAPPED] / NS_PER_MS
     ran = sum(by_kind.values())
     by_kind["idle"] = step_ms - ran
     ops = [_op(operation, row) for operation, row in sums.items()]
@@ -347,8 +345,8 @@ def profile(path: Path, run: Run) -> Profile:
     )
 
 
-def _op(operation: Operation, row: np.ndarray) -> Op:
-    time, overlapped, ran, count, flops, moved, seconds = (float(v) for v in row)
+def _op(operation: Operation, row: Sequence[float]) -> Op:
+    time, overlapped, ran, count, flops, moved, seconds = row
     known, planned = not math.isnan(flops), not math.isnan(seconds)
     return Op(
         *operation,
@@ -367,7 +365,7 @@ def _device(device: int, sums: Sums, steps: Sequence[Window]) -> Device:
     step_ms = sum(w.end - w.start for w in steps) / per
     exposed = sum(row[TIME] for o, row in sums.items() if o.kind in LINKS) / per
     busy = sum(row[TIME] for o, row in sums.items() if o.kind not in LINKS) / per
-    return Device(device, step_ms, float(busy), float(exposed), float(step_ms - busy - exposed))
+    return Device(device, step_ms, busy, exposed, step_ms - busy - exposed)
 
 
 def _lanes(device: int, events: Iterable[tuple[Event, Operation]], steps: Sequence[Window]) -> dict[str, tuple[Stretch, ...]]:

@@ -10,6 +10,7 @@
 """
 
 import dataclasses
+import functools
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -48,7 +49,7 @@ class Trace:
     devices: dict[int, tuple[Event, ...]]  # events of a device, by start
     steps: tuple[int, ...]  # steps that the training loop marked
 
-    @property
+    @functools.cached_property
     def main_program(self) -> int:
         """Return the number of the program that took the most time."""
         time: dict[int, float] = defaultdict(float)

@@ -94,7 +94,7 @@ def test_time_at_once_is_divided():
     operations = {name: Operation(kind, "mlp", "forward", name, "") for name, kind in kinds.items()}
     ran = [(0.0, 10.0, "a"), (6.0, 10.0, "b"), (8.0, 14.0, "c"), (12.0, 12.0, "a")]
     events = [(trace.Event(start, end, "", op, op, 0, -1), operations[op]) for start, end, op in ran]
-    sums = measure.divide_time(events, [measure.Window(0, 0.0, 20.0)], lambda event: (1.0, 2.0, 3.0))
+    sums = measure.divide_time(events, [measure.Window(0, 0.0, 20.0)], {(0, name): (1.0, 2.0, 3.0) for name in kinds})
     rows = {o.label: list(row) for o, row in sums.items()}
     assert rows["a"] == [8, 0, 10, 2, 2, 4, 6] and rows["b"] == [2, 0, 4, 1, 1, 2, 3] and rows["c"] == [4, 2, 6, 1, 1, 2, 3]
 

@@ -309,7 +309,7 @@ BUGS = (
         UNIT["profile"],
     ),
     Bug("profile: operations at once count twice", MEASURE, " * n / sum(shared.values())", "", UNIT["profile"]),
-    Bug("profile: times are not divided by the steps", MEASURE, "+= row / len(lengths)", "+= row", UNIT["profile"]),
+    Bug("profile: times are not divided by the steps", MEASURE, "a + b / len(lengths) for", "a + b for", UNIT["profile"]),
     Bug(
         "profile: recompute is called backward",
         "jaxtrain/profile/program.py",
