@@ -10,7 +10,6 @@ from pathlib import Path
 import runs
 from gpu_traces import gpu_run, gpu_space
 
-from jaxtrain import receipt
 from jaxtrain.profile import __main__ as command
 from jaxtrain.profile import measure, trace
 
@@ -18,7 +17,7 @@ TINY = runs.REPO / "configs" / "tiny.py"
 
 
 def test_each_signal_takes_a_trace_and_changes_nothing_else(tmp_path: Path):
-    """One trace by the config, two by signals; then the parts of the shipped model are told."""
+    """One trace by the config, two by signals; then the parts of the shipped model are named."""
     workdir = tmp_path / "run"
     asked = {"profile__start": 3, "profile__steps": 2, "log__every_steps": 1, "data__source": "synthetic"}
     off = {"eval__every_steps": 0, "checkpoint__every_steps": 0, "sample__max_tokens": 0, "log__tensorboard": "false"}
@@ -29,7 +28,7 @@ def test_each_signal_takes_a_trace_and_changes_nothing_else(tmp_path: Path):
             child.process.send_signal(signal.SIGUSR2)
     child.process.send_signal(signal.SIGTERM)
     code, said = child.end()
-    assert code == 75 and receipt.load(workdir / "receipt.json")["reason"].startswith("SIGTERM")
+    assert code == 75 and runs.receipt(workdir)["reason"].startswith("SIGTERM")
     assert said.count("SIGUSR2: a trace was asked for.") == 2
     windows = [(int(a), int(b)) for a, b in re.findall(r"Tracing steps (\d+) to (\d+)\.", said)]
     assert len(windows) == 3 and windows[0] == (3, 4)
