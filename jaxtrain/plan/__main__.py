@@ -1,11 +1,12 @@
 """The command line of plans: `python -m jaxtrain.plan --config=FILE --topology=h200:8`. See a run before paying for it."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ COMMAND = Command(
         Option("json", "write the whole plan, for programs", "FILE", writes=True, modes=SEARCH),
         Option("html", "write one page with pictures", "FILE", writes=True, modes=PLAN),
         Option("hlo", "write the scheduled HLO that the plan was read from", "FILE", writes=True, modes=PLAN),
-        Option("why", "take back each choice that saves memory, and print the memory of the step without it", modes=PLAN),
+        Option("why", "plan it without each setting that saves memory, one at a time", modes=PLAN),
         Option(
             "traffic",
             "bytes of memory traffic outside of GEMMs and attention, part by part, beside the least possible",
@@ -80,14 +81,18 @@ COMMAND = Command(
             example="1.5",
             modes=PLAN,
         ),
-        Option("no-fit", "if the step does not fit, do not search for settings that fit", modes=PLAN),
+        Option("no-fit", "compile also what cannot fit by formula, and do not search for settings that fit", modes=PLAN),
         Option(
             "shardings",
             "instead: the sharding of every array, without compiling; as --shardings=mlp or kind=parameter",
             "FILTER",
             bare="all",
         ),
-        Option("search", "instead: find the fastest layout that fits; of those equal within 5%, the least on links"),
+        Option(
+            "search",
+            "instead: find the fastest layout that fits, by formula at once and then compiled; of those equal within 5%, the "
+            "one least on links",
+        ),
         Option(
             "budget",
             "limit of --search, --why and of the search for settings that fit; 0: none",
@@ -206,6 +211,8 @@ def run(parsed: Parsed, console: rich.console.Console, cudnn: cudnn_library.Libr
             return 0
         topology = machines.parse(options["topology"]) if options["topology"] else machines.here()
         check = training_check(topology, f"--topology={topology.name}")
+        if not parsed.mode and _refused(parsed, topology, console):
+            return 0
         if problems := check(loaded.run):
             return launch.report(problems)
         if parsed.mode == "shardings":
@@ -256,9 +263,9 @@ def _plan(
     from jaxtrain.plan.compile import compile_step
     from jaxtrain.plan.make import read_plan
     from jaxtrain.plan.program import traffic
-    from jaxtrain.plan.report import fit_report, page, sections, terminal
+    from jaxtrain.plan.report import page, search_report, sections, terminal
     from jaxtrain.plan.result import to_json
-    from jaxtrain.plan.search import fit
+    from jaxtrain.plan.search.search import search
     from jaxtrain.plan.topology import CHIPS
 
     loaded, options = parsed.config, parsed.options
@@ -268,7 +275,7 @@ def _plan(
         compiled = compile_step(run, topology, cudnn)
         how = {"name": _name(loaded), "overrides": _overrides(loaded)}
         plan = even = read_plan(compiled, run, topology, **how)
-        if (load := float(options["experts-load"])) > 1:  # what is looked for below supposes an even load, and so is compared
+        if (load := float(options["experts-load"])) > 1:  # the searches below assume an even load
             plan = read_plan(compiled, run, topology, **how, experts_load=load)
     if options["hlo"]:
         Path(options["hlo"]).expanduser().write_text(compiled.text)
@@ -278,37 +285,24 @@ def _plan(
     if moved:
         print_sections([sections.traffic_section(moved)], console)
 
-    settings = {"check": check, "cache": cache, "jobs": jobs, "budget_s": budget}
     interrupted = False
-
-    def heard(show: Callable[[fit.Progress], None]) -> Callable[[fit.Progress], None]:
-        def changed(progress: fit.Progress) -> None:
-            nonlocal interrupted
-            interrupted = progress.interrupted
-            show(progress)
-
-        return changed
-
-    looked_for = "" if plan.fits or options["no-fit"] else "what would make it fit"
-    looked_for = looked_for or ("what its choices are good for" if options["why"] and plan.fits else "")
-    if looked_for and topology.chip not in CHIPS:
-        console.print(
-            f"\n{looked_for} is not looked for: {topology.chip} has no description in jaxtrain/plan/specs", markup=False
-        )
-    elif looked_for and not plan.fits:
-        with fit_report.watch(console) as progress:
-            advice = fit.advise(run, even, topology, **settings, on_progress=heard(progress))
-        plan = fit_report.with_hints(plan, advice)
-        fit_report.show_advice(advice, console)
-    elif looked_for:
-        with fit_report.watch(console) as progress:
-            reasons = fit.why(run, even, topology, **settings, on_progress=heard(progress))
-        plan = fit_report.with_hints(plan, reasons)
-        fit_report.show_reasons(reasons, console)
+    if topology.chip not in CHIPS:
+        if (not plan.fits and not options["no-fit"]) or options["why"]:
+            console.print(
+                f"\nnothing more is compiled: {topology.chip} has no description in jaxtrain/plan/specs", markup=False
+            )
+    elif not plan.fits and not options["no-fit"]:
+        settings = {"check": check, "cache": cache, "jobs": jobs, "budget_s": budget, "own": even}
+        with search_report.watch(console) as progress:
+            found = search(run, _name(loaded), topology, "fit", **settings, on_progress=progress)
+        search_report.show(found, console)
+        plan = dataclasses.replace(plan, hints=(*plan.hints, *search_report.hints(found)))
+        interrupted = found.ended == "interrupted"
+    elif options["why"] and plan.fits:
+        lines, interrupted = _why(loaded, even, topology, check, cache, jobs, budget, console)
+        plan = dataclasses.replace(plan, hints=(*plan.hints, *lines))
     if options["why"] and not plan.fits:
-        console.print(
-            "\n--why asks what each choice that saves memory is needed for: of a plan that fits, and this one does not"
-        )
+        console.print("\n--why needs a plan that fits. This one does not.")
     if options["json"]:
         Path(options["json"]).expanduser().write_text(json.dumps(to_json(plan), indent=1) + "\n")
     if options["html"]:
@@ -316,23 +310,74 @@ def _plan(
     return INTERRUPTED if interrupted else 0
 
 
+def _refused(parsed: Parsed, topology: Any, console: rich.console.Console) -> bool:
+    """Print that a config cannot fit by formula, and what would. Return False if it may fit, or if its program is asked for."""
+    from jaxtrain.plan.report import search_report
+    from jaxtrain.plan.search.search import refuse
+
+    options, loaded = parsed.options, parsed.config
+    if any(options[name] for name in ("no-fit", "hlo", "html", "traffic")):
+        return False
+    why = refuse(loaded.run, topology)
+    if why is None:
+        return False
+    lines = search_report.show_refusal(why, _name(loaded), _overrides(loaded), topology, console)
+    if options["json"]:
+        tree = {"config": _name(loaded), "topology": topology.name, "fits": False, "compiled": False}
+        tree |= {"least_gib": why.least_gib, "state_gib": why.state_gib, "usable_gib": why.usable_gib, "hints": lines}
+        Path(options["json"]).expanduser().write_text(json.dumps(tree, indent=1) + "\n")
+    return True
+
+
+def _why(
+    loaded: Loaded, plan: Any, topology: Any, check: Any, cache: Any, jobs: int, budget: float, console: rich.console.Console
+) -> tuple[tuple[str, ...], bool]:
+    """Plan a config without each of its savings. Return what to add to its hints, and whether Ctrl-C ended it."""
+    from jaxtrain.plan.report import search_report
+    from jaxtrain.plan.search.parallel import Outcome, Request, plan_many
+    from jaxtrain.plan.search.search import savings
+    from jaxtrain.plan.search.space import changes, with_overrides
+
+    found, outcomes, interrupted = savings(loaded.run, check), {}, False
+    requests = {
+        choice: Request(with_overrides(loaded.run, o), topology, _name(loaded), changes(loaded.run, o), plan.rates)
+        for choice, o in found.items()
+    }
+    try:
+        plan_many(requests, jobs=jobs, budget_s=budget, cache=cache, on_done=outcomes.__setitem__)
+    except KeyboardInterrupt:
+        interrupted = True
+        outcomes = dict.fromkeys(found, Outcome(None, "stopped", "interrupted")) | outcomes
+    return search_report.show_savings(plan, found, outcomes, loaded.run, console), interrupted
+
+
 def _search(
     parsed: Parsed, topology: Any, check: Any, cache: Any, jobs: int, budget: float, console: rich.console.Console
 ) -> int:
     from jaxtrain.plan.report import search_report
-    from jaxtrain.plan.search.best import search
+    from jaxtrain.plan.search.search import search
 
     loaded, options = parsed.config, parsed.options
     with search_report.watch(console) as progress:
-        how = {"check": check, "jobs": jobs, "cache": cache, "most": int(options["most"]), "on_progress": progress}
-        found = search(loaded.run, _name(loaded), topology, budget, **how)
+        found = search(
+            loaded.run,
+            _name(loaded),
+            topology,
+            budget_s=budget,
+            most=int(options["most"]),
+            check=check,
+            cache=cache,
+            jobs=jobs,
+            on_ranked=lambda ranked: search_report.show_ranked(ranked, console),
+            on_progress=progress,
+        )
     search_report.show(found, console)
     if options["json"]:
         tree = search_report.to_json(found)
         Path(options["json"]).expanduser().write_text(json.dumps(tree, indent=1) + "\n")
     if found.ended == "interrupted":
         return INTERRUPTED
-    return 0 if any(c.plan for c in found.tried) else 1
+    return 0 if found.best else 1
 
 
 if __name__ == "__main__":
