@@ -1,9 +1,11 @@
 """A plan, put together: the train step compiled, read, timed and judged."""
 
+import dataclasses
+
 from jaxtrain import flops, installed
 from jaxtrain.config import RunConfig
 from jaxtrain.plan.compile import Compiled, compile_step
-from jaxtrain.plan.program import assignment, buffers, collectives, hlo, judge, matmuls, mistakes, roofline, split, workspace
+from jaxtrain.plan.program import assignment, buffers, collectives, hlo, roofline, split, warnings, workspace
 from jaxtrain.plan.rates import expected_ms, kind, rates_for
 from jaxtrain.plan.result import Flops, Plan, Rates, Time
 from jaxtrain.plan.topology import Topology
@@ -52,7 +54,7 @@ def read_plan(
     program = compiled.program
     ranks = program.placement.size(program.placement.compute_axes("experts"))
     rounds = auto_remat.expert_rounds(run, ranks, experts_load) if run.model.num_experts else 1
-    module = hlo.parse(compiled.text, further_rounds=rounds - 1)
+    module = dataclasses.replace(compiled.module, further_rounds=rounds - 1)
     mesh = dict(program.placement.mesh.shape)
 
     card = compiled.card
@@ -76,7 +78,7 @@ def read_plan(
     moved = tuple(sorted((m for m in moved if m.wire_gib), key=lambda m: -m.wire_gib))
 
     tokens = run.train.global_batch * run.data.seq_len
-    products = matmuls.read(module, run.model.num_layers, run.train.grad_accum) if run.precision == "fp8" else None
+    matmuls = warnings.fp8_matmuls(run, module)
     return Plan(
         config=name,
         overrides=overrides,
@@ -98,14 +100,14 @@ def read_plan(
         hints=(),
         warnings=(
             *compiled.chosen.warnings(),
-            *mistakes.mistakes(run, program.placement.mesh, moved, memory, timed, rates),
-            *judge.warnings(run, program, module, found, moved, timed.step_ms),
-            *judge.stayed_wide(run, program, products),
+            *warnings.config_warnings(run, program.placement.mesh, moved, memory, timed, rates),
+            *warnings.program_warnings(run, program, module, found, moved, timed.step_ms),
+            *warnings.fp8_warnings(run, program, matmuls),
         ),
         versions=installed.versions(),
         options=compiled.chosen.options,
         kept=kept,
-        matmuls=products,
+        matmuls=matmuls,
         pipeline=split.pipeline(run, program.placement, moved, memory),
         experts=split.experts(run, program.placement, moved, experts_load),
         kind=kind(run, topology.gpu, topology.total, program.kernel.name),

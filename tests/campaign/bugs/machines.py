@@ -95,8 +95,8 @@ BUGS = (
         "proofs/test_plan_layouts.py -k ticks",
     ),
     Bug(
-        "mistakes: microbatches for one stage more",
-        "jaxtrain/plan/program/mistakes.py",
+        "warnings: microbatches for one stage more",
+        "jaxtrain/plan/program/warnings.py",
         "enough = math.ceil((stages - 1) * (1 / IDLE - 1) / groups / stages) * stages",
         "enough = math.ceil((stages - 1) / groups / stages) * stages",
         "proofs/test_mistakes.py -k stages",

@@ -3,7 +3,7 @@
 from bugs import Bug
 
 COLLECTIVES, ROOFLINE, WORK = (f"jaxtrain/plan/program/{name}.py" for name in ("collectives", "roofline", "work"))
-JUDGE, ASSIGNMENT = "jaxtrain/plan/program/judge.py", "jaxtrain/plan/program/assignment.py"
+WARNINGS, ASSIGNMENT = "jaxtrain/plan/program/warnings.py", "jaxtrain/plan/program/assignment.py"
 RATES, TOPOLOGY, FLOPS = "jaxtrain/plan/rates.py", "jaxtrain/plan/topology.py", "jaxtrain/flops.py"
 SHARDINGS = "jaxtrain/plan/explore/shardings.py"
 COMPILER, SHARDING = "jaxtrain/train/compiler.py", "jaxtrain/sharding.py"
@@ -116,25 +116,25 @@ BUGS = (
         "unit/test_published.py -k range_is_given",
     ),
     Bug(
-        "judge: an element that a loop moves to another place is unchanged",
-        JUDGE,
+        "warnings: an element that a loop moves to another place is unchanged",
+        WARNINGS,
         'return int(last.attributes["index"]) == index',
         "return True",
-        "unit/test_judge.py -k could_be_outside",
+        "unit/test_plan_warnings.py -k could_be_outside",
     ),
     Bug(
-        "judge: float32 sums of a ring are a mistake",
-        JUDGE,
-        'and "kernels/context" not in f.source',
+        "warnings: float32 sums of a ring are a mistake",
+        WARNINGS,
+        "and CONTEXT not in f.source",
         "",
-        "unit/test_judge.py -k float32_reductions",
+        "unit/test_plan_warnings.py -k float32_reductions",
     ),
     Bug(
-        "judge: a loop around the model's loops is one over microbatches",
-        JUDGE,
+        "warnings: a loop around the model's loops is one over microbatches",
+        WARNINGS,
         "if len(f.loops) == 1 and MICROBATCH",
         "if f.loops and MICROBATCH",
-        "unit/test_judge.py -k microbatches",
+        "unit/test_plan_warnings.py -k microbatches",
     ),
     Bug(
         "assignment: memory shared with a value that shares itself is new",
