@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from jaxtrain.plan.program import roofline
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module
-from jaxtrain.plan.program.work import FREE, FUSIONS, Work, is_collective
+from jaxtrain.plan.program.op_cost import FREE, FUSIONS, Work, is_collective
 from jaxtrain.profile.result import NO_SCOPE
 
 CONTROL = ("while", "conditional", "call")  # their own time is that of what they run

@@ -23,7 +23,7 @@ from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.explore.shardings import describe
 from jaxtrain.plan.make import read_plan
 from jaxtrain.plan.program import collectives, hlo, warnings
-from jaxtrain.plan.program.work import Work
+from jaxtrain.plan.program.op_cost import Work
 from jaxtrain.plan.report import figures
 from jaxtrain.plan.search import bound
 from jaxtrain.plan.topology import parse

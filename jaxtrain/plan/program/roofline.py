@@ -24,7 +24,7 @@ from jaxtrain.kernels.context.split import Split
 from jaxtrain.plan import result
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module, trip_count
-from jaxtrain.plan.program.work import ATTENTION_BACKWARD, Work, attention_pairs, is_collective, work
+from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD, Work, attention_pairs, is_collective, work
 from jaxtrain.train.kernel import attention_specs
 from jaxtrain.train.stages import Arrangement, Schedule
 

@@ -22,8 +22,8 @@ from jaxtrain.models.lora import is_adapter
 from jaxtrain.plan.numbers import GB_PER_GIB
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, Instruction, Module, walk
+from jaxtrain.plan.program.op_cost import FP8_CALL, GEMM_CALLS, of_experts, target
 from jaxtrain.plan.program.roofline import Roofline, label
-from jaxtrain.plan.program.work import FP8_CALL, GEMM_CALLS, of_experts, target
 from jaxtrain.plan.result import Collective, Matmuls, Memory, Rates
 from jaxtrain.sharding import large_replicated_arrays, node_of
 from jaxtrain.train.definition import fp8_weights, trained_parameters

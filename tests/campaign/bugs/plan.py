@@ -2,7 +2,7 @@
 
 from bugs import Bug
 
-COLLECTIVES, ROOFLINE, WORK = (f"jaxtrain/plan/program/{name}.py" for name in ("collectives", "roofline", "work"))
+COLLECTIVES, ROOFLINE, OP_COST = (f"jaxtrain/plan/program/{name}.py" for name in ("collectives", "roofline", "op_cost"))
 WARNINGS, ASSIGNMENT = "jaxtrain/plan/program/warnings.py", "jaxtrain/plan/program/assignment.py"
 RATES, TOPOLOGY, FLOPS = "jaxtrain/plan/rates.py", "jaxtrain/plan/topology.py", "jaxtrain/flops.py"
 SHARDINGS = "jaxtrain/plan/explore/shardings.py"
@@ -67,29 +67,29 @@ BUGS = (
         "unit/test_roofline.py -k experts_call",
     ),
     Bug(
-        "work: latency between nodes in milliseconds",
-        WORK,
+        "op cost: latency between nodes in milliseconds",
+        OP_COST,
         "self.hops * rates.network_latency_us * 1e-6",
         "self.hops * rates.network_latency_us * 1e-3",
         "unit/test_roofline.py -k network",
     ),
     Bug(
-        "work: a causal mask over the square of the queries",
-        WORK,
+        "op cost: a causal mask over the square of the queries",
+        OP_COST,
         "(seen - seen**2 / (2 * keys))",
         "(seen - seen**2 / (2 * queries))",
         "unit/test_roofline.py -k pairs_of_queries",
     ),
     Bug(
-        "work: a scatter does not read what it adds to",
-        WORK,
+        "op cost: a scatter does not read what it adds to",
+        OP_COST,
         'touched = update if i.opcode == "scatter" else 0',
         "touched = 0",
         "unit/test_roofline.py -k scatter_reads",
     ),
     Bug(
-        "work: rows of experts that are empty count",
-        WORK,
+        "op cost: rows of experts that are empty count",
+        OP_COST,
         '"gemm", 2.0 * filled * left.dims[0] * width',
         '"gemm", 2.0 * left.dims[0] * width',
         "unit/test_roofline.py -k experts_call",
