@@ -8,7 +8,7 @@ from helpers import tiny
 from hlo_text import BIG, ELEMENTS, GATHER, RATES, gemm, moves, read
 
 from jaxtrain.plan import rates, result
-from jaxtrain.plan.program import roofline
+from jaxtrain.plan.program import op_cost, roofline
 from jaxtrain.plan.program.hlo import HloError
 from jaxtrain.plan.rates import PALLAS_FRACTION
 
