@@ -19,7 +19,7 @@ from jaxtrain import activations
 from jaxtrain.config import MESH_AXES, RunConfig
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.models.lora import is_adapter
-from jaxtrain.plan.numbers import GB_PER_GIB
+from jaxtrain.page.numbers import GB_PER_GIB
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, Instruction, Module, walk
 from jaxtrain.plan.program.op_cost import FP8_CALL, GEMM_CALLS, of_experts, target
