@@ -89,7 +89,7 @@ BUGS = (
     ),
     Bug(
         "stages: small messages count as ticks",
-        "jaxtrain/plan/program/split.py",
+        "jaxtrain/plan/program/pipeline_moe.py",
         "if c.wire_gib / c.count > SMALL * largest)",
         "if c.wire_gib / c.count > 0)",
         "proofs/test_plan_layouts.py -k ticks",
