@@ -8,119 +8,114 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import rich.console
-
-from jaxtrain import hardware, launch
-from jaxtrain.command_line import INTERRUPTED, Command, Option, Parsed, make_console, run_command
+from jaxtrain import hardware
+from jaxtrain.command_line import FAILED, INTERRUPTED, Command, Option, Parsed, make_console, run_command
 from jaxtrain.config import ConfigError, Problem
 from jaxtrain.launch import Loaded
 from jaxtrain.plan import cudnn_library
 from jaxtrain.plan.search import FOLDER, MOST
 from jaxtrain.startup import start_jax
 
-PLAN, SEARCH = ("",), ("", "search")  # modes of options
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from jaxtrain.plan.search.cache import Cache
+    from jaxtrain.plan.search.space import Check
+    from jaxtrain.plan.topology import Topology
 
 
-def _chips() -> str:
-    return ", ".join(sorted(path.stem for path in (Path(__file__).parent / "specs").glob("*.txtpb")))
+def _rule_of_load(text: str) -> str:
+    """Return the rule that a load of experts breaks, or ""."""
+    try:
+        return "" if 1 <= float(text) < math.inf else "must be a number from 1, which is an even load"
+    except ValueError:
+        return "must be a number from 1, which is an even load"
 
 
-def _check_load(text: str) -> str:
-    with contextlib.suppress(ValueError):
-        if 1 <= float(text) < math.inf:
-            return ""
-    return "must be a number from 1, which is an even load"
-
-
-def _check_cache(text: str) -> str:
+def _rule_of_cache(text: str) -> str:
+    """Return why plans cannot be kept in a folder, or ""."""
     folder = Path(text).expanduser().absolute()
-    above = next(path for path in (folder, *folder.parents) if path.exists())
-    if above.is_dir() and os.access(above, os.W_OK):
-        return ""
-    return f"{above} is {'not writable' if above.is_dir() else 'not a folder'}"
+    above = next(p for p in (folder, *folder.parents) if p.exists())
+    if text and not (above.is_dir() and os.access(above, os.W_OK)):
+        return f"{above} is {'not writable' if above.is_dir() else 'not a folder'}"
+    return ""
 
 
+ONE = ("",)  # the plan of one layout
 COMMAND = Command(
     "plan",
-    "Compile the train step for a machine that need not be there: does it fit, how fast is it, and what does it communicate?",
+    "Will it fit, how fast will it be, and how much do the GPUs communicate? Compiles the train step for a machine that need "
+    "not be present. Nothing is run, and no GPU, driver or CUDA library is needed, except by --calibrate.",
     (
         Option(
             "topology",
-            "the machine: h200:8 is 8 H200s in one node, h100:8x16 is 16 nodes of 8. On a machine with GPUs, the default is "
-            f"that machine. Chips: {_chips()}. Runs over several nodes were tried on CPUs alone",
+            "the machine: h200:8 is one node of 8 H200s, h100:8x16 are 16 nodes of 8; default the GPUs of this machine. Chips: "
+            + ", ".join(sorted(p.stem for p in (Path(__file__).parent / "specs").glob("*.txtpb"))),
             "CHIP:GPUS[xNODES]",
-            modes=(*SEARCH, "shardings"),
+            example="h200:8",
+            modes=("", "shardings", "search"),
         ),
-        Option("json", "write the whole plan, for programs", "FILE", writes=True, modes=SEARCH),
-        Option("html", "write one page with pictures", "FILE", writes=True, modes=PLAN),
-        Option("hlo", "write the scheduled HLO that the plan was read from", "FILE", writes=True, modes=PLAN),
-        Option("why", "plan it without each setting that saves memory, one at a time", modes=PLAN),
-        Option(
-            "traffic",
-            "bytes of memory traffic outside of GEMMs and attention, part by part, beside the least possible",
-            modes=PLAN,
-        ),
+        Option("json", "everything that the plan found, for programs", "FILE", writes=True, modes=("", "search")),
+        Option("html", "the plan as one page", "FILE", writes=True, modes=ONE),
+        Option("hlo", "the scheduled program behind all figures", "FILE", writes=True, modes=ONE),
+        Option("why", "plan it without each setting that saves memory, one at a time", modes=ONE),
+        Option("traffic", "memory traffic outside of matmuls and attention, beside the least possible", modes=ONE),
         Option(
             "cudnn",
-            "source of the workspace of cuDNN's attention: formula; library: cuDNN itself, if the extra plan-cudnn is "
-            "installed; auto: library, or formula without it",
-            "SOURCE",
-            default="auto",
+            "source of the workspace of cuDNN's attention: formula, or cuDNN's library, if the extra plan-cudnn is installed; "
+            "auto prefers the library",
+            "auto|formula|library",
+            "auto",
             choices=("auto", "formula", "library"),
             example="formula",
-            modes=PLAN,
+            modes=ONE,
         ),
         Option(
             "experts-load",
-            "tokens of the busiest expert of each layer, over its even share; default 1.0",
+            "the busiest expert of each layer has L times its even share; default 1.0",
             "L",
-            default="1.0",
-            check=_check_load,
+            "1.0",
+            check=_rule_of_load,
             example="1.5",
-            modes=PLAN,
+            modes=ONE,
         ),
-        Option("no-fit", "compile also what cannot fit by formula, and do not search for settings that fit", modes=PLAN),
+        Option("no-fit", "compile also a step that cannot fit by formula, and search no settings that would fit", modes=ONE),
         Option(
             "shardings",
-            "instead: the sharding of every array, without compiling; as --shardings=mlp or kind=parameter",
+            "instead: the sharding of every array, without compiling; --shardings=mlp and --shardings=kind=parameter filter",
             "FILTER",
             bare="all",
         ),
         Option(
             "search",
-            "instead: find the fastest layout that fits, by formula at once and then compiled; of those equal within 5%, the "
-            "least on links",
+            "instead: find the fastest layout that fits, by formula at once, then compiled; of layouts equal within 5%, the "
+            "one with the least communication",
         ),
         Option(
             "budget",
-            "limit of --search, --why and of the search for settings that fit; 0: none",
+            "seconds of --search, of --why and of the search for settings that fit; 0: no limit",
             "SECONDS",
-            default="0",
+            "0",
             least=0,
             example="100",
-            modes=SEARCH,
+            modes=("", "search"),
         ),
         Option(
-            "most",
-            f"plans of a --search, those in its cache included; default {MOST}",
-            "N",
-            default=str(MOST),
-            least=1,
-            modes=("search",),
+            "most", f"plans of a --search, with those in its cache; default {MOST}", "N", str(MOST), least=1, modes=("search",)
         ),
-        Option("jobs", "compilations at a time; default: one for each core", "N", default="0", least=0, modes=SEARCH),
+        Option("jobs", "compiles at a time; default: the number of cores", "N", "0", least=0, modes=("", "search")),
         Option(
             "cache",
-            f"folder of finished plans; default {FOLDER}; none: keep none",
+            f"folder of earlier plans; default {FOLDER}; '' keeps none",
             "DIR",
-            default=FOLDER,
-            check=_check_cache,
-            example="none",
-            modes=SEARCH,
+            FOLDER,
+            check=_rule_of_cache,
+            may_be_empty=True,
+            modes=("", "search"),
         ),
-        Option("calibrate", "instead: measure the GPUs of this machine. Plans for them then use the measured rates"),
+        Option("calibrate", "instead: measure the GPUs of this machine; plans for them use these rates from then on"),
     ),
     config=True,
     modes=("shardings", "search", "calibrate"),
@@ -129,9 +124,8 @@ COMMAND = Command(
         "--config=configs/llama3_70b.py:gpus=64 --topology=h200:8x8 --html=plan.html",
         "--config=configs/llama3_8b.py --topology=h200:8 --search --budget=600",
     ),
-    notes="Nothing is run, and no GPU, driver or CUDA library is needed, but for --calibrate.\n\n"
-    "Exit codes: 0 planned, whether it fits or not; 2 the command or config is wrong; 1 no step could be compiled or read, or "
-    "a file not written; 130 Ctrl-C, after printing the plans so far.",
+    notes="Exit codes: 0 planned, whether it fits or not; 2 the command or config is wrong; 1 no step could be compiled or "
+    "read, or a file not written; 130 Ctrl-C, after the results so far.",
 )
 
 
@@ -141,42 +135,133 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(parsed: Parsed) -> list[Problem]:
-    """Return the problems that need the config or the machine, before anything is imported or compiled."""
+    """Return problems of the command line that are known before anything is imported or compiled."""
     options, loaded, problems = parsed.options, parsed.config, []
-    if parsed.mode == "calibrate" and (loaded.launch.overrides or "config" in parsed.given):
-        problems.append(Problem("--config", None, "--calibrate does not use it", "Leave it out."))
-    load, m = options["experts-load"], loaded.run.model
-    if "experts-load" in parsed.given and loaded.file_read and not _check_load(load):
+    here, found = not options["topology"], hardware.probe()
+    if parsed.mode == "calibrate":
+        given = [f"--{name}" for name in sorted(parsed.given) if name == "config" or name.startswith("config.")]
+        if given:
+            problems.append(Problem(given[0], None, "--calibrate does not use it", "Leave it out."))
+        return [*problems, *([found.problem] if found.problem else [])]
+    m, load = loaded.run.model, options["experts-load"]
+    if "experts-load" in parsed.given and loaded.file_read and not _rule_of_load(load):
         if not m.num_experts:
             problems.append(Problem("--experts-load", load, "the model has no experts", "Leave it out."))
         elif float(load) > (most := m.num_experts / m.experts_per_token):
-            rule = f"an expert that every token chooses draws {most:g} even shares, and none can draw more"
+            rule = f"an expert that every token chooses has {most:g} even shares, and none can have more"
             problems.append(Problem("--experts-load", load, rule, f"For example --experts-load={min(1.5, most):g}."))
-    if not options["topology"]:
-        found = hardware.probe()
-        if parsed.mode != "calibrate" and found.kind != "gpu":
-            rule = "no machine is named, and this one has no GPU to plan for"
-            problems.append(Problem("--topology", None, rule, "Name one, as --topology=h200:8."))
-        elif found.problem:
-            problems.append(found.problem)
+    if here and found.kind != "gpu" and "topology" not in parsed.given:
+        rule = "no machine is named, and this one has no GPU to plan for"
+        problems.append(Problem("--topology", None, rule, "Name one, as --topology=h200:8."))
+    elif here and found.problem:
+        problems.append(found.problem)
     return problems
 
 
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A command line with its machine.
+
+    Attributes:
+        check: return the problems of a config on the machine.
+        jobs: compiles at a time; 0: as many as cores.
+        budget_s: seconds of a search; 0: no limit.
+    """
+
+    loaded: Loaded
+    topology: "Topology"
+    check: "Check"
+    cache: "Cache | None"
+    jobs: int
+    budget_s: float
+    console: "Console"
+
+    @property
+    def options(self) -> dict[str, str]:
+        return self.loaded.options
+
+    @property
+    def name(self) -> str:
+        """Return the config as on the command line."""
+        at = self.loaded.launch
+        return f"{at.config_file}:{at.variant}" if at.variant else at.config_file
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        return tuple(f"{key}={value}" for key, value in self.loaded.launch.overrides)
+
+    def write_json(self, tree: dict[str, Any]) -> None:
+        """Write --json, if asked for."""
+        if self.options["json"]:
+            Path(self.options["json"]).expanduser().write_text(json.dumps(tree, indent=1) + "\n")
+
+
 def _act(parsed: Parsed) -> int:
+    """Start JAX and run the command. Everything before this point must answer in a moment."""
+    here = not parsed.options["topology"]
     cudnn = None
-    if parsed.mode == "" and parsed.options["topology"]:
+    if not parsed.mode and not here:  # before JAX starts: XLA looks for its libraries once
         cudnn = _load_cudnn(parsed.options["cudnn"])
-    # JAX is imported from here on. A described machine needs the compiler alone, and must not start the GPUs of this one.
-    if parsed.options["topology"]:
+    # A described machine needs only the compiler, and must not take memory of a GPU that is present and busy.
+    if not here:
         os.environ["JAX_PLATFORMS"] = "cpu"
     else:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPUs may be busy, and little is run on them
     start_jax(hardware.probe())
-    return run(parsed, make_console(), cudnn)
+    import jax
+
+    from jaxtrain.kernels.attention import Unsupported
+    from jaxtrain.plan import topology as machines
+    from jaxtrain.plan.calibrate import CalibrationError
+    from jaxtrain.plan.calibrate import run as calibrate
+    from jaxtrain.plan.program.assignment import AssignmentError
+    from jaxtrain.plan.program.hlo import HloError
+    from jaxtrain.sharding import LayoutError
+
+    try:
+        if parsed.mode == "calibrate":
+            calibrate(console=make_console())
+            return 0
+        return _run(parsed, cudnn)
+    except ConfigError:
+        raise
+    except (HloError, AssignmentError) as error:
+        return _fail(f"the compiled program cannot be read: {error}")
+    except (LayoutError, Unsupported, machines.TopologyError, CalibrationError, ValueError) as error:
+        raise ConfigError([Problem("cannot plan", None, str(error).rstrip("."), "")]) from error
+    except (jax.errors.JaxRuntimeError, RuntimeError, MemoryError) as error:
+        return _fail(f"the train step could not be compiled: {type(error).__name__}: {error}")
+
+
+def _run(parsed: Parsed, cudnn: cudnn_library.Library | None) -> int:
+    """Run the asked mode on the asked machine."""
+    from jaxtrain.plan import topology as machines
+    from jaxtrain.plan.search.cache import Cache
+    from jaxtrain.plan.search.space import training_check
+
+    options, run = parsed.options, parsed.config.run
+    topology = machines.parse(options["topology"]) if options["topology"] else machines.here()
+    check = training_check(topology, f"--topology={topology.name}")
+    cache = Cache(options["cache"]) if options["cache"] else None
+    loaded = dataclasses.replace(parsed.config, options=options)
+    job = Job(loaded, topology, check, cache, int(options["jobs"]), float(options["budget"]), make_console())
+    if not parsed.mode and _refused(job):
+        return 0
+    if problems := check(run):
+        raise ConfigError(list(problems))
+    if parsed.mode == "shardings":
+        from jaxtrain.plan.shardings import print_table
+
+        print_table(run, topology, "" if options["shardings"] == "all" else options["shardings"], job.console)
+        return 0
+    if parsed.mode == "search":
+        machines.devices(machines.parse(topology.name))  # other processes compile for it, by its name
+        return _search(job)
+    return _plan(job, cudnn)
 
 
 def _load_cudnn(source: str) -> cudnn_library.Library | None:
-    """Return cuDNN if it computes the workspace. Before JAX starts: XLA looks for its libraries once. Raises ConfigError."""
+    """Return cuDNN's library, or None for the formula. Raises ConfigError if the library is asked for and cannot be loaded."""
     if source == "formula":
         return None
     try:
@@ -184,81 +269,16 @@ def _load_cudnn(source: str) -> cudnn_library.Library | None:
     except cudnn_library.LibraryError as error:
         if source == "auto":
             return None
-        raise ConfigError([Problem("--cudnn", source, str(error), "Write --cudnn=formula.")]) from error
+        raise ConfigError([Problem("--cudnn", "library", str(error), "Write --cudnn=formula.")]) from error
 
 
-def run(parsed: Parsed, console: rich.console.Console, cudnn: cudnn_library.Library | None = None) -> int:
-    """Plan, search, print shardings or calibrate, and return the exit code. JAX has started."""
-    import jax
-
-    from jaxtrain.kernels.attention import Unsupported
-    from jaxtrain.plan import topology as machines
-    from jaxtrain.plan.calibrate import CalibrationError
-    from jaxtrain.plan.program.assignment import AssignmentError
-    from jaxtrain.plan.program.hlo import HloError
-    from jaxtrain.plan.search.cache import Cache
-    from jaxtrain.plan.search.space import training_check
-    from jaxtrain.sharding import LayoutError
-
-    options, loaded = parsed.options, parsed.config
-    cache = None if options["cache"] == "none" else Cache(options["cache"])
-    jobs, budget = int(options["jobs"]), float(options["budget"])
-    try:
-        if parsed.mode == "calibrate":
-            from jaxtrain.plan import calibrate
-
-            calibrate.run(console=console)
-            return 0
-        topology = machines.parse(options["topology"]) if options["topology"] else machines.here()
-        check = training_check(topology, f"--topology={topology.name}")
-        if parsed.mode == "" and _refused(parsed, topology, console):
-            return 0
-        if problems := check(loaded.run):
-            return launch.report(problems)
-        if parsed.mode == "shardings":
-            from jaxtrain.plan.shardings import print_table
-
-            print_table(loaded.run, topology, "" if options["shardings"] == "all" else options["shardings"], console)
-            return 0
-        if parsed.mode == "search":
-            machines.devices(machines.parse(topology.name))  # other processes compile for it, by its name
-            return _search(parsed, topology, check, cache, jobs, budget, console)
-        return _plan(parsed, topology, check, cache, jobs, budget, console, cudnn)
-    except ConfigError:
-        raise
-    except (LayoutError, Unsupported, machines.TopologyError, CalibrationError, ValueError) as error:
-        if isinstance(error, HloError | AssignmentError):
-            return _failed(f"the compiled program cannot be read: {error}")
-        return launch.report([Problem("cannot plan", None, str(error).rstrip("."), "")])
-    except (jax.errors.JaxRuntimeError, RuntimeError, MemoryError) as error:
-        return _failed(f"the train step could not be compiled: {type(error).__name__}: {error}")
-
-
-def _failed(why: str) -> int:
+def _fail(why: str) -> int:
     print(why, file=sys.stderr)
-    return 1
+    return FAILED
 
 
-def _name(loaded: Loaded) -> str:
-    """The config as it stands on the command line."""
-    at = loaded.launch
-    return f"{at.config_file}:{at.variant}" if at.variant else at.config_file
-
-
-def _overrides(loaded: Loaded) -> tuple[str, ...]:
-    return tuple(f"{key}={value}" for key, value in loaded.launch.overrides)
-
-
-def _plan(
-    parsed: Parsed,
-    topology: Any,
-    check: Any,
-    cache: Any,
-    jobs: int,
-    budget: float,
-    console: rich.console.Console,
-    cudnn: cudnn_library.Library | None,
-) -> int:
+def _plan(job: Job, cudnn: cudnn_library.Library | None) -> int:
+    """Plan one layout; if it does not fit, search settings that do."""
     from jaxtrain.page.sections import print_sections
     from jaxtrain.plan.compile import compile_step
     from jaxtrain.plan.make import read_plan
@@ -268,12 +288,11 @@ def _plan(
     from jaxtrain.plan.search.search import search
     from jaxtrain.plan.topology import CHIPS
 
-    loaded, options = parsed.config, parsed.options
-    run = loaded.run
+    run, options, topology, console = job.loaded.run, job.options, job.topology, job.console
     busy = console.status(f"compiling the train step for {topology.name} ...")
     with busy if console.is_terminal else contextlib.nullcontext():
         compiled = compile_step(run, topology, cudnn)
-        how = {"name": _name(loaded), "overrides": _overrides(loaded)}
+        how = {"name": job.name, "overrides": job.overrides}
         plan = even = read_plan(compiled, run, topology, **how)
         if (load := float(options["experts-load"])) > 1:  # the searches below assume an even load
             plan = read_plan(compiled, run, topology, **how, experts_load=load)
@@ -292,11 +311,11 @@ def _plan(
                 f"\nnothing more is compiled: {topology.chip} has no description in jaxtrain/plan/specs", markup=False
             )
     elif not plan.fits and not options["no-fit"]:
-        settings = {"check": check, "cache": cache, "jobs": jobs, "budget_s": budget, "own": even}
+        settings = {"check": job.check, "cache": job.cache, "jobs": job.jobs, "budget_s": job.budget_s, "own": even}
         with search_report.watch(console) as progress:
             found = search(
                 run,
-                _name(loaded),
+                job.name,
                 topology,
                 "fit",
                 **settings,
@@ -307,84 +326,76 @@ def _plan(
         plan = dataclasses.replace(plan, hints=(*plan.hints, *search_report.hints(found)))
         interrupted = found.ended == "interrupted"
     elif options["why"] and plan.fits:
-        lines, interrupted = _why(loaded, even, topology, check, cache, jobs, budget, console)
+        lines, interrupted = _why(job, even)
         plan = dataclasses.replace(plan, hints=(*plan.hints, *lines))
     if options["why"] and not plan.fits:
         console.print("\n--why needs a plan that fits. This one does not.")
-    if options["json"]:
-        Path(options["json"]).expanduser().write_text(json.dumps(to_json(plan), indent=1) + "\n")
+    job.write_json(to_json(plan))
     if options["html"]:
         Path(options["html"]).expanduser().write_text(page.html(plan, steps=run.train.steps))
     return INTERRUPTED if interrupted else 0
 
 
-def _refused(parsed: Parsed, topology: Any, console: rich.console.Console) -> bool:
+def _refused(job: Job) -> bool:
     """Print that a config cannot fit by formula, and what would. Return False if it may fit, or if its program is asked for."""
     from jaxtrain.plan.report import search_report
     from jaxtrain.plan.search.search import refuse
 
-    loaded, options = parsed.config, parsed.options
-    if any(options[name] for name in ("no-fit", "hlo", "html", "traffic")):
+    if any(job.options[name] for name in ("no-fit", "hlo", "html", "traffic")):
         return False
-    why = refuse(loaded.run, topology)
+    why = refuse(job.loaded.run, job.topology)
     if why is None:
         return False
-    lines = search_report.show_refusal(why, _name(loaded), _overrides(loaded), topology, console)
-    if options["json"]:
-        tree = {"config": _name(loaded), "topology": topology.name, "fits": False, "compiled": False}
-        tree |= {"least_gib": why.least_gib, "state_gib": why.state_gib, "usable_gib": why.usable_gib, "hints": lines}
-        Path(options["json"]).expanduser().write_text(json.dumps(tree, indent=1) + "\n")
+    lines = search_report.show_refusal(why, job.name, job.overrides, job.topology, job.console)
+    tree = {"config": job.name, "topology": job.topology.name, "fits": False, "compiled": False}
+    tree |= {"least_gib": why.least_gib, "state_gib": why.state_gib, "usable_gib": why.usable_gib, "hints": lines}
+    job.write_json(tree)
     return True
 
 
-def _why(
-    loaded: Loaded, plan: Any, topology: Any, check: Any, cache: Any, jobs: int, budget: float, console: rich.console.Console
-) -> tuple[tuple[str, ...], bool]:
-    """Plan a config without each of its savings. Return what to add to its hints, and whether Ctrl-C ended it."""
+def _why(job: Job, plan: Any) -> tuple[tuple[str, ...], bool]:
+    """Plan a config without each of its savings. Return further hints, and whether Ctrl-C ended it."""
     from jaxtrain.plan.report import search_report
     from jaxtrain.plan.search.parallel import Outcome, Request, plan_many
     from jaxtrain.plan.search.search import savings
     from jaxtrain.plan.search.space import changes, with_overrides
 
-    found, outcomes, interrupted = savings(loaded.run, check), {}, False
+    run = job.loaded.run
+    found, outcomes, interrupted = savings(run, job.check), {}, False
     requests = {
-        choice: Request(with_overrides(loaded.run, o), topology, _name(loaded), changes(loaded.run, o), plan.rates)
+        choice: Request(with_overrides(run, o), job.topology, job.name, changes(run, o), plan.rates)
         for choice, o in found.items()
     }
     try:
-        plan_many(requests, jobs=jobs, budget_s=budget, cache=cache, on_done=outcomes.__setitem__)
+        plan_many(requests, jobs=job.jobs, budget_s=job.budget_s, cache=job.cache, on_done=outcomes.__setitem__)
     except KeyboardInterrupt:
         interrupted = True
         outcomes = dict.fromkeys(found, Outcome(None, "stopped", "interrupted")) | outcomes
-    return search_report.show_savings(plan, found, outcomes, loaded.run, console), interrupted
+    return search_report.show_savings(plan, found, outcomes, run, job.console), interrupted
 
 
-def _search(
-    parsed: Parsed, topology: Any, check: Any, cache: Any, jobs: int, budget: float, console: rich.console.Console
-) -> int:
+def _search(job: Job) -> int:
+    """Search the fastest layout that fits."""
     from jaxtrain.plan.report import search_report
     from jaxtrain.plan.search.search import refuse, search
 
-    loaded, options = parsed.config, parsed.options
-    with search_report.watch(console) as progress:
+    with search_report.watch(job.console) as progress:
         found = search(
-            loaded.run,
-            _name(loaded),
-            topology,
-            budget_s=budget,
-            most=int(options["most"]),
-            check=check,
-            cache=cache,
-            jobs=jobs,
-            on_ranked=lambda ranked: search_report.show_ranked(ranked, console),
+            job.loaded.run,
+            job.name,
+            job.topology,
+            budget_s=job.budget_s,
+            most=int(job.options["most"]),
+            check=job.check,
+            cache=job.cache,
+            jobs=job.jobs,
+            on_ranked=lambda ranked: search_report.show_ranked(ranked, job.console),
             on_progress=progress,
         )
-    search_report.show(found, console)
-    if found.best is None and (why := refuse(loaded.run, topology)):
-        search_report.show_refusal(why, _name(loaded), _overrides(loaded), topology, console)
-    if options["json"]:
-        tree = search_report.to_json(found)
-        Path(options["json"]).expanduser().write_text(json.dumps(tree, indent=1) + "\n")
+    search_report.show(found, job.console)
+    if found.best is None and (why := refuse(job.loaded.run, job.topology)):
+        search_report.show_refusal(why, job.name, job.overrides, job.topology, job.console)
+    job.write_json(search_report.to_json(found))
     if found.ended == "interrupted":
         return INTERRUPTED
     return 0 if found.best else 1

@@ -33,7 +33,7 @@ from jaxtrain.context import make_context
 from jaxtrain.models import FAMILIES
 from jaxtrain.optim import groups
 from jaxtrain.optim.moments import INT8
-from jaxtrain.plan.program.work import ATTENTION_BACKWARD
+from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD
 from jaxtrain.plan.rates import fastest_attention
 from jaxtrain.plan.result import Rates
 from jaxtrain.plan.topology import Topology
