@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from jaxtrain.page.charts import single, stacked, ticks
-from jaxtrain.page.kit import Column, Markup, bullets, document, say, swatch, table, tiles
+from jaxtrain.page.html import Column, Markup, bullets, document, paragraph, swatch, table, tiles
 from jaxtrain.plan.numbers import column, gib, number, percent, rough, size
 from jaxtrain.plan.report.figures import place
 from jaxtrain.profile import figures
@@ -31,7 +31,7 @@ def html(found: Profile, diff: Diff | None = None) -> str:
     title = f"{found.name}: where the time of a step went"
     body = [
         f"<header><h1>{escape(title)}</h1>",
-        say(f"{found.trace}; steps {', '.join(map(str, found.steps))}", "quiet"),
+        paragraph(f"{found.trace}; steps {', '.join(map(str, found.steps))}", "quiet"),
         f'<p class="verdict">{escape(figures.verdict(found))}</p></header><main>',
         _tiles(found),
         _sentence(figures.range_of(found)),
@@ -55,7 +55,7 @@ def html(found: Profile, diff: Diff | None = None) -> str:
 
 
 def _sentence(text: str, kind: str = "") -> str:
-    return say(f"{text[:1].upper()}{text[1:]}.", kind)
+    return paragraph(f"{text[:1].upper()}{text[1:]}.", kind)
 
 
 def _tiles(found: Profile) -> str:
@@ -85,7 +85,7 @@ def _timelines(found: Profile) -> str:
         swatch(COLOURS[k]) + escape(k) for k in KINDS if {k, k.removeprefix("exposed ")} & there and k != "idle"
     )
     note = "Upper lane: the device, gaps are idle. Lower lane, where there is one: what moves beside it. Tooltips tell parts."
-    return f'{"".join(_timeline(t, longest) for t in drawn)}<p class="quiet">{key}</p>{say(note, "quiet")}'
+    return f'{"".join(_timeline(t, longest) for t in drawn)}<p class="quiet">{key}</p>{paragraph(note, "quiet")}'
 
 
 def _timeline(t: Timeline, longest: float) -> str:
@@ -102,7 +102,7 @@ def _timeline(t: Timeline, longest: float) -> str:
         y = 34 * n
         out.append(f'<rect class="empty" x="0" y="{y}" width="{100 * t.ms / longest:.3f}%" height="28"/>')
         out += [_stretch(s, longest, y) for s in lane if s.kind != "idle"]
-    for tick in ticks(longest):
+    for tick in ticks(0, longest, 7):
         x, end = 100 * tick / longest, tick > 0.95 * longest
         out.append(f'<line class="grid" x1="{x:.2f}%" x2="{x:.2f}%" y1="{height}" y2="{height + 5}"/>')
         anchor = "end" if end else "start" if not tick else "middle"
@@ -217,7 +217,7 @@ def _changes(diff: Diff) -> str:
     shown = [
         _changed(title, rows) for title, rows in (("kind", diff.kinds), ("part", diff.parts), ("operation", diff.ops[:LISTED]))
     ]
-    return f"<h2>What changed</h2>{say(head)}{''.join(shown)}"
+    return f"<h2>What changed</h2>{paragraph(head)}{''.join(shown)}"
 
 
 def _changed(title: str, rows: Sequence[Change]) -> str:
@@ -244,7 +244,11 @@ def _program(program: Program) -> str:
         ],
         "sortable",
     )
-    shown = [f"<h2>The program {escape(program.name)}</h2>", work, *(say(line, "quiet") for line in figures.counted(program))]
+    shown = [
+        f"<h2>The program {escape(program.name)}</h2>",
+        work,
+        *(paragraph(line, "quiet") for line in figures.counted(program)),
+    ]
     shown.append(f"<h2>Memory at the peak</h2>{_sentence(figures.held_at_peak(program))}")
     if program.held:
         names, values = list(program.held.by_part), list(program.held.by_part.values())

@@ -4,8 +4,8 @@ import math
 import re
 from html import escape
 
-from jaxtrain.page.charts import single, stacked
-from jaxtrain.page.kit import Column, Markup, bullets, cursor_data, document, plural, say, swatch, table, tiles
+from jaxtrain.page.charts import cursor_data, single, stacked
+from jaxtrain.page.html import Column, Markup, bullets, document, paragraph, plural, swatch, table, tiles
 from jaxtrain.plan.numbers import GB_PER_GIB, column, decimals, gib, number, percent, rough, size
 from jaxtrain.plan.report.figures import (
     ASSUMPTIONS,
@@ -56,12 +56,12 @@ def html(plan: Plan, *, steps: int | None = None) -> str:
     title = f"{plan.config} on {plan.topology}"
     body = [
         f"<header><h1>{escape(title)}</h1>",
-        say(f"{plan.chip}, {plural(devices(plan), 'GPU')}: mesh {mesh(plan)}, attention {plan.attention}", "quiet"),
-        say(f"with {' '.join(plan.overrides)}", "quiet") if plan.overrides else "",
+        paragraph(f"{plan.chip}, {plural(devices(plan), 'GPU')}: mesh {mesh(plan)}, attention {plan.attention}", "quiet"),
+        paragraph(f"with {' '.join(plan.overrides)}", "quiet") if plan.overrides else "",
         f'<p class="verdict {"yes" if plan.fits else "no"}">{escape(verdict(plan))}</p></header><main>',
         _tiles(plan),
-        say(f"{plan.kept}.") if plan.kept else "",
-        say(f"{f'{expected(plan)} ({off_by(plan)})' if plan.time.expected_step_ms else off_by(plan)}{supposed(plan)}."),
+        paragraph(f"{plan.kept}.") if plan.kept else "",
+        paragraph(f"{f'{expected(plan)} ({off_by(plan)})' if plan.time.expected_step_ms else off_by(plan)}{supposed(plan)}."),
         bullets("Warnings", plan.warnings, "warnings"),
         bullets("Hints" if plan.fits else "What would make it fit", plan.hints),
         "<h2>Memory over the schedule</h2>",
@@ -79,7 +79,7 @@ def html(plan: Plan, *, steps: int | None = None) -> str:
         "<h2>Largest arrays at the peak</h2>",
         _buffers(plan),
         _loops(plan),
-        say(f"{waits}.") if (waits := host_waits(plan)) else "",
+        paragraph(f"{waits}.") if (waits := host_waits(plan)) else "",
         bullets("How it was counted", (rates(plan), f"the meter: {ASSUMPTIONS}", work(plan), built(plan))),
         f"<h2>To make this plan again</h2><pre><code>{escape(command(plan))}</code></pre></main>",
     ]
@@ -135,7 +135,7 @@ def _speed(
 def _schedule(plan: Plan) -> str:
     m = plan.memory
     if not m.timeline:
-        return say("The schedule of this plan was not recorded.")
+        return paragraph("The schedule of this plan was not recorded.")
     phases = list(dict.fromkeys(phase for _, phase in m.timeline))
     held = {p: [gib for gib, phase in m.timeline if phase == p] for p in phases}
     low, high = [min(held[p]) for p in phases], [max(held[p]) for p in phases]
@@ -157,8 +157,8 @@ def _schedule(plan: Plan) -> str:
     key = swatch("var(--c8)") + "state and batch, held throughout &ensp; " + swatch("var(--c1)") + "everything else"
     return (
         f'<div class="chart" tabindex="0" role="group" aria-label="Memory over the schedule; arrow keys move the cursor">'
-        f'{memory_chart(plan)}{points}<div class="tip" role="status"></div></div><p class="quiet">{key}</p>{say(note, "quiet")}'
-        f"{by_phase}"
+        f'{memory_chart(plan)}{points}<div class="tip" role="status"></div></div><p class="quiet">{key}</p>'
+        f"{paragraph(note, 'quiet')}{by_phase}"
     )
 
 
@@ -192,12 +192,12 @@ def _memory(plan: Plan) -> str:
                 Column("", [Markup(single(v, held[0])) for v in held], kind="share"),
             ],
         )
-    host = say(f"Pinned host memory for each GPU: {size(m.host_gib)}.") if m.host_gib else ""
+    host = paragraph(f"Pinned host memory for each GPU: {size(m.host_gib)}.") if m.host_gib else ""
     return (
         stacked(label, parts, whole, mark=m.usable_gib)
-        + say(f"The line marks what is usable: {card(plan)}.", "quiet")
+        + paragraph(f"The line marks what is usable: {card(plan)}.", "quiet")
         + f'<div class="pair">{by_class}{saved}</div>'
-        + say(f"The peak is {peak_at(plan)}.", "quiet")
+        + paragraph(f"The peak is {peak_at(plan)}.", "quiet")
         + host
     )
 
@@ -225,15 +225,15 @@ def _time(plan: Plan, steps: int | None) -> str:
     return (
         stacked(label, drawn, max(t.step_ms, sum(values)))
         + f'<div class="pair">{by_part}{table(caption, long)}</div>'
-        + say(f"Communication takes {on_links} ms on the links; the GPU waits for {waited} ms of it.", "quiet")
-        + (say(f"{matmuls(plan)}.", "quiet") if plan.matmuls else "")
+        + paragraph(f"Communication takes {on_links} ms on the links; the GPU waits for {waited} ms of it.", "quiet")
+        + (paragraph(f"{matmuls(plan)}.", "quiet") if plan.matmuls else "")
     )
 
 
 def _collectives(plan: Plan) -> str:
     found = moved(plan)
     if not found:
-        return say("Nothing: the program has no collectives.")
+        return paragraph("Nothing: the program has no collectives.")
 
     def numbers(heading: str, values: list[float]) -> Column:
         *cells, total = column([*values, math.fsum(values)])
@@ -283,7 +283,7 @@ def _kernels(plan: Plan) -> str:
 def _buffers(plan: Plan) -> str:
     found, rest = plan.memory.largest[:LISTED], plan.memory.largest[LISTED:]
     if not found:
-        return say("None were recorded.")
+        return paragraph("None were recorded.")
     values = [b.gib for b in found]
     others = math.fsum(b.gib for b in rest)
     unit, (*sizes, all_others) = gib([*values, others])

@@ -77,7 +77,7 @@ def memory_chart(plan: Plan) -> str:
         if phase and needs <= (finish - begin) / 100 * WIDE:
             kind = "axis" if needs <= (finish - begin) / 100 * NARROW else "axis roomy"
             out.append(text(f"{(begin + finish) / 2:.2f}%", -10, "middle", kind, phase))
-    for tick in ticks(top):
+    for tick in ticks(0, top, 7):
         out.append(f'<line class="grid" x1="0" x2="100%" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
         out.append(text("-8", y(tick) + 4, "end", "axis", f"{tick:g}"))
     out.append(text("-8", -10, "end", "axis", "GiB"))
