@@ -163,19 +163,14 @@ def thin(c: Curve, columns: int) -> Curve:
 
 def describe(chart: LineChart, axis: str) -> str:
     """Return a chart in words, for screen readers."""
-    parts = []
+    parts = [f"{name}: {value:.4g}" for name, value in chart.limits]
     for c in (*chart.curves, *(c for band in chart.bands for c in band)):
-        known = [(place, v) for place, v in zip(c.x[0], c.y, strict=True) if v is not None and math.isfinite(v)]
-        if not known:
-            continue
-        (a, begin), (b, end) = known[0], known[-1]
-        low, high = min(known, key=lambda k: k[1]), max(known, key=lambda k: k[1])
-        parts.append(
-            f"{c.name}: {begin:.4g} at {axis} {a:g} to {end:.4g} at {axis} {b:g}, lowest {low[1]:.4g} at {low[0]:g}, "
-            f"highest {high[1]:.4g} at {high[0]:g}"
-        )
-    parts += [f"{name}: {value:.4g}" for name, value in chart.limits]
-    return f"{chart.title}. {'; '.join(parts)}."
+        known = [(v, place) for place, v in zip(c.x[0], c.y, strict=True) if v is not None and math.isfinite(v)]
+        if known:
+            ends = (known[0], known[-1], min(known), max(known))
+            first, last, low, high = (f"{v:.4g} at {place:g}" for v, place in ends)
+            parts.append(f"{c.name}: {first} to {last}, lowest {low}, highest {high}")
+    return f"{chart.title}, over the {axis}. {'; '.join(parts)}."
 
 
 def short(value: float) -> str:

@@ -1,9 +1,8 @@
-"""Figures of runs, and several runs beside each other: states, results, and differences of their receipts."""
+"""Several runs beside each other: a table of their results, and the differences of their receipts."""
 
-import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 
 from jaxtrain.page.html import Column, Markup, bullets, paragraph, swatch, table
@@ -11,53 +10,17 @@ from jaxtrain.plan.numbers import number, percent, size
 from jaxtrain.receipt import ReceiptError
 from jaxtrain.receipt.compare import compare
 from jaxtrain.report.charts import colour
-from jaxtrain.report.run import Columns, Run, verdict
+from jaxtrain.report.run import Columns, Run
 
 LINES = 12  # changed lines of a source file
-
-
-@dataclasses.dataclass(frozen=True)
-class Figures:
-    """Figures of a run; None if they are not known. Rates and memory are those of the newest attempt, as in its receipt.
-
-    Attributes:
-        loss: of the newest line, in nats per token.
-        held_out: the newest held-out loss of each set.
-        window: first and last step of the lines whose median the rates are.
-        step_s: seconds.
-        per_device: tokens/s.
-    """
-
-    step: int
-    loss: float | None
-    held_out: dict[str, float]
-    window: tuple[int, int] | None
-    step_s: float | None
-    per_device: float | None
-    mfu_causal: float | None
-    mfu_full: float | None
-    hfu: float | None
-    peak_gib: float | None
-    goodput: float | None
-
-
-def figures(run: Run) -> Figures:
-    """Return the figures of a run."""
-    speed, memory = (run.opened.figures[part] or {} for part in ("speed", "memory"))
-    window, found = speed.get("window"), run.goodput()
-    return Figures(
-        step=run.last_step,
-        loss=run.train["loss"][-1] if run.train.steps else None,
-        held_out={name: lines["loss"][-1] for name, lines in run.evals.items()},
-        window=(window["first_step"], window["last_step"]) if window else None,
-        step_s=(speed.get("step_time_s") or {}).get("median"),
-        per_device=speed.get("tokens_per_s_per_device"),
-        mfu_causal=speed.get("mfu_causal"),
-        mfu_full=speed.get("mfu_full"),
-        hfu=speed.get("hfu"),
-        peak_gib=memory.get("peak_gib"),
-        goodput=found.goodput if found else None,
-    )
+# (heading, figure, its text, whether the largest is the best or None)
+FIGURES = (
+    ("tokens/s/device", "speed.tokens_per_s_per_device", lambda v: number(v, 0), True),
+    ("step time, s", "speed.step_time_s.median", lambda v: f"{v:.4g}" if v else "-", None),
+    ("MFU causal", "speed.mfu_causal", percent, True),
+    ("goodput", "goodput", percent, True),
+    ("peak memory", "memory.peak_gib", lambda v: "-" if v is None else size(v), False),
+)
 
 
 def loss(value: float | None) -> str:
@@ -65,27 +28,16 @@ def loss(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}" if math.isfinite(value) else str(value)
 
 
-def states(runs: Sequence[Run]) -> str:
-    """Return how each run ended or where it is."""
-    columns = [
-        Column("run", _names(runs), kind="whole"),
-        Column("state", [verdict(run)[1] for run in runs]),
-        Column("devices", [run.devices or "-" for run in runs]),
-        Column("tokens per step", [f"{run.tokens_per_step:,}" if run.tokens_per_step else "-" for run in runs], kind="number"),
-        Column("warnings", [str(len(run.alerts)) for run in runs], [len(run.alerts) for run in runs]),
-    ]
-    return table("Runs", columns)
-
-
 def results(runs: Sequence[Run]) -> str:
-    """Return the figures of each run, with a star at the best."""
-    found = [figures(run) for run in runs]
-    columns = [Column("run", _names(runs), kind="whole"), Column("step", [f"{f.step:,}" for f in found], kind="number")]
+    """Return a table of the figures of each run, with a star at the best."""
+    steps = Column("step", [f"{run.last_step:,}" for run in runs], kind="number")
+    columns = [Column("run", [Markup(swatch(colour(i)) + escape(run.name)) for i, run in enumerate(runs)], kind="whole"), steps]
 
-    def add(heading: str, values: Sequence[float | None], cells: Sequence[str], most: bool | None = None) -> None:
+    def add(heading: str, values: Sequence[float | None], text: Callable[[float | None], str], most: bool | None) -> None:
         """Add a column. most: the largest value is the best; None: no value is."""
         if all(v is None for v in values):
             return
+        cells = [text(v) for v in values]
         stars = best(values, cells, most) if most is not None else set()
         star = '<span class="best" title="best">{}</span>'
         marked = [Markup(star.format(escape(c))) if i in stars else c for i, c in enumerate(cells)]
@@ -94,19 +46,13 @@ def results(runs: Sequence[Run]) -> str:
     if all(run.train.steps for run in runs):
         last = min(run.last_step for run in runs)
         first = window(runs, last)
-        losses = [loss_over(run, first, last) for run in runs]
-        add(f"train loss, steps {first:,} to {last:,}", losses, [loss(v) for v in losses], most=False)
+        add(f"train loss, steps {first:,} to {last:,}", [loss_over(run, first, last) for run in runs], loss, most=False)
     for name in dict.fromkeys(name for run in runs for name in run.evals):
         step, losses = held_out_at(runs, name)
         heading = f"held-out {name}".rstrip() + (", newest" if step is None else f" at step {step:,}")
-        add(heading, losses, [loss(v) for v in losses], most=None if step is None else False)
-    rates = [f.per_device for f in found]
-    add("tokens/s/device", rates, [number(v, 0) for v in rates], most=True)
-    add("step time, s", [f.step_s for f in found], [f"{f.step_s:.4g}" if f.step_s else "-" for f in found])
-    add("MFU causal", [f.mfu_causal for f in found], [percent(f.mfu_causal) for f in found], most=True)
-    add("goodput", [f.goodput for f in found], [percent(f.goodput) for f in found], most=True)
-    peaks = [f.peak_gib for f in found]
-    add("peak memory", peaks, ["-" if v is None else size(v) for v in peaks], most=False)
+        add(heading, losses, loss, most=None if step is None else False)
+    for heading, path, text, most in FIGURES:
+        add(heading, [run.figure(path) for run in runs], text, most)
     note = "Losses are compared over the same steps. Rates are medians of the newest attempt without its first fifth."
     return table("Results", columns) + paragraph(note, "quiet")
 
@@ -184,7 +130,3 @@ def _named(name: str, lines: tuple[str, ...]) -> str:
         return name
     more = (f"... {len(lines) - LINES} more",) if len(lines) > LINES else ()
     return Markup(f"{escape(name)}<pre>{escape(chr(10).join((*lines[:LINES], *more)))}</pre>")
-
-
-def _names(runs: Sequence[Run]) -> list[str]:
-    return [Markup(swatch(colour(i)) + escape(run.name)) for i, run in enumerate(runs)]

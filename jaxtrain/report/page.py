@@ -1,6 +1,7 @@
 """The page of one run, or of several runs compared. It is complete without scripts and needs no network."""
 
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from html import escape
@@ -9,11 +10,11 @@ from typing import Any
 from urllib.parse import quote
 
 from jaxtrain.config import flatten
-from jaxtrain.page.html import Column, bullets, document, folded, paragraph, plural, section, table, tiles
+from jaxtrain.page.html import Column, bullets, document, folded, paragraph, plural, section, swatch, table, tiles
 from jaxtrain.page.lines import controls
 from jaxtrain.plan.numbers import column, number, percent, size
 from jaxtrain.report import compare
-from jaxtrain.report.charts import MANY, Charts, hours, wall_time
+from jaxtrain.report.charts import MANY, Charts, colour, hours, wall_time
 from jaxtrain.report.run import EXIT_CODES, Run, RunError, verdict
 
 WARNINGS = 30  # the newest of a run
@@ -24,14 +25,13 @@ FIRST = ("command", "config", "source.commit", "source.dirty", "host.name", "att
 GPU = (  # (heading, key, factor)
     ("used %", "utilization", 100),
     ("W", "power_w", 1),
-    ("of W", "power_limit_w", 1),
+    ("limit W", "power_limit_w", 1),
     ("°C", "temperature_c", 1),
+    ("throttled %, of the run", "throttled", 100),
     ("SM MHz", "sm_clock_mhz", 1),
     ("memory MHz", "memory_clock_mhz", 1),
     ("used GiB", "memory_used_gib", 1),
-    ("pool GiB", "pool_gib", 1),
     ("in use GiB", "in_use_gib", 1),
-    ("largest free GiB", "largest_free_gib", 1),
     ("NVLink sent GB/s", "nvlink_tx_gb_s", 1),
     ("received GB/s", "nvlink_rx_gb_s", 1),
     ("ECC uncorrected", "ecc_uncorrected", 1),
@@ -57,8 +57,9 @@ def html(runs: Sequence[Run], target: Path = Path("report.html")) -> str:
     else:
         names = ", ".join(run.name for run in runs)
         title = described = f"{len(runs)} runs compared: {names}"
-        head = f"<h1>{len(runs)} runs compared</h1>{paragraph(names, 'quiet')}"
-        first = [compare.states(runs), compare.results(runs)]
+        states = [f"<li>{swatch(colour(i))}{escape(f'{run.name}: {verdict(run)[1]}')}</li>" for i, run in enumerate(runs)]
+        head = f'<h1>{len(runs)} runs compared</h1><ul class="list">{"".join(states)}</ul>'
+        first = [compare.results(runs)]
     charts = Charts(runs)
     trained = any(run.train.steps for run in runs)
     body = [
@@ -83,21 +84,25 @@ def html(runs: Sequence[Run], target: Path = Path("report.html")) -> str:
 
 def _tiles(run: Run) -> list[tuple[str, str, str]]:
     """Return (name, value, note) of the figures that the run has."""
-    f = compare.figures(run)
-    held_out = ", ".join(f"{name or 'held-out'} {compare.loss(value)}" for name, value in f.held_out.items())
-    window = f"median of steps {f.window[0]:,} to {f.window[1]:,}" if f.window else ""
+    held_out = ", ".join(f"{name or 'held-out'} {compare.loss(lines['loss'][-1])}" for name, lines in run.evals.items())
+    window = run.figure("speed.window")
+    median = f"median of steps {window['first_step']:,} to {window['last_step']:,}" if window else ""
     found, planned = run.goodput(), (run.receipt.get("planned") or {}).get("peak_gib")
-    full = f"full {percent(f.mfu_full)}, HFU {percent(f.hfu)}"
+    per_device, step_s, mfu = (
+        run.figure(f"speed.{x}") for x in ("tokens_per_s_per_device", "step_time_s.median", "mfu_causal")
+    )
+    full = f"full {percent(run.figure('speed.mfu_full'))}, HFU {percent(run.figure('speed.hfu'))}"
+    peak = run.figure("memory.peak_gib")
     cells = [
-        ("step", f"{f.step:,}", f"of {run.steps:,}" if run.steps else "", True),
-        ("loss", compare.loss(f.loss), held_out or "nats per token", f.loss),
-        ("tokens/s/device", number(f.per_device, 0), window, f.per_device),
-        ("step time", f"{f.step_s or 0.0:.3g} s", "median", f.step_s),
-        ("MFU, causal", percent(f.mfu_causal), full, f.mfu_causal),
-        ("peak memory", size(f.peak_gib or 0.0), f"planned {size(planned)}" if planned else "fullest device", f.peak_gib),
-        ("goodput", percent(f.goodput), f"of {hours(found.wall_s - found.parts['stopped'])}" if found else "", f.goodput),
+        ("step", f"{run.last_step:,}", f"of {run.steps:,}" if run.steps else "", True),
+        ("loss", compare.loss(run.train["loss"][-1]) if run.train.steps else "-", held_out or "nats per token", run.last_step),
+        ("tokens/s/device", number(per_device, 0), median, per_device),
+        ("step time", f"{step_s or 0.0:.3g} s", "median", step_s),
+        ("MFU, causal", percent(mfu), full, mfu),
+        ("peak memory", size(peak or 0.0), f"planned {size(planned)}" if planned else "fullest device", peak),
+        ("goodput", percent(found.goodput), f"of {hours(found.wall_s - found.parts['stopped'])}", True) if found else None,
     ]
-    return [(name, value, note) for name, value, note, known in cells if known is not None]
+    return [cell[:3] for cell in cells if cell and cell[3] is not None]
 
 
 def _links(run: Run, target: Path, one: bool) -> str:
@@ -130,7 +135,10 @@ def _gpus(run: Run) -> str:
         every.setdefault((line["process"], line["gpu"]), []).append(line)
     if not every:
         return ""
-    lines = [every[gpu][-1] for gpu in sorted(every)]
+    lines = []
+    for gpu in sorted(every):
+        shares = [line["throttled"] for line in every[gpu] if line.get("throttled") is not None]
+        lines.append(every[gpu][-1] | {"throttled": statistics.fmean(shares) if shares else None})
     several = len({process for process, _ in every}) > 1
     columns = [Column("GPU", [f"{process}.{gpu}" if several else str(gpu) for process, gpu in sorted(every)])]
     for heading, name, factor in GPU:
@@ -139,12 +147,9 @@ def _gpus(run: Run) -> str:
             scaled = [(v or 0.0) * factor for v in values]
             cells = [c if v is not None else "-" for c, v in zip(column(scaled), values, strict=True)]
             columns.append(Column(heading, cells, scaled))
-    shares = [[x["throttled"] for x in every[gpu] if x.get("throttled") is not None] for gpu in sorted(every)]
-    if any(map(any, shares)):
-        mean = [sum(s) / len(s) if s else 0.0 for s in shares]
-        reasons = [[r for x in every[gpu] for r in (x.get("throttle_reasons") or "").split("+") if r] for gpu in sorted(every)]
-        columns.append(Column("throttled, of the run", [percent(m) for m in mean], mean))
-        columns.append(Column("reason", ["+".join(dict.fromkeys(r)) for r in reasons]))
+    reasons = [[r for x in every[gpu] for r in (x.get("throttle_reasons") or "").split("+") if r] for gpu in sorted(every)]
+    if any(reasons):
+        columns.insert(6, Column("throttled by", ["+".join(dict.fromkeys(r)) for r in reasons]))
     return table(f"Each GPU at step {lines[-1]['step']:,}", columns, "sortable")
 
 

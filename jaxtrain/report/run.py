@@ -125,6 +125,14 @@ class Run:
         """Return the causes of the wall time; None without a ledger."""
         return goodput.summarise(self.ledger) if self.ledger else None
 
+    def figure(self, path: str) -> Any:
+        """Return a figure of the newest attempt, such as "speed.mfu_causal"; None if it is not known."""
+        found = self.goodput()
+        value: Any = self.opened.figures | {"goodput": found.goodput if found else None}
+        for name in path.split("."):
+            value = value.get(name) if value else None
+        return value
+
     def positions(self, steps: Sequence[int], times: Sequence[float] | None = None) -> list[list[float]]:
         """Return the place of steps on each x axis: step, tokens, seconds since the start of the run.
 

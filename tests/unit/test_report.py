@@ -60,7 +60,7 @@ def test_a_curve_stands_where_its_values_are():
         ("100.00", f"{100 * (1 - 3 / high):.2f}"),
     ]
     assert f'y1="{100 * (1 - 4 / high):.2f}%"' in text and "planned 4<" in text
-    assert "a &lt;b&gt;. c&lt;d: 1 at step 10 to 3 at step 30, lowest 1 at 10, highest 3 at 30; planned: 4." in text
+    assert "a &lt;b&gt;, over the step. planned: 4; c&lt;d: 1 at 10 to 3 at 30, lowest 1 at 10, highest 3 at 30." in text
     assert draw(LineChart("empty", [Curve("c", [[1, 2]], [None, math.nan])])) == ""
 
 
@@ -141,13 +141,12 @@ def test_rates_and_memory_are_the_newest_attempts_or_not_measured(tmp_path: Path
     lines = [line(s, tokens_per_s_per_device=900.0, peak_memory_gib=99.0 if s < 50 else 40.0) for s in range(1, 53)]
     told = json.loads(ended(None)) | {"resumed_from_step": 49}
     run = read(fake(tmp_path / "run", lines, receipt__json=json.dumps(told)))
-    f = compare.figures(run)
-    assert (f.per_device, f.window, f.peak_gib) == (None, None, 40.0)
+    paths = ("speed.tokens_per_s_per_device", "speed.window.last_step", "memory.peak_gib")
+    assert [run.figure(path) for path in paths] == [None, None, 40.0]
     assert "tokens/s/device" not in [name for name, *_ in page._tiles(run)]
     told |= {"speed": {"tokens_per_s_per_device": 123.0, "window": {"first_step": 50, "last_step": 52}}}
     run = read(fake(tmp_path / "done", lines, receipt__json=json.dumps(told | {"memory": {"peak_gib": 41.0}})))
-    f = compare.figures(run)
-    assert (f.per_device, f.window, f.peak_gib) == (123.0, (50, 52), 41.0)
+    assert [run.figure(path) for path in paths] == [123.0, 52, 41.0]
 
 
 def test_tokens_of_a_step_do_not_count_what_was_skipped(tmp_path: Path):
