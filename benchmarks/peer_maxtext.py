@@ -33,7 +33,7 @@ from typing import Any
 from benchmarks.peer_maxtext_read import PARTS, Read, part, place, read
 from jaxtrain import flops, hardware, launch
 from jaxtrain.config import RunConfig
-from jaxtrain.plan.numbers import number, percent
+from jaxtrain.page.numbers import number, percent
 from jaxtrain.plan.program import assignment, hlo, roofline
 from jaxtrain.plan.topology import TopologyError, parse
 from jaxtrain.receipt import now, versions

@@ -298,10 +298,11 @@ def _plan(
     console: rich.console.Console,
     cudnn: cudnn_library.Library | None,
 ) -> int:
+    from jaxtrain.page.sections import print_sections
     from jaxtrain.plan.compile import compile_step
     from jaxtrain.plan.make import read_plan
     from jaxtrain.plan.program import traffic
-    from jaxtrain.plan.report import fit_report, page, terminal, traffic_report
+    from jaxtrain.plan.report import fit_report, page, sections, terminal
     from jaxtrain.plan.result import to_json
     from jaxtrain.plan.search import fit
     from jaxtrain.plan.topology import CHIPS
@@ -318,9 +319,9 @@ def _plan(
         Path(options["hlo"]).expanduser().write_text(compiled.text)
     moved = traffic.parts(compiled.run, compiled.program, plan.kernels) if options["traffic"] else ()
     del compiled
-    terminal.text(plan, console, steps=run.train.steps)
+    terminal.print_plan(plan, console, steps=run.train.steps)
     if moved:
-        traffic_report.show(moved, console)
+        print_sections([sections.traffic_section(moved)], console)
 
     settings = {"check": check, "cache": cache, "jobs": jobs, "budget_s": budget}
     interrupted = False

@@ -14,7 +14,7 @@ from jaxtrain.goodput import Goodput
 from jaxtrain.page.charts import Box, stacked, strip
 from jaxtrain.page.html import Column, Markup, key, paragraph, swatch, table
 from jaxtrain.page.lines import COLUMNS, Curve, LineChart, figures
-from jaxtrain.plan.numbers import number, percent
+from jaxtrain.page.numbers import number, percent
 from jaxtrain.report.run import Run
 
 MANY = 8  # runs on a page: as many as there are colours

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from jaxtrain.page.html import Column, Markup, bullets, paragraph, swatch, table
-from jaxtrain.plan.numbers import number, percent, size
+from jaxtrain.page.numbers import number, percent, size
 from jaxtrain.receipt import ReceiptError
 from jaxtrain.receipt.compare import compare
 from jaxtrain.report.charts import colour

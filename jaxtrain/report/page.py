@@ -12,7 +12,7 @@ from urllib.parse import quote
 from jaxtrain.config import flatten
 from jaxtrain.page.html import Column, bullets, document, folded, paragraph, plural, section, swatch, table, tiles
 from jaxtrain.page.lines import controls
-from jaxtrain.plan.numbers import column, number, percent, size
+from jaxtrain.page.numbers import column, number, percent, size
 from jaxtrain.report import compare
 from jaxtrain.report.charts import MANY, Charts, colour, hours, wall_time
 from jaxtrain.report.run import EXIT_CODES, Run, RunError, verdict

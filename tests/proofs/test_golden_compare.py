@@ -14,11 +14,11 @@ from plans import ONE_EACH, TWO, config, plan
 from rich.console import Console
 
 from jaxtrain import installed, launch, sharding, zero
+from jaxtrain.page.numbers import number
 from jaxtrain.plan import topology
 from jaxtrain.plan.known import golden
 from jaxtrain.plan.known.golden import SHIPPED, GoldenError, compare, from_plan, load, path, save
 from jaxtrain.plan.make import make_plan
-from jaxtrain.plan.numbers import number
 from jaxtrain.plan.rates import datasheet
 from jaxtrain.plan.result import Buffer, Plan
 from jaxtrain.plan.search import parallel

@@ -17,7 +17,7 @@ from jaxtrain.plan.known import textbook
 from jaxtrain.plan.known.textbook import LAYOUTS, Row, Term
 from jaxtrain.plan.program import split
 from jaxtrain.plan.rates import rates_for
-from jaxtrain.plan.report import figures
+from jaxtrain.plan.report import sections
 from jaxtrain.plan.result import Collective, Plan, from_json, to_json
 from jaxtrain.plan.search.bound import bound
 from jaxtrain.plan.topology import parse
@@ -137,8 +137,8 @@ def test_ranks_of_a_sequence_do_equal_work_and_none_for_nothing(case):
         asked = made.flops.attention_by_rank
         assert len(asked) == made.mesh["seq"] and max(asked) / min(asked) < 1.02
         assert made.flops.attention_per_step == pytest.approx(max(asked), rel=0.01)
-        said = figures.balance(made)
-        assert f"of each of {len(asked)} ranks of seq" in said and "+0.0%" in said
+        said = sections.work(made)
+        assert f"on each of {len(asked)} ranks of seq" in said and "+0.0%" in said
     assert from_json(to_json(made)) == made
 
 
@@ -258,9 +258,9 @@ def test_an_uneven_load_of_experts_is_priced():
     waits = [made.host_waits for made in (even, uneven)]
     assert waits[0] and {name: 2 * n for name, n in waits[0].items()} == waits[1]
     assert all("further_rounds" in name for name in waits[0])
-    assert figures.headline(even).endswith("experts' load 1.0") and figures.headline(uneven).endswith("experts' load 3.0")
-    assert figures.command(uneven).endswith("--experts-load=3.0") and "load" not in figures.command(even)
-    assert f"{sum(waits[1].values()):,} times a step" in figures.host_waits(uneven)
+    assert sections.headline(even).endswith("expert load 1.0") and sections.headline(uneven).endswith("expert load 3.0")
+    assert sections.command(uneven).endswith("--experts-load=3.0") and "load" not in sections.command(even)
+    assert f"{sum(waits[1].values()):,} times a step" in sections.host_waits(uneven)
     assert from_json(to_json(uneven)) == uneven
 
 
@@ -275,11 +275,16 @@ def test_experts_on_stages():
 def test_plans_with_stages_and_experts_are_written_and_read():
     made = dataclasses.replace(routed()[1], pipeline=staged()[1].pipeline)
     assert from_json(to_json(made)) == made
-    said = " ".join(figures.pipeline(made) + figures.experts(made))
-    for words in ("1f1b over 2 stages, 6 microbatches; layers 0 | 1", "14.3% of the step", "2 on each of 2 GPUs", "load 1.0"):
+    said = " ".join(sections.pipeline(made) + sections.experts(made))
+    for words in (
+        "1f1b over 2 stages, 6 microbatches; layers 0 | 1",
+        "bubble 14.3% of the step",
+        "2 on each of 2 GPUs",
+        "load 1.0",
+    ):
         assert words in said, said
     plain = dataclasses.replace(made, pipeline=None, experts=None)
-    assert figures.pipeline(plain) == figures.experts(plain) == []
+    assert sections.pipeline(plain) == sections.experts(plain) == []
 
 
 def test_tables_of_layouts_show_what_waits_on_a_stage():

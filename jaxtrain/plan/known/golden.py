@@ -19,9 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain import launch
+from jaxtrain.page.numbers import number
 from jaxtrain.plan import topology
 from jaxtrain.plan.known.golden_file import MARGINS, WRITE, Golden, GoldenError, from_plan, inapplicable, load, save
-from jaxtrain.plan.numbers import number
 from jaxtrain.plan.rates import datasheet
 from jaxtrain.plan.report.live import live
 from jaxtrain.plan.result import Plan

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.plan.numbers import GB_PER_GIB
+from jaxtrain.page.numbers import GB_PER_GIB
 from jaxtrain.plan.result import Plan
 
 FORMAT = 1

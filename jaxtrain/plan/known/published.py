@@ -27,12 +27,13 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain import flops
+from jaxtrain.page.numbers import percent
+from jaxtrain.page.sections import markdown_table
 from jaxtrain.plan import rates
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.known.published_runs import NOT_COMPARABLE, RUNS, Run
-from jaxtrain.plan.numbers import percent
-from jaxtrain.plan.report.figures import ASSUMPTIONS, markdown_table
 from jaxtrain.plan.report.live import live
+from jaxtrain.plan.report.sections import ASSUMPTIONS
 from jaxtrain.plan.result import Plan
 from jaxtrain.plan.search.cache import Cache, relevant
 from jaxtrain.plan.search.parallel import Outcome, Request, plan_many

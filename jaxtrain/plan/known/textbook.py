@@ -20,9 +20,9 @@ from rich.table import Table
 
 from jaxtrain import flops, launch
 from jaxtrain.config import MESH_AXES, ConfigError, RunConfig, rules_in_use
+from jaxtrain.page.numbers import GB_PER_GIB, number, size
+from jaxtrain.page.sections import markdown_table
 from jaxtrain.plan import topology as machines
-from jaxtrain.plan.numbers import GB_PER_GIB, number, size
-from jaxtrain.plan.report.figures import markdown_table
 from jaxtrain.plan.report.live import live
 from jaxtrain.plan.result import Collective, Plan
 from jaxtrain.plan.search.cache import Cache

@@ -25,12 +25,13 @@ from rich.text import Text
 
 from jaxtrain import flops, installed
 from jaxtrain.config import ConfigError, RunConfig, default_config, resolve
+from jaxtrain.page.numbers import percent, rough
+from jaxtrain.page.sections import markdown_table
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.known.well_known import SHAPES, Shape
-from jaxtrain.plan.numbers import percent, rough
 from jaxtrain.plan.rates import rates_for
-from jaxtrain.plan.report.figures import markdown_table, mesh, remat, span
 from jaxtrain.plan.report.live import live
+from jaxtrain.plan.report.sections import describe_remat, mesh, span
 from jaxtrain.plan.result import Plan, Rates
 from jaxtrain.plan.search.bound import BYTES, bound
 from jaxtrain.plan.search.cache import Cache
@@ -252,7 +253,7 @@ def row(cell: Cell, first: Cell | None) -> list[str]:
     scaling = "-"
     if first and first.best and first.best.plan:
         scaling = percent(speed / first.best.plan.time.tokens_per_s_per_device)
-    policy = remat(best.run)
+    policy = describe_remat(best.run)
     policy = policy if policy.startswith("keep") else f"remat {policy}"
     return [
         cell.topology.name,

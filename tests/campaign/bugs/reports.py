@@ -267,9 +267,9 @@ BUGS = (
     Bug("page: a name can write the page", "jaxtrain/page/charts.py", '.replace("<", "\\\\u003c")', "", UNIT["report"]),
     Bug(
         "plan's report: rows of one cause are not added",
-        "jaxtrain/plan/report/figures.py",
-        "sum(getattr(c, f) for c in group)",
-        "max(getattr(c, f) for c in group)",
+        "jaxtrain/plan/report/sections.py",
+        "f: sum(getattr(c, f) for c in g) for f in summed",
+        "f: max(getattr(c, f) for c in g) for f in summed",
         "unit/test_plan_report.py",
     ),
     # Traces and profiles
