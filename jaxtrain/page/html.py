@@ -58,9 +58,9 @@ def section(title: str, *parts: str) -> str:
     return f"<h2>{escape(title)}</h2>{body}" if body else ""
 
 
-def folded(title: str, body: str, is_open: bool = False) -> str:
+def folded(title: str, body: str) -> str:
     """Return markup that a click on its title shows; "" if it is empty."""
-    return f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary>{body}</details>" if body else ""
+    return f"<details><summary>{escape(title)}</summary>{body}</details>" if body else ""
 
 
 def tiles(cells: Sequence[tuple[str, str, str]]) -> str:

@@ -119,24 +119,11 @@ class Charts:
         every = [[v for v in run.train.known("loss") if math.isfinite(v)] for run in self.runs]
         return any(known and min(known) > 0 and max(known) / min(known) >= LOG_FROM for known in every)
 
-    def speed(self) -> str:
-        """Return rates and times, with the plan's range of one run."""
-        limits: list[list[tuple[str, float]]] = [[], [], [], []]
-        planned = self.runs[0].receipt.get("planned") or {}
-        if len(self.runs) == 1 and (planned.get("range_s") or planned.get("step_s")):
-            ends = planned.get("range_s") or [planned["step_s"]]
-            names = ("planned, fastest", "planned, slowest") if len(ends) > 1 else ("roofline",)
-            limits[2] = list(zip(names, ends, strict=True))
-            devices, tokens = (self.runs[0].receipt.get("devices") or {}).get("count"), self.runs[0].tokens_per_step
-            if devices and tokens:
-                limits[0] = [(name, tokens / devices / seconds) for name, seconds in limits[2]]
-        return self.show(*(self.of_keys(*row, limits=limit, zero=True) for row, limit in zip(SPEED, limits, strict=True)))
-
-    def memory(self) -> str:
-        """Return memory of process 0, with the planned peak of one run."""
-        planned = (self.runs[0].receipt.get("planned") or {}).get("peak_gib") if len(self.runs) == 1 else None
-        limits = [("planned", planned)] if planned else []
-        return self.show(*(self.of_keys(*row, limits=limits, zero=True, kind="first") for row in MEMORY))
+    def rows(self, rows: Sequence[tuple[str, Mapping[str, str], float]], kind: str = "") -> str:
+        """Return the charts of SPEED or MEMORY; of one run with what its plan expected."""
+        limits = planned(self.runs[0]) if len(self.runs) == 1 else {}
+        charts = [self.of_keys(*row, limits=limits.get(next(iter(row[1])), ()), zero=True, kind=kind) for row in rows]
+        return self.show(*charts)
 
     def gpus(self) -> str:
         """Return what NVML measured: of one run the range over its GPUs, of several the mean of each."""
@@ -162,6 +149,22 @@ class Charts:
 def colour(i: int) -> str:
     """Return the CSS colour of run `i`, or of curve `i` of one run."""
     return f"var(--c{i % MANY + 1})"
+
+
+def planned(run: Run) -> dict[str, list[tuple[str, float]]]:
+    """Return key of a train line -> the limits that the plan of a run sets: (name, value) each."""
+    plan = run.receipt.get("planned") or {}
+    limits: dict[str, list[tuple[str, float]]] = {"step_time_s": []}
+    if plan.get("range_s"):
+        limits["step_time_s"] = [("planned, fastest", plan["range_s"][0]), ("planned, slowest", plan["range_s"][1])]
+    elif plan.get("step_s"):
+        limits["step_time_s"] = [("roofline", plan["step_s"])]
+    devices, tokens = (run.receipt.get("devices") or {}).get("count"), run.tokens_per_step
+    if devices and tokens:
+        limits["tokens_per_s_per_device"] = [(name, tokens / devices / s) for name, s in limits["step_time_s"]]
+    if plan.get("peak_gib"):
+        limits["peak_memory_gib"] = [("planned", plan["peak_gib"])]
+    return limits
 
 
 def smoothed(values: Sequence[float | None]) -> list[float | None]:

@@ -14,7 +14,7 @@ from jaxtrain.page.html import Column, bullets, document, folded, paragraph, plu
 from jaxtrain.page.lines import controls
 from jaxtrain.page.numbers import column, number, percent, size
 from jaxtrain.report import compare
-from jaxtrain.report.charts import MANY, Charts, colour, hours, wall_time
+from jaxtrain.report.charts import MANY, MEMORY, SPEED, Charts, colour, hours, wall_time
 from jaxtrain.report.run import EXIT_CODES, Run, RunError, verdict
 
 WARNINGS = 30  # the newest of a run
@@ -58,7 +58,7 @@ def html(runs: Sequence[Run], target: Path = Path("report.html")) -> str:
         names = ", ".join(run.name for run in runs)
         title = described = f"{len(runs)} runs compared: {names}"
         states = [f"<li>{swatch(colour(i))}{escape(f'{run.name}: {verdict(run)[1]}')}</li>" for i, run in enumerate(runs)]
-        head = f'<h1>{len(runs)} runs compared</h1><ul class="list">{"".join(states)}</ul>'
+        head = f'<h1>{len(runs)} runs compared</h1><ul class="list plain">{"".join(states)}</ul>'
         first = [compare.results(runs)]
     charts = Charts(runs)
     trained = any(run.train.steps for run in runs)
@@ -70,8 +70,8 @@ def html(runs: Sequence[Run], target: Path = Path("report.html")) -> str:
         *(_warnings(run, "Warnings" if one else f"Warnings of {run.name}") for run in runs),
         controls(charts.axes, log=charts.log_at_first(), smooth=True) if trained else "",
         section("Training", charts.training() if trained else ""),
-        section("Throughput", charts.speed() if trained else ""),
-        section("Memory", charts.memory() if trained else ""),
+        section("Throughput", charts.rows(SPEED) if trained else ""),
+        section("Memory", charts.rows(MEMORY, "first") if trained else ""),
         section("Wall time", wall_time(runs)),
         section("GPUs", charts.gpus(), _gpus(runs[0]) if one else ""),
         section("Samples", *(_sample(run, s, one) for run in runs for s in run.samples)),

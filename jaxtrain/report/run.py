@@ -133,7 +133,7 @@ class Run:
             value = value.get(name) if value else None
         return value
 
-    def positions(self, steps: Sequence[int], times: Sequence[float] | None = None) -> list[list[float]]:
+    def positions(self, steps: Sequence[int], times: Sequence[float] | None = None) -> list[Sequence[float]]:
         """Return the place of steps on each x axis: step, tokens, seconds since the start of the run.
 
         Args:

@@ -248,7 +248,7 @@ def test_the_page_shows_the_run(watched: Watched) -> None:
     assert_self_contained(text)
     words = Read(text).words
     told = " ".join(words)
-    for heading in ("Training", "Throughput", "Wall time", "Samples", "Receipt"):
+    for heading in ("Training", "Wall time", "Samples", "Receipt"):
         assert f"<h2>{heading}</h2>" in text
     assert "<h2>Memory</h2>" not in text and "<h2>GPUs</h2>" not in text  # a CPU
     assert "done: 10 steps done" in told and f"{runs.losses(watched.workdir)[10]:.4f}" in told

@@ -209,6 +209,16 @@ def test_the_receipt_begins_with_overrides_and_pages_of_the_folder_are_linked(tm
     assert places == sorted(places)
 
 
+def test_the_plan_of_a_run_is_drawn_beside_it(tmp_path: Path):
+    config = json.dumps({"train": {"global_batch": 8}, "data": {"seq_len": 100}})
+    told = ended(0, planned={"range_s": [0.5, 0.8], "step_s": 0.4, "peak_gib": 70.0}, devices={"count": 2, "kind": ["H100"]})
+    run = read(fake(tmp_path / "run", [line(1), line(2)], receipt__json=told, config__json=config))
+    shown = page.html([run])
+    assert "planned, fastest 0.5<" in shown and "planned, slowest 0.8<" in shown  # seconds
+    assert "planned, fastest 800<" in shown and "planned, slowest 500<" in shown  # 400 tokens per device and step
+    assert "planned 70<" in shown
+
+
 # ---- Several runs
 
 
