@@ -46,6 +46,11 @@ SPEED = (
     ("Step time, s", {"step_time_s": "step"}, 1.0),
     ("Waiting for data, s per step", {"data_wait_s": "waiting for data"}, 1.0),
 )
+EXPERTS = (
+    ("Largest load of an expert, in even shares", {"expert_load_max": "largest load"}, 1.0),
+    ("Dropped tokens, %", {"dropped_tokens": "dropped"}, 100.0),
+    ("Router entropy, nats", {"router_entropy": "entropy"}, 1.0),
+)
 MEMORY = (("Memory of the fullest device, GiB", {"peak_memory_gib": "peak", "memory_gib": "in use"}, 1.0),)
 GPU = (
     ("power_w", "Power per GPU, W", 1.0),
@@ -90,7 +95,7 @@ class Charts:
         return LineChart(title, shown, **options)
 
     def training(self) -> str:
-        """Return loss, held-out loss of several runs, gradient norm, and learning rate."""
+        """Return loss, held-out loss of several runs, gradient norm, learning rate, and figures of experts."""
         one = len(self.runs) == 1
         loss = []
         for i, run in enumerate(self.runs):
@@ -112,6 +117,7 @@ class Charts:
             *held_out,
             self.of_keys("Gradient norm", {"grad_norm": "gradient norm"}, log=True),
             self.of_keys("Learning rate", {"lr": "learning rate"}, zero=True),
+            *(self.of_keys(*row, zero=True) for row in EXPERTS),
         )
 
     def log_at_first(self) -> bool:

@@ -70,6 +70,7 @@ def html(runs: Sequence[Run], target: Path = Path("report.html")) -> str:
         *(_warnings(run, "Warnings" if one else f"Warnings of {run.name}") for run in runs),
         controls(charts.axes, log=charts.log_at_first(), smooth=True) if trained else "",
         section("Training", charts.training() if trained else ""),
+        section("Evaluation", _evaluations(runs[0])) if one else "",
         section("Throughput", charts.rows(SPEED) if trained else ""),
         section("Memory", charts.rows(MEMORY, "first") if trained else ""),
         section("Wall time", wall_time(runs)),
@@ -103,6 +104,21 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
         ("goodput", percent(found.goodput), f"of {hours(found.wall_s - found.parts['stopped'])}", True) if found else None,
     ]
     return [cell[:3] for cell in cells if cell and cell[3] is not None]
+
+
+def _evaluations(run: Run) -> str:
+    """Return the newest evaluation of each held-out set, and its lowest loss."""
+    sets = list(run.evals.values())
+    lowest = [min(((v, s) for v, s in zip(c["loss"], c.steps, strict=True) if v == v), default=None) for c in sets]
+    columns = [
+        Column("set", [name or "held-out" for name in run.evals]),
+        Column("step", [f"{c.steps[-1]:,}" for c in sets], kind="number"),
+        Column("loss", [compare.loss(c["loss"][-1]) for c in sets], kind="number"),
+        Column("bits per byte", [number(c["bits_per_byte"][-1], 4) for c in sets], kind="number"),
+        Column("perplexity", [number(c["perplexity"][-1]) for c in sets], kind="number"),
+        Column("lowest loss", [f"{low[0]:.4f} at step {low[1]:,}" if low else "-" for low in lowest], kind="number"),
+    ]
+    return table("Newest evaluations", columns)
 
 
 def _links(run: Run, target: Path, one: bool) -> str:
