@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxtrain.command_line import Command, Option, Parsed, run_command
 from jaxtrain.metrics import MetricsError, write_atomic
-from jaxtrain.receipt import ReceiptError
+from jaxtrain.receipt.format import ReceiptError
 
 COMMAND = Command(
     "report",

@@ -5,10 +5,10 @@ import statistics
 from collections.abc import Callable, Sequence
 from html import escape
 
-from jaxtrain.page.html import Column, Markup, bullets, paragraph, swatch, table
+from jaxtrain.page.html import Column, Markup, paragraph, swatch, table
 from jaxtrain.page.numbers import number, percent, size
-from jaxtrain.receipt import ReceiptError
-from jaxtrain.receipt.compare import compare
+from jaxtrain.receipt.diff import compare
+from jaxtrain.receipt.format import ReceiptError
 from jaxtrain.report.charts import colour
 from jaxtrain.report.run import Columns, Run
 
@@ -109,7 +109,7 @@ def differences(one: Run, other: Run) -> str:
         return paragraph(f"{title}: not compared. {error}")
     columns = [
         Column("group", [d.group for d in found.differences]),
-        Column("name", [_named(d.title, d.lines) for d in found.differences], kind="path"),
+        Column("name", [_named(d.name, d.lines) for d in found.differences], kind="path"),
         Column(one.name, [d.a for d in found.differences], kind="path"),
         Column(other.name, [d.b for d in found.differences], kind="path"),
     ]
@@ -117,11 +117,10 @@ def differences(one: Run, other: Run) -> str:
         Column("name", [o.name for o in found.outcomes]),
         Column(one.name, [o.a for o in found.outcomes], kind="path"),
         Column(other.name, [o.b for o in found.outcomes], kind="path"),
-        Column("ratio", [o.said for o in found.outcomes], kind="path"),
+        Column("ratio", [o.ratio for o in found.outcomes], kind="path"),
     ]
     same = "" if found.differences else paragraph("No difference that can explain other results or another speed.")
-    shown = f"<h3>{escape(title)}</h3>{same}{table('Possible causes', columns)}{table('Results that differ', results)}"
-    return shown + bullets("Not compared", found.notes)
+    return f"<h3>{escape(title)}</h3>{same}{table('Possible causes', columns)}{table('Results that differ', results)}"
 
 
 def _named(name: str, lines: tuple[str, ...]) -> str:

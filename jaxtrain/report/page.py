@@ -13,15 +13,15 @@ from jaxtrain.config import flatten
 from jaxtrain.page.html import Column, bullets, document, folded, paragraph, plural, section, swatch, table, tiles
 from jaxtrain.page.lines import controls
 from jaxtrain.page.numbers import column, number, percent, size
+from jaxtrain.receipt.print import rows
 from jaxtrain.report import compare
 from jaxtrain.report.charts import MANY, MEMORY, SPEED, Charts, colour, hours, wall_time
 from jaxtrain.report.run import EXIT_CODES, Run, RunError, verdict
 
 WARNINGS = 30  # the newest of a run
 SAMPLE = 1_500  # characters of a sample
-# Shown in their own sections, or too long for a table.
-NOT_IN_TABLE = ("attempts", "overrides", "resolved", "goodput", "loss_at", "held_out", "packages", "ranks", "speed")
-FIRST = ("command", "config", "source.commit", "source.dirty", "host.name", "attention", "data.source")
+ELSEWHERE = ("loss_at", "goodput", "held_out")  # fields with sections of their own
+FIRST = ("command", "config", "source.commit", "source.dirty", "host.name", "devices", "mesh", "attention", "data.source")
 GPU = (  # (heading, key, factor)
     ("used %", "utilization", 100),
     ("W", "power_w", 1),
@@ -173,20 +173,17 @@ def _receipt(run: Run) -> str:
     """Return what ran: overrides of the config first, then the main facts, attempts, and everything else folded."""
     if not run.receipt:
         return ""
-    rows = flatten({name: value for name, value in run.receipt.items() if name not in NOT_IN_TABLE})
-    rows = {name: value for name, value in rows if value not in (None, "", [], {}) and "files." not in name}
-    patch = rows.pop("source.patch", "")
-    first = {name: rows.pop(name) for name in FIRST if name in rows}
-    first["devices"] = run.devices
-    first["mesh"] = " x ".join(f"{axis}={n}" for axis, n in (run.receipt.get("mesh") or {}).items() if n != 1) or "one device"
+    every = [(name, value) for name, value in rows(run.opened) if not name.startswith(("overrides", *ELSEWHERE))]
+    first = {name: value for name, value in every if name.startswith(FIRST)}
+    rest = {name: value for name, value in every if name not in first}
+    patch = (run.receipt.get("source") or {}).get("patch")
     overrides = run.receipt.get("overrides") or {}
     none = paragraph("No key of the config was overridden.", "quiet")
     return (
         (_pairs("Overrides of the config", overrides) or none)
-        + _pairs("What ran", {name: value for name, value in first.items() if value})
+        + _pairs("What ran", first)
         + _attempts(run)
-        + folded("Packages", _pairs("Packages", run.receipt.get("packages") or {}))
-        + folded("All other fields of the receipt", _pairs("Fields of receipt.json", rows))
+        + folded("All other fields of the receipt", _pairs("Fields of receipt.json", rest))
         + folded("Changes that were not committed", f"<pre>{escape(patch)}</pre>" if patch else "")
         + folded("The resolved config", _pairs("Keys of config.json", dict(flatten(run.config))))
     )
@@ -199,7 +196,7 @@ def _pairs(caption: str, rows: Mapping[str, Any]) -> str:
 
 def _attempts(run: Run) -> str:
     """Return the attempts of a run; "" if there was one."""
-    every = [*run.receipt.get("attempts", ()), run.receipt]
+    every = run.opened.attempts
     if len(every) < 2:
         return ""
     ends = []

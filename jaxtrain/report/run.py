@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import goodput, metrics, receipt, samples
+from jaxtrain import goodput, metrics, samples
 from jaxtrain.goodput import Goodput
 from jaxtrain.progress import duration
-from jaxtrain.receipt import opened
+from jaxtrain.receipt import format as receipts
 
 FILES = ("receipt.json", "metrics.jsonl", "config.json")  # a folder with any of them is a run
 WRITTEN = ("metrics.jsonl", "log.txt", goodput.FILE, "receipt.json")  # files that a run writes while it trains
@@ -78,7 +78,7 @@ class Run:
     train: Columns
     evals: dict[str, Columns]
     gpu: list[dict[str, Any]]
-    opened: opened.Run
+    opened: receipts.Run
     config: dict[str, Any]
     ledger: list[dict[str, Any]]
     alerts: list[str]
@@ -176,8 +176,8 @@ def read(folder: str | Path, name: str = "") -> Run:
             notes.append(f"{file} is left out, because it cannot be read: {error}")
             return empty
 
-    told = load(opened.NAME, receipt.load, {}, "the page has no receipt")
-    found = opened.Run(name, at / opened.NAME, at, told)
+    told = load(receipts.NAME, receipts.load, {}, "the page has no receipt")
+    found = receipts.Run(name, at, told)
     train = columns(line for line in found.lines if line["kind"] == "train")
     sets = dict.fromkeys(line.get("set", "") for line in found.lines if line["kind"] == "eval")
     evals = {s: columns(x for x in found.lines if x["kind"] == "eval" and x.get("set", "") == s) for s in sets}

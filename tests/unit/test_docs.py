@@ -37,7 +37,7 @@ REPO = Path(__file__).resolve().parents[2]
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
 OF_BENCHMARKS = (attention_tiles, first_hour, import_memory, peer_maxtext, ragged_dot)
 PARSERS: dict[str, Any] = {f"benchmarks.{module.__name__.split('.')[-1]}": module for module in OF_BENCHMARKS}
-PARSERS |= {"data": data, "profile": profile, "hf": hugging_face, "receipt": receipt}
+PARSERS |= {"data": data, "profile": profile, "hf": hugging_face}
 NODE = Devices("gpu", "NVIDIA H200", 8, 140.0, "described", 90)
 
 
@@ -97,6 +97,9 @@ def parsed(words: list[str]) -> list[Any]:
     elif name == "preflight":
         asked = launch.load(words, preflight.OPTIONS, preflight.SWITCHES)
         return [*asked.problems, *preflight.options_wrong(asked)]
+    elif name == "receipt":
+        asked = receipt.COMMAND.parse(words)
+        return [*asked.problems, *receipt.check(asked)]
     elif name == "report":
         return report.COMMAND.parse(words).problems
     elif name == "test":

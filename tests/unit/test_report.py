@@ -15,7 +15,7 @@ from pages import EVIL, Read, assert_self_contained, curves_of
 from jaxtrain import goodput, metrics
 from jaxtrain.page.charts import log_ticks, ticks
 from jaxtrain.page.lines import Curve, LineChart, draw, thin
-from jaxtrain.receipt import ReceiptError
+from jaxtrain.receipt.format import ReceiptError
 from jaxtrain.report import __main__ as command
 from jaxtrain.report import charts, compare, page
 from jaxtrain.report.run import RunError, alerts, read, read_all, verdict
@@ -205,7 +205,9 @@ def test_the_receipt_begins_with_overrides_and_pages_of_the_folder_are_linked(tm
     assert_self_contained(own)
     words = Read(own).words
     words = words[words.index("Receipt") :]
-    places = [words.index(word) for word in ("optimizer.lr", "2e-3", "python x", "Packages", "jax")]
+    places = [
+        words.index(word) for word in ("optimizer.lr", "2e-3", "python x", "All other fields of the receipt", "packages.jax")
+    ]
     assert places == sorted(places)
 
 
@@ -249,8 +251,8 @@ def test_all_that_read_as_the_best_are_starred():
 
 def test_a_rate_is_written_in_one_way(tmp_path: Path):
     speed = {"tokens_per_s_per_device": 11_293.9, "tokens_per_s": 11_293.9, "tflops_per_device": None, "mfu_causal": None}
-    speed |= {"step_time_s": {"median": 1.0, "p10": 1.0, "p90": 1.0}, "formula": {}}
-    speed["window"] = {"first_step": 1, "last_step": 9, "lines": 9, "rule": "all"}
+    speed |= {"step_time_s": {"median": 1.0, "p10": 1.0, "p90": 1.0}}
+    speed["window"] = {"first_step": 1, "last_step": 9, "lines": 9}
     folders = [fake(tmp_path / name, [line(1), line(9)], receipt__json=ended(0, speed=speed)) for name in ("a", "b")]
     one, several = Read(page.html([read(folders[0])])).words, Read(page.html(read_all(folders))).words
     assert "11,294" in one and "11,294" in several
