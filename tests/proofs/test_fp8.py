@@ -20,12 +20,12 @@ from jaxtrain.kernels import fp8
 from jaxtrain.kernels.dot import dot
 from jaxtrain.plan import result
 from jaxtrain.plan.compile import compile_step
-from jaxtrain.plan.explore.shardings import describe
 from jaxtrain.plan.make import read_plan
 from jaxtrain.plan.program import collectives, hlo, judge
 from jaxtrain.plan.program.work import Work
 from jaxtrain.plan.report import sections
 from jaxtrain.plan.search import bound
+from jaxtrain.plan.shardings import describe
 from jaxtrain.plan.topology import parse
 from jaxtrain.train.definition import numerics_of
 from jaxtrain.train.state import abstract_tensors

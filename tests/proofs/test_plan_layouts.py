@@ -9,17 +9,16 @@ import re
 import pytest
 from plans import TINY, config, plan
 
-from jaxtrain import launch
+from benchmarks import collective_volumes, studies
+from benchmarks.collective_volumes import LAYOUTS, Row, Term
 from jaxtrain.config import Pipeline, RunConfig, Train
 from jaxtrain.context import Context, make_context, pairs
-from jaxtrain.plan.explore.shardings import describe
-from jaxtrain.plan.known import textbook
-from jaxtrain.plan.known.textbook import LAYOUTS, Row, Term
 from jaxtrain.plan.program import split
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.report import sections
 from jaxtrain.plan.result import Collective, Plan, from_json, to_json
 from jaxtrain.plan.search.bound import bound
+from jaxtrain.plan.shardings import describe
 from jaxtrain.plan.topology import parse
 from jaxtrain.train.stages import Schedule
 
@@ -28,7 +27,7 @@ GIB = 2**30
 
 def rows(run: RunConfig, made: Plan) -> list[Row]:
     """Collectives beside the formulas."""
-    return textbook.compare(made, textbook.promised(run, made.mesh))
+    return collective_volumes.compare(made, collective_volumes.terms_of(run, made.mesh))
 
 
 def several(cases: dict, *often: str) -> list:
@@ -84,23 +83,23 @@ def test_replicas_over_nodes_leave_weights_in_their_node():
 def test_what_no_formula_promises_has_a_row_and_so_has_what_is_missing():
     run, made = known("ZeRO-2")
     extra = dataclasses.replace(made.collectives[0], kind="all-gather", axis="data")
-    found = textbook.compare(dataclasses.replace(made, collectives=(*made.collectives, extra)), [])
+    found = collective_volumes.compare(dataclasses.replace(made, collectives=(*made.collectives, extra)), [])
     assert {row.formula for row in found} == {"none"} and ("all-gather", "data") in {(r.kind, r.axis) for r in found}
     missing = Term("all-reduce", "seq", "weights", "W", 1e9)
-    (row,) = [r for r in textbook.compare(made, [missing]) if r.kind == "all-reduce"]
+    (row,) = [r for r in collective_volumes.compare(made, [missing]) if r.kind == "all-reduce"]
     assert row.gb == 0 and row.count == 0 and row.off == -1.0
     double = [dataclasses.replace(c, wire_gib=2 * c.wire_gib) for c in made.collectives]
     assert any(row.off > 0.9 for row in rows(run, dataclasses.replace(made, collectives=tuple(double))))
 
 
 def test_the_page_lists_every_layout_with_its_formula():
-    text = textbook.markdown({"ZeRO-2": known("ZeRO-2")[1]}, "command")
-    assert "## ZeRO-2" in text and "| ZeRO-2 | h200:8 | yes |" in text and "```text\ncommand\n```" in text
-    page = (launch.REPO / "docs" / "collectives.md").read_text()
+    text = "\n".join(collective_volumes.page({"ZeRO-2": known("ZeRO-2")[1]}))
+    assert "## ZeRO-2" in text and "| ZeRO-2 | h200:8 | yes |" in text
+    page = studies.generated(collective_volumes.PAGE)
     assert [f"## {layout.name}" for layout in LAYOUTS] == re.findall(r"^## (?!How).*$", page, re.MULTILINE)
     off = [float(x) for x in re.findall(r"\| ([+-][\d.]+)% \|", page)]
     assert len(off) >= 2 * len(LAYOUTS) and max(map(abs, off)) < 1.0
-    assert "| none |" not in page and "./run.sh plan --textbook=docs/collectives.md" in page
+    assert "| none |" not in page and collective_volumes.COMMAND in page and collective_volumes.COMMAND in text
 
 
 # ---- Sequences that are sharded

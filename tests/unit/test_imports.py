@@ -40,7 +40,7 @@ LAYERS = {
         validate.pipeline validate.experts validate.layout validate.places validate receipt.* replay
         page.* plan plan.result plan.topology plan.rates plan.readings plan.program.*
         plan.cudnn_library plan.compile plan.make plan.calibrate plan.expect plan.search.* plan.report.*
-        plan.explore.* plan.known.* plan.__main__ profile.* parity parity.layouts parity.compare parity.report
+        plan.sharding_pictures plan.shardings plan.__main__ profile.* parity parity.layouts parity.compare parity.report
         parity.__main__ preflight.* bench.* report.*
     """,
     "the whole": """
