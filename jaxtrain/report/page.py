@@ -111,7 +111,7 @@ def _evaluations(run: Run) -> str:
     sets = list(run.evals.values())
     lowest = [min(((v, s) for v, s in zip(c["loss"], c.steps, strict=True) if v == v), default=None) for c in sets]
     columns = [
-        Column("set", [name or "held-out" for name in run.evals]),
+        Column("set", [name or "held-out" for name in run.evals], kind="whole"),
         Column("step", [f"{c.steps[-1]:,}" for c in sets], kind="number"),
         Column("loss", [compare.loss(c["loss"][-1]) for c in sets], kind="number"),
         Column("bits per byte", [number(c["bits_per_byte"][-1], 4) for c in sets], kind="number"),
@@ -210,7 +210,7 @@ def _attempts(run: Run) -> str:
         Column("started", [_time(a.get("started")) for a in every], kind="whole"),
         Column("ended", [_time(a.get("ended")) for a in every], kind="whole"),
         Column("from step", [f"{step:,}" for step in resumed], resumed),
-        Column("exit code", ends),
+        Column("exit code", ends, kind="path"),
     ]
     return table("Attempts", columns)
 
