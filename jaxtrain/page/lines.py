@@ -90,7 +90,7 @@ def controls(axes: Sequence[str], *, log: bool, smooth: bool) -> str:
     out = [f"<span>x axis: {' '.join(out)}</span>"] if len(axes) > 1 else []
     out.append(f'<label><input type="checkbox" id="log"{" checked" if log else ""}> log scale of losses and norms</label>')
     out += ['<label><input type="checkbox" id="smooth" checked> smoothed</label>'] if smooth else []
-    return f'<form class="controls" autocomplete="off">{" ".join(out)}</form>'
+    return f'<form class="views" autocomplete="off">{" ".join(out)}</form>'
 
 
 def figures(charts: Sequence[LineChart], axes: Sequence[str], columns: int = COLUMNS) -> str:

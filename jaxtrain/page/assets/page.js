@@ -86,7 +86,7 @@ for (const chart of document.querySelectorAll(".chart")) {
   });
   chart.addEventListener("pointerleave", hide);
   chart.addEventListener("blur", hide);
-  document.querySelector(".controls")?.addEventListener("change", () => {
+  document.querySelector(".views")?.addEventListener("change", () => {
     hide();
     view = undefined;
   });
