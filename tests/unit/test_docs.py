@@ -113,7 +113,7 @@ def parsed(words: list[str]) -> list[Any]:
         asked = receipt.COMMAND.parse(words)
         return [*asked.problems, *receipt.check(asked)]
     elif name == "report":
-        return report.parse(words)[3]
+        return report.COMMAND.parse(words).problems
     elif name == "test":
         files = [word for word in words if "/" in word and not word.startswith("-")]
         return [file for file in files if not (REPO / file).exists()]
