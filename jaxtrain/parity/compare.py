@@ -124,18 +124,35 @@ def take_steps(
     return Trained(loss, norm, start, gradients, to_host(state, PARAMS)), state
 
 
-def train(run: RunConfig, devices: Sequence[Any], steps: int) -> Trained:
-    """The first steps of a run on these devices, compiled as training compiles them.
-
-    Raises LayoutError or Unsupported for a layout that cannot be, JaxRuntimeError where memory does not suffice.
-    """
+def open_rows(run: RunConfig) -> Any:
+    """Open the training data of a run."""
     folder = Path(run.paths.data).expanduser()
-    rows = pipeline.open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, data_dir=folder)
-    run = pipeline.with_documents(run, rows)
+    return pipeline.open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, data_dir=folder)
+
+
+def compile_step(
+    run: RunConfig, devices: Sequence[Any], say: Callable[[str], None] = lambda line: None
+) -> tuple[RunConfig, Program, Any, dict[str, Any]]:
+    """Compile the train step of a run on these devices as training compiles it.
+
+    Args:
+      say: prints a line about what `remat.policy=auto` chooses.
+
+    Returns:
+      The run and its program, with `remat.policy=auto` resolved; the compiled step; XLA's options for it.
+
+    Raises LayoutError or Unsupported for an impossible layout, JaxRuntimeError where memory does not suffice.
+    """
     program = build(run, devices)
     card = compiler.card_of(devices[0], run.train.memory_fraction)
     options, usable = compiler.choose(program, card).options, card.usable_gib if card else math.inf
-    run, program, step = compile_to_fit(run, program, options, usable)
+    return *compile_to_fit(run, program, options, usable, say), options
+
+
+def train(run: RunConfig, devices: Sequence[Any], steps: int) -> Trained:
+    """Take the first steps of a run on these devices. Raises what `compile_step` raises."""
+    rows = open_rows(run)
+    run, program, step, _ = compile_step(pipeline.with_documents(run, rows), devices)
     state = create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
     return take_steps(program, step, state, rows.batch, steps)[0]
 
