@@ -70,9 +70,9 @@ class Node:
         log = self.path / "logs" / f"{report.file_name(name)}.txt"
         code, output = run_program(command, log, environ=environ, limit_s=max(1.0, limit_s))
         lines = [f"## {name}", "", "```text", *output.strip().splitlines()[-60:], "```", ""]
-        found = "not done in time" if code is None else last_lines(output)
-        if code:
-            found = f"exit code {code}: {found}"
+        found = "not done in time" if code is None else f"exit code {code}: {last_lines(output)}"
+        if code == 0:
+            found = last_lines(output).rpartition(" | ")[2]
         return code, Outcome(BAD if code != 0 else GOOD, found, lines)
 
 

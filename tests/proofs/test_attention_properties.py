@@ -129,7 +129,9 @@ def exact(b: Bucket, arrays, segments, positions, blocks: bool = False):
         one = (q[row, :, heads], k[row, :, head], v[row, :, head], do[row, :, heads])
         for out, made in zip(
             found,
-            kernel_bounds.attention(*one, mask, dtype=b.spec.dtype, softcap=b.spec.softcap, blocks=blocks, xp=np, einsum=np.einsum),
+            kernel_bounds.attention(
+                *one, mask, dtype=b.spec.dtype, softcap=b.spec.softcap, blocks=blocks, xp=np, einsum=np.einsum
+            ),
             strict=True,
         ):
             for array, part, where in zip(out, made, (heads, heads, head, head), strict=True):

@@ -18,7 +18,7 @@ from benchmarks import attention_tiles, first_hour, import_memory, numerics, pee
 from jaxtrain import environment, explain, launch, lm_eval, main
 from jaxtrain.activations import ACTIVATIONS
 from jaxtrain.bench import __main__ as bench
-from jaxtrain.bench import sweep
+from jaxtrain.bench import train_step
 from jaxtrain.config import RunConfig, flatten, to_dict
 from jaxtrain.data import __main__ as data
 from jaxtrain.hardware import Devices
@@ -85,11 +85,10 @@ def parsed(words: list[str]) -> list[Any]:
         asked = launch.load(words, plan.OPTIONS, plan.SWITCHES)
         return [*asked.problems, *plan._options(asked)]
     elif name == "bench":
-        asked = launch.load(words, bench.OPTIONS, bench.SWITCHES)
-        action = next((n for n in ("suite", "kernels", "peer", "sweep") if asked.options[n]), "steps")
-        cases, wrong = sweep.cases(bench.command(asked), "", asked.options["sweep"]) if asked.options["sweep"] else ((), [])
-        problems = [*asked.problems, *bench.options_wrong(asked, action), *wrong]
-        return problems + [p for case in cases for p in launch.load(case.argv).problems]
+        asked = bench.COMMAND.parse(words)
+        cases, wrong = train_step.make_cases(bench.config_argv(asked), "", asked.options["sweep"])
+        problems = [*asked.problems, *bench.find_problems(asked), *wrong]
+        return problems + [p for argv in cases.values() for p in launch.load(argv).problems]
     elif name == "parity":
         asked = launch.load(words, parity.OPTIONS)
         _, problems = parity_layouts.parse(asked.options["meshes"] or parity_layouts.DEFAULT)
