@@ -6,11 +6,12 @@ import sys
 import ledger
 from compile_options import QUICKLY
 
-ON_GPU = os.environ.get("JAXTRAIN_TEST_DEVICE") == "gpu"  # for tests/gpu alone
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # what other checkouts compiled is not what is tested
-if not ON_GPU:
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {QUICKLY}"
+os.environ.update(
+    {}
+    if os.environ.get("JAXTRAIN_TEST_DEVICE") == "gpu"  # for tests/gpu alone
+    else {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {QUICKLY}"}
+)
 
 import gc
 import importlib
@@ -32,6 +33,7 @@ from jaxtrain.startup import threads_for_cpus
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+ON_GPU = os.environ.get("JAXTRAIN_TEST_DEVICE") == "gpu"
 if ON_GPU:
     from jaxtrain.bench.train_step import start_devices
     from jaxtrain.bench.work import one_device

@@ -85,8 +85,9 @@ COMMAND = Command(
     "a CPU compare a small model: whether layouts agree does not depend on its size.\n\n"
     "Compared are loss and gradient norm of every step, every tensor's first gradient, and how far the weights moved. Bounds: "
     "in float32 1e-5, and for weights 1e-3 of the distance. In bfloat16 the reference is trained in float32 too, and a layout "
-    "may be off by sqrt(2 + log2 n) times the reference's distance from that: summing over n devices and microbatches adds so much "
-    "rounding. The m weights of a tensor may be 1 + 3 / sqrt(m) times further off: the norms of m errors differ by so much.\n\n"
+    "may be off by sqrt(2 + log2 n) times the reference's distance from that: summing over n devices and microbatches adds so "
+    "much rounding. The m weights of a tensor may be 1 + 3 / sqrt(m) times further off: the norms of m errors differ by so "
+    "much.\n\n"
     "Exit codes: 0 all agree; 1 one does not, or could not be run; 2 the command or config is wrong, nothing was started; 130 "
     "Ctrl-C.",
 )
@@ -102,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         layouts, wrong = named.parse(meshes_of(parsed))
         runs, left_out, problems = load_runs(parsed, layouts)
         found[:] = [runs, left_out]
-        return [*find_problems(parsed), *wrong, *problems]
+        known = {str(p) for p in parsed.problems}  # those of the config, which each layout has too
+        return [*find_problems(parsed), *wrong, *(p for p in problems if str(p) not in known)]
 
     def act(parsed: Parsed) -> int:
         runs, left_out = found

@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 import socket
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.bench.child import last_lines, run_program
+from jaxtrain.bench.child import last_lines, module_command, run_program
 from jaxtrain.config import RunConfig
 from jaxtrain.parity import layouts
 from jaxtrain.parity.layouts import Layout
@@ -34,7 +33,7 @@ PROCESSES = (1, 2, 4)
 DEVICES = 4  # of all processes together
 STEPS = 3
 LIMIT_S = 300.0  # of a run of `processes`
-TRAIN = (sys.executable, "-m", "jaxtrain.main")
+TRAIN = module_command("main")
 SHORT = (
     *(f"train.steps={STEPS}", "optimizer.warmup_steps=1", "log.every_steps=1", "log.tensorboard=false", "eval.every_steps=0"),
     *("sample.max_tokens=0", "checkpoint.every_steps=0", "data.eval_source=", "mesh.data=1", f"mesh.fsdp={DEVICES}"),

@@ -12,11 +12,11 @@ import cudnn_emulator
 import helpers
 import jax
 import jax.numpy as jnp
+import kernel_bounds
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 
 from jaxtrain.kernels.attention import Rows, Spec, chunked, cudnn, implementation, pallas, tiles
 from jaxtrain.kernels.attention.pallas_kernels import FORWARD, KEYS, QUERIES, Tile

@@ -90,9 +90,9 @@ def parsed(words: list[str]) -> list[Any]:
         problems = [*asked.problems, *bench.find_problems(asked), *wrong]
         return problems + [p for argv in cases.values() for p in launch.load(argv).problems]
     elif name == "parity":
-        asked = launch.load(words, parity.OPTIONS)
+        asked = parity.COMMAND.parse(words)
         _, problems = parity_layouts.parse(asked.options["meshes"] or parity_layouts.DEFAULT)
-        return [*asked.problems, *parity._options(asked), *problems]
+        return [*asked.problems, *parity.find_problems(asked), *problems]
     elif name == "preflight":
         asked = launch.load(words, preflight.OPTIONS, preflight.SWITCHES)
         return [*asked.problems, *preflight.options_wrong(asked)]
