@@ -1,19 +1,29 @@
 """`python -m jaxtrain.parity --known-issues`: it finds no bug here, and each bug of its three classes when that is planted."""
 
 import json
+import os
 import sys
 
 import jax
 import numpy as np
 import pytest
-from test_parity_command import SMALL, at_home  # noqa: F401
 
 from jaxtrain import sharding
 from jaxtrain.kernels.attention import reference
 from jaxtrain.parity import __main__ as command
 from jaxtrain.parity import known_issues, layouts
 
-FEW = (*SMALL, "--config.train.global_batch=4")
+FEW = (
+    *("--config=configs/tiny.py", "--config.data.source=synthetic", "--config.data.seq_len=32", "--config.model.num_layers=1"),
+    *("--config.model.d_model=32", "--config.model.d_ff=64", "--config.train.global_batch=4"),
+)
+
+
+@pytest.fixture(autouse=True)
+def at_home(monkeypatch, request):
+    monkeypatch.chdir(request.config.rootpath)
+    for name in ("JAX_PLATFORMS", "XLA_FLAGS"):
+        monkeypatch.setenv(name, os.environ[name])  # what the command sets would stay with the tests that follow
 
 
 @pytest.fixture
