@@ -134,7 +134,8 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
 
     from jaxtrain import throughput
     from jaxtrain.parity.compare import compile_step, open_rows
-    from jaxtrain.receipt import config_sha256, device_facts
+    from jaxtrain.receipt import config_sha256
+    from jaxtrain.receipt.machine import device_facts
     from jaxtrain.train import auto_remat, state
     from jaxtrain.train.batch import place_batch
     from jaxtrain.train.memory import taken_gib
@@ -246,7 +247,8 @@ def _trace(folder: Path, run: RunConfig, program: Any, train: Any, current: Any,
     import jax
 
     from jaxtrain import config, metrics, profiling
-    from jaxtrain.receipt import Receipt, device_facts
+    from jaxtrain.receipt import Receipt
+    from jaxtrain.receipt.machine import device_facts
     from jaxtrain.train.batch import place_batch
 
     mesh = program.placement.mesh
