@@ -131,13 +131,6 @@ def find_problems(parsed: Parsed) -> list[Problem]:
     return found
 
 
-def config_argv(parsed: Parsed) -> list[str]:
-    """Return config file and overrides as they stand on the command line."""
-    at = parsed.config.launch
-    file = f"{at.config_file}:{at.variant}" if at.variant else at.config_file
-    return [f"--config={file}", *(f"--config.{key}={value}" for key, value in at.overrides)]
-
-
 def run(parsed: Parsed) -> int:
     """Run a checked command line. Raises ConfigError for cases that are impossible."""
     options, console = parsed.options, make_console(report.WIDTH)
@@ -149,13 +142,13 @@ def run(parsed: Parsed) -> int:
     request: dict[str, Any] = {"devices": count, "steps": int(options["steps"]), "warmup": int(options["warmup"])}
     request |= {"limit_s": int(options["limit"]) or None, "trace": int(bool(options["trace"]))}
     if parsed.mode == "peer":
-        base = [*config_argv(parsed), *DATA["synthetic"], *torch_peer.SAME_WORK]
+        base = [*parsed.config.launch.config_argv, *DATA["synthetic"], *torch_peer.SAME_WORK]
         python, rounds = options["peer-python"] or sys.executable, int(options["rounds"])
         wrong = [*train_step.refusals({"": base}, count).get("", []), *torch_peer.refusal(base, count, python)]
         if wrong:
             raise ConfigError(wrong)
         return in_folder(parsed, lambda folder: torch_peer.run(base, name, python, rounds, request, folder, console))
-    cases, wrong = train_step.make_cases([*config_argv(parsed), *DATA[options["data"]]], name, options["sweep"])
+    cases, wrong = train_step.make_cases([*parsed.config.launch.config_argv, *DATA[options["data"]]], name, options["sweep"])
     refused = {} if wrong else train_step.refusals(cases, count)
     if len(refused) == len(cases):  # no case is possible: the command is wrong
         wrong += [p for problems in refused.values() for p in problems]

@@ -213,6 +213,7 @@ def run(
         how = {"platform": platform, "compile": "best", "settings": None, "tune_s": TUNE_S}
         spec = example["spec"] | how | {key: request[key] for key in ("warmup", "steps")}
         turns: list[dict[str, Any]] = []
+        table, ratio = [], None
         for who, i in ((who, i) for i in range(rounds) for who in ("jaxtrain", "torch")):
             label, log = f"{who}, round {i + 1}", logs / f"{who}_{i + 1}.txt"
             with console.status(f"{label} ..."):

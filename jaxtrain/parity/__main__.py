@@ -132,13 +132,12 @@ def find_problems(parsed: Parsed) -> list[Problem]:
 
 
 def config_argv(parsed: Parsed) -> list[str]:
-    """Return config file and overrides as they stand on the command line; for --known-issues with data of many documents."""
-    at = parsed.config.launch
-    file = f"{at.config_file}:{at.variant}" if at.variant else at.config_file
-    data = (
-        ("--config.data.source=synthetic", "--config.data.eval_source=") if parsed.mode and "config" not in parsed.given else ()
-    )
-    return [f"--config={file}", *data, *(f"--config.{key}={value}" for key, value in at.overrides)]
+    """Return the config of a command line; for --known-issues without --config a small model on data of many documents."""
+    argv = parsed.config.launch.config_argv
+    if not parsed.mode or "config" in parsed.given:
+        return argv
+    small = ("data.source=synthetic", "data.eval_source=", "model.num_layers=2")
+    return [argv[0], *(f"--config.{o}" for o in small), *argv[1:]]
 
 
 def load_runs(parsed: Parsed, layouts: list[Layout]) -> tuple[Runs, list[str], list[Problem]]:

@@ -59,13 +59,13 @@ def errors(shape: tuple[int, ...], how: str, dtype: str, product: Any = experts.
         b = jnp.where(unused, jnp.nan, b) if which == "outer" else b
         step = jax.jit(product, static_argnums=(0, 4, 5))
         got = step(which, a, b, jnp.array(sizes_E, jnp.int32), jnp.dtype(DTYPES[dtype]), jax.lax.Precision.HIGHEST)
-        a64, b64 = np.float64(a), np.float64(b)
+        a64, b64 = np.asarray(a, np.float64), np.asarray(b, np.float64)
         columns = F if which == "over D" else D
         want = definition(which, a64, b64, sizes_E, columns)
         size = definition(which, abs(a64), abs(b64), sizes_E, columns)
         summed = np.array(sizes_E)[:, None, None] if which == "outer" else a.shape[1]
         bound = kernel_bounds.sums(want, size, summed, dtype=dtype)
-        error = abs(np.float64(got) - want)
+        error = abs(np.asarray(got, np.float64) - want)
         ratio = float((error / np.maximum(bound, np.finfo(np.float64).tiny)).max())
         found[which] = float(error.max()), ratio if math.isfinite(ratio) else math.inf
     return found

@@ -96,7 +96,7 @@ def parsed(words: list[str]) -> list[Any]:
         return [*asked.problems, *plan._options(asked)]
     elif name == "bench":
         asked = bench.COMMAND.parse(words)
-        cases, wrong = train_step.make_cases(bench.config_argv(asked), "", asked.options["sweep"])
+        cases, wrong = train_step.make_cases(asked.config.launch.config_argv, "", asked.options["sweep"])
         problems = [*asked.problems, *bench.find_problems(asked), *wrong]
         return problems + [p for argv in cases.values() for p in launch.load(argv).problems]
     elif name == "parity":
