@@ -92,15 +92,15 @@ def layouts(model: Model, topology: Topology, moments: str) -> list[Layout]:
     """
     rates = rates_for(topology.gpu, "bf16")
     run, check = base(model, topology, moments), training_check(topology)
-    policies = list(remat_policies(run, topology, rates))
+    policies = list(remat_policies(run))
     found = []
-    for axes in meshes(run, topology, rates):
-        if axes["mesh.tensor"] > topology.gpus or axes["mesh.data"] not in (1, topology.nodes):
+    for axes in meshes(run, topology):
+        if dict(axes)["mesh.data"] not in (1, topology.nodes):
             continue
-        if check(with_overrides(run, axes.items())):
+        if check(with_overrides(run, axes)):
             continue
         for policy in policies:
-            overrides = (*axes.items(), *policy.items())
+            overrides = (*axes, *policy)
             changed = with_overrides(run, overrides)
             least = bound(changed, topology, rates)
             found.append(Layout(changed, changes(run, overrides), float(f"{least.step_s:.3g}"), least.memory_gib))
@@ -223,7 +223,8 @@ def cells(cell: Cell, first: Plan | None) -> list[str]:
     moments = held.get("first moment", 0.0) + held.get("second moment", 0.0)
     others = (held.get(kind, 0.0) for kind in ("gradients", "saved activations"))
     sizes = [f"{size:.1f}" for size in (held.get("parameters", 0.0), moments, *others, cell.plan.memory.peak_gib)]
-    speed, policy = time.tokens_per_s_per_device, describe_remat(cell.run)
+    saved = cell.plan.kept.partition(" keeps ")[2].replace(",", "")  # of remat.policy=auto
+    speed, policy = time.tokens_per_s_per_device, f"keep {saved}" if saved else describe_remat(cell.run)
     speeds = [span(time.expected_tokens_per_s_per_device), rough(speed, 4), percent(time.mfu_causal)]
     scaling = percent(speed / first.time.tokens_per_s_per_device) if first else "-"
     layout = f"{mesh(cell.plan)}; {policy if policy.startswith('keep') else f'remat {policy}'}"

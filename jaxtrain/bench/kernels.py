@@ -34,7 +34,7 @@ def attention(device: Any, sizes: Sizes) -> Iterator[Work | dict[str, Any]]:
     """
     from jaxtrain.kernels import attention as table
     from jaxtrain.plan.calibrate import attention_loop
-    from jaxtrain.plan.program.work import ATTENTION_BACKWARD
+    from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD
     from jaxtrain.train.kernel import hardware_of
 
     B, T, N, K, H = sizes.attention

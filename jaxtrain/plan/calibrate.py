@@ -30,7 +30,7 @@ from jaxtrain import hardware, precision
 from jaxtrain.kernels import attention, fp8
 from jaxtrain.kernels.attention import cudnn
 from jaxtrain.plan import rates
-from jaxtrain.plan.program.work import ATTENTION_BACKWARD
+from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD
 from jaxtrain.plan.readings import COLLECTIVES, CURVE, CalibrationError, Reading, table, to_rates
 from jaxtrain.train import compiler
 from jaxtrain.train.kernel import hardware_of

@@ -89,14 +89,14 @@ BUGS = (
     ),
     Bug(
         "stages: small messages count as ticks",
-        "jaxtrain/plan/program/split.py",
+        "jaxtrain/plan/program/pipeline_moe.py",
         "if c.wire_gib / c.count > SMALL * largest)",
         "if c.wire_gib / c.count > 0)",
         "proofs/test_plan_layouts.py -k ticks",
     ),
     Bug(
-        "mistakes: microbatches for one stage more",
-        "jaxtrain/plan/program/mistakes.py",
+        "warnings: microbatches for one stage more",
+        "jaxtrain/plan/program/warnings.py",
         "enough = math.ceil((stages - 1) * (1 / IDLE - 1) / groups / stages) * stages",
         "enough = math.ceil((stages - 1) / groups / stages) * stages",
         "proofs/test_mistakes.py -k stages",
