@@ -23,9 +23,9 @@ from jaxtrain.bench.measure import DATA
 from jaxtrain.bench.parts import BAD, GOOD, OFF, OUT, Node, Outcome, Part, run_parts, summary
 from jaxtrain.bench.report import Folder
 from jaxtrain.parity import layouts
-from jaxtrain.preflight import inspection, live
-from jaxtrain.preflight.check import FAULT, Asked
-from jaxtrain.preflight.live import Live
+from jaxtrain.preflight import inspection
+from jaxtrain.preflight.node import LocalNode
+from jaxtrain.preflight.table import FAULT, Context
 
 BUDGET_S = 1800.0  # of all parts together
 APART_PEAK = 0.10  # planned and measured peak memory may differ by this much
@@ -54,11 +54,12 @@ def smoke_config(node: Node) -> list[str]:
 
 def part_preflight(node: Node, limit_s: float) -> Outcome:
     """Whether the node is fit: GPUs, links, versions, host, environment. Only asked; the next part measures."""
-    asked = Asked(launch.load([]).run, {}, None, named=False)
+    local = LocalNode({}, limit_s / 2)
+    seen = Context(local, launch.load([]).run, {}, has_config=False)
     try:
-        seen, found = inspection.look(Live({}, limit_s / 2), asked)
+        found = inspection.inspect(seen)
     finally:
-        live.end_commands()  # those that hang
+        local.close()
     wrong = [f"{c.name} ({c.seen})" for c in found if c.state == FAULT]
     if node.devices.kind == "gpu" and not node.devices.count:
         wrong = [node.devices.source]

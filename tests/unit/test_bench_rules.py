@@ -14,7 +14,7 @@ from jaxtrain.bench import bounds, case, check, experts, kernels, measure, peer,
 from jaxtrain.bench.measure import DATA
 from jaxtrain.kernels import attention
 from jaxtrain.plan import rates
-from jaxtrain.preflight.check import FAULT, Check
+from jaxtrain.preflight.table import FAULT, Finding
 from jaxtrain.validate import validate_step
 
 
@@ -265,9 +265,8 @@ def test_what_checked_kernels_come_to(answer, want, said, tmp_path, monkeypatch)
 
 
 def test_a_node_with_a_fault_is_not_well(tmp_path, monkeypatch):
-    fault = Check("ECC", FAULT, "none", "GPU5: 2")
-    seen = types.SimpleNamespace(gpus=types.SimpleNamespace(absent=""))
-    monkeypatch.setattr(suite.inspection, "look", lambda *_: (seen, [fault]))
+    fault = Finding("ECC", FAULT, "none", "GPU5: 2")
+    monkeypatch.setattr(suite.inspection, "inspect", lambda _: [fault])
     node = suite.Node(measure.devices_for(0), True, report.Folder(str(tmp_path / "node"), "", "suite"))
     found = suite.part_preflight(node, 20.0)
     assert (found.verdict, found.found) == ("FAILED", "wrong: ECC (GPU5: 2)")
