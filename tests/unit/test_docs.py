@@ -95,8 +95,8 @@ def parsed(words: list[str]) -> list[Any]:
         _, problems = parity_layouts.parse(asked.options["meshes"] or parity_layouts.DEFAULT)
         return [*asked.problems, *parity._options(asked), *problems]
     elif name == "preflight":
-        asked = launch.load(words, preflight.OPTIONS, preflight.SWITCHES)
-        return [*asked.problems, *preflight.options_wrong(asked)]
+        parsed = preflight.COMMAND.parse(words)
+        return [*parsed.problems, *preflight.check_options(parsed)]
     elif name == "report":
         return report.parse(words)[3]
     elif name == "test":

@@ -38,7 +38,7 @@ LAYERS = {
     """,
     "around the run": """
         validate.pipeline validate.experts validate.layout validate.places validate receipt.* replay
-        page.* bench bench.microbenchmarks plan plan.result plan.numbers plan.topology plan.rates plan.program.*
+        page.* bench.microbenchmarks plan plan.result plan.numbers plan.topology plan.rates plan.program.*
         plan.cudnn_library plan.compile plan.make plan.calibrate plan.expect plan.search.* plan.report.*
         plan.explore.* plan.known.* plan.__main__ profile.* parity parity.layouts parity.compare parity.report
         parity.__main__ preflight.* bench.* report.*
