@@ -97,6 +97,52 @@ def test_a_node_is_judged_without_the_other_process():
     assert code == 3 and [c["name"] for c in faults(found)] == ["topology"], "an unfit node is reported in any case"
 
 
+def start_two(script: str, second: str) -> list[subprocess.Popen[str]]:
+    """Start two processes on recorded nodes, each of which runs `script` before the command."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    whole = f"""
+import sys, time
+from jaxtrain.preflight import __main__ as command, multi_node
+{script}
+sys.exit(command.main(sys.argv[1:], own_process=True))
+"""
+    common = [sys.executable, "-c", whole, f"--coordinator={address}", "--num-processes=2", "--limit=20"]
+    environ = os.environ | {"PYTHONPATH": str(REPO)}
+    return [
+        subprocess.Popen(
+            [*common, f"--process-id={i}", f"--recorded={RECORDED / 'two_nodes' / name}"],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ,
+        )
+        for i, name in enumerate(("a", second))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("second", "code", "verdict"), [("b", 75, "not met: process 0"), ("b_phb_link", 3, "FAULT: topology")])
+def test_a_process_reports_its_node_if_process_0_is_killed(second, code, verdict):
+    """JAX ends a process 6 s after it has lost process 0, whatever the process does."""
+    hang = "multi_node.Preflight._measure = lambda _: print('measuring', flush=True) or time.sleep(1000)"
+    both = start_two(hang, second)
+    for process in both:
+        assert process.stdout and any(line == "measuring\n" for line in process.stdout)
+    both[0].kill()
+    said, _ = both[1].communicate(timeout=100)
+    both[0].wait()
+    assert both[1].returncode == code and said.rstrip().splitlines()[-1].startswith(verdict), said
+    assert "node-b: 8 x NVIDIA H200" in said
+
+
+def test_a_process_that_does_not_leave_delays_no_other():
+    """Process 1 has the verdict and hangs; process 0 waits for it until --limit and not for minutes."""
+    stuck = "if '--process-id=1' in sys.argv: multi_node.Preflight.close = lambda *_: time.sleep(1000)"
+    both = start_two(stuck, "b")
+    said, _ = both[0].communicate(timeout=100)
+    both[1].kill()
+    both[1].communicate()
+    assert both[0].returncode == 0 and said.rstrip().splitlines()[-1].startswith("fit: 2 nodes"), said
+
+
 # ---- The process that measures
 
 
