@@ -33,10 +33,11 @@ from typing import Any
 from benchmarks.peer_maxtext_read import PARTS, Read, part, place, read
 from jaxtrain import flops, hardware, launch
 from jaxtrain.config import RunConfig
-from jaxtrain.plan.numbers import number, percent
+from jaxtrain.installed import versions
+from jaxtrain.page.numbers import number, percent
 from jaxtrain.plan.program import assignment, hlo, roofline
 from jaxtrain.plan.topology import TopologyError, parse
-from jaxtrain.receipt import now, versions
+from jaxtrain.receipt.format import now
 from jaxtrain.startup import start_jax
 
 REPO = Path(__file__).resolve().parent.parent

@@ -112,7 +112,7 @@ class Command:
         options: all its options but --config and --help.
         config: it takes --config=FILE and --config.KEY=VALUE.
         arguments: placeholder and description of its arguments without dashes, such as ("RUN...", "a run's folder"); (): none.
-            With "..." at the end there may be several, with "[" at the beginning none.
+            Each word of it is one argument. With "..." at the end there may be more, with "[" at the beginning none.
         modes: names of options that each replace the usual action. At most one is given.
         examples: command lines for --help, without `python -m jaxtrain.NAME`.
         notes: the last paragraphs of --help: exit codes.
@@ -199,8 +199,8 @@ class Command:
         name = usage.strip("[].")
         if not given and not usage.startswith("["):
             return [Problem(name, None, "is missing", f"Name {doc}.")]
-        if len(given) > 1 and "..." not in usage:
-            return [Problem(f"argument {given[1]!r}", None, f"is one too many: {name} is {given[0]}", "Leave it out.")]
+        if len(given) > usage.count(" ") + 1 and "..." not in usage:
+            return [Problem(f"argument {given[-1]!r}", None, "is one too many", "Leave it out.")]
         return []
 
 

@@ -29,7 +29,7 @@ from jaxtrain.distributed import Peers
 from jaxtrain.divergence import Bad, finite
 from jaxtrain.metrics import write_atomic
 from jaxtrain.models.module import part
-from jaxtrain.receipt import device_facts
+from jaxtrain.receipt.machine import device_facts
 from jaxtrain.shapes import STACK
 from jaxtrain.train import compiler, guard, state
 from jaxtrain.train.batch import place_batch, rows_here

@@ -1,43 +1,86 @@
 """Continue a text with a trained model: `python -m jaxtrain.sample --workdir=runs/tiny --prompt="def "`."""
 
-import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxtrain import config, hardware, stores
-from jaxtrain.commands import spelled
+from jaxtrain.command_line import Command, Option, Parsed, run_command
+from jaxtrain.config import Problem
 from jaxtrain.startup import start_jax
 
 
+def _number(allowed: Callable[[float], bool], rule: str) -> Callable[[str], str]:
+    """Return a check of a number: the rule that its text breaks, or ""."""
+
+    def check(text: str) -> str:
+        try:
+            return "" if allowed(float(text)) else rule
+        except ValueError:
+            return "must be a number"
+
+    return check
+
+
+OWN = "default: as in the run's config"
+COMMAND = Command(
+    "sample",
+    "Continue a text with a trained model.",
+    (
+        Option("workdir", "a run's folder, or one of its checkpoints/<step>", "DIR"),
+        Option("prompt", f"the text to continue; several are separated by || ({OWN})", "TEXT"),
+        Option("max-tokens", f"tokens to generate at most ({OWN})", "N", least=1),
+        Option(
+            "temperature",
+            f"0: the most likely token ({OWN})",
+            "T",
+            check=_number(lambda t: t >= 0, "must be 0 or more"),
+            example="0.8",
+        ),
+        Option(
+            "top-p",
+            f"probability mass to draw from ({OWN})",
+            "P",
+            check=_number(lambda p: 0 < p <= 1, "must be above 0 and at most 1"),
+            example="0.9",
+        ),
+        Option("seed", f"seed of the draws ({OWN})", "N", least=0),
+        Option("tokenizer", "the tokenizer's present path, if it moved since training", "PATH"),
+        Option("base", "of a run with adapters: the base model's present path, if it moved", "DIR"),
+    ),
+    examples=('--workdir=runs/tiny --prompt="def "',),
+    notes="Exit codes: 0 done; 2 the command is wrong, or there is no checkpoint that can be read.",
+)
+TYPES = {"prompt": str, "max_tokens": int, "temperature": float, "top_p": float, "seed": int}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; exit 2 where the question is wrong."""
-    parser = argparse.ArgumentParser(
-        prog=spelled("python -m jaxtrain.sample"), description="Continue a text with a trained model.", allow_abbrev=False
-    )
-    parser.add_argument("--workdir", required=True, help="a run's folder, or one of its checkpoints/<step>")
-    own = "default: as in the run's config"
-    parser.add_argument("--prompt", help=f"text to continue; several are separated by || ({own})")
-    parser.add_argument("--max-tokens", type=int, help=f"tokens to write at most ({own})")
-    parser.add_argument("--temperature", type=float, help=f"0: the likeliest token ({own})")
-    parser.add_argument("--top-p", type=float, help=f"share of probability to draw from ({own})")
-    parser.add_argument("--seed", type=int, help=f"of the draws ({own})")
-    parser.add_argument("--tokenizer", default="", help="where the tokenizer is now, if it moved since training")
-    parser.add_argument("--base", default="", help="of a run with adapters: where the model is now that they stand beside")
-    args = parser.parse_args(argv)
-    asked = ((f.name, getattr(args, f.name, None)) for f in dataclasses.fields(config.Sample))
-    given = {name: value for name, value in asked if value is not None}
-    for name, allowed, rule in (
-        ("max_tokens", lambda n: n > 0, "must be at least 1"),
-        ("temperature", lambda t: t >= 0, "must be 0 or more"),
-        ("top_p", lambda p: 0 < p <= 1, "must be above 0 and at most 1"),
-    ):
-        if name in given and not allowed(given[name]):
-            print(f"--{name.replace('_', '-')} = {given[name]}: {rule}.", file=sys.stderr)
-            return 2
-    if missing := stores.missing(args.workdir):
-        print(f"--workdir = {args.workdir!r}: {missing}", file=sys.stderr)
-        return 2
+    """Run the command line and return its exit code."""
+    return run_command(COMMAND, argv, _act, check=_check)
+
+
+def _check(parsed: Parsed) -> list[Problem]:
+    workdir = parsed.options["workdir"]
+    if not workdir:
+        return (
+            [] if "workdir" in parsed.given else [Problem("--workdir", None, "is missing", "For example --workdir=runs/tiny.")]
+        )
+    rule, _, remedy = stores.missing(workdir).partition(". ")
+    return [Problem("--workdir", workdir, rule, remedy)] if rule else []
+
+
+def _act(parsed: Parsed) -> int:
+    options = parsed.options
+    given = {name: kind(text) for name, kind in TYPES.items() if (text := options[name.replace("_", "-")])}
+    return generate_texts(options["workdir"], options["tokenizer"], options["base"], given)
+
+
+def generate_texts(workdir: str, tokenizer_path: str, base: str, given: dict[str, object]) -> int:
+    """Print the continuations and return the exit code.
+
+    Args:
+        given: fields of config.Sample in place of those of the run's config.
+    """
     start_jax(hardware.probe())
     # Imported here: `--help` and wrong options answer in a moment, and the platform must be named before jax is imported.
     import jax
@@ -47,12 +90,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxtrain.generate import continue_all, load
 
     try:
-        run, sampler, params, step = load(args.workdir, jax.local_devices(), args.base)
-        tokenizer = load_tokenizer(args.tokenizer or run.data.tokenizer)
+        run, sampler, params, step = load(workdir, jax.local_devices(), base)
+        tokenizer = load_tokenizer(tokenizer_path or run.data.tokenizer)
     except (CheckpointError, TokenizerError, ValueError) as error:  # ValueError: a layout these devices cannot hold
         print(error, file=sys.stderr)
         return 2
-    print(f"[{args.workdir.rstrip('/')}, step {step}]", file=sys.stderr)
+    print(f"[{workdir.rstrip('/')}, step {step}]", file=sys.stderr)
     # A run that writes no samples says max_tokens = 0.
     ask = dataclasses.replace(run.sample, **{"max_tokens": run.sample.max_tokens or config.Sample().max_tokens, **given})
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain import metrics
+from jaxtrain.receipt.format import FORMAT
 
 
 def train_line(step: int, **changes: Any) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> Path:
 def ended(code: int | None, reason: str = "why", **more: Any) -> str:
     """Return the text of a receipt that ended so; None: it has no end."""
     when = "2026-01-01T00:00:00+00:00"
-    facts = {"format": 2, "attempts": [], "started": when, "ended": None if code is None else when}
+    facts = {"format": FORMAT, "attempts": [], "started": when, "ended": None if code is None else when}
     return json.dumps(facts | {"exit_code": code, "reason": reason} | more)
 
 

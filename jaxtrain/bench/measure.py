@@ -138,7 +138,8 @@ def _steps(run: RunConfig, devices: Sequence[Any], ask: dict[str, Any], out: dic
     import jax
 
     from jaxtrain import throughput
-    from jaxtrain.receipt import config_sha256, device_facts
+    from jaxtrain.receipt import config_sha256
+    from jaxtrain.receipt.machine import device_facts
     from jaxtrain.train import auto_remat, state
     from jaxtrain.train.batch import place_batch
     from jaxtrain.train.memory import taken_gib
@@ -233,7 +234,8 @@ def _trace(folder: Path, run: RunConfig, program: Any, train: Any, current: Any,
     import jax
 
     from jaxtrain import config, metrics, profiling
-    from jaxtrain.receipt import Receipt, device_facts
+    from jaxtrain.receipt import Receipt
+    from jaxtrain.receipt.machine import device_facts
     from jaxtrain.train.batch import place_batch
 
     mesh = program.placement.mesh

@@ -14,8 +14,11 @@ from rich.text import Text
 
 from jaxtrain import hardware, launch
 from jaxtrain.bench.case import OK
+from jaxtrain.installed import versions
 from jaxtrain.metrics import write_atomic
-from jaxtrain.receipt import Receipt, git_state, now, versions
+from jaxtrain.receipt import Receipt
+from jaxtrain.receipt.collect import git_state
+from jaxtrain.receipt.format import now
 
 FORMAT = 1  # of --json and results.json
 WIDTH = 150  # where the output is not a terminal

@@ -1,36 +1,49 @@
-"""`python -m jaxtrain.checkpoint list|verify DIR`: what a run saved, and whether it is intact. Touches no device."""
+"""`python -m jaxtrain.checkpoint list|verify DIR`: the checkpoints of a run, and whether they are intact. Uses no device."""
 
-import argparse
 import datetime
 import os
 import sys
+from collections.abc import Sequence
 
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, files, folder_in, place
-from jaxtrain.commands import spelled
+from jaxtrain.command_line import Command, Option, Parsed, run_command
+from jaxtrain.config import Problem
 
 DAMAGED = 1
+ACTIONS = ("list", "verify")
+COMMAND = Command(
+    "checkpoint",
+    "List the checkpoints of a run, with time, size and loss; or verify them: read every file of every step, and compare it "
+    "with the digests from when it was written. DIR is a run's folder or its checkpoints folder.",
+    (Option("step", "verify: only this step", "N", least=0),),
+    arguments=("list|verify DIR", "an action and a folder, such as verify runs/tiny"),
+    examples=("list runs/tiny", "verify runs/tiny --step=100"),
+    notes="Exit codes: 0 all is well; 1 something is damaged; 2 the command is wrong, or there is no checkpoint.",
+)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command line and returns its exit code: 0 all is well, 1 something is damaged, 2 there is nothing to look at."""
-    name = spelled("python -m jaxtrain.checkpoint")
-    parser = argparse.ArgumentParser(prog=name, description="List or verify the checkpoints of a run.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    about = {
-        "list": "every step: when, how large, its loss, and whether it is complete",
-        "verify": "read every file of every step, and compare it with the digests from when it was written",
-    }
-    for name, text in about.items():
-        command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("dir", help="a run's folder or its checkpoints folder")
-        if name == "verify":
-            command.add_argument("--step", type=int, help="only this one")
-    args = parser.parse_args(argv)
-    try:
-        return _list(args.dir) if args.command == "list" else _verify(args.dir, args.step)
-    except CheckpointError as e:
-        print(e, file=sys.stderr)
-        return 2
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    return run_command(COMMAND, argv, _act, check=_check, errors=(CheckpointError,))
+
+
+def _check(parsed: Parsed) -> list[Problem]:
+    action, *folders = parsed.arguments or ("",)
+    if not action:
+        return []
+    if action not in ACTIONS:
+        return [Problem("action", action, f"must be one of {', '.join(ACTIONS)}", "For example verify runs/tiny.")]
+    if not folders:
+        return [Problem(action, None, "names no folder", f"For example {action} runs/tiny.")]
+    if parsed.options["step"] and action != "verify":
+        return [Problem("--step", None, f"{action} does not use it", "Leave it out.")]
+    return []
+
+
+def _act(parsed: Parsed) -> int:
+    action, folder = parsed.arguments
+    step = parsed.options["step"]
+    return _list(folder) if action == "list" else _verify(folder, int(step) if step else None)
 
 
 def _opened(path: str) -> tuple[Checkpoints, dict[int, str]]:
@@ -109,4 +122,4 @@ def _problems(found: Checkpoints, step: int, state: str, told) -> tuple[list[str
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxtrain.page.numbers import column
 from jaxtrain.parity.compare import Bounds, Comparison, Measure, Trained
 from jaxtrain.parity.layouts import Layout
-from jaxtrain.plan.numbers import column
 
 FORMAT = 1  # of --json
 COLUMNS = {"loss": "loss", "grad_norm": "grad norm", "gradient": "gradient", "parameter": "parameters"}

@@ -40,16 +40,12 @@ Will it fit, how fast will it be, and what moves? Compiles the train step for a 
                            plan-cudnn is installed; auto is library where it can be had and formula elsewhere
   --experts-load=L         the busiest expert of each layer draws L times its even share; default 1.0
   --no-fit                 where the step does not fit, do not look for what would make it fit
-  --shardings[=FILTER]     instead: how every array is split, without compiling; as --shardings=mlp or kind=parameter
+  --shardings[=FILTER]     instead: how every array is sharded, without compiling; as --shardings=mlp or kind=parameter
   --search                 instead: find the fastest layout that fits; of those equal within 5%, the one least on links
-  --budget=SECONDS         of --search, --what-fits, --why and of the search for what would fit; 0: no limit
+  --budget=SECONDS         of --search, --why and of the search for what would fit; 0: no limit
   --most=N                 plans of a --search, those it finds in its cache included; default {most}
   --jobs=N                 compiles at a time; default: as many as cores
   --cache=DIR              plans of earlier searches; default {cache}; '' keeps none
-  --golden[=write]         instead: compare the shipped configs with the plans kept in tests/golden, or renew those
-  --published[=FILE.md]    instead: plan runs whose step times were published, and compare
-  --what-fits[=FILE.md]    instead: well-known models on 1 to 128 GPUs
-  --textbook[=FILE.md]     instead: what each known layout moves, beside the formula of its paper
   --calibrate              instead: measure the GPUs of this machine; plans for them then use what was measured
   --help                   this text
 
@@ -58,28 +54,22 @@ Will it fit, how fast will it be, and what moves? Compiles the train step for a 
   python -m jaxtrain.plan --config=configs/llama3_8b.py --topology=h200:8 --search --budget=600
 
 Nothing is run, and no GPU, driver or CUDA library is needed, but for --calibrate.
-Exit codes: 0 planned, whether it fits or not; 2 the command or config is wrong; 1 no step could be compiled or read, a file not
-written, or a golden plan differs; 130 Ctrl-C, after what was known by then.
+Exit codes: 0 planned, whether it fits or not; 2 the command or config is wrong; 1 no step could be compiled or read, or a file
+not written; 130 Ctrl-C, after what was known by then.
 """
 
 OPTIONS = {"topology": "", "json": "", "html": "", "hlo": "", "budget": "0", "most": str(MOST), "jobs": "0", "cache": FOLDER}
 OPTIONS |= {"cudnn": "auto", "experts-load": "1.0"}
-SWITCHES = dict.fromkeys(("why", "traffic", "no-fit", "search", "calibrate"), "yes") | {
-    "shardings": "all",
-    "golden": "compare",
-    "published": "show",
-    "what-fits": "show",
-    "textbook": "show",
-}
-INSTEAD = ("shardings", "search", "golden", "published", "what-fits", "textbook", "calibrate")
+SWITCHES = dict.fromkeys(("why", "traffic", "no-fit", "search", "calibrate"), "yes") | {"shardings": "all"}
+INSTEAD = ("shardings", "search", "calibrate")
 # Option -> what it belongs to; "" is the plan of a config.
 BELONGS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("config", "topology"), ("", "shardings", "search")),
     **dict.fromkeys(("html", "hlo", "why", "traffic", "no-fit", "cudnn", "experts-load"), ("",)),
     "json": ("", "search"),
-    "budget": ("", "search", "what-fits"),
+    "budget": ("", "search"),
     "most": ("search",),
-    **dict.fromkeys(("jobs", "cache"), ("", "search", "golden", "published", "what-fits", "textbook")),
+    **dict.fromkeys(("jobs", "cache"), ("", "search")),
 }
 
 
@@ -94,12 +84,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     problems = [*loaded.problems, *_options(loaded)]
     here = not options["topology"]
     asked = next((name for name in INSTEAD if options[name]), "")
-    needs_config = asked in ("", "shardings", "search")
+    needs_config = asked != "calibrate"
     found = hardware.probe()
     if here and needs_config and found.kind != "gpu":
         rule = "no machine is named, and this one has no GPU to plan for"
         problems.append(Problem("--topology", None, rule, "Name one, as --topology=h200:8."))
-    elif here and (needs_config or asked == "calibrate") and found.problem:
+    elif here and found.problem:
         problems.append(found.problem)
     cudnn = None
     if not asked and not here and not problems:
@@ -109,8 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return launch.report(problems)
     # Imported from here on: everything above must answer in a moment. A described machine needs the compiler only, which a
     # GPU that is present and busy must not be asked for.
-    describe_only = not here or not (needs_config or asked == "calibrate")
-    if describe_only:
+    if not here:
         os.environ["JAX_PLATFORMS"] = "cpu"
     else:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPUs may be busy, and little is run on them
@@ -176,16 +165,14 @@ def _options(loaded: Loaded) -> list[Problem]:
         written = " ".join(f"--{name}" for name in others)
         who = f"--{action}" if action else "the plan of one layout"
         problems.append(Problem(written, None, f"{who} has no use for it", "Leave it out."))
-    if options["golden"] not in ("", "compare", "write"):
-        problems.append(Problem("--golden", options["golden"], "no such action", "Write --golden or --golden=write."))
     if options["cudnn"] not in ("", "auto", "formula", "library"):
         rule = "must be auto, formula or library"
         problems.append(Problem("--cudnn", options["cudnn"], rule, "Write --cudnn=formula."))
     for name in ("why", "traffic", "no-fit", "search", "calibrate"):
         if options[name] not in ("", "yes"):
             problems.append(Problem(f"--{name}", options[name], "takes no value", f"Write --{name}."))
-    for name in ("json", "html", "hlo", "published", "what-fits", "textbook"):
-        if options[name] not in ("", "show") and (why := _unwritable(Path(options[name]))):
+    for name in ("json", "html", "hlo"):
+        if options[name] and (why := _unwritable(Path(options[name]))):
             problems.append(Problem(f"--{name}", options[name], why, "Name another file."))
     cache = Path(options["cache"]).expanduser().absolute()
     above = next(p for p in (cache, *cache.parents) if p.exists())
@@ -234,26 +221,12 @@ def run(loaded: Loaded, asked: str, console: rich.console.Console, cudnn: cudnn_
 
             calibrate.run(console=console)
             return 0
-        if asked == "golden":
-            from jaxtrain.plan.known import golden
-
-            return golden.run(console, write=options["golden"] == "write", jobs=jobs, cache=cache)
-        if asked in ("published", "what-fits", "textbook"):
-            from jaxtrain.plan.known import published, textbook, what_fits
-
-            machines.devices(machines.parse("h200:1"))  # the compiler is there, or this says so once
-            out = None if options[asked] == "show" else Path(options[asked])
-            if asked == "published":
-                return published.run(console, out, cache=cache, jobs=jobs)
-            if asked == "textbook":
-                return textbook.run(console, out, cache=cache, jobs=jobs)
-            return what_fits.run(console, out, cache=cache, jobs=jobs, budget_s=budget)
         topology = machines.parse(options["topology"]) if options["topology"] else machines.here()
         check = training_check(topology, f"--topology={topology.name}")
         if problems := check(loaded.run):
             return launch.report(problems)
         if asked == "shardings":
-            from jaxtrain.plan.explore.shardings import print_table
+            from jaxtrain.plan.shardings import print_table
 
             print_table(loaded.run, topology, "" if options["shardings"] == "all" else options["shardings"], console)
             return 0
@@ -298,10 +271,11 @@ def _plan(
     console: rich.console.Console,
     cudnn: cudnn_library.Library | None,
 ) -> int:
+    from jaxtrain.page.sections import print_sections
     from jaxtrain.plan.compile import compile_step
     from jaxtrain.plan.make import read_plan
     from jaxtrain.plan.program import traffic
-    from jaxtrain.plan.report import fit_report, page, terminal, traffic_report
+    from jaxtrain.plan.report import fit_report, page, sections, terminal
     from jaxtrain.plan.result import to_json
     from jaxtrain.plan.search import fit
     from jaxtrain.plan.topology import CHIPS
@@ -318,9 +292,9 @@ def _plan(
         Path(options["hlo"]).expanduser().write_text(compiled.text)
     moved = traffic.parts(compiled.run, compiled.program, plan.kernels) if options["traffic"] else ()
     del compiled
-    terminal.text(plan, console, steps=run.train.steps)
+    terminal.print_plan(plan, console, steps=run.train.steps)
     if moved:
-        traffic_report.show(moved, console)
+        print_sections([sections.traffic_section(moved)], console)
 
     settings = {"check": check, "cache": cache, "jobs": jobs, "budget_s": budget}
     interrupted = False

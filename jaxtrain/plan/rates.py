@@ -23,7 +23,7 @@ FOLDER = Path("~/.cache/jaxtrain/rates")
 FORMAT = 2
 
 # Published measurements of single kernels, each with its source, as parts of the peak of an H100 or H200 SXM (dense TFLOP/s).
-# None is fitted to the training runs of known/published_runs.py. For other generations and for float32 there is no such
+# None is fitted to the training runs of benchmarks/published_runs.toml. For other generations and for float32 there is no such
 # measurement: that their kernels reach the same parts of their peaks is an assumption. A calibration replaces all of them.
 HOPPER, HOPPER_FP8 = 989.4, 1978.9
 # Matrix products in the shapes of a Llama 70B's training, random normal inputs, median of 200 ms: "roughly 720 TFLOP/s" in
@@ -79,9 +79,9 @@ C2C_GB_S = 450.0  # GH200 and GB200 reach their host over NVLink-C2C, 900 GB/s i
 
 PUBLISHED = "published kernel rates"
 
-# Stored by known/published.py: the plans, at these rates, of runs whose step times others measured, and for each kind of run
-# the lowest and highest ratio of planned to published step time.
-COMPARED = Path(__file__).parent / "known" / "data" / "published.json"
+# For each kind of run the lowest and highest ratio of planned to published step time, at these rates, and which programs were
+# published. Written by benchmarks/published.py.
+COMPARED = Path(__file__).parent / "published_ranges.json"
 
 
 # The published runs that ranges come from: their GPUs, tokens of their longest sequence, and by precision the least and the

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from jaxtrain.plan.numbers import number, percent, rough, size
+from jaxtrain.page.numbers import number, percent, rough, size
 from jaxtrain.profile.result import HIDDEN, KINDS, NO_SCOPE, Change, Op, Profile, Program
 
 SHORT = {"exposed collectives": "exposed coll.", "exposed host copies": "exposed host"}  # of kinds, over columns

@@ -7,8 +7,8 @@ from html import escape
 
 from jaxtrain.page.charts import single, stacked, ticks
 from jaxtrain.page.kit import Column, Markup, bullets, document, say, swatch, table, tiles
-from jaxtrain.plan.numbers import column, gib, number, percent, rough, size
-from jaxtrain.plan.report.figures import place
+from jaxtrain.page.numbers import column, gib, number, percent, rough, size
+from jaxtrain.page.sections import place
 from jaxtrain.profile import figures
 from jaxtrain.profile.result import KINDS, Change, Diff, Op, Profile, Program, Stretch, Timeline
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from jaxtrain.plan.numbers import column, gib, number, percent
+from jaxtrain.page.numbers import column, gib, number, percent
 from jaxtrain.plan.report.lines import bar, heading, listed, row, say, short, table
 from jaxtrain.profile import figures
 from jaxtrain.profile.result import Change, Diff, Profile, Program

@@ -1,8 +1,7 @@
-"""receipt.json: what ran. Written before the first step and completed at the end, so that a run that dies has one too.
+"""receipt.json: what ran. It is written before the first step and completed at the end, so a killed run has one too.
 
-The file holds the newest attempt at its top level and every earlier one of the same folder under `attempts`, oldest first. An
-attempt whose `exit_code` is null was killed, or is still running. Only environment variables that change what is computed, or
-how fast, are kept, and none whose name speaks of a secret. docs/receipts.md tells of the fields.
+The file holds the newest attempt at its top level and a summary of every earlier attempt under `attempts`, oldest first. If an
+attempt has no `exit_code`, it was killed or still runs. docs/receipts.md lists the fields.
 """
 
 import hashlib
@@ -21,54 +20,51 @@ import pynvml
 import jaxtrain
 from jaxtrain import goodput, metrics
 from jaxtrain.installed import OF_A_RUN, versions
-from jaxtrain.receipt import figures, machine, software
-from jaxtrain.receipt.launched import launch, preflight, without_the_usual
-from jaxtrain.receipt.lineage import of_checkpoint as of_checkpoint
-from jaxtrain.receipt.lineage import of_weights as of_weights
-from jaxtrain.receipt.machine import device_facts as device_facts
-from jaxtrain.receipt.machine import rank_map as rank_map
-from jaxtrain.receipt.software import environment as environment
-from jaxtrain.receipt.source import git_state as git_state
-from jaxtrain.receipt.source import own_files, source
-from jaxtrain.receipt.stored import FORMAT as FORMAT
-from jaxtrain.receipt.stored import ReceiptError as ReceiptError
-from jaxtrain.receipt.stored import attempts as attempts
-from jaxtrain.receipt.stored import load as load
-from jaxtrain.receipt.stored import now as now
-from jaxtrain.receipt.stored import shortened
+from jaxtrain.receipt import collect, figures, machine
+from jaxtrain.receipt.diff import differences
+from jaxtrain.receipt.format import FORMAT, NAME, load, now
+
+# What the file keeps of an earlier attempt. The newest one that saved is kept whole, until its successor was compared with it.
+SUMMARY = (
+    *("id", "attempt", "started", "ended", "exit_code", "reason", "command"),
+    *("resumed_from_step", "loaded", "origin", "changed", "saves"),
+)
+SEED = {"from": None, "step": None, "saved_by": None, "digest": "made from train.seed"}
 
 
 class Receipt:
-    """The receipt of the run in `workdir`. Process 0 writes; on others only `id` and `fields` live, in memory.
+    """The receipt of the run in `workdir`. Process 0 writes it; the others have `id` and `fields` in memory.
 
-    nvml: what tells of the GPUs of this node. `preflight`: what that found before this start, whole; None where it was not run.
+    Attributes:
+      fields: the receipt as it is written.
+      preflight: everything that preflight found before this start; None if it did not run.
     """
 
     def __init__(self, workdir: str | Path, *, process_index: int = 0, nvml: Any = pynvml):
-        self.path = Path(workdir) / "receipt.json"
+        """Args: nvml: pynvml, or an object with the same functions."""
+        self.path = Path(workdir) / NAME
         self.id = str(uuid.uuid4())
         self.fields: dict[str, Any] = {}
         self.preflight: dict[str, Any] | None = None
         self._active = process_index == 0
         self._nvml = nvml
-        self._earlier: list[dict[str, Any]] = []  # as they stand in the file; the newest of them whole
+        self._earlier: list[dict[str, Any]] = []
         self._saves: list[Mapping[str, Any]] = []
 
     def start(self, fields: Mapping[str, Any], config_file: str | Path | None = None) -> None:
-        """Write the receipt of this attempt: what can be found out here, and `fields` from the caller.
+        """Write the receipt of this attempt: the facts of this process and node, and `fields`.
 
-        Callers give `config` (name), `config_sha256` (see `config_sha256`), `resolved` (the config by `config.to_dict`),
-        `devices` (see `device_facts`), `data` (fingerprint), `synthetic`, and `env`: what the run set, and took from the shell.
-        config_file: whose digest is kept with those of the source.
+        Args:
+          fields: `config` (name), `config_sha256`, `resolved` (the config by `config.to_dict`), `devices`, `data`, `eval_data`
+            (fingerprints), `synthetic`, `env` (variables that the run set and inherited), and any others.
+          config_file: whose digest belongs to the source.
+
         Raises ReceiptError if an earlier receipt is there that cannot be read.
         """
-        earlier = load(self.path) if self._active and self.path.exists() else None
-        if earlier is not None:
-            self._earlier = [*earlier.pop("attempts"), earlier]
-        found = {
+        found: dict[str, Any] = {
             "format": FORMAT,
             "id": self.id,
-            "attempt": len(self._earlier) + 1,
+            "attempt": 1,
             "started": now(),
             "ended": None,
             "exit_code": None,
@@ -82,49 +78,67 @@ class Receipt:
                 "system": "-".join((platform.system(), platform.release(), platform.machine())),
                 "cpus": machine.processors(),
             },
-            "environment": environment(os.environ),
+            "environment": collect.select_environment(os.environ),
         }
-        if self._active:  # the others' is never written
-            own = own_files(fields.get("resolved", {}))
-            self.preflight = preflight(os.environ)
+        if self._active:
+            own = collect.own_files(fields.get("resolved", {}))
+            hardware, driver = machine.node_facts(self._nvml)
+            image = {"container": collect.container(os.environ)}
+            self.preflight = collect.read_preflight(os.environ)
             found |= {
-                "source": source(Path(jaxtrain.__file__).parent, Path(config_file) if config_file else None, own),
-                "versions": software.native(self._nvml, os.environ),
-                "hardware": machine.hardware(self._nvml),
-                "preflight": without_the_usual(self.preflight),
-                "launch": launch(os.environ),
+                "source": collect.source(Path(jaxtrain.__file__).parent, Path(config_file) if config_file else None, own),
+                "versions": driver | {"plugin_built_with": collect.plugin_versions()} | image,
+                "hardware": hardware,
+                "preflight": collect.shorten_preflight(self.preflight),
+                "launch": collect.launch(os.environ),
             }
         if clash := sorted(set(found) & set(fields)):
-            raise ValueError(f"the receipt finds {', '.join(clash)} itself; give these fields other names")
-        self._set(found | dict(fields))
+            raise ValueError(f"the receipt collects {', '.join(clash)} itself. Fix: give these fields other names.")
+        found |= fields
+        if self._active and self.path.exists():
+            found |= self._continue(load(self.path), found)
+        self._set(found)
+
+    def _continue(self, before: dict[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+        """Keep the attempts of an earlier receipt, and return the number of this one and what was changed."""
+        every = [*before.pop("attempts"), before]
+        saved = [one for one in every if one.get("saves") and "source" in one]
+        self._earlier = [one if one in saved[-1:] else {k: one[k] for k in SUMMARY if k in one} for one in every]
+        here = json.loads(json.dumps(found))  # as a file has it: no tuples
+        changed = differences({**saved[-1], "loaded": None}, here) if saved else []
+        at_start = [d for d in changed if not d.name.startswith("GPU ")]  # those are conditions of the run that ended
+        return {"attempt": len(every) + 1, "changed": [(d.group, d.name, d.a, d.b) for d in at_start]}
 
     def update(self, **fields: Any) -> None:
         """Add or replace fields, on disk at once."""
         self._set(self.fields | fields)
 
     def began(self, loaded: Mapping[str, Any] | None) -> None:
-        """What the first state of this attempt was read from: `of_checkpoint` or `of_weights`; None: it was made from the seed.
+        """Write what the first state of this attempt was read from. Only the first call counts: a run may go back to an
+        earlier step later.
 
-        The first call counts: a run that goes back to an earlier step later on has begun as it has.
+        Args:
+          loaded: `from` (path), `step` and `saved_by` (id of a receipt) of a checkpoint, and `digest` of its tensors or of the
+            weights; None if the state was made from the seed.
         """
         if "loaded" not in self.fields:
-            self.update(loaded=dict(loaded) if loaded else None)
+            savers = {one["id"]: one for one in self._earlier}
+            saver = savers.get(loaded["saved_by"], {}) if loaded else {}
+            loaded = dict(loaded or SEED)
+            self.update(loaded=loaded, origin=saver.get("origin", loaded["digest"]))
 
     def saved(self, one: Mapping[str, Any]) -> None:
-        """A save has reached the disk: a `checkpoint.Saved` as a dict. `save` is the newest, `saves` tells of all."""
+        """Add a save that has reached the disk, a `checkpoint.Saved` as a dict. `save` is the newest, `saves` counts all."""
         self._saves.append(one)
         self.update(save=dict(one), saves=figures.saves(self._saves))
 
     def finish(self, exit_code: int, reason: str, fields: Mapping[str, Any] | None = None) -> None:
-        """Close the attempt: how it ended, why in plain words, and any last figures.
-
-        Then come the figures that the run's folder holds, speed, memory, loss and goodput, and the GPUs as they are now.
-        """
+        """Write how the attempt ended, the figures of the run's folder (speed, memory, loss, goodput), and the GPUs' clocks."""
         self.update(**{**(fields or {}), "ended": now(), "exit_code": exit_code, "reason": reason})
-        if self._active:  # a second write: what can fail may not cost the first
-            self.update(**self._at_the_end())
+        if self._active:  # a second write, since the figures may fail
+            self.update(**self._final_figures())
 
-    def _at_the_end(self) -> dict[str, Any]:
+    def _final_figures(self) -> dict[str, Any]:
         out: dict[str, Any] = {}
         folder = self.path.parent
         try:
@@ -134,20 +148,18 @@ class Receipt:
                 out["goodput"] = goodput.summarise(ledger).record()
             if (hardware := self.fields.get("hardware")) and hardware["gpus"]:
                 out["hardware"] = {**hardware, "after": machine.clocks(self._nvml)}
-        # Whatever it is, a damaged file or a driver that fails in its own way: the run has ended as it has, and its exit code,
-        # which decides whether it is started again, must not become another one here.
+        # Any error, such as a damaged file or a driver that fails: it must not replace the exit code of the run, which decides
+        # whether the run is started again.
         except Exception as error:
             out["no_figures"] = f"{type(error).__name__}: {error}"
         return out
 
     def _set(self, fields: Mapping[str, Any]) -> None:
-        earlier = [*self._earlier[:-1], *(shortened(one, fields) for one in self._earlier[-1:])]
-        # Last: the newest attempt is what a reader looks for.
-        self.fields = {name: value for name, value in fields.items() if name != "attempts"} | {"attempts": earlier}
+        self.fields = {**fields, "attempts": self._earlier}
         if self._active:
             metrics.write_atomic(self.path, json.dumps(self.fields, indent=2) + "\n")
 
 
 def config_sha256(resolved: Mapping[str, Any]) -> str:
-    """Hash of a resolved config (`config.to_dict`); the order of keys does not count."""
+    """Return the hash of a resolved config (`config.to_dict`); the order of keys does not count."""
     return hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest()

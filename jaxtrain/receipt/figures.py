@@ -1,55 +1,49 @@
-"""What a run reached, from its lines of metrics: the figures that a receipt ends with. Pure: lines and facts in, figures out.
-
-Every figure says what it was taken over. What was not measured is None, and `why` says why.
-"""
+"""The figures that a run reached, from its lines of metrics. A figure that was not measured is None."""
 
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-LEFT_OUT = 0.2  # of the timed lines, at the start: clocks, caches and the data's own start settle
+NAMES = ("speed", "memory", "throttled", "loss_at", "measured_over_planned")
+LEFT_OUT = 0.2  # of the timed lines, at the start: clocks, caches and the input pipeline settle
 ENOUGH = 5  # lines in the window; a percentile of fewer is a guess
 RATES = ("tokens_per_s", "tokens_per_s_per_device", "tflops_per_device", "mfu_causal", "mfu_full", "hfu")
-FORMULA = {
-    "tokens_per_s_per_device": "tokens of a global batch, padding included, over step time and number of devices",
-    "tflops_per_device": "tokens_per_s_per_device x model FLOPs a token (causal), forward and backward, nothing counted twice",
-    "mfu_causal": "the same over the peak; of the attention square the half that a causal mask leaves (Megatron-LM, MaxText)",
-    "mfu_full": "as mfu_causal, with the whole attention square (torchtitan, PaLM)",
-    "hfu": "as mfu_causal, with what rematerialisation computes again",
-}
 
 Line = Mapping[str, Any]
 
 
-def of_run(lines: Sequence[Line], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of one attempt. lines: of metrics.jsonl, all kinds. facts: the receipt of the attempt."""
-    since = facts.get("resumed_from_step") or 0
+def of_run(lines: Sequence[Line], receipt: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of one attempt; losses are those of the whole run.
+
+    Args:
+      lines: of metrics.jsonl, of all kinds.
+      receipt: the receipt of the attempt.
+    """
+    since = receipt.get("resumed_from_step") or 0
     mine = [line for line in lines if line["step"] > since]
-    found = speed(mine)
-    out: dict[str, Any] = {"speed": found, "memory": memory(mine, facts.get("memory_gib") or {}), "loss_at": loss_at(lines)}
-    out["throttled"] = throttled(mine)
-    if planned := facts.get("planned"):
+    found = {"speed": speed(mine), "memory": memory(mine, receipt.get("memory_gib") or {}), "throttled": throttled(mine)}
+    out: dict[str, Any] = found | {"loss_at": loss_at(lines)}
+    if planned := receipt.get("planned"):
         out["measured_over_planned"] = {
-            "step_s": _ratio((found["step_time_s"] or {}).get("median"), planned.get("step_s")),
-            "peak_gib": _ratio(out["memory"]["peak_gib"], planned.get("peak_gib")),
+            "step_s": _ratio((found["speed"]["step_time_s"] or {}).get("median"), planned.get("step_s")),
+            "peak_gib": _ratio(found["memory"]["peak_gib"], planned.get("peak_gib")),
         }
     return out
 
 
 def speed(lines: Iterable[Line]) -> dict[str, Any]:
-    """Step time in seconds and rates, over a stated window of the train lines.
+    """Return step time in seconds and rates (medians), over the stated window of train lines.
 
-    A line's step time is the mean over the steps since the line before, so the percentiles are those of lines. The peak is
-    the one that the lines were made with.
+    A line's step time is the mean over the steps since the line before, so percentiles are those of lines. `peak_tflops` is
+    the peak that the lines' MFU was computed with.
     """
     timed = [line for line in lines if line["kind"] == "train" and line.get("step_time_s") is not None]
     left_out = math.ceil(LEFT_OUT * len(timed))
     window = timed[left_out:]
-    nothing = {"step_time_s": None, **dict.fromkeys(RATES), "peak_tflops": None, "window": None}
     if len(window) < ENOUGH:
-        rest = f"{len(window)} train lines with a step time are left after the first {LEFT_OUT:.0%}, and {ENOUGH} are needed"
-        return nothing | {"why": rest}
+        why = f"{len(window)} train lines with a step time are left after the first {LEFT_OUT:.0%}, and {ENOUGH} are needed"
+        return {"step_time_s": None, **dict.fromkeys(RATES), "peak_tflops": None, "window": None, "why": why}
     times = sorted(line["step_time_s"] for line in window)
     tenths = statistics.quantiles(times, n=10, method="inclusive")
     rates = {name: _median(line.get(name) for line in window) for name in RATES}
@@ -63,15 +57,12 @@ def speed(lines: Iterable[Line]) -> dict[str, Any]:
             "last_step": window[-1]["step"],
             "lines": len(window),
             "left_out": left_out,
-            "rule": f"train lines of this attempt that have a step time, without the first {LEFT_OUT:.0%} of them",
         },
-        "formula": FORMULA,
     }
 
 
 def memory(lines: Iterable[Line], compiled: Mapping[str, float]) -> dict[str, float | None]:
-    """GiB of the fullest device: the peak, what is in use between steps (median), the pool that the driver gave, and the peak
-    that the compiler told of. None where nobody told."""
+    """Return GiB of the fullest device: peak, in use between steps (median), the allocator's pool, the compiler's peak."""
     lines = list(lines)
     train = [line for line in lines if line["kind"] == "train"]
     pools = [line.get("pool_gib") for line in lines if line["kind"] == "gpu"]
@@ -84,7 +75,7 @@ def memory(lines: Iterable[Line], compiled: Mapping[str, float]) -> dict[str, fl
 
 
 def throttled(lines: Iterable[Line]) -> list[dict[str, Any]]:
-    """The GPUs of process 0 whose clocks were held down, in which share of the time, and why; none where nobody watched."""
+    """Return the GPUs of process 0 whose clocks were held down: the share of the time, and the reasons."""
     found: dict[int, list[Line]] = {}
     for line in lines:
         if line["kind"] == "gpu" and line.get("throttled") is not None:
@@ -98,8 +89,8 @@ def throttled(lines: Iterable[Line]) -> list[dict[str, Any]]:
 
 
 def loss_at(lines: Iterable[Line]) -> dict[str, float | str]:
-    """Training loss, every digit of it, at steps 1, 2, 5, 10, 20, 50, ... where there is a line, and at the last one. What JSON
-    cannot write is a word: nan, inf, -inf."""
+    """Return the training loss, every digit of it, at steps 1, 2, 5, 10, 20, 50, ... and the last; NaN and infinities as text,
+    since JSON has no number for them."""
     losses = {line["step"]: line["loss"] for line in lines if line["kind"] == "train" and line.get("loss") is not None}
     last = max(losses, default=0)
     wanted = [digit * 10**power for power in range(len(str(last))) for digit in (1, 2, 5)]
@@ -108,14 +99,17 @@ def loss_at(lines: Iterable[Line]) -> dict[str, float | str]:
 
 
 def saves(done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of the saves of an attempt that reached the disk. done: `checkpoint.Saved` as dicts."""
-    rates = [one["bytes"] / max(one["total_s"], 1e-9) / 1e9 for one in done]
+    """Return count and times of an attempt's saves.
+
+    Args:
+      done: the saves that reached the disk, `checkpoint.Saved` as dicts.
+    """
     return {
         "count": len(done),
         "seconds": {"median": _median(s["total_s"] for s in done), "max": max((s["total_s"] for s in done), default=None)},
-        "gb_per_s": _median(rates),
-        "loop_waited_s": math.fsum(one["blocked_s"] for one in done),
-        "host_gib": max((one["host_gib"] for one in done), default=None),
+        "gb_per_s": _median(s["bytes"] / max(s["total_s"], 1e-9) / 1e9 for s in done),
+        "loop_waited_s": math.fsum(s["blocked_s"] for s in done),
+        "host_gib": max((s["host_gib"] for s in done), default=None),
     }
 
 

@@ -1,7 +1,7 @@
-"""Which hardware ran: the GPUs of this node as the driver tells of them, how they are linked, and the host.
+"""The hardware of a run: the GPUs of this node by NVML, the links between them, the host, and the devices of the mesh.
 
-`nvml` is pynvml, or an object with the same functions. What a GPU does not tell is None. One that the driver has lost is
-{"index": its number, "lost": True}, and is no error: the run may go on without it, and its end is told all the same.
+`nvml` is pynvml, or an object with the same functions. A fact that a GPU does not report is None. A GPU that the driver has
+lost is {"index": its number, "lost": True}.
 """
 
 import contextlib
@@ -9,128 +9,132 @@ import itertools
 import os
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jaxtrain.hardware import host_gib
 from jaxtrain.monitor.card import THROTTLING
 
-# Why a clock is lower than it could be, as the monitor has it, and the power limit: beside a card's power it says whether that
-# was all the card may take.
-REASONS = {0x4: "sw_power_cap", **THROTTLING}
-# nvmlGpuTopologyLevel_t (nvml.h) in the words of `nvidia-smi topo -m`.
+REASONS = {0x4: "sw_power_cap", **THROTTLING}  # for clocks below their maximum
+# nvmlGpuTopologyLevel_t (nvml.h), as `nvidia-smi topo -m` names its values.
 LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
-NVLINKS = 18  # of a GPU at most (Hopper, Blackwell); NVML says so of each link that is not there
+NVLINKS = 18  # of a GPU at most (Hopper, Blackwell)
 
-
-def hardware(nvml: Any) -> dict[str, Any]:
-    """The host's CPU, memory and kernel; with GPUs also `gpus` (all of this node, by NVML's numbers), `topology`, and their
-    clocks at this moment as `before`."""
-    found: dict[str, Any] = {"cpu": cpu(), "kernel": platform.release(), "gpus": []}
-    with opened(nvml) as there:
-        handles = _handles(nvml) if there else []
-        if handles:
-            found["gpus"] = _each(_gpu, nvml, handles)
-            found["topology"] = _topology(nvml, [handle for handle in handles if handle is not None])
-            found["before"] = _each(_clocks, nvml, handles)
-    return found
-
-
-def clocks(nvml: Any) -> list[dict[str, Any]]:
-    """Clocks, power, temperature, throttling and errors of every GPU at this moment; empty where there is none."""
-    with opened(nvml) as there:
-        return _each(_clocks, nvml, _handles(nvml)) if there else []
-
-
-def processors() -> int | None:
-    """Logical processors that this process may use: a scheduler or container may leave it fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # not on macOS
-
-
-def cpu() -> dict[str, Any]:
-    """Of the whole machine: model, number of logical processors, memory in GiB."""
-    model = None
-    with contextlib.suppress(OSError):  # not on every system
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
-    return {"model": model or platform.processor() or None, "count": os.cpu_count(), "memory_gib": round(host_gib(), 1)}
+Ask = Callable[..., Any]  # (function of NVML without its prefix, arguments) -> value, None if it fails
 
 
 @contextlib.contextmanager
-def opened(nvml: Any) -> Iterator[bool]:
-    """Whether there is a driver to ask; it may be asked in the block."""
+def open_nvml(nvml: Any) -> Iterator[Ask | None]:
+    """Yield the function that asks the driver; None if there is no driver."""
+
+    def ask(name: str, *args: Any) -> Any:
+        try:
+            value = getattr(nvml, f"nvml{name}")(*args)
+        except nvml.NVMLError:
+            return None
+        return value.decode() if isinstance(value, bytes) else value
+
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
-        yield False
+        yield None
         return
     try:
-        yield True
+        yield ask
     finally:
-        ask(nvml, "nvmlShutdown")
+        ask("Shutdown")
 
 
-def ask(nvml: Any, function: str, *args: Any) -> Any:
-    """What a function of NVML returns; None where this GPU or driver cannot tell."""
-    try:
-        value = getattr(nvml, function)(*args)
-    except nvml.NVMLError:
-        return None
-    return value.decode() if isinstance(value, bytes) else value
+def node_facts(nvml: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (hardware, driver versions) of this node.
+
+    Hardware has `cpu`, `gpus` (by NVML's numbers), and if there are GPUs `topology` and `before`: their clocks now.
+    """
+    hardware: dict[str, Any] = {"cpu": {"model": cpu_model(), "memory_gib": round(host_gib())}, "gpus": []}
+    driver: dict[str, Any] = {"driver": None, "driver_cuda": None}
+    with open_nvml(nvml) as ask:
+        if ask is None:
+            return hardware, driver
+        if number := ask("SystemGetCudaDriverVersion"):
+            driver = {"driver": ask("SystemGetDriverVersion"), "driver_cuda": f"{number // 1000}.{number % 1000 // 10}"}
+        if handles := _handles(ask):
+            hardware["gpus"] = _each(_gpu, nvml, ask, handles)
+            hardware["topology"] = _topology(nvml, ask, [handle for handle in handles if handle is not None])
+            hardware["before"] = _each(_clocks, nvml, ask, handles)
+    return hardware, driver
 
 
-def _handles(nvml: Any) -> list[Any]:
-    """By NVML's numbers; None for a GPU that is lost."""
-    return [ask(nvml, "nvmlDeviceGetHandleByIndex", i) for i in range(ask(nvml, "nvmlDeviceGetCount") or 0)]
+def clocks(nvml: Any) -> list[dict[str, Any]]:
+    """Return clocks, power, temperature, throttling and errors of every GPU now; [] without GPUs."""
+    with open_nvml(nvml) as ask:
+        return _each(_clocks, nvml, ask, _handles(ask)) if ask else []
 
 
-def _each(told: Callable[[Any, int, Any], dict[str, Any]], nvml: Any, handles: Sequence[Any]) -> list[dict[str, Any]]:
-    return [{"index": i, "lost": True} if h is None else told(nvml, i, h) for i, h in enumerate(handles)]
+def processors() -> int | None:
+    """Return the logical processors that this process may use: a scheduler or container may allow fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # not on macOS
 
 
-def _gpu(nvml: Any, index: int, handle: Any) -> dict[str, Any]:
-    limit, usual = (ask(nvml, f"nvmlDeviceGetPowerManagement{what}", handle) for what in ("Limit", "DefaultLimit"))
-    pci, ecc = ask(nvml, "nvmlDeviceGetPciInfo", handle), ask(nvml, "nvmlDeviceGetEccMode", handle)
-    bus = getattr(pci, "busId", None)
+def cpu_model() -> str | None:
+    """Return the model of the CPU."""
+    with contextlib.suppress(OSError):  # not on every system
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or None
+
+
+def _handles(ask: Ask) -> list[Any]:
+    return [ask("DeviceGetHandleByIndex", i) for i in range(ask("DeviceGetCount") or 0)]  # None: a GPU that is lost
+
+
+def _each(read: Callable[[Any, Ask, Any], dict[str, Any]], nvml: Any, ask: Ask, handles: list[Any]) -> list[dict[str, Any]]:
+    return [{"index": i} | ({"lost": True} if h is None else read(nvml, ask, h)) for i, h in enumerate(handles)]
+
+
+def _gpu(nvml: Any, ask: Ask, handle: Any) -> dict[str, Any]:
+    bus = getattr(ask("DeviceGetPciInfo", handle), "busId", None)
     bus = bus.decode() if isinstance(bus, bytes) else bus
+    ecc = ask("DeviceGetEccMode", handle)
     return {
-        "index": index,
-        "name": ask(nvml, "nvmlDeviceGetName", handle),
-        "uuid": ask(nvml, "nvmlDeviceGetUUID", handle),
+        "name": ask("DeviceGetName", handle),
+        "uuid": ask("DeviceGetUUID", handle),
         "pci": bus,
         "nics": nearest_nics(bus),
-        "power_limit_w": limit / 1000 if limit else None,
-        "power_limit_default_w": usual / 1000 if usual else None,
-        "max_sm_clock_mhz": ask(nvml, "nvmlDeviceGetMaxClockInfo", handle, nvml.NVML_CLOCK_SM),
-        "max_memory_clock_mhz": ask(nvml, "nvmlDeviceGetMaxClockInfo", handle, nvml.NVML_CLOCK_MEM),
+        "power_limit_w": _watts(ask("DeviceGetPowerManagementLimit", handle)),
+        "power_limit_default_w": _watts(ask("DeviceGetPowerManagementDefaultLimit", handle)),
+        "max_sm_clock_mhz": ask("DeviceGetMaxClockInfo", handle, nvml.NVML_CLOCK_SM),
+        "max_memory_clock_mhz": ask("DeviceGetMaxClockInfo", handle, nvml.NVML_CLOCK_MEM),
         "ecc": None if ecc is None else bool(ecc[0]),
     }
 
 
-def _clocks(nvml: Any, index: int, handle: Any) -> dict[str, Any]:
-    bits, power = ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle), ask(nvml, "nvmlDeviceGetPowerUsage", handle)
+def _clocks(nvml: Any, ask: Ask, handle: Any) -> dict[str, Any]:
+    bits = ask("DeviceGetCurrentClocksThrottleReasons", handle)
     uncorrected = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)  # since the driver was loaded
     return {
-        "index": index,
-        "sm_clock_mhz": ask(nvml, "nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_SM),
-        "memory_clock_mhz": ask(nvml, "nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_MEM),
-        "power_w": power / 1000 if power else None,
-        "temperature_c": ask(nvml, "nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
+        "sm_clock_mhz": ask("DeviceGetClockInfo", handle, nvml.NVML_CLOCK_SM),
+        "memory_clock_mhz": ask("DeviceGetClockInfo", handle, nvml.NVML_CLOCK_MEM),
+        "power_w": _watts(ask("DeviceGetPowerUsage", handle)),
+        "temperature_c": ask("DeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
         "throttle_reasons": None if bits is None else "+".join(name for bit, name in REASONS.items() if bits & bit),
-        "ecc_uncorrected": ask(nvml, "nvmlDeviceGetTotalEccErrors", handle, *uncorrected),
+        "ecc_uncorrected": ask("DeviceGetTotalEccErrors", handle, *uncorrected),
     }
 
 
-def _topology(nvml: Any, handles: list[Any]) -> dict[str, Any]:
-    """`nvlinks`: active links of each GPU. `pairs`: how many pairs are linked how, as {"NVLink": 28}."""
+def _watts(milliwatts: int | None) -> float | None:
+    return milliwatts / 1000 if milliwatts else None
+
+
+def _topology(nvml: Any, ask: Ask, handles: list[Any]) -> dict[str, Any]:
+    """Return `nvlinks`, active links of each GPU, and `pairs`, the count of pairs by link, such as {"NVLink": 28}."""
     pairs: Counter[str] = Counter()
-    for i, one in enumerate(handles):
-        for other in handles[i + 1 :]:
-            direct = ask(nvml, "nvmlDeviceGetP2PStatus", one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
-            level = ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", one, other)
-            pairs["NVLink" if direct == nvml.NVML_P2P_STATUS_OK else LEVELS.get(level, "not told")] += 1
-    active = [sum(ask(nvml, "nvmlDeviceGetNvLinkState", h, link) == 1 for link in range(NVLINKS)) for h in handles]
+    for one, other in itertools.combinations(handles, 2):
+        direct = ask("DeviceGetP2PStatus", one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK
+        level = ask("DeviceGetTopologyCommonAncestor", one, other)
+        pairs["NVLink" if direct else LEVELS.get(level, "unknown")] += 1
+    active = [sum(ask("DeviceGetNvLinkState", h, link) == 1 for link in range(NVLINKS)) for h in handles]
     return {"nvlinks": active, "pairs": dict(pairs)}
 
 
@@ -148,28 +152,14 @@ def nearest_nics(pci: str | None, sys: Path = Path("/sys")) -> list[str]:
     shared: dict[str, int] = {}
     for card in sorted((sys / "class/infiniband").glob("*")):
         path = (card / "device").resolve().parts
-        shared[card.name] = sum(
-            ":" in a for a, b in itertools.takewhile(lambda ab: ab[0] == ab[1], zip(gpu, path, strict=False))
-        )
+        common = itertools.takewhile(lambda ab: ab[0] == ab[1], zip(gpu, path, strict=False))
+        shared[card.name] = sum(":" in a for a, _ in common)
     most = max(shared.values(), default=0)
     return [name for name, count in shared.items() if count == most] if most else []
 
 
-class HasKind(Protocol):
-    """A jax.Device, as far as `device_facts` and `rank_map` look at it."""
-
-    @property
-    def platform(self) -> str: ...
-    @property
-    def device_kind(self) -> str: ...
-    @property
-    def process_index(self) -> int: ...
-    @property
-    def id(self) -> int: ...
-
-
-def device_facts(devices: Iterable[HasKind]) -> dict[str, Any]:
-    """Kinds, counts and the device ids of each process, from `jax.devices()`."""
+def device_facts(devices: Iterable[Any]) -> dict[str, Any]:
+    """Return kinds, counts and the device ids of each process, from `jax.devices()`."""
     devices = list(devices)
     processes: dict[str, list[int]] = {}
     for device in devices:
@@ -183,7 +173,7 @@ def device_facts(devices: Iterable[HasKind]) -> dict[str, Any]:
     }
 
 
-def rank_map(devices: Iterable[HasKind]) -> dict[str, list[int | None]]:
+def rank_map(devices: Iterable[Any]) -> dict[str, list[int | None]]:
     """Return device id, process, and GPU number on its node of each device, in the order of the mesh's flat positions.
 
     The ranks of a communicator follow this order: those of an axis are the devices at its coordinates.

@@ -8,7 +8,7 @@ from jaxtrain.commands import spelled
 from jaxtrain.config import Problem
 from jaxtrain.launch import report as refuse
 from jaxtrain.metrics import MetricsError
-from jaxtrain.receipt.stored import ReceiptError
+from jaxtrain.receipt.format import ReceiptError
 from jaxtrain.report.run import RunError
 
 HELP = """\

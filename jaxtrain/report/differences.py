@@ -2,9 +2,9 @@
 
 from html import escape
 
-from jaxtrain.page.kit import Column, Markup, bullets, say, table
-from jaxtrain.receipt import ReceiptError
-from jaxtrain.receipt.compare import compare
+from jaxtrain.page.kit import Column, Markup, say, table
+from jaxtrain.receipt.diff import compare
+from jaxtrain.receipt.format import ReceiptError
 from jaxtrain.report.run import Run
 
 LINES = 12  # of a source file's changed lines
@@ -20,10 +20,10 @@ def section(one: Run, other: Run) -> str:
     except ReceiptError as error:
         return say(f"{one.name} and {other.name} cannot be compared: {error}")
     out = [f"<h3>From {escape(one.name)} to {escape(other.name)}</h3>"]
-    if found.same:
+    if not found.differences:
         out.append(say("Nothing differs that can explain anything."))
     else:
-        names = [_named(d.title, d.lines) for d in found.differences]
+        names = [_named(d.name, d.lines) for d in found.differences]
         columns = [
             Column("of", [d.group for d in found.differences]),
             Column("what", names, kind="path"),
@@ -36,10 +36,10 @@ def section(one: Run, other: Run) -> str:
             Column("what", [o.name for o in found.outcomes]),
             Column(one.name, [o.a for o in found.outcomes], kind="path"),
             Column(other.name, [o.b for o in found.outcomes], kind="path"),
-            Column("in a word", [o.said for o in found.outcomes], kind="path"),
+            Column("in a word", [o.ratio for o in found.outcomes], kind="path"),
         ]
         out.append(table("What came of it", columns))
-    return "".join(out) + bullets("Notes on this comparison", found.notes)
+    return "".join(out)
 
 
 def _named(name: str, lines: tuple[str, ...]) -> str:

@@ -4,32 +4,25 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from jaxtrain import receipt
 from jaxtrain.page.kit import Column, table
-from jaxtrain.plan.numbers import column, number, percent
-from jaxtrain.receipt import parts
+from jaxtrain.page.numbers import column, number, percent
+from jaxtrain.receipt.print import rows
 from jaxtrain.report.run import MEANING, Run
 
-# What the page has a section of its own for, and shows better, is left out.
-PARTS = tuple(title for title in parts.PARTS if title not in ("Loss", "Goodput", "Attempts"))
+ELSEWHERE = ("loss_at.", "goodput.")  # fields that have a section of their own on the page
 
 
 def newest(run: Run) -> str:
-    """The newest attempt: the parts of its receipt, as a table."""
-    rows = [
-        ("" if i else title, name.strip(), str(value))
-        for title, part in parts.parts(run.opened, PARTS)
-        for i, (name, value) in enumerate(part)
-    ]
-    part, what, value = (list(cells) for cells in zip(*rows, strict=True))
-    columns = [Column("part", part, kind="whole"), Column("what", what, kind="whole"), Column("as it was", value, kind="path")]
+    """Return the receipt of the newest attempt as a table."""
+    shown = [row for row in rows(run.opened) if not row[0].startswith(ELSEWHERE)]
+    fields, values = (list(cells) for cells in zip(*shown, strict=True))
+    columns = [Column("field", fields, kind="whole"), Column("value", values, kind="path")]
     return table("The newest attempt, by receipt.json", columns)
 
 
 def attempts(run: Run) -> str:
     """The attempts of a run as a table; "" where there was one."""
-    r = run.receipt
-    every = receipt.attempts(r) if r else []
+    every = run.opened.attempts if run.receipt else []
     if len(every) < 2:
         return ""
     codes = [a.get("exit_code") for a in every]

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from jaxtrain.plan.numbers import number, percent, size
+from jaxtrain.page.numbers import number, percent, size
 from jaxtrain.report.columns import Columns
 from jaxtrain.report.run import Run
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain import goodput
-from jaxtrain.plan.numbers import number, percent, size
+from jaxtrain.page.numbers import number, percent, size
 from jaxtrain.progress import duration, numbers
 from jaxtrain.report.figures import loss, middle
 from jaxtrain.report.followed import Followed

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from html import escape
 
 from jaxtrain.page.kit import Column, Markup, bullets, document, plural, say, swatch, table, tiles
-from jaxtrain.plan.numbers import number, percent, size
+from jaxtrain.page.numbers import number, percent, size
 from jaxtrain.report import differences, facts, figures, pictures, time_spent
 from jaxtrain.report.run import Run, RunError, verdict
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import goodput, metrics, receipt, samples
+from jaxtrain import goodput, metrics, samples
 from jaxtrain.progress import duration
-from jaxtrain.receipt import opened
+from jaxtrain.receipt import format as receipts
 from jaxtrain.report.columns import Columns, columns
 
 FILES = ("receipt.json", "metrics.jsonl", "config.json")  # any of them makes a folder a run
@@ -43,7 +43,7 @@ class Run:
     train: Columns
     evals: dict[str, Columns]  # by held-out set, "" where there is one without a name
     gpu: list[dict[str, Any]]  # lines of kind "gpu", of all processes, in order of time
-    opened: opened.Run  # as the commands of receipts look at it
+    opened: receipts.Run  # as the commands of receipts read it
     config: dict[str, Any]  # as resolved; empty where there is none
     ledger: list[dict[str, Any]]  # of goodput
     alerts: list[str]  # warnings and errors of the log, oldest first
@@ -101,7 +101,7 @@ def read(folder: str | Path, name: str = "") -> Run:
     at = check(folder)
     notes: list[str] = []
     name = name or at.resolve().name
-    whole = opened.Run(name, at / opened.NAME, at, _receipt(at / opened.NAME, notes))
+    whole = receipts.Run(name, at, _receipt(at / receipts.NAME, notes))
     lines = whole.lines
     train = columns(line for line in lines if line["kind"] == "train")
     sets = dict.fromkeys(line.get("set", "") for line in lines if line["kind"] == "eval")
@@ -171,8 +171,8 @@ def _receipt(path: Path, notes: list[str]) -> dict[str, Any]:
         notes.append("There is no receipt.json: what ran, and how it ended, is not known.")
         return {}
     try:
-        return receipt.load(path)
-    except receipt.ReceiptError as error:
+        return receipts.load(path)
+    except receipts.ReceiptError as error:
         notes.append(f"The receipt is left out: {error}")
         return {}
 
@@ -203,7 +203,7 @@ def silence(folder: Path, now: float | None = None) -> float | None:
 def last_words(run: Run, slow: bool = False) -> Run:
     """The run as its folder has it now, but for its lines of metrics: how it stands; with `slow` also its ledger and log."""
     notes: list[str] = []
-    fresh = opened.Run(run.name, run.opened.path, run.folder, _receipt(run.opened.path, notes))
+    fresh = receipts.Run(run.name, run.folder, _receipt(run.folder / receipts.NAME, notes))
     new: dict[str, Any] = {"opened": fresh, "silent_s": silence(run.folder)}
     if slow:
         new |= {"ledger": _ledger(run.folder / goodput.FILE, notes), "alerts": alerts(run.folder)}

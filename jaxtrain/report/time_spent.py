@@ -7,7 +7,7 @@ from jaxtrain import goodput
 from jaxtrain.goodput import Goodput, Span
 from jaxtrain.page.charts import stacked, ticks
 from jaxtrain.page.kit import Column, Markup, say, swatch, table
-from jaxtrain.plan.numbers import percent
+from jaxtrain.page.numbers import percent
 from jaxtrain.report.figures import hours
 from jaxtrain.report.run import Run
 

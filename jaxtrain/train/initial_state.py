@@ -6,7 +6,9 @@ a run that should not start.
 
 import contextlib
 import dataclasses
+import hashlib
 import importlib
+import json
 import time
 import types
 from collections.abc import Callable, Mapping
@@ -22,7 +24,6 @@ from jaxtrain.data import pipeline
 from jaxtrain.hf.origin import HuggingFace, open_origin, structure_problem
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.position import Position
-from jaxtrain.receipt import of_checkpoint, of_weights
 from jaxtrain.timelimit import launched
 from jaxtrain.train import state
 from jaxtrain.train.program import Program
@@ -314,5 +315,10 @@ def _continue_sources(run: RunConfig, start: Start, data: Any, say: Callable[[st
 def _origin(run: RunConfig, start: Start, current: state.TrainState, checkpoints: Checkpoints) -> dict[str, Any] | None:
     """Return the files that the first state was read from, for the receipt; None if it was made from the seed."""
     if start.resumed:
-        return of_checkpoint(checkpoints.directory, checkpoints.meta(start.step))
-    return of_weights(run.init.from_, lora.digest(current.params, current.layers)) if run.init.from_ else None
+        meta = checkpoints.meta(start.step)
+        digest = hashlib.sha256(json.dumps(meta["tensors"], sort_keys=True).encode()).hexdigest()
+        return {"from": str(checkpoints.directory), "step": start.step, "saved_by": meta.get("receipt"), "digest": digest}
+    if not run.init.from_:
+        return None
+    digest = lora.digest(current.params, current.layers)
+    return {"from": run.init.from_, "step": None, "saved_by": None, "digest": digest}

@@ -33,7 +33,9 @@ from jaxtrain.metrics import MetricsError
 from jaxtrain.monitor import Monitor
 from jaxtrain.plan.expect import Watch
 from jaxtrain.progress import Console
-from jaxtrain.receipt import Receipt, ReceiptError, config_sha256, device_facts, rank_map
+from jaxtrain.receipt import Receipt, config_sha256
+from jaxtrain.receipt.format import ReceiptError
+from jaxtrain.receipt.machine import device_facts, rank_map
 from jaxtrain.runtime.variables import RESTART
 from jaxtrain.signals import Stop
 from jaxtrain.startup import set_compile_cache, set_environment, start_jax

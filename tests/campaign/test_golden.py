@@ -1,21 +1,21 @@
 """The shipped configs' steps are as their golden plans say, and the stored plans of published runs are what is planned today.
 
 The steps are compiled by XLA:GPU for described GPUs: the configs as they ship for 8 GPUs. Variants are compared by
-`python -m jaxtrain.plan --golden`, with the others.
+`python tests/golden_plans.py`, with the others.
 """
 
 import functools
-import json
 import re
 
+import golden_plans
 import plans
 import pytest
+from golden_plans import SHIPPED, compare, load, path
 
+from benchmarks import published
 from jaxtrain import installed
 from jaxtrain.plan import topology
 from jaxtrain.plan.compile import NO_TUNING, Compiled, compile_step
-from jaxtrain.plan.known import golden, published
-from jaxtrain.plan.known.golden import SHIPPED, compare, load, path
 from jaxtrain.plan.program import traffic
 from jaxtrain.plan.search import parallel
 from jaxtrain.train.program import build
@@ -31,18 +31,15 @@ H200S = topology.parse("h200:8")
 
 @functools.cache
 def planned(name: str) -> parallel.Outcome:
-    return parallel.plan_many(golden.requests([name]))[name]
+    return parallel.plan_many(golden_plans.requests([name]))[name]
 
 
 @EACH
 def test_shipped_configs_are_as_their_golden_plans(name):
-    kept = load(path(name))
-    if reason := golden.inapplicable(kept, installed.versions()["jaxlib"]):
-        pytest.fail(reason)
     outcome = planned(name)
     assert outcome.plan, f"{name}: {outcome.kind}: {outcome.reason}"
-    differences = compare(kept, outcome.plan)
-    assert not differences, golden.said(name, differences)
+    differences = compare(load(path(name)), outcome.plan)
+    assert not differences, f"{golden_plans.explain(name, differences)}\nIf that is meant: {golden_plans.WRITE}"
 
 
 @EACH
@@ -55,7 +52,7 @@ def test_shipped_configs_execute_what_the_formula_says(name):
 def test_llama3_70b_fits_one_node():
     """With float32 master weights and nothing on the host."""
     plan = planned("llama3_70b").plan
-    assert golden.requests(["llama3_70b"])["llama3_70b"].run.dtypes.params == "f32"
+    assert golden_plans.requests(["llama3_70b"])["llama3_70b"].run.dtypes.params == "f32"
     assert plan and plan.fits and plan.memory.peak_gib < 132 and plan.memory.host_gib == 0
 
 
@@ -70,7 +67,7 @@ def test_llama3_8b_waits_for_nothing():
 def test_llama3_8b_moves_little_outside_of_gemms_and_attention():
     """What one kernel can do is done in one. Attention's backward pass runs in four parts, to save 6 GiB of cuDNN's workspace:
     its slices are most of the copies, and with them the bytes are at most 1.45 times the least, else 1.25 times."""
-    plan, run = planned("llama3_8b").plan, golden.requests(["llama3_8b"])["llama3_8b"].run
+    plan, run = planned("llama3_8b").plan, golden_plans.requests(["llama3_8b"])["llama3_8b"].run
     assert plan
     parts = traffic.parts(run, build(run, topology.devices(H200S)), plan.kernels)
     assert traffic.ratio(parts) < 1.45, parts
@@ -83,7 +80,7 @@ def test_llama3_8b_moves_little_outside_of_gemms_and_attention():
 
 def test_loss_and_head_of_llama3_8b_are_near_their_floor():
     """Three products of tokens, width and vocabulary, no fourth; at most 10% more than they and the logits' bytes take."""
-    plan, run = planned("llama3_8b").plan, golden.requests(["llama3_8b"])["llama3_8b"].run
+    plan, run = planned("llama3_8b").plan, golden_plans.requests(["llama3_8b"])["llama3_8b"].run
     assert plan
     (logits,) = [
         part for part in traffic.parts(run, build(run, topology.devices(H200S)), plan.kernels) if part.name == "loss and head"
@@ -164,14 +161,14 @@ PUBLISHED = "Llama 2 7B, 8 H100"  # the smallest; the rest are compiled by the c
 
 
 def test_a_plan_made_again_is_the_stored_one():
-    stored = json.loads(published.STORED.read_text())
+    stored = published.stored()
     if (here := installed.versions()) != stored["versions"]:
         pytest.fail(f"{published.STORED} was made with {stored['versions']}, and this is {here}: run {published.COMMAND}")
-    (row,) = [row for row in published.rows() if row.run.name == PUBLISHED]
+    (row,) = [row for row in published.rows(stored) if row.run.name == PUBLISHED]
     outcome = parallel.plan_many({PUBLISHED: row.run.request})[PUBLISHED]
     assert outcome.plan, outcome.reason
     again, before = (
-        {name: getattr(planned, name) for name in ("step_s", "gemm_tflop", "taken_gib")}
-        for planned in (published.planned(row.run.request, outcome.plan), row.planned)
+        {name: figures[name] for name in ("step_s", "gemm_tflop", "taken_gib")}
+        for figures in (published.figures_of(row.run.request, outcome.plan), row.planned)
     )
     assert again == pytest.approx(before, rel=0.01), f"run {published.COMMAND}"

@@ -9,11 +9,11 @@ import pytest
 from made_plans import flat, load, tiny
 from rich.console import Console
 
+from benchmarks import what_fits
+from benchmarks.studies import Model
 from jaxtrain.config import Problem, RunConfig
 from jaxtrain.plan import __main__ as command
 from jaxtrain.plan import topology
-from jaxtrain.plan.known import what_fits
-from jaxtrain.plan.known.well_known import SHAPES, Shape
 from jaxtrain.plan.report import search_report
 from jaxtrain.plan.search import best, fit, parallel, space
 from jaxtrain.plan.search.cache import Cache
@@ -145,25 +145,22 @@ def test_a_model_that_does_not_fit_is_made_to(tmp_path):
     assert math.isfinite(reason.plan.time.step_ms)
 
 
-def test_a_table_of_what_fits_is_compiled_written_and_made_again_from_the_cache(monkeypatch, tmp_path, capsys):
+def test_a_table_of_what_fits_is_compiled_and_made_again_from_the_cache(monkeypatch, tmp_path, capsys):
     sizes = {"num_layers": 2, "d_model": 256, "num_heads": 4, "num_kv_heads": 2, "d_ff": 512, "vocab_size": 1024}
-    monkeypatch.setitem(SHAPES, "small", Shape("small", sizes, 256, "made up"))
-    what = {"models": ("small",), "topologies": ("h200:1", "h200:2"), "cache": Cache(tmp_path / "plans")}
-    assert what_fits.run(Console(width=250), tmp_path / "page.md", jobs=2, **what) == 0
-    page = (tmp_path / "page.md").read_text()
-    lines = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    asked = ((Model("small", sizes, 256, "made up"),), ("h200:1", "h200:2"))
+    page = what_fits.page(what_fits.fill_all(*asked, jobs=2, cache=Cache(tmp_path / "plans")))
+    lines = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in page if line[:1] == "|"]
     assert [line[0] for line in lines] == ["GPUs", "---", "h200:1", "h200:2"]
     assert all(all(line) and len(line) == len(what_fits.HEADINGS) for line in lines)
     assert lines[2][1].startswith("one GPU; keep q k v") and lines[3][1].startswith("fsdp=2; ")
     assert lines[2][-1] == "100.0%" and float(lines[3][-1].rstrip("%")) != 100
-    assert f"--what-fits={tmp_path / 'page.md'}" in page and "2 layers of 256" in capsys.readouterr().out
+    assert what_fits.COMMAND in page and "small on h200:2: fsdp=2" in capsys.readouterr().out
 
     def start(*_):
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(parallel.Pool, "start", start)
-    assert what_fits.run(Console(width=250), tmp_path / "again.md", jobs=2, **what) == 0
-    assert (tmp_path / "again.md").read_text().splitlines()[:-4] == page.splitlines()[:-4]
+    assert what_fits.page(what_fits.fill_all(*asked, jobs=2, cache=Cache(tmp_path / "plans"))) == page
 
 
 SMALL = (

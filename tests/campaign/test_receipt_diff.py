@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import runs
 
-from jaxtrain import receipt
 from jaxtrain.data import tokenizer
 from jaxtrain.data.tokenfile import TokenWriter
 from jaxtrain.receipt import __main__ as command
-from jaxtrain.receipt.code import lines_changed
-from jaxtrain.receipt.compare import compare
-from jaxtrain.receipt.opened import open_run
+from jaxtrain.receipt import collect, diff
+from jaxtrain.receipt.format import open_run
 
 # One process for several runs: most of the time of a small one goes to starting Python and jax.
 SEVERAL = "import sys, json; from jaxtrain import main; sys.exit(max(main.main(line) for line in json.loads(sys.argv[1])))"
@@ -66,7 +64,7 @@ class Bench:
         text = b"".join(b"the square of %d is %d\n" % (n, n * n) for n in range(1000))
         self.data = token_file(folder / "data", text)
         self.other_data = token_file(folder / "other", text.replace(b"is 49\n", b"is 48\n"))
-        # A package says of itself which version it is, and the first on the path is asked.
+        # The metadata of a package has its version, and the first package on the path counts.
         about = folder / "fake" / "optax-99.0.dist-info"
         about.mkdir(parents=True)
         (about / "METADATA").write_text("Metadata-Version: 2.1\nName: optax\nVersion: 99.0\n")
@@ -100,7 +98,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 def planted(bench: Bench, name: str) -> list[tuple[str, str]]:
-    found = compare(open_run(bench.folder / "base"), open_run(bench.folder / name))
+    found = diff.compare(open_run(bench.folder / "base"), open_run(bench.folder / name))
     return [(d.group, d.name) for d in found.differences]
 
 
@@ -120,27 +118,24 @@ def test_what_was_planted_is_named_and_nothing_else(bench: Bench, name: str, exp
     assert planted(bench, name) == expected
 
 
-def test_the_command_says_it(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_it(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     base = str(bench.folder / "base")
     assert command.main(["diff", base, str(bench.folder / "line")]) == 1
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     first = (runs.REPO / CHANGED).read_text().splitlines()[0]
-    assert f"line 1: - {first}\n      line 1: + # Another line.\n" in said
-    assert "loss: the same, bit for bit, at the 3 steps that both have, to step 3" in said
-    assert "not there" not in said and "note" not in said
+    assert f"      B: -{first}\n      B: +# Another line.\n" in printed
+    assert "loss: the same, bit for bit, to step 3 (steps compared: 3)" in printed
     assert command.main(["diff", base, str(bench.folder / "again")]) == 0
-    assert "nothing differs that can explain" in capsys.readouterr().out
+    assert "no difference that can explain" in capsys.readouterr().out
     assert command.main(["diff", base, str(bench.folder / "key"), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert found["differences"] == [
-        {"group": "config", "name": "optimizer.lr", "a": "0.01", "b": "0.02", "lines": [], "earlier": False}
-    ]
-    assert [each["said"] for each in found["outcomes"] if each["name"] == "loss"] == [
+    assert found["differences"] == [{"group": "config", "name": "optimizer.lr", "a": "0.01", "b": "0.02", "lines": []}]
+    assert [one["ratio"] for one in found["outcomes"] if one["name"] == "loss"] == [
         "differs from step 2 on; the same to step 1"
     ]
 
 
-def test_a_receipt_says_which_source_ran(bench: Bench) -> None:
+def test_a_receipt_names_the_source_that_ran(bench: Bench) -> None:
     base, line = (runs.receipt(bench.folder / name)["source"] for name in ("base", "line"))
     assert base["commit"] == line["commit"] == git(bench.repo, "rev-parse", "HEAD")
     assert (base["dirty"], base["patch"], line["dirty"]) == (False, "", True)
@@ -159,7 +154,7 @@ def test_git_is_asked_in_its_own_language_and_takes_no_lock(tmp_path: Path, monk
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
     monkeypatch.delenv("GIT_OPTIONAL_LOCKS", raising=False)
-    assert receipt.git_state(tmp_path) is None
+    assert collect.git_state(tmp_path) is None
 
 
 BASE = [f"line {n}" for n in range(1, 41)]
@@ -181,21 +176,18 @@ def test_lines_that_differ_between_two_patches(tmp_path: Path) -> None:
     clean = version(tmp_path, {})
     one = version(tmp_path, {5: ["five"], 20: [], 30: ["line 30", "--- a/no file", "more"]})
     two = version(tmp_path, {5: ["FIVE"], 30: ["line 30", "--- a/no file", "more"]})
-    ways = lambda a, b: lines_changed("jaxtrain/a.py", a, b)  # noqa: E731
-    assert ways(clean, clean) == ways(one, one) == []
-    assert ways(clean, one) == [
-        "line 5: - line 5",
-        "line 5: + five",
-        "line 20: - line 20",
-        "line 31: + --- a/no file",
-        "line 31: + more",
-    ]
-    assert ways(one, two) == ["line 5: - five", "line 5: + FIVE", "line 20: + line 20"]
-    assert ways(two, one) == ["line 5: - FIVE", "line 5: + five", "line 20: - line 20"]
-    assert ways(one, {**two, "commit": "another"}) == []
-    assert ways(one, {**two, "patch_cut": 1}) == ways({**one, "patch_cut": 1}, two) == []
+
+    def found(a: dict[str, Any], b: dict[str, Any], name: str = "jaxtrain/a.py") -> list[str]:
+        return [line for line in diff.changed_lines(name, a, b) if "@@" not in line]
+
+    assert found(clean, clean) == found(one, one) == found(clean, one, "a.py") == found(clean, one, "jaxtrain/a") == []
+    assert found(clean, one) == ["B: -line 5", "B: +five", "B: -line 20", "B: +--- a/no file", "B: +more"]
+    assert found(one, clean) == ["A: -line 5", "A: +five", "A: -line 20", "A: +--- a/no file", "A: +more"]
+    assert found(one, two) == ["A: +five", "A: -line 20", "B: +FIVE"]
+    assert found(one, {**two, "commit": "another"}) == []
+    assert found(one, {**two, "patch_cut": 1}) == found({**one, "patch_cut": 1}, two) == []
     many = version(tmp_path, {n: [f"other {n}"] for n in range(1, 41)})
-    assert ways(clean, many)[-1] == "... and 40 more lines" and len(ways(clean, many)) == 41
+    assert found(clean, many)[-1] == "... and 41 more lines" and len(found(clean, many)) == 40
 
 
 def test_git_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,17 +195,17 @@ def test_git_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package.mkdir()
     module.write_text("")
     (tmp_path / "readme").write_text("a")
-    assert receipt.git_state(tmp_path) is None
+    assert collect.git_state(tmp_path) is None
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", "readme")
     git(tmp_path, "commit", "-qm", "one")
-    assert receipt.git_state(package) is None  # in the checkout, but not of it
+    assert collect.git_state(package) is None  # in the checkout, but not of it
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-qm", "two")
     commit = git(tmp_path, "rev-parse", "HEAD")
-    assert receipt.git_state(package) == {"commit": commit, "dirty": False}
+    assert collect.git_state(package) == {"commit": commit, "dirty": False}
     module.write_text("x = 1")
-    assert receipt.git_state(package) == {"commit": commit, "dirty": True}
+    assert collect.git_state(package) == {"commit": commit, "dirty": True}
     monkeypatch.setenv("PATH", str(tmp_path))
-    state = receipt.git_state(package)
+    state = collect.git_state(package)
     assert state is not None and "git" in state["error"]

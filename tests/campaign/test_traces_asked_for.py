@@ -10,7 +10,6 @@ from pathlib import Path
 import runs
 from gpu_traces import gpu_run, gpu_space
 
-from jaxtrain import receipt
 from jaxtrain.profile import __main__ as command
 from jaxtrain.profile import load
 
@@ -30,7 +29,7 @@ def test_each_signal_takes_a_trace_and_changes_nothing_else(tmp_path: Path):
             child.process.send_signal(signal.SIGUSR2)
     child.process.send_signal(signal.SIGTERM)
     code, said = child.end()
-    assert code == 75 and receipt.load(workdir / "receipt.json")["reason"].startswith("SIGTERM")
+    assert code == 75 and runs.receipt(workdir)["reason"].startswith("SIGTERM")
     assert said.count("SIGUSR2: a trace was asked for.") == 2
     windows = [(int(a), int(b)) for a, b in re.findall(r"Tracing steps (\d+) to (\d+)\.", said)]
     assert len(windows) == 3 and windows[0] == (3, 4)
@@ -43,7 +42,7 @@ def test_each_signal_takes_a_trace_and_changes_nothing_else(tmp_path: Path):
     found = load.profile(load.traces(workdir)[0], load.run_around(workdir))
     assert found.steps == (3, 4) and len(found.devices) == 1 and found.named >= 0.95
     assert found.program is not None and found.program.held is not None
-    memory = receipt.load(workdir / "receipt.json")["memory_gib"]
+    memory = runs.receipt(workdir)["memory_gib"]
     arguments = memory["parameters"] + memory["optimizer state"] + memory["batch"]
     assert abs(found.program.held.arguments_gib / arguments - 1) < 1e-3
     (op,) = [op for op in found.ops if op.label == "forward mlp/BTF,DF->BTD"]

@@ -20,12 +20,12 @@ from jaxtrain.kernels import fp8
 from jaxtrain.kernels.dot import dot
 from jaxtrain.plan import result
 from jaxtrain.plan.compile import compile_step
-from jaxtrain.plan.explore.shardings import describe
 from jaxtrain.plan.make import read_plan
 from jaxtrain.plan.program import collectives, hlo, judge
 from jaxtrain.plan.program.work import Work
-from jaxtrain.plan.report import figures
+from jaxtrain.plan.report import sections
 from jaxtrain.plan.search import bound
+from jaxtrain.plan.shardings import describe
 from jaxtrain.plan.topology import parse
 from jaxtrain.train.definition import numerics_of
 from jaxtrain.train.state import abstract_tensors
@@ -304,4 +304,4 @@ def test_rates_differ_by_type(plan):
     eight = dataclasses.replace(product, fp8=True).seconds(made.rates)
     assert eight == pytest.approx(product.seconds(made.rates) * 720 / 1280, rel=1e-3)
     assert result.from_json(json.loads(json.dumps(result.to_json(made)))) == made
-    assert "matrix products in FP8: 21 of 21 a layer" in figures.matmuls(made)
+    assert "matmuls in FP8: 21 of 21 a layer" in sections.matmuls(made)

@@ -9,17 +9,16 @@ import re
 import pytest
 from plans import TINY, config, plan
 
-from jaxtrain import launch
+from benchmarks import collective_volumes, studies
+from benchmarks.collective_volumes import LAYOUTS, Row, Term
 from jaxtrain.config import Pipeline, RunConfig, Train
 from jaxtrain.context import Context, make_context, pairs
-from jaxtrain.plan.explore.shardings import describe
-from jaxtrain.plan.known import textbook
-from jaxtrain.plan.known.textbook import LAYOUTS, Row, Term
 from jaxtrain.plan.program import split
 from jaxtrain.plan.rates import rates_for
-from jaxtrain.plan.report import figures
+from jaxtrain.plan.report import sections
 from jaxtrain.plan.result import Collective, Plan, from_json, to_json
 from jaxtrain.plan.search.bound import bound
+from jaxtrain.plan.shardings import describe
 from jaxtrain.plan.topology import parse
 from jaxtrain.train.stages import Schedule
 
@@ -28,7 +27,7 @@ GIB = 2**30
 
 def rows(run: RunConfig, made: Plan) -> list[Row]:
     """Collectives beside the formulas."""
-    return textbook.compare(made, textbook.promised(run, made.mesh))
+    return collective_volumes.compare(made, collective_volumes.terms_of(run, made.mesh))
 
 
 def several(cases: dict, *often: str) -> list:
@@ -84,23 +83,23 @@ def test_replicas_over_nodes_leave_weights_in_their_node():
 def test_what_no_formula_promises_has_a_row_and_so_has_what_is_missing():
     run, made = known("ZeRO-2")
     extra = dataclasses.replace(made.collectives[0], kind="all-gather", axis="data")
-    found = textbook.compare(dataclasses.replace(made, collectives=(*made.collectives, extra)), [])
+    found = collective_volumes.compare(dataclasses.replace(made, collectives=(*made.collectives, extra)), [])
     assert {row.formula for row in found} == {"none"} and ("all-gather", "data") in {(r.kind, r.axis) for r in found}
     missing = Term("all-reduce", "seq", "weights", "W", 1e9)
-    (row,) = [r for r in textbook.compare(made, [missing]) if r.kind == "all-reduce"]
+    (row,) = [r for r in collective_volumes.compare(made, [missing]) if r.kind == "all-reduce"]
     assert row.gb == 0 and row.count == 0 and row.off == -1.0
     double = [dataclasses.replace(c, wire_gib=2 * c.wire_gib) for c in made.collectives]
     assert any(row.off > 0.9 for row in rows(run, dataclasses.replace(made, collectives=tuple(double))))
 
 
 def test_the_page_lists_every_layout_with_its_formula():
-    text = textbook.markdown({"ZeRO-2": known("ZeRO-2")[1]}, "command")
-    assert "## ZeRO-2" in text and "| ZeRO-2 | h200:8 | yes |" in text and "```text\ncommand\n```" in text
-    page = (launch.REPO / "docs" / "collectives.md").read_text()
+    text = "\n".join(collective_volumes.page({"ZeRO-2": known("ZeRO-2")[1]}))
+    assert "## ZeRO-2" in text and "| ZeRO-2 | h200:8 | yes |" in text
+    page = studies.generated(collective_volumes.PAGE)
     assert [f"## {layout.name}" for layout in LAYOUTS] == re.findall(r"^## (?!How).*$", page, re.MULTILINE)
     off = [float(x) for x in re.findall(r"\| ([+-][\d.]+)% \|", page)]
     assert len(off) >= 2 * len(LAYOUTS) and max(map(abs, off)) < 1.0
-    assert "| none |" not in page and "./run.sh plan --textbook=docs/collectives.md" in page
+    assert "| none |" not in page and collective_volumes.COMMAND in page and collective_volumes.COMMAND in text
 
 
 # ---- Sequences that are sharded
@@ -137,8 +136,8 @@ def test_ranks_of_a_sequence_do_equal_work_and_none_for_nothing(case):
         asked = made.flops.attention_by_rank
         assert len(asked) == made.mesh["seq"] and max(asked) / min(asked) < 1.02
         assert made.flops.attention_per_step == pytest.approx(max(asked), rel=0.01)
-        said = figures.balance(made)
-        assert f"of each of {len(asked)} ranks of seq" in said and "+0.0%" in said
+        said = sections.work(made)
+        assert f"on each of {len(asked)} ranks of seq" in said and "+0.0%" in said
     assert from_json(to_json(made)) == made
 
 
@@ -258,9 +257,9 @@ def test_an_uneven_load_of_experts_is_priced():
     waits = [made.host_waits for made in (even, uneven)]
     assert waits[0] and {name: 2 * n for name, n in waits[0].items()} == waits[1]
     assert all("further_rounds" in name for name in waits[0])
-    assert figures.headline(even).endswith("experts' load 1.0") and figures.headline(uneven).endswith("experts' load 3.0")
-    assert figures.command(uneven).endswith("--experts-load=3.0") and "load" not in figures.command(even)
-    assert f"{sum(waits[1].values()):,} times a step" in figures.host_waits(uneven)
+    assert sections.headline(even).endswith("expert load 1.0") and sections.headline(uneven).endswith("expert load 3.0")
+    assert sections.command(uneven).endswith("--experts-load=3.0") and "load" not in sections.command(even)
+    assert f"{sum(waits[1].values()):,} times a step" in sections.host_waits(uneven)
     assert from_json(to_json(uneven)) == uneven
 
 
@@ -275,11 +274,16 @@ def test_experts_on_stages():
 def test_plans_with_stages_and_experts_are_written_and_read():
     made = dataclasses.replace(routed()[1], pipeline=staged()[1].pipeline)
     assert from_json(to_json(made)) == made
-    said = " ".join(figures.pipeline(made) + figures.experts(made))
-    for words in ("1f1b over 2 stages, 6 microbatches; layers 0 | 1", "14.3% of the step", "2 on each of 2 GPUs", "load 1.0"):
+    said = " ".join(sections.pipeline(made) + sections.experts(made))
+    for words in (
+        "1f1b over 2 stages, 6 microbatches; layers 0 | 1",
+        "bubble 14.3% of the step",
+        "2 on each of 2 GPUs",
+        "load 1.0",
+    ):
         assert words in said, said
     plain = dataclasses.replace(made, pipeline=None, experts=None)
-    assert figures.pipeline(plain) == figures.experts(plain) == []
+    assert sections.pipeline(plain) == sections.experts(plain) == []
 
 
 def test_tables_of_layouts_show_what_waits_on_a_stage():

@@ -6,6 +6,7 @@ import io
 import math
 import re
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,9 @@ from jaxtrain.kernels.attention import reference
 from jaxtrain.kernels.experts import routing
 from jaxtrain.models import attention, layers, transformer
 from jaxtrain.models.remat import Plan, layer_at
-from jaxtrain.plan.explore import layouts, shardings
-from jaxtrain.plan.explore.pictures import ids, in_text
-from jaxtrain.plan.explore.shardings import describe, load, picture, print_table
-from jaxtrain.plan.explore.table import Table, changes, parse_filter, size
+from jaxtrain.plan import shardings
+from jaxtrain.plan.sharding_pictures import ids, render_text
+from jaxtrain.plan.shardings import Table, changes, describe, load, parse_filter, picture, print_table, size
 from jaxtrain.plan.topology import TopologyError, parse
 from jaxtrain.sharding import LayoutError
 from jaxtrain.train.program import build
@@ -157,7 +157,7 @@ def test_gathered_weights_are_whole_over_the_batch_axes():
     stacked = {r.name for r in found.filter(name="layers.*", kind="parameter")}
     assert {r.name for r in found.filter(name="layers.*", kind="gathered")} == stacked
     head, used = found.row("head"), found.row("head", "gathered")
-    assert head.shape is not None and used.shape == head.shape[::-1] and used.spec == P(None, "tensor")  # transposed first
+    assert used.shape == head.shape and used.spec == P("tensor", None)
 
 
 GATHERS = (
@@ -168,19 +168,35 @@ GATHERS = (
 )
 
 
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Yield the equations of a traced program, those of loops and calls too."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for body in jaxprs_in_params(eqn.params):
+            yield from equations(body)
+
+
 @pytest.mark.parametrize("overrides", GATHERS, ids=str)
-def test_gathered_weights_have_their_parameters_shapes(overrides):
-    """The trace gives the shard of a gathered weight, the axes of its parameter and the rules the rest."""
+def test_gathered_weights_are_those_of_the_traced_step(overrides):
+    """By name, by the shape of a shard, and by dtype."""
     run = tiny(overrides)
-    found, once = of(run), run.sharding.zero in (1, 2)
+    made, found, once = program(run), of(run), run.sharding.zero in (1, 2)
     rows = found.filter(kind="gathered").entries
-    for row in rows:
-        parameter = found.row(row.name, "parameter").shape
-        assert parameter is not None and row.shape is not None
-        expected = parameter[1:] if row.name.startswith("layers.") and not once else parameter
-        assert sorted(row.shape) == sorted(expected), row.name
     names = {r.name for r in found.filter(kind="parameter")}
-    assert {r.name for r in rows} == (names if once else names - {"embed.embedding"})
+    assert {r.name for r in rows} == (names if run.sharding.zero == 1 else names - {"embed.embedding"})
+
+    def is_gathered(eqn: Any) -> bool:
+        if once:
+            return str(eqn.source_info.name_stack) == "gather" and eqn.primitive.name in ("scan", "custom_vjp_call")
+        return eqn.primitive.name == "name" and eqn.params["name"] == "weight"
+
+    traced = {
+        eqn.outvars[0].aval for eqn in equations(made.train_step.trace(made.state, made.batch).jaxpr.jaxpr) if is_gathered(eqn)
+    }
+    # The head is transposed before it is gathered.
+    assert {(*sorted(r.local_shape), r.dtype) for r in rows} == {
+        (*sorted(a.shape), shardings.SHORT[str(a.dtype)]) for a in traced
+    }
     assert not {"all_gather", "reduce_scatter"} & {r.name for r in found.filter(kind="activation")}
 
 
@@ -194,17 +210,11 @@ def test_gradients_leave_the_step_like_this():
     run = tiny({"mesh.fsdp": 4, "mesh.tensor": 2, "dtypes.grads": "bf16", "train.freeze": "layers.attention.wq"})
     made = program(run)
     given = []
-
-    def walk(jaxpr: Any) -> None:
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "shard_map":
-                for v, spec in zip(eqn.outvars, eqn.params["out_specs"], strict=True):
-                    sharding = jax.sharding.NamedSharding(made.placement.mesh, spec)
-                    given.append((v.aval.shape, str(v.aval.dtype), layouts.dims_of(sharding, v.aval.ndim)))
-            for body in jaxprs_in_params(eqn.params):
-                walk(body)
-
-    walk(made.train_step.trace(made.state, made.batch).jaxpr.jaxpr)
+    for eqn in equations(made.train_step.trace(made.state, made.batch).jaxpr.jaxpr):
+        if eqn.primitive.name == "shard_map":
+            for v, spec in zip(eqn.outvars, eqn.params["out_specs"], strict=True):
+                sharding = jax.sharding.NamedSharding(made.placement.mesh, spec)
+                given.append((v.aval.shape, str(v.aval.dtype), shardings.dims_of(sharding, v.aval.ndim)))
     rows = of(run).filter(kind="gradient").entries
     assert [(r.shape, "bfloat16", r.mesh_axes) for r in rows] == [g for g in given if g[0]]
     assert {r.name for r in of(run).filter(kind="parameter")} - {r.name for r in rows} == {"layers.attention.wq"}
@@ -243,7 +253,7 @@ def test_offloaded_activations_take_no_device_memory():
     # The last layer's backward pass comes at once.
     assert [(r.saved, r.copies) for r in found.filter(name="mlp_up")] == [("offload", 2), ("keep", 1)]
     assert (q.saved, q.copies, q.held_bytes) == ("keep", 3, 3 * 8192 * 4096 * 2)
-    assert "2 on the host" in in_text(found, 200)
+    assert "2 on the host" in render_text(found, 200)
 
 
 def test_llama3_8b_by_hand():
@@ -309,9 +319,9 @@ def test_what_cannot_be_is_refused(ask, words):
         ask()
 
 
-def test_table_shows_the_same_in_text_and_html():
+def test_table_shows_the_same_render_text_and_html():
     found = table({"mesh.fsdp": 4, "mesh.tensor": 2}).filter(name="layers.mlp.gate")
-    text, page = in_text(found, 200), found._repr_html_()
+    text, page = render_text(found, 200), found._repr_html_()
     body = ET.fromstring(f"<div>{page.replace('<br>', '')}</div>")
     cells = ["".join(cell.itertext()) for cell in body.iter("td")]
     assert len(cells) == 8 * len(found) and all(cell in text for cell in cells)
@@ -370,7 +380,7 @@ def test_totals_say_what_they_leave_out():
     (total,) = found.totals()
     assert (total["arrays"], total["unknown"], total["held_bytes"]) == (5, 4, sum(r.held_bytes for r in found))
     assert total["total_bytes"] == 4 * 16 * 64 * 64 * 4  # the layers' inputs
-    assert "1.00 MiB without 4 of each device's own in all" in in_text(found, 200) and "f32[?]" in in_text(found, 200)
+    assert "1.00 MiB without 4 of each device's own in all" in render_text(found, 200) and "f32[?]" in render_text(found, 200)
 
 
 @pytest.mark.parametrize("name", ["layers.mlp.gate", "q", "final_norm.scale", "count", "tokens"])

@@ -12,7 +12,6 @@ import runs
 from gpu_traces import PROGRAM
 from pages import assert_self_contained
 
-from jaxtrain import receipt
 from jaxtrain.profile import __main__ as command
 from jaxtrain.profile import load, measure, page, report, trace
 from jaxtrain.profile.diff import diff
@@ -86,7 +85,7 @@ def test_work_is_that_of_the_program(split: Profile):
 def test_memory_at_the_peak_is_the_compilers(split: Profile, traced: Path):
     assert split.program is not None and split.program.held is not None
     held = split.program.held
-    memory = receipt.load(traced / "receipt.json")["memory_gib"]
+    memory = runs.receipt(traced)["memory_gib"]
     assert sum(held.by_part.values()) == pytest.approx(held.peak_gib)
     assert held.arguments_gib == pytest.approx(
         memory["parameters"] + memory["optimizer state"] + memory["batch"], rel=0.05

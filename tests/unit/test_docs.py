@@ -14,7 +14,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks import attention_tiles, first_hour, import_memory, numerics, peer_maxtext, ragged_dot
+from benchmarks import (
+    attention_tiles,
+    collective_volumes,
+    first_hour,
+    import_memory,
+    numerics,
+    peer_maxtext,
+    published,
+    ragged_dot,
+    what_fits,
+)
 from jaxtrain import environment, explain, launch, lm_eval, main
 from jaxtrain.activations import ACTIVATIONS
 from jaxtrain.bench import __main__ as bench
@@ -35,9 +45,9 @@ from jaxtrain.validate import validate
 
 REPO = Path(__file__).resolve().parents[2]
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
-OF_BENCHMARKS = (attention_tiles, first_hour, import_memory, peer_maxtext, ragged_dot)
+OF_BENCHMARKS = (attention_tiles, collective_volumes, first_hour, import_memory, peer_maxtext, published, ragged_dot, what_fits)
 PARSERS: dict[str, Any] = {f"benchmarks.{module.__name__.split('.')[-1]}": module for module in OF_BENCHMARKS}
-PARSERS |= {"data": data, "profile": profile, "hf": hugging_face, "receipt": receipt}
+PARSERS |= {"data": data, "profile": profile, "hf": hugging_face}
 NODE = Devices("gpu", "NVIDIA H200", 8, 140.0, "described", 90)
 
 
@@ -95,8 +105,11 @@ def parsed(words: list[str]) -> list[Any]:
         _, problems = parity_layouts.parse(asked.options["meshes"] or parity_layouts.DEFAULT)
         return [*asked.problems, *parity._options(asked), *problems]
     elif name == "preflight":
-        parsed = preflight.COMMAND.parse(words)
-        return [*parsed.problems, *preflight.check_options(parsed)]
+        asked = preflight.COMMAND.parse(words)
+        return [*asked.problems, *preflight.check_options(asked)]
+    elif name == "receipt":
+        asked = receipt.COMMAND.parse(words)
+        return [*asked.problems, *receipt.check(asked)]
     elif name == "report":
         return report.parse(words)[3]
     elif name == "test":

@@ -38,9 +38,9 @@ LAYERS = {
     """,
     "around the run": """
         validate.pipeline validate.experts validate.layout validate.places validate receipt.* replay
-        page.* bench.microbenchmarks plan plan.result plan.numbers plan.topology plan.rates plan.program.*
+        page.* bench.microbenchmarks plan plan.result plan.topology plan.rates plan.program.*
         plan.cudnn_library plan.compile plan.make plan.calibrate plan.expect plan.search.* plan.report.*
-        plan.explore.* plan.known.* plan.__main__ profile.* parity parity.layouts parity.compare parity.report
+        plan.sharding_pictures plan.shardings plan.__main__ profile.* parity parity.layouts parity.compare parity.report
         parity.__main__ preflight.* bench.* report.*
     """,
     "the whole": """
@@ -179,6 +179,6 @@ def test_the_rules_can_fail():
     assert found("from jaxtrain.data.tokenizer import load_tokenizer") == {"data.tokenizer"}
     assert found("X = {'llama': 'jaxtrain.models.families.llama'}") == {"models.families.llama"}
     assert complaint("kernels.dot", "models.layers") and complaint("config", "sharding")
-    assert complaint("plan.search.fit", "plan.report.figures") and not complaint("plan.report.figures", "plan.numbers")
+    assert complaint("plan.search.fit", "plan.report.sections") and not complaint("plan.report.sections", "page.numbers")
     assert complaint("metrics", "sample") and not complaint("sample", "metrics")
     assert not complaint("models.layers", "kernels.dot")

@@ -49,7 +49,6 @@ def test_shardings_are_printed_without_compiling(capsys):
         (["--topology=h200:8", "--search", "--most=0"], "--most = '0': must be a whole number, 1 or more"),
         (["--topology=h200:8", "--most=5"], "--most: the plan of one layout has no use for it"),
         (["--topology=h200:8", "--search", "--html=x.html"], "--html: --search has no use for it"),
-        (["--topology=h200:8", "--golden"], "--config --topology --config.KEY: --golden has no use for it"),
         (["--topology=h200:8", "--experts-load=0.9"], "--experts-load = '0.9': must be a number from 1"),
         (["--topology=h200:8", "--experts-load=1.5"], "--experts-load = '1.5': the model has no experts. Leave it out."),
         (["--topology=h200:8", "--config.model.num_experts=8", "--experts-load=4.1"], "draws 4 even shares, and none can draw"),
@@ -58,7 +57,6 @@ def test_shardings_are_printed_without_compiling(capsys):
         (["--topology=h200:8", "--html=tests"], "is a folder"),
         (["--topology=h200:8", "--cache=pyproject.toml/plans"], "pyproject.toml is not a folder"),
         (["--topology=h200:8", "--search", "--calibrate"], "each of these replaces the plan"),
-        (["--topology=h200:8", "--golden=renew"], "no such action"),
         (["--topology=h200:8", "--json=nowhere/plan.json"], "there is no folder"),
         (["--topology=h200:8", "--toplogy=h200:8"], "Did you mean --topology?"),
         (["--calibrate"], "--config --config.KEY: --calibrate has no use for it"),
@@ -90,8 +88,6 @@ def test_a_compile_that_fails_is_told(monkeypatch, capsys):
 def test_mistakes_without_a_config(capsys):
     assert "JAX finds none" in refused(capsys, "--calibrate")
     assert "--topology: --calibrate has no use for it" in refused(capsys, "--calibrate", "--topology=h200:8")
-    assert "there is no folder" in refused(capsys, "--what-fits=nowhere/what_fits.md")
-    assert "is a folder" in refused(capsys, "--published=docs")
 
 
 def test_a_folder_that_is_not_writable_is_known_before_compiling(monkeypatch, tmp_path, capsys):

@@ -14,10 +14,10 @@ from pages import EVIL, Read, assert_self_contained
 from rich.console import Console
 from sample_plan import sample
 
-from jaxtrain.page import charts, kit
-from jaxtrain.plan import numbers
+from jaxtrain.page import charts, kit, numbers
+from jaxtrain.page.sections import place, print_sections
 from jaxtrain.plan.program.traffic import Part
-from jaxtrain.plan.report import figures, page, terminal, traffic_report
+from jaxtrain.plan.report import page, sections, terminal
 from jaxtrain.plan.report.live import live
 from jaxtrain.plan.result import Buffer, Collective, Kernel, Plan
 
@@ -67,7 +67,7 @@ def numbers_in(shown: str) -> set[str]:
 def written(plan: Plan, width: int = 110, encoding: str = "utf-8", **arguments: Any) -> str:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding=encoding)
-    terminal.text(plan, Console(file=stream, width=width, highlight=False), **arguments)
+    terminal.print_plan(plan, Console(file=stream, width=width, highlight=False), **arguments)
     stream.flush()
     return raw.getvalue().decode(encoding)
 
@@ -79,8 +79,9 @@ def row(shown: str, start: str) -> list[str]:
 
 
 def page_words(plan: Plan, steps: int) -> str:
-    """What the page says, but for the axis of the chart, whose round numbers are its own."""
+    """Return the texts of the page without the round numbers of the chart's axis and the numbers of GPUs in the mesh."""
     text = re.sub(r'<text [^>]*class="axis"[^>]*>[^<]*</text>', "", page.html(plan, steps=steps))
+    text = re.sub(r'<div class="mesh">.*?<p class="quiet">', '<p class="quiet">', text, flags=re.DOTALL)
     return " ".join(w for w in Read(text).words if w not in (kit.POLICY, "width=device-width, initial-scale=1"))
 
 
@@ -133,19 +134,19 @@ def test_every_number_shown_is_of_the_plan(render, left_out, own):
 
 
 def test_the_verdict_comes_first_and_says_by_how_much():
-    assert "fits: takes 40.8 of 134.4 GiB usable, 93.6 GiB to spare" in written(sample()).splitlines()[:3]
+    assert written(sample()).splitlines()[0] == "fits: 40.8 of 134.4 GiB usable memory, 93.6 GiB free"
     held = sample().memory
     memory = dataclasses.replace(held, peak_gib=159.44, temp_gib=159.44 - held.arguments_gib)
     shown = written(sample(fits=False, memory=memory, hints=("dtypes.m=bf16 makes it fit: 121.4 GiB, compiled",)))
     lines = shown.splitlines()
-    assert "does not fit: takes 159.4 of 134.4 GiB usable, 25.0 GiB too much" in lines[:3]
-    assert lines[3].startswith("if it did fit, expected: step 746 to 824 ms")
-    # Gaps alone can be too much.
+    assert lines[0] == "does not fit: needs 159.4 GiB, 134.4 GiB usable: 25.0 GiB missing"
+    assert "MFU" not in shown and "Time of a step" not in shown  # a step that does not fit has no speed
+    # Fragmentation alone can be too much.
     memory = dataclasses.replace(sample().memory, peak_gib=134.0, temp_gib=124.0)
     lines = written(sample(fits=False, memory=memory)).splitlines()
-    assert "does not fit: takes 135.2 of 134.4 GiB usable, 0.8 GiB too much" in lines[:3]
+    assert lines[0] == "does not fit: needs 135.2 GiB, 134.4 GiB usable: 0.8 GiB missing"
     # The way out stands before everything else, and once.
-    assert shown.index("dtypes.m=bf16 makes it fit") < shown.index("memory at the peak")
+    assert shown.index("dtypes.m=bf16 makes it fit") < shown.index("Memory at the peak")
     assert shown.count("dtypes.m=bf16") == 1
 
 
@@ -164,7 +165,7 @@ def test_bytes_on_the_wire_are_in_gb_and_the_lines_of_one_cause_are_added():
     shown = written(sample(collectives=(dataclasses.replace(one, network_gib=0.5),)))
     assert row(shown, "all-gather")[5:7] == ["1.07", "0.54"]
     assert "network 45 GB/s + 20 us" in " ".join(shown.split())
-    assert "nothing moves between GPUs" in written(sample(collectives=()))
+    assert "the GPUs do not communicate" in written(sample(collectives=()))
 
 
 def test_long_tables_end_in_a_sum_of_the_rest():
@@ -190,7 +191,7 @@ def test_long_tables_end_in_a_sum_of_the_rest():
 @pytest.mark.parametrize("width", [100, 120])
 def test_the_text_keeps_to_the_width(width: int):
     shown = written(sample(), width, steps=50_000)
-    report_lines, command = shown.split("to make this plan again\n")
+    report_lines, command = shown.split("Command of this plan\n")
     assert max(map(len, report_lines.splitlines())) <= width
     # In one line, so that it can be copied.
     assert command.splitlines() == [
@@ -208,11 +209,11 @@ def test_the_text_suits_a_terminal_without_unicode_and_names_with_brackets():
 def test_traffic_stands_beside_the_least_in_a_step_and_in_a_layer():
     raw = io.StringIO()
     parts = (Part("norms", 52.24, 38.99, 32), Part("optimizer", 31.9, 32.1), Part("copies and others", 11.7, 0.0))
-    traffic_report.show(parts, Console(file=raw, width=110))
+    print_sections([sections.traffic_section(parts)], Console(file=raw, width=110))
     assert row(raw.getvalue(), "norms") == ["norms", "52.2", "39.0", "1.34", "1,632", "1,218"]
     assert row(raw.getvalue(), "optimizer") == ["optimizer", "31.9", "32.1", "0.99"]
     assert row(raw.getvalue(), "copies")[-3:] == ["11.7", "0", "-"]
-    assert row(raw.getvalue(), "all") == ["all", "95.8", "71.1", "1.35"] and "1.35 x the least" in raw.getvalue()
+    assert row(raw.getvalue(), "all") == ["all", "95.8", "71.1", "1.35"]
 
 
 def test_published_runs_bound_what_is_believed():
@@ -259,10 +260,10 @@ def test_a_column_has_the_digits_of_its_largest(values: list[float], shown: list
 def test_sizes_and_places():
     assert numbers.gib([0.25, 0.001]) == ("MiB", ["256.0", "1.0"])
     assert numbers.rough(24_034.0) == "24,000"
-    assert figures.place("/a/jaxtrain/b/jaxtrain/train/loss.py:88") == "jaxtrain/train/loss.py:88"
-    assert figures.place("/env/site-packages/optax/adam.py:3") == "optax/adam.py:3"
-    assert figures.place("/mine/model.py:7") == "/mine/model.py:7"
-    assert figures.command(sample(config="my file.py", overrides=())).endswith("'--config=my file.py' --topology=h200:8")
+    assert place("/a/jaxtrain/b/jaxtrain/train/loss.py:88") == "jaxtrain/train/loss.py:88"
+    assert place("/env/site-packages/optax/adam.py:3") == "optax/adam.py:3"
+    assert place("/mine/model.py:7") == "/mine/model.py:7"
+    assert sections.command(sample(config="my file.py", overrides=())).endswith("'--config=my file.py' --topology=h200:8")
 
 
 def compared(plans: list[Plan], width: int = 100) -> str:
@@ -323,9 +324,9 @@ def test_the_chart_marks_peak_and_limit_and_says_what_gaps_add():
     shown = page.html(plan)
     assert ">peak 40.8 GiB<" in shown
     assert ">usable 134.4 GiB<" in shown
-    assert "gaps between arrays" not in shown
+    assert "temporaries 29.6 GiB; 0 GiB fragmentation" in shown
     gaps = dataclasses.replace(plan.memory, temp_gib=31.0)
-    assert "Above the peak, a run takes 42.2 GiB, 1.4 of it gaps between arrays." in page.html(sample(memory=gaps))
+    assert "temporaries 31.0 GiB; 1.4 GiB fragmentation" in page.html(sample(memory=gaps))
     # A phase too short for its name has it in the table only.
     assert ">forward</text>" in shown
     assert ">loss</text>" not in shown
@@ -337,8 +338,8 @@ def test_plans_with_little_in_them_have_a_page(held: tuple[tuple[float, str], ..
     memory = dataclasses.replace(sample().memory, timeline=held, largest=(), saved={}, peak_gib=0.3, host_gib=1.5)
     plan = sample(memory=memory, collectives=(), kernels=(), trip_counts={}, hints=(), warnings=(), overrides=())
     words = " ".join(Read(page.html(plan)).words)
-    assert "no collectives" in words
-    assert "Pinned host memory for each GPU: 1.50 GiB" in words
+    assert "the GPUs do not communicate" in words
+    assert "pinned host memory for each GPU: 1.50 GiB" in words
     assert "Warnings" not in words
 
 

@@ -2,34 +2,32 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
-from rich.console import Console
 
+from benchmarks import published, studies
+from benchmarks.published import RUNS
 from jaxtrain import hardware
 from jaxtrain.config import default_config, resolve
 from jaxtrain.plan import rates
 from jaxtrain.plan import topology as machines
-from jaxtrain.plan.known import published
-from jaxtrain.plan.known.published_runs import RUNS
 from jaxtrain.plan.search.parallel import Outcome
 from jaxtrain.plan.search.space import training_check
 
-REPO = Path(__file__).resolve().parents[2]
-TOOLBOX = "Llama 2 7B, 8 H100"
+ROWS = published.rows(published.stored())
 
 
 def row(name: str) -> published.Row:
-    return next(row for row in published.rows() if row.run.name == name)
+    return next(row for row in ROWS if row.run.name == name)
 
 
 def test_page_is_what_the_stored_plans_give():
-    assert (REPO / published.PAGE).read_text(encoding="utf-8") == published.markdown(), f"run {published.COMMAND}"
+    page = "\n".join(published.page(published.stored())) + "\n"
+    assert studies.generated(published.PAGE) == page, f"run {published.COMMAND}"
 
 
 def test_stored_plans_are_of_these_runs():
-    stale = [row.run.name for row in published.rows() if row.planned.asked != published.digest(row.run.request)]
+    stale = [row.run.name for row in ROWS if row.planned["asked"] != published.digest(row.run.request)]
     assert not stale, f"the layouts of these have changed, run {published.COMMAND}"
     assert len({run.name for run in RUNS}) == len(RUNS)
 
@@ -45,8 +43,8 @@ def test_runs_that_must_be_there(model, machine, seq_len, step_s):
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_training_would_accept_every_run(run):
-    assert not training_check(run.request.topology)(run.config)
-    assert run.why and run.source.startswith("https://")
+    assert not training_check(run.topology)(run.run_config)
+    assert run.reasons and run.source.startswith("https://")
 
 
 def test_published_mfu_is_that_of_the_publishers():
@@ -60,30 +58,30 @@ def test_published_mfu_is_that_of_the_publishers():
 def test_causes_add_up_to_the_published_time(run):
     r = row(run.name)
     p = r.planned
-    parts = p.gemm_s + p.attention_forward_s + p.attention_backward_s + p.memory_s + p.exposed_s
-    assert parts == pytest.approx(p.step_s, rel=0.01)
-    explained = p.step_s - p.gemm_s + p.gemm_tflop / r.gemm_rate
-    assert explained == pytest.approx(run.step_s, rel=1e-6)
+    parts = sum(p[f"{part}_s"] for part in ("gemm", "attention_forward", "attention_backward", "memory", "exposed"))
+    assert parts == pytest.approx(p["step_s"], rel=0.01)
+    explained = p["step_s"] - p["gemm_s"] + p["gemm_tflop"] / r.gemm_rate
+    assert explained == pytest.approx(run.published_s, rel=1e-6)
 
 
 def test_ranges_are_over_published_runs_of_the_same_kind():
     """Where three of them are XLA programs, over these. The stored ranges are those of the stored plans."""
-    plans = json.loads(published.STORED.read_text())["plans"]
+    plans = published.stored()["plans"]
 
     def spread(runs):
-        ratios = [plans[r.name]["step_s"] / r.step_s for r in runs]
+        ratios = [plans[r.name]["step_s"] / r.published_s for r in runs]
         assert len(ratios) >= 3
         return [min(ratios), max(ratios)]
 
     hopper = [r for r in RUNS if r.machine[0] == "h" and r.seq_len <= 8192]
     eight = [r for r in hopper if "FP8" in r.name]
-    bf16 = [r for r in hopper if r not in eight and r.same_compiler]
+    bf16 = [r for r in hopper if r not in eight and r.xla]
     assert rates.ranges() == {"bf16 dense": pytest.approx(spread(bf16)), "fp8 dense": pytest.approx(spread(eight))}
 
 
 def test_published_rates_explain_xla_programs_better_than_parts_of_the_peak():
     """At 75% of the peak for every kernel the geometric mean of planned over published was 0.81."""
-    rows = published.judged(published.rows())["bf16 dense"]
+    rows = published.rows_by_kind(ROWS)["bf16 dense"]
     assert len(rows) >= 6 and 0.81 < published.mean(rows) < 1
 
 
@@ -139,30 +137,32 @@ def test_kinds_of_run(topology, changes, kind):
 
 def test_the_sizes_of_compared_runs():
     """A range is given for as many GPUs as the runs had that it was derived from."""
-    for kind, rows in published.judged(published.rows()).items():
+    for kind, rows in published.rows_by_kind(ROWS).items():
         sizes = [machines.parse(row.run.machine).total for row in rows]
         assert (min(sizes), max(sizes)) == rates.SIZES[kind.removesuffix(" dense")], kind
 
 
-def test_a_plan_that_fails_is_named_and_nothing_is_written(monkeypatch, tmp_path, capsys):
-    def plan_many(requests, **how):
-        return {name: Outcome(None, "crashed", "no luck") for name in requests}
+def test_the_stored_ranges_are_those_of_the_stored_plans():
+    assert json.loads(rates.COMPARED.read_text()) == json.loads(json.dumps(published.ranges(ROWS)))
 
-    monkeypatch.setattr(published, "plan_many", plan_many)
+
+def test_a_plan_that_fails_is_named_and_nothing_is_written(monkeypatch, capsys):
+    def plan_many(requests, on_done, **how):
+        outcomes = {name: Outcome(None, "crashed", "no luck") for name in requests}
+        for item in outcomes.items():
+            on_done(*item)
+        return outcomes
+
+    monkeypatch.setattr(studies, "plan_many", plan_many)
     before = published.STORED.read_bytes()
-    assert published.run(Console(width=200), tmp_path / "page.md") == 1
-    assert f"{TOOLBOX}: crashed: no luck" in capsys.readouterr().out
-    assert not (tmp_path / "page.md").exists() and published.STORED.read_bytes() == before
+    with pytest.raises(SystemExit):
+        published.main(["--write"])
+    assert f"{RUNS[0].name}: crashed: no luck" in capsys.readouterr().out
+    assert published.STORED.read_bytes() == before
 
 
-def test_what_could_not_be_written_is_refused_before_anything_is_compiled(monkeypatch, tmp_path):
-    monkeypatch.setattr(published, "STORED", tmp_path / "missing" / "published.json")
-    with pytest.raises(ValueError, match="published.json cannot be written"):
-        published.run(Console(), tmp_path / "page.md")
-
-
-def test_a_format_of_another_version_is_refused(monkeypatch, tmp_path):
-    (tmp_path / "published.json").write_text('{"format": 0}')
-    monkeypatch.setattr(published, "STORED", tmp_path / "published.json")
-    with pytest.raises(ValueError, match="format 0.*--published"):
-        published.rows()
+def test_the_text_above_the_mark_is_kept(monkeypatch, tmp_path):
+    (tmp_path / "page.md").write_text(f"By hand.\n{studies.MARK}old\n")
+    monkeypatch.setattr(studies.launch, "REPO", tmp_path)
+    studies.publish("page.md", ["new"], write=True)
+    assert (tmp_path / "page.md").read_text() == f"By hand.\n{studies.MARK}new\n"

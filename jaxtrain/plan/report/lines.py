@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxtrain.plan.report.figures import place
+from jaxtrain.page.sections import place
 
 BAR = 28
 SOURCE = 28

@@ -1,315 +1,258 @@
-"""A plan as one page that can be mailed, printed and opened anywhere: no request leaves it, all of it works without scripts."""
+"""A plan as one page that can be mailed, printed and opened anywhere: it requests nothing, and works without scripts."""
 
-import math
-import re
+import itertools
+from collections.abc import Sequence
 from html import escape
 
-from jaxtrain.page.charts import single, stacked
-from jaxtrain.page.kit import Column, Markup, bullets, cursor_data, document, plural, say, swatch, table, tiles
-from jaxtrain.plan.numbers import GB_PER_GIB, column, decimals, gib, number, percent, rough, size
-from jaxtrain.plan.report.figures import (
-    ASSUMPTIONS,
-    TRAINING,
-    built,
-    card,
-    classes,
+from jaxtrain.page.charts import stacked, ticks
+from jaxtrain.page.kit import cursor_data, document, plural, say, swatch, tiles
+from jaxtrain.page.numbers import GB_PER_GIB, column, decimals, gib, number, percent, rough, size
+from jaxtrain.page.sections import Column, Drawing, Section, Table, html_sections
+from jaxtrain.plan.report.sections import (
+    CLASS_COLOURS,
+    OTHER_CLASS,
+    PART_COLOURS,
     command,
-    devices,
+    device_count,
     expected,
-    experts,
     headline,
-    host_waits,
-    in_pieces,
-    matmuls,
+    make_sections,
+    memory_classes,
     mesh,
     mfu,
-    moved,
     no_range,
-    off_by,
-    peak_at,
-    pipeline,
-    place,
-    ran,
-    rates,
+    range_source,
     span,
     step_parts,
-    supposed,
-    training,
     verdict,
-    work,
 )
-from jaxtrain.plan.report.page_charts import colour, memory_chart
-from jaxtrain.plan.result import Buffer, Collective, Plan
+from jaxtrain.plan.result import Plan
 
-PART_COLOURS = {
-    "GEMM": "var(--c1)",
-    "attention": "var(--c4)",
-    "memory-bound": "var(--c2)",
-    "exposed communication": "var(--c5)",
-    "waiting for the host": "var(--c8)",
-}
-LISTED = 40  # kernels and arrays with a row of their own; what is left is summed in one more
+HEIGHT = 280  # px of the chart of memory; page.css has the same
+LETTER = 7.5  # px of an average letter of a label, generously
+NARROW, WIDE = 560, 900  # px of the chart at least: on a narrow page, and where .roomy is shown (page.css)
 
 
 def html(plan: Plan, *, steps: int | None = None) -> str:
-    """The page. `steps`: the config's number of training steps."""
+    """Return the page.
+
+    Args:
+        steps: training steps of the config.
+    """
     title = f"{plan.config} on {plan.topology}"
+    sections = {section.title: section for section in make_sections(plan, steps)}
+    notes = [sections.pop(name) for name in ("Warnings", "Hints", "Settings that would make it fit") if name in sections]
+    _draw_before(sections, "Memory at the peak", _peak_bar(plan))
+    _draw_before(sections, "Time of a step", _time_bar(plan))
     body = [
         f"<header><h1>{escape(title)}</h1>",
-        say(f"{plan.chip}, {plural(devices(plan), 'GPU')}: mesh {mesh(plan)}, attention {plan.attention}", "quiet"),
+        say(f"{plan.chip}, {plural(device_count(plan), 'GPU')}: mesh {mesh(plan)}, attention {plan.attention}", "quiet"),
         say(f"with {' '.join(plan.overrides)}", "quiet") if plan.overrides else "",
         f'<p class="verdict {"yes" if plan.fits else "no"}">{escape(verdict(plan))}</p></header><main>',
         _tiles(plan),
         say(f"{plan.kept}.") if plan.kept else "",
-        say(f"{f'{expected(plan)} ({off_by(plan)})' if plan.time.expected_step_ms else off_by(plan)}{supposed(plan)}."),
-        bullets("Warnings", plan.warnings, "warnings"),
-        bullets("Hints" if plan.fits else "What would make it fit", plan.hints),
-        "<h2>Memory over the schedule</h2>",
-        _schedule(plan),
-        "<h2>Memory at the peak</h2>",
-        _memory(plan),
-        "<h2>Time of a step, by the roofline</h2>",
-        _time(plan, steps),
-        bullets("Pipeline", pipeline(plan)),
-        bullets("Experts", experts(plan)),
-        "<h2>What moves between GPUs</h2>",
-        _collectives(plan),
-        "<h2>Kernels</h2>",
-        _kernels(plan),
-        "<h2>Largest arrays at the peak</h2>",
-        _buffers(plan),
-        _loops(plan),
-        say(f"{waits}.") if (waits := host_waits(plan)) else "",
-        bullets("How it was counted", (rates(plan), f"the meter: {ASSUMPTIONS}", work(plan), built(plan))),
-        f"<h2>To make this plan again</h2><pre><code>{escape(command(plan))}</code></pre></main>",
+        say(f"{expected(plan)} ({range_source(plan)}).") if plan.time.expected_step_ms and plan.fits else "",
+        *html_sections([section for section in notes if section.title != "Hints"]),
+        *html_sections([section for section in notes if section.title == "Hints"]),
+        *html_sections([mesh_section(plan), schedule_section(plan), *sections.values()]),
+        f"<h2>Command of this plan</h2><pre><code>{escape(command(plan))}</code></pre></main>",
     ]
     return document(f"{title}: {verdict(plan)}", headline(plan), body)
 
 
+def _draw_before(sections: dict[str, Section], title: str, drawing: str) -> None:
+    """Put a drawing in front of a section, if there is this section."""
+    if title in sections:
+        sections[title] = Section(title, [Drawing(drawing), *sections[title].parts])
+
+
 def _tiles(plan: Plan) -> str:
+    """Return the tiles: memory, and for a step that fits its expected speed with the roofline below it."""
     t, m = plan.time, plan.memory
+    memory = ("memory allocated", size(m.taken_gib), f"of {size(m.usable_gib)} usable")
+    if not plan.fits:
+        return tiles([memory, ("missing", size(m.taken_gib - m.usable_gib), "on each GPU")])
     wire = sum(c.wire_gib for c in plan.collectives) * GB_PER_GIB
-    cells = [
-        ("memory", size(m.taken_gib), f"of {size(m.usable_gib)} usable"),
-        _speed(
-            plan,
-            "step" if plan.fits else "step, if it did fit",
-            t.expected_step_ms,
-            f"{rough(t.step_ms)} ms",
-            f"bound by {t.bound_by}",
-            " ms",
-        ),
-        _speed(
-            plan,
-            "tokens/s/GPU",
-            t.expected_tokens_per_s_per_device,
-            rough(t.tokens_per_s_per_device, 4),
-            f"{rough(t.tokens_per_s, 4)} in all",
-        ),
-        _mfu(plan),
-        ("exposed", percent(t.exposed_ms / t.step_ms), "communication, of the step"),
-        ("on the wire", f"{number(wire)} GB", "a GPU and step"),
+    roofline = {
+        "step": f"{rough(t.step_ms)} ms, bound by {t.bound_by}",
+        "tokens/s/GPU": f"{rough(t.tokens_per_s_per_device, 4)}, {rough(t.tokens_per_s, 4)} in all",
+        "MFU": f"{mfu(plan)}, full {percent(t.mfu_full)}, HFU {percent(t.hfu)}",
+    }
+    if t.expected_step_ms:
+        low, high = (percent(t.mfu_causal * t.step_ms / each) for each in reversed(t.expected_step_ms))
+        values = {
+            "step": f"{span(t.expected_step_ms)} ms",
+            "tokens/s/GPU": span(t.expected_tokens_per_s_per_device),
+            "MFU": f"{low} to {high}",
+        }
+        speed = [(f"{name}, expected", value, f"roofline {roofline[name]}") for name, value in values.items()]
+    else:
+        values = {
+            "step": f"{rough(t.step_ms)} ms",
+            "tokens/s/GPU": rough(t.tokens_per_s_per_device, 4),
+            "MFU": percent(t.mfu_causal),
+        }
+        speed = [(f"{name}, roofline", value, f"{no_range(plan)}; {roofline[name]}") for name, value in values.items()]
+    exposed = ("exposed communication", percent(t.exposed_ms / t.step_ms), "of the step")
+    return tiles([memory, *speed, exposed, ("on the wire", f"{number(wire)} GB", "a GPU and step")])
+
+
+def _peak_bar(plan: Plan) -> str:
+    m = plan.memory
+    classes = memory_classes(plan)
+    unit, sizes = gib([*(value for _, value in classes), m.peak_gib])
+    parts = [
+        (f"{name}: {text} {unit}", value, CLASS_COLOURS.get(name, OTHER_CLASS))
+        for (name, value), text in zip(classes, sizes, strict=False)
     ]
-    return tiles(cells)
+    label = f"Memory at the peak: {', '.join(text for text, *_ in parts)}; {size(m.usable_gib)} usable"
+    return stacked(label, parts, max(m.hbm_gib, m.peak_gib + m.reserve_gib), mark=m.usable_gib)
 
 
-def _mfu(plan: Plan) -> tuple[str, str, str]:
-    """The tile of MFU, with the expected range first where there is one."""
-    t = plan.time
-    note = f"{mfu(plan)}, full {percent(t.mfu_full)}, HFU {percent(t.hfu)}"
-    if t.expected_step_ms is None:
-        return "MFU by the roofline", percent(t.mfu_causal), note
-    low, high = (percent(t.mfu_causal * t.step_ms / each) for each in reversed(t.expected_step_ms))
-    return "MFU, expected", f"{low} to {high}", f"roofline {note}"
+def _time_bar(plan: Plan) -> str:
+    parts = step_parts(plan)
+    texts = column([*(ms for _, ms in parts), plan.time.step_ms])
+    drawn = [(f"{name}: {text} ms", ms, PART_COLOURS[name]) for (name, ms), text in zip(parts, texts, strict=False)]
+    label = f"Time of a step: {', '.join(text for text, *_ in drawn)}"
+    return stacked(label, drawn, max(plan.time.step_ms, sum(ms for _, ms in parts)))
 
 
-def _speed(
-    plan: Plan, what: str, low_high: tuple[float, float] | None, roofline: str, note: str, unit: str = ""
-) -> tuple[str, str, str]:
-    """A tile: the expected range and below it the roofline; without a range the roofline, named as such, and why."""
-    if low_high:
-        return f"{what}, expected", span(low_high) + unit, f"roofline {roofline}, {note}"
-    return f"{what}, roofline", roofline, f"{no_range(plan)}; {note}"
+# ---- the mesh
 
 
-def _schedule(plan: Plan) -> str:
+def mesh_section(plan: Plan) -> Section:
+    """Return a picture of the mesh: nodes, their GPUs, and the coordinates of each along the axes of more than one device."""
+    axes = [(axis, n) for axis, n in plan.mesh.items() if n > 1]
+    total = device_count(plan)
+    if total == 1:
+        return Section("Mesh", [])
+    node = _gpus_of_a_node(plan.topology, total)
+    shown = min(total, 4 * node)
+    boxes = []
+    for first in range(0, shown, node):
+        cells = []
+        for rank in range(first, min(first + node, shown)):
+            rest, words = rank, []
+            for axis, n in reversed(axes):
+                rest, at = divmod(rest, n)
+                words.insert(0, f"{axis} {at}")
+            colour = f"var(--c{1 + (rank // _inner(axes)) % 8})"
+            cells.append(f'<div class="gpu" style="border-color:{colour}"><b>{rank}</b>{escape(", ".join(words))}</div>')
+        boxes.append(f'<div class="node"><span class="quiet">node {first // node}</span>{"".join(cells)}</div>')
+    more = f" The first {shown} of {total:,} are drawn." if shown < total else ""
+    names = " x ".join(f"{axis} {n}" for axis, n in axes)
+    note = f"{names}: the last axis is the innermost. GPUs of one colour differ in {axes[-1][0]} alone.{more}"
+    return Section("Mesh", [Drawing(f'<div class="mesh">{"".join(boxes)}</div>'), note])
+
+
+def _inner(axes: Sequence[tuple[str, int]]) -> int:
+    """Return the size of the innermost axis."""
+    return axes[-1][1]
+
+
+def _gpus_of_a_node(topology: str, total: int) -> int:
+    """Return the GPUs of one node of h200:8 or h200:8x4."""
+    count = topology.partition(":")[2].partition("x")[0]
+    return int(count) if count.isdecimal() and 0 < int(count) <= total else total
+
+
+# ---- memory over the schedule
+
+
+def schedule_section(plan: Plan) -> Section:
+    """Return the chart of memory over the schedule, and the extremes of each phase."""
     m = plan.memory
     if not m.timeline:
-        return say("The schedule of this plan was not recorded.")
+        return Section("Memory over the schedule", [])
     phases = list(dict.fromkeys(phase for _, phase in m.timeline))
-    held = {p: [gib for gib, phase in m.timeline if phase == p] for p in phases}
+    held = {p: [value for value, phase in m.timeline if phase == p] for p in phases}
     low, high = [min(held[p]) for p in phases], [max(held[p]) for p in phases]
-    note = "In the order in which the compiler scheduled the step, bodies of loops once: not to scale in time."
-    if m.taken_gib > 1.001 * m.peak_gib:
-        note += f" Above the peak, {in_pieces(plan)}."
-    unit, lows = gib(low)
-    by_phase = table(
-        "Phases of the schedule",
-        [
-            Column("phase", [phase or "start" for phase in phases]),
-            Column(f"least held, {unit}", lows, low),
-            Column(f"most held, {gib(high)[0]}", gib(high)[1], high),
-        ],
-        "small",
+    columns = [Column("phase", [phase or "start" for phase in phases])]
+    for name, values in (("lowest", low), ("highest", high)):
+        columns.append(Column(f"{name}, {gib(values)[0]}", gib(values)[1], values))
+    places = decimals([value for value, _ in m.timeline])
+    points = cursor_data([f"{number(value, places)} GiB, {phase or 'start'}" for value, phase in m.timeline])
+    key = f"{swatch('var(--c8)')}state and batch &ensp; {swatch('var(--c1)')}everything else"
+    chart = (
+        '<div class="chart" tabindex="0" role="group" aria-label="Memory over the schedule; arrow keys move the cursor">'
+        f'{memory_chart(plan)}{points}<div class="tip" role="status"></div></div><p class="quiet">{key}</p>'
     )
-    places = decimals([held for held, _ in m.timeline])
-    points = cursor_data([f"{number(held, places)} GiB, {phase or 'start'}" for held, phase in m.timeline])
-    key = swatch("var(--c8)") + "state and batch, held throughout &ensp; " + swatch("var(--c1)") + "everything else"
-    return (
-        f'<div class="chart" tabindex="0" role="group" aria-label="Memory over the schedule; arrow keys move the cursor">'
-        f'{memory_chart(plan)}{points}<div class="tip" role="status"></div></div><p class="quiet">{key}</p>{say(note, "quiet")}'
-        f"{by_phase}"
-    )
+    note = "In the order of the compiler's schedule, each loop's body once: not to scale in time."
+    return Section("Memory over the schedule", [Drawing(chart), note, Table("Phases of the schedule", columns, style="small")])
 
 
-def _memory(plan: Plan) -> str:
+def runs(phases: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Return (phase, first, last) of each stretch of the schedule in one phase."""
+    out, first = [], 0
+    for phase, points in itertools.groupby(phases):
+        n = len(list(points))
+        out.append((phase, first, first + n - 1))
+        first += n
+    return out
+
+
+def memory_chart(plan: Plan) -> str:
+    """Return GiB over the schedule as SVG: state and batch, the rest above it, phases, usable memory and the peak.
+
+    Positions along x are percentages, so the browser stretches the drawing and not the text. Only the curves are in a nested
+    svg that is stretched as a whole.
+    """
     m = plan.memory
-    held = classes(plan)
-    names, values = [n for n, _ in held], [v for _, v in held]
-    unit, sizes = gib([*values, m.peak_gib])
-    whole = max(m.hbm_gib, m.peak_gib + m.reserve_gib)
-    parts = [(f"{n}: {s} {unit}", v, colour(n)) for n, v, s in zip(names, values, sizes, strict=False)]
-    label = f"Memory at the peak: {', '.join(what for what, *_ in parts)}; {size(m.usable_gib)} are usable"
-    by_class = table(
-        f"By class, {unit} on each GPU",
-        [
-            Column("class", [Markup(swatch(colour(n)) + escape(n)) for n in names], total="peak"),
-            Column(unit, sizes[:-1], values, total=sizes[-1]),
-            Column("share", [percent(v / m.peak_gib) for v in values], values),
-        ],
-        "sortable",
+    held = [value for value, _ in m.timeline]
+    last = max(1, len(held) - 1)
+    top = 1.12 * max(m.usable_gib, m.peak_gib, *held)
+
+    def x(i: float) -> str:
+        return f"{100 * i / last:.2f}%"
+
+    def y(value: float) -> float:
+        return HEIGHT * (1 - value / top)
+
+    def curve(values: Sequence[float]) -> str:
+        return " ".join(f"{1000 * i / last:.1f},{1000 * (1 - v / top):.2f}" for i, v in enumerate(values))
+
+    def text(at: str, y: float, anchor: str, kind: str, words: str) -> str:
+        return f'<text x="{at}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{escape(words)}</text>'
+
+    highest = max(range(len(held)), key=held.__getitem__)
+    alternative = (
+        f"Memory on each GPU over the schedule of one step: between {size(min(held))} and {size(held[highest])}, highest in "
+        f"phase {m.timeline[highest][1] or 'start'}; {size(m.usable_gib)} usable."
     )
-    saved = ""
-    if m.saved:
-        ordered = sorted(m.saved.items(), key=lambda kv: -kv[1])
-        kept, held = [n for n, _ in ordered], [v for _, v in ordered]
-        unit, sizes = gib([*held, sum(held)])
-        saved = table(
-            f"Activations saved for the backward pass, {unit}",
-            [
-                Column("activation", kept, total="all"),
-                Column(unit, sizes[:-1], held, total=sizes[-1]),
-                Column("", [Markup(single(v, held[0])) for v in held], kind="share"),
-            ],
-        )
-    host = say(f"Pinned host memory for each GPU: {size(m.host_gib)}.") if m.host_gib else ""
-    return (
-        stacked(label, parts, whole, mark=m.usable_gib)
-        + say(f"The line marks what is usable: {card(plan)}.", "quiet")
-        + f'<div class="pair">{by_class}{saved}</div>'
-        + say(f"The peak is {peak_at(plan)}.", "quiet")
-        + host
-    )
+    out = [f'<svg role="img" aria-label="{escape(alternative)}">']
+    for n, (phase, first, end) in enumerate(runs([phase for _, phase in m.timeline])):
+        # A point covers the stretch up to the next one, so bands meet there.
+        begin, finish = 100 * first / last, 100 * min(end + 1, last) / last
+        if n % 2 == 0:
+            out.append(f'<rect class="band" x="{begin:.2f}%" y="-26" width="{finish - begin:.2f}%" height="{HEIGHT + 26}"/>')
+        needs = LETTER * len(phase)
+        if phase and needs <= (finish - begin) / 100 * WIDE:
+            kind = "axis" if needs <= (finish - begin) / 100 * NARROW else "axis roomy"
+            out.append(text(f"{(begin + finish) / 2:.2f}%", -10, "middle", kind, phase))
+    for tick in ticks(top):
+        out.append(f'<line class="grid" x1="0" x2="100%" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
+        out.append(text("-8", y(tick) + 4, "end", "axis", f"{tick:g}"))
+    out.append(text("-8", -10, "end", "axis", "GiB"))
 
+    end = f"{1000 * (len(held) - 1) / last:.1f},1000"
+    area = f"0,1000 {curve(held)} {end}"
+    state = f"0,1000 {curve([min(v, m.arguments_gib) for v in held])} {end}"
+    out.append('<svg width="100%" height="100%" viewBox="0 0 1000 1000" preserveAspectRatio="none" overflow="visible">')
+    limit = max(0.0, 1000 * (1 - m.usable_gib / top))
+    out.append(f'<clipPath id="too-much"><rect width="1000" height="{limit:.2f}"/></clipPath>')
+    out.append(f'<polygon class="temporary" points="{area}"/><polygon class="throughout" points="{state}"/>')
+    out.append(f'<polygon class="over" points="{area}" clip-path="url(#too-much)"/>')
+    out.append(f'<polyline class="held" points="{curve(held)}"/></svg>')
 
-def _time(plan: Plan, steps: int | None) -> str:
-    t = plan.time
-    parts = step_parts(plan)
-    values = [ms for _, ms in parts]
-    shown = column([*values, t.step_ms])
-    drawn = [(f"{name}: {s} ms", ms, PART_COLOURS[name]) for (name, ms), s in zip(parts, shown, strict=False)]
-    label = f"Time of a step: {', '.join(what for what, *_ in drawn)}"
-    by_part = table(
-        "A step on each GPU",
-        [
-            Column("part", [Markup(swatch(PART_COLOURS[name]) + escape(name)) for name, _ in parts], total="step"),
-            Column("ms", shown[:-1], values, total=shown[-1]),
-            Column("share", [percent(ms / t.step_ms) for ms in values], values),
-        ],
-    )
-    rows = list(zip(*training(plan, steps), strict=True))
-    long = [Column(name, cells, kind="number" if name else "") for name, cells in zip(TRAINING, rows, strict=True)]
-    by = "expected" if t.expected_step_ms else "by the roofline"
-    caption = f"Time to train on {plural(devices(plan), 'GPU')}, {by}; {plan.tokens_per_step:,} tokens a step, steps alone"
-    on_links, waited = column([t.communication_ms, t.exposed_ms])
-    return (
-        stacked(label, drawn, max(t.step_ms, sum(values)))
-        + f'<div class="pair">{by_part}{table(caption, long)}</div>'
-        + say(f"Communication takes {on_links} ms on the links; the GPU waits for {waited} ms of it.", "quiet")
-        + (say(f"{matmuls(plan)}.", "quiet") if plan.matmuls else "")
-    )
-
-
-def _collectives(plan: Plan) -> str:
-    found = moved(plan)
-    if not found:
-        return say("Nothing: the program has no collectives.")
-
-    def numbers(heading: str, values: list[float]) -> Column:
-        *cells, total = column([*values, math.fsum(values)])
-        return Column(heading, cells, values, total=total)
-
-    network = [c.network_gib * GB_PER_GIB for c in found]
-    counts = [c.count for c in found]
-    columns = [
-        Column("kind", [c.kind for c in found], kind="whole", total="all"),
-        Column("dtype", [c.dtype for c in found]),
-        Column("axis", [c.axis for c in found]),
-        Column("GPUs", [str(c.group) for c in found], [c.group for c in found]),
-        Column("count", [f"{n:,}" for n in counts], counts, total=f"{sum(counts):,}"),
-        numbers("wire GB", [c.wire_gib * GB_PER_GIB for c in found]),
-        *([numbers("network GB", network)] if any(network) else []),
-        numbers("ms", [c.ms for c in found]),
-        numbers("exposed ms", [c.exposed_ms for c in found]),
-        Column("source", [place(c.source) for c in found], kind="whole"),
-        Column("scope, and the longest one's name in the HLO", [_origin(c) for c in found], kind="scope"),
-    ]
-    return table("Collectives of a step; bytes are those that each GPU sends", columns, "sortable")
-
-
-def _kernels(plan: Plan) -> str:
-    ordered = ran(plan)
-    found, rest = ordered[:LISTED], ordered[LISTED:]
-
-    def numbers(heading: str, field: str) -> Column:
-        values = [getattr(k, field) for k in found]
-        *cells, others = column([*values, math.fsum(getattr(k, field) for k in rest)])
-        return Column(heading, cells, values, total=others)
-
-    ms = [k.ms for k in found]
-    columns = [
-        Column("kind", [k.kind for k in found], total=f"{len(rest)} more" if rest else ""),
-        Column("what", [k.op_name for k in found], kind="path"),
-        Column("count", [f"{k.count:,}" for k in found], [k.count for k in found], total=f"{sum(k.count for k in rest):,}"),
-        numbers("ms", "ms"),
-        Column("of step", [percent(v / plan.time.step_ms) for v in ms], ms),
-        numbers("TFLOP", "tflop"),
-        numbers("GB", "gb"),
-        Column("source", [place(k.source) for k in found], kind="whole"),
-    ]
-    return table("What each GPU computes in a step", columns, "sortable")
-
-
-def _buffers(plan: Plan) -> str:
-    found, rest = plan.memory.largest[:LISTED], plan.memory.largest[LISTED:]
-    if not found:
-        return say("None were recorded.")
-    values = [b.gib for b in found]
-    others = math.fsum(b.gib for b in rest)
-    unit, (*sizes, all_others) = gib([*values, others])
-    columns = [
-        Column("array", [b.shape for b in found], kind="whole", total=f"{len(rest)} more" if rest else ""),
-        Column(unit, sizes, values, total=all_others),
-        Column("class", [b.kind for b in found]),
-        Column("source", [place(b.source) for b in found], kind="whole"),
-        Column("scope, and name in the HLO", [_origin(b) for b in found], kind="scope"),
-    ]
-    return table("Held on each GPU at the peak", columns, "sortable")
-
-
-def _origin(part: Collective | Buffer) -> Markup:
-    """Scope and instruction, with places to break the line after slashes."""
-    shown = part.op_name.removeprefix("jit(train_step)/")
-    for machinery in ("while/body/", "eval_jaxpr/"):  # of loops and of rematerialisation: in nearly all of them
-        shown = shown.replace(machinery, "")
-    scope = re.sub(r"([/:])", r"\1<wbr>", escape(shown))
-    return Markup(f'{scope}<br><span class="quiet">{escape(part.instruction)}</span>')
-
-
-def _loops(plan: Plan) -> str:
-    if not plan.trip_counts:
-        return ""
-    loops = sorted(plan.trip_counts.items(), key=lambda kv: -kv[1])
-    counts = [n for _, n in loops]
-    columns = [Column("loop", [n for n, _ in loops], kind="path"), Column("iterations", [f"{n:,}" for n in counts], counts)]
-    return "<h2>Loops</h2>" + table("Loops of the program; all figures above are multiplied out", columns)
+    out.append(f'<line class="usable" x1="0" x2="100%" y1="{y(m.usable_gib):.1f}" y2="{y(m.usable_gib):.1f}"/>')
+    # The two labels keep to opposite halves, so they never meet.
+    right = highest > last / 2
+    edge, anchor = ("6", "start") if right else ("99.5%", "end")
+    out.append(text(edge, y(m.usable_gib) - 7, anchor, "halo", f"usable {size(m.usable_gib)}"))
+    out.append(f'<circle class="peak" cx="{x(highest)}" cy="{y(held[highest]):.1f}" r="5"/>')
+    above = y(held[highest]) - 11
+    out.append(text(x(highest), above, "end" if right else "start", "halo", f"peak {size(held[highest])}"))
+    out.append(text("0", HEIGHT + 18, "start", "axis", "start of the step"))
+    out.append(text("100%", HEIGHT + 18, "end", "axis", "end"))
+    out.append(f'<line class="cursor" x1="0" x2="0" y1="0" y2="{HEIGHT}"/></svg>')
+    return "".join(out)

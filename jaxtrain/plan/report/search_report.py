@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxtrain.plan.numbers import column, percent, rough, size
-from jaxtrain.plan.report.figures import no_range, remat, span
+from jaxtrain.page.numbers import column, percent, rough, size
 from jaxtrain.plan.report.live import live
+from jaxtrain.plan.report.sections import describe_remat, no_range, span
 from jaxtrain.plan.search.best import ERROR, OWN, Candidate, Progress, SearchResult
 from jaxtrain.plan.search.space import changes, sequences_per_gpu
 
@@ -63,7 +63,8 @@ def mesh(candidate: Candidate) -> str:
 
 
 def describe(candidate: Candidate) -> str:
-    return f"{mesh(candidate)}, {candidate.run.train.grad_accum} x {_rows(candidate)} sequences, remat {remat(candidate.run)}"
+    batch = f"{candidate.run.train.grad_accum} x {_rows(candidate)} sequences"
+    return f"{mesh(candidate)}, {batch}, remat {describe_remat(candidate.run)}"
 
 
 def _rows(candidate: Candidate) -> int:
@@ -149,7 +150,7 @@ def _table(result: SearchResult) -> Table:
             expected = (span(t.expected_step_ms), span(t.expected_tokens_per_s_per_device))
             numbers = (*expected, next(steps), percent(t.mfu_causal), next(taken))
         rows = f"{sequences_per_gpu(c.run, result.topology):g}"
-        cells = (mesh(c), remat(c.run), rows, str(c.run.train.grad_accum), *numbers, note)
+        cells = (mesh(c), describe_remat(c.run), rows, str(c.run.train.grad_accum), *numbers, note)
         table.add_row(*(Text(cell) for cell in cells), style=STYLES.get(c.verdict, ""))
     return table
 

@@ -41,7 +41,7 @@ OTHER_CODE = (
     *("position", "preflight", "profile", "profiling", "progress", "receipt", "replay", "report", "resume", "sample"),
     *("scoring", "session", "signals", "snapshot", "start", "stored_form", "timelimit", "timeline", "trackers", "train.run"),
     *("validate", "waiting", "watchdog", "__main__"),
-    *("plan.__main__", "plan.calibrate", "plan.expect", "plan.known", "plan.report", "plan.search"),
+    *("plan.__main__", "plan.calibrate", "plan.expect", "plan.report", "plan.search"),
 )
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt", "flax", "optax")
 OWN = ("model.family", "loss.name", "optimizer.name")  # keys that may name a user's code

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxtrain.config import RunConfig
+from jaxtrain.page.numbers import percent, rough, size
 from jaxtrain.plan import topology as machines
-from jaxtrain.plan.numbers import percent, rough, size
 from jaxtrain.plan.result import Plan, Rates
 from jaxtrain.plan.search.bound import mesh_sizes
 from jaxtrain.plan.search.cache import Cache

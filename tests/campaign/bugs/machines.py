@@ -102,17 +102,17 @@ BUGS = (
         "proofs/test_mistakes.py -k stages",
     ),
     Bug(
-        "textbook: the last layer is gathered again",
-        "jaxtrain/plan/known/textbook.py",
+        "collective volumes: the last layer is gathered again",
+        "benchmarks/collective_volumes.py",
         "twice = layers * (1 - 1 / m.num_layers)",
         "twice = layers * 1",
         'proofs/test_plan_layouts.py -k "layout_communicates and HSDP"',
     ),
     Bug(
         "golden: launches may change",
-        "jaxtrain/plan/known/golden.py",
-        "if was and now and was.launches == now.launches and not",
-        "if was and now and not",
+        "tests/golden_plans.py",
+        'if was["launches"] == now["launches"] and not',
+        "if not",
         "proofs/test_golden_compare.py -k added_gather",
     ),
     Bug(

@@ -5,7 +5,7 @@ from bugs import Bug
 COLLECTIVES, ROOFLINE, WORK = (f"jaxtrain/plan/program/{name}.py" for name in ("collectives", "roofline", "work"))
 JUDGE, ASSIGNMENT = "jaxtrain/plan/program/judge.py", "jaxtrain/plan/program/assignment.py"
 RATES, TOPOLOGY, FLOPS = "jaxtrain/plan/rates.py", "jaxtrain/plan/topology.py", "jaxtrain/flops.py"
-SHARDINGS = "jaxtrain/plan/explore/shardings.py"
+SHARDINGS = "jaxtrain/plan/shardings.py"
 COMPILER, SHARDING = "jaxtrain/train/compiler.py", "jaxtrain/sharding.py"
 BEST, BOUND, FIT = (f"jaxtrain/plan/search/{name}.py" for name in ("best", "bound", "fit"))
 
@@ -222,9 +222,9 @@ BUGS = (
     ),
     Bug(
         "shardings: a gathered weight is sharded as at rest",
-        "jaxtrain/plan/explore/layouts.py",
-        "P(*(placement.compute_axes(axis) or None",
-        "P(*(placement.mesh_axes(axis) or None",
+        SHARDINGS,
+        "P(*(p.compute_axes(axis) or None",
+        "P(*(p.mesh_axes(axis) or None",
         "proofs/test_shardings.py -k gathered_weights",
     ),
     Bug(

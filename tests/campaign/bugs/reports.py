@@ -5,12 +5,10 @@ from bugs import Bug
 METRICS, THROUGHPUT, SAMPLES = "jaxtrain/metrics.py", "jaxtrain/throughput.py", "jaxtrain/samples.py"
 LEDGER, GOODPUT = "jaxtrain/ledger.py", "jaxtrain/goodput.py"
 MONITOR, ALERTS, CARD = "jaxtrain/monitor/__init__.py", "jaxtrain/monitor/alerts.py", "jaxtrain/monitor/card.py"
-RECEIPT, FIGURES, GOLDEN = "jaxtrain/receipt/__init__.py", "jaxtrain/receipt/figures.py", "jaxtrain/receipt/golden.py"
-THINGS, CODE, LINEAGE = "jaxtrain/receipt/things.py", "jaxtrain/receipt/code.py", "jaxtrain/receipt/lineage.py"
+RECEIPT, FIGURES, DIFF = "jaxtrain/receipt/__init__.py", "jaxtrain/receipt/figures.py", "jaxtrain/receipt/diff.py"
 RUN, FOLLOWED, TIME = "jaxtrain/report/run.py", "jaxtrain/report/followed.py", "jaxtrain/report/time_spent.py"
 CURVES, MEASURE, TRACER = "jaxtrain/page/curves.py", "jaxtrain/profile/measure.py", "jaxtrain/profiling.py"
 UNIT = {name: f"unit/test_{name}.py" for name in ("metrics", "goodput", "monitor", "receipt", "report", "profile")}
-OF_A_RUN = "proofs/test_receipt_of_a_run.py"
 
 BUGS = (
     # Metrics, rates, samples
@@ -193,37 +191,28 @@ BUGS = (
         UNIT["receipt"],
     ),
     Bug(
-        "receipt: an earlier attempt loses what it shares",
-        "jaxtrain/receipt/stored.py",
-        'for name in full.pop("same_as_next", ()):',
-        'for name in full.pop("same_as_next", ())[:-1]:',
+        "receipt: a run that resumed itself began from a checkpoint",
+        RECEIPT,
+        'saver.get("origin", loaded["digest"])',
+        'loaded["digest"]',
         UNIT["receipt"],
     ),
-    Bug("lineage: an attempt that saved nothing counts", LINEAGE, 'attempts[i].get("id") == by]', "by]", UNIT["receipt"]),
-    Bug("diff: a throttled GPU explains nothing", THINGS, 'gpu["share"] >= THROTTLED', 'gpu["share"] < 0', OF_A_RUN),
-    Bug("diff: preflight's fastest node", THINGS, "out[name] = min(", "out[name] = max(", OF_A_RUN),
-    Bug("diff: the order of a mixture's files is no difference", THINGS, "order_a != order_b:", "False:", OF_A_RUN),
     Bug(
-        "golden: a faster run is worse",
-        GOLDEN,
-        "has <= had * (1 + percent / 100)",
-        "has >= had * (1 + percent / 100)",
-        OF_A_RUN,
+        "diff: changes of an attempt that saved nothing count",
+        RECEIPT,
+        'if one.get("saves") and "source" in one]',
+        'if "source" in one]',
+        UNIT["receipt"],
     ),
+    Bug("diff: a throttled GPU explains nothing", DIFF, 'gpu["share"] >= THROTTLED', 'gpu["share"] < 0', UNIT["receipt"]),
+    Bug("diff: preflight's fastest node", DIFF, "min([*found, out", "max([*found, out", UNIT["receipt"]),
+    Bug("diff: the order of a mixture's files is no difference", DIFF, "if order[1:]:", "if False:", UNIT["receipt"]),
     Bug(
-        "golden: NaN passes for any loss",
-        GOLDEN,
-        'return apart if apart == apart else float("inf")',
-        "return apart if apart == apart else 0.0",
-        OF_A_RUN,
-    ),
-    Bug("golden: half a run proves something", GOLDEN, "and not unproved(verdicts)", "", OF_A_RUN),
-    Bug(
-        "golden: another computation is compared all the same",
-        GOLDEN,
-        "if blocked or not steps:",
-        "if not steps:",
-        OF_A_RUN,
+        "diff: a key without an effect is a difference",
+        DIFF,
+        "and effect(name) == NOTHING:",
+        "and effect(name) == -1:",
+        UNIT["receipt"],
     ),
     # Reports, pages and the follower
     Bug("report: a run that hangs is alive", RUN, "self.silent_s < QUIET_S", "self.silent_s > -QUIET_S", UNIT["report"]),
@@ -281,9 +270,9 @@ BUGS = (
     Bug("page: a name can write the page", "jaxtrain/page/kit.py", '.replace("<", "\\\\u003c")', "", UNIT["report"]),
     Bug(
         "plan's report: rows of one cause are not added",
-        "jaxtrain/plan/report/figures.py",
-        "sum(getattr(c, f) for c in group)",
-        "max(getattr(c, f) for c in group)",
+        "jaxtrain/plan/report/sections.py",
+        "f: sum(getattr(c, f) for c in g) for f in summed",
+        "f: max(getattr(c, f) for c in g) for f in summed",
         "unit/test_plan_report.py",
     ),
     # Traces and profiles

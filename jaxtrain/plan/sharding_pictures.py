@@ -1,7 +1,4 @@
-"""Tables and pictures that look right in a notebook, in a terminal, and where a stored notebook is read.
-
-A picture is inline SVG, with a text form for terminals. Nothing here knows what the numbers mean.
-"""
+"""Pictures of which device holds which shard of an array: SVG for notebooks, text for terminals."""
 
 import dataclasses
 import html
@@ -18,46 +15,9 @@ from rich.text import Text
 # Eight light colours that are told apart by colour-blind readers too, with dark text on top (after Okabe and Ito 2008).
 COLOURS = ("#f2b84b", "#8fd0f5", "#5fc9a5", "#f5ee8c", "#7fb0dd", "#ec9a63", "#dcaac8", "#c9c9c9")
 MOST = 16  # parts drawn along a dimension; of more, the first and the last
-STYLE = 'style="text-align:{};white-space:nowrap;padding:1px 8px"'
 
 
-@dataclasses.dataclass(frozen=True)
-class Grid:
-    """Text in rows and columns."""
-
-    title: str
-    columns: tuple[tuple[str, str], ...]  # (header, "left" or "right")
-    cells: tuple[tuple[str, ...], ...]
-    footers: tuple[tuple[str, ...], ...] = ()
-    notes: tuple[str, ...] = ()
-
-    def __rich__(self) -> RichTable:
-        caption = Text("\n".join(self.notes)) if self.notes else None
-        table = RichTable(title=Text(self.title), caption=caption, caption_justify="left", title_justify="left")
-        for header, side in self.columns:
-            table.add_column(Text(header), justify="right" if side == "right" else "left", overflow="fold")
-        for i, row in enumerate(self.cells):
-            table.add_row(*(Text(cell) for cell in row), end_section=i == len(self.cells) - 1)
-        for row in self.footers:
-            table.add_row(*(Text(cell) for cell in row), style="bold")
-        return table
-
-    def __repr__(self) -> str:
-        return in_text(self, 160)
-
-    def _repr_html_(self) -> str:
-        def line(row: Sequence[str], tag: str) -> str:
-            sides = [STYLE.format(side) for _, side in self.columns]
-            return "<tr>" + "".join(f"<{tag} {s}>{html.escape(c)}</{tag}>" for s, c in zip(sides, row, strict=True)) + "</tr>"
-
-        lines = [line([header for header, _ in self.columns], "th")]
-        lines += [line(row, "td") for row in self.cells] + [line(row, "th") for row in self.footers]
-        notes = "".join(f"<br>{html.escape(note)}" for note in self.notes)
-        body = "\n".join(lines)
-        return f"<b>{html.escape(self.title)}</b>\n<table>\n{body}\n</table>\n<small>{notes.removeprefix('<br>')}</small>"
-
-
-def in_text(shown: Any, width: int) -> str:
+def render_text(shown: Any, width: int) -> str:
     """What a terminal of this width would print, without colours."""
     console = Console(width=width, color_system=None, force_terminal=False, force_jupyter=False, legacy_windows=False)
     with console.capture() as captured:
@@ -92,7 +52,7 @@ class Picture:
         return Group(Text(self.title, "bold"), Text(along), table, Text(self.caption))
 
     def __repr__(self) -> str:
-        return in_text(self, 160)
+        return render_text(self, 160)
 
 
 def ids(devices: Sequence[int]) -> str:

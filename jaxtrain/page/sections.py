@@ -1,0 +1,282 @@
+"""Sections of a report as data, and their renderings: rich tables on a terminal, HTML on a page.
+
+A report builds its sections once. The terminal shows the first rows of a long table and sums the rest. The page shows more
+rows, swatches, scopes and drawings.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from jaxtrain.page import kit
+from jaxtrain.page.charts import single
+from jaxtrain.page.numbers import column, percent
+
+BAR = 28  # characters of a bar on a terminal
+SOURCE = 28  # characters of a file:line on a terminal
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One column of a table.
+
+    Attributes:
+        heading: its name and unit.
+        cells: the text of each row.
+        values: the numbers behind the cells, by which the page sorts; None for text.
+        total: the text below the cells.
+        rest: n -> the text for the sum of all rows from the n-th on.
+        kind: "source" for file:line, "scope" for a path of named scopes, "bar" for bars, or a CSS class.
+        colours: a CSS colour for each row, shown as a swatch on the page.
+        page_only: the terminal leaves it out.
+    """
+
+    heading: str
+    cells: Sequence[str]
+    values: Sequence[float] | None = None
+    total: str = ""
+    rest: Callable[[int], str] | None = None
+    kind: str = ""
+    colours: Sequence[str] = ()
+    page_only: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table. The first column names its rows.
+
+    Attributes:
+        title: its caption.
+        rows: rows on a terminal; the rest is summed in one more row.
+        page_rows: the same on the page; None: all.
+        style: CSS class: "sortable" or "small".
+    """
+
+    title: str
+    columns: Sequence[Column]
+    rows: int | None = None
+    page_rows: int | None = None
+    style: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    """Bullet points. style: "warning" or ""."""
+
+    lines: Sequence[str]
+    style: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawing:
+    """HTML that only the page shows."""
+
+    html: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A heading and its parts, in order. A str is a sentence. Without parts the section is left out."""
+
+    title: str
+    parts: Sequence[str | Table | Listing | Drawing]
+
+
+def numbers(
+    heading: str, values: Sequence[float], write: Callable[[Sequence[float]], list[str]] = column, *, total: bool = True
+) -> Column:
+    """Return a column of numbers.
+
+    Args:
+        write: return the texts of numbers, all with the same decimals.
+        total: the sum is shown below the column.
+    """
+    sums = [math.fsum(values)] if total else []
+    texts = write([*values, *sums])
+
+    def rest(n: int) -> str:
+        return write([*values, *sums, math.fsum(values[n:])])[-1]
+
+    return Column(heading, texts[: len(values)], values, texts[-1] if total else "", rest)
+
+
+def counts(heading: str, values: Sequence[int], *, total: bool = True) -> Column:
+    """Return a column of whole numbers."""
+    return numbers(heading, values, lambda ns: [f"{round(n):,}" for n in ns], total=total)
+
+
+def labels(heading: str, values: Sequence[int]) -> Column:
+    """Return a column of numbers whose sum means nothing, such as group sizes."""
+    return Column(heading, [f"{n:,}" for n in values], values)
+
+
+def shares(heading: str, values: Sequence[float], whole: float) -> Column:
+    """Return a column of percentages of `whole`."""
+    return Column(heading, [percent(v / whole) for v in values], values)
+
+
+def bars(values: Sequence[float], whole: float) -> Column:
+    """Return a column of bars; `whole` is the full length."""
+    return Column("", [str(v / whole if whole else 0.0) for v in values], kind="bar")
+
+
+# ---- terminal
+
+
+def say(console: Console, line: str, style: str = "") -> None:
+    """Print one line of plain text: brackets are no markup."""
+    console.print(Text(line, style=style))
+
+
+def print_sections(sections: Sequence[Section], console: Console) -> None:
+    """Print sections on a terminal."""
+    for section in sections:
+        parts = [
+            part
+            for part in section.parts
+            if not isinstance(part, Drawing) and not (isinstance(part, Listing) and not part.lines)
+        ]
+        if not parts:
+            continue
+        say(console, f"\n{section.title}", "bold")
+        for part in parts:
+            if isinstance(part, str):
+                say(console, part)
+            elif isinstance(part, Listing):
+                _print_listing(part, console)
+            elif isinstance(part, Table):
+                print_table(part, console, with_title=part.title != section.title)
+
+
+def _is_printed(part: str | Table | Listing | Drawing) -> bool:
+    return bool(part.lines) if isinstance(part, Listing) else not isinstance(part, Drawing)
+
+
+def _print_listing(part: Listing, console: Console) -> None:
+    made = RichTable(box=None, pad_edge=False, show_header=False, padding=(0, 1, 0, 0))
+    made.add_column(width=1)
+    made.add_column(overflow="fold")
+    for line in part.lines:
+        made.add_row("-", Text(line), style="yellow" if part.style == "warning" else part.style)
+    console.print(made)
+
+
+def print_table(table: Table, console: Console, *, with_title: bool = True) -> None:
+    """Print a table without rules: numbers to the right, the total in bold."""
+    columns = [c for c in table.columns if not c.page_only]
+    if table.title and with_title:
+        say(console, table.title, "dim")
+    made = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for c in columns:
+        right = c.values is not None or c.kind == "number"
+        whole = right or c.kind in ("whole", "source", "bar")
+        made.add_column(Text(c.heading), justify="right" if right else "left", no_wrap=whole, overflow="fold")
+    rows = len(columns[0].cells)
+    shown = rows if table.rows is None or rows <= table.rows else table.rows
+    for i in range(shown):
+        made.add_row(*(_terminal_cell(c, i, console) for c in columns))
+    if shown < rows:
+        more = [c.rest(shown) if c.rest else "" for c in columns]
+        made.add_row(*(Text(cell) for cell in [f"{rows - shown} more", *more[1:]]))
+    if columns[0].total:
+        made.add_row(*(Text(c.total) for c in columns), style="bold")
+    console.print(made)
+
+
+def _terminal_cell(c: Column, i: int, console: Console) -> Text:
+    if c.kind == "bar":
+        return Text(make_bar(float(c.cells[i]), console))
+    return Text(shorten_source(c.cells[i]) if c.kind == "source" else c.cells[i])
+
+
+def make_bar(part: float, console: Console) -> str:
+    """Return a bar of at most BAR characters for a part of 1; in eighths of a character if the terminal has them."""
+    eighths = round(8 * BAR * max(0.0, min(1.0, part)))
+    if not console.encoding.lower().startswith("utf"):
+        return "#" * round(eighths / 8)
+    return "\u2588" * (eighths // 8) + ("", *"\u258f\u258e\u258d\u258c\u258b\u258a\u2589")[eighths % 8]
+
+
+def place(source: str) -> str:
+    """Return file:line from the package on, wherever that is installed."""
+    for package, kept in (("/site-packages/", ""), ("/jaxtrain/", "jaxtrain/")):
+        before, found, inside = source.rpartition(package)
+        source = kept + inside if found else source
+    return source
+
+
+def shorten_source(source: str) -> str:
+    """Return file:line without `jaxtrain/`; of a long one, its end."""
+    shown = place(source).removeprefix("jaxtrain/")
+    return shown if len(shown) <= SOURCE else "..." + shown[3 - SOURCE :]
+
+
+# ---- page
+
+
+def html_sections(sections: Sequence[Section]) -> list[str]:
+    """Return sections as HTML. Two small tables that follow each other are placed side by side."""
+    out = []
+    for section in sections:
+        parts = [html for part in section.parts if (html := _html_part(part))]
+        if parts:
+            out.append(f"<h2>{escape(section.title)}</h2>")
+            out += parts
+    return out
+
+
+def _html_part(part: str | Table | Listing | Drawing) -> str:
+    if isinstance(part, str):
+        return kit.say(part, "quiet")
+    if isinstance(part, Drawing):
+        return part.html
+    if isinstance(part, Listing):
+        lines = "".join(f"<li>{escape(line)}</li>" for line in part.lines)
+        style = " warnings" if part.style == "warning" else ""
+        return f'<ul class="list{style}">{lines}</ul>' if lines else ""
+    return html_table(part)
+
+
+def html_table(table: Table) -> str:
+    """Return a table as HTML."""
+    rows = len(table.columns[0].cells)
+    shown = rows if table.page_rows is None or rows <= table.page_rows else table.page_rows
+    more = rows - shown
+    made = []
+    for n, c in enumerate(table.columns):
+        cells = [_html_cell(c, i) for i in range(shown)]
+        total = c.total
+        if more:
+            total = f"{more} more" if n == 0 else c.rest(shown) if c.rest else ""
+        kind = {"source": "whole", "bar": "share"}.get(c.kind, c.kind)
+        made.append(kit.Column(c.heading, cells, c.values[:shown] if c.values is not None else None, kind, total))
+    return kit.table(table.title, made, table.style)
+
+
+def _html_cell(c: Column, i: int) -> str:
+    text = c.cells[i]
+    if c.kind == "bar":
+        return kit.Markup(single(float(text), 1.0))
+    if c.kind == "scope":  # path of scopes, a line feed, and the name in the HLO
+        path, _, name = text.partition("\n")
+        return kit.Markup(re.sub(r"([/:])", r"\1<wbr>", escape(path)) + f'<br><span class="quiet">{escape(name)}</span>')
+    if c.colours:
+        return kit.Markup(kit.swatch(c.colours[i]) + escape(text))
+    return place(text) if c.kind == "source" else text
+
+
+# ---- Markdown
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table; columns of numbers are aligned to the right."""
+    rows = [list(cells) for cells in rows]
+    right = [all(cells[i][:1].isdigit() or cells[i] == "-" for cells in rows) for i in range(len(headings))]
+    rule = ["---:" if r else "---" for r in right]
+    return ["| " + " | ".join(cells) + " |" for cells in (headings, rule, *rows)]

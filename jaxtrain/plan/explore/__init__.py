@@ -1,1 +1,0 @@
-"""Which device holds what, for notebooks and the shell."""

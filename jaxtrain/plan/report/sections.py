@@ -1,0 +1,523 @@
+"""The report of a plan: its verdict, its figures, and its sections, for the terminal and the page alike."""
+
+import dataclasses
+import math
+import shlex
+from collections.abc import Sequence
+
+from jaxtrain.config import RunConfig
+from jaxtrain.page.numbers import GB_PER_GIB, column, gib, number, percent, rough, size
+from jaxtrain.page.sections import Column, Listing, Section, Table, bars, counts, labels, numbers, shares
+from jaxtrain.plan.program.traffic import Part, ratio
+from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_FRACTION, PUBLISHED, compilers, fraction
+from jaxtrain.plan.result import SHOWN, Collective, Plan
+from jaxtrain.plan.topology import CHIPS
+
+SECONDS_PER_DAY = 86_400
+TRILLION = 1e12
+SMALL = 0.002  # of the peak: classes of memory below it share a row
+ROWS = 12  # rows of a long table on a terminal
+PAGE_ROWS = 40  # the same on the page, of kernels and arrays
+ASSUMPTIONS = (
+    "kernels run one after another; collectives run beside them, one at a time, where the compiler scheduled them; a "
+    "collective takes its bytes over a link rate that grows with the message, plus a latency for each node it crosses; neither "
+    "slows the other; waits for data, checkpoints, stragglers and lower clocks are left out"
+)
+# A class of memory has the same colour in every plan; the others share the last one.
+CLASS_COLOURS = {
+    "saved activations": "var(--c1)",
+    "gathered weights": "var(--c2)",
+    "first moment": "var(--c3)",
+    "parameters": "var(--c4)",
+    "logits and loss": "var(--c5)",
+    "gradients": "var(--c6)",
+    "second moment": "var(--c7)",
+}
+OTHER_CLASS = "var(--c8)"
+PART_COLOURS = {
+    "GEMM": "var(--c1)",
+    "attention": "var(--c4)",
+    "memory-bound": "var(--c2)",
+    "exposed communication": "var(--c5)",
+    "host": "var(--c8)",
+}
+
+
+def make_sections(plan: Plan, steps: int | None = None) -> list[Section]:
+    """Return the sections below verdict and headline.
+
+    Args:
+        steps: training steps of the config, for the time to train.
+    """
+    notes = [
+        Section("Hints" if plan.fits else "Settings that would make it fit", [Listing(plan.hints)]),
+        Section("Warnings", [Listing(plan.warnings, "warning")]),
+    ]
+    counted = Section("How it was counted", [Listing([rates(plan), f"model: {ASSUMPTIONS}", work(plan), compiler(plan)])])
+    if not plan.fits:  # a step that does not fit has no speed
+        return [*notes, memory_section(plan), arrays_section(plan), counted]
+    return [
+        *notes,
+        memory_section(plan),
+        collectives_section(plan),
+        time_section(plan, steps),
+        Section("Pipeline", [Listing(pipeline(plan))]),
+        Section("Experts", [Listing(experts(plan))]),
+        kernels_section(plan),
+        arrays_section(plan),
+        loops_section(plan),
+        counted,
+    ]
+
+
+# ---- verdict and headline
+
+
+def verdict(plan: Plan) -> str:
+    """Return whether the step fits, and by how much."""
+    m = plan.memory
+    unit, (allocated, usable, margin) = gib([m.taken_gib, m.usable_gib, abs(m.usable_gib - m.taken_gib)])
+    if plan.fits:
+        return f"fits: {allocated} of {usable} {unit} usable memory, {margin} {unit} free"
+    return f"does not fit: needs {allocated} {unit}, {usable} {unit} usable: {margin} {unit} missing"
+
+
+def headline(plan: Plan) -> str:
+    """Return the speed in one line, the expected range first; of a step that does not fit, the way to one that does."""
+    if not plan.fits:
+        return "no speed: a step that does not fit does not run"
+    t = plan.time
+    load = f", expert load {expert_load(plan.experts.load)}" if plan.experts else ""
+    return (
+        f"{expected(plan)}; roofline: step {rough(t.step_ms)} ms, {rough(t.tokens_per_s_per_device, 4)} tokens/s/GPU, "
+        f"MFU {mfu(plan)}, bound by {t.bound_by}{load}"
+    )
+
+
+def expected(plan: Plan) -> str:
+    """Return the expected range of step time, speed and MFU, or the reason why there is none."""
+    t = plan.time
+    if not (steps := t.expected_step_ms) or not (speeds := t.expected_tokens_per_s_per_device):
+        return no_range(plan)
+    return f"expected: step {span(steps)} ms, {span(speeds)} tokens/s/GPU, MFU {expected_mfu(plan)}"
+
+
+def expected_mfu(plan: Plan) -> str:
+    """Return the expected range of causal MFU, under FP8 of both peaks; "" without a range."""
+    t = plan.time
+    if t.expected_step_ms is None:
+        return ""
+
+    def ends(mfu: float) -> str:
+        return " to ".join(percent(mfu * t.step_ms / each) for each in reversed(t.expected_step_ms or ()))
+
+    of_fp8 = "" if t.mfu_fp8_peak is None else f" of the bf16 peak, {ends(t.mfu_fp8_peak)} of the FP8 peak"
+    return f"{ends(t.mfu_causal)} causal{of_fp8}"
+
+
+def no_range(plan: Plan) -> str:
+    """Return why a plan has no expected range: the ratios to published runs belong to published kernel rates."""
+    return "no comparable published run" if plan.rates.source == PUBLISHED else "calibrated rates, whose error is not known"
+
+
+def range_source(plan: Plan) -> str:
+    """Return the source of the expected range, or the reason why there is none."""
+    if not (steps := plan.time.expected_step_ms):
+        return f"{no_range(plan)}: a real step is longer than the roofline, and by how much is not known here"
+    low, high = (plan.time.step_ms / each for each in reversed(steps))
+    runs = ", ".join(filter(None, (plan.kind, compilers(plan.kind))))
+    return f"the range comes from published runs ({runs}): their roofline was {low:.2f} to {high:.2f} of the measured step time"
+
+
+def mfu(plan: Plan) -> str:
+    """Return the causal MFU of the roofline, under FP8 of both peaks."""
+    t = plan.time
+    of_fp8 = "" if t.mfu_fp8_peak is None else f" of the bf16 peak, {percent(t.mfu_fp8_peak)} of the FP8 peak"
+    return f"{percent(t.mfu_causal)} causal{of_fp8}"
+
+
+def span(low_high: tuple[float, float] | None) -> str:
+    """Return both ends of a range, to three digits; '-' without one."""
+    return " to ".join(rough(end) for end in low_high) if low_high else "-"
+
+
+def expert_load(shares: float) -> str:
+    """Return a load of experts with at least one decimal: 1.0."""
+    return f"{shares:.1f}" if round(shares, 1) == shares else f"{shares:g}"
+
+
+def mesh(plan: Plan) -> str:
+    """Return the mesh axes of more than one device, as 'fsdp=8 tensor=2'."""
+    return " ".join(f"{axis}={n}" for axis, n in plan.mesh.items() if n > 1) or "one GPU"
+
+
+def device_count(plan: Plan) -> int:
+    """Return the number of GPUs of the mesh."""
+    return math.prod(plan.mesh.values())
+
+
+def describe_remat(run: RunConfig) -> str:
+    """Return the remat policy; of policy "custom", the activations that it saves."""
+    r = run.remat
+    every = f", {r.every} layers each" if r.every > 1 else ""
+    if r.policy != "custom":
+        return r.policy + every
+    return "keep " + " ".join(item.replace("=keep", "") for item in r.tensors.split(",")) + every
+
+
+def command(plan: Plan) -> str:
+    """Return the command line that makes this plan again."""
+    overrides = [o if o.startswith("--") else f"--config.{o}" for o in plan.overrides]
+    # A machine without a description in specs/ is the one that the plan was made on.
+    machine = [f"--topology={plan.topology}"] if plan.topology.partition(":")[0] in CHIPS else []
+    load = plan.experts.load if plan.experts else 1
+    busiest = [f"--experts-load={expert_load(load)}"] if load != 1 else []
+    return shlex.join(["python", "-m", "jaxtrain.plan", f"--config={plan.config}", *overrides, *machine, *busiest])
+
+
+# ---- memory
+
+
+def memory_classes(plan: Plan) -> list[tuple[str, float]]:
+    """Return (class, GiB) at the peak, largest first. Classes below SMALL share one entry."""
+    m = plan.memory
+    ordered = sorted(m.by_class.items(), key=lambda item: -item[1])
+    small = [value for _, value in ordered if value < SMALL * m.peak_gib]
+    if len(small) < 2:
+        return ordered
+    return [*ordered[: -len(small)], (f"{len(small)} others", math.fsum(small))]
+
+
+def memory_section(plan: Plan) -> Section:
+    """Return memory at the peak by class, saved activations by name, and the card's limits."""
+    m = plan.memory
+    classes = memory_classes(plan)
+    names, values = [name for name, _ in classes], [value for _, value in classes]
+    unit = gib([*values, m.peak_gib])[0]
+    by_class = Table(
+        f"Peak memory by class, {unit} on each GPU",
+        [
+            Column("class", names, total="peak", colours=[CLASS_COLOURS.get(name, OTHER_CLASS) for name in names]),
+            dataclasses.replace(_sizes(values), total=gib([*values, m.peak_gib])[1][-1]),
+            shares("share", values, m.peak_gib),
+            bars(values, m.peak_gib),
+        ],
+        style="sortable",
+    )
+    parts: list[str | Table] = [by_class, f"the peak is in {m.peak_at}"]
+    unit, (arguments, temporary, gaps) = gib([m.arguments_gib, m.temp_gib, m.taken_gib - m.peak_gib])
+    parts.append(f"state and batch {arguments} {unit} throughout, temporaries {temporary} {unit}; {gaps} {unit} fragmentation")
+    if m.workspace_gib:
+        parts.append(f"cuDNN workspace {size(m.workspace_gib)}, by {m.workspace_by.replace('cudnn', 'cuDNN')}")
+    unit, (card, reserve, usable) = gib([m.hbm_gib, m.reserve_gib, m.usable_gib])
+    parts.append(f"the card has {card} {unit}: {usable} usable, {reserve} reserved for NCCL and the CUDA context")
+    if m.host_gib:
+        parts.append(f"pinned host memory for each GPU: {size(m.host_gib)}")
+    if m.saved:
+        saved = sorted(m.saved.items(), key=lambda item: -item[1])
+        values = [value for _, value in saved]
+        title = f"Saved activations, {gib([math.fsum(values)])[0]} on each GPU"
+        names = Column("activation", [name for name, _ in saved], total="all")
+        parts.append(Table(title, [names, _sizes(values), bars(values, values[0])]))
+    return Section("Memory at the peak", parts)
+
+
+def _sizes(values: Sequence[float], *, total: bool = True) -> Column:
+    """Return a column of GiB, or of MiB if all are small."""
+    unit = gib([*values, *([math.fsum(values)] if total else [])])[0]
+    return numbers(unit, values, lambda vs: column([v * (1024 if unit == "MiB" else 1) for v in vs]), total=total)
+
+
+def arrays_section(plan: Plan) -> Section:
+    """Return the largest arrays at the peak, for the page."""
+    found = plan.memory.largest
+    if not found:
+        return Section("Largest arrays at the peak", [])
+    columns = [
+        Column("array", [b.shape for b in found], kind="whole"),
+        _sizes([b.gib for b in found], total=False),
+        Column("class", [b.kind for b in found]),
+        Column("source", [b.source for b in found], kind="source"),
+        Column("scope, and name in the HLO", [_scope(b.op_name, b.instruction) for b in found], kind="scope", page_only=True),
+    ]
+    return Section("Largest arrays at the peak", [Table("", columns, ROWS // 2, PAGE_ROWS, "sortable")])
+
+
+def _scope(op_name: str, instruction: str) -> str:
+    """Return a path of named scopes without the parts that nearly all have, a line feed, and the name in the HLO."""
+    shown = op_name.removeprefix("jit(train_step)/")
+    for machinery in ("while/body/", "eval_jaxpr/"):  # of loops and of rematerialisation
+        shown = shown.replace(machinery, "")
+    return f"{shown}\n{instruction}"
+
+
+# ---- communication
+
+
+def merged_collectives(plan: Plan) -> list[Collective]:
+    """Return the collectives of one kind, dtype, axis and source line as one, longest first; `instruction` is the longest's."""
+    groups: dict[tuple[str, str, str, int, str], list[Collective]] = {}
+    for c in sorted(plan.collectives, key=lambda c: -c.ms):
+        groups.setdefault((c.kind, c.dtype, c.axis, c.group, c.source), []).append(c)
+    summed = ("count", "wire_gib", "network_gib", "ms", "exposed_ms")
+    merged = [dataclasses.replace(g[0], **{f: sum(getattr(c, f) for c in g) for f in summed}) for g in groups.values()]
+    return sorted(merged, key=lambda c: (-c.ms, -c.wire_gib))
+
+
+def collectives_section(plan: Plan) -> Section:
+    """Return the collectives of a step, with bytes on the wire, time and exposed time."""
+    found = merged_collectives(plan)
+    if not found:
+        return Section("Collectives", ["none: the GPUs do not communicate"])
+    network = [c.network_gib * GB_PER_GIB for c in found]
+    columns = [
+        Column("kind", [c.kind for c in found], kind="whole", total="all"),
+        Column("dtype", [c.dtype for c in found]),
+        Column("axis", [c.axis for c in found]),
+        labels("GPUs", [c.group for c in found]),
+        counts("count", [c.count for c in found]),
+        numbers("wire GB", [c.wire_gib * GB_PER_GIB for c in found]),
+        *([numbers("network GB", network)] if any(network) else []),
+        numbers("ms", [c.ms for c in found]),
+        numbers("exposed ms", [c.exposed_ms for c in found]),
+        Column("source", [c.source for c in found], kind="source"),
+        Column("scope, and name in the HLO", [_scope(c.op_name, c.instruction) for c in found], kind="scope", page_only=True),
+    ]
+    on_links, exposed = column([plan.time.communication_ms, plan.time.exposed_ms])
+    return Section(
+        "Collectives",
+        [
+            Table("Collectives of a step; bytes sent by each GPU", columns, ROWS, style="sortable"),
+            f"communication {on_links} ms, {exposed} ms of it exposed",
+        ],
+    )
+
+
+# ---- time
+
+
+def step_parts(plan: Plan) -> list[tuple[str, float]]:
+    """Return (part, ms) of a step. The sum is the step time."""
+    t = plan.time
+    parts = [
+        ("GEMM", t.gemm_ms),
+        ("attention", t.attention_ms),
+        ("memory-bound", t.memory_ms),
+        ("exposed communication", t.exposed_ms),
+    ]
+    return [*parts, ("host", t.host_exposed_ms)] if t.host_exposed_ms else parts
+
+
+def time_section(plan: Plan, steps: int | None) -> Section:
+    """Return the roofline of a step, its expected range, and the time to train."""
+    t = plan.time
+    names, values = zip(*step_parts(plan), strict=True)
+    table = Table(
+        "Roofline of a step on each GPU",
+        [
+            Column("part", names, total="step", colours=[PART_COLOURS[name] for name in names]),
+            dataclasses.replace(numbers("ms", values), total=column([*values, t.step_ms])[-1]),
+            shares("share", values, t.step_ms),
+            bars(values, t.step_ms),
+        ],
+    )
+    speed = f"tokens/s {rough(t.tokens_per_s, 4)}, each GPU {rough(t.tokens_per_s_per_device, 4)}"
+    parts: list[str | Table] = [
+        table,
+        f"roofline: {speed}; {plan.tokens_per_step:,} tokens a step",
+        f"roofline: MFU {mfu(plan)}, {percent(t.mfu_full)} full; HFU {percent(t.hfu)}",
+        expected(plan),
+        range_source(plan),
+    ]
+    if plan.matmuls:
+        parts.append(matmuls(plan))
+    if waits := host_waits(plan):
+        parts.append(waits)
+    return Section("Time of a step", [*parts, training_table(plan, steps)])
+
+
+def training_table(plan: Plan, steps: int | None) -> Table:
+    """Return the time to train for the config's steps and for a trillion tokens, without saves, evaluations and restarts."""
+    works = [("this config", float(steps * plan.tokens_per_step), f"{steps:,}")] if steps else []
+    works.append(("each trillion", TRILLION, rough(TRILLION / plan.tokens_per_step)))
+    step_times = plan.time.expected_step_ms or (plan.time.step_ms,)
+    rows = []
+    for name, tokens, count in works:
+        days = [tokens / plan.tokens_per_step * ms / 1e3 / SECONDS_PER_DAY for ms in step_times]
+        hours = [day * 24 * device_count(plan) for day in days]
+        rows.append((name, f"{rough(tokens / 1e9)} B", count, " to ".join(map(rough, days)), " to ".join(map(rough, hours))))
+    kinds = ("", "number", "number", "number", "number")
+    headings = ("", "tokens", "steps", "days", "GPU-hours")
+    cells = list(zip(*rows, strict=True))
+    source = "expected" if plan.time.expected_step_ms else "by the roofline"
+    return Table(
+        f"Time to train on {device_count(plan):,} GPUs, {source}",
+        [Column(heading, texts, kind=kind) for heading, texts, kind in zip(headings, cells, kinds, strict=True)],
+    )
+
+
+def host_waits(plan: Plan) -> str:
+    """Return how often the host waits for a value on the GPU, and for which; "" if it never does."""
+    if not plan.host_waits:
+        return ""
+    most = sorted(plan.host_waits.items(), key=lambda item: -item[1])
+    named = [f"{n:,} x {name}" for name, n in most[:SHOWN]] + [f"{len(most) - SHOWN} more"] * (len(most) > SHOWN)
+    waits = sum(plan.host_waits.values())
+    return f"not counted: the host waits {waits:,} times a step for a loop's end or a branch on the GPU: {', '.join(named)}"
+
+
+def matmuls(plan: Plan) -> str:
+    """Return the share of a layer's matmuls in FP8, and the peak that MFU is taken of; "" without FP8."""
+    if not (m := plan.matmuls):
+        return ""
+    wide = f"; in bf16: {m.some_wide}" if m.wide else ""
+    return f"matmuls in FP8: {m.eight:g} of {m.products:g} a layer{wide}. MFU and HFU are of the bf16 peak unless named"
+
+
+def kernels_section(plan: Plan) -> Section:
+    """Return the kernels of a step by time, without collectives."""
+    found = sorted((k for k in plan.kernels if k.kind != "communication"), key=lambda k: -k.ms)
+    if not found:
+        return Section("Kernels", [])
+    columns = [
+        Column("kind", [k.kind for k in found]),
+        counts("count", [k.count for k in found], total=False),
+        numbers("ms", [k.ms for k in found], total=False),
+        shares("of step", [k.ms for k in found], plan.time.step_ms),
+        numbers("TFLOP", [k.tflop for k in found], total=False),
+        numbers("GB", [k.gb for k in found], total=False),
+        Column("operation", [k.op_name for k in found], kind="path"),
+        Column("source", [k.source for k in found], kind="source"),
+    ]
+    return Section("Kernels", [Table("Kernels of a step on each GPU", columns, ROWS, PAGE_ROWS, "sortable")])
+
+
+def loops_section(plan: Plan) -> Section:
+    """Return the loops of the program. All other figures are multiplied out."""
+    loops = sorted(plan.trip_counts.items(), key=lambda item: -item[1])
+    if not loops:
+        return Section("Loops", [])
+    columns = [
+        Column("loop", [name for name, _ in loops], kind="path"),
+        labels("iterations", [n for _, n in loops]),
+    ]
+    return Section("Loops", [Table("Loops of the program; all other figures are multiplied out", columns)])
+
+
+def traffic_section(found: Sequence[Part]) -> Section:
+    """Return the memory traffic outside of matmuls and attention, beside the least possible."""
+    found = sorted(found, key=lambda part: -part.counted_gb)
+
+    def layer(values: Sequence[float]) -> list[str]:
+        return [number(1e3 * v / p.times, 0) if p.times else "" for v, p in zip(values, found, strict=True)]
+
+    moved, least = [p.counted_gb for p in found], [p.least_gb for p in found]
+    columns = [
+        Column("part", [p.name for p in found], total="all"),
+        numbers("GB", moved),
+        numbers("least GB", least),
+        Column(
+            "ratio",
+            [f"{a / b:.2f}" if b else "-" for a, b in zip(moved, least, strict=True)],
+            kind="number",
+            total=f"{ratio(found):.2f}",
+        ),
+        Column("a layer, MB", layer(moved), kind="number"),
+        Column("least MB", layer(least), kind="number"),
+    ]
+    note = "jaxtrain/plan/program/traffic.py has the assumptions behind the least"
+    return Section("Memory traffic of a step outside of matmuls and attention, each GPU", [Table("", columns), note])
+
+
+# ---- pipeline and experts
+
+
+def pipeline(plan: Plan) -> list[str]:
+    """Return how microbatches pass through the stages; nothing without stages."""
+    if not (p := plan.pipeline):
+        return []
+    virtual = f", {p.groups} virtual stages each" if p.groups > 1 else ""
+    neighbours, everyone, over_network = column([v * GB_PER_GIB for v in (p.permute_gib, p.reduce_gib, p.network_gib)])
+    network = f", {over_network} GB of it over the network" if p.network_gib else ""
+    on_links, exposed = column([p.ms, p.exposed_ms])
+    return [
+        f"{p.schedule} over {p.stages} stages{virtual}, {p.microbatches} microbatches; layers {' | '.join(p.layers)}",
+        f"bubble {percent(p.bubble)} of the step by formula, (stages - 1) / (virtual stages x microbatches + stages - 1); "
+        f"{percent(p.idle)} of the program's passes through a stage are idle",
+        f"at most {p.in_flight:g} microbatches in flight on a stage: {size(p.saved_gib)} of saved activations on each GPU",
+        f"over stage each GPU sends {neighbours} GB to its neighbours and {everyone} GB to all stages{network}: {on_links} ms, "
+        f"{exposed} ms of it exposed",
+    ]
+
+
+def experts(plan: Plan) -> list[str]:
+    """Return where experts are and how tokens reach them; nothing for a model without experts."""
+    if not (x := plan.experts):
+        return []
+    where = f"{x.experts // x.devices} on each of {x.devices} GPUs" if x.devices > 1 else "all on each GPU"
+    lines = [
+        f"{x.experts} experts a layer, {where}, {x.per_token} for each token: {x.rows:,.0f} rows of a microbatch and layer on "
+        f"a GPU, in buffers of {x.room:,.0f}"
+    ]
+    if x.devices > 1:
+        lines.append(
+            f"all-to-all of a layer and microbatch, forward and backward: {number(x.layer_gib * GB_PER_GIB)} GB from each GPU, "
+            f"{number(x.layer_exposed_ms)} ms of it exposed; {number(x.exposed_ms)} ms exposed in the step"
+        )
+    if x.capacity:
+        lines.append(f"capacity factor {x.capacity:g}: the whole capacity is computed, and tokens beyond it are dropped")
+    else:
+        load = expert_load(x.load)
+        rounds = (
+            f"each exchange takes {x.rounds} round{'s' * (x.rounds > 1)}" if x.devices > 1 else "any load has the same rows"
+        )
+        lines.append(f"expert load {load}: the busiest expert has {load} times its even share; {rounds}")
+    return lines
+
+
+# ---- how it was counted
+
+
+def rates(plan: Plan) -> str:
+    """Return the rates behind the times, as far as this program uses them, and their source."""
+    r = plan.rates
+    pallas = plan.attention == "pallas"
+    scale = PALLAS_FRACTION if pallas else 1.0
+    forward, backward = (number(scale * x, 0) for x in (r.attention_forward_tflops, r.attention_backward_tflops))
+    small = ((mib, r.nvlink_gb_s * fraction(r.collective_curve, mib * 2**20)) for mib in (64, 1))
+    by_size = " and ".join(f"{number(gb_s)} at {mib} MiB" for mib, gb_s in small)
+    parts = [
+        f"GEMM {number(r.gemm_tflops, 0)} TFLOP/s" + (f", in FP8 {number(r.fp8_tflops, 0)}" if plan.matmuls else ""),
+        f"{'Pallas ' if pallas else ''}attention {forward} forward, {backward} backward at {ATTENTION_AT:,} tokens",
+        f"memory {number(r.memory_tb_s)} TB/s",
+        f"NVLink {number(r.nvlink_gb_s, 0)} GB/s for large messages, {by_size}",
+    ]
+    if any(c.network_gib for c in plan.collectives):
+        parts.append(f"network {number(r.network_gb_s, 0)} GB/s + {number(r.network_latency_us, 0)} us from node to node")
+    if plan.memory.host_gib:
+        parts.append(f"host {number(r.host_gb_s, 0)} GB/s")
+    return f"{r.source}: {', '.join(parts)}"
+
+
+def work(plan: Plan) -> str:
+    """Return the FLOPs of a token by formula and of a step by the program, and the balance of attention over mesh.seq."""
+    f = plan.flops
+    more = f.hardware_per_step / f.expected_per_step - 1 if f.expected_per_step else math.nan
+    against = f"{100 * more:+.1f}%" if math.isfinite(more) else "-"
+    text = (
+        f"{number(f.per_token_causal / 1e9, 2)} GFLOP a token causal, {number(f.per_token_full / 1e9, 2)} full; a step "
+        f"executes {number(f.hardware_per_step / 1e12)} TFLOP on each GPU, {against} against the formula with recomputation"
+    )
+    if ranks := f.attention_by_rank:
+        apart = 100 * (max(ranks) / min(ranks) - 1)
+        text += f"; attention within the causal mask: {number(max(ranks) / 1e12)} TFLOP on each of {len(ranks)} ranks of seq"
+        text += f" (largest over smallest {apart:+.1f}%)"
+        text += f", {number(f.attention_per_step / 1e12)} computed" if f.attention_per_step else ""
+    return text
+
+
+def compiler(plan: Plan) -> str:
+    """Return compiler versions, options and compile time."""
+    versions = ", ".join(f"{name} {v}" for name, v in plan.versions.items())
+    options = " ".join(f"{name}={v}" for name, v in plan.options.items()) or "none"
+    return f"compiled in {number(plan.compile_s, 0)} s by {versions}; compiler options: {options}"

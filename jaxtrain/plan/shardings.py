@@ -1,0 +1,599 @@
+"""The sharding of every array of a train step: a row for each parameter, moment, gradient, gathered weight and activation.
+
+Nothing is allocated and nothing is compiled. Parameters and moments come from the abstract state of the run. Activations come
+from the traced step: inside its shard_map each array has the shape of a device's shard. Their logical axes are those of
+jaxtrain/activations.py.
+
+    table = describe("configs/llama3_8b.py", "h200:8", mesh={"fsdp": 4, "tensor": 2})
+    table.filter(name="mlp", kind="parameter")
+    picture(table.row("layers.mlp.gate"))
+"""
+
+import collections
+import dataclasses
+import fnmatch
+import html
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, jaxprs_in_params
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from jaxtrain import launch
+from jaxtrain.activations import AXES, PLACES
+from jaxtrain.config import ConfigError, Problem, RunConfig, flatten, nearest
+from jaxtrain.kernels.numerics import DTYPES
+from jaxtrain.models.module import part
+from jaxtrain.plan import topology as machines
+from jaxtrain.plan.program import split
+from jaxtrain.plan.program.buffers import WEIGHT, saved_activations
+from jaxtrain.plan.sharding_pictures import Picture, draw, render_text
+from jaxtrain.plan.topology import Topology
+from jaxtrain.shapes import STACK
+from jaxtrain.sharding import Axes
+from jaxtrain.train.batch import MICROBATCHES
+from jaxtrain.train.definition import fp8_weights, numerics_of
+from jaxtrain.train.program import Program, build
+from jaxtrain.zero import make_zero
+
+KINDS = {
+    "parameter": "master weights, held throughout",
+    "moment": "the optimizer's state of a parameter, held throughout",
+    "gradient": "as the optimizer reads it, once a step",
+    "gathered": "a weight in use: in the compute type, whole over the axes that split the batch",
+    "activation": "of one layer and one microbatch",
+    "batch": "what a step is given",
+    "counter": "step counts",
+}
+# Dtypes by the short names that the config uses too.
+SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "i32", "uint32": "u32", "uint8": "u8"}
+LAYER_INPUT = "layer_input"
+EMBEDDING, HEAD = "embed.embedding", "head"
+CELL = 'style="text-align:{};white-space:nowrap;padding:1px 8px"'
+
+Dims = tuple[tuple[str, ...], ...]  # mesh axes that shard each dimension
+
+
+# ---- Tables
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Text in rows and columns, for terminals and notebooks. columns: (heading, "left" or "right")."""
+
+    title: str
+    columns: tuple[tuple[str, str], ...]
+    cells: tuple[tuple[str, ...], ...]
+    footers: tuple[tuple[str, ...], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __rich__(self) -> RichTable:
+        caption = Text("\n".join(self.notes)) if self.notes else None
+        table = RichTable(title=Text(self.title), caption=caption, caption_justify="left", title_justify="left")
+        for heading, side in self.columns:
+            table.add_column(Text(heading), justify="right" if side == "right" else "left", overflow="fold")
+        for i, row in enumerate(self.cells):
+            table.add_row(*(Text(cell) for cell in row), end_section=i == len(self.cells) - 1)
+        for row in self.footers:
+            table.add_row(*(Text(cell) for cell in row), style="bold")
+        return table
+
+    def __repr__(self) -> str:
+        return render_text(self, 160)
+
+    def _repr_html_(self) -> str:
+        def line(row: Sequence[str], tag: str) -> str:
+            sides = [CELL.format(side) for _, side in self.columns]
+            return "<tr>" + "".join(f"<{tag} {s}>{html.escape(c)}</{tag}>" for s, c in zip(sides, row, strict=True)) + "</tr>"
+
+        lines = [line([heading for heading, _ in self.columns], "th")]
+        lines += [line(row, "td") for row in self.cells] + [line(row, "th") for row in self.footers]
+        body, notes = "\n".join(lines), "<br>".join(html.escape(note) for note in self.notes)
+        return f"<b>{html.escape(self.title)}</b>\n<table>\n{body}\n</table>\n<small>{notes}</small>"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One array of a train step, and its shards.
+
+    Attributes:
+        kind: one of KINDS.
+        local_shape: shape of a device's shard.
+        axes: logical axis of each dimension, if they are known.
+        sharding: None: no rule says how the shards of all devices fit together. The global shape is unknown too.
+        copies: how many are held at once: one for each layer that saves it for the backward pass.
+        saved: of activations: keep | offload | recompute.
+    """
+
+    name: str
+    kind: str
+    local_shape: tuple[int, ...]
+    dtype: str
+    bytes_per_device: int  # of one copy
+    axes: Axes | None
+    sharding: NamedSharding | None = dataclasses.field(repr=False)
+    copies: int = 1
+    saved: str = ""
+
+    @property
+    def mesh_axes(self) -> Dims | None:
+        """Return the mesh axes that shard each dimension."""
+        return None if self.sharding is None else dims_of(self.sharding, len(self.local_shape))
+
+    @property
+    def spec(self) -> P | None:
+        """Return the PartitionSpec."""
+        return None if (dims := self.mesh_axes) is None else P(*(d if len(d) > 1 else (d[0] if d else None) for d in dims))
+
+    @property
+    def shards(self) -> tuple[int, ...] | None:
+        """Return the number of shards along each dimension."""
+        if self.sharding is None or self.mesh_axes is None:
+            return None
+        mesh = self.sharding.mesh.shape
+        return tuple(math.prod(mesh[a] for a in over) for over in self.mesh_axes)
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Return the global shape."""
+        if self.shards is None:
+            return None
+        return tuple(size * n for size, n in zip(self.local_shape, self.shards, strict=True))
+
+    @property
+    def total_bytes(self) -> int | None:
+        """Return bytes of the global array, each element once."""
+        return None if self.shards is None else self.bytes_per_device * math.prod(self.shards)
+
+    @property
+    def replicas(self) -> int | None:
+        """Return how many devices hold the same shard."""
+        return None if self.sharding is None or self.shards is None else self.sharding.mesh.size // math.prod(self.shards)
+
+    @property
+    def held_bytes(self) -> int:
+        """Return bytes of device memory over all copies; 0 if the array is in host memory."""
+        return 0 if self.saved == "offload" else self.bytes_per_device * self.copies
+
+    @property
+    def split(self) -> str:
+        """Return logical axis → mesh axes of each dimension, as text."""
+        if self.mesh_axes is None:
+            return "each device's own"
+        axes = self.axes or ("?",) * len(self.mesh_axes)
+        return ", ".join(
+            f"{axis or '·'}{'→' + '+'.join(over) if over else ''}" for axis, over in zip(axes, self.mesh_axes, strict=True)
+        )
+
+
+def dims_of(sharding: NamedSharding, ndim: int) -> Dims:
+    """Return the mesh axes that shard each dimension. Those of size 1 are left out."""
+    dims = [(over,) if isinstance(over, str) else tuple(over or ()) for over in sharding.spec]
+    dims += [()] * (ndim - len(dims))
+    return tuple(tuple(a for a in over if sharding.mesh.shape[a] > 1) for over in dims)
+
+
+PLAIN = ("name", "kind", "shape", "dtype", "axes", "mesh_axes", "local_shape", "bytes_per_device", "total_bytes", "replicas",
+         "copies", "saved")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows, as a table in terminals and notebooks. notes: which layers and which experts are where."""
+
+    entries: tuple[Row, ...]
+    title: str
+    mesh: dict[str, int]
+    notes: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return plain values, one dict a row: `pandas.DataFrame(table.rows())`."""
+        return [{**{name: getattr(row, name) for name in PLAIN}, "spec": str(row.spec)} for row in self.entries]
+
+    def filter(self, name: str = "", kind: str = "", axis: str = "", saved: str = "", replicas: int = 0) -> "Table":
+        """Return the rows that meet all conditions.
+
+        Args:
+            name: a part of the name, or a pattern with * and ?.
+            kind: one of KINDS.
+            axis: a mesh axis that shards the array, or a logical axis that it has.
+            saved: keep | offload | recompute.
+            replicas: at least this many devices hold the same shard.
+
+        Raises:
+            ConfigError: a kind, an axis or a place that does not exist.
+        """
+        logical = {a for row in self.entries for a in row.axes or () if a}
+        choices = {"kind": [*KINDS], "axis": [*self.mesh, *sorted(logical)], "saved": [*PLACES]}
+        for key, value in (("kind", kind), ("axis", axis), ("saved", saved)):
+            if value and value not in choices[key]:
+                hint = nearest(value, choices[key])
+                raise ConfigError([Problem(key, value, f"no array of this table has such a {key}", hint)])
+        pattern = name if set(name) & set("*?") else f"*{name}*"
+
+        def matches(row: Row) -> bool:
+            over = {a for dim in row.mesh_axes or () for a in dim} | {a for a in row.axes or () if a}
+            return (
+                fnmatch.fnmatchcase(row.name, pattern)
+                and kind in ("", row.kind)
+                and (not axis or axis in over)
+                and saved in ("", row.saved)
+                and (row.replicas or 0) >= replicas
+            )
+
+        return dataclasses.replace(self, entries=tuple(filter(matches, self.entries)))
+
+    def row(self, name: str, kind: str = "") -> Row:
+        """Return the row of this name; without a kind the first of several, the parameter. Raises ConfigError without one."""
+        for row in self.entries:
+            if row.name == name and kind in ("", row.kind):
+                return row
+        known = list(dict.fromkeys(row.name for row in self.entries if kind in ("", row.kind)))
+        raise ConfigError([Problem("name", name, f"no {kind or 'array'} of this table is called so", nearest(name, known))])
+
+    def totals(self) -> list[dict[str, Any]]:
+        """Return sums by kind, and for activations by place.
+
+        Keys: kind, saved, arrays, held_bytes (of a device's memory), total_bytes (every element once, over all copies), unknown
+        (arrays without a global shape, which total_bytes leaves out).
+        """
+        groups: dict[tuple[str, str], list[Row]] = {}
+        for row in self.entries:
+            groups.setdefault((row.kind, row.saved), []).append(row)
+        return [
+            {
+                "kind": kind,
+                "saved": saved,
+                "arrays": len(rows),
+                "held_bytes": sum(row.held_bytes for row in rows),
+                "total_bytes": sum((row.total_bytes or 0) * row.copies for row in rows),
+                "unknown": sum(row.total_bytes is None for row in rows),
+            }
+            for (kind, saved), rows in groups.items()
+        ]
+
+    def sums(self) -> Grid:
+        """Return the totals as text."""
+        sides = {"kind": "left", "what it is": "left", "arrays": "right", "in all": "right", "held by a device": "right"}
+        cells = tuple((_kind(**t), KINDS[t["kind"]], str(t["arrays"]), _total(**t), _held(**t)) for t in self.totals())
+        return Grid(self.title, tuple(sides.items()), cells)
+
+    def grid(self, narrow: bool = False) -> Grid:
+        """Return the table as text; `narrow`: without the size of a single shard."""
+        columns = (
+            *(("name", "left"), ("kind", "left"), ("array", "left"), ("logical axis→mesh axes", "left")),
+            *(("on a device", "left"), ("each", "right"), ("held", "right"), ("same on", "right")),
+        )
+        shown = [i for i, (heading, _) in enumerate(columns) if not (narrow and heading in ("on a device", "each"))]
+
+        def pick(row: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(row[i] for i in shown)
+
+        cells, footers = [], []
+        for row in self.entries:
+            held = size(row.held_bytes) if row.copies == 1 else f"{row.copies} x = {size(row.held_bytes)}"
+            held = f"{row.copies} on the host" if row.saved == "offload" else held
+            shape = "[?]" if row.shape is None else _shape(row.shape)
+            array = (row.name, _kind(row.kind, row.saved), row.dtype + shape, row.split, _shape(row.local_shape))
+            same = "?" if row.replicas is None else str(row.replicas)
+            cells.append(pick((*array, size(row.bytes_per_device), held, same)))
+        for t in self.totals():
+            count = f"{t['arrays']} array{'s' if t['arrays'] > 1 else ''}"
+            footers.append(pick((count, _kind(**t), f"{_total(**t)} in all", "", "", "", _held(**t), "")))
+        note = "held: bytes on one device, of all copies that there are at once. same on: devices with the same part."
+        note = note if narrow else f"each: bytes of one copy on one device. {note}"
+        return Grid(self.title, pick(columns), tuple(cells), tuple(footers), (note, *self.notes))
+
+    def __rich__(self) -> Grid:
+        return self.grid()
+
+    def _repr_html_(self) -> str:
+        return self.grid()._repr_html_()
+
+    def __repr__(self) -> str:
+        return render_text(self, 160)
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return str(list(shape)).replace(" ", "")
+
+
+def _kind(kind: str, saved: str, **_: Any) -> str:
+    return f"{kind}, {saved}" if saved else kind
+
+
+def _held(saved: str, held_bytes: int, **_: Any) -> str:
+    return "on the host" if saved == "offload" else size(held_bytes)
+
+
+def _total(total_bytes: int, unknown: int, **_: Any) -> str:
+    return size(total_bytes) + (f" without {unknown} of each device's own" if unknown else "")
+
+
+def size(count: int) -> str:
+    """Return bytes as text."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if count >= 2**power:
+            return f"{count / 2**power:,.2f} {unit}"
+    return f"{count} B"
+
+
+def changes(before: Table, after: Table, title: str = "") -> Grid:
+    """Return the rows of two tables whose sharding or size on a device differs, and the sums by kind."""
+    title = title or (before.title if before.title == after.title else f"{before.title}  ⇒  {after.title}")
+    old, new = ({(row.kind, row.name): row for row in table} for table in (before, after))
+    cells = []
+    for kind, name in dict.fromkeys([*old, *new]):
+        rows = [table.get((kind, name)) for table in (old, new)]
+        facts = [("-", "-") if row is None else (row.split, size(row.held_bytes)) for row in rows]
+        a, b = rows
+        if a is None or b is None or (a.mesh_axes, a.held_bytes) != (b.mesh_axes, b.held_bytes):
+            cells.append((name, kind, facts[0][0], facts[1][0], facts[0][1], facts[1][1]))
+    held = [{_kind(**t): t["held_bytes"] for t in table.totals()} for table in (before, after)]
+    sums = {kind: [h.get(kind, 0) for h in held] for kind in dict.fromkeys([*held[0], *held[1]])}
+    footers = [("all", kind, "", "", size(a), size(b)) for kind, (a, b) in sums.items() if a != b]
+    columns = (
+        *(("name", "left"), ("kind", "left"), ("before", "left"), ("after", "left")),
+        *(("held before", "right"), ("held after", "right")),
+    )
+    return Grid(title, columns, tuple(cells), tuple(footers))
+
+
+def parse_filter(text: str) -> dict[str, Any]:
+    """Return the arguments of `Table.filter` from "mlp" or "kind=activation,axis=fsdp". Raises ConfigError for another key."""
+    known, out = ("name", "kind", "axis", "saved", "replicas"), {}
+    for item in filter(None, (word.strip() for word in text.split(","))):
+        key, given, value = item.partition("=")
+        if not given:
+            key, value = "name", item
+        if key not in known:
+            raise ConfigError([Problem("--shardings", item, f"cannot filter by {key!r}", nearest(key, list(known)))])
+        if key == "replicas" and not value.isdigit():
+            raise ConfigError([Problem("--shardings", item, "must be a number of devices", "For example replicas=8.")])
+        out[key] = int(value) if key == "replicas" else value
+    return out
+
+
+def print_table(run: RunConfig, topology: str | Topology | Sequence[Any], filter: str, console: Console) -> None:
+    """Print the table of a run.
+
+    Args:
+        filter: as `parse_filter` reads it; "" for all rows.
+
+    Raises:
+        ValueError: no row is left. Also the errors of `describe`.
+    """
+    conditions = parse_filter(filter)
+    found = describe(run, topology).filter(**conditions)
+    if not found.entries:
+        raise ValueError(f"--shardings={filter}: no array is like that; --shardings alone lists all of them")
+    console.print(found.grid(narrow=console.width < 140))
+
+
+def picture(array: Row | NamedSharding, shape: Sequence[int] | None = None) -> Picture:
+    """Return a picture of which device holds which shard of an array: a row of the table, or a sharding and a shape.
+
+    It is SVG in a notebook, and text if printed. `jax.debug.visualize_array_sharding` draws arrays that exist. This needs none,
+    works for described devices, and draws more than two dimensions.
+
+    Raises:
+        ValueError: the row has no global shape, or a sharding comes without a shape.
+    """
+    if isinstance(array, Row):
+        if array.sharding is None or array.shape is None:
+            raise ValueError(f"{array.name}: each device's shard is its own, and they make up no array to draw")
+        names = [axis or f"dim {i}" for i, axis in enumerate(array.axes or (None,) * len(array.shape))]
+        return draw(array.sharding, array.shape, names, f"{array.name} ({array.kind}), {array.spec}")
+    if shape is None:
+        raise ValueError("a sharding is drawn for a shape: picture(sharding, shape)")
+    return draw(array, tuple(shape), [f"dim {i}" for i in range(len(shape))], str(array.spec))
+
+
+# ---- The arrays of a run
+
+
+def load(config: str | Path, **overrides: Any) -> RunConfig:
+    """Return the run of a config file ("FILE.py" or "FILE.py:variant"), with keys set as on the command line.
+
+    Args:
+        overrides: dotted keys or sections: `load(file, mesh={"fsdp": 4, "tensor": 2}, precision="f32")`.
+
+    Raises:
+        ConfigError: the config has mistakes. It names all of them.
+    """
+    given = [f"--config.{key}={value}" for key, value in flatten(overrides)]
+    loaded = launch.load([f"--config={config}", *given])
+    if loaded.problems:
+        raise ConfigError(loaded.problems)
+    return loaded.run
+
+
+def describe(config: RunConfig | str | Path, topology: str | Topology | Sequence[Any], **overrides: Any) -> Table:
+    """Return the sharding of every array of a run's train step.
+
+    Args:
+        config: a run, or the path of a config file.
+        topology: such as "h200:8", or one that is parsed already, or a list of devices, real or described.
+        overrides: keys of the config file, as `load` takes them.
+
+    Raises:
+        ConfigError: the config cannot be read.
+        LayoutError, Unsupported: the layout is impossible.
+        TopologyError: the machine is unknown.
+    """
+    if isinstance(config, RunConfig) and overrides:
+        raise TypeError("overrides belong to a config file: change the RunConfig with dataclasses.replace, or name its file")
+    run = config if isinstance(config, RunConfig) else load(config, **overrides)
+    if isinstance(topology, str):
+        topology = machines.parse(topology)
+    devices = machines.devices(topology) if isinstance(topology, Topology) else list(topology)
+    name = topology.name if isinstance(topology, Topology) else f"{len(devices)} x {devices[0].device_kind}"
+    program = build(run, devices)
+    mesh = dict(program.placement.mesh.shape)
+    shown = ", ".join(f"{axis}={n}" for axis, n in mesh.items() if n > 1) or "one device"
+    title = f"{run.model.family}, {run.model.num_layers} layers, on {name}: {shown}"
+    named = _named_activations(program)
+    saved = _saved_activations(program, named)
+    rows = (*_state_rows(program), *_gathered_rows(program, saved), *_activation_rows(program, named, saved))
+    batch = (_global_row(name, "batch", a, MICROBATCHES) for name, a in program.batch.items())
+    return Table((*rows, *batch), title, mesh, tuple(_places(run, mesh)))
+
+
+def _places(run: RunConfig, mesh: dict[str, int]) -> Iterator[str]:
+    """Yield which layers are on which stage, and which experts on which device."""
+    if (stages := mesh.get(split.STAGE, 1)) > 1:
+        found = split.layers(run.model.num_layers, split.schedule_of(run, stages))
+        yield f"layers by stage: {' | '.join(found)}."
+    if (devices := mesh.get(split.EXPERT, 1)) > 1:
+        each = run.model.num_experts // devices
+        runs = [f"{i * each}-{(i + 1) * each - 1}" if each > 1 else str(i) for i in range(devices)]
+        yield f"experts along expert: {' | '.join(runs)}."
+
+
+def _row(name: str, kind: str, local: tuple[int, ...], dtype: Any, *more: Any) -> Row:
+    """Return the row of an array. more: the fields of Row from `axes` on."""
+    return Row(name, kind, local, SHORT.get(str(dtype), str(dtype)), math.prod(local) * jnp.dtype(dtype).itemsize, *more)
+
+
+def _global_row(name: str, kind: str, a: Any, axes: Axes | None, dtype: Any = None, saved: str = "") -> Row:
+    """Return the row of an argument or a result of the step. a: abstract, with a global shape and a sharding."""
+    return _row(name, kind, a.sharding.shard_shape(a.shape), dtype or a.dtype, axes, a.sharding, 1, saved)
+
+
+def _leaves(tree: Any, **how: Any) -> dict[str, Any]:
+    """Return dotted name -> leaf. Indices of tuples are left out."""
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, **how):
+        names = [str(getattr(key, "name", None) or getattr(key, "key", "")) for key in path]
+        found[".".join(filter(None, names))] = leaf
+    return found
+
+
+def _axes(program: Program) -> dict[str, Axes]:
+    """Return the logical axes of every parameter, by its dotted name."""
+    return _leaves(program.definition.axes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def _state_rows(program: Program) -> Iterator[Row]:
+    """Yield the rows of parameters, moments, counters and gradients."""
+    axes, params = _axes(program), _leaves(program.state.params)
+    for name, a in params.items():
+        yield _global_row(name, "parameter", a, axes[name])
+    for name, a in _leaves(program.state.optimizer).items():
+        whole = name.removesuffix(".codes").removesuffix(".scales")  # of 8-bit blocks
+        of = next((p for p in params if whole.endswith("." + p) and a.ndim == params[p].ndim), None)
+        saved = "offload" if program.offload and a.shape else ""
+        yield _global_row(name, "moment" if a.shape else "counter", a, axes[of] if of else None, saved=saved)
+    # Gradients leave the step's shard_map sharded like their parameter, in the dtype in which they are summed.
+    for name, a in _leaves(part(program.state.params, program.trained)).items():
+        yield _global_row(name, "gradient", a, axes[name], DTYPES[program.run.dtypes.grads])
+
+
+def _gathered_rows(program: Program, saved: "Saved") -> Iterator[Row]:
+    """Yield the rows of weights in use, by the rules with which the step gathers them (jaxtrain/zero.py)."""
+    p, numerics = program.placement, numerics_of(program.run)
+    zero = make_zero(program.run, p, numerics)
+    params, all_axes, exact = _leaves(program.state.params), _axes(program), _leaves(program.definition.exact)
+    fp8 = _leaves(fp8_weights(program.run, program.definition))
+    found = []
+    for name, a in params.items():
+        if name == EMBEDDING and HEAD in params and not zero.reduce_once:
+            continue  # the look-up sends the rows of a sharded table to the tokens
+        of_layer = all_axes[name][0] == "layers" and not zero.gather_once
+        axes, shape = (all_axes[name][1:], a.shape[1:]) if of_layer else (all_axes[name], a.shape)
+        sharding = NamedSharding(p.mesh, P(*(p.compute_axes(axis) or None for axis in axes)))
+        dtype = jnp.dtype("uint8") if fp8[name] else a.dtype if exact[name] else numerics.compute
+        found.append((name, sharding.shard_shape(shape), dtype, axes, sharding))
+    # Saved weights have no names of their own: those of one shape share them.
+    alike = collections.Counter(local for name, local, *_ in found if name.startswith(f"{STACK}."))
+    for name, local, dtype, axes, sharding in found:
+        kept = sum(count for (saved_name, shape, *_), count in saved.items() if (saved_name, shape) == (WEIGHT, local))
+        copies = max(1, kept // max(1, alike[local])) if name.startswith(f"{STACK}.") else 1
+        yield _row(name, "gathered", local, dtype, axes, sharding, copies, "keep" if copies > 1 else "")
+
+
+Named = dict[tuple[str, tuple[int, ...]], Any]  # (name, shape on a device) -> dtype
+Saved = dict[tuple[str, tuple[int, ...], str, str], int]  # (name, shape on a device, HLO dtype, keep | offload) -> copies
+
+
+def _named_activations(program: Program) -> Named:
+    """Return the arrays that the model names, in the order of the traced step."""
+    found: Named = {}
+
+    def walk(jaxpr: Jaxpr) -> None:
+        for eqn in jaxpr.eqns:
+            for body in jaxprs_in_params(eqn.params):
+                walk(body)
+            if eqn.primitive.name == "name" and eqn.params["name"] != WEIGHT:
+                aval: Any = eqn.outvars[0].aval
+                found.setdefault((eqn.params["name"], aval.shape), aval.dtype)
+
+    walk(program.train_step.trace(program.state, program.batch).jaxpr.jaxpr)
+    return found
+
+
+def _saved_activations(program: Program, named: Named) -> Saved:
+    """Return what the forward pass saves for the backward pass, and how many of each are held at once."""
+    counts = collections.Counter(k for k in saved_activations(program) if not k.again and 0 not in k.dims)
+    # What enters a layer has the shape of the residual stream. Other saved arrays can be called layers' inputs too.
+    stream = next((shape for name, shape in named if name == "residual"), None)
+    # A loop over layers saves a layer's input once, a pipeline once in each of its phases, into the same buffers.
+    entry = next((k for k in counts if k.stacked and k.name == "layer input" and stream in (None, k.dims[1:])), None)
+    found: collections.Counter[tuple[str, tuple[int, ...], str, str]] = collections.Counter()
+    for k, count in counts.items():
+        if k.stacked and entry is not None and k.dims[0] != entry.dims[0]:
+            continue  # of a loop within a layer
+        if k.stacked:
+            count = k.dims[0] * count // (counts[entry] if entry is not None else 1)
+        local = k.dims[1:] if k.stacked else k.dims
+        name = "select_n" if k.name == "layer input" else k.name.removeprefix("jvp(layers)/")
+        # The input of a layer outside of a loop is the sum that the layer before it returns.
+        if stream in (None, local) and (k.name == "layer input" or k.name.endswith("mlp)/add")):
+            name = LAYER_INPUT
+        found[name, local, k.dtype, "offload" if k.offloaded else "keep"] += count
+    if entry is None:  # the first layer's input is the output of the embedding
+        found.update({key: 1 for key in found if key[0] == LAYER_INPUT})
+    return found
+
+
+def _activation_rows(program: Program, named: Named, saved: Saved) -> list[Row]:
+    """Return the rows of activations, in the order of the model, with those without a name last.
+
+    No rule says how the shards of these fit together: rows of a device's experts, arrays without a name, and with Ulysses those
+    inside attention, where the ranks of a group exchange tokens for heads.
+    """
+
+    def row(name: str, local: tuple[int, ...], dtype: Any, copies: int, place: str) -> Row:
+        axes, exchanged = AXES.get(name, ()), program.context.ulysses > 1 and name in ("attention_out", "attention_lse")
+        known = len(axes) == len(local) and not exchanged
+        how = (axes, program.placement.sharding(axes, name)) if known else (None, None)
+        return _row(name, "activation", local, dtype, *how, copies, place)
+
+    # A saved array can have another dtype than where it is named: later operations can convert it first.
+    rows = [row(name, local, _dtype(hlo), n, place) for (name, local, hlo, place), n in saved.items() if name != WEIGHT]
+    names = {(name, local) for name, local, *_ in saved}
+    rows += [row(*key, dtype, 1, "recompute") for key, dtype in named.items() if key not in names]
+    order = [*AXES]
+    # If some layers offload an array and the last one keeps it, its row comes second.
+    return sorted(rows, key=lambda r: (order.index(r.name) if r.name in order else len(order), r.saved != "offload"))
+
+
+def _dtype(hlo: str) -> Any:
+    """Return the dtype that HLO calls by this name."""
+    longer = {"pred": "bool", "bf": "bfloat", "f": "float", "u": "uint", "s": "int"}
+    short = next(name for name in longer if hlo.startswith(name))
+    return jnp.dtype(longer[short] + hlo.removeprefix(short))

@@ -1,0 +1,140 @@
+"""receipt.json as a file: its format, how it is read, and the run that it belongs to."""
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jaxtrain import goodput, metrics
+from jaxtrain.receipt import figures
+
+NAME = "receipt.json"
+FORMAT = 3
+FIX = "Fix: name a run's folder (--workdir of training), such as runs/tiny."
+
+
+class ReceiptError(ValueError):
+    """A receipt, or a file beside it, cannot be read."""
+
+
+def now() -> str:
+    """Return the local time with its offset, to the second, as ISO 8601."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return the receipt in a file. Raises ReceiptError if the file is no receipt of this format."""
+    try:
+        receipt = json.loads(path.read_text())
+        version, attempts = receipt["format"], receipt["attempts"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        fix = "Fix: move it away, and the run writes a new one." if path.name == NAME else FIX
+        raise ReceiptError(f"{path}: not a receipt ({error!r}). {fix}") from error
+    if version != FORMAT or not isinstance(attempts, list):
+        raise ReceiptError(f"{path}: format {version!r}, this jaxtrain reads {FORMAT}. Fix: use the version that wrote it.")
+    return receipt
+
+
+def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted path, value) of everything in nested JSON but nulls.
+
+    A list is one text with equal items counted, most frequent first: "7 x 700.0, 500.0". A list of objects gives one such text
+    for each key.
+    """
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        keys = dict.fromkeys(key for item in value for key in item)
+        value = {key: [item[key] for item in value if item.get(key) is not None] for key in keys}
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from flatten(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list):
+        counted = sorted(Counter(map(str, value)).items(), key=lambda pair: (-pair[1], pair[0]))
+        if counted:
+            yield path, ", ".join(f"{count} x {item}" if count > 1 else item for item, count in counted)
+    elif value is not None:
+        yield path, value
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run by its receipt.
+
+    Attributes:
+      folder: the run's folder; None if the receipt is a file without one.
+      receipt: {} if the folder has none.
+    """
+
+    name: str
+    folder: Path | None
+    receipt: dict[str, Any]
+
+    @property
+    def attempts(self) -> list[dict[str, Any]]:
+        """Return all attempts, oldest first; of the earlier ones the summary."""
+        return [*self.receipt.get("attempts", ()), self.receipt]
+
+    @cached_property
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl; [] without that file. Raises ReceiptError if it cannot be read."""
+        path = self.folder / "metrics.jsonl" if self.folder else None
+        try:
+            return list(metrics.read(path)) if path and path.exists() else []
+        except (OSError, metrics.MetricsError) as error:
+            raise ReceiptError(str(error)) from error
+
+    @cached_property
+    def figures(self) -> dict[str, Any]:
+        """Return speed, memory, loss_at, throttled: of the receipt, or of metrics.jsonl if the run has not ended."""
+        if "speed" in self.receipt or not self.lines:
+            return {name: self.receipt.get(name) for name in figures.NAMES}
+        return figures.of_run(self.lines, self.receipt)
+
+    @cached_property
+    def losses(self) -> dict[int, float]:
+        """Return step -> training loss: of every line of metrics.jsonl, or the few of the receipt if it stands alone."""
+        if self.lines:
+            return {line["step"]: line["loss"] for line in self.lines if line["kind"] == "train"}
+        return {int(step): float(loss) for step, loss in (self.figures["loss_at"] or {}).items()}
+
+    @cached_property
+    def goodput(self) -> dict[str, Any] | None:
+        """Return the goodput of the receipt, or of the ledger if the run has not ended."""
+        if "goodput" in self.receipt or not self.folder:
+            return self.receipt.get("goodput")
+        try:
+            ledger = goodput.read(self.folder / goodput.FILE)
+        except ValueError as error:
+            raise ReceiptError(str(error)) from error
+        return goodput.summarise(ledger).record() if ledger else None
+
+    @property
+    def end(self) -> str:
+        """Return exit code and reason of the newest attempt."""
+        code = self.receipt.get("exit_code")
+        return "no end: killed, or still running" if code is None else f"{code}: {self.receipt['reason']}"
+
+
+def open_run(target: str | Path) -> Run:
+    """Return the run of a folder or of a receipt file. Raises ReceiptError if it is neither."""
+    path = Path(target).expanduser()
+    file = path / NAME if path.is_dir() else path
+    if not file.exists():
+        raise ReceiptError(f"{path}: {f'no {NAME} in this folder' if path.is_dir() else 'no such file or folder'}. {FIX}")
+    receipt = load(file)
+    return Run(file.resolve().parent.name, file.parent, receipt) if file.name == NAME else Run(file.name, None, receipt)
+
+
+def find_runs(targets: list[str]) -> list[Path]:
+    """Return the targets; a folder of runs stands for those in it, by name. Raises ReceiptError for one without runs."""
+    out: list[Path] = []
+    for path in (Path(target).expanduser() for target in targets):
+        folder = path.is_dir() and not (path / NAME).exists()
+        inside = sorted(p.parent for p in path.glob(f"*/{NAME}")) if folder else [path]
+        if not inside:
+            raise ReceiptError(f"{path}: no {NAME} in this folder or in one below it. Fix: name runs, or a folder of runs.")
+        out += inside
+    return out
