@@ -49,8 +49,14 @@ COMMAND = Command(
             "NAME,...",
         ),
         Option("no-measure", "read only: no matmul, no collective, no file is written"),
-        Option("limit", "seconds for everything; a check that does not fit is 'not measured'", "S", default="60", least=1),
-        Option("meet", "seconds for the other processes to connect, before that", "S", default="300", least=1),
+        Option(
+            "limit",
+            "seconds for everything, default 60; a check that does not fit is 'not measured'",
+            "S",
+            default="60",
+            least=1,
+        ),
+        Option("meet", "seconds for the other processes to connect, before that, default 300", "S", default="300", least=1),
         Option(
             "record",
             "also save the node's answers, to be checked elsewhere. No secrets: only variables that change a run",

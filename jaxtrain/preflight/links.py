@@ -95,28 +95,6 @@ def bridges(c: Context, board: Board, counts: str) -> Verdict:
     return ok(f"bridges of {size}, {expected} within each")
 
 
-def several_numa_nodes(c: Context) -> bool:
-    return "-" in (c.node.read("/sys/devices/system/node/online") or "")
-
-
-@CHECKS.add(
-    "NUMA",
-    expected="the NUMA node of each GPU is known",
-    why="Copies between host and GPU that cross the CPUs' interconnect are slower, and NCCL places its threads by it.",
-    fix="In a VM: pass the host's topology through. Otherwise: enable NUMA in the firmware.",
-)
-def numa(c: Context) -> Verdict | None:
-    if c.gpus.count < 2 or not c.topology.gpus:
-        return None
-    if not several_numa_nodes(c):
-        return ok("one NUMA node")
-    nodes = c.topology.numa
-    if absent := [gpu for gpu in c.topology.gpus if gpu not in nodes]:
-        return note(f"not reported for {listed(absent)}")
-    by_node = {n: [gpu for gpu in c.topology.gpus if nodes[gpu] == n] for n in sorted(set(nodes.values()))}
-    return ok("; ".join(f"{n}: {listed(gpus, 8)}" for n, gpus in by_node.items()))
-
-
 @CHECKS.add(
     "NVLink",
     expected="all links of every GPU active",

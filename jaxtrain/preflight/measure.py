@@ -101,7 +101,8 @@ def measure_disks(
     paths: Mapping[str, Path], seconds: float, left_out: dict[str, str], failed: dict[str, str], size: int
 ) -> dict[str, dict[str, float | None]]:
     """Return the rates of each path's disk. Paths on one disk share a measurement."""
-    from jaxtrain.bench import microbenchmarks
+    with startup.quiet():
+        from jaxtrain.bench import microbenchmarks
 
     found: dict[str, dict[str, float | None]] = {}
     by_device: dict[int, dict[str, float | None] | Exception] = {}

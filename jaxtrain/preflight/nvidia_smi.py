@@ -159,10 +159,9 @@ def visible(found: Sequence[Row], wanted: str | None) -> list[Row]:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """`nvidia-smi topo -m`: the connection of every two GPUs and NICs, and the NUMA node of each GPU."""
+    """`nvidia-smi topo -m`: the connection of every two GPUs and NICs."""
 
     connections: dict[tuple[str, str], str]  # ("GPU0", "NIC1") -> PIX
-    numa: dict[str, str]  # "GPU0" -> "0"; absent if it is not reported
     nics: dict[str, str]  # "NIC0" -> "mlx5_0"
 
     @property
@@ -173,7 +172,7 @@ class Topology:
         """Return the topology of these GPUs alone."""
         gpus = [f"GPU{i}" for i in indices]
         chosen = {pair: c for pair, c in self.connections.items() if all(n in gpus or not n.startswith("GPU") for n in pair)}
-        return Topology(chosen, {gpu: node for gpu, node in self.numa.items() if gpu in gpus}, self.nics)
+        return Topology(chosen, self.nics)
 
     def pairs(self) -> dict[tuple[str, str], str]:
         """Return the connection of each pair of GPUs, once."""
@@ -191,19 +190,16 @@ class Topology:
 def parse_topology(text: str) -> Topology:
     """Parse the matrix; empty if there is none."""
     columns: list[str] = []
-    connections, numa, nics = {}, {}, {}
+    connections, nics = {}, {}
     for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines():
         cells = [cell.strip() for cell in re.split(r"\t+| {2,}", line.strip())]
         if not columns:
             columns = [c for c in cells if re.fullmatch(r"GPU\d+|NIC\d+|mlx\w+", c)] if cells[0] == "GPU0" else []
         elif cells[0] in columns and len(cells) > len(columns):
             connections |= {(cells[0], other): c for other, c in zip(columns, cells[1:], strict=False) if other != cells[0]}
-            affinity = cells[len(columns) + 1 :]  # CPU affinity, NUMA affinity, GPU NUMA ID
-            if len(affinity) > 1 and re.fullmatch(r"[\d,-]+", affinity[1]):
-                numa[cells[0]] = affinity[1]
         elif legend := re.fullmatch(r"(NIC\d+): (\S+)", line.strip()):
             nics[legend[1]] = legend[2]
-    return Topology(connections, numa, nics or {c: c for c in columns if c.startswith("mlx")})
+    return Topology(connections, nics or {c: c for c in columns if c.startswith("mlx")})
 
 
 def parse_links(text: str) -> dict[int, dict[int, float | None]]:

@@ -130,7 +130,7 @@ def library_path(c: Context) -> Verdict:
 
 # ---- variables
 
-CONNECTIONS, MNNVL, VISIBLE = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_MNNVL_ENABLE", "CUDA_VISIBLE_DEVICES"
+MNNVL, VISIBLE = "NCCL_MNNVL_ENABLE", "CUDA_VISIBLE_DEVICES"
 SHELL = "environment"  # the key of environment.overlay's problem about variables without a key in the config
 RACKS = ("GB200", "GB300")  # NVLink connects several nodes
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
@@ -185,22 +185,6 @@ def stale_variables(c: Context) -> Verdict:
 )
 def memory_variables(c: Context) -> Verdict:
     return refusals(refused(c)[1])
-
-
-@VARIABLES.add(
-    CONNECTIONS,
-    expected="unset",
-    why="With 1, copies, kernels and collectives share one queue, in the order of their launch: it may help or hurt, and is "
-    "part of the run.",
-    fix=f"unset {CONNECTIONS}, unless it is there on purpose; jaxtrain.bench --suite=node compares the two.",
-)
-def max_connections(c: Context) -> Verdict | None:
-    value = c.node.environ.get(CONNECTIONS)
-    if not value:
-        return ok("unset")
-    if any(f"{CONNECTIONS}=" in assignment(p) for p in refused(c)[0]):
-        return None
-    return note(f"{value}, by env.inherit or env.set", "Nothing, if it is meant.")
 
 
 @VARIABLES.add(
