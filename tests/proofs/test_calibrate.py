@@ -117,6 +117,13 @@ def test_the_gpu_compiler_leaves_every_product_in_the_loop(for_h200s, count):
     assert not re.search(r"all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all", text)
 
 
+def test_the_gpu_compiler_leaves_every_fp8_product_in_the_loop(for_h200s):
+    devices, kept = for_h200s
+    micro.fp8_gemm((8192, 4096, 14336), devices[:1], Sizes())
+    made = re.findall(r"= \(?bf16\[(\d+,\d+)\]\S* .*custom_call_target=\"__cublas\$lt\$matmul\$f8\".*while/body", kept[0])
+    assert sorted(made) == ["4096,14336", "8192,14336", "8192,4096"]
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_gpu_compiler_leaves_attention_alone_in_the_loop(for_h200s, packed):
     """cuDNN's kernel, and nothing that moves a whole array beside it."""
