@@ -32,7 +32,7 @@ def product(which: str, a: Any, b: Any, sizes_E: Any, out: Any, precision: Any) 
 
 def operands(which: str, shape: Sequence[int], weight: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
     """Random (a, b) of `product`, the weights of shape `weight`."""
-    from jaxtrain.plan.calibrate import normal
+    from jaxtrain.bench.microbenchmarks import normal
 
     R, _, D, F = shape
     a = normal(0, (R, F if which == "over F" else D), dtype)
@@ -48,7 +48,7 @@ def products(device: Any, sizes: Sizes) -> Iterator[Work]:
     import jax
     import jax.numpy as jnp
 
-    from jaxtrain.plan.calibrate import chain
+    from jaxtrain.bench.microbenchmarks import chain
     from jaxtrain.train.definition import numerics_of
 
     n = numerics_of(one_device())

@@ -11,9 +11,8 @@ from bench_helpers import SMALL, at_home  # noqa: F401
 from helpers import few
 
 from jaxtrain import flops, hardware, launch
-from jaxtrain.bench import experts, kernels, report, train_step
+from jaxtrain.bench import experts, kernels, microbenchmarks, report, train_step
 from jaxtrain.bench.train_step import DATA
-from jaxtrain.plan import calibrate
 from jaxtrain.train import compiler
 
 
@@ -131,7 +130,7 @@ def test_products_with_one_array_stay_apart():
     sizes = dataclasses.replace(kernels.TINY, gemm=(32,))
     work = next(w for w in kernels.gemm(jax.devices()[0], sizes) if isinstance(w, kernels.Work))
     body, constants, state = work.prepare()
-    text = calibrate.looped(body, 2).lower(constants, state).compile().as_text()
+    text = microbenchmarks.looped(body, 2).lower(constants, state).compile().as_text()
     assert work.calls == 8 and len(re.findall(r"= \S+\[32,32\]\S* dot\(", text)) >= 8 and "[256,32]" not in text
 
 

@@ -104,8 +104,8 @@ def parsed(words: list[str]) -> list[Any]:
         _, problems = parity_layouts.parse(asked.options["meshes"] or parity_layouts.DEFAULT)
         return [*asked.problems, *parity.find_problems(asked), *problems]
     elif name == "preflight":
-        asked = launch.load(words, preflight.OPTIONS, preflight.SWITCHES)
-        return [*asked.problems, *preflight.options_wrong(asked)]
+        asked = preflight.COMMAND.parse(words)
+        return [*asked.problems, *preflight.check_options(asked)]
     elif name == "profile":
         return profile.COMMAND.parse(words).problems
     elif name == "receipt":
