@@ -92,15 +92,15 @@ def layouts(model: Model, topology: Topology, moments: str) -> list[Layout]:
     """
     rates = rates_for(topology.gpu, "bf16")
     run, check = base(model, topology, moments), training_check(topology)
-    policies = list(remat_policies(run, topology, rates))
+    policies = list(remat_policies(run))
     found = []
-    for axes in meshes(run, topology, rates):
-        if axes["mesh.tensor"] > topology.gpus or axes["mesh.data"] not in (1, topology.nodes):
+    for axes in meshes(run, topology):
+        if dict(axes)["mesh.data"] not in (1, topology.nodes):
             continue
-        if check(with_overrides(run, axes.items())):
+        if check(with_overrides(run, axes)):
             continue
         for policy in policies:
-            overrides = (*axes.items(), *policy.items())
+            overrides = (*axes, *policy)
             changed = with_overrides(run, overrides)
             least = bound(changed, topology, rates)
             found.append(Layout(changed, changes(run, overrides), float(f"{least.step_s:.3g}"), least.memory_gib))

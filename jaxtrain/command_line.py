@@ -46,6 +46,7 @@ class Option:
         writes: its value names a file to write.
         check: return the rule that a value breaks, or "".
         example: a value that works, for the error.
+        may_be_empty: an empty value means something.
         modes: the modes that use it (see Command.modes); "" is the mode without a name. (): all.
     """
 
@@ -59,6 +60,7 @@ class Option:
     writes: bool = False
     check: Callable[[str], str] | None = None
     example: str = ""
+    may_be_empty: bool = False
     modes: tuple[str, ...] = ()
 
     @property
@@ -75,7 +77,7 @@ class Option:
         fix = f"For example {key}={example}." if example else f"Write {key}={self.value}."
         if not self.value:
             return None if text == "yes" else Problem(key, text, "takes no value", f"Write {key}.")
-        if text == "":
+        if text == "" and not self.may_be_empty:
             return Problem(key, "", "has no value", fix if not self.default else f"{fix[:-1]}, or leave it out.")
         if self.least is not None and (not text.isdecimal() or int(text) < self.least):
             return Problem(key, text, f"must be a whole number, {self.least} or more", fix)

@@ -1,15 +1,16 @@
-"""A trace of two GPUs, written by the profiler's schema from a small program whose plan is known."""
+"""A trace of two GPUs, made from a small program whose plan is known."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from hlo_text import BIG, COMPUTATIONS, ELEMENTS, RATES, gemm
 
 from jaxtrain.plan.program import roofline
-from jaxtrain.profile import load, program, trace
-from jaxtrain.profile.result import Profile
+from jaxtrain.profile import measure, program, trace
+from jaxtrain.profiling import HLO_TEXT
 
 
 def named(op_name: str) -> str:
@@ -72,57 +73,45 @@ NUMBER = 7  # of the program
 
 
 class Space:
-    """An XSpace under construction, by the schema that the reader uses."""
+    """An XSpace under construction, in the text format that ProfileData turns into a trace."""
 
     def __init__(self) -> None:
-        self.space = trace.space_class()()
+        self.planes: dict[str, dict[str, list[str]]] = {}  # plane -> line -> events
+        self.names: dict[str, int] = {}  # of events, stats, and texts in stats
 
-    def plane(self, name: str) -> Any:
-        return self.space.planes.add(name=name)
-
-    def line(self, plane: Any, name: str, events: list[tuple[str, float, float, dict[str, Any]]]) -> None:
-        """Events of (name, start and end in ms, stats). A text in a stat is a reference to the table of names."""
-        line = plane.lines.add(name=name)
+    def line(self, plane: str, name: str, events: list[tuple[str, float, float, dict[str, Any]]]) -> None:
+        """Add events of (name, start and end in ms, stats). A text in a stat is a reference to the table of names."""
+        made = self.planes.setdefault(plane, {}).setdefault(name, [])
         for event, start, end, stats in events:
-            made = line.events.add(
-                metadata_id=_id(plane.event_metadata, event),
-                offset_ps=round(start * 1e9),
-                duration_ps=round((end - start) * 1e9),
-            )
-            for key, value in stats.items():
-                names = plane.stat_metadata
-                kind = {"ref_value": _id(names, value)} if isinstance(value, str) else {"int64_value": value}
-                made.stats.add(metadata_id=_id(names, key), **kind)
+            values = {k: f"ref_value: {self._id(v)}" if isinstance(v, str) else f"int64_value: {v}" for k, v in stats.items()}
+            shown = " ".join(f"stats {{ metadata_id: {self._id(k)} {value} }}" for k, value in values.items())
+            at, took = round(start * 1e9), round((end - start) * 1e9)
+            made.append(f"events {{ metadata_id: {self._id(event)} offset_ps: {at} duration_ps: {took} {shown} }}")
+
+    def _id(self, name: str) -> int:
+        return self.names.setdefault(name, len(self.names) + 1)
 
     def write(self, path: Path) -> Path:
+        table = "".join(
+            f"{kind} {{ key: {n} value {{ id: {n} name: {json.dumps(name)} }} }}\n"
+            for name, n in self.names.items()
+            for kind in ("event_metadata", "stat_metadata")
+        )
+        text = ""
+        for plane, lines in self.planes.items():
+            shown = "\n".join(f"lines {{ name: {json.dumps(name)} {' '.join(events)} }}" for name, events in lines.items())
+            text += f"planes {{ name: {json.dumps(plane)}\n{table}{shown} }}\n"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(self.space.SerializeToString())
+        path.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(text))
         return path
 
 
-def _id(table: Any, name: str) -> int:
-    for entry in table:
-        if entry.value.name == name:
-            return entry.key
-    entry = table.add(key=len(table) + 1)
-    entry.value.name = name
-    return entry.key
-
-
 def gpu_space(steps: int = 2, late_ms: float = 0.0) -> tuple[Space, roofline.Roofline]:
-    """What a profiler would record of PROGRAM on two GPUs, if it ran as planned; each step, device 1 is `late_ms` later."""
-    from jaxlib import _hlo  # pyright: ignore[reportAttributeAccessIssue]
-
-    read = program.read_text(PROGRAM, MESH, 2)
+    """Return a trace of PROGRAM on two GPUs as planned, and the plan; each step, device 1 is `late_ms` later."""
+    read = program.read(PROGRAM, MESH, 2)
     ran: list[tuple[str, str, float, float]] = []
     planned = roofline.predict(read.module, RATES, read.wires, lambda *event: ran.append(event))
     space = Space()
-    module = _hlo.hlo_module_from_text(PROGRAM).as_serialized_hlo_module_proto()
-    metadata = space.plane(trace.METADATA)
-    _id(metadata.stat_metadata, "Hlo Proto")
-    _id(metadata.event_metadata, f"jit_f({NUMBER})")
-    proto = program._hlo_proto()(module=module).SerializeToString()
-    metadata.event_metadata[0].value.stats.add(metadata_id=1, bytes_value=proto)
     for device in range(2):
         compute, links = [], []
         for step in range(steps):
@@ -134,24 +123,24 @@ def gpu_space(steps: int = 2, late_ms: float = 0.0) -> tuple[Space, roofline.Roo
                 stats = {"hlo_op": name, "hlo_module": "jit_f", "program_id": NUMBER}
                 lane, kernel = (links, "ncclDevKernel") if kind == "communication" else (compute, f"kernel of {name}")
                 lane.append((kernel, at + start * 1e3, at + end * 1e3, stats))
-        plane = space.plane(f"/device:GPU:{device}")
-        space.line(plane, "Stream #13(Kernel)", compute)
-        space.line(plane, "Stream #20(Kernel)", links)
-        space.line(plane, "XLA Ops", compute)  # repeats what ran: not to be counted again
-    host = space.plane(trace.HOST)
-    space.line(host, "python", [("train", n * 0.1, n * 0.1 + 0.05, {"step_num": 40 + n}) for n in range(steps)])
+        space.line(f"/device:GPU:{device}", "Stream #13(Kernel)", compute)
+        space.line(f"/device:GPU:{device}", "Stream #20(Kernel)", links)
+        space.line(f"/device:GPU:{device}", "XLA Ops", compute)  # repeats the events: not to be counted again
+    space.line(trace.HOST, "python", [("train", n * 0.1, n * 0.1 + 0.05, {"step_num": 40 + n}) for n in range(steps)])
     return space, planned
 
 
 def gpu_run(folder: Path, space: Space) -> Path:
-    """A run's folder around a trace."""
-    space.write(folder / "profile/plugins/profile/now/host.xplane.pb")
+    """Write a run's folder around a trace, and return it."""
+    path = space.write(folder / "profile/plugins/profile/now/host.xplane.pb")
+    path.with_name(HLO_TEXT).write_text(PROGRAM)
     (folder / "config.json").write_text('{"precision": "bf16"}')
     devices = {"kind": ["NVIDIA H200"], "count": 2, "process_count": 1}
     (folder / "receipt.json").write_text(json.dumps({"devices": devices, "mesh": MESH}))
     return folder
 
 
-def read_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch, space: Space) -> Profile:
-    monkeypatch.setattr(load, "rates_for", lambda gpu, precision: RATES)
-    return load.profile(load.traces(gpu_run(folder, space))[0], load.run_around(folder))
+def read_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch, space: Space) -> measure.Profile:
+    """Return the profile of a trace, with a plan at RATES."""
+    monkeypatch.setattr(measure, "rates_for", lambda gpu, precision: RATES)
+    return measure.profile(trace.find(gpu_run(folder, space))[0], measure.run_around(folder))

@@ -1,292 +1,300 @@
 """The command line of plans: `python -m jaxtrain.plan --config=FILE --topology=h200:8`. See a run before paying for it."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import rich.console
-
-from jaxtrain import hardware, launch
-from jaxtrain.commands import spelled
+from jaxtrain import hardware
+from jaxtrain.command_line import FAILED, INTERRUPTED, Command, Option, Parsed, make_console, run_command
 from jaxtrain.config import ConfigError, Problem
 from jaxtrain.launch import Loaded
 from jaxtrain.plan import cudnn_library
 from jaxtrain.plan.search import FOLDER, MOST
 from jaxtrain.startup import start_jax
 
-INTERRUPTED = 130
-WIDTH = 118  # of the report where the output is not a terminal
+if TYPE_CHECKING:
+    from rich.console import Console
 
-HELP = """\
-Will it fit, how fast will it be, and what moves? Compiles the train step for a machine that need not be there.
+    from jaxtrain.plan.search.cache import Cache
+    from jaxtrain.plan.search.space import Check
+    from jaxtrain.plan.topology import Topology
 
-  python -m jaxtrain.plan --config=FILE[:variant] [--config.KEY=VALUE ...] --topology=CHIP:GPUS[xNODES] [options]
 
-  --config, --config.KEY   as for training
-  --topology=h200:8        the machine: 8 H200s in one node; h100:8x16 is 16 nodes of 8. On a machine with GPUs, the default
-                           is that machine. Chips: {chips}
-                           Runs over several nodes were tried on CPUs alone
-  --json=FILE              everything the plan found, for programs
-  --html=FILE              one page with pictures
-  --hlo=FILE               the scheduled program that all of it was read from
-  --why                    take back each choice that saves memory, and say what the step would need without it
-  --traffic                bytes moved outside of GEMMs and attention, part by part, beside the least that could be
-  --cudnn=auto             who tells the workspace of cuDNN's attention: formula; library, cuDNN itself, where the extra
-                           plan-cudnn is installed; auto is library where it can be had and formula elsewhere
-  --experts-load=L         the busiest expert of each layer draws L times its even share; default 1.0
-  --no-fit                 where the step does not fit, do not look for what would make it fit
-  --shardings[=FILTER]     instead: how every array is sharded, without compiling; as --shardings=mlp or kind=parameter
-  --search                 instead: find the fastest layout that fits; of those equal within 5%, the one least on links
-  --budget=SECONDS         of --search, --why and of the search for what would fit; 0: no limit
-  --most=N                 plans of a --search, those it finds in its cache included; default {most}
-  --jobs=N                 compiles at a time; default: as many as cores
-  --cache=DIR              plans of earlier searches; default {cache}; '' keeps none
-  --calibrate              instead: measure the GPUs of this machine; plans for them then use what was measured
-  --help                   this text
+def _rule_of_load(text: str) -> str:
+    """Return the rule that a load of experts breaks, or ""."""
+    try:
+        return "" if 1 <= float(text) < math.inf else "must be a number from 1, which is an even load"
+    except ValueError:
+        return "must be a number from 1, which is an even load"
 
-  python -m jaxtrain.plan --config=configs/llama3_8b.py --topology=h200:8
-  python -m jaxtrain.plan --config=configs/llama3_70b.py:gpus=64 --topology=h200:8x8 --html=plan.html
-  python -m jaxtrain.plan --config=configs/llama3_8b.py --topology=h200:8 --search --budget=600
 
-Nothing is run, and no GPU, driver or CUDA library is needed, but for --calibrate.
-Exit codes: 0 planned, whether it fits or not; 2 the command or config is wrong; 1 no step could be compiled or read, or a file
-not written; 130 Ctrl-C, after what was known by then.
-"""
+def _rule_of_cache(text: str) -> str:
+    """Return why plans cannot be kept in a folder, or ""."""
+    folder = Path(text).expanduser().absolute()
+    above = next(p for p in (folder, *folder.parents) if p.exists())
+    if text and not (above.is_dir() and os.access(above, os.W_OK)):
+        return f"{above} is {'not writable' if above.is_dir() else 'not a folder'}"
+    return ""
 
-OPTIONS = {"topology": "", "json": "", "html": "", "hlo": "", "budget": "0", "most": str(MOST), "jobs": "0", "cache": FOLDER}
-OPTIONS |= {"cudnn": "auto", "experts-load": "1.0"}
-SWITCHES = dict.fromkeys(("why", "traffic", "no-fit", "search", "calibrate"), "yes") | {"shardings": "all"}
-INSTEAD = ("shardings", "search", "calibrate")
-# Option -> what it belongs to; "" is the plan of a config.
-BELONGS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("config", "topology"), ("", "shardings", "search")),
-    **dict.fromkeys(("html", "hlo", "why", "traffic", "no-fit", "cudnn", "experts-load"), ("",)),
-    "json": ("", "search"),
-    "budget": ("", "search"),
-    "most": ("search",),
-    **dict.fromkeys(("jobs", "cache"), ("", "search")),
-}
+
+ONE = ("",)  # the plan of one layout
+COMMAND = Command(
+    "plan",
+    "Will it fit, how fast will it be, and how much do the GPUs communicate? Compiles the train step for a machine that need "
+    "not be present. Nothing is run, and no GPU, driver or CUDA library is needed, except by --calibrate.",
+    (
+        Option(
+            "topology",
+            "the machine: h200:8 is one node of 8 H200s, h100:8x16 are 16 nodes of 8; default the GPUs of this machine. Chips: "
+            + ", ".join(sorted(p.stem for p in (Path(__file__).parent / "specs").glob("*.txtpb"))),
+            "CHIP:GPUS[xNODES]",
+            example="h200:8",
+            modes=("", "shardings", "search"),
+        ),
+        Option("json", "everything that the plan found, for programs", "FILE", writes=True, modes=("", "search")),
+        Option("html", "the plan as one page", "FILE", writes=True, modes=ONE),
+        Option("hlo", "the scheduled program behind all figures", "FILE", writes=True, modes=ONE),
+        Option("why", "plan it without each setting that saves memory, one at a time", modes=ONE),
+        Option("traffic", "memory traffic outside of matmuls and attention, beside the least possible", modes=ONE),
+        Option(
+            "cudnn",
+            "source of the workspace of cuDNN's attention: formula, or cuDNN's library, if the extra plan-cudnn is installed; "
+            "auto prefers the library",
+            "auto|formula|library",
+            "auto",
+            choices=("auto", "formula", "library"),
+            example="formula",
+            modes=ONE,
+        ),
+        Option(
+            "experts-load",
+            "the busiest expert of each layer has L times its even share; default 1.0",
+            "L",
+            "1.0",
+            check=_rule_of_load,
+            example="1.5",
+            modes=ONE,
+        ),
+        Option("no-fit", "compile also a step that cannot fit by formula, and search no settings that would fit", modes=ONE),
+        Option(
+            "shardings",
+            "instead: the sharding of every array, without compiling; --shardings=mlp and --shardings=kind=parameter filter",
+            "FILTER",
+            bare="all",
+        ),
+        Option(
+            "search",
+            "instead: find the fastest layout that fits, by formula at once, then compiled; of layouts equal within 5%, the "
+            "one with the least communication",
+        ),
+        Option(
+            "budget",
+            "seconds of --search, of --why and of the search for settings that fit; 0: no limit",
+            "SECONDS",
+            "0",
+            least=0,
+            example="100",
+            modes=("", "search"),
+        ),
+        Option(
+            "most", f"plans of a --search, with those in its cache; default {MOST}", "N", str(MOST), least=1, modes=("search",)
+        ),
+        Option("jobs", "compiles at a time; default: the number of cores", "N", "0", least=0, modes=("", "search")),
+        Option(
+            "cache",
+            f"folder of earlier plans; default {FOLDER}; '' keeps none",
+            "DIR",
+            FOLDER,
+            check=_rule_of_cache,
+            may_be_empty=True,
+            modes=("", "search"),
+        ),
+        Option("calibrate", "instead: measure the GPUs of this machine; plans for them use these rates from then on"),
+    ),
+    config=True,
+    modes=("shardings", "search", "calibrate"),
+    examples=(
+        "--config=configs/llama3_8b.py --topology=h200:8",
+        "--config=configs/llama3_70b.py:gpus=64 --topology=h200:8x8 --html=plan.html",
+        "--config=configs/llama3_8b.py --topology=h200:8 --search --budget=600",
+    ),
+    notes="Exit codes: 0 planned, whether it fits or not; 2 the command or config is wrong; 1 no step could be compiled or "
+    "read, or a file not written; 130 Ctrl-C, after the results so far.",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(argv):
-        print(spelled(HELP.format(chips=", ".join(_chips()), cache=FOLDER, most=MOST)), end="")
-        return 0
-    loaded = launch.load(argv, OPTIONS, SWITCHES)
-    options = loaded.options
-    problems = [*loaded.problems, *_options(loaded)]
-    here = not options["topology"]
-    asked = next((name for name in INSTEAD if options[name]), "")
-    needs_config = asked != "calibrate"
-    found = hardware.probe()
-    if here and needs_config and found.kind != "gpu":
+    """Run the command line and return its exit code."""
+    return run_command(COMMAND, argv, _act, check=_check)
+
+
+def _check(parsed: Parsed) -> list[Problem]:
+    """Return problems of the command line that are known before anything is imported or compiled."""
+    options, loaded, problems = parsed.options, parsed.config, []
+    here, found = not options["topology"], hardware.probe()
+    if parsed.mode == "calibrate":
+        given = [f"--{name}" for name in sorted(parsed.given) if name == "config" or name.startswith("config.")]
+        if given:
+            problems.append(Problem(given[0], None, "--calibrate does not use it", "Leave it out."))
+        return [*problems, *([found.problem] if found.problem else [])]
+    m, load = loaded.run.model, options["experts-load"]
+    if "experts-load" in parsed.given and loaded.file_read and not _rule_of_load(load):
+        if not m.num_experts:
+            problems.append(Problem("--experts-load", load, "the model has no experts", "Leave it out."))
+        elif float(load) > (most := m.num_experts / m.experts_per_token):
+            rule = f"an expert that every token chooses has {most:g} even shares, and none can have more"
+            problems.append(Problem("--experts-load", load, rule, f"For example --experts-load={min(1.5, most):g}."))
+    if here and found.kind != "gpu" and "topology" not in parsed.given:
         rule = "no machine is named, and this one has no GPU to plan for"
         problems.append(Problem("--topology", None, rule, "Name one, as --topology=h200:8."))
     elif here and found.problem:
         problems.append(found.problem)
+    return problems
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A command line with its machine.
+
+    Attributes:
+        check: return the problems of a config on the machine.
+        jobs: compiles at a time; 0: as many as cores.
+        budget_s: seconds of a search; 0: no limit.
+    """
+
+    loaded: Loaded
+    topology: "Topology"
+    check: "Check"
+    cache: "Cache | None"
+    jobs: int
+    budget_s: float
+    console: "Console"
+
+    @property
+    def options(self) -> dict[str, str]:
+        return self.loaded.options
+
+    @property
+    def name(self) -> str:
+        """Return the config as on the command line."""
+        at = self.loaded.launch
+        return f"{at.config_file}:{at.variant}" if at.variant else at.config_file
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        return tuple(f"{key}={value}" for key, value in self.loaded.launch.overrides)
+
+    def write_json(self, tree: dict[str, Any]) -> None:
+        """Write --json, if asked for."""
+        if self.options["json"]:
+            Path(self.options["json"]).expanduser().write_text(json.dumps(tree, indent=1) + "\n")
+
+
+def _act(parsed: Parsed) -> int:
+    """Start JAX and run the command. Everything before this point must answer in a moment."""
+    here = not parsed.options["topology"]
     cudnn = None
-    if not asked and not here and not problems:
-        cudnn, problem = _cudnn(options["cudnn"])
-        problems += problem
-    if problems:
-        return launch.report(problems)
-    # Imported from here on: everything above must answer in a moment. A described machine needs the compiler only, which a
-    # GPU that is present and busy must not be asked for.
+    if not parsed.mode and not here:  # before JAX starts: XLA looks for its libraries once
+        cudnn = _load_cudnn(parsed.options["cudnn"])
+    # A described machine needs only the compiler, and must not take memory of a GPU that is present and busy.
     if not here:
         os.environ["JAX_PLATFORMS"] = "cpu"
     else:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPUs may be busy, and little is run on them
     start_jax(hardware.probe())
-    console = rich.console.Console()
-    if not console.is_terminal:
-        console = rich.console.Console(width=WIDTH)
-    try:
-        return run(loaded, asked, console, cudnn)
-    except KeyboardInterrupt:
-        print("\nCtrl-C: stopped.", file=sys.stderr)
-        return INTERRUPTED
-
-
-def _cudnn(who: str) -> tuple[cudnn_library.Library | None, list[Problem]]:
-    """cuDNN where it is to tell the workspace, and what is wrong. Before JAX starts: XLA looks for its libraries once."""
-    if who == "formula":
-        return None, []
-    try:
-        return cudnn_library.load(), []
-    except cudnn_library.LibraryError as error:
-        problem = Problem("--cudnn", "library", str(error), "Write --cudnn=formula.")
-        return None, [problem] if who == "library" else []
-
-
-def _chips() -> list[str]:
-    specs = Path(__file__).parent / "specs"
-    return sorted(p.stem for p in specs.glob("*.txtpb"))
-
-
-def _options(loaded: Loaded) -> list[Problem]:
-    """What is wrong with the options, before anything is imported or compiled."""
-    options, problems = loaded.options, []
-    given = {arg[2:].partition("=")[0] for arg in loaded.launch.argv if arg.startswith("--")}
-    for name, least in (("budget", 0), ("jobs", 0), ("most", 1)):
-        text = options[name]
-        if not text.isdecimal() or int(text) < least:
-            problems.append(
-                Problem(f"--{name}", text, f"must be a whole number, {least} or more", f"For example --{name}=100.")
-            )
-    load = options["experts-load"]
-    if load and not _is_load(load):
-        rule = "must be a number from 1, which is an even load"
-        problems.append(Problem("--experts-load", load, rule, "For example --experts-load=1.5."))
-    elif load and "experts-load" in given and loaded.file_read:
-        m = loaded.run.model
-        if not m.num_experts:
-            problems.append(Problem("--experts-load", load, "the model has no experts", "Leave it out."))
-        elif float(load) > (most := m.num_experts / m.experts_per_token):
-            rule = f"an expert that every token chooses draws {most:g} even shares, and none can draw more"
-            problems.append(Problem("--experts-load", load, rule, f"For example --experts-load={min(1.5, most):g}."))
-    for name in (*OPTIONS, *SWITCHES):
-        if name in given and not options[name] and name != "cache":
-            problems.append(Problem(f"--{name}", "", "has no value", f"Write --{name} alone." if name in SWITCHES else ""))
-    asked = [name for name in INSTEAD if options[name]]
-    if len(asked) > 1:
-        written = " ".join(f"--{name}" for name in asked)
-        problems.append(Problem(written, None, "each of these replaces the plan", "Give one of them."))
-    action = asked[0] if asked else ""
-    others = [name for name, actions in BELONGS.items() if name in given and action not in actions]
-    others += ["config.KEY"] if loaded.launch.overrides and action not in BELONGS["config"] else []
-    if others and len(asked) < 2:
-        written = " ".join(f"--{name}" for name in others)
-        who = f"--{action}" if action else "the plan of one layout"
-        problems.append(Problem(written, None, f"{who} has no use for it", "Leave it out."))
-    if options["cudnn"] not in ("", "auto", "formula", "library"):
-        rule = "must be auto, formula or library"
-        problems.append(Problem("--cudnn", options["cudnn"], rule, "Write --cudnn=formula."))
-    for name in ("why", "traffic", "no-fit", "search", "calibrate"):
-        if options[name] not in ("", "yes"):
-            problems.append(Problem(f"--{name}", options[name], "takes no value", f"Write --{name}."))
-    for name in ("json", "html", "hlo"):
-        if options[name] and (why := _unwritable(Path(options[name]))):
-            problems.append(Problem(f"--{name}", options[name], why, "Name another file."))
-    cache = Path(options["cache"]).expanduser().absolute()
-    above = next(p for p in (cache, *cache.parents) if p.exists())
-    if options["cache"] and not (above.is_dir() and os.access(above, os.W_OK)):
-        rule = f"{above} is {'not writable' if above.is_dir() else 'not a folder'}"
-        problems.append(Problem("--cache", options["cache"], rule, "Name another, or '' to keep no plans."))
-    return problems
-
-
-def _is_load(text: str) -> bool:
-    try:
-        return 1 <= float(text) < math.inf
-    except ValueError:
-        return False
-
-
-def _unwritable(path: Path) -> str:
-    """Why a file cannot be written there; "" where it can. To be known before minutes of compiling, not after."""
-    path = path.expanduser().absolute()
-    if path.is_dir():
-        return "is a folder"
-    if not path.parent.is_dir():
-        return f"there is no folder {path.parent}"
-    return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "may not be written here"
-
-
-def run(loaded: Loaded, asked: str, console: rich.console.Console, cudnn: cudnn_library.Library | None = None) -> int:
-    """Everything after the command line has been read and JAX started."""
     import jax
 
     from jaxtrain.kernels.attention import Unsupported
     from jaxtrain.plan import topology as machines
     from jaxtrain.plan.calibrate import CalibrationError
+    from jaxtrain.plan.calibrate import run as calibrate
     from jaxtrain.plan.program.assignment import AssignmentError
     from jaxtrain.plan.program.hlo import HloError
-    from jaxtrain.plan.search.cache import Cache
-    from jaxtrain.plan.search.space import training_check
     from jaxtrain.sharding import LayoutError
 
-    options = loaded.options
-    cache = Cache(options["cache"]) if options["cache"] else None
-    jobs, budget = int(options["jobs"]), float(options["budget"])
     try:
-        if asked == "calibrate":
-            from jaxtrain.plan import calibrate
-
-            calibrate.run(console=console)
+        if parsed.mode == "calibrate":
+            calibrate(console=make_console())
             return 0
-        topology = machines.parse(options["topology"]) if options["topology"] else machines.here()
-        check = training_check(topology, f"--topology={topology.name}")
-        if problems := check(loaded.run):
-            return launch.report(problems)
-        if asked == "shardings":
-            from jaxtrain.plan.shardings import print_table
-
-            print_table(loaded.run, topology, "" if options["shardings"] == "all" else options["shardings"], console)
-            return 0
-        if asked == "search":
-            machines.devices(machines.parse(topology.name))  # other processes compile for it, by its name
-            return _search(loaded, topology, check, cache, jobs, budget, console)
-        return _plan(loaded, topology, check, cache, jobs, budget, console, cudnn)
-    except ConfigError as error:
-        return launch.report(error.problems)
+        return _run(parsed, cudnn)
+    except ConfigError:
+        raise
+    except (HloError, AssignmentError) as error:
+        return _fail(f"the compiled program cannot be read: {error}")
     except (LayoutError, Unsupported, machines.TopologyError, CalibrationError, ValueError) as error:
-        if isinstance(error, HloError | AssignmentError):
-            return _failed(f"the compiled program cannot be read: {error}")
-        return launch.report([Problem("cannot plan", None, str(error).rstrip("."), "")])
-    except OSError as error:
-        return _failed(str(error))
+        raise ConfigError([Problem("cannot plan", None, str(error).rstrip("."), "")]) from error
     except (jax.errors.JaxRuntimeError, RuntimeError, MemoryError) as error:
-        return _failed(f"the train step could not be compiled: {type(error).__name__}: {error}")
+        return _fail(f"the train step could not be compiled: {type(error).__name__}: {error}")
 
 
-def _failed(why: str) -> int:
+def _run(parsed: Parsed, cudnn: cudnn_library.Library | None) -> int:
+    """Run the asked mode on the asked machine."""
+    from jaxtrain.plan import topology as machines
+    from jaxtrain.plan.search.cache import Cache
+    from jaxtrain.plan.search.space import training_check
+
+    options, run = parsed.options, parsed.config.run
+    topology = machines.parse(options["topology"]) if options["topology"] else machines.here()
+    check = training_check(topology, f"--topology={topology.name}")
+    cache = Cache(options["cache"]) if options["cache"] else None
+    loaded = dataclasses.replace(parsed.config, options=options)
+    job = Job(loaded, topology, check, cache, int(options["jobs"]), float(options["budget"]), make_console())
+    if not parsed.mode and _refused(job):
+        return 0
+    if problems := check(run):
+        raise ConfigError(list(problems))
+    if parsed.mode == "shardings":
+        from jaxtrain.plan.shardings import print_table
+
+        print_table(run, topology, "" if options["shardings"] == "all" else options["shardings"], job.console)
+        return 0
+    if parsed.mode == "search":
+        machines.devices(machines.parse(topology.name))  # other processes compile for it, by its name
+        return _search(job)
+    return _plan(job, cudnn)
+
+
+def _load_cudnn(source: str) -> cudnn_library.Library | None:
+    """Return cuDNN's library, or None for the formula. Raises ConfigError if the library is asked for and cannot be loaded."""
+    if source == "formula":
+        return None
+    try:
+        return cudnn_library.load()
+    except cudnn_library.LibraryError as error:
+        if source == "auto":
+            return None
+        raise ConfigError([Problem("--cudnn", "library", str(error), "Write --cudnn=formula.")]) from error
+
+
+def _fail(why: str) -> int:
     print(why, file=sys.stderr)
-    return 1
+    return FAILED
 
 
-def _name(loaded: Loaded) -> str:
-    """The config as it stands on the command line."""
-    at = loaded.launch
-    return f"{at.config_file}:{at.variant}" if at.variant else at.config_file
-
-
-def _overrides(loaded: Loaded) -> tuple[str, ...]:
-    return tuple(f"{key}={value}" for key, value in loaded.launch.overrides)
-
-
-def _plan(
-    loaded: Loaded,
-    topology: Any,
-    check: Any,
-    cache: Any,
-    jobs: int,
-    budget: float,
-    console: rich.console.Console,
-    cudnn: cudnn_library.Library | None,
-) -> int:
+def _plan(job: Job, cudnn: cudnn_library.Library | None) -> int:
+    """Plan one layout; if it does not fit, search settings that do."""
     from jaxtrain.page.sections import print_sections
     from jaxtrain.plan.compile import compile_step
     from jaxtrain.plan.make import read_plan
     from jaxtrain.plan.program import traffic
-    from jaxtrain.plan.report import fit_report, page, sections, terminal
+    from jaxtrain.plan.report import page, search_report, sections, terminal
     from jaxtrain.plan.result import to_json
-    from jaxtrain.plan.search import fit
+    from jaxtrain.plan.search.search import search
     from jaxtrain.plan.topology import CHIPS
 
-    run, options = loaded.run, loaded.options
+    run, options, topology, console = job.loaded.run, job.options, job.topology, job.console
     busy = console.status(f"compiling the train step for {topology.name} ...")
     with busy if console.is_terminal else contextlib.nullcontext():
         compiled = compile_step(run, topology, cudnn)
-        how = {"name": _name(loaded), "overrides": _overrides(loaded)}
+        how = {"name": job.name, "overrides": job.overrides}
         plan = even = read_plan(compiled, run, topology, **how)
-        if (load := float(options["experts-load"])) > 1:  # what is looked for below supposes an even load, and so is compared
+        if (load := float(options["experts-load"])) > 1:  # the searches below assume an even load
             plan = read_plan(compiled, run, topology, **how, experts_load=load)
     if options["hlo"]:
         Path(options["hlo"]).expanduser().write_text(compiled.text)
@@ -296,60 +304,91 @@ def _plan(
     if moved:
         print_sections([sections.traffic_section(moved)], console)
 
-    settings = {"check": check, "cache": cache, "jobs": jobs, "budget_s": budget}
     interrupted = False
-
-    def heard(show: Callable[[fit.Progress], None]) -> Callable[[fit.Progress], None]:
-        def changed(progress: fit.Progress) -> None:
-            nonlocal interrupted
-            interrupted = progress.interrupted
-            show(progress)
-
-        return changed
-
-    looked_for = "" if plan.fits or options["no-fit"] else "what would make it fit"
-    looked_for = looked_for or ("what its choices are good for" if options["why"] and plan.fits else "")
-    if looked_for and topology.chip not in CHIPS:
-        console.print(
-            f"\n{looked_for} is not looked for: {topology.chip} has no description in jaxtrain/plan/specs", markup=False
-        )
-    elif looked_for and not plan.fits:
-        with fit_report.watch(console) as progress:
-            advice = fit.advise(run, even, topology, **settings, on_progress=heard(progress))
-        plan = fit_report.with_hints(plan, advice)
-        fit_report.show_advice(advice, console)
-    elif looked_for:
-        with fit_report.watch(console) as progress:
-            reasons = fit.why(run, even, topology, **settings, on_progress=heard(progress))
-        plan = fit_report.with_hints(plan, reasons)
-        fit_report.show_reasons(reasons, console)
+    if topology.chip not in CHIPS:
+        if (not plan.fits and not options["no-fit"]) or options["why"]:
+            console.print(
+                f"\nnothing more is compiled: {topology.chip} has no description in jaxtrain/plan/specs", markup=False
+            )
+    elif not plan.fits and not options["no-fit"]:
+        settings = {"check": job.check, "cache": job.cache, "jobs": job.jobs, "budget_s": job.budget_s, "own": even}
+        with search_report.watch(console) as progress:
+            found = search(run, job.name, topology, "fit", **settings, on_progress=progress)
+        search_report.show(found, console)
+        plan = dataclasses.replace(plan, hints=(*plan.hints, *search_report.hints(found)))
+        interrupted = found.ended == "interrupted"
+    elif options["why"] and plan.fits:
+        lines, interrupted = _why(job, even)
+        plan = dataclasses.replace(plan, hints=(*plan.hints, *lines))
     if options["why"] and not plan.fits:
-        console.print(
-            "\n--why asks what each choice that saves memory is needed for: of a plan that fits, and this one does not"
-        )
-    if options["json"]:
-        Path(options["json"]).expanduser().write_text(json.dumps(to_json(plan), indent=1) + "\n")
+        console.print("\n--why needs a plan that fits. This one does not.")
+    job.write_json(to_json(plan))
     if options["html"]:
         Path(options["html"]).expanduser().write_text(page.html(plan, steps=run.train.steps))
     return INTERRUPTED if interrupted else 0
 
 
-def _search(
-    loaded: Loaded, topology: Any, check: Any, cache: Any, jobs: int, budget: float, console: rich.console.Console
-) -> int:
+def _refused(job: Job) -> bool:
+    """Print that a config cannot fit by formula, and what would. Return False if it may fit, or if its program is asked for."""
     from jaxtrain.plan.report import search_report
-    from jaxtrain.plan.search.best import search
+    from jaxtrain.plan.search.search import refuse
 
-    with search_report.watch(console) as progress:
-        how = {"check": check, "jobs": jobs, "cache": cache, "most": int(loaded.options["most"]), "on_progress": progress}
-        found = search(loaded.run, _name(loaded), topology, budget, **how)
-    search_report.show(found, console)
-    if loaded.options["json"]:
-        tree = search_report.to_json(found)
-        Path(loaded.options["json"]).expanduser().write_text(json.dumps(tree, indent=1) + "\n")
+    if any(job.options[name] for name in ("no-fit", "hlo", "html", "traffic")):
+        return False
+    why = refuse(job.loaded.run, job.topology)
+    if why is None:
+        return False
+    lines = search_report.show_refusal(why, job.name, job.overrides, job.topology, job.console)
+    tree = {"config": job.name, "topology": job.topology.name, "fits": False, "compiled": False}
+    tree |= {"least_gib": why.least_gib, "state_gib": why.state_gib, "usable_gib": why.usable_gib, "hints": lines}
+    job.write_json(tree)
+    return True
+
+
+def _why(job: Job, plan: Any) -> tuple[tuple[str, ...], bool]:
+    """Plan a config without each of its savings. Return further hints, and whether Ctrl-C ended it."""
+    from jaxtrain.plan.report import search_report
+    from jaxtrain.plan.search.parallel import Outcome, Request, plan_many
+    from jaxtrain.plan.search.search import savings
+    from jaxtrain.plan.search.space import changes, with_overrides
+
+    run = job.loaded.run
+    found, outcomes, interrupted = savings(run, job.check), {}, False
+    requests = {
+        choice: Request(with_overrides(run, o), job.topology, job.name, changes(run, o), plan.rates)
+        for choice, o in found.items()
+    }
+    try:
+        plan_many(requests, jobs=job.jobs, budget_s=job.budget_s, cache=job.cache, on_done=outcomes.__setitem__)
+    except KeyboardInterrupt:
+        interrupted = True
+        outcomes = dict.fromkeys(found, Outcome(None, "stopped", "interrupted")) | outcomes
+    return search_report.show_savings(plan, found, outcomes, run, job.console), interrupted
+
+
+def _search(job: Job) -> int:
+    """Search the fastest layout that fits."""
+    from jaxtrain.plan.report import search_report
+    from jaxtrain.plan.search.search import search
+
+    with search_report.watch(job.console) as progress:
+        found = search(
+            job.loaded.run,
+            job.name,
+            job.topology,
+            budget_s=job.budget_s,
+            most=int(job.options["most"]),
+            check=job.check,
+            cache=job.cache,
+            jobs=job.jobs,
+            on_ranked=lambda ranked: search_report.show_ranked(ranked, job.console),
+            on_progress=progress,
+        )
+    search_report.show(found, job.console)
+    job.write_json(search_report.to_json(found))
     if found.ended == "interrupted":
         return INTERRUPTED
-    return 0 if any(c.plan for c in found.tried) else 1
+    return 0 if found.best else 1
 
 
 if __name__ == "__main__":

@@ -1,26 +1,152 @@
-"""From events to time: every nanosecond of a step is counted once, on each device.
+"""From the events of a trace to the time of a step: by kind, by part, by operation, by device; and two traces compared.
 
-While arithmetic (or a copy inside the device) runs, the time is that operation's; several at once share it equally. Where none
-does, it is that of the collective that runs, which is then exposed; else of a copy to or from the host; else it is idle.
-Collectives and host copies beside arithmetic are hidden. Loops and calls are not operations of their own: what they run is.
+Each nanosecond of a step counts once on each device. While operations compute or copy, it is theirs in equal shares. While only
+communication runs, it is exposed communication; else an exposed copy to or from the host; else idle. Communication and host
+copies beside computation are overlapped. Loops and calls are no operations: the operations in them are.
 
-A step lasts from the end of the step before to its own end, so gaps between steps count. Of the first one in a trace, where
-nothing of the step before was recorded, the time before its first operation does not.
+A step lasts from the end of the previous step to its own end, so gaps between steps count. The first step of a trace begins
+with its first operation if nothing of the previous step was recorded.
 """
 
+import dataclasses
+import gzip
+import json
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-from jaxtrain.plan.program.hlo import Module
-from jaxtrain.profile.parts import CONTROL, Origin, by_kernel
-from jaxtrain.profile.result import HIDDEN, NO_SCOPE, Device, Op, Stretch, Timeline
+from jaxtrain import hardware, metrics
+from jaxtrain.plan.program.hlo import HloError, Module
+from jaxtrain.plan.rates import rates_for
+from jaxtrain.plan.result import Rates
+from jaxtrain.profile import program as programs
+from jaxtrain.profile import trace as traces
+from jaxtrain.profile.program import CONTROL, KINDS, LINKS, NO_SCOPE, Operation, Planned, Program, Stretch
 from jaxtrain.profile.trace import Event, Trace, TraceError
+from jaxtrain.profiling import HLO_TEXT
 
 NS_PER_MS = 1e6
-LINKS = HIDDEN  # kinds that can run beside arithmetic
-STRETCHES = 1000  # of a timeline's lane; beyond that, short neighbours are merged
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """Operations of one kind and origin, over a step, as the mean of devices and steps."""
+
+    kind: str  # one of KINDS without "exposed", or of LINKS
+    part: str
+    phase: str  # forward | backward | recompute | "" (once a step)
+    label: str  # named scopes, and the operation in them
+    source: str  # file:line
+    count: float  # launches
+    ms: float  # time of the step: shared with what runs at the same time, and only exposed for LINKS
+    ran_ms: float  # from start to end, summed over launches
+    overlapped_ms: float  # of LINKS: beside computation
+    gflop: float | None  # by the program; None if unknown
+    gb: float | None  # of device memory; for communication, on the wire
+    planned_ms: float | None  # at the plan's rates of this GPU
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """The mean step of one device, ms."""
+
+    device: int
+    step_ms: float
+    busy_ms: float  # computation, and copies inside the device
+    exposed_ms: float  # communication and host copies
+    idle_ms: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """The time of a step, by a trace; `--json` writes it."""
+
+    name: str  # of the run, or of the file
+    trace: str  # path
+    device_kind: str
+    steps: tuple[int, ...]
+    step_ms: float  # mean over steps and devices
+    step_range_ms: tuple[float, float]  # shortest and longest
+    by_kind: dict[str, float]  # ms of a step; sums to step_ms
+    overlapped: dict[str, float]  # ms of LINKS beside computation
+    by_part: dict[str, dict[str, float]]  # "part, pass" -> kind -> ms
+    named: float  # fraction of the busy and exposed time that belongs to a part
+    ops: tuple[Op, ...]  # longest first
+    devices: tuple[Device, ...]
+    lanes: dict[str, tuple[Stretch, ...]]  # timeline of the median step, on the device that computes longest
+    untraced_ms: float | None  # median step of the same run without the profiler
+    planned: Planned | None
+    no_plan: str  # why `planned` is None
+    notes: tuple[str, ...]
+    format: int = 2
+
+
+# ---- The run around a trace
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Facts of the run of a trace; empty if the trace is in no run's folder."""
+
+    name: str
+    device_kind: str = ""
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    gpus: int = 1  # of a node
+    precision: str = ""
+    untraced_ms: float | None = None
+
+
+def run_around(target: Path) -> Run:
+    """Return the run of the nearest folder, from a target upwards, that has a config and a receipt."""
+    start = target.resolve()
+    for folder in (start, *start.parents):
+        if (folder / "config.json").is_file() and (folder / "receipt.json").is_file():
+            receipt = json.loads((folder / "receipt.json").read_text())
+            devices = receipt["devices"]
+            lines = metrics.read(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else ()
+            times = [line["step_time_s"] for line in lines if line["kind"] == "train" and line["step_time_s"] is not None]
+            return Run(
+                folder.name,
+                ", ".join(devices["kind"]),
+                receipt["mesh"],
+                devices["count"] // devices["process_count"],
+                json.loads((folder / "config.json").read_text())["precision"],
+                statistics.median(times) * 1e3 if times else None,
+            )
+    return Run(target.name)
+
+
+def program_of(trace: Trace, run: Run) -> tuple[Program | None, str]:
+    """Return (program of a trace, by the text beside it, or None; the reason for None)."""
+    text = trace.path.with_name(HLO_TEXT)
+    reason = f"there is no file {HLO_TEXT} beside the trace"
+    if text.is_file():
+        try:
+            return programs.read(text.read_text(), run.mesh, run.gpus), ""
+        except HloError as error:
+            reason = f"{text} cannot be read: {error}"
+    return None, f"Time is sorted by the names of kernels alone: {reason}."
+
+
+def rates_of(run: Run, device_kind: str) -> tuple[Rates | None, str]:
+    """Return (rates of the traced GPU, or None; the reason for None)."""
+    if device_kind == "cpu":
+        return None, "no plan for a CPU"
+    if not run.device_kind:
+        return None, "no plan: the receipt of the run names the GPU, and this trace is in no run's folder"
+    gpu = hardware.lookup(device_kind)
+    if gpu is None:
+        return None, f"no plan: {device_kind} is not in jaxtrain/hardware.py"
+    try:
+        return rates_for(gpu, run.precision), ""
+    except ValueError as error:
+        return None, f"no plan: {error}"
+
+
+# ---- Steps
 
 
 class Window(NamedTuple):
@@ -31,258 +157,302 @@ class Window(NamedTuple):
     end: float
 
 
-class Sums:
-    """What the steps of one device took, by operation; ns over all of its steps."""
+def windows(trace: Trace, module: Module | None) -> dict[int, tuple[Window, ...]]:
+    """Return the whole steps of each device.
 
-    def __init__(self, windows: Sequence[Window]):
-        self.windows = windows
-        self.time: dict[Origin, float] = defaultdict(float)  # shared and exposed
-        self.hidden: dict[Origin, float] = defaultdict(float)
-        self.ran: dict[Origin, float] = defaultdict(float)
-        self.count: Counter[Origin] = Counter()
-        self.lanes: dict[int, tuple[list[Stretch], list[Stretch]]] = {}  # step -> device, links; ms
-
-    @property
-    def steps_ns(self) -> float:
-        return sum(w.end - w.start for w in self.windows)
+    Raises:
+        TraceError: there is none.
+    """
+    divide = _by_run if trace.platform == "cpu" else _by_last_operation
+    main = trace.main_program
+    found = {n: divide([e for e in events if e.program == main], trace.steps, module) for n, events in trace.devices.items()}
+    if not any(found.values()):
+        raise TraceError(f"{trace.path}: no step is whole in this trace. Fix: raise profile.steps, and trace again.")
+    return {device: steps for device, steps in found.items() if steps}
 
 
-def main_program(trace: Trace) -> int:
-    """The number of the program that most time went to."""
-    spent: Counter[int] = Counter()
-    for events in trace.devices.values():
-        for e in events:
-            spent[e.program] += int(e.end - e.start)
-    return spent.most_common(1)[0][0]
-
-
-def windows(trace: Trace, program: int, module: Module | None) -> dict[int, tuple[Window, ...]]:
-    """The whole steps of each device. Raises TraceError where there is none."""
-    found = {}
-    for device, events in trace.devices.items():
-        mine = [e for e in events if e.program == program]
-        found[device] = _by_run(mine, trace.steps) if trace.platform == "cpu" else _by_anchor(mine, trace.steps, module)
-    found = {device: steps for device, steps in found.items() if steps}
-    if not found:
-        raise TraceError(f"{trace.path}: no step is whole in this trace. Trace more steps: profile.steps.")
-    return found
-
-
-def _by_run(events: Iterable[Event], steps: Sequence[int]) -> tuple[Window, ...]:
-    """By the executions of the program: the last ones are the steps that the loop marked. One before them was cut off."""
+def _by_run(events: Sequence[Event], marked: Sequence[int], module: Module | None) -> tuple[Window, ...]:
+    """Divide a CPU's events by the executions of the program. The last ones are the marked steps; one before them was cut."""
     starts, ends = {}, {}
     for e in events:
         starts[e.run] = min(e.start, starts.get(e.run, e.start))
         ends[e.run] = max(e.end, ends.get(e.run, e.end))
     order = sorted(starts, key=lambda run: starts[run])
-    count = len(steps) or len(order)
-    before = [ends[run] for run in order[:-count]]
-    numbers = steps or tuple(range(count))
-    found = []
-    for number, run in zip(numbers, order[-count:], strict=False):
-        start = max(before[-1], 0.0) if before else starts[run]
-        found.append(Window(number, start, ends[run]))
-        before.append(ends[run])
+    count = len(marked) or len(order)
+    found, previous = [], [ends[run] for run in order[:-count]]
+    for number, run in zip(marked or range(count), order[-count:], strict=False):
+        found.append(Window(number, previous[-1] if previous else starts[run], ends[run]))
+        previous.append(ends[run])
     return tuple(found)
 
 
-def _by_anchor(events: Sequence[Event], steps: Sequence[int], module: Module | None) -> tuple[Window, ...]:
-    """By the operation that ends a step, the last that runs once in it: a GPU's events do not say which step they are of."""
+def _by_last_operation(events: Sequence[Event], marked: Sequence[int], module: Module | None) -> tuple[Window, ...]:
+    """Divide a GPU's events, which name no execution, by the last operation that runs once in a step."""
     counts = Counter(e.op for e in events if e.op)
-    if module:  # in the order of the schedule, without what loops run
+    if module:  # in the order of the schedule, without the operations of loops
         counts = {i.name: counts[i.name] for i in module.entry.instructions if i.name in counts}
-    times = len(steps) or max(Counter(counts.values()).items(), key=lambda item: item[1], default=(0, 0))[0]
-    once = [op for op, count in counts.items() if times and count in (times, times + 1)]  # one more, of a step that was cut off
+    times = len(marked) or max(Counter(counts.values()).items(), key=lambda item: item[1], default=(0, 0))[0]
+    once = [op for op, count in counts.items() if times and count in (times, times + 1)]  # one more, of a step that was cut
     if not once:
         return ()
-    anchor = once[-1] if module else max(once, key=lambda op: max(e.end for e in events if e.op == op))
-    ends = sorted(e.end for e in events if e.op == anchor)
-    begins = [events[0].start, *ends][-times - 1 : -1]
-    return tuple(Window(n, *ab) for n, ab in zip(steps or range(times), zip(begins, ends[-times:], strict=True), strict=True))
+    last = once[-1] if module else max(once, key=lambda op: max(e.end for e in events if e.op == op))
+    ends = sorted(e.end for e in events if e.op == last)
+    starts = [events[0].start, *ends][-times - 1 : -1]
+    return tuple(Window(n, *ab) for n, ab in zip(marked or range(times), zip(starts, ends[-times:], strict=True), strict=True))
 
 
-def origin_of(event: Event, program: int, known: Mapping[str, Origin]) -> Origin | None:
-    """None for what is no operation of its own."""
-    if event.program == program and event.op in known:
+# ---- Time
+
+# Columns of an operation's sums over all steps: time of the step, overlapped, from start to end (ns); launches; their work by
+# the program, and its time at the plan's rates (s). Unknown work is NaN.
+TIME, OVERLAPPED, RAN, COUNT, FLOPS, BYTES, PLANNED = range(7)
+type Sums = dict[Operation, list[float]]
+
+
+def operation_of(event: Event, main: int, known: Mapping[str, Operation]) -> Operation | None:
+    """Return the operation of an event; None for a loop or a call."""
+    if event.program == main and event.op in known:
         return known[event.op]
     if event.op.split(".")[0] in CONTROL:
         return None
-    found = by_kernel(event.kernel)
-    other = event.program not in (program, -1)
-    return Origin(found.kind, "other programs", "", found.label, "") if other else found
+    found = programs.by_kernel(event.kernel)
+    return found if event.program in (main, -1) else found._replace(part="other programs")
 
 
-def sums(events: Sequence[Event], steps: Sequence[Window], program: int, known: Mapping[str, Origin]) -> Sums:
-    """One device's."""
-    made = Sums(steps)
-    points: list[tuple[float, int, Origin | None]] = []
+def operations_of(trace: Trace, program: Program | None) -> dict[int, list[tuple[Event, Operation]]]:
+    """Return the events of each device with their operations, by start.
+
+    A CPU has threads for streams. Its events are put into lanes in their place: each into the first lane that is free.
+    """
+    main, known = trace.main_program, program.operations if program else {}
+    found = {}
+    for device, events in trace.devices.items():
+        with_operation = [(e, o) for e in events if (o := operation_of(e, main, known))]
+        free_at: list[float] = []
+        for n, (e, o) in enumerate(with_operation if trace.platform == "cpu" else ()):
+            lane = next((i for i, time in enumerate(free_at) if time <= e.start), len(free_at))
+            free_at[lane : lane + 1] = [e.end]
+            with_operation[n] = e._replace(stream=f"CPU lane {lane + 1}"), o
+        found[device] = with_operation
+    return found
+
+
+def divide_time(
+    events: Iterable[tuple[Event, Operation]], steps: Sequence[Window], work: Mapping[tuple[int, str], Sequence[float]]
+) -> Sums:
+    """Divide the time of one device's steps among the operations that ran.
+
+    Args:
+        events: events with their operations, by start.
+        steps: the steps, in order and without gaps.
+        work: (program, instruction) -> FLOPs, bytes and planned seconds of a launch.
+    """
+    sums: Sums = defaultdict(lambda: [0.0] * 7)
     first, last = steps[0].start, steps[-1].end
-    for e in events:
-        if e.end <= first or e.start >= last or (origin := origin_of(e, program, known)) is None:
-            continue
-        made.count[origin] += 1
-        made.ran[origin] += e.end - e.start
-        points += [(max(e.start, first), 1, origin), (min(e.end, last), -1, origin)]
-    points += [(w.start, 2, None) for w in steps]
-    points.sort(key=lambda p: (p[0], p[1]))
-    at = -1
-    running: tuple[Counter[Origin], Counter[Origin]] = (Counter(), Counter())  # arithmetic, links
+    points: list[tuple[float, int, Operation]] = []
+    for e, operation in events:
+        if e.end > first and e.start < last:
+            launch = (0.0, 0.0, e.end - e.start, 1, *work.get((e.program, e.op), (math.nan,) * 3))
+            sums[operation] = [a + b for a, b in zip(sums[operation], launch, strict=True)]
+            if e.end > e.start:
+                points += [(max(e.start, first), 1, operation), (min(e.end, last), -1, operation)]
+    computing: Counter[Operation] = Counter()
+    links: Counter[Operation] = Counter()
     now = first
-    lanes: tuple[list[Stretch], list[Stretch]] = ([], [])
-    for time, what, origin in (*points, (last, 0, None)):
-        if time > now and at >= 0:
-            _account(made, running, now, time, steps[at], lanes)
-        now = max(now, time)
-        if what == 2:
-            at, lanes = at + 1, ([], [])
-            made.lanes[steps[at].step] = lanes
-        elif origin is not None:
-            lane = running[origin.kind in LINKS]
-            lane[origin] += what
-            if not lane[origin]:
-                del lane[origin]
-    return made
+    for time, change, operation in sorted(points, key=lambda p: p[:2]):
+        exposed = {} if computing else {o: n for o, n in links.items() if o.kind == "communication"} or links
+        shared = computing or exposed
+        for o, n in shared.items():
+            sums[o][TIME] += (time - now) * n / sum(shared.values())
+        for o in links.keys() - exposed.keys():
+            sums[o][OVERLAPPED] += time - now
+        now = time
+        running = links if operation.kind in LINKS else computing
+        running[operation] += change
+        if not running[operation]:
+            del running[operation]
+    return dict(sums)
 
 
-def _account(made: Sums, running, now: float, time: float, step: Window, lanes) -> None:
-    """Nothing starts or ends between `now` and `time`."""
-    work, links = running
-    took = time - now
-    began, ended = (now - step.start) / NS_PER_MS, (time - step.start) / NS_PER_MS
-    for origin, n in work.items():
-        made.time[origin] += took * n / work.total()
-    if work:
-        for origin in links:
-            made.hidden[origin] += took
-        first = next(iter(work))
-        _draw(lanes[0], began, ended, first.kind, first.part)
-    elif links:
-        chosen = [o for o in links if o.kind == "collectives"] or list(links)
-        for origin in chosen:
-            made.time[origin] += took / len(chosen)
-        for origin in links.keys() - set(chosen):
-            made.hidden[origin] += took
-        _draw(lanes[0], began, ended, f"exposed {chosen[0].kind}", chosen[0].part)
-    else:
-        _draw(lanes[0], began, ended, "idle", "")
-    for origin in links:
-        _draw(lanes[1], began, ended, origin.kind, origin.part)
+def kind_of(operation: Operation) -> str:
+    """Return the kind of an operation's time: of links, only exposed time is time of the step."""
+    return f"exposed {operation.kind}" if operation.kind in LINKS else operation.kind
 
 
-def _draw(lane: list[Stretch], start: float, end: float, kind: str, part: str) -> None:
-    if lane and (lane[-1].kind, lane[-1].part) == (kind, part) and start - lane[-1].end < 1e-6:
-        lane[-1] = Stretch(lane[-1].start, end, kind, part)
-    else:
-        lane.append(Stretch(start, end, kind, part))
+def profile(path: Path, run: Run) -> Profile:
+    """Return the time of a step by a trace.
+
+    Raises:
+        TraceError: the trace cannot be read, or no step is whole in it.
+    """
+    trace = traces.read(path)
+    device_kind = run.device_kind or trace.platform
+    rates, no_plan = rates_of(run, device_kind)
+    program, no_program = program_of(trace, run)
+    notes = [no_program] if no_program else []
+    if program and program.unknown:
+        notes.append(f"{len(program.unknown)} operations have unknown work; the first: {program.unknown[0]}")
+    planned = None
+    try:
+        planned = programs.plan(program, rates) if program and rates else None
+    except HloError as error:
+        rates, no_plan = None, f"no plan: {error}"
+
+    launches = program.work.items() if program else ()
+    main = trace.main_program
+    work = {(main, name): (w.flops, w.bytes, w.seconds(rates) if rates else math.nan) for name, w in launches}
+    steps = windows(trace, program.module if program else None)
+    events = operations_of(trace, program)
+    divided = {device: divide_time(events[device], steps[device], work) for device in sorted(steps)}
+    devices = tuple(_device(device, sums, steps[device]) for device, sums in divided.items())
+    busiest = max(devices, key=lambda d: d.busy_ms).device
+    lengths = [(w.end - w.start) / NS_PER_MS for found in steps.values() for w in found]
+    step_ms = statistics.fmean(lengths)
+    sums: Sums = defaultdict(lambda: [0.0] * 7)
+    for of_device in divided.values():
+        for operation, row in of_device.items():
+            sums[operation] = [a + b / len(lengths) for a, b in zip(sums[operation], row, strict=True)]
+    by_kind, overlapped = dict.fromkeys(KINDS, 0.0), dict.fromkeys(LINKS, 0.0)
+    by_part: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for operation, row in sums.items():
+        ms = row[TIME] / NS_PER_MS
+        by_kind[kind_of(operation)] += ms
+        if ms:
+            by_part[", ".join(filter(None, (operation.part, operation.phase)))][kind_of(operation)] += ms
+        if operation.kind in LINKS:
+            overlapped[operation.kind] += row[OVERLAPPED] / NS_PER_MS
+    ran = sum(by_kind.values())
+    by_kind["idle"] = step_ms - ran
+    ops = [_op(operation, row) for operation, row in sums.items()]
+    return Profile(
+        name=run.name,
+        trace=str(path),
+        device_kind=device_kind,
+        steps=tuple(sorted({w.step for found in steps.values() for w in found})),
+        step_ms=step_ms,
+        step_range_ms=(min(lengths), max(lengths)),
+        by_kind=by_kind,
+        overlapped=overlapped,
+        by_part={part: dict(kinds) for part, kinds in sorted(by_part.items(), key=lambda item: -sum(item[1].values()))},
+        named=1 - sum(by_part[NO_SCOPE].values()) / ran if ran else 0.0,
+        ops=tuple(sorted(ops, key=lambda op: -(op.ms + op.overlapped_ms))),
+        devices=devices,
+        lanes=_lanes(busiest, events[busiest], steps[busiest]),
+        untraced_ms=run.untraced_ms,
+        planned=planned,
+        no_plan="" if planned else no_plan,
+        notes=(*notes, *_caveats(trace.platform, len(steps))),
+    )
 
 
-def thinned(lane: Sequence[Stretch], most: int = STRETCHES) -> tuple[Stretch, ...]:
-    """At most so many stretches: in each small piece of time what took most of it, or nothing where most of it is empty."""
-    if len(lane) <= most:
-        return tuple(lane)
-    whole, out = max(s.end for s in lane), []
-    width = whole / most
-    taken: dict[int, dict[tuple[str, str], float]] = defaultdict(lambda: defaultdict(float))
-    for s in lane:
-        for cell in range(int(s.start / width), int(s.end / width) + 1):
-            shared = min(s.end, (cell + 1) * width) - max(s.start, cell * width)
-            if shared > 0:
-                taken[cell][s.kind, s.part] += shared
-    for cell, shares in sorted(taken.items()):
-        if sum(shares.values()) < width / 2:
-            continue
-        kind, part = max(shares, key=lambda key: shares[key])
-        _draw(out, cell * width, min((cell + 1) * width, whole), kind, part)
-    return tuple(out)
+def _op(operation: Operation, row: Sequence[float]) -> Op:
+    time, overlapped, ran, count, flops, moved, seconds = row
+    known, planned = not math.isnan(flops), not math.isnan(seconds)
+    return Op(
+        *operation,
+        count=count,
+        ms=time / NS_PER_MS,
+        ran_ms=ran / NS_PER_MS,
+        overlapped_ms=overlapped / NS_PER_MS,
+        gflop=flops / 1e9 if known else None,
+        gb=moved / 1e9 if known else None,
+        planned_ms=seconds * 1e3 if planned else None,
+    )
 
 
-# ---- Over devices
+def _device(device: int, sums: Sums, steps: Sequence[Window]) -> Device:
+    per = NS_PER_MS * len(steps)
+    step_ms = sum(w.end - w.start for w in steps) / per
+    exposed = sum(row[TIME] for o, row in sums.items() if o.kind in LINKS) / per
+    busy = sum(row[TIME] for o, row in sums.items() if o.kind not in LINKS) / per
+    return Device(device, step_ms, busy, exposed, step_ms - busy - exposed)
 
 
-def kind_of(origin: Origin) -> str:
-    """As the step is divided: what of a link's time is counted is what was exposed."""
-    return f"exposed {origin.kind}" if origin.kind in LINKS else origin.kind
+def _lanes(device: int, events: Iterable[tuple[Event, Operation]], steps: Sequence[Window]) -> dict[str, tuple[Stretch, ...]]:
+    """Return the median step of a device as a lane for each stream."""
+    window = sorted(steps, key=lambda w: w.end - w.start)[(len(steps) - 1) // 2]
+    lanes: dict[str, list[Stretch]] = defaultdict(list)
+    for e, o in events:
+        start, end = max(e.start, window.start) - window.start, min(e.end, window.end) - window.start
+        if end > start:
+            lanes[e.stream].append(Stretch(start / NS_PER_MS, end / NS_PER_MS, o.kind, o.part, o.label))
+    title = f"step {window.step}, device {device}"
+    return {f"{title}: {name}": tuple(lanes[name]) for name in sorted(lanes, key=lambda name: (len(name), name))}
 
 
-def by_kind(found: Mapping[int, Sums]) -> tuple[dict[str, float], dict[str, float]]:
-    """(ms of a step by kind, idle included; ms hidden), means over devices and steps."""
-    steps = sum(len(s.windows) for s in found.values())
-    spent: dict[str, float] = defaultdict(float)
-    hidden: dict[str, float] = defaultdict(float)
-    for s in found.values():
-        for origin, ns in s.time.items():
-            spent[kind_of(origin)] += ns / NS_PER_MS / steps
-        for origin, ns in s.hidden.items():
-            hidden[origin.kind] += ns / NS_PER_MS / steps
-        spent["idle"] += (s.steps_ns - sum(s.time.values())) / NS_PER_MS / steps
-    return dict(spent), dict(hidden)
+def _caveats(platform: str, devices: int) -> list[str]:
+    if platform == "gpu":
+        return [
+            "XLA launches each kernel by itself while a profiler records, without command buffers (CUDA graphs). A traced step "
+            "takes longer than one without, and gaps between short kernels are longer."
+        ]
+    out = ["On a CPU, waiting for a core counts as time of the operation: XLA, the data and other programs share the cores."]
+    shared = f"{devices} devices of one host share its cores, so a collective waits for the computation of other devices."
+    return [*out, shared] if devices > 1 else out
 
 
-def by_part(found: Mapping[int, Sums]) -> dict[tuple[str, str], dict[str, float]]:
-    """(part, phase) -> kind -> ms of a step, largest part first."""
-    steps = sum(len(s.windows) for s in found.values())
-    spent: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for s in found.values():
-        for origin, ns in s.time.items():
-            spent[origin.part, origin.phase][kind_of(origin)] += ns / NS_PER_MS / steps
-    return {key: dict(kinds) for key, kinds in sorted(spent.items(), key=lambda item: -sum(item[1].values()))}
+def write_perfetto(trace: Trace, run: Run, path: Path) -> None:
+    """Write a trace as JSON that ui.perfetto.dev opens: a process for each device, a thread for each stream.
+
+    Args:
+        trace: a trace.
+        run: its run.
+        path: the file; it is compressed if its name ends in .gz.
+    """
+    program, _ = program_of(trace, run)
+    written = []
+    for device, events in operations_of(trace, program).items():
+        streams = sorted({e.stream for e, _ in events}, key=lambda name: (len(name), name))
+        names = [("process_name", 0, f"{trace.platform} {device}"), *(("thread_name", *item) for item in enumerate(streams))]
+        written += [{"ph": "M", "pid": device, "tid": n, "name": what, "args": {"name": name}} for what, n, name in names]
+        for e, o in events:
+            shown = {"ph": "X", "pid": device, "tid": streams.index(e.stream), "name": o.label, "cat": o.kind}
+            shown |= {"ts": e.start / 1e3, "dur": (e.end - e.start) / 1e3}  # us
+            origin = {"part": o.part, "pass": o.phase, "source": o.source, "instruction": e.op, "kernel": e.kernel}
+            written.append(shown | {"args": origin})
+    text = json.dumps({"displayTimeUnit": "ms", "traceEvents": written}).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
 
 
-def named(found: Mapping[int, Sums]) -> float:
-    """The fraction of the time in which something ran that belongs to a part."""
-    whole = sum(ns for s in found.values() for ns in s.time.values())
-    lost = sum(ns for s in found.values() for origin, ns in s.time.items() if origin.part == NO_SCOPE)
-    return 1 - lost / whole if whole else 0.0
+# ---- Two traces
 
 
-def ops(found: Mapping[int, Sums], rates) -> tuple[Op, ...]:
-    """Operations of one kind and origin together, longest first."""
-    steps = sum(len(s.windows) for s in found.values())
-    groups: dict[tuple[str, ...], list[Origin]] = defaultdict(list)
-    for origin in {origin: None for s in found.values() for origin in s.count}:
-        groups[origin.kind, origin.part, origin.phase, origin.label, origin.source].append(origin)
-    out = []
-    for key, members in groups.items():
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A time of a step in two traces, ms."""
 
-        def total(of: str, members: list[Origin] = members) -> float:
-            return sum(getattr(s, of)[o] for s in found.values() for o in members if o in getattr(s, of))
+    name: str
+    before_ms: float
+    after_ms: float
 
-        n = {o: sum(s.count[o] for s in found.values()) / steps for o in members}
-        done = [(o.work, n[o]) for o in members if o.work]
-        whole = len(done) == len(members)
-        out.append(
-            Op(
-                *key,
-                count=sum(n.values()),
-                ms=total("time") / NS_PER_MS / steps,
-                ran_ms=total("ran") / NS_PER_MS / steps,
-                hidden_ms=total("hidden") / NS_PER_MS / steps,
-                gflop=sum(w.flops * times for w, times in done) / 1e9 if whole else None,
-                gb=sum(w.bytes * times for w, times in done) / 1e9 if whole else None,
-                planned_ms=sum(w.seconds(rates) * times for w, times in done) * 1e3 if whole and rates else None,
-            )
-        )
-    return tuple(sorted(out, key=lambda op: -(op.ms + op.hidden_ms)))
+    @property
+    def ms(self) -> float:
+        """Return by how much the later one is longer."""
+        return self.after_ms - self.before_ms
 
 
-def devices(found: Mapping[int, Sums]) -> tuple[Device, ...]:
-    """The mean step of each."""
-    out = []
-    for device, s in sorted(found.items()):
-        n = len(s.windows) * NS_PER_MS
-        exposed = sum(ns for origin, ns in s.time.items() if origin.kind in LINKS)
-        spent = sum(s.time.values())
-        out.append(Device(device, s.steps_ns / n, (spent - exposed) / n, exposed / n, (s.steps_ns - spent) / n))
-    return tuple(out)
+@dataclasses.dataclass(frozen=True)
+class Diff:
+    """Slower and faster kinds, parts and operations."""
+
+    before: str  # path of the trace
+    after: str
+    changes: dict[str, tuple[Change, ...]]  # step, kind, part or operation -> its changes, largest first
 
 
-def timeline(found: Mapping[int, Sums]) -> Timeline:
-    """The middle step, by its length, of the device that computes longest."""
-    device = max(devices(found), key=lambda d: d.busy_ms).device
-    s = found[device]
-    middle = statistics.median_low([w.end - w.start for w in s.windows])
-    window = next(w for w in s.windows if w.end - w.start == middle)
-    lane, links = s.lanes[window.step]
-    where = f", device {device}" if len(found) > 1 else ""
-    title = f"measured: step {window.step}{where}"
-    return Timeline(title, middle / NS_PER_MS, thinned(lane), thinned(links) if links else ())
+def diff(before: Profile, after: Profile) -> Diff:
+    """Compare two profiles. Operations are matched by label and source file, since the compiler's names change."""
+
+    def times(found: Profile) -> dict[str, dict[str, float]]:
+        ops: dict[str, float] = defaultdict(float)
+        for op in found.ops:
+            file = op.source.rpartition(":")[0]  # an edit above moves the line
+            ops[f"{op.label} ({op.kind}, {file or op.part})"] += op.ms
+        parts = {part: sum(kinds.values()) for part, kinds in found.by_part.items()}
+        return {"step": {"step": found.step_ms}, "kind": found.by_kind, "part": parts, "operation": ops}
+
+    changes = {}
+    for (name, old), new in zip(times(before).items(), times(after).values(), strict=True):
+        found = [Change(key, old.get(key, 0.0), new.get(key, 0.0)) for key in dict.fromkeys((*old, *new))]
+        changes[name] = tuple(sorted((c for c in found if c.before_ms or c.after_ms), key=lambda c: -abs(c.ms)))
+    return Diff(before.trace, after.trace, changes)

@@ -1,196 +1,220 @@
-"""The compiled program of a trace or a dump: what it does in a step by kind and part, what it holds, what a plan says of it."""
+"""The compiled program of a trace: kind, part and work of its operations, and its planned step.
+
+The part of an operation is the `jax.named_scope` that it was traced under: in the step, in the models, or in your own model.
+Operations that the compiler adds have no scope. A fusion takes the scope of the operations in it. Any other takes that of its
+users, else that of its operands.
+"""
 
 import dataclasses
-import functools
-import math
+import re
 from collections import defaultdict
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
-from google.protobuf import message
-
-from jaxtrain.plan.program import assignment, collectives, hlo, roofline
-from jaxtrain.plan.program.assignment import Assignment, AssignmentError
+from jaxtrain.plan.program import collectives, hlo, roofline
 from jaxtrain.plan.program.collectives import Found
-from jaxtrain.plan.program.hlo import HloError, Module
-from jaxtrain.plan.program.protos import message_class
+from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module
+from jaxtrain.plan.program.op_cost import FREE, FUSIONS, Work, is_collective
 from jaxtrain.plan.result import Rates
-from jaxtrain.profile import parts
-from jaxtrain.profile.measure import thinned
-from jaxtrain.profile.parts import NO_SCOPE, Origin
-from jaxtrain.profile.result import Held, Planned, Program, Stretch, Timeline
-from jaxtrain.profile.trace import TraceError
 
-GIB = 2**30
-LISTED = 12  # arrays of what is held at the peak
-_PLANNED_KIND = {
-    "gemm": "GEMM",
+# Kinds of time. They add up to the step.
+KINDS: tuple[str, ...] = (
+    "matmul",
+    "attention",
+    "memory-bound",
+    "copies",
+    "exposed communication",
+    "exposed host copies",
+    "idle",
+)
+LINKS: tuple[str, ...] = ("communication", "host copies")  # kinds that run beside computation: overlapped, else exposed
+NO_SCOPE = "no scope"
+CONTROL = ("while", "conditional", "call")  # the time of these is that of the operations in them
+ONCE = ("optimizer", "gather", "reduce", "accumulate")  # parts outside of forward and backward
+
+_KIND_OF_WORK = {
+    "gemm": "matmul",
     "attention": "attention",
-    "memory": "elementwise",
-    "": "elementwise",
-    roofline.EXPOSED + "communication": "exposed collectives",
-    roofline.EXPOSED + "host": "exposed host copies",
+    "memory": "memory-bound",
+    "": "memory-bound",
+    "communication": "communication",
+    "host": "host copies",
 }
-_LINK_KIND = {"communication": "collectives", "host": "host copies"}
+_COPIES = frozenset(("copy", "transpose", "bitcast", "reshape", "copy-start", "parameter", "tuple"))
+# Kernels that the trace names no operation for, by their own names.
+_KERNELS = (
+    (re.compile(r"nccl", re.I), "communication"),
+    (re.compile(r"memcpyH2D|memcpyD2H", re.I), "host copies"),
+    (re.compile(r"memcpy|memset", re.I), "copies"),
+    (re.compile(r"fmha|flash|attention|sdpa", re.I), "attention"),
+    (re.compile(r"gemm|cutlass|cublas|nvjet|xmma", re.I), "matmul"),
+)
+
+
+class Operation(NamedTuple):
+    """Kind and origin of an operation."""
+
+    kind: str  # one of KINDS without "exposed", or of LINKS
+    part: str
+    phase: str  # forward | backward | recompute | "" (once a step)
+    label: str  # named scopes, and the operation in them
+    source: str  # file:line
+
+
+class Stretch(NamedTuple):
+    """A piece of a lane of a timeline. Times are ms since the step began."""
+
+    start: float
+    end: float
+    kind: str  # as of an Operation
+    part: str
+    label: str
 
 
 @dataclasses.dataclass(frozen=True)
-class Read:
-    """A program, read once."""
+class Planned:
+    """The traced program as a plan times it, at the rates of its GPU."""
+
+    step_ms: float
+    by_kind: dict[str, float]  # ms; sums to step_ms
+    by_part: dict[str, float]  # ms; sums to step_ms
+    rates: str
+    lanes: dict[str, tuple[Stretch, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program."""
 
     module: Module
-    origins: dict[str, Origin]
-    wires: dict[str, Found]
-    unread: tuple[str, ...]
-    assignment: Assignment | None
+    operations: dict[str, Operation]  # by instruction
+    work: dict[str, Work]  # of one launch, by instruction; without those that are unknown
+    wires: dict[str, Found]  # bytes that collectives send, by instruction
+    unknown: tuple[str, ...]  # why work is unknown
 
 
-@functools.cache
-def _hlo_proto() -> Any:
-    return message_class("hlo", {"Hlo": {"module": (1, bytes)}}, "Hlo")
+def read(text: str, mesh: Mapping[str, int], gpus: int) -> Program:
+    """Return the program of a compiled module's text.
 
+    Args:
+        text: HLO.
+        mesh: axis -> size.
+        gpus: GPUs of a node.
 
-def read_proto(proto: bytes, mesh: Mapping[str, int], gpus: int) -> Read:
-    """Of a serialized HloProto. `mesh`: axis -> size; `gpus`: of a node. Raises TraceError for bytes that are none."""
-    from jaxlib import _hlo  # pyright: ignore[reportAttributeAccessIssue]
-
-    try:
-        module = _hlo_proto().FromString(proto).module
-    except message.DecodeError as error:
-        raise TraceError(f"{len(proto)} bytes are no whole HloProto ({error})") from error
-    text = _hlo.HloModule.from_serialized_hlo_module_proto(module).to_string()
-    devices = math.prod(mesh.values())
-    if devices > 1:  # the number of partitions is no part of the proto
-        text = text.replace(", is_scheduled=true", f", is_scheduled=true, num_partitions={devices}", 1)
-    try:
-        held = assignment.read(proto)
-    except AssignmentError:
-        held = None  # a program may travel without one; `Program.held` is None then, and the reports say so
-    return read_text(text, mesh, gpus, held)
-
-
-def read_text(text: str, mesh: Mapping[str, int], gpus: int, held: Assignment | None = None) -> Read:
-    """Of a compiled program's text. Raises HloError for one that cannot be read."""
+    Raises:
+        HloError: the program cannot be read.
+    """
     module = hlo.parse(text)
+    program = Program(module, {}, {}, {}, ())
+    unknown = []
     try:
-        wires = collectives.by_instruction(collectives.read(module, dict(mesh), gpus))
-        apart = ()
+        program.wires.update(collectives.by_instruction(collectives.read(module, dict(mesh), gpus)))
     except (HloError, ValueError) as error:
-        wires, apart = {}, (f"what collectives send: {error}",)
-    known, unread = parts.origins(module, wires)
-    return Read(module, known, wires, (*apart, *unread), held)
+        unknown.append(f"bytes of collectives: {error}")
+    inner = {c for made in module.computations.values() for i in made.instructions if i.opcode in FUSIONS for c in i.called}
+    for where in (c for c in module.computations.values() if c.name not in inner):
+        users: dict[str, list[Instruction]] = defaultdict(list)
+        for i in where.instructions:
+            for operand in i.operands:
+                users[operand].append(i)
+        for i in where.instructions:
+            # The start of an asynchronous operation stands for it.
+            if i.opcode in FREE or i.opcode in CONTROL or i.opcode.endswith(("-done", "-update")):
+                continue
+            try:
+                if work := roofline.cost(module, where, i, program.wires):
+                    program.work[i.name] = work
+            except HloError as error:
+                unknown.append(str(error))
+            name, source = _scope(module, where, users, i)
+            part = part_of(name) or NO_SCOPE
+            phase = phase_of(name) if part != NO_SCOPE else ""
+            label = roofline.label(name) or re.sub(r"[.\d]+$", "", i.name)
+            kind = _kind(module, i, program.work.get(i.name))
+            program.operations[i.name] = Operation(kind, part, phase, label, i.source or source)
+    return dataclasses.replace(program, unknown=tuple(unknown))
 
 
-def summary(read: Read) -> Program:
-    """Launches, FLOPs and bytes of a step on one device, by part and kind. Raises HloError for a loop of unknown length."""
-    sums: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0, 0.0, 0.0]))
-    for i, _, times, _ in hlo.walk(read.module):
-        if (origin := read.origins.get(i.name)) is None:
-            continue
-        cell = sums[origin.part][origin.kind]
-        cell[0] += times
-        if origin.work:
-            cell[1] += origin.work.flops * times / 1e9
-            cell[2] += origin.work.bytes * times / 1e9
-    table = {part: {kind: (int(n), f, b) for kind, (n, f, b) in kinds.items()} for part, kinds in sums.items()}
-    return Program(read.module.name, table, read.unread, held(read))
+def part_of(op_name: str) -> str:
+    """Return the part of an operation's scope, as `mlp`, `loss`, or `layers` for the loop over layers; "" without a scope."""
+    last = op_name.rsplit("/", 1)[-1]
+    found = [p for p in roofline.path(op_name) if "->" not in p]  # an einsum's own text is a scope too
+    if found and found[-1] in (last, last.rstrip(")")) or "/(" in op_name:
+        found = found[:-1]  # the last name is the operation's
+    inner = [p for p in found if p != roofline.STACK]
+    return (inner or found or [""])[0]
 
 
-def held(read: Read) -> Held | None:
-    """What is in device memory at the peak, by the part that made it; None where the program has no buffer assignment."""
-    if read.assignment is None:
-        return None
-    found, module = read.assignment, read.module
-    parameters = {i.parameter_number: i for i in module.entry.parameters}
-    by_part: dict[str, float] = defaultdict(float)
-    largest: list[tuple[float, str, str, str]] = []
-
-    def hold(size: int, part: str, value: assignment.Value | None, shape: str, source: str) -> None:
-        by_part[part] += size / GIB
-        largest.append((size / GIB, part, shape or (value.instruction if value else ""), source))
-
-    arguments = 0
-    for allocation, kind in assignment.outside(found):
-        value = found.values[allocation.values[0]]
-        if allocation.parameter is not None:
-            argument = parameters[allocation.parameter]
-            arguments += allocation.size
-            hold(allocation.size, _argument(argument.op_name), value, argument.op_name, "")
-        else:
-            hold(allocation.size, kind, value, "", "")
-    heap = assignment.device_heap(found)
-    top, at_peak = -1, {}
-    for held_bytes, alive in assignment.replay(found, heap):
-        if held_bytes > top:
-            top, at_peak = held_bytes, {owner: list(sharing)[-1] for owner, sharing in alive.items()}
-    for owner, last in at_peak.items():
-        value = found.values[last]
-        origin = read.origins.get(value.instruction) or _maker(read, value)
-        part = f"{origin.part}, {origin.phase}" if origin and origin.phase else origin.part if origin else NO_SCOPE
-        hold(found.values[owner].size, part, value, _shape(module, value), origin.source if origin else "")
-    ordered = sorted(by_part.items(), key=lambda item: -item[1])
-    return Held(sum(by_part.values()), arguments / GIB, dict(ordered), tuple(sorted(largest, key=lambda a: -a[0])[:LISTED]))
+def phase_of(op_name: str) -> str:
+    """Return the pass of an operation; "" outside of the passes."""
+    if part_of(op_name) in ONCE:
+        return ""
+    op_name = roofline.first(op_name)
+    if "rematted_computation" in op_name:
+        return "recompute"
+    return "backward" if "transpose(" in op_name else "forward"
 
 
-def _argument(op_name: str) -> str:
-    """`state.optimizer[...]` is optimizer state, and so on."""
-    for text, name in (("optimizer", "optimizer state"), ("params", "parameters"), ("batch", "batch")):
-        if text in op_name:
-            return name
-    return "other arguments"
+def by_kernel(kernel: str) -> Operation:
+    """Return the operation of a kernel that the trace names none for, by the kernel's name."""
+    kind = next((kind for pattern, kind in _KERNELS if pattern.search(kernel)), "memory-bound")
+    return Operation(kind, "data" if kind == "host copies" else NO_SCOPE, "", kernel[:120], "")
 
 
-def _maker(read: Read, value: assignment.Value) -> Origin | None:
-    """Of what a loop or a tuple passes on: where its name says it belongs; of a loop's state, where the loop does."""
-    owner = read.module.owners.get(value.instruction)
-    if owner is None:
-        return None
-    i = owner.by_name[value.instruction]
-    callers = [j for c in read.module.computations.values() for j in c.instructions if owner.name in j.called]
-    for name in (i.op_name, *(j.op_name for j in callers)):
-        if part := parts.part_of(name):
-            return Origin("elementwise", part, parts.phase_of(name), roofline.label(name), i.source)
-    return None
+def _kind(module: Module, i: Instruction, work: Work | None) -> str:
+    if is_collective(module, i):
+        return "communication"
+    kind = _KIND_OF_WORK[work.kind] if work else by_kernel(i.attributes.get("custom_call_target", i.name)).kind
+    inside = [j for c in i.called for j in module.computations[c].instructions] if i.opcode in FUSIONS else [i]
+    return "copies" if kind == "memory-bound" and all(j.opcode in _COPIES for j in inside) else kind
 
 
-def _shape(module: Module, value: assignment.Value) -> str:
-    owner = module.owners.get(value.instruction)
-    kind = owner.by_name[value.instruction].type if owner else ()
-    for n in value.index:
-        if not isinstance(kind, tuple) or n >= len(kind):
-            return ""
-        kind = kind[n]
-    return "" if isinstance(kind, tuple) else f"{kind.dtype}[{','.join(map(str, kind.dims))}]"
+def _scope(module: Module, where: Computation, users: Mapping[str, list[Instruction]], i: Instruction) -> tuple[str, str]:
+    """Return (op_name with a scope, source) of an instruction, else of its nearest user, else of its nearest operand."""
+    for neighbours in (lambda j: users.get(j.name, ()), lambda j: [where.by_name[o] for o in j.operands]):
+        for j in _nearest_first(i, neighbours):
+            if part_of(j.op_name):
+                return j.op_name, j.source
+            # Of the operations in a fusion, a matmul comes first, then the last one.
+            inside = [k for c in j.called for k in module.computations[c].instructions if part_of(k.op_name)]
+            if inside and j.opcode in FUSIONS:
+                chosen = max(reversed(inside), key=lambda k: k.opcode in ("dot", "custom-call"))
+                return chosen.op_name, chosen.source
+    return "", i.source
 
 
-def plan(read: Read, rates: Rates) -> Planned:
-    """The step of a scheduled program at a GPU's rates, as it would run. Raises HloError where it cannot be timed."""
-    lane: list[Stretch] = []
-    links: list[Stretch] = []
+def _nearest_first(i: Instruction, neighbours: Callable[[Instruction], Iterable[Instruction]]) -> Iterator[Instruction]:
+    seen, order = {i.name}, [i]
+    for j in order:  # grows while it is read
+        yield j
+        new = {k.name: k for k in neighbours(j) if k.name not in seen}
+        seen |= new.keys()
+        order += new.values()
+
+
+def plan(program: Program, rates: Rates) -> Planned:
+    """Return the step of a scheduled program at a GPU's rates.
+
+    Raises:
+        HloError: an operation cannot be timed.
+    """
+    lanes: dict[str, list[Stretch]] = {"planned: computation": [], "planned: links": []}
     by_kind: dict[str, float] = defaultdict(float)
     by_part: dict[str, float] = defaultdict(float)
 
-    def heard(name: str, kind: str, start: float, end: float) -> None:
-        origin = read.origins.get(name)
-        part = origin.part if origin else NO_SCOPE
-        if kind in _LINK_KIND:
-            links.append(Stretch(start * 1e3, end * 1e3, _LINK_KIND[kind], part))
-            return
-        shown = _PLANNED_KIND[kind]
-        if shown == "elementwise" and origin and origin.kind == "copies":
-            shown = "copies"
-        by_kind[shown] += (end - start) * 1e3
-        by_part[part] += (end - start) * 1e3
-        lane.append(Stretch(start * 1e3, end * 1e3, shown, part))
+    def record(name: str, work: str, start: float, end: float) -> None:
+        operation = program.operations.get(name) or by_kernel(name)
+        waits = work.startswith(roofline.EXPOSED)
+        kind = _KIND_OF_WORK[work.removeprefix(roofline.EXPOSED)]
+        if kind == "memory-bound" and operation.kind == "copies":
+            kind = "copies"
+        if waits or kind not in LINKS:
+            by_kind[f"exposed {kind}" if waits else kind] += (end - start) * 1e3
+            by_part[operation.part] += (end - start) * 1e3
+        if not waits:
+            lane = lanes["planned: links" if kind in LINKS else "planned: computation"]
+            lane.append(Stretch(start * 1e3, end * 1e3, kind, operation.part, operation.label))
 
-    timed = roofline.predict(read.module, rates, read.wires, heard)
-    drawn = Timeline("planned", timed.step_ms, thinned(lane), thinned(links) if links else ())
+    timed = roofline.predict(program.module, rates, program.wires, record)
+    drawn = {name: tuple(lane) for name, lane in lanes.items() if lane}
     return Planned(timed.step_ms, dict(by_kind), dict(by_part), rates.source, drawn)
-
-
-def dump(path: Path, mesh: Mapping[str, int], gpus: int) -> Read:
-    """Of a file: HLO text (profile.dump_hlo, plan --hlo) or an HloProto of XLA's own dump (`*.hlo.pb`)."""
-    if path.suffix == ".pb":
-        return read_proto(path.read_bytes(), mesh, gpus)
-    return read_text(path.read_text(), mesh, gpus)

@@ -1,134 +1,259 @@
-"""A profile as text for people."""
+"""A profile as a report, for the terminal and for one HTML page."""
 
-from collections.abc import Sequence
+import dataclasses
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib import resources
 
 from rich.console import Console
 
-from jaxtrain.page.numbers import column, gib, number, percent
-from jaxtrain.plan.report.lines import bar, heading, listed, row, say, short, table
-from jaxtrain.profile import figures
-from jaxtrain.profile.result import Change, Diff, Profile, Program
+from jaxtrain.page import kit
+from jaxtrain.page.numbers import number, percent, rough
+from jaxtrain.page.sections import (
+    Column,
+    Drawing,
+    Listing,
+    Section,
+    Table,
+    bars,
+    html_sections,
+    numbers,
+    print_sections,
+    shares,
+)
+from jaxtrain.profile.measure import Diff, Op, Profile
+from jaxtrain.profile.program import KINDS, NO_SCOPE
 
-ROWS = 15  # of the longer tables
-
-
-def text(found: Profile, console: Console) -> None:
-    """Prints the whole report: kinds, parts, operations, devices, the program and its memory, and what to keep in mind."""
-    say(console, f"{found.name}: {found.trace}")
-    say(console, figures.verdict(found), "bold")
-    say(console, f"{figures.range_of(found)}, steps {', '.join(map(str, found.steps))}")
-    say(console, figures.against_untraced(found))
-    say(console, figures.against_plan(found))
-    _kinds(found, console)
-    _parts(found, console)
-    _ops(found, console)
-    _devices(found, console)
-    if found.program:
-        summary(found.program, console)
-    listed(console, "how to read this", (*figures.LEGEND, *found.notes))
-
-
-def _kinds(found: Profile, console: Console) -> None:
-    heading(console, "time of a step by kind")
-    rows = figures.kinds(found)
-    plan = found.planned is not None
-    hides = any(hidden for _, _, hidden, _ in rows)
-    headings = ["", "ms", "of step", *(["hidden ms"] if hides else []), *(["planned ms"] if plan else []), ""]
-    made = table(headings, numeric=range(1, len(headings) - 1))
-    ms = column([m for _, m, _, _ in rows])
-    for (kind, took, hidden, expected), shown in zip(rows, ms, strict=True):
-        more = [number(hidden) if hidden else ""] if hides else []
-        more += [number(expected)] if plan else []
-        row(made, kind, shown, percent(took / found.step_ms), *more, bar(console, took, found.step_ms))
-    row(made, "step", number(found.step_ms), *[""] * (len(headings) - 2), style="bold")
-    console.print(made)
+ROWS, PAGE_ROWS = 15, 40  # of a long table
+SHORT = {"exposed communication": "exposed comm.", "exposed host copies": "exposed host"}  # kinds as headings
+COLOURS = {
+    "matmul": "--c1",
+    "attention": "--c4",
+    "memory-bound": "--c2",
+    "copies": "--c3",
+    "communication": "--c5",
+    "host copies": "--c6",
+}
+NOTES = (
+    "matmul, attention (fused kernels), memory-bound (all other arithmetic) and copies are time on the device; operations that "
+    "run at once share it equally. Communication and host copies count where nothing else ran (exposed); beside computation "
+    "they are overlapped. idle: nothing ran.",
+    "Parts are the program's named scopes. The loss computes its gradients in its forward pass. Operations that the compiler "
+    f"added belong to the part of their users; {NO_SCOPE!r} is the rest.",
+    "FLOPs and bytes are counted in the compiled program. Rates of an operation are over its own time, from start to end.",
+)
 
 
-def _parts(found: Profile, console: Console) -> None:
-    heading(console, "by part, ms of a step")
-    kinds = figures.columns(found.by_part.values())
-    made = table(["", "ms", "of step", *(figures.SHORT.get(k, k) for k in kinds)], numeric=range(1, 3 + len(kinds)))
-    for name, spent in found.by_part.items():
-        whole = sum(spent.values())
-        cells = [number(spent[k]) if spent.get(k) else "" for k in kinds]
-        row(made, name, number(whole), percent(whole / found.step_ms), *cells)
-    console.print(made)
-    say(console, figures.named(found))
+def verdict(found: Profile) -> str:
+    """Return the step time and its largest kind."""
+    kind, ms = max(found.by_kind.items(), key=lambda item: item[1])
+    return f"step {rough(found.step_ms)} ms, {percent(ms / found.step_ms)} of it {kind}"
 
 
-def _ops(found: Profile, console: Console) -> None:
-    shown, more = found.ops[:ROWS], found.ops[ROWS:]
-    heading(console, "operations of a step, and what they reach")
-    plan = found.planned is not None
-    hides = any(op.hidden_ms for op in shown)
-    unit, rates = figures.rates(shown)
-    more_headings = [*(["hidden"] if hides else []), unit, "GB/s", *(["of plan"] if plan else [])]
-    headings = ["kind", "count", "ms", "of step", *more_headings, "what", "source"]
-    made = table(headings, numeric=range(1, len(headings) - 2))
-    for op, ms, reached in zip(shown, column([op.ms for op in shown]), rates, strict=True):
-        cells = [f"{op.count:,.0f}", ms, percent(op.ms / found.step_ms)]
-        cells += [number(op.hidden_ms) if op.hidden_ms else ""] if hides else []
-        cells += [reached.flops, reached.gb_s, *([reached.of_plan] if plan else [])]
-        row(made, op.kind, *cells, op.label, short(op.source))
-    console.print(made)
-    if more:
-        say(console, figures.rest(more))
+def introduce(found: Profile) -> list[str]:
+    """Return sentences on the step: its range, its time without the profiler, its plan."""
+    low, high = found.step_range_ms
+    measured = f"Mean of {kit.plural(len(found.steps), 'step')} on {kit.plural(len(found.devices), 'device')} "
+    measured += f"({found.device_kind}): {rough(low)} to {rough(high)} ms."
+    untraced = "The step time without the profiler was not recorded, so the cost of tracing is unknown."
+    if found.untraced_ms is not None:
+        untraced = f"Without the profiler, the run's median step is {rough(found.untraced_ms)} ms. "
+        untraced += f"A traced step takes {found.step_ms / found.untraced_ms:.2f} times that."
+    plan = f"There is {found.no_plan}."
+    if found.planned:
+        plan = f"The planned step is {rough(found.planned.step_ms)} ms ({found.planned.rates}). "
+        plan += f"The measured one takes {found.step_ms / found.planned.step_ms:.2f} times that."
+    return [measured, untraced, plan]
 
 
-def _devices(found: Profile, console: Console) -> None:
-    if len(found.devices) < 2:
-        return
-    heading(console, "by device, ms of a step")
-    made = table(["device", "step", "busy", "exposed", "idle"], numeric=range(1, 5))
-    for d in found.devices:
-        row(made, str(d.device), *(number(v) for v in (d.step_ms, d.busy_ms, d.exposed_ms, d.idle_ms)))
-    console.print(made)
-    say(console, figures.stragglers(found))
+def make_sections(found: Profile, diff: Diff | None = None) -> list[Section]:
+    """Return the report of a profile; with `diff`, also the changes since another trace."""
+    return [
+        Section("Timeline of a step", [Drawing(_timeline(found))]),
+        Section("Time by kind", [_kinds(found)]),
+        Section("Time by part", _parts(found)),
+        Section("Operations", [_operations(found)]),
+        Section("Devices", _devices(found) if len(found.devices) > 1 else []),
+        Section("Changes", _changes(diff) if diff else []),
+        Section("Notes", [Listing((*NOTES, *found.notes))]),
+    ]
 
 
-def summary(program: Program, console: Console) -> None:
-    """Prints what a compiled program does and holds, traced or not."""
-    heading(console, f"the program {program.name}: work of a step on each device")
-    rows = figures.program_rows(program)
-    made = table(["part", "kind", "launches", "GFLOP", "GB"], numeric=(2, 3, 4))
-    flops, moved = column([r.gflop for r in rows]), column([r.gb for r in rows])
-    for r, gflop, gb in zip(rows, flops, moved, strict=True):
-        row(made, r.part, r.kind, f"{r.launches:,}", gflop, gb)
-    console.print(made)
-    for line in figures.counted(program):
-        say(console, line)
-    heading(console, figures.held_at_peak(program))
-    if program.held is None:
-        return
-    parts = list(program.held.by_part.items())
-    unit, sizes = gib([v for _, v in parts])
-    made = table(["", unit, "", ""], numeric=(1, 2))
-    for (name, value), shown in list(zip(parts, sizes, strict=True))[:ROWS]:
-        row(made, name, shown, percent(value / program.held.peak_gib), bar(console, value, program.held.peak_gib))
-    console.print(made)
-    largest = program.held.largest
-    unit, sizes = gib([value for value, *_ in largest])
-    made = table(["array", unit, "part", "source"], numeric=(1,))
-    for (_, part, shape, source), shown in zip(largest, sizes, strict=True):
-        row(made, shape, shown, part, short(source))
-    console.print(made)
+def _sparse(heading: str, values: Sequence[float]) -> Column:
+    """Return a column whose zeros are empty."""
+    return Column(heading, [number(v) if v else "" for v in values], values)
 
 
-def changes(found: Diff, console: Console) -> None:
-    """Prints what differs between two traces."""
-    say(console, f"\nfrom {found.before}\nto   {found.after}")
-    say(
-        console,
-        f"step {number(found.step.before_ms)} ms -> {number(found.step.after_ms)} ms: {figures.signed(found.step)} ms",
-        "bold",
+def _kinds(found: Profile) -> Table:
+    planned = found.planned.by_kind if found.planned else {}
+    overlapped = {f"exposed {link}": ms for link, ms in found.overlapped.items()}
+    names = [k for k in KINDS if found.by_kind[k] or overlapped.get(k) or planned.get(k) or k == "idle"]
+    ms = [found.by_kind[k] for k in names]
+    columns = [
+        Column("kind", names, total="step", colours=[_colour(k) for k in names]),
+        numbers("ms", ms),
+        shares("of step", ms, found.step_ms),
+    ]
+    if any(overlapped.values()):
+        columns.append(_sparse("overlapped ms", [overlapped.get(k, 0.0) for k in names]))
+    if found.planned:
+        columns.append(numbers("planned ms", [planned.get(k, 0.0) for k in names]))
+    return Table("Mean of steps and devices", [*columns, bars(ms, found.step_ms)], style="sortable")
+
+
+def _parts(found: Profile) -> list[str | Table]:
+    kinds = [k for k in KINDS if any(spent.get(k) for spent in found.by_part.values())]
+    sums = {name: sum(spent.values()) for name, spent in found.by_part.items()}
+    ms = list(sums.values())
+    by_kind = [_sparse(SHORT.get(k, k), [spent.get(k, 0.0) for spent in found.by_part.values()]) for k in kinds]
+    columns = [
+        Column("part, pass", list(sums), kind="whole"),
+        numbers("ms", ms, total=False),
+        shares("of step", ms, found.step_ms),
+    ]
+    named = f"{percent(found.named)} of the time in which something ran belongs to a part."
+    parts: list[str | Table] = [Table("By part and pass, ms", [*columns, *by_kind], style="sortable"), named]
+    if found.planned:
+        names = list(dict.fromkeys((*(name.partition(",")[0] for name in sums), *found.planned.by_part)))
+        measured = [sum(v for name, v in sums.items() if name.partition(",")[0] == part) for part in names]
+        planned = [found.planned.by_part.get(part, 0.0) for part in names]
+        beside = [Column("part", names, total="all"), numbers("measured", measured), numbers("planned", planned)]
+        parts.append(Table("Measured beside planned, ms", beside, style="sortable"))
+    return parts
+
+
+def _operations(found: Profile) -> Table:
+    ops = found.ops
+    ms = [op.ms for op in ops]
+    tflops, gbs = _rates(ops, [(op.gflop or 0.0) / 1e3 for op in ops]), _rates(ops, [op.gb or 0.0 for op in ops])
+    large = max(tflops, default=0.0) >= 1
+    flops = tflops if large else [1e3 * v for v in tflops]
+    columns = [
+        Column("operation", [op.label for op in ops], kind="path"),
+        Column("kind", [op.kind for op in ops], kind="whole", colours=[_colour(op.kind) for op in ops]),
+        Column("count", [f"{op.count:,.0f}" for op in ops], [op.count for op in ops]),
+        numbers("ms", ms, total=False),
+        shares("of step", ms, found.step_ms),
+    ]
+    if any(op.overlapped_ms for op in ops):
+        columns.append(_sparse("overlapped", [op.overlapped_ms for op in ops]))
+    columns.append(Column("TFLOP/s" if large else "GFLOP/s", [rough(v) if v else "-" for v in flops], flops))
+    columns.append(Column("GB/s", [number(v) if v else "-" for v in gbs], gbs))
+    if found.planned:
+        of_plan = _rates(ops, [(op.planned_ms or 0.0) / 1e3 for op in ops])
+        columns.append(Column("of plan", [percent(v) if v else "-" for v in of_plan], of_plan))
+    columns.append(Column("source", [op.source for op in ops], kind="source"))
+    return Table("Mean of a step, and rates while they run", columns, ROWS, PAGE_ROWS, "sortable")
+
+
+def _rates(ops: Iterable[Op], work: Iterable[float]) -> list[float]:
+    """Return work per second of the time that operations ran."""
+    return [w / (op.ran_ms / 1e3) if op.ran_ms else 0.0 for op, w in zip(ops, work, strict=True)]
+
+
+def _devices(found: Profile) -> list[str | Table]:
+    low, *_, high = sorted(found.devices, key=lambda d: d.busy_ms)
+    above = high.busy_ms / statistics.fmean(d.busy_ms for d in found.devices) - 1 if high.busy_ms else 0.0
+    straggler = (
+        f"Computation takes {rough(low.busy_ms)} to {rough(high.busy_ms)} ms a step. Device {high.device} takes longest, "
     )
-    for title, rows in (("kind", found.kinds), ("part", found.parts), ("operation", found.ops)):
-        _changed(title, rows, console)
+    straggler += f"{percent(above)} more than the mean, and the others wait for it in communication."
+    fields = {"step": "step_ms", "busy": "busy_ms", "exposed": "exposed_ms", "idle": "idle_ms"}
+    columns = [numbers(name, [getattr(d, field) for d in found.devices], total=False) for name, field in fields.items()]
+    names = Column("device", [str(d.device) for d in found.devices])
+    return [Table("ms of a step", [names, *columns], ROWS, style="sortable"), straggler]
 
 
-def _changed(title: str, rows: Sequence[Change], console: Console) -> None:
-    heading(console, f"change by {title}, ms of a step")
-    made = table(["before", "after", "change", ""], numeric=(0, 1, 2))
-    for c in rows[:ROWS]:
-        row(made, number(c.before_ms), number(c.after_ms), figures.signed(c), c.name)
-    console.print(made)
+def _changes(diff: Diff) -> list[str | Table]:
+    tables = []
+    for name, changes in diff.changes.items():
+        signed = [f"{'+' if c.ms > 0 else '-' if c.ms < 0 else ''}{number(abs(c.ms))}" for c in changes]
+        columns = [
+            Column(name, [c.name for c in changes], kind="path"),
+            numbers("before", [c.before_ms for c in changes], total=False),
+            numbers("after", [c.after_ms for c in changes], total=False),
+            Column("change", signed, [c.ms for c in changes]),
+        ]
+        tables.append(Table(f"By {name}, ms", columns, ROWS, PAGE_ROWS, "sortable"))
+    return [f"From {diff.before} to {diff.after}.", *tables]
+
+
+def print_profile(found: Profile, diff: Diff | None, console: Console) -> None:
+    """Print the report."""
+    steps = f"{found.trace}, steps {', '.join(map(str, found.steps))}"
+    print_sections(
+        [Section(f"{found.name}: {verdict(found)}", [steps, *introduce(found)]), *make_sections(found, diff)], console
+    )
+
+
+def make_html(found: Profile, diff: Diff | None = None) -> str:
+    """Return the report as one page that fetches nothing."""
+    title = f"{found.name}: time of a step"
+    steps = f"{found.trace}; steps {', '.join(map(str, found.steps))}"
+    body = [
+        f"<header><h1>{escape(title)}</h1>{kit.say(steps, 'quiet')}",
+        f'<p class="verdict">{escape(verdict(found))}</p></header><main>',
+        _tiles(found),
+        *(kit.say(sentence) for sentence in introduce(found)),
+        *html_sections(make_sections(found, diff)),
+        "</main>",
+    ]
+    return kit.document(title, verdict(found), body)
+
+
+def _colour(kind: str) -> str:
+    return f"var({COLOURS.get(kind.removeprefix('exposed '), '--panel')})"
+
+
+def _tiles(found: Profile) -> str:
+    exposed = sum(ms for kind, ms in found.by_kind.items() if kind.startswith("exposed"))
+    untraced = f"{rough(found.untraced_ms)} ms" if found.untraced_ms is not None else "-"
+    planned = f"{rough(found.planned.step_ms)} ms" if found.planned else "-"
+    return kit.tiles(
+        [
+            ("step, traced", f"{rough(found.step_ms)} ms", f"mean of {kit.plural(len(found.steps), 'step')}"),
+            ("step, not traced", untraced, "median of the run"),
+            ("step, planned", planned, "of the same program" if found.planned else found.no_plan),
+            ("exposed", percent(exposed / found.step_ms), f"{rough(sum(found.overlapped.values()))} ms more overlapped"),
+            ("idle", percent(found.by_kind["idle"] / found.step_ms), "nothing runs"),
+            ("devices", str(len(found.devices)), found.device_kind),
+        ]
+    )
+
+
+def _timeline(found: Profile) -> str:
+    """Return the canvas that timeline.js draws, with its data.
+
+    The events of a lane are runs of four numbers: start and duration in ns, and the indices of a kind and of a label.
+    """
+    lanes = (found.planned.lanes if found.planned else {}) | found.lanes
+    kinds = [k for k in COLOURS if any(s.kind == k for lane in lanes.values() for s in lane)]
+    labels: dict[str, int] = {}
+    encoded = []
+    for name, lane in lanes.items():
+        events = []
+        for s in lane:
+            label = labels.setdefault(", ".join(filter(None, (s.label, s.part))), len(labels))
+            events += [round(s.start * 1e6), round((s.end - s.start) * 1e6), kinds.index(s.kind), label]
+        encoded.append({"name": name, "events": events})
+    longest = max(lane[-1].end for lane in lanes.values())
+    data = {"ns": round(longest * 1e6), "kinds": [[k, COLOURS[k]] for k in kinds], "labels": list(labels), "lanes": encoded}
+    key = " ".join(f"<span>{kit.swatch(_colour(k))}{escape(k)}</span>" for k in kinds)
+    files = resources.files("jaxtrain.profile")
+    return (
+        f"<style>{(files / 'timeline.css').read_text(encoding='utf-8')}</style>"
+        f'<figure class="timeline"><p class="key">{key}</p><canvas tabindex="0" role="img" aria-label="Timeline: '
+        f'{escape(verdict(found))}"></canvas><div class="tip"></div><p class="controls"></p>{kit.cursor_data(data)}</figure>'
+        f"<noscript>{kit.say('The timeline needs JavaScript.')}</noscript>"
+        f"<script>{(files / 'timeline.js').read_text(encoding='utf-8')}</script>"
+    )
+
+
+def to_json(found: Profile, diff: Diff | None = None) -> str:
+    """Return a profile as JSON without its timeline; with `diff`, the changes under that key."""
+    tree = dataclasses.asdict(found) | ({"diff": dataclasses.asdict(diff)} if diff else {})
+    for timed in filter(None, (tree, tree["planned"])):
+        del timed["lanes"]
+    return json.dumps(tree, indent=1) + "\n"

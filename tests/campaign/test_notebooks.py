@@ -17,7 +17,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from jaxtrain import launch
+from jaxtrain import main as main_command
 from jaxtrain.plan import __main__ as plan_command
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
@@ -26,11 +26,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 NOISE = re.compile(r".*(cudart_stub|log messages before absl::InitializeLog).*\n")
 # What would tell whose machine a notebook was stored on.
 LOCAL = re.compile(r"(?<![\w.])/(home|root|work|tmp|Users|mnt|opt|usr)/|site-packages|\d{4}-\d\d-\d\dT\d\d:")
-# What each command takes beside --config.
-OPTIONS = {
-    "jaxtrain.plan": (plan_command.OPTIONS, plan_command.SWITCHES),
-    "jaxtrain.main": ({"workdir": ""}, {"explain": "text"}),
-}
+COMMANDS = {"jaxtrain.plan": plan_command.COMMAND, "jaxtrain.main": main_command.COMMAND}
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -113,10 +109,10 @@ def test_a_command_that_a_notebook_prints_is_accepted(monkeypatch):
     monkeypatch.chdir(FOLDER.parent)
     texts = [o.get("text", "") for path in NOTEBOOKS for cell in code(read(path)) for o in cell.outputs]
     found = [line for text in texts for line in text.splitlines() if line.startswith("python -m ")]
-    assert {line.split()[2] for line in found} == {*OPTIONS}
+    assert {line.split()[2] for line in found} == {*COMMANDS}
     for line in found:
         _, _, module, *argv = shlex.split(line)
-        assert not launch.load(argv, *OPTIONS[module]).problems, line
+        assert not COMMANDS[module].parse(argv).problems, line
 
 
 def test_a_changed_number_is_stale():

@@ -3,14 +3,14 @@
 from pathlib import Path
 
 import pytest
-import runs
+from gpu_traces import gpu_run, gpu_space
 from made_runs import everything
 from pages import BROWSER, curves_of, laid_out, opened
 from sample_plan import sample
 
 from jaxtrain.plan.report import page as plan_page
-from jaxtrain.profile import load
-from jaxtrain.profile import page as profile_page
+from jaxtrain.profile import measure, trace
+from jaxtrain.profile import report as profile_report
 from jaxtrain.report import page as run_page
 from jaxtrain.report.run import read_all
 
@@ -57,18 +57,34 @@ def test_the_page_of_a_plan(tmp_path: Path, width: int):
     assert found["tips"][0] == ["12.1 GiB, forward", "16.2 GiB, optimizer", "12.3 GiB, forward"]
 
 
-def test_the_page_of_a_profile(tmp_path: Path):
-    (tmp_path / "small.py").write_text(runs.SMALL)
-    asked = {"profile__start": 5, "profile__steps": 2, "train__steps": 8, "data__source": "synthetic"}
-    off = {"eval__every_steps": 0, "checkpoint__every_steps": 0, "model__num_layers": 1}
-    assert runs.train(tmp_path / "small.py", tmp_path / "run", **asked, **off) == 0
-    profile = load.profile(load.traces(tmp_path / "run")[-1], load.run_around(tmp_path / "run"))
+@pytest.mark.parametrize("width", [1280, 500])
+def test_the_page_of_a_profile(tmp_path: Path, width: int):
+    """A table sorts; a drag and the buttons of the timeline change its window, and the pointer names an operation."""
+    folder = gpu_run(tmp_path / "run", gpu_space()[0])
+    profile = measure.profile(trace.find(folder)[-1], measure.run_around(folder))
     probe = """const table = document.querySelector("table.sortable");
 table.tHead.querySelectorAll("button")[1].click();
-found.drawn = document.querySelectorAll(".lanes rect").length;
-found.first = Number(table.tBodies[0].rows[0].cells[1].dataset.value);"""
-    found = laid_out(profile_page.html(profile), tmp_path, 1280, probe)
-    assert found["drawn"] > 10 and found["first"] == max(profile.by_kind.values())
+found.first = Number(table.tBodies[0].rows[0].cells[1].dataset.value);
+const canvas = document.querySelector(".timeline canvas"), box = canvas.getBoundingClientRect();
+canvas.setPointerCapture = () => {};
+const point = (kind, x, y) => canvas.dispatchEvent(new PointerEvent(kind, { clientX: box.left + x * box.width,
+  clientY: box.top + y * box.height }));
+const range = () => document.querySelector(".controls span").textContent;
+const press = (name) => (document.querySelector(`.controls [aria-label="${name}"]`).click(), range());
+found.whole = press("whole step");
+point("pointerdown", 0.25, 0.5); point("pointermove", 0.75, 0.5); point("pointerup", 0.75, 0.5);
+found.zoomed = [range(), press("zoom in"), press("later"), press("whole step")];
+point("pointermove", 0.1, 0.6);
+found.tip = document.querySelector(".timeline .tip").textContent;
+found.pixels = new Set(canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data).size;"""
+    found = laid_out(profile_report.make_html(profile), tmp_path, width, probe)
+    assert found["first"] == max(profile.by_kind.values()) and found["pixels"] > 10
+    length = float(found["whole"].split()[-2])
+    starts_and_ends = [[float(text.split()[i]) for i in (0, 3)] for text in found["zoomed"]]
+    expected = [(0.25, 0.75), (0.375, 0.625), (0.5, 0.75), (0, 1)]
+    for shown, part in zip(starts_and_ends, expected, strict=True):
+        assert shown == pytest.approx([length * p for p in part], abs=0.02 * length)
+    assert found["tip"].splitlines()[0] == "forward mlp/BTD,DF->BTF, mlp"
 
 
 def test_a_page_with_a_mistake_would_be_seen(tmp_path: Path):

@@ -47,7 +47,7 @@ REPO = Path(__file__).resolve().parents[2]
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
 OF_BENCHMARKS = (attention_tiles, collective_volumes, first_hour, import_memory, peer_maxtext, published, ragged_dot, what_fits)
 PARSERS: dict[str, Any] = {f"benchmarks.{module.__name__.split('.')[-1]}": module for module in OF_BENCHMARKS}
-PARSERS |= {"data": data, "profile": profile, "hf": hugging_face}
+PARSERS |= {"data": data, "hf": hugging_face}
 NODE = Devices("gpu", "NVIDIA H200", 8, 140.0, "described", 90)
 
 
@@ -92,8 +92,8 @@ def parsed(words: list[str]) -> list[Any]:
     elif name == "lm_eval":
         return [] if "--tasks" in " ".join(lm_eval.parser().parse_known_args(words)[1]) else ["no --tasks"]
     elif name == "plan":
-        asked = launch.load(words, plan.OPTIONS, plan.SWITCHES)
-        return [*asked.problems, *plan._options(asked)]
+        asked = plan.COMMAND.parse(words)
+        return [*asked.problems, *plan._check(asked)]
     elif name == "bench":
         asked = launch.load(words, bench.OPTIONS, bench.SWITCHES)
         action = next((n for n in ("suite", "kernels", "peer", "sweep") if asked.options[n]), "steps")
@@ -107,6 +107,8 @@ def parsed(words: list[str]) -> list[Any]:
     elif name == "preflight":
         asked = launch.load(words, preflight.OPTIONS, preflight.SWITCHES)
         return [*asked.problems, *preflight.options_wrong(asked)]
+    elif name == "profile":
+        return profile.COMMAND.parse(words).problems
     elif name == "receipt":
         asked = receipt.COMMAND.parse(words)
         return [*asked.problems, *receipt.check(asked)]

@@ -47,20 +47,26 @@ def test_shardings_are_printed_without_compiling(capsys):
         (["--topology=h200:8", "--config.optimizer.warmup_steps=99999"], "optimizer.warmup_steps"),
         (["--topology=h200:8", "--budget=soon"], "--budget = 'soon': must be a whole number"),
         (["--topology=h200:8", "--search", "--most=0"], "--most = '0': must be a whole number, 1 or more"),
-        (["--topology=h200:8", "--most=5"], "--most: the plan of one layout has no use for it"),
-        (["--topology=h200:8", "--search", "--html=x.html"], "--html: --search has no use for it"),
+        (["--topology=h200:8", "--most=5"], "--most: this action does not use it. Leave it out, or add --search."),
+        (["--topology=h200:8", "--search", "--html=x.html"], "--html: --search does not use it"),
         (["--topology=h200:8", "--experts-load=0.9"], "--experts-load = '0.9': must be a number from 1"),
         (["--topology=h200:8", "--experts-load=1.5"], "--experts-load = '1.5': the model has no experts. Leave it out."),
-        (["--topology=h200:8", "--config.model.num_experts=8", "--experts-load=4.1"], "draws 4 even shares, and none can draw"),
-        (["--topology=h200:8", "--search="], "--search = '': has no value"),
+        (
+            ["--topology=h200:8", "--config.model.num_experts=8", "--experts-load=4.1"],
+            "has 4 even shares, and none can have more",
+        ),
+        (["--topology=h200:8", "--search="], "--search = '': takes no value"),
         (["--topology=h200:8", "--shardings=nosuch"], "--shardings=nosuch: no array is like that"),
         (["--topology=h200:8", "--html=tests"], "is a folder"),
         (["--topology=h200:8", "--cache=pyproject.toml/plans"], "pyproject.toml is not a folder"),
-        (["--topology=h200:8", "--search", "--calibrate"], "each of these replaces the plan"),
+        (["--topology=h200:8", "--search", "--calibrate"], "each of these is an action of its own"),
         (["--topology=h200:8", "--json=nowhere/plan.json"], "there is no folder"),
         (["--topology=h200:8", "--toplogy=h200:8"], "Did you mean --topology?"),
-        (["--calibrate"], "--config --config.KEY: --calibrate has no use for it"),
-        (["--topology=h200:8", "--cudnn=yes"], "--cudnn = 'yes': must be auto, formula or library. Write --cudnn=formula."),
+        (["--calibrate"], "--config: --calibrate does not use it"),
+        (
+            ["--topology=h200:8", "--cudnn=yes"],
+            "--cudnn = 'yes': must be one of auto, formula, library. For example --cudnn=formula.",
+        ),
         (["--topology=h200:8", "--cudnn=library"], "JAX is imported in this process already"),
     ],
 )
@@ -71,8 +77,8 @@ def test_mistakes_are_named(argv, said, capsys):
 def test_help_names_every_option(capsys):
     assert command.main(["--help"]) == 0
     text = capsys.readouterr().out
-    for name in (*command.OPTIONS, *command.SWITCHES):
-        assert f"--{name}" in text
+    for option in command.COMMAND.options:
+        assert option.usage in text
     assert "h200_nvl" in text
 
 
@@ -87,12 +93,12 @@ def test_a_compile_that_fails_is_told(monkeypatch, capsys):
 
 def test_mistakes_without_a_config(capsys):
     assert "JAX finds none" in refused(capsys, "--calibrate")
-    assert "--topology: --calibrate has no use for it" in refused(capsys, "--calibrate", "--topology=h200:8")
+    assert "--topology: --calibrate does not use it" in refused(capsys, "--calibrate", "--topology=h200:8")
 
 
 def test_a_folder_that_is_not_writable_is_known_before_compiling(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(command.os, "access", lambda path, mode: False)
-    assert "may not be written here" in refused(capsys, *SMALL, "--topology=h200:8", f"--json={tmp_path}/plan.json")
+    monkeypatch.setattr("jaxtrain.command_line.os.access", lambda path, mode: False)
+    assert "may not be written" in refused(capsys, *SMALL, "--topology=h200:8", f"--json={tmp_path}/plan.json")
 
 
 def test_a_file_that_cannot_be_written_after_all_is_told(monkeypatch, tmp_path, capsys):

@@ -1,94 +1,87 @@
-"""The search for a layout with made-up plans: its space, its order, its limits, its verdicts, and the plans that it keeps."""
+"""The search with made-up plans: its space, its order, its ends, and what cannot fit by formula."""
 
-import ast
 import dataclasses
-import gzip
-import importlib.util
 import json
-import math
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
-from made_plans import FASTEST, H200, RATES, Inline, above, load, made, tiny
+from made_plans import H200, RATES, Inline, above, flat, load, made, tiny
 from rich.console import Console
 
-from jaxtrain import flops, hardware
-from jaxtrain.config import RunConfig
+from jaxtrain.config import Problem, RunConfig
 from jaxtrain.plan import topology
 from jaxtrain.plan.report import search_report
-from jaxtrain.plan.result import Plan, Rates
-from jaxtrain.plan.search import best, bound, cache, parallel, space
-from jaxtrain.plan.search.cache import Cache, Failure
+from jaxtrain.plan.search import parallel, search, space
+from jaxtrain.plan.search.bound import bound
 
 TWO, FOUR = topology.parse("h200:2"), topology.parse("h200:4")
-SMALL = ("train.global_batch=16", "train.grad_accum=4")  # some 700 layouts on FOUR
+SMALL = ("train.global_batch=16", "train.grad_accum=4")
+FILE_70B = "configs/llama3_70b.py"
+FULL = ("remat.policy=full", "remat.tensors=")
 
 
 @pytest.fixture
 def inline(monkeypatch):
-    monkeypatch.setattr(best, "Pool", Inline)
+    monkeypatch.setattr(parallel, "_Children", Inline)
+    monkeypatch.setattr(parallel, "cores", lambda: 1)
 
 
 def find(run: RunConfig | None = None, plan_one: str = "made_plans:above", machine: topology.Topology = FOUR, **options):
-    return best.search(run or load(*SMALL), "made", machine, plan_one=plan_one, **options)
+    return search.search(run or load(*SMALL), "made", machine, plan_one=plan_one, **options)
 
 
-def layouts(*overrides: str, machine: topology.Topology = H200, file: str = "configs/llama3_8b.py"):
-    """(legal layouts as dicts, refused settings) of a config."""
-    found, refused = space.legal_layouts(load(*overrides, file=file), machine, RATES, space.training_check(machine))
-    return [dict(o) for o in found], refused
-
-
-def shown(result: best.SearchResult) -> str:
+def printed(show: Callable[[Console], object]) -> str:
     console = Console(record=True, width=200)
-    search_report.show(result, console)
+    show(console)
     return console.export_text()
 
 
-# ---- The space
+def layouts(*overrides: str, machine: topology.Topology = H200, file: str = "configs/llama3_8b.py") -> list[RunConfig]:
+    """Return the runs of the space of layouts, but for the config itself."""
+    run = load(*overrides, file=file)
+    return [space.with_overrides(run, o) for o in space.fastest_space(run, machine, space.training_check(machine)) if o]
+
+
+# ---- the space
 
 
 def test_space_is_what_the_checks_accept():
-    run = load()
-    found, refused = space.legal_layouts(run, H200, RATES, space.training_check(H200))
-    assert len(found) == len(set(found)) and space.own_layout(run, H200) in found
-    meshes = {tuple(dict(o)[f"mesh.{a}"] for a in ("data", "fsdp", "tensor")) for o in found}
+    found = layouts()
+    assert len(found) == len(set(found))
+    meshes = {(r.mesh.data, r.mesh.fsdp, r.mesh.tensor) for r in found}
     assert meshes == {(d, f, 8 // d // f) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if 8 % (d * f) == 0}
-    # 8 shards of the batch cannot share 4 sequences.
-    assert any("does not divide over 8 devices" in reason for _, reason in refused)
     check = space.training_check(H200)
-    assert not any(check(space.with_overrides(run, o)) for o in found[::97])
+    assert not any(check(r) for r in found)
+    assert {r.mesh.tensor for r in layouts("model.num_kv_heads=4", "model.num_heads=4", "model.head_dim=128")} == {1, 2, 4}
 
 
-def test_zero_is_tried_once_for_each_program():
-    """Not where nothing is split, and not gather=step beside a config's zero=1."""
+def test_each_zero_stage_is_tried_where_weights_are_sharded():
+    held = {(r.mesh.fsdp > 1, r.sharding.zero, r.sharding.gather) for r in layouts(*SMALL, machine=FOUR)}
     every = {(3, "layer"), (3, "forward"), (3, "step"), (2, "layer")}
-    held = {(o["mesh.fsdp"] > 1, o["sharding.zero"], o["sharding.gather"]) for o in layouts(*SMALL, machine=FOUR)[0]}
     assert held == {(False, 3, "layer"), *((True, *stage) for stage in every)}
-    held = [(o["sharding.zero"], o["sharding.gather"]) for o in layouts(*SMALL, "sharding.zero=1", machine=FOUR)[0]]
-    assert {*held} == (every - {(3, "step")}) | {(1, "layer")} and held.count((1, "layer")) == 1
 
 
-def test_sequences_are_split_where_they_are_long_or_few():
+def test_remat_is_the_configs_own_and_what_fits():
+    assert {r.remat.policy for r in layouts()} == {"auto"}
+    assert {r.remat.policy for r in layouts(file=FILE_70B)} == {"auto", "custom"}
+
+
+def test_sequences_are_sharded_where_they_are_long_or_few():
     def of(*overrides):
-        return {(o["mesh.seq"], o["parallel.context"]) for o in layouts(*overrides)[0]}
+        return {(r.mesh.seq, r.parallel.context) for r in layouts(*overrides)}
 
     methods = {(seq, method) for seq in (2, 4, 8) for method in ("ring", "ulysses", "gather")}
     assert of("train.global_batch=16", "train.grad_accum=1") == {(1, "ring")}
-    assert of("data.seq_len=131072", "train.global_batch=16") == {(1, "ring"), *methods}
-    # Two sequences on 8 GPUs: with tensor groups of 4 or 8 they need no splitting.
+    assert of("data.seq_len=131072", "train.global_batch=16", "train.grad_accum=1") == {(1, "ring"), *methods}
+    # Two sequences on 8 GPUs: with tensor groups of 4 or 8 they need no sharding.
     assert of("train.global_batch=2", "train.grad_accum=1") == {(1, "ring"), *methods}
-    assert of("mesh.seq=2", "parallel.context=gather") >= {(1, "gather"), *methods}
 
 
 def test_stages_are_tried_over_nodes_and_experts_where_there_are_some():
     def of(machine, *overrides, file="configs/llama3_8b.py"):
-        found = set()
-        for mesh in space.meshes(load(*overrides, file=file), machine, RATES):
-            found.add((mesh["mesh.stage"], mesh["pipeline.schedule"], mesh["pipeline.groups"], mesh["mesh.expert"]))
-            axes = ("stage", "data", "fsdp", "expert", "tensor", "seq")
-            assert math.prod(mesh[f"mesh.{axis}"] for axis in axes) == machine.total
-        return found
+        found = [dict(mesh) for mesh in space.meshes(load(*overrides, file=file), machine)]
+        keys = ("mesh.stage", "pipeline.schedule", "pipeline.groups", "mesh.expert")
+        return {tuple(mesh[key] for key in keys) for mesh in found}
 
     nodes = topology.parse("h200:8x4")
     assert of(H200) == {(1, "1f1b", 1, 1)}, "a dense model on one node has neither"
@@ -97,296 +90,289 @@ def test_stages_are_tried_over_nodes_and_experts_where_there_are_some():
     asked = of(H200, "mesh.stage=2", "mesh.fsdp=4", "pipeline.schedule=gpipe")
     assert {(stage, schedule) for stage, schedule, *_ in asked} >= {(1, "gpipe"), (2, "gpipe"), (8, "1f1b"), (8, "interleaved")}
     assert {expert for *_, expert in of(H200, file="configs/mixtral_8x7b.py")} == {1, 2, 4, 8}
-    # Fewer microbatches than stages leave most of a step idle.
-    found, _ = space.legal_layouts(load(file="configs/llama3_70b.py"), nodes, RATES, lambda run: ())
-    assert {dict(o)["mesh.stage"] for o in found} == {1, 2, 4}
-    assert all(dict(o)["mesh.stage"] <= dict(o)["train.grad_accum"] for o in found)
+    # With fewer microbatches than stages most of a step is idle.
+    found = layouts("train.global_batch=256", "train.grad_accum=8", machine=nodes)
+    assert {r.mesh.stage for r in found} == {1, 2, 4} and all(r.mesh.stage <= r.train.grad_accum for r in found)
 
 
-def test_heads_that_do_not_divide_are_refused_and_not_planned():
-    found, refused = layouts("model.num_kv_heads=4", "model.num_heads=4", "model.head_dim=128")
-    assert {o["mesh.tensor"] for o in found} == {1, 2, 4}
-    assert any("model.num_heads" in reason for o, reason in refused if dict(o)["mesh.tensor"] == 8)
+def test_what_fits_rounds_more_of_the_state_at_each_rank():
+    """Rank 0 changes no storage type; weights change theirs last."""
+    run = load(*FULL, "dtypes.m=f32", "dtypes.v=f32", file=FILE_70B)
+    found = [(rank, dict(o)) for rank, o in space.fitting_space(run, H200, space.training_check(H200))]
+    types = {rank: {key for r, o in found if r == rank for key in o if key.startswith("dtypes.")} for rank, _ in found}
+    assert types[0] == set() and types[1] == {"dtypes.m"} and types[2] == {"dtypes.v"}
+    assert max(types) == 6 and "dtypes.params" in types[6]
+    assert [rank for rank, _ in found] == sorted(rank for rank, _ in found)
+    keys = {key for rank, o in found if rank == 0 for key in o}
+    assert keys >= {"mesh.tensor", "remat.policy", "loss.chunk"}
+    small = topology.parse("h200:4")
+    few = [dict(o) for _, o in space.fitting_space(run, small, space.training_check(small))]
+    assert few and all("dtypes.m" in o for o in few), "where the state alone is too big, nothing is listed"
 
 
-def test_own_layout_outside_the_grid_is_a_candidate():
-    (own, *_), _ = layouts("remat.policy=custom", "remat.tensors=mlp_up=offload,q=keep", "remat.every=8")
-    assert (own["remat.tensors"], own["remat.every"], own["mesh.fsdp"]) == ("q=keep,mlp_up=offload", 8, 8)
+# ---- the order by formula
 
 
-@pytest.mark.parametrize("file", ["configs/llama3_8b.py", "configs/llama3_70b.py", "configs/tiny.py"])
-def test_ladder_saves_more_at_every_rung_and_ends_without_gemms_to_repeat(file):
-    run = load(file=file)
-    rungs = bound.ladder(run, RATES)
-    again = []
-    for names in rungs:
-        remat = dataclasses.replace(run.remat, policy="custom", tensors=",".join(f"{n}=keep" for n in names), every=1)
-        again.append(flops.recompute(run.model, remat, run.data.seq_len).causal)
-    assert again == sorted(again, reverse=True) and len(set(again)) == len(again) and again[-1] == 0
-    assert all({*a} < {*b} for a, b in zip(rungs, rungs[1:], strict=False))
-    # What the backward pass gets for free behind another tensor is not worth its bytes.
-    assert not {"attention_proj", "mlp_down", "attention_norm"} & {*rungs[-1]}
+def ranked(run: RunConfig, machine: topology.Topology, objective: search.Objective = "speed") -> search.SearchResult:
+    return search.rank(run, "made", machine, objective, space.training_check(machine), RATES)
 
 
-def test_a_knob_is_one_line(monkeypatch):
-    """A new axis of the space multiplies the layouts and shows in their overrides."""
-    knob = space.Knob(lambda run, machine, rates: ({"dtypes.m": m} for m in ("f32", "bf16")), ("dtypes.m",), apart=True)
-    before, _ = space.legal_layouts(tiny(), H200, RATES, space.training_check(H200))
-    monkeypatch.setattr(space, "KNOBS", (*space.KNOBS, knob))
-    after, _ = space.legal_layouts(tiny(), H200, RATES, space.training_check(H200))
-    assert len(after) == 2 * len(before) and {dict(o)["dtypes.m"] for o in after} == {"f32", "bf16"}
+@pytest.mark.parametrize(("gpus", "machine"), [(64, "h200:8x8"), (1024, "h200:8x128")])
+def test_70b_on_many_nodes_saves_more_than_on_one(gpus, machine):
+    """The shipped config keeps on larger machines what it must recompute on one node; the search puts auto first."""
+    run = load(f"train.global_batch={max(256, gpus)}", f"train.grad_accum={max(256, gpus) // gpus}", file=FILE_70B)
+    found = ranked(run, topology.parse(machine))
+    assert found.best and found.best.changes == ("remat.policy=auto", "remat.tensors=")
+    own = bound(run, topology.parse(machine), RATES)
+    assert found.best.bound.step_s < 0.9 * own.step_s
 
 
-# ---- Order, limits, verdicts
+def test_ten_are_shown_that_may_fit_best_first():
+    found = ranked(load(), H200)
+    assert len(found.shown) == search.SHOWN and found.best is found.shown[0] and found.too_big > 0
+    assert all(c.bound.memory_gib <= found.usable_gib for c in found.candidates)
+    assert found.shown[0].bound.step_s < 1.05 * min(c.bound.step_s for c in found.candidates)
+    text = printed(lambda console: search_report.show_ranked(found, console))
+    assert "The best 10 by formula, not compiled" in text and "the config's own" in text
 
 
-def test_search_finds_the_best_and_stops_when_no_bound_is_below_it(inline):
+def test_the_config_itself_is_one_of_them():
+    """Also if it leaves an axis to what remains."""
+    for overrides in (("mesh.fsdp=-1",), ("mesh.fsdp=8",)):
+        assert [c.changes for c in ranked(load(*overrides), H200).candidates].count(()) == 1
+
+
+# ---- compiled
+
+
+def test_search_finds_the_best_and_ends_when_no_formula_is_below_it(inline):
     run = load(*SMALL)
     result = find(run, most=1000)
-    plans = [
-        (plan, dict(o))
-        for o in space.legal_layouts(run, FOUR, RATES, space.training_check(FOUR))[0]
-        if (plan := above(space.with_overrides(run, o), FOUR)).fits
-    ]
-    exhaustive, where = min(plans, key=lambda item: (item[0].time.step_ms, item[0].memory.peak_gib))
-    fastest = result.front[0]
-    assert fastest.plan.time.step_ms == exhaustive.time.step_ms
-    assert {key: dict(fastest.overrides)[key] for key in FASTEST} == {key: where[key] for key in FASTEST}
-    assert result.ended == "complete" and result.left == 0 and not result.warnings
-    assert len(result.tried) + sum(result.cut.values()) == result.layouts
-    assert len(result.tried) < result.layouts / 3
-    # The order learns: with 24 of some 700 layouts planned, the best is within a percent of the best there is.
-    some = find(run, most=24)
-    assert len(some.tried) == 24 and some.ended == "most" and some.left > 0 and some.could_be < 1
-    assert some.front[0].plan.time.step_ms < 1.01 * exhaustive.time.step_ms
-
-
-def test_naive_layouts_are_always_there(inline):
-    result = find(most=8)
-    names = {name for c in result.tried for name in c.name.split(" = ") if name}
-    assert names == {"the config's own", "plain fsdp, full remat", "pure data, full remat", "pure tensor, full remat"}
-    data = next(c for c in result.tried if c.name == "pure data, full remat")
-    assert data.verdict == "too big" and "GiB too big" in data.reason and dict(data.overrides)["train.grad_accum"] == 4
-    assert result.best.plan.time.step_ms < min(c.plan.time.step_ms for c in result.tried if c.name.startswith("pure"))
-
-
-def test_front_holds_what_nothing_beats(inline):
-    result = find(most=40)
-    assert [c for c in result.tried if c.verdict == "best"] == [result.best] and len(result.front) > 2
-    assert all(c.reason and c.verdict in best.VERDICTS for c in result.tried)
-    fitting = {(c.plan.time.step_ms, c.plan.memory.taken_gib) for c in result.tried if c.plan and c.plan.fits}
-    front = [(c.plan.time.step_ms, c.plan.memory.taken_gib) for c in result.front]
-    assert front == sorted(p for p in fitting if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in fitting))
-
-
-def verdicts(*plans: tuple[float, float, float, int, int]) -> list[best.Candidate]:
-    """Candidates after judgement: (step in s, GiB, seconds on links, data, fsdp) of each plan."""
-    progress = best.Progress(FOUR.usable_gib(), 100)
-    for step, gib, links, data, fsdp in plans:
-        plan = made(tiny(), FOUR, step, gib)
-        plan = dataclasses.replace(plan, time=dataclasses.replace(plan.time, communication_ms=links * 1e3))
-        overrides = (("mesh.data", data), ("mesh.fsdp", fsdp), ("train.grad_accum", 1))
-        progress.note(best.Candidate(overrides, tiny(), bound.Bound(0.5, 1.0), outcome=parallel.Outcome(plan, "planned")))
-    best._judge(progress)
-    return progress.finished
+    exhaustive = [plan for r in layouts(*SMALL, machine=FOUR) if (plan := above(r, FOUR)).fits]
+    fastest = min(plan.time.step_ms for plan in exhaustive)
+    assert min(c.plan.time.step_ms for c in result.tried if c.fits) == fastest
+    assert result.ended == "complete" and result.best and result.best.fits
+    assert result.best.plan.time.step_ms <= (1 + search.ERROR) * fastest
+    assert all(c.verdict and c.reason for c in result.tried)
+    some = find(run, most=2)
+    assert len(some.tried) == 2 and some.ended == "most" and some.best.fits
 
 
 def test_layouts_within_the_error_are_equal_and_the_least_on_links_comes_first():
-    """Then the fewest axes, then the shortest step; 5.1% slower is slower, with half the bytes."""
-    found = verdicts(
-        (1.0, 100.0, 0.4, 1, 4),  # fastest
-        (1.04, 120.0, 0.2, 1, 4),  # half as long on links
-        (1.02, 120.0, 0.2, 2, 2),  # as long on links, and faster, over two axes
-        (1.045, 120.0, 0.2, 4, 1),  # as long on links, and longer
-        (1.051, 30.0, 0.1, 1, 4),
-        (1.2, 131.0, 0.1, 1, 4),
-        (0.5, 900.0, 0.1, 1, 4),
-    )
-    assert [c.verdict for c in found] == ["equal", "best", "equal", "equal", "front", "slower", "too big"]
-    order = sorted((c for c in found if c.equal), key=best.preference)
-    assert [found.index(c) for c in order] == [1, 3, 2, 0]
-    assert [best.axes(c) for c in found[:3]] == [1, 1, 2]
-
-
-def candidate(mesh: int = 4, accum: int = 2, step_s: float = 1.0, gib: float = 100.0) -> best.Candidate:
-    return best.Candidate((("mesh.fsdp", mesh), ("train.grad_accum", accum)), tiny(), bound.Bound(step_s, gib))
-
-
-def test_what_is_cut():
-    """By its bounds, as far as plans did not come out below theirs; and by a plan of smaller microbatches that did not fit."""
-    progress = best.Progress(110.0, 100)
-    assert [progress.cut(candidate(gib=gib), (1.0, 1.0)) for gib in (109.0, 111.0)] == ["", best.TOO_BIG]
-    assert progress.cut(candidate(gib=111.0), (1.0, 0.9)) == ""
-
-    done, fits = candidate(accum=4), made(tiny(), FOUR, 2.0, 100.0)
-    done.outcome = parallel.Outcome(fits, "planned")
-    progress.note(done)
-    assert [progress.cut(candidate(step_s=s), (1.0, 1.0)) for s in (1.9, 2.1)] == ["", best.TOO_SLOW]
-    assert progress.cut(candidate(step_s=2.1), (0.9, 1.0)) == ""
-
-    big = candidate(accum=4)
-    big.outcome = parallel.Outcome(made(tiny(), FOUR, 1.0, 900.0), "planned")
-    progress.note(big)
-    # One microbatch has no second set of gradients; larger numbers of them, and other meshes, may fit.
-    cut = [progress.cut(candidate(mesh, accum), (1.0, 1.0)) for mesh, accum in ((4, 2), (4, 1), (4, 8), (2, 2))]
-    assert cut == [best.BIGGER, "", "", ""]
-
-
-def test_a_bound_that_was_too_high_is_lowered_and_reported(inline):
-    result = find(plan_one="made_plans:below_its_bound", most=30)
-    assert result.best.run.mesh.data > 1
-    assert any("10.0% less time than its bound" in w for w in result.warnings)
+    """Then the fewest axes, then the shortest step; 5.1% slower is slower, with half the traffic."""
+    found = ranked(tiny(), FOUR)
+    figures = ((1.0, 100.0, 0.4, 1), (1.04, 120.0, 0.2, 1), (1.02, 120.0, 0.2, 2), (1.045, 120.0, 0.2, 1))
+    for step, gib, links, axes in (*figures, (1.051, 30.0, 0.1, 1), (0.5, 900.0, 0.1, 1)):
+        plan = made(tiny(), FOUR, step, gib)
+        plan = dataclasses.replace(plan, mesh={"data": 2, "fsdp": 2} if axes == 2 else {"fsdp": 4})
+        plan = dataclasses.replace(plan, time=dataclasses.replace(plan.time, communication_ms=links * 1e3))
+        c = search.Candidate(tiny(), bound(tiny(), FOUR, RATES), ("a=b",), outcome=parallel.Outcome(plan, "planned"))
+        found.tried.append(c)
+    search._judge(found)
+    steps = [round(c.plan.time.step_ms / 1e3, 3) for c in found.tried if c.plan]
+    assert steps == [1.04, 1.045, 1.02, 1.0, 1.051, 0.5]
+    assert [c.verdict for c in found.tried] == ["best", *["equal"] * 3, "slower", "too big"]
 
 
 def test_nothing_fits(inline):
-    result = find(plan_one="made_plans:nothing_fits", machine=TWO, most=10)
-    assert result.best is None and not result.front and search_report.paste(result) == ""
-    assert "no layout that was planned fits" in shown(result)
+    result = find(plan_one="made_plans:nothing_fits", machine=TWO, most=3)
+    assert len(result.tried) == 3 and not any(c.fits for c in result.tried)
+    text = printed(lambda console: search_report.show(result, console))
+    assert "too big: by" in text and (result.best is None or "by formula, not compiled" in text)
 
 
-def test_without_a_legal_layout_the_refusals_are_told(inline):
+def test_without_a_legal_layout_nothing_is_found(inline):
     # Neither sequences nor tokens divide over the GPUs.
     result = find(load("data.seq_len=8191", "train.global_batch=7", "train.grad_accum=1"), machine=H200)
-    assert result.best is None and result.layouts == 0 and result.refused and "does not divide" in shown(result)
+    assert result.best is None and "no setting is legal" in printed(lambda console: search_report.show(result, console))
 
 
 def test_report_and_json(inline):
-    result = find(most=12)
-    text, tree = shown(result), json.loads(json.dumps(search_report.to_json(result)))
-    assert search_report.paste(result) in text and "pure tensor" in text and "not compiled" in text
-    assert (tree["format"], tree["error"], tree["best"], len(tree["tried"])) == (2, 0.05, dict(result.best.overrides), 12)
-    assert [row.get("equal") for row in tree["tried"]].count(True) == sum(c.equal for c in result.tried)
+    heard = []
+    result = find(most=4, on_ranked=lambda found: heard.append(len(found.tried)))
+    assert heard == [0], "the order by formula comes before any plan"
+    text, tree = (
+        printed(lambda console: search_report.show(result, console)),
+        json.loads(json.dumps(search_report.to_json(result))),
+    )
+    line = search_report.paste(result.best)
+    assert "(compiled)" in text and json.dumps(tree) and tree["compiled"] and tree["paste"] == line and len(tree["tried"]) == 4
+    assert len(tree["formula"]) == search.SHOWN and tree["tried"][0]["verdict"] == "best"
     # Pasted behind the config, the line gives the best layout. Of that config it is the own one.
-    pasted = load(*SMALL, *(o.removeprefix("--config.") for o in search_report.paste(result).split()))
-    assert space.own_layout(pasted, FOUR) == result.best.overrides
-    # Also where a config leaves an axis to what remains.
-    pasted = dataclasses.replace(pasted, mesh=dataclasses.replace(pasted.mesh, fsdp=-1))
-    again = find(pasted, most=12)
-    assert again.best.overrides == result.best.overrides and search_report.paste(again) == ""
-    assert "the best layout is the config's own" in shown(again)
+    pasted = load(*SMALL, *(o.removeprefix("--config.") for o in line.split()))
+    assert bound(pasted, FOUR, RATES) == result.best.bound
+    again = find(pasted, most=4)
+    assert () in [c.changes for c in again.tried]
+    if again.best.changes == ():
+        assert "is the config's own" in printed(lambda console: search_report.show(again, console))
 
 
-def test_budget_ends_the_search(inline, monkeypatch):
-    clock = iter(range(0, 100_000, 10))
-    monkeypatch.setattr(best.time, "monotonic", lambda: float(next(clock)))
-    result = find(machine=TWO, budget_s=95)
-    assert result.ended == "budget" and 0 < len(result.tried) < 10 and result.left > 0
+@pytest.mark.parametrize("how", ["budget", "interrupted"])
+def test_an_early_end_leaves_the_best_by_formula(inline, monkeypatch, how):
+    def press(running, seconds):
+        raise KeyboardInterrupt
+
+    if how == "interrupted":
+        monkeypatch.setattr(parallel, "_wait", press)
+    else:
+        clock = iter(range(0, 100_000, 10))
+        monkeypatch.setattr(search.time, "monotonic", lambda: float(next(clock)))
+    result = find(budget_s=1.0)
+    assert result.ended == how and not result.tried and result.best and not result.best.fits
+    text = printed(lambda console: search_report.show(result, console))
+    assert "(by formula, not compiled)" in text
+    assert not result.best.changes or search_report.paste(result.best) in text
 
 
-def test_ctrl_c_reports_what_there_is(inline, monkeypatch):
-    def press(self, seconds):
-        if len(self.started) > 6:
+def test_ctrl_c_reports_the_plans_so_far(inline, monkeypatch):
+    calls = []
+
+    def press(running, seconds):
+        calls.append(seconds)
+        if len(calls) == 2:
             raise KeyboardInterrupt
-        return wait(self, seconds)
+        return wait(running, 60.0)
 
-    wait = Inline.wait
-    monkeypatch.setattr(Inline, "wait", press)
-    result = find(machine=TWO)
-    assert result.ended == "interrupted" and len(result.tried) == 6 and result.best
-
-
-# ---- The cache
+    wait = parallel._wait
+    monkeypatch.setattr(parallel, "_wait", press)
+    result = find()
+    assert result.ended == "interrupted" and len(result.tried) == 1 and result.best and result.best.fits
 
 
-def test_a_search_again_plans_nothing_but_what_was_damaged(inline, tmp_path, monkeypatch):
-    monkeypatch.setattr(space, "KNOBS", space.KNOBS[:3])
-    monkeypatch.setattr(best, "KNOBS", space.KNOBS[:3])
-    run, kept = load("train.global_batch=2", "train.grad_accum=1"), Cache(tmp_path)
-    first = find(run, machine=TWO, most=3, cache=kept)
-    assert len(Inline.last.started) == 3
-    again = find(run, machine=TWO, most=3, cache=kept)
-    assert not Inline.last.started and again.ended == first.ended and again.left == first.left
-    assert again.best.overrides == first.best.overrides and again.best.outcome.kind == "cached"
-    assert again.best.plan.config == "made"
-    path = next(tmp_path.glob("*.json.gz"))
-    path.write_bytes(b"")
-    find(run, machine=TWO, most=3, cache=kept)
-    assert len(Inline.last.started) == 1 and isinstance(kept.get(path.name.partition(".")[0]), Plan)
+def test_a_machine_without_a_description_is_refused():
+    here = dataclasses.replace(H200, chip="NVIDIA Something")
+    with pytest.raises(topology.TopologyError):
+        search.search(load(), "made", here)
 
 
-def test_key_holds_what_matters_and_nothing_else(tmp_path, monkeypatch):
-    kept, run = Cache(tmp_path), load()
-    key = kept.key(run, H200, None)
-    same = ("log.every_steps=7", "data.seed=3", "checkpoint.keep=9", "mesh.fsdp=8", "sample.max_tokens=1", "train.seed=4")
-    other = ("model.d_ff=8192", "remat.every=2", "dtypes.m=bf16", "train.grad_accum=16", "optimizer.clip_norm=0.0")
-    for override in (*same, *other):
-        assert (kept.key(load(override), H200, None) == key) == (override in same), override
-    assert kept.key(run, topology.parse("h200:4x2"), None) != key
-    slower: Rates = dataclasses.replace(RATES, gemm_tflops=500.0)
-    assert kept.key(run, H200, slower) != kept.key(run, H200, RATES), "other rates are other plans"
-    monkeypatch.setattr(cache, "_code", lambda: "other code")
-    assert kept.key(run, H200, None) != key
-    monkeypatch.undo()
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
-    assert kept.key(run, H200, None) != key
+# ---- what makes a config fit
 
 
-def test_own_code_is_part_of_the_key(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    file = tmp_path / "my_loss_for_the_key.py"
-    file.write_text("def loss(*a): return 1")
-    run = load("loss.name=my_loss_for_the_key:loss")
-    key = Cache(tmp_path).key(run, H200, None)
-    file.write_text("def loss(*a): return 2")
-    assert Cache(tmp_path).key(run, H200, None) != key
+def everything_saved() -> RunConfig:
+    """Return 8B that does not fit: 8 sequences of 8192 tokens a GPU at a time, nothing recomputed."""
+    return load("remat.policy=none", "remat.tensors=", "train.grad_accum=4", "loss.chunk=512")
 
 
-def imported(name: str) -> set[str]:
-    """The modules of jaxtrain that a module imports, anywhere in it."""
-    spec = importlib.util.find_spec(f"jaxtrain.{name}")
-    assert spec and spec.origin, name
-    tree = [*ast.walk(ast.parse(Path(spec.origin).read_text()))]
-    nodes = [n for n in tree if isinstance(n, ast.ImportFrom)]
-    full = [f"{n.module}.{alias.name}" for n in nodes for alias in n.names] + [n.module for n in nodes]
-    full += [n.value for n in tree if isinstance(n, ast.Constant) and isinstance(n.value, str)]  # imported by name
-    ours = {f.removeprefix("jaxtrain.") for f in full if f and f.startswith("jaxtrain.")}
-    root = Path(cache.__file__).parents[2]
-    return {m for m in ours if m and ((root / m.replace(".", "/")).is_dir() or (root / f"{m.replace('.', '/')}.py").exists())}
+def fit(run: RunConfig, plan_one: str = "made_plans:above", machine: topology.Topology = H200, **options):
+    """Search for what makes a run fit, from a plan of it that does not."""
+    return search.search(run, "made", machine, "fit", plan_one=plan_one, jobs=1, **options)
 
 
-def test_no_code_that_plans_are_made_of_is_left_out_of_the_key():
-    reached, todo = set(), {"plan.make"}
-    while todo - reached:
-        name = (todo - reached).pop()
-        todo |= imported(name)
-        reached.add(name)
-    assert {"train.step", "kernels.dot", "models.families.llama", "plan.program.roofline", "train.compiler"} <= reached
-    assert not [name for name in reached if cache._is_other(name)]
-    assert cache._is_other("checkpoint") and cache._is_other("data.pipeline") and cache._is_other("plan.search")
+def test_what_costs_only_time_comes_first_and_one_change_before_two(inline):
+    run = everything_saved()
+    result = fit(run)
+    assert result.ended == "found" and result.best.fits and result.best.rank == 0
+    assert len(result.tried) == 1 and {c.partition("=")[0] for c in result.best.changes} == {"train.grad_accum"}
+    text = printed(lambda console: search_report.show(result, console))
+    assert f"--config.{result.best.changes[0]}" in text and "this fits (compiled)" in text
+    assert search_report.hints(result)[0].startswith(result.best.changes[0])
 
 
-@pytest.mark.parametrize("damage", ["", "not gzip", "cut", "{}", '{"format": 0}'])
-def test_a_damaged_entry_counts_as_none_with_a_warning(tmp_path, caplog, damage):
-    kept = Cache(tmp_path)
-    kept.put("a", made(load(), H200, 1.0, 2.0))
-    path, whole = kept.path("a"), kept.path("a").read_bytes()
-    path.write_bytes({"cut": whole[: len(whole) // 2], "not gzip": b"not gzip"}.get(damage, gzip.compress(damage.encode())))
-    with caplog.at_level("WARNING", logger="jaxtrain"):
-        assert kept.get("a") is None
-    assert f"{path} is damaged" in caplog.text
+def test_a_plan_far_above_its_formula_makes_the_search_careful(inline):
+    run = everything_saved()
+    own = made(run, H200, 1.0, 3 * bound(run, H200, RATES).memory_gib)
+    first, careful = fit(run).best, fit(run, own=own).best
+    assert careful.bound.likely_gib < first.bound.likely_gib
 
 
-def test_cache_that_cannot_be_written_is_only_a_warning(tmp_path, caplog):
-    (tmp_path / "file").touch()
-    with caplog.at_level("WARNING", logger="jaxtrain"):
-        Cache(tmp_path / "file").put("key", Failure("no"))
-    assert "not kept" in caplog.text
+def test_storage_types_come_after_all_that_costs_only_time(inline):
+    """State, gradients and inputs of 70B with float32 moments are too much, whatever is recomputed."""
+    run = load(*FULL, "dtypes.m=f32", "dtypes.v=f32", "train.memory_fraction=0.85", file=FILE_70B)
+    result = fit(run)
+    assert result.best.rank == 1 and "dtypes.m=bf16" in result.best.changes
+    assert "the first moment is rounded" in printed(lambda console: search_report.show(result, console))
 
 
-def test_entries_are_written_whole(tmp_path):
-    kept = Cache(tmp_path)
-    kept.put("a", made(load(), H200, 1.0, 2.0))
-    assert kept.get("a") == made(load(), H200, 1.0, 2.0)
-    assert [p.name for p in tmp_path.iterdir()] == ["a.json.gz"]
-    kept.put("b", Failure("no such layout"))
-    assert kept.get("b") == Failure("no such layout") and kept.get("c") is None
+def test_settings_that_training_refuses_are_not_planned(inline):
+    legal = space.training_check(H200)
+    accum = int(fit(everything_saved()).best.changes[0].partition("=")[2])
+
+    def check(r: RunConfig) -> list[Problem]:
+        return [*legal(r), *([Problem("train.grad_accum", accum, "no", "")] if r.train.grad_accum == accum else [])]
+
+    result = fit(everything_saved(), check=check)
+    assert result.best.fits and all(r.train.grad_accum != accum for r in Inline.last.started)
 
 
-def test_only_what_would_fail_again_is_kept():
-    kinds = [parallel._kind(e) for e in (ValueError("no"), MemoryError(), OSError(28, "no space left"))]
-    assert kinds == ["failed", "out of memory", "crashed"]
-    assert parallel._kind(RuntimeError("RESOURCE_EXHAUSTED: out of host memory")) == "out of memory"
+def test_nothing_is_found_that_fits(inline):
+    result = fit(load(*FULL, "train.global_batch=32", file=FILE_70B), plan_one="made_plans:nothing_fits")
+    assert len(result.tried) == search.MOST_FOR_FIT and result.ended == "most"
+    assert not any(c.fits for c in result.tried)
 
 
-def test_free_memory_is_that_of_this_machine():
-    assert 0 < parallel.free_gib() <= hardware.host_gib()
+# ---- what cannot fit by formula
+
+
+@pytest.mark.parametrize(
+    ("file", "machine", "larger"), [("llama3_405b", "h200:8", "h200:8x16"), ("llama3_70b", "h100:1", "h100:8x2")]
+)
+def test_what_cannot_fit_is_refused_with_the_next_larger_machine(file, machine, larger):
+    run, where = load(file=f"configs/{file}.py"), topology.parse(machine)
+    why = search.refuse(run, where)
+    assert why and why.least_gib > why.usable_gib and why.fix is None
+    there, c = why.larger
+    assert there.name == larger and not space.training_check(there)(c.run)
+    text = printed(lambda console: search_report.show_refusal(why, "made", (), where, console))
+    assert text.startswith("does not fit") and f"--topology={larger}" in text and "MFU" not in text
+
+
+def test_a_config_that_a_change_makes_fit_is_refused_with_the_change():
+    run = load("dtypes.m=f32", "dtypes.v=f32", "train.global_batch=128", "train.grad_accum=1", *FULL, file=FILE_70B)
+    why = search.refuse(run, H200)
+    assert why and why.fix and why.fix.bound.likely_gib <= why.usable_gib
+    lines = printed(lambda console: search_report.show_refusal(why, "made", ("dtypes.m=f32",), H200, console))
+    assert all(f"--config.{change}" in lines for change in why.fix.changes)
+
+
+@pytest.mark.parametrize("file", ["llama3_8b", "llama3_70b", "llama3_1b", "llama2_7b", "mixtral_8x7b", "qwen3_30b_a3b"])
+def test_what_fits_is_not_refused(file):
+    assert search.refuse(load(file=f"configs/{file}.py"), H200) is None
+
+
+def test_a_family_of_ones_own_is_not_refused():
+    assert search.refuse(load("model.family=helpers:WiderFamily"), H200) is None
+
+
+def test_a_larger_machine_keeps_the_batch_where_it_divides():
+    grown = search.larger_machine(load(*FULL, file=FILE_70B), FOUR, RATES)
+    assert grown and grown[0].name == "h200:8" and grown[1].run.train.global_batch == 8
+    run = load("dtypes.m=f32", "dtypes.v=f32", "train.global_batch=24", "train.grad_accum=3", *FULL, file=FILE_70B)
+    machine, c = search.larger_machine(run, H200, RATES)
+    assert machine.name == "h200:8x2" and c.run.train.global_batch == 32, "and is never smaller"
+
+
+# ---- what each saving is needed for
+
+
+def test_every_saving_is_found():
+    def of(*overrides, file=FILE_70B):
+        run = load(*FULL, *overrides, file=file) if file == FILE_70B else load(*overrides, file=file)
+        return {choice: dict(o) for choice, o in search.savings(run, space.training_check(H200)).items()}
+
+    assert of().keys() == {"remat.policy=full", "dtypes.m=bf16", "dtypes.v=bf16"}
+    assert of()["dtypes.m=bf16"] == {"dtypes.m": "f32"} and of()["remat.policy=full"]["remat.policy"] == "auto"
+    more = of("loss.chunk=1024", "dtypes.grads=bf16", "mesh.tensor=2", "train.global_batch=16", "optimizer.offload=moments")
+    assert more["loss.chunk=1024"] == {"loss.chunk": 2048} and "optimizer.offload=moments" in more
+    assert more["mesh.tensor=2"] == {"mesh.fsdp": -1, "mesh.tensor": 1} and "dtypes.grads=bf16" in more
+    eight = of(file="configs/llama3_8b.py")
+    assert eight["remat.policy=auto"]["remat.policy"] == "none" and eight["train.grad_accum=32"] == {"train.grad_accum": 16}
+
+
+def test_what_a_saving_is_needed_for_is_printed():
+    run = load(*FULL, file=FILE_70B)
+    plan, found = made(run, H200, 1.0, 100.0), search.savings(run, space.training_check(H200))
+    plans = [made(run, H200, 0.9, 150.0), made(run, H200, 1.02, 132.0)]
+    outcomes = {choice: parallel.Outcome(p, "planned") for choice, p in zip(found, plans, strict=False)}
+    text = printed(lambda console: search_report.show_savings(plan, found, outcomes, run, console))
+    assert "remat.policy=auto instead, 150.0 GiB, does not fit" in text
+    assert "dtypes.m=f32 instead, 1,020 ms, 132.0 GiB, 2.0% slower: not needed for memory" in text and "not compiled" in text
+    assert "no setting of the config" in printed(lambda c: search_report.show_savings(plan, {}, {}, run, c))
+
+
+def test_progress_is_printed_line_by_line(inline):
+    console = Console(record=True, width=160)
+    with search_report.watch(console) as progress:
+        find(most=3, on_progress=progress)
+    lines = console.export_text().splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["1", "2", "3"]
+    assert flat(load())["mesh.fsdp"] in (8, -1)

@@ -1,213 +1,243 @@
-"""A search as text for people and as plain data: the table of what was tried, what was left out and why, the line to paste."""
+"""A search as text and as plain data: the formula's ten best at once, each plan as it comes, the line to paste."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from jaxtrain.page.numbers import column, percent, rough, size
+from jaxtrain.commands import spelled
+from jaxtrain.page.numbers import percent, rough, size
+from jaxtrain.page.sections import Column, Listing, Section, Table, labels, numbers, print_sections, say
 from jaxtrain.plan.report.live import live
-from jaxtrain.plan.report.sections import describe_remat, no_range, span
-from jaxtrain.plan.search.best import ERROR, OWN, Candidate, Progress, SearchResult
-from jaxtrain.plan.search.space import changes, sequences_per_gpu
+from jaxtrain.plan.report.sections import describe_remat, span
+from jaxtrain.plan.result import Plan
+from jaxtrain.plan.search.bound import mesh_sizes
+from jaxtrain.plan.search.parallel import Outcome
+from jaxtrain.plan.search.search import ERROR, Candidate, Refusal, SearchResult
+from jaxtrain.plan.search.space import Overrides, changes
+from jaxtrain.plan.topology import Topology
 
-STYLES = {"best": "bold green", "equal": "green", "front": "green", "too big": "red", "failed": "yellow"}
 ENDINGS = {
-    "complete": "complete: no legal layout that was left out can both fit and be faster, by its bound and by what did not fit",
-    "most": "ended at the number of plans that --most allows",
-    "budget": "ended when the budget of seconds was spent",
+    "complete": "complete: no setting that is left can be better, by formula",
+    "found": "ended at the first that fits",
+    "most": "ended at the most plans that are allowed",
+    "budget": "ended at the budget of seconds",
     "interrupted": "interrupted",
 }
-FORMAT = 2  # of --json
-REFUSALS = 3  # shown, of those that differ
+ROUNDED = {
+    "dtypes.params": "weights are rounded to 8 significant bits each step, up or down by chance",
+    "dtypes.m": "the first moment is rounded each step",
+    "dtypes.v": "the second moment is rounded each step",
+    "dtypes.grads": "gradients are rounded at each sum over microbatches",
+}
+FORMAT = 3  # of --json
 
 
 @contextlib.contextmanager
-def watch(console: Console) -> Iterator[Callable[[Progress], None]]:
-    """What to give `search` as `on_progress`."""
-    said = 0
+def watch(console: Console) -> Iterator[Callable[[SearchResult], None]]:
+    """Yield an `on_progress` for `search`: a bar on a terminal, else a line for each plan."""
+    printed = 0
     with live(console) as show:
 
-        def changed(progress: Progress) -> None:
-            nonlocal said
-            new = list(enumerate(progress.finished, 1))[said:]
-            said += len(new)
-            best = _best(progress)
-            lines = [f"{n}: {describe(c)}: {_outcome(c)}; {best}" for n, c in new]
-            show(len(progress.finished), progress.most, f"{len(progress.running)} compiling; {best}", lines)
+        def changed(found: SearchResult) -> None:
+            nonlocal printed
+            new = list(enumerate(found.tried, 1))[printed:]
+            printed += len(new)
+            lines = [f"{n}: {describe(c, found.topology)}: {_came_of(c.outcome)}" for n, c in new]
+            now = "; ".join(describe(c, found.topology) for c in found.running)
+            show(len(found.tried), found.most, now, lines)
 
         yield changed
 
 
-def _best(progress: Progress) -> str:
-    plan = progress.best.plan if progress.best else None
-    if not progress.best or not plan:
-        return "none fits so far"
-    return f"fastest {rough(plan.time.step_ms)} ms, {size(plan.memory.taken_gib)}: {describe(progress.best)}"
+def mesh(candidate: Candidate, topology: Topology) -> str:
+    """Return the mesh axes that shard anything, as fsdp=4 tensor=2."""
+    sizes = mesh_sizes(candidate.run, topology)
+    return " ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "one GPU"
 
 
-def _outcome(candidate: Candidate) -> str:
-    plan = candidate.plan
-    if plan is None:
-        return f"{candidate.outcome.kind}: {candidate.outcome.reason}" if candidate.outcome else "not planned"
-    return f"{rough(plan.time.step_ms)} ms, {size(plan.memory.taken_gib)}{'' if plan.fits else ', does not fit'}"
+def describe(candidate: Candidate, topology: Topology) -> str:
+    """Return a setting in one line."""
+    t = candidate.run.train
+    rows = f"{t.grad_accum} x {t.global_batch // t.grad_accum} sequences"
+    return f"{mesh(candidate, topology)}, {rows}, remat {describe_remat(candidate.run)}"
 
 
-def mesh(candidate: Candidate) -> str:
-    """fsdp=4 tensor=2."""
-    sizes = {key.partition(".")[2]: size for key, size in candidate.overrides if key.startswith("mesh.") and size > 1}
-    return " ".join(f"{axis}={size}" for axis, size in sizes.items()) or "one GPU"
+def _came_of(outcome: Outcome | None) -> str:
+    if outcome is None or outcome.plan is None:
+        return f"{outcome.kind}: {outcome.reason}" if outcome else "not compiled"
+    plan = outcome.plan
+    taken = size(plan.memory.taken_gib)
+    return f"{rough(plan.time.step_ms)} ms, {taken}" if plan.fits else f"{taken}, does not fit"
 
 
-def describe(candidate: Candidate) -> str:
-    batch = f"{candidate.run.train.grad_accum} x {_rows(candidate)} sequences"
-    return f"{mesh(candidate)}, {batch}, remat {describe_remat(candidate.run)}"
+def show_ranked(found: SearchResult, console: Console) -> None:
+    """Print the best settings by formula, before anything is compiled."""
+    kinds = {"speed": "layouts", "fit": "ways to make it fit"}
+    could = f"{len(found.candidates):,} {kinds[found.objective]} that may fit, {found.too_big:,} that cannot by formula"
+    say(console, f"{found.name} on {found.topology.name}: {could}", "bold")
+    _show_table(f"The best {len(found.shown)} by formula, not compiled", found, found.shown, console)
 
 
-def _rows(candidate: Candidate) -> int:
-    return candidate.run.train.global_batch // candidate.run.train.grad_accum
+def show(found: SearchResult, console: Console) -> None:
+    """Print the settings that were compiled, best first, and the overrides of the best."""
+    _show_table(f"{len(found.tried)} compiled", found, found.tried, console)
+    equal = sum(c.verdict in ("best", "equal") for c in found.tried)
+    if found.objective == "speed" and equal > 1:
+        order = "Of these the first has the least time on links, then the fewest mesh axes, then the shortest step."
+        say(console, f"{equal} are equal: their steps differ by {percent(ERROR)} at most, the error of the estimate. {order}")
+    left = len(found.candidates) - len(found.tried)
+    say(console, f"{ENDINGS[found.ended]}; {left:,} settings not compiled; {found.seconds:.0f} s")
+    show_best(found, console)
 
 
-def show(result: SearchResult, console: Console) -> None:
-    """Prints the layouts tried, the front first; what was not compiled, and why; and the overrides of the best."""
-    load = ", experts' load 1.0" if result.run.model.num_experts else ""
-    _say(
-        console,
-        f"{result.name} on {result.topology.name}: {result.layouts:,} legal layouts, {len(result.tried)} tried{load}",
-        "bold",
-    )
-    if result.tried:
-        console.print(_table(result))
-        for why in sorted({no_range(c.plan) for c in result.tried if c.plan and not c.plan.time.expected_step_ms}):
-            _say(console, f"expected -: {why}")
-    equal = sum(c.equal for c in result.tried)
-    if equal > 1:
-        _say(
-            console,
-            f"{equal} layouts are equal: their steps differ by {ERROR:.0%} at most, which is the error of the estimate. The "
-            "first of them has the least time on links, then the fewest mesh axes, then the shortest step",
-        )
-    for reason, count in result.cut.items():
-        _say(console, f"{count:,} layouts not compiled: {reason}")
-    for reason, count in _refusals(result).items():
-        _say(console, f"{count:,} settings refused: {reason}")
-    if result.left:
-        _say(console, f"{result.left:,} layouts not tried{_could_be(result)}")
-    _say(console, f"{ENDINGS[result.ended]}; {result.seconds:.0f} s")
-    for warning in result.warnings:
-        _say(console, f"warning: {warning}", "yellow")
-    if result.best is None:
-        none = f"no layout that was planned fits into {size(result.usable_gib)}"
-        if not any(c.plan for c in result.tried):
-            early = not result.tried and result.ended in ("budget", "interrupted")
-            none = "it ended before the first plan was made" if early else "no layout could be planned"
-        _say(console, none, "bold red")
+def _show_table(title: str, found: SearchResult, some: Sequence[Candidate], console: Console) -> None:
+    """Print one row for each setting: its plan, or else its formula."""
+    if not some:
         return
-    if not paste(result):
-        _say(console, "the best layout is the config's own", "bold")
+    compiled = any(c.outcome for c in some)
+    some = [c for c in some if c.plan or not compiled]
+    runs = [c.run for c in some]
+    own = ["" if c.changes else "the config's own" for c in some]
+    gathers = [r.sharding.gather if r.sharding.zero == 3 else f"zero={r.sharding.zero}" for r in runs]
+    each = [r.train.global_batch / r.train.grad_accum / found.topology.total for r in runs]
+    steps = [c.plan.time.step_ms if c.plan else c.bound.step_s * 1e3 for c in some]
+    sizes = [c.plan.memory.taken_gib if c.plan else c.bound.likely_gib for c in some]
+    columns = [
+        Column("mesh", [mesh(c, found.topology) for c in some]),
+        Column("remat", [describe_remat(r) for r in runs]),
+        Column("seq/GPU", [f"{n:g}" for n in each], each),
+        labels("accum", [r.train.grad_accum for r in runs]),
+        Column("gather", gathers),
+        numbers("roofline ms" if compiled else "formula ms", steps, total=False),
+        numbers("GiB", sizes, total=False),
+    ]
+    if compiled:
+        columns.append(Column("expected ms", [span(c.plan.time.expected_step_ms) for c in some if c.plan], steps))
+        notes = [f"{c.verdict}: {', '.join(filter(None, (c.reason, note)))}" for c, note in zip(some, own, strict=True)]
+    else:
+        notes = own if found.objective == "speed" else [" ".join(c.changes) for c in some]
+    columns.append(Column("", notes))
+    failed = [f"{describe(c, found.topology)}: {c.reason}" for c in found.tried if c.outcome and not c.plan]
+    print_sections([Section(title, [Table(title, columns), Listing(failed, "warning")])], console)
+
+
+def show_best(found: SearchResult, console: Console) -> None:
+    """Print the line to paste, and where it comes from."""
+    best = found.best
+    if best is None:
+        why = "no setting is legal or small enough by formula" if not found.tried else "no setting was found that fits"
+        say(console, f"{why}: {size(found.usable_gib)} are usable on each GPU", "bold red")
         return
-    _say(console, "the best layout, to paste behind the config", "bold")
-    console.print(Text(paste(result)), soft_wrap=True)
+    source = "compiled" if best.fits else "by formula, not compiled"
+    fits = "fits" if best.fits else "probably fits"
+    title = {"speed": "the best layout", "fit": f"this {fits}"}[found.objective]
+    if not best.changes:
+        say(console, f"{title} ({source}) is the config's own", "bold")
+        return
+    print_sections([Section(f"{title} costs accuracy", [Listing(_costs(best))])], console)
+    say(console, f"{title} ({source}), to paste behind the config", "bold")
+    console.print(Text(paste(best)), soft_wrap=True)
 
 
-def _could_be(result: SearchResult) -> str:
-    """What the layouts not tried could still save, beside how much of that the bound is short of by nature."""
-    best = result.best
-    if not best or not best.plan or result.could_be >= 1:
-        return ""
-    low = 1 - best.bound.step_s * 1e3 / best.plan.time.step_ms
-    return (
-        f"; the best of them takes at most {1 - result.could_be:.1%} less time than the best plan, by its bound, which for the "
-        f"best plan itself was {low:.1%} too low"
-    )
+def paste(candidate: Candidate) -> str:
+    """Return a setting as overrides of the config."""
+    return _typed(candidate.changes)
 
 
-def paste(result: SearchResult) -> str:
-    """The best layout as overrides of the config; "" where there is none, or where it is the config's own."""
-    if result.best is None or result.best.name.startswith(OWN):
-        return ""
-    return " ".join(f"--config.{change}" for change in changes(result.run, result.best.overrides))
+def _typed(changed: Iterable[str]) -> str:
+    return " ".join(f"--config.{change}" for change in changed)
 
 
-def _table(result: SearchResult) -> Table:
-    table = Table(box=None, pad_edge=False, title_justify="left")
-    for heading in ("mesh", "remat"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("seq/GPU", "accum", "expected ms", "expected tok/s/GPU", "roofline ms", "roofline MFU", "GiB"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("", overflow="fold")
-    plans = [c.plan for c in result.tried if c.plan]
-    steps = iter(column([p.time.step_ms for p in plans]))
-    taken = iter(column([p.memory.taken_gib for p in plans]))
-    for c in result.tried:
-        note = f"{c.verdict}: {c.reason}" + (f" ({c.name})" if c.name else "")
-        t = c.plan.time if c.plan else None
-        numbers = ("",) * 5
-        if t:
-            expected = (span(t.expected_step_ms), span(t.expected_tokens_per_s_per_device))
-            numbers = (*expected, next(steps), percent(t.mfu_causal), next(taken))
-        rows = f"{sequences_per_gpu(c.run, result.topology):g}"
-        cells = (mesh(c), describe_remat(c.run), rows, str(c.run.train.grad_accum), *numbers, note)
-        table.add_row(*(Text(cell) for cell in cells), style=STYLES.get(c.verdict, ""))
-    return table
+def _costs(candidate: Candidate) -> list[str]:
+    keys = [change.partition("=")[0] for change in candidate.changes]
+    return [f"{key}: {ROUNDED[key]}" for key in keys if key in ROUNDED]
 
 
-def _refusals(result: SearchResult) -> dict[str, int]:
-    """Rules of the config's checks -> settings they refuse, the commonest few."""
-    counts: dict[str, int] = {}
-    for _, reason in result.refused:
-        key = reason.partition(" = ")[0]
-        counts[key] = counts.get(key, 0) + 1
-    first = {reason.partition(" = ")[0]: reason for _, reason in reversed(result.refused)}
-    most = sorted(counts, key=lambda key: -counts[key])[:REFUSALS]
-    return {f"such as {first[key]}": counts[key] for key in most}
+def hints(found: SearchResult) -> tuple[str, ...]:
+    """Return what a search for what fits found, as hints of the plan that does not."""
+    fitting = [c for c in found.tried if c.fits]
+    lines = [f"{' '.join(c.changes)}: {_came_of(c.outcome)} (compiled)" for c in fitting]
+    if not fitting and (best := found.best):
+        lines = [f"{' '.join(best.changes)}: about {size(best.bound.likely_gib)} (by formula, not compiled)"]
+    return tuple(lines or ["no setting was found that fits"])
 
 
-def _say(console: Console, line: str, style: str = "") -> None:
-    console.print(Text(line, style=style))
+def show_refusal(why: Refusal, name: str, overrides: Iterable[str], topology: Topology, console: Console) -> tuple[str, ...]:
+    """Print that a config cannot fit, and the line of what probably does. Return what it printed, as hints."""
+    need = f"at least {size(why.least_gib)} on each GPU, {size(why.usable_gib)} are usable"
+    say(console, f"does not fit: {name} on {topology.name} needs {need}", "bold red")
+    say(console, f"weights and moments alone take {size(why.state_gib)}; by formula, nothing was compiled")
+    own = [o if o.startswith("--") else f"--config.{o}" for o in overrides]
+    found = [(topology, why.fix, "here, with these changes")] if why.fix else []
+    if why.larger:
+        found.append((*why.larger, f"on {why.larger[0].total} GPUs"))
+    lines = []
+    for machine, c, where in found:
+        mine = [o for o in own if o.removeprefix("--config.").partition("=")[0] not in _keys(c.changes)]
+        title = f"probably fits {where}: about {size(c.bound.likely_gib)} on each GPU by formula"
+        print_sections([Section(title, [Listing([f"costs accuracy: {cost}" for cost in _costs(c)]), ""])], console)
+        words = [spelled("python -m jaxtrain.plan"), f"--config={name}", *mine, f"--topology={machine.name}", _typed(c.changes)]
+        lines.append(" ".join(filter(None, words)))
+        console.print(Text(lines[-1]), soft_wrap=True)
+    if not found:
+        say(console, "no change of the config and no larger machine of these GPUs was found that holds it, by formula", "bold")
+    return tuple(lines)
 
 
-def to_json(result: SearchResult) -> dict[str, Any]:
-    """Plain data: the best layout's overrides, every layout tried with its figures, and what was left out."""
+def _keys(changed: Iterable[str]) -> set[str]:
+    return {change.partition("=")[0] for change in changed}
 
-    def row(c: Candidate) -> dict[str, Any]:
-        figures = (
-            {}
-            if not c.plan
-            else {
-                "fits": c.plan.fits,
-                "expected_step_ms": c.plan.time.expected_step_ms,
-                "expected_tokens_per_s_per_device": c.plan.time.expected_tokens_per_s_per_device,
-                "equal": c.equal,
-                "link_share": c.link_share,
-                "step_ms": c.plan.time.step_ms,
-                "tokens_per_s_per_device": c.plan.time.tokens_per_s_per_device,
-                "mfu_causal": c.plan.time.mfu_causal,
-                "peak_gib": c.plan.memory.peak_gib,
-                "taken_gib": c.plan.memory.taken_gib,
-            }
-        )
-        layout = {"overrides": dict(c.overrides), "name": c.name, "verdict": c.verdict, "reason": c.reason}
-        return layout | figures | {"bound": {"step_ms": c.bound.step_s * 1e3, "memory_gib": c.bound.memory_gib}}
 
+def show_savings(
+    plan: Plan, found: Mapping[str, Overrides], outcomes: Mapping[str, Outcome], plain: Any, console: Console
+) -> tuple[str, ...]:
+    """Print what each saving of a config that fits is needed for. Return the lines, as hints.
+
+    found: `savings`. outcomes: the plan without each. plain: the run.
+    """
+    lines = []
+    for choice, instead in found.items():
+        changed, outcome = " ".join(changes(plain, instead)), outcomes.get(choice)
+        text = f"{choice}: with {changed} instead, {_came_of(outcome)}"
+        if outcome and outcome.plan and outcome.plan.fits:
+            more = outcome.plan.time.step_ms / plan.time.step_ms - 1
+            text += f", {percent(abs(more))} {'slower' if more > 0 else 'faster'}: not needed for memory"
+        lines.append(text)
+    shown = lines or ["no setting of the config saves memory"]
+    print_sections([Section("What saves memory, and the step without it", [Listing(shown)])], console)
+    return tuple(lines)
+
+
+def to_json(found: SearchResult) -> dict[str, Any]:
+    """Return plain data: the best setting, the formula's ten best, and every compiled setting with its figures."""
+
+    def data(c: Candidate) -> dict[str, Any]:
+        out: dict[str, Any] = {"changes": list(c.changes), "verdict": c.verdict, "reason": c.reason}
+        out["formula"] = {"step_ms": c.bound.step_s * 1e3, "gib": c.bound.likely_gib, "least_gib": c.bound.memory_gib}
+        if c.plan:
+            t, m = c.plan.time, c.plan.memory
+            out |= {"fits": c.plan.fits, "peak_gib": m.peak_gib, "taken_gib": m.taken_gib}
+            fields = ("expected_step_ms", "step_ms", "tokens_per_s_per_device", "mfu_causal", "communication_ms")
+            out |= {field: getattr(t, field) for field in fields}
+        return out
+
+    best = found.best
     return {
         "format": FORMAT,
-        "config": result.name,
-        "topology": result.topology.name,
-        "best": dict(result.best.overrides) if result.best else None,
-        "paste": paste(result),
-        "tried": [row(c) for c in result.tried],
-        "error": ERROR,
-        "layouts": result.layouts,
-        "refused": len(result.refused),
-        "cut": dict(result.cut),
-        "left": result.left,
-        "could_be": result.could_be,
-        "usable_gib": result.usable_gib,
-        "ended": result.ended,
-        "seconds": result.seconds,
-        "warnings": list(result.warnings),
+        "config": found.name,
+        "topology": found.topology.name,
+        "objective": found.objective,
+        "best": best and data(best),
+        "compiled": bool(best and best.fits),
+        "paste": paste(best) if best else "",
+        "formula": [data(c) for c in found.shown],
+        "tried": [data(c) for c in found.tried],
+        "settings": len(found.candidates),
+        "too_big": found.too_big,
+        "usable_gib": found.usable_gib,
+        "ended": found.ended,
+        "seconds": found.seconds,
     }

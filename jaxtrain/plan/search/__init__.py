@@ -1,4 +1,4 @@
-"""Many plans: made side by side, kept on disk, bounded by formula, searched for the best."""
+"""Search for layouts: ordered by formula (bound), compiled side by side (parallel), kept on disk (cache)."""
 
-FOLDER = "~/.cache/jaxtrain/plans"  # where they are kept
-MOST = 56  # plans of one search: of 8B, two at a time, within ten minutes where one takes up to 20 s
+FOLDER = "~/.cache/jaxtrain/plans"
+MOST = 24  # plans of one search, unless --most is given

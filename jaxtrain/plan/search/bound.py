@@ -1,43 +1,34 @@
-"""What a layout costs at least, by formulas alone: so that a search need not compile what can neither fit nor win.
+"""The short formula of a layout's memory and step time, which orders every search.
 
-Everything counted here is counted by the plan as well, at the same rates, and never more of it, so that the time and the memory
-of a compiled plan are at or above these bounds. (A search checks that for every plan it sees.) Per GPU, in one step:
+`Bound.memory_gib` is a true lower bound: it counts less than a plan counts, so nothing that fits is refused by it.
+`Bound.step_s` counts the same work at the same rates as a plan, and lets all traffic overlap that can. Per GPU, in one step:
 
-    GEMMs          3 x the forward FLOPs and what remat computes again (jaxtrain/flops.py), less 1% for what XLA simplifies;
-                   Muon's are shared by all GPUs
-    attention      forward (twice where remat repeats it), 2.5 x that backward, causal half only
-    memory-bound   the optimizer reads weights, moments and gradients and writes all but the last; a sum over microbatches reads
-                   two gradients and writes one; a norm moves two rows forward and three backward, SwiGLU three and five; the
-                   loss reads float32 logits and writes their gradient
-    links          weights gathered forward and backward and gradients scattered once a microbatch, as sharding.zero and
-                   sharding.gather say; replicas' gradients summed once a step; activations gathered and scattered over the
-                   tensor axis four times forward and four backward; over the seq axis, what brings keys to queries; over the
-                   expert axis, tokens to experts and back, twice forward and twice backward; over the stage axis, every
-                   group's output and its gradient to its neighbour
+    GEMMs          3 x the forward FLOPs and those of remat (flops.py), less 1% for XLA's simplifications; Muon's
+    attention      forward (twice if remat repeats it) and 2.5 x that backward, causal half
+    memory-bound   optimizer, sums over microbatches, norms, SwiGLU, logits
+    links          weights gathered and gradients reduced, by sharding.zero and sharding.gather; tensor, expert, seq and
+                   stage traffic
+    step_s         max(GEMMs + attention + memory-bound + forward tensor and expert collectives, traffic of one link)
 
-    step >= max(GEMMs + attention + memory-bound + forward tensor and expert collectives, all traffic of one link)
+    memory_gib     weights and moments + gathered weights that stay + summed gradients (with accumulation)
+                   + saved activations, in a pipeline of every microbatch that waits
+                   + max(the loss: head, its float32 gradient, logits of one chunk;
+                         the backward pass: new gradients, the largest gathered weight, recomputed activations)
 
-A layer's forward pass is a chain, in which each of these collectives waits for a GEMM and the next GEMM for it: nothing hides
-those. All other traffic may hide behind arithmetic, and the bound lets it. In a pipeline, what layers compute takes longer by
-the ticks in which a stage is idle (stages.py).
-
-    memory >= state + weights gathered and held + gradients being summed (with more than one microbatch)
-              + what remat keeps of every layer, in a pipeline for every microbatch that waits
-              + max(in the loss: the head, its float32 gradient, one chunk's logits;
-                    in the backward pass: gradients of all layers, of one where they are added to those of the microbatches
-                    before as they come; the largest weight; what one checkpoint computes again)
-
-cuDNN's workspace is left out of the bound, and counted in the plan: it makes a plan larger and never smaller.
+remat.policy=auto saves as much as probably fits; its lower bound saves nothing but each layer's input. The workspace of
+cuDNN is left out of the bound.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 from jaxtrain import config, flops
-from jaxtrain.activations import ACTIVATIONS, kept, parse_tensors
-from jaxtrain.config import MESH_AXES, RunConfig
+from jaxtrain.activations import kept, parse_tensors
+from jaxtrain.config import MESH_AXES, Model, Remat, RunConfig
 from jaxtrain.context import Context, make_context
 from jaxtrain.models import FAMILIES
 from jaxtrain.optim import groups
@@ -51,21 +42,81 @@ from jaxtrain.train.stages import Schedule
 
 BYTES = {"f32": 4, "bf16": 2}
 SIMPLIFIED = 0.99  # the formula and the compiled GEMMs agree within a percent
-# What the backward pass reads of a layer, whatever is done about the rest: with none of it kept it is computed again.
+# A plan needs this much more than the lower bound, besides weights and moments: 70B 1.16, the shipped configs 1.0 to 1.5.
+ABOVE = 1.2
+LAYERS = ("attention", "mlp", "experts", "router")  # parts of the model that are matrices of layers
+# The backward pass of a layer reads these in any case.
 READ_BACKWARD = ("attention_norm", "q", "k", "v", "attention_out", "attention_lse", "mlp_norm", "mlp_gate", "mlp_up")
+ATTENTION = {"attention_out", "attention_lse"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """No plan of this layout is faster, or smaller on its fullest GPU. Both 0 where nothing is known of the model."""
+    """The formula of one layout on its fullest GPU. All 0 if nothing is known of the model.
+
+    Attributes:
+        step_s: step time in seconds.
+        memory_gib: no plan takes less.
+        state_gib: weights and moments alone.
+        likely_gib: the memory of a plan, about; with remat.policy=auto, of the activations that it saves.
+    """
 
     step_s: float
     memory_gib: float
+    state_gib: float = 0.0
+    likely_gib: float = 0.0
 
 
 def mesh_sizes(run: RunConfig, topology: Topology) -> dict[str, int]:
-    """Size of each mesh axis, with every -1 filled in. The mesh is one that validate accepts for this machine."""
+    """Return the size of each mesh axis, with every -1 filled in. The mesh must be legal on this machine."""
     return config.mesh_sizes(run.mesh, topology.total, topology.gpus)
+
+
+def bound(run: RunConfig, topology: Topology, rates: Rates) -> Bound:
+    """Return the formula of a run on a machine.
+
+    Returns:
+        zeros for a model family of one's own, and for a run that trains only some weights. Optimizers and losses of one's own
+        count nothing.
+    """
+    if run.model.family not in FAMILIES or run.lora.rank or run.train.freeze:
+        return Bound(0.0, 0.0)
+    layout = least = Layout(run, mesh_sizes(run, topology), topology.gpus)
+    state = _state_bytes(layout)
+    if run.remat.policy == "auto":
+        least = layout.with_remat(Remat("full"))
+        room = (topology.usable_gib(run.train.memory_fraction) * 2**30 - state) / ABOVE + state
+        layout = layout.with_remat(_auto_choice(least, room - _memory_bytes(least)))
+    memory = _memory_bytes(layout)
+    smallest = memory if least is layout else _memory_bytes(least)
+    return Bound(_step_s(layout, rates), smallest / 2**30, state / 2**30, (state + ABOVE * (memory - state)) / 2**30)
+
+
+def least_state_gib(run: RunConfig, topology: Topology) -> float:
+    """Return weights and moments in GiB, divided evenly over all GPUs. No layout of the run holds less on each."""
+    if run.model.family not in FAMILIES or run.lora.rank or run.train.freeze:
+        return 0.0
+    return _state_bytes(Layout(run, dict.fromkeys(MESH_AXES, 1), 1), offload=False) / topology.total / 2**30
+
+
+@functools.lru_cache(maxsize=4)
+def _auto_choices(model: Model, seq_len: int) -> list[tuple[str, ...]]:
+    """Return the sets of activations that remat.policy=auto chooses from, least recomputation first."""
+    sets = [sum(some, ()) for n in range(len(auto_remat.GROUPS) + 1) for some in itertools.combinations(auto_remat.GROUPS, n)]
+    return sorted(sets, key=lambda names: (flops.recompute(model, _saving(names), seq_len).causal, len(names)))
+
+
+def _saving(names: tuple[str, ...]) -> Remat:
+    return Remat("custom", ",".join(f"{name}=keep" for name in names)) if names else Remat("full")
+
+
+def _auto_choice(full: "Layout", room: float) -> Remat:
+    """Return the remat of least recomputation whose saved activations take at most `room` bytes."""
+    run = full.run
+    each = {name: activation_bytes(full, name) for group in auto_remat.GROUPS for name in group}
+    layers = full.microbatch * auto_remat.layers_kept(run, full.parts("layers"))
+    fits = (names for names in _auto_choices(run.model, run.data.seq_len) if layers * sum(each[n] for n in names) <= room)
+    return _saving(next(fits, ()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +185,14 @@ class Layout:
         return self.run.train.global_batch * self.run.data.seq_len / self.parts("batch")
 
     @property
+    def microbatch(self) -> float:
+        """Tokens of one microbatch, on each shard of the batch."""
+        return self.tokens / self.run.train.grad_accum
+
+    def with_remat(self, remat: Remat) -> "Layout":
+        return dataclasses.replace(self, run=dataclasses.replace(self.run, remat=remat))
+
+    @functools.cached_property
     def context(self) -> Context:
         """How the ranks of the seq axis share a sequence."""
         m, a = self.run.model, self.run.attention
@@ -181,9 +240,6 @@ class Layout:
         return sum(whole.get(part, 0.0) for part in LAYERS) if s.gather == "forward" else 0.0
 
 
-LAYERS = ("attention", "mlp", "experts", "router")  # parts of the model that are layers' matrices
-
-
 def activation_bytes(layout: Layout, name: str) -> float:
     """Bytes that one activation of one layer takes on a device, for each token of its shard of the batch."""
     m, c = layout.run.model, layout.compute_bytes
@@ -226,228 +282,21 @@ def moment_bytes(layout: Layout) -> float:
     return sum(4 * w + r if d == INT8 else BYTES[d] * (w + r) for d, w, r in held)
 
 
-def bound(run: RunConfig, topology: Topology, rates: Rates) -> Bound:
-    """The least step time and the least peak memory of a run on a machine.
-
-    A family, an optimizer or a loss of one's own is not looked into: of the first nothing is known, of the others nothing is
-    counted. Nor is a run that does not train all of its weights.
-    """
-    if run.model.family not in FAMILIES or run.lora.rank or run.train.freeze:
-        return Bound(0.0, 0.0)
-    layout = Layout(run, mesh_sizes(run, topology), topology.gpus)
-    return Bound(_step_s(layout, rates), _memory_bytes(layout) / 2**30)
+def _state_bytes(layout: Layout, offload: bool = True) -> float:
+    """Return weights, and the moments that stay on the device."""
+    on_host = offload and layout.run.optimizer.offload == "moments"
+    return master_bytes(layout) + (0.0 if on_host else moment_bytes(layout))
 
 
-def _step_s(layout: Layout, rates: Rates) -> float:
-    traffic: dict[str, float] = {"nvlink": 0.0, "network": 0.0}
-    for axes, wire, launches in (
-        *_weight_traffic(layout),
-        *_chain_traffic(layout, passes=2),
-        *_context_traffic(layout),
-        *_stage_traffic(layout),
-    ):
-        for link, seconds in _link_s(layout, rates, axes, wire, launches).items():
-            traffic[link] += seconds
-    chain = sum(max(_link_s(layout, rates, *item).values()) for item in _chain_traffic(layout, passes=1))
-    chain *= _idle(layout)
-    on_host = layout.run.optimizer.offload == "moments"
-    host = 2 * moment_bytes(layout) / (rates.host_gb_s * 1e9) if on_host else 0.0
-    return max(_arithmetic_s(layout, rates) + _memory_bound_s(layout, rates) + chain, *traffic.values(), host)
-
-
-def _idle(layout: Layout) -> float:
-    """How much longer layers take for the ticks in which a stage is idle."""
-    return 1 / (1 - layout.schedule.bubble)
-
-
-def _arithmetic_s(layout: Layout, rates: Rates) -> float:
-    run = layout.run
-    tokens = run.train.global_batch * run.data.seq_len / math.prod(layout.sizes.values())
-    attention = flops.attention(run.model, run.data.seq_len).causal * run.model.num_layers
-    linear = flops.forward(run.model, run.data.seq_len).causal - attention
-    fused = rates.attention_backward_tflops * fastest_attention(backward=True)
-    backward = ATTENTION_BACKWARD / fused if _fused_attention(run) else 2 / max(fused, rates.gemm_tflops)
-    layers = run.model.num_layers * sum(flops.gemms(run.model).values())
-    computed = run.model.num_layers * sum(flops.gemms(run.model, flops.expert_rows(run)).values())
-    idle = _idle(layout)
-    gemms = idle * computed / _layer_rate(run, rates) + (linear - layers) / rates.gemm_tflops
-    seconds = SIMPLIFIED * 3 * gemms + idle * attention * (1 / _attention_rate(run, rates) + backward)
-    muon = 0.0
-    if run.optimizer.name == "muon" and not groups.moved(run.optimizer.groups):
-        muon = SIMPLIFIED * flops.newton_schulz(run.model) / math.prod(layout.sizes.values()) / (rates.gemm_tflops * 1e12)
-    return tokens * (seconds / 1e12 + idle * _again_s(run, rates)) + muon
-
-
-def _layer_rate(run: RunConfig, rates: Rates) -> float:
-    """Of a layer's matrix products; what fp8.exclude leaves wide is slower."""
-    return rates.fp8_tflops if run.precision == "fp8" else rates.gemm_tflops
-
-
-def _fused_attention(run: RunConfig) -> bool:
-    """Else it is made of GEMMs."""
-    return run.attention.impl in ("auto", "cudnn", "pallas")
-
-
-def _attention_rate(run: RunConfig, rates: Rates) -> float:
-    forward = rates.attention_forward_tflops * fastest_attention(backward=False)
-    return forward if _fused_attention(run) else max(forward, rates.gemm_tflops)
-
-
-def _again_s(run: RunConfig, rates: Rates) -> float:
-    """Seconds per token that a GPU spends on what remat computes again."""
-    total = flops.recompute(run.model, run.remat, run.data.seq_len, flops.expert_rows(run)).causal
-    repeats = run.remat.policy != "none" and not {"attention_out", "attention_lse"} <= kept(run.remat)
-    attention = repeats * flops.attention(run.model, run.data.seq_len).causal * run.model.num_layers
-    linear = SIMPLIFIED * (total - attention)
-    return (linear / _layer_rate(run, rates) + attention / _attention_rate(run, rates)) / 1e12
-
-
-def _memory_bound_s(layout: Layout, rates: Rates) -> float:
-    run, c = layout.run, layout.compute_bytes
-    m, micro = run.model, run.train.grad_accum
-    params = sum(layout.parameters.values())
-    grads, made = BYTES[run.dtypes.grads] if micro > 1 else 2, sum(layout.gradients.values())
-    moved = params * 2 * grads
-    if run.optimizer.name in groups.METHODS:
-        moved += 2 * (master_bytes(layout) + moment_bytes(layout))
-    if micro > 1:
-        moved += micro * made * (2 * grads + 2)
-    norms = 2 * (2 + 3) * m.d_model / layout.parts("residual")
-    rows = m.d_ff * flops.expert_rows(run) + m.shared_d_ff if m.num_experts else m.d_ff
-    swiglu = (3 + 5) * rows / layout.parts("mlp", "sequence")
-    moved += layout.tokens * layout.layers * c * (norms + swiglu)
-    if run.loss.name == "cross_entropy":
-        moved += layout.tokens * (4 + c) * m.vocab_size / layout.parts("vocab", "sequence")
-    return moved / (rates.memory_tb_s * 1e12)
-
-
-Traffic = tuple[tuple[str, ...], float, int]  # mesh axes, bytes that each device sends in a step, launches
-
-
-def _weight_traffic(layout: Layout) -> list[Traffic]:
-    """Gathers and reductions of weights, which every shard of the batch needs whole; over `expert` experts stay apart."""
-    experts = {"experts": layout.parameters["experts"]}
-    others = {part: count for part, count in layout.parameters.items() if part != "experts"}
-    return [
-        *_moved_over(layout, layout.rest("mlp"), (), others),
-        *(_moved_over(layout, layout.rest("experts"), layout.exchange, experts) if experts["experts"] else []),
-    ]
-
-
-def _moved_over(layout: Layout, split: tuple[str, ...], stays: tuple[str, ...], params: Mapping[str, float]) -> list[Traffic]:
-    """Of weights that are split over the mesh axes `split` at rest, and over `stays` in use too. `params`: of each part, on one
-    device at rest."""
-    run, parts = layout.run, math.prod(layout.sizes[a] for a in split)
-    replicas = tuple(a for a in (*layout.axes("batch"), *layout.axes("sequence")) if a not in (*split, *stays))
-    copies = math.prod(layout.sizes[a] for a in replicas)
-    micro = run.train.grad_accum
-    everything, head = sum(params.values()), params.get("head", 0.0)
-    layers = sum(params.get(part, 0.0) for part in LAYERS)
-    others = everything - layers
-    # How rows of an embedding travel is the kernel's own affair. The last layer's weights need not be gathered again.
-    again = layers * (1 - 1 / layout.layers)
-    if layout.once:
-        gathered, wide, reduced = layers, others, everything
-    elif run.sharding.zero == 2:
-        gathered, wide, reduced = layers, others, micro * (layers + head)
-    else:
-        gathered, wide = micro * (layers + (again if run.sharding.gather == "layer" else 0.0)), micro * head
-        reduced = micro * (layers + head)
-    sent = gathered * layout.weight_bytes + wide * layout.compute_bytes + reduced * BYTES[run.dtypes.reduce]
-    moved = (parts - 1) * sent
-    summed = 2 * everything * (copies - 1) / copies * BYTES[run.dtypes.reduce]
-    return [(split, moved, 0), (replicas, summed, 0)]
-
-
-def _chain_traffic(layout: Layout, passes: int) -> list[Traffic]:
-    """What stands between GEMMs of a layer: over tensor a gather and a reduce-scatter back, around attention and around the
-    feed-forward block; over expert each token's rows to its experts and back. Backward moves as much again."""
-    run = layout.run
-    split = tuple(a for a in layout.axes("residual") if a not in layout.axes("sequence"))
-    axes = split or layout.axes("heads") or layout.axes("mlp")
-    parts = math.prod(layout.sizes[a] for a in axes)
-    tokens = layout.tokens / layout.parts("sequence")
-    row = run.model.d_model * layout.compute_bytes
-    number = passes * 4 * layout.layers
-    over = [(axes, number * tokens * row * (parts - 1) / parts, int(number * run.train.grad_accum))]
-    if (ranks := layout.owners) > 1:
-        # Each device of a tensor group sends whole rows; what a capacity below 1 does not take stays at home.
-        rows = tokens * run.model.experts_per_token * min(1.0, run.moe.capacity_factor or 1.0)
-        number = passes * 2 * layout.layers
-        over.append((layout.exchange, number * rows * row * (ranks - 1) / ranks, int(number * run.train.grad_accum)))
-    return over
-
-
-def _stage_traffic(layout: Layout) -> list[Traffic]:
-    """Every group's output to the next, and its gradient back; also in ticks in which there is none."""
-    s, run = layout.schedule, layout.run
-    if s.stages == 1:
-        return []
-    one = layout.tokens / s.microbatches * run.model.d_model * layout.compute_bytes / layout.parts("residual")
-    return [(layout.axes("layers"), 2 * s.units * one, 2 * s.units)]
-
-
-def _context_traffic(layout: Layout) -> list[Traffic]:
-    """What brings keys to queries over the seq axis, forward and backward; nothing where a window limits how far.
-
-    Around a ring keys and values travel forward, and backward with their gradients in float32; gathered, as much in other
-    shapes. Ulysses trades queries, keys, values and the output for heads, and their gradients.
-    """
-    run, m, context = layout.run, layout.run.model, layout.context
-    if context.size == 1 or m.sliding_window:
-        return []
-    u, r, c = context.ulysses, context.ring, layout.compute_bytes
-    tokens = layout.tokens / context.size * layout.layers * flops.head_dim(m)
-    queries = tokens * m.num_heads / layout.parts("heads")
-    keys = 2 * tokens * max(m.num_kv_heads / layout.parts("kv_heads"), u)
-    trips = 2 + (run.remat.policy != "none" and not {"attention_out", "attention_lse"} <= kept(run.remat))
-    around = (r - 1) * keys * (trips * c + 4)
-    traded = 2 * (u - 1) / u * (2 * queries + keys) * c
-    return [(layout.axes("sequence"), around + traded, 0)]
-
-
-def _link_s(layout: Layout, rates: Rates, axes: tuple[str, ...], wire: float, launches: int) -> dict[str, float]:
-    """Seconds that this traffic takes on each kind of link at least.
-
-    What a group sends splits into what stays inside nodes and what leaves them: of a ring over g devices on k nodes that sends
-    `wire` bytes a device, at least (k - 1) / (g - 1) of it must cross, shared by the node's devices.
-    """
-    group = math.prod(layout.sizes[a] for a in axes)
-    if group == 1:
-        return {"nvlink": 0.0, "network": 0.0}
-    crossing = (_nodes(layout, axes) - 1) / (group - 1)
-    seconds = {
-        "nvlink": wire * (1 - crossing) / (rates.nvlink_gb_s * 1e9),
-        "network": wire * crossing / (rates.network_gb_s * 1e9),
-    }
-    # No launch is faster than the shortest message, of which a group of two sends half.
-    (size, part), *_ = rates.collective_curve
-    seconds["nvlink"] = max(seconds["nvlink"], launches * size / 2 / (rates.nvlink_gb_s * 1e9 * part))
-    if crossing:
-        seconds["network"] += launches * rates.network_latency_us * 1e-6
-    return seconds
-
-
-def _nodes(layout: Layout, axes: tuple[str, ...]) -> int:
-    """How many nodes one group over these mesh axes touches; neighbouring devices lie along the right-most axis."""
-    members, stride = [0], 1
-    for axis in reversed(MESH_AXES):
-        size = layout.sizes.get(axis, 1)
-        if axis in axes:
-            members = [at + i * stride for at in members for i in range(size)]
-        stride *= size
-    return len({at // layout.node for at in members})
+# ---- memory
 
 
 def _memory_bytes(layout: Layout) -> float:
     run, m, c = layout.run, layout.run.model, layout.compute_bytes
-    micro = run.train.grad_accum
-    held = master_bytes(layout) + layout.held * layout.weight_bytes
-    grads = layout.gradients
-    held += 0.0 if run.optimizer.offload == "moments" else moment_bytes(layout)
-    if micro > 1:
+    held = _state_bytes(layout) + layout.held * layout.weight_bytes
+    grads, tokens = layout.gradients, layout.microbatch
+    if run.train.grad_accum > 1:
         held += sum(grads.values()) * BYTES[run.dtypes.grads]
-    tokens = layout.tokens / micro
     held += tokens * saved_bytes(layout)
 
     vocab, chunk = m.vocab_size / layout.parts("vocab"), min(run.loss.chunk, tokens / layout.parts("sequence"))
@@ -456,44 +305,33 @@ def _memory_bytes(layout: Layout) -> float:
     if run.loss.name == "cross_entropy":
         in_loss = vocab * (m.d_model * (4 if everything_held else 4 + c) + chunk * 4)
     held_experts = max(1, m.num_experts) / layout.owners
-    largest = m.d_model * max(
-        m.d_ff * held_experts / layout.parts("mlp"), m.num_heads * flops.head_dim(m) / layout.parts("heads")
-    )
-    largest *= layout.weight_bytes
-    made = 2 * sum(grads[part] for part in LAYERS) / (layout.layers if may_add_layers(run) else 1)
+    widths = m.d_ff * held_experts / layout.parts("mlp"), m.num_heads * flops.head_dim(m) / layout.parts("heads")
+    largest = m.d_model * max(widths) * layout.weight_bytes
+    # XLA may add each layer's gradients to the sum at once: if layers are unrolled, or by train.accumulate, or in a pipeline.
+    by_layer = not run.parallel.scan_layers or run.train.accumulate == "layer" or run.mesh.stage != 1
+    made = 2 * sum(grads[part] for part in LAYERS) / (layout.layers if run.train.grad_accum > 1 and by_layer else 1)
     in_backward = made + (0 if layout.held else largest) + tokens * _again_bytes(layout)
     return held + max(in_loss, in_backward)
 
 
-def may_add_layers(run: RunConfig) -> bool:
-    """Whether a microbatch's gradients may never be held whole: where layers stand one by one XLA can do without, too. In a
-    pipeline they are added layer by layer."""
-    by_layer = not run.parallel.scan_layers or run.train.accumulate == "layer" or run.mesh.stage != 1
-    return run.train.grad_accum > 1 and by_layer
+def saved_bytes(layout: Layout) -> float:
+    """Return what the layers of a device save, per token of a microbatch: the input of each checkpoint, and named activations.
 
-
-def on_device(layout: Layout) -> frozenset[str]:
-    """Activations that remat leaves on the device, of those that the backward pass reads for certain."""
+    Unnamed activations, and those in host memory, are left out.
+    """
     remat = layout.run.remat
     there = kept(remat)
     if remat.policy == "custom":
         places, _ = parse_tensors(remat.tensors)
         there -= {name for name, place in places.items() if place == "offload"}
-    return there & {*READ_BACKWARD}
-
-
-def saved_bytes(layout: Layout) -> float:
-    """What a device's layers keep for the backward pass, per token of a microbatch: the input of each checkpoint, and what the
-    policy names."""
-    run = layout.run
-    named = sum(activation_bytes(layout, name) for name in on_device(layout))
-    every = 1 if run.remat.policy == "none" else run.remat.every
-    layers = auto_remat.layers_kept(run, layout.parts("layers"))
+    named = sum(activation_bytes(layout, name) for name in there & {*READ_BACKWARD})
+    every = 1 if remat.policy == "none" else remat.every
+    layers = auto_remat.layers_kept(layout.run, layout.parts("layers"))
     return layers * named + -(-layers // every) * activation_bytes(layout, "layer input")
 
 
 def _again_bytes(layout: Layout) -> float:
-    """What one checkpoint computes again and holds at one time, per token: of several layers all, of one what SwiGLU reads."""
+    """Return what one checkpoint recomputes and holds at one time, per token: of several layers all, of one SwiGLU's inputs."""
     remat = layout.run.remat
     if remat.policy == "none":
         return 0.0
@@ -501,30 +339,150 @@ def _again_bytes(layout: Layout) -> float:
     return remat.every * sum(activation_bytes(layout, name) for name in names - kept(remat))
 
 
-def ladder(run: RunConfig, rates: Rates) -> list[tuple[str, ...]]:
-    """Sets of activations to keep, each larger than the last by the one that saves the most time per byte it takes.
+# ---- time
 
-    Attention's output and log-sum-exp save nothing apart and count as one. Among equals the smaller comes first, then the one
-    that stands later in the layer, since what leads to it need not be computed again either. The last set saves every GEMM.
+
+def _step_s(layout: Layout, rates: Rates) -> float:
+    busy: Counter[str] = Counter()
+    exposed = 0.0
+    for axes, wire, launches, waited in _traffic(layout):
+        seconds = _link_s(layout, rates, axes, wire, launches)
+        busy.update(seconds)
+        exposed += waited * max(seconds.values()) / (1 - layout.schedule.bubble)
+    on_host = layout.run.optimizer.offload == "moments"
+    host = 2 * moment_bytes(layout) / (rates.host_gb_s * 1e9) if on_host else 0.0
+    return max(_arithmetic_s(layout, rates) + _memory_bound_s(layout, rates) + exposed, *busy.values(), host)
+
+
+def _arithmetic_s(layout: Layout, rates: Rates) -> float:
+    """Return seconds of GEMMs and attention. Layers take longer by the ticks in which a pipeline stage is idle."""
+    run, m = layout.run, layout.run.model
+    devices, rows = math.prod(layout.sizes.values()), flops.expert_rows(run)
+    gemm, by_layer = rates.gemm_tflops, rates.fp8_tflops if run.precision == "fp8" else rates.gemm_tflops
+    attention = flops.attention(m, run.data.seq_len).causal * m.num_layers
+    head = 2 * m.d_model * m.vocab_size
+    computed = m.num_layers * sum(flops.gemms(m, rows).values())
+
+    forward = rates.attention_forward_tflops * fastest_attention(backward=False)
+    backward = rates.attention_backward_tflops * fastest_attention(backward=True)
+    calls = 1 / forward, ATTENTION_BACKWARD / backward
+    if run.attention.impl not in ("auto", "cudnn", "pallas"):  # it is made of GEMMs
+        calls = 1 / max(forward, gemm), 2 / max(backward, gemm)
+    repeated = attention * (run.remat.policy != "none" and not kept(run.remat) >= ATTENTION)
+    again = flops.recompute(m, run.remat, run.data.seq_len, rows).causal - repeated
+    layers = SIMPLIFIED * (3 * computed + again) / by_layer + attention * sum(calls) + repeated * calls[0]
+    muon = 0.0
+    if run.optimizer.name == "muon" and not groups.moved(run.optimizer.groups):
+        muon = SIMPLIFIED * flops.newton_schulz(m) / devices / gemm
+    per_token = layers / (1 - layout.schedule.bubble) + SIMPLIFIED * 3 * head / gemm
+    return (run.tokens_per_step / devices * per_token + muon) / 1e12
+
+
+def _memory_bound_s(layout: Layout, rates: Rates) -> float:
+    """Return seconds of the optimizer, of sums of gradients, and of norms, SwiGLU and logits, by the bytes that they move."""
+    run, c = layout.run, layout.compute_bytes
+    m, micro = run.model, run.train.grad_accum
+    grads = BYTES[run.dtypes.grads] if micro > 1 else 2
+    moved = sum(layout.parameters.values()) * 2 * grads
+    if run.optimizer.name in groups.METHODS:
+        moved += 2 * (master_bytes(layout) + moment_bytes(layout))
+    if micro > 1:
+        moved += micro * sum(layout.gradients.values()) * (2 * grads + 2)
+    norms = 2 * (2 + 3) * m.d_model / layout.parts("residual")  # two norms move two rows forward and three backward
+    rows = m.d_ff * flops.expert_rows(run) + m.shared_d_ff if m.num_experts else m.d_ff
+    swiglu = (3 + 5) * rows / layout.parts("mlp", "sequence")
+    moved += layout.tokens * layout.layers * c * (norms + swiglu)
+    if run.loss.name == "cross_entropy":
+        moved += layout.tokens * (4 + c) * m.vocab_size / layout.parts("vocab", "sequence")
+    return moved / (rates.memory_tb_s * 1e12)
+
+
+# Mesh axes, bytes that each device sends in a step, launches, and the share for which the forward pass waits.
+Traffic = tuple[tuple[str, ...], float, int, float]
+
+
+def _traffic(layout: Layout) -> Iterator[Traffic]:
+    """Yield what travels over each group of mesh axes.
+
+    GEMMs of a layer wait for tensor and expert collectives, so their forward half is exposed. All else may overlap.
     """
-    layout = Layout(run, dict.fromkeys(MESH_AXES, 1), 1)
+    run, m, c, s = layout.run, layout.run.model, layout.compute_bytes, layout.schedule
+    experts = {"experts": layout.parameters["experts"]}
+    yield from _weights(layout, layout.rest("mlp"), (), {p: n for p, n in layout.parameters.items() if p != "experts"})
+    if m.num_experts:
+        yield from _weights(layout, layout.rest("experts"), layout.exchange, experts)
 
-    def again(names: frozenset[str]) -> float:
-        keep = ",".join(f"{name}=keep" for name in names)
-        remat = dataclasses.replace(run.remat, policy="custom" if keep else "full", tensors=keep, every=1)
-        return _again_s(dataclasses.replace(run, remat=remat), rates)
+    # A gather and a reduce-scatter around attention and around the feed-forward block, forward and backward.
+    split = tuple(a for a in layout.axes("residual") if a not in layout.axes("sequence"))
+    axes = split or layout.axes("heads") or layout.axes("mlp")
+    parts = math.prod(layout.sizes[a] for a in axes)
+    rows, row = layout.tokens / layout.parts("sequence"), m.d_model * c
+    yield axes, 8 * layout.layers * rows * row * (parts - 1) / parts, int(8 * layout.layers * run.train.grad_accum), 0.5
+    if (ranks := layout.owners) > 1:
+        # Each device of a tensor group sends whole rows. A capacity below 1 drops some.
+        sent = rows * m.experts_per_token * min(1.0, run.moe.capacity_factor or 1.0) * row * (ranks - 1) / ranks
+        yield layout.exchange, 4 * layout.layers * sent, int(4 * layout.layers * run.train.grad_accum), 0.5
 
-    have: frozenset[str] = frozenset()
-    rungs = []
-    steps = [("attention_out", "attention_lse"), *((name,) for name in ACTIVATIONS)]
-    while True:
-        rated = []
-        for place, step in enumerate(steps):
-            size = sum(activation_bytes(layout, name) for name in step)
-            saved = again(have) - again(have | {*step})
-            if saved > 0:
-                rated.append((float(f"{saved / size:.6g}"), -size, place, step))
-        if not rated:
-            return rungs
-        have |= {*max(rated)[-1]}
-        rungs.append(tuple(name for name in ACTIVATIONS if name in have))
+    if s.stages > 1:  # in each tick the output of a group of layers to the next stage, and a gradient back
+        one = layout.tokens / s.microbatches * row / layout.parts("residual")
+        yield layout.axes("layers"), 2 * s.units * one, 2 * s.units, 0.0
+
+    if layout.context.size > 1 and not m.sliding_window:
+        # Keys and values travel forward, and backward with their float32 gradients. Ulysses trades tokens for heads.
+        u, r = layout.context.ulysses, layout.context.ring
+        tokens = layout.tokens / layout.context.size * layout.layers * flops.head_dim(m)
+        queries = tokens * m.num_heads / layout.parts("heads")
+        keys = 2 * tokens * max(m.num_kv_heads / layout.parts("kv_heads"), u)
+        trips = 2 + (run.remat.policy != "none" and not kept(run.remat) >= ATTENTION)
+        around = (r - 1) * keys * (trips * c + 4)
+        yield layout.axes("sequence"), around + 2 * (u - 1) / u * (2 * queries + keys) * c, 0, 0.0
+
+
+def _weights(layout: Layout, split: tuple[str, ...], stays: tuple[str, ...], params: Mapping[str, float]) -> Iterator[Traffic]:
+    """Yield the gathers and reductions of weights that are sharded over `split` when stored, and over `stays` in use too.
+
+    params: elements of each part on one device.
+    """
+    run, parts, micro = layout.run, math.prod(layout.sizes[a] for a in split), layout.run.train.grad_accum
+    replicas = tuple(a for a in (*layout.axes("batch"), *layout.axes("sequence")) if a not in (*split, *stays))
+    copies = math.prod(layout.sizes[a] for a in replicas)
+    everything, head = sum(params.values()), params.get("head", 0.0)
+    layers = sum(params.get(part, 0.0) for part in LAYERS)
+    if layout.once:
+        gathered, wide, reduced = layers, everything - layers, everything
+    elif run.sharding.zero == 2:
+        gathered, wide, reduced = layers, everything - layers, micro * (layers + head)
+    else:
+        # The embedding's rows travel by its own kernel. The last layer's weights need not be gathered again.
+        again = layers * (1 - 1 / layout.layers) if run.sharding.gather == "layer" else 0.0
+        gathered, wide, reduced = micro * (layers + again), micro * head, micro * (layers + head)
+    reduce = BYTES[run.dtypes.reduce]
+    yield split, (parts - 1) * (gathered * layout.weight_bytes + wide * layout.compute_bytes + reduced * reduce), 0, 0.0
+    yield replicas, 2 * everything * (copies - 1) / copies * reduce, 0, 0.0
+
+
+def _link_s(layout: Layout, rates: Rates, axes: tuple[str, ...], wire: float, launches: int) -> dict[str, float]:
+    """Return the seconds of this traffic on each kind of link.
+
+    In a ring over g devices on k nodes, at least (k - 1) / (g - 1) of the bytes cross nodes.
+    """
+    group = math.prod(layout.sizes[a] for a in axes)
+    if group == 1:
+        return {"nvlink": 0.0, "network": 0.0}
+    crossing = (_nodes(layout, axes) - 1) / (group - 1)
+    # No launch is faster than the shortest message. A device in a group of two sends half of it.
+    (shortest, part), *_ = rates.collective_curve
+    nvlink = max(wire * (1 - crossing), launches * shortest / 2 / part) / (rates.nvlink_gb_s * 1e9)
+    network = wire * crossing / (rates.network_gb_s * 1e9) + bool(crossing) * launches * rates.network_latency_us * 1e-6
+    return {"nvlink": nvlink, "network": network}
+
+
+def _nodes(layout: Layout, axes: tuple[str, ...]) -> int:
+    """Return how many nodes one group over these mesh axes touches. Neighbouring devices are along the right-most axis."""
+    members, stride = [0], 1
+    for axis in reversed(MESH_AXES):
+        size = layout.sizes.get(axis, 1)
+        if axis in axes:
+            members = [at + i * stride for at in members for i in range(size)]
+        stride *= size
+    return len({at // layout.node for at in members})

@@ -1,8 +1,7 @@
-"""Plans kept on disk, so that what was compiled once is not compiled again.
+"""Plans on disk, so that nothing is compiled twice.
 
-An entry is a plan as gzipped JSON, some 12 KB, named by a hash of all that the plan depends on: the config's keys that reach
-the program, the machine, the rates, the versions of the compiler and of jaxtrain's own code. Rates are among them because a
-plan is kept and not the program it was read from, which is much larger: new rates mean compiling again.
+An entry is a plan as gzipped JSON, some 12 KB. Its name is a hash of everything that the plan depends on: the config keys that
+reach the program, the machine, the rates, and the versions of the compiler and of jaxtrain's code.
 """
 
 import contextlib
@@ -31,17 +30,17 @@ from jaxtrain.resume import INPUTS, NOTHING, TIME, effect
 
 LOGGER = logging.getLogger("jaxtrain")
 
-# Effects of keys that no part of the train step's program depends on, nor what is read from it.
+# Effects of config keys that change neither the program of the train step nor its plan.
 UNRELATED = (NOTHING, TIME, INPUTS)
-# Parts of jaxtrain, with all that is in them, that plan.make does not import, directly or not, as a test checks. A new file
-# counts unless it stands in one of them.
+# Parts of jaxtrain that plan.make does not import, directly or not; a test checks this. All other files count.
 OTHER_CODE = (
     *("announce", "bench", "between", "checkpoint", "corruption", "data", "divergence", "evaluate", "explain"),
     *("feed", "generate", "goodput", "hf", "ledger", "lm_eval", "loop", "lora", "main", "monitor", "page", "parity", "pauses"),
     *("position", "preflight", "profile", "profiling", "progress", "receipt", "replay", "report", "resume", "sample"),
     *("scoring", "session", "signals", "snapshot", "start", "stored_form", "timelimit", "timeline", "trackers", "train.run"),
     *("validate", "waiting", "watchdog", "__main__"),
-    *("plan.__main__", "plan.calibrate", "plan.expect", "plan.report", "plan.search"),
+    *("plan.__main__", "plan.calibrate", "plan.expect", "plan.report", "plan.search", "plan.shardings"),
+    "plan.sharding_pictures",
 )
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt", "flax", "optax")
 OWN = ("model.family", "loss.name", "optimizer.name")  # keys that may name a user's code
@@ -49,7 +48,7 @@ OWN = ("model.family", "loss.name", "optimizer.name")  # keys that may name a us
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """Why there is no plan: what planning raised."""
+    """The error that planning raised."""
 
     reason: str
 
@@ -61,7 +60,7 @@ class Cache:
         self.folder = Path(folder).expanduser()
 
     def key(self, run: RunConfig, topology: Topology, rates: Rates | None, by: str = "") -> str:
-        """The name of an entry. `rates`: None for those of rates.py; `by`: what makes the plan."""
+        """Return the name of an entry. rates: None for those of rates.py. by: the function that makes the plan."""
         rates = rates or rates_for(topology.gpu, run.precision)
         own = {key: value for key, value in config.flatten(config.to_dict(run)) if key in OWN and ":" in value}
         facts = {
@@ -81,7 +80,7 @@ class Cache:
         return self.folder / f"{key}.json.gz"
 
     def get(self, key: str) -> Plan | Failure | None:
-        """The entry, or None where there is none. A damaged one is named in a warning and counts as none."""
+        """Return the entry, or None. A damaged one gives a warning and None."""
         path = self.path(key)
         try:
             tree = json.loads(gzip.decompress(path.read_bytes()))
@@ -93,7 +92,7 @@ class Cache:
         return None
 
     def put(self, key: str, found: Plan | Failure) -> None:
-        """Writes an entry, whole or not at all. Where the folder cannot be written to, a warning says so."""
+        """Write an entry, whole or not at all. If the folder cannot be written, log a warning."""
         tree = to_json(found) if isinstance(found, Plan) else {"failure": found.reason}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +102,7 @@ class Cache:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file so that a reader finds all of it or none."""
+    """Write a file so that a reader finds all of it or none."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -116,7 +115,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def relevant(run: RunConfig, topology: Topology) -> dict[str, Any]:
-    """The keys of a run that its program depends on. A mesh axis of -1 counts as the size it stands for."""
+    """Return the config keys that the program depends on. A mesh axis of -1 is the size that it has on this machine."""
     flat = dict(config.flatten(config.to_dict(run)))
     flat |= {f"mesh.{axis}": size for axis, size in mesh_sizes(run, topology).items()}
     return {k: v for k, v in flat.items() if effect(k) not in UNRELATED}
@@ -124,7 +123,7 @@ def relevant(run: RunConfig, topology: Topology) -> dict[str, Any]:
 
 @functools.cache
 def _code() -> str:
-    """Digest of jaxtrain's own files that a plan depends on."""
+    """Return a digest of the files of jaxtrain that a plan depends on."""
     root = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -139,7 +138,7 @@ def _is_other(name: str) -> bool:
 
 
 def _digest_of_module(text: str) -> str:
-    """Digest of the file behind `package.module:name`; of its name alone where there is none."""
+    """Return a digest of the file of `package.module:name`, or the name if there is no file."""
     spec = importlib.util.find_spec(text.partition(":")[0])
     if spec is None or not spec.origin or not Path(spec.origin).is_file():
         return text
@@ -147,5 +146,5 @@ def _digest_of_module(text: str) -> str:
 
 
 def labelled(plan: Plan, name: str, overrides: Iterable[str]) -> Plan:
-    """The plan under the name by which it is asked for now: an entry may have been made for another."""
+    """Return the plan with another label: its entry may have been made for another config."""
     return dataclasses.replace(plan, config=name, overrides=tuple(overrides))

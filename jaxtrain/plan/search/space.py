@@ -1,111 +1,127 @@
-"""The layouts that a search looks through. A knob is one line of KNOBS; a layout is one setting of each.
-
-Which settings are legal is not said here: the config's own checks decide, on the config with the setting put in.
-"""
+"""The settings that a search tries. The config's own checks decide which of them are legal."""
 
 import dataclasses
 import functools
-import math
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from jaxtrain import activations, config, hardware
-from jaxtrain.config import MESH_AXES, Problem, RunConfig
+from jaxtrain import config, hardware
+from jaxtrain.config import Problem, RunConfig
 from jaxtrain.context import METHODS
-from jaxtrain.plan.result import Rates
-from jaxtrain.plan.search.bound import ladder, mesh_sizes
+from jaxtrain.plan.search.bound import least_state_gib, mesh_sizes
 from jaxtrain.plan.topology import Topology
 from jaxtrain.validate import validate_step
 
 Overrides = tuple[tuple[str, Any], ...]
-Setting = dict[str, Any]  # of one knob: key -> value
 Check = Callable[[RunConfig], Sequence[Problem]]
 
-
-LONG = 32_768  # tokens from which a sequence is split over GPUs too, when layouts are looked for
-
-
-def meshes(run: RunConfig, topology: Topology, rates: Rates) -> Iterator[Setting]:
-    """Every way to divide the GPUs over data x fsdp x tensor; over expert where the model has experts; over stage as in
-    `pipelines`; and over seq, by every method, where sequences are long or fewer than GPUs, or where the config splits them."""
-    split = run.mesh.seq != 1 or run.data.seq_len >= LONG or run.train.global_batch < topology.total
-    for pipeline in pipelines(run, topology):
-        for expert in _divisors(run.model.num_experts or 1):
-            total, rest = divmod(topology.total // pipeline["mesh.stage"], expert)
-            for seq in _divisors(total) if split and not rest else [1] * (not rest):
-                for tensor in _divisors(total // seq):
-                    for data in _divisors(total // seq // tensor):
-                        mesh = {"mesh.data": data, "mesh.fsdp": total // seq // tensor // data, "mesh.expert": expert}
-                        mesh |= {"mesh.tensor": tensor, "mesh.seq": seq, **pipeline}
-                        for context in METHODS if seq > 1 else [run.parallel.context]:
-                            yield mesh | {"parallel.context": context}
+LONG = 32_768  # tokens from which sequences are also divided over GPUs
+VIRTUAL_STAGES = 2  # of interleaved schedules that are tried
+MOMENTS = ("dtypes.m", "dtypes.v")
+FEW_ROWS = 512  # loss.chunk that saves memory. Shorter chunks make small GEMMs.
 
 
-GROUPS = (2,)  # of layers on each stage, of interleaved schedules that are tried
+def meshes(run: RunConfig, topology: Topology) -> Iterator[Overrides]:
+    """Yield every way to divide the GPUs over data, fsdp, tensor (inside a node), expert, stage and seq.
 
-
-def pipelines(run: RunConfig, topology: Topology) -> Iterator[Setting]:
-    """No pipeline; on several nodes stages of whole nodes, which send each other the least over the network; any number of
-    stages where the config has some. With gpipe only where the config has it: it takes as long as 1f1b, and more memory."""
-    own = {"pipeline.schedule": run.pipeline.schedule, "pipeline.groups": run.pipeline.groups}
-    yield {"mesh.stage": 1, **own}
-    asked = run.mesh.stage != 1
-    for stage in _divisors(topology.total if asked else topology.nodes):
-        schedules = [("1f1b", 1), *(("interleaved", groups) for groups in GROUPS)]
-        schedules += [(run.pipeline.schedule, run.pipeline.groups)] if asked else []
-        for schedule, groups in dict.fromkeys(schedules):
-            if stage > 1 and stage * groups <= run.model.num_layers:
-                yield {"mesh.stage": stage, "pipeline.schedule": schedule, "pipeline.groups": groups}
-
-
-def stages(run: RunConfig, topology: Topology, rates: Rates) -> Iterator[Setting]:
-    """How weights that are split are held. Without zero = 0, which is what another mesh is, and without zero = 1, which is
-    gather = step."""
-    for zero, gather in ((3, "layer"), (3, "forward"), (3, "step"), (2, "layer")):
-        yield {"sharding.zero": zero, "sharding.gather": gather}
-
-
-def remat_policies(run: RunConfig, topology: Topology, rates: Rates) -> Iterator[Setting]:
-    """The named policies, full remat over several layers, and a ladder of tensor sets that keep more and more.
-
-    Without `auto`, which is one of those sets, and by itself a search for it.
+    Experts are divided if the model has some. Sequences are divided if they are long, or fewer than GPUs, or if the config
+    divides them. Stages are whole nodes, or any number if the config has stages.
     """
-
-    def setting(policy: str, tensors: Iterable[str] = (), every: int = 1) -> Setting:
-        return {"remat.policy": policy, "remat.tensors": ",".join(f"{t}=keep" for t in tensors), "remat.every": every}
-
-    for every in (1, 2, 4):
-        yield setting("full", every=every)
-    named = {policy: {*names} for policy, names in activations.KEPT.items() if policy != "auto"}
-    for policy in named:
-        if policy != "full":
-            yield setting(policy)
-    for names in ladder(run, rates):
-        if {*names} not in named.values():
-            yield setting("custom", names)
-
-
-def microbatches(run: RunConfig, topology: Topology, rates: Rates) -> Iterator[Setting]:
-    """Every number of microbatches that divides the batch."""
-    for accum in _divisors(run.train.global_batch):
-        yield {"train.grad_accum": accum}
+    long = run.mesh.seq != 1 or run.data.seq_len >= LONG or run.train.global_batch < topology.total
+    for pipeline in _pipelines(run, topology):
+        for expert in _divisors(run.model.num_experts or 1):
+            total, rest = divmod(topology.total // dict(pipeline)["mesh.stage"], expert)
+            for seq in _divisors(total) if long and not rest else [1] * (not rest):
+                for tensor in (t for t in _divisors(total // seq) if t <= topology.gpus):
+                    for data in _divisors(total // seq // tensor):
+                        sizes = {"data": data, "fsdp": total // seq // tensor // data, "expert": expert}
+                        sizes |= {"tensor": tensor, "seq": seq}
+                        for context in METHODS if seq > 1 else [run.parallel.context]:
+                            axes = ((f"mesh.{axis}", size) for axis, size in sizes.items())
+                            yield (*axes, *pipeline, ("parallel.context", context))
 
 
-@dataclasses.dataclass(frozen=True)
-class Knob:
-    """One axis of the space. `apart`: its settings are legal or not whatever the other knobs say, so each is checked once."""
+def _pipelines(run: RunConfig, topology: Topology) -> Iterator[Overrides]:
+    own = (run.pipeline.schedule, run.pipeline.groups)
+    asked = run.mesh.stage != 1
+    schedules = dict.fromkeys([("1f1b", 1), ("interleaved", VIRTUAL_STAGES), *([own] if asked else [])])
+    for stage in _divisors(topology.total if asked else topology.nodes):
+        for schedule, groups in schedules if stage > 1 else [own]:
+            if stage * groups <= run.model.num_layers or stage == 1:
+                yield ("mesh.stage", stage), ("pipeline.schedule", schedule), ("pipeline.groups", groups)
 
-    settings: Callable[[RunConfig, Topology, Rates], Iterable[Setting]]
-    keys: tuple[str, ...]
-    apart: bool = False
+
+def remat_policies(run: RunConfig) -> Iterator[Overrides]:
+    """Yield remat.policy=auto, and full remat of single layers and of pairs."""
+    for policy, every in (("auto", 1), ("full", 1), ("full", 2)):
+        yield ("remat.policy", policy), ("remat.tensors", ""), ("remat.every", every)
 
 
-KNOBS = (
-    Knob(meshes, (*(f"mesh.{axis}" for axis in MESH_AXES), "pipeline.schedule", "pipeline.groups", "parallel.context")),
-    Knob(stages, ("sharding.zero", "sharding.gather")),
-    Knob(microbatches, ("train.grad_accum",)),
-    Knob(remat_policies, ("remat.policy", "remat.tensors", "remat.every"), apart=True),
-)
+def fastest_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[Overrides]:
+    """Yield every layout that might be the fastest: mesh x microbatches x ZeRO stage x remat. The config's own comes first.
+
+    The global batch stays, so step times compare as times per token do.
+    """
+    yield ()
+    remats = [next(remat_policies(run))]
+    if run.remat.policy != "auto":
+        remats.append(tuple((key, value) for key, value in _flat(run).items() if key.startswith("remat.")))
+    zeros = [(zero, gather) for zero, gather in ((3, "layer"), (3, "forward"), (3, "step"), (2, "layer"))]
+    for mesh in meshes(run, topology):
+        sizes = dict(mesh)
+        shards = sizes["mesh.data"] * sizes["mesh.fsdp"] * sizes["mesh.expert"]
+        sharded = sizes["mesh.fsdp"] * sizes["mesh.expert"] * sizes["mesh.seq"] > 1
+        for accum in _divisors(run.train.global_batch):
+            # With fewer microbatches than stages a pipeline idles for half of the step.
+            if run.train.global_batch % (accum * shards) or accum < sizes["mesh.stage"]:
+                continue
+            placed = (*mesh, ("train.grad_accum", accum))
+            if check(with_overrides(run, placed)):
+                continue
+            for (zero, gather), remat in itertools.product(zeros if sharded else zeros[:1], remats):
+                yield (*placed, ("sharding.zero", zero), ("sharding.gather", gather), *remat)
+
+
+def fitting_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[tuple[int, Overrides]]:
+    """Yield (rank, settings that save memory). Rank 0 costs only time; higher ranks round more of the state.
+
+    The knobs: microbatches, remat, ZeRO-3, a mesh with wider tensor and expert groups, chunks of the loss, storage types.
+    """
+    now, experts = mesh_sizes(run, topology), run.model.num_experts
+    left = topology.total // (now["stage"] * now["seq"])
+    wider = [(e, t) for e in (1, 2, 4, 8) for t in (1, 2, 4, 8) if e >= now["expert"] and t >= now["tensor"]]
+    wider = [(e, t) for e, t in wider if left % (e * t) == 0 and topology.gpus % (e * t) == 0 and (experts or 1) % e == 0]
+    placed: list[Overrides] = [()]
+    for e, t in dict.fromkeys(((now["expert"], now["tensor"]), *wider)):
+        placed.append((*split_over(run, left // e, t), *((("mesh.expert", e),) if experts else ())))
+    accums: list[Overrides] = [()]
+    accums += [(("train.grad_accum", n),) for n in _divisors(run.train.global_batch) if n > run.train.grad_accum]
+    remats = [(), *remat_policies(run)]
+    zeros: list[Overrides] = [(), (("sharding.zero", 3), ("sharding.gather", "layer"))]
+    chunks: list[Overrides] = [(), *([(("loss.chunk", FEW_ROWS),)] if run.loss.chunk > FEW_ROWS else [])]
+
+    flat, batches = _flat(run), [(m, a) for m in placed for a in accums if not check(with_overrides(run, (*m, *a)))]
+    types = [(0, ())]
+    for rank, keys in enumerate([MOMENTS[:1], MOMENTS[1:], MOMENTS, (*MOMENTS, "dtypes.grads")], 1):
+        types += [(rank, tuple((key, "bf16") for key in keys if flat[key] == "f32"))]
+    types += [(5, tuple((key, "int8") for key in MOMENTS if flat[key] != "int8"))]
+    types += [(6, (*types[3][1], ("dtypes.params", "bf16")))] if flat["dtypes.params"] == "f32" else []
+    types = [*{t: (rank, t) for rank, t in reversed(types)}.values()][::-1]  # the lowest rank of equal settings
+    usable = topology.usable_gib(run.train.memory_fraction)
+    types = [(rank, t) for rank, t in types if least_state_gib(with_overrides(run, t), topology) <= usable]
+
+    seen = set()
+    for (rank, t), (m, a), r, z, c in itertools.product(types, batches, remats, zeros, chunks):
+        turned = tuple((key, value) for key, value in (*a, *c, *r, *m, *z, *t) if flat[key] != value)
+        if turned and turned not in seen:
+            seen.add(turned)
+            yield rank, turned
+
+
+def split_over(run: RunConfig, total: int, tensor: int) -> Overrides:
+    """Return the mesh of `total` GPUs: tensor groups, and weights sharded over all the rest."""
+    return ("mesh.data", 1), ("mesh.fsdp", -1 if run.mesh.fsdp == -1 else total // tensor), ("mesh.tensor", tensor)
 
 
 def _divisors(n: int) -> list[int]:
@@ -113,8 +129,8 @@ def _divisors(n: int) -> list[int]:
 
 
 def with_overrides(run: RunConfig, overrides: Iterable[tuple[str, Any]]) -> RunConfig:
-    """The run with some keys changed. Raises ConfigError for a key or a type that does not exist."""
-    # Only sections that change are taken apart and put together: a search asks for thousands of runs.
+    """Return the run with some keys changed. Raises ConfigError for a key or a type that does not exist."""
+    # Only changed sections become dicts and back: a search asks for thousands of runs.
     tree: dict[str, Any] = {config.public_name(f.name): getattr(run, f.name) for f in dataclasses.fields(run)}
     for key, value in overrides:
         *sections, name = key.split(".")
@@ -130,93 +146,23 @@ def with_overrides(run: RunConfig, overrides: Iterable[tuple[str, Any]]) -> RunC
     return changed
 
 
-def own_layout(run: RunConfig, topology: Topology) -> Overrides:
-    """The layout that the config has, in the form the knobs give."""
-    flat = dict(config.flatten(config.to_dict(run)))
-    flat |= {f"mesh.{axis}": size for axis, size in mesh_sizes(run, topology).items()}
-    places, _ = activations.parse_tensors(run.remat.tensors)
-    flat["remat.tensors"] = ",".join(f"{name}={places[name]}" for name in activations.ACTIVATIONS if name in places)
-    return tuple((key, flat[key]) for knob in KNOBS for key in knob.keys)
-
-
-def training_check(topology: Topology, source: str = "") -> Check:
-    """What training on this machine would refuse in a config. `source`: where the machine is from, for the refusal."""
-    gpu = topology.gpu
-    devices = hardware.Devices(
-        "gpu", topology.device_kind, topology.total, topology.memory_gib, source or topology.name, gpu.sm, topology.gpus
-    )
-    return lambda run: validate_step(run, devices)
-
-
-def legal_layouts(
-    run: RunConfig, topology: Topology, rates: Rates, check: Check
-) -> tuple[list[Overrides], list[tuple[Overrides, str]]]:
-    """(layouts that the config's own checks accept, settings that they refuse, with the reason)."""
-    refused: list[tuple[Overrides, str]] = []
-
-    def accepted(overrides: Overrides, base: RunConfig) -> bool:
-        problems = check(with_overrides(base, overrides))
-        if problems:
-            refused.append((overrides, str(problems[0])))
-        return not problems
-
-    def settings(knob: Knob) -> list[Overrides]:
-        return [tuple((key, s[key]) for key in knob.keys) for s in knob.settings(run, topology, rates)]
-
-    layouts: list[Overrides] = [()]
-    for knob in (k for k in KNOBS if not k.apart):
-        layouts = [(*left, *right) for left in layouts for right in settings(knob)]
-    layouts = [o for o in layouts if not _twin(o, run) and not _idle(o) and accepted(o, run)]
-    for knob in (k for k in KNOBS if k.apart):
-        legal = [s for s in settings(knob) if layouts and accepted(s, with_overrides(run, layouts[0]))]
-        layouts = [(*left, *right) for left in layouts for right in legal]
-    own = own_layout(run, topology)
-    return layouts if own in layouts or check(with_overrides(run, own)) else [own, *layouts], refused
-
-
-def _twin(overrides: Overrides, run: RunConfig) -> bool:
-    """Whether another setting of the same layout is the same program: nothing is gathered where nothing is split, and the
-    config's own zero = 1 is gather = step."""
-    o = dict(overrides)
-    stage = (o["sharding.zero"], o["sharding.gather"])
-    if o["mesh.fsdp"] * o["mesh.expert"] * o["mesh.seq"] == 1:
-        return stage != (3, "layer")
-    return run.sharding.zero == 1 and stage == (3, "step")
-
-
-def _idle(overrides: Overrides) -> bool:
-    """Whether stages have fewer microbatches than there are stages, and wait for half of the step or more."""
-    o = dict(overrides)
-    return o["mesh.stage"] > o["train.grad_accum"]
-
-
-def sequences_per_gpu(run: RunConfig, topology: Topology) -> float:
-    """Of one microbatch. Below 1 where GPUs share a sequence."""
-    return run.train.global_batch / run.train.grad_accum / topology.total
-
-
-def naive_layouts(run: RunConfig, topology: Topology, layouts: Sequence[Overrides]) -> dict[str, Overrides]:
-    """What one would try first, with everything recomputed and a microbatch near one sequence a GPU: for comparison.
-
-    The names say full remat: how much slower such a layout is lies not in its mesh alone.
-    """
-    found = {}
-    for mesh, axis in (("plain fsdp", "fsdp"), ("pure data", "data"), ("pure tensor", "tensor")):
-        name = f"{mesh}, full remat"
-        wanted = {f"mesh.{axis}": topology.total, "remat.policy": "full", "remat.every": 1}
-        wanted |= {"sharding.zero": 3, "sharding.gather": "layer"}
-        alike = [o for o in layouts if wanted.items() <= dict(o).items()]
-        if alike:
-            found[name] = min(alike, key=lambda o: abs(math.log(sequences_per_gpu(with_overrides(run, o), topology))))
-    return found
-
-
-def changes(run: RunConfig, overrides: Overrides) -> tuple[str, ...]:
-    """What to put on the command line of the config to get this layout: "mesh.fsdp=8", ..."""
+def changes(run: RunConfig, overrides: Overrides, topology: Topology | None = None) -> tuple[str, ...]:
+    """Return the overrides that change the run, as "mesh.fsdp=8". topology: a mesh axis of -1 is the size that it has there."""
     flat = _flat(run)
+    if topology:
+        flat = flat | {f"mesh.{axis}": size for axis, size in mesh_sizes(run, topology).items()}
     return tuple(f"{key}={value}" for key, value in overrides if flat[key] != value)
 
 
 @functools.lru_cache(maxsize=4)
 def _flat(run: RunConfig) -> dict[str, Any]:
     return dict(config.flatten(config.to_dict(run)))
+
+
+def training_check(topology: Topology, source: str = "") -> Check:
+    """Return a function that lists what training on this machine would refuse. source: names the machine in a refusal."""
+    where = source or topology.name
+    devices = hardware.Devices(
+        "gpu", topology.device_kind, topology.total, topology.memory_gib, where, topology.gpu.sm, topology.gpus
+    )
+    return lambda run: validate_step(run, devices)

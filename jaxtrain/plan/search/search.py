@@ -1,0 +1,377 @@
+"""The search: settings ordered by the formula of bound.py, then compiled in that order.
+
+Objective "speed" looks for the fastest layout that fits. Objective "fit" looks for the cheapest change that makes a config fit:
+changes that cost only time come before those that round more of the state, few changes before many. A setting whose lower
+bound of memory is above the usable memory is not compiled. `rank` takes seconds and compiles nothing.
+"""
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
+
+from jaxtrain.config import ConfigError, RunConfig
+from jaxtrain.plan import topology as machines
+from jaxtrain.plan.rates import rates_for
+from jaxtrain.plan.result import Plan, Rates
+from jaxtrain.plan.search import MOST
+from jaxtrain.plan.search.bound import ABOVE, Bound, bound, least_state_gib, mesh_sizes
+from jaxtrain.plan.search.cache import Cache
+from jaxtrain.plan.search.parallel import MAKE, TIMEOUT_S, Outcome, Request, plan_each
+from jaxtrain.plan.search.space import (
+    Check,
+    Overrides,
+    changes,
+    fastest_space,
+    fitting_space,
+    split_over,
+    training_check,
+    with_overrides,
+)
+from jaxtrain.plan.topology import CHIPS, Topology
+
+Objective = Literal["speed", "fit"]
+SHOWN = 10  # of the formula's best
+MOST_FOR_FIT = 12  # plans of a search for what fits
+MOST_GPUS = 4096  # of a machine that is suggested
+# Steps that differ by less are equal: planned over published step time of six XLA runs has a standard deviation of 6%
+# (docs/planned_vs_published.md), of which layouts of one model share a part.
+ERROR = 0.05
+
+
+@dataclasses.dataclass(eq=False)
+class Candidate:
+    """A setting, its formula, and its plan once there is one.
+
+    Attributes:
+        changes: overrides of the config, as "mesh.fsdp=8". (): the config's own setting.
+        rank: 0 if it costs only time; higher if it rounds more of the state.
+        verdict: best | equal | slower | too big | failed; "" before it is compiled.
+    """
+
+    run: RunConfig
+    bound: Bound
+    changes: tuple[str, ...] = ()
+    rank: int = 0
+    outcome: Outcome | None = None
+    verdict: str = ""
+    reason: str = ""
+
+    @property
+    def plan(self) -> Plan | None:
+        return self.outcome.plan if self.outcome else None
+
+    @property
+    def fits(self) -> bool:
+        """Return whether it was compiled and fits."""
+        return self.plan is not None and self.plan.fits
+
+
+@dataclasses.dataclass
+class SearchResult:
+    """The state of a search, and its end.
+
+    Attributes:
+        candidates: legal settings whose lower bound fits, best first by formula.
+        too_big: settings that cannot fit by their lower bound.
+        tried: compiled settings, best first at the end.
+        running: settings that compile now.
+        ended: complete | found | most | budget | interrupted.
+    """
+
+    name: str
+    topology: Topology
+    run: RunConfig
+    objective: Objective
+    usable_gib: float
+    most: int
+    candidates: list[Candidate]
+    too_big: int = 0
+    shown: tuple[Candidate, ...] = ()
+    tried: list[Candidate] = dataclasses.field(default_factory=list)
+    running: list[Candidate] = dataclasses.field(default_factory=list)
+    ended: str = ""
+    seconds: float = 0.0
+
+    def sort(self, some: list[Candidate], above: float = ABOVE) -> None:
+        """Sort settings by formula: those that probably fit first, then the cheapest change, or the fastest layout.
+
+        Steps that differ by less than ERROR count as equal. Of equal layouts those with fewer mesh axes come first.
+
+        Args:
+            above: the memory of a plan over its bound, both without weights and moments.
+        """
+        fastest = min((c.bound.step_s for c in some if c.bound.step_s), default=1.0)
+
+        def key(c: Candidate) -> tuple[float, ...]:
+            likely = c.bound.state_gib + (c.bound.likely_gib - c.bound.state_gib) * above / ABOVE
+            if self.objective == "fit":
+                return likely > self.usable_gib, c.rank, len(c.changes), c.bound.step_s
+            slower = math.log(max(1.0, c.bound.step_s / fastest)) // math.log(1 + ERROR)
+            axes = sum(size > 1 for size in mesh_sizes(c.run, self.topology).values())
+            return likely > self.usable_gib, slower, axes, c.bound.step_s, likely, len(c.changes)
+
+        some.sort(key=key)
+
+    @property
+    def best(self) -> Candidate | None:
+        """Return the best compiled setting that fits, or the first by formula, or None. `Candidate.fits` tells which."""
+        compiled = next((c for c in self.tried if c.fits), None)
+        return compiled or next((c for c in self.shown if not c.plan and c.bound.likely_gib <= self.usable_gib), None)
+
+
+def rank(
+    run: RunConfig, name: str, topology: Topology, objective: Objective, check: Check, rates: Rates, most: int = MOST
+) -> SearchResult:
+    """Order all settings by formula; compile nothing. Ctrl-C ends it with those of which the formula is known by then."""
+    usable = topology.usable_gib(run.train.memory_fraction)
+    found = SearchResult(name, topology, run, objective, usable, most, [])
+    try:
+        if objective == "fit":
+            settings = fitting_space(run, topology, check)
+        else:
+            settings = ((0, overrides) for overrides in fastest_space(run, topology, check))
+        for group, overrides in settings:
+            changed = changes(run, overrides, topology)
+            if changed or not overrides:
+                other = with_overrides(run, overrides)
+                c = Candidate(other, bound(other, topology, rates), changed, group)
+                found.too_big += c.bound.memory_gib > usable
+                found.candidates += [c] * (c.bound.memory_gib <= usable)
+    except KeyboardInterrupt:
+        found.ended = "interrupted"
+    found.sort(found.candidates)
+    legal = (c for c in found.candidates if not check(c.run))
+    found.shown = tuple(itertools.islice(legal, SHOWN))
+    return found
+
+
+def search(
+    run: RunConfig,
+    name: str,
+    topology: Topology,
+    objective: Objective = "speed",
+    *,
+    budget_s: float = 0.0,
+    most: int = 0,
+    check: Check | None = None,
+    rates: Rates | None = None,
+    own: Plan | None = None,
+    plan_one: str = MAKE,
+    jobs: int = 0,
+    cache: Cache | None = None,
+    timeout_s: float = TIMEOUT_S,
+    on_ranked: Callable[[SearchResult], None] = lambda found: None,
+    on_progress: Callable[[SearchResult], None] = lambda found: None,
+) -> SearchResult:
+    """Return the best settings of a config on a machine. The global batch stays.
+
+    Args:
+        name: the config, as plans label it.
+        topology: a machine that `topology.parse` knows: other processes compile for it, by its name.
+        budget_s: seconds after which running compiles are ended; 0: no limit.
+        most: plans at most; 0: MOST, or MOST_FOR_FIT.
+        check: return what training would refuse; None: `training_check`.
+        rates: rates of the GPU; None: those of rates.py.
+        own: the plan of the config itself, if it is known.
+        plan_one: "package.module:function" of (run, topology, rates=...) -> Plan.
+        jobs: compiles at a time; 0: as many as cores.
+        on_ranked: called once, before anything is compiled.
+        on_progress: called after each change.
+
+    Raises:
+        TopologyError: the machine has no description.
+    """
+    began = time.monotonic()
+    machines.parse(topology.name)
+    check, rates = check or training_check(topology), rates or rates_for(topology.gpu, run.precision)
+    found = rank(run, name, topology, objective, check, rates, most or (MOST_FOR_FIT if objective == "fit" else MOST))
+    on_ranked(found)
+    # The config's own setting comes first, to compare with.
+    todo = sorted(found.candidates, key=lambda c: bool(c.changes))
+    above = ABOVE
+    if own and not own.fits:
+        above = _above(bound(run, topology, rates), own)
+        found.sort(todo, above)
+
+    def following() -> tuple[Candidate, Request] | None:
+        while todo and len(found.tried) + len(found.running) < found.most and not _is_enough(found, todo):
+            c = todo.pop(0)
+            if not check(c.run):
+                found.running.append(c)
+                on_progress(found)
+                return c, Request(c.run, topology, name, c.changes, rates)
+        return None
+
+    def done(c: Candidate, outcome: Outcome) -> None:
+        nonlocal above
+        c.outcome = outcome
+        found.running.remove(c)
+        found.tried.append(c)
+        if outcome.plan and not outcome.plan.fits and c.run.remat.policy != "auto":
+            above = max(above, _above(c.bound, outcome.plan))
+            found.sort(todo, above)
+        on_progress(found)
+
+    try:
+        if not found.ended:
+            deadline = began + (budget_s or math.inf)
+            how = {"jobs": jobs, "cache": cache, "plan_one": plan_one, "timeout_s": timeout_s}
+            in_time = plan_each(following, done, deadline=deadline, **how)
+            found.ended = "budget" if not in_time else "most" if len(found.tried) >= found.most else "complete"
+    except KeyboardInterrupt:
+        found.ended = "interrupted"
+    if objective == "fit" and found.ended in ("complete", "most") and any(c.fits for c in found.tried):
+        found.ended = "found"
+    found.running.clear()
+    _judge(found)
+    found.seconds = time.monotonic() - began
+    return found
+
+
+def _above(least: Bound, plan: Plan) -> float:
+    """Return the memory of a plan over its bound, both without weights and moments."""
+    rest = least.memory_gib - least.state_gib
+    return (plan.memory.taken_gib - least.state_gib) / rest if rest > 0 else ABOVE
+
+
+def _is_enough(found: SearchResult, todo: list[Candidate]) -> bool:
+    """Return whether no further plan is worth its compile: one fits, or the rest is slower.
+
+    A layout is slower if it would be even with the best ratio of planned time over formula so far.
+    """
+    fitting = [c.plan.time.step_ms for c in found.tried if c.plan and c.plan.fits]
+    if found.objective == "fit" or not fitting:
+        return bool(fitting)
+    ratios = [c.plan.time.step_ms / c.bound.step_s for c in found.tried if c.plan and c.bound.step_s]
+    return min(c.bound.step_s for c in todo) * min(ratios, default=0.0) >= min(fitting)
+
+
+def _judge(found: SearchResult) -> None:
+    """Give each compiled setting its verdict and its reason, and sort them: best first."""
+    fitting = [c for c in found.tried if c.fits]
+    fastest = min((c.plan.time.step_ms for c in fitting if c.plan), default=0.0)
+
+    def key(c: Candidate) -> tuple[float, ...]:
+        plan = c.plan
+        if plan is None or not plan.fits:
+            return (1, 0) if plan else (2, 0)
+        more = plan.time.step_ms / fastest - 1
+        links = round(plan.time.communication_ms / fastest, 2)
+        axes = sum(size > 1 for size in plan.mesh.values())
+        if found.objective == "fit":
+            return 0, c.rank, plan.time.step_ms
+        return (0, 0, links, axes, plan.time.step_ms) if more <= ERROR else (0, 1, plan.time.step_ms)
+
+    found.tried.sort(key=key)
+    for c in found.tried:
+        plan = c.plan
+        if plan is None:
+            c.verdict, c.reason = "failed", f"{c.outcome.kind}: {c.outcome.reason}" if c.outcome else ""
+        elif not plan.fits:
+            c.verdict, c.reason = "too big", f"by {plan.memory.taken_gib - plan.memory.usable_gib:.1f} GiB"
+        else:
+            more = plan.time.step_ms / fastest - 1
+            links = f"{plan.time.communication_ms / fastest:.0%} of it on links"
+            c.verdict = "best" if c is found.best else "equal" if more <= ERROR else "slower"
+            c.reason = f"{more:.1%} slower than the fastest, {links}" if more else f"the fastest, {links}"
+
+
+# ---- what cannot fit
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """A config that cannot fit on its machine, by formula.
+
+    Attributes:
+        least_gib: memory of each GPU that it needs at least.
+        fix: a setting that probably fits on this machine, or None.
+        larger: the next larger machine that probably holds it, and the setting there; or None.
+    """
+
+    least_gib: float
+    state_gib: float
+    usable_gib: float
+    fix: Candidate | None
+    larger: tuple[Topology, Candidate] | None
+
+
+def refuse(run: RunConfig, topology: Topology) -> Refusal | None:
+    """Return why a config cannot fit and what would, in about a second; None if it might fit, or if it is not legal here.
+
+    A config that is not legal on the machine is refused only if its state is too big for any mesh.
+    """
+    usable, check = topology.usable_gib(run.train.memory_fraction), training_check(topology)
+    legal, state = not check(run), least_state_gib(run, topology)
+    if not legal and state <= usable:
+        return None
+    rates = rates_for(topology.gpu, run.precision)
+    least = bound(run, topology, rates) if legal else Bound(0.0, state, state)
+    if least.memory_gib <= usable:
+        return None
+    fix = rank(run, "", topology, "fit", check, rates).best if legal else None
+    return Refusal(least.memory_gib, least.state_gib, usable, fix, larger_machine(run, topology, rates))
+
+
+def larger_machine(run: RunConfig, topology: Topology, rates: Rates) -> tuple[Topology, Candidate] | None:
+    """Return the next larger machine on which a config probably fits, and the setting: as it is, or sharded over all GPUs."""
+    total = topology.total
+    while topology.chip in CHIPS and 2 * total <= MOST_GPUS:
+        total *= 2
+        node = topology.gpus if topology.nodes > 1 else min(total, CHIPS[topology.chip][0])
+        if total % node:
+            return None
+        machine = machines.parse(f"{topology.chip}:{node}x{total // node}")
+        check, usable = training_check(machine), machine.usable_gib(run.train.memory_fraction)
+        for overrides in _spreads(run, machine):
+            other = with_overrides(run, overrides)
+            if not check(other) and 0 < (c := bound(other, machine, rates)).likely_gib <= usable:
+                return machine, Candidate(other, c, changes(run, overrides))
+    return None
+
+
+def _spreads(run: RunConfig, machine: Topology) -> Iterator[Overrides]:
+    """Yield a run's own setting, and weights sharded over all GPUs with the same batch, or the next larger that divides."""
+    yield ()
+    try:
+        sizes = mesh_sizes(run, machine)
+    except ConfigError:
+        return
+    shared = machine.total // (sizes["stage"] * sizes["expert"] * sizes["seq"])
+    shards = max(1, shared // sizes["tensor"] * sizes["expert"])
+    batch, accum = run.train.global_batch, run.train.grad_accum
+    while accum > 1 and batch % (accum * shards):
+        accum -= 1
+    if batch % (accum * shards):
+        batch = math.ceil(batch / shards) * shards
+    yield *split_over(run, shared, sizes["tensor"]), ("train.global_batch", batch), ("train.grad_accum", accum)
+
+
+# ---- what each saving is needed for
+
+
+def savings(run: RunConfig, check: Check) -> dict[str, Overrides]:
+    """Return the settings of a config that save memory, and for each the setting without it."""
+    r, t, m = run.remat, run.train, run.mesh
+    everything = (("remat.policy", "none"), ("remat.tensors", ""), ("remat.every", 1))
+    more = everything if r.policy == "auto" else (("remat.policy", "auto"), *everything[1:])
+    found: dict[str, Overrides] = {} if r.policy == "none" else {f"remat.policy={r.policy}": more}
+    stored = dataclasses.asdict(run.dtypes)
+    found |= {f"dtypes.{k}={stored[k]}": ((f"dtypes.{k}", "f32"),) for k in ("m", "v", "grads", "params") if stored[k] != "f32"}
+    if run.optimizer.offload != "none":
+        found[f"optimizer.offload={run.optimizer.offload}"] = (("optimizer.offload", "none"),)
+    if run.loss.chunk < type(run.loss)().chunk:
+        found[f"loss.chunk={run.loss.chunk}"] = (("loss.chunk", type(run.loss)().chunk),)
+    for axis, size in (("tensor", m.tensor), ("stage", m.stage)):
+        if size > 1:
+            found[f"mesh.{axis}={size}"] = (("mesh.fsdp", m.fsdp if m.fsdp == -1 else m.fsdp * size), (f"mesh.{axis}", 1))
+    if run.moe.capacity_factor and run.model.num_experts:
+        found[f"moe.capacity_factor={run.moe.capacity_factor:g}"] = (("moe.capacity_factor", 0.0),)
+    fewer: Iterable[Overrides] = ((("train.grad_accum", n),) for n in range(t.grad_accum - 1, 0, -1))
+    fewer = (o for o in fewer if t.global_batch % o[0][1] == 0 and not check(with_overrides(run, o)))
+    if larger := next(iter(fewer), None):
+        found[f"train.grad_accum={t.grad_accum}"] = larger
+    return {choice: instead for choice, instead in found.items() if not check(with_overrides(run, instead))}
