@@ -28,7 +28,10 @@ GATHER += ", use_global_device_ids=true" + named("jvp(layers)/while/body/mlp/all
 
 MATMUL = "bf16[1000,10000]{1,0} fusion(%left, %right), kind=kCustom, calls=%matmul"
 MATMUL += named("jvp(layers)/while/body/mlp/BTD,DF->BTF/dot_general")
-TRIPS = ', backend_config={"known_trip_count":{"n":"3"}}'
+
+
+LOOP = f"{STATE} while(%state), condition=%small, body=%body"
+LOOP += ', backend_config={"known_trip_count":{"n":"3"}}' + named("jvp(layers)/while")
 
 
 PROGRAM = f"""HloModule jit_f, is_scheduled=true, num_partitions=2
@@ -60,7 +63,7 @@ ENTRY %main (x: {BIG}, a.1: bf16[1000,5000], b.1: bf16[5000,10000]) -> {BIG} {{
   %b.1 = bf16[5000,10000]{{1,0}} parameter(2)
   %zero = s32[] constant(0)
   %state = {STATE} tuple(%zero, %x, %a.1, %b.1)
-  %loop = {STATE} while(%state), condition=%small, body=%body{named("jvp(layers)/while")}{TRIPS}
+  %loop = {LOOP}
   %out = {BIG} get-tuple-element(%loop), index=1{gemm("last")}{named("transpose(jvp(loss))/dot_general")}
   ROOT %update = {BIG} fusion(%out), kind=kLoop, calls=%twice{named("optimizer/add")}
 }}

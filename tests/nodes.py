@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.preflight import __main__ as command
-from jaxtrain.preflight import smi
-from jaxtrain.preflight.check import FAULT
-from jaxtrain.preflight.machine import Recorded, file_name
+from jaxtrain.preflight import nvidia_smi
+from jaxtrain.preflight.node import RecordedNode, file_name
+from jaxtrain.preflight.table import FAULT
 
 RECORDED = Path(__file__).resolve().parent / "recorded"
 H200 = RECORDED / "h200_healthy"
@@ -47,27 +47,29 @@ def answer(command_: str, out: str, code: str = "0") -> dict[str, str]:
 
 def gpu_table(**change: str) -> dict[str, str]:
     """The healthy node's GPUs with cells changed: field="value" for all of them."""
-    lines = Recorded(H200).run(smi.GPUS).out.splitlines()
+    lines = RecordedNode(H200).run(nvidia_smi.GPUS.command).out.splitlines()
     rows = [
-        dict(zip(smi.CORE, line.split(", "), strict=True)) | {k.replace("__", "."): v for k, v in change.items()}
+        dict(zip(nvidia_smi.FIELDS, line.split(", "), strict=True)) | {k.replace("__", "."): v for k, v in change.items()}
         for line in lines[1:]
     ]
-    return answer(smi.GPUS, "\n".join([lines[0], *(", ".join(row.values()) for row in rows)]) + "\n")
+    return answer(nvidia_smi.GPUS.command, "\n".join([lines[0], *(", ".join(row.values()) for row in rows)]) + "\n")
 
 
 def one_gpu(index: int, **change: str) -> dict[str, str]:
     """The healthy node's GPUs with cells of one of them changed."""
-    lines = Recorded(H200).run(smi.GPUS).out.splitlines()
-    row = dict(zip(smi.CORE, lines[1 + index].split(", "), strict=True)) | {k.replace("__", "."): v for k, v in change.items()}
+    lines = RecordedNode(H200).run(nvidia_smi.GPUS.command).out.splitlines()
+    row = dict(zip(nvidia_smi.FIELDS, lines[1 + index].split(", "), strict=True)) | {
+        k.replace("__", "."): v for k, v in change.items()
+    }
     lines[1 + index] = ", ".join(row.values())
-    return answer(smi.GPUS, "\n".join(lines) + "\n")
+    return answer(nvidia_smi.GPUS.command, "\n".join(lines) + "\n")
 
 
 def of_makers(mhz: str) -> dict[str, str]:
     """Cards of one unknown model, of which the first offers this clock and the others 2900 MHz."""
     lines = next(iter(gpu_table(name="Mystery", clocks__max__sm="2900").values())).splitlines()
     lines[3] = lines[3].replace("2900", mhz)
-    return answer(smi.GPUS, "\n".join(lines[2:]) + "\n")
+    return answer(nvidia_smi.GPUS.command, "\n".join(lines[2:]) + "\n")
 
 
 def check_of(folder: Path, name: str, capsys, *more: str) -> dict:

@@ -1,6 +1,7 @@
-"""Kernels of a train step against their floors: no run of them can take less than their arithmetic at the data sheet's peak, or
-their bytes, each read and written once, at its memory bandwidth. Timed as a calibration times (plan/calibrate.py): in a loop
-that one program holds, each round waiting for the last.
+"""Kernels of a train step against their floors, timed by bench/microbenchmarks.py.
+
+A kernel's floor is the longer of two times: its FLOPs at the data sheet's peak, and its bytes, each read and written once, at
+the memory bandwidth.
 """
 
 import functools
@@ -14,9 +15,9 @@ import rich.console
 
 from jaxtrain import hardware
 from jaxtrain.bench import experts, report
-from jaxtrain.bench.case import FAILED, LATE, OK, apart, keep
-from jaxtrain.bench.measure import start, words
+from jaxtrain.bench.child import FAILED, LATE, OK, error_line, run_case, save_partial
 from jaxtrain.bench.report import Folder
+from jaxtrain.bench.train_step import start_devices
 from jaxtrain.bench.work import TINY, Sizes, Work, one_device
 
 KINDS = ("attention", "loss", "norm", "optimizer", "gemm", "experts")
@@ -28,13 +29,12 @@ NO_SCORES = 1024  # tokens of a sequence, above which the reference attention is
 
 
 def attention(device: Any, sizes: Sizes) -> Iterator[Work | dict[str, Any]]:
-    """Every implementation, forward alone and with its backward pass, of plain and of packed rows (one document each).
+    """Yield every implementation, forward and with its backward pass, for plain and packed sequences (one document each).
 
-    FLOPs inside the causal mask; the backward pass counted as 2.5 times the forward one.
+    FLOPs are those inside the causal mask; the backward pass counts as 2.5 forward passes.
     """
+    from jaxtrain.bench.microbenchmarks import ATTENTION_BACKWARD, attention_loop
     from jaxtrain.kernels import attention as table
-    from jaxtrain.plan.calibrate import attention_loop
-    from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD
     from jaxtrain.train.kernel import hardware_of
 
     B, T, N, K, H = sizes.attention
@@ -68,7 +68,7 @@ def loss(device: Any, sizes: Sizes) -> Iterator[Work]:
     import jax
     import jax.numpy as jnp
 
-    from jaxtrain.plan.calibrate import chain, normal
+    from jaxtrain.bench.microbenchmarks import chain, normal
     from jaxtrain.sharding import make_placement
     from jaxtrain.train.definition import numerics_of
     from jaxtrain.train.loss import LossSpec, loss_function
@@ -99,8 +99,8 @@ def norm(device: Any, sizes: Sizes) -> Iterator[Work]:
     import jax
     import jax.numpy as jnp
 
+    from jaxtrain.bench.microbenchmarks import chain, normal
     from jaxtrain.kernels.norm import rms_norm
-    from jaxtrain.plan.calibrate import chain, normal
 
     T, D = sizes.norm
 
@@ -121,9 +121,9 @@ def optimizer(device: Any, sizes: Sizes) -> Iterator[Work]:
     import jax
     import jax.numpy as jnp
 
+    from jaxtrain.bench.microbenchmarks import normal
     from jaxtrain.kernels.numerics import DTYPES
     from jaxtrain.optim.optimizer import make_optimizer
-    from jaxtrain.plan.calibrate import normal
 
     run = one_device()
     tx = make_optimizer(run.optimizer, run.dtypes, {"w": ("layers", "embed", "mlp")})
@@ -149,7 +149,7 @@ def gemm(device: Any, sizes: Sizes) -> Iterator[Work | dict[str, Any]]:
     import jax
     import jax.numpy as jnp
 
-    from jaxtrain.plan.calibrate import chain, normal
+    from jaxtrain.bench.microbenchmarks import chain, normal
 
     gpu = hardware.lookup(device.device_kind)
     types = {"bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}
@@ -183,7 +183,7 @@ MAKERS = dict(zip(KINDS, (attention, loss, norm, optimizer, gemm, experts.produc
 
 def time_one(work: Work, sizes: Sizes, gpu: hardware.Gpu | None) -> dict[str, Any]:
     """A row of the table; a kernel that fails is a row that says so."""
-    from jaxtrain.plan import calibrate
+    from jaxtrain.bench import microbenchmarks
 
     out: dict[str, Any] = {"kind": work.kind, "what": work.what, "flop": work.flop, "bytes": work.bytes}
     rounds = sizes.rounds
@@ -191,16 +191,16 @@ def time_one(work: Work, sizes: Sizes, gpu: hardware.Gpu | None) -> dict[str, An
         rounds = max(1, min(sizes.rounds, math.ceil(sizes.work / (work.flop * work.calls))))
     try:
         body, constants, state = work.prepare()
-        taken = calibrate.timed(
-            calibrate.looped(body, rounds),
+        taken = microbenchmarks.timed(
+            microbenchmarks.looped(body, rounds),
             constants,
             state,
-            sizes=calibrate.Sizes(warm_s=sizes.warm_s, repeats=sizes.repeats),
+            sizes=microbenchmarks.Sizes(warm_s=sizes.warm_s, repeats=sizes.repeats),
         )
     except Exception as error:  # compiler, driver or kernel: the others are still worth timing
         traceback.print_exc()
-        return out | {"verdict": FAILED, "why": words(error)}
-    r = calibrate.reading(work.kind, work.what, work.flop, taken, rounds * work.calls)
+        return out | {"verdict": FAILED, "why": error_line(error)}
+    r = microbenchmarks.reading(work.kind, work.what, work.flop, taken, rounds * work.calls)
     floor = None
     if gpu:
         floor = max(work.flop / (gpu.peak(work.dtype) * 1e12), work.bytes / (gpu.hbm_tb_s * 1e12))
@@ -221,7 +221,7 @@ def measure(ask: dict[str, Any]) -> dict[str, Any]:
     What is known is kept after each row.
     """
     began = time.monotonic()
-    (device,) = start(one_device(ask.get("cache")), 1)
+    (device,) = start_devices(one_device(ask.get("cache")), 1)
     sizes = Sizes() if device.platform == "gpu" else TINY
     gpu = hardware.lookup(device.device_kind) if device.platform == "gpu" else None
     rows: list[dict[str, Any]] = []
@@ -232,7 +232,7 @@ def measure(ask: dict[str, Any]) -> dict[str, Any]:
             rows.append({"kind": work.kind, "what": work.what, "verdict": "not timed", "why": "no time was left"})
         else:
             rows.append(time_one(work, sizes, gpu))
-        keep(ask, {"verdict": LATE, "device": device.device_kind, "rows": rows})
+        save_partial(ask, {"verdict": LATE, "device": device.device_kind, "rows": rows})
     return {"verdict": OK, "device": device.device_kind, "rows": rows}
 
 
@@ -252,16 +252,15 @@ def run(kinds: Sequence[str], folder: Folder, console: rich.console.Console) -> 
     try:
         for kind in kinds:
             with console.status(f"{kind} ..."):
-                answer = apart("kernels", {"kind": kind, "limit_s": None}, log=folder.log(kind))
+                answer = run_case("jaxtrain.bench.kernels:measure", {"kind": kind, "limit_s": None}, log=folder.log(kind))
             rows = answer.get("rows", [])
             if answer["verdict"] != OK:
                 rows.append({"kind": kind, "what": "", "verdict": answer["verdict"], "why": answer["why"]})
             found += rows
-            report.say(console, f"{kind}: {len(rows)} rows in {answer['seconds']:.0f} s", "dim")
+            report.print_line(console, f"{kind}: {len(rows)} rows in {answer['seconds']:.0f} s", "dim")
             folder.write("Kernels", report.markdown("Kernels", HEADINGS, map(row, found)), kernels=found)
     finally:
         if found:
-            report.show(console, "", HEADINGS, map(row, found), text=2)
-        if folder.results["about"]["platform"] == "cpu":
-            report.say(console, report.NO_MEASUREMENT, "dim")
+            report.print_table(console, HEADINGS, map(row, found), text=2)
+        folder.print_cpu_note(console)
     return 1 if any(r["verdict"] not in (OK, "not timed") for r in found) else 0

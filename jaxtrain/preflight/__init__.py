@@ -1,7 +1,6 @@
-"""Is this node fit to train? What was expected of it, what was seen, why it matters and how to put it right.
+"""Checks a node before a run: expected and actual state, why it matters, and how to fix it.
 
-`machine.py` is all that touches the node: commands, files, limits. What it answers can be written down (`--record`) and judged
-elsewhere (`--recorded`), so that broken nodes are inputs of tests. The checks read nothing but that. `measure.py` and
-`device_work.py` run GPUs and disks for some seconds, and `judge.py` says what to think of the figures. No jax here but in the
-processes that measure, and to meet the other nodes of a run.
+`node.py` reads the node, or a recording of it. `table.py` has the form of the checks. gpus.py, links.py, software.py, host.py
+and rates.py have the checks, and `inspection.py` runs them. `measure.py` measures GPUs and disks for some seconds. jax is
+imported only to measure, and to connect to the other processes of a run.
 """

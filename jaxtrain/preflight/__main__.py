@@ -1,198 +1,250 @@
-"""Is this node fit to train, and are the others of the run? What is wrong, why it matters, and how to put it right."""
+"""The command: checks this node, and with several processes the other nodes of the run."""
 
 import contextlib
 import json
 import os
 import sys
+import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import rich.console
-
 from jaxtrain import distributed, launch
-from jaxtrain.commands import spelled
-from jaxtrain.config import Problem
+from jaxtrain.command_line import PROCESS_OPTIONS, Command, Option, Parsed, run_command
+from jaxtrain.config import Problem, nearest
+from jaxtrain.distributed import Cluster
 from jaxtrain.launch import Loaded
 from jaxtrain.metrics import write_atomic
-from jaxtrain.preflight import deadline, live, names, report
-from jaxtrain.preflight.bounded import GRACE_S, Unmeasured, within
-from jaxtrain.preflight.check import Asked
-from jaxtrain.preflight.live import COMMAND_S, Live
-from jaxtrain.preflight.machine import Machine, Recorded, Recording, RecordingError
-from jaxtrain.preflight.together import Part, preflight
+from jaxtrain.preflight import inspection, report
+from jaxtrain.preflight.multi_node import Preflight
+from jaxtrain.preflight.node import (
+    ANSWER_S,
+    COMMAND_S,
+    LocalNode,
+    Node,
+    RecordedNode,
+    RecordingError,
+    Unanswered,
+    call_with_timeout,
+)
+from jaxtrain.preflight.report import NodeReport
+from jaxtrain.preflight.table import Context
 from jaxtrain.validate.places import writable
 
-LIMIT_S, MEET_S = 60, 300
 ALLOW = "JAXTRAIN_PREFLIGHT_ALLOW"
-INTERRUPTED = 130
+LATE_S = 10.0  # beyond the limit: every step has a limit of its own, and this one is for what was overlooked
+PACKAGE = Path(__file__).resolve().parents[1]
 
-HELP = """\
-Is this node fit to train, and are the others of the run? Takes a minute at most, and changes nothing.
-
-  python -m jaxtrain.preflight [--config=FILE[:variant]] [--config.KEY=VALUE ...] [--workdir=DIR] [options]
-
-  --config, --workdir ...  the run it is for: its places, its environment. Takes all that jaxtrain.main takes, of several
-                           processes too: every node is looked at, and all come to one verdict
-  --json[=FILE]            everything that was found, for programs; without FILE on the terminal, in place of the table
-  --allow=NAME,...         checks whose fault is only noted, as 'NUMA balancing' where the kernel is not yours; without it,
-                           those that the variable JAXTRAIN_PREFLIGHT_ALLOW names. The verdict says which were allowed
-  --no-measure             ask only: no GEMM, no collective, no file written
-  --limit={limit}               seconds for all of it; what does not fit is 'not measured'
-  --meet={meet}               seconds for the other processes to come, before that
-  --record=DIR             also keep what this node answered, to be judged elsewhere or sent in. No secrets: variables that
-                           change a run, and no others
-  --recorded=DIR           judge such a folder instead of this node
-  --help                   this text
-
-  python -m jaxtrain.preflight
-  python -m jaxtrain.preflight --config=configs/llama3_8b.py --workdir=runs/first
-  python -m jaxtrain.preflight --recorded=tests/recorded/faults/phb_link
-
-Exit codes: 0 fit, or there is no GPU; 3 a fault, on this node or another of the run; 75 a process of the run did not come, or
-was lost: try again; 2 the command or config is wrong.
-"""
-
-OPTIONS = {
-    **dict.fromkeys(("workdir", "replay", "record", "recorded", "allow"), ""),
-    "limit": str(LIMIT_S),
-    "meet": str(MEET_S),
-    **dict.fromkeys(distributed.FIELDS, ""),
-}
-SWITCHES = {"json": "-", "no-measure": "yes", "explain": "text"}
+COMMAND = Command(
+    "preflight",
+    "Check this node, and with several processes the other nodes of the run. It takes a minute at most, and changes nothing.",
+    options=(
+        Option("workdir", "the run's folder, as of jaxtrain.main", "DIR"),
+        Option("json", "print all findings as JSON in place of the table, or write them to FILE", "FILE", bare="-"),
+        Option(
+            "allow",
+            "checks whose fault is only a note, as 'NUMA balancing' if the kernel is not yours; default: those of the variable "
+            f"{ALLOW}. The verdict names them",
+            "NAME,...",
+        ),
+        Option("no-measure", "read only: no matmul, no collective, no file is written"),
+        Option(
+            "limit",
+            "seconds for everything, default 60; a check that does not fit is 'not measured'",
+            "S",
+            default="60",
+            least=1,
+        ),
+        Option("meet", "seconds for the other processes to connect, before that, default 300", "S", default="300", least=1),
+        Option(
+            "record",
+            "also save the node's answers, to be checked elsewhere. No secrets: only variables that change a run",
+            "DIR",
+        ),
+        Option("recorded", "check such a folder instead of this node", "DIR"),
+        *PROCESS_OPTIONS,
+        Option("replay", "accepted, as jaxtrain.main has it; without effect", "DIR"),
+        Option("explain", "accepted, as jaxtrain.main has it; without effect", "FORM", bare="text"),
+    ),
+    config=True,
+    examples=(
+        "",
+        "--config=configs/llama3_8b.py --workdir=runs/first",
+        "--recorded=tests/recorded/faults/phb_link",
+    ),
+    notes="Exit codes: 0 fit, or there is no GPU; 3 a fault, on this node or another of the run; 75 a process of the run did "
+    "not connect, or was lost: try again; 2 the command or config is wrong.",
+)
 
 
 def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
-    """Runs the command line and returns its exit code. own_process: this process is there for nothing else."""
+    """Run the command and return its exit code.
+
+    Args:
+        own_process: this process does nothing else, and may end from any thread.
+    """
     began = time.monotonic()
-    argv = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(argv):
-        print(spelled(HELP.format(limit=LIMIT_S, meet=MEET_S)), end="")
-        return 0
-    loaded = launch.load(argv, OPTIONS, SWITCHES)
-    alone = distributed.detect(loaded.options, os.environ)[0] is None
-    limits = ("limit",) if alone else ("limit", "meet")
-    limit = sum(float(loaded.options[name]) for name in limits if loaded.options[name].isdecimal())
-
-    def leave() -> None:
-        live.end_commands()
-        distributed.leave(report.CODES[report.FAULTY])
-
-    in_time = deadline.guarded(limit, leave)
-    with in_time if own_process else contextlib.nullcontext():
-        return answered(loaded, argv, began, own_process)
+    return run_command(COMMAND, argv, lambda parsed: run(parsed, began, own_process), check=check_options)
 
 
-def answered(loaded: Loaded, argv: Sequence[str], began: float, own_process: bool) -> int:
-    """Looks, tells, and returns the exit code."""
-    options = loaded.options
-    cluster, wrong = distributed.detect(options, os.environ)
-    if problems := [*loaded.problems, *wrong, *options_wrong(loaded)]:
-        return launch.report(problems)
-    limit = float(options["limit"])
-    try:
-        machine = machine_of(loaded, limit)
-        said, wrong = distributed.detect(options, machine.environ()) if options["recorded"] else (cluster, [])
-        if wrong:
-            return launch.report(wrong)
-        for_a_run = any(arg.startswith("--config") for arg in argv)
-        asked = Asked(loaded.run, places(loaded), said, for_a_run)
-        left_out = "--no-measure" if options["no-measure"] else "the recording has no figure" if options["recorded"] else ""
-        nodes = preflight(Part(machine, asked, cluster, began + limit, left_out, float(options["meet"])))
-    except KeyboardInterrupt:
-        print("\nCtrl-C: stopped.", file=sys.stderr)
-        return INTERRUPTED
-    except RecordingError as error:
-        return launch.report([Problem("--recorded", options["recorded"], str(error), "Name a folder that --record made.")])
-    finally:
-        live.end_commands()
-    report.allow(nodes, allowed(loaded)[1])
-    found = report.as_json(nodes, time.monotonic() - began)
-    if cluster is None or cluster.process_id == 0:
-        tell(nodes, found, options["json"])
+def run(parsed: Parsed, began: float, own_process: bool) -> int:
+    """Check the node and print the report. Returns the exit code."""
+    options = parsed.options
+    limit_s, connect_s = float(options["limit"]), float(options["meet"])
+    cluster, _ = distributed.detect(options, os.environ)
+    total_s = limit_s + (connect_s if cluster else 0.0) + LATE_S
+    with end_after(total_s) if own_process else contextlib.nullcontext():
+        try:
+            node = make_node(parsed)
+            of_run, problems = distributed.detect(options, node.environ) if options["recorded"] else (cluster, [])
+            if problems:
+                return launch.report(problems)
+            code = check_node(context_of(parsed, node, of_run), cluster, parsed, began, own_process)
+        except RecordingError as error:
+            return launch.report([Problem("--recorded", options["recorded"], str(error), "Name a folder that --record made.")])
     if cluster is not None and own_process:
-        distributed.leave(found["exit_code"])  # Python's own way out waits for the others
-    return found["exit_code"]
+        distributed.leave(code)  # Python's own exit waits for the others
+    return code
 
 
-def options_wrong(loaded: Loaded) -> list[Problem]:
-    """What is wrong with the command line itself."""
-    options, found = loaded.options, []
-    for name, usual in (("limit", LIMIT_S), ("meet", MEET_S)):
-        if not options[name].isdecimal() or int(options[name]) < 1:
-            rule = "must be a whole number of seconds, 1 or more"
-            found.append(Problem(f"--{name}", options[name], rule, f"For example --{name}={usual}."))
-    for name in ("record", "recorded", "json"):  # a variable of the shell that is empty, most often
-        if f"--{name}=" in loaded.launch.argv:
-            found.append(Problem(f"--{name}", "", "names nothing", f"Name a place, or leave --{name} out."))
-    found += names.unknown(*allowed(loaded))
-    if options["no-measure"] not in ("", "yes"):
-        found.append(Problem("--no-measure", options["no-measure"], "takes no value", "Write --no-measure."))
-    if options["record"] and options["recorded"]:
-        found.append(
-            Problem("--record", options["record"], "there is no node to record with --recorded", "Leave one of them out.")
-        )
-    if options["record"]:
-        found += may_write("--record", Path(options["record"]).expanduser())
-    if options["json"] not in ("", "-"):
-        file = Path(options["json"]).expanduser()
-        found += may_write("--json", file.parent) or may_write("--json", file, folder=False)
-    return found
+def check_node(context: Context, cluster: Cluster | None, parsed: Parsed, began: float, own_process: bool) -> int:
+    """Check a node with the processes of its run, and report. Returns the exit code."""
+    options, node = parsed.options, context.node
+    first = cluster is None or cluster.process_id == 0
 
+    def finish(reports: list[NodeReport]) -> int:
+        report.allow(reports, allowed(parsed)[1])
+        if first:
+            report_to(options["json"], reports, time.monotonic() - began)
+        elif report.is_incomplete(reports):  # process 0 may be the lost one
+            report.show(reports)
+        return report.exit_code(reports)
 
-def allowed(loaded: Loaded) -> tuple[str, list[str]]:
-    """Who names the checks whose faults are only noted, the option or the variable, and their names."""
-    given = loaded.options["allow"]
-    text = given or os.environ.get(ALLOW, "")
-    return "--allow" if given else ALLOW, [name.strip() for name in text.split(",") if name.strip()]
+    def end(reports: list[NodeReport]) -> None:
+        code = finish(reports)
+        node.close()
+        distributed.leave(code)
 
-
-def may_write(key: str, place: Path, folder: bool = True) -> list[Problem]:
-    """What is wrong with writing there; a file system that hangs is."""
-
-    def ask() -> list[Problem]:
-        if folder:
-            return writable(key, place)
-        return [Problem(key, str(place), "is a folder", "Name a file.")] if place.is_dir() else []
-
+    skip_reason = "--no-measure" if options["no-measure"] else "the recording has no figure" if options["recorded"] else ""
+    left_s = float(options["limit"]) - (time.monotonic() - began)
+    preflight = Preflight(context, cluster, left_s, float(options["meet"]), skip_reason, end if own_process else None)
     try:
-        return within(GRACE_S, str(place), ask)
-    except Unmeasured as error:
-        return [Problem(key, str(place), str(error), "Name another place.")]
+        reports = preflight.run()
+        code = finish(reports)
+        if options["record"] and isinstance(node, LocalNode):
+            own = next((each for each in reports if each.host == node.facts["hostname"]), reports[0])
+            node.save(folder_of(options["record"]), own.measured)
+        preflight.close("a process is lost" if report.is_incomplete(reports) else "")
+        return code
+    except BaseException as error:
+        preflight.close(str(error) or type(error).__name__)
+        raise
+    finally:
+        node.close()
 
 
-def machine_of(loaded: Loaded, limit_s: float) -> Machine:
-    """The node to look at. Raises RecordingError."""
-    options = loaded.options
-    if options["recorded"]:
-        return Recorded(Path(options["recorded"]).expanduser())
-    live = Live(places(loaded), min(COMMAND_S, limit_s / 2))
-    return Recording(live, Path(options["record"]).expanduser()) if options["record"] else live
-
-
-def places(loaded: Loaded) -> dict[str, str]:
-    """Where the run's state is: name -> folder or bucket, "" for none."""
-    run = loaded.run
-    workdir = Path(loaded.options["workdir"] or Path("runs") / loaded.launch.name)
-    return {
-        "data": run.paths.data,
-        "checkpoints": run.checkpoint.dir or str(workdir / "checkpoints"),
-        "cache": run.paths.cache,
-    }
-
-
-def tell(nodes: list[report.NodeReport], found: dict, where: str) -> None:
-    """The table to the terminal, or JSON to a file or in the table's place."""
-    if where == "-":
-        print(json.dumps(found, indent=1))
-        print(report.last_line(nodes), file=sys.stderr)
+def report_to(destination: str, reports: list[NodeReport], seconds: float) -> None:
+    """Print the table, or JSON if `destination` is "-". Write JSON to any other destination too."""
+    text = json.dumps(report.as_json(reports, seconds), indent=1)
+    if destination == "-":
+        print(text)
+        print(report.last_line(reports), file=sys.stderr)
         return
-    if where:
-        file = Path(where).expanduser()
+    if destination:
+        file = Path(destination).expanduser()
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, json.dumps(found, indent=1) + "\n")
-    console = rich.console.Console()
-    report.show(nodes, console if console.is_terminal else rich.console.Console(width=report.WIDTH))
+        write_atomic(file, text + "\n")
+    report.show(reports)
+
+
+@contextlib.contextmanager
+def end_after(limit_s: float) -> Iterator[None]:
+    """End this process with 3 if the block has not ended after `limit_s`, and print the function that it is in."""
+    waiting = threading.get_ident()
+
+    def end() -> None:
+        frames = traceback.extract_stack(sys._current_frames().get(waiting))
+        own = [frame for frame in frames if Path(frame.filename).is_relative_to(PACKAGE)]
+        where = f"{own[-1].name} ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else "no code of jaxtrain"
+        print(f"FAULT: preflight did not end within {limit_s:.0f} s; it was in {where}", file=sys.stderr)
+        distributed.leave(report.EXIT_CODES[report.FAULTY])
+
+    timer = threading.Timer(limit_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def make_node(parsed: Parsed) -> Node:
+    """Return the node to check. Raises RecordingError."""
+    if recorded := parsed.options["recorded"]:
+        return RecordedNode(folder_of(recorded))
+    return LocalNode(run_paths(parsed.config, parsed.options["workdir"]), min(COMMAND_S, float(parsed.options["limit"]) / 2))
+
+
+def context_of(parsed: Parsed, node: Node, cluster: Cluster | None) -> Context:
+    has_config = any(arg.startswith("--config") for arg in parsed.config.launch.argv)
+    return Context(node, parsed.config.run, run_paths(parsed.config, parsed.options["workdir"]), cluster, has_config)
+
+
+def run_paths(loaded: Loaded, workdir: str = "") -> dict[str, str]:
+    """Return name -> folder or bucket of the run's state, "" for none."""
+    run, folder = loaded.run, Path(workdir or Path("runs") / loaded.launch.name)
+    checkpoints = run.checkpoint.dir or str(folder / "checkpoints")
+    return {"data": run.paths.data, "checkpoints": checkpoints, "cache": run.paths.cache}
+
+
+def folder_of(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+# ---- the command line
+
+
+def check_options(parsed: Parsed) -> list[Problem]:
+    """Return the problems that command_line does not find."""
+    options = parsed.options
+    _, problems = distributed.detect(options, os.environ)
+    problems += unknown_checks(*allowed(parsed))
+    if options["record"] and options["recorded"]:
+        problems.append(Problem("--record", options["record"], "does not apply to --recorded", "Leave one of them out."))
+    if options["record"]:
+        problems += unwritable("--record", folder_of(options["record"]))
+    if options["json"] not in ("", "-"):
+        file = folder_of(options["json"])
+        problems += unwritable("--json", file.parent)
+        if not problems and file.is_dir():
+            problems.append(Problem("--json", str(file), "is a folder", "Name a file."))
+    return problems
+
+
+def allowed(parsed: Parsed) -> tuple[str, list[str]]:
+    """Return the option or variable that names checks whose fault is only a note, and the names."""
+    given = parsed.options["allow"]
+    names = (given or os.environ.get(ALLOW, "")).split(",")
+    return "--allow" if given else ALLOW, [name.strip() for name in names if name.strip()]
+
+
+def unknown_checks(key: str, names: Sequence[str]) -> list[Problem]:
+    """Return a problem for each name that no check has."""
+    spelled = {name.lower(): name for name in inspection.CHECKS}
+    rule = "no check whose fault could be allowed is called that"
+    unknown = [(name, spelled.get(name.lower())) for name in names if name not in inspection.CHECKS]
+    return [
+        Problem(key, n, rule, f"Did you mean {near}?" if near else nearest(n, sorted(inspection.CHECKS))) for n, near in unknown
+    ]
+
+
+def unwritable(key: str, folder: Path) -> list[Problem]:
+    """Return why a folder cannot be written to; its file system may hang."""
+    try:
+        return call_with_timeout(ANSWER_S, str(folder), lambda: writable(key, folder))
+    except Unanswered as error:
+        return [Problem(key, str(folder), str(error), "Name another folder.")]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The report: a table, a line for each note, the faults with their reasons and remedies, the verdict; and the same as JSON."""
+"""The report: a table, a line for each note, the faults with reasons and fixes, and the verdict; and the same as JSON."""
 
 import dataclasses
 import datetime
@@ -11,58 +11,66 @@ import rich.console
 import rich.table
 from rich.text import Text
 
-from jaxtrain.preflight.check import FAULT, MISSING, NOTE, OK, UNKNOWN, Check
+from jaxtrain.preflight.table import FAULT, MISSING, NOTE, OK, UNKNOWN, Finding
 
 FORMAT = 1
-SHORT = 120  # characters of a fault in the verdict line
-WIDTH = 150  # where the output is not a terminal
-FIT, FAULTY, NO_GPUS, NOT_MET = "fit", "fault", "no GPUs", "not met"
-CODES = {FIT: 0, NO_GPUS: 0, FAULTY: 3, NOT_MET: 75}
-ALLOWED = "allowed: "  # before what was seen, where a fault is only noted
+MAX_CHARACTERS = 120  # of a fault in the verdict line
+WIDTH = 150  # if the output is no terminal
+FIT, FAULTY, NO_GPUS, NOT_CONNECTED = "fit", "fault", "no GPUs", "not met"
+EXIT_CODES = {FIT: 0, NO_GPUS: 0, FAULTY: 3, NOT_CONNECTED: 75}
+ALLOWED = "allowed: "  # before the text of a fault that --allow makes a note
 STYLES = {OK: "green", NOTE: "yellow", FAULT: "bold red", UNKNOWN: "dim", MISSING: "bold red"}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class NodeReport:
-    """What was found on one node. `gpus`: as `8 x NVIDIA H200`, "" for none; `absent`: why there are none."""
+    """The findings on one node."""
 
     host: str
-    gpus: str
-    absent: str
-    checks: list[Check]
+    gpus: str  # as `8 x NVIDIA H200`, "" for none
+    absent: str  # why there are none
+    findings: list[Finding]
     measured: dict[str, Any]
 
 
 def verdict(nodes: Sequence[NodeReport]) -> str:
-    if any(check.state == FAULT for node in nodes for check in node.checks):
+    if any(finding.state == FAULT for node in nodes for finding in node.findings):
         return FAULTY
-    if any(check.state == MISSING for node in nodes for check in node.checks):
-        return NOT_MET
+    if is_incomplete(nodes):
+        return NOT_CONNECTED
     return FIT if any(node.gpus for node in nodes) else NO_GPUS
 
 
+def exit_code(nodes: Sequence[NodeReport]) -> int:
+    return EXIT_CODES[verdict(nodes)]
+
+
+def is_incomplete(nodes: Sequence[NodeReport]) -> bool:
+    """Return whether a process did not connect, or was lost: the other nodes are not in the report."""
+    return any(finding.state == MISSING for node in nodes for finding in node.findings)
+
+
 def allow(nodes: Sequence[NodeReport], names: Sequence[str]) -> None:
-    """Makes notes of the faults that these checks found: who owns a pod cannot change the kernel of its node."""
+    """Change the faults of these checks to notes: the owner of a pod cannot change the kernel of its node."""
     for node in nodes:
-        node.checks[:] = [
-            dataclasses.replace(c, state=NOTE, seen=f"{ALLOWED}{c.seen}") if c.state == FAULT and c.name in names else c
-            for c in node.checks
+        node.findings = [
+            dataclasses.replace(f, state=NOTE, seen=f"{ALLOWED}{f.seen}") if f.state == FAULT and f.name in names else f
+            for f in node.findings
         ]
 
 
 def as_json(nodes: Sequence[NodeReport], seconds: float) -> dict[str, Any]:
-    found = verdict(nodes)
     return {
         "format": FORMAT,
-        "verdict": found,
-        "exit_code": CODES[found],
+        "verdict": verdict(nodes),
+        "exit_code": exit_code(nodes),
         "seconds": round(seconds, 2),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "nodes": [
             {
                 "host": node.host,
                 "gpus": node.gpus,
-                "checks": [dataclasses.asdict(check) | {"node": check.node or node.host} for check in node.checks],
+                "checks": [dataclasses.asdict(f) | {"node": f.node or node.host} for f in node.findings],
                 "measured": node.measured,
             }
             for node in nodes
@@ -70,68 +78,69 @@ def as_json(nodes: Sequence[NodeReport], seconds: float) -> dict[str, Any]:
     }
 
 
+def shortened(text: str) -> str:
+    return textwrap.shorten(text, MAX_CHARACTERS, placeholder=" ...")
+
+
 def last_line(nodes: Sequence[NodeReport]) -> str:
-    """The verdict, for people and for logs."""
-    checks = [check for node in nodes for check in node.checks]
-    found, states = verdict(nodes), Counter(check.state for check in checks)
-    allowed = ", ".join(dict.fromkeys(check.name for check in checks if check.seen.startswith(ALLOWED)))
-    with_allowed = f", allowed: {allowed}" if allowed else ""
-    if found == FAULTY:
-        faults = []
-        for node in nodes:
-            for check in (each for each in node.checks if each.state == FAULT):
-                on = f" on {check.node or node.host}" if len(nodes) > 1 else ""
-                faults.append(f"{check.name}{on} ({textwrap.shorten(check.seen, SHORT, placeholder=' ...')})")
+    """Return the verdict in one line."""
+    found = [(node, finding) for node in nodes for finding in node.findings]
+    states = Counter(finding.state for _, finding in found)
+    allowed = ", ".join(dict.fromkeys(finding.name for _, finding in found if finding.seen.startswith(ALLOWED)))
+    allowed = f", allowed: {allowed}" if allowed else ""
+    result = verdict(nodes)
+    if result == FAULTY:
+        faults = [
+            f"{f.name}{f' on {f.node or node.host}' if len(nodes) > 1 else ''} ({shortened(f.seen)})"
+            for node, f in found
+            if f.state == FAULT
+        ]
         more = f", and {len(faults) - 3} more" if len(faults) > 3 else ""
-        return f"FAULT: {', '.join(faults[:3])}{more}{with_allowed}: see above"
-    if found == NOT_MET:
-        seen = next(textwrap.shorten(check.seen, SHORT, placeholder=" ...") for check in checks if check.state == MISSING)
-        return f"not met: {seen}; this node has no fault that would stop it"
-    counted = f"{len(checks)} checks"
-    others = [
-        f"{states[state]} {words}" for state, words in ((NOTE, "worth a look"), (UNKNOWN, "not measured")) if states[state]
-    ]
-    counted += f" ({', '.join(others)})" if others else ""
-    if found == NO_GPUS:
-        return f"no GPUs: {nodes[0].absent}; checks of GPUs left out. {counted}"
+        return f"FAULT: {', '.join(faults[:3])}{more}{allowed}: see above"
+    if result == NOT_CONNECTED:
+        seen = next(f.seen for _, f in found if f.state == MISSING)
+        return f"not met: {shortened(seen)}; this node has no fault that would stop it"
+    others = [f"{states[state]} {text}" for state, text in ((NOTE, "worth a look"), (UNKNOWN, "not measured")) if states[state]]
+    count = f"{len(found)} checks" + (f" ({', '.join(others)})" if others else "")
+    if result == NO_GPUS:
+        return f"no GPUs: {nodes[0].absent}; checks of GPUs left out. {count}"
     kinds = Counter(node.gpus for node in nodes if node.gpus)
-    machines = ", ".join(f"{n} nodes of {gpus}" if n > 1 else gpus for gpus, n in kinds.items())
-    return f"fit{with_allowed}: {machines}, {counted}"
+    return f"fit{allowed}: {', '.join(f'{n} nodes of {gpus}' if n > 1 else gpus for gpus, n in kinds.items())}, {count}"
 
 
-def rows(nodes: Sequence[NodeReport]) -> list[tuple[str, Check]]:
-    """(where, check) of the table's lines: a check that came out alike on all nodes is one line."""
-    out: list[tuple[str, Check]] = []
-    names = list(dict.fromkeys(check.name for node in nodes for check in node.checks))
-    for name in names:
-        groups: dict[Check, list[str]] = {}
-        for node in nodes:
-            for check in node.checks:
-                if check.name == name:
-                    groups.setdefault(dataclasses.replace(check, node=""), []).append(check.node or node.host)
-        for check, hosts in groups.items():
-            out.append(("all" if len(hosts) == len(nodes) else ", ".join(hosts), check))
-    return out
+def lines(nodes: Sequence[NodeReport]) -> list[tuple[str, Finding]]:
+    """Return (nodes, finding) of the table's lines: equal findings on several nodes are one line."""
+    by_name: dict[str, dict[Finding, list[str]]] = {}
+    for node in nodes:
+        for finding in node.findings:
+            groups = by_name.setdefault(finding.name, {})
+            groups.setdefault(dataclasses.replace(finding, node=""), []).append(finding.node or node.host)
+    return [
+        ("all" if len(hosts) == len(nodes) else ", ".join(hosts), finding)
+        for groups in by_name.values()
+        for finding, hosts in groups.items()
+    ]
 
 
-def show(nodes: Sequence[NodeReport], console: rich.console.Console) -> None:
-    """Prints everything, the verdict last."""
-    hosts = [node.host for node in nodes]
-    title = f"{hosts[0]}: {nodes[0].gpus or 'no GPU'}" if len(nodes) == 1 else f"{len(nodes)} nodes: {', '.join(hosts)}"
+def show(nodes: Sequence[NodeReport]) -> None:
+    """Print the report, the verdict last."""
+    console = rich.console.Console()
+    console = console if console.is_terminal else rich.console.Console(width=WIDTH)
+    several, hosts = len(nodes) > 1, [node.host for node in nodes]
+    title = f"{len(nodes)} nodes: {', '.join(hosts)}" if several else f"{hosts[0]}: {nodes[0].gpus or 'no GPU'}"
     table = rich.table.Table(title=title, title_justify="left")
-    for heading in ("check", *(["node"] if len(nodes) > 1 else []), "state", "expected", "seen"):
+    for heading in ("check", *(["node"] * several), "state", "expected", "seen"):
         table.add_column(heading, overflow="fold", ratio=2 if heading in ("expected", "seen") else None)
-    lines = rows(nodes)
-    for where, check in lines:
-        cells = [check.name, *([where] if len(nodes) > 1 else []), check.state, check.expected, check.seen]
-        table.add_row(*(Text(cell, style=STYLES[check.state] if cell == check.state else "") for cell in cells))
+    found = lines(nodes)
+    for where, f in found:
+        table.add_row(f.name, *([where] * several), Text(f.state, style=STYLES[f.state]), Text(f.expected), Text(f.seen))
     console.print(table)
-    named = [(f"{check.name}{f' on {where}' if len(nodes) > 1 else ''}: {check.seen}", check) for where, check in lines]
-    for text, check in named:
-        if check.state == NOTE:
-            console.print(Text(f"{text}; {check.fix}" if check.fix else text), soft_wrap=True)
-    for text, check in named:
-        if check.state in (FAULT, MISSING):
+    texts = [(f"{f.name}{f' on {where}' if several else ''}: {f.seen}", f) for where, f in found]
+    for text, f in texts:
+        if f.state == NOTE:
+            console.print(Text(f"{text}; {f.fix}" if f.fix else text), soft_wrap=True)
+    for text, f in texts:
+        if f.state in (FAULT, MISSING):
             console.print(Text(f"\n{text}", style="bold"))
-            console.print(Text(f"  expected: {check.expected}\n  why: {check.why}\n  fix: {check.fix}"))
-    console.print(Text(last_line(nodes), style=STYLES[FAULT if verdict(nodes) in (FAULTY, NOT_MET) else OK]), soft_wrap=True)
+            console.print(Text(f"  expected: {f.expected}\n  why: {f.why}\n  fix: {f.fix}"))
+    console.print(Text(last_line(nodes), style=STYLES[FAULT if exit_code(nodes) else OK]), soft_wrap=True)

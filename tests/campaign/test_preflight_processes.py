@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from nodes import RECORDED, a_plain_environment, faults  # noqa: F401
 
-from jaxtrain.preflight import measure
+from jaxtrain.preflight import measure, rates
 
 REPO = Path(__file__).resolve().parents[2]
 MIB = 2**20
@@ -22,16 +22,16 @@ def test_what_was_overlooked_ends_too(tmp_path):
     """A process of its own says where it hangs, and leaves with 3."""
     script = f"""
 import sys, time
-from jaxtrain.preflight import __main__ as command, deadline
-deadline.LATE_S = 0.5
-command.machine_of = lambda *_: time.sleep(60)
+from jaxtrain.preflight import __main__ as command
+command.LATE_S = 0.5
+command.make_node = lambda _: time.sleep(60)
 sys.exit(command.main(["--limit=1", "--workdir={tmp_path}"], own_process=True))
 """
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(REPO)}
     )
     assert done.returncode == 3
-    assert "FAULT: preflight was not over after 2 s; it was in answered (__main__.py, line " in done.stderr
+    assert "FAULT: preflight did not end within 2 s; it was in run (__main__.py, line " in done.stderr
 
 
 # ---- Several nodes
@@ -97,16 +97,62 @@ def test_a_node_is_judged_without_the_other_process():
     assert code == 3 and [c["name"] for c in faults(found)] == ["topology"], "an unfit node is reported in any case"
 
 
+def start_two(script: str, second: str) -> list[subprocess.Popen[str]]:
+    """Start two processes on recorded nodes, each of which runs `script` before the command."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    whole = f"""
+import sys, time
+from jaxtrain.preflight import __main__ as command, multi_node
+{script}
+sys.exit(command.main(sys.argv[1:], own_process=True))
+"""
+    common = [sys.executable, "-c", whole, f"--coordinator={address}", "--num-processes=2", "--limit=20"]
+    environ = os.environ | {"PYTHONPATH": str(REPO)}
+    return [
+        subprocess.Popen(
+            [*common, f"--process-id={i}", f"--recorded={RECORDED / 'two_nodes' / name}"],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ,
+        )
+        for i, name in enumerate(("a", second))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("second", "code", "verdict"), [("b", 75, "not met: process 0"), ("b_phb_link", 3, "FAULT: topology")])
+def test_a_process_reports_its_node_if_process_0_is_killed(second, code, verdict):
+    """JAX ends a process 6 s after it has lost process 0, whatever the process does."""
+    hang = "multi_node.Preflight._measure = lambda _: print('measuring', flush=True) or time.sleep(1000)"
+    both = start_two(hang, second)
+    for process in both:
+        assert process.stdout and any(line == "measuring\n" for line in process.stdout)
+    both[0].kill()
+    said, _ = both[1].communicate(timeout=100)
+    both[0].wait()
+    assert both[1].returncode == code and said.rstrip().splitlines()[-1].startswith(verdict), said
+    assert "node-b: 8 x NVIDIA H200" in said
+
+
+def test_a_process_that_does_not_leave_delays_no_other():
+    """Process 1 has the verdict and hangs; process 0 waits for it until --limit and not for minutes."""
+    stuck = "if '--process-id=1' in sys.argv: multi_node.Preflight.close = lambda *_: time.sleep(1000)"
+    both = start_two(stuck, "b")
+    said, _ = both[0].communicate(timeout=100)
+    both[1].kill()
+    both[1].communicate()
+    assert both[0].returncode == 0 and said.rstrip().splitlines()[-1].startswith("fit: 2 nodes"), said
+
+
 # ---- The process that measures
 
 
 def test_everything_is_measured_in_another_process(tmp_path):
     found = measure.measure({"data": tmp_path, "scratch": tmp_path / "not" / "there"}, 120, on_cpu=True, disk_bytes=4 * MIB)
-    for name in measure.GPU_LISTS:
+    for name in rates.GPU_RATES:
         assert len(found[name]) == 8 and all(value > 0 for value in found[name]), found
-    assert all(found[name] > 0 for name in measure.BUS)
-    assert [found[name] for name in measure.INTER_NODE] == [None, None]
-    assert found["left_out"] == dict.fromkeys(measure.INTER_NODE, "there is one node")
+    assert all(found[name] > 0 for name in rates.BUS_RATES)
+    assert [found[name] for name in rates.INTER_NODE_RATES] == [None, None]
+    assert found["left_out"] == dict.fromkeys(rates.INTER_NODE_RATES, "there is one node")
     assert found["disk"]["data"] is found["disk"]["scratch"] and found["disk"]["data"]["write_gb_s"] > 0
     assert found["gpus"] == list(range(8)) and found["under_load"] == [] and found["failed"] == {}
     assert list(tmp_path.iterdir()) == []
@@ -133,23 +179,23 @@ print(json.dumps(measure({}, 120, sys.argv[1:], on_cpu=True)))
     ]
     found = [json.loads(process.communicate(timeout=150)[0].splitlines()[-1]) for process in both]
     for one in found:  # one machine is one node
-        assert len(one["gemm_tflops"]) == 2 and set(one["left_out"]) == set(measure.INTER_NODE), found
-        assert all(one[name] > 0 for name in measure.BUS)
+        assert len(one["gemm_tflops"]) == 2 and set(one["left_out"]) == set(rates.INTER_NODE_RATES), found
+        assert all(one[name] > 0 for name in rates.BUS_RATES)
 
 
 def child(monkeypatch, tmp_path: Path, code: str) -> None:
-    """Instead of measuring, the process runs `code`, with `answer` at hand."""
+    """Instead of measuring, the process runs `code`, with the file `results`."""
     (tmp_path / "instead.py").write_text(
-        "import sys, json, os, time\nanswer = open(sys.argv[1].removeprefix('--answer='), 'w')\n" + code
+        "import sys, json, os, time\nresults = open(sys.argv[1].removeprefix('--results='), 'w')\n" + code
     )
     monkeypatch.setattr(measure, "PROGRAM", "instead")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
 HALF = """
-json.dump({"doing": "all-reduce over the node's 8 GPUs", "done": False, "measured": {"gemm_tflops": [7.0]},
-           "left_out": {}}, answer)
-answer.close()
+json.dump({"current": "all-reduce over the node's 8 GPUs", "done": False, "measured": {"gemm_tflops": [7.0]},
+           "left_out": {}}, results)
+results.close()
 """
 
 
@@ -195,8 +241,8 @@ import sys, time
 from jaxtrain import hardware
 from jaxtrain.preflight import measure
 import os
-with measure.DeviceWork(hardware.probe(), 100.0, ["--coordinator=127.0.0.1:1", "--num-processes=2", "--process-id=1"]) as work:
-    while not work._answer.exists():
+with measure.Child(hardware.probe(), 100.0, ["--coordinator=127.0.0.1:1", "--num-processes=2", "--process-id=1"]) as work:
+    while not work._results.exists():
         time.sleep(0.05)
     print(work._process.pid, flush=True)
     time.sleep(100)
@@ -224,9 +270,9 @@ def test_nothing_is_left_of_a_process_that_is_killed(tmp_path):
     script = f"""
 import os, time
 from pathlib import Path
-from jaxtrain.preflight import disk_rates
+from jaxtrain.bench import microbenchmarks
 os.fsync = lambda _: print("written", flush=True) or time.sleep(100)
-disk_rates.rates(Path({str(tmp_path)!r}), 90.0, {4 * MIB})
+microbenchmarks.disk(Path({str(tmp_path)!r}), 90.0, {4 * MIB})
 """
     process = subprocess.Popen([sys.executable, "-c", script], cwd=REPO, stdout=subprocess.PIPE, text=True)
     assert process.stdout and process.stdout.readline() == "written\n"

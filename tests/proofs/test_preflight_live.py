@@ -10,10 +10,9 @@ from pathlib import Path
 from nodes import H200, a_plain_environment, faults  # noqa: F401
 
 from jaxtrain.preflight import __main__ as command
-from jaxtrain.preflight import inspection, live, smi
-from jaxtrain.preflight.check import FAULT, OK
-from jaxtrain.preflight.live import Live
-from jaxtrain.preflight.machine import ABSENT, TIMED_OUT, Answer, file_name
+from jaxtrain.preflight import inspection, node, nvidia_smi
+from jaxtrain.preflight.node import ABSENT, TIMED_OUT, Answer, LocalNode, file_name
+from jaxtrain.preflight.table import FAULT, OK
 
 
 def fake_smi(tmp_path: Path, body: str) -> str:
@@ -32,7 +31,7 @@ def test_a_command_that_hangs_is_given_up(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", fake_smi(tmp_path, "sleep 1000 & sleep 1000"))
     code = command.main(["--limit=2", "--json", f"--workdir={tmp_path}"])  # a command has half of it
     (fault,) = [c for c in faults(json.loads(capsys.readouterr().out)) if c["name"] == "nvidia-smi"]
-    assert code == 3 and fault["seen"] == f"no answer in time to any of {len(smi.COMMANDS)} questions"
+    assert code == 3 and fault["seen"] == f"no answer in time to any of {len(nvidia_smi.COMMANDS)} commands"
 
 
 def test_no_command_is_left_behind(tmp_path, monkeypatch, capsys):
@@ -64,11 +63,11 @@ def test_commands_run_at_the_same_time_and_say_why_they_failed(tmp_path, monkeyp
     monkeypatch.setenv(
         "PATH", fake_smi(tmp_path, f"touch {begun}/$$; until {all_begun}; do sleep 0.05; done; echo so it is; exit 9")
     )
-    machine = Live({}, command_s=300.0)
-    machine.ask(inspection.COMMANDS)
-    answers = [machine.run(each) for each in inspection.COMMANDS]
-    assert {(a.code, a.why) for a in answers} == {(9, "so it is")}
-    assert machine.run("no-such-command-here").code == ABSENT and not Answer(TIMED_OUT).told
+    local = LocalNode({}, command_s=300.0)
+    local.start(inspection.COMMANDS)
+    answers = [local.run(each) for each in inspection.COMMANDS]
+    assert {(a.code, a.error) for a in answers} == {(9, "so it is")}
+    assert local.run("no-such-command-here").code == ABSENT and not Answer(TIMED_OUT).succeeded
 
 
 def test_what_is_recorded_is_judged_alike(tmp_path, monkeypatch, capsys):
@@ -97,7 +96,7 @@ def test_what_is_recorded_is_judged_alike(tmp_path, monkeypatch, capsys):
 
 
 SAY = (
-    "import pathlib, sys; from jaxtrain.preflight.machine import file_name; "
+    "import pathlib, sys; from jaxtrain.preflight.node import file_name; "
     "p = pathlib.Path(sys.argv[1]) / file_name(' '.join(sys.argv[2:])); "
     "t = p.read_text() if p.exists() else sys.exit(2); sys.stdout.write(t.split(chr(10), 2)[2])"
 ).replace('"', '\\"')
@@ -111,6 +110,6 @@ def test_this_machine(tmp_path, capsys):
     assert code == found["exit_code"] and found["verdict"] in ("fit", "fault", "no GPUs") and said.rstrip()
     assert set(found) == {"format", "verdict", "exit_code", "seconds", "time", "nodes"}
     assert {"name", "state", "expected", "seen", "why", "fix", "node"} == set(found["nodes"][0]["checks"][0])
-    disks = Live({"checkpoints": str(tmp_path / "not" / "there"), "bucket": "gs://b/x"}).disks()
+    disks = LocalNode({"checkpoints": str(tmp_path / "not" / "there"), "bucket": "gs://b/x"}).disks
     assert disks["checkpoints"].total_gib > 0 and disks["checkpoints"].kind != "unknown" and "bucket" not in disks
-    assert live.clock_synchronised() in (True, False, None)
+    assert node.clock_synchronised() in (True, False, None)

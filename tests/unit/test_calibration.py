@@ -10,10 +10,10 @@ import pytest
 import rich.console
 
 from jaxtrain import launch
+from jaxtrain.bench import microbenchmarks as micro
+from jaxtrain.bench.microbenchmarks import COLLECTIVES, CURVE, TINY, Reading, Sizes, timed
 from jaxtrain.plan import calibrate, rates, topology
-from jaxtrain.plan import readings as made
-from jaxtrain.plan.calibrate import TINY, Sizes, timed
-from jaxtrain.plan.readings import COLLECTIVES, CURVE, CalibrationError, Reading, rate, to_rates
+from jaxtrain.plan.calibrate import CalibrationError, rate, to_rates
 from jaxtrain.train import compiler
 from jaxtrain.train.program import build
 
@@ -42,8 +42,9 @@ LINKS = [
 @pytest.fixture
 def untimed(monkeypatch):
     """Nothing is run: every call takes a second."""
-    monkeypatch.setattr(calibrate, "timed", lambda run, *args, sizes: [1.0])
-    monkeypatch.setattr(calibrate, "normal", lambda seed, shape, dtype=jnp.bfloat16: jnp.zeros(shape, dtype))
+    monkeypatch.setattr(micro, "timed", lambda run, *args, sizes: [1.0])
+    monkeypatch.setattr(micro, "timed_by_device", lambda run, *args, devices, sizes: [[1.0]] * len(devices))
+    monkeypatch.setattr(micro, "normal", lambda seed, shape, dtype=jnp.bfloat16: jnp.zeros(shape, dtype))
 
 
 def test_one_device_has_no_links(untimed):
@@ -54,7 +55,7 @@ def test_one_device_has_no_links(untimed):
 def test_times_are_of_warm_calls(monkeypatch):
     """One call compiles; as many as fill warm_s warm up the device; the others are timed. Each takes a second here."""
     now = [0.0]
-    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(micro.time, "perf_counter", lambda: now[0])
 
     def run(x):
         now[0] += 1.0
@@ -82,7 +83,7 @@ def test_gemms_are_compiled_as_in_training():
     run = launch.load(["--config=configs/llama3_1b.py", "--config.model.num_layers=1"]).run
     program = build(run, topology.devices(topology.parse("h200:8")))
     training = compiler.choose(program, compiler.card(139.8)).options
-    assert {k: training[k] for k in calibrate.OPTIONS} == calibrate.OPTIONS
+    assert {k: training[k] for k in micro.OPTIONS} == micro.OPTIONS
 
 
 def test_one_gpu_keeps_the_data_sheets_links():
@@ -126,8 +127,8 @@ def test_a_reading_that_fails_loses_its_own_rate_only(untimed, monkeypatch):
     def broken(*_):
         raise RuntimeError("no such luck\nand much more")
 
-    monkeypatch.setattr(calibrate, "fp8_gemm", broken)
-    monkeypatch.setattr(calibrate, "attention_pair", broken)
+    monkeypatch.setattr(micro, "fp8_gemm", broken)
+    monkeypatch.setattr(micro, "attention_pair", broken)
     found = calibrate.measure(jax.devices()[:1], TINY)
     failed = [r for r in found if r.failed]
     assert {r.kind for r in failed} == {
@@ -144,7 +145,7 @@ def test_a_reading_that_fails_loses_its_own_rate_only(untimed, monkeypatch):
     with pytest.raises(CalibrationError, match="nothing could be measured"):
         to_rates(failed, H200, "NVIDIA H200", TODAY)
     console = rich.console.Console(width=160, file=io.StringIO(), record=True)
-    console.print(made.table(failed, H200, ""))
+    console.print(calibrate.table(failed, H200, ""))
     assert "no such luck" in console.export_text()
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -11,25 +10,10 @@ from nodes import H200, RECORDED, a_plain_environment, answer, check_of, copied,
 
 from jaxtrain import distributed, launch
 from jaxtrain.preflight import __main__ as command
-from jaxtrain.preflight import (
-    boards,
-    bounded,
-    check,
-    inspection,
-    judge,
-    live,
-    names,
-    pace,
-    places,
-    report,
-    smi,
-    together,
-    variables,
-    versions,
-)
-from jaxtrain.preflight.check import FAULT, NOTE, OK, UNKNOWN, Asked, Check, grouped
-from jaxtrain.preflight.live import Live
-from jaxtrain.preflight.machine import Disk, Recorded, Recording, RecordingError
+from jaxtrain.preflight import gpus, host, inspection, multi_node, node, nvidia_smi, rates, report, software, thresholds
+from jaxtrain.preflight.multi_node import Preflight
+from jaxtrain.preflight.node import Disk, LocalNode, RecordedNode, RecordingError, Unanswered, call_with_timeout
+from jaxtrain.preflight.table import FAULT, NOTE, OK, UNKNOWN, Context, Finding, Table, grouped
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -49,7 +33,7 @@ FAULTS = {
     "throttling": ("throttling", "GPU1: hw_slowdown+hw_thermal", "fans"),
     "memory_in_use": ("memory in use", "GPU0: 40.3 GiB, by python (pid 20417)", "End those processes"),
     "mig": ("MIG", "GPU7: Enabled", "-mig 0"),
-    "narrow_pcie": ("PCIe", "GPU3: x8 of x16", "seated anew"),
+    "narrow_pcie": ("PCIe", "GPU3: x8 of x16", "reseated"),
     "nvlink_down": ("NVLink", "GPU6 17 of 18 (link 11 down)", "nvidia-smi nvlink -s"),
     "nvlink_recoveries": ("NVLink errors", "GPU4 link 7: Recovery 12", "nvidia-smi nvlink -e"),
     "fabric_manager": ("fabric", "In Progress", "systemctl restart nvidia-fabricmanager"),
@@ -125,7 +109,7 @@ def test_what_a_board_should_have_comes_from_the_board(capsys):
 def test_the_table_for_people(capsys):
     assert command.main([f"--recorded={RECORDED / 'faults' / 'power_cap'}"]) == 3
     said = capsys.readouterr().out
-    assert "power limit" in said and "why: GEMMs" in said and "fix: sudo nvidia-smi -i N -pl" in said
+    assert "power limit" in said and "why: Matmuls" in said and "fix: sudo nvidia-smi -i N -pl" in said
     assert said.rstrip().endswith("FAULT: power limit (GPU0 to GPU7: 500 W of 700): see above")
 
 
@@ -175,11 +159,11 @@ def test_two_faults_are_two(tmp_path, capsys):
         (gpu_table(persistence_mode="Disabled"), "persistence", NOTE, "off on GPU0"),
         (gpu_table(compute_mode="Prohibited"), "compute mode", FAULT, "GPU0 to GPU7: Prohibited"),
         (gpu_table(pcie__link__gen__current="1"), "PCIe", NOTE, "gen 1 of 5"),
-        (gpu_table(ecc__errors__uncorrected__volatile__total="[N/A]"), "ECC", UNKNOWN, "do not tell"),
+        (gpu_table(ecc__errors__uncorrected__volatile__total="[N/A]"), "ECC", UNKNOWN, "not reported"),
         (gpu_table(clocks__max__sm="1755"), "clocks", FAULT, "offers 1755 MHz of 1980"),
-        (gpu_table(name="NVIDIA H200 Mystery"), "topology", OK, "28 pairs NV18; what this board should have is not known"),
+        (gpu_table(name="NVIDIA H200 Mystery"), "topology", OK, "28 pairs NV18; the topology of this board is not known"),
         (gpu_table(name="NVIDIA H200 Mystery", power__limit="500.00"), "power limit", FAULT, "500 W of 700"),
-        (gpu_table(name="NVIDIA H200 Mystery"), "all-reduce", OK, "what this board reaches is not known"),
+        (gpu_table(name="NVIDIA H200 Mystery"), "all-reduce", OK, "the bandwidth of this board is not known"),
         (answer("dmesg", "", "1") | {}, "Xid", UNKNOWN, "dmesg"),
         (
             answer("dmesg", "[1.0] NVRM: Xid (PCI:0000:9a:00): 79, pid=1, GPU has fallen off the bus.\n"),
@@ -189,16 +173,21 @@ def test_two_faults_are_two(tmp_path, capsys):
         ),
         (answer("dmesg", "[294622.0] NVRM: Xid (PCI:0000:9a:00): 79, gone\n"), "Xid", NOTE, "before a reset: 79"),  # 2 hours
         (answer("dmesg", "[301000.0] NVRM: Xid (PCI:0000:9a:00): 31, pid=1, name=python, MMU Fault\n"), "Xid", OK, "none"),
-        (answer(smi.THROTTLE, "index, x\n0, 0x0000000000000004\n"), "throttling", NOTE, "GPU0"),
-        (answer(smi.REMAPPED, "h\nGPU-1, 0, 1, 0, 0\n"), "row remap", OK, "done after an uncorrected error on GPU-1"),
-        (answer(smi.REMAPPED, "h\nGPU-1, 0, 1, Yes, No\n"), "row remap", FAULT, "pending on GPU-1"),
+        (answer(nvidia_smi.REASONS.command, "index, x\n0, 0x0000000000000004\n"), "throttling", NOTE, "GPU0"),
         (
-            answer(smi.FABRIC_STATE, 'Field "fabric.state" is not a valid field to query.\n', "2"),
+            answer(nvidia_smi.REMAPS.command, "h\nGPU-1, 0, 1, 0, 0\n"),
+            "row remap",
+            OK,
+            "done after an uncorrected error on GPU-1",
+        ),
+        (answer(nvidia_smi.REMAPS.command, "h\nGPU-1, 0, 1, Yes, No\n"), "row remap", FAULT, "pending on GPU-1"),
+        (
+            answer(nvidia_smi.FABRIC.command, 'Field "fabric.state" is not a valid field to query.\n', "2"),
             "fabric",
             UNKNOWN,
             "not a valid",
         ),
-        (answer(smi.TOPOLOGY, "", "9"), "topology", UNKNOWN, "exit code 9"),
+        (answer(nvidia_smi.TOPOLOGY, "", "9"), "topology", UNKNOWN, "exit code 9"),
         (
             {"files/sys/devices/system/node/online": "0\n", "files/proc/sys/kernel/numa_balancing": "1\n"},
             "NUMA balancing",
@@ -215,7 +204,7 @@ def test_two_faults_are_two(tmp_path, capsys):
         ({"environ.json": '{"CUDA_VISIBLE_DEVICES": "7,6,5,4,3,2,1,0"}'}, "CUDA_VISIBLE_DEVICES", NOTE, "another order"),
         ({"environ.json": '{"CUDA_DEVICE_MAX_CONNECTIONS": "1"}'}, "variables", FAULT, "CUDA_DEVICE_MAX_CONNECTIONS=1"),
         ({"environ.json": '{"NCCL_IB_HCA": "mlx5"}'}, "variables", OK, "none"),  # env.inherit names it
-        ({"environ.json": '{"HTTPS_PROXY": "http://p:1"}'}, "proxy", NOTE, "nobody to miss"),
+        ({"environ.json": '{"HTTPS_PROXY": "http://p:1"}'}, "proxy", NOTE, "connects to none"),
         ({"environ.json": '{"SLURM_GPUS_ON_NODE": "16"}'}, "GPU count", FAULT, "8, and Slurm gave 16"),
         ({"environ.json": '{"NVIDIA_VISIBLE_DEVICES": "all"}'}, "GPU count", OK, "8 of 8"),
         ({"environ.json": '{"CUDA_VISIBLE_DEVICES": "GPU-7cc661e9"}'}, "GPU model", OK, "1 x NVIDIA H200"),
@@ -226,30 +215,30 @@ def test_two_faults_are_two(tmp_path, capsys):
         (gpu_table(enforced__power__limit="500.00"), "power limit", FAULT, "set to 700 W, and held at 500"),
         (gpu_table(name="Mystery", enforced__power__limit="500.00"), "power limit", NOTE, "held at 500"),
         (gpu_table(power__limit="[GPU requires reset]"), "GPU count", FAULT, "GPU0: requires reset"),
-        (gpu_table(power__limit="[N/A]"), "power limit", UNKNOWN, "do not tell"),
+        (gpu_table(power__limit="[N/A]"), "power limit", UNKNOWN, "not reported"),
         (gpu_table(name="Mystery", pcie__link__width__current="8"), "PCIe", NOTE, "x8 of x16"),
         (gpu_table(pcie__link__width__current="8"), "PCIe", FAULT, "x8 of x16"),
         (one_gpu(3, name="Mystery", pcie__link__width__current="4"), "GPU model", FAULT, "7 x NVIDIA H200"),
         (of_makers("2850"), "clocks", OK, "up to 2850 MHz"),
         (of_makers("2500"), "clocks", FAULT, "GPU0: offers 2500 MHz of 2900"),
         (
-            answer(smi.THROTTLE, "i, x\n0, [Requested functionality has been deprecated]\n"),
+            answer(nvidia_smi.REASONS.command, "i, x\n0, [Requested functionality has been deprecated]\n"),
             "throttling",
             UNKNOWN,
-            "do not tell",
+            "not reported",
         ),
-        (answer(smi.LINKS, LINKS_OF_MYSTERY) | gpu_table(name="Mystery"), "NVLink", FAULT, "GPU1 1 of 2 (link 1 down)"),
-        (answer(smi.LINKS, BARE) | gpu_table(name="Mystery"), "NVLink", NOTE, "none on GPU1, and 2 on others"),
+        (answer(nvidia_smi.LINKS, LINKS_OF_MYSTERY) | gpu_table(name="Mystery"), "NVLink", FAULT, "GPU1 1 of 2 (link 1 down)"),
+        (answer(nvidia_smi.LINKS, BARE) | gpu_table(name="Mystery"), "NVLink", NOTE, "none on GPU1, and 2 on others"),
         (
             answer("dmesg", XID % "154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)"),
             "Xid",
             NOTE,
             "154",
         ),
-        (answer(smi.RECOVERY_ACTION, "Field is not valid\n", "2"), "recovery action", UNKNOWN, "does not tell"),
+        (answer(nvidia_smi.RECOVERY.command, "Field is not valid\n", "2"), "recovery action", UNKNOWN, "not reported"),
         ({"files/proc/uptime": "soon\n"} | answer("dmesg", XID % "79, gone"), "Xid", UNKNOWN, "ValueError: could not convert"),
         ({"facts.json": FACTS % "2199023255552"}, "locked memory", OK, "as much as the GPUs have"),
-        ({"facts.json": FACTS % "8388608"}, "locked memory", NOTE, "a run of one node has no need"),
+        ({"facts.json": FACTS % "8388608"}, "locked memory", NOTE, "a run of one node does not need it"),
         ({"environ.json": '{"LD_LIBRARY_PATH": "/opt/mpi/lib"}'}, "library path", OK, "none in /opt/mpi/lib"),
     ],
 )
@@ -259,8 +248,8 @@ def test_degrees(change, name, state, seen, tmp_path, capsys):
 
 
 def test_part_of_a_board_is_what_schedulers_hand_out(tmp_path, capsys):
-    lines = Recorded(H200).run(smi.GPUS).out.splitlines()
-    few = {n: copied(tmp_path / str(n), answer(smi.GPUS, "\n".join(lines[: n + 1]) + "\n")) for n in (1, 4, 5)}
+    lines = RecordedNode(H200).run(nvidia_smi.GPUS.command).out.splitlines()
+    few = {n: copied(tmp_path / str(n), answer(nvidia_smi.GPUS.command, "\n".join(lines[: n + 1]) + "\n")) for n in (1, 4, 5)}
     states = {n: check_of(folder, "GPU count", capsys)["state"] for n, folder in few.items()}
     assert states == {1: NOTE, 4: NOTE, 5: FAULT}
 
@@ -283,19 +272,30 @@ def test_a_checkpoint_needs_room_for_two(capsys, tmp_path):
     assert check_of(folder, "disk checkpoints", capsys, config, "--config.checkpoint.dir=gs://b/run")["state"] == UNKNOWN
 
 
-def test_places_that_share_a_disk():
+def context(node_=None, paths=None, cluster=None, **more) -> Context:
+    """A node, healthy if none is given, for the default config."""
+    return Context(node_ or RecordedNode(H200), launch.load([]).run, paths or {}, cluster, **more)
+
+
+def test_paths_that_share_a_disk():
     data, here = Disk("/a", 9, 9, "1", "xfs", "/"), Disk("/b", 9, 9, "1", "xfs", "/")
-    assert places.shared({"data": data, "checkpoints": here}).seen == "data and checkpoints share /"
-    assert places.shared({"data": data, "checkpoints": dataclasses.replace(here, device="2")}).state == OK
-    over = dataclasses.replace(here, kind="nfs4", device="3")
-    assert places.shared({"data": data, "cache": over}).seen == "cache over the network (nfs4)"
+
+    def finding(**disks: Disk) -> Finding:
+        node_ = RecordedNode(H200)
+        node_.__dict__["disks"] = disks
+        return next(f for f in host.CHECKS.run(context(node_, dict.fromkeys(disks, "/x"))) if f.name == "paths")
+
+    assert finding(data=data, checkpoints=here).seen == "data and checkpoints share /"
+    assert finding(data=data, checkpoints=dataclasses.replace(here, device="2")).state == OK
+    assert finding(data=data, cache=dataclasses.replace(here, kind="nfs4", device="3")).seen == "cache over the network (nfs4)"
 
 
 def test_rates_below_what_a_board_reaches():
-    node = inspection.look(Recorded(H200), Asked(launch.load([]).run, {}, None))[0]
+    def judge(**figures) -> dict[str, Finding]:
+        return {finding.name: finding for finding in rates.CHECKS.run(context(measured=figures))}
 
     def state(**figures) -> dict[str, str]:
-        return {check.name: check.state for check in judge.checks(node, figures)}
+        return {name: finding.state for name, finding in judge(**figures).items()}
 
     # 480 with sums in the switches, 370 without: between the two nothing is broken.
     assert [state(all_reduce_bus_gb_s=rate)["all-reduce"] for rate in (400, 380, 300, 290)] == [OK, NOTE, NOTE, FAULT]
@@ -310,14 +310,13 @@ def test_rates_below_what_a_board_reaches():
     broken = {"disk.checkpoints": "/scratch: Disk quota exceeded"}
     assert state(failed=broken, left_out=broken)["disk rates"] == FAULT
     assert "GPU work" not in state(failed=broken) and state(failed={"process": "it ended"})["GPU work"] == FAULT
-    left = {check.name: check.seen for check in judge.checks(node, {"left_out": {"gemm_tflops": "no time"}})}
-    assert left["GEMM"] == "no time"
+    assert judge(left_out={"gemm_tflops": "no time"})["GEMM"].seen == "no time"
 
 
 def test_a_slow_gpu_is_one_below_the_others(capsys):
     """Of two, the slower one is found though it pulls their median down; its number is nvidia-smi's."""
-    node = inspection.look(Recorded(H200), Asked(launch.load([]).run, {}, None))[0]
-    found = {check.name: check for check in judge.checks(node, {"gpus": [5, 2], "gemm_tflops": [700.0, 600.0]})}
+    judged = rates.CHECKS.run(context(measured={"gpus": [5, 2], "gemm_tflops": [700.0, 600.0]}))
+    found = {finding.name: finding for finding in judged}
     assert found["GEMM"].state == FAULT and "GPU2 600 (-14%)" in found["GEMM"].seen and "GPU5" not in found["GEMM"].seen
 
 
@@ -334,72 +333,75 @@ def test_a_slow_gpu_is_one_below_the_others(capsys):
     ],
 )
 def test_under_load(gpu, state, seen):
-    node = inspection.look(Recorded(H200), Asked(launch.load([]).run, {}, None))[0]
     whole = {"gpu": 1, "sm_mhz": 1500.0, "power_w": 690.0, "power_limit_w": 700.0, "reasons": {}} | gpu
-    (check,) = [c for c in judge.checks(node, {"under_load": [whole]}) if c.name == "under load"]
-    assert check.state == state and seen in check.seen
-    assert state != NOTE or "MHz" not in seen or "nvidia-smi -rgc" in check.fix
+
+    def under_load(of: Context) -> Finding:
+        return next(f for f in rates.CHECKS.run(of) if f.name == "under load")
+
+    healthy = context(measured={"under_load": [whole]})
+    found = under_load(healthy)
+    assert found.state == state and seen in found.seen
+    assert state != NOTE or "MHz" not in seen or "nvidia-smi -rgc" in found.fix
     if gpu == {"reasons": {"sw_thermal": 0.6}}:  # a laptop is built to get hot
-        (check,) = [
-            c for c in judge.checks(dataclasses.replace(node, board=None), {"under_load": [whole]}) if c.name == "under load"
-        ]
-        assert check.state == NOTE
+        healthy.__dict__["board"] = None
+        assert under_load(healthy).state == NOTE
 
 
 def test_rates_between_nodes():
-    """Against what this node reaches by itself, and the cards beside the GPUs: 8 of 50 GB/s."""
+    """Against the node's own rate, and the cards beside the GPUs: 8 of 50 GB/s."""
 
     def state(name: str, between: float, **figures) -> str:
-        machine = Recorded(RECORDED / name)
-        cluster = distributed.detect({}, machine.environ())[0] or distributed.Cluster("a:1", 2, 0, None, "this test")
-        node = inspection.look(machine, Asked(launch.load([]).run, {}, cluster))[0]
-        found = judge.checks(node, figures | {"inter_node_all_reduce_bus_gb_s": between})
-        return next(check.state for check in found if check.name == "between nodes")
+        node_ = RecordedNode(RECORDED / name)
+        cluster = distributed.detect({}, node_.environ)[0] or distributed.Cluster("a:1", 2, 0, None, "this test")
+        judged = rates.CHECKS.run(
+            context(node_, cluster=cluster, measured=figures | {"inter_node_all_reduce_bus_gb_s": between})
+        )
+        return next(f.state for f in judged if f.name == "between nodes")
 
     assert [state("two_nodes/a", rate, all_reduce_bus_gb_s=470.0) for rate in (341.0, 150.0)] == [OK, FAULT]
     assert state("two_nodes/a", 18.0, all_reduce_bus_gb_s=20.0) == OK  # GPUs joined by PCIe
     assert state("two_nodes/a", 210.0) == OK  # one GPU a process: 400 of the cards, and no figure of the node's
-    assert state("sound/hgx_h100_of_four", 3.0, all_reduce_bus_gb_s=210.0) == OK  # no card is near: it is only told
+    assert state("sound/hgx_h100_of_four", 3.0, all_reduce_bus_gb_s=210.0) == OK  # no card is near: it is only reported
 
 
 def beside(*far: int) -> dict[str, str]:
     """The healthy node's matrix, of which these cards are beside no GPU."""
-    out = Recorded(H200).run(smi.TOPOLOGY).out.splitlines()
+    out = RecordedNode(H200).run(nvidia_smi.TOPOLOGY).out.splitlines()
     rows = [line.replace("\tPIX", "\tNODE") if line.startswith(tuple(f"GPU{n}\t" for n in far)) else line for line in out]
-    return answer(smi.TOPOLOGY, "\n".join(rows) + "\n")
+    return answer(nvidia_smi.TOPOLOGY, "\n".join(rows) + "\n")
 
 
 @pytest.mark.parametrize(("far", "state", "cards"), [((3,), FAULT, 7), ((1, 2, 3, 4, 5, 6, 7), NOTE, 1), ((), OK, 8)])
 def test_a_card_for_each_gpu(far, state, cards, tmp_path):
     """One missing of eight is a fault; one for storage is how the machine is built. Nodes are compared by those near and up."""
-    machine = Recorded(copied(tmp_path, beside(*far)))
     cluster = distributed.Cluster("a:1", 2, 0, None, "this test")
-    node, found = inspection.look(machine, Asked(launch.load([]).run, {}, cluster))
-    assert [c.state for c in found if c.name == "GPU and NIC"] == [state]
-    assert inspection.portrait(node, None)["network cards"] == cards
-    down = Recorded(copied(tmp_path / "2", {"files/sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN\n"}, tmp_path / "node"))
-    node = dataclasses.replace(node, machine=down)
-    assert inspection.portrait(node, None)["network cards"] == cards - 1
+    here = context(RecordedNode(copied(tmp_path, beside(*far))), cluster=cluster)
+    assert [f.state for f in inspection.inspect(here) if f.name == "GPU and NIC"] == [state]
+    assert inspection.describe(here, None)["network cards"] == cards
+    port_down = {"files/sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN\n"}
+    down = context(RecordedNode(copied(tmp_path / "2", port_down, tmp_path / "node")), cluster=cluster)
+    assert inspection.describe(down, None)["network cards"] == cards - 1
 
 
 def test_a_command_has_the_time_that_it_needs():
-    """nvidia-smi wakes eight GPUs one after the other; half of a short limit stays for the rest."""
-    times = {limit: command.machine_of(launch.load([], command.OPTIONS, command.SWITCHES), limit) for limit in (60.0, 20.0)}
-    assert {limit: machine._command_s for limit, machine in times.items()} == {60.0: 25.0, 20.0: 10.0}
+    """nvidia-smi initializes eight GPUs one after the other; half of a short limit stays for the rest."""
+    nodes = [command.make_node(command.COMMAND.parse([f"--limit={limit}"])) for limit in (60, 20)]
+    assert [node_.command_s for node_ in nodes if isinstance(node_, LocalNode)] == [25.0, 10.0]
 
 
 def test_sixteen_on_a_node_are_two_boards(tmp_path, capsys):
-    lines = Recorded(H200).run(smi.GPUS).out.splitlines()
+    lines = RecordedNode(H200).run(nvidia_smi.GPUS.command).out.splitlines()
     more = [f"{int(line[0]) + 8}{line[1:]}" for line in lines[1:]]
-    check = check_of(copied(tmp_path, answer(smi.GPUS, "\n".join([*lines, *more]) + "\n")), "GPU count", capsys)
+    check = check_of(copied(tmp_path, answer(nvidia_smi.GPUS.command, "\n".join([*lines, *more]) + "\n")), "GPU count", capsys)
     assert (check["state"], check["seen"]) == (OK, "16; a board has 8")
 
 
 def test_a_check_that_raises_is_one_line(monkeypatch, capsys):
-    def broken(node) -> Check:
+    def broken(_) -> None:
         raise KeyError("index")
 
-    monkeypatch.setattr(pace, "PARTS", ((pace.POWER, broken), (pace.CLOCKS, pace.clocks)))
+    table = [dataclasses.replace(c, probe=broken) if c.name == "power limit" else c for c in gpus.CHECKS]
+    monkeypatch.setattr(gpus, "CHECKS", Table(table))
     code, found, _ = judged(H200, capsys)
     states = {c["name"]: (c["state"], c["seen"]) for c in found["nodes"][0]["checks"]}
     assert code == 0 and states["power limit"] == (UNKNOWN, "KeyError: 'index'") and states["clocks"][0] == OK
@@ -426,16 +428,15 @@ def test_what_is_allowed_is_told_beside_a_fault(tmp_path, capsys):
     assert code == 3 and line == "FAULT: MIG (GPU0 to GPU7: Enabled), allowed: NUMA balancing: see above"
 
 
-def test_every_check_has_a_name_that_can_be_allowed(capsys):
+def test_every_check_has_a_name_that_can_be_allowed():
     """No recording, sound or broken, has a line that --allow would refuse."""
     folders = [RECORDED / name for name in ("h200_healthy", "h200_nvl_healthy", "no_gpu", "two_nodes/a")]
     folders += [*(RECORDED / "faults").iterdir(), *(RECORDED / "sound").iterdir()]
-    asked = Asked(launch.load([]).run, {"data": "/data", "checkpoints": "/scratch", "cache": "/c"}, None)
-    told = {c.name for folder in folders for c in inspection.look(Recorded(folder), asked)[1]}
-    node = inspection.look(Recorded(H200), asked)[0]
-    told |= {c.name for c in judge.checks(node, Recorded(RECORDED / "two_nodes" / "a").measured() or {})}
-    assert len(told) > 45 and not told - set(names.known())
-    assert {"GPU work", "clocks of all nodes", "driver of all nodes", "disk cache"} < set(names.known())
+    paths = {"data": "/data", "checkpoints": "/scratch", "cache": "/c"}
+    found = {f.name for folder in folders for f in inspection.inspect(context(RecordedNode(folder), paths))}
+    assert len(found) > 40 and not found - set(inspection.CHECKS)
+    assert {"GPU work", "clocks of all nodes", "driver of all nodes", "disk cache"} < set(inspection.CHECKS)
+    assert len(inspection.CHECKS) == len(inspection.OF_NODES) + len(inspection.EQUAL) + 1  # no name twice
 
 
 def test_notes_stand_under_the_table(capsys):
@@ -458,10 +459,16 @@ def test_a_reset_mends_no_gpu_that_is_lost(tmp_path, capsys):
 
 
 def test_reading_nvidia_smi():
-    found = smi.topology(Recorded(RECORDED / "h200_nvl_healthy").run(smi.TOPOLOGY).out)  # its heading is underlined
-    assert len(found.pairs()) == 28 and found.joined["GPU1", "GPU3"] == "NV6" and found.numa["GPU7"] == "1"
-    found = smi.topology(Recorded(H200).run(smi.TOPOLOGY).out)
-    assert found.joined["GPU2", "NIC2"] == "PIX" and found.joined["GPU2", "NIC5"] == "SYS" and found.nics["NIC5"] == "mlx5_5"
+    found = nvidia_smi.parse_topology(
+        RecordedNode(RECORDED / "h200_nvl_healthy").run(nvidia_smi.TOPOLOGY).out
+    )  # its heading is underlined
+    assert len(found.pairs()) == 28 and found.connections["GPU1", "GPU3"] == "NV6"
+    found = nvidia_smi.parse_topology(RecordedNode(H200).run(nvidia_smi.TOPOLOGY).out)
+    assert (
+        found.connections["GPU2", "NIC2"] == "PIX"
+        and found.connections["GPU2", "NIC5"] == "SYS"
+        and found.nics["NIC5"] == "mlx5_5"
+    )
     # As an older one prints it in the middle of an issue: spaces for tabs, no GPU NUMA ID.
     old = (
         "        GPU0    GPU1    mlx5_0  CPU Affinity\n"
@@ -469,159 +476,153 @@ def test_reading_nvidia_smi():
         "GPU1    NV12     X      SYS     0-23\n"
         "mlx5_0  PXB     SYS      X\n"
     )
-    found = smi.topology(old)
-    assert found.pairs() == {("GPU0", "GPU1"): "NV12"} and found.nics == {"mlx5_0": "mlx5_0"} and not found.numa
-    assert not smi.topology("Failed to run topology matrix\n").gpus
+    found = nvidia_smi.parse_topology(old)
+    assert found.pairs() == {("GPU0", "GPU1"): "NV12"} and found.nics == {"mlx5_0": "mlx5_0"}
+    assert not nvidia_smi.parse_topology("Failed to run topology matrix\n").gpus
     lines = (
         "GPU 0: NVIDIA H100 (UUID: GPU-1)\n\t Link 0: 26.562 GB/s\n\t Link 1: <inactive>\nGPU 1: NVIDIA H100 (UUID: GPU-2)\n"
     )
-    assert smi.links(lines) == {0: {0: 26.562, 1: None}, 1: {}}
+    assert nvidia_smi.parse_links(lines) == {0: {0: 26.562, 1: None}, 1: {}}
 
 
 def test_versions_are_compared_by_their_numbers():
-    assert versions.within("9.28.0.42", "<10.0,>=9.10.2.21") and not versions.within("9.9", ">=9.10.2.21")
-    assert versions.within("12.0", "==12") and not versions.within("12.0", "!=12") and versions.within("1", "")
-    assert versions.numbers("580.65.06") > versions.numbers("525.60.13") > versions.numbers("515.105.01")
+    assert software.satisfies("9.28.0.42", "<10.0,>=9.10.2.21") and not software.satisfies("9.9", ">=9.10.2.21")
+    assert software.satisfies("12.0", "==12") and not software.satisfies("12.0", "!=12") and software.satisfies("1", "")
+    assert software.numbers("580.65.06") > software.numbers("525.60.13") > software.numbers("515.105.01")
 
 
 def test_who_is_beyond_a_proxy():
-    assert variables.bypassed("node-a", "localhost,node-a") and variables.bypassed("a.cluster", ".cluster")
+    assert software.bypasses("node-a", "localhost,node-a") and software.bypasses("a.cluster", ".cluster")
     assert (
-        variables.bypassed("10.1.2.3", "10.0.0.0/8")
-        and variables.bypassed("node-a", "*")
-        and variables.bypassed("127.0.0.1", "")
+        software.bypasses("10.1.2.3", "10.0.0.0/8") and software.bypasses("node-a", "*") and software.bypasses("127.0.0.1", "")
     )
-    assert not variables.bypassed("node-a", "ode-a,10.0.0.0/8") and not variables.bypassed("a.cluster", "b.cluster")
+    assert not software.bypasses("node-a", "ode-a,10.0.0.0/8") and not software.bypasses("a.cluster", "b.cluster")
 
 
 def test_words():
     assert grouped([("GPU0", "a"), ("GPU1", "a"), ("GPU2", "a"), ("GPU3", "a")]) == "GPU0 to GPU3: a"
     assert grouped([("GPU0", "a"), ("GPU2", "b"), ("GPU4", "a")]) == "GPU0, GPU4: a; GPU2: b"
-    assert boards.board_of(["NVIDIA H200", "NVIDIA H100 80GB HBM3"]) is None
+    assert thresholds.board_of(["NVIDIA H200", "NVIDIA H100 80GB HBM3"]) is None
 
 
 def test_one_question_that_hangs_is_named(tmp_path, capsys):
-    folder = copied(tmp_path, answer(smi.LINKS, "", "timeout") | answer(smi.FABRIC_STATE, "", "timeout"))
+    folder = copied(tmp_path, answer(nvidia_smi.LINKS, "", "timeout") | answer(nvidia_smi.FABRIC.command, "", "timeout"))
     seen = check_of(folder, "nvidia-smi", capsys)["seen"]
-    assert seen == f"no answer in time to 2 of {len(smi.COMMANDS)} questions: nvidia-smi --query-gpu, nvidia-smi nvlink -s"
+    assert (
+        seen == f"no answer in time to 2 of {len(nvidia_smi.COMMANDS)} commands: nvidia-smi --query-gpu, nvidia-smi nvlink -s"
+    )
 
 
-class Unmeasured(Recorded):
-    """A node that could be measured, as far as anybody knows."""
+class Unmeasured(RecordedNode):
+    """A node without recorded rates, so that it is to be measured."""
 
-    def measured(self) -> None:
-        return None
-
-
-def together_on(name: str, places_: dict[str, str], seconds: float = 60) -> together.NodeReport:
-    asked = Asked(launch.load([]).run, places_, None)
-    (node,) = together.preflight(together.Part(Unmeasured(RECORDED / name), asked, None, time.monotonic() + seconds))
-    return node
+    @property
+    def measured(self) -> dict:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return {}
 
 
-def test_time_that_is_over_is_said():
-    gemm = next(check for check in together_on("h200_healthy", {}, 8).checks if check.name == "GEMM")
+def together_on(name: str, paths: dict[str, str], seconds: float = 60) -> report.NodeReport:
+    (found,) = Preflight(context(Unmeasured(RECORDED / name), paths), None, seconds).run()
+    return found
+
+
+def test_a_lack_of_time_is_reported():
+    gemm = next(f for f in together_on("h200_healthy", {}, 8).findings if f.name == "GEMM")
     assert gemm.state == UNKNOWN and "s of --limit are left" in gemm.seen
 
 
 def test_no_work_for_gpus_that_do_not_answer(monkeypatch):
-    monkeypatch.setattr(together, "measure", lambda *_: pytest.fail("measured all the same"))
-    node = together_on("faults/nvidia_smi_hangs", {})
-    assert "nvidia-smi does not answer" in node.measured["left_out"]["gemm_tflops"]
+    monkeypatch.setattr(multi_node, "measure", lambda *_: pytest.fail("measured all the same"))
+    found = together_on("faults/nvidia_smi_hangs", {})
+    assert "nvidia-smi does not answer" in found.measured["left_out"]["gemm_tflops"]
 
 
-def test_what_is_measured_is_judged(monkeypatch):
+def test_measured_rates_are_judged(monkeypatch):
     figures = {"gemm_tflops": [700.0] * 7 + [500.0], "left_out": {"hbm_gb_s": "it said no"}}
-    asked = []
-    monkeypatch.setattr(together, "measure", lambda *how: asked.append(how) or figures)
-    node = together_on("h200_healthy", {"data": "~/data", "checkpoints": "gs://b/c", "cache": "/c"})
-    found = {check.name: check for check in node.checks}
-    assert found["GEMM"].state == FAULT and "GPU7" in found["GEMM"].seen and found["HBM"].seen == "it said no"
-    ((where, seconds, options),) = asked
-    assert where == {"data": Path.home() / "data"} and 50 < seconds <= 54 and options == []
+    calls = []
+    monkeypatch.setattr(multi_node, "measure", lambda *args: calls.append(args) or figures)
+    found = together_on("h200_healthy", {"data": "~/data", "checkpoints": "gs://b/c", "cache": "/c"})
+    by_name = {finding.name: finding for finding in found.findings}
+    assert by_name["GEMM"].state == FAULT and "GPU7" in by_name["GEMM"].seen and by_name["HBM"].seen == "it said no"
+    ((paths, seconds, options),) = calls
+    assert paths == {"data": Path.home() / "data"} and 50 < seconds <= 54 and options == []
 
 
-def test_what_does_not_answer_is_left_behind():
+def test_a_call_that_hangs_is_abandoned():
     stuck = threading.Event()
-    with pytest.raises(bounded.Unmeasured, match="the server did not answer within 0 s"):
-        bounded.within(0.01, "the server", stuck.wait)
+    with pytest.raises(Unanswered, match="the server did not answer within 0 s"):
+        call_with_timeout(0.01, "the server", stuck.wait)
     stuck.set()
-    assert bounded.within(100, "it", lambda: 3) == 3
+    assert call_with_timeout(100, "it", lambda: 3) == 3
     with pytest.raises(KeyError):
-        bounded.within(100, "it", lambda: {}[3])
+        call_with_timeout(100, "it", lambda: {}[3])
 
 
 def silent(monkeypatch, module) -> None:
-    """Whatever has `dead` in its name does not answer, as a mount whose server is gone: whoever looks at it waits."""
+    """Whatever has `dead` in its name does not answer, as a mount whose server is gone."""
 
-    def within(seconds, who, ask):
-        assert seconds == bounded.GRACE_S
-        if "dead" in who:
-            raise bounded.Unmeasured(f"{who} did not answer within 3 s")
-        return ask()
+    def call(seconds, subject, function):
+        assert seconds == node.ANSWER_S
+        if "dead" in subject:
+            raise Unanswered(f"{subject} did not answer within 3 s")
+        return function()
 
-    monkeypatch.setattr(module, "within", within)
+    monkeypatch.setattr(module, "call_with_timeout", call)
 
 
-def test_a_place_that_hangs_holds_nothing_up(tmp_path, monkeypatch):
-    silent(monkeypatch, live)
-    machine = Live({"data": "/dead/data", "checkpoints": str(tmp_path), "cache": "/dead/cache"})
-    found = {c.name: c for c in check.run(places.PARTS, node_of(machine, {"data": "/dead/data", "cache": "/dead/cache"}))}
-    assert machine.disks() is machine.disks()
+def test_a_path_that_hangs_delays_nothing(tmp_path, monkeypatch):
+    silent(monkeypatch, node)
+    local = LocalNode({"data": "/dead/data", "checkpoints": str(tmp_path), "cache": "/dead/cache"})
+    here = context(local, {"data": "/dead/data", "cache": "/dead/cache"})
+    here.__dict__["gpus"] = nvidia_smi.Gpus([])
+    found = {f.name: f for f in host.CHECKS.run(here)}
     assert found["disk data"].state == FAULT and found["disk data"].seen == "/dead/data did not answer: its file system hangs"
-    assert found["disk cache"].state == NOTE and found["places"].state == OK
+    assert found["disk cache"].state == NOTE and found["paths"].state == OK
 
 
-def node_of(machine, places_: dict[str, str]) -> check.Node:
-    return check.Node(machine, Asked(launch.load([]).run, places_, None), smi.Gpus([]), None)
-
-
-def test_where_to_write_may_hang_too(monkeypatch, capsys):
+def test_the_output_folder_may_hang_too(monkeypatch, capsys):
     silent(monkeypatch, command)
     assert command.main(["--record=/dead", "--json=/dead/x.json"]) == 2
     said = capsys.readouterr().err
     assert "--record = '/dead': /dead did not answer within 3 s" in said and "--json = '/dead'" in said
 
 
-def test_places_on_the_network_are_measured_once():
+def test_network_disks_are_measured_once():
     """By process 0: eight nodes that write at the same time measure each other."""
-    machine = Recorded(H200)
-    asked = Asked(launch.load([]).run, {"data": "/data/jaxtrain", "checkpoints": "/scratch/run", "cache": "/c"}, None)
-    node = inspection.look(machine, asked)[0]
-    part = together.Part(machine, asked, None, time.monotonic() + 60)
-    assert set(together._places(part, node, 0)[0]) == {"data", "checkpoints"}
-    mine, left = together._places(part, node, 3)
-    assert set(mine) == {"data"} and "process 0 measures it" in left["disk.checkpoints"]
-    silent = Recorded(RECORDED / "faults" / "mount_hangs")
-    mine, left = together._places(part, dataclasses.replace(node, machine=silent), 0)
-    assert set(mine) == {"data"} and left == {"disk.checkpoints": "it does not answer"}
+    here = context(paths={"data": "/data/jaxtrain", "checkpoints": "/scratch/run", "cache": "/c"})
+    assert set(multi_node.paths_to_measure(here, 0)[0]) == {"data", "checkpoints"}
+    paths, left_out = multi_node.paths_to_measure(here, 3)
+    assert set(paths) == {"data"} and "process 0 measures it" in left_out["disk.checkpoints"]
+    silent_ = dataclasses.replace(here, node=RecordedNode(RECORDED / "faults" / "mount_hangs"))
+    paths, left_out = multi_node.paths_to_measure(silent_, 0)
+    assert set(paths) == {"data"} and left_out == {"disk.checkpoints": "it does not answer"}
 
 
 def test_the_same_fault_on_two_nodes_names_both():
-    fault = Check("MIG", FAULT, "off", "GPU7: Enabled", "why", "fix")
+    fault = Finding("MIG", FAULT, "off", "GPU7: Enabled", "why", "fix")
     nodes = [report.NodeReport(host, "8 x NVIDIA H200", "", [fault], {}) for host in ("a", "b")]
     assert report.last_line(nodes) == "FAULT: MIG on a (GPU7: Enabled), MIG on b (GPU7: Enabled): see above"
-    assert report.rows(nodes) == [("all", fault)]
+    assert report.lines(nodes) == [("all", fault)]
 
 
 def test_nodes_that_differ():
-    def portrait(driver="580", packages=(("jax", "1"),), met_unix=100.0) -> dict:
-        return {"driver": driver, "GPUs": "8", "packages": dict(packages), "network cards": 8, "met_unix": met_unix}
+    def description(driver="580", packages=(("jax", "1"),), connected_unix=100.0) -> dict:
+        return {"driver": driver, "GPUs": "8", "packages": dict(packages), "network cards": 8, "connected_unix": connected_unix}
 
     hosts = ["a", "b", "c"]
-    assert [c.state for c in inspection.alike(hosts, [portrait()] * 3)] == [OK]
-    (fault,) = inspection.alike(hosts, [portrait(), portrait(driver="570"), portrait()])
+    assert [c.state for c in inspection.compare(hosts, [description()] * 3)] == [OK]
+    (fault,) = inspection.compare(hosts, [description(), description(driver="570"), description()])
     assert (fault.name, fault.node, fault.seen) == ("driver of all nodes", "b", "570, others 580")
-    (fault,) = inspection.alike(hosts, [portrait(), portrait(), portrait(packages=(("jax", "2"),))])
+    (fault,) = inspection.compare(hosts, [description(), description(), description(packages=(("jax", "2"),))])
     assert (fault.node, fault.seen) == ("c", "jax 2, others 1")
-    (fault,) = inspection.alike(hosts, [portrait(), portrait(met_unix=163.0), portrait()])
+    (fault,) = inspection.compare(hosts, [description(), description(connected_unix=163.0), description()])
     assert (fault.name, fault.node, fault.seen) == ("clocks of all nodes", "b", "+63.0 s from the others")
 
 
 def test_processes_of_a_node_that_see_different_gpus():
-    (fault,) = variables.of_processes([("a", "0"), ("a", "1"), ("b", "unset"), ("b", "unset")])
+    (fault,) = software.visible_devices_of_processes([("a", "0"), ("a", "1"), ("b", "unset"), ("b", "unset")])
     assert fault.state == FAULT and "2 values on a" in fault.seen
-    assert not variables.of_processes([("a", "0,1"), ("b", "2,3")])
+    assert not software.visible_devices_of_processes([("a", "0,1"), ("b", "2,3")])
 
 
 def test_the_figures_of_processes_are_those_of_their_node():
@@ -629,20 +630,20 @@ def test_the_figures_of_processes_are_those_of_their_node():
         {"gemm_tflops": [1.0], "left_out": {"x": "y"}, "disk": {"data": {}}},
         {"gemm_tflops": [2.0], "left_out": {}, "disk": {}},
     ]
-    found = together.merged(parts)
+    found = multi_node.merged(parts)
     assert found["gemm_tflops"] == [1.0, 2.0] and found["disk"] == {"data": {}} and found["left_out"] == {"x": "y"}
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--limit=soon"], "--limit = 'soon': must be a whole number of seconds"),
+        (["--limit=soon"], "--limit = 'soon': must be a whole number, 1 or more"),
         (["--recorded=/nowhere"], "/nowhere is no folder"),
         ([f"--recorded={RECORDED}"], "holds no facts.json"),
-        (["--record=x", "--recorded=y"], "there is no node to record"),
-        (["--recorded="], "--recorded = '': names nothing"),
-        (["--record="], "--record = '': names nothing"),
-        (["--json="], "--json = '': names nothing"),
+        (["--record=x", "--recorded=y"], "does not apply to --recorded"),
+        (["--recorded="], "--recorded = '': has no value"),
+        (["--record="], "--record = '': has no value"),
+        (["--json="], "--json = '': has no value"),
         (["--allow=topology,foo"], "--allow = 'foo': no check whose fault could be allowed is called that. Known: "),
         (["--allow=TOPOLOGY"], "Did you mean topology?"),
         (["--allow=GPU cuont"], "Did you mean GPU count?"),
@@ -659,12 +660,10 @@ def test_a_wrong_command_line_is_2(argv, said, capsys):
 
 def test_recordings_in_a_circle(tmp_path):
     (tmp_path / "base.txt").write_text(".")
-    with pytest.raises(RecordingError, match="in a circle"):
-        Recorded(tmp_path)
+    with pytest.raises(RecordingError, match="or a circle"):
+        RecordedNode(tmp_path)
 
 
-def test_a_recording_keeps_what_was_measured(tmp_path):
-    machine = Recording(Recorded(H200), tmp_path)
-    machine.keep_measured({"gemm_tflops": [1.0]})
-    machine.facts()
-    assert Recorded(tmp_path).measured() == {"gemm_tflops": [1.0]}
+def test_a_recording_has_the_measured_rates(tmp_path):
+    LocalNode({}).save(tmp_path, {"gemm_tflops": [1.0]})
+    assert RecordedNode(tmp_path).measured == {"gemm_tflops": [1.0]}

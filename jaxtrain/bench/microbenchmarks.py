@@ -1,0 +1,511 @@
+"""Times matmuls, attention, memory, the host link, collectives and disks.
+
+Calibration (plan/calibrate.py), kernels against their floors (bench/kernels.py) and preflight (preflight/measure.py) use it.
+
+A measurement is a jitted program that repeats its operation in a loop. Each iteration depends on the last, so that XLA neither
+hoists nor merges them, and the time of a dispatch does not count. Only copies from and to the host are single calls: they are
+long. The program runs until clocks have settled, is timed several times, and the median counts. Measurements of one device run
+on all given devices at once, as trouble with power or cooling shows only then, and each device is timed by itself.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import math
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.kernels import attention, fp8
+from jaxtrain.kernels.attention import cudnn
+
+AXIS = "x"
+# The training step's options for its matmuls (train/compiler.py): cuBLAS, and no merging of matmuls with one operand.
+OPTIONS: dict[str, str | bool] = {
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_disable_hlo_passes": "rematerialization,dot-merger,dynamic-slice-copy-fusion-async-wrapper,slice-sinker",
+}
+ATTENTION_BACKWARD = 2.5  # FLOPs of attention's backward pass, in those of its forward pass
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
+CURVE = "all-gather by size"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of the measurements. The defaults are a layer and the head of Llama 3 8B at 8192 tokens."""
+
+    # (M, K, N), and matmuls of it in a layer: queries and output, keys and values, feed-forward, a chunk of the loss
+    gemms: tuple[tuple[tuple[int, int, int], float], ...] = (
+        ((8192, 4096, 4096), 2),
+        ((8192, 4096, 1024), 2),
+        ((8192, 4096, 14336), 3),
+        ((2048, 4096, 128256), 4 / 32),
+    )
+    gemm_tflop: float = 100.0  # of a timed program, at most
+    gemm_s: float = math.inf  # of a timed program, about; a program of `gemm_probe` iterations finds their number
+    gemm_probe: int = 3
+    attention: tuple[int, int, int, int, int] = (1, 8192, 32, 8, 128)  # B, T, N, K, H
+    attention_rounds: int = 50
+    memory_mib: int = 1024  # each array
+    memory_rounds: int = 200  # enough to hide XLA's copies at a loop's entry
+    collective_mib: int = 512  # the whole array, in bfloat16
+    collective_rounds: int = 20
+    curve_mib: tuple[float, ...] = (0.25, 1, 4, 16, 64, 256)  # messages of the curve of rates by size
+    curve_rounds: int = 50
+    host_mib: int = 1024
+    warm_s: float = 1.0
+    repeats: int = 7
+
+
+TINY = Sizes(  # for CPUs: every program runs, and the figures have no meaning
+    gemms=(((64, 32, 48), 2), ((32, 32, 80), 0.5)),
+    gemm_tflop=1e-6,
+    attention=(1, 128, 4, 2, 16),
+    attention_rounds=2,
+    memory_mib=1,
+    memory_rounds=3,
+    collective_mib=1,
+    collective_rounds=2,
+    curve_mib=(1 / 64, 1 / 16),
+    curve_rounds=3,
+    host_mib=1,
+    warm_s=0.0,
+    repeats=3,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """The time of one operation on one device, or of one collective."""
+
+    kind: str
+    what: str  # shapes or sizes
+    work: float  # FLOPs or bytes of one iteration
+    seconds: float  # of one iteration: the median
+    spread: float  # (slowest - fastest) / median
+    weight: float = 1.0  # iterations beside the others of its kind
+    failed: str = ""  # why there is no time; then work and seconds are 0
+    message: float = 0.0  # of collectives: bytes of the whole array
+
+    @property
+    def rate(self) -> float:
+        """FLOPs or bytes per second."""
+        return self.work / self.seconds
+
+
+class Unmeasured(Exception):
+    """A rate cannot be measured here; the message has the reason."""
+
+
+# ---- timing
+
+
+def timed(run: Callable[..., Any], *args: Any, sizes: Sizes) -> list[float]:
+    """Return the seconds of `sizes.repeats` calls, until all devices are done. Calls before them compile and warm up."""
+    _warm_up(run, *args, sizes=sizes)
+    taken = []
+    for _ in range(sizes.repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(run(*args))
+        taken.append(time.perf_counter() - start)
+    return taken
+
+
+def timed_by_device(run: Callable[..., Any], *args: Any, devices: Sequence[Any], sizes: Sizes) -> list[list[float]]:
+    """Return the seconds of `sizes.repeats` calls for each device. They start together and do not wait for each other."""
+
+    def end_of(shard: Any) -> float:
+        shard.data.block_until_ready()
+        return time.perf_counter()
+
+    _warm_up(run, *args, sizes=sizes)
+    taken: dict[Any, list[float]] = {device: [] for device in devices}
+    with concurrent.futures.ThreadPoolExecutor(len(devices)) as pool:
+        for _ in range(sizes.repeats):
+            start = time.perf_counter()
+            shards = jax.tree.leaves(run(*args))[0].addressable_shards
+            for shard, end in zip(shards, pool.map(end_of, shards), strict=True):
+                taken[shard.device].append(end - start)
+    return [taken[device] for device in devices]
+
+
+def _warm_up(run: Callable[..., Any], *args: Any, sizes: Sizes) -> None:
+    jax.block_until_ready(run(*args))
+    start = time.perf_counter()
+    while time.perf_counter() - start < sizes.warm_s:
+        jax.block_until_ready(run(*args))
+
+
+def reading(kind: str, what: str, work: float, taken: Sequence[float], rounds: int = 1, weight: float = 1.0) -> Reading:
+    """Return the reading of a program of `rounds` iterations from the times of its calls."""
+    median = statistics.median(taken)
+    return Reading(kind, what, work, median / rounds, (max(taken) - min(taken)) / median, weight)
+
+
+# ---- programs
+
+
+def looped(body: Callable[..., Any], rounds: int) -> Callable[..., Any]:
+    """Return the jitted `(constants, state) -> state` after `rounds` times `state = body(constants, state)`."""
+
+    def loop(constants: Any, state: Any) -> Any:
+        return jax.lax.fori_loop(0, rounds, lambda _, s: body(constants, s), state)
+
+    return jax.jit(loop, compiler_options=OPTIONS)
+
+
+def chain(x: jax.Array, *made: jax.Array) -> jax.Array:
+    """Return x, with one element that depends on all of `made`: the next iteration waits for them, and none is dead code.
+
+    The rest of x keeps its random values: a GPU that multiplies zeros uses less power and runs faster. The barrier keeps XLA
+    from computing only the element that is used.
+    """
+    corners = [jax.lax.slice(m, (0,) * m.ndim, (1,) * m.ndim).reshape(()) for m in jax.lax.optimization_barrier(made)]
+    drop = jnp.tanh(functools.reduce(jnp.add, [c.astype(jnp.float32) for c in corners]))
+    return jax.lax.dynamic_update_slice(x, drop.astype(x.dtype).reshape((1,) * x.ndim), (0,) * x.ndim)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def normal(seed: int, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.Array:
+    """Return random values, generated on the device."""
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def sharded_over(devices: Sequence[Any], memory: str = "device") -> NamedSharding:
+    """Return the sharding that divides the first dimension over these devices."""
+    return NamedSharding(Mesh(np.asarray(devices), (AXIS,)), P(AXIS), memory_kind=memory)
+
+
+def normal_on_each(seed: int, shape: tuple[int, ...], dtype: Any, devices: Sequence[Any]) -> jax.Array:
+    """Return random values of this local shape on each device, in one array that is sharded in its first dimension."""
+    whole = (len(devices) * shape[0], *shape[1:])
+    return jax.jit(functools.partial(normal, seed, whole, dtype), out_shardings=sharded_over(devices))()
+
+
+def on_each(body: Callable[..., Any], devices: Sequence[Any]) -> Callable[..., Any]:
+    """Return the body for `looped` that computes on each device with its own shards."""
+    spec = P(AXIS)
+    mesh = sharded_over(devices).mesh
+    return jax.shard_map(body, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
+
+
+# ---- matmuls
+
+
+def gemm(
+    shape: tuple[int, int, int],
+    devices: Sequence[Any],
+    sizes: Sizes,
+    weight: float = 1.0,
+    watch: AbstractContextManager[Any] | None = None,
+) -> list[Reading]:
+    """Time bfloat16 matmuls (M, K) x (K, N) as in training: forward, and the gradients of input and weight.
+
+    Args:
+        watch: entered while the timed program runs.
+    """
+    M, K, N = shape
+    matmul = functools.partial(jnp.einsum, preferred_element_type=jnp.bfloat16)
+
+    def body(w_KN: jax.Array, x_MK: jax.Array) -> jax.Array:
+        y_MN = matmul("MK,KN->MN", x_MK, w_KN)
+        return chain(x_MK, matmul("MN,KN->MK", y_MN, w_KN), matmul("MK,MN->KN", x_MK, y_MN))
+
+    w_KN, x_MK = normal_on_each(0, (K, N), jnp.bfloat16, devices), normal_on_each(1, (M, K), jnp.bfloat16, devices)
+    return _time_gemm("gemm", shape, body, w_KN, x_MK, devices, sizes, weight, watch)
+
+
+def fp8_gemm(shape: tuple[int, int, int], devices: Sequence[Any], sizes: Sizes, weight: float = 1.0) -> list[Reading]:
+    """Time the same three matmuls in 8-bit floating point. The operands are quantized before: a plan times that apart."""
+    M, K, N = shape
+    one = jnp.ones(())
+    multiply = functools.partial(fp8.multiply, out=jnp.dtype("bfloat16"))
+
+    def body(constants: tuple[jax.Array, ...], state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        w_NK, w_KN, dy_NM = constants
+        x_MK, dy_MN, x_KM = state
+        y = multiply(x_MK, one, w_NK, one)
+        dx = multiply(dy_MN, one, w_KN, one)
+        dw = multiply(x_KM, one, dy_NM, one)
+        return chain(x_MK, dx, y), chain(dy_MN, y, dw), chain(x_KM, dw, dx)
+
+    def made(*arrays: tuple[tuple[int, int], Any]) -> tuple[jax.Array, ...]:
+        return tuple(normal_on_each(seed, array, dtype, devices) for seed, (array, dtype) in enumerate(arrays))
+
+    constants = made(((N, K), fp8.E4M3), ((K, N), fp8.E4M3), ((N, M), fp8.E5M2))
+    state = made(((M, K), fp8.E4M3), ((M, N), fp8.E5M2), ((K, M), fp8.E4M3))
+    return _time_gemm("FP8 gemm", shape, body, constants, state, devices, sizes, weight)
+
+
+def _time_gemm(
+    kind: str,
+    shape: tuple[int, int, int],
+    body: Callable[..., Any],
+    constants: Any,
+    state: Any,
+    devices: Sequence[Any],
+    sizes: Sizes,
+    weight: float,
+    watch: AbstractContextManager[Any] | None = None,
+) -> list[Reading]:
+    M, K, N = shape
+    flop = 3 * 2 * M * K * N
+    rounds = max(1, math.ceil(sizes.gemm_tflop * 1e12 / flop))
+    local = on_each(body, devices)
+    if math.isfinite(sizes.gemm_s):
+        # Processes may choose differently: no device waits for another here.
+        rounds = min(rounds, rounds_within(looped(local, sizes.gemm_probe), constants, state, sizes))
+    run = looped(local, rounds)
+    if watch:
+        jax.block_until_ready(run(constants, state))  # compiled before the watch begins
+    with watch or contextlib.nullcontext():
+        taken = timed_by_device(run, constants, state, devices=devices, sizes=sizes)
+    return [reading(kind, f"{M:,} x {K:,} x {N:,}", flop, each, rounds, weight) for each in taken]
+
+
+def rounds_within(probe: Callable[..., Any], constants: Any, state: Any, sizes: Sizes) -> int:
+    """Return the iterations that take about `sizes.gemm_s`, by a program of `sizes.gemm_probe` of them."""
+    jax.block_until_ready(probe(constants, state))
+    start = time.perf_counter()
+    jax.block_until_ready(probe(constants, state))
+    return max(1, round(sizes.gemm_s * sizes.gemm_probe / (time.perf_counter() - start)))
+
+
+# ---- attention
+
+
+def attention_loop(
+    device: Any, name: str, spec: attention.Spec, shape: tuple[int, int, int, int, int], backward: bool
+) -> tuple[Callable[..., Any], Any, jax.Array]:
+    """Return (body, constants, state) for `looped` of a kernel on sequences with one document each.
+
+    Args:
+        shape: B, T, N, K, H.
+        backward: with its backward pass.
+    """
+    B, T, N, K, H = shape
+    kernel = attention.implementation(name)
+    segments_BT = jnp.ones((B, T), jnp.int32)
+    positions_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    rows = attention.Rows(segments_BT, positions_BT, segments_BT, positions_BT)
+    prepared = jax.jit(kernel.prepare, static_argnums=1)(rows, spec)
+
+    def forward(constants: Any, q_BTNH: jax.Array) -> jax.Array:
+        k, v, prepared, _ = constants
+        return chain(q_BTNH, kernel.attention(q_BTNH, k, v, prepared, spec))
+
+    def both(constants: Any, q_BTNH: jax.Array) -> jax.Array:
+        k, v, prepared, do = constants
+        o, pull = jax.vjp(lambda q, k, v: kernel.attention(q, k, v, prepared, spec), q_BTNH, k, v)
+        return chain(q_BTNH, o, *pull(do))
+
+    # As in the model: cuDNN's kernels need a shard_map that is manual over the whole mesh.
+    mesh = Mesh(np.asarray([device]), (AXIS,))
+    body = jax.shard_map(both if backward else forward, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
+    k_BSKH, v_BSKH, do_BTNH = normal(0, (B, T, K, H)), normal(1, (B, T, K, H)), normal(2, (B, T, N, H))
+    return body, (k_BSKH, v_BSKH, prepared, do_BTNH), normal(3, (B, T, N, H))
+
+
+def attention_pair(device: Any, hardware: attention.Hardware, packed: bool, sizes: Sizes) -> list[Reading]:
+    """Time forward and backward of the kernel that `attention.impl=auto` chooses, on sequences with one document each.
+
+    FLOPs are those inside the causal mask. The backward pass is the difference between both passes and the forward pass. cuDNN
+    runs its backward pass in parts: one part is timed, as a plan counts slicing and joining as memory traffic.
+    """
+    B, T, N, K, H = sizes.attention
+    spec = attention.Spec(H, "bf16", packed, max_segments=32 if packed else 1)
+    name, _ = attention.choose("auto", [(spec, T)], hardware)
+    if name == "cudnn":
+        group = N // K
+        B, N = cudnn.part_of(B, T, T, N, K, H, spec.max_segments + 1 if packed else 1)
+        K = max(1, N // group)
+    times = []
+    for backward in (False, True):
+        body, constants, q_BTNH = attention_loop(device, name, spec, (B, T, N, K, H), backward)
+        times.append(timed(looped(body, sizes.attention_rounds), constants, q_BTNH, sizes=sizes))
+    what = f"{name}, {B} x {T:,} tokens, {N} heads on {K}, of {H}"
+    flop = 4.0 * B * N * H * T**2 / 2
+    kind = "packed attention" if packed else "attention"
+    forward = reading(f"{kind} forward", what, flop, times[0], sizes.attention_rounds)
+    both = reading(f"{kind} backward", what, ATTENTION_BACKWARD * flop, times[1], sizes.attention_rounds)
+    return [forward, dataclasses.replace(both, seconds=both.seconds - forward.seconds)]
+
+
+# ---- memory and host link
+
+
+def memory(devices: Sequence[Any], sizes: Sizes) -> list[Reading]:
+    """Time `a = b + a / 2` in float32 on each device: two arrays are read and one is written."""
+    count = sizes.memory_mib * 2**20 // 4
+    b, a = (normal_on_each(seed, (count,), jnp.float32, devices) for seed in (0, 1))
+    taken = timed_by_device(looped(lambda b, a: b + 0.5 * a, sizes.memory_rounds), b, a, devices=devices, sizes=sizes)
+    what = f"2 x {sizes.memory_mib} MiB read, 1 written"
+    return [reading("memory", what, 3.0 * 4 * count, each, sizes.memory_rounds) for each in taken]
+
+
+def host(
+    devices: Sequence[Any], sizes: Sizes, directions: Sequence[str] = ("device to host", "host to device")
+) -> list[Reading]:
+    """Time copies between each device and pinned host memory, in each direction, all devices at once.
+
+    The devices may share a PCIe switch and the host's memory.
+    """
+    count = sizes.host_mib * 2**20 // 4
+    shardings = {"device to host": sharded_over(devices, "pinned_host"), "host to device": sharded_over(devices)}
+    on_device = normal_on_each(0, (count,), jnp.float32, devices)
+    on_host = jax.block_until_ready(jax.device_put(on_device, shardings["device to host"]))
+    found = []
+    for direction in directions:
+        copy = functools.partial(jax.device_put, device=shardings[direction])
+        source = on_device if direction == "device to host" else on_host
+        taken = timed_by_device(copy, source, devices=devices, sizes=sizes)
+        found += [reading("host", direction, 4.0 * count, each) for each in taken]
+    return found
+
+
+# ---- collectives
+
+
+def collective(kind: str, devices: Sequence[Any], elements: int, rounds: int, sizes: Sizes) -> Reading:
+    """Time one collective of bfloat16 over these devices, of this or more processes.
+
+    Work is what a ring sends from each device, so that the rate is the bus bandwidth of nccl-tests: the array's bytes over the
+    time, times 2(n-1)/n for an all-reduce and (n-1)/n for the others.
+
+    Args:
+        kind: of COLLECTIVES; "" for the loop alone.
+        elements: of the whole array.
+    """
+    D = len(devices)
+    elements -= elements % D
+    # An all-reduce passes its result on, as it would otherwise work on a copy; zeros keep the sums finite.
+    body = {
+        "": lambda _, x: chain(x, x),
+        "all-gather": lambda _, x: chain(x, jax.lax.all_gather(x, AXIS, tiled=True)),
+        "reduce-scatter": lambda _, x: chain(x, jax.lax.psum_scatter(x, AXIS, tiled=True)),
+        "all-reduce": lambda _, x: jax.lax.psum(x, AXIS),
+    }[kind]
+    # The local shape: the shard that is gathered, or the whole array that is reduced.
+    local = elements if kind in ("reduce-scatter", "all-reduce") else elements // D
+    sharding = sharded_over(devices)
+    x = jax.jit(lambda: jnp.zeros((D * local,), jnp.bfloat16), out_shardings=sharding)()
+    manual = jax.shard_map(body, mesh=sharding.mesh, in_specs=(P(), P(AXIS)), out_specs=P(AXIS), check_vma=False)
+    taken = timed(looped(manual, rounds), (), x, sizes=sizes)
+    wire = (2 if kind == "all-reduce" else 1) * (D - 1) / D * 2.0 * elements
+    done = reading(kind, f"{2 * elements / 2**20:,.3g} MiB over {D} devices", wire, taken, rounds)
+    return dataclasses.replace(done, message=2.0 * elements)
+
+
+def curve(devices: Sequence[Any], sizes: Sizes) -> list[Reading]:
+    """Time all-gathers of several sizes, less the loop's own time: the rate falls with the message."""
+    empty = collective("", devices, 64 * len(devices), sizes.curve_rounds, sizes).seconds
+    found = []
+    for mib in sizes.curve_mib:
+        r = collective("all-gather", devices, int(mib * 2**20 / 2), sizes.curve_rounds, sizes)
+        found.append(dataclasses.replace(r, kind=CURVE, seconds=r.seconds - empty, message=mib * 2**20))
+    return found
+
+
+# ---- disks
+
+DISK_BYTES = 2**30  # written, and read back
+WRITE_BYTES = 2**24  # of one call
+SYNC_BYTES = 2**27  # between two fsyncs, after which the time is compared with the limit
+FREE_FACTOR = 4  # of the size, that must be free
+
+
+def existing(folder: Path) -> Path:
+    """Return the folder, or its nearest existing parent. Creates nothing."""
+    folder = folder.expanduser().absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder if folder.is_dir() else folder.parent
+
+
+def disk(folder: Path, seconds: float, size: int = DISK_BYTES) -> dict[str, float | None]:
+    """Return write_gb_s and read_gb_s of a file system: a file is written until the disk has it, and read back from there.
+
+    The file has no name, so that nothing is left of it. In a folder that is read-only, its largest file is read, and
+    `write_gb_s` is None. The server of a network file system may still have the file in its memory.
+
+    Args:
+        seconds: for both together; the bytes until then count.
+
+    Raises:
+        Unmeasured: there is too little free space, or nothing to read.
+        OSError: the file system refuses, as with a quota.
+    """
+    folder = existing(folder)
+    if not os.access(folder, os.W_OK):
+        return {"write_gb_s": None, "read_gb_s": _read_largest(folder, seconds, size)}
+    free = shutil.disk_usage(folder).free
+    if free < FREE_FACTOR * size:
+        least = FREE_FACTOR * size / 2**30
+        raise Unmeasured(f"{folder} has {free / 2**30:.2f} GiB free; a file is written only where there are {least:.2f}")
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        handle = file.fileno()
+        written, write_s = _write(handle, seconds / 2, size)
+        _drop_cached(handle)
+        os.lseek(handle, 0, os.SEEK_SET)
+        read, read_s = _read(handle, seconds / 2, written)
+    return {"write_gb_s": written / write_s / 1e9, "read_gb_s": read / read_s / 1e9}
+
+
+def _write(handle: int, seconds: float, size: int) -> tuple[int, float]:
+    """Return (bytes, seconds) until the disk has them. The bytes are random: no file system can compress them."""
+    block = memoryview(os.urandom(min(WRITE_BYTES, size)))
+    start, written = time.perf_counter(), 0
+    while written < size and (not written or time.perf_counter() - start < seconds):
+        end = min(written + SYNC_BYTES, size)
+        while written < end:
+            written += os.write(handle, block[: end - written])
+        os.fsync(handle)
+    return written, time.perf_counter() - start
+
+
+def _read(handle: int, seconds: float, size: int) -> tuple[int, float]:
+    """Return (bytes, seconds) of reading from the file's position."""
+    buffer = bytearray(min(WRITE_BYTES, max(size, 1)))
+    start, read = time.perf_counter(), 0
+    while read < size and time.perf_counter() - start < seconds:
+        count = os.readv(handle, [buffer])
+        if not count:
+            break
+        read += count
+    return read, time.perf_counter() - start
+
+
+def _read_largest(folder: Path, seconds: float, size: int) -> float:
+    with os.scandir(folder) as entries:
+        files = [(entry.stat().st_size, entry.path) for entry in entries if entry.is_file()]
+    length, path = max(files, default=(0, ""))
+    if not length:
+        raise Unmeasured(f"{folder} may not be written to, and holds no file to read")
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        _drop_cached(handle)
+        read, read_s = _read(handle, seconds, min(length, size))
+    finally:
+        os.close(handle)
+    return read / read_s / 1e9
+
+
+def _drop_cached(handle: int) -> None:
+    """Drop a file's pages from the host's memory. Raises Unmeasured if the system has no such call."""
+    advise: Callable[[int, int, int, int], None] | None = getattr(os, "posix_fadvise", None)
+    if advise is None:
+        raise Unmeasured("this system cannot drop a file from its memory, so that a read would not be the disk's")
+    advise(handle, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,247 @@
+"""Checks of the links: NVLink and NVSwitch between the GPUs, and the NICs beside them."""
+
+from collections import Counter
+
+from jaxtrain.preflight import nvidia_smi
+from jaxtrain.preflight.gpus import given_by
+from jaxtrain.preflight.table import Context, Table, Verdict, fault, grouped, listed, note, ok, unknown
+from jaxtrain.preflight.thresholds import SWITCH, Board
+
+CHECKS = Table()
+
+# nvidia-smi's abbreviations, by its own legend.
+CONNECTIONS = {
+    "SYS": "across the CPUs' interconnect",
+    "NODE": "across PCIe host bridges of one CPU",
+    "PHB": "across one PCIe host bridge, through the CPU",
+    "PXB": "across several PCIe switches",
+    "PIX": "across one PCIe switch",
+}
+FABRIC_OK = ("Completed", "Success")  # fabric.state and fabric.status
+ONE_GPU = "Nothing: this run has one GPU and uses none of its links."
+
+
+def has_switches(c: Context) -> bool:
+    return c.board is not None and c.board.joined == SWITCH
+
+
+def without_switches(c: Context) -> bool:
+    """Whether all pairs are connected as on a board of four, which has no switches.
+
+    There each GPU has a third of its links to each of the others (NVIDIA/nccl, issue 1617: NV6 on HGX H100 4-GPU, NV4 on HGX
+    A100 4-GPU).
+    """
+    pairs = set(c.topology.pairs().values())
+    return c.board is not None and c.gpus.on_node <= 4 and pairs == {f"NV{c.board.links // 3}"}
+
+
+@CHECKS.add(
+    "topology",
+    expected="every pair of GPUs joined by NVLink as the board allows",
+    why="Collectives run at the pace of the slowest pair: PCIe instead of NVLink makes them some ten times slower, without an "
+    "error.",
+    fix="Reboot the node, and see that nvidia-fabricmanager runs and has exactly the driver's version; if the pair stays on "
+    "PCIe, have the board inspected (nvidia-smi topo -m). In a container or VM: give it all GPUs of the board, and no PCIe "
+    "passthrough without NVSwitch.",
+)
+def topology(c: Context) -> Verdict | None:
+    if c.gpus.count < 2:
+        return None
+    if not c.topology.gpus:
+        answer = c.node.run(nvidia_smi.TOPOLOGY)
+        return unknown("nvidia-smi topo -m has no matrix" if answer.succeeded else f"nvidia-smi topo -m: {answer.error}")
+    pairs = c.topology.pairs()
+    counts = ", ".join(f"{n} pairs {connection}" for connection, n in Counter(pairs.values()).most_common())
+    if c.board is None:
+        text = f"{counts}; the topology of this board is not known"
+        return ok(text) if len(set(pairs.values())) == 1 else note(text, "Compare it with the board's manual.")
+    if not has_switches(c):
+        return bridges(c, c.board, counts)
+    if without_switches(c):
+        return ok(f"all pairs {next(iter(pairs.values()))}, without switches")
+    expected = f"NV{c.board.links}"
+    wrong: dict[str, list[str]] = {}
+    for (a, b), connection in pairs.items():
+        if connection != expected:
+            wrong.setdefault(connection, []).append(f"{a}-{b}")
+    texts = [f"{listed(at)} {n}" + (f" ({CONNECTIONS[n]})" if n in CONNECTIONS else "") for n, at in wrong.items()]
+    return fault(f"{'; '.join(texts)}, not {expected}") if wrong else ok(f"all pairs {expected}")
+
+
+def bridges(c: Context, board: Board, counts: str) -> Verdict:
+    """Judge a board whose GPUs are joined by bridges of equal size."""
+    pairs = c.topology.pairs()
+    partners = {gpu: sorted(n for pair, n in pairs.items() if gpu in pair and n.startswith("NV")) for gpu in c.topology.gpus}
+    size = max(len(connections) + 1 for connections in partners.values())
+    if size == 1:
+        return note(f"{counts}: no NVLink bridges", "Nothing, if none were bought; a bridge makes collectives faster.")
+    sizes = {f"NV{board.links // (n - 1)}": n for n in board.bridged}
+    full = max((sizes.get(connection, 0) for connection in pairs.values()), default=0)
+    # If the run has a part of the node, a bridge may join its GPUs to others.
+    part = c.gpus.others or given_by(c.node.environ)[1] or c.gpus.on_node < full
+    if part and all(connection in sizes for connections in partners.values() for connection in connections):
+        return note(f"{counts}, of bridges of {full}", "Nothing; GPUs of one bridge are faster together.")
+    expected = f"NV{board.links // (size - 1)}"
+    wrong = [
+        (gpu, f"{', '.join(connections) or 'no NVLink'}, not {expected} to {size - 1} others")
+        for gpu, connections in partners.items()
+        if connections != [expected] * (size - 1)
+    ]
+    if size not in board.bridged or wrong:
+        fix = (
+            "Power the node off, and see that the bridge sits on all of its GPUs (nvidia-smi topo -m); if it does, replace it."
+        )
+        return fault(grouped(wrong) or f"bridges of {size}: {counts}", fix)
+    return ok(f"bridges of {size}, {expected} within each")
+
+
+@CHECKS.add(
+    "NVLink",
+    expected="all links of every GPU active",
+    why="A link that is down reduces the bandwidth of every collective of its GPU, and every collective uses all GPUs.",
+    fix="nvidia-smi nvlink -s shows it; reset the GPUs or reboot. If it stays down: reseat or replace the GPU, the bridge or "
+    "the board.",
+)
+def nvlink(c: Context) -> Verdict:
+    answer = c.node.run(nvidia_smi.LINKS)
+    links = c.gpus.select(nvidia_smi.parse_links(answer.out))
+    active = {gpu: sum(rate is not None for rate in each.values()) for gpu, each in links.items()}
+    if not links and (has_switches(c) or not answer.succeeded):
+        return unknown("nvidia-smi nvlink -s names no GPU" if answer.succeeded else answer.error)
+    if not any(active.values()) and (c.gpus.count == 1 or not has_switches(c)):
+        return note("none", "Nothing, if none were bought, or the GPU is alone in a virtual machine.")
+    full = c.board.links if c.board else max(active.values())
+    down, none = [], []
+    for gpu, n in active.items():
+        inactive = [str(link) for link, rate in links[gpu].items() if rate is None]
+        if n == 0 and c.board is None:
+            none.append(f"GPU{gpu}")  # a bridge may join the others
+        elif n < full or inactive and c.board is None:
+            text = f"GPU{gpu} {n} of {max(full, n + len(inactive))}"
+            down.append(text + (f" (link {listed(inactive)} down)" if inactive and n else ""))
+    if down:
+        return fault(listed(down)) if c.gpus.count > 1 else note(listed(down), ONE_GPU)
+    if none:
+        return note(f"none on {listed(none, 8)}, and {full} on others", "Nothing, if their bridges are meant so.")
+    rates = sorted({rate for each in links.values() for rate in each.values() if rate})
+    if len(rates) > 1:
+        return fault(f"links at different rates: {listed([f'{rate:g} GB/s' for rate in rates])}")
+    return ok(f"{full} of {full} on every GPU, {rates[0]:g} GB/s each")
+
+
+@CHECKS.add(
+    "NVLink errors",
+    expected="no link had to recover since the driver was loaded",
+    why="A link that recovers stalls its collective for milliseconds each time, and often fails soon after.",
+    fix="Watch nvidia-smi nvlink -e during a run; if the count rises, have the GPU or the board inspected.",
+)
+def nvlink_errors(c: Context) -> Verdict:
+    answer = c.node.run(nvidia_smi.LINK_ERRORS)
+    counts = {at: n for at, n in nvidia_smi.parse_link_errors(answer.out).items() if at[0] in c.gpus.indices}
+    if not counts:
+        return unknown(f"nvidia-smi nvlink -e: {'no counters' if answer.succeeded else answer.error}")
+
+    def counted(*kinds: str) -> list[str]:
+        return [f"GPU{gpu} link {link}: {kind} {n}" for (gpu, link, kind), n in counts.items() if kind in kinds and n]
+
+    if recovered := counted("Recovery"):
+        return fault(listed(recovered)) if c.gpus.count > 1 else note(listed(recovered), ONE_GPU)
+    # Resending corrects these; a few over weeks are normal.
+    resent = counted("Replay", "CRC")
+    return note(listed(resent)) if resent else ok("none")
+
+
+@CHECKS.add(
+    "fabric",
+    expected="the GPUs are registered with the NVSwitches",
+    why="Without Fabric Manager the switches are unusable: CUDA fails to start (error 802), or falls back to PCIe.",
+    fix="sudo systemctl restart nvidia-fabricmanager, whose version must be the driver's; its log has the reason if it does "
+    "not start.",
+)
+def fabric(c: Context) -> Verdict | None:
+    if not has_switches(c):
+        return None
+    states = [(nvidia_smi.name(row), row["fabric.state"], row["fabric.status"]) for row in c.rows(nvidia_smi.FABRIC)]
+    states = [state for state in states if state[1]]
+    wrong = [(gpu, f"{state}, {status or 'no status'}") for gpu, state, status in states if (state, status) != FABRIC_OK]
+    if not states:
+        answer = c.node.run(nvidia_smi.FABRIC.command)
+        return unknown("not reported by these GPUs" if answer.succeeded else answer.error)
+    if not wrong:
+        return ok(", ".join(FABRIC_OK))
+    links = c.gpus.select(nvidia_smi.parse_links(c.node.run(nvidia_smi.LINKS).out))
+    alone = c.gpus.count == 1 and not any(rate for each in links.values() for rate in each.values())
+    if alone or without_switches(c):
+        return note(f"{grouped(wrong)}; no switch joins these GPUs", "Nothing.")
+    return fault(grouped(wrong))
+
+
+@CHECKS.add(
+    "GPU and NIC",
+    expected="a network card behind the same PCIe switch as each GPU (PIX or PXB)",
+    why="GPUDirect RDMA reaches only such a card at full rate; otherwise traffic between nodes passes the CPU.",
+    fix="Look for a card that is missing or whose port is down (ibstat); in a VM, have the host's PCIe topology passed through "
+    "(NCCL_TOPO_FILE).",
+)
+def nics(c: Context) -> Verdict | None:
+    if not c.topology.nics:
+        return note("nvidia-smi names no network card") if c.several_nodes else None
+    near = c.topology.near_nics()
+    far = [gpu for gpu, cards in near.items() if not cards]
+    if not far:
+        return ok("; ".join(f"{gpu} {listed(cards, 2)}" for gpu, cards in near.items()))
+    # With about one card for each GPU, one is missing. With fewer, the machine is built (or virtualized) so.
+    missing = 2 * len({card for cards in near.values() for card in cards}) >= len(near)
+    text = f"none beside {listed(far, 8)}"
+    return fault(text) if c.several_nodes and missing else note(text)
+
+
+def port(c: Context, card: str, what: str) -> str:
+    """Return the state (`4: ACTIVE`) or rate (`400 Gb/sec (4X NDR)`) of a card's first port, or ""."""
+    return (c.node.read(f"/sys/class/infiniband/{card}/ports/1/{what}") or "").strip()
+
+
+def active_nics(c: Context) -> list[str]:
+    """Return the NICs near the GPUs whose ports are up."""
+    cards = dict.fromkeys(card for cards in c.topology.near_nics().values() for card in cards)
+    return [card for card in cards if "ACTIVE" in port(c, card, "state")]
+
+
+@CHECKS.add(
+    "InfiniBand",
+    expected="the ports of the cards beside the GPUs are up",
+    why="NCCL leaves out a port that is down, and its GPUs share another one's.",
+    fix="Look at cable and switch port (ibstat, ibdiagnet), and at the subnet manager.",
+)
+def infiniband(c: Context) -> Verdict | None:
+    """A port that is down matters if the run uses several nodes and its GPU has no other."""
+    near = c.topology.near_nics()
+    states = {card: state for cards in near.values() for card in cards if (state := port(c, card, "state"))}
+    if not states:
+        return None
+    down = [f"{card} {state.partition(': ')[2] or state}" for card, state in states.items() if "ACTIVE" not in state]
+    cut = [gpu for gpu, cards in near.items() if cards and not any("ACTIVE" in states.get(n, "ACTIVE") for n in cards)]
+    if not down:
+        return ok(f"{len(states)} active, {listed(sorted({port(c, card, 'rate') for card in states}))}")
+    if cut and c.several_nodes:
+        return fault(f"{listed(down)}; {listed(cut)} has no other")
+    why = "each GPU beside one has another" if c.several_nodes else "a run of one node does not use them"
+    return note(f"{listed(down)}; {why}")
+
+
+@CHECKS.add(
+    "GPUDirect RDMA",
+    expected="nvidia_peermem loaded, or DMA-BUF",
+    why="Without it traffic between nodes is copied through the host's memory, at about half the rate.",
+    fix="sudo modprobe nvidia_peermem. With the open kernel modules and Linux 5.12 or later NCCL uses DMA-BUF, which needs no "
+    "module.",
+)
+def gpudirect(c: Context) -> Verdict | None:
+    if not c.several_nodes:
+        return None
+    modules = c.node.read("/proc/modules")
+    if modules is None:
+        return unknown("/proc/modules cannot be read")
+    if any(line.startswith(("nvidia_peermem ", "nv_peer_mem ")) for line in modules.splitlines()):
+        return ok("nvidia_peermem")
+    return note("no nvidia_peermem; NCCL's log shows whether it uses DMA-BUF")

@@ -1,0 +1,211 @@
+"""Preflight of a run: which process inspects each node, how all measure together, and how they share findings.
+
+Every process of the run takes part. On each host the first process inspects the node. All measure, because collectives over all
+GPUs need all of them. At the end each has the findings of all, so that all come to the same verdict. If a process is lost, each
+of the others reports its own node.
+"""
+
+import contextlib
+import dataclasses
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.distributed import Cluster, ClusterError, PeerLost, Peers, start
+from jaxtrain.preflight import inspection, nvidia_smi, rates, software
+from jaxtrain.preflight.host import NETWORK_DISKS
+from jaxtrain.preflight.measure import measure
+from jaxtrain.preflight.node import TIMED_OUT, Unanswered, call_with_timeout
+from jaxtrain.preflight.report import NodeReport
+from jaxtrain.preflight.table import FAULT, Context, Finding, missing
+from jaxtrain.startup import quiet
+from jaxtrain.stores import is_bucket
+
+RESERVE_S = 6.0  # of the limit, for the last messages and the end of the processes
+LEAST_S = 10.0  # to measure: JAX alone takes some seconds to start on eight GPUs
+GATHER_S = 5.0  # for a message, if the limit is over
+ALONE_S = 28.0  # to inspect this node without the others: JAX ends this process 30 s after they did not connect
+LOST_S = 2.0  # to inspect this node after process 0 was lost: JAX ends this process 6 s later
+CLOSE_S, FAILED_CLOSE_S = 5.0, 2.5  # to leave JAX's service, if the limit is over, and after a failure
+
+
+class Preflight:
+    """One process's part in the preflight of a run.
+
+    Args:
+        context: its node. A recorded node may have been part of another run: the cluster of `context` is that run's.
+        cluster: the processes that this one really belongs to.
+        limit_s: seconds for everything after the processes have connected.
+        connect_s: seconds for the other processes to connect.
+        skip_reason: why nothing is measured; "" to measure.
+        on_lost: called in another thread with the report of this node, if a process is lost. It should end this process:
+            without process 0, JAX ends it after 6 s.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        cluster: Cluster | None,
+        limit_s: float,
+        connect_s: float = 300.0,
+        skip_reason: str = "",
+        on_lost: Callable[[list[NodeReport]], object] | None = None,
+    ):
+        self.context, self.skip_reason = context, skip_reason
+        self._cluster, self._limit_s, self._connect_s = cluster, limit_s, connect_s
+        self._on_lost = on_lost
+        self._deadline = time.monotonic() + limit_s
+        self._peers = Peers(0, 1)
+        self._inspects = True  # this process is the first of its host
+        self._findings: list[Finding] = []  # so far, of this node
+        self._decision = threading.Lock()  # held by the thread that reports
+
+    @property
+    def left_s(self) -> float:
+        return self._deadline - time.monotonic()
+
+    def run(self) -> list[NodeReport]:
+        """Return the findings on every node of the run, the same in every process; `close` should follow."""
+        try:
+            if self._cluster is not None:
+                with quiet():
+                    import jax  # noqa: F401  prints notes on stderr without a driver
+
+                    start(self._cluster, init_timeout_s=max(2, int(self._connect_s)))
+                self._peers = Peers.of_this_run()
+                self._peers.watch(self._lost)
+                self._deadline = time.monotonic() + self._limit_s
+            reports = self._all_nodes()
+        except (ClusterError, PeerLost) as error:
+            self._decision.acquire()  # if `_lost` reports, this thread waits until the process ends
+            return self._report_alone(str(error), connected=isinstance(error, PeerLost))
+        self._decision.acquire()
+        return reports
+
+    def close(self, failed: str = "") -> None:
+        """Leave the service, with the other processes but not beyond the limit; or let them know that this one has `failed`."""
+        with contextlib.suppress(Unanswered):
+            limit_s = FAILED_CLOSE_S if failed else max(self.left_s, CLOSE_S)
+            call_with_timeout(limit_s, "the service", lambda: self._peers.close(failed))
+
+    def _lost(self, message: str) -> None:
+        if self._on_lost and self._decision.acquire(blocking=False):
+            self._on_lost(self._report_alone(message, connected=True))
+
+    def _report_alone(self, message: str, connected: bool) -> list[NodeReport]:
+        """Return the report of this node without those of the others."""
+        found = self._findings
+        if not found and self._inspects:
+            with contextlib.suppress(Unanswered):
+                limit_s = LOST_S if connected else ALONE_S
+                found = call_with_timeout(limit_s, "this node", lambda: inspection.inspect(self.context))
+        return [self._node_report([*found, inspection.PROCESSES.finding(missing(message))], self.context.measured)]
+
+    def _node_report(self, findings: list[Finding], measured: Mapping[str, Any]) -> NodeReport:
+        host = self.context.node.facts.get("hostname", "?")
+        gpus = self.context.gpus
+        return NodeReport(host, gpu_names(self.context), gpus.absent, findings, dict(measured))
+
+    def _gather(self, name: str, value: Any) -> list[Any]:
+        """Return every process's value, by process index."""
+        texts = self._peers.gather(f"preflight/{name}", json.dumps(value), max(self.left_s, GATHER_S))
+        return [json.loads(text) for text in texts]
+
+    def _all_nodes(self) -> list[NodeReport]:
+        me, node = self._peers.process_index, self.context.node
+        visible = node.environ.get(software.VISIBLE, "unset")
+        processes = [(host, value) for host, value in self._gather("hello", [node.facts.get("hostname", "?"), visible])]
+        connected = node.clock()  # now, before each node takes its own time to answer
+        hosts = [host for host, _ in processes]
+        firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
+        self._inspects = me in firsts
+        if self._inspects:
+            self._findings = inspection.inspect(self.context)
+        descriptions = self._gather("description", inspection.describe(self.context, connected) if self._inspects else {})
+        figures = self._gather("figures", self._measure())
+        measured = merged([each for each, host in zip(figures, hosts, strict=True) if host == hosts[me]])
+        if self._inspects and measured:
+            self.context = dataclasses.replace(self.context, measured=measured)
+            judged = rates.CHECKS.run(self.context)
+            self._findings = [*self._findings, *judged]
+        report = dataclasses.asdict(self._node_report(self._findings, measured)) if self._inspects else {}
+        reports = [
+            NodeReport(**fields | {"findings": [Finding(**finding) for finding in fields["findings"]]})
+            for fields in self._gather("report", report)
+            if fields
+        ]
+        first = reports[0].findings
+        if len(firsts) > 1:
+            first += inspection.compare([hosts[i] for i in firsts], [descriptions[i] for i in firsts])
+        # A node may have found renumbered GPUs by itself.
+        if not any(f.name == software.VISIBLE and f.state == FAULT for each in reports for f in each.findings):
+            check = inspection.CHECKS[software.VISIBLE]
+            first += [check.finding(verdict) for verdict in software.visible_devices_of_processes(processes)]
+        return reports
+
+    def _measure(self) -> dict[str, Any]:
+        """Return the rates of this process's GPUs and, if it inspects its node, of the disks."""
+        reason = self.skip_reason
+        if not reason and self._inspects and self.context.node.run(nvidia_smi.GPUS.command).code == TIMED_OUT:
+            reason = "nvidia-smi does not answer: no work is given to these GPUs"
+        elif not reason and self.left_s - RESERVE_S < LEAST_S:
+            reason = f"only {max(self.left_s, 0):.0f} s of --limit are left"
+        # All or none: in a collective, those that measure would wait for one that does not.
+        reasons = [each for each in self._gather("ready", reason) if each]
+        if reasons:
+            return dict(self.context.node.measured) or {"disk": {}, "left_out": dict.fromkeys(rates.RATES, reasons[0])}
+        paths, left_out = paths_to_measure(self.context, self._peers.process_index) if self._inspects else ({}, {})
+        cluster_args = self._cluster_args()
+        # They end together: the end of one would end the others.
+        found = measure(paths, min(self._gather("budget", self.left_s - RESERVE_S)), cluster_args)
+        found["left_out"] |= left_out
+        return found
+
+    def _cluster_args(self) -> list[str]:
+        """Return the options by which the children connect, at a port of their own."""
+        if self._cluster is None:
+            return []
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = self._gather("port", free.getsockname()[1])[0]
+        host, ids = self._cluster.coordinator.rpartition(":")[0], self._cluster.local_device_ids
+        own = [f"--local-devices={','.join(map(str, ids))}"] if ids else []
+        return [
+            f"--coordinator={host}:{port}",
+            f"--num-processes={self._peers.count}",
+            f"--process-id={self._peers.process_index}",
+            *own,
+        ]
+
+
+def gpu_names(context: Context) -> str:
+    """Return `8 x NVIDIA H200`, or "" for none."""
+    names = sorted(set(context.gpus.names))
+    return f"{context.gpus.count} x {', '.join(names)}" if names else ""
+
+
+def paths_to_measure(context: Context, process: int) -> tuple[dict[str, Path], dict[str, str]]:
+    """Return the paths whose disks are measured, and the reasons for those that are not."""
+    disks = context.node.disks
+    wanted = {n: path for n, path in context.paths.items() if path and not is_bucket(path) and n != "cache"}
+    left_out = {f"disk.{n}": "it does not answer" for n in wanted if n in disks and disks[n].silent}
+    if process:
+        shared = [n for n in wanted if n in disks and disks[n].kind in NETWORK_DISKS]
+        reason = "it is on the network, and process 0 measures it: many at once would disturb each other"
+        left_out |= {f"disk.{n}": reason for n in shared}
+    return {n: Path(path).expanduser() for n, path in wanted.items() if f"disk.{n}" not in left_out}, left_out
+
+
+def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the rates of a node from those of its processes, which have GPUs of their own."""
+    out: dict[str, Any] = dict(parts[0])
+    for part in parts[1:]:
+        for name in rates.GPU_LISTS:
+            out[name] = [*out.get(name, []), *part.get(name, [])]
+        for name in ("left_out", "failed"):
+            out[name] = {**part.get(name, {}), **out.get(name, {})}
+    return out

@@ -1,0 +1,392 @@
+"""A node as the checks read it: output of commands, files, variables, disks, packages, limits.
+
+`LocalNode` reads the node of this process and can save what it read. `RecordedNode` reads such a folder, so that the checks run
+anywhere. A recording has commands/ (one file a command: the command, its exit code, its output), files/ (copies, by path) and
+the JSON files of PARTS. Its base.txt may name another recording that has everything the folder itself lacks.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import os
+import re
+import resource
+import shlex
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtrain import environment, hardware
+from jaxtrain.stores import is_bucket
+
+# nvidia-smi initializes eight GPUs without persistence one after the other, which takes longer than any other command here.
+COMMAND_S = 25.0
+ANSWER_S = 3.0  # for calls that return at once on a healthy system
+MAX_CHARACTERS = 4 << 20  # of a command's output or a file: the kernel log can be long
+TIMED_OUT, ABSENT, NOT_EXECUTABLE = -1, 127, 126  # exit codes of commands that did not run to their end
+STDERR = "--- stderr"
+PARTS = ("facts", "environ", "disks", "packages", "listings", "measured")
+MAX_BASES = 9
+# Variables that are read besides those that change a run: scheduler, launcher, libraries, proxies.
+VARIABLES = re.compile(
+    r"SLURM_\w+|JAXTRAIN_\w+|OMPI_COMM_WORLD_\w+|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|LD_LIBRARY_PATH"
+    r"|CUDA_VISIBLE_DEVICES|NVIDIA_VISIBLE_DEVICES|KUBERNETES_SERVICE_HOST|JOB_COMPLETION_INDEX|JAX_PLATFORMS"
+    r"|((https?|all|grpc|no)_proxy)|((HTTPS?|ALL|NO)_PROXY)|XLA_\w+|TF_FORCE_UNIFIED_MEMORY"
+)
+SECRET = re.compile(r"(?i)token|secret|passw|jwt|api_?key|credential")
+PROXY_PASSWORD = re.compile(r"(?<=//)[^/@\s]*@")
+PACKAGES = re.compile(r"jax|jaxlib|jax-cuda\w*(-\w+)?|nvidia-[\w-]+")
+
+
+class Unanswered(Exception):
+    """A call that may hang did not return in time."""
+
+
+class RecordingError(ValueError):
+    """A folder is not a recording of a node."""
+
+
+def call_with_timeout[T](seconds: float, subject: str, function: Callable[[], T]) -> T:
+    """Return or raise what `function` does. It runs in a thread that is abandoned if it hangs, as on a dead NFS server.
+
+    Raises:
+        Unanswered: naming `subject`, after `seconds`.
+    """
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except Exception as error:  # raised below, in the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="call with timeout", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise Unanswered(f"{subject} did not answer within {seconds:.0f} s")
+    return results[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """Exit code and output of a command."""
+
+    code: int
+    out: str = ""
+    err: str = ""
+
+    @property
+    def succeeded(self) -> bool:
+        return self.code == 0
+
+    @property
+    def error(self) -> str:
+        """One line on why the command failed."""
+        if self.code == TIMED_OUT:
+            return "it did not answer in time"
+        if self.code == ABSENT:
+            return "there is no such command"
+        lines = [line.strip() for line in f"{self.err}\n{self.out}".splitlines() if line.strip()]
+        return lines[0] if lines else f"exit code {self.code}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Disk:
+    """The file system of a path. `silent`: it did not answer in time, and the other fields are empty."""
+
+    path: str
+    total_gib: float
+    free_gib: float
+    device: str  # st_dev
+    kind: str  # of file system: ext4, nfs4, tmpfs
+    mount: str
+    silent: bool = False
+
+
+def file_name(command: str) -> str:
+    """Return the file of a recording that has a command's answer: its words, shortened if they are long."""
+    words = re.sub(r"[^\w.=-]+", "_", command).strip("_")
+    return (words if len(words) <= 80 else words.partition("=")[0] + "=" + words.partition("=")[2][:40]) + ".txt"
+
+
+class RecordedNode:
+    """A node from a folder of recorded answers. Raises RecordingError if the folder is no recording."""
+
+    def __init__(self, folder: Path):
+        self._folders = [folder]
+        while True:
+            if not folder.is_dir():
+                raise RecordingError(f"{folder} is no folder")
+            if not (base := folder / "base.txt").exists():
+                break
+            folder = (folder / base.read_text().strip()).resolve()
+            self._folders.append(folder)
+            if len(self._folders) > MAX_BASES:
+                raise RecordingError(f"{folder}: base.txt files form a chain of more than {MAX_BASES} recordings, or a circle")
+        if not any(self._find(f"{name}.json") for name in ("facts", "environ")):
+            raise RecordingError(f"{self._folders[0]} holds no facts.json, and no base.txt that names a recording")
+
+    def start(self, commands: Iterable[str]) -> None:
+        """Do nothing: the answers exist already."""
+
+    def run(self, command: str) -> Answer:
+        path = self._find(f"commands/{file_name(command)}")
+        if path is None:
+            return Answer(ABSENT)
+        lines = path.read_text().split("\n", 2)
+        if len(lines) < 3 or not (code := re.fullmatch(r"exit (\d+|timeout)", lines[1])):
+            raise RecordingError(f"{path} must begin with '$ COMMAND' and 'exit CODE'")
+        out, _, err = lines[2].partition(f"{STDERR}\n")
+        return Answer(TIMED_OUT if code[1] == "timeout" else int(code[1]), out, err)
+
+    def read(self, path: str) -> str | None:
+        found = self._find(f"files{path}")
+        return found.read_text() if found else None
+
+    def listing(self, path: str) -> list[str]:
+        return self._json("listings").get(path, [])
+
+    def clock(self) -> float | None:
+        return self.facts.get("time_unix")
+
+    @functools.cached_property
+    def environ(self) -> Mapping[str, str]:
+        return self._json("environ")
+
+    @functools.cached_property
+    def disks(self) -> dict[str, Disk]:
+        return {name: Disk(**fields) for name, fields in self._json("disks").items()}
+
+    @functools.cached_property
+    def packages(self) -> dict[str, dict[str, Any]]:
+        return self._json("packages")
+
+    @functools.cached_property
+    def facts(self) -> dict[str, Any]:
+        return self._json("facts")
+
+    @functools.cached_property
+    def measured(self) -> dict[str, Any]:
+        return self._json("measured")
+
+    def close(self) -> None:
+        """Do nothing: no command runs."""
+
+    def _find(self, name: str) -> Path | None:
+        return next((path for folder in self._folders if (path := folder / name).exists()), None)
+
+    def _json(self, name: str) -> Any:
+        path = self._find(f"{name}.json")
+        try:
+            return json.loads(path.read_text()) if path else {}
+        except ValueError as error:
+            raise RecordingError(f"{path} is no JSON: {error}") from None
+
+
+class LocalNode:
+    """The node of this process. Its methods never raise: a check reports an answer that is None, empty or has an error.
+
+    Args:
+        paths: name -> folder or bucket that the run reads or writes; the folder need not exist yet.
+        command_s: seconds for a command. One that hangs is killed and not waited for.
+    """
+
+    def __init__(self, paths: Mapping[str, str], command_s: float = COMMAND_S):
+        self._paths = paths
+        self.command_s = command_s
+        self._commands: dict[str, _Command] = {}
+        self._files: dict[str, str] = {}
+        self._listings: dict[str, list[str]] = {}
+
+    def start(self, commands: Iterable[str]) -> None:
+        """Start all these commands at once; `run` waits for one of them."""
+        for command in commands:
+            if command not in self._commands:
+                self._commands[command] = _Command(command, self.command_s)
+
+    def run(self, command: str) -> Answer:
+        self.start([command])
+        return self._commands[command].answer()
+
+    def read(self, path: str) -> str | None:
+        """Return the text of a small file; None if it is absent or not readable."""
+        try:
+            with open(path, errors="replace") as file:
+                self._files[path] = file.read(MAX_CHARACTERS)
+                return self._files[path]
+        except OSError:
+            return None
+
+    def listing(self, path: str) -> list[str]:
+        """Return the names in a folder, sorted; empty if it cannot be read."""
+        try:
+            self._listings[path] = call_with_timeout(ANSWER_S, path, lambda: sorted(os.listdir(path)))
+        except (OSError, Unanswered):
+            self._listings[path] = []
+        return self._listings[path]
+
+    def clock(self) -> float | None:
+        """Return the node's time in Unix seconds."""
+        return time.time()
+
+    @functools.cached_property
+    def environ(self) -> Mapping[str, str]:
+        """The variables that change a run or locate its processes. No secrets: a recording may be sent to others."""
+        chosen = {name: value for name, value in os.environ.items() if VARIABLES.fullmatch(name)}
+        chosen |= environment.changing(os.environ)
+        return {name: PROXY_PASSWORD.sub("", chosen[name]) for name in sorted(chosen) if not SECRET.search(name)}
+
+    @functools.cached_property
+    def disks(self) -> dict[str, Disk]:
+        """The file systems of the run's paths and of /dev/shm."""
+        mounts = _mounts(self.read("/proc/self/mountinfo") or "")
+        found = {}
+        for name, text in {**self._paths, "shm": "/dev/shm"}.items():
+            if not text or is_bucket(text):
+                continue
+            path = Path(os.path.abspath(os.path.expanduser(text)))
+            try:
+                found[name] = call_with_timeout(ANSWER_S, text, functools.partial(_disk, path, mounts))
+            except Unanswered:
+                found[name] = Disk(str(path), 0.0, 0.0, "", "", "", silent=True)
+            except OSError:  # the check reports a path without a disk
+                continue
+        return found
+
+    @functools.cached_property
+    def packages(self) -> dict[str, dict[str, Any]]:
+        """JAX's and NVIDIA's wheels: name -> version, requires."""
+        found = {}
+        for each in importlib.metadata.distributions():
+            name = (each.metadata["Name"] or "").lower().replace("_", "-")
+            if PACKAGES.fullmatch(name) and name not in found:  # the first on the path is imported
+                found[name] = {"version": each.version, "requires": each.requires or []}
+        return dict(sorted(found.items()))
+
+    @functools.cached_property
+    def facts(self) -> dict[str, Any]:
+        """Host name, time, CPUs, memory and limits; None for no limit, or if the kernel gives no answer."""
+
+        def limit(which: int) -> int | None:
+            soft = resource.getrlimit(which)[0]
+            return None if soft == resource.RLIM_INFINITY else soft
+
+        return {
+            "hostname": socket.gethostname(),
+            "time_unix": time.time(),
+            "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "memory_gib": round(hardware.host_gib(), 1),
+            "memlock_bytes": limit(resource.RLIMIT_MEMLOCK),
+            "open_files": limit(resource.RLIMIT_NOFILE),
+            "clock_synchronised": clock_synchronised(),
+        }
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        return {}
+
+    def save(self, folder: Path, measured: Mapping[str, Any]) -> None:
+        """Write everything that was read, and the rates in `measured`, as a recording."""
+        texts = {f"files{path}": text for path, text in self._files.items()}
+        for command, started in self._commands.items():
+            answer = started.answer()
+            code = "timeout" if answer.code == TIMED_OUT else answer.code
+            err = f"{STDERR}\n{answer.err}" if answer.err else ""
+            texts[f"commands/{file_name(command)}"] = f"$ {command}\nexit {code}\n{answer.out}{err}"
+        disks = {name: dataclasses.asdict(disk) for name, disk in self.disks.items()}
+        parts = (self.facts, self.environ, disks, self.packages, self._listings, dict(measured))
+        texts |= {f"{name}.json": json.dumps(part, indent=1) + "\n" for name, part in zip(PARTS, parts, strict=True)}
+        for name, text in texts.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+    def close(self) -> None:
+        """Kill the commands that still run. One in a hanging driver (state D) ends when the driver returns; nothing waits."""
+        for command in self._commands.values():
+            command.kill()
+
+
+Node = LocalNode | RecordedNode
+
+
+class _Command:
+    """A running command. It writes to files, because a child that it leaves behind would keep a pipe open."""
+
+    def __init__(self, command: str, limit_s: float):
+        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115, open as long as this object
+        self._answer: Answer | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._deadline = time.monotonic() + limit_s
+        try:
+            self._process = subprocess.Popen(
+                shlex.split(command), stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err, start_new_session=True
+            )
+        except OSError as error:
+            self._answer = Answer(ABSENT if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE, "", str(error))
+
+    def answer(self) -> Answer:
+        if self._answer is None and self._process:
+            try:
+                code = self._process.wait(max(0.0, self._deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self.kill()
+                code = TIMED_OUT
+            self._answer = Answer(code, _text(self._out), _text(self._err))
+        return self._answer or Answer(ABSENT)
+
+    def kill(self) -> None:
+        # After its end another process may have its id. A process of another user cannot be killed.
+        if self._process and self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _text(file: Any) -> str:
+    file.seek(0)
+    return file.read(MAX_CHARACTERS).decode(errors="replace")
+
+
+def _mounts(text: str) -> list[tuple[str, str]]:
+    """Return (mount point, kind of file system) of /proc/self/mountinfo, the last mounted first."""
+    found = []
+    for line in text.splitlines():
+        before, _, after = line.partition(" - ")
+        if len(before.split()) > 4 and after:
+            found.append((before.split()[4].replace("\\040", " "), after.split()[0]))
+    return found[::-1]
+
+
+def _disk(path: Path, mounts: list[tuple[str, str]]) -> Disk:
+    """Return the file system of a path, or of its nearest existing parent. Raises OSError."""
+    existing = next(p for p in (path, *path.parents) if p.exists()).resolve()
+    size = os.statvfs(existing)
+    above = [(mount, kind) for mount, kind in mounts if existing.is_relative_to(mount)]
+    mount, kind = max(above, key=lambda m: len(m[0]), default=("", "unknown"))
+    scale = size.f_frsize / 2**30
+    device = str(os.stat(existing).st_dev)
+    return Disk(str(path), round(size.f_blocks * scale, 2), round(size.f_bavail * scale, 2), device, kind, mount)
+
+
+def clock_synchronised() -> bool | None:
+    """Return whether the kernel's clock follows a time server, by adjtimex(2); None if the system has no such call."""
+    unsynchronised = 5  # TIME_ERROR
+    try:
+        # struct timex has 208 bytes. All zero reads the state and changes nothing.
+        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))
+    except (OSError, AttributeError):
+        return None
+    return None if state < 0 else state != unsynchronised

@@ -1,0 +1,224 @@
+"""The output of nvidia-smi as values: its commands, and how their output is parsed.
+
+A field that a driver does not know fails the whole query, so fields that were added or removed have queries of their own.
+Values have nvidia-smi's units: MiB, W, MHz. A value that it does not report ([N/A], [Not Supported]) is None.
+"""
+
+import csv
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+
+from jaxtrain.preflight.node import ABSENT, TIMED_OUT, Node
+
+FIELDS = (
+    *("index", "uuid", "pci.bus_id", "name", "driver_version", "compute_cap", "memory.total", "memory.used"),
+    *("persistence_mode", "compute_mode", "mig.mode.current", "ecc.mode.current", "ecc.errors.uncorrected.volatile.total"),
+    *("power.limit", "enforced.power.limit", "power.default_limit", "clocks.max.sm", "temperature.gpu"),
+    *("pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Query:
+    """A query of nvidia-smi and the fields of its table."""
+
+    kind: str
+    fields: tuple[str, ...]
+
+    @property
+    def command(self) -> str:
+        return f"nvidia-smi --query-{self.kind}={','.join(self.fields)} --format=csv,nounits"
+
+
+GPUS = Query("gpu", FIELDS)
+REASONS = Query("gpu", ("index", "clocks_event_reasons.active"))
+OLD_REASONS = Query("gpu", ("index", "clocks_throttle_reasons.active"))  # its name before driver 535
+APPLICATION_CLOCKS = Query("gpu", ("index", "clocks.applications.graphics", "clocks.default_applications.graphics"))
+FABRIC = Query("gpu", ("index", "fabric.state", "fabric.status"))
+REMAPS = Query(
+    "remapped-rows", ("gpu_uuid", *(f"remapped_rows.{n}" for n in ("correctable", "uncorrectable", "pending", "failure")))
+)
+RECOVERY = Query("gpu", ("index", "gpu_recovery_action"))  # from driver 570
+PROCESSES = Query("compute-apps", ("gpu_uuid", "pid", "process_name", "used_memory"))
+TOPOLOGY, LINKS, LINK_ERRORS = "nvidia-smi topo -m", "nvidia-smi nvlink -s", "nvidia-smi nvlink -e"
+QUERIES = (GPUS, REASONS, OLD_REASONS, APPLICATION_CLOCKS, FABRIC, REMAPS, RECOVERY, PROCESSES)
+COMMANDS = (*(query.command for query in QUERIES), TOPOLOGY, LINKS, LINK_ERRORS)
+
+UNREACHABLE = re.compile(r"Unable to determine the device handle for GPU\s*([0-9A-Fa-f:.]+)", re.IGNORECASE)
+FAILED_CELL = re.compile(r"(?m)^(\d+), .*(requires reset|GPU is lost)", re.IGNORECASE)
+NO_VALUE = ("", "n/a", "not supported", "not found", "unknown error", "insufficient permissions")
+
+Row = dict[str, str | None]
+
+
+def rows(node: Node, query: Query) -> list[Row]:
+    """Return a query's table; empty if it failed. The keys are the query's fields: nvidia-smi's heading may differ."""
+    answer = node.run(query.command)
+    if not answer.succeeded:
+        return []
+    table = list(csv.reader(answer.out.splitlines(), skipinitialspace=True))[1:]
+    fields = query.fields
+    return [
+        {f: _value(cell.strip()) for f, cell in zip(fields, cells, strict=True)} for cells in table if len(cells) == len(fields)
+    ]
+
+
+def _value(cell: str) -> str | None:
+    """Return None for [N/A], [Requested functionality has been deprecated] and the like."""
+    return None if cell.startswith("[") or cell.lower() in NO_VALUE else cell
+
+
+def number(row: Row, field: str) -> float | None:
+    try:
+        return float(row.get(field) or "")
+    except ValueError:
+        return None
+
+
+def index(row: Row) -> int:
+    return int(row["index"] or 0)
+
+
+def name(row: Row) -> str:
+    return f"GPU{row['index']}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpus:
+    """The GPUs of a node."""
+
+    rows: list[Row]  # of GPUS, one for each GPU that the run may use
+    broken: str = ""  # why there are no GPUs, or not all, if that is a fault
+    absent: str = ""  # why a node without GPUs has none
+    lost: tuple[str, ...] = ()  # PCI addresses of GPUs that the driver cannot reach
+    reset: tuple[str, ...] = ()  # indices of GPUs that require a reset, if nothing else is broken
+    others: tuple[Row, ...] = ()  # GPUs that CUDA_VISIBLE_DEVICES leaves out: another run may use them
+
+    @property
+    def count(self) -> int:
+        return len(self.rows)
+
+    @property
+    def on_node(self) -> int:
+        return len(self.rows) + len(self.others)
+
+    @property
+    def names(self) -> list[str]:
+        return [row["name"] or "unknown" for row in self.rows]
+
+    @property
+    def indices(self) -> list[int]:
+        """nvidia-smi's indices of the GPUs."""
+        return [index(row) for row in self.rows]
+
+    def select[T](self, by_index: Mapping[int, T]) -> dict[int, T]:
+        """Return the entries of the GPUs that the run may use."""
+        return {index: value for index, value in by_index.items() if index in self.indices}
+
+
+def read_gpus(node: Node) -> Gpus:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects, or all if it selects none, so that the report can list them."""
+    answer = node.run(GPUS.command)
+    output = answer.out + answer.err
+    found = rows(node, GPUS)
+    lost = tuple((match[1] or "?").rstrip(".:") for match in UNREACHABLE.finditer(output))
+    if found:
+        mine = visible(found, node.environ.get("CUDA_VISIBLE_DEVICES")) or found
+        failed = [(m[1], m[2]) for m in FAILED_CELL.finditer(answer.out) if m[1] in [row["index"] for row in mine]]
+        broken = [f"the driver cannot reach GPU {', '.join(lost)}"] * bool(lost) + [f"GPU{i}: {why}" for i, why in failed]
+        reset = tuple(i for i, why in failed if why.lower() == "requires reset")
+        reset = reset if len(reset) == len(broken) else ()
+        return Gpus(mine, "; ".join(broken), lost=lost, reset=reset, others=tuple(row for row in found if row not in mine))
+    if answer.code == ABSENT and node.read("/proc/driver/nvidia/version") is None:
+        return Gpus([], absent="no NVIDIA GPU: there is no nvidia-smi and no driver")
+    if "no devices were found" in output.lower() and not node.listing("/proc/driver/nvidia/gpus"):
+        return Gpus([], absent="no NVIDIA GPU: the driver found none")
+    if answer.code == ABSENT:
+        return Gpus([], broken="the driver is loaded, and there is no nvidia-smi")
+    error = "nvidia-smi did not answer in time" if answer.code == TIMED_OUT else f"nvidia-smi: {answer.error}"
+    return Gpus([], broken=error, lost=lost)
+
+
+def visible(found: Sequence[Row], wanted: str | None) -> list[Row]:
+    """Return the rows that CUDA_VISIBLE_DEVICES names. As in CUDA, the list ends at the first entry that is no device."""
+    if wanted is None:
+        return list(found)
+    chosen = []
+    for entry in (part.strip() for part in wanted.split(",")):
+        named = [
+            row
+            for row in found
+            if entry in (row["index"], row["uuid"]) or entry.startswith("GPU-") and (row["uuid"] or "").startswith(entry)
+        ]
+        if not named:
+            break
+        chosen.append(named[0])
+    return chosen
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """`nvidia-smi topo -m`: the connection of every two GPUs and NICs."""
+
+    connections: dict[tuple[str, str], str]  # ("GPU0", "NIC1") -> PIX
+    nics: dict[str, str]  # "NIC0" -> "mlx5_0"
+
+    @property
+    def gpus(self) -> list[str]:
+        return sorted({a for a, _ in self.connections if a.startswith("GPU")}, key=lambda gpu: int(gpu[3:]))
+
+    def select(self, indices: Sequence[int]) -> "Topology":
+        """Return the topology of these GPUs alone."""
+        gpus = [f"GPU{i}" for i in indices]
+        chosen = {pair: c for pair, c in self.connections.items() if all(n in gpus or not n.startswith("GPU") for n in pair)}
+        return Topology(chosen, self.nics)
+
+    def pairs(self) -> dict[tuple[str, str], str]:
+        """Return the connection of each pair of GPUs, once."""
+        gpus = self.gpus
+        return {(a, b): self.connections[a, b] for i, a in enumerate(gpus) for b in gpus[i + 1 :] if (a, b) in self.connections}
+
+    def near_nics(self) -> dict[str, list[str]]:
+        """Return the kernel's names of the NICs that each GPU reaches without the CPU (PIX or PXB)."""
+        return {
+            gpu: [card for n, card in self.nics.items() if self.connections.get((gpu, n)) in ("PIX", "PXB")]
+            for gpu in self.gpus
+        }
+
+
+def parse_topology(text: str) -> Topology:
+    """Parse the matrix; empty if there is none."""
+    columns: list[str] = []
+    connections, nics = {}, {}
+    for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines():
+        cells = [cell.strip() for cell in re.split(r"\t+| {2,}", line.strip())]
+        if not columns:
+            columns = [c for c in cells if re.fullmatch(r"GPU\d+|NIC\d+|mlx\w+", c)] if cells[0] == "GPU0" else []
+        elif cells[0] in columns and len(cells) > len(columns):
+            connections |= {(cells[0], other): c for other, c in zip(columns, cells[1:], strict=False) if other != cells[0]}
+        elif legend := re.fullmatch(r"(NIC\d+): (\S+)", line.strip()):
+            nics[legend[1]] = legend[2]
+    return Topology(connections, nics or {c: c for c in columns if c.startswith("mlx")})
+
+
+def parse_links(text: str) -> dict[int, dict[int, float | None]]:
+    """Parse `nvidia-smi nvlink -s`: GPU -> link -> GB/s in one direction, None for an inactive link."""
+    found: dict[int, dict[int, float | None]] = {}
+    for line in text.splitlines():
+        if head := re.match(r"GPU (\d+):", line.strip()):
+            found[int(head[1])] = {}
+        elif found and (link := re.match(r"Link (\d+): (?:([\d.]+) GB/s|<?inactive>?)", line.strip())):
+            found[max(found)][int(link[1])] = float(link[2]) if link[2] else None
+    return found
+
+
+def parse_link_errors(text: str) -> dict[tuple[int, int, str], int]:
+    """Parse `nvidia-smi nvlink -e`: (GPU, link, kind of error) -> count."""
+    found, gpu = {}, 0
+    for line in text.splitlines():
+        if head := re.match(r"GPU (\d+):", line.strip()):
+            gpu = int(head[1])
+        elif counted := re.match(r"Link (\d+): (.+?) Errors?: (\d+)", line.strip()):
+            found[gpu, int(counted[1]), counted[2]] = int(counted[3])
+    return found

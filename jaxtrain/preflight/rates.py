@@ -1,0 +1,249 @@
+"""Checks of the measured rates: the GPUs of a node against each other, and collectives against the board's bandwidth.
+
+A rate without a published figure for the board is reported and not judged.
+"""
+
+import functools
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain import hardware
+from jaxtrain.preflight.gpus import SLOWDOWNS
+from jaxtrain.preflight.host import NETWORK_DISKS
+from jaxtrain.preflight.links import active_nics, port
+from jaxtrain.preflight.nvidia_smi import index, number
+from jaxtrain.preflight.table import Context, Table, Verdict, fault, grouped, listed, note, ok, unknown
+from jaxtrain.preflight.thresholds import (
+    BUS_SHARE,
+    DISK_GB_S,
+    LOW_CLOCK,
+    LOW_POWER,
+    NETWORK_SHARE,
+    PEAK_SHARE,
+    SLOWER,
+    THROTTLED_SHARE,
+)
+
+CHECKS = Table()
+
+GPU_RATES = ("gemm_tflops", "hbm_gb_s", "h2d_gb_s")  # lists with one figure for each GPU
+GPU_LISTS = ("gpus", *GPU_RATES, "under_load")
+BUS_RATES = ("all_reduce_bus_gb_s", "reduce_scatter_bus_gb_s")  # over the GPUs of the node
+INTER_NODE_RATES = tuple(f"inter_node_{name}" for name in BUS_RATES)  # over the GPUs of all nodes
+RATES = (*GPU_RATES, *BUS_RATES, *INTER_NODE_RATES)
+NOT_MEASURED = "it was not measured"
+
+
+def by_gpu(c: Context, key: str) -> dict[int, Any]:
+    """Return a rate of each GPU, by the GPU's index."""
+    return dict(zip(c.measured.get("gpus") or c.gpus.indices, c.measured.get(key) or (), strict=False))
+
+
+def reason(c: Context, *keys: str) -> Verdict:
+    """Return why the first of these rates was not measured."""
+    left_out = c.measured.get("left_out", {})
+    return unknown(next((left_out[key] for key in keys if key in left_out), NOT_MEASURED))
+
+
+@CHECKS.add(
+    "GPU work",
+    expected="matmuls, copies and collectives run to their end",
+    why="A small program that crashes or hangs predicts a run that does so in its first step, or in its thousandth.",
+    fix="Look for Xid in dmesg, at the checks above, and at NCCL's log (NCCL_DEBUG=INFO); then reset the GPUs or take the node "
+    "out.",
+)
+def gpu_work(c: Context) -> Verdict | None:
+    failed = [text for key, text in c.measured.get("failed", {}).items() if not key.startswith("disk.")]
+    return fault(listed(failed, 2)) if failed else None
+
+
+def spread(c: Context, key: str, unit: str, peak: float | None) -> Verdict | None:
+    """Compare a rate of each GPU with the median of the others, and with the data sheet's if it is known."""
+    if not c.gpus.count:
+        return None
+    rates = by_gpu(c, key)
+    if not rates:
+        return reason(c, key)
+    text = f"{min(rates.values()):,.0f} to {max(rates.values()):,.0f} {unit}"
+    slow = []
+    for gpu, rate in rates.items():
+        median = statistics.median([other for i, other in rates.items() if i != gpu] or [rate])
+        slow += [f"GPU{gpu} {rate:,.0f} ({rate / median - 1:+.0%})"] if rate < (1 - SLOWER) * median else []
+    if slow:
+        return fault(f"{listed(slow)}; all {text}")
+    if not peak:
+        return ok(text)
+    return (fault if min(rates.values()) < PEAK_SHARE * peak else ok)(f"{text}, of {peak:,.0f}")
+
+
+def data_sheet(c: Context) -> hardware.Gpu | None:
+    return hardware.lookup(c.gpus.names[0]) if c.gpus.names else None
+
+
+@CHECKS.add(
+    "GEMM",
+    expected=f"no GPU more than {SLOWER:.0%} below the median of the others, none below {PEAK_SHARE:.0%} of its peak",
+    why="Every step waits for the slowest GPU, in every collective: one that is 15% slower costs all of them 15%.",
+    fix="See whether it is hot, capped or used by others (nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE); if none of these, "
+    "take it out and report it.",
+)
+def gemm(c: Context) -> Verdict | None:
+    sheet = data_sheet(c)
+    return spread(c, "gemm_tflops", "TFLOP/s", sheet.bf16 if sheet else None)
+
+
+@CHECKS.add(
+    "under load",
+    expected="no GPU slowed down by heat, the board or its power supply while all compute",
+    why="Heat and weak power supplies show only while all GPUs work; then all wait for the slowest.",
+    fix="Look at fans, coolant and inlet temperature, power supplies and cables; see also nvidia-smi -q -d "
+    "PERFORMANCE,TEMPERATURE.",
+)
+def under_load(c: Context) -> Verdict | None:
+    """Judge the driver's samples during the matmuls."""
+    if not c.gpus.count:
+        return None
+    if not (samples := c.measured.get("under_load")):
+        return reason(c, "under_load", "gemm_tflops")
+    highest = {index(row): number(row, "clocks.max.sm") for row in c.gpus.rows}
+    often, seldom, low, clocks = [], [], [], []
+    for gpu in samples:
+        i, mhz, watt, limit = (gpu[key] for key in ("gpu", "sm_mhz", "power_w", "power_limit_w"))
+        for why, share in gpu["reasons"].items():
+            # Laptops and desktop GPUs are built to reach their highest temperature.
+            serious = share >= THROTTLED_SHARE and (c.board or why != "sw_thermal")
+            if why in SLOWDOWNS.values():
+                (often if serious else seldom).append((f"GPU{i}", f"{why} in {share:.0%} of the samples"))
+        top = highest.get(i)
+        if mhz and watt and limit and top and mhz < LOW_CLOCK * top and watt < LOW_POWER * limit:
+            low.append((f"GPU{i}", f"{mhz:,.0f} of {top:,.0f} MHz at {watt:.0f} of {limit:.0f} W"))
+        clocks += [mhz] if mhz else []
+    if often:
+        return fault(grouped(often))
+    if low:
+        fix = "Its clocks may be locked, which nvidia-smi does not show: sudo nvidia-smi -rgc resets them."
+        return note(f"slow, and not at the power limit: {grouped(low)}", fix)
+    if seldom:
+        return note(grouped(seldom))
+    return ok(f"{min(clocks):,.0f} to {max(clocks):,.0f} MHz" if clocks else "none")
+
+
+@CHECKS.add(
+    "HBM",
+    expected=f"no GPU more than {SLOWER:.0%} below the median of the others, none below {PEAK_SHARE:.0%} of its data sheet",
+    why="Norms, the optimizer and parts of attention are bound by the memory.",
+    fix="Look at ECC and row remaps of that GPU; if they are well, take it out and report it.",
+)
+def hbm(c: Context) -> Verdict | None:
+    sheet = data_sheet(c)
+    return spread(c, "hbm_gb_s", "GB/s", 1000 * sheet.hbm_tb_s if sheet else None)
+
+
+@CHECKS.add(
+    "host to device",
+    expected="no GPU at less than half the median",
+    why="Input, offloaded state and restores use it; a narrow or remote PCIe link makes them slow.",
+    fix="Look at its PCIe width (nvidia-smi -q -d PCIE), and at the NUMA node beside it.",
+)
+def host_to_device(c: Context) -> Verdict | None:
+    if not c.gpus.count:
+        return None
+    if not (rates := by_gpu(c, "h2d_gb_s")):
+        return reason(c, "h2d_gb_s")
+    median = statistics.median(rates.values())
+    slow = [f"GPU{gpu} {rate:.0f} GB/s" for gpu, rate in rates.items() if rate < 0.5 * median]
+    if slow:
+        return fault(f"{listed(slow)}; median {median:.0f}")
+    return ok(f"{min(rates.values()):.0f} to {max(rates.values()):.0f} GB/s")
+
+
+def bus(key: str, nvls: bool, c: Context) -> Verdict | None:
+    """Compare a collective's bus bandwidth with the board's; only an all-reduce is faster with NVLS."""
+    if c.gpus.count < 2:
+        return None
+    rate = c.measured.get(key)
+    if rate is None:
+        return reason(c, key)
+    seen = f"{rate:,.0f} GB/s"
+    board = c.board if c.board and c.board.gpus == c.gpus.count else None
+    if board is None or not board.all_reduce or not board.without_nvls:
+        return ok(f"{seen}; the bandwidth of this board is not known")
+    least, best = board.without_nvls, board.all_reduce if nvls else board.without_nvls
+    with_nvls = f" with NVLS, {least:,.0f} without" if nvls else ""
+    expected = f"{best:,.0f} GB/s{with_nvls}; not {1 - BUS_SHARE:.0%} below"
+    if rate < BUS_SHARE * least:
+        return fault(seen, expected=expected)
+    if rate < BUS_SHARE * best:
+        return note(f"{seen}: NVLS is probably not used", expected=expected)
+    return ok(seen, expected=expected)
+
+
+CHECKS.add(
+    "all-reduce",
+    expected="bus bandwidth of the board",
+    why="It sums the gradients; if it is slower than the links, steps wait for it.",
+    fix="Look at topology, NVLink and fabric above; then NCCL_DEBUG=INFO shows NCCL's path, and whether it uses NVLS.",
+)(functools.partial(bus, "all_reduce_bus_gb_s", True))
+CHECKS.add(
+    "reduce-scatter",
+    expected="bus bandwidth of the board",
+    why="A sharded run gathers weights and scatters gradients in every layer, at this rate.",
+    fix="Look at topology, NVLink and fabric above; then NCCL_DEBUG=INFO shows NCCL's path.",
+)(functools.partial(bus, "reduce_scatter_bus_gb_s", False))
+
+
+@CHECKS.add(
+    "between nodes",
+    expected=f"bus bandwidth at least {NETWORK_SHARE:.0%} of what the cards beside the GPUs carry, or of the node's own if "
+    "that is less",
+    why="Each step crosses the network; if one node's cards are slow or unused, all nodes wait.",
+    fix="Look at the nodes' GPU and NIC, InfiniBand and GPUDirect lines; NCCL_DEBUG=INFO shows whether NET/IB or NET/Socket is "
+    "used.",
+)
+def between_nodes(c: Context) -> Verdict | None:
+    if not c.several_nodes:
+        return None
+    rate = c.measured.get("inter_node_all_reduce_bus_gb_s")
+    if rate is None:
+        return reason(c, "inter_node_all_reduce_bus_gb_s")
+    seen = f"all-reduce {rate:,.0f} GB/s"
+    cards = sum(float(words[0]) / 8 for card in active_nics(c) if (words := port(c, card, "rate").split()))
+    if not cards:
+        return ok(f"{seen}; the rate of the cards beside the GPUs is not known")
+    # Between nodes a collective is not faster than within one, whatever the cards' rate.
+    limit = min(cards, c.measured.get("all_reduce_bus_gb_s") or cards)
+    return (fault if rate < NETWORK_SHARE * limit else ok)(f"{seen}, of {limit:,.0f}")
+
+
+@CHECKS.add(
+    "disk rates",
+    expected=f"checkpoints written at {DISK_GB_S['write_gb_s']:g} GB/s or more, data read at {DISK_GB_S['read_gb_s']:g}",
+    why="A save that takes longer than the steps between two saves delays training; so does input that comes too late.",
+    fix="Set checkpoint.dir or paths.data to a faster file system, and see who else uses this one.",
+)
+def disk_rates(c: Context) -> Verdict | None:
+    def of_disks(reasons: Mapping[str, str]) -> list[str]:
+        return [f"{key.removeprefix('disk.')}: {why}" for key, why in reasons.items() if key.startswith("disk.")]
+
+    failed = c.measured.get("failed", {})
+    if refused := of_disks(failed):
+        verdict = fault if "disk.checkpoints" in failed else note  # data may exist already
+        return verdict("; ".join(refused), "Look at quota, permissions and errors of that file system, or name another.")
+    missing, disks = of_disks(c.measured.get("left_out", {})), c.measured.get("disk") or {}
+    if not disks:
+        return unknown("; ".join(missing)) if missing else None
+    judged = {("checkpoints", "write_gb_s"), ("data", "read_gb_s")}
+    slow, busy, seen = [], [], []
+    for name, rates in disks.items():
+        for key, rate in rates.items():
+            if rate is None:
+                continue
+            seen.append(f"{name} {key.partition('_')[0]} {rate:.2g} GB/s")
+            if (name, key) in judged and rate < DISK_GB_S[key]:
+                # A single measurement of a shared file system is little evidence.
+                on_network = name in c.node.disks and c.node.disks[name].kind in NETWORK_DISKS
+                (busy if on_network else slow).append(seen[-1])
+    if slow:
+        return fault(listed(slow))
+    return note(f"{listed(busy)}, over the network") if busy else ok("; ".join([", ".join(seen), *missing]))

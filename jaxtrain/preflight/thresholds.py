@@ -1,0 +1,80 @@
+"""Expected properties of nodes, by GPU model, and the limits of the checks. Reports show them under "expected"."""
+
+import dataclasses
+
+from jaxtrain import hardware
+
+SWITCH, BRIDGE = "switch", "bridge"
+
+
+@dataclasses.dataclass(frozen=True)
+class Board:
+    """What to expect of a node with these GPUs. None: it differs from node to node, or no source was found."""
+
+    name: str
+    gpus: int | None  # on a board
+    joined: str  # SWITCH: every two GPUs over all links; BRIDGE: the GPUs of one bridge
+    links: int  # NVLinks of a GPU
+    bridged: tuple[int, ...]  # how many GPUs a bridge may join
+    power_w: float  # default power limit
+    sm_mhz: int | None  # highest clock
+    all_reduce: float | None  # bus bandwidth in GB/s by nccl-tests over the board, with NVLS
+    without_nvls: float | None
+    source: str
+
+
+NCCL_TESTS = "NVIDIA/nccl-tests issues 212 and 272: 475 to 480 with NVLS on 8 GPUs, about 370 for what does not use it"
+HOPPER = f"data sheet; nvidia-smi as published: NV18, 18 links of 26.562 GB/s, 700 W, 1980 MHz; {NCCL_TESTS}"
+# Bridges of two and of four have 900 GB/s a GPU: 18 links to one partner, or 6 to each of three.
+H200_NVL = "data sheet: 2- or 4-way bridge, 900 GB/s a GPU, up to 600 W; nvidia-smi as published: 1785 MHz"
+HGX_A100 = "data sheet: 12 links, 600 GB/s, 400 W, 1410 MHz"
+PAIR = "data sheet: a bridge joins two, 600 GB/s; its highest limit"
+HGX_B200 = "HGX B200 specifications: 18 links, 1.8 TB/s a GPU, 1000 W"
+
+# By the GPU's name in hardware.py.
+# fmt: off
+BOARDS: dict[str, Board] = {
+    "H200 SXM":       Board("HGX H200",  8,    SWITCH, 18, (),     700, 1980, 480,  370,  HOPPER),
+    "H100 SXM":       Board("HGX H100",  8,    SWITCH, 18, (),     700, 1980, 480,  370,  HOPPER),
+    "H200 NVL":       Board("H200 NVL",  None, BRIDGE, 18, (2, 4), 600, 1785, None, None, H200_NVL),
+    "H100 NVL":       Board("H100 NVL",  None, BRIDGE, 12, (2,),   400, None, None, None, PAIR),
+    "H100 PCIe":      Board("H100 PCIe", None, BRIDGE, 12, (2,),   350, None, None, None, PAIR),
+    "A100 SXM 80GB":  Board("HGX A100",  8,    SWITCH, 12, (),     400, 1410, None, None, HGX_A100),
+    "A100 SXM 40GB":  Board("HGX A100",  8,    SWITCH, 12, (),     400, 1410, None, None, HGX_A100),
+    "A100 PCIe 80GB": Board("A100 PCIe", None, BRIDGE, 12, (2,),   300, 1410, None, None, PAIR),
+    "A100 PCIe 40GB": Board("A100 PCIe", None, BRIDGE, 12, (2,),   250, 1410, None, None, PAIR),
+    "B200":           Board("HGX B200",  8,    SWITCH, 18, (),    1000, None, None, None, HGX_B200),
+}
+# fmt: on
+
+
+def board_of(names: list[str]) -> Board | None:
+    """Return the board of a node with these GPUs; None if they differ or are not in the table."""
+    found = {gpu.name if (gpu := hardware.lookup(name)) else "" for name in names}
+    return BOARDS.get(found.pop()) if len(found) == 1 else None
+
+
+# GPUs
+MEMORY_IN_USE_MIB = 2048.0  # by other processes; the driver itself reserves less
+XID_HOURS = 24.0  # older Xids are not reported as faults
+POWER_SHARE = 0.99  # of a power limit: drivers round
+CLOCK_SHARE = 0.95  # of the highest clock among GPUs of a model without a board: vendors differ by some percent
+
+# Host
+SHM_GIB = 1.0
+OPEN_FILES = (1024, 65536)  # fault below the first, note below the second
+CPUS_PER_GPU = 4  # JAX's dispatch, NCCL's proxies, input pipeline, checkpoint writer
+HOST_MEMORY_SHARE = 0.5  # of the GPUs' memory: a checkpoint is copied to the host first
+FREE_GIB = {"data": 1.0, "checkpoints": 10.0, "cache": 1.0}  # checkpoints: without a config
+BYTES_PER_PARAMETER = 12  # float32 master and Adam's two moments
+
+# Measured rates
+SLOWER = 0.10  # below the median of the other GPUs
+PEAK_SHARE = 0.5  # of the data sheet's rate, which large matmuls and copies reach on every healthy GPU
+BUS_SHARE = 0.8  # of the board's bus bandwidth
+NETWORK_SHARE = 0.5  # of the NICs' total rate
+THROTTLED_SHARE = 0.5  # of the samples under load
+LOW_CLOCK, LOW_POWER = 0.75, 0.8  # of the highest clock and of the limit: at full power a matmul may run at such a clock
+DISK_GB_S = {"write_gb_s": 0.05, "read_gb_s": 0.02}
+
+CLOCKS_APART_S = 2.0  # of two nodes
