@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 import rich.console
-from jaxtrain.plan.program.work import ATTENTION_BACKWARD
 
 from jaxtrain.bench import microbenchmarks as micro
 from jaxtrain.bench.microbenchmarks import COLLECTIVES, CURVE, TINY, Sizes, chain, looped
 from jaxtrain.plan import calibrate, topology
 from jaxtrain.plan.calibrate import CalibrationError
+from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD
 from jaxtrain.train.kernel import hardware_of
 
 

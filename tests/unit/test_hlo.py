@@ -76,7 +76,6 @@ def made() -> hlo.Module:
 
 def test_header_and_computations(made):
     assert (made.name, made.num_partitions, made.is_scheduled) == ("jit_made", 4, True)
-    assert made.input_output_alias == {(0,): (0, ()), (1, 2): (3, (0,))}
     assert list(made.computations) == ["add", "kernel", "main"] and made.entry is made.computations["main"]
     assert [i.name for i in made.entry.instructions] == (
         ["x", "i", "weights", "table", "both.1", "rows.1", "gemm", "piece", "out"]

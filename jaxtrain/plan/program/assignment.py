@@ -16,9 +16,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from google.protobuf import message
-
-from jaxtrain.plan.program.protos import message_class
+from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
 
 HOST = 5  # XLA's color of pinned host memory; all others are on the device
 
@@ -29,6 +27,7 @@ class AssignmentError(ValueError):
 
 # ---- The fields of XLA's protocol buffers that are read
 
+# Message -> field -> (number, type); a type in a list is repeated. Fields that are left out stay unread.
 _SCHEMA: dict[str, dict[str, tuple[int, Any]]] = {
     "Hlo": {"module": (1, "Module"), "assignment": (3, "Assignment")},
     "Module": {"computations": (3, ["Computation"])},
@@ -54,9 +53,25 @@ _SCHEMA: dict[str, dict[str, tuple[int, Any]]] = {
 ALLOCATE, FREE, SHARE = 0, 1, 2  # kinds of events
 
 
+_FIELD = descriptor_pb2.FieldDescriptorProto
+_TYPES = {int: _FIELD.TYPE_INT64, bool: _FIELD.TYPE_BOOL, str: _FIELD.TYPE_STRING}
+
+
 @functools.cache
 def _hlo_proto() -> Any:
-    return message_class("assignment", _SCHEMA, "Hlo")
+    """Return the class of HloProto, made from _SCHEMA: no package ships one."""
+    file = descriptor_pb2.FileDescriptorProto(name="jaxtrain.proto", package="jaxtrain", syntax="proto3")
+    for message_name, fields in _SCHEMA.items():
+        made = file.message_type.add(name=message_name)
+        for name, (number, kind) in fields.items():
+            repeated, kind = isinstance(kind, list), kind[0] if isinstance(kind, list) else kind
+            label = _FIELD.LABEL_REPEATED if repeated else _FIELD.LABEL_OPTIONAL
+            field = made.field.add(name=name, number=number, label=label, type=_TYPES.get(kind, _FIELD.TYPE_MESSAGE))
+            if kind not in _TYPES:
+                field.type_name = f".jaxtrain.{kind}"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("jaxtrain.Hlo"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -47,7 +47,6 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _FILE = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
 _TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
-_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _TABLE_ROW = re.compile(r"(\d+) (.*)$")
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -139,8 +138,6 @@ class Module:
     entry: Computation
     num_partitions: int
     is_scheduled: bool
-    # index into the result -> number of the parameter that lends its memory, and the index into it
-    input_output_alias: dict[tuple[int, ...], tuple[int, tuple[int, ...]]]
     further_rounds: int = 0  # of experts' exchange, after the first, each time it runs: experts' loads are data
 
     @functools.cached_property
@@ -191,13 +188,9 @@ def parse(text: str, further_rounds: int = 0) -> Module:
         for i in made.instructions:
             if unknown := [c for c in i.called if c not in computations]:
                 raise HloError(f"{i.name}: calls {unknown[0]}, which is not in the module")
-    aliases = {
-        _numbers(out): (int(parameter), _numbers(index))
-        for out, parameter, index in _ALIAS.findall(header.get("input_output_alias", ""))
-    }
     scheduled = header.get("is_scheduled") == "true"
     partitions = int(header.get("num_partitions", 1))
-    return Module(name, computations, entry, partitions, scheduled, aliases, further_rounds)
+    return Module(name, computations, entry, partitions, scheduled, further_rounds)
 
 
 def _computation(name: str, lines: Iterator[str], sources: dict[int, str]) -> Computation:
