@@ -1,24 +1,24 @@
-"""The first hour on one H100 or H200, in six stages of at most nine minutes each: first whether it is right, then how fast.
+"""The first hour on one H100 or H200, in six stages of at most nine minutes each: first correctness, then speed.
 
     python -m benchmarks.first_hour --stage=1 --out=runs/first_hour
 
     1  device and versions; attention against its definition, also sharded; steps as on a CPU; the command line
-    2  rates of matmuls, attention and memory (kept for later estimates); kernels; what packed rows cost
-    3  train steps in bf16: layers in a loop, the same with one document a row, layers unrolled
+    2  rates of matmuls, attention and memory (kept for later estimates); kernels; the cost of packed sequences
+    3  train steps in bf16: layers in a loop, the same with one document a sequence, layers unrolled
     4  FP8: its matmuls against their definition; train steps, layers in a loop and unrolled
-    5  train steps otherwise: Pallas attention, deterministic, fewer segments, offload, experts, llama3_1b, XLA's options
-    6  a trace, packed; a save and a restore; preflight, recorded; lines on the GPU and their cost (benchmarks/operate.py)
+    5  other train steps: Pallas attention, deterministic, fewer segments, offload, experts, llama3_1b, XLA's options
+    6  a trace, packed; a save and a restore; preflight, recorded; GPU metrics of a run and their cost
 
-Steps are those of llama3_8b:half; on a card with less than 100 GiB those of llama3_1b. Each item of a stage is a process of its
-own with a time of its own: one that crashes or is late takes nothing from the others, and one that no longer fits is listed as
-not run, with the command for it.
+Steps are those of llama3_8b:half; on a card with less than 100 GiB those of llama3_1b. Everything that uses the GPU runs in a
+process of its own with a time limit: a crash or a timeout of one item leaves the others.
 
-OUT/results.jsonl gets a JSON line as soon as something is known. OUT also has the logs of each stage and the trace, in files of
-at most 15 MiB. What need not be kept is in OUT/work, or in --work=DIR: compiled programs, which all stages share, and raw logs.
---summary prints what all stages found, estimated beside measured. --smoke runs every item on a CPU in tiny shapes.
+OUT/stageN has results.md, results.json, receipt.json and logs/, rewritten after each item and packed into OUT/stageN.tar.gz.
+A second run of some items (--only) keeps the results of the others. OUT/work, or --work=DIR, has what need not be kept:
+compiled programs, which all stages share. --summary prints the results of all stages, estimated beside measured. --smoke runs
+every item on a CPU in tiny shapes.
 
-Exit code 0; 1 something is wrong or failed, or a check was not done in time; 2 no such GPU here, or a wrong argument;
-130 Ctrl-C, what was done is kept.
+Exit code 0; 1 something is wrong or failed, or a correctness check was not done in time; 2 no such GPU here, or a wrong
+argument; 130 Ctrl-C, finished results are kept.
 """
 
 import argparse
@@ -33,7 +33,7 @@ import statistics
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,31 +41,27 @@ import rich.console
 
 from benchmarks import operate
 from jaxtrain import environment, hardware, launch
-from jaxtrain.bench import check, experts, kernels, report, suite
-from jaxtrain.bench.case import LATE, OK, apart, last_words, program
-from jaxtrain.bench.case import run as run_program
-from jaxtrain.bench.measure import DATA, start, words
-from jaxtrain.bench.parts import BAD, GOOD, INTERRUPTED, OFF, Node, Outcome
+from jaxtrain.bench import kernels, node_suite, report
+from jaxtrain.bench.child import LATE, OK, error_line, module_command, run_case, run_program, save_partial
+from jaxtrain.bench.parts import BAD, GOOD, OFF, OUT, Node, Outcome, Part, run_parts
 from jaxtrain.bench.report import number, percent
+from jaxtrain.bench.train_step import DATA, start_devices
 from jaxtrain.bench.work import one_device
+from jaxtrain.command_line import INTERRUPTED, make_console
 from jaxtrain.plan import rates
 
 SECONDS = 540.0  # of a stage
 PACKING_S = 15.0  # of those, to pack logs and trace
-MOST_BYTES = 15 * 2**20  # of a file that is to be sent somewhere
-NEED_GIB = 100.0  # of a card for llama3_8b:half; its step takes more than a card of 80 GB has
-NOT_RUN = "not run"
-FINE = (GOOD, OFF, LATE, NOT_RUN)
-# Items that say whether something is right: one that is not done in time may hang, and is not fine.
-OF_CORRECTNESS = ("attention", "steps as on a CPU", "command line", "fp8 matmuls", "save and restore", "experts")
+MAX_FILE_BYTES = 15 * 2**20  # of a file that is to be sent
+NEED_GIB = 100.0  # of a card for llama3_8b:half; its step does not fit into 80 GB
 
 HALF = (f"--config={launch.REPO}/configs/llama3_8b.py:half",)
-# Fewer microbatches than llama3_1b ships with, which would take ten seconds a step, and of half its size.
+# Fewer microbatches than llama3_1b ships with, and of half their size: a step of the shipped batch takes ten seconds.
 ONE = (
     f"--config={launch.REPO}/configs/llama3_1b.py:gpus=1",
     *("--config.train.global_batch=16", "--config.train.grad_accum=8"),
 )
-# Mixtral's layers, half as wide and 6 of them: 2.3 B parameters, of which a token meets 0.7 B.
+# Mixtral's layers, half as wide and 6 of them: 2.3 B parameters, 0.7 B of them active.
 MIXTRAL = (
     f"--config={launch.REPO}/configs/mixtral_8x7b.py:gpus=1",
     *("--config.model.num_layers=6", "--config.model.d_model=2048", "--config.model.d_ff=7168"),
@@ -92,12 +88,8 @@ CASES: dict[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
     "mixtral capacity": (MIXTRAL, TINY_EXPERTS, (*UNROLLED, "--config.moe.capacity_factor=1.25")),
     "1b loop": (ONE, (), LOOP),
 }
-KEPT = (
-    *("verdict", "why", "seconds", "compile_s", "step_s", "tokens_per_s", "mfu_causal", "hfu", "memory", "planned", "loss"),
-    *("not_planned", "attention", "remat_auto", "data_wait_s", "precision", "global_batch", "seq_len", "trace", "devices"),
-)
-# Steps on the GPU and on a CPU, of a model with cuDNN's shapes: precision -> how far their losses may be apart, relatively.
-# Losses of the first steps hardly depend on rounding; a wrong mask or a gradient of the wrong sign moves them by more.
+# Steps on the GPU and on a CPU, of a model with cuDNN's shapes: precision -> tolerated relative difference of losses.
+# Losses of the first steps hardly depend on rounding. A wrong mask or a gradient of the wrong sign changes them by more.
 PARITY = {"f32": 1e-4, "bf16": 5e-3, "fp8": 2e-2}
 PARITY_SHAPE = (
     *("--config.model.num_layers=2", "--config.model.d_model=256", "--config.model.d_ff=512", "--config.model.num_heads=4"),
@@ -106,127 +98,75 @@ PARITY_SHAPE = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Here:
-    """The surroundings of an item. out, work: folders; limit_s: its seconds, from `began` (time.monotonic)."""
-
-    stage: int
-    item: str
-    out: Path
-    work: Path
-    smoke: bool
-    limit_s: float
-    began: float = dataclasses.field(default_factory=time.monotonic)
-
-    @property
-    def left_s(self) -> float:
-        return self.limit_s - (time.monotonic() - self.began)
-
-    @property
-    def cache(self) -> str:
-        """The folder of compiled programs, of all stages."""
-        return str(self.work / "compiled")
-
-    def log(self, name: str) -> Path:
-        return self.work / "logs" / f"stage{self.stage}" / f"{report.safe(name)}.txt"
-
-    def put(self, **fields: Any) -> None:
-        """Appends a line to the results, on the disk when this returns."""
-        line = json.dumps({"stage": self.stage, "item": self.item, **fields}, default=str) + "\n"
-        with open(self.out / "results.jsonl", "a") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+# ---- Stage 1: correctness
 
 
-Found = tuple[str, str]  # verdict, a line on what was found
-
-
-# ---- stage 1: is it right
-
-
-def device(here: Here) -> Found:
-    """The device, versions, and what NVIDIA's tools say of it."""
-    seen = hardware.probe()
-    here.put(devices=dataclasses.asdict(seen), host_gib=hardware.host_gib(), cores=os.cpu_count(), kernel=os.uname().release)
-    facts = report.about()
-    here.put(packages=facts["packages"], python=facts["python"], git=facts["git"])
+def describe_device(node: Node, limit_s: float) -> Outcome:
+    """The device, versions, and the output of nvidia-smi."""
+    lines = []
     for command in (["nvidia-smi"], ["nvidia-smi", "topo", "-m"]):
         if shutil.which(command[0]):
-            _, said = run_program(command, here.log("_".join(command)), limit_s=20)
-            here.put(command=shlex.join(command), said=said[-3500:])
-    (one,) = start(one_device(here.cache), 1)
-    here.put(kind=one.device_kind, memory=one.memory_stats(), spaces=[str(space) for space in one.addressable_memories()])
-    return GOOD, f"{seen.count} x {one.device_kind}, {seen.memory_gib:.1f} GiB; jax {facts['packages'].get('jax')}"
+            log = node.path / "logs" / f"{report.file_name(' '.join(command))}.txt"
+            lines += ["```text", *run_program(command, log, limit_s=20)[1].splitlines(), "```", ""]
+    request = {"cache": node.cache}
+    seen = run_case("benchmarks.first_hour:device_facts", request, log=node.folder.log("device"), limit_s=limit_s)
+    data = {"devices": dataclasses.asdict(node.devices), "cores": os.cpu_count(), "kernel": os.uname().release, **seen}
+    if seen["verdict"] != OK:
+        return Outcome(BAD, seen["why"], lines, data)
+    packages = node.folder.results["about"]["packages"]
+    text = f"{hardware.probe().count} x {seen['kind']}, {node.devices.memory_gib:.1f} GiB; jax {packages.get('jax')}"
+    return Outcome(GOOD, text, lines, data)
 
 
-def checked(cases: Callable[[dict[str, Any]], dict[str, Any]], here: Here) -> Found:
-    """A check of the node's suite, its rows as they come: each has `ok`, `refused` or `failed`."""
-    ask = {"limit_s": 0.85 * here.left_s, "cache": here.cache, "tell": lambda answer: here.put(row=answer["rows"][-1])}
-    answer = cases(ask)
-    left_out = f"; {answer['left_out']} left out" if answer["left_out"] else ""
-    return (GOOD if answer["verdict"] == OK else BAD), f"{answer['right']} right, {answer['wrong']} wrong{left_out}"
+def device_facts(request: dict[str, Any]) -> dict[str, Any]:
+    """Return what JAX reports about the device. A case (bench/child.py)."""
+    (one,) = start_devices(one_device(request["cache"]), 1)
+    spaces = [str(space) for space in one.addressable_memories()]
+    return {"verdict": OK, "kind": one.device_kind, "memory": one.memory_stats(), "spaces": spaces}
 
 
-def as_on_a_cpu(here: Here) -> Found:
+def compare_with_cpu(node: Node, limit_s: float) -> Outcome:
     """Losses of a small model's first steps on the device and on a CPU: same weights, same data."""
-    wanted = list(PARITY)[:1] if here.smoke else list(PARITY)
-    shape = suite.SMALL if here.smoke else PARITY_SHAPE
+    shape, deadline = node_suite.SMALL if node.smoke else PARITY_SHAPE, time.monotonic() + limit_s
 
     def losses(precision: str, where: str) -> dict[str, Any]:
-        argv = [suite.TINY, *shape, *DATA["synthetic"], f"--config.precision={precision}", f"--config.paths.cache={here.cache}"]
+        argv = [node_suite.TINY, *shape, *DATA["synthetic"], f"--config.precision={precision}"]
+        argv.append(f"--config.paths.cache={node.cache}")
         environ = os.environ | ({"JAX_PLATFORMS": "cpu"} if where == "cpu" else {})
-        ask = {"argv": argv, "devices": 1, "warmup": 1, "steps": 7, "limit_s": None}
-        return apart("steps", ask, log=here.log(f"{precision} {where}"), environ=environ, limit_s=max(1.0, here.left_s - 5))
+        left = max(1.0, deadline - time.monotonic())
+        return node_suite.time_steps(node, f"{precision} {where}", argv, left, (7, 1), environ, devices=1)
 
-    wrong, texts = [], []
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:  # one takes the GPU, the other takes CPU cores
-        for precision in wanted:
+    data, wrong, texts = {}, [], []
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:  # one uses the GPU, the other CPU cores
+        for precision in list(PARITY)[:1] if node.smoke else list(PARITY):
             found = dict(zip(("device", "cpu"), pool.map(functools.partial(losses, precision), ("device", "cpu")), strict=True))
-            kept = {
-                where: {key: a[key] for key in ("verdict", "why", "loss", "attention") if key in a}
-                for where, a in found.items()
-            }
-            if any(a["verdict"] != OK for a in found.values()):
-                here.put(precision=precision, **kept)
-                wrong.append(f"{precision}: {'; '.join(a['why'] for a in found.values() if a['verdict'] != OK)}")
+            data[precision] = found
+            if failed := [a["why"] for a in found.values() if a["verdict"] != OK]:
+                wrong.append(f"{precision}: {'; '.join(failed)}")
                 continue
             pairs = [(found["device"]["loss"][when], found["cpu"]["loss"][when]) for when in ("first", "last")]
-            apart_by = max(abs(a - b) / abs(b) for a, b in pairs)
-            here.put(precision=precision, apart=apart_by, allowed=PARITY[precision], **kept)
-            texts.append(f"{precision} {apart_by:.1e}")
-            if not apart_by <= PARITY[precision]:
-                wrong.append(f"{precision}: losses are {apart_by:.1e} apart, {PARITY[precision]:.0e} are allowed")
-    return (BAD, "; ".join(wrong)) if wrong else (GOOD, f"losses apart by {', '.join(texts)}")
+            difference = max(abs(a - b) / abs(b) for a, b in pairs)
+            texts.append(f"{precision} {difference:.1e}")
+            if not difference <= PARITY[precision]:
+                wrong.append(f"{precision}: losses differ by {difference:.1e}, {PARITY[precision]:.0e} is tolerated")
+    return Outcome(BAD if wrong else GOOD, "; ".join(wrong) or f"losses differ by {', '.join(texts)}", data=data)
 
 
-def part(act: Callable[[Node, float], Outcome], here: Here) -> Found:
-    """A part of the node's suite, or of operate.py, as an item."""
-    folder = report.Folder(str(here.work / "parts" / f"{report.safe(here.item)}_{int(time.time())}"), "", "first_hour")
-    node = Node(dataclasses.replace(hardware.probe(), count=1), here.smoke, folder)
-    outcome = act(node, max(1.0, here.left_s - 5))
-    here.put(data=outcome.data, lines=outcome.lines)
-    logs = node.path / "logs"
-    if logs.exists():
-        shutil.copytree(logs, here.log("x").parent / report.safe(here.item), dirs_exist_ok=True)
-    return outcome.verdict, outcome.found
+# ---- Stage 2: rates
 
 
-# ---- stage 2: rates
+def calibrate(node: Node, limit_s: float) -> Outcome:
+    """Rates of matmuls, attention and memory for later estimates; also in OUT/rates."""
+    outcome, gpu = node_suite.calibrate(node, limit_s), hardware.lookup(node.devices.name)
+    if outcome.verdict == GOOD and gpu and (file := rates.path(gpu.name)).exists():
+        kept = node.path.parent / "rates"
+        kept.mkdir(exist_ok=True)
+        shutil.copy(file, kept)
+    return outcome
 
 
-def rates_kept(here: Here) -> Found:
-    """Measure the rates of matmuls, attention and memory for later estimates; also in OUT/rates."""
-    found = part(suite.part_rates, here)
-    gpu = hardware.lookup(hardware.probe().name)
-    if found[0] == GOOD and gpu and (file := rates.path(gpu.name)).exists():
-        (here.out / "rates").mkdir(exist_ok=True)
-        shutil.copy(file, here.out / "rates")
-    return (NOT_RUN, found[1]) if here.smoke else found
-
-
-def rates_found(out: Path, gpu_name: str) -> str:
-    """Takes the rates of an earlier stage into use where this machine has none; says so. "" where there is nothing to take."""
+def use_rates(out: Path, gpu_name: str) -> str:
+    """Copy the rates of an earlier stage to where plans look for them, if this machine has none. Return a line about it."""
     gpu = hardware.lookup(gpu_name)
     kept = rates.path(gpu.name, out / "rates") if gpu else None
     if gpu is None or kept is None or not kept.exists() or (file := rates.path(gpu.name)).exists():
@@ -236,44 +176,62 @@ def rates_found(out: Path, gpu_name: str) -> str:
     return f"estimates use the rates in {kept}, now {file}"
 
 
-def timed_kernels(kind: str, here: Here) -> Found:
-    """Kernels of one kind against their floors, as they come."""
-    ask = {"kind": kind, "limit_s": 0.8 * here.left_s, "cache": here.cache}
-    answer = kernels.measure(ask | {"tell": lambda answer: here.put(row=answer["rows"][-1])})
-    rows = answer["rows"]
+def time_kernels(kind: str, node: Node, limit_s: float) -> Outcome:
+    """Time the kernels of one kind against their floors."""
+    request = {"kind": kind, "limit_s": 0.8 * limit_s, "cache": node.cache}
+    answer = run_case("jaxtrain.bench.kernels:measure", request, log=node.folder.log(kind), limit_s=limit_s)
+    rows = answer.get("rows", [])
+    lines = report.markdown(f"Kernels: {kind}", kernels.HEADINGS, map(kernels.row, rows))
     bad = [f"{r['kind']} {r['what']}: {r['why']}" for r in rows if r["verdict"] not in (OK, "not timed")]
     done = [r for r in rows if r["verdict"] == OK]
     text = f"{len(done)} timed"
     if reached := [r["of_floor"] for r in done if r["of_floor"]]:
         text += f", {min(reached):.0%} to {max(reached):.0%} of their floors"
-    return (BAD if bad else GOOD), "; ".join([text, *bad])
+    if answer["verdict"] != OK:
+        text += f"; {answer['why']}"
+    verdict = OFF if answer["verdict"] == LATE and done else GOOD if answer["verdict"] == OK else BAD
+    return Outcome(BAD if bad else verdict, "; ".join([text, *bad]), lines, rows)
 
 
-def cost_of_packing(here: Here) -> Found:
-    """Attention of a layer, forward and backward, by how many segments it allows for and how many documents a row has."""
-    (one,) = start(one_device(here.cache), 1)
+def compare_packing(node: Node, limit_s: float) -> Outcome:
+    """Attention of a layer, forward and backward, by segments that it allows for and documents in a sequence."""
+    request = {"smoke": node.smoke, "limit_s": 0.8 * limit_s, "cache": node.cache}
+    answer = run_case("benchmarks.first_hour:time_packing", request, log=node.folder.log("packing"), limit_s=limit_s)
+    rows = answer.get("rows", [])
+    done = [r for r in rows if "seconds" in r]
+    text = "; ".join(f"{r['max_segments']} segments, {r['documents']} documents {1e3 * r['seconds']:.3g} ms" for r in done)
+    if not done:
+        return Outcome(BAD, answer.get("why", "no form of sequences could be timed"), data=rows)
+    return Outcome(GOOD if answer["verdict"] == OK else OFF, f"{done[0]['kernel']}: {text}", data=rows)
+
+
+def time_packing(request: dict[str, Any]) -> dict[str, Any]:
+    """Time attention for each (segments, documents). A case (bench/child.py)."""
+    began = time.monotonic()
+    (one,) = start_devices(one_device(request["cache"]), 1)
     import jax
     import jax.numpy as jnp
     import numpy as np
 
     from jaxtrain.kernels import attention
 
-    T, N, K, H = (128, 4, 2, 16) if here.smoke else (8192, 32, 8, 128)
+    smoke = request["smoke"]
+    T, N, K, H = (128, 4, 2, 16) if smoke else (8192, 32, 8, 128)
     name = "chunked" if one.platform == "cpu" else "cudnn"
     kernel = attention.implementation(name)
     mesh = jax.sharding.Mesh(np.asarray([one]), ("all",))
     q, k, v, do = (jax.random.normal(jax.random.key(i), (1, T, n, H), jnp.bfloat16) for i, n in enumerate((N, K, K, N)))
-    took: dict[tuple[int, int], float] = {}
-    for segments, documents in ((1, 1), (8, 8), (32, 1), (32, 12), (64, 12))[: 2 if here.smoke else None]:
-        if here.left_s < 10:
-            here.put(max_segments=segments, documents=documents, verdict=NOT_RUN)
-            continue
+    rows: list[dict[str, Any]] = []
+    for segments, documents in ((1, 1), (8, 8), (32, 1), (32, 12), (64, 12))[: 2 if smoke else None]:
+        row = {"kernel": name, "max_segments": segments, "documents": documents}
+        if time.monotonic() - began > request["limit_s"]:
+            break
         spec = attention.Spec(H, "bf16", segments > 1, segments)
         starts = np.linspace(0, T, documents, endpoint=False).astype(np.int32)
         document = np.searchsorted(starts, np.arange(T), side="right").astype(np.int32)[None]
         position = np.arange(T, dtype=np.int32)[None] - starts[document - 1]
-        rows = attention.Rows(*map(jnp.asarray, (document, position, document, position)))
-        prepared = jax.jit(kernel.prepare, static_argnums=1)(rows, spec)
+        packed = attention.Rows(*map(jnp.asarray, (document, position, document, position)))
+        prepared = jax.jit(kernel.prepare, static_argnums=1)(packed, spec)
 
         def both(q, k, v, do, prepared, spec=spec):
             o, back = jax.vjp(lambda q, k, v: kernel.attention(q, k, v, prepared, spec), q, k, v)
@@ -284,289 +242,203 @@ def cost_of_packing(here: Here) -> Found:
         try:
             step = jax.jit(step).lower(q, k, v, do, prepared).compile()
             seconds = []
-            for _ in range(3 if here.smoke else 15):
-                began = time.perf_counter()
+            for _ in range(3 if smoke else 15):
+                start = time.perf_counter()
                 jax.block_until_ready(step(q, k, v, do, prepared))
-                seconds.append(time.perf_counter() - began)
-        except jax.errors.JaxRuntimeError as error:  # its workspace alone may be more than there is
-            here.put(kernel=name, max_segments=segments, documents=documents, failed=words(error))
-            continue
-        took[segments, documents] = statistics.median(seconds)
-        used = step.memory_analysis()
-        temp_gib = used.temp_size_in_bytes / 2**30 if used else None
-        here.put(kernel=name, max_segments=segments, documents=documents, seconds=took[segments, documents], temp_gib=temp_gib)
-    if not took:
-        return BAD, "no form of rows could be timed"
-    texts = [f"{segments} segments, {documents} documents {1e3 * s:.3g} ms" for (segments, documents), s in took.items()]
-    return GOOD, f"{name}: {'; '.join(texts)}"
+                seconds.append(time.perf_counter() - start)
+            used = step.memory_analysis()
+            row |= {"seconds": statistics.median(seconds), "temp_gib": used.temp_size_in_bytes / 2**30 if used else None}
+        except jax.errors.JaxRuntimeError as error:  # the workspace alone may exceed the memory
+            row["failed"] = error_line(error)
+        rows.append(row)
+        save_partial(request, {"verdict": LATE, "rows": rows})
+    return {"verdict": OK, "rows": rows}
 
 
-# ---- stages 3 to 6: train steps
+# ---- Stages 3 to 6: train steps
 
 
-def argv_of(case: str, smoke: bool, memory_gib: float) -> list[str]:
-    """The command line of one of CASES on this device."""
+def case_argv(case: str, smoke: bool, memory_gib: float) -> list[str]:
+    """Return the command line of one of CASES on this device."""
     base, tiny, more = CASES[case]
     base = [*operate.TINY, *tiny] if smoke else base or (HALF if memory_gib >= NEED_GIB else ONE)
-    # Layers stand in a loop where there are several, so a smoke test has two.
+    # A smoke test has two layers, because a loop needs several.
     return [*base, *(["--config.model.num_layers=2"] if smoke else []), *more, *DATA["synthetic"]]
 
 
-def train_steps(case: str, here: Here, trace: str = "") -> Found:
-    """Train steps, estimated beside measured."""
-    argv = [*argv_of(case, here.smoke, hardware.probe().memory_gib), f"--config.paths.cache={here.cache}"]
-    warmup, count = (1, 3) if here.smoke else (2, 8)
-    limit = max(1.0, here.left_s - (60 if trace and not here.smoke else 5))
-    ask = {"argv": argv, "devices": 1, "warmup": warmup, "steps": count, "limit_s": 0.8 * limit, "trace": trace}
-    answer = apart("steps", ask, log=here.log(case), limit_s=limit)
-    here.put(case=case, argv=argv, steps={key: answer[key] for key in KEPT if key in answer})
+def time_case(case: str, node: Node, limit_s: float, trace: str = "") -> Outcome:
+    """Time train steps, estimated beside measured."""
+    argv = [*case_argv(case, node.smoke, node.devices.memory_gib), f"--config.paths.cache={node.cache}"]
+    steps = (3, 1) if node.smoke else (8, 2)
+    answer = node_suite.time_steps(node, case, argv, limit_s, steps, devices=1, trace=trace)
     if answer["verdict"] != OK:
-        return (LATE if answer["verdict"] == LATE else BAD), f"{answer['verdict']}: {answer['why']}"
+        return Outcome(LATE if answer["verdict"] == LATE else BAD, f"{answer['verdict']}: {answer['why']}", data=answer)
     planned, peak = answer["planned"] or {}, answer["memory"]["peak_gib"]
-    text = f"{report.beside(answer['step_s']['median'], planned.get('step_s'))} s, {answer['tokens_per_s']:,.0f} tokens/s, "
-    text += f"MFU {percent(answer['mfu_causal'])} causal, peak {report.beside(peak, planned.get('peak_gib'), '.2f')} GiB"
-    return (OFF if suite.unlike_plan(case, answer) else GOOD), text
+    text = (
+        f"{report.beside_plan(answer['step_s']['median'], planned.get('step_s'))} s, {answer['tokens_per_s']:,.0f} tokens/s, "
+    )
+    text += f"MFU {percent(answer['mfu_causal'])} causal, peak {report.beside_plan(peak, planned.get('peak_gib'), '.2f')} GiB"
+    lines = report.markdown(case, ("", ""), report.step_details(case, answer))
+    return Outcome(OFF if node_suite.differences_from_plan(case, answer) else GOOD, text, lines, answer)
 
 
-def fp8_matmuls(here: Here) -> Found:
-    """8-bit matmuls of every pair of types against the same numbers in float32, and whether cuBLASLt computes them."""
-    (one,) = start(one_device(here.cache), 1)
-    import jax
-    import jax.numpy as jnp
-
-    from jaxtrain.bench.microbenchmarks import OPTIONS
-    from jaxtrain.kernels import fp8
-
-    M, K, N = (64, 32, 48) if here.smoke else (4096, 4096, 14336)
-    options = OPTIONS if one.platform == "gpu" else None
-    wrong, worst = [], 0.0
-    for types in ((fp8.E4M3, fp8.E4M3), (fp8.E5M2, fp8.E4M3), (fp8.E4M3, fp8.E5M2)):
-        x, y = jax.random.normal(jax.random.key(0), (M, K)), 3 * jax.random.normal(jax.random.key(1), (N, K))
-        scales = [fp8.scale_of(jnp.abs(a).max(), t) for a, t in zip((x, y), types, strict=True)]
-        a, b = (fp8.rounded(m, s, t) for m, s, t in zip((x, y), scales, types, strict=True))
-        few = [m[:256].astype(jnp.float32) * s for m, s in zip((a, b), scales, strict=True)]
-        want = jnp.einsum("mk,nk->mn", *few, precision="highest")
-        for sums in (fp8.FAST, fp8.FULL):
-            multiply = functools.partial(fp8.multiply, out=jnp.dtype("bfloat16"), sums=sums)
-            made = jax.jit(multiply).lower(a, scales[0], b, scales[1]).compile(compiler_options=options)
-            got = made(a, scales[0], b, scales[1])[:256, :256].astype(jnp.float32)
-            error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
-            in_8_bits = "matmul$f8" in (made.as_text() or "")
-            here.put(types=[str(t) for t in types], sums=str(sums), error=error, in_8_bits=in_8_bits)
-            worst = max(worst, error)
-            # Rounding to bfloat16 gives 1.7e-3 (root mean square); sums of 14 bits on Hopper a little more.
-            if not error < 1e-2 or (one.platform == "gpu" and not in_8_bits):
-                wrong.append(f"{types[0]} x {types[1]}, {sums}: error {error:.1e}, in 8 bits: {in_8_bits}")
-    return (BAD, "; ".join(wrong)) if wrong else (GOOD, f"errors up to {worst:.1e} of the result's norm")
-
-
-def traced(here: Here) -> Found:
+def trace_steps(node: Node, limit_s: float) -> Outcome:
     """A trace of two steps, its report, and both packed."""
-    folder = here.work / "trace"
+    folder, began = node.path / "trace", time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
-    verdict, text = train_steps("bf16 loop", here, str(folder))
+    outcome = time_case("bf16 loop", node, limit_s - (10 if node.smoke else 60), str(folder))
     if not folder.exists():
-        return (BAD if verdict == GOOD else verdict), f"no trace; {text}"
-    command = program("profile", str(folder), f"--html={folder}/report.html", f"--json={folder}/report.json")
-    code, said = run_program(command, here.log("report of the trace"), limit_s=max(1.0, here.left_s - PACKING_S))
-    here.put(report=said[-3000:], code=code)
-    files = pack(folder, here.out / "trace.tar.gz")
+        verdict = BAD if outcome.verdict == GOOD else outcome.verdict
+        return dataclasses.replace(outcome, verdict=verdict, found=f"no trace; {outcome.found}")
+    command = module_command("profile", str(folder), f"--html={folder}/report.html", f"--json={folder}/report.json")
+    code, said = node.run_program("Report of the trace", command, limit_s - (time.monotonic() - began) - PACKING_S)
+    files = pack(folder, node.path.parent / "trace.tar.gz")
+    shutil.rmtree(folder)
     where = f"{', '.join(file.name for file in files)}, {sum(file.stat().st_size for file in files) / 2**20:.2g} MiB"
-    return (verdict, where) if code == 0 else (BAD, f"{where}; the report: {last_words(said)}")
+    if code != 0:
+        return Outcome(BAD, f"{where}; the report: {said.found}", said.lines, outcome.data)
+    return dataclasses.replace(outcome, found=where, lines=outcome.lines + said.lines)
 
 
 def pack(folder: Path, target: Path) -> list[Path]:
-    """`folder` as one archive, or as TARGET.00, TARGET.01 and so on of at most MOST_BYTES each; `cat` joins them."""
+    """Pack `folder` into one archive, or into TARGET.00, TARGET.01, ... of at most MAX_FILE_BYTES each; `cat` joins them."""
     for old in target.parent.glob(f"{target.name}*"):
         old.unlink()
     with tarfile.open(target, "w:gz") as archive:
         archive.add(folder, folder.name)
-    if target.stat().st_size <= MOST_BYTES:
+    if target.stat().st_size <= MAX_FILE_BYTES:
         return [target]
     made = []
     with open(target, "rb") as whole:
-        while block := whole.read(MOST_BYTES):
+        while block := whole.read(MAX_FILE_BYTES):
             made.append(target.with_name(f"{target.name}.{len(made):02d}"))
             made[-1].write_bytes(block)
     target.unlink()
     return made
 
 
-def save_and_restore(here: Here) -> Found:
+def check_checkpoint(node: Node, limit_s: float) -> Outcome:
     """A save of a small llama3_1b's state and a restore, bit for bit."""
-    argv = [*(operate.TINY if here.smoke else operate.SHORT), *DATA["synthetic"], f"--config.paths.cache={here.cache}"]
-    folder = here.work / "saved"
-    try:
-        ask = {"argv": argv, "devices": 1, "folder": str(folder)}
-        answer = apart("save", ask, log=here.log("save"), limit_s=max(1.0, here.left_s - 5))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)  # gigabytes of no further use
-    here.put(answer=answer)
-    if answer["verdict"] != OK:
-        return (LATE if answer["verdict"] == LATE else BAD), answer["why"]
-    return GOOD, (
-        f"{answer['gib']:.3g} GiB came back bit for bit; written in {answer['save_s']:.2g} s, of which the loop waits "
-        f"{answer['blocked_s']:.2g} s; read in {answer['restore_s']:.2g} s"
-    )
+    argv = [*(operate.TINY if node.smoke else operate.SHORT), *DATA["synthetic"], f"--config.paths.cache={node.cache}"]
+    return node_suite.save_and_restore(node, argv, limit_s, devices=1)
 
 
-# ---- the stages
+# ---- The stages
 
 
-@dataclasses.dataclass(frozen=True)
-class Item:
-    """Something to run: it gets `most_s` seconds or what is left of its stage, and is not run below `need_s`."""
-
-    act: Callable[[Here], Found]
-    need_s: float
-    most_s: float
+def steps_part(case: str, need_s: float = 45.0, most_s: float = 150.0) -> Part:
+    return Part(case, functools.partial(time_case, case), most_s, need_s)
 
 
-def of_steps(case: str, need_s: float = 45.0, most_s: float = 150.0) -> Item:
-    return Item(functools.partial(train_steps, case), need_s, most_s)
+def kernels_part(name: str, kind: str, most_s: float, need_s: float) -> Part:
+    return Part(name, functools.partial(time_kernels, kind), most_s, need_s)
 
 
-def of_part(act: Callable[[Node, float], Outcome], need_s: float, most_s: float) -> Item:
-    return Item(functools.partial(part, act), need_s, most_s)
+def tests_part(name: str, file: str, most_s: float, need_s: float) -> Part:
+    return Part(name, functools.partial(node_suite.run_gpu_tests, only=file), most_s, need_s)
 
 
-# The most wanted of each stage first. An unrolled step may compile for minutes, so a loop gives the first figure.
-STAGES: dict[int, dict[str, Item]] = {
-    1: {
-        "device": Item(device, 10, 60),
-        "attention": Item(functools.partial(checked, check.attention_cases), 45, 240),
-        "steps as on a CPU": Item(as_on_a_cpu, 45, 150),
-        "command line": of_part(suite.part_run, 40, 120),
-    },
-    2: {
-        "rates": Item(rates_kept, 60, 150),
-        "gemm": Item(functools.partial(timed_kernels, "gemm"), 30, 110),
-        "kernels of attention": Item(functools.partial(timed_kernels, "attention"), 30, 110),
-        "cost of packing": Item(cost_of_packing, 25, 90),
-        **{kind: Item(functools.partial(timed_kernels, kind), 20, 60) for kind in ("loss", "norm", "optimizer")},
-    },
-    3: {name: of_steps(name) for name in ("bf16 loop", "bf16 loop, one document a row")}
-    | {"bf16 unrolled": of_steps("bf16 unrolled", 90, 300)},
-    4: {
-        "fp8 matmuls": Item(fp8_matmuls, 25, 80),
-        "fp8 loop": of_steps("fp8 loop"),
-        "fp8 unrolled": of_steps("fp8 unrolled", 90, 300),
-    },
-    5: {
-        **{name: of_steps(name, 45, 110) for name in ("pallas loop", "deterministic loop", "8 segments loop", "offload loop")},
-        "experts": Item(functools.partial(checked, experts.cases), 40, 90),
-        "kernels of experts": Item(functools.partial(timed_kernels, "experts"), 30, 90),
-        **{name: of_steps(name, 45, 110) for name in ("mixtral", "mixtral capacity", "1b loop", "XLA's options loop")},
-    },
-    6: {
-        "trace": Item(traced, 60, 200),
-        "save and restore": Item(save_and_restore, 40, 110),
-        **{each.name: of_part(each.act, each.need_s, each.most_s) for each in operate.ITEMS},
-    },
+# The most important item of each stage comes first. An unrolled step may compile for minutes, so a loop gives the first figure.
+STAGES: dict[int, tuple[Part, ...]] = {
+    1: (
+        Part("device", describe_device, 60, 10),
+        tests_part("attention", "test_gpu_attention.py", 240, 45),
+        Part("steps as on a CPU", compare_with_cpu, 150, 45),
+        Part("command line", node_suite.train_tiny, 120, 40),
+    ),
+    2: (
+        Part("rates", calibrate, 150, 60),
+        kernels_part("gemm", "gemm", 110, 30),
+        kernels_part("kernels of attention", "attention", 110, 30),
+        Part("cost of packing", compare_packing, 90, 25),
+        *(kernels_part(kind, kind, 60, 20) for kind in ("loss", "norm", "optimizer")),
+    ),
+    3: (*map(steps_part, ("bf16 loop", "bf16 loop, one document a row")), steps_part("bf16 unrolled", 90, 300)),
+    4: (
+        tests_part("fp8 matmuls", "test_gpu_fp8.py", 80, 25),
+        steps_part("fp8 loop"),
+        steps_part("fp8 unrolled", 90, 300),
+    ),
+    5: (
+        *(steps_part(name, 45, 110) for name in ("pallas loop", "deterministic loop", "8 segments loop", "offload loop")),
+        tests_part("experts", "test_gpu_experts.py", 90, 40),
+        kernels_part("kernels of experts", "experts", 90, 30),
+        *(steps_part(name, 45, 110) for name in ("mixtral", "mixtral capacity", "1b loop", "XLA's options loop")),
+    ),
+    6: (
+        Part("trace", trace_steps, 200, 60),
+        Part("save and restore", check_checkpoint, 110, 40),
+        *operate.PARTS,
+    ),
 }
 
 
-def run_item(here: Here) -> int:
-    """A child's work. The last line that it puts has the verdict."""
-    verdict, found = STAGES[here.stage][here.item].act(here)
-    here.put(verdict=verdict, found=found, seconds=time.monotonic() - here.began)
-    return 0
+def run_stage(stage: int, parts: Sequence[Part], seconds: float, node: Node, console: rich.console.Console) -> int:
+    """Run the items of a stage. Return 0, or 1 where one failed."""
+    folder, earlier = node.path, {}
+    if (file := folder / "results.json").exists():
+        earlier = json.loads(file.read_text()).get("parts", {})
+    try:
+        done = {p.name: earlier[p.name] for p in STAGES[stage] if p.name in earlier}
+        code = run_parts(parts, node, console, seconds - PACKING_S, f"Stage {stage}", done)
+    finally:
+        pack(folder, folder.with_suffix(".tar.gz"))
+    if rest := [p.name for p in parts if done[p.name]["verdict"] in (OUT, LATE)]:
+        again = [
+            "python",
+            "-m",
+            "benchmarks.first_hour",
+            f"--stage={stage}",
+            f"--out={folder.parent}",
+            f"--only={';'.join(rest)}",
+        ]
+        again += [f"--work={Path(node.cache or '').parent}"] + ["--smoke"] * node.smoke
+        report.print_line(console, f"not measured: {shlex.join(again)}")
+    return code
 
 
-def run_stage(stage: int, names: Sequence[str], seconds: float, here: Here, console: rich.console.Console) -> int:
-    """Runs the items of a stage, each in its own process, and returns the exit code."""
-    began, verdicts = time.monotonic(), {}
-    environ, removed = clean(os.environ, here.smoke)
-    here.put(item="stage", removed=removed, items=list(names))
-    if removed:
-        report.say(console, f"taken from the environment of all items: {', '.join(removed)}")
-    for name in names:
-        item = STAGES[stage][name]
-        left = seconds - PACKING_S - (time.monotonic() - began)
-        one = dataclasses.replace(here, item=name)
-        if left < item.need_s and not here.smoke:
-            one.put(verdict=NOT_RUN, found=f"{max(0.0, left):.0f} s were left, and it needs {item.need_s:.0f}", seconds=0.0)
-        else:
-            limit = min(item.most_s, left)
-            command = [sys.executable, "-m", "benchmarks.first_hour", f"--stage={stage}", f"--item={name}", f"--out={here.out}"]
-            command += [f"--work={here.work}", f"--seconds={limit:.0f}", *(["--smoke"] if here.smoke else [])]
-            started = time.monotonic()
-            code, said = run_program(command, one.log(f"{name} item"), environ=environ, limit_s=limit)
-            if code != 0:
-                why = f"not done after {limit:.0f} s" if code is None else f"exit code {code}: {last_words(said)}"
-                verdict = LATE if code is None else BAD
-                one.put(verdict=verdict, found=why, seconds=time.monotonic() - started)
-        last = [line for line in read(here.out) if line["item"] == name and line["stage"] == stage and "found" in line][-1]
-        verdicts[name] = last["verdict"]
-        report.say(console, f"{stage} {name}: {last['verdict']}: {last['found']} ({last['seconds']:.0f} s)")
-    logs = here.log("x").parent
-    if logs.exists():
-        pack(logs, here.out / f"logs{stage}.tar.gz")
-    if rest := [name for name in names if verdicts[name] in (NOT_RUN, LATE)]:
-        again = ["python", "-m", "benchmarks.first_hour", f"--stage={stage}", f"--out={here.out}", f"--only={';'.join(rest)}"]
-        again += [f"--work={here.work}"] * (here.work != here.out / "work") + ["--smoke"] * here.smoke
-        report.say(console, f"not measured: {shlex.join(again)}")
-    hung = [name for name in OF_CORRECTNESS if verdicts.get(name) == LATE]
-    return int(bool(hung) or any(verdict not in FINE for verdict in verdicts.values()))
+def clean_environment(environ: Mapping[str, str]) -> list[str]:
+    """Return the names of variables that a run refuses. Container images set such variables for everybody."""
+    names = {*environment.changing(environ), *(problem.key for problem in hardware.memory_environment(-1.0, environ)[1])}
+    return sorted(name for name in environ if name in names)
 
 
-def clean(environ: Mapping[str, str], smoke: bool) -> tuple[dict[str, str], list[str]]:
-    """The environment without what a run refuses, and the names of that. Images set such variables for everybody."""
-    names = set() if smoke else set(environment.changing(environ))
-    if not smoke:
-        names |= {problem.key for problem in hardware.memory_environment(-1.0, environ)[1]}
-    return {name: value for name, value in environ.items() if name not in names}, sorted(names)
+# ---- The summary
 
-
-# ---- what was found
-
-
-def read(out: Path) -> Iterator[dict[str, Any]]:
-    """All lines of the results; one that was cut off in the middle is left out."""
-    file = out / "results.jsonl"
-    for line in file.read_text().splitlines() if file.exists() else []:
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            continue
-
-
-ITEM_HEADINGS = ("stage", "item", "", "s", "what was found")
+ITEM_HEADINGS = ("stage", "item", "", "s", "result")
 STEP_HEADINGS = (
     *("case", "step s", "estimated", "ratio", "peak GiB", "estimated", "ratio", "tokens/s", "MFU causal", "compile s", ""),
 )
 
 
 def summary(out: Path, console: rich.console.Console) -> None:
-    """Prints the last verdict of each item, and train steps estimated beside measured."""
-    verdicts: dict[tuple[int, str], dict[str, Any]] = {}
-    cases: dict[str, dict[str, Any]] = {}
-    for line in read(out):
-        if "found" in line:
-            verdicts[line["stage"], line["item"]] = line
-        if "steps" in line:
-            cases[line["item"]] = line["steps"]  # the case, or the trace of one
+    """Print the verdict of each item, and train steps estimated beside measured."""
 
     def ratio(measured: float | None, planned: float | None) -> str:
         return f"{measured / planned:.2f}" if measured and planned else "-"
 
     rows, steps = [], []
-    for stage, items in STAGES.items():
-        for name in items:
-            line = verdicts.get((stage, name), {"verdict": NOT_RUN, "found": "", "seconds": None})
-            rows.append([str(stage), name, line["verdict"], number(line["seconds"], ".0f"), line["found"]])
-    for name, r in cases.items():
-        planned, memory = r.get("planned") or {}, r.get("memory") or {}
-        step_s, peak = r.get("step_s", {}).get("median"), memory.get("peak_gib")
-        pairs = ((step_s, planned.get("step_s"), ".4g"), (peak, planned.get("peak_gib"), ".2f"))
-        cells = [cell for a, b, form in pairs for cell in (number(a, form), number(b, form), ratio(a, b))]
-        cells += [number(r.get("tokens_per_s"), ",.0f"), percent(r.get("mfu_causal")), number(r.get("compile_s"), ".1f")]
-        steps.append([name, *cells, r.get("why") or r.get("not_planned") or ""])
-    report.show(console, "Items", ITEM_HEADINGS, rows, text=3)
-    report.show(console, "Train steps, estimated beside measured", STEP_HEADINGS, steps)
+    for stage, parts in STAGES.items():
+        file = out / f"stage{stage}" / "results.json"
+        done = json.loads(file.read_text())["parts"] if file.exists() else {}
+        for part in parts:
+            result = done.get(part.name, {"verdict": "not run", "found": "", "seconds": None, "data": None})
+            rows.append([str(stage), part.name, result["verdict"], number(result["seconds"], ".0f"), result["found"]])
+            if (part.name not in CASES and part.name != "trace") or not result["data"]:
+                continue
+            r = result["data"]
+            planned, memory = r.get("planned") or {}, r.get("memory") or {}
+            step_s, peak = r.get("step_s", {}).get("median"), memory.get("peak_gib")
+            pairs = ((step_s, planned.get("step_s"), ".4g"), (peak, planned.get("peak_gib"), ".2f"))
+            cells = [cell for a, b, form in pairs for cell in (number(a, form), number(b, form), ratio(a, b))]
+            cells += [number(r.get("tokens_per_s"), ",.0f"), percent(r.get("mfu_causal")), number(r.get("compile_s"), ".1f")]
+            steps.append([part.name, *cells, r.get("why") or r.get("not_planned") or ""])
+    report.print_table(console, ITEM_HEADINGS, rows, text=3)
+    report.print_line(console, "Train steps, estimated beside measured", "bold")
+    report.print_table(console, STEP_HEADINGS, steps)
 
 
-# ---- the command line
+# ---- The command line
 
 
 def parser() -> argparse.ArgumentParser:
@@ -578,24 +450,24 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", default="", help="'NAME;NAME': these items of the stage, as its lines name them")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of the stage, at most (%(default)s)")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on a CPU")
-    parser.add_argument("--summary", action="store_true", help="print what was found; with --stage after it has run")
-    parser.add_argument("--item", default="", help=argparse.SUPPRESS)  # what a child runs
+    parser.add_argument("--summary", action="store_true", help="print all results; with --stage after it has run")
     return parser
 
 
 def refusal(args: argparse.Namespace, devices: hardware.Devices) -> str:
-    """Why this cannot be run as asked, with the remedy; "" if it can."""
+    """Return why this command line is impossible, with the fix; "" if it is possible."""
     if not args.stage:
         return "" if args.summary else "--stage is missing. For example --stage=1."
-    if unknown := [name for name in filter(None, args.only.split(";")) if name not in STAGES[args.stage]]:
-        return f"--only = {';'.join(unknown)}: no such item in stage {args.stage}. It has {'; '.join(STAGES[args.stage])}."
+    known = [part.name for part in STAGES[args.stage]]
+    if [name for name in filter(None, args.only.split(";")) if name not in known]:
+        return f"--only = {args.only}: no such item in stage {args.stage}. It has {'; '.join(known)}."
     if not args.smoke and (devices.kind != "gpu" or not devices.count):
         return f"no GPU here: {devices.source}. --smoke runs a stage on the CPU."
     return ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one stage, or prints the summary, and returns the exit code."""
+    """Run one stage, or print the summary, and return the exit code."""
     args = parser().parse_args(argv)
     out = args.out.expanduser().absolute()
     work = args.work.expanduser().absolute() if args.work else out / "work"
@@ -603,21 +475,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     if wrong := refusal(args, devices):
         print(wrong, file=sys.stderr)
         return 2
-    here = Here(args.stage or 0, args.item, out, work, args.smoke, args.seconds)
-    if args.item:
-        return run_item(here)
-    console = rich.console.Console() if sys.stdout.isatty() else rich.console.Console(width=report.WIDTH)
-    code = 0
+    console, code = make_console(report.WIDTH), 0
     if args.stage:
-        out.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(here.log("x").parent, ignore_errors=True)  # of the same stage before: they are packed
-        if not args.smoke and (said := rates_found(out, devices.name)):
-            report.say(console, said)
-        names = [name for name in STAGES[args.stage] if not args.only or name in args.only.split(";")]
+        if not args.smoke:
+            if line := use_rates(out, devices.name):
+                report.print_line(console, line)
+            if removed := clean_environment(os.environ):
+                report.print_line(console, f"removed from the environment of all items: {', '.join(removed)}")
+                for name in removed:
+                    del os.environ[name]
+        folder = report.Folder(str(out / f"stage{args.stage}"), "", "first_hour")
+        node = Node(dataclasses.replace(devices, count=1), args.smoke, folder, str(work / "compiled"))
+        parts = [part for part in STAGES[args.stage] if not args.only or part.name in args.only.split(";")]
+        parts = [dataclasses.replace(part, need_s=0.0) for part in parts] if args.smoke else parts
         try:
-            code = run_stage(args.stage, names, args.seconds, here, console)
+            code = run_stage(args.stage, parts, args.seconds, node, console)
         except KeyboardInterrupt:
-            print("\nCtrl-C: stopped; what was done is kept.", file=sys.stderr)
+            print("\nCtrl-C: stopped; finished results are kept.", file=sys.stderr)
             return INTERRUPTED
     if args.summary:
         summary(out, console)

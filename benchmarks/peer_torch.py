@@ -2,7 +2,7 @@
 
     PYTHON benchmarks/peer_torch.py SPEC.json ANSWER.json
 
-`./run.sh bench --peer=torch` writes SPEC.json and reads ANSWER.json; jaxtrain/bench/peer.py says what is in them.
+`./run.sh bench --peer=torch` writes SPEC.json and reads ANSWER.json; jaxtrain/bench/torch_peer.py describes both.
 Parameters and moments are float32 and the rest runs under bfloat16 autocast, as in jaxtrain; microbatches add up their
 gradients, which are clipped by their global norm. Several candidates are tried for a few steps each, and the fastest is timed:
 how SDPA computes attention (cuDNN's kernel, or flash attention), and whether each layer is compiled or the model as a whole.
@@ -244,7 +244,7 @@ def main(asked: str, answered: str) -> None:
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "settings": how,
         "tried": tried,
-        "seconds": seconds,
+        "step_times": seconds,
         "losses": losses,
         "dynamo": dynamo(),
         "parameters": sum(p.numel() for p in step.model.parameters()),

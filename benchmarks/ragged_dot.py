@@ -26,7 +26,7 @@ from benchmarks.attention_tiles import DUMP
 from jaxtrain.kernels.experts import pallas
 from jaxtrain.plan import topology
 from jaxtrain.plan.program import hlo
-from jaxtrain.plan.program.work import work
+from jaxtrain.plan.program.op_cost import work
 
 OPTIONS = ("xla_gpu_experimental_use_ragged_dot_fusion", "xla_gpu_experimental_use_ragged_dot_grouped_gemm")
 PRECISION = jax.lax.Precision.DEFAULT

@@ -223,7 +223,8 @@ def cells(cell: Cell, first: Plan | None) -> list[str]:
     moments = held.get("first moment", 0.0) + held.get("second moment", 0.0)
     others = (held.get(kind, 0.0) for kind in ("gradients", "saved activations"))
     sizes = [f"{size:.1f}" for size in (held.get("parameters", 0.0), moments, *others, cell.plan.memory.peak_gib)]
-    speed, policy = time.tokens_per_s_per_device, describe_remat(cell.run)
+    saved = cell.plan.kept.partition(" keeps ")[2].replace(",", "")  # of remat.policy=auto
+    speed, policy = time.tokens_per_s_per_device, f"keep {saved}" if saved else describe_remat(cell.run)
     speeds = [span(time.expected_tokens_per_s_per_device), rough(speed, 4), percent(time.mfu_causal)]
     scaling = percent(speed / first.time.tokens_per_s_per_device) if first else "-"
     layout = f"{mesh(cell.plan)}; {policy if policy.startswith('keep') else f'remat {policy}'}"

@@ -62,6 +62,12 @@ class Launch:
         stem = Path(self.config_file).stem
         return re.sub(r"[^\w.-]+", "-", f"{stem}-{self.variant}") if self.variant else stem
 
+    @property
+    def config_argv(self) -> list[str]:
+        """Return config file and overrides as arguments of any command."""
+        file = f"{self.config_file}:{self.variant}" if self.variant else self.config_file
+        return [f"--config={file}", *(f"--config.{key}={value}" for key, value in self.overrides)]
+
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:

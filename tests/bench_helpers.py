@@ -1,26 +1,28 @@
-"""What tests of benchmarks share: a case in this process, a measured answer, and the folder that commands run in."""
+"""Shared by the tests of benchmarks: a case in this process, a measured answer, and the folder that commands run in."""
 
+import importlib
 import json
 import os
-import sys
 
 import pytest
 
-from jaxtrain.bench import case, measure, suite
+from jaxtrain.bench import node_suite, train_step
 
-SMALL = ("--config=configs/tiny.py", *suite.SMALL)
+SMALL = ("--config=configs/tiny.py", *node_suite.SMALL)
 PEER = [
-    *("--config=configs/llama3_1b.py:gpus=1", *suite.SMALL, "--config.model.vocab_size=272", "--config.model.num_heads=4"),
+    *("--config=configs/llama3_1b.py:gpus=1", *node_suite.SMALL, "--config.model.vocab_size=272", "--config.model.num_heads=4"),
     *("--config.model.num_kv_heads=2", "--config.model.head_dim=8", "--config.train.global_batch=4"),
     *("--config.train.grad_accum=2", "--devices=1", "--steps=2", "--warmup=1", "--peer=torch", "--rounds=2"),
 ]
 ANSWER = {
     "verdict": "ok",
-    "step_s": dict.fromkeys(("median", "q1", "q3"), 1.0),
-    "memory": {"peak_gib": 40.0},
+    "step_s": dict.fromkeys(("median", "q1", "q3", "min", "max"), 1.0),
+    "memory": {"peak_gib": 40.0, "budget_gib": None},
     "planned": None,
+    "not_planned": "no plan",
+    "loss": {"first": 5.0, "last": 4.0},
     **dict.fromkeys(("tokens_per_s", "tokens_per_s_per_device"), 10.0),
-    **dict.fromkeys(("mfu_causal", "mfu_full", "hfu", "compile_s"), 0.5),
+    **dict.fromkeys(("mfu_causal", "mfu_full", "hfu", "compile_s", "data_wait_s", "peak_tflops", "tflops_per_device"), 0.5),
     **dict.fromkeys(("steps", "warmup"), 2),
 }
 
@@ -31,10 +33,10 @@ def at_home(monkeypatch, request):
     for name in ("JAX_PLATFORMS", "XLA_FLAGS"):
         monkeypatch.setenv(name, os.environ[name])  # what the command sets would stay with the tests that follow
     # So would a compile cache. Cases in processes of their own have one, in the folder that their config names.
-    monkeypatch.setattr(measure, "set_compile_cache", lambda run: None)
+    monkeypatch.setattr(train_step, "set_compile_cache", lambda run: None)
 
 
-def here(kind, ask, *, log=None, environ=None, limit_s=None):
-    """A case in this process."""
-    module, _, function = case.CASES[kind].partition(":")
-    return {"seconds": 0.1} | getattr(sys.modules[module], function)(json.loads(json.dumps(ask)))
+def run_here(function, request, **_):
+    """Run a case in this process."""
+    module, _, name = function.partition(":")
+    return {"seconds": 0.1} | getattr(importlib.import_module(module), name)(json.loads(json.dumps(request)))

@@ -1,4 +1,4 @@
-"""Every test runs on 8 fake CPU devices; ranks are never promoted silently."""
+"""Every test runs on 8 fake CPU devices, those of tests/gpu on request on a GPU; ranks are never promoted silently."""
 
 import os
 import sys
@@ -6,9 +6,12 @@ import sys
 import ledger
 from compile_options import QUICKLY
 
-os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # what other checkouts compiled is not what is tested
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {QUICKLY}"
+os.environ.update(
+    {}
+    if os.environ.get("JAXTRAIN_TEST_DEVICE") == "gpu"  # for tests/gpu alone
+    else {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {QUICKLY}"}
+)
 
 import gc
 import importlib
@@ -30,7 +33,14 @@ from jaxtrain.startup import threads_for_cpus
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-threads_for_cpus(8)
+ON_GPU = os.environ.get("JAXTRAIN_TEST_DEVICE") == "gpu"
+if ON_GPU:
+    from jaxtrain.bench.train_step import start_devices
+    from jaxtrain.bench.work import one_device
+
+    start_devices(one_device(cache=""), 1)  # with the environment of a run
+else:
+    threads_for_cpus(8)
 jax.devices()  # here, because some tests take XLA_FLAGS away: the first use of JAX in one of them would find a single device
 # A shell that starts the suite in the background makes it ignore Ctrl-C, and its children with it; some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -211,11 +221,11 @@ def pytest_configure(config: pytest.Config) -> None:
         if config.getoption("--unit"):
             config.args[:] = [str(HERE / "unit")]
         elif ledger.is_campaign(config):
-            config.args[:] = [str(HERE / tier) for tier in ("unit", "proofs", "campaign")]
+            config.args[:] = [str(HERE / tier) for tier in ("unit", "proofs", "gpu", "campaign")]
     if config.getoption("--part"):
         config.args[:] = [str(HERE / "proofs" / "test_contract.py")]
-    if config.getoption("--part") or config.getoption("--ledger"):
-        config.option.dist = "no"
+    if config.getoption("--part") or config.getoption("--ledger") or ON_GPU:
+        config.option.dist = "no"  # a second process would find no memory left on the GPU
     if ledger.is_campaign(config):
         limited = math.isfinite(config.getoption("--campaign") or math.inf)
         settings.load_profile("many" if limited else "thorough")

@@ -183,8 +183,8 @@ def compare(golden: Golden, plan: Plan, margins: Mapping[str, float] | None = No
     if _is_far(golden["step_ms"], new["step_ms"], within["step"]):
         found.append(figure("planned step", "step_ms", "ms"))
     if abs(points := new["exposed_share"] - golden["exposed_share"]) > within["exposed_share"]:
-        shares = (f"{g['exposed_share']:.1%} of the step" for g in (golden, new))
-        found.append(Difference("exposed communication", *shares, f"{100 * points:+.1f} points", _longest_exposed(plan)))
+        was, now = (f"{g['exposed_share']:.1%} of the step" for g in (golden, new))
+        found.append(Difference("exposed communication", was, now, f"{100 * points:+.1f} points", _longest_exposed(plan)))
     known = {_without_numbers(w) for w in golden["warnings"]}
     return found + [Difference("warning", "none", w) for w in new["warnings"] if _without_numbers(w) not in known]
 
@@ -242,10 +242,10 @@ def _collectives(old: Golden, new: Golden, margins: Mapping[str, float]) -> Iter
             continue
         if was["launches"] == now["launches"] and not _is_far(was["wire_gb"], now["wire_gb"], margins["wire"]):
             continue
-        sizes = (f"{number(c['wire_gb'])} GB in {c['launches']:,} launches" if c["launches"] else "none" for c in (was, now))
+        had, has = (f"{number(c['wire_gb'])} GB in {c['launches']:,} launches" if c["launches"] else "none" for c in (was, now))
         gb = _signed(now["wire_gb"] - was["wire_gb"], "GB", was["wire_gb"])
         launches = now["launches"] - was["launches"]
-        yield Difference(name, *sizes, f"{gb}, {launches:+,} launches", _line_cause(was["lines"], now["lines"]))
+        yield Difference(name, had, has, f"{gb}, {launches:+,} launches", _line_cause(was["lines"], now["lines"]))
 
 
 def _line_cause(old: dict[str, list[Any]], new: dict[str, list[Any]]) -> str:

@@ -15,9 +15,9 @@ import rich.console
 
 from jaxtrain import hardware
 from jaxtrain.bench import experts, report
-from jaxtrain.bench.case import FAILED, LATE, OK, apart, keep
-from jaxtrain.bench.measure import start, words
+from jaxtrain.bench.child import FAILED, LATE, OK, error_line, run_case, save_partial
 from jaxtrain.bench.report import Folder
+from jaxtrain.bench.train_step import start_devices
 from jaxtrain.bench.work import TINY, Sizes, Work, one_device
 
 KINDS = ("attention", "loss", "norm", "optimizer", "gemm", "experts")
@@ -199,7 +199,7 @@ def time_one(work: Work, sizes: Sizes, gpu: hardware.Gpu | None) -> dict[str, An
         )
     except Exception as error:  # compiler, driver or kernel: the others are still worth timing
         traceback.print_exc()
-        return out | {"verdict": FAILED, "why": words(error)}
+        return out | {"verdict": FAILED, "why": error_line(error)}
     r = microbenchmarks.reading(work.kind, work.what, work.flop, taken, rounds * work.calls)
     floor = None
     if gpu:
@@ -221,7 +221,7 @@ def measure(ask: dict[str, Any]) -> dict[str, Any]:
     What is known is kept after each row.
     """
     began = time.monotonic()
-    (device,) = start(one_device(ask.get("cache")), 1)
+    (device,) = start_devices(one_device(ask.get("cache")), 1)
     sizes = Sizes() if device.platform == "gpu" else TINY
     gpu = hardware.lookup(device.device_kind) if device.platform == "gpu" else None
     rows: list[dict[str, Any]] = []
@@ -232,7 +232,7 @@ def measure(ask: dict[str, Any]) -> dict[str, Any]:
             rows.append({"kind": work.kind, "what": work.what, "verdict": "not timed", "why": "no time was left"})
         else:
             rows.append(time_one(work, sizes, gpu))
-        keep(ask, {"verdict": LATE, "device": device.device_kind, "rows": rows})
+        save_partial(ask, {"verdict": LATE, "device": device.device_kind, "rows": rows})
     return {"verdict": OK, "device": device.device_kind, "rows": rows}
 
 
@@ -252,16 +252,15 @@ def run(kinds: Sequence[str], folder: Folder, console: rich.console.Console) -> 
     try:
         for kind in kinds:
             with console.status(f"{kind} ..."):
-                answer = apart("kernels", {"kind": kind, "limit_s": None}, log=folder.log(kind))
+                answer = run_case("jaxtrain.bench.kernels:measure", {"kind": kind, "limit_s": None}, log=folder.log(kind))
             rows = answer.get("rows", [])
             if answer["verdict"] != OK:
                 rows.append({"kind": kind, "what": "", "verdict": answer["verdict"], "why": answer["why"]})
             found += rows
-            report.say(console, f"{kind}: {len(rows)} rows in {answer['seconds']:.0f} s", "dim")
+            report.print_line(console, f"{kind}: {len(rows)} rows in {answer['seconds']:.0f} s", "dim")
             folder.write("Kernels", report.markdown("Kernels", HEADINGS, map(row, found)), kernels=found)
     finally:
         if found:
-            report.show(console, "", HEADINGS, map(row, found), text=2)
-        if folder.results["about"]["platform"] == "cpu":
-            report.say(console, report.NO_MEASUREMENT, "dim")
+            report.print_table(console, HEADINGS, map(row, found), text=2)
+        folder.print_cpu_note(console)
     return 1 if any(r["verdict"] not in (OK, "not timed") for r in found) else 0

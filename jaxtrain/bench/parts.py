@@ -1,6 +1,6 @@
-"""Parts of a long measurement, one after the other within its time: the suite of a node, and what is to be measured on a GPU.
+"""Run the parts of a long measurement one after the other, within its time: a node's suite, or a stage of the first hour.
 
-A part that fails, or for which there is no time, is a line of the result; the others are run all the same.
+A part that fails, or for which no time is left, is a line of the result. The other parts run all the same.
 """
 
 import dataclasses
@@ -14,61 +14,76 @@ import rich.console
 
 from jaxtrain import hardware, launch
 from jaxtrain.bench import report
-from jaxtrain.bench.measure import DATA, words
+from jaxtrain.bench.child import error_line, last_lines, run_program
 from jaxtrain.bench.report import Folder
+from jaxtrain.bench.train_step import DATA
+from jaxtrain.command_line import INTERRUPTED
 
 GOOD, OFF, BAD, OUT = "ok", "off", "FAILED", "left out"
 STYLES = {BAD: "bold red", OFF: "yellow"}
-INTERRUPTED = 130
-HEADINGS = ("part", "", "took", "of at most", "what was found")
+HEADINGS = ("part", "", "took", "of at most", "result")
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a part came to: a verdict, a line, a section of the page, data for programs, and a table to be printed at once."""
+    """The result of a part.
+
+    Attributes:
+      verdict: GOOD; OFF, worth a look but no fault; BAD; or OUT, left out.
+      found: the result in one line.
+      lines: a section of the page.
+      data: the result for programs.
+    """
 
     verdict: str
     found: str
     lines: list[str] = dataclasses.field(default_factory=list)
     data: Any = None
-    table: tuple[Sequence[str], list[list[str]]] | None = None  # headings, rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """What parts run on."""
+    """Devices and output folder of the parts. smoke: tiny shapes, for a CPU. cache: a folder for compiled programs, "" none."""
 
     devices: hardware.Devices
     smoke: bool
     folder: Folder
+    cache: str | None = None
 
     @property
     def path(self) -> Path:
         if self.folder.path is None:
-            raise ValueError("parts keep a folder")
+            raise ValueError("parts need a folder")
         return self.folder.path
 
     def config(self, name: str, micro: int, accum: int) -> tuple[str, list[str]]:
-        """(name in tables, command line) of a shipped config on these GPUs, with a batch that takes seconds."""
+        """Return (name in tables, command line) of a shipped config on these GPUs, with a batch that takes seconds."""
         count = self.devices.count
         variant = "half" if name == "llama3_8b" and count == 1 else f"gpus={count}"
         batch = [f"--config.train.global_batch={count * micro * accum}", f"--config.train.grad_accum={accum}"]
         return f"{name}:{variant}", [f"--config={launch.REPO}/configs/{name}.py:{variant}", *batch, *DATA["synthetic"]]
 
+    def run_program(
+        self, name: str, command: list[str], limit_s: float, environ: Mapping[str, str] | None = None
+    ) -> tuple[int | None, Outcome]:
+        """Run a program as a part: its exit code, and BAD unless that is 0, with the end of its output as the result."""
+        log = self.path / "logs" / f"{report.file_name(name)}.txt"
+        code, output = run_program(command, log, environ=environ, limit_s=max(1.0, limit_s))
+        lines = [f"## {name}", "", "```text", *output.strip().splitlines()[-60:], "```", ""]
+        found = "not done in time" if code is None else f"exit code {code}: {last_lines(output)}"
+        if code == 0:
+            found = last_lines(output).rpartition(" | ")[2]
+        return code, Outcome(BAD if code != 0 else GOOD, found, lines)
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One of them. It gets `most_s` seconds or what is left, and is left out below `need_s`; `remedy` is then added."""
+    """One part. It may take `most_s` seconds, or the seconds left, and is left out below `need_s`."""
 
     name: str
     act: Callable[[Node, float], Outcome]
     most_s: float
     need_s: float = 1.0
-    remedy: str = ""
-
-    @property
-    def about(self) -> str:
-        return (self.act.__doc__ or self.name).splitlines()[0]
 
 
 def run_parts(
@@ -77,39 +92,37 @@ def run_parts(
     console: rich.console.Console,
     budget_s: float,
     title: str,
-    head: Callable[[Mapping[str, Any]], list[str]],
-    last: Callable[[Mapping[str, Any]], None],
+    done: dict[str, dict[str, Any]],
 ) -> int:
-    """Runs them and returns the exit code: 0, or 1 where a part failed.
+    """Run the parts and return the exit code: 0, or 1 where one failed. KeyboardInterrupt passes through.
 
-    After each the folder holds all that is known: `title`, what `head` makes of the parts done, and their sections. `last` is
-    called with those however this ends; KeyboardInterrupt passes through.
+    After each part the folder has all results so far.
+
+    Args:
+      budget_s: seconds for all parts.
+      title: of the page.
+      done: results of parts by name. New ones are added.
     """
-    done: dict[str, dict[str, Any]] = {}
-    lines: list[str] = []
-    code, reason = 1, "ended by an exception"
-    began = monotonic()
+    code, reason, began = 1, "ended by an exception", monotonic()
     try:
         for i, part in enumerate(parts, 1):
             started = monotonic()
             limit = min(part.most_s, budget_s - (started - began))
-            about = f"part {i} of {len(parts)}: {part.name}: {part.about}"
-            report.say(console, f"{about} At most {minutes(limit)}; {minutes(started - began)} gone.", "dim")
+            about = (getattr(part.act, "__doc__", "") or part.name).splitlines()[0]
+            text = f"part {i} of {len(parts)}: {part.name}: {about} At most {minutes(limit)}; {minutes(started - began)} gone."
+            report.print_line(console, text, "dim")
             if limit < part.need_s:
-                why = f"{max(0.0, limit):.0f} s were left, and it needs {part.need_s:.0f}"
-                outcome = Outcome(OUT, f"{why}; {part.remedy}" if part.remedy else why)
+                outcome = Outcome(OUT, f"{max(0.0, limit):.0f} s were left, and it needs {part.need_s:.0f}")
             else:
                 with console.status(part.name):
-                    outcome = guarded(part, node, limit)
-            taken = {"seconds": monotonic() - started, "budget_s": max(0.0, limit)}
-            kept = {"verdict": outcome.verdict, "found": outcome.found, "data": outcome.data}
-            done[part.name] = {**kept, **taken}
-            lines += outcome.lines
-            report.say(console, f"  {outcome.verdict}: {outcome.found}", STYLES.get(outcome.verdict, ""))
-            if outcome.table:
-                report.show(console, "", *outcome.table, text=2)
-            node.folder.write(title, [*head(done), *lines], parts=done, verdict=verdict(done))
-        failed = [name for name, p in done.items() if p["verdict"] == BAD]
+                    outcome = _act(part, node, limit)
+            times = {"seconds": monotonic() - started, "budget_s": max(0.0, limit)}
+            done[part.name] = dataclasses.asdict(outcome) | times
+            report.print_line(console, f"  {outcome.verdict}: {outcome.found}", STYLES.get(outcome.verdict, ""))
+            sections = [line for p in done.values() for line in p["lines"]]
+            table = report.markdown("Parts", HEADINGS, map(_row, done.items()))
+            node.folder.write(title, [f"**{verdict(done)}**", "", *table, *sections], parts=done, verdict=verdict(done))
+        failed = [part.name for part in parts if done[part.name]["verdict"] == BAD]
         code, reason = (1, f"failed: {', '.join(failed)}") if failed else (0, "done")
     except KeyboardInterrupt:
         code, reason = INTERRUPTED, "Ctrl-C"
@@ -117,21 +130,20 @@ def run_parts(
     finally:
         node.folder.finish(code, reason)
         if done:
-            report.show(console, "", HEADINGS, map(table_row, done.items()), text=2)
-            report.say(console, verdict(done), "bold red" if code else "bold green")
-            last(done)
+            report.print_table(console, HEADINGS, map(_row, done.items()), text=2)
+            report.print_line(console, verdict(done), "bold red" if code else "bold green")
     return code
 
 
-def guarded(part: Part, node: Node, limit_s: float) -> Outcome:
-    """What a part comes to; an exception is a failure of this part, its traceback a file beside the logs."""
+def _act(part: Part, node: Node, limit_s: float) -> Outcome:
+    """Run a part. An exception is a failure of this part, with its traceback beside the logs."""
     try:
         return part.act(node, limit_s)
     except Exception as error:
-        log = node.path / "logs" / f"{report.safe(part.name)}_error.txt"
+        log = node.path / "logs" / f"{report.file_name(part.name)}_error.txt"
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(traceback.format_exc())
-        return Outcome(BAD, f"{words(error)} ({log})")
+        return Outcome(BAD, f"{error_line(error)} ({log})")
 
 
 def minutes(seconds: float) -> str:
@@ -139,19 +151,14 @@ def minutes(seconds: float) -> str:
 
 
 def verdict(done: Mapping[str, Mapping[str, Any]]) -> str:
-    """One line on all parts."""
+    """Return one line on all parts."""
     failed = [f"{name} ({p['found']})" for name, p in done.items() if p["verdict"] == BAD]
     if failed:
-        return f"NOT WELL: {'; '.join(failed)}"
+        return f"FAULT: {'; '.join(failed)}"
     off = [name for name, p in done.items() if p["verdict"] == OFF]
-    return "all is well" + (f"; worth a look: {', '.join(off)}" if off else "")
+    return "no fault" + (f"; worth a look: {', '.join(off)}" if off else "")
 
 
-def table_row(item: tuple[str, Mapping[str, Any]]) -> list[str]:
+def _row(item: tuple[str, Mapping[str, Any]]) -> list[str]:
     name, p = item
     return [name, p["verdict"], minutes(p["seconds"]), minutes(p["budget_s"]), p["found"]]
-
-
-def summary(done: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The head of the page."""
-    return [f"**{verdict(done)}**", "", *report.markdown("Parts", HEADINGS, map(table_row, done.items()))]

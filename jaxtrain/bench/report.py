@@ -1,4 +1,4 @@
-"""Results as tables for a terminal, as a page, and as a folder to keep: results.md, results.json, receipt.json, logs/."""
+"""Results of benchmarks: tables for a terminal, and a folder with results.md, results.json, receipt.json and logs/."""
 
 import json
 import platform
@@ -13,7 +13,7 @@ import rich.table
 from rich.text import Text
 
 from jaxtrain import hardware, launch
-from jaxtrain.bench.case import OK
+from jaxtrain.bench.child import OK
 from jaxtrain.installed import versions
 from jaxtrain.metrics import write_atomic
 from jaxtrain.receipt import Receipt
@@ -21,14 +21,12 @@ from jaxtrain.receipt.collect import git_state
 from jaxtrain.receipt.format import now
 
 FORMAT = 1  # of --json and results.json
-WIDTH = 150  # where the output is not a terminal
-NO_MEASUREMENT = "CPU: this tries the command and measures nothing of note"
-
-Rows = list[list[str]]
+WIDTH = 150  # columns where the output is not a terminal
+NO_MEASUREMENT = "CPU: this tests the command; the figures mean nothing"
 
 
 def about() -> dict[str, Any]:
-    """Where and with what: without starting JAX, whose memory the cases need."""
+    """Return date, machine, versions, commit and command. JAX is not started, because the cases need its memory."""
     found = hardware.probe()
     return {
         "date": now(),
@@ -43,23 +41,23 @@ def about() -> dict[str, Any]:
     }
 
 
-def number(value: Any, form: str = ",.4g") -> str:
-    """A figure, or - where it is not known."""
+def number(value: float | None, form: str = ",.4g") -> str:
+    """Return a figure, or "-" where it is unknown."""
     return "-" if value is None else format(value, form)
 
 
 def percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
+    return number(value, ".1%")
 
 
-def beside(measured: float | None, planned: float | None, form: str = ",.4g") -> str:
-    """`12.3 (1.04 x plan)`."""
+def beside_plan(measured: float | None, planned: float | None, form: str = ",.4g") -> str:
+    """Return `12.3 (1.04 x plan)`."""
     if measured is None or not planned:
         return number(measured, form)
     return f"{measured:{form}} ({measured / planned:.2f} x plan)"
 
 
-# ---- steps
+# ---- Train steps
 
 STEP_HEADINGS = (
     *("case", "step s", "quartiles", "tokens/s", "a device", "MFU causal", "MFU full", "HFU", "peak GiB", "compile s"),
@@ -68,7 +66,7 @@ STEP_HEADINGS = (
 
 
 def step_row(name: str, r: Mapping[str, Any]) -> list[str]:
-    """A case of train steps as cells of STEP_HEADINGS; one that gave nothing says why in the last."""
+    """Return the cells of STEP_HEADINGS for a case of train steps. A case that failed has the reason in the last cell."""
     memory, planned = r.get("memory") or {}, r.get("planned") or {}
     compile_s = number(r.get("compile_s"), ".1f")
     if r["verdict"] != OK:
@@ -76,19 +74,19 @@ def step_row(name: str, r: Mapping[str, Any]) -> list[str]:
     s = r["step_s"]
     return [
         name,
-        beside(s["median"], planned.get("step_s")),
+        beside_plan(s["median"], planned.get("step_s")),
         f"{s['q1']:.4g} to {s['q3']:.4g}",
         f"{r['tokens_per_s']:,.0f}",
         f"{r['tokens_per_s_per_device']:,.0f}",
         *(percent(r[key]) for key in ("mfu_causal", "mfu_full", "hfu")),
-        beside(memory.get("peak_gib"), planned.get("peak_gib"), ".2f"),
+        beside_plan(memory.get("peak_gib"), planned.get("peak_gib"), ".2f"),
         compile_s,
         f"{r['steps']} steps after {r['warmup']}",
     ]
 
 
-def step_details(name: str, r: Mapping[str, Any]) -> Rows:
-    """A single case, a fact a line."""
+def step_details(name: str, r: Mapping[str, Any]) -> list[list[str]]:
+    """Return a single case, one fact a row."""
     memory, planned = r.get("memory") or {}, r.get("planned") or {}
     rows = [["case", name]]
     if "mesh" in r:
@@ -114,21 +112,19 @@ def step_details(name: str, r: Mapping[str, Any]) -> Rows:
         ["MFU", f"{percent(r['mfu_causal'])} causal, {percent(r['mfu_full'])} full; HFU {percent(r['hfu'])} (causal)"],
         ["of a peak of", f"{number(r['peak_tflops'], ',.4g')} TFLOP/s; {r['tflops_per_device']:,.4g} TFLOP/s reached (causal)"],
         ["peak memory", f"{number(memory['peak_gib'], '.2f')} GiB of {number(memory['budget_gib'], '.2f')}, by the allocator"],
-        ["planned step", f"{beside(s['median'], planned.get('step_s')) if planned else '-'} ({plan})"],
-        ["planned peak", beside(memory["peak_gib"], planned.get("peak_gib"), ".2f") if planned else "-"],
+        ["planned step", f"{beside_plan(s['median'], planned.get('step_s')) if planned else '-'} ({plan})"],
+        ["planned peak", beside_plan(memory["peak_gib"], planned.get("peak_gib"), ".2f") if planned else "-"],
         ["loss", f"{r['loss']['first']:.4f} first, {r['loss']['last']:.4f} last"],
         *([["trace", r["trace"]]] if r.get("trace") else []),
     ]
 
 
-# ---- tables
+# ---- Tables and pages
 
 
-def show(
-    console: rich.console.Console, title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], text: int = 1
-) -> None:
-    """A table on the terminal. The first `text` columns and the last are text; the rest are figures."""
-    table = rich.table.Table(title=Text(title), title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+def print_table(console: rich.console.Console, headings: Sequence[str], rows: Iterable[Sequence[str]], text: int = 1) -> None:
+    """Print a table. The first `text` columns and the last are text; the others are figures, aligned to the right."""
+    table = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     last = len(headings) - 1
     for i, heading in enumerate(headings):
         table.add_column(Text(heading, style="dim"), justify="left" if i < text or i == last else "right", overflow="fold")
@@ -137,8 +133,13 @@ def show(
     console.print(table)
 
 
+def print_line(console: rich.console.Console, text: str, style: str = "") -> None:
+    """Print a line without wrapping and markup."""
+    console.print(Text(text, style=style), soft_wrap=True)
+
+
 def markdown(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The same as lines of a page."""
+    """Return a section with a table, as lines of a page."""
 
     def line(cells: Iterable[str]) -> str:
         return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
@@ -147,39 +148,26 @@ def markdown(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]])
 
 
 def page(title: str, facts: Mapping[str, Any], lines: Iterable[str]) -> str:
-    """A whole page: where and with what, then `lines`."""
+    """Return a whole page: the facts of `about`, then `lines`."""
     git = facts["git"] or {}
-    return "\n".join(
-        [
-            f"# {title}",
-            "",
-            f"{facts['date']}; {facts['count']} x {facts['device']}, {facts['memory_gib']:.1f} GiB each; Python "
-            f"{facts['python']}; " + ", ".join(f"{name} {version}" for name, version in facts["packages"].items()),
-            "",
-            f"commit {git.get('commit', 'unknown')}{', with changes' if git.get('dirty') else ''}; `{facts['command']}`",
-            *(["", f"**{NO_MEASUREMENT}.**"] if facts["platform"] == "cpu" else []),
-            "",
-            *lines,
-            "",
-        ]
-    )
+    packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
+    head = [
+        f"# {title}",
+        f"{facts['date']}; {facts['count']} x {facts['device']}, {facts['memory_gib']:.1f} GiB each; "
+        f"Python {facts['python']}; {packages}",
+        f"commit {git.get('commit', 'unknown')}{', with changes' if git.get('dirty') else ''}; `{facts['command']}`",
+        *([f"**{NO_MEASUREMENT}.**"] if facts["platform"] == "cpu" else []),
+    ]
+    return "\n\n".join(head) + "\n\n" + "\n".join([*lines, ""])
 
 
-def say(console: rich.console.Console, text: str, style: str = "") -> None:
-    """A line as it stands."""
-    console.print(Text(text, style=style), soft_wrap=True)
-
-
-# ---- a folder to keep
-
-
-def safe(name: str) -> str:
-    """A case's name as one of a file."""
+def file_name(name: str) -> str:
+    """Return a file name for a case."""
     return "".join(c if c.isalnum() or c in "-_.=" else "_" for c in name)[:120]
 
 
 class Folder:
-    """--out and --json: the receipt at once, results whenever there are new ones, so that an interrupted run keeps its own."""
+    """The outputs --out and --json. The receipt starts at once; results are rewritten whenever there are new ones."""
 
     def __init__(self, out: str, file: str, kind: str):
         self.path = Path(out).expanduser().absolute() if out else None
@@ -192,15 +180,15 @@ class Folder:
             self.receipt.start({"bench": kind, "devices": devices})
 
     def log(self, name: str) -> Path | None:
-        """Where a case's output goes; None where nothing is kept."""
-        return self.path / "logs" / f"{safe(name)}.txt" if self.path else None
+        """Return the file for a case's output; None without --out."""
+        return self.path / "logs" / f"{file_name(name)}.txt" if self.path else None
 
     def trace(self, name: str) -> str:
-        """Where a case's trace goes; "" where nothing is kept."""
-        return str(self.path / "traces" / safe(name)) if self.path else ""
+        """Return the folder for a case's trace; "" without --out."""
+        return str(self.path / "traces" / file_name(name)) if self.path else ""
 
     def write(self, title: str, lines: Iterable[str], **results: Any) -> None:
-        """Everything that is known by now."""
+        """Write all results so far."""
         self.results |= results
         text = json.dumps(self.results, indent=1) + "\n"
         if self.file:
@@ -209,7 +197,12 @@ class Folder:
             write_atomic(self.path / "results.json", text)
             write_atomic(self.path / "results.md", page(title, self.results["about"], lines))
 
+    def print_cpu_note(self, console: rich.console.Console) -> None:
+        """Print that figures of a CPU mean nothing."""
+        if self.results["about"]["platform"] == "cpu":
+            print_line(console, NO_MEASUREMENT, "dim")
+
     def finish(self, code: int, reason: str) -> None:
-        """Closes the receipt."""
+        """Close the receipt."""
         if self.receipt:
             self.receipt.finish(code, reason)

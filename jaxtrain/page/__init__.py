@@ -1,1 +1,1 @@
-"""The one writer of pages: plans, profiles and reports of runs are documents made of it."""
+"""Parts of HTML reports: plan, profile and report write their pages with them."""

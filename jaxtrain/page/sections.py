@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from jaxtrain.page import kit
+from jaxtrain.page import html
 from jaxtrain.page.charts import single
 from jaxtrain.page.numbers import column, percent
 
@@ -224,7 +224,7 @@ def html_sections(sections: Sequence[Section]) -> list[str]:
     """Return sections as HTML. Two small tables that follow each other are placed side by side."""
     out = []
     for section in sections:
-        parts = [html for part in section.parts if (html := _html_part(part))]
+        parts = [made for part in section.parts if (made := _html_part(part))]
         if parts:
             out.append(f"<h2>{escape(section.title)}</h2>")
             out += parts
@@ -233,7 +233,7 @@ def html_sections(sections: Sequence[Section]) -> list[str]:
 
 def _html_part(part: str | Table | Listing | Drawing) -> str:
     if isinstance(part, str):
-        return kit.say(part, "quiet")
+        return html.paragraph(part, "quiet")
     if isinstance(part, Drawing):
         return part.html
     if isinstance(part, Listing):
@@ -255,19 +255,19 @@ def html_table(table: Table) -> str:
         if more:
             total = f"{more} more" if n == 0 else c.rest(shown) if c.rest else ""
         kind = {"source": "whole", "bar": "share"}.get(c.kind, c.kind)
-        made.append(kit.Column(c.heading, cells, c.values[:shown] if c.values is not None else None, kind, total))
-    return kit.table(table.title, made, table.style)
+        made.append(html.Column(c.heading, cells, c.values[:shown] if c.values is not None else None, kind, total))
+    return html.table(table.title, made, table.style)
 
 
 def _html_cell(c: Column, i: int) -> str:
     text = c.cells[i]
     if c.kind == "bar":
-        return kit.Markup(single(float(text), 1.0))
+        return html.Markup(single(float(text), 1.0))
     if c.kind == "scope":  # path of scopes, a line feed, and the name in the HLO
         path, _, name = text.partition("\n")
-        return kit.Markup(re.sub(r"([/:])", r"\1<wbr>", escape(path)) + f'<br><span class="quiet">{escape(name)}</span>')
+        return html.Markup(re.sub(r"([/:])", r"\1<wbr>", escape(path)) + f'<br><span class="quiet">{escape(name)}</span>')
     if c.colours:
-        return kit.Markup(kit.swatch(c.colours[i]) + escape(text))
+        return html.Markup(html.swatch(c.colours[i]) + escape(text))
     return place(text) if c.kind == "source" else text
 
 

@@ -1,4 +1,4 @@
-"""Whether two runs took the same steps: what is compared, and how far apart rounding alone may bring them.
+"""Compare the steps of two runs, with bounds that follow from rounding.
 
 Compared are the loss and the gradient norm of every step, the gradient of every tensor at the first step (Adam's first moment
 after it is 1 - beta1 of the gradient, whatever the layout; Muon's momentum likewise), and how far every weight moved. The
@@ -50,7 +50,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What a few steps gave. Gradients and weights by the names of checkpoints, without what stands before the first dot."""
+    """The results of a few steps. Gradients and weights by the names of checkpoints, without the part before the first dot."""
 
     loss: np.ndarray  # of each step
     grad_norm: np.ndarray
@@ -61,7 +61,7 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """How far from the reference a run may be, all relative."""
+    """Tolerated differences from the reference, all relative."""
 
     loss: float
     grad_norm: float
@@ -80,13 +80,13 @@ class Measure:
 
     @property
     def ok(self) -> bool:
-        """False for a value that is no number."""
+        """Return False for a value that is not finite, too."""
         return self.value <= self.bound
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A run against the reference."""
+    """A run compared with the reference."""
 
     loss: Measure
     grad_norm: Measure
@@ -96,7 +96,7 @@ class Comparison:
 
     @property
     def wrong(self) -> list[str]:
-        """What is beyond its bound, in words."""
+        """Return a text for each value beyond its bound."""
         named = {"the initial state": self.start, "loss": self.loss, "gradient norm": self.grad_norm}
         named |= {"gradient": self.gradient, "parameters": self.parameter}
         return [f"{name} off by {m.value:.1e} ({m.where}), bound {m.bound:.1e}" for name, m in named.items() if not m.ok]
@@ -108,7 +108,7 @@ class Comparison:
 def take_steps(
     program: Program, step: Callable[..., Any], state: Any, batch: Callable[[int], Arrays], steps: int
 ) -> tuple[Trained, Any]:
-    """Takes `steps` steps from `state`, which is donated. Returns what they gave and the state after them.
+    """Take `steps` steps from `state`, which is donated. Return their results and the state after them.
 
     Args:
       step: the compiled train step of `program`.
@@ -124,24 +124,41 @@ def take_steps(
     return Trained(loss, norm, start, gradients, to_host(state, PARAMS)), state
 
 
-def train(run: RunConfig, devices: Sequence[Any], steps: int) -> Trained:
-    """The first steps of a run on these devices, compiled as training compiles them.
-
-    Raises LayoutError or Unsupported for a layout that cannot be, JaxRuntimeError where memory does not suffice.
-    """
+def open_rows(run: RunConfig) -> Any:
+    """Open the training data of a run."""
     folder = Path(run.paths.data).expanduser()
-    rows = pipeline.open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, data_dir=folder)
-    run = pipeline.with_documents(run, rows)
+    return pipeline.open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, data_dir=folder)
+
+
+def compile_step(
+    run: RunConfig, devices: Sequence[Any], say: Callable[[str], None] = lambda line: None
+) -> tuple[RunConfig, Program, Any, dict[str, Any]]:
+    """Compile the train step of a run on these devices as training compiles it.
+
+    Args:
+      say: prints a line about what `remat.policy=auto` chooses.
+
+    Returns:
+      The run and its program, with `remat.policy=auto` resolved; the compiled step; XLA's options for it.
+
+    Raises LayoutError or Unsupported for an impossible layout, JaxRuntimeError where memory does not suffice.
+    """
     program = build(run, devices)
     card = compiler.card_of(devices[0], run.train.memory_fraction)
     options, usable = compiler.choose(program, card).options, card.usable_gib if card else math.inf
-    run, program, step = compile_to_fit(run, program, options, usable)
+    return *compile_to_fit(run, program, options, usable, say), options
+
+
+def train(run: RunConfig, devices: Sequence[Any], steps: int) -> Trained:
+    """Take the first steps of a run on these devices. Raises what `compile_step` raises."""
+    rows = open_rows(run)
+    run, program, step, _ = compile_step(pipeline.with_documents(run, rows), devices)
     state = create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
     return take_steps(program, step, state, rows.batch, steps)[0]
 
 
 def is_float32(run: RunConfig) -> bool:
-    """Whether every type of a run is float32."""
+    """Return whether every type of a run is float32."""
     return run.precision == "f32" and {*dataclasses.asdict(run.dtypes).values()} == {"f32"}
 
 
@@ -149,7 +166,7 @@ def is_float32(run: RunConfig) -> bool:
 
 
 def bounds(reference: Trained, exact: Trained | None, parts: int, tokens: int) -> Bounds:
-    """How far from `reference` a run may be.
+    """Return the tolerated differences of a run from `reference`.
 
     Args:
       exact: the reference's steps in float32; None where the reference and the run are in float32 themselves.
@@ -172,9 +189,9 @@ def bounds(reference: Trained, exact: Trained | None, parts: int, tokens: int) -
 
 
 def compare(got: Trained, reference: Trained, allowed: Bounds) -> Comparison:
-    """Every number of a run against the reference's, each by the entry that is worst against its bound.
+    """Compare a run with the reference: of each kind of value, return the entry that is worst against its bound.
 
-    Raises ValueError where the two are not runs of the same model.
+    Raises ValueError for runs of different models.
     """
     shapes = [{n: a.shape for n, a in run.weights.items()} for run in (got, reference)]
     if shapes[0] != shapes[1] or len(got.loss) != len(reference.loss):
@@ -194,7 +211,7 @@ def compare(got: Trained, reference: Trained, allowed: Bounds) -> Comparison:
 
 
 def worst(values: Mapping[str, float], allowed: Mapping[str, float] | float) -> Measure:
-    """The value that is largest against its bound; one that is no number is larger than all."""
+    """Return the value that is largest against its bound. One that is not finite is larger than all."""
     bound = allowed if isinstance(allowed, Mapping) else dict.fromkeys(values, allowed)
 
     def against(name: str) -> tuple[bool, float]:
@@ -206,18 +223,18 @@ def worst(values: Mapping[str, float], allowed: Mapping[str, float] | float) -> 
 
 
 def relative(got: np.ndarray, reference: np.ndarray) -> list[float]:
-    """|got - reference| / |reference|, entry by entry."""
+    """Return |got - reference| / |reference|, entry by entry."""
     return (np.abs(got - reference) / np.abs(reference)).tolist()
 
 
 def gradient_errors(got: Trained, reference: Trained) -> dict[str, float]:
-    """How far each tensor's first gradient is off, relative to its norm, or to its share of the whole norm if that is more."""
+    """Return the error of each tensor's first gradient, relative to its norm or, if more, to its share of the whole norm."""
     lengths = _lengths(reference.gradients)
     return {n: _norm(d) / lengths[n] for n, d in _apart(got.gradients, reference.gradients).items()}
 
 
 def weight_errors(got: Trained, reference: Trained, resolved: Mapping[str, float]) -> dict[str, float]:
-    """How far each tensor's weights are off, relative to how far they moved. `resolved`: the bounds of its gradient.
+    """Return the error of each tensor's weights, relative to the distance they moved. `resolved`: the bounds of its gradient.
 
     Weights whose first gradient is not twice above that, and not exactly zero in both runs, are left out; and tensors that have
     none: frozen ones, and the biases of routers, which go a whole step up or down by the sign of a small difference.
@@ -242,6 +259,6 @@ def _norm(a: np.ndarray | Arrays) -> float:
 
 
 def _lengths(gradients: Arrays) -> dict[str, float]:
-    """What a tensor's error is measured against: its norm, or as much of the whole norm as its size would have."""
+    """Return for each tensor its norm, or the share of the whole norm that its size has if that is more."""
     whole, size = _norm(gradients), sum(a.size for a in gradients.values())
     return {n: max(_norm(a), whole * math.sqrt(a.size / size)) for n, a in gradients.items()}

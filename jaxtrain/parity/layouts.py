@@ -1,7 +1,7 @@
-"""Layouts as a command line names them, and all that can be wrong with them. No jax.
+"""Layouts as a command line names them, and their problems. No jax.
 
-`fsdp4xtensor2/sharding.zero=1/remat.policy=full` is a mesh, every axis not named being 1, and further keys of the config. `one`
-is a single device.
+`fsdp4xtensor2/sharding.zero=1/remat.policy=full` is a mesh and further keys of the config. An axis that is not named has
+size 1. `one` is a single device.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jaxtrain.resume import LAYOUT, effect
 from jaxtrain.validate import validate_step
 
 DEFAULT = "one,data8,fsdp8,data2xfsdp4,fsdp4xtensor2,data2xfsdp2xtensor2,fsdp4xseq2,fsdp2xtensor2xseq2"
-# What is tried besides, where a step has several microbatches, and where a model has experts.
+# Further defaults: for several microbatches, for a model with experts, for both.
 STAGES = "stage2xfsdp4,stage2xfsdp2xtensor2"
 EXPERTS = "fsdp4xexpert2,fsdp2xexpert2xtensor2"
 BOTH = "stage2xfsdp2xexpert2"
@@ -43,23 +43,23 @@ class Layout:
 
     @property
     def shown(self) -> dict[str, int]:
-        """The mesh without optional axes of size 1."""
+        """Return the mesh without optional axes of size 1."""
         return {axis: size for axis, size in self.mesh if size > 1 or axis not in OPTIONAL_AXES}
 
     @property
     def argv(self) -> list[str]:
-        """As overrides of a config on the command line."""
+        """Return the layout as overrides of a config on the command line."""
         return [f"--config.mesh.{axis}={size}" for axis, size in self.mesh] + [f"--config.{o}" for o in self.overrides]
 
 
 def default(run: RunConfig) -> str:
-    """The layouts that are tried where --meshes names none."""
+    """Return the layouts for a command line without --meshes."""
     staged, experts = run.train.grad_accum > 1 and run.model.num_layers > 1, run.model.num_experts > 0
     return ",".join([DEFAULT, *[STAGES] * staged, *[EXPERTS] * experts, *[BOTH] * (staged and experts)])
 
 
 def parse(text: str) -> tuple[list[Layout], list[Problem]]:
-    """The items of --meshes, those that are layouts, and what is wrong with the others."""
+    """Return the layouts of --meshes, and the problems of its other items."""
     layouts, problems = [], []
     # Values may hold commas and slashes: a new item has no = before its first slash, a new key has dots and one after it.
     for item in re.split(r",(?!\w+=)", text):
@@ -70,9 +70,11 @@ def parse(text: str) -> tuple[list[Layout], list[Problem]]:
         for override in overrides:
             key = override.partition("=")[0]
             if key.startswith("mesh."):
-                problems.append(Problem("--meshes", item, f"{key} is what the item begins with", f"Write {FORM}."))
+                problems.append(
+                    Problem("--meshes", item, f"{key} belongs to the mesh, at the beginning of the item", f"Write {FORM}.")
+                )
             elif effect(key) != LAYOUT and not key.startswith("dtypes."):
-                rule = f"{key} changes what a step computes, so that its layout could not be compared"
+                rule = f"{key} changes the result of a step, so that layouts could not be compared"
                 problems.append(Problem("--meshes", item, rule, f"Set it for all layouts, as --config.{override}."))
         if len(problems) == before:
             layouts.append(
@@ -82,7 +84,7 @@ def parse(text: str) -> tuple[list[Layout], list[Problem]]:
 
 
 def _sizes(mesh: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Axis -> size of `fsdp4xtensor2`, and (rule, remedy) of each mistake."""
+    """Return axis -> size of `fsdp4xtensor2`, and (rule, fix) of each mistake."""
     if mesh == "one":
         return {}, []
     sizes: dict[str, int] = {}
@@ -100,9 +102,11 @@ def _sizes(mesh: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def load(layout: Layout, argv: Sequence[str], *more: str) -> tuple[RunConfig, list[Problem]]:
-    """The config in a layout: of the command line `argv` (config file and overrides only), with `more` set last.
+    """Return the config in a layout, and its problems on as many devices as the layout has.
 
-    Problems are those that the config has on as many devices as the layout has.
+    Args:
+      argv: config file and overrides of the command line.
+      more: overrides that are set last.
     """
     loaded = launch.load([*argv, *layout.argv, *(f"--config.{m}" for m in more)])
     if not loaded.file_read:
@@ -111,17 +115,17 @@ def load(layout: Layout, argv: Sequence[str], *more: str) -> tuple[RunConfig, li
 
 
 def devices(count: int, source: str = "") -> Devices:
-    """`count` devices: of the GPUs here, where there are as many, else CPU devices, of which there can be any number."""
+    """Return `count` devices: GPUs if this machine has as many, else CPU devices, of which there can be any number."""
     found = hardware.probe()
     if found.problem:
-        return found  # GPUs are there and cannot be used: that is refused, and not compared on CPUs instead
+        return found  # GPUs that cannot be used are an error, not a reason to compare on CPUs
     if found.kind == "gpu" and found.count >= count:
         return dataclasses.replace(found, count=count, source=source or found.source)
     return Devices("cpu", "cpu", count, hardware.available_gib() / count, source or "CPU devices")
 
 
 def in_float32(run: RunConfig) -> RunConfig:
-    """The same run with every type float32, by whatever attention kernel has it."""
+    """Return the run with every type float32, and an attention kernel that supports it."""
     tree = to_dict(run)
     tree["precision"] = "f32"
     tree["fp8"]["exclude"] = ""
@@ -135,7 +139,7 @@ def in_float32(run: RunConfig) -> RunConfig:
 
 
 def together(named: Sequence[tuple[str, Sequence[Problem]]]) -> list[Problem]:
-    """Problems of several layouts: those of all once, the others each with the layouts that have them."""
+    """Return the problems of several layouts: a problem of all of them once, another with the layouts that have it."""
     seen = Counter(str(p) for _, problems in named for p in {str(p): p for p in problems}.values())
     out: dict[str, Problem] = {}
     for name, problems in named:
@@ -147,52 +151,42 @@ def together(named: Sequence[tuple[str, Sequence[Problem]]]) -> list[Problem]:
     return list(out.values())
 
 
+def find_problems(runs: Sequence[RunConfig], layouts: Sequence[Layout]) -> list[Problem]:
+    """Return what forbids a comparison of these runs, although each is possible: data, optimizer, experts, memory."""
+    run = runs[0]
+    problems = pipeline.check(dataclasses.replace(run.data, eval_source=""), run.model.vocab_size, need_eval=False)
+    if run.optimizer.name not in METHODS:
+        rule = "gradients are read from Adam's first moment, or Muon's momentum"
+        problems.append(Problem("optimizer.name", run.optimizer.name, rule, "Set adamw: the gradients are the same."))
+    if any(r.dtypes.m == INT8 for r in runs):
+        rule = "gradients are read from Adam's first moment, and its rounding would hide differences"
+        problems.append(Problem("dtypes.m", INT8, rule, "Set f32: the gradients are the same."))
+    if run.model.num_experts and run.moe.capacity_factor:
+        rule = "each device drops the excess of its own tokens, so that a layout changes the result"
+        problems.append(Problem("moe.capacity_factor", run.moe.capacity_factor, rule, "Set 0."))
+    accums = sorted({r.train.grad_accum for r in runs})
+    rule = f"is of a microbatch, and these layouts divide a batch into {' and '.join(map(str, accums))}"
+    for name in ("balance_loss", "z_loss") if run.model.num_experts and len(accums) > 1 else ():
+        if factor := getattr(run.moe, name):
+            problems.append(Problem(f"moe.{name}", factor, rule, "Set 0, or one train.grad_accum for all."))
+    return problems + check_size(run, layouts)
+
+
 def check_size(run: RunConfig, layouts: Sequence[Layout]) -> list[Problem]:
-    """What is wrong with a model whose state clearly exceeds this machine's memory, on the layout that holds most of it."""
+    """Return the problem of a model whose state exceeds this machine's memory, on the layout that needs most of it."""
     values = dict(flatten(to_dict(run)))
     if run.model.family not in FAMILIES:
         return []
     count = flops.parameters(run.model)["total"]
     width = {"f32": 4, "bf16": 2, INT8: 1}
-    held = sum(width.get(values[f"dtypes.{name}"], 4) for name in ("params", "m", "v"))
+    state = sum(width.get(values[f"dtypes.{name}"], 4) for name in ("params", "m", "v"))
     on_cpu = devices(max(layout.devices for layout in layouts)).kind == "cpu"
-    # On CPU devices every group along `data` holds a state in the same memory; gradients come with the first step.
+    # On CPU devices every group along `data` has a state in the same memory. Gradients come with the first step.
     copies = max(dict(layout.mesh)["data"] for layout in layouts) if on_cpu else 0
-    need = count * (copies * (held + 4) + 6 * 4) / 2**30  # and weights twice and a gradient once on the host, of two runs
+    need = count * (copies * (state + 4) + 6 * 4) / 2**30  # and weights twice and a gradient once on the host, of two runs
     if need <= hardware.available_gib():
         return []
     rule = f"{count / 1e9:.1f} billion parameters: these layouts need at least {need:,.0f} GiB, this machine has "
     rule += f"{hardware.available_gib():,.0f} GiB available"
-    remedy = "Compare a smaller one: --config.model.num_layers=2, then model.vocab_size, model.d_model, model.d_ff"
-    return [Problem("model", None, rule, f"{remedy}; layouts do not depend on size.")]
-
-
-def check_moments(runs: Sequence[RunConfig]) -> list[Problem]:
-    """8 bits of a first moment are too few to read gradients from."""
-    rule = "gradients are read from Adam's first moment, and its rounding would hide what differs"
-    return [Problem("dtypes.m", INT8, rule, "Set f32: the gradients are the same.")] * any(r.dtypes.m == INT8 for r in runs)
-
-
-def check_experts(runs: Sequence[RunConfig]) -> list[Problem]:
-    """What makes experts compute another function on another layout."""
-    run, problems = runs[0], []
-    if not run.model.num_experts:
-        return []
-    if run.moe.capacity_factor:
-        rule = "each device drops what is too many of its own tokens, so that a layout changes what is computed"
-        problems.append(Problem("moe.capacity_factor", run.moe.capacity_factor, rule, "Set 0."))
-    accums = sorted({r.train.grad_accum for r in runs})
-    rule = f"is of a microbatch, and these layouts cut a batch into {' and '.join(map(str, accums))}"
-    for name in ("balance_loss", "z_loss") if len(accums) > 1 else ():
-        if factor := getattr(run.moe, name):
-            problems.append(Problem(f"moe.{name}", factor, rule, "Set 0, or one train.grad_accum for all."))
-    return problems
-
-
-def check_data(run: RunConfig) -> list[Problem]:
-    """What is wrong with a run's data, and with an optimizer whose gradients cannot be seen."""
-    problems = pipeline.check(dataclasses.replace(run.data, eval_source=""), run.model.vocab_size, need_eval=False)
-    if run.optimizer.name not in METHODS:
-        rule = "gradients are read from Adam's first moment, or Muon's momentum"
-        problems.append(Problem("optimizer.name", run.optimizer.name, rule, "Set adamw: the gradients are the same."))
-    return problems
+    fix = "Compare a smaller one: --config.model.num_layers=2, then model.vocab_size, model.d_model, model.d_ff"
+    return [Problem("model", None, rule, f"{fix}; layouts do not depend on size.")]

@@ -1,4 +1,4 @@
-"""A comparison of layouts as a table for people and as plain data."""
+"""A comparison of layouts as a table and as JSON."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,13 +15,12 @@ from jaxtrain.parity.layouts import Layout
 
 FORMAT = 1  # of --json
 COLUMNS = {"loss": "loss", "grad_norm": "grad norm", "gradient": "gradient", "parameter": "parameters"}
-# Exit codes say the same: 0 for the first, 1 for the others.
 AGREES, DIFFERS, FAILED = "agrees", "DIFFERS", "FAILED"
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What became of one layout."""
+    """The result of one layout."""
 
     layout: Layout
     trained: Trained | None = None
@@ -43,12 +42,12 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Everything a comparison found."""
+    """The results of a comparison."""
 
     config: str
     overrides: tuple[str, ...]
     steps: int
-    types: str  # "float32", or what the config's types are
+    types: str  # "float32", or the precision of the config
     devices: str
     rows: tuple[Row, ...]
     yardstick: Comparison | None  # the reference against its own steps in float32
@@ -60,7 +59,7 @@ class Result:
 
 
 def show(result: Result, console: Console) -> None:
-    """Prints the table, what is wrong, the bounds and the verdict."""
+    """Print the table, all differences beyond their bounds, the bounds and the verdict."""
     _say(console, f"{result.config}, {result.steps} steps in {result.types} on {result.devices}", "bold")
     if result.overrides:
         _say(console, f"with {' '.join(result.overrides)}")
@@ -95,6 +94,7 @@ def show(result: Result, console: Console) -> None:
 
 
 def _cells(row: Row) -> list[str]:
+    """Return the cells of COLUMNS: differences, or for the reference its last loss and gradient norm."""
     if row.comparison:
         return _differences(row.comparison)
     if not row.trained:
@@ -113,7 +113,7 @@ def _planned(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def _bounds(rows: Sequence[Row]) -> list[str]:
-    """One line for each kind of bound that was applied, with the loosest of its tensors."""
+    """Return a line for each kind of bound, with the loosest of its tensors."""
     lines: dict[str, None] = {}
     for row in rows:
         if row.bounds:
@@ -129,7 +129,7 @@ def _say(console: Console, line: str, style: str = "") -> None:
 
 
 def to_json(result: Result) -> dict[str, Any]:
-    """For programs. Every number is one of the table; losses and norms of all steps."""
+    """Return the results for programs, with losses and gradient norms of all steps."""
 
     def measured(comparison: Comparison | None) -> dict[str, Any] | None:
         if comparison is None:
@@ -176,5 +176,5 @@ def _listed(values: np.ndarray) -> list[float | None]:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no other numbers."""
+    """Return None for a number that JSON does not have."""
     return value if np.isfinite(value) else None

@@ -313,7 +313,15 @@ def _plan(job: Job, cudnn: cudnn_library.Library | None) -> int:
     elif not plan.fits and not options["no-fit"]:
         settings = {"check": job.check, "cache": job.cache, "jobs": job.jobs, "budget_s": job.budget_s, "own": even}
         with search_report.watch(console) as progress:
-            found = search(run, job.name, topology, "fit", **settings, on_progress=progress)
+            found = search(
+                run,
+                job.name,
+                topology,
+                "fit",
+                **settings,
+                on_ranked=lambda ranked: search_report.show_ranked(ranked, console),
+                on_progress=progress,
+            )
         search_report.show(found, console)
         plan = dataclasses.replace(plan, hints=(*plan.hints, *search_report.hints(found)))
         interrupted = found.ended == "interrupted"

@@ -1,9 +1,13 @@
-"""A plan, put together: the train step compiled, read, timed and judged."""
+"""Make a plan: compile the train step, read its program, estimate its time, warn."""
+
+import dataclasses
+import itertools
+from collections import Counter
 
 from jaxtrain import flops, installed
 from jaxtrain.config import RunConfig
 from jaxtrain.plan.compile import Compiled, compile_step
-from jaxtrain.plan.program import assignment, buffers, collectives, hlo, judge, matmuls, mistakes, roofline, split, workspace
+from jaxtrain.plan.program import assignment, buffers, collectives, hlo, pipeline_moe, roofline, warnings, workspace
 from jaxtrain.plan.rates import expected_ms, kind, rates_for
 from jaxtrain.plan.result import Flops, Plan, Rates, Time
 from jaxtrain.plan.topology import Topology
@@ -20,14 +24,13 @@ def make_plan(
     overrides: tuple[str, ...] = (),
     experts_load: float = 1.0,
 ) -> Plan:
-    """Compiles the train step of a run for a machine, and reads everything from it.
+    """Return the plan of a run on a machine.
 
     Args:
       run: a config that training accepts (`validate.validate_step`).
-      topology: the machine.
-      rates: what its GPUs reach; None: a calibration if there is one, else published kernel rates.
-      name, overrides: how the plan says it was asked for.
-      experts_load: even shares that the busiest expert of every layer draws, 1 or more.
+      rates: of the machine's GPUs; None: a calibration if there is one, else published kernel rates.
+      name, overrides: of the config, as the plan shows them.
+      experts_load: even shares that the busiest expert of every layer gets, 1 or more.
 
     Raises LayoutError, Unsupported, RuntimeError (see `compile_step`), and HloError for a program that cannot be read.
     """
@@ -45,14 +48,14 @@ def read_plan(
     overrides: tuple[str, ...] = (),
     experts_load: float = 1.0,
 ) -> Plan:
-    """Everything that a compiled step tells."""
+    """Return the plan of a compiled step. run: the config that it was compiled from; the others: see `make_plan`."""
     kept = auto_remat.words(compiled.run.remat) if run.remat.policy == "auto" else ""
     run = compiled.run
     rates = rates or rates_for(topology.gpu, run.precision)
     program = compiled.program
     ranks = program.placement.size(program.placement.compute_axes("experts"))
     rounds = auto_remat.expert_rounds(run, ranks, experts_load) if run.model.num_experts else 1
-    module = hlo.parse(compiled.text, further_rounds=rounds - 1)
+    module = dataclasses.replace(compiled.module, further_rounds=rounds - 1)
     mesh = dict(program.placement.mesh.shape)
 
     card = compiled.card
@@ -76,7 +79,7 @@ def read_plan(
     moved = tuple(sorted((m for m in moved if m.wire_gib), key=lambda m: -m.wire_gib))
 
     tokens = run.train.global_batch * run.data.seq_len
-    products = matmuls.read(module, run.model.num_layers, run.train.grad_accum) if run.precision == "fp8" else None
+    matmuls = warnings.fp8_matmuls(run, module)
     return Plan(
         config=name,
         overrides=overrides,
@@ -98,16 +101,16 @@ def read_plan(
         hints=(),
         warnings=(
             *compiled.chosen.warnings(),
-            *mistakes.mistakes(run, program.placement.mesh, moved, memory, timed, rates),
-            *judge.warnings(run, program, module, found, moved, timed.step_ms),
-            *judge.stayed_wide(run, program, products),
+            *warnings.config_warnings(run, program.placement.mesh, moved, memory, timed, rates),
+            *warnings.program_warnings(run, program, module, found, moved, timed.step_ms),
+            *warnings.fp8_warnings(run, program, matmuls),
         ),
         versions=installed.versions(),
         options=compiled.chosen.options,
         kept=kept,
-        matmuls=products,
-        pipeline=split.pipeline(run, program.placement, moved, memory),
-        experts=split.experts(run, program.placement, moved, experts_load),
+        matmuls=matmuls,
+        pipeline=pipeline_moe.pipeline(run, program.placement, moved, memory),
+        experts=pipeline_moe.experts(run, program.placement, moved, experts_load),
         kind=kind(run, topology.gpu, topology.total, program.kernel.name),
     )
 
@@ -119,16 +122,16 @@ def _flops(run: RunConfig, topology: Topology, program: Program, timed: roofline
         per_token_causal=per_token.causal,
         per_token_full=per_token.full,
         hardware_per_step=timed.flops,
-        expected_per_step=roofline.expected_flops(*how, stages=program.placement.size(split.STAGE)),
+        expected_per_step=roofline.expected_flops(*how, stages=program.placement.size(pipeline_moe.STAGE)),
         attention_per_step=timed.flops - timed.gemm_flops,
         attention_by_rank=roofline.attention_by_rank(*how) if program.context.size > 1 else (),
     )
 
 
 def _time(run: RunConfig, topology: Topology, program: Program, tokens: int, timed: roofline.Roofline, rates: Rates) -> Time:
-    # Ticks in which a stage works on nothing run the same kernels, and are no use of the hardware.
+    # In the bubble a stage runs the same kernels, for nothing.
     how = run, topology.total, program.kernel.name, program.context
-    useful = roofline.expected_flops(*how) / roofline.expected_flops(*how, stages=program.placement.size(split.STAGE))
+    useful = roofline.expected_flops(*how) / roofline.expected_flops(*how, stages=program.placement.size(pipeline_moe.STAGE))
     step_s = timed.step_ms / 1e3
     per_token = flops.training(run)
     # FLOPs at the peak of every GPU during one step: that of bfloat16 under fp8 too, whose steps multiply in both.
@@ -157,24 +160,23 @@ def _time(run: RunConfig, topology: Topology, program: Program, tokens: int, tim
     )
 
 
+def _name(i: hlo.Instruction) -> str:
+    return roofline.label(i.op_name) or i.name
+
+
 def _loops(module: hlo.Module) -> dict[str, int]:
-    """What each loop of the program works on -> its iterations each time it is entered."""
+    """Return the trip count of each loop, by its name."""
     out: dict[str, int] = {}
     for i, _, _, _ in hlo.walk(module):
         if i.opcode == "while":
-            name = base = roofline.label(i.op_name) or i.name
-            number = 1
-            while name in out:
-                number += 1
-                name = f"{base} ({number})"
-            out[name] = hlo.trip_count(module, i)
+            names = itertools.chain([_name(i)], (f"{_name(i)} ({n})" for n in itertools.count(2)))
+            out[next(name for name in names if name not in out)] = hlo.trip_count(module, i)
     return out
 
 
 def _host_waits(module: hlo.Module) -> dict[str, int]:
-    """Count how often in a step the host waits for the GPU, by the loop or branch that it waits for."""
-    out: dict[str, int] = {}
+    """Return how often in a step the host waits for the GPU, by the loop or branch that it waits for."""
+    out: Counter[str] = Counter()
     for i, times in hlo.host_waits(module):
-        name = roofline.label(i.op_name) or i.name
-        out[name] = out.get(name, 0) + times
-    return out
+        out[_name(i)] += times
+    return dict(out)

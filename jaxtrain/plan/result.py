@@ -1,6 +1,10 @@
-"""What a plan says, as plain data: `json` of it is the contract of `--json`, and every picture and table is drawn from it."""
+"""The plan as plain data. `to_json` of it is the contract of `--json`; reports are drawn from it."""
 
 import dataclasses
+import functools
+import itertools
+import types
+import typing
 from typing import Any
 
 FORMAT = 2
@@ -12,9 +16,9 @@ ANY_SIZE: Curve = ((1.0, 1.0),)  # the full rate whatever the size
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """How fast the parts of a GPU are taken to be. Each is what a real program reaches, not what a data sheet prints."""
+    """Rates of the parts of a GPU, as real programs reach them and not as on a data sheet."""
 
-    gemm_tflops: float  # matrix products in the compute dtype
+    gemm_tflops: float  # matmuls in the compute dtype
     attention_forward_tflops: float  # of the FLOPs inside the mask, in a call with rates.ATTENTION_AT keys
     attention_backward_tflops: float
     memory_tb_s: float  # memory-bound kernels
@@ -23,15 +27,9 @@ class Rates:
     host_gb_s: float  # to and from pinned host memory
     network_latency_us: float  # of the way from one node to the next, and through it
     source: str  # "published kernel rates" or "calibrated on NVIDIA H200, 2026-11-21"
-    fp8_tflops: float = 0.0  # matrix products in 8-bit floating point; 0 where the GPU has none
+    fp8_tflops: float = 0.0  # matmuls in 8-bit floating point; 0 if the GPU has none
     collective_curve: Curve = ANY_SIZE  # of nvlink_gb_s, by the bytes of the message (see rates.fraction)
     network_curve: Curve = ANY_SIZE  # of network_gb_s, by the bytes that each GPU sends to another node
-
-
-def rates_from_json(tree: dict[str, Any]) -> Rates:
-    """Reads rates from plain data, in which tuples are lists."""
-    curves = {name: tuple((size, part) for size, part in tree[name]) for name in ("collective_curve", "network_curve")}
-    return Rates(**{**tree, **curves})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,14 +37,14 @@ class Collective:
     """One collective of the program, over a whole step: loops are multiplied out."""
 
     kind: str  # all-gather | reduce-scatter | all-reduce | all-to-all | collective-permute | ...
-    dtype: str  # of what travels; several combined into one launch are joined by "+"
+    dtype: str  # on the wire; several combined into one launch are joined by "+"
     axis: str  # mesh axes it runs over, joined by "+"
     group: int  # devices in one group
     count: int  # launches a step
-    wire_gib: float  # what each GPU sends in a step over all launches
-    network_gib: float  # each GPU's share of what leaves its node; 0 where the group stays inside one
+    wire_gib: float  # sent by each GPU in a step over all launches
+    network_gib: float  # each GPU's share of the bytes that leave its node; 0 if the group is inside one
     ms: float  # time on the link, all launches
-    exposed_ms: float  # of that, what the GPU waits for
+    exposed_ms: float  # of that, not overlapped with compute
     source: str  # file:line of the Python that caused it
     op_name: str  # the path of named scopes it came from
     instruction: str  # its name in the HLO
@@ -54,7 +52,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """One of the arrays that are held at the peak."""
+    """An array in memory at the peak."""
 
     gib: float
     kind: str  # the class it is counted in
@@ -69,23 +67,23 @@ class Memory:
     """GiB on one device."""
 
     hbm_gib: float  # the card
-    reserve_gib: float  # left to what the compiler does not count: NCCL, CUDA context, fragmentation
-    usable_gib: float  # what training gives to JAX
+    reserve_gib: float  # for what the compiler does not count: NCCL, CUDA context, fragmentation
+    usable_gib: float  # that training gives to JAX
     peak_gib: float  # by the compiler's buffer assignment, with cuDNN's workspace
-    arguments_gib: float  # state and batch, held throughout
+    arguments_gib: float  # state and batch
     temp_gib: float
     host_gib: float  # pinned host memory of one device: offloaded activations, offloaded moments
     by_class: dict[str, float]  # at the peak; sums to peak_gib
-    saved: dict[str, float]  # activations kept for the backward pass, by name
+    saved: dict[str, float]  # activations saved for the backward pass, by name
     peak_at: str  # op_name of the instruction during which the peak is reached
-    timeline: tuple[tuple[float, str], ...]  # (GiB held, phase) over the schedule, thinned to a few hundred points
+    timeline: tuple[tuple[float, str], ...]  # (GiB, phase) over the schedule, thinned to a few hundred points
     largest: tuple[Buffer, ...]  # at the peak, largest first
-    workspace_gib: float  # the most that one of cuDNN's attention calls takes while it runs, counted above
-    workspace_by: str  # "formula", or "cudnn 9.19.0" where that was asked
+    workspace_gib: float  # the largest workspace of one of cuDNN's attention calls, counted above
+    workspace_by: str  # "formula", or "cudnn 9.19.0" if cuDNN gave it
 
     @property
     def taken_gib(self) -> float:
-        """What a run has to give: the peak, and the gaps between the arrays of the compiler's heap, which is taken whole."""
+        """Allocated memory: the peak, and the gaps of the compiler's heap, which is allocated at once."""
         return self.arguments_gib + self.temp_gib
 
 
@@ -96,22 +94,22 @@ class Flops:
     per_token_causal: float
     per_token_full: float
     hardware_per_step: float  # FLOPs one device executes in a step: GEMMs and attention found in the program
-    expected_per_step: float  # the same by formula, with what the remat policy computes again
+    expected_per_step: float  # the same by formula, with the remat policy's recomputation
     attention_per_step: float = 0.0  # of the first, in fused attention kernels
-    attention_by_rank: tuple[float, ...] = ()  # what the causal mask asks of each rank of mesh.seq; () where it is 1
+    attention_by_rank: tuple[float, ...] = ()  # inside the causal mask, by rank of mesh.seq; () if it is 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Time:
-    """A step on one device: its roofline, in milliseconds, and what published runs of its kind lead to expect."""
+    """The time of a step on one device: its roofline, and its expected range by published runs of its kind."""
 
     gemm_ms: float
     attention_ms: float
     memory_ms: float  # memory-bound kernels
     compute_ms: float  # the three together
-    communication_ms: float  # time on the links, hidden or not
-    exposed_ms: float  # communication that compute waits for
-    host_exposed_ms: float  # copies to and from host memory that compute waits for
+    communication_ms: float  # time on the links, overlapped or exposed
+    exposed_ms: float  # exposed communication
+    host_exposed_ms: float  # exposed copies to and from host memory
     step_ms: float
     tokens_per_s: float
     tokens_per_s_per_device: float
@@ -124,13 +122,15 @@ class Time:
     expected_tokens_per_s_per_device: tuple[float, float] | None = None  # least and most
 
 
-SHOWN = 6  # products in a sentence
+SHOWN = 6  # matmuls in a sentence
 
 
 @dataclasses.dataclass(frozen=True)
 class Matmuls:
-    """The matrix products of layers under precision=fp8, for each layer and microbatch: of seven weights 21, forward and
-    backward, of others such as routers theirs, and what remat computes again."""
+    """The matmuls of layers under precision=fp8, for each layer and microbatch.
+
+    Seven weights have 21, forward and backward. Those of routers and of recomputation come on top.
+    """
 
     products: float
     eight: float  # of them, in 8-bit floating point
@@ -138,26 +138,26 @@ class Matmuls:
 
     @property
     def some_wide(self) -> str:
-        """A few of them in words."""
+        """The most frequent of the wide ones, as text."""
         more = [f"and {len(self.wide) - SHOWN} more"] if len(self.wide) > SHOWN else []
         return "; ".join([*self.wide[:SHOWN], *more])
 
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """How microbatches pass through the stages of mesh.stage, on each GPU and in a step."""
+    """The pipeline over mesh.stage, on each GPU and in a step."""
 
     schedule: str
     stages: int
     groups: int  # of layers on each stage
     microbatches: int
     layers: tuple[str, ...]  # on each stage: "0-9", or "0-4 10-14"
-    bubble: float  # the part of a step in which a stage has nothing to do, by formula
-    idle: float  # passes through a stage that work on nothing, of those that the compiled program makes
-    in_flight: float  # microbatches whose activations a stage keeps, at most
+    bubble: float  # fraction of the step, by formula
+    idle: float  # fraction of passes through a stage without a microbatch, in the compiled program
+    in_flight: float  # microbatches that a stage saves activations of, at most
     saved_gib: float  # these activations
     permute_gib: float  # sent over stage from neighbour to neighbour
-    reduce_gib: float  # and to all stages: states of the last for the vocabulary, gradients, sums
+    reduce_gib: float  # sent to all stages: states of the last for the vocabulary, gradients, sums
     network_gib: float  # of both
     ms: float
     exposed_ms: float
@@ -165,19 +165,19 @@ class Pipeline:
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """Experts on devices."""
+    """Experts under expert parallelism."""
 
     experts: int  # of a layer
     per_token: int
-    devices: int  # that share a layer's experts
-    rows: float  # that a device's experts multiply, of one layer and microbatch
-    room: float  # rows that their arrays have room for
-    capacity: float  # 0: no token is dropped
+    devices: int  # that a layer's experts are sharded over
+    rows: float  # of a device's grouped matmuls, in one layer and microbatch
+    room: float  # rows of capacity
+    capacity: float  # factor; 0: no token is dropped
     layer_gib: float  # all-to-all of one layer and microbatch, sent by each GPU, forward and backward
     layer_exposed_ms: float
     exposed_ms: float  # of a whole step
-    load: float = 1.0  # even shares that the busiest expert is supposed to draw
-    rounds: int = 1  # that each exchange takes at this load
+    load: float = 1.0  # even shares of the busiest expert, an assumption
+    rounds: int = 1  # of each dispatch at this load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Everything a plan found out about one config on one topology."""
+    """A plan of one config on one topology."""
 
     config: str
     overrides: tuple[str, ...]
@@ -217,47 +217,49 @@ class Plan:
     warnings: tuple[str, ...]
     versions: dict[str, str]
     options: dict[str, str | bool]  # compiler options that training would use
-    kept: str = ""  # what remat.policy=auto came to
+    kept: str = ""  # the choice of remat.policy=auto
     matmuls: Matmuls | None = None  # under precision=fp8
     pipeline: Pipeline | None = None  # with mesh.stage
     experts: Experts | None = None  # with model.num_experts
     kind: str = ""  # of the published runs that this one is like (rates.kind)
-    # Loops of unknown length and branches, for which the host waits for the GPU: op_name -> times in a step.
+    # Loops of unknown length and branches, at which the host waits for the GPU: op_name -> times in a step.
     host_waits: dict[str, int] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    """A plan as plain data for `--json`."""
+    """Return a plan as plain data for `--json`."""
     tree = dataclasses.asdict(plan)
     tree["memory"]["taken_gib"] = plan.memory.taken_gib
     return tree
 
 
-EXPECTED = ("expected_step_ms", "expected_tokens_per_s_per_device")
-
-
 def from_json(tree: dict[str, Any]) -> Plan:
-    """The inverse of `to_json`. Raises ValueError on another format."""
+    """Return the plan that `to_json` wrote. Raises ValueError on another format."""
     if tree.get("format") != FORMAT:
         raise ValueError(f"a plan of format {tree.get('format')!r}; this jaxtrain reads {FORMAT}")
-    memory = dict(tree["memory"])
-    del memory["taken_gib"]
-    memory["timeline"] = tuple((gib, phase) for gib, phase in memory["timeline"])
-    memory["largest"] = tuple(Buffer(**b) for b in memory["largest"])
-    matmuls, pipeline, experts = (tree.get(name) for name in ("matmuls", "pipeline", "experts"))
-    sections = {
-        "matmuls": Matmuls(**matmuls | {"wide": tuple(matmuls["wide"])}) if matmuls else None,
-        "pipeline": Pipeline(**pipeline | {"layers": tuple(pipeline["layers"])}) if pipeline else None,
-        "experts": Experts(**experts) if experts else None,
-        "overrides": tuple(tree["overrides"]),
-        "memory": Memory(**memory),
-        "flops": Flops(**tree["flops"] | {"attention_by_rank": tuple(tree["flops"]["attention_by_rank"])}),
-        "collectives": tuple(Collective(**c) for c in tree["collectives"]),
-        "time": Time(**tree["time"] | {name: tuple(t) for name in EXPECTED if (t := tree["time"].get(name))}),
-        "kernels": tuple(Kernel(**k) for k in tree["kernels"]),
-        "rates": rates_from_json(tree["rates"]),
-        "hints": tuple(tree["hints"]),
-        "warnings": tuple(tree["warnings"]),
-    }
-    return Plan(**{**tree, **sections})
+    memory = {name: value for name, value in tree["memory"].items() if name != "taken_gib"}
+    return _decoded(Plan, {**tree, "memory": memory})
+
+
+def rates_from_json(tree: dict[str, Any]) -> Rates:
+    """Return rates from plain data."""
+    return _decoded(Rates, tree)
+
+
+_hints = functools.cache(typing.get_type_hints)
+
+
+def _decoded(kind: Any, data: Any) -> Any:
+    """Return plain data as a value of a type: objects become its dataclasses, and lists its tuples."""
+    if isinstance(kind, typing.TypeAliasType):
+        return _decoded(kind.__value__, data)
+    if dataclasses.is_dataclass(kind):
+        return kind(**{name: _decoded(_hints(kind).get(name), value) for name, value in data.items()})  # pyright: ignore[reportCallIssue]
+    parts = typing.get_args(kind)
+    if types.NoneType in parts and data is not None:
+        return _decoded(parts[0], data)
+    if typing.get_origin(kind) is tuple and data is not None:
+        each = itertools.repeat(parts[0]) if parts[-1] is Ellipsis else parts
+        return tuple(_decoded(part, value) for part, value in zip(each, data, strict=False))
+    return data

@@ -14,11 +14,11 @@ from rich.text import Text
 
 # Eight light colours that are told apart by colour-blind readers too, with dark text on top (after Okabe and Ito 2008).
 COLOURS = ("#f2b84b", "#8fd0f5", "#5fc9a5", "#f5ee8c", "#7fb0dd", "#ec9a63", "#dcaac8", "#c9c9c9")
-MOST = 16  # parts drawn along a dimension; of more, the first and the last
+MOST = 16  # shards drawn along a dimension; of more, the first ones and the last
 
 
 def render_text(shown: Any, width: int) -> str:
-    """What a terminal of this width would print, without colours."""
+    """Return what a terminal of this width prints, without colours."""
     console = Console(width=width, color_system=None, force_terminal=False, force_jupyter=False, legacy_windows=False)
     with console.capture() as captured:
         console.print(shown)
@@ -27,16 +27,20 @@ def render_text(shown: Any, width: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """Which device holds which part of an array. Parts are drawn along two dimensions, and a panel for each of a third's."""
+    """Which devices hold which shard of an array. Shards are drawn along two dimensions, in a panel for each one of a third.
+
+    Attributes:
+        rows, columns: labels of the dimensions that run downwards and to the right.
+        panels: (heading, devices of each shard by row and column). None: shards that are left out.
+        aspect: height over width of a panel.
+    """
 
     title: str
     caption: str
-    rows: str  # what runs downwards
-    columns: str  # what runs to the right
-    panels: tuple[
-        tuple[str, tuple[tuple[tuple[int, ...] | None, ...], ...]], ...
-    ]  # (heading, devices per part); None: left out
-    aspect: float  # height over width of a panel
+    rows: str
+    columns: str
+    panels: tuple[tuple[str, tuple[tuple[tuple[int, ...] | None, ...], ...]], ...]
+    aspect: float
 
     def _repr_svg_(self) -> str:
         return _svg(self)
@@ -56,7 +60,7 @@ class Picture:
 
 
 def ids(devices: Sequence[int]) -> str:
-    """Device numbers, runs of three and more shortened: 0-3 8."""
+    """Return device numbers as text, with runs of three and more shortened: 0-3 8."""
     runs: list[list[int]] = []
     for d in sorted(devices):
         if runs and d == runs[-1][-1] + 1:
@@ -67,10 +71,13 @@ def ids(devices: Sequence[int]) -> str:
 
 
 def draw(sharding: NamedSharding, shape: tuple[int, ...], names: Sequence[str], title: str) -> Picture:
-    """The picture of an array of this shape; `names` label its dimensions.
+    """Return the picture of an array of this shape.
 
-    The two dimensions with the most parts are drawn, and of whole ones the longest. Further split dimensions get panels; whole
-    ones beyond the two are left out and named in the caption.
+    The two dimensions with the most shards are drawn; of equal ones the longest. Other sharded dimensions get panels. Other
+    replicated dimensions are named in the caption.
+
+    Args:
+        names: labels of the dimensions.
     """
     local = sharding.shard_shape(shape)
     parts = [size // part if part else 1 for size, part in zip(shape, local, strict=True)]
@@ -163,7 +170,7 @@ def _svg(picture: Picture) -> str:
 
 
 def _part(box: tuple[float, float, float, float], devices: tuple[int, ...] | None) -> list[str]:
-    """A part, in the colours of the devices that hold it (of more than eight, eight)."""
+    """Return the SVG of a shard, in the colours of its devices; of more than eight, eight."""
     x, y, w, h = box
     if devices is None:
         return [_text(x + w / 2, y + h / 2 + 4, "…", "middle")]

@@ -33,7 +33,7 @@ from jaxtrain.config import ConfigError, Problem, RunConfig, flatten, nearest
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.models.module import part
 from jaxtrain.plan import topology as machines
-from jaxtrain.plan.program import split
+from jaxtrain.plan.program import pipeline_moe
 from jaxtrain.plan.program.buffers import WEIGHT, saved_activations
 from jaxtrain.plan.sharding_pictures import Picture, draw, render_text
 from jaxtrain.plan.topology import Topology
@@ -455,10 +455,10 @@ def describe(config: RunConfig | str | Path, topology: str | Topology | Sequence
 
 def _places(run: RunConfig, mesh: dict[str, int]) -> Iterator[str]:
     """Yield which layers are on which stage, and which experts on which device."""
-    if (stages := mesh.get(split.STAGE, 1)) > 1:
-        found = split.layers(run.model.num_layers, split.schedule_of(run, stages))
+    if (stages := mesh.get(pipeline_moe.STAGE, 1)) > 1:
+        found = pipeline_moe.layers(run.model.num_layers, pipeline_moe.schedule_of(run, stages))
         yield f"layers by stage: {' | '.join(found)}."
-    if (devices := mesh.get(split.EXPERT, 1)) > 1:
+    if (devices := mesh.get(pipeline_moe.EXPERT, 1)) > 1:
         each = run.model.num_experts // devices
         runs = [f"{i * each}-{(i + 1) * each - 1}" if each > 1 else str(i) for i in range(devices)]
         yield f"experts along expert: {' | '.join(runs)}."

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from jaxtrain.plan.program import collectives, hlo, roofline
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module
-from jaxtrain.plan.program.work import FREE, FUSIONS, Work, is_collective
+from jaxtrain.plan.program.op_cost import FREE, FUSIONS, Work, is_collective
 from jaxtrain.plan.result import Rates
 
 # Kinds of time. They add up to the step.

@@ -9,7 +9,8 @@ from importlib import resources
 
 from rich.console import Console
 
-from jaxtrain.page import kit
+from jaxtrain.page.charts import cursor_data
+from jaxtrain.page.html import document, paragraph, plural, swatch, tiles
 from jaxtrain.page.numbers import number, percent, rough
 from jaxtrain.page.sections import (
     Column,
@@ -55,7 +56,7 @@ def verdict(found: Profile) -> str:
 def introduce(found: Profile) -> list[str]:
     """Return sentences on the step: its range, its time without the profiler, its plan."""
     low, high = found.step_range_ms
-    measured = f"Mean of {kit.plural(len(found.steps), 'step')} on {kit.plural(len(found.devices), 'device')} "
+    measured = f"Mean of {plural(len(found.steps), 'step')} on {plural(len(found.devices), 'device')} "
     measured += f"({found.device_kind}): {rough(low)} to {rough(high)} ms."
     untraced = "The step time without the profiler was not recorded, so the cost of tracing is unknown."
     if found.untraced_ms is not None:
@@ -193,14 +194,14 @@ def make_html(found: Profile, diff: Diff | None = None) -> str:
     title = f"{found.name}: time of a step"
     steps = f"{found.trace}; steps {', '.join(map(str, found.steps))}"
     body = [
-        f"<header><h1>{escape(title)}</h1>{kit.say(steps, 'quiet')}",
+        f"<header><h1>{escape(title)}</h1>{paragraph(steps, 'quiet')}",
         f'<p class="verdict">{escape(verdict(found))}</p></header><main>',
         _tiles(found),
-        *(kit.say(sentence) for sentence in introduce(found)),
+        *(paragraph(sentence) for sentence in introduce(found)),
         *html_sections(make_sections(found, diff)),
         "</main>",
     ]
-    return kit.document(title, verdict(found), body)
+    return document(title, verdict(found), body)
 
 
 def _colour(kind: str) -> str:
@@ -211,9 +212,9 @@ def _tiles(found: Profile) -> str:
     exposed = sum(ms for kind, ms in found.by_kind.items() if kind.startswith("exposed"))
     untraced = f"{rough(found.untraced_ms)} ms" if found.untraced_ms is not None else "-"
     planned = f"{rough(found.planned.step_ms)} ms" if found.planned else "-"
-    return kit.tiles(
+    return tiles(
         [
-            ("step, traced", f"{rough(found.step_ms)} ms", f"mean of {kit.plural(len(found.steps), 'step')}"),
+            ("step, traced", f"{rough(found.step_ms)} ms", f"mean of {plural(len(found.steps), 'step')}"),
             ("step, not traced", untraced, "median of the run"),
             ("step, planned", planned, "of the same program" if found.planned else found.no_plan),
             ("exposed", percent(exposed / found.step_ms), f"{rough(sum(found.overlapped.values()))} ms more overlapped"),
@@ -240,13 +241,13 @@ def _timeline(found: Profile) -> str:
         encoded.append({"name": name, "events": events})
     longest = max(lane[-1].end for lane in lanes.values())
     data = {"ns": round(longest * 1e6), "kinds": [[k, COLOURS[k]] for k in kinds], "labels": list(labels), "lanes": encoded}
-    key = " ".join(f"<span>{kit.swatch(_colour(k))}{escape(k)}</span>" for k in kinds)
+    key = " ".join(f"<span>{swatch(_colour(k))}{escape(k)}</span>" for k in kinds)
     files = resources.files("jaxtrain.profile")
     return (
         f"<style>{(files / 'timeline.css').read_text(encoding='utf-8')}</style>"
         f'<figure class="timeline"><p class="key">{key}</p><canvas tabindex="0" role="img" aria-label="Timeline: '
-        f'{escape(verdict(found))}"></canvas><div class="tip"></div><p class="controls"></p>{kit.cursor_data(data)}</figure>'
-        f"<noscript>{kit.say('The timeline needs JavaScript.')}</noscript>"
+        f'{escape(verdict(found))}"></canvas><div class="tip"></div><p class="controls"></p>{cursor_data(data)}</figure>'
+        f"<noscript>{paragraph('The timeline needs JavaScript.')}</noscript>"
         f"<script>{(files / 'timeline.js').read_text(encoding='utf-8')}</script>"
     )
 

@@ -1,1 +1,1 @@
-"""A run, or several, as one page or live on a terminal."""
+"""The HTML report of a run, or of several runs side by side."""

@@ -1,161 +1,219 @@
-"""A run as one page that can be mailed, printed and opened anywhere, or several compared: complete without scripts, and no
-request leaves it."""
+"""The page of one run, or of several runs compared. It is complete without scripts and needs no network."""
 
-from collections.abc import Sequence
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from html import escape
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
-from jaxtrain.page.kit import Column, Markup, bullets, document, plural, say, swatch, table, tiles
-from jaxtrain.page.numbers import number, percent, size
-from jaxtrain.report import differences, facts, figures, pictures, time_spent
-from jaxtrain.report.run import Run, RunError, verdict
+from jaxtrain.config import flatten
+from jaxtrain.page.html import Column, bullets, document, folded, paragraph, plural, section, swatch, table, tiles
+from jaxtrain.page.lines import controls
+from jaxtrain.page.numbers import column, number, percent, size
+from jaxtrain.receipt.print import rows
+from jaxtrain.report import compare
+from jaxtrain.report.charts import MANY, MEMORY, SPEED, Charts, colour, hours, wall_time
+from jaxtrain.report.run import EXIT_CODES, Run, RunError, verdict
 
-WARNINGS = 30  # the newest, of a run; how many more there are is said
-SAMPLE = 1_500  # characters of a text that a model wrote
+WARNINGS = 30  # the newest of a run
+SAMPLE = 1_500  # characters of a sample
+ELSEWHERE = ("loss_at", "goodput", "held_out")  # fields with sections of their own
+FIRST = ("command", "config", "source.commit", "source.dirty", "host.name", "devices", "mesh", "attention", "data.source")
+GPU = (  # (heading, key, factor)
+    ("used %", "utilization", 100),
+    ("W", "power_w", 1),
+    ("limit W", "power_limit_w", 1),
+    ("°C", "temperature_c", 1),
+    ("throttled %, of the run", "throttled", 100),
+    ("SM MHz", "sm_clock_mhz", 1),
+    ("memory MHz", "memory_clock_mhz", 1),
+    ("used GiB", "memory_used_gib", 1),
+    ("in use GiB", "in_use_gib", 1),
+    ("NVLink sent GB/s", "nvlink_tx_gb_s", 1),
+    ("received GB/s", "nvlink_rx_gb_s", 1),
+    ("ECC uncorrected", "ecc_uncorrected", 1),
+)
 
 
-def html(runs: Sequence[Run]) -> str:
-    """The page of a run, or of several beside each other. Raises RunError for more runs than it has colours for."""
-    if len(runs) > pictures.MANY:
-        raise RunError(f"{len(runs)} runs: a page tells at most {pictures.MANY} apart. Name fewer.")
-    return _one(runs[0]) if len(runs) == 1 else _several(runs)
+def html(runs: Sequence[Run], target: Path = Path("report.html")) -> str:
+    """Return the page. Raises RunError for more runs than there are colours.
 
-
-def _one(run: Run) -> str:
-    kind, words = verdict(run)
-    devices = run.receipt.get("devices") or {}
-    on = f"{devices['count']} x {', '.join(devices['kind'])}, " if devices else ""
-    tries = plural(len(run.receipt.get("attempts", ())) + 1, "attempt") if run.receipt else "no receipt"
+    Args:
+        target: the page's file, from which links to other pages start.
+    """
+    if len(runs) > MANY:
+        raise RunError(f"RUN = {len(runs)} runs: a page compares at most {MANY}. Fix: name fewer.")
+    one = len(runs) == 1
+    if one:
+        kind, text = verdict(runs[0])
+        title, described = f"{runs[0].name}: {text}", f"Report of a training run: {text}"
+        parts = (runs[0].receipt.get("config"), runs[0].devices, str(runs[0].folder))
+        head = f"<h1>{escape(runs[0].name)}</h1>{paragraph('; '.join(filter(None, parts)), 'quiet')}"
+        head += f'<p class="verdict {kind}">{escape(text)}</p>'
+        first = [tiles(_tiles(runs[0]))]
+    else:
+        names = ", ".join(run.name for run in runs)
+        title = described = f"{len(runs)} runs compared: {names}"
+        states = [f"<li>{swatch(colour(i))}{escape(f'{run.name}: {verdict(run)[1]}')}</li>" for i, run in enumerate(runs)]
+        head = f'<h1>{len(runs)} runs compared</h1><ul class="list plain">{"".join(states)}</ul>'
+        first = [compare.results(runs)]
+    charts = Charts(runs)
+    trained = any(run.train.steps for run in runs)
     body = [
-        f"<header><h1>{escape(run.name)}</h1>",
-        say(f"{run.receipt.get('config', 'config not known')}: {on}{tries}; {run.folder}", "quiet"),
-        f'<p class="verdict {kind}">{escape(words)}</p></header><main>',
-        tiles(figures.tiles(run)),
-        *(say(note) for note in run.notes),
-        _warnings(run, "Warnings"),
-        *_charts([run]),
-        _samples([run]),
-        f"<h2>What ran</h2>{facts.attempts(run)}{facts.newest(run)}" if run.receipt else "",
+        f"<header>{head}</header><main>",
+        *first,
+        *(paragraph(f"{'' if one else f'{run.name}: '}{note}") for run in runs for note in run.notes),
+        "".join(_links(run, target, one) for run in runs),
+        *(_warnings(run, "Warnings" if one else f"Warnings of {run.name}") for run in runs),
+        controls(charts.axes, log=charts.log_at_first(), smooth=True) if trained else "",
+        section("Training", charts.training() if trained else ""),
+        section("Evaluation", _evaluations(runs[0])) if one else "",
+        section("Throughput", charts.rows(SPEED) if trained else ""),
+        section("Memory", charts.rows(MEMORY, "first") if trained else ""),
+        section("Wall time", wall_time(runs)),
+        section("GPUs", charts.gpus(), _gpus(runs[0]) if one else ""),
+        section("Samples", *(_sample(run, s, one) for run in runs for s in run.samples)),
+        section("Differences", *(compare.differences(runs[0], run) for run in runs[1:])),
+        section("Receipt", _receipt(runs[0])) if one else "",
         "</main>",
     ]
-    return document(f"{run.name}: {words}", f"Report of a training run: {words}", body)
+    return document(title, described, body)
 
 
-def _several(runs: Sequence[Run]) -> str:
-    title = f"{len(runs)} runs compared"
-    names = ", ".join(run.name for run in runs)
-    body = [
-        f"<header><h1>{escape(title)}</h1>",
-        say(names, "quiet"),
-        "</header><main>",
-        _states(runs),
-        _final(runs),
-        *(say(f"{run.name}: {note}") for run in runs for note in run.notes),
-        *_charts(runs),
-        *(_warnings(run, f"Warnings of {run.name}") for run in runs),
-        _samples(runs),
-        "<h2>What differs</h2>",
-        *(differences.section(runs[0], run) for run in runs[1:]),
-        "</main>",
+def _tiles(run: Run) -> list[tuple[str, str, str]]:
+    """Return (name, value, note) of the figures that the run has."""
+    held_out = ", ".join(f"{name or 'held-out'} {compare.loss(lines['loss'][-1])}" for name, lines in run.evals.items())
+    window = run.figure("speed.window")
+    median = f"median of steps {window['first_step']:,} to {window['last_step']:,}" if window else ""
+    found, planned = run.goodput(), (run.receipt.get("planned") or {}).get("peak_gib")
+    per_device, step_s, mfu = (
+        run.figure(f"speed.{x}") for x in ("tokens_per_s_per_device", "step_time_s.median", "mfu_causal")
+    )
+    full = f"full {percent(run.figure('speed.mfu_full'))}, HFU {percent(run.figure('speed.hfu'))}"
+    peak = run.figure("memory.peak_gib")
+    cells = [
+        ("step", f"{run.last_step:,}", f"of {run.steps:,}" if run.steps else "", True),
+        ("loss", compare.loss(run.train["loss"][-1]) if run.train.steps else "-", held_out or "nats per token", run.last_step),
+        ("tokens/s/device", number(per_device, 0), median, per_device),
+        ("step time", f"{step_s or 0.0:.3g} s", "median", step_s),
+        ("MFU, causal", percent(mfu), full, mfu),
+        ("peak memory", size(peak or 0.0), f"planned {size(planned)}" if planned else "fullest device", peak),
+        ("goodput", percent(found.goodput), f"of {hours(found.wall_s - found.parts['stopped'])}", True) if found else None,
     ]
-    return document(f"{title}: {names}", f"Report of training runs: {names}", body)
+    return [cell[:3] for cell in cells if cell and cell[3] is not None]
 
 
-def _charts(runs: Sequence[Run]) -> list[str]:
-    """The sections of curves; one that has nothing to show says why, or is left out where nobody would expect it."""
-    learned = pictures.shown(pictures.learning(runs), len(runs))
-    sped = pictures.shown(pictures.speed(runs), len(runs))
-    held = pictures.shown(pictures.memory(runs), len(runs))
-    spent = time_spent.section(runs)
-    sampled = pictures.shown(pictures.gpus(runs), len(runs))
-    taken = any(run.train.steps for run in runs)
-    table_of_gpus = facts.gpu_table(runs[0]) if len(runs) == 1 else ""
-    sections = [
-        ("What it learned", learned, ""),
-        ("How fast", sped, "No rate yet: the first steps, and those with a save or an evaluation, are not counted."),
-        ("Memory", held, "The devices do not tell what they hold, as CPUs do not."),
-        ("Where the wall time went", spent, ""),
-        ("GPUs", sampled + table_of_gpus, "No GPU was sampled: there is none, or log.gpu_every_s is 0."),
+def _evaluations(run: Run) -> str:
+    """Return the newest evaluation of each held-out set, and its lowest loss."""
+    sets = list(run.evals.values())
+    lowest = [min(((v, s) for v, s in zip(c["loss"], c.steps, strict=True) if v == v), default=None) for c in sets]
+    columns = [
+        Column("set", [name or "held-out" for name in run.evals], kind="whole"),
+        Column("step", [f"{c.steps[-1]:,}" for c in sets], kind="number"),
+        Column("loss", [compare.loss(c["loss"][-1]) for c in sets], kind="number"),
+        Column("bits per byte", [number(c["bits_per_byte"][-1], 4) for c in sets], kind="number"),
+        Column("perplexity", [number(c["perplexity"][-1]) for c in sets], kind="number"),
+        Column("lowest loss", [f"{low[0]:.4f} at step {low[1]:,}" if low else "-" for low in lowest], kind="number"),
     ]
-    out = []
-    for title, text, why in sections:
-        if text or (why and taken):
-            out.append(f"<h2>{title}</h2>{text or say(why, 'quiet')}")
-    return out
+    return table("Newest evaluations", columns)
+
+
+def _links(run: Run, target: Path, one: bool) -> str:
+    """Return links to other pages in the run's folder, such as plan.html and profile.html."""
+    links = []
+    for path in sorted((*run.folder.glob("*.html"), *run.folder.glob("profile/*.html"))):
+        if path.resolve() == target.resolve():
+            continue
+        place = quote(Path(os.path.relpath(path.resolve(), target.resolve().parent)).as_posix())
+        links.append(f'<a href="./{place}">{escape(str(path.relative_to(run.folder)))}</a>')
+    return f'<p class="links">{"Pages" if one else escape(run.name)}: {", ".join(links)}</p>' if links else ""
 
 
 def _warnings(run: Run, title: str) -> str:
-    if not run.alerts:
+    earlier = len(run.alerts) - WARNINGS
+    more = [f"{plural(earlier, 'earlier warning')} in log.txt"] if earlier > 0 else []
+    return bullets(title, [*more, *run.alerts[-WARNINGS:]], "warnings")
+
+
+def _sample(run: Run, s: Any, one: bool) -> str:
+    name = f"{'' if one else f'{run.name}, '}step {s.step:,}{f', prompt {s.prompt}' if s.prompt else ''}"
+    text = s.text if len(s.text) <= SAMPLE else f"{s.text[:SAMPLE]} ... ({len(s.text):,} characters in samples.txt)"
+    return f"{paragraph(name, 'quiet')}<pre>{escape(text)}</pre>"
+
+
+def _gpus(run: Run) -> str:
+    """Return the newest line of each GPU, and its throttling over the run."""
+    every: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for line in run.gpu:
+        every.setdefault((line["process"], line["gpu"]), []).append(line)
+    if not every:
         return ""
-    newest = run.alerts[-WARNINGS:]
-    earlier = len(run.alerts) - len(newest)
-    more = [f"{plural(earlier, 'earlier line')} in log.txt"] if earlier else []
-    return bullets(escape(title), [*more, *newest], "warnings")
+    lines = []
+    for gpu in sorted(every):
+        shares = [line["throttled"] for line in every[gpu] if line.get("throttled") is not None]
+        lines.append(every[gpu][-1] | {"throttled": statistics.fmean(shares) if shares else None})
+    several = len({process for process, _ in every}) > 1
+    columns = [Column("GPU", [f"{process}.{gpu}" if several else str(gpu) for process, gpu in sorted(every)])]
+    for heading, name, factor in GPU:
+        values = [line.get(name) for line in lines]
+        if any(v is not None for v in values):
+            scaled = [(v or 0.0) * factor for v in values]
+            cells = [c if v is not None else "-" for c, v in zip(column(scaled), values, strict=True)]
+            columns.append(Column(heading, cells, scaled))
+    reasons = [[r for x in every[gpu] for r in (x.get("throttle_reasons") or "").split("+") if r] for gpu in sorted(every)]
+    if any(reasons):
+        columns.insert(6, Column("throttled by", ["+".join(dict.fromkeys(r)) for r in reasons]))
+    return table(f"Each GPU at step {lines[-1]['step']:,}", columns, "sortable")
 
 
-def _samples(runs: Sequence[Run]) -> str:
-    out = []
-    for run in runs:
-        for s in run.samples:
-            whose = f"{run.name}, " if len(runs) > 1 else ""
-            name = f"{whose}step {s.step:,}{f', prompt {s.prompt}' if s.prompt else ''}"
-            text = s.text if len(s.text) <= SAMPLE else f"{s.text[:SAMPLE]} ... ({len(s.text):,} characters in samples.txt)"
-            out.append(f"{say(name, 'quiet')}<pre>{escape(text)}</pre>")
-    return f"<h2>What the model wrote</h2>{''.join(out)}" if out else ""
-
-
-def _named(runs: Sequence[Run]) -> list[str]:
-    return [Markup(swatch(pictures.colour(i)) + escape(run.name)) for i, run in enumerate(runs)]
-
-
-def _states(runs: Sequence[Run]) -> str:
-    devices = [run.receipt.get("devices") or {} for run in runs]
-    columns = [
-        Column("run", _named(runs), kind="whole"),
-        Column("how it stands", [verdict(run)[1] for run in runs]),
-        Column("devices", [f"{d['count']} x {', '.join(d['kind'])}" if d else "-" for d in devices]),
-        Column("tokens a step", [f"{run.tokens_per_step:,}" if run.tokens_per_step else "-" for run in runs], kind="number"),
-        Column("warnings", [str(len(run.alerts)) for run in runs], [len(run.alerts) for run in runs]),
-    ]
-    return table("Runs", columns)
-
-
-def _final(runs: Sequence[Run]) -> str:
-    """The figures of each, with the best marked where one is."""
-    found = [figures.figures(run) for run in runs]
-    columns = [
-        Column("run", _named(runs), kind="whole"),
-        Column("step", [f"{f.step:,}" for f in found], [f.step for f in found]),
-    ]
-
-    def measure(heading: str, values: Sequence[float | None], cells: Sequence[str], most: bool | None) -> None:
-        if all(v is None for v in values):
-            return
-        stars = figures.best(values, cells, most) if most is not None else set()
-        marked = [
-            Markup(f'<span class="best" title="best">{escape(c)}</span>') if i in stars else c for i, c in enumerate(cells)
-        ]
-        columns.append(Column(heading, marked, kind="number"))
-
-    common = figures.last_common(runs)
-    if common is not None:
-        first = figures.window(runs, common)
-        losses = [figures.loss_over(run, first, common) for run in runs]
-        measure(f"train loss, steps {first:,} to {common:,}", losses, [figures.loss(v) for v in losses], most=False)
-    for name in dict.fromkeys(name for f in found for name in f.held_out):
-        step, losses = figures.held_out_at(runs, name)
-        heading = f"held-out {name}".rstrip() + (", newest" if step is None else f" at step {step:,}")
-        measure(heading, losses, [figures.loss(v) for v in losses], most=None if step is None else False)
-    per_device = [f.per_device for f in found]
-    measure("tokens/s/device", per_device, [number(v, 0) for v in per_device], most=True)
-    measure("step s", [f.step_s for f in found], [f"{f.step_s:.4g}" if f.step_s else "-" for f in found], most=None)
-    measure("MFU causal", [f.mfu_causal for f in found], [percent(f.mfu_causal) for f in found], most=True)
-    measure("MFU full", [f.mfu_full for f in found], [percent(f.mfu_full) for f in found], most=None)
-    measure("goodput", [f.goodput for f in found], [percent(f.goodput) for f in found], most=True)
-    peaks = [f.peak_gib for f in found]
-    measure("peak memory", peaks, ["-" if v is None else size(v) for v in peaks], most=False)
-    note = (
-        "Train loss is the mean over the same steps of each, up to the last that all have reached; held-out loss that of the "
-        "last step at which all were evaluated. Rates and memory are the newest attempt's: medians without its first fifth, "
-        "and the peak. A star marks the best."
+def _receipt(run: Run) -> str:
+    """Return what ran: overrides of the config first, then the main facts, attempts, and everything else folded."""
+    if not run.receipt:
+        return ""
+    every = [(name, value) for name, value in rows(run.opened) if not name.startswith(("overrides", *ELSEWHERE))]
+    first = {name: value for name, value in every if name.startswith(FIRST)}
+    rest = {name: value for name, value in every if name not in first}
+    patch = (run.receipt.get("source") or {}).get("patch")
+    overrides = run.receipt.get("overrides") or {}
+    none = paragraph("No key of the config was overridden.", "quiet")
+    return (
+        (_pairs("Overrides of the config", overrides) or none)
+        + _pairs("What ran", first)
+        + _attempts(run)
+        + folded("All other fields of the receipt", _pairs("Fields of receipt.json", rest))
+        + folded("Changes that were not committed", f"<pre>{escape(patch)}</pre>" if patch else "")
+        + folded("The resolved config", _pairs("Keys of config.json", dict(flatten(run.config))))
     )
-    return table("What they came to", columns) + say(note, "quiet")
+
+
+def _pairs(caption: str, rows: Mapping[str, Any]) -> str:
+    columns = [Column("name", list(rows), kind="whole"), Column("value", [str(v) for v in rows.values()], kind="path")]
+    return table(caption, columns)
+
+
+def _attempts(run: Run) -> str:
+    """Return the attempts of a run; "" if there was one."""
+    every = run.opened.attempts
+    if len(every) < 2:
+        return ""
+    ends = []
+    for a in every:
+        code, alive = a.get("exit_code"), run.alive and a is every[-1]
+        means = f"{code}, {a.get('reason')}{f' ({EXIT_CODES[code]})' if code in EXIT_CODES else ''}"
+        ends.append(means if code is not None else "running" if alive else "killed: the receipt has no end")
+    resumed = [a.get("resumed_from_step") or 0 for a in every]
+    columns = [
+        Column("attempt", [str(i) for i in range(1, len(every) + 1)]),
+        Column("started", [_time(a.get("started")) for a in every], kind="whole"),
+        Column("ended", [_time(a.get("ended")) for a in every], kind="whole"),
+        Column("from step", [f"{step:,}" for step in resumed], resumed),
+        Column("exit code", ends, kind="path"),
+    ]
+    return table("Attempts", columns)
+
+
+def _time(text: str | None) -> str:
+    return datetime.fromisoformat(text).strftime("%Y-%m-%d %H:%M:%S") if text else "-"

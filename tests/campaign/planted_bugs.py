@@ -51,7 +51,7 @@ def is_noticed(bug: Bug, root: Path) -> bool:
     """
     before = plant(bug, root)
     try:
-        words = [f"tests/{word}" if word.startswith(("unit/", "proofs/")) else word for word in shlex.split(bug.tests)]
+        words = [f"tests/{word}" if word.startswith(("unit/", "proofs/", "gpu/")) else word for word in shlex.split(bug.tests)]
         command = [sys.executable, "-m", "pytest", "-n0", "-x", "-q", *words]
         environ = os.environ | {"PYTHONPATH": str(root), "JAXTRAIN_TEST_LEDGER": str(root / "ledger")}
         done = subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=LIMIT_S)

@@ -6,11 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from bench_helpers import ANSWER, PEER, at_home, here  # noqa: F401
+from bench_helpers import ANSWER, PEER, at_home, run_here  # noqa: F401
 
 from jaxtrain.bench import __main__ as command
-from jaxtrain.bench import peer
-from jaxtrain.bench.measure import DATA
+from jaxtrain.bench import torch_peer, train_step
+from jaxtrain.bench.train_step import DATA
 
 TORCH = os.environ.get("JAXTRAIN_PEER_PYTHON", sys.executable)
 
@@ -29,19 +29,25 @@ spec = json.load(open(sys.argv[1]))
 how = {"attention": "sdpa", "compile": "layers", "checkpoint": False}
 tried = [] if spec["settings"] else [{**how, "step_s": 0.5, "why": ""}]
 answer = {"verdict": "ok", "torch": "2", "transformers": "5", "device": "cpu", "settings": how, "tried": tried}
-answer |= {"seconds": [0.5] * spec["steps"], "losses": [5.0] * 3, "parameters": spec["parameters"]}
+answer |= {"step_times": [0.5] * spec["steps"], "losses": [5.0] * 3, "parameters": spec["parameters"]}
 json.dump(answer | {"allocated_gib": None, "reserved_gib": None}, open(sys.argv[2], "w"))
 """
 
 
 def test_turns_and_their_ratio(tmp_path, monkeypatch, capsys):
     """Ours in this process, theirs by a stand-in that answers as the script does and takes half a second a step."""
-    script, file = tmp_path / "stand_in.py", tmp_path / "peer.json"
+    script, file, right = tmp_path / "stand_in.py", tmp_path / "peer.json", torch_peer.run_case
+
+    def run_case(function, request, **how):
+        if function == "peer_torch":
+            return right(function, request, **how)
+        return dict(ANSWER) if function == train_step.CASE else run_here(function, request)
+
     script.write_text(STAND_IN)
-    monkeypatch.setattr(peer, "SCRIPT", script)
-    monkeypatch.setattr(peer, "apart", lambda kind, ask, **how: dict(ANSWER) if kind == "steps" else here(kind, ask))
-    monkeypatch.setattr(peer, "same_work", lambda *_: {"verdict": "ok", "off": 1e-7})
-    monkeypatch.setattr(peer, "refusal", lambda *_: [])
+    monkeypatch.setattr(torch_peer, "SCRIPT", script)
+    monkeypatch.setattr(torch_peer, "run_case", run_case)
+    monkeypatch.setattr(torch_peer, "compare_losses", lambda *_: {"verdict": "ok", "off": 1e-7})
+    monkeypatch.setattr(torch_peer, "refusal", lambda *_: [])
     assert command.main([*PEER, f"--json={file}"]) == 0
     printed = capsys.readouterr().out
     tree = json.loads(file.read_text())
@@ -55,8 +61,8 @@ def test_turns_and_their_ratio(tmp_path, monkeypatch, capsys):
 def test_a_peer_that_takes_too_long_is_ended(tmp_path, monkeypatch):
     script = tmp_path / "sleeps.py"
     script.write_text("import time; time.sleep(60)")
-    monkeypatch.setattr(peer, "SCRIPT", script)
-    answer = peer.theirs(sys.executable, {}, tmp_path / "log.txt", 0.5)
+    monkeypatch.setattr(torch_peer, "SCRIPT", script)
+    answer = torch_peer.run_peer(sys.executable, {}, tmp_path / "log.txt", 0.5)
     assert answer["verdict"] == "out of time" and answer["why"].startswith("not done after")
 
 
@@ -70,7 +76,7 @@ def test_torch_does_the_same_work(tmp_path, capsys):
         assert command.main([*PEER, f"--peer-python={TORCH}"]) == 2
         assert "cannot import torch and transformers" in capsys.readouterr().err
         return
-    base = [*PEER[:-6], *DATA["synthetic"], *peer.SAME_WORK]
-    found = peer.same_work(base, TORCH, tmp_path, tmp_path / "logs" / "log.txt")
+    base = [*PEER[:-6], *DATA["synthetic"], *torch_peer.SAME_WORK]
+    found = torch_peer.compare_losses(base, TORCH, tmp_path, tmp_path / "logs" / "log.txt")
     assert found["verdict"] == "ok", found
     assert found["off"] < 1e-5 and found["ours"][-1] < found["ours"][0] - 0.01, "steps were taken"

@@ -1,4 +1,4 @@
-"""The suite of a node in tiny form, the checks of sharded sequences, and benchmarks as a user runs them, in processes."""
+"""The suite of a node in tiny form, and benchmarks as a user runs them, in processes."""
 
 import contextlib
 import io
@@ -13,18 +13,23 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from bench_helpers import SMALL, at_home, here  # noqa: F401
+from bench_helpers import SMALL, at_home, run_here  # noqa: F401
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxtrain import launch
 from jaxtrain.bench import __main__ as command
-from jaxtrain.bench import case, check, measure, report, suite
-from jaxtrain.kernels import attention
+from jaxtrain.bench import child, node_suite, parts, report, train_step
 from jaxtrain.parity.__main__ import main as parity_main
 
 
 def program_here(command, log, *, environ=None, limit_s=None):
-    """Parity in this process, with its exit code and what it prints; and training as others test it, reduced to its files."""
+    """Run parity in this process. Preflight, the kernel tests and training are others' tests: only their files are made."""
+    if command[2] == "jaxtrain.preflight":
+        return 0, "a warning\n12 checks"
+    if command[2] == "pytest":
+        log.parent.mkdir(exist_ok=True)
+        Path(environ["JAXTRAIN_TEST_RESULTS"]).write_text('{"test": "a", "outcome": "passed", "why": "", "ratio": 0.5}\n')
+        return 0, "1 passed"
     if command[2] == "jaxtrain.main":
         assert not launch.load(command[3:], {"workdir": ""}).problems
         (workdir,) = [Path(arg.partition("=")[2]) for arg in command if arg.startswith("--workdir=")]
@@ -35,38 +40,6 @@ def program_here(command, log, *, environ=None, limit_s=None):
     with contextlib.redirect_stdout(said):
         code = parity_main(command[3:])
     return code, said.getvalue()
-
-
-# ---- Sequences that are sharded
-
-
-def test_sharded_sequences_are_checked_by_cudnn_too():
-    """Every row of the check is lowered for a GPU, where each of four ranks calls cuDNN once per block."""
-    for how, T, N, K, H, window, packed in check.SPLIT_SHAPES:
-        spec = attention.Spec(H, "bf16", packed, 32 if packed else 1, window)
-        segments, positions = (jnp.asarray(x) for x in check.documents(T, packed, seed=0))
-        both = check.by_ranks(how, spec, "cudnn", (N, K), attention.Rows(segments, positions, segments, positions))
-        q, kv = (jax.ShapeDtypeStruct((3, T, heads, H), jnp.bfloat16) for heads in (N, K))
-        text = jax.jit(both).trace(q, kv, kv, q).lower(lowering_platforms=("cuda",)).as_text()
-        blocks = 1 if how == "ulysses" or window else 2 + check.RANKS - 1  # on the diagonal, behind it, other ranks
-        assert text.count("@__cudnn$fmhaSoftmax(") == blocks * check.RANKS, (how, window, packed)
-        assert text.count("@__cudnn$fmhaSoftmaxBackward(") >= blocks * check.RANKS, (how, window, packed)
-
-
-def small(case):
-    """A row of the check with a 64th of the tokens and an eighth of the query heads, for a CPU."""
-    how, T, N, K, _, window, packed = case
-    return how, T // 64, N // 8 * 2, max(1, K // 4), 16, -(-window // 64), packed
-
-
-SMALL_SPLIT = [(kernel, *small(case)) for kernel in ("chunked", "pallas") for case in check.SPLIT_SHAPES]
-
-
-@pytest.mark.parametrize("case", SMALL_SPLIT, ids=str)
-def test_sharded_sequences_are_within_their_bounds(case):
-    kernel, how, *shape = case
-    found = check.attempt(shape, kernel, how)
-    assert found["ok"], found
 
 
 # ---- The suite
@@ -90,23 +63,21 @@ def kept_programs(tmp_path_factory):
 
 def test_a_suite_in_tiny_form(tmp_path, monkeypatch, capsys, kept_programs):
     """All parts on 8 CPU devices, in this process."""
-    monkeypatch.setattr(suite, "apart", here)
-    monkeypatch.setattr(suite, "run_program", program_here)
-    monkeypatch.setattr(check, "SMOKE_SHAPES", check.SMOKE_SHAPES[:1])
-    monkeypatch.setattr(check, "SMOKE_SPLIT_SHAPES", check.SMOKE_SPLIT_SHAPES[-1:])
-    monkeypatch.setattr(suite, "FEW", "one,fsdp2xtensor2")
+    monkeypatch.setattr(node_suite, "run_case", run_here)
+    monkeypatch.setattr(parts, "run_program", program_here)
+    monkeypatch.setattr(node_suite, "SMOKE_LAYOUTS", "one,fsdp2xtensor2")
     out = tmp_path / "node"
     assert command.main(["--suite=node", f"--out={out}"]) == 0
     printed = capsys.readouterr().out
-    assert "all is well" in printed and "At most 5:00" in printed
+    assert "no fault" in printed and "At most 5:00" in printed
     tree = json.loads((out / "results.json").read_text())
     verdicts = {name: part["verdict"] for name, part in tree["parts"].items()}
     assert (
         verdicts.pop("rates") == "left out"
         and {*verdicts.values()} == {"ok"}
-        and verdicts.keys() == suite.PARTS.keys() - {"rates"}
+        and verdicts.keys() == node_suite.PARTS.keys() - {"rates"}
     )
-    assert tree["parts"]["parity"]["data"]["f32"]["agrees"] and tree["parts"]["kernels"]["data"]["right"] == 2
+    assert tree["parts"]["parity"]["data"]["f32"]["agrees"] and tree["parts"]["kernels"]["found"] == "1 tests passed"
     assert tree["parts"]["configs"]["data"]["tiny"]["devices"]["count"] == 8
     assert "came back bit for bit" in tree["parts"]["checkpoint"]["found"] and not (out / "checkpoint").exists()
     assert len(tree["parts"]["connections"]["data"]) == 2
@@ -114,18 +85,22 @@ def test_a_suite_in_tiny_form(tmp_path, monkeypatch, capsys, kept_programs):
     assert {"results.md", "results.json", "receipt.json", "run"} <= {p.name for p in out.iterdir()}
     assert out.with_suffix(".tar.gz").exists()
     page = (out / "results.md").read_text()
-    assert "**all is well**" in page and page.index("## Parts") < page.index("## Preflight") < page.index("## Checkpoint")
+    assert "**no fault**" in page and page.index("## Parts") < page.index("## Preflight") < page.index("## Checkpoint")
 
 
 def test_a_suite_names_what_failed(tmp_path, monkeypatch, capsys):
     def fail(node, limit_s):
         """Fails."""
-        return suite.Outcome("FAILED", "one layout DIFFERS")
+        return parts.Outcome("FAILED", "one layout DIFFERS")
 
-    monkeypatch.setattr(suite, "PARTS", suite.PARTS | {"parity": (fail, 60.0)})
+    def succeed(node, limit_s):
+        """Succeeds."""
+        return parts.Outcome("ok", "12 checks")
+
+    monkeypatch.setattr(node_suite, "PARTS", {"preflight": (succeed, 60.0), "parity": (fail, 60.0)})
     out = tmp_path / "node"
     assert command.main(["--suite=node", f"--out={out}", "--parts=preflight,parity"]) == 1
-    assert "NOT WELL: parity (one layout DIFFERS)" in capsys.readouterr().out
+    assert "FAULT: parity (one layout DIFFERS)" in capsys.readouterr().out
     assert json.loads((out / "receipt.json").read_text())["reason"] == "failed: parity"
 
 
@@ -134,19 +109,13 @@ def test_a_part_that_breaks_is_one_that_failed(tmp_path, monkeypatch, capsys):
         """Breaks."""
         raise OSError("no such luck")
 
-    monkeypatch.setattr(suite, "PARTS", {"rates": (broken, 60.0), "preflight": suite.PARTS["preflight"]})
+    after = (lambda node, limit_s: parts.Outcome("ok", "12 checks"), 60.0)
+    monkeypatch.setattr(node_suite, "PARTS", {"rates": (broken, 60.0), "preflight": after})
     out = tmp_path / "node"
     assert command.main(["--suite=node", f"--out={out}"]) == 1
     found = json.loads((out / "results.json").read_text())["parts"]
     assert found["rates"]["found"].startswith("OSError: no such luck") and found["preflight"]["verdict"] == "ok"
     assert "Traceback" in (out / "logs" / "rates_error.txt").read_text()
-
-
-def test_a_cpu_is_looked_at_too(tmp_path):
-    node = suite.Node(measure.devices_for(0), True, report.Folder(str(tmp_path / "node"), "", "suite"))
-    found = suite.part_preflight(node, 20.0)
-    assert found.verdict == "ok" and "no NVIDIA GPU" in found.found
-    assert {"/dev/shm", "clock"} <= {c["name"] for c in found.data}
 
 
 def test_a_state_that_comes_back_different(tmp_path, monkeypatch, kept_programs):
@@ -162,9 +131,9 @@ def test_a_state_that_comes_back_different(tmp_path, monkeypatch, kept_programs)
         return tensors | {name: jax.lax.bitcast_convert_type(bits, jnp.float32)}
 
     monkeypatch.setattr(Checkpoints, "restore", restore)
-    monkeypatch.setattr(suite, "apart", here)
-    node = suite.Node(measure.devices_for(0), True, report.Folder(str(tmp_path / "node"), "", "suite"))
-    found = suite.part_checkpoint(node, 60.0)
+    monkeypatch.setattr(node_suite, "run_case", run_here)
+    node = parts.Node(train_step.devices_for(0), True, report.Folder(str(tmp_path / "node"), "", "suite"))
+    found = node_suite.check_checkpoint(node, 60.0)
     assert found.verdict == "FAILED" and "1 tensors came back different: params.final_norm.scale" in found.found
 
 
@@ -213,8 +182,8 @@ time.sleep(60)
 # As benchmarks/first_hour.py, which runs a command that runs its own cases.
 NESTED = """
 import sys, pathlib
-from jaxtrain.bench.case import run
-run([sys.executable, "-c", sys.argv[1], sys.argv[2]], pathlib.Path(sys.argv[2] + ".log"))
+from jaxtrain.bench.child import run_program
+run_program([sys.executable, "-c", sys.argv[1], sys.argv[2]], pathlib.Path(sys.argv[2] + ".log"))
 """
 
 
@@ -232,7 +201,7 @@ def gone(pid: int) -> bool:
 
 def test_what_a_child_started_ends_with_it(tmp_path):
     file = tmp_path / "pid"
-    code, _ = case.run([sys.executable, "-c", SLEEPER, str(file)], tmp_path / "log.txt", limit_s=2.0)
+    code, _ = child.run_program([sys.executable, "-c", SLEEPER, str(file)], tmp_path / "log.txt", limit_s=2.0)
     assert code is None and gone(int(file.read_text()))
 
 
@@ -252,7 +221,11 @@ def test_children_end_with_a_parent_that_is_ended(tmp_path):
 
 
 def test_a_process_that_dies_or_takes_too_long(tmp_path):
-    r = case.apart("nothing", {}, log=tmp_path / "log.txt")
-    assert r["verdict"] == "failed" and "KeyError: 'nothing'" in r["why"] and "Traceback" in (tmp_path / "log.txt").read_text()
-    r = case.apart("steps", {}, limit_s=0.01)
+    r = child.run_case("jaxtrain.bench:nothing", {}, log=tmp_path / "log.txt")
+    assert (
+        r["verdict"] == "failed"
+        and "has no attribute 'nothing'" in r["why"]
+        and "Traceback" in (tmp_path / "log.txt").read_text()
+    )
+    r = child.run_case(train_step.CASE, {}, limit_s=0.01)
     assert r["verdict"] == "out of time" and r["why"] == "not done after 0 s"

@@ -21,14 +21,27 @@ def five(value: float) -> str:
     return f"{float(f'{value:.5g}'):.10g}"
 
 
+CONTROLS = """const loss = document.querySelector(".chart");
+const views = () => [...loss.children].filter((c) => c.tagName === "svg" && c.getClientRects().length)
+  .map((c) => c.getAttribute("class").replace("view ", ""));
+const smooth = () => Number(getComputedStyle(loss.querySelector("path.smooth")).display !== "none");
+const set = (id) => document.getElementById(id).click();
+found.shown = [views()];
+set("x1"); found.shown.push(views());
+set("log"); found.shown.push(views());
+const before = smooth();
+set("smooth"); found.shown.push([smooth(), before]);"""
+
+
 @pytest.mark.parametrize(("several", "width"), [(False, 1280), (False, 500), (True, 1280)])
 def test_the_page_of_runs(tmp_path: Path, several: bool, width: int):
     """GPUs, losses that are no numbers, a spike, and thousands of lines."""
     folders = [everything(tmp_path / "a", 0), everything(tmp_path / "b", 1)]
     shown = run_page.html(read_all(folders if several else folders[:1]))
-    found = laid_out(shown, tmp_path, width)
+    found = laid_out(shown, tmp_path, width, CONTROLS)
     if several:
         return
+    assert found["shown"] == [["x0 log"], ["x1 log"], ["x1 linear"], [0, 1]]  # the spike makes the log scale the first choice
     first, last, second = found["tips"][0]  # of the loss
     curves = curves_of(shown)
     assert first.splitlines()[:2] == ["step 1", f"train {five(curves['train'][1])}"]
@@ -90,7 +103,7 @@ found.pixels = new Set(canvas.getContext("2d").getImageData(0, 0, canvas.width, 
 def test_a_page_with_a_mistake_would_be_seen(tmp_path: Path):
     """Else an empty console would prove nothing."""
     shown = plan_page.html(sample())
-    _, console = opened(shown.replace("const points =", "const points = missing +"), tmp_path, 1280)
+    _, console = opened(shown.replace("const data =", "const data = missing +"), tmp_path, 1280)
     assert any("missing is not defined" in line for line in console)
     _, console = opened(shown.replace("</main>", '<img src="https://example.com/x.png"></main>'), tmp_path, 1280)
     assert any("Content Security Policy" in line for line in console)

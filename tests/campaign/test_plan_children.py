@@ -134,7 +134,7 @@ def test_a_table_of_what_fits_is_compiled_and_made_again_from_the_cache(monkeypa
     lines = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in page if line[:1] == "|"]
     assert [line[0] for line in lines] == ["GPUs", "---", "h200:1", "h200:2"]
     assert all(all(line) and len(line) == len(what_fits.HEADINGS) for line in lines)
-    assert lines[2][1].startswith("one GPU; remat auto") and lines[3][1].startswith("fsdp=2; ")
+    assert lines[2][1].startswith("one GPU; keep ") and lines[3][1].startswith("fsdp=2; ")
     assert lines[2][-1] == "100.0%" and float(lines[3][-1].rstrip("%")) != 100
     assert what_fits.COMMAND in page and "small on h200:2: fsdp=2" in capsys.readouterr().out
 

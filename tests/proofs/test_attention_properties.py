@@ -1,6 +1,6 @@
 """Every attention kernel against its definition in float64, over random documents, windows and values.
 
-Errors are held against bounds that follow from the types of the kernel (jaxtrain/bench/bounds.py), not against tolerances.
+Errors are held against bounds that follow from the types of the kernel (kernel_bounds.py), not against tolerances.
 Shapes come from few buckets, so that each is compiled once; `--hypothesis-profile=thorough` draws them at random too.
 """
 
@@ -12,12 +12,12 @@ import cudnn_emulator
 import helpers
 import jax
 import jax.numpy as jnp
+import kernel_bounds
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.bench import bounds
 from jaxtrain.kernels.attention import Rows, Spec, chunked, cudnn, implementation, pallas, tiles
 from jaxtrain.kernels.attention.pallas_kernels import FORWARD, KEYS, QUERIES, Tile
 from jaxtrain.kernels.context import ring
@@ -129,7 +129,9 @@ def exact(b: Bucket, arrays, segments, positions, blocks: bool = False):
         one = (q[row, :, heads], k[row, :, head], v[row, :, head], do[row, :, heads])
         for out, made in zip(
             found,
-            bounds.attention(*one, mask, dtype=b.spec.dtype, softcap=b.spec.softcap, blocks=blocks, xp=np, einsum=np.einsum),
+            kernel_bounds.attention(
+                *one, mask, dtype=b.spec.dtype, softcap=b.spec.softcap, blocks=blocks, xp=np, einsum=np.einsum
+            ),
             strict=True,
         ):
             for array, part, where in zip(out, made, (heads, heads, head, head), strict=True):

@@ -11,8 +11,8 @@ from bench_helpers import SMALL, at_home  # noqa: F401
 from helpers import few
 
 from jaxtrain import flops, hardware, launch
-from jaxtrain.bench import check, experts, kernels, measure, microbenchmarks, ranks, report
-from jaxtrain.bench.measure import DATA
+from jaxtrain.bench import experts, kernels, microbenchmarks, report, train_step
+from jaxtrain.bench.train_step import DATA
 from jaxtrain.train import compiler
 
 
@@ -28,9 +28,9 @@ def compiled():
     right = compiler.compile_train
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(launch.REPO)
-        patch.setattr(measure, "set_compile_cache", lambda run: None)  # it would stay with the tests that follow
+        patch.setattr(train_step, "set_compile_cache", lambda run: None)  # it would stay with the tests that follow
         patch.setattr(compiler, "compile_train", lambda *args: made.append(right(*args)) or made[0])
-        return measure.steps(ask()), made[0]
+        return train_step.measure(ask()), made[0]
 
 
 def test_figures_follow_from_the_times(compiled):
@@ -55,8 +55,8 @@ def test_figures_follow_from_the_times(compiled):
 
 def test_a_case_stops_at_its_limit(compiled, monkeypatch):
     monkeypatch.setattr(compiler, "compile_train", lambda *_: compiled[1])
-    r = measure.steps(ask(limit_s=1e-9, steps=50))
-    assert r["verdict"] == "ok" and r["steps"] == measure.LEAST
+    r = train_step.measure(ask(limit_s=1e-9, steps=50))
+    assert r["verdict"] == "ok" and r["steps"] == train_step.MIN_STEPS
 
 
 def test_what_fails_after_the_timing_takes_nothing_from_it(compiled, monkeypatch, tmp_path):
@@ -69,9 +69,9 @@ def test_what_fails_after_the_timing_takes_nothing_from_it(compiled, monkeypatch
     kept = []
     monkeypatch.setattr(compiler, "compile_train", lambda *_: compiled[1])
     monkeypatch.setattr(profiling, "Tracer", broken)
-    monkeypatch.setattr(measure, "_planned", lambda *_: kept.append("planned") or {"planned": None, "not_planned": "so it is"})
-    monkeypatch.setattr(measure, "keep", lambda ask, out: kept.append(dict(out)))
-    r = measure.steps(ask(trace=str(tmp_path / "trace")))
+    monkeypatch.setattr(train_step, "_plan", lambda *_: kept.append("planned") or {"planned": None, "not_planned": "so it is"})
+    monkeypatch.setattr(train_step, "save_partial", lambda ask, out: kept.append(dict(out)))
+    r = train_step.measure(ask(trace=str(tmp_path / "trace")))
     assert r["verdict"] == "ok" and r["trace"] == "failed: RuntimeError: no such luck" and r["not_planned"] == "so it is"
     assert kept[0]["verdict"] == "ok" and kept[0]["step_s"] == r["step_s"] and kept[1] == "planned"
     rows = dict(map(tuple, report.step_details("a", r)))
@@ -80,7 +80,7 @@ def test_what_fails_after_the_timing_takes_nothing_from_it(compiled, monkeypatch
 
 def test_results_say_what_auto_keeps(compiled, monkeypatch):
     monkeypatch.setattr(compiler, "compile_train", lambda *_: compiled[1])
-    r = measure.steps(ask(argv=[*ask()["argv"], "--config.remat.policy=auto"], limit_s=1e-9))
+    r = train_step.measure(ask(argv=[*ask()["argv"], "--config.remat.policy=auto"], limit_s=1e-9))
     assert r["remat"] == "auto" and r["remat_auto"].startswith("remat.policy=auto keeps ")
     assert ["kept", r["remat_auto"]] in report.step_details("a", r)
 
@@ -92,7 +92,7 @@ def test_memory_that_does_not_suffice(compiled, monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory trying to allocate 1 TiB.\nand much more")
 
     monkeypatch.setattr(compiler, "compile_train", lambda *_: full)
-    r = measure.steps(ask())
+    r = train_step.measure(ask())
     assert r["verdict"] == "out of memory" and r["why"].endswith("allocate 1 TiB.") and r["attention"] == "reference"
 
 
@@ -148,73 +148,3 @@ def test_floors_are_those_of_the_data_sheet():
     assert row["floor_s"] == pytest.approx(1.0) and row["of_floor"] == pytest.approx(1 / row["seconds_a_call"])
     assert kernels.time_one(work(1978.9e12, 1.0, "fp8"), kernels.TINY, H200)["floor_s"] == pytest.approx(1.0)
     assert kernels.time_one(work(1.0, 9.6e12), kernels.TINY, H200)["floor_s"] == pytest.approx(2.0)
-
-
-# ---- Checks
-
-
-def test_attention_bounds_notice_a_wrong_mask():
-    """They hold for a bfloat16 kernel, and are broken where the window is off by one."""
-    from jaxtrain.kernels.attention import chunked
-
-    shape = (64, 4, 2, 16, 20, True)
-    assert check.attention_case(shape, "chunked")["ok"]
-    right = chunked.visible
-    try:
-        chunked.visible = lambda rows, spec: right(rows, spec.__class__(**{**vars(spec), "window": spec.window + 1}))
-        wrong = check.attention_case(shape, "chunked")
-    finally:
-        chunked.visible = right
-    assert not wrong["ok"]
-    assert min(wrong[f"{x}_ratio"] for x in ("o", "dq", "dk", "dv")) > 1
-
-
-def test_ranks_on_one_device_communicate_as_in_shard_map():
-    """Every collective, among all ranks and within groups, forward and backward: the same bits as on four devices."""
-    groups = [[0, 2], [3, 1]]
-
-    def rank(x):
-        def body(x):
-            me = jax.lax.axis_index("seq")
-            x = jax.lax.ppermute(x * (1 + me), "seq", [(0, 3), (3, 1), (1, 0)])  # nobody sends to rank 2
-            gathered = jax.jit(lambda x: jax.lax.all_gather(x, "seq", axis=1, tiled=True, axis_index_groups=groups))(x)
-            x = gathered + jnp.sum(jax.lax.all_gather(x, "seq"), axis=0)[:, :1]
-            x = jax.lax.all_to_all(x, "seq", split_axis=0, concat_axis=1, tiled=True, axis_index_groups=groups)
-            return jax.lax.psum_scatter(x.reshape(4, -1), "seq")
-
-        y, back = jax.vjp(body, x)
-        return y, *back(jnp.cos(y))
-
-    x = jax.random.normal(jax.random.key(0), (16, 6))
-    mesh = jax.sharding.Mesh(jax.devices()[:4], ("seq",))
-    spec = jax.P("seq")
-    want = jax.jit(jax.shard_map(rank, mesh=mesh, in_specs=spec, out_specs=(spec, spec), check_vma=False))(x)
-    got = jax.jit(lambda x: ranks.run(rank, "seq", [(part,) for part in jnp.split(x, 4)]))(x)
-    for mine, theirs in zip(zip(*got, strict=True), want, strict=True):
-        assert jnp.array_equal(jnp.concatenate(mine), theirs) and jnp.any(theirs != 0)
-    with pytest.raises(NameError, match="unbound axis name: seq"):
-        ranks.run(lambda x: jax.lax.pmax(x, "seq"), "seq", [(x,), (x,)])
-
-
-@pytest.mark.parametrize("fault", few(("", "a border", "nobody's rows", "a rounding"), "", "a border"))
-def test_bounds_of_experts_notice_a_fault(fault, monkeypatch):
-    """They hold for the kernels. They are broken where one row goes to the next expert, where rows that are nobody's are not
-    left out, and where a sum is rounded once more."""
-    right = experts.product
-
-    def wrong(which, a, b, sizes_E, out, precision):
-        if fault == "a border":
-            sizes_E = sizes_E.at[0].add(-1).at[1].add(1)
-        if fault == "nobody's rows":
-            sizes_E = sizes_E.at[-1].add(a.shape[0] - sizes_E.sum())
-        y = right(which, a, b, sizes_E, out, precision)
-        return y.astype(jnp.bfloat16).astype(out) if fault == "a rounding" else y
-
-    experts._compiled.cache_clear()
-    monkeypatch.setattr(experts, "product", wrong)
-    found = experts.case((24, 4, 40, 24), "some nobody's", "f32")
-    experts._compiled.cache_clear()
-    assert found["ok"] == (not fault)
-    if fault:
-        assert not [which for which in experts.PRODUCTS if found[f"{which}_ratio"] <= 1]
-    assert experts.row(found)[-1] == ("WRONG" if fault else "ok") and len(experts.row(found)) == len(experts.HEADINGS)

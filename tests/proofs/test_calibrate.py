@@ -16,7 +16,7 @@ from jaxtrain.bench import microbenchmarks as micro
 from jaxtrain.bench.microbenchmarks import COLLECTIVES, CURVE, TINY, Sizes, chain, looped
 from jaxtrain.plan import calibrate, topology
 from jaxtrain.plan.calibrate import CalibrationError
-from jaxtrain.plan.program.work import ATTENTION_BACKWARD
+from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD
 from jaxtrain.train.kernel import hardware_of
 
 

@@ -21,8 +21,8 @@ from jaxtrain.kernels.dot import dot
 from jaxtrain.plan import result
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.make import read_plan
-from jaxtrain.plan.program import collectives, hlo, judge
-from jaxtrain.plan.program.work import Work
+from jaxtrain.plan.program import collectives, hlo, warnings
+from jaxtrain.plan.program.op_cost import Work
 from jaxtrain.plan.report import sections
 from jaxtrain.plan.search import bound
 from jaxtrain.plan.shardings import describe
@@ -253,7 +253,7 @@ def test_every_matmul_of_a_layer_is_an_fp8_call(plan):
     assert made.matmuls == result.Matmuls(21.0, 21.0, ())
     assert not [w for w in made.warnings if "fp8" in w]
     short = result.Matmuls(21.0, 20.0, ("forward mlp (layers.py:65), 2 a step",))
-    (said,) = judge.stayed_wide(run, compiled.program, short)
+    (said,) = warnings.fp8_warnings(run, compiled.program, short)
     assert "of 21 matrix products of a layer that should be in FP8 20 are" in said and "layers.py:65" in said
 
 
@@ -261,8 +261,8 @@ def test_weights_that_do_not_learn_have_fewer_products():
     """Two each, and in the first layer, before which nothing learns, one; adapters' own are wide, and a few of them named."""
     run = helpers.tiny(SMALL | {"lora.rank": 4, "lora.targets": "wq", "model.family": "llama"})
     program, wide = helpers.program(run), tuple(f"backward lora {i}" for i in range(9))
-    assert not [*judge.stayed_wide(run, program, result.Matmuls(20.0, 14 - 7 / 2, wide))]
-    (said,) = judge.stayed_wide(run, program, result.Matmuls(20.0, 10.0, wide))
+    assert not [*warnings.fp8_warnings(run, program, result.Matmuls(20.0, 14 - 7 / 2, wide))]
+    (said,) = warnings.fp8_warnings(run, program, result.Matmuls(20.0, 10.0, wide))
     assert "of 14 matrix products" in said and "backward lora 5; and 3 more." in said
 
 

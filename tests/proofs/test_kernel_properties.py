@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_bounds import EXACT as e
+from kernel_bounds import ROUNDOFF
 
-from jaxtrain.bench.bounds import EXACT as e
-from jaxtrain.bench.bounds import ROUNDOFF
 from jaxtrain.kernels import rope
 from jaxtrain.kernels.cross_entropy import chunked_cross_entropy
 from jaxtrain.kernels.dot import dot

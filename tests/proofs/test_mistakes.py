@@ -7,7 +7,7 @@ import plans
 import pytest
 from plans import LOOP, ONE_EACH, TWO
 
-from jaxtrain.plan.program import mistakes
+from jaxtrain.plan.program import warnings
 from jaxtrain.plan.result import Plan
 
 
@@ -86,7 +86,7 @@ def test_too_few_microbatches_for_the_stages():
     def idle(*overrides: str) -> list[str]:
         run = plans.config("mesh.stage=4", "mesh.fsdp=1", *overrides)
         mesh = jax.sharding.AbstractMesh((1, run.mesh.stage, 1, 1, 1), ("data", "stage", "fsdp", "tensor", "seq"))
-        return list(mistakes._idle_stages(run, mesh))
+        return list(warnings._bubble(run, mesh))
 
     (warning,) = idle("train.global_batch=64", "train.grad_accum=8")
     assert "4 stages have nothing to do for 27% of the step" in warning and "pipeline.groups=2" in warning

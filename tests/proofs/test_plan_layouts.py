@@ -13,7 +13,7 @@ from benchmarks import collective_volumes, studies
 from benchmarks.collective_volumes import LAYOUTS, Row, Term
 from jaxtrain.config import Pipeline, RunConfig, Train
 from jaxtrain.context import Context, make_context, pairs
-from jaxtrain.plan.program import split
+from jaxtrain.plan.program import pipeline_moe
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.report import sections
 from jaxtrain.plan.result import Collective, Plan, from_json, to_json
@@ -295,19 +295,19 @@ def test_tables_of_layouts_show_what_waits_on_a_stage():
 
 
 def test_layers_of_stages():
-    assert split.layers(10, Schedule("1f1b", 4, 1, 8)) == ("0-2", "3-5", "6-7", "8-9")
-    assert split.layers(8, Schedule("interleaved", 2, 2, 8)) == ("0-1 4-5", "2-3 6-7")
-    assert split.layers(2, Schedule("1f1b", 2, 1, 8)) == ("0", "1")
+    assert pipeline_moe.layers(10, Schedule("1f1b", 4, 1, 8)) == ("0-2", "3-5", "6-7", "8-9")
+    assert pipeline_moe.layers(8, Schedule("interleaved", 2, 2, 8)) == ("0-1 4-5", "2-3 6-7")
+    assert pipeline_moe.layers(2, Schedule("1f1b", 2, 1, 8)) == ("0", "1")
 
 
 def test_ticks_are_counted_by_what_goes_to_a_neighbour():
     run = RunConfig(pipeline=Pipeline("interleaved", 2), train=Train(grad_accum=8))
-    schedule = split.schedule_of(run, 4)
+    schedule = pipeline_moe.schedule_of(run, 4)
 
     def permute(count: int, gib: float) -> Collective:
         return Collective("collective-permute", "bf16", "stage", 4, count, gib, gib, 1.0, 0.0, "", "", "")
 
     # 16 units each way, 3 ticks more; statistics that travel beside them are no ticks of their own.
     moved = [permute(19, 1.9), permute(19, 1.9), permute(19, 0.001)]
-    assert split._idle(schedule, moved) == pytest.approx(3 / 19) == pytest.approx(schedule.bubble)
-    assert split._idle(schedule, [permute(38, 3.8), permute(38, 0.01)]) == pytest.approx(3 / 19)
+    assert pipeline_moe._idle(schedule, moved) == pytest.approx(3 / 19) == pytest.approx(schedule.bubble)
+    assert pipeline_moe._idle(schedule, [permute(38, 3.8), permute(38, 0.01)]) == pytest.approx(3 / 19)

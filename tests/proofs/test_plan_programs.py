@@ -122,7 +122,7 @@ def at_home(monkeypatch, request):
 
 def test_a_plan_is_printed_and_written(at_home, tmp_path, capsys):
     files = {name: tmp_path / f"plan.{name}" for name in ("json", "html", "hlo")}
-    argv = [*SMALL, "--topology=h200:8", "--cache=", *(f"--{name}={path}" for name, path in files.items())]
+    argv = [*SMALL, "--topology=h200:8", "--cache=none", *(f"--{name}={path}" for name, path in files.items())]
     assert command.main(argv) == 0
     printed = capsys.readouterr().out
     tree = json.loads(files["json"].read_text())

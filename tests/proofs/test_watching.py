@@ -27,7 +27,7 @@ from jaxtrain.hardware import Devices
 from jaxtrain.monitor import Monitor
 from jaxtrain.receipt.format import open_run
 from jaxtrain.receipt.print import rows
-from jaxtrain.report import facts, page
+from jaxtrain.report import page
 from jaxtrain.report.run import read, read_all
 from jaxtrain.samples import Sample
 from jaxtrain.trackers.wandb import TrackerError, WandB
@@ -250,16 +250,18 @@ def test_the_page_shows_the_run(watched: Watched) -> None:
     assert_self_contained(text)
     words = Read(text).words
     told = " ".join(words)
-    for heading in ("What it learned", "How fast", "Where the wall time went", "What the model wrote", "What ran"):
+    for heading in ("Training", "Wall time", "Samples", "Receipt"):
         assert f"<h2>{heading}</h2>" in text
+    assert "<h2>Memory</h2>" not in text and "<h2>GPUs</h2>" not in text  # a CPU
     assert "done: 10 steps done" in told and f"{runs.losses(watched.workdir)[10]:.4f}" in told
-    assert "The devices do not tell what they hold" in told and "No GPU was sampled" in told  # a CPU
     found = run.goodput()
     assert found is not None and found.attempts == 2 and found.parts["repeated"] > 0
     assert math.isclose(sum(found.parts.values()), found.wall_s, rel_tol=1e-3)
     assert f"{100 * (found.goodput or 0):.1f}%" in told
-    shown = [row for row in rows(open_run(watched.workdir)) if not row[0].startswith(facts.ELSEWHERE)]
+    shown = [row for row in rows(open_run(watched.workdir)) if not row[0].startswith(("overrides", *page.ELSEWHERE))]
     assert len(shown) > 50 and all(text in words for row in shown for text in row if text), "as the command shows a receipt"
+    for row in runs.receipt(watched.workdir)["overrides"].items():
+        assert words[words.index(row[0]) + 1] == row[1]
 
 
 def test_differences_on_the_page_are_those_of_receipt_diff(watched: Watched, tmp_path: Path) -> None:
@@ -274,11 +276,11 @@ def test_differences_on_the_page_are_those_of_receipt_diff(watched: Watched, tmp
 
     changed = copied("changed", lambda told: told["packages"].update(optax="0.0.1"))
     shown = page.html(read_all([watched.workdir, changed]))
-    (table,) = re.findall(r"<caption>What can explain it</caption>.*?<tbody>(.*?)</tbody>", shown)
+    (table,) = re.findall(r"<caption>Possible causes</caption>.*?<tbody>(.*?)</tbody>", shown)
     rows = re.findall(r"<tr>(.*?)</tr>", table)
     assert len(rows) == 1 and "optax" in rows[0] and "0.0.1" in rows[0]
     same = page.html(read_all([watched.workdir, copied("same", lambda told: None)]))
-    assert "Nothing differs that can explain anything" in same
+    assert "No difference that can explain other results or another speed" in same
 
 
 def history(records: list[Any]) -> list[dict[str, Any]]:

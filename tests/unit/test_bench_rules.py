@@ -1,20 +1,18 @@
 """Benchmarks without running anything: options, sweeps, what becomes of answers, and how they are judged against plans."""
 
 import json
+import sys
 import types
 from pathlib import Path
 
-import numpy as np
 import pytest
 from bench_helpers import ANSWER, SMALL, at_home  # noqa: F401
 
 from jaxtrain import hardware, launch
 from jaxtrain.bench import __main__ as command
-from jaxtrain.bench import bounds, case, check, experts, kernels, measure, peer, report, suite, sweep
-from jaxtrain.bench.measure import DATA
-from jaxtrain.kernels import attention
+from jaxtrain.bench import child, experts, kernels, node_suite, parts, report, torch_peer, train_step
+from jaxtrain.bench.train_step import DATA
 from jaxtrain.plan import rates
-from jaxtrain.preflight.table import FAULT, Finding
 from jaxtrain.validate import validate_step
 
 
@@ -25,12 +23,11 @@ def ask(**more):
 
 def test_fp8_and_bf16_share_one_peak():
     """As in the log of a run and in plans: a step with FP8 has no peak of its own."""
-    card = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
     runs = {p: launch.load([*SMALL, f"--config.precision={p}"]).run for p in ("bf16", "fp8", "f32")}
-    peaks = {p: measure.peak_tflops(run, card) for p, run in runs.items()}
-    assert peaks["fp8"] == peaks["bf16"] == pytest.approx(989.4, rel=1e-3) and peaks["f32"] < 100
-    answer = {"verdict": "ok", "device": "NVIDIA H200", "seconds": [1.0], "losses": [1.0, 1.0], "reserved_gib": 1.0}
-    theirs = peer._as_ours(answer | {"settings": {"checkpoint": False}}, runs["fp8"])
+    peaks = {p: train_step.peak_tflops(run, "NVIDIA H200") for p, run in runs.items()}
+    assert peaks["fp8"] == peaks["bf16"] == pytest.approx(989.4, rel=1e-3) and peaks["f32"] == pytest.approx(66.9, rel=0.1)
+    answer = {"verdict": "ok", "device": "NVIDIA H200", "step_times": [1.0], "losses": [1.0, 1.0], "reserved_gib": 1.0}
+    theirs = torch_peer.as_our_answer(answer | {"settings": {"checkpoint": False}}, runs["fp8"])
     assert theirs["peak_tflops"] == peaks["bf16"]
 
 
@@ -38,14 +35,14 @@ def test_what_cannot_hold_its_state_is_not_compiled(monkeypatch):
     monkeypatch.setattr(hardware, "probe", lambda: hardware.Devices("gpu", "NVIDIA H200", 1, 140.0, "described", 90))
     monkeypatch.delenv("XLA_FLAGS")  # the suite's fake devices, which a GPU's environment has no place for
     argv = ["--config=configs/llama3_70b.py:gpus=1", *DATA["synthetic"]]
-    r = measure.steps(ask(argv=argv, devices=1))
+    r = train_step.measure(ask(argv=argv, devices=1))
     assert r["verdict"] == "out of memory" and "alone take 525.7 GiB a device, which has 140.0" in r["why"]
     run = launch.load([*argv, "--config.dtypes.m=int8", "--config.dtypes.v=int8"]).run
-    assert measure.state_gib(run, 8) == pytest.approx(525.7 * 6 / 8 / 8, rel=1e-3)
+    assert train_step.state_gib(run, 8) == pytest.approx(525.7 * 6 / 8 / 8, rel=1e-3)
 
 
 def test_a_config_that_cannot_be():
-    r = measure.steps(ask(argv=[*SMALL, *DATA["synthetic"], "--config.mesh.tensor=3"]))
+    r = train_step.measure(ask(argv=[*SMALL, *DATA["synthetic"], "--config.mesh.tensor=3"]))
     assert r["verdict"] == "refused" and "tensor=3 x seq=1" in r["why"] and "product of the fixed sizes is 3" in r["why"]
 
 
@@ -67,21 +64,21 @@ def test_a_config_that_cannot_be():
 def test_a_case_that_is_ended_keeps_what_it_had_found(kept, code, verdict, why, monkeypatch):
     def run(argv, log, *, environ, limit_s):
         asked, answered = map(Path, argv[-2:])
-        assert argv[-3] == "kernels" and limit_s == 3.0 and json.loads(asked.read_text())["kind"] == "gemm"
+        assert argv[-3] == "a:b" and limit_s == 3.0 and json.loads(asked.read_text())["kind"] == "gemm"
         if kept:
-            case.keep(json.loads(asked.read_text()), kept)
+            child.save_partial(json.loads(asked.read_text()), kept)
             assert json.loads(answered.read_text()) == kept
         return code, "long before\na\nb\nno such luck\n"
 
-    monkeypatch.setattr(case, "run", run)
-    found = case.apart("kernels", {"kind": "gemm"}, limit_s=3.0)
+    monkeypatch.setattr(child, "run_program", run)
+    found = child.run_case("a:b", {"kind": "gemm"}, limit_s=3.0)
     assert (found["verdict"], found.get("why", "")) == (verdict, why)
     assert found.get("rows") == (kept or {}).get("rows") and found["seconds"] >= 0
 
 
 def test_the_spread_of_times():
-    assert measure.spread([5.0, 1.0, 2.0, 4.0, 3.0]) == {"median": 3.0, "q1": 2.0, "q3": 4.0, "min": 1.0, "max": 5.0}
-    assert set(measure.spread([2.0]).values()) == {2.0}
+    assert train_step.spread([5.0, 1.0, 2.0, 4.0, 3.0]) == {"median": 3.0, "q1": 2.0, "q3": 4.0, "min": 1.0, "max": 5.0}
+    assert set(train_step.spread([2.0]).values()) == {2.0}
 
 
 # ---- Sweeps
@@ -90,7 +87,7 @@ def test_the_spread_of_times():
 def test_a_sweep_says_what_became_of_each_case(monkeypatch, capsys, tmp_path):
     answers = iter([ANSWER, ANSWER | {"tokens_per_s": 20.0}, {"verdict": "out of memory", "why": "90 GiB"}])
     asked = []
-    monkeypatch.setattr(sweep, "apart", lambda kind, ask, log: asked.append(ask["argv"]) or dict(next(answers)))
+    monkeypatch.setattr(train_step, "run_case", lambda kind, ask, log: asked.append(ask["argv"]) or dict(next(answers)))
     file = tmp_path / "sweep.json"
     assert command.main([*SMALL, "--sweep=remat.policy=full,dots,none; mesh.tensor=1,3", f"--json={file}"]) == 0
     printed = capsys.readouterr().out
@@ -106,28 +103,28 @@ def test_a_sweep_says_what_became_of_each_case(monkeypatch, capsys, tmp_path):
 
 
 def test_a_sweep_of_which_nothing_can_be_measured(monkeypatch, capsys):
-    monkeypatch.setattr(sweep, "apart", lambda kind, ask, log: {"verdict": "failed", "why": "so it is"})
+    monkeypatch.setattr(train_step, "run_case", lambda kind, ask, log: {"verdict": "failed", "why": "so it is"})
     assert command.main([*SMALL, "--sweep=remat.policy=full,none"]) == 1
     assert "no case was measured" in capsys.readouterr().out
 
 
 def test_an_interrupted_sweep_keeps_what_is_done(monkeypatch, capsys, tmp_path):
-    def apart(kind, ask, log):
+    def run_case(kind, ask, log):
         if "--config.remat.policy=none" in ask["argv"]:
             raise KeyboardInterrupt
         return dict(ANSWER)
 
-    monkeypatch.setattr(sweep, "apart", apart)
+    monkeypatch.setattr(train_step, "run_case", run_case)
     out = tmp_path / "out"
     assert command.main([*SMALL, "--sweep=remat.policy=full,none", f"--out={out}"]) == 130
     said = capsys.readouterr()
-    assert "best: remat.policy=full" in said.out and "what was done is kept" in said.err
+    assert "best: remat.policy=full" in said.out and "stopped" in said.err
     assert [c["name"] for c in json.loads((out / "results.json").read_text())["cases"]] == ["remat.policy=full"]
     assert json.loads((out / "receipt.json").read_text())["exit_code"] == 130
 
 
 def test_values_of_a_sweep_may_hold_commas():
-    found, wrong = sweep.combinations("remat.tensors=q=keep,k=keep;mesh.fsdp=4,8")
+    found, wrong = train_step.combinations("remat.tensors=q=keep,k=keep;mesh.fsdp=4,8")
     assert not wrong and found == [("remat.tensors=q=keep,k=keep", f"mesh.fsdp={n}") for n in (4, 8)]
 
 
@@ -135,16 +132,16 @@ def test_values_of_a_sweep_may_hold_commas():
     ("argv", "said"),
     [
         (["--steps=0"], "--steps = '0': must be a whole number, 1 or more"),
-        (["--data=fake"], "--data = 'fake': no such data. Write synthetic or real"),
+        (["--data=fake"], "--data = 'fake': must be one of synthetic, real"),
         (["--sweep=remat.policy"], "is no key with its values. Write key=value,value"),
         (["--sweep=mesh.fsdp=1;mesh.fsdp=2"], "--sweep = 'mesh.fsdp': given twice"),
         (["--sweep=nun.layers=1,2"], "nun.layers = '1': no such key"),
         (["--config.mesh.tensor=3"], "tensor=3 x seq=1': the product of the fixed sizes is 3"),
-        (["--kernels=attention,rope"], "--kernels = 'rope': no such part. Write some of attention,"),
-        (["--kernels"], "--config: --kernels has no use for it"),
-        (["--suite=world"], "--suite = 'world': no such suite"),
-        (["--peer=mesh"], "--peer = 'mesh': no such peer"),
-        (["--rounds=3"], "--rounds: the timing of steps has no use for it"),
+        (["--kernels=attention,rope"], "'rope' is not one of attention, loss"),
+        (["--kernels"], "--config: --kernels does not use it"),
+        (["--suite=world"], "--suite = 'world': must be one of node"),
+        (["--peer=mesh"], "--peer = 'mesh': must be one of torch"),
+        (["--rounds=3"], "--rounds: this action does not use it"),
         (["--json=nowhere/bench.json"], "there is no folder"),
         (["--step=3"], "--step: no such option. Did you mean --steps?"),
     ],
@@ -154,14 +151,13 @@ def test_mistakes_are_named(argv, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_help_names_every_option(capsys):
+def test_help_names_every_part_and_kind(capsys):
     assert command.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert not [name for name in (*command.OPTIONS, *command.SWITCHES) if f"--{name}" not in text]
-    assert not [name for name in (*suite.PARTS, *kernels.KINDS) if name not in text]
+    assert not [name for name in (*node_suite.PARTS, *kernels.KINDS) if name not in text]
 
 
-# ---- Kernels and checks
+# ---- Kernels
 
 
 def test_a_kernel_that_fails_is_a_row(capsys, monkeypatch, tmp_path):
@@ -170,107 +166,46 @@ def test_a_kernel_that_fails_is_a_row(capsys, monkeypatch, tmp_path):
 
     row = kernels.time_one(kernels.Work("k", "w", 1.0, 1.0, broken), kernels.TINY, None)
     assert row["verdict"] == "failed" and kernels.row(row)[-1] == "failed: ValueError: no such luck"
-    monkeypatch.setattr(kernels, "apart", lambda kind, ask, log: {"verdict": "ok", "rows": [row], "seconds": 1.0})
+    monkeypatch.setattr(kernels, "run_case", lambda kind, ask, log: {"verdict": "ok", "rows": [row], "seconds": 1.0})
     out = tmp_path / "kernels"
     assert command.main(["--kernels=norm", f"--out={out}"]) == 1
     assert json.loads((out / "receipt.json").read_text())["reason"] == "a kernel failed"
     assert "no such luck" in capsys.readouterr().out
 
 
-def test_bounds_of_attention_by_hand():
-    """With one visible key the output is its value: two roundings. Its gradient is that of the output: three."""
-    q, do = np.random.default_rng(0).normal(size=(2, 4, 1, 8))
-    k, v = np.random.default_rng(1).normal(size=(2, 64, 8))
-    exact, bound = bounds.attention(q, k, v, do, np.eye(4, 64, dtype=bool), dtype="bf16", xp=np, einsum=np.einsum)
-    np.testing.assert_allclose(exact[0][:, 0], v[:4])
-    np.testing.assert_allclose(bound[0][:, 0], 2 * 2**-8 * abs(v[:4]), rtol=0.01)
-    np.testing.assert_allclose(bound[3][:4], 3 * 2**-8 * abs(do[:, 0]), rtol=0.01)
-
-
 def test_loads_of_experts():
     assert experts.loads("even", 14, 4) == [4, 4, 3, 3]
     assert experts.loads("uneven", 14, 4) == [7, 4, 3, 0]
-    assert experts.loads("one has all", 14, 4) == [0, 14, 0, 0]
-    assert experts.loads("some nobody's", 14, 4) == [5, 3, 2, 0]
-    for shape in (*experts.SHAPES, *experts.SMOKE_SHAPES, *kernels.Sizes().experts):
-        assert all(sum(experts.loads(how, *shape[:2])) == shape[0] for how in experts.LOADS[:3])
-
-
-def test_products_of_experts_that_fail_or_come_too_late(monkeypatch):
-    def case(shape, how, dtype):
-        if dtype == "f32":
-            raise NotImplementedError("no such luck\nand much more")
-        return {"ok": True}
-
-    monkeypatch.setattr(experts, "case", case)
-    monkeypatch.setattr(experts, "start", lambda *_: [types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")])
-    found = experts.cases({"limit_s": None})
-    half = len(experts.SHAPES) * len(experts.LOADS)
-    assert (found["right"], found["wrong"], found["left_out"], found["verdict"]) == (half, half, 0, "failed")
-    assert experts.row(found["rows"][-1])[-1] == "WRONG: NotImplementedError: no such luck"
-    late = experts.cases({"limit_s": 1e-9})
-    assert (late["left_out"], late["verdict"], late["why"]) == (2 * half, "failed", "no kernel could be checked")
-
-
-def test_a_kernel_that_breaks_takes_nothing_from_the_others(monkeypatch):
-    """On a described GPU: cuDNN's shapes come first, Pallas' own last; what raises is a row that is wrong, and is told."""
-    tried, kept = [], []
-
-    def attention_case(shape, kernel, how="", dtype="bf16", softcap=0.0):
-        tried.append((kernel, how, dtype, softcap))
-        if kernel == "pallas":
-            raise NotImplementedError("no such luck\nand much more")
-        if how:
-            raise attention.Unsupported("not this one")
-        return {"kernel": kernel, "ok": True}
-
-    monkeypatch.setattr(check, "attention_case", attention_case)
-    monkeypatch.setattr(check, "start", lambda *_: [types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")])
-    monkeypatch.setattr(check, "keep", lambda ask, answer: kept.append(json.loads(json.dumps(answer))))
-    found = check.attention_cases({"limit_s": None})
-    plain, split = len(check.SHAPES), len(check.SPLIT_SHAPES)
-    assert [kernel for kernel, *_ in tried[: plain + split]] == ["cudnn"] * (plain + split)
-    assert tried[-2:] == [("pallas", "", dtype, cap) for dtype, cap in check.PALLAS_ONLY]
-    assert (found["right"], found["wrong"], found["verdict"]) == (plain, plain + split + 2, "failed")
-    assert len(kept) == len(tried) and {k["verdict"] for k in kept} == {"out of time"} and kept[0]["right"] == 1
-    assert check.row(found["rows"][-1])[-1] == "WRONG: NotImplementedError: no such luck"
-
-
-@pytest.mark.parametrize(
-    ("answer", "want", "said"),
-    [
-        (
-            {"verdict": "ok", "right": 9, "wrong": 0, "left_out": 2},
-            "ok",
-            "9 shapes within their bounds; for 2 there was no time",
-        ),
-        (
-            {"verdict": "out of time", "why": "not done", "right": 9, "wrong": 0},
-            "off",
-            "9 shapes within their bounds; not done",
-        ),
-        ({"verdict": "out of time", "why": "not done", "right": 9, "wrong": 1}, "FAILED", "1 of 10 shapes are beyond"),
-        ({"verdict": "out of time", "why": "not done"}, "FAILED", "not done"),
-        ({"verdict": "failed", "why": "no kernel could be checked", "right": 0, "wrong": 0}, "FAILED", "no kernel could be"),
-    ],
-)
-def test_what_checked_kernels_come_to(answer, want, said, tmp_path, monkeypatch):
-    monkeypatch.setattr(suite, "apart", lambda *_, **__: answer)
-    node = suite.Node(measure.devices_for(0), True, report.Folder(str(tmp_path / "node"), "", "suite"))
-    found = suite.part_kernels(node, 60.0)
-    assert found.verdict == want and said in found.found
 
 
 # ---- The suite of a node
 
 
-def test_a_node_with_a_fault_is_not_well(tmp_path, monkeypatch):
-    fault = Finding("ECC", FAULT, "none", "GPU5: 2")
-    monkeypatch.setattr(suite.inspection, "inspect", lambda _: [fault])
-    node = suite.Node(measure.devices_for(0), True, report.Folder(str(tmp_path / "node"), "", "suite"))
-    found = suite.part_preflight(node, 20.0)
-    assert (found.verdict, found.found) == ("FAILED", "wrong: ECC (GPU5: 2)")
-    assert found.data[0]["seen"] == "GPU5: 2" and any("| ECC | FAULT |" in line for line in found.lines)
+@pytest.mark.parametrize(
+    ("lines", "code", "want", "said"),
+    [
+        ([("a", "passed", ""), ("b", "skipped", "no cuDNN")], 0, "ok", "1 tests passed"),
+        ([("a", "passed", ""), ("b", "skipped", "no time was left")], 0, "off", "1 tests passed; for 1 there was no time"),
+        ([("a", "passed", ""), ("b", "failed", "o: 3.0")], 1, "FAILED", "1 of 2 tests failed, first b: o: 3.0"),
+        ([("a", "passed", "")], None, "FAILED", "1 tests passed; not done in time"),
+        ([("a", "skipped", "no cuDNN")], 0, "FAILED", "0 tests passed"),
+        ([], 2, "FAILED", "0 tests passed; exit code 2: no such module"),
+    ],
+)
+def test_verdicts_of_kernel_tests(lines, code, want, said, tmp_path, monkeypatch):
+    """Of tests/gpu, run in a process that this test replaces."""
+
+    def run_program(command, log, *, environ, limit_s):
+        assert command[:3] == [sys.executable, "-m", "pytest"] and environ["JAXTRAIN_TEST_SECONDS"] == "48.0"
+        with open(environ["JAXTRAIN_TEST_RESULTS"], "a") as file:
+            file.writelines(json.dumps(dict(zip(("test", "outcome", "why"), line, strict=True))) + "\n" for line in lines)
+        return code, "no such module"
+
+    monkeypatch.setattr(parts, "run_program", run_program)
+    node = parts.Node(train_step.devices_for(0), True, report.Folder(str(tmp_path / "node"), "", "suite"))
+    (tmp_path / "node" / "logs").mkdir()
+    found = node_suite.check_kernels(node, 60.0)
+    assert found.verdict == want and found.found == said
 
 
 @pytest.mark.parametrize(
@@ -286,42 +221,46 @@ def test_what_shipped_configs_come_to(verdicts, want, said, tmp_path, monkeypatc
     """On a described node: what does not fit is no fault, what fails is one, and each gets its share of the time."""
     answers, shares = iter(verdicts), []
 
-    def apart(kind, ask, *, log, environ, limit_s):
+    def run_case(kind, ask, *, log, environ, limit_s):
         shares.append(limit_s)
         loaded = launch.load(ask["argv"])
         assert not [*loaded.problems, *validate_step(loaded.run, node.devices)]
         return ANSWER | {"verdict": next(answers), "why": "so it is"}
 
-    monkeypatch.setattr(suite, "apart", apart)
-    monkeypatch.setattr(suite, "time", types.SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(node_suite, "run_case", run_case)
+    monkeypatch.setattr(node_suite, "time", types.SimpleNamespace(monotonic=lambda: 0.0))
     devices = hardware.Devices("gpu", "NVIDIA H200", 8, 140.0, "described", 90)
-    node = suite.Node(devices, False, report.Folder(str(tmp_path / "node"), "", "suite"))
-    found = suite.part_configs(node, 100.0)
+    node = parts.Node(devices, False, report.Folder(str(tmp_path / "node"), "", "suite"))
+    found = node_suite.time_configs(node, 100.0)
     assert found.verdict == want and said in found.found
     assert [round(s) for s in shares] == [25, 33, 50, 100]
 
 
 def test_the_budget_of_a_suite():
-    assert sum(seconds for _, seconds in suite.PARTS.values()) <= suite.BUDGET_S == 1800
+    assert sum(seconds for _, seconds in node_suite.PARTS.values()) <= node_suite.BUDGET_S == 1800
 
 
 def test_layouts_for_fewer_gpus():
-    for count, text in suite.LAYOUTS.items():
-        found, problems = suite.layouts.parse(text)
+    for count, text in node_suite.LAYOUTS.items():
+        found, problems = node_suite.layouts.parse(text)
         assert not problems and max(layout.devices for layout in found) == count and found[0].name == "one"
-    assert len(suite.LAYOUTS[8].split(",")) == 8
+    assert len(node_suite.LAYOUTS[8].split(",")) == 8
 
 
 def test_a_step_that_differs_from_its_plan():
     planned = {"step_s": 1.0, "peak_gib": 51.0, "rates": "calibrated"}
     r = {"step_s": {"median": 1.2}, "memory": {"peak_gib": 50.0}, "planned": planned}
-    assert suite.unlike_plan("a", r) == ["a: step time 1.20 times the plan"]
+    assert node_suite.differences_from_plan("a", r) == ["a: step time 1.20 times the plan"]
     published = planned | {"rates": rates.PUBLISHED}
-    assert suite.unlike_plan("a", r | {"planned": published}) == [], "longer than a roofline without a comparable run"
-    assert suite.unlike_plan("a", r | {"planned": published | {"range_s": [1.1, 1.3]}}) == []
-    (text,) = suite.unlike_plan("a", r | {"planned": published | {"range_s": [1.05, 1.15], "peak_gib": 50.0}})
+    assert node_suite.differences_from_plan("a", r | {"planned": published}) == [], (
+        "longer than a roofline without a comparable run"
+    )
+    assert node_suite.differences_from_plan("a", r | {"planned": published | {"range_s": [1.1, 1.3]}}) == []
+    (text,) = node_suite.differences_from_plan("a", r | {"planned": published | {"range_s": [1.05, 1.15], "peak_gib": 50.0}})
     assert text == "a: step time 1.20 times the plan (1.05 to 1.15 s are expected)"
     for peak, times in ((40.0, "1.25"), (80.0, "0.62")):
-        assert f"a: peak memory {times} times the plan" in suite.unlike_plan("a", r | {"planned": planned | {"peak_gib": peak}})
-    assert suite.unlike_plan("a", r | {"planned": None}) == []
-    assert report.beside(1.2, 1.0) == "1.2 (1.20 x plan)" and report.beside(1.2, None) == "1.2"
+        assert f"a: peak memory {times} times the plan" in node_suite.differences_from_plan(
+            "a", r | {"planned": planned | {"peak_gib": peak}}
+        )
+    assert node_suite.differences_from_plan("a", r | {"planned": None}) == []
+    assert report.beside_plan(1.2, 1.0) == "1.2 (1.20 x plan)" and report.beside_plan(1.2, None) == "1.2"

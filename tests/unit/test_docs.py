@@ -28,7 +28,7 @@ from benchmarks import (
 from jaxtrain import environment, explain, launch, lm_eval, main
 from jaxtrain.activations import ACTIVATIONS
 from jaxtrain.bench import __main__ as bench
-from jaxtrain.bench import sweep
+from jaxtrain.bench import train_step
 from jaxtrain.config import RunConfig, flatten, to_dict
 from jaxtrain.data import __main__ as data
 from jaxtrain.hardware import Devices
@@ -95,15 +95,14 @@ def parsed(words: list[str]) -> list[Any]:
         asked = plan.COMMAND.parse(words)
         return [*asked.problems, *plan._check(asked)]
     elif name == "bench":
-        asked = launch.load(words, bench.OPTIONS, bench.SWITCHES)
-        action = next((n for n in ("suite", "kernels", "peer", "sweep") if asked.options[n]), "steps")
-        cases, wrong = sweep.cases(bench.command(asked), "", asked.options["sweep"]) if asked.options["sweep"] else ((), [])
-        problems = [*asked.problems, *bench.options_wrong(asked, action), *wrong]
-        return problems + [p for case in cases for p in launch.load(case.argv).problems]
+        asked = bench.COMMAND.parse(words)
+        cases, wrong = train_step.make_cases(asked.config.launch.config_argv, "", asked.options["sweep"])
+        problems = [*asked.problems, *bench.find_problems(asked), *wrong]
+        return problems + [p for argv in cases.values() for p in launch.load(argv).problems]
     elif name == "parity":
-        asked = launch.load(words, parity.OPTIONS)
+        asked = parity.COMMAND.parse(words)
         _, problems = parity_layouts.parse(asked.options["meshes"] or parity_layouts.DEFAULT)
-        return [*asked.problems, *parity._options(asked), *problems]
+        return [*asked.problems, *parity.find_problems(asked), *problems]
     elif name == "preflight":
         asked = preflight.COMMAND.parse(words)
         return [*asked.problems, *preflight.check_options(asked)]
@@ -113,7 +112,7 @@ def parsed(words: list[str]) -> list[Any]:
         asked = receipt.COMMAND.parse(words)
         return [*asked.problems, *receipt.check(asked)]
     elif name == "report":
-        return report.parse(words)[3]
+        return report.COMMAND.parse(words).problems
     elif name == "test":
         files = [word for word in words if "/" in word and not word.startswith("-")]
         return [file for file in files if not (REPO / file).exists()]

@@ -40,8 +40,8 @@ LAYERS = {
         validate.pipeline validate.experts validate.layout validate.places validate receipt.* replay
         page.* bench.microbenchmarks plan plan.result plan.topology plan.rates plan.program.*
         plan.cudnn_library plan.compile plan.make plan.calibrate plan.expect plan.search.* plan.report.*
-        plan.sharding_pictures plan.shardings plan.__main__ profile.* parity parity.layouts parity.compare parity.report
-        parity.__main__ preflight.* bench.* report.*
+        plan.sharding_pictures plan.shardings plan.__main__ profile.* bench.child parity parity.layouts parity.compare
+        parity.known_issues parity.report parity.__main__ preflight.* bench.* report.*
     """,
     "the whole": """
         explain train.timing train.batch_feed train.services train.evaluate train.initial_state train.summary train.saver

@@ -8,7 +8,7 @@ from hlo_text import BIG, RATES, read
 from jaxtrain import hardware
 from jaxtrain.plan import rates
 from jaxtrain.plan.program import collectives, roofline
-from jaxtrain.plan.program.work import Work
+from jaxtrain.plan.program.op_cost import Work
 
 H200 = hardware.lookup("NVIDIA H200")
 MEASURED = dataclasses.replace(RATES, source="calibrated on H200 SXM, 2026-11-21", fp8_tflops=0.0)

@@ -1,7 +1,5 @@
-"""A report says what a run's files say: every number, every part that is there, nothing of what is not; of made-up runs."""
+"""The report of made-up runs: its numbers are those of the runs' files, and a section without data is left out."""
 
-import datetime as dt
-import io
 import json
 import math
 import random
@@ -13,14 +11,13 @@ import pytest
 import runs
 from made_runs import ended, everything, fake, gpu, held_out, line, silence, write_lines
 from pages import EVIL, Read, assert_self_contained, curves_of
-from rich.console import Console
 
 from jaxtrain import goodput, metrics
-from jaxtrain.page.charts import ticks_between, ticks_of_log
-from jaxtrain.page.curves import Curve, Limit, Picture, draw, thinned
+from jaxtrain.page.charts import log_ticks, ticks
+from jaxtrain.page.lines import Curve, LineChart, draw, thin
 from jaxtrain.receipt.format import ReceiptError
 from jaxtrain.report import __main__ as command
-from jaxtrain.report import figures, follow, followed, page, pictures, time_spent
+from jaxtrain.report import charts, compare, page
 from jaxtrain.report.run import RunError, alerts, read, read_all, verdict
 
 # ---- What a page holds
@@ -40,23 +37,21 @@ def test_thinning_keeps_what_stands_out():
     draw = random.Random(1)
     values: list[float | None] = [draw.random() for _ in range(20_000)]
     values[7_003], values[9_000], values[12_345], values[15_000] = 50.0, None, -50.0, math.nan
-    found = thinned(Curve("x", list(range(20_000)), values), 100)
-    assert len(found.at) <= 2 * 100 + 4
-    kept = dict(zip(found.at, found.values, strict=True))
+    found = thin(Curve("x", [list(range(20_000))], values), 100)
+    assert len(found.y) <= 2 * 100 + 4
+    kept = dict(zip(found.x[0], found.y, strict=True))
     assert kept[7_003] == 50.0 and kept[9_000] is None and kept[12_345] == -50.0 and math.isnan(kept[15_000] or 0.0)
-    assert found.at[0] == 0 and found.at[-1] == 19_999 and list(found.at) == sorted(found.at)
+    assert found.x[0][0] == 0 and found.x[0][-1] == 19_999 and list(found.x[0]) == sorted(found.x[0])
     for column in range(100):  # the lowest and the highest of each hundredth
         whole = [v for v in values[200 * column : 200 * column + 199] if v is not None and v == v]
         part = [v for at, v in kept.items() if 200 * column - 2 <= at < 200 * column + 202 and v is not None and v == v]
         assert min(part) <= min(whole) and max(part) >= max(whole)
-    short = Curve("x", [1, 2], [None, 1.0])
-    assert thinned(short, 100) is short
+    short = Curve("x", [[1, 2]], [None, 1.0])
+    assert thin(short, 100) is short
 
 
 def test_a_curve_stands_where_its_values_are():
-    text = draw(
-        Picture("a <b>", "step", [Curve("c<d", [10, 20, 30], [1.0, None, 3.0])], limits=[Limit("planned", 4.0)], zero=True)
-    )
+    text = draw(LineChart("a <b>", [Curve("c<d", [[10, 20, 30]], [1.0, None, 3.0])], limits=[("planned", 4.0)], zero=True))
     high = 4.0 * 1.06
     (path,) = re.findall(r'class="curve [^"]*" style="[^"]*" d="([^"]*)"', text)
     assert path == f"M0.0 {1000 * (1 - 1 / high):.1f}M1000.0 {1000 * (1 - 3 / high):.1f}"  # two points, apart at the gap
@@ -65,24 +60,24 @@ def test_a_curve_stands_where_its_values_are():
         ("100.00", f"{100 * (1 - 3 / high):.2f}"),
     ]
     assert f'y1="{100 * (1 - 4 / high):.2f}%"' in text and "planned 4<" in text
-    assert "a &lt;b&gt;. c&lt;d: 1 at step 10 to 3 at step 30, lowest 1 at 10, highest 3 at 30; planned: 4." in text
-    assert draw(Picture("empty", "step", [Curve("c", [1, 2], [None, math.nan])])) == ""
+    assert "a &lt;b&gt;, over the step. planned: 4; c&lt;d: 1 at 10 to 3 at 30, lowest 1 at 10, highest 3 at 30." in text
+    assert draw(LineChart("empty", [Curve("c", [[1, 2]], [None, math.nan])])) == ""
 
 
 @pytest.mark.parametrize("low, high", [(0, 1), (3, 3.001), (2, 300), (1, 100_000), (-5, 5), (1e-7, 4e-3), (0.97, 12.3)])
 def test_axes_have_few_round_numbers(low: float, high: float):
-    found = ticks_between(low, high)
+    found = ticks(low, high)
     assert 2 <= len(found) <= 5 and low <= found[0] and found[-1] <= high * (1 + 1e-12)
     if low > 0:
-        found = ticks_of_log(low, high)
+        found = log_ticks(low, high)
         assert 2 <= len(found) <= 6 and all(low <= t <= high * (1 + 1e-12) for t in found) and found == sorted(found)
 
 
 def test_the_smoothed_loss_is_a_mean_of_neighbours():
-    found = figures.smoothed([1.0, 2.0, 3.0, None, 5.0, math.nan, 7.0])
+    found = charts.smoothed([1.0, 2.0, 3.0, None, 5.0, math.nan, 7.0])
     assert found == [2.0, 2.0, 2.75, None, 5.0, None, 6.0]  # two on each side at least
-    assert figures.smoothed([1e30] + [2.5] * 100)[50] == 2.5
-    many = figures.smoothed([float(i) for i in range(1000)])
+    assert charts.smoothed([1e30] + [2.5] * 100)[50] == 2.5
+    many = charts.smoothed([float(i) for i in range(1000)])
     assert many[500] == pytest.approx(500.0) and many[0] == pytest.approx(10.0)
 
 
@@ -97,9 +92,9 @@ def test_time_is_drawn_as_it_was_spent():
     lines.append({"kind": "spent", "until": 200.0, "seconds": {"step": 35.0}, "step": 60, "doing": "step"})
     lines.append({"kind": "end", "time": 200.0, "exit_code": 0, "reason": "60 steps done"})
     found = goodput.summarise(lines)
-    drawn = dict.fromkeys(time_spent.COLOURS, 0.0)
+    drawn = {cause: 0.0 for cause, colour in charts.COLOURS.items() if colour}
     places = r'<rect x="([\d.]+)%" width="([\d.]+)%" y="[\d.]+" height="([\d.]+)" fill="[^"]+"><title>(\w+),'
-    rects = re.findall(places, time_spent._timeline(found))
+    rects = re.findall(places, charts.wall_time_strip(found))
     for _, width, height, cause in rects:
         drawn[cause] += float(width) / 100 * float(height) / 60 * found.wall_s
     for cause, seconds in drawn.items():
@@ -107,7 +102,6 @@ def test_time_is_drawn_as_it_was_spent():
     assert found.parts["down"] == 15.0
     between = {cause for x, width, _, cause in rects if 0 < 52 - float(x) < float(width)}  # of 100 s, as many after the start
     assert between == {"down"}
-    assert time_spent._patch("down") != time_spent._patch("stopped") and len({*time_spent.COLOURS.values()}) == len(drawn)
 
 
 def test_gpus_are_drawn_by_their_range_and_told_one_by_one(tmp_path: Path):
@@ -119,10 +113,12 @@ def test_gpus_are_drawn_by_their_range_and_told_one_by_one(tmp_path: Path):
     write_lines(folder / "metrics.1.jsonl", other)
     (folder / "metrics.set_aside-1.jsonl").write_text("not read\n")
     run = read(folder)
-    assert [(m.step, m.low, m.high) for m in pictures.moments(run, "power_w")] == [(2, 101.0, 402.0), (3, 5.0, 500.0)]
+    assert [(m[0], m[2], m[4]) for m in charts.moments(run, "power_w")] == [(2, 101.0, 402.0), (3, 5.0, 500.0)]
     words = " ".join(Read(page.html([run])).words)
     assert "1.3" in words and "0.2" in words and "sw_power_cap+hw_slowdown" in words
-    assert "500 of 700" in words and "5 of 700" in words
+    rows = re.findall(r"<tr><th scope=\"row\">([01].[0-3])</th>(.*?)</tr>", page.html([run]))
+    powers = {gpu: re.findall(r">([^<]+)</td>", row)[1:3] for gpu, row in rows}
+    assert len(powers) == 8 and powers["0.3"] == ["403.0", "700.0"] and powers["1.3"] == ["5.0", "700.0"]
 
 
 def test_gpus_of_nodes_that_are_a_step_apart_are_drawn_together(tmp_path: Path):
@@ -132,12 +128,12 @@ def test_gpus_of_nodes_that_are_a_step_apart_are_drawn_together(tmp_path: Path):
     folder = fake(tmp_path / "run", lines)
     other = [gpu(step, 0, process=1, power_w=100.0) for step in range(1, 40, 2)]
     write_lines(folder / "metrics.1.jsonl", other)
-    found = pictures.moments(read(folder), "power_w")
-    assert len(found) > 8 and [m.step for m in found] == sorted({m.step for m in found})
-    inside = [m for m in found if 2 < m.step < 38]
-    assert inside and all((m.low, m.high) == (100.0, 500.0) and 250 < m.mean < 350 for m in inside)
+    found = charts.moments(read(folder), "power_w")
+    assert len(found) > 8 and [m[0] for m in found] == sorted({m[0] for m in found})
+    inside = [m for m in found if 2 < m[0] < 38]
+    assert inside and all((m[2], m[4]) == (100.0, 500.0) and 250 < m[3] < 350 for m in inside)
     alone = read(fake(tmp_path / "one", [line(1), gpu(1, 0), gpu(1, 1, power_w=700.0)]))
-    assert [(m.step, m.low, m.high) for m in pictures.moments(alone, "power_w")] == [(1, 500.0, 700.0)]
+    assert [(m[0], m[2], m[4]) for m in charts.moments(alone, "power_w")] == [(1, 500.0, 700.0)]
 
 
 def test_rates_and_memory_are_the_newest_attempts_or_not_measured(tmp_path: Path):
@@ -145,13 +141,12 @@ def test_rates_and_memory_are_the_newest_attempts_or_not_measured(tmp_path: Path
     lines = [line(s, tokens_per_s_per_device=900.0, peak_memory_gib=99.0 if s < 50 else 40.0) for s in range(1, 53)]
     told = json.loads(ended(None)) | {"resumed_from_step": 49}
     run = read(fake(tmp_path / "run", lines, receipt__json=json.dumps(told)))
-    f = figures.figures(run)
-    assert (f.per_device, f.window, f.peak_gib) == (None, None, 40.0)
-    assert ("tokens/s/device", "-", "not measured") in figures.tiles(run)
+    paths = ("speed.tokens_per_s_per_device", "speed.window.last_step", "memory.peak_gib")
+    assert [run.figure(path) for path in paths] == [None, None, 40.0]
+    assert "tokens/s/device" not in [name for name, *_ in page._tiles(run)]
     told |= {"speed": {"tokens_per_s_per_device": 123.0, "window": {"first_step": 50, "last_step": 52}}}
     run = read(fake(tmp_path / "done", lines, receipt__json=json.dumps(told | {"memory": {"peak_gib": 41.0}})))
-    f = figures.figures(run)
-    assert (f.per_device, f.window, f.peak_gib) == (123.0, (50, 52), 41.0)
+    assert [run.figure(path) for path in paths] == [123.0, 52, 41.0]
 
 
 def test_tokens_of_a_step_do_not_count_what_was_skipped(tmp_path: Path):
@@ -182,6 +177,48 @@ def test_names_in_a_run_cannot_write_the_page(tmp_path: Path):
     assert_self_contained(page.html(read_all([folder, everything(tmp_path / "other", 0, steps=200)])))
 
 
+def test_the_controls_choose_among_views_of_every_x_axis_and_scale(tmp_path: Path):
+    lines = [line(s, loss=9.0 / s, grad_norm=0.0, tokens=7 * s, time_unix=1e9 + 3600 * s) for s in range(1, 11)]
+    shown = page.html([read(fake(tmp_path / "run", [*lines, held_out(4, 2.0)]))])
+    assert "time, h" in shown and 'id="log" checked' in shown
+    views = re.findall(r'class="view (x\d) (\w+)" data-axis="(\d)" data-from="([\d.]+)" data-to="([\d.]+)"', shown)
+    assert [v[:2] for v in views[:6]] == [(f"x{i}", scale) for i in range(3) for scale in ("linear", "log")]
+    assert {v[3:] for v in views if v[0] == "x0"} == {("1", "10")}
+    assert {v[3:] for v in views if v[0] == "x1"} == {("7", "70")} and {v[3:] for v in views if v[0] == "x2"} == {
+        ("0.0", "9.0")
+    }
+    assert [v for v in views if v[1] == "log"] == views[1:6:2]  # a gradient norm of 0 has no logarithm
+    losses = json.loads(re.findall(r'<script type="application/json">(.*?)</script>', shown)[0])
+    (evaluated,) = [c for c in losses["curves"] if c["name"] == "held-out"]
+    assert evaluated["x"] == [[4], [28], [3.0]]
+
+
+def test_the_receipt_begins_with_overrides_and_pages_of_the_folder_are_linked(tmp_path: Path):
+    told = ended(0, overrides={"optimizer.lr": "2e-3"}, config="tiny", command="python x", packages={"jax": "1"})
+    folder = fake(tmp_path / "a run", [line(1)], receipt__json=told, plan__html="x", report__html="x")
+    (folder / "profile").mkdir()
+    (folder / "profile" / "profile.html").write_text("x")
+    shown = page.html([read(folder)], tmp_path / "page.html")
+    assert re.findall(r'href="\./([^"]+)"', shown) == [f"a%20run/{n}.html" for n in ("plan", "profile/profile", "report")]
+    own = page.html([read(folder)], folder / "report.html")
+    assert re.findall(r'href="\./([^"]+)"', own) == ["plan.html", "profile/profile.html"]
+    assert_self_contained(own)
+    words = Read(own).words
+    words = words[words.index("Receipt") :]
+    places = [words.index(word) for word in ("optimizer.lr", "2e-3", "python x", "packages.jax")]
+    assert places == sorted(places)
+
+
+def test_the_plan_of_a_run_is_drawn_beside_it(tmp_path: Path):
+    config = json.dumps({"train": {"global_batch": 8}, "data": {"seq_len": 100}})
+    told = ended(0, planned={"range_s": [0.5, 0.8], "step_s": 0.4, "peak_gib": 70.0}, devices={"count": 2, "kind": ["H100"]})
+    run = read(fake(tmp_path / "run", [line(1), line(2)], receipt__json=told, config__json=config))
+    shown = page.html([run])
+    assert "planned, fastest 0.5<" in shown and "planned, slowest 0.8<" in shown  # seconds
+    assert "planned, fastest 800<" in shown and "planned, slowest 500<" in shown  # 400 tokens per device and step
+    assert "planned 70<" in shown
+
+
 # ---- Several runs
 
 
@@ -197,17 +234,17 @@ def test_several_runs_and_the_best(tmp_path: Path):
     best = re.findall(r'class="best" title="best">([^<]*)<', shown)
     assert best == ["2.4500", "300"]  # the mean of steps 11 to 20, which both have: not the lower loss that more steps gave
     assert "train loss, steps 11 to 20" in read_page.words
-    charts = [json.loads(s) for s in re.findall(r'<script type="application/json">(.*?)</script>', shown)]
-    losses = [c for c in charts if any("smoothed" in x["name"] for x in c["curves"])]
-    assert [c["x"] for c in losses] == ["step", "tokens"]  # batches differ
-    assert losses[1]["curves"][2]["at"][-1] == 4000
-    assert "What differs" in shown
+    drawn = [json.loads(s) for s in re.findall(r'<script type="application/json">(.*?)</script>', shown)]
+    (losses,) = [c for c in drawn if any("smoothed" in x["name"] for x in c["curves"])]
+    assert losses["axes"] == ["step", "tokens", "time, s"]
+    assert [axis[-1] for axis in losses["curves"][2]["x"]] == [20, 4000, 0]
+    assert "Differences" in read_page.words
 
 
 def test_all_that_read_as_the_best_are_starred():
-    assert figures.best([0.9, 0.5, 0.9001], ["90.0%", "50.0%", "90.0%"], most=True) == {0, 2}
-    assert figures.best([2.0, 1.0, None], ["2", "1", "-"], most=False) == {1}
-    assert figures.best([1.0, 1.0], ["1", "1"], most=True) == figures.best([1.0, None], ["1", "-"], most=True) == set()
+    assert compare.best([0.9, 0.5, 0.9001], ["90.0%", "50.0%", "90.0%"], most=True) == {0, 2}
+    assert compare.best([2.0, 1.0, None], ["2", "1", "-"], most=False) == {1}
+    assert compare.best([1.0, 1.0], ["1", "1"], most=True) == compare.best([1.0, None], ["1", "-"], most=True) == set()
 
 
 def test_a_rate_is_written_in_one_way(tmp_path: Path):
@@ -216,18 +253,18 @@ def test_a_rate_is_written_in_one_way(tmp_path: Path):
     speed["window"] = {"first_step": 1, "last_step": 9, "lines": 9}
     folders = [fake(tmp_path / name, [line(1), line(9)], receipt__json=ended(0, speed=speed)) for name in ("a", "b")]
     one, several = Read(page.html([read(folders[0])])).words, Read(page.html(read_all(folders))).words
-    assert one.count("11,294") == 3 and "11,294" in several, "in a tile, and twice in the receipt"
+    assert "11,294" in one and "11,294" in several
 
 
 def test_a_finer_log_is_no_lower_loss(tmp_path: Path):
     """Losses are compared over the same steps, however many lines there are."""
     fall = [line(s, loss=10.0 - s / 100) for s in range(1, 501)]
     fine, coarse = read(fake(tmp_path / "fine", fall)), read(fake(tmp_path / "coarse", fall[9::10]))
-    first = figures.window([fine, coarse], 500)
+    first = compare.window([fine, coarse], 500)
     assert first == 401
-    losses = [figures.loss_over(run, first, 500) for run in (fine, coarse)]
+    losses = [compare.loss_over(run, first, 500) for run in (fine, coarse)]
     assert losses == [pytest.approx(10 - 4.505), pytest.approx(10 - 4.55)]
-    assert figures.window([fine], 500) == 476  # a twentieth
+    assert compare.window([fine], 500) == 476  # a twentieth
 
 
 def test_held_out_loss_is_compared_where_all_were_evaluated(tmp_path: Path):
@@ -247,13 +284,13 @@ def test_the_bars_of_several_runs_have_a_key(tmp_path: Path):
     ledger = [{"kind": "begin", "time": 0.0, "seen": None}, spent, {"kind": "back", "step": 1}]
     told = "".join(json.dumps(each) + "\n" for each in ledger)
     shown = page.html(read_all([fake(tmp_path / name, [line(1)], goodput__jsonl=told) for name in ("a", "b")]))
-    bars = shown[shown.index("<h2>Where the wall time went") :]
+    bars = shown[shown.index("<h2>Wall time") :]
     (key,) = re.findall(r'<p class="key">(.*?)</p>', bars[: bars.index("<table")])
     for cause in ("step", "startup", "repeated"):
-        assert f'style="background:{time_spent.COLOURS[cause]}"></span>{cause}<' in key
-    # But the one in which nobody wanted the run; or a part of the bar would not be seen.
-    assert time_spent.COLOURS.keys() == {*goodput.CAUSES} - {"stopped"}
-    assert len({*time_spent.COLOURS.values()}) == len(time_spent.COLOURS)
+        assert f'style="background:{charts.COLOURS[cause]}"></span>{cause}<' in key
+    # Every cause has its own colour; "stopped" is left empty.
+    assert charts.COLOURS.keys() == {*goodput.CAUSES} and charts.COLOURS["stopped"] == ""
+    assert len({*charts.COLOURS.values()}) == len(charts.COLOURS)
 
 
 # ---- Runs of which something is missing
@@ -263,7 +300,7 @@ def test_the_bars_of_several_runs_have_a_key(tmp_path: Path):
     "code, kind, words",
     [
         (0, "yes", "done: why"),
-        (75, "no", "ended at step 2 with exit code 75 (asked to leave, or a peer died: start it again): why"),
+        (75, "no", "ended at step 2 with exit code 75 (asked to stop, or a process was lost: start it again): why"),
         (124, "no", "ended at step 2 with exit code 124 (the watchdog ended a hang): why"),
         (9, "no", "ended at step 2 with exit code 9: why"),
     ],
@@ -276,10 +313,10 @@ def test_how_a_run_ended(tmp_path: Path, code: int, kind: str, words: str):
 def test_alive_or_killed_is_told_by_the_last_sign_of_life(tmp_path: Path):
     folder = fake(tmp_path, [line(1), line(2)], receipt__json=ended(None), config__json='{"train": {"steps": 9}}')
     kind, words = verdict(read(folder))
-    assert kind == "" and words.startswith("running: step 2 of 9, last sign of life ")
+    assert kind == "" and words.startswith("running: step 2 of 9, last write ")
     silence(folder, 7200)
     kind, words = verdict(read(folder))
-    assert kind == "no" and words == "died at step 2 of 9: no end was written, and nothing since 2h00m. Killed, or it hangs"
+    assert kind == "no" and words == "killed or hanging at step 2 of 9: the receipt has no end, last write 2h00m ago"
 
 
 @pytest.mark.parametrize("name", ["config.json", "receipt.json", "metrics.jsonl"])
@@ -287,18 +324,19 @@ def test_a_run_of_one_file_has_a_page(tmp_path: Path, name: str):
     content = {"config.json": "{}", "receipt.json": ended(1), "metrics.jsonl": ""}[name]
     (tmp_path / name).write_text(content)
     words = " ".join(Read(page.html([read(tmp_path)])).words)
-    assert "No step has been written to metrics.jsonl yet" in words
+    assert "metrics.jsonl has no step yet" in words
     assert "There is no goodput.jsonl" in words
     assert ("There is no receipt.json" in words) == (name != "receipt.json")
-    assert "What it learned" not in words
+    assert not {"Training", "Throughput", "Memory", "GPUs", "Wall time"} & set(Read(page.html([read(tmp_path)])).words)
 
 
 def test_what_cannot_be_read_is_said(tmp_path: Path):
     folder = fake(tmp_path, [line(1)], receipt__json='{"format": 99, "attempts": []}', config__json="{")
     (folder / "goodput.jsonl").write_text("{}\n")
     words = " ".join(Read(page.html([read(folder)])).words)
-    assert "The receipt is left out" in words and "99" in words
-    assert "config.json cannot be read" in words and "Where the wall time went is left out" in words
+    for file in ("receipt.json", "config.json", "goodput.jsonl"):
+        assert f"{file} is left out, because it cannot be read" in words
+    assert "99" in words
     (folder / "metrics.jsonl").write_text('{"kind": "train"}\n' + metrics.encode(line(2)) + "\n")
     with pytest.raises(ReceiptError, match="metrics.jsonl:1"):
         read(folder)
@@ -317,15 +355,12 @@ def test_old_lines_without_a_key_are_gaps(tmp_path: Path):
 @pytest.mark.parametrize(
     "words, said",
     [
-        ([], "no run is named"),
-        (["."], "not a run's folder: none of receipt.json, metrics.jsonl, config.json is there"),
-        (["none"], "none: no such folder. Name a run's folder"),
+        ([], "RUN: is missing"),
+        (["."], "not a run's folder, it has none of receipt.json, metrics.jsonl, config.json"),
+        (["none"], "RUN = none: no such folder. Fix: name a run's folder"),
         (["one", "one"], "named twice"),
-        (["one", "two", "--follow"], "2 runs are named"),
-        (["one", "--follow", "--html=x"], "a command of its own"),
-        (["one", "--follow=yes"], "takes no value"),
         (["one", "--htlm=x"], "no such option"),
-        (["one", "--html"], "there is no file"),
+        (["one", "--html"], "--html"),
         (["one", "--html=."], "is a folder"),
         (["one", "--html=no/such/x.html"], "there is no folder"),
         ([f"r{i}" for i in range(9)], "9 runs"),
@@ -352,113 +387,3 @@ def test_the_command(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     assert "2 runs compared" in (tmp_path / "report.html").read_text()
     with pytest.raises(RunError, match="at most 8"):
         page.html([None] * 9)  # type: ignore[list-item]
-
-
-# ---- Following a run
-
-
-def test_a_tail_follows_a_file_whatever_becomes_of_it(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
-    tail = followed.Tail(path)
-    assert tail.poll() == (False, [])
-
-    def encoded(*steps: int) -> bytes:
-        return b"".join(metrics.encode(line(s)).encode() + b"\n" for s in steps)
-
-    def polled() -> tuple[bool, list[int]]:
-        anew, lines = tail.poll()
-        return anew, [x["step"] for x in lines]
-
-    path.write_bytes(encoded(1, 2)[:-5])
-    assert polled() == (False, [1])
-    path.write_bytes(encoded(1, 2, 3))  # the same inode, longer
-    assert polled() == (False, [2, 3])
-    assert polled() == (False, [])
-    metrics.write_atomic(path, encoded(1))  # a rewind
-    assert polled() == (True, [1])
-    metrics.write_atomic(path, encoded(1, 2, 3))  # another inode, and longer
-    assert polled() == (True, [1, 2, 3])
-    path.write_bytes(encoded(7, 8, 9, 10))  # other lines in the same inode
-    assert polled() == (True, [7, 8, 9, 10])
-    path.unlink()
-    assert polled() == (False, [])
-    path.write_bytes(encoded(1))
-    assert polled() == (True, [1])
-    path.write_bytes(encoded(1) + b"nonsense\n")
-    with pytest.raises(metrics.MetricsError, match="not a line of metrics"):
-        tail.poll()
-
-
-def test_after_exit_75_it_waits_for_the_run_to_be_started_again(tmp_path: Path):
-    found = followed.Followed(fake(tmp_path, [line(1)], receipt__json=ended(75)))
-    found.poll()
-    assert not found.over and found.stands.endswith("Waiting for it to be started again")
-    silence(tmp_path, 3600)
-    found.poll()
-    assert found.over
-
-
-def test_a_killed_run_is_waited_for_as_long_and_no_longer(tmp_path: Path):
-    begun = '{"kind": "begin", "time": 1e9, "seen": null}\n'
-    told = {"receipt__json": ended(None), "config__json": '{"train": {"steps": 9}}', "goodput__jsonl": begun}
-    folder = fake(tmp_path, [line(1), line(2, time_unix=1e9 + 7)], **told)
-    assert "left 49s" in seen(folder)
-    silence(folder, 300)
-    found = followed.Followed(folder)
-    assert not found.over and found.stands.endswith("Waiting for it to be started again")
-    assert "died at step 2 of 9" in seen(folder) and "left" not in seen(folder)
-    silence(folder, 700)
-    console = io.StringIO()
-    assert follow.watch(folder, console) == 1
-    assert console.getvalue().endswith("Not started again within 10m00s: no longer followed\n")
-
-
-def test_time_between_attempts_is_none_that_is_left(tmp_path: Path):
-    """Two seconds a step, in both attempts; from step 20 to 21 two minutes in which nothing ran."""
-    began = dt.datetime.fromtimestamp(1e9 + 150, dt.UTC).isoformat()
-    told = json.loads(ended(None)) | {"started": began}
-    told["attempts"] = [json.loads(ended(None)) | {"started": dt.datetime.fromtimestamp(1e9, dt.UTC).isoformat()}]
-    lines = [line(s, time_unix=1e9 + 2 * s + (120 if s > 20 else 0)) for s in range(11, 31)]
-    found = followed.Followed(fake(tmp_path, lines, receipt__json=json.dumps(told), config__json='{"train": {"steps": 40}}'))
-    found.poll()
-    assert found.left_s == pytest.approx(20.0)
-
-
-def seen(folder: Path, width: int = 100, terminal: bool = True) -> str:
-    """The live view as text."""
-    console = Console(width=width, force_terminal=terminal, file=io.StringIO(), record=True)
-    found = followed.Followed(folder)
-    found.poll()
-    console.print(follow.view(found, console))
-    return console.export_text()
-
-
-@pytest.mark.parametrize("width", [60, 100])
-def test_the_live_view(tmp_path: Path, width: int):
-    folder = everything(tmp_path / "run", 0, steps=600)
-    (folder / "receipt.json").write_text(ended(None))
-    (folder / "metrics.1.jsonl").write_text(metrics.encode(gpu(600, 0, process=1)) + "\n")
-    text = seen(folder, width)
-    assert "running: step 600 of 600" in text and "600 of 600" in text
-    last = [x for x in metrics.read(folder / "metrics.jsonl") if x["kind"] == "train"][-1]
-    assert f"{last['loss']:.4f}" in text and "held-out web" in text and "50.0% causal" in text
-    assert re.search(r"1\.0 +90\.0%", text) and ("50.0% sw_thermal" in text or width < 100)
-    assert "WARNING hot" in text
-    assert max(map(len, text.splitlines())) <= width
-    assert "\u2588" in text and "\u2581" in text
-
-
-def test_many_gpus_are_one_row_and_no_lines_are_no_view(tmp_path: Path):
-    lines = [line(1), *(gpu(1, n, process=p, power_w=100.0 + n + 8 * p) for p in range(4) for n in range(8))]
-    assert "100 to 131" in seen(fake(tmp_path / "many", lines))
-    assert "no step has been written yet" in seen(fake(tmp_path / "none", []))
-
-
-def test_a_row_of_bars():
-    console = Console(file=io.StringIO())
-    rising = follow.spark([float(i) for i in range(200)], console)
-    assert len(rising) == follow.SPARK and rising[0] == follow.BARS[0] and rising[-1] == follow.BARS[-1]
-    assert list(rising) == sorted(rising)
-    assert follow.spark([1.0, math.nan, None], console) == ""
-    plain = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    assert set(follow.spark([1.0, 2.0, 3.0], plain)) <= set(follow.PLAIN_BARS)

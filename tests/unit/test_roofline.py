@@ -8,7 +8,7 @@ from helpers import tiny
 from hlo_text import BIG, ELEMENTS, GATHER, RATES, gemm, moves, read
 
 from jaxtrain.plan import rates, result
-from jaxtrain.plan.program import roofline, work
+from jaxtrain.plan.program import op_cost, roofline
 from jaxtrain.plan.program.hlo import HloError
 from jaxtrain.plan.rates import PALLAS_FRACTION
 
@@ -144,7 +144,7 @@ def test_experts_call(filled, tflop):
 )
 def test_pairs_of_queries_and_keys(mask, window, queries, keys, pairs):
     """A causal mask leaves half of the keys, also to a part of the queries; a window 8 - 8^2 / 2 x 64 of them."""
-    assert work.attention_pairs(mask, window, queries, keys) == pairs
+    assert op_cost.attention_pairs(mask, window, queries, keys) == pairs
 
 
 def test_a_scatter_reads_what_it_adds_to():

@@ -329,6 +329,14 @@ def test_what_fits_is_not_refused(file):
     assert search.refuse(load(file=f"configs/{file}.py"), H200) is None
 
 
+def test_moments_in_host_memory_are_not_counted():
+    run = load("dtypes.m=f32", "dtypes.v=f32", "optimizer.offload=moments", *FULL, file=FILE_70B)
+    assert search.refuse(run, H200) is None
+    # A mesh that is not legal here is another mistake, since the weights alone fit.
+    illegal = space.with_overrides(run, (("mesh.fsdp", 8),))
+    assert search.refuse(illegal, FOUR) is None
+
+
 def test_a_family_of_ones_own_is_not_refused():
     assert search.refuse(load("model.family=helpers:WiderFamily"), H200) is None
 

@@ -187,7 +187,7 @@ def _call(
     """
     (_, T, N, _), (_, S, K, _) = operands[0].shape, operands[1].shape
     tile = tiles(spec.dtype, spec.head_dim)[kernel]
-    # Profiles show the name, and plans read from it what is computed (plan/program/work.py).
+    # Profiles show the name, and plans read from it what is computed (plan/program/op_cost.py).
     mask = (f"window{spec.window}" if spec.window else "causal") if causal else "all"
 
     def whole_rows(x: Any) -> pl.BlockSpec:

@@ -1,4 +1,4 @@
-// The page is complete without this: it sorts tables by a click on a heading, and reads values off its charts.
+// A page is complete without this script, which sorts tables by a click on a heading and reads values of charts.
 "use strict";
 
 for (const table of document.querySelectorAll("table.sortable")) {
@@ -9,7 +9,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
     button.append(...head.childNodes);
     head.append(button);
     button.addEventListener("click", () => {
-      // Numbers are wanted largest first, names from the start.
+      // The first click puts the largest number, or the first name, on top.
       const numeric = head.classList.contains("number");
       const first = numeric ? "descending" : "ascending";
       const order = head.getAttribute("aria-sort") === first ? (numeric ? "ascending" : "descending") : first;
@@ -24,62 +24,82 @@ for (const table of document.querySelectorAll("table.sortable")) {
   });
 }
 
-// What a cursor can say: `places` are its stops, from 0 at the left to 1 at the right, and words(i) what is said at one of them.
-const alongWords = (words) => ({
-  places: words.map((_, i) => (words.length > 1 ? i / (words.length - 1) : 0)),
-  words: (i) => words[i],
+// The stops of a cursor: `places` from 0 at the left to 1 at the right, and words(i), the text of a stop.
+const alongTexts = (texts) => ({
+  places: texts.map((_, i) => (texts.length > 1 ? i / (texts.length - 1) : 0)),
+  words: (i) => texts[i],
 });
 
-// At each place where any curve has a value, what every curve has there, or had last.
-const alongCurves = ({ x, from, to, curves }) => {
-  const stops = [...new Set(curves.flatMap((curve) => curve.at))].sort((a, b) => a - b);
+// A stop wherever a curve has a value. Its text names each curve's value there, or the last one before.
+const alongCurves = ({ axes, curves }, { axis, from, to }) => {
+  const smoothed = document.querySelector("#smooth")?.checked ?? true;
+  const shown = curves.filter((curve) => smoothed || curve.kind !== "smooth");
+  const stops = [...new Set(shown.flatMap((curve) => curve.x[axis]))].sort((a, b) => a - b);
   const number = (value) => (typeof value === "number" ? String(Number(value.toPrecision(5))) : (value ?? "-"));
-  const said = (curve, stop) => {
-    const last = curve.at.findLastIndex((place) => place <= stop);
+  const value = (curve, stop) => {
+    const last = curve.x[axis].findLastIndex((place) => place <= stop);
     if (last < 0) return [];
-    const earlier = curve.at[last] === stop ? "" : ` (${x} ${number(curve.at[last])})`;
-    return [`${curve.name} ${number(curve.is[last])}${earlier}`];
+    const earlier = curve.x[axis][last] === stop ? "" : ` (${axes[axis]} ${number(curve.x[axis][last])})`;
+    return [`${curve.name} ${number(curve.y[last])}${earlier}`];
   };
   return {
     places: stops.map((stop) => (to > from ? (stop - from) / (to - from) : 0)),
-    words: (i) => [`${x} ${number(stops[i])}`, ...curves.flatMap((curve) => said(curve, stops[i]))].join("\n"),
+    words: (i) => [`${axes[axis]} ${number(stops[i])}`, ...shown.flatMap((curve) => value(curve, stops[i]))].join("\n"),
   };
 };
 
 for (const chart of document.querySelectorAll(".chart")) {
-  const points = JSON.parse(chart.querySelector("script").textContent);
-  const { places, words } = Array.isArray(points) ? alongWords(points) : alongCurves(points);
-  const plot = chart.querySelector("svg");
-  const cursor = chart.querySelector(".cursor");
+  const data = JSON.parse(chart.querySelector("script").textContent);
   const tip = chart.querySelector(".tip");
+  let view, cursor, stops;
   let at = 0;
 
+  // The view that the controls have chosen.
+  const look = () => {
+    const now = [...chart.children].find((child) => child.tagName === "svg" && child.getClientRects().length);
+    if (now === view) return;
+    view = now;
+    cursor = view.querySelector(".cursor");
+    const { axis, from, to } = view.dataset;
+    stops = Array.isArray(data) ? alongTexts(data) : alongCurves(data, { axis: Number(axis), from: Number(from), to: Number(to) });
+  };
   const show = (index) => {
-    at = Math.max(0, Math.min(places.length - 1, index));
-    const part = places[at];
+    at = Math.max(0, Math.min(stops.places.length - 1, index));
+    const part = stops.places[at];
     for (const end of ["x1", "x2"]) cursor.setAttribute(end, `${100 * part}%`);
-    tip.textContent = words(at);
-    const box = plot.getBoundingClientRect();
+    tip.textContent = stops.words(at);
+    const box = view.getBoundingClientRect();
     const left = box.left - chart.getBoundingClientRect().left + part * box.width;
     tip.style.left = `${part > 0.5 ? left - tip.offsetWidth - 8 : left + 8}px`;
     cursor.style.visibility = tip.style.visibility = "visible";
   };
   const hide = () => {
-    cursor.style.visibility = tip.style.visibility = "hidden";
+    if (cursor) cursor.style.visibility = "hidden";
+    tip.style.visibility = "hidden";
   };
   chart.addEventListener("pointermove", (event) => {
-    const box = plot.getBoundingClientRect();
+    look();
+    const box = view.getBoundingClientRect();
     const part = (event.clientX - box.left) / box.width;
-    const away = (i) => Math.abs(places[i] - part);
-    show(places.reduce((nearest, _, i) => (away(i) < away(nearest) ? i : nearest), 0));
+    const away = (i) => Math.abs(stops.places[i] - part);
+    show(stops.places.reduce((nearest, _, i) => (away(i) < away(nearest) ? i : nearest), 0));
   });
   chart.addEventListener("pointerleave", hide);
   chart.addEventListener("blur", hide);
-  chart.addEventListener("focus", () => chart.matches(":focus-visible") && show(at));
+  document.querySelector(".views")?.addEventListener("change", () => {
+    hide();
+    view = undefined;
+  });
+  chart.addEventListener("focus", () => {
+    look();
+    if (chart.matches(":focus-visible")) show(at);
+  });
   chart.addEventListener("keydown", (event) => {
-    const move = { ArrowLeft: -1, ArrowRight: 1, PageDown: 20, PageUp: -20, Home: -places.length, End: places.length }[event.key];
+    const all = data.length ?? data.curves.reduce((most, curve) => most + curve.y.length, 0);
+    const move = { ArrowLeft: -1, ArrowRight: 1, PageDown: 20, PageUp: -20, Home: -all, End: all }[event.key];
     if (move) {
       event.preventDefault();
+      look();
       show(at + move);
     }
   });

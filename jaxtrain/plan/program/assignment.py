@@ -1,14 +1,14 @@
-"""XLA's own buffer assignment of a compiled program, read and replayed: what is in memory on one device, and when.
+"""Read and replay XLA's buffer assignment of a compiled program: the values in memory on one device, and when.
 
-XLA gives memory out before a program runs. Arguments, constants and results have an allocation each. All else lives in one
-heap, as large as a simulation of the schedule found necessary: a trace of buffers that come and go. The most bytes alive in
-that trace, with everything outside the heap, are XLA's peak (`memory_analysis().peak_memory_in_bytes`), byte for byte.
+XLA assigns memory before a program runs. Arguments, constants and results have an allocation each. Everything else is in one
+heap, sized by a simulation of the schedule: a trace of buffers that are allocated and freed. The most bytes alive in that
+trace, with everything outside the heap, are XLA's peak (`memory_analysis().peak_memory_in_bytes`), byte for byte.
 
-The heap itself is a little larger than what is alive at any time, because free space is in pieces that the next buffer does not
-fit into. At run time it is allocated whole: a device gives the step arguments + heap, which is the peak and the heap's gaps.
+The heap is a little larger than the bytes alive at any time: it has gaps into which the next buffer does not fit. At run time
+it is allocated at once. The allocated memory of a step is arguments + heap, which is the peak and the heap's gaps.
 
-On GPUs the assignment is not handed out with the compiled program; it stands in the dump of the module after optimization
-(compiler options xla_dump_to and xla_dump_hlo_as_proto, file `*after_optimizations.hlo.pb`).
+On GPUs the assignment is not part of the executable. It is in the dump of the module after optimization (compiler options
+xla_dump_to and xla_dump_hlo_as_proto, file `*after_optimizations.hlo.pb`).
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ HOST = 5  # XLA's color of pinned host memory; all others are on the device
 
 
 class AssignmentError(ValueError):
-    """The buffer assignment cannot be read, or says something that this reader does not understand."""
+    """The buffer assignment cannot be read."""
 
 
-# ---- The protocol buffers of XLA, as far as they are read
+# ---- The fields of XLA's protocol buffers that are read
 
 _SCHEMA: dict[str, dict[str, tuple[int, Any]]] = {
     "Hlo": {"module": (1, "Module"), "assignment": (3, "Assignment")},
@@ -66,16 +66,16 @@ class Value:
     id: int
     size: int  # bytes
     instruction: str  # that makes it
-    index: tuple[int, ...]  # which part of that instruction's result
+    index: tuple[int, ...]  # into that instruction's result
     color: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Allocation:
-    """A piece of memory that the program is given as a whole."""
+    """Memory that the program allocates at once."""
 
     size: int  # bytes
-    parameter: int | None  # number of the entry's parameter that lives here, results that take over its memory included
+    parameter: int | None  # number of the entry's parameter here, results that alias its memory included
     is_live_out: bool
     is_constant: bool
     is_thread_local: bool  # of a reduction's scalar function; never in device memory
@@ -103,9 +103,9 @@ class Assignment:
 
 
 def read(proto: bytes) -> Assignment:
-    """The buffer assignment in a serialized HloProto.
+    """Return the buffer assignment in a serialized HloProto.
 
-    Raises AssignmentError for bytes that are no whole HloProto, that hold no assignment, or whose parts contradict each other.
+    Raises AssignmentError for bytes that are no whole HloProto, have no assignment, or contradict themselves.
     """
     try:
         whole = _hlo_proto().FromString(proto)
@@ -149,10 +149,10 @@ def read(proto: bytes) -> Assignment:
 
 
 def _names(module: Any) -> dict[int, tuple[str, tuple[int, ...]]]:
-    """Instruction id -> its name and the index of its result there, as HLO text has them.
+    """Return instruction id -> its name and the index of its result there, as HLO text has them.
 
-    What runs beside the program (async-start) is in the text one instruction with its results at index 1, and in the assignment
-    an instruction within a computation of its own.
+    An asynchronous call (async-start) is one instruction in the text, with its results at index 1. In the assignment it is an
+    instruction within a computation of its own.
     """
     started = {
         c: i.name for made in module.computations for i in made.instructions if i.opcode == "async-start" for c in i.called
@@ -165,11 +165,11 @@ def _names(module: Any) -> dict[int, tuple[str, tuple[int, ...]]]:
     return names
 
 
-# ---- What is alive when
+# ---- Replay
 
 
 def device_heap(assignment: Assignment) -> tuple[Event, ...]:
-    """What comes and goes in device memory. Raises AssignmentError where the device has several heaps."""
+    """Return the events of the device's heap. Raises AssignmentError if the device has several heaps."""
     found = [h for h in assignment.heaps if assignment.values[h[0].value].color != HOST]
     if len(found) > 1:
         colors = sorted({assignment.values[h[0].value].color for h in found})
@@ -181,10 +181,10 @@ def device_heap(assignment: Assignment) -> tuple[Event, ...]:
 
 
 def replay(assignment: Assignment, heap: Sequence[Event]) -> Iterator[tuple[int, dict[int, dict[int, None]]]]:
-    """After each event: bytes alive, and the values alive in each piece of memory, by the value that it was first given to.
+    """Yield after each event: bytes alive, and the values alive in each buffer, by the value that it was allocated for.
 
-    Memory is free when the last value that shares it ends. A value can share memory that was free for a while: it is then
-    taken again. Yields the same dict each time.
+    A buffer is free when the last value that shares it ends. A value can share a buffer that was free for a while: it is then
+    allocated again. Yields the same dict each time.
     """
     owner: dict[int, int] = {}
     alive: dict[int, dict[int, None]] = {}
@@ -207,7 +207,7 @@ def replay(assignment: Assignment, heap: Sequence[Event]) -> Iterator[tuple[int,
 
 
 def outside(assignment: Assignment) -> list[tuple[Allocation, str]]:
-    """Allocations on the device that last for the whole step, and what they are. A parameter's is named by the caller."""
+    """Return the allocations on the device outside of the heap, with their class. The caller classifies a parameter's."""
     heap = {e.value for h in assignment.heaps for e in h}
     found = []
     for a in assignment.allocations:
@@ -218,5 +218,5 @@ def outside(assignment: Assignment) -> list[tuple[Allocation, str]]:
 
 
 def host_bytes(assignment: Assignment) -> int:
-    """Pinned host memory of one device: offloaded activations, and moments that rest there."""
+    """Return the bytes of pinned host memory of one device: offloaded activations and moments."""
     return sum(a.size for a in assignment.allocations if a.color == HOST)

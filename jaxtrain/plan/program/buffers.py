@@ -1,11 +1,12 @@
-"""What a compiled train step holds on one device, when, and of which kind.
+"""Memory of a compiled train step on one device: its peak by class, its timeline, its saved activations.
 
-XLA's buffer assignment (assignment.py) says which values are in memory at every point of the schedule. Here each gets its
-class: from the names of the program's arguments and operations, and from the shapes that weights and kept activations have.
+XLA's buffer assignment (assignment.py) has the values in memory at every point of the schedule. Each gets its class here: by
+the names of the program's arguments and operations, and by the shapes of weights and saved activations.
 """
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -28,45 +29,46 @@ LISTED = 1 << 20  # bytes from which a buffer gets its own line
 FLOATS = ("bf16", "f16", "f32", "f64", "f8")
 
 
-# ---- What the forward pass keeps
+# ---- Saved activations
 
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """An activation that waits for the backward pass."""
+    """An activation that is saved for the backward pass."""
 
     name: str
     dtype: str
     dims: tuple[int, ...]  # of a device's shard; of a stack (layers, ...)
     stacked: bool  # by a scan over layers
-    again: bool  # kept by a forward pass that the backward pass repeats for one group of layers
+    again: bool  # saved by a forward pass that the backward pass repeats for one group of layers
     offloaded: bool  # to host memory
 
 
-WEIGHT = "weight"  # what the model calls a gathered weight
+WEIGHT = "weight"  # the model's name of a gathered weight
 AGAIN = "one group of layers, computed again"
 _SAME_VALUE = ("reduce_precision", "device_put", "optimization_barrier", "convert_element_type", "copy", "sharding_constraint")
 
 
 def kept_activations(program: Program) -> tuple[Kept, ...]:
-    """What the train step keeps for its backward pass, read from the program before compilation, where names still stand.
+    """Return the activations that the train step saves, of the loop over layers if there is one.
 
-    An activation without a `checkpoint_name` is called by the operation that makes it, what enters a layer "layer input",
-    and a gathered weight, which only a repeated forward pass keeps, "weight".
+    They are read from the jaxpr, which still has names. An activation without a `checkpoint_name` is named after the operation
+    that makes it. The input of a layer is "layer input". A gathered weight, which only a repeated forward pass saves, is
+    "weight".
     """
     found = saved_activations(program)
-    # Beside a loop over layers, the last one's backward pass comes at once: it leaves nothing waiting.
+    # Beside a loop over layers, the last one's backward pass follows at once, and saves nothing for long.
     stacked = tuple(k for k in found if k.stacked)
     return stacked or found
 
 
 def saved_activations(program: Program) -> tuple[Kept, ...]:
-    """Return the same, and beside a loop over layers those of the last one too."""
+    """Return the same, and beside a loop over layers those of the last layer too."""
     return tuple(_kept(jax.make_jaxpr(program.train_step)(program.state, program.batch).jaxpr, "", False))
 
 
 def _inside(eqn: Any) -> Iterator[Any]:
-    """The programs that an operation runs."""
+    """Yield the jaxprs that an operation runs."""
     for value in eqn.params.values():
         for part in value if isinstance(value, (tuple, list)) else (value,):
             if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
@@ -94,25 +96,24 @@ def _kept(jaxpr: Any, scope: str, again: bool) -> Iterator[Kept]:
 
 
 _ELSEWHERE = re.compile(r"\(loss\)|/optimizer|/(gather|reduce)$")
-_ENTERS = re.compile(r"select_n|.*mlp\)/add")  # a group's first layer: what came from where, and the others: the layer before
+_ENTERS = re.compile(r"select_n|.*mlp\)/add")  # the input of a group's first layer, and of the others
 
 
-def _one_put(jaxpr: Any, update: Any) -> Any:
-    """What an update puts in a place of a stack, before it was made one dimension longer; itself where that was done elsewhere,
-    since the loop around it never changes it."""
-    made = next((e for e in jaxpr.eqns if any(v is update.invars[1] for v in e.outvars)), None)
-    return made.invars[0] if made is not None else update.invars[1]
+def _maker(jaxpr: Any, var: Any) -> Any:
+    """Return the operation that makes a variable; None for an input."""
+    return next((eqn for eqn in jaxpr.eqns if any(v is var for v in eqn.outvars)), None)
 
 
 def _in_a_slot(jaxpr: Any, update: Any) -> Kept:
-    """What a loop puts where it waits for the backward pass; the array has a place for every layer, or a pipeline's slots."""
-    name, aval = _activation(jaxpr, _one_put(jaxpr, update)), update.outvars[0].aval
+    """Return the activation that a loop writes into an array with a slot for every layer, or for a pipeline's microbatches."""
+    made = _maker(jaxpr, update.invars[1])  # adds the dimension of slots; None if that is outside of the loop
+    name, aval = _activation(jaxpr, made.invars[0] if made is not None else update.invars[1]), update.outvars[0].aval
     return Kept("layer input" if _ENTERS.fullmatch(name) else name, _dtype(aval.dtype), aval.shape, True, False, False)
 
 
 def _one_by_one(jaxpr: Any, remat: Any) -> Iterator[Kept]:
-    """What a layer that stands in no loop left for its backward pass."""
-    makers = {id(v): e for e in jaxpr.eqns for v in e.outvars}
+    """Yield the activations that a layer outside of loops saves."""
+    makers = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     for var in remat.invars:
         made = makers.get(id(var))
         stack = str(made.source_info.name_stack) if made is not None else ""
@@ -121,56 +122,50 @@ def _one_by_one(jaxpr: Any, remat: Any) -> Iterator[Kept]:
             yield Kept(_activation(jaxpr, var), _dtype(var.aval.dtype), var.aval.shape, False, False, host)
 
 
+_HLO_DTYPES = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "s"), ("bool", "pred"))
+
+
 def _dtype(dtype: Any) -> str:
-    """As HLO calls it."""
-    return (
-        str(dtype)
-        .replace("bfloat", "bf")
-        .replace("float", "f")
-        .replace("uint", "u")
-        .replace("int", "s")
-        .replace("bool", "pred")
-    )
+    """Return HLO's name of a dtype."""
+    return functools.reduce(lambda name, pair: name.replace(*pair), _HLO_DTYPES, str(dtype))
 
 
 def _activation(jaxpr: Any, var: Any) -> str:
-    """What a value is called, followed back through what does not change it."""
-    eqn = next((e for e in jaxpr.eqns if any(v is var for v in e.outvars)), None)
+    """Return the name of a value, traced back through operations that do not change it."""
+    eqn = _maker(jaxpr, var)
     if eqn is None:
         return "layer input" if any(v is var for v in jaxpr.invars) else "constant"
     if eqn.primitive.name == "name":
         return eqn.params["name"]
     if eqn.primitive.name in _SAME_VALUE:
         return _activation(jaxpr, eqn.invars[0])
-    if eqn.primitive.name == "scan":
-        body = next(_inside(eqn))
-        return _activation(body, next(i for i, o in zip(body.outvars, eqn.outvars, strict=True) if o is var))
-    body = next((b for b in _inside(eqn) if len(b.outvars) == len(eqn.outvars)), None)
+    scan = eqn.primitive.name == "scan"
+    body = next((b for b in _inside(eqn) if scan or len(b.outvars) == len(eqn.outvars)), None)
     if body is not None:
         name = _activation(body, next(i for i, o in zip(body.outvars, eqn.outvars, strict=True) if o is var))
-        if name not in ("layer input", "constant"):
+        if scan or name not in ("layer input", "constant"):
             return name
     scope = [part for part in str(eqn.source_info.name_stack).split("/") if part and "rematted" not in part]
     return "/".join([*scope[-2:], eqn.primitive.name])
 
 
-# ---- Which class a buffer belongs to
+# ---- Classes of buffers
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What attribution goes by."""
+    """The facts that `classify` uses."""
 
     module: hlo.Module
-    weights: frozenset[tuple[int, ...]]  # `_plain` dimensions that a weight, or its gradient, has on a device
-    at_rest: frozenset[tuple[int, ...]]  # of those, what parameters have, all layers together
-    kept: dict[tuple[bool, str, tuple[int, ...]], tuple[str, ...]]  # again, dtype, `_plain` dimensions on a device -> names
-    alone: dict[tuple[str, tuple[int, ...]], tuple[str, ...]]  # likewise, of layers that stand in no loop
+    weights: frozenset[tuple[int, ...]]  # `_plain` dimensions of weights and their gradients on a device
+    at_rest: frozenset[tuple[int, ...]]  # those of parameters as they are sharded, all layers together
+    kept: dict[tuple[bool, str, tuple[int, ...]], tuple[str, ...]]  # again, dtype, `_plain` local dimensions -> names
+    alone: dict[tuple[str, tuple[int, ...]], tuple[str, ...]]  # the same, of layers outside of loops
     callers: dict[str, list[hlo.Instruction]]  # of a computation
 
 
 def facts(program: Program, module: hlo.Module) -> Facts:
-    """Gathers them. `module`: the step's, after optimization."""
+    """Return the facts about a program. module: of its compiled train step."""
     weights: set[tuple[int, ...]] = set()
     for a in jax.tree.leaves(program.state.params):
         sizes = list(zip(a.shape, a.sharding.shard_shape(a.shape), strict=True))
@@ -200,7 +195,7 @@ def facts(program: Program, module: hlo.Module) -> Facts:
 
 
 def _plain(dims: Iterable[int]) -> tuple[int, ...]:
-    """Dimensions without order and without ones: XLA transposes and drops them as it likes."""
+    """Return dimensions without order and without ones, since XLA transposes and drops them."""
     return tuple(sorted(d for d in dims if d != 1))
 
 
@@ -211,7 +206,7 @@ _GATHERS = ("all-gather", "all-gather-start", "all-gather-done")
 
 
 def _part(instruction: hlo.Instruction, index: Sequence[int]) -> hlo.Shape | None:
-    """The array at an index of an instruction's result; None for a tuple."""
+    """Return the array at an index of an instruction's result; None for a tuple."""
     found: hlo.Type = instruction.type
     for i in index:
         found = found[i] if isinstance(found, tuple) else found
@@ -219,7 +214,7 @@ def _part(instruction: hlo.Instruction, index: Sequence[int]) -> hlo.Shape | Non
 
 
 def _origins(facts: Facts, name: str, index: tuple[int, ...]) -> list[hlo.Instruction]:
-    """The instructions that made an array's contents: back through what only moves or converts it, and through loops."""
+    """Return the instructions that made an array's contents, traced back through copies, conversions and loops."""
     module = facts.module
     found: dict[str, hlo.Instruction] = {}
     todo, seen = [(name, index)], set()
@@ -255,39 +250,35 @@ def _origins(facts: Facts, name: str, index: tuple[int, ...]) -> list[hlo.Instru
 
 
 def _op_names(module: hlo.Module, instruction: hlo.Instruction) -> list[str]:
-    """Where an instruction came from; of a fusion without a name, where its parts did."""
+    """Return the op_name of an instruction; of a fusion without one, those of its parts."""
     inside = (f for c in instruction.called if instruction.opcode == "fusion" for f in module.computations[c].instructions)
     return [instruction.op_name] if instruction.op_name else list(dict.fromkeys(f.op_name for f in inside if f.op_name))
 
 
 def argument_class(op_name: str) -> str:
-    """Class of an argument of the train step, from its path, as in state.params['head'] or state.optimizer[0].mu['head']."""
+    """Return the class of an argument from its path, such as state.params['head'] or state.optimizer[0].mu['head']."""
     if op_name.startswith("state.params"):
         return "parameters"
     moment = re.match(r"state\.optimizer.*?\.(mu|nu)\b", op_name)
     if moment:
         return {"mu": "first moment", "nu": "second moment"}[moment[1]]
-    return (
-        "batch"
-        if op_name.startswith("batch")
-        else "other optimizer state"
-        if op_name.startswith("state")
-        else "other arguments"
-    )
+    if op_name.startswith("state"):
+        return "other optimizer state"
+    return "batch" if op_name.startswith("batch") else "other arguments"
 
 
 STATE = ("parameters", "first moment", "second moment", "other optimizer state")
 _FILLS = frozenset(("broadcast", "constant", "bitcast", "copy", "tuple"))
 _EINSUM = re.compile(r"->([A-Z]+)/dot_general")
 _REDUCED = re.compile(r"reduce.scatter|all-reduce|psum|dynamic_update_slice|dynamic_slice|scatter-add|\bwhile$")
-# Stages of ZeRO that hold weights for a whole step, and sum gradients whole over microbatches or after the last of them.
+# Stages of ZeRO that hold gathered weights during a step, and sum unsharded gradients over microbatches or after the last one.
 _GATHERED_ONCE = re.compile(r"^(jit\(train_step\)/gather/\S* ?)+$")
 _SUMMED = re.compile(r"jit\(train_step\)/(reduce/.*|while/body/(eval_jaxpr/)?add)")
 _TOKENS = set("BTC")  # the dimensions along a batch: sequences, tokens, tokens of a chunk
 
 
 def _is_fill(module: hlo.Module, instruction: hlo.Instruction) -> bool:
-    """Whether it makes an array of one number."""
+    """Return whether an instruction makes an array of one number."""
     if instruction.opcode != "fusion":
         return instruction.opcode == "broadcast"
     return all(f.opcode in _FILLS for f in module.computations[instruction.called[0]].instructions)
@@ -302,9 +293,9 @@ def _is_workspace(made_by: hlo.Instruction, shape: hlo.Shape | None) -> bool:
 
 
 def classify(facts: Facts, value: Value) -> tuple[str, str]:
-    """(class, name of the kept activation or "") of a value in the heap.
+    """Return (class, name of the saved activation or "") of a value in the heap.
 
-    What cannot be told for certain is "temporaries": somebody will change a setting for what the other classes say.
+    A value of uncertain class is "temporaries": users change settings by the sizes of the other classes.
     """
     made_by = facts.module.owners[value.instruction].by_name[value.instruction]
     shape = _part(made_by, value.index)
@@ -329,7 +320,7 @@ def classify(facts: Facts, value: Value) -> tuple[str, str]:
     names = facts.kept.get((backward, shape.dtype, dims), ()) if "(loss)" not in text else ()
     if names and (not backward or "rematted_computation" in text):
         if all(_is_fill(facts.module, i) for i in origins):
-            # XLA can move the empty stack of a microbatch out of the loop over them, and then holds it all the time.
+            # XLA can move the empty stack of a microbatch out of the loop over microbatches, and then always holds it.
             return ("temporaries", "") if backward else ("saved activations", f"{', '.join(names)}: zeros to begin with")
         if any("dynamic_update_slice" in name or i.opcode == "while" for i in origins for name in _op_names(facts.module, i)):
             return ("gathered weights", "") if names == (WEIGHT,) else ("saved activations", ", ".join(names))
@@ -337,18 +328,18 @@ def classify(facts: Facts, value: Value) -> tuple[str, str]:
     if names and "jvp(layers)" in text and not backward:
         return ("gathered weights", "") if names == (WEIGHT,) else ("saved activations", ", ".join(names))
     einsum = next((m[1] for i in (made_by, *origins) for n in _op_names(facts.module, i) if (m := _EINSUM.search(n))), "")
-    # Tokens can be as many as a weight has rows: a shape alone says nothing, unless it is a shard's or something reduced.
+    # Tokens can be as many as a weight has rows. A shape alone is no proof, unless it is a shard's or of a reduction.
     reduced = dims in facts.at_rest or (
         dims in facts.weights and _REDUCED.search(" ".join((text, *(i.opcode for i in origins))))
     )
     if (backward or "(loss)" in text) and (not _TOKENS.intersection(einsum) if einsum else reduced):
         return "gradients", ""
     if dims in facts.at_rest and "jvp(" not in text and "(optimizer)" not in text and "/optimizer/" not in text:
-        return "gradients", ""  # summed over microbatches: has the shape of a weight at rest, and no part in any other phase
+        return "gradients", ""  # summed over microbatches: sharded like a parameter, and of no phase
     return ("logits and loss" if "(loss)" in text else "temporaries"), ""
 
 
-# ---- The whole
+# ---- Peak
 
 
 _PHASES = (  # in this order: an op_name can hold several
@@ -359,17 +350,17 @@ _PHASES = (  # in this order: an op_name can hold several
     ("jvp(", "forward layers"),
     ("/optimizer/", "optimizer"),
 )
-# Instructions that show where a step is. Broadcasts, gathers and conversions run where they fit, long before they are needed.
+# Instructions that mark a phase. Broadcasts, gathers and conversions run anywhere, long before they are needed.
 _MARKS = re.compile(r"dot_general|dot_product|embed\)+/.*(gather|add|scatter)|/optimizer/")
 
 
 def phase(op_name: str) -> str:
-    """The part of a step that is running when this instruction does; "" where its name does not tell."""
+    """Return the phase of a step during an instruction; "" if its name does not show it."""
     return next((phase for part, phase in _PHASES if part in op_name), "") if _MARKS.search(op_name) else ""
 
 
 def _thin(points: Sequence[tuple[float, str]], most: int = POINTS) -> tuple[tuple[float, str], ...]:
-    """At most so many points: of every stretch its highest."""
+    """Return at most so many points: the highest of every stretch."""
     stretch = max(1, math.ceil(len(points) / most))
     return tuple(max(points[i : i + stretch], key=lambda point: point[0]) for i in range(0, len(points), stretch))
 
@@ -384,11 +375,13 @@ def memory(
     usable_gib: float,
     workspace: Workspace,
 ) -> Memory:
-    """What a step holds on one device.
+    """Return the memory of a step on one device.
 
-    assignment, module: of the program's compiled step. The peak is XLA's own, with `workspace` where `workspace.placed` has put
-    that into the assignment; `by_class` adds up to it. Offloaded activations are in host memory and counted apart. Arguments
-    and temporaries are allocations: together they exceed the peak by the gaps of the heap, and are what a device has to give.
+    The peak is XLA's own, with the workspace that `workspace.placed` put into the assignment; `by_class` adds up to it. Host
+    memory is counted apart. Arguments and temporaries are allocations: together they exceed the peak by the heap's gaps.
+
+    Args:
+      assignment, module: of the program's compiled step.
     """
     heap = assigned.device_heap(assignment)
     known = facts(program, module)
@@ -447,7 +440,7 @@ def memory(
 
 
 def _buffer(facts: Facts, size: int, kind: str, value: Value) -> Buffer:
-    """One line of the list of what is held at the peak."""
+    """Return one entry of the list of arrays at the peak."""
     module = facts.module
     made_by = module.owners[value.instruction].by_name[value.instruction]
     shape = _part(made_by, value.index)

@@ -1,6 +1,6 @@
-"""What travels between devices in a step: every collective of a scheduled module, with its mesh axes and its bytes.
+"""Read the collectives of a scheduled module: the mesh axes of each, its bytes on the wire, and its hops between nodes.
 
-Bytes are those of the ring algorithms, which move the least that any algorithm can (n is the number of devices in a group):
+Bytes are those of the ring algorithms, which send the least that any algorithm can (n is the number of devices in a group):
 
     all-gather          (n-1)/n of the gathered array    reduce-scatter       (n-1)/n of the array that is reduced
     all-reduce          2(n-1)/n of the array            all-to-all           (n-1)/n of the array
@@ -9,10 +9,10 @@ Bytes are those of the ring algorithms, which move the least that any algorithm 
 A ring is laid out node by node, so that it leaves each node once, with all that a device sends: a GPU's share of the network
 is what it sends divided by the GPUs of its group in its node (NCCL runs as many rings as there are network cards). An
 all-to-all is no ring: what it sends to devices of other nodes crosses the network. A permutation that leaves a node anywhere
-counts whole: the GPU at the border has nobody to share with.
+counts in full: the GPU at the border shares with nobody.
 
-The first byte of a ring goes from node to node until it has been in all of them; an all-reduce goes up a tree of nodes and down
-again, which is faster over many (NCCL takes either). These hops are counted, since each of them takes its time.
+The first byte of a ring goes from node to node until it has been in all of them. An all-reduce goes up a tree of nodes and down
+again, which is faster over many (NCCL takes either). Each of these hops takes its time.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ from jaxtrain.plan import result
 from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module, leaves, walk
 
 GIB = 2**30
-_OF_GROUPS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-broadcast")
-_KINDS = (*_OF_GROUPS, "collective-permute")
-# These name groups of replicas, of which there is one, unless they say that they mean devices.
+_TO_OTHERS = ("all-to-all", "ragged-all-to-all")  # each device sends another part to each other one
+_KINDS = ("all-gather", "reduce-scatter", "all-reduce", *_TO_OTHERS, "collective-broadcast", "collective-permute")
+# These name groups of replicas, and there is one replica, unless they say that they mean devices.
 _OF_REPLICAS = ("all-gather", "reduce-scatter", "all-reduce")
 _LAUNCHES = ("fusion", "fusion-start", "async-start", "call-start")
 _LIST = re.compile(r"\{\s*(?:\{[\d,\s]*\}\s*,?\s*)*\}")
@@ -69,10 +69,12 @@ class Found:
 
 
 def read(module: Module, mesh_shape: dict[str, int], gpus_per_node: int) -> list[Found]:
-    """Every collective of a module, in the order of its schedule.
+    """Return every collective of a module, in the order of its schedule.
 
-    `mesh_shape`: axis -> size, in device order (row-major: the last axis varies fastest). Raises HloError for a collective
-    whose groups are no groups of this mesh, and for any that is of no known form.
+    Args:
+      mesh_shape: axis -> size, in device order (row-major: the last axis varies fastest).
+
+    Raises HloError for a collective of unknown form, or whose groups are none of this mesh.
     """
     if math.prod(mesh_shape.values()) != module.num_partitions:
         raise HloError(f"module {module.name}: made for {module.num_partitions} devices, but the mesh is {mesh_shape}")
@@ -93,30 +95,21 @@ def read(module: Module, mesh_shape: dict[str, int], gpus_per_node: int) -> list
 
 
 def by_instruction(found: Iterable[Found]) -> dict[str, Found]:
-    """Instruction name in the schedule -> what it moves."""
+    """Return collectives by the name of their instruction in the schedule."""
     return {f.instruction: f for f in found}
 
 
 def over_step(found: Found, ms: float, exposed_ms: float) -> result.Collective:
-    """A collective's line in the plan: bytes of all launches, and the times (of all launches) that a model gave it."""
-    return result.Collective(
-        kind=found.kind,
-        dtype=found.dtype,
-        axis=found.axis,
-        group=found.group,
-        count=found.count,
-        wire_gib=found.count * found.wire_bytes / GIB,
-        network_gib=found.count * found.network_bytes / GIB,
-        ms=ms,
-        exposed_ms=exposed_ms,
-        source=found.source,
-        op_name=found.op_name,
-        instruction=found.instruction,
-    )
+    """Return a collective over a step: bytes of all launches, and their times."""
+    same = {
+        name: getattr(found, name) for name in ("kind", "dtype", "axis", "group", "count", "source", "op_name", "instruction")
+    }
+    wire, network = (found.count * each / GIB for each in (found.wire_bytes, found.network_bytes))
+    return result.Collective(**same, wire_gib=wire, network_gib=network, ms=ms, exposed_ms=exposed_ms)
 
 
 def _kind(i: Instruction) -> str | None:
-    """The kind of collective that an instruction launches. Raises HloError for one of no known kind."""
+    """Return the kind of collective that an instruction launches. Raises HloError for one of unknown kind."""
     kind = i.opcode.removesuffix("-start")
     if kind in _KINDS:
         return kind
@@ -127,7 +120,7 @@ def _kind(i: Instruction) -> str | None:
 
 
 def _within(module: Module, called: Iterable[str]) -> list[tuple[Instruction, Computation]]:
-    """The collectives of computations and of what they call."""
+    """Return the collectives of computations and of those that they call."""
     out = []
     for name in called:
         computation = module.computations[name]
@@ -143,16 +136,12 @@ def _one(mesh: "_Mesh", i: Instruction, where: Computation, launch: Instruction,
     size = sum(a.bytes for a in arrays)
     if kind == "collective-permute":
         axis, group, leaves_node = mesh.moves(i)
-        wire = size if group > 1 else 0
-        network = size if leaves_node else 0
-        hops = int(leaves_node)
+        wire, network, hops = size if group > 1 else 0, size if leaves_node else 0, int(leaves_node)
     else:
         axis, group, local = mesh.groups(i)
         wire = _ring(kind, size, group)
-        if kind in ("all-to-all", "ragged-all-to-all"):
-            network = size * (group - local) / group
-        else:
-            network = wire / local if local < group else 0
+        ring_network = wire / local if local < group else 0
+        network = size * (group - local) / group if kind in _TO_OTHERS else ring_network
         hops = _hops(kind, math.ceil(group / local))
     return Found(
         kind=kind,
@@ -172,31 +161,23 @@ def _one(mesh: "_Mesh", i: Instruction, where: Computation, launch: Instruction,
 
 
 def _hops(kind: str, nodes: int) -> int:
-    """How often what a collective sends goes from one node to the next, one after the other."""
-    match kind:
-        case "all-to-all" | "ragged-all-to-all":
-            return min(nodes - 1, 1)
-        case "all-reduce":
-            return 2 * math.ceil(math.log2(nodes))
-        case _:
-            return nodes - 1
+    """Return how often data goes from one node to the next, one after the other."""
+    if kind in _TO_OTHERS:
+        return min(nodes - 1, 1)
+    return 2 * math.ceil(math.log2(nodes)) if kind == "all-reduce" else nodes - 1
 
 
 def _ring(kind: str, size: int, n: int) -> float:
-    """Bytes that each of n devices sends, of which each puts in `size`."""
-    match kind:
-        case "all-gather":
-            return (n - 1) * size
-        case "all-reduce":
-            return 2 * (n - 1) / n * size
-        case "collective-broadcast":
-            return size if n > 1 else 0
-        case _:
-            return (n - 1) / n * size
+    """Return the bytes that each of n devices sends, if each puts in `size`."""
+    if kind == "all-gather":
+        return (n - 1) * size
+    if kind == "collective-broadcast":
+        return size if n > 1 else 0
+    return (2 if kind == "all-reduce" else 1) * (n - 1) / n * size
 
 
 def _merged(parts: list[Found]) -> Found:
-    """Several collectives that one instruction launches, as one."""
+    """Merge the collectives that one instruction launches."""
     first = parts[0]
     if len({(p.kind, p.axis, p.group) for p in parts}) > 1:
         several = "; ".join(f"{p.kind} over {p.axis}" for p in parts)
@@ -211,22 +192,26 @@ def _merged(parts: list[Found]) -> Found:
     )
 
 
-# ---- Which devices
+# ---- Mesh axes
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", text))
 
 
 def _pairs(i: Instruction) -> np.ndarray:
-    """(source, target) of each move of a permutation that goes to another device, shape [moves, 2]."""
+    """Return (source, target) of each move of a permutation that goes to another device, shape [moves, 2]."""
     text = i.attributes.get("source_target_pairs", "")
     if not _PAIRS.fullmatch(text):
         raise HloError(f"{i.name}: its source_target_pairs cannot be read: {text!r}")
-    pairs = np.array(_numbers(re.sub(r"[{}]", "", text)), int).reshape(-1, 2)
+    pairs = np.array(_numbers(text), int).reshape(-1, 2)
     return pairs[pairs[:, 0] != pairs[:, 1]]
 
 
 def _groups(i: Instruction, devices: int) -> np.ndarray:
-    """The devices of each group, shape [groups, devices in one]. With one replica, a device's number is its partition's."""
+    """Return the devices of each group, shape [groups, devices in one]. With one replica, a device's id is its partition's."""
     if "channel_id" not in i.attributes:
-        return np.arange(devices)[:, None]  # between replicas, of which there is one
+        return np.arange(devices)[:, None]  # between replicas: there is one
     if i.opcode.removesuffix("-start") in _OF_REPLICAS and i.attributes.get("use_global_device_ids") != "true":
         return np.arange(devices)[None, :]  # between replicas and all their partitions
     text = i.attributes.get("replica_groups", "{}")
@@ -234,8 +219,7 @@ def _groups(i: Instruction, devices: int) -> np.ndarray:
         text += f", device_ids={i.attributes['device_ids']}"
     if _LIST.fullmatch(text):
         listed = [_numbers(group) for group in re.findall(r"\{([\d,\s]+)\}", text)] or [tuple(range(devices))]
-        equal = len({len(group) for group in listed}) == 1
-        groups = np.array(listed) if equal else np.array([[-1]])
+        groups = np.array(listed if len({len(group) for group in listed}) == 1 else [[-1]])
     elif iota := _IOTA.fullmatch(text):
         groups = _iota(iota[2], iota[3]).reshape(_numbers(iota[1]))
     elif named := _MESH.fullmatch(text):
@@ -247,23 +231,21 @@ def _groups(i: Instruction, devices: int) -> np.ndarray:
     return groups
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.split(",") if n.strip())
-
-
 def _iota(sizes: str, order: str | None) -> np.ndarray:
-    """0, 1, 2, ... in an array of these sizes, its dimensions put into this order, flat."""
+    """Return 0, 1, 2, ... in an array of these sizes, its dimensions transposed to this order, flat."""
     devices = np.arange(math.prod(_numbers(sizes))).reshape(_numbers(sizes))
     return (devices.transpose(_numbers(order)) if order else devices).ravel()
 
 
 def _named(match: re.Match[str]) -> np.ndarray:
-    """Groups along axes of the compiler's own mesh; `'a':(2)4` is a part of an axis: 4 long, below a major part of 2."""
+    """Return groups along axes of the compiler's own mesh. `'a':(2)4` is a part of an axis: 4 long, below a major part of 2."""
     axes = {name: int(size) for name, size in _MESH_AXIS.findall(match[1])}
-    order = _ORDER.fullmatch(match[2]) if match[2] else None
-    devices = _iota(order[1], order[2]) if order else np.array(_numbers(match[2] or ""))
     if not match[2]:
         devices = np.arange(math.prod(axes.values()))
+    elif order := _ORDER.fullmatch(match[2]):
+        devices = _iota(order[1], order[2])
+    else:
+        devices = np.array(_numbers(match[2]))
     wanted = [(name, int(before or 1), int(part or axes[name])) for name, before, part in _GROUP_AXIS.findall(match[3])]
     sizes, inside = [], []  # each axis cut where a part begins or ends
     for name, size in axes.items():
@@ -276,13 +258,13 @@ def _named(match: re.Match[str]) -> np.ndarray:
 
 
 def _canonical(groups: np.ndarray) -> bytes:
-    """The same for the same groups, in whatever order they and their devices are written."""
+    """Return equal bytes for equal groups, in whatever order they and their devices are written."""
     groups = np.sort(groups, axis=1)
     return groups[np.argsort(groups[:, 0])].astype(np.int64).tobytes() + bytes(str(groups.shape), "ascii")
 
 
 class _Mesh:
-    """The run's mesh: which devices the groups along its axes have, and in which node each is."""
+    """The run's mesh: the devices of the groups along its axes, and the node of each device."""
 
     def __init__(self, shape: dict[str, int], gpus_per_node: int):
         self.devices, self.gpus_per_node = math.prod(shape.values()), gpus_per_node
@@ -298,9 +280,9 @@ class _Mesh:
         self.known: dict[str, tuple[str, int, int]] = {}
 
     def groups(self, i: Instruction) -> tuple[str, int, int]:
-        """Of a collective between groups: the axes, the devices in a group, and how many of a group are in one node.
+        """Return the axes of a collective, the devices in a group, and the fewest devices of a group in one node.
 
-        The latter where they are fewest. Axes may be part of some: then each group has evenly spaced devices along them.
+        A group along a part of axes has evenly spaced devices on them.
         """
         key = str([i.attributes.get(k) for k in ("replica_groups", "device_ids", "channel_id", "use_global_device_ids")])
         key += i.opcode.removesuffix("-start")
@@ -324,7 +306,7 @@ class _Mesh:
         raise HloError(f"{i.name}: its replica_groups lie along no axes of the mesh: {i.attributes['replica_groups']}")
 
     def moves(self, i: Instruction) -> tuple[str, int, bool]:
-        """Of a permutation: the fewest axes along which all moves stay in one group, its size, and if any leaves a node."""
+        """Return the fewest axes along which a permutation stays in one group, its size, and whether it leaves a node."""
         moves = _pairs(i)
         if not len(moves):
             return "", 1, False
@@ -336,7 +318,7 @@ class _Mesh:
         return axes, whole.shape[1], leaves_node
 
     def _places(self, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of each device: the number of its group, and its position there."""
+        """Return the number of each device's group, and its position there."""
         number, position = np.empty(self.devices, int), np.empty(self.devices, int)
         number[whole], position[whole] = np.indices(whole.shape)
         return number, position

@@ -1,14 +1,16 @@
 """Read the text of a scheduled, partitioned HLO module (`compiled.as_text()`).
 
-What the plan says about a step is read from here: instructions in the order in which they are started, what each calls, how
-often each runs in a step, and the line of Python that it came from. A line that cannot be read is an error, never left out:
-a collective that the reader skips would be missing in every figure after it.
+Instructions come in the order in which they are started, each with the computations that it calls and the line of Python that
+it came from. `walk` multiplies loops out. A line that cannot be read is an error and is never left out: a collective that the
+reader skips would be missing in every figure after it.
+
+The text is read, and not the HloProto: its forms are those of XLA's documentation and of tests, it has the number of
+partitions, and one instruction for each asynchronous start.
 """
 
 import dataclasses
 import functools
 import math
-import operator
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,11 +55,10 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 HELPERS = ("jaxtrain/sharding.py", "jaxtrain/zero.py", "jaxtrain/kernels/dot.py")
 _CALLS = ("call", "conditional", "async-start", "call-start")
 _FUSIONS = ("fusion", "fusion-start")
-_MOST_TRIPS = 20_000  # a loop counted by running its counter
 
 
 class HloError(ValueError):
-    """Something in the module cannot be read, with the instruction's name and text."""
+    """A part of the module cannot be read. The message has the instruction's name and text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,12 +83,12 @@ type Type = Shape | tuple["Type", ...]
 
 
 def leaves(type: Type) -> list[Shape]:
-    """Every array of a type, in order."""
+    """Return every array of a type, in order."""
     return [type] if isinstance(type, Shape) else [leaf for part in type for leaf in leaves(part)]
 
 
 def size(type: Type) -> int:
-    """Bytes of all arrays of a type."""
+    """Return the bytes of all arrays of a type."""
     return sum(leaf.bytes for leaf in leaves(type))
 
 
@@ -101,8 +102,8 @@ class Instruction:
     operands: tuple[str, ...]
     called: tuple[str, ...]  # computations that it names, in the order of the text
     attributes: dict[str, str]  # name -> raw text; a constant's value is under "literal"
-    op_name: str  # the path of named scopes in the Python program; "" where the compiler made the instruction up
-    source: str  # file:line of the innermost frame in this package, else of the innermost one; "" where there is none
+    op_name: str  # the path of named scopes in the Python program; "" if the compiler made the instruction
+    source: str  # file:line of the innermost frame in this package, else of the innermost one; "" without any
     parameter_number: int | None
     is_root: bool
 
@@ -125,8 +126,8 @@ class Computation:
     @functools.cached_property
     def parameters(self) -> tuple[Instruction, ...]:
         """By number."""
-        found = [(i.parameter_number, i) for i in self.instructions if i.parameter_number is not None]
-        return tuple(i for _, i in sorted(found, key=lambda pair: pair[0]))
+        found = [i for i in self.instructions if i.parameter_number is not None]
+        return tuple(sorted(found, key=lambda i: i.parameter_number or 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,21 +153,21 @@ class Module:
 
 
 def parse(text: str, further_rounds: int = 0) -> Module:
-    """The module of an HLO text, in which each exchange of experts' tokens takes `further_rounds` after the first.
+    """Return the module of an HLO text, in which each exchange of experts' tokens takes `further_rounds` after the first.
 
-    Raises HloError for any line that it does not understand.
+    Raises HloError for any line that it cannot read.
     """
     lines = iter(text.split("\n"))
     first = next(lines)
     if not first.startswith("HloModule "):
         raise HloError(f"not an HLO module: the text starts with {first[:80]!r}, not with 'HloModule'")
     name, _, rest = first.removeprefix("HloModule ").partition(",")
-    header = _attributes("," + rest if rest else "", name)
+    header = _attributes("," + rest if rest else "")
     tables: dict[str, dict[int, str]] = {table: {} for table in _TABLES}
     computations: dict[str, Computation] = {}
     entry: Computation | None = None
     table: dict[int, str] | None = None
-    source_of: dict[int, str] = {}
+    sources: dict[int, str] = {}
     for line in lines:
         if not line:
             table = None
@@ -181,17 +182,15 @@ def parse(text: str, further_rounds: int = 0) -> Module:
             head = _HEAD.match(line)
             if not head:
                 raise HloError(f"not the start of a computation: {line[:200]!r}")
-            if not source_of:
-                source_of = _sources(tables)
-            made = _computation(head[1], lines, source_of)
-            computations[made.name] = made
-            if line.startswith("ENTRY "):
-                entry = made
+            sources = sources or _sources(tables)
+            made = computations[head[1]] = _computation(head[1], lines, sources)
+            entry = made if line.startswith("ENTRY ") else entry
     if entry is None:
         raise HloError(f"module {name}: there is no ENTRY computation")
-    unknown = [(i, c) for made in computations.values() for i in made.instructions for c in i.called if c not in computations]
-    if unknown:
-        raise HloError(f"{unknown[0][0].name}: calls {unknown[0][1]}, which is not in the module")
+    for made in computations.values():
+        for i in made.instructions:
+            if unknown := [c for c in i.called if c not in computations]:
+                raise HloError(f"{i.name}: calls {unknown[0]}, which is not in the module")
     aliases = {
         _numbers(out): (int(parameter), _numbers(index))
         for out, parameter, index in _ALIAS.findall(header.get("input_output_alias", ""))
@@ -201,91 +200,94 @@ def parse(text: str, further_rounds: int = 0) -> Module:
     return Module(name, computations, entry, partitions, scheduled, aliases, further_rounds)
 
 
-def _computation(name: str, lines: Iterator[str], source_of: dict[int, str]) -> Computation:
-    """The computation whose first line has been read."""
+def _computation(name: str, lines: Iterator[str], sources: dict[int, str]) -> Computation:
+    """Read a computation to its end, its first line having been read."""
     found: list[Instruction] = []
     for line in lines:
-        if line.startswith("}"):
+        if not line or line.startswith("}"):
             break
-        if not line:
-            raise HloError(f"computation {name}: the text ends inside it")
-        found.append(_instruction(line, source_of))
+        found.append(_instruction(line, sources))
     else:
+        line = ""
+    if not line:
         raise HloError(f"computation {name}: the text ends inside it")
     made = Computation(name, tuple(found))
     if sum(i.is_root for i in found) != 1:
         raise HloError(f"computation {name}: it has {sum(i.is_root for i in found)} ROOT instructions, not one")
     for i in found:
-        for operand in i.operands:
-            if operand not in made.by_name:
-                raise HloError(f"{i.name}: its operand {operand} is not in computation {name}")
+        if lost := [o for o in i.operands if o not in made.by_name]:
+            raise HloError(f"{i.name}: its operand {lost[0]} is not in computation {name}")
     return made
 
 
-def _instruction(line: str, source_of: dict[int, str]) -> Instruction:
+def _instruction(line: str, sources: dict[int, str]) -> Instruction:
     start = _INSTRUCTION.match(line)
     if not start:
         raise HloError(f"not an instruction: {line.strip()[:200]!r}")
-    name, at = start[2], start.end()
-    end = _closing(line, at, name) if start[3] == "(" else line.find(" ", at)
+    try:
+        return _after_name(line, start, sources)
+    except HloError as error:
+        raise HloError(f"{start[2]}: {error}") from None
+
+
+def _after_name(line: str, start: re.Match[str], sources: dict[int, str]) -> Instruction:
+    at = start.end()
+    end = _closing(line, at) if start[3] == "(" else line.find(" ", at)
     opcode = _OPCODE.match(line, end)
     if end < 0 or not opcode:
-        raise HloError(f"{name}: no opcode after its type: {line.strip()[:200]!r}")
-    close = _closing(line, opcode.end() - 1, name)
+        raise HloError(f"no opcode after its type: {line.strip()[:200]!r}")
+    close = _closing(line, opcode.end() - 1)
     inside = line[opcode.end() : close - 1]
-    attributes = _attributes(line[close:], name)
+    attributes = _attributes(line[close:])
     operands: tuple[str, ...] = ()
     number = None
     if opcode[1] == "constant":
         attributes["literal"] = inside
     elif opcode[1] == "parameter":
         if not inside.isdigit():
-            raise HloError(f"{name}: parameter({inside}) has no number")
+            raise HloError(f"parameter({inside}) has no number")
         number = int(inside)
     else:
-        operands = _operands(inside, name)
-    called = tuple(
-        c.strip().removeprefix("%") for k in attributes if k in _CALLED for c in attributes[k].strip("{}").split(",")
-    )
+        operands = _operands(inside)
+    called = (c.strip().removeprefix("%") for k in attributes if k in _CALLED for c in attributes[k].strip("{}").split(","))
     metadata = attributes.get("metadata", "")
     op_name = _OP_NAME.search(metadata)
     return Instruction(
-        name=name,
+        name=start[2],
         opcode=opcode[1],
-        type=_type(line[at:end], name),
+        type=_type(line[at:end]),
         operands=operands,
         called=tuple(filter(None, called)),
         attributes=attributes,
         op_name=re.sub(r"\\(.)", r"\1", op_name[1]) if op_name else "",
-        source=_source(metadata, source_of, name),
+        source=_source(metadata, sources),
         parameter_number=number,
         is_root=start[1] is not None,
     )
 
 
-def _closing(line: str, at: int, name: str) -> int:
-    """One past the parenthesis that closes the one at `at`."""
+def _closing(line: str, at: int) -> int:
+    """Return one past the parenthesis that closes the one at `at`."""
     depth = 0
     for token in _PARENTHESIS.finditer(line, at):
         depth += 1 if token[0] == "(" else -1
         if not depth:
             return token.end()
-    raise HloError(f"{name}: a parenthesis is not closed: {line.strip()[:200]!r}")
+    raise HloError(f"a parenthesis is not closed: {line.strip()[:200]!r}")
 
 
-def _operands(text: str, name: str) -> tuple[str, ...]:
-    """Names between an opcode's parentheses, which may have their types in front."""
+def _operands(text: str) -> tuple[str, ...]:
+    """Return the names between an opcode's parentheses, which may have their types in front."""
     text = _INDEX.sub("", text)
     if not _OPERANDS.fullmatch(text):
-        names = [part.rsplit(" ", 1)[-1] for part in _top_level(text)]
-        text = ", ".join(names)
+        text = ", ".join(part.rsplit(" ", 1)[-1] for part in _top_level(text))
         if not _OPERANDS.fullmatch(text):
-            raise HloError(f"{name}: its operands cannot be read: {text[:200]!r}")
+            raise HloError(f"its operands cannot be read: {text[:200]!r}")
     return tuple(o.removeprefix("%") for o in text.split(", ")) if text else ()
 
 
 def _top_level(text: str) -> list[str]:
-    """The parts of a list that has commas inside brackets too."""
+    """Return the parts of a list that has commas inside brackets too."""
     parts, depth, start = [], 0, 0
     for i, c in enumerate(text):
         depth += (c in "([{") - (c in ")]}")
@@ -295,9 +297,8 @@ def _top_level(text: str) -> list[str]:
     return [*parts, text[start:].strip()] if text.strip() else []
 
 
-def _attributes(text: str, name: str) -> dict[str, str]:
-    """`, name=value, name=value` at the top level: commas inside brackets and strings do not separate."""
-    out: dict[str, str] = {}
+def _attributes(text: str) -> dict[str, str]:
+    """Read `, name=value, name=value`. Commas inside brackets and strings do not separate."""
     depth, starts = 0, []
     for token in _SPLIT.finditer(text):
         c = token[0][0]
@@ -308,89 +309,67 @@ def _attributes(text: str, name: str) -> dict[str, str]:
         elif c == "," and not depth:
             starts.append(token)
     if depth or (text.strip() and not (starts and not starts[0].start())):
-        raise HloError(f"{name}: its attributes cannot be read: {text[:200]!r}")
-    for i, token in enumerate(starts):
-        end = starts[i + 1].start() if i + 1 < len(starts) else len(text)
-        key, _, value = text[token.end() : end].partition("=")
-        out[key] = value.strip()
-    return out
+        raise HloError(f"its attributes cannot be read: {text[:200]!r}")
+    ends = [*(token.start() for token in starts[1:]), len(text)]
+    pairs = (text[token.end() : end].partition("=") for token, end in zip(starts, ends, strict=False))
+    return {key: value.strip() for key, _, value in pairs}
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _parsed(text: str) -> Type:
-    """Raises ValueError."""
+def _type(text: str) -> Type:
     if text.startswith("("):
-        return tuple(_parsed(part) for part in _top_level(_INDEX.sub("", text[1:-1])))
+        return tuple(_type(part) for part in _top_level(_INDEX.sub("", text[1:-1])))
     match = _SHAPE.fullmatch(text)
     if not match or match[1] not in BITS:
-        raise ValueError(text)
-    dims = _numbers(match[2].replace("<=", ""))  # of a dimension that varies, its bound
+        raise HloError(f"its type cannot be read: {text}")
+    dims = _numbers(match[2].replace("<=", ""))  # of a dynamic dimension, its bound
     space = _SPACE.search(match[4]) if match[4] else None
     return Shape(match[1], dims, _numbers(match[3] or ""), int(space[1]) if space else 0)
-
-
-def _type(text: str, name: str) -> Type:
-    try:
-        return _parsed(text)
-    except ValueError as error:
-        raise HloError(f"{name}: its type cannot be read: {error}") from None
 
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in text.split(",")) if text.strip() else ()
 
 
-# ---- Where an instruction came from
-
-
 def _sources(tables: dict[str, dict[int, str]]) -> dict[int, str]:
-    """Return file:line of each stack frame: its innermost line of the package that calls a helper, or is in none.
+    """Return file:line of each stack frame: of its innermost frame in this package and no helper, else of the innermost one.
 
     A parent is written as its number plus one; 1: no parent.
     """
+
+    def rows(table: str, *names: str) -> dict[int, list[int]]:
+        """A number that is 0 is not printed."""
+        found = {i: dict(re.findall(r"(\w+)=(\d+)", text)) for i, text in tables[table].items()}
+        return {i: [int(row.get(name, 0)) for name in names] for i, row in found.items()}
+
     files = {i: _short(text.strip('"')) for i, text in tables["FileNames"].items()}
-    locations, frames = {}, {}
-    for i, text in tables["FileLocations"].items():
-        row = _row(text, "file_name_id", "line")
-        locations[i] = (files.get(row[0], ""), row[1])
-    for i, text in tables["StackFrames"].items():
-        frames[i] = _row(text, "file_location_id", "parent_frame_id")
+    lines = {i: (files.get(file, ""), line) for i, (file, line) in rows("FileLocations", "file_name_id", "line").items()}
+    frames = rows("StackFrames", "file_location_id", "parent_frame_id")
     out = {}
-    for i, (location, _) in frames.items():
-        file, line = locations.get(location, ("", 0))
-        frame, seen, inside = i, set(), []
-        while frame in frames and frame not in seen:
-            seen.add(frame)
-            here, at = locations.get(frames[frame][0], ("", 0))
-            if here.startswith(f"{_PACKAGE.name}/"):
-                inside.append((here, at))
+    for i in frames:
+        frame, stack = i, []
+        while frame in frames and len(stack) <= len(frames):
+            stack.append(lines.get(frames[frame][0], ("", 0)))
             frame = frames[frame][1] - 1
-        callers = [place for place in inside if place[0] not in HELPERS]
-        file, line = next(iter(callers or inside), (file, line))
+        own = [at for at in stack if at[0].startswith(f"{_PACKAGE.name}/")]
+        file, line = next(iter([at for at in own if at[0] not in HELPERS] or own or stack))
         out[i] = f"{file}:{line}" if file else ""
     return out
 
 
-def _row(text: str, *names: str) -> tuple[int, ...]:
-    """Numbers of a table's row by name; one that is 0 is not printed."""
-    found = dict(re.findall(r"(\w+)=(\d+)", text))
-    return tuple(int(found.get(name, 0)) for name in names)
-
-
 def _short(path: str) -> str:
-    """From the package's folder, or the installed one's; else the file's name alone."""
+    """Return a path from the package's folder, or from that of installed ones; else the file's name."""
     _, installed, inside = path.rpartition("/site-packages/")
     if installed:
         return inside
     return path.removeprefix(f"{_PACKAGE.parent}/") if path.startswith(f"{_PACKAGE.parent}/") else path.rsplit("/", 1)[-1]
 
 
-def _source(metadata: str, source_of: dict[int, str], name: str) -> str:
-    frame = _FRAME.search(metadata)
-    if frame:
-        if int(frame[1]) not in source_of:
-            raise HloError(f"{name}: stack frame {frame[1]} is not in the module's tables")
-        return source_of[int(frame[1])]
+def _source(metadata: str, sources: dict[int, str]) -> str:
+    if frame := _FRAME.search(metadata):
+        if int(frame[1]) not in sources:
+            raise HloError(f"stack frame {frame[1]} is not in the module's tables")
+        return sources[int(frame[1])]
     file = _FILE.search(metadata)
     return f"{_short(file[1])}:{file[2] or 0}" if file else ""
 
@@ -399,13 +378,12 @@ def _source(metadata: str, source_of: dict[int, str], name: str) -> str:
 
 
 def walk(module: Module, fusions: bool = False) -> Iterator[tuple[Instruction, Computation, int, tuple[str, ...]]]:
-    """Every instruction that a step runs: (instruction, its computation, times in a step, the loops around it from outside in).
+    """Yield every instruction that a step runs: (instruction, its computation, times in a step, the loops around it).
 
-    In scheduled order, a caller before what it calls. Loop bodies are multiplied out; a loop's condition is walked only where
-    the loop does not know its count, since XLA otherwise does not evaluate it. Of a conditional every branch is counted as if
-    it ran each time: which one runs is not known, so what is found there is an upper bound. Fusions are one kernel and entered
-    only on request; computations that are applied to elements (the addition of a reduction) are no steps of their own.
-    Raises HloError where a loop's count cannot be read.
+    In scheduled order, a caller before what it calls; loops from outside in. Loop bodies are multiplied out. XLA evaluates the
+    condition of a loop only if the count is not known, and only then is it walked. Every branch of a conditional counts as if
+    it ran each time, which is an upper bound. Fusions are one kernel and entered only on request. Computations that are applied
+    to elements (the addition of a reduction) are left out. Raises HloError if a loop's count depends on data.
     """
     yield from _walk(module, module.entry, 1, (), fusions)
 
@@ -414,107 +392,51 @@ def _walk(module: Module, computation: Computation, times: int, loops: tuple[str
     for i in computation.instructions:
         yield i, computation, times, loops
         if i.opcode == "while":
-            condition, body = _parts(module, i)
             count, inside = trip_count(module, i), (*loops, i.name)
-            if not _TRIPS.search(i.attributes.get("backend_config", "")):
-                yield from _walk(module, condition, times * (count + 1), inside, fusions)
+            if not _count_is_known(i):
+                yield from _walk(module, _part(module, i, "condition"), times * (count + 1), inside, fusions)
             if count:
-                yield from _walk(module, body, times * count, inside, fusions)
+                yield from _walk(module, _part(module, i, "body"), times * count, inside, fusions)
         elif i.opcode in _CALLS or (fusions and i.opcode in _FUSIONS):
             for called in i.called:
                 yield from _walk(module, module.computations[called], times, loops, fusions)
 
 
 def host_waits(module: Module) -> Iterator[tuple[Instruction, int]]:
-    """Yields what makes the host wait for a number on the device, with how often in a step.
+    """Yield the instructions for which the host waits for a number on the device, with how often in a step.
 
-    XLA:GPU copies the predicate of a while loop whose count it does not know before each round and after the last, and the
-    branch of a conditional each time, and launches nothing before the copy has arrived.
+    XLA:GPU copies the predicate of a while loop of unknown count before each round and after the last, and the branch of a
+    conditional each time, and launches nothing before the copy has arrived.
     """
     for i, _, times, _ in walk(module):
-        if i.opcode == "while" and not _TRIPS.search(i.attributes.get("backend_config", "")):
+        if i.opcode == "while" and not _count_is_known(i):
             yield i, times * (trip_count(module, i) + 1)
         elif i.opcode == "conditional":
             yield i, times
 
 
-def _parts(module: Module, loop: Instruction) -> tuple[Computation, Computation]:
-    """A loop's condition and body."""
-    if not {"condition", "body"} <= loop.attributes.keys():
-        raise HloError(f"{loop.name}: a while loop without a condition or a body: {loop.attributes}")
-    condition, body = (loop.attributes[part].removeprefix("%") for part in ("condition", "body"))
-    return module.computations[condition], module.computations[body]
+def _count_is_known(loop: Instruction) -> bool:
+    return bool(_TRIPS.search(loop.attributes.get("backend_config", "")))
+
+
+def _part(module: Module, loop: Instruction, part: str) -> Computation:
+    """Return a loop's condition or body."""
+    if part not in loop.attributes:
+        raise HloError(f"{loop.name}: a while loop without a {part}: {loop.attributes}")
+    return module.computations[loop.attributes[part].removeprefix("%")]
 
 
 def trip_count(module: Module, loop: Instruction) -> int:
-    """How often a while loop's body runs.
+    """Return how often a while loop's body runs: the count that XLA's passes wrote down.
 
-    As the compiler wrote it down; else by running the loop's counter, where it starts from a constant and depends on nothing
-    but itself. For a loop that runs only where experts' loads are uneven, the module's `further_rounds`. Raises HloError where
-    any other count depends on data.
+    A loop that runs only if experts' loads are uneven takes the module's `further_rounds`. Raises HloError if any other count
+    is missing.
     """
-    known = _TRIPS.search(loop.attributes.get("backend_config", ""))
-    if known:
+    if known := _TRIPS.search(loop.attributes.get("backend_config", "")):
         return int(known[1])
-    condition, body = _parts(module, loop)
-    outside = module.owners[loop.name]
-    state = _evaluate(module, outside, loop.operands[0], (None,) * len(outside.parameters), {})
-    for count in range(_MOST_TRIPS):
-        again = _evaluate(module, condition, condition.root.name, (state,), {})
-        if again is None:
-            break
-        if not again:
-            return count
-        state = _evaluate(module, body, body.root.name, (state,), {})
-    if any(f"/{FURTHER_ROUNDS}/" in i.op_name for i in (loop, *body.instructions)):
+    if any(f"/{FURTHER_ROUNDS}/" in i.op_name for i in (loop, *_part(module, loop, "body").instructions)):
         return module.further_rounds
     raise HloError(
         f"{loop.name} ({loop.op_name or 'no op_name'}, {loop.source or 'no source'}): how often this loop runs cannot be read "
-        f"from the program: it depends on data, or is more than {_MOST_TRIPS}. Use a loop of fixed length, as jax.lax.scan is."
+        "from the program: it depends on data. Use a loop of fixed length, as jax.lax.scan is."
     )
-
-
-# What an evaluation gives: a number, a tuple of them, or None where no constant determines it.
-type Value = int | tuple["Value", ...] | None
-
-_ARITHMETIC = {
-    "add": operator.add,
-    "subtract": operator.sub,
-    "multiply": operator.mul,
-    "and": operator.and_,
-    "or": operator.or_,
-}
-_COMPARE = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "EQ": operator.eq, "NE": operator.ne}
-_SAME = ("copy", "bitcast", "convert")
-
-
-def _evaluate(module: Module, where: Computation, name: str, arguments: tuple[Value, ...], known: dict[str, Value]) -> Value:
-    """The value of one instruction, by the few scalar operations that loop counters are made of."""
-    if name in known:
-        return known[name]
-    i, out = where.by_name[name], None
-
-    def operands() -> tuple[Value, ...]:
-        return tuple(_evaluate(module, where, o, arguments, known) for o in i.operands)
-
-    if i.opcode == "constant":
-        literal = i.attributes["literal"]
-        out = int(literal) if re.fullmatch(r"-?\d+", literal) else {"true": 1, "false": 0}.get(literal)
-    elif i.parameter_number is not None:
-        out = arguments[i.parameter_number]
-    elif i.opcode == "tuple":
-        out = operands()
-    elif i.opcode == "get-tuple-element":
-        (whole,) = operands()
-        out = whole[int(i.attributes["index"])] if isinstance(whole, tuple) else None
-    elif i.opcode in _SAME and isinstance(i.type, Shape) and not i.type.dims:
-        (out,) = operands()
-    elif i.opcode in ("fusion", "call"):
-        called = module.computations[i.called[0]]
-        out = _evaluate(module, called, called.root.name, operands(), {})
-    elif i.opcode in _ARITHMETIC or i.opcode == "compare":
-        a, b = operands()
-        if isinstance(a, int) and isinstance(b, int):
-            out = int((_ARITHMETIC.get(i.opcode) or _COMPARE[i.attributes["direction"]])(a, b))
-    known[name] = out
-    return out

@@ -1,13 +1,12 @@
-"""How long a step takes: a roofline over the scheduled program.
+"""Estimate the time of a step: a roofline over the scheduled program.
 
-Each instruction costs the larger of its arithmetic and its memory traffic (`work.py`), at the rates given. They are laid out
-in the order of the compiler's schedule: kernels one after the other on a compute stream; collectives one at a time on a second
-one, in the order in which they begin, asynchronous copies inside the device on a third and to the host on a fourth. An
-asynchronous start begins when its stream is free, and its done waits for it.
+Each instruction costs the larger of its arithmetic and its memory traffic (`op_cost.py`) at the given rates. Streams run in the
+order of the compiler's schedule. Kernels run one after the other on a compute stream. Collectives run one at a time on a second
+stream, asynchronous copies inside the device on a third, and those to the host on a fourth. An asynchronous start begins when
+its stream is free, and its done waits for it.
 
-What it leaves out: a collective takes as long whether or not a GEMM runs beside it, and a GEMM is as fast; GEMMs run at one
-rate, and those in 8 bits at another, whatever their shapes; a packed row's attention counts as one document; of a conditional
-the slowest branch counts.
+The model leaves out: collectives and GEMMs do not slow each other down; all GEMMs of a type run at one rate, whatever their
+shapes; a packed sequence's attention counts as one document; of a conditional the slowest branch counts.
 """
 
 import dataclasses
@@ -24,12 +23,12 @@ from jaxtrain.kernels.context.split import Split
 from jaxtrain.plan import result
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module, trip_count
-from jaxtrain.plan.program.work import ATTENTION_BACKWARD, Work, attention_pairs, is_collective, work
+from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD, Work, attention_pairs, is_collective, work
 from jaxtrain.train.kernel import attention_specs
 from jaxtrain.train.stages import Arrangement, Schedule
 
 LINKS = ("communication", "host")  # kinds of work that run on a stream of their own
-EXPOSED = "exposed "  # in front of one of them: what the compute stream waits
+EXPOSED = "exposed "  # in front of one of them: time that the compute stream waits for it
 
 # (instruction's name, kind of work or "exposed" and its link, start, end), s; a call for each run of an instruction.
 type Listener = Callable[[str, str, float, float], None]
@@ -41,24 +40,24 @@ class Launches:
 
     count: int = 0
     ms: float = 0.0  # on its link
-    exposed_ms: float = 0.0  # of that, what compute waits for, the wait for its turn on the link included
+    exposed_ms: float = 0.0  # that compute waits for, the wait for a busy link included
 
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """A step on one device. step_ms = gemm_ms + attention_ms + memory_ms + exposed_ms + host_exposed_ms."""
+    """The time of a step on one device: step_ms = gemm_ms + attention_ms + memory_ms + exposed_ms + host_exposed_ms."""
 
     gemm_ms: float
     attention_ms: float
     memory_ms: float  # memory-bound kernels, and waiting for asynchronous copies inside the device
-    communication_ms: float  # on the links, hidden or not
-    exposed_ms: float  # collectives that compute waits for
-    host_ms: float  # copies to and from the host, hidden or not
+    communication_ms: float  # on the links, overlapped or exposed
+    exposed_ms: float
+    host_ms: float  # copies to and from the host, overlapped or exposed
     host_exposed_ms: float
     step_ms: float
     flops: float  # executed in a step: GEMMs, and attention inside its mask
     gemm_flops: float
-    gemm_least_ms: float  # what its GEMMs would take by their FLOPs alone
+    gemm_least_ms: float  # time of its GEMMs by their FLOPs alone
     collectives: dict[str, Launches]  # by instruction name (an asynchronous one's start)
     kernels: tuple[result.Kernel, ...]  # longest first
     bound_by: str
@@ -67,12 +66,15 @@ class Roofline:
 def predict(
     module: Module, rates: result.Rates, wires: Mapping[str, Found], heard: Listener | None = None, filled: float = 1.0
 ) -> Roofline:
-    """The step time of a scheduled, partitioned module.
+    """Return the estimated time of a scheduled, partitioned module.
 
-    `wires`: what each collective moves in a launch, by the instruction that launches it (`collectives.by_instruction`).
-    `heard` is told when everything runs. `filled`: see work.work.
-    Raises HloError for an unscheduled module, an instruction that is not known, a collective that `wires` lacks, and an
-    asynchronous pair that is not closed in the computation that started it.
+    Args:
+      wires: each collective, by the instruction that launches it (`collectives.by_instruction`).
+      heard: is called with the start and end of everything that runs.
+      filled: the part of the experts' capacity that holds tokens.
+
+    Raises HloError for an unscheduled module, an unknown instruction, a collective that `wires` lacks, and an asynchronous pair
+    that does not end in its computation.
     """
     if not module.is_scheduled:
         raise HloError(f"module {module.name}: it is not scheduled, so nothing says what overlaps. Read compiled.as_text().")
@@ -80,7 +82,7 @@ def predict(
 
 
 def cost(module: Module, where: Computation, i: Instruction, wires: Mapping[str, Found], filled: float = 1.0) -> Work | None:
-    """What one run of an instruction does, that which it starts beside the program included; None where it does nothing."""
+    """Return the cost of one run of an instruction, or of its asynchronous call; None if it does nothing."""
     if i.opcode not in ("async-start", "call-start") or is_collective(module, i):
         return work(module, where, i, wires, filled)
     called = module.computations[i.called[0]]
@@ -95,7 +97,7 @@ def cost(module: Module, where: Computation, i: Instruction, wires: Mapping[str,
 
 @dataclasses.dataclass
 class _Clock:
-    """Streams, in seconds: when each is free. `now` is the compute stream."""
+    """When each stream is free, in seconds. `now` is the compute stream."""
 
     now: float = 0.0
     free: dict[str, float] = dataclasses.field(default_factory=lambda: {"communication": 0.0, "copy": 0.0, "host": 0.0})
@@ -105,7 +107,7 @@ class _Clock:
 
 
 class _Schedule:
-    """Walks a module and holds the sums."""
+    """Simulates the streams of a module, and sums."""
 
     def __init__(self, module: Module, rates: result.Rates, wires: Mapping[str, Found], heard: Listener | None, filled: float):
         self.module, self.rates, self.wires, self.heard, self.filled = module, rates, wires, heard, filled
@@ -157,8 +159,8 @@ class _Schedule:
         )
 
     def walk(self, where: Computation, clock: _Clock, times: int) -> None:
-        """One run of a computation, of which a step has `times`."""
-        pending: dict[str, tuple[str, str, float]] = {}  # start -> stream, name it is counted under, when it is finished
+        """Run a computation once. A step runs it `times` times."""
+        pending: dict[str, tuple[str, str, float]] = {}  # start -> stream, name that it is counted under, end
         for i in where.instructions:
             if i.opcode == "while":
                 self.loop(i, clock, times)
@@ -181,7 +183,7 @@ class _Schedule:
             raise HloError(f"{next(iter(pending))}: started in the computation {where.name} and not ended there")
 
     def execute(self, where: Computation, i: Instruction, clock: _Clock, times: int, pending: dict) -> None:
-        """A kernel on the compute stream, or the start of something on another one."""
+        """Run a kernel on the compute stream, or start one on another stream."""
         asynchronous = i.opcode.endswith("-start")
         if i.name not in self.known:
             self.known[i.name] = cost(self.module, where, i, self.wires, self.filled)
@@ -196,7 +198,7 @@ class _Schedule:
             launches.ms += seconds * times * 1e3
         elif done and done.kind == "memory" and asynchronous:
             stream = "copy"
-        else:  # arithmetic that XLA starts beside other arithmetic shares the same units: it takes its turn
+        else:  # asynchronous arithmetic shares the units of other arithmetic, so it runs in order
             clock.now += seconds
             self.tell(i.name, done.kind if done else "", clock.now - seconds, clock.now)
             self.seconds[done.kind if done else ""] += seconds * times
@@ -225,7 +227,7 @@ class _Schedule:
             self.heard(name, kind, start, end)
 
     def loop(self, i: Instruction, clock: _Clock, times: int) -> None:
-        """Iterations one by one while something from outside is still in flight; all that follow are alike."""
+        """Run iterations one by one while a stream is still busy with work from outside; all others are alike."""
         body = self.module.computations[i.attributes["body"].removeprefix("%")]
         left = trip_count(self.module, i)
         while left:
@@ -236,7 +238,7 @@ class _Schedule:
             left -= alike
 
     def branches(self, i: Instruction, clock: _Clock, times: int) -> None:
-        """The slowest branch."""
+        """Run the slowest branch."""
         ends = []
         for name in i.called:
             trial, other = clock.copy(), _Schedule(self.module, self.rates, self.wires, None, self.filled)
@@ -246,7 +248,7 @@ class _Schedule:
 
     def count(self, i: Instruction, done: Work, seconds: float, times: int) -> None:
         op_name, source = i.op_name, i.source
-        if "/" not in op_name and i.called:  # made by the compiler: named after the GEMM in it, else the last of what it fuses
+        if "/" not in op_name and i.called:  # made by the compiler: named after its GEMM, else its last operation
             inside = [inner for c in i.called for inner in self.module.computations[c].instructions if "/" in inner.op_name]
             inside.sort(key=lambda inner: inner.opcode in ("dot", "custom-call"))
             op_name, source = (inside[-1].op_name, inside[-1].source) if inside else ("", source)
@@ -260,7 +262,7 @@ class _Schedule:
             self.gemm_least_s += done.flops * times / (rate * 1e12)
 
 
-# What JAX puts into the path of scopes by itself.
+# Parts of a path of scopes that JAX adds by itself.
 LOST = re.compile(
     r"(jit\(.*\)||while|body|cond|branch_\d+_fun|eval_jaxpr|closed_call|checkpoint|rematted_computation|shard_map|"
     r"pallas_call)"
@@ -270,7 +272,7 @@ STACK = "layers"  # the scope around all layers
 
 
 def label(op_name: str) -> str:
-    """What a person calls an instruction: the pass it belongs to, then the named scopes and what is done there.
+    """Return a readable name of an instruction: its pass, then its named scopes and its operation.
 
     "jit(train_step)/transpose(jvp(layers))/while/body/checkpoint/rematted_computation/mlp/BTD,DF->BTF/dot_general" is
     "recompute mlp/BTD,DF->BTF".
@@ -299,19 +301,19 @@ def label(op_name: str) -> str:
 
 
 def path(op_name: str) -> list[str]:
-    """Named scopes from outside in, and at the end what is done there. Of combined instructions, those of the first."""
+    """Return the named scopes from outside in, and the operation. Of combined instructions, those of the first."""
     return [p for part in first(op_name).split("/") if not LOST.fullmatch(p := _unwrapped(part))]
 
 
 def _unwrapped(part: str) -> str:
-    """`transpose(jvp(mlp))` is the scope mlp in a backward pass."""
+    """Return the scope in `transpose(jvp(mlp))`: mlp."""
     while match := _WRAPPED.fullmatch(part):
         part = match[1]
     return part
 
 
 def first(op_name: str) -> str:
-    """Of several instructions that XLA combined, "prefix/(one:two)", the first."""
+    """Return the first of several op_names that XLA combined as "prefix/(one:two)"."""
     prefix, combined, rest = op_name.rpartition("/(")
     if not combined:
         return op_name
@@ -322,8 +324,8 @@ def first(op_name: str) -> str:
 
 ALONE = Context()
 
-# FLOPs of attention's backward pass over those of its forward, and whether only what the mask leaves is computed. Of the two
-# in XLA, which compute the whole square, the one in chunks makes its scores again.
+# FLOPs of attention's backward pass over those of its forward, and whether it skips what the mask hides. The two kernels in XLA
+# compute the whole square, and the one in chunks computes its scores again.
 _ATTENTION = {
     "cudnn": (ATTENTION_BACKWARD, True),
     "pallas": (ATTENTION_BACKWARD, True),
@@ -333,14 +335,14 @@ _ATTENTION = {
 
 
 def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", context: Context = ALONE, stages: int = 1) -> float:
-    """FLOPs that each of `devices` executes in a step by formula: forward, backward, and what remat computes again.
+    """Return the FLOPs that each of `devices` executes in a step by formula: forward, backward and recomputed.
 
-    With `stages`, those too that a stage executes on nothing: while others still have something, or already, and for places of
-    its stack that are empty. Without, what all have to.
+    Args:
+      attention: the kernel (`Program.kernel`). Recomputation is that of a kernel with its own backward (`flops.recompute`).
+      context: how the kernel shards a sequence (`Program.context`).
+      stages: above 1, the FLOPs of the bubble and of empty places in a stage's stack count too.
 
-    `attention`: the kernel in use (`Program.attention`); `context`: how it shares a sequence (`Program.context`). Raises
-    ValueError for a kernel whose arithmetic is not known. What is computed again is that of a kernel with a backward pass of
-    its own (`flops.recompute`).
+    Raises ValueError for an unknown kernel.
     """
     if attention not in _ATTENTION:
         raise ValueError(f"attention kernel {attention!r}: its FLOPs are not known. Known: {', '.join(_ATTENTION)}.")
@@ -365,7 +367,7 @@ def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", conte
 
 
 def attention_by_rank(run: RunConfig, devices: int, attention: str, context: Context) -> tuple[float, ...]:
-    """FLOPs of attention that the causal mask asks of each rank of the seq axis in a step: forward, backward, and again."""
+    """Return the FLOPs of attention inside the causal mask by rank of mesh.seq, in a step: forward, backward and recomputed."""
     backward, _ = _ATTENTION[attention]
     out = [0.0] * context.size
     for kind, layers in windows.layers_by_kind(run.model):
@@ -378,13 +380,12 @@ def attention_by_rank(run: RunConfig, devices: int, attention: str, context: Con
 
 
 def _again(run: RunConfig) -> int:
-    """How often remat repeats the forward pass of attention."""
+    """Return how often remat repeats the forward pass of attention."""
     return int(run.remat.policy != "none" and not {"attention_out", "attention_lse"} <= kept(run.remat))
 
 
 def _blocks(run: RunConfig, alike: Model, context: Context, masked: bool) -> float:
-    """What the places of a ring compute, over what one device would: blocks of chunks, and under a window chunks with what
-    they reach back to."""
+    """Return the FLOPs of a ring's ranks over those of one device: blocks of chunks, and under a window chunks and halos."""
     T, r = run.data.seq_len, context.ring
     if r == 1:
         return 1.0

@@ -1,7 +1,7 @@
-"""Scratch memory of cuDNN's attention during its backward pass.
+"""Workspace of cuDNN's attention during its backward pass.
 
 A program that XLA compiled beside cuDNN (on a GPU, or with `plan.cudnn_library`) has it as the last result of each call,
-u8[bytes]. Without cuDNN that result is u8[0], and a formula takes its place (kernels.attention.cudnn.workspace_bytes).
+u8[bytes]. Without cuDNN that result is u8[0], and a formula gives it (kernels.attention.cudnn.workspace_bytes).
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ class Workspace:
     """Workspace of cuDNN's backward calls on one device. Each call has its own while it runs."""
 
     bytes: Mapping[str, int]  # of each call, by the instruction's name
-    by: str  # "formula", or "cudnn 9.19.0" where the program itself says it
+    by: str  # "formula", or "cudnn 9.19.0" if the program has it
 
     @property
     def largest(self) -> int:
@@ -30,9 +30,10 @@ class Workspace:
 
 
 def read(module: hlo.Module, options: Mapping[str, str | bool]) -> Workspace:
-    """Reads it from a compiled program. options: the compiler's, of which those that ask for deterministic kernels matter.
+    """Return the workspace of a compiled program. Raises HloError for a call whose operands have unknown shapes.
 
-    Raises HloError for a call whose operands have unknown shapes.
+    Args:
+      options: the compiler's. Deterministic kernels have another workspace.
     """
     deterministic = any(options.get(name) in (True, "true") for name in DETERMINISTIC)
     said, counted = {}, {}
@@ -48,7 +49,7 @@ def read(module: hlo.Module, options: Mapping[str, str | bool]) -> Workspace:
 
 
 def _count(call: hlo.Instruction, operands: list[hlo.Type], deterministic: bool) -> int:
-    """By the shapes of queries and keys, (B, T, N, H), and of softmax's statistics, (E, N, T)."""
+    """Return the bytes by the shapes of queries and keys, (B, T, N, H), and of softmax's statistics, (E, N, T)."""
     shapes = [o.dims for o in operands[:4] if isinstance(o, hlo.Shape)]
     if [len(dims) for dims in shapes] != [4, 4, 4, 3]:
         raise hlo.HloError(f"{call.name}: not queries, keys, values and statistics of softmax: {shapes}")
@@ -57,10 +58,10 @@ def _count(call: hlo.Instruction, operands: list[hlo.Type], deterministic: bool)
 
 
 def placed(assignment: Assignment, workspace: Workspace) -> Assignment:
-    """The assignment with workspaces by formula in its heap, each from the call's beginning to its end.
+    """Return the assignment with workspaces by formula in its heap, each from the call's beginning to its end.
 
-    The heap's gaps are taken to stay as they are. Nothing changes where the program says its workspaces itself. Raises
-    AssignmentError for a call that leaves no result in the heap.
+    The heap's gaps are assumed to stay as they are. Nothing changes if the program has its workspaces itself. Raises
+    AssignmentError for a call without a result in the heap.
     """
     if workspace.by != "formula" or not workspace.bytes:
         return assignment
@@ -91,5 +92,5 @@ def placed(assignment: Assignment, workspace: Workspace) -> Assignment:
 
 
 def growth_gib(before: Assignment, after: Assignment) -> float:
-    """By how much `placed` enlarged what a device gives."""
+    """Return by how many GiB `placed` enlarged the allocated memory."""
     return (sum(a.size for a in after.allocations) - sum(a.size for a in before.allocations)) / 2**30

@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Sequence
 from html import escape
 
-from jaxtrain.page.charts import stacked, ticks
-from jaxtrain.page.kit import cursor_data, document, plural, say, swatch, tiles
+from jaxtrain.page.charts import cursor_data, stacked, ticks
+from jaxtrain.page.html import document, paragraph, plural, swatch, tiles
 from jaxtrain.page.numbers import GB_PER_GIB, column, decimals, gib, number, percent, rough, size
 from jaxtrain.page.sections import Column, Drawing, Section, Table, html_sections
 from jaxtrain.plan.report.sections import (
@@ -46,12 +46,12 @@ def html(plan: Plan, *, steps: int | None = None) -> str:
     _draw_before(sections, "Time of a step", _time_bar(plan))
     body = [
         f"<header><h1>{escape(title)}</h1>",
-        say(f"{plan.chip}, {plural(device_count(plan), 'GPU')}: mesh {mesh(plan)}, attention {plan.attention}", "quiet"),
-        say(f"with {' '.join(plan.overrides)}", "quiet") if plan.overrides else "",
+        paragraph(f"{plan.chip}, {plural(device_count(plan), 'GPU')}: mesh {mesh(plan)}, attention {plan.attention}", "quiet"),
+        paragraph(f"with {' '.join(plan.overrides)}", "quiet") if plan.overrides else "",
         f'<p class="verdict {"yes" if plan.fits else "no"}">{escape(verdict(plan))}</p></header><main>',
         _tiles(plan),
-        say(f"{plan.kept}.") if plan.kept else "",
-        say(f"{expected(plan)} ({range_source(plan)}).") if plan.time.expected_step_ms and plan.fits else "",
+        paragraph(f"{plan.kept}.") if plan.kept else "",
+        paragraph(f"{expected(plan)} ({range_source(plan)}).") if plan.time.expected_step_ms and plan.fits else "",
         *html_sections([section for section in notes if section.title != "Hints"]),
         *html_sections([section for section in notes if section.title == "Hints"]),
         *html_sections([mesh_section(plan), schedule_section(plan), *sections.values()]),
@@ -229,7 +229,7 @@ def memory_chart(plan: Plan) -> str:
         if phase and needs <= (finish - begin) / 100 * WIDE:
             kind = "axis" if needs <= (finish - begin) / 100 * NARROW else "axis roomy"
             out.append(text(f"{(begin + finish) / 2:.2f}%", -10, "middle", kind, phase))
-    for tick in ticks(top):
+    for tick in ticks(0, top, 7):
         out.append(f'<line class="grid" x1="0" x2="100%" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
         out.append(text("-8", y(tick) + 4, "end", "axis", f"{tick:g}"))
     out.append(text("-8", -10, "end", "axis", "GiB"))

@@ -24,16 +24,16 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from jaxtrain import config, flops
 from jaxtrain.activations import kept, parse_tensors
 from jaxtrain.config import MESH_AXES, Model, Remat, RunConfig
-from jaxtrain.context import Context, make_context
+from jaxtrain.context import make_context
 from jaxtrain.models import FAMILIES
 from jaxtrain.optim import groups
 from jaxtrain.optim.moments import INT8
-from jaxtrain.plan.program.work import ATTENTION_BACKWARD
+from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD
 from jaxtrain.plan.rates import fastest_attention
 from jaxtrain.plan.result import Rates
 from jaxtrain.plan.topology import Topology
@@ -96,7 +96,7 @@ def least_state_gib(run: RunConfig, topology: Topology) -> float:
     """Return weights and moments in GiB, divided evenly over all GPUs. No layout of the run holds less on each."""
     if run.model.family not in FAMILIES or run.lora.rank or run.train.freeze:
         return 0.0
-    return _state_bytes(Layout(run, dict.fromkeys(MESH_AXES, 1), 1), offload=False) / topology.total / 2**30
+    return _state_bytes(Layout(run, dict.fromkeys(MESH_AXES, 1), 1)) / topology.total / 2**30
 
 
 @functools.lru_cache(maxsize=4)
@@ -121,54 +121,54 @@ def _auto_choice(full: "Layout", room: float) -> Remat:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A run on a machine: how many parts each logical axis has, and over which mesh axes."""
+    """A run on a mesh: local sizes of everything that is sharded.
+
+    Attributes:
+        sizes: the size of each mesh axis.
+        node: GPUs in a node.
+    """
 
     run: RunConfig
     sizes: Mapping[str, int]
-    node: int  # GPUs in a node
+    node: int
+
+    def with_remat(self, remat: Remat) -> "Layout":
+        """Return the same layout with another remat."""
+        return dataclasses.replace(self, run=dataclasses.replace(self.run, remat=remat))
 
     @functools.cached_property
     def _rules(self) -> dict[str, tuple[str, ...]]:
         return config.rules_in_use(self.run, self.sizes)
 
     def axes(self, logical: str) -> tuple[str, ...]:
-        """Mesh axes, of size above 1, that split a logical axis."""
+        """Return the mesh axes, of size above 1, that shard a logical axis."""
         return tuple(a for a in self._rules.get(logical, ()) if self.sizes.get(a, 1) > 1)
 
     def parts(self, *logical: str) -> int:
+        """Return how many devices shard these logical axes."""
         return math.prod(self.sizes[a] for axis in logical for a in self.axes(axis))
 
     @property
     def exchange(self) -> tuple[str, ...]:
-        """Of the mesh axes that split experts at rest, that along which tokens travel to them."""
+        """Return the mesh axis along which tokens travel to their experts."""
         return tuple(a for a in self.axes("experts") if a == config.EXPERT_AXIS)
 
-    @property
-    def owners(self) -> int:
-        """Into how many parts experts in use are split."""
-        return math.prod(self.sizes[a] for a in self.exchange)
-
-    def rest(self, part: str) -> tuple[str, ...]:
-        """Mesh axes that split a part's weights at rest, and not in use."""
+    def stored_over(self, part: str) -> tuple[str, ...]:
+        """Return the mesh axes over which weights are sharded when stored, and gathered for use."""
         if part != "experts":
             return self.axes("embed")
         return tuple(a for axis in ("experts", "expert_embed") for a in self.axes(axis) if a not in self.exchange)
 
     @functools.cached_property
     def schedule(self) -> Schedule:
-        """When each stage does what; of one stage, nothing waits."""
+        """Return the pipeline schedule; without stages nothing waits."""
         stages, p = self.parts("layers"), self.run.pipeline
         return Schedule(p.schedule, stages, p.groups if stages > 1 else 1, self.run.train.grad_accum)
 
     @property
     def layers(self) -> float:
-        """On one device, in the mean: the longest stage may have one more."""
+        """Return layers on one device, in the mean: the longest stage may have one more."""
         return self.run.model.num_layers / self.parts("layers")
-
-    @property
-    def room(self) -> float:
-        """Rows of experts' arrays for each token."""
-        return auto_remat.expert_room(self.run, self.owners)
 
     @property
     def compute_bytes(self) -> int:
@@ -176,116 +176,100 @@ class Layout:
 
     @property
     def weight_bytes(self) -> int:
-        """Of a gathered weight of a layer, at least."""
+        """Return bytes of an element of a gathered weight of a layer, at least."""
         return 1 if self.run.precision == "fp8" else self.compute_bytes
 
     @property
     def tokens(self) -> float:
-        """Of one step, on each shard of the batch."""
-        return self.run.train.global_batch * self.run.data.seq_len / self.parts("batch")
+        """Return tokens of a step on each shard of the batch."""
+        return self.run.tokens_per_step / self.parts("batch")
 
     @property
     def microbatch(self) -> float:
-        """Tokens of one microbatch, on each shard of the batch."""
+        """Return tokens of a microbatch on each shard of the batch."""
         return self.tokens / self.run.train.grad_accum
-
-    def with_remat(self, remat: Remat) -> "Layout":
-        return dataclasses.replace(self, run=dataclasses.replace(self.run, remat=remat))
-
-    @functools.cached_property
-    def context(self) -> Context:
-        """How the ranks of the seq axis share a sequence."""
-        m, a = self.run.model, self.run.attention
-        heads, kv_heads = m.num_heads // self.parts("heads"), m.num_kv_heads // self.parts("kv_heads")
-        return make_context(self.run.parallel.context, a.ulysses, self.parts("sequence"), heads, max(1, kv_heads))
 
     @functools.cached_property
     def whole(self) -> dict[str, float]:
-        """Parameters of each part of the model on one device that has gathered them."""
-        split = {
-            "embedding": ("vocab",),
-            "attention": ("layers", "heads"),
-            "mlp": ("layers", "mlp"),
-            "experts": ("layers", "mlp"),
-            "router": ("layers",),
-            "norms": ("layers",),
-            "head": ("vocab",),
-        }
+        """Return elements of each part of the model on a device that has gathered it."""
+        sharded = dict.fromkeys(("embedding", "head"), ("vocab",)) | dict.fromkeys(("router", "norms"), ("layers",))
+        sharded |= {"attention": ("layers", "heads"), "mlp": ("layers", "mlp"), "experts": ("layers", "mlp")}
         count = flops.parameters(self.run.model)
-        whole = {part: count[part] / self.parts(*axes) for part, axes in split.items()}
-        return whole | {"experts": whole["experts"] / self.owners}
+        whole = {part: count[part] / self.parts(*axes) for part, axes in sharded.items()}
+        return whole | {"experts": whole["experts"] / self.parts_of(self.exchange)}
+
+    def parts_of(self, mesh_axes: Iterable[str]) -> int:
+        """Return how many devices a group over these mesh axes has."""
+        return math.prod(self.sizes[a] for a in mesh_axes)
 
     @functools.cached_property
     def parameters(self) -> dict[str, float]:
-        """Of each part of the model, on one device at rest."""
-        return {part: count / math.prod(self.sizes[a] for a in self.rest(part)) for part, count in self.whole.items()}
+        """Return elements of each part of the model that one device stores."""
+        return {part: count / self.parts_of(self.stored_over(part)) for part, count in self.whole.items()}
 
     @property
     def once(self) -> bool:
-        """Weights are gathered, and gradients reduced, once a step."""
+        """Return whether weights are gathered, and gradients reduced, once a step."""
         return self.run.sharding.zero == 1 or self.run.sharding.gather == "step"
 
     @property
     def gradients(self) -> dict[str, float]:
-        """Elements of each part's gradient on one device, until it is reduced over all axes."""
+        """Return elements of each part's gradient on one device, until it is reduced over all axes."""
         return self.whole if self.once else self.parameters
 
     @property
     def held(self) -> float:
-        """Gathered weights that a device holds from its forward pass to its backward pass, or all step long."""
+        """Return elements of gathered weights that stay from the forward pass to the backward pass, or all step long."""
         s = self.run.sharding
-        whole = {part: count for part, count in self.whole.items() if self.rest(part)}
+        whole = {part: count for part, count in self.whole.items() if self.stored_over(part)}
         if self.once or s.zero == 2:
             return sum(whole.values())
         return sum(whole.get(part, 0.0) for part in LAYERS) if s.gather == "forward" else 0.0
 
 
 def activation_bytes(layout: Layout, name: str) -> float:
-    """Bytes that one activation of one layer takes on a device, for each token of its shard of the batch."""
+    """Return bytes of one activation of one layer on a device, for each token of its shard of the batch."""
     m, c = layout.run.model, layout.compute_bytes
-    heads = m.num_heads * flops.head_dim(m) * c / layout.parts("heads", "sequence")
-    kv_heads = m.num_kv_heads * flops.head_dim(m) * c / layout.parts("kv_heads", "sequence")
-    rows = m.d_ff * layout.room + m.shared_d_ff if m.num_experts else m.d_ff
-    wide = rows * c / layout.parts("mlp", "sequence")
-    known = {
-        "q": heads,
-        "k": kv_heads,
-        "v": kv_heads,
-        # What only matrix products read is kept as they read it, where a policy does not name it.
-        **dict.fromkeys(("attention_norm", "mlp_norm"), m.d_model * layout.weight_bytes / layout.parts("residual")),
-        "attention_out": heads,
-        "attention_lse": m.num_heads * 4 / layout.parts("heads", "sequence"),
-        "mlp_gate": wide,
-        "mlp_up": wide,
-    }
-    return known.get(name, m.d_model * c / layout.parts("residual"))
+    heads, kv_heads = (n * flops.head_dim(m) * c / layout.parts("sequence") for n in (m.num_heads, m.num_kv_heads))
+    if name in ("q", "attention_out"):
+        return heads / layout.parts("heads")
+    if name in ("k", "v"):
+        return kv_heads / layout.parts("kv_heads")
+    if name == "attention_lse":
+        return m.num_heads * 4 / layout.parts("heads", "sequence")
+    if name in ("mlp_gate", "mlp_up"):
+        room = auto_remat.expert_room(layout.run, layout.parts_of(layout.exchange))
+        rows = m.d_ff * room + m.shared_d_ff if m.num_experts else m.d_ff
+        return rows * c / layout.parts("mlp", "sequence")
+    # Only matmuls read the norms' outputs. Without a name they are saved in the type of the matmul.
+    each = layout.weight_bytes if name in ("attention_norm", "mlp_norm") else c
+    return m.d_model * each / layout.parts("residual")
 
 
 def master_bytes(layout: Layout) -> float:
-    """Of the master weights on one device at rest, at least: scales of norms are float32 whatever the others are."""
+    """Return bytes of the master weights that one device stores, at least: scales of norms are always float32."""
     stored = BYTES[layout.run.dtypes.params]
     return sum(layout.parameters.values()) * stored + layout.parameters["norms"] * (BYTES["f32"] - stored)
 
 
 def moment_bytes(layout: Layout) -> float:
-    """Of all moments, at rest, at least; of 8-bit blocks the codes alone. Muon has one of the matrices of layers."""
+    """Return bytes of all moments of one device, at least. Of 8-bit blocks the codes alone; Muon has one moment of matrices."""
     run, params = layout.run, layout.parameters
     if run.optimizer.name not in groups.METHODS:
         return 0.0
     wide = params["embedding"] + params["head"] + params["norms"]
     rest = sum(params.values()) - wide
     muon = run.optimizer.name == "muon"
-    # Which parameters a group moves is known of the model alone.
+    # The model alone knows which parameters a group moves to another optimizer.
     moved = any(optimizer == "muon" for _, optimizer in groups.moved(run.optimizer.groups))
     second = (0.0 if moved else wide, 0.0) if muon else (wide, rest)
     held = ((run.dtypes.m, wide, rest), (run.dtypes.v, *second))
     return sum(4 * w + r if d == INT8 else BYTES[d] * (w + r) for d, w, r in held)
 
 
-def _state_bytes(layout: Layout, offload: bool = True) -> float:
-    """Return weights, and the moments that stay on the device."""
-    on_host = offload and layout.run.optimizer.offload == "moments"
-    return master_bytes(layout) + (0.0 if on_host else moment_bytes(layout))
+def _state_bytes(layout: Layout) -> float:
+    """Return bytes of weights, and of the moments that stay on the device."""
+    return master_bytes(layout) + (0.0 if layout.run.optimizer.offload == "moments" else moment_bytes(layout))
 
 
 # ---- memory
@@ -304,7 +288,7 @@ def _memory_bytes(layout: Layout) -> float:
     in_loss = 0.0
     if run.loss.name == "cross_entropy":
         in_loss = vocab * (m.d_model * (4 if everything_held else 4 + c) + chunk * 4)
-    held_experts = max(1, m.num_experts) / layout.owners
+    held_experts = max(1, m.num_experts) / layout.parts_of(layout.exchange)
     widths = m.d_ff * held_experts / layout.parts("mlp"), m.num_heads * flops.head_dim(m) / layout.parts("heads")
     largest = m.d_model * max(widths) * layout.weight_bytes
     # XLA may add each layer's gradients to the sum at once: if layers are unrolled, or by train.accumulate, or in a pipeline.
@@ -408,17 +392,17 @@ def _traffic(layout: Layout) -> Iterator[Traffic]:
     """
     run, m, c, s = layout.run, layout.run.model, layout.compute_bytes, layout.schedule
     experts = {"experts": layout.parameters["experts"]}
-    yield from _weights(layout, layout.rest("mlp"), (), {p: n for p, n in layout.parameters.items() if p != "experts"})
+    yield from _weights(layout, layout.stored_over("mlp"), (), {p: n for p, n in layout.parameters.items() if p != "experts"})
     if m.num_experts:
-        yield from _weights(layout, layout.rest("experts"), layout.exchange, experts)
+        yield from _weights(layout, layout.stored_over("experts"), layout.exchange, experts)
 
     # A gather and a reduce-scatter around attention and around the feed-forward block, forward and backward.
     split = tuple(a for a in layout.axes("residual") if a not in layout.axes("sequence"))
     axes = split or layout.axes("heads") or layout.axes("mlp")
-    parts = math.prod(layout.sizes[a] for a in axes)
+    parts = layout.parts_of(axes)
     rows, row = layout.tokens / layout.parts("sequence"), m.d_model * c
     yield axes, 8 * layout.layers * rows * row * (parts - 1) / parts, int(8 * layout.layers * run.train.grad_accum), 0.5
-    if (ranks := layout.owners) > 1:
+    if (ranks := layout.parts_of(layout.exchange)) > 1:
         # Each device of a tensor group sends whole rows. A capacity below 1 drops some.
         sent = rows * m.experts_per_token * min(1.0, run.moe.capacity_factor or 1.0) * row * (ranks - 1) / ranks
         yield layout.exchange, 4 * layout.layers * sent, int(4 * layout.layers * run.train.grad_accum), 0.5
@@ -427,10 +411,13 @@ def _traffic(layout: Layout) -> Iterator[Traffic]:
         one = layout.tokens / s.microbatches * row / layout.parts("residual")
         yield layout.axes("layers"), 2 * s.units * one, 2 * s.units, 0.0
 
-    if layout.context.size > 1 and not m.sliding_window:
+    kv_heads = max(1, m.num_kv_heads // layout.parts("kv_heads"))
+    how = run.parallel.context, run.attention.ulysses, layout.parts("sequence"), m.num_heads // layout.parts("heads"), kv_heads
+    context = make_context(*how)
+    if context.size > 1 and not m.sliding_window:
         # Keys and values travel forward, and backward with their float32 gradients. Ulysses trades tokens for heads.
-        u, r = layout.context.ulysses, layout.context.ring
-        tokens = layout.tokens / layout.context.size * layout.layers * flops.head_dim(m)
+        u, r = context.ulysses, context.ring
+        tokens = layout.tokens / context.size * layout.layers * flops.head_dim(m)
         queries = tokens * m.num_heads / layout.parts("heads")
         keys = 2 * tokens * max(m.num_kv_heads / layout.parts("kv_heads"), u)
         trips = 2 + (run.remat.policy != "none" and not kept(run.remat) >= ATTENTION)
@@ -443,9 +430,9 @@ def _weights(layout: Layout, split: tuple[str, ...], stays: tuple[str, ...], par
 
     params: elements of each part on one device.
     """
-    run, parts, micro = layout.run, math.prod(layout.sizes[a] for a in split), layout.run.train.grad_accum
+    run, parts, micro = layout.run, layout.parts_of(split), layout.run.train.grad_accum
     replicas = tuple(a for a in (*layout.axes("batch"), *layout.axes("sequence")) if a not in (*split, *stays))
-    copies = math.prod(layout.sizes[a] for a in replicas)
+    copies = layout.parts_of(replicas)
     everything, head = sum(params.values()), params.get("head", 0.0)
     layers = sum(params.get(part, 0.0) for part in LAYERS)
     if layout.once:
@@ -466,7 +453,7 @@ def _link_s(layout: Layout, rates: Rates, axes: tuple[str, ...], wire: float, la
 
     In a ring over g devices on k nodes, at least (k - 1) / (g - 1) of the bytes cross nodes.
     """
-    group = math.prod(layout.sizes[a] for a in axes)
+    group = layout.parts_of(axes)
     if group == 1:
         return {"nvlink": 0.0, "network": 0.0}
     crossing = (_nodes(layout, axes) - 1) / (group - 1)

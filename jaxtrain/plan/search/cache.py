@@ -34,12 +34,12 @@ LOGGER = logging.getLogger("jaxtrain")
 UNRELATED = (NOTHING, TIME, INPUTS)
 # Parts of jaxtrain that plan.make does not import, directly or not; a test checks this. All other files count.
 OTHER_CODE = (
-    *("announce", "bench", "between", "checkpoint", "corruption", "data", "divergence", "evaluate", "explain"),
-    *("feed", "generate", "goodput", "hf", "ledger", "lm_eval", "loop", "lora", "main", "monitor", "page", "parity", "pauses"),
-    *("position", "preflight", "profile", "profiling", "progress", "receipt", "replay", "report", "resume", "sample"),
-    *("scoring", "session", "signals", "snapshot", "start", "stored_form", "timelimit", "timeline", "trackers", "train.run"),
-    *("validate", "waiting", "watchdog", "__main__"),
-    *("plan.__main__", "plan.calibrate", "plan.expect", "plan.report", "plan.search"),
+    *("bench", "checkpoint", "command_line", "corruption", "data", "divergence", "explain", "generate"),
+    *("goodput", "hf", "ledger", "lm_eval", "lora", "main", "monitor", "page.sections", "parity", "position"),
+    *("preflight", "profile", "profiling", "progress", "receipt", "replay", "report", "resume", "sample"),
+    *("scoring", "signals", "snapshot", "stored_form", "timelimit", "trackers", "train.run", "validate"),
+    *("watchdog", "__main__", "plan.__main__", "plan.calibrate", "plan.expect", "plan.report", "plan.search"),
+    *("plan.shardings", "plan.sharding_pictures"),
 )
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt", "flax", "optax")
 OWN = ("model.family", "loss.name", "optimizer.name")  # keys that may name a user's code

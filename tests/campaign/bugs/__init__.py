@@ -12,7 +12,7 @@ class Bug(NamedTuple):
     file: str  # below the root of the repository
     text: str  # occurs once in the file
     instead: str
-    tests: str  # arguments of pytest, below tests/: files of unit/ or proofs/ alone
+    tests: str  # arguments of pytest, below tests/: files of unit/, proofs/ or gpu/
 
 
 def all_bugs() -> list[Bug]:

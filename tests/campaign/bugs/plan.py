@@ -2,8 +2,8 @@
 
 from bugs import Bug
 
-COLLECTIVES, ROOFLINE, WORK = (f"jaxtrain/plan/program/{name}.py" for name in ("collectives", "roofline", "work"))
-JUDGE, ASSIGNMENT = "jaxtrain/plan/program/judge.py", "jaxtrain/plan/program/assignment.py"
+COLLECTIVES, ROOFLINE, OP_COST = (f"jaxtrain/plan/program/{name}.py" for name in ("collectives", "roofline", "op_cost"))
+WARNINGS, ASSIGNMENT = "jaxtrain/plan/program/warnings.py", "jaxtrain/plan/program/assignment.py"
 RATES, TOPOLOGY, FLOPS = "jaxtrain/plan/rates.py", "jaxtrain/plan/topology.py", "jaxtrain/flops.py"
 SHARDINGS = "jaxtrain/plan/shardings.py"
 COMPILER, SHARDING = "jaxtrain/train/compiler.py", "jaxtrain/sharding.py"
@@ -67,29 +67,29 @@ BUGS = (
         "unit/test_roofline.py -k experts_call",
     ),
     Bug(
-        "work: latency between nodes in milliseconds",
-        WORK,
+        "op cost: latency between nodes in milliseconds",
+        OP_COST,
         "self.hops * rates.network_latency_us * 1e-6",
         "self.hops * rates.network_latency_us * 1e-3",
         "unit/test_roofline.py -k network",
     ),
     Bug(
-        "work: a causal mask over the square of the queries",
-        WORK,
+        "op cost: a causal mask over the square of the queries",
+        OP_COST,
         "(seen - seen**2 / (2 * keys))",
         "(seen - seen**2 / (2 * queries))",
         "unit/test_roofline.py -k pairs_of_queries",
     ),
     Bug(
-        "work: a scatter does not read what it adds to",
-        WORK,
+        "op cost: a scatter does not read what it adds to",
+        OP_COST,
         'touched = update if i.opcode == "scatter" else 0',
         "touched = 0",
         "unit/test_roofline.py -k scatter_reads",
     ),
     Bug(
-        "work: rows of experts that are empty count",
-        WORK,
+        "op cost: rows of experts that are empty count",
+        OP_COST,
         '"gemm", 2.0 * filled * left.dims[0] * width',
         '"gemm", 2.0 * left.dims[0] * width',
         "unit/test_roofline.py -k experts_call",
@@ -116,25 +116,25 @@ BUGS = (
         "unit/test_published.py -k range_is_given",
     ),
     Bug(
-        "judge: an element that a loop moves to another place is unchanged",
-        JUDGE,
+        "warnings: an element that a loop moves to another place is unchanged",
+        WARNINGS,
         'return int(last.attributes["index"]) == index',
         "return True",
-        "unit/test_judge.py -k could_be_outside",
+        "unit/test_plan_warnings.py -k could_be_outside",
     ),
     Bug(
-        "judge: float32 sums of a ring are a mistake",
-        JUDGE,
-        'and "kernels/context" not in f.source',
+        "warnings: float32 sums of a ring are a mistake",
+        WARNINGS,
+        "and CONTEXT not in f.source",
         "",
-        "unit/test_judge.py -k float32_reductions",
+        "unit/test_plan_warnings.py -k float32_reductions",
     ),
     Bug(
-        "judge: a loop around the model's loops is one over microbatches",
-        JUDGE,
+        "warnings: a loop around the model's loops is one over microbatches",
+        WARNINGS,
         "if len(f.loops) == 1 and MICROBATCH",
         "if f.loops and MICROBATCH",
-        "unit/test_judge.py -k microbatches",
+        "unit/test_plan_warnings.py -k microbatches",
     ),
     Bug(
         "assignment: memory shared with a value that shares itself is new",

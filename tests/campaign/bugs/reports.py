@@ -6,8 +6,8 @@ METRICS, THROUGHPUT, SAMPLES = "jaxtrain/metrics.py", "jaxtrain/throughput.py", 
 LEDGER, GOODPUT = "jaxtrain/ledger.py", "jaxtrain/goodput.py"
 MONITOR, ALERTS, CARD = "jaxtrain/monitor/__init__.py", "jaxtrain/monitor/alerts.py", "jaxtrain/monitor/card.py"
 RECEIPT, FIGURES, DIFF = "jaxtrain/receipt/__init__.py", "jaxtrain/receipt/figures.py", "jaxtrain/receipt/diff.py"
-RUN, FOLLOWED, TIME = "jaxtrain/report/run.py", "jaxtrain/report/followed.py", "jaxtrain/report/time_spent.py"
-CURVES, MEASURE, TRACER = "jaxtrain/page/curves.py", "jaxtrain/profile/measure.py", "jaxtrain/profiling.py"
+RUN, CHARTS, COMPARE = "jaxtrain/report/run.py", "jaxtrain/report/charts.py", "jaxtrain/report/compare.py"
+LINES, MEASURE, TRACER = "jaxtrain/page/lines.py", "jaxtrain/profile/measure.py", "jaxtrain/profiling.py"
 UNIT = {name: f"unit/test_{name}.py" for name in ("metrics", "goodput", "monitor", "receipt", "report", "profile")}
 
 BUGS = (
@@ -214,60 +214,46 @@ BUGS = (
         "and effect(name) == -1:",
         UNIT["receipt"],
     ),
-    # Reports, pages and the follower
+    # Reports and pages
     Bug("report: a run that hangs is alive", RUN, "self.silent_s < QUIET_S", "self.silent_s > -QUIET_S", UNIT["report"]),
     Bug("report: warnings lose their other lines", RUN, "elif inside:", "elif False:", UNIT["report"]),
     Bug(
         "report: losses are smoothed one line late",
-        "jaxtrain/report/figures.py",
+        CHARTS,
         "max(0, i - reach), min(len(kept), i + reach + 1)",
         "max(0, i - reach - 1), min(len(kept), i + reach)",
         UNIT["report"],
     ),
-    Bug("report: the worst is starred", "jaxtrain/report/figures.py", "reverse=most)", "reverse=not most)", UNIT["report"]),
+    Bug("report: the worst is starred", COMPARE, "reverse=most)", "reverse=not most)", UNIT["report"]),
     Bug(
         "report: held-out losses of different steps are compared",
-        "jaxtrain/report/figures.py",
+        COMPARE,
         "losses.get(max(common))",
         "losses.get(max(losses))",
         UNIT["report"],
     ),
     Bug(
-        "followed: time between attempts counts as steps",
-        FOLLOWED,
-        'if not any(one["time_unix"] < start',
-        'if True or not any(one["time_unix"] < start',
-        UNIT["report"],
-    ),
-    Bug(
-        "followed: a rewind is not seen",
-        FOLLOWED,
-        "anew = not same and self._inode is not None",
-        "anew = False",
-        UNIT["report"],
-    ),
-    Bug(
         "timeline: a stretch begins one too late",
-        TIME,
+        CHARTS,
         "min(last, i + 1) - max(first, i)",
         "min(last, i + 1) - max(first, i + 0.5)",
         UNIT["report"],
     ),
     Bug(
-        "curves: the axis is upside down",
-        CURVES,
-        "return 1 - (value - low) / (high - low)",
-        "return (value - low) / (high - low)",
+        "lines: the axes are reversed",
+        LINES,
+        "return (value - self.low) / (self.high - self.low) if",
+        "return 1 - (value - self.low) / (self.high - self.low) if",
         UNIT["report"],
     ),
     Bug(
-        "curves: thinning loses the lowest points",
-        CURVES,
+        "lines: thinning loses the lowest points",
+        LINES,
         '(("low", 1), ("high", -1))',
         '(("low", -1), ("high", -1))',
         UNIT["report"],
     ),
-    Bug("page: a name can write the page", "jaxtrain/page/kit.py", '.replace("<", "\\\\u003c")', "", UNIT["report"]),
+    Bug("page: a name can write the page", "jaxtrain/page/charts.py", '.replace("<", "\\\\u003c")', "", UNIT["report"]),
     Bug(
         "plan's report: rows of one cause are not added",
         "jaxtrain/plan/report/sections.py",

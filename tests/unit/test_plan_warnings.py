@@ -5,7 +5,7 @@ import dataclasses
 import jax
 from helpers import program, tiny
 
-from jaxtrain.plan.program import collectives, hlo, judge
+from jaxtrain.plan.program import collectives, hlo, warnings
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.result import Collective
 from jaxtrain.sharding import replicated
@@ -80,14 +80,14 @@ def parsed(text: str, **written: str) -> hlo.Module:
 def judged(found=(), *, run=RUN, made=None, moved=(), step_ms=100.0):
     """The warnings about these collectives of a module."""
     module = parsed(LOOP, OPERAND="%same", METADATA='op_name="x"')
-    return judge.warnings(run, made or program(run), module, list(found), list(moved), step_ms)
+    return warnings.program_warnings(run, made or program(run), module, list(found), list(moved), step_ms)
 
 
 def looped(operand: str, op_name: str = "jit(train_step)/jvp(loss)/while/body/all_gather", run=RUN, swap: str = ""):
     """The warnings about the loop above, when what it gathers is this value. swap: what a round hands on instead."""
     text = LOOP.replace("tuple(%next, %same, %stack, %changed)", swap) if swap else LOOP
     module = parsed(text, OPERAND=operand, METADATA=f'op_name="{op_name}"')
-    return judge.warnings(run, program(run), module, collectives.read(module, MESH, 8), [], 100.0)
+    return warnings.program_warnings(run, program(run), module, collectives.read(module, MESH, 8), [], 100.0)
 
 
 def changed(**fields):
@@ -111,9 +111,9 @@ def test_float32_gathers_are_named_once_for_each_line():
 
 def test_float32_reductions_are_named_unless_asked_for():
     found = [changed(kind="reduce-scatter", dtype="f32"), changed(kind="all-reduce", dtype="f32")]
-    warnings = judged(found)
-    assert [w.split(" over")[0] for w in warnings] == ["float32 reduce-scatter", "float32 all-reduce"]
-    assert all("dtypes.reduce is bf16" in w for w in warnings)
+    said = judged(found)
+    assert [w.split(" over")[0] for w in said] == ["float32 reduce-scatter", "float32 all-reduce"]
+    assert all("dtypes.reduce is bf16" in w for w in said)
     assert judged(found, run=tiny({**SIZES, "dtypes.reduce": "f32"})) == ()
     ring = [dataclasses.replace(f, source="jaxtrain/kernels/context/ring.py:9") for f in found]
     assert judged(ring) == (), "gradients of keys add up in float32 over a ring, as inside one device"
@@ -138,7 +138,7 @@ def test_the_loop_over_microbatches_may_gather_again():
     assert len(looped("%same", inner, ACCUMULATING)) == 1
     # A microbatch's own collective may stand in a loop of the kernel that has no name of its own.
     found = [changed(loops=("micro",), op_name=own), changed(loops=("around", "micro"), op_name=own)]
-    assert judge.microbatch_loops(ACCUMULATING, found) == {"micro"}
+    assert warnings.microbatch_loops(ACCUMULATING, found) == {"micro"}
 
 
 def test_resharding_that_the_partitioner_made_up():
@@ -152,7 +152,7 @@ ENTRY %main (a: f32[512,2048]) -> f32[512,2048] {
 
     def of(front: str):
         module = parsed(text, FRONT=front)
-        return judge.warnings(RUN, program(RUN), module, collectives.read(module, MESH, 8), [], 100.0)
+        return warnings.program_warnings(RUN, program(RUN), module, collectives.read(module, MESH, 8), [], 100.0)
 
     (warning,) = of('frontend_attributes={is_spmd_generated="true"},')
     assert "all-to-all over fsdp that nobody asked for" in warning and "mlp/dot" in warning

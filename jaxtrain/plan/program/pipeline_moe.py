@@ -1,4 +1,4 @@
-"""What a plan says of layers on stages and of experts on devices: how busy each is, and what goes between them."""
+"""Pipeline stages and experts in a plan: bubble, capacity, and communication between them."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ from jaxtrain.train import auto_remat
 from jaxtrain.train.stages import Arrangement, Schedule
 
 STAGE, EXPERT = "stage", "expert"
-SMALL = 0.5  # of the largest permutation: below it go numbers that travel beside the activations
+SMALL = 0.5  # of the largest permutation: smaller ones carry no activations
 
 
 def pipeline(run: RunConfig, placement: Placement, moved: Sequence[Collective], memory: Memory) -> result.Pipeline | None:
-    """Of a run with stages; None without. `moved`: every collective, over a whole step."""
+    """Return the pipeline of a run; None without stages. moved: every collective, over a step."""
     schedule = schedule_of(run, placement.size(STAGE))
     if schedule.stages == 1:
         return None
@@ -40,12 +40,12 @@ def pipeline(run: RunConfig, placement: Placement, moved: Sequence[Collective], 
 
 
 def schedule_of(run: RunConfig, stages: int) -> Schedule:
-    """A run's schedule on so many stages."""
+    """Return a run's schedule on so many stages."""
     return Schedule(run.pipeline.schedule, stages, run.pipeline.groups if stages > 1 else 1, run.train.grad_accum)
 
 
 def layers(count: int, schedule: Schedule) -> tuple[str, ...]:
-    """Which of `count` layers each stage holds: "0-9", or "0-4 10-14" in two groups."""
+    """Return the layers of each stage, of `count`: "0-9", or "0-4 10-14" in two groups."""
     how = Arrangement(count, schedule.stages, schedule.groups)
     out = []
     for stage in range(schedule.stages):
@@ -59,10 +59,10 @@ def layers(count: int, schedule: Schedule) -> tuple[str, ...]:
 
 
 def _idle(schedule: Schedule, permutes: Sequence[Collective]) -> float:
-    """Passes through a stage that work on nothing, of all that the program makes.
+    """Return the fraction of passes through a stage that have no microbatch.
 
-    After each pass, forward and backward, activations go on to a neighbour once. How often they do is read from the program,
-    loops over ticks multiplied out; so many as there are units each way are needed.
+    After each pass, forward and backward, a stage sends activations to a neighbour once. The program has the count of these
+    permutations, and as many as there are units each way are needed.
     """
     largest = max((c.wire_gib / c.count for c in permutes), default=0.0)
     passes = sum(c.count for c in permutes if c.wire_gib / c.count > SMALL * largest)
@@ -70,14 +70,14 @@ def _idle(schedule: Schedule, permutes: Sequence[Collective]) -> float:
 
 
 def experts(run: RunConfig, placement: Placement, moved: Sequence[Collective], load: float = 1.0) -> result.Experts | None:
-    """Describe the experts of a model, whose busiest draws `load` even shares. Return None for a model without experts."""
+    """Return the experts of a model, if the busiest gets `load` even shares; None without experts."""
     m = run.model
     if not m.num_experts:
         return None
     ranks = placement.size(placement.compute_axes("experts"))
     shards = placement.size((*placement.mesh_axes("batch"), *placement.mesh_axes("sequence")))
     tokens = run.train.global_batch * run.data.seq_len / run.train.grad_accum / shards
-    travel = [c for c in _over(moved, EXPERT) if c.kind == "all-to-all" and "/experts/" in c.op_name]
+    exchanged = [c for c in _over(moved, EXPERT) if c.kind == "all-to-all" and "/experts/" in c.op_name]
     passes = m.num_layers / placement.size(STAGE) * run.train.grad_accum
     return result.Experts(
         experts=m.num_experts,
@@ -86,9 +86,9 @@ def experts(run: RunConfig, placement: Placement, moved: Sequence[Collective], l
         rows=tokens * flops.expert_rows(run),
         room=tokens * auto_remat.expert_room(run, ranks),
         capacity=run.moe.capacity_factor,
-        layer_gib=sum(c.wire_gib for c in travel) / passes,
-        layer_exposed_ms=sum(c.exposed_ms for c in travel) / passes,
-        exposed_ms=sum(c.exposed_ms for c in travel),
+        layer_gib=sum(c.wire_gib for c in exchanged) / passes,
+        layer_exposed_ms=sum(c.exposed_ms for c in exchanged) / passes,
+        exposed_ms=sum(c.exposed_ms for c in exchanged),
         load=load,
         rounds=auto_remat.expert_rounds(run, ranks, load),
     )

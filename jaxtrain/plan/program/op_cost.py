@@ -1,8 +1,8 @@
-"""What one run of an instruction does: FLOPs, bytes of device and host memory, bytes on the wire.
+"""Cost of one run of an instruction: FLOPs, bytes of device and host memory, bytes on the wire.
 
-A kernel reads what it wants of its arguments, and writes its output: of a stacked weight that is only sliced inside a fusion,
-the slice; of an array that is updated in place, the update. An instruction that is not known is an error: nothing is counted
-as zero because it was not understood.
+A kernel reads the elements that it needs of its arguments, and writes its output. Of a stacked weight that is only sliced
+inside a fusion it reads the slice; of an array that is updated in place it writes the update. An instruction that is not known
+is an error and never costs zero.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_FRACTION, fraction, over_le
 # Shortest time of a kernel: its launch and its tail. An assumption, the one that XLA's own cost model makes
 # (kKernelLaunchOverhead); it matters for the scalars of loops and of the optimizer only.
 KERNEL_US = 1.0
-# FLOPs of a flash attention backward pass over those of its forward: five products of (T, S) where that has two.
+# FLOPs of a flash attention backward pass over those of its forward: five matmuls of (T, S) where that has two.
 ATTENTION_BACKWARD = 2.5
 HOST_SPACE = 5  # memory space of pinned host memory
 
@@ -53,39 +53,39 @@ FUSIONS = ("fusion", "fusion-start")
 FP8_CALL = "__cublas$lt$matmul$f8"
 GEMM_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", FP8_CALL)
 ATTENTION_CALLS = {"__cudnn$fmhaSoftmax": 1.0, "__cudnn$fmhaSoftmaxBackward": ATTENTION_BACKWARD}
-# Our own kernels (kernels/attention/pallas.py) say in their names what they compute. Their backward pass is two kernels, which
-# make the scores twice: seven products where a count of FLOPs, and the rate with it, has five.
+# Our own kernels (kernels/attention/pallas.py) have what they compute in their names. Their backward pass is two kernels, which
+# compute the scores twice: seven matmuls where a count of FLOPs, and the rate with it, has five.
 TRITON = "__gpu$xla.gpu.triton"
 PALLAS_CALL = re.compile(r'name = "jaxtrain_attention_(forward|backward_q|backward_kv)_(causal|all|window(\d+))"')
 PALLAS_CALLS = {"forward": 1.0, "backward_q": ATTENTION_BACKWARD * 3 / 7, "backward_kv": ATTENTION_BACKWARD * 4 / 7}
-PALLAS_FIRST = 5  # operand that holds the queries; before it, what says which tiles to visit
-# Products of rows with their experts' weights (kernels/experts/pallas.py); operands: which rows are whose, and two factors.
+PALLAS_FIRST = 5  # operand that holds the queries; before it, the tiles to visit
+# Grouped matmuls (kernels/experts/pallas.py); operands: the rows of each expert, and two factors.
 EXPERTS_CALL = re.compile(r'name = "jaxtrain_experts_(?:times|outer)_[DFR]"')
 # How often a sort reads or writes its arrays. With a GPU at hand XLA calls CUB's radix sort (8 bits of a 32-bit key at a time,
 # and a pass that counts them); for a described one it writes a slower kernel, which would not run.
 SORT_PASSES = 2 * 4 + 1
-ALLOCATION = "AllocateBuffer"  # room in host memory for what a loop offloads; nothing is written to it
+ALLOCATION = "AllocateBuffer"  # host memory for activations that a loop offloads; nothing is written to it
 CAUSAL_MASKS = {"CAUSAL": True, "PADDING_CAUSAL": True, "NO_MASK": False, "PADDING": False}
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one run of an instruction does."""
+    """Cost of one run of an instruction."""
 
     kind: str = "memory"  # gemm | attention | memory | host | communication
     flops: float = 0.0
     bytes: float = 0.0  # of device memory; of the wire for communication
     host_bytes: float = 0.0
     network_bytes: float = 0.0
-    message: float = 0.0  # of communication: bytes of the message, by which its rate goes
+    message: float = 0.0  # of communication: bytes of the message, which its rate depends on
     hops: int = 0  # of communication, from node to node
     backward: bool = False  # attention's backward pass, which has its own rate
-    keys: int = ATTENTION_AT  # of a call of attention, whose rate rises with them
-    share: float = 1.0  # of the rate, for a slower kernel than the one it is of
+    keys: int = ATTENTION_AT  # of a call of attention; its rate rises with them
+    share: float = 1.0  # of the rate, for a kernel that is slower than the one of the rate
     fp8: bool = False  # of GEMMs: in 8-bit floating point
 
     def seconds(self, rates: result.Rates) -> float:
-        """At these rates. Raises HloError for a GEMM in 8 bits where they have none."""
+        """Return the time at these rates. Raises HloError for a GEMM in 8 bits if they have none."""
         if self.fp8 and not rates.fp8_tflops:
             raise HloError(f"a GEMM in 8-bit floating point, for which the rates ({rates.source}) have no figure")
         if self.kind == "communication":
@@ -103,21 +103,22 @@ class Work:
 
 
 def of_experts(i: Instruction) -> bool:
-    """Whether this is one of our kernels for rows that are sorted by expert."""
+    """Return whether this is one of our grouped matmuls."""
     return target(i) == TRITON and bool(EXPERTS_CALL.search(i.attributes.get("backend_config", "")))
 
 
 def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str, Found], filled: float = 1.0) -> Work | None:
-    """What one run of an instruction does; None where it does nothing. Raises HloError for one that is not known.
+    """Return the cost of one run of an instruction; None for one that does nothing. Raises HloError for an unknown one.
 
-    filled: of the rows that experts' arrays have room for, the part that holds tokens; which rows do is data.
+    Args:
+      wires: each collective, by its instruction.
+      filled: the part of the experts' capacity that holds tokens.
     """
     if is_collective(module, i):
         if i.name not in wires:
             raise HloError(f"{i.name}: nothing says how many bytes this {i.opcode} sends")
-        wire = wires[i.name]
-        crossing, message = wire.network_bytes, wire.message
-        return Work("communication", bytes=wire.wire_bytes, network_bytes=crossing, message=message, hops=wire.hops)
+        c = wires[i.name]
+        return Work("communication", bytes=c.wire_bytes, network_bytes=c.network_bytes, message=c.message, hops=c.hops)
     if i.opcode == "copy-start":
         to, source = leaves(i.type)[0], leaves(where.by_name[i.operands[0]].type)[0]
         return _placed("memory", 0.0, [(to.bytes, to), (source.bytes, source)])
@@ -150,7 +151,7 @@ def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str,
 
 
 def is_collective(module: Module, i: Instruction) -> bool:
-    """Whether an instruction launches a collective: its own, or one inside an asynchronous call or a fusion."""
+    """Return whether an instruction launches a collective: its own, or one inside an asynchronous call or a fusion."""
     if i.opcode.removesuffix("-start") in COLLECTIVES:
         return True
     inside = (module.computations[c] for c in i.called) if i.opcode in ("async-start", *FUSIONS) else ()
@@ -158,7 +159,7 @@ def is_collective(module: Module, i: Instruction) -> bool:
 
 
 def gemm_flops(where: Computation, i: Instruction) -> float:
-    """Of a dot or a cuBLAS call: 2 x elements of the output x the contracted dimensions."""
+    """Return the FLOPs of a dot or a cuBLAS call: 2 x elements of the output x the contracted dimensions."""
     left, made = leaves(where.by_name[i.operands[0]].type)[0], leaves(i.type)[0]
     if i.opcode == "dot":
         contracted = re.findall(r"\d+", i.attributes.get("lhs_contracting_dims", ""))
@@ -168,8 +169,10 @@ def gemm_flops(where: Computation, i: Instruction) -> float:
 
 
 def attention_pairs(mask: str, window: int, queries: int, keys: int) -> float:
-    """Query-key pairs inside a mask, by the convention of `flops.attention`. A packed row counts as a single document, which
-    is an upper bound: what borders inside it would mask is data."""
+    """Return the query-key pairs inside a mask, by the convention of `flops.attention`.
+
+    A packed sequence counts as a single document, which is an upper bound: the borders of documents are data.
+    """
     if not CAUSAL_MASKS[mask]:
         return queries * keys
     seen = min(window or keys, keys)
@@ -177,7 +180,7 @@ def attention_pairs(mask: str, window: int, queries: int, keys: int) -> float:
 
 
 def _gemms(module: Module, computation: Computation, i: Instruction) -> float:
-    """FLOPs of the GEMMs in a fusion, those of computations nested in it included."""
+    """Return the FLOPs of the GEMMs in a fusion, those of nested computations included."""
     total = 0.0
     for inner in computation.instructions:
         if inner.opcode == "dot" or target(inner) in GEMM_CALLS:
@@ -198,7 +201,7 @@ def _attention(where: Computation, i: Instruction) -> Work:
     q, k, v = (leaf.dims for leaf in inputs[:3])  # (B, T, N, H), (B, S, K, H), (B, S, K, H)
     pairs = q[0] * q[2] * attention_pairs(mask, window, q[1], k[1])
     made = 2.0 * pairs * (q[3] + v[3]) * ATTENTION_CALLS[target(i)]
-    # The log-sum-exp (f32) of a packed row has room for every possible document, and one value a token is used of it.
+    # The log-sum-exp (f32) of a packed sequence has one value a token for every possible document, and one of them is used.
     moved = sum(leaf.bytes for leaf in (*inputs, *leaves(i.type)) if leaf.dtype not in ("f32", "u8"))
     moved += 4.0 * q[0] * q[1] * q[2]
     return Work("attention", made, moved, backward=target(i).endswith("Backward"), keys=k[1])
@@ -215,13 +218,12 @@ def _pallas(where: Computation, i: Instruction, call: re.Match[str]) -> Work:
 
 
 def _experts(where: Computation, i: Instruction, filled: float) -> Work:
-    """Rows by the weights of their experts, (R, D) by (E, D, F); or for each expert the sum over its rows, (R, D) by (R, F)."""
+    """Return the cost of (R, D) by (E, D, F), or of the sum over each expert's rows of (R, D) by (R, F)."""
     _, left, right = (leaves(where.by_name[o].type)[0] for o in i.operands)
     made = leaves(i.type)[0]
     width = math.prod(left.dims[1:]) * (right.dims[1] if len(right.dims) == 2 else made.dims[1])
-    return Work(
-        "gemm", 2.0 * filled * left.dims[0] * width, float(left.bytes + right.bytes + made.bytes), share=PALLAS_FRACTION
-    )
+    moved = float(left.bytes + right.bytes + made.bytes)
+    return Work("gemm", 2.0 * filled * left.dims[0] * width, moved, share=PALLAS_FRACTION)
 
 
 def _sort(i: Instruction) -> Work:
@@ -229,7 +231,7 @@ def _sort(i: Instruction) -> Work:
 
 
 def target(i: Instruction) -> str:
-    """What a custom call calls; "" for everything else."""
+    """Return the target of a custom call; "" for everything else."""
     return i.attributes.get("custom_call_target", "").strip('"')
 
 
@@ -244,10 +246,10 @@ def _config(i: Instruction, key: str) -> dict:
 
 
 def _traffic(inside: Computation, arguments: list[Type], made_type: Type, kind: str, made: float) -> Work:
-    """Work with the bytes that a kernel reads and writes: what it wants of its arguments, and its output.
+    """Return a cost with the bytes that a kernel reads of its arguments and writes of its output.
 
-    The types are those outside, since only they tell what is in host memory. Of a library call that is its first output: the
-    second is a workspace.
+    The types are those outside the kernel: they alone have the memory space. A library call's second output is a workspace and
+    does not count.
     """
     demand = _demand(inside)
     moved: list[tuple[float, Shape]] = []
@@ -271,7 +273,7 @@ def _traffic(inside: Computation, arguments: list[Type], made_type: Type, kind: 
 
 
 def _alone(where: Computation, i: Instruction) -> tuple[Computation, list[Type], Type]:
-    """An instruction outside of a fusion as if it were one, and the types of its arguments and its output."""
+    """Return an instruction outside of a fusion as if it were one, and the types of its arguments and its output."""
     names = list(dict.fromkeys(i.operands))
     parameters = [
         dataclasses.replace(where.by_name[o], opcode="parameter", operands=(), parameter_number=n, is_root=False)
@@ -282,7 +284,7 @@ def _alone(where: Computation, i: Instruction) -> tuple[Computation, list[Type],
 
 
 def _placed(kind: str, made: float, moved: list[tuple[float, Shape]]) -> Work:
-    """Bytes by the memory that they are in. A kernel that touches host memory is a host copy."""
+    """Return a cost with bytes by their memory. A kernel that touches host memory is a host copy."""
     host = sum(b for b, s in moved if s.memory_space == HOST_SPACE)
     device = sum(b for b, s in moved if s.memory_space != HOST_SPACE)
     return Work("host" if host else kind, made, device, host)
@@ -297,26 +299,26 @@ def _bytes(array: Shape, elements: float) -> float:
 
 
 def _demand(inside: Computation) -> dict[str, float]:
-    """Of every instruction of a fusion, how many of its elements are wanted: from the root backwards.
+    """Return how many elements of each instruction of a fusion are needed, from the root backwards.
 
-    A fusion computes lazily, so what only a slice is taken of is read as the slice. Two users that want parts are taken to
-    want different parts.
+    A fusion computes lazily, so an array that is only sliced is read as the slice. Two users of parts are assumed to need
+    different parts.
     """
-    wanted: dict[str, float] = defaultdict(float)
-    wanted[inside.root.name] = _elements(inside.root)
+    needed: dict[str, float] = defaultdict(float)
+    needed[inside.root.name] = _elements(inside.root)
     for i in reversed(inside.instructions):  # users stand behind their operands
-        here = min(wanted[i.name], _elements(i))
+        here = min(needed[i.name], _elements(i))
         if i.opcode == "tuple":
             for o in i.operands:
-                wanted[o] = _elements(inside.by_name[o])
+                needed[o] = _elements(inside.by_name[o])
         elif here:
-            for operand, elements in _wanted_of(inside, i, here):
-                wanted[operand.name] += elements
-    return {i.name: min(wanted[i.name], _elements(i)) for i in inside.instructions}
+            for operand, elements in _needed_of(inside, i, here):
+                needed[operand.name] += elements
+    return {i.name: min(needed[i.name], _elements(i)) for i in inside.instructions}
 
 
-def _wanted_of(inside: Computation, i: Instruction, here: float) -> Iterator[tuple[Instruction, float]]:
-    """(operand, elements of it that are wanted) where `here` elements of an instruction are."""
+def _needed_of(inside: Computation, i: Instruction, here: float) -> Iterator[tuple[Instruction, float]]:
+    """Yield (operand, elements of it that are needed) for `here` elements of an instruction."""
     operands = [inside.by_name[o] for o in i.operands]
     part = here / max(_elements(i), 1)
     if i.opcode in UPDATES:
@@ -333,12 +335,12 @@ def _wanted_of(inside: Computation, i: Instruction, here: float) -> Iterator[tup
 
 
 def _update(i: Instruction) -> str:
-    """The operand that a dynamic-update-slice or a scatter (array, indices, updates) puts into the array."""
+    """Return the operand that a dynamic-update-slice or a scatter (array, indices, updates) puts into the array."""
     return i.operands[1] if i.opcode == "dynamic-update-slice" else i.operands[-1]
 
 
 def _in_place(inside: Computation, i: Instruction) -> int | None:
-    """Elements that an update of an array that is already there writes; None where the whole output is written anew."""
+    """Return the elements that an in-place update writes; None if the whole output is written."""
     i = _through_bitcasts(inside, i)
     if i.opcode not in UPDATES or _through_bitcasts(inside, inside.by_name[i.operands[0]]).opcode != "parameter":
         return None

@@ -1,0 +1,132 @@
+"""Run a measurement in a process of its own, so that peak memory, XLA's options and a crash are those of the case alone.
+
+The parent never starts JAX, because JAX preallocates the GPU's memory. Request and answer are JSON files; the child's output
+goes to a log. A long case saves partial answers (`save_partial`), so that a case that runs out of time keeps its findings.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.launch import REPO
+from jaxtrain.metrics import write_atomic
+
+OK, REFUSED, NO_MEMORY, FAILED, LATE = "ok", "refused", "out of memory", "failed", "out of time"
+LAST_CHARACTERS = 600  # of a failed child's output in a result; its log has all of it
+
+# A child starts as this program on Linux: the kernel kills it when its parent ends, and it becomes the command. A `preexec_fn`
+# could not do this: it runs between fork and exec, where a process with threads may hang.
+PR_SET_PDEATHSIG = 1
+END_WITH_PARENT = f"""
+import ctypes, os, sys
+ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {int(signal.SIGKILL)})
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
+
+def run_case(
+    function: str,
+    request: Mapping[str, Any],
+    *,
+    log: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    limit_s: float | None = None,
+    python: str = sys.executable,
+    script: Path | None = None,
+) -> dict[str, Any]:
+    """Return the answer of a case that runs in a new process.
+
+    Args:
+      function: "package.module:function", which takes a dict and returns one, both plain JSON.
+      request: its argument.
+      log: the file for the child's output.
+      environ: the child's environment; None: that of this process.
+      limit_s: seconds after which the child is killed.
+      python, script: run this script as `PYTHON SCRIPT REQUEST ANSWER` instead; `function` is then only its name.
+
+    Returns:
+      The answer with `verdict` (OK, REFUSED, NO_MEMORY, FAILED or LATE), `why` where it is not OK, and `seconds`, the time
+      that the process took. A crash and a timeout are answers too, with what the case had saved by then.
+    """
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answered = Path(folder, "request.json"), Path(folder, "answer.json")
+        asked.write_text(json.dumps({**request, "answer_file": str(answered)}))
+        command = [python, str(script)] if script else [*module_command("bench.child"), function]
+        command += [str(asked), str(answered)]
+        code, output = run_program(command, log or Path(folder, "log.txt"), environ=environ, limit_s=limit_s)
+        answer = json.loads(answered.read_text()) if answered.exists() else {}
+    if answer.get("verdict", LATE) == LATE:  # it ended before its final answer
+        late = {"verdict": LATE, "why": f"not done after {limit_s:.0f} s"} if code is None and limit_s else None
+        answer |= late or {"verdict": FAILED, "why": f"exit code {code}: {last_lines(output)}"}
+    return answer | {"seconds": time.perf_counter() - began}
+
+
+def save_partial(request: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
+    """Save the findings of a case so far. They are its answer if it is killed. Where more would follow, `verdict` is LATE."""
+    if "answer_file" in request:  # the case runs in a child
+        write_atomic(Path(request["answer_file"]), json.dumps(answer))
+
+
+def run_program(
+    command: list[str], log: Path, *, environ: Mapping[str, str] | None = None, limit_s: float | None = None
+) -> tuple[int | None, str]:
+    """Run a program that can import this package. Return its exit code, None after a timeout, and its output.
+
+    When this returns or raises, Ctrl-C included, the child and everything it started have ended: children of our own end with
+    their parent, and whatever else is in its session is killed.
+    """
+    environ = dict(os.environ if environ is None else environ)
+    environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(REPO), environ.get("PYTHONPATH", "")) if p)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    begin = [sys.executable, "-I", "-c", END_WITH_PARENT] if sys.platform == "linux" else []
+    pipes: dict[str, Any] = {"stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+    with open(log, "wb") as out:
+        process = subprocess.Popen([*begin, *command], stdout=out, env=environ, start_new_session=True, **pipes)
+        try:
+            code = process.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # all of them have ended
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return code, log.read_text(errors="replace")
+
+
+def module_command(name: str, *args: str) -> list[str]:
+    """Return the command line of one of our modules, in this interpreter."""
+    return [sys.executable, "-m", f"jaxtrain.{name}", *args]
+
+
+def last_lines(output: str) -> str:
+    """Return the end of a program's output: for a Python error its message and where it was raised."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return " | ".join(lines[-3:])[-LAST_CHARACTERS:] or "no output"
+
+
+def error_line(error: BaseException) -> str:
+    """Return an exception as one line."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+def main(argv: list[str]) -> int:
+    """Run the case FUNCTION with the request in one file, and write its answer to another."""
+    function, asked, answered = argv
+    module, _, name = function.partition(":")
+    answer = getattr(importlib.import_module(module), name)(json.loads(Path(asked).read_text()))
+    write_atomic(Path(answered), json.dumps(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

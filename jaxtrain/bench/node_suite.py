@@ -1,0 +1,316 @@
+"""The first program to run on a node: does it compute correctly, and how fast is it? Half an hour at most.
+
+Each part has its share of that time. Its verdict is `ok`, `off` (slower or larger than planned: worth a look, no fault),
+`FAILED`, or `left out` with the reason. The suite fails where a part failed.
+"""
+
+import datetime
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import rich.console
+
+from jaxtrain import hardware, launch
+from jaxtrain.bench import report, train_step
+from jaxtrain.bench.child import FAILED, LATE, NO_MEMORY, OK, REFUSED, module_command, run_case
+from jaxtrain.bench.parts import BAD, GOOD, OFF, OUT, Node, Outcome, Part, run_parts
+from jaxtrain.bench.train_step import DATA
+from jaxtrain.parity import layouts
+
+BUDGET_S = 1800.0  # of all parts together
+PEAK_ERROR = 0.10  # tolerated difference of planned and measured peak memory
+
+# Shipped configs: file, sequences per device and microbatch, microbatches. The whole batch would take minutes a step.
+SHIPPED = (("llama3_1b", 4, 4), ("llama2_7b", 2, 4), ("llama3_8b", 1, 4), ("llama3_70b", 1, 1))
+LAYOUTS = {
+    8: layouts.DEFAULT,
+    4: "one,data4,fsdp4,data2xfsdp2,fsdp2xtensor2,fsdp2xseq2,tensor2xseq2,tensor4",
+    2: "one,data2,fsdp2,tensor2,seq2",
+}
+SMOKE_LAYOUTS = "one,fsdp8,fsdp2xtensor2xseq2"
+TINY = f"--config={launch.DEFAULT_CONFIG}"
+SMALL = tuple(f"--config.{o}" for o in ("model.num_layers=1", "model.d_model=32", "model.d_ff=64", "data.seq_len=32"))
+# Head sizes that cuDNN supports, so that the kernels of large runs are compared.
+WIDER = ("model.d_model=512", "model.num_heads=8", "model.num_kv_heads=4", "model.head_dim=64", "data.seq_len=512")
+MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+GPU_TESTS = launch.REPO / "tests" / "gpu"
+
+
+def smoke_config(node: Node) -> list[str]:
+    return [TINY, *SMALL, f"--config.train.global_batch={2 * node.devices.count}", *DATA["synthetic"]]
+
+
+# ---- Parts
+
+
+def check_health(node: Node, limit_s: float) -> Outcome:
+    """GPUs, links, versions, host and environment, by preflight without measuring."""
+    command = module_command("preflight", "--no-measure", f"--json={node.path / 'preflight.json'}")
+    return node.run_program("Preflight", command, limit_s)[1]
+
+
+def calibrate(node: Node, limit_s: float) -> Outcome:
+    """Rates of matmuls, attention, memory and links, for the plans of the parts below."""
+    if node.smoke:
+        return Outcome(OUT, "plans are made for GPUs")
+    code, outcome = node.run_program("Rates", module_command("plan", "--calibrate"), limit_s)
+    return Outcome(OUT, outcome.found, outcome.lines) if code is None else outcome
+
+
+def check_kernels(node: Node, limit_s: float) -> Outcome:
+    """Attention, grouped matmuls and FP8 matmuls against their definitions (tests/gpu)."""
+    return run_gpu_tests(node, limit_s)
+
+
+def run_gpu_tests(node: Node, limit_s: float, only: str = "") -> Outcome:
+    """Run tests/gpu, or one file of it. A test that does not end in the last fifth of the time is a fault: it may hang."""
+    if not GPU_TESTS.is_dir() or importlib.util.find_spec("pytest") is None:
+        return Outcome(OUT, "tests/gpu or pytest is missing. Fix: JAXTRAIN_TEST_DEVICE=gpu ./run.sh test tests/gpu")
+    name = f"Kernels {only}".strip()
+    file = node.path / "logs" / f"{report.file_name(name)}.jsonl"
+    file.unlink(missing_ok=True)
+    where = {"JAXTRAIN_TEST_DEVICE": "" if node.smoke else "gpu", "JAXTRAIN_TEST_RESULTS": str(file)}
+    where["JAXTRAIN_TEST_SECONDS"] = str(0.8 * limit_s)
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", str(GPU_TESTS / only)]
+    code, outcome = node.run_program(name, command, limit_s, os.environ | where)
+    results = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    by_outcome = {kind: [r for r in results if r["outcome"] == kind] for kind in ("passed", "failed", "skipped")}
+    rows = [[r["test"], r["outcome"], f"{r['ratio']:.2f}" if "ratio" in r else "", r["why"]] for r in results]
+    page = report.markdown(f"{name} against their definitions", ("test", "", "error / bound", ""), rows)
+    passed, failed = len(by_outcome["passed"]), by_outcome["failed"]
+    unfinished = sum("no time was left" in r["why"] for r in by_outcome["skipped"])
+    text = f"{passed} tests passed" + (f"; for {unfinished} there was no time" if unfinished else "")
+    if failed:
+        text = f"{len(failed)} of {passed + len(failed)} tests failed, first {failed[0]['test']}: {failed[0]['why']}"
+    elif code != 0:
+        text = f"{text}; {outcome.found}"
+    verdict = BAD if failed or code != 0 or not passed else OFF if unfinished else GOOD
+    return Outcome(verdict, text, page + outcome.lines * (verdict == BAD), results)
+
+
+def check_parity(node: Node, limit_s: float) -> Outcome:
+    """The same steps on several layouts."""
+    count = node.devices.count
+    meshes = SMOKE_LAYOUTS if node.smoke else next((text for n, text in LAYOUTS.items() if n <= count), "")
+    if not meshes:
+        return Outcome(OUT, "one device has one layout")
+    wider = [f"--config.{o}" for o in WIDER]
+    asked = {"f32": [*SMALL, "--steps=1"]} if node.smoke else {"f32": ["--dtype=f32"], "bf16": [*wider, "--dtype=bf16"]}
+    data, lines, bad, late = {}, [], [], []
+    began = time.monotonic()
+    for name, more in asked.items():
+        file = node.path / f"parity_{name}.json"
+        command = module_command("parity", TINY, "--config.data.source=synthetic", *more)
+        command += [f"--meshes={meshes}", f"--json={file}"]
+        code, outcome = node.run_program(f"Parity {name}", command, limit_s - (time.monotonic() - began))
+        lines += outcome.lines
+        if file.exists():
+            data[name] = json.loads(file.read_text())
+            bad += [f"{name} {r['name']}" for r in data[name]["layouts"] if r["verdict"] not in ("agrees", "reference")]
+        elif code:
+            bad.append(f"{name}: {outcome.found}")
+        if code is None:
+            late.append(name)
+    if bad:
+        return Outcome(BAD, f"not the same steps: {', '.join(bad)}", lines, data)
+    if late:
+        return Outcome(OFF if data else BAD, f"{', '.join(late)} not done in time", lines, data)
+    return Outcome(GOOD, f"{len(meshes.split(','))} layouts take the same steps in {' and '.join(data)}", lines, data)
+
+
+def time_configs(node: Node, limit_s: float) -> Outcome:
+    """Shipped configs, 30 steps each or as many as there is time for; planned beside measured."""
+    cases = [("tiny", smoke_config(node))] if node.smoke else [node.config(*c) for c in SHIPPED]
+    found: dict[str, dict[str, Any]] = {}
+    began = time.monotonic()
+    for i, (name, argv) in enumerate(cases):
+        share = (limit_s - (time.monotonic() - began)) / (len(cases) - i)
+        found[name] = time_steps(node, name, argv, share, (2, 1) if node.smoke else (25, 5))
+    lines = report.markdown("Shipped configs", report.STEP_HEADINGS, [report.step_row(n, r) for n, r in found.items()])
+    bad = [f"{name}: {r['why']}" for name, r in found.items() if r["verdict"] in (FAILED, REFUSED)]
+    late = [f"{name}: {r['why']}" for name, r in found.items() if r["verdict"] == LATE]
+    measured = [name for name, r in found.items() if r["verdict"] == OK]
+    if bad or not measured:
+        return Outcome(BAD, "; ".join(bad or ["no shipped config was measured", *late]), lines, found)
+    off = late + [text for name in measured for text in differences_from_plan(name, found[name])]
+    text = "; ".join(f"{n} {found[n]['tokens_per_s_per_device']:,.0f} tokens/s a device" for n in measured)
+    return Outcome(OFF if off else GOOD, "; ".join([text, *off]), lines, found)
+
+
+def differences_from_plan(name: str, r: Mapping[str, Any]) -> list[str]:
+    """Return a text for a step time that the plan does not expect, and for a peak that is more than PEAK_ERROR off.
+
+    Without a plan there is nothing to compare.
+    """
+    from jaxtrain.plan.expect import Expected  # imports JAX
+
+    if not r.get("planned"):
+        return []
+    planned, step_s, peak_gib, out = Expected(**r["planned"]), r["step_s"]["median"], r["memory"]["peak_gib"], []
+    if step_s and planned.is_unexpected(step_s):
+        within = " ({:.3g} to {:.3g} s are expected)".format(*planned.range_s) if planned.range_s else ""
+        out.append(f"{name}: step time {step_s / planned.step_s:.2f} times the plan{within}")
+    if peak_gib and abs(peak_gib / planned.peak_gib - 1) > PEAK_ERROR:
+        out.append(f"{name}: peak memory {peak_gib / planned.peak_gib:.2f} times the plan")
+    return out
+
+
+def check_checkpoint(node: Node, limit_s: float) -> Outcome:
+    """A save and a restore, bit for bit."""
+    argv = smoke_config(node) if node.smoke else node.config("llama3_1b", 1, 1)[1]
+    return save_and_restore(node, argv, limit_s)
+
+
+def save_and_restore(node: Node, argv: list[str], limit_s: float, devices: int = 0) -> Outcome:
+    """Save and restore the state of a config in a child."""
+    folder = node.path / "checkpoint"
+    request = {"argv": argv, "devices": devices, "folder": str(folder)}
+    try:
+        answer = run_case(
+            "jaxtrain.bench.node_suite:measure_checkpoint", request, log=node.folder.log("checkpoint"), limit_s=limit_s
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # gigabytes
+    if answer["verdict"] != OK:
+        return Outcome(BAD, answer["why"], data=answer)
+    text = f"{answer['gib']:.3g} GiB in {answer['tensors']} tensors came back bit for bit; written in {answer['save_s']:.2g} s "
+    text += f"(the loop waits {answer['blocked_s']:.2g} s), read in {answer['restore_s']:.2g} s"
+    return Outcome(GOOD, text, ["## Checkpoint", "", text, ""], answer)
+
+
+def measure_checkpoint(request: dict[str, Any]) -> dict[str, Any]:
+    """Take two steps of `argv`, save and restore the state in `folder`, and compare every bit. A case (child.py)."""
+    loaded = launch.load(request["argv"])
+    if wrong := train_step.find_problems(loaded, request["devices"]):
+        return {"verdict": REFUSED, "why": "; ".join(dict.fromkeys(map(str, wrong)))}
+    run = loaded.run
+    devices = train_step.start_devices(run, request["devices"])
+    import jax
+    import jax.numpy as jnp
+
+    from jaxtrain.checkpoint import Checkpoints, Failed
+    from jaxtrain.data import pipeline
+    from jaxtrain.parity.compare import compile_step, open_rows
+    from jaxtrain.train import state
+    from jaxtrain.train.batch import place_batch
+
+    rows = open_rows(run)
+    run, program, train, _ = compile_step(pipeline.with_documents(run, rows), devices)
+    current = state.create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
+    for i in range(2):  # so that the moments are not zeros
+        current, _ = train(current, place_batch(rows.batch(i), program.batch, program.context))
+    jax.block_until_ready(current)
+
+    checkpoints = Checkpoints(request["folder"])
+    checkpoints.save(2, state.to_tensors(current), {"config": {}, "data": {}}, began=time.perf_counter())
+    (saved,) = checkpoints.wait()
+    if isinstance(saved, Failed):
+        raise saved.error
+    began = time.perf_counter()
+    tensors = checkpoints.restore(2, state.abstract_tensors(program.state))
+    restored = jax.block_until_ready(state.from_tensors(program.state, tensors))
+    restore_s = time.perf_counter() - began
+    checkpoints.close()
+
+    @jax.jit
+    def equal(a: jax.Array, b: jax.Array) -> jax.Array:
+        bits = jnp.dtype(f"uint{8 * a.dtype.itemsize}")
+        return jnp.all(jax.lax.bitcast_convert_type(a, bits) == jax.lax.bitcast_convert_type(b, bits))
+
+    pairs = zip(state.to_tensors(current).items(), state.to_tensors(restored).values(), strict=True)
+    differ = [name for (name, a), b in pairs if not equal(a, b)]
+    out = {"gib": saved.bytes / 2**30, "save_s": saved.total_s, "blocked_s": saved.blocked_s, "restore_s": restore_s}
+    out["tensors"] = len(state.abstract_tensors(program.state))
+    if differ:
+        return out | {"verdict": FAILED, "why": f"{len(differ)} tensors came back different: {', '.join(differ[:4])}"}
+    return out | {"verdict": OK}
+
+
+def compare_connections(node: Node, limit_s: float) -> Outcome:
+    """CUDA_DEVICE_MAX_CONNECTIONS unset against 1: the number of queues for a GPU's kernels and collectives."""
+    if not node.smoke and node.devices.count == 1:
+        return Outcome(OUT, "one GPU has no collectives to overlap")
+    # A loop over layers compiles soon. The setting affects other programs in the same way.
+    name, argv = ("tiny", smoke_config(node)) if node.smoke else node.config("llama3_1b", 4, 4)
+    argv = [*argv, "--config.parallel.scan_layers=true"]
+    found = {}
+    for value in ("unset", "1"):
+        environ = {k: v for k, v in os.environ.items() if k != MAX_CONNECTIONS}
+        more = [] if value == "unset" else [f"--config.env.set={MAX_CONNECTIONS}={value}"]
+        label, steps = f"{name}, {MAX_CONNECTIONS} {value}", (2, 1) if node.smoke else (10, 3)
+        found[label] = time_steps(node, label, [*argv, *more], limit_s / 2, steps, environ)
+    lines = report.markdown(MAX_CONNECTIONS, report.STEP_HEADINGS, [report.step_row(n, r) for n, r in found.items()])
+    if bad := [f"{n}: {r['why']}" for n, r in found.items() if r["verdict"] not in (OK, NO_MEMORY, LATE)]:
+        return Outcome(BAD, "; ".join(bad), lines, found)
+    if any(r["verdict"] != OK for r in found.values()):
+        return Outcome(OUT, f"{name} does not fit, or not in time", lines, found)
+    unset, one = (r["step_s"]["median"] for r in found.values())
+    return Outcome(GOOD, f"a step takes {unset:.4g} s unset, {one:.4g} s with 1 ({one / unset - 1:+.1%})", lines, found)
+
+
+def train_tiny(node: Node, limit_s: float) -> Outcome:
+    """configs/tiny.py through the command line, from text to a sample."""
+    folder = node.path / "run"
+    small = [*SMALL, f"--config.train.global_batch={2 * node.devices.count}", "--config.train.steps=4"]
+    small += ["--config.optimizer.warmup_steps=1", "--config.eval.sequences=8", "--config.sample.max_tokens=4"]
+    command = module_command("main", TINY, *(small if node.smoke else ()), f"--workdir={folder}")
+    code, outcome = node.run_program("configs/tiny.py", command, limit_s)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    if code != 0:
+        return outcome
+    last = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][-1]
+    return Outcome(GOOD, f"trained, evaluated (loss {last['loss']:.3f}), saved and sampled", outcome.lines, last)
+
+
+def time_steps(
+    node: Node,
+    name: str,
+    argv: list[str],
+    limit_s: float,
+    steps: tuple[int, int],
+    environ: Mapping[str, str] | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """Return the answer of train_step.measure. steps: timed ones, and those before them."""
+    request = {"argv": argv, "devices": 0, "steps": steps[0], "warmup": steps[1], **more}
+    request["limit_s"] = 0.8 * limit_s  # the process needs some time to end after its last step
+    return run_case(train_step.CASE, request, log=node.folder.log(name), environ=environ, limit_s=limit_s)
+
+
+# Name -> (function, seconds at most). Together they are below BUDGET_S.
+PARTS: dict[str, tuple[Callable[[Node, float], Outcome], float]] = {
+    "preflight": (check_health, 20),
+    "rates": (calibrate, 120),
+    "kernels": (check_kernels, 300),
+    "parity": (check_parity, 300),
+    "configs": (time_configs, 540),
+    "checkpoint": (check_checkpoint, 180),
+    "connections": (compare_connections, 210),
+    "run": (train_tiny, 120),
+}
+
+
+def run(out: str, file: str, parts: str, smoke: bool, console: rich.console.Console) -> int:
+    """Run the parts. Return 0, or 1 where one failed.
+
+    Args:
+      out: the output folder; "": a new one under runs/. It is also packed into one .tar.gz, to send in.
+      file: of --json.
+      parts: names separated by commas; "": all.
+      smoke: tiny shapes, also on GPUs.
+    """
+    devices = hardware.probe()
+    folder = report.Folder(out or f"runs/node-{datetime.datetime.now():%Y%m%d-%H%M%S}", file, "suite")
+    node = Node(devices, smoke or devices.kind != "gpu", folder)
+    chosen = [Part(name, *PARTS[name]) for name in PARTS if not parts or name in parts.split(",")]
+    try:
+        return run_parts(chosen, node, console, BUDGET_S, "A node", {})
+    finally:
+        packed = shutil.make_archive(str(node.path), "gztar", node.path.parent, node.path.name)
+        report.print_line(console, f"{node.path}, and as one file to send in: {packed}")

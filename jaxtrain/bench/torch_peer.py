@@ -1,0 +1,286 @@
+"""Time the same model and batch in PyTorch and here, alternately on the same GPU, and compare their speeds.
+
+First both train a small model of the same kind, from the same weights in float32. Where their losses differ, they do not do the
+same work, and nothing is compared. For the large model these must then agree: parameters, rotary frequencies, batch,
+microbatches, precision and optimizer.
+"""
+
+import dataclasses
+import math
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import rich.console
+
+from jaxtrain import flops, hardware, launch
+from jaxtrain.bench import report, train_step
+from jaxtrain.bench.child import FAILED, OK, last_lines, run_case
+from jaxtrain.bench.report import Folder
+from jaxtrain.config import Problem, RunConfig
+from jaxtrain.data import pipeline
+from jaxtrain.models.hugging_face import COMMON, HfTensor
+
+SCRIPT = launch.REPO / "benchmarks" / "peer_torch.py"
+EXPORT = "jaxtrain.bench.torch_peer:export_example"
+# One document per sequence: PyTorch's causal kernels compute that.
+SAME_WORK = ("--config.data.packing=none",)
+# A model small enough to hand over with its weights. Kinds of layers, rotary scaling and the optimizer stay the config's.
+SMALL = (
+    *("model.num_layers=2", "model.d_model=64", "model.d_ff=128", "model.vocab_size=272", "data.seq_len=64"),
+    *("precision=f32", "train.global_batch=4", "train.grad_accum=2", "mesh.data=1", "mesh.fsdp=1", "remat.policy=none"),
+    *("optimizer.lr=0.01", "optimizer.lr_min=0.001", "optimizer.warmup_steps=1"),  # so that an update shows
+    *("attention.impl=auto", *(f"dtypes.{name}=f32" for name in ("params", "m", "v", "grads", "reduce"))),
+)
+# Relative, of losses in float32 after updates: both sum thousands of products in an order of their own.
+SAME = 1e-4
+CHECKED = 4  # steps of that comparison
+TUNE_S = 100.0  # after which the peer tries no further settings
+
+
+def refusal(base: Sequence[str], count: int, python: str) -> list[Problem]:
+    """Return why this config, machine or interpreter cannot be compared."""
+    run, out = launch.load(base).run, []
+    devices = train_step.devices_for(count).count
+    if devices != 1:
+        rule = f"the peer runs on one device, and {devices} would be measured"
+        out.append(Problem("--peer", "torch", rule, "Add --devices=1, with a config for one."))
+    model = run.model
+    plain = {"qkv_bias": False, "qk_norm": False, "sliding_window": 0, "attention_softcap": 0.0, "logit_softcap": 0.0}
+    plain |= {"sandwich_norm": False, "attn_logit_scale": 0.0}
+    for key, value in plain.items():
+        if (given := getattr(model, key)) != value:
+            out.append(Problem(f"model.{key}", given, "transformers' Llama does not support it", f"Set {value}."))
+    for key, value, known in (
+        ("model.family", model.family, ("llama",)),
+        ("loss.name", run.loss.name, ("cross_entropy",)),
+        ("optimizer.name", run.optimizer.name, ("adamw",)),
+        ("optimizer.groups", run.optimizer.groups, ("",)),
+        ("train.freeze", run.train.freeze, ("",)),
+        ("lora.rank", run.lora.rank, (0,)),
+        ("precision", run.precision, ("bf16", "f32")),
+    ):
+        if value not in known:
+            remedy = f"Set {' or '.join(str(x) or repr(x) for x in known)}."
+            out.append(Problem(key, value, "the peer does not support it", remedy))
+    return [*out, *interpreter(python)]
+
+
+def interpreter(python: str) -> list[Problem]:
+    """Return the problems of the peer's interpreter."""
+    path = shutil.which(Path(python).expanduser())
+    if path is None:
+        return [Problem("--peer-python", python, "no such program", "Name a Python that has torch and transformers.")]
+    probe = subprocess.run([path, "-c", "import torch, transformers"], capture_output=True, text=True, check=False)
+    if not probe.returncode:
+        return []
+    rule = f"cannot import torch and transformers: {last_lines(probe.stderr)}"
+    return [Problem("--peer-python", python, rule, "Install them there, or name another interpreter.")]
+
+
+# ---- The example that both train on
+
+
+def to_hf(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
+    """Return name and value in transformers of one of our tensors ("layers.0.attention.wq")."""
+    parts = name.split(".")
+    layer = parts[1] if parts[0] == "layers" else ""
+    tensor: HfTensor = COMMON[name if not layer else ".".join(["layers", "{i}", *parts[2:]])]
+    ours = tensor.ours.split()
+    # "(N H) D": two dimensions, of which the first merges two axes.
+    groups = [(merged or single).split() for merged, single in re.findall(r"\(([^)]*)\)|(\S+)", tensor.theirs)]
+    sizes = dict(zip(ours, array.shape, strict=True))
+    turned = array.transpose([ours.index(axis) for group in groups for axis in group])
+    merged = turned.reshape([math.prod(sizes[axis] for axis in group) for group in groups])
+    return tensor.name.replace("{i}", layer), np.ascontiguousarray(merged)
+
+
+def export_example(request: dict[str, Any]) -> dict[str, Any]:
+    """Return what the peer must know of the config `argv` (`spec`), and write its first batch into `folder`. A case (child.py).
+
+    With `train` steps it also exports the initial weights and the losses of that many steps on this one batch.
+    """
+    run = launch.load(request["argv"]).run
+    devices = train_step.start_devices(run, 1)
+    import jax.numpy as jnp
+
+    from jaxtrain.models.attention import rotary_frequencies
+    from jaxtrain.optim.optimizer import make_schedule
+    from jaxtrain.parity.compare import compile_step, open_rows
+    from jaxtrain.train import state
+    from jaxtrain.train.batch import place_batch
+
+    folder = Path(request["folder"])
+    rows = open_rows(run)
+    # Every token has weight 1, as for the peer.
+    batch = rows.batch(0) | {"weights": np.ones((run.train.global_batch, run.data.seq_len), np.float32)}
+    np.savez(folder / "batch.npz", tokens=batch["tokens"], targets=batch["targets"])
+    schedule, o = make_schedule(run.optimizer, run.train.steps), run.optimizer
+    spec = {
+        "model": dataclasses.asdict(run.model) | {"head_dim": flops.head_dim(run.model)},
+        "parameters": flops.parameters(run.model)["total"],
+        "rotary_frequencies": [float(f) for f in rotary_frequencies(run.model)],
+        "seq_len": run.data.seq_len,
+        "global_batch": run.train.global_batch,
+        "grad_accum": run.train.grad_accum,
+        "precision": run.precision,
+        "batch": str(folder / "batch.npz"),
+        "weights": "",
+        "optimizer": {k: getattr(o, k) for k in ("beta1", "beta2", "eps", "weight_decay", "clip_norm")}
+        | {"lr": np.asarray([schedule(jnp.asarray(i)) for i in range(16)]).tolist()},
+    }
+    losses = []
+    if request["train"]:
+        run, program, train, _ = compile_step(pipeline.with_documents(run, rows), devices)
+        current = state.create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
+        arrays: dict[str, Any] = dict(to_hf(name, a) for name, a in state.to_host(current, "params.").items())
+        np.savez(folder / "weights.npz", **arrays)
+        spec["weights"] = str(folder / "weights.npz")
+        for _ in range(request["train"]):
+            current, values = train(current, place_batch(batch, program.batch, program.context))
+            losses.append(float(values["loss"]))
+    return {"verdict": OK, "spec": spec, "losses": losses}
+
+
+def run_peer(python: str, spec: Mapping[str, Any], log: Path, limit_s: float | None = None) -> dict[str, Any]:
+    """Return the answer of benchmarks/peer_torch.py, which speaks the protocol of child.py."""
+    return run_case("peer_torch", spec, log=log, limit_s=limit_s, python=python, script=SCRIPT)
+
+
+def compare_losses(base: Sequence[str], python: str, folder: Path, log: Path) -> dict[str, Any]:
+    """Train a small model of this kind here and in PyTorch, from the same weights. Return `verdict` and both losses."""
+    heads = launch.load(base).run.model
+    grouped = max(1, 4 * heads.num_kv_heads // heads.num_heads)
+    small = [*SMALL, "model.num_heads=4", f"model.num_kv_heads={grouped}", "model.head_dim=16"]
+    request = {"argv": [*base, *(f"--config.{o}" for o in small)], "folder": str(folder), "train": CHECKED}
+    example = run_case(EXPORT, request, log=log, environ={**os.environ, "JAX_PLATFORMS": "cpu"})
+    if example["verdict"] != OK:
+        return example
+    how = {"platform": "any", "compile": "none", "settings": None, "tune_s": 0.0, "warmup": 1, "steps": CHECKED - 1}
+    answer = run_peer(python, example["spec"] | how, log.with_name("same_work_torch.txt"))
+    if answer["verdict"] != OK:
+        return answer
+    error = max(abs(a / b - 1) for a, b in zip(answer["losses"], example["losses"], strict=True))
+    out = {"ours": example["losses"], "theirs": answer["losses"], "off": error, "allowed": SAME}
+    if not error <= SAME:
+        return out | {"verdict": FAILED, "why": f"not the same work: losses of a small model differ by {error:.1e}"}
+    return out | {"verdict": OK}
+
+
+# ---- The comparison
+
+
+def run(
+    base: Sequence[str],
+    name: str,
+    python: str,
+    rounds: int,
+    request: Mapping[str, Any],
+    folder: Folder,
+    console: rich.console.Console,
+) -> int:
+    """Time both alternately and print the ratio. Return 0; 1 where one cannot be measured, or they do different work."""
+    python = shutil.which(Path(python).expanduser()) or python
+    config, platform = launch.load(base).run, hardware.probe().kind
+
+    def fail(why: str, **results: Any) -> int:
+        print(why, file=sys.stderr)
+        if results:
+            folder.write("Peer", [why], **results)
+        return 1
+
+    with tempfile.TemporaryDirectory() as temporary:
+        files = Path(temporary)
+        logs = folder.path / "logs" if folder.path else files / "logs"
+        with console.status("comparing losses of a small model ..."):
+            same = compare_losses(base, python, files, logs / "same_work.txt")
+        if same["verdict"] != OK:
+            return fail(same["why"], same_work=same)
+        agree = f"{CHECKED} losses of a small model in float32 agree to {same['off']:.1e} (allowed {SAME:.0e})"
+        report.print_line(console, f"same work: {agree}")
+        example = {"argv": list(base), "folder": str(files), "train": 0}
+        example = run_case(EXPORT, example, environ={**os.environ, "JAX_PLATFORMS": "cpu"})
+        if example["verdict"] != OK:
+            return fail(example["why"])
+        how = {"platform": platform, "compile": "best", "settings": None, "tune_s": TUNE_S}
+        spec = example["spec"] | how | {key: request[key] for key in ("warmup", "steps")}
+        turns: list[dict[str, Any]] = []
+        table, ratio = [], None
+        for who, i in ((who, i) for i in range(rounds) for who in ("jaxtrain", "torch")):
+            label, log = f"{who}, round {i + 1}", logs / f"{who}_{i + 1}.txt"
+            with console.status(f"{label} ..."):
+                if who == "jaxtrain":
+                    answer = run_case(train_step.CASE, {**request, "argv": list(base), "trace": ""}, log=log)
+                else:
+                    # Its compiling and its search for the best settings do not count against a case's limit.
+                    limit_s = request["limit_s"] and request["limit_s"] + TUNE_S
+                    answer = as_our_answer(run_peer(python, spec, log, limit_s), config)
+                    spec["settings"] = answer.get("settings")  # chosen once
+            turns.append({"who": who, "name": label, **answer})
+            row = report.step_row(label, answer)
+            report.print_line(console, f"{label}: {row[1]} s" if answer["verdict"] == OK else f"{label}: {row[-1]}")
+            ratio = compare_speeds(turns)
+            table = [report.step_row(t["name"], t) for t in turns]
+            lines = [*report.markdown(f"{name} against PyTorch", report.STEP_HEADINGS, table), f"{agree}.", ""]
+            lines += [*(f"- {line.strip()}" for line in describe(turns, ratio)), ""]
+            folder.write("Peer", lines, same_work=same, turns=turns, compared=ratio)
+            if answer["verdict"] != OK:
+                return fail(f"{label}: {answer['verdict']}: {answer['why']}")
+    report.print_table(console, report.STEP_HEADINGS, table)
+    for line in describe(turns, ratio):
+        report.print_line(console, line, "bold" if line.startswith("ratio") else "")
+    folder.print_cpu_note(console)
+    return 0
+
+
+def as_our_answer(answer: dict[str, Any], run: RunConfig) -> dict[str, Any]:
+    """Return the peer's answer in the form of ours: rates of its step, by the same count of FLOPs."""
+    if answer["verdict"] != OK:
+        return answer
+    seconds, losses = answer.pop("step_times"), answer.pop("losses")
+    step_s = train_step.spread(seconds)
+    rates = train_step.rates(run, 1, step_s["median"], train_step.peak_tflops(run, answer["device"]))
+    # The peer recomputes something else than our remat policy does.
+    rates["hfu"] = None if answer["settings"]["checkpoint"] else rates["mfu_causal"]
+    steps = {"steps": len(seconds), "warmup": len(losses) - len(seconds), "step_s": step_s}
+    unknown = {"compile_s": None, "planned": None, "not_planned": ""}
+    memory = {"peak_gib": answer.pop("reserved_gib"), "compiled_gib": None, "budget_gib": None}
+    return answer | rates | steps | unknown | {"memory": memory, "loss": {"first": losses[0], "last": losses[-1]}}
+
+
+def compare_speeds(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return ours over theirs in tokens per second, of the medians and of each round. None before the first pair."""
+    speed = {who: [t["tokens_per_s"] for t in turns if t["who"] == who and t["verdict"] == OK] for who in ("jaxtrain", "torch")}
+    pairs = [a / b for a, b in zip(*speed.values(), strict=False)]
+    if not pairs:
+        return None
+    ours, other = (statistics.median(v) for v in speed.values())
+    return {"ratio": ours / other, "least": min(pairs), "most": max(pairs), "rounds": len(pairs)}
+
+
+def describe(turns: Sequence[Mapping[str, Any]], ratio: Mapping[str, Any] | None) -> list[str]:
+    """Return the peer's settings and the ratio as lines."""
+    peers = [t for t in turns if t["who"] == "torch" and t["verdict"] == OK]
+    if not peers or ratio is None:
+        return []
+    p, s = peers[0], peers[0]["settings"]
+    out = [
+        f"torch {p['torch']}, transformers {p['transformers']}: torch.compile of {s['compile']}, SDPA {s['attention']}, "
+        f"activation checkpointing {'of every layer' if s['checkpoint'] else 'off'}, fused AdamW, autocast over float32"
+    ]
+    if p.get("dynamo"):
+        out.append(f"  torch.compile: {', '.join(f'{count} {what}' for what, count in p['dynamo'].items())}")
+    for t in p["tried"]:
+        result = f"{t['step_s']:.4g} s" if t["step_s"] else t["why"]
+        again = ", checkpointing" if t["checkpoint"] else ""
+        out.append(f"  tried: SDPA {t['attention']}, compile {t['compile']}{again}: {result}")
+    text = f"ratio ours/theirs in tokens/s: {ratio['ratio']:.3f} (rounds {ratio['least']:.3f} to {ratio['most']:.3f})"
+    return [*out, text]

@@ -1,0 +1,386 @@
+"""Time train steps of a config: program, compiler options, data path and the order of the loop are those of training.
+
+Step time is the time from one step's metrics to the next step's, where metrics are fetched one step late. So it is the device's
+time, or the host's where that is longer. Memory is the allocator's peak in a process that ran nothing else.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import re
+import statistics
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import rich.console
+
+from jaxtrain import environment, flops, hardware, launch
+from jaxtrain.bench import report
+from jaxtrain.bench.child import FAILED, NO_MEMORY, OK, REFUSED, error_line, run_case, save_partial
+from jaxtrain.config import ConfigError, Problem, RunConfig
+from jaxtrain.data import pipeline
+from jaxtrain.launch import Loaded
+from jaxtrain.startup import set_compile_cache, set_environment, start_jax
+from jaxtrain.validate import validate_step
+
+CASE = "jaxtrain.bench.train_step:measure"
+NO_EVAL = ("--config.data.eval_source=", "--config.eval.every_steps=0")
+DATA = {"synthetic": ("--config.data.source=synthetic", *NO_EVAL), "real": NO_EVAL}
+MIN_STEPS = 3  # timed before a time limit ends a case
+TRACED_STEPS = 2
+BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0}  # of a number; the scales of int8 blocks are not counted
+
+
+# ---- Devices and configs
+
+
+def devices_for(count: int) -> hardware.Devices:
+    """Return the first `count` devices of this machine, all for 0. On a CPU there can be any number."""
+    found = hardware.probe()
+    if not count or found.kind == "gpu":
+        return dataclasses.replace(found, count=min(count or found.count, found.count))
+    return dataclasses.replace(found, count=count, memory_gib=hardware.available_gib() / count)
+
+
+def find_problems(loaded: Loaded, count: int) -> list[Problem]:
+    """Return what refuses a case: the config on these devices, its data, variables that contradict the memory budget."""
+    devices, found = devices_for(count), list(loaded.problems)
+    if not loaded.file_read:
+        return found
+    if count > devices.count and not devices.problem:
+        found.append(Problem("--devices", count, f"this machine has {devices.count}", "Ask for fewer, or leave it out."))
+    found += validate_step(loaded.run, devices)
+    found += pipeline.check(loaded.run.data, loaded.run.model.vocab_size, need_eval=False)
+    return found + environment.overlay(loaded.run, devices, os.environ)[1]
+
+
+def state_gib(run: RunConfig, count: int) -> float:
+    """Return the least GiB of training state on each of `count` devices: parameters, and moments that are not offloaded.
+
+    For Muon the moments of its AdamW part are left out.
+    """
+    known = {"adamw": ("m", "v"), "muon": ("m",)}
+    moments = known.get(run.optimizer.name, ()) if run.optimizer.offload == "none" else ()
+    each = sum(BYTES[getattr(run.dtypes, name)] for name in ("params", *moments))
+    return flops.parameters(run.model)["total"] * each / count / 2**30
+
+
+def start_devices(run: RunConfig, count: int) -> list[Any]:
+    """Start JAX as a training run does, with its environment and compile cache. Return the first `count` devices.
+
+    Raises ConfigError where there is no device to run on, as with CUDA_VISIBLE_DEVICES=MIG-...
+    """
+    found = devices_for(count)
+    if found.problem:
+        raise ConfigError([found.problem])
+    if found.kind == "cpu" and hardware.probe().count < found.count:
+        os.environ["JAX_NUM_CPU_DEVICES"] = str(found.count)
+    set_environment(environment.overlay(run, found, os.environ)[0])
+    start_jax(found)
+    set_compile_cache(run)
+    import jax
+
+    return jax.devices()[: found.count]
+
+
+# ---- The measurement
+
+
+def measure(request: dict[str, Any]) -> dict[str, Any]:
+    """Compile and time the train step of a config. A case (child.py).
+
+    Args:
+      request: `argv`, config file and overrides; `devices`, how many, 0 for all; `warmup` and `steps`; `limit_s`, after which
+        no step begins once MIN_STEPS are timed (null: none); `trace`, a folder for a trace of further steps ("": none).
+
+    Returns:
+      what was run, `step_s` (median, quartiles, extremes, in seconds), its rates, `memory`, the plan of this executable or
+      the reason why there is none (`not_planned`), and the folder of the trace or why there is none (`trace`). A failure
+      after the timing does not undo it.
+    """
+    began = time.perf_counter()
+    loaded = launch.load(request["argv"])
+    if wrong := find_problems(loaded, request["devices"]):
+        return {"verdict": REFUSED, "why": "; ".join(dict.fromkeys(map(str, wrong)))}
+    run, there = loaded.run, devices_for(request["devices"])
+    if there.kind == "gpu" and (least := state_gib(run, there.count)) > there.memory_gib:
+        rule = f"parameters and moments alone take {least:.1f} GiB a device, which has {there.memory_gib:.1f}"
+        return {"verdict": NO_MEMORY, "why": rule}
+    devices = start_devices(run, request["devices"])
+    import jax
+
+    from jaxtrain.kernels.attention import Unsupported
+    from jaxtrain.sharding import LayoutError
+
+    out: dict[str, Any] = {}  # filled as it goes: what is known when memory runs out is kept
+    try:
+        _measure(run, devices, request, out, began)
+    except (ConfigError, LayoutError, Unsupported) as error:
+        return out | {"verdict": REFUSED, "why": str(error)}
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return out | {"verdict": NO_MEMORY, "why": str(error).splitlines()[0][:200]}
+    return out
+
+
+def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], out: dict[str, Any], began: float) -> None:
+    import jax
+
+    from jaxtrain import throughput
+    from jaxtrain.parity.compare import compile_step, open_rows
+    from jaxtrain.receipt import config_sha256
+    from jaxtrain.receipt.machine import device_facts
+    from jaxtrain.train import auto_remat, state
+    from jaxtrain.train.batch import place_batch
+    from jaxtrain.train.memory import taken_gib
+
+    digest, auto = config_sha256(dataclasses.asdict(run)), run.remat.policy == "auto"
+    rows = open_rows(run)
+    compiling = time.perf_counter()
+    run, program, train, options = compile_step(pipeline.with_documents(run, rows), devices, print)
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+    # XLA's CPU compiler counts something else.
+    allocated = taken_gib(train) if devices[0].platform == "gpu" else None
+    out |= {
+        "mesh": dict(program.placement.mesh.shape),
+        "attention": program.kernel.name,
+        "attention_reason": program.kernel_reason,
+        "precision": run.precision,
+        "seq_len": run.data.seq_len,
+        "packing": run.data.packing,
+        "data": run.data.source,
+        "global_batch": run.train.global_batch,
+        "grad_accum": run.train.grad_accum,
+        "remat": run.remat.policy,
+        "remat_tensors": run.remat.tensors,
+        "remat_auto": auto_remat.words(run.remat) if auto else "",
+        "parameters": flops.parameters(run.model)["total"],
+        "config_sha256": digest,
+        "devices": device_facts(devices),
+        "compile_s": time.perf_counter() - compiling,
+        "compiler_options": options,
+        "memory": {"peak_gib": None, "compiled_gib": allocated, "budget_gib": limit / 2**30 if limit else None},
+    }
+    if limit and allocated and allocated > limit / 2**30:
+        rule = f"the step takes {allocated:.1f} GiB a device, and {limit / 2**30:.1f} GiB are there"
+        out |= {"verdict": NO_MEMORY, "why": rule}
+        return
+
+    current = state.create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
+    batches = pipeline.iterate(rows, 0, run.data.prefetch)
+    marks, losses, waits, waiting = [], [], [], None
+    warmup, steps, limit_s = request["warmup"], request["steps"], request["limit_s"]
+    try:
+        # A step is done when its metrics are here. The next one has been dispatched by then, as in training.
+        while len(marks) < warmup + steps:
+            asked = time.perf_counter()
+            batch = place_batch(next(batches), program.batch, program.context)
+            waits.append(time.perf_counter() - asked)
+            current, values = train(current, batch)
+            if waiting is not None:
+                losses.append(float(waiting["loss"]))
+                marks.append(time.perf_counter())
+            waiting = values
+            if limit_s and time.perf_counter() - began > limit_s and len(marks) >= warmup + MIN_STEPS:
+                break
+        jax.block_until_ready(current)
+        seconds = [b - a for a, b in itertools.pairwise(marks[warmup - 1 :])]
+        out["memory"]["peak_gib"] = throughput.memory(devices)[1]
+        out |= {
+            "verdict": OK,
+            "steps": len(seconds),
+            "warmup": warmup,
+            "step_s": spread(seconds),
+            "data_wait_s": statistics.median(waits[warmup:]),
+            "loss": {"first": losses[0], "last": losses[-1]},
+            "planned": None,
+            "not_planned": "the plan was not done",
+            "trace": "it was not done" if request.get("trace") else "",
+        }
+        kind = devices[0].device_kind if devices[0].platform == "gpu" else ""
+        out |= rates(run, len(devices), out["step_s"]["median"], peak_tflops(run, kind))
+        if not all(map(math.isfinite, losses)):
+            out |= {"verdict": FAILED, "why": f"a loss is not finite: {losses}", "loss": None}
+        save_partial(request, out)
+        out |= _plan(run, program, train, devices)
+        save_partial(request, out)
+        if folder := request.get("trace"):
+            out["trace"] = folder
+            try:
+                _trace(Path(folder), run, program, train, current, batches, out["step_s"]["median"])
+            except Exception as error:  # a failure of the profiler must not cost the timings
+                traceback.print_exc()
+                out["trace"] = f"failed: {error_line(error)}"
+    finally:
+        batches.close()
+
+
+def _plan(run: RunConfig, program: Any, executable: Any, devices: Sequence[Any]) -> dict[str, Any]:
+    """Return the plan of this executable, or why there is none."""
+    from jaxtrain.plan.expect import expect
+
+    gpu, planned, why = hardware.lookup(devices[0].device_kind), None, ""
+    if devices[0].platform != "gpu":
+        why = "plans are made for GPUs"
+    elif gpu is None:
+        why = f"{devices[0].device_kind!r} is not in the table of GPUs (jaxtrain/hardware.py)"
+    else:
+        try:
+            planned = dataclasses.asdict(expect(run, program, executable, gpu, len(devices)))
+        except Exception as error:  # a failure of the plan must not cost the timings
+            traceback.print_exc()
+            why = error_line(error)
+    return {"planned": planned, "not_planned": why}
+
+
+def _trace(folder: Path, run: RunConfig, program: Any, train: Any, current: Any, batches: Iterator[Any], step_s: float) -> None:
+    """Write a trace of TRACED_STEPS further steps into a folder like a run's, which `profile` reads.
+
+    step_s: the step time without the profiler.
+    """
+    import jax
+
+    from jaxtrain import config, metrics, profiling
+    from jaxtrain.receipt import Receipt
+    from jaxtrain.receipt.machine import device_facts
+    from jaxtrain.train.batch import place_batch
+
+    mesh = program.placement.mesh
+    receipt = Receipt(folder)
+    receipt.start({"devices": device_facts(mesh.devices.flat), "mesh": dict(mesh.shape), "attention": program.kernel.name})
+    metrics.write_atomic(folder / "config.json", json.dumps(config.to_dict(run), indent=1) + "\n")
+    known = {name for name in metrics.TRAIN_KEYS if name not in ("kind", "time_unix")}
+    with metrics.Writers(folder) as writers:
+        writers.train(**dict.fromkeys(known) | {"step": 1, "step_time_s": step_s})
+    tracer = profiling.Tracer(dataclasses.replace(run.profile, start=1, steps=TRACED_STEPS), folder, print, program=train)
+    values = None
+    try:
+        for number in range(1, TRACED_STEPS + 1):
+            tracer.before_step(number)
+            current, values = train(current, place_batch(next(batches), program.batch, program.context))
+            tracer.after_step(number, values)
+    finally:
+        tracer.close(jax.block_until_ready(values))
+    receipt.finish(0, "traced")
+
+
+def peak_tflops(run: RunConfig, device_kind: str) -> float | None:
+    """Return the dense peak in TFLOP/s that MFU is taken of, as in training; None for an unknown device.
+
+    It is `log.peak_tflops`, else that of the dtype of activations, which is bfloat16 for fp8 too.
+    """
+    gpu = hardware.lookup(device_kind)
+    return run.log.peak_tflops or (gpu.peak(run.compute) if gpu else None)
+
+
+def rates(run: RunConfig, count: int, step_s: float, peak: float | None) -> dict[str, Any]:
+    """Return tokens per second and utilisations of a step that takes `step_s` on `count` devices."""
+    per_token = flops.training(run)
+    tokens_per_s = run.train.global_batch * run.data.seq_len / step_s
+    each = tokens_per_s / count
+    return {
+        "tokens_per_s": tokens_per_s,
+        "tokens_per_s_per_device": each,
+        "tflops_per_device": each * per_token.causal / 1e12,
+        "peak_tflops": peak,
+        "mfu_causal": flops.mfu(per_token.causal, each, peak),
+        "mfu_full": flops.mfu(per_token.full, each, peak),
+        "hfu": flops.mfu((per_token + flops.beyond(run)).causal, each, peak),
+    }
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Return median, quartiles and extremes."""
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else [seconds[0]] * 3
+    return {"median": middle, "q1": low, "q3": high, "min": min(seconds), "max": max(seconds)}
+
+
+# ---- One config, or a sweep
+
+FORM = "key=value,value;key=value,..., as remat.policy=full,none;mesh.fsdp=4,8"
+
+
+def combinations(sweep: str) -> tuple[list[tuple[str, ...]], list[Problem]]:
+    """Return every combination of --sweep as overrides "key=value", and what is wrong with the text.
+
+    A value may hold commas where NAME= follows each of them, as in remat.tensors.
+    """
+    axes: dict[str, list[str]] = {}
+    found = []
+    for part in sweep.split(";"):
+        key, given, values = part.strip().partition("=")
+        chosen = [v.strip() for v in re.split(r",(?!\w+=)", values)]
+        if not given or not re.fullmatch(r"\w+(\.\w+)+", key) or not all(chosen):
+            found.append(Problem("--sweep", part.strip(), "is no key with its values", f"Write {FORM}."))
+        elif key in axes:
+            found.append(Problem("--sweep", key, "given twice", "Give all of its values at once."))
+        else:
+            axes[key] = [f"{key}={value}" for value in chosen]
+    return list(itertools.product(*axes.values())), found
+
+
+def make_cases(base: Sequence[str], name: str, sweep: str) -> tuple[dict[str, list[str]], list[Problem]]:
+    """Return case -> command line, for a config `base` or every combination of a sweep, and what is wrong with the sweep."""
+    if not sweep:
+        return {name: [*base]}, []
+    found, wrong = combinations(sweep)
+    return {" ".join(over): [*base, *(f"--config.{o}" for o in over)] for over in found}, wrong
+
+
+def refusals(cases: Mapping[str, Sequence[str]], count: int) -> dict[str, list[Problem]]:
+    """Return case -> its problems, for the cases that have some."""
+    wrong = {name: find_problems(launch.load(argv), count) for name, argv in cases.items()}
+    return {name: problems for name, problems in wrong.items() if problems}
+
+
+def run_cases(
+    cases: Mapping[str, list[str]],
+    refused: Mapping[str, Sequence[Problem]],
+    request: Mapping[str, Any],
+    folder: report.Folder,
+    console: rich.console.Console,
+) -> int:
+    """Measure the cases one after the other. Return 0, or 1 where none could be measured.
+
+    KeyboardInterrupt passes through, after the results so far were printed and written.
+    """
+    done: dict[str, dict[str, Any]] = {}
+    try:
+        for i, (name, argv) in enumerate(cases.items(), 1):
+            with console.status(f"{i} of {len(cases)}: {name} ..."):
+                if name in refused:
+                    answer = {"verdict": REFUSED, "why": "; ".join(dict.fromkeys(map(str, refused[name])))}
+                else:
+                    trace = folder.trace(name) if request["trace"] else ""
+                    answer = run_case(CASE, {**request, "argv": argv, "trace": trace}, log=folder.log(name))
+            done[name] = answer | {"argv": argv}
+            if len(cases) > 1:
+                cells = report.step_row(name, answer)
+                result = f"{cells[1]} s, {cells[3]} tokens/s" if answer["verdict"] == OK else cells[-1]
+                report.print_line(console, f"{i} of {len(cases)}: {name}: {result}")
+            lines = report.markdown("Train steps", report.STEP_HEADINGS, [report.step_row(n, r) for n, r in done.items()])
+            if len(cases) == 1:
+                lines += report.markdown("Details", ("", ""), report.step_details(name, done[name]))
+            folder.write("Step time", lines, cases=[{"name": n, **r} for n, r in done.items()], best=best_case(done))
+    finally:
+        winner = best_case(done)
+        if len(cases) == 1 and done:
+            report.print_table(console, ("", ""), report.step_details(*next(iter(done.items()))))
+        elif done:
+            report.print_table(console, report.STEP_HEADINGS, [report.step_row(n, r) for n, r in done.items()])
+            fastest = f"best: {winner}, {done[winner]['tokens_per_s']:,.0f} tokens/s" if winner else "no case was measured"
+            report.print_line(console, fastest, "bold")
+        folder.print_cpu_note(console)
+    return 0 if winner else 1
+
+
+def best_case(done: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Return the case of most tokens per second; None where none was measured."""
+    measured = {name: r["tokens_per_s"] for name, r in done.items() if r["verdict"] == OK}
+    return max(measured, key=measured.__getitem__) if measured else None

@@ -1,0 +1,447 @@
+"""Warnings about a compiled train step: mistakes of sharded programs, each with its cost, its origin and a setting that helps.
+
+`program_warnings` finds what a program does beyond its config: wide collectives, gathers that a loop repeats, resharding that
+nobody asked for, replicated state, exposed communication. `config_warnings` finds a config that asks for too little of
+something, or for it on the wrong axis. `fp8_matmuls` finds matmuls that the compiler left in the wide type.
+"""
+
+import dataclasses
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxtrain import activations
+from jaxtrain.config import MESH_AXES, RunConfig
+from jaxtrain.kernels.numerics import DTYPES
+from jaxtrain.models.lora import is_adapter
+from jaxtrain.page.numbers import GB_PER_GIB
+from jaxtrain.plan.program.collectives import Found
+from jaxtrain.plan.program.hlo import Computation, Instruction, Module, walk
+from jaxtrain.plan.program.op_cost import FP8_CALL, GEMM_CALLS, of_experts, target
+from jaxtrain.plan.program.roofline import Roofline, label
+from jaxtrain.plan.result import Collective, Matmuls, Memory, Rates
+from jaxtrain.sharding import large_replicated_arrays, node_of
+from jaxtrain.train.definition import fp8_weights, trained_parameters
+from jaxtrain.train.program import Program
+from jaxtrain.train.stages import IDLE, Schedule
+from jaxtrain.train.state import abstract_tensors
+
+LARGE = 1 << 20  # bytes of a launch, or of an array, from which it deserves a warning
+EXPOSED = 0.02  # of the step: exposed communication from which it deserves a warning
+SLACK = 1.25  # no schedule overlaps all that it could
+NAMED = 4  # arrays in one warning; the others are counted
+# What the loop over microbatches itself does, and no loop inside it; inside those, "/while/body" comes again.
+MICROBATCH = re.compile(r"jit\(train_step\)/(shard_map/)?while/body/(?!.*/while/body)")
+LAYER = re.compile(r"\.layers\.(\d+)\.")
+SAME_VALUE = ("bitcast", "convert", "copy", "transpose", "reshape")  # these leave a value as it is, or round it
+CONTEXT = "kernels/context"  # sources of rings over mesh.seq
+# Matmuls of attention and of the loss belong to no weight of a layer.
+NO_WEIGHT = ("kernels/attention", CONTEXT, "kernels/cross_entropy")
+
+
+# ---- Mistakes of the program
+
+
+def program_warnings(
+    run: RunConfig, program: Program, module: Module, found: Sequence[Found], moved: Sequence[Collective], step_ms: float
+) -> tuple[str, ...]:
+    """Return the warnings about a compiled program: one for each line of Python, costliest first within each kind.
+
+    Args:
+      module: the compiled program of `program`.
+      found: its collectives, by launch.
+      moved: the same over a step.
+    """
+    large = [f for f in found if f.wire_bytes > LARGE]
+    return (
+        *_float32(run, large),
+        *_invariant_gathers(module, large, microbatch_loops(run, found)),
+        *_resharding(module, large),
+        *(_replicated(program) if run.sharding.zero else ()),
+        *_exposed(moved, step_ms),
+    )
+
+
+def microbatch_loops(run: RunConfig, found: Sequence[Found]) -> frozenset[str]:
+    """Return the names of the loops over microbatches; none without accumulation.
+
+    The compiler may leave a loop itself without a name. The collectives that run in it and in no loop of the model show it.
+    """
+    if run.train.grad_accum == 1:
+        return frozenset()
+    return frozenset(f.loops[0] for f in found if len(f.loops) == 1 and MICROBATCH.match(f.op_name))
+
+
+def _where(f: Found) -> str:
+    return f.source or f.op_name or f.instruction
+
+
+def _cost(f: Found) -> str:
+    return f"{f.count} a step, {f.count * f.wire_bytes / 1e9:.2f} GB on the wire a GPU"
+
+
+def _by_line(found: Sequence[Found]) -> list[Found]:
+    """Merge collectives of one kind and line of Python, costliest first: an unrolled loop repeats each of its own."""
+    groups: dict[tuple[str, ...], list[Found]] = defaultdict(list)
+    for f in found:
+        groups[f.kind, f.dtype, f.axis, _where(f)].append(f)
+    merged = []
+    for group in groups.values():
+        count = sum(f.count for f in group)
+        each = sum(f.count * f.wire_bytes for f in group) / max(1, count)
+        merged.append(dataclasses.replace(group[0], count=count, wire_bytes=each))
+    return sorted(merged, key=lambda f: -f.count * f.wire_bytes)
+
+
+def _float32(run: RunConfig, found: Sequence[Found]) -> Iterator[str]:
+    """Yield float32 on the wire where the config asks for less."""
+    for f in _by_line([f for f in found if "f32" in f.dtype.split("+") and f.f32 * f.wire_bytes > LARGE]):
+        start = f"float32 {f.kind} over {f.axis} ({_cost(f)}) from {_where(f)}: "
+        if f.kind == "all-gather" and DTYPES[run.compute].itemsize < 4:
+            yield (
+                f"{start}precision is {run.precision}, so half of it would do. Cast before the gather, as Placement.gather "
+                "does."
+            )
+        # Over a ring, gradients of keys and values add up in float32, as inside one device.
+        narrow = DTYPES[run.dtypes.reduce].itemsize < 4
+        if f.kind in ("reduce-scatter", "all-reduce") and narrow and CONTEXT not in f.source:
+            yield f"{start}dtypes.reduce is {run.dtypes.reduce}. Cast before the reduction."
+
+
+def _invariant_gathers(module: Module, found: Sequence[Found], microbatches: frozenset[str]) -> Iterator[str]:
+    """Yield gathers inside a loop of a value that the loop does not change.
+
+    The loop over microbatches is left out: to hold gathered weights during all of it is what sharding them avoids.
+    """
+    outside = []
+    for f in found:
+        if f.kind == "all-gather" and f.loops and f.loops[-1] not in microbatches:
+            body = module.owners[f.instruction]
+            if all(_invariant(body, body.by_name[o]) for o in body.by_name[f.instruction].operands):
+                outside.append(f)
+    for f in _by_line(outside):
+        yield (
+            f"all-gather over {f.axis} inside a loop of something that the loop does not change ({_cost(f)}) from "
+            f"{_where(f)}: gather it once, before the loop."
+        )
+
+
+def _invariant(body: Computation, value: Instruction) -> bool:
+    """Return whether a value is the same in every iteration of the loop with this body."""
+    todo, seen = [value], set()
+    while todo:
+        i = todo.pop()
+        if i.name in seen:
+            continue
+        seen.add(i.name)
+        if i.opcode == "get-tuple-element":
+            source, index = body.by_name[i.operands[0]], int(i.attributes["index"])
+            while source.opcode == "opt-barrier":
+                source = body.by_name[source.operands[0]]
+            if source.opcode == "tuple":
+                todo.append(body.by_name[source.operands[index]])
+            elif source.opcode != "parameter" or not _passed_through(body, index):
+                return False
+        elif i.opcode in SAME_VALUE or i.opcode in ("fusion", "constant"):
+            # A fusion that slices by iteration has the loop's counter among its operands, and that changes.
+            todo += [body.by_name[o] for o in i.operands]
+        else:
+            return False
+    return True
+
+
+def _passed_through(body: Computation, index: int) -> bool:
+    """Return whether a loop passes on an element of its state unchanged."""
+    root = body.root
+    if root.opcode != "tuple":
+        return False
+    last = body.by_name[root.operands[index]]
+    while last.opcode in ("bitcast", "copy"):
+        last = body.by_name[last.operands[0]]
+    if last.opcode != "get-tuple-element" or body.by_name[last.operands[0]].opcode != "parameter":
+        return False
+    return int(last.attributes["index"]) == index
+
+
+def _resharding(module: Module, found: Sequence[Found]) -> Iterator[str]:
+    """Yield collectives that the partitioner inserted because two shardings in the program do not agree."""
+
+    def by_partitioner(f: Found) -> bool:
+        launch = module.owners[f.instruction].by_name[f.instruction]
+        inner = [i for name in launch.called for i in module.computations[name].instructions]
+        return any('is_spmd_generated="true"' in i.attributes.get("frontend_attributes", "") for i in (launch, *inner))
+
+    for f in _by_line([f for f in found if f.kind in ("all-to-all", "collective-permute") and by_partitioner(f)]):
+        yield (
+            f"{f.kind} over {f.axis} that nobody asked for ({_cost(f)}) near {_where(f)}: two layouts do not agree there. "
+            "Pin one of them with Placement.constrain, or change sharding.rules."
+        )
+
+
+def _replicated(program: Program) -> Iterator[str]:
+    """Yield state that is replicated, or sharded less than its parameter. Layers are named together."""
+    # Half of an adapter has no dimension that is sharded over the batch's axes, and is small.
+    tensors = {name: a for name, a in abstract_tensors(program.state).items() if not is_adapter(name)}
+    local = {name: a.sharding.shard_shape(a.shape) if a.sharding else a.shape for name, a in tensors.items()}
+    shards = {name: math.prod(a.shape) // max(1, math.prod(local[name])) for name, a in tensors.items()}
+    size = {name: math.prod(local[name]) * a.dtype.itemsize for name, a in tensors.items()}  # bytes on a device
+
+    def gib(names: Sequence[str]) -> str:
+        return f"{sum(size[name] for name in names) / 2**30:.2f} GiB"
+
+    whole = [line.split(" ")[0] for line in large_replicated_arrays(tensors, LARGE)]
+    if whole:
+        yield (
+            f"replicated, every GPU holds all of it ({gib(whole)}): {_list(whole, size)}. Split it: moments by "
+            "state.py, like their parameters; parameters by sharding.rules."
+        )
+    of_shape = {a.shape: shards[name] for name, a in tensors.items() if name.startswith("params.")}
+    less = [n for n, a in tensors.items() if shards[n] < of_shape.get(a.shape, 1) and n not in whole and size[n] > LARGE]
+    if less:
+        yield (
+            f"split less than the parameters of their shape ({gib(less)} on a GPU): {_list(less, size)}. Pin "
+            "their layout in state.py."
+        )
+
+
+def _list(names: Sequence[str], size: Mapping[str, int]) -> str:
+    """Return names, largest first, those of all layers as one: optimizer.mu.layers.*.mlp.gate (32 layers)."""
+    layers: Counter[str] = Counter()
+    for name in sorted(names, key=lambda name: -size[name]):
+        short = LAYER.sub(".layers.*.", name)
+        layers[short] += short != name
+    shown = [f"{name} ({count} layers)" if count else name for name, count in layers.items()]
+    more = [f"{len(shown) - NAMED} more"] if len(shown) > NAMED else []
+    return ", ".join(shown[:NAMED] + more)
+
+
+def _exposed(moved: Sequence[Collective], step_ms: float) -> Iterator[str]:
+    """Yield lines of Python whose collectives the schedule leaves exposed."""
+    waited: dict[tuple[str, str, str], float] = defaultdict(float)
+    for c in moved:
+        waited[c.kind, c.axis, c.source or c.op_name] += c.exposed_ms
+    for (kind, axis, where), ms in sorted(waited.items(), key=lambda item: -item[1]):
+        if ms > EXPOSED * step_ms:
+            yield (
+                f"{kind} over {axis} is waited for {ms:.1f} ms a step ({ms / step_ms:.0%}), {where}: a larger microbatch gives "
+                "it more to hide behind, another mesh makes it smaller."
+            )
+
+
+# ---- FP8
+
+
+def fp8_matmuls(run: RunConfig, module: Module) -> Matmuls | None:
+    """Count the matmuls of layers by precision, for each layer and microbatch; None but under precision=fp8.
+
+    A pattern that the compiler does not recognise stays in the wide type, at half the speed.
+    """
+    if run.precision != "fp8":
+        return None
+    total, eight = 0, 0
+    wide: Counter[str] = Counter()
+    for i, _, times, _ in walk(module, fusions=True):
+        matmul = i.opcode == "dot" or target(i) in GEMM_CALLS or of_experts(i)
+        if not matmul or label(i.op_name).startswith("loss") or any(part in i.source for part in NO_WEIGHT):
+            continue
+        total += times
+        if target(i) == FP8_CALL:
+            eight += times
+        else:
+            wide[f"{label(i.op_name) or i.name} ({i.source})"] += times
+    each = run.model.num_layers * run.train.grad_accum
+    return Matmuls(total / each, eight / each, tuple(f"{name}, {n:,} a step" for name, n in wide.most_common()))
+
+
+def fp8_warnings(run: RunConfig, program: Program, matmuls: Matmuls | None) -> Iterator[str]:
+    """Yield a warning where fewer matmuls run in FP8 than the config asks for. matmuls: `fp8_matmuls` of the step."""
+    if matmuls is None:
+        return
+    weights = (jax.tree.leaves(f(run, program.definition)) for f in (fp8_weights, trained_parameters))
+    trained = [trains for eight, trains in zip(*weights, strict=True) if eight]
+    # Forward, the gradient of x, and that of what is trained. The first layer's x has none if nothing before it is trained.
+    asked = sum(2 + trains for trains in trained)
+    least = asked - trained.count(False) / run.model.num_layers
+    if matmuls.eight < least:
+        yield (
+            f"precision is fp8, but of {asked} matrix products of a layer that should be in FP8 {matmuls.eight:g} are. "
+            f"Wider: {matmuls.some_wide or 'none'}."
+        )
+
+
+# ---- Mistakes of the config
+
+
+def config_warnings(
+    run: RunConfig, mesh: Mesh, moved: Sequence[Collective], memory: Memory, timed: Roofline, rates: Rates
+) -> tuple[str, ...]:
+    """Return the warnings about a config on this machine, by its plan.
+
+    Args:
+      mesh: of the compiled step; its devices know their node.
+      moved: every collective, over a step.
+    """
+    return (
+        *_across_nodes(mesh, moved, timed),
+        *_few_rows(run, mesh, moved, timed, rates),
+        *_once_a_step(run, mesh, moved, timed),
+        *_bubble(run, mesh),
+        *_saved_activations(run, memory),
+    )
+
+
+def _axes(c: Collective) -> set[str]:
+    """Return the mesh axes of a collective, also of one over a part of them: "fsdp(2 of 4)"."""
+    return {*c.axis.partition("(")[0].split("+")}
+
+
+def _of_weights(c: Collective) -> bool:
+    """Return whether a collective is of weights or gradients: over the same axes, rings send keys and values."""
+    return c.kind in ("all-gather", "reduce-scatter", "all-reduce") and CONTEXT not in c.source
+
+
+def _share(ms: float, timed: Roofline) -> str:
+    return f"{ms:.1f} ms a step ({ms / timed.step_ms:.0%})"
+
+
+def _sharding_axes(run: RunConfig, mesh: Mesh, *logical: str) -> set[str]:
+    """Return the mesh axes, of size above 1, that shard these logical axes."""
+    rules = dict(run.sharding.rules)
+    return {a for name in logical for a in rules[name].split("+") if mesh.shape.get(a, 1) > 1}
+
+
+def _size(mesh: Mesh, axes: set[str]) -> int:
+    return math.prod(mesh.shape[a] for a in axes)
+
+
+def _across_nodes(mesh: Mesh, moved: Sequence[Collective], timed: Roofline) -> Iterator[str]:
+    """Yield axes that communicate in every layer and reach across nodes."""
+    nodes = np.vectorize(node_of)(mesh.devices)
+    node = int(np.unique(nodes, return_counts=True)[1].max())
+    for axis, fix in (
+        ("tensor", "Set mesh.tensor={} or less, and leave the rest to mesh.fsdp."),
+        ("seq", "Set mesh.seq={} or less if the sequence fits; parallel.context=ring hides the most of it."),
+        ("expert", "Set mesh.expert={} or less, and leave the rest to mesh.fsdp: a GPU then holds more experts."),
+    ):
+        if mesh.shape.get(axis, 1) == 1:
+            continue
+        at = mesh.axis_names.index(axis)
+        groups = np.moveaxis(nodes, at, -1)
+        if (groups == groups[..., :1]).all():
+            continue
+        crossing = [c for c in moved if _axes(c) == {axis} and c.network_gib]
+        sent, waited = sum(c.network_gib for c in crossing) * GB_PER_GIB, sum(c.exposed_ms for c in crossing)
+        within = max(1, node // math.prod(mesh.shape[a] for a in mesh.axis_names[at + 1 :]))
+        yield (
+            f"{axis} groups of {mesh.shape[axis]} reach across nodes of {node} GPUs: each GPU sends {sent:.2f} GB a step over "
+            f"the network, and waits {_share(waited, timed)} for it. {fix.format(within)}"
+        )
+
+
+def _few_rows(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed: Roofline, rates: Rates) -> Iterator[str]:
+    """Yield microbatches too small for their weights: to communicate them, or to read them from memory."""
+    tokens, accum = run.train.global_batch * run.data.seq_len, run.train.grad_accum
+    parts = _size(mesh, _sharding_axes(run, mesh, "batch"))
+    rows = tokens / accum / parts / _size(mesh, _sharding_axes(run, mesh, "sequence"))
+    arithmetic = timed.gemm_ms + timed.attention_ms + timed.memory_ms
+    weights = [c for c in moved if _axes(c) <= _sharding_axes(run, mesh, "embed") and _of_weights(c)]
+    communication, waited = sum(c.ms for c in weights), sum(c.exposed_ms for c in weights)
+    often = run.sharding.zero >= 2 and run.sharding.gather != "step"  # for each microbatch, and not once a step
+    if often and communication > arithmetic > 0 and waited > EXPOSED * timed.step_ms:
+        enough = SLACK * rows * communication / arithmetic
+        yield (
+            f"a microbatch gives each GPU {rows:,.0f} rows, too few to hide the weights that it needs: they travel for "
+            f"{communication:.0f} ms a step, all arithmetic takes {arithmetic:.0f} ms, and {_share(waited, timed)} are waited "
+            f"for. About {math.ceil(enough / 256) * 256:,} rows would do. {_larger(run, parts, rows, enough)}"
+        )
+    # In 8 bits both halve: the bytes of a weight, and the time to multiply by it.
+    balance = rates.gemm_tflops / rates.memory_tb_s * DTYPES[run.compute].itemsize / 2
+    idle = timed.gemm_ms - timed.gemm_least_ms
+    if rows < balance and idle > EXPOSED * timed.step_ms:
+        yield (
+            f"a microbatch gives each GPU {rows:,.0f} rows, and below {balance:,.0f} a matrix product takes longer to read its "
+            f"weights than to compute: {_share(idle, timed)} are lost to that. {_larger(run, parts, rows, balance)}"
+        )
+
+
+def _larger(run: RunConfig, parts: int, rows: float, enough: float) -> str:
+    """Return the setting that gives a GPU `enough` rows of a microbatch instead of `rows`, the batch being in `parts`."""
+    batch, accum = run.train.global_batch, run.train.grad_accum
+    fewer = [a for a in range(1, accum) if batch % (a * parts) == 0 and rows * accum / a >= enough]
+    if fewer:
+        return f"Set train.grad_accum={max(fewer)}."
+    also = " and train.grad_accum=1" if accum > 1 else ""
+    return f"Set train.global_batch to about {math.ceil(batch * enough / (rows * accum))}{also}, or use fewer GPUs."
+
+
+def _once_a_step(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed: Roofline) -> Iterator[str]:
+    """Yield exposed communication that comes once a step, however many microbatches it has: too little work for one step."""
+    weights = _sharding_axes(run, mesh, "embed") if run.sharding.zero else set()
+    replicas = _sharding_axes(run, mesh, "batch", "sequence") - weights
+    held = run.sharding.zero == 1 or (run.sharding.zero == 3 and run.sharding.gather == "step")
+    for axes, what, other in (
+        (replicas, "gradients are summed", "a smaller mesh.data leaves less to sum"),
+        (weights if held else set(), "weights are gathered and gradients reduced", "sharding.gather=layer can hide it"),
+    ):
+        waited = sum(c.exposed_ms for c in moved if _axes(c) <= axes and _of_weights(c))
+        if waited <= EXPOSED * timed.step_ms:
+            continue
+        times = 2 ** math.ceil(math.log2(waited * (1 / EXPOSED - 1) / (timed.step_ms - waited)))
+        more = f"Set train.grad_accum={run.train.grad_accum * times} and train.global_batch={run.train.global_batch * times}"
+        yield (
+            f"{what} over {'+'.join(a for a in MESH_AXES if a in axes)} once a step, and {_share(waited, timed)} of that are "
+            f"waited for: train.grad_accum={run.train.grad_accum} is too few microbatches. {more} for {EXPOSED:.0%}; {other}."
+        )
+
+
+def _bubble(run: RunConfig, mesh: Mesh) -> Iterator[str]:
+    """Yield a pipeline whose bubble is too large, for too few microbatches."""
+    stages, accum = mesh.shape.get("stage", 1), run.train.grad_accum
+    groups = run.pipeline.groups
+    idle = Schedule(run.pipeline.schedule, stages, groups if stages > 1 else 1, accum).bubble
+    if idle <= IDLE:
+        return
+    enough = math.ceil((stages - 1) * (1 / IDLE - 1) / groups / stages) * stages
+    more = run.train.global_batch * enough // accum
+    several = next((v for v in (2, 4) if v > groups and v * stages <= run.model.num_layers), 0)
+    interleaved = f"pipeline.schedule=interleaved pipeline.groups={several} shortens its ticks; "
+    yield (
+        f"{stages} stages have nothing to do for {idle:.0%} of the step: train.grad_accum={accum} is too few microbatches. "
+        f"{interleaved if several and accum % stages == 0 else ''}"
+        f"train.grad_accum={enough}, of train.global_batch={more} or in smaller microbatches, leaves {IDLE:.0%}."
+    )
+
+
+def _saved_activations(run: RunConfig, memory: Memory) -> Iterator[str]:
+    """Yield saved activations of a step that does not fit, if a remat policy would recompute them."""
+    missing = memory.taken_gib - memory.usable_gib
+    if missing <= 0 or run.remat.policy == "full":
+        return
+    total = sum(memory.saved.values())
+    less = {policy: total - _kept(policy, memory) for policy in ("dots", "attention", "full")}
+    policy = next((p for p in less if less[p] > missing), "full")
+    if less[policy] < 1.0:
+        return
+    largest = sorted(memory.saved.items(), key=lambda item: -item[1])
+    listed = "; ".join(f"{name} {gib:.1f}" for name, gib in largest[:NAMED])
+    enough = "" if less[policy] > missing else ", which is not enough alone: take a smaller microbatch too"
+    yield (
+        f"the step is {missing:.1f} GiB too big, and remat.policy={run.remat.policy} keeps {total:.1f} "
+        f"GiB of activations for the backward pass ({listed}). Set remat.policy={policy} remat.tensors='': about "
+        f"{less[policy]:.0f} GiB less{enough}."
+    )
+
+
+def _kept(policy: str, memory: Memory) -> float:
+    """Return the GiB of the saved activations that a policy would keep too. Names of one shape share its GiB equally."""
+    names = {"layer input", *activations.KEPT[policy]}
+    total = 0.0
+    for group, gib in memory.saved.items():
+        each = group.partition(":")[0].split(", ")
+        total += gib * sum(name in names for name in each) / len(each)
+    return total

@@ -1,0 +1,50 @@
+"""Kernels against their definitions: on a GPU in the shapes of large models, on a CPU in small shapes, interpreted.
+
+    ./run.sh test tests/gpu                              the small shapes, on a CPU
+    JAXTRAIN_TEST_DEVICE=gpu ./run.sh test tests/gpu     all shapes, on the first GPU
+
+`bench --suite=node` sets two variables: JAXTRAIN_TEST_RESULTS, a file that gets a JSON line for each result at once, and
+JAXTRAIN_TEST_SECONDS, after which no test begins.
+"""
+
+import json
+import os
+import time
+
+import jax
+import pytest
+
+RESULTS = os.environ.get("JAXTRAIN_TEST_RESULTS", "")
+DEADLINE = time.monotonic() + float(os.environ.get("JAXTRAIN_TEST_SECONDS", "inf"))
+NO_TIME = "no time was left"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if jax.default_backend() != "gpu":
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU: JAXTRAIN_TEST_DEVICE=gpu ./run.sh test tests/gpu"))
+
+
+def pytest_runtest_setup() -> None:
+    if time.monotonic() > DEADLINE:
+        pytest.skip(NO_TIME)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Write the result of a test, of its setup only where the test was not called."""
+    if RESULTS and (report.when == "call" or (report.when == "setup" and not report.passed)):
+        why = ""
+        if report.skipped:
+            why = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr).removeprefix("Skipped: ")
+        elif report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            why = (crash.message if crash else str(report.longrepr)).splitlines()[0][:300]
+        line = {
+            "test": report.nodeid.rpartition("::")[2],
+            "outcome": report.outcome,
+            "why": why,
+            **dict(report.user_properties),
+        }
+        with open(RESULTS, "a") as file:
+            file.write(json.dumps(line) + "\n")

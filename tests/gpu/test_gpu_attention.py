@@ -1,0 +1,258 @@
+"""Attention against its definition in float32, forward and backward, by every kernel; also sharded over four ranks.
+
+The tolerance is not chosen: it follows, element by element, from where a kernel must round (kernel_bounds.py).
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import kernel_bounds
+import numpy as np
+import pytest
+import ranks_on_one_device
+
+from jaxtrain.context import make_context
+from jaxtrain.kernels import attention, context
+from jaxtrain.kernels.attention import Rows, chunked, reference
+from jaxtrain.kernels.context.split import Split
+from jaxtrain.models.attention import Kernel
+from jaxtrain.train.kernel import hardware_of
+
+RANKS = 4
+# (context parallelism, T, query heads, key/value heads, head_dim, window, packed)
+SHAPES = [
+    *(("", T, N, K, H, 0, True) for T in (1024, 2048, 4096) for N, K in ((8, 2), (32, 8)) for H in (64, 128)),
+    *(("", 2048, 32, 8, H, 500, True) for H in (64, 128)),
+    ("", 2048, 32, 8, 128, 0, False),
+    ("", 2048, 32, 8, 128, 500, False),
+]
+SHARDED = [
+    *(("ring", 4096, 32, 8, 128, window, packed) for window, packed in ((0, True), (0, False), (300, True), (1500, True))),
+    ("ring", 4096, 8, 8, 64, 0, True),
+    *((how, 4096, 32, 8, 128, 0, packed) for how in ("gather", "ulysses") for packed in (True, False)),
+    ("ulysses", 4096, 32, 2, 128, 500, True),
+]
+SMALL = [
+    ("", 64, 4, 2, 16, 0, True),
+    ("", 64, 4, 2, 16, 20, True),
+    ("", 48, 4, 4, 16, 0, False),
+    ("ring", 64, 4, 2, 16, 0, True),
+    ("gather", 64, 4, 2, 16, 20, True),
+    ("ulysses", 64, 4, 2, 16, 0, False),
+]
+
+
+def small(shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a sharded shape with a 64th of the tokens and an eighth of the query heads, for a CPU."""
+    how, T, N, K, _, window, packed = shape
+    return how, T // 64, N // 8 * 2, max(1, K // 4), 16, -(-window // 64), packed
+
+
+def documents(T: int, packed: bool, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return segments and positions, int32 (3, T): many documents, one document, and documents before a tail of padding."""
+    rng = np.random.default_rng(seed)
+    segments, positions = np.ones((3, T), np.int32), np.tile(np.arange(T, dtype=np.int32), (3, 1))
+    if not packed:
+        return segments, positions
+    for row, (count, end) in {0: (20, T), 2: (7, T - T // 5)}.items():
+        starts = [0, *sorted(rng.choice(np.arange(1, end), count - 1, replace=False).tolist())]
+        segments[row] = positions[row] = 0
+        for number, (first, stop) in enumerate(zip(starts, [*starts[1:], end], strict=True), 1):
+            segments[row, first:stop] = number
+            positions[row, first:stop] = np.arange(stop - first)
+    return segments, positions
+
+
+def exact_and_bounds(q: Any, k: Any, v: Any, do: Any, rows: Rows, spec: Any, blocks: bool) -> tuple[Any, Any]:
+    """Return (o, dq, dk, dv) by the definition in float32, and how far a kernel may be from each (kernel_bounds.attention)."""
+    einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+    def head(item: Any) -> Any:
+        """Return both for one row and one key/value head."""
+        q, k, v, do, segments, positions = item
+        visible = reference.visible(Rows(*(x[None] for x in (segments, positions, segments, positions))), spec)[0]
+        how = {"dtype": spec.dtype, "softcap": spec.softcap, "blocks": blocks, "xp": jnp, "einsum": einsum}
+        return kernel_bounds.attention(q, k, v, do, visible, **how)
+
+    B, T, _, H = q.shape
+    K = k.shape[2]
+
+    def by_head(x: jax.Array) -> jax.Array:  # (B, T, N or K, H) -> (B K, T, G or 1, H)
+        return jnp.moveaxis(x.astype(jnp.float32).reshape(B, T, K, -1, H), 2, 1).reshape(B * K, T, -1, H)
+
+    def merge_heads(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(B, K, T, -1, H), 1, 2).reshape(B, T, -1, H)
+
+    segments, positions = (jnp.repeat(x, K, axis=0) for x in rows[:2])
+    items = (by_head(q), by_head(k)[:, :, 0], by_head(v)[:, :, 0], by_head(do), segments, positions)
+    return jax.tree.map(merge_heads, jax.lax.map(head, items))
+
+
+def on_ranks(how: str, spec: Any, kernel: str, heads: tuple[int, int], rows: Rows) -> Any:
+    """Return `(q, k, v, do) -> (o, dq, dk, dv)` of unsharded arrays, computed by RANKS ranks that share each sequence.
+
+    The functions are those that ranks run, forward and backward; ranks_on_one_device computes them and their communication.
+    """
+    layout = make_context(how, 0, RANKS, *heads)
+    split, order = Split(layout), np.asarray(layout.chunks)
+
+    def shard(x: Any) -> Any:  # (B, T, ...) -> (B, tokens of a rank, ...) of each rank
+        chunks = x.reshape(x.shape[0], len(order), -1, *x.shape[2:])[:, order]
+        return jnp.split(chunks.reshape(x.shape), RANKS, axis=1)
+
+    def unshard(by_rank: Any) -> Any:
+        x = jnp.concatenate(by_rank, axis=1)
+        return x.reshape(x.shape[0], len(order), -1, *x.shape[2:])[:, np.argsort(order)].reshape(x.shape)
+
+    def rank(q: Any, k: Any, v: Any, do: Any, segments: Any, positions: Any) -> Any:
+        prepared = context.prepare(Rows(segments, positions, segments, positions), spec, kernel, split)
+        o, back = jax.vjp(lambda q, k, v: context.attention(q, k, v, prepared, spec, kernel, split), q, k, v)
+        return o, *back(do)
+
+    def all_ranks(q: Any, k: Any, v: Any, do: Any) -> Any:
+        args = [shard(x) for x in (q, k, v, do, rows.q_segments, rows.q_positions)]
+        found = ranks_on_one_device.run(rank, split.axis, list(zip(*args, strict=True)))
+        return tuple(unshard(x) for x in zip(*found, strict=True))
+
+    return all_ranks
+
+
+def attention_errors(
+    kernel_name: str, shape: tuple[Any, ...], dtype: str = "bf16", softcap: float = 0.0
+) -> dict[str, tuple[float, float]]:
+    """Return the largest error of o, dq, dk and dv, and the largest ratio of error to bound.
+
+    Raises attention.Unsupported where the kernel cannot compute the shape on this device.
+    """
+    how, T, N, K, H, window, packed = shape
+    spec = attention.Spec(H, dtype, packed, 32 if packed else 1, window, softcap)
+    attention.choose(kernel_name, [(spec, T)], hardware_of(jax.devices()[0]))
+    segments, positions = documents(T, packed, seed=T + N + H)
+    rows = Rows(*(jnp.asarray(x) for x in (segments, positions, segments, positions)))
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, do = (
+        jax.random.normal(key, (3, T, heads, H), jnp.float32 if dtype == "f32" else jnp.bfloat16)
+        for key, heads in zip(keys, (N, K, K, N), strict=True)
+    )
+    kernel = Kernel(kernel_name, (spec,))
+
+    def on_one(q: Any, k: Any, v: Any, do: Any) -> Any:
+        o, back = jax.vjp(lambda q, k, v: kernel(q, k, v, kernel.prepare(rows), 0), q, k, v)
+        return o, *back(do)
+
+    measured = jax.jit(on_ranks(how, spec, kernel_name, (N, K), rows) if how else on_one)
+    real = rows.q_segments[:, :, None, None] > 0
+    do = jnp.where(real, do, 0)
+    exact, bounds = jax.jit(lambda q, k, v, do: exact_and_bounds(q, k, v, do, rows, spec, bool(how)))(q, k, v, do)
+    found = {}
+    for name, got, want, bound in zip(("o", "dq", "dk", "dv"), measured(q, k, v, do), exact, bounds, strict=True):
+        # The output of padding means nothing. Its gradients are 0, because those of its output are.
+        error = jnp.abs(jnp.where(real if name == "o" else True, got.astype(jnp.float32), 0) - want)
+        ratio = float((error / (bound + 1e-6)).max())  # 1e-6: rounding of the float32 definition itself
+        found[name] = float(error.max()), ratio if math.isfinite(ratio) else math.inf
+    return found
+
+
+# cuDNN first: a kernel that breaks the device then fails none of the tests before it.
+CASES = [
+    *(pytest.param("cudnn", shape, marks=pytest.mark.gpu) for shape in (*SHAPES, *SHARDED)),
+    *(pytest.param("pallas", shape, marks=pytest.mark.gpu) for shape in (*SHAPES, *SHARDED)),
+    *(("chunked", shape) for shape in SMALL),
+    *(pytest.param(kernel, small(s), marks=pytest.mark.more) for kernel in ("chunked", "pallas") for s in SHARDED),
+]
+
+
+def name_of(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    how, T, N, K, H, window, packed = value
+    facts = [how, f"T{T}", f"heads{N}:{K}", f"dim{H}", f"window{window}" * bool(window), "packed" * packed]
+    return "-".join(filter(None, facts))
+
+
+@pytest.mark.parametrize(("kernel", "shape"), CASES, ids=name_of)
+def test_attention(kernel, shape, record_property):
+    check(kernel, shape, record_property)
+
+
+# cuDNN supports neither.
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "softcap"), [("bf16", 30.0), ("f32", 0.0)])
+def test_attention_by_pallas_alone(dtype, softcap, record_property):
+    check("pallas", SHAPES[-3], record_property, dtype, softcap)
+
+
+def check(kernel: str, shape: tuple[Any, ...], record_property: Any, *more: Any) -> None:
+    try:
+        found = attention_errors(kernel, shape, *more)
+    except attention.Unsupported as error:
+        pytest.skip(str(error))
+    record_property("errors", {name: error for name, (error, _) in found.items()})
+    record_property("ratio", max(ratio for _, ratio in found.values()))
+    assert not {name: pair for name, pair in found.items() if not pair[1] <= 1}, "(error, ratio to the bound)"
+
+
+def test_the_bounds_reject_a_wrong_mask(monkeypatch):
+    """A window that is too wide by one breaks the bound of every result."""
+    right = chunked.visible
+    wider = lambda rows, spec: right(rows, spec.__class__(**{**vars(spec), "window": spec.window + 1}))  # noqa: E731
+    monkeypatch.setattr(chunked, "visible", wider)
+    found = attention_errors("chunked", SMALL[1])
+    assert min(ratio for _, ratio in found.values()) > 1
+
+
+@pytest.mark.parametrize("shape", SHARDED, ids=name_of)
+def test_sharded_sequences_call_cudnn(shape):
+    """Lower every sharded shape for a GPU: each of four ranks calls cuDNN once for each block."""
+    how, T, N, K, H, window, packed = shape
+    spec = attention.Spec(H, "bf16", packed, 32 if packed else 1, window)
+    segments, positions = (jnp.asarray(x) for x in documents(T, packed, seed=0))
+    both = on_ranks(how, spec, "cudnn", (N, K), Rows(segments, positions, segments, positions))
+    q, kv = (jax.ShapeDtypeStruct((3, T, heads, H), jnp.bfloat16) for heads in (N, K))
+    text = jax.jit(both).trace(q, kv, kv, q).lower(lowering_platforms=("cuda",)).as_text()
+    blocks = 1 if how == "ulysses" or window else 2 + RANKS - 1  # on the diagonal, behind it, other ranks
+    assert text.count("@__cudnn$fmhaSoftmax(") == blocks * RANKS
+    assert text.count("@__cudnn$fmhaSoftmaxBackward(") >= blocks * RANKS
+
+
+def test_ranks_on_one_device_communicate_as_in_shard_map():
+    """Every collective, among all ranks and within groups, forward and backward: the same bits as on four devices."""
+    if jax.device_count() < 4:
+        pytest.skip("needs four devices")
+    groups = [[0, 2], [3, 1]]
+
+    def rank(x):
+        def body(x):
+            me = jax.lax.axis_index("seq")
+            x = jax.lax.ppermute(x * (1 + me), "seq", [(0, 3), (3, 1), (1, 0)])  # rank 2 has no sender
+            gathered = jax.jit(lambda x: jax.lax.all_gather(x, "seq", axis=1, tiled=True, axis_index_groups=groups))(x)
+            x = gathered + jnp.sum(jax.lax.all_gather(x, "seq"), axis=0)[:, :1]
+            x = jax.lax.all_to_all(x, "seq", split_axis=0, concat_axis=1, tiled=True, axis_index_groups=groups)
+            return jax.lax.psum_scatter(x.reshape(4, -1), "seq")
+
+        y, back = jax.vjp(body, x)
+        return y, *back(jnp.cos(y))
+
+    x = jax.random.normal(jax.random.key(0), (16, 6))
+    mesh = jax.sharding.Mesh(jax.devices()[:4], ("seq",))
+    spec = jax.P("seq")
+    want = jax.jit(jax.shard_map(rank, mesh=mesh, in_specs=spec, out_specs=(spec, spec), check_vma=False))(x)
+    got = jax.jit(lambda x: ranks_on_one_device.run(rank, "seq", [(part,) for part in jnp.split(x, 4)]))(x)
+    for mine, theirs in zip(zip(*got, strict=True), want, strict=True):
+        assert jnp.array_equal(jnp.concatenate(mine), theirs) and jnp.any(theirs != 0)
+    with pytest.raises(NameError, match="unbound axis name: seq"):
+        ranks_on_one_device.run(lambda x: jax.lax.pmax(x, "seq"), "seq", [(x,), (x,)])
+
+
+def test_bounds_by_hand():
+    """With one visible key the output is its value: two roundings. Its gradient is that of the output: three."""
+    q, do = np.random.default_rng(0).normal(size=(2, 4, 1, 8))
+    k, v = np.random.default_rng(1).normal(size=(2, 64, 8))
+    visible = np.eye(4, 64, dtype=bool)
+    exact, bound = kernel_bounds.attention(q, k, v, do, visible, dtype="bf16", xp=np, einsum=np.einsum)
+    np.testing.assert_allclose(exact[0][:, 0], v[:4])
+    np.testing.assert_allclose(bound[0][:, 0], 2 * 2**-8 * abs(v[:4]), rtol=0.01)
+    np.testing.assert_allclose(bound[3][:4], 3 * 2**-8 * abs(do[:, 0]), rtol=0.01)

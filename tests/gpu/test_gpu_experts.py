@@ -1,0 +1,105 @@
+"""Grouped matmuls of experts by the Pallas kernels against their definition: one plain matmul for each expert, in float64.
+
+How far they may be from it follows, element by element, from where a kernel must round (kernel_bounds.py). Rows without an
+expert hold NaN.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import kernel_bounds
+import numpy as np
+import pytest
+
+from jaxtrain.bench import experts
+from jaxtrain.kernels.numerics import DTYPES
+
+LOADS = ("even", "uneven", "one has all", "rows without expert")
+# Rows, experts, D, F; the last are no multiples of any tile.
+SHAPES = ((4096, 8, 1024, 3584), (8192, 128, 512, 768), (1000, 7, 200, 264))
+SMALL = (70, 5, 40, 24)
+
+
+def loads(how: str, R: int, E: int) -> list[int]:
+    """Return the rows of each of E experts, out of R."""
+    if how == "one has all":
+        return [R * (e == 1) for e in range(E)]
+    if how == "rows without expert":
+        return experts.loads("uneven", 3 * R // 4, E)
+    return experts.loads(how, R, E)
+
+
+def definition(which: str, a: np.ndarray, b: np.ndarray, sizes_E: list[int], columns: int) -> np.ndarray:
+    """Return one of experts.PRODUCTS, expert by expert. columns: of the result of a product with weights."""
+    shape = (len(sizes_E), a.shape[1], b.shape[1]) if which == "outer" else (a.shape[0], columns)
+    y, first = np.zeros(shape, a.dtype), 0
+    for e, size in enumerate(sizes_E):
+        rows = slice(first, first + size)
+        if which == "outer":
+            y[e] = a[rows].T @ b[rows]
+        else:
+            y[rows] = a[rows] @ (b[e] if which == "over D" else b[e].T)
+        first += size
+    return y
+
+
+def errors(shape: tuple[int, ...], how: str, dtype: str, product: Any = experts.product) -> dict[str, tuple[float, float]]:
+    """Return the largest error of each of experts.PRODUCTS, and the largest ratio of error to bound.
+
+    Where the bound is 0, for rows without an expert and gradients of experts without rows, any error is too large.
+    """
+    R, E, D, F = shape
+    sizes_E, found = loads(how, R, E), {}
+    for which in experts.PRODUCTS:
+        a, b = experts.operands(which, shape, tuple(shape[1:]), DTYPES[dtype])
+        unused = jnp.arange(R)[:, None] >= sum(sizes_E)
+        a = jnp.where(unused, jnp.nan, a)
+        b = jnp.where(unused, jnp.nan, b) if which == "outer" else b
+        step = jax.jit(product, static_argnums=(0, 4, 5))
+        got = step(which, a, b, jnp.array(sizes_E, jnp.int32), jnp.dtype(DTYPES[dtype]), jax.lax.Precision.HIGHEST)
+        a64, b64 = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        columns = F if which == "over D" else D
+        want = definition(which, a64, b64, sizes_E, columns)
+        size = definition(which, abs(a64), abs(b64), sizes_E, columns)
+        summed = np.array(sizes_E)[:, None, None] if which == "outer" else a.shape[1]
+        bound = kernel_bounds.sums(want, size, summed, dtype=dtype)
+        error = abs(np.asarray(got, np.float64) - want)
+        ratio = float((error / np.maximum(bound, np.finfo(np.float64).tiny)).max())
+        found[which] = float(error.max()), ratio if math.isfinite(ratio) else math.inf
+    return found
+
+
+CASES = [SMALL, *(pytest.param(shape, marks=pytest.mark.gpu) for shape in SHAPES)]
+
+
+@pytest.mark.parametrize("how", LOADS)
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+@pytest.mark.parametrize("shape", CASES, ids=lambda shape: "x".join(map(str, shape)))
+def test_grouped_matmuls(shape, dtype, how, record_property):
+    found = errors(shape, how, dtype)
+    record_property("errors", {name: error for name, (error, _) in found.items()})
+    record_property("ratio", max(ratio for _, ratio in found.values()))
+    assert not {name: pair for name, pair in found.items() if not pair[1] <= 1}, "(error, ratio to the bound)"
+
+
+def row_of_next_expert(sizes_E: jax.Array, rows: int) -> jax.Array:
+    return sizes_E.at[0].add(-1).at[1].add(1)
+
+
+def rows_without_expert(sizes_E: jax.Array, rows: int) -> jax.Array:
+    return sizes_E.at[-1].add(rows - sizes_E.sum())
+
+
+@pytest.mark.parametrize("fault", [row_of_next_expert, rows_without_expert, "rounded to bfloat16"])
+def test_the_bounds_reject(fault):
+    """A row that goes to the next expert, rows without an expert that are not left out, one rounding more: in each product."""
+
+    def wrong(which, a, b, sizes_E, out, precision):
+        if callable(fault):
+            return experts.product(which, a, b, fault(sizes_E, a.shape[0]), out, precision)
+        return experts.product(which, a, b, sizes_E, out, precision).astype(jnp.bfloat16).astype(out)
+
+    found = errors((24, 4, 40, 24), "rows without expert", "f32", wrong)
+    assert min(ratio for _, ratio in found.values()) > 1
