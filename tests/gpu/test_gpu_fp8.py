@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtrain.bench import microbenchmarks
+from jaxtrain.bench.microbenchmarks import OPTIONS
 from jaxtrain.kernels import fp8
 
 PAIRS = {"e4m3 x e4m3": (fp8.E4M3, fp8.E4M3), "e5m2 x e4m3": (fp8.E5M2, fp8.E4M3), "e4m3 x e5m2": (fp8.E4M3, fp8.E5M2)}
@@ -26,7 +26,7 @@ def test_fp8_matmuls(shape, types, sums, record_property):
     want = jnp.einsum("mk,nk->mn", *few, precision="highest")
     multiply = functools.partial(fp8.multiply, out=jnp.dtype("bfloat16"), sums=sums)
     made = jax.jit(multiply).lower(a, scales[0], b, scales[1])
-    compiled = made.compile(compiler_options=microbenchmarks.OPTIONS if on_gpu else None)
+    compiled = made.compile(compiler_options=OPTIONS if on_gpu else None)
     got = compiled(a, scales[0], b, scales[1])[:256, :256].astype(jnp.float32)
     error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
     record_property("errors", {"y": error})
