@@ -42,13 +42,14 @@ def document(title: str, description: str, body: Sequence[str]) -> str:
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}'
         f'</title>\n<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="description" '
         f'content="{escape(description)}">\n<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        f'<link rel="icon" href="data:,">\n<style>\n{_asset("page.css")}</style>\n</head>\n<body>\n'
+        f'<link rel="icon" href="data:,">\n<style>\n{asset("page.css")}</style>\n</head>\n<body>\n'
         + "\n".join(filter(None, body))
-        + f"\n<script>\n{_asset('page.js')}</script>\n</body>\n</html>\n"
+        + f"\n<script>\n{asset('page.js')}</script>\n</body>\n</html>\n"
     )
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """Return the text of a file of page/assets."""
     return (resources.files("jaxtrain.page") / "assets" / name).read_text(encoding="utf-8")
 
 

@@ -19,6 +19,7 @@ from jaxtrain.page.charts import single
 from jaxtrain.page.numbers import column, percent
 
 BAR = 28  # characters of a bar on a terminal
+FOLDED = 60  # characters of a path that the page shows before it is opened
 SOURCE = 28  # characters of a file:line on a terminal
 
 
@@ -265,7 +266,13 @@ def _html_cell(c: Column, i: int) -> str:
         return html.Markup(single(float(text), 1.0))
     if c.kind == "scope":  # path of scopes, a line feed, and the name in the HLO
         path, _, name = text.partition("\n")
-        return html.Markup(re.sub(r"([/:])", r"\1<wbr>", escape(path)) + f'<br><span class="quiet">{escape(name)}</span>')
+        shown = re.sub(r"([/:])", r"\1<wbr>", escape(path))
+        if len(path) > FOLDED:
+            first = path[:FOLDED].rpartition("; ")[0] or path[:FOLDED]
+            shown = f"<details><summary>{escape(first)} ...</summary>{shown}</details>"
+        else:
+            shown += "<br>"
+        return html.Markup(f'{shown}<span class="quiet">{escape(name)}</span>')
     if c.colours:
         return html.Markup(html.swatch(c.colours[i]) + escape(text))
     return place(text) if c.kind == "source" else text

@@ -280,6 +280,7 @@ def _fail(why: str) -> int:
 def _plan(job: Job, cudnn: cudnn_library.Library | None) -> int:
     """Plan one layout; if it does not fit, search settings that do."""
     from jaxtrain.page.sections import print_sections
+    from jaxtrain.plan import layer_schedule
     from jaxtrain.plan.compile import compile_step
     from jaxtrain.plan.make import read_plan
     from jaxtrain.plan.program import traffic
@@ -299,6 +300,8 @@ def _plan(job: Job, cudnn: cudnn_library.Library | None) -> int:
     if options["hlo"]:
         Path(options["hlo"]).expanduser().write_text(compiled.text)
     moved = traffic.parts(compiled.run, compiled.program, plan.kernels) if options["traffic"] else ()
+    passes = run.train.grad_accum * run.model.num_layers / plan.mesh.get("stage", 1)  # of a device through a layer
+    lanes = layer_schedule.read(compiled.module, plan.mesh, topology, plan.rates, passes) if options["html"] else {}
     del compiled
     terminal.print_plan(plan, console, steps=run.train.steps)
     if moved:
@@ -332,7 +335,7 @@ def _plan(job: Job, cudnn: cudnn_library.Library | None) -> int:
         console.print("\n--why needs a plan that fits. This one does not.")
     job.write_json(to_json(plan))
     if options["html"]:
-        Path(options["html"]).expanduser().write_text(page.html(plan, steps=run.train.steps))
+        Path(options["html"]).expanduser().write_text(page.html(plan, steps=run.train.steps, lanes=lanes))
     return INTERRUPTED if interrupted else 0
 
 

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxtrain import hardware, metrics
+from jaxtrain.page.timeline import Stretch
 from jaxtrain.plan.program.hlo import HloError, Module
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Rates
 from jaxtrain.profile import program as programs
 from jaxtrain.profile import trace as traces
-from jaxtrain.profile.program import CONTROL, KINDS, LINKS, NO_SCOPE, Operation, Planned, Program, Stretch
+from jaxtrain.profile.program import CONTROL, KINDS, LINKS, NO_SCOPE, Operation, Planned, Program
 from jaxtrain.profile.trace import Event, Trace, TraceError
 from jaxtrain.profiling import HLO_TEXT
 

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from jaxtrain.page.timeline import Stretch
 from jaxtrain.plan.program import collectives, hlo, roofline
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module
@@ -32,14 +33,6 @@ NO_SCOPE = "no scope"
 CONTROL = ("while", "conditional", "call")  # the time of these is that of the operations in them
 ONCE = ("optimizer", "gather", "reduce", "accumulate")  # parts outside of forward and backward
 
-_KIND_OF_WORK = {
-    "gemm": "matmul",
-    "attention": "attention",
-    "memory": "memory-bound",
-    "": "memory-bound",
-    "communication": "communication",
-    "host": "host copies",
-}
 _COPIES = frozenset(("copy", "transpose", "bitcast", "reshape", "copy-start", "parameter", "tuple"))
 # Kernels that the trace names no operation for, by their own names.
 _KERNELS = (
@@ -59,16 +52,6 @@ class Operation(NamedTuple):
     phase: str  # forward | backward | recompute | "" (once a step)
     label: str  # named scopes, and the operation in them
     source: str  # file:line
-
-
-class Stretch(NamedTuple):
-    """A piece of a lane of a timeline. Times are ms since the step began."""
-
-    start: float
-    end: float
-    kind: str  # as of an Operation
-    part: str
-    label: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +147,7 @@ def by_kernel(kernel: str) -> Operation:
 def _kind(module: Module, i: Instruction, work: Work | None) -> str:
     if is_collective(module, i):
         return "communication"
-    kind = _KIND_OF_WORK[work.kind] if work else by_kernel(i.attributes.get("custom_call_target", i.name)).kind
+    kind = roofline.KIND_OF_WORK[work.kind] if work else by_kernel(i.attributes.get("custom_call_target", i.name)).kind
     inside = [j for c in i.called for j in module.computations[c].instructions] if i.opcode in FUSIONS else [i]
     return "copies" if kind == "memory-bound" and all(j.opcode in _COPIES for j in inside) else kind
 
@@ -205,7 +188,7 @@ def plan(program: Program, rates: Rates) -> Planned:
     def record(name: str, work: str, start: float, end: float) -> None:
         operation = program.operations.get(name) or by_kernel(name)
         waits = work.startswith(roofline.EXPOSED)
-        kind = _KIND_OF_WORK[work.removeprefix(roofline.EXPOSED)]
+        kind = roofline.KIND_OF_WORK[work.removeprefix(roofline.EXPOSED)]
         if kind == "memory-bound" and operation.kind == "copies":
             kind = "copies"
         if waits or kind not in LINKS:

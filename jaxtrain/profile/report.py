@@ -5,12 +5,11 @@ import json
 import statistics
 from collections.abc import Iterable, Sequence
 from html import escape
-from importlib import resources
 
 from rich.console import Console
 
-from jaxtrain.page.charts import cursor_data
-from jaxtrain.page.html import document, paragraph, plural, swatch, tiles
+from jaxtrain.page import timeline
+from jaxtrain.page.html import document, paragraph, plural, tiles
 from jaxtrain.page.numbers import number, percent, rough
 from jaxtrain.page.sections import (
     Column,
@@ -225,31 +224,9 @@ def _tiles(found: Profile) -> str:
 
 
 def _timeline(found: Profile) -> str:
-    """Return the canvas that timeline.js draws, with its data.
-
-    The events of a lane are runs of four numbers: start and duration in ns, and the indices of a kind and of a label.
-    """
+    """Return the timeline of the median step, below the planned one."""
     lanes = (found.planned.lanes if found.planned else {}) | found.lanes
-    kinds = [k for k in COLOURS if any(s.kind == k for lane in lanes.values() for s in lane)]
-    labels: dict[str, int] = {}
-    encoded = []
-    for name, lane in lanes.items():
-        events = []
-        for s in lane:
-            label = labels.setdefault(", ".join(filter(None, (s.label, s.part))), len(labels))
-            events += [round(s.start * 1e6), round((s.end - s.start) * 1e6), kinds.index(s.kind), label]
-        encoded.append({"name": name, "events": events})
-    longest = max(lane[-1].end for lane in lanes.values())
-    data = {"ns": round(longest * 1e6), "kinds": [[k, COLOURS[k]] for k in kinds], "labels": list(labels), "lanes": encoded}
-    key = " ".join(f"<span>{swatch(_colour(k))}{escape(k)}</span>" for k in kinds)
-    files = resources.files("jaxtrain.profile")
-    return (
-        f"<style>{(files / 'timeline.css').read_text(encoding='utf-8')}</style>"
-        f'<figure class="timeline"><p class="key">{key}</p><canvas tabindex="0" role="img" aria-label="Timeline: '
-        f'{escape(verdict(found))}"></canvas><div class="tip"></div><p class="controls"></p>{cursor_data(data)}</figure>'
-        f"<noscript>{paragraph('The timeline needs JavaScript.')}</noscript>"
-        f"<script>{(files / 'timeline.js').read_text(encoding='utf-8')}</script>"
-    )
+    return timeline.draw(lanes, COLOURS, verdict(found))
 
 
 def to_json(found: Profile, diff: Diff | None = None) -> str:

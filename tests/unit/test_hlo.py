@@ -155,8 +155,8 @@ def test_fusions_are_entered_on_request(made):
 # ---- Loops
 
 
-def loop(counts: str = "") -> str:
-    """A while loop, its condition in a fusion as the compilers leave it; within it a call and a conditional."""
+def loop(counts: str = "", start: str = "constant(2)", bound: str = "constant(14)", step: str = "constant(3)") -> str:
+    """A while loop with a counter, its parts in fusions as the compilers leave them; within it a call and a conditional."""
     return f"""HloModule loops, is_scheduled=true
 
 %less (l: s32[], m: s32[]) -> pred[] {{
@@ -168,7 +168,7 @@ def loop(counts: str = "") -> str:
 %condition (c: (s32[], f32[4])) -> pred[] {{
   %c = (s32[], f32[4]{{0}}) parameter(0)
   %k = s32[] get-tuple-element(%c), index=0
-  %bound = s32[] constant(23)
+  %bound = s32[] {bound}
   ROOT %again = pred[] fusion(%k, %bound), kind=kLoop, calls=%less
 }}
 
@@ -191,7 +191,7 @@ def loop(counts: str = "") -> str:
   %t = (s32[], f32[4]{{0}}) parameter(0)
   %j = s32[] get-tuple-element(%t), index=0
   %v = f32[4]{{0}} get-tuple-element(%t), index=1
-  %step = s32[] constant(3)
+  %step = s32[] {step}
   %next = s32[] add(%j, %step)
   %w = f32[4]{{0}} call(%v), to_apply=%called
   ROOT %carry = (s32[], f32[4]{{0}}) tuple(%next, %w)
@@ -200,7 +200,7 @@ def loop(counts: str = "") -> str:
 ENTRY %main (x: f32[4], given: s32[]) -> f32[4] {{
   %x = f32[4]{{0}} parameter(0)
   %given = s32[] parameter(1)
-  %start = s32[] constant(2)
+  %start = s32[] {start}
   %copied = s32[] copy(%start)
   %first = (s32[], f32[4]{{0}}) tuple(%copied, %x)
   %while.1 = (s32[], f32[4]{{0}}) while(%first), condition=%condition, body=%body{counts}
@@ -210,15 +210,21 @@ ENTRY %main (x: f32[4], given: s32[]) -> f32[4] {{
 
 
 KNOWN = ', backend_config={"known_trip_count":{"n":"7"},"dynamic_variables":[]}'
-SCOPE = ', metadata={op_name="jit(train_step)/jvp(layers)/mlp/experts/further_rounds/while"}'
 
 
-def test_trip_count():
-    module = hlo.parse(loop(KNOWN))
-    assert hlo.trip_count(module, module.entry.by_name["while.1"]) == 7
-    # A loop that depends on experts' loads runs as often as the module supposes.
-    module = hlo.parse(loop(SCOPE), further_rounds=2)
-    assert hlo.trip_count(module, module.entry.by_name["while.1"]) == 2
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        (loop(KNOWN), 7),
+        (loop(), 4),  # 2, 5, 8, 11
+        (loop(start="constant(14)"), 0),
+        (loop(bound="constant(15)"), 5),
+        (loop(start="constant(20)").replace("direction=LT", "direction=GT").replace("add(%j", "subtract(%j"), 2),  # 20, 17
+    ],
+)
+def test_trip_count(text, count):
+    module = hlo.parse(text)
+    assert hlo.trip_count(module, module.entry.by_name["while.1"]) == count
 
 
 def test_the_host_waits_for_loops_of_unknown_length_and_for_branches():
@@ -226,13 +232,21 @@ def test_the_host_waits_for_loops_of_unknown_length_and_for_branches():
         return {i.name: times for i, times in hlo.host_waits(hlo.parse(text, **how))}
 
     assert waits(loop(KNOWN)) == {"chosen": 7}, "each of the loop's rounds, and not its end"
-    assert waits(loop(SCOPE)) == {"while.1": 1}, "the end of no rounds"
-    assert waits(loop(SCOPE), further_rounds=2) == {"while.1": 3, "chosen": 2}
+    assert waits(loop()) == {"while.1": 5, "chosen": 4}, "4 rounds and the end"
+    # What depends on data runs as often as is supposed of experts' loads; its end is asked for all the same.
+    further = loop(SCOPE, bound="add(%k, %k)")
+    assert waits(further)["while.1"] == 1
+    assert waits(further, further_rounds=2) == {"while.1": 3, "chosen": 2}
+    module = hlo.parse(further, further_rounds=2)
+    assert hlo.trip_count(module, module.entry.by_name["while.1"]) == 2
+
+
+SCOPE = ', metadata={op_name="jit(train_step)/jvp(layers)/mlp/experts/further_rounds/while"}'
 
 
 def test_walk_multiplies_loops_out():
-    def times(text, **how):
-        return {i.name: (times, loops) for i, _, times, loops in hlo.walk(hlo.parse(text, **how))}
+    def times(text):
+        return {i.name: (times, loops) for i, _, times, loops in hlo.walk(hlo.parse(text))}
 
     known = times(loop(KNOWN))
     assert known["while.1"] == (1, ()) and known["last"] == (1, ())
@@ -240,15 +254,17 @@ def test_walk_multiplies_loops_out():
     assert known["carry"] == inside, "the body"
     assert known["which"] == inside, "what the body calls"
     assert known["y"] == inside and known["minus"] == inside, "both branches, each as if it ran every time"
-    assert "again" not in known, "XLA does not evaluate the condition of a loop of known count"
-    counted = times(loop(SCOPE), further_rounds=4)
-    assert counted["carry"] == (4, ("while.1",)) and counted["again"] == (5, ("while.1",)), "once more than it runs"
+    assert "again" not in known, "XLA does not ask a loop that knows its count"
+    counted = times(loop())
+    assert counted["carry"] == (4, ("while.1",)) and counted["again"] == (5, ("while.1",)), "asked once more than it runs"
     assert "lt" not in counted, "inside a fusion"
 
 
-def test_a_loop_whose_count_is_not_known_is_named():
+@pytest.mark.parametrize("part", [{"start": "add(%given, %given)"}, {"bound": "add(%k, %k)"}, {"step": "constant(0)"}])
+def test_a_loop_whose_count_is_not_known_is_named(part):
+    module = hlo.parse(loop(**part))
     with pytest.raises(hlo.HloError, match=r"while.1 \(no op_name, no source\): how often this loop runs cannot be read"):
-        list(hlo.walk(hlo.parse(loop())))
+        list(hlo.walk(module))
 
 
 def test_a_loop_without_a_body_is_named():
@@ -294,10 +310,16 @@ def test_every_line_of_a_program_is_read(text):
 
 
 def test_loops_of_a_program(text):
-    module = hlo.parse(text)
-    deepest = max((loops for *_, loops in hlo.walk(module)), key=len)
-    tanh = sum(times for i, _, times, _ in hlo.walk(module, fusions=True) if i.opcode == "tanh")
-    assert 1 <= len(deepest) <= 2 and tanh == 3 * 5, deepest
+    """As the compiler wrote the counts down, and again from the loops' counters alone."""
+    counts = []
+    for source in (text, re.sub(r'"known_trip_count":\{"n":"\d+"\},?', "", text)):
+        module = hlo.parse(source)
+        whiles = {i.name: (times, loops) for i, _, times, loops in hlo.walk(module) if i.opcode == "while"}
+        deepest = max(loops for _, loops in whiles.values())
+        tanh = sum(t for i, c, t, _ in hlo.walk(module, fusions=True) if i.opcode == "tanh")
+        assert len(deepest) <= 1 and tanh == 3 * 5, whiles
+        counts.append(whiles)
+    assert counts[0] == counts[1] and counts[0]
 
 
 # ---- What is refused

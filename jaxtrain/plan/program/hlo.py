@@ -11,6 +11,7 @@ partitions, and one instruction for each asynchronous start.
 import dataclasses
 import functools
 import math
+import operator
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +55,7 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 HELPERS = ("jaxtrain/sharding.py", "jaxtrain/zero.py", "jaxtrain/kernels/dot.py")
 _CALLS = ("call", "conditional", "async-start", "call-start")
 _FUSIONS = ("fusion", "fusion-start")
+_MOST_TRIPS = 20_000  # a loop counted by evaluating its counter
 
 
 class HloError(ValueError):
@@ -420,16 +422,73 @@ def _part(module: Module, loop: Instruction, part: str) -> Computation:
 
 
 def trip_count(module: Module, loop: Instruction) -> int:
-    """Return how often a while loop's body runs: the count that XLA's passes wrote down.
+    """Return how often a while loop's body runs.
 
-    A loop that runs only if experts' loads are uneven takes the module's `further_rounds`. Raises HloError if any other count
-    is missing.
+    It is the count that XLA's passes wrote down. Without one, the loop's counter is evaluated, if it starts from a constant and
+    depends on nothing but itself: XLA leaves such a loop in the step of Qwen3's experts. A loop that runs only if experts'
+    loads are uneven takes the module's `further_rounds`. Raises HloError if any other count depends on data.
     """
     if known := _TRIPS.search(loop.attributes.get("backend_config", "")):
         return int(known[1])
-    if any(f"/{FURTHER_ROUNDS}/" in i.op_name for i in (loop, *_part(module, loop, "body").instructions)):
+    condition, body = _part(module, loop, "condition"), _part(module, loop, "body")
+    outside = module.owners[loop.name]
+    state = _evaluate(module, outside, loop.operands[0], (None,) * len(outside.parameters), {})
+    for count in range(_MOST_TRIPS):
+        again = _evaluate(module, condition, condition.root.name, (state,), {})
+        if again is None:
+            break
+        if not again:
+            return count
+        state = _evaluate(module, body, body.root.name, (state,), {})
+    if any(f"/{FURTHER_ROUNDS}/" in i.op_name for i in (loop, *body.instructions)):
         return module.further_rounds
     raise HloError(
         f"{loop.name} ({loop.op_name or 'no op_name'}, {loop.source or 'no source'}): how often this loop runs cannot be read "
-        "from the program: it depends on data. Use a loop of fixed length, as jax.lax.scan is."
+        f"from the program: it depends on data, or is more than {_MOST_TRIPS}. Use a loop of fixed length, as jax.lax.scan is."
     )
+
+
+# The result of an evaluation: a number, a tuple of them, or None if constants do not determine it.
+type Value = int | tuple["Value", ...] | None
+
+_ARITHMETIC = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "and": operator.and_,
+    "or": operator.or_,
+}
+_COMPARE = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "EQ": operator.eq, "NE": operator.ne}
+_SAME = ("copy", "bitcast", "convert")
+
+
+def _evaluate(module: Module, where: Computation, name: str, arguments: tuple[Value, ...], known: dict[str, Value]) -> Value:
+    """Return the value of one instruction, by the few scalar operations of loop counters."""
+    if name in known:
+        return known[name]
+    i, out = where.by_name[name], None
+
+    def operands() -> tuple[Value, ...]:
+        return tuple(_evaluate(module, where, o, arguments, known) for o in i.operands)
+
+    if i.opcode == "constant":
+        literal = i.attributes["literal"]
+        out = int(literal) if re.fullmatch(r"-?\d+", literal) else {"true": 1, "false": 0}.get(literal)
+    elif i.parameter_number is not None:
+        out = arguments[i.parameter_number]
+    elif i.opcode == "tuple":
+        out = operands()
+    elif i.opcode == "get-tuple-element":
+        (whole,) = operands()
+        out = whole[int(i.attributes["index"])] if isinstance(whole, tuple) else None
+    elif i.opcode in _SAME and isinstance(i.type, Shape) and not i.type.dims:
+        (out,) = operands()
+    elif i.opcode in ("fusion", "call"):
+        called = module.computations[i.called[0]]
+        out = _evaluate(module, called, called.root.name, operands(), {})
+    elif i.opcode in _ARITHMETIC or i.opcode == "compare":
+        a, b = operands()
+        if isinstance(a, int) and isinstance(b, int):
+            out = int((_ARITHMETIC.get(i.opcode) or _COMPARE[i.attributes["direction"]])(a, b))
+    known[name] = out
+    return out

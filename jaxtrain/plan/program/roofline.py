@@ -28,6 +28,14 @@ from jaxtrain.train.kernel import attention_specs
 from jaxtrain.train.stages import Arrangement, Schedule
 
 LINKS = ("communication", "host")  # kinds of work that run on a stream of their own
+KIND_OF_WORK = {  # kind of work -> its name in a report
+    "gemm": "matmul",
+    "attention": "attention",
+    "memory": "memory-bound",
+    "": "memory-bound",
+    "communication": "communication",
+    "host": "host copies",
+}
 EXPOSED = "exposed "  # in front of one of them: time that the compute stream waits for it
 
 # (instruction's name, kind of work or "exposed" and its link, start, end), s; a call for each run of an instruction.

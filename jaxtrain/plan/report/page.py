@@ -1,9 +1,10 @@
 """A plan as one page that can be mailed, printed and opened anywhere: it requests nothing, and works without scripts."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
+from jaxtrain.page import timeline
 from jaxtrain.page.charts import cursor_data, stacked, ticks
 from jaxtrain.page.html import document, paragraph, plural, swatch, tiles
 from jaxtrain.page.numbers import GB_PER_GIB, column, decimals, gib, number, percent, rough, size
@@ -28,22 +29,35 @@ from jaxtrain.plan.report.sections import (
 )
 from jaxtrain.plan.result import Plan
 
+LANE_COLOURS = {
+    "matmul": "--c1",
+    "attention": "--c4",
+    "memory-bound": "--c2",
+    "communication": "--c5",
+    "host copies": "--c6",
+}
 HEIGHT = 280  # px of the chart of memory; page.css has the same
 LETTER = 7.5  # px of an average letter of a label, generously
 NARROW, WIDE = 560, 900  # px of the chart at least: on a narrow page, and where .roomy is shown (page.css)
 
 
-def html(plan: Plan, *, steps: int | None = None) -> str:
+def html(plan: Plan, *, steps: int | None = None, lanes: Mapping[str, Sequence[timeline.Stretch]] | None = None) -> str:
     """Return the page.
 
     Args:
         steps: training steps of the config.
+        lanes: events of a layer (layer_schedule.read).
     """
     title = f"{plan.config} on {plan.topology}"
     sections = {section.title: section for section in make_sections(plan, steps)}
     notes = [sections.pop(name) for name in ("Warnings", "Hints", "Settings that would make it fit") if name in sections]
     _draw_before(sections, "Memory at the peak", _peak_bar(plan))
     _draw_before(sections, "Time of a step", _time_bar(plan))
+    if lanes and plan.fits:
+        time_of_step = list(sections).index("Time of a step") + 1
+        ordered = list(sections.items())
+        ordered.insert(time_of_step, ("Schedule of a layer", schedule_of_layer(lanes)))
+        sections = dict(ordered)
     body = [
         f"<header><h1>{escape(title)}</h1>",
         paragraph(f"{plan.chip}, {plural(device_count(plan), 'GPU')}: mesh {mesh(plan)}, attention {plan.attention}", "quiet"),
@@ -115,6 +129,17 @@ def _time_bar(plan: Plan) -> str:
     drawn = [(f"{name}: {text} ms", ms, PART_COLOURS[name]) for (name, ms), text in zip(parts, texts, strict=False)]
     label = f"Time of a step: {', '.join(text for text, *_ in drawn)}"
     return stacked(label, drawn, max(plan.time.step_ms, sum(ms for _, ms in parts)))
+
+
+def schedule_of_layer(lanes: Mapping[str, Sequence[timeline.Stretch]]) -> Section:
+    """Return the timeline of a layer's forward and backward pass."""
+    ends = {name.partition(":")[0]: 0.0 for name in lanes}
+    for name, lane in lanes.items():
+        phase = name.partition(":")[0]
+        ends[phase] = max(ends[phase], lane[-1].end)
+    words = " and ".join(f"{phase} {rough(end)} ms" for phase, end in ends.items())
+    note = f"One layer in the middle of each pass, by the roofline: {words}. Gaps of the computation are exposed communication."
+    return Section("Schedule of a layer", [Drawing(timeline.draw(lanes, LANE_COLOURS, note)), note])
 
 
 # ---- the mesh

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from jaxtrain.config import RunConfig
 from jaxtrain.page.numbers import GB_PER_GIB, column, gib, number, percent, rough, size
 from jaxtrain.page.sections import Column, Listing, Section, Table, bars, counts, labels, numbers, shares
+from jaxtrain.plan.program.roofline import label
 from jaxtrain.plan.program.traffic import Part, ratio
 from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_FRACTION, PUBLISHED, compilers, fraction
 from jaxtrain.plan.result import SHOWN, Collective, Plan
@@ -244,11 +245,12 @@ def arrays_section(plan: Plan) -> Section:
 
 
 def _scope(op_name: str, instruction: str) -> str:
-    """Return a path of named scopes without the parts that nearly all have, a line feed, and the name in the HLO."""
-    shown = op_name.removeprefix("jit(train_step)/")
-    for machinery in ("while/body/", "eval_jaxpr/"):  # of loops and of rematerialisation
-        shown = shown.replace(machinery, "")
-    return f"{shown}\n{instruction}"
+    """Return the named scopes of an instruction, a line feed, and its name in the HLO.
+
+    XLA combines instructions and joins their paths as "prefix/(one:two)". Each path is shortened, and shown once.
+    """
+    paths = op_name.removeprefix("jit(train_step)/").split(":")
+    return f"{'; '.join(dict.fromkeys(filter(None, map(label, paths))))}\n{instruction}"
 
 
 # ---- communication

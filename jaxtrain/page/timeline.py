@@ -1,0 +1,54 @@
+"""A timeline of a page: lanes of events that can be zoomed, drawn on a canvas by assets/timeline.js."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import NamedTuple
+
+from jaxtrain.page.charts import cursor_data
+from jaxtrain.page.html import asset, paragraph, swatch
+
+NS_PER_MS = 1e6
+
+
+class Stretch(NamedTuple):
+    """One event of a lane. Times are ms since the beginning of the timeline."""
+
+    start: float
+    end: float
+    kind: str
+    part: str
+    label: str
+
+
+def draw(lanes: Mapping[str, Sequence[Stretch]], colours: Mapping[str, str], description: str) -> str:
+    """Return the timeline as HTML, with its style and script; a page may have one.
+
+    Args:
+        lanes: name -> events, none of them empty.
+        colours: kind of an event -> CSS variable, such as --c1. Its order is that of the key.
+        description: the timeline in words.
+    """
+    kinds = [kind for kind in colours if any(s.kind == kind for lane in lanes.values() for s in lane)]
+    labels: dict[str, int] = {}
+    encoded = []
+    for name, lane in lanes.items():
+        events: list[int] = []  # runs of four: start and duration in ns, and the indices of a kind and of a label
+        for s in lane:
+            label = labels.setdefault(", ".join(filter(None, (s.label, s.part))), len(labels))
+            events += [round(s.start * NS_PER_MS), round((s.end - s.start) * NS_PER_MS), kinds.index(s.kind), label]
+        encoded.append({"name": name, "events": events})
+    longest = max(lane[-1].end for lane in lanes.values())
+    data = {
+        "ns": round(longest * NS_PER_MS),
+        "kinds": [[kind, colours[kind]] for kind in kinds],
+        "labels": list(labels),
+        "lanes": encoded,
+    }
+    key = " ".join(f"<span>{swatch(f'var({colours[kind]})')}{escape(kind)}</span>" for kind in kinds)
+    return (
+        f"<style>{asset('timeline.css')}</style>"
+        f'<figure class="timeline"><p class="key">{key}</p><canvas tabindex="0" role="img" aria-label="Timeline: '
+        f'{escape(description)}"></canvas><div class="tip"></div><p class="controls"></p>{cursor_data(data)}</figure>'
+        f"<noscript>{paragraph('The timeline needs JavaScript.')}</noscript>"
+        f"<script>{asset('timeline.js')}</script>"
+    )

@@ -1,0 +1,61 @@
+"""The schedule of one layer's forward and backward pass, by the roofline: computation beside communication."""
+
+import statistics
+from collections.abc import Sequence
+
+from jaxtrain.page.timeline import Stretch
+from jaxtrain.plan.program import collectives, roofline
+from jaxtrain.plan.program.hlo import Module
+from jaxtrain.plan.result import Rates
+from jaxtrain.plan.topology import Topology
+
+LINKS = ("communication", "host copies")
+
+
+def read(module: Module, mesh: dict[str, int], topology: Topology, rates: Rates, layers: float) -> dict[str, list[Stretch]]:
+    """Return the events of a layer in the middle of the forward pass, and of one in the backward pass, by lane.
+
+    A layer lasts from the start of its attention to the start of the next layer's. Both begin at 0 ms.
+
+    Args:
+        module: the scheduled program.
+        mesh: size of each axis.
+        layers: passes of one device through a layer in a step: its layers times microbatches.
+
+    Returns:
+        name of the lane -> its events; nothing for a program without attention kernels, or of one layer.
+    """
+    events: list[Stretch] = []
+
+    def record(name: str, work: str, start: float, end: float) -> None:
+        if not work.startswith(roofline.EXPOSED):
+            op_name = module.owners[name].by_name[name].op_name
+            events.append(Stretch(start * 1e3, end * 1e3, roofline.KIND_OF_WORK[work], "", roofline.label(op_name) or name))
+
+    roofline.predict(module, rates, collectives.by_instruction(collectives.read(module, mesh, topology.gpus)), record)
+    lanes: dict[str, list[Stretch]] = {}
+    for phase in ("forward", "backward"):
+        window = _window([e.start for e in events if e.kind == "attention" and e.label.startswith(phase)], layers)
+        if window is None:
+            continue
+        begin, end = window
+        for title, is_link in (("computation", False), ("links", True)):
+            inside = [
+                e._replace(start=max(e.start, begin) - begin, end=min(e.end, end) - begin)
+                for e in events
+                if (e.kind in LINKS) is is_link and e.end > begin and e.start < end
+            ]
+            if inside:
+                lanes[f"{phase}: {title}"] = inside
+    return lanes
+
+
+def _window(starts: Sequence[float], layers: float) -> tuple[float, float] | None:
+    """Return the start of a layer and of the next one, whose distance is the median; None for fewer than two layers."""
+    kernels = max(1, round(len(starts) / layers))  # attention kernels of one layer: a ring has several
+    marks = starts[::kernels]
+    pairs = list(zip(marks, marks[1:], strict=False))
+    if not pairs:
+        return None
+    typical = statistics.median_low([end - begin for begin, end in pairs])
+    return next(pair for pair in pairs if pair[1] - pair[0] == typical)
