@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxtrain.plan.result import Buffer, Collective, Flops, Kernel, Matmuls, Memory, Plan, Rates, Time
+from jaxtrain.plan.result import Buffer, Collective, Flops, Kernel, Matmuls, Memory, MemoryClass, Plan, Rates, Time
 
 LAYERS = 32
 
@@ -92,6 +92,10 @@ def sample(**changes: Any) -> Plan:
         largest=buffers,
         workspace_gib=1.04,
         workspace_by="formula",
+        over_time=(
+            MemoryClass("saved activations", tuple(gib - 11.22 for gib, _ in timeline())),
+            MemoryClass("parameters", (3.74,) * len(timeline())),
+        ),
     )
     time = Time(
         gemm_ms=461.7,

@@ -63,6 +63,14 @@ class Buffer:
 
 
 @dataclasses.dataclass(frozen=True)
+class MemoryClass:
+    """One class of memory over the schedule."""
+
+    name: str
+    gib: tuple[float, ...]  # at each point of Memory.timeline
+
+
+@dataclasses.dataclass(frozen=True)
 class Memory:
     """GiB on one device."""
 
@@ -80,6 +88,7 @@ class Memory:
     largest: tuple[Buffer, ...]  # at the peak, largest first
     workspace_gib: float  # the largest workspace of one of cuDNN's attention calls, counted above
     workspace_by: str  # "formula", or "cudnn 9.19.0" if cuDNN gave it
+    over_time: tuple[MemoryClass, ...] = ()  # at each point of the timeline the classes sum to its GiB
 
     @property
     def taken_gib(self) -> float:

@@ -98,6 +98,10 @@ def test_the_timeline_reaches_the_peak_through_the_phases_of_a_step(held):
     assert len(memory.timeline) <= buffers.POINTS
     assert max(gib for gib, _ in memory.timeline) == pytest.approx(memory.peak_gib, rel=1e-12)
     assert min(gib for gib, _ in memory.timeline) >= memory.arguments_gib
+    sums = [sum(gib) for gib in zip(*(c.gib for c in memory.over_time), strict=True)]
+    assert sums == pytest.approx([gib for gib, _ in memory.timeline], rel=1e-9)
+    at_peak = {c.name: c.gib[sums.index(max(sums))] for c in memory.over_time}
+    assert {kind: gib for kind, gib in at_peak.items() if gib} == pytest.approx(memory.by_class)
     first = list(dict.fromkeys(phase for _, phase in memory.timeline))
     order = [phase for phase in first if phase in ("forward layers", "loss", "optimizer")]
     assert order == ["forward layers", "loss", "optimizer"] and "backward layers" in first

@@ -19,7 +19,7 @@ from jaxtrain.page.sections import place, print_sections
 from jaxtrain.plan.program.traffic import Part
 from jaxtrain.plan.report import page, sections, terminal
 from jaxtrain.plan.report.live import live
-from jaxtrain.plan.result import Buffer, Collective, Kernel, Plan
+from jaxtrain.plan.result import Buffer, Collective, Kernel, Memory, Plan
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -86,7 +86,7 @@ def page_words(plan: Plan, steps: int) -> str:
 
 
 # What only the page shows, for want of room: the picture of the schedule, the buffers at the peak, names in the HLO.
-PAGE_ONLY = r"memory\.(timeline|largest)|\.(op_name|instruction)$"
+PAGE_ONLY = r"memory\.(timeline|over_time|largest)|\.(op_name|instruction)$"
 
 
 # In no rendering: the file format, the sum of three times that are shown, and the rates of links this plan does not use.
@@ -100,12 +100,18 @@ TEXT = (lambda plan, steps: written(plan, steps=steps), f"{PAGE_ONLY}|{NOWHERE}"
 PAGE = (lambda plan, steps: page.html(plan, steps=steps), NOWHERE, set())
 
 
+def thinned(memory: Memory, stride: int) -> Memory:
+    """Return a memory with every stride-th point of its timeline."""
+    classes = tuple(dataclasses.replace(c, gib=c.gib[::stride]) for c in memory.over_time)
+    return dataclasses.replace(memory, timeline=memory.timeline[::stride], over_time=classes)
+
+
 @pytest.mark.parametrize(("render", "left_out", "own"), [TEXT, PAGE], ids=["text", "page"])
 def test_every_number_of_the_plan_is_shown(render, left_out, own):
     plan = sample()
     # So few that each has a row of its own; collectives are among the kernels too, and have a table of theirs.
     plan = dataclasses.replace(plan, kernels=tuple(k for k in plan.kernels[8:] if k.kind != "communication"))
-    plan = dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, timeline=plan.memory.timeline[::20]))
+    plan = dataclasses.replace(plan, memory=thinned(plan.memory, 20))
     shown = render(plan, None)
     for path, value in leaves(plan):
         if re.search(left_out, path) or (isinstance(value, str) and not re.search(r"\d", value)):
@@ -335,7 +341,7 @@ def test_the_chart_marks_peak_and_limit_and_says_what_gaps_add():
 
 @pytest.mark.parametrize("held", [(), ((0.3, ""),), ((0.3, "forward"), (0.2, "backward"))])
 def test_plans_with_little_in_them_have_a_page(held: tuple[tuple[float, str], ...]):
-    memory = dataclasses.replace(sample().memory, timeline=held, largest=(), saved={}, peak_gib=0.3, host_gib=1.5)
+    memory = dataclasses.replace(sample().memory, timeline=held, over_time=(), largest=(), saved={}, peak_gib=0.3, host_gib=1.5)
     plan = sample(memory=memory, collectives=(), kernels=(), trip_counts={}, hints=(), warnings=(), overrides=())
     words = " ".join(Read(page.html(plan)).words)
     assert "the GPUs do not communicate" in words

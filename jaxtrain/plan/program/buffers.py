@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jaxtrain.plan.program import assignment as assigned
 from jaxtrain.plan.program import hlo
 from jaxtrain.plan.program.assignment import HOST, Assignment, Value
 from jaxtrain.plan.program.workspace import BACKWARD, Workspace
-from jaxtrain.plan.result import Buffer, Memory
+from jaxtrain.plan.result import Buffer, Memory, MemoryClass
 from jaxtrain.train.program import Program
 
 GIB = 2**30
@@ -359,10 +359,39 @@ def phase(op_name: str) -> str:
     return next((phase for part, phase in _PHASES if part in op_name), "") if _MARKS.search(op_name) else ""
 
 
-def _thin(points: Sequence[tuple[float, str]], most: int = POINTS) -> tuple[tuple[float, str], ...]:
-    """Return at most so many points: the highest of every stretch."""
+def _thin(points: Sequence[tuple[float, str]], most: int = POINTS) -> list[int]:
+    """Return the indices of at most so many points: the highest of every stretch."""
     stretch = max(1, math.ceil(len(points) / most))
-    return tuple(max(points[i : i + stretch], key=lambda point: point[0]) for i in range(0, len(points), stretch))
+    stretches = (range(i, min(i + stretch, len(points))) for i in range(0, len(points), stretch))
+    return [max(indices, key=lambda i: points[i][0]) for indices in stretches]
+
+
+def _classes_over_time(
+    facts: Facts, assignment: Assignment, heap: Sequence[assigned.Event], at: Sequence[int], base: Mapping[str, int]
+) -> tuple[MemoryClass, ...]:
+    """Return GiB of each class at some events of the heap, the largest class first.
+
+    Args:
+      at: indices of these events, rising.
+      base: bytes of each class outside of the heap.
+    """
+    kinds: dict[int, str] = {}
+
+    def kind_of(value: int) -> str:
+        if value not in kinds:
+            kinds[value] = classify(facts, assignment.values[value])[0]
+        return kinds[value]
+
+    found: dict[str, list[float]] = {kind: [size / GIB] * len(at) for kind, size in base.items()}
+    places = {event: n for n, event in enumerate(at)}
+    for event, (_, alive) in enumerate(assigned.replay(assignment, heap)):
+        if (n := places.get(event)) is None:
+            continue
+        for owner, sharing in alive.items():
+            kind = kind_of(next(reversed(sharing)))  # the value that was written last
+            found.setdefault(kind, [0.0] * len(at))[n] += assignment.values[owner].size / GIB
+    ordered = sorted(found.items(), key=lambda item: -max(item[1]))
+    return tuple(MemoryClass(kind, tuple(sizes)) for kind, sizes in ordered)
 
 
 def memory(
@@ -400,7 +429,7 @@ def memory(
         if a.parameter is not None:
             kind = argument_class(parameters[a.parameter].op_name)
         hold(a.size, kind, assignment.values[a.values[0]])
-    base = sum(a.size for a, _ in outside)
+    base, base_by_class = sum(a.size for a, _ in outside), dict(by_class)
 
     timeline, now, peak_at, top = [], "embed", "", -1  # before the first layer: the embedding, and gathers ahead of need
     at_peak: dict[int, list[int]] = {}
@@ -411,6 +440,7 @@ def memory(
         timeline.append(((base + held) / GIB, now))
         if held > top:
             top, peak_at, at_peak = held, (names or [event.instruction])[0], {v: list(sharing) for v, sharing in alive.items()}
+    kept = _thin(timeline)
     for owner, sharing in at_peak.items():
         value = assignment.values[sharing[-1]]  # the one that was written last
         kind, name = classify(known, value)
@@ -432,7 +462,8 @@ def memory(
         by_class={kind: size / GIB for kind, size in descending},
         saved={name: size / GIB for name, size in sorted(saved.items(), key=lambda item: -item[1])},
         peak_at=peak_at,
-        timeline=_thin(timeline),
+        timeline=tuple(timeline[i] for i in kept),
+        over_time=_classes_over_time(known, assignment, heap, kept, base_by_class),
         largest=tuple(sorted(largest, key=lambda b: -b.gib)),
         workspace_gib=workspace.largest / GIB,
         workspace_by=workspace.by,

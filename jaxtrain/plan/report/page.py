@@ -197,7 +197,7 @@ def schedule_section(plan: Plan) -> Section:
         columns.append(Column(f"{name}, {gib(values)[0]}", gib(values)[1], values))
     places = decimals([value for value, _ in m.timeline])
     points = cursor_data([f"{number(value, places)} GiB, {phase or 'start'}" for value, phase in m.timeline])
-    key = f"{swatch('var(--c8)')}state and batch &ensp; {swatch('var(--c1)')}everything else"
+    key = " &ensp; ".join(f"{swatch(colour)}{escape(name)}" for name, colour, _ in _layers(plan))
     chart = (
         '<div class="chart" tabindex="0" role="group" aria-label="Memory over the schedule; arrow keys move the cursor">'
         f'{memory_chart(plan)}{points}<div class="tip" role="status"></div></div><p class="quiet">{key}</p>'
@@ -216,8 +216,19 @@ def runs(phases: Sequence[str]) -> list[tuple[str, int, int]]:
     return out
 
 
+def _layers(plan: Plan) -> list[tuple[str, str, list[float]]]:
+    """Return (class, colour, GiB at each point) from the bottom of the chart up; small classes are one."""
+    m = plan.memory
+    named = [c for c in m.over_time if c.name in CLASS_COLOURS]
+    # Classes that stay are at the bottom, so that the others do not move their edges.
+    named.sort(key=lambda c: max(c.gib) - min(c.gib))
+    layers = [(c.name, CLASS_COLOURS[c.name], list(c.gib)) for c in named]
+    rest = [value - sum(c.gib[i] for c in named) for i, (value, _) in enumerate(m.timeline)]
+    return [*layers, ("temporaries and others", OTHER_CLASS, rest)]
+
+
 def memory_chart(plan: Plan) -> str:
-    """Return GiB over the schedule as SVG: state and batch, the rest above it, phases, usable memory and the peak.
+    """Return GiB over the schedule as SVG: classes stacked, phases, usable memory and the peak.
 
     Positions along x are percentages, so the browser stretches the drawing and not the text. Only the curves are in a nested
     svg that is stretched as a whole.
@@ -259,13 +270,16 @@ def memory_chart(plan: Plan) -> str:
         out.append(text("-8", y(tick) + 4, "end", "axis", f"{tick:g}"))
     out.append(text("-8", -10, "end", "axis", "GiB"))
 
-    end = f"{1000 * (len(held) - 1) / last:.1f},1000"
-    area = f"0,1000 {curve(held)} {end}"
-    state = f"0,1000 {curve([min(v, m.arguments_gib) for v in held])} {end}"
+    area = f"0,1000 {curve(held)} {1000 * (len(held) - 1) / last:.1f},1000"
     out.append('<svg width="100%" height="100%" viewBox="0 0 1000 1000" preserveAspectRatio="none" overflow="visible">')
     limit = max(0.0, 1000 * (1 - m.usable_gib / top))
     out.append(f'<clipPath id="too-much"><rect width="1000" height="{limit:.2f}"/></clipPath>')
-    out.append(f'<polygon class="temporary" points="{area}"/><polygon class="throughout" points="{state}"/>')
+    bottom = [0.0] * len(held)
+    for name, colour, values in _layers(plan):
+        edge = [b + v for b, v in zip(bottom, values, strict=True)]
+        points = f"{curve(bottom)} {' '.join(reversed(curve(edge).split()))}"
+        out.append(f'<polygon class="layer" style="fill:{colour}" points="{points}"><title>{escape(name)}</title></polygon>')
+        bottom = edge
     out.append(f'<polygon class="over" points="{area}" clip-path="url(#too-much)"/>')
     out.append(f'<polyline class="held" points="{curve(held)}"/></svg>')
 
