@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import kernel_results
 import programs
 import pytest
 from hypothesis import settings
@@ -217,6 +218,7 @@ DEADLINE, COMMIT = pytest.StashKey[float](), pytest.StashKey[str]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(kernel_results)  # a second conftest.py would take the name of this one
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:  # no files are named on the command line
         if config.getoption("--unit"):
             config.args[:] = [str(HERE / "unit")]

@@ -1,4 +1,4 @@
-"""Kernels against their definitions: on a GPU in the shapes of large models, on a CPU in small shapes, interpreted.
+"""Hooks of tests/gpu: kernels against their definitions, on a GPU in the shapes of large models, on a CPU in small ones.
 
     ./run.sh test tests/gpu                              the small shapes, on a CPU
     JAXTRAIN_TEST_DEVICE=gpu ./run.sh test tests/gpu     all shapes, on the first GPU
@@ -20,13 +20,15 @@ NO_TIME = "no time was left"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if jax.default_backend() != "gpu":
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a GPU: JAXTRAIN_TEST_DEVICE=gpu ./run.sh test tests/gpu"))
+    """Skip tests that need a GPU, if there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and jax.default_backend() != "gpu":
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: JAXTRAIN_TEST_DEVICE=gpu ./run.sh test tests/gpu"))
 
 
 def pytest_runtest_setup() -> None:
+    """Skip a test that would begin after the time limit of the node suite."""
     if time.monotonic() > DEADLINE:
         pytest.skip(NO_TIME)
 
