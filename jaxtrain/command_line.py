@@ -70,11 +70,19 @@ class Option:
             return f"--{self.name}"
         return f"--{self.name}[={self.value}]" if self.bare else f"--{self.name}={self.value}"
 
+    @property
+    def fix(self) -> str:
+        """Return a way to write the option."""
+        example = self.example or self.default or next(iter(self.choices), "")
+        example = example or (str(self.least) if self.least is not None else "")
+        if example:
+            return f"For example --{self.name}={example}."
+        return f"Write --{self.name}={self.value}" + ("" if self.value.endswith(".") else ".")
+
     def problem(self, text: str) -> Problem | None:
         """Return the rule that a given value breaks, or None."""
         key = f"--{self.name}"
-        example = self.example or self.default or (str(self.least) if self.least is not None else "")
-        fix = f"For example {key}={example}." if example else f"Write {key}={self.value}."
+        fix = self.fix
         if not self.value:
             return None if text == "yes" else Problem(key, text, "takes no value", f"Write {key}.")
         if text == "" and not self.may_be_empty:
@@ -171,12 +179,23 @@ class Command:
             values = options | dict.fromkeys(switches, "") | given
         written = {arg[2:].partition("=")[0] for arg in argv if arg.startswith("--")}
         values |= {o.name: o.default for o in self.options if o.bare and o.name not in written}
-        problems += [p for o in self.options if o.name in written and (p := o.problem(values[o.name]))]
+        without = {p.key for p in problems if p.rule == launch.NO_VALUE}
+        problems = [self._with_fix(p) for p in problems]
+        checked = [o for o in self.options if o.name in written and f"--{o.name}" not in without]
+        problems += [p for o in checked if (p := o.problem(values[o.name]))]
         modes = [name for name in self.modes if values[name]]
         mode = modes[0] if modes else ""
         problems += self._wrong_modes(modes, written)
-        problems += self._wrong_arguments(arguments or [])
+        if not any(p.rule in launch.STRAYS for p in problems):  # one of them may be the argument
+            problems += self._wrong_arguments(arguments or [])
         return Parsed(self, mode, values, tuple(arguments or ()), loaded, problems, frozenset(written))
+
+    def _with_fix(self, problem: Problem) -> Problem:
+        """Return the problem of an option without a value, with an example of this option."""
+        if problem.rule != launch.NO_VALUE:
+            return problem
+        fix = next((o.fix for o in self.options if f"--{o.name}" == problem.key), problem.remedy)
+        return dataclasses.replace(problem, remedy=fix)
 
     def _wrong_modes(self, modes: Sequence[str], written: set[str]) -> list[Problem]:
         """Return the problems of options that exclude each other."""
@@ -228,6 +247,11 @@ class Parsed:
     given: frozenset[str]
 
     @property
+    def has_strays(self) -> bool:
+        """Return whether an option or argument was not understood. A missing one may be it, and is no problem of its own."""
+        return any(p.rule in launch.STRAYS for p in self.problems)
+
+    @property
     def config(self) -> Loaded:
         """Return the config of a command that takes one. Raises ValueError for another command."""
         if self.loaded is None:
@@ -256,7 +280,7 @@ def run_command(
         written; 130 after Ctrl-C.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(argv):
+    if any(arg == "-h" or arg.partition("=")[0] == "--help" for arg in argv):
         print(command.help(), end="")
         return 0
     parsed = command.parse(argv)
@@ -288,11 +312,14 @@ def make_console(width: int = WIDTH) -> "Console":
 
 def check_output_file(text: str) -> str:
     """Return why a file cannot be written, or "". To be known before the work, not after it."""
-    path = Path(text).expanduser().absolute()
-    if path.is_dir():
-        return "is a folder"
-    if not path.parent.is_dir():
-        return f"there is no folder {path.parent}"
+    try:
+        path = Path(text).expanduser().absolute()
+        if path.is_dir():
+            return "is a folder"
+        if not path.parent.is_dir():
+            return f"there is no folder {path.parent}"
+    except (OSError, RuntimeError) as error:  # a name that is too long, or of a user who does not exist
+        return f"cannot be a file ({error})"
     return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "may not be written"
 
 

@@ -927,7 +927,8 @@ def parse_arg(arg: str | None, **defaults: Any) -> Any:
     for item in filter(None, (arg or "").split(",")):
         name, given, text = item.partition("=")
         if name not in defaults:
-            problems.append(Problem(f"--config=FILE:{item}", None, "no such variant", nearest(name, list(defaults))))
+            remedy = nearest(name, list(defaults)) if defaults else f"This file has no variants: leave out ':{item}'."
+            problems.append(Problem(f"--config=FILE:{item}", None, "no such variant", remedy))
             continue
         kind = type(defaults[name])
         try:

@@ -27,7 +27,6 @@ from jaxtrain.config import (
     declared,
     default_config,
     flatten,
-    nearest,
     resolve,
     to_dict,
 )
@@ -44,6 +43,9 @@ NO_DROPOUT = (
 
 # The text of an override given as a bare --config.KEY, which switches a bool on and is a mistake for all else.
 BARE = "\0"
+# Rules of a command line.
+NO_VALUE, NO_OPTION, LEFT_OVER = "needs a value", "no such option", "left over: it belongs to no option"
+STRAYS = (NO_OPTION, LEFT_OVER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +228,7 @@ def split(
                 arguments.append(arg)
                 continue
             remedy = f"Write --{arg}." if re.match(r"config\.[\w.]+=", arg) else "Options start with --; see --help."
-            problems.append(Problem(f"argument {arg!r}", None, "left over: it belongs to no option", remedy))
+            problems.append(Problem(f"argument {arg!r}", None, LEFT_OVER, remedy))
             continue
         name, has_value, value = arg[2:].partition("=")
         if config and name.startswith("config."):
@@ -240,13 +242,13 @@ def split(
             if not has_value and rest and not rest[0].startswith("--"):
                 value, has_value = rest.pop(0), "="
             remedy = _nearest_option(name, names, has_value + value, list(declared()) if config else [])
-            problems.append(_explain_refusal(Problem(f"--{name}", None, "no such option", remedy)))
+            problems.append(_explain_refusal(Problem(f"--{name}", None, NO_OPTION, remedy)))
         elif has_value:
             given[name] = value
         elif rest and not rest[0].startswith("--"):
             given[name] = rest.pop(0)
         else:
-            problems.append(Problem(f"--{name}", None, "needs a value", f"Write --{name}=VALUE."))
+            problems.append(Problem(f"--{name}", None, NO_VALUE, f"Write --{name}=VALUE."))
     return given, overrides, problems
 
 
@@ -264,7 +266,9 @@ def _nearest_option(name: str, names: Sequence[str], given: str, known: Sequence
     if begun := [n for n in names if n.startswith(name)]:
         return did_you_mean(f"--{n}" for n in begun)
     given = "=VALUE" if given and OTHER_UNIT.search(name) else given
-    if known and (found := [name] if name in known else nearest_keys(name, known)):
+    meant = [name] if name in known else nearest_keys(name, known) if known else []
+    # Other trainers' names can mean options of main, which this command may lack.
+    if found := [s for s in meant if not s.startswith("--") or s[2:].partition("=")[0] in names]:
         return did_you_mean(_as_option(setting, given) for setting in found)
     return f"Known: {', '.join(f'--{n}' for n in [*names, *(['config.KEY'] if known else []), 'help'])}."
 
@@ -298,8 +302,9 @@ def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict
     if not file.is_file():
         known = [_relative(p) for folder in (REPO / "configs", file.parent) for p in sorted(folder.resolve().glob("*.py"))]
         stems = {Path(p).stem: p for p in known}
-        remedy = f"Did you mean {stems[file.stem]}?" if file.stem in stems else nearest(path, list(stems.values()))
-        return None, [Problem("--config", path, "no such file", remedy)]
+        close = [file.stem] if file.stem in stems else difflib.get_close_matches(file.stem, stems, 1)
+        remedy = f"Did you mean {stems[close[0]]}?" if close else f"Known: {', '.join(known)}."
+        return None, [Problem("--config", path, "is a folder" if file.is_dir() else "no such file", remedy)]
     module = types.ModuleType("jaxtrain_config_file")
     module.__file__ = str(file)
     try:
@@ -373,7 +378,7 @@ def parse(text: str, kind: type) -> Any:
 
 def _explain_refusal(problem: Problem) -> Problem:
     """Keys that people look for and that do not exist on purpose."""
-    if problem.rule in ("no such key", "no such option") and "dropout" in problem.key:
+    if problem.rule in ("no such key", NO_OPTION) and "dropout" in problem.key:
         return Problem(problem.key, problem.value, NO_DROPOUT, "Remove it; optimizer.weight_decay is the regulariser.")
     return problem
 

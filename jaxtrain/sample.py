@@ -62,9 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check(parsed: Parsed) -> list[Problem]:
     workdir = parsed.options["workdir"]
     if not workdir:
-        return (
-            [] if "workdir" in parsed.given else [Problem("--workdir", None, "is missing", "For example --workdir=runs/tiny.")]
-        )
+        known = "workdir" in parsed.given or parsed.has_strays
+        return [] if known else [Problem("--workdir", None, "is missing", "For example --workdir=runs/tiny.")]
     rule, _, remedy = stores.missing(workdir).partition(". ")
     return [Problem("--workdir", workdir, rule, remedy)] if rule else []
 

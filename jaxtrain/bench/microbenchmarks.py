@@ -1,4 +1,4 @@
-"""Times matmuls, attention, memory, the host link, collectives and disks.
+"""Times matmuls, attention, memory, the host link and collectives; bench/disk_rates.py times disks.
 
 Calibration (plan/calibrate.py), kernels against their floors (bench/kernels.py) and preflight (preflight/measure.py) use it.
 
@@ -13,14 +13,10 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -104,10 +100,6 @@ class Reading:
     def rate(self) -> float:
         """FLOPs or bytes per second."""
         return self.work / self.seconds
-
-
-class Unmeasured(Exception):
-    """A rate cannot be measured here; the message has the reason."""
 
 
 # ---- timing
@@ -417,95 +409,3 @@ def curve(devices: Sequence[Any], sizes: Sizes) -> list[Reading]:
         r = collective("all-gather", devices, int(mib * 2**20 / 2), sizes.curve_rounds, sizes)
         found.append(dataclasses.replace(r, kind=CURVE, seconds=r.seconds - empty, message=mib * 2**20))
     return found
-
-
-# ---- disks
-
-DISK_BYTES = 2**30  # written, and read back
-WRITE_BYTES = 2**24  # of one call
-SYNC_BYTES = 2**27  # between two fsyncs, after which the time is compared with the limit
-FREE_FACTOR = 4  # of the size, that must be free
-
-
-def existing(folder: Path) -> Path:
-    """Return the folder, or its nearest existing parent. Creates nothing."""
-    folder = folder.expanduser().absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return folder if folder.is_dir() else folder.parent
-
-
-def disk(folder: Path, seconds: float, size: int = DISK_BYTES) -> dict[str, float | None]:
-    """Return write_gb_s and read_gb_s of a file system: a file is written until the disk has it, and read back from there.
-
-    The file has no name, so that nothing is left of it. In a folder that is read-only, its largest file is read, and
-    `write_gb_s` is None. The server of a network file system may still have the file in its memory.
-
-    Args:
-        seconds: for both together; the bytes until then count.
-
-    Raises:
-        Unmeasured: there is too little free space, or nothing to read.
-        OSError: the file system refuses, as with a quota.
-    """
-    folder = existing(folder)
-    if not os.access(folder, os.W_OK):
-        return {"write_gb_s": None, "read_gb_s": _read_largest(folder, seconds, size)}
-    free = shutil.disk_usage(folder).free
-    if free < FREE_FACTOR * size:
-        least = FREE_FACTOR * size / 2**30
-        raise Unmeasured(f"{folder} has {free / 2**30:.2f} GiB free; a file is written only where there are {least:.2f}")
-    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        handle = file.fileno()
-        written, write_s = _write(handle, seconds / 2, size)
-        _drop_cached(handle)
-        os.lseek(handle, 0, os.SEEK_SET)
-        read, read_s = _read(handle, seconds / 2, written)
-    return {"write_gb_s": written / write_s / 1e9, "read_gb_s": read / read_s / 1e9}
-
-
-def _write(handle: int, seconds: float, size: int) -> tuple[int, float]:
-    """Return (bytes, seconds) until the disk has them. The bytes are random: no file system can compress them."""
-    block = memoryview(os.urandom(min(WRITE_BYTES, size)))
-    start, written = time.perf_counter(), 0
-    while written < size and (not written or time.perf_counter() - start < seconds):
-        end = min(written + SYNC_BYTES, size)
-        while written < end:
-            written += os.write(handle, block[: end - written])
-        os.fsync(handle)
-    return written, time.perf_counter() - start
-
-
-def _read(handle: int, seconds: float, size: int) -> tuple[int, float]:
-    """Return (bytes, seconds) of reading from the file's position."""
-    buffer = bytearray(min(WRITE_BYTES, max(size, 1)))
-    start, read = time.perf_counter(), 0
-    while read < size and time.perf_counter() - start < seconds:
-        count = os.readv(handle, [buffer])
-        if not count:
-            break
-        read += count
-    return read, time.perf_counter() - start
-
-
-def _read_largest(folder: Path, seconds: float, size: int) -> float:
-    with os.scandir(folder) as entries:
-        files = [(entry.stat().st_size, entry.path) for entry in entries if entry.is_file()]
-    length, path = max(files, default=(0, ""))
-    if not length:
-        raise Unmeasured(f"{folder} may not be written to, and holds no file to read")
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        _drop_cached(handle)
-        read, read_s = _read(handle, seconds, min(length, size))
-    finally:
-        os.close(handle)
-    return read / read_s / 1e9
-
-
-def _drop_cached(handle: int) -> None:
-    """Drop a file's pages from the host's memory. Raises Unmeasured if the system has no such call."""
-    advise: Callable[[int, int, int, int], None] | None = getattr(os, "posix_fadvise", None)
-    if advise is None:
-        raise Unmeasured("this system cannot drop a file from its memory, so that a read would not be the disk's")
-    advise(handle, 0, 0, os.POSIX_FADV_DONTNEED)

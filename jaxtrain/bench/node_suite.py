@@ -106,6 +106,7 @@ def check_parity(node: Node, limit_s: float) -> Outcome:
     began = time.monotonic()
     for name, more in asked.items():
         file = node.path / f"parity_{name}.json"
+        file.unlink(missing_ok=True)  # of an earlier suite
         command = module_command("parity", TINY, "--config.data.source=synthetic", *more)
         command += [f"--meshes={meshes}", f"--json={file}"]
         code, outcome = node.run_program(f"Parity {name}", command, limit_s - (time.monotonic() - began))

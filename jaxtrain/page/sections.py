@@ -20,6 +20,7 @@ from jaxtrain.page.numbers import column, percent
 
 BAR = 28  # characters of a bar on a terminal
 FOLDED = 60  # characters of a path that the page shows before it is opened
+FOLDED_TEXT = 16  # characters of a text column on a terminal, at least, if it is folded
 SOURCE = 28  # characters of a file:line on a terminal
 
 
@@ -169,15 +170,23 @@ def _print_listing(part: Listing, console: Console) -> None:
 
 
 def print_table(table: Table, console: Console, *, with_title: bool = True) -> None:
-    """Print a table without rules: numbers to the right, the total in bold."""
+    """Print a table without rules: numbers to the right, the total in bold.
+
+    On a narrow terminal the bars are left out, then the sources. A table that is still too wide is printed at its own width: no
+    digit and no name is cut off.
+    """
     columns = [c for c in table.columns if not c.page_only]
+    for kind in ("bar", "source"):
+        if sum(map(_least_width, columns)) > console.width:
+            columns = [c for c in columns if c.kind != kind]
     if table.title and with_title:
         say(console, table.title, "dim")
     made = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for c in columns:
         right = c.values is not None or c.kind == "number"
         whole = right or c.kind in ("whole", "source", "bar")
-        made.add_column(Text(c.heading), justify="right" if right else "left", no_wrap=whole, overflow="fold")
+        least = _least_width(c) - 2 if c.kind != "bar" else None
+        made.add_column(Text(c.heading), justify="right" if right else "left", no_wrap=whole, overflow="fold", min_width=least)
     rows = len(columns[0].cells)
     shown = rows if table.rows is None or rows <= table.rows else table.rows
     for i in range(shown):
@@ -187,7 +196,17 @@ def print_table(table: Table, console: Console, *, with_title: bool = True) -> N
         made.add_row(*(Text(cell) for cell in [f"{rows - shown} more", *more[1:]]))
     if columns[0].total:
         made.add_row(*(Text(c.total) for c in columns), style="bold")
-    console.print(made)
+    console.print(made, width=max(console.width, sum(map(_least_width, columns))), crop=False)
+
+
+def _least_width(c: Column) -> int:
+    """Return the characters that a column needs on a terminal, with the space behind it."""
+    if c.kind == "bar":
+        return BAR + 2
+    cells = [shorten_source(cell) if c.kind == "source" else cell for cell in c.cells]
+    longest = max(map(len, [c.heading, c.total, *cells]))
+    is_text = c.values is None and c.kind not in ("number", "whole", "source")
+    return (min(longest, max(len(c.heading), FOLDED_TEXT)) if is_text else longest) + 2
 
 
 def _terminal_cell(c: Column, i: int, console: Console) -> Text:

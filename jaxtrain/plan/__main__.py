@@ -36,8 +36,11 @@ def _rule_of_load(text: str) -> str:
 
 def _rule_of_cache(text: str) -> str:
     """Return why plans cannot be kept in a folder, or ""."""
-    folder = Path(text).expanduser().absolute()
-    above = next(p for p in (folder, *folder.parents) if p.exists())
+    try:
+        folder = Path(text).expanduser().absolute()
+        above = next(p for p in (folder, *folder.parents) if p.exists())
+    except (OSError, RuntimeError) as error:  # a name that is too long, or of a user who does not exist
+        return f"cannot be a folder ({error})"
     if text and not (above.is_dir() and os.access(above, os.W_OK)):
         return f"{above} is {'not writable' if above.is_dir() else 'not a folder'}"
     return ""
@@ -150,7 +153,7 @@ def _check(parsed: Parsed) -> list[Problem]:
         elif float(load) > (most := m.num_experts / m.experts_per_token):
             rule = f"an expert that every token chooses has {most:g} even shares, and none can have more"
             problems.append(Problem("--experts-load", load, rule, f"For example --experts-load={min(1.5, most):g}."))
-    if here and found.kind != "gpu" and "topology" not in parsed.given:
+    if here and found.kind != "gpu" and "topology" not in parsed.given and not parsed.has_strays:
         rule = "no machine is named, and this one has no GPU to plan for"
         problems.append(Problem("--topology", None, rule, "Name one, as --topology=h200:8."))
     elif here and found.problem:
@@ -227,7 +230,12 @@ def _act(parsed: Parsed) -> int:
         raise
     except (HloError, AssignmentError) as error:
         return _fail(f"the compiled program cannot be read: {error}")
-    except (LayoutError, Unsupported, machines.TopologyError, CalibrationError, ValueError) as error:
+    except machines.TopologyError as error:
+        topology = parsed.options["topology"]
+        raise ConfigError(
+            [Problem("--topology", topology, str(error).rstrip("."), "For example --topology=h200:8.")]
+        ) from error
+    except (LayoutError, Unsupported, CalibrationError, ValueError) as error:
         raise ConfigError([Problem("cannot plan", None, str(error).rstrip("."), "")]) from error
     except (jax.errors.JaxRuntimeError, RuntimeError, MemoryError) as error:
         return _fail(f"the train step could not be compiled: {type(error).__name__}: {error}")
@@ -401,7 +409,8 @@ def _search(job: Job) -> int:
     job.write_json(search_report.to_json(found))
     if found.ended == "interrupted":
         return INTERRUPTED
-    return 0 if found.best else 1
+    failed = bool(found.tried) and all(c.verdict == "failed" for c in found.tried)
+    return FAILED if failed or found.best is None else 0
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxtrain import distributed, launch
-from jaxtrain.command_line import PROCESS_OPTIONS, Command, Option, Parsed, run_command
+from jaxtrain.command_line import PROCESS_OPTIONS, Command, Option, Parsed, check_output_file, run_command
 from jaxtrain.config import Problem, nearest
 from jaxtrain.distributed import Cluster
 from jaxtrain.launch import Loaded
@@ -36,12 +36,24 @@ ALLOW = "JAXTRAIN_PREFLIGHT_ALLOW"
 LATE_S = 10.0  # beyond the limit: every step has a limit of its own, and this one is for what was overlooked
 PACKAGE = Path(__file__).resolve().parents[1]
 
+
+def _rule_of_json(text: str) -> str:
+    """Return why --json cannot be written, or ""."""
+    return "" if text == "-" else check_output_file(text)
+
+
 COMMAND = Command(
     "preflight",
     "Check this node, and with several processes the other nodes of the run. It takes a minute at most, and changes nothing.",
     options=(
         Option("workdir", "the run's folder, as of jaxtrain.main", "DIR"),
-        Option("json", "print all findings as JSON in place of the table, or write them to FILE", "FILE", bare="-"),
+        Option(
+            "json",
+            "print all findings as JSON in place of the table, or write them to FILE",
+            "FILE",
+            bare="-",
+            check=_rule_of_json,
+        ),
         Option(
             "allow",
             "checks whose fault is only a note, as 'NUMA balancing' if the kernel is not yours; default: those of the variable "
@@ -152,9 +164,7 @@ def report_to(destination: str, reports: list[NodeReport], seconds: float) -> No
         print(report.last_line(reports), file=sys.stderr)
         return
     if destination:
-        file = Path(destination).expanduser()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, text + "\n")
+        write_atomic(Path(destination).expanduser(), text + "\n")
     report.show(reports)
 
 

@@ -1,4 +1,4 @@
-"""Measures the rates of this node's GPUs and disks within a time budget (bench/microbenchmarks.py); rates.py judges them.
+"""Measures the rates of this node's GPUs and disks within a time budget; rates.py judges them.
 
 The GPUs are measured in a child process, `python -m jaxtrain.preflight.measure`. If it hangs or crashes, it costs the budget
 and no more, and the GPUs' memory is free afterwards. It stores each result in a file at once.
@@ -26,6 +26,7 @@ from typing import Any
 import pynvml
 
 from jaxtrain import hardware, startup
+from jaxtrain.bench import disk_rates
 from jaxtrain.config import ConfigError
 from jaxtrain.distributed import FIELDS, detect
 from jaxtrain.launch import REPO
@@ -101,27 +102,24 @@ def measure_disks(
     paths: Mapping[str, Path], seconds: float, left_out: dict[str, str], failed: dict[str, str], size: int
 ) -> dict[str, dict[str, float | None]]:
     """Return the rates of each path's disk. Paths on one disk share a measurement."""
-    with startup.quiet():
-        from jaxtrain.bench import microbenchmarks
-
     found: dict[str, dict[str, float | None]] = {}
     by_device: dict[int, dict[str, float | None] | Exception] = {}
     for name, path in paths.items():
         subject = f"{path} (its file system hangs, or is very slow)"
         try:
-            folder = call_with_timeout(ANSWER_S, subject, functools.partial(microbenchmarks.existing, path))
+            folder = call_with_timeout(ANSWER_S, subject, functools.partial(disk_rates.existing, path))
             device = call_with_timeout(ANSWER_S, subject, functools.partial(os.stat, folder)).st_dev
             if device not in by_device:
                 try:
-                    work = functools.partial(microbenchmarks.disk, folder, seconds, size)
+                    work = functools.partial(disk_rates.disk, folder, seconds, size)
                     by_device[device] = call_with_timeout(seconds + ANSWER_S, subject, work)
-                except (OSError, Unanswered, microbenchmarks.Unmeasured) as error:
+                except (OSError, Unanswered, disk_rates.Unmeasured) as error:
                     by_device[device] = error
             result = by_device[device]
             if isinstance(result, Exception):
                 raise result
             found[name] = result
-        except (Unanswered, microbenchmarks.Unmeasured) as error:
+        except (Unanswered, disk_rates.Unmeasured) as error:
             left_out[f"disk.{name}"] = str(error)
         except OSError as error:
             left_out[f"disk.{name}"] = failed[f"disk.{name}"] = f"{path}: {error.strerror or error}"

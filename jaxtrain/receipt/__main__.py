@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxtrain.command_line import Command, Option, Parsed, make_console, run_command
+from jaxtrain.command_line import REFUSED, Command, Option, Parsed, make_console, run_command
 from jaxtrain.config import Problem
 from jaxtrain.receipt import print as tables
 from jaxtrain.receipt.diff import compare
@@ -44,8 +44,9 @@ def act(parsed: Parsed) -> int:
     action, *targets = parsed.arguments
     console = make_console()
     if action == "list":
-        tables.show_list([_open(path) for path in find_runs(targets)], console)
-        return 0
+        runs_or_errors = [_open(path) for path in find_runs(targets)]
+        tables.show_list(runs_or_errors, console)
+        return 0 if any(isinstance(run, Run) for run in runs_or_errors) else REFUSED
     runs = [open_run(target) for target in targets]
     if action == "show":
         tables.show(runs[0], console)

@@ -195,7 +195,11 @@ def _files(receipt: Mapping[str, Any], names: Mapping[str, str]) -> Facts:
     for prefix, data in {"": receipt.get("data") or {}, **held_out}.items():
         order = []
         for file in data.get("files") or ():
-            name = names.get(file["content_sha256"], file["name"])
+            name = first = names.get(file["content_sha256"], file["name"])
+            number = 1
+            while name in order:  # files of several folders may have one name
+                number += 1
+                name = f"{first} #{number}"
             order.append(name)
             text = f"{file['tokens']:,} tokens, sha256 {file['content_sha256'][:12]}, weight {file['weight']:g}"
             out["data", prefix + name] = text
@@ -270,7 +274,7 @@ def _compare_losses(a: Mapping[int, float], b: Mapping[int, float]) -> Outcome:
 
 def _close(x: float | None, y: float | None) -> bool:
     """Return whether two measurements are not far enough apart to explain something; one that is missing explains nothing."""
-    return x is None or y is None or abs(x / y - 1) <= APART
+    return x is None or y is None or abs(x - y) <= APART * abs(y)
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

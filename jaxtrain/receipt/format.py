@@ -35,7 +35,9 @@ def load(path: Path) -> dict[str, Any]:
         fix = "Fix: move it away, and the run writes a new one." if path.name == NAME else FIX
         raise ReceiptError(f"{path}: not a receipt ({error!r}). {fix}") from error
     if version != FORMAT or not isinstance(attempts, list):
-        raise ReceiptError(f"{path}: format {version!r}, this jaxtrain reads {FORMAT}. Fix: use the version that wrote it.")
+        fix = "Fix: use the version that wrote it"
+        fix += ", or move the file away: the run goes on, and writes a new one." if path.name == NAME else "."
+        raise ReceiptError(f"{path}: format {version!r}, this jaxtrain reads {FORMAT}. {fix}")
     return receipt
 
 
@@ -132,6 +134,8 @@ def find_runs(targets: list[str]) -> list[Path]:
     """Return the targets; a folder of runs stands for those in it, by name. Raises ReceiptError for one without runs."""
     out: list[Path] = []
     for path in (Path(target).expanduser() for target in targets):
+        if not path.exists():
+            raise ReceiptError(f"{path}: no such file or folder. {FIX}")
         folder = path.is_dir() and not (path / NAME).exists()
         inside = sorted(p.parent for p in path.glob(f"*/{NAME}")) if folder else [path]
         if not inside:

@@ -270,9 +270,9 @@ def test_nothing_is_left_of_a_process_that_is_killed(tmp_path):
     script = f"""
 import os, time
 from pathlib import Path
-from jaxtrain.bench import microbenchmarks
+from jaxtrain.bench import disk_rates
 os.fsync = lambda _: print("written", flush=True) or time.sleep(100)
-microbenchmarks.disk(Path({str(tmp_path)!r}), 90.0, {4 * MIB})
+disk_rates.disk(Path({str(tmp_path)!r}), 90.0, {4 * MIB})
 """
     process = subprocess.Popen([sys.executable, "-c", script], cwd=REPO, stdout=subprocess.PIPE, text=True)
     assert process.stdout and process.stdout.readline() == "written\n"

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +15,10 @@ import jax
 import pytest
 
 from jaxtrain import hardware
+from jaxtrain.bench import disk_rates
 from jaxtrain.bench import microbenchmarks as micro
-from jaxtrain.bench.microbenchmarks import TINY, Unmeasured
+from jaxtrain.bench.disk_rates import Unmeasured
+from jaxtrain.bench.microbenchmarks import TINY
 from jaxtrain.monitor import card
 from jaxtrain.preflight import measure, rates
 from jaxtrain.preflight.node import Unanswered
@@ -221,8 +225,8 @@ def disk(monkeypatch) -> Any:
 def test_a_disk_is_timed_until_it_has_the_bytes(disk, tmp_path, monkeypatch):
     """It is read back only after all was written."""
     synced, dropped = disk
-    monkeypatch.setattr(micro, "SYNC_BYTES", 4 * MIB)
-    found = micro.disk(tmp_path, 60.0, 10 * MIB)
+    monkeypatch.setattr(disk_rates, "SYNC_BYTES", 4 * MIB)
+    found = disk_rates.disk(tmp_path, 60.0, 10 * MIB)
     assert synced == [4 * MIB, 8 * MIB, 10 * MIB] and dropped == [3]
     assert found == {"write_gb_s": pytest.approx(10 * MIB / 0.3 / 1e9), "read_gb_s": pytest.approx(10 * MIB / 0.1 / 1e9)}
     assert list(tmp_path.iterdir()) == []
@@ -230,21 +234,21 @@ def test_a_disk_is_timed_until_it_has_the_bytes(disk, tmp_path, monkeypatch):
 
 def test_a_slow_disk_is_given_up_in_time(disk, tmp_path, monkeypatch):
     """Half of the time is for writing: three pieces of 0.1 s."""
-    monkeypatch.setattr(micro, "SYNC_BYTES", MIB)
-    found = micro.disk(tmp_path, 0.5, 64 * MIB)
+    monkeypatch.setattr(disk_rates, "SYNC_BYTES", MIB)
+    found = disk_rates.disk(tmp_path, 0.5, 64 * MIB)
     assert len(disk[0]) == 3 and found["write_gb_s"] == pytest.approx(3 * MIB / 0.3 / 1e9)
 
 
 def test_a_place_that_may_only_be_read(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(Unmeasured, match="holds no file to read"):
-        micro.disk(tmp_path, 10.0)
+        disk_rates.disk(tmp_path, 10.0)
     (tmp_path / "small").write_bytes(b"1")
     (tmp_path / "large.tok").write_bytes(bytes(3 * MIB))
     read: list[int] = []
     real = os.readv
     monkeypatch.setattr(os, "readv", lambda *args: read.append(real(*args)) or read[-1])
-    found = micro.disk(tmp_path, 10.0)
+    found = disk_rates.disk(tmp_path, 10.0)
     assert found["write_gb_s"] is None and found["read_gb_s"] and sum(read) == 3 * MIB
 
 
@@ -272,3 +276,15 @@ def test_a_mount_that_hangs_hangs_nobody(tmp_path, monkeypatch):
         measure.measure_disks({"data": tmp_path}, 0.2, left_out, {}, MIB) == {}
         and "did not answer within" in left_out["disk.data"]
     )
+
+
+def test_a_broken_jax_costs_no_finding(tmp_path):
+    """A jax that cannot be imported is a fault that preflight exists to explain: it must print its table all the same."""
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text('raise RuntimeError("jaxlib is incompatible")\n')
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPO)])}
+    command = [sys.executable, "-m", "jaxtrain.preflight", "--limit=30", f"--json={tmp_path}/found.json"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=tmp_path, timeout=120)
+    assert "Traceback" not in ended.stderr, ended.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert ended.returncode == found["exit_code"] and found["exit_code"] in (0, 3)

@@ -45,7 +45,7 @@ def test_values_come_from_the_defaults_and_from_the_command_line():
         (["r", "--list", "--watch"], "--list --watch: each of these is an action of its own. Leave out --watch."),
         (["r", "--list", "--shape=rows"], "--shape: --list does not use it. Leave it out."),
         (["r", "--html=/no/such/folder/x.html"], "there is no folder /no/such/folder. Name another file."),
-        (["r", "--html"], "--html: needs a value. Write --html=VALUE."),
+        (["r", "--html"], "--html: needs a value. For example --html=report.html."),
         (["r", "--row=3"], "--row: no such option. Did you mean --rows?"),
         (["r", "--config.train.steps=3"], "--config.train.steps: no such option."),
         (["r", "-x"], "argument '-x': left over: it belongs to no option. Options start with --; see --help."),

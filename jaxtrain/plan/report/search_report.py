@@ -133,6 +133,9 @@ def show_best(found: SearchResult, console: Console) -> None:
         say(console, f"{none}: {size(found.usable_gib)} are usable on each GPU", "bold red")
         return
     source = "compiled" if best.fits else "by formula, not compiled"
+    before = found.shown.index(best) if best in found.shown else 0
+    if best.fits and before and found.ended in ("budget", "interrupted"):
+        source = f"the best of those compiled; {before} of the best by formula were not compiled: raise --budget"
     fits = "fits" if best.fits else "probably fits"
     title = {"speed": "the best layout", "fit": f"this {fits}"}[found.objective]
     if not best.changes:

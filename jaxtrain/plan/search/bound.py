@@ -218,12 +218,18 @@ class Layout:
         return self.whole if self.once else self.parameters
 
     @property
+    def holds_all(self) -> bool:
+        """Return whether all gathered weights stay until the backward pass."""
+        return self.once or self.run.sharding.zero == 2
+
+    @property
     def held(self) -> float:
         """Return elements of gathered weights that stay from the forward pass to the backward pass, or all step long."""
         s = self.run.sharding
         whole = {part: count for part, count in self.whole.items() if self.stored_over(part)}
-        if self.once or s.zero == 2:
-            return sum(whole.values())
+        if self.holds_all:
+            # With one microbatch, XLA frees the embedding after the lookup.
+            return sum(whole.values()) - (whole.get("embedding", 0.0) if self.run.train.grad_accum == 1 else 0.0)
         return sum(whole.get(part, 0.0) for part in LAYERS) if s.gather == "forward" else 0.0
 
 
@@ -284,16 +290,18 @@ def _memory_bytes(layout: Layout) -> float:
     held += tokens * saved_bytes(layout)
 
     vocab, chunk = m.vocab_size / layout.parts("vocab"), min(run.loss.chunk, tokens / layout.parts("sequence"))
-    everything_held = layout.held == sum(layout.whole.values())
+    everything_held = layout.holds_all and all(layout.stored_over(p) for p, n in layout.whole.items() if n)
     in_loss = 0.0
     if run.loss.name == "cross_entropy":
         in_loss = vocab * (m.d_model * (4 if everything_held else 4 + c) + chunk * 4)
     held_experts = max(1, m.num_experts) / layout.parts_of(layout.exchange)
     widths = m.d_ff * held_experts / layout.parts("mlp"), m.num_heads * flops.head_dim(m) / layout.parts("heads")
     largest = m.d_model * max(widths) * layout.weight_bytes
-    # XLA may add each layer's gradients to the sum at once: if layers are unrolled, or by train.accumulate, or in a pipeline.
+    # XLA may add each layer's gradients to the sum at once, or reduce them at once: if layers are unrolled, or by
+    # train.accumulate, or in a pipeline.
     by_layer = not run.parallel.scan_layers or run.train.accumulate == "layer" or run.mesh.stage != 1
-    made = 2 * sum(grads[part] for part in LAYERS) / (layout.layers if run.train.grad_accum > 1 and by_layer else 1)
+    summed = by_layer and (run.train.grad_accum > 1 or layout.once)
+    made = 2 * sum(grads[part] for part in LAYERS) / (layout.layers if summed else 1)
     in_backward = made + (0 if layout.held else largest) + tokens * _again_bytes(layout)
     return held + max(in_loss, in_backward)
 

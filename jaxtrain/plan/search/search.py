@@ -119,7 +119,7 @@ class SearchResult:
     def best(self) -> Candidate | None:
         """Return the best compiled setting that fits, or the first by formula, or None. `Candidate.fits` tells which."""
         compiled = next((c for c in self.tried if c.fits), None)
-        return compiled or next((c for c in self.shown if not c.plan and c.bound.likely_gib <= self.usable_gib), None)
+        return compiled or next((c for c in self.shown if c.outcome is None and c.bound.likely_gib <= self.usable_gib), None)
 
 
 def rank(
@@ -320,7 +320,8 @@ def larger_machine(run: RunConfig, topology: Topology, rates: Rates) -> tuple[To
     """Return the next larger machine on which a config probably fits, and the setting: as it is, or sharded over all GPUs."""
     total = topology.total
     while topology.chip in CHIPS and 2 * total <= MOST_GPUS:
-        total *= 2
+        most = CHIPS[topology.chip][0]
+        total = 2 * total if 2 * total <= most or total % most == 0 else most * -(-total // most)
         node = topology.gpus if topology.nodes > 1 else min(total, CHIPS[topology.chip][0])
         if total % node:
             return None

@@ -187,7 +187,7 @@ BUGS = (
     ),
     Bug(
         "preflight: the disk is read from memory",
-        "jaxtrain/bench/microbenchmarks.py",
+        "jaxtrain/bench/disk_rates.py",
         "        _drop_cached(handle)\n        os.lseek",
         "        os.lseek",
         "proofs/test_preflight_measure.py -k disk_is_timed",
