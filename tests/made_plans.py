@@ -117,7 +117,15 @@ class Inline:
 
     def plan(self, request: Any, plan_one: str, timeout_s: float) -> Outcome:
         self.started.append(request.run)
-        return Outcome(parallel.call(plan_one, request.run, request.topology, request.rates), "planned")
+        try:
+            return Outcome(parallel.call(plan_one, request.run, request.topology, request.rates), "planned")
+        except RuntimeError as error:
+            return Outcome(None, "failed", str(error))
 
     def end(self) -> None:
         """Nothing runs."""
+
+
+def crashes(run: config.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
+    """Fail as a compile that XLA aborts."""
+    raise RuntimeError("XLA has crashed")

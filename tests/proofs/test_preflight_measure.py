@@ -209,7 +209,7 @@ def test_it_takes_little_of_the_gpus_memory():
 def disk(monkeypatch) -> Any:
     """A disk that takes 0.1 s for each fsync and each read: (bytes at each fsync, how many of those before reading)."""
     clock, synced, dropped = Clock(), [], []
-    monkeypatch.setattr(micro, "time", clock)
+    monkeypatch.setattr(disk_rates, "time", clock)
 
     def fsync(handle: int) -> None:
         clock.work(0.1)

@@ -206,6 +206,13 @@ def test_the_text_keeps_to_the_width(width: int):
     ]
 
 
+def test_a_narrow_terminal_loses_no_digit_and_no_name():
+    """Bars and sources are left out; a table that is still too wide is wider than the terminal."""
+    shown = written(sample(), 60)
+    assert ["reduce-scatter", "bf16", "fsdp", "8", "32", "13.1", "38.1", "12.3"] in [r.split() for r in shown.splitlines()]
+    assert "forward mlp" in shown and "transformer.py" not in shown.split("Kernels of a step")[1].split("Largest arrays")[0]
+
+
 def test_the_text_suits_a_terminal_without_unicode_and_names_with_brackets():
     plan = sample(warnings=("bf16[layers] is [bold]replicated[/bold]",))
     assert "bf16[layers] is [bold]replicated[/bold]" in written(plan, encoding="ascii")

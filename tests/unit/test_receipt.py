@@ -421,6 +421,12 @@ def test_mixtures_are_compared_by_the_contents_of_their_files() -> None:
     assert found(("web", "a", 0.6), code) == [("web", a, a.replace("0.7", "0.6"))]
     assert found(web, code, ("more", "c", 0.1)) == [("more", "absent", f"{c} 0.1")]
     assert found(("web", "c", 0.7), code) == [("web", a, f"{c} 0.7")]
+    # Files of several folders may have one name.
+    twins = mixture(("train.tok", "a", 0.7), ("train.tok", "b", 0.3))
+    other = mixture(("train.tok", "c", 0.7), ("train.tok", "b", 0.3))
+    assert [(d.a, d.b) for d in differences(twins, other) if d.group == "data"] == [(a, f"{c} 0.7")]
+    fewer = [d.name for d in differences(twins, mixture(("train.tok", "b", 0.3)))]
+    assert [name for name in fewer if name.startswith("train.tok")]
 
 
 # ---- Files that cannot be read, and the command line

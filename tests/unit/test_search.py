@@ -384,3 +384,9 @@ def test_progress_is_printed_line_by_line(inline):
     lines = console.export_text().splitlines()
     assert [line.partition(":")[0] for line in lines] == ["1", "2", "3"]
     assert flat(load())["mesh.fsdp"] in (8, -1)
+
+
+def test_a_setting_that_could_not_be_compiled_is_not_the_best(inline):
+    found = find(plan_one="made_plans:crashes", most=2)
+    assert found.tried and all(c.verdict == "failed" for c in found.tried)
+    assert found.best is None or found.best not in found.tried
