@@ -344,6 +344,8 @@ def _plan(job: Job, cudnn: cudnn_library.Library | None) -> int:
     job.write_json(to_json(plan))
     if options["html"]:
         Path(options["html"]).expanduser().write_text(page.html(plan, steps=run.train.steps, lanes=lanes))
+    if written := [options[name] for name in ("json", "html", "hlo") if options[name]]:
+        console.print(f"\nwritten: {', '.join(written)}", markup=False, highlight=False, soft_wrap=True)
     return INTERRUPTED if interrupted else 0
 
 

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 
 from jaxtrain.config import RunConfig
+from jaxtrain.page.html import plural
 from jaxtrain.page.numbers import GB_PER_GIB, column, gib, number, percent, rough, size
 from jaxtrain.page.sections import Column, Listing, Section, Table, bars, counts, labels, numbers, shares
 from jaxtrain.plan.program.roofline import label
@@ -353,7 +354,7 @@ def training_table(plan: Plan, steps: int | None) -> Table:
     cells = list(zip(*rows, strict=True))
     source = "expected" if plan.time.expected_step_ms else "by the roofline"
     return Table(
-        f"Time to train on {device_count(plan):,} GPUs, {source}",
+        f"Time to train on {plural(device_count(plan), 'GPU')}, {source}",
         [Column(heading, texts, kind=kind) for heading, texts, kind in zip(headings, cells, kinds, strict=True)],
     )
 
