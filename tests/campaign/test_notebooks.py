@@ -18,7 +18,7 @@ import pytest
 from nbclient import NotebookClient
 
 from jaxtrain import main as main_command
-from jaxtrain.plan import __main__ as plan_command
+from jaxtrain.plan import __main__ as plan
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -26,7 +26,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 NOISE = re.compile(r".*(cudart_stub|log messages before absl::InitializeLog).*\n")
 # What would tell whose machine a notebook was stored on.
 LOCAL = re.compile(r"(?<![\w.])/(home|root|work|tmp|Users|mnt|opt|usr)/|site-packages|\d{4}-\d\d-\d\dT\d\d:")
-COMMANDS = {"jaxtrain.plan": plan_command.COMMAND, "jaxtrain.main": main_command.COMMAND}
+COMMANDS = {"plan": plan.COMMAND, "main": main_command.COMMAND}
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -108,11 +108,11 @@ def test_a_command_that_a_notebook_prints_is_accepted(monkeypatch):
     """It names its config as seen from the repository's root."""
     monkeypatch.chdir(FOLDER.parent)
     texts = [o.get("text", "") for path in NOTEBOOKS for cell in code(read(path)) for o in cell.outputs]
-    found = [line for text in texts for line in text.splitlines() if line.startswith("python -m ")]
-    assert {line.split()[2] for line in found} == {*COMMANDS}
-    for line in found:
-        _, _, module, *argv = shlex.split(line)
-        assert not COMMANDS[module].parse(argv).problems, line
+    found = [shlex.split(line)[1:] for text in texts for line in text.splitlines() if line.startswith("./run.sh ")]
+    commands = [("main", words) if words[0].startswith("--") else (words[0], words[1:]) for words in found]
+    assert {name for name, _ in commands} == {*COMMANDS}
+    for name, argv in commands:
+        assert not COMMANDS[name].parse(argv).problems, (name, argv)
 
 
 def test_a_changed_number_is_stale():
