@@ -16,7 +16,7 @@ PROCESSES = Check(
     "A run begins when all of its processes are connected; if one is missing, the others wait until they give up.",
     "Start every process, and let each reach process 0's port through any firewall.",
 )
-# What must be equal on all nodes of a run -> why.
+# Fact that all nodes of a run must share -> the reason.
 EQUAL = {
     "driver": "Drivers of different versions have different errors and speeds, and one node then behaves otherwise.",
     "GPUs": "A mesh runs at the pace of its slowest GPU, and needs the same number on every node.",

@@ -40,7 +40,7 @@ def pipeline(run: RunConfig, placement: Placement, moved: Sequence[Collective], 
 
 
 def schedule_of(run: RunConfig, stages: int) -> Schedule:
-    """Return a run's schedule on so many stages."""
+    """Return the pipeline schedule of a run on a number of stages."""
     return Schedule(run.pipeline.schedule, stages, run.pipeline.groups if stages > 1 else 1, run.train.grad_accum)
 
 

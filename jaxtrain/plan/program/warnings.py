@@ -35,7 +35,7 @@ LARGE = 1 << 20  # bytes of a launch, or of an array, from which it deserves a w
 EXPOSED = 0.02  # of the step: exposed communication from which it deserves a warning
 SLACK = 1.25  # no schedule overlaps all that it could
 NAMED = 4  # arrays in one warning; the others are counted
-# What the loop over microbatches itself does, and no loop inside it; inside those, "/while/body" comes again.
+# Operations of the loop over microbatches itself, and of no loop inside it; inside those, "/while/body" comes again.
 MICROBATCH = re.compile(r"jit\(train_step\)/(shard_map/)?while/body/(?!.*/while/body)")
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 SAME_VALUE = ("bitcast", "convert", "copy", "transpose", "reshape")  # these leave a value as it is, or round it

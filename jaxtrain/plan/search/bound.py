@@ -394,7 +394,7 @@ Traffic = tuple[tuple[str, ...], float, int, float]
 
 
 def _traffic(layout: Layout) -> Iterator[Traffic]:
-    """Yield what travels over each group of mesh axes.
+    """Yield the communication over each group of mesh axes.
 
     GEMMs of a layer wait for tensor and expert collectives, so their forward half is exposed. All else may overlap.
     """
