@@ -106,7 +106,8 @@ def test_what_is_found_later_is_raised_too(config: Any, tmp_path: Path) -> None:
 
 @pytest.mark.more
 def test_a_run_that_diverges_raises(config: Any, tmp_path: Path) -> None:
-    config.optimizer.lr, config.optimizer.lr_min, config.optimizer.warmup_steps, config.train.steps = 1e30, 0.0, 0, 4
+    config.optimizer.groups, config.optimizer.lr_min, config.optimizer.warmup_steps = "*:lr=1e30", 0.0, 0
+    config.train.steps = 4
     config.train.max_skipped_steps = 2
     with pytest.raises(train.Diverged, match="Lower optimizer.lr"):
         train.run(config, tmp_path / "run")
