@@ -21,6 +21,7 @@ from jaxtrain.launch import REPO
 from jaxtrain.metrics import write_atomic
 
 OK, REFUSED, NO_MEMORY, FAILED, LATE = "ok", "refused", "out of memory", "failed", "out of time"
+KILLED_S = 10.0  # for a killed process to end
 LAST_CHARACTERS = 600  # of a failed child's output in a result; its log has all of it
 
 # A child starts as this program on Linux: the kernel kills it when its parent ends, and it becomes the command. A `preexec_fn`
@@ -99,7 +100,8 @@ def run_program(
         finally:
             with contextlib.suppress(ProcessLookupError):  # all of them have ended
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # in a driver that hangs, not even a kill ends a process
+                process.wait(KILLED_S)
     return code, log.read_text(errors="replace")
 
 
