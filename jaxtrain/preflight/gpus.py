@@ -159,10 +159,12 @@ CHECKS.add(
 def row_remap(_: Context, row: Row) -> Verdict | None:
     if row.get("remapped_rows.pending") is None:
         return None
-    found = [n for n in ("failure", "pending", "uncorrectable") if row[f"remapped_rows.{n}"] not in (None, "0", "No")]
-    if "failure" in found or "pending" in found:
-        return fault(" and ".join(found))
-    return ok("done after an uncorrected error" if found else "none")
+    failed, pending, done = (
+        row[f"remapped_rows.{n}"] not in (None, "0", "No") for n in ("failure", "pending", "uncorrectable")
+    )
+    if failed or pending:
+        return fault("failed" if failed else "pending")
+    return ok("done after an uncorrected error" if done else "none")
 
 
 @CHECKS.add(
@@ -306,7 +308,9 @@ def throttling(_: Context, row: Row) -> Verdict | None:
     mask = int(text, 16)
     if slowed := [reason for bit, reason in SLOWDOWNS.items() if mask & bit]:
         return fault("+".join(slowed))
-    return note("at the power cap, before the run", fix="See who computes there: nvidia-smi.") if mask & POWER_CAP else ok("none")
+    return (
+        note("at the power cap, before the run", fix="See who computes there: nvidia-smi.") if mask & POWER_CAP else ok("none")
+    )
 
 
 CHECKS.add(
@@ -325,7 +329,9 @@ CHECKS.add(
 )
 @each_gpu("pcie.link.width.current")
 def pcie(c: Context, row: Row) -> Verdict | None:
-    width, widest, speed, fastest = (number(row, f"pcie.link.{n}") for n in ("width.current", "width.max", "gen.current", "gen.max"))
+    width, widest, speed, fastest = (
+        number(row, f"pcie.link.{n}") for n in ("width.current", "width.max", "gen.current", "gen.max")
+    )
     if not width or not widest:
         return None
     if width < widest:

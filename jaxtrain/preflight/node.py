@@ -127,17 +127,20 @@ class RecordedNode:
 
     def __init__(self, folder: Path):
         self._folders = [folder]
-        while True:
-            if not folder.is_dir():
-                raise RecordingError(f"{folder} is no folder")
-            if not (base := folder / "base.txt").exists():
-                break
-            folder = (folder / base.read_text().strip()).resolve()
-            self._folders.append(folder)
+        while (base := self._folders[-1] / "base.txt").exists():
+            self._folders.append((base.parent / base.read_text().strip()).resolve())
             if len(self._folders) > MAX_BASES:
                 raise RecordingError(f"{folder}: base.txt files form a chain of more than {MAX_BASES} recordings, or a circle")
+        if not self._folders[-1].is_dir():
+            raise RecordingError(f"{self._folders[-1]} is no folder")
         if not any(self._find(f"{name}.json") for name in ("facts", "environ")):
-            raise RecordingError(f"{self._folders[0]} holds no facts.json, and no base.txt that names a recording")
+            raise RecordingError(f"{folder} holds no facts.json, and no base.txt that names a recording")
+        self.facts: dict[str, Any] = self._json("facts")
+        self.environ: dict[str, str] = self._json("environ")
+        self.disks = {name: Disk(**fields) for name, fields in self._json("disks").items()}
+        self.packages: dict[str, dict[str, Any]] = self._json("packages")
+        self.measured: dict[str, Any] = self._json("measured")
+        self._listings: dict[str, list[str]] = self._json("listings")
 
     def start(self, commands: Iterable[str]) -> None:
         """Do nothing: the answers exist already."""
@@ -157,30 +160,10 @@ class RecordedNode:
         return found.read_text() if found else None
 
     def listing(self, path: str) -> list[str]:
-        return self._json("listings").get(path, [])
+        return self._listings.get(path, [])
 
     def clock(self) -> float | None:
         return self.facts.get("time_unix")
-
-    @functools.cached_property
-    def environ(self) -> Mapping[str, str]:
-        return self._json("environ")
-
-    @functools.cached_property
-    def disks(self) -> dict[str, Disk]:
-        return {name: Disk(**fields) for name, fields in self._json("disks").items()}
-
-    @functools.cached_property
-    def packages(self) -> dict[str, dict[str, Any]]:
-        return self._json("packages")
-
-    @functools.cached_property
-    def facts(self) -> dict[str, Any]:
-        return self._json("facts")
-
-    @functools.cached_property
-    def measured(self) -> dict[str, Any]:
-        return self._json("measured")
 
     def close(self) -> None:
         """Do nothing: no command runs."""
@@ -205,8 +188,8 @@ class LocalNode:
     """
 
     def __init__(self, paths: Mapping[str, str], command_s: float = COMMAND_S):
-        self._paths = paths
-        self.command_s = command_s
+        self.measured: dict[str, Any] = {}  # this process measures it
+        self._paths, self._command_s = paths, command_s
         self._commands: dict[str, _Command] = {}
         self._files: dict[str, str] = {}
         self._listings: dict[str, list[str]] = {}
@@ -215,7 +198,7 @@ class LocalNode:
         """Start all these commands at once; `run` waits for one of them."""
         for command in commands:
             if command not in self._commands:
-                self._commands[command] = _Command(command, self.command_s)
+                self._commands[command] = _Command(command, self._command_s)
 
     def run(self, command: str) -> Answer:
         self.start([command])
@@ -294,10 +277,6 @@ class LocalNode:
             "clock_synchronised": clock_synchronised(),
         }
 
-    @property
-    def measured(self) -> dict[str, Any]:
-        return {}
-
     def save(self, folder: Path, measured: Mapping[str, Any]) -> None:
         """Write everything that was read, and the rates in `measured`, as a recording."""
         texts = {f"files{path}": text for path, text in self._files.items()}
@@ -307,7 +286,7 @@ class LocalNode:
             err = f"{STDERR}\n{answer.err}" if answer.err else ""
             texts[f"commands/{file_name(command)}"] = f"$ {command}\nexit {code}\n{answer.out}{err}"
         disks = {name: dataclasses.asdict(disk) for name, disk in self.disks.items()}
-        parts = (self.facts, self.environ, disks, self.packages, self._listings, dict(measured))
+        parts = (self.facts, dict(self.environ), disks, self.packages, self._listings, dict(measured))
         texts |= {f"{name}.json": json.dumps(part, indent=1) + "\n" for name, part in zip(PARTS, parts, strict=True)}
         for name, text in texts.items():
             path = folder / name

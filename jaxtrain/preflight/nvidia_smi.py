@@ -27,7 +27,9 @@ GPUS = query("gpu", *FIELDS)
 REASONS = query("gpu", "index", "clocks_event_reasons.active")
 FABRIC = query("gpu", "index", "fabric.state", "fabric.status")
 RECOVERY = query("gpu", "index", "gpu_recovery_action")  # from driver 570
-REMAPS = query("remapped-rows", "gpu_uuid", *(f"remapped_rows.{n}" for n in ("correctable", "uncorrectable", "pending", "failure")))
+REMAPS = query(
+    "remapped-rows", "gpu_uuid", *(f"remapped_rows.{n}" for n in ("correctable", "uncorrectable", "pending", "failure"))
+)
 OPTIONAL = (  # more fields of the GPUs
     REASONS,
     query("gpu", "index", "clocks_throttle_reasons.active"),  # the name of those reasons before driver 535

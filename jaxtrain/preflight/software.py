@@ -250,7 +250,9 @@ def visible_devices(c: Context) -> Verdict:
         own = f"this process's GPU is number {listed([str(i) for i in ids])} of those, of which there is {len(entries)}"
         return fault(f"{value} in one of several processes of the node: {own}")
     if len(entries) < len(every):
-        return note(f"{value}: {len(entries)} of {len(every)} GPUs", fix=f"Nothing, if they are meant; otherwise unset {VISIBLE}.")
+        return note(
+            f"{value}: {len(entries)} of {len(every)} GPUs", fix=f"Nothing, if they are meant; otherwise unset {VISIBLE}."
+        )
     if c.gpus.indices == sorted(c.gpus.indices):
         return ok(value)
     return note(f"{value}: in another order than the node's", fix="Nothing, if it is meant.")

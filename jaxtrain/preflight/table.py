@@ -188,11 +188,11 @@ def worst(verdicts: Mapping[str, Verdict], absent: str) -> Verdict:
     Args:
         absent: the reason if there is no verdict.
     """
-    for state in (FAULT, NOTE, OK):
-        chosen = [(gpu, verdict) for gpu, verdict in verdicts.items() if verdict.state == state]
-        if chosen:
+    for state in (FAULT, NOTE):
+        if chosen := [(gpu, verdict) for gpu, verdict in verdicts.items() if verdict.state == state]:
             return dataclasses.replace(chosen[0][1], seen=grouped([(gpu, verdict.seen) for gpu, verdict in chosen]))
-    return unknown(absent)
+    seen = dict.fromkeys(verdict.seen for verdict in verdicts.values())
+    return ok(listed(list(seen))) if seen else unknown(absent)
 
 
 # ---- texts
