@@ -122,6 +122,12 @@ def file_name(command: str) -> str:
     return (words if len(words) <= 80 else words.partition("=")[0] + "=" + words.partition("=")[2][:40]) + ".txt"
 
 
+def not_of_a_recording(folder: Path) -> list[str]:
+    """Return the names in a folder that `save` does not write, sorted; empty if the folder does not exist."""
+    own = {"commands", "files", *(f"{part}.json" for part in PARTS)}
+    return sorted(path.name for path in folder.iterdir() if path.name not in own) if folder.is_dir() else []
+
+
 class RecordedNode:
     """A node from a folder of recorded answers. Raises RecordingError if the folder is no recording."""
 
