@@ -22,10 +22,13 @@ from jaxtrain.preflight.table import (
     ok,
     unknown,
 )
-from jaxtrain.preflight.thresholds import CLOCK_SHARE, MEMORY_IN_USE_MIB, POWER_SHARE, XID_HOURS
 
 DRIVER, CHECKS = Table(), Table()  # DRIVER: also run without a GPU that answers
 
+MEMORY_IN_USE_MIB = 2048.0  # by other processes; the driver itself reserves less
+XID_HOURS = 24.0  # older Xids are not reported as faults
+POWER_SHARE = 0.99  # of a power limit: drivers round
+CLOCK_SHARE = 0.95  # of the highest clock among GPUs of a model without a board: vendors differ by some percent
 NO_MODULE = "couldn't communicate with the NVIDIA driver"
 
 # Xids of hardware errors (NVIDIA's Xid catalogue); programs cause the others.

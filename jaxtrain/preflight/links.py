@@ -4,10 +4,10 @@ import re
 from collections import Counter
 
 from jaxtrain.preflight import nvidia_smi
+from jaxtrain.preflight.boards import SWITCH, Board
 from jaxtrain.preflight.gpus import given_by
 from jaxtrain.preflight.nvidia_smi import Row, index
 from jaxtrain.preflight.table import Context, Table, Verdict, each_gpu, fault, grouped, listed, note, ok, unknown, worst
-from jaxtrain.preflight.thresholds import SWITCH, Board
 
 CHECKS = Table()
 
@@ -33,7 +33,7 @@ def without_switches(c: Context) -> bool:
     There each GPU has a third of its links to each of the others (NVIDIA/nccl, issue 1617: NV6 on HGX H100 4-GPU, NV4 on HGX
     A100 4-GPU).
     """
-    pairs = set(c.topology.pairs().values())
+    pairs = set(c.topology.pairs.values())
     return c.board is not None and c.gpus.on_node <= 4 and pairs == {f"NV{c.board.links // 3}"}
 
 
@@ -49,10 +49,10 @@ def without_switches(c: Context) -> bool:
 def topology(c: Context) -> Verdict | None:
     if c.gpus.count < 2:
         return None
-    if not c.topology.gpus:
+    if not c.topology.near_nics:
         answer = c.node.run(nvidia_smi.TOPOLOGY)
         return unknown("nvidia-smi topo -m has no matrix" if answer.succeeded else f"nvidia-smi topo -m: {answer.error}")
-    pairs = c.topology.pairs()
+    pairs = c.topology.pairs
     counts = ", ".join(f"{n} pairs {connection}" for connection, n in Counter(pairs.values()).most_common())
     if c.board is None:
         text = f"{counts}; the topology of this board is not known"
@@ -69,8 +69,10 @@ def topology(c: Context) -> Verdict | None:
 
 def bridges(c: Context, board: Board, counts: str) -> Verdict:
     """Judge a board whose GPUs are joined by bridges of equal size."""
-    pairs = c.topology.pairs()
-    partners = {gpu: sorted(n for pair, n in pairs.items() if gpu in pair and n.startswith("NV")) for gpu in c.topology.gpus}
+    pairs = c.topology.pairs
+    partners = {
+        gpu: sorted(n for pair, n in pairs.items() if gpu in pair and n.startswith("NV")) for gpu in c.topology.near_nics
+    }
     size = max(len(connections) + 1 for connections in partners.values())
     if size == 1:
         return note(f"{counts}: no NVLink bridges", fix="Nothing, if none were bought; a bridge makes collectives faster.")
@@ -182,9 +184,9 @@ def registered(c: Context, row: Row) -> Verdict | None:
     "(NCCL_TOPO_FILE).",
 )
 def nics(c: Context) -> Verdict | None:
-    if not c.topology.nics:
+    if not c.topology.has_nics:
         return note("nvidia-smi names no network card") if c.several_nodes else None
-    near = c.topology.near_nics()
+    near = c.topology.near_nics
     far = [gpu for gpu, cards in near.items() if not cards]
     if not far:
         return ok("; ".join(f"{gpu} {listed(cards, 2)}" for gpu, cards in near.items()))
@@ -201,7 +203,7 @@ def port(c: Context, card: str, what: str) -> str:
 
 def active_nics(c: Context) -> list[str]:
     """Return the NICs near the GPUs whose ports are up."""
-    cards = dict.fromkeys(card for cards in c.topology.near_nics().values() for card in cards)
+    cards = dict.fromkeys(card for cards in c.topology.near_nics.values() for card in cards)
     return [card for card in cards if "ACTIVE" in port(c, card, "state")]
 
 
@@ -213,7 +215,7 @@ def active_nics(c: Context) -> list[str]:
 )
 def infiniband(c: Context) -> Verdict | None:
     """A port that is down matters if the run uses several nodes and its GPU has no other."""
-    near = c.topology.near_nics()
+    near = c.topology.near_nics
     states = {card: state for cards in near.values() for card in cards if (state := port(c, card, "state"))}
     if not states:
         return None

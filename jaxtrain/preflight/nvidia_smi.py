@@ -6,6 +6,7 @@ Values have nvidia-smi's units: MiB, W, MHz. A value that it does not report ([N
 
 import csv
 import dataclasses
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -170,47 +171,31 @@ def visible(found: Sequence[Row], wanted: str | None) -> list[Row]:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """`nvidia-smi topo -m`: the connection of every two GPUs and NICs."""
+    """`nvidia-smi topo -m`; all is empty if there is no matrix."""
 
-    connections: dict[tuple[str, str], str]  # ("GPU0", "NIC1") -> PIX
-    nics: dict[str, str]  # "NIC0" -> "mlx5_0"
-
-    @property
-    def gpus(self) -> list[str]:
-        return sorted({a for a, _ in self.connections if a.startswith("GPU")}, key=lambda gpu: int(gpu[3:]))
-
-    def select(self, indices: Sequence[int]) -> "Topology":
-        """Return the topology of these GPUs alone."""
-        gpus = [f"GPU{i}" for i in indices]
-        chosen = {pair: c for pair, c in self.connections.items() if all(n in gpus or not n.startswith("GPU") for n in pair)}
-        return Topology(chosen, self.nics)
-
-    def pairs(self) -> dict[tuple[str, str], str]:
-        """Return the connection of each pair of GPUs, once."""
-        gpus = self.gpus
-        return {(a, b): self.connections[a, b] for i, a in enumerate(gpus) for b in gpus[i + 1 :] if (a, b) in self.connections}
-
-    def near_nics(self) -> dict[str, list[str]]:
-        """Return the kernel's names of the NICs that each GPU reaches without the CPU (PIX or PXB)."""
-        return {
-            gpu: [card for n, card in self.nics.items() if self.connections.get((gpu, n)) in ("PIX", "PXB")]
-            for gpu in self.gpus
-        }
+    pairs: dict[tuple[str, str], str]  # ("GPU0", "GPU1") -> NV18, each pair once
+    near_nics: dict[str, list[str]]  # GPU -> the kernel's names of the NICs that it reaches without the CPU (PIX or PXB)
+    has_nics: bool
 
 
-def parse_topology(text: str) -> Topology:
-    """Parse the matrix; empty if there is none."""
+def parse_topology(text: str, indices: Sequence[int]) -> Topology:
+    """Return the topology of these GPUs."""
     columns: list[str] = []
-    connections, nics = {}, {}
+    cells_of: dict[str, dict[str, str]] = {}
+    nics = {}
     for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines():
         cells = [cell.strip() for cell in re.split(r"\t+| {2,}", line.strip())]
         if not columns:
             columns = [c for c in cells if re.fullmatch(r"GPU\d+|NIC\d+|mlx\w+", c)] if cells[0] == "GPU0" else []
         elif cells[0] in columns and len(cells) > len(columns):
-            connections |= {(cells[0], other): c for other, c in zip(columns, cells[1:], strict=False) if other != cells[0]}
+            cells_of[cells[0]] = dict(zip(columns, cells[1:], strict=False))
         elif legend := re.fullmatch(r"(NIC\d+): (\S+)", line.strip()):
             nics[legend[1]] = legend[2]
-    return Topology(connections, nics or {c: c for c in columns if c.startswith("mlx")})
+    nics = nics or {c: c for c in columns if c.startswith("mlx")}
+    gpus = [gpu for i in indices if (gpu := f"GPU{i}") in cells_of]
+    pairs = {(a, b): cells_of[a][b] for a, b in itertools.combinations(gpus, 2)}
+    near = {gpu: [card for nic, card in nics.items() if cells_of[gpu].get(nic) in ("PIX", "PXB")] for gpu in gpus}
+    return Topology(pairs, near, bool(nics))
 
 
 def parse_links(text: str) -> dict[int, list[tuple[int, str]]]:

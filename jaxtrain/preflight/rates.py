@@ -9,22 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxtrain import hardware
+from jaxtrain.preflight.boards import Board
 from jaxtrain.preflight.gpus import SLOWDOWNS
 from jaxtrain.preflight.host import NETWORK_DISKS
 from jaxtrain.preflight.links import active_nics, port
 from jaxtrain.preflight.nvidia_smi import index, number
 from jaxtrain.preflight.table import Context, Probe, Table, Verdict, fault, listed, note, ok, unknown, worst
-from jaxtrain.preflight.thresholds import (
-    BUS_SHARE,
-    DISK_GB_S,
-    LOW_CLOCK,
-    LOW_POWER,
-    NETWORK_SHARE,
-    PEAK_SHARE,
-    SLOWER,
-    THROTTLED_SHARE,
-    Board,
-)
 
 CHECKS = Table()
 
@@ -33,6 +23,13 @@ GPU_LISTS = ("gpus", *GPU_RATES, "under_load")
 BUS_RATES = ("all_reduce_bus_gb_s", "reduce_scatter_bus_gb_s")  # over the GPUs of the node
 INTER_NODE_RATES = tuple(f"inter_node_{name}" for name in BUS_RATES)  # over the GPUs of all nodes
 RATES = (*GPU_RATES, *BUS_RATES, *INTER_NODE_RATES)
+SLOWER = 0.10  # below the median of the other GPUs
+PEAK_SHARE = 0.5  # of the data sheet's rate, which large matmuls and copies reach on every healthy GPU
+BUS_SHARE = 0.8  # of the board's bus bandwidth
+NETWORK_SHARE = 0.5  # of the NICs' total rate
+THROTTLED_SHARE = 0.5  # of the samples under load
+LOW_CLOCK, LOW_POWER = 0.75, 0.8  # of the highest clock and of the limit: at full power a matmul may run at such a clock
+DISK_GB_S = {"write_gb_s": 0.05, "read_gb_s": 0.02}
 NOT_MEASURED = "it was not measured"
 
 

@@ -3,7 +3,6 @@
 import ipaddress
 import operator
 import re
-from collections.abc import Sequence
 
 from jaxtrain import environment
 from jaxtrain.distributed.cluster import node_names

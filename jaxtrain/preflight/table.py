@@ -12,9 +12,9 @@ from typing import Any
 from jaxtrain.config import RunConfig
 from jaxtrain.distributed import Cluster
 from jaxtrain.preflight import nvidia_smi
+from jaxtrain.preflight.boards import Board, board_of
 from jaxtrain.preflight.node import Node, RecordingError
 from jaxtrain.preflight.nvidia_smi import Gpus, Row, Topology
-from jaxtrain.preflight.thresholds import Board, board_of
 
 OK, NOTE, FAULT, UNKNOWN = "ok", "note", "FAULT", "not measured"
 NOT_REPORTED = "not reported by these GPUs"
@@ -87,9 +87,9 @@ class Context:
 
     @functools.cached_property
     def topology(self) -> Topology:
-        """nvidia-smi's matrix of the GPUs that the run may use; empty if there is none."""
+        """The connections of the GPUs that the run may use."""
         answer = self.node.run(nvidia_smi.TOPOLOGY)
-        return nvidia_smi.parse_topology(answer.out if answer.succeeded else "").select(self.gpus.indices)
+        return nvidia_smi.parse_topology(answer.out if answer.succeeded else "", sorted(self.gpus.indices))
 
     @property
     def several_nodes(self) -> bool:
