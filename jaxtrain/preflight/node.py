@@ -195,7 +195,7 @@ class LocalNode:
 
     def __init__(self, paths: Mapping[str, str], command_s: float = COMMAND_S):
         self.measured: dict[str, Any] = {}  # this process measures it
-        self._paths, self._command_s = paths, command_s
+        self._paths, self.command_s = paths, command_s
         self._commands: dict[str, _Command] = {}
         self._files: dict[str, str] = {}
         self._listings: dict[str, list[str]] = {}
@@ -204,7 +204,7 @@ class LocalNode:
         """Start all these commands at once; `run` waits for one of them."""
         for command in commands:
             if command not in self._commands:
-                self._commands[command] = _Command(command, self._command_s)
+                self._commands[command] = _Command(command, self.command_s)
 
     def run(self, command: str) -> Answer:
         self.start([command])
