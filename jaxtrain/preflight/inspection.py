@@ -54,7 +54,7 @@ def describe(context: Context, connected_unix: float | None) -> dict[str, Any]:
     of_node = context.gpus
     return {
         "driver": of_node.rows[0]["driver_version"] if of_node.rows else "none",
-        "GPUs": f"{of_node.count} x {', '.join(sorted(set(of_node.names)))}" if of_node.rows else "none",
+        "GPUs": of_node.text or "none",
         "packages": {name: package["version"] for name, package in context.node.packages.items()},
         "network cards": len(links.active_nics(context)),
         "connected_unix": connected_unix,

@@ -107,9 +107,8 @@ class Preflight:
         return [self._node_report([*found, absent], self.context.measured)]
 
     def _node_report(self, findings: list[Finding], measured: Mapping[str, Any]) -> NodeReport:
-        host = self.context.node.facts.get("hostname", "?")
         gpus = self.context.gpus
-        return NodeReport(host, gpu_names(self.context), gpus.absent, findings, dict(measured))
+        return NodeReport(self.context.node.facts.get("hostname", "?"), gpus.text, gpus.absent, findings, dict(measured))
 
     def _gather(self, name: str, value: Any) -> list[Any]:
         """Return every process's value, by process index."""
@@ -126,22 +125,22 @@ class Preflight:
         self._inspects = me in firsts
         if self._inspects:
             self._findings = inspection.inspect(self.context)
-        descriptions = self._gather("description", inspection.describe(self.context, connected) if self._inspects else {})
         figures = self._gather("figures", self._measure())
         measured = merged([each for each, host in zip(figures, hosts, strict=True) if host == hosts[me]])
         if self._inspects and measured:
             self.context = dataclasses.replace(self.context, measured=measured)
-            judged = rates.CHECKS.run(self.context)
-            self._findings = [*self._findings, *judged]
-        report = dataclasses.asdict(self._node_report(self._findings, measured)) if self._inspects else {}
-        reports = [
-            NodeReport(**fields | {"findings": [Finding(**finding) for finding in fields["findings"]]})
-            for fields in self._gather("report", report)
-            if fields
-        ]
+            self._findings = [*self._findings, *rates.CHECKS.run(self.context)]
+        own = {}
+        if self._inspects:
+            report = dataclasses.asdict(self._node_report(self._findings, measured))
+            own = {"report": report, "description": inspection.describe(self.context, connected)}
+        of_nodes = [each for each in self._gather("report", own) if each]
+        reports = [NodeReport(**each["report"]) for each in of_nodes]
+        for each in reports:
+            each.findings = [Finding(**finding) for finding in each.findings]  # pyright: ignore[reportCallIssue]
         first = reports[0].findings
         if len(firsts) > 1:
-            first += inspection.compare([hosts[i] for i in firsts], [descriptions[i] for i in firsts])
+            first += inspection.compare([hosts[i] for i in firsts], [each["description"] for each in of_nodes])
         # A node may have found renumbered GPUs by itself.
         if not any(f.name == software.VISIBLE and f.state == FAULT for each in reports for f in each.findings):
             first += inspection.compare_processes(processes)
@@ -155,34 +154,25 @@ class Preflight:
         elif not reason and self.left_s - RESERVE_S < LEAST_S:
             reason = f"only {max(self.left_s, 0):.0f} s of --limit are left"
         paths, left_out = paths_to_measure(self.context, self._peers.process_index) if self._inspects else ({}, {})
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        ready = self._gather("ready", {"reason": reason, "budget_s": self.left_s - RESERVE_S, "port": port})
         # All or none: in a collective, those that measure would wait for one that does not.
-        reasons = [each for each in self._gather("ready", reason) if each]
+        reasons = [each["reason"] for each in ready if each["reason"]]
         if recorded := self.context.node.measured:
             return dict(recorded)
         if reasons:
             disks = {} if isinstance(self.context.node, RecordedNode) else {f"disk.{name}": reasons[0] for name in paths}
             return {"disk": {}, "left_out": dict.fromkeys(rates.RATES, reasons[0]) | disks | left_out}
-        cluster = self._cluster_of_children()
+        children = None
+        if self._cluster is not None:  # the measuring children connect at a port of their own
+            host = self._cluster.coordinator.rpartition(":")[0]
+            children = dataclasses.replace(self._cluster, coordinator=f"{host}:{ready[0]['port']}")
         # They end together: the end of one would end the others.
-        found = measure(paths, min(self._gather("budget", self.left_s - RESERVE_S)), cluster)
+        found = measure(paths, min(each["budget_s"] for each in ready), children)
         found["left_out"] |= left_out
         return found
-
-    def _cluster_of_children(self) -> Cluster | None:
-        """Return the cluster of the measuring children, which connect at a port of their own."""
-        if self._cluster is None:
-            return None
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = self._gather("port", free.getsockname()[1])[0]
-        host = self._cluster.coordinator.rpartition(":")[0]
-        return dataclasses.replace(self._cluster, coordinator=f"{host}:{port}")
-
-
-def gpu_names(context: Context) -> str:
-    """Return `8 x NVIDIA H200`, or "" for none."""
-    names = sorted(set(context.gpus.names))
-    return f"{context.gpus.count} x {', '.join(names)}" if names else ""
 
 
 def paths_to_measure(context: Context, process: int) -> tuple[dict[str, Path], dict[str, str]]:

@@ -241,14 +241,14 @@ class LocalNode:
     @functools.cached_property
     def disks(self) -> dict[str, Disk]:
         """The file systems of the run's paths and of /dev/shm."""
-        mounts = _mounts(self.read("/proc/self/mountinfo") or "")
+        mountinfo = self.read("/proc/self/mountinfo") or ""
         found = {}
         for name, text in {**self._paths, "shm": "/dev/shm"}.items():
             if not text or is_bucket(text):
                 continue
             path = Path(os.path.abspath(os.path.expanduser(text)))
             try:
-                found[name] = call_with_timeout(ANSWER_S, text, functools.partial(_disk, path, mounts))
+                found[name] = call_with_timeout(ANSWER_S, text, functools.partial(_disk, path, mountinfo))
             except Unanswered:
                 found[name] = Disk(str(path), 0.0, 0.0, "", "", "", silent=True)
             except OSError:  # the check reports a path without a disk
@@ -345,22 +345,20 @@ def _text(file: Any) -> str:
     return file.read(MAX_CHARACTERS).decode(errors="replace")
 
 
-def _mounts(text: str) -> list[tuple[str, str]]:
-    """Return (mount point, kind of file system) of /proc/self/mountinfo, the last mounted first."""
-    found = []
-    for line in text.splitlines():
-        before, _, after = line.partition(" - ")
-        if len(before.split()) > 4 and after:
-            found.append((before.split()[4].replace("\\040", " "), after.split()[0]))
-    return found[::-1]
+def _disk(path: Path, mountinfo: str) -> Disk:
+    """Return the file system of a path, or of its nearest existing parent. Raises OSError.
 
-
-def _disk(path: Path, mounts: list[tuple[str, str]]) -> Disk:
-    """Return the file system of a path, or of its nearest existing parent. Raises OSError."""
+    Args:
+        mountinfo: the text of /proc/self/mountinfo.
+    """
     existing = next(p for p in (path, *path.parents) if p.exists()).resolve()
     size = os.statvfs(existing)
-    above = [(mount, kind) for mount, kind in mounts if existing.is_relative_to(mount)]
-    mount, kind = max(above, key=lambda m: len(m[0]), default=("", "unknown"))
+    mount, kind = "", "unknown"
+    for line in mountinfo.splitlines():
+        before, _, after = (part.split() for part in line.partition(" - "))
+        point = before[4].replace("\\040", " ") if len(before) > 4 and after else ""
+        if point and existing.is_relative_to(point) and len(point) >= len(mount):  # of equal ones, the last is on top
+            mount, kind = point, after[0]
     scale = size.f_frsize / 2**30
     device = str(os.stat(existing).st_dev)
     return Disk(str(path), round(size.f_blocks * scale, 2), round(size.f_bavail * scale, 2), device, kind, mount)

@@ -110,6 +110,11 @@ class Gpus:
         return [row["name"] or "unknown" for row in self.rows]
 
     @property
+    def text(self) -> str:
+        """`8 x NVIDIA H200`, or "" for none."""
+        return f"{self.count} x {', '.join(sorted(set(self.names)))}" if self.rows else ""
+
+    @property
     def indices(self) -> list[int]:
         """nvidia-smi's indices of the GPUs."""
         return [index(row) for row in self.rows]
