@@ -269,7 +269,7 @@ def refused_folder(folder: Path) -> list[Problem]:
 
     try:
         return call_with_timeout(ANSWER_S, str(folder), look)
-    except Unanswered as error:
+    except (OSError, Unanswered) as error:
         return [Problem("--record", str(folder), str(error), "Name another folder.")]
 
 

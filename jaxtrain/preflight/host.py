@@ -168,17 +168,12 @@ WHY = {
 }
 
 
-def free_gib_needed(c: Context, name: str) -> float:
-    """Return the GiB that must be free: for checkpoints two, the last complete one and the one being written."""
-    if name != "checkpoints" or not c.has_config:
-        return FREE_GIB[name]
-    return max(2 * flops.parameters(c.run.model)["total"] * BYTES_PER_PARAMETER / 2**30, 0.1)
-
-
 def free_space(name: str, c: Context) -> Verdict | None:
     if name not in c.paths:
         return None
-    path, disk, needed = c.paths[name], c.node.disks.get(name), free_gib_needed(c, name)
+    path, disk, needed = c.paths[name], c.node.disks.get(name), FREE_GIB[name]
+    if name == "checkpoints" and c.has_config:  # two: the last complete one, and the one being written
+        needed = max(2 * flops.parameters(c.run.model)["total"] * BYTES_PER_PARAMETER / 2**30, 0.1)
     expected = f"{needed:,.0f} GiB free"
     if not path:
         return ok("not used", expected=expected)

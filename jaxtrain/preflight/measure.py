@@ -1,8 +1,8 @@
 """Measures the rates of this node's GPUs and disks within a time budget; rates.py judges them.
 
-The GPUs are measured in a child process (bench/child.py). If it hangs or crashes, it costs the budget and no more, and the GPUs'
-memory is free afterwards. It saves each result at once. This process never starts JAX's devices. It measures the disks while
-the child runs.
+The GPUs are measured in a child process (bench/child.py), which saves each result at once. If it hangs or crashes, it costs the
+budget and no more, and the GPUs' memory is free afterwards. This process never starts JAX's devices. It measures the disks
+while the child runs.
 """
 
 import contextlib
@@ -87,7 +87,7 @@ def measure(
 
 
 def add_answer(found: dict[str, Any], answer: Mapping[str, Any], limit_s: float, alone: bool) -> None:
-    """Add the answer of the child to what was found. If the child did not end by itself, add the reason to each missing rate."""
+    """Add the answer of the child to what was found, with a reason for each missing rate if it did not end by itself."""
     measured = answer.get("measured", {})
     found |= measured
     for name in ("left_out", "failed"):

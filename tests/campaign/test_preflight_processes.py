@@ -20,12 +20,16 @@ MIB = 2**20
 
 
 def test_what_was_overlooked_ends_too(tmp_path):
-    """A process of its own says where it hangs, and leaves with 3."""
+    """A process of its own says where it hangs, ends its commands, and leaves with 3."""
+    pid = tmp_path / "pid"
     script = f"""
 import sys, time
 from jaxtrain.preflight import __main__ as command
 command.LATE_S = 0.5
-command.make_node = lambda _: time.sleep(60)
+def hang(context, *_):
+    context.node.start(["sh -c 'echo $$ > {pid}; exec sleep 300'"])
+    time.sleep(60)
+command.check_node = hang
 sys.exit(command.main(["--limit=1", "--workdir={tmp_path}"], own_process=True))
 """
     done = subprocess.run(
@@ -33,6 +37,10 @@ sys.exit(command.main(["--limit=1", "--workdir={tmp_path}"], own_process=True))
     )
     assert done.returncode == 3
     assert "FAULT: preflight did not end within 2 s; it was in run (__main__.py, line " in done.stderr
+    limit = time.monotonic() + 60
+    while time.monotonic() < limit and alive(int(pid.read_text())):
+        time.sleep(0.05)
+    assert not alive(int(pid.read_text()))
 
 
 # ---- Several nodes

@@ -655,6 +655,55 @@ def test_recordings_in_a_circle(tmp_path):
         RecordedNode(tmp_path)
 
 
+@pytest.fixture
+def laptop(monkeypatch, tmp_path) -> list[str]:
+    """Options for this machine, as one without an NVIDIA GPU whose disk is slow."""
+    slow = {"gemm_tflops": [], "disk": {"checkpoints": {"write_gb_s": 0.01, "read_gb_s": 1.0}}, "left_out": {}, "failed": {}}
+    monkeypatch.setattr(nvidia_smi, "read_gpus", lambda _: nvidia_smi.Gpus([], absent="no NVIDIA GPU"))
+    monkeypatch.setattr(LocalNode, "start", lambda *_: None)
+    monkeypatch.setattr(LocalNode, "run", lambda *_: node.Answer(node.ABSENT))
+    monkeypatch.setattr(multi_node, "measure", lambda *_: slow)
+    return ["--json", f"--workdir={tmp_path / 'run'}"]
+
+
+def test_a_slow_disk_of_a_laptop_stops_nothing(laptop, capsys):
+    assert command.main(laptop) == 0
+    checks = {c["name"]: c for c in json.loads(capsys.readouterr().out)["nodes"][0]["checks"]}
+    assert (checks["disk rates"]["state"], checks["disk rates"]["seen"]) == (NOTE, "checkpoints write 0.01 GB/s")
+
+
+def test_a_row_without_time_is_not_measured(laptop, capsys):
+    assert command.main([*laptop, "--limit=1"]) == 0
+    checks = {c["name"]: c for c in json.loads(capsys.readouterr().out)["nodes"][0]["checks"]}
+    assert checks["disk rates"]["state"] == UNKNOWN and "checkpoints: only " in checks["disk rates"]["seen"]
+
+
+def test_a_recording_is_in_a_folder_of_its_own(laptop, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").touch()
+    assert command.main([*laptop, f"--record={run}"]) == 2
+    said = capsys.readouterr().err
+    assert "holds config.json, which is no part of a recording" in said and f"--record={run / 'node'}." in said
+    for _ in range(2):  # over an earlier one, too
+        assert command.main([*laptop, f"--record={run / 'node'}"]) == 0
+    assert RecordedNode(run / "node").measured["disk"] and [path.name for path in run.iterdir() if path.is_file()] == [
+        "config.json"
+    ]
+
+
+@pytest.mark.parametrize(("shown", "code"), [("", 1), (FAULT, 3)])
+def test_a_recording_that_cannot_be_saved_hides_no_verdict(laptop, shown, code, monkeypatch, tmp_path, capsys):
+    def full(*_) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LocalNode, "save", full)
+    if shown:
+        monkeypatch.setattr(inspection, "inspect", lambda _: [Finding("MIG", shown, "off", "on")])
+    assert command.main([*laptop, f"--record={tmp_path / 'node'}"]) == code
+    assert "No space left on device. Fix: Name another folder." in capsys.readouterr().err
+
+
 def test_a_recording_has_the_measured_rates(tmp_path):
     LocalNode({}).save(tmp_path, {"gemm_tflops": [1.0]})
     assert RecordedNode(tmp_path).measured == {"gemm_tflops": [1.0]}
