@@ -30,7 +30,9 @@ PR_SET_PDEATHSIG = 1
 END_WITH_PARENT = f"""
 import ctypes, os, sys
 ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {int(signal.SIGKILL)})
-os.execvp(sys.argv[1], sys.argv[1:])
+if os.getppid() != int(sys.argv[1]):  # the parent ended before the call
+    sys.exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
@@ -89,7 +91,7 @@ def run_program(
     environ = dict(os.environ if environ is None else environ)
     environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(REPO), environ.get("PYTHONPATH", "")) if p)
     log.parent.mkdir(parents=True, exist_ok=True)
-    begin = [sys.executable, "-I", "-c", END_WITH_PARENT] if sys.platform == "linux" else []
+    begin = [sys.executable, "-I", "-c", END_WITH_PARENT, str(os.getpid())] if sys.platform == "linux" else []
     pipes: dict[str, Any] = {"stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
     with open(log, "wb") as out:
         process = subprocess.Popen([*begin, *command], stdout=out, env=environ, start_new_session=True, **pipes)

@@ -122,6 +122,7 @@ class Gpus:
 
 def read_gpus(node: Node) -> Gpus:
     """Return the GPUs that CUDA_VISIBLE_DEVICES selects, or all if it selects none, so that the report can list them."""
+    node.start((GPUS, *OPTIONAL))
     answer = node.run(GPUS)
     output = answer.out + answer.err
     lost = tuple((match[1] or "?").rstrip(".:") for match in UNREACHABLE.finditer(output))
