@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from jaxtrain import distributed, launch
@@ -34,7 +34,7 @@ from jaxtrain.validate.places import writable
 
 ALLOW = "JAXTRAIN_PREFLIGHT_ALLOW"
 LATE_S = 10.0  # beyond the limit: every step has a limit of its own, and this one is for what was overlooked
-SAVE_S = 5.0  # for a recording
+SAVE_S = 5.0  # for a file or a recording
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -134,11 +134,18 @@ def check_node(context: Context, cluster: Cluster | None, parsed: Parsed, began:
 
     def finish(reports: list[NodeReport]) -> int:
         report.allow(reports, allowed(parsed)[1])
+        saved, file = True, options["json"]
         if cluster is None or cluster.process_id == 0:
-            report_to(options["json"], reports, time.monotonic() - began)
+            text = json.dumps(report.as_json(reports, time.monotonic() - began), indent=1)
+            if file == "-":
+                print(text)
+                print(report.last_line(reports), file=sys.stderr)
+            else:
+                report.show(reports)
+                saved = not file or save("--json", file, lambda path: write_atomic(path, text + "\n"))
         elif report.is_incomplete(reports):  # process 0 may be the lost one
             report.show(reports)
-        return report.exit_code(reports)
+        return report.exit_code(reports) or int(not saved)
 
     def end(reports: list[NodeReport]) -> None:
         code = finish(reports)
@@ -153,25 +160,13 @@ def check_node(context: Context, cluster: Cluster | None, parsed: Parsed, began:
         code = finish(reports)
         if options["record"] and isinstance(node, LocalNode):
             own = next((each for each in reports if each.host == node.facts["hostname"]), reports[0])
-            saved = save(node, own, options["record"])
+            saved = save("--record", options["record"], lambda path: node.save(path, own.measured))
             code = code or int(not saved)
         preflight.close("a process is lost" if report.is_incomplete(reports) else "")
         return code
     except BaseException as error:
         preflight.close(str(error) or type(error).__name__)
         raise
-
-
-def report_to(destination: str, reports: list[NodeReport], seconds: float) -> None:
-    """Print the table, or JSON if `destination` is "-". Write JSON to any other destination too."""
-    text = json.dumps(report.as_json(reports, seconds), indent=1)
-    if destination == "-":
-        print(text)
-        print(report.last_line(reports), file=sys.stderr)
-        return
-    if destination:
-        write_atomic(Path(destination).expanduser(), text + "\n")
-    report.show(reports)
 
 
 @contextlib.contextmanager
@@ -201,12 +196,12 @@ def end_after(limit_s: float, nodes: Sequence[Node]) -> Iterator[None]:
         timer.cancel()
 
 
-def save(node: LocalNode, own: NodeReport, folder: str) -> bool:
-    """Save the node's answers. Returns whether that worked; the verdict counts in any case."""
+def save(option: str, value: str, write: Callable[[Path], object]) -> bool:
+    """Write to the path that an option names. Returns whether that worked; a failure hides no verdict."""
     try:
-        call_with_timeout(SAVE_S, folder, lambda: node.save(Path(folder).expanduser(), own.measured))
+        call_with_timeout(SAVE_S, value, lambda: write(Path(value).expanduser()))
     except (OSError, Unanswered) as error:
-        print(f"error: --record = {folder!r}: {error}. Fix: Name another folder.", file=sys.stderr)
+        print(f"error: {option} = {value!r}: {error}. Fix: Name another place.", file=sys.stderr)
         return False
     return True
 

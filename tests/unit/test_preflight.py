@@ -693,15 +693,19 @@ def test_a_recording_is_in_a_folder_of_its_own(laptop, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("shown", "code"), [("", 1), (FAULT, 3)])
-def test_a_recording_that_cannot_be_saved_hides_no_verdict(laptop, shown, code, monkeypatch, tmp_path, capsys):
+def test_a_report_that_cannot_be_saved_hides_no_verdict(laptop, shown, code, monkeypatch, tmp_path, capsys):
     def full(*_) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(LocalNode, "save", full)
+    monkeypatch.setattr(command, "write_atomic", full)
     if shown:
         monkeypatch.setattr(inspection, "inspect", lambda _: [Finding("MIG", shown, "off", "on")])
-    assert command.main([*laptop, f"--record={tmp_path / 'node'}"]) == code
-    assert "No space left on device. Fix: Name another folder." in capsys.readouterr().err
+    for option in ("--record", "--json"):
+        assert command.main([laptop[1], f"{option}={tmp_path / 'new'}"]) == code
+        said = capsys.readouterr()
+        assert f"{option} = '{tmp_path}/new': [Errno 28] No space left on device. Fix: Name another place." in said.err
+        assert said.out.splitlines()[-1].startswith("FAULT: MIG" if shown else "no GPUs")
 
 
 def test_a_recording_has_the_measured_rates(tmp_path):
