@@ -44,10 +44,10 @@ from jaxtrain import environment, hardware, launch
 from jaxtrain.bench import kernels, node_suite, report
 from jaxtrain.bench.child import LATE, OK, error_line, module_command, run_case, run_program, save_partial
 from jaxtrain.bench.parts import BAD, GOOD, OFF, OUT, Node, Outcome, Part, run_parts
-from jaxtrain.bench.report import number, percent
-from jaxtrain.bench.train_step import DATA, start_devices
-from jaxtrain.bench.work import one_device
+from jaxtrain.bench.report import number
+from jaxtrain.bench.train_step import DATA, one_device, start_devices
 from jaxtrain.command_line import INTERRUPTED, make_console
+from jaxtrain.page.numbers import percent
 from jaxtrain.plan import rates
 
 SECONDS = 540.0  # of a stage
@@ -179,10 +179,10 @@ def use_rates(out: Path, gpu_name: str) -> str:
 def time_kernels(kind: str, node: Node, limit_s: float) -> Outcome:
     """Time the kernels of one kind against their floors."""
     request = {"kind": kind, "limit_s": 0.8 * limit_s, "cache": node.cache}
-    answer = run_case("jaxtrain.bench.kernels:measure", request, log=node.folder.log(kind), limit_s=limit_s)
+    answer = run_case(kernels.CASE, request, log=node.folder.log(kind), limit_s=limit_s)
     rows = answer.get("rows", [])
-    lines = report.markdown(f"Kernels: {kind}", kernels.HEADINGS, map(kernels.row, rows))
-    bad = [f"{r['kind']} {r['what']}: {r['why']}" for r in rows if r["verdict"] not in (OK, "not timed")]
+    lines = report.markdown(kernels.make_table(f"Kernels: {kind}", rows))
+    bad = [f"{r['kind']} {r['what']}: {r['why']}" for r in rows if r["verdict"] not in (OK, kernels.NOT_TIMED)]
     done = [r for r in rows if r["verdict"] == OK]
     text = f"{len(done)} timed"
     if reached := [r["of_floor"] for r in done if r["of_floor"]]:
@@ -278,7 +278,7 @@ def time_case(case: str, node: Node, limit_s: float, trace: str = "") -> Outcome
         f"{report.beside_plan(answer['step_s']['median'], planned.get('step_s'))} s, {answer['tokens_per_s']:,.0f} tokens/s, "
     )
     text += f"MFU {percent(answer['mfu_causal'])} causal, peak {report.beside_plan(peak, planned.get('peak_gib'), '.2f')} GiB"
-    lines = report.markdown(case, ("", ""), report.step_details(case, answer))
+    lines = report.markdown(report.step_details(case, answer))
     return Outcome(OFF if node_suite.differences_from_plan(case, answer) else GOOD, text, lines, answer)
 
 
@@ -405,11 +405,6 @@ def clean_environment(environ: Mapping[str, str]) -> list[str]:
 
 # ---- The summary
 
-ITEM_HEADINGS = ("stage", "item", "", "s", "result")
-STEP_HEADINGS = (
-    *("case", "step s", "estimated", "ratio", "peak GiB", "estimated", "ratio", "tokens/s", "MFU causal", "compile s", ""),
-)
-
 
 def summary(out: Path, console: rich.console.Console) -> None:
     """Print the verdict of each item, and train steps estimated beside measured."""
@@ -433,9 +428,10 @@ def summary(out: Path, console: rich.console.Console) -> None:
             cells = [cell for a, b, form in pairs for cell in (number(a, form), number(b, form), ratio(a, b))]
             cells += [number(r.get("tokens_per_s"), ",.0f"), percent(r.get("mfu_causal")), number(r.get("compile_s"), ".1f")]
             steps.append([part.name, *cells, r.get("why") or r.get("not_planned") or ""])
-    report.print_table(console, ITEM_HEADINGS, rows, text=3)
+    report.print_table(console, report.make_table("Items", ("stage", "item", "", "s", "result"), rows, text=3))
     report.print_line(console, "Train steps, estimated beside measured", "bold")
-    report.print_table(console, STEP_HEADINGS, steps)
+    headings = ("case", "step s", "estimated", "ratio", "peak GiB", "estimated", "ratio", "tokens/s", "MFU causal", "compile s")
+    report.print_table(console, report.make_table("Train steps", (*headings, ""), steps))
 
 
 # ---- The command line
