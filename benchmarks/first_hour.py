@@ -39,7 +39,6 @@ from typing import Any
 
 import rich.console
 
-from benchmarks import operate
 from jaxtrain import environment, hardware, launch
 from jaxtrain.bench import kernels, node_suite, report
 from jaxtrain.bench.child import LATE, OK, error_line, module_command, run_case, run_program, save_partial
@@ -95,6 +94,18 @@ PARITY_SHAPE = (
     *("--config.model.num_layers=2", "--config.model.d_model=256", "--config.model.d_ff=512", "--config.model.num_heads=4"),
     *("--config.model.num_kv_heads=2", "--config.model.head_dim=64", "--config.data.seq_len=512"),
     *("--config.train.global_batch=4", "--config.train.grad_accum=2"),
+)
+RUN_STEPS = 60
+TURNS = ("off", "on", "on", "off")  # log.gpu_every_s 0 and 1: with "on" the driver is queried each second
+# Four layers, so that the state at the end of a run is small; a batch that takes about a second.
+SHORT = (
+    f"--config={launch.REPO}/configs/llama3_1b.py:gpus=1",
+    *("--config.model.num_layers=4", "--config.train.global_batch=16", "--config.train.grad_accum=4"),
+)
+TINY = (node_suite.TINY, *node_suite.SMALL, "--config.train.global_batch=8")
+LEAN = (
+    *(f"--config.train.steps={RUN_STEPS}", "--config.optimizer.warmup_steps=5", "--config.log.every_steps=5"),
+    *("--config.eval.every_steps=0", "--config.sample.max_tokens=0", "--config.checkpoint.every_steps=0"),
 )
 
 
@@ -210,44 +221,26 @@ def time_packing(request: dict[str, Any]) -> dict[str, Any]:
     began = time.monotonic()
     (one,) = start_devices(one_device(request["cache"]), 1)
     import jax
-    import jax.numpy as jnp
-    import numpy as np
 
-    from jaxtrain.kernels import attention
+    from jaxtrain.bench.microbenchmarks import Sizes, attention_loop, looped, timed
+    from jaxtrain.kernels.attention import Spec
 
     smoke = request["smoke"]
-    T, N, K, H = (128, 4, 2, 16) if smoke else (8192, 32, 8, 128)
+    shape, iterations = ((1, 128, 4, 2, 16), 2) if smoke else ((1, 8192, 32, 8, 128), 10)
+    sizes = Sizes(warm_s=0.0, repeats=3) if smoke else Sizes()
     name = "chunked" if one.platform == "cpu" else "cudnn"
-    kernel = attention.implementation(name)
-    mesh = jax.sharding.Mesh(np.asarray([one]), ("all",))
-    q, k, v, do = (jax.random.normal(jax.random.key(i), (1, T, n, H), jnp.bfloat16) for i, n in enumerate((N, K, K, N)))
     rows: list[dict[str, Any]] = []
     for segments, documents in ((1, 1), (8, 8), (32, 1), (32, 12), (64, 12))[: 2 if smoke else None]:
-        row = {"kernel": name, "max_segments": segments, "documents": documents}
         if time.monotonic() - began > request["limit_s"]:
             break
-        spec = attention.Spec(H, "bf16", segments > 1, segments)
-        starts = np.linspace(0, T, documents, endpoint=False).astype(np.int32)
-        document = np.searchsorted(starts, np.arange(T), side="right").astype(np.int32)[None]
-        position = np.arange(T, dtype=np.int32)[None] - starts[document - 1]
-        packed = attention.Rows(*map(jnp.asarray, (document, position, document, position)))
-        prepared = jax.jit(kernel.prepare, static_argnums=1)(packed, spec)
-
-        def both(q, k, v, do, prepared, spec=spec):
-            o, back = jax.vjp(lambda q, k, v: kernel.attention(q, k, v, prepared, spec), q, k, v)
-            return o, *back(do)
-
-        none = jax.P()
-        step = jax.shard_map(both, mesh=mesh, in_specs=(none,) * 5, out_specs=none, check_vma=False)
+        row = {"kernel": name, "max_segments": segments, "documents": documents}
+        spec = Spec(shape[-1], "bf16", segments > 1, segments)
+        body, constants, q_BTNH = attention_loop(one, name, spec, shape, True, documents)
         try:
-            step = jax.jit(step).lower(q, k, v, do, prepared).compile()
-            seconds = []
-            for _ in range(3 if smoke else 15):
-                start = time.perf_counter()
-                jax.block_until_ready(step(q, k, v, do, prepared))
-                seconds.append(time.perf_counter() - start)
+            step = looped(body, iterations).lower(constants, q_BTNH).compile()
+            seconds = statistics.median(timed(step, constants, q_BTNH, sizes=sizes)) / iterations
             used = step.memory_analysis()
-            row |= {"seconds": statistics.median(seconds), "temp_gib": used.temp_size_in_bytes / 2**30 if used else None}
+            row |= {"seconds": seconds, "temp_gib": used.temp_size_in_bytes / 2**30 if used else None}
         except jax.errors.JaxRuntimeError as error:  # the workspace alone may exceed the memory
             row["failed"] = error_line(error)
         rows.append(row)
@@ -261,7 +254,7 @@ def time_packing(request: dict[str, Any]) -> dict[str, Any]:
 def case_argv(case: str, smoke: bool, memory_gib: float) -> list[str]:
     """Return the command line of one of CASES on this device."""
     base, tiny, more = CASES[case]
-    base = [*operate.TINY, *tiny] if smoke else base or (HALF if memory_gib >= NEED_GIB else ONE)
+    base = [*TINY, *tiny] if smoke else base or (HALF if memory_gib >= NEED_GIB else ONE)
     # A smoke test has two layers, because a loop needs several.
     return [*base, *(["--config.model.num_layers=2"] if smoke else []), *more, *DATA["synthetic"]]
 
@@ -319,8 +312,64 @@ def pack(folder: Path, target: Path) -> list[Path]:
 
 def check_checkpoint(node: Node, limit_s: float) -> Outcome:
     """A save of a small llama3_1b's state and a restore, bit for bit."""
-    argv = [*(operate.TINY if node.smoke else operate.SHORT), *DATA["synthetic"], f"--config.paths.cache={node.cache}"]
+    argv = [*(TINY if node.smoke else SHORT), *DATA["synthetic"], f"--config.paths.cache={node.cache}"]
     return node_suite.save_and_restore(node, argv, limit_s, devices=1)
+
+
+# ---- Stage 6: the operator's tools. Preflight is recorded, so that the node becomes a test input (tests/recorded).
+
+
+def record_preflight(node: Node, limit_s: float) -> Outcome:
+    """All checks and measurements of preflight, and a recording of the node's answers."""
+    file, recorded = node.path / "preflight.json", node.path / "recorded_node"
+    command = module_command("preflight", f"--json={file}", f"--record={recorded}")
+    code, outcome = node.run_program("Preflight", command, limit_s)
+    verdict = {0: GOOD, 3: OFF}.get(code or 0, BAD) if code is not None and file.exists() else BAD
+    return Outcome(verdict, outcome.found, outcome.lines, json.loads(file.read_text()) if file.exists() else {})
+
+
+def train(node: Node, name: str, every_s: int, limit_s: float) -> tuple[Outcome, dict[str, Any]]:
+    """Train a short run with GPU metrics every `every_s` seconds. Return its outcome and receipt."""
+    folder = node.path / name
+    command = module_command("main", *(TINY if node.smoke else SHORT), *DATA["synthetic"], *LEAN)
+    command += [f"--config.log.gpu_every_s={every_s}", f"--workdir={folder}"]
+    code, outcome = node.run_program(name, command, limit_s)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # gigabytes
+    return outcome, json.loads((folder / "receipt.json").read_text()) if code == 0 else {}
+
+
+def check_gpu_metrics(node: Node, limit_s: float) -> Outcome:
+    """GPU metrics while a run trains, and its receipt."""
+    outcome, receipt = train(node, "run", 2, limit_s)
+    if outcome.verdict == BAD:
+        return outcome
+    folder = node.path / "run"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    seen = [line for line in lines if line["kind"] == "gpu"]
+    code, said = node.run_program("report", module_command("report", str(folder)), 60)
+    if code != 0:
+        return Outcome(BAD, f"the report: {said.found}", said.lines, receipt)
+    if not seen and not node.smoke:
+        return Outcome(BAD, "no GPU metrics", data=receipt)
+    missing = sorted({key for line in seen for key, value in line.items() if value is None})
+    text = f"lines of GPU metrics: {len(seen)}" + (f"; without {', '.join(missing)}" if missing else "")
+    return Outcome(GOOD, f"{text}; receipt, metrics and page in {folder.name}/", data={"gpu": seen, "receipt": receipt})
+
+
+def time_gpu_metrics(node: Node, limit_s: float) -> Outcome:
+    """Steps with and without GPU metrics each second, alternately: the cost of querying the driver."""
+    medians: dict[str, list[float]] = {"off": [], "on": []}
+    turns = TURNS[:2] if node.smoke else TURNS
+    for turn, which in enumerate(turns):
+        name = f"turn{turn}_{which}"
+        outcome, receipt = train(node, name, int(which == "on"), limit_s / len(turns))
+        shutil.rmtree(node.path / name, ignore_errors=True)
+        if outcome.verdict == BAD:
+            return Outcome(BAD, f"turn {turn}, {which}: {outcome.found}", outcome.lines, medians)
+        medians[which].append(receipt["speed"]["step_time_s"]["median"])
+    on, off = statistics.mean(medians["on"]), statistics.mean(medians["off"])
+    times = ", ".join(f"{which} {' and '.join(f'{s:.4g}' for s in seconds)} s" for which, seconds in medians.items())
+    return Outcome(GOOD, f"a step takes {on / off - 1:+.2%} with it ({times})", data=medians)
 
 
 # ---- The stages
@@ -368,7 +417,9 @@ STAGES: dict[int, tuple[Part, ...]] = {
     6: (
         Part("trace", trace_steps, 200, 60),
         Part("save and restore", check_checkpoint, 110, 40),
-        *operate.PARTS,
+        Part("preflight", record_preflight, 75, 30),
+        Part("a run and its receipt", check_gpu_metrics, 150, 60),
+        Part("cost of sampling", time_gpu_metrics, 300, 120),
     ),
 }
 

@@ -10,7 +10,7 @@ import pytest
 import rich.console
 from bench_helpers import ANSWER, at_home  # noqa: F401
 
-from benchmarks import first_hour, operate
+from benchmarks import first_hour
 from jaxtrain import flops, hardware, launch
 from jaxtrain.bench import node_suite, parts, report
 from jaxtrain.plan import rates
@@ -196,7 +196,7 @@ def test_the_cost_of_gpu_metrics_follows_from_turns(tmp_path, monkeypatch):
 
     monkeypatch.setattr(parts, "run_program", run_program)
     one = node(tmp_path, 80.0, smoke=False)
-    found = {part.name: part.act(one, 300.0) for part in operate.PARTS}
+    found = {part.name: part.act(one, 300.0) for part in first_hour.STAGES[6][2:]}
     assert (found["preflight"].verdict, found["preflight"].found) == ("off", "exit code 3: FAULT: ECC")
     assert found["a run and its receipt"].found.startswith("lines of GPU metrics: 1; without nvlink_tx_gb_s")
     assert found["cost of sampling"].found.startswith("a step takes +1.00% with it (off 1 and 1 s, on 1.01 and 1.01 s)")
