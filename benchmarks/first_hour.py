@@ -46,6 +46,7 @@ from jaxtrain.bench.parts import BAD, GOOD, OFF, OUT, Node, Outcome, Part, run_p
 from jaxtrain.bench.report import number
 from jaxtrain.bench.train_step import DATA, one_device, start_devices
 from jaxtrain.command_line import INTERRUPTED, make_console
+from jaxtrain.config import Problem
 from jaxtrain.page.numbers import percent
 from jaxtrain.plan import rates
 
@@ -489,6 +490,7 @@ def summary(out: Path, console: rich.console.Console) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m benchmarks.first_hour", description=__doc__, formatter_class=raw)
     parser.add_argument("--stage", type=int, choices=tuple(STAGES), help="see above")
@@ -501,16 +503,16 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def refusal(args: argparse.Namespace, devices: hardware.Devices) -> str:
-    """Return why this command line is impossible, with the fix; "" if it is possible."""
+def find_problems(args: argparse.Namespace, devices: hardware.Devices) -> list[Problem]:
+    """Return why this command line is impossible."""
     if not args.stage:
-        return "" if args.summary else "--stage is missing. For example --stage=1."
+        return [] if args.summary else [Problem("--stage", None, "missing", "For example --stage=1.")]
     known = [part.name for part in STAGES[args.stage]]
     if [name for name in filter(None, args.only.split(";")) if name not in known]:
-        return f"--only = {args.only}: no such item in stage {args.stage}. It has {'; '.join(known)}."
+        return [Problem("--only", args.only, f"no such item in stage {args.stage}", f"It has {'; '.join(known)}.")]
     if not args.smoke and (devices.kind != "gpu" or not devices.count):
-        return f"no GPU here: {devices.source}. --smoke runs a stage on the CPU."
-    return ""
+        return [Problem("--stage", args.stage, f"no GPU here ({devices.source})", "Add --smoke to run it on the CPU.")]
+    return []
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -519,9 +521,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = args.out.expanduser().absolute()
     work = args.work.expanduser().absolute() if args.work else out / "work"
     devices = hardware.probe()
-    if wrong := refusal(args, devices):
-        print(wrong, file=sys.stderr)
-        return 2
+    if problems := find_problems(args, devices):
+        return launch.report(problems)
     console, code = make_console(report.WIDTH), 0
     if args.stage:
         if not args.smoke:

@@ -42,6 +42,7 @@ GPU_TESTS = launch.REPO / "tests" / "gpu"
 
 
 def smoke_config(node: Node) -> list[str]:
+    """Return the command line of a tiny config on these devices."""
     return [TINY, *SMALL, f"--config.train.global_batch={2 * node.devices.count}", *DATA["synthetic"]]
 
 
@@ -62,13 +63,14 @@ def calibrate(node: Node, limit_s: float) -> Outcome:
     return Outcome(OUT, outcome.found, outcome.lines) if code is None else outcome
 
 
-def check_kernels(node: Node, limit_s: float) -> Outcome:
-    """Attention, grouped matmuls and FP8 matmuls against their definitions (tests/gpu)."""
-    return run_gpu_tests(node, limit_s)
-
-
 def run_gpu_tests(node: Node, limit_s: float, only: str = "") -> Outcome:
-    """Run tests/gpu, or one file of it. A test that does not end in the last fifth of the time is a fault: it may hang."""
+    """Attention, grouped matmuls and FP8 matmuls against their definitions (tests/gpu).
+
+    No test is begun in the last fifth of the time. One that does not end by then is a fault: it may hang.
+
+    Args:
+        only: one file of tests/gpu; "": all.
+    """
     if not GPU_TESTS.is_dir() or importlib.util.find_spec("pytest") is None:
         return Outcome(OUT, "tests/gpu or pytest is missing. Fix: JAXTRAIN_TEST_DEVICE=gpu ./run.sh test tests/gpu")
     name = f"Kernels {only}".strip()
@@ -162,7 +164,7 @@ def differences_from_plan(name: str, r: Mapping[str, Any]) -> list[str]:
 
 
 def check_checkpoint(node: Node, limit_s: float) -> Outcome:
-    """A save and a restore, bit for bit."""
+    """A save and a restore, compared bit for bit."""
     argv = smoke_config(node) if node.smoke else node.config("llama3_1b", 1, 1)[1]
     return save_and_restore(node, argv, limit_s)
 
@@ -265,7 +267,7 @@ def time_steps(
 PARTS: dict[str, tuple[Callable[[Node, float], Outcome], float]] = {
     "preflight": (check_health, 20),
     "rates": (calibrate, 120),
-    "kernels": (check_kernels, 300),
+    "kernels": (run_gpu_tests, 300),
     "parity": (check_parity, 300),
     "configs": (time_configs, 540),
     "checkpoint": (check_checkpoint, 180),

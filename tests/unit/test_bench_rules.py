@@ -204,7 +204,7 @@ def test_verdicts_of_kernel_tests(lines, code, want, said, tmp_path, monkeypatch
     monkeypatch.setattr(parts, "run_program", run_program)
     node = parts.Node(train_step.devices_for(0), True, report.Folder(str(tmp_path / "node"), "", "suite"))
     (tmp_path / "node" / "logs").mkdir()
-    found = node_suite.check_kernels(node, 60.0)
+    found = node_suite.run_gpu_tests(node, 60.0)
     assert found.verdict == want and found.found == said
 
 

@@ -91,8 +91,8 @@ def test_variables_that_runs_refuse_are_removed():
     ("argv", "said"),
     [
         (["--stage=1"], "no GPU here"),
-        ([], "--stage is missing. For example --stage=1."),
-        (["--stage=3", "--only=8b", "--smoke"], "--only = 8b: no such item in stage 3. It has bf16 loop; bf16 loop, one"),
+        ([], "--stage: missing. For example --stage=1."),
+        (["--stage=3", "--only=8b", "--smoke"], "--only = '8b': no such item in stage 3. It has bf16 loop; bf16 loop, one"),
     ],
 )
 def test_mistakes_are_refused_first(argv, said, tmp_path, capsys):
