@@ -82,7 +82,7 @@ def taken(folder: Path, name: re.Pattern[str] = NAME) -> dict[str, dict[str, int
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser("python -m benchmarks.attention_tiles", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("python -m benchmarks.attention_tiles", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--chips", nargs="+", default=["h200", "a100"], help="%(default)s")
     parser.add_argument("--dtypes", nargs="+", default=["bf16", "f32"], help="%(default)s")
     return parser

@@ -238,7 +238,8 @@ def time_packing(request: dict[str, Any]) -> dict[str, Any]:
         spec = Spec(shape[-1], "bf16", segments > 1, segments)
         body, constants, q_BTNH = attention_loop(one, name, spec, shape, True, documents)
         try:
-            step = looped(body, iterations).lower(constants, q_BTNH).compile()
+            program: Any = looped(body, iterations)
+            step = program.lower(constants, q_BTNH).compile()
             seconds = statistics.median(timed(step, constants, q_BTNH, sizes=sizes)) / iterations
             used = step.memory_analysis()
             row |= {"seconds": seconds, "temp_gib": used.temp_size_in_bytes / 2**30 if used else None}

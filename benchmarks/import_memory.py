@@ -80,7 +80,7 @@ def reset_peak() -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    p = argparse.ArgumentParser("python -m benchmarks.import_memory", description=__doc__.partition("\n")[0])
+    p = argparse.ArgumentParser("python -m benchmarks.import_memory", description=(__doc__ or "").partition("\n")[0])
     p.add_argument("--gigabytes", type=float, default=1.0, help="of the checkpoint, about")
     p.add_argument("--folder", type=Path, required=True, help="a scratch folder with space for twice the checkpoint")
     return p

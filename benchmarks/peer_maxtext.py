@@ -35,6 +35,7 @@ from jaxtrain import flops, hardware, launch
 from jaxtrain.config import RunConfig
 from jaxtrain.installed import versions
 from jaxtrain.page.numbers import number, percent
+from jaxtrain.page.sections import markdown_table
 from jaxtrain.plan.program import assignment, hlo, roofline
 from jaxtrain.plan.topology import TopologyError, parse
 from jaxtrain.receipt.format import now
@@ -203,12 +204,7 @@ def table(steps: Mapping[Case, Read]) -> str:
         figures += (*(number(x, 1) for x in (t.memory_ms, r.memory_gb, r.wire_gb)), percent(r.mfu))
         who = f"{case.who} {r.facts['versions']['maxtext']}" if case.who == "MaxText" else case.who
         lines.append([who, f"`{case.what}`" if case.who == "MaxText" else case.what, case.options, *figures])
-    return _grid(HEADER, lines, words=3)
-
-
-def _grid(header: Sequence[str], lines: Sequence[Sequence[str]], words: int) -> str:
-    rule = ["---"] * words + ["---:"] * (len(header) - words)
-    return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *lines])
+    return "\n".join(markdown_table(HEADER, lines))
 
 
 def parts_table(steps: Mapping[Case, Read]) -> str:
@@ -223,7 +219,7 @@ def parts_table(steps: Mapping[Case, Read]) -> str:
     names = [name for name, _ in PARTS] + ["others"]
     lines = [[name, *(number(gb[name], 1) for gb in sums)] for name in names]
     lines.append(["together", *(number(sum(gb.values()), 1) for gb in sums)])
-    return _grid(["GB, full remat, jaxtrain's options", *(c.who for c in PAIR)], lines, words=1)
+    return "\n".join(markdown_table(["GB, full remat, jaxtrain's options", *(c.who for c in PAIR)], lines))
 
 
 def waits(steps: Mapping[Case, Read], least_ms: float = 0.5) -> str:
@@ -236,13 +232,13 @@ def waits(steps: Mapping[Case, Read], least_ms: float = 0.5) -> str:
         for (kind, dtype, label, source), ms in sorted(sums.items(), key=lambda item: -item[1]):
             if ms >= least_ms:
                 lines.append([f"{case.who} {case.what}, {case.options}", f"{kind} {dtype}", f"{label} {source}", number(ms, 1)])
-    return _grid(["step", "collective", "where", "exposed ms"], lines, words=3)
+    return "\n".join(markdown_table(["step", "collective", "where", "exposed ms"], lines))
 
 
 def held_table(steps: Mapping[Case, Read], most: int = 8) -> str:
     """The largest of what is in the heap at its fullest, of the pair."""
     lines = [[c.who, f"{what}", number(gib, 2)] for c in PAIR for gib, what in steps[c].held[:most]]
-    return _grid(["step", "held at the peak, besides arguments", "GiB"], lines, words=2)
+    return "\n".join(markdown_table(["step", "held at the peak, besides arguments", "GiB"], lines))
 
 
 def markdown(steps: Mapping[Case, Read], explained: str) -> str:

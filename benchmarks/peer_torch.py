@@ -8,9 +8,7 @@ microbatches, precision and optimizer. benchmarks/peer_torch_step.py is the step
 """
 
 import dataclasses
-import math
 import os
-import re
 import shutil
 import statistics
 import subprocess
@@ -31,7 +29,6 @@ from jaxtrain.bench.train_step import DATA
 from jaxtrain.command_line import Command, Option, Parsed, make_console, run_command
 from jaxtrain.config import ConfigError, Problem, RunConfig
 from jaxtrain.data import pipeline
-from jaxtrain.models.hugging_face import COMMON, HfTensor
 from jaxtrain.validate.places import writable
 
 SCRIPT = launch.REPO / "benchmarks" / "peer_torch_step.py"
@@ -84,7 +81,7 @@ def start(parsed: Parsed) -> int:
         problems += writable("--out", Path(options["out"]).expanduser())
     if problems:
         raise ConfigError(problems)
-    request = {"devices": 1, "steps": int(options["steps"]), "warmup": int(options["warmup"])}
+    request: dict[str, Any] = {"devices": 1, "steps": int(options["steps"]), "warmup": int(options["warmup"])}
     request["limit_s"] = int(options["limit"]) or None
     folder = Folder(options["out"], options["json"], "peer")
     name, rounds = parsed.config.launch.name, int(options["rounds"])
@@ -130,29 +127,16 @@ def interpreter(given: str, python: str | None) -> list[Problem]:
 # ---- The example that both train on
 
 
-def to_hf(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
-    """Return name and value in transformers of one of our tensors ("layers.0.attention.wq")."""
-    parts = name.split(".")
-    layer = parts[1] if parts[0] == "layers" else ""
-    tensor: HfTensor = COMMON[name if not layer else ".".join(["layers", "{i}", *parts[2:]])]
-    ours = tensor.ours.split()
-    # "(N H) D": two dimensions, of which the first merges two axes.
-    groups = [(merged or single).split() for merged, single in re.findall(r"\(([^)]*)\)|(\S+)", tensor.theirs)]
-    sizes = dict(zip(ours, array.shape, strict=True))
-    turned = array.transpose([ours.index(axis) for group in groups for axis in group])
-    merged = turned.reshape([math.prod(sizes[axis] for axis in group) for group in groups])
-    return tensor.name.replace("{i}", layer), np.ascontiguousarray(merged)
-
-
 def export_example(request: dict[str, Any]) -> dict[str, Any]:
-    """Return what the peer must know of the config `argv` (`spec`), and write its first batch into `folder`. A case (child.py).
+    """Return the peer's `spec` of the config `argv`, and write its first batch into `folder`. A case (bench/child.py).
 
-    With `train` steps it also exports the initial weights and the losses of that many steps on this one batch.
+    With `train` steps it also writes the initial weights, and returns the losses of that many steps on this batch.
     """
     run = launch.load(request["argv"]).run
     devices = train_step.start_devices(run, 1)
     import jax.numpy as jnp
 
+    from jaxtrain.hf.names import PREFIX, entries
     from jaxtrain.models.attention import rotary_frequencies
     from jaxtrain.optim.optimizer import make_schedule
     from jaxtrain.parity.compare import compile_step, open_rows
@@ -182,8 +166,11 @@ def export_example(request: dict[str, Any]) -> dict[str, Any]:
     if request["train"]:
         run, program, train, _ = compile_step(pipeline.with_documents(run, rows), devices)
         current = state.create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
-        arrays: dict[str, Any] = dict(to_hf(name, a) for name, a in state.to_host(current, "params.").items())
-        np.savez(folder / "weights.npz", **arrays)
+        arrays: dict[str, Any] = state.to_host(current, PREFIX)
+        theirs: dict[str, Any] = {
+            e.theirs[0]: e.to_theirs(arrays[e.ours.removeprefix(PREFIX)]) for e in entries(run.model).values()
+        }
+        np.savez(folder / "weights.npz", **theirs)
         spec["weights"] = str(folder / "weights.npz")
         for _ in range(request["train"]):
             current, values = train(current, place_batch(batch, program.batch, program.context))

@@ -68,7 +68,7 @@ def gradients_by_pallas(x_RD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, d
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser("python -m benchmarks.ragged_dot", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("python -m benchmarks.ragged_dot", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--chip", default="h200", help="%(default)s")
     for name, size in (("rows", 16384), ("d-model", 4096), ("d-ff", 14336), ("experts", 8)):
         parser.add_argument(f"--{name}", type=int, default=size, help="%(default)s")

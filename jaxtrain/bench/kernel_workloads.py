@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,20 +65,26 @@ class Work:
         prepare: returns the loop that calls it.
         calls: calls in one iteration of the loop.
         dtype: of the operands; it gives the peak rate.
-        why_not: why it cannot be timed here.
     """
 
     kind: str
     what: str
-    flop: float = 0.0
-    bytes: float = 0.0
-    prepare: Callable[[], Loop] | None = None
+    flop: float
+    bytes: float
+    prepare: Callable[[], Loop]
     calls: int = 1
     dtype: str = "bf16"
-    why_not: str = ""
 
 
-def attention(device: Any, sizes: Sizes) -> Iterator[Work]:
+class NotTimed(NamedTuple):
+    """A kernel that cannot be timed here, and the reason."""
+
+    kind: str
+    what: str
+    why: str
+
+
+def attention(device: Any, sizes: Sizes) -> Iterator[Work | NotTimed]:
     """Yield every implementation, forward and with its backward pass, for plain and packed sequences of one document.
 
     FLOPs are those inside the causal mask.
@@ -95,7 +101,7 @@ def attention(device: Any, sizes: Sizes) -> Iterator[Work]:
             if name == "reference" and T > NO_SCORES:
                 why_not = f"holds all {T:,} x {T:,} scores"
             if why_not:
-                yield Work("attention", what, why_not=why_not)
+                yield NotTimed("attention", what, why_not)
                 continue
             loop = functools.partial(attention_loop, device, name, spec, sizes.attention)
             yield Work("attention forward", what, flop, 2 * q + 2 * kv, functools.partial(loop, False))
@@ -163,12 +169,12 @@ def optimizer(device: Any, sizes: Sizes) -> Iterator[Work]:
     yield Work("optimizer", f"{run.optimizer.name}, {count:,} parameters", 0.0, moved, prepare)
 
 
-def gemm(device: Any, sizes: Sizes) -> Iterator[Work]:
+def gemm(device: Any, sizes: Sizes) -> Iterator[Work | NotTimed]:
     """Yield square matmuls, both operands with the summed dimension last, in bfloat16 and in the 8-bit floats of the GPU."""
     gpu = hardware.lookup(device.device_kind)
     for dtype, kind in {"bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}.items():
         if dtype == "fp8" and (device.platform != "gpu" or (gpu and not gpu.fp8)):
-            yield Work("gemm fp8", "", why_not="no 8-bit GEMMs here")
+            yield NotTimed("gemm fp8", "", "no 8-bit GEMMs here")
             continue
         for n in sizes.gemm:
             # Several in an iteration, so that the dependency between iterations does not count.
@@ -245,7 +251,7 @@ def operands(which: str, shape: Sequence[int], weight: tuple[int, ...], dtype: A
     return a, normal(1, (R, F) if which == "outer" else weight, dtype)
 
 
-WORKLOADS: dict[str, Callable[[Any, Sizes], Iterator[Work]]] = {
+WORKLOADS: dict[str, Callable[[Any, Sizes], Iterator[Work | NotTimed]]] = {
     "attention": attention,
     "loss": loss,
     "norm": norm,

@@ -43,11 +43,10 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     sizes, gpu = (workloads.Sizes(), hardware.lookup(device.device_kind)) if on_gpu else (workloads.TINY, None)
     rows: list[dict[str, Any]] = []
     for work in workloads.WORKLOADS[request["kind"]](device, sizes):
-        why_not = work.why_not
-        if not why_not and request["limit_s"] and time.monotonic() - began > request["limit_s"]:
-            why_not = "no time was left"
-        if why_not:
-            rows.append({"kind": work.kind, "what": work.what, "verdict": NOT_TIMED, "why": why_not})
+        if request["limit_s"] and time.monotonic() - began > request["limit_s"]:
+            work = workloads.NotTimed(work.kind, work.what, "no time was left")
+        if isinstance(work, workloads.NotTimed):
+            rows.append({"kind": work.kind, "what": work.what, "verdict": NOT_TIMED, "why": work.why})
         else:
             rows.append(time_one(work, sizes, gpu))
         save_partial(request, {"verdict": LATE, "device": device.device_kind, "rows": rows})

@@ -128,6 +128,7 @@ def test_products_with_one_array_stay_apart():
     """Eight GEMMs of a round are eight, not one that is eight times as wide."""
     sizes = dataclasses.replace(kernel_workloads.TINY, gemm=(32,))
     work = next(kernel_workloads.gemm(jax.devices()[0], sizes))
+    assert isinstance(work, kernel_workloads.Work)
     body, constants, state = work.prepare()
     text = microbenchmarks.looped(body, 2).lower(constants, state).compile().as_text()
     assert work.calls == 8 and len(re.findall(r"= \S+\[32,32\]\S* dot\(", text)) >= 8 and "[256,32]" not in text
