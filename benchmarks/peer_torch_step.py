@@ -1,11 +1,11 @@
-"""The same train step in PyTorch: transformers' Llama, torch.compile, SDPA, fused AdamW. Imports nothing of jaxtrain.
+"""A train step in PyTorch: transformers' Llama, torch.compile, SDPA, fused AdamW. It does not import jaxtrain.
 
     PYTHON benchmarks/peer_torch_step.py SPEC.json ANSWER.json
 
 benchmarks/peer_torch.py writes SPEC.json and reads ANSWER.json.
-Parameters and moments are float32 and the rest runs under bfloat16 autocast, as in jaxtrain; microbatches add up their
-gradients, which are clipped by their global norm. Several candidates are tried for a few steps each, and the fastest is timed:
-how SDPA computes attention (cuDNN's kernel, or flash attention), and whether each layer is compiled or the model as a whole.
+Parameters and moments are float32, and the rest runs under bfloat16 autocast, as in jaxtrain. Gradients of microbatches are
+summed and clipped by their global norm. Several settings are tried for a few steps each, and the fastest is timed: SDPA by
+cuDNN or by flash attention, and torch.compile of each layer or of the whole model.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers import __version__ as transformers_version
 
-# Layers are compiled one by one, from one function. Above its limit of versions of a function (8, as it comes), torch.compile
-# would run the rest of them uncompiled, and say so only in its log. No less than the layers of the largest models here.
+# Layers are compiled one by one, from one function. Above its limit of versions of a function (8 by default), torch.compile
+# runs the other layers uncompiled, with no more than a line in its log. The largest models here have fewer layers.
 VERSIONS = 128
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
 def make_model(spec: dict, device: torch.device) -> LlamaForCausalLM:
-    """The model, float32, on the device; with the spec's weights if it has some. Raises ValueError where it is another one."""
+    """Return the model in float32 on the device, with the spec's weights if it has any. Raises ValueError if it differs."""
     m = spec["model"]
     config = LlamaConfig(
         vocab_size=m["vocab_size"],
@@ -60,27 +60,27 @@ def make_model(spec: dict, device: torch.device) -> LlamaForCausalLM:
     count = sum(p.numel() for p in model.parameters())
     if count != spec["parameters"]:
         raise ValueError(f"another model: {count:,} parameters here, {spec['parameters']:,} in the spec")
-    # As numbers: how a config asks for scaled frequencies differs between versions of transformers.
+    # As numbers, because the settings of scaled frequencies differ between versions of transformers.
     wanted = torch.tensor(spec["rotary_frequencies"], dtype=torch.float32, device=device)
     if wanted.shape != model.model.rotary_emb.inv_freq.shape:
-        raise ValueError(f"{tuple(wanted.shape)} rotary frequencies in the spec, the model has another number")
+        raise ValueError(f"{tuple(wanted.shape)} rotary frequencies in the spec, but not in the model")
     model.model.rotary_emb.inv_freq = wanted
     return model.train()
 
 
 def compiled(function):
-    """The function compiled as one graph: what cannot be is an error, and never runs uncompiled."""
+    """Return the function compiled as one graph. A function that cannot be compiled is an error; it never runs uncompiled."""
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
 def dynamo() -> dict:
-    """How often torch.compile made a graph, and broke one in two; since the last reset."""
+    """Return the numbers of graphs and graph breaks of torch.compile since the last reset."""
     counters = torch._dynamo.utils.counters
     return {"graphs": counters["stats"]["unique_graphs"], "graph breaks": sum(counters["graph_break"].values())}
 
 
 class Step:
-    """One way to take the train step: `how` says which attention kernel, what is compiled, and whether layers recompute."""
+    """A train step. `how`: its attention kernel, the function that is compiled, and activation checkpointing of layers."""
 
     def __init__(self, spec: dict, model: LlamaForCausalLM, device: torch.device, how: dict):
         self.spec, self.model, self.device, self.how = spec, model, device, how
@@ -114,7 +114,7 @@ class Step:
         self.loss_of = compiled(loss_of) if how["compile"] == "model" else loss_of
 
     def layer(self, module):
-        """A decoder layer on a whole causal row: no mask, which SDPA's kernels then apply themselves."""
+        """Return a decoder layer without a mask: SDPA's kernels then apply the causal one themselves."""
 
         def forward(hidden, rotary):
             out = module(hidden, attention_mask=None, position_embeddings=rotary)
@@ -127,7 +127,7 @@ class Step:
         return forward
 
     def __call__(self, number: int, tokens_ABT: torch.Tensor, targets_ABT: torch.Tensor) -> torch.Tensor:
-        """One step; returns its loss before the update, on the device."""
+        """Take one step. Return its loss before the update, on the device."""
         o, total = self.spec["optimizer"], tokens_ABT.numel()
         for group in self.optimizer.param_groups:
             group["lr"] = o["lr"][min(number, len(o["lr"]) - 1)]
@@ -136,7 +136,7 @@ class Step:
         for tokens, targets in zip(tokens_ABT, targets_ABT, strict=True):
             on_gpu = self.device.type == "cuda"
             kernels = sdpa_kernel([BACKENDS[self.how["attention"]]]) if on_gpu else contextlib.nullcontext()
-            # The backward pass too: a recomputed layer must meet the same kernel.
+            # The backward pass too, because a recomputed layer must use the same kernel.
             with kernels:
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=bfloat16):
                     loss = self.loss_of(tokens, targets, total)
@@ -150,7 +150,7 @@ class Step:
 
 
 def take(step: Step, batch: tuple, warmup: int, steps: int) -> tuple[list[float], list[float]]:
-    """(seconds of each of `steps` steps, every loss). On a GPU by events on its stream: the host never waits in between."""
+    """Return (seconds of each of `steps` steps, every loss). A GPU is timed by events on its stream: the host never waits."""
     losses, marks = [], []
 
     def mark():
@@ -173,7 +173,7 @@ def take(step: Step, batch: tuple, warmup: int, steps: int) -> tuple[list[float]
 
 
 def candidates(spec: dict, device: torch.device) -> list[dict]:
-    """Ways to try, the likely best first."""
+    """Return the settings to try, the likely best first."""
     if spec["settings"]:
         return [spec["settings"]]
     if spec["compile"] == "none":
@@ -183,7 +183,7 @@ def candidates(spec: dict, device: torch.device) -> list[dict]:
 
 
 def choose(spec: dict, device: torch.device, batch: tuple) -> tuple[dict, list[dict]]:
-    """(the fastest candidate, all that were tried). One that runs out of memory is tried again with recomputed layers."""
+    """Return (the fastest candidate, all that were tried). One without enough memory is tried again with checkpointing."""
     queue, tried = candidates(spec, device), []
     if len(queue) == 1 and spec["settings"]:
         return queue[0], []
@@ -200,12 +200,12 @@ def choose(spec: dict, device: torch.device, batch: tuple) -> tuple[dict, list[d
             why = "out of memory"
             if not how["checkpoint"]:
                 queue.append({**how, "checkpoint": True})
-        except RuntimeError as error:  # this kernel cannot do it here
+        except RuntimeError as error:  # this kernel does not support it here
             why = (str(error).strip().splitlines() or ["RuntimeError"])[0][:200]
         tried.append({**how, "step_s": seconds, "why": why})
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        gc.collect()  # a step refers to itself
+        gc.collect()  # a step refers to itself, so only the collector frees it
         if device.type == "cuda":
             torch.cuda.empty_cache()
     found = [t for t in tried if t["step_s"]]
@@ -218,11 +218,12 @@ def choose(spec: dict, device: torch.device, batch: tuple) -> tuple[dict, list[d
 
 
 def main(asked: str, answered: str) -> None:
+    """Time the step of the spec in the file `asked`, and write the answer to the file `answered`."""
     with open(asked) as file:
         spec = json.load(file)
     device = torch.device("cuda" if torch.cuda.is_available() and spec["platform"] != "cpu" else "cpu")
     if spec["platform"] == "gpu" and device.type != "cuda":
-        raise SystemExit("torch sees no GPU here, and jaxtrain does: is this torch built for CUDA?")
+        raise SystemExit("torch finds no GPU here, but jaxtrain does. Fix: install a torch that is built for CUDA.")
     # Its name changed in torch 2.7; the older one is an alias there.
     settings = torch._dynamo.config
     setattr(settings, "recompile_limit" if hasattr(settings, "recompile_limit") else "cache_size_limit", VERSIONS)
