@@ -145,7 +145,7 @@ BUGS = (
     ),
     Bug(
         "bench: theirs over ours",
-        "jaxtrain/bench/torch_peer.py",
+        "benchmarks/peer_torch.py",
         "pairs = [a / b for a, b in zip(*speed.values(), strict=False)]",
         "pairs = [b / a for a, b in zip(*speed.values(), strict=False)]",
         "unit/test_bench_peer.py -k ratio",
