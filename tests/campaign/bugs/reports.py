@@ -219,14 +219,8 @@ BUGS = (
     Bug(
         "report: warnings lose their other lines",
         RUN,
-        Bug(
-            "report: warnings lose their other lines",
-            RUN,
-            'entry.rstrip("\\n") for text',
-            'entry.partition("\\n")[0] for text',
-            UNIT["report"],
-        ),
-        '.partition("\\n")[0] for text in texts',
+        'entry.rstrip("\\n") for text',
+        'entry.partition("\\n")[0] for text',
         UNIT["report"],
     ),
     Bug(
