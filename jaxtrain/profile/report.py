@@ -3,8 +3,9 @@
 import dataclasses
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from typing import Any
 
 from rich.console import Console
 
@@ -23,7 +24,7 @@ from jaxtrain.page.sections import (
     print_sections,
     shares,
 )
-from jaxtrain.profile.measure import Diff, Op, Profile
+from jaxtrain.profile.measure import Op, Profile
 from jaxtrain.profile.program import KINDS, NO_SCOPE
 
 ROWS, PAGE_ROWS = 15, 40  # of a long table
@@ -68,7 +69,7 @@ def introduce(found: Profile) -> list[str]:
     return [measured, untraced, plan]
 
 
-def make_sections(found: Profile, diff: Diff | None = None) -> list[Section]:
+def make_sections(found: Profile, diff: Mapping[str, Any] | None = None) -> list[Section]:
     """Return the report of a profile; with `diff`, also the changes since another trace."""
     return [
         Section("Timeline of a step", [Drawing(_timeline(found))]),
@@ -166,21 +167,23 @@ def _devices(found: Profile) -> list[str | Table]:
     return [Table("ms of a step", [names, *columns], ROWS, style="sortable"), straggler]
 
 
-def _changes(diff: Diff) -> list[str | Table]:
-    tables = []
-    for name, changes in diff.changes.items():
-        signed = [f"{'+' if c.ms > 0 else '-' if c.ms < 0 else ''}{number(abs(c.ms))}" for c in changes]
+def _changes(diff: Mapping[str, Any]) -> list[str | Table]:
+    tables: list[str | Table] = [f"From {diff['before']} to {diff['after']}."]
+    for name, changes in diff["changes"].items():
+        before, after = [c["before_ms"] for c in changes], [c["after_ms"] for c in changes]
+        change = [new - old for old, new in zip(before, after, strict=True)]
+        signed = [f"{'+' if ms > 0 else '-' if ms < 0 else ''}{number(abs(ms))}" for ms in change]
         columns = [
-            Column(name, [c.name for c in changes], kind="path"),
-            numbers("before", [c.before_ms for c in changes], total=False),
-            numbers("after", [c.after_ms for c in changes], total=False),
-            Column("change", signed, [c.ms for c in changes]),
+            Column(name, [c["name"] for c in changes], kind="path"),
+            numbers("before", before, total=False),
+            numbers("after", after, total=False),
+            Column("change", signed, change),
         ]
         tables.append(Table(f"By {name}, ms", columns, ROWS, PAGE_ROWS, "sortable"))
-    return [f"From {diff.before} to {diff.after}.", *tables]
+    return tables
 
 
-def print_profile(found: Profile, diff: Diff | None, console: Console) -> None:
+def print_profile(found: Profile, diff: Mapping[str, Any] | None, console: Console) -> None:
     """Print the report."""
     steps = f"{found.trace}, steps {', '.join(map(str, found.steps))}"
     print_sections(
@@ -188,7 +191,7 @@ def print_profile(found: Profile, diff: Diff | None, console: Console) -> None:
     )
 
 
-def make_html(found: Profile, diff: Diff | None = None) -> str:
+def make_html(found: Profile, diff: Mapping[str, Any] | None = None) -> str:
     """Return the report as one page that fetches nothing."""
     title = f"{found.name}: time of a step"
     steps = f"{found.trace}; steps {', '.join(map(str, found.steps))}"
@@ -229,9 +232,9 @@ def _timeline(found: Profile) -> str:
     return timeline.draw(lanes, COLOURS, verdict(found))
 
 
-def to_json(found: Profile, diff: Diff | None = None) -> str:
+def to_json(found: Profile, diff: Mapping[str, Any] | None = None) -> str:
     """Return a profile as JSON without its timeline; with `diff`, the changes under that key."""
-    tree = dataclasses.asdict(found) | ({"diff": dataclasses.asdict(diff)} if diff else {})
+    tree = dataclasses.asdict(found) | ({"diff": diff} if diff else {})
     for timed in filter(None, (tree, tree["planned"])):
         del timed["lanes"]
     return json.dumps(tree, indent=1) + "\n"

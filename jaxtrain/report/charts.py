@@ -203,25 +203,20 @@ def smoothed(values: Sequence[float | None]) -> list[float | None]:
 def moments(run: Run, quantity: str) -> list[tuple[int, float, float, float, float]]:
     """Return (step, seconds since 1970, lowest, mean, highest) of all GPUs, in order of steps.
 
-    Each process writes by its own clock, so the lines of two nodes have different steps. Lines are therefore grouped by time,
-    in ranges twice as long as the time between two lines of a GPU. A group has the last of its steps.
+    Each process writes by its own clock, so the lines of two nodes have different steps. Lines are therefore grouped in ranges
+    of twice the steps between two lines of a GPU. A group has the last of its steps.
     """
     lines = [line for line in run.gpu if line.get(quantity) is not None]
-    if not lines:
-        return []
-    first = [line["time_unix"] for line in lines if all(line[x] == lines[0][x] for x in ("process", "gpu"))]
-    apart = [b - a for a, b in itertools.pairwise(first)]
-    width = 2 * statistics.median(apart) if apart else math.inf
-    groups: dict[int, list[dict[str, Any]]] = {}
+    first = [line["step"] for line in lines if (line["process"], line["gpu"]) == (lines[0]["process"], lines[0]["gpu"])]
+    width = 2 * statistics.median([b - a for a, b in itertools.pairwise(first)] or [math.inf]) or 1
+    groups: dict[float, list[dict[str, Any]]] = {}
     for line in lines:
-        groups.setdefault(int((line["time_unix"] - first[0]) // width) if width else 0, []).append(line)
-    by_step: dict[int, list[dict[str, Any]]] = {}  # two groups may end in one step
-    for _, group in sorted(groups.items()):
-        by_step.setdefault(max(line["step"] for line in group), []).extend(group)
+        groups.setdefault((line["step"] - first[0]) // width, []).append(line)
     out = []
-    for step, group in sorted(by_step.items()):
+    for _, group in sorted(groups.items()):
         values = [line[quantity] for line in group]
-        out.append((step, group[-1]["time_unix"], min(values), statistics.fmean(values), max(values)))
+        step, time = (max(line[name] for line in group) for name in ("step", "time_unix"))
+        out.append((step, time, min(values), statistics.fmean(values), max(values)))
     return out
 
 

@@ -296,7 +296,7 @@ BUGS = (
         UNIT["profile"],
     ),
     Bug("profile: operations at once count twice", MEASURE, " * n / sum(shared.values())", "", UNIT["profile"]),
-    Bug("profile: times are not divided by the steps", MEASURE, "a + b / len(lengths) for", "a + b for", UNIT["profile"]),
+    Bug("profile: times are not divided by the steps", MEASURE, "+= row / len(lengths)", "+= row", UNIT["profile"]),
     Bug(
         "profile: recompute is called backward",
         "jaxtrain/profile/program.py",
@@ -307,8 +307,8 @@ BUGS = (
     Bug(
         "profile's diff: before and after swapped",
         MEASURE,
-        "old.get(key, 0.0), new.get(key, 0.0)",
-        "new.get(key, 0.0), old.get(key, 0.0)",
+        "old.get(name, 0.0), new.get(name, 0.0)",
+        "new.get(name, 0.0), old.get(name, 0.0)",
         UNIT["profile"],
     ),
 )
