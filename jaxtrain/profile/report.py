@@ -53,20 +53,25 @@ def verdict(found: Profile) -> str:
     return f"step {rough(found.step_ms)} ms, {percent(ms / found.step_ms)} of it {kind}"
 
 
-def introduce(found: Profile) -> list[str]:
-    """Return sentences on the step: its range, its time without the profiler, its plan."""
-    low, high = found.step_range_ms
-    measured = f"Mean of {plural(len(found.steps), 'step')} on {plural(len(found.devices), 'device')} "
-    measured += f"({found.device_kind}): {rough(low)} to {rough(high)} ms."
-    untraced = "The step time without the profiler was not recorded, so the cost of tracing is unknown."
+def facts(found: Profile) -> list[tuple[str, str, str]]:
+    """Return (name, value, note) of the figures of the step."""
+    exposed = sum(ms for kind, ms in found.by_kind.items() if kind.startswith("exposed"))
+    low, high = map(rough, found.step_range_ms)
+    untraced, planned = ("-", "not recorded"), ("-", found.no_plan)
     if found.untraced_ms is not None:
-        untraced = f"Without the profiler, the run's median step is {rough(found.untraced_ms)} ms. "
-        untraced += f"A traced step takes {found.step_ms / found.untraced_ms:.2f} times that."
-    plan = f"There is {found.no_plan}."
+        ratio = f"{found.step_ms / found.untraced_ms:.2f}"
+        untraced = f"{rough(found.untraced_ms)} ms", f"median of the run; a traced step takes {ratio} times that"
     if found.planned:
-        plan = f"The planned step is {rough(found.planned.step_ms)} ms ({found.planned.rates}). "
-        plan += f"The measured one takes {found.step_ms / found.planned.step_ms:.2f} times that."
-    return [measured, untraced, plan]
+        ratio = f"{found.step_ms / found.planned.step_ms:.2f}"
+        planned = f"{rough(found.planned.step_ms)} ms", f"{found.planned.rates}; the measured step takes {ratio} times that"
+    return [
+        ("step, traced", f"{rough(found.step_ms)} ms", f"mean of {plural(len(found.steps), 'step')}, {low} to {high} ms"),
+        ("step, not traced", *untraced),
+        ("step, planned", *planned),
+        ("exposed", percent(exposed / found.step_ms), f"{rough(sum(found.overlapped.values()))} ms more overlapped"),
+        ("idle", percent(found.by_kind["idle"] / found.step_ms), "nothing ran"),
+        ("devices", str(len(found.devices)), found.device_kind),
+    ]
 
 
 def make_sections(found: Profile, diff: Mapping[str, Any] | None = None) -> list[Section]:
@@ -186,9 +191,8 @@ def _changes(diff: Mapping[str, Any]) -> list[str | Table]:
 def print_profile(found: Profile, diff: Mapping[str, Any] | None, console: Console) -> None:
     """Print the report."""
     steps = f"{found.trace}, steps {', '.join(map(str, found.steps))}"
-    print_sections(
-        [Section(f"{found.name}: {verdict(found)}", [steps, *introduce(found)]), *make_sections(found, diff)], console
-    )
+    shown = Listing([f"{name}: {value}, {note}" for name, value, note in facts(found)])
+    print_sections([Section(f"{found.name}: {verdict(found)}", [steps, shown]), *make_sections(found, diff)], console)
 
 
 def make_html(found: Profile, diff: Mapping[str, Any] | None = None) -> str:
@@ -198,8 +202,7 @@ def make_html(found: Profile, diff: Mapping[str, Any] | None = None) -> str:
     body = [
         f"<header><h1>{escape(title)}</h1>{paragraph(steps, 'quiet')}",
         f'<p class="verdict">{escape(verdict(found))}</p></header><main>',
-        _tiles(found),
-        *(paragraph(sentence) for sentence in introduce(found)),
+        tiles(facts(found)),
         *html_sections(make_sections(found, diff)),
         "</main>",
     ]
@@ -208,22 +211,6 @@ def make_html(found: Profile, diff: Mapping[str, Any] | None = None) -> str:
 
 def _colour(kind: str) -> str:
     return f"var({COLOURS.get(kind.removeprefix('exposed '), '--panel')})"
-
-
-def _tiles(found: Profile) -> str:
-    exposed = sum(ms for kind, ms in found.by_kind.items() if kind.startswith("exposed"))
-    untraced = f"{rough(found.untraced_ms)} ms" if found.untraced_ms is not None else "-"
-    planned = f"{rough(found.planned.step_ms)} ms" if found.planned else "-"
-    return tiles(
-        [
-            ("step, traced", f"{rough(found.step_ms)} ms", f"mean of {plural(len(found.steps), 'step')}"),
-            ("step, not traced", untraced, "median of the run"),
-            ("step, planned", planned, "of the same program" if found.planned else found.no_plan),
-            ("exposed", percent(exposed / found.step_ms), f"{rough(sum(found.overlapped.values()))} ms more overlapped"),
-            ("idle", percent(found.by_kind["idle"] / found.step_ms), "nothing runs"),
-            ("devices", str(len(found.devices)), found.device_kind),
-        ]
-    )
 
 
 def _timeline(found: Profile) -> str:

@@ -159,7 +159,7 @@ class Charts:
             for run in self.runs:
                 steps, times, *values = list(zip(*moments(run, quantity), strict=True)) or [()] * 5
                 mean, low, high = (Series(steps, [v * factor for v in values[n]], times) for n in (1, 0, 2))
-                found.append({"mean": mean, "the lowest GPU": low, "the highest": high} if steps else {})
+                found.append({"mean": mean, "lowest GPU": low, "highest GPU": high} if steps else {})
             title = title if len(self.runs) == 1 else f"{title}, mean"
             charts.append(LineChart(title, self.curves(found), zero=quantity != "temperature_c"))
         return self.show(*charts)

@@ -360,10 +360,7 @@ def test_old_lines_without_a_key_are_gaps(tmp_path: Path):
         (["."], "not a run's folder, it has none of receipt.json, metrics.jsonl, config.json"),
         (["none"], "RUN = none: no such folder. Fix: name a run's folder"),
         (["one", "one"], "named twice"),
-        (["one", "--htlm=x"], "no such option"),
-        (["one", "--html"], "--html"),
         (["one", "--html=."], "is a folder"),
-        (["one", "--html=no/such/x.html"], "there is no folder"),
         ([f"r{i}" for i in range(9)], "9 runs"),
     ],
 )
