@@ -1,9 +1,11 @@
 """Benchmarks against PyTorch: what the peer is given, and how its answer is compared."""
 
+import pytest
 from bench_helpers import PEER, at_home  # noqa: F401
 
 from benchmarks import peer_torch
 from jaxtrain import launch
+from jaxtrain.bench import train_step
 
 
 def test_a_peer_that_cannot_be(capsys):
@@ -47,3 +49,11 @@ def test_what_the_peer_cannot_import():
         for line in peer_torch.SCRIPT.read_text().splitlines()
         if line.startswith(("import ", "from "))
     ]
+
+
+def test_the_peers_mfu_is_of_our_peak():
+    """That of bfloat16, as in jaxtrain's own answer."""
+    run = launch.load([*(argv for argv in PEER if argv.startswith("--config")), "--config.precision=bf16"]).run
+    answer = {"verdict": "ok", "device": "NVIDIA H200", "step_times": [1.0], "losses": [1.0, 1.0], "reserved_gib": 1.0}
+    found = peer_torch.as_our_answer(answer | {"settings": {"checkpoint": False}}, run)
+    assert found["peak_tflops"] == train_step.peak_tflops(run, "NVIDIA H200") == pytest.approx(989.4, rel=1e-3)
