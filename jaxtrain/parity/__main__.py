@@ -184,7 +184,7 @@ def run(parsed: Parsed, runs: Runs, console: rich.console.Console) -> int:
     topology = parsed.options["topology"]
     rows, yardstick, types, failed = compare_layouts(runs, int(parsed.options["steps"]), console)
     if failed:
-        print(failed, file=sys.stderr)
+        print(f"error: {failed}", file=sys.stderr)
         return 1
     if topology:
         rows = [plan_row(row, run, topology, console) for row, (_, _, run) in zip(rows, runs, strict=True)]
