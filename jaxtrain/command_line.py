@@ -273,7 +273,7 @@ class Parsed:
 class ArgumentParser(argparse.ArgumentParser):
     """argparse in the error style of the other commands, for commands with subcommands. It refuses empty values."""
 
-    def parse_known_args(self, args=None, namespace=None):  # noqa: ANN001, ANN201
+    def parse_known_args(self, args=None, namespace=None):  # noqa: ANN001, ANN201  # pyright: ignore
         """Parse as argparse does, without the empty path that would mean the current folder."""
         words = sys.argv[1:] if args is None else list(args)
         for before, word in zip(["", *words], words, strict=False):

@@ -13,7 +13,7 @@ from jaxtrain.config import flatten
 from jaxtrain.page.html import Column, bullets, document, folded, paragraph, plural, section, swatch, table, tiles
 from jaxtrain.page.lines import controls
 from jaxtrain.page.numbers import column, number, percent, size
-from jaxtrain.receipt.print import rows
+from jaxtrain.receipt.format import rows
 from jaxtrain.report import compare
 from jaxtrain.report.charts import MANY, MEMORY, SPEED, Charts, colour, hours, wall_time
 from jaxtrain.report.run import EXIT_CODES, Run, RunError, verdict

@@ -236,7 +236,10 @@ def test_all_mistakes_of_a_command_are_told_at_once_and_nothing_is_written(tmp_p
     assert lines[-1].endswith("problems; nothing was started and nothing written")
     for settings, key, words, _ in RULES:
         if settings in wrong:
-            assert any(line.startswith((f"error: {key} = ", f"error: {key}: ")) and words in line for line in lines), (key, said.err)
+            assert any(line.startswith((f"error: {key} = ", f"error: {key}: ")) and words in line for line in lines), (
+                key,
+                said.err,
+            )
     assert "argument 'config.model.num_layers=9'" in said.err and "Write --config.model.num_layers=9." in said.err
     assert listing(tmp_path, REPO / "configs") == before
 
