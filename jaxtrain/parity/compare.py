@@ -2,9 +2,9 @@
 
 Compared are the loss and the gradient norm of every step, the gradient of every tensor at the first step (Adam's first moment
 after it is 1 - beta1 of the gradient, whatever the layout; Muon's momentum likewise), and how far every weight moved. The
-initial weights must be equal bit for bit. A tensor's gradient is off by |got - reference| / |reference| in the 2-norm; where
-the reference is mostly cancellation, as for the bias of keys, which softmax does not see, its share of the whole gradient
-stands below the line.
+initial weights must be equal bit for bit. A tensor's gradient is off by |got - reference| / |reference| in the 2-norm. Where
+the reference is mostly cancellation, as for the bias of keys, which does not change softmax, the denominator is the tensor's
+share of the norm of the whole gradient.
 
 float32: 1e-5 for all but the weights, which is 168 roundings of u = 2^-24 in a row, or 28,000 at random.
 
