@@ -1,32 +1,78 @@
-"""Bars, strips and ticks as inline SVG. Line charts are in `jaxtrain.page.lines`.
+"""Bars and line charts as inline SVG, and the data of their cursors.
 
-Positions along x are percentages, so the browser stretches a drawing and keeps the size of its letters. Each colour is CSS.
+A line chart is drawn once for each x axis (step, tokens, time), and again with a logarithmic scale. `controls` are the inputs
+that choose among these views by CSS alone, for all charts of a page. page.js adds the cursor that reads values. Positions are
+percentages, so the browser stretches a drawing and keeps the size of its letters. Each colour is CSS.
+
+A long curve is thinned to the lowest and the highest point of each of `COLUMNS` equal ranges of x, so no spike is lost.
+The page holds the thinned curves with every digit, as JSON beside each chart.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Sequence
 from html import escape
+from typing import Any, TypeGuard
 
-STRIP_HEIGHT = 60  # px of a strip without its axis
+from jaxtrain.page.html import key
+
+COLUMNS = 480
+DOTS = 40  # a curve of at most this many points shows each as a dot
+MARKED = 40  # NaN and infinite values of a curve that are marked
+UNITS = ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))  # used from, size, letter
 
 
 @dataclasses.dataclass(frozen=True)
-class Box:
-    """A part of a strip, from `start` to `end` in units of the strip's axis.
+class Scale:
+    """An axis from `low` to `high`. Calling it returns the place of a value as a fraction of the axis."""
 
-    Attributes:
-        low, high: its place from the bottom (0) to the top (1) of the strip.
-        text: its tooltip.
-    """
-
-    start: float
-    end: float
     low: float
     high: float
-    colour: str
-    text: str
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        if self.high == self.low:
+            return 0.5
+        if self.log:
+            return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """Values over one or several x axes.
+
+    Attributes:
+        x: rising positions, a sequence for each axis of the chart.
+        y: a value for each position. None is a gap; NaN and infinities are marked instead of drawn.
+        colour: CSS.
+        kind: CSS class: "raw" and "smooth" of a curve that can be smoothed, "limit" of a dashed line.
+    """
+
+    name: str
+    x: Sequence[Sequence[float]]
+    y: Sequence[float | None]
+    colour: str = "var(--c1)"
+    kind: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class LineChart:
+    """A line chart before it is drawn.
+
+    Attributes:
+        zero: the y axis starts at 0.
+        log: there is a view with a logarithmic y axis.
+        kind: CSS class: "first" takes the full width.
+    """
+
+    title: str
+    curves: Sequence[Curve]
+    zero: bool = False
+    log: bool = False
+    kind: str = ""
 
 
 def stacked(label: str, parts: Sequence[tuple[str, float, str]], total: float, mark: float | None = None) -> str:
@@ -55,40 +101,6 @@ def stacked(label: str, parts: Sequence[tuple[str, float, str]], total: float, m
     return "".join([*out, "</svg>"])
 
 
-def single(value: float, total: float, colour: str = "var(--c1)") -> str:
-    """Return a thin bar for a table. The number stands beside it, so screen readers skip the bar."""
-    width = 100 * value / total if total else 0.0
-    return f'<svg class="bar" aria-hidden="true"><rect width="{width:.2f}%" height="100%" style="fill:{colour}"/></svg>'
-
-
-def strip(label: str, boxes: Sequence[Box], length: float, unit: str, marks: Sequence[float] = ()) -> str:
-    """Return boxes along one axis, such as wall time.
-
-    Args:
-        label: the strip in words, for screen readers.
-        length: the axis goes from 0 to this.
-        unit: unit of the axis.
-        marks: places of vertical lines.
-    """
-    out = [f'<svg class="lanes" style="height:{STRIP_HEIGHT + 32}px" role="img" aria-label="{escape(label)}">']
-    out.append(f'<rect class="empty" x="0" y="0" width="100%" height="{STRIP_HEIGHT}"/>')
-    for b in boxes:
-        # Boxes overlap by 0.02%, so no seam shows between neighbours.
-        place = f'x="{100 * b.start / length:.3f}%" width="{100 * (b.end - b.start) / length + 0.02:.3f}%"'
-        y, height = STRIP_HEIGHT * (1 - b.high), STRIP_HEIGHT * (b.high - b.low)
-        text = f"<title>{escape(b.text)}</title>"
-        out.append(f'<rect {place} y="{y:.1f}" height="{height:.1f}" fill="{b.colour}">{text}</rect>')
-    for mark in marks:
-        x = f"{100 * mark / length:.2f}%"
-        out.append(f'<line class="mark" x1="{x}" x2="{x}" y1="-4" y2="{STRIP_HEIGHT + 4}"/>')
-    for tick in ticks(0, length, 7):
-        anchor = "end" if tick > 0.95 * length else "middle" if tick else "start"
-        text = f"{tick:g}" if tick else f"0 {unit}"
-        place = f'x="{100 * tick / length:.2f}%" y="{STRIP_HEIGHT + 20}" text-anchor="{anchor}"'
-        out.append(f'<text class="axis" {place}>{escape(text)}</text>')
-    return "".join([*out, "</svg>"])
-
-
 def cursor_data(data: object) -> str:
     """Return data that page.js reads below the cursor of a chart: texts at equal distances, or curves."""
     # "<" is escaped for JSON, so no name can end the script element.
@@ -111,3 +123,163 @@ def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
         if len(found) <= most:
             return found if len(found) > 1 else ticks(low, high, most)
     return found[:: -(-len(found) // most)]
+
+
+def controls(axes: Sequence[str], *, log: bool) -> str:
+    """Return the inputs that choose the views of all charts of a page.
+
+    Args:
+        axes: names of the x axes.
+        log: the logarithmic scale is chosen at first.
+    """
+    inputs = (f'<input type="radio" name="x" id="x{i}"{"" if i else " checked"}> {escape(name)}' for i, name in enumerate(axes))
+    return (
+        f'<form class="views" autocomplete="off"><span>x axis: {" ".join(f"<label>{each}</label>" for each in inputs)}</span>'
+        f'<label><input type="checkbox" id="log"{" checked" if log else ""}> log scale of losses and norms</label>'
+        '<label><input type="checkbox" id="smooth" checked> smoothed</label></form>'
+    )
+
+
+def draw(chart: LineChart, axes: Sequence[str] = ("step",), columns: int = COLUMNS) -> str:
+    """Return a chart with its title and legend; "" if no curve has a value."""
+    curves = [thin(c, columns) for c in chart.curves]
+    measured = [c for c in curves if c.kind != "limit"]
+    if not any(is_number(v) for c in measured for v in c.y):
+        return ""
+    values = [v for c in curves for v in c.y if is_number(v)]
+    scales = [_y_scale(values, chart.zero, log) for log in ((False, True) if chart.log and min(values) > 0 else (False,))]
+    label, views = escape(describe(chart, axes[0])), []
+    for axis, name in enumerate(axes):
+        x = Scale(min(c.x[axis][0] for c in measured if c.y), max(c.x[axis][-1] for c in measured if c.y))
+        for y in scales:
+            views.append(
+                f'<svg role="img" aria-label="{label}" class="view x{axis} {"log" if y.log else "linear"}" '
+                f'data-axis="{axis}" data-from="{x.low!r}" data-to="{x.high!r}">{_grid(x, y, name)}'
+                '<svg width="100%" height="100%" viewBox="0 0 1000 1000" preserveAspectRatio="none" overflow="visible">'
+                + "".join(_path(c, axis, x, y) for c in sorted(curves, key=lambda c: c.kind != "raw"))
+                + f"</svg>{''.join(_dots(c, axis, x, y) for c in measured)}"
+                '<line class="cursor" x1="0" x2="0" y1="0" y2="100%"/></svg>'
+            )
+    # null is a gap, and a word is NaN or an infinity.
+    words = [[v if v is None or math.isfinite(v) else _word(v) for v in c.y] for c in measured]
+    data: list[dict[str, Any]] = [
+        {"name": c.name, "kind": c.kind, "x": [list(at) for at in c.x], "y": y} for c, y in zip(measured, words, strict=True)
+    ]
+    title = escape(chart.title)
+    return (
+        f'<div class="{chart.kind}{" scales" if len(scales) > 1 else ""}"><h3>{title}</h3>{_legend(chart)}'
+        f'<div class="chart" tabindex="0" role="group" aria-label="{title}; arrow keys move the cursor">{"".join(views)}'
+        f'{cursor_data({"axes": list(axes), "curves": data})}<div class="tip" role="status"></div></div></div>'
+    )
+
+
+def is_number(value: float | None) -> TypeGuard[float]:
+    """Return whether a value is neither a gap nor NaN nor an infinity."""
+    return value is not None and math.isfinite(value)
+
+
+def thin(c: Curve, columns: int) -> Curve:
+    """Return a curve with few points: of each range of the first x axis the lowest, the highest, a gap, a NaN or infinity."""
+    at = c.x[0]
+    if len(at) <= 2 * columns:
+        return c
+    width = (at[-1] - at[0]) / columns or 1.0
+    kept = {0, len(at) - 1}
+    for _, group in itertools.groupby(range(len(at)), lambda i: min(columns - 1, int((at[i] - at[0]) / width))):
+        points = list(group)
+        numbers = {i: value for i in points if is_number(value := c.y[i])}
+        kept.update({c.y[i] is None: i for i in points if i not in numbers}.values())
+        if numbers:
+            kept |= {min(numbers, key=numbers.__getitem__), max(numbers, key=numbers.__getitem__)}
+    order = sorted(kept)
+    return dataclasses.replace(c, x=[[axis[i] for i in order] for axis in c.x], y=[c.y[i] for i in order])
+
+
+def describe(chart: LineChart, axis: str) -> str:
+    """Return a chart in words, for screen readers."""
+    parts = []
+    for c in chart.curves:
+        if known := [v for v in c.y if is_number(v)]:
+            first, last, low, high = (f"{v:.4g}" for v in (known[0], known[-1], min(known), max(known)))
+            parts.append(f"{c.name}: {first} to {last}, lowest {low}, highest {high}")
+    return f"{chart.title}, over the {axis}. {'; '.join(parts)}."
+
+
+def short(value: float) -> str:
+    """Return a number for an axis: 25k for 25,000."""
+    size, letter = next(((size, letter) for least, size, letter in UNITS if abs(value) >= least), (1, ""))
+    return f"{value / size:.10g}{letter}"
+
+
+def _y_scale(values: Sequence[float], zero: bool, log: bool) -> Scale:
+    """Return the y axis of values, with 6% of space."""
+    low, high = min(values), max(values)
+    if log:
+        space = (high / low) ** 0.06 if high > low else 1.5
+        return Scale(low / space, high * space, log=True)
+    low = min(0.0, low) if zero else low
+    space = 0.06 * (high - low) or 0.06 * abs(high) or 1.0
+    return Scale(low if zero and low == 0 else low - space, high + space)
+
+
+def _grid(x: Scale, y: Scale, name: str) -> str:
+    out = []
+    for level in log_ticks(y.low, y.high) if y.log else ticks(y.low, y.high):
+        at = f"{100 * (1 - y(level)):.2f}%"
+        out.append(f'<line class="grid" x1="0" x2="100%" y1="{at}" y2="{at}"/>')
+        out.append(f'<text class="axis" x="-8" y="{at}" dy="4" text-anchor="end">{short(level)}</text>')
+    places = ticks(x.low, x.high) if x.high > x.low else [x.low]
+    if x.high > x.low and x(places[0]) > 0.2:
+        places = [x.low, *places]
+    for place in places:
+        at, anchor = f"{100 * x(place):.2f}%", "start" if x(place) < 0.05 else "end" if x(place) > 0.95 else "middle"
+        text = f"{name} {short(place)}" if place == places[0] else short(place)
+        out.append(f'<line class="grid" x1="{at}" x2="{at}" y1="100%" y2="102%"/>')
+        out.append(f'<text class="axis" x="{at}" y="100%" dy="18" text-anchor="{anchor}">{escape(text)}</text>')
+    return "".join(out)
+
+
+def _stretches(c: Curve, axis: int) -> list[list[tuple[float, float]]]:
+    """Return the points of a curve, divided at gaps."""
+    out: list[list[tuple[float, float]]] = [[]]
+    for place, value in zip(c.x[axis], c.y, strict=True):
+        if is_number(value):
+            out[-1].append((place, value))
+        elif out[-1]:
+            out.append([])
+    return [stretch for stretch in out if stretch]
+
+
+def _path(c: Curve, axis: int, x: Scale, y: Scale) -> str:
+    lines = "".join(
+        "M" + " ".join(f"{1000 * x(a):.1f} {1000 * (1 - y(b)):.1f}" for a, b in stretch) for stretch in _stretches(c, axis)
+    )
+    return f'<path class="curve {c.kind}" style="stroke:{c.colour}" d="{lines}"/>'
+
+
+def _dots(c: Curve, axis: int, x: Scale, y: Scale) -> str:
+    """Return dots for points that a line would not show, and lines for NaN and infinite values."""
+    few = len(c.y) <= DOTS and c.kind != "raw"
+    out = [
+        f'<circle cx="{100 * x(a):.2f}%" cy="{100 * (1 - y(b)):.2f}%" r="2.6" class="{c.kind}" style="fill:{c.colour}"/>'
+        for stretch in _stretches(c, axis)
+        if few or len(stretch) == 1
+        for a, b in stretch
+    ]
+    lost = [(a, v) for a, v in zip(c.x[axis], c.y, strict=True) if v is not None and not math.isfinite(v)]
+    for place, value in lost[:MARKED]:
+        at, text = f"{100 * x(place):.2f}%", escape(f"{c.name}: {_word(value)} at {place:g}")
+        out.append(f'<line class="lost" x1="{at}" x2="{at}" y1="0" y2="100%"><title>{text}</title></line>')
+    return "".join(out)
+
+
+def _word(value: float) -> str:
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _legend(chart: LineChart) -> str:
+    """Return the names of the curves; "" for one curve alone, which the title names."""
+    lost = sum(v is not None and not math.isfinite(v) for c in chart.curves for v in c.y if c.kind != "smooth")
+    notes = [f"{lost} {'value' if lost == 1 else 'values'} NaN or infinite, marked"] if lost else []
+    named = [(c.name, c.colour) for c in chart.curves if c.kind != "smooth"]
+    return key(named, notes) if len(named) > 1 or notes else ""

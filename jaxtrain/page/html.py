@@ -1,39 +1,15 @@
-"""The shell of an HTML report and its texts: document, sections, tiles, tables, lists.
+"""The shell of an HTML report and its small parts: document, tiles, paragraphs, keys.
 
-A page is one file that needs no network and is complete without scripts. Functions return markup and escape every text that
-they are given, except `Markup`. Charts are in `jaxtrain.page.charts`.
+A page is one file that needs no network and is complete without scripts. Functions return markup, and escape every text.
+Tables are in `jaxtrain.page.sections`, charts in `jaxtrain.page.charts`.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
 # Block every request, whatever a name in a report contains.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-
-
-class Markup(str):
-    """A text that is HTML already."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Column:
-    """One column of a table.
-
-    Attributes:
-        heading: text of its header.
-        cells: one text per row.
-        values: numbers that sort the rows; None for a column of texts. Numbers are right-aligned.
-        kind: CSS class: "number", "whole" (one line), "path" and "scope" (break anywhere), "share" (a bar).
-        total: text of the last row; a table has one if its first column has a total.
-    """
-
-    heading: str
-    cells: Sequence[str]
-    values: Sequence[float] | None = None
-    kind: str = ""
-    total: str = ""
 
 
 def document(title: str, description: str, body: Sequence[str]) -> str:
@@ -53,12 +29,6 @@ def asset(name: str) -> str:
     return (resources.files("jaxtrain.page") / "assets" / name).read_text(encoding="utf-8")
 
 
-def section(title: str, *parts: str) -> str:
-    """Return the parts (markup) below a heading; "" if all of them are empty."""
-    body = "".join(parts)
-    return f"<h2>{escape(title)}</h2>{body}" if body else ""
-
-
 def folded(title: str, body: str) -> str:
     """Return markup that a click on its title shows; "" if it is empty."""
     return f"<details><summary>{escape(title)}</summary>{body}</details>" if body else ""
@@ -70,46 +40,9 @@ def tiles(cells: Sequence[tuple[str, str, str]]) -> str:
     return f'<dl class="tiles">{"".join(shown)}</dl>'
 
 
-def table(caption: str, columns: Sequence[Column], kind: str = "") -> str:
-    """Return a table. Its first column names the rows and stays in sight while a wide table scrolls; "" without rows.
-
-    kind: CSS class: "sortable" (by a click on a header), "small" (narrow).
-    """
-    if not columns[0].cells:
-        return ""
-
-    def css(c: Column) -> str:
-        return f' class="{c.kind or "number"}"' if c.kind or c.values is not None else ""
-
-    def cell(c: Column, i: int) -> str:
-        text = c.cells[i] if isinstance(c.cells[i], Markup) else escape(c.cells[i])
-        if c is columns[0]:
-            return f'<th scope="row"{css(c)}>{text}</th>'
-        value = f' data-value="{c.values[i]!r}"' if c.values is not None else ""
-        return f"<td{css(c)}{value}>{text}</td>"
-
-    head = "".join(f'<th scope="col"{css(c)}>{escape(c.heading)}</th>' for c in columns)
-    rows = "".join(f"<tr>{''.join(cell(c, i) for c in columns)}</tr>" for i in range(len(columns[0].cells)))
-    foot = ""
-    if columns[0].total:
-        totals = "".join(f"<td{css(c)}>{escape(c.total)}</td>" for c in columns[1:])
-        foot = f'<tfoot><tr><th scope="row">{escape(columns[0].total)}</th>{totals}</tr></tfoot>'
-    name = escape(caption)
-    return (
-        f'<div class="wide" tabindex="0" role="region" aria-label="{name}"><table{f' class="{kind}"' if kind else ""}>'
-        f"<caption>{name}</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody>{foot}</table></div>"
-    )
-
-
 def paragraph(text: str, kind: str = "") -> str:
     """Return a paragraph of text; "" for an empty one. kind: CSS class: "quiet", "key"."""
     return f"<p{f' class="{kind}"' if kind else ''}>{escape(text)}</p>" if text else ""
-
-
-def bullets(title: str, lines: Sequence[str], kind: str = "") -> str:
-    """Return a list of texts below a heading; "" for an empty one. kind: CSS class: "warnings"."""
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return section(title, f'<ul class="list {kind}">{items}</ul>') if items else ""
 
 
 def swatch(colour: str) -> str:

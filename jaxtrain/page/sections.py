@@ -15,7 +15,6 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from jaxtrain.page import html
-from jaxtrain.page.charts import single
 from jaxtrain.page.numbers import column, percent
 
 BAR = 28  # characters of a bar on a terminal
@@ -31,10 +30,11 @@ class Column:
     Attributes:
         heading: its name and unit.
         cells: the text of each row.
-        values: the numbers behind the cells, by which the page sorts; None for text.
+        values: the numbers behind the cells, by which the page sorts; None for text. Numbers are right-aligned.
         total: the text below the cells.
         rest: n -> the text for the sum of all rows from the n-th on.
-        kind: "source" for file:line, "scope" for a path of named scopes, "bar" for bars, or a CSS class.
+        kind: "source" for file:line, "scope" for a path of named scopes, "bar" for bars, or a CSS class: "number", "whole"
+            (one line), "path" (breaks anywhere).
         colours: a CSS colour for each row, shown as a swatch on the page.
         page_only: the terminal leaves it out.
     """
@@ -139,25 +139,16 @@ def say(console: Console, line: str, style: str = "") -> None:
 def print_sections(sections: Sequence[Section], console: Console) -> None:
     """Print sections on a terminal."""
     for section in sections:
-        parts = [
-            part
-            for part in section.parts
-            if not isinstance(part, Drawing) and not (isinstance(part, Listing) and not part.lines)
-        ]
-        if not parts:
-            continue
-        say(console, f"\n{section.title}", "bold")
-        for part in parts:
+        printed = [p for p in section.parts if not isinstance(p, Drawing) and not (isinstance(p, Listing) and not p.lines)]
+        if printed:
+            say(console, f"\n{section.title}", "bold")
+        for part in printed:
             if isinstance(part, str):
                 say(console, part)
             elif isinstance(part, Listing):
                 _print_listing(part, console)
             elif isinstance(part, Table):
                 print_table(part, console, with_title=part.title != section.title)
-
-
-def _is_printed(part: str | Table | Listing | Drawing) -> bool:
-    return bool(part.lines) if isinstance(part, Listing) else not isinstance(part, Drawing)
 
 
 def _print_listing(part: Listing, console: Console) -> None:
@@ -187,16 +178,22 @@ def print_table(table: Table, console: Console, *, with_title: bool = True) -> N
         whole = right or c.kind in ("whole", "source", "bar")
         least = _least_width(c) - 2 if c.kind != "bar" else None
         made.add_column(Text(c.heading), justify="right" if right else "left", no_wrap=whole, overflow="fold", min_width=least)
-    rows = len(columns[0].cells)
-    shown = rows if table.rows is None or rows <= table.rows else table.rows
+    shown = len(columns[0].cells[: table.rows])
     for i in range(shown):
-        made.add_row(*(_terminal_cell(c, i, console) for c in columns))
-    if shown < rows:
-        more = [c.rest(shown) if c.rest else "" for c in columns]
-        made.add_row(*(Text(cell) for cell in [f"{rows - shown} more", *more[1:]]))
-    if columns[0].total:
-        made.add_row(*(Text(c.total) for c in columns), style="bold")
+        made.add_row(*(Text(_terminal_cell(c, i, console)) for c in columns))
+    for texts, style in _last_rows(columns, shown):
+        made.add_row(*map(Text, texts), style=style)
     console.print(made, width=max(console.width, sum(map(_least_width, columns))), crop=False)
+
+
+def _last_rows(columns: Sequence[Column], shown: int) -> list[tuple[list[str], str]]:
+    """Return (texts, style) of the rows below the first `shown`: the sums of the others, and the totals."""
+    more, out = len(columns[0].cells) - shown, []
+    if more:
+        out.append(([f"{more} more", *(c.rest(shown) if c.rest else "" for c in columns[1:])], ""))
+    if columns[0].total:
+        out.append(([c.total for c in columns], "bold"))
+    return out
 
 
 def _least_width(c: Column) -> int:
@@ -209,18 +206,13 @@ def _least_width(c: Column) -> int:
     return (min(longest, max(len(c.heading), FOLDED_TEXT)) if is_text else longest) + 2
 
 
-def _terminal_cell(c: Column, i: int, console: Console) -> Text:
-    if c.kind == "bar":
-        return Text(make_bar(float(c.cells[i]), console))
-    return Text(shorten_source(c.cells[i]) if c.kind == "source" else c.cells[i])
-
-
-def make_bar(part: float, console: Console) -> str:
-    """Return a bar of at most BAR characters for a part of 1; in eighths of a character if the terminal has them."""
-    eighths = round(8 * BAR * max(0.0, min(1.0, part)))
-    if not console.encoding.lower().startswith("utf"):
-        return "#" * round(eighths / 8)
-    return "\u2588" * (eighths // 8) + ("", *"\u258f\u258e\u258d\u258c\u258b\u258a\u2589")[eighths % 8]
+def _terminal_cell(c: Column, i: int, console: Console) -> str:
+    if c.kind == "bar":  # in eighths of a character if the terminal has them
+        eighths = round(8 * BAR * max(0.0, min(1.0, float(c.cells[i]))))
+        if not console.encoding.lower().startswith("utf"):
+            return "#" * round(eighths / 8)
+        return "\u2588" * (eighths // 8) + ("", *"\u258f\u258e\u258d\u258c\u258b\u258a\u2589")[eighths % 8]
+    return shorten_source(c.cells[i]) if c.kind == "source" else c.cells[i]
 
 
 def place(source: str) -> str:
@@ -241,13 +233,11 @@ def shorten_source(source: str) -> str:
 
 
 def html_sections(sections: Sequence[Section]) -> list[str]:
-    """Return sections as HTML. Two small tables that follow each other are placed side by side."""
+    """Return sections as HTML."""
     out = []
     for section in sections:
-        parts = [made for part in section.parts if (made := _html_part(part))]
-        if parts:
-            out.append(f"<h2>{escape(section.title)}</h2>")
-            out += parts
+        if parts := [made for part in section.parts if (made := _html_part(part))]:
+            out += [f"<h2>{escape(section.title)}</h2>", *parts]
     return out
 
 
@@ -256,33 +246,46 @@ def _html_part(part: str | Table | Listing | Drawing) -> str:
         return html.paragraph(part, "quiet")
     if isinstance(part, Drawing):
         return part.html
-    if isinstance(part, Listing):
-        lines = "".join(f"<li>{escape(line)}</li>" for line in part.lines)
-        style = " warnings" if part.style == "warning" else ""
-        return f'<ul class="list{style}">{lines}</ul>' if lines else ""
-    return html_table(part)
+    if isinstance(part, Table):
+        return html_table(part)
+    lines = "".join(f"<li>{escape(line)}</li>" for line in part.lines)
+    return f'<ul class="list{" warnings" if part.style == "warning" else ""}">{lines}</ul>' if lines else ""
 
 
 def html_table(table: Table) -> str:
-    """Return a table as HTML."""
-    rows = len(table.columns[0].cells)
-    shown = rows if table.page_rows is None or rows <= table.page_rows else table.page_rows
-    more = rows - shown
-    made = []
-    for n, c in enumerate(table.columns):
-        cells = [_html_cell(c, i) for i in range(shown)]
-        total = c.total
-        if more:
-            total = f"{more} more" if n == 0 else c.rest(shown) if c.rest else ""
-        kind = {"source": "whole", "bar": "share"}.get(c.kind, c.kind)
-        made.append(html.Column(c.heading, cells, c.values[:shown] if c.values is not None else None, kind, total))
-    return html.table(table.title, made, table.style)
+    """Return a table as HTML; "" without rows. Its first column stays in sight while a wide table scrolls."""
+    columns, shown = table.columns, len(table.columns[0].cells[: table.page_rows])
+    if not shown:
+        return ""
+
+    def row(cells: Sequence[str], values: Sequence[float | None]) -> str:
+        named, *others = zip(columns, cells, values, strict=True)
+        return f"<tr>{_tag('th scope="row"', *named)}{''.join(_tag('td', *each) for each in others)}</tr>"
+
+    head = "".join(_tag('th scope="col"', c, escape(c.heading)) for c in columns)
+    cells = [[_html_cell(c, i) for c in columns] for i in range(shown)]
+    body = "".join(row(each, [c.values[i] if c.values is not None else None for c in columns]) for i, each in enumerate(cells))
+    foot = "".join(row([escape(text) for text in texts], [None] * len(columns)) for texts, _ in _last_rows(columns, shown))
+    name, style = escape(table.title), f' class="{table.style}"' if table.style else ""
+    return (
+        f'<div class="wide" tabindex="0" role="region" aria-label="{name}"><table{style}><caption>{name}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>{f'<tfoot>{foot}</tfoot>' if foot else ''}</table></div>"
+    )
+
+
+def _tag(tag: str, c: Column, markup: str, value: float | None = None) -> str:
+    """Return a cell of a column."""
+    kind = {"source": "whole", "bar": "share"}.get(c.kind, c.kind) or ("number" if c.values is not None else "")
+    css = f' class="{kind}"' if kind else ""
+    data = f' data-value="{value!r}"' if value is not None and tag == "td" else ""
+    return f"<{tag}{css}{data}>{markup}</{tag[:2]}>"
 
 
 def _html_cell(c: Column, i: int) -> str:
     text = c.cells[i]
-    if c.kind == "bar":
-        return html.Markup(single(float(text), 1.0))
+    if c.kind == "bar":  # the number stands beside it, so screen readers skip the bar
+        width = f"{100 * float(text):.2f}%"
+        return f'<svg class="bar" aria-hidden="true"><rect width="{width}" height="100%" style="fill:var(--c1)"/></svg>'
     if c.kind == "scope":  # path of scopes, a line feed, and the name in the HLO
         path, _, name = text.partition("\n")
         shown = re.sub(r"([/:])", r"\1<wbr>", escape(path))
@@ -291,10 +294,9 @@ def _html_cell(c: Column, i: int) -> str:
             shown = f"<details><summary>{escape(first)} ...</summary>{shown}</details>"
         else:
             shown += "<br>"
-        return html.Markup(f'{shown}<span class="quiet">{escape(name)}</span>')
-    if c.colours:
-        return html.Markup(html.swatch(c.colours[i]) + escape(text))
-    return place(text) if c.kind == "source" else text
+        return f'{shown}<span class="quiet">{escape(name)}</span>'
+    colour = html.swatch(c.colours[i]) if c.colours else ""
+    return colour + escape(place(text) if c.kind == "source" else text)
 
 
 # ---- Markdown

@@ -47,7 +47,7 @@ def draw(lanes: Mapping[str, Sequence[Stretch]], colours: Mapping[str, str], des
     key = " ".join(f"<span>{swatch(f'var({colours[kind]})')}{escape(kind)}</span>" for kind in kinds)
     return (
         f"<style>{asset('timeline.css')}</style>"
-        f'<figure class="timeline"><p class="key">{key}</p><canvas tabindex="0" role="img" aria-label="Timeline: '
+        f'<figure class="timeline"><p class="key">{key}</p><canvas role="img" aria-label="Timeline: '
         f'{escape(description)}"></canvas><div class="tip"></div><p class="controls"></p>{cursor_data(data)}</figure>'
         f"<noscript>{paragraph('The timeline needs JavaScript.')}</noscript>"
         f"<script>{asset('timeline.js')}</script>"

@@ -16,7 +16,9 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxtrain import hardware, metrics
 from jaxtrain.page.timeline import Stretch
@@ -204,10 +206,10 @@ def _by_last_operation(events: Sequence[Event], marked: Sequence[int], module: M
 
 # ---- Time
 
-# Columns of an operation's sums over all steps: time of the step, overlapped, from start to end (ns); launches; their work by
-# the program, and its time at the plan's rates (s). Unknown work is NaN.
-TIME, OVERLAPPED, RAN, COUNT, FLOPS, BYTES, PLANNED = range(7)
-type Sums = dict[Operation, list[float]]
+# An operation's sums over all steps: time of the step, overlapped, from start to end (ns); launches; their work by the program,
+# and its time at the plan's rates (s). Unknown work is NaN.
+TIME, OVERLAPPED = 0, 1
+type Sums = dict[Operation, np.ndarray]
 
 
 def operation_of(event: Event, main: int, known: Mapping[str, Operation]) -> Operation | None:
@@ -248,13 +250,12 @@ def divide_time(
         steps: the steps, in order and without gaps.
         work: (program, instruction) -> FLOPs, bytes and planned seconds of a launch.
     """
-    sums: Sums = defaultdict(lambda: [0.0] * 7)
+    sums: Sums = defaultdict(lambda: np.zeros(7))
     first, last = steps[0].start, steps[-1].end
     points: list[tuple[float, int, Operation]] = []
     for e, operation in events:
         if e.end > first and e.start < last:
-            launch = (0.0, 0.0, e.end - e.start, 1, *work.get((e.program, e.op), (math.nan,) * 3))
-            sums[operation] = [a + b for a, b in zip(sums[operation], launch, strict=True)]
+            sums[operation] += (0.0, 0.0, e.end - e.start, 1, *work.get((e.program, e.op), (math.nan,) * 3))
             if e.end > e.start:
                 points += [(max(e.start, first), 1, operation), (min(e.end, last), -1, operation)]
     computing: Counter[Operation] = Counter()
@@ -273,11 +274,6 @@ def divide_time(
         if not running[operation]:
             del running[operation]
     return dict(sums)
-
-
-def kind_of(operation: Operation) -> str:
-    """Return the kind of an operation's time: of links, only exposed time is time of the step."""
-    return f"exposed {operation.kind}" if operation.kind in LINKS else operation.kind
 
 
 def profile(path: Path, run: Run) -> Profile:
@@ -299,9 +295,11 @@ def profile(path: Path, run: Run) -> Profile:
     except HloError as error:
         rates, no_plan = None, f"no plan: {error}"
 
-    launches = program.work.items() if program else ()
     main = trace.main_program
-    work = {(main, name): (w.flops, w.bytes, w.seconds(rates) if rates else math.nan) for name, w in launches}
+    work = {
+        (main, name): (w.flops, w.bytes, w.seconds(rates) if rates else math.nan)
+        for name, w in (program.work if program else {}).items()
+    }
     steps = windows(trace, program.module if program else None)
     events = operations_of(trace, program)
     divided = {device: divide_time(events[device], steps[device], work) for device in sorted(steps)}
@@ -309,22 +307,22 @@ def profile(path: Path, run: Run) -> Profile:
     busiest = max(devices, key=lambda d: d.busy_ms).device
     lengths = [(w.end - w.start) / NS_PER_MS for found in steps.values() for w in found]
     step_ms = statistics.fmean(lengths)
-    sums: Sums = defaultdict(lambda: [0.0] * 7)
+    sums: Sums = defaultdict(lambda: np.zeros(7))
     for of_device in divided.values():
         for operation, row in of_device.items():
-            sums[operation] = [a + b / len(lengths) for a, b in zip(sums[operation], row, strict=True)]
+            sums[operation] += row / len(lengths)
+    ops = sorted((_op(operation, row) for operation, row in sums.items()), key=lambda op: -(op.ms + op.overlapped_ms))
     by_kind, overlapped = dict.fromkeys(KINDS, 0.0), dict.fromkeys(LINKS, 0.0)
     by_part: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for operation, row in sums.items():
-        ms = row[TIME] / NS_PER_MS
-        by_kind[kind_of(operation)] += ms
-        if ms:
-            by_part[", ".join(filter(None, (operation.part, operation.phase)))][kind_of(operation)] += ms
-        if operation.kind in LINKS:
-            overlapped[operation.kind] += row[OVERLAPPED] / NS_PER_MS
+    for op in ops:
+        kind = f"exposed {op.kind}" if op.kind in LINKS else op.kind
+        by_kind[kind] += op.ms
+        if op.ms:
+            by_part[", ".join(filter(None, (op.part, op.phase)))][kind] += op.ms
+        if op.kind in LINKS:
+            overlapped[op.kind] += op.overlapped_ms
     ran = sum(by_kind.values())
     by_kind["idle"] = step_ms - ran
-    ops = [_op(operation, row) for operation, row in sums.items()]
     return Profile(
         name=run.name,
         trace=str(path),
@@ -336,7 +334,7 @@ def profile(path: Path, run: Run) -> Profile:
         overlapped=overlapped,
         by_part={part: dict(kinds) for part, kinds in sorted(by_part.items(), key=lambda item: -sum(item[1].values()))},
         named=1 - sum(by_part[NO_SCOPE].values()) / ran if ran else 0.0,
-        ops=tuple(sorted(ops, key=lambda op: -(op.ms + op.overlapped_ms))),
+        ops=tuple(ops),
         devices=devices,
         lanes=_lanes(busiest, events[busiest], steps[busiest]),
         untraced_ms=run.untraced_ms,
@@ -346,26 +344,17 @@ def profile(path: Path, run: Run) -> Profile:
     )
 
 
-def _op(operation: Operation, row: Sequence[float]) -> Op:
-    time, overlapped, ran, count, flops, moved, seconds = row
-    known, planned = not math.isnan(flops), not math.isnan(seconds)
-    return Op(
-        *operation,
-        count=count,
-        ms=time / NS_PER_MS,
-        ran_ms=ran / NS_PER_MS,
-        overlapped_ms=overlapped / NS_PER_MS,
-        gflop=flops / 1e9 if known else None,
-        gb=moved / 1e9 if known else None,
-        planned_ms=seconds * 1e3 if planned else None,
-    )
+def _op(operation: Operation, row: np.ndarray) -> Op:
+    time, overlapped, ran, count, flops, moved, seconds = row.tolist()
+    gflop, gb, planned_ms = (None if math.isnan(v) else v for v in (flops / 1e9, moved / 1e9, seconds * 1e3))
+    return Op(*operation, count, time / NS_PER_MS, ran / NS_PER_MS, overlapped / NS_PER_MS, gflop, gb, planned_ms)
 
 
 def _device(device: int, sums: Sums, steps: Sequence[Window]) -> Device:
     per = NS_PER_MS * len(steps)
     step_ms = sum(w.end - w.start for w in steps) / per
-    exposed = sum(row[TIME] for o, row in sums.items() if o.kind in LINKS) / per
-    busy = sum(row[TIME] for o, row in sums.items() if o.kind not in LINKS) / per
+    exposed = float(sum(row[TIME] for o, row in sums.items() if o.kind in LINKS)) / per
+    busy = float(sum(row[TIME] for o, row in sums.items() if o.kind not in LINKS)) / per
     return Device(device, step_ms, busy, exposed, step_ms - busy - exposed)
 
 
@@ -418,31 +407,13 @@ def write_perfetto(trace: Trace, run: Run, path: Path) -> None:
 # ---- Two traces
 
 
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """A time of a step in two traces, ms."""
+def diff(before: Profile, after: Profile) -> dict[str, Any]:
+    """Compare two profiles. Operations are matched by label and source file, since the compiler's names change.
 
-    name: str
-    before_ms: float
-    after_ms: float
-
-    @property
-    def ms(self) -> float:
-        """Return by how much the later one is longer."""
-        return self.after_ms - self.before_ms
-
-
-@dataclasses.dataclass(frozen=True)
-class Diff:
-    """Slower and faster kinds, parts and operations."""
-
-    before: str  # path of the trace
-    after: str
-    changes: dict[str, tuple[Change, ...]]  # step, kind, part or operation -> its changes, largest first
-
-
-def diff(before: Profile, after: Profile) -> Diff:
-    """Compare two profiles. Operations are matched by label and source file, since the compiler's names change."""
+    Returns:
+        "before" and "after", the paths of the traces, and "changes": step, kind, part or operation -> its changes, largest
+        first, of "name", "before_ms" and "after_ms" each.
+    """
 
     def times(found: Profile) -> dict[str, dict[str, float]]:
         ops: dict[str, float] = defaultdict(float)
@@ -453,7 +424,10 @@ def diff(before: Profile, after: Profile) -> Diff:
         return {"step": {"step": found.step_ms}, "kind": found.by_kind, "part": parts, "operation": ops}
 
     changes = {}
-    for (name, old), new in zip(times(before).items(), times(after).values(), strict=True):
-        found = [Change(key, old.get(key, 0.0), new.get(key, 0.0)) for key in dict.fromkeys((*old, *new))]
-        changes[name] = tuple(sorted((c for c in found if c.before_ms or c.after_ms), key=lambda c: -abs(c.ms)))
-    return Diff(before.trace, after.trace, changes)
+    for (what, old), new in zip(times(before).items(), times(after).values(), strict=True):
+        pairs = {name: (old.get(name, 0.0), new.get(name, 0.0)) for name in dict.fromkeys((*old, *new))}
+        order = sorted(
+            (name for name, pair in pairs.items() if any(pair)), key=lambda name: -abs(pairs[name][1] - pairs[name][0])
+        )
+        changes[what] = [{"name": name, "before_ms": pairs[name][0], "after_ms": pairs[name][1]} for name in order]
+    return {"before": before.trace, "after": after.trace, "changes": changes}

@@ -3,8 +3,9 @@
 import dataclasses
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from typing import Any
 
 from rich.console import Console
 
@@ -23,7 +24,7 @@ from jaxtrain.page.sections import (
     print_sections,
     shares,
 )
-from jaxtrain.profile.measure import Diff, Op, Profile
+from jaxtrain.profile.measure import Op, Profile
 from jaxtrain.profile.program import KINDS, NO_SCOPE
 
 ROWS, PAGE_ROWS = 15, 40  # of a long table
@@ -52,23 +53,28 @@ def verdict(found: Profile) -> str:
     return f"step {rough(found.step_ms)} ms, {percent(ms / found.step_ms)} of it {kind}"
 
 
-def introduce(found: Profile) -> list[str]:
-    """Return sentences on the step: its range, its time without the profiler, its plan."""
-    low, high = found.step_range_ms
-    measured = f"Mean of {plural(len(found.steps), 'step')} on {plural(len(found.devices), 'device')} "
-    measured += f"({found.device_kind}): {rough(low)} to {rough(high)} ms."
-    untraced = "The step time without the profiler was not recorded, so the cost of tracing is unknown."
+def facts(found: Profile) -> list[tuple[str, str, str]]:
+    """Return (name, value, note) of the figures of the step."""
+    exposed = sum(ms for kind, ms in found.by_kind.items() if kind.startswith("exposed"))
+    low, high = map(rough, found.step_range_ms)
+    untraced, planned = ("-", "not recorded"), ("-", found.no_plan)
     if found.untraced_ms is not None:
-        untraced = f"Without the profiler, the run's median step is {rough(found.untraced_ms)} ms. "
-        untraced += f"A traced step takes {found.step_ms / found.untraced_ms:.2f} times that."
-    plan = f"There is {found.no_plan}."
+        ratio = f"{found.step_ms / found.untraced_ms:.2f}"
+        untraced = f"{rough(found.untraced_ms)} ms", f"median of the run; a traced step takes {ratio} times that"
     if found.planned:
-        plan = f"The planned step is {rough(found.planned.step_ms)} ms ({found.planned.rates}). "
-        plan += f"The measured one takes {found.step_ms / found.planned.step_ms:.2f} times that."
-    return [measured, untraced, plan]
+        ratio = f"{found.step_ms / found.planned.step_ms:.2f}"
+        planned = f"{rough(found.planned.step_ms)} ms", f"{found.planned.rates}; the measured step takes {ratio} times that"
+    return [
+        ("step, traced", f"{rough(found.step_ms)} ms", f"mean of {plural(len(found.steps), 'step')}, {low} to {high} ms"),
+        ("step, not traced", *untraced),
+        ("step, planned", *planned),
+        ("exposed", percent(exposed / found.step_ms), f"{rough(sum(found.overlapped.values()))} ms more overlapped"),
+        ("idle", percent(found.by_kind["idle"] / found.step_ms), "nothing ran"),
+        ("devices", str(len(found.devices)), found.device_kind),
+    ]
 
 
-def make_sections(found: Profile, diff: Diff | None = None) -> list[Section]:
+def make_sections(found: Profile, diff: Mapping[str, Any] | None = None) -> list[Section]:
     """Return the report of a profile; with `diff`, also the changes since another trace."""
     return [
         Section("Timeline of a step", [Drawing(_timeline(found))]),
@@ -166,37 +172,37 @@ def _devices(found: Profile) -> list[str | Table]:
     return [Table("ms of a step", [names, *columns], ROWS, style="sortable"), straggler]
 
 
-def _changes(diff: Diff) -> list[str | Table]:
-    tables = []
-    for name, changes in diff.changes.items():
-        signed = [f"{'+' if c.ms > 0 else '-' if c.ms < 0 else ''}{number(abs(c.ms))}" for c in changes]
+def _changes(diff: Mapping[str, Any]) -> list[str | Table]:
+    tables: list[str | Table] = [f"From {diff['before']} to {diff['after']}."]
+    for name, changes in diff["changes"].items():
+        before, after = [c["before_ms"] for c in changes], [c["after_ms"] for c in changes]
+        change = [new - old for old, new in zip(before, after, strict=True)]
+        signed = [f"{'+' if ms > 0 else '-' if ms < 0 else ''}{number(abs(ms))}" for ms in change]
         columns = [
-            Column(name, [c.name for c in changes], kind="path"),
-            numbers("before", [c.before_ms for c in changes], total=False),
-            numbers("after", [c.after_ms for c in changes], total=False),
-            Column("change", signed, [c.ms for c in changes]),
+            Column(name, [c["name"] for c in changes], kind="path"),
+            numbers("before", before, total=False),
+            numbers("after", after, total=False),
+            Column("change", signed, change),
         ]
         tables.append(Table(f"By {name}, ms", columns, ROWS, PAGE_ROWS, "sortable"))
-    return [f"From {diff.before} to {diff.after}.", *tables]
+    return tables
 
 
-def print_profile(found: Profile, diff: Diff | None, console: Console) -> None:
+def print_profile(found: Profile, diff: Mapping[str, Any] | None, console: Console) -> None:
     """Print the report."""
     steps = f"{found.trace}, steps {', '.join(map(str, found.steps))}"
-    print_sections(
-        [Section(f"{found.name}: {verdict(found)}", [steps, *introduce(found)]), *make_sections(found, diff)], console
-    )
+    shown = Listing([f"{name}: {value}, {note}" for name, value, note in facts(found)])
+    print_sections([Section(f"{found.name}: {verdict(found)}", [steps, shown]), *make_sections(found, diff)], console)
 
 
-def make_html(found: Profile, diff: Diff | None = None) -> str:
+def make_html(found: Profile, diff: Mapping[str, Any] | None = None) -> str:
     """Return the report as one page that fetches nothing."""
     title = f"{found.name}: time of a step"
     steps = f"{found.trace}; steps {', '.join(map(str, found.steps))}"
     body = [
         f"<header><h1>{escape(title)}</h1>{paragraph(steps, 'quiet')}",
         f'<p class="verdict">{escape(verdict(found))}</p></header><main>',
-        _tiles(found),
-        *(paragraph(sentence) for sentence in introduce(found)),
+        tiles(facts(found)),
         *html_sections(make_sections(found, diff)),
         "</main>",
     ]
@@ -207,31 +213,15 @@ def _colour(kind: str) -> str:
     return f"var({COLOURS.get(kind.removeprefix('exposed '), '--panel')})"
 
 
-def _tiles(found: Profile) -> str:
-    exposed = sum(ms for kind, ms in found.by_kind.items() if kind.startswith("exposed"))
-    untraced = f"{rough(found.untraced_ms)} ms" if found.untraced_ms is not None else "-"
-    planned = f"{rough(found.planned.step_ms)} ms" if found.planned else "-"
-    return tiles(
-        [
-            ("step, traced", f"{rough(found.step_ms)} ms", f"mean of {plural(len(found.steps), 'step')}"),
-            ("step, not traced", untraced, "median of the run"),
-            ("step, planned", planned, "of the same program" if found.planned else found.no_plan),
-            ("exposed", percent(exposed / found.step_ms), f"{rough(sum(found.overlapped.values()))} ms more overlapped"),
-            ("idle", percent(found.by_kind["idle"] / found.step_ms), "nothing runs"),
-            ("devices", str(len(found.devices)), found.device_kind),
-        ]
-    )
-
-
 def _timeline(found: Profile) -> str:
     """Return the timeline of the median step, below the planned one."""
     lanes = (found.planned.lanes if found.planned else {}) | found.lanes
     return timeline.draw(lanes, COLOURS, verdict(found))
 
 
-def to_json(found: Profile, diff: Diff | None = None) -> str:
+def to_json(found: Profile, diff: Mapping[str, Any] | None = None) -> str:
     """Return a profile as JSON without its timeline; with `diff`, the changes under that key."""
-    tree = dataclasses.asdict(found) | ({"diff": dataclasses.asdict(diff)} if diff else {})
+    tree = dataclasses.asdict(found) | ({"diff": diff} if diff else {})
     for timed in filter(None, (tree, tree["planned"])):
         del timed["lanes"]
     return json.dumps(tree, indent=1) + "\n"

@@ -1,4 +1,4 @@
-"""Which charts a report has: curves of metrics.jsonl, ranges over GPUs, and the wall time by cause.
+"""The charts of a report: curves of metrics.jsonl, of the GPUs, and the wall time by cause.
 
 Several runs share a chart: a colour for each run. Of one run a chart has several quantities.
 """
@@ -7,23 +7,24 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from html import escape
+from typing import Any, NamedTuple
 
 from jaxtrain import goodput
 from jaxtrain.goodput import Goodput
-from jaxtrain.page.charts import Box, stacked, strip
-from jaxtrain.page.html import Column, Markup, key, paragraph, swatch, table
-from jaxtrain.page.lines import COLUMNS, Curve, LineChart, figures
-from jaxtrain.page.numbers import number, percent
+from jaxtrain.page.charts import COLUMNS, Curve, LineChart, draw, is_number, ticks
+from jaxtrain.page.html import paragraph
+from jaxtrain.page.numbers import percent
+from jaxtrain.page.sections import Column, Drawing, Section, Table
+from jaxtrain.progress import duration
 from jaxtrain.report.run import Run
 
 MANY = 8  # runs on a page: as many as there are colours
 LEAST_COLUMNS = 120  # ranges of x for each of many runs
 LOG_FROM = 4.0  # the log scale is chosen at first if a loss changes by this factor
-SMOOTH = 50  # the smoothed loss is the mean over 1/50 of all lines on each side,
-LEAST, MOST = 2, 500  # but over this many lines at least and at most
+SMOOTH, MOST = 50, 500  # the smoothed loss is the mean over 1/50 of all lines on each side, but over 500 at most
 UNIT = 2**40  # fractions of a nat in which losses are summed
-STRETCHES = 240  # parts of equal length that the strip of the wall time has
+STRETCHES, HEIGHT = 240, 60  # parts of equal length that the strip of the wall time has, and its px
 TIMES = (("days", 86_400, 2 * 86_400), ("h", 3_600, 5_400), ("min", 60, 120), ("s", 1, 0))  # unit, seconds, used from
 COLOURS = {
     "step": "var(--c1)",
@@ -62,94 +63,106 @@ GPU = (
 )
 
 
+class Series(NamedTuple):
+    """Values of one run. `times`: seconds since 1970 of each step; None: those of the train lines."""
+
+    steps: Sequence[int]
+    values: Sequence[Any]
+    times: Sequence[float] | None = None
+
+
 class Charts:
     """The line charts of one page: runs, their colours, and the x axes that all charts share."""
 
     def __init__(self, runs: Sequence[Run]):
         self.runs = runs
         ends = [run.positions([run.last_step])[2][0] for run in runs]
-        self._unit, self._seconds = time_unit(max(ends))
-        self.axes = ("step", "tokens", f"time, {self._unit}")
+        unit, self._seconds = next((unit, size) for unit, size, least in TIMES if max(ends) >= least)
+        self.axes = ("step", "tokens", f"time, {unit}")
 
-    def show(self, *charts: LineChart) -> str:
-        return figures(charts, self.axes, max(LEAST_COLUMNS, COLUMNS // len(self.runs)))
+    def show(self, *charts: LineChart) -> Drawing:
+        """Return charts beside each other, without those that have no value."""
+        drawn = "".join(draw(chart, self.axes, max(LEAST_COLUMNS, COLUMNS // len(self.runs))) for chart in charts)
+        return Drawing(f'<div class="figures">{drawn}</div>' if drawn else "")
 
-    def curve(self, i: int, name: str, steps: Sequence[int], values: Sequence[Any], **more: Any) -> Curve:
-        """Return a curve of run `i` over all x axes. `more`: colour, kind, and times of the steps."""
-        step, tokens, seconds = self.runs[i].positions(steps, more.pop("times", None))
-        return Curve(name, (step, tokens, [s / self._seconds for s in seconds]), values, more.pop("colour", colour(i)), **more)
+    def curve(self, run: Run, name: str, series: Series, **style: str) -> Curve:
+        """Return a curve over all x axes. `style`: colour and kind."""
+        step, tokens, seconds = run.positions(series.steps, series.times)
+        return Curve(name, (step, tokens, [s / self._seconds for s in seconds]), series.values, **style)
+
+    def curves(self, found: Sequence[Mapping[str, Series]]) -> list[Curve]:
+        """Return the curves of each run's series by name: all of one run, the first of each of several."""
+        if len(self.runs) == 1:
+            return [self.curve(self.runs[0], *named, colour=colour(n)) for n, named in enumerate(found[0].items())]
+        return [
+            self.curve(run, run.name, next(iter(series.values())), colour=colour(i))
+            for i, (run, series) in enumerate(zip(self.runs, found, strict=True))
+            if series
+        ]
 
     def of_keys(self, title: str, keys: Mapping[str, str], factor: float = 1.0, **options: Any) -> LineChart:
-        """Return a chart of train lines: all keys of one run, or the first key of several."""
-        shown = []
-        for i, run in enumerate(self.runs):
-            named = {k: n for k, n in keys.items() if run.train.known(k)}
-            for n, (k, name) in enumerate(named.items()):
-                values = [None if v is None else v * factor for v in run.train[k]]
-                if len(self.runs) == 1:
-                    shown.append(self.curve(i, name, run.train.steps, values, colour=colour(n)))
-                elif k == next(iter(keys)):
-                    shown.append(self.curve(i, run.name, run.train.steps, values))
-        if len(self.runs) > 1 and len(keys) > 1:
-            title = f"{next(iter(keys.values()))}, {title.rpartition(', ')[2]}"
-        return LineChart(title, shown, **options)
+        """Return a chart of train lines: all keys of one run with its plan, or the first key of several."""
+        first = next(iter(keys))
+        if len(self.runs) > 1:
+            title = title if len(keys) == 1 else f"{keys[first]}, {title.rpartition(', ')[2]}"
+            keys = {first: keys[first]}
+        found = [
+            {
+                name: Series(run.train.steps, [None if v is None else v * factor for v in run.train[key]])
+                for key, name in keys.items()
+                if any(is_number(v) for v in run.train[key])
+            }
+            for run in self.runs
+        ]
+        curves = self.curves(found)
+        limits = planned(self.runs[0]).get(first, ()) if len(self.runs) == 1 and curves else ()
+        for name, value in limits:
+            ends = [[axis[0], axis[-1]] for axis in curves[0].x]
+            curves.append(Curve(f"{name} {float(f'{value:.4g}'):,.10g}", ends, [value, value], "var(--ink)", "limit"))
+        return LineChart(title, curves, **options)
 
-    def training(self) -> str:
+    def training(self) -> Section:
         """Return loss, held-out loss of several runs, gradient norm, learning rate, and figures of experts."""
         one = len(self.runs) == 1
-        loss = []
+        loss, held_out = [], []
         for i, run in enumerate(self.runs):
             name, raw = "train" if one else run.name, run.train["loss"]
-            if run.train.steps:
-                loss.append(self.curve(i, name, run.train.steps, raw, kind="raw"))
-                loss.append(self.curve(i, f"{name}, smoothed", run.train.steps, smoothed(raw), kind="smooth"))
-        held_out = []
+            for kind, shown, values in (("raw", name, raw), ("smooth", f"{name}, smoothed", smoothed(raw))):
+                loss.append(self.curve(run, shown, Series(run.train.steps, values), colour=colour(i), kind=kind))
         for n, name in enumerate(dict.fromkeys(name for run in self.runs for name in run.evals)):
             title = f"held-out {name}".rstrip()
-            found = [(i, run.evals[name]) for i, run in enumerate(self.runs) if name in run.evals]
+            found = [run.evals.get(name) for run in self.runs]
+            series = [{title: Series(c.steps, c["loss"])} if c else {} for c in found]
             if one:
-                loss.append(self.curve(0, title, found[0][1].steps, found[0][1]["loss"], colour=colour((4, 1, 3, 2, 5)[n % 5])))
+                loss.append(self.curve(self.runs[0], title, series[0][title], colour=colour((4, 1, 3, 2, 5)[n % 5])))
             else:
-                curves = [self.curve(i, self.runs[i].name, c.steps, c["loss"]) for i, c in found]
-                held_out.append(LineChart(f"{title} loss, nats per token".capitalize(), curves, log=True))
-        return self.show(
+                held_out.append(LineChart(f"{title} loss, nats per token".capitalize(), self.curves(series), log=True))
+        charts = self.show(
             LineChart("Loss, nats per token", loss, log=True, kind="first"),
             *held_out,
             self.of_keys("Gradient norm", {"grad_norm": "gradient norm"}, log=True),
             self.of_keys("Learning rate", {"lr": "learning rate"}, zero=True),
             *(self.of_keys(*row, zero=True) for row in EXPERTS),
         )
+        return Section("Training", [charts])
 
     def log_at_first(self) -> bool:
         """Return whether the loss of a run changes by the factor LOG_FROM."""
-        every = [[v for v in run.train.known("loss") if math.isfinite(v)] for run in self.runs]
+        every = [[v for v in run.train["loss"] if is_number(v)] for run in self.runs]
         return any(known and min(known) > 0 and max(known) / min(known) >= LOG_FROM for known in every)
 
-    def rows(self, rows: Sequence[tuple[str, Mapping[str, str], float]], kind: str = "") -> str:
-        """Return the charts of SPEED or MEMORY; of one run with what its plan expected."""
-        limits = planned(self.runs[0]) if len(self.runs) == 1 else {}
-        charts = [self.of_keys(*row, limits=limits.get(next(iter(row[1])), ()), zero=True, kind=kind) for row in rows]
-        return self.show(*charts)
-
-    def gpus(self) -> str:
-        """Return what NVML measured: of one run the range over its GPUs, of several the mean of each."""
-        shown = []
+    def gpus(self) -> Drawing:
+        """Return what NVML measured: of one run the mean and the range over its GPUs, of several the mean of each."""
+        charts = []
         for quantity, title, factor in GPU:
-            curves, bands = [], []
-            for i, run in enumerate(self.runs):
-                found = moments(run, quantity)
-                if not found:
-                    continue
-                steps, times = [m[0] for m in found], [m[1] for m in found]
-                low, mean, high = ([m[n] * factor for m in found] for n in (2, 3, 4))
-                one = len(self.runs) == 1
-                curves.append(self.curve(i, "mean" if one else run.name, steps, mean, times=times))
-                if one:
-                    ends = (("the lowest GPU", low), ("the highest", high))
-                    bands.append(tuple(self.curve(i, name, steps, values, times=times) for name, values in ends))
+            found = []
+            for run in self.runs:
+                steps, times, *values = list(zip(*moments(run, quantity), strict=True)) or [()] * 5
+                mean, low, high = (Series(steps, [v * factor for v in values[n]], times) for n in (1, 0, 2))
+                found.append({"mean": mean, "lowest GPU": low, "highest GPU": high} if steps else {})
             title = title if len(self.runs) == 1 else f"{title}, mean"
-            shown.append(LineChart(title, curves, bands, zero=quantity != "temperature_c"))
-        return self.show(*shown)
+            charts.append(LineChart(title, self.curves(found), zero=quantity != "temperature_c"))
+        return self.show(*charts)
 
 
 def colour(i: int) -> str:
@@ -175,8 +188,8 @@ def planned(run: Run) -> dict[str, list[tuple[str, float]]]:
 
 def smoothed(values: Sequence[float | None]) -> list[float | None]:
     """Return the mean of each value and its neighbours on both sides, without gaps, NaN and infinities."""
-    reach = max(LEAST, min(MOST, len(values) // SMOOTH))
-    kept = [v if v is not None and math.isfinite(v) else None for v in values]
+    reach = min(MOST, len(values) // SMOOTH)
+    kept = [v if is_number(v) else None for v in values]
     # Sums of integers are exact: one loss of 1e30 must not take the digits of all later sums.
     sums = list(itertools.accumulate((int((v or 0.0) * UNIT) for v in kept), initial=0))
     counts = list(itertools.accumulate((v is not None for v in kept), initial=0))
@@ -190,76 +203,43 @@ def smoothed(values: Sequence[float | None]) -> list[float | None]:
 def moments(run: Run, quantity: str) -> list[tuple[int, float, float, float, float]]:
     """Return (step, seconds since 1970, lowest, mean, highest) of all GPUs, in order of steps.
 
-    Each process writes by its own clock, so the lines of two nodes have different steps. Lines are therefore grouped by time,
-    in ranges twice as long as the time between two lines of a GPU. A group has the last of its steps.
+    Each process writes by its own clock, so the lines of two nodes have different steps. Lines are therefore grouped in ranges
+    of twice the steps between two lines of a GPU. A group has the last of its steps.
     """
     lines = [line for line in run.gpu if line.get(quantity) is not None]
-    if not lines:
-        return []
-    first = [line["time_unix"] for line in lines if all(line[x] == lines[0][x] for x in ("process", "gpu"))]
-    apart = [b - a for a, b in itertools.pairwise(first)]
-    width = 2 * statistics.median(apart) if apart else math.inf
-    groups: dict[int, list[dict[str, Any]]] = {}
+    first = [line["step"] for line in lines if (line["process"], line["gpu"]) == (lines[0]["process"], lines[0]["gpu"])]
+    width = 2 * statistics.median([b - a for a, b in itertools.pairwise(first)] or [math.inf]) or 1
+    groups: dict[float, list[dict[str, Any]]] = {}
     for line in lines:
-        groups.setdefault(int((line["time_unix"] - first[0]) // width) if width else 0, []).append(line)
-    by_step: dict[int, list[dict[str, Any]]] = {}  # two groups may end in one step
-    for _, group in sorted(groups.items()):
-        by_step.setdefault(max(line["step"] for line in group), []).extend(group)
+        groups.setdefault((line["step"] - first[0]) // width, []).append(line)
     out = []
-    for step, group in sorted(by_step.items()):
+    for _, group in sorted(groups.items()):
         values = [line[quantity] for line in group]
-        out.append((step, group[-1]["time_unix"], min(values), statistics.fmean(values), max(values)))
+        step, time = (max(line[name] for line in group) for name in ("step", "time_unix"))
+        out.append((step, time, min(values), statistics.fmean(values), max(values)))
     return out
 
 
-def time_unit(seconds: float) -> tuple[str, int]:
-    """Return the unit that suits a duration, and its seconds."""
-    return next((unit, size) for unit, size, least in TIMES if seconds >= least)
-
-
-def hours(seconds: float) -> str:
-    """Return '42 s', '3.4 min', '5.2 h', '1.3 days'."""
-    unit, size = time_unit(seconds)
-    return f"{number(seconds / size, 0 if unit == 's' and seconds >= 10 else 1)} {unit}"
-
-
-def wall_time(runs: Sequence[Run]) -> str:
-    """Return the wall time by cause: of one run strip and table, of several a bar each and one table; "" without ledgers."""
-    found = [(run, g) for run in runs if (g := run.goodput()) and g.wall_s > 0]
+def wall_time(runs: Sequence[Run]) -> Section:
+    """Return the wall time by cause: a strip for each run in order of time, and one table."""
+    found = [(run.name, g) for run in runs if (g := run.wall_time) and g.wall_s > 0]
     causes = [cause for cause in goodput.CAUSES if any(g.parts[cause] for _, g in found)]
-    if not found:
-        return ""
-    if len(runs) > 1:
-        columns = [Column("run", [run.name for run, _ in found])]
-        for cause in causes:
-            seconds = [g.parts[cause] for _, g in found]
-            columns.append(Column(cause, [hours(s) if s else "" for s in seconds], seconds))
-        wall = [g.wall_s for _, g in found]
-        columns.append(Column("all", [hours(s) for s in wall], wall))
-        bars = "".join(_bar(run.name, g) for run, g in found)
-        return key([(cause, COLOURS[cause]) for cause in causes]) + bars + table("Wall time by cause", columns, "sortable")
-    g = found[0][1]
-    seconds = [g.parts[cause] for cause in causes]
-    columns = [
-        Column("cause", [Markup(swatch(COLOURS[cause]) + cause) for cause in causes], kind="whole", total="wall time"),
-        Column("seconds", [f"{s:,.1f}" for s in seconds], seconds, total=f"{g.wall_s:,.1f}"),
-        Column("share", [percent(s / g.wall_s) for s in seconds], seconds),
-        Column("meaning", [goodput.MEANING[cause] for cause in causes]),
-    ]
-    text = goodput.words(g)
-    return paragraph(f"{text[:1].upper()}{text[1:]}.") + wall_time_strip(g) + table("Wall time by cause", columns, "sortable")
-
-
-def _bar(name: str, g: Goodput) -> str:
-    parts = [(f"{cause}: {hours(s)}", s, COLOURS[cause] or "transparent") for cause, s in g.parts.items() if s > 0]
-    label = f"Wall time of {name}: {', '.join(text for text, *_ in parts)}"
-    title = paragraph(f"{name}: goodput {percent(g.goodput)} of {hours(g.wall_s - g.parts['stopped'])}", "quiet")
-    return title + stacked(label, parts, g.wall_s)
+    columns = [Column("cause", causes, None, "wall time", kind="whole", colours=[COLOURS[cause] for cause in causes])]
+    strips = []
+    for name, g in found:
+        seconds = [g.parts[cause] for cause in causes]
+        one = len(runs) == 1
+        columns.append(Column("seconds" if one else f"{name}, s", [f"{s:,.1f}" for s in seconds], seconds, f"{g.wall_s:,.1f}"))
+        columns.append(Column("share", [percent(s / g.wall_s) for s in seconds], seconds))
+        text = goodput.words(g)
+        strips.append(paragraph(f"{text[:1].upper()}{text[1:]}." if one else f"{name}: {text}.") + wall_time_strip(g))
+    columns.append(Column("meaning", [goodput.MEANING[cause] for cause in causes]))
+    return Section("Wall time", [Drawing("".join(strips)), Table("Wall time by cause", columns, style="sortable")])
 
 
 def wall_time_strip(g: Goodput) -> str:
     """Return the wall time in order, in stretches of equal length with the shares of their causes. Lines mark attempts."""
-    unit, size = time_unit(g.wall_s)
+    unit, size = next((unit, size) for unit, size, least in TIMES if g.wall_s >= least)
     start, length = g.spans[0].start, g.wall_s / STRETCHES
     shares = [dict.fromkeys(COLOURS, 0.0) for _ in range(STRETCHES)]
     begins: dict[int, float] = {}
@@ -270,17 +250,28 @@ def wall_time_strip(g: Goodput) -> str:
             for cause, seconds in span.seconds.items():
                 shares[i][cause] += seconds / length * inside / (last - first) if last > first else 0.0
         if span.attempt:
-            begins.setdefault(span.attempt, (span.start - start) / size)
-    boxes, at = [], 0
+            begins.setdefault(span.attempt, first / STRETCHES)
+    label = f"Wall time in order, {duration(g.wall_s)} in {len(begins)} attempts"
+    out = [f'<svg class="lanes" style="height:{HEIGHT + 32}px" role="img" aria-label="{label}">']
+    out.append(f'<rect class="empty" x="0" y="0" width="100%" height="{HEIGHT}"/>')
+    end = 0
     for share, group in itertools.groupby(shares, lambda share: [round(s, 2) for s in share.values()]):
-        end, low = at + len(list(group)), 0.0
-        text = f"{hours(at * length)} to {hours(end * length)} from the start"
+        at, end, low = end, end + len(list(group)), 0.0
+        text = f"{duration(at * length)} to {duration(end * length)} from the start"
+        # Neighbours overlap by 0.02%, so no seam shows between them.
+        place = f'x="{100 * at / STRETCHES:.3f}%" width="{100 * (end - at) / STRETCHES + 0.02:.3f}%"'
         for cause, part in zip(COLOURS, share, strict=True):
             if part and COLOURS[cause]:
-                place = (at * length / size, end * length / size, low, low + part)
-                boxes.append(Box(*place, COLOURS[cause], f"{cause}, {text}"))
                 low += part
-        at = end
-    label = f"Wall time in order, {hours(g.wall_s)} in {len(begins)} attempts"
+                place_y = f'y="{HEIGHT * (1 - low):.1f}" height="{HEIGHT * part:.1f}"'
+                out.append(f'<rect {place} {place_y} fill="{COLOURS[cause]}"><title>{cause}, {text}</title></rect>')
+    for begin in begins.values():
+        x = f"{100 * begin:.2f}%"
+        out.append(f'<line class="mark" x1="{x}" x2="{x}" y1="-4" y2="{HEIGHT + 4}"/>')
+    for tick in ticks(0, g.wall_s / size, 7):
+        part = tick * size / g.wall_s
+        anchor = "end" if part > 0.95 else "middle" if tick else "start"
+        place = f'x="{100 * part:.2f}%" y="{HEIGHT + 20}" text-anchor="{anchor}"'
+        out.append(f'<text class="axis" {place}>{escape(f"{tick:g}" if tick else f"0 {unit}")}</text>')
     note = f"In order of time. Lines mark the starts of {len(begins)} attempts." if len(begins) > 1 else ""
-    return strip(label, boxes, g.wall_s / size, unit, [*begins.values()]) + paragraph(note, "quiet")
+    return "".join([*out, "</svg>", paragraph(note, "quiet")])

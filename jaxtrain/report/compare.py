@@ -3,23 +3,22 @@
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from html import escape
 
-from jaxtrain.page.html import Column, Markup, paragraph, swatch, table
+from jaxtrain.page.charts import is_number
 from jaxtrain.page.numbers import number, percent, size
+from jaxtrain.page.sections import Column, Section, Table
 from jaxtrain.receipt.diff import compare
 from jaxtrain.receipt.format import ReceiptError
 from jaxtrain.report.charts import colour
 from jaxtrain.report.run import Columns, Run
 
 LINES = 12  # changed lines of a source file
-# (heading, figure, its text, whether the largest is the best or None)
-FIGURES = (
-    ("tokens/s/device", "speed.tokens_per_s_per_device", lambda v: number(v, 0), True),
-    ("step time, s", "speed.step_time_s.median", lambda v: f"{v:.4g}" if v else "-", None),
-    ("MFU causal", "speed.mfu_causal", percent, True),
-    ("goodput", "goodput", percent, True),
-    ("peak memory", "memory.peak_gib", lambda v: "-" if v is None else size(v), False),
+FIGURES = (  # heading, figure, its text
+    ("tokens/s/device", "speed.tokens_per_s_per_device", lambda v: number(v, 0)),
+    ("step time, s", "speed.step_time_s.median", lambda v: f"{v:.4g}"),
+    ("MFU causal", "speed.mfu_causal", percent),
+    ("goodput", "goodput", percent),
+    ("peak memory", "memory.peak_gib", size),
 )
 
 
@@ -28,33 +27,27 @@ def loss(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}" if math.isfinite(value) else str(value)
 
 
-def results(runs: Sequence[Run]) -> str:
-    """Return a table of the figures of each run, with a star at the best."""
-    steps = Column("step", [f"{run.last_step:,}" for run in runs], kind="number")
-    columns = [Column("run", [Markup(swatch(colour(i)) + escape(run.name)) for i, run in enumerate(runs)], kind="whole"), steps]
+def results(runs: Sequence[Run]) -> Section:
+    """Return a table of the figures of each run."""
+    last = [run.last_step for run in runs]
+    names = Column("run", [run.name for run in runs], kind="whole", colours=[colour(i) for i in range(len(runs))])
+    columns = [names, Column("step", [f"{step:,}" for step in last], last)]
 
-    def add(heading: str, values: Sequence[float | None], text: Callable[[float | None], str], most: bool | None) -> None:
-        """Add a column. most: the largest value is the best; None: no value is."""
-        if all(v is None for v in values):
-            return
-        cells = [text(v) for v in values]
-        stars = best(values, cells, most) if most is not None else set()
-        star = '<span class="best" title="best">{}</span>'
-        marked = [Markup(star.format(escape(c))) if i in stars else c for i, c in enumerate(cells)]
-        columns.append(Column(heading, marked, kind="number"))
+    def add(heading: str, values: Sequence[float | None], text: Callable[[float], str]) -> None:
+        if any(v is not None for v in values):
+            cells = ["-" if v is None else text(v) for v in values]
+            columns.append(Column(heading, cells, [v if is_number(v) else -1.0 for v in values]))
 
-    if all(run.train.steps for run in runs):
-        last = min(run.last_step for run in runs)
-        first = window(runs, last)
-        add(f"train loss, steps {first:,} to {last:,}", [loss_over(run, first, last) for run in runs], loss, most=False)
+    if all(last):
+        first = window(runs, min(last))
+        add(f"train loss, steps {first:,} to {min(last):,}", [loss_over(run, first, min(last)) for run in runs], loss)
     for name in dict.fromkeys(name for run in runs for name in run.evals):
         step, losses = held_out_at(runs, name)
-        heading = f"held-out {name}".rstrip() + (", newest" if step is None else f" at step {step:,}")
-        add(heading, losses, loss, most=None if step is None else False)
-    for heading, path, text, most in FIGURES:
-        add(heading, [run.figure(path) for run in runs], text, most)
+        add(f"held-out {name}".rstrip() + (", newest" if step is None else f" at step {step:,}"), losses, loss)
+    for heading, path, text in FIGURES:
+        add(heading, [run.figure(path) for run in runs], text)
     note = "Losses are compared over the same steps. Rates are medians of the newest attempt without its first fifth."
-    return table("Results", columns) + paragraph(note, "quiet")
+    return Section("Results", [Table("A click on a heading sorts the runs", columns, style="sortable"), note])
 
 
 def window(runs: Sequence[Run], last: int) -> int:
@@ -89,43 +82,34 @@ def held_out_at(runs: Sequence[Run], name: str) -> tuple[int | None, list[float 
     return max(common), [losses.get(max(common)) for losses in every]
 
 
-def best(values: Sequence[float | None], cells: Sequence[str], most: bool) -> set[int]:
-    """Return the indices of the best value and of all with the same cell; none if that is every known one."""
-    known = [i for i, v in enumerate(values) if v is not None and math.isfinite(v)]
-    ordered = sorted(known, key=lambda i: values[i] or 0.0, reverse=most)
-    equal = {i for i in known if cells[i] == cells[ordered[0]]}
-    return equal if len(equal) < len(known) else set()
-
-
-def differences(one: Run, other: Run) -> str:
-    """Return what `jaxtrain.receipt diff` finds between two runs."""
+def differences(one: Run, other: Run) -> list[str | Table]:
+    """Return the findings of `jaxtrain.receipt diff` between two runs: sentences and tables."""
     title = f"From {one.name} to {other.name}"
     without = [run.name for run in (one, other) if not run.receipt]
     if without:
-        return paragraph(f"{title}: not compared, {' and '.join(without)} has no receipt.")
+        return [f"{title}: not compared, {' and '.join(without)} has no receipt."]
     try:
-        found = compare(one.opened, other.opened)
+        found = compare(one, other)
     except ReceiptError as error:
-        return paragraph(f"{title}: not compared. {error}")
+        return [f"{title}: not compared. {error}"]
+    causes, outcomes = found.differences, found.outcomes
     columns = [
-        Column("group", [d.group for d in found.differences]),
-        Column("name", [_named(d.name, d.lines) for d in found.differences], kind="path"),
-        Column(one.name, [d.a for d in found.differences], kind="path"),
-        Column(other.name, [d.b for d in found.differences], kind="path"),
+        Column("group", [d.group for d in causes]),
+        Column("name", [_named(d.name, d.lines) for d in causes], kind="path"),
+        Column(one.name, [d.a for d in causes], kind="path"),
+        Column(other.name, [d.b for d in causes], kind="path"),
     ]
     results = [
-        Column("name", [o.name for o in found.outcomes]),
-        Column(one.name, [o.a for o in found.outcomes], kind="path"),
-        Column(other.name, [o.b for o in found.outcomes], kind="path"),
-        Column("ratio", [o.ratio for o in found.outcomes], kind="path"),
+        Column("name", [o.name for o in outcomes]),
+        Column(one.name, [o.a for o in outcomes], kind="path"),
+        Column(other.name, [o.b for o in outcomes], kind="path"),
+        Column("ratio", [o.ratio for o in outcomes], kind="path"),
     ]
-    same = "" if found.differences else paragraph("No difference that can explain other results or another speed.")
-    return f"<h3>{escape(title)}</h3>{same}{table('Possible causes', columns)}{table('Results that differ', results)}"
+    none = [] if causes else [f"{title}: no difference that can explain other results or another speed."]
+    return [*none, Table(f"{title}: possible causes", columns), Table(f"{title}: results that differ", results)]
 
 
-def _named(name: str, lines: tuple[str, ...]) -> str:
+def _named(name: str, lines: Sequence[str]) -> str:
     """Return the name of a difference, with the changed lines of a source file."""
-    if not lines:
-        return name
-    more = (f"... {len(lines) - LINES} more",) if len(lines) > LINES else ()
-    return Markup(f"{escape(name)}<pre>{escape(chr(10).join((*lines[:LINES], *more)))}</pre>")
+    more = [f"... {len(lines) - LINES} more"] if len(lines) > LINES else []
+    return "\n".join([name, *lines[:LINES], *more])

@@ -10,12 +10,14 @@ from typing import Any
 from urllib.parse import quote
 
 from jaxtrain.config import flatten
-from jaxtrain.page.html import Column, bullets, document, folded, paragraph, plural, section, swatch, table, tiles
-from jaxtrain.page.lines import controls
+from jaxtrain.page.charts import controls
+from jaxtrain.page.html import document, folded, paragraph, plural, swatch, tiles
 from jaxtrain.page.numbers import column, number, percent, size
+from jaxtrain.page.sections import Column, Drawing, Listing, Section, Table, html_sections, html_table
+from jaxtrain.progress import duration
 from jaxtrain.receipt.format import rows
 from jaxtrain.report import compare
-from jaxtrain.report.charts import MANY, MEMORY, SPEED, Charts, colour, hours, wall_time
+from jaxtrain.report.charts import MANY, MEMORY, SPEED, Charts, colour, wall_time
 from jaxtrain.report.run import EXIT_CODES, Run, RunError, verdict
 
 WARNINGS = 30  # the newest of a run
@@ -49,64 +51,67 @@ def html(runs: Sequence[Run], target: Path = Path("report.html")) -> str:
     one = len(runs) == 1
     if one:
         kind, text = verdict(runs[0])
+        devices = runs[0].receipt.get("devices")
+        parts = (
+            runs[0].receipt.get("config"),
+            devices and f"{devices['count']} x {', '.join(devices['kind'])}",
+            str(runs[0].folder),
+        )
         title, described = f"{runs[0].name}: {text}", f"Report of a training run: {text}"
-        parts = (runs[0].receipt.get("config"), runs[0].devices, str(runs[0].folder))
         head = f"<h1>{escape(runs[0].name)}</h1>{paragraph('; '.join(filter(None, parts)), 'quiet')}"
         head += f'<p class="verdict {kind}">{escape(text)}</p>'
-        first = [tiles(_tiles(runs[0]))]
     else:
-        names = ", ".join(run.name for run in runs)
-        title = described = f"{len(runs)} runs compared: {names}"
+        title = described = f"{len(runs)} runs compared: {', '.join(run.name for run in runs)}"
         states = [f"<li>{swatch(colour(i))}{escape(f'{run.name}: {verdict(run)[1]}')}</li>" for i, run in enumerate(runs)]
         head = f'<h1>{len(runs)} runs compared</h1><ul class="list plain">{"".join(states)}</ul>'
-        first = [compare.results(runs)]
     charts = Charts(runs)
-    trained = any(run.train.steps for run in runs)
     body = [
         f"<header>{head}</header><main>",
-        *first,
+        tiles(_tiles(runs[0])) if one else "",
+        *html_sections([] if one else [compare.results(runs)]),
         *(paragraph(f"{'' if one else f'{run.name}: '}{note}") for run in runs for note in run.notes),
         "".join(_links(run, target, one) for run in runs),
-        *(_warnings(run, "Warnings" if one else f"Warnings of {run.name}") for run in runs),
-        controls(charts.axes, log=charts.log_at_first(), smooth=True) if trained else "",
-        section("Training", charts.training() if trained else ""),
-        section("Evaluation", _evaluations(runs[0])) if one else "",
-        section("Throughput", charts.rows(SPEED) if trained else ""),
-        section("Memory", charts.rows(MEMORY, "first") if trained else ""),
-        section("Wall time", wall_time(runs)),
-        section("GPUs", charts.gpus(), _gpus(runs[0]) if one else ""),
-        section("Samples", *(_sample(run, s, one) for run in runs for s in run.samples)),
-        section("Differences", *(compare.differences(runs[0], run) for run in runs[1:])),
-        section("Receipt", _receipt(runs[0])) if one else "",
-        "</main>",
+        *html_sections([_warnings(run, "Warnings" if one else f"Warnings of {run.name}") for run in runs]),
     ]
-    return document(title, described, body)
+    sections = [wall_time(runs), Section("GPUs", [charts.gpus(), *(_gpus(runs[0]) if one else ())])]
+    if any(run.train.steps for run in runs):
+        body.append(controls(charts.axes, log=charts.log_at_first()))
+        evaluations = [_evaluations(runs[0])] if one else []
+        rates = charts.show(*(charts.of_keys(*row, zero=True) for row in SPEED))
+        memory = charts.show(*(charts.of_keys(*row, zero=True, kind="first") for row in MEMORY))
+        sections = [charts.training(), *evaluations, Section("Throughput", [rates]), Section("Memory", [memory]), *sections]
+    sections.append(Section("Samples", [Drawing(_sample(run, s, one)) for run in runs for s in run.samples]))
+    sections.append(Section("Differences", [part for run in runs[1:] for part in compare.differences(runs[0], run)]))
+    sections.append(Section("Receipt", _receipt(runs[0]) if one else []))
+    return document(title, described, [*body, *html_sections(sections), "</main>"])
 
 
 def _tiles(run: Run) -> list[tuple[str, str, str]]:
     """Return (name, value, note) of the figures that the run has."""
-    held_out = ", ".join(f"{name or 'held-out'} {compare.loss(lines['loss'][-1])}" for name, lines in run.evals.items())
-    window = run.figure("speed.window")
-    median = f"median of steps {window['first_step']:,} to {window['last_step']:,}" if window else ""
-    found, planned = run.goodput(), (run.receipt.get("planned") or {}).get("peak_gib")
-    per_device, step_s, mfu = (
-        run.figure(f"speed.{x}") for x in ("tokens_per_s_per_device", "step_time_s.median", "mfu_causal")
-    )
-    full = f"full {percent(run.figure('speed.mfu_full'))}, HFU {percent(run.figure('speed.hfu'))}"
-    peak = run.figure("memory.peak_gib")
-    cells = [
-        ("step", f"{run.last_step:,}", f"of {run.steps:,}" if run.steps else "", True),
-        ("loss", compare.loss(run.train["loss"][-1]) if run.train.steps else "-", held_out or "nats per token", run.last_step),
-        ("tokens/s/device", number(per_device, 0), median, per_device),
-        ("step time", f"{step_s or 0.0:.3g} s", "median", step_s),
-        ("MFU, causal", percent(mfu), full, mfu),
-        ("peak memory", size(peak or 0.0), f"planned {size(planned)}" if planned else "fullest device", peak),
-        ("goodput", percent(found.goodput), f"of {hours(found.wall_s - found.parts['stopped'])}", True) if found else None,
-    ]
-    return [cell[:3] for cell in cells if cell and cell[3] is not None]
+    figure = run.figure
+    first, last = figure("speed.window.first_step"), figure("speed.window.last_step")
+    per_device, step_s, mfu = map(figure, ("speed.tokens_per_s_per_device", "speed.step_time_s.median", "speed.mfu_causal"))
+    cells = [("step", f"{run.last_step:,}", f"of {run.steps:,}" if run.steps else "")]
+    if run.train.steps:
+        held_out = ", ".join(f"{name or 'held-out'} {compare.loss(lines['loss'][-1])}" for name, lines in run.evals.items())
+        cells.append(("loss", compare.loss(run.train["loss"][-1]), held_out or "nats per token"))
+    if per_device is not None:
+        cells.append(("tokens/s/device", number(per_device, 0), f"median of steps {first:,} to {last:,}" if last else ""))
+    if step_s is not None:
+        cells.append(("step time", f"{step_s:.3g} s", "median"))
+    if mfu is not None:
+        cells.append(
+            ("MFU, causal", percent(mfu), f"full {percent(figure('speed.mfu_full'))}, HFU {percent(figure('speed.hfu'))}")
+        )
+    if (peak := figure("memory.peak_gib")) is not None:
+        planned = (run.receipt.get("planned") or {}).get("peak_gib")
+        cells.append(("peak memory", size(peak), f"planned {size(planned)}" if planned else "fullest device"))
+    if found := run.wall_time:
+        cells.append(("goodput", percent(found.goodput), f"of {duration(found.wall_s - found.parts['stopped'])}"))
+    return cells
 
 
-def _evaluations(run: Run) -> str:
+def _evaluations(run: Run) -> Section:
     """Return the newest evaluation of each held-out set, and its lowest loss."""
     sets = list(run.evals.values())
     lowest = [min(((v, s) for v, s in zip(c["loss"], c.steps, strict=True) if v == v), default=None) for c in sets]
@@ -118,7 +123,7 @@ def _evaluations(run: Run) -> str:
         Column("perplexity", [number(c["perplexity"][-1]) for c in sets], kind="number"),
         Column("lowest loss", [f"{low[0]:.4f} at step {low[1]:,}" if low else "-" for low in lowest], kind="number"),
     ]
-    return table("Newest evaluations", columns)
+    return Section("Evaluation", [Table("Newest evaluations", columns)])
 
 
 def _links(run: Run, target: Path, one: bool) -> str:
@@ -132,10 +137,10 @@ def _links(run: Run, target: Path, one: bool) -> str:
     return f'<p class="links">{"Pages" if one else escape(run.name)}: {", ".join(links)}</p>' if links else ""
 
 
-def _warnings(run: Run, title: str) -> str:
+def _warnings(run: Run, title: str) -> Section:
     earlier = len(run.alerts) - WARNINGS
     more = [f"{plural(earlier, 'earlier warning')} in log.txt"] if earlier > 0 else []
-    return bullets(title, [*more, *run.alerts[-WARNINGS:]], "warnings")
+    return Section(title, [Listing([*more, *run.alerts[-WARNINGS:]], "warning")])
 
 
 def _sample(run: Run, s: Any, one: bool) -> str:
@@ -144,75 +149,73 @@ def _sample(run: Run, s: Any, one: bool) -> str:
     return f"{paragraph(name, 'quiet')}<pre>{escape(text)}</pre>"
 
 
-def _gpus(run: Run) -> str:
+def _gpus(run: Run) -> list[Table]:
     """Return the newest line of each GPU, and its throttling over the run."""
     every: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for line in run.gpu:
+    for line in sorted(run.gpu, key=lambda line: (line["process"], line["gpu"])):
         every.setdefault((line["process"], line["gpu"]), []).append(line)
     if not every:
-        return ""
-    lines = []
-    for gpu in sorted(every):
-        shares = [line["throttled"] for line in every[gpu] if line.get("throttled") is not None]
-        lines.append(every[gpu][-1] | {"throttled": statistics.fmean(shares) if shares else None})
+        return []
+    newest = []
+    for lines in every.values():
+        shares = [line["throttled"] for line in lines if line.get("throttled") is not None]
+        reasons = dict.fromkeys(r for line in lines for r in (line.get("throttle_reasons") or "").split("+") if r)
+        newest.append(lines[-1] | {"throttled": statistics.fmean(shares) if shares else None, "reasons": "+".join(reasons)})
     several = len({process for process, _ in every}) > 1
-    columns = [Column("GPU", [f"{process}.{gpu}" if several else str(gpu) for process, gpu in sorted(every)])]
+    columns = [Column("GPU", [f"{process}.{gpu}" if several else str(gpu) for process, gpu in every])]
     for heading, name, factor in GPU:
-        values = [line.get(name) for line in lines]
+        values = [line.get(name) for line in newest]
         if any(v is not None for v in values):
             scaled = [(v or 0.0) * factor for v in values]
             cells = [c if v is not None else "-" for c, v in zip(column(scaled), values, strict=True)]
             columns.append(Column(heading, cells, scaled))
-    reasons = [[r for x in every[gpu] for r in (x.get("throttle_reasons") or "").split("+") if r] for gpu in sorted(every)]
-    if any(reasons):
-        columns.insert(6, Column("throttled by", ["+".join(dict.fromkeys(r)) for r in reasons]))
-    return table(f"Each GPU at step {lines[-1]['step']:,}", columns, "sortable")
+        if name == "throttled" and any(line["reasons"] for line in newest):
+            columns.append(Column("throttled by", [line["reasons"] for line in newest]))
+    return [Table(f"Each GPU at step {newest[-1]['step']:,}", columns, style="sortable")]
 
 
-def _receipt(run: Run) -> str:
+def _receipt(run: Run) -> list[str | Table | Drawing]:
     """Return what ran: overrides of the config first, then the main facts, attempts, and everything else folded."""
     if not run.receipt:
-        return ""
-    every = [(name, value) for name, value in rows(run.opened) if not name.startswith(("overrides", *ELSEWHERE))]
+        return []
+    every = [(name, value) for name, value in rows(run) if not name.startswith(("overrides", *ELSEWHERE))]
     first = {name: value for name, value in every if name.startswith(FIRST)}
     rest = {name: value for name, value in every if name not in first}
     patch = (run.receipt.get("source") or {}).get("patch")
     overrides = run.receipt.get("overrides") or {}
-    none = paragraph("No key of the config was overridden.", "quiet")
-    return (
-        (_pairs("Overrides of the config", overrides) or none)
-        + _pairs("What ran", first)
-        + _attempts(run)
-        + folded("All other fields of the receipt", _pairs("Fields of receipt.json", rest))
-        + folded("Changes that were not committed", f"<pre>{escape(patch)}</pre>" if patch else "")
-        + folded("The resolved config", _pairs("Keys of config.json", dict(flatten(run.config))))
-    )
+    other = [
+        folded("All other fields of the receipt", html_table(_pairs("Fields of receipt.json", rest))),
+        folded("Changes that were not committed", f"<pre>{escape(patch)}</pre>" if patch else ""),
+        folded("The resolved config", html_table(_pairs("Keys of config.json", dict(flatten(run.config))))),
+    ]
+    return [
+        _pairs("Overrides of the config", overrides) if overrides else "No key of the config was overridden.",
+        _pairs("What ran", first),
+        *(_attempts(run) if len(run.attempts) > 1 else ()),
+        Drawing("".join(other)),
+    ]
 
 
-def _pairs(caption: str, rows: Mapping[str, Any]) -> str:
+def _pairs(caption: str, rows: Mapping[str, Any]) -> Table:
     columns = [Column("name", list(rows), kind="whole"), Column("value", [str(v) for v in rows.values()], kind="path")]
-    return table(caption, columns)
+    return Table(caption, columns, style="pairs")
 
 
-def _attempts(run: Run) -> str:
-    """Return the attempts of a run; "" if there was one."""
-    every = run.opened.attempts
-    if len(every) < 2:
-        return ""
+def _attempts(run: Run) -> list[Table]:
     ends = []
-    for a in every:
-        code, alive = a.get("exit_code"), run.alive and a is every[-1]
+    for a in run.attempts:
+        code, alive = a.get("exit_code"), run.alive and a is run.attempts[-1]
         means = f"{code}, {a.get('reason')}{f' ({EXIT_CODES[code]})' if code in EXIT_CODES else ''}"
         ends.append(means if code is not None else "running" if alive else "killed: the receipt has no end")
-    resumed = [a.get("resumed_from_step") or 0 for a in every]
+    resumed = [a.get("resumed_from_step") or 0 for a in run.attempts]
     columns = [
-        Column("attempt", [str(i) for i in range(1, len(every) + 1)]),
-        Column("started", [_time(a.get("started")) for a in every], kind="whole"),
-        Column("ended", [_time(a.get("ended")) for a in every], kind="whole"),
+        Column("attempt", [str(i) for i in range(1, len(ends) + 1)]),
+        Column("started", [_time(a.get("started")) for a in run.attempts], kind="whole"),
+        Column("ended", [_time(a.get("ended")) for a in run.attempts], kind="whole"),
         Column("from step", [f"{step:,}" for step in resumed], resumed),
         Column("exit code", ends, kind="path"),
     ]
-    return table("Attempts", columns)
+    return [Table("Attempts", columns)]
 
 
 def _time(text: str | None) -> str:

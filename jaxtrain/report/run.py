@@ -1,15 +1,18 @@
 """What the files of a run's folder contain. Nothing is written. No jax."""
 
 import dataclasses
+import itertools
 import json
 import re
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import goodput, metrics, samples
+from jaxtrain import goodput, metrics
+from jaxtrain import samples as sample_files
 from jaxtrain.goodput import Goodput
 from jaxtrain.progress import duration
 from jaxtrain.receipt import format as receipts
@@ -19,7 +22,8 @@ WRITTEN = ("metrics.jsonl", "log.txt", goodput.FILE, "receipt.json")  # files th
 # Seconds without a write after which a run counts as dead. The ledger of goodput is touched every second; the other files can
 # stay unchanged for minutes while a large model compiles.
 QUIET_S = {True: 60.0, False: 900.0}
-ALERT = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\S* (?:WARNING|ERROR|CRITICAL) ")
+ENTRY = re.compile(r"^(?=\d{4}-\d\d-\d\d )", re.MULTILINE)  # where an entry of a log begins
+ALERT = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\S* (?:WARNING|ERROR|CRITICAL) ")
 EXIT_CODES = {
     1: "an error",
     2: "refused: the config or the command is wrong",
@@ -58,37 +62,60 @@ def columns(lines: Iterable[Mapping[str, Any]]) -> Columns:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """Everything that a page shows of one run.
+class Run(receipts.Run):
+    """Everything that a page shows of one run: its receipt ({} if there is none), and its other files.
 
     Attributes:
-        evals: held-out set -> its eval lines; "" is the set without a name.
-        gpu: lines of kind "gpu" of all processes, by time.
-        opened: the receipt, {} if there is none, and figures made from it and metrics.jsonl.
         config: the resolved config; {} if there is none.
         ledger: lines of goodput.jsonl.
-        alerts: warnings and errors of the logs, oldest first.
-        samples: texts of the last step that has any.
-        silent_s: seconds since the run wrote anything; None if it wrote nothing.
         notes: a sentence for each file that is missing or cannot be read.
     """
 
     folder: Path
-    name: str
-    train: Columns
-    evals: dict[str, Columns]
-    gpu: list[dict[str, Any]]
-    opened: receipts.Run
     config: dict[str, Any]
     ledger: list[dict[str, Any]]
-    alerts: list[str]
-    samples: list[samples.Sample]
-    silent_s: float | None
     notes: list[str]
 
-    @property
-    def receipt(self) -> dict[str, Any]:
-        return self.opened.receipt
+    @cached_property
+    def train(self) -> Columns:
+        """Return the train lines of metrics.jsonl."""
+        return columns(line for line in self.lines if line["kind"] == "train")
+
+    @cached_property
+    def evals(self) -> dict[str, Columns]:
+        """Return held-out set -> its eval lines; "" is the set without a name."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        for line in (line for line in self.lines if line["kind"] == "eval"):
+            found.setdefault(line.get("set", ""), []).append(line)
+        return {name: columns(lines) for name, lines in found.items()}
+
+    @cached_property
+    def gpu(self) -> list[dict[str, Any]]:
+        """Return the lines of kind "gpu" of all processes, by time. Raises MetricsError for a damaged file."""
+        paths = sorted(self.folder.glob("metrics.*.jsonl"))
+        others = [path for path in paths if re.fullmatch(r"metrics\.\d+\.jsonl", path.name)]  # those set aside have other names
+        found = (line for line in itertools.chain(self.lines, *map(metrics.read, others)) if line["kind"] == "gpu")
+        return sorted(found, key=lambda line: line["time_unix"])
+
+    @cached_property
+    def alerts(self) -> list[str]:
+        """Return the warnings and errors of the logs by time, each with the lines that follow it."""
+        texts = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(self.folder.glob("log*.txt"))]
+        entries = [entry.rstrip("\n") for text in texts for entry in ENTRY.split(text)]
+        return sorted((entry for entry in entries if ALERT.match(entry)), key=lambda entry: entry[:24])
+
+    @cached_property
+    def samples(self) -> list[sample_files.Sample]:
+        """Return the texts of the last step that has any."""
+        path = self.folder / "samples.txt"
+        found = list(sample_files.read(path.read_bytes().decode())) if path.exists() else []
+        return [s for s in found if s.step == found[-1].step]
+
+    @cached_property
+    def silent_s(self) -> float | None:
+        """Return the seconds since the run wrote anything; None if it wrote nothing."""
+        times = [path.stat().st_mtime for file in WRITTEN if (path := self.folder / file).exists()]
+        return max(0.0, time.time() - max(times)) if times else None
 
     @property
     def steps(self) -> int | None:
@@ -107,12 +134,6 @@ class Run:
         return batch * length if batch and length else None
 
     @property
-    def devices(self) -> str:
-        """Return count and kind of the devices, or ""."""
-        found = self.receipt.get("devices")
-        return f"{found['count']} x {', '.join(found['kind'])}" if found else ""
-
-    @property
     def ended(self) -> bool:
         return self.receipt.get("ended") is not None
 
@@ -121,17 +142,15 @@ class Run:
         """Return whether the receipt has no end and a file was written recently."""
         return not self.ended and self.silent_s is not None and self.silent_s < QUIET_S[bool(self.ledger)]
 
-    def goodput(self) -> Goodput | None:
+    @cached_property
+    def wall_time(self) -> Goodput | None:
         """Return the causes of the wall time; None without a ledger."""
         return goodput.summarise(self.ledger) if self.ledger else None
 
     def figure(self, path: str) -> Any:
         """Return a figure of the newest attempt, such as "speed.mfu_causal"; None if it is not known."""
-        found = self.goodput()
-        value: Any = self.opened.figures | {"goodput": found.goodput if found else None}
-        for name in path.split("."):
-            value = value.get(name) if value else None
-        return value
+        known = self.figures | {"goodput": self.wall_time.goodput if self.wall_time else None}
+        return dict(receipts.flatten(known)).get(path)
 
     def positions(self, steps: Sequence[int], times: Sequence[float] | None = None) -> list[Sequence[float]]:
         """Return the place of steps on each x axis: step, tokens, seconds since the start of the run.
@@ -152,8 +171,6 @@ def read(folder: str | Path, name: str = "") -> Run:
     Raises:
         RunError: the folder is no run.
         ReceiptError: metrics.jsonl is damaged.
-        MetricsError: a metrics file of another process is damaged.
-        OSError: a file cannot be read.
     """
     at = Path(folder).expanduser()
     if not at.is_dir():
@@ -163,47 +180,27 @@ def read(folder: str | Path, name: str = "") -> Run:
             f"RUN = {folder}: not a run's folder, it has none of {', '.join(FILES)}. Fix: name one such as runs/tiny."
         )
     notes: list[str] = []
-    name = name or at.resolve().name
 
     def load(file: str, parse: Callable[[Path], Any], empty: Any, missing: str) -> Any:
-        path = at / file
-        if not path.exists():
-            notes.append(f"There is no {file}: {missing}.")
-            return empty
         try:
-            return parse(path)
+            if (at / file).exists():
+                return parse(at / file)
+            notes.append(f"There is no {file}: {missing}.")
         except ValueError as error:  # ReceiptError is one too
             notes.append(f"{file} is left out, because it cannot be read: {error}")
-            return empty
+        return empty
 
-    told = load(receipts.NAME, receipts.load, {}, "the page has no receipt")
-    found = receipts.Run(name, at, told)
-    train = columns(line for line in found.lines if line["kind"] == "train")
-    sets = dict.fromkeys(line.get("set", "") for line in found.lines if line["kind"] == "eval")
-    evals = {s: columns(x for x in found.lines if x["kind"] == "eval" and x.get("set", "") == s) for s in sets}
-    gpu = [line for line in found.lines if line["kind"] == "gpu"]
-    for path in sorted(at.glob("metrics.*.jsonl")):
-        if re.fullmatch(r"metrics\.\d+\.jsonl", path.name):  # files set aside have other names
-            gpu += [line for line in metrics.read(path) if line["kind"] == "gpu"]
-    if not train.steps:
-        notes.append("metrics.jsonl has no step yet.")
-    texts = list(samples.read((at / "samples.txt").read_bytes().decode())) if (at / "samples.txt").exists() else []
-    last = max((s.step for s in texts), default=None)
-    times = [(at / file).stat().st_mtime for file in WRITTEN if (at / file).exists()]
-    return Run(
-        folder=at,
-        name=name,
-        train=train,
-        evals=evals,
-        gpu=sorted(gpu, key=lambda line: line["time_unix"]),
-        opened=found,
-        config=load("config.json", lambda path: json.loads(path.read_text()), {}, "the number of steps is not known"),
-        ledger=load(goodput.FILE, goodput.read, [], "the page has no goodput"),
-        alerts=alerts(at),
-        samples=[s for s in texts if s.step == last],
-        silent_s=max(0.0, time.time() - max(times)) if times else None,
-        notes=notes,
+    run = Run(
+        name or at.resolve().name,
+        at,
+        load(receipts.NAME, receipts.load, {}, "the page has no receipt"),
+        load("config.json", lambda path: json.loads(path.read_text()), {}, "the number of steps is not known"),
+        load(goodput.FILE, goodput.read, [], "the page has no goodput"),
+        notes,
     )
+    if not run.train.steps:
+        notes.append("metrics.jsonl has no step yet.")
+    return run
 
 
 def read_all(folders: Sequence[str | Path]) -> list[Run]:
@@ -215,23 +212,6 @@ def read_all(folders: Sequence[str | Path]) -> list[Run]:
     short = [path.name for path in paths]
     names = [s if short.count(s) == 1 else f"{path.parent.name}/{s}" for path, s in zip(paths, short, strict=True)]
     return [read(folder, name) for folder, name in zip(folders, names, strict=True)]
-
-
-def alerts(folder: Path) -> list[str]:
-    """Return the warnings and errors of a run's logs by time, each with the lines that follow it."""
-    found: list[str] = []
-    for path in sorted(folder.glob("log*.txt")):
-        with open(path, encoding="utf-8", errors="replace") as file:
-            inside = False
-            for line in file:
-                if ALERT.match(line):
-                    found.append(line.rstrip("\n"))
-                    inside = True
-                elif re.match(r"^\d{4}-\d\d-\d\d ", line):
-                    inside = False
-                elif inside:
-                    found[-1] += "\n" + line.rstrip("\n")
-    return sorted(found, key=lambda text: text[:24])
 
 
 def verdict(run: Run) -> tuple[str, str]:

@@ -4,6 +4,7 @@
 for (const table of document.querySelectorAll("table.sortable")) {
   const heads = [...table.tHead.rows[0].cells];
   heads.forEach((head, i) => {
+    if (!head.textContent) return;
     const button = document.createElement("button");
     button.type = "button";
     button.append(...head.childNodes);
@@ -11,8 +12,8 @@ for (const table of document.querySelectorAll("table.sortable")) {
     button.addEventListener("click", () => {
       // The first click puts the largest number, or the first name, on top.
       const numeric = head.classList.contains("number");
-      const first = numeric ? "descending" : "ascending";
-      const order = head.getAttribute("aria-sort") === first ? (numeric ? "ascending" : "descending") : first;
+      const [first, second] = numeric ? ["descending", "ascending"] : ["ascending", "descending"];
+      const order = head.getAttribute("aria-sort") === first ? second : first;
       heads.forEach((other) => other.removeAttribute("aria-sort"));
       head.setAttribute("aria-sort", order);
       const sign = order === "ascending" ? 1 : -1;
@@ -43,7 +44,7 @@ const alongCurves = ({ axes, curves }, { axis, from, to }) => {
     return [`${curve.name} ${number(curve.y[last])}${earlier}`];
   };
   return {
-    places: stops.map((stop) => (to > from ? (stop - from) / (to - from) : 0)),
+    places: stops.map((stop) => (to > from ? (stop - from) / (to - from) : 0.5)),
     words: (i) => [`${axes[axis]} ${number(stops[i])}`, ...shown.flatMap((curve) => value(curve, stops[i]))].join("\n"),
   };
 };

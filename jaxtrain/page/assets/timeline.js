@@ -1,4 +1,4 @@
-// Draws the lanes of a step on a canvas. Drag, the wheel with Ctrl, the buttons and the keys + - and arrows change the window.
+// Draws the lanes of a step on a canvas. A drag, the wheel with Ctrl, and the buttons change the window.
 "use strict";
 
 for (const figure of document.querySelectorAll(".timeline")) {
@@ -50,7 +50,7 @@ for (const figure of document.querySelectorAll(".timeline")) {
     const bottom = lanes.length * LANE;
     for (const time of ticks()) {
       const x = xOf(time);
-      const text = `${Number((time / 1e6).toPrecision(6))} ms`;
+      const text = milliseconds(time, 6);
       const wide = pen.measureText(text).width;
       pen.fillStyle = rule;
       pen.fillRect(x, 0, 1, bottom);
@@ -155,24 +155,12 @@ for (const figure of document.querySelectorAll(".timeline")) {
     if (right - left > 4) show(timeOf(left), timeOf(right));
     else draw();
   });
-  canvas.addEventListener("pointercancel", () => {
-    selected = null;
-    draw();
-  });
   canvas.addEventListener("pointerleave", () => (tip.style.visibility = "hidden"));
-  canvas.addEventListener("dblclick", () => show(0, ns));
   canvas.addEventListener("wheel", (wheel) => {
     if (!wheel.ctrlKey) return;
     wheel.preventDefault();
     zoom(wheel.deltaY < 0 ? 0.8 : 1.25, timeOf(wheel.offsetX));
   }, { passive: false });
-  canvas.addEventListener("keydown", (key) => {
-    const act = { "+": () => zoom(0.5), "-": () => zoom(2), ArrowLeft: () => move(-0.2), ArrowRight: () => move(0.2),
-      Home: () => show(0, ns) }[key.key];
-    if (!act) return;
-    key.preventDefault();
-    act();
-  });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   draw();
   new ResizeObserver(draw).observe(figure);

@@ -7,7 +7,7 @@ LEDGER, GOODPUT = "jaxtrain/ledger.py", "jaxtrain/goodput.py"
 MONITOR, ALERTS, CARD = "jaxtrain/monitor/__init__.py", "jaxtrain/monitor/alerts.py", "jaxtrain/monitor/card.py"
 RECEIPT, FIGURES, DIFF = "jaxtrain/receipt/__init__.py", "jaxtrain/receipt/figures.py", "jaxtrain/receipt/diff.py"
 RUN, CHARTS, COMPARE = "jaxtrain/report/run.py", "jaxtrain/report/charts.py", "jaxtrain/report/compare.py"
-LINES, MEASURE, TRACER = "jaxtrain/page/lines.py", "jaxtrain/profile/measure.py", "jaxtrain/profiling.py"
+LINES, MEASURE, TRACER = "jaxtrain/page/charts.py", "jaxtrain/profile/measure.py", "jaxtrain/profiling.py"
 UNIT = {name: f"unit/test_{name}.py" for name in ("metrics", "goodput", "monitor", "receipt", "report", "profile")}
 
 BUGS = (
@@ -216,7 +216,13 @@ BUGS = (
     ),
     # Reports and pages
     Bug("report: a run that hangs is alive", RUN, "self.silent_s < QUIET_S", "self.silent_s > -QUIET_S", UNIT["report"]),
-    Bug("report: warnings lose their other lines", RUN, "elif inside:", "elif False:", UNIT["report"]),
+    Bug(
+        "report: warnings lose their other lines",
+        RUN,
+        'entry.rstrip("\\n") for text',
+        'entry.partition("\\n")[0] for text',
+        UNIT["report"],
+    ),
     Bug(
         "report: losses are smoothed one line late",
         CHARTS,
@@ -224,7 +230,13 @@ BUGS = (
         "max(0, i - reach - 1), min(len(kept), i + reach)",
         UNIT["report"],
     ),
-    Bug("report: the worst is starred", COMPARE, "reverse=most)", "reverse=not most)", UNIT["report"]),
+    Bug(
+        "report: the losses of other steps are compared",
+        COMPARE,
+        "if first <= at <= last]",
+        "if first <= at]",
+        UNIT["report"],
+    ),
     Bug(
         "report: held-out losses of different steps are compared",
         COMPARE,
@@ -242,18 +254,18 @@ BUGS = (
     Bug(
         "lines: the axes are reversed",
         LINES,
-        "return (value - self.low) / (self.high - self.low) if",
-        "return 1 - (value - self.low) / (self.high - self.low) if",
+        "return (value - self.low) / (self.high - self.low)",
+        "return 1 - (value - self.low) / (self.high - self.low)",
         UNIT["report"],
     ),
     Bug(
         "lines: thinning loses the lowest points",
         LINES,
-        '(("low", 1), ("high", -1))',
-        '(("low", -1), ("high", -1))',
+        "{min(numbers, key=numbers.__getitem__), max",
+        "{max(numbers, key=numbers.__getitem__), max",
         UNIT["report"],
     ),
-    Bug("page: a name can write the page", "jaxtrain/page/charts.py", '.replace("<", "\\\\u003c")', "", UNIT["report"]),
+    Bug("page: a name can write the page", LINES, '.replace("<", "\\\\u003c")', "", UNIT["report"]),
     Bug(
         "plan's report: rows of one cause are not added",
         "jaxtrain/plan/report/sections.py",
@@ -284,7 +296,7 @@ BUGS = (
         UNIT["profile"],
     ),
     Bug("profile: operations at once count twice", MEASURE, " * n / sum(shared.values())", "", UNIT["profile"]),
-    Bug("profile: times are not divided by the steps", MEASURE, "a + b / len(lengths) for", "a + b for", UNIT["profile"]),
+    Bug("profile: times are not divided by the steps", MEASURE, "+= row / len(lengths)", "+= row", UNIT["profile"]),
     Bug(
         "profile: recompute is called backward",
         "jaxtrain/profile/program.py",
@@ -295,8 +307,8 @@ BUGS = (
     Bug(
         "profile's diff: before and after swapped",
         MEASURE,
-        "old.get(key, 0.0), new.get(key, 0.0)",
-        "new.get(key, 0.0), old.get(key, 0.0)",
+        "old.get(name, 0.0), new.get(name, 0.0)",
+        "new.get(name, 0.0), old.get(name, 0.0)",
         UNIT["profile"],
     ),
 )
