@@ -4,6 +4,8 @@ This file runs on Python 3.8 too, so that a start outside the environment ends w
 """
 
 import importlib.util
+import os
+import signal
 import sys
 
 __version__ = "0.1.0"
@@ -25,9 +27,21 @@ def _check_environment() -> None:
         return
     problem = key + ": " + rule + ". Fix: ./run.sh COMMAND, which prepares the environment and starts the command in it."
     if as_command:
-        print(problem, file=sys.stderr)
+        print("error: " + problem, file=sys.stderr)
         sys.exit(2)
     raise ImportError(problem)
 
 
+def end_interrupted(number: int, frame: object, stderr: int = 2) -> None:
+    """Print one line and end this process: the handler of Ctrl-C until a command has work to bring to an end.
+
+    A KeyboardInterrupt in its place would print a traceback, and imports of C libraries lose it.
+    """
+    os.write(stderr, b"interrupted\n")
+    os._exit(130)
+
+
 _check_environment()
+is_command = sys.argv[:1] == ["-m"]  # this process was started as `python -m jaxtrain.COMMAND`
+if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, end_interrupted)

@@ -5,14 +5,21 @@ wrong with them at once, calls the command's own function, and turns its excepti
 `--config` read it through `jaxtrain.launch`. No jax.
 """
 
+import argparse
+import contextlib
 import dataclasses
 import os
+import re
+import select
+import signal
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
+import jaxtrain
 from jaxtrain import launch
 from jaxtrain.commands import spelled
 from jaxtrain.config import ConfigError, Problem
@@ -22,6 +29,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130  # exit codes
+CLOSE = 0  # no signal has this number
+GRACE_S = 0.5  # a handler that has not run by then waits for something
 WIDTH = 118  # columns of tables if the output is no terminal
 INDENT = 27  # column at which the description of an option starts
 HELP_WIDTH = 126
@@ -218,6 +227,8 @@ class Command:
             return []
         usage, doc = self.arguments
         name = usage.strip("[].")
+        if "" in given:
+            return [Problem(name, "", "is empty", f"Name {doc}.")]
         if not given and not usage.startswith("["):
             return [Problem(name, None, "is missing", f"Name {doc}.")]
         if len(given) > usage.count(" ") + 1 and "..." not in usage:
@@ -259,6 +270,23 @@ class Parsed:
         return self.loaded
 
 
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse in the error style of the other commands, for commands with subcommands. It refuses empty values."""
+
+    def parse_known_args(self, args=None, namespace=None):  # noqa: ANN001, ANN201  # pyright: ignore
+        """Parse as argparse does, without the empty path that would mean the current folder."""
+        words = sys.argv[1:] if args is None else list(args)
+        for before, word in zip(["", *words], words, strict=False):
+            if word == "" or re.fullmatch("--[^=]+=", word):
+                name = word.rstrip("=") or (before if before.startswith("--") else "argument")
+                self.error(f"{name} has no value")
+        return super().parse_known_args(words, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Print the error and exit with 2."""
+        sys.exit(launch.report([Problem(self.prog, None, message, f"See {self.prog} --help")]))
+
+
 def run_command(
     command: Command,
     argv: Sequence[str] | None,
@@ -287,8 +315,14 @@ def run_command(
     problems = parsed.problems + (check(parsed) if check else [])
     if problems:
         return launch.report(problems)
+    return run_action(lambda: act(parsed), errors)
+
+
+def run_action(act: Callable[[], int], errors: tuple[type[Exception], ...] = ()) -> int:
+    """Do the work of a command and return its exit code; arguments and codes are those of `run_command`."""
     try:
-        return act(parsed)
+        with interruptible():
+            return act()
     except ConfigError as error:
         return launch.report(error.problems)
     except errors as error:
@@ -298,8 +332,55 @@ def run_command(
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
-        print("\nCtrl-C: stopped.", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Raise KeyboardInterrupt at Ctrl-C, and print a line if that has to wait.
+
+    Python runs no signal handler during a compile, which can take minutes. A thread reads the signals then, prints that the
+    command waits, and ends the process at the second Ctrl-C.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    ours = handler in (signal.default_int_handler, jaxtrain.end_interrupted)
+    if not ours or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handled = waiting = False
+
+    def handle(number: int, frame: object) -> NoReturn:
+        nonlocal handled
+        handled = True
+        raise KeyboardInterrupt
+
+    def listen() -> None:
+        nonlocal waiting
+        while CLOSE not in (numbers := os.read(reading, 64)):
+            if signal.SIGINT not in numbers:
+                continue
+            if waiting and not handled:
+                jaxtrain.end_interrupted(signal.SIGINT, None)
+            if not select.select([reading], [], [], GRACE_S)[0] and not handled:
+                waiting = True
+                os.write(2, b"Ctrl-C: waiting for the computation that is running; press again to stop at once\n")
+
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    thread = threading.Thread(target=listen, name="Ctrl-C", daemon=True)
+    thread.start()
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        signal.set_wakeup_fd(before)
+        os.write(writing, bytes([CLOSE]))
+        thread.join()
+        os.close(reading)
+        os.close(writing)
 
 
 def make_console(width: int = WIDTH) -> "Console":

@@ -41,7 +41,7 @@ def main(argv: "list[str]") -> int:
     if nearest:
         fix = spelled("python -m jaxtrain." + OTHER_WORDS.get(nearest[0], nearest[0]))
     rule = "belongs behind the module's name" if wrong[0] in known else "is unknown"
-    print("command = {!r}: {}. Fix: {}.".format(wrong[0], rule, fix), file=sys.stderr)  # noqa: UP032
+    print("error: command = {!r}: {}. Fix: {}.".format(wrong[0], rule, fix), file=sys.stderr)  # noqa: UP032
     return 2
 
 

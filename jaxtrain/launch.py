@@ -384,9 +384,8 @@ def _explain_refusal(problem: Problem) -> Problem:
 
 
 def report(problems: Sequence[Problem]) -> int:
-    """Writes all problems to stderr, one a line, and returns the exit code for a wrong command or config."""
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    print(f"{count}; nothing was started and nothing written:", file=sys.stderr)
-    for problem in dict.fromkeys(str(p) for p in problems):
-        print(f"  {problem}", file=sys.stderr)
+    """Write all problems to stderr, one a line, and return the exit code for a wrong command or config."""
+    lines = [*dict.fromkeys(f"error: {problem}" for problem in problems)]
+    count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+    print(*lines, f"{count}; nothing was started and nothing written", sep="\n", file=sys.stderr)
     return 2

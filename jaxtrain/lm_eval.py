@@ -14,11 +14,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain import hardware
+from jaxtrain import hardware, launch
+from jaxtrain.checkpoint.errors import CheckpointError
+from jaxtrain.command_line import ArgumentParser, run_action
 from jaxtrain.commands import spelled
+from jaxtrain.config import Problem
+from jaxtrain.data.tokenizer import TokenizerError
+from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.startup import start_jax
 
-MISSING = "the package lm_eval is not installed. Install it (pip install lm-eval; it is the extra `lm-eval` of pyproject.toml)."
 MAX_TOKENS = 256  # written where a task does not say how many, as with the harness's other models
 ROWS = 8
 
@@ -145,7 +149,7 @@ def before(text: str, stops: Sequence[str]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The options that are not the harness's."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog=spelled("python -m jaxtrain.lm_eval"),
         description="Evaluate a trained model with EleutherAI's lm-evaluation-harness.",
         epilog="All other options go to the harness: --tasks=NAME,NAME --num_fewshot=N --limit=N --output_path=FILE "
@@ -162,23 +166,25 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; exit 2 where it is wrong."""
     args, rest = parser().parse_known_args(argv)
+    problems = []
     if importlib.util.find_spec("lm_eval") is None:
-        print(MISSING, file=sys.stderr)
-        return 2
+        problems.append(
+            Problem("lm_eval", None, "this package is not installed", "Install the extra `lm-eval` of pyproject.toml.")
+        )
     if not any(word == "--tasks" or word.startswith("--tasks=") for word in rest):
-        print("--tasks is missing: names of the harness's tasks, comma-separated.", file=sys.stderr)
-        return 2
+        problems.append(Problem("--tasks", None, "is missing", "Name tasks of the harness, comma-separated."))
     if reserved := [word for word in rest if word.split("=")[0] in ("--model", "--model_args", "--device")]:
-        print(f"{reserved[0]}: that is set by this command. Name the model with --workdir.", file=sys.stderr)
-        return 2
+        problems.append(Problem(reserved[0], None, "this command sets it", "Name the model with --workdir."))
+    if problems:
+        return launch.report(problems)
+    return run_action(lambda: evaluate(args, rest), (CheckpointError, HuggingFaceError, TokenizerError, TaskError))
+
+
+def evaluate(args: argparse.Namespace, rest: list[str]) -> int:
+    """Run the harness with these options, and return the exit code."""
     start_jax(hardware.probe())
     from lm_eval._cli import HarnessCLI
     from lm_eval.utils import setup_logging
-
-    from jaxtrain.checkpoint import CheckpointError
-    from jaxtrain.config import ConfigError
-    from jaxtrain.data.tokenizer import TokenizerError
-    from jaxtrain.models.hugging_face import HuggingFaceError
 
     harness_model()
     model = {"workdir": args.workdir, "tokenizer": args.tokenizer, "max_length": args.max_length}
@@ -189,9 +195,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         harness = HarnessCLI()
         harness.execute(harness.parse_args())
-    except (CheckpointError, HuggingFaceError, ConfigError, TokenizerError, TaskError) as error:
-        print(error, file=sys.stderr)
-        return 2
     finally:
         sys.argv = before_this
     return 0

@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
 
         result = train.attempt(loaded.run, workdir, loaded.launch, overlay, own_process=own_process)
     except distributed.ClusterError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return AGAIN if alone else distributed.leave(AGAIN)  # JAX may still be connecting, in a thread
     except Exception:
         if alone:
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
         traceback.print_exc()
         distributed.leave(1)
     except KeyboardInterrupt:  # in the seconds before the run listens to signals itself, and after
-        print("\nCtrl-C: stopped.", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return INTERRUPTED if alone else distributed.leave(INTERRUPTED)
     code = launch.report(result.error.problems) if isinstance(result.error, ConfigError) else result.exit_code
     if not alone:
@@ -147,7 +147,7 @@ def again(bundle: Path, run: RunConfig) -> int:
     try:
         return 0 if replay.replay(bundle, run, print) else FAILED
     except (replay.ReplayError, checkpoint.CheckpointError, ConfigError) as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return REFUSED
 
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from jaxtrain import config, hardware, stores
+from jaxtrain.checkpoint.errors import CheckpointError
 from jaxtrain.command_line import Command, Option, Parsed, run_command
 from jaxtrain.config import Problem
 from jaxtrain.startup import start_jax
@@ -56,7 +57,8 @@ TYPES = {"prompt": str, "max_tokens": int, "temperature": float, "top_p": float,
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    return run_command(COMMAND, argv, _act, check=_check)
+    # A ValueError: a layout that these devices cannot have.
+    return run_command(COMMAND, argv, _act, check=_check, errors=(CheckpointError, ValueError))
 
 
 def _check(parsed: Parsed) -> list[Problem]:
@@ -84,24 +86,15 @@ def generate_texts(workdir: str, tokenizer_path: str, base: str, given: dict[str
     # Imported here: `--help` and wrong options answer in a moment, and the platform must be named before jax is imported.
     import jax
 
-    from jaxtrain.checkpoint import CheckpointError
-    from jaxtrain.data.tokenizer import TokenizerError, load_tokenizer
+    from jaxtrain.data.tokenizer import load_tokenizer
     from jaxtrain.generate import continue_all, load
 
-    try:
-        run, sampler, params, step = load(workdir, jax.local_devices(), base)
-        tokenizer = load_tokenizer(tokenizer_path or run.data.tokenizer)
-    except (CheckpointError, TokenizerError, ValueError) as error:  # ValueError: a layout these devices cannot hold
-        print(error, file=sys.stderr)
-        return 2
+    run, sampler, params, step = load(workdir, jax.local_devices(), base)
+    tokenizer = load_tokenizer(tokenizer_path or run.data.tokenizer)
     print(f"[{workdir.rstrip('/')}, step {step}]", file=sys.stderr)
     # A run that writes no samples says max_tokens = 0.
     ask = dataclasses.replace(run.sample, **{"max_tokens": run.sample.max_tokens or config.Sample().max_tokens, **given})
-    try:
-        texts = continue_all(sampler, params, tokenizer, ask)
-    except TokenizerError as error:
-        print(error, file=sys.stderr)
-        return 2
+    texts = continue_all(sampler, params, tokenizer, ask)
     print(*texts, sep="\n\n")
     return 0
 

@@ -8,11 +8,13 @@ matters there, so CPU is named as the platform and those lines are left out. Eve
 import contextlib
 import os
 import re
+import signal
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import jaxtrain
 from jaxtrain.config import ConfigError, Problem, RunConfig
 from jaxtrain.distributed import Cluster, start
 from jaxtrain.environment import EXPORTED, Overlay
@@ -86,7 +88,7 @@ def start_jax(devices: Devices, cluster: Cluster | None = None) -> None:
     if devices.kind == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
         threads_for_cpus(devices.count)
-    with quiet() if devices.kind == "cpu" else contextlib.nullcontext():
+    with quiet() if devices.kind == "cpu" else ending_at_once():
         import jax
 
         if devices.kind == "cpu":
@@ -94,8 +96,22 @@ def start_jax(devices: Devices, cluster: Cluster | None = None) -> None:
     if cluster is not None:
         with quiet():
             start(cluster)
-    with quiet() if devices.kind == "cpu" else contextlib.nullcontext():
+    with quiet() if devices.kind == "cpu" else ending_at_once():
         jax.devices()
+
+
+@contextlib.contextmanager
+def ending_at_once(stderr: int = 2) -> Iterator[None]:
+    """End a command at once on Ctrl-C, with one line on a file descriptor: imports of C libraries lose a KeyboardInterrupt."""
+    before = signal.getsignal(signal.SIGINT)
+    if not jaxtrain.is_command or not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: jaxtrain.end_interrupted(number, frame, stderr))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager
@@ -118,7 +134,8 @@ def quiet() -> Iterator[None]:
     thread = threading.Thread(target=pass_on, daemon=True)
     thread.start()
     try:
-        yield
+        with ending_at_once(saved):
+            yield
     finally:
         sys.stderr.flush()
         os.dup2(saved, 2)  # closes the last end for writing: the thread reads to the end

@@ -39,7 +39,9 @@ COMMAND = Command(
             choices=(*DATA,),
             modes=STEPS,
         ),
-        Option("devices", "the first N devices; on a CPU, N of them. Default: all", "N", "0", least=0, modes=STEPS),
+        Option(
+            "devices", "the first N devices; on a CPU, N of them. Default: all", "N", "0", least=1, example="2", modes=STEPS
+        ),
         Option(
             "limit",
             "seconds of a case, with compilation; no step begins after that. 0: no limit",

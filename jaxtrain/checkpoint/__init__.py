@@ -14,7 +14,7 @@ with those of what was read. Everything here sees flat dicts of arrays; how a tr
 elsewhere.
 
 Orbax is imported on first use (0.7 s): a fresh run does not pay for it before its first step. `prepare` does it behind those
-that follow.
+that follow. jax is imported by what saves and restores, so that the command line, which reads files alone, does without.
 """
 
 import concurrent.futures
@@ -31,11 +31,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
-from jaxtrain import digests, stores
-from jaxtrain.checkpoint import files, place, restoring
+from jaxtrain import stores
+from jaxtrain.checkpoint import files, place
 from jaxtrain.checkpoint.arrays import context, innermost, of_processes, orbax
 from jaxtrain.checkpoint.errors import CheckpointError as CheckpointError
 from jaxtrain.checkpoint.errors import Damaged as Damaged
@@ -44,6 +43,8 @@ from jaxtrain.checkpoint.steps import FORMAT, PEERS_S, Steps
 from jaxtrain.distributed import Peers
 
 if TYPE_CHECKING:
+    import jax
+
     from jaxtrain.checkpoint.place import AnyPath
 
 LOGGER = logging.getLogger("jaxtrain")
@@ -125,7 +126,7 @@ class Checkpoints(Steps):
     def save(
         self,
         step: int,
-        tensors: Mapping[str, jax.Array],
+        tensors: "Mapping[str, jax.Array]",
         meta: Mapping[str, Any],
         sums: Callable[[], Mapping[str, np.ndarray]] | None = None,
         ended: Callable[[], None] = lambda: None,
@@ -149,6 +150,8 @@ class Checkpoints(Steps):
             return None
         size = sum(x.nbytes for x in tensors.values())
         if sums is None:
+            from jaxtrain import digests
+
             found = digests.of_many(dict(tensors))
             sums = lambda: found  # noqa: E731
         record = {**meta, "format": FORMAT, "step": step, "bytes": size, "time_unix": time.time()}
@@ -164,7 +167,7 @@ class Checkpoints(Steps):
         self._pending.add_done_callback(lambda _: ended())
         return times.returned - times.began
 
-    def save_now(self, step: int, tensors: Mapping[str, jax.Array], meta: Mapping[str, Any]) -> None:
+    def save_now(self, step: int, tensors: "Mapping[str, jax.Array]", meta: Mapping[str, Any]) -> None:
         """Save, wait until it is on disk, and no more saves after it. Raises CheckpointError where that fails."""
         self.save(step, tensors, meta)
         for result in self.close():
@@ -260,6 +263,10 @@ class Checkpoints(Steps):
 
     def _prepare(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any, times: _Times) -> None:
         """meta.json, on disk before the arrays."""
+        import jax
+
+        from jaxtrain import digests
+
         jax.block_until_ready(tensors)
         times.copied = time.perf_counter()
         found = sums()
@@ -340,9 +347,11 @@ class Checkpoints(Steps):
     # Restoring
 
     def restore(
-        self, step: int, abstract: Mapping[str, jax.ShapeDtypeStruct], *, subset: bool = False, cast: bool = False
-    ) -> dict[str, jax.Array]:
+        self, step: int, abstract: "Mapping[str, jax.ShapeDtypeStruct]", *, subset: bool = False, cast: bool = False
+    ) -> "dict[str, jax.Array]":
         """The tensors of a step as `abstract` asks for them, on any mesh; arguments and errors of `restoring.restore`."""
+        from jaxtrain.checkpoint import restoring
+
         self._device = self.place.file_system()
         return restoring.restore(self, step, abstract, subset=subset, cast=cast, peers=self._peers, finite=self._finite)
 

@@ -1,10 +1,10 @@
 """The arrays of a step, as Orbax writes and reads them, and what has to fit before they are read."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
+if TYPE_CHECKING:
+    import jax
 
 # Bounds on Orbax's files: a reader on another mesh fetches whole chunks, a copying tool moves whole files.
 CHUNK_BYTES = 64 << 20
@@ -12,9 +12,11 @@ FILE_BYTES = 1 << 30
 
 
 def differences(
-    stored: Mapping[str, jax.ShapeDtypeStruct], wanted: Mapping[str, jax.ShapeDtypeStruct], *, subset: bool, cast: bool
+    stored: "Mapping[str, jax.ShapeDtypeStruct]", wanted: "Mapping[str, jax.ShapeDtypeStruct]", *, subset: bool, cast: bool
 ) -> list[str]:
     """One line for each tensor missing, left over, or of another shape or dtype. The flags are those of `restore`."""
+    import jax.numpy as jnp
+
     out = [f"{name}: not in the checkpoint" for name in sorted(wanted.keys() - stored.keys())]
     if not subset:
         out += [f"{name}: in the checkpoint, not in this run" for name in sorted(stored.keys() - wanted.keys())]

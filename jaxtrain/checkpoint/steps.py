@@ -2,14 +2,14 @@
 
 import json
 import os
-from typing import Any
-
-import jax
-import jax.numpy as jnp
+from typing import TYPE_CHECKING, Any
 
 from jaxtrain.checkpoint import files, place
 from jaxtrain.checkpoint.errors import CheckpointError, Damaged, Unreachable
 from jaxtrain.checkpoint.place import META
+
+if TYPE_CHECKING:
+    import jax
 
 FORMAT = 2
 # How long processes wait for each other at a save or a restore: a whole save on a slow disk may lie between them, or a compile
@@ -88,8 +88,11 @@ class Steps:
         except OSError as e:  # of the disk or the network, which may be well again in a moment
             raise CheckpointError(f"{folder / META} cannot be read now ({e}). {self.way_out(step)}") from e
 
-    def stored(self, step: int) -> dict[str, jax.ShapeDtypeStruct]:
+    def stored(self, step: int) -> "dict[str, jax.ShapeDtypeStruct]":
         """Name -> shape and dtype of every tensor of a step, without reading the tensors."""
+        import jax
+        import jax.numpy as jnp
+
         return {
             name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
             for name, (shape, dtype, _) in self.meta(step)["tensors"].items()

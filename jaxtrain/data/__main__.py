@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxtrain.command_line import FAILED, ArgumentParser, run_action
 from jaxtrain.commands import spelled
 from jaxtrain.config import Data
 from jaxtrain.data import mixture, tokenfile
@@ -27,7 +28,7 @@ EXAMPLES = """examples:
 
 def parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    top = argparse.ArgumentParser(
+    top = ArgumentParser(
         spelled("python -m jaxtrain.data"),
         description="Make, check, show, mix, count and time token files.",
         epilog=spelled(EXAMPLES),
@@ -308,26 +309,19 @@ def main(argv: list[str] | None = None) -> int:
         "stats": run_stats,
         "bench": run_bench,
     }[args.command]
-    try:
-        return command(args)
-    except (PrepareError, tokenizers.TokenizerError, tokenfile.TokenFileError, mixture.MixtureError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    except FileNotFoundError as e:
-        print(f"error: {e.filename}: no such file", file=sys.stderr)
-        return 2
-    except PermissionError as e:
-        print(f"error: {e.filename}: not permitted", file=sys.stderr)
-        return 2
-    except OSError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
-    except WorkerDied as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; no token file was written", file=sys.stderr)
-        return 130
+
+    def act() -> int:
+        try:
+            return command(args)
+        except FileNotFoundError as e:
+            raise PrepareError(f"{e.filename}: no such file") from e
+        except PermissionError as e:
+            raise PrepareError(f"{e.filename}: not permitted") from e
+        except WorkerDied as e:
+            print(f"error: {e}", file=sys.stderr)
+            return FAILED
+
+    return run_action(act, (PrepareError, tokenizers.TokenizerError, tokenfile.TokenFileError, mixture.MixtureError))
 
 
 if __name__ == "__main__":

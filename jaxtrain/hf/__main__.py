@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain import hardware, stores
+from jaxtrain.checkpoint.errors import CheckpointError
+from jaxtrain.command_line import ArgumentParser, run_action
 from jaxtrain.commands import spelled
 from jaxtrain.hf.folder import locate
 from jaxtrain.models.hugging_face import HuggingFaceError
@@ -57,7 +59,7 @@ def setting(text: str) -> tuple[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    top = argparse.ArgumentParser(
+    top = ArgumentParser(
         spelled("python -m jaxtrain.hf"),
         description="Hugging Face checkpoints in and out.",
         epilog=spelled(EXAMPLES),
@@ -241,27 +243,17 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 `check` found a difference, or the disk failed; 2 what was asked is wrong, nothing was written."""
     args = parser().parse_args(argv)
-    try:
+
+    def act() -> int:
         if hasattr(args, "folder"):
             locate(args.folder)
         if hasattr(args, "checkpoint") and (missing := stores.missing(args.checkpoint)):
             raise HuggingFaceError(f"{args.checkpoint}: {missing}")
-    except HuggingFaceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    start_jax(hardware.probe())
-    # Imported here: `--help` and wrong options answer in a moment.
-    from jaxtrain.checkpoint import CheckpointError
-
-    try:
+        start_jax(hardware.probe())
         return COMMANDS[args.command](args)
-    # ValueError: a layout, a config or an adapter that cannot be.
-    except (HuggingFaceError, CheckpointError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:  # no permission, a full disk
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+
+    # A HuggingFaceError is a ValueError, as is that of a layout, a config or an adapter that cannot be.
+    return run_action(act, (CheckpointError, ValueError))
 
 
 if __name__ == "__main__":

@@ -15,24 +15,12 @@ import rich.console
 from jaxtrain import environment, hardware
 from jaxtrain.command_line import Command, Option, Parsed, make_console, run_command
 from jaxtrain.config import Problem, RunConfig
+from jaxtrain.distributed.words import first_line
 from jaxtrain.parity import layouts as named
 from jaxtrain.parity.layouts import Layout
 from jaxtrain.startup import set_environment, start_jax
 
-FORMAT = 1  # of --json with --known-issues
-
 DTYPES = {"": (), "f32": named.FLOAT32, "bf16": ("precision=bf16", "fp8.exclude="), "fp8": ("precision=fp8",)}
-
-
-def check_topology(text: str) -> str:
-    """Return why --topology names no machine, or ""."""
-    from jaxtrain.plan import topology  # imports jax, and starts nothing
-
-    try:
-        topology.parse(text)
-    except topology.TopologyError as error:
-        return str(error).rstrip(".")
-    return ""
 
 
 COMMAND = Command(
@@ -59,15 +47,8 @@ COMMAND = Command(
             modes=("",),
         ),
         Option(
-            "topology",
-            "also plan the config on each layout for that machine: step time, and memory that a GPU takes",
-            "h200:8",
-            check=check_topology,
-            modes=("",),
-        ),
-        Option(
             "known-issues",
-            "instead: three checks for bugs that were reported against trainers: packed documents that see each other, wrong "
+            "instead: check for three bugs that were reported against trainers: attention across packed documents, wrong "
             "gradients in combined layouts, data that depends on the number of processes. A few minutes on a laptop",
         ),
         Option("json", "all results, for programs", "FILE", writes=True),
@@ -78,21 +59,20 @@ COMMAND = Command(
         "--config=configs/tiny.py --meshes=one,fsdp8,fsdp4xtensor2",
         "--config=configs/llama3_8b.py --config.model.num_layers=2 --config.model.d_model=512 --config.model.d_ff=1024 "
         "--config.model.vocab_size=4096 --config.data.source=synthetic --config.data.seq_len=256 --config.train.grad_accum=1 "
-        "--meshes=one,fsdp8,fsdp4xtensor2/sharding.zero=1 --topology=h200:8",
+        "--meshes=one,fsdp8,fsdp4xtensor2/sharding.zero=1 --dtype=bf16",
         "--known-issues",
     ),
-    notes="Runs on the GPUs of this machine if there are enough, else on CPU devices, as many as the largest layout needs. On "
-    "a CPU compare a small model: whether layouts agree does not depend on its size.\n\n"
-    "Compared are loss and gradient norm of every step, every tensor's first gradient, and how far the weights moved. Bounds: "
-    "in float32 1e-5, and for weights 1e-3 of the distance. In bfloat16 the reference is trained in float32 too, and a layout "
-    "may be off by sqrt(2 + log2 n) times the reference's distance from that: summing over n devices and microbatches adds so "
-    "much rounding. The m weights of a tensor may be 1 + 3 / sqrt(m) times further off: the norms of m errors differ by so "
-    "much.\n\n"
+    notes="Uses the GPUs of this node if there are enough for the largest layout, else CPU devices. On a CPU compare a small "
+    "model: whether layouts agree does not depend on its size.\n\n"
+    "Every layout is compared with the first: loss and gradient norm of every step, the first gradient of every tensor, and "
+    "its update, which is its weights after the last step minus its initial weights. In float32 the relative bound is 1e-5, "
+    "and 1e-3 for updates. In bfloat16 and FP8 the first layout is also trained in float32, and the bound is sqrt(2 + log2 n) "
+    "times its difference from that, for n devices times microbatches: jaxtrain/parity/compare.py derives it.\n\n"
     "Exit codes: 0 all agree; 1 one does not, or could not be run; 2 the command or config is wrong, nothing was started; 130 "
     "Ctrl-C.",
 )
 
-Runs = list[tuple[Layout, RunConfig, RunConfig]]  # as compared, and as the config would train it
+Runs = list[tuple[Layout, RunConfig]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def meshes_of(parsed: Parsed) -> str:
+    """Return the layouts of a command line, as --meshes has them."""
     if parsed.mode:
         from jaxtrain.parity import known_issues
 
@@ -157,12 +138,12 @@ def load_runs(parsed: Parsed, layouts: list[Layout]) -> tuple[Runs, list[str], l
     problems = named.together([(layout.name, wrong) for layout, _, wrong in found])
     if found and not problems:
         problems = named.find_problems([run for _, run, _ in found], [layout for layout, _, _ in found])
-    return [(layout, run, named.load(layout, argv)[0]) for layout, run, _ in found], left_out, problems
+    return [(layout, run) for layout, run, _ in found], left_out, problems
 
 
 def start_devices(runs: Runs) -> None:
     """Set the environment that JAX reads when it starts, and start it."""
-    most = max(layout.devices for layout, _, _ in runs)
+    most = max(layout.devices for layout, _ in runs)
     found = named.devices(most)
     if found.kind == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -181,17 +162,14 @@ def run(parsed: Parsed, runs: Runs, console: rich.console.Console) -> int:
     """Train on every layout and compare. JAX was started."""
     from jaxtrain.parity import report
 
-    topology = parsed.options["topology"]
     rows, yardstick, types, failed = compare_layouts(runs, int(parsed.options["steps"]), console)
     if failed:
-        print(failed, file=sys.stderr)
+        print(f"error: {failed}", file=sys.stderr)
         return 1
-    if topology:
-        rows = [plan_row(row, run, topology, console) for row, (_, _, run) in zip(rows, runs, strict=True)]
     name, *overrides = config_argv(parsed)
     overrides = tuple(o.removeprefix("--config.") for o in overrides)
     steps, config = int(parsed.options["steps"]), name.removeprefix("--config=")
-    result = report.Result(config, overrides, steps, types, devices_text(runs), tuple(rows), yardstick, topology)
+    result = report.Result(config, overrides, steps, types, devices_text(runs), tuple(rows), yardstick)
     report.show(result, console)
     write_json(parsed, report.to_json(result))
     return 0 if result.agrees else 1
@@ -201,7 +179,7 @@ def compare_layouts(runs: Runs, steps: int, console: rich.console.Console) -> tu
     """Train `steps` steps on every layout, and compare them with the first.
 
     Returns:
-      The rows of the report; the first layout compared with its own steps in float32, None in float32; the types in words; and
+      The rows of the report; the first layout compared with its own steps in float32, None in float32; the precision; and
       why the first layout could not be run, "" if it could.
     """
     import jax
@@ -209,9 +187,9 @@ def compare_layouts(runs: Runs, steps: int, console: rich.console.Console) -> tu
     from jaxtrain.parity import compare, report
 
     exact = yardstick = None
-    (reference, first, _), *_ = runs
-    in_float32 = all(compare.is_float32(run) for _, run, _ in runs)
-    types = "float32" if in_float32 else f"{first.precision} with its yardstick, float32"
+    (reference, first), *others = runs
+    in_float32 = all(compare.is_float32(run) for _, run in runs)
+    types = "float32" if in_float32 else first.precision
     total, done = len(runs) + (not in_float32), 0
 
     def attempt(name: str, layout: Layout, run: RunConfig) -> tuple[Any, str, float]:
@@ -224,7 +202,7 @@ def compare_layouts(runs: Runs, steps: int, console: rich.console.Console) -> tu
             with busy if console.is_terminal else contextlib.nullcontext():
                 trained = compare.train(run, jax.devices()[: layout.devices], steps)
         except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError, MemoryError) as error:
-            return None, first_line(error), time.perf_counter() - began
+            return None, f"{type(error).__name__}: {first_line(error)}", time.perf_counter() - began
         seconds = time.perf_counter() - began
         if not console.is_terminal:
             console.print(f"{done} of {total}: {name}: {seconds:.1f} s", markup=False, highlight=False)
@@ -234,12 +212,12 @@ def compare_layouts(runs: Runs, steps: int, console: rich.console.Console) -> tu
     if base and not in_float32:
         exact, failed, _ = attempt(f"{reference.name} in float32", reference, named.in_float32(first))
     if failed or not base:
-        return [], None, types, f"{reference.name}, which the others are compared with, could not be run: {failed}"
+        return [], None, types, f"the first layout, {reference.name}, could not be run: {failed}"
     tokens = first.train.global_batch * first.data.seq_len
     if exact:
         yardstick = compare.compare(exact, base, compare.bounds(base, exact, 1, tokens))
     rows = [report.Row(reference, base, seconds=seconds)]
-    for layout, run, _ in runs[1:]:
+    for layout, run in others:
         trained, failed, seconds = attempt(layout.name, layout, run)
         if not trained:
             rows.append(report.Row(layout, failed=failed, seconds=seconds))
@@ -253,7 +231,7 @@ def compare_layouts(runs: Runs, steps: int, console: rich.console.Console) -> tu
 
 def run_known_issues(parsed: Parsed, runs: Runs, console: rich.console.Console) -> int:
     """Run the checks of known_issues.py; print figure, bound and verdict of each. JAX was started."""
-    from jaxtrain.parity import known_issues
+    from jaxtrain.parity import known_issues, report
 
     def print_line(text: str, style: str = "") -> None:
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
@@ -264,10 +242,10 @@ def run_known_issues(parsed: Parsed, runs: Runs, console: rich.console.Console) 
             raise ValueError(failed)
         return known_issues.check_gradients(rows)
 
-    straddling = [(layout, run) for layout, run, _ in runs if layout.name in known_issues.STRADDLING.split(",")]
+    straddling = [(layout, run) for layout, run in runs if layout.name in known_issues.STRADDLING.split(",")]
     checks = {
-        "packed documents do not see each other": lambda: known_issues.check_documents(straddling),
-        "gradients of combined layouts are those of one device": gradients,
+        "attention stays within a packed document": lambda: known_issues.check_documents(straddling),
+        "gradients of combined layouts equal those of one device": gradients,
         "training does not depend on the number of processes": lambda: known_issues.check_processes(config_argv(parsed)),
     }
     done = []
@@ -278,44 +256,21 @@ def run_known_issues(parsed: Parsed, runs: Runs, console: rich.console.Console) 
         print_line(f"    {found.where}: relative difference {found.figure:.1e}, bound {found.bound:.0e}")
         facts = {"claim": claim, **dataclasses.asdict(found), "ok": found.ok, "seconds": round(time.perf_counter() - began, 1)}
         done.append(facts | {"figure": found.figure if found.figure == found.figure else None})  # JSON has no NaN
-    write_json(parsed, {"format": FORMAT, "devices": devices_text(runs), "known_issues": done})
+    write_json(parsed, {"format": report.FORMAT, "devices": devices_text(runs), "known_issues": done})
     return 0 if all(c["ok"] for c in done) else 1
 
 
 def devices_text(runs: Runs) -> str:
+    """Return count and kind of the devices of the largest layout."""
     import jax
 
-    return f"{max(layout.devices for layout, _, _ in runs)} {jax.devices()[0].device_kind} devices"
+    return f"{max(layout.devices for layout, _ in runs)} {jax.devices()[0].device_kind} devices"
 
 
 def write_json(parsed: Parsed, tree: dict[str, Any]) -> None:
+    """Write the results to the file of --json."""
     if parsed.options["json"]:
         Path(parsed.options["json"]).expanduser().write_text(json.dumps(tree, indent=1) + "\n")
-
-
-def first_line(error: BaseException) -> str:
-    text = str(error).strip() or "no message"
-    return f"{type(error).__name__}: {text.splitlines()[0][:300]}"
-
-
-def plan_row(row: Any, run: RunConfig, topology: str, console: rich.console.Console) -> Any:
-    """Return the row with its planned step time and memory, or the reason why there is none."""
-    import jax
-
-    from jaxtrain.plan import topology as machines
-    from jaxtrain.plan.make import make_plan
-    from jaxtrain.plan.search.space import training_check
-
-    machine = machines.parse(topology)
-    if wrong := training_check(machine, f"--topology={topology}")(run):
-        return dataclasses.replace(row, not_planned=wrong[0].rule)
-    busy = console.status(f"{row.layout.name}: planning for {topology} ...")
-    try:
-        with busy if console.is_terminal else contextlib.nullcontext():
-            plan = make_plan(run, machine)
-    except (ValueError, RuntimeError, jax.errors.JaxRuntimeError, MemoryError) as error:
-        return dataclasses.replace(row, not_planned=first_line(error))
-    return dataclasses.replace(row, planned=(plan.time.step_ms, plan.memory.taken_gib))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 Compared are the loss and the gradient norm of every step, the gradient of every tensor at the first step (Adam's first moment
 after it is 1 - beta1 of the gradient, whatever the layout; Muon's momentum likewise), and how far every weight moved. The
-initial weights must be equal bit for bit. A tensor's gradient is off by |got - reference| / |reference| in the 2-norm; where
-the reference is mostly cancellation, as for the bias of keys, which softmax does not see, its share of the whole gradient
-stands below the line.
+initial weights must be equal bit for bit. A tensor's gradient is off by |got - reference| / |reference| in the 2-norm. Where
+the reference is mostly cancellation, as for the bias of keys, which does not change softmax, the denominator is the tensor's
+share of the norm of the whole gradient.
 
 float32: 1e-5 for all but the weights, which is 168 roundings of u = 2^-24 in a row, or 28,000 at random.
 
@@ -98,7 +98,7 @@ class Comparison:
     def wrong(self) -> list[str]:
         """Return a text for each value beyond its bound."""
         named = {"the initial state": self.start, "loss": self.loss, "gradient norm": self.grad_norm}
-        named |= {"gradient": self.gradient, "parameters": self.parameter}
+        named |= {"gradient": self.gradient, "update": self.parameter}
         return [f"{name} off by {m.value:.1e} ({m.where}), bound {m.bound:.1e}" for name, m in named.items() if not m.ok]
 
 
@@ -175,7 +175,7 @@ def bounds(reference: Trained, exact: Trained | None, parts: int, tokens: int) -
     """
     names = reference.gradients
     if exact is None:
-        why = f"float32: {EXACT:.0e} is 168 roundings of 2^-24; weights {MOVED:.0e} of the way, the root of that in gradients"
+        why = "rounding of float32"
         return Bounds(EXACT, EXACT, dict.fromkeys(names, EXACT), dict.fromkeys(names, MOVED), why)
     factor = math.sqrt(2 + math.log2(parts))
     whole = _norm(_apart(reference.gradients, exact.gradients)) / _norm(exact.gradients)
@@ -184,7 +184,7 @@ def bounds(reference: Trained, exact: Trained | None, parts: int, tokens: int) -
     typical = math.sqrt(float(np.mean([d * d for d in moved.values()])))
     weights = {n: factor * (1 + 3 / math.sqrt(names[n].size)) * max(typical, d) for n, d in moved.items()}
     loss = factor * max(whole / math.sqrt(tokens), *relative(reference.loss, exact.loss))
-    why = f"fewer bits: sqrt(2 + log2 {parts}) = {factor:.2f} times the reference's own distance from float32"
+    why = f"sqrt(2 + log2 {parts}) = {factor:.2f} times the first layout's difference from float32"
     return Bounds(loss, factor * whole, gradients, weights, why)
 
 

@@ -1,6 +1,6 @@
 """Three checks for bugs that were reported against trainers, each by real train steps in float32: `parity --known-issues`.
 
-documents    packed documents see each other. A packed batch and the same documents, one a sequence, must have the same loss
+documents    attention crosses packed documents. A packed batch and the same documents, one a sequence, must have the same loss
              and the same gradients; on one device, and where documents straddle devices.
 gradients    gradients are wrong where layouts are combined. Combined layouts must take the steps of one device.
 processes    the data depends on the number of processes. One, two and four processes, on as many devices altogether,

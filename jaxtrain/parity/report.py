@@ -9,12 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxtrain.page.numbers import column
 from jaxtrain.parity.compare import Bounds, Comparison, Measure, Trained
 from jaxtrain.parity.layouts import Layout
 
 FORMAT = 1  # of --json
-COLUMNS = {"loss": "loss", "grad_norm": "grad norm", "gradient": "gradient", "parameter": "parameters"}
+COLUMNS = {"loss": "loss", "grad_norm": "grad norm", "gradient": "gradient", "parameter": "update"}
 AGREES, DIFFERS, FAILED = "agrees", "DIFFERS", "FAILED"
 
 
@@ -28,8 +27,6 @@ class Row:
     bounds: Bounds | None = None
     failed: str = ""  # why there are no numbers
     seconds: float = 0.0  # compiling included
-    planned: tuple[float, float] | None = None  # step time in ms, GiB a GPU takes
-    not_planned: str = ""
 
     @property
     def verdict(self) -> str:
@@ -51,7 +48,6 @@ class Result:
     devices: str
     rows: tuple[Row, ...]
     yardstick: Comparison | None  # the reference against its own steps in float32
-    topology: str
 
     @property
     def agrees(self) -> bool:
@@ -60,36 +56,36 @@ class Result:
 
 def show(result: Result, console: Console) -> None:
     """Print the table, all differences beyond their bounds, the bounds and the verdict."""
-    _say(console, f"{result.config}, {result.steps} steps in {result.types} on {result.devices}", "bold")
+    steps = "1 step" if result.steps == 1 else f"{result.steps} steps"
+    _say(console, f"{result.config}, {steps} in {result.types} on {result.devices}", "bold")
     if result.overrides:
         _say(console, f"with {' '.join(result.overrides)}")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column(Text("layout"), overflow="fold")
-    plan = ["planned ms", "planned GiB"] if result.topology else []
-    for heading in (*COLUMNS.values(), *plan):
+    for heading in COLUMNS.values():
         table.add_column(Text(heading), justify="right", no_wrap=True)
     table.add_column(Text(""), no_wrap=True)
-    planned = _planned(result.rows) if plan else [[] for _ in result.rows]
-    for row, extra in zip(result.rows, planned, strict=True):
+    for row in result.rows:
         style = {FAILED: "bold red", DIFFERS: "bold red", "reference": "bold"}.get(row.verdict, "")
-        table.add_row(*(Text(cell) for cell in (row.layout.name, *_cells(row), *extra, row.verdict)), style=style)
+        table.add_row(*(Text(cell) for cell in (row.layout.name, *_cells(row), row.verdict)), style=style)
         if row.verdict == "reference" and result.yardstick:
-            cells = ("  the same in float32", *_differences(result.yardstick), *("" for _ in plan), "yardstick")
+            cells = ("  difference from float32", *_differences(result.yardstick), "")
             table.add_row(*(Text(cell) for cell in cells), style="dim")
     console.print(table)
-    _say(console, "the reference's loss and gradient norm at the last step; below, the largest relative difference from it of")
-    _say(console, "any step, of any tensor's first gradient, and of any tensor's way from where it began")
+    first = result.rows[0].layout.name
+    _say(
+        console,
+        f"{first}: loss and gradient norm of the last step. Other layouts: the largest relative difference from {first}",
+    )
+    _say(console, "of any step's loss and gradient norm, and of any tensor's first gradient and update over all steps.")
     for row in result.rows:
         for why in [row.failed] if row.failed else row.comparison.wrong if row.comparison else []:
             _say(console, f"{row.layout.name}: {why}", "red")
-    for row in result.rows:
-        if row.not_planned:
-            _say(console, f"{row.layout.name}: not planned for {result.topology}: {row.not_planned}", "yellow")
     for line in _bounds(result.rows):
         _say(console, line)
     others = [row for row in result.rows if row.verdict != "reference"]
     agree = sum(row.verdict == AGREES for row in others)
-    verdict = f"{agree} of {len(others)} layouts take the steps of {result.rows[0].layout.name}"
+    verdict = f"{agree} of {len(others)} layouts agree with {first}"
     _say(console, verdict, "bold green" if result.agrees else "bold red")
 
 
@@ -106,12 +102,6 @@ def _differences(comparison: Comparison) -> list[str]:
     return [f"{getattr(comparison, name).value:.1e}" for name in COLUMNS]
 
 
-def _planned(rows: Sequence[Row]) -> list[list[str]]:
-    times = column([row.planned[0] if row.planned else float("nan") for row in rows])
-    sizes = column([row.planned[1] if row.planned else float("nan") for row in rows])
-    return [list(cells) for cells in zip(times, sizes, strict=True)]
-
-
 def _bounds(rows: Sequence[Row]) -> list[str]:
     """Return a line for each kind of bound, with the loosest of its tensors."""
     lines: dict[str, None] = {}
@@ -119,8 +109,8 @@ def _bounds(rows: Sequence[Row]) -> list[str]:
         if row.bounds:
             b = row.bounds
             numbers = f"loss {b.loss:.1e}, gradient norm {b.grad_norm:.1e}"
-            numbers += f", gradient {max(b.gradients.values()):.1e}, parameters {max(b.weights.values()):.1e}"
-            lines[f"bounds: {numbers}. {b.why}"] = None
+            numbers += f", gradient {max(b.gradients.values()):.1e}, update {max(b.weights.values()):.1e}"
+            lines[f"bounds: {numbers} ({b.why})"] = None
     return list(lines)
 
 
@@ -148,8 +138,6 @@ def to_json(result: Result) -> dict[str, Any]:
             "grad_norm": _listed(row.trained.grad_norm) if row.trained else None,
             "difference": measured(row.comparison),
             "seconds": round(row.seconds, 2),
-            "planned": {"step_ms": row.planned[0], "taken_gib": row.planned[1]} if row.planned else None,
-            "not_planned": row.not_planned,
         }
         for row in result.rows
     ]
@@ -160,7 +148,6 @@ def to_json(result: Result) -> dict[str, Any]:
         "steps": result.steps,
         "types": result.types,
         "devices": result.devices,
-        "topology": result.topology,
         "agrees": result.agrees,
         "yardstick": measured(result.yardstick),
         "layouts": rows,

@@ -108,7 +108,9 @@ COMMAND = Command(
         Option(
             "most", f"plans of a --search, with those in its cache; default {MOST}", "N", str(MOST), least=1, modes=("search",)
         ),
-        Option("jobs", "compiles at a time; default: the number of cores", "N", "0", least=0, modes=("", "search")),
+        Option(
+            "jobs", "compiles at a time; default: the number of cores", "N", "0", least=1, example="4", modes=("", "search")
+        ),
         Option(
             "cache",
             f"folder of earlier plans; default {FOLDER}; '' keeps none",
@@ -281,7 +283,7 @@ def _load_cudnn(source: str) -> cudnn_library.Library | None:
 
 
 def _fail(why: str) -> int:
-    print(why, file=sys.stderr)
+    print(f"error: {why}", file=sys.stderr)
     return FAILED
 
 

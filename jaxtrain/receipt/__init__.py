@@ -100,7 +100,11 @@ class Receipt:
         self._set(found)
 
     def _continue(self, before: dict[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-        """Keep the attempts of an earlier receipt, and return the number of this one and what was changed."""
+        """Keep the attempts of an earlier receipt, and return the number of this one and its changes.
+
+        Changes are differences from the newest attempt that saved, since this one continues from its checkpoint. An attempt
+        that ended before its first save left nothing in the result.
+        """
         every = [*before.pop("attempts"), before]
         saved = [one for one in every if one.get("saves") and "source" in one]
         self._earlier = [one if one in saved[-1:] else {k: one[k] for k in SUMMARY if k in one} for one in every]

@@ -6,13 +6,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
 from jaxtrain.command_line import REFUSED, Command, Option, Parsed, make_console, run_command
 from jaxtrain.config import Problem
-from jaxtrain.receipt import print as tables
-from jaxtrain.receipt.diff import compare
-from jaxtrain.receipt.format import ReceiptError, Run, find_runs, open_run
+from jaxtrain.receipt.diff import GROUPS, Comparison, compare
+from jaxtrain.receipt.format import ReceiptError, Run, find_runs, flatten, open_run, rows
 
 USAGE = {"show": "show RUN", "list": "list RUN...", "diff": "diff A B"}
+COLUMNS = {  # heading of the list -> path in the flattened receipt, format
+    "tok/s/device": ("speed.tokens_per_s_per_device", ",.0f"),
+    "MFU": ("speed.mfu_causal", ".1%"),
+    "goodput": ("goodput.goodput", ".1%"),
+}
 COMMAND = Command(
     "receipt",
     "Show what ran, or the differences between two runs that can explain other results or another speed. RUN is a run's folder "
@@ -45,17 +53,17 @@ def act(parsed: Parsed) -> int:
     console = make_console()
     if action == "list":
         runs_or_errors = [_open(path) for path in find_runs(targets)]
-        tables.show_list(runs_or_errors, console)
+        show_list(runs_or_errors, console)
         return 0 if any(isinstance(run, Run) for run in runs_or_errors) else REFUSED
     runs = [open_run(target) for target in targets]
     if action == "show":
-        tables.show(runs[0], console)
+        show(runs[0], console)
         return 0
     found = compare(*runs)
     if parsed.options["json"]:
         print(json.dumps({"same": not found.differences, **dataclasses.asdict(found)}, indent=1))
     else:
-        tables.show_diff(found, console)
+        show_diff(found, console)
     return 1 if found.differences else 0
 
 
@@ -67,6 +75,75 @@ def _open(path: Path) -> Run | tuple[str, str]:
         return run
     except ReceiptError as error:
         return path.name, str(error)
+
+
+def show(run: Run, console: Console) -> None:
+    """Print one receipt."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    section = ""
+    for path, value in rows(run):
+        begin = path.partition(".")[0]
+        if section and "." in path and begin != section:
+            table.add_row("", "")
+        table.add_row(escape(path), escape(value))
+        section = begin
+    console.print(table, highlight=False)
+    show_attempts(run, console)
+
+
+def show_attempts(run: Run, console: Console) -> None:
+    """Print one line for each attempt."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("attempt", "started", "ended", "resumed from step", "exit code", "reason", "changed"):
+        table.add_column(name, overflow="fold", no_wrap=name in ("started", "ended"))
+    for one in run.attempts:
+        names = ("attempt", "started", "ended", "resumed_from_step", "exit_code", "reason")
+        changed = ", ".join(f"{name}: {was} -> {now}" for _, name, was, now in one.get("changed", ()))
+        table.add_row(*("-" if one.get(name) is None else escape(str(one[name])) for name in names), escape(changed))
+    console.print()
+    console.print(table, highlight=False)
+
+
+def show_list(runs: Sequence[Run | tuple[str, str]], console: Console) -> None:
+    """Print one line for each run; (name, error) for a receipt that cannot be read."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("run", "attempts", "end", "step", "loss", *COLUMNS):
+        table.add_column(name, justify="left" if name in ("run", "end") else "right", overflow="fold")
+    for run in runs:
+        if not isinstance(run, Run):
+            table.add_row(escape(run[0]), "", escape(run[1]))
+            continue
+        values = dict(flatten(run.figures | {"goodput": run.goodput}))
+        last = max(run.losses, default=None)
+        cells = ["-", "-"] if last is None else [str(last), f"{run.losses[last]:.4f}"]
+        cells += [f"{values[path]:{form}}" if path in values else "-" for path, form in COLUMNS.values()]
+        table.add_row(escape(run.name), str(len(run.attempts)), escape(run.end), *cells)
+    console.print(table, highlight=False)
+
+
+def show_diff(found: Comparison, console: Console) -> None:
+    """Print the differences by group, and the results that differ."""
+
+    def say(text: str, style: str = "") -> None:
+        console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    say(f"A: {found.a}\nB: {found.b}")
+    for group in GROUPS:
+        mine = [d for d in found.differences if d.group == group]
+        if mine:
+            say(f"\n{group}", "bold")
+        for d in mine:
+            say(f"  {d.name}: {d.a} -> {d.b}")
+            for line in d.lines:
+                say(f"      {line}")
+    if not found.differences:
+        say("\nno difference that can explain other results or another speed")
+    say("\nresults", "bold")
+    for one in found.outcomes:
+        values = f"{one.a} -> {one.b}" if one.a or one.b else ""
+        say(f"  {one.name}: {values}{f' ({one.ratio})' if values and one.ratio else one.ratio}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,6 +14,9 @@ from jaxtrain.receipt import figures
 
 NAME = "receipt.json"
 FORMAT = 3
+FIRST = ("command", "config", "overrides", "mesh", "attention", "data")  # fields that a reader looks for
+# Fields with a table of their own or a file beside the receipt (config.json), and long ones.
+HIDDEN = ("attempts", "format", "resolved", "ranks", "devices.processes", "source.patch", "source.files", "changed")
 FIX = "Fix: name a run's folder (--workdir of training), such as runs/tiny."
 
 
@@ -142,3 +145,17 @@ def find_runs(targets: list[str]) -> list[Path]:
             raise ReceiptError(f"{path}: no {NAME} in this folder or in one below it. Fix: name runs, or a folder of runs.")
         out += inside
     return out
+
+
+def rows(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield (dotted path, value) of a run's receipt as it is shown, the overrides of its config first."""
+    receipt = run.receipt | {k: v for k, v in run.figures.items() if v is not None} | {"goodput": run.goodput}
+    source = receipt.get("source") or {}
+    shown = {name: receipt[name] for name in (*FIRST, *receipt) if name in receipt}
+    for path, value in flatten(shown):
+        if not any(path == name or path.startswith(f"{name}.") for name in HIDDEN):
+            if isinstance(value, float) and not path.startswith("loss_at"):
+                value = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.6g}"
+            yield path, str(value)
+    if source.get("patch"):
+        yield "source.patch", f"{len(source['patch'])} characters in receipt.json"

@@ -101,7 +101,6 @@ def _gpu(nvml: Any, ask: Ask, handle: Any) -> dict[str, Any]:
         "name": ask("DeviceGetName", handle),
         "uuid": ask("DeviceGetUUID", handle),
         "pci": bus,
-        "nics": nearest_nics(bus),
         "power_limit_w": _watts(ask("DeviceGetPowerManagementLimit", handle)),
         "power_limit_default_w": _watts(ask("DeviceGetPowerManagementDefaultLimit", handle)),
         "max_sm_clock_mhz": ask("DeviceGetMaxClockInfo", handle, nvml.NVML_CLOCK_SM),
@@ -136,26 +135,6 @@ def _topology(nvml: Any, ask: Ask, handles: list[Any]) -> dict[str, Any]:
         pairs["NVLink" if direct else LEVELS.get(level, "unknown")] += 1
     active = [sum(ask("DeviceGetNvLinkState", h, link) == 1 for link in range(NVLINKS)) for h in handles]
     return {"nvlinks": active, "pairs": dict(pairs)}
-
-
-def nearest_nics(pci: str | None, sys: Path = Path("/sys")) -> list[str]:
-    """Return the RDMA network cards that share the most PCIe bridges with a GPU, such as ["mlx5_0"]; [] if it shares none.
-
-    Args:
-      pci: the GPU's address as NVML has it, 00000000:1B:00.0.
-      sys: where sysfs is mounted.
-    """
-    if not pci:
-        return []
-    domain, _, rest = pci.lower().partition(":")
-    gpu = (sys / "bus/pci/devices" / f"{domain[-4:]}:{rest}").resolve().parts
-    shared: dict[str, int] = {}
-    for card in sorted((sys / "class/infiniband").glob("*")):
-        path = (card / "device").resolve().parts
-        common = itertools.takewhile(lambda ab: ab[0] == ab[1], zip(gpu, path, strict=False))
-        shared[card.name] = sum(":" in a for a, _ in common)
-    most = max(shared.values(), default=0)
-    return [name for name, count in shared.items() if count == most] if most else []
 
 
 def device_facts(devices: Iterable[Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from jaxtrain.page.html import document, folded, paragraph, plural, swatch, tile
 from jaxtrain.page.numbers import column, number, percent, size
 from jaxtrain.page.sections import Column, Drawing, Listing, Section, Table, html_sections, html_table
 from jaxtrain.progress import duration
-from jaxtrain.receipt.print import rows
+from jaxtrain.receipt.format import rows
 from jaxtrain.report import compare
 from jaxtrain.report.charts import MANY, MEMORY, SPEED, Charts, colour, wall_time
 from jaxtrain.report.run import EXIT_CODES, Run, RunError, verdict

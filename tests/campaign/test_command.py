@@ -19,7 +19,7 @@ def test_mistakes_end_the_real_command_with_2_and_leave_no_file(tmp_path):
     wrong = ["--config.model.num_layer=3", "--config.train.steps=1e3", "--config.mesh.tensor=8", "stray"]
     done = python("-m", "jaxtrain.main", f"--config={REPO}/configs/tiny.py", *wrong, cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("4 problems; nothing was started and nothing written")
+    assert done.stderr.endswith("4 problems; nothing was started and nothing written\n")
     assert not list(tmp_path.iterdir())
 
 

@@ -84,7 +84,7 @@ def test_ctrl_c_keeps_finished_parts_and_no_file(tmp_path, processes):
     process.send_signal(signal.SIGINT)
     error = process.communicate(timeout=300)[1]
     assert process.returncode == 130, error
-    assert "interrupted; no token file was written" in error
+    assert error.endswith("interrupted\n")
     assert "the same command goes on from there" in error
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "a.tok.partial"]
     assert not [p for p in workers if Path(f"/proc/{p}").exists()]

@@ -78,10 +78,10 @@ def test_the_suite_runs_in_the_repository_and_keeps_its_tools(machine: Machine):
 @pytest.mark.parametrize(
     ("arguments", "env", "said"),
     [
-        ("trian", {}, r"^command = 'trian': is unknown\. Fix: \S*/run\.sh main\.$"),
-        ("lnit", {}, r"^command = 'lnit': is unknown\. Fix: \S*/run\.sh lint\.$"),
-        ("config", {}, r"^command = 'config': is unknown\. Fix: one of main, preflight, "),  # a module, and no command
-        ("../x", {}, r"^command = '\.\./x': is unknown\."),
+        ("trian", {}, r"^error: command = 'trian': is unknown\. Fix: \S*/run\.sh main\.$"),
+        ("lnit", {}, r"^error: command = 'lnit': is unknown\. Fix: \S*/run\.sh lint\.$"),
+        ("config", {}, r"^error: command = 'config': is unknown\. Fix: one of main, preflight, "),  # a module, and no command
+        ("../x", {}, r"^error: command = '\.\./x': is unknown\."),
         ("setup", {"JAXTRAIN_CUDA": "11"}, "JAXTRAIN_CUDA=11: must be 12 or 13; unset it"),
         ("setup", {"JAXTRAIN_CUDNN": "yes"}, "JAXTRAIN_CUDNN=yes: must be 0 or 1; unset it"),
     ],
@@ -182,4 +182,4 @@ def test_a_start_outside_the_environment_ends_with_a_sentence(tmp_path: Path):
         command = [sys.executable, "-S", "-m", module, "--help"]
         done = subprocess.run(command, env={"PYTHONPATH": str(REPO)}, cwd=tmp_path, capture_output=True, text=True)
         rule = "the packages of jaxtrain are not installed there. Fix: ./run.sh COMMAND"
-        assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"Python = {sys.executable}: {rule}")
+        assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"error: Python = {sys.executable}: {rule}")

@@ -250,7 +250,7 @@ def test_a_wrong_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert lm_eval.main([there]) == 2
     assert "--tasks is missing" in capsys.readouterr().err
     assert lm_eval.main([there, "--tasks=a", "--model=hf"]) == 2
-    assert "--model=hf: that is set by this command" in capsys.readouterr().err
+    assert "--model=hf: this command sets it" in capsys.readouterr().err
     monkeypatch.setattr(lm_eval.importlib.util, "find_spec", lambda name: None)
     assert lm_eval.main([there, "--tasks=a"]) == 2
     assert "the extra `lm-eval`" in capsys.readouterr().err

@@ -25,8 +25,7 @@ from jaxtrain import generate, metrics, samples, validate
 from jaxtrain.data import pipeline
 from jaxtrain.hardware import Devices
 from jaxtrain.monitor import Monitor
-from jaxtrain.receipt.format import open_run
-from jaxtrain.receipt.print import rows
+from jaxtrain.receipt.format import open_run, rows
 from jaxtrain.report import page
 from jaxtrain.report.run import read, read_all
 from jaxtrain.samples import Sample

@@ -45,6 +45,7 @@ def test_values_come_from_the_defaults_and_from_the_command_line():
         (["r", "--list", "--watch"], "--list --watch: each of these is an action of its own. Leave out --watch."),
         (["r", "--list", "--shape=rows"], "--shape: --list does not use it. Leave it out."),
         (["r", "--html=/no/such/folder/x.html"], "there is no folder /no/such/folder. Name another file."),
+        (["r", ""], "RUN = '': is empty. Name a run's folder."),
         (["r", "--html"], "--html: needs a value. For example --html=report.html."),
         (["r", "--row=3"], "--row: no such option. Did you mean --rows?"),
         (["r", "--config.train.steps=3"], "--config.train.steps: no such option."),
@@ -87,7 +88,7 @@ def _fail(error: BaseException):
         (ConfigError([Problem("train.steps", 0, "must be at least 1", "Write 1.")]), 2, "train.steps = 0"),
         (KeyError("no trace"), 2, "error: 'no trace'"),
         (FileNotFoundError(2, "No such file or directory", "x"), 1, "error: [Errno 2]"),
-        (KeyboardInterrupt(), 130, "Ctrl-C: stopped."),
+        (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
 def test_exceptions_become_exit_codes(error: BaseException, code: int, printed: str, capsys: pytest.CaptureFixture[str]):
@@ -103,4 +104,4 @@ def test_an_unexpected_exception_is_not_hidden():
 def test_further_checks_are_reported_with_those_of_the_options(capsys: pytest.CaptureFixture[str]):
     more = [Problem("RUN", "r", "is no run", "Name a run's folder.")]
     assert run_command(FILES, ["r", "--rows=0"], lambda _: 0, check=lambda _: more) == 2
-    assert capsys.readouterr().err.startswith("2 problems;")
+    assert capsys.readouterr().err.endswith("2 problems; nothing was started and nothing written\n")

@@ -233,10 +233,13 @@ def test_all_mistakes_of_a_command_are_told_at_once_and_nothing_is_written(tmp_p
     said = capsys.readouterr()
     assert said.out == ""
     lines = said.err.splitlines()
-    assert lines[0].endswith("problems; nothing was started and nothing written:")
+    assert lines[-1].endswith("problems; nothing was started and nothing written")
     for settings, key, words, _ in RULES:
         if settings in wrong:
-            assert any(line.startswith((f"  {key} = ", f"  {key}: ")) and words in line for line in lines), (key, said.err)
+            assert any(line.startswith((f"error: {key} = ", f"error: {key}: ")) and words in line for line in lines), (
+                key,
+                said.err,
+            )
     assert "argument 'config.model.num_layers=9'" in said.err and "Write --config.model.num_layers=9." in said.err
     assert listing(tmp_path, REPO / "configs") == before
 

@@ -52,7 +52,6 @@ def refused(capsys, *argv: str) -> str:
         (["--config.attention.impl=cudnn"], "cuDNN needs a GPU"),
         (["--steps=0"], "--steps = '0': must be a whole number, 1 or more"),
         (["--dtype=fp16"], "--dtype = 'fp16': must be one of f32, bf16, fp8"),
-        (["--topology=h900:8"], "chip 'h900' has no description"),
         (["--json=nowhere/parity.json"], "there is no folder"),
         (["--mesh=fsdp8"], "--mesh: no such option. Did you mean --meshes?"),
     ],
@@ -63,7 +62,7 @@ def test_mistakes_are_named(argv, said, capsys):
 
 def test_all_mistakes_come_together(capsys):
     said = refused(capsys, *SMALL, "--steps=-1", "--meshes=one,fdsp8,data3,data5", "--config.optimizer.lr=fast")
-    assert said.startswith("5 problems; nothing was started")
+    assert "5 problems; nothing was started" in said
     for part in ("--steps", "'fdsp'", "--meshes=data3: train", "--meshes=data5: train", "optimizer.lr"):
         assert part in said
     assert said.count("optimizer.lr = 'fast'") == 1, "what is wrong with all layouts is said once"
@@ -142,7 +141,7 @@ def test_each_number_is_compared():
     ]
     moved = same.weights["w"].copy()
     moved[0] += 0.01
-    assert [text.split()[0] for text in against(trained(weights={"w": moved})).wrong] == ["parameters"]
+    assert [text.split()[0] for text in against(trained(weights={"w": moved})).wrong] == ["update"]
     other = same.start["w"].copy()
     other[7] = np.nextafter(other[7], 9)
     assert against(trained(start={"w": other})).wrong == ["the initial state off by 1.0e-03 (w), bound 0.0e+00"]
@@ -158,7 +157,7 @@ def test_what_is_no_number_differs(value):
     comparison = against(trained(gradients={"w": gradient}))
     assert not comparison.gradient.ok
     rows = (report.Row(layouts.parse("one")[0][0], trained(), comparison),)
-    found = report.Result("c", (), 2, "float32", "8", rows, None, "")
+    found = report.Result("c", (), 2, "float32", "8", rows, None)
     assert not found.agrees and json.dumps(report.to_json(found), allow_nan=False)
 
 

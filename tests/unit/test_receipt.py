@@ -64,7 +64,6 @@ def test_a_killed_run_has_what_was_known_at_its_start(tmp_path: Path, monkeypatc
         "name": "NVIDIA H200",
         "uuid": "GPU-10ac6aa1",
         "pci": "0000:18:00.0",
-        "nics": [],
         "power_limit_w": 700.0,
         "power_limit_default_w": 700.0,
         "max_sm_clock_mhz": 1980,
@@ -275,7 +274,7 @@ def test_throttling_is_a_share_of_the_time_of_this_attempt() -> None:
 
 # ---- Differences
 
-GPU = {"index": 0, "name": "NVIDIA H200", "uuid": "GPU-1", "pci": "0000:18:00.0", "nics": ["mlx5_0"], "power_limit_w": 700.0}
+GPU = {"index": 0, "name": "NVIDIA H200", "uuid": "GPU-1", "pci": "0000:18:00.0", "power_limit_w": 700.0}
 STATE = {"index": 0, "sm_clock_mhz": 1980, "power_w": 650.0, "throttle_reasons": "sw_power_cap", "ecc_uncorrected": 0}
 BASE: dict[str, Any] = {
     "id": "a",
@@ -328,7 +327,7 @@ def changed(path: str, value: Any) -> list[tuple[str, str, str, str]]:
         ("environment.NCCL_DEBUG", "INFO"),
         ("env.set.XLA_CLIENT_MEM_FRACTION", "0.9"),
         ("environment.XLA_FLAGS", "--xla_force_host_platform_device_count=8"),
-        ("hardware.gpus", [{**GPU, "uuid": "GPU-2", "pci": "x", "nics": []}, {**GPU, "index": 1}]),
+        ("hardware.gpus", [{**GPU, "uuid": "GPU-2", "pci": "x"}, {**GPU, "index": 1}]),
         ("hardware.after", [{**STATE, "sm_clock_mhz": 1500, "power_w": 80.0, "throttle_reasons": ""}]),
         ("hardware.after", [{**STATE, "throttle_reasons": "hw_thermal"}]),  # one sample does not describe the run
         ("throttled", [{"gpu": 0, "share": 0.1, "reasons": "hw_thermal"}]),
@@ -476,29 +475,3 @@ def test_a_receipt_that_cannot_be_read_is_not_overwritten(tmp_path: Path) -> Non
 def test_digests_of_configs() -> None:
     assert receipt.config_sha256({"a": 2, "b": 1}) == receipt.config_sha256({"b": 1, "a": 2})
     assert receipt.config_sha256({"a": 2, "b": 1}) != receipt.config_sha256({"a": 2, "b": 2})
-
-
-def test_the_network_card_beside_each_gpu(tmp_path):
-    """By the PCIe bridges that both are behind; cards of another socket share none."""
-    switch, other = "devices/pci0000:00/0000:00:01.0/0000:01:00.0", "devices/pci0000:80/0000:80:01.0"
-    places = {
-        f"{switch}/0000:02:00.0/0000:03:00.0": "mlx5_0",
-        f"{switch}/0000:02:01.0/0000:04:00.0": "mlx5_1",
-        f"{other}/0000:81:00.0": "mlx5_2",
-    }
-    gpus = {
-        "0000:1b:00.0": f"{switch}/0000:02:00.0/0000:1b:00.0",
-        "0000:1c:00.0": f"{switch}/0000:02:02.0/0000:1c:00.0",
-        "0000:c1:00.0": "devices/pci0000:c0/0000:c1:00.0",
-    }
-    for place in (*places, *gpus.values()):
-        (tmp_path / place).mkdir(parents=True)
-    (tmp_path / "bus/pci/devices").mkdir(parents=True)
-    for address, place in gpus.items():
-        (tmp_path / "bus/pci/devices" / address).symlink_to(tmp_path / place)
-    for place, name in places.items():
-        (tmp_path / "class/infiniband" / name).mkdir(parents=True)
-        (tmp_path / "class/infiniband" / name / "device").symlink_to(tmp_path / place)
-    assert machine.nearest_nics("00000000:1B:00.0", tmp_path) == ["mlx5_0"]
-    assert machine.nearest_nics("00000000:1C:00.0", tmp_path) == ["mlx5_0", "mlx5_1"]
-    assert machine.nearest_nics("00000000:C1:00.0", tmp_path) == [] and machine.nearest_nics(None, tmp_path) == []

@@ -224,7 +224,7 @@ def test_an_old_python_is_refused_with_a_sentence(
     monkeypatch.setattr(sys, "argv", ["-m", "--config=x.py"])  # as `python -m jaxtrain.main` is seen while it is looked for
     with pytest.raises(SystemExit) as end:
         exec(source, {})
-    assert end.value.code == 2 and capsys.readouterr().err.startswith(said)
+    assert end.value.code == 2 and capsys.readouterr().err.startswith("error: " + said)
 
 
 # ---- Commands
