@@ -153,8 +153,8 @@ def text_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def _are_numbers(cells: Sequence[str]) -> bool:
-    """Return whether each text starts with a digit or is a dash."""
-    return all(cell[:1].isdigit() or cell == "-" for cell in cells)
+    """Return whether each text starts with a digit, as 8 and <0.1 do, or is a dash."""
+    return all(cell.removeprefix("<")[:1].isdigit() or cell == "-" for cell in cells)
 
 
 # ---- terminal
@@ -314,7 +314,7 @@ def _html_cell(c: Column, i: int) -> str:
         if len(path) > FOLDED:
             first = path[:FOLDED].rpartition("; ")[0] or path[:FOLDED]
             shown = f"<details><summary>{escape(first)} ...</summary>{shown}</details>"
-        else:
+        elif path:
             shown += "<br>"
         return html.Markup(f'{shown}<span class="quiet">{escape(name)}</span>')
     if c.colours:

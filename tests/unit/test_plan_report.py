@@ -226,7 +226,7 @@ def test_published_runs_bound_what_is_believed():
     expected += " of the bf16 peak, 25.8% to 28.5% of the FP8 peak"
     shown = " ".join(written(sample(), 120).split())
     assert f"{expected}; roofline: step 709 ms" in shown
-    assert "0.86 to 0.95 of the measured step time" in page.html(sample())
+    assert "0.86 to 0.95 of the measured time" in page.html(sample())
     assert "60.1% causal of the bf16 peak, 30.0% of the FP8 peak" in shown
     none = dataclasses.replace(sample().time, expected_step_ms=None, expected_tokens_per_s_per_device=None)
     for text in (written(sample(time=none), 120), page.html(sample(time=none))):

@@ -6,7 +6,7 @@ from html import escape
 
 from jaxtrain.page import timeline
 from jaxtrain.page.charts import cursor_data, ticks
-from jaxtrain.page.html import document, paragraph, plural, swatch, tiles
+from jaxtrain.page.html import document, key, paragraph, plural, tiles
 from jaxtrain.page.numbers import GB_PER_GIB, decimals, gib, number, percent, rough, size
 from jaxtrain.page.sections import Column, Drawing, Section, Table, html_sections
 from jaxtrain.plan.report.sections import (
@@ -15,7 +15,6 @@ from jaxtrain.plan.report.sections import (
     command,
     details,
     device_count,
-    expected,
     headline,
     mesh,
     mfu,
@@ -57,7 +56,7 @@ def html(plan: Plan, *, steps: int | None = None, lanes: Mapping[str, Sequence[t
         f'<p class="verdict {"yes" if plan.fits else "no"}">{escape(verdict(plan))}</p></header><main>',
         _tiles(plan),
         paragraph(f"{plan.kept}.") if plan.kept else "",
-        paragraph(f"{expected(plan)} ({range_source(plan)}).") if plan.time.expected_step_ms and plan.fits else "",
+        paragraph(f"{range_source(plan)}.") if plan.time.expected_step_ms and plan.fits else "",
         *html_sections([*notes(plan), *found]),
         f"<h2>Command of this plan</h2><pre><code>{escape(command(plan))}</code></pre></main>",
     ]
@@ -161,10 +160,10 @@ def schedule_section(plan: Plan) -> Section:
         columns.append(Column(f"{name}, {gib(values)[0]}", gib(values)[1], values))
     places = decimals([value for value, _ in m.timeline])
     points = cursor_data([f"{number(value, places)} GiB, {phase or 'start'}" for value, phase in m.timeline])
-    key = " &ensp; ".join(f"{swatch(colour)}{escape(name)}" for name, colour, _ in _layers(plan))
     chart = (
         '<div class="chart" tabindex="0" role="group" aria-label="Memory over the schedule; arrow keys move the cursor">'
-        f'{memory_chart(plan)}{points}<div class="tip" role="status"></div></div><p class="quiet">{key}</p>'
+        f'{memory_chart(plan)}{points}<div class="tip" role="status"></div></div>'
+        f"{key([(name, colour) for name, colour, _ in _layers(plan)])}"
     )
     note = "In the order of the compiler's schedule, each loop's body once: not to scale in time."
     return Section("Memory over the schedule", [Drawing(chart), note, Table("Phases of the schedule", columns, style="small")])

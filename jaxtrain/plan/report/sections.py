@@ -138,7 +138,7 @@ def range_source(plan: Plan) -> str:
         return ""
     low, high = (plan.time.step_ms / each for each in reversed(steps))
     runs = ", ".join(filter(None, (plan.kind, compilers(plan.kind))))
-    return f"the range comes from published runs ({runs}): their roofline was {low:.2f} to {high:.2f} of the measured step time"
+    return f"The expected range is by published runs ({runs}): their roofline was {low:.2f} to {high:.2f} of the measured time"
 
 
 def mfu(plan: Plan) -> str:
@@ -217,7 +217,7 @@ def memory_section(plan: Plan) -> Section:
 def memory_details(plan: Plan) -> Section:
     """Return the sources of the memory figures, and saved activations by name."""
     m = plan.memory
-    parts: list[str | Table] = [f"the peak is in {m.peak_at}"] if m.peak_at else []
+    parts: list[str | Table] = [f"the peak is in {label(m.peak_at)}"] if m.peak_at else []
     if m.workspace_gib:
         parts.append(f"cuDNN workspace {size(m.workspace_gib)}, by {m.workspace_by.replace('cudnn', 'cuDNN')}")
     unit, (card, reserve, usable) = gib([m.hbm_gib, m.reserve_gib, m.usable_gib])
