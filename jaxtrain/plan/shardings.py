@@ -348,7 +348,7 @@ def describe(config: RunConfig | str | Path, topology: str | Topology | Sequence
     program = build(run, devices)
     mesh = dict(program.placement.mesh.shape)
     shown = ", ".join(f"{axis}={n}" for axis, n in mesh.items() if n > 1) or "one device"
-    title = f"{run.model.family}, {run.model.num_layers} layers, on {name}: {shown}"
+    title = f"{run.model.family}, {plural(run.model.num_layers, 'layer')}, on {name}: {shown}"
     named = _named_activations(program)
     saved = _saved_activations(program, named)
     rows = (*_state_rows(program), *_gathered_rows(program, saved), *_activation_rows(program, named, saved))
