@@ -291,16 +291,17 @@ def visualize(row: Row) -> None:
     Raises:
         ValueError: the row has no global shape, or is a single number.
     """
-    if not row.shape or row.sharding is None or row.mesh_axes is None:
-        raise ValueError(f"{row.name}: " + ("a single number" if row.shape == () else "each device's shard is its own"))
-    names = [axis or f"dim {i}" for i, axis in enumerate(row.axes or (None,) * len(row.shape))]
-    shards = [whole // local for whole, local in zip(row.shape, row.local_shape, strict=True)]
-    order = sorted(range(len(shards)), key=lambda i: (-shards[i], -row.shape[i]))
+    shape, over = row.shape, row.mesh_axes
+    if not shape or not over or row.sharding is None:
+        raise ValueError(f"{row.name}: " + ("a single number" if shape == () else "each device's shard is its own"))
+    names = [axis or f"dim {i}" for i, axis in enumerate(row.axes or (None,) * len(shape))]
+    shards = [whole // local for whole, local in zip(shape, row.local_shape, strict=True)]
+    order = sorted(range(len(shape)), key=lambda i: (-shards[i], -shape[i]))
     drawn = sorted(order[:2])
-    sharded = [f"{names[i]} over {'+'.join(row.mesh_axes[i])}" for i in order[2:] if shards[i] > 1]
-    print(f"{row.name} ({row.kind}), {row.spec}: " + " down, ".join(f"{names[i]} {row.shape[i]}" for i in drawn) + " across")
-    spec = P(*(row.mesh_axes[i] or None for i in drawn))
+    sharded = [f"{names[i]} over {'+'.join(over[i])}" for i in order[2:] if shards[i] > 1]
+    print(f"{row.name} ({row.kind}), {row.spec}: " + " down, ".join(f"{names[i]} {shape[i]}" for i in drawn) + " across")
     # Each shard is drawn as a square. At the array's own proportions, a long and narrow one has no width for its labels.
+    spec = P(*(over[i] or None for i in drawn))
     jax.debug.visualize_sharding(tuple(shards[i] for i in drawn), NamedSharding(row.sharding.mesh, spec))
     if sharded:
         print(f"not drawn: {', '.join(sharded)}")
