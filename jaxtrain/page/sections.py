@@ -21,6 +21,8 @@ BAR = 28  # characters of a bar on a terminal
 FOLDED = 60  # characters of a path that the page shows before it is opened
 FOLDED_TEXT = 16  # characters of a text column on a terminal, at least, if it is folded
 SOURCE = 28  # characters of a file:line on a terminal
+# Notebooks align all cells to the right, and have no style sheet of ours.
+NOTEBOOK_STYLE = ".wide :is(th, td, caption) {text-align: left} .wide .number {text-align: right}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +51,9 @@ class Column:
     page_only: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Table:
-    """A table. The first column names its rows.
+    """A table, which a notebook shows too. The first column names its rows.
 
     Attributes:
         title: its caption.
@@ -65,6 +67,17 @@ class Table:
     rows: int | None = None
     page_rows: int | None = None
     style: str = ""
+
+    def __repr__(self) -> str:
+        """Return the table as a wide terminal shows it."""
+        console = Console(width=160, color_system=None, force_terminal=False, force_jupyter=False)
+        with console.capture() as captured:
+            print_table(self, console)
+        return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        return f"<style scoped>{NOTEBOOK_STYLE}</style>{html_table(self)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +139,22 @@ def shares(heading: str, values: Sequence[float], whole: float) -> Column:
 def bars(values: Sequence[float], whole: float) -> Column:
     """Return a column of bars; `whole` is the full length."""
     return Column("", [str(v / whole if whole else 0.0) for v in values], kind="bar")
+
+
+def text_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], total: Sequence[str] = ()) -> Table:
+    """Return a table of texts that are given row by row. Columns of numbers are aligned to the right."""
+    rows = list(rows)
+    columns = []
+    for i, heading in enumerate(headings):
+        cells = [row[i] for row in rows]
+        kind = "number" if _are_numbers(cells) else ""
+        columns.append(Column(heading, cells, total=total[i] if total else "", kind=kind))
+    return Table(title, columns)
+
+
+def _are_numbers(cells: Sequence[str]) -> bool:
+    """Return whether each text starts with a digit, as 8 and <0.1 do, or is a dash."""
+    return all(cell.removeprefix("<")[:1].isdigit() or cell == "-" for cell in cells)
 
 
 # ---- terminal
@@ -292,7 +321,7 @@ def _html_cell(c: Column, i: int) -> str:
         if len(path) > FOLDED:
             first = path[:FOLDED].rpartition("; ")[0] or path[:FOLDED]
             shown = f"<details><summary>{escape(first)} ...</summary>{shown}</details>"
-        else:
+        elif path:
             shown += "<br>"
         return f'{shown}<span class="quiet">{escape(name)}</span>'
     colour = html.swatch(c.colours[i]) if c.colours else ""
@@ -305,6 +334,5 @@ def _html_cell(c: Column, i: int) -> str:
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return the lines of a Markdown table; columns of numbers are aligned to the right."""
     rows = [list(cells) for cells in rows]
-    right = [all(cells[i][:1].isdigit() or cells[i] == "-" for cells in rows) for i in range(len(headings))]
-    rule = ["---:" if r else "---" for r in right]
+    rule = ["---:" if _are_numbers([cells[i] for cells in rows]) else "---" for i in range(len(headings))]
     return ["| " + " | ".join(cells) + " |" for cells in (headings, rule, *rows)]

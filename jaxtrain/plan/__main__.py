@@ -260,9 +260,9 @@ def _run(parsed: Parsed, cudnn: cudnn_library.Library | None) -> int:
     if problems := check(run):
         raise ConfigError(list(problems))
     if parsed.mode == "shardings":
-        from jaxtrain.plan.shardings import print_table
+        from jaxtrain.plan.shardings import print_shardings
 
-        print_table(run, topology, "" if options["shardings"] == "all" else options["shardings"], job.console)
+        print_shardings(run, topology, "" if options["shardings"] == "all" else options["shardings"], job.console)
         return 0
     if parsed.mode == "search":
         machines.devices(machines.parse(topology.name))  # other processes compile for it, by its name

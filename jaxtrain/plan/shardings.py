@@ -1,18 +1,17 @@
 """The sharding of every array of a train step: a row for each parameter, moment, gradient, gathered weight and activation.
 
 Nothing is allocated and nothing is compiled. Parameters and moments come from the abstract state of the run. Activations come
-from the traced step: inside its shard_map each array has the shape of a device's shard. Their logical axes are those of
-jaxtrain/activations.py.
+from the traced step: inside its shard_map each array has the shape of a device's shard. The trace does not tell how the shards
+of all devices fit together. The logical axes of jaxtrain/activations.py do.
 
-    table = describe("configs/llama3_8b.py", "h200:8", mesh={"fsdp": 4, "tensor": 2})
-    table.filter(name="mlp", kind="parameter")
-    picture(table.row("layers.mlp.gate"))
+    found = describe("configs/llama3_8b.py", "h200:8", mesh={"fsdp": 4, "tensor": 2})
+    found.filter(name="mlp", kind="parameter")
+    visualize(found.row("layers.mlp.gate"))
 """
 
 import collections
 import dataclasses
 import fnmatch
-import html
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,18 +23,18 @@ from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
-from rich.table import Table as RichTable
-from rich.text import Text
 
 from jaxtrain import launch
 from jaxtrain.activations import AXES, PLACES
 from jaxtrain.config import ConfigError, Problem, RunConfig, flatten, nearest
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.models.module import part
+from jaxtrain.page import sections
+from jaxtrain.page.html import plural
+from jaxtrain.page.numbers import size
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.program import pipeline_moe
 from jaxtrain.plan.program.buffers import WEIGHT, saved_activations
-from jaxtrain.plan.sharding_pictures import Picture, draw, render_text
 from jaxtrain.plan.topology import Topology
 from jaxtrain.shapes import STACK
 from jaxtrain.sharding import Axes
@@ -44,20 +43,12 @@ from jaxtrain.train.definition import fp8_weights, numerics_of
 from jaxtrain.train.program import Program, build
 from jaxtrain.zero import make_zero
 
-KINDS = {
-    "parameter": "master weights, held throughout",
-    "moment": "the optimizer's state of a parameter, held throughout",
-    "gradient": "as the optimizer reads it, once a step",
-    "gathered": "a weight in use: in the compute type, whole over the axes that split the batch",
-    "activation": "of one layer and one microbatch",
-    "batch": "what a step is given",
-    "counter": "step counts",
-}
+KINDS = ("parameter", "counter", "moment", "gradient", "gathered", "activation", "batch")
 # Dtypes by the short names that the config uses too.
 SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "i32", "uint32": "u32", "uint8": "u8"}
 LAYER_INPUT = "layer_input"
 EMBEDDING, HEAD = "embed.embedding", "head"
-CELL = 'style="text-align:{};white-space:nowrap;padding:1px 8px"'
+FILTERS = ("name", "kind", "axis", "saved", "replicas")
 
 Dims = tuple[tuple[str, ...], ...]  # mesh axes that shard each dimension
 
@@ -66,46 +57,12 @@ Dims = tuple[tuple[str, ...], ...]  # mesh axes that shard each dimension
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
-    """Text in rows and columns, for terminals and notebooks. columns: (heading, "left" or "right")."""
-
-    title: str
-    columns: tuple[tuple[str, str], ...]
-    cells: tuple[tuple[str, ...], ...]
-    footers: tuple[tuple[str, ...], ...] = ()
-    notes: tuple[str, ...] = ()
-
-    def __rich__(self) -> RichTable:
-        caption = Text("\n".join(self.notes)) if self.notes else None
-        table = RichTable(title=Text(self.title), caption=caption, caption_justify="left", title_justify="left")
-        for heading, side in self.columns:
-            table.add_column(Text(heading), justify="right" if side == "right" else "left", overflow="fold")
-        for i, row in enumerate(self.cells):
-            table.add_row(*(Text(cell) for cell in row), end_section=i == len(self.cells) - 1)
-        for row in self.footers:
-            table.add_row(*(Text(cell) for cell in row), style="bold")
-        return table
-
-    def __repr__(self) -> str:
-        return render_text(self, 160)
-
-    def _repr_html_(self) -> str:
-        def line(row: Sequence[str], tag: str) -> str:
-            sides = [CELL.format(side) for _, side in self.columns]
-            return "<tr>" + "".join(f"<{tag} {s}>{html.escape(c)}</{tag}>" for s, c in zip(sides, row, strict=True)) + "</tr>"
-
-        lines = [line([heading for heading, _ in self.columns], "th")]
-        lines += [line(row, "td") for row in self.cells] + [line(row, "th") for row in self.footers]
-        body, notes = "\n".join(lines), "<br>".join(html.escape(note) for note in self.notes)
-        return f"<b>{html.escape(self.title)}</b>\n<table>\n{body}\n</table>\n<small>{notes}</small>"
-
-
-@dataclasses.dataclass(frozen=True)
 class Row:
     """One array of a train step, and its shards.
 
     Attributes:
-        kind: one of KINDS.
+        kind: one of KINDS. "gathered": a weight in use, in the compute dtype, whole over the axes that shard the batch.
+            "activation": of one layer and one microbatch.
         local_shape: shape of a device's shard.
         axes: logical axis of each dimension, if they are known.
         sharding: None: no rule says how the shards of all devices fit together. The global shape is unknown too.
@@ -124,39 +81,37 @@ class Row:
     saved: str = ""
 
     @property
-    def mesh_axes(self) -> Dims | None:
-        """Return the mesh axes that shard each dimension."""
-        return None if self.sharding is None else dims_of(self.sharding, len(self.local_shape))
-
-    @property
     def spec(self) -> P | None:
         """Return the PartitionSpec."""
-        return None if (dims := self.mesh_axes) is None else P(*(d if len(d) > 1 else (d[0] if d else None) for d in dims))
+        return None if self.sharding is None else self.sharding.spec
 
     @property
-    def shards(self) -> tuple[int, ...] | None:
-        """Return the number of shards along each dimension."""
-        if self.sharding is None or self.mesh_axes is None:
+    def mesh_axes(self) -> Dims | None:
+        """Return the mesh axes that shard each dimension."""
+        if self.spec is None:
             return None
-        mesh = self.sharding.mesh.shape
-        return tuple(math.prod(mesh[a] for a in over) for over in self.mesh_axes)
+        dims = [(over,) if isinstance(over, str) else tuple(over or ()) for over in self.spec]
+        return (*dims, *[()] * (len(self.local_shape) - len(dims)))
 
     @property
     def shape(self) -> tuple[int, ...] | None:
         """Return the global shape."""
-        if self.shards is None:
+        if self.sharding is None or self.mesh_axes is None:
             return None
-        return tuple(size * n for size, n in zip(self.local_shape, self.shards, strict=True))
+        mesh = self.sharding.mesh.shape
+        return tuple(n * math.prod(mesh[a] for a in over) for n, over in zip(self.local_shape, self.mesh_axes, strict=True))
 
     @property
     def total_bytes(self) -> int | None:
         """Return bytes of the global array, each element once."""
-        return None if self.shards is None else self.bytes_per_device * math.prod(self.shards)
+        return None if self.shape is None else self.bytes_per_device * math.prod(self.shape) // math.prod(self.local_shape)
 
     @property
     def replicas(self) -> int | None:
         """Return how many devices hold the same shard."""
-        return None if self.sharding is None or self.shards is None else self.sharding.mesh.size // math.prod(self.shards)
+        if self.sharding is None or self.total_bytes is None:
+            return None
+        return self.sharding.mesh.size * self.bytes_per_device // self.total_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -164,7 +119,7 @@ class Row:
         return 0 if self.saved == "offload" else self.bytes_per_device * self.copies
 
     @property
-    def split(self) -> str:
+    def layout(self) -> str:
         """Return logical axis → mesh axes of each dimension, as text."""
         if self.mesh_axes is None:
             return "each device's own"
@@ -174,20 +129,13 @@ class Row:
         )
 
 
-def dims_of(sharding: NamedSharding, ndim: int) -> Dims:
-    """Return the mesh axes that shard each dimension. Those of size 1 are left out."""
-    dims = [(over,) if isinstance(over, str) else tuple(over or ()) for over in sharding.spec]
-    dims += [()] * (ndim - len(dims))
-    return tuple(tuple(a for a in over if sharding.mesh.shape[a] > 1) for over in dims)
-
-
 PLAIN = ("name", "kind", "shape", "dtype", "axes", "mesh_axes", "local_shape", "bytes_per_device", "total_bytes", "replicas",
          "copies", "saved")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
-    """Rows, as a table in terminals and notebooks. notes: which layers and which experts are where."""
+class Shardings:
+    """The arrays of a train step. notes: which layers and which experts are where."""
 
     entries: tuple[Row, ...]
     title: str
@@ -201,10 +149,10 @@ class Table:
         return len(self.entries)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return plain values, one dict a row: `pandas.DataFrame(table.rows())`."""
+        """Return plain values, one dict a row: `pandas.DataFrame(found.rows())`."""
         return [{**{name: getattr(row, name) for name in PLAIN}, "spec": str(row.spec)} for row in self.entries]
 
-    def filter(self, name: str = "", kind: str = "", axis: str = "", saved: str = "", replicas: int = 0) -> "Table":
+    def filter(self, name: str = "", kind: str = "", axis: str = "", saved: str = "", replicas: int = 0) -> "Shardings":
         """Return the rows that meet all conditions.
 
         Args:
@@ -226,7 +174,7 @@ class Table:
         pattern = name if set(name) & set("*?") else f"*{name}*"
 
         def matches(row: Row) -> bool:
-            over = {a for dim in row.mesh_axes or () for a in dim} | {a for a in row.axes or () if a}
+            over = {a for dim in row.mesh_axes or () for a in dim} | {*(row.axes or ())}
             return (
                 fnmatch.fnmatchcase(row.name, pattern)
                 and kind in ("", row.kind)
@@ -245,131 +193,83 @@ class Table:
         known = list(dict.fromkeys(row.name for row in self.entries if kind in ("", row.kind)))
         raise ConfigError([Problem("name", name, f"no {kind or 'array'} of this table is called so", nearest(name, known))])
 
-    def totals(self) -> list[dict[str, Any]]:
-        """Return sums by kind, and for activations by place.
-
-        Keys: kind, saved, arrays, held_bytes (of a device's memory), total_bytes (every element once, over all copies), unknown
-        (arrays without a global shape, which total_bytes leaves out).
-        """
-        groups: dict[tuple[str, str], list[Row]] = {}
+    def table(self) -> sections.Table:
+        """Return a line for each array. held: bytes on one device, of all copies that exist at once."""
+        headings = ("name", "kind", "array", "logical axis→mesh axes", "on a device", "held", "replicas")
+        cells = []
         for row in self.entries:
-            groups.setdefault((row.kind, row.saved), []).append(row)
-        return [
-            {
-                "kind": kind,
-                "saved": saved,
-                "arrays": len(rows),
-                "held_bytes": sum(row.held_bytes for row in rows),
-                "total_bytes": sum((row.total_bytes or 0) * row.copies for row in rows),
-                "unknown": sum(row.total_bytes is None for row in rows),
-            }
-            for (kind, saved), rows in groups.items()
-        ]
+            held = (f"{row.copies} x " if row.copies > 1 else "") + _size(row.bytes_per_device)
+            held += " on the host" if row.saved == "offload" else ""
+            array = row.dtype + ("[?]" if row.shape is None else _shape(row.shape))
+            same = "-" if row.replicas is None else str(row.replicas)
+            cells.append((row.name, _kind(row), array, row.layout, _shape(row.local_shape), held, same))
+        total = (plural(len(self), "array"), "", "", "", "", _size(sum(row.held_bytes for row in self.entries)), "")
+        return sections.text_table(self.title, headings, cells, total)
 
-    def sums(self) -> Grid:
-        """Return the totals as text."""
-        sides = {"kind": "left", "what it is": "left", "arrays": "right", "in all": "right", "held by a device": "right"}
-        cells = tuple((_kind(**t), KINDS[t["kind"]], str(t["arrays"]), _total(**t), _held(**t)) for t in self.totals())
-        return Grid(self.title, tuple(sides.items()), cells)
-
-    def grid(self, narrow: bool = False) -> Grid:
-        """Return the table as text; `narrow`: without the size of a single shard."""
-        columns = (
-            *(("name", "left"), ("kind", "left"), ("array", "left"), ("logical axis→mesh axes", "left")),
-            *(("on a device", "left"), ("each", "right"), ("held", "right"), ("same on", "right")),
-        )
-        shown = [i for i, (heading, _) in enumerate(columns) if not (narrow and heading in ("on a device", "each"))]
-
-        def pick(row: Sequence[Any]) -> tuple[Any, ...]:
-            return tuple(row[i] for i in shown)
-
-        cells, footers = [], []
+    def sums(self) -> sections.Table:
+        """Return the sums by kind: over all devices with each element once, and on one device."""
+        groups: dict[str, list[Row]] = {}
         for row in self.entries:
-            held = size(row.held_bytes) if row.copies == 1 else f"{row.copies} x = {size(row.held_bytes)}"
-            held = f"{row.copies} on the host" if row.saved == "offload" else held
-            shape = "[?]" if row.shape is None else _shape(row.shape)
-            array = (row.name, _kind(row.kind, row.saved), row.dtype + shape, row.split, _shape(row.local_shape))
-            same = "?" if row.replicas is None else str(row.replicas)
-            cells.append(pick((*array, size(row.bytes_per_device), held, same)))
-        for t in self.totals():
-            count = f"{t['arrays']} array{'s' if t['arrays'] > 1 else ''}"
-            footers.append(pick((count, _kind(**t), f"{_total(**t)} in all", "", "", "", _held(**t), "")))
-        note = "held: bytes on one device, of all copies that there are at once. same on: devices with the same part."
-        note = note if narrow else f"each: bytes of one copy on one device. {note}"
-        return Grid(self.title, pick(columns), tuple(cells), tuple(footers), (note, *self.notes))
-
-    def __rich__(self) -> Grid:
-        return self.grid()
-
-    def _repr_html_(self) -> str:
-        return self.grid()._repr_html_()
+            groups.setdefault(_kind(row), []).append(row)
+        cells = []
+        for kind, rows in groups.items():
+            known = [row.total_bytes * row.copies for row in rows if row.total_bytes is not None]
+            unknown = f" without {len(rows) - len(known)} of each device's own" if len(known) < len(rows) else ""
+            cells.append((kind, str(len(rows)), _size(sum(known)) + unknown, _size(sum(row.held_bytes for row in rows))))
+        return sections.text_table(self.title, ("kind", "arrays", "global", "held by a device"), cells)
 
     def __repr__(self) -> str:
-        return render_text(self, 160)
+        return "\n".join([repr(self.table()), *self.notes])
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_() + "".join(f"<p>{note}</p>" for note in self.notes)
 
 
 def _shape(shape: Sequence[int]) -> str:
     return str(list(shape)).replace(" ", "")
 
 
-def _kind(kind: str, saved: str, **_: Any) -> str:
-    return f"{kind}, {saved}" if saved else kind
+def _kind(row: Row) -> str:
+    return f"{row.kind}, {row.saved}" if row.saved else row.kind
 
 
-def _held(saved: str, held_bytes: int, **_: Any) -> str:
-    return "on the host" if saved == "offload" else size(held_bytes)
+def _size(count: int) -> str:
+    return size(count / 2**30)
 
 
-def _total(total_bytes: int, unknown: int, **_: Any) -> str:
-    return size(total_bytes) + (f" without {unknown} of each device's own" if unknown else "")
-
-
-def size(count: int) -> str:
-    """Return bytes as text."""
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if count >= 2**power:
-            return f"{count / 2**power:,.2f} {unit}"
-    return f"{count} B"
-
-
-def changes(before: Table, after: Table, title: str = "") -> Grid:
-    """Return the rows of two tables whose sharding or size on a device differs, and the sums by kind."""
-    title = title or (before.title if before.title == after.title else f"{before.title}  ⇒  {after.title}")
-    old, new = ({(row.kind, row.name): row for row in table} for table in (before, after))
+def changes(before: Shardings, after: Shardings, title: str = "") -> sections.Table:
+    """Return the arrays whose sharding or size on a device differs."""
+    title = title or f"{before.title}  ⇒  {after.title}"
+    old, new = ({(row.name, row.kind): row for row in found} for found in (before, after))
     cells = []
-    for kind, name in dict.fromkeys([*old, *new]):
-        rows = [table.get((kind, name)) for table in (old, new)]
-        facts = [("-", "-") if row is None else (row.split, size(row.held_bytes)) for row in rows]
-        a, b = rows
+    for key in dict.fromkeys([*old, *new]):
+        (a, b), facts = (old.get(key), new.get(key)), []
+        for row in (a, b):
+            facts.append(("-", "-") if row is None else (row.layout, _size(row.held_bytes)))
         if a is None or b is None or (a.mesh_axes, a.held_bytes) != (b.mesh_axes, b.held_bytes):
-            cells.append((name, kind, facts[0][0], facts[1][0], facts[0][1], facts[1][1]))
-    held = [{_kind(**t): t["held_bytes"] for t in table.totals()} for table in (before, after)]
-    sums = {kind: [h.get(kind, 0) for h in held] for kind in dict.fromkeys([*held[0], *held[1]])}
-    footers = [("all", kind, "", "", size(a), size(b)) for kind, (a, b) in sums.items() if a != b]
-    columns = (
-        *(("name", "left"), ("kind", "left"), ("before", "left"), ("after", "left")),
-        *(("held before", "right"), ("held after", "right")),
-    )
-    return Grid(title, columns, tuple(cells), tuple(footers))
+            cells.append((*key, facts[0][0], facts[1][0], facts[0][1], facts[1][1]))
+    sums = (_size(sum(row.held_bytes for row in found)) for found in (before, after))
+    headings = ("name", "kind", "before", "after", "held before", "held after")
+    return sections.text_table(title, headings, cells, ("all arrays", "", "", "", *sums))
 
 
 def parse_filter(text: str) -> dict[str, Any]:
-    """Return the arguments of `Table.filter` from "mlp" or "kind=activation,axis=fsdp". Raises ConfigError for another key."""
-    known, out = ("name", "kind", "axis", "saved", "replicas"), {}
+    """Return the arguments of `Shardings.filter` from "mlp" or "kind=activation,axis=fsdp". Raises ConfigError for others."""
+    out: dict[str, Any] = {}
     for item in filter(None, (word.strip() for word in text.split(","))):
         key, given, value = item.partition("=")
         if not given:
             key, value = "name", item
-        if key not in known:
-            raise ConfigError([Problem("--shardings", item, f"cannot filter by {key!r}", nearest(key, list(known)))])
+        if key not in FILTERS:
+            raise ConfigError([Problem("--shardings", item, f"cannot filter by {key!r}", nearest(key, list(FILTERS)))])
         if key == "replicas" and not value.isdigit():
             raise ConfigError([Problem("--shardings", item, "must be a number of devices", "For example replicas=8.")])
         out[key] = int(value) if key == "replicas" else value
     return out
 
 
-def print_table(run: RunConfig, topology: str | Topology | Sequence[Any], filter: str, console: Console) -> None:
-    """Print the table of a run.
+def print_shardings(run: RunConfig, topology: str | Topology | Sequence[Any], filter: str, console: Console) -> None:
+    """Print the arrays of a run, and their sums by kind.
 
     Args:
         filter: as `parse_filter` reads it; "" for all rows.
@@ -377,30 +277,34 @@ def print_table(run: RunConfig, topology: str | Topology | Sequence[Any], filter
     Raises:
         ValueError: no row is left. Also the errors of `describe`.
     """
-    conditions = parse_filter(filter)
-    found = describe(run, topology).filter(**conditions)
+    found = describe(run, topology).filter(**parse_filter(filter))
     if not found.entries:
         raise ValueError(f"--shardings={filter}: no array is like that; --shardings alone lists all of them")
-    console.print(found.grid(narrow=console.width < 140))
+    sections.print_sections([sections.Section("Shardings", [found.table(), *found.notes, found.sums()])], console)
 
 
-def picture(array: Row | NamedSharding, shape: Sequence[int] | None = None) -> Picture:
-    """Return a picture of which device holds which shard of an array: a row of the table, or a sharding and a shape.
+def visualize(row: Row) -> None:
+    """Print which device has which shard of an array, along the two dimensions with the most shards.
 
-    It is SVG in a notebook, and text if printed. `jax.debug.visualize_array_sharding` draws arrays that exist. This needs none,
-    works for described devices, and draws more than two dimensions.
+    jax.debug.visualize_sharding draws it. It needs no array, so the devices can be described ones.
 
     Raises:
-        ValueError: the row has no global shape, or a sharding comes without a shape.
+        ValueError: the row has no global shape, or is a single number.
     """
-    if isinstance(array, Row):
-        if array.sharding is None or array.shape is None:
-            raise ValueError(f"{array.name}: each device's shard is its own, and they make up no array to draw")
-        names = [axis or f"dim {i}" for i, axis in enumerate(array.axes or (None,) * len(array.shape))]
-        return draw(array.sharding, array.shape, names, f"{array.name} ({array.kind}), {array.spec}")
-    if shape is None:
-        raise ValueError("a sharding is drawn for a shape: picture(sharding, shape)")
-    return draw(array, tuple(shape), [f"dim {i}" for i in range(len(shape))], str(array.spec))
+    shape, over = row.shape, row.mesh_axes
+    if not shape or not over or row.sharding is None:
+        raise ValueError(f"{row.name}: " + ("a single number" if shape == () else "each device's shard is its own"))
+    names = [axis or f"dim {i}" for i, axis in enumerate(row.axes or (None,) * len(shape))]
+    shards = [whole // local for whole, local in zip(shape, row.local_shape, strict=True)]
+    order = sorted(range(len(shape)), key=lambda i: (-shards[i], -shape[i]))
+    drawn = sorted(order[:2])
+    sharded = [f"{names[i]} over {'+'.join(over[i])}" for i in order[2:] if shards[i] > 1]
+    print(f"{row.name} ({row.kind}), {row.spec}: " + " down, ".join(f"{names[i]} {shape[i]}" for i in drawn) + " across")
+    # Each shard is drawn as a square. At the array's own proportions, a long and narrow one has no width for its labels.
+    spec = P(*(over[i] or None for i in drawn))
+    jax.debug.visualize_sharding(tuple(shards[i] for i in drawn), NamedSharding(row.sharding.mesh, spec))
+    if sharded:
+        print(f"not drawn: {', '.join(sharded)}")
 
 
 # ---- The arrays of a run
@@ -422,7 +326,7 @@ def load(config: str | Path, **overrides: Any) -> RunConfig:
     return loaded.run
 
 
-def describe(config: RunConfig | str | Path, topology: str | Topology | Sequence[Any], **overrides: Any) -> Table:
+def describe(config: RunConfig | str | Path, topology: str | Topology | Sequence[Any], **overrides: Any) -> Shardings:
     """Return the sharding of every array of a run's train step.
 
     Args:
@@ -445,12 +349,12 @@ def describe(config: RunConfig | str | Path, topology: str | Topology | Sequence
     program = build(run, devices)
     mesh = dict(program.placement.mesh.shape)
     shown = ", ".join(f"{axis}={n}" for axis, n in mesh.items() if n > 1) or "one device"
-    title = f"{run.model.family}, {run.model.num_layers} layers, on {name}: {shown}"
+    title = f"{run.model.family}, {plural(run.model.num_layers, 'layer')}, on {name}: {shown}"
     named = _named_activations(program)
     saved = _saved_activations(program, named)
     rows = (*_state_rows(program), *_gathered_rows(program, saved), *_activation_rows(program, named, saved))
     batch = (_global_row(name, "batch", a, MICROBATCHES) for name, a in program.batch.items())
-    return Table((*rows, *batch), title, mesh, tuple(_places(run, mesh)))
+    return Shardings((*rows, *batch), title, mesh, tuple(_places(run, mesh)))
 
 
 def _places(run: RunConfig, mesh: dict[str, int]) -> Iterator[str]:

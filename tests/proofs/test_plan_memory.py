@@ -186,7 +186,7 @@ def test_a_plan_counts_the_workspace_once():
     assert memory.taken_gib >= memory.peak_gib
     (listed,) = [b for b in memory.largest if b.kind == buffers.WORKSPACE]
     assert listed.shape == f"u8[{counted.largest}]" and "attention" in listed.op_name
-    assert f"cuDNN workspace {size(memory.workspace_gib)}, by formula" in sections.memory_section(made).parts
+    assert f"cuDNN workspace {size(memory.workspace_gib)}, by formula" in sections.memory_details(made).parts
 
 
 def test_a_program_that_says_its_workspace_is_taken_at_its_word():

@@ -1,11 +1,10 @@
-"""The table and the pictures of a run's layout, against arrays that are allocated and computed, and against counts by hand."""
+"""The table of a run's layout, against arrays that are allocated and computed, and against counts by hand."""
 
 import dataclasses
 import functools
 import io
 import math
 import re
-import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,7 @@ from jaxtrain.kernels.experts import routing
 from jaxtrain.models import attention, layers, transformer
 from jaxtrain.models.remat import Plan, layer_at
 from jaxtrain.plan import shardings
-from jaxtrain.plan.sharding_pictures import ids, render_text
-from jaxtrain.plan.shardings import Table, changes, describe, load, parse_filter, picture, print_table, size
+from jaxtrain.plan.shardings import Row, Shardings, changes, describe, load, parse_filter, print_shardings, visualize
 from jaxtrain.plan.topology import TopologyError, parse
 from jaxtrain.sharding import LayoutError
 from jaxtrain.train.program import build
@@ -40,12 +38,12 @@ THREE = MESHES[2]
 
 
 @functools.cache
-def of(run: RunConfig) -> Table:
+def of(run: RunConfig) -> Shardings:
     """The table of a run on fake devices."""
     return describe(run, devices_of(run))
 
 
-def table(overrides: dict[str, Any]) -> Table:
+def table(overrides: dict[str, Any]) -> Shardings:
     return of(tiny(overrides))
 
 
@@ -213,10 +211,9 @@ def test_gradients_leave_the_step_like_this():
     for eqn in equations(made.train_step.trace(made.state, made.batch).jaxpr.jaxpr):
         if eqn.primitive.name == "shard_map":
             for v, spec in zip(eqn.outvars, eqn.params["out_specs"], strict=True):
-                sharding = jax.sharding.NamedSharding(made.placement.mesh, spec)
-                given.append((v.aval.shape, str(v.aval.dtype), shardings.dims_of(sharding, v.aval.ndim)))
+                given.append((v.aval.shape, str(v.aval.dtype), spec))
     rows = of(run).filter(kind="gradient").entries
-    assert [(r.shape, "bfloat16", r.mesh_axes) for r in rows] == [g for g in given if g[0]]
+    assert [(r.shape, "bfloat16", r.spec) for r in rows] == [g for g in given if g[0]]
     assert {r.name for r in of(run).filter(kind="parameter")} - {r.name for r in rows} == {"layers.attention.wq"}
 
 
@@ -253,17 +250,16 @@ def test_offloaded_activations_take_no_device_memory():
     # The last layer's backward pass comes at once.
     assert [(r.saved, r.copies) for r in found.filter(name="mlp_up")] == [("offload", 2), ("keep", 1)]
     assert (q.saved, q.copies, q.held_bytes) == ("keep", 3, 3 * 8192 * 4096 * 2)
-    assert "2 on the host" in render_text(found, 200)
+    assert "2 x 224.0 MiB on the host" in repr(found)
 
 
 def test_llama3_8b_by_hand():
     """Two layers of it: f32 weights and two moments over 8 GPUs; one sequence of 8192 tokens a GPU and microbatch."""
     found = describe(CONFIG, "h200:8", **FEW)
     parameters = 8_030_261_248 - 30 * 218_112_000
-    totals = {(t["kind"], t["saved"]): t for t in found.totals()}
-    assert totals["parameter", ""]["total_bytes"] == 4 * parameters
-    assert totals["parameter", ""]["held_bytes"] == 4 * parameters // 8
-    assert totals["moment", ""]["held_bytes"] == 2 * 4 * parameters // 8
+    assert sum(r.total_bytes or 0 for r in found.filter(kind="parameter")) == 4 * parameters
+    assert sum(r.held_bytes for r in found.filter(kind="parameter")) == 4 * parameters // 8
+    assert sum(r.held_bytes for r in found.filter(kind="moment")) == 2 * 4 * parameters // 8
     assert found.row("mlp_gate").bytes_per_device == 8192 * 14336 * 2
     assert found.row("mlp_gate").held_bytes == 2 * 8192 * 14336 * 2
     # cuDNN keeps a log-sum-exp for each of max_segments documents.
@@ -319,40 +315,34 @@ def test_what_cannot_be_is_refused(ask, words):
         ask()
 
 
-def test_table_shows_the_same_render_text_and_html():
+def test_table_in_a_terminal_and_a_notebook():
     found = table({"mesh.fsdp": 4, "mesh.tensor": 2}).filter(name="layers.mlp.gate")
-    text, page = render_text(found, 200), found._repr_html_()
-    body = ET.fromstring(f"<div>{page.replace('<br>', '')}</div>")
-    cells = ["".join(cell.itertext()) for cell in body.iter("td")]
-    assert len(cells) == 8 * len(found) and all(cell in text for cell in cells)
-    assert "layers, embed→fsdp, mlp→tensor" in cells and "f32[4,64,96]" in cells
+    for cell in ("layers.mlp.gate", "layers, embed→fsdp, mlp→tensor", "f32[4,64,96]", "5 arrays"):
+        assert cell in repr(found) and cell in found._repr_html_()
     assert repr(found).startswith("llama, 4 layers")
     first = found.rows()[0]
     assert first["name"] == found.entries[0].name and first["spec"] == str(found.entries[0].spec)
     assert "sharding" not in first and {"shape", "axes", "mesh_axes", "bytes_per_device", "replicas"} <= set(first)
 
 
-def test_print_table(monkeypatch):
+def test_print_shardings(monkeypatch):
     monkeypatch.setattr(shardings, "describe", lambda run, devices: of(run))
     run = tiny({"mesh.fsdp": 8})
     console = Console(width=200, record=True, file=io.StringIO())
-    print_table(run, devices_of(run), "kind=parameter,mlp", console)
+    print_shardings(run, devices_of(run), "kind=parameter,mlp", console)
     text = console.export_text()
-    assert "layers.mlp.down" in text and "attention" not in text and "on a device" in text
-    slim = Console(width=100, record=True, file=io.StringIO())
-    print_table(run, devices_of(run), "kind=parameter,mlp", slim)
-    assert "on a device" not in slim.export_text()
+    assert "layers.mlp.down" in text and "attention" not in text and "held by a device" in text
     with pytest.raises(ConfigError, match="--shardings"):
-        print_table(run, devices_of(run), "colour=red", console)
+        print_shardings(run, devices_of(run), "colour=red", console)
 
 
 def test_changes_name_what_moved():
     before, after = table({"mesh.fsdp": 8}), table({"mesh.fsdp": 4, "mesh.tensor": 2})
-    grid = changes(before, after)
-    moved = {(row[1], row[0]): row[2:] for row in grid.cells}
-    assert moved["parameter", "layers.mlp.gate"][:2] == ("layers, embed→fsdp, mlp", "layers, embed→fsdp, mlp→tensor")
-    assert ("counter", "count") not in moved
-    assert not changes(before, before).cells and not changes(before, before).footers
+    columns = [column.cells for column in changes(before, after).columns]
+    moved = {row[:2]: row[2:] for row in zip(*columns, strict=True)}
+    assert moved["layers.mlp.gate", "parameter"][:2] == ("layers, embed→fsdp, mlp", "layers, embed→fsdp, mlp→tensor")
+    assert ("count", "counter") not in moved
+    assert not changes(before, before).columns[0].cells
 
 
 def test_load_reads_sections_and_dotted_keys():
@@ -369,57 +359,42 @@ def test_rows_of_experts_and_heads_of_ulysses_are_each_devices_own():
     out = table({"mesh.seq": 2, "mesh.fsdp": 2, "parallel.context": "ulysses"}).row("attention_out")
     assert (len(gate.local_shape), gate.local_shape[1]) == (2, 48) and out.local_shape == (8, 64, 4, 8)
     for row in (gate, out):
-        assert (row.shape, row.axes, row.spec, row.total_bytes, row.split) == (None, None, None, None, "each device's own")
+        assert (row.shape, row.axes, row.spec, row.total_bytes, row.layout) == (None, None, None, None, "each device's own")
         assert row.held_bytes == row.copies * 4 * math.prod(row.local_shape)
         with pytest.raises(ValueError, match="each device's shard is its own"):
-            picture(row)
+            visualize(row)
 
 
-def test_totals_say_what_they_leave_out():
+def test_sums_name_the_arrays_without_a_global_shape():
     found = table({"mesh.fsdp": 2, "remat.policy": "dots"}).filter(kind="activation", saved="keep")
-    (total,) = found.totals()
-    assert (total["arrays"], total["unknown"], total["held_bytes"]) == (5, 4, sum(r.held_bytes for r in found))
-    assert total["total_bytes"] == 4 * 16 * 64 * 64 * 4  # the layers' inputs
-    assert "1.00 MiB without 4 of each device's own in all" in render_text(found, 200) and "f32[?]" in render_text(found, 200)
+    (kind, count, total, held) = (column.cells[0] for column in found.sums().columns)
+    assert (kind, count, held) == ("activation, keep", "5", "3.50 MiB")
+    assert total == "1.00 MiB without 4 of each device's own" and "f32[?]" in repr(found)  # the layers' inputs alone
 
 
-@pytest.mark.parametrize("name", ["layers.mlp.gate", "q", "final_norm.scale", "count", "tokens"])
-def test_pictures_show_every_device_where_it_is(name):
-    row = table(THREE).row(name)
-    drawn = picture(row)
-    parts = [part for _, grid in drawn.panels for line in grid for part in line if part is not None]
-    assert row.sharding is not None and row.shape is not None
-    index = {d.id: str(i) for d, i in row.sharding.devices_indices_map(row.shape).items()}
-    together = {tuple(sorted(d for d in index if index[d] == where)) for where in set(index.values())}
-    assert set(parts) == together and sorted(d for part in parts for d in part) == list(range(8))
-    svg = ET.fromstring(drawn._repr_svg_())
-    titles = [t.text for t in svg.iter("{http://www.w3.org/2000/svg}title")]
-    assert sorted(str(t) for t in titles) == sorted(f"device {ids(part)}" for part in parts)
-    assert all(ids(part) in repr(drawn) for part in parts) and str(row.spec) in repr(drawn)
+@pytest.mark.parametrize(
+    ("name", "drawn", "holders"),
+    [
+        ("layers.mlp.gate", "embed 64 down, mlp 96 across", ["0,4", "1,5", "2,6", "3,7"]),
+        ("q", "batch 16 down, heads 8 across", [*"01234567"]),
+        ("final_norm.scale", "embed 64 across", ["0,1,4,5", "2,3,6,7"]),
+    ],
+)
+def test_visualize_shows_every_device(name: str, drawn: str, holders: list[str], capsys: pytest.CaptureFixture[str]):
+    visualize(table(THREE).row(name))
+    text = capsys.readouterr().out
+    assert drawn in text and re.findall(r"CPU +([\d,]+)", text) == holders and "not drawn" not in text
 
 
-def test_pictures_have_panels_for_a_third_dimension_and_leave_out_the_middle_of_many():
-    mesh = program(tiny(THREE)).placement.mesh
-    three = picture(jax.sharding.NamedSharding(mesh, P("data", "fsdp", "tensor")), (2, 4, 6))
-    assert [heading for heading, _ in three.panels] == ["dim 0 [0:1]", "dim 0 [1:2]"]
-    assert [grid for _, grid in three.panels] == [(((0,), (1,)), ((2,), (3,))), (((4,), (5,)), ((6,), (7,)))]
-    many = picture(describe(CONFIG, "h200:8x16", mesh={"data": 1}, train={"grad_accum": 2}, **FEW).row("layers.mlp.gate"))
-    column = [line[0] for line in many.panels[0][1]]
-    assert column[:2] == [(0,), (1,)] and column[-2:] == [None, (127,)] and "128 parts" in many.caption
-    assert ET.fromstring(many._repr_svg_()) is not None
-    one = jax.sharding.NamedSharding(mesh, P("data"))
-    assert picture(one, (8,)).columns == "dim 0 8 over data=2"
-    with pytest.raises(ValueError, match="for a shape"):
-        picture(one)
-
-
-def test_sizes_and_device_runs():
-    assert [size(n) for n in (4, 2048, 3 << 20, 5 << 30)] == ["4 B", "2.00 KiB", "3.00 MiB", "5.00 GiB"]
-    assert ids((0, 1)) == "0 1" and ids((3, 0, 1, 2, 8)) == "0-3 8"
+def test_visualize_names_a_third_sharded_dimension(capsys: pytest.CaptureFixture[str]):
+    sharding = jax.sharding.NamedSharding(program(tiny(THREE)).placement.mesh, P("data", "fsdp", "tensor"))
+    visualize(Row("x", "parameter", (1, 2, 3), "f32", 24, ("layers", None, "mlp"), sharding))
+    assert "not drawn: layers over data" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="count: a single number"):
+        visualize(table(THREE).row("count"))
 
 
 def test_a_thousand_gpus():
     found = describe(CONFIG, "h200:8x128", mesh={"data": 128, "fsdp": 8}, train={"global_batch": 1024, "grad_accum": 1}, **FEW)
     gate = found.row("layers.mlp.gate")
     assert gate.shape is not None and gate.replicas == 128 and gate.bytes_per_device == 4 * math.prod(gate.shape) // 8
-    assert re.search(r"8 parts.* each on 128 devices", picture(gate).caption)

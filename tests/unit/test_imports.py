@@ -40,7 +40,7 @@ LAYERS = {
         validate.pipeline validate.experts validate.layout validate.places validate receipt.* replay
         page.* bench.disk_rates bench.microbenchmarks plan plan.result plan.topology plan.rates plan.program.*
         plan.cudnn_library plan.compile plan.make plan.calibrate plan.expect plan.layer_schedule plan.search.* plan.report.*
-        plan.sharding_pictures plan.shardings plan.__main__ profile.* bench.child parity parity.layouts parity.compare
+        plan.shardings plan.__main__ profile.* bench.child parity parity.layouts parity.compare
         parity.known_issues parity.report parity.__main__ preflight.* bench.* report.*
     """,
     "the whole": """

@@ -85,19 +85,11 @@ def page_words(plan: Plan, steps: int) -> str:
     return " ".join(w for w in Read(text).words if w not in (html.POLICY, "width=device-width, initial-scale=1"))
 
 
-# What only the page shows, for want of room: the picture of the schedule, the buffers at the peak, names in the HLO.
-PAGE_ONLY = r"memory\.(timeline|over_time|largest)|\.(op_name|instruction)$"
-
-
-# In no rendering: the file format, the sum of three times that are shown, and the rates of links this plan does not use.
+# Not on the page: the file format, the sum of three times that are shown, and the rates of links this plan does not use.
 NOWHERE = (
     r"^(format|time\.compute_ms|rates\.(network_gb_s|network_curve\..*|network_latency_us|host_gb_s)|memory\.host_gib|fits)$"
     r"|network_gib$"
 )
-
-
-TEXT = (lambda plan, steps: written(plan, steps=steps), f"{PAGE_ONLY}|{NOWHERE}", {"3"})
-PAGE = (lambda plan, steps: page.html(plan, steps=steps), NOWHERE, set())
 
 
 def thinned(memory: Memory, stride: int) -> Memory:
@@ -106,25 +98,24 @@ def thinned(memory: Memory, stride: int) -> Memory:
     return dataclasses.replace(memory, timeline=memory.timeline[::stride], over_time=classes)
 
 
-@pytest.mark.parametrize(("render", "left_out", "own"), [TEXT, PAGE], ids=["text", "page"])
-def test_every_number_of_the_plan_is_shown(render, left_out, own):
+def test_the_page_shows_every_number_of_the_plan():
     plan = sample()
     # So few that each has a row of its own; collectives are among the kernels too, and have a table of theirs.
     plan = dataclasses.replace(plan, kernels=tuple(k for k in plan.kernels[8:] if k.kind != "communication"))
     plan = dataclasses.replace(plan, memory=thinned(plan.memory, 20))
-    shown = render(plan, None)
+    shown = page.html(plan)
     for path, value in leaves(plan):
-        if re.search(left_out, path) or (isinstance(value, str) and not re.search(r"\d", value)):
+        if re.search(NOWHERE, path) or (isinstance(value, str) and not re.search(r"\d", value)):
             continue
         if value == 0 or (isinstance(value, float) and value < 0.04):
             continue  # a zero times two is a zero; and what is below the last digit of its column
         draw = random.Random(0)
         new = changed(plan, lambda p, v, path=path, draw=draw: other(v, draw) if p == path else v)
-        assert render(new, None) != shown, f"{path} = {value!r} changes nothing that is shown"
+        assert page.html(new) != shown, f"{path} = {value!r} changes nothing that is shown"
 
 
-@pytest.mark.parametrize(("render", "left_out", "own"), [TEXT, (page_words, *PAGE[1:])], ids=["text", "page"])
-def test_every_number_shown_is_of_the_plan(render, left_out, own):
+@pytest.mark.parametrize("render", [lambda plan, steps: written(plan, steps=steps), page_words], ids=["text", "page"])
+def test_every_number_shown_is_of_the_plan(render):
     """No number survives when all of the plan's change, so none is the report's own invention."""
     same = numbers_in(render(sample(), 50_000))
     for seed in range(12):
@@ -132,8 +123,8 @@ def test_every_number_shown_is_of_the_plan(render, left_out, own):
         plan = changed(sample(), lambda _, value, draw=draw: other(value, draw))
         same &= numbers_in(render(plan, 50_001 + 7 * seed))
     # Nothing, the thousand billions of a trillion, "<0.1", the length of the call that rates of attention are of, and two
-    # message sizes; of the text, how many kernels have no row of their own.
-    assert same <= {"0", "1,000", "0.1", "8,192", "1", "64"} | own, same
+    # message sizes.
+    assert same <= {"0", "1,000", "0.1", "8,192", "1", "64"}, same
 
 
 # ---- The text
@@ -168,9 +159,9 @@ def test_bytes_on_the_wire_are_in_gb_and_the_lines_of_one_cause_are_added():
     assert row(shown, "all  ") == ["all", "5", "3.22", "12.0", "10.5"]
     assert "network" not in shown
     # Over a network: its share has a column, and its rate is among those used.
-    shown = written(sample(collectives=(dataclasses.replace(one, network_gib=0.5),)))
-    assert row(shown, "all-gather")[5:7] == ["1.07", "0.54"]
-    assert "network 45 GB/s + 20 us" in " ".join(shown.split())
+    remote = sample(collectives=(dataclasses.replace(one, network_gib=0.5),))
+    assert row(written(remote), "all-gather")[5:7] == ["1.07", "0.54"]
+    assert "network 45 GB/s + 20 us" in page.html(remote)
     assert "the GPUs do not communicate" in written(sample(collectives=()))
 
 
@@ -178,8 +169,8 @@ def test_long_tables_end_in_a_sum_of_the_rest():
     collective = sample().collectives[0]
     many = [dataclasses.replace(collective, count=1, wire_gib=1.0, ms=100.0 - i, exposed_ms=1.0) for i in range(20)]
     shown = written(sample(collectives=tuple(dataclasses.replace(c, source=f"a.py:{i}") for i, c in enumerate(many))))
-    assert "a.py:11" in shown and "a.py:12" not in shown
-    assert row(shown, "8 more") == ["8", "more", "8", "8.6", "676", "8.0"]
+    assert "a.py:4" in shown and "a.py:5" not in shown
+    assert row(shown, "15 more") == ["15", "more", "15", "16.1", "1,320", "15.0"]
     arrays = tuple(Buffer(2.0 - i / 100, "gradients", f"f32[{i}]", "a.py:1", "scope", f"x.{i}") for i in range(50))
     words = Read(page.html(sample(memory=dataclasses.replace(sample().memory, largest=arrays)))).words
     assert "f32[39]" in words and "f32[40]" not in words
@@ -210,7 +201,7 @@ def test_a_narrow_terminal_loses_no_digit_and_no_name():
     """Bars and sources are left out; a table that is still too wide is wider than the terminal."""
     shown = written(sample(), 60)
     assert ["reduce-scatter", "bf16", "fsdp", "8", "32", "13.1", "38.1", "12.3"] in [r.split() for r in shown.splitlines()]
-    assert "forward mlp" in shown and "transformer.py" not in shown.split("Kernels of a step")[1].split("Largest arrays")[0]
+    assert "attention.py" not in shown
 
 
 def test_the_text_suits_a_terminal_without_unicode_and_names_with_brackets():
@@ -230,11 +221,12 @@ def test_traffic_stands_beside_the_least_in_a_step_and_in_a_layer():
 
 
 def test_published_runs_bound_what_is_believed():
-    """The range stands in front of the roofline; where nothing of this kind was published, the report says so instead."""
+    """The range precedes the roofline. Without comparable published runs, the report names that reason."""
     expected = "expected: step 746 to 824 ms, 9,940 to 11,000 tokens/s/GPU, MFU 51.7% to 57.1% causal"
     expected += " of the bf16 peak, 25.8% to 28.5% of the FP8 peak"
     shown = " ".join(written(sample(), 120).split())
-    assert f"{expected}; roofline: step 709 ms" in shown and "0.86 to 0.95 of the measured step time" in shown
+    assert f"{expected}; roofline: step 709 ms" in shown
+    assert "0.86 to 0.95 of the measured time" in page.html(sample())
     assert "60.1% causal of the bf16 peak, 30.0% of the FP8 peak" in shown
     none = dataclasses.replace(sample().time, expected_step_ms=None, expected_tokens_per_s_per_device=None)
     for text in (written(sample(time=none), 120), page.html(sample(time=none))):
@@ -242,7 +234,7 @@ def test_published_runs_bound_what_is_believed():
     assert "746 to 824 ms" in page.html(sample())
     nan = dict.fromkeys(("mfu_causal", "mfu_full", "hfu"), float("nan"))
     unknown = sample(time=dataclasses.replace(sample().time, **nan, mfu_fp8_peak=None))
-    assert "MFU - causal, - full; HFU -" in written(unknown)
+    assert "MFU - causal" in written(unknown) and "MFU - full; HFU -" in written(unknown)
 
 
 def test_time_to_train():
@@ -277,32 +269,6 @@ def test_sizes_and_places():
     assert place("/env/site-packages/optax/adam.py:3") == "optax/adam.py:3"
     assert place("/mine/model.py:7") == "/mine/model.py:7"
     assert sections.command(sample(config="my file.py", overrides=())).endswith("'--config=my file.py' --topology=h200:8")
-
-
-def compared(plans: list[Plan], width: int = 100) -> str:
-    stream = io.StringIO()
-    terminal.compare(plans, Console(file=stream, width=width, force_terminal=True, color_system="standard", highlight=False))
-    return stream.getvalue()
-
-
-def test_compare_shows_every_plan_and_marks_the_best_that_fits():
-    slow = sample(
-        overrides=("remat.policy=full",),
-        time=dataclasses.replace(sample().time, step_ms=786.0, bound_by="matrix products 65% of the step"),
-    )
-    fast = sample(fits=False, time=dataclasses.replace(sample().time, step_ms=600.0))
-    shown = compared([sample(), slow, fast, *[slow] * 4])
-    assert [line for line in shown.splitlines() if line.startswith("2: ")] == ["2: h200:8, mesh fsdp=8; remat.policy=full"]
-    assert shown.count("matrix") == 5
-    assert max(len(re.sub(r"\x1b\[\d*m", "", line)) for line in shown.splitlines()) <= 100
-    (steps,) = [line for line in shown.splitlines() if "roofline ms" in line and "600.0" in line]
-    # Bold is ESC[1m: on the fastest that fits, not on the fastest.
-    assert re.findall(r"\x1b\[1m *([\d.]+)", steps) == ["708.8"]
-    # A shorter step with fewer tokens is not a better one.
-    half = dataclasses.replace(slow, tokens_per_step=32_768)
-    assert not [line for line in compared([sample(), half]).splitlines() if "roofline ms" in line and "\x1b[1m" in line]
-    with pytest.raises(ValueError, match="at least one"):
-        compared([])
 
 
 # ---- The page

@@ -4,7 +4,7 @@
 for (const table of document.querySelectorAll("table.sortable")) {
   const heads = [...table.tHead.rows[0].cells];
   heads.forEach((head, i) => {
-    if (!head.textContent) return;
+    if (!head.textContent) return; // a column of bars
     const button = document.createElement("button");
     button.type = "button";
     button.append(...head.childNodes);

@@ -1,1 +1,1 @@
-"""A plan for people: on a terminal, as a page, while it is made."""
+"""The report of a plan: its sections, on a terminal and as a page; progress while plans are made."""

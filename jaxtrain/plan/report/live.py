@@ -1,4 +1,4 @@
-"""What is seen while plans are made: a bar on a terminal, elsewhere a line for each."""
+"""The progress of plans that are made: a bar on a terminal, lines elsewhere."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -12,28 +12,28 @@ from rich.text import Text
 
 class Show(Protocol):
     def __call__(self, completed: int, total: int, now: str = "", lines: Sequence[str] = ()) -> None:
-        """So many of so many are done, and `now` tells more, all three on a terminal; elsewhere `lines` are what is new."""
+        """Show progress: on a terminal the counts and `now`, elsewhere the new `lines`."""
         ...
 
 
 @contextlib.contextmanager
 def live(console: Console, title: str = "plans") -> Iterator[Show]:
-    """Gives what is to be called after every change. The bar is gone when the block ends."""
+    """Yield the function to call after every change. The bar is gone when the block ends."""
     if not console.is_terminal:
 
-        def say(completed: int, total: int, now: str = "", lines: Sequence[str] = ()) -> None:
+        def print_lines(completed: int, total: int, now: str = "", lines: Sequence[str] = ()) -> None:
             for line in lines:
                 console.print(Text(line), soft_wrap=True)
 
-        yield say
+        yield print_lines
         return
-    # What tells more has the room that is left: the count and the clock must not give way to it.
+    # The count and the clock keep their width; this column gets the rest.
     rest = TextColumn("{task.fields[now]}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), rest, console=console, transient=True, expand=True) as bar:
         task = bar.add_task(title, total=None, now="")
 
-        def move(completed: int, total: int, now: str = "", lines: Sequence[str] = ()) -> None:
+        def update(completed: int, total: int, now: str = "", lines: Sequence[str] = ()) -> None:
             bar.update(task, completed=completed, total=total, now=now)
 
-        yield move
+        yield update

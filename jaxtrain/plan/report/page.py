@@ -5,26 +5,24 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from jaxtrain.page import timeline
-from jaxtrain.page.charts import cursor_data, stacked, ticks
-from jaxtrain.page.html import document, paragraph, plural, swatch, tiles
-from jaxtrain.page.numbers import GB_PER_GIB, column, decimals, gib, number, percent, rough, size
+from jaxtrain.page.charts import cursor_data, ticks
+from jaxtrain.page.html import document, key, paragraph, plural, tiles
+from jaxtrain.page.numbers import GB_PER_GIB, decimals, gib, number, percent, rough, size
 from jaxtrain.page.sections import Column, Drawing, Section, Table, html_sections
 from jaxtrain.plan.report.sections import (
     CLASS_COLOURS,
     OTHER_CLASS,
-    PART_COLOURS,
     command,
+    details,
     device_count,
-    expected,
     headline,
-    make_sections,
-    memory_classes,
     mesh,
     mfu,
     no_range,
+    notes,
     range_source,
     span,
-    step_parts,
+    summary,
     verdict,
 )
 from jaxtrain.plan.result import Plan
@@ -49,15 +47,8 @@ def html(plan: Plan, *, steps: int | None = None, lanes: Mapping[str, Sequence[t
         lanes: events of a layer (layer_schedule.read).
     """
     title = f"{plan.config} on {plan.topology}"
-    sections = {section.title: section for section in make_sections(plan, steps)}
-    notes = [sections.pop(name) for name in ("Warnings", "Hints", "Settings that would make it fit") if name in sections]
-    _draw_before(sections, "Memory at the peak", _peak_bar(plan))
-    _draw_before(sections, "Time of a step", _time_bar(plan))
-    if lanes and plan.fits:
-        time_of_step = list(sections).index("Time of a step") + 1
-        ordered = list(sections.items())
-        ordered.insert(time_of_step, ("Schedule of a layer", schedule_of_layer(lanes)))
-        sections = dict(ordered)
+    schedule = [schedule_of_layer(lanes)] if lanes and plan.fits else []
+    found = [mesh_section(plan), schedule_section(plan), *summary(plan, steps), *schedule, *details(plan)]
     body = [
         f"<header><h1>{escape(title)}</h1>",
         paragraph(f"{plan.chip}, {plural(device_count(plan), 'GPU')}: mesh {mesh(plan)}, attention {plan.attention}", "quiet"),
@@ -65,19 +56,11 @@ def html(plan: Plan, *, steps: int | None = None, lanes: Mapping[str, Sequence[t
         f'<p class="verdict {"yes" if plan.fits else "no"}">{escape(verdict(plan))}</p></header><main>',
         _tiles(plan),
         paragraph(f"{plan.kept}.") if plan.kept else "",
-        paragraph(f"{expected(plan)} ({range_source(plan)}).") if plan.time.expected_step_ms and plan.fits else "",
-        *html_sections([section for section in notes if section.title != "Hints"]),
-        *html_sections([section for section in notes if section.title == "Hints"]),
-        *html_sections([mesh_section(plan), schedule_section(plan), *sections.values()]),
+        paragraph(f"{range_source(plan)}.") if plan.time.expected_step_ms and plan.fits else "",
+        *html_sections([*notes(plan), *found]),
         f"<h2>Command of this plan</h2><pre><code>{escape(command(plan))}</code></pre></main>",
     ]
     return document(f"{title}: {verdict(plan)}", headline(plan), body)
-
-
-def _draw_before(sections: dict[str, Section], title: str, drawing: str) -> None:
-    """Put a drawing in front of a section, if there is this section."""
-    if title in sections:
-        sections[title] = Section(title, [Drawing(drawing), *sections[title].parts])
 
 
 def _tiles(plan: Plan) -> str:
@@ -109,26 +92,6 @@ def _tiles(plan: Plan) -> str:
         speed = [(f"{name}, roofline", value, f"{no_range(plan)}; {roofline[name]}") for name, value in values.items()]
     exposed = ("exposed communication", percent(t.exposed_ms / t.step_ms), "of the step")
     return tiles([memory, *speed, exposed, ("on the wire", f"{number(wire)} GB", "a GPU and step")])
-
-
-def _peak_bar(plan: Plan) -> str:
-    m = plan.memory
-    classes = memory_classes(plan)
-    unit, sizes = gib([*(value for _, value in classes), m.peak_gib])
-    parts = [
-        (f"{name}: {text} {unit}", value, CLASS_COLOURS.get(name, OTHER_CLASS))
-        for (name, value), text in zip(classes, sizes, strict=False)
-    ]
-    label = f"Memory at the peak: {', '.join(text for text, *_ in parts)}; {size(m.usable_gib)} usable"
-    return stacked(label, parts, max(m.hbm_gib, m.peak_gib + m.reserve_gib), mark=m.usable_gib)
-
-
-def _time_bar(plan: Plan) -> str:
-    parts = step_parts(plan)
-    texts = column([*(ms for _, ms in parts), plan.time.step_ms])
-    drawn = [(f"{name}: {text} ms", ms, PART_COLOURS[name]) for (name, ms), text in zip(parts, texts, strict=False)]
-    label = f"Time of a step: {', '.join(text for text, *_ in drawn)}"
-    return stacked(label, drawn, max(plan.time.step_ms, sum(ms for _, ms in parts)))
 
 
 def schedule_of_layer(lanes: Mapping[str, Sequence[timeline.Stretch]]) -> Section:
@@ -197,10 +160,10 @@ def schedule_section(plan: Plan) -> Section:
         columns.append(Column(f"{name}, {gib(values)[0]}", gib(values)[1], values))
     places = decimals([value for value, _ in m.timeline])
     points = cursor_data([f"{number(value, places)} GiB, {phase or 'start'}" for value, phase in m.timeline])
-    key = " &ensp; ".join(f"{swatch(colour)}{escape(name)}" for name, colour, _ in _layers(plan))
     chart = (
         '<div class="chart" tabindex="0" role="group" aria-label="Memory over the schedule; arrow keys move the cursor">'
-        f'{memory_chart(plan)}{points}<div class="tip" role="status"></div></div><p class="quiet">{key}</p>'
+        f'{memory_chart(plan)}{points}<div class="tip" role="status"></div></div>'
+        f"{key([(name, colour) for name, colour, _ in _layers(plan)])}"
     )
     note = "In the order of the compiler's schedule, each loop's body once: not to scale in time."
     return Section("Memory over the schedule", [Drawing(chart), note, Table("Phases of the schedule", columns, style="small")])

@@ -6,9 +6,10 @@ import shlex
 from collections.abc import Sequence
 
 from jaxtrain.config import RunConfig
+from jaxtrain.page.charts import stacked
 from jaxtrain.page.html import plural
 from jaxtrain.page.numbers import GB_PER_GIB, column, gib, number, percent, rough, size
-from jaxtrain.page.sections import Column, Listing, Section, Table, bars, counts, labels, numbers, shares
+from jaxtrain.page.sections import Column, Drawing, Listing, Section, Table, bars, counts, labels, numbers, shares
 from jaxtrain.plan.program.roofline import label
 from jaxtrain.plan.program.traffic import Part, ratio
 from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_FRACTION, PUBLISHED, compilers, fraction
@@ -18,8 +19,8 @@ from jaxtrain.plan.topology import CHIPS
 SECONDS_PER_DAY = 86_400
 TRILLION = 1e12
 SMALL = 0.002  # of the peak: classes of memory below it share a row
-ROWS = 12  # rows of a long table on a terminal
-PAGE_ROWS = 40  # the same on the page, of kernels and arrays
+ROWS = 5  # collectives on a terminal
+PAGE_ROWS = 40  # kernels and arrays on the page
 ASSUMPTIONS = (
     "kernels run one after another; collectives run beside them, one at a time, where the compiler scheduled them; a "
     "collective takes its bytes over a link rate that grows with the message, plus a latency for each node it crosses; neither "
@@ -45,30 +46,39 @@ PART_COLOURS = {
 }
 
 
-def make_sections(plan: Plan, steps: int | None = None) -> list[Section]:
-    """Return the sections below verdict and headline.
+def notes(plan: Plan) -> list[Section]:
+    """Return warnings and hints; of a step that does not fit, the settings that would make it fit first."""
+    warnings = Section("Warnings", [Listing(plan.warnings, "warning")])
+    if plan.fits:
+        return [warnings, Section("Hints", [Listing(plan.hints)])]
+    return [Section("Settings that would make it fit", [Listing(plan.hints)]), warnings]
+
+
+def summary(plan: Plan, steps: int | None = None) -> list[Section]:
+    """Return the sections that the terminal shows too. A step that does not fit has no speed.
 
     Args:
         steps: training steps of the config, for the time to train.
     """
-    notes = [
-        Section("Hints" if plan.fits else "Settings that would make it fit", [Listing(plan.hints)]),
-        Section("Warnings", [Listing(plan.warnings, "warning")]),
-    ]
-    counted = Section("How it was counted", [Listing([rates(plan), f"model: {ASSUMPTIONS}", work(plan), compiler(plan)])])
-    if not plan.fits:  # a step that does not fit has no speed
-        return [*notes, memory_section(plan), arrays_section(plan), counted]
+    if not plan.fits:
+        return [memory_section(plan)]
     return [
-        *notes,
         memory_section(plan),
-        collectives_section(plan),
         time_section(plan, steps),
+        collectives_section(plan),
         Section("Pipeline", [Listing(pipeline(plan))]),
         Section("Experts", [Listing(experts(plan))]),
-        kernels_section(plan),
+    ]
+
+
+def details(plan: Plan) -> list[Section]:
+    """Return the sections that only the page shows."""
+    counted = [rates(plan), f"model: {ASSUMPTIONS}", work(plan), compiler(plan)]
+    return [
+        memory_details(plan),
         arrays_section(plan),
-        loops_section(plan),
-        counted,
+        *([kernels_section(plan), loops_section(plan)] if plan.fits else []),
+        Section("How it was counted", [Listing(counted)]),
     ]
 
 
@@ -123,12 +133,12 @@ def no_range(plan: Plan) -> str:
 
 
 def range_source(plan: Plan) -> str:
-    """Return the source of the expected range, or the reason why there is none."""
+    """Return the source of the expected range; "" without a range."""
     if not (steps := plan.time.expected_step_ms):
-        return f"{no_range(plan)}: a real step is longer than the roofline, and by how much is not known here"
+        return ""
     low, high = (plan.time.step_ms / each for each in reversed(steps))
     runs = ", ".join(filter(None, (plan.kind, compilers(plan.kind))))
-    return f"the range comes from published runs ({runs}): their roofline was {low:.2f} to {high:.2f} of the measured step time"
+    return f"The expected range is by published runs ({runs}): their roofline was {low:.2f} to {high:.2f} of the measured time"
 
 
 def mfu(plan: Plan) -> str:
@@ -191,24 +201,23 @@ def memory_classes(plan: Plan) -> list[tuple[str, float]]:
 
 
 def memory_section(plan: Plan) -> Section:
-    """Return memory at the peak by class, saved activations by name, and the card's limits."""
+    """Return memory at the peak by class."""
     m = plan.memory
-    classes = memory_classes(plan)
-    names, values = [name for name, _ in classes], [value for _, value in classes]
-    unit = gib([*values, m.peak_gib])[0]
-    by_class = Table(
-        f"Peak memory by class, {unit} on each GPU",
-        [
-            Column("class", names, total="peak", colours=[CLASS_COLOURS.get(name, OTHER_CLASS) for name in names]),
-            dataclasses.replace(_sizes(values), total=gib([*values, m.peak_gib])[1][-1]),
-            shares("share", values, m.peak_gib),
-            bars(values, m.peak_gib),
-        ],
-        style="sortable",
-    )
-    parts: list[str | Table] = [by_class, f"the peak is in {m.peak_at}"]
+    names, values = zip(*memory_classes(plan), strict=True)
+    classes = Column("class", names, total="peak", colours=[CLASS_COLOURS.get(name, OTHER_CLASS) for name in names])
+    sizes = dataclasses.replace(_sizes(values), total=gib([*values, m.peak_gib])[1][-1])
+    bar = _stacked_bar("Memory at the peak", classes, sizes, max(m.hbm_gib, m.peak_gib + m.reserve_gib), m.usable_gib)
+    columns = [classes, sizes, shares("share", values, m.peak_gib), bars(values, m.peak_gib)]
+    by_class = Table(f"Peak memory by class, {sizes.heading} on each GPU", columns, style="sortable")
     unit, (arguments, temporary, gaps) = gib([m.arguments_gib, m.temp_gib, m.taken_gib - m.peak_gib])
-    parts.append(f"state and batch {arguments} {unit} throughout, temporaries {temporary} {unit}; {gaps} {unit} fragmentation")
+    sums = f"state and batch {arguments} {unit} throughout, temporaries {temporary} {unit}; {gaps} {unit} fragmentation"
+    return Section("Memory at the peak", [bar, by_class, sums])
+
+
+def memory_details(plan: Plan) -> Section:
+    """Return the sources of the memory figures, and saved activations by name."""
+    m = plan.memory
+    parts: list[str | Table] = [f"the peak is in {label(m.peak_at)}"] if m.peak_at else []
     if m.workspace_gib:
         parts.append(f"cuDNN workspace {size(m.workspace_gib)}, by {m.workspace_by.replace('cudnn', 'cuDNN')}")
     unit, (card, reserve, usable) = gib([m.hbm_gib, m.reserve_gib, m.usable_gib])
@@ -221,7 +230,14 @@ def memory_section(plan: Plan) -> Section:
         title = f"Saved activations, {gib([math.fsum(values)])[0]} on each GPU"
         names = Column("activation", [name for name, _ in saved], total="all")
         parts.append(Table(title, [names, _sizes(values), bars(values, values[0])]))
-    return Section("Memory at the peak", parts)
+    return Section("Memory in detail", parts)
+
+
+def _stacked_bar(title: str, names: Column, sizes: Column, whole: float, mark: float | None = None) -> Drawing:
+    """Return the rows of a table as parts of one bar; `whole` is its full length."""
+    tips = [f"{name}: {text} {sizes.heading}" for name, text in zip(names.cells, sizes.cells, strict=True)]
+    label = f"{title}: {', '.join(tips)}" + (f"; {size(mark)} usable" if mark is not None else "")
+    return Drawing(stacked(label, list(zip(tips, sizes.values or (), names.colours, strict=True)), whole, mark))
 
 
 def _sizes(values: Sequence[float], *, total: bool = True) -> Column:
@@ -242,7 +258,7 @@ def arrays_section(plan: Plan) -> Section:
         Column("source", [b.source for b in found], kind="source"),
         Column("scope, and name in the HLO", [_scope(b.op_name, b.instruction) for b in found], kind="scope", page_only=True),
     ]
-    return Section("Largest arrays at the peak", [Table("", columns, ROWS // 2, PAGE_ROWS, "sortable")])
+    return Section("Largest arrays at the peak", [Table("", columns, page_rows=PAGE_ROWS, style="sortable")])
 
 
 def _scope(op_name: str, instruction: str) -> str:
@@ -286,14 +302,9 @@ def collectives_section(plan: Plan) -> Section:
         Column("source", [c.source for c in found], kind="source"),
         Column("scope, and name in the HLO", [_scope(c.op_name, c.instruction) for c in found], kind="scope", page_only=True),
     ]
+    table = Table("Collectives of a step; bytes sent by each GPU", columns, ROWS, style="sortable")
     on_links, exposed = column([plan.time.communication_ms, plan.time.exposed_ms])
-    return Section(
-        "Collectives",
-        [
-            Table("Collectives of a step; bytes sent by each GPU", columns, ROWS, style="sortable"),
-            f"communication {on_links} ms, {exposed} ms of it exposed",
-        ],
-    )
+    return Section("Collectives", [table, f"communication {on_links} ms, {exposed} ms of it exposed"])
 
 
 # ---- time
@@ -312,30 +323,20 @@ def step_parts(plan: Plan) -> list[tuple[str, float]]:
 
 
 def time_section(plan: Plan, steps: int | None) -> Section:
-    """Return the roofline of a step, its expected range, and the time to train."""
+    """Return the roofline of a step, and the time to train."""
     t = plan.time
     names, values = zip(*step_parts(plan), strict=True)
-    table = Table(
-        "Roofline of a step on each GPU",
-        [
-            Column("part", names, total="step", colours=[PART_COLOURS[name] for name in names]),
-            dataclasses.replace(numbers("ms", values), total=column([*values, t.step_ms])[-1]),
-            shares("share", values, t.step_ms),
-            bars(values, t.step_ms),
-        ],
-    )
-    speed = f"tokens/s {rough(t.tokens_per_s, 4)}, each GPU {rough(t.tokens_per_s_per_device, 4)}"
-    parts: list[str | Table] = [
+    kinds = Column("part", names, total="step", colours=[PART_COLOURS[name] for name in names])
+    times = dataclasses.replace(numbers("ms", values), total=column([*values, t.step_ms])[-1])
+    bar = _stacked_bar("Time of a step", kinds, times, max(t.step_ms, sum(values)))
+    table = Table("Roofline of a step on each GPU", [kinds, times, shares("share", values, t.step_ms), bars(values, t.step_ms)])
+    parts: list[str | Table | Drawing] = [
+        bar,
         table,
-        f"roofline: {speed}; {plan.tokens_per_step:,} tokens a step",
-        f"roofline: MFU {mfu(plan)}, {percent(t.mfu_full)} full; HFU {percent(t.hfu)}",
-        expected(plan),
-        range_source(plan),
+        f"roofline: {plan.tokens_per_step:,} tokens a step, {rough(t.tokens_per_s, 4)} tokens/s in all; MFU "
+        f"{percent(t.mfu_full)} full; HFU {percent(t.hfu)}",
     ]
-    if plan.matmuls:
-        parts.append(matmuls(plan))
-    if waits := host_waits(plan):
-        parts.append(waits)
+    parts += filter(None, (matmuls(plan), host_waits(plan)))
     return Section("Time of a step", [*parts, training_table(plan, steps)])
 
 
@@ -365,8 +366,8 @@ def host_waits(plan: Plan) -> str:
         return ""
     most = sorted(plan.host_waits.items(), key=lambda item: -item[1])
     named = [f"{n:,} x {name}" for name, n in most[:SHOWN]] + [f"{len(most) - SHOWN} more"] * (len(most) > SHOWN)
-    waits = sum(plan.host_waits.values())
-    return f"not counted: the host waits {waits:,} times a step for a loop's end or a branch on the GPU: {', '.join(named)}"
+    waits = plural(sum(plan.host_waits.values()), "time")
+    return f"not counted: the host waits {waits} a step for a loop's end or a branch on the GPU: {', '.join(named)}"
 
 
 def matmuls(plan: Plan) -> str:
@@ -392,7 +393,7 @@ def kernels_section(plan: Plan) -> Section:
         Column("operation", [k.op_name for k in found], kind="path"),
         Column("source", [k.source for k in found], kind="source"),
     ]
-    return Section("Kernels", [Table("Kernels of a step on each GPU", columns, ROWS, PAGE_ROWS, "sortable")])
+    return Section("Kernels", [Table("Kernels of a step on each GPU", columns, page_rows=PAGE_ROWS, style="sortable")])
 
 
 def loops_section(plan: Plan) -> Section:
@@ -471,9 +472,7 @@ def experts(plan: Plan) -> list[str]:
         lines.append(f"capacity factor {x.capacity:g}: the whole capacity is computed, and tokens beyond it are dropped")
     else:
         load = expert_load(x.load)
-        rounds = (
-            f"each exchange takes {x.rounds} round{'s' * (x.rounds > 1)}" if x.devices > 1 else "any load has the same rows"
-        )
+        rounds = f"each exchange takes {plural(x.rounds, 'round')}" if x.devices > 1 else "any load has the same rows"
         lines.append(f"expert load {load}: the busiest expert has {load} times its even share; {rounds}")
     return lines
 

@@ -39,7 +39,7 @@ OTHER_CODE = (
     *("preflight", "profile", "profiling", "progress", "receipt", "replay", "report", "resume", "sample"),
     *("scoring", "signals", "snapshot", "stored_form", "timelimit", "trackers", "train.run", "validate"),
     *("watchdog", "__main__", "plan.__main__", "plan.calibrate", "plan.expect", "plan.report", "plan.search"),
-    *("plan.shardings", "plan.sharding_pictures"),
+    *("plan.shardings"),
 )
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt", "flax", "optax")
 OWN = ("model.family", "loss.name", "optimizer.name")  # keys that may name a user's code
