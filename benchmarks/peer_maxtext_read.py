@@ -73,13 +73,13 @@ def _times(launches: roofline.Launches) -> tuple[float, float]:
 def _held(read: assignment.Assignment, module: hlo.Module) -> tuple[tuple[float, str], ...]:
     """What is alive in the heap when it is fullest, by the Python that made it; arguments are not in the heap."""
     most, fullest = -1, {}
-    for bytes_alive, alive in assignment.replay(read, assignment.device_heap(read)):
+    for bytes_alive, alive in assignment.replay(read):
         if bytes_alive > most:
             most, fullest = bytes_alive, {at: tuple(values) for at, values in alive.items()}
     sums: dict[str, float] = defaultdict(float)
     for at, values in fullest.items():
         # Several values share memory that is updated in place. A loop's parameter does not say where it is from.
-        makers = [(module.owners[v.instruction].by_name[v.instruction], v.index) for v in map(read.values.get, values) if v]
+        makers = [(module.instruction(v.instruction), v.index) for v in map(read.values.get, values) if v]
         told = next((maker for maker in makers if maker[0].source), makers[0])
         sums[_what(*told)] += read.values[at].size / 2**30
     return tuple(sorted(((gib, what) for what, gib in sums.items()), reverse=True))

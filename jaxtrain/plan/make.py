@@ -7,7 +7,7 @@ from collections import Counter
 from jaxtrain import flops, installed
 from jaxtrain.config import RunConfig
 from jaxtrain.plan.compile import Compiled, compile_step
-from jaxtrain.plan.program import assignment, buffers, collectives, hlo, pipeline_moe, roofline, warnings, workspace
+from jaxtrain.plan.program import assignment, buffers, collectives, hlo, pipeline_moe, roofline, warnings
 from jaxtrain.plan.rates import expected_ms, kind, rates_for
 from jaxtrain.plan.result import Flops, Plan, Rates, Time
 from jaxtrain.plan.topology import Topology
@@ -58,17 +58,9 @@ def read_plan(
     module = dataclasses.replace(compiled.module, further_rounds=rounds - 1)
     mesh = dict(program.placement.mesh.shape)
 
-    card = compiled.card
-    scratch = workspace.read(module, compiled.chosen.options)
-    memory = buffers.memory(
-        workspace.placed(assignment.read(compiled.buffers), scratch),
-        program,
-        module,
-        hbm_gib=card.memory_gib,
-        reserve_gib=card.memory_gib - card.usable_gib,
-        usable_gib=card.usable_gib,
-        workspace=scratch,
-    )
+    workspace = assignment.read_workspace(module, compiled.chosen.options)
+    assigned = assignment.read(compiled.buffers, workspace.missing)
+    memory = buffers.memory(assigned, program, module, compiled.card, workspace)
     found = collectives.read(module, mesh, topology.gpus)
     filled = auto_remat.expert_fill(run, ranks, experts_load)
     timed = roofline.predict(module, rates, collectives.by_instruction(found), filled=filled)

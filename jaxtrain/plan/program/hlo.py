@@ -8,8 +8,10 @@ The text is read, and not the HloProto: its forms are those of XLA's documentati
 partitions, and one instruction for each asynchronous start.
 """
 
+import collections
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 import re
@@ -108,6 +110,11 @@ class Instruction:
     parameter_number: int | None
     is_root: bool
 
+    @property
+    def target(self) -> str:
+        """The target of a custom call; "" for everything else."""
+        return self.attributes.get("custom_call_target", "").strip('"')
+
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
@@ -146,6 +153,18 @@ class Module:
     def owners(self) -> dict[str, Computation]:
         """Instruction name -> the computation it is in. Names are unique in a module."""
         return {i.name: c for c in self.computations.values() for i in c.instructions}
+
+    @functools.cached_property
+    def callers(self) -> dict[str, list[Instruction]]:
+        """Computation name -> the instructions that call it."""
+        found: dict[str, list[Instruction]] = collections.defaultdict(list)
+        for i in itertools.chain.from_iterable(c.instructions for c in self.computations.values()):
+            for called in i.called:
+                found[called].append(i)
+        return dict(found)
+
+    def instruction(self, name: str) -> Instruction:
+        return self.owners[name].by_name[name]
 
 
 # ---- Text to module
