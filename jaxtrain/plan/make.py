@@ -63,12 +63,8 @@ def read_plan(
     memory = buffers.memory(assigned, program, module, compiled.card, workspace)
     found = collectives.read(module, mesh, topology.gpus)
     filled = auto_remat.expert_fill(run, ranks, experts_load)
-    timed = roofline.predict(module, rates, collectives.by_instruction(found), filled=filled)
-    moved = []
-    for f in found:
-        launches = timed.collectives[f.instruction]
-        moved.append(collectives.over_step(f, launches.ms, launches.exposed_ms))
-    moved = tuple(sorted((m for m in moved if m.wire_gib), key=lambda m: -m.wire_gib))
+    timed = roofline.predict(module, rates, found, filled=filled)
+    moved = tuple(sorted((c for c in timed.collectives if c.wire_gib), key=lambda c: -c.wire_gib))
 
     tokens = run.train.global_batch * run.data.seq_len
     matmuls = warnings.fp8_matmuls(run, module)
@@ -94,7 +90,7 @@ def read_plan(
         warnings=(
             *compiled.chosen.warnings(),
             *warnings.config_warnings(run, program.placement.mesh, moved, memory, timed, rates),
-            *warnings.program_warnings(run, program, module, found, moved, timed.step_ms),
+            *warnings.program_warnings(run, program, module, found.values(), moved, timed.step_ms),
             *warnings.fp8_warnings(run, program, matmuls),
         ),
         versions=installed.versions(),

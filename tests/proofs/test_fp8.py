@@ -289,7 +289,7 @@ def test_weights_travel_in_fp8_and_scales_once_a_step(plan):
     assert sum(c.wire_gib for c in gathers) * 2**30 == pytest.approx(sent, rel=0.02)
     layers = [
         f
-        for f in collectives.read(hlo.parse(compiled.text), made.mesh, NODE.gpus)
+        for f in collectives.read(hlo.parse(compiled.text), made.mesh, NODE.gpus).values()
         if "/fp8.py" in f.source and f.kind == "all-reduce"
     ]
     assert layers and all(f.count == 1 for f in layers)

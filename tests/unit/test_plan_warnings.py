@@ -87,7 +87,7 @@ def looped(operand: str, op_name: str = "jit(train_step)/jvp(loss)/while/body/al
     """The warnings about the loop above, when what it gathers is this value. swap: what a round hands on instead."""
     text = LOOP.replace("tuple(%next, %same, %stack, %changed)", swap) if swap else LOOP
     module = parsed(text, OPERAND=operand, METADATA=f'op_name="{op_name}"')
-    return warnings.program_warnings(run, program(run), module, collectives.read(module, MESH, 8), [], 100.0)
+    return warnings.program_warnings(run, program(run), module, collectives.read(module, MESH, 8).values(), [], 100.0)
 
 
 def changed(**fields):
@@ -152,7 +152,7 @@ ENTRY %main (a: f32[512,2048]) -> f32[512,2048] {
 
     def of(front: str):
         module = parsed(text, FRONT=front)
-        return warnings.program_warnings(RUN, program(RUN), module, collectives.read(module, MESH, 8), [], 100.0)
+        return warnings.program_warnings(RUN, program(RUN), module, collectives.read(module, MESH, 8).values(), [], 100.0)
 
     (warning,) = of('frontend_attributes={is_spmd_generated="true"},')
     assert "all-to-all over fsdp that nobody asked for" in warning and "mlp/dot" in warning

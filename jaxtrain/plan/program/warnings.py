@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from jaxtrain.models.lora import is_adapter
 from jaxtrain.page.numbers import GB_PER_GIB
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, Instruction, Module, walk
-from jaxtrain.plan.program.op_cost import FP8_CALL, GEMM_CALLS, of_experts, target
+from jaxtrain.plan.program.op_cost import FP8_CALL, GEMM_CALLS, of_experts
 from jaxtrain.plan.program.roofline import Roofline, label
 from jaxtrain.plan.result import Collective, Matmuls, Memory, Rates
 from jaxtrain.sharding import large_replicated_arrays, node_of
@@ -48,7 +48,7 @@ NO_WEIGHT = ("kernels/attention", CONTEXT, "kernels/cross_entropy")
 
 
 def program_warnings(
-    run: RunConfig, program: Program, module: Module, found: Sequence[Found], moved: Sequence[Collective], step_ms: float
+    run: RunConfig, program: Program, module: Module, found: Collection[Found], moved: Sequence[Collective], step_ms: float
 ) -> tuple[str, ...]:
     """Return the warnings about a compiled program: one for each line of Python, costliest first within each kind.
 
@@ -67,7 +67,7 @@ def program_warnings(
     )
 
 
-def microbatch_loops(run: RunConfig, found: Sequence[Found]) -> frozenset[str]:
+def microbatch_loops(run: RunConfig, found: Collection[Found]) -> frozenset[str]:
     """Return the names of the loops over microbatches; none without accumulation.
 
     The compiler may leave a loop itself without a name. The collectives that run in it and in no loop of the model show it.
@@ -246,11 +246,11 @@ def fp8_matmuls(run: RunConfig, module: Module) -> Matmuls | None:
     total, eight = 0, 0
     wide: Counter[str] = Counter()
     for i, _, times, _ in walk(module, fusions=True):
-        matmul = i.opcode == "dot" or target(i) in GEMM_CALLS or of_experts(i)
+        matmul = i.opcode == "dot" or i.target in GEMM_CALLS or of_experts(i)
         if not matmul or label(i.op_name).startswith("loss") or any(part in i.source for part in NO_WEIGHT):
             continue
         total += times
-        if target(i) == FP8_CALL:
+        if i.target == FP8_CALL:
             eight += times
         else:
             wide[f"{label(i.op_name) or i.name} ({i.source})"] += times
