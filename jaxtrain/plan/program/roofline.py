@@ -24,8 +24,9 @@ from jaxtrain.plan import result
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module, trip_count
 from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD, Work, attention_pairs, work
+from jaxtrain.plan.program.pipeline_moe import schedule_of
 from jaxtrain.train.kernel import attention_specs
-from jaxtrain.train.stages import Arrangement, Schedule
+from jaxtrain.train.stages import Arrangement
 
 GIB = 2**30
 LINKS = ("communication", "host")  # kinds of work that run on a stream of their own
@@ -348,7 +349,7 @@ def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", conte
         passes = layers * (1 + back * (backward + _again(run)))
         computed += (each.causal if masked else each.full) * passes * _blocks(run, alike, context, masked)
     groups = run.pipeline.groups if stages > 1 else 1
-    idle = Schedule(run.pipeline.schedule, stages, groups, run.train.grad_accum).bubble
+    idle = schedule_of(run, stages).bubble
     empty = Arrangement(run.model.num_layers, stages, groups).places / run.model.num_layers
     head = flops.head(run)
     layers = (linear - head + computed) * empty / (1 - idle)
