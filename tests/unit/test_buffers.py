@@ -25,7 +25,7 @@ def test_as_many_tokens_as_a_weight_has_rows_make_no_gradient(op_name, kind):
         f"  ROOT %y = bf16[8192,28672]{{1,0}} negate(%p), {metadata}\n"
         "}\n"
     )
-    facts = buffers.Facts(module, frozenset({(8192, 28672)}), frozenset({(1024, 28672)}), {}, {})
+    facts = buffers.Facts(module, frozenset({(8192, 28672)}), frozenset({(1024, 28672)}), {})
     assert buffers.classify(facts, assignment.Value(8192 * 28672 * 2, "y", ())) == (kind, "")
 
 

@@ -159,8 +159,8 @@ class Facts:
     module: hlo.Module
     weights: frozenset[tuple[int, ...]]  # `_plain` dimensions of weights and their gradients on a device
     at_rest: frozenset[tuple[int, ...]]  # those of parameters as they are sharded, all layers together
-    kept: dict[tuple[bool, str, tuple[int, ...]], tuple[str, ...]]  # again, dtype, `_plain` local dimensions -> names
-    alone: dict[tuple[str, tuple[int, ...]], tuple[str, ...]]  # the same, of layers outside of loops
+    # Of saved activations: stacked, again, dtype, `_plain` local dimensions -> names.
+    saved: dict[tuple[bool, bool, str, tuple[int, ...]], tuple[str, ...]]
 
 
 def facts(program: Program, module: hlo.Module) -> Facts:
@@ -170,21 +170,14 @@ def facts(program: Program, module: hlo.Module) -> Facts:
         sizes = list(zip(a.shape, a.sharding.shard_shape(a.shape), strict=True))
         for dims in itertools.product(*(sorted(set(pair)) for pair in sizes)):
             weights |= {_plain(dims), _plain(dims[1:])}  # stacked, and one layer's
-    kept, alone = collections.defaultdict(list), collections.defaultdict(list)
-    for k in dict.fromkeys(k for k in kept_activations(program) if not k.offloaded):
-        name = AGAIN if k.again and k.name != WEIGHT else k.name
-        dims = _plain(k.dims)
-        names = kept[k.again, k.dtype, dims] if k.stacked else alone[k.dtype, dims]
-        if name not in names:
-            names.append(name)
+    saved = {}
+    for k in kept_activations(program):
+        if not k.offloaded:
+            key = k.stacked, k.again, k.dtype, _plain(k.dims)
+            name = AGAIN if k.again and k.name != WEIGHT else k.name
+            saved[key] = tuple(dict.fromkeys((*saved.get(key, ()), name)))
     at_rest = {_plain(a.sharding.shard_shape(a.shape)) for a in jax.tree.leaves(program.state.params)}
-    return Facts(
-        module,
-        frozenset(weights - {()}),
-        frozenset(at_rest),
-        {key: tuple(names) for key, names in kept.items()},
-        {key: tuple(names) for key, names in alone.items()},
-    )
+    return Facts(module, frozenset(weights - {()}), frozenset(at_rest), saved)
 
 
 def _plain(dims: Iterable[int]) -> tuple[int, ...]:
@@ -309,14 +302,14 @@ def classify(facts: Facts, value: Value) -> tuple[str, str]:
     if dims in facts.weights and any(_SUMMED.fullmatch(n) for i in (made_by, *origins) for n in _op_names(facts.module, i)):
         return "gradients", ""
     backward = "transpose(" in text
-    names = facts.kept.get((backward, shape.dtype, dims), ()) if "(loss)" not in text else ()
+    names = facts.saved.get((True, backward, shape.dtype, dims), ()) if "(loss)" not in text else ()
     if names and (not backward or "rematted_computation" in text):
         if all(_is_fill(facts.module, i) for i in origins):
             # XLA can move the empty stack of a microbatch out of the loop over microbatches, and then always holds it.
             return ("temporaries", "") if backward else ("saved activations", f"{', '.join(names)}: zeros to begin with")
         if any("dynamic_update_slice" in name or i.opcode == "while" for i in origins for name in _op_names(facts.module, i)):
             return ("gathered weights", "") if names == (WEIGHT,) else ("saved activations", ", ".join(names))
-    names = facts.alone.get((shape.dtype, dims), ())
+    names = facts.saved.get((False, False, shape.dtype, dims), ())
     if names and "jvp(layers)" in text and not backward:
         return ("gathered weights", "") if names == (WEIGHT,) else ("saved activations", ", ".join(names))
     einsum = next((m[1] for i in (made_by, *origins) for n in _op_names(facts.module, i) if (m := _EINSUM.search(n))), "")
