@@ -380,7 +380,10 @@ F8 = json.dumps({"gemm_backend_config": {"dot_dimension_numbers": {"lhs_contract
         (f'{CALL}="mystery"', "odd: how long the custom call 'mystery'"),
         # Not ours, and so not taken for attention.
         (f'{CALL}="__gpu$xla.gpu.triton", backend_config={{name = "theirs"}}', "custom call '__gpu.xla.gpu.triton'"),
-        (f"\n  ROOT %odd = {BIG} collective-permute(%x), source_target_pairs={{{{0,1}}}}", "odd: nothing says how many bytes"),
+        (
+            f"\n  ROOT %odd = {BIG} collective-permute(%x), source_target_pairs={{{{0,1}}}}",
+            "odd: the bytes that this collective-permute sends",
+        ),
         (
             f"\n  ROOT %odd = ({BIG}, {BIG}) all-gather-start(%x), dimensions={{0}}",
             "odd: started in the computation main and not",

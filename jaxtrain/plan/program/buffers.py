@@ -158,7 +158,7 @@ class Facts:
 
     module: hlo.Module
     weights: frozenset[tuple[int, ...]]  # `_plain` dimensions of weights and their gradients on a device
-    at_rest: frozenset[tuple[int, ...]]  # those of parameters as they are sharded, all layers together
+    shards: frozenset[tuple[int, ...]]  # those of parameters as they are sharded, all layers together
     # Of saved activations: stacked, again, dtype, `_plain` local dimensions -> names.
     saved: dict[tuple[bool, bool, str, tuple[int, ...]], tuple[str, ...]]
 
@@ -176,8 +176,8 @@ def facts(program: Program, module: hlo.Module) -> Facts:
             key = k.stacked, k.again, k.dtype, _plain(k.dims)
             name = AGAIN if k.again and k.name != WEIGHT else k.name
             saved[key] = tuple(dict.fromkeys((*saved.get(key, ()), name)))
-    at_rest = {_plain(a.sharding.shard_shape(a.shape)) for a in jax.tree.leaves(program.state.params)}
-    return Facts(module, frozenset(weights - {()}), frozenset(at_rest), saved)
+    shards = {_plain(a.sharding.shard_shape(a.shape)) for a in jax.tree.leaves(program.state.params)}
+    return Facts(module, frozenset(weights - {()}), frozenset(shards), saved)
 
 
 def _plain(dims: Iterable[int]) -> tuple[int, ...]:
@@ -270,6 +270,11 @@ def _is_fill(module: hlo.Module, instruction: hlo.Instruction) -> bool:
     return all(f.opcode in _FILLS for f in module.computations[instruction.called[0]].instructions)
 
 
+def _saved(names: tuple[str, ...]) -> tuple[str, str]:
+    """Return the class and name of what is saved under these names, all of one shape."""
+    return ("gathered weights", "") if names == (WEIGHT,) else ("saved activations", ", ".join(names))
+
+
 WORKSPACE = "cuDNN workspace"
 
 
@@ -290,7 +295,8 @@ def classify(facts: Facts, value: Value) -> tuple[str, str]:
         return "temporaries", ""
     dims = _plain(shape.dims)
     origins = _origins(facts, value.instruction, value.index)
-    text = " ".join(name for i in (made_by, *origins) for name in _op_names(facts.module, i))
+    op_names = [name for i in (made_by, *origins) for name in _op_names(facts.module, i)]
+    text = " ".join(op_names)
     arguments = {argument_class(i.op_name) for i in origins if i.parameter_number is not None}
     if arguments and len(origins) == sum(i.parameter_number is not None for i in origins):
         held = min(arguments)
@@ -299,7 +305,7 @@ def classify(facts: Facts, value: Value) -> tuple[str, str]:
         return ("gathered weights" if dims in facts.weights else "logits and loss" if "(loss)" in text else "temporaries"), ""
     if dims in facts.weights and _GATHERED_ONCE.search(text):
         return "gathered weights", ""
-    if dims in facts.weights and any(_SUMMED.fullmatch(n) for i in (made_by, *origins) for n in _op_names(facts.module, i)):
+    if dims in facts.weights and any(map(_SUMMED.fullmatch, op_names)):
         return "gradients", ""
     backward = "transpose(" in text
     names = facts.saved.get((True, backward, shape.dtype, dims), ()) if "(loss)" not in text else ()
@@ -308,18 +314,18 @@ def classify(facts: Facts, value: Value) -> tuple[str, str]:
             # XLA can move the empty stack of a microbatch out of the loop over microbatches, and then always holds it.
             return ("temporaries", "") if backward else ("saved activations", f"{', '.join(names)}: zeros to begin with")
         if any("dynamic_update_slice" in name or i.opcode == "while" for i in origins for name in _op_names(facts.module, i)):
-            return ("gathered weights", "") if names == (WEIGHT,) else ("saved activations", ", ".join(names))
+            return _saved(names)
     names = facts.saved.get((False, False, shape.dtype, dims), ())
     if names and "jvp(layers)" in text and not backward:
-        return ("gathered weights", "") if names == (WEIGHT,) else ("saved activations", ", ".join(names))
-    einsum = next((m[1] for i in (made_by, *origins) for n in _op_names(facts.module, i) if (m := _EINSUM.search(n))), "")
+        return _saved(names)
+    einsum = next((match[1] for match in map(_EINSUM.search, op_names) if match), "")
     # Tokens can be as many as a weight has rows. A shape alone is no proof, unless it is a shard's or of a reduction.
-    reduced = dims in facts.at_rest or (
+    reduced = dims in facts.shards or (
         dims in facts.weights and _REDUCED.search(" ".join((text, *(i.opcode for i in origins))))
     )
     if (backward or "(loss)" in text) and (not _TOKENS.intersection(einsum) if einsum else reduced):
         return "gradients", ""
-    if dims in facts.at_rest and "jvp(" not in text and "(optimizer)" not in text and "/optimizer/" not in text:
+    if dims in facts.shards and "jvp(" not in text and "(optimizer)" not in text and "/optimizer/" not in text:
         return "gradients", ""  # summed over microbatches: sharded like a parameter, and of no phase
     return ("logits and loss" if "(loss)" in text else "temporaries"), ""
 

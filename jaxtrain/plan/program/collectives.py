@@ -7,9 +7,9 @@ Bytes are those of the ring algorithms, which send the least that any algorithm 
     collective-permute  the array                        collective-broadcast the array
 
 A ring is laid out node by node, so that it leaves each node once, with all that a device sends: a GPU's share of the network
-is what it sends divided by the GPUs of its group in its node (NCCL runs as many rings as there are network cards). An
-all-to-all is no ring: what it sends to devices of other nodes crosses the network. A permutation that leaves a node anywhere
-counts in full: the GPU at the border shares with nobody.
+is the bytes that it sends divided by the GPUs of its group in its node (NCCL runs as many rings as there are network cards). An
+all-to-all is no ring: its bytes for devices of other nodes cross the network. A permutation that leaves a node anywhere
+counts in full: the GPU at the border shares with no other.
 
 The first byte of a ring goes from node to node until it has been in all of them. An all-reduce goes up a tree of nodes and down
 again, which is faster over many (NCCL takes either). Each of these hops takes its time.
@@ -44,12 +44,12 @@ class Found:
     """One collective instruction. Bytes are those that each GPU sends in one launch."""
 
     kind: str  # all-gather | reduce-scatter | all-reduce | all-to-all | collective-permute | ...
-    dtype: str  # of what travels; several combined into one launch are joined by "+"
+    dtype: str  # on the wire; several combined into one launch are joined by "+"
     axis: str  # mesh axes, joined by "+"; "fsdp(2 of 4)" is over a part of an axis; "" moves nothing
     group: int  # devices in one group
     count: int  # launches a step
     wire_bytes: float
-    network_bytes: float  # of that, a GPU's share of what leaves its node
+    network_bytes: float  # of these, a GPU's share of those that leave its node
     source: str
     op_name: str
     instruction: str  # in the schedule: a fusion or an async-start, where the collective is inside one

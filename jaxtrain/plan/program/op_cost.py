@@ -115,7 +115,7 @@ def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str,
     """
     if is_collective(module, i):
         if i.name not in wires:
-            raise HloError(f"{i.name}: nothing says how many bytes this {i.opcode} sends")
+            raise HloError(f"{i.name}: the bytes that this {i.opcode} sends are not known")
         c = wires[i.name]
         return Work("communication", bytes=c.wire_bytes, network_bytes=c.network_bytes, message=c.message, hops=c.hops)
     if i.opcode in ("async-start", "call-start"):
@@ -151,8 +151,8 @@ def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str,
         return _traffic(*_alone(where, i), "memory", 0.0)
     if opcode == "sort":
         return _sort(i)
-    what = f"the custom call {i.target!r}" if opcode == "custom-call" else f"a {opcode}"
-    raise HloError(f"{i.name}: how long {what} takes is not known ({i.op_name or 'no op_name'}, {i.source or 'no source'})")
+    kernel = f"the custom call {i.target!r}" if opcode == "custom-call" else f"a {opcode}"
+    raise HloError(f"{i.name}: how long {kernel} takes is not known ({i.op_name or 'no op_name'}, {i.source or 'no source'})")
 
 
 def gemm_flops(where: Computation, i: Instruction) -> float:
@@ -298,7 +298,7 @@ def _demand(inside: Computation) -> dict[str, float]:
     """
     needed: dict[str, float] = defaultdict(float)
     needed[inside.root.name] = _elements(inside.root)
-    for i in reversed(inside.instructions):  # users stand behind their operands
+    for i in reversed(inside.instructions):  # users come after their operands
         here = min(needed[i.name], _elements(i))
         if i.opcode == "tuple":
             for o in i.operands:

@@ -65,21 +65,21 @@ class Roofline:
 
 
 def predict(
-    module: Module, rates: result.Rates, wires: Mapping[str, Found], heard: Listener | None = None, filled: float = 1.0
+    module: Module, rates: result.Rates, wires: Mapping[str, Found], record: Listener | None = None, filled: float = 1.0
 ) -> Roofline:
     """Return the estimated time of a scheduled, partitioned module.
 
     Args:
       wires: each collective, by the instruction that launches it (`collectives.read`).
-      heard: is called with the start and end of everything that runs.
+      record: is called with the start and end of everything that runs.
       filled: the part of the experts' capacity that holds tokens.
 
     Raises HloError for an unscheduled module, an unknown instruction, a collective that `wires` lacks, and an asynchronous pair
     that does not end in its computation.
     """
     if not module.is_scheduled:
-        raise HloError(f"module {module.name}: it is not scheduled, so nothing says what overlaps. Read compiled.as_text().")
-    return _Schedule(module, rates, wires, heard, filled).run()
+        raise HloError(f"module {module.name}: it is not scheduled, so its overlap is not known. Read compiled.as_text().")
+    return _Schedule(module, rates, wires, record, filled).run()
 
 
 # ---- The schedule
@@ -91,8 +91,8 @@ type Clock = dict[str, float]  # stream -> when it is free, s
 class _Schedule:
     """Simulates the streams of a module, and sums."""
 
-    def __init__(self, module: Module, rates: result.Rates, wires: Mapping[str, Found], heard: Listener | None, filled: float):
-        self.module, self.rates, self.wires, self.heard, self.filled = module, rates, wires, heard, filled
+    def __init__(self, module: Module, rates: result.Rates, wires: Mapping[str, Found], record: Listener | None, filled: float):
+        self.module, self.rates, self.wires, self.record, self.filled = module, rates, wires, record, filled
         self.seconds: dict[str, float] = defaultdict(float)  # by kind, of the compute stream and of waiting for copies
         self.flops: dict[str, float] = defaultdict(float)
         self.gemm_least_s = 0.0
@@ -190,14 +190,14 @@ class _Schedule:
             stream = COPY
         else:  # asynchronous arithmetic shares the units of other arithmetic, so it runs in order
             clock[COMPUTE] += seconds
-            self.tell(i.name, done.kind if done else "", clock[COMPUTE] - seconds, clock[COMPUTE])
+            self.report(i.name, done.kind if done else "", clock[COMPUTE] - seconds, clock[COMPUTE])
             self.seconds[done.kind if done else ""] += seconds * times
             if asynchronous:
                 pending[i.name] = (COPY, i.name, clock[COMPUTE])
             return
         end = max(clock[COMPUTE], clock[stream]) + seconds
         clock[stream] = end
-        self.tell(i.name, stream, end - seconds, end)
+        self.report(i.name, stream, end - seconds, end)
         if asynchronous:
             pending[i.name] = (stream, i.name, end)
         if not asynchronous or '"is_sync":true' in i.attributes.get("backend_config", "").replace(" ", ""):
@@ -206,15 +206,15 @@ class _Schedule:
     def wait(self, stream: str, name: str, end: float, clock: Clock, times: int) -> None:
         waited = max(end - clock[COMPUTE], 0.0)
         clock[COMPUTE] += waited
-        self.tell(name, "memory" if stream == COPY else EXPOSED + stream, clock[COMPUTE] - waited, clock[COMPUTE])
+        self.report(name, "memory" if stream == COPY else EXPOSED + stream, clock[COMPUTE] - waited, clock[COMPUTE])
         if stream == COPY:
             self.seconds["memory"] += waited * times
         else:
             self.exposed_ms[name] += waited * times * 1e3
 
-    def tell(self, name: str, kind: str, start: float, end: float) -> None:
-        if self.heard and end > start:
-            self.heard(name, kind, start, end)
+    def report(self, name: str, kind: str, start: float, end: float) -> None:
+        if self.record and end > start:
+            self.record(name, kind, start, end)
 
     def loop(self, i: Instruction, clock: Clock, times: int) -> None:
         """Run iterations one by one while a stream is still busy with work from outside; all others are alike."""
@@ -222,7 +222,7 @@ class _Schedule:
         left = trip_count(self.module, i)
         while left:
             before = clock[COMPUTE]
-            alike = left if not self.heard and before >= max(clock.values()) else 1
+            alike = left if not self.record and before >= max(clock.values()) else 1
             self.walk(body, clock, times * alike)
             clock[COMPUTE] = before + (clock[COMPUTE] - before) * alike
             left -= alike

@@ -146,8 +146,8 @@ BUGS = (
     Bug(
         "assignment: registers of a reduction take device memory",
         ASSIGNMENT,
-        "a.color == HOST or a.is_thread_local or",
-        "a.color == HOST or",
+        " and not a.is_thread_local]",
+        "]",
         "unit/test_assignment.py",
     ),
     Bug(
