@@ -1,6 +1,7 @@
 """What the plan says travels between devices, against sums done by hand: five small programs, and forms of the text."""
 
 import re
+from collections.abc import Iterable
 
 import pytest
 from collective_programs import BY_HAND, MESH, compiled, exchanges, launches, scatters, shifts, sums
@@ -8,7 +9,7 @@ from collective_programs import BY_HAND, MESH, compiled, exchanges, launches, sc
 from jaxtrain.plan.program import collectives, hlo
 
 
-def network(found: list[collectives.Found]) -> dict[tuple[str, str], float]:
+def network(found: Iterable[collectives.Found]) -> dict[tuple[str, str], float]:
     """(kind, axes) -> a GPU's network bytes in one launch."""
     return {(f.kind, f.axis): f.network_bytes for f in found}
 

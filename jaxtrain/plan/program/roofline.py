@@ -103,7 +103,7 @@ class _Schedule:
         self.known: dict[str, Work | None] = {}
 
     def run(self) -> Roofline:
-        clock = dict.fromkeys((COMPUTE, *LINKS, COPY), 0.0)
+        clock: Clock = dict.fromkeys((COMPUTE, *LINKS, COPY), 0.0)
         self.walk(self.module.entry, clock, 1)
         ms = {k: v * 1e3 for k, v in self.seconds.items()}
         gemm, attention, memory = ms.get("gemm", 0.0), ms.get("attention", 0.0), ms.get("memory", 0.0)
