@@ -2,7 +2,6 @@
 
 import re
 
-import jax
 import plans
 import pytest
 from plans import LOOP, ONE_EACH, TWO
@@ -85,8 +84,7 @@ def test_no_remat_where_the_step_does_not_fit():
 def test_too_few_microbatches_for_the_stages():
     def bubble(*overrides: str) -> list[str]:
         run = plans.config("mesh.stage=4", "mesh.fsdp=1", *overrides)
-        mesh = jax.sharding.AbstractMesh((1, run.mesh.stage, 1, 1, 1), ("data", "stage", "fsdp", "tensor", "seq"))
-        return list(warnings._bubble(run, mesh))
+        return list(warnings._bubble(run, run.mesh.stage))
 
     (warning,) = bubble("train.global_batch=64", "train.grad_accum=8")
     assert "the bubble of 4 stages is 27% of the step" in warning and "pipeline.groups=2" in warning

@@ -275,7 +275,7 @@ def config_warnings(
         *_across_nodes(mesh, moved, timed),
         *_few_rows(run, mesh, moved, timed, rates),
         *_once_a_step(run, mesh, moved, timed),
-        *_bubble(run, mesh),
+        *_bubble(run, mesh.shape.get("stage", 1)),
         *_saved_activations(run, memory),
     )
 
@@ -379,9 +379,9 @@ def _once_a_step(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed:
         )
 
 
-def _bubble(run: RunConfig, mesh: Mesh) -> Iterator[str]:
+def _bubble(run: RunConfig, stages: int) -> Iterator[str]:
     """Yield a pipeline whose bubble is too large, for too few microbatches."""
-    stages, accum, groups = mesh.shape.get("stage", 1), run.train.grad_accum, run.pipeline.groups
+    accum, groups = run.train.grad_accum, run.pipeline.groups
     bubble = schedule_of(run, stages).bubble
     if bubble <= IDLE:
         return
