@@ -222,10 +222,10 @@ def test_loops_work_time_and_warnings_are_compared(healthy):
     exposed = healthy.time.exposed_ms + 0.011 * healthy.time.step_ms
     d = only(dataclasses.replace(healthy, time=dataclasses.replace(healthy.time, exposed_ms=exposed)))
     assert d.figure == "exposed communication" and d.change == "+1.1 points"
-    d = only(dataclasses.replace(healthy, warnings=("all-to-all that the compiler inserted (3 a step)",)))
+    d = only(dataclasses.replace(healthy, warnings=("all-to-all that nobody asked for (3 a step)",)))
     assert d.figure == "warning" and "nobody asked" in str(d)
-    known = kept | {"warnings": ["all-to-all that the compiler inserted (5 a step)"]}
-    assert compare(known, dataclasses.replace(healthy, warnings=("all-to-all that the compiler inserted (3 a step)",))) == []
+    known = kept | {"warnings": ["all-to-all that nobody asked for (5 a step)"]}
+    assert compare(known, dataclasses.replace(healthy, warnings=("all-to-all that nobody asked for (3 a step)",))) == []
 
 
 def test_what_cannot_be_compared_is_refused(healthy, tmp_path):
