@@ -50,36 +50,31 @@ def read(at: Path, name: str, machine: Topology, per_token: float, tokens: int) 
     facts = json.loads((at / f"{name}.json").read_text())
     module = hlo.parse((at / f"{name}.hlo").read_text())
     found = collectives.read(module, {"fsdp": machine.total}, machine.gpus)
-    timed = roofline.predict(module, datasheet(machine.gpu, "bf16"), collectives.by_instruction(found))
-    moved = [collectives.over_step(f, *_times(timed.collectives[f.instruction])) for f in found]
+    timed = roofline.predict(module, datasheet(machine.gpu, "bf16"), found)
     return Read(
         peak_gib=facts["peak"] / 2**30,
         arguments_gib=facts["arguments"] / 2**30,
         taken_gib=(facts["arguments"] + facts["temp"]) / 2**30,
         timed=timed,
-        moved=tuple(moved),
+        moved=timed.collectives,
         memory_gb=sum(k.gb for k in timed.kernels if k.kind == "memory"),
-        wire_gb=sum(m.wire_gib for m in moved) * 2**30 / 1e9,
+        wire_gb=sum(m.wire_gib for m in timed.collectives) * 2**30 / 1e9,
         mfu=flops.mfu(per_token, tokens / timed.step_ms * 1e3, machine.gpu.peak("bf16")) or 0.0,
         held=_held(assignment.read((at / f"{name}.pb").read_bytes()), module),
         facts=facts,
     )
 
 
-def _times(launches: roofline.Launches) -> tuple[float, float]:
-    return launches.ms, launches.exposed_ms
-
-
 def _held(read: assignment.Assignment, module: hlo.Module) -> tuple[tuple[float, str], ...]:
     """Return the buffers of the heap at its peak, by the Python that made them. Arguments are not in the heap."""
     most, fullest = -1, {}
-    for bytes_alive, alive in assignment.replay(read, assignment.device_heap(read)):
+    for bytes_alive, alive in assignment.replay(read):
         if bytes_alive > most:
             most, fullest = bytes_alive, {at: tuple(values) for at, values in alive.items()}
     sums: dict[str, float] = defaultdict(float)
     for at, values in fullest.items():
         # Several values share memory that is updated in place. A loop's parameter does not say where it is from.
-        makers = [(module.owners[v.instruction].by_name[v.instruction], v.index) for v in map(read.values.get, values) if v]
+        makers = [(module.instruction(v.instruction), v.index) for v in map(read.values.get, values) if v]
         told = next((maker for maker in makers if maker[0].source), makers[0])
         sums[_what(*told)] += read.values[at].size / 2**30
     return tuple(sorted(((gib, what) for what, gib in sums.items()), reverse=True))

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -135,7 +136,7 @@ def compiled(function, on_gpus: bool) -> hlo.Module:
     return hlo.parse(jax.jit(mapped).lower(x).compile().as_text() or "")
 
 
-def launches(found: list[Found]) -> dict[tuple, int]:
+def launches(found: Iterable[Found]) -> dict[tuple, int]:
     """The compiler may peel a loop's first round off: then two instructions share the launches."""
     out = collections.Counter()
     for f in found:

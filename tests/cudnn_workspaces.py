@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain import hardware
 from jaxtrain.plan import topology as machines
-from jaxtrain.plan.program import hlo, workspace
+from jaxtrain.plan.program import assignment, hlo
 from jaxtrain.startup import start_jax
 
 start_jax(hardware.probe())
@@ -58,12 +58,12 @@ def program(rows, documents, T, S, N, K, H, causal=True, window=0, deterministic
 
 
 def options(deterministic: bool) -> dict[str, str | bool]:
-    return dict.fromkeys(workspace.DETERMINISTIC, True) if deterministic else {}
+    return dict.fromkeys(assignment.DETERMINISTIC, True) if deterministic else {}
 
 
 for case in json.load(sys.stdin):
     text = program(**case)
-    asked = workspace.read(hlo.parse(text), {})
+    asked = assignment.read_workspace(hlo.parse(text), {})
     without = re.sub(r"u8\[\d+\]", "u8[0]", text)
-    counted = workspace.read(hlo.parse(without), options(case.get("deterministic", False)))
+    counted = assignment.read_workspace(hlo.parse(without), options(case.get("deterministic", False)))
     print(json.dumps([asked.by, asked.largest, counted.by, counted.largest]), flush=True)

@@ -18,10 +18,10 @@ import jax
 from jaxtrain.config import RunConfig
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.cudnn_library import Library
-from jaxtrain.plan.program import assignment, hlo, workspace
+from jaxtrain.plan.program import assignment, hlo
 from jaxtrain.plan.topology import Topology
 from jaxtrain.train import compiler
-from jaxtrain.train.memory import compile_to_fit, taken_gib
+from jaxtrain.train.memory import compile_to_fit
 from jaxtrain.train.program import Program, build
 
 # Kernels of a plan never run. Tuning them without a GPU would compile every candidate and take the first: more than half of a
@@ -75,9 +75,8 @@ def compile_step(run: RunConfig, topology: Topology, cudnn: Library | None = Non
 
         def taken(executable: Any) -> float:
             _, module, buffers = read(executable)
-            before = assignment.read(buffers)
-            after = workspace.placed(before, workspace.read(module, chosen.options))
-            return taken_gib(executable) + workspace.growth_gib(before, after)
+            workspace = assignment.read_workspace(module, chosen.options)
+            return assignment.read(buffers, workspace.missing).allocated / 2**30
 
         extra = NO_TUNING | asked | dump
         run, program, executable = compile_to_fit(run, program, chosen.options, card.usable_gib, extra=extra, taken=taken)

@@ -7,7 +7,7 @@ from collections import Counter
 from jaxtrain import flops, installed
 from jaxtrain.config import RunConfig
 from jaxtrain.plan.compile import Compiled, compile_step
-from jaxtrain.plan.program import assignment, buffers, collectives, hlo, pipeline_moe, roofline, warnings, workspace
+from jaxtrain.plan.program import assignment, buffers, collectives, hlo, pipeline_moe, roofline, warnings
 from jaxtrain.plan.rates import expected_ms, kind, rates_for
 from jaxtrain.plan.result import Flops, Plan, Rates, Time
 from jaxtrain.plan.topology import Topology
@@ -58,25 +58,13 @@ def read_plan(
     module = dataclasses.replace(compiled.module, further_rounds=rounds - 1)
     mesh = dict(program.placement.mesh.shape)
 
-    card = compiled.card
-    scratch = workspace.read(module, compiled.chosen.options)
-    memory = buffers.memory(
-        workspace.placed(assignment.read(compiled.buffers), scratch),
-        program,
-        module,
-        hbm_gib=card.memory_gib,
-        reserve_gib=card.memory_gib - card.usable_gib,
-        usable_gib=card.usable_gib,
-        workspace=scratch,
-    )
+    workspace = assignment.read_workspace(module, compiled.chosen.options)
+    assigned = assignment.read(compiled.buffers, workspace.missing)
+    memory = buffers.memory(assigned, program, module, compiled.card, workspace)
     found = collectives.read(module, mesh, topology.gpus)
     filled = auto_remat.expert_fill(run, ranks, experts_load)
-    timed = roofline.predict(module, rates, collectives.by_instruction(found), filled=filled)
-    moved = []
-    for f in found:
-        launches = timed.collectives[f.instruction]
-        moved.append(collectives.over_step(f, launches.ms, launches.exposed_ms))
-    moved = tuple(sorted((m for m in moved if m.wire_gib), key=lambda m: -m.wire_gib))
+    timed = roofline.predict(module, rates, found, filled=filled)
+    moved = tuple(sorted((c for c in timed.collectives if c.wire_gib), key=lambda c: -c.wire_gib))
 
     tokens = run.train.global_batch * run.data.seq_len
     matmuls = warnings.fp8_matmuls(run, module)
@@ -102,7 +90,7 @@ def read_plan(
         warnings=(
             *compiled.chosen.warnings(),
             *warnings.config_warnings(run, program.placement.mesh, moved, memory, timed, rates),
-            *warnings.program_warnings(run, program, module, found, moved, timed.step_ms),
+            *warnings.program_warnings(run, program, module, found.values(), moved, timed.step_ms),
             *warnings.fp8_warnings(run, program, matmuls),
         ),
         versions=installed.versions(),

@@ -49,6 +49,11 @@ class Collective:
     op_name: str  # the path of named scopes it came from
     instruction: str  # its name in the HLO
 
+    @property
+    def axes(self) -> frozenset[str]:
+        """The mesh axes, also of a collective over a part of one: "fsdp(2 of 4)"."""
+        return frozenset(self.axis.partition("(")[0].split("+"))
+
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from jaxtrain.page.timeline import Stretch
 from jaxtrain.plan.program import collectives, hlo, roofline
-from jaxtrain.plan.program.collectives import Found
+from jaxtrain.plan.program.collectives import Found, is_collective
 from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module
-from jaxtrain.plan.program.op_cost import FREE, FUSIONS, Work, is_collective
+from jaxtrain.plan.program.op_cost import FREE, FUSIONS, Work, work
 from jaxtrain.plan.result import Rates
 
 # Kinds of time. They add up to the step.
@@ -91,7 +91,7 @@ def read(text: str, mesh: Mapping[str, int], gpus: int) -> Program:
     program = Program(module, {}, {}, {}, ())
     unknown = []
     try:
-        program.wires.update(collectives.by_instruction(collectives.read(module, dict(mesh), gpus)))
+        program.wires.update(collectives.read(module, dict(mesh), gpus))
     except (HloError, ValueError) as error:
         unknown.append(f"bytes of collectives: {error}")
     inner = {c for made in module.computations.values() for i in made.instructions if i.opcode in FUSIONS for c in i.called}
@@ -105,8 +105,8 @@ def read(text: str, mesh: Mapping[str, int], gpus: int) -> Program:
             if i.opcode in FREE or i.opcode in CONTROL or i.opcode.endswith(("-done", "-update")):
                 continue
             try:
-                if work := roofline.cost(module, where, i, program.wires):
-                    program.work[i.name] = work
+                if cost := work(module, where, i, program.wires):
+                    program.work[i.name] = cost
             except HloError as error:
                 unknown.append(str(error))
             name, source = _scope(module, where, users, i)

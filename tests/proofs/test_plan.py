@@ -27,7 +27,8 @@ RECOMPUTED = ("h200:8", TWO, *ONE_EACH, *FULL)  # every layer keeps its input on
 
 
 def moved(*which: str) -> list[collectives.Found]:
-    return collectives.read(module(*which), dict(compiled(*which)[1].program.placement.mesh.shape), gpus_per_node=8)
+    mesh = dict(compiled(*which)[1].program.placement.mesh.shape)
+    return [*collectives.read(module(*which), mesh, gpus_per_node=8).values()]
 
 
 def attention_calls(target: str, *which: str) -> list[tuple[hlo.Instruction, int]]:

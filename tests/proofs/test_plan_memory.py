@@ -19,7 +19,7 @@ from jaxtrain.kernels.attention import cudnn
 from jaxtrain.page.numbers import size
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.make import read_plan
-from jaxtrain.plan.program import assignment, buffers, hlo, workspace
+from jaxtrain.plan.program import assignment, buffers, hlo
 from jaxtrain.plan.report import sections
 from jaxtrain.plan.topology import devices, parse
 from jaxtrain.train import state
@@ -32,7 +32,7 @@ TOKENS = 8192  # on each GPU
 STACKED = LAYERS - 1  # the last one's backward pass comes at once: what it keeps is in no stack
 STACK = STACKED * TOKENS * 2 / buffers.GIB  # GiB of one number per token and stacked layer in bfloat16
 MIB = 2**20
-NONE = workspace.Workspace({}, "formula")  # XLA's own figures are compared with, and are without cuDNN's
+NONE = assignment.Workspace({}, "formula")  # XLA's own figures are compared with, and are without cuDNN's
 MATMULS = "q=keep,k=keep,v=keep,attention_out=keep,attention_lse=keep,residual=keep,mlp_gate=keep,mlp_up=keep"
 OFFLOAD = "q=keep,attention_out=keep,attention_lse=keep,residual=offload,mlp_up=offload"
 REMAT = {
@@ -51,8 +51,7 @@ def of(name: str):
     """(compiled step, its memory without workspaces)."""
     which = ("h200:8", *BASE, *REMAT[name])
     step = compiled(*which)[1]
-    sizes = {"hbm_gib": 139.8, "reserve_gib": 6.0, "usable_gib": 133.8}
-    return step, buffers.memory(assignment.read(step.buffers), step.program, module(*which), **sizes, workspace=NONE)
+    return step, buffers.memory(assignment.read(step.buffers), step.program, module(*which), step.card, NONE)
 
 
 def shards_gib(tree) -> float:
@@ -171,7 +170,7 @@ OF = "configs/llama3_1b.py"
 def test_a_plan_counts_the_workspace_once():
     run, step = compiled(*PACKED, of=OF)
     made = plan(*PACKED, of=OF)
-    memory, counted = made.memory, workspace.read(module(*PACKED, of=OF), step.chosen.options)
+    memory, counted = made.memory, assignment.read_workspace(module(*PACKED, of=OF), step.chosen.options)
     heads, kv_heads, head_dim = run.model.num_heads, run.model.num_kv_heads, run.model.d_model // run.model.num_heads
     assert memory.workspace_by == counted.by == "formula"
     assert counted.bytes and memory.workspace_gib == counted.largest / buffers.GIB > 0
@@ -193,17 +192,15 @@ def test_a_program_that_says_its_workspace_is_taken_at_its_word():
     """As one that was compiled beside cuDNN does."""
     _, step = compiled(*PACKED, of=OF)
     calls = "\n".join(
-        line.replace("u8[0]", "u8[777]") if workspace.BACKWARD in line else line for line in step.text.splitlines()
+        line.replace("u8[0]", "u8[777]") if assignment.BACKWARD in line else line for line in step.text.splitlines()
     )
-    said = workspace.read(hlo.parse(calls), step.chosen.options)
-    assert said.by.startswith("cudnn") and {*said.bytes.values()} == {777}
-    before = assignment.read(step.buffers)
-    assert workspace.placed(before, said) is before
+    said = assignment.read_workspace(hlo.parse(calls), step.chosen.options)
+    assert said.by.startswith("cudnn") and {*said.bytes.values()} == {777} and not said.missing
 
 
 def test_deterministic_kernels_take_more():
     parsed = module(*PACKED, of=OF)
-    plain, repeatable = (workspace.read(parsed, options) for options in ({}, {"xla_gpu_deterministic_ops": True}))
+    plain, repeatable = (assignment.read_workspace(parsed, options) for options in ({}, {"xla_gpu_deterministic_ops": True}))
     assert repeatable.largest > plain.largest
 
 

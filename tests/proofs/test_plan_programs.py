@@ -38,19 +38,19 @@ KINDS = re.compile(r" (?:all-gather|all-reduce|reduce-scatter|all-to-all|collect
 @pytest.mark.parametrize("function", BY_HAND, ids=lambda f: f.__name__)
 def test_bytes_and_launches_of_a_gpu_program(function):
     found = collectives.read(compiled_program(function, on_gpus=True), MESH, gpus_per_node=4)
-    assert launches(found) == BY_HAND[function][1]
+    assert launches(found.values()) == BY_HAND[function][1]
 
 
-def read(run: RunConfig) -> tuple[str, list[collectives.Found]]:
+def read(run: RunConfig) -> tuple[str, dict[str, collectives.Found]]:
     """A train step on this machine's CPUs, as text, and its collectives. Nodes hold 4 of them."""
     text = train_step(run).as_text() or ""
     return text, collectives.read(hlo.parse(text), dataclasses.asdict(run.mesh), gpus_per_node=4)
 
 
-def assert_flops(run: RunConfig, text: str, found: list[collectives.Found], devices: int) -> None:
+def assert_flops(run: RunConfig, text: str, found: dict[str, collectives.Found], devices: int) -> None:
     """On CPUs attention is computed by definition: the whole square, twice as much backward as forward."""
     assert program(run).kernel.name == "reference"
-    predicted = roofline.predict(hlo.parse(text), RATES, collectives.by_instruction(found))
+    predicted = roofline.predict(hlo.parse(text), RATES, found)
     assert predicted.flops == pytest.approx(roofline.expected_flops(run, devices, "reference"), rel=0.01)
 
 
@@ -59,8 +59,8 @@ def test_planned_launches_are_those_of_a_run(tmp_path):
     run = tiny({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "train.grad_accum": 2, **WHOLE_CHUNKS})
     text, found = read(run)
     assert len(found) == sum(bool(KINDS.search(line)) for line in text.splitlines())
-    assert {f.axis for f in found} >= {"data", "fsdp", "tensor", "data+fsdp"}
-    assert max(len(f.loops) for f in found) == 2
+    assert {f.axis for f in found.values()} >= {"data", "fsdp", "tensor", "data+fsdp"}
+    assert max(len(f.loops) for f in found.values()) == 2
     assert_flops(run, text, found, 8)
 
     step = train_step(run)
@@ -72,7 +72,7 @@ def test_planned_launches_are_those_of_a_run(tmp_path):
     seen = collections.Counter(
         event.name for plane in ProfileData.from_file(str(trace)).planes for line in plane.lines for event in line.events
     )
-    assert {f.instruction: seen[f.instruction] / 8 for f in found} == {f.instruction: f.count for f in found}
+    assert {f.instruction: seen[f.instruction] / 8 for f in found.values()} == {f.instruction: f.count for f in found.values()}
 
 
 def test_data_parallel_sums_every_gradient_once():
@@ -80,10 +80,10 @@ def test_data_parallel_sums_every_gradient_once():
     run = tiny({"mesh.data": 8, "remat.policy": "full", **WHOLE_CHUNKS})
     text, found = read(run)
     parameters = sum(math.prod(p.shape) for p in jax.tree.leaves(program(run).state.params))
-    sent = sum(f.count * f.wire_bytes for f in found)
-    assert {(f.kind, f.axis, f.dtype) for f in found} == {("all-reduce", "data", "f32")}
+    sent = sum(f.count * f.wire_bytes for f in found.values())
+    assert {(f.kind, f.axis, f.dtype) for f in found.values()} == {("all-reduce", "data", "f32")}
     assert 0 <= sent - 2 * 7 / 8 * 4 * parameters < 64
-    assert sum(f.count * f.network_bytes for f in found) == sent / 4
+    assert sum(f.count * f.network_bytes for f in found.values()) == sent / 4
     assert_flops(run, text, found, 8)
 
 
@@ -105,7 +105,7 @@ def test_a_step_compiles_for_each_generation_with_the_flops_of_the_formula(machi
     assert ("__cudnn$fmha" in compiled.text) == (kernel == "cudnn")
     assert ("jaxtrain_attention_forward_causal" in compiled.text) == (kernel == "pallas")
     module = hlo.parse(compiled.text)
-    wires = collectives.by_instruction(collectives.read(module, dict(compiled.program.placement.mesh.shape), 2))
+    wires = collectives.read(module, dict(compiled.program.placement.mesh.shape), 2)
     found = roofline.predict(module, RATES, wires)
     assert found.flops == pytest.approx(roofline.expected_flops(run, 2, kernel), rel=0.01)
     assert {"forward", "backward", "optimizer", "loss"} <= {k.op_name.split()[0] for k in found.kernels if k.op_name}

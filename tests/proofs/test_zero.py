@@ -113,7 +113,7 @@ def test_a_stage_communicates_what_it_promises(stage, data, accum):
     assert not loaded.problems, loaded.problems
     step = compile_step(loaded.run, NODE)
     mesh = dict(step.program.placement.mesh.shape)
-    found = [f for f in collectives.read(hlo.parse(step.text), mesh, 8) if f.wire_bytes]
+    found = [f for f in collectives.read(hlo.parse(step.text), mesh, 8).values() if f.wire_bytes]
 
     w = sizes(step.program.state)
     want = promised(stage, mesh, w, loaded.run.data.seq_len * loaded.run.model.d_model, accum)

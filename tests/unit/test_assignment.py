@@ -1,36 +1,51 @@
-"""The reader of XLA's buffer assignment, on assignments made by hand. test_plan_memory.py holds it against XLA's count."""
+"""The reader of XLA's buffer assignment, on assignments made by hand. test_plan_memory.py compares it with XLA's own count.
+
+cuDNN's workspace by formula equals the answers of cuDNN, and the heap has it while its call runs.
+"""
 
 import pytest
+from cudnn_answers import ANSWERS, near, sequences
 
+from jaxtrain.kernels.attention import cudnn
 from jaxtrain.plan.program import assignment
 
+GAP = 5  # bytes of a heap's allocation that no value uses
 
-def proto(events, sizes, heap=0, argument=0, colors=None):
-    """HloProto bytes: values by id with these sizes, one heap's events (kind, value, shared value)."""
+
+def proto(events, sizes, heap=0, argument=0, colors=None, instructions=None):
+    """HloProto bytes: values by id with these sizes, one heap's events (kind, value, shared value).
+
+    Value N is made by instruction `iN` unless `instructions` names another.
+    """
     made = assignment._hlo_proto()()
     computation = made.module.computations.add(id=1)
-    for i, size in sizes.items():
+    named = {i: (instructions or {}).get(i, i) for i in sizes}
+    for i in dict.fromkeys(named.values()):
         computation.instructions.add(name=f"i{i}", opcode="add", id=i)
+    for i, size in sizes.items():
         value = made.assignment.values.add(id=i, size=size, color=(colors or {}).get(i, 0))
-        value.defined_at.instruction_id = i
+        value.defined_at.instruction_id = named[i]
     for color in sorted(set((colors or {0: 0}).values())):
         trace = made.assignment.traces.add()
         for kind, value, *shares in events:
             if (colors or {}).get(value, 0) == color:
-                trace.events.add(kind=kind, value=value, instruction=f"i{value}", shares=shares[0] if shares else 0)
+                at = f"i{named[value]}"
+                trace.events.add(kind=kind, value=value, instruction=at, shares=shares[0] if shares else 0)
     if heap:
         allocation = made.assignment.allocations.add(size=heap)
         for i in sizes:
             allocation.assigned.add(value=i)
     if argument:
-        made.assignment.allocations.add(size=argument, is_parameter=True)
+        value = made.assignment.values.add(id=99, size=argument)
+        value.defined_at.instruction_id = computation.instructions[0].id
+        made.assignment.allocations.add(size=argument, is_parameter=True).assigned.add(value=99)
+    made.assignment.allocations.add(size=4, is_thread_local=True)
     return made.SerializeToString()
 
 
 def peak_bytes(read: assignment.Assignment) -> int:
     """The most bytes alive at once on the device."""
-    lasting = sum(a.size for a, _ in assignment.outside(read))
-    return lasting + max(held for held, _ in assignment.replay(read, assignment.device_heap(read)))
+    return sum(a.size for a in read.outside) + max(held for held, _ in assignment.replay(read))
 
 
 A, F, S = assignment.ALLOCATE, assignment.FREE, assignment.SHARE
@@ -53,19 +68,54 @@ A, F, S = assignment.ALLOCATE, assignment.FREE, assignment.SHARE
 )
 def test_peak(events, sizes, around, peak):
     """Memory is held until its last user ends. Scalars of a reduction's function take none of the device's."""
-    made = assignment._hlo_proto().FromString(proto(events, sizes, **around))
-    made.assignment.allocations.add(size=4, is_thread_local=True)
-    assert peak_bytes(assignment.read(made.SerializeToString())) == peak
+    read = assignment.read(proto(events, sizes, **around))
+    assert peak_bytes(read) == peak
+    assert read.allocated == around.get("heap", 0) + around.get("argument", 0)
 
 
 def test_two_heaps_on_the_device_are_refused():
-    read = assignment.read(proto([(0, 1), (0, 2)], {1: 100, 2: 7}, colors={1: 1, 2: 0}))
     with pytest.raises(assignment.AssignmentError, match=r"2 heaps on the device \(memory spaces \[0, 1\]\)"):
-        peak_bytes(read)
+        assignment.read(proto([(A, 1), (A, 2)], {1: 100, 2: 7}, colors={1: 1, 2: 0}))
 
 
 def test_an_event_that_is_not_understood_is_refused():
     with pytest.raises(assignment.AssignmentError, match=r"cannot read the event at 'i1' \(kind 3, value 1\)"):
         assignment.read(proto([(3, 1)], {1: 100}))
     with pytest.raises(assignment.AssignmentError, match="kind 2, value 1"):
-        assignment.read(proto([(assignment.SHARE, 1, 9)], {1: 100}))
+        assignment.read(proto([(S, 1, 9)], {1: 100}))
+
+
+# ---- cuDNN's workspace
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_the_formula_gives_what_cudnn_answered(name):
+    case, answer = ANSWERS[name]
+    sizes = (case[key] for key in ("T", "S", "N", "K", "H"))
+    counted = cudnn.workspace_bytes(sequences(case), *sizes, deterministic=case.get("deterministic", False))
+    assert near(case, answer, counted)
+
+
+ONE_AFTER_ANOTHER = [(A, 1), (F, 1), (A, 2), (F, 2), (A, 3), (F, 3)]
+
+
+@pytest.mark.parametrize(("taken", "peak"), [(10, 100), (59, 100), (75, 115)])
+def test_workspace_is_held_during_its_call_alone(taken, peak):
+    """Beside a call's result of 40; the peak of 100 is elsewhere. The heap's gaps stay as they are."""
+    read = assignment.read(proto(ONE_AFTER_ANOTHER, {1: 100, 2: 40, 3: 70}, heap=100 + GAP), {"i2": taken})
+    held = [alive for alive, _ in assignment.replay(read)]
+    assert max(held) == peak and held.count(40 + taken) == 1
+    assert read.allocated == peak + GAP
+
+
+def test_results_that_share_memory_are_there_before_the_workspace():
+    """Values 2 and 3 are results of one call."""
+    events = [(A, 1), (F, 1), (A, 2), (A, 3), (F, 2), (F, 3)]
+    read = assignment.read(proto(events, {1: 100, 2: 40, 3: 30}, instructions={3: 2}), {"i2": 200})
+    held = [alive for alive, _ in assignment.replay(read)]
+    assert max(held) == 40 + 30 + 200 and held[-1] == 0
+
+
+def test_a_call_without_results_in_the_heap_is_named():
+    with pytest.raises(assignment.AssignmentError, match="bwd.7"):
+        assignment.read(proto([(A, 1), (F, 1)], {1: 100}), {"bwd.7": 1})

@@ -7,7 +7,7 @@ from hlo_text import BIG, RATES, read
 
 from jaxtrain import hardware
 from jaxtrain.plan import rates
-from jaxtrain.plan.program import collectives, roofline
+from jaxtrain.plan.program import collectives, op_cost
 from jaxtrain.plan.program.op_cost import Work
 
 H200 = hardware.lookup("NVIDIA H200")
@@ -61,7 +61,7 @@ def on_links(kind: str, mib: float, nodes: int) -> float:
     hops = collectives._hops(kind, nodes)
     found = collectives.Found(kind, "f32", "fsdp", n, 1, sent, sent / 8 if nodes > 1 else 0.0, "", "", "c", (), hops)
     assert found.message == pytest.approx(mib * 2**20)
-    work = roofline.work(*next((m, m.entry, m.entry.root) for m in [read(ROOT)]), {"c": found})
+    work = op_cost.work(*next((m, m.entry, m.entry.root) for m in [read(ROOT)]), {"c": found})
     return sent / work.seconds(rates.datasheet(H200, "bf16")) / 1e9
 
 

@@ -1,1 +1,1 @@
-"""A compiled program, read: what it computes, what it holds, what travels, how long it takes, what is amiss."""
+"""Read a compiled program: its computation, memory, communication, time, and mistakes."""

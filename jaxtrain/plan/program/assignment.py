@@ -9,14 +9,22 @@ it is allocated at once. The allocated memory of a step is arguments + heap, whi
 
 On GPUs the assignment is not part of the executable. It is in the dump of the module after optimization (compiler options
 xla_dump_to and xla_dump_hlo_as_proto, file `*after_optimizations.hlo.pb`).
+
+A program that XLA compiled beside cuDNN (on a GPU, or with `plan.cudnn_library`) has the workspace of each backward call of
+attention as the call's last result, u8[bytes]. Without cuDNN that result is u8[0]. A formula then gives the workspace
+(kernels.attention.cudnn.workspace_bytes), and the heap gets it.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
+
+from jaxtrain import installed
+from jaxtrain.kernels.attention.cudnn import workspace_bytes
+from jaxtrain.plan.program import hlo
 
 HOST = 5  # XLA's color of pinned host memory; all others are on the device
 
@@ -74,28 +82,26 @@ def _hlo_proto() -> Any:
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("jaxtrain.Hlo"))
 
 
+# ---- Assignment
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
     """An array of the program that has memory."""
 
-    id: int
     size: int  # bytes
     instruction: str  # that makes it
     index: tuple[int, ...]  # into that instruction's result
-    color: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Allocation:
-    """Memory that the program allocates at once."""
+    """Memory on the device outside of the heap."""
 
     size: int  # bytes
     parameter: int | None  # number of the entry's parameter here, results that alias its memory included
-    is_live_out: bool
-    is_constant: bool
-    is_thread_local: bool  # of a reduction's scalar function; never in device memory
-    color: int
-    values: tuple[int, ...]  # ids
+    kind: str  # without a parameter: constants | outputs | temporaries
+    value: int  # id of the first value there
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,15 +118,21 @@ class Event:
 class Assignment:
     """XLA's buffer assignment of one module."""
 
-    values: dict[int, Value]
-    allocations: tuple[Allocation, ...]
-    heaps: tuple[tuple[Event, ...], ...]  # in the order of the schedule; the bodies of loops once
+    values: dict[int, Value]  # by id
+    heap: tuple[Event, ...]  # of the device, in the order of the schedule; the bodies of loops once
+    outside: tuple[Allocation, ...]
+    allocated: int  # bytes on the device, the heap's gaps included
+    on_host: int  # bytes of pinned host memory of one device: offloaded activations and moments
 
 
-def read(proto: bytes) -> Assignment:
+def read(proto: bytes, workspace: Mapping[str, int] | None = None) -> Assignment:
     """Return the buffer assignment in a serialized HloProto.
 
-    Raises AssignmentError for bytes that are no whole HloProto, have no assignment, or contradict themselves.
+    Args:
+      workspace: bytes that calls take on top while they run, by instruction (`Workspace.missing`).
+
+    Raises AssignmentError for bytes that are no whole HloProto, have no assignment, contradict themselves, or have several
+    heaps on the device, and for a call with workspace and no result in the heap.
     """
     try:
         whole = _hlo_proto().FromString(proto)
@@ -133,13 +145,13 @@ def read(proto: bytes) -> Assignment:
         )
     names = _names(whole.module)
     in_text = {i.name: names[i.id][0] for c in whole.module.computations for i in c.instructions}
-    values = {}
+    values, colors = {}, {}
     for v in whole.assignment.values:
         at = v.defined_at
         if at.instruction_id not in names:
             raise AssignmentError(f"value {v.id}: instruction {at.instruction_id} is not in the module")
         name, start = names[at.instruction_id]
-        values[v.id] = Value(v.id, v.size, name, (*start, *at.shape_index), v.color)
+        values[v.id], colors[v.id] = Value(v.size, name, (*start, *at.shape_index)), v.color
 
     def event(e: Any) -> Event:
         known = e.kind in (ALLOCATE, FREE, SHARE) and e.value in values and (e.kind != SHARE or e.shares in values)
@@ -147,20 +159,31 @@ def read(proto: bytes) -> Assignment:
             raise AssignmentError(f"heap trace: cannot read the event at {e.instruction!r} (kind {e.kind}, value {e.value})")
         return Event(e.kind, e.value, in_text[e.instruction], e.shares)
 
-    allocations = tuple(
+    heaps = [tuple(map(event, t.events)) for t in whole.assignment.traces if t.events]
+    heaps = [heap for heap in heaps if colors[heap[0].value] != HOST]
+    if len(heaps) > 1:
+        spaces = sorted({colors[heap[0].value] for heap in heaps})
+        raise AssignmentError(
+            f"the module has {len(heaps)} heaps on the device (memory spaces {spaces}); one is understood. "
+            "Compile without options that place collectives' buffers in a memory space of their own."
+        )
+    heap = heaps[0] if heaps else ()
+    in_heap = {e.value for e in heap}
+    # Scalars of a reduction's function are never in device memory.
+    device = [a for a in whole.assignment.allocations if a.color != HOST and not a.is_thread_local]
+    outside = tuple(
         Allocation(
             a.size,
             a.parameter_number if a.is_parameter else None,
-            a.is_live_out,
-            a.is_constant,
-            a.is_thread_local,
-            a.color,
-            tuple(x.value for x in a.assigned),
+            "constants" if a.is_constant else "outputs" if a.is_live_out else "temporaries",
+            a.assigned[0].value,
         )
-        for a in whole.assignment.allocations
+        for a in device
+        if in_heap.isdisjoint(x.value for x in a.assigned)
     )
-    heaps = tuple(tuple(event(e) for e in t.events) for t in whole.assignment.traces if t.events)
-    return Assignment(values, allocations, heaps)
+    on_host = sum(a.size for a in whole.assignment.allocations if a.color == HOST)
+    found = Assignment(values, heap, outside, sum(a.size for a in device), on_host)
+    return _with_workspace(found, workspace) if workspace else found
 
 
 def _names(module: Any) -> dict[int, tuple[str, tuple[int, ...]]]:
@@ -183,19 +206,7 @@ def _names(module: Any) -> dict[int, tuple[str, tuple[int, ...]]]:
 # ---- Replay
 
 
-def device_heap(assignment: Assignment) -> tuple[Event, ...]:
-    """Return the events of the device's heap. Raises AssignmentError if the device has several heaps."""
-    found = [h for h in assignment.heaps if assignment.values[h[0].value].color != HOST]
-    if len(found) > 1:
-        colors = sorted({assignment.values[h[0].value].color for h in found})
-        raise AssignmentError(
-            f"the module has {len(found)} heaps on the device (memory spaces {colors}); one is understood. "
-            "Compile without options that place collectives' buffers in a memory space of their own."
-        )
-    return found[0] if found else ()
-
-
-def replay(assignment: Assignment, heap: Sequence[Event]) -> Iterator[tuple[int, dict[int, dict[int, None]]]]:
+def replay(assignment: Assignment) -> Iterator[tuple[int, dict[int, dict[int, None]]]]:
     """Yield after each event: bytes alive, and the values alive in each buffer, by the value that it was allocated for.
 
     A buffer is free when the last value that shares it ends. A value can share a buffer that was free for a while: it is then
@@ -204,7 +215,7 @@ def replay(assignment: Assignment, heap: Sequence[Event]) -> Iterator[tuple[int,
     owner: dict[int, int] = {}
     alive: dict[int, dict[int, None]] = {}
     held = 0
-    for e in heap:
+    for e in assignment.heap:
         if e.kind == FREE:
             at = owner[e.value]
             del alive[at][e.value]
@@ -221,17 +232,74 @@ def replay(assignment: Assignment, heap: Sequence[Event]) -> Iterator[tuple[int,
         yield held, alive
 
 
-def outside(assignment: Assignment) -> list[tuple[Allocation, str]]:
-    """Return the allocations on the device outside of the heap, with their class. The caller classifies a parameter's."""
-    heap = {e.value for h in assignment.heaps for e in h}
-    found = []
-    for a in assignment.allocations:
-        if a.color == HOST or a.is_thread_local or not heap.isdisjoint(a.values):
-            continue
-        found.append((a, "constants" if a.is_constant else "outputs" if a.is_live_out else "temporaries"))
-    return found
+# ---- Workspace of cuDNN's attention during its backward pass
+
+BACKWARD = "__cudnn$fmhaSoftmaxBackward"
+DETERMINISTIC = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")  # each asks cuDNN for such a kernel
 
 
-def host_bytes(assignment: Assignment) -> int:
-    """Return the bytes of pinned host memory of one device: offloaded activations and moments."""
-    return sum(a.size for a in assignment.allocations if a.color == HOST)
+@dataclasses.dataclass(frozen=True)
+class Workspace:
+    """Workspace of cuDNN's backward calls on one device. Each call has its own while it runs."""
+
+    bytes: Mapping[str, int]  # of each call, by the instruction's name
+    by: str  # "formula", or "cudnn 9.19.0" if the program has it
+
+    @property
+    def largest(self) -> int:
+        """Bytes; 0 in a program without such calls."""
+        return max(self.bytes.values(), default=0)
+
+    @property
+    def missing(self) -> Mapping[str, int]:
+        """The bytes that the program does not have itself."""
+        return self.bytes if self.by == "formula" else {}
+
+
+def read_workspace(module: hlo.Module, options: Mapping[str, str | bool]) -> Workspace:
+    """Return the workspace of a compiled program. Raises HloError for a call whose operands have unknown shapes.
+
+    Args:
+      options: the compiler's. Deterministic kernels have another workspace.
+    """
+    deterministic = any(options.get(name) in (True, "true") for name in DETERMINISTIC)
+    in_program, by_formula = {}, {}
+    for computation in module.computations.values():
+        for i in computation.instructions:
+            if i.target == BACKWARD:
+                in_program[i.name] = hlo.leaves(i.type)[-1].bytes
+                by_formula[i.name] = _formula(i, [computation.by_name[o].type for o in i.operands], deterministic)
+    if any(in_program.values()):
+        version = installed.version("nvidia-cudnn-cu12") or installed.version("nvidia-cudnn-cu13") or ""
+        return Workspace(in_program, f"cudnn {'.'.join(version.split('.')[:3])}".strip())
+    return Workspace(by_formula, "formula")
+
+
+def _formula(call: hlo.Instruction, operands: list[hlo.Type], deterministic: bool) -> int:
+    """Return the bytes by the shapes of queries and keys, (B, T, N, H), and of softmax's statistics, (E, N, T)."""
+    shapes = [o.dims for o in operands[:4] if isinstance(o, hlo.Shape)]
+    if [len(dims) for dims in shapes] != [4, 4, 4, 3]:
+        raise hlo.HloError(f"{call.name}: not queries, keys, values and statistics of softmax: {shapes}")
+    (_, T, N, H), (_, S, K, _), _, (E, *_) = shapes
+    return workspace_bytes(E, T, S, N, K, H, deterministic=deterministic)
+
+
+def _with_workspace(assignment: Assignment, workspace: Mapping[str, int]) -> Assignment:
+    """Return the assignment with workspaces in its heap, each from the call's last result on, while the call runs.
+
+    The heap's gaps are assumed to stay as they are.
+    """
+    results = {e.instruction: at for at, e in enumerate(assignment.heap) if e.kind != FREE}  # the last of each instruction
+    if lost := workspace.keys() - results.keys():
+        raise AssignmentError(f"{min(lost)}: a call of cuDNN's backward pass with no result in the heap")
+    calls = {results[name]: name for name in workspace}
+    values, events = dict(assignment.values), []
+    for at, event in enumerate(assignment.heap):
+        events.append(event)
+        if at in calls:
+            new = max(values) + 1
+            values[new] = Value(workspace[calls[at]], calls[at], (3,))
+            events += [Event(kind, new, calls[at], 0) for kind in (ALLOCATE, FREE)]
+    wider = dataclasses.replace(assignment, values=values, heap=tuple(events))
+    before, after = (max(held for held, _ in replay(a)) for a in (assignment, wider))
+    return dataclasses.replace(wider, allocated=assignment.allocated + after - before)

@@ -10,17 +10,17 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import jax
 
 from jaxtrain.models.remat import SLOTS
-from jaxtrain.plan.program import assignment as assigned
 from jaxtrain.plan.program import hlo
-from jaxtrain.plan.program.assignment import HOST, Assignment, Value
-from jaxtrain.plan.program.workspace import BACKWARD, Workspace
+from jaxtrain.plan.program.assignment import BACKWARD, Assignment, Value, Workspace, replay
 from jaxtrain.plan.result import Buffer, Memory, MemoryClass
+from jaxtrain.train.compiler import Card
 from jaxtrain.train.program import Program
 
 GIB = 2**30
@@ -158,10 +158,9 @@ class Facts:
 
     module: hlo.Module
     weights: frozenset[tuple[int, ...]]  # `_plain` dimensions of weights and their gradients on a device
-    at_rest: frozenset[tuple[int, ...]]  # those of parameters as they are sharded, all layers together
-    kept: dict[tuple[bool, str, tuple[int, ...]], tuple[str, ...]]  # again, dtype, `_plain` local dimensions -> names
-    alone: dict[tuple[str, tuple[int, ...]], tuple[str, ...]]  # the same, of layers outside of loops
-    callers: dict[str, list[hlo.Instruction]]  # of a computation
+    shards: frozenset[tuple[int, ...]]  # those of parameters as they are sharded, all layers together
+    # Of saved activations: stacked, again, dtype, `_plain` local dimensions -> names.
+    saved: dict[tuple[bool, bool, str, tuple[int, ...]], tuple[str, ...]]
 
 
 def facts(program: Program, module: hlo.Module) -> Facts:
@@ -171,27 +170,14 @@ def facts(program: Program, module: hlo.Module) -> Facts:
         sizes = list(zip(a.shape, a.sharding.shard_shape(a.shape), strict=True))
         for dims in itertools.product(*(sorted(set(pair)) for pair in sizes)):
             weights |= {_plain(dims), _plain(dims[1:])}  # stacked, and one layer's
-    kept, alone = collections.defaultdict(list), collections.defaultdict(list)
-    for k in dict.fromkeys(k for k in kept_activations(program) if not k.offloaded):
-        name = AGAIN if k.again and k.name != WEIGHT else k.name
-        dims = _plain(k.dims)
-        names = kept[k.again, k.dtype, dims] if k.stacked else alone[k.dtype, dims]
-        if name not in names:
-            names.append(name)
-    callers = collections.defaultdict(list)
-    for computation in module.computations.values():
-        for i in computation.instructions:
-            for called in i.called:
-                callers[called].append(i)
-    at_rest = {_plain(a.sharding.shard_shape(a.shape)) for a in jax.tree.leaves(program.state.params)}
-    return Facts(
-        module,
-        frozenset(weights - {()}),
-        frozenset(at_rest),
-        {key: tuple(names) for key, names in kept.items()},
-        {key: tuple(names) for key, names in alone.items()},
-        dict(callers),
-    )
+    saved = {}
+    for k in kept_activations(program):
+        if not k.offloaded:
+            key = k.stacked, k.again, k.dtype, _plain(k.dims)
+            name = AGAIN if k.again and k.name != WEIGHT else k.name
+            saved[key] = tuple(dict.fromkeys((*saved.get(key, ()), name)))
+    shards = {_plain(a.sharding.shard_shape(a.shape)) for a in jax.tree.leaves(program.state.params)}
+    return Facts(module, frozenset(weights - {()}), frozenset(shards), saved)
 
 
 def _plain(dims: Iterable[int]) -> tuple[int, ...]:
@@ -231,8 +217,8 @@ def _origins(facts: Facts, name: str, index: tuple[int, ...]) -> list[hlo.Instru
             todo.append((i.operands[index[0]], index[1:]))
         elif i.opcode == "while":
             todo.append((module.computations[i.attributes["body"].removeprefix("%")].root.name, index))
-        elif i.opcode == "parameter" and where is not module.entry and facts.callers.get(where.name):
-            for caller in facts.callers[where.name]:
+        elif i.opcode == "parameter" and where is not module.entry and module.callers.get(where.name):
+            for caller in module.callers[where.name]:
                 if caller.opcode == "while":
                     todo += [(caller.operands[0], index), (caller.name, index)]
                 else:
@@ -284,12 +270,16 @@ def _is_fill(module: hlo.Module, instruction: hlo.Instruction) -> bool:
     return all(f.opcode in _FILLS for f in module.computations[instruction.called[0]].instructions)
 
 
+def _saved(names: tuple[str, ...]) -> tuple[str, str]:
+    """Return the class and name of what is saved under these names, all of one shape."""
+    return ("gathered weights", "") if names == (WEIGHT,) else ("saved activations", ", ".join(names))
+
+
 WORKSPACE = "cuDNN workspace"
 
 
 def _is_workspace(made_by: hlo.Instruction, shape: hlo.Shape | None) -> bool:
-    backward = made_by.attributes.get("custom_call_target", "").strip('"') == BACKWARD
-    return backward and shape is not None and shape.dtype == "u8"
+    return made_by.target == BACKWARD and shape is not None and shape.dtype == "u8"
 
 
 def classify(facts: Facts, value: Value) -> tuple[str, str]:
@@ -297,7 +287,7 @@ def classify(facts: Facts, value: Value) -> tuple[str, str]:
 
     A value of uncertain class is "temporaries": users change settings by the sizes of the other classes.
     """
-    made_by = facts.module.owners[value.instruction].by_name[value.instruction]
+    made_by = facts.module.instruction(value.instruction)
     shape = _part(made_by, value.index)
     if _is_workspace(made_by, shape):
         return WORKSPACE, ""
@@ -305,7 +295,8 @@ def classify(facts: Facts, value: Value) -> tuple[str, str]:
         return "temporaries", ""
     dims = _plain(shape.dims)
     origins = _origins(facts, value.instruction, value.index)
-    text = " ".join(name for i in (made_by, *origins) for name in _op_names(facts.module, i))
+    op_names = [name for i in (made_by, *origins) for name in _op_names(facts.module, i)]
+    text = " ".join(op_names)
     arguments = {argument_class(i.op_name) for i in origins if i.parameter_number is not None}
     if arguments and len(origins) == sum(i.parameter_number is not None for i in origins):
         held = min(arguments)
@@ -314,27 +305,27 @@ def classify(facts: Facts, value: Value) -> tuple[str, str]:
         return ("gathered weights" if dims in facts.weights else "logits and loss" if "(loss)" in text else "temporaries"), ""
     if dims in facts.weights and _GATHERED_ONCE.search(text):
         return "gathered weights", ""
-    if dims in facts.weights and any(_SUMMED.fullmatch(n) for i in (made_by, *origins) for n in _op_names(facts.module, i)):
+    if dims in facts.weights and any(map(_SUMMED.fullmatch, op_names)):
         return "gradients", ""
     backward = "transpose(" in text
-    names = facts.kept.get((backward, shape.dtype, dims), ()) if "(loss)" not in text else ()
+    names = facts.saved.get((True, backward, shape.dtype, dims), ()) if "(loss)" not in text else ()
     if names and (not backward or "rematted_computation" in text):
         if all(_is_fill(facts.module, i) for i in origins):
             # XLA can move the empty stack of a microbatch out of the loop over microbatches, and then always holds it.
             return ("temporaries", "") if backward else ("saved activations", f"{', '.join(names)}: zeros to begin with")
         if any("dynamic_update_slice" in name or i.opcode == "while" for i in origins for name in _op_names(facts.module, i)):
-            return ("gathered weights", "") if names == (WEIGHT,) else ("saved activations", ", ".join(names))
-    names = facts.alone.get((shape.dtype, dims), ())
+            return _saved(names)
+    names = facts.saved.get((False, False, shape.dtype, dims), ())
     if names and "jvp(layers)" in text and not backward:
-        return ("gathered weights", "") if names == (WEIGHT,) else ("saved activations", ", ".join(names))
-    einsum = next((m[1] for i in (made_by, *origins) for n in _op_names(facts.module, i) if (m := _EINSUM.search(n))), "")
+        return _saved(names)
+    einsum = next((match[1] for match in map(_EINSUM.search, op_names) if match), "")
     # Tokens can be as many as a weight has rows. A shape alone is no proof, unless it is a shard's or of a reduction.
-    reduced = dims in facts.at_rest or (
+    reduced = dims in facts.shards or (
         dims in facts.weights and _REDUCED.search(" ".join((text, *(i.opcode for i in origins))))
     )
     if (backward or "(loss)" in text) and (not _TOKENS.intersection(einsum) if einsum else reduced):
         return "gradients", ""
-    if dims in facts.at_rest and "jvp(" not in text and "(optimizer)" not in text and "/optimizer/" not in text:
+    if dims in facts.shards and "jvp(" not in text and "(optimizer)" not in text and "/optimizer/" not in text:
         return "gradients", ""  # summed over microbatches: sharded like a parameter, and of no phase
     return ("logits and loss" if "(loss)" in text else "temporaries"), ""
 
@@ -366,105 +357,65 @@ def _thin(points: Sequence[tuple[float, str]], most: int = POINTS) -> list[int]:
     return [max(indices, key=lambda i: points[i][0]) for indices in stretches]
 
 
-def _classes_over_time(
-    facts: Facts, assignment: Assignment, heap: Sequence[assigned.Event], at: Sequence[int], base: Mapping[str, int]
-) -> tuple[MemoryClass, ...]:
-    """Return GiB of each class at some events of the heap, the largest class first.
-
-    Args:
-      at: indices of these events, rising.
-      base: bytes of each class outside of the heap.
-    """
-    kinds: dict[int, str] = {}
-
-    def kind_of(value: int) -> str:
-        if value not in kinds:
-            kinds[value] = classify(facts, assignment.values[value])[0]
-        return kinds[value]
-
-    found: dict[str, list[float]] = {kind: [size / GIB] * len(at) for kind, size in base.items()}
-    places = {event: n for n, event in enumerate(at)}
-    for event, (_, alive) in enumerate(assigned.replay(assignment, heap)):
-        if (n := places.get(event)) is None:
-            continue
-        for owner, sharing in alive.items():
-            kind = kind_of(next(reversed(sharing)))  # the value that was written last
-            found.setdefault(kind, [0.0] * len(at))[n] += assignment.values[owner].size / GIB
-    ordered = sorted(found.items(), key=lambda item: -max(item[1]))
-    return tuple(MemoryClass(kind, tuple(sizes)) for kind, sizes in ordered)
-
-
-def memory(
-    assignment: Assignment,
-    program: Program,
-    module: hlo.Module,
-    *,
-    hbm_gib: float,
-    reserve_gib: float,
-    usable_gib: float,
-    workspace: Workspace,
-) -> Memory:
+def memory(assignment: Assignment, program: Program, module: hlo.Module, card: Card, workspace: Workspace) -> Memory:
     """Return the memory of a step on one device.
 
-    The peak is XLA's own, with the workspace that `workspace.placed` put into the assignment; `by_class` adds up to it. Host
-    memory is counted apart. Arguments and temporaries are allocations: together they exceed the peak by the heap's gaps.
+    The peak is XLA's own, with the workspace that is in the assignment; `by_class` adds up to it. Host memory is counted apart.
+    Arguments and temporaries are allocations: together they exceed the peak by the heap's gaps.
 
     Args:
-      assignment, module: of the program's compiled step.
+      assignment, module, workspace: of the program's compiled step.
+      card: of the device.
     """
-    heap = assigned.device_heap(assignment)
     known = facts(program, module)
-    by_class: dict[str, int] = collections.defaultdict(int)
-    saved: dict[str, int] = collections.defaultdict(int)
-    largest: list[Buffer] = []
-
-    def hold(size: int, kind: str, value: Value) -> None:
-        by_class[kind] += size
-        if size >= LISTED:
-            largest.append(_buffer(known, size, kind, value))
-
+    kind_of = functools.cache(lambda value: classify(known, assignment.values[value]))
     parameters = {i.parameter_number: i for i in module.entry.parameters}
-    outside = assigned.outside(assignment)
-    for a, kind in outside:
-        if a.parameter is not None:
-            kind = argument_class(parameters[a.parameter].op_name)
-        hold(a.size, kind, assignment.values[a.values[0]])
-    base, base_by_class = sum(a.size for a, _ in outside), dict(by_class)
+    outside = [
+        (a.kind if a.parameter is None else argument_class(parameters[a.parameter].op_name), a) for a in assignment.outside
+    ]
+    base = collections.Counter[str]()
+    for kind, a in outside:
+        base[kind] += a.size
 
-    timeline, now, peak_at, top = [], "embed", "", -1  # before the first layer: the embedding, and gathers ahead of need
-    at_peak: dict[int, list[int]] = {}
-    for event, (held, alive) in zip(heap, assigned.replay(assignment, heap), strict=True):
-        made_by = module.owners[event.instruction].by_name[event.instruction]
-        names = _op_names(module, made_by)
-        now = next(filter(None, map(phase, names)), now)
-        timeline.append(((base + held) / GIB, now))
-        if held > top:
-            top, peak_at, at_peak = held, (names or [event.instruction])[0], {v: list(sharing) for v, sharing in alive.items()}
-    kept = _thin(timeline)
-    for owner, sharing in at_peak.items():
-        value = assignment.values[sharing[-1]]  # the one that was written last
-        kind, name = classify(known, value)
-        size = assignment.values[owner].size
-        hold(size, kind, value)
-        if kind == "saved activations":
-            saved[name] += size
-    arguments = sum(a.size for a, _ in outside if a.parameter is not None)
-    total = sum(a.size for a in assignment.allocations if a.color != HOST and not a.is_thread_local)
-    descending = sorted(by_class.items(), key=lambda item: -item[1])
+    timeline, now = [], "embed"  # before the first layer: the embedding, and gathers ahead of need
+    for event, (held, _) in zip(assignment.heap, replay(assignment), strict=True):
+        now = next(filter(None, map(phase, _op_names(module, module.instruction(event.instruction)))), now)
+        timeline.append(((base.total() + held) / GIB, now))
+    points = dict.fromkeys(_thin(timeline), base)  # event -> bytes of each class
+    top = max(points, key=lambda at: timeline[at][0])
+    saved = collections.Counter[str]()
+    largest = [(a.size, kind, assignment.values[a.value]) for kind, a in outside]
+    for at, (_, alive) in enumerate(replay(assignment)):
+        if at not in points:
+            continue
+        points[at] = base.copy()
+        for owner, sharing in alive.items():
+            size, last = assignment.values[owner].size, next(reversed(sharing))  # the value that was written last
+            kind, name = kind_of(last)
+            points[at][kind] += size
+            if at == top:
+                largest.append((size, kind, assignment.values[last]))
+                if kind == "saved activations":
+                    saved[name] += size
+    peak, at_peak = points[top], assignment.heap[top].instruction
+    over_time = [
+        MemoryClass(kind, tuple(p[kind] / GIB for p in points.values())) for kind in dict.fromkeys(chain(*points.values()))
+    ]
+    arguments = sum(a.size for a in assignment.outside if a.parameter is not None)
     return Memory(
-        hbm_gib=hbm_gib,
-        reserve_gib=reserve_gib,
-        usable_gib=usable_gib,
-        peak_gib=sum(by_class.values()) / GIB,
+        hbm_gib=card.memory_gib,
+        reserve_gib=card.memory_gib - card.usable_gib,
+        usable_gib=card.usable_gib,
+        peak_gib=peak.total() / GIB,
         arguments_gib=arguments / GIB,
-        temp_gib=(total - arguments) / GIB,
-        host_gib=assigned.host_bytes(assignment) / GIB,
-        by_class={kind: size / GIB for kind, size in descending},
-        saved={name: size / GIB for name, size in sorted(saved.items(), key=lambda item: -item[1])},
-        peak_at=peak_at,
-        timeline=tuple(timeline[i] for i in kept),
-        over_time=_classes_over_time(known, assignment, heap, kept, base_by_class),
-        largest=tuple(sorted(largest, key=lambda b: -b.gib)),
+        temp_gib=(assignment.allocated - arguments) / GIB,
+        host_gib=assignment.on_host / GIB,
+        by_class={kind: size / GIB for kind, size in peak.most_common()},
+        saved={name: size / GIB for name, size in saved.most_common()},
+        peak_at=next(iter(_op_names(module, module.instruction(at_peak))), at_peak),
+        timeline=tuple(timeline[at] for at in points),
+        over_time=tuple(sorted(over_time, key=lambda c: -max(c.gib))),
+        largest=tuple(_buffer(known, *at) for at in sorted(largest, key=lambda at: -at[0]) if at[0] >= LISTED),
         workspace_gib=workspace.largest / GIB,
         workspace_by=workspace.by,
     )
@@ -473,7 +424,7 @@ def memory(
 def _buffer(facts: Facts, size: int, kind: str, value: Value) -> Buffer:
     """Return one entry of the list of arrays at the peak."""
     module = facts.module
-    made_by = module.owners[value.instruction].by_name[value.instruction]
+    made_by = module.instruction(value.instruction)
     shape = _part(made_by, value.index)
     text = f"{shape.dtype}[{','.join(map(str, shape.dims))}]" if shape else "tuple"
     if _is_workspace(made_by, shape):

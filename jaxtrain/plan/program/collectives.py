@@ -7,9 +7,9 @@ Bytes are those of the ring algorithms, which send the least that any algorithm 
     collective-permute  the array                        collective-broadcast the array
 
 A ring is laid out node by node, so that it leaves each node once, with all that a device sends: a GPU's share of the network
-is what it sends divided by the GPUs of its group in its node (NCCL runs as many rings as there are network cards). An
-all-to-all is no ring: what it sends to devices of other nodes crosses the network. A permutation that leaves a node anywhere
-counts in full: the GPU at the border shares with nobody.
+is the bytes that it sends divided by the GPUs of its group in its node (NCCL runs as many rings as there are network cards). An
+all-to-all is no ring: its bytes for devices of other nodes cross the network. A permutation that leaves a node anywhere
+counts in full: the GPU at the border shares with no other.
 
 The first byte of a ring goes from node to node until it has been in all of them. An all-reduce goes up a tree of nodes and down
 again, which is faster over many (NCCL takes either). Each of these hops takes its time.
@@ -23,12 +23,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxtrain.plan import result
 from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module, leaves, walk
 
-GIB = 2**30
 _TO_OTHERS = ("all-to-all", "ragged-all-to-all")  # each device sends another part to each other one
-_KINDS = ("all-gather", "reduce-scatter", "all-reduce", *_TO_OTHERS, "collective-broadcast", "collective-permute")
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", *_TO_OTHERS, "collective-broadcast", "collective-permute")
 # These name groups of replicas, and there is one replica, unless they say that they mean devices.
 _OF_REPLICAS = ("all-gather", "reduce-scatter", "all-reduce")
 _LAUNCHES = ("fusion", "fusion-start", "async-start", "call-start")
@@ -46,12 +44,12 @@ class Found:
     """One collective instruction. Bytes are those that each GPU sends in one launch."""
 
     kind: str  # all-gather | reduce-scatter | all-reduce | all-to-all | collective-permute | ...
-    dtype: str  # of what travels; several combined into one launch are joined by "+"
+    dtype: str  # on the wire; several combined into one launch are joined by "+"
     axis: str  # mesh axes, joined by "+"; "fsdp(2 of 4)" is over a part of an axis; "" moves nothing
     group: int  # devices in one group
     count: int  # launches a step
     wire_bytes: float
-    network_bytes: float  # of that, a GPU's share of what leaves its node
+    network_bytes: float  # of these, a GPU's share of those that leave its node
     source: str
     op_name: str
     instruction: str  # in the schedule: a fusion or an async-start, where the collective is inside one
@@ -68,8 +66,8 @@ class Found:
         return given * self.group if self.kind == "all-gather" else given
 
 
-def read(module: Module, mesh_shape: dict[str, int], gpus_per_node: int) -> list[Found]:
-    """Return every collective of a module, in the order of its schedule.
+def read(module: Module, mesh_shape: dict[str, int], gpus_per_node: int) -> dict[str, Found]:
+    """Return every collective of a module by the instruction that launches it, in the order of its schedule.
 
     Args:
       mesh_shape: axis -> size, in device order (row-major: the last axis varies fastest).
@@ -91,27 +89,21 @@ def read(module: Module, mesh_shape: dict[str, int], gpus_per_node: int) -> list
         made = _merged([_one(mesh, inner, where, i, times, loops) for inner, where in moved])
         before = found.get(i.name)  # a computation called from several places
         found[i.name] = dataclasses.replace(before, count=before.count + times) if before else made
-    return list(found.values())
+    return found
 
 
-def by_instruction(found: Iterable[Found]) -> dict[str, Found]:
-    """Return collectives by the name of their instruction in the schedule."""
-    return {f.instruction: f for f in found}
-
-
-def over_step(found: Found, ms: float, exposed_ms: float) -> result.Collective:
-    """Return a collective over a step: bytes of all launches, and their times."""
-    same = {
-        name: getattr(found, name) for name in ("kind", "dtype", "axis", "group", "count", "source", "op_name", "instruction")
-    }
-    wire, network = (found.count * each / GIB for each in (found.wire_bytes, found.network_bytes))
-    return result.Collective(**same, wire_gib=wire, network_gib=network, ms=ms, exposed_ms=exposed_ms)
+def is_collective(module: Module, i: Instruction) -> bool:
+    """Return whether an instruction launches a collective: its own, or one inside an asynchronous call or a fusion."""
+    if i.opcode.removesuffix("-start") in KINDS:
+        return True
+    inside = (module.computations[c] for c in i.called) if i.opcode in _LAUNCHES else ()
+    return any(is_collective(module, inner) for called in inside for inner in called.instructions)
 
 
 def _kind(i: Instruction) -> str | None:
     """Return the kind of collective that an instruction launches. Raises HloError for one of unknown kind."""
     kind = i.opcode.removesuffix("-start")
-    if kind in _KINDS:
+    if kind in KINDS:
         return kind
     between_devices = i.opcode in ("send", "recv") and i.attributes.get("is_host_transfer") != "true"
     if between_devices or "replica_groups" in i.attributes or "source_target_pairs" in i.attributes:

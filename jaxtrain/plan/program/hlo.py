@@ -8,8 +8,10 @@ The text is read, and not the HloProto: its forms are those of XLA's documentati
 partitions, and one instruction for each asynchronous start.
 """
 
+import collections
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 import re
@@ -32,7 +34,7 @@ BITS = {
     "c128": 128,
 }
 
-_SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([\d,]*)(?::((?:[A-Z]\([^)]*\))*))?\})?")
+_SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{[\d,]*(?::(?:[A-Z]\([^)]*\))*)?\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
 _INDEX = re.compile(r"/\*index=\d+\*/")
 _PARENTHESIS = re.compile(r"[()]")
@@ -46,7 +48,6 @@ _CALLED = ("calls", "to_apply", "condition", "body", "branch_computations", "cal
 _CALLED += ("true_computation", "false_computation", "async_execution_body")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
-_FILE = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
 _TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _TABLE_ROW = re.compile(r"(\d+) (.*)$")
@@ -68,7 +69,6 @@ class Shape:
 
     dtype: str
     dims: tuple[int, ...]
-    layout: tuple[int, ...] = ()  # dimensions from minor to major
     memory_space: int = 0  # 5 is pinned host memory
 
     @property
@@ -88,11 +88,6 @@ def leaves(type: Type) -> list[Shape]:
     return [type] if isinstance(type, Shape) else [leaf for part in type for leaf in leaves(part)]
 
 
-def size(type: Type) -> int:
-    """Return the bytes of all arrays of a type."""
-    return sum(leaf.bytes for leaf in leaves(type))
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instruction:
     """One line of a computation. Names are without %."""
@@ -107,6 +102,11 @@ class Instruction:
     source: str  # file:line of the innermost frame in this package, else of the innermost one; "" without any
     parameter_number: int | None
     is_root: bool
+
+    @property
+    def target(self) -> str:
+        """The target of a custom call; "" for everything else."""
+        return self.attributes.get("custom_call_target", "").strip('"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +147,18 @@ class Module:
         """Instruction name -> the computation it is in. Names are unique in a module."""
         return {i.name: c for c in self.computations.values() for i in c.instructions}
 
+    @functools.cached_property
+    def callers(self) -> dict[str, list[Instruction]]:
+        """Computation name -> the instructions that call it."""
+        found: dict[str, list[Instruction]] = collections.defaultdict(list)
+        for i in itertools.chain.from_iterable(c.instructions for c in self.computations.values()):
+            for called in i.called:
+                found[called].append(i)
+        return dict(found)
+
+    def instruction(self, name: str) -> Instruction:
+        return self.owners[name].by_name[name]
+
 
 # ---- Text to module
 
@@ -156,7 +168,7 @@ def parse(text: str, further_rounds: int = 0) -> Module:
 
     Raises HloError for any line that it cannot read.
     """
-    lines = iter(text.split("\n"))
+    lines = iter(_INDEX.sub("", text).split("\n"))
     first = next(lines)
     if not first.startswith("HloModule "):
         raise HloError(f"not an HLO module: the text starts with {first[:80]!r}, not with 'HloModule'")
@@ -186,10 +198,6 @@ def parse(text: str, further_rounds: int = 0) -> Module:
             entry = made if line.startswith("ENTRY ") else entry
     if entry is None:
         raise HloError(f"module {name}: there is no ENTRY computation")
-    for made in computations.values():
-        for i in made.instructions:
-            if unknown := [c for c in i.called if c not in computations]:
-                raise HloError(f"{i.name}: calls {unknown[0]}, which is not in the module")
     scheduled = header.get("is_scheduled") == "true"
     partitions = int(header.get("num_partitions", 1))
     return Module(name, computations, entry, partitions, scheduled, further_rounds)
@@ -199,33 +207,21 @@ def _computation(name: str, lines: Iterator[str], sources: dict[int, str]) -> Co
     """Read a computation to its end, its first line having been read."""
     found: list[Instruction] = []
     for line in lines:
-        if not line or line.startswith("}"):
+        if line.startswith("}"):
+            return Computation(name, tuple(found))
+        if not line:
             break
-        found.append(_instruction(line, sources))
-    else:
-        line = ""
-    if not line:
-        raise HloError(f"computation {name}: the text ends inside it")
-    made = Computation(name, tuple(found))
-    if sum(i.is_root for i in found) != 1:
-        raise HloError(f"computation {name}: it has {sum(i.is_root for i in found)} ROOT instructions, not one")
-    for i in found:
-        if lost := [o for o in i.operands if o not in made.by_name]:
-            raise HloError(f"{i.name}: its operand {lost[0]} is not in computation {name}")
-    return made
+        start = _INSTRUCTION.match(line)
+        if not start:
+            raise HloError(f"not an instruction: {line.strip()[:200]!r}")
+        try:
+            found.append(_instruction(line, start, sources))
+        except HloError as error:
+            raise HloError(f"{start[2]}: {error}") from None
+    raise HloError(f"computation {name}: the text ends inside it")
 
 
-def _instruction(line: str, sources: dict[int, str]) -> Instruction:
-    start = _INSTRUCTION.match(line)
-    if not start:
-        raise HloError(f"not an instruction: {line.strip()[:200]!r}")
-    try:
-        return _after_name(line, start, sources)
-    except HloError as error:
-        raise HloError(f"{start[2]}: {error}") from None
-
-
-def _after_name(line: str, start: re.Match[str], sources: dict[int, str]) -> Instruction:
+def _instruction(line: str, start: re.Match[str], sources: dict[int, str]) -> Instruction:
     at = start.end()
     end = _closing(line, at) if start[3] == "(" else line.find(" ", at)
     opcode = _OPCODE.match(line, end)
@@ -246,7 +242,9 @@ def _after_name(line: str, start: re.Match[str], sources: dict[int, str]) -> Ins
         operands = _operands(inside)
     called = (c.strip().removeprefix("%") for k in attributes if k in _CALLED for c in attributes[k].strip("{}").split(","))
     metadata = attributes.get("metadata", "")
-    op_name = _OP_NAME.search(metadata)
+    op_name, frame = _OP_NAME.search(metadata), _FRAME.search(metadata)
+    if frame and int(frame[1]) not in sources:
+        raise HloError(f"stack frame {frame[1]} is not in the module's tables")
     return Instruction(
         name=start[2],
         opcode=opcode[1],
@@ -255,7 +253,7 @@ def _after_name(line: str, start: re.Match[str], sources: dict[int, str]) -> Ins
         called=tuple(filter(None, called)),
         attributes=attributes,
         op_name=re.sub(r"\\(.)", r"\1", op_name[1]) if op_name else "",
-        source=_source(metadata, sources),
+        source=sources[int(frame[1])] if frame else "",
         parameter_number=number,
         is_root=start[1] is not None,
     )
@@ -272,12 +270,9 @@ def _closing(line: str, at: int) -> int:
 
 
 def _operands(text: str) -> tuple[str, ...]:
-    """Return the names between an opcode's parentheses, which may have their types in front."""
-    text = _INDEX.sub("", text)
+    """Return the names between an opcode's parentheses."""
     if not _OPERANDS.fullmatch(text):
-        text = ", ".join(part.rsplit(" ", 1)[-1] for part in _top_level(text))
-        if not _OPERANDS.fullmatch(text):
-            raise HloError(f"its operands cannot be read: {text[:200]!r}")
+        raise HloError(f"its operands cannot be read: {text[:200]!r}")
     return tuple(o.removeprefix("%") for o in text.split(", ")) if text else ()
 
 
@@ -313,17 +308,13 @@ def _attributes(text: str) -> dict[str, str]:
 @functools.lru_cache(maxsize=1 << 16)
 def _type(text: str) -> Type:
     if text.startswith("("):
-        return tuple(_type(part) for part in _top_level(_INDEX.sub("", text[1:-1])))
+        return tuple(_type(part) for part in _top_level(text[1:-1]))
     match = _SHAPE.fullmatch(text)
     if not match or match[1] not in BITS:
         raise HloError(f"its type cannot be read: {text}")
-    dims = _numbers(match[2].replace("<=", ""))  # of a dynamic dimension, its bound
-    space = _SPACE.search(match[4]) if match[4] else None
-    return Shape(match[1], dims, _numbers(match[3] or ""), int(space[1]) if space else 0)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.split(",")) if text.strip() else ()
+    dims = tuple(map(int, re.findall(r"\d+", match[2])))  # of a dynamic dimension, <=its bound
+    space = _SPACE.search(text)
+    return Shape(match[1], dims, int(space[1]) if space else 0)
 
 
 def _sources(tables: dict[str, dict[int, str]]) -> dict[int, str]:
@@ -358,15 +349,6 @@ def _short(path: str) -> str:
     if installed:
         return inside
     return path.removeprefix(f"{_PACKAGE.parent}/") if path.startswith(f"{_PACKAGE.parent}/") else path.rsplit("/", 1)[-1]
-
-
-def _source(metadata: str, sources: dict[int, str]) -> str:
-    if frame := _FRAME.search(metadata):
-        if int(frame[1]) not in sources:
-            raise HloError(f"stack frame {frame[1]} is not in the module's tables")
-        return sources[int(frame[1])]
-    file = _FILE.search(metadata)
-    return f"{_short(file[1])}:{file[2] or 0}" if file else ""
 
 
 # ---- How often

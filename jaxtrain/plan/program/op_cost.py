@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from jaxtrain.plan import result
-from jaxtrain.plan.program.collectives import Found
+from jaxtrain.plan.program.collectives import Found, is_collective
 from jaxtrain.plan.program.hlo import BITS, Computation, HloError, Instruction, Module, Shape, Type, leaves
 from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_FRACTION, fraction, over_length
 
@@ -32,9 +32,6 @@ def _words(text: str) -> frozenset[str]:
 FREE = _words(
     "parameter constant bitcast get-tuple-element tuple after-all opt-barrier optimization-barrier add-dependency domain "
     "partition-id replica-id get-dimension-size"
-)
-COLLECTIVES = _words(
-    "all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all collective-permute collective-broadcast"
 )
 ELEMENTWISE = _words(
     "abs add and atan2 cbrt ceil clamp compare complex convert cosine count-leading-zeros divide erf exponential "
@@ -104,11 +101,13 @@ class Work:
 
 def of_experts(i: Instruction) -> bool:
     """Return whether this is one of our grouped matmuls."""
-    return target(i) == TRITON and bool(EXPERTS_CALL.search(i.attributes.get("backend_config", "")))
+    return i.target == TRITON and bool(EXPERTS_CALL.search(i.attributes.get("backend_config", "")))
 
 
 def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str, Found], filled: float = 1.0) -> Work | None:
-    """Return the cost of one run of an instruction; None for one that does nothing. Raises HloError for an unknown one.
+    """Return the cost of one run of an instruction, or of the kernel that it starts; None for one that does nothing.
+
+    Raises HloError for an unknown instruction.
 
     Args:
       wires: each collective, by its instruction.
@@ -116,16 +115,22 @@ def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str,
     """
     if is_collective(module, i):
         if i.name not in wires:
-            raise HloError(f"{i.name}: nothing says how many bytes this {i.opcode} sends")
+            raise HloError(f"{i.name}: the bytes that this {i.opcode} sends are not known")
         c = wires[i.name]
         return Work("communication", bytes=c.wire_bytes, network_bytes=c.network_bytes, message=c.message, hops=c.hops)
+    if i.opcode in ("async-start", "call-start"):
+        called = module.computations[i.called[0]]
+        parts = [w for inner in called.instructions if (w := work(module, called, inner, wires, filled))]
+        if len(parts) > 1:
+            raise HloError(f"{i.name}: an asynchronous call of {len(parts)} kernels; only one is understood")
+        return parts[0] if parts else None
     if i.opcode == "copy-start":
         to, source = leaves(i.type)[0], leaves(where.by_name[i.operands[0]].type)[0]
         return _placed("memory", 0.0, [(to.bytes, to), (source.bytes, source)])
     if i.opcode.endswith("-start") and isinstance(i.type, tuple):  # any other that is started is (arguments, result, context)
         i = dataclasses.replace(i, opcode=i.opcode.removesuffix("-start"), type=i.type[1])
     opcode = i.opcode
-    if opcode in FREE or target(i) == ALLOCATION:
+    if opcode in FREE or i.target == ALLOCATION:
         return None
     if opcode == "fusion":
         called = module.computations[i.called[0]]
@@ -133,12 +138,12 @@ def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str,
             return _sort(called.root)
         made = _gemms(module, called, i)
         done = _traffic(called, [where.by_name[o].type for o in i.operands], i.type, "gemm" if made else "memory", made)
-        return dataclasses.replace(done, fp8=any(target(inner) == FP8_CALL for inner in called.instructions))
-    if opcode == "dot" or target(i) in GEMM_CALLS:
-        return dataclasses.replace(_traffic(*_alone(where, i), "gemm", gemm_flops(where, i)), fp8=target(i) == FP8_CALL)
-    if target(i) in ATTENTION_CALLS:
+        return dataclasses.replace(done, fp8=any(inner.target == FP8_CALL for inner in called.instructions))
+    if opcode == "dot" or i.target in GEMM_CALLS:
+        return dataclasses.replace(_traffic(*_alone(where, i), "gemm", gemm_flops(where, i)), fp8=i.target == FP8_CALL)
+    if i.target in ATTENTION_CALLS:
         return _attention(where, i)
-    if target(i) == TRITON and (call := PALLAS_CALL.search(i.attributes.get("backend_config", ""))):
+    if i.target == TRITON and (call := PALLAS_CALL.search(i.attributes.get("backend_config", ""))):
         return _pallas(where, i, call)
     if of_experts(i):
         return _experts(where, i, filled)
@@ -146,16 +151,8 @@ def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str,
         return _traffic(*_alone(where, i), "memory", 0.0)
     if opcode == "sort":
         return _sort(i)
-    what = f"the custom call {target(i)!r}" if opcode == "custom-call" else f"a {opcode}"
-    raise HloError(f"{i.name}: how long {what} takes is not known ({i.op_name or 'no op_name'}, {i.source or 'no source'})")
-
-
-def is_collective(module: Module, i: Instruction) -> bool:
-    """Return whether an instruction launches a collective: its own, or one inside an asynchronous call or a fusion."""
-    if i.opcode.removesuffix("-start") in COLLECTIVES:
-        return True
-    inside = (module.computations[c] for c in i.called) if i.opcode in ("async-start", *FUSIONS) else ()
-    return any(is_collective(module, inner) for called in inside for inner in called.instructions)
+    kernel = f"the custom call {i.target!r}" if opcode == "custom-call" else f"a {opcode}"
+    raise HloError(f"{i.name}: how long {kernel} takes is not known ({i.op_name or 'no op_name'}, {i.source or 'no source'})")
 
 
 def gemm_flops(where: Computation, i: Instruction) -> float:
@@ -183,7 +180,7 @@ def _gemms(module: Module, computation: Computation, i: Instruction) -> float:
     """Return the FLOPs of the GEMMs in a fusion, those of nested computations included."""
     total = 0.0
     for inner in computation.instructions:
-        if inner.opcode == "dot" or target(inner) in GEMM_CALLS:
+        if inner.opcode == "dot" or inner.target in GEMM_CALLS:
             total += gemm_flops(computation, inner)
         elif inner.opcode in ("fusion", "call"):
             total += sum(_gemms(module, module.computations[c], i) for c in inner.called)
@@ -200,11 +197,11 @@ def _attention(where: Computation, i: Instruction) -> Work:
     inputs = [leaf for o in i.operands for leaf in leaves(where.by_name[o].type)]
     q, k, v = (leaf.dims for leaf in inputs[:3])  # (B, T, N, H), (B, S, K, H), (B, S, K, H)
     pairs = q[0] * q[2] * attention_pairs(mask, window, q[1], k[1])
-    made = 2.0 * pairs * (q[3] + v[3]) * ATTENTION_CALLS[target(i)]
+    made = 2.0 * pairs * (q[3] + v[3]) * ATTENTION_CALLS[i.target]
     # The log-sum-exp (f32) of a packed sequence has one value a token for every possible document, and one of them is used.
     moved = sum(leaf.bytes for leaf in (*inputs, *leaves(i.type)) if leaf.dtype not in ("f32", "u8"))
     moved += 4.0 * q[0] * q[1] * q[2]
-    return Work("attention", made, moved, backward=target(i).endswith("Backward"), keys=k[1])
+    return Work("attention", made, moved, backward=i.target.endswith("Backward"), keys=k[1])
 
 
 def _pallas(where: Computation, i: Instruction, call: re.Match[str]) -> Work:
@@ -228,11 +225,6 @@ def _experts(where: Computation, i: Instruction, filled: float) -> Work:
 
 def _sort(i: Instruction) -> Work:
     return Work("memory", 0.0, float(SORT_PASSES * sum(leaf.bytes for leaf in leaves(i.type))))
-
-
-def target(i: Instruction) -> str:
-    """Return the target of a custom call; "" for everything else."""
-    return i.attributes.get("custom_call_target", "").strip('"')
 
 
 def _config(i: Instruction, key: str) -> dict:
@@ -306,7 +298,7 @@ def _demand(inside: Computation) -> dict[str, float]:
     """
     needed: dict[str, float] = defaultdict(float)
     needed[inside.root.name] = _elements(inside.root)
-    for i in reversed(inside.instructions):  # users stand behind their operands
+    for i in reversed(inside.instructions):  # users come after their operands
         here = min(needed[i.name], _elements(i))
         if i.opcode == "tuple":
             for o in i.operands:

@@ -19,7 +19,7 @@ def pipeline(run: RunConfig, placement: Placement, moved: Sequence[Collective], 
     schedule = schedule_of(run, placement.size(STAGE))
     if schedule.stages == 1:
         return None
-    over = _over(moved, STAGE)
+    over = [c for c in moved if STAGE in c.axes]
     permutes = [c for c in over if c.kind == "collective-permute"]
     return result.Pipeline(
         schedule=schedule.name,
@@ -77,7 +77,7 @@ def experts(run: RunConfig, placement: Placement, moved: Sequence[Collective], l
     ranks = placement.size(placement.compute_axes("experts"))
     shards = placement.size((*placement.mesh_axes("batch"), *placement.mesh_axes("sequence")))
     tokens = run.train.global_batch * run.data.seq_len / run.train.grad_accum / shards
-    exchanged = [c for c in _over(moved, EXPERT) if c.kind == "all-to-all" and "/experts/" in c.op_name]
+    exchanged = [c for c in moved if EXPERT in c.axes and c.kind == "all-to-all" and "/experts/" in c.op_name]
     passes = m.num_layers / placement.size(STAGE) * run.train.grad_accum
     return result.Experts(
         experts=m.num_experts,
@@ -92,7 +92,3 @@ def experts(run: RunConfig, placement: Placement, moved: Sequence[Collective], l
         load=load,
         rounds=auto_remat.expert_rounds(run, ranks, load),
     )
-
-
-def _over(moved: Sequence[Collective], axis: str) -> list[Collective]:
-    return [c for c in moved if axis in c.axis.partition("(")[0].split("+")]

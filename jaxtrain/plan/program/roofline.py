@@ -23,11 +23,14 @@ from jaxtrain.kernels.context.split import Split
 from jaxtrain.plan import result
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module, trip_count
-from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD, Work, attention_pairs, is_collective, work
+from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD, Work, attention_pairs, work
+from jaxtrain.plan.program.pipeline_moe import schedule_of
 from jaxtrain.train.kernel import attention_specs
-from jaxtrain.train.stages import Arrangement, Schedule
+from jaxtrain.train.stages import Arrangement
 
+GIB = 2**30
 LINKS = ("communication", "host")  # kinds of work that run on a stream of their own
+COMPUTE, COPY = "compute", "copy"  # the other streams: of kernels, and of asynchronous copies inside the device
 KIND_OF_WORK = {  # kind of work -> its name in a report
     "gemm": "matmul",
     "attention": "attention",
@@ -42,15 +45,6 @@ EXPOSED = "exposed "  # in front of one of them: time that the compute stream wa
 type Listener = Callable[[str, str, float, float], None]
 
 
-@dataclasses.dataclass
-class Launches:
-    """One collective (or copy to the host) over a whole step."""
-
-    count: int = 0
-    ms: float = 0.0  # on its link
-    exposed_ms: float = 0.0  # that compute waits for, the wait for a busy link included
-
-
 @dataclasses.dataclass(frozen=True)
 class Roofline:
     """The time of a step on one device: step_ms = gemm_ms + attention_ms + memory_ms + exposed_ms + host_exposed_ms."""
@@ -60,83 +54,66 @@ class Roofline:
     memory_ms: float  # memory-bound kernels, and waiting for asynchronous copies inside the device
     communication_ms: float  # on the links, overlapped or exposed
     exposed_ms: float
-    host_ms: float  # copies to and from the host, overlapped or exposed
-    host_exposed_ms: float
+    host_exposed_ms: float  # copies to and from the host
     step_ms: float
     flops: float  # executed in a step: GEMMs, and attention inside its mask
     gemm_flops: float
     gemm_least_ms: float  # time of its GEMMs by their FLOPs alone
-    collectives: dict[str, Launches]  # by instruction name (an asynchronous one's start)
+    collectives: tuple[result.Collective, ...]  # in the order of the schedule
     kernels: tuple[result.Kernel, ...]  # longest first
     bound_by: str
 
 
 def predict(
-    module: Module, rates: result.Rates, wires: Mapping[str, Found], heard: Listener | None = None, filled: float = 1.0
+    module: Module, rates: result.Rates, wires: Mapping[str, Found], record: Listener | None = None, filled: float = 1.0
 ) -> Roofline:
     """Return the estimated time of a scheduled, partitioned module.
 
     Args:
-      wires: each collective, by the instruction that launches it (`collectives.by_instruction`).
-      heard: is called with the start and end of everything that runs.
+      wires: each collective, by the instruction that launches it (`collectives.read`).
+      record: is called with the start and end of everything that runs.
       filled: the part of the experts' capacity that holds tokens.
 
     Raises HloError for an unscheduled module, an unknown instruction, a collective that `wires` lacks, and an asynchronous pair
     that does not end in its computation.
     """
     if not module.is_scheduled:
-        raise HloError(f"module {module.name}: it is not scheduled, so nothing says what overlaps. Read compiled.as_text().")
-    return _Schedule(module, rates, wires, heard, filled).run()
-
-
-def cost(module: Module, where: Computation, i: Instruction, wires: Mapping[str, Found], filled: float = 1.0) -> Work | None:
-    """Return the cost of one run of an instruction, or of its asynchronous call; None if it does nothing."""
-    if i.opcode not in ("async-start", "call-start") or is_collective(module, i):
-        return work(module, where, i, wires, filled)
-    called = module.computations[i.called[0]]
-    parts = [w for inner in called.instructions if (w := work(module, called, inner, wires, filled))]
-    if len(parts) > 1:
-        raise HloError(f"{i.name}: an asynchronous call of {len(parts)} kernels; only one is understood")
-    return parts[0] if parts else None
+        raise HloError(f"module {module.name}: it is not scheduled, so its overlap is not known. Read compiled.as_text().")
+    return _Schedule(module, rates, wires, record, filled).run()
 
 
 # ---- The schedule
 
 
-@dataclasses.dataclass
-class _Clock:
-    """When each stream is free, in seconds. `now` is the compute stream."""
-
-    now: float = 0.0
-    free: dict[str, float] = dataclasses.field(default_factory=lambda: {"communication": 0.0, "copy": 0.0, "host": 0.0})
-
-    def copy(self) -> "_Clock":
-        return _Clock(self.now, dict(self.free))
+type Clock = dict[str, float]  # stream -> when it is free, s
 
 
 class _Schedule:
     """Simulates the streams of a module, and sums."""
 
-    def __init__(self, module: Module, rates: result.Rates, wires: Mapping[str, Found], heard: Listener | None, filled: float):
-        self.module, self.rates, self.wires, self.heard, self.filled = module, rates, wires, heard, filled
-        self.seconds: dict[str, float] = defaultdict(float)  # by kind, of what ran on the compute stream or waited
+    def __init__(self, module: Module, rates: result.Rates, wires: Mapping[str, Found], record: Listener | None, filled: float):
+        self.module, self.rates, self.wires, self.record, self.filled = module, rates, wires, record, filled
+        self.seconds: dict[str, float] = defaultdict(float)  # by kind, of the compute stream and of waiting for copies
         self.flops: dict[str, float] = defaultdict(float)
         self.gemm_least_s = 0.0
-        self.links: dict[str, tuple[str, Launches]] = {}
+        # Of collectives and copies to the host: time on the link, and exposed, the wait for a busy link included.
+        self.link_ms: dict[str, float] = defaultdict(float)
+        self.exposed_ms: dict[str, float] = defaultdict(float)
         self.kernels: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
         self.known: dict[str, Work | None] = {}
 
     def run(self) -> Roofline:
-        clock = _Clock()
+        clock: Clock = dict.fromkeys((COMPUTE, *LINKS, COPY), 0.0)
         self.walk(self.module.entry, clock, 1)
         ms = {k: v * 1e3 for k, v in self.seconds.items()}
         gemm, attention, memory = ms.get("gemm", 0.0), ms.get("attention", 0.0), ms.get("memory", 0.0)
-        collectives = {name: Launches() for name in self.wires}  # one in a branch that is not the slowest stays at zero
-        collectives |= {name: launches for name, (kind, launches) in self.links.items() if kind == "communication"}
-        host = [launches for kind, launches in self.links.values() if kind == "host"]
-        exposed = sum(c.exposed_ms for c in collectives.values())
-        host_exposed = sum(c.exposed_ms for c in host)
-        step = clock.now * 1e3
+        # One in a branch that is not the slowest takes no time.
+        collectives = tuple(
+            self.over_step(found, self.link_ms[name], self.exposed_ms[name]) for name, found in self.wires.items()
+        )
+        exposed = sum(c.exposed_ms for c in collectives)
+        host_exposed = sum(self.exposed_ms[name] for name in self.link_ms if name not in self.wires)
+        step = clock[COMPUTE] * 1e3
         shares = {
             "matrix products": gemm,
             "attention": attention,
@@ -153,9 +130,8 @@ class _Schedule:
             gemm_ms=gemm,
             attention_ms=attention,
             memory_ms=memory,
-            communication_ms=sum(c.ms for c in collectives.values()),
+            communication_ms=sum(c.ms for c in collectives),
             exposed_ms=exposed,
-            host_ms=sum(c.ms for c in host),
             host_exposed_ms=host_exposed,
             step_ms=step,
             flops=sum(self.flops.values()),
@@ -166,7 +142,15 @@ class _Schedule:
             bound_by=f"{most} {shares[most] / step:.0%} of the step" if step else "nothing: the program is empty",
         )
 
-    def walk(self, where: Computation, clock: _Clock, times: int) -> None:
+    @staticmethod
+    def over_step(found: Found, ms: float, exposed_ms: float) -> result.Collective:
+        """Return a collective over a step: bytes of all launches, and their times."""
+        names = ("kind", "dtype", "axis", "group", "count", "source", "op_name", "instruction")
+        wire, network = (found.count * each / GIB for each in (found.wire_bytes, found.network_bytes))
+        same = {name: getattr(found, name) for name in names}
+        return result.Collective(**same, wire_gib=wire, network_gib=network, ms=ms, exposed_ms=exposed_ms)
+
+    def walk(self, where: Computation, clock: Clock, times: int) -> None:
         """Run a computation once. A step runs it `times` times."""
         pending: dict[str, tuple[str, str, float]] = {}  # start -> stream, name that it is counted under, end
         for i in where.instructions:
@@ -190,68 +174,66 @@ class _Schedule:
         if pending:
             raise HloError(f"{next(iter(pending))}: started in the computation {where.name} and not ended there")
 
-    def execute(self, where: Computation, i: Instruction, clock: _Clock, times: int, pending: dict) -> None:
+    def execute(self, where: Computation, i: Instruction, clock: Clock, times: int, pending: dict) -> None:
         """Run a kernel on the compute stream, or start one on another stream."""
         asynchronous = i.opcode.endswith("-start")
         if i.name not in self.known:
-            self.known[i.name] = cost(self.module, where, i, self.wires, self.filled)
+            self.known[i.name] = work(self.module, where, i, self.wires, self.filled)
         done = self.known[i.name]
         seconds = done.seconds(self.rates) if done else 0.0
         if done:
             self.count(i, done, seconds, times)
         if done and done.kind in LINKS:
             stream = done.kind
-            launches = self.links.setdefault(i.name, (stream, Launches()))[1]
-            launches.count += times
-            launches.ms += seconds * times * 1e3
+            self.link_ms[i.name] += seconds * times * 1e3
         elif done and done.kind == "memory" and asynchronous:
-            stream = "copy"
+            stream = COPY
         else:  # asynchronous arithmetic shares the units of other arithmetic, so it runs in order
-            clock.now += seconds
-            self.tell(i.name, done.kind if done else "", clock.now - seconds, clock.now)
+            clock[COMPUTE] += seconds
+            self.report(i.name, done.kind if done else "", clock[COMPUTE] - seconds, clock[COMPUTE])
             self.seconds[done.kind if done else ""] += seconds * times
             if asynchronous:
-                pending[i.name] = ("copy", i.name, clock.now)
+                pending[i.name] = (COPY, i.name, clock[COMPUTE])
             return
-        end = max(clock.now, clock.free[stream]) + seconds
-        clock.free[stream] = end
-        self.tell(i.name, stream, end - seconds, end)
+        end = max(clock[COMPUTE], clock[stream]) + seconds
+        clock[stream] = end
+        self.report(i.name, stream, end - seconds, end)
         if asynchronous:
             pending[i.name] = (stream, i.name, end)
         if not asynchronous or '"is_sync":true' in i.attributes.get("backend_config", "").replace(" ", ""):
             self.wait(stream, i.name, end, clock, times)
 
-    def wait(self, stream: str, name: str, end: float, clock: _Clock, times: int) -> None:
-        waited = max(end - clock.now, 0.0)
-        clock.now += waited
-        self.tell(name, "memory" if stream == "copy" else EXPOSED + stream, clock.now - waited, clock.now)
-        if stream == "copy":
+    def wait(self, stream: str, name: str, end: float, clock: Clock, times: int) -> None:
+        waited = max(end - clock[COMPUTE], 0.0)
+        clock[COMPUTE] += waited
+        self.report(name, "memory" if stream == COPY else EXPOSED + stream, clock[COMPUTE] - waited, clock[COMPUTE])
+        if stream == COPY:
             self.seconds["memory"] += waited * times
         else:
-            self.links[name][1].exposed_ms += waited * times * 1e3
+            self.exposed_ms[name] += waited * times * 1e3
 
-    def tell(self, name: str, kind: str, start: float, end: float) -> None:
-        if self.heard and end > start:
-            self.heard(name, kind, start, end)
+    def report(self, name: str, kind: str, start: float, end: float) -> None:
+        if self.record and end > start:
+            self.record(name, kind, start, end)
 
-    def loop(self, i: Instruction, clock: _Clock, times: int) -> None:
+    def loop(self, i: Instruction, clock: Clock, times: int) -> None:
         """Run iterations one by one while a stream is still busy with work from outside; all others are alike."""
         body = self.module.computations[i.attributes["body"].removeprefix("%")]
         left = trip_count(self.module, i)
         while left:
-            alike = left if not self.heard and all(free <= clock.now for free in clock.free.values()) else 1
-            before = clock.now
+            before = clock[COMPUTE]
+            alike = left if not self.record and before >= max(clock.values()) else 1
             self.walk(body, clock, times * alike)
-            clock.now = before + (clock.now - before) * alike
+            clock[COMPUTE] = before + (clock[COMPUTE] - before) * alike
             left -= alike
 
-    def branches(self, i: Instruction, clock: _Clock, times: int) -> None:
+    def branches(self, i: Instruction, clock: Clock, times: int) -> None:
         """Run the slowest branch."""
         ends = []
         for name in i.called:
-            trial, other = clock.copy(), _Schedule(self.module, self.rates, self.wires, None, self.filled)
+            trial, other = dict(clock), _Schedule(self.module, self.rates, self.wires, None, self.filled)
             other.walk(self.module.computations[name], trial, 1)
-            ends.append((trial.now, name))
+            ends.append((trial[COMPUTE], name))
         self.walk(self.module.computations[max(ends)[1]], clock, times)
 
     def count(self, i: Instruction, done: Work, seconds: float, times: int) -> None:
@@ -367,7 +349,7 @@ def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", conte
         passes = layers * (1 + back * (backward + _again(run)))
         computed += (each.causal if masked else each.full) * passes * _blocks(run, alike, context, masked)
     groups = run.pipeline.groups if stages > 1 else 1
-    idle = Schedule(run.pipeline.schedule, stages, groups, run.train.grad_accum).bubble
+    idle = schedule_of(run, stages).bubble
     empty = Arrangement(run.model.num_layers, stages, groups).places / run.model.num_layers
     head = flops.head(run)
     layers = (linear - head + computed) * empty / (1 - idle)

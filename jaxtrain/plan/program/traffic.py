@@ -1,24 +1,24 @@
-"""Device memory that a step moves outside of GEMMs and attention, part by part, beside the least that it could move.
+"""Memory traffic of a step outside of GEMMs and attention, part by part, beside the least possible.
 
-The least supposes that each elementwise part of the model runs as one kernel, that reads what it needs and writes what GEMMs,
-attention and the residual stream need, once; and that nothing is copied, filled or stacked. With n tokens on a device, D, F,
-N, K, H and V as in shapes.py (F, N, K and V divided by the tensor axis, n at norms too), c bytes an activation, L layers, P
-weights of a layer on a device, and A microbatches of n tokens:
+The least supposes that each elementwise part of the model runs as one kernel, which reads its inputs and writes the inputs of
+GEMMs, attention and the residual stream, once. Nothing is copied, filled or stacked. With n tokens on a device, D, F, N, K, H
+and V as in shapes.py (F, N, K and V divided by the tensor axis, n at norms too), c bytes an activation, L layers, P weights of
+a layer on a device, and A microbatches of n tokens:
 
     norms         forward 2 x 4 n D c: a sum and its input are read, the new sum and the normed one written. Backward
                   2 x 5 n D c: the gradients of both, and the sum, are read; its gradient, and the norm's output for the GEMM
                   that computes the weight's gradient, written. Once more 3 n D c where the residual stream is not kept
-    rotary        2 n (N + K) H c and the tables, 2 n H 4: forward, backward, and again for what of q and k is not kept
+    rotary        2 n (N + K) H c and the tables, 2 n H 4: forward, backward, and again for q and k where they are not kept
     SwiGLU        3 n F c forward; 6 n F c backward: gate, up and the product's gradient are read, three results written
-    weights       6 P for each gather: read in float32, written in bfloat16. Gradients: read in the type that travels, and
+    weights       6 P for each gather: read in float32, written in bfloat16. Gradients: read in the type on the wire, and
                   written in that of the sum, which is read too from the second microbatch on
     loss          n V (4 + 4 + c) for logits in float32: one pass for the maximum and the sum of exponentials, one that
-                  writes the gradient; and the head's gradient, from float32 to the type that travels
+                  writes the gradient; and the head's gradient, from float32 to the type on the wire
     embedding     a row read and written for each token; its gradient likewise, in float32
     optimizer     gradients once for their norm; then weight, moments and gradient read, weight and moments written
 
 The counts come from the compiled program, by the named scope that an instruction belongs to. A kernel that holds several parts
-counts for that of its last operation. In a loop over layers, what they keep is stacked: that stands beside the weights.
+counts for that of its last operation. In a loop over layers, saved activations are stacked: that counts with the weights.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from jaxtrain.train.compiler import local_bytes
 from jaxtrain.train.definition import numerics_of
 from jaxtrain.train.program import Program
 
-# Part -> what of a kernel's label or source shows that it belongs there; the first that fits.
+# Part -> pattern of its kernels' labels and sources; the first that fits.
 PARTS: dict[str, str] = {
     "optimizer": r"^optimizer",
     "loss and head": r"^loss|\bloss\b",
@@ -58,11 +58,11 @@ class Part:
     name: str
     counted_gb: float
     least_gb: float
-    times: int = 0  # that a layer runs in a step, for what belongs to layers (the last norm counts as theirs)
+    times: int = 0  # that a layer runs in a step, for parts of layers (the last norm counts as theirs)
 
 
 def parts(run: RunConfig, program: Program, kernels: Sequence[Kernel]) -> tuple[Part, ...]:
-    """Every part of a step, and what belongs to none. `kernels`: of the plan of this run."""
+    """Return every part of a step, and the rest. kernels: of the plan of this run."""
     least = floor(run, program)
     counted = dict.fromkeys((*least, OTHER), 0.0)
     for k in kernels:

@@ -1,15 +1,15 @@
-"""Warnings about a compiled train step: mistakes of sharded programs, each with its cost, its origin and a setting that helps.
+"""Warnings about a compiled train step: each with its cost, its origin, and a setting or a change that helps.
 
-`program_warnings` finds what a program does beyond its config: wide collectives, gathers that a loop repeats, resharding that
-nobody asked for, replicated state, exposed communication. `config_warnings` finds a config that asks for too little of
-something, or for it on the wrong axis. `fp8_matmuls` finds matmuls that the compiler left in the wide type.
+`program_warnings` finds what a program does beyond its config: wide collectives, gathers that a loop repeats, resharding,
+replicated state, exposed communication. `config_warnings` finds a config that asks for too little of something, or for it on
+the wrong axis. `fp8_matmuls` finds matmuls that the compiler left in the wide type.
 """
 
 import dataclasses
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -22,13 +22,14 @@ from jaxtrain.models.lora import is_adapter
 from jaxtrain.page.numbers import GB_PER_GIB
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, Instruction, Module, walk
-from jaxtrain.plan.program.op_cost import FP8_CALL, GEMM_CALLS, of_experts, target
+from jaxtrain.plan.program.op_cost import FP8_CALL, GEMM_CALLS, of_experts
+from jaxtrain.plan.program.pipeline_moe import schedule_of
 from jaxtrain.plan.program.roofline import Roofline, label
 from jaxtrain.plan.result import Collective, Matmuls, Memory, Rates
 from jaxtrain.sharding import large_replicated_arrays, node_of
 from jaxtrain.train.definition import fp8_weights, trained_parameters
 from jaxtrain.train.program import Program
-from jaxtrain.train.stages import IDLE, Schedule
+from jaxtrain.train.stages import IDLE
 from jaxtrain.train.state import abstract_tensors
 
 LARGE = 1 << 20  # bytes of a launch, or of an array, from which it deserves a warning
@@ -48,7 +49,7 @@ NO_WEIGHT = ("kernels/attention", CONTEXT, "kernels/cross_entropy")
 
 
 def program_warnings(
-    run: RunConfig, program: Program, module: Module, found: Sequence[Found], moved: Sequence[Collective], step_ms: float
+    run: RunConfig, program: Program, module: Module, found: Collection[Found], moved: Sequence[Collective], step_ms: float
 ) -> tuple[str, ...]:
     """Return the warnings about a compiled program: one for each line of Python, costliest first within each kind.
 
@@ -67,7 +68,7 @@ def program_warnings(
     )
 
 
-def microbatch_loops(run: RunConfig, found: Sequence[Found]) -> frozenset[str]:
+def microbatch_loops(run: RunConfig, found: Collection[Found]) -> frozenset[str]:
     """Return the names of the loops over microbatches; none without accumulation.
 
     The compiler may leave a loop itself without a name. The collectives that run in it and in no loop of the model show it.
@@ -103,14 +104,11 @@ def _float32(run: RunConfig, found: Sequence[Found]) -> Iterator[str]:
     for f in _by_line([f for f in found if "f32" in f.dtype.split("+") and f.f32 * f.wire_bytes > LARGE]):
         start = f"float32 {f.kind} over {f.axis} ({_cost(f)}) from {_where(f)}: "
         if f.kind == "all-gather" and DTYPES[run.compute].itemsize < 4:
-            yield (
-                f"{start}precision is {run.precision}, so half of it would do. Cast before the gather, as Placement.gather "
-                "does."
-            )
+            yield f"{start}precision is {run.precision}. Fix: cast before the gather, as Placement.gather does."
         # Over a ring, gradients of keys and values add up in float32, as inside one device.
         narrow = DTYPES[run.dtypes.reduce].itemsize < 4
         if f.kind in ("reduce-scatter", "all-reduce") and narrow and CONTEXT not in f.source:
-            yield f"{start}dtypes.reduce is {run.dtypes.reduce}. Cast before the reduction."
+            yield f"{start}dtypes.reduce is {run.dtypes.reduce}. Fix: cast before the reduction."
 
 
 def _invariant_gathers(module: Module, found: Sequence[Found], microbatches: frozenset[str]) -> Iterator[str]:
@@ -126,8 +124,8 @@ def _invariant_gathers(module: Module, found: Sequence[Found], microbatches: fro
                 outside.append(f)
     for f in _by_line(outside):
         yield (
-            f"all-gather over {f.axis} inside a loop of something that the loop does not change ({_cost(f)}) from "
-            f"{_where(f)}: gather it once, before the loop."
+            f"all-gather over {f.axis} of an array that the loop around it does not change ({_cost(f)}) from {_where(f)}. "
+            "Fix: gather it once, before the loop."
         )
 
 
@@ -172,65 +170,52 @@ def _resharding(module: Module, found: Sequence[Found]) -> Iterator[str]:
     """Yield collectives that the partitioner inserted because two shardings in the program do not agree."""
 
     def by_partitioner(f: Found) -> bool:
-        launch = module.owners[f.instruction].by_name[f.instruction]
+        launch = module.instruction(f.instruction)
         inner = [i for name in launch.called for i in module.computations[name].instructions]
         return any('is_spmd_generated="true"' in i.attributes.get("frontend_attributes", "") for i in (launch, *inner))
 
     for f in _by_line([f for f in found if f.kind in ("all-to-all", "collective-permute") and by_partitioner(f)]):
         yield (
-            f"{f.kind} over {f.axis} that nobody asked for ({_cost(f)}) near {_where(f)}: two layouts do not agree there. "
-            "Pin one of them with Placement.constrain, or change sharding.rules."
+            f"{f.kind} over {f.axis} that the compiler inserted ({_cost(f)}) near {_where(f)}: two shardings do not agree. "
+            "Fix: change sharding.rules, or call Placement.constrain on one of the two."
         )
 
 
 def _replicated(program: Program) -> Iterator[str]:
-    """Yield state that is replicated, or sharded less than its parameter. Layers are named together."""
+    """Yield state that is replicated. Layers are named together."""
     # Half of an adapter has no dimension that is sharded over the batch's axes, and is small.
     tensors = {name: a for name, a in abstract_tensors(program.state).items() if not is_adapter(name)}
-    local = {name: a.sharding.shard_shape(a.shape) if a.sharding else a.shape for name, a in tensors.items()}
-    shards = {name: math.prod(a.shape) // max(1, math.prod(local[name])) for name, a in tensors.items()}
-    size = {name: math.prod(local[name]) * a.dtype.itemsize for name, a in tensors.items()}  # bytes on a device
-
-    def gib(names: Sequence[str]) -> str:
-        return f"{sum(size[name] for name in names) / 2**30:.2f} GiB"
-
-    whole = [line.split(" ")[0] for line in large_replicated_arrays(tensors, LARGE)]
-    if whole:
-        yield (
-            f"replicated, every GPU holds all of it ({gib(whole)}): {_list(whole, size)}. Split it: moments by "
-            "state.py, like their parameters; parameters by sharding.rules."
-        )
-    of_shape = {a.shape: shards[name] for name, a in tensors.items() if name.startswith("params.")}
-    less = [n for n, a in tensors.items() if shards[n] < of_shape.get(a.shape, 1) and n not in whole and size[n] > LARGE]
-    if less:
-        yield (
-            f"split less than the parameters of their shape ({gib(less)} on a GPU): {_list(less, size)}. Pin "
-            "their layout in state.py."
-        )
-
-
-def _list(names: Sequence[str], size: Mapping[str, int]) -> str:
-    """Return names, largest first, those of all layers as one: optimizer.mu.layers.*.mlp.gate (32 layers)."""
+    sizes = {name: math.prod(a.shape) * a.dtype.itemsize for name, a in tensors.items()}  # bytes
+    names = sorted((line.split(" ")[0] for line in large_replicated_arrays(tensors, LARGE)), key=lambda name: -sizes[name])
+    if not names:
+        return
     layers: Counter[str] = Counter()
-    for name in sorted(names, key=lambda name: -size[name]):
+    for name in names:
         short = LAYER.sub(".layers.*.", name)
         layers[short] += short != name
     shown = [f"{name} ({count} layers)" if count else name for name, count in layers.items()]
     more = [f"{len(shown) - NAMED} more"] if len(shown) > NAMED else []
-    return ", ".join(shown[:NAMED] + more)
+    gib = sum(sizes[name] for name in names) / 2**30
+    yield (
+        f"replicated, every GPU holds all of it ({gib:.2f} GiB): {', '.join(shown[:NAMED] + more)}. "
+        "Fix: shard one of the parameter's dimensions by sharding.rules; its moments follow."
+    )
 
 
 def _exposed(moved: Sequence[Collective], step_ms: float) -> Iterator[str]:
-    """Yield lines of Python whose collectives the schedule leaves exposed."""
-    waited: dict[tuple[str, str, str], float] = defaultdict(float)
+    """Yield the lines of Python whose collectives are exposed longest, as one warning."""
+    exposed: dict[str, float] = defaultdict(float)
     for c in moved:
-        waited[c.kind, c.axis, c.source or c.op_name] += c.exposed_ms
-    for (kind, axis, where), ms in sorted(waited.items(), key=lambda item: -item[1]):
-        if ms > EXPOSED * step_ms:
-            yield (
-                f"{kind} over {axis} is waited for {ms:.1f} ms a step ({ms / step_ms:.0%}), {where}: a larger microbatch gives "
-                "it more to hide behind, another mesh makes it smaller."
-            )
+        exposed[f"{c.kind} over {c.axis} ({c.source or c.op_name})"] += c.exposed_ms
+    found = sorted(((ms, name) for name, ms in exposed.items() if ms > EXPOSED * step_ms), reverse=True)
+    if found:
+        listed = "; ".join(f"{name} {ms:.3g} ms" for ms, name in found[:NAMED])
+        more = f"; {len(found) - NAMED} more" if len(found) > NAMED else ""
+        total = sum(ms for ms, _ in found)
+        yield (
+            f"exposed communication, {total:.3g} ms a step ({total / step_ms:.0%}): {listed}{more}. Fix: a larger microbatch "
+            "(a lower train.grad_accum, or a higher train.global_batch) overlaps more of it; another mesh sends less."
+        )
 
 
 # ---- FP8
@@ -246,11 +231,11 @@ def fp8_matmuls(run: RunConfig, module: Module) -> Matmuls | None:
     total, eight = 0, 0
     wide: Counter[str] = Counter()
     for i, _, times, _ in walk(module, fusions=True):
-        matmul = i.opcode == "dot" or target(i) in GEMM_CALLS or of_experts(i)
+        matmul = i.opcode == "dot" or i.target in GEMM_CALLS or of_experts(i)
         if not matmul or label(i.op_name).startswith("loss") or any(part in i.source for part in NO_WEIGHT):
             continue
         total += times
-        if target(i) == FP8_CALL:
+        if i.target == FP8_CALL:
             eight += times
         else:
             wide[f"{label(i.op_name) or i.name} ({i.source})"] += times
@@ -269,8 +254,8 @@ def fp8_warnings(run: RunConfig, program: Program, matmuls: Matmuls | None) -> I
     least = asked - trained.count(False) / run.model.num_layers
     if matmuls.eight < least:
         yield (
-            f"precision is fp8, but of {asked} matrix products of a layer that should be in FP8 {matmuls.eight:g} are. "
-            f"Wider: {matmuls.some_wide or 'none'}."
+            f"precision is fp8, but of the {asked} matmuls of a layer that should be in FP8 only {matmuls.eight:g} are. "
+            f"Wider: {matmuls.some_wide or 'none'}. Fix: write them as the model's own layers do, or set precision=bf16."
         )
 
 
@@ -290,14 +275,9 @@ def config_warnings(
         *_across_nodes(mesh, moved, timed),
         *_few_rows(run, mesh, moved, timed, rates),
         *_once_a_step(run, mesh, moved, timed),
-        *_bubble(run, mesh),
+        *_bubble(run, mesh.shape.get("stage", 1)),
         *_saved_activations(run, memory),
     )
-
-
-def _axes(c: Collective) -> set[str]:
-    """Return the mesh axes of a collective, also of one over a part of them: "fsdp(2 of 4)"."""
-    return {*c.axis.partition("(")[0].split("+")}
 
 
 def _of_weights(c: Collective) -> bool:
@@ -324,9 +304,9 @@ def _across_nodes(mesh: Mesh, moved: Sequence[Collective], timed: Roofline) -> I
     nodes = np.vectorize(node_of)(mesh.devices)
     node = int(np.unique(nodes, return_counts=True)[1].max())
     for axis, fix in (
-        ("tensor", "Set mesh.tensor={} or less, and leave the rest to mesh.fsdp."),
-        ("seq", "Set mesh.seq={} or less if the sequence fits; parallel.context=ring hides the most of it."),
-        ("expert", "Set mesh.expert={} or less, and leave the rest to mesh.fsdp: a GPU then holds more experts."),
+        ("tensor", "set mesh.tensor={} or less, and leave the rest to mesh.fsdp."),
+        ("seq", "set mesh.seq={} or less if the sequence fits; parallel.context=ring overlaps the most of it."),
+        ("expert", "set mesh.expert={} or less, and leave the rest to mesh.fsdp: a GPU then holds more experts."),
     ):
         if mesh.shape.get(axis, 1) == 1:
             continue
@@ -334,12 +314,12 @@ def _across_nodes(mesh: Mesh, moved: Sequence[Collective], timed: Roofline) -> I
         groups = np.moveaxis(nodes, at, -1)
         if (groups == groups[..., :1]).all():
             continue
-        crossing = [c for c in moved if _axes(c) == {axis} and c.network_gib]
-        sent, waited = sum(c.network_gib for c in crossing) * GB_PER_GIB, sum(c.exposed_ms for c in crossing)
+        crossing = [c for c in moved if c.axes == {axis} and c.network_gib]
+        sent, exposed = sum(c.network_gib for c in crossing) * GB_PER_GIB, sum(c.exposed_ms for c in crossing)
         within = max(1, node // math.prod(mesh.shape[a] for a in mesh.axis_names[at + 1 :]))
         yield (
             f"{axis} groups of {mesh.shape[axis]} reach across nodes of {node} GPUs: each GPU sends {sent:.2f} GB a step over "
-            f"the network, and waits {_share(waited, timed)} for it. {fix.format(within)}"
+            f"the network, and {_share(exposed, timed)} of that are exposed. Fix: {fix.format(within)}"
         )
 
 
@@ -347,36 +327,36 @@ def _few_rows(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed: Ro
     """Yield microbatches too small for their weights: to communicate them, or to read them from memory."""
     tokens, accum = run.train.global_batch * run.data.seq_len, run.train.grad_accum
     parts = _size(mesh, _sharding_axes(run, mesh, "batch"))
-    rows = tokens / accum / parts / _size(mesh, _sharding_axes(run, mesh, "sequence"))
+    rows = tokens / accum / parts / _size(mesh, _sharding_axes(run, mesh, "sequence"))  # tokens of a microbatch on a GPU
     arithmetic = timed.gemm_ms + timed.attention_ms + timed.memory_ms
-    weights = [c for c in moved if _axes(c) <= _sharding_axes(run, mesh, "embed") and _of_weights(c)]
-    communication, waited = sum(c.ms for c in weights), sum(c.exposed_ms for c in weights)
+    weights = [c for c in moved if c.axes <= _sharding_axes(run, mesh, "embed") and _of_weights(c)]
+    communication, exposed = sum(c.ms for c in weights), sum(c.exposed_ms for c in weights)
     often = run.sharding.zero >= 2 and run.sharding.gather != "step"  # for each microbatch, and not once a step
-    if often and communication > arithmetic > 0 and waited > EXPOSED * timed.step_ms:
+    if often and communication > arithmetic > 0 and exposed > EXPOSED * timed.step_ms:
         enough = SLACK * rows * communication / arithmetic
         yield (
-            f"a microbatch gives each GPU {rows:,.0f} rows, too few to hide the weights that it needs: they travel for "
-            f"{communication:.0f} ms a step, all arithmetic takes {arithmetic:.0f} ms, and {_share(waited, timed)} are waited "
-            f"for. About {math.ceil(enough / 256) * 256:,} rows would do. {_larger(run, parts, rows, enough)}"
+            f"a microbatch gives each GPU {rows:,.0f} tokens, too few to overlap the communication of weights: that takes "
+            f"{communication:.0f} ms a step, all computation {arithmetic:.0f} ms, and {_share(exposed, timed)} are exposed. "
+            f"About {math.ceil(enough / 256) * 256:,} tokens are enough. Fix: {_larger(run, parts, rows, enough)}"
         )
     # In 8 bits both halve: the bytes of a weight, and the time to multiply by it.
     balance = rates.gemm_tflops / rates.memory_tb_s * DTYPES[run.compute].itemsize / 2
     idle = timed.gemm_ms - timed.gemm_least_ms
     if rows < balance and idle > EXPOSED * timed.step_ms:
         yield (
-            f"a microbatch gives each GPU {rows:,.0f} rows, and below {balance:,.0f} a matrix product takes longer to read its "
-            f"weights than to compute: {_share(idle, timed)} are lost to that. {_larger(run, parts, rows, balance)}"
+            f"a microbatch gives each GPU {rows:,.0f} tokens, and below {balance:,.0f} a matmul takes longer to read its "
+            f"weights than to compute: that costs {_share(idle, timed)}. Fix: {_larger(run, parts, rows, balance)}"
         )
 
 
 def _larger(run: RunConfig, parts: int, rows: float, enough: float) -> str:
-    """Return the setting that gives a GPU `enough` rows of a microbatch instead of `rows`, the batch being in `parts`."""
+    """Return the setting that gives a GPU `enough` tokens of a microbatch instead of `rows`, the batch being in `parts`."""
     batch, accum = run.train.global_batch, run.train.grad_accum
     fewer = [a for a in range(1, accum) if batch % (a * parts) == 0 and rows * accum / a >= enough]
     if fewer:
-        return f"Set train.grad_accum={max(fewer)}."
+        return f"set train.grad_accum={max(fewer)}."
     also = " and train.grad_accum=1" if accum > 1 else ""
-    return f"Set train.global_batch to about {math.ceil(batch * enough / (rows * accum))}{also}, or use fewer GPUs."
+    return f"set train.global_batch to about {math.ceil(batch * enough / (rows * accum))}{also}, or use fewer GPUs."
 
 
 def _once_a_step(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed: Roofline) -> Iterator[str]:
@@ -384,36 +364,34 @@ def _once_a_step(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed:
     weights = _sharding_axes(run, mesh, "embed") if run.sharding.zero else set()
     replicas = _sharding_axes(run, mesh, "batch", "sequence") - weights
     held = run.sharding.zero == 1 or (run.sharding.zero == 3 and run.sharding.gather == "step")
-    for axes, what, other in (
+    for axes, work, other in (
         (replicas, "gradients are summed", "a smaller mesh.data leaves less to sum"),
-        (weights if held else set(), "weights are gathered and gradients reduced", "sharding.gather=layer can hide it"),
+        (weights if held else set(), "weights are gathered and gradients reduced", "sharding.gather=layer can overlap it"),
     ):
-        waited = sum(c.exposed_ms for c in moved if _axes(c) <= axes and _of_weights(c))
-        if waited <= EXPOSED * timed.step_ms:
+        exposed = sum(c.exposed_ms for c in moved if c.axes <= axes and _of_weights(c))
+        if exposed <= EXPOSED * timed.step_ms:
             continue
-        times = 2 ** math.ceil(math.log2(waited * (1 / EXPOSED - 1) / (timed.step_ms - waited)))
-        more = f"Set train.grad_accum={run.train.grad_accum * times} and train.global_batch={run.train.global_batch * times}"
+        times = 2 ** math.ceil(math.log2(exposed * (1 / EXPOSED - 1) / (timed.step_ms - exposed)))
+        more = f"set train.grad_accum={run.train.grad_accum * times} and train.global_batch={run.train.global_batch * times}"
         yield (
-            f"{what} over {'+'.join(a for a in MESH_AXES if a in axes)} once a step, and {_share(waited, timed)} of that are "
-            f"waited for: train.grad_accum={run.train.grad_accum} is too few microbatches. {more} for {EXPOSED:.0%}; {other}."
+            f"{work} over {'+'.join(a for a in MESH_AXES if a in axes)} once a step, and {_share(exposed, timed)} of that are "
+            f"exposed: train.grad_accum={run.train.grad_accum} is too few microbatches. Fix: {more} for {EXPOSED:.0%}; {other}."
         )
 
 
-def _bubble(run: RunConfig, mesh: Mesh) -> Iterator[str]:
+def _bubble(run: RunConfig, stages: int) -> Iterator[str]:
     """Yield a pipeline whose bubble is too large, for too few microbatches."""
-    stages, accum = mesh.shape.get("stage", 1), run.train.grad_accum
-    groups = run.pipeline.groups
-    idle = Schedule(run.pipeline.schedule, stages, groups if stages > 1 else 1, accum).bubble
-    if idle <= IDLE:
+    accum, groups = run.train.grad_accum, run.pipeline.groups
+    bubble = schedule_of(run, stages).bubble
+    if bubble <= IDLE:
         return
     enough = math.ceil((stages - 1) * (1 / IDLE - 1) / groups / stages) * stages
     more = run.train.global_batch * enough // accum
     several = next((v for v in (2, 4) if v > groups and v * stages <= run.model.num_layers), 0)
-    interleaved = f"pipeline.schedule=interleaved pipeline.groups={several} shortens its ticks; "
+    interleaved = f"set pipeline.schedule=interleaved pipeline.groups={several}, or " if several and accum % stages == 0 else ""
     yield (
-        f"{stages} stages have nothing to do for {idle:.0%} of the step: train.grad_accum={accum} is too few microbatches. "
-        f"{interleaved if several and accum % stages == 0 else ''}"
-        f"train.grad_accum={enough}, of train.global_batch={more} or in smaller microbatches, leaves {IDLE:.0%}."
+        f"the bubble of {stages} stages is {bubble:.0%} of the step: train.grad_accum={accum} is too few microbatches. Fix: "
+        f"{interleaved}set train.grad_accum={enough}, of train.global_batch={more} or in smaller microbatches, for {IDLE:.0%}."
     )
 
 
@@ -431,8 +409,8 @@ def _saved_activations(run: RunConfig, memory: Memory) -> Iterator[str]:
     listed = "; ".join(f"{name} {gib:.1f}" for name, gib in largest[:NAMED])
     enough = "" if less[policy] > missing else ", which is not enough alone: take a smaller microbatch too"
     yield (
-        f"the step is {missing:.1f} GiB too big, and remat.policy={run.remat.policy} keeps {total:.1f} "
-        f"GiB of activations for the backward pass ({listed}). Set remat.policy={policy} remat.tensors='': about "
+        f"the step is {missing:.1f} GiB too big, and remat.policy={run.remat.policy} saves {total:.1f} "
+        f"GiB of activations for the backward pass ({listed}). Fix: set remat.policy={policy} remat.tensors='': about "
         f"{less[policy]:.0f} GiB less{enough}."
     )
 

@@ -55,8 +55,8 @@ BUGS = (
     Bug(
         "roofline: a link is never busy",
         ROOFLINE,
-        "end = max(clock.now, clock.free[stream]) + seconds",
-        "end = clock.now + seconds",
+        "end = max(clock[COMPUTE], clock[stream]) + seconds",
+        "end = clock[COMPUTE] + seconds",
         "unit/test_roofline.py -k waits_for_the_link",
     ),
     Bug(
@@ -146,8 +146,8 @@ BUGS = (
     Bug(
         "assignment: registers of a reduction take device memory",
         ASSIGNMENT,
-        "a.color == HOST or a.is_thread_local or",
-        "a.color == HOST or",
+        " and not a.is_thread_local]",
+        "]",
         "unit/test_assignment.py",
     ),
     Bug(
