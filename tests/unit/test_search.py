@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 
 import pytest
-from made_plans import H200, RATES, Inline, above, flat, load, made, tiny
+from made_plans import H200, RATES, above, flat, load, made, plan_inline, tiny
 from rich.console import Console
 
 from jaxtrain.config import Problem, RunConfig
@@ -21,9 +21,9 @@ FULL = ("remat.policy=full", "remat.tensors=")
 
 
 @pytest.fixture
-def inline(monkeypatch):
-    monkeypatch.setattr(parallel, "_Children", Inline)
-    monkeypatch.setattr(parallel, "cores", lambda: 1)
+def inline(monkeypatch) -> list[RunConfig]:
+    """Return the runs that are planned, in this process."""
+    return plan_inline(monkeypatch)
 
 
 def find(run: RunConfig | None = None, plan_one: str = "made_plans:above", machine: topology.Topology = FOUR, **options):
@@ -209,7 +209,7 @@ def test_report_and_json(inline):
 
 @pytest.mark.parametrize("how", ["budget", "interrupted"])
 def test_an_early_end_leaves_the_best_by_formula(inline, monkeypatch, how):
-    def press(running, seconds):
+    def press(running):
         raise KeyboardInterrupt
 
     if how == "interrupted":
@@ -227,11 +227,11 @@ def test_an_early_end_leaves_the_best_by_formula(inline, monkeypatch, how):
 def test_ctrl_c_reports_the_plans_so_far(inline, monkeypatch):
     calls = []
 
-    def press(running, seconds):
-        calls.append(seconds)
+    def press(running):
+        calls.append(running)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return wait(running, 60.0)
+        return wait(running)
 
     wait = parallel._wait
     monkeypatch.setattr(parallel, "_wait", press)
@@ -290,8 +290,9 @@ def test_settings_that_training_refuses_are_not_planned(inline):
     def check(r: RunConfig) -> list[Problem]:
         return [*legal(r), *([Problem("train.grad_accum", accum, "no", "")] if r.train.grad_accum == accum else [])]
 
+    inline.clear()
     result = fit(everything_saved(), check=check)
-    assert result.best.fits and all(r.train.grad_accum != accum for r in Inline.last.started)
+    assert result.best.fits and all(r.train.grad_accum != accum for r in inline)
 
 
 def test_nothing_is_found_that_fits(inline):
