@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import cast
 
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxtrain import config, flops
@@ -434,10 +435,6 @@ def _link_s(layout: Layout, rates: Rates, axes: tuple[str, ...], wire: float, la
 
 def _nodes(layout: Layout, axes: tuple[str, ...]) -> int:
     """Return how many nodes one group over these mesh axes touches. Neighbouring devices are along the right-most axis."""
-    members, stride = [0], 1
-    for axis in reversed(MESH_AXES):
-        size = layout.sizes.get(axis, 1)
-        if axis in axes:
-            members = [at + i * stride for at in members for i in range(size)]
-        stride *= size
-    return len({at // layout.node for at in members})
+    devices = np.arange(math.prod(layout.sizes.values())).reshape([layout.sizes.get(axis, 1) for axis in MESH_AXES])
+    group = devices[tuple(slice(None) if axis in axes else 0 for axis in MESH_AXES)]
+    return len(np.unique(group // layout.node))

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,25 +100,23 @@ def _kind(error: Exception) -> str:
 
 def plan_each(
     following: Callable[[], tuple[Any, Request] | None],
-    on_done: Callable[[Any, Outcome], None],
     *,
     jobs: int = 0,
     deadline: float = float("inf"),
     cache: Cache | None = None,
     plan_one: str = MAKE,
     timeout_s: float = TIMEOUT_S,
-) -> bool:
-    """Plan one request after the other, `jobs` at a time, from the cache if it is there.
+) -> Iterator[tuple[Any, Outcome]]:
+    """Plan one request after the other, `jobs` at a time, from the cache if it is there. Yield the id and the outcome of each.
 
     Args:
         following: return the next request and its id, or None if there is none for now. Called again after each outcome.
-        on_done: called with the id and the outcome of each.
         jobs: 0: as many as cores.
         deadline: value of time.monotonic() at which running compiles are ended.
         plan_one: "package.module:function" of (run, topology, rates=...) -> Plan.
 
-    Returns:
-        whether it ended before the deadline.
+    Raises:
+        TimeoutError: at the deadline.
     """
     running: dict[Child, tuple[Any, Request]] = {}
     try:
@@ -126,18 +124,18 @@ def plan_each(
             while len(running) < (jobs or cores()) and (item := following()):
                 ident, request = item
                 if known := cache and cache.get(request, plan_one):
-                    on_done(ident, known)
+                    yield ident, known
                 else:
                     running[Child(request, plan_one, timeout_s)] = item
             if not running:
-                return True
+                return
             for child, outcome in _wait(running):
                 ident, request = running.pop(child)
                 child.end()
                 if cache:
                     cache.put(request, plan_one, outcome)
-                on_done(ident, outcome)
-        return False
+                yield ident, outcome
+        raise TimeoutError
     finally:
         for child in running:
             child.end()
@@ -163,16 +161,14 @@ def plan_many(
 
     budget_s: seconds for all of them, after which the rest have the kind "stopped"; 0: no limit. Others as for `plan_each`.
     """
-    found: dict[Any, Outcome] = {}
-    todo = iter(requests.items())
-
-    def done(ident: Any, outcome: Outcome) -> None:
-        found[ident] = outcome
-        on_done(ident, outcome)
-
+    stopped = Outcome(None, "stopped", f"the budget of {budget_s:g} s was spent")
+    todo, found = iter(requests.items()), dict.fromkeys(requests, stopped)
     deadline = time.monotonic() + (budget_s or float("inf"))
     how = {"jobs": jobs, "deadline": deadline, "cache": cache, "plan_one": plan_one, "timeout_s": timeout_s}
-    plan_each(lambda: next(todo, None), done, **how)
-    for ident in requests.keys() - found.keys():
-        done(ident, Outcome(None, "stopped", f"the budget of {budget_s:g} s was spent"))
-    return {ident: found[ident] for ident in requests}
+    with contextlib.suppress(TimeoutError):
+        for ident, outcome in plan_each(lambda: next(todo, None), **how):
+            found[ident] = outcome
+            on_done(ident, outcome)
+    for ident in [i for i, outcome in found.items() if outcome is stopped]:
+        on_done(ident, stopped)
+    return found

@@ -197,7 +197,7 @@ def search(
         found.sort(todo, above)
 
     def following() -> tuple[Candidate, Request] | None:
-        while todo and len(found.tried) + len(found.running) < found.most and not _is_enough(found, todo):
+        while todo and not found.ended and len(found.tried) + len(found.running) < found.most and not _is_enough(found, todo):
             c = todo.pop(0)
             if not check(c.run):
                 found.running.append(c)
@@ -205,22 +205,19 @@ def search(
                 return c, Request(c.run, topology, name, c.changes, rates)
         return None
 
-    def done(c: Candidate, outcome: Outcome) -> None:
-        nonlocal above
-        c.outcome = outcome
-        found.running.remove(c)
-        found.tried.append(c)
-        if outcome.plan and not outcome.plan.fits and c.run.remat.policy != "auto":
-            above = max(above, _above(c.bound, outcome.plan))
-            found.sort(todo, above)
-        on_progress(found)
-
     try:
-        if not found.ended:
-            deadline = began + (budget_s or math.inf)
-            how = {"jobs": jobs, "cache": cache, "plan_one": plan_one, "timeout_s": timeout_s}
-            in_time = plan_each(following, done, deadline=deadline, **how)
-            found.ended = "budget" if not in_time else "most" if len(found.tried) >= found.most else "complete"
+        how = {"jobs": jobs, "cache": cache, "plan_one": plan_one, "timeout_s": timeout_s}
+        for c, outcome in plan_each(following, deadline=began + (budget_s or math.inf), **how):
+            c.outcome = outcome
+            found.running.remove(c)
+            found.tried.append(c)
+            if outcome.plan and not outcome.plan.fits and c.run.remat.policy != "auto":
+                above = max(above, _above(c.bound, outcome.plan))
+                found.sort(todo, above)
+            on_progress(found)
+        found.ended = found.ended or ("most" if len(found.tried) >= found.most else "complete")
+    except TimeoutError:
+        found.ended = "budget"
     except KeyboardInterrupt:
         found.ended = "interrupted"
     if objective == "fit" and found.ended in ("complete", "most") and any(c.fits for c in found.tried):
