@@ -108,7 +108,7 @@ COMMAND = Command(
         Option(
             "most", f"plans of a --search, with those in its cache; default {MOST}", "N", str(MOST), least=1, modes=("search",)
         ),
-        Option("jobs", "compiles at a time; default: the number of cores", "N", "0", least=0, modes=("", "search")),
+        Option("jobs", "compiles at a time; 0, the default: as many as cores", "N", "0", least=0, modes=("", "search")),
         Option(
             "cache",
             f"folder of earlier plans; default {FOLDER}; '' keeps none",

@@ -93,7 +93,7 @@ def bound(run: RunConfig, topology: Topology, rates: Rates) -> Bound:
         zeros for a model family of one's own, and for a run that trains only some weights. Optimizers and losses of one's own
         count nothing.
     """
-    if run.model.family not in FAMILIES or run.lora.rank or run.train.freeze:
+    if not _has_formula(run):
         return Bound(0.0, 0.0)
     layout = least = Layout(run, mesh_sizes(run, topology), topology.gpus)
     state = _state_bytes(layout)
@@ -107,9 +107,13 @@ def bound(run: RunConfig, topology: Topology, rates: Rates) -> Bound:
     return Bound(_step_s(layout, rates), smallest / 2**30, state / 2**30, (state + ABOVE * (memory - state)) / 2**30)
 
 
+def _has_formula(run: RunConfig) -> bool:
+    return run.model.family in FAMILIES and not run.lora.rank and not run.train.freeze
+
+
 def least_state_gib(run: RunConfig, topology: Topology) -> float:
     """Return weights and moments in GiB, divided evenly over all GPUs. No layout of the run holds less on each."""
-    if run.model.family not in FAMILIES or run.lora.rank or run.train.freeze:
+    if not _has_formula(run):
         return 0.0
     return _state_bytes(Layout(run, dict.fromkeys(MESH_AXES, 1), 1)) / topology.total / 2**30
 
