@@ -149,6 +149,12 @@ class Placement:
         sharded = {a for axis in axes for a in self.mesh_axes(axis)}
         return tuple(a for a in self.all_axes if a not in sharded)
 
+    @property
+    def activation_shards(self) -> dict[str, int]:
+        """Return how many devices shard each logical axis of activations, and how many the experts in use."""
+        axes = ("batch", "sequence", "residual", "heads", "kv_heads", "mlp", "layers")
+        return {axis: self.size(self.mesh_axes(axis)) for axis in axes} | {"experts": self.size(self.compute_axes("experts"))}
+
     # ---- PartitionSpecs
 
     def spec(self, axes: Axes, name: str = "array") -> P:

@@ -9,15 +9,11 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from jaxtrain import flops
 from jaxtrain.activations import kept
 from jaxtrain.config import Model, Remat, RunConfig
 from jaxtrain.train.stages import Arrangement, Schedule
-
-if TYPE_CHECKING:
-    from jaxtrain.sharding import Placement
 
 # Of the usable memory, left free by `auto`: a plan's peak and an allocator's need not agree to the last buffer.
 MARGIN = 0.03
@@ -76,17 +72,11 @@ def expert_fill(run: RunConfig, ranks: int, load: float = 1.0) -> float:
     return fill * _busiest(run, ranks, load) / expert_rounds(run, ranks, load) if ranks > 1 else fill
 
 
-def shards(p: "Placement") -> dict[str, int]:
-    """Return how many devices shard each logical axis of activations, or divide the experts among them."""
-    axes = ("batch", "sequence", "residual", "heads", "kv_heads", "mlp", "layers")
-    return {axis: p.size(p.mesh_axes(axis)) for axis in axes} | {"experts": p.size(p.compute_axes("experts"))}
-
-
 def bytes_per_token(run: RunConfig, axes: Mapping[str, int], packed_stats: bool = False) -> dict[str, float]:
     """Return the bytes on a device of each activation of one layer that may be kept, for a token of its share of the batch and
     the sequence.
 
-    axes: `shards`. packed_stats: attention is cuDNN's over packed rows, whose
+    axes: `Placement.activation_shards`. packed_stats: attention is cuDNN's over packed rows, whose
     log-sum-exp has a place for every document that a row may hold.
     """
     m = run.model

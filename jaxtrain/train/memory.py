@@ -92,7 +92,7 @@ def less_saved(run: RunConfig, program: Program, taken_gib: float, usable_gib: f
     if excess <= 0 or not kept(run.remat):
         return None
     packed = program.kernel.name == "cudnn" and run.data.packing == "documents"
-    remat = auto_remat.smaller(run, excess, auto_remat.shards(program.placement), packed) or Remat("full")
+    remat = auto_remat.smaller(run, excess, program.placement.activation_shards, packed) or Remat("full")
     return dataclasses.replace(run, remat=remat)
 
 

@@ -144,7 +144,7 @@ class Layout:
     @functools.cached_property
     def shards(self) -> dict[str, int]:
         """Return how many devices shard each logical axis of activations, and the vocabulary."""
-        return auto_remat.shards(self.placement) | {"vocab": self.placement.size(self.placement.mesh_axes("vocab"))}
+        return self.placement.activation_shards | {"vocab": self.placement.size(self.placement.mesh_axes("vocab"))}
 
     @functools.cached_property
     def schedule(self) -> Schedule:
@@ -260,9 +260,8 @@ def _memory_bytes(layout: Layout) -> float:
     everything_held = layout.holds_all and all(layout.placement.gather_axes(*PARTS[p]) for p, n in layout.whole.items() if n)
     in_loss = 0.0
     if run.loss.name == "cross_entropy":
-        in_loss = (
-            m.vocab_size / shards["vocab"] * (m.d_model * (4 if everything_held else 4 + c) + min(run.loss.chunk, tokens) * 4)
-        )
+        head = m.d_model * (4 if everything_held else 4 + c)
+        in_loss = m.vocab_size / shards["vocab"] * (head + min(run.loss.chunk, tokens) * 4)
     held_experts = max(1, m.num_experts) / shards["experts"]
     widths = m.d_ff * held_experts / shards["mlp"], m.num_heads * flops.head_dim(m) / shards["heads"]
     largest = m.d_model * max(widths) * layout.weight_bytes
@@ -276,7 +275,8 @@ def _memory_bytes(layout: Layout) -> float:
     recomputed = run.remat.every * sum(layout.activations[name] for name in again - kept(run.remat))
     if run.remat.policy == "none":
         recomputed = 0.0
-    return held + max(in_loss, made + (0 if layout.held else largest) + tokens * recomputed)
+    in_backward = made + (0 if layout.held else largest) + tokens * recomputed
+    return held + max(in_loss, in_backward)
 
 
 def saved_bytes(layout: Layout) -> float:
