@@ -106,8 +106,12 @@ class Placement:
             return ()
         return self._rule(axis)
 
+    @functools.cached_property
+    def _table(self) -> dict[str, tuple[str, ...]]:
+        return dict(self.rules)
+
     def _rule(self, axis: str) -> tuple[str, ...]:
-        table = dict(self.rules)
+        table = self._table
         if axis not in table:
             raise LayoutError(f"logical axis {axis!r} has no rule: add sharding.rules.{axis} (known: {', '.join(table)})")
         return tuple(a for a in table[axis] if self.mesh.shape.get(a, 1) > 1)
