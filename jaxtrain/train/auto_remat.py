@@ -5,13 +5,14 @@ fit, the next choice is the one that computes least again among those small enou
 on whether it fits. No jax here.
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from jaxtrain import flops
 from jaxtrain.activations import kept
-from jaxtrain.config import Remat, RunConfig
+from jaxtrain.config import Model, Remat, RunConfig
 from jaxtrain.train.stages import Arrangement, Schedule
 
 # Of the usable memory, left free by `auto`: a plan's peak and an allocator's need not agree to the last buffer.
@@ -71,19 +72,19 @@ def expert_fill(run: RunConfig, ranks: int, load: float = 1.0) -> float:
     return fill * _busiest(run, ranks, load) / expert_rounds(run, ranks, load) if ranks > 1 else fill
 
 
-def bytes_kept(run: RunConfig, names: frozenset[str], axes: Mapping[str, int], packed_stats: bool) -> float:
-    """Bytes on a device of what all its layers keep, of one microbatch, and in a pipeline of all that wait.
+def bytes_per_token(run: RunConfig, axes: Mapping[str, int], packed_stats: bool = False) -> dict[str, float]:
+    """Return the bytes on a device of each activation of one layer that may be kept, for a token of its share of the batch and
+    the sequence.
 
-    axes: logical axis -> how many devices split it in use. packed_stats: attention is cuDNN's over packed rows, whose
+    axes: `Placement.activation_shards`. packed_stats: attention is cuDNN's over packed rows, whose
     log-sum-exp has a place for every document that a row may hold.
     """
     m = run.model
-    tokens = run.train.global_batch // run.train.grad_accum * run.data.seq_len / axes["batch"] / axes["sequence"]
-    q, kv = (n * m.head_dim / axes[axis] for n, axis in ((m.num_heads, "heads"), (m.num_kv_heads, "kv_heads")))
+    q, kv = (n * flops.head_dim(m) / axes[axis] for n, axis in ((m.num_heads, "heads"), (m.num_kv_heads, "kv_heads")))
     documents = run.data.most_documents + 1 if packed_stats else 1
     compute = 4 if run.precision == "f32" else 2
     wide = m.d_ff * expert_room(run, axes["experts"]) + m.shared_d_ff if m.num_experts else m.d_ff
-    width = {
+    return {
         "q": q * compute,
         "k": kv * compute,
         "v": kv * compute,
@@ -93,24 +94,38 @@ def bytes_kept(run: RunConfig, names: frozenset[str], axes: Mapping[str, int], p
         "mlp_gate": wide / axes["mlp"] * compute,
         "mlp_up": wide / axes["mlp"] * compute,
     }
+
+
+def bytes_kept(run: RunConfig, names: Iterable[str], axes: Mapping[str, int], packed_stats: bool) -> float:
+    """Bytes on a device of what all its layers keep, of one microbatch, and in a pipeline of all that wait."""
+    tokens = run.train.global_batch // run.train.grad_accum * run.data.seq_len / axes["batch"] / axes["sequence"]
+    width = bytes_per_token(run, axes, packed_stats)
     return layers_kept(run, axes["layers"]) * tokens * sum(width[name] for name in names)
 
 
-def smaller(run: RunConfig, excess_gib: float, axes: Mapping[str, int], packed_stats: bool) -> Remat | None:
-    """Of the choices that hold at least `excess_gib` less than the present one, that which computes least again.
-
-    None where there is none: nothing more can be saved by computing again.
-    """
-    now = bytes_kept(run, kept(run.remat), axes, packed_stats)
-    found: list[tuple[float, float, Remat]] = []
+@functools.lru_cache(maxsize=4)
+def _choices(model: Model, seq_len: int) -> list[tuple[float, tuple[str, ...], Remat]]:
+    """Return (FLOPs computed again, names, remat) of every set of activations that may be kept."""
+    found = []
     for size in range(len(GROUPS) + 1):
         for groups in itertools.combinations(GROUPS, size):
             names = tuple(name for group in groups for name in group)
             remat = Remat("custom", ",".join(f"{name}=keep" for name in names)) if names else Remat("full")
-            held = bytes_kept(run, frozenset(names), axes, packed_stats)
-            if held <= now - excess_gib * 2**30:
-                found.append((flops.recompute(run.model, remat, run.data.seq_len).causal, held, remat))
-    return min(found, key=lambda choice: choice[:2])[2] if found else None
+            found.append((flops.recompute(model, remat, seq_len).causal, names, remat))
+    return found
+
+
+def least_recompute(run: RunConfig, most_bytes: float, axes: Mapping[str, int], packed_stats: bool = False) -> Remat | None:
+    """Of the choices that keep at most `most_bytes` on a device, return that which computes least again, or None."""
+    one = {name: bytes_kept(run, (name,), axes, packed_stats) for group in GROUPS for name in group}
+    found = ((again, sum(one[n] for n in names), remat) for again, names, remat in _choices(run.model, run.data.seq_len))
+    return min((c for c in found if c[1] <= most_bytes), key=lambda choice: choice[:2], default=(0, 0, None))[2]
+
+
+def smaller(run: RunConfig, excess_gib: float, axes: Mapping[str, int], packed_stats: bool) -> Remat | None:
+    """Of the choices that hold at least `excess_gib` less than the present one, return that which computes least again."""
+    now = bytes_kept(run, kept(run.remat), axes, packed_stats)
+    return least_recompute(run, now - excess_gib * 2**30, axes, packed_stats)
 
 
 def words(remat: Remat) -> str:

@@ -91,11 +91,8 @@ def less_saved(run: RunConfig, program: Program, taken_gib: float, usable_gib: f
     excess = taken_gib - (1 - auto_remat.MARGIN) * usable_gib
     if excess <= 0 or not kept(run.remat):
         return None
-    p = program.placement
-    split = ("batch", "sequence", "residual", "heads", "kv_heads", "mlp", "layers")
-    axes = {axis: p.size(p.mesh_axes(axis)) for axis in split} | {"experts": p.size(p.compute_axes("experts"))}
     packed = program.kernel.name == "cudnn" and run.data.masks_documents
-    remat = auto_remat.smaller(run, excess, axes, packed) or Remat("full")
+    remat = auto_remat.smaller(run, excess, program.placement.activation_shards, packed) or Remat("full")
     return dataclasses.replace(run, remat=remat)
 
 

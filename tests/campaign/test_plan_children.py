@@ -41,7 +41,7 @@ def test_children_that_go_wrong_are_named_and_the_rest_goes_on(children, tmp_pat
     assert found[2].reason == "ValueError: no plan of two microbatches" and "SIGSEGV" in found[4].reason
     assert found[32].plan.time.step_ms == pytest.approx(1000 / 32) and found[32].plan.config == "tiny"
     # What planning raised would be raised again; a crash may be chance.
-    again = {a: parallel._from_cache(kept, requests[a], "made_plans:by_accum") for a in requests}
+    again = {a: kept.get(requests[a], "made_plans:by_accum") for a in requests}
     assert [a for a in requests if again[a]] == [1, 2, 32]
     assert again[1].plan == found[1].plan and "to try again" in again[2].reason
 
@@ -69,10 +69,10 @@ def test_no_child_outlives_an_interrupt(children, monkeypatch):
         started.append(popen(*args, **options))
         return started[-1]
 
-    def press(running, seconds):
+    def press(running):
         if len(started) == 2:
             raise KeyboardInterrupt
-        return ()
+        return []
 
     monkeypatch.setattr(parallel.subprocess, "Popen", start)
     monkeypatch.setattr(parallel, "_wait", press)
@@ -141,7 +141,7 @@ def test_a_table_of_what_fits_is_compiled_and_made_again_from_the_cache(monkeypa
     def start(*_):
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(parallel._Children, "plan", start)
+    monkeypatch.setattr(parallel, "Child", start)
     assert what_fits.page(what_fits.fill_all(*asked, jobs=2, cache=Cache(tmp_path / "plans"))) == page
 
 
@@ -160,7 +160,7 @@ def test_ctrl_c_among_many_plans_tells_what_there_is(asked, monkeypatch, tmp_pat
     monkeypatch.chdir(request.config.rootpath)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # what the command sets would stay with the tests that follow
 
-    def interrupted(running, seconds):
+    def interrupted(running):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(parallel, "_wait", interrupted)

@@ -78,9 +78,7 @@ def test_bound_knows_what_stages_hold_and_move():
     def wires(*overrides):
         run = load(*overrides)
         layout = bound.Layout(run, bound.mesh_sizes(run, H200), 8)
-        return {
-            axes: wire for axes, wire, *_ in bound._weights(layout, layout.stored_over("mlp"), (), layout.parameters) if wire
-        }
+        return {axes: wire for axes, wire, *_ in bound._weights(layout, bound.PARTS) if wire}
 
     whole = 2 * params * 7 / 8
     accum = ("train.global_batch=32", "train.grad_accum=4")

@@ -7,58 +7,68 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from made_plans import H200, RATES, Inline, load, made
+from made_plans import H200, RATES, load, made, plan_inline
 
 from jaxtrain.plan import topology
-from jaxtrain.plan.result import Plan, Rates
+from jaxtrain.plan.result import Rates
 from jaxtrain.plan.search import cache, parallel
-from jaxtrain.plan.search.cache import Cache, Failure
+from jaxtrain.plan.search.cache import Cache, Outcome, Request
+
+PLAN = Outcome(made(load(), H200, 1.0, 2.0), "planned")
+
+
+def planned(*overrides: str, **how) -> Request:
+    return Request(load(*overrides), **{"topology": H200, "name": "made", **how})
 
 
 def test_a_search_again_plans_nothing_but_what_was_damaged(tmp_path, monkeypatch):
-    monkeypatch.setattr(parallel, "_Children", Inline)
-    kept = Cache(tmp_path)
-    requests = {i: parallel.Request(load(f"loss.chunk={256 * i}"), H200, "made") for i in (1, 2, 3)}
+    kept, started = Cache(tmp_path), plan_inline(monkeypatch)
+    requests = {i: planned(f"loss.chunk={256 * i}") for i in (1, 2, 3)}
 
     def plans():
+        started.clear()
         return parallel.plan_many(requests, cache=kept, plan_one="made_plans:above")
 
     first = plans()
-    assert len(Inline.last.started) == 3
+    assert len(started) == 3
     again = plans()
-    assert not Inline.last.started and {o.kind for o in again.values()} == {"cached"}
+    assert not started and {o.kind for o in again.values()} == {"cached"}
     assert [o.plan for o in again.values()] == [o.plan for o in first.values()] and again[1].plan.config == "made"
-    path = next(tmp_path.glob("*.json.gz"))
-    path.write_bytes(b"")
+    kept.path(requests[1], "made_plans:above").write_bytes(b"")
     plans()
-    assert len(Inline.last.started) == 1 and isinstance(kept.get(path.name.partition(".")[0]), Plan)
+    assert started == [requests[1].run] and kept.get(requests[1], "made_plans:above").plan
 
 
 def test_key_holds_what_matters_and_nothing_else(tmp_path, monkeypatch):
-    kept, run = Cache(tmp_path), load()
-    key = kept.key(run, H200, None)
+    kept = Cache(tmp_path)
+
+    def path(*overrides, **how):
+        return kept.path(planned(*overrides, **how), "by")
+
+    first = path()
     same = ("log.every_steps=7", "data.seed=3", "checkpoint.keep=9", "mesh.fsdp=8", "sample.max_tokens=1", "train.seed=4")
     other = ("model.d_ff=8192", "remat.every=2", "dtypes.m=bf16", "train.grad_accum=16", "optimizer.clip_norm=0.0")
     for override in (*same, *other):
-        assert (kept.key(load(override), H200, None) == key) == (override in same), override
-    assert kept.key(run, topology.parse("h200:4x2"), None) != key
+        assert (path(override) == first) == (override in same), override
+    assert path(name="another", overrides=("a=b",)) == first, "a label is no part of the plan"
+    assert path(topology=topology.parse("h200:4x2")) != first
     slower: Rates = dataclasses.replace(RATES, gemm_tflops=500.0)
-    assert kept.key(run, H200, slower) != kept.key(run, H200, RATES), "other rates are other plans"
+    assert path(rates=slower) != path(rates=RATES), "other rates are other plans"
     monkeypatch.setattr(cache, "_code", lambda: "other code")
-    assert kept.key(run, H200, None) != key
+    assert path() != first
     monkeypatch.undo()
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
-    assert kept.key(run, H200, None) != key
+    assert path() != first
 
 
 def test_own_code_is_part_of_the_key(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     file = tmp_path / "my_loss_for_the_key.py"
     file.write_text("def loss(*a): return 1")
-    run = load("loss.name=my_loss_for_the_key:loss")
-    key = Cache(tmp_path).key(run, H200, None)
+    request = planned("loss.name=my_loss_for_the_key:loss")
+    first = Cache(tmp_path).path(request, "by")
     file.write_text("def loss(*a): return 2")
-    assert Cache(tmp_path).key(run, H200, None) != key
+    assert Cache(tmp_path).path(request, "by") != first
 
 
 def imported(name: str) -> set[str]:
@@ -87,29 +97,34 @@ def test_no_code_that_plans_are_made_of_is_left_out_of_the_key():
 
 @pytest.mark.parametrize("damage", ["", "not gzip", "cut", "{}", '{"format": 0}'])
 def test_a_damaged_entry_counts_as_none_with_a_warning(tmp_path, caplog, damage):
-    kept = Cache(tmp_path)
-    kept.put("a", made(load(), H200, 1.0, 2.0))
-    path, whole = kept.path("a"), kept.path("a").read_bytes()
+    kept, request = Cache(tmp_path), planned()
+    kept.put(request, "by", PLAN)
+    path = kept.path(request, "by")
+    whole = path.read_bytes()
     path.write_bytes({"cut": whole[: len(whole) // 2], "not gzip": b"not gzip"}.get(damage, gzip.compress(damage.encode())))
     with caplog.at_level("WARNING", logger="jaxtrain"):
-        assert kept.get("a") is None
+        assert kept.get(request, "by") is None
     assert f"{path} is damaged" in caplog.text
 
 
 def test_cache_that_cannot_be_written_is_only_a_warning(tmp_path, caplog):
     (tmp_path / "file").touch()
     with caplog.at_level("WARNING", logger="jaxtrain"):
-        Cache(tmp_path / "file").put("key", Failure("no"))
+        Cache(tmp_path / "file").put(planned(), "by", PLAN)
     assert "not kept" in caplog.text
 
 
-def test_entries_are_written_whole(tmp_path):
-    kept = Cache(tmp_path)
-    kept.put("a", made(load(), H200, 1.0, 2.0))
-    assert kept.get("a") == made(load(), H200, 1.0, 2.0)
-    assert [p.name for p in tmp_path.iterdir()] == ["a.json.gz"]
-    kept.put("b", Failure("no such layout"))
-    assert kept.get("b") == Failure("no such layout") and kept.get("c") is None
+def test_plans_and_errors_of_planning_are_kept_whole(tmp_path):
+    """A crash, or too little memory, may be chance, and is not kept."""
+    kept, request = Cache(tmp_path), planned()
+    for kind in ("crashed", "out of memory", "out of time", "stopped"):
+        kept.put(request, "by", Outcome(None, kind, "no"))
+    assert kept.get(request, "by") is None
+    kept.put(request, "by", PLAN)
+    assert [p.name for p in tmp_path.iterdir()] == [kept.path(request, "by").name]
+    assert kept.get(request, "by") == Outcome(request.label(PLAN.plan), "cached")
+    kept.put(request, "other", Outcome(None, "failed", "no such layout"))
+    assert kept.get(request, "other").reason.startswith("no such layout (as before; delete")
 
 
 def test_only_what_would_fail_again_is_kept():

@@ -2,16 +2,18 @@
 
 import dataclasses
 import json
+import pickle
 from collections.abc import Callable
+from unittest.mock import MagicMock
 
 import pytest
-from made_plans import H200, RATES, Inline, above, flat, load, made, tiny
+from made_plans import H200, RATES, above, load, made, plan_inline, tiny
 from rich.console import Console
 
 from jaxtrain.config import Problem, RunConfig
 from jaxtrain.plan import topology
 from jaxtrain.plan.report import search_report
-from jaxtrain.plan.search import parallel, search, space
+from jaxtrain.plan.search import cache, parallel, search, space
 from jaxtrain.plan.search.bound import bound
 
 TWO, FOUR = topology.parse("h200:2"), topology.parse("h200:4")
@@ -21,9 +23,9 @@ FULL = ("remat.policy=full", "remat.tensors=")
 
 
 @pytest.fixture
-def inline(monkeypatch):
-    monkeypatch.setattr(parallel, "_Children", Inline)
-    monkeypatch.setattr(parallel, "cores", lambda: 1)
+def inline(monkeypatch) -> list[RunConfig]:
+    """Return the runs that are planned, in this process."""
+    return plan_inline(monkeypatch)
 
 
 def find(run: RunConfig | None = None, plan_one: str = "made_plans:above", machine: topology.Topology = FOUR, **options):
@@ -209,7 +211,7 @@ def test_report_and_json(inline):
 
 @pytest.mark.parametrize("how", ["budget", "interrupted"])
 def test_an_early_end_leaves_the_best_by_formula(inline, monkeypatch, how):
-    def press(running, seconds):
+    def press(running):
         raise KeyboardInterrupt
 
     if how == "interrupted":
@@ -227,11 +229,11 @@ def test_an_early_end_leaves_the_best_by_formula(inline, monkeypatch, how):
 def test_ctrl_c_reports_the_plans_so_far(inline, monkeypatch):
     calls = []
 
-    def press(running, seconds):
-        calls.append(seconds)
+    def press(running):
+        calls.append(running)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return wait(running, 60.0)
+        return wait(running)
 
     wait = parallel._wait
     monkeypatch.setattr(parallel, "_wait", press)
@@ -290,8 +292,9 @@ def test_settings_that_training_refuses_are_not_planned(inline):
     def check(r: RunConfig) -> list[Problem]:
         return [*legal(r), *([Problem("train.grad_accum", accum, "no", "")] if r.train.grad_accum == accum else [])]
 
+    inline.clear()
     result = fit(everything_saved(), check=check)
-    assert result.best.fits and all(r.train.grad_accum != accum for r in Inline.last.started)
+    assert result.best.fits and all(r.train.grad_accum != accum for r in inline)
 
 
 def test_nothing_is_found_that_fits(inline):
@@ -383,10 +386,21 @@ def test_progress_is_printed_line_by_line(inline):
         find(most=3, on_progress=progress)
     lines = console.export_text().splitlines()
     assert [line.partition(":")[0] for line in lines] == ["1", "2", "3"]
-    assert flat(load())["mesh.fsdp"] in (8, -1)
 
 
 def test_a_setting_that_could_not_be_compiled_is_not_the_best(inline):
     found = find(plan_one="made_plans:crashes", most=2)
     assert found.tried and all(c.verdict == "failed" for c in found.tried)
     assert found.best is None or found.best not in found.tried
+
+
+def test_a_process_plans_where_proc_cannot_be_written(monkeypatch, tmp_path):
+    def refuse(path, text):
+        raise PermissionError(path)
+
+    monkeypatch.setattr(parallel.Path, "write_text", refuse)
+    monkeypatch.setattr(parallel.ctypes, "CDLL", MagicMock())  # the signal at the parent's end would stay with this process
+    (tmp_path / "request").write_bytes(pickle.dumps((cache.Request(load(), H200, "made"), "made_plans:above")))
+    parallel.work(str(tmp_path))
+    outcome = pickle.loads((tmp_path / "outcome").read_bytes())
+    assert outcome.kind == "planned" and outcome.plan == dataclasses.replace(above(load(), H200), config="made")

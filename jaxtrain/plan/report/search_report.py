@@ -148,11 +148,7 @@ def show_best(found: SearchResult, console: Console) -> None:
 
 def paste(candidate: Candidate) -> str:
     """Return a setting as overrides of the config."""
-    return _typed(candidate.changes)
-
-
-def _typed(changed: Iterable[str]) -> str:
-    return " ".join(f"--config.{change}" for change in changed)
+    return " ".join(f"--config.{change}" for change in candidate.changes)
 
 
 def _costs(candidate: Candidate) -> list[str]:
@@ -174,25 +170,21 @@ def show_refusal(why: Refusal, name: str, overrides: Iterable[str], topology: To
     need = f"at least {size(why.least_gib)} on each GPU, {size(why.usable_gib)} are usable"
     say(console, f"does not fit: {name} on {topology.name} needs {need}", "bold red")
     say(console, f"weights and moments alone take {size(why.state_gib)}; by formula, nothing was compiled")
-    own = [o if o.startswith("--") else f"--config.{o}" for o in overrides]
     found = [(topology, why.fix, "here, with these changes")] if why.fix else []
     if why.larger:
         found.append((*why.larger, f"on {why.larger[0].total} GPUs"))
     lines = []
     for machine, c, where in found:
-        mine = [o for o in own if o.removeprefix("--config.").partition("=")[0] not in _keys(c.changes)]
+        changed = {change.partition("=")[0] for change in c.changes}
+        mine = [f"--config.{o}" for o in overrides if o.partition("=")[0] not in changed]
         title = f"probably fits {where}: about {size(c.bound.likely_gib)} on each GPU by formula"
         print_sections([Section(title, [Listing([f"costs accuracy: {cost}" for cost in _costs(c)]), ""])], console)
-        words = [spelled("python -m jaxtrain.plan"), f"--config={name}", *mine, f"--topology={machine.name}", _typed(c.changes)]
+        words = [spelled("python -m jaxtrain.plan"), f"--config={name}", *mine, f"--topology={machine.name}", paste(c)]
         lines.append(" ".join(filter(None, words)))
         console.print(Text(lines[-1]), soft_wrap=True)
     if not found:
         say(console, "no change of the config and no larger machine of these GPUs was found that holds it, by formula", "bold")
     return tuple(lines)
-
-
-def _keys(changed: Iterable[str]) -> set[str]:
-    return {change.partition("=")[0] for change in changed}
 
 
 def show_savings(

@@ -21,14 +21,17 @@ cuDNN is left out of the bound.
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from typing import cast
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxtrain import config, flops
 from jaxtrain.activations import kept, parse_tensors
-from jaxtrain.config import MESH_AXES, Model, Remat, RunConfig
+from jaxtrain.config import MESH_AXES, Remat, RunConfig
 from jaxtrain.context import make_context
 from jaxtrain.models import FAMILIES
 from jaxtrain.optim import groups
@@ -37,6 +40,7 @@ from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD
 from jaxtrain.plan.rates import fastest_attention
 from jaxtrain.plan.result import Rates
 from jaxtrain.plan.topology import Topology
+from jaxtrain.sharding import Placement
 from jaxtrain.train import auto_remat
 from jaxtrain.train.stages import Schedule
 
@@ -44,9 +48,19 @@ BYTES = {"f32": 4, "bf16": 2}
 SIMPLIFIED = 0.99  # the formula and the compiled GEMMs agree within a percent
 # A plan needs this much more than the lower bound, besides weights and moments: 70B 1.16, the shipped configs 1.0 to 1.5.
 ABOVE = 1.2
-LAYERS = ("attention", "mlp", "experts", "router")  # parts of the model that are matrices of layers
+# Parts of the model (flops.parameters), and the logical axes that shard their weights.
+PARTS = {
+    "embedding": ("vocab", "embed"),
+    "head": ("embed", "vocab"),
+    "norms": ("layers", "embed"),
+    "router": ("layers", "embed"),
+    "attention": ("layers", "embed", "heads"),
+    "mlp": ("layers", "embed", "mlp"),
+    "experts": ("layers", "experts", "expert_embed", "mlp"),
+}
+LAYERS = ("attention", "mlp", "experts", "router")  # parts that are matrices of layers
 # The backward pass of a layer reads these in any case.
-READ_BACKWARD = ("attention_norm", "q", "k", "v", "attention_out", "attention_lse", "mlp_norm", "mlp_gate", "mlp_up")
+READ_BACKWARD = {"attention_norm", "q", "k", "v", "attention_out", "attention_lse", "mlp_norm", "mlp_gate", "mlp_up"}
 ATTENTION = {"attention_out", "attention_lse"}
 
 
@@ -79,44 +93,29 @@ def bound(run: RunConfig, topology: Topology, rates: Rates) -> Bound:
         zeros for a model family of one's own, and for a run that trains only some weights. Optimizers and losses of one's own
         count nothing.
     """
-    if run.model.family not in FAMILIES or run.lora.rank or run.train.freeze:
+    if not _has_formula(run):
         return Bound(0.0, 0.0)
     layout = least = Layout(run, mesh_sizes(run, topology), topology.gpus)
     state = _state_bytes(layout)
     if run.remat.policy == "auto":
         least = layout.with_remat(Remat("full"))
         room = (topology.usable_gib(run.train.memory_fraction) * 2**30 - state) / ABOVE + state
-        layout = layout.with_remat(_auto_choice(least, room - _memory_bytes(least)))
+        room -= _memory_bytes(least)
+        layout = layout.with_remat(auto_remat.least_recompute(run, room, least.shards) or Remat("full"))
     memory = _memory_bytes(layout)
     smallest = memory if least is layout else _memory_bytes(least)
     return Bound(_step_s(layout, rates), smallest / 2**30, state / 2**30, (state + ABOVE * (memory - state)) / 2**30)
 
 
+def _has_formula(run: RunConfig) -> bool:
+    return run.model.family in FAMILIES and not run.lora.rank and not run.train.freeze
+
+
 def least_state_gib(run: RunConfig, topology: Topology) -> float:
     """Return weights and moments in GiB, divided evenly over all GPUs. No layout of the run holds less on each."""
-    if run.model.family not in FAMILIES or run.lora.rank or run.train.freeze:
+    if not _has_formula(run):
         return 0.0
     return _state_bytes(Layout(run, dict.fromkeys(MESH_AXES, 1), 1)) / topology.total / 2**30
-
-
-@functools.lru_cache(maxsize=4)
-def _auto_choices(model: Model, seq_len: int) -> list[tuple[str, ...]]:
-    """Return the sets of activations that remat.policy=auto chooses from, least recomputation first."""
-    sets = [sum(some, ()) for n in range(len(auto_remat.GROUPS) + 1) for some in itertools.combinations(auto_remat.GROUPS, n)]
-    return sorted(sets, key=lambda names: (flops.recompute(model, _saving(names), seq_len).causal, len(names)))
-
-
-def _saving(names: tuple[str, ...]) -> Remat:
-    return Remat("custom", ",".join(f"{name}=keep" for name in names)) if names else Remat("full")
-
-
-def _auto_choice(full: "Layout", room: float) -> Remat:
-    """Return the remat of least recomputation whose saved activations take at most `room` bytes."""
-    run = full.run
-    each = {name: activation_bytes(full, name) for group in auto_remat.GROUPS for name in group}
-    layers = full.microbatch * auto_remat.layers_kept(run, full.parts("layers"))
-    fits = (names for names in _auto_choices(run.model, run.data.seq_len) if layers * sum(each[n] for n in names) <= room)
-    return _saving(next(fits, ()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,38 +136,26 @@ class Layout:
         return dataclasses.replace(self, run=dataclasses.replace(self.run, remat=remat))
 
     @functools.cached_property
-    def _rules(self) -> dict[str, tuple[str, ...]]:
-        return config.rules_in_use(self.run, self.sizes)
+    def placement(self) -> Placement:
+        """Return the trainer's map of logical axes to mesh axes. It reads the sizes of the mesh alone, and no device."""
+        mesh = AbstractMesh(tuple(self.sizes.values()), tuple(self.sizes))
+        return Placement(cast(Mesh, mesh), tuple(config.rules_in_use(self.run, self.sizes).items()))
 
-    def axes(self, logical: str) -> tuple[str, ...]:
-        """Return the mesh axes, of size above 1, that shard a logical axis."""
-        return tuple(a for a in self._rules.get(logical, ()) if self.sizes.get(a, 1) > 1)
-
-    def parts(self, *logical: str) -> int:
-        """Return how many devices shard these logical axes."""
-        return math.prod(self.sizes[a] for axis in logical for a in self.axes(axis))
-
-    @property
-    def exchange(self) -> tuple[str, ...]:
-        """Return the mesh axis along which tokens travel to their experts."""
-        return tuple(a for a in self.axes("experts") if a == config.EXPERT_AXIS)
-
-    def stored_over(self, part: str) -> tuple[str, ...]:
-        """Return the mesh axes over which weights are sharded when stored, and gathered for use."""
-        if part != "experts":
-            return self.axes("embed")
-        return tuple(a for axis in ("experts", "expert_embed") for a in self.axes(axis) if a not in self.exchange)
+    @functools.cached_property
+    def shards(self) -> dict[str, int]:
+        """Return how many devices shard each logical axis of activations, and the vocabulary."""
+        return self.placement.activation_shards | {"vocab": self.placement.size(self.placement.mesh_axes("vocab"))}
 
     @functools.cached_property
     def schedule(self) -> Schedule:
         """Return the pipeline schedule; without stages nothing waits."""
-        stages, p = self.parts("layers"), self.run.pipeline
+        stages, p = self.shards["layers"], self.run.pipeline
         return Schedule(p.schedule, stages, p.groups if stages > 1 else 1, self.run.train.grad_accum)
 
     @property
     def layers(self) -> float:
         """Return layers on one device, in the mean: the longest stage may have one more."""
-        return self.run.model.num_layers / self.parts("layers")
+        return self.run.model.num_layers / self.shards["layers"]
 
     @property
     def compute_bytes(self) -> int:
@@ -181,31 +168,32 @@ class Layout:
 
     @property
     def tokens(self) -> float:
-        """Return tokens of a step on each shard of the batch."""
-        return self.run.tokens_per_step / self.parts("batch")
+        """Return tokens of a step on each device, in attention and feed-forward blocks."""
+        return self.run.tokens_per_step / self.shards["batch"] / self.shards["sequence"]
 
     @property
-    def microbatch(self) -> float:
-        """Return tokens of a microbatch on each shard of the batch."""
-        return self.tokens / self.run.train.grad_accum
+    def residual(self) -> float:
+        """Return elements of the residual stream on each device, for each of its tokens."""
+        return self.run.model.d_model * self.shards["sequence"] / self.shards["residual"]
+
+    @functools.cached_property
+    def activations(self) -> dict[str, float]:
+        """Return bytes of the activations of one layer on a device, for each of its tokens."""
+        found = auto_remat.bytes_per_token(self.run, self.shards) | {"layer input": self.residual * self.compute_bytes}
+        # Only matmuls read the norms' outputs. Without a name they are saved in the type of the matmul.
+        return found | dict.fromkeys(("attention_norm", "mlp_norm"), self.residual * self.weight_bytes)
 
     @functools.cached_property
     def whole(self) -> dict[str, float]:
         """Return elements of each part of the model on a device that has gathered it."""
-        sharded = dict.fromkeys(("embedding", "head"), ("vocab",)) | dict.fromkeys(("router", "norms"), ("layers",))
-        sharded |= {"attention": ("layers", "heads"), "mlp": ("layers", "mlp"), "experts": ("layers", "mlp")}
-        count = flops.parameters(self.run.model)
-        whole = {part: count[part] / self.parts(*axes) for part, axes in sharded.items()}
-        return whole | {"experts": whole["experts"] / self.parts_of(self.exchange)}
-
-    def parts_of(self, mesh_axes: Iterable[str]) -> int:
-        """Return how many devices a group over these mesh axes has."""
-        return math.prod(self.sizes[a] for a in mesh_axes)
+        count, p = flops.parameters(self.run.model), self.placement
+        return {part: count[part] / math.prod(p.size(p.compute_axes(a)) for a in axes) for part, axes in PARTS.items()}
 
     @functools.cached_property
     def parameters(self) -> dict[str, float]:
         """Return elements of each part of the model that one device stores."""
-        return {part: count / self.parts_of(self.stored_over(part)) for part, count in self.whole.items()}
+        p = self.placement
+        return {part: count / p.size(p.gather_axes(*PARTS[part])) for part, count in self.whole.items()}
 
     @property
     def once(self) -> bool:
@@ -225,31 +213,11 @@ class Layout:
     @property
     def held(self) -> float:
         """Return elements of gathered weights that stay from the forward pass to the backward pass, or all step long."""
-        s = self.run.sharding
-        whole = {part: count for part, count in self.whole.items() if self.stored_over(part)}
+        whole = {part: count for part, count in self.whole.items() if self.placement.gather_axes(*PARTS[part])}
         if self.holds_all:
             # With one microbatch, XLA frees the embedding after the lookup.
             return sum(whole.values()) - (whole.get("embedding", 0.0) if self.run.train.grad_accum == 1 else 0.0)
-        return sum(whole.get(part, 0.0) for part in LAYERS) if s.gather == "forward" else 0.0
-
-
-def activation_bytes(layout: Layout, name: str) -> float:
-    """Return bytes of one activation of one layer on a device, for each token of its shard of the batch."""
-    m, c = layout.run.model, layout.compute_bytes
-    heads, kv_heads = (n * flops.head_dim(m) * c / layout.parts("sequence") for n in (m.num_heads, m.num_kv_heads))
-    if name in ("q", "attention_out"):
-        return heads / layout.parts("heads")
-    if name in ("k", "v"):
-        return kv_heads / layout.parts("kv_heads")
-    if name == "attention_lse":
-        return m.num_heads * 4 / layout.parts("heads", "sequence")
-    if name in ("mlp_gate", "mlp_up"):
-        room = auto_remat.expert_room(layout.run, layout.parts_of(layout.exchange))
-        rows = m.d_ff * room + m.shared_d_ff if m.num_experts else m.d_ff
-        return rows * c / layout.parts("mlp", "sequence")
-    # Only matmuls read the norms' outputs. Without a name they are saved in the type of the matmul.
-    each = layout.weight_bytes if name in ("attention_norm", "mlp_norm") else c
-    return m.d_model * each / layout.parts("residual")
+        return sum(whole.get(part, 0.0) for part in LAYERS) if self.run.sharding.gather == "forward" else 0.0
 
 
 def master_bytes(layout: Layout) -> float:
@@ -282,27 +250,32 @@ def _state_bytes(layout: Layout) -> float:
 
 
 def _memory_bytes(layout: Layout) -> float:
-    run, m, c = layout.run, layout.run.model, layout.compute_bytes
+    run, m, c, shards = layout.run, layout.run.model, layout.compute_bytes, layout.shards
     held = _state_bytes(layout) + layout.held * layout.weight_bytes
-    grads, tokens = layout.gradients, layout.microbatch
+    grads, tokens = layout.gradients, layout.tokens / run.train.grad_accum
     if run.train.grad_accum > 1:
         held += sum(grads.values()) * BYTES[run.dtypes.grads]
     held += tokens * saved_bytes(layout)
 
-    vocab, chunk = m.vocab_size / layout.parts("vocab"), min(run.loss.chunk, tokens / layout.parts("sequence"))
-    everything_held = layout.holds_all and all(layout.stored_over(p) for p, n in layout.whole.items() if n)
+    everything_held = layout.holds_all and all(layout.placement.gather_axes(*PARTS[p]) for p, n in layout.whole.items() if n)
     in_loss = 0.0
     if run.loss.name == "cross_entropy":
-        in_loss = vocab * (m.d_model * (4 if everything_held else 4 + c) + chunk * 4)
-    held_experts = max(1, m.num_experts) / layout.parts_of(layout.exchange)
-    widths = m.d_ff * held_experts / layout.parts("mlp"), m.num_heads * flops.head_dim(m) / layout.parts("heads")
+        head = m.d_model * (4 if everything_held else 4 + c)
+        in_loss = m.vocab_size / shards["vocab"] * (head + min(run.loss.chunk, tokens) * 4)
+    held_experts = max(1, m.num_experts) / shards["experts"]
+    widths = m.d_ff * held_experts / shards["mlp"], m.num_heads * flops.head_dim(m) / shards["heads"]
     largest = m.d_model * max(widths) * layout.weight_bytes
     # XLA may add each layer's gradients to the sum at once, or reduce them at once: if layers are unrolled, or by
     # train.accumulate, or in a pipeline.
     by_layer = not run.parallel.scan_layers or run.train.accumulate == "layer" or run.mesh.stage != 1
     summed = by_layer and (run.train.grad_accum > 1 or layout.once)
     made = 2 * sum(grads[part] for part in LAYERS) / (layout.layers if summed else 1)
-    in_backward = made + (0 if layout.held else largest) + tokens * _again_bytes(layout)
+    # One checkpoint computes again, and holds at one time, all activations of several layers; of one the inputs of its SwiGLU.
+    again = READ_BACKWARD if run.remat.every > 1 else {"mlp_gate", "mlp_up"}
+    recomputed = run.remat.every * sum(layout.activations[name] for name in again - kept(run.remat))
+    if run.remat.policy == "none":
+        recomputed = 0.0
+    in_backward = made + (0 if layout.held else largest) + tokens * recomputed
     return held + max(in_loss, in_backward)
 
 
@@ -316,19 +289,10 @@ def saved_bytes(layout: Layout) -> float:
     if remat.policy == "custom":
         places, _ = parse_tensors(remat.tensors)
         there -= {name for name, place in places.items() if place == "offload"}
-    named = sum(activation_bytes(layout, name) for name in there & {*READ_BACKWARD})
+    named = sum(layout.activations[name] for name in there & READ_BACKWARD)
     every = 1 if remat.policy == "none" else remat.every
-    layers = auto_remat.layers_kept(layout.run, layout.parts("layers"))
-    return layers * named + -(-layers // every) * activation_bytes(layout, "layer input")
-
-
-def _again_bytes(layout: Layout) -> float:
-    """Return what one checkpoint recomputes and holds at one time, per token: of several layers all, of one SwiGLU's inputs."""
-    remat = layout.run.remat
-    if remat.policy == "none":
-        return 0.0
-    names = {*READ_BACKWARD} if remat.every > 1 else {"mlp_gate", "mlp_up"}
-    return remat.every * sum(activation_bytes(layout, name) for name in names - kept(remat))
+    layers = auto_remat.layers_kept(layout.run, layout.shards["layers"])
+    return layers * named + -(-layers // every) * layout.activations["layer input"]
 
 
 # ---- time
@@ -380,12 +344,12 @@ def _memory_bound_s(layout: Layout, rates: Rates) -> float:
         moved += 2 * (master_bytes(layout) + moment_bytes(layout))
     if micro > 1:
         moved += micro * sum(layout.gradients.values()) * (2 * grads + 2)
-    norms = 2 * (2 + 3) * m.d_model / layout.parts("residual")  # two norms move two rows forward and three backward
+    norms = 2 * (2 + 3) * layout.residual  # two norms move two rows forward and three backward
     rows = m.d_ff * flops.expert_rows(run) + m.shared_d_ff if m.num_experts else m.d_ff
-    swiglu = (3 + 5) * rows / layout.parts("mlp", "sequence")
+    swiglu = (3 + 5) * rows / layout.shards["mlp"]
     moved += layout.tokens * layout.layers * c * (norms + swiglu)
     if run.loss.name == "cross_entropy":
-        moved += layout.tokens * (4 + c) * m.vocab_size / layout.parts("vocab", "sequence")
+        moved += layout.tokens * (4 + c) * m.vocab_size / layout.shards["vocab"]
     return moved / (rates.memory_tb_s * 1e12)
 
 
@@ -399,48 +363,49 @@ def _traffic(layout: Layout) -> Iterator[Traffic]:
     GEMMs of a layer wait for tensor and expert collectives, so their forward half is exposed. All else may overlap.
     """
     run, m, c, s = layout.run, layout.run.model, layout.compute_bytes, layout.schedule
-    experts = {"experts": layout.parameters["experts"]}
-    yield from _weights(layout, layout.stored_over("mlp"), (), {p: n for p, n in layout.parameters.items() if p != "experts"})
+    p, shards, launches = layout.placement, layout.shards, 4 * layout.layers * run.train.grad_accum
+    yield from _weights(layout, [part for part in PARTS if part != "experts"])
     if m.num_experts:
-        yield from _weights(layout, layout.stored_over("experts"), layout.exchange, experts)
+        yield from _weights(layout, ["experts"])
 
     # A gather and a reduce-scatter around attention and around the feed-forward block, forward and backward.
-    split = tuple(a for a in layout.axes("residual") if a not in layout.axes("sequence"))
-    axes = split or layout.axes("heads") or layout.axes("mlp")
-    parts = layout.parts_of(axes)
-    rows, row = layout.tokens / layout.parts("sequence"), m.d_model * c
-    yield axes, 8 * layout.layers * rows * row * (parts - 1) / parts, int(8 * layout.layers * run.train.grad_accum), 0.5
-    if (ranks := layout.parts_of(layout.exchange)) > 1:
+    axes = p.sequence_parallel_axes or p.mesh_axes("heads") or p.mesh_axes("mlp")
+    row = m.d_model * c
+    yield axes, 8 * layout.layers * layout.tokens * row * _others(p.size(axes)), int(2 * launches), 0.5
+    if exchange := p.compute_axes("experts"):
         # Each device of a tensor group sends whole rows. A capacity below 1 drops some.
-        sent = rows * m.experts_per_token * min(1.0, run.moe.capacity_factor or 1.0) * row * (ranks - 1) / ranks
-        yield layout.exchange, 4 * layout.layers * sent, int(4 * layout.layers * run.train.grad_accum), 0.5
+        sent = layout.tokens * m.experts_per_token * min(1.0, run.moe.capacity_factor or 1.0) * row * _others(p.size(exchange))
+        yield exchange, 4 * layout.layers * sent, int(launches), 0.5
 
     if s.stages > 1:  # in each tick the output of a group of layers to the next stage, and a gradient back
-        one = layout.tokens / s.microbatches * row / layout.parts("residual")
-        yield layout.axes("layers"), 2 * s.units * one, 2 * s.units, 0.0
+        yield p.mesh_axes("layers"), 2 * s.units * layout.tokens / s.microbatches * layout.residual * c, 2 * s.units, 0.0
 
-    kv_heads = max(1, m.num_kv_heads // layout.parts("kv_heads"))
-    how = run.parallel.context, run.attention.ulysses, layout.parts("sequence"), m.num_heads // layout.parts("heads"), kv_heads
+    kv_heads = max(1, m.num_kv_heads // shards["kv_heads"])
+    how = run.parallel.context, run.attention.ulysses, shards["sequence"], m.num_heads // shards["heads"], kv_heads
     context = make_context(*how)
     if context.size > 1 and not m.sliding_window:
         # Keys and values travel forward, and backward with their float32 gradients. Ulysses trades tokens for heads.
         u, r = context.ulysses, context.ring
-        tokens = layout.tokens / context.size * layout.layers * flops.head_dim(m)
-        queries = tokens * m.num_heads / layout.parts("heads")
-        keys = 2 * tokens * max(m.num_kv_heads / layout.parts("kv_heads"), u)
+        elements = layout.tokens * layout.layers * flops.head_dim(m)
+        queries = elements * m.num_heads / shards["heads"]
+        keys = 2 * elements * max(m.num_kv_heads / shards["kv_heads"], u)
         trips = 2 + (run.remat.policy != "none" and not kept(run.remat) >= ATTENTION)
         around = (r - 1) * keys * (trips * c + 4)
-        yield layout.axes("sequence"), around + 2 * (u - 1) / u * (2 * queries + keys) * c, 0, 0.0
+        yield p.mesh_axes("sequence"), around + 2 * _others(u) * (2 * queries + keys) * c, 0, 0.0
 
 
-def _weights(layout: Layout, split: tuple[str, ...], stays: tuple[str, ...], params: Mapping[str, float]) -> Iterator[Traffic]:
-    """Yield the gathers and reductions of weights that are sharded over `split` when stored, and over `stays` in use too.
+def _others(group: int) -> float:
+    """Return the share of an array that is on the other devices of a group."""
+    return (group - 1) / group
 
-    params: elements of each part on one device.
-    """
-    run, parts, micro = layout.run, layout.parts_of(split), layout.run.train.grad_accum
-    replicas = tuple(a for a in (*layout.axes("batch"), *layout.axes("sequence")) if a not in (*split, *stays))
-    copies = layout.parts_of(replicas)
+
+def _weights(layout: Layout, parts: Iterable[str]) -> Iterator[Traffic]:
+    """Yield the gathers and reductions of the weights of these parts of the model, which are sharded alike."""
+    run, p, micro = layout.run, layout.placement, layout.run.train.grad_accum
+    params = {part: layout.parameters[part] for part in parts}
+    split = p.gather_axes(*{axis: None for part in parts for axis in PARTS[part]})
+    stays = p.compute_axes("experts") if "experts" in params else ()
+    replicas = tuple(a for a in p.token_axes if a not in (*split, *stays))
     everything, head = sum(params.values()), params.get("head", 0.0)
     layers = sum(params.get(part, 0.0) for part in LAYERS)
     if layout.once:
@@ -452,8 +417,8 @@ def _weights(layout: Layout, split: tuple[str, ...], stays: tuple[str, ...], par
         again = layers * (1 - 1 / layout.layers) if run.sharding.gather == "layer" else 0.0
         gathered, wide, reduced = micro * (layers + again), micro * head, micro * (layers + head)
     reduce = BYTES[run.dtypes.reduce]
-    yield split, (parts - 1) * (gathered * layout.weight_bytes + wide * layout.compute_bytes + reduced * reduce), 0, 0.0
-    yield replicas, 2 * everything * (copies - 1) / copies * reduce, 0, 0.0
+    yield split, (p.size(split) - 1) * (gathered * layout.weight_bytes + wide * layout.compute_bytes + reduced * reduce), 0, 0.0
+    yield replicas, 2 * everything * _others(p.size(replicas)) * reduce, 0, 0.0
 
 
 def _link_s(layout: Layout, rates: Rates, axes: tuple[str, ...], wire: float, launches: int) -> dict[str, float]:
@@ -461,7 +426,7 @@ def _link_s(layout: Layout, rates: Rates, axes: tuple[str, ...], wire: float, la
 
     In a ring over g devices on k nodes, at least (k - 1) / (g - 1) of the bytes cross nodes.
     """
-    group = layout.parts_of(axes)
+    group = layout.placement.size(axes)
     if group == 1:
         return {"nvlink": 0.0, "network": 0.0}
     crossing = (_nodes(layout, axes) - 1) / (group - 1)
@@ -474,10 +439,6 @@ def _link_s(layout: Layout, rates: Rates, axes: tuple[str, ...], wire: float, la
 
 def _nodes(layout: Layout, axes: tuple[str, ...]) -> int:
     """Return how many nodes one group over these mesh axes touches. Neighbouring devices are along the right-most axis."""
-    members, stride = [0], 1
-    for axis in reversed(MESH_AXES):
-        size = layout.sizes.get(axis, 1)
-        if axis in axes:
-            members = [at + i * stride for at in members for i in range(size)]
-        stride *= size
-    return len({at // layout.node for at in members})
+    devices = np.arange(math.prod(layout.sizes.values())).reshape([layout.sizes.get(axis, 1) for axis in MESH_AXES])
+    group = devices[tuple(slice(None) if axis in axes else 0 for axis in MESH_AXES)]
+    return len(np.unique(group // layout.node))

@@ -4,7 +4,6 @@ An entry is a plan as gzipped JSON, some 12 KB. Its name is a hash of everything
 reach the program, the machine, the rates, and the versions of the compiler and of jaxtrain's code.
 """
 
-import contextlib
 import dataclasses
 import functools
 import gzip
@@ -15,7 +14,6 @@ import logging
 import os
 import tempfile
 import zlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,71 +44,86 @@ OWN = ("model.family", "loss.name", "optimizer.name")  # keys that may name a us
 
 
 @dataclasses.dataclass(frozen=True)
-class Failure:
-    """The error that planning raised."""
+class Request:
+    """A plan to make. `name` and `overrides` label it. rates: None for those of rates.py."""
 
-    reason: str
+    run: RunConfig
+    topology: Topology
+    name: str = ""
+    overrides: tuple[str, ...] = ()
+    rates: Rates | None = None
+
+    def label(self, plan: Plan) -> Plan:
+        """Return the plan with this label: an entry may have been made for another config."""
+        return dataclasses.replace(plan, config=self.name, overrides=self.overrides)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A plan, or why there is none.
+
+    Attributes:
+        kind: planned | cached | failed (planning raised) | crashed | out of memory | out of time | stopped.
+    """
+
+    plan: Plan | None
+    kind: str
+    reason: str = ""
 
 
 class Cache:
-    """A folder of plans."""
+    """A folder of plans, and of the errors that planning raised."""
 
     def __init__(self, folder: str | Path = FOLDER):
         self.folder = Path(folder).expanduser()
 
-    def key(self, run: RunConfig, topology: Topology, rates: Rates | None, by: str = "") -> str:
-        """Return the name of an entry. rates: None for those of rates.py. by: the function that makes the plan."""
-        rates = rates or rates_for(topology.gpu, run.precision)
+    def path(self, request: Request, plan_one: str) -> Path:
+        """Return the file of a request. plan_one: the function that plans it."""
+        run, topology = request.run, request.topology
         own = {key: value for key, value in config.flatten(config.to_dict(run)) if key in OWN and ":" in value}
         facts = {
             "config": relevant(run, topology),
             "topology": [topology.name, topology.device_kind, topology.memory_bytes, topology.description],
-            "rates": dataclasses.asdict(rates),
+            "rates": dataclasses.asdict(request.rates or rates_for(topology.gpu, run.precision)),
             "ranges": ranges(),
-            "by": by,
+            "by": plan_one,
             "versions": installed.versions(PACKAGES),
             "flags": os.environ.get("XLA_FLAGS", ""),
             "code": _code(),
             "own code": {key: _digest_of_module(value) for key, value in own.items()},
         }
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+        return self.folder / f"{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]}.json.gz"
 
-    def path(self, key: str) -> Path:
-        return self.folder / f"{key}.json.gz"
-
-    def get(self, key: str) -> Plan | Failure | None:
-        """Return the entry, or None. A damaged one gives a warning and None."""
-        path = self.path(key)
+    def get(self, request: Request, plan_one: str) -> Outcome | None:
+        """Return the outcome of an earlier process, or None. A damaged entry gives a warning and None."""
+        path = self.path(request, plan_one)
         try:
             tree = json.loads(gzip.decompress(path.read_bytes()))
-            return Failure(tree["failure"]) if "failure" in tree else from_json(tree)
+            if "failure" in tree:
+                return Outcome(None, "failed", f"{tree['failure']} (as before; delete {path} to try again)")
+            return Outcome(request.label(from_json(tree)), "cached")
         except FileNotFoundError:
             return None
         except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
             LOGGER.warning("%s is damaged (%s): it is planned again", path, error or type(error).__name__)
         return None
 
-    def put(self, key: str, found: Plan | Failure) -> None:
-        """Write an entry, whole or not at all. If the folder cannot be written, log a warning."""
-        tree = to_json(found) if isinstance(found, Plan) else {"failure": found.reason}
+    def put(self, request: Request, plan_one: str, outcome: Outcome) -> None:
+        """Write a plan or the error that planning raised, whole or not at all; other outcomes may be chance.
+
+        If the folder cannot be written, log a warning.
+        """
+        if outcome.plan is None and outcome.kind != "failed":
+            return
+        tree = to_json(outcome.plan) if outcome.plan else {"failure": outcome.reason}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self.path(key), gzip.compress(json.dumps(tree).encode()))
+            with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".", delete_on_close=False) as file:
+                file.write(gzip.compress(json.dumps(tree).encode()))
+                file.close()
+                os.replace(file.name, self.path(request, plan_one))
         except OSError as error:
             LOGGER.warning("the plan is not kept for later: %s", error)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that a reader finds all of it or none."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
 
 
 def relevant(run: RunConfig, topology: Topology) -> dict[str, Any]:
@@ -142,8 +155,3 @@ def _digest_of_module(text: str) -> str:
     if spec is None or not spec.origin or not Path(spec.origin).is_file():
         return text
     return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
-
-
-def labelled(plan: Plan, name: str, overrides: Iterable[str]) -> Plan:
-    """Return the plan with another label: its entry may have been made for another config."""
-    return dataclasses.replace(plan, config=name, overrides=tuple(overrides))

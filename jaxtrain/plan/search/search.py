@@ -197,7 +197,7 @@ def search(
         found.sort(todo, above)
 
     def following() -> tuple[Candidate, Request] | None:
-        while todo and len(found.tried) + len(found.running) < found.most and not _is_enough(found, todo):
+        while todo and not found.ended and len(found.tried) + len(found.running) < found.most and not _is_enough(found, todo):
             c = todo.pop(0)
             if not check(c.run):
                 found.running.append(c)
@@ -205,22 +205,19 @@ def search(
                 return c, Request(c.run, topology, name, c.changes, rates)
         return None
 
-    def done(c: Candidate, outcome: Outcome) -> None:
-        nonlocal above
-        c.outcome = outcome
-        found.running.remove(c)
-        found.tried.append(c)
-        if outcome.plan and not outcome.plan.fits and c.run.remat.policy != "auto":
-            above = max(above, _above(c.bound, outcome.plan))
-            found.sort(todo, above)
-        on_progress(found)
-
     try:
-        if not found.ended:
-            deadline = began + (budget_s or math.inf)
-            how = {"jobs": jobs, "cache": cache, "plan_one": plan_one, "timeout_s": timeout_s}
-            in_time = plan_each(following, done, deadline=deadline, **how)
-            found.ended = "budget" if not in_time else "most" if len(found.tried) >= found.most else "complete"
+        how = {"jobs": jobs, "cache": cache, "plan_one": plan_one, "timeout_s": timeout_s}
+        for c, outcome in plan_each(following, deadline=began + (budget_s or math.inf), **how):
+            c.outcome = outcome
+            found.running.remove(c)
+            found.tried.append(c)
+            if outcome.plan and not outcome.plan.fits and c.run.remat.policy != "auto":
+                above = max(above, _above(c.bound, outcome.plan))
+                found.sort(todo, above)
+            on_progress(found)
+        found.ended = found.ended or ("most" if len(found.tried) >= found.most else "complete")
+    except TimeoutError:
+        found.ended = "budget"
     except KeyboardInterrupt:
         found.ended = "interrupted"
     if objective == "fit" and found.ended in ("complete", "most") and any(c.fits for c in found.tried):
@@ -251,32 +248,27 @@ def _is_enough(found: SearchResult, todo: list[Candidate]) -> bool:
 
 def _judge(found: SearchResult) -> None:
     """Give each compiled setting its verdict and its reason, and sort them: best first."""
-    fitting = [c for c in found.tried if c.fits]
-    fastest = min((c.plan.time.step_ms for c in fitting if c.plan), default=0.0)
-
-    def key(c: Candidate) -> tuple[float, ...]:
-        plan = c.plan
-        if plan is None or not plan.fits:
-            return (1, 0) if plan else (2, 0)
-        more = plan.time.step_ms / fastest - 1
-        links = round(plan.time.communication_ms / fastest, 2)
-        axes = sum(size > 1 for size in plan.mesh.values())
-        if found.objective == "fit":
-            return 0, c.rank, plan.time.step_ms
-        return (0, 0, links, axes, plan.time.step_ms) if more <= ERROR else (0, 1, plan.time.step_ms)
-
-    found.tried.sort(key=key)
+    fastest = min((c.plan.time.step_ms for c in found.tried if c.plan and c.plan.fits), default=0.0)
+    order: dict[Candidate, tuple[float, ...]] = {}
     for c in found.tried:
         plan = c.plan
         if plan is None:
-            c.verdict, c.reason = "failed", f"{c.outcome.kind}: {c.outcome.reason}" if c.outcome else ""
-        elif not plan.fits:
-            c.verdict, c.reason = "too big", f"by {plan.memory.taken_gib - plan.memory.usable_gib:.1f} GiB"
-        else:
-            more = plan.time.step_ms / fastest - 1
-            links = f"{plan.time.communication_ms / fastest:.0%} of it on links"
-            c.verdict = "best" if c is found.best else "equal" if more <= ERROR else "slower"
-            c.reason = f"{more:.1%} slower than the fastest, {links}" if more else f"the fastest, {links}"
+            order[c], c.verdict, c.reason = (2,), "failed", f"{c.outcome.kind}: {c.outcome.reason}" if c.outcome else ""
+            continue
+        if not plan.fits:
+            order[c], c.verdict, c.reason = (1,), "too big", f"by {plan.memory.taken_gib - plan.memory.usable_gib:.1f} GiB"
+            continue
+        step_ms, links = plan.time.step_ms, plan.time.communication_ms / fastest
+        more = step_ms / fastest - 1
+        axes = sum(size > 1 for size in plan.mesh.values())
+        order[c] = (0, 0, round(links, 2), axes, step_ms) if more <= ERROR else (0, 1, step_ms)
+        if found.objective == "fit":
+            order[c] = 0, c.rank, step_ms
+        c.verdict = "equal" if more <= ERROR else "slower"
+        c.reason = f"{f'{more:.1%} slower than the fastest' if more else 'the fastest'}, {links:.0%} of it on links"
+    found.tried.sort(key=order.__getitem__)
+    if found.best and found.best.fits:
+        found.best.verdict = "best"
 
 
 # ---- what cannot fit

@@ -18,8 +18,19 @@ Check = Callable[[RunConfig], Sequence[Problem]]
 
 LONG = 32_768  # tokens from which sequences are also divided over GPUs
 VIRTUAL_STAGES = 2  # of interleaved schedules that are tried
-MOMENTS = ("dtypes.m", "dtypes.v")
 FEW_ROWS = 512  # loss.chunk that saves memory. Shorter chunks make small GEMMs.
+# Storage types of the state, by rank: higher ranks round more. Of each those are tried that are narrower than the config's.
+MOMENTS = (("dtypes.m", "bf16"), ("dtypes.v", "bf16"))
+STORAGE: tuple[Overrides, ...] = (
+    (),
+    MOMENTS[:1],
+    MOMENTS[1:],
+    MOMENTS,
+    (*MOMENTS, ("dtypes.grads", "bf16")),
+    (("dtypes.m", "int8"), ("dtypes.v", "int8")),
+    (*MOMENTS, ("dtypes.params", "bf16")),
+)
+WIDTH = {"f32": 4, "bf16": 2, "int8": 1}  # bytes
 
 
 def meshes(run: RunConfig, topology: Topology) -> Iterator[Overrides]:
@@ -87,37 +98,34 @@ def fastest_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[
 def fitting_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[tuple[int, Overrides]]:
     """Yield (rank, settings that save memory). Rank 0 costs only time; higher ranks round more of the state.
 
-    The knobs: microbatches, remat, ZeRO-3, a mesh with wider tensor and expert groups, chunks of the loss, storage types.
+    The knobs: microbatches, chunks of the loss, remat, a mesh with wider tensor and expert groups, ZeRO-3, STORAGE.
     """
-    now, experts = mesh_sizes(run, topology), run.model.num_experts
-    left = topology.total // (now["stage"] * now["seq"])
-    wider = [(e, t) for e in (1, 2, 4, 8) for t in (1, 2, 4, 8) if e >= now["expert"] and t >= now["tensor"]]
-    wider = [(e, t) for e, t in wider if left % (e * t) == 0 and topology.gpus % (e * t) == 0 and (experts or 1) % e == 0]
+    now, experts, flat = mesh_sizes(run, topology), run.model.num_experts, _flat(run)
+    usable, left = topology.usable_gib(run.train.memory_fraction), topology.total // (now["stage"] * now["seq"])
+    groups = [(e, t) for e in (1, 2, 4, 8) for t in (1, 2, 4, 8) if e >= now["expert"] and t >= now["tensor"]]
+    groups = [(e, t) for e, t in groups if left % (e * t) == 0 and topology.gpus % (e * t) == 0 and (experts or 1) % e == 0]
     placed: list[Overrides] = [()]
-    for e, t in dict.fromkeys(((now["expert"], now["tensor"]), *wider)):
+    for e, t in dict.fromkeys(((now["expert"], now["tensor"]), *groups)):
         placed.append((*split_over(run, left // e, t), *((("mesh.expert", e),) if experts else ())))
     accums: list[Overrides] = [()]
     accums += [(("train.grad_accum", n),) for n in _divisors(run.train.global_batch) if n > run.train.grad_accum]
-    remats = [(), *remat_policies(run)]
+    batches = [(m, a) for m in placed for a in accums if not check(with_overrides(run, (*m, *a)))]
+    remats: list[Overrides] = [(), *remat_policies(run)]
     zeros: list[Overrides] = [(), (("sharding.zero", 3), ("sharding.gather", "layer"))]
     chunks: list[Overrides] = [(), *([(("loss.chunk", FEW_ROWS),)] if run.loss.chunk > FEW_ROWS else [])]
-
-    flat, batches = _flat(run), [(m, a) for m in placed for a in accums if not check(with_overrides(run, (*m, *a)))]
-    types = [(0, ())]
-    for rank, keys in enumerate([MOMENTS[:1], MOMENTS[1:], MOMENTS, (*MOMENTS, "dtypes.grads")], 1):
-        types += [(rank, tuple((key, "bf16") for key in keys if flat[key] == "f32"))]
-    types += [(5, tuple((key, "int8") for key in MOMENTS if flat[key] != "int8"))]
-    types += [(6, (*types[3][1], ("dtypes.params", "bf16")))] if flat["dtypes.params"] == "f32" else []
-    types = [*{t: (rank, t) for rank, t in reversed(types)}.values()][::-1]  # the lowest rank of equal settings
-    usable = topology.usable_gib(run.train.memory_fraction)
-    types = [(rank, t) for rank, t in types if least_state_gib(with_overrides(run, t), topology) <= usable]
+    types: dict[Overrides, int] = {}
+    for rank, stored in enumerate(STORAGE):
+        types.setdefault(tuple((key, dtype) for key, dtype in stored if WIDTH[dtype] < WIDTH[flat[key]]), rank)
 
     seen = set()
-    for (rank, t), (m, a), r, z, c in itertools.product(types, batches, remats, zeros, chunks):
-        turned = tuple((key, value) for key, value in (*a, *c, *r, *m, *z, *t) if flat[key] != value)
-        if turned and turned not in seen:
-            seen.add(turned)
-            yield rank, turned
+    for stored, rank in types.items():
+        if least_state_gib(with_overrides(run, stored), topology) > usable:
+            continue
+        for (m, a), r, z, c in itertools.product(batches, remats, zeros, chunks):
+            turned = tuple((key, value) for key, value in (*a, *c, *r, *m, *z, *stored) if flat[key] != value)
+            if turned and turned not in seen:
+                seen.add(turned)
+                yield rank, turned
 
 
 def split_over(run: RunConfig, total: int, tensor: int) -> Overrides:
