@@ -8,7 +8,6 @@ calibration of this machine changes nothing. Counts and bytes are those of a who
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import os
@@ -56,21 +55,6 @@ Golden = dict[str, Any]  # the contents of a golden file
 
 class GoldenError(ValueError):
     """A golden plan that cannot be read, or does not apply."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """A figure that changed, and the lines of code or the parts that changed it."""
-
-    figure: str
-    old: str
-    new: str
-    change: str = ""
-    cause: str = ""
-
-    def __str__(self) -> str:
-        change, cause = (f"{mark} {text}" if text else "" for mark, text in ((":", self.change), (";", self.cause)))
-        return f"{self.figure}: {self.new}, golden has {self.old}{change}{cause}"
 
 
 # ---- The files
@@ -149,8 +133,16 @@ def load(file: Path) -> Golden:
 # ---- Comparing
 
 
-def compare(golden: Golden, plan: Plan, margins: Mapping[str, float] | None = None) -> list[Difference]:
-    """Return all figures of a plan that differ from its golden plan by more than the margins.
+# Figure -> (its key, its unit, its margin, the tables of its parts)
+FIGURES = {
+    "peak memory": ("peak_gib", "GiB", "peak", ("classes_gib", "saved_gib")),
+    "hardware FLOPs": ("tflop", "TFLOP", "tflop", ("work_tflop",)),
+    "planned step": ("step_ms", "ms", "step", ()),
+}
+
+
+def compare(golden: Golden, plan: Plan, margins: Mapping[str, float] | None = None) -> list[str]:
+    """Return a sentence for each figure of a plan that differs from its golden plan by more than the margins.
 
     Args:
         margins: None for those of the golden plan.
@@ -165,28 +157,28 @@ def compare(golden: Golden, plan: Plan, margins: Mapping[str, float] | None = No
         raise GoldenError(f"a golden plan for {golden['topology']} cannot be compared with a plan for {plan.topology}")
     new, within = from_plan(plan), golden["margins"] if margins is None else margins
 
-    def figure(name: str, key: str, unit: str, cause: str = "") -> Difference:
-        old, now = golden[key], new[key]
-        return Difference(name, f"{number(old)} {unit}", f"{number(now)} {unit}", _signed(now - old, unit, old), cause)
-
     found = []
-    if _is_far(golden["peak_gib"], new["peak_gib"], within["peak"]):
-        found.append(figure("peak memory", "peak_gib", "GiB", _memory_cause(golden, new, plan)))
+    for figure, (key, unit, margin, parts) in FIGURES.items():
+        old, now = golden[key], new[key]
+        if _is_far(old, now, within[margin]):
+            changes = (text for name in parts for text in _changes(golden[name], new[name], unit))
+            found.append(
+                _difference(figure, f"{number(old)} {unit}", f"{number(now)} {unit}", _signed(now, old, unit), *changes)
+            )
     found += _collectives(golden, new, within)
     for name in sorted({*golden["loops"], *new["loops"]}):
         was, now = (" + ".join(map(str, g["loops"].get(name, ()))) or "none" for g in (golden, new))
         if was != now:
-            found.append(Difference(f"trips of {name}", was, now))
-    if _is_far(golden["tflop"], new["tflop"], within["tflop"]):
-        causes = _grown(golden["work_tflop"], new["work_tflop"], "TFLOP").values()
-        found.append(figure("hardware FLOPs", "tflop", "TFLOP", ", ".join(causes)))
-    if _is_far(golden["step_ms"], new["step_ms"], within["step"]):
-        found.append(figure("planned step", "step_ms", "ms"))
-    if abs(points := new["exposed_share"] - golden["exposed_share"]) > within["exposed_share"]:
-        was, now = (f"{g['exposed_share']:.1%} of the step" for g in (golden, new))
-        found.append(Difference("exposed communication", was, now, f"{100 * points:+.1f} points", _longest_exposed(plan)))
+            found.append(_difference(f"trips of {name}", was, now))
+    was, now = golden["exposed_share"], new["exposed_share"]
+    if abs(now - was) > within["exposed_share"]:
+        found.append(_difference("exposed share of the step", f"{was:.1%}", f"{now:.1%}", f"{100 * (now - was):+.1f} points"))
     known = {_without_numbers(w) for w in golden["warnings"]}
-    return found + [Difference("warning", "none", w) for w in new["warnings"] if _without_numbers(w) not in known]
+    return found + [f"new warning: {w}" for w in new["warnings"] if _without_numbers(w) not in known]
+
+
+def _difference(figure: str, old: str, new: str, *changes: str) -> str:
+    return "; ".join([f"{figure}: {new}, golden has {old}", *filter(None, changes)])
 
 
 def _without_numbers(warning: str) -> str:
@@ -197,42 +189,20 @@ def _is_far(old: float, new: float, margin: float) -> bool:
     return abs(new - old) > margin * max(abs(old), abs(new))
 
 
-def _signed(change: float, unit: str, old: float = 0.0) -> str:
-    relative = f" ({100 * change / old:+.1f}%)" if old else ""
-    return f"{'+' if change >= 0 else '-'}{number(abs(change))} {unit}{relative}"
+def _signed(new: float, old: float, unit: str) -> str:
+    relative = f" ({100 * (new - old) / old:+.1f}%)" if old else ""
+    return f"{'+' if new >= old else '-'}{number(abs(new - old))} {unit}{relative}"
 
 
-def _grown(old: Mapping[str, float], new: Mapping[str, float], unit: str) -> dict[str, str]:
-    """Return name -> change of the entries that changed, most first, without those that are small beside the first."""
-    changes = {name: new.get(name, 0.0) - old.get(name, 0.0) for name in {*old, *new}}
-    ordered = sorted(changes, key=lambda name: (-abs(changes[name]), name))[:LISTED]
-    most = abs(changes[ordered[0]]) if ordered else 0.0
-    return {n: f"{n} {_signed(changes[n], unit)}" for n in ordered if most and abs(changes[n]) > 0.05 * most}
+def _changes(old: Mapping[str, float], new: Mapping[str, float], unit: str) -> list[str]:
+    """Return the largest changes of the parts of a figure, without those that are small beside the first."""
+    pairs = {name: (new.get(name, 0.0), old.get(name, 0.0)) for name in {*old, *new}}
+    changes = {name: abs(now - was) for name, (now, was) in pairs.items()}
+    ordered = sorted(changes, key=lambda name: (-changes[name], name))[:LISTED]
+    return [f"{n} {_signed(*pairs[n], unit)}" for n in ordered if changes[n] > 0.05 * changes[ordered[0]]]
 
 
-def _memory_cause(old: Golden, new: Golden, plan: Plan) -> str:
-    parts = []
-    for name, change in _grown(old["classes_gib"], new["classes_gib"], "GiB").items():
-        saved = _grown(old["saved_gib"], new["saved_gib"], "GiB").values() if name == "saved activations" else ()
-        lines: dict[str, None] = {}
-        if new["classes_gib"].get(name, 0.0) > old["classes_gib"].get(name, 0.0):
-            lines = dict.fromkeys(b.source or b.op_name for b in plan.memory.largest if b.kind == name)
-        largest = f"the largest from {', '.join([*lines][:LISTED])}" if lines else ""
-        cause = ", ".join(saved) or largest
-        parts.append(change + (f" [{cause}]" if cause else ""))
-    return "; ".join(parts)
-
-
-def _longest_exposed(plan: Plan) -> str:
-    exposed: dict[str, float] = {}
-    for c in plan.collectives:
-        line = c.source or c.op_name
-        exposed[line] = exposed.get(line, 0.0) + c.exposed_ms
-    longest = sorted(exposed.items(), key=lambda item: -item[1])[:LISTED]
-    return ", ".join(f"{line} {number(ms)} ms" for line, ms in longest if ms)
-
-
-def _collectives(old: Golden, new: Golden, margins: Mapping[str, float]) -> Iterable[Difference]:
+def _collectives(old: Golden, new: Golden, margins: Mapping[str, float]) -> Iterable[str]:
     """Yield the collectives whose launches or bytes changed, and the lines that they come from."""
     none = {"launches": 0, "wire_gb": 0.0, "lines": {}}
     before, after = ({f"{c['kind']} {c['dtype']} over {c['axis']}": c for c in g["collectives"]} for g in (old, new))
@@ -243,9 +213,8 @@ def _collectives(old: Golden, new: Golden, margins: Mapping[str, float]) -> Iter
         if was["launches"] == now["launches"] and not _is_far(was["wire_gb"], now["wire_gb"], margins["wire"]):
             continue
         had, has = (f"{number(c['wire_gb'])} GB in {c['launches']:,} launches" if c["launches"] else "none" for c in (was, now))
-        gb = _signed(now["wire_gb"] - was["wire_gb"], "GB", was["wire_gb"])
-        launches = now["launches"] - was["launches"]
-        yield Difference(name, had, has, f"{gb}, {launches:+,} launches", _line_cause(was["lines"], now["lines"]))
+        change = f"{_signed(now['wire_gb'], was['wire_gb'], 'GB')}, {now['launches'] - was['launches']:+,} launches"
+        yield _difference(name, had, has, change, _line_cause(was["lines"], now["lines"]))
 
 
 def _line_cause(old: dict[str, list[Any]], new: dict[str, list[Any]]) -> str:
@@ -286,7 +255,7 @@ def requests(names: Iterable[str]) -> dict[str, parallel.Request]:
     return out
 
 
-def explain(name: str, differences: Sequence[Difference]) -> str:
+def explain(name: str, differences: Sequence[str]) -> str:
     """Return the differences as text, such as the message of a failing test."""
     if not differences:
         return f"{name}: as its golden plan"

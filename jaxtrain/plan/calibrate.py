@@ -9,7 +9,6 @@ import dataclasses
 import datetime
 import functools
 import importlib.metadata
-import math
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -21,11 +20,21 @@ import rich.table
 
 from jaxtrain import hardware, precision
 from jaxtrain.bench import microbenchmarks as micro
-from jaxtrain.bench.microbenchmarks import COLLECTIVES, CURVE, TINY, Reading, Sizes
+from jaxtrain.bench.microbenchmarks import COLLECTIVES, CURVE, Reading, Sizes
 from jaxtrain.plan import rates, result
 from jaxtrain.train.kernel import hardware_of
 
 PLAUSIBLE = 1.1  # times the data sheet: a higher rate means an error of the clock or the loop
+# Rate -> (kinds of its readings, its unit, FLOPs or bytes a second in one unit)
+MEASURED = {
+    "gemm_tflops": (("gemm",), "TFLOP/s", 1e12),
+    "attention_forward_tflops": (("attention forward", "packed attention forward"), "TFLOP/s", 1e12),
+    "attention_backward_tflops": (("attention backward", "packed attention backward"), "TFLOP/s", 1e12),
+    "memory_tb_s": (("memory",), "TB/s", 1e12),
+    "host_gb_s": (("host",), "GB/s", 1e9),
+    "fp8_tflops": (("FP8 gemm",), "TFLOP/s", 1e12),
+    "nvlink_gb_s": ((*COLLECTIVES, CURVE), "GB/s", 1e9),
+}
 
 
 class CalibrationError(ValueError):
@@ -75,27 +84,20 @@ def measure(devices: Sequence[Any], sizes: Sizes, report: Callable[[str], None] 
     return found
 
 
-def run(folder: Path | str = rates.FOLDER, *, on_cpu: bool = False, console: rich.console.Console | None = None) -> Path | None:
+def run(folder: Path | str = rates.FOLDER, *, console: rich.console.Console | None = None) -> Path:
     """Measure the devices of this process, print the readings, store the rates for plans, and return the file.
 
-    Args:
-        on_cpu: run every measurement on CPU devices in tiny sizes, store nothing and return None.
-
     Raises:
-        CalibrationError: on CPU, in one of several processes, or for a GPU without a data sheet in jaxtrain/hardware.py.
+        CalibrationError: without a GPU, in one of several processes, or for a GPU without a data sheet in jaxtrain/hardware.py.
     """
     console = console or rich.console.Console()
     devices = jax.local_devices()
     kind = devices[0].device_kind
     if devices[0].platform != "gpu":
-        if not on_cpu:
-            raise CalibrationError(
-                f"--calibrate measures the GPUs of this machine, and JAX finds none (its devices are {devices[0].platform}). "
-                "Run it on the machine that plans are for; without it, plans use published kernel rates."
-            )
-        found = measure(devices, TINY, lambda what: console.print(f"measuring {what}"))
-        console.print(table(found, None, "CPU, tiny sizes: of no use for plans, nothing is stored"))
-        return None
+        raise CalibrationError(
+            f"--calibrate measures the GPUs of this machine, and JAX finds none (its devices are {devices[0].platform}). "
+            "Run it on the machine that plans are for; without it, plans use published kernel rates."
+        )
     if jax.process_count() > 1:
         raise CalibrationError(
             f"--calibrate runs in one process, and this is one of {jax.process_count()}. Run it on one node, outside the job."
@@ -115,12 +117,10 @@ def run(folder: Path | str = rates.FOLDER, *, on_cpu: bool = False, console: ric
 # ---- the rates of readings
 
 
-def rate(readings: Iterable[Reading], *kinds: str) -> float:
-    """Return the weighted work per second of these kinds together; 0 without a time, or if a part failed."""
-    chosen = [r for r in readings if r.kind in kinds]
-    seconds = sum(r.weight * r.seconds for r in chosen)
-    whole = seconds and not any(r.failed for r in chosen)
-    return sum(r.weight * r.work for r in chosen) / seconds if whole else 0.0
+def rate(readings: Sequence[Reading]) -> float:
+    """Return the weighted work per second of these readings together; 0 without a time."""
+    seconds = sum(r.weight * r.seconds for r in readings)
+    return sum(r.weight * r.work for r in readings) / seconds if seconds else 0.0
 
 
 def to_rates(readings: Sequence[Reading], gpu: hardware.Gpu, device_kind: str, today: datetime.date) -> result.Rates:
@@ -131,28 +131,19 @@ def to_rates(readings: Sequence[Reading], gpu: hardware.Gpu, device_kind: str, t
     """
     sheet = rates.datasheet(gpu, "bf16")
     # Attention's rates are those of cuDNN's kernels: for packed sequences, as in training, if cuDNN supports them.
-    packed = "packed " if any(r.kind.startswith("packed") and r.what.startswith("cudnn") for r in readings) else ""
-    # Rate -> its readings and their unit.
-    made: dict[str, tuple[tuple[str, ...], float]] = {
-        "gemm_tflops": (("gemm",), 1e12),
-        "attention_forward_tflops": ((f"{packed}attention forward",), 1e12),
-        "attention_backward_tflops": ((f"{packed}attention backward",), 1e12),
-        "memory_tb_s": (("memory",), 1e12),
-        "host_gb_s": (("host",), 1e9),
-        "fp8_tflops": (("FP8 gemm",), 1e12),
-        "nvlink_gb_s": (COLLECTIVES, 1e9),
-    }
-    measured, failed = {}, []
-    for key, (kinds, unit) in made.items():
-        chosen = [r for r in readings if r.kind in kinds]
+    packed = any(r.kind.startswith("packed") and r.what.startswith("cudnn") for r in readings)
+    counted = [r for r in readings if r.kind != CURVE and ("attention" not in r.kind or r.kind.startswith("packed") == packed)]
+    limits, measured, failed = ceilings(gpu), {}, []
+    for key, (kinds, _, unit) in MEASURED.items():
+        chosen = [r for r in counted if r.kind in kinds]
         if any(r.failed for r in chosen):
             failed.append(key)
         elif chosen:
-            measured[key] = rate(chosen, *kinds) / unit
+            measured[key] = rate(chosen) / unit
     if not measured:
         raise CalibrationError(f"nothing could be measured on {device_kind}, and nothing is stored. The errors are above.")
     for key, value in measured.items():
-        limit = ceilings(gpu).get(key, math.inf)
+        limit = limits[key]
         if not 0 < value <= PLAUSIBLE * limit:
             raise CalibrationError(
                 f"{key} = {value:.4g} measured, which must be positive and at most {limit:.4g}, the data sheet's, on "
@@ -195,23 +186,10 @@ def ceilings(gpu: hardware.Gpu) -> dict[str, float]:
     }
 
 
-# Kind of a reading -> (field of Rates, unit, what one of the unit is in FLOPs or bytes a second)
-UNITS = {
-    "gemm": ("gemm_tflops", "TFLOP/s", 1e12),
-    "FP8 gemm": ("fp8_tflops", "TFLOP/s", 1e12),
-    "attention forward": ("attention_forward_tflops", "TFLOP/s", 1e12),
-    "attention backward": ("attention_backward_tflops", "TFLOP/s", 1e12),
-    "packed attention forward": ("attention_forward_tflops", "TFLOP/s", 1e12),
-    "packed attention backward": ("attention_backward_tflops", "TFLOP/s", 1e12),
-    "memory": ("memory_tb_s", "TB/s", 1e12),
-    "host": ("host_gb_s", "GB/s", 1e9),
-    **dict.fromkeys((*COLLECTIVES, CURVE), ("nvlink_gb_s", "GB/s", 1e9)),
-}
-
-
-def table(readings: Iterable[Reading], gpu: hardware.Gpu | None, title: str) -> rich.table.Table:
-    """Return the table of readings beside the data sheet's figures; `gpu` is None on a CPU."""
-    limits = ceilings(gpu) if gpu else {}
+def table(readings: Iterable[Reading], gpu: hardware.Gpu, title: str) -> rich.table.Table:
+    """Return the table of readings beside the data sheet's figures."""
+    limits = ceilings(gpu)
+    keys = {kind: key for key, (kinds, _, _) in MEASURED.items() for kind in kinds}
     out = rich.table.Table(title=title, title_justify="left")
     for name in ("measured", "on"):
         out.add_column(name)
@@ -222,8 +200,8 @@ def table(readings: Iterable[Reading], gpu: hardware.Gpu | None, title: str) -> 
             out.add_row(r.kind, r.what, r.failed, *["-"] * 4)
             continue
         ms, spread = f"{1e3 * r.seconds:.3g} ms", f"{r.spread:.1%}"
-        key, unit, scale = UNITS[r.kind]
-        value, limit = rate([r], r.kind) / scale, limits.get(key)
+        _, unit, scale = MEASURED[keys[r.kind]]
+        value, limit = rate([r]) / scale, limits[keys[r.kind]]
         sheet, share = (f"{limit:,.4g} {unit}", f"{value / limit:.0%}") if limit else ("-", "-")
         out.add_row(r.kind, r.what, f"{value:,.4g} {unit}", sheet, share, ms, spread)
     return out

@@ -47,6 +47,22 @@ class Compiled:
     seconds: float
 
 
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Switch off Python's cyclic garbage collector.
+
+    Tracing and reading a program make millions of objects that stay. Scans of them find no garbage.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@no_garbage_collection()
 def compile_step(run: RunConfig, topology: Topology, cudnn: Library | None = None) -> Compiled:
     """Compile the train step of a run as training on that machine would, but for NO_TUNING.
 
@@ -61,7 +77,7 @@ def compile_step(run: RunConfig, topology: Topology, cudnn: Library | None = Non
     card = compiler.card(topology.memory_gib, run.train.memory_fraction)
     chosen = compiler.choose(program, card)
     began = time.perf_counter()
-    with _no_garbage_collection(), tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         # The buffer assignment comes in a dump only: the executable's own copy is empty on GPUs.
         dump: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
         asked = cudnn.options(topology.description) if cudnn and topology.description else {}
@@ -83,18 +99,6 @@ def compile_step(run: RunConfig, topology: Topology, cudnn: Library | None = Non
         text, module, buffers = read(executable)
     seconds = time.perf_counter() - began
     return Compiled(program, executable, text, module, buffers, chosen, card, run, seconds)
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Tracing and reading make millions of objects that stay. To scan them again and again takes 5% of a plan."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _newest_dump(folder: str) -> bytes:

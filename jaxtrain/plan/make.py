@@ -6,7 +6,7 @@ from collections import Counter
 
 from jaxtrain import flops, installed
 from jaxtrain.config import RunConfig
-from jaxtrain.plan.compile import Compiled, compile_step
+from jaxtrain.plan.compile import Compiled, compile_step, no_garbage_collection
 from jaxtrain.plan.program import assignment, buffers, collectives, hlo, pipeline_moe, roofline, warnings
 from jaxtrain.plan.rates import expected_ms, kind, rates_for
 from jaxtrain.plan.result import Flops, Plan, Rates, Time
@@ -38,6 +38,7 @@ def make_plan(
     return read_plan(compile_step(run, topology), run, topology, **how)
 
 
+@no_garbage_collection()
 def read_plan(
     compiled: Compiled,
     run: RunConfig,

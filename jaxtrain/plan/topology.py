@@ -1,7 +1,7 @@
-"""Machines that a plan is made for: a chip, how many of them NVLink joins, and how many such nodes a network joins.
+"""The machines of plans: a chip, the GPUs of a node, which NVLink joins, and the nodes, which a network joins.
 
-XLA's GPU compiler needs a description of the card and the shape of the machine, no driver and no card. The descriptions are
-files in specs/, one a chip; what CUDA reports as a card's memory is read from them.
+XLA's GPU compiler needs a description of the GPU and the shape of the machine, and neither driver nor GPU. specs/ has a
+description of each chip, with the memory that CUDA reports.
 """
 
 import collections
@@ -21,7 +21,7 @@ from jaxtrain import hardware
 from jaxtrain.sharding import node_of
 from jaxtrain.startup import quiet
 
-# Chip -> (the most of them that NVLink joins, what joins them). A node is that: what crosses it goes over a network.
+# Chip -> (most GPUs of a node, what joins them).
 CHIPS: Mapping[str, tuple[int, str]] = {
     "a100": (16, "two HGX A100 boards hold"),
     "a100_40": (16, "two HGX A100 boards hold"),
@@ -33,13 +33,12 @@ CHIPS: Mapping[str, tuple[int, str]] = {
     "h200": (8, "an HGX H200 board holds"),
     "h200_nvl": (4, "an NVLink bridge joins"),
 }
-MOST_GPUS = 2**17  # in all; a slip of the keyboard should not ask the compiler for millions
+MOST_GPUS = 2**17  # in all, so that a typing error does not ask the compiler for millions
 FORM = "CHIP:GPUS or CHIP:GPUSxNODES, such as h200:8 or h200:8x16"
-MEMORY = re.compile(r"(?m)^( *device_memory_size: )(\d+)$")
 
 
 class TopologyError(ValueError):
-    """A machine that is not known, cannot be, or is not there."""
+    """The machine is unknown, impossible or not present."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +67,12 @@ class Topology:
         return self.memory_bytes / 2**30
 
     def usable_gib(self, configured: float = 0.0) -> float:
-        """What a program may take of one card: the share `configured` (train.memory_fraction), or all but the reserve."""
+        """Return the GiB that a program may use: the fraction `configured` (train.memory_fraction), or all but the reserve."""
         return self.memory_gib * hardware.memory_fraction(self.memory_gib, configured)
 
     @property
     def gpu(self) -> hardware.Gpu:
-        """The data sheet's rates. Raises TopologyError for a GPU that is not in the table; no chip in specs/ is."""
+        """The data sheet's rates. Raises TopologyError for a GPU that jaxtrain/hardware.py does not have."""
         found = hardware.lookup(self.device_kind)
         if found is None:
             raise TopologyError(
@@ -84,7 +83,7 @@ class Topology:
 
 
 def parse(text: str) -> Topology:
-    """The machine behind "h200:8" or "h200:8x16". Raises TopologyError, which says what to write instead."""
+    """Return the machine of a name such as "h200:8" or "h200:8x16". Raises TopologyError, with a name that works."""
     form = re.fullmatch(r"\s*([\w.-]+)(?::(\d+)(?:x(\d+))?)?\s*", text.lower())
     if not form:
         raise TopologyError(f"topology {text!r}: not of the form {FORM}.")
@@ -111,14 +110,13 @@ def parse(text: str) -> Topology:
 
 def _read(chip: str) -> dict[str, Any]:
     text = (resources.files("jaxtrain.plan") / "specs" / f"{chip}.txtpb").read_text(encoding="utf-8")
-    kind, memory = re.search(r'device_description_str: "(.+)"', text), MEMORY.search(text)
-    if not kind or not memory:
-        raise TopologyError(f"jaxtrain/plan/specs/{chip}.txtpb: device_description_str or device_memory_size is missing")
-    return {"device_kind": kind[1], "memory_bytes": int(memory[2]), "description": text}
+    (kind,) = re.findall(r'device_description_str: "(.+)"', text)
+    (memory,) = re.findall(r"device_memory_size: (\d+)", text)
+    return {"device_kind": kind, "memory_bytes": int(memory), "description": text}
 
 
 def here() -> Topology:
-    """The GPUs of this process's run. Raises TopologyError where there are none, or where they differ."""
+    """Return the machine of this process. Raises TopologyError without GPUs, or with GPUs that differ."""
     found = jax.devices()
     if found[0].platform != "gpu":
         raise TopologyError(
@@ -134,47 +132,27 @@ def here() -> Topology:
         read = _read(chip)
         if read["device_kind"] == kinds[0]:
             return Topology(chip, counts[0], len(nodes), **{**read, "description": ""})
-    # The driver's figure is that of the card; CUDA gives programs up to half a percent less.
+    # The driver reports the whole memory. CUDA gives programs up to half a percent less.
     memory = int(hardware.probe().memory_gib * 2**30)
     return Topology(kinds[0], counts[0], len(nodes), kinds[0], memory, "")
-
-
-def describe(topology: Topology, memory_bytes: int | None = None) -> str:
-    """The text that describes one GPU to the compiler, with this much memory; None: all that the card has.
-
-    The scheduler keeps within a part of the memory described, so what a program may not use must not be described.
-    Raises TopologyError for GPUs that are present, whose memory is what it is.
-    """
-    if not topology.description:
-        raise TopologyError(
-            f"{topology.name} is this machine, which the compiler asks itself: name a topology to describe another"
-        )
-    if memory_bytes is None:
-        return topology.description
-    if not 0 < memory_bytes <= topology.memory_bytes:
-        raise TopologyError(f"{memory_bytes} bytes of memory described for a card of {topology.memory_bytes}")
-    return MEMORY.sub(rf"\g<1>{memory_bytes}", topology.description)
 
 
 LIBDEVICE = "nvvm/libdevice/libdevice.10.bc"
 
 
 def _toolkits() -> list[Path]:
-    """Where XLA looks for ptxas and libdevice: in wheels, then where CUDA is usually installed."""
+    """Return the folders in which XLA looks for ptxas and libdevice: wheels, then CUDA's usual ones."""
     wheels = [Path(p) / "nvidia" / name for p in sys.path for name in ("cuda_nvcc", "cu13")]
     return [*wheels, Path("/usr/local/cuda"), Path("/opt/cuda")]
 
 
-def devices(topology: Topology, memory_bytes: int | None = None) -> list[Any]:
-    """Devices to compile for, in the order of their ids, node by node; `process_index` is the node.
+def devices(topology: Topology) -> list[Any]:
+    """Return the devices to compile for, in the order of their ids, node by node; `process_index` is the node.
 
-    With a description they are described only: programs for them can be read (HLO, memory, schedule), not run. Without one
-    they are the machine's own, and `memory_bytes` must be None.
-    Raises RuntimeError where XLA's GPU compiler is not there.
+    Described devices can compile programs, not run them. Raises RuntimeError without XLA's GPU compiler.
     """
-    if not topology.description and memory_bytes is None:
+    if not topology.description:
         return jax.devices()
-    text = describe(topology, memory_bytes)
     if not any((folder / LIBDEVICE).is_file() for folder in _toolkits()):
         raise RuntimeError(
             "XLA's GPU compiler finds no CUDA assembler, and would crash: install the plan extra (./run.sh setup), which "
@@ -183,7 +161,7 @@ def devices(topology: Topology, memory_bytes: int | None = None) -> list[Any]:
     try:
         with quiet():
             found = topologies.get_topology_desc(
-                platform="cuda", topology=f"1x{topology.nodes}x{topology.gpus}", target_config=text
+                platform="cuda", topology=f"1x{topology.nodes}x{topology.gpus}", target_config=topology.description
             ).devices
     except NotImplementedError as error:
         raise RuntimeError(

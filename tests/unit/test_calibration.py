@@ -67,9 +67,9 @@ def test_times_are_of_warm_calls(monkeypatch):
 
 
 def test_a_rate_is_all_work_over_all_time():
-    assert rate(GOOD, "gemm") == pytest.approx((3 * 600e12 + 300e12) / 4)
-    assert rate(GOOD, "host") == pytest.approx(100e9 / 2.5)
-    assert rate(GOOD, "all-gather") == 0.0
+    assert rate(GOOD[:2]) == pytest.approx((3 * 600e12 + 300e12) / 4)
+    assert rate(GOOD[-2:]) == pytest.approx(100e9 / 2.5)
+    assert rate([]) == 0.0
 
 
 def test_packed_rows_count_where_cudnn_serves_them():

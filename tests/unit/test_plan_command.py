@@ -121,5 +121,5 @@ def test_a_search_without_any_plan_fails(monkeypatch, tmp_path, capsys):
     assert "XLA's GPU compiler is not there" in capsys.readouterr().err
 
 
-def none_there(topology, memory_bytes=None):
+def none_there(topology):
     raise RuntimeError("XLA's GPU compiler is not there: install the plan extra")

@@ -4,7 +4,7 @@ from bugs import Bug
 
 COLLECTIVES, ROOFLINE, OP_COST = (f"jaxtrain/plan/program/{name}.py" for name in ("collectives", "roofline", "op_cost"))
 WARNINGS, ASSIGNMENT = "jaxtrain/plan/program/warnings.py", "jaxtrain/plan/program/assignment.py"
-RATES, TOPOLOGY, FLOPS = "jaxtrain/plan/rates.py", "jaxtrain/plan/topology.py", "jaxtrain/flops.py"
+RATES, FLOPS = "jaxtrain/plan/rates.py", "jaxtrain/flops.py"
 SHARDINGS = "jaxtrain/plan/shardings.py"
 COMPILER, SHARDING = "jaxtrain/train/compiler.py", "jaxtrain/sharding.py"
 SEARCH, BOUND = (f"jaxtrain/plan/search/{name}.py" for name in ("search", "bound"))
@@ -289,12 +289,5 @@ BUGS = (
         "batch = math.ceil(batch / shards) * shards",
         "batch = batch // shards * shards",
         "unit/test_search.py -k larger_machine",
-    ),
-    Bug(
-        "topology: a budget may be more memory than the card has",
-        TOPOLOGY,
-        "0 < memory_bytes <= topology.memory_bytes",
-        "0 < memory_bytes",
-        "unit/test_topology.py -k another_memory",
     ),
 )
