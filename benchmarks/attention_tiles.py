@@ -1,9 +1,9 @@
-"""What the tiles of the Pallas attention kernels take of a GPU, by its assembler; needs no GPU.
+"""Registers, shared memory and tensor cores of the Pallas attention kernels, by NVIDIA's assembler. No GPU is needed.
 
     .venv/bin/python -m benchmarks.attention_tiles --chips h200 a100
 
-For each chip, type and head_dim, and each of the three kernels: registers of a thread, bytes that are spilled, bytes of shared
-memory, and the tensor core instructions in use. A kernel that does not fit is an error of the compiler.
+For each chip, type and head_dim, and each of the three kernels: registers of a thread, spilled bytes, bytes of shared memory,
+and the tensor core instructions. A kernel that does not fit is an error of the compiler.
 """
 
 import argparse
@@ -29,7 +29,7 @@ NAME = re.compile(rf"{pallas.PREFIX}(\w+)")
 
 
 def assembler() -> Path:
-    """ptxas of the plan extra. Raises FileNotFoundError where it is not installed."""
+    """Return ptxas of the plan extra. Raises FileNotFoundError where it is not installed."""
     for folder in map(Path, sys.path):
         for found in folder.glob("nvidia/*/bin/ptxas"):
             return found
@@ -37,7 +37,7 @@ def assembler() -> Path:
 
 
 def compile_into(folder: Path, chip: str, spec: Spec, T: int = 4096, N: int = 8, K: int = 2) -> None:
-    """Forward and backward for a described chip, with the compiler's dumps."""
+    """Compile forward and backward for a described chip, and dump what the compiler makes."""
     mesh = Mesh(np.array(topology.devices(topology.parse(f"{chip}:1"))), ("device",))
     whole = NamedSharding(mesh, P())
     dtype = jnp.float32 if spec.dtype == "f32" else jnp.bfloat16
@@ -54,7 +54,11 @@ def compile_into(folder: Path, chip: str, spec: Spec, T: int = 4096, N: int = 8,
 
 
 def taken(folder: Path, name: re.Pattern[str] = NAME) -> dict[str, dict[str, int | str]]:
-    """By kernel, from the dumps. name: of the kernels; its group is what they are called here."""
+    """Return registers, memory and tensor cores of each kernel, from the dumps.
+
+    Args:
+        name: pattern of the kernels' names; its group names them in the table.
+    """
     out: dict[str, dict[str, int | str]] = {}
     for file in folder.glob("*.ptx"):
         text = file.read_text()
@@ -62,10 +66,10 @@ def taken(folder: Path, name: re.Pattern[str] = NAME) -> dict[str, dict[str, int
         if not entry or not target:
             continue
         command = [assembler(), "-v", f"--gpu-name={target[1]}", file, "-o", "/dev/null"]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        spilled, registers = re.search(r"(\d+) bytes spill stores", told), re.search(r"Used (\d+) registers", told)
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        spilled, registers = re.search(r"(\d+) bytes spill stores", printed), re.search(r"Used (\d+) registers", printed)
         if not spilled or not registers:
-            raise ValueError(f"{file.name}: ptxas tells no registers: {told[:200]}")
+            raise ValueError(f"{file.name}: ptxas printed no registers: {printed[:200]}")
         cores = "wgmma" if "wgmma.mma_async" in text else "mma" if re.search(r"\bmma\.sync", text) else "none"
         out[entry[1]] = {"registers": int(registers[1]), "spilled": int(spilled[1]), "tensor cores": cores}
     for file in folder.glob("*.thunk_sequence.txt"):
@@ -77,15 +81,15 @@ def taken(folder: Path, name: re.Pattern[str] = NAME) -> dict[str, dict[str, int
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
-    parser = argparse.ArgumentParser("python -m benchmarks.attention_tiles", description=__doc__.splitlines()[0])
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser("python -m benchmarks.attention_tiles", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--chips", nargs="+", default=["h200", "a100"], help="%(default)s")
     parser.add_argument("--dtypes", nargs="+", default=["bf16", "f32"], help="%(default)s")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table."""
+    """Print the table and return the exit code."""
     args = parser().parse_args(argv)
     print("| chip | type | head_dim | kernel | queries x keys | warps | stages | registers | spilled | shared | tensor cores |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")

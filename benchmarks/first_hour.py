@@ -39,15 +39,15 @@ from typing import Any
 
 import rich.console
 
-from benchmarks import operate
 from jaxtrain import environment, hardware, launch
 from jaxtrain.bench import kernels, node_suite, report
 from jaxtrain.bench.child import LATE, OK, error_line, module_command, run_case, run_program, save_partial
 from jaxtrain.bench.parts import BAD, GOOD, OFF, OUT, Node, Outcome, Part, run_parts
-from jaxtrain.bench.report import number, percent
-from jaxtrain.bench.train_step import DATA, start_devices
-from jaxtrain.bench.work import one_device
+from jaxtrain.bench.report import number
+from jaxtrain.bench.train_step import DATA, one_device, start_devices
 from jaxtrain.command_line import INTERRUPTED, make_console
+from jaxtrain.config import Problem
+from jaxtrain.page.numbers import percent
 from jaxtrain.plan import rates
 
 SECONDS = 540.0  # of a stage
@@ -95,6 +95,18 @@ PARITY_SHAPE = (
     *("--config.model.num_layers=2", "--config.model.d_model=256", "--config.model.d_ff=512", "--config.model.num_heads=4"),
     *("--config.model.num_kv_heads=2", "--config.model.head_dim=64", "--config.data.seq_len=512"),
     *("--config.train.global_batch=4", "--config.train.grad_accum=2"),
+)
+RUN_STEPS = 60
+TURNS = ("off", "on", "on", "off")  # log.gpu_every_s 0 and 1: with "on" the driver is queried each second
+# Four layers, so that the state at the end of a run is small; a batch that takes about a second.
+SHORT = (
+    f"--config={launch.REPO}/configs/llama3_1b.py:gpus=1",
+    *("--config.model.num_layers=4", "--config.train.global_batch=16", "--config.train.grad_accum=4"),
+)
+TINY = (node_suite.TINY, *node_suite.SMALL, "--config.train.global_batch=8")
+LEAN = (
+    *(f"--config.train.steps={RUN_STEPS}", "--config.optimizer.warmup_steps=5", "--config.log.every_steps=5"),
+    *("--config.eval.every_steps=0", "--config.sample.max_tokens=0", "--config.checkpoint.every_steps=0"),
 )
 
 
@@ -179,10 +191,10 @@ def use_rates(out: Path, gpu_name: str) -> str:
 def time_kernels(kind: str, node: Node, limit_s: float) -> Outcome:
     """Time the kernels of one kind against their floors."""
     request = {"kind": kind, "limit_s": 0.8 * limit_s, "cache": node.cache}
-    answer = run_case("jaxtrain.bench.kernels:measure", request, log=node.folder.log(kind), limit_s=limit_s)
+    answer = run_case(kernels.CASE, request, log=node.folder.log(kind), limit_s=limit_s)
     rows = answer.get("rows", [])
-    lines = report.markdown(f"Kernels: {kind}", kernels.HEADINGS, map(kernels.row, rows))
-    bad = [f"{r['kind']} {r['what']}: {r['why']}" for r in rows if r["verdict"] not in (OK, "not timed")]
+    lines = report.markdown(kernels.make_table(f"Kernels: {kind}", rows))
+    bad = [f"{r['kind']} {r['what']}: {r['why']}" for r in rows if r["verdict"] not in (OK, kernels.NOT_TIMED)]
     done = [r for r in rows if r["verdict"] == OK]
     text = f"{len(done)} timed"
     if reached := [r["of_floor"] for r in done if r["of_floor"]]:
@@ -210,44 +222,27 @@ def time_packing(request: dict[str, Any]) -> dict[str, Any]:
     began = time.monotonic()
     (one,) = start_devices(one_device(request["cache"]), 1)
     import jax
-    import jax.numpy as jnp
-    import numpy as np
 
-    from jaxtrain.kernels import attention
+    from jaxtrain.bench.microbenchmarks import Sizes, attention_loop, looped, timed
+    from jaxtrain.kernels.attention import Spec
 
     smoke = request["smoke"]
-    T, N, K, H = (128, 4, 2, 16) if smoke else (8192, 32, 8, 128)
+    shape, iterations = ((1, 128, 4, 2, 16), 2) if smoke else ((1, 8192, 32, 8, 128), 10)
+    sizes = Sizes(warm_s=0.0, repeats=3) if smoke else Sizes()
     name = "chunked" if one.platform == "cpu" else "cudnn"
-    kernel = attention.implementation(name)
-    mesh = jax.sharding.Mesh(np.asarray([one]), ("all",))
-    q, k, v, do = (jax.random.normal(jax.random.key(i), (1, T, n, H), jnp.bfloat16) for i, n in enumerate((N, K, K, N)))
     rows: list[dict[str, Any]] = []
     for segments, documents in ((1, 1), (8, 8), (32, 1), (32, 12), (64, 12))[: 2 if smoke else None]:
-        row = {"kernel": name, "max_segments": segments, "documents": documents}
         if time.monotonic() - began > request["limit_s"]:
             break
-        spec = attention.Spec(H, "bf16", segments > 1, segments)
-        starts = np.linspace(0, T, documents, endpoint=False).astype(np.int32)
-        document = np.searchsorted(starts, np.arange(T), side="right").astype(np.int32)[None]
-        position = np.arange(T, dtype=np.int32)[None] - starts[document - 1]
-        packed = attention.Rows(*map(jnp.asarray, (document, position, document, position)))
-        prepared = jax.jit(kernel.prepare, static_argnums=1)(packed, spec)
-
-        def both(q, k, v, do, prepared, spec=spec):
-            o, back = jax.vjp(lambda q, k, v: kernel.attention(q, k, v, prepared, spec), q, k, v)
-            return o, *back(do)
-
-        none = jax.P()
-        step = jax.shard_map(both, mesh=mesh, in_specs=(none,) * 5, out_specs=none, check_vma=False)
+        row = {"kernel": name, "max_segments": segments, "documents": documents}
+        spec = Spec(shape[-1], "bf16", segments > 1, segments)
+        body, constants, q_BTNH = attention_loop(one, name, spec, shape, True, documents)
         try:
-            step = jax.jit(step).lower(q, k, v, do, prepared).compile()
-            seconds = []
-            for _ in range(3 if smoke else 15):
-                start = time.perf_counter()
-                jax.block_until_ready(step(q, k, v, do, prepared))
-                seconds.append(time.perf_counter() - start)
+            program: Any = looped(body, iterations)
+            step = program.lower(constants, q_BTNH).compile()
+            seconds = statistics.median(timed(step, constants, q_BTNH, sizes=sizes)) / iterations
             used = step.memory_analysis()
-            row |= {"seconds": statistics.median(seconds), "temp_gib": used.temp_size_in_bytes / 2**30 if used else None}
+            row |= {"seconds": seconds, "temp_gib": used.temp_size_in_bytes / 2**30 if used else None}
         except jax.errors.JaxRuntimeError as error:  # the workspace alone may exceed the memory
             row["failed"] = error_line(error)
         rows.append(row)
@@ -261,7 +256,7 @@ def time_packing(request: dict[str, Any]) -> dict[str, Any]:
 def case_argv(case: str, smoke: bool, memory_gib: float) -> list[str]:
     """Return the command line of one of CASES on this device."""
     base, tiny, more = CASES[case]
-    base = [*operate.TINY, *tiny] if smoke else base or (HALF if memory_gib >= NEED_GIB else ONE)
+    base = [*TINY, *tiny] if smoke else base or (HALF if memory_gib >= NEED_GIB else ONE)
     # A smoke test has two layers, because a loop needs several.
     return [*base, *(["--config.model.num_layers=2"] if smoke else []), *more, *DATA["synthetic"]]
 
@@ -278,7 +273,7 @@ def time_case(case: str, node: Node, limit_s: float, trace: str = "") -> Outcome
         f"{report.beside_plan(answer['step_s']['median'], planned.get('step_s'))} s, {answer['tokens_per_s']:,.0f} tokens/s, "
     )
     text += f"MFU {percent(answer['mfu_causal'])} causal, peak {report.beside_plan(peak, planned.get('peak_gib'), '.2f')} GiB"
-    lines = report.markdown(case, ("", ""), report.step_details(case, answer))
+    lines = report.markdown(report.step_details(case, answer))
     return Outcome(OFF if node_suite.differences_from_plan(case, answer) else GOOD, text, lines, answer)
 
 
@@ -319,8 +314,64 @@ def pack(folder: Path, target: Path) -> list[Path]:
 
 def check_checkpoint(node: Node, limit_s: float) -> Outcome:
     """A save of a small llama3_1b's state and a restore, bit for bit."""
-    argv = [*(operate.TINY if node.smoke else operate.SHORT), *DATA["synthetic"], f"--config.paths.cache={node.cache}"]
+    argv = [*(TINY if node.smoke else SHORT), *DATA["synthetic"], f"--config.paths.cache={node.cache}"]
     return node_suite.save_and_restore(node, argv, limit_s, devices=1)
+
+
+# ---- Stage 6: the operator's tools. Preflight is recorded, so that the node becomes a test input (tests/recorded).
+
+
+def record_preflight(node: Node, limit_s: float) -> Outcome:
+    """All checks and measurements of preflight, and a recording of the node's answers."""
+    file, recorded = node.path / "preflight.json", node.path / "recorded_node"
+    command = module_command("preflight", f"--json={file}", f"--record={recorded}")
+    code, outcome = node.run_program("Preflight", command, limit_s)
+    verdict = {0: GOOD, 3: OFF}.get(code or 0, BAD) if code is not None and file.exists() else BAD
+    return Outcome(verdict, outcome.found, outcome.lines, json.loads(file.read_text()) if file.exists() else {})
+
+
+def train(node: Node, name: str, every_s: int, limit_s: float) -> tuple[Outcome, dict[str, Any]]:
+    """Train a short run with GPU metrics every `every_s` seconds. Return its outcome and receipt."""
+    folder = node.path / name
+    command = module_command("main", *(TINY if node.smoke else SHORT), *DATA["synthetic"], *LEAN)
+    command += [f"--config.log.gpu_every_s={every_s}", f"--workdir={folder}"]
+    code, outcome = node.run_program(name, command, limit_s)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # gigabytes
+    return outcome, json.loads((folder / "receipt.json").read_text()) if code == 0 else {}
+
+
+def check_gpu_metrics(node: Node, limit_s: float) -> Outcome:
+    """GPU metrics while a run trains, and its receipt."""
+    outcome, receipt = train(node, "run", 2, limit_s)
+    if outcome.verdict == BAD:
+        return outcome
+    folder = node.path / "run"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    seen = [line for line in lines if line["kind"] == "gpu"]
+    code, said = node.run_program("report", module_command("report", str(folder)), 60)
+    if code != 0:
+        return Outcome(BAD, f"the report: {said.found}", said.lines, receipt)
+    if not seen and not node.smoke:
+        return Outcome(BAD, "no GPU metrics", data=receipt)
+    missing = sorted({key for line in seen for key, value in line.items() if value is None})
+    text = f"lines of GPU metrics: {len(seen)}" + (f"; without {', '.join(missing)}" if missing else "")
+    return Outcome(GOOD, f"{text}; receipt, metrics and page in {folder.name}/", data={"gpu": seen, "receipt": receipt})
+
+
+def time_gpu_metrics(node: Node, limit_s: float) -> Outcome:
+    """Steps with and without GPU metrics each second, alternately: the cost of querying the driver."""
+    medians: dict[str, list[float]] = {"off": [], "on": []}
+    turns = TURNS[:2] if node.smoke else TURNS
+    for turn, which in enumerate(turns):
+        name = f"turn{turn}_{which}"
+        outcome, receipt = train(node, name, int(which == "on"), limit_s / len(turns))
+        shutil.rmtree(node.path / name, ignore_errors=True)
+        if outcome.verdict == BAD:
+            return Outcome(BAD, f"turn {turn}, {which}: {outcome.found}", outcome.lines, medians)
+        medians[which].append(receipt["speed"]["step_time_s"]["median"])
+    on, off = statistics.mean(medians["on"]), statistics.mean(medians["off"])
+    times = ", ".join(f"{which} {' and '.join(f'{s:.4g}' for s in seconds)} s" for which, seconds in medians.items())
+    return Outcome(GOOD, f"a step takes {on / off - 1:+.2%} with it ({times})", data=medians)
 
 
 # ---- The stages
@@ -368,7 +419,9 @@ STAGES: dict[int, tuple[Part, ...]] = {
     6: (
         Part("trace", trace_steps, 200, 60),
         Part("save and restore", check_checkpoint, 110, 40),
-        *operate.PARTS,
+        Part("preflight", record_preflight, 75, 30),
+        Part("a run and its receipt", check_gpu_metrics, 150, 60),
+        Part("cost of sampling", time_gpu_metrics, 300, 120),
     ),
 }
 
@@ -405,11 +458,6 @@ def clean_environment(environ: Mapping[str, str]) -> list[str]:
 
 # ---- The summary
 
-ITEM_HEADINGS = ("stage", "item", "", "s", "result")
-STEP_HEADINGS = (
-    *("case", "step s", "estimated", "ratio", "peak GiB", "estimated", "ratio", "tokens/s", "MFU causal", "compile s", ""),
-)
-
 
 def summary(out: Path, console: rich.console.Console) -> None:
     """Print the verdict of each item, and train steps estimated beside measured."""
@@ -433,15 +481,17 @@ def summary(out: Path, console: rich.console.Console) -> None:
             cells = [cell for a, b, form in pairs for cell in (number(a, form), number(b, form), ratio(a, b))]
             cells += [number(r.get("tokens_per_s"), ",.0f"), percent(r.get("mfu_causal")), number(r.get("compile_s"), ".1f")]
             steps.append([part.name, *cells, r.get("why") or r.get("not_planned") or ""])
-    report.print_table(console, ITEM_HEADINGS, rows, text=3)
+    report.print_table(console, report.make_table("Items", ("stage", "item", "", "s", "result"), rows, text=3))
     report.print_line(console, "Train steps, estimated beside measured", "bold")
-    report.print_table(console, STEP_HEADINGS, steps)
+    headings = ("case", "step s", "estimated", "ratio", "peak GiB", "estimated", "ratio", "tokens/s", "MFU causal", "compile s")
+    report.print_table(console, report.make_table("Train steps", (*headings, ""), steps))
 
 
 # ---- The command line
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m benchmarks.first_hour", description=__doc__, formatter_class=raw)
     parser.add_argument("--stage", type=int, choices=tuple(STAGES), help="see above")
@@ -454,16 +504,16 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def refusal(args: argparse.Namespace, devices: hardware.Devices) -> str:
-    """Return why this command line is impossible, with the fix; "" if it is possible."""
+def find_problems(args: argparse.Namespace, devices: hardware.Devices) -> list[Problem]:
+    """Return why this command line is impossible."""
     if not args.stage:
-        return "" if args.summary else "--stage is missing. For example --stage=1."
+        return [] if args.summary else [Problem("--stage", None, "missing", "For example --stage=1.")]
     known = [part.name for part in STAGES[args.stage]]
     if [name for name in filter(None, args.only.split(";")) if name not in known]:
-        return f"--only = {args.only}: no such item in stage {args.stage}. It has {'; '.join(known)}."
+        return [Problem("--only", args.only, f"no such item in stage {args.stage}", f"It has {'; '.join(known)}.")]
     if not args.smoke and (devices.kind != "gpu" or not devices.count):
-        return f"no GPU here: {devices.source}. --smoke runs a stage on the CPU."
-    return ""
+        return [Problem("--stage", args.stage, f"no GPU here ({devices.source})", "Add --smoke to run it on the CPU.")]
+    return []
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -472,9 +522,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = args.out.expanduser().absolute()
     work = args.work.expanduser().absolute() if args.work else out / "work"
     devices = hardware.probe()
-    if wrong := refusal(args, devices):
-        print(wrong, file=sys.stderr)
-        return 2
+    if problems := find_problems(args, devices):
+        return launch.report(problems)
     console, code = make_console(report.WIDTH), 0
     if args.stage:
         if not args.smoke:

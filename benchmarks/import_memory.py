@@ -9,9 +9,7 @@ devices included, less what it held before; size is that of the safetensors file
 import argparse
 import json
 import os
-import resource
 import shutil
-import threading
 import time
 from pathlib import Path
 
@@ -19,7 +17,7 @@ SHARD = 1 << 30
 
 
 def shape_of(gigabytes: float) -> dict:
-    """config.json of a model of Llama 3 8B's shape, narrower throughout, whose weights take so much in bfloat16."""
+    """Return config.json of a model of Llama 3 8B's shape, narrower throughout, whose weights take so much in bfloat16."""
     scale = (gigabytes / 16.06) ** 0.5
     width, wide, vocab = (max(256, round(size * scale / 256) * 256) for size in (4096, 14336, 128256))
     layers = 32
@@ -40,7 +38,7 @@ def shape_of(gigabytes: float) -> dict:
 
 
 def write(folder: Path, gigabytes: float) -> None:
-    """A file at a time, so that making it takes little memory."""
+    """Write the checkpoint, a file at a time, so that it takes little memory."""
     import ml_dtypes
     import numpy as np
     from safetensors.numpy import save_file
@@ -69,37 +67,27 @@ def write(folder: Path, gigabytes: float) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
 
 
-def resident() -> int:
-    """Bytes of this process in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def memory(line: str) -> int:
+    """Return bytes of this process from /proc: VmRSS, in memory now, or VmHWM, the most since `reset_peak`."""
+    (value,) = [row.split()[1] for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(f"{line}:")]
+    return 1024 * int(value)
 
 
-class Peak:
-    """The most memory while a block runs, looked at a hundred times a second."""
-
-    def __enter__(self) -> "Peak":
-        self.bytes, self._over = resident(), threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._over.wait(0.01):
-            self.bytes = max(self.bytes, resident())
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._thread.join()
+def reset_peak() -> None:
+    """Let VmHWM start anew."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser("python -m benchmarks.import_memory", description=__doc__.partition("\n")[0])
+    """Return the parser of the command line."""
+    p = argparse.ArgumentParser("python -m benchmarks.import_memory", description=(__doc__ or "").partition("\n")[0])
     p.add_argument("--gigabytes", type=float, default=1.0, help="of the checkpoint, about")
-    p.add_argument("--folder", type=Path, required=True, help="a scratch folder, with twice the room")
+    p.add_argument("--folder", type=Path, required=True, help="a scratch folder with space for twice the checkpoint")
     return p
 
 
 def main() -> None:
+    """Write a checkpoint, import it, and print its memory and time."""
     # Before jax is imported; not at import, which the tests of the docs do.
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
@@ -107,7 +95,7 @@ def main() -> None:
     theirs, ours = args.folder / "theirs", args.folder / "ours"
     for folder in (theirs, ours):
         shutil.rmtree(folder, ignore_errors=True)
-    made = os.fork()  # what making it takes is not of this process
+    made = os.fork()  # so that writing it takes no memory of this process
     if not made:
         write(theirs, args.gigabytes)
         os._exit(0)
@@ -123,13 +111,13 @@ def main() -> None:
     jax.block_until_ready(jax.device_put(0.0))
     orbax()
     folder = open_folder(theirs)
-    before, started = resident(), time.perf_counter()
-    with Peak() as peak:
-        import_folder(folder, ours, "auto", print)
+    before, started = memory("VmRSS"), time.perf_counter()
+    reset_peak()
+    import_folder(folder, ours, "auto", print)
     report = {
         "devices": jax.local_device_count(),
         "size_gb": folder.bytes / 1e9,
-        "peak_over_size": (peak.bytes - before) / folder.bytes,
+        "peak_over_size": (memory("VmHWM") - before) / folder.bytes,
         "seconds": time.perf_counter() - started,
     }
     print(json.dumps(report))

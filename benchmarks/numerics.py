@@ -1,14 +1,13 @@
-"""How fewer bits change what is learnt: the same run in several precisions, or with its moments stored in several types.
+"""Losses of the same run in several precisions, or with its moments stored in several types.
 
     python -m benchmarks.numerics --of=precision --config=configs/tiny.py --config.train.steps=300 --seeds=2
     python -m benchmarks.numerics --of=moments --config=configs/tiny.py --config.train.steps=300 --seeds=2
 
-Trains on one device, from `seeds` initial weights, and prints a table: training loss over the last 20 steps and loss on
-held-out text after the last one, their means over the seeds; how far those are from the first row's, and how far the seed is
-that is furthest from its own run in the first row; and how far the training loss of a seed, averaged over 20 steps, ever was.
-The last rows are the first again with another optimizer.eps, 1% off and twice as far: what they part by is chance. On CPU
-products in FP8 are emulated: rounded as on a GPU, added up in float32. As above it takes minutes there; docs/precision.md and
-docs/memory.md hold the tables that it made.
+Trains on one device from `seeds` initial weights and prints a table: the training loss over the last 20 steps and the loss on
+held-out text after the last one, as means over the seeds. Beside each: its difference from the first row, that of the seed
+which differs most, and the largest difference at any time of the training loss over 20 steps. The last rows repeat the first
+with optimizer.eps 1% and 2% off: their differences are chance. On a CPU, FP8 matmuls are emulated: rounded as on a GPU, summed
+in float32. The commands above take minutes there; docs/precision.md and docs/memory.md have their tables.
 """
 
 import dataclasses
@@ -32,23 +31,23 @@ EPS = (1.01, 1.02)  # times optimizer.eps: changes that mean nothing
 
 
 def in_precision(run: RunConfig, precision: str, exclude: str = "") -> RunConfig:
-    """The run in another precision, its other types as that would have them."""
+    """Return the run in another precision, its other types as that would have them."""
     dtypes = dataclasses.replace(run.dtypes, reduce="f32" if precision == "f32" else "bf16")
     return dataclasses.replace(run, precision=precision, fp8=Fp8(exclude), dtypes=dtypes)
 
 
 def with_moments(run: RunConfig, m: str, v: str) -> RunConfig:
-    """The run with its moments stored so."""
+    """Return the run with its moments stored in these types."""
     return dataclasses.replace(run, dtypes=dataclasses.replace(run.dtypes, m=m, v=v))
 
 
 def with_eps(run: RunConfig, times: float) -> RunConfig:
-    """The run with another optimizer.eps."""
+    """Return the run with another optimizer.eps."""
     return dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, eps=times * run.optimizer.eps))
 
 
 def variants(run: RunConfig, of: str) -> dict[str, RunConfig]:
-    """Name of a row -> its run; the first is what the others are compared with."""
+    """Return the run of each row by its name. The others are compared with the first."""
     if of == "precision":
         first = {"bf16": in_precision(run, "bf16")}
         others = {
@@ -65,7 +64,7 @@ def variants(run: RunConfig, of: str) -> dict[str, RunConfig]:
 
 
 def losses(run: RunConfig) -> tuple[np.ndarray, float]:
-    """(training loss of each step, loss on held-out text after the last) of a run on the first device."""
+    """Return (training loss of each step, loss on held-out text after the last) of a run on the first device."""
     train, sets = open_data(run)
     (held_out,) = sets.values()
     run = with_documents(run, train, held_out)
@@ -81,7 +80,7 @@ def losses(run: RunConfig) -> tuple[np.ndarray, float]:
 
 
 def rows(run: RunConfig, of: str, seeds: int) -> Iterator[str]:
-    """Lines of a Markdown table."""
+    """Yield the lines of a Markdown table."""
     base: list[tuple[np.ndarray, float]] = []
     window = np.ones(WINDOW) / WINDOW
     for name, one in variants(run, of).items():
@@ -110,7 +109,7 @@ OPTIONS = {"of": "precision", "seeds": "1"}
 
 
 def main() -> int:
-    """Prints the table; 2 where the command or the config is wrong."""
+    """Print the table. Return 0, or 2 where the command or the config is wrong."""
     loaded = launch.load(sys.argv[1:], OPTIONS)
     problems = list(loaded.problems)
     if loaded.options["of"] not in ("precision", "moments"):

@@ -4,9 +4,9 @@
 
 Compiles Llama 3 8B, one sequence of 8192 tokens a GPU, fsdp=8, for eight described H200s: MaxText's step in the environment of
 MaxText that `--python` names (benchmarks/peer_maxtext_step.py), ours here. Then reads all of them alike: peak memory as XLA
-counts it, and the plan's roofline over the scheduled program. No GPU is needed, and nothing is run on one. `--out` keeps what
-was compiled (HLO, buffer assignment, sizes), `--read` reads such a folder again and compiles nothing. In the file of
-`--markdown`, what stands from the heading "## What explains the differences" on is kept.
+counts it, and the plan's roofline over the scheduled program. No GPU is needed. `--out` keeps the compiled programs, `--read`
+reads such a folder again and compiles nothing. In the file of `--markdown`, the text from the heading
+"## What explains the differences" on is kept.
 
 Exit code 0: compared; 1: a step could not be compiled or read; 2: --python has no MaxText. It is no dependency of jaxtrain:
 
@@ -35,6 +35,7 @@ from jaxtrain import flops, hardware, launch
 from jaxtrain.config import RunConfig
 from jaxtrain.installed import versions
 from jaxtrain.page.numbers import number, percent
+from jaxtrain.page.sections import markdown_table
 from jaxtrain.plan.program import assignment, hlo, roofline
 from jaxtrain.plan.topology import TopologyError, parse
 from jaxtrain.receipt.format import now
@@ -83,7 +84,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Of its files."""
+        """Return the name of its files."""
         return re.sub(r"[^a-z0-9]+", "-", f"{self.who} {self.what} {self.options.removesuffix(chr(39) + 's')}".lower())
 
 
@@ -111,11 +112,11 @@ CASES = (
 
 
 class PeerError(RuntimeError):
-    """MaxText is not there, or its step could not be compiled."""
+    """MaxText is not installed, or a step could not be compiled."""
 
 
 def check_python(python: str) -> str:
-    """MaxText's version in that environment. Raises PeerError where there is none."""
+    """Return MaxText's version in that environment. Raises PeerError if it is not installed."""
     ask = "import importlib.metadata as m; print(m.version('maxtext'))"
     try:
         done = subprocess.run([python, "-c", ask], capture_output=True, text=True, timeout=60)
@@ -130,7 +131,7 @@ def check_python(python: str) -> str:
 
 
 def _run(keys: Sequence[str] = ()) -> RunConfig:
-    """Our config of that work. Raises PeerError where training would refuse it."""
+    """Return our config of that work. Raises PeerError if training would refuse it."""
     loaded = launch.load([CONFIG[0].replace("=", f"={REPO}/"), *CONFIG[1:], *keys])
     if loaded.problems:
         raise PeerError(f"{' '.join(keys)}: {loaded.problems}")
@@ -138,7 +139,7 @@ def _run(keys: Sequence[str] = ()) -> RunConfig:
 
 
 def compile_ours(cases: Sequence[Case], out: Path) -> dict[str, Any]:
-    """Compiles our steps and writes each to the folder. Returns the compiler options of the last with OURS under full remat."""
+    """Compile our steps and write each to the folder. Return the compiler options of our step of PAIR."""
     from jaxtrain.plan.compile import compile_step
 
     theirs: dict[str, Any] = {}
@@ -167,7 +168,7 @@ def compile_ours(cases: Sequence[Case], out: Path) -> dict[str, Any]:
 
 
 def compile_theirs(python: str, cases: Sequence[Case], ours: Mapping[str, Any], out: Path) -> None:
-    """Compiles MaxText's steps, a process for each program. Raises PeerError with the end of its log where one fails."""
+    """Compile MaxText's steps, a process for each program. Raises PeerError with the end of the log of one that fails."""
     machine = parse(TOPOLOGY)
     description = out / "description.txtpb"
     description.write_text(machine.description)
@@ -186,7 +187,7 @@ def compile_theirs(python: str, cases: Sequence[Case], ours: Mapping[str, Any], 
             )
 
 
-# ---- Telling
+# ---- The page
 
 HEADER = [
     *("step", "remat", "compiler options", "peak GiB", "planned ms", "exposed ms", "GEMMs ms", "attention ms"),
@@ -195,7 +196,7 @@ HEADER = [
 
 
 def table(steps: Mapping[Case, Read]) -> str:
-    """All steps, a line each."""
+    """Return the table of all steps."""
     lines = []
     for case, r in steps.items():
         t = r.timed
@@ -203,16 +204,11 @@ def table(steps: Mapping[Case, Read]) -> str:
         figures += (*(number(x, 1) for x in (t.memory_ms, r.memory_gb, r.wire_gb)), percent(r.mfu))
         who = f"{case.who} {r.facts['versions']['maxtext']}" if case.who == "MaxText" else case.who
         lines.append([who, f"`{case.what}`" if case.who == "MaxText" else case.what, case.options, *figures])
-    return _grid(HEADER, lines, words=3)
-
-
-def _grid(header: Sequence[str], lines: Sequence[Sequence[str]], words: int) -> str:
-    rule = ["---"] * words + ["---:"] * (len(header) - words)
-    return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *lines])
+    return "\n".join(markdown_table(HEADER, lines))
 
 
 def parts_table(steps: Mapping[Case, Read]) -> str:
-    """GB of memory-bound kernels by part, of the pair."""
+    """Return the table of GB of memory-bound kernels by part of the model, for PAIR."""
     sums = []
     for case in PAIR:
         gb: dict[str, float] = defaultdict(float)
@@ -223,11 +219,11 @@ def parts_table(steps: Mapping[Case, Read]) -> str:
     names = [name for name, _ in PARTS] + ["others"]
     lines = [[name, *(number(gb[name], 1) for gb in sums)] for name in names]
     lines.append(["together", *(number(sum(gb.values()), 1) for gb in sums)])
-    return _grid(["GB, full remat, jaxtrain's options", *(c.who for c in PAIR)], lines, words=1)
+    return "\n".join(markdown_table(["GB, full remat, jaxtrain's options", *(c.who for c in PAIR)], lines))
 
 
 def waits(steps: Mapping[Case, Read], least_ms: float = 0.5) -> str:
-    """Collectives that compute waits for, by the Python that caused them."""
+    """Return the table of exposed collectives, by the lines of Python that cause them."""
     lines = []
     for case, r in steps.items():
         sums: dict[tuple[str, str, str, str], float] = defaultdict(float)
@@ -236,17 +232,17 @@ def waits(steps: Mapping[Case, Read], least_ms: float = 0.5) -> str:
         for (kind, dtype, label, source), ms in sorted(sums.items(), key=lambda item: -item[1]):
             if ms >= least_ms:
                 lines.append([f"{case.who} {case.what}, {case.options}", f"{kind} {dtype}", f"{label} {source}", number(ms, 1)])
-    return _grid(["step", "collective", "where", "exposed ms"], lines, words=3)
+    return "\n".join(markdown_table(["step", "collective", "where", "exposed ms"], lines))
 
 
 def held_table(steps: Mapping[Case, Read], most: int = 8) -> str:
-    """The largest of what is in the heap at its fullest, of the pair."""
+    """Return the table of the largest buffers at the peak, for PAIR."""
     lines = [[c.who, f"{what}", number(gib, 2)] for c in PAIR for gib, what in steps[c].held[:most]]
-    return _grid(["step", "held at the peak, besides arguments", "GiB"], lines, words=2)
+    return "\n".join(markdown_table(["step", "held at the peak, besides arguments", "GiB"], lines))
 
 
 def markdown(steps: Mapping[Case, Read], explained: str) -> str:
-    """The page. `explained`: what it ends with, written by hand."""
+    """Return the page. `explained`: its end, which is written by hand."""
     maxtext, ours = (next(r for c, r in steps.items() if c.who == who).facts["versions"] for who in ("MaxText", "jaxtrain"))
     theirs = f"MaxText {maxtext['maxtext']}"
     where = f"{next(iter(steps.values())).facts['date']}, {os.cpu_count()} CPU cores, no GPU"
@@ -294,7 +290,7 @@ XLA's trials of ways to write a fusion are off, as in every plan.
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peer_maxtext", description=(__doc__ or "").partition("\n")[0])
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--python", help="of an environment that has MaxText")
@@ -305,7 +301,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compiles, reads, prints; 0, 1 where a step could not be compiled or read, 2 where the command is wrong."""
+    """Compile, read and print. Return 0; 1 if a step could not be compiled or read; 2 if the command is wrong."""
     args = parser().parse_args(argv)
     start_jax(hardware.probe())
     with tempfile.TemporaryDirectory() as scratch:

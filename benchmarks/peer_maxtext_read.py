@@ -1,4 +1,4 @@
-"""Reads a compiled step that need not be ours with the plan's meter: what stands in HLO, XLA's buffer assignment and its sizes.
+"""Read any compiled step as a plan reads ours: its HLO, XLA's buffer assignment and its sizes.
 
 benchmarks/peer_maxtext.py compiles such steps and says what the files of one are.
 """
@@ -24,7 +24,7 @@ REPO = Path(__file__).resolve().parent.parent
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """A compiled step as the meter sees it. Milliseconds, GiB of memory and GB that move, all of one GPU and one step."""
+    """A compiled step: milliseconds, GiB of memory and GB of traffic, all of one GPU and one step."""
 
     peak_gib: float
     arguments_gib: float
@@ -71,7 +71,7 @@ def _times(launches: roofline.Launches) -> tuple[float, float]:
 
 
 def _held(read: assignment.Assignment, module: hlo.Module) -> tuple[tuple[float, str], ...]:
-    """What is alive in the heap when it is fullest, by the Python that made it; arguments are not in the heap."""
+    """Return the buffers of the heap at its peak, by the Python that made them. Arguments are not in the heap."""
     most, fullest = -1, {}
     for bytes_alive, alive in assignment.replay(read, assignment.device_heap(read)):
         if bytes_alive > most:
@@ -117,14 +117,14 @@ PARTS = (
 
 
 def part(kernel: result.Kernel) -> str:
-    """Which part of a step a memory-bound kernel belongs to."""
+    """Return the part of a step that a memory-bound kernel belongs to."""
     text = f"{kernel.op_name} {kernel.source} {_function(kernel.source)}"
     return next((name for name, form in PARTS if re.search(form, text)), "others")
 
 
 @functools.cache
 def _function(source: str) -> str:
-    """Class and function around a file:line of ours; "" for any other."""
+    """Return class and function around a file:line of ours; "" for any other."""
     name, _, line = source.rpartition(":")
     if not name.startswith("jaxtrain/"):
         return ""

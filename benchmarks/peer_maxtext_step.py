@@ -1,4 +1,4 @@
-"""Compiles MaxText's train step for described GPUs. benchmarks/peer_maxtext.py runs it in an environment of MaxText's own.
+"""Compile MaxText's train step for described GPUs. benchmarks/peer_maxtext.py runs it in an environment of MaxText's own.
 
     PYTHON benchmarks/peer_maxtext_step.py --out=FOLDER --description=TEXTPROTO --gpus=8 --options=JSON -- remat_policy=full ...
 

@@ -1,259 +1,316 @@
-"""The same train step in PyTorch: transformers' Llama, torch.compile, SDPA, fused AdamW. Imports nothing of jaxtrain.
+"""The same model and batch in PyTorch and here, alternately on one GPU, and the ratio of their speeds.
 
-    PYTHON benchmarks/peer_torch.py SPEC.json ANSWER.json
+    python -m benchmarks.peer_torch --config=configs/llama3_8b.py:half --python=~/torch/bin/python
 
-`./run.sh bench --peer=torch` writes SPEC.json and reads ANSWER.json; jaxtrain/bench/torch_peer.py describes both.
-Parameters and moments are float32 and the rest runs under bfloat16 autocast, as in jaxtrain; microbatches add up their
-gradients, which are clipped by their global norm. Several candidates are tried for a few steps each, and the fastest is timed:
-how SDPA computes attention (cuDNN's kernel, or flash attention), and whether each layer is compiled or the model as a whole.
+First both train a small model of the same kind, from the same weights in float32. Where their losses differ, they do not do the
+same work, and nothing is compared. For the large model these must then agree: parameters, rotary frequencies, batch,
+microbatches, precision and optimizer. benchmarks/peer_torch_step.py is the step in PyTorch.
 """
 
-import contextlib
-import gc
-import json
+import dataclasses
+import os
+import shutil
+import statistics
+import subprocess
 import sys
-import time
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
-import torch._dynamo
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers import __version__ as transformers_version
+import rich.console
 
-# Layers are compiled one by one, from one function. Above its limit of versions of a function (8, as it comes), torch.compile
-# would run the rest of them uncompiled, and say so only in its log. No less than the layers of the largest models here.
-VERSIONS = 128
+from jaxtrain import flops, hardware, launch
+from jaxtrain.bench import report, train_step
+from jaxtrain.bench.child import FAILED, OK, last_lines, run_case
+from jaxtrain.bench.report import Folder
+from jaxtrain.bench.train_step import DATA
+from jaxtrain.command_line import Command, Option, Parsed, make_console, run_command
+from jaxtrain.config import ConfigError, Problem, RunConfig
+from jaxtrain.data import pipeline
+from jaxtrain.validate.places import writable
 
-BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+SCRIPT = launch.REPO / "benchmarks" / "peer_torch_step.py"
+EXPORT = "benchmarks.peer_torch:export_example"
+# One document per sequence: PyTorch's causal kernels compute that.
+SAME_WORK = ("--config.data.packing=none",)
+# A model small enough to hand over with its weights. Kinds of layers, rotary scaling and the optimizer stay the config's.
+SMALL = (
+    *("model.num_layers=2", "model.d_model=64", "model.d_ff=128", "model.vocab_size=272", "data.seq_len=64"),
+    *("precision=f32", "train.global_batch=4", "train.grad_accum=2", "mesh.data=1", "mesh.fsdp=1", "remat.policy=none"),
+    *("optimizer.lr=0.01", "optimizer.lr_min=0.001", "optimizer.warmup_steps=1"),  # so that an update shows
+    *("attention.impl=auto", *(f"dtypes.{name}=f32" for name in ("params", "m", "v", "grads", "reduce"))),
+)
+# Relative, of losses in float32 after updates: both sum thousands of products in an order of their own.
+SAME = 1e-4
+CHECKED = 4  # steps of that comparison
+TUNE_S = 100.0  # after which the peer tries no further settings
 
-
-def make_model(spec: dict, device: torch.device) -> LlamaForCausalLM:
-    """The model, float32, on the device; with the spec's weights if it has some. Raises ValueError where it is another one."""
-    m = spec["model"]
-    config = LlamaConfig(
-        vocab_size=m["vocab_size"],
-        hidden_size=m["d_model"],
-        intermediate_size=m["d_ff"],
-        num_hidden_layers=m["num_layers"],
-        num_attention_heads=m["num_heads"],
-        num_key_value_heads=m["num_kv_heads"],
-        head_dim=m["head_dim"],
-        rms_norm_eps=m["norm_eps"],
-        tie_word_embeddings=m["tied_head"],
-        max_position_embeddings=spec["seq_len"],
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    with device:
-        model = LlamaForCausalLM(config).float()
-    if spec["weights"]:
-        arrays = np.load(spec["weights"])
-        state = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-        left = model.load_state_dict(state, strict=False)
-        missing = [name for name in left.missing_keys if name != "lm_head.weight" or not m["tied_head"]]
-        if missing or left.unexpected_keys:
-            raise ValueError(f"weights that do not match: missing {missing}, unexpected {left.unexpected_keys}")
-    count = sum(p.numel() for p in model.parameters())
-    if count != spec["parameters"]:
-        raise ValueError(f"another model: {count:,} parameters here, {spec['parameters']:,} in the spec")
-    # As numbers: how a config asks for scaled frequencies differs between versions of transformers.
-    wanted = torch.tensor(spec["rotary_frequencies"], dtype=torch.float32, device=device)
-    if wanted.shape != model.model.rotary_emb.inv_freq.shape:
-        raise ValueError(f"{tuple(wanted.shape)} rotary frequencies in the spec, the model has another number")
-    model.model.rotary_emb.inv_freq = wanted
-    return model.train()
+COMMAND = Command(
+    "benchmarks.peer_torch",
+    "Time the same model and batch in PyTorch and here, alternately on one GPU.",
+    (
+        Option("python", "a Python with torch and transformers; default: this one", "PATH"),
+        Option("rounds", "how often each of the two is measured; default 2", "N", "2", least=1),
+        Option("steps", "timed steps; default 20", "N", "20", least=1),
+        Option("warmup", "steps before them; default 5", "N", "5", least=1),
+        Option("limit", f"seconds of a round, {TUNE_S:.0f} more for PyTorch's settings. 0: no limit", "S", "0", least=0),
+        Option("json", "all results, for programs", "FILE", writes=True),
+        Option("out", "results.md, results.json, receipt.json and the output of every round", "DIR"),
+    ),
+    config=True,
+    notes="Exit codes: 0 measured; 1 one of the two could not be measured, or they do different work; 2 the command or config "
+    "is wrong, nothing was started; 130 Ctrl-C.",
+)
 
 
-def compiled(function):
-    """The function compiled as one graph: what cannot be is an error, and never runs uncompiled."""
-    return torch.compile(function, dynamic=False, fullgraph=True)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    return run_command(COMMAND, argv, start)
 
 
-def dynamo() -> dict:
-    """How often torch.compile made a graph, and broke one in two; since the last reset."""
-    counters = torch._dynamo.utils.counters
-    return {"graphs": counters["stats"]["unique_graphs"], "graph breaks": sum(counters["graph_break"].values())}
+def start(parsed: Parsed) -> int:
+    """Run a checked command line. Raises ConfigError for a config or an interpreter that cannot be compared."""
+    options, console = parsed.options, make_console(report.WIDTH)
+    base = [*parsed.config.launch.config_argv, *DATA["synthetic"], *SAME_WORK]
+    python = shutil.which(Path(options["python"] or sys.executable).expanduser())
+    problems = [*train_step.refusals({"": base}, 1).get("", []), *refusal(launch.load(base).run)]
+    problems += interpreter(options["python"], python)
+    if options["out"]:
+        problems += writable("--out", Path(options["out"]).expanduser())
+    if problems:
+        raise ConfigError(problems)
+    request: dict[str, Any] = {"devices": 1, "steps": int(options["steps"]), "warmup": int(options["warmup"])}
+    request["limit_s"] = int(options["limit"]) or None
+    folder = Folder(options["out"], options["json"], "peer")
+    name, rounds = parsed.config.launch.name, int(options["rounds"])
+    failure = "one of the two could not be measured, or they do different work"
+    return folder.run(lambda: run(base, name, str(python), rounds, request, folder, console), failure)
 
 
-class Step:
-    """One way to take the train step: `how` says which attention kernel, what is compiled, and whether layers recompute."""
-
-    def __init__(self, spec: dict, model: LlamaForCausalLM, device: torch.device, how: dict):
-        self.spec, self.model, self.device, self.how = spec, model, device, how
-        matrices = [p for p in model.parameters() if p.ndim >= 2]
-        vectors = [p for p in model.parameters() if p.ndim < 2]
-        o = spec["optimizer"]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": o["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}],
-            lr=o["lr"][0],
-            betas=(o["beta1"], o["beta2"]),
-            eps=o["eps"],
-            fused=True,
-        )
-        layers = [self.layer(module) for module in model.model.layers]
-
-        def head_loss(hidden, targets, total):
-            logits = model.lm_head(model.model.norm(hidden)).float()
-            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / total
-
-        if how["compile"] == "layers":
-            head_loss = compiled(head_loss)
-
-        def loss_of(tokens, targets, total):
-            hidden = model.model.embed_tokens(tokens)
-            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-            rotary = model.model.rotary_emb(hidden, position_ids=positions)
-            for layer in layers:
-                hidden = layer(hidden, rotary)
-            return head_loss(hidden, targets, total)
-
-        self.loss_of = compiled(loss_of) if how["compile"] == "model" else loss_of
-
-    def layer(self, module):
-        """A decoder layer on a whole causal row: no mask, which SDPA's kernels then apply themselves."""
-
-        def forward(hidden, rotary):
-            out = module(hidden, attention_mask=None, position_embeddings=rotary)
-            return out[0] if isinstance(out, tuple) else out
-
-        if self.how["compile"] == "layers":
-            forward = compiled(forward)
-        if self.how["checkpoint"]:
-            return lambda hidden, rotary: checkpoint(forward, hidden, rotary, use_reentrant=False)
-        return forward
-
-    def __call__(self, number: int, tokens_ABT: torch.Tensor, targets_ABT: torch.Tensor) -> torch.Tensor:
-        """One step; returns its loss before the update, on the device."""
-        o, total = self.spec["optimizer"], tokens_ABT.numel()
-        for group in self.optimizer.param_groups:
-            group["lr"] = o["lr"][min(number, len(o["lr"]) - 1)]
-        value = torch.zeros((), device=self.device)
-        bfloat16 = self.spec["precision"] == "bf16"
-        for tokens, targets in zip(tokens_ABT, targets_ABT, strict=True):
-            on_gpu = self.device.type == "cuda"
-            kernels = sdpa_kernel([BACKENDS[self.how["attention"]]]) if on_gpu else contextlib.nullcontext()
-            # The backward pass too: a recomputed layer must meet the same kernel.
-            with kernels:
-                with torch.autocast(self.device.type, torch.bfloat16, enabled=bfloat16):
-                    loss = self.loss_of(tokens, targets, total)
-                loss.backward()
-            value += loss.detach()
-        if o["clip_norm"]:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), o["clip_norm"], foreach=True)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return value
+def refusal(run: RunConfig) -> list[Problem]:
+    """Return the settings that the peer has not."""
+    out = []
+    model = run.model
+    plain = {"qkv_bias": False, "qk_norm": False, "sliding_window": 0, "attention_softcap": 0.0, "logit_softcap": 0.0}
+    plain |= {"sandwich_norm": False, "attn_logit_scale": 0.0}
+    for key, value in plain.items():
+        if (given := getattr(model, key)) != value:
+            out.append(Problem(f"model.{key}", given, "transformers' Llama does not support it", f"Set {value}."))
+    for key, value, known in (
+        ("model.family", model.family, ("llama",)),
+        ("loss.name", run.loss.name, ("cross_entropy",)),
+        ("optimizer.name", run.optimizer.name, ("adamw",)),
+        ("optimizer.groups", run.optimizer.groups, ("",)),
+        ("train.freeze", run.train.freeze, ("",)),
+        ("lora.rank", run.lora.rank, (0,)),
+        ("precision", run.precision, ("bf16", "f32")),
+    ):
+        if value not in known:
+            remedy = f"Set {' or '.join(str(x) or repr(x) for x in known)}."
+            out.append(Problem(key, value, "the peer does not support it", remedy))
+    return out
 
 
-def take(step: Step, batch: tuple, warmup: int, steps: int) -> tuple[list[float], list[float]]:
-    """(seconds of each of `steps` steps, every loss). On a GPU by events on its stream: the host never waits in between."""
-    losses, marks = [], []
-
-    def mark():
-        if step.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    for i in range(warmup + steps):
-        if i >= warmup:
-            marks.append(mark())
-        losses.append(step(i, *batch))
-    marks.append(mark())
-    values = [float(loss) for loss in losses]  # waits
-    pairs = list(zip(marks, marks[1:], strict=False))
-    if step.device.type == "cuda":
-        return [a.elapsed_time(b) / 1e3 for a, b in pairs], values
-    return [b - a for a, b in pairs], values
+def interpreter(given: str, python: str | None) -> list[Problem]:
+    """Return the problems of the peer's interpreter, `given` on the command line and found as `python`."""
+    if python is None:
+        return [Problem("--python", given, "no such program", "Name a Python that has torch and transformers.")]
+    probe = subprocess.run([python, "-c", "import torch, transformers"], capture_output=True, text=True, check=False)
+    if not probe.returncode:
+        return []
+    rule = f"cannot import torch and transformers: {last_lines(probe.stderr)}"
+    return [Problem("--python", given or python, rule, "Install them there, or name another interpreter.")]
 
 
-def candidates(spec: dict, device: torch.device) -> list[dict]:
-    """Ways to try, the likely best first."""
-    if spec["settings"]:
-        return [spec["settings"]]
-    if spec["compile"] == "none":
-        return [{"attention": "sdpa", "compile": "none", "checkpoint": False}]
-    kernels = list(BACKENDS) if device.type == "cuda" else ["sdpa"]
-    return [{"attention": k, "compile": c, "checkpoint": False} for c in ("layers", "model") for k in kernels]
+# ---- The example that both train on
 
 
-def choose(spec: dict, device: torch.device, batch: tuple) -> tuple[dict, list[dict]]:
-    """(the fastest candidate, all that were tried). One that runs out of memory is tried again with recomputed layers."""
-    queue, tried = candidates(spec, device), []
-    if len(queue) == 1 and spec["settings"]:
-        return queue[0], []
-    began = time.perf_counter()
-    while queue:
-        how = queue.pop(0)
-        why, seconds = "", None
-        if time.perf_counter() - began > spec["tune_s"] and any(t["step_s"] for t in tried):
-            tried.append({**how, "step_s": None, "why": "no time was left to try it"})
-            continue
-        try:
-            seconds = sorted(take(Step(spec, make_model(spec, device), device, how), batch, 2, 3)[0])[1]
-        except torch.OutOfMemoryError:
-            why = "out of memory"
-            if not how["checkpoint"]:
-                queue.append({**how, "checkpoint": True})
-        except RuntimeError as error:  # this kernel cannot do it here
-            why = (str(error).strip().splitlines() or ["RuntimeError"])[0][:200]
-        tried.append({**how, "step_s": seconds, "why": why})
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        gc.collect()  # a step refers to itself
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    found = [t for t in tried if t["step_s"]]
-    if not found:
-        raise SystemExit(
-            "no setting works: " + "; ".join(f"{t['attention']}, compile {t['compile']}: {t['why']}" for t in tried)
-        )
-    fastest = min(found, key=lambda t: t["step_s"])
-    return {key: fastest[key] for key in ("attention", "compile", "checkpoint")}, tried
+def export_example(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the peer's `spec` of the config `argv`, and write its first batch into `folder`. A case (bench/child.py).
 
+    With `train` steps it also writes the initial weights, and returns the losses of that many steps on this batch.
+    """
+    run = launch.load(request["argv"]).run
+    devices = train_step.start_devices(run, 1)
+    import jax.numpy as jnp
 
-def main(asked: str, answered: str) -> None:
-    with open(asked) as file:
-        spec = json.load(file)
-    device = torch.device("cuda" if torch.cuda.is_available() and spec["platform"] != "cpu" else "cpu")
-    if spec["platform"] == "gpu" and device.type != "cuda":
-        raise SystemExit("torch sees no GPU here, and jaxtrain does: is this torch built for CUDA?")
-    # Its name changed in torch 2.7; the older one is an alias there.
-    settings = torch._dynamo.config
-    setattr(settings, "recompile_limit" if hasattr(settings, "recompile_limit") else "cache_size_limit", VERSIONS)
-    torch.set_float32_matmul_precision("highest" if spec["precision"] == "f32" else "high")
-    arrays = np.load(spec["batch"])
-    shape = (spec["grad_accum"], -1, spec["seq_len"])
-    batch = tuple(torch.from_numpy(arrays[k].astype(np.int64)).reshape(shape).to(device) for k in ("tokens", "targets"))
+    from jaxtrain.hf.names import PREFIX, entries
+    from jaxtrain.models.attention import rotary_frequencies
+    from jaxtrain.optim.optimizer import make_schedule
+    from jaxtrain.parity.compare import compile_step, open_rows
+    from jaxtrain.train import state
+    from jaxtrain.train.batch import place_batch
 
-    how, tried = choose(spec, device, batch)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    step = Step(spec, make_model(spec, device), device, how)
-    seconds, losses = take(step, batch, spec["warmup"], spec["steps"])
-    on_gpu = device.type == "cuda"
-    answer = {
-        "verdict": "ok",
-        "torch": torch.__version__,
-        "transformers": transformers_version,
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "settings": how,
-        "tried": tried,
-        "step_times": seconds,
-        "losses": losses,
-        "dynamo": dynamo(),
-        "parameters": sum(p.numel() for p in step.model.parameters()),
-        "allocated_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
-        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None,
+    folder = Path(request["folder"])
+    rows = open_rows(run)
+    # Every token has weight 1, as for the peer.
+    batch = rows.batch(0) | {"weights": np.ones((run.train.global_batch, run.data.seq_len), np.float32)}
+    np.savez(folder / "batch.npz", tokens=batch["tokens"], targets=batch["targets"])
+    schedule, o = make_schedule(run.optimizer, run.train.steps), run.optimizer
+    spec = {
+        "model": dataclasses.asdict(run.model) | {"head_dim": flops.head_dim(run.model)},
+        "parameters": flops.parameters(run.model)["total"],
+        "rotary_frequencies": [float(f) for f in rotary_frequencies(run.model)],
+        "seq_len": run.data.seq_len,
+        "global_batch": run.train.global_batch,
+        "grad_accum": run.train.grad_accum,
+        "precision": run.precision,
+        "batch": str(folder / "batch.npz"),
+        "weights": "",
+        "optimizer": {k: getattr(o, k) for k in ("beta1", "beta2", "eps", "weight_decay", "clip_norm")}
+        | {"lr": np.asarray([schedule(jnp.asarray(i)) for i in range(16)]).tolist()},
     }
-    with open(answered, "w") as file:
-        json.dump(answer, file)
+    losses = []
+    if request["train"]:
+        run, program, train, _ = compile_step(pipeline.with_documents(run, rows), devices)
+        current = state.create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
+        arrays: dict[str, Any] = state.to_host(current, PREFIX)
+        theirs: dict[str, Any] = {
+            e.theirs[0]: e.to_theirs(arrays[e.ours.removeprefix(PREFIX)]) for e in entries(run.model).values()
+        }
+        np.savez(folder / "weights.npz", **theirs)
+        spec["weights"] = str(folder / "weights.npz")
+        for _ in range(request["train"]):
+            current, values = train(current, place_batch(batch, program.batch, program.context))
+            losses.append(float(values["loss"]))
+    return {"verdict": OK, "spec": spec, "losses": losses}
+
+
+def run_peer(python: str, spec: Mapping[str, Any], log: Path, limit_s: float | None = None) -> dict[str, Any]:
+    """Return the answer of SCRIPT, a case as in bench/child.py."""
+    return run_case("peer_torch", spec, log=log, limit_s=limit_s, python=python, script=SCRIPT)
+
+
+def compare_losses(base: Sequence[str], python: str, folder: Path, log: Path) -> dict[str, Any]:
+    """Train a small model of this kind here and in PyTorch, from the same weights. Return `verdict` and both losses."""
+    heads = launch.load(base).run.model
+    grouped = max(1, 4 * heads.num_kv_heads // heads.num_heads)
+    small = [*SMALL, "model.num_heads=4", f"model.num_kv_heads={grouped}", "model.head_dim=16"]
+    request = {"argv": [*base, *(f"--config.{o}" for o in small)], "folder": str(folder), "train": CHECKED}
+    example = run_case(EXPORT, request, log=log, environ={**os.environ, "JAX_PLATFORMS": "cpu"})
+    if example["verdict"] != OK:
+        return example
+    how = {"platform": "any", "compile": "none", "settings": None, "tune_s": 0.0, "warmup": 1, "steps": CHECKED - 1}
+    answer = run_peer(python, example["spec"] | how, log.with_name("same_work_torch.txt"))
+    if answer["verdict"] != OK:
+        return answer
+    error = max(abs(a / b - 1) for a, b in zip(answer["losses"], example["losses"], strict=True))
+    out = {"ours": example["losses"], "theirs": answer["losses"], "off": error, "allowed": SAME}
+    if not error <= SAME:
+        return out | {"verdict": FAILED, "why": f"not the same work: losses of a small model differ by {error:.1e}"}
+    return out | {"verdict": OK}
+
+
+# ---- The comparison
+
+
+def run(
+    base: Sequence[str],
+    name: str,
+    python: str,
+    rounds: int,
+    request: Mapping[str, Any],
+    folder: Folder,
+    console: rich.console.Console,
+) -> int:
+    """Time both alternately and print the ratio. Return 0; 1 where one cannot be measured, or they do different work."""
+    config, platform = launch.load(base).run, hardware.probe().kind
+
+    def fail(why: str, **results: Any) -> int:
+        print(why, file=sys.stderr)
+        if results:
+            folder.write("Peer", [why], **results)
+        return 1
+
+    with tempfile.TemporaryDirectory() as temporary:
+        files = Path(temporary)
+        logs = folder.path / "logs" if folder.path else files / "logs"
+        with console.status("comparing losses of a small model ..."):
+            same = compare_losses(base, python, files, logs / "same_work.txt")
+        if same["verdict"] != OK:
+            return fail(same["why"], same_work=same)
+        agree = f"{CHECKED} losses of a small model in float32 agree to {same['off']:.1e} (allowed {SAME:.0e})"
+        report.print_line(console, f"same work: {agree}")
+        example = {"argv": list(base), "folder": str(files), "train": 0}
+        example = run_case(EXPORT, example, environ={**os.environ, "JAX_PLATFORMS": "cpu"})
+        if example["verdict"] != OK:
+            return fail(example["why"])
+        how = {"platform": platform, "compile": "best", "settings": None, "tune_s": TUNE_S}
+        spec = example["spec"] | how | {key: request[key] for key in ("warmup", "steps")}
+        turns: list[dict[str, Any]] = []
+        ratio = None
+        for who, i in ((who, i) for i in range(rounds) for who in ("jaxtrain", "torch")):
+            label, log = f"{who}, round {i + 1}", logs / f"{who}_{i + 1}.txt"
+            with console.status(f"{label} ..."):
+                if who == "jaxtrain":
+                    answer = run_case(train_step.CASE, {**request, "argv": list(base), "trace": ""}, log=log)
+                else:
+                    # Its compiling and its search for the best settings do not count against a case's limit.
+                    limit_s = request["limit_s"] and request["limit_s"] + TUNE_S
+                    answer = as_our_answer(run_peer(python, spec, log, limit_s), config)
+                    spec["settings"] = answer.get("settings")  # chosen once
+            turns.append({"who": who, "name": label, **answer})
+            report.print_line(console, f"{label}: {report.step_result(answer)}")
+            ratio = compare_speeds(turns)
+            table = report.step_table(f"{name} against PyTorch", {t["name"]: t for t in turns})
+            lines = [*report.markdown(table), f"{agree}.", ""]
+            lines += [*(f"- {line.strip()}" for line in describe(turns, ratio)), ""]
+            folder.write("Peer", lines, same_work=same, turns=turns, compared=ratio)
+            if answer["verdict"] != OK:
+                return fail(f"{label}: {answer['verdict']}: {answer['why']}")
+    report.print_table(console, report.step_table("", {t["name"]: t for t in turns}))
+    for line in describe(turns, ratio):
+        report.print_line(console, line, "bold" if line.startswith("ratio") else "")
+    folder.print_cpu_note(console)
+    return 0
+
+
+def as_our_answer(answer: dict[str, Any], run: RunConfig) -> dict[str, Any]:
+    """Return the peer's answer in the form of ours: rates of its step, by the same count of FLOPs."""
+    if answer["verdict"] != OK:
+        return answer
+    seconds, losses = answer.pop("step_times"), answer.pop("losses")
+    step_s = train_step.spread(seconds)
+    rates = train_step.rates(run, 1, step_s["median"], train_step.peak_tflops(run, answer["device"]))
+    # The peer recomputes something else than our remat policy does.
+    rates["hfu"] = None if answer["settings"]["checkpoint"] else rates["mfu_causal"]
+    steps = {"steps": len(seconds), "warmup": len(losses) - len(seconds), "step_s": step_s}
+    unknown = {"compile_s": None, "planned": None, "not_planned": ""}
+    memory = {"peak_gib": answer.pop("reserved_gib"), "compiled_gib": None, "budget_gib": None}
+    return answer | rates | steps | unknown | {"memory": memory, "loss": {"first": losses[0], "last": losses[-1]}}
+
+
+def compare_speeds(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return ours over theirs in tokens per second, of the medians and of each round. None before the first pair."""
+    speed = {who: [t["tokens_per_s"] for t in turns if t["who"] == who and t["verdict"] == OK] for who in ("jaxtrain", "torch")}
+    pairs = [a / b for a, b in zip(*speed.values(), strict=False)]
+    if not pairs:
+        return None
+    ours, other = (statistics.median(v) for v in speed.values())
+    return {"ratio": ours / other, "least": min(pairs), "most": max(pairs), "rounds": len(pairs)}
+
+
+def describe(turns: Sequence[Mapping[str, Any]], ratio: Mapping[str, Any] | None) -> list[str]:
+    """Return the peer's settings and the ratio as lines."""
+    peers = [t for t in turns if t["who"] == "torch" and t["verdict"] == OK]
+    if not peers or ratio is None:
+        return []
+    p, s = peers[0], peers[0]["settings"]
+    out = [
+        f"torch {p['torch']}, transformers {p['transformers']}: torch.compile of {s['compile']}, SDPA {s['attention']}, "
+        f"activation checkpointing {'of every layer' if s['checkpoint'] else 'off'}, fused AdamW, autocast over float32"
+    ]
+    if p.get("dynamo"):
+        out.append(f"  torch.compile: {', '.join(f'{count} {what}' for what, count in p['dynamo'].items())}")
+    for t in p["tried"]:
+        result = f"{t['step_s']:.4g} s" if t["step_s"] else t["why"]
+        again = ", checkpointing" if t["checkpoint"] else ""
+        out.append(f"  tried: SDPA {t['attention']}, compile {t['compile']}{again}: {result}")
+    text = f"ratio ours/theirs in tokens/s: {ratio['ratio']:.3f} (rounds {ratio['least']:.3f} to {ratio['most']:.3f})"
+    return [*out, text]
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main())

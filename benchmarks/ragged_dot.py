@@ -1,10 +1,10 @@
-"""What XLA makes of jax.lax.ragged_dot for a GPU, beside the kernels of experts in Pallas; needs no GPU.
+"""Memory and FLOPs of jax.lax.ragged_dot as XLA compiles it, beside the Pallas kernels of experts. No GPU is needed.
 
     .venv/bin/python -m benchmarks.ragged_dot --chip=h200 --rows=16384 --experts=8
 
-A product of rows, sorted by expert, with the weights of their experts, (R, D) by (E, D, F) in bfloat16, and its two gradients,
-compiled for a described GPU. For each program: the memory it takes beside arguments and results, and how many times the FLOPs
-of each row's product with the one weight that is its own. For each kernel in Pallas: what its assembler says of it.
+A grouped matmul of rows, sorted by expert, with the weights of their experts, (R, D) by (E, D, F) in bfloat16, and its two
+gradients, compiled for a described GPU. For each program: its temporary memory, and its FLOPs over those of the rows with the
+weights of their own experts. For each Pallas kernel: its registers and memory, by NVIDIA's assembler.
 """
 
 import argparse
@@ -35,8 +35,11 @@ PRECISION = jax.lax.Precision.DEFAULT
 def compiled(
     f: Callable[..., object], shapes: Sequence[tuple[tuple[int, ...], str]], chip: str, option: str, folder: str
 ) -> tuple[float, float]:
-    """(GiB of temporaries, FLOPs of matrix products) of f on one such GPU. option: of XLA, switched on; "": none. Dumps what
-    the compiler makes into the folder."""
+    """Compile `f` for one such GPU, and dump what the compiler makes. Return (GiB of temporaries, FLOPs of matmuls).
+
+    Args:
+        option: of XLA, switched on; "": none.
+    """
     mesh = Mesh(np.array(topology.devices(topology.parse(f"{chip}:1"))), ("device",))
     whole = NamedSharding(mesh, P())
     arguments = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=whole) for shape, dtype in shapes]
@@ -49,23 +52,23 @@ def compiled(
 
 
 def gradients(x_RD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, dy_RF: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of a ragged dot, by jax."""
+    """Return the gradients of a ragged dot, by JAX."""
     return jax.vjp(lambda x, w: jax.lax.ragged_dot(x, w, sizes_E), x_RD, w_EDF)[1](dy_RF)
 
 
 def by_pallas(x_RD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """The product."""
+    """Return the grouped matmul by the Pallas kernel."""
     return pallas.times(x_RD, w_EDF, sizes_E, "D", PRECISION)
 
 
 def gradients_by_pallas(x_RD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, dy_RF: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Its gradients."""
+    """Return its gradients by the Pallas kernels."""
     return pallas.times(dy_RF, w_EDF, sizes_E, "F", PRECISION), pallas.outer(x_RD, dy_RF, sizes_E, w_EDF.dtype, PRECISION)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
-    parser = argparse.ArgumentParser("python -m benchmarks.ragged_dot", description=__doc__.splitlines()[0])
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser("python -m benchmarks.ragged_dot", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--chip", default="h200", help="%(default)s")
     for name, size in (("rows", 16384), ("d-model", 4096), ("d-ff", 14336), ("experts", 8)):
         parser.add_argument(f"--{name}", type=int, default=size, help="%(default)s")
@@ -74,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table."""
+    """Print the tables and return the exit code."""
     args = parser().parse_args(argv)
     R, D, F, E = args.rows, args.d_model, args.d_ff, args.experts
     forward = ((R, D), "bfloat16"), ((E, D, F), "bfloat16"), ((E,), "int32")

@@ -140,7 +140,7 @@ class Command:
     @property
     def module(self) -> str:
         """Return how a user starts it."""
-        return f"python -m jaxtrain.{self.name}"
+        return f"python -m {self.name if self.name.startswith('benchmarks.') else f'jaxtrain.{self.name}'}"
 
     def help(self) -> str:
         """Return the text of --help."""

@@ -372,7 +372,10 @@ class Data:
     tokenizer: str = key("byte", "byte | path of a tokenizer.json | hf:NAME; must be the one the token files were made with")
     seq_len: int = key(256, "tokens in a sequence", at_least=1)
     packing: str = key(
-        "documents", "documents: attention stops at document borders; none: it does not", choices=("documents", "none")
+        "documents",
+        "attention stops at document borders in documents and best_fit, not in none. documents: text is cut into sequences "
+        "wherever one ends; best_fit: documents shorter than a sequence stay whole, and sequences are padded",
+        choices=("documents", "best_fit", "none"),
     )
     max_segments: int = key(
         0,
@@ -383,6 +386,11 @@ class Data:
     )
     seed: int = key(0, "order of the sequences", at_least=0)
     prefetch: int = key(2, "batches prepared ahead of the step, by one thread; 0: none", at_least=0)
+
+    @property
+    def masks_documents(self) -> bool:
+        """Whether attention stops at document borders."""
+        return self.packing != "none"
 
     @property
     def most_documents(self) -> int:

@@ -12,7 +12,7 @@ SMALL = ("--config=configs/tiny.py", *node_suite.SMALL)
 PEER = [
     *("--config=configs/llama3_1b.py:gpus=1", *node_suite.SMALL, "--config.model.vocab_size=272", "--config.model.num_heads=4"),
     *("--config.model.num_kv_heads=2", "--config.model.head_dim=8", "--config.train.global_batch=4"),
-    *("--config.train.grad_accum=2", "--devices=1", "--steps=2", "--warmup=1", "--peer=torch", "--rounds=2"),
+    *("--config.train.grad_accum=2", "--steps=2", "--warmup=1", "--rounds=2"),
 ]
 ANSWER = {
     "verdict": "ok",

@@ -36,8 +36,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 ON_GPU = os.environ.get("JAXTRAIN_TEST_DEVICE") == "gpu"
 if ON_GPU:
-    from jaxtrain.bench.train_step import start_devices
-    from jaxtrain.bench.work import one_device
+    from jaxtrain.bench.train_step import one_device, start_devices
 
     start_devices(one_device(cache=""), 1)  # with the environment of a run
 else:

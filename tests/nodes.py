@@ -45,31 +45,20 @@ def answer(command_: str, out: str, code: str = "0") -> dict[str, str]:
     return {f"commands/{file_name(command_)}": f"$ {command_}\nexit {code}\n{out}"}
 
 
-def gpu_table(**change: str) -> dict[str, str]:
-    """The healthy node's GPUs with cells changed: field="value" for all of them."""
-    lines = RecordedNode(H200).run(nvidia_smi.GPUS.command).out.splitlines()
-    rows = [
-        dict(zip(nvidia_smi.FIELDS, line.split(", "), strict=True)) | {k.replace("__", "."): v for k, v in change.items()}
-        for line in lines[1:]
-    ]
-    return answer(nvidia_smi.GPUS.command, "\n".join([lines[0], *(", ".join(row.values()) for row in rows)]) + "\n")
-
-
-def one_gpu(index: int, **change: str) -> dict[str, str]:
-    """The healthy node's GPUs with cells of one of them changed."""
-    lines = RecordedNode(H200).run(nvidia_smi.GPUS.command).out.splitlines()
-    row = dict(zip(nvidia_smi.FIELDS, lines[1 + index].split(", "), strict=True)) | {
-        k.replace("__", "."): v for k, v in change.items()
-    }
-    lines[1 + index] = ", ".join(row.values())
-    return answer(nvidia_smi.GPUS.command, "\n".join(lines) + "\n")
+def gpu_table(only: int | None = None, **change: str) -> dict[str, str]:
+    """The healthy node's GPUs with cells changed: field="value", of all of them or of one."""
+    heading, *lines = RecordedNode(H200).run(nvidia_smi.GPUS).out.splitlines()
+    rows = [dict(zip(nvidia_smi.FIELDS, line.split(", "), strict=True)) for line in lines]
+    for i, row in enumerate(rows):
+        row.update({k.replace("__", "."): v for k, v in change.items()} if only in (None, i) else {})
+    return answer(nvidia_smi.GPUS, "\n".join([heading, *(", ".join(row.values()) for row in rows)]) + "\n")
 
 
 def of_makers(mhz: str) -> dict[str, str]:
     """Cards of one unknown model, of which the first offers this clock and the others 2900 MHz."""
     lines = next(iter(gpu_table(name="Mystery", clocks__max__sm="2900").values())).splitlines()
     lines[3] = lines[3].replace("2900", mhz)
-    return answer(nvidia_smi.GPUS.command, "\n".join(lines[2:]) + "\n")
+    return answer(nvidia_smi.GPUS, "\n".join(lines[2:]) + "\n")
 
 
 def check_of(folder: Path, name: str, capsys, *more: str) -> dict:

@@ -1,1 +1,1 @@
-"""What the devices of this machine reach: train steps, kernels, a whole node, and the same step in PyTorch."""
+"""Measurements on the devices of this machine: train steps, kernels, and a whole node."""

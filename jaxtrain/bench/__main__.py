@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain import hardware
-from jaxtrain.bench import kernels, node_suite, report, torch_peer, train_step
+from jaxtrain.bench import kernels, node_suite, report, train_step
 from jaxtrain.bench.train_step import DATA, TRACED_STEPS
-from jaxtrain.command_line import INTERRUPTED, Command, Option, Parsed, make_console, run_command
+from jaxtrain.command_line import Command, Option, Parsed, make_console, run_command
 from jaxtrain.config import ConfigError, Problem
 from jaxtrain.validate.places import writable
 
-STEPS = ("", "sweep", "peer")  # modes that time train steps
+STEPS = ("", "sweep")  # modes that time train steps
 
 
 def unknown_names(known: Sequence[str]) -> Callable[[str], str]:
@@ -37,7 +37,7 @@ COMMAND = Command(
             "KIND",
             "synthetic",
             choices=(*DATA,),
-            modes=("", "sweep"),
+            modes=STEPS,
         ),
         Option("devices", "the first N devices; on a CPU, N of them. Default: all", "N", "0", least=0, modes=STEPS),
         Option(
@@ -48,7 +48,7 @@ COMMAND = Command(
             least=0,
             modes=STEPS,
         ),
-        Option("trace", f"with --out: also a trace of {TRACED_STEPS} more steps, in DIR/traces/CASE", modes=("", "sweep")),
+        Option("trace", f"with --out: also a trace of {TRACED_STEPS} more steps, in DIR/traces/CASE", modes=STEPS),
         Option(
             "sweep",
             "every combination of these values, as 'remat.policy=full,none;mesh.fsdp=4,8'. A case that is impossible or does "
@@ -79,36 +79,21 @@ COMMAND = Command(
             example="preflight",
         ),
         Option("smoke", "the suite in tiny shapes, as always on a CPU", modes=("suite",)),
-        Option(
-            "peer",
-            "also the same model and batch in PyTorch, alternately, and the ratio of speeds",
-            "torch",
-            choices=("torch",),
-        ),
-        Option("peer-python", "a Python with torch and transformers; default: this one", "PATH", modes=("peer",)),
-        Option("rounds", "how often each of the two is measured; default 2", "N", "2", least=1, modes=("peer",)),
         Option("json", "all results, for programs", "FILE", writes=True),
         Option("out", "results.md, results.json, receipt.json and the output of every case", "DIR"),
     ),
     config=True,
-    modes=("suite", "kernels", "peer", "sweep"),
+    modes=("suite", "kernels", "sweep"),
     examples=(
         "--config=configs/llama3_8b.py --config.train.global_batch=32 --config.train.grad_accum=4",
         "--config=configs/llama3_8b.py:half --devices=1 --sweep='remat.policy=full,none'",
         "--kernels --out=runs/kernels",
         "--suite=node",
-        "--config=configs/llama3_1b.py:gpus=1 --devices=1 --peer=torch",
     ),
     notes="Every case runs in a process of its own. Exit codes: 0 measured, at least one case of a sweep; 1 nothing could be "
     "measured, or a check of the suite failed; 2 the command or config is wrong, nothing was started; 130 Ctrl-C, finished "
     "results are kept.",
 )
-# Mode -> what its exit code 1 means.
-FAILURES = {
-    **dict.fromkeys(("", "sweep"), "no case was measured"),
-    "kernels": "a kernel failed",
-    "peer": "one of the two could not be measured, or they do different work",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,39 +122,20 @@ def run(parsed: Parsed) -> int:
     if parsed.mode == "suite":
         return node_suite.run(options["out"], options["json"], options["parts"], bool(options["smoke"]), console)
     if parsed.mode == "kernels":
-        return in_folder(parsed, lambda folder: kernels.run(options["kernels"].split(","), folder, console))
-    count, name = int(options["devices"]), parsed.config.launch.name
+        folder = report.Folder(options["out"], options["json"], "kernels")
+        return folder.run(lambda: kernels.run(options["kernels"].split(","), folder, console), "a kernel failed")
+    count, launched = int(options["devices"]), parsed.config.launch
     request: dict[str, Any] = {"devices": count, "steps": int(options["steps"]), "warmup": int(options["warmup"])}
-    request |= {"limit_s": int(options["limit"]) or None, "trace": int(bool(options["trace"]))}
-    if parsed.mode == "peer":
-        base = [*parsed.config.launch.config_argv, *DATA["synthetic"], *torch_peer.SAME_WORK]
-        python, rounds = options["peer-python"] or sys.executable, int(options["rounds"])
-        wrong = [*train_step.refusals({"": base}, count).get("", []), *torch_peer.refusal(base, count, python)]
-        if wrong:
-            raise ConfigError(wrong)
-        return in_folder(parsed, lambda folder: torch_peer.run(base, name, python, rounds, request, folder, console))
-    cases, wrong = train_step.make_cases([*parsed.config.launch.config_argv, *DATA[options["data"]]], name, options["sweep"])
+    request |= {"limit_s": int(options["limit"]) or None, "trace": bool(options["trace"])}
+    base = [*launched.config_argv, *DATA[options["data"]]]
+    cases, wrong = train_step.make_cases(base, launched.name, options["sweep"])
     refused = {} if wrong else train_step.refusals(cases, count)
     if len(refused) == len(cases):  # no case is possible: the command is wrong
         wrong += [p for problems in refused.values() for p in problems]
     if wrong:
         raise ConfigError(wrong)
-    return in_folder(parsed, lambda folder: train_step.run_cases(cases, refused, request, folder, console))
-
-
-def in_folder(parsed: Parsed, act: Callable[[report.Folder], int]) -> int:
-    """Run `act` with the output folder, and close its receipt however `act` ends."""
-    folder = report.Folder(parsed.options["out"], parsed.options["json"], parsed.mode or "steps")
-    code, reason = 1, "ended by an exception"
-    try:
-        code = act(folder)
-        reason = "done" if not code else FAILURES[parsed.mode]
-    except KeyboardInterrupt:
-        code, reason = INTERRUPTED, "Ctrl-C"
-        raise
-    finally:
-        folder.finish(code, reason)
-    return code
+    folder = report.Folder(options["out"], options["json"], parsed.mode or "steps")
+    return folder.run(lambda: train_step.run_cases(cases, refused, request, folder, console), "no case was measured")
 
 
 if __name__ == "__main__":

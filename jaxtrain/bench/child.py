@@ -21,6 +21,7 @@ from jaxtrain.launch import REPO
 from jaxtrain.metrics import write_atomic
 
 OK, REFUSED, NO_MEMORY, FAILED, LATE = "ok", "refused", "out of memory", "failed", "out of time"
+KILLED_S = 10.0  # for a killed process to end
 LAST_CHARACTERS = 600  # of a failed child's output in a result; its log has all of it
 
 # A child starts as this program on Linux: the kernel kills it when its parent ends, and it becomes the command. A `preexec_fn`
@@ -29,7 +30,9 @@ PR_SET_PDEATHSIG = 1
 END_WITH_PARENT = f"""
 import ctypes, os, sys
 ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {int(signal.SIGKILL)})
-os.execvp(sys.argv[1], sys.argv[1:])
+if os.getppid() != int(sys.argv[1]):  # the parent ended before the call
+    sys.exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
@@ -88,7 +91,7 @@ def run_program(
     environ = dict(os.environ if environ is None else environ)
     environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(REPO), environ.get("PYTHONPATH", "")) if p)
     log.parent.mkdir(parents=True, exist_ok=True)
-    begin = [sys.executable, "-I", "-c", END_WITH_PARENT] if sys.platform == "linux" else []
+    begin = [sys.executable, "-I", "-c", END_WITH_PARENT, str(os.getpid())] if sys.platform == "linux" else []
     pipes: dict[str, Any] = {"stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
     with open(log, "wb") as out:
         process = subprocess.Popen([*begin, *command], stdout=out, env=environ, start_new_session=True, **pipes)
@@ -99,7 +102,8 @@ def run_program(
         finally:
             with contextlib.suppress(ProcessLookupError):  # all of them have ended
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # in a driver that hangs, not even a kill ends a process
+                process.wait(KILLED_S)
     return code, log.read_text(errors="replace")
 
 

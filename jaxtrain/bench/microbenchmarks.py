@@ -280,18 +280,21 @@ def rounds_within(probe: Callable[..., Any], constants: Any, state: Any, sizes: 
 
 
 def attention_loop(
-    device: Any, name: str, spec: attention.Spec, shape: tuple[int, int, int, int, int], backward: bool
+    device: Any, name: str, spec: attention.Spec, shape: tuple[int, int, int, int, int], backward: bool, documents: int = 1
 ) -> tuple[Callable[..., Any], Any, jax.Array]:
-    """Return (body, constants, state) for `looped` of a kernel on sequences with one document each.
+    """Return (body, constants, state) for `looped` of a kernel.
 
     Args:
         shape: B, T, N, K, H.
         backward: with its backward pass.
+        documents: of equal length in each sequence.
     """
     B, T, N, K, H = shape
     kernel = attention.implementation(name)
-    segments_BT = jnp.ones((B, T), jnp.int32)
-    positions_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    starts = np.linspace(0, T, documents, endpoint=False).astype(np.int32)
+    segments_T = np.searchsorted(starts, np.arange(T), side="right").astype(np.int32)
+    positions_T = np.arange(T, dtype=np.int32) - starts[segments_T - 1]
+    segments_BT, positions_BT = (jnp.broadcast_to(jnp.asarray(x), (B, T)) for x in (segments_T, positions_T))
     rows = attention.Rows(segments_BT, positions_BT, segments_BT, positions_BT)
     prepared = jax.jit(kernel.prepare, static_argnums=1)(rows, spec)
 

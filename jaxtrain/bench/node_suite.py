@@ -18,7 +18,7 @@ import rich.console
 
 from jaxtrain import hardware, launch
 from jaxtrain.bench import report, train_step
-from jaxtrain.bench.child import FAILED, LATE, NO_MEMORY, OK, REFUSED, module_command, run_case
+from jaxtrain.bench.child import FAILED, LATE, OK, REFUSED, module_command, run_case
 from jaxtrain.bench.parts import BAD, GOOD, OFF, OUT, Node, Outcome, Part, run_parts
 from jaxtrain.bench.train_step import DATA
 from jaxtrain.parity import layouts
@@ -38,11 +38,11 @@ TINY = f"--config={launch.DEFAULT_CONFIG}"
 SMALL = tuple(f"--config.{o}" for o in ("model.num_layers=1", "model.d_model=32", "model.d_ff=64", "data.seq_len=32"))
 # Head sizes that cuDNN supports, so that the kernels of large runs are compared.
 WIDER = ("model.d_model=512", "model.num_heads=8", "model.num_kv_heads=4", "model.head_dim=64", "data.seq_len=512")
-MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 GPU_TESTS = launch.REPO / "tests" / "gpu"
 
 
 def smoke_config(node: Node) -> list[str]:
+    """Return the command line of a tiny config on these devices."""
     return [TINY, *SMALL, f"--config.train.global_batch={2 * node.devices.count}", *DATA["synthetic"]]
 
 
@@ -63,13 +63,14 @@ def calibrate(node: Node, limit_s: float) -> Outcome:
     return Outcome(OUT, outcome.found, outcome.lines) if code is None else outcome
 
 
-def check_kernels(node: Node, limit_s: float) -> Outcome:
-    """Attention, grouped matmuls and FP8 matmuls against their definitions (tests/gpu)."""
-    return run_gpu_tests(node, limit_s)
-
-
 def run_gpu_tests(node: Node, limit_s: float, only: str = "") -> Outcome:
-    """Run tests/gpu, or one file of it. A test that does not end in the last fifth of the time is a fault: it may hang."""
+    """Attention, grouped matmuls and FP8 matmuls against their definitions (tests/gpu).
+
+    No test is begun in the last fifth of the time. One that does not end by then is a fault: it may hang.
+
+    Args:
+        only: one file of tests/gpu; "": all.
+    """
     if not GPU_TESTS.is_dir() or importlib.util.find_spec("pytest") is None:
         return Outcome(OUT, "tests/gpu or pytest is missing. Fix: JAXTRAIN_TEST_DEVICE=gpu ./run.sh test tests/gpu")
     name = f"Kernels {only}".strip()
@@ -82,7 +83,7 @@ def run_gpu_tests(node: Node, limit_s: float, only: str = "") -> Outcome:
     results = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     by_outcome = {kind: [r for r in results if r["outcome"] == kind] for kind in ("passed", "failed", "skipped")}
     rows = [[r["test"], r["outcome"], f"{r['ratio']:.2f}" if "ratio" in r else "", r["why"]] for r in results]
-    page = report.markdown(f"{name} against their definitions", ("test", "", "error / bound", ""), rows)
+    table = report.make_table(f"{name} against their definitions", ("test", "", "error / bound", ""), rows, text=2)
     passed, failed = len(by_outcome["passed"]), by_outcome["failed"]
     unfinished = sum("no time was left" in r["why"] for r in by_outcome["skipped"])
     text = f"{passed} tests passed" + (f"; for {unfinished} there was no time" if unfinished else "")
@@ -91,7 +92,7 @@ def run_gpu_tests(node: Node, limit_s: float, only: str = "") -> Outcome:
     elif code != 0:
         text = f"{text}; {outcome.found}"
     verdict = BAD if failed or code != 0 or not passed else OFF if unfinished else GOOD
-    return Outcome(verdict, text, page + outcome.lines * (verdict == BAD), results)
+    return Outcome(verdict, text, report.markdown(table) + outcome.lines * (verdict == BAD), results)
 
 
 def check_parity(node: Node, limit_s: float) -> Outcome:
@@ -133,7 +134,7 @@ def time_configs(node: Node, limit_s: float) -> Outcome:
     for i, (name, argv) in enumerate(cases):
         share = (limit_s - (time.monotonic() - began)) / (len(cases) - i)
         found[name] = time_steps(node, name, argv, share, (2, 1) if node.smoke else (25, 5))
-    lines = report.markdown("Shipped configs", report.STEP_HEADINGS, [report.step_row(n, r) for n, r in found.items()])
+    lines = report.markdown(report.step_table("Shipped configs", found))
     bad = [f"{name}: {r['why']}" for name, r in found.items() if r["verdict"] in (FAILED, REFUSED)]
     late = [f"{name}: {r['why']}" for name, r in found.items() if r["verdict"] == LATE]
     measured = [name for name, r in found.items() if r["verdict"] == OK]
@@ -163,7 +164,7 @@ def differences_from_plan(name: str, r: Mapping[str, Any]) -> list[str]:
 
 
 def check_checkpoint(node: Node, limit_s: float) -> Outcome:
-    """A save and a restore, bit for bit."""
+    """A save and a restore, compared bit for bit."""
     argv = smoke_config(node) if node.smoke else node.config("llama3_1b", 1, 1)[1]
     return save_and_restore(node, argv, limit_s)
 
@@ -233,28 +234,6 @@ def measure_checkpoint(request: dict[str, Any]) -> dict[str, Any]:
     return out | {"verdict": OK}
 
 
-def compare_connections(node: Node, limit_s: float) -> Outcome:
-    """CUDA_DEVICE_MAX_CONNECTIONS unset against 1: the number of queues for a GPU's kernels and collectives."""
-    if not node.smoke and node.devices.count == 1:
-        return Outcome(OUT, "one GPU has no collectives to overlap")
-    # A loop over layers compiles soon. The setting affects other programs in the same way.
-    name, argv = ("tiny", smoke_config(node)) if node.smoke else node.config("llama3_1b", 4, 4)
-    argv = [*argv, "--config.parallel.scan_layers=true"]
-    found = {}
-    for value in ("unset", "1"):
-        environ = {k: v for k, v in os.environ.items() if k != MAX_CONNECTIONS}
-        more = [] if value == "unset" else [f"--config.env.set={MAX_CONNECTIONS}={value}"]
-        label, steps = f"{name}, {MAX_CONNECTIONS} {value}", (2, 1) if node.smoke else (10, 3)
-        found[label] = time_steps(node, label, [*argv, *more], limit_s / 2, steps, environ)
-    lines = report.markdown(MAX_CONNECTIONS, report.STEP_HEADINGS, [report.step_row(n, r) for n, r in found.items()])
-    if bad := [f"{n}: {r['why']}" for n, r in found.items() if r["verdict"] not in (OK, NO_MEMORY, LATE)]:
-        return Outcome(BAD, "; ".join(bad), lines, found)
-    if any(r["verdict"] != OK for r in found.values()):
-        return Outcome(OUT, f"{name} does not fit, or not in time", lines, found)
-    unset, one = (r["step_s"]["median"] for r in found.values())
-    return Outcome(GOOD, f"a step takes {unset:.4g} s unset, {one:.4g} s with 1 ({one / unset - 1:+.1%})", lines, found)
-
-
 def train_tiny(node: Node, limit_s: float) -> Outcome:
     """configs/tiny.py through the command line, from text to a sample."""
     folder = node.path / "run"
@@ -288,11 +267,10 @@ def time_steps(
 PARTS: dict[str, tuple[Callable[[Node, float], Outcome], float]] = {
     "preflight": (check_health, 20),
     "rates": (calibrate, 120),
-    "kernels": (check_kernels, 300),
+    "kernels": (run_gpu_tests, 300),
     "parity": (check_parity, 300),
     "configs": (time_configs, 540),
     "checkpoint": (check_checkpoint, 180),
-    "connections": (compare_connections, 210),
     "run": (train_tiny, 120),
 }
 

@@ -18,10 +18,10 @@ from jaxtrain.bench.child import error_line, last_lines, run_program
 from jaxtrain.bench.report import Folder
 from jaxtrain.bench.train_step import DATA
 from jaxtrain.command_line import INTERRUPTED
+from jaxtrain.page.sections import Table
 
 GOOD, OFF, BAD, OUT = "ok", "off", "FAILED", "left out"
 STYLES = {BAD: "bold red", OFF: "yellow"}
-HEADINGS = ("part", "", "took", "of at most", "result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,7 @@ def run_parts(
             done[part.name] = dataclasses.asdict(outcome) | times
             report.print_line(console, f"  {outcome.verdict}: {outcome.found}", STYLES.get(outcome.verdict, ""))
             sections = [line for p in done.values() for line in p["lines"]]
-            table = report.markdown("Parts", HEADINGS, map(_row, done.items()))
+            table = report.markdown(make_table(done))
             node.folder.write(title, [f"**{verdict(done)}**", "", *table, *sections], parts=done, verdict=verdict(done))
         failed = [part.name for part in parts if done[part.name]["verdict"] == BAD]
         code, reason = (1, f"failed: {', '.join(failed)}") if failed else (0, "done")
@@ -130,7 +130,7 @@ def run_parts(
     finally:
         node.folder.finish(code, reason)
         if done:
-            report.print_table(console, HEADINGS, map(_row, done.items()), text=2)
+            report.print_table(console, make_table(done))
             report.print_line(console, verdict(done), "bold red" if code else "bold green")
     return code
 
@@ -147,6 +147,7 @@ def _act(part: Part, node: Node, limit_s: float) -> Outcome:
 
 
 def minutes(seconds: float) -> str:
+    """Return seconds as minutes:seconds."""
     return f"{max(0, int(seconds)) // 60}:{max(0, int(seconds)) % 60:02d}"
 
 
@@ -159,6 +160,7 @@ def verdict(done: Mapping[str, Mapping[str, Any]]) -> str:
     return "no fault" + (f"; worth a look: {', '.join(off)}" if off else "")
 
 
-def _row(item: tuple[str, Mapping[str, Any]]) -> list[str]:
-    name, p = item
-    return [name, p["verdict"], minutes(p["seconds"]), minutes(p["budget_s"]), p["found"]]
+def make_table(done: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Return the table of parts."""
+    rows = [[name, p["verdict"], minutes(p["seconds"]), minutes(p["budget_s"]), p["found"]] for name, p in done.items()]
+    return report.make_table("Parts", ("part", "", "took", "of at most", "result"), rows, text=2)

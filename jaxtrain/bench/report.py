@@ -4,18 +4,21 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import rich.console
-import rich.table
 from rich.text import Text
 
 from jaxtrain import hardware, launch
 from jaxtrain.bench.child import OK
+from jaxtrain.command_line import INTERRUPTED
 from jaxtrain.installed import versions
 from jaxtrain.metrics import write_atomic
+from jaxtrain.page import sections
+from jaxtrain.page.numbers import percent
+from jaxtrain.page.sections import Table
 from jaxtrain.receipt import Receipt
 from jaxtrain.receipt.collect import git_state
 from jaxtrain.receipt.format import now
@@ -46,10 +49,6 @@ def number(value: float | None, form: str = ",.4g") -> str:
     return "-" if value is None else format(value, form)
 
 
-def percent(value: float | None) -> str:
-    return number(value, ".1%")
-
-
 def beside_plan(measured: float | None, planned: float | None, form: str = ",.4g") -> str:
     """Return `12.3 (1.04 x plan)`."""
     if measured is None or not planned:
@@ -59,36 +58,39 @@ def beside_plan(measured: float | None, planned: float | None, form: str = ",.4g
 
 # ---- Train steps
 
-STEP_HEADINGS = (
-    *("case", "step s", "quartiles", "tokens/s", "a device", "MFU causal", "MFU full", "HFU", "peak GiB", "compile s"),
-    "",
-)
+
+def step_table(title: str, answers: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Return the table of train steps. A case that failed has the reason in the last column.
+
+    Args:
+        answers: of train_step.measure, by the name of the case.
+    """
+    headings = ("case", "step s", "quartiles", "tokens/s", "a device", "MFU causal", "MFU full", "HFU", "peak GiB", "compile s")
+    rows = []
+    for name, r in answers.items():
+        compile_s = number(r.get("compile_s"), ".1f")
+        if r["verdict"] != OK:
+            rows.append([name, *["-"] * 8, compile_s, f"{r['verdict']}: {r['why']}"])
+            continue
+        s, planned = r["step_s"], r["planned"] or {}
+        cells = [beside_plan(s["median"], planned.get("step_s")), f"{s['q1']:.4g} to {s['q3']:.4g}"]
+        cells += [f"{r['tokens_per_s']:,.0f}", f"{r['tokens_per_s_per_device']:,.0f}"]
+        cells += [percent(r[key]) for key in ("mfu_causal", "mfu_full", "hfu")]
+        cells += [beside_plan(r["memory"]["peak_gib"], planned.get("peak_gib"), ".2f"), compile_s]
+        rows.append([name, *cells, f"{r['steps']} steps after {r['warmup']}"])
+    return make_table(title, (*headings, ""), rows)
 
 
-def step_row(name: str, r: Mapping[str, Any]) -> list[str]:
-    """Return the cells of STEP_HEADINGS for a case of train steps. A case that failed has the reason in the last cell."""
-    memory, planned = r.get("memory") or {}, r.get("planned") or {}
-    compile_s = number(r.get("compile_s"), ".1f")
+def step_result(r: Mapping[str, Any]) -> str:
+    """Return a case of train steps in a line."""
     if r["verdict"] != OK:
-        return [name, *["-"] * 8, compile_s, f"{r['verdict']}: {r['why']}"]
-    s = r["step_s"]
-    return [
-        name,
-        beside_plan(s["median"], planned.get("step_s")),
-        f"{s['q1']:.4g} to {s['q3']:.4g}",
-        f"{r['tokens_per_s']:,.0f}",
-        f"{r['tokens_per_s_per_device']:,.0f}",
-        *(percent(r[key]) for key in ("mfu_causal", "mfu_full", "hfu")),
-        beside_plan(memory.get("peak_gib"), planned.get("peak_gib"), ".2f"),
-        compile_s,
-        f"{r['steps']} steps after {r['warmup']}",
-    ]
+        return f"{r['verdict']}: {r['why']}"
+    return f"{beside_plan(r['step_s']['median'], (r['planned'] or {}).get('step_s'))} s, {r['tokens_per_s']:,.0f} tokens/s"
 
 
-def step_details(name: str, r: Mapping[str, Any]) -> list[list[str]]:
-    """Return a single case, one fact a row."""
-    memory, planned = r.get("memory") or {}, r.get("planned") or {}
-    rows = [["case", name]]
+def step_details(name: str, r: Mapping[str, Any]) -> Table:
+    """Return a single case of train steps, one fact a row. Facts that this device has not are left out."""
+    planned, rows = r.get("planned"), [["case", name]]
     if "mesh" in r:
         mesh = " x ".join(f"{axis} {n}" for axis, n in r["mesh"].items() if n > 1) or "one device"
         rows += [
@@ -97,40 +99,57 @@ def step_details(name: str, r: Mapping[str, Any]) -> list[list[str]]:
             ["batch", f"{r['global_batch']} x {r['seq_len']:,} tokens in {r['grad_accum']} microbatches, {r['data']} data"],
             ["attention", f"{r['attention']} ({r['attention_reason']})"],
             ["compile", f"{r['compile_s']:.1f} s"],
-            *([["kept", r["remat_auto"]]] if r.get("remat_auto") else []),
         ]
+    if r.get("remat_auto"):
+        rows.append(["kept", r["remat_auto"]])
     if r["verdict"] != OK:
-        return [*rows, [r["verdict"], r["why"]]]
-    s = r["step_s"]
-    plan = f"{planned['rates']}" if planned else r["not_planned"]
-    return [
-        *rows,
+        return make_table("Details", ("", ""), [*rows, [r["verdict"], r["why"]]])
+    s, memory = r["step_s"], r["memory"]
+    rows += [
         ["step", f"{s['median']:.4g} s, median of {r['steps']} after {r['warmup']} to warm up"],
         ["", f"quartiles {s['q1']:.4g} to {s['q3']:.4g} s, extremes {s['min']:.4g} to {s['max']:.4g} s"],
         ["waiting for data", f"{1e3 * r['data_wait_s']:.3g} ms of a step"],
         ["tokens/s", f"{r['tokens_per_s']:,.0f}; {r['tokens_per_s_per_device']:,.0f} a device"],
-        ["MFU", f"{percent(r['mfu_causal'])} causal, {percent(r['mfu_full'])} full; HFU {percent(r['hfu'])} (causal)"],
-        ["of a peak of", f"{number(r['peak_tflops'], ',.4g')} TFLOP/s; {r['tflops_per_device']:,.4g} TFLOP/s reached (causal)"],
-        ["peak memory", f"{number(memory['peak_gib'], '.2f')} GiB of {number(memory['budget_gib'], '.2f')}, by the allocator"],
-        ["planned step", f"{beside_plan(s['median'], planned.get('step_s')) if planned else '-'} ({plan})"],
-        ["planned peak", beside_plan(memory["peak_gib"], planned.get("peak_gib"), ".2f") if planned else "-"],
-        ["loss", f"{r['loss']['first']:.4f} first, {r['loss']['last']:.4f} last"],
-        *([["trace", r["trace"]]] if r.get("trace") else []),
+        ["TFLOP/s a device", f"{r['tflops_per_device']:,.4g} causal"],
     ]
+    if r["peak_tflops"]:
+        rows[-1][1] += f"; the peak is {r['peak_tflops']:,.4g}"
+        causal, full, hfu = (percent(r[key]) for key in ("mfu_causal", "mfu_full", "hfu"))
+        rows.append(["MFU", f"{causal} causal, {full} full; HFU {hfu} (causal)"])
+    if memory["peak_gib"] is not None:
+        rows.append(["peak memory", f"{memory['peak_gib']:.2f} GiB of {number(memory['budget_gib'], '.2f')}, by the allocator"])
+    if planned:
+        rows.append(["planned step", f"{beside_plan(s['median'], planned.get('step_s'))} ({planned['rates']})"])
+        rows.append(["planned peak", beside_plan(memory["peak_gib"], planned.get("peak_gib"), ".2f")])
+    elif r.get("devices", {}).get("platform") != ["cpu"]:  # plans are made for GPUs
+        rows.append(["not planned", r["not_planned"]])
+    rows.append(["loss", f"{r['loss']['first']:.4f} first, {r['loss']['last']:.4f} last"])
+    if r.get("trace"):
+        rows.append(["trace", r["trace"]])
+    return make_table("Details", ("", ""), rows)
 
 
 # ---- Tables and pages
 
 
-def print_table(console: rich.console.Console, headings: Sequence[str], rows: Iterable[Sequence[str]], text: int = 1) -> None:
-    """Print a table. The first `text` columns and the last are text; the others are figures, aligned to the right."""
-    table = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+def make_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], text: int = 1) -> Table:
+    """Return a table without the columns that are empty in every row, such as MFU on a CPU.
+
+    The first `text` columns and the last are text. The others are figures, aligned to the right.
+    """
+    cells = [list(column) for column in zip(*rows, strict=True)] or [[] for _ in headings]
     last = len(headings) - 1
-    for i, heading in enumerate(headings):
-        table.add_column(Text(heading, style="dim"), justify="left" if i < text or i == last else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
+    columns = [
+        sections.Column(heading, cells[i], kind="" if i < text or i == last else "number")
+        for i, heading in enumerate(headings)
+        if i < text or {*cells[i]} - {"-", ""}
+    ]
+    return Table(title, columns)
+
+
+def print_table(console: rich.console.Console, table: Table) -> None:
+    """Print a table without its title."""
+    sections.print_table(table, console, with_title=False)
 
 
 def print_line(console: rich.console.Console, text: str, style: str = "") -> None:
@@ -138,13 +157,10 @@ def print_line(console: rich.console.Console, text: str, style: str = "") -> Non
     console.print(Text(text, style=style), soft_wrap=True)
 
 
-def markdown(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def markdown(table: Table) -> list[str]:
     """Return a section with a table, as lines of a page."""
-
-    def line(cells: Iterable[str]) -> str:
-        return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-    return [f"## {title}", "", line(headings), "|" + "---|" * len(headings), *map(line, rows), ""]
+    rows = zip(*([cell.replace("|", "\\|") for cell in c.cells] for c in table.columns), strict=True)
+    return [f"## {table.title}", "", *sections.markdown_table([c.heading for c in table.columns], rows), ""]
 
 
 def page(title: str, facts: Mapping[str, Any], lines: Iterable[str]) -> str:
@@ -201,6 +217,19 @@ class Folder:
         """Print that figures of a CPU mean nothing."""
         if self.results["about"]["platform"] == "cpu":
             print_line(console, NO_MEASUREMENT, "dim")
+
+    def run(self, act: Callable[[], int], failure: str) -> int:
+        """Run `act` and return its exit code. Close the receipt however it ends; `failure` is the reason for exit code 1."""
+        code, reason = 1, "ended by an exception"
+        try:
+            code = act()
+            reason = failure if code else "done"
+        except KeyboardInterrupt:
+            code, reason = INTERRUPTED, "Ctrl-C"
+            raise
+        finally:
+            self.finish(code, reason)
+        return code
 
     def finish(self, code: int, reason: str) -> None:
         """Close the receipt."""

@@ -22,7 +22,7 @@ import rich.console
 from jaxtrain import environment, flops, hardware, launch
 from jaxtrain.bench import report
 from jaxtrain.bench.child import FAILED, NO_MEMORY, OK, REFUSED, error_line, run_case, save_partial
-from jaxtrain.config import ConfigError, Problem, RunConfig
+from jaxtrain.config import ConfigError, Mesh, Problem, RunConfig, default_config, resolve
 from jaxtrain.data import pipeline
 from jaxtrain.launch import Loaded
 from jaxtrain.startup import set_compile_cache, set_environment, start_jax
@@ -31,8 +31,8 @@ from jaxtrain.validate import validate_step
 CASE = "jaxtrain.bench.train_step:measure"
 NO_EVAL = ("--config.data.eval_source=", "--config.eval.every_steps=0")
 DATA = {"synthetic": ("--config.data.source=synthetic", *NO_EVAL), "real": NO_EVAL}
-MIN_STEPS = 3  # timed before a time limit ends a case
 TRACED_STEPS = 2
+MIN_STEPS = 3  # timed before a time limit ends a case
 BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0}  # of a number; the scales of int8 blocks are not counted
 
 
@@ -57,6 +57,13 @@ def find_problems(loaded: Loaded, count: int) -> list[Problem]:
     found += validate_step(loaded.run, devices)
     found += pipeline.check(loaded.run.data, loaded.run.model.vocab_size, need_eval=False)
     return found + environment.overlay(loaded.run, devices, os.environ)[1]
+
+
+def one_device(cache: str | None = None) -> RunConfig:
+    """Return the default config on one device. cache: instead of its folder for compiled programs."""
+    run, _ = resolve(default_config())
+    paths = run.paths if cache is None else dataclasses.replace(run.paths, cache=cache)
+    return dataclasses.replace(run, mesh=Mesh(data=1, fsdp=1), paths=paths)
 
 
 def state_gib(run: RunConfig, count: int) -> float:
@@ -99,9 +106,9 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         no step begins once MIN_STEPS are timed (null: none); `trace`, a folder for a trace of further steps ("": none).
 
     Returns:
-      what was run, `step_s` (median, quartiles, extremes, in seconds), its rates, `memory`, the plan of this executable or
-      the reason why there is none (`not_planned`), and the folder of the trace or why there is none (`trace`). A failure
-      after the timing does not undo it.
+      the run and its layout, `step_s` (median, quartiles, extremes, in seconds), its rates, `memory`, the plan of this
+      executable or the reason why there is none (`not_planned`), and the folder of the trace (`trace`). A plan or trace that
+      fails leaves the times.
     """
     began = time.perf_counter()
     loaded = launch.load(request["argv"])
@@ -361,19 +368,17 @@ def run_cases(
                     answer = run_case(CASE, {**request, "argv": argv, "trace": trace}, log=folder.log(name))
             done[name] = answer | {"argv": argv}
             if len(cases) > 1:
-                cells = report.step_row(name, answer)
-                result = f"{cells[1]} s, {cells[3]} tokens/s" if answer["verdict"] == OK else cells[-1]
-                report.print_line(console, f"{i} of {len(cases)}: {name}: {result}")
-            lines = report.markdown("Train steps", report.STEP_HEADINGS, [report.step_row(n, r) for n, r in done.items()])
+                report.print_line(console, f"{i} of {len(cases)}: {name}: {report.step_result(answer)}")
+            lines = report.markdown(report.step_table("Train steps", done))
             if len(cases) == 1:
-                lines += report.markdown("Details", ("", ""), report.step_details(name, done[name]))
+                lines += report.markdown(report.step_details(name, answer))
             folder.write("Step time", lines, cases=[{"name": n, **r} for n, r in done.items()], best=best_case(done))
     finally:
         winner = best_case(done)
         if len(cases) == 1 and done:
-            report.print_table(console, ("", ""), report.step_details(*next(iter(done.items()))))
+            report.print_table(console, report.step_details(*next(iter(done.items()))))
         elif done:
-            report.print_table(console, report.STEP_HEADINGS, [report.step_row(n, r) for n, r in done.items()])
+            report.print_table(console, report.step_table("Train steps", done))
             fastest = f"best: {winner}, {done[winner]['tokens_per_s']:,.0f} tokens/s" if winner else "no case was measured"
             report.print_line(console, fastest, "bold")
         folder.print_cpu_note(console)

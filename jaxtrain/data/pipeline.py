@@ -27,7 +27,7 @@ from jaxtrain.data import mixture, stdlib, synthetic
 from jaxtrain.data import tokenizer as tokenizers
 from jaxtrain.data.tokenfile import TokenFile, TokenFileError
 from jaxtrain.data.windows import (
-    ConversationRows,
+    PackedRows,
     Part,
     Read,
     Windows,
@@ -87,7 +87,7 @@ class Batches:
         self.fingerprint = fingerprint
         self.bytes_per_token = bytes_per_token
         self.masked_fraction = masked_fraction
-        cut = [s for s in sources if isinstance(s, ConversationRows)]
+        cut = [s for s in sources if isinstance(s, PackedRows)]
         self.truncated = sum(s.truncated for s in cut), sum(s.truncated_tokens for s in cut)
         self.sparse = {s.name: s.filled for s in cut if s.capped and s.filled < FULL}
         self.synthetic = synthetic
@@ -199,7 +199,7 @@ class Batches:
 
     def _rows_of(self, source: int, index_R: np.ndarray) -> dict[str, np.ndarray]:
         rows = self.sources[source].rows(self.window_numbers(source, index_R))
-        return make_batch(*rows, self.packing, self.max_segments)
+        return make_batch(*rows, self.packing != "none", self.max_segments)
 
 
 class _Gone:
@@ -377,10 +377,12 @@ def open_files(data: config.Data, source: str, key: str, seq_len: int) -> tuple[
                     f"Set data.tokenizer={header['tokenizer']['name']}, or prepare the text again.",
                 )
             )
-        windows = count_windows(header["tokens"], seq_len) if files[-1].loss_bits is None else header["documents"]
+        packed = files[-1].loss_bits is not None or data.packing == "best_fit"
+        windows = header["documents"] if packed else count_windows(header["tokens"], seq_len)
         if not 0 < windows <= MAX_WINDOWS:
             rule = f"{path} has {header['tokens']:,} tokens: {windows:,} sequences, outside 1 to 2^32"
-            problems.append(config.Problem("data.seq_len", seq_len, rule, "Choose another length or more data."))
+            remedy = "Choose another length, more data, or data.packing=best_fit, which pads a short sequence."
+            problems.append(config.Problem("data.seq_len", seq_len, rule, remedy))
     if problems:
         raise config.ConfigError(problems)
     return files, weights
@@ -520,10 +522,10 @@ def open_source(
         header = file.header
         loss = header["loss"] or {"tokens": header["tokens"], "bytes": header["source_bytes"], "first": header["documents"]}
         try:
-            windows = open_windows(file, seq_len, data.max_segments if data.packing == "documents" else None, seed)
-            if data.packing == "documents" and isinstance(windows, ConversationRows):
+            windows = open_windows(file, seq_len, data.max_segments if data.masks_documents else None, seed, data.packing)
+            if data.masks_documents and isinstance(windows, PackedRows):
                 most = max(most, windows.documents)
-            elif data.packing == "documents":
+            elif data.masks_documents:
                 found = data.max_segments if asked else most_documents(file.doc_offsets, windows.windows, seq_len)
                 most = max(most, min(found, data.max_segments))
                 count = masked_tokens(file.doc_offsets, windows.windows, seq_len, data.max_segments)
@@ -531,14 +533,19 @@ def open_source(
         except TokenFileError as e:
             remedy = f"Check it with: python -m jaxtrain.data verify {file.path}"
             raise config.ConfigError([config.Problem(key, str(file.path), str(e), remedy)]) from e
+        if not windows.windows:
+            rule = f"{file.path} has no sequence of {seq_len} tokens in which a token counts"
+            raise config.ConfigError(
+                [config.Problem("data.seq_len", seq_len, rule, f"Set {int(np.diff(file.doc_offsets[:]).max())}.")]
+            )
         sources.append(windows)
         # For each token read from the mixture: the bytes and the number of the predictions that count. Rows of
         # conversations hold padding too, and not what is cut off.
         held = header["tokens"]
-        if isinstance(windows, ConversationRows):
+        if isinstance(windows, PackedRows):
             held *= windows.windows * seq_len / (header["tokens"] - windows.truncated_tokens)
         text_bytes += share * loss["bytes"] / held
-        predicted += share * (loss["tokens"] - (loss["first"] if data.packing == "documents" else 0)) / held
+        predicted += share * (loss["tokens"] - (loss["first"] if data.masks_documents else 0)) / held
     common["max_segments"] = asked or most
     fingerprint["tokenizer"] = files[0].header["tokenizer"]
     fingerprint["files"] = [

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxtrain.config import Data
 from jaxtrain.data.tokenfile import TokenFile
-from jaxtrain.data.windows import ConversationRows, make_batch, masked_tokens, open_windows
+from jaxtrain.data.windows import PackedRows, make_batch, masked_tokens, open_windows
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 DOCUMENTS = 1 << 18  # looked at together
@@ -98,13 +98,13 @@ def packing(file: TokenFile, seq_len: int, max_segments: int) -> dict[str, float
     counted = segments = padding = 0
     step = max(1, ROW_TOKENS // seq_len)
     for first in range(0, windows.windows, step):
-        batch = make_batch(*windows.rows(np.arange(first, min(first + step, windows.windows))), "documents", max_segments)
+        batch = make_batch(*windows.rows(np.arange(first, min(first + step, windows.windows))), True, max_segments)
         counted += int(np.count_nonzero(batch["weights"]))
         segments += int(batch["segments"].max(axis=1).sum())
         padding += int(np.count_nonzero(batch["segments"] == 0))
     total = windows.windows * seq_len
     out = {"rows": windows.windows, "counted": counted / total, "documents_per_row": segments / windows.windows}
-    if not isinstance(windows, ConversationRows):
+    if not isinstance(windows, PackedRows):
         return {**out, "masked": masked_tokens(file.doc_offsets, windows.windows, seq_len, max_segments) / total}
     truncated = {"truncated_documents": windows.truncated, "truncated_tokens": windows.truncated_tokens}
     return {**out, "masked": 0.0, "filled": 1 - padding / total, **truncated}
@@ -164,7 +164,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         f"{line}targets count, rows are {packed['filled']:.2%} full (at most {packed['max_segments']} conversations each)"
     )
     out.append(
-        f"conversations longer than {packed['seq_len'] + 1:,} tokens, cut at their end: {packed['truncated_documents']:,}, "
+        f"conversations cut to fit {packed['seq_len'] + 1:,} tokens: {packed['truncated_documents']:,}, "
         f"which lose {packed['truncated_tokens']:,} tokens"
     )
     return out

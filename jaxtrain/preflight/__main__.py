@@ -7,14 +7,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from jaxtrain import distributed, launch
 from jaxtrain.command_line import PROCESS_OPTIONS, Command, Option, Parsed, check_output_file, run_command
 from jaxtrain.config import Problem, nearest
 from jaxtrain.distributed import Cluster
-from jaxtrain.launch import Loaded
 from jaxtrain.metrics import write_atomic
 from jaxtrain.preflight import inspection, report
 from jaxtrain.preflight.multi_node import Preflight
@@ -27,6 +26,7 @@ from jaxtrain.preflight.node import (
     RecordingError,
     Unanswered,
     call_with_timeout,
+    not_of_a_recording,
 )
 from jaxtrain.preflight.report import NodeReport
 from jaxtrain.preflight.table import Context
@@ -34,12 +34,16 @@ from jaxtrain.validate.places import writable
 
 ALLOW = "JAXTRAIN_PREFLIGHT_ALLOW"
 LATE_S = 10.0  # beyond the limit: every step has a limit of its own, and this one is for what was overlooked
+SAVE_S = 5.0  # for a file or a recording
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def _rule_of_json(text: str) -> str:
+def rule_of_json(text: str) -> str:
     """Return why --json cannot be written, or ""."""
-    return "" if text == "-" else check_output_file(text)
+    try:
+        return "" if text == "-" else call_with_timeout(ANSWER_S, text, lambda: check_output_file(text))
+    except Unanswered as error:
+        return str(error)
 
 
 COMMAND = Command(
@@ -52,7 +56,7 @@ COMMAND = Command(
             "print all findings as JSON in place of the table, or write them to FILE",
             "FILE",
             bare="-",
-            check=_rule_of_json,
+            check=rule_of_json,
         ),
         Option(
             "allow",
@@ -102,19 +106,23 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
 
 def run(parsed: Parsed, began: float, own_process: bool) -> int:
     """Check the node and print the report. Returns the exit code."""
-    options = parsed.options
-    limit_s, connect_s = float(options["limit"]), float(options["meet"])
+    options, nodes = parsed.options, []
     cluster, _ = distributed.detect(options, os.environ)
-    total_s = limit_s + (connect_s if cluster else 0.0) + LATE_S
-    with end_after(total_s) if own_process else contextlib.nullcontext():
+    total_s = float(options["limit"]) + (float(options["meet"]) if cluster else 0.0) + LATE_S
+    with end_after(total_s, nodes) if own_process else contextlib.nullcontext():
         try:
-            node = make_node(parsed)
-            of_run, problems = distributed.detect(options, node.environ) if options["recorded"] else (cluster, [])
+            nodes.append(make_node(parsed))
+            of_run, problems = distributed.detect(options, nodes[0].environ) if options["recorded"] else (cluster, [])
             if problems:
                 return launch.report(problems)
-            code = check_node(context_of(parsed, node, of_run), cluster, parsed, began, own_process)
+            has_config = any(arg.startswith("--config") for arg in parsed.config.launch.argv)
+            context = Context(nodes[0], parsed.config.run, run_paths(parsed), of_run, has_config)
+            code = check_node(context, cluster, parsed, began, own_process)
         except RecordingError as error:
             return launch.report([Problem("--recorded", options["recorded"], str(error), "Name a folder that --record made.")])
+        finally:
+            for node in nodes:
+                node.close()
     if cluster is not None and own_process:
         distributed.leave(code)  # Python's own exit waits for the others
     return code
@@ -123,15 +131,21 @@ def run(parsed: Parsed, began: float, own_process: bool) -> int:
 def check_node(context: Context, cluster: Cluster | None, parsed: Parsed, began: float, own_process: bool) -> int:
     """Check a node with the processes of its run, and report. Returns the exit code."""
     options, node = parsed.options, context.node
-    first = cluster is None or cluster.process_id == 0
 
     def finish(reports: list[NodeReport]) -> int:
         report.allow(reports, allowed(parsed)[1])
-        if first:
-            report_to(options["json"], reports, time.monotonic() - began)
+        saved, file = True, options["json"]
+        if cluster is None or cluster.process_id == 0:
+            text = json.dumps(report.as_json(reports, time.monotonic() - began), indent=1)
+            if file == "-":
+                print(text)
+                print(report.last_line(reports), file=sys.stderr)
+            else:
+                report.show(reports)
+                saved = not file or save("--json", file, lambda path: write_atomic(path, text + "\n"))
         elif report.is_incomplete(reports):  # process 0 may be the lost one
             report.show(reports)
-        return report.exit_code(reports)
+        return report.exit_code(reports) or int(not saved)
 
     def end(reports: list[NodeReport]) -> None:
         code = finish(reports)
@@ -146,31 +160,22 @@ def check_node(context: Context, cluster: Cluster | None, parsed: Parsed, began:
         code = finish(reports)
         if options["record"] and isinstance(node, LocalNode):
             own = next((each for each in reports if each.host == node.facts["hostname"]), reports[0])
-            node.save(folder_of(options["record"]), own.measured)
+            saved = save("--record", options["record"], lambda path: node.save(path, own.measured))
+            code = code or int(not saved)
         preflight.close("a process is lost" if report.is_incomplete(reports) else "")
         return code
     except BaseException as error:
         preflight.close(str(error) or type(error).__name__)
         raise
-    finally:
-        node.close()
-
-
-def report_to(destination: str, reports: list[NodeReport], seconds: float) -> None:
-    """Print the table, or JSON if `destination` is "-". Write JSON to any other destination too."""
-    text = json.dumps(report.as_json(reports, seconds), indent=1)
-    if destination == "-":
-        print(text)
-        print(report.last_line(reports), file=sys.stderr)
-        return
-    if destination:
-        write_atomic(Path(destination).expanduser(), text + "\n")
-    report.show(reports)
 
 
 @contextlib.contextmanager
-def end_after(limit_s: float) -> Iterator[None]:
-    """End this process with 3 if the block has not ended after `limit_s`, and print the function that it is in."""
+def end_after(limit_s: float, nodes: Sequence[Node]) -> Iterator[None]:
+    """End this process with 3 if the block has not ended after `limit_s`, and print the function that it is in.
+
+    Args:
+        nodes: those that the block uses; their commands are killed.
+    """
     waiting = threading.get_ident()
 
     def end() -> None:
@@ -178,6 +183,8 @@ def end_after(limit_s: float) -> Iterator[None]:
         own = [frame for frame in frames if Path(frame.filename).is_relative_to(PACKAGE)]
         where = f"{own[-1].name} ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else "no code of jaxtrain"
         print(f"FAULT: preflight did not end within {limit_s:.0f} s; it was in {where}", file=sys.stderr)
+        for node in nodes:
+            node.close()
         distributed.leave(report.EXIT_CODES[report.FAULTY])
 
     timer = threading.Timer(limit_s, end)
@@ -189,27 +196,29 @@ def end_after(limit_s: float) -> Iterator[None]:
         timer.cancel()
 
 
+def save(option: str, value: str, write: Callable[[Path], object]) -> bool:
+    """Write to the path that an option names. Returns whether that worked; a failure hides no verdict."""
+    try:
+        call_with_timeout(SAVE_S, value, lambda: write(Path(value).expanduser()))
+    except (OSError, Unanswered) as error:
+        print(f"error: {option} = {value!r}: {error}. Fix: Name another place.", file=sys.stderr)
+        return False
+    return True
+
+
 def make_node(parsed: Parsed) -> Node:
     """Return the node to check. Raises RecordingError."""
     if recorded := parsed.options["recorded"]:
-        return RecordedNode(folder_of(recorded))
-    return LocalNode(run_paths(parsed.config, parsed.options["workdir"]), min(COMMAND_S, float(parsed.options["limit"]) / 2))
+        return RecordedNode(Path(recorded).expanduser())
+    return LocalNode(run_paths(parsed), min(COMMAND_S, float(parsed.options["limit"]) / 2))
 
 
-def context_of(parsed: Parsed, node: Node, cluster: Cluster | None) -> Context:
-    has_config = any(arg.startswith("--config") for arg in parsed.config.launch.argv)
-    return Context(node, parsed.config.run, run_paths(parsed.config, parsed.options["workdir"]), cluster, has_config)
-
-
-def run_paths(loaded: Loaded, workdir: str = "") -> dict[str, str]:
+def run_paths(parsed: Parsed) -> dict[str, str]:
     """Return name -> folder or bucket of the run's state, "" for none."""
-    run, folder = loaded.run, Path(workdir or Path("runs") / loaded.launch.name)
+    run = parsed.config.run
+    folder = Path(parsed.options["workdir"] or Path("runs") / parsed.config.launch.name)
     checkpoints = run.checkpoint.dir or str(folder / "checkpoints")
     return {"data": run.paths.data, "checkpoints": checkpoints, "cache": run.paths.cache}
-
-
-def folder_of(text: str) -> Path:
-    return Path(text).expanduser()
 
 
 # ---- the command line
@@ -222,13 +231,8 @@ def check_options(parsed: Parsed) -> list[Problem]:
     problems += unknown_checks(*allowed(parsed))
     if options["record"] and options["recorded"]:
         problems.append(Problem("--record", options["record"], "does not apply to --recorded", "Leave one of them out."))
-    if options["record"]:
-        problems += unwritable("--record", folder_of(options["record"]))
-    if options["json"] not in ("", "-"):
-        file = folder_of(options["json"])
-        problems += unwritable("--json", file.parent)
-        if not problems and file.is_dir():
-            problems.append(Problem("--json", str(file), "is a folder", "Name a file."))
+    elif options["record"]:
+        problems += refused_folder(Path(options["record"]).expanduser())
     return problems
 
 
@@ -249,12 +253,19 @@ def unknown_checks(key: str, names: Sequence[str]) -> list[Problem]:
     ]
 
 
-def unwritable(key: str, folder: Path) -> list[Problem]:
-    """Return why a folder cannot be written to; its file system may hang."""
+def refused_folder(folder: Path) -> list[Problem]:
+    """Return why no recording can be saved in a folder; its file system may hang."""
+
+    def look() -> list[Problem]:
+        if others := not_of_a_recording(folder):
+            rule = f"holds {', '.join(others[:3])}, which is no part of a recording"
+            return [Problem("--record", str(folder), rule, f"Name a new folder, for example --record={folder / 'node'}.")]
+        return writable("--record", folder)
+
     try:
-        return call_with_timeout(ANSWER_S, str(folder), lambda: writable(key, folder))
-    except Unanswered as error:
-        return [Problem(key, str(folder), str(error), "Name another folder.")]
+        return call_with_timeout(ANSWER_S, str(folder), look)
+    except (OSError, Unanswered) as error:
+        return [Problem("--record", str(folder), str(error), "Name another folder.")]
 
 
 if __name__ == "__main__":

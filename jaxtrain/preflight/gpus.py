@@ -1,19 +1,35 @@
 """Checks of the GPUs: present, equal, free, without memory errors or Xids, and at full clocks and power."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from jaxtrain import hardware
 from jaxtrain.preflight import nvidia_smi
 from jaxtrain.preflight.node import TIMED_OUT
-from jaxtrain.preflight.nvidia_smi import index, name, number
-from jaxtrain.preflight.table import Context, Table, Verdict, fault, grouped, listed, note, ok, unknown
-from jaxtrain.preflight.thresholds import CLOCK_SHARE, MEMORY_IN_USE_MIB, POWER_SHARE, XID_HOURS
+from jaxtrain.preflight.nvidia_smi import Row, index, number
+from jaxtrain.preflight.table import (
+    FAULT,
+    NOTE,
+    OK,
+    Context,
+    Table,
+    Verdict,
+    by_value,
+    each_gpu,
+    fault,
+    listed,
+    note,
+    ok,
+    unknown,
+)
 
 DRIVER, CHECKS = Table(), Table()  # DRIVER: also run without a GPU that answers
 
+MEMORY_IN_USE_MIB = 2048.0  # by other processes; the driver itself reserves less
+XID_HOURS = 24.0  # older Xids are not reported as faults
+POWER_SHARE = 0.99  # of a power limit: drivers round
+CLOCK_SHARE = 0.95  # of the highest clock among GPUs of a model without a board: vendors differ by some percent
 NO_MODULE = "couldn't communicate with the NVIDIA driver"
-NOT_REPORTED = "not reported by these GPUs"
 
 # Xids of hardware errors (NVIDIA's Xid catalogue); programs cause the others.
 HARDWARE_XIDS = {
@@ -104,7 +120,7 @@ def gpu_count(c: Context) -> Verdict:
         return fault(f"{gpus.on_node}, and {giver} gave {given}")
     if given:
         text = f"{gpus.count}, and {giver} gave {given}"
-        return note(text, f"{intended} The others may be another job's.") if gpus.count > given else ok(text)
+        return note(text, fix=f"{intended} The others may be another job's.") if gpus.count > given else ok(text)
     if board is None or board.gpus is None:
         return ok(f"{gpus.count}; the expected number is not known for this model")
     seen = f"{gpus.on_node} of {board.gpus}"
@@ -112,7 +128,7 @@ def gpu_count(c: Context) -> Verdict:
         return ok(seen if gpus.on_node == board.gpus else f"{gpus.on_node}; a board has {board.gpus}")
     # Schedulers and clouds assign half, a quarter or one GPU of a board, and pods any number. Seven of eight is a broken node.
     part = gpus.others or not board.gpus % gpus.on_node or c.node.environ.get("KUBERNETES_SERVICE_HOST")
-    return note(seen, intended) if part else fault(seen)
+    return note(seen, fix=intended) if part else fault(seen)
 
 
 @CHECKS.add(
@@ -127,23 +143,12 @@ def gpu_model(c: Context) -> Verdict:
     return ok(seen) if len(models) == 1 else fault(seen)
 
 
-def each_gpu(c: Context, field: str, is_wrong: Callable[[str], bool], good: str) -> Verdict:
-    """Check one field of each GPU that reports it."""
-    reported = [(name(row), value) for row in c.gpus.rows if (value := row[field]) is not None]
-    if not reported:
-        return unknown(NOT_REPORTED)
-    wrong = [(gpu, value) for gpu, value in reported if is_wrong(value)]
-    return fault(grouped(wrong)) if wrong else ok(good)
-
-
-@CHECKS.add(
+CHECKS.add(
     "ECC",
     expected="no uncorrected memory error since the driver was loaded",
     why="An uncorrected error ends the process that used the memory, and the GPU that had one tends to have more.",
     fix="Drain the node, reset the GPU (nvidia-smi --gpu-reset -i N) or reboot; report the GPU if it comes back.",
-)
-def ecc(c: Context) -> Verdict:
-    return each_gpu(c, "ecc.errors.uncorrected.volatile.total", lambda value: value != "0", "none")
+)(by_value("ecc.errors.uncorrected.volatile.total", {"0": OK}, FAULT))
 
 
 @CHECKS.add(
@@ -153,24 +158,16 @@ def ecc(c: Context) -> Verdict:
     "according to NVIDIA (error containment). It is a fault here because a reset costs less before a run than during it.",
     fix="Pending: reset the GPU (nvidia-smi --gpu-reset -i N) or reboot. Failed: have the GPU replaced.",
 )
-def row_remap(c: Context) -> Verdict:
-    found = nvidia_smi.rows(c.node, nvidia_smi.REMAPS)
-    if not found:
-        answer = c.node.run(nvidia_smi.REMAPS.command)
-        return unknown(NOT_REPORTED if answer.succeeded else answer.error)
-    gpus = {row["uuid"]: name(row) for row in c.gpus.rows}
-    others = {row["uuid"] for row in c.gpus.others}
-
-    def set_on(field: str) -> list[str]:
-        uuids = [row["gpu_uuid"] for row in found if row["gpu_uuid"] not in others and row[field] not in (None, "0", "No")]
-        return [gpus.get(uuid, str(uuid)) for uuid in uuids]
-
-    pending, failed = set_on("remapped_rows.pending"), set_on("remapped_rows.failure")
-    if pending or failed:
-        parts = [f"pending on {listed(pending)}"] * bool(pending) + [f"failed on {listed(failed)}"] * bool(failed)
-        return fault("; ".join(parts))
-    done = set_on("remapped_rows.uncorrectable")
-    return ok(f"none pending; done after an uncorrected error on {listed(done)}" if done else "none pending, none failed")
+@each_gpu("remapped_rows.pending")
+def row_remap(_: Context, row: Row) -> Verdict | None:
+    if row.get("remapped_rows.pending") is None:
+        return None
+    failed, pending, done = (
+        row[f"remapped_rows.{n}"] not in (None, "0", "No") for n in ("failure", "pending", "uncorrectable")
+    )
+    if failed or pending:
+        return fault("failed" if failed else "pending")
+    return ok("done after an uncorrected error" if done else "none")
 
 
 @CHECKS.add(
@@ -180,68 +177,39 @@ def row_remap(c: Context) -> Verdict:
     fix="End those processes, or wait for them; nvidia-smi shows their owners. If the process is gone and its memory is still "
     "in use, reset the GPU.",
 )
-def memory_in_use(c: Context) -> Verdict:
-    used = {name(row): number(row, "memory.used") or 0.0 for row in c.gpus.rows}
-    busy = {gpu: mib for gpu, mib in used.items() if mib > MEMORY_IN_USE_MIB}
-    if not busy:
-        return ok(f"{max(used.values(), default=0.0) / 1024:.1f} GiB at most")
-    gpus = {row["uuid"]: name(row) for row in c.gpus.rows}
-    processes = {
-        f"{row['process_name']} (pid {row['pid']})"
-        for row in nvidia_smi.rows(c.node, nvidia_smi.PROCESSES)
-        if gpus.get(row["gpu_uuid"]) in busy
-    }
-    by = f", by {listed(sorted(processes))}" if processes else ", by processes that are not visible from here"
-    seen = grouped([(gpu, f"{mib / 1024:.1f} GiB") for gpu, mib in busy.items()]) + by
-    too_much = False
-    for row in c.gpus.rows:
-        total = (number(row, "memory.total") or 0.0) / 1024
-        fraction = hardware.memory_fraction(total, c.run.train.memory_fraction) if total else 1.0
-        too_much |= busy.get(name(row), 0.0) > 1024 * total * (1 - fraction)
-    return fault(seen) if too_much else note(seen)
+@each_gpu("memory.used")
+def memory_in_use(c: Context, row: Row) -> Verdict | None:
+    used = number(row, "memory.used") or 0.0
+    seen = f"{used / 1024:.1f} GiB"
+    if used <= MEMORY_IN_USE_MIB:
+        return ok(seen)
+    processes = [p for p in nvidia_smi.rows(c.node, nvidia_smi.PROCESSES) if p["gpu_uuid"] == row["uuid"]]
+    by = listed(sorted(f"{p['process_name']} (pid {p['pid']})" for p in processes))
+    total = (number(row, "memory.total") or 0.0) / 1024
+    left = total * (1 - hardware.memory_fraction(total, c.run.train.memory_fraction)) if total else 0.0
+    return (fault if used > 1024 * left else note)(f"{seen}, by {by or 'processes that are not visible from here'}")
 
 
-@CHECKS.add(
+CHECKS.add(
     "MIG",
     expected="off",
     why="In MIG mode a process gets one instance, with a part of the GPU's memory and without NVLink.",
     fix="sudo nvidia-smi -i N -mig 0, and reset the GPU.",
-)
-def mig(c: Context) -> Verdict:
-    return each_gpu(c, "mig.mode.current", lambda value: value == "Enabled", "off")
+)(by_value("mig.mode.current", {"Enabled": FAULT}, OK))
 
-
-@CHECKS.add(
+CHECKS.add(
     "compute mode",
     expected="Default",
     why="Prohibited refuses every process; Exclusive_Process every one but the first.",
     fix="sudo nvidia-smi -c 0",
-)
-def compute_mode(c: Context) -> Verdict:
-    modes = [(name(row), row["compute_mode"]) for row in c.gpus.rows if row["compute_mode"] not in (None, "", "Default")]
-    prohibited = [(gpu, mode) for gpu, mode in modes if mode == "Prohibited"]
-    if prohibited:
-        return fault(grouped(prohibited))
-    return note(grouped([(gpu, mode or "") for gpu, mode in modes])) if modes else ok("Default")
+)(by_value("compute_mode", {"Default": OK, "Prohibited": FAULT}, NOTE))
 
-
-def recovery_actions(c: Context) -> dict[int, str]:
-    """Return the recovery action that the driver recommends for each GPU; empty with an old driver."""
-    return {index(row): action for row in c.rows(nvidia_smi.RECOVERY) if (action := row["gpu_recovery_action"])}
-
-
-@CHECKS.add(
+CHECKS.add(
     "recovery action",
     expected="None: the driver asks for no reset of a GPU",
     why="After some errors a GPU still works, and only a reset or a reboot restores it; until then work on it may fail.",
     fix="Reset: nvidia-smi --gpu-reset -i N. Reboot: the node. Drain: end what runs on it first, then reset.",
-)
-def recovery_action(c: Context) -> Verdict:
-    actions = recovery_actions(c)
-    if not actions:
-        return unknown("not reported by this driver")
-    wanted = [(f"GPU{i}", action) for i, action in actions.items() if action != "None"]
-    return fault(grouped(wanted)) if wanted else ok("None")
+)(by_value("gpu_recovery_action", {"None": OK}, FAULT))
 
 
 def pci(address: str) -> tuple[int, ...]:
@@ -263,7 +231,7 @@ def xid(c: Context) -> Verdict:
     uptime = float(now[0]) if now else None
     mine = {pci(row["pci.bus_id"] or ""): index(row) for row in c.gpus.rows}
     lost = {pci(address) for address in c.gpus.lost}
-    recovered = {i for i, action in recovery_actions(c).items() if action == "None"}
+    recovered = {index(row) for row in c.gpus.rows if row.get("gpu_recovery_action") == "None"}
     found: dict[str, list[str]] = {"now": [], "before a reset": [], "older": [], "of GPUs that are not this run's": []}
     for line in re.finditer(r"(?m)^(?:\[\s*([\d.]+)\])?.*NVRM: Xid \(PCI:([\w:.]+)\): (\d+)(.*)", answer.out):
         number, address = int(line[3]), pci(line[2])
@@ -290,26 +258,21 @@ def xid(c: Context) -> Verdict:
     fix="sudo nvidia-smi -i N -pl WATTS, with the GPU's own limit; find what lowered it (a power policy of the rack, a "
     "container host).",
 )
-def power_limit(c: Context) -> Verdict:
-    low, odd, reported = [], [], []
-    for row in c.gpus.rows:
-        limit, default = number(row, "power.limit"), number(row, "power.default_limit")
-        enforced = number(row, "enforced.power.limit")
-        if limit is None or default is None:
-            continue
-        reported.append(limit)
-        if limit < POWER_SHARE * default:
-            low.append((name(row), f"{limit:.0f} W of {default:.0f}"))
-        elif enforced is not None and enforced < POWER_SHARE * default:
-            # Laptops change it all the time.
-            (low if c.board else odd).append((name(row), f"set to {limit:.0f} W, and held at {enforced:.0f}"))
-        elif c.board and default < POWER_SHARE * c.board.power_w:
-            odd.append((name(row), f"{default:.0f} W by default, where an {c.board.name} has {c.board.power_w:.0f}"))
-    if not reported:
-        return unknown(NOT_REPORTED)
-    if low:
-        return fault(grouped(low))
-    return note(grouped(odd), "Nothing, if it is built so.") if odd else ok(f"{min(reported):.0f} W")
+@each_gpu("power.limit")
+def power_limit(c: Context, row: Row) -> Verdict | None:
+    limit, default = number(row, "power.limit"), number(row, "power.default_limit")
+    if limit is None or default is None:
+        return None
+    held = number(row, "enforced.power.limit") or limit
+    if limit < POWER_SHARE * default:
+        return fault(f"{limit:.0f} W of {default:.0f}")
+    built_so = "Nothing, if it is built so."
+    if held < POWER_SHARE * default:
+        seen = f"set to {limit:.0f} W, and held at {held:.0f}"
+        return fault(seen) if c.board else note(seen, fix=built_so)  # laptops change it all the time
+    if c.board and default < POWER_SHARE * c.board.power_w:
+        return note(f"{default:.0f} W by default, where an {c.board.name} has {c.board.power_w:.0f}", fix=built_so)
+    return ok(f"{limit:.0f} W")
 
 
 @CHECKS.add(
@@ -318,18 +281,19 @@ def power_limit(c: Context) -> Verdict:
     why="A lowered clock lowers every rate in proportion, and one slow GPU slows all of them.",
     fix="sudo nvidia-smi -rac (applications' clocks) and sudo nvidia-smi -rgc (locked clocks).",
 )
-def clocks(c: Context) -> Verdict:
-    highest = {name(row): mhz for row in c.gpus.rows if (mhz := number(row, "clocks.max.sm"))}
-    if not highest:
-        return unknown(NOT_REPORTED)
+@each_gpu("clocks.max.sm")
+def clocks(c: Context, row: Row) -> Verdict | None:
+    offered = number(row, "clocks.max.sm")
+    if not offered:
+        return None
+    now, default = (number(row, f"clocks.{n}.graphics") for n in ("applications", "default_applications"))
     known = c.board.sm_mhz if c.board else None
-    expected, least = (known, known) if known else (max(highest.values()), CLOCK_SHARE * max(highest.values()))
-    low = [(gpu, f"offers {mhz:.0f} MHz of {expected:.0f}") for gpu, mhz in highest.items() if mhz < least]
-    for row in c.rows(nvidia_smi.APPLICATION_CLOCKS):
-        now, default = (number(row, field) for field in nvidia_smi.APPLICATION_CLOCKS.fields[1:])
-        if now and default and now < default:
-            low.append((name(row), f"set to {now:.0f} MHz, by default {default:.0f}"))
-    return fault(grouped(low)) if low else ok(f"up to {min(highest.values()):.0f} MHz")
+    highest = known or max(number(each, "clocks.max.sm") or 0.0 for each in c.gpus.rows)
+    if offered < (1 if known else CLOCK_SHARE) * highest:
+        return fault(f"offers {offered:.0f} MHz of {highest:.0f}")
+    if now and default and now < default:
+        return fault(f"set to {now:.0f} MHz, by default {default:.0f}")
+    return ok(f"up to {offered:.0f} MHz")
 
 
 @CHECKS.add(
@@ -339,31 +303,25 @@ def clocks(c: Context) -> Verdict:
     fix="Look at fans, coolant and inlet temperature, power supplies and cables; see also nvidia-smi -q -d "
     "PERFORMANCE,TEMPERATURE.",
 )
-def throttling(c: Context) -> Verdict:
-    queries = (nvidia_smi.REASONS, nvidia_smi.OLD_REASONS)
-    query = next((query for query in queries if nvidia_smi.rows(c.node, query)), None)
-    if query is None:
-        return unknown(c.node.run(nvidia_smi.REASONS.command).error)
-    masks = {name(row): int(mask, 16) for row in c.rows(query) if (mask := row[query.fields[1]]) and mask.startswith("0x")}
-    if not masks:
-        return unknown(NOT_REPORTED)
-    slowed = [(gpu, "+".join(text for bit, text in SLOWDOWNS.items() if mask & bit)) for gpu, mask in masks.items()]
-    if slowed := [(gpu, reasons) for gpu, reasons in slowed if reasons]:
-        return fault(grouped(slowed))
-    if capped := [gpu for gpu, mask in masks.items() if mask & POWER_CAP]:
-        return note(f"at the power cap, before the run: {listed(capped)}", "See who computes there: nvidia-smi.")
-    return ok("none")
+@each_gpu("clocks_event_reasons.active")
+def throttling(_: Context, row: Row) -> Verdict | None:
+    text = row.get("clocks_event_reasons.active") or row.get("clocks_throttle_reasons.active") or ""
+    if not text.startswith("0x"):
+        return None
+    mask = int(text, 16)
+    if slowed := [reason for bit, reason in SLOWDOWNS.items() if mask & bit]:
+        return fault("+".join(slowed))
+    return (
+        note("at the power cap, before the run", fix="See who computes there: nvidia-smi.") if mask & POWER_CAP else ok("none")
+    )
 
 
-@CHECKS.add(
+CHECKS.add(
     "persistence",
     expected="on",
     why="Without it the driver releases idle GPUs, each start takes seconds longer, and error counters restart at 0.",
     fix="sudo systemctl enable --now nvidia-persistenced, or sudo nvidia-smi -pm 1.",
-)
-def persistence(c: Context) -> Verdict:
-    off = [name(row) for row in c.gpus.rows if row["persistence_mode"] == "Disabled"]
-    return note(f"off on {listed(off)}") if off else ok("on")
+)(by_value("persistence_mode", {"Disabled": NOTE}, OK))
 
 
 @CHECKS.add(
@@ -372,23 +330,18 @@ def persistence(c: Context) -> Verdict:
     why="Checkpoints, offloaded state and input use it: half the lanes, half the rate.",
     fix="Power the node off and on; if it stays, have the GPU, the riser or the switch reseated or replaced.",
 )
-def pcie(c: Context) -> Verdict:
-    narrow, slow, reported = [], [], []
-    widths: dict[str | None, set[float]] = {}  # by model
-    for row in c.gpus.rows:
-        width, widest = number(row, "pcie.link.width.current"), number(row, "pcie.link.width.max")
-        speed, fastest = number(row, "pcie.link.gen.current"), number(row, "pcie.link.gen.max")
-        if not width or not widest:
-            continue
-        reported.append(f"gen {speed or 0:.0f} x{width:.0f}")
-        widths.setdefault(row["name"], set()).add(width)
-        narrow += [(name(row), f"x{width:.0f} of x{widest:.0f}")] if width < widest else []
-        slow += [(name(row), f"gen {speed:.0f} of {fastest:.0f}")] if speed and fastest and speed < fastest else []
-    if not reported:
-        return unknown(NOT_REPORTED)
-    if narrow and (c.board or any(len(each) > 1 for each in widths.values())):
-        return fault(grouped(narrow))
-    if narrow:
-        return note(grouped(narrow), "Nothing, if the mainboard shares its lanes between slots.")
-    # An idle GPU may slow its link down to save power.
-    return note(grouped(slow), "Nothing, if it is faster under load.") if slow else ok(reported[0])
+@each_gpu("pcie.link.width.current")
+def pcie(c: Context, row: Row) -> Verdict | None:
+    width, widest, speed, fastest = (
+        number(row, f"pcie.link.{n}") for n in ("width.current", "width.max", "gen.current", "gen.max")
+    )
+    if not width or not widest:
+        return None
+    if width < widest:
+        seen = f"x{width:.0f} of x{widest:.0f}"
+        differ = len({each["pcie.link.width.current"] for each in c.gpus.rows if each["name"] == row["name"]}) > 1
+        fix = "Nothing, if the mainboard shares its lanes between slots."
+        return fault(seen) if c.board or differ else note(seen, fix=fix)
+    if speed and fastest and speed < fastest:  # an idle GPU may slow its link down to save power
+        return note(f"gen {speed:.0f} of {fastest:.0f}", fix="Nothing, if it is faster under load.")
+    return ok(f"gen {speed or 0:.0f} x{width:.0f}")

@@ -5,18 +5,16 @@ import re
 
 from jaxtrain import flops
 from jaxtrain.preflight.table import Context, Table, Verdict, fault, listed, note, ok, unknown
-from jaxtrain.preflight.thresholds import (
-    BYTES_PER_PARAMETER,
-    CPUS_PER_GPU,
-    FREE_GIB,
-    HOST_MEMORY_SHARE,
-    OPEN_FILES,
-    SHM_GIB,
-)
 from jaxtrain.stores import is_bucket
 
 CHECKS = Table()
 
+SHM_GIB = 1.0
+OPEN_FILES = (1024, 65536)  # fault below the first, note below the second
+CPUS_PER_GPU = 4  # JAX's dispatch, NCCL's proxies, input pipeline, checkpoint writer
+HOST_MEMORY_SHARE = 0.5  # of the GPUs' memory: a checkpoint is copied to the host first
+FREE_GIB = {"data": 1.0, "checkpoints": 10.0, "cache": 1.0}  # checkpoints: without a config
+BYTES_PER_PARAMETER = 12  # float32 master and Adam's two moments
 CAP_IPC_LOCK = 1 << 14  # linux/capability.h: no limit on locked memory applies
 # Drivers whose default, powersave, follows the load (the kernel's guides to intel_pstate and amd-pstate).
 FOLLOWS_LOAD = ("intel_pstate", "amd-pstate-epp", "amd_pstate_epp")
@@ -170,17 +168,12 @@ WHY = {
 }
 
 
-def free_gib_needed(c: Context, name: str) -> float:
-    """Return the GiB that must be free: for checkpoints two, the last complete one and the one being written."""
-    if name != "checkpoints" or not c.has_config:
-        return FREE_GIB[name]
-    return max(2 * flops.parameters(c.run.model)["total"] * BYTES_PER_PARAMETER / 2**30, 0.1)
-
-
 def free_space(name: str, c: Context) -> Verdict | None:
     if name not in c.paths:
         return None
-    path, disk, needed = c.paths[name], c.node.disks.get(name), free_gib_needed(c, name)
+    path, disk, needed = c.paths[name], c.node.disks.get(name), FREE_GIB[name]
+    if name == "checkpoints" and c.has_config:  # two: the last complete one, and the one being written
+        needed = max(2 * flops.parameters(c.run.model)["total"] * BYTES_PER_PARAMETER / 2**30, 0.1)
     expected = f"{needed:,.0f} GiB free"
     if not path:
         return ok("not used", expected=expected)

@@ -1,14 +1,13 @@
-"""All checks of one node, in the order of the report, and the comparison of the nodes of a run."""
+"""All checks of one node, in the order of the report, and the comparison of a run's nodes and processes."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain.preflight import gpus, host, links, nvidia_smi, rates, software
-from jaxtrain.preflight.table import FAULT, NOTE, OK, Check, Context, Finding, Table, fault, listed
-from jaxtrain.preflight.thresholds import CLOCKS_APART_S
+from jaxtrain.preflight.table import OK, Check, Context, Finding, Table, fault, listed
 
 COMMANDS = (*nvidia_smi.COMMANDS, "dmesg")
+CLOCKS_APART_S = 2.0  # of two nodes
 
 PROCESSES = Check(
     "processes",
@@ -41,9 +40,7 @@ def inspect(context: Context) -> list[Finding]:
     """Return the findings of all checks that need no measurement."""
     context.node.start(COMMANDS)
     if context.gpus.absent:
-        # No fault of the host stops a run on CPUs.
-        found = host.CHECKS.run(context)
-        return [dataclasses.replace(f, state=NOTE) if f.state == FAULT else f for f in found]
+        return host.CHECKS.run(context)
     of_gpus = [*gpus.CHECKS, *links.CHECKS] if context.gpus.rows else []
     return Table([*gpus.DRIVER, *of_gpus, *software.VERSIONS, *host.CHECKS, *software.VARIABLES]).run(context)
 
@@ -57,7 +54,7 @@ def describe(context: Context, connected_unix: float | None) -> dict[str, Any]:
     of_node = context.gpus
     return {
         "driver": of_node.rows[0]["driver_version"] if of_node.rows else "none",
-        "GPUs": f"{of_node.count} x {', '.join(sorted(set(of_node.names)))}" if of_node.rows else "none",
+        "GPUs": of_node.text or "none",
         "packages": {name: package["version"] for name, package in context.node.packages.items()},
         "network cards": len(links.active_nics(context)),
         "connected_unix": connected_unix,
@@ -85,3 +82,13 @@ def compare(hosts: Sequence[str], descriptions: Sequence[Mapping[str, Any]]) -> 
 def different_packages(packages: Mapping[str, str], usual: Mapping[str, str]) -> str:
     names = sorted(name for name in {*packages, *usual} if packages.get(name) != usual.get(name))
     return listed([f"{name} {packages.get(name, 'missing')}, others {usual.get(name, 'none')}" for name in names])
+
+
+def compare_processes(processes: Sequence[tuple[str, str]]) -> list[Finding]:
+    """Return a fault for each host whose processes see different GPUs; `processes`: (host, CUDA_VISIBLE_DEVICES) of each."""
+    values = {host: sorted({value for other, value in processes if other == host}) for host, _ in processes}
+    return [
+        CHECKS[software.VISIBLE].finding(fault(f"{len(seen)} values on {host}: {listed([repr(v) for v in seen])}"), host)
+        for host, seen in values.items()
+        if len(seen) > 1
+    ]

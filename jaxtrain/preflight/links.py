@@ -1,11 +1,13 @@
 """Checks of the links: NVLink and NVSwitch between the GPUs, and the NICs beside them."""
 
+import re
 from collections import Counter
 
 from jaxtrain.preflight import nvidia_smi
+from jaxtrain.preflight.boards import SWITCH, Board
 from jaxtrain.preflight.gpus import given_by
-from jaxtrain.preflight.table import Context, Table, Verdict, fault, grouped, listed, note, ok, unknown
-from jaxtrain.preflight.thresholds import SWITCH, Board
+from jaxtrain.preflight.nvidia_smi import Row, index
+from jaxtrain.preflight.table import Context, Table, Verdict, each_gpu, fault, grouped, listed, note, ok, unknown, worst
 
 CHECKS = Table()
 
@@ -31,7 +33,7 @@ def without_switches(c: Context) -> bool:
     There each GPU has a third of its links to each of the others (NVIDIA/nccl, issue 1617: NV6 on HGX H100 4-GPU, NV4 on HGX
     A100 4-GPU).
     """
-    pairs = set(c.topology.pairs().values())
+    pairs = set(c.topology.pairs.values())
     return c.board is not None and c.gpus.on_node <= 4 and pairs == {f"NV{c.board.links // 3}"}
 
 
@@ -47,40 +49,39 @@ def without_switches(c: Context) -> bool:
 def topology(c: Context) -> Verdict | None:
     if c.gpus.count < 2:
         return None
-    if not c.topology.gpus:
+    if not c.topology.near_nics:
         answer = c.node.run(nvidia_smi.TOPOLOGY)
         return unknown("nvidia-smi topo -m has no matrix" if answer.succeeded else f"nvidia-smi topo -m: {answer.error}")
-    pairs = c.topology.pairs()
+    pairs = c.topology.pairs
     counts = ", ".join(f"{n} pairs {connection}" for connection, n in Counter(pairs.values()).most_common())
     if c.board is None:
         text = f"{counts}; the topology of this board is not known"
-        return ok(text) if len(set(pairs.values())) == 1 else note(text, "Compare it with the board's manual.")
+        return ok(text) if len(set(pairs.values())) == 1 else note(text, fix="Compare it with the board's manual.")
     if not has_switches(c):
         return bridges(c, c.board, counts)
     if without_switches(c):
         return ok(f"all pairs {next(iter(pairs.values()))}, without switches")
     expected = f"NV{c.board.links}"
-    wrong: dict[str, list[str]] = {}
-    for (a, b), connection in pairs.items():
-        if connection != expected:
-            wrong.setdefault(connection, []).append(f"{a}-{b}")
+    wrong = {n: [f"{a}-{b}" for (a, b), m in pairs.items() if m == n] for n in pairs.values() if n != expected}
     texts = [f"{listed(at)} {n}" + (f" ({CONNECTIONS[n]})" if n in CONNECTIONS else "") for n, at in wrong.items()]
     return fault(f"{'; '.join(texts)}, not {expected}") if wrong else ok(f"all pairs {expected}")
 
 
 def bridges(c: Context, board: Board, counts: str) -> Verdict:
     """Judge a board whose GPUs are joined by bridges of equal size."""
-    pairs = c.topology.pairs()
-    partners = {gpu: sorted(n for pair, n in pairs.items() if gpu in pair and n.startswith("NV")) for gpu in c.topology.gpus}
+    pairs = c.topology.pairs
+    partners = {
+        gpu: sorted(n for pair, n in pairs.items() if gpu in pair and n.startswith("NV")) for gpu in c.topology.near_nics
+    }
     size = max(len(connections) + 1 for connections in partners.values())
     if size == 1:
-        return note(f"{counts}: no NVLink bridges", "Nothing, if none were bought; a bridge makes collectives faster.")
+        return note(f"{counts}: no NVLink bridges", fix="Nothing, if none were bought; a bridge makes collectives faster.")
     sizes = {f"NV{board.links // (n - 1)}": n for n in board.bridged}
     full = max((sizes.get(connection, 0) for connection in pairs.values()), default=0)
     # If the run has a part of the node, a bridge may join its GPUs to others.
     part = c.gpus.others or given_by(c.node.environ)[1] or c.gpus.on_node < full
     if part and all(connection in sizes for connections in partners.values() for connection in connections):
-        return note(f"{counts}, of bridges of {full}", "Nothing; GPUs of one bridge are faster together.")
+        return note(f"{counts}, of bridges of {full}", fix="Nothing; GPUs of one bridge are faster together.")
     expected = f"NV{board.links // (size - 1)}"
     wrong = [
         (gpu, f"{', '.join(connections) or 'no NVLink'}, not {expected} to {size - 1} others")
@@ -91,7 +92,7 @@ def bridges(c: Context, board: Board, counts: str) -> Verdict:
         fix = (
             "Power the node off, and see that the bridge sits on all of its GPUs (nvidia-smi topo -m); if it does, replace it."
         )
-        return fault(grouped(wrong) or f"bridges of {size}: {counts}", fix)
+        return fault(grouped(wrong) or f"bridges of {size}: {counts}", fix=fix)
     return ok(f"bridges of {size}, {expected} within each")
 
 
@@ -104,29 +105,28 @@ def bridges(c: Context, board: Board, counts: str) -> Verdict:
 )
 def nvlink(c: Context) -> Verdict:
     answer = c.node.run(nvidia_smi.LINKS)
-    links = c.gpus.select(nvidia_smi.parse_links(answer.out))
-    active = {gpu: sum(rate is not None for rate in each.values()) for gpu, each in links.items()}
+    links = {gpu: lines for gpu, lines in nvidia_smi.parse_links(answer.out).items() if gpu in c.gpus.indices}
+    rates = {gpu: [float(text.split()[0]) for _, text in lines if text.endswith("GB/s")] for gpu, lines in links.items()}
     if not links and (has_switches(c) or not answer.succeeded):
         return unknown("nvidia-smi nvlink -s names no GPU" if answer.succeeded else answer.error)
-    if not any(active.values()) and (c.gpus.count == 1 or not has_switches(c)):
-        return note("none", "Nothing, if none were bought, or the GPU is alone in a virtual machine.")
-    full = c.board.links if c.board else max(active.values())
-    down, none = [], []
-    for gpu, n in active.items():
-        inactive = [str(link) for link, rate in links[gpu].items() if rate is None]
-        if n == 0 and c.board is None:
-            none.append(f"GPU{gpu}")  # a bridge may join the others
-        elif n < full or inactive and c.board is None:
-            text = f"GPU{gpu} {n} of {max(full, n + len(inactive))}"
-            down.append(text + (f" (link {listed(inactive)} down)" if inactive and n else ""))
-    if down:
-        return fault(listed(down)) if c.gpus.count > 1 else note(listed(down), ONE_GPU)
-    if none:
-        return note(f"none on {listed(none, 8)}, and {full} on others", "Nothing, if their bridges are meant so.")
-    rates = sorted({rate for each in links.values() for rate in each.values() if rate})
-    if len(rates) > 1:
-        return fault(f"links at different rates: {listed([f'{rate:g} GB/s' for rate in rates])}")
-    return ok(f"{full} of {full} on every GPU, {rates[0]:g} GB/s each")
+    if not any(rates.values()) and (c.gpus.count == 1 or not has_switches(c)):
+        return note("none", fix="Nothing, if none were bought, or the GPU is alone in a virtual machine.")
+    full = c.board.links if c.board else max(len(each) for each in rates.values())
+    verdicts = {}
+    for gpu, lines in links.items():
+        active, inactive = len(rates[gpu]), [str(link) for link, text in lines if "inactive" in text]
+        if not active and c.board is None:
+            verdicts[f"GPU{gpu}"] = note(f"none, and {full} on others", fix="Nothing, if their bridges are meant so.")
+        elif active < full or inactive and c.board is None:
+            which = f" (link {listed(inactive)} down)" if inactive and active else ""
+            seen = f"{active} of {max(full, active + len(inactive))}{which}"
+            verdicts[f"GPU{gpu}"] = fault(seen) if c.gpus.count > 1 else note(seen, fix=ONE_GPU)
+    if verdicts:
+        return worst(verdicts, "")
+    different = sorted({rate for each in rates.values() for rate in each})
+    if len(different) > 1:
+        return fault(f"links at different rates: {listed([f'{rate:g} GB/s' for rate in different])}")
+    return ok(f"{full} of {full} on every GPU, {different[0]:g} GB/s each")
 
 
 @CHECKS.add(
@@ -137,17 +137,18 @@ def nvlink(c: Context) -> Verdict:
 )
 def nvlink_errors(c: Context) -> Verdict:
     answer = c.node.run(nvidia_smi.LINK_ERRORS)
-    counts = {at: n for at, n in nvidia_smi.parse_link_errors(answer.out).items() if at[0] in c.gpus.indices}
-    if not counts:
+    lines = [
+        (f"GPU{gpu} link {link}: {counted[1]} {counted[2]}", counted[1], counted[2] != "0")
+        for gpu, lines in nvidia_smi.parse_links(answer.out).items()
+        for link, text in lines
+        if gpu in c.gpus.indices and (counted := re.match(r"(.+?) Errors?: (\d+)", text))
+    ]
+    if not lines:
         return unknown(f"nvidia-smi nvlink -e: {'no counters' if answer.succeeded else answer.error}")
-
-    def counted(*kinds: str) -> list[str]:
-        return [f"GPU{gpu} link {link}: {kind} {n}" for (gpu, link, kind), n in counts.items() if kind in kinds and n]
-
-    if recovered := counted("Recovery"):
-        return fault(listed(recovered)) if c.gpus.count > 1 else note(listed(recovered), ONE_GPU)
+    if recovered := [text for text, kind, some in lines if kind == "Recovery" and some]:
+        return fault(listed(recovered)) if c.gpus.count > 1 else note(listed(recovered), fix=ONE_GPU)
     # Resending corrects these; a few over weeks are normal.
-    resent = counted("Replay", "CRC")
+    resent = [text for text, kind, some in lines if kind in ("Replay", "CRC") and some]
     return note(listed(resent)) if resent else ok("none")
 
 
@@ -159,21 +160,20 @@ def nvlink_errors(c: Context) -> Verdict:
     "not start.",
 )
 def fabric(c: Context) -> Verdict | None:
-    if not has_switches(c):
-        return None
-    states = [(nvidia_smi.name(row), row["fabric.state"], row["fabric.status"]) for row in c.rows(nvidia_smi.FABRIC)]
-    states = [state for state in states if state[1]]
-    wrong = [(gpu, f"{state}, {status or 'no status'}") for gpu, state, status in states if (state, status) != FABRIC_OK]
-    if not states:
-        answer = c.node.run(nvidia_smi.FABRIC.command)
-        return unknown("not reported by these GPUs" if answer.succeeded else answer.error)
-    if not wrong:
-        return ok(", ".join(FABRIC_OK))
-    links = c.gpus.select(nvidia_smi.parse_links(c.node.run(nvidia_smi.LINKS).out))
-    alone = c.gpus.count == 1 and not any(rate for each in links.values() for rate in each.values())
+    return registered(c) if has_switches(c) else None
+
+
+@each_gpu("fabric.state")
+def registered(c: Context, row: Row) -> Verdict | None:
+    """Judge a GPU's registration; without NVSwitches there is none."""
+    state, status = row.get("fabric.state"), row.get("fabric.status")
+    if not state or (state, status) == FABRIC_OK:
+        return ok(", ".join(FABRIC_OK)) if state else None
+    links = nvidia_smi.parse_links(c.node.run(nvidia_smi.LINKS).out).get(index(row), [])
+    alone = c.gpus.count == 1 and not any(text.endswith("GB/s") for _, text in links)
     if alone or without_switches(c):
-        return note(f"{grouped(wrong)}; no switch joins these GPUs", "Nothing.")
-    return fault(grouped(wrong))
+        return note(f"{state}; no switch joins these GPUs", fix="Nothing.")
+    return fault(f"{state} ({status})" if status else state)
 
 
 @CHECKS.add(
@@ -184,9 +184,9 @@ def fabric(c: Context) -> Verdict | None:
     "(NCCL_TOPO_FILE).",
 )
 def nics(c: Context) -> Verdict | None:
-    if not c.topology.nics:
+    if not c.topology.has_nics:
         return note("nvidia-smi names no network card") if c.several_nodes else None
-    near = c.topology.near_nics()
+    near = c.topology.near_nics
     far = [gpu for gpu, cards in near.items() if not cards]
     if not far:
         return ok("; ".join(f"{gpu} {listed(cards, 2)}" for gpu, cards in near.items()))
@@ -203,7 +203,7 @@ def port(c: Context, card: str, what: str) -> str:
 
 def active_nics(c: Context) -> list[str]:
     """Return the NICs near the GPUs whose ports are up."""
-    cards = dict.fromkeys(card for cards in c.topology.near_nics().values() for card in cards)
+    cards = dict.fromkeys(card for cards in c.topology.near_nics.values() for card in cards)
     return [card for card in cards if "ACTIVE" in port(c, card, "state")]
 
 
@@ -215,7 +215,7 @@ def active_nics(c: Context) -> list[str]:
 )
 def infiniband(c: Context) -> Verdict | None:
     """A port that is down matters if the run uses several nodes and its GPU has no other."""
-    near = c.topology.near_nics()
+    near = c.topology.near_nics
     states = {card: state for cards in near.values() for card in cards if (state := port(c, card, "state"))}
     if not states:
         return None

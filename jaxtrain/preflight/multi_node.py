@@ -19,9 +19,9 @@ from jaxtrain.distributed import Cluster, ClusterError, PeerLost, Peers, start
 from jaxtrain.preflight import inspection, nvidia_smi, rates, software
 from jaxtrain.preflight.host import NETWORK_DISKS
 from jaxtrain.preflight.measure import measure
-from jaxtrain.preflight.node import TIMED_OUT, Unanswered, call_with_timeout
+from jaxtrain.preflight.node import TIMED_OUT, RecordedNode, Unanswered, call_with_timeout
 from jaxtrain.preflight.report import NodeReport
-from jaxtrain.preflight.table import FAULT, Context, Finding, missing
+from jaxtrain.preflight.table import FAULT, MISSING, Context, Finding, Verdict
 from jaxtrain.startup import quiet
 from jaxtrain.stores import is_bucket
 
@@ -103,12 +103,12 @@ class Preflight:
             with contextlib.suppress(Unanswered):
                 limit_s = LOST_S if connected else ALONE_S
                 found = call_with_timeout(limit_s, "this node", lambda: inspection.inspect(self.context))
-        return [self._node_report([*found, inspection.PROCESSES.finding(missing(message))], self.context.measured)]
+        absent = inspection.PROCESSES.finding(Verdict(MISSING, message))
+        return [self._node_report([*found, absent], self.context.measured)]
 
     def _node_report(self, findings: list[Finding], measured: Mapping[str, Any]) -> NodeReport:
-        host = self.context.node.facts.get("hostname", "?")
         gpus = self.context.gpus
-        return NodeReport(host, gpu_names(self.context), gpus.absent, findings, dict(measured))
+        return NodeReport(self.context.node.facts.get("hostname", "?"), gpus.text, gpus.absent, findings, dict(measured))
 
     def _gather(self, name: str, value: Any) -> list[Any]:
         """Return every process's value, by process index."""
@@ -125,67 +125,54 @@ class Preflight:
         self._inspects = me in firsts
         if self._inspects:
             self._findings = inspection.inspect(self.context)
-        descriptions = self._gather("description", inspection.describe(self.context, connected) if self._inspects else {})
         figures = self._gather("figures", self._measure())
         measured = merged([each for each, host in zip(figures, hosts, strict=True) if host == hosts[me]])
         if self._inspects and measured:
             self.context = dataclasses.replace(self.context, measured=measured)
-            judged = rates.CHECKS.run(self.context)
-            self._findings = [*self._findings, *judged]
-        report = dataclasses.asdict(self._node_report(self._findings, measured)) if self._inspects else {}
-        reports = [
-            NodeReport(**fields | {"findings": [Finding(**finding) for finding in fields["findings"]]})
-            for fields in self._gather("report", report)
-            if fields
-        ]
+            self._findings = [*self._findings, *rates.CHECKS.run(self.context)]
+        own = {}
+        if self._inspects:
+            report = dataclasses.asdict(self._node_report(self._findings, measured))
+            own = {"report": report, "description": inspection.describe(self.context, connected)}
+        of_nodes = [each for each in self._gather("report", own) if each]
+        reports = [NodeReport(**each["report"]) for each in of_nodes]
+        for each in reports:
+            each.findings = [Finding(**finding) for finding in each.findings]  # pyright: ignore[reportCallIssue]
         first = reports[0].findings
         if len(firsts) > 1:
-            first += inspection.compare([hosts[i] for i in firsts], [descriptions[i] for i in firsts])
+            first += inspection.compare([hosts[i] for i in firsts], [each["description"] for each in of_nodes])
         # A node may have found renumbered GPUs by itself.
         if not any(f.name == software.VISIBLE and f.state == FAULT for each in reports for f in each.findings):
-            check = inspection.CHECKS[software.VISIBLE]
-            first += [check.finding(verdict) for verdict in software.visible_devices_of_processes(processes)]
+            first += inspection.compare_processes(processes)
         return reports
 
     def _measure(self) -> dict[str, Any]:
         """Return the rates of this process's GPUs and, if it inspects its node, of the disks."""
         reason = self.skip_reason
-        if not reason and self._inspects and self.context.node.run(nvidia_smi.GPUS.command).code == TIMED_OUT:
+        if not reason and self._inspects and self.context.node.run(nvidia_smi.GPUS).code == TIMED_OUT:
             reason = "nvidia-smi does not answer: no work is given to these GPUs"
         elif not reason and self.left_s - RESERVE_S < LEAST_S:
             reason = f"only {max(self.left_s, 0):.0f} s of --limit are left"
-        # All or none: in a collective, those that measure would wait for one that does not.
-        reasons = [each for each in self._gather("ready", reason) if each]
-        if reasons:
-            return dict(self.context.node.measured) or {"disk": {}, "left_out": dict.fromkeys(rates.RATES, reasons[0])}
         paths, left_out = paths_to_measure(self.context, self._peers.process_index) if self._inspects else ({}, {})
-        cluster_args = self._cluster_args()
-        # They end together: the end of one would end the others.
-        found = measure(paths, min(self._gather("budget", self.left_s - RESERVE_S)), cluster_args)
-        found["left_out"] |= left_out
-        return found
-
-    def _cluster_args(self) -> list[str]:
-        """Return the options by which the children connect, at a port of their own."""
-        if self._cluster is None:
-            return []
         with socket.socket() as free:
             free.bind(("", 0))
-            port = self._gather("port", free.getsockname()[1])[0]
-        host, ids = self._cluster.coordinator.rpartition(":")[0], self._cluster.local_device_ids
-        own = [f"--local-devices={','.join(map(str, ids))}"] if ids else []
-        return [
-            f"--coordinator={host}:{port}",
-            f"--num-processes={self._peers.count}",
-            f"--process-id={self._peers.process_index}",
-            *own,
-        ]
-
-
-def gpu_names(context: Context) -> str:
-    """Return `8 x NVIDIA H200`, or "" for none."""
-    names = sorted(set(context.gpus.names))
-    return f"{context.gpus.count} x {', '.join(names)}" if names else ""
+            port = free.getsockname()[1]
+        ready = self._gather("ready", {"reason": reason, "budget_s": self.left_s - RESERVE_S, "port": port})
+        # All or none: in a collective, those that measure would wait for one that does not.
+        reasons = [each["reason"] for each in ready if each["reason"]]
+        if recorded := self.context.node.measured:
+            return dict(recorded)
+        if reasons:
+            disks = {} if isinstance(self.context.node, RecordedNode) else {f"disk.{name}": reasons[0] for name in paths}
+            return {"disk": {}, "left_out": dict.fromkeys(rates.RATES, reasons[0]) | disks | left_out}
+        children = None
+        if self._cluster is not None:  # the measuring children connect at a port of their own
+            host = self._cluster.coordinator.rpartition(":")[0]
+            children = dataclasses.replace(self._cluster, coordinator=f"{host}:{ready[0]['port']}")
+        # They end together: the end of one would end the others.
+        found = measure(paths, min(each["budget_s"] for each in ready), children)
+        found["left_out"] |= left_out
+        return found
 
 
 def paths_to_measure(context: Context, process: int) -> tuple[dict[str, Path], dict[str, str]]:

@@ -122,22 +122,31 @@ def file_name(command: str) -> str:
     return (words if len(words) <= 80 else words.partition("=")[0] + "=" + words.partition("=")[2][:40]) + ".txt"
 
 
+def not_of_a_recording(folder: Path) -> list[str]:
+    """Return the names in a folder that `save` does not write, sorted; empty if the folder does not exist."""
+    own = {"commands", "files", *(f"{part}.json" for part in PARTS)}
+    return sorted(path.name for path in folder.iterdir() if path.name not in own) if folder.is_dir() else []
+
+
 class RecordedNode:
     """A node from a folder of recorded answers. Raises RecordingError if the folder is no recording."""
 
     def __init__(self, folder: Path):
         self._folders = [folder]
-        while True:
-            if not folder.is_dir():
-                raise RecordingError(f"{folder} is no folder")
-            if not (base := folder / "base.txt").exists():
-                break
-            folder = (folder / base.read_text().strip()).resolve()
-            self._folders.append(folder)
+        while (base := self._folders[-1] / "base.txt").exists():
+            self._folders.append((base.parent / base.read_text().strip()).resolve())
             if len(self._folders) > MAX_BASES:
                 raise RecordingError(f"{folder}: base.txt files form a chain of more than {MAX_BASES} recordings, or a circle")
+        if not self._folders[-1].is_dir():
+            raise RecordingError(f"{self._folders[-1]} is no folder")
         if not any(self._find(f"{name}.json") for name in ("facts", "environ")):
-            raise RecordingError(f"{self._folders[0]} holds no facts.json, and no base.txt that names a recording")
+            raise RecordingError(f"{folder} holds no facts.json, and no base.txt that names a recording")
+        self.facts: dict[str, Any] = self._json("facts")
+        self.environ: dict[str, str] = self._json("environ")
+        self.disks = {name: Disk(**fields) for name, fields in self._json("disks").items()}
+        self.packages: dict[str, dict[str, Any]] = self._json("packages")
+        self.measured: dict[str, Any] = self._json("measured")
+        self._listings: dict[str, list[str]] = self._json("listings")
 
     def start(self, commands: Iterable[str]) -> None:
         """Do nothing: the answers exist already."""
@@ -157,30 +166,10 @@ class RecordedNode:
         return found.read_text() if found else None
 
     def listing(self, path: str) -> list[str]:
-        return self._json("listings").get(path, [])
+        return self._listings.get(path, [])
 
     def clock(self) -> float | None:
         return self.facts.get("time_unix")
-
-    @functools.cached_property
-    def environ(self) -> Mapping[str, str]:
-        return self._json("environ")
-
-    @functools.cached_property
-    def disks(self) -> dict[str, Disk]:
-        return {name: Disk(**fields) for name, fields in self._json("disks").items()}
-
-    @functools.cached_property
-    def packages(self) -> dict[str, dict[str, Any]]:
-        return self._json("packages")
-
-    @functools.cached_property
-    def facts(self) -> dict[str, Any]:
-        return self._json("facts")
-
-    @functools.cached_property
-    def measured(self) -> dict[str, Any]:
-        return self._json("measured")
 
     def close(self) -> None:
         """Do nothing: no command runs."""
@@ -205,8 +194,8 @@ class LocalNode:
     """
 
     def __init__(self, paths: Mapping[str, str], command_s: float = COMMAND_S):
-        self._paths = paths
-        self.command_s = command_s
+        self.measured: dict[str, Any] = {}  # this process measures it
+        self._paths, self.command_s = paths, command_s
         self._commands: dict[str, _Command] = {}
         self._files: dict[str, str] = {}
         self._listings: dict[str, list[str]] = {}
@@ -252,14 +241,14 @@ class LocalNode:
     @functools.cached_property
     def disks(self) -> dict[str, Disk]:
         """The file systems of the run's paths and of /dev/shm."""
-        mounts = _mounts(self.read("/proc/self/mountinfo") or "")
+        mountinfo = self.read("/proc/self/mountinfo") or ""
         found = {}
         for name, text in {**self._paths, "shm": "/dev/shm"}.items():
             if not text or is_bucket(text):
                 continue
             path = Path(os.path.abspath(os.path.expanduser(text)))
             try:
-                found[name] = call_with_timeout(ANSWER_S, text, functools.partial(_disk, path, mounts))
+                found[name] = call_with_timeout(ANSWER_S, text, functools.partial(_disk, path, mountinfo))
             except Unanswered:
                 found[name] = Disk(str(path), 0.0, 0.0, "", "", "", silent=True)
             except OSError:  # the check reports a path without a disk
@@ -294,10 +283,6 @@ class LocalNode:
             "clock_synchronised": clock_synchronised(),
         }
 
-    @property
-    def measured(self) -> dict[str, Any]:
-        return {}
-
     def save(self, folder: Path, measured: Mapping[str, Any]) -> None:
         """Write everything that was read, and the rates in `measured`, as a recording."""
         texts = {f"files{path}": text for path, text in self._files.items()}
@@ -307,7 +292,7 @@ class LocalNode:
             err = f"{STDERR}\n{answer.err}" if answer.err else ""
             texts[f"commands/{file_name(command)}"] = f"$ {command}\nexit {code}\n{answer.out}{err}"
         disks = {name: dataclasses.asdict(disk) for name, disk in self.disks.items()}
-        parts = (self.facts, self.environ, disks, self.packages, self._listings, dict(measured))
+        parts = (self.facts, dict(self.environ), disks, self.packages, self._listings, dict(measured))
         texts |= {f"{name}.json": json.dumps(part, indent=1) + "\n" for name, part in zip(PARTS, parts, strict=True)}
         for name, text in texts.items():
             path = folder / name
@@ -360,22 +345,20 @@ def _text(file: Any) -> str:
     return file.read(MAX_CHARACTERS).decode(errors="replace")
 
 
-def _mounts(text: str) -> list[tuple[str, str]]:
-    """Return (mount point, kind of file system) of /proc/self/mountinfo, the last mounted first."""
-    found = []
-    for line in text.splitlines():
-        before, _, after = line.partition(" - ")
-        if len(before.split()) > 4 and after:
-            found.append((before.split()[4].replace("\\040", " "), after.split()[0]))
-    return found[::-1]
+def _disk(path: Path, mountinfo: str) -> Disk:
+    """Return the file system of a path, or of its nearest existing parent. Raises OSError.
 
-
-def _disk(path: Path, mounts: list[tuple[str, str]]) -> Disk:
-    """Return the file system of a path, or of its nearest existing parent. Raises OSError."""
+    Args:
+        mountinfo: the text of /proc/self/mountinfo.
+    """
     existing = next(p for p in (path, *path.parents) if p.exists()).resolve()
     size = os.statvfs(existing)
-    above = [(mount, kind) for mount, kind in mounts if existing.is_relative_to(mount)]
-    mount, kind = max(above, key=lambda m: len(m[0]), default=("", "unknown"))
+    mount, kind = "", "unknown"
+    for line in mountinfo.splitlines():
+        before, _, after = (part.split() for part in line.partition(" - "))
+        point = before[4].replace("\\040", " ") if len(before) > 4 and after else ""
+        if point and existing.is_relative_to(point) and len(point) >= len(mount):  # of equal ones, the last is on top
+            mount, kind = point, after[0]
     scale = size.f_frsize / 2**30
     device = str(os.stat(existing).st_dev)
     return Disk(str(path), round(size.f_blocks * scale, 2), round(size.f_bavail * scale, 2), device, kind, mount)

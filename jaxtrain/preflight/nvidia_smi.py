@@ -6,8 +6,9 @@ Values have nvidia-smi's units: MiB, W, MHz. A value that it does not report ([N
 
 import csv
 import dataclasses
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from jaxtrain.preflight.node import ABSENT, TIMED_OUT, Node
 
@@ -19,31 +20,28 @@ FIELDS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Query:
-    """A query of nvidia-smi and the fields of its table."""
-
-    kind: str
-    fields: tuple[str, ...]
-
-    @property
-    def command(self) -> str:
-        return f"nvidia-smi --query-{self.kind}={','.join(self.fields)} --format=csv,nounits"
+def query(kind: str, *fields: str) -> str:
+    return f"nvidia-smi --query-{kind}={','.join(fields)} --format=csv,nounits"
 
 
-GPUS = Query("gpu", FIELDS)
-REASONS = Query("gpu", ("index", "clocks_event_reasons.active"))
-OLD_REASONS = Query("gpu", ("index", "clocks_throttle_reasons.active"))  # its name before driver 535
-APPLICATION_CLOCKS = Query("gpu", ("index", "clocks.applications.graphics", "clocks.default_applications.graphics"))
-FABRIC = Query("gpu", ("index", "fabric.state", "fabric.status"))
-REMAPS = Query(
-    "remapped-rows", ("gpu_uuid", *(f"remapped_rows.{n}" for n in ("correctable", "uncorrectable", "pending", "failure")))
+GPUS = query("gpu", *FIELDS)
+REASONS = query("gpu", "index", "clocks_event_reasons.active")
+FABRIC = query("gpu", "index", "fabric.state", "fabric.status")
+RECOVERY = query("gpu", "index", "gpu_recovery_action")  # from driver 570
+REMAPS = query(
+    "remapped-rows", "gpu_uuid", *(f"remapped_rows.{n}" for n in ("correctable", "uncorrectable", "pending", "failure"))
 )
-RECOVERY = Query("gpu", ("index", "gpu_recovery_action"))  # from driver 570
-PROCESSES = Query("compute-apps", ("gpu_uuid", "pid", "process_name", "used_memory"))
+OPTIONAL = (  # more fields of the GPUs
+    REASONS,
+    query("gpu", "index", "clocks_throttle_reasons.active"),  # the name of those reasons before driver 535
+    query("gpu", "index", "clocks.applications.graphics", "clocks.default_applications.graphics"),
+    FABRIC,
+    REMAPS,
+    RECOVERY,
+)
+PROCESSES = query("compute-apps", "gpu_uuid", "pid", "process_name", "used_memory")
 TOPOLOGY, LINKS, LINK_ERRORS = "nvidia-smi topo -m", "nvidia-smi nvlink -s", "nvidia-smi nvlink -e"
-QUERIES = (GPUS, REASONS, OLD_REASONS, APPLICATION_CLOCKS, FABRIC, REMAPS, RECOVERY, PROCESSES)
-COMMANDS = (*(query.command for query in QUERIES), TOPOLOGY, LINKS, LINK_ERRORS)
+COMMANDS = (GPUS, *OPTIONAL, PROCESSES, TOPOLOGY, LINKS, LINK_ERRORS)
 
 UNREACHABLE = re.compile(r"Unable to determine the device handle for GPU\s*([0-9A-Fa-f:.]+)", re.IGNORECASE)
 FAILED_CELL = re.compile(r"(?m)^(\d+), .*(requires reset|GPU is lost)", re.IGNORECASE)
@@ -52,13 +50,16 @@ NO_VALUE = ("", "n/a", "not supported", "not found", "unknown error", "insuffici
 Row = dict[str, str | None]
 
 
-def rows(node: Node, query: Query) -> list[Row]:
+def fields_of(query: str) -> list[str]:
+    return query.split()[1].partition("=")[2].split(",")
+
+
+def rows(node: Node, query: str) -> list[Row]:
     """Return a query's table; empty if it failed. The keys are the query's fields: nvidia-smi's heading may differ."""
-    answer = node.run(query.command)
+    answer, fields = node.run(query), fields_of(query)
     if not answer.succeeded:
         return []
     table = list(csv.reader(answer.out.splitlines(), skipinitialspace=True))[1:]
-    fields = query.fields
     return [
         {f: _value(cell.strip()) for f, cell in zip(fields, cells, strict=True)} for cells in table if len(cells) == len(fields)
     ]
@@ -88,12 +89,13 @@ def name(row: Row) -> str:
 class Gpus:
     """The GPUs of a node."""
 
-    rows: list[Row]  # of GPUS, one for each GPU that the run may use
+    rows: list[Row]  # of GPUS and OPTIONAL, one for each GPU that the run may use
     broken: str = ""  # why there are no GPUs, or not all, if that is a fault
     absent: str = ""  # why a node without GPUs has none
     lost: tuple[str, ...] = ()  # PCI addresses of GPUs that the driver cannot reach
     reset: tuple[str, ...] = ()  # indices of GPUs that require a reset, if nothing else is broken
     others: tuple[Row, ...] = ()  # GPUs that CUDA_VISIBLE_DEVICES leaves out: another run may use them
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)  # field -> why its query failed
 
     @property
     def count(self) -> int:
@@ -108,28 +110,31 @@ class Gpus:
         return [row["name"] or "unknown" for row in self.rows]
 
     @property
+    def text(self) -> str:
+        """`8 x NVIDIA H200`, or "" for none."""
+        return f"{self.count} x {', '.join(sorted(set(self.names)))}" if self.rows else ""
+
+    @property
     def indices(self) -> list[int]:
         """nvidia-smi's indices of the GPUs."""
         return [index(row) for row in self.rows]
 
-    def select[T](self, by_index: Mapping[int, T]) -> dict[int, T]:
-        """Return the entries of the GPUs that the run may use."""
-        return {index: value for index, value in by_index.items() if index in self.indices}
-
 
 def read_gpus(node: Node) -> Gpus:
     """Return the GPUs that CUDA_VISIBLE_DEVICES selects, or all if it selects none, so that the report can list them."""
-    answer = node.run(GPUS.command)
+    node.start((GPUS, *OPTIONAL))
+    answer = node.run(GPUS)
     output = answer.out + answer.err
-    found = rows(node, GPUS)
     lost = tuple((match[1] or "?").rstrip(".:") for match in UNREACHABLE.finditer(output))
-    if found:
+    if found := rows(node, GPUS):
+        refused = add_optional_fields(node, found)
         mine = visible(found, node.environ.get("CUDA_VISIBLE_DEVICES")) or found
         failed = [(m[1], m[2]) for m in FAILED_CELL.finditer(answer.out) if m[1] in [row["index"] for row in mine]]
         broken = [f"the driver cannot reach GPU {', '.join(lost)}"] * bool(lost) + [f"GPU{i}: {why}" for i, why in failed]
         reset = tuple(i for i, why in failed if why.lower() == "requires reset")
         reset = reset if len(reset) == len(broken) else ()
-        return Gpus(mine, "; ".join(broken), lost=lost, reset=reset, others=tuple(row for row in found if row not in mine))
+        others = tuple(row for row in found if row not in mine)
+        return Gpus(mine, "; ".join(broken), lost=lost, reset=reset, others=others, refused=refused)
     if answer.code == ABSENT and node.read("/proc/driver/nvidia/version") is None:
         return Gpus([], absent="no NVIDIA GPU: there is no nvidia-smi and no driver")
     if "no devices were found" in output.lower() and not node.listing("/proc/driver/nvidia/gpus"):
@@ -138,6 +143,19 @@ def read_gpus(node: Node) -> Gpus:
         return Gpus([], broken="the driver is loaded, and there is no nvidia-smi")
     error = "nvidia-smi did not answer in time" if answer.code == TIMED_OUT else f"nvidia-smi: {answer.error}"
     return Gpus([], broken=error, lost=lost)
+
+
+def add_optional_fields(node: Node, gpus: Sequence[Row]) -> dict[str, str]:
+    """Add the fields of OPTIONAL to the rows of the GPUs. Returns field -> why its query failed."""
+    refused = {}
+    for query in OPTIONAL:
+        key, *fields = fields_of(query)
+        by_key = {row[key]: row for row in rows(node, query)}
+        for gpu in gpus:
+            gpu.update(by_key.get(gpu[key.removeprefix("gpu_")], {}))
+        if not (answer := node.run(query)).succeeded:
+            refused |= dict.fromkeys(fields, answer.error)
+    return refused
 
 
 def visible(found: Sequence[Row], wanted: str | None) -> list[Row]:
@@ -159,66 +177,39 @@ def visible(found: Sequence[Row], wanted: str | None) -> list[Row]:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """`nvidia-smi topo -m`: the connection of every two GPUs and NICs."""
+    """`nvidia-smi topo -m`; all is empty if there is no matrix."""
 
-    connections: dict[tuple[str, str], str]  # ("GPU0", "NIC1") -> PIX
-    nics: dict[str, str]  # "NIC0" -> "mlx5_0"
-
-    @property
-    def gpus(self) -> list[str]:
-        return sorted({a for a, _ in self.connections if a.startswith("GPU")}, key=lambda gpu: int(gpu[3:]))
-
-    def select(self, indices: Sequence[int]) -> "Topology":
-        """Return the topology of these GPUs alone."""
-        gpus = [f"GPU{i}" for i in indices]
-        chosen = {pair: c for pair, c in self.connections.items() if all(n in gpus or not n.startswith("GPU") for n in pair)}
-        return Topology(chosen, self.nics)
-
-    def pairs(self) -> dict[tuple[str, str], str]:
-        """Return the connection of each pair of GPUs, once."""
-        gpus = self.gpus
-        return {(a, b): self.connections[a, b] for i, a in enumerate(gpus) for b in gpus[i + 1 :] if (a, b) in self.connections}
-
-    def near_nics(self) -> dict[str, list[str]]:
-        """Return the kernel's names of the NICs that each GPU reaches without the CPU (PIX or PXB)."""
-        return {
-            gpu: [card for n, card in self.nics.items() if self.connections.get((gpu, n)) in ("PIX", "PXB")]
-            for gpu in self.gpus
-        }
+    pairs: dict[tuple[str, str], str]  # ("GPU0", "GPU1") -> NV18, each pair once
+    near_nics: dict[str, list[str]]  # GPU -> the kernel's names of the NICs that it reaches without the CPU (PIX or PXB)
+    has_nics: bool
 
 
-def parse_topology(text: str) -> Topology:
-    """Parse the matrix; empty if there is none."""
+def parse_topology(text: str, indices: Sequence[int]) -> Topology:
+    """Return the topology of these GPUs."""
     columns: list[str] = []
-    connections, nics = {}, {}
+    cells_of: dict[str, dict[str, str]] = {}
+    nics = {}
     for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines():
         cells = [cell.strip() for cell in re.split(r"\t+| {2,}", line.strip())]
         if not columns:
             columns = [c for c in cells if re.fullmatch(r"GPU\d+|NIC\d+|mlx\w+", c)] if cells[0] == "GPU0" else []
         elif cells[0] in columns and len(cells) > len(columns):
-            connections |= {(cells[0], other): c for other, c in zip(columns, cells[1:], strict=False) if other != cells[0]}
+            cells_of[cells[0]] = dict(zip(columns, cells[1:], strict=False))
         elif legend := re.fullmatch(r"(NIC\d+): (\S+)", line.strip()):
             nics[legend[1]] = legend[2]
-    return Topology(connections, nics or {c: c for c in columns if c.startswith("mlx")})
+    nics = nics or {c: c for c in columns if c.startswith("mlx")}
+    gpus = [gpu for i in indices if (gpu := f"GPU{i}") in cells_of]
+    pairs = {(a, b): cells_of[a][b] for a, b in itertools.combinations(gpus, 2)}
+    near = {gpu: [card for nic, card in nics.items() if cells_of[gpu].get(nic) in ("PIX", "PXB")] for gpu in gpus}
+    return Topology(pairs, near, bool(nics))
 
 
-def parse_links(text: str) -> dict[int, dict[int, float | None]]:
-    """Parse `nvidia-smi nvlink -s`: GPU -> link -> GB/s in one direction, None for an inactive link."""
-    found: dict[int, dict[int, float | None]] = {}
+def parse_links(text: str) -> dict[int, list[tuple[int, str]]]:
+    """Parse `nvidia-smi nvlink -s` or `-e`: GPU -> (link, text) of its lines."""
+    found: dict[int, list[tuple[int, str]]] = {}
     for line in text.splitlines():
-        if head := re.match(r"GPU (\d+):", line.strip()):
-            found[int(head[1])] = {}
-        elif found and (link := re.match(r"Link (\d+): (?:([\d.]+) GB/s|<?inactive>?)", line.strip())):
-            found[max(found)][int(link[1])] = float(link[2]) if link[2] else None
-    return found
-
-
-def parse_link_errors(text: str) -> dict[tuple[int, int, str], int]:
-    """Parse `nvidia-smi nvlink -e`: (GPU, link, kind of error) -> count."""
-    found, gpu = {}, 0
-    for line in text.splitlines():
-        if head := re.match(r"GPU (\d+):", line.strip()):
-            gpu = int(head[1])
-        elif counted := re.match(r"Link (\d+): (.+?) Errors?: (\d+)", line.strip()):
-            found[gpu, int(counted[1]), counted[2]] = int(counted[3])
+        if head := re.match(r"\s*GPU (\d+):", line):
+            found[int(head[1])] = []
+        elif found and (link := re.match(r"\s*Link (\d+): (.+)", line)):
+            found[max(found)].append((int(link[1]), link[2].strip()))
     return found

@@ -3,27 +3,18 @@
 A rate without a published figure for the board is reported and not judged.
 """
 
-import functools
+import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxtrain import hardware
+from jaxtrain.preflight.boards import Board
 from jaxtrain.preflight.gpus import SLOWDOWNS
 from jaxtrain.preflight.host import NETWORK_DISKS
 from jaxtrain.preflight.links import active_nics, port
 from jaxtrain.preflight.nvidia_smi import index, number
-from jaxtrain.preflight.table import Context, Table, Verdict, fault, grouped, listed, note, ok, unknown
-from jaxtrain.preflight.thresholds import (
-    BUS_SHARE,
-    DISK_GB_S,
-    LOW_CLOCK,
-    LOW_POWER,
-    NETWORK_SHARE,
-    PEAK_SHARE,
-    SLOWER,
-    THROTTLED_SHARE,
-)
+from jaxtrain.preflight.table import Context, Probe, Table, Verdict, fault, listed, note, ok, unknown, worst
 
 CHECKS = Table()
 
@@ -32,12 +23,14 @@ GPU_LISTS = ("gpus", *GPU_RATES, "under_load")
 BUS_RATES = ("all_reduce_bus_gb_s", "reduce_scatter_bus_gb_s")  # over the GPUs of the node
 INTER_NODE_RATES = tuple(f"inter_node_{name}" for name in BUS_RATES)  # over the GPUs of all nodes
 RATES = (*GPU_RATES, *BUS_RATES, *INTER_NODE_RATES)
+SLOWER = 0.10  # below the median of the other GPUs
+PEAK_SHARE = 0.5  # of the data sheet's rate, which large matmuls and copies reach on every healthy GPU
+BUS_SHARE = 0.8  # of the board's bus bandwidth
+NETWORK_SHARE = 0.5  # of the NICs' total rate
+THROTTLED_SHARE = 0.5  # of the samples under load
+LOW_CLOCK, LOW_POWER = 0.75, 0.8  # of the highest clock and of the limit: at full power a matmul may run at such a clock
+DISK_GB_S = {"write_gb_s": 0.05, "read_gb_s": 0.02}
 NOT_MEASURED = "it was not measured"
-
-
-def by_gpu(c: Context, key: str) -> dict[int, Any]:
-    """Return a rate of each GPU, by the GPU's index."""
-    return dict(zip(c.measured.get("gpus") or c.gpus.indices, c.measured.get(key) or (), strict=False))
 
 
 def reason(c: Context, *keys: str) -> Verdict:
@@ -58,39 +51,38 @@ def gpu_work(c: Context) -> Verdict | None:
     return fault(listed(failed, 2)) if failed else None
 
 
-def spread(c: Context, key: str, unit: str, peak: float | None) -> Verdict | None:
-    """Compare a rate of each GPU with the median of the others, and with the data sheet's if it is known."""
-    if not c.gpus.count:
-        return None
-    rates = by_gpu(c, key)
-    if not rates:
-        return reason(c, key)
-    text = f"{min(rates.values()):,.0f} to {max(rates.values()):,.0f} {unit}"
-    slow = []
-    for gpu, rate in rates.items():
-        median = statistics.median([other for i, other in rates.items() if i != gpu] or [rate])
-        slow += [f"GPU{gpu} {rate:,.0f} ({rate / median - 1:+.0%})"] if rate < (1 - SLOWER) * median else []
-    if slow:
-        return fault(f"{listed(slow)}; all {text}")
-    if not peak:
-        return ok(text)
-    return (fault if min(rates.values()) < PEAK_SHARE * peak else ok)(f"{text}, of {peak:,.0f}")
+def rate_of_gpus(key: str, unit: str, peak: Callable[[hardware.Gpu], float] | None, share: float = 1 - SLOWER) -> Probe:
+    """Return the probe that compares each GPU's rate with a share of the others' median, and with the data sheet's rate."""
+
+    def probe(c: Context) -> Verdict | None:
+        if not c.gpus.count:
+            return None
+        rates = dict(zip(c.measured.get("gpus") or c.gpus.indices, c.measured.get(key) or (), strict=False))
+        if not rates:
+            return reason(c, key)
+        text = f"{min(rates.values()):,.0f} to {max(rates.values()):,.0f} {unit}"
+        slow = []
+        for gpu, rate in rates.items():
+            median = statistics.median([other for i, other in rates.items() if i != gpu] or [rate])
+            slow += [f"GPU{gpu} {rate:,.0f} ({rate / median - 1:+.0%})"] if rate < share * median else []
+        if slow:
+            return fault(f"{listed(slow)}; all {text}")
+        sheet = hardware.lookup(c.gpus.names[0])
+        if not peak or not sheet:
+            return ok(text)
+        most = peak(sheet)
+        return (fault if min(rates.values()) < PEAK_SHARE * most else ok)(f"{text}, of {most:,.0f}")
+
+    return probe
 
 
-def data_sheet(c: Context) -> hardware.Gpu | None:
-    return hardware.lookup(c.gpus.names[0]) if c.gpus.names else None
-
-
-@CHECKS.add(
+CHECKS.add(
     "GEMM",
     expected=f"no GPU more than {SLOWER:.0%} below the median of the others, none below {PEAK_SHARE:.0%} of its peak",
     why="Every step waits for the slowest GPU, in every collective: one that is 15% slower costs all of them 15%.",
     fix="See whether it is hot, capped or used by others (nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE); if none of these, "
     "take it out and report it.",
-)
-def gemm(c: Context) -> Verdict | None:
-    sheet = data_sheet(c)
-    return spread(c, "gemm_tflops", "TFLOP/s", sheet.bf16 if sheet else None)
+)(rate_of_gpus("gemm_tflops", "TFLOP/s", lambda gpu: gpu.bf16))
 
 
 @CHECKS.add(
@@ -107,76 +99,64 @@ def under_load(c: Context) -> Verdict | None:
     if not (samples := c.measured.get("under_load")):
         return reason(c, "under_load", "gemm_tflops")
     highest = {index(row): number(row, "clocks.max.sm") for row in c.gpus.rows}
-    often, seldom, low, clocks = [], [], [], []
-    for gpu in samples:
-        i, mhz, watt, limit = (gpu[key] for key in ("gpu", "sm_mhz", "power_w", "power_limit_w"))
-        for why, share in gpu["reasons"].items():
-            # Laptops and desktop GPUs are built to reach their highest temperature.
-            serious = share >= THROTTLED_SHARE and (c.board or why != "sw_thermal")
-            if why in SLOWDOWNS.values():
-                (often if serious else seldom).append((f"GPU{i}", f"{why} in {share:.0%} of the samples"))
-        top = highest.get(i)
-        if mhz and watt and limit and top and mhz < LOW_CLOCK * top and watt < LOW_POWER * limit:
-            low.append((f"GPU{i}", f"{mhz:,.0f} of {top:,.0f} MHz at {watt:.0f} of {limit:.0f} W"))
-        clocks += [mhz] if mhz else []
+    return worst({f"GPU{gpu['gpu']}": of_samples(gpu, highest.get(gpu["gpu"]), c.board) for gpu in samples}, "")
+
+
+def of_samples(gpu: Mapping[str, Any], highest: float | None, board: Board | None) -> Verdict:
+    """Judge one GPU by the means of its samples."""
+    mhz, watt, limit = gpu["sm_mhz"], gpu["power_w"], gpu["power_limit_w"]
+    slowed = {why: share for why, share in gpu["reasons"].items() if why in SLOWDOWNS.values()}
+    texts = {why: f"{why} in {share:.0%} of the samples" for why, share in slowed.items()}
+    # Laptops and desktop GPUs are built to reach their highest temperature.
+    often = [why for why, share in slowed.items() if share >= THROTTLED_SHARE and (board or why != "sw_thermal")]
     if often:
-        return fault(grouped(often))
-    if low:
+        return fault(listed([texts[why] for why in often]))
+    if mhz and watt and limit and highest and mhz < LOW_CLOCK * highest and watt < LOW_POWER * limit:
         fix = "Its clocks may be locked, which nvidia-smi does not show: sudo nvidia-smi -rgc resets them."
-        return note(f"slow, and not at the power limit: {grouped(low)}", fix)
-    if seldom:
-        return note(grouped(seldom))
-    return ok(f"{min(clocks):,.0f} to {max(clocks):,.0f} MHz" if clocks else "none")
+        return note(f"slow, at {mhz:,.0f} of {highest:,.0f} MHz and {watt:.0f} of {limit:.0f} W", fix=fix)
+    if slowed:
+        return note(listed(list(texts.values())))
+    return ok(f"{mhz:,.0f} MHz" if mhz else "none")
 
 
-@CHECKS.add(
+CHECKS.add(
     "HBM",
     expected=f"no GPU more than {SLOWER:.0%} below the median of the others, none below {PEAK_SHARE:.0%} of its data sheet",
     why="Norms, the optimizer and parts of attention are bound by the memory.",
     fix="Look at ECC and row remaps of that GPU; if they are well, take it out and report it.",
-)
-def hbm(c: Context) -> Verdict | None:
-    sheet = data_sheet(c)
-    return spread(c, "hbm_gb_s", "GB/s", 1000 * sheet.hbm_tb_s if sheet else None)
+)(rate_of_gpus("hbm_gb_s", "GB/s", lambda gpu: 1000 * gpu.hbm_tb_s))
 
-
-@CHECKS.add(
+CHECKS.add(
     "host to device",
-    expected="no GPU at less than half the median",
+    expected="no GPU at less than half the median of the others",
     why="Input, offloaded state and restores use it; a narrow or remote PCIe link makes them slow.",
     fix="Look at its PCIe width (nvidia-smi -q -d PCIE), and at the NUMA node beside it.",
-)
-def host_to_device(c: Context) -> Verdict | None:
-    if not c.gpus.count:
-        return None
-    if not (rates := by_gpu(c, "h2d_gb_s")):
-        return reason(c, "h2d_gb_s")
-    median = statistics.median(rates.values())
-    slow = [f"GPU{gpu} {rate:.0f} GB/s" for gpu, rate in rates.items() if rate < 0.5 * median]
-    if slow:
-        return fault(f"{listed(slow)}; median {median:.0f}")
-    return ok(f"{min(rates.values()):.0f} to {max(rates.values()):.0f} GB/s")
+)(rate_of_gpus("h2d_gb_s", "GB/s", None, share=0.5))
 
 
-def bus(key: str, nvls: bool, c: Context) -> Verdict | None:
-    """Compare a collective's bus bandwidth with the board's; only an all-reduce is faster with NVLS."""
-    if c.gpus.count < 2:
-        return None
-    rate = c.measured.get(key)
-    if rate is None:
-        return reason(c, key)
-    seen = f"{rate:,.0f} GB/s"
-    board = c.board if c.board and c.board.gpus == c.gpus.count else None
-    if board is None or not board.all_reduce or not board.without_nvls:
-        return ok(f"{seen}; the bandwidth of this board is not known")
-    least, best = board.without_nvls, board.all_reduce if nvls else board.without_nvls
-    with_nvls = f" with NVLS, {least:,.0f} without" if nvls else ""
-    expected = f"{best:,.0f} GB/s{with_nvls}; not {1 - BUS_SHARE:.0%} below"
-    if rate < BUS_SHARE * least:
-        return fault(seen, expected=expected)
-    if rate < BUS_SHARE * best:
-        return note(f"{seen}: NVLS is probably not used", expected=expected)
-    return ok(seen, expected=expected)
+def bus_bandwidth(key: str, nvls: bool) -> Probe:
+    """Return the probe that compares a collective's bus bandwidth with the board's; only an all-reduce is faster with NVLS."""
+
+    def probe(c: Context) -> Verdict | None:
+        if c.gpus.count < 2:
+            return None
+        rate = c.measured.get(key)
+        if rate is None:
+            return reason(c, key)
+        seen = f"{rate:,.0f} GB/s"
+        board = c.board if c.board and c.board.gpus == c.gpus.count else None
+        if board is None or not board.all_reduce or not board.without_nvls:
+            return ok(f"{seen}; the bandwidth of this board is not known")
+        least, best = board.without_nvls, board.all_reduce if nvls else board.without_nvls
+        with_nvls = f" with NVLS, {least:,.0f} without" if nvls else ""
+        expected = f"{best:,.0f} GB/s{with_nvls}; not {1 - BUS_SHARE:.0%} below"
+        if rate < BUS_SHARE * least:
+            return fault(seen, expected=expected)
+        if rate < BUS_SHARE * best:
+            return note(f"{seen}: NVLS is probably not used", expected=expected)
+        return ok(seen, expected=expected)
+
+    return probe
 
 
 CHECKS.add(
@@ -184,13 +164,14 @@ CHECKS.add(
     expected="bus bandwidth of the board",
     why="It sums the gradients; if it is slower than the links, steps wait for it.",
     fix="Look at topology, NVLink and fabric above; then NCCL_DEBUG=INFO shows NCCL's path, and whether it uses NVLS.",
-)(functools.partial(bus, "all_reduce_bus_gb_s", True))
+)(bus_bandwidth("all_reduce_bus_gb_s", nvls=True))
+
 CHECKS.add(
     "reduce-scatter",
     expected="bus bandwidth of the board",
     why="A sharded run gathers weights and scatters gradients in every layer, at this rate.",
     fix="Look at topology, NVLink and fabric above; then NCCL_DEBUG=INFO shows NCCL's path.",
-)(functools.partial(bus, "reduce_scatter_bus_gb_s", False))
+)(bus_bandwidth("reduce_scatter_bus_gb_s", nvls=False))
 
 
 @CHECKS.add(
@@ -223,27 +204,25 @@ def between_nodes(c: Context) -> Verdict | None:
     fix="Set checkpoint.dir or paths.data to a faster file system, and see who else uses this one.",
 )
 def disk_rates(c: Context) -> Verdict | None:
-    def of_disks(reasons: Mapping[str, str]) -> list[str]:
-        return [f"{key.removeprefix('disk.')}: {why}" for key, why in reasons.items() if key.startswith("disk.")]
+    def of_disks(kind: str) -> dict[str, str]:
+        texts = {k: why for k, why in c.measured.get(kind, {}).items() if k.startswith("disk.")}
+        return {key: f"{key.removeprefix('disk.')}: {why}" for key, why in texts.items()}
 
-    failed = c.measured.get("failed", {})
-    if refused := of_disks(failed):
+    if failed := of_disks("failed"):
         verdict = fault if "disk.checkpoints" in failed else note  # data may exist already
-        return verdict("; ".join(refused), "Look at quota, permissions and errors of that file system, or name another.")
-    missing, disks = of_disks(c.measured.get("left_out", {})), c.measured.get("disk") or {}
+        fix = "Look at quota, permissions and errors of that file system, or name another."
+        return verdict("; ".join(failed.values()), fix=fix)
+    missing, disks = of_disks("left_out").values(), c.measured.get("disk") or {}
     if not disks:
         return unknown("; ".join(missing)) if missing else None
-    judged = {("checkpoints", "write_gb_s"), ("data", "read_gb_s")}
-    slow, busy, seen = [], [], []
-    for name, rates in disks.items():
-        for key, rate in rates.items():
-            if rate is None:
-                continue
-            seen.append(f"{name} {key.partition('_')[0]} {rate:.2g} GB/s")
-            if (name, key) in judged and rate < DISK_GB_S[key]:
-                # A single measurement of a shared file system is little evidence.
-                on_network = name in c.node.disks and c.node.disks[name].kind in NETWORK_DISKS
-                (busy if on_network else slow).append(seen[-1])
-    if slow:
-        return fault(listed(slow))
-    return note(f"{listed(busy)}, over the network") if busy else ok("; ".join([", ".join(seen), *missing]))
+    rates = {(name, key): rate for name, each in disks.items() for key, rate in each.items() if rate is not None}
+    texts = {at: f"{at[0]} {at[1].partition('_')[0]} {rate:.2g} GB/s" for at, rate in rates.items()}
+    judged = (("checkpoints", "write_gb_s"), ("data", "read_gb_s"))
+    slow = [at for at in judged if rates.get(at, math.inf) < DISK_GB_S[at[1]]]
+    # A single measurement of a shared file system is little evidence.
+    shared = [at for at in slow if at[0] in c.node.disks and c.node.disks[at[0]].kind in NETWORK_DISKS]
+    if own := [texts[at] for at in slow if at not in shared]:
+        return fault(listed(own))
+    if shared:
+        return note(f"{listed([texts[at] for at in shared])}, over the network")
+    return ok("; ".join([", ".join(texts.values()), *missing]))

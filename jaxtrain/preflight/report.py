@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import rich.console
 import rich.table
 from rich.text import Text
 
+from jaxtrain.command_line import make_console
 from jaxtrain.preflight.table import FAULT, MISSING, NOTE, OK, UNKNOWN, Finding
 
 FORMAT = 1
@@ -124,8 +124,7 @@ def lines(nodes: Sequence[NodeReport]) -> list[tuple[str, Finding]]:
 
 def show(nodes: Sequence[NodeReport]) -> None:
     """Print the report, the verdict last."""
-    console = rich.console.Console()
-    console = console if console.is_terminal else rich.console.Console(width=WIDTH)
+    console = make_console(WIDTH)
     several, hosts = len(nodes) > 1, [node.host for node in nodes]
     title = f"{len(nodes)} nodes: {', '.join(hosts)}" if several else f"{hosts[0]}: {nodes[0].gpus or 'no GPU'}"
     table = rich.table.Table(title=title, title_justify="left")

@@ -1,16 +1,15 @@
 """Checks of the software: driver and CUDA wheels, and the environment variables of the run."""
 
 import ipaddress
+import operator
 import re
-from collections.abc import Sequence
 
 from jaxtrain import environment
-from jaxtrain.config import Problem
 from jaxtrain.distributed.cluster import node_names
 from jaxtrain.hardware import Devices
 from jaxtrain.preflight import nvidia_smi
 from jaxtrain.preflight.nvidia_smi import number
-from jaxtrain.preflight.table import Context, Table, Verdict, fault, listed, note, ok, unknown
+from jaxtrain.preflight.table import Context, Probe, Table, Verdict, fault, listed, note, ok, unknown
 
 VERSIONS, VARIABLES = Table(), Table()
 
@@ -33,14 +32,13 @@ def numbers(version: str) -> tuple[int, ...]:
 
 def satisfies(version: str, bounds: str) -> bool:
     """Return whether a version satisfies bounds as `>=9.10,<10.0`, by numbers only, as these wheels have them."""
-
-    def compare(bound: str) -> bool:
-        sign, other = re.fullmatch(r"\s*(<=|>=|==|!=|<|>)\s*([\w.*]+)\s*", bound).groups()  # pyright: ignore[reportOptionalMemberAccess]
-        width = max(len(numbers(version)), len(numbers(other)))
-        a, b = ((*numbers(v), *[0] * width)[:width] for v in (version, other))
-        return {"<": a < b, ">": a > b, "<=": a <= b, ">=": a >= b, "==": a == b, "!=": a != b}[sign]
-
-    return all(compare(bound) for bound in bounds.split(",") if re.match(r"\s*[<>=!]", bound))
+    compare = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "==": operator.eq, "!=": operator.ne}
+    for sign, bound in re.findall(r"([<>=!]+)\s*([\w.*]+)", bounds):
+        a, b = numbers(version), numbers(bound)
+        width = max(len(a), len(b))
+        if not compare[sign]((*a, *[0] * width)[:width], (*b, *[0] * width)[:width]):
+            return False
+    return True
 
 
 @VERSIONS.add(
@@ -69,8 +67,7 @@ def driver(c: Context) -> Verdict:
 def cuda_plugin(c: Context) -> Verdict:
     packages, plugins = c.node.packages, cuda_plugins(c)
     if len(plugins) != 1:
-        text = f"plugins for CUDA {' and '.join(plugins)} are installed" if plugins else "no CUDA plugin of JAX is installed"
-        return fault(text)
+        return fault(f"plugins for CUDA {' and '.join(plugins)}" if plugins else "no CUDA plugin of JAX is installed")
     wheels = ("jax", "jaxlib", f"jax-cuda{plugins[0]}-plugin", f"jax-cuda{plugins[0]}-pjrt")
     versions = {name: packages[name]["version"] for name in wheels if name in packages}
     seen = listed([f"{name} {version}" for name, version in versions.items()])
@@ -92,14 +89,13 @@ def cuda_wheels(c: Context) -> Verdict | None:
     required = [text for text in packages[f"jax-cuda{plugins[0]}-plugin"]["requires"] if "with-cuda" in text]
     wrong, found = [], []
     for text in required:
-        name, bounds = re.fullmatch(r"([\w-]+)\s*([^;]*?)\s*(?:;.*)?", text).groups()  # pyright: ignore[reportOptionalMemberAccess]
+        name, bounds = re.match(r"([\w-]+)\s*([^;]*)", text).groups()  # pyright: ignore[reportOptionalMemberAccess]
         name = name.lower().replace("_", "-")
-        if name not in packages:
+        if version := packages.get(name, {}).get("version"):
+            found.append(f"{name} {version}")
+            wrong += [] if satisfies(version, bounds) else [f"{name} {version} (needs {bounds.strip()})"]
+        else:
             wrong.append(f"{name} is missing")
-            continue
-        version = packages[name]["version"]
-        found.append(f"{name} {version}")
-        wrong += [] if satisfies(version, bounds) else [f"{name} {version} (needs {bounds})"]
     if required and not found:
         return note("none of them: JAX uses the system's libraries, whose versions are not known here")
     shown = [text for text in found if re.search("cudnn|nccl|cublas", text)]
@@ -141,50 +137,46 @@ def mnnvl_enabled(c: Context) -> bool:
     return c.node.environ.get(MNNVL) == "1" and not any(rack in model for rack in RACKS for model in c.gpus.names)
 
 
-def refused(c: Context) -> tuple[list[Problem], list[Problem]]:
-    """Return what the run itself refuses at its start, by its own rules: (stale variables, memory variables)."""
-    if not c.gpus.rows:
-        return [], []
-    environ = {n: v for n, v in c.node.environ.items() if not (n == MNNVL and mnnvl_enabled(c))}  # which has its own check
-    row = c.gpus.rows[0]
-    sm, mib = round(10 * (number(row, "compute_cap") or 0)), number(row, "memory.total")
-    # Without a reported size the budget is a part of an arbitrary one; the names are compared all the same.
-    devices = Devices("gpu", c.gpus.names[0], c.gpus.count, (mib or 1024) / 1024, "nvidia-smi", sm)
-    problems = [p for p in environment.overlay(c.run, devices, environ)[1] if p.key in (*environ, SHELL)]
-    memory = [p for p in problems if p.key in environ and p.key not in environment.changing(environ)]
-    return [p for p in problems if p not in memory], memory
+def refused_by_the_run(memory: bool) -> Probe:
+    """Return the probe of the variables that the run itself refuses at its start, by its own rules.
+
+    Args:
+        memory: the variables of JAX's memory, which have no key in the config; else all others.
+    """
+
+    def probe(c: Context) -> Verdict:
+        if not c.gpus.rows:
+            return ok("none")
+        environ = {n: v for n, v in c.node.environ.items() if not (n == MNNVL and mnnvl_enabled(c))}  # which has its own check
+        row = c.gpus.rows[0]
+        sm, mib = round(10 * (number(row, "compute_cap") or 0)), number(row, "memory.total")
+        # Without a reported size the budget is a part of an arbitrary one; the names are compared all the same.
+        devices = Devices("gpu", c.gpus.names[0], c.gpus.count, (mib or 1024) / 1024, "nvidia-smi", sm)
+        changing = environment.changing(environ)
+        found = [p for p in environment.overlay(c.run, devices, environ)[1] if p.key in (*environ, SHELL)]
+        found = [p for p in found if memory == (p.key in environ and p.key not in changing)]
+        if not found:
+            return ok("none")
+        seen = listed([str(p.value) if p.key == SHELL else f"{p.key}={p.value}" for p in found])
+        return fault(seen, fix=" ".join(dict.fromkeys(p.remedy for p in found)))
+
+    return probe
 
 
-def assignment(problem: Problem) -> str:
-    """Return the variables of a problem, as NAME=VALUE."""
-    return str(problem.value) if problem.key == SHELL else f"{problem.key}={problem.value}"
-
-
-def refusals(problems: Sequence[Problem]) -> Verdict:
-    if not problems:
-        return ok("none")
-    return fault(listed([assignment(p) for p in problems]), " ".join(dict.fromkeys(p.remedy for p in problems)))
-
-
-@VARIABLES.add(
+VARIABLES.add(
     "variables",
     expected="none from the shell that changes a run and that the config does not name",
     why="Two people who start one config should get the same run; a variable left over from an experiment changes it, or slows "
     "it down.",
     fix="unset it, or name it in env.inherit (the shell's value) or env.set (one of the config's own).",
-)
-def stale_variables(c: Context) -> Verdict:
-    return refusals(refused(c)[0])
+)(refused_by_the_run(memory=False))
 
-
-@VARIABLES.add(
+VARIABLES.add(
     "memory variables",
     expected="none that contradicts train.memory_fraction",
     why="The plan and the check before the first step use that budget; JAX refuses two names for it, or uses another one.",
     fix="Unset them, and set train.memory_fraction.",
-)
-def memory_variables(c: Context) -> Verdict:
-    return refusals(refused(c)[1])
+)(refused_by_the_run(memory=True))
 
 
 @VARIABLES.add(
@@ -210,7 +202,7 @@ def proxy(c: Context) -> Verdict:
         return ok("none set")
     seen = listed([f"{name}={value}" for name, value in found.items()])
     if c.cluster is None:
-        return note(f"{seen}; a run of one process connects to none", "Nothing, until it has more than one process.")
+        return note(f"{seen}; a run of one process connects to none", fix="Nothing, until it has more than one process.")
     hosts = [c.cluster.coordinator.rpartition(":")[0].strip("[]"), *node_names(environ.get("SLURM_STEP_NODELIST", ""))]
     hosts = list(dict.fromkeys(hosts))
     exceptions = ",".join(environ.get(name, "") for name in ("no_grpc_proxy", "no_proxy", "NO_PROXY"))
@@ -218,7 +210,7 @@ def proxy(c: Context) -> Verdict:
     if not through:
         return ok(f"{seen}, and not for {listed(hosts)}")
     fix = f"export no_proxy={','.join(hosts)} (added to what is there), or unset the proxy for the run."
-    return fault(f"{seen}, also for {listed(through)}", fix)
+    return fault(f"{seen}, also for {listed(through)}", fix=fix)
 
 
 def bypasses(host: str, no_proxy: str) -> bool:
@@ -247,29 +239,19 @@ def visible_devices(c: Context) -> Verdict:
     if value is None:
         return ok("unset")
     if value.strip() in ("", "-1", "NoDevFiles"):
-        return fault(f"{value!r} hides all GPUs", f"unset {VISIBLE}.")
+        return fault(f"{value!r} hides all GPUs", fix=f"unset {VISIBLE}.")
     entries = [part.strip() for part in value.split(",") if part.strip()]
     every = [*c.gpus.rows, *c.gpus.others]
     if absent := [entry for entry in entries if not nvidia_smi.visible(every, entry)]:
-        return fault(f"{value}: there is no GPU {listed(absent)}", f"unset {VISIBLE}, or name GPUs 0 to {len(every) - 1}.")
+        return fault(f"{value}: there is no GPU {listed(absent)}", fix=f"unset {VISIBLE}, or name GPUs 0 to {len(every) - 1}.")
     ids = c.cluster.local_device_ids if c.cluster else None
     if ids and max(ids) >= len(entries):
         own = f"this process's GPU is number {listed([str(i) for i in ids])} of those, of which there is {len(entries)}"
         return fault(f"{value} in one of several processes of the node: {own}")
     if len(entries) < len(every):
-        return note(f"{value}: {len(entries)} of {len(every)} GPUs", f"Nothing, if they are meant; otherwise unset {VISIBLE}.")
+        return note(
+            f"{value}: {len(entries)} of {len(every)} GPUs", fix=f"Nothing, if they are meant; otherwise unset {VISIBLE}."
+        )
     if c.gpus.indices == sorted(c.gpus.indices):
         return ok(value)
-    return note(f"{value}: in another order than the node's", "Nothing, if it is meant.")
-
-
-def visible_devices_of_processes(processes: Sequence[tuple[str, str]]) -> list[Verdict]:
-    """Return a fault for each host whose processes have different values; `processes`: (host, value) of each."""
-    by_host: dict[str, set[str]] = {}
-    for host, value in processes:
-        by_host.setdefault(host, set()).add(value)
-    return [
-        fault(f"{len(values)} values on {host}: {listed([repr(v) for v in sorted(values)])}")
-        for host, values in by_host.items()
-        if len(values) > 1
-    ]
+    return note(f"{value}: in another order than the node's", fix="Nothing, if it is meant.")

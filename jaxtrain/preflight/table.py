@@ -12,11 +12,12 @@ from typing import Any
 from jaxtrain.config import RunConfig
 from jaxtrain.distributed import Cluster
 from jaxtrain.preflight import nvidia_smi
+from jaxtrain.preflight.boards import Board, board_of
 from jaxtrain.preflight.node import Node, RecordingError
 from jaxtrain.preflight.nvidia_smi import Gpus, Row, Topology
-from jaxtrain.preflight.thresholds import Board, board_of
 
 OK, NOTE, FAULT, UNKNOWN = "ok", "note", "FAULT", "not measured"
+NOT_REPORTED = "not reported by these GPUs"
 MISSING = "missing"  # a process of the run is absent or lost: no known fault, and a retry may help
 
 
@@ -39,27 +40,23 @@ class Verdict:
 
     state: str
     seen: str
-    texts: dict[str, str]
+    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def ok(seen: str, **texts: str) -> Verdict:
-    return Verdict(OK, seen, {**texts, "fix": ""})
+    return Verdict(OK, seen, texts)
 
 
-def note(seen: str, fix: str = "", **texts: str) -> Verdict:
-    return Verdict(NOTE, seen, {**texts, "fix": fix} if fix else texts)
+def note(seen: str, **texts: str) -> Verdict:
+    return Verdict(NOTE, seen, texts)
 
 
-def fault(seen: str, fix: str = "", **texts: str) -> Verdict:
-    return Verdict(FAULT, seen, {**texts, "fix": fix} if fix else texts)
-
-
-def missing(seen: str) -> Verdict:
-    return Verdict(MISSING, seen, {})
+def fault(seen: str, **texts: str) -> Verdict:
+    return Verdict(FAULT, seen, texts)
 
 
 def unknown(reason: str, **texts: str) -> Verdict:
-    return Verdict(UNKNOWN, reason, {**texts, "fix": ""})
+    return Verdict(UNKNOWN, reason, texts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,13 +87,9 @@ class Context:
 
     @functools.cached_property
     def topology(self) -> Topology:
-        """nvidia-smi's matrix of the GPUs that the run may use; empty if there is none."""
+        """The connections of the GPUs that the run may use."""
         answer = self.node.run(nvidia_smi.TOPOLOGY)
-        return nvidia_smi.parse_topology(answer.out if answer.succeeded else "").select(self.gpus.indices)
-
-    def rows(self, query: nvidia_smi.Query) -> list[Row]:
-        """Return a query's rows of the GPUs that the run may use."""
-        return [row for row in nvidia_smi.rows(self.node, query) if nvidia_smi.index(row) in self.gpus.indices]
+        return nvidia_smi.parse_topology(answer.out if answer.succeeded else "", sorted(self.gpus.indices))
 
     @property
     def several_nodes(self) -> bool:
@@ -115,6 +108,7 @@ class Context:
 
 
 Probe = Callable[[Context], Verdict | None]
+GpuProbe = Callable[[Context, Row], Verdict | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,10 +119,11 @@ class Check:
     expected: str
     why: str
     fix: str
-    probe: Probe | None = None
+    probe: Probe | None = None  # None: it compares nodes (multi_node.py)
 
     def finding(self, verdict: Verdict, node: str = "") -> Finding:
-        texts = {"expected": self.expected, "why": self.why, "fix": self.fix} | verdict.texts
+        texts = {"expected": self.expected, "why": self.why, "fix": self.fix, **verdict.texts}
+        texts |= {"fix": ""} if verdict.state in (OK, UNKNOWN) else {}
         return Finding(self.name, verdict.state, seen=verdict.seen, node=node, **texts)
 
 
@@ -154,8 +149,53 @@ class Table(list[Check]):
                 raise
             except Exception as error:
                 verdict = unknown(f"{type(error).__name__}: {error}")
+            if verdict and verdict.state == FAULT and context.gpus.absent:  # nothing of the host stops a run on CPUs
+                verdict = dataclasses.replace(verdict, state=NOTE)
             found += [check.finding(verdict)] if verdict else []
         return found
+
+
+# ---- the shape of most probes of GPUs: each is judged by itself, and the worst verdict counts
+
+
+def each_gpu(field: str) -> Callable[[GpuProbe], Probe]:
+    """Return a decorator for a function that judges the row of one GPU, or returns None if it does not report `field`."""
+
+    def decorate(judge: GpuProbe) -> Probe:
+        def probe(c: Context) -> Verdict:
+            verdicts = {nvidia_smi.name(row): verdict for row in c.gpus.rows if (verdict := judge(c, row))}
+            return worst(verdicts, c.gpus.refused.get(field, NOT_REPORTED))
+
+        return probe
+
+    return decorate
+
+
+def by_value(field: str, states: Mapping[str, str], other: str) -> Probe:
+    """Return the probe of a field: the state of each value, and `other` for all values that have none."""
+
+    @each_gpu(field)
+    def probe(_: Context, row: Row) -> Verdict | None:
+        value = row.get(field)
+        return None if value is None else Verdict(states.get(value, other), value)
+
+    return probe
+
+
+def worst(verdicts: Mapping[str, Verdict], absent: str) -> Verdict:
+    """Return the verdict on all GPUs from those on each: the worst state, with the texts of the GPUs that have it.
+
+    Args:
+        absent: the reason if there is no verdict.
+    """
+    for state in (FAULT, NOTE):
+        if chosen := [(gpu, verdict) for gpu, verdict in verdicts.items() if verdict.state == state]:
+            return dataclasses.replace(chosen[0][1], seen=grouped([(gpu, verdict.seen) for gpu, verdict in chosen]))
+    seen = dict.fromkeys(verdict.seen for verdict in verdicts.values())
+    return ok(listed(list(seen))) if seen else unknown(absent)
+
+
+# ---- texts
 
 
 def grouped(parts: Sequence[tuple[str, str]]) -> str:

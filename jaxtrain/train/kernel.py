@@ -22,7 +22,7 @@ def hardware_of(device: Any) -> attention.Hardware:
 
 def attention_specs(run: RunConfig) -> tuple[attention.Spec, ...]:
     """What training asks of the attention kernel, for each kind of layer (`models.attention.layer_kinds`)."""
-    m, packed = run.model, run.data.packing == "documents"
+    m, packed = run.model, run.data.masks_documents
     segments = run.data.most_documents if packed else 1
     return tuple(
         attention.Spec(

@@ -94,7 +94,7 @@ def less_saved(run: RunConfig, program: Program, taken_gib: float, usable_gib: f
     p = program.placement
     split = ("batch", "sequence", "residual", "heads", "kv_heads", "mlp", "layers")
     axes = {axis: p.size(p.mesh_axes(axis)) for axis in split} | {"experts": p.size(p.compute_axes("experts"))}
-    packed = program.kernel.name == "cudnn" and run.data.packing == "documents"
+    packed = program.kernel.name == "cudnn" and run.data.masks_documents
     remat = auto_remat.smaller(run, excess, axes, packed) or Remat("full")
     return dataclasses.replace(run, remat=remat)
 

@@ -395,7 +395,7 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
     """Compile, restore, take the steps, and save the last one. Return (exit code, reason)."""
     run, console, steps = setup.run, services.console, setup.run.train.steps
     print_summary(run, setup.program, setup.start, setup.data, setup.checkpoints.directory, console)
-    if not setup.asked.data.max_segments and run.data.packing == "documents":
+    if not setup.asked.data.max_segments and run.data.masks_documents:
         console.say(f"data: up to {run.data.max_segments} documents in a sequence")
 
     def first_state(asked: RunConfig, setup: Setup) -> Restored:

@@ -63,12 +63,12 @@ def print_summary(run: RunConfig, program: Program, start: Start, data: Any, dir
     if conversations:
         say(
             f"data: {counted(conversations, 'conversation')} of more than data.seq_len={run.data.seq_len} + 1 tokens "
-            f"{'loses its end' if conversations == 1 else 'lose their ends'}, {lost:,} tokens in all"
+            f"{'is' if conversations == 1 else 'are'} cut behind the last turn that fits; {lost:,} tokens are left out"
         )
     for name, filled in getattr(data, "sparse", {}).items():
         say(
             f"data: rows of {name} are {filled:.0%} full, since each holds at most data.max_segments={run.data.max_segments} "
-            "conversations. A higher number fills them."
+            "documents. A higher number fills them."
         )
     # Under ZeRO-0 all arrays are replicated, as the user asked.
     for name in large_replicated_arrays(state.abstract_tensors(program.state)) if run.sharding.zero else ():

@@ -197,10 +197,10 @@ def _attention(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Prob
     sm = devices.sm if devices.kind == "gpu" else 0
     if 0 < sm < 80:
         yield refuse(f"cuDNN attention needs a GPU from Ampere (sm80) on; {devices.name} is sm{sm}")
-    elif 0 < sm < 90 and run.data.packing == "documents":
+    elif 0 < sm < 90 and run.data.masks_documents:
         remedy = f"{other}, or data.packing to none."
         yield refuse(f"packed documents need a GPU from Hopper (sm90) on; {devices.name} is sm{sm}", remedy)
-    elif devices.kind == "gpu" and run.train.deterministic and run.data.packing == "documents":
+    elif devices.kind == "gpu" and run.train.deterministic and run.data.masks_documents:
         rule = "with train.deterministic cuDNN has 2 bytes of workspace for each score of each packed document"
         yield refuse(rule, "Set attention.impl to auto, which takes pallas.")
     if run.precision == "f32":

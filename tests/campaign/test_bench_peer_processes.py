@@ -8,8 +8,8 @@ import sys
 import pytest
 from bench_helpers import ANSWER, PEER, at_home, run_here  # noqa: F401
 
-from jaxtrain.bench import __main__ as command
-from jaxtrain.bench import torch_peer, train_step
+from benchmarks import peer_torch
+from jaxtrain.bench import train_step
 from jaxtrain.bench.train_step import DATA
 
 TORCH = os.environ.get("JAXTRAIN_PEER_PYTHON", sys.executable)
@@ -19,7 +19,7 @@ def test_a_python_without_torch(capsys, tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2\nexit 1\n")
     python.chmod(0o755)
-    assert command.main([*PEER, f"--peer-python={python}"]) == 2
+    assert peer_torch.main([*PEER, f"--python={python}"]) == 2
     assert "cannot import torch and transformers: ModuleNotFoundError: No module named 'torch'" in capsys.readouterr().err
 
 
@@ -36,7 +36,7 @@ json.dump(answer | {"allocated_gib": None, "reserved_gib": None}, open(sys.argv[
 
 def test_turns_and_their_ratio(tmp_path, monkeypatch, capsys):
     """Ours in this process, theirs by a stand-in that answers as the script does and takes half a second a step."""
-    script, file, right = tmp_path / "stand_in.py", tmp_path / "peer.json", torch_peer.run_case
+    script, file, right = tmp_path / "stand_in.py", tmp_path / "peer.json", peer_torch.run_case
 
     def run_case(function, request, **how):
         if function == "peer_torch":
@@ -44,11 +44,11 @@ def test_turns_and_their_ratio(tmp_path, monkeypatch, capsys):
         return dict(ANSWER) if function == train_step.CASE else run_here(function, request)
 
     script.write_text(STAND_IN)
-    monkeypatch.setattr(torch_peer, "SCRIPT", script)
-    monkeypatch.setattr(torch_peer, "run_case", run_case)
-    monkeypatch.setattr(torch_peer, "compare_losses", lambda *_: {"verdict": "ok", "off": 1e-7})
-    monkeypatch.setattr(torch_peer, "refusal", lambda *_: [])
-    assert command.main([*PEER, f"--json={file}"]) == 0
+    monkeypatch.setattr(peer_torch, "SCRIPT", script)
+    monkeypatch.setattr(peer_torch, "run_case", run_case)
+    monkeypatch.setattr(peer_torch, "compare_losses", lambda *_: {"verdict": "ok", "off": 1e-7})
+    monkeypatch.setattr(peer_torch, "interpreter", lambda *_: [])
+    assert peer_torch.main([*PEER, f"--json={file}"]) == 0
     printed = capsys.readouterr().out
     tree = json.loads(file.read_text())
     assert [t["who"] for t in tree["turns"]] == ["jaxtrain", "torch"] * 2
@@ -61,8 +61,8 @@ def test_turns_and_their_ratio(tmp_path, monkeypatch, capsys):
 def test_a_peer_that_takes_too_long_is_ended(tmp_path, monkeypatch):
     script = tmp_path / "sleeps.py"
     script.write_text("import time; time.sleep(60)")
-    monkeypatch.setattr(torch_peer, "SCRIPT", script)
-    answer = torch_peer.run_peer(sys.executable, {}, tmp_path / "log.txt", 0.5)
+    monkeypatch.setattr(peer_torch, "SCRIPT", script)
+    answer = peer_torch.run_peer(sys.executable, {}, tmp_path / "log.txt", 0.5)
     assert answer["verdict"] == "out of time" and answer["why"].startswith("not done after")
 
 
@@ -73,10 +73,10 @@ def test_torch_does_the_same_work(tmp_path, capsys):
     """
     probe = subprocess.run([TORCH, "-c", "import torch, transformers"], capture_output=True, check=False)
     if probe.returncode:
-        assert command.main([*PEER, f"--peer-python={TORCH}"]) == 2
+        assert peer_torch.main([*PEER, f"--python={TORCH}"]) == 2
         assert "cannot import torch and transformers" in capsys.readouterr().err
         return
-    base = [*PEER[:-6], *DATA["synthetic"], *torch_peer.SAME_WORK]
-    found = torch_peer.compare_losses(base, TORCH, tmp_path, tmp_path / "logs" / "log.txt")
+    base = [*PEER[:-3], *DATA["synthetic"], *peer_torch.SAME_WORK]
+    found = peer_torch.compare_losses(base, TORCH, tmp_path, tmp_path / "logs" / "log.txt")
     assert found["verdict"] == "ok", found
     assert found["off"] < 1e-5 and found["ours"][-1] < found["ours"][0] - 0.01, "steps were taken"

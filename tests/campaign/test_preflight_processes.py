@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from nodes import RECORDED, a_plain_environment, faults  # noqa: F401
 
+from jaxtrain.distributed import Cluster
 from jaxtrain.preflight import measure, rates
 
 REPO = Path(__file__).resolve().parents[2]
@@ -19,12 +20,16 @@ MIB = 2**20
 
 
 def test_what_was_overlooked_ends_too(tmp_path):
-    """A process of its own says where it hangs, and leaves with 3."""
+    """A process of its own says where it hangs, ends its commands, and leaves with 3."""
+    pid = tmp_path / "pid"
     script = f"""
 import sys, time
 from jaxtrain.preflight import __main__ as command
 command.LATE_S = 0.5
-command.make_node = lambda _: time.sleep(60)
+def hang(context, *_):
+    context.node.start(["sh -c 'echo $$ > {pid}; exec sleep 300'"])
+    time.sleep(60)
+command.check_node = hang
 sys.exit(command.main(["--limit=1", "--workdir={tmp_path}"], own_process=True))
 """
     done = subprocess.run(
@@ -32,6 +37,10 @@ sys.exit(command.main(["--limit=1", "--workdir={tmp_path}"], own_process=True))
     )
     assert done.returncode == 3
     assert "FAULT: preflight did not end within 2 s; it was in run (__main__.py, line " in done.stderr
+    limit = time.monotonic() + 60
+    while time.monotonic() < limit and alive(int(pid.read_text())):
+        time.sleep(0.05)
+    assert not alive(int(pid.read_text()))
 
 
 # ---- Several nodes
@@ -163,14 +172,14 @@ def test_two_processes_measure_together(tmp_path):
         port = free.getsockname()[1]
     script = """
 import json, sys
-from pathlib import Path
+from jaxtrain.distributed import Cluster
 from jaxtrain.preflight.measure import measure
-print(json.dumps(measure({}, 120, sys.argv[1:], on_cpu=True)))
+print(json.dumps(measure({}, 120, Cluster(sys.argv[1], 2, int(sys.argv[2]), None, "this test"), on_cpu=True)))
 """
     environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     both = [
         subprocess.Popen(
-            [sys.executable, "-c", script, f"--coordinator=127.0.0.1:{port}", "--num-processes=2", f"--process-id={i}"],
+            [sys.executable, "-c", script, f"127.0.0.1:{port}", str(i)],
             cwd=REPO,
             env=environ,
             stdout=subprocess.PIPE,
@@ -183,28 +192,28 @@ print(json.dumps(measure({}, 120, sys.argv[1:], on_cpu=True)))
         assert all(one[name] > 0 for name in rates.BUS_RATES)
 
 
-def child(monkeypatch, tmp_path: Path, code: str) -> None:
-    """Instead of measuring, the process runs `code`, with the file `results`."""
-    (tmp_path / "instead.py").write_text(
-        "import sys, json, os, time\nresults = open(sys.argv[1].removeprefix('--results='), 'w')\n" + code
-    )
-    monkeypatch.setattr(measure, "PROGRAM", "instead")
+def instead(monkeypatch, tmp_path: Path, code: str) -> None:
+    """Instead of measuring, the child runs `code` after it has saved an answer, in the middle of a collective."""
+    (tmp_path / "instead.py").write_text(f"""
+import os, time
+from jaxtrain.bench import child
+
+def case(request):
+    answer = {{"verdict": child.LATE, "current": "all-reduce over the node's 8 GPUs", "key": "all_reduce_bus_gb_s",
+              "began_unix": time.time(), "measured": {{"gemm_tflops": [7.0]}}}}
+    child.save_partial(request, answer)
+    {code}
+""")
+    monkeypatch.setattr(measure, "CASE", "instead:case")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-
-HALF = """
-json.dump({"current": "all-reduce over the node's 8 GPUs", "done": False, "measured": {"gemm_tflops": [7.0]},
-           "left_out": {}}, results)
-results.close()
-"""
 
 
 def test_a_hang_costs_the_budget_and_no_more(monkeypatch, tmp_path):
     note = tmp_path / "pid"
-    child(monkeypatch, tmp_path, HALF + f"open({str(note)!r}, 'w').write(str(os.getpid()))\ntime.sleep(100)")
-    found = measure.measure({}, 2.0, on_cpu=True)
+    instead(monkeypatch, tmp_path, f"open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(100)")
+    found = measure.measure({}, 4.0, on_cpu=True)
     assert found["gemm_tflops"] == [7.0] and "gemm_tflops" not in found["left_out"]
-    words = "not done within 2 s, and ended in all-reduce over the node's 8 GPUs"
+    words = "not done within 4 s, and ended in all-reduce over the node's 8 GPUs"
     assert found["hbm_gb_s"] == [] and found["left_out"]["hbm_gb_s"] == found["left_out"]["all_reduce_bus_gb_s"] == words
     assert found["failed"] == {}  # too short to call it a hang
     with pytest.raises(ProcessLookupError):
@@ -212,44 +221,39 @@ def test_a_hang_costs_the_budget_and_no_more(monkeypatch, tmp_path):
 
 
 def test_a_hang_in_a_collective_is_a_fault(monkeypatch, tmp_path):
-    monkeypatch.setattr(measure, "HANG_S", 0.5)
-    at = '"key": "all_reduce_bus_gb_s", "began_unix": time.time(), "done"'
-    child(monkeypatch, tmp_path, HALF.replace('"done"', at) + "time.sleep(100)")
-    found = measure.measure({}, 2.0, on_cpu=True)
+    monkeypatch.setattr(measure, "HANG_S", 0.0)
+    instead(monkeypatch, tmp_path, "time.sleep(100)")
+    found = measure.measure({}, 4.0, on_cpu=True)
     assert found["failed"] == {"all_reduce_bus_gb_s": found["left_out"]["all_reduce_bus_gb_s"]}
 
 
 def test_a_crash_is_told_in_its_own_words(monkeypatch, tmp_path):
-    child(monkeypatch, tmp_path, HALF + "print('NCCL WARN unhandled cuda error', flush=True)\nos.kill(os.getpid(), 11)")
-    found = measure.measure({}, 20.0, on_cpu=True)
-    words = "the process ended with code -11 in all-reduce over the node's 8 GPUs: NCCL WARN unhandled cuda error"
+    instead(monkeypatch, tmp_path, "print('NCCL WARN unhandled cuda error', flush=True); os.kill(os.getpid(), 11)")
+    found = measure.measure({}, 60.0, on_cpu=True)
+    words = "the process failed in all-reduce over the node's 8 GPUs: exit code -11: NCCL WARN unhandled cuda error"
     assert found["gemm_tflops"] == [7.0] and found["left_out"]["h2d_gb_s"] == words and found["failed"] == {"process": words}
 
 
-@pytest.mark.parametrize(("args", "fault"), [((), True), (("--num-processes=2",), False)])
-def test_one_that_falls_with_the_others_is_no_crash(args, fault, monkeypatch, tmp_path):
+@pytest.mark.parametrize("alone", [True, False])
+def test_one_that_falls_with_the_others_is_no_crash(alone, monkeypatch, tmp_path):
     """When the first of several is ended, because the time is over, JAX ends the others."""
-    child(monkeypatch, tmp_path, HALF + "time.sleep(0.5)\nos.kill(os.getpid(), 6)")
-    found = measure.measure({}, measure.PEERS_S, args, on_cpu=True)
-    assert ("process" in found["failed"]) == fault and "ended with code -6" in found["left_out"]["hbm_gb_s"]
+    instead(monkeypatch, tmp_path, "os.kill(os.getpid(), 6)")
+    cluster = None if alone else Cluster("a:1", 2, 0, None, "this test")
+    monkeypatch.setattr(measure, "PEERS_S", 60.0)
+    found = measure.measure({}, 60.0, cluster, on_cpu=True)
+    assert ("process" in found["failed"]) == alone and "exit code -6" in found["left_out"]["hbm_gb_s"]
 
 
-def test_it_ends_with_the_process_that_asked(tmp_path):
+def test_it_ends_with_the_process_that_asked(tmp_path, monkeypatch):
     """However that ends: the GPUs are wanted by others."""
-    script = """
-import sys, time
-from jaxtrain import hardware
-from jaxtrain.preflight import measure
-import os
-with measure.Child(hardware.probe(), 100.0, ["--coordinator=127.0.0.1:1", "--num-processes=2", "--process-id=1"]) as work:
-    while not work._results.exists():
+    note = tmp_path / "pid"
+    instead(monkeypatch, tmp_path, f"open({str(note)!r}, 'w').write(f'{{os.getpid()}}\\n'); time.sleep(100)")
+    script = "from jaxtrain.preflight import measure\nmeasure.CASE = 'instead:case'\nmeasure.measure({}, 100.0, on_cpu=True)"
+    asking = subprocess.Popen([sys.executable, "-c", script], cwd=REPO, env=os.environ | {"PYTHONPATH": f"{REPO}:{tmp_path}"})
+    while not (note.exists() and note.read_text().endswith("\n")):
+        assert asking.poll() is None
         time.sleep(0.05)
-    print(work._process.pid, flush=True)
-    time.sleep(100)
-"""
-    asking = subprocess.Popen([sys.executable, "-c", script], cwd=REPO, stdout=subprocess.PIPE, text=True)
-    assert asking.stdout
-    pid = int(asking.stdout.readline())
+    pid = int(note.read_text())
     os.kill(pid, 0)
     asking.kill()
     asking.wait()

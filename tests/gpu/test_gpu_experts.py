@@ -13,7 +13,7 @@ import kernel_bounds
 import numpy as np
 import pytest
 
-from jaxtrain.bench import experts
+from jaxtrain.bench import kernel_workloads as experts
 from jaxtrain.kernels.numerics import DTYPES
 
 LOADS = ("even", "uneven", "one has all", "rows without expert")

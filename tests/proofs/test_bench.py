@@ -11,7 +11,7 @@ from bench_helpers import SMALL, at_home  # noqa: F401
 from helpers import few
 
 from jaxtrain import flops, hardware, launch
-from jaxtrain.bench import experts, kernels, microbenchmarks, report, train_step
+from jaxtrain.bench import kernel_workloads, kernels, microbenchmarks, report, train_step
 from jaxtrain.bench.train_step import DATA
 from jaxtrain.train import compiler
 
@@ -74,15 +74,14 @@ def test_what_fails_after_the_timing_takes_nothing_from_it(compiled, monkeypatch
     r = train_step.measure(ask(trace=str(tmp_path / "trace")))
     assert r["verdict"] == "ok" and r["trace"] == "failed: RuntimeError: no such luck" and r["not_planned"] == "so it is"
     assert kept[0]["verdict"] == "ok" and kept[0]["step_s"] == r["step_s"] and kept[1] == "planned"
-    rows = dict(map(tuple, report.step_details("a", r)))
-    assert rows["trace"].startswith("failed: RuntimeError")
+    assert "| trace | failed: RuntimeError" in "\n".join(report.markdown(report.step_details("a", r)))
 
 
 def test_results_say_what_auto_keeps(compiled, monkeypatch):
     monkeypatch.setattr(compiler, "compile_train", lambda *_: compiled[1])
     r = train_step.measure(ask(argv=[*ask()["argv"], "--config.remat.policy=auto"], limit_s=1e-9))
     assert r["remat"] == "auto" and r["remat_auto"].startswith("remat.policy=auto keeps ")
-    assert ["kept", r["remat_auto"]] in report.step_details("a", r)
+    assert f"| kept | {r['remat_auto']}" in "\n".join(report.markdown(report.step_details("a", r)))
 
 
 def test_memory_that_does_not_suffice(compiled, monkeypatch):
@@ -104,8 +103,8 @@ H200 = hardware.lookup("NVIDIA H200")
 
 @pytest.mark.parametrize("kind", few(kernels.KINDS, "loss", "norm", "optimizer", "gemm"))
 def test_kernels_run(kind, monkeypatch):
-    monkeypatch.setattr(kernels, "TINY", dataclasses.replace(kernels.TINY, repeats=2, gemm=(32,)))
-    monkeypatch.setattr(experts, "TIMED", ("uneven",))
+    monkeypatch.setattr(kernel_workloads, "TINY", dataclasses.replace(kernel_workloads.TINY, repeats=2, gemm=(32,)))
+    monkeypatch.setattr(kernel_workloads, "LOADS", ("uneven",))
     found = kernels.measure({"kind": kind, "limit_s": None})["rows"]
     timed = [r for r in found if r["verdict"] == "ok"]
     assert timed and not [r for r in found if r["verdict"] not in ("ok", "not timed")]
@@ -127,8 +126,9 @@ def test_kernels_run(kind, monkeypatch):
 
 def test_products_with_one_array_stay_apart():
     """Eight GEMMs of a round are eight, not one that is eight times as wide."""
-    sizes = dataclasses.replace(kernels.TINY, gemm=(32,))
-    work = next(w for w in kernels.gemm(jax.devices()[0], sizes) if isinstance(w, kernels.Work))
+    sizes = dataclasses.replace(kernel_workloads.TINY, gemm=(32,))
+    work = next(kernel_workloads.gemm(jax.devices()[0], sizes))
+    assert isinstance(work, kernel_workloads.Work)
     body, constants, state = work.prepare()
     text = microbenchmarks.looped(body, 2).lower(constants, state).compile().as_text()
     assert work.calls == 8 and len(re.findall(r"= \S+\[32,32\]\S* dot\(", text)) >= 8 and "[256,32]" not in text
@@ -141,10 +141,10 @@ def test_kernels_end_at_their_limit():
 
 def test_floors_are_those_of_the_data_sheet():
     def work(flop, moved, dtype="bf16"):
-        return kernels.Work("k", "w", flop, moved, lambda: (lambda c, x: x + c, jnp.ones(()), jnp.ones(())), 1, dtype)
+        return kernel_workloads.Work("k", "w", flop, moved, lambda: (lambda c, x: x + c, jnp.ones(()), jnp.ones(())), 1, dtype)
 
     assert H200
-    row = kernels.time_one(work(989.4e12, 1.0), kernels.TINY, H200)
+    row = kernels.time_one(work(989.4e12, 1.0), kernel_workloads.TINY, H200)
     assert row["floor_s"] == pytest.approx(1.0) and row["of_floor"] == pytest.approx(1 / row["seconds_a_call"])
-    assert kernels.time_one(work(1978.9e12, 1.0, "fp8"), kernels.TINY, H200)["floor_s"] == pytest.approx(1.0)
-    assert kernels.time_one(work(1.0, 9.6e12), kernels.TINY, H200)["floor_s"] == pytest.approx(2.0)
+    assert kernels.time_one(work(1978.9e12, 1.0, "fp8"), kernel_workloads.TINY, H200)["floor_s"] == pytest.approx(1.0)
+    assert kernels.time_one(work(1.0, 9.6e12), kernel_workloads.TINY, H200)["floor_s"] == pytest.approx(2.0)

@@ -15,7 +15,7 @@ import jax
 import pytest
 
 from jaxtrain import hardware
-from jaxtrain.bench import disk_rates
+from jaxtrain.bench import child, disk_rates
 from jaxtrain.bench import microbenchmarks as micro
 from jaxtrain.bench.disk_rates import Unmeasured
 from jaxtrain.bench.microbenchmarks import TINY
@@ -68,9 +68,9 @@ def all_devices_at_once(monkeypatch, seconds: float) -> None:
 def test_rates_have_the_units_of_their_names(monkeypatch, tmp_path):
     """By hand: three matmuls, three arrays, and the bus bandwidth of nccl-tests: times 2(n-1)/n or (n-1)/n."""
     all_devices_at_once(monkeypatch, 0.5)
-    found = measure.Results(tmp_path / "results.json", 60.0)
+    found = measure.Results({}, 60.0)
     measure.measure_gpus(jax.devices()[:2], jax.devices()[:2], found)
-    measured = found.fields["measured"]
+    measured = found.answer["measured"]
     assert measured["gemm_tflops"] == pytest.approx([3 * 2 * 64 * 32 * 48 * 2 / 0.5e12] * 2)
     assert measured["hbm_gb_s"] == pytest.approx([3 * MIB * TINY.memory_rounds / 0.5e9] * 2)
     assert measured["h2d_gb_s"] == pytest.approx([MIB / 0.5e9] * 2)
@@ -85,14 +85,21 @@ def test_processes_make_the_same_number_of_calls(monkeypatch, tmp_path):
     all_devices_at_once(monkeypatch, 0.5)
     monkeypatch.setattr(micro, "timed", lambda run, *args, sizes: seen.append(sizes) or [1.0])
     monkeypatch.setattr(micro, "TINY", dataclasses.replace(TINY, warm_s=9.0))
-    measure.measure_gpus(jax.devices()[:2], jax.devices()[:2], measure.Results(tmp_path / "results.json", 60.0))
+    measure.measure_gpus(jax.devices()[:2], jax.devices()[:2], measure.Results({}, 60.0))
     assert [(s.warm_s, s.repeats) for s in seen] == [(0.0, TINY.repeats)] * 2
 
 
 def test_nodes_are_told_apart(monkeypatch):
-    monkeypatch.setattr("jaxtrain.sharding.node_of", lambda device: device // 4)
-    assert measure.split_by_node(range(8), 5) == ([4, 5, 6, 7], list(range(8)))
-    assert measure.split_by_node(range(4), 2) == ([0, 1, 2, 3], [])
+    """Each collective runs over the node's devices, and over all if there are more nodes."""
+    members: list[list[Any]] = []
+    all_devices_at_once(monkeypatch, 0.5)
+    monkeypatch.setattr(
+        micro, "collective", lambda kind, over, *_: members.append(list(over)) or micro.Reading("", "", 1.0, 1.0, 0.0)
+    )
+    every = jax.devices()
+    monkeypatch.setattr("jaxtrain.sharding.node_of", lambda device: device.id // 4)
+    measure.measure_gpus(every, every[4:6], measure.Results({}, 60.0))
+    assert members == [every[4:]] * 2 + [every] * 2
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -107,14 +114,13 @@ def test_what_fails_or_comes_too_late_is_left_out(tmp_path, monkeypatch, late):
     monkeypatch.setattr(micro, "memory", lambda *_: [reading])
     monkeypatch.setattr(micro, "host", lambda *_: [reading])
     monkeypatch.setattr(micro, "collective", lambda kind, members, *_: dataclasses.replace(reading, work=1e9 * len(members)))
-    found = measure.Results(tmp_path / "results.json", -1.0 if late else 60.0)
+    request = {"answer_file": str(tmp_path / "answer.json")}
+    found = measure.Results(request, -1.0 if late else 60.0)
     measure.measure_gpus(jax.devices(), jax.devices()[:2], found)
-    kept = json.loads((tmp_path / "results.json").read_text())
-    assert not kept["done"] and kept["current"]  # as a process leaves it that is killed now
-    found.end()
-    kept = json.loads((tmp_path / "results.json").read_text())
-    why = kept["left_out"]
-    assert kept["done"] and {k: kept["measured"][k] for k in rates.BUS_RATES} == dict.fromkeys(rates.BUS_RATES, 8)
+    saved = json.loads((tmp_path / "answer.json").read_text())
+    assert saved["verdict"] == child.LATE and saved["current"]  # as a process leaves it that is killed now
+    kept, why = found.answer, found.answer["left_out"]
+    assert {k: kept["measured"][k] for k in rates.BUS_RATES} == dict.fromkeys(rates.BUS_RATES, 8)
     assert why["inter_node_all_reduce_bus_gb_s"] == "there is one node"
     if late:
         assert {why[name] for name in rates.GPU_RATES} == {"no time was left"} and not kept["failed"]
@@ -135,20 +141,18 @@ def test_which_errors_are_faults(tmp_path, text, fault):
     def broken() -> Any:
         raise RuntimeError(text)
 
-    found = measure.Results(tmp_path / "results.json", 60.0)
+    found = measure.Results({}, 60.0)
     found.add("hbm_gb_s", "memory of 8 GPUs", broken)
-    assert text in found.fields["left_out"]["hbm_gb_s"] and bool(found.fields["failed"]) == fault
+    assert text in found.answer["left_out"]["hbm_gb_s"] and bool(found.answer["failed"]) == fault
 
 
-def test_a_jax_that_goes_on_with_the_cpu_is_a_fault(monkeypatch, tmp_path, capsys):
+def test_a_jax_that_goes_on_with_the_cpu_is_a_fault(monkeypatch):
     """It does where its plugin for the GPUs does not start."""
     monkeypatch.setattr(hardware, "probe", lambda: hardware.Devices("gpu", "NVIDIA H200", 8, 140.0, "NVML"))
     monkeypatch.setattr(measure.startup, "start_jax", lambda *_: None)
     monkeypatch.setattr(measure, "measure_gpus", lambda *_: pytest.fail("measured the CPU"))
-    monkeypatch.setattr(measure.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
-    options = [f"--results={tmp_path / 'results.json'}", "--limit=10", f"--parent={os.getppid()}"]
-    assert measure.main(options) == 1
-    assert "JAX does not start on the GPUs (NVIDIA H200): it found cpu devices" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"JAX does not start on the GPUs \(NVIDIA H200\): it found cpu devices"):
+        measure.measure_in_child({"limit_s": 10.0, "cluster": None})
 
 
 class Played:
@@ -172,14 +176,16 @@ def sampled(mhz: float, *reasons: str) -> card.Sample:
 
 def test_gpus_are_watched_while_they_compute():
     watched = Played(sampled(1500.0), None, sampled(1100.0, "hw_thermal", "sw_thermal"), card.Lost("gone"))
-    with measure.LoadSampler([watched], sample_s=0.001) as watch:  # pyright: ignore[reportArgumentType]
-        watch._thread.join(10)
-    (found,) = watch.result()
+    out: list[dict[str, Any]] = []
+    with measure.load_samples([watched], out, period_s=0.001):  # pyright: ignore[reportArgumentType]
+        while len(watched.said) > 1:
+            time.sleep(0.001)
+    (found,) = out
     assert found == {"gpu": 6, "sm_mhz": 1300.0, "power_w": 650.0, "power_limit_w": 700.0,
                      "reasons": {"hw_thermal": 0.5, "sw_thermal": 0.5}}  # fmt: skip
-    with measure.LoadSampler([]) as nothing:
+    with measure.load_samples([], nothing := []):
         pass
-    assert nothing.result() == [] and measure.cards_of(jax.devices()) == []
+    assert nothing == [] and measure.cards_of(jax.devices()) == []
 
 
 @pytest.mark.parametrize(
@@ -197,10 +203,9 @@ def test_what_is_a_hang(key, measured, for_s, fault):
 
 
 def test_it_takes_little_of_the_gpus_memory():
-    here = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "HOME": "/h", "PYTHONPATH": "/p"}
+    here = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "HOME": "/h"}
     got = measure.child_environment(hardware.Devices("gpu", "NVIDIA H200", 8, 140.0, "NVML"), here)
-    assert got == {"HOME": "/h", "PYTHONPATH": f"{REPO}{os.pathsep}/p", "XLA_CLIENT_MEM_FRACTION": "0.0571",
-                   "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # fmt: skip
+    assert got == {"HOME": "/h", "XLA_CLIENT_MEM_FRACTION": "0.0571", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     small = measure.child_environment(hardware.Devices("gpu", "some card", 1, 8.0, "NVML"), here)
     assert small["XLA_CLIENT_MEM_FRACTION"] == "0.5"
 
@@ -252,12 +257,16 @@ def test_a_place_that_may_only_be_read(tmp_path, monkeypatch):
     assert found["write_gb_s"] is None and found["read_gb_s"] and sum(read) == 3 * MIB
 
 
+def disks_of(paths: dict[str, Path], seconds: float = 10.0) -> dict[str, dict]:
+    found: dict[str, dict] = {"disk": {}, "left_out": {}, "failed": {}}
+    measure.measure_disks(paths, seconds, MIB, found)
+    return found
+
+
 def test_full_and_broken_disks_say_why(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * MIB))
-    left_out: dict[str, str] = {}
-    failed: dict[str, str] = {}
-    assert measure.measure_disks({"data": tmp_path}, 10.0, left_out, failed, MIB) == {} and not failed
-    assert left_out["disk.data"] == f"{tmp_path} has 0.00 GiB free; a file is written only where there are 0.00"
+    words = f"{tmp_path} has 0.00 GiB free; a file is written only where there are 0.00"
+    assert disks_of({"data": tmp_path}) == {"disk": {}, "left_out": {"disk.data": words}, "failed": {}}
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
 
     def quota(*_: Any) -> int:
@@ -265,17 +274,15 @@ def test_full_and_broken_disks_say_why(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", quota)
-        assert measure.measure_disks({"data": tmp_path, "cache": tmp_path}, 10.0, left_out, failed, MIB) == {}
-    assert failed == left_out and left_out["disk.data"] == left_out["disk.cache"] == f"{tmp_path}: Disk quota exceeded"
+        found = disks_of({"data": tmp_path, "cache": tmp_path})
+    both = dict.fromkeys(("disk.data", "disk.cache"), f"{tmp_path}: Disk quota exceeded")
+    assert found == {"disk": {}, "left_out": both, "failed": both}
 
 
 def test_a_mount_that_hangs_hangs_nobody(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "call_with_timeout", hang)
-    left_out: dict[str, str] = {}
-    assert (
-        measure.measure_disks({"data": tmp_path}, 0.2, left_out, {}, MIB) == {}
-        and "did not answer within" in left_out["disk.data"]
-    )
+    found = disks_of({"data": tmp_path}, 0.2)
+    assert found["disk"] == {} and "did not answer within" in found["left_out"]["disk.data"]
 
 
 def test_a_broken_jax_costs_no_finding(tmp_path):

@@ -1,41 +1,24 @@
 """Benchmarks against PyTorch: what the peer is given, and how its answer is compared."""
 
-import numpy as np
 from bench_helpers import PEER, at_home  # noqa: F401
 
+from benchmarks import peer_torch
 from jaxtrain import launch
-from jaxtrain.bench import __main__ as command
-from jaxtrain.bench import torch_peer
-from jaxtrain.models.families.llama import NAMES
-
-
-def test_tensors_go_over_as_transformers_has_them():
-    sizes = {"D": 6, "N": 4, "K": 2, "H": 3, "V": 7, "F": 5}
-    for ours, theirs in NAMES.items():
-        array = np.random.default_rng(0).normal(size=[sizes[a] for a in theirs.ours.split()])
-        name, turned = torch_peer.to_hf(ours.replace("{i}", "1"), array)
-        assert name == theirs.name.replace("{i}", "1") and turned.ndim == (1 if turned.ndim == 1 else 2)
-        if theirs.theirs == "(N H) D":
-            assert turned[1 * 3 + 2, 5] == array[5, 1, 2]
-        if theirs.theirs == "D (N H)":
-            assert turned[5, 1 * 3 + 2] == array[5, 1, 2]
-        if theirs.theirs == "F D":
-            assert turned[4, 3] == array[3, 4]
 
 
 def test_a_peer_that_cannot_be(capsys):
-    """An interpreter without torch, several devices, and what transformers' Llama has not: all at once."""
-    more = ["--devices=2", "--config.model.qk_norm=true", "--peer-python=nowhere/python"]
-    assert command.main([*PEER, *more]) == 2
+    """An interpreter that is not there, and a setting that transformers' Llama does not have: both at once."""
+    more = ["--config.model.qk_norm=true", "--python=nowhere/python"]
+    assert peer_torch.main([*PEER, *more]) == 2
     said = capsys.readouterr().err
-    assert "the peer runs on one device, and 2 would be measured" in said and "no such program" in said
+    assert "--python = 'nowhere/python': no such program" in said
     assert "model.qk_norm = True: transformers' Llama does not support it" in said
 
 
 def test_other_work_is_not_compared(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch_peer, "run_case", lambda kind, ask, **how: {"verdict": "ok", "spec": {}, "losses": [5.0, 4.0]})
-    monkeypatch.setattr(torch_peer, "run_peer", lambda *_: {"verdict": "ok", "losses": [5.0, 4.01]})
-    found = torch_peer.compare_losses(PEER[:1], "python", tmp_path, tmp_path / "log.txt")
+    monkeypatch.setattr(peer_torch, "run_case", lambda kind, ask, **how: {"verdict": "ok", "spec": {}, "losses": [5.0, 4.0]})
+    monkeypatch.setattr(peer_torch, "run_peer", lambda *_: {"verdict": "ok", "losses": [5.0, 4.01]})
+    found = peer_torch.compare_losses(PEER[:1], "python", tmp_path, tmp_path / "log.txt")
     assert found["verdict"] == "failed" and "not the same work" in found["why"]
 
 
@@ -43,15 +26,15 @@ def test_the_ratio_of_speeds():
     """Ours over theirs: of the medians, and of each round."""
     speeds = (("jaxtrain", 10.0), ("torch", 4.0), ("jaxtrain", 12.0), ("torch", 6.0), ("jaxtrain", 30.0))
     turns = [{"who": who, "verdict": "ok", "tokens_per_s": speed} for who, speed in speeds]
-    assert torch_peer.compare_speeds(turns) == {"ratio": 12.0 / 5.0, "least": 2.0, "most": 2.5, "rounds": 2}
-    assert torch_peer.compare_speeds(turns[:1]) is None
+    assert peer_torch.compare_speeds(turns) == {"ratio": 12.0 / 5.0, "least": 2.0, "most": 2.5, "rounds": 2}
+    assert peer_torch.compare_speeds(turns[:1]) is None
 
 
 def test_the_peers_answer_in_our_terms():
     """A step of 128 tokens that takes half a second; three losses of two timed steps are one to warm up."""
     run = launch.load([argv for argv in PEER if argv.startswith("--config")]).run
     answer = {"verdict": "ok", "device": "cpu", "step_times": [0.5, 0.5], "losses": [5.0, 4.5, 4.0], "reserved_gib": 2.0}
-    found = torch_peer.as_our_answer(answer | {"settings": {"checkpoint": False}}, run)
+    found = peer_torch.as_our_answer(answer | {"settings": {"checkpoint": False}}, run)
     assert found["tokens_per_s"] == found["tokens_per_s_per_device"] == 4 * 32 / 0.5
     assert (found["steps"], found["warmup"], found["loss"]) == (2, 1, {"first": 5.0, "last": 4.0})
     assert found["memory"]["peak_gib"] == 2.0 and found["hfu"] == found["mfu_causal"]
@@ -61,6 +44,6 @@ def test_what_the_peer_cannot_import():
     """The script must run where jaxtrain is not installed."""
     assert "jaxtrain" not in [
         line.split()[1].split(".")[0]
-        for line in torch_peer.SCRIPT.read_text().splitlines()
+        for line in peer_torch.SCRIPT.read_text().splitlines()
         if line.startswith(("import ", "from "))
     ]

@@ -10,7 +10,7 @@ from bench_helpers import ANSWER, SMALL, at_home  # noqa: F401
 
 from jaxtrain import hardware, launch
 from jaxtrain.bench import __main__ as command
-from jaxtrain.bench import child, experts, kernels, node_suite, parts, report, torch_peer, train_step
+from jaxtrain.bench import child, kernel_workloads, kernels, node_suite, parts, report, train_step
 from jaxtrain.bench.train_step import DATA
 from jaxtrain.plan import rates
 from jaxtrain.validate import validate_step
@@ -26,9 +26,6 @@ def test_fp8_and_bf16_share_one_peak():
     runs = {p: launch.load([*SMALL, f"--config.precision={p}"]).run for p in ("bf16", "fp8", "f32")}
     peaks = {p: train_step.peak_tflops(run, "NVIDIA H200") for p, run in runs.items()}
     assert peaks["fp8"] == peaks["bf16"] == pytest.approx(989.4, rel=1e-3) and peaks["f32"] == pytest.approx(66.9, rel=0.1)
-    answer = {"verdict": "ok", "device": "NVIDIA H200", "step_times": [1.0], "losses": [1.0, 1.0], "reserved_gib": 1.0}
-    theirs = torch_peer.as_our_answer(answer | {"settings": {"checkpoint": False}}, runs["fp8"])
-    assert theirs["peak_tflops"] == peaks["bf16"]
 
 
 def test_what_cannot_hold_its_state_is_not_compiled(monkeypatch):
@@ -140,8 +137,7 @@ def test_values_of_a_sweep_may_hold_commas():
         (["--kernels=attention,rope"], "'rope' is not one of attention, loss"),
         (["--kernels"], "--config: --kernels does not use it"),
         (["--suite=world"], "--suite = 'world': must be one of node"),
-        (["--peer=mesh"], "--peer = 'mesh': must be one of torch"),
-        (["--rounds=3"], "--rounds: this action does not use it"),
+        (["--parts=run"], "--parts: this action does not use it"),
         (["--json=nowhere/bench.json"], "there is no folder"),
         (["--step=3"], "--step: no such option. Did you mean --steps?"),
     ],
@@ -164,8 +160,8 @@ def test_a_kernel_that_fails_is_a_row(capsys, monkeypatch, tmp_path):
     def broken():
         raise ValueError("no such luck\nand much more")
 
-    row = kernels.time_one(kernels.Work("k", "w", 1.0, 1.0, broken), kernels.TINY, None)
-    assert row["verdict"] == "failed" and kernels.row(row)[-1] == "failed: ValueError: no such luck"
+    row = kernels.time_one(kernel_workloads.Work("k", "w", 1.0, 1.0, broken), kernel_workloads.TINY, None)
+    assert (row["verdict"], row["why"]) == ("failed", "ValueError: no such luck")
     monkeypatch.setattr(kernels, "run_case", lambda kind, ask, log: {"verdict": "ok", "rows": [row], "seconds": 1.0})
     out = tmp_path / "kernels"
     assert command.main(["--kernels=norm", f"--out={out}"]) == 1
@@ -174,8 +170,12 @@ def test_a_kernel_that_fails_is_a_row(capsys, monkeypatch, tmp_path):
 
 
 def test_loads_of_experts():
-    assert experts.loads("even", 14, 4) == [4, 4, 3, 3]
-    assert experts.loads("uneven", 14, 4) == [7, 4, 3, 0]
+    assert kernel_workloads.loads("even", 14, 4) == [4, 4, 3, 3]
+    assert kernel_workloads.loads("uneven", 14, 4) == [7, 4, 3, 0]
+
+
+def test_kinds_of_kernels_are_those_of_the_command():
+    assert tuple(kernel_workloads.WORKLOADS) == kernels.KINDS
 
 
 # ---- The suite of a node
@@ -204,7 +204,7 @@ def test_verdicts_of_kernel_tests(lines, code, want, said, tmp_path, monkeypatch
     monkeypatch.setattr(parts, "run_program", run_program)
     node = parts.Node(train_step.devices_for(0), True, report.Folder(str(tmp_path / "node"), "", "suite"))
     (tmp_path / "node" / "logs").mkdir()
-    found = node_suite.check_kernels(node, 60.0)
+    found = node_suite.run_gpu_tests(node, 60.0)
     assert found.verdict == want and found.found == said
 
 

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from token_files import BYTE, open_batches, random_documents, write_file
 
 from jaxtrain import config
@@ -342,3 +344,47 @@ def test_a_users_own_source(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     data = config.Data(source="my_source:make", seq_len=9)
     assert pipeline.open_source(data, "", split="validation", global_batch=3, data_dir=tmp_path) == (9, "validation", 3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(2, 40), min_size=1, max_size=30),
+    T=st.integers(1, 24),
+    seed=st.integers(0, 2),
+    max_segments=st.sampled_from([0, 2]),
+)
+def test_best_fit_keeps_documents_whole(tmp_path_factory, lengths, T, seed, max_segments):
+    """Tokens are numbered through the file, so that an epoch of batches shows where each of them went."""
+    documents = [
+        list(range(first, first + n - 1)) for first, n in zip(np.cumsum([0, *lengths]).tolist(), lengths, strict=False)
+    ]
+    info = {"vocab_size": 2000, "eot": 1999}
+    path = write_file(tmp_path_factory.mktemp("fit") / "a.tok", documents, **info)
+    batches = open_batches(path, T, global_batch=1, seed=seed, packing="best_fit", max_segments=max_segments)
+    learnt, pieces = [], []
+    for step in range(batches.sources[0].windows):
+        batch = {k: x[0] for k, x in batches.batch(step).items()}
+        assert batch["segments"].max() <= (max_segments or 32)
+        for k in range(1, batch["segments"].max() + 1):
+            (columns,) = np.nonzero(batch["segments"] == k)
+            assert batch["positions"][columns].tolist() == list(range(len(columns)))
+            inputs, targets = batch["tokens"][columns], batch["targets"][columns]
+            counts = batch["weights"][columns] == 1
+            assert counts[:-1].all() and (inputs[1:] == targets[:-1]).all()
+            learnt += targets[counts].tolist()
+            pieces.append(inputs[0])
+        padding = batch["segments"] == 0
+        assert not batch["weights"][padding].any() and not batch["positions"][padding].any()
+    wanted = [t for ids in documents for t in [*ids[1:], 1999]]
+    assert sorted(learnt) == sorted(wanted)
+    longer = sum(-(-(n - 1) // T) - 1 for n in lengths if n > T + 1)
+    assert len(pieces) == len(lengths) + longer, "a document of at most T + 1 tokens is one segment"
+
+
+def test_best_fit_pads_a_text_that_is_shorter_than_a_sequence(tmp_path):
+    path = write_file(tmp_path / "a.tok", [[1] * 4, [2] * 3])
+    (problem,) = pipeline.check(config.Data(source=str(path), seq_len=64), 264, False)
+    assert "data.packing=best_fit" in problem.remedy
+    data = config.Data(source=str(path), seq_len=64, packing="best_fit")
+    assert pipeline.check(data, 264, False) == []
+    assert open_batches(path, 64, packing="best_fit").batch(0)["weights"].sum(1).tolist() == [7.0] * 4

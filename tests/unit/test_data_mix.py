@@ -1,5 +1,6 @@
 """Mixture files, and what `stats` counts in token files."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -14,6 +15,7 @@ from jaxtrain.data import mixture, pipeline, stats, windows
 from jaxtrain.data import tokenizer as text_tokenizers
 from jaxtrain.data.__main__ import main
 from jaxtrain.data.tokenfile import TokenFile, TokenWriter
+from jaxtrain.data.windows import whole_turns
 
 BYTE = text_tokenizers.ByteTokenizer()
 
@@ -172,12 +174,15 @@ def test_bytes_per_token_of_masked_and_mixed_files(tmp_path):
     assert first > 0
     assert figure(masked) == pytest.approx(even / (even - first))
     assert figure(masked, "none") == pytest.approx(1)
-    # A conversation of 41 tokens fills a row of 16 places, in which 17 of its tokens are read.
-    held = 10 * 16 * 41 / 17
+    # A conversation of 41 tokens has a row of 16 to itself, and is cut behind the last of its first 17 tokens that ends a turn.
+    kept = sum(whole_turns(flags[begin : begin + 18]) for begin in file.doc_offsets[:-1])
+    held = 410 * 10 * 16 / kept
     both = (0.5 * 500 / 510 + 0.5 * even / held) / (0.5 * 500 / 510 + 0.5 * (even - first) / held)
     assert figure(f"{plain}=1,{masked}=1") == pytest.approx(both)
-    nothing = write_file(tmp_path / "c.tok", [[1] * 50] * 10, loss=True)
+    nothing = write_file(tmp_path / "c.tok", [[1] * 10] * 10, loss=True)
     assert figure(nothing) is None
+    with pytest.raises(config.ConfigError, match="no sequence"):
+        figure(write_file(tmp_path / "d.tok", [[1] * 50] * 10, loss=True))
 
 
 # a mixture that changes on resume
@@ -357,10 +362,9 @@ def test_stats_against_direct_counts(tmp_path, monkeypatch, capsys, loss):
     assert padding > 0
     if loss:
         assert packed["filled"] == pytest.approx(1 - padding)
-        assert (packed["truncated_documents"], packed["truncated_tokens"]) == (
-            (sizes > 33).sum(),
-            (sizes - 33)[sizes > 33].sum(),
-        )
+        ends = file.doc_offsets[:].tolist()
+        lost = [b - a - whole_turns(file.loss_flags(a, a + 34)) for a, b in itertools.pairwise(ends) if b - a > 33]
+        assert (packed["truncated_documents"], packed["truncated_tokens"]) == (len(lost), sum(lost))
     assert found["tokens_with_loss"] == int(file.loss_flags(0, len(file.tokens)).sum())
     assert main(["stats", str(path), "--seq-len=32", "--max-segments=2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(found))

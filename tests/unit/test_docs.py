@@ -21,6 +21,7 @@ from benchmarks import (
     import_memory,
     numerics,
     peer_maxtext,
+    peer_torch,
     published,
     ragged_dot,
     what_fits,
@@ -94,6 +95,8 @@ def parsed(words: list[str]) -> list[Any]:
     elif name == "plan":
         asked = plan.COMMAND.parse(words)
         return [*asked.problems, *plan._check(asked)]
+    elif name == "benchmarks.peer_torch":
+        return peer_torch.COMMAND.parse(words).problems
     elif name == "bench":
         asked = bench.COMMAND.parse(words)
         cases, wrong = train_step.make_cases(asked.config.launch.config_argv, "", asked.options["sweep"])

@@ -10,7 +10,7 @@ import pytest
 import rich.console
 from bench_helpers import ANSWER, at_home  # noqa: F401
 
-from benchmarks import first_hour, operate
+from benchmarks import first_hour
 from jaxtrain import flops, hardware, launch
 from jaxtrain.bench import node_suite, parts, report
 from jaxtrain.plan import rates
@@ -91,8 +91,8 @@ def test_variables_that_runs_refuse_are_removed():
     ("argv", "said"),
     [
         (["--stage=1"], "no GPU here"),
-        ([], "--stage is missing. For example --stage=1."),
-        (["--stage=3", "--only=8b", "--smoke"], "--only = 8b: no such item in stage 3. It has bf16 loop; bf16 loop, one"),
+        ([], "--stage: missing. For example --stage=1."),
+        (["--stage=3", "--only=8b", "--smoke"], "--only = '8b': no such item in stage 3. It has bf16 loop; bf16 loop, one"),
     ],
 )
 def test_mistakes_are_refused_first(argv, said, tmp_path, capsys):
@@ -148,7 +148,7 @@ def test_losses_that_differ_are_wrong(tmp_path, monkeypatch):
 )
 def test_verdicts_of_timed_kernels(answer, verdict, said, tmp_path, monkeypatch):
     monkeypatch.setattr(first_hour, "run_case", lambda *_, **__: answer)
-    monkeypatch.setattr(first_hour.kernels, "row", lambda r: [])
+    monkeypatch.setattr(first_hour.kernels, "make_table", lambda *_: report.make_table("", ("",), []))
     found = first_hour.time_kernels("gemm", node(tmp_path), 60.0)
     assert (found.verdict, found.found) == (verdict, said)
 
@@ -196,7 +196,7 @@ def test_the_cost_of_gpu_metrics_follows_from_turns(tmp_path, monkeypatch):
 
     monkeypatch.setattr(parts, "run_program", run_program)
     one = node(tmp_path, 80.0, smoke=False)
-    found = {part.name: part.act(one, 300.0) for part in operate.PARTS}
+    found = {part.name: part.act(one, 300.0) for part in first_hour.STAGES[6][2:]}
     assert (found["preflight"].verdict, found["preflight"].found) == ("off", "exit code 3: FAULT: ECC")
     assert found["a run and its receipt"].found.startswith("lines of GPU metrics: 1; without nvlink_tx_gb_s")
     assert found["cost of sampling"].found.startswith("a step takes +1.00% with it (off 1 and 1 s, on 1.01 and 1.01 s)")

@@ -5,7 +5,6 @@ import pytest
 from jaxtrain import hardware, launch
 from jaxtrain.bench import __main__ as bench
 from jaxtrain.bench import train_step
-from jaxtrain.bench.work import one_device
 from jaxtrain.config import ConfigError
 from jaxtrain.parity import layouts
 from jaxtrain.validate import validate_step
@@ -139,7 +138,7 @@ def test_a_gpu_that_cannot_be_used_is_refused_by_name(played, monkeypatch, visib
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.delenv("JAX_PLATFORMS")
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES"):
-        train_step.start_devices(one_device(), 1)
+        train_step.start_devices(train_step.one_device(), 1)
     assert layouts.devices(2).problem is not None, "parity is not compared on CPUs instead"
     assert bench.main(["--kernels"]) == 2
 

@@ -6,11 +6,11 @@ import threading
 from pathlib import Path
 
 import pytest
-from nodes import H200, RECORDED, a_plain_environment, answer, check_of, copied, faults, gpu_table, judged, of_makers, one_gpu  # noqa: F401
+from nodes import H200, RECORDED, a_plain_environment, answer, check_of, copied, faults, gpu_table, judged, of_makers  # noqa: F401
 
 from jaxtrain import distributed, launch
 from jaxtrain.preflight import __main__ as command
-from jaxtrain.preflight import gpus, host, inspection, multi_node, node, nvidia_smi, rates, report, software, thresholds
+from jaxtrain.preflight import boards, gpus, host, inspection, multi_node, node, nvidia_smi, rates, report, software
 from jaxtrain.preflight.multi_node import Preflight
 from jaxtrain.preflight.node import Disk, LocalNode, RecordedNode, RecordingError, Unanswered, call_with_timeout
 from jaxtrain.preflight.table import FAULT, NOTE, OK, UNKNOWN, Context, Finding, Table, grouped
@@ -25,8 +25,8 @@ FAULTS = {
     "seven_gpus": ("GPU count", "7 of 8", "power-cycle the node"),
     "lost_gpu": ("GPU count", "the driver cannot reach GPU 0000:5D:00.0", "power-cycle the node"),
     "ecc_error": ("ECC", "GPU5: 2", "--gpu-reset"),
-    "row_remap_pending": ("row remap", "pending on GPU2", "reset the GPU"),
-    "row_remap_failed": ("row remap", "failed on GPU2", "replaced"),
+    "row_remap_pending": ("row remap", "GPU2: pending", "reset the GPU"),
+    "row_remap_failed": ("row remap", "GPU2: failed", "replaced"),
     "xid": ("Xid", "74 (NVLink error) on 0000:9a:00", "Xid catalogue"),
     "power_cap": ("power limit", "GPU0 to GPU7: 500 W of 700", "nvidia-smi -i N -pl"),
     "low_clocks": ("clocks", "GPU0 to GPU7: set to 1410 MHz, by default 1980", "nvidia-smi -rac"),
@@ -34,7 +34,7 @@ FAULTS = {
     "memory_in_use": ("memory in use", "GPU0: 40.3 GiB, by python (pid 20417)", "End those processes"),
     "mig": ("MIG", "GPU7: Enabled", "-mig 0"),
     "narrow_pcie": ("PCIe", "GPU3: x8 of x16", "reseated"),
-    "nvlink_down": ("NVLink", "GPU6 17 of 18 (link 11 down)", "nvidia-smi nvlink -s"),
+    "nvlink_down": ("NVLink", "GPU6: 17 of 18 (link 11 down)", "nvidia-smi nvlink -s"),
     "nvlink_recoveries": ("NVLink errors", "GPU4 link 7: Recovery 12", "nvidia-smi nvlink -e"),
     "fabric_manager": ("fabric", "In Progress", "systemctl restart nvidia-fabricmanager"),
     "port_down": ("InfiniBand", "mlx5_5 DOWN", "ibstat"),
@@ -68,7 +68,7 @@ FAULTS = {
 
 # What looks like a fault and is none -> (the check that might have told it, its state, words of what was seen).
 SOUND = {
-    "others_train_beside": ("memory in use", OK, "0.0 GiB at most"),
+    "others_train_beside": ("memory in use", OK, "0.0 GiB"),
     "slurm_gave_four": ("GPU count", NOTE, "8, and Slurm gave 4"),
     "display_card": ("GPU model", OK, "1 x NVIDIA GeForce RTX 4090"),
     "hgx_h100_of_four": ("topology", OK, "all pairs NV6, without switches"),
@@ -86,6 +86,7 @@ SOUND = {
 
 LINKS_OF_MYSTERY = "GPU 0: x\n Link 0: 25 GB/s\n Link 1: 25 GB/s\nGPU 1: x\n Link 0: 25 GB/s\n Link 1: <inactive>\n"
 BARE = "GPU 0: x\n Link 0: 25 GB/s\n Link 1: 25 GB/s\nGPU 1: x\n Link 0: <inactive>\n Link 1: <inactive>\n"
+UUID_OF_1 = "GPU-0b3510b0-b46e-41da-b170-17a6205738d1"
 XID = "[300911.7] NVRM: Xid (PCI:0000:9a:00): %s\n"
 FACTS = '{"memlock_bytes": %s, "cpus": 192, "memory_gib": 2015.3, "open_files": null, "clock_synchronised": true}'
 
@@ -156,7 +157,7 @@ def test_two_faults_are_two(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "name", "state", "seen"),
     [
-        (gpu_table(persistence_mode="Disabled"), "persistence", NOTE, "off on GPU0"),
+        (gpu_table(persistence_mode="Disabled"), "persistence", NOTE, "GPU0 to GPU7: Disabled"),
         (gpu_table(compute_mode="Prohibited"), "compute mode", FAULT, "GPU0 to GPU7: Prohibited"),
         (gpu_table(pcie__link__gen__current="1"), "PCIe", NOTE, "gen 1 of 5"),
         (gpu_table(ecc__errors__uncorrected__volatile__total="[N/A]"), "ECC", UNKNOWN, "not reported"),
@@ -173,16 +174,16 @@ def test_two_faults_are_two(tmp_path, capsys):
         ),
         (answer("dmesg", "[294622.0] NVRM: Xid (PCI:0000:9a:00): 79, gone\n"), "Xid", NOTE, "before a reset: 79"),  # 2 hours
         (answer("dmesg", "[301000.0] NVRM: Xid (PCI:0000:9a:00): 31, pid=1, name=python, MMU Fault\n"), "Xid", OK, "none"),
-        (answer(nvidia_smi.REASONS.command, "index, x\n0, 0x0000000000000004\n"), "throttling", NOTE, "GPU0"),
+        (answer(nvidia_smi.REASONS, "index, x\n0, 0x0000000000000004\n"), "throttling", NOTE, "GPU0"),
         (
-            answer(nvidia_smi.REMAPS.command, "h\nGPU-1, 0, 1, 0, 0\n"),
+            answer(nvidia_smi.REMAPS, f"h\n{UUID_OF_1}, 0, 1, 0, 0\n"),
             "row remap",
             OK,
-            "done after an uncorrected error on GPU-1",
+            "done after an uncorrected error",
         ),
-        (answer(nvidia_smi.REMAPS.command, "h\nGPU-1, 0, 1, Yes, No\n"), "row remap", FAULT, "pending on GPU-1"),
+        (answer(nvidia_smi.REMAPS, f"h\n{UUID_OF_1}, 0, 1, Yes, No\n"), "row remap", FAULT, "GPU1: pending"),
         (
-            answer(nvidia_smi.FABRIC.command, 'Field "fabric.state" is not a valid field to query.\n', "2"),
+            answer(nvidia_smi.FABRIC, 'Field "fabric.state" is not a valid field to query.\n', "2"),
             "fabric",
             UNKNOWN,
             "not a valid",
@@ -218,24 +219,24 @@ def test_two_faults_are_two(tmp_path, capsys):
         (gpu_table(power__limit="[N/A]"), "power limit", UNKNOWN, "not reported"),
         (gpu_table(name="Mystery", pcie__link__width__current="8"), "PCIe", NOTE, "x8 of x16"),
         (gpu_table(pcie__link__width__current="8"), "PCIe", FAULT, "x8 of x16"),
-        (one_gpu(3, name="Mystery", pcie__link__width__current="4"), "GPU model", FAULT, "7 x NVIDIA H200"),
+        (gpu_table(3, name="Mystery", pcie__link__width__current="4"), "GPU model", FAULT, "7 x NVIDIA H200"),
         (of_makers("2850"), "clocks", OK, "up to 2850 MHz"),
         (of_makers("2500"), "clocks", FAULT, "GPU0: offers 2500 MHz of 2900"),
         (
-            answer(nvidia_smi.REASONS.command, "i, x\n0, [Requested functionality has been deprecated]\n"),
+            answer(nvidia_smi.REASONS, "i, x\n0, [Requested functionality has been deprecated]\n"),
             "throttling",
             UNKNOWN,
             "not reported",
         ),
-        (answer(nvidia_smi.LINKS, LINKS_OF_MYSTERY) | gpu_table(name="Mystery"), "NVLink", FAULT, "GPU1 1 of 2 (link 1 down)"),
-        (answer(nvidia_smi.LINKS, BARE) | gpu_table(name="Mystery"), "NVLink", NOTE, "none on GPU1, and 2 on others"),
+        (answer(nvidia_smi.LINKS, LINKS_OF_MYSTERY) | gpu_table(name="Mystery"), "NVLink", FAULT, "GPU1: 1 of 2 (link 1 down)"),
+        (answer(nvidia_smi.LINKS, BARE) | gpu_table(name="Mystery"), "NVLink", NOTE, "GPU1: none, and 2 on others"),
         (
             answer("dmesg", XID % "154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)"),
             "Xid",
             NOTE,
             "154",
         ),
-        (answer(nvidia_smi.RECOVERY.command, "Field is not valid\n", "2"), "recovery action", UNKNOWN, "not reported"),
+        (answer(nvidia_smi.RECOVERY, "Field is not valid\n", "2"), "recovery action", UNKNOWN, "not valid"),
         ({"files/proc/uptime": "soon\n"} | answer("dmesg", XID % "79, gone"), "Xid", UNKNOWN, "ValueError: could not convert"),
         ({"facts.json": FACTS % "2199023255552"}, "locked memory", OK, "as much as the GPUs have"),
         ({"facts.json": FACTS % "8388608"}, "locked memory", NOTE, "a run of one node does not need it"),
@@ -248,8 +249,8 @@ def test_degrees(change, name, state, seen, tmp_path, capsys):
 
 
 def test_part_of_a_board_is_what_schedulers_hand_out(tmp_path, capsys):
-    lines = RecordedNode(H200).run(nvidia_smi.GPUS.command).out.splitlines()
-    few = {n: copied(tmp_path / str(n), answer(nvidia_smi.GPUS.command, "\n".join(lines[: n + 1]) + "\n")) for n in (1, 4, 5)}
+    lines = RecordedNode(H200).run(nvidia_smi.GPUS).out.splitlines()
+    few = {n: copied(tmp_path / str(n), answer(nvidia_smi.GPUS, "\n".join(lines[: n + 1]) + "\n")) for n in (1, 4, 5)}
     states = {n: check_of(folder, "GPU count", capsys)["state"] for n, folder in few.items()}
     assert states == {1: NOTE, 4: NOTE, 5: FAULT}
 
@@ -326,8 +327,8 @@ def test_a_slow_gpu_is_one_below_the_others(capsys):
         ({"reasons": {"hw_power_brake": 0.6}}, FAULT, "GPU1: hw_power_brake in 60%"),
         ({"reasons": {"sw_thermal": 0.2}}, NOTE, "sw_thermal in 20%"),
         ({"reasons": {"sw_thermal": 0.6}}, FAULT, "sw_thermal in 60%"),
-        ({"reasons": {"sync_boost": 1.0}}, OK, "1,500 to 1,500 MHz"),
-        ({"sm_mhz": 1200.0, "power_w": 390.0}, NOTE, "GPU1: 1,200 of 1,980 MHz at 390 of 700 W"),
+        ({"reasons": {"sync_boost": 1.0}}, OK, "1,500 MHz"),
+        ({"sm_mhz": 1200.0, "power_w": 390.0}, NOTE, "GPU1: slow, at 1,200 of 1,980 MHz and 390 of 700 W"),
         ({"sm_mhz": 1200.0, "power_w": 695.0}, OK, "1,200"),  # at its limit: that is what full load looks like
         ({"sm_mhz": None, "power_w": None}, OK, "none"),
     ],
@@ -390,9 +391,9 @@ def test_a_command_has_the_time_that_it_needs():
 
 
 def test_sixteen_on_a_node_are_two_boards(tmp_path, capsys):
-    lines = RecordedNode(H200).run(nvidia_smi.GPUS.command).out.splitlines()
+    lines = RecordedNode(H200).run(nvidia_smi.GPUS).out.splitlines()
     more = [f"{int(line[0]) + 8}{line[1:]}" for line in lines[1:]]
-    check = check_of(copied(tmp_path, answer(nvidia_smi.GPUS.command, "\n".join([*lines, *more]) + "\n")), "GPU count", capsys)
+    check = check_of(copied(tmp_path, answer(nvidia_smi.GPUS, "\n".join([*lines, *more]) + "\n")), "GPU count", capsys)
     assert (check["state"], check["seen"]) == (OK, "16; a board has 8")
 
 
@@ -450,7 +451,7 @@ def test_notes_stand_under_the_table(capsys):
 
 
 def test_a_reset_mends_no_gpu_that_is_lost(tmp_path, capsys):
-    lost = one_gpu(3, power__limit="[GPU is lost]")
+    lost = gpu_table(3, power__limit="[GPU is lost]")
     lines = next(iter(lost.values())).splitlines()
     lines = [line.replace("16, 16", "16, [GPU requires reset]") if line.startswith("6, ") else line for line in lines]
     text = "\n".join(lines) + "\n"
@@ -459,16 +460,11 @@ def test_a_reset_mends_no_gpu_that_is_lost(tmp_path, capsys):
 
 
 def test_reading_nvidia_smi():
-    found = nvidia_smi.parse_topology(
-        RecordedNode(RECORDED / "h200_nvl_healthy").run(nvidia_smi.TOPOLOGY).out
-    )  # its heading is underlined
-    assert len(found.pairs()) == 28 and found.connections["GPU1", "GPU3"] == "NV6"
-    found = nvidia_smi.parse_topology(RecordedNode(H200).run(nvidia_smi.TOPOLOGY).out)
-    assert (
-        found.connections["GPU2", "NIC2"] == "PIX"
-        and found.connections["GPU2", "NIC5"] == "SYS"
-        and found.nics["NIC5"] == "mlx5_5"
-    )
+    text = RecordedNode(RECORDED / "h200_nvl_healthy").run(nvidia_smi.TOPOLOGY).out  # its heading is underlined
+    found = nvidia_smi.parse_topology(text, range(8))
+    assert len(found.pairs) == 28 and found.pairs["GPU1", "GPU3"] == "NV6"
+    found = nvidia_smi.parse_topology(RecordedNode(H200).run(nvidia_smi.TOPOLOGY).out, [2, 5])
+    assert found.pairs == {("GPU2", "GPU5"): "NV18"} and found.near_nics == {"GPU2": ["mlx5_2"], "GPU5": ["mlx5_5"]}
     # As an older one prints it in the middle of an issue: spaces for tabs, no GPU NUMA ID.
     old = (
         "        GPU0    GPU1    mlx5_0  CPU Affinity\n"
@@ -476,13 +472,13 @@ def test_reading_nvidia_smi():
         "GPU1    NV12     X      SYS     0-23\n"
         "mlx5_0  PXB     SYS      X\n"
     )
-    found = nvidia_smi.parse_topology(old)
-    assert found.pairs() == {("GPU0", "GPU1"): "NV12"} and found.nics == {"mlx5_0": "mlx5_0"}
-    assert not nvidia_smi.parse_topology("Failed to run topology matrix\n").gpus
+    found = nvidia_smi.parse_topology(old, [0, 1])
+    assert found.pairs == {("GPU0", "GPU1"): "NV12"} and found.near_nics == {"GPU0": ["mlx5_0"], "GPU1": []}
+    assert not nvidia_smi.parse_topology("Failed to run topology matrix\n", [0]).near_nics
     lines = (
         "GPU 0: NVIDIA H100 (UUID: GPU-1)\n\t Link 0: 26.562 GB/s\n\t Link 1: <inactive>\nGPU 1: NVIDIA H100 (UUID: GPU-2)\n"
     )
-    assert nvidia_smi.parse_links(lines) == {0: {0: 26.562, 1: None}, 1: {}}
+    assert nvidia_smi.parse_links(lines) == {0: [(0, "26.562 GB/s"), (1, "<inactive>")], 1: []}
 
 
 def test_versions_are_compared_by_their_numbers():
@@ -502,27 +498,22 @@ def test_who_is_beyond_a_proxy():
 def test_words():
     assert grouped([("GPU0", "a"), ("GPU1", "a"), ("GPU2", "a"), ("GPU3", "a")]) == "GPU0 to GPU3: a"
     assert grouped([("GPU0", "a"), ("GPU2", "b"), ("GPU4", "a")]) == "GPU0, GPU4: a; GPU2: b"
-    assert thresholds.board_of(["NVIDIA H200", "NVIDIA H100 80GB HBM3"]) is None
+    assert boards.board_of(["NVIDIA H200", "NVIDIA H100 80GB HBM3"]) is None
 
 
 def test_one_question_that_hangs_is_named(tmp_path, capsys):
-    folder = copied(tmp_path, answer(nvidia_smi.LINKS, "", "timeout") | answer(nvidia_smi.FABRIC.command, "", "timeout"))
+    folder = copied(tmp_path, answer(nvidia_smi.LINKS, "", "timeout") | answer(nvidia_smi.FABRIC, "", "timeout"))
     seen = check_of(folder, "nvidia-smi", capsys)["seen"]
     assert (
         seen == f"no answer in time to 2 of {len(nvidia_smi.COMMANDS)} commands: nvidia-smi --query-gpu, nvidia-smi nvlink -s"
     )
 
 
-class Unmeasured(RecordedNode):
-    """A node without recorded rates, so that it is to be measured."""
-
-    @property
-    def measured(self) -> dict:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return {}
-
-
 def together_on(name: str, paths: dict[str, str], seconds: float = 60) -> report.NodeReport:
-    (found,) = Preflight(context(Unmeasured(RECORDED / name), paths), None, seconds).run()
+    """The report on a node without recorded rates, so that it is to be measured."""
+    node_ = RecordedNode(RECORDED / name)
+    node_.measured = {}
+    (found,) = Preflight(context(node_, paths), None, seconds).run()
     return found
 
 
@@ -545,7 +536,7 @@ def test_measured_rates_are_judged(monkeypatch):
     by_name = {finding.name: finding for finding in found.findings}
     assert by_name["GEMM"].state == FAULT and "GPU7" in by_name["GEMM"].seen and by_name["HBM"].seen == "it said no"
     ((paths, seconds, options),) = calls
-    assert paths == {"data": Path.home() / "data"} and 50 < seconds <= 54 and options == []
+    assert paths == {"data": Path.home() / "data"} and 50 < seconds <= 54 and options is None
 
 
 def test_a_call_that_hangs_is_abandoned():
@@ -584,7 +575,7 @@ def test_the_output_folder_may_hang_too(monkeypatch, capsys):
     silent(monkeypatch, command)
     assert command.main(["--record=/dead", "--json=/dead/x.json"]) == 2
     said = capsys.readouterr().err
-    assert "--record = '/dead': /dead did not answer within 3 s" in said and "--json = '/dead'" in said
+    assert "--record = '/dead': /dead did not answer within 3 s" in said and "--json = '/dead/x.json'" in said
 
 
 def test_network_disks_are_measured_once():
@@ -620,9 +611,9 @@ def test_nodes_that_differ():
 
 
 def test_processes_of_a_node_that_see_different_gpus():
-    (fault,) = software.visible_devices_of_processes([("a", "0"), ("a", "1"), ("b", "unset"), ("b", "unset")])
-    assert fault.state == FAULT and "2 values on a" in fault.seen
-    assert not software.visible_devices_of_processes([("a", "0,1"), ("b", "2,3")])
+    (fault,) = inspection.compare_processes([("a", "0"), ("a", "1"), ("b", "unset"), ("b", "unset")])
+    assert (fault.state, fault.node) == (FAULT, "a") and "2 values on a" in fault.seen
+    assert not inspection.compare_processes([("a", "0,1"), ("b", "2,3")])
 
 
 def test_the_figures_of_processes_are_those_of_their_node():
@@ -662,6 +653,59 @@ def test_recordings_in_a_circle(tmp_path):
     (tmp_path / "base.txt").write_text(".")
     with pytest.raises(RecordingError, match="or a circle"):
         RecordedNode(tmp_path)
+
+
+@pytest.fixture
+def laptop(monkeypatch, tmp_path) -> list[str]:
+    """Options for this machine, as one without an NVIDIA GPU whose disk is slow."""
+    slow = {"gemm_tflops": [], "disk": {"checkpoints": {"write_gb_s": 0.01, "read_gb_s": 1.0}}, "left_out": {}, "failed": {}}
+    monkeypatch.setattr(nvidia_smi, "read_gpus", lambda _: nvidia_smi.Gpus([], absent="no NVIDIA GPU"))
+    monkeypatch.setattr(LocalNode, "start", lambda *_: None)
+    monkeypatch.setattr(LocalNode, "run", lambda *_: node.Answer(node.ABSENT))
+    monkeypatch.setattr(multi_node, "measure", lambda *_: slow)
+    return ["--json", f"--workdir={tmp_path / 'run'}"]
+
+
+def test_a_slow_disk_of_a_laptop_stops_nothing(laptop, capsys):
+    assert command.main(laptop) == 0
+    checks = {c["name"]: c for c in json.loads(capsys.readouterr().out)["nodes"][0]["checks"]}
+    assert (checks["disk rates"]["state"], checks["disk rates"]["seen"]) == (NOTE, "checkpoints write 0.01 GB/s")
+
+
+def test_a_row_without_time_is_not_measured(laptop, capsys):
+    assert command.main([*laptop, "--limit=1"]) == 0
+    checks = {c["name"]: c for c in json.loads(capsys.readouterr().out)["nodes"][0]["checks"]}
+    assert checks["disk rates"]["state"] == UNKNOWN and "checkpoints: only " in checks["disk rates"]["seen"]
+
+
+def test_a_recording_is_in_a_folder_of_its_own(laptop, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").touch()
+    assert command.main([*laptop, f"--record={run}"]) == 2
+    said = capsys.readouterr().err
+    assert "holds config.json, which is no part of a recording" in said and f"--record={run / 'node'}." in said
+    for _ in range(2):  # over an earlier one, too
+        assert command.main([*laptop, f"--record={run / 'node'}"]) == 0
+    assert RecordedNode(run / "node").measured["disk"] and [path.name for path in run.iterdir() if path.is_file()] == [
+        "config.json"
+    ]
+
+
+@pytest.mark.parametrize(("shown", "code"), [("", 1), (FAULT, 3)])
+def test_a_report_that_cannot_be_saved_hides_no_verdict(laptop, shown, code, monkeypatch, tmp_path, capsys):
+    def full(*_) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LocalNode, "save", full)
+    monkeypatch.setattr(command, "write_atomic", full)
+    if shown:
+        monkeypatch.setattr(inspection, "inspect", lambda _: [Finding("MIG", shown, "off", "on")])
+    for option in ("--record", "--json"):
+        assert command.main([laptop[1], f"{option}={tmp_path / 'new'}"]) == code
+        said = capsys.readouterr()
+        assert f"{option} = '{tmp_path}/new': [Errno 28] No space left on device. Fix: Name another place." in said.err
+        assert said.out.splitlines()[-1].startswith("FAULT: MIG" if shown else "no GPUs")
 
 
 def test_a_recording_has_the_measured_rates(tmp_path):

@@ -145,7 +145,7 @@ BUGS = (
     ),
     Bug(
         "bench: theirs over ours",
-        "jaxtrain/bench/torch_peer.py",
+        "benchmarks/peer_torch.py",
         "pairs = [a / b for a, b in zip(*speed.values(), strict=False)]",
         "pairs = [b / a for a, b in zip(*speed.values(), strict=False)]",
         "unit/test_bench_peer.py -k ratio",
@@ -181,8 +181,8 @@ BUGS = (
     Bug(
         "preflight: a hang is one that began just now",
         "jaxtrain/preflight/measure.py",
-        'time.time() - results["began_unix"] >= HANG_S',
-        'time.time() - results["began_unix"] <= HANG_S',
+        'time.time() - answer["began_unix"] >= HANG_S',
+        'time.time() - answer["began_unix"] <= HANG_S',
         "proofs/test_preflight_measure.py -k is_a_hang",
     ),
     Bug(
@@ -195,8 +195,8 @@ BUGS = (
     Bug(
         "preflight: a slow network disk is a fault",
         "jaxtrain/preflight/rates.py",
-        "(busy if on_network else slow)",
-        "(slow if on_network else busy)",
+        "for at in slow if at not in shared]",
+        "for at in slow]",
         "unit/test_preflight.py -k rates_below",
     ),
     Bug(

@@ -1,4 +1,4 @@
-"""Expected properties of nodes, by GPU model, and the limits of the checks. Reports show them under "expected"."""
+"""Expected properties of nodes, by GPU model."""
 
 import dataclasses
 
@@ -52,29 +52,3 @@ def board_of(names: list[str]) -> Board | None:
     """Return the board of a node with these GPUs; None if they differ or are not in the table."""
     found = {gpu.name if (gpu := hardware.lookup(name)) else "" for name in names}
     return BOARDS.get(found.pop()) if len(found) == 1 else None
-
-
-# GPUs
-MEMORY_IN_USE_MIB = 2048.0  # by other processes; the driver itself reserves less
-XID_HOURS = 24.0  # older Xids are not reported as faults
-POWER_SHARE = 0.99  # of a power limit: drivers round
-CLOCK_SHARE = 0.95  # of the highest clock among GPUs of a model without a board: vendors differ by some percent
-
-# Host
-SHM_GIB = 1.0
-OPEN_FILES = (1024, 65536)  # fault below the first, note below the second
-CPUS_PER_GPU = 4  # JAX's dispatch, NCCL's proxies, input pipeline, checkpoint writer
-HOST_MEMORY_SHARE = 0.5  # of the GPUs' memory: a checkpoint is copied to the host first
-FREE_GIB = {"data": 1.0, "checkpoints": 10.0, "cache": 1.0}  # checkpoints: without a config
-BYTES_PER_PARAMETER = 12  # float32 master and Adam's two moments
-
-# Measured rates
-SLOWER = 0.10  # below the median of the other GPUs
-PEAK_SHARE = 0.5  # of the data sheet's rate, which large matmuls and copies reach on every healthy GPU
-BUS_SHARE = 0.8  # of the board's bus bandwidth
-NETWORK_SHARE = 0.5  # of the NICs' total rate
-THROTTLED_SHARE = 0.5  # of the samples under load
-LOW_CLOCK, LOW_POWER = 0.75, 0.8  # of the highest clock and of the limit: at full power a matmul may run at such a clock
-DISK_GB_S = {"write_gb_s": 0.05, "read_gb_s": 0.02}
-
-CLOCKS_APART_S = 2.0  # of two nodes

@@ -1,0 +1,260 @@
+"""A train step in PyTorch: transformers' Llama, torch.compile, SDPA, fused AdamW. It does not import jaxtrain.
+
+    PYTHON benchmarks/peer_torch_step.py SPEC.json ANSWER.json
+
+benchmarks/peer_torch.py writes SPEC.json and reads ANSWER.json.
+Parameters and moments are float32, and the rest runs under bfloat16 autocast, as in jaxtrain. Gradients of microbatches are
+summed and clipped by their global norm. Several settings are tried for a few steps each, and the fastest is timed: SDPA by
+cuDNN or by flash attention, and torch.compile of each layer or of the whole model.
+"""
+
+import contextlib
+import gc
+import json
+import sys
+import time
+
+import numpy as np
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import __version__ as transformers_version
+
+# Layers are compiled one by one, from one function. Above its limit of versions of a function (8 by default), torch.compile
+# runs the other layers uncompiled, with no more than a line in its log. The largest models here have fewer layers.
+VERSIONS = 128
+
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+
+def make_model(spec: dict, device: torch.device) -> LlamaForCausalLM:
+    """Return the model in float32 on the device, with the spec's weights if it has any. Raises ValueError if it differs."""
+    m = spec["model"]
+    config = LlamaConfig(
+        vocab_size=m["vocab_size"],
+        hidden_size=m["d_model"],
+        intermediate_size=m["d_ff"],
+        num_hidden_layers=m["num_layers"],
+        num_attention_heads=m["num_heads"],
+        num_key_value_heads=m["num_kv_heads"],
+        head_dim=m["head_dim"],
+        rms_norm_eps=m["norm_eps"],
+        tie_word_embeddings=m["tied_head"],
+        max_position_embeddings=spec["seq_len"],
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    with device:
+        model = LlamaForCausalLM(config).float()
+    if spec["weights"]:
+        arrays = np.load(spec["weights"])
+        state = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+        left = model.load_state_dict(state, strict=False)
+        missing = [name for name in left.missing_keys if name != "lm_head.weight" or not m["tied_head"]]
+        if missing or left.unexpected_keys:
+            raise ValueError(f"weights that do not match: missing {missing}, unexpected {left.unexpected_keys}")
+    count = sum(p.numel() for p in model.parameters())
+    if count != spec["parameters"]:
+        raise ValueError(f"another model: {count:,} parameters here, {spec['parameters']:,} in the spec")
+    # As numbers, because the settings of scaled frequencies differ between versions of transformers.
+    wanted = torch.tensor(spec["rotary_frequencies"], dtype=torch.float32, device=device)
+    if wanted.shape != model.model.rotary_emb.inv_freq.shape:
+        raise ValueError(f"{tuple(wanted.shape)} rotary frequencies in the spec, but not in the model")
+    model.model.rotary_emb.inv_freq = wanted
+    return model.train()
+
+
+def compiled(function):
+    """Return the function compiled as one graph. A function that cannot be compiled is an error; it never runs uncompiled."""
+    return torch.compile(function, dynamic=False, fullgraph=True)
+
+
+def dynamo() -> dict:
+    """Return the numbers of graphs and graph breaks of torch.compile since the last reset."""
+    counters = torch._dynamo.utils.counters
+    return {"graphs": counters["stats"]["unique_graphs"], "graph breaks": sum(counters["graph_break"].values())}
+
+
+class Step:
+    """A train step. `how`: its attention kernel, the function that is compiled, and activation checkpointing of layers."""
+
+    def __init__(self, spec: dict, model: LlamaForCausalLM, device: torch.device, how: dict):
+        self.spec, self.model, self.device, self.how = spec, model, device, how
+        matrices = [p for p in model.parameters() if p.ndim >= 2]
+        vectors = [p for p in model.parameters() if p.ndim < 2]
+        o = spec["optimizer"]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": o["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}],
+            lr=o["lr"][0],
+            betas=(o["beta1"], o["beta2"]),
+            eps=o["eps"],
+            fused=True,
+        )
+        layers = [self.layer(module) for module in model.model.layers]
+
+        def head_loss(hidden, targets, total):
+            logits = model.lm_head(model.model.norm(hidden)).float()
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / total
+
+        if how["compile"] == "layers":
+            head_loss = compiled(head_loss)
+
+        def loss_of(tokens, targets, total):
+            hidden = model.model.embed_tokens(tokens)
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+            rotary = model.model.rotary_emb(hidden, position_ids=positions)
+            for layer in layers:
+                hidden = layer(hidden, rotary)
+            return head_loss(hidden, targets, total)
+
+        self.loss_of = compiled(loss_of) if how["compile"] == "model" else loss_of
+
+    def layer(self, module):
+        """Return a decoder layer without a mask: SDPA's kernels then apply the causal one themselves."""
+
+        def forward(hidden, rotary):
+            out = module(hidden, attention_mask=None, position_embeddings=rotary)
+            return out[0] if isinstance(out, tuple) else out
+
+        if self.how["compile"] == "layers":
+            forward = compiled(forward)
+        if self.how["checkpoint"]:
+            return lambda hidden, rotary: checkpoint(forward, hidden, rotary, use_reentrant=False)
+        return forward
+
+    def __call__(self, number: int, tokens_ABT: torch.Tensor, targets_ABT: torch.Tensor) -> torch.Tensor:
+        """Take one step. Return its loss before the update, on the device."""
+        o, total = self.spec["optimizer"], tokens_ABT.numel()
+        for group in self.optimizer.param_groups:
+            group["lr"] = o["lr"][min(number, len(o["lr"]) - 1)]
+        value = torch.zeros((), device=self.device)
+        bfloat16 = self.spec["precision"] == "bf16"
+        for tokens, targets in zip(tokens_ABT, targets_ABT, strict=True):
+            on_gpu = self.device.type == "cuda"
+            kernels = sdpa_kernel([BACKENDS[self.how["attention"]]]) if on_gpu else contextlib.nullcontext()
+            # The backward pass too, because a recomputed layer must use the same kernel.
+            with kernels:
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=bfloat16):
+                    loss = self.loss_of(tokens, targets, total)
+                loss.backward()
+            value += loss.detach()
+        if o["clip_norm"]:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), o["clip_norm"], foreach=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return value
+
+
+def take(step: Step, batch: tuple, warmup: int, steps: int) -> tuple[list[float], list[float]]:
+    """Return (seconds of each of `steps` steps, every loss). A GPU is timed by events on its stream: the host never waits."""
+    losses, marks = [], []
+
+    def mark():
+        if step.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    for i in range(warmup + steps):
+        if i >= warmup:
+            marks.append(mark())
+        losses.append(step(i, *batch))
+    marks.append(mark())
+    values = [float(loss) for loss in losses]  # waits
+    pairs = list(zip(marks, marks[1:], strict=False))
+    if step.device.type == "cuda":
+        return [a.elapsed_time(b) / 1e3 for a, b in pairs], values
+    return [b - a for a, b in pairs], values
+
+
+def candidates(spec: dict, device: torch.device) -> list[dict]:
+    """Return the settings to try, the likely best first."""
+    if spec["settings"]:
+        return [spec["settings"]]
+    if spec["compile"] == "none":
+        return [{"attention": "sdpa", "compile": "none", "checkpoint": False}]
+    kernels = list(BACKENDS) if device.type == "cuda" else ["sdpa"]
+    return [{"attention": k, "compile": c, "checkpoint": False} for c in ("layers", "model") for k in kernels]
+
+
+def choose(spec: dict, device: torch.device, batch: tuple) -> tuple[dict, list[dict]]:
+    """Return (the fastest candidate, all that were tried). One without enough memory is tried again with checkpointing."""
+    queue, tried = candidates(spec, device), []
+    if len(queue) == 1 and spec["settings"]:
+        return queue[0], []
+    began = time.perf_counter()
+    while queue:
+        how = queue.pop(0)
+        why, seconds = "", None
+        if time.perf_counter() - began > spec["tune_s"] and any(t["step_s"] for t in tried):
+            tried.append({**how, "step_s": None, "why": "no time was left to try it"})
+            continue
+        try:
+            seconds = sorted(take(Step(spec, make_model(spec, device), device, how), batch, 2, 3)[0])[1]
+        except torch.OutOfMemoryError:
+            why = "out of memory"
+            if not how["checkpoint"]:
+                queue.append({**how, "checkpoint": True})
+        except RuntimeError as error:  # this kernel does not support it here
+            why = (str(error).strip().splitlines() or ["RuntimeError"])[0][:200]
+        tried.append({**how, "step_s": seconds, "why": why})
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        gc.collect()  # a step refers to itself, so only the collector frees it
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    found = [t for t in tried if t["step_s"]]
+    if not found:
+        raise SystemExit(
+            "no setting works: " + "; ".join(f"{t['attention']}, compile {t['compile']}: {t['why']}" for t in tried)
+        )
+    fastest = min(found, key=lambda t: t["step_s"])
+    return {key: fastest[key] for key in ("attention", "compile", "checkpoint")}, tried
+
+
+def main(asked: str, answered: str) -> None:
+    """Time the step of the spec in the file `asked`, and write the answer to the file `answered`."""
+    with open(asked) as file:
+        spec = json.load(file)
+    device = torch.device("cuda" if torch.cuda.is_available() and spec["platform"] != "cpu" else "cpu")
+    if spec["platform"] == "gpu" and device.type != "cuda":
+        raise SystemExit("torch finds no GPU here, but jaxtrain does. Fix: install a torch that is built for CUDA.")
+    # Its name changed in torch 2.7; the older one is an alias there.
+    settings = torch._dynamo.config
+    setattr(settings, "recompile_limit" if hasattr(settings, "recompile_limit") else "cache_size_limit", VERSIONS)
+    torch.set_float32_matmul_precision("highest" if spec["precision"] == "f32" else "high")
+    arrays = np.load(spec["batch"])
+    shape = (spec["grad_accum"], -1, spec["seq_len"])
+    batch = tuple(torch.from_numpy(arrays[k].astype(np.int64)).reshape(shape).to(device) for k in ("tokens", "targets"))
+
+    how, tried = choose(spec, device, batch)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    step = Step(spec, make_model(spec, device), device, how)
+    seconds, losses = take(step, batch, spec["warmup"], spec["steps"])
+    on_gpu = device.type == "cuda"
+    answer = {
+        "verdict": "ok",
+        "torch": torch.__version__,
+        "transformers": transformers_version,
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "settings": how,
+        "tried": tried,
+        "step_times": seconds,
+        "losses": losses,
+        "dynamo": dynamo(),
+        "parameters": sum(p.numel() for p in step.model.parameters()),
+        "allocated_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None,
+    }
+    with open(answered, "w") as file:
+        json.dump(answer, file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
