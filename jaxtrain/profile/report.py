@@ -221,7 +221,7 @@ def _timeline(found: Profile) -> str:
 
 def to_json(found: Profile, diff: Mapping[str, Any] | None = None) -> str:
     """Return a profile as JSON without its timeline; with `diff`, the changes under that key."""
-    tree = dataclasses.asdict(found) | ({"diff": diff} if diff else {})
+    tree: dict[str, Any] = dataclasses.asdict(found) | ({"diff": diff} if diff else {})
     for timed in filter(None, (tree, tree["planned"])):
         del timed["lanes"]
     return json.dumps(tree, indent=1) + "\n"

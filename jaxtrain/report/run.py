@@ -49,10 +49,6 @@ class Columns:
     def __getitem__(self, key: str) -> list[Any]:
         return self.values.get(key) or [None] * len(self.steps)
 
-    def known(self, key: str) -> list[float]:
-        """Return the values that are numbers, in order."""
-        return [v for v in self[key] if v is not None and v == v]
-
 
 def columns(lines: Iterable[Mapping[str, Any]]) -> Columns:
     """Return lines of metrics.jsonl, all of one kind and in order, as columns."""
