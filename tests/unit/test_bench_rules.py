@@ -115,7 +115,7 @@ def test_an_interrupted_sweep_keeps_what_is_done(monkeypatch, capsys, tmp_path):
     out = tmp_path / "out"
     assert command.main([*SMALL, "--sweep=remat.policy=full,none", f"--out={out}"]) == 130
     said = capsys.readouterr()
-    assert "best: remat.policy=full" in said.out and "stopped" in said.err
+    assert "best: remat.policy=full" in said.out and "interrupted" in said.err
     assert [c["name"] for c in json.loads((out / "results.json").read_text())["cases"]] == ["remat.policy=full"]
     assert json.loads((out / "receipt.json").read_text())["exit_code"] == 130
 
