@@ -148,6 +148,10 @@ def _check(parsed: Parsed) -> list[Problem]:
         if given:
             problems.append(Problem(given[0], None, "--calibrate does not use it", "Leave it out."))
         return [*problems, *([found.problem] if found.problem else [])]
+    written: dict[Path, str] = {}
+    for name in ("json", "html", "hlo"):
+        if options[name] and (other := written.setdefault(Path(options[name]).expanduser().absolute(), name)) != name:
+            problems.append(Problem(f"--{name}", options[name], f"--{other} writes this file", "Name another file."))
     m, load = loaded.run.model, options["experts-load"]
     if "experts-load" in parsed.given and loaded.file_read and not _rule_of_load(load):
         if not m.num_experts:

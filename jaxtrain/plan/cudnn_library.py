@@ -1,8 +1,8 @@
-"""cuDNN on a machine without a GPU: loaded by path, for XLA to ask it what its kernels need on a described card.
+"""cuDNN on a machine without a GPU: its library is loaded by path, and XLA asks it for the workspace of attention.
 
-XLA then builds the attention kernels' real graphs (compiler option COMPILE), and writes their workspace into the program. It
-also fails where cuDNN has no kernel for a graph. The extra `plan-cudnn` brings the libraries. They want a driver and a CUDA
-runtime to be there, and start nothing on them: two libraries stand in, made with this machine's C compiler.
+XLA then builds the graphs of the attention kernels (compiler option COMPILE), and writes their workspace into the program. It
+also fails if cuDNN has no kernel for a graph. The extra `plan-cudnn` brings the libraries. They link to a driver and a CUDA
+runtime, and start nothing on them: two stubs, built with this machine's C compiler, replace these.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ LIBRARIES = (
     ("nvidia-cublas-cu12", "nvidia/cublas/lib/libcublas.so.12"),
     ("nvidia-cudnn-cu12", "nvidia/cudnn/lib/libcudnn.so.9"),
 )
-# Later ones want a key in the description of the card that this XLA does not write, and refuse every graph.
+# Later ones need a key in the description of the GPU that this XLA does not write, and refuse every graph.
 VERSION = "9.19.0.56"
 REMEDY = "JAXTRAIN_CUDNN=1 ./run.sh setup installs it"
 
@@ -59,7 +59,7 @@ int cudaGetDeviceProperties(char *to, int device) { return cudaGetDeviceProperti
 
 
 class LibraryError(RuntimeError):
-    """cuDNN cannot be had here. Says why, and how to get it."""
+    """cuDNN cannot be loaded. The message has the reason and the remedy."""
 
 
 class Library:
@@ -70,7 +70,7 @@ class Library:
         self._capability = (ctypes.c_int * 2).in_dll(runtime, "jaxtrain_capability")
 
     def options(self, description: str) -> dict[str, str | bool]:
-        """The compiler options with which XLA asks cuDNN about a card. description: `Topology.description`.
+        """Return the compiler options with which XLA asks cuDNN. description: `Topology.description`.
 
         Raises LibraryError for a description without a compute capability.
         """
@@ -82,10 +82,10 @@ class Library:
 
 
 def load() -> Library:
-    """Loads cuDNN. To be called before JAX starts, in a process that uses no GPU.
+    """Load cuDNN. To be called before JAX starts, in a process that uses no GPU.
 
-    Raises LibraryError where JAX is imported already, a package, its version or a C compiler is missing, or a library cannot be
-    loaded.
+    Raises LibraryError if JAX is imported already, if a package, its version or a C compiler is missing, or if a library cannot
+    be loaded.
     """
     if "jax" in sys.modules:
         raise LibraryError("JAX is imported in this process already, and looks for cuDNN's libraries once")
@@ -95,8 +95,8 @@ def load() -> Library:
         raise LibraryError("there is no C compiler (cc) to stand in for the driver with; install gcc")
     try:
         with tempfile.TemporaryDirectory() as folder:
-            _standing_in(compiler, _DRIVER_SOURCE, Path(folder) / "libcuda.so.1")
-            runtime = _standing_in(compiler, _RUNTIME_SOURCE, Path(folder) / "libcudart.so.12")
+            _stub(compiler, _DRIVER_SOURCE, Path(folder) / "libcuda.so.1")
+            runtime = _stub(compiler, _RUNTIME_SOURCE, Path(folder) / "libcudart.so.12")
         for path in paths:
             ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -118,8 +118,8 @@ def _path(package: str, file: str) -> Path:
     return path
 
 
-def _standing_in(compiler: str, source: str, path: Path) -> ctypes.CDLL:
-    """A library by the name that others look for: once loaded, it is what the loader gives them."""
+def _stub(compiler: str, source: str, path: Path) -> ctypes.CDLL:
+    """Build and load a stub of a library. The loader then gives it to others by this name."""
     build = [compiler, "-w", "-shared", "-fPIC", f"-Wl,-soname,{path.name}", "-o", str(path), "-xc", "-"]
     subprocess.run(build, input=source, text=True, capture_output=True, check=True)
     return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

@@ -1,7 +1,6 @@
-"""What a run that is about to start should measure, and a word when it does not.
+"""The plan of the executable that a run has compiled, and a warning when the run measures something else.
 
-The plan of the very executable that the run has compiled, kept beside what it measures: that is how the meter is checked on
-every machine that it is used on.
+The receipt keeps both, so that every run on a GPU checks the plan.
 """
 
 import dataclasses
@@ -17,14 +16,14 @@ from jaxtrain.train.auto_remat import expert_fill
 from jaxtrain.train.memory import taken_gib
 from jaxtrain.train.program import Program
 
-APART = 0.15  # calibrated plan and measurement may differ by this much before it is worth a line
+APART = 0.15  # largest relative difference from a calibrated plan without a warning
 FIRST = 2  # lines of metrics left out: clocks and caches settle
-ENOUGH = 8  # lines after those that a comparison takes
+ENOUGH = 8  # lines after those that are compared
 
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What the plan says of a compiled step."""
+    """Planned time and memory of a compiled step."""
 
     step_s: float
     peak_gib: float
@@ -52,7 +51,7 @@ class Expected:
 
 
 def expect(run: RunConfig, program: Program, executable: Any, gpu: hardware.Gpu, gpus_per_node: int) -> Expected:
-    """The plan of a step that is compiled for the GPUs at hand.
+    """Return the plan of a step that is compiled for the GPUs of this process.
 
     Raises HloError for a program that cannot be read and ValueError for a GPU whose rates are not known.
     """
@@ -61,14 +60,13 @@ def expect(run: RunConfig, program: Program, executable: Any, gpu: hardware.Gpu,
     found = collectives.read(module, dict(program.placement.mesh.shape), gpus_per_node)
     filled = expert_fill(run, program.placement.size(program.placement.compute_axes("experts")))
     timed = roofline.predict(module, rates, found, filled=filled)
-    # The allocator gives the heap whole, and so counts its gaps.
     found_ms = expected_ms(timed.step_ms, kind(run, gpu, program.placement.mesh.size, program.kernel.name), rates)
     range_s = (found_ms[0] / 1e3, found_ms[1] / 1e3) if found_ms else None
     return Expected(timed.step_ms / 1e3, taken_gib(executable), rates.source, range_s)
 
 
 class Watch:
-    """Collects what a run measures until there is enough of it to be compared, once, with the plan."""
+    """Collects the measurements of a run, and compares them with the plan once."""
 
     def __init__(self, expected: Expected):
         self.expected = expected
@@ -78,7 +76,7 @@ class Watch:
         self.told = False
 
     def note(self, step_s: float | None, peak_gib: float | None) -> list[str]:
-        """One line of metrics. Returns what is worth saying; the second call after that says nothing."""
+        """Add a line of metrics. Return the warnings of the comparison, once, after FIRST + ENOUGH lines."""
         self.seen += 1
         self.peak_gib = peak_gib
         if step_s is not None and self.seen > FIRST:
@@ -103,9 +101,9 @@ class Watch:
         )
 
     def measured(self) -> dict[str, float | None]:
-        """The middle step time and the peak so far; None where nothing was measured."""
+        """Return the median step time and the peak so far; None without a measurement."""
         return {"step_s": statistics.median(self.steps) if self.steps else None, "peak_gib": self.peak_gib}
 
     def record(self) -> dict[str, Any]:
-        """Planned beside measured, for the receipt."""
+        """Return planned and measured figures for the receipt."""
         return {"planned": dataclasses.asdict(self.expected), "measured": self.measured()}

@@ -61,6 +61,7 @@ def test_shardings_are_printed_without_compiling(capsys):
         (["--topology=h200:8", "--cache=pyproject.toml/plans"], "pyproject.toml is not a folder"),
         (["--topology=h200:8", "--search", "--calibrate"], "each of these is an action of its own"),
         (["--topology=h200:8", "--json=nowhere/plan.json"], "there is no folder"),
+        (["--topology=h200:8", "--json=plan", "--html=./plan"], "--html = './plan': --json writes this file"),
         (["--topology=h200:8", "--toplogy=h200:8"], "Did you mean --topology?"),
         (["--calibrate"], "--config: --calibrate does not use it"),
         (
