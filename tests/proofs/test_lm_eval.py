@@ -248,7 +248,7 @@ def test_tasks_of_the_harness(
 def test_a_wrong_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     there = f"--workdir={tmp_path}"
     assert lm_eval.main([there]) == 2
-    assert "--tasks is missing" in capsys.readouterr().err
+    assert "--tasks: is missing" in capsys.readouterr().err
     assert lm_eval.main([there, "--tasks=a", "--model=hf"]) == 2
     assert "--model=hf: this command sets it" in capsys.readouterr().err
     monkeypatch.setattr(lm_eval.importlib.util, "find_spec", lambda name: None)
