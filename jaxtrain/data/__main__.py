@@ -50,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="GLOB",
         help="files to read, ** for subfolders, or a data set hf:DATASET[:CONFIG][:SPLIT]; repeatable",
     )
+    top.may_be_empty = p.may_be_empty = ("--separator",)
     p.add_argument("--output", type=Path, required=True, metavar="NAME.tok", help="the token file to write")
     p.add_argument(
         "--tokenizer", default="byte", metavar="SPEC", help="byte (default) | path of a tokenizer.json | hf:NAME (from the hub)"

@@ -51,8 +51,8 @@ class Batches:
     Attributes: `vocab_size`; `tokenizer` (name, sha256, vocab_size, eot); `bytes_per_token` (UTF-8 bytes of text per token
     whose prediction counts; None where unknown); `synthetic`; `tokens_per_epoch`; `masked_fraction` (part of the tokens that
     `data.max_segments` masks); `max_segments` (documents in a row at most; optional for sources of one's own); `truncated`
-    (conversations longer than a row, and the tokens that they lose); `sparse` (files whose rows `max_segments` keeps from being
-    filled, with the filled part); `fingerprint` (JSON: what was read, for receipts).
+    (conversations longer than a row, the tokens that they lose, the tokens of all conversations); `sparse` (files whose rows
+    `max_segments` keeps from being filled, with the filled part); `fingerprint` (JSON: what was read, for receipts).
     `sources`, and `weights` of the mixture now, by the number of the source: its place among all that the run has read. Of one
     that is no longer in the mixture the weight is 0.
     """
@@ -88,7 +88,8 @@ class Batches:
         self.bytes_per_token = bytes_per_token
         self.masked_fraction = masked_fraction
         cut = [s for s in sources if isinstance(s, PackedRows)]
-        self.truncated = sum(s.truncated for s in cut), sum(s.truncated_tokens for s in cut)
+        held = sum(s.file.header["tokens"] for s in cut)
+        self.truncated = sum(s.truncated for s in cut), sum(s.truncated_tokens for s in cut), held
         self.sparse = {s.name: s.filled for s in cut if s.capped and s.filled < FULL}
         self.synthetic = synthetic
         self.tokens_per_epoch = sum(s.windows for s in sources) * seq_len
@@ -550,7 +551,8 @@ def open_source(
     fingerprint["tokenizer"] = files[0].header["tokenizer"]
     fingerprint["files"] = [
         {"name": f.path.name, "weight": w, **{k: f.header[k] for k in ("content_sha256", "tokens", "documents")}}
-        for f, w in zip(files, shares, strict=True)
+        | ({"rows": windows.windows} if isinstance(windows, PackedRows) else {})
+        for f, w, windows in zip(files, shares, sources, strict=True)
     ]
     return Batches(
         sources,

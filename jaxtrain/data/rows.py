@@ -66,7 +66,8 @@ class TextRows:
         texts = []
         for key in self.keys:
             if key not in row:
-                raise RowError(f"no key {key!r} (has: {', '.join(map(repr, list(row)[:8]))})")
+                hint = ". A conversation is read with --chat" if form(row) else ""
+                raise RowError(f"no key {key!r} (has: {', '.join(map(repr, list(row)[:8]))}){hint}")
             texts.append(_text(row[key], repr(key)))
         text = self.separator.join(filter(None, texts))
         return Piece(text, len(text.encode())) if text else None

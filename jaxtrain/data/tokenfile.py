@@ -382,7 +382,7 @@ def _header(file: OpenFile) -> dict[str, Any]:
     path, again, copy = file.path, remedy(file.path), remedy(file.path, copied=True)
     preamble = file.read(0, min(file.size, PREAMBLE.size))
     if len(preamble) < PREAMBLE.size or not preamble.startswith(MAGIC):
-        raise TokenFileError(f"{path}: not a token file (it does not begin with {MAGIC!r}). {again}")
+        raise TokenFileError(f"{path}: not a token file (it does not begin with {MAGIC.decode()}). {again}")
     _, version, crc, offset, length, zeros = PREAMBLE.unpack(preamble)
     if version != VERSION:
         raise TokenFileError(f"{path}: format version {version}; this program reads version {VERSION}. {again}")

@@ -91,8 +91,8 @@ class FileWindows:
 
 
 class PackedRows:
-    """Rows of whole documents, packed by best fit. What `rows` gives has just been checked: TokenFileError where the file is
-    damaged.
+    """Rows of whole documents, packed by best fit. `rows` checks the bytes that it reads, and raises TokenFileError if the file
+    is damaged.
 
     Documents of equal length are shuffled by `seed` and packed into rows of T + 1 tokens (`pack`). So rows are a function of
     file, length and seed, every document is in one of them, and every epoch is an order of the same rows.
@@ -172,8 +172,8 @@ def cut_text(begin_N: np.ndarray, length_N: np.ndarray, seq_len: int) -> tuple[n
 def whole_turns(flags: np.ndarray) -> int:
     """Return how many tokens of a conversation are kept if a row has space for all but the last of these loss flags.
 
-    A turn that counts ends where a token that counts is followed by one that does not. Without such an end the conversation
-    fills the row; if none of its tokens counts, it is left out (0).
+    An answer ends at the last of its tokens with a loss flag. If no answer ends within the row, the conversation fills the row.
+    If none of its tokens has a flag, the conversation is left out (0).
     """
     size = len(flags) - 1
     ends = np.flatnonzero(flags[:-1] & ~flags[1:]) + 1

@@ -16,6 +16,8 @@ from jaxtrain.train.initial_state import Start
 from jaxtrain.train.program import Program
 from jaxtrain.train.stages import IDLE, Schedule
 
+LOST = 0.05  # of the tokens of conversations: more of them lost is worth a warning
+
 
 def print_summary(run: RunConfig, program: Program, start: Start, data: Any, directory: Any, console: Console) -> None:
     """Write batch, model, mesh, data and the start of a run to the log and the terminal.
@@ -59,11 +61,13 @@ def print_summary(run: RunConfig, program: Program, start: Start, data: Any, dir
             f"data: {data.masked_fraction:.2%} of tokens stand behind more than data.max_segments="
             f"{run.data.max_segments} documents in their sequence and are masked"
         )
-    conversations, lost = getattr(data, "truncated", (0, 0))  # a user's own source may leave it out
+    conversations, lost, held = getattr(data, "truncated", (0, 0, 0))  # a user's own source may leave it out
     if conversations:
-        say(
+        tell = console.warn if lost > LOST * held else say
+        tell(
             f"data: {counted(conversations, 'conversation')} of more than data.seq_len={run.data.seq_len} + 1 tokens "
-            f"{'is' if conversations == 1 else 'are'} cut behind the last turn that fits; {lost:,} tokens are left out"
+            f"{'loses' if conversations == 1 else 'lose'} {lost:,} of all {held:,} tokens ({lost / held:.1%}). "
+            "A higher data.seq_len keeps them."
         )
     for name, filled in getattr(data, "sparse", {}).items():
         say(
@@ -80,12 +84,16 @@ def print_summary(run: RunConfig, program: Program, start: Start, data: Any, dir
     for note in start.notes:
         say(f"  changed: {note}")
     if start.resumed and (renewed := other_contents(start.data["fingerprint"], data.fingerprint)):
-        console.warn(f"the data is not what the checkpoint was trained on so far: other contents in {', '.join(renewed)}")
+        console.warn(
+            f"the data is not what the checkpoint was trained on so far: other contents or rows in {', '.join(renewed)}"
+        )
 
 
 def other_contents(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the names of files that a fingerprint has with other contents than the one before. A file may come or go."""
-    was, now_is = ({file["name"]: file["content_sha256"] for file in each.get("files") or ()} for each in (before, now))
+    """Return the names of files whose contents or packed rows differ from an earlier fingerprint. A file may come or go."""
+    was, now_is = (
+        {file["name"]: (file["content_sha256"], file.get("rows")) for file in each.get("files") or ()} for each in (before, now)
+    )
     return [name for name, contents in now_is.items() if was.get(name, contents) != contents]
 
 

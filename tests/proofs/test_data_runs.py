@@ -32,8 +32,8 @@ def test_a_run_says_what_rows_lack_and_ends_at_a_damaged_block(tmp_path, monkeyp
         result = train.run(asked, "run")
         raise result.error or AssertionError("it was not seen")
     said = capsys.readouterr().out
-    cut = "data: 2 conversations of more than data.seq_len=64 + 1 tokens are cut behind the last turn that fits; "
-    assert cut + "36 tokens are left out" in said
+    cut = "data: 2 conversations of more than data.seq_len=64 + 1 tokens lose 36 of all 401 tokens (9.0%)."
+    assert cut in said
     assert "chat.tok are 33% full, since each holds at most data.max_segments=3 documents" in said
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     done = max((line["step"] for line in lines if line["kind"] == "train"), default=0)

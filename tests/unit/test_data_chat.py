@@ -600,7 +600,7 @@ def test_a_file_with_less_than_a_row_is_padded_and_an_empty_one_refused(tmp_path
 
 def test_what_conversations_lose_and_leave_empty_is_counted(tmp_path):
     path = write_conversations(tmp_path / "a.tok", [100, 65, 66, 10, *[4] * 40])
-    assert open_batches(path, 64, max_segments=3).truncated == (2, 36)
+    assert open_batches(path, 64, max_segments=3).truncated == (2, 36, 401)
     (name, filled), *more = open_batches(path, 64, max_segments=3).sparse.items()
     assert not more and name == str(path) and filled == pytest.approx((3 * 65 + 10 + 160) / (17 * 65))
     short = write_conversations(tmp_path / "b.tok", [4] * 40)

@@ -286,6 +286,8 @@ def test_several_columns_are_joined(tmp_path, capsys):
         assert texts(tmp_path / "a.tok") == ["One\n\nfirst", "second"]
         assert main([*command, "--text-key=text,title", r"--separator= |\n"]) == 0
         assert texts(tmp_path / "a.tok") == ["first |\nOne", "second"]
+        assert main([*command, "--text-key=text,title", "--separator="]) == 0
+        assert texts(tmp_path / "a.tok") == ["firstOne", "second"]
         assert main([*command, "--text-key=title,body"]) == 2
         assert "'body'" in capsys.readouterr().err
         assert main([*command, "--text-key=title,id", "--skip-bad-lines"]) == 2

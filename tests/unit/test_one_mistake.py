@@ -49,7 +49,11 @@ BOTH = ("data.source=text.tok", "data.eval_source=text.val.tok")
     ("settings", "start", "remedy"),
     [
         ((*BOTH, "model.vocab_size=8"), "model.vocab_size = 8: must be above ", "or more."),
-        ((*BOTH, "data.seq_len=65536"), "data.seq_len = 65536: text.tok has ", "Choose another length or more data."),
+        (
+            (*BOTH, "data.seq_len=65536"),
+            "data.seq_len = 65536: text.tok has ",
+            "Choose another length, more data, or data.packing=best_fit, which pads a short sequence.",
+        ),
         (
             (*BOTH, "data.tokenizer=gone/tokenizer.json"),
             "data.tokenizer = 'gone/tokenizer.json': no such file",
