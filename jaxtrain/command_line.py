@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130  # exit codes
 CLOSE = 0  # no signal has this number
-GRACE_S = 0.5  # a handler that has not run by then waits for something
+GRACE_S = 0.5  # if no handler has run by then, the main thread is in C code
 WIDTH = 118  # columns of tables if the output is no terminal
 INDENT = 27  # column at which the description of an option starts
 HELP_WIDTH = 126
@@ -271,14 +271,20 @@ class Parsed:
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse in the error style of the other commands, for commands with subcommands. It refuses empty values."""
+    """argparse in the error style of the other commands, for commands with subcommands. It refuses empty values.
+
+    Attributes:
+        may_be_empty: options whose value may be empty.
+    """
+
+    may_be_empty: tuple[str, ...] = ()
 
     def parse_known_args(self, args=None, namespace=None):  # noqa: ANN001, ANN201  # pyright: ignore
         """Parse as argparse does, without the empty path that would mean the current folder."""
         words = sys.argv[1:] if args is None else list(args)
         for before, word in zip(["", *words], words, strict=False):
-            if word == "" or re.fullmatch("--[^=]+=", word):
-                name = word.rstrip("=") or (before if before.startswith("--") else "argument")
+            name = word.rstrip("=") or (before if before.startswith("--") else "argument")
+            if (word == "" or re.fullmatch("--[^=]+=", word)) and name not in self.may_be_empty:
                 self.error(f"{name} has no value")
         return super().parse_known_args(words, namespace)
 
@@ -338,7 +344,7 @@ def run_action(act: Callable[[], int], errors: tuple[type[Exception], ...] = ())
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt at Ctrl-C, and print a line if that has to wait.
+    """Raise KeyboardInterrupt at Ctrl-C. Print a line if the main thread cannot handle it yet.
 
     Python runs no signal handler during a compile, which can take minutes. A thread reads the signals then, prints that the
     command waits, and ends the process at the second Ctrl-C.

@@ -36,7 +36,7 @@ def main(argv: "list[str]") -> int:
         return 0
     by_run_sh = bool(os.environ.get(PREFIX))
     names = [*known, *OTHER_WORDS, *(OF_RUN_SH if by_run_sh else ())]
-    nearest = wrong[:1] if wrong[0] in known else difflib.get_close_matches(wrong[0], names, n=1)
+    nearest = wrong[:1] if wrong[0] in known else difflib.get_close_matches(wrong[0], names, n=1, cutoff=0.7)
     fix = "one of " + ", ".join(known)
     if nearest:
         fix = spelled("python -m jaxtrain." + OTHER_WORDS.get(nearest[0], nearest[0]))

@@ -947,7 +947,7 @@ def parse_arg(arg: str | None, **defaults: Any) -> Any:
                 if kind is int and chosen[name] < 1:
                     raise ValueError("there is no use for less than one")
         except (ValueError, KeyError):
-            what = "int, 1 or more" if kind is int else kind.__name__
+            what = "a whole number, 1 or more" if kind is int else "true or false" if kind is bool else "text"
             problems.append(Problem(f"--config=FILE:{item}", None, f"must be {what}", f"For example {name}={defaults[name]}."))
     if problems:
         raise ConfigError(problems)

@@ -300,11 +300,14 @@ def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict
     """
     file = Path(path)
     if not file.is_file():
-        known = [_relative(p) for folder in (REPO / "configs", file.parent) for p in sorted(folder.resolve().glob("*.py"))]
+        folders = dict.fromkeys((REPO / "configs", file.parent.resolve()))
+        known = [_relative(p) for folder in folders for p in sorted(folder.glob("*.py"))]
         stems = {Path(p).stem: p for p in known}
         close = [file.stem] if file.stem in stems else difflib.get_close_matches(file.stem, stems, 1)
         remedy = f"Did you mean {stems[close[0]]}?" if close else f"Known: {', '.join(known)}."
-        return None, [Problem("--config", path, "is a folder" if file.is_dir() else "no such file", remedy)]
+        return None, [
+            Problem("--config", path, "is empty" if not path else "is a folder" if file.is_dir() else "no such file", remedy)
+        ]
     module = types.ModuleType("jaxtrain_config_file")
     module.__file__ = str(file)
     try:
@@ -354,8 +357,11 @@ def apply(config: ml_collections.ConfigDict, key: str, text: str) -> list[Proble
     try:
         section[last] = True if text == BARE else parse(text, type(old))
     except (ValueError, KeyError):
-        return [Problem(key, text, f"must be {type(old).__name__}", f"Write {_example(text, type(old))}.")]
+        return [Problem(key, text, f"must be {KIND.get(type(old), type(old).__name__)}", f"Write {_example(text, type(old))}.")]
     return []
+
+
+KIND = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def _example(text: str, kind: type) -> str:

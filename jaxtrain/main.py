@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
             raise
         traceback.print_exc()
         distributed.leave(1)
-    except KeyboardInterrupt:  # in the seconds before the run listens to signals itself, and after
+    except KeyboardInterrupt:  # of a caller that is no command: before the run listens to signals, and after
         print("interrupted", file=sys.stderr)
         return INTERRUPTED if alone else distributed.leave(INTERRUPTED)
     code = launch.report(result.error.problems) if isinstance(result.error, ConfigError) else result.exit_code

@@ -131,6 +131,7 @@ PEERS = {
     ),
     "data.packing": "packing",
     "data.packing=documents": "reset_position_ids reset_attention_mask eod_mask_loss",
+    "data.packing=best_fit": "grain_packing_type",
     "data.max_segments": "max_segments_per_seq",
     "data.seed": "training.seed debug.seed data_shuffle_seed seed data_seed",
     "data.prefetch": (

@@ -37,10 +37,10 @@ RULES = [
     ("train.seq_len=1", "train.seq_len", "Did you mean data.seq_len?", ""),
     ("model.dropout=0.1", "model.dropout", "no dropout", ""),
     ("dropout_rate=0.1", "dropout_rate", "no dropout", ""),
-    ("train.steps=1e3", "train.steps", "must be int. Write 1000.", "train.steps=1000"),
-    ("model.d_model=3.5", "model.d_model", "must be int", ""),
+    ("train.steps=1e3", "train.steps", "must be a whole number. Write 1000.", "train.steps=1000"),
+    ("model.d_model=3.5", "model.d_model", "must be a whole number", ""),
     ("log.tensorboard=maybe", "log.tensorboard", "Write true or false.", "log.tensorboard=true"),
-    ("optimizer.lr=nan", "optimizer.lr", "must be float", "optimizer.lr=1"),
+    ("optimizer.lr=nan", "optimizer.lr", "must be a number", "optimizer.lr=1"),
     ("data.seq_len", "data.seq_len", "needs a value", "data.seq_len=256"),
     ("model=llama", "model", "is a section", "model.family=llama"),
     ("data.tokenizer=None", "data.tokenizer", "Write '' for not set", ""),
@@ -398,7 +398,7 @@ def test_variants(tmp_path):
     run = launch.load([f"{file}:deep,seq=512"]).run
     assert (run.data.seq_len, run.model.num_layers) == (512, 9)
     lines = problems_of(base=f"{file}:dep,seq=long")
-    assert "Did you mean deep?" in lines[0] and "must be int" in lines[1]
+    assert "Did you mean deep?" in lines[0] and "must be a whole number, 1 or more" in lines[1]
     (line,) = problems_of(base=f"{TINY}:big")
     assert "no such variant" in line
 
