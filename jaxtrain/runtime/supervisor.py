@@ -31,8 +31,8 @@ MEANINGS = {AGAIN: "start me again: a peer died, its time limit, or a signal", H
 # that a restart reads. Neither is started again.
 DEATHS = {
     signal.SIGABRT: ", as jax ends a run whose peer died",
-    signal.SIGTERM: ", before it listened",
-    signal.SIGUSR1: ", before it listened",
+    signal.SIGTERM: ", before or after the run",
+    signal.SIGUSR1: ", before or after the run",
     signal.SIGKILL: ": out of memory (dmesg tells), or a kill -9",
     signal.SIGSEGV: ": a fault outside Python",
     signal.SIGBUS: ": a fault outside Python",

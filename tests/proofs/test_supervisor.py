@@ -65,7 +65,7 @@ CASES = {
         *(75, "TTT"),
         (
             f"{ABORT}starting again",
-            "exit 143 (killed by signal 15, TERM, before it listened): starting again",
+            "exit 143 (killed by signal 15, TERM, before or after the run): starting again",
             "not started again, after 2 in a row without progress (JAXTRAIN_RESTARTS=2)",
         ),
         {"JAXTRAIN_RESTARTS": "2"},

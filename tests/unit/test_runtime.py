@@ -49,7 +49,7 @@ def test_an_attempt_that_made_progress_refills_the_budget(code: int, lasted_s: f
         (130, 130, "exit 130"),
         (75, 75, "exit 75 (start me again: a peer died, its time limit, or a signal)"),
         (134, 75, "exit 134 (killed by signal 6, ABRT, as jax ends a run whose peer died)"),
-        (138, 75, "exit 138 (killed by signal 10, USR1, before it listened)"),
+        (138, 75, "exit 138 (killed by signal 10, USR1, before or after the run)"),
         (129, 129, "exit 129 (killed by signal 1, HUP)"),
         (137, 137, "exit 137 (killed by signal 9, KILL: out of memory (dmesg tells), or a kill -9)"),
         (255, 255, "exit 255"),
