@@ -43,6 +43,7 @@ def run_case(
     log: Path | None = None,
     environ: Mapping[str, str] | None = None,
     limit_s: float | None = None,
+    killed_s: float = KILLED_S,
     python: str = sys.executable,
     script: Path | None = None,
 ) -> dict[str, Any]:
@@ -54,6 +55,7 @@ def run_case(
       log: the file for the child's output.
       environ: the child's environment; None: that of this process.
       limit_s: seconds after which the child is killed.
+      killed_s: seconds to wait for a killed child to end. In a driver that hangs, it may never end.
       python, script: run this script as `PYTHON SCRIPT REQUEST ANSWER` instead; `function` is then only its name.
 
     Returns:
@@ -66,7 +68,8 @@ def run_case(
         asked.write_text(json.dumps({**request, "answer_file": str(answered)}))
         command = [python, str(script)] if script else [*module_command("bench.child"), function]
         command += [str(asked), str(answered)]
-        code, output = run_program(command, log or Path(folder, "log.txt"), environ=environ, limit_s=limit_s)
+        log = log or Path(folder, "log.txt")
+        code, output = run_program(command, log, environ=environ, limit_s=limit_s, killed_s=killed_s)
         answer = json.loads(answered.read_text()) if answered.exists() else {}
     if answer.get("verdict", LATE) == LATE:  # it ended before its final answer
         late = {"verdict": LATE, "why": f"not done after {limit_s:.0f} s"} if code is None and limit_s else None
@@ -81,7 +84,12 @@ def save_partial(request: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
 
 
 def run_program(
-    command: list[str], log: Path, *, environ: Mapping[str, str] | None = None, limit_s: float | None = None
+    command: list[str],
+    log: Path,
+    *,
+    environ: Mapping[str, str] | None = None,
+    limit_s: float | None = None,
+    killed_s: float = KILLED_S,
 ) -> tuple[int | None, str]:
     """Run a program that can import this package. Return its exit code, None after a timeout, and its output.
 
@@ -103,7 +111,7 @@ def run_program(
             with contextlib.suppress(ProcessLookupError):  # all of them have ended
                 os.killpg(process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):  # in a driver that hangs, not even a kill ends a process
-                process.wait(KILLED_S)
+                process.wait(killed_s)
     return code, log.read_text(errors="replace")
 
 

@@ -89,7 +89,7 @@ def step_result(r: Mapping[str, Any]) -> str:
 
 
 def step_details(name: str, r: Mapping[str, Any]) -> Table:
-    """Return a single case of train steps, one fact a row. Facts that this device has not are left out."""
+    """Return a single case of train steps, one fact a row. Facts that are unknown for this device are left out."""
     planned, rows = r.get("planned"), [["case", name]]
     if "mesh" in r:
         mesh = " x ".join(f"{axis} {n}" for axis, n in r["mesh"].items() if n > 1) or "one device"

@@ -108,7 +108,8 @@ def meshes_of(parsed: Parsed) -> str:
 
 def find_problems(parsed: Parsed) -> list[Problem]:
     """Return the problems that neither one option nor one layout shows."""
-    if "meshes" in parsed.given and len(set(named.parse(meshes_of(parsed))[0])) == 1:
+    layouts, wrong = named.parse(meshes_of(parsed))
+    if "meshes" in parsed.given and not wrong and len(set(layouts)) == 1:
         rule = "is one layout, with nothing to compare it with"
         return [Problem("--meshes", parsed.options["meshes"], rule, "For example --meshes=one,fsdp2.")]
     keys = [key for key, _ in parsed.config.launch.overrides if key.startswith("mesh.")]

@@ -91,7 +91,7 @@ def parse(text: str) -> Topology:
     if chip not in CHIPS:
         near = difflib.get_close_matches(chip, CHIPS, n=1)
         hint = f"Did you mean {near[0]}? " if near else ""
-        raise TopologyError(f"topology {text!r}: chip {chip!r} has no description. {hint}Known: {', '.join(CHIPS)}.")
+        raise TopologyError(f"topology {text!r}: no chip {chip!r}. {hint}Known: {', '.join(CHIPS)}.")
     if form[2] is None:
         raise TopologyError(f"topology {text!r}: how many GPUs? Write {FORM}.")
     gpus, nodes = int(form[2]), int(form[3] or 1)

@@ -33,6 +33,9 @@ MEMORY_SHARE = 0.5  # of a small GPU
 DISK_S = 6.0  # for one disk, at most; and a third of the budget for all
 HANG_S = 15.0  # in one collective, after which it hangs; NCCL's own start takes some seconds over many nodes
 PEERS_S = 5.0  # before the deadline, in which a process may fail because the first of the others was killed
+# For a killed child to end, before this node reports without it. With the last message it has to fit in the 6 s that
+# multi_node.RESERVE_S keeps: with a hung driver, a longer wait would make this node lost to the others.
+KILLED_S = 3.0
 PROBE_S = 20.0  # for the driver to initialize its GPUs
 SAMPLE_S = 0.5  # the driver's figures are means over up to a second
 # Variables that contradict the memory of the child; the check of memory variables reports them.
@@ -78,7 +81,8 @@ def measure(
     if devices.kind == "gpu" and devices.count > 0 or on_cpu:
         limit_s = max(deadline - time.monotonic(), 1.0)
         request = {"limit_s": LAST_START * limit_s, "cluster": dataclasses.asdict(cluster) if cluster else None}
-        answer = child.run_case(CASE, request, environ=child_environment(devices, os.environ), limit_s=limit_s)
+        environ = child_environment(devices, os.environ)
+        answer = child.run_case(CASE, request, environ=environ, limit_s=limit_s, killed_s=KILLED_S)
         add_answer(found, answer, limit_s, alone=cluster is None)
     else:
         found["left_out"] |= dict.fromkeys(RATES, f"there is no GPU to measure ({devices.source})")

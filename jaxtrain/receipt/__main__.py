@@ -16,6 +16,7 @@ from jaxtrain.receipt.diff import GROUPS, Comparison, compare
 from jaxtrain.receipt.format import ReceiptError, Run, find_runs, flatten, open_run, rows
 
 USAGE = {"show": "show RUN", "list": "list RUN...", "diff": "diff A B"}
+NEEDS = {"show": "one run", "list": "one run or more", "diff": "two runs"}
 COLUMNS = {  # heading of the list -> path in the flattened receipt, format
     "tok/s/device": ("speed.tokens_per_s_per_device", ",.0f"),
     "MFU": ("speed.mfu_causal", ".1%"),
@@ -41,7 +42,7 @@ def check(parsed: Parsed) -> list[Problem]:
         return [Problem("action", action, f"must be one of {', '.join(USAGE)}", "For example show runs/tiny.")]
     problems = []
     if {"show": len(runs) != 1, "list": not runs, "diff": len(runs) != 2}[action]:
-        problems.append(Problem(action, " ".join(runs), "names another number of runs", f"Write {USAGE[action]}."))
+        problems.append(Problem(action, None, f"needs {NEEDS[action]}, not {len(runs)}", f"Write {USAGE[action]}."))
     if parsed.options["json"] and action != "diff":
         problems.append(Problem("--json", None, f"{action} does not use it", "Leave it out."))
     return problems

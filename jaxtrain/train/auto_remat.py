@@ -97,7 +97,7 @@ def bytes_per_token(run: RunConfig, axes: Mapping[str, int], packed_stats: bool 
 
 
 def bytes_kept(run: RunConfig, names: Iterable[str], axes: Mapping[str, int], packed_stats: bool) -> float:
-    """Bytes on a device of what all its layers keep, of one microbatch, and in a pipeline of all that wait."""
+    """Return the bytes of saved activations on a device: of one microbatch, or in a pipeline of all microbatches in flight."""
     tokens = run.train.global_batch // run.train.grad_accum * run.data.seq_len / axes["batch"] / axes["sequence"]
     width = bytes_per_token(run, axes, packed_stats)
     return layers_kept(run, axes["layers"]) * tokens * sum(width[name] for name in names)
@@ -116,14 +116,14 @@ def _choices(model: Model, seq_len: int) -> list[tuple[float, tuple[str, ...], R
 
 
 def least_recompute(run: RunConfig, most_bytes: float, axes: Mapping[str, int], packed_stats: bool = False) -> Remat | None:
-    """Of the choices that keep at most `most_bytes` on a device, return that which computes least again, or None."""
+    """Return the remat with the least recomputation among those that keep at most `most_bytes` on a device, or None."""
     one = {name: bytes_kept(run, (name,), axes, packed_stats) for group in GROUPS for name in group}
     found = ((again, sum(one[n] for n in names), remat) for again, names, remat in _choices(run.model, run.data.seq_len))
     return min((c for c in found if c[1] <= most_bytes), key=lambda choice: choice[:2], default=(0, 0, None))[2]
 
 
 def smaller(run: RunConfig, excess_gib: float, axes: Mapping[str, int], packed_stats: bool) -> Remat | None:
-    """Of the choices that hold at least `excess_gib` less than the present one, return that which computes least again."""
+    """Return the remat with the least recomputation among those that save at least `excess_gib`."""
     now = bytes_kept(run, kept(run.remat), axes, packed_stats)
     return least_recompute(run, now - excess_gib * 2**30, axes, packed_stats)
 

@@ -1,6 +1,9 @@
 """Plans made in child processes: those that go wrong, and a real search, advice, and a table of what fits, by XLA:GPU."""
 
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,6 +82,28 @@ def test_no_child_outlives_an_interrupt(children, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         parallel.plan_many({i: request() for i in range(3)}, jobs=2, plan_one="made_plans:sleeps")
     assert len(started) == 2 and all(process.poll() == -signal.SIGKILL for process in started)
+
+
+def test_an_interrupt_while_a_child_starts_leaves_none(children, monkeypatch):
+    started = []
+    popen = parallel.subprocess.Popen
+
+    def start(*args, **options):
+        started.append(popen(*args, **options))
+        signal.raise_signal(signal.SIGINT)
+        return started[-1]
+
+    monkeypatch.setattr(parallel.subprocess, "Popen", start)
+    with pytest.raises(KeyboardInterrupt):
+        parallel.plan_many({0: request()}, plan_one="made_plans:sleeps")
+    assert [process.poll() for process in started] == [-signal.SIGKILL]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_child_whose_parent_has_ended_does_not_work(tmp_path):
+    command = [sys.executable, "-c", parallel.BEGIN, str(tmp_path), str(os.getppid())]  # not the pid of this process
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "")  # with a parent it would miss the file `request`
 
 
 # ---- Compiled

@@ -137,7 +137,7 @@ def test_a_plan_is_printed_and_written(at_home, tmp_path, capsys):
     assert {"topology", "mesh", "fits", "memory", "flops", "collectives", "time", "compile_s", "hints"} <= tree.keys()
     assert {"hbm_gib", "usable_gib", "peak_gib", "arguments_gib", "temp_gib", "by_class"} <= tree["memory"].keys()
     assert tree["memory"]["workspace_gib"] > 0 and tree["memory"]["workspace_by"] == "formula"
-    assert "cuDNN workspace" in printed and "by formula" in printed
+    assert "cuDNN workspace" in page and "by formula" in page
     assert {"kind", "dtype", "axis", "count", "wire_gib", "exposed_ms", "source"} <= tree["collectives"][0].keys()
     wanted = {"compute_ms", "communication_ms", "exposed_ms", "step_ms", "tokens_per_s_per_device", "mfu_causal", "mfu_full"}
     assert wanted | {"bound_by"} <= tree["time"].keys()

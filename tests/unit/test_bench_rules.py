@@ -1,6 +1,7 @@
 """Benchmarks without running anything: options, sweeps, what becomes of answers, and how they are judged against plans."""
 
 import json
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -13,6 +14,7 @@ from jaxtrain.bench import __main__ as command
 from jaxtrain.bench import child, kernel_workloads, kernels, node_suite, parts, report, train_step
 from jaxtrain.bench.train_step import DATA
 from jaxtrain.plan import rates
+from jaxtrain.preflight import measure, multi_node
 from jaxtrain.validate import validate_step
 
 
@@ -59,7 +61,7 @@ def test_a_config_that_cannot_be():
     ],
 )
 def test_a_case_that_is_ended_keeps_what_it_had_found(kept, code, verdict, why, monkeypatch):
-    def run(argv, log, *, environ, limit_s):
+    def run(argv, log, *, environ, limit_s, killed_s):
         asked, answered = map(Path, argv[-2:])
         assert argv[-3] == "a:b" and limit_s == 3.0 and json.loads(asked.read_text())["kind"] == "gemm"
         if kept:
@@ -71,6 +73,29 @@ def test_a_case_that_is_ended_keeps_what_it_had_found(kept, code, verdict, why, 
     found = child.run_case("a:b", {"kind": "gemm"}, limit_s=3.0)
     assert (found["verdict"], found.get("why", "")) == (verdict, why)
     assert found.get("rows") == (kept or {}).get("rows") and found["seconds"] >= 0
+
+
+def test_a_killed_child_in_a_hung_driver_is_not_waited_for_longer_than_asked(monkeypatch):
+    waits = []
+
+    class Hung:
+        pid = 1
+
+        def wait(self, timeout):
+            waits.append(timeout)
+            raise subprocess.TimeoutExpired("hung", timeout)
+
+    monkeypatch.setattr(child.subprocess, "Popen", lambda *_, **__: Hung())
+    monkeypatch.setattr(child.os, "killpg", lambda *_: None)
+    assert child.run_case("a:b", {}, limit_s=20.0, killed_s=3.0)["verdict"] == child.LATE
+    assert waits == [20.0, 3.0]
+
+
+def test_preflight_waits_less_for_a_killed_child_than_it_keeps_for_its_last_messages(monkeypatch):
+    asked = []
+    monkeypatch.setattr(child, "run_case", lambda kind, ask, **how: asked.append(how) or {"verdict": child.OK})
+    measure.measure({}, 20.0, on_cpu=True)
+    assert asked[0]["killed_s"] <= multi_node.RESERVE_S / 2
 
 
 def test_the_spread_of_times():

@@ -60,6 +60,12 @@ def test_mistakes_are_named(argv, said, capsys):
     assert said in refused(capsys, *SMALL, *argv)
 
 
+def test_a_misspelled_layout_is_the_only_problem(capsys):
+    said = refused(capsys, *SMALL, "--meshes=one,fdsp2")
+    assert "Did you mean fsdp?" in said and "nothing to compare" not in said
+    assert "nothing to compare" in refused(capsys, *SMALL, "--meshes=one")
+
+
 def test_all_mistakes_come_together(capsys):
     said = refused(capsys, *SMALL, "--steps=-1", "--meshes=one,fdsp8,data3,data5", "--config.optimizer.lr=fast")
     assert "5 problems; nothing was started" in said

@@ -35,7 +35,7 @@ def test_shardings_are_printed_without_compiling(capsys):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--topology=h900:8"], "chip 'h900' has no description. Did you mean"),
+        (["--topology=h900:8"], "no chip 'h900'. Did you mean"),
         ([], "no machine is named"),
         (["--topology=h200:8", "--config.mesh.fsdp=3"], "the run has 8 NVIDIA H200 devices (--topology=h200:8)"),
         (["--topology=h200:8", "--config.model.num_heads=31"], "model.num_kv_heads"),

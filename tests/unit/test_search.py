@@ -1,5 +1,6 @@
 """The search with made-up plans: its space, its order, its ends, and what cannot fit by formula."""
 
+import contextlib
 import dataclasses
 import json
 import pickle
@@ -15,6 +16,7 @@ from jaxtrain.plan import topology
 from jaxtrain.plan.report import search_report
 from jaxtrain.plan.search import cache, parallel, search, space
 from jaxtrain.plan.search.bound import bound
+from jaxtrain.plan.search.cache import Request
 
 TWO, FOUR = topology.parse("h200:2"), topology.parse("h200:4")
 SMALL = ("train.global_batch=16", "train.grad_accum=4")
@@ -158,6 +160,19 @@ def test_search_finds_the_best_and_ends_when_no_formula_is_below_it(inline):
     assert all(c.verdict and c.reason for c in result.tried)
     some = find(run, most=2)
     assert len(some.tried) == 2 and some.ended == "most" and some.best.fits
+
+
+@pytest.mark.parametrize(("requests", "ends"), [(1, "complete"), (2, "at the deadline")])
+def test_a_deadline_ends_only_what_is_not_done(inline, monkeypatch, requests, ends):
+    clock = MagicMock()
+    clock.monotonic.return_value = 0.0
+    monkeypatch.setattr(parallel, "time", clock)
+    todo, done = iter(enumerate([Request(load(*SMALL), FOUR, "made")] * requests)), []
+    with contextlib.nullcontext() if ends == "complete" else pytest.raises(TimeoutError):
+        for n, _ in parallel.plan_each(lambda: next(todo, None), deadline=1.0, plan_one="made_plans:above"):
+            done.append(n)
+            clock.monotonic.return_value = 2.0  # the caller takes long with the outcome
+    assert done == [0]
 
 
 def test_layouts_within_the_error_are_equal_and_the_least_on_links_comes_first():
@@ -399,7 +414,6 @@ def test_a_process_plans_where_proc_cannot_be_written(monkeypatch, tmp_path):
         raise PermissionError(path)
 
     monkeypatch.setattr(parallel.Path, "write_text", refuse)
-    monkeypatch.setattr(parallel.ctypes, "CDLL", MagicMock())  # the signal at the parent's end would stay with this process
     (tmp_path / "request").write_bytes(pickle.dumps((cache.Request(load(), H200, "made"), "made_plans:above")))
     parallel.work(str(tmp_path))
     outcome = pickle.loads((tmp_path / "outcome").read_bytes())

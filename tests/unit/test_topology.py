@@ -57,7 +57,7 @@ def test_every_description_is_a_chip():
         ("h200:0", "0 GPUs in a node. Write at least 1"),
         ("h200:8x0", "0 nodes"),
         ("h2000:8", "Did you mean h200? Known: a100,"),
-        ("tpu:8", "chip 'tpu' has no description. Known: a100,"),
+        ("tpu:8", "no chip 'tpu'. Known: a100,"),
         ("h200:16", "Write h200:8x2."),
         ("h200:16x3", "Write h200:8x6."),
         ("h200:12", "at most h200:8"),

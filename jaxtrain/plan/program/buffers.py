@@ -271,7 +271,7 @@ def _is_fill(module: hlo.Module, instruction: hlo.Instruction) -> bool:
 
 
 def _saved(names: tuple[str, ...]) -> tuple[str, str]:
-    """Return the class and name of what is saved under these names, all of one shape."""
+    """Return the class and name of activations saved under these names, all of one shape."""
     return ("gathered weights", "") if names == (WEIGHT,) else ("saved activations", ", ".join(names))
 
 

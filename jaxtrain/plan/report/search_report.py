@@ -23,7 +23,7 @@ ENDINGS = {
     "complete": "complete: no setting that is left can be better, by formula",
     "found": "ended at the first that fits",
     "most": "ended at the most plans that are allowed",
-    "budget": "ended at the budget of seconds",
+    "budget": "ended after --budget seconds",
     "interrupted": "interrupted",
 }
 ROUNDED = {
@@ -45,7 +45,9 @@ def watch(console: Console) -> Iterator[Callable[[SearchResult], None]]:
             nonlocal printed
             new = list(enumerate(found.tried, 1))[printed:]
             printed += len(new)
-            lines = [f"{n}: {describe(c, found.topology)}: {_came_of(c.outcome)}" for n, c in new]
+            lines = [
+                f"{'compiled ' if c.plan else ''}{n}: {describe(c, found.topology)}: {_came_of(c.outcome)}" for n, c in new
+            ]
             now = "; ".join(describe(c, found.topology) for c in found.running)
             show(len(found.tried), found.most, now, lines)
 
@@ -61,7 +63,8 @@ def mesh(candidate: Candidate, topology: Topology) -> str:
 def describe(candidate: Candidate, topology: Topology) -> str:
     """Return a setting in one line."""
     t = candidate.run.train
-    rows = f"{t.grad_accum} x {t.global_batch // t.grad_accum} sequences"
+    each = t.global_batch // t.grad_accum
+    rows = f"{t.grad_accum} microbatch{'es' if t.grad_accum > 1 else ''} of {each} sequence{'s' if each > 1 else ''}"
     return f"{mesh(candidate, topology)}, {rows}, remat {describe_remat(candidate.run)}"
 
 
@@ -79,6 +82,7 @@ def show_ranked(found: SearchResult, console: Console) -> None:
     could = f"{len(found.candidates):,} {kinds[found.objective]} that may fit, {found.too_big:,} that cannot by formula"
     say(console, f"{found.name} on {found.topology.name}: {could}", "bold")
     _show_table(f"The best {len(found.shown)} by formula, not compiled", found, found.shown, console)
+    say(console, "The formula leaves latencies out, so it orders small models poorly.", "dim")
 
 
 def show(found: SearchResult, console: Console) -> None:
@@ -89,7 +93,7 @@ def show(found: SearchResult, console: Console) -> None:
         order = "Of these the first has the least time on links, then the fewest mesh axes, then the shortest step."
         say(console, f"{equal} are equal: their steps differ by {percent(ERROR)} at most, the error of the estimate. {order}")
     left = len(found.candidates) - len(found.tried)
-    say(console, f"{ENDINGS[found.ended]}; {left:,} settings not compiled; {found.seconds:.0f} s")
+    say(console, f"{ENDINGS[found.ended]}; {left:,} settings were not compiled; {found.seconds:.0f} s")
     show_best(found, console)
 
 

@@ -5,6 +5,7 @@ import math
 import shlex
 from collections.abc import Sequence
 
+from jaxtrain.commands import spelled
 from jaxtrain.config import RunConfig
 from jaxtrain.page.charts import stacked
 from jaxtrain.page.html import plural
@@ -89,6 +90,8 @@ def verdict(plan: Plan) -> str:
     """Return whether the step fits, and by how much."""
     m = plan.memory
     unit, (allocated, usable, margin) = gib([m.taken_gib, m.usable_gib, abs(m.usable_gib - m.taken_gib)])
+    if plan.fits and m.taken_gib < 1 <= m.usable_gib:
+        return f"fits: {size(m.taken_gib)} of {usable} {unit} usable memory"
     if plan.fits:
         return f"fits: {allocated} of {usable} {unit} usable memory, {margin} {unit} free"
     return f"does not fit: needs {allocated} {unit}, {usable} {unit} usable: {margin} {unit} missing"
@@ -184,7 +187,8 @@ def command(plan: Plan) -> str:
     machine = [f"--topology={plan.topology}"] if plan.topology.partition(":")[0] in CHIPS else []
     load = plan.experts.load if plan.experts else 1
     busiest = [f"--experts-load={expert_load(load)}"] if load != 1 else []
-    return shlex.join(["python", "-m", "jaxtrain.plan", f"--config={plan.config}", *overrides, *machine, *busiest])
+    arguments = shlex.join([f"--config={plan.config}", *overrides, *machine, *busiest])
+    return f"{spelled('python -m jaxtrain.plan')} {arguments}"
 
 
 # ---- memory

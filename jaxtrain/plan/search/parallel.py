@@ -5,7 +5,6 @@ its processes runs the user's script again in each.
 """
 
 import contextlib
-import ctypes
 import os
 import pickle
 import pkgutil
@@ -13,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +24,17 @@ from jaxtrain.plan.search.cache import Cache, Outcome, Request
 MAKE = "jaxtrain.plan.make:make_plan"
 TIMEOUT_S = 900.0  # of one plan; 8B takes some ten seconds on two cores, and 70B on 1,024 GPUs no longer
 POLL_S = 0.1
+
+# A child's program. Before it imports anything large, it asks the kernel to kill it when its parent ends.
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+BEGIN = f"""
+import ctypes, os, sys
+ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {int(signal.SIGKILL)})
+if os.getppid() != int(sys.argv[2]):  # the parent ended before the call
+    sys.exit(1)
+from {__name__} import work
+work(sys.argv[1])
+"""
 
 
 def cores() -> int:
@@ -43,7 +53,7 @@ class Child:
         path = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", ""))))
         with (self._folder / "printed").open("wb") as printed:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import work; work({self._temporary.name!r})"],
+                [sys.executable, "-c", BEGIN, self._temporary.name, str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=subprocess.STDOUT,
@@ -75,7 +85,6 @@ class Child:
 
 def work(folder: str) -> None:
     """Make the plan of a `Child`, in its process."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with contextlib.suppress(OSError):  # some containers mount /proc read-only
         Path("/proc/self/oom_score_adj").write_text("1000")  # if host memory runs out, the system ends a compile first
     request, plan_one = pickle.loads((Path(folder) / "request").read_bytes())
@@ -98,6 +107,22 @@ def _kind(error: Exception) -> str:
     return "crashed" if isinstance(error, OSError) else "failed"
 
 
+@contextlib.contextmanager
+def _delayed_interrupt() -> Iterator[None]:
+    """Delay Ctrl-C to the end of the block: within Popen it would leave a process that nobody knows."""
+    if threading.current_thread() is not threading.main_thread():  # Python interrupts the main thread only
+        yield
+        return
+    pressed = []
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if pressed:
+            signal.raise_signal(signal.SIGINT)
+
+
 def plan_each(
     following: Callable[[], tuple[Any, Request] | None],
     *,
@@ -116,26 +141,30 @@ def plan_each(
         plan_one: "package.module:function" of (run, topology, rates=...) -> Plan.
 
     Raises:
-        TimeoutError: at the deadline.
+        TimeoutError: at the deadline, unless all are done by then.
     """
     running: dict[Child, tuple[Any, Request]] = {}
     try:
-        while time.monotonic() < deadline:
+        while True:
             while len(running) < (jobs or cores()) and (item := following()):
+                if time.monotonic() >= deadline:
+                    raise TimeoutError
                 ident, request = item
                 if known := cache and cache.get(request, plan_one):
                     yield ident, known
                 else:
-                    running[Child(request, plan_one, timeout_s)] = item
+                    with _delayed_interrupt():
+                        running[Child(request, plan_one, timeout_s)] = item
             if not running:
                 return
+            if time.monotonic() >= deadline:
+                raise TimeoutError
             for child, outcome in _wait(running):
-                ident, request = running.pop(child)
                 child.end()
+                ident, request = running.pop(child)
                 if cache:
                     cache.put(request, plan_one, outcome)
                 yield ident, outcome
-        raise TimeoutError
     finally:
         for child in running:
             child.end()

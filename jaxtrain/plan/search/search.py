@@ -265,7 +265,7 @@ def _judge(found: SearchResult) -> None:
         if found.objective == "fit":
             order[c] = 0, c.rank, step_ms
         c.verdict = "equal" if more <= ERROR else "slower"
-        c.reason = f"{f'{more:.1%} slower than the fastest' if more else 'the fastest'}, {links:.0%} of it on links"
+        c.reason = f"{f'{more:.1%} slower than the fastest, ' if more else ''}links are busy {links:.0%} of the fastest step"
     found.tried.sort(key=order.__getitem__)
     if found.best and found.best.fits:
         found.best.verdict = "best"
