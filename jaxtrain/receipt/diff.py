@@ -38,7 +38,7 @@ IGNORED = (
     *(f"data.{name}" for name in DATA),
     *(f"eval_data.*.{name}" for name in DATA),
     *("devices.processes.*", "devices.platform"),
-    *(f"hardware.gpus.{name}" for name in ("index", "uuid", "pci", "power_limit_default_w")),
+    *(f"hardware.gpus.{name}" for name in ("index", "uuid", "pci", "power_limit_default_w", "nics")),  # nics: of older receipts
     *("hardware.before.*", "hardware.after.*"),  # one sample is no description of a run; see `_conditions`
 )
 VARIABLES_IGNORED = (

@@ -204,11 +204,12 @@ def moments(run: Run, quantity: str) -> list[tuple[int, float, float, float, flo
     """Return (step, seconds since 1970, lowest, mean, highest) of all GPUs, in order of steps.
 
     Each process writes by its own clock, so the lines of two nodes have different steps. Lines are therefore grouped in ranges
-    of twice the steps between two lines of a GPU. A group has the last of its steps.
+    of twice the steps between two lines of a GPU. Lines of one step, if steps take longer than lines, count as one. A group has
+    the last of its steps.
     """
     lines = [line for line in run.gpu if line.get(quantity) is not None]
-    first = [line["step"] for line in lines if (line["process"], line["gpu"]) == (lines[0]["process"], lines[0]["gpu"])]
-    width = 2 * statistics.median([b - a for a, b in itertools.pairwise(first)] or [math.inf]) or 1
+    first = sorted({line["step"] for line in lines if all(line[key] == lines[0][key] for key in ("process", "gpu"))})
+    width = 2 * statistics.median([b - a for a, b in itertools.pairwise(first)] or [math.inf])
     groups: dict[float, list[dict[str, Any]]] = {}
     for line in lines:
         groups.setdefault((line["step"] - first[0]) // width, []).append(line)

@@ -328,6 +328,7 @@ def changed(path: str, value: Any) -> list[tuple[str, str, str, str]]:
         ("env.set.XLA_CLIENT_MEM_FRACTION", "0.9"),
         ("environment.XLA_FLAGS", "--xla_force_host_platform_device_count=8"),
         ("hardware.gpus", [{**GPU, "uuid": "GPU-2", "pci": "x"}, {**GPU, "index": 1}]),
+        ("hardware.gpus", [{**GPU, "nics": ["mlx5_0"]}, {**GPU, "index": 1}]),
         ("hardware.after", [{**STATE, "sm_clock_mhz": 1500, "power_w": 80.0, "throttle_reasons": ""}]),
         ("hardware.after", [{**STATE, "throttle_reasons": "hw_thermal"}]),  # one sample does not describe the run
         ("throttled", [{"gpu": 0, "share": 0.1, "reasons": "hw_thermal"}]),

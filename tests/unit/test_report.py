@@ -133,6 +133,9 @@ def test_gpus_of_nodes_that_are_a_step_apart_are_drawn_together(tmp_path: Path):
     assert len(found) > 8 and [m[0] for m in found] == sorted({m[0] for m in found})
     inside = [m for m in found if 2 < m[0] < 38]
     assert inside and all((m[2], m[4]) == (100.0, 500.0) and 250 < m[3] < 350 for m in inside)
+    slow = fake(tmp_path / "slow", [line(40), *(gpu(step, 0, power_w=500.0) for step in range(2, 40, 2) for _ in range(4))])
+    write_lines(slow / "metrics.1.jsonl", other)
+    assert charts.moments(read(slow), "power_w")[1][2::2] == (100.0, 500.0), "four lines in each step"
     alone = read(fake(tmp_path / "one", [line(1), gpu(1, 0), gpu(1, 1, power_w=700.0)]))
     assert [(m[0], m[2], m[4]) for m in charts.moments(alone, "power_w")] == [(1, 500.0, 700.0)]
 
