@@ -96,7 +96,7 @@ def test_it_is_stored_with_outputs_and_pictures_and_nothing_of_a_machine(path):
     outputs = [output for cell in cells for output in cell.outputs]
     assert not [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"]
     kinds = {kind for o in outputs for kind in o.get("data", {})}
-    assert {"image/svg+xml", "text/html", "text/plain"} <= kinds
+    assert {"text/html", "text/plain"} <= kinds  # tables, drawings of shardings and of memory
     assert sum(bool(cell.outputs) for cell in cells) > len(cells) / 2
     assert {k: v for k, v in notebook.metadata.items() if k != "jaxlib"} == METADATA
     assert not LOCAL.search(path.read_text()), LOCAL.findall(path.read_text())
