@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtrain.command_line import Command, Option, Parsed, make_console, run_command
+from jaxtrain.startup import quiet
 
 WIDTH = 128
 COMMAND = Command(
@@ -44,7 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def act(parsed: Parsed) -> int:
     """Print and write the report of a trace or a dump."""
-    from jaxtrain.profile import measure, report, trace
+    with quiet():  # jax's libraries report a missing driver when they are loaded
+        import jax.profiler  # noqa: F401 - loads them
+
+        from jaxtrain.profile import measure, report, trace
 
     target, options = Path(parsed.arguments[0]).expanduser(), parsed.options
     traces = trace.find(target)
