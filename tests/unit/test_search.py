@@ -400,7 +400,7 @@ def test_progress_is_printed_line_by_line(inline):
     with search_report.watch(console) as progress:
         find(most=3, on_progress=progress)
     lines = console.export_text().splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["1", "2", "3"]
+    assert [line.partition(":")[0] for line in lines] == ["compiled 1", "compiled 2", "compiled 3"]
 
 
 def test_a_setting_that_could_not_be_compiled_is_not_the_best(inline):
