@@ -389,7 +389,7 @@ class Data:
 
     @property
     def masks_documents(self) -> bool:
-        """Whether attention stops at document borders."""
+        """Return whether attention stops at document borders."""
         return self.packing != "none"
 
     @property

@@ -36,7 +36,7 @@ def number(value: float | None, places: int | None = None) -> str:
 
 
 def rough(value: float, digits: int = 3) -> str:
-    """Return a number with so many digits that are not zero: 24,034 as 24,000."""
+    """Return a number rounded to significant digits: 24,034 as 24,000."""
     if value == 0 or not math.isfinite(value):
         return number(value, 0)
     places = digits - 1 - math.floor(math.log10(abs(value)))

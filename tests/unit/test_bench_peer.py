@@ -52,7 +52,7 @@ def test_what_the_peer_cannot_import():
 
 
 def test_the_peers_mfu_is_of_our_peak():
-    """That of bfloat16, as in jaxtrain's own answer."""
+    """The peak is the one of bfloat16, as in jaxtrain's own answer."""
     run = launch.load([*(argv for argv in PEER if argv.startswith("--config")), "--config.precision=bf16"]).run
     answer = {"verdict": "ok", "device": "NVIDIA H200", "step_times": [1.0], "losses": [1.0, 1.0], "reserved_gib": 1.0}
     found = peer_torch.as_our_answer(answer | {"settings": {"checkpoint": False}}, run)

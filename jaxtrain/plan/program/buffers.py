@@ -159,7 +159,7 @@ class Facts:
     module: hlo.Module
     weights: frozenset[tuple[int, ...]]  # `_plain` dimensions of weights and their gradients on a device
     shards: frozenset[tuple[int, ...]]  # those of parameters as they are sharded, all layers together
-    # Of saved activations: stacked, again, dtype, `_plain` local dimensions -> names.
+    # Names of saved activations, by (stacked, again, dtype, `_plain` local dimensions).
     saved: dict[tuple[bool, bool, str, tuple[int, ...]], tuple[str, ...]]
 
 

@@ -96,7 +96,8 @@ class _Schedule:
         self.seconds: dict[str, float] = defaultdict(float)  # by kind, of the compute stream and of waiting for copies
         self.flops: dict[str, float] = defaultdict(float)
         self.gemm_least_s = 0.0
-        # Of collectives and copies to the host: time on the link, and exposed, the wait for a busy link included.
+        # Collectives and copies to the host: time on the link, and exposed time. The exposed time includes the wait
+        # for a busy link.
         self.link_ms: dict[str, float] = defaultdict(float)
         self.exposed_ms: dict[str, float] = defaultdict(float)
         self.kernels: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])

@@ -109,7 +109,7 @@ def _kind(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _delayed_interrupt() -> Iterator[None]:
-    """Delay Ctrl-C to the end of the block: within Popen it would leave a process that nobody knows."""
+    """Delay Ctrl-C to the end of the block. Within Popen it would leave a process that no caller can end."""
     if threading.current_thread() is not threading.main_thread():  # Python interrupts the main thread only
         yield
         return
